@@ -1,5 +1,8 @@
-"""What a container is, and that each is taken apart and put together again as it was."""
+"""What a container is, how it is put together again, and whether its freed memory is kept."""
 
+import contextlib
+import os
+import platform
 from collections import Counter, OrderedDict, UserDict, defaultdict, deque
 from types import MappingProxyType
 from typing import NamedTuple
@@ -7,6 +10,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
+import fnloop as fl
+from fnloop._backend import containers
 from fnloop._backend.containers import (
     IN_BATCHES,
     map_leaves,
@@ -15,6 +20,7 @@ from fnloop._backend.containers import (
     tensors_in,
     with_parts,
 )
+from fnloop.testing import toy, toy_loss
 
 
 class Pair(NamedTuple):
@@ -37,22 +43,13 @@ class Named(dict):
 
 
 MAPPINGS = [
-    {"a": 1, "b": 2},
-    Named(a=1, b=2),
-    OrderedDict(b=1, a=2),
-    defaultdict(list, a=1, b=2),
-    Counter(a=1, b=2),
-    UserDict(a=1, b=2),
-    MappingProxyType({"a": 1, "b": 2}),
-]
+    {"a": 1, "b": 2}, Named(a=1, b=2), OrderedDict(b=1, a=2), defaultdict(list, a=1, b=2),
+    Counter(a=1, b=2), UserDict(a=1, b=2), MappingProxyType({"a": 1, "b": 2}),
+]  # fmt: skip
 SEQUENCES = [
-    [1, 2],
-    Labeled("years", [1, 2]),
-    (1, 2),
-    Pair(1, 2),
-    torch.Size([1, 2]),
+    [1, 2], Labeled("years", [1, 2]), (1, 2), Pair(1, 2), torch.Size([1, 2]),
     deque([1, 2], maxlen=3),
-]
+]  # fmt: skip
 LEAVES = ["text", b"bytes", 1, None, {1, 2}, range(2), torch.ones(2)]
 
 
@@ -60,30 +57,21 @@ def class_of(value):
     return type(value).__name__
 
 
-@pytest.mark.parametrize("value", MAPPINGS, ids=class_of)
-def test_the_parts_of_a_mapping_have_its_keys(value):
-    assert list(parts_of(value)) == list(value.items())
-
-
-@pytest.mark.parametrize("value", SEQUENCES, ids=class_of)
-def test_the_parts_of_a_sequence_have_positions(value):
-    assert list(parts_of(value)) == [(0, 1), (1, 2)]
+@pytest.mark.parametrize("value", [*MAPPINGS, *SEQUENCES], ids=class_of)
+def test_a_container_has_its_keys_or_positions_and_with_other_parts_is_of_the_same_kind(value):
+    keyed = [*value.items()] if hasattr(value, "items") else [(0, 1), (1, 2)]
+    assert list(parts_of(value)) == keyed
+    changed = with_parts(value, [10, 20])
+    assert type(changed) is type(value)
+    assert list(parts_of(changed)) == [(key, 10 * part) for key, part in keyed]
+    assert list(parts_of(value)) == keyed
+    assert with_parts(changed, [1, 2]) == value
 
 
 @pytest.mark.parametrize("value", LEAVES, ids=class_of)
 def test_anything_else_is_a_leaf(value):
     assert parts_of(value) is None
     assert map_leaves(value) is value
-
-
-@pytest.mark.parametrize("value", [*MAPPINGS, *SEQUENCES], ids=class_of)
-def test_a_container_with_other_parts_is_of_the_same_kind(value):
-    before = list(parts_of(value))
-    changed = with_parts(value, [10, 20])
-    assert type(changed) is type(value)
-    assert list(parts_of(changed)) == [(key, 10 * part) for key, part in before]
-    assert list(parts_of(value)) == before
-    assert with_parts(changed, [1, 2]) == value
 
 
 def test_a_copy_keeps_attributes_the_default_and_the_greatest_length():
@@ -109,15 +97,9 @@ def test_every_container_is_put_together_as_it_was():
 
 def test_a_changed_leaf_is_changed_in_a_copy():
     nested = {"a": (1, [2]), "b": Pair(3, "text")}
-    assert map_leaves(nested, lambda leaf: leaf * 2) == {
-        "a": (2, [4]),
-        "b": Pair(6, "texttext"),
-    }
+    assert map_leaves(nested, lambda leaf: leaf * 2) == {"a": (2, [4]), "b": Pair(6, "texttext")}
     assert nested == {"a": (1, [2]), "b": Pair(3, "text")}
-
-
-def test_a_tuple_with_the_same_parts_is_kept():
-    kept, copied = (1, "text"), ([1],)
+    kept, copied = (1, "text"), ([1],)  # a tuple with the same parts is kept
     assert map_leaves(kept) is kept
     assert map_leaves(copied) == copied and map_leaves(copied)[0] is not copied[0]
 
@@ -135,3 +117,132 @@ def test_pairs_are_of_two_mappings_or_two_sequences():
     assert pairs_of([1], {0: 1}) is None
     assert pairs_of("ab", "ab") is None
     assert pairs_of([1], torch.ones(1)) is None
+
+
+# --- the allocator keeps freed memory during a run, and is set back after it
+
+
+CPU = torch.device("cpu")
+DURING, AFTER = (containers._TRIM_THRESHOLD, 1 << 30), (containers._TRIM_THRESHOLD, 64 << 20)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_set(monkeypatch):
+    for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def settings(monkeypatch):
+    """The settings that are given to the allocator, in a list."""
+    given = []
+
+    def mallopt(name, value):
+        given.append((name, value))
+        return 1
+
+    monkeypatch.setattr(containers, "_mallopt", lambda: mallopt)
+    return given
+
+
+def new_pages(megabytes):
+    """Return how many pages the system gives for tensors of 8 MB that live at the same time."""
+    resource = pytest.importorskip("resource", reason="this system does not count pages")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    tensors = [torch.ones(2 << 20) for _ in range(megabytes // 8)]
+    assert tensors[-1][-1] == 1
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+@pytest.mark.skipif(
+    platform.libc_ver()[0] != "glibc" or "LD_PRELOAD" in os.environ,
+    reason="the setting is one of glibc",
+)
+def test_memory_is_used_again():
+    containers._mallopt()(containers._MMAP_THRESHOLD, 1 << 17)  # as at the start of a process
+    first = new_pages(160)
+    with containers.reusing_pages(CPU):
+        *_, last = (new_pages(160) for _ in range(5))
+    assert last < first / 10
+
+
+def test_the_setting_lasts_as_long_as_the_outermost_block(settings):
+    with containers.reusing_pages(torch.device("cuda")):
+        assert settings == []  # nothing is set for a GPU
+    with containers.reusing_pages(CPU):
+        with containers.reusing_pages(CPU):
+            pass
+        assert settings[-1] == DURING
+    assert settings[-1] == AFTER
+    with pytest.raises(ValueError, match="bad"), containers.reusing_pages(CPU):
+        raise ValueError("bad")
+    assert settings[-1] == AFTER
+    with containers.reusing_pages(CPU):
+        assert settings[-1] == DURING
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+def test_a_process_that_is_forked_within_it_gives_its_memory_back(settings):
+    with contextlib.ExitStack() as block:
+        block.enter_context(containers.reusing_pages(CPU))
+        if not (process := os.fork()):
+            status = 1
+            try:
+                assert (settings[-1], containers._users) == (AFTER, 0)
+                block.close()  # as a process that continues the run does
+                with containers.reusing_pages(CPU):
+                    assert settings[-1] == DURING
+                status = settings[-1] != AFTER
+            finally:
+                os._exit(status)
+        assert os.waitpid(process, 0)[1] == 0
+        assert settings[-1] == DURING
+    assert settings[-1] == AFTER
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("MALLOC_TRIM_THRESHOLD_", "131072"), ("MALLOC_MMAP_THRESHOLD_", "131072"),
+    ("GLIBC_TUNABLES", "glibc.malloc.trim_threshold=131072"),
+    ("GLIBC_TUNABLES", "glibc.malloc.check=0:glibc.malloc.mmap_threshold=131072"),
+])  # fmt: skip
+def test_the_environment_comes_first(monkeypatch, name, value):
+    monkeypatch.setattr(containers, "_mallopt", lambda: pytest.fail)
+    monkeypatch.setenv(name, value)
+    with containers.reusing_pages(CPU):
+        pass
+
+
+def test_other_settings_of_the_environment_do_not_count(monkeypatch, settings):
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.cpu.x86_rep_movsb_threshold=2048")
+    with containers.reusing_pages(CPU):
+        assert settings[-1] == DURING
+
+
+@pytest.mark.parametrize("mallopt", [None, lambda name, value: 0], ids=["missing", "refuses"])
+def test_a_library_without_the_setting_is_left_as_it_is(monkeypatch, mallopt):
+    monkeypatch.setattr(containers, "_mallopt", lambda: mallopt)
+    with containers.reusing_pages(CPU):
+        assert containers._users == 0
+
+
+BATCHES = [torch.ones(1)] * 2
+CALLS = {
+    "fit": lambda step, look: fl.fit(step, toy(), BATCHES, hooks=[look]),
+    "run": lambda step, look: [*fl.run(step, toy(), BATCHES, epochs=1, hooks=[look])],
+    "evaluate": lambda step, look: fl.evaluate(step, toy(), map(look, BATCHES)),
+    "predict": lambda step, look: [*fl.predict(lambda _, batch: look(batch), toy(), BATCHES)],
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_it_is_set_in_runs_and_evaluations(settings, call):
+    seen = []
+
+    def look(value):
+        seen.append(settings[-1])
+        return value
+
+    call(fl.pipeline()(toy_loss), look)
+    assert seen == [DURING] * 2
+    assert settings[-1] == AFTER

@@ -31,8 +31,15 @@ def cluster(monkeypatch):
     os.environ.pop("GLOO_SOCKET_IFNAME", None)
 
 
-def test_gloo_gets_the_interface_between_the_machines(cluster):
+def test_gloo_gets_the_interface_between_the_machines(cluster, caplog):
     assert cluster("10.77.0.1") == "eth7"
+    del os.environ["GLOO_SOCKET_IFNAME"]
+    assert cluster("10.77.0.2") is None
+    assert caplog.messages == [
+        "the name of this machine, 127.0.1.1, has no address that other machines can reach, and "
+        "gloo would listen there: name the network interface between the machines, "
+        "GLOO_SOCKET_IFNAME=eth0 torchrun ..."
+    ]
 
 
 def test_what_is_known_to_work_is_left_alone(cluster, monkeypatch):
@@ -44,18 +51,9 @@ def test_what_is_known_to_work_is_left_alone(cluster, monkeypatch):
     assert cluster("10.77.0.1") is None
 
 
-def test_an_interface_that_is_not_found_is_asked_for(cluster, caplog):
-    assert cluster("10.77.0.2") is None
-    assert caplog.messages == [
-        "the name of this machine, 127.0.1.1, has no address that other machines can reach, and "
-        "gloo would listen there: name the network interface between the machines, "
-        "GLOO_SOCKET_IFNAME=eth0 torchrun ..."
-    ]
-
-
-def test_a_name_without_an_address_of_this_machine_is_unreachable():
-    assert processes._is_unreachable("192.0.2.1")  # of documentation
-    assert processes._is_unreachable("no.such.name.invalid")
+@pytest.mark.parametrize("name", ["192.0.2.1", "no.such.name.invalid"])  # the first is of documents
+def test_a_name_without_an_address_of_this_machine_is_unreachable(name):
+    assert processes._is_unreachable(name)
 
 
 def agreeing(folder, stale):

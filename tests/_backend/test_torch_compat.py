@@ -20,7 +20,8 @@ from torch.optim import optimizer as optim
 from torch.utils.data import DataLoader
 
 import fnloop
-from fnloop._backend import torch_compat
+from fnloop._backend import collectives, torch_compat
+from fnloop._step import engine_distributed
 
 ROOT = Path(fnloop.__file__).parent
 COMPAT = Path(torch_compat.__file__)
@@ -64,71 +65,61 @@ def private_uses(tree):
             parts = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
             yield from ((node.lineno, p) for p in parts if is_private(p) or p in UNDOCUMENTED)
         elif isinstance(node, ast.Import):
-            parts = [
-                p for a in node.names if a.name.startswith("torch.") for p in a.name.split(".")
-            ]
+            torchs = (a.name for a in node.names if a.name.startswith("torch."))
+            parts = [part for name in torchs for part in name.split(".")]
             yield from ((node.lineno, p) for p in parts if is_private(p) or p in UNDOCUMENTED)
 
 
 def own_names(trees):
     """Return the private names that fnloop itself defines in functions, classes and slots."""
     found = {"_fields"}  # of named tuples, documented
-    for tree in trees:
-        for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef | ast.ClassDef):
-                found.add(node.name)
-            if isinstance(node, ast.ClassDef):
-                for line in node.body:
-                    target = getattr(line, "target", None) or next(
-                        iter(getattr(line, "targets", ())), None
-                    )
-                    if isinstance(target, ast.Name):
-                        found.add(target.id)
-                        if target.id == "__slots__":
-                            found |= set(ast.literal_eval(line.value))
-            stored = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
-            if stored and isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
-                found.add(node.attr)
+    for node in (node for tree in trees for node in ast.walk(tree)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        for line in node.body if isinstance(node, ast.ClassDef) else ():
+            target = getattr(line, "target", None) or [*getattr(line, "targets", ()), None][0]
+            if isinstance(target, ast.Name):
+                found.add(target.id)
+                if target.id == "__slots__":
+                    found |= set(ast.literal_eval(line.value))
+        stored = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+        if stored and isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
+            found.add(node.attr)
     return found
 
 
-def test_no_other_file_uses_a_private_name_of_torch():
-    trees = {path: ast.parse(path.read_text()) for path in ROOT.rglob("*.py") if path != COMPAT}
+@pytest.fixture(scope="module")
+def trees():
+    """What the other files of fnloop are parsed to."""
+    paths = [path for path in ROOT.rglob("*.py") if path != COMPAT]
+    return {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in paths}
+
+
+def test_no_other_file_uses_a_private_name_of_torch(trees):
     own = own_names(trees.values())
-    found = []
-    for path, tree in trees.items():
-        where = str(path.relative_to(ROOT))
-        for line, name in private_uses(tree):
-            if name not in own and name not in OTHERS.get(where, ()):
-                found.append(f"{where}:{line} {name}")
-    assert not found
+    assert not [
+        f"{path}:{line} {name}"
+        for path, tree in trees.items()
+        for line, name in private_uses(tree)
+        if name not in own and name not in OTHERS.get(path, ())
+    ]
 
 
-def test_no_other_file_spells_a_name_that_torch_compat_guards():
+def test_no_other_file_spells_a_name_that_torch_compat_guards(trees):
     compat = ast.parse(COMPAT.read_text())
     names = {name for _, name in private_uses(compat)} - {"__wrapped__"}
     names |= {node.value for node in ast.walk(compat) if isinstance(node, ast.Constant)}
     guarded = {n for n in names if isinstance(n, str) and is_private(n) and n.isidentifier()}
     assert {"_orig_mod", "_foreach_norm", "_local_tensor", "_post_forward"} <= guarded
-    for path in ROOT.rglob("*.py"):
-        if path != COMPAT:
-            tree = ast.parse(path.read_text())
-            spelled = {n.value for n in ast.walk(tree) if isinstance(n, ast.Constant)}
-            assert not spelled & guarded, path
+    for path, tree in trees.items():
+        assert not {n.value for n in ast.walk(tree) if isinstance(n, ast.Constant)} & guarded, path
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "import torch._dynamo",
-        "from torch.utils import _pytree",
-        "from torch.optim.optimizer import _global_optimizer_pre_hooks",
-        "torch._foreach_norm([])",
-        "tensor._version",
-        "getattr(model, '_orig_mod', None)",
-        "torch.cuda.default_generators",
-    ],
-)
+@pytest.mark.parametrize("line", [
+    "import torch._dynamo", "from torch.utils import _pytree", "torch._foreach_norm([])",
+    "from torch.optim.optimizer import _global_optimizer_pre_hooks", "tensor._version",
+    "getattr(model, '_orig_mod', None)", "torch.cuda.default_generators",
+])  # fmt: skip
 def test_a_private_name_is_found(line):
     assert [*private_uses(ast.parse(line))]
 
@@ -196,37 +187,26 @@ def train(compat, hook=None):
 @pytest.fixture
 def marks(monkeypatch):
     """The steps that a wrapper of torch has marked for a profiler."""
-    found, mark = [], torch.autograd.profiler.record_function
-    monkeypatch.setattr(
-        torch.autograd.profiler, "record_function", lambda name: found.append(name) or mark(name)
-    )
+    found, profiler = [], torch.autograd.profiler
+    mark = profiler.record_function
+    note = lambda name: found.append(name) or mark(name)
+    monkeypatch.setattr(profiler, "record_function", note)
     return found
 
 
 @pytest.mark.parametrize(
     ("hook", "seen"), [("register_step_pre_hook", [0.0]), ("register_step_post_hook", [-2.0])]
 )
-def test_hooks_of_an_optimizer_are_called(hook, seen):
-    assert train(torch_compat) == ([], -2.0)
+def test_the_wrapper_is_skipped_only_while_it_has_nothing_to_do(hook, seen, marks):
+    assert (train(torch_compat), marks) == (([], -2.0), [])
     assert train(torch_compat, hook) == (seen, -2.0)
-
-
-def test_the_wrapper_is_skipped_only_while_it_has_nothing_to_do(marks):
-    train(torch_compat)
-    assert marks == []
-    train(torch_compat, "register_step_pre_hook")
     assert marks == ["Optimizer.step#SGD.step"]
 
 
-@pytest.mark.parametrize(
-    ("owner", "name"),
-    [
-        (Optimizer, "profile_hook_step"),
-        (optim, "_global_optimizer_pre_hooks"),
-        (optim, "_global_optimizer_post_hooks"),
-        (torch.autograd, "_profiler_enabled"),
-    ],
-)
+@pytest.mark.parametrize(("owner", "name"), [
+    (Optimizer, "profile_hook_step"), (optim, "_global_optimizer_pre_hooks"),
+    (optim, "_global_optimizer_post_hooks"), (torch.autograd, "_profiler_enabled"),
+])  # fmt: skip
 def test_without_a_name_the_wrapper_is_called(request, without, owner, name):
     compat = without(owner, name)
     request.getfixturevalue("monkeypatch").undo()  # torch itself needs some of them
@@ -248,16 +228,11 @@ def test_a_wrapper_that_does_more_is_not_skipped(monkeypatch, without):
     assert getattr(compat._wrapper, "co_names", None) is None
 
 
-@pytest.mark.parametrize(
-    ("name", "arguments", "expected"),
-    [
-        ("clamp_min_", (-1.0,), [-1.0, 6.0]),
-        ("clamp_max_", (1.0,), [-3.0, 1.0]),
-        ("mul_", (0.5,), [-1.5, 3.0]),
-        ("div_", (torch.tensor(3.0),), [-1.0, 2.0]),
-        ("copy_", ([torch.tensor(7.0), torch.tensor(8.0)],), [7.0, 8.0]),
-    ],
-)
+@pytest.mark.parametrize(("name", "arguments", "expected"), [
+    ("clamp_min_", (-1.0,), [-1.0, 6.0]), ("clamp_max_", (1.0,), [-3.0, 1.0]),
+    ("mul_", (0.5,), [-1.5, 3.0]), ("div_", (torch.tensor(3.0),), [-1.0, 2.0]),
+    ("copy_", ([torch.tensor(7.0), torch.tensor(8.0)],), [7.0, 8.0]),
+])  # fmt: skip
 def test_lists_of_tensors_are_changed_one_by_one(without, name, arguments, expected):
     for compat in (torch_compat, without(torch, f"_foreach_{name}")):
         tensors = [torch.tensor(-3.0), torch.tensor(6.0)]
@@ -266,17 +241,14 @@ def test_lists_of_tensors_are_changed_one_by_one(without, name, arguments, expec
 
 
 def test_norms_and_unscaling_of_lists_one_by_one(without):
-    for compat in (
-        torch_compat,
-        without(torch, "_foreach_norm", "_amp_foreach_non_finite_check_and_unscale_"),
-    ):
+    names = "_foreach_norm", "_amp_foreach_non_finite_check_and_unscale_"
+    for compat in (torch_compat, without(torch, *names)):
         assert [*map(float, compat.foreach_norm([torch.tensor([3.0, 4.0])]))] == [5.0]
         grads, found = [torch.tensor([2.0, 4.0]), torch.tensor([6.0])], torch.zeros(())
         compat.unscale_(grads, found, torch.tensor(0.5))
         assert [g.tolist() for g in grads] == [[1.0, 2.0], [3.0]] and found.item() == 0
-        compat.unscale_(
-            [torch.tensor([1.0]), torch.tensor([float("inf")])], found, torch.tensor(1.0)
-        )
+        infinite = [torch.tensor([1.0]), torch.tensor([float("inf")])]
+        compat.unscale_(infinite, found, torch.tensor(1.0))
         assert found.item() == 1
 
 
@@ -351,42 +323,36 @@ def test_nothing_raises_when_a_worker_is_killed_on_purpose():
     batches._shutdown_workers()
 
 
-def test_without_their_names_loaders_are_left_alone_or_refused():
+class Batches(SimpleNamespace):
+    """Those of a loader, to which there may be weak references."""
+
+
+def test_without_their_names_loaders_are_left_alone_or_refused(caplog):
     assert torch_compat.make_killable(it := iter([1])) is it
-
-    class Batches:
-        def __init__(self, worker):
-            self._workers = [worker]
-
-    worker = SimpleNamespace()
-    assert torch_compat.make_killable(Batches(worker))._workers == [worker]
-    done = []
+    worker, done = SimpleNamespace(), []
+    assert torch_compat.make_killable(SimpleNamespace(_workers=[worker]))._workers == [worker]
     process = SimpleNamespace(
         terminate=lambda: done.append("asked"), kill=lambda: done.append("killed")
     )
-    torch_compat.make_killable(Batches(SimpleNamespace(_popen=process)))
+    torch_compat.make_killable(batches := Batches(_workers=[SimpleNamespace(_popen=process)]))
     process.terminate()
-    assert done == ["killed"]
+    assert done == ["killed"] and batches
     loader = DataLoader([1])
     del loader._iterator
     torch_compat.forget_workers(loader)  # without persistent workers there is nothing to forget
     loader = SimpleNamespace(persistent_workers=True)
     with pytest.raises(RuntimeError, match="to restart persistent workers: leave them out"):
         torch_compat.forget_workers(loader)
-
-
-def test_a_dataset_that_cannot_be_replaced_is_a_warning(caplog):
     torch_compat.set_worker_dataset(None, [])
     assert "get_worker_info().dataset is a wrapper" in caplog.text
 
 
 def test_hooks_of_a_state_dict_are_noticed():
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(()))])
-    assert not torch_compat.has_state_dict_hooks(optimizer)
-    optimizer.register_step_pre_hook(lambda *_: None)
-    assert not torch_compat.has_state_dict_hooks(optimizer)
-    optimizer.register_state_dict_post_hook(lambda *_: None)
-    assert torch_compat.has_state_dict_hooks(optimizer)
+    optimizer, found = torch.optim.SGD([nn.Parameter(torch.zeros(()))]), []
+    for register in ("register_step_pre_hook", "register_state_dict_post_hook"):
+        found.append(torch_compat.has_state_dict_hooks(optimizer))
+        getattr(optimizer, register)(lambda *_: None)
+    assert [*found, torch_compat.has_state_dict_hooks(optimizer)] == [False, False, True]
 
 
 # --- several processes
@@ -411,8 +377,6 @@ def test_collectives_are_counted(group):
 def test_where_collectives_are_not_counted_every_function_seems_to_use_some(
     group, monkeypatch, caplog
 ):
-    from fnloop._backend import collectives
-
     assert collectives.collective_count() == collectives.collective_count()
     monkeypatch.setattr(collectives, "_counts", True)
     monkeypatch.setattr(collectives, "collectives_begun", lambda group: 0)
@@ -433,15 +397,16 @@ def test_without_names_of_groups_the_default_one_is_used_or_it_raises(group, wit
     assert column.tolist() == [1.0, 3.0]
 
 
+class Passing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(()))
+
+    def forward(self, loss):
+        return loss
+
+
 def test_without_its_names_ddp_averages_by_its_own_forward(group, monkeypatch):
-    class Passing(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.w = nn.Parameter(torch.zeros(()))
-
-        def forward(self, loss):
-            return loss
-
     def forward(self, loss):
         (loss,), _ = self._pre_forward(loss)
         return self._renamed(self.module(loss))
@@ -452,17 +417,14 @@ def test_without_its_names_ddp_averages_by_its_own_forward(group, monkeypatch):
         return ddp.module.w.grad.item()
 
     assert gradient() == 3.0
-    monkeypatch.setattr(
-        DistributedDataParallel, "_renamed", DistributedDataParallel._post_forward, raising=False
-    )
+    renamed = DistributedDataParallel._post_forward
+    monkeypatch.setattr(DistributedDataParallel, "_renamed", renamed, raising=False)
     monkeypatch.setattr(DistributedDataParallel, "forward", forward)
     monkeypatch.delattr(DistributedDataParallel, "_post_forward")
     assert gradient() == 3.0
 
 
 def test_a_ddp_that_does_not_average_is_an_error(group, monkeypatch):
-    from fnloop._step import engine_distributed
-
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
     monkeypatch.setattr(dist, "get_world_size", lambda: 3)  # the mean of the ranks is 1
     engine_distributed._check_ddp.__wrapped__(torch.device("cpu"))

@@ -19,13 +19,16 @@ from fnloop._core import state as merge
 pytestmark = pytest.mark.slow
 
 
+def hold_for(deadlock, notice, kill):
+    """Set the seconds after which processes that wait are ended."""
+    collectives.DEADLOCK_SECONDS, collectives.NOTICE_SECONDS = deadlock, notice
+    collectives.KILL_SECONDS = kill
+
+
 def diverge(folder, way, hold=2):
     """Decide by something that only one process knows."""
-    collectives.DEADLOCK_SECONDS, collectives.NOTICE_SECONDS, collectives.KILL_SECONDS = (
-        hold,
-        min(hold, collectives.NOTICE_SECONDS),
-        min(hold, collectives.KILL_SECONDS),
-    )
+    notice, kill = collectives.NOTICE_SECONDS, collectives.KILL_SECONDS
+    hold_for(hold, min(hold, notice), min(hold, kill))
 
     def hook(state):
         if state.step == 5 and rank() == 1:
@@ -35,37 +38,31 @@ def diverge(folder, way, hold=2):
         return state
 
     torch.manual_seed(0)
-    model = (
-        nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
-        if way == "buffers"
-        else network()
-    )
+    with_buffers = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    model = with_buffers if way == "buffers" else network()
     state = fl.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    window = fl.accumulate(2) if way == "weights" else fl.clip(1.0)
+    weights = fl.pipeline(fl.accumulate(2))(by_tokens)
+    step = weights if way == "weights" else fl.pipeline(fl.clip(1.0))(entropy)
     try:
-        fl.fit(
-            fl.pipeline(window)(by_tokens if way == "weights" else entropy),
-            state,
-            loader(size=2),
-            epochs=9,
-            hooks=(hook,),
-        )
+        fl.fit(step, state, loader(size=2), epochs=9, hooks=(hook,))
     finally:
         if way == "caught" and rank() == 1:
             time.sleep(60)
 
 
-def waited(folder, found):
-    """Return the seconds from the moment at which the processes diverged until the last ended."""
-    return max(found.ended) - float((folder / "diverged").read_text())
+WAYS = [
+    "stop",
+    "weights",
+    *(pytest.param(way, marks=pytest.mark.long) for way in ("epoch", "buffers")),
+]
 
 
 @pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.long)])
-@pytest.mark.parametrize("way", ["epoch", "stop", "buffers", "weights"])
+@pytest.mark.parametrize("way", WAYS)
 def test_processes_that_diverge_fail(tmp_path, way, n):
     found = launch.launch(tmp_path, n, diverge, way, forked=True)
     assert all(found.codes), found  # 1, or another one from gloo's threads
-    assert waited(tmp_path, found) < 20
+    assert max(found.ended) - float((tmp_path / "diverged").read_text()) < 20  # seconds
     assert "RuntimeError: the processes have diverged" in found.errors[1]
     assert all("the processes have diverged: " in error for error in found.errors), found.errors
     if way == "stop":
@@ -76,7 +73,7 @@ def test_processes_that_diverge_fail(tmp_path, way, n):
 
 def part_early(folder, way, hold=2):
     """Do something else in process 1 before the first update."""
-    collectives.DEADLOCK_SECONDS, collectives.NOTICE_SECONDS, collectives.KILL_SECONDS = hold, 1, 1
+    hold_for(hold, 1, 1)
     first = rank() == 0
     saves = [fl.checkpoint(folder / name) for name in "ab"]
     loaders = {"train": loader(size=2)}
@@ -150,7 +147,7 @@ def test_a_process_that_waits_for_a_failed_one_ends(tmp_path):
 
 def slow(folder):
     """Be slow in one process at each possible place, for longer than a deadlock may last."""
-    collectives.DEADLOCK_SECONDS, collectives.NOTICE_SECONDS, collectives.KILL_SECONDS = 1, 0, 0
+    hold_for(1, 0, 0)
 
     def pause(state):
         time.sleep(5 * (state.step == 2))
@@ -184,57 +181,36 @@ def test_a_slow_process_is_waited_for(tmp_path):
 
 def place(waits, begun, counts, inside=False):
     """Return the place of a process by the exchanges and the collectives that it has begun."""
-    return {
-        "waits": waits,
-        "begun": [(number, name) for number, name in enumerate(begun.split())],
-        "step": 5,
-        "counts": counts,
-        "inside": inside,
-    }
+    numbered = [*enumerate(begun.split())]
+    return {"waits": waits, "begun": numbered, "step": 5, "counts": counts, "inside": inside}
+
+
+def works(begun, count, inside=True):
+    return place(None, begun, {"0": count}, inside)
 
 
 WAITS = place("the end", "a b c end", {"0": 7})
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "meet"),
-    [
-        # The second is in another exchange of gradients.
-        (WAITS, place(None, "a b c", {"0": 8}, inside=True), False),
-        # It is in another exchange, after one that the first has not begun.
-        (WAITS, place(None, "a b c sum", {"0": 8}, inside=True), False),
-        # It has begun the same.
-        (WAITS, place(None, "a b c end", {"0": 8}, inside=True), True),
-        # It has sent something to one process, and is in a loader.
-        (WAITS, place(None, "a b c", {"0": 8}), True),
-        # It is in backward of the same update.
-        (WAITS, place(None, "a b c", {"0": 7}, inside=True), True),
-        # It has finished the exchange.
-        (WAITS, place(None, "a b c end d", {"0": 8}, inside=True), True),
-        # They are in different groups.
-        (
-            place("the end", "a b c end", {"0": 7, "2": 1}),
-            place(None, "a b c", {"0": 7, "3": 5}, inside=True),
-            True,
-        ),
-        # Both wait, in different places.
-        (WAITS, place("buffers", "a b c buffers", {"0": 7}), False),
-        (WAITS, WAITS, True),
-        # The second has sent all of an exchange that the first takes for another one.
-        (WAITS, place("buffers", "a b c send buffers", {"0": 7}), False),
-        (WAITS, place("c", "a send c", {"0": 7}), False),
-        # The second had sent something to one process before.
-        (WAITS, place("the end", "a b c end", {"0": 9}), True),
-        # It is later, not elsewhere.
-        (WAITS, place("c", "a b c", {"0": 7}), True),
-        # No exchange of fnloop's.
-        (
-            place(None, "a b c end", {"0": 7}, inside=True),
-            place(None, "a b c end", {"0": 9}, inside=True),
-            True,
-        ),
-    ],
-)
+@pytest.mark.parametrize(("first", "second", "meet"), [
+    (WAITS, works("a b c", 8), False),  # in another exchange of gradients
+    (WAITS, works("a b c sum", 8), False),  # after one that the first has not begun
+    (WAITS, works("a b c end", 8), True),  # it has begun the same
+    (WAITS, works("a b c", 8, False), True),  # it has sent something, and is in a loader
+    (WAITS, works("a b c", 7), True),  # in backward of the same update
+    (WAITS, works("a b c end d", 8), True),  # it has finished the exchange
+    (place("the end", "a b c end", {"0": 7, "2": 1}),
+     place(None, "a b c", {"0": 7, "3": 5}, True), True),  # in different groups
+    (WAITS, place("buffers", "a b c buffers", {"0": 7}), False),  # both wait, elsewhere
+    (WAITS, WAITS, True),
+    # The second has sent all of an exchange that the first takes for another one.
+    (WAITS, place("buffers", "a b c send buffers", {"0": 7}), False),
+    (WAITS, place("c", "a send c", {"0": 7}), False),
+    # The second had sent something to one process before, or is later, not elsewhere.
+    (WAITS, place("the end", "a b c end", {"0": 9}), True),
+    (WAITS, place("c", "a b c", {"0": 7}), True),
+    (works("a b c end", 7), works("a b c end", 9), True),  # no exchange of fnloop's
+])  # fmt: skip
 def test_two_places_that_never_meet_are_found(first, second, meet):
     assert collectives.never_meet({0: first, 1: second}) == (None if meet else (0, 1))
     third = place(None, "a b", {"0": 7})  # works, or has not been heard of

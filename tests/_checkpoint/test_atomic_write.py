@@ -1,7 +1,9 @@
-"""A checkpoint is complete or absent; what a save may replace and what it cleans up."""
+"""A checkpoint is complete or absent; what a save may replace, what it cleans up, a full disk."""
 
+import contextlib
 import errno
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,26 +13,18 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import torch
+from killed_run import toy_fit
+from saved import ONE, contents_of, names, saved_steps, step, train
 
 import fnloop as fl
 from fnloop._checkpoint import files
-from fnloop.testing import toy, toy_loss
-
-ONE = torch.ones(1)
-step = fl.pipeline()(toy_loss)
+from fnloop.testing import assert_same, stochastic, toy, toy_loss
 
 
-def names(folder):
-    return sorted(p.name for p in folder.iterdir())
+def w_of(path):
+    return fl.restore(path, toy()).model.w.item()
 
 
-def train(folder, state, steps, every=1, **settings):
-    hook = fl.every(steps=every)(fl.checkpoint(folder, **settings))
-    return fl.fit(step, state, [ONE] * 100, steps=steps, hooks=(hook,))
-
-
-@pytest.mark.slow
 def test_leftovers_are_removed_by_the_next_run(tmp_path):
     for name in (".step-00000001.writing-0123456789ab", ".step-00000009.removing"):
         (tmp_path / name).mkdir()
@@ -45,10 +39,11 @@ def test_a_kill_between_two_renames_loses_nothing(tmp_path):
     path.rename(tmp_path / ".a.old")
     fl.save(toy(), tmp_path / "b")  # its cleanup must not remove what may be the only checkpoint
     shutil.rmtree(tmp_path / "b")
-    assert fl.restore(path, toy()).model.w.item() == 3.0
+    assert w_of(path) == 3.0
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert fl.resume(tmp_path, toy()).model.w.item() == 3.0
+        for found in (tmp_path, path):
+            assert fl.resume(found, toy()).model.w.item() == 3.0
 
 
 def test_a_folder_that_another_thread_is_writing_is_not_removed(tmp_path):
@@ -59,50 +54,40 @@ def test_a_folder_that_another_thread_is_writing_is_not_removed(tmp_path):
 
     with ThreadPoolExecutor(4) as pool:
         paths = list(pool.map(save, range(4)))
-    assert [fl.restore(path, toy()).model.w.item() for path in paths] == [0.0, 1.0, 2.0, 3.0]
+    assert [*map(w_of, paths)] == [0.0, 1.0, 2.0, 3.0]
     assert names(tmp_path) == ["0", "1", "2", "3"]
-
-
-def test_a_hidden_folder_of_the_user_is_not_touched(tmp_path):
-    (tmp_path / ".photos.removing").mkdir()
-    (tmp_path / ".photos.removing" / "one.jpg").write_bytes(b"1")
-    fl.save(toy(), tmp_path / "a")
-    fl.fit(step, toy(), [ONE], hooks=(fl.checkpoint(tmp_path),))
-    assert (tmp_path / ".photos.removing" / "one.jpg").exists()
 
 
 def test_saving_to_a_link_writes_to_its_target(tmp_path):
     fl.save(toy(w=1.0), tmp_path / "real")
     (tmp_path / "link").symlink_to(tmp_path / "real")
     for w in (2.0, 3.0):
-        fl.save(toy(w=w), tmp_path / "link")
-        assert fl.restore(tmp_path / "link", toy()).model.w.item() == w
+        assert w_of(fl.save(toy(w=w), tmp_path / "link")) == w
     assert (tmp_path / "link").is_symlink() and names(tmp_path) == ["link", "real"]
 
 
-@pytest.mark.parametrize("ours", ["model.safetensors", "manifest.json", "state.json"])
-def test_a_folder_with_user_files_is_refused_and_not_touched(tmp_path, ours):
-    folder = tmp_path / "bert"
-    folder.mkdir()
-    mine = {ours: "{}", "config.json": "{}", "thesis.tex": "years"}
-    for name, text in mine.items():
-        (folder / name).write_text(text)
-    with pytest.raises(
-        fl.CheckpointError, match=r"bert exists and is not a checkpoint: save to another path"
-    ):
-        fl.save(toy(), folder)
-    assert {path.name: path.read_text() for path in folder.iterdir()} == mine
-    assert names(tmp_path) == ["bert"]
+OURS = ["model.safetensors", "manifest.json", "state.json"]
 
 
-def test_a_checkpoint_with_a_user_file_in_it_is_refused_and_not_touched(tmp_path):
-    path = fl.save(toy(w=1.0), tmp_path / "a")
-    (path / "notes.txt").write_text("mine")
-    with pytest.raises(fl.CheckpointError, match="exists and is not a checkpoint"):
-        fl.save(toy(w=2.0), path)
-    assert (path / "notes.txt").read_text() == "mine" and fl.restore(
-        path, toy()
-    ).model.w.item() == 1.0
+@pytest.mark.parametrize(("checkpoint", "files", "named"), [
+    *((False, [f"a/{ours}", "a/config.json", "a/thesis.tex"], "a exists") for ours in OURS),
+    (False, ["a/notes.txt"], "a exists"),
+    (True, ["a/notes.txt"], "a exists"),  # in a checkpoint
+    (True, ["a/notes.safetensors"], r"it contains notes\.safetensors"),
+    (True, [".a.old/photo.jpg"], r"\.a\.old exists"),  # in the place of a backup
+])  # fmt: skip
+def test_files_of_the_user_are_refused_and_not_touched(tmp_path, checkpoint, files, named):
+    if checkpoint:
+        fl.save(toy(w=1.0), tmp_path / "a")
+    for file in files:
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text("{}")
+    before = contents_of(tmp_path)
+    with pytest.raises(fl.CheckpointError, match=named) as error:
+        fl.save(toy(w=2.0), tmp_path / "a")
+    assert "is not a checkpoint: save to another path" in str(error.value)
+    assert contents_of(tmp_path) == before
+    assert not checkpoint or w_of(tmp_path / "a") == 1.0
 
 
 def test_a_damaged_checkpoint_and_an_empty_folder_are_replaced(tmp_path):
@@ -110,28 +95,23 @@ def test_a_damaged_checkpoint_and_an_empty_folder_are_replaced(tmp_path):
     (path / "model.safetensors").write_bytes(b"")
     (tmp_path / "b").mkdir()
     for target in (path, tmp_path / "b"):
-        assert fl.restore(fl.save(toy(w=2.0), target), toy()).model.w.item() == 2.0
-
-
-def test_a_backup_that_is_not_a_checkpoint_is_not_removed(tmp_path):
-    fl.save(toy(w=1.0), tmp_path / "a")
-    (tmp_path / ".a.old").mkdir()
-    (tmp_path / ".a.old" / "photo.jpg").write_text("mine")
-    with pytest.raises(fl.CheckpointError, match=r"\.a\.old exists and is not a checkpoint"):
-        fl.save(toy(w=2.0), tmp_path / "a")
-    assert (tmp_path / ".a.old" / "photo.jpg").exists() and fl.restore(
-        tmp_path / "a", toy()
-    ).model.w.item() == 1.0
+        assert w_of(fl.save(toy(w=2.0), target)) == 2.0
 
 
 @pytest.mark.parametrize("folder", [".history", ".records"])
 def test_user_folders_next_to_the_checkpoints_are_not_touched(tmp_path, folder):
-    for name in (folder, ".fin.writing-2024", ".fin.removing", ".step-00000001.removing"):
+    left = ".b.writing-0123456789ab"  # of another checkpoint
+    for name in (folder, "bert", ".fin.writing-2024", ".fin.removing", ".step-00000001.removing"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "train_2024.py").write_text("mine")
+        (tmp_path / name / "model.safetensors").write_text("mine")
+    (tmp_path / left).mkdir()
     fl.save(toy(), tmp_path / "fin")
-    train(tmp_path, toy(), 2, keep=1)
-    assert len([*tmp_path.glob(".*/train_2024.py")]) == 4
+    assert left in names(tmp_path)
+    assert fl.restore(fl.latest(tmp_path), toy()).step == 0
+    train(tmp_path, fl.restore(tmp_path / "fin", toy()), 2, keep=1)
+    assert len([*tmp_path.glob("*/train_2024.py")]) == 5
+    assert "step-00000002" in names(tmp_path) and "step-00000001" not in names(tmp_path)
 
 
 WRITER = """
@@ -148,21 +128,13 @@ WRITER = """
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_machines_that_save_to_one_folder_do_not_interfere(tmp_path):
     """Each is process 1 of its own namespace, as in two containers."""
-    command = [
-        *["unshare", "--fork", "--pid", "--mount-proc"],
-        sys.executable,
-        "-c",
-        textwrap.dedent(WRITER),
-        str(tmp_path),
-    ]
-    if (
-        shutil.which("unshare") is None
-        or subprocess.run([*command[:4], "true"], capture_output=True).returncode
-    ):
+    apart = ["unshare", "--fork", "--pid", "--mount-proc"]
+    if not shutil.which("unshare") or subprocess.run([*apart, "true"]).returncode:
         pytest.skip("namespaces cannot be created here")
+    command = [*apart, sys.executable, "-c", textwrap.dedent(WRITER), str(tmp_path)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     started = [subprocess.Popen([*command, name], **pipes) for name in ("a", "b")]
     for process in started:
@@ -192,12 +164,6 @@ def test_leftovers_are_removed_only_after_their_process_has_ended(tmp_path):
     assert names(tmp_path) == ["a"]
 
 
-def test_leftovers_of_other_checkpoints_are_not_touched(tmp_path):
-    (tmp_path / ".b.writing-0123456789ab").mkdir()
-    fl.save(toy(), tmp_path / "a")
-    assert names(tmp_path) == [".b.writing-0123456789ab", "a"]
-
-
 def test_leftovers_of_a_killed_prune_are_removed_when_a_run_begins(tmp_path):
     train(tmp_path, toy(), 2, keep=2)
     (tmp_path / "step-00000001").rename(tmp_path / ".step-00000001.removing")
@@ -224,8 +190,7 @@ def test_what_is_left_of_a_checkpoint_never_blocks_a_save_and_is_removed(tmp_pat
     (tmp_path / left).parent.mkdir()
     (tmp_path / left).write_bytes(b"left")
     fl.save(toy(w=2.0), path)
-    assert names(tmp_path) == ["a"]
-    assert fl.restore(path, toy()).model.w.item() == 2.0
+    assert names(tmp_path) == ["a"] and w_of(path) == 2.0
 
 
 def test_a_kill_while_the_old_checkpoint_is_removed_does_not_block_the_next_save(
@@ -242,7 +207,7 @@ def test_a_kill_while_the_old_checkpoint_is_removed_does_not_block_the_next_save
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(shutil, "rmtree", cut)
         fl.save(toy(w=2.0), path)
-    assert len(names(tmp_path)) == 2 and fl.restore(path, toy()).model.w.item() == 2.0
+    assert len(names(tmp_path)) == 2 and w_of(path) == 2.0
     fl.save(toy(w=3.0), path)
     assert names(tmp_path) == ["a"] and fl.latest(tmp_path) == path
 
@@ -253,7 +218,7 @@ def test_leftovers_that_cannot_be_read_do_not_block_a_save(tmp_path, monkeypatch
 
     (tmp_path / ".a.removing").mkdir()
     monkeypatch.setattr(files, "has_only_our_files", unreadable)
-    assert fl.restore(fl.save(toy(w=2.0), tmp_path / "a"), toy()).model.w.item() == 2.0
+    assert w_of(fl.save(toy(w=2.0), tmp_path / "a")) == 2.0
 
 
 @pytest.mark.parametrize("background", [False, True])
@@ -274,21 +239,10 @@ def test_every_file_has_the_mode_that_the_umask_gives(tmp_path, monkeypatch, uma
     assert modes == {p: (0o777 if p.is_dir() else 0o666) & ~umask for p in modes}
 
 
-def test_resume_finds_a_checkpoint_killed_between_two_renames(tmp_path):
-    fl.save(fl.fit(step, toy(), [ONE] * 4, hooks=()), tmp_path / "final")
-    (tmp_path / "final").rename(tmp_path / ".final.old")
-    assert (
-        fl.restore(tmp_path / "final", toy()).step == fl.resume(tmp_path / "final", toy()).step == 4
-    )
-
-
-@pytest.mark.parametrize("replaced", [False, True])
-def test_a_checkpoint_is_flushed_before_it_is_renamed(tmp_path, monkeypatch, replaced):
-    """A power failure keeps only flushed data. The parent folder is flushed last."""
-    path, events = tmp_path / "a", []
-    fsync, rename = os.fsync, os.rename
-    if replaced:
-        fl.save(toy(w=1.0), path)
+@pytest.fixture
+def flushed(monkeypatch):
+    """The files and folders that were flushed, by their numbers, and what was renamed."""
+    events, fsync, rename = [], os.fsync, os.rename
 
     def flush(descriptor):
         fsync(descriptor)
@@ -300,29 +254,36 @@ def test_a_checkpoint_is_flushed_before_it_is_renamed(tmp_path, monkeypatch, rep
 
     monkeypatch.setattr(os, "fsync", flush)
     monkeypatch.setattr(os, "rename", move)
+    return events
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_checkpoint_is_flushed_before_it_is_renamed(tmp_path, flushed, replaced):
+    """A power failure keeps only flushed data. The parent folder is flushed last."""
+    path = tmp_path / "a"
+    if replaced:
+        fl.save(toy(w=1.0), path)
+        flushed.clear()
     fl.save(toy(w=2.0), path)
-    renamed = events.index("a was renamed")
-    assert {item.stat().st_ino for item in (path, *path.iterdir())} <= {*events[:renamed]}
-    assert tmp_path.stat().st_ino in events[renamed:]
+    renamed = flushed.index("a was renamed")
+    assert {item.stat().st_ino for item in (path, *path.iterdir())} <= {*flushed[:renamed]}
+    assert tmp_path.stat().st_ino in flushed[renamed:]
 
 
-@pytest.mark.parametrize("write", ["save", "claim", "table"])
-def test_the_names_of_new_folders_are_flushed(tmp_path, monkeypatch, write):
+WRITES = {
+    "save": lambda folder: fl.save(toy(), folder / "last"),
+    "claim": lambda folder: fl.checkpoint(folder).begin(toy()),
+    "table": lambda folder: fl.to_csv(folder / "a.csv").begin(toy()),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_the_names_of_new_folders_are_flushed(tmp_path, flushed, write):
     """A power failure may otherwise take the run with its folder."""
-    flushed, fsync, folder = set(), os.fsync, tmp_path / "runs" / "a"
-
-    def flush(descriptor):
-        fsync(descriptor)
-        flushed.add(os.fstat(descriptor).st_ino)
-
-    monkeypatch.setattr(os, "fsync", flush)
-    if write == "save":
-        fl.save(toy(), folder / "last")
-    else:
-        hook = fl.checkpoint(folder) if write == "claim" else fl.to_csv(folder / "a.csv")
-        hook.begin(toy())
+    write(folder := tmp_path / "runs" / "a")
     files = [path for path in folder.iterdir() if path.is_file()]
-    assert {path.stat().st_ino for path in (tmp_path, tmp_path / "runs", folder, *files)} <= flushed
+    there = {path.stat().st_ino for path in (tmp_path, tmp_path / "runs", folder, *files)}
+    assert there <= {*flushed}
 
 
 def test_a_failed_write_names_its_file(tmp_path, monkeypatch):
@@ -332,3 +293,85 @@ def test_a_failed_write_names_its_file(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "save_file", full)
     with pytest.raises(OSError, match=r"No space left on device: '.*\.safetensors'"):
         fl.save(toy(), tmp_path / "a")
+
+
+# --- a full disk is an error, and the previous checkpoint stays
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("call", ["save_file", pytest.param("fsync", marks=pytest.mark.slow)])
+def test_any_failed_write_is_raised_and_the_previous_checkpoint_stays(
+    call, background, tmp_path, monkeypatch
+):
+    problem = stochastic()
+    whole, every, last = toy_fit(problem, problem.state()), 5, 14
+    saves = [*range(every, last, every), last]
+
+    def run(n):
+        """Train while the n-th call fails; return the folder, the error, the number of calls."""
+        folder, calls, state = tmp_path / str(n), [], problem.state()
+        fl.checkpoint(folder).begin(state)  # claims it, which is not counted
+
+        def failing(*args, **kwargs):
+            calls.append(args)
+            if len(calls) == n:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return original(*args, **kwargs)
+
+        hook = fl.every(steps=every)(fl.checkpoint(folder, keep=10, background=background))
+        place = files if call == "save_file" else files.os
+        original = getattr(place, call)
+        with monkeypatch.context() as patch:
+            patch.setattr(place, call, failing)
+            try:
+                assert_same(toy_fit(problem, state, hooks=(hook,)), whole)
+            except OSError as error:
+                return folder, error, len(calls)
+            return folder, None, len(calls)
+
+    folder, error, calls = run(0)
+    assert error is None and saved_steps(folder) == saves
+    each, rest = divmod(calls, len(saves))
+    assert rest == 0
+    for n in range(1, calls + 1):
+        folder, error, _ = run(n)
+        place, within = divmod(n - 1, each)
+        there = saves[: place + (call == "fsync" and within == each - 1)]
+        assert error is not None and error.errno == errno.ENOSPC
+        # No earlier one is missing, and no partial one there. The claim stays until the first save.
+        assert {*names(folder)} - {".run"} == {f"step-{step:08d}" for step in there}
+        newest = fl.latest(folder)
+        assert (newest and newest.name) == (f"step-{there[-1]:08d}" if there else None)
+
+        # In the background: at the first boundary after the writer failed
+        surfaces = error.state.step
+        assert saves[place] <= surfaces <= saves[min(place + background, len(saves) - 1)]
+        where = r"while in (the end of the run|every\(steps=5\)\(checkpoint\()"
+        assert any(re.match(rf"{where}.*step {surfaces}", text) for text in error.__notes__)
+        assert_same(toy_fit(problem, error.state), whole)
+        assert_same(toy_fit(problem, fl.resume(folder, problem.state())), whole)
+
+
+@pytest.mark.parametrize("limit", [0, 1, 100, 500, 1000, 1400, 1800, 2200, 2600, 10_000])
+def test_a_full_disk_raises_oserror_and_the_previous_checkpoint_stays(limit, tmp_path):
+    problem = stochastic()
+    first, second = (toy_fit(problem, problem.state(), steps=n) for n in (1, 3))
+    path = fl.save(first, tmp_path / "a")
+    assert max(file.stat().st_size for file in path.iterdir()) > limit
+    with pytest.raises(OSError), no_file_longer_than(limit):
+        fl.save(second, path)
+    assert names(tmp_path) == ["a"]
+    assert_same(fl.restore(path, problem.state()), first)
+    fl.save(second, path)
+    assert_same(fl.restore(path, problem.state()), second)
+
+
+@contextlib.contextmanager
+def no_file_longer_than(limit):
+    resource = pytest.importorskip("resource", reason="this system has no limits")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -16,15 +16,11 @@ import pytest
 import torch
 from crafted import craft
 from killed_run import toy_fit
+from saved import contents_of, names
 
 import fnloop as fl
 from fnloop._checkpoint import format
 from fnloop.testing import Toy, assert_same, stochastic, toy_loss
-
-
-def names_in(folder):
-    return {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-
 
 FILES = (*format.FILES, "manifest.json")
 KINDS = {
@@ -84,10 +80,9 @@ def damaged(path, files, changes):
         yield
     finally:
         for name in changes:
-            with contextlib.suppress(FileNotFoundError, IsADirectoryError, PermissionError):
-                (path / name).unlink()
             if (path / name).is_dir():
                 (path / name).rmdir()
+            (path / name).unlink(missing_ok=True)
             (path / name).write_bytes(files[name])
 
 
@@ -95,19 +90,14 @@ def damaged(path, files, changes):
 def shelf(tmp_path_factory):
     """A folder with two checkpoints of a run, their paths, contents and states."""
     problem, folder, states = stochastic(), tmp_path_factory.mktemp("shelf"), []
-    copies = fl.when(lambda state: state.step in (9, 12))(
-        lambda state: states.append(fl.snapshot(state)) or state
-    )
-    toy_fit(
-        problem,
-        problem.state(),
-        steps=12,
-        hooks=(copies, fl.every(steps=3)(fl.checkpoint(folder, keep=2))),
-    )
+    copy = lambda state: states.append(fl.snapshot(state)) or state
+    copies = fl.when(lambda state: state.step in (9, 12))(copy)
+    saves = fl.every(steps=3)(fl.checkpoint(folder, keep=2))
+    toy_fit(problem, problem.state(), steps=12, hooks=(copies, saves))
     older, newer = sorted(folder.iterdir())
     contents = [{name: (path / name).read_bytes() for name in FILES} for path in (older, newer)]
-    assert [path.name for path in (older, newer)] == ["step-00000009", "step-00000012"]
-    assert all(names_in(path) == set(FILES) for path in (older, newer))
+    assert names(folder) == ["step-00000009", "step-00000012"]
+    assert all(names(path) == sorted(FILES) for path in (older, newer))
     assert all(contents[0][name] != contents[1][name] for name in FILES)
     return folder, (older, newer), contents, states
 
@@ -140,10 +130,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_state_is_unchanged(kind, name, 
     for case, changes in cases(kind, name, shelf):
         with damaged(newer, files, changes), pytest.raises(fl.CheckpointError) as caught:
             fl.restore(newer, state)
-        assert faults(kind, name, changes) & set(words_of(caught.value)), (
-            f"{case}: {caught.value} names no file of {changes}"
-        )
-        assert str(newer) in str(caught.value)
+        check_named(caught.value, newer, kind, name, case, changes)
         assert_same(state, before)
     assert_same(toy_fit(stochastic(), state, steps=3), after)
 
@@ -159,74 +146,65 @@ def test_a_damaged_checkpoint_is_refused_and_the_state_is_unchanged(kind, name, 
 def test_a_damaged_checkpoint_is_skipped_with_a_warning_that_says_why(kind, name, shelf, given):
     folder, (older, newer), (_, files), (right, _) = shelf
     for case, changes in cases(kind, name, shelf):
-        with damaged(newer, files, changes):
-            with pytest.warns(UserWarning, match="skipped a damaged checkpoint") as caught:
-                assert fl.latest(folder) == older
-            with pytest.warns(UserWarning, match="skipped a damaged checkpoint") as again:
-                state = fl.resume(folder, fl.snapshot(given[0]))
-        assert_same(state, right)
-        for warning in (*caught, *again):
-            text = str(warning.message)
-            assert str(newer) in text, f"{case}: {text}"
-            assert faults(kind, name, changes) & set(words_of(text)), (
-                f"{case}: {text} names no file of {list(changes)}"
-            )
+        with (
+            damaged(newer, files, changes),
+            pytest.warns(UserWarning, match="skipped a damaged checkpoint") as caught,
+        ):
+            assert fl.latest(folder) == older
+            assert_same(fl.resume(folder, fl.snapshot(given[0])), right)
+        assert len(caught) >= 2
+        for warning in caught:
+            check_named(warning.message, newer, kind, name, case, changes)
 
 
-def faults(kind, name, changes):
-    """Return the files that may be named: changed ones, or all if the manifest is a foreign one."""
-    return set(FILES) if (kind, name) == ("of another", "manifest.json") else set(changes)
-
-
-def words_of(text):
-    return [word.rpartition("/")[2].rstrip(":.,") for word in str(text).split()]
+def check_named(message, path, kind, name, case, changes):
+    """Assert that a file is named: a changed one, or any if the manifest is a foreign one."""
+    faults = FILES if (kind, name) == ("of another", "manifest.json") else changes
+    words = [word.rpartition("/")[2].rstrip(":.,") for word in str(message).split()]
+    assert str(path) in str(message), f"{case}: {message}"
+    assert {*faults} & {*words}, f"{case}: {message} names no file of {list(changes)}"
 
 
 DAMAGES = {
-    "a bit of model.safetensors": lambda path: rewrite(
-        path / "model.safetensors", lambda data: data[:-1] + bytes([data[-1] ^ 1])
-    ),
-    "the end of optimizer.safetensors": lambda path: rewrite(
-        path / "optimizer.safetensors", lambda data: data[:-100]
-    ),
-    "state.json": lambda path: (path / "state.json").unlink(),
-    "a bit of manifest.json": lambda path: rewrite(
-        path / "manifest.json", lambda data: data[:80] + b"x" + data[81:]
-    ),
-    "manifest.json": lambda path: (path / "manifest.json").unlink(),
+    "a bit of model.safetensors": lambda data: data[:-1] + bytes([data[-1] ^ 1]),
+    "the end of optimizer.safetensors": lambda data: data[:-100],
+    "state.json": None,
+    "a bit of manifest.json": lambda data: data[:80] + b"x" + data[81:],
+    "manifest.json": None,
 }
+damages = pytest.mark.parametrize("damage", DAMAGES)
 
 
-def rewrite(file, change):
+def damaged_copy(shelf, folder, damage):
+    """Copy the folder, and damage the newer checkpoint there, in place of the file."""
+    folder = Path(shutil.copytree(shelf[0], folder))
+    file = folder / "step-00000012" / damage.rpartition(" ")[2]
     data = file.read_bytes()
     file.unlink()
-    file.write_bytes(change(data))
+    if change := DAMAGES[damage]:
+        file.write_bytes(change(data))
+    return folder
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+@damages
 def test_a_run_resumes_from_the_previous_checkpoint_and_replaces_the_damaged_one(
     damage, shelf, tmp_path
 ):
-    problem, folder = stochastic(), Path(shutil.copytree(shelf[0], tmp_path / "a"))
-    DAMAGES[damage](folder / "step-00000012")
+    problem, folder, right = stochastic(), damaged_copy(shelf, tmp_path / "a", damage), shelf[3][1]
     hooks = (fl.every(steps=3)(fl.checkpoint(folder, keep=2)),)
     with pytest.warns(UserWarning, match="skipped a damaged checkpoint"):
         state = fl.resume(folder, problem.state())
     state = toy_fit(problem, state, steps=12, hooks=hooks)
     assert fl.latest(folder) == folder / "step-00000012"
-    assert_same(fl.resume(folder, problem.state()), shelf[3][1])
-    assert_same(toy_fit(problem, state, hooks=hooks), toy_fit(problem, fl.snapshot(shelf[3][1])))
+    assert_same(fl.resume(folder, problem.state()), right)
+    assert_same(toy_fit(problem, state, hooks=hooks), toy_fit(problem, fl.snapshot(right)))
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+@damages
 def test_if_all_are_damaged_resume_raises_and_a_new_run_is_refused(damage, shelf, tmp_path):
-    problem, folder = stochastic(), Path(shutil.copytree(shelf[0], tmp_path / "a"))
+    problem, folder = stochastic(), damaged_copy(shelf, tmp_path / "a", damage)
     shutil.rmtree(folder / "step-00000009")
-    DAMAGES[damage](folder / "step-00000012")
-    state, before = (
-        problem.state(),
-        {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()},
-    )
+    state, before = problem.state(), contents_of(folder)
     with (
         pytest.warns(UserWarning, match="skipped a damaged checkpoint"),
         pytest.raises(fl.CheckpointError, match="1 checkpoint, and none is"),
@@ -234,7 +212,7 @@ def test_if_all_are_damaged_resume_raises_and_a_new_run_is_refused(damage, shelf
         fl.resume(folder, state)
     with pytest.raises(fl.CheckpointError, match=r"of another run|that cannot be read"):
         toy_fit(problem, state, steps=3, hooks=(fl.every(steps=3)(fl.checkpoint(folder, keep=1)),))
-    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    assert contents_of(folder) == before
 
 
 def test_an_unreadable_file_is_an_error_and_not_damage(shelf, given, monkeypatch):
@@ -248,13 +226,12 @@ def test_an_unreadable_file_is_an_error_and_not_damage(shelf, given, monkeypatch
 
     monkeypatch.setattr(hashlib, "file_digest", unreadable)
     state = fl.snapshot(given[0])
-    for call in (
-        lambda: fl.restore(newer, state),
-        lambda: fl.latest(folder),
-        lambda: fl.resume(folder, state),
-    ):
+    for call, *arguments in (
+        (fl.restore, newer, state), (fl.resume, folder, state), (fl.latest, folder),
+        (fl.best, folder, "valid/loss"),
+    ):  # fmt: skip
         with pytest.raises(OSError, match="Input/output error"):
-            call()
+            call(*arguments)
     assert_same(state, given[0])
 
 
@@ -309,7 +286,8 @@ def test_no_memory_for_a_tensor_is_an_error_and_not_damage(
     shelf, given, said, expected, call, monkeypatch
 ):
     folder, (_, newer), _, _ = shelf
-    calls, original = [], format._empty if expected is RuntimeError else torch.empty
+    place, name = (torch, "empty") if expected is MemoryError else (format, "_empty")
+    calls, original = [], getattr(place, name)
 
     def fail(*args, **kwargs):
         calls.append(args)
@@ -320,11 +298,9 @@ def test_no_memory_for_a_tensor_is_an_error_and_not_damage(
     for read, path in ((fl.restore, newer), (fl.resume, folder)):
         state = fl.snapshot(given[0])
         calls.clear()
-        with monkeypatch.context() as patch:
-            memory = expected is MemoryError
-            patch.setattr(*((torch, "empty") if memory else (format, "_empty")), fail)
-            with pytest.raises(expected) as caught:
-                read(path, state)
+        with monkeypatch.context() as patch, pytest.raises(expected) as caught:
+            patch.setattr(place, name, fail)
+            read(path, state)
         assert type(caught.value) is expected
         assert_same(state, given[0])
 
@@ -372,14 +348,11 @@ def put(tree, path, value):
     tree[last] = value
 
 
-@pytest.mark.parametrize(
-    ("kind", "which"),
-    [
-        pytest.param("AdamW", 0, marks=pytest.mark.slow),  # one value for each place
-        pytest.param("AdamW", slice(None), marks=pytest.mark.long),
-        pytest.param("several", slice(None), marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize(("kind", "which"), [
+    pytest.param("AdamW", 0, marks=pytest.mark.slow),  # one value for each place
+    pytest.param("AdamW", slice(None), marks=pytest.mark.long),
+    pytest.param("several", slice(None), marks=pytest.mark.long),
+])  # fmt: skip
 def test_any_value_of_json_may_be_crafted(kind, which, tmp_path):
     """A reader works, or raises CheckpointError. It never changes the state, or hides another."""
     hooks = (fl.every(steps=1)(fl.checkpoint(tmp_path, keep=2, best="train/loss", keep_best=2)),)

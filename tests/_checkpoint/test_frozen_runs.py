@@ -3,6 +3,7 @@
 import attrs
 import pytest
 import torch
+from saved import check_refused
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, lr_scheduler
 from torch.utils.data import DataLoader
@@ -26,19 +27,17 @@ class Killed(BaseException):
 
 
 def loaders():
-    return {
-        "train": DataLoader(DATA, batch_size=8, shuffle=True),
-        "valid": [next(iter(DataLoader(DATA, 12)))],
-    }
+    valid = next(iter(DataLoader(DATA, 12)))
+    return {"train": DataLoader(DATA, batch_size=8, shuffle=True), "valid": [valid]}
 
 
 def block():
     return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Dropout(0.3))
 
 
-def new_model():
-    torch.manual_seed(0)
-    return nn.Sequential(block(), block(), nn.Linear(4, 2))
+class Own(SGD):
+    def state_dict(self):
+        return super().state_dict()
 
 
 def of_head(model):
@@ -49,18 +48,6 @@ def of_all(model):
     return AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
 
 
-def with_own_state_dict(model):
-    class Own(SGD):
-        def state_dict(self):
-            return super().state_dict()
-
-    return Own(model[2].parameters(), lr=0.1, momentum=0.9)
-
-
-def with_tensor_rates(model):
-    return AdamW(model[2].parameters(), lr=torch.tensor(0.1), foreach=False, capturable=False)
-
-
 def several(model):
     model[0].requires_grad_(False)
     return {
@@ -69,11 +56,20 @@ def several(model):
     }
 
 
-MAKE = [of_head, of_all, with_own_state_dict, with_tensor_rates, several]
+MAKE = {
+    "of_head": of_head,
+    "of_all": of_all,
+    "with_own_state_dict": lambda model: Own(model[2].parameters(), lr=0.1, momentum=0.9),
+    "with_tensor_rates": lambda model: AdamW(
+        model[2].parameters(), lr=torch.tensor(0.1), foreach=False, capturable=False
+    ),
+    "several": several,
+}
 
 
 def new_state(make):
-    model = new_model()
+    torch.manual_seed(0)
+    model = nn.Sequential(block(), block(), nn.Linear(4, 2))
     return fl.TrainState.create(model, make(model), seed=1)
 
 
@@ -94,55 +90,44 @@ def everything(state):
 PHASES = {"head": freeze_body, "last": last_block, "all": everything}
 
 
-def script(state, make, hooks=(), again="always"):
+def script(state, make, hooks=(), again=True):
     """Train the head, then the last block with it, then everything.
 
-    Args:
-        state: the state to begin or continue with.
-        make: makes the optimizer.
-        hooks: the hooks.
-        again: "always": freeze and unfreeze are called on the way to each phase, as written down;
-            "new": only for phases that have not begun.
+    Freeze and unfreeze are called on the way to each phase, as written down, or, unless
+    ``again``, only for phases that have not begun.
     """
     begun = {phase.name for phase in state.phases}
     for name, change in PHASES.items():
-        if again == "always" or name not in begun:
+        if again or name not in begun:
             state = change(state)
         step = BY_TORCH if name == "all" and make is not several else FALLING
         state = fl.fit(step, state, loaders(), epochs=1, hooks=hooks, phase=name)
     return state
 
 
-def settings(state):
-    optimizers = (
-        state.optimizer.values() if hasattr(state.optimizer, "values") else [state.optimizer]
-    )
-    return [
+def layout(state):
+    several = hasattr(state.optimizer, "values")
+    groups = [
         {key: len(v) if key == "params" else v for key, v in sorted(group.items())}
-        for one in optimizers
+        for one in (state.optimizer.values() if several else [state.optimizer])
         for group in one.param_groups
     ]
-
-
-def layout(state):
     return (
         [name for name, p in state.model.named_parameters() if p.requires_grad],
         [name for name, module in state.model.named_modules() if not module.training],
-        repr(settings(state)),
+        repr(groups),
     )
 
 
 def killed(run, at, make, folder):
     """Run a script that saves every update, and is killed after one of them."""
 
+    @fl.when(lambda state: state.step == at)
     def kill(state):
-        if state.step == at:
-            raise Killed
-        return state
+        raise Killed
 
-    hooks = (fl.every(steps=1)(fl.checkpoint(folder)), kill)
     with pytest.raises(Killed):
-        run(new_state(make), make, hooks)
+        run(new_state(make), make, (fl.every(steps=1)(fl.checkpoint(folder)), kill))
 
 
 def assert_ended_the_same(state, expected):
@@ -152,7 +137,7 @@ def assert_ended_the_same(state, expected):
     assert layout(state) == layout(expected)
 
 
-@pytest.fixture(scope="module", params=MAKE, ids=lambda make: make.__name__)
+@pytest.fixture(scope="module", params=MAKE.values(), ids=[*MAKE])
 def whole(request):
     state = script(new_state(request.param), request.param)
     assert state.step == UPDATES
@@ -164,13 +149,10 @@ OTHERWISE = [(at, "always") for at in range(1, UPDATES + 1) if at not in QUICK]
 OTHERWISE += [(at, how) for how in ("new", "beforehand") for at in (2, 3, 5, 6, 9)]
 
 
-@pytest.mark.parametrize(
-    ("at", "how"),
-    [
-        *((at, "always") for at in QUICK),
-        *(pytest.param(*case, marks=pytest.mark.long) for case in OTHERWISE),
-    ],
-)
+@pytest.mark.parametrize(("at", "how"), [
+    *((at, "always") for at in QUICK),
+    *(pytest.param(*case, marks=pytest.mark.long) for case in OTHERWISE),
+])  # fmt: skip
 def test_a_script_of_three_phases_ends_the_same_wherever_it_is_killed(at, how, whole, tmp_path):
     make, expected = whole
     killed(script, at, make, tmp_path / "run")
@@ -179,29 +161,19 @@ def test_a_script_of_three_phases_ends_the_same_wherever_it_is_killed(at, how, w
         state = everything(last_block(freeze_body(state)))
     state = fl.resume(tmp_path / "run", state)
     assert state.step == at
-    state = script(
-        state, make, (fl.checkpoint(tmp_path / "run"),), "new" if how == "new" else "always"
-    )
+    state = script(state, make, (fl.checkpoint(tmp_path / "run"),), how != "new")
     assert_ended_the_same(state, expected)
     again = script(fl.resume(tmp_path / "run", new_state(make)), make)
     assert_ended_the_same(again, expected)
 
 
 def test_phases_train_what_they_should():
-    state = freeze_body(new_state(of_head))
     seen = {}
-
-    def note(state):
-        seen[state.phases[-1].name] = layout(state)
-        return state
-
-    script(state, of_head, (note,))
-    assert seen["head"][0] == ["2.weight", "2.bias"]
-    assert seen["head"][1] == ["0.1", "1.1"]
-    assert seen["last"][0][0] == "1.0.weight"
-    assert seen["last"][1] == ["0.1"]
-    assert len(seen["all"][0]) == 10
-    assert seen["all"][1] == []
+    note = lambda state: seen.update({state.phases[-1].name: layout(state)}) or state
+    script(freeze_body(new_state(of_head)), of_head, (note,))
+    assert seen["head"][:2] == (["2.weight", "2.bias"], ["0.1", "1.1"])
+    assert (seen["last"][0][0], seen["last"][1]) == ("1.0.weight", ["0.1"])
+    assert (len(seen["all"][0]), seen["all"][1]) == (10, [])
 
 
 # --- without phases
@@ -209,11 +181,8 @@ def test_phases_train_what_they_should():
 
 def hooked(state, make, hooks=()):
     """Train the head, and after the fourth update everything, in one run."""
-
-    @fl.when(lambda state: state.step == 4)
-    def thaw(state):
-        return fl.unfreeze(state, "*", lr=0.01)
-
+    unfreeze = lambda state: fl.unfreeze(state, "*", lr=0.01)
+    thaw = fl.when(lambda state: state.step == 4)(unfreeze)
     return fl.fit(FALLING, state, loaders(), epochs=3, hooks=(thaw, *hooks))
 
 
@@ -230,14 +199,9 @@ def test_a_hook_that_unfreezes_is_not_undone_by_a_restart(at, tmp_path):
 # --- what a restored state does with freeze
 
 
-def three_updates(folder):
-    killed(script, 5, of_head, folder)
-    return fl.resume(folder, new_state(of_head))
-
-
 def test_a_restored_state_may_be_frozen_in_another_way_for_a_phase_of_another_name(tmp_path):
-    state = three_updates(tmp_path)
-    state = fl.freeze(state, "2")
+    killed(script, 5, of_head, tmp_path)
+    state = fl.freeze(fl.resume(tmp_path, new_state(of_head)), "2")
     assert layout(state)[0][-1] == "1.1.bias"
     with pytest.raises(ValueError, match="the phase 'last', begun at step 3, has not ended"):
         fl.fit(FALLING, state, loaders(), hooks=(), phase="other")
@@ -281,20 +245,15 @@ def test_groups_that_the_checkpoint_does_not_have_are_removed(tmp_path):
     ]
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda model: Adam([{"params": model[2].parameters()}, {"params": model[1].parameters()}]),
-        lambda model: Adam(model[1].parameters()),
-        lambda model: Adam([*model[2].parameters()][::-1]),
-    ],
-)
+@pytest.mark.parametrize("make", [
+    lambda model: Adam([{"params": model[2].parameters()}, {"params": model[1].parameters()}]),
+    lambda model: Adam(model[1].parameters()), lambda model: Adam([*model[2].parameters()][::-1]),
+])  # fmt: skip
 def test_groups_that_unfreeze_does_not_explain_are_refused_as_before(make, tmp_path):
     path = fl.save(freeze_body(new_state(of_head)), tmp_path / "a")
     state = new_state(make)
     before = layout(state)
-    with pytest.raises(fl.CheckpointError, match="Make its groups as they were"):
-        fl.restore(path, state)
+    check_refused(path, state, "Make its groups as they were")
     assert layout(state) == before
 
 
@@ -302,25 +261,20 @@ def test_a_checkpoint_that_cannot_be_loaded_leaves_the_groups(tmp_path, monkeypa
     path = fl.save(everything(last_block(new_state(of_head))), tmp_path / "a")
     state = new_state(of_head)
     before = layout(state)
-
-    def fail(*args, **kwargs):
-        raise RuntimeError("no")
-
-    monkeypatch.setattr(state.model, "load_state_dict", fail)
-    with pytest.raises(fl.CheckpointError, match="RuntimeError: no"):
+    monkeypatch.setattr(state.model, "load_state_dict", lambda *args, **settings: 1 / 0)
+    with pytest.raises(fl.CheckpointError, match="ZeroDivisionError: division by zero"):
         fl.restore(path, state)
     assert layout(state) == before
 
 
 def test_partial_checkpoints_hold_what_is_trained(tmp_path):
     state = fl.fit(FALLING, freeze_body(new_state(of_head)), loaders(), hooks=())
-    path = fl.save(state, tmp_path / "a", only=("trained",))
-    new = freeze_body(new_state(of_head))
-    restored = fl.restore(path, new, only=("trained",))
-    assert torch.equal(restored.model[2].weight, state.model[2].weight)
-    path = fl.save(last_block(state), tmp_path / "b", only=("trained",))
-    restored = fl.restore(path, last_block(freeze_body(new_state(of_head))), only=("trained",))
-    assert torch.equal(restored.model[1][0].weight, state.model[1][0].weight)
+    for change, part in ((lambda state: state, lambda model: model[2]),
+                         (last_block, lambda model: model[1][0])):  # fmt: skip
+        state = change(state)
+        path = fl.save(state, tmp_path / "a", only=("trained",))
+        restored = fl.restore(path, change(freeze_body(new_state(of_head))), only=("trained",))
+        assert torch.equal(part(restored.model).weight, part(state.model).weight)
 
 
 def test_the_first_line_of_progress_says_how_many_are_trained(capsys):

@@ -3,14 +3,15 @@
 import json
 import shutil
 
+import attrs
 import pytest
-import torch
+from crafted import craft
+from saved import ONE, check_refused, saved_steps
 
 import fnloop as fl
 from fnloop._checkpoint import files
 from fnloop.testing import assert_same, toy, toy_loss
 
-ONE = torch.ones(1)
 step = fl.pipeline()(toy_loss)
 
 
@@ -19,13 +20,12 @@ def blocks_of_four(monkeypatch):
     monkeypatch.setattr(files, "IN_BLOCK", 4)
 
 
-def train(folder, state, steps, **settings):
-    """Train with a record and a checkpoint after every update."""
-    hook = fl.every(steps=1)(fl.checkpoint(folder, **settings))
-    loaders = {"train": [ONE] * 100, "valid": [ONE]}
-    return fl.fit(
-        step, state, loaders, steps=steps, evaluate_every=fl.every(steps=1), hooks=(hook,)
-    )
+def train(folder, state, steps, meanwhile=lambda state: state, **settings):
+    """Train with a record and a checkpoint after every update, and a hook after the fifth."""
+    saves = fl.every(steps=1)(fl.checkpoint(folder, **settings))
+    hooks, loaders = (saves, fl.when(lambda s: s.step == 5)(meanwhile)), ([ONE] * 100, [ONE])
+    moment = fl.every(steps=1)
+    return fl.fit(step, state, loaders, steps=steps, evaluate_every=moment, hooks=hooks)
 
 
 def blocks(folder):
@@ -36,9 +36,12 @@ def steps_of(state):
     return [record.step for record in state.history]
 
 
-def test_a_short_history_has_no_blocks(tmp_path):
+def test_a_short_history_has_no_blocks_and_only_new_records_are_encoded(tmp_path, monkeypatch):
+    encoded, line_of = [], files.encode_record
+    note = lambda record: encoded.append(record.step) or line_of(record)
+    monkeypatch.setattr(files, "encode_record", note)
     train(tmp_path, toy(), 3, keep=1)
-    assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
+    assert (saved_steps(tmp_path), encoded) == ([3], [1, 2, 3])
 
 
 def test_complete_blocks_are_written_once_and_a_resume_has_every_record(tmp_path):
@@ -51,22 +54,9 @@ def test_complete_blocks_are_written_once_and_a_resume_has_every_record(tmp_path
     assert restored.history == state.history and steps_of(restored) == [*range(1, 11)]
     written = {path: path.stat().st_mtime_ns for path in (tmp_path / ".records").iterdir()}
     train(tmp_path, restored, 12, keep=2)
-    assert {path: path.stat().st_mtime_ns for path in written} == written and len(
-        blocks(tmp_path)
-    ) == 3
+    assert {path: path.stat().st_mtime_ns for path in written} == written
+    assert len(blocks(tmp_path)) == 3
     assert steps_of(fl.resume(tmp_path, toy())) == [*range(1, 13)]
-
-
-def test_only_new_records_are_encoded(tmp_path, monkeypatch):
-    encoded = []
-    line_of = files.encode_record
-    monkeypatch.setattr(
-        files,
-        "encode_record",
-        lambda record: encoded.append(record.step) or line_of(record),
-    )
-    train(tmp_path, toy(), 3, keep=1)
-    assert encoded == [1, 2, 3]
 
 
 def test_a_run_that_goes_back_has_new_blocks_and_unused_ones_are_removed(tmp_path):
@@ -92,11 +82,9 @@ def test_a_checkpoint_written_by_save_is_self_contained(tmp_path):
 def test_a_missing_or_damaged_block_is_named_and_the_weights_still_load(tmp_path, damage):
     train(tmp_path, toy(), 5, keep=1)
     damage(next((tmp_path / ".records").iterdir()))
-    with pytest.raises(
-        fl.CheckpointError, match=r"step-00000005 (lacks|is damaged).*\.records/[0-9a-f]{64}\.jsonl"
-    ):
-        fl.restore(tmp_path / "step-00000005", toy())
-    assert fl.restore(tmp_path / "step-00000005", toy(), only=("model", "counters")).step == 5
+    path, message = tmp_path / "step-00000005", r"(lacks|is damaged).*\.records/[0-9a-f]{64}\.jsonl"
+    check_refused(path, toy(), message)
+    assert fl.restore(path, toy(), only=("model", "counters")).step == 5
     with (
         pytest.warns(UserWarning, match="skipped a damaged checkpoint"),
         pytest.raises(fl.CheckpointError, match="none is valid"),
@@ -106,25 +94,53 @@ def test_a_missing_or_damaged_block_is_named_and_the_weights_still_load(tmp_path
 
 def test_a_block_cannot_name_another_file(tmp_path):
     train(tmp_path, toy(), 5, keep=1)
-    file = tmp_path / "step-00000005" / "manifest.json"
-    manifest = json.loads(file.read_text())
-    del manifest["check"]
-    manifest["blocks"] = ["../step-00000005/state"]
-    file.write_text(json.dumps({**manifest, "check": files.checksum_of_manifest(manifest)}))
-    with pytest.raises(fl.CheckpointError, match="is not the name of a block of records"):
-        fl.restore(tmp_path / "step-00000005", toy())
+    other = lambda made: made.update(blocks=["../step-00000005/state"])
+    path = craft(tmp_path / "step-00000005", other)
+    check_refused(path, toy(), "is not the name of a block of records")
 
 
 @pytest.mark.parametrize("background", [False, True])
 def test_a_run_resumed_repeatedly_ends_as_an_uninterrupted_one(tmp_path, background):
-    whole, state = train(tmp_path / "whole", toy(), 13, keep=1), toy()
+    whole, folder = train(tmp_path / "whole", toy(), 13, keep=1), tmp_path / "parts"
     for steps in (3, 4, 9, 13):
-        state = train(
-            tmp_path / "parts",
-            fl.resume(tmp_path / "parts", toy()),
-            steps,
-            keep=1,
-            background=background,
-        )
+        state = train(folder, fl.resume(folder, toy()), steps, keep=1, background=background)
     assert_same(state, whole)
-    assert steps_of(fl.resume(tmp_path / "parts", toy())) == [*range(1, 14)]
+    assert steps_of(fl.resume(folder, toy())) == [*range(1, 14)]
+
+
+# --- blocks that are removed during a run
+
+
+def with_losses(loss):
+    """Return a change to a history of one block, which has this loss."""
+    records = [fl.Record(0, 0, {"train/loss": loss}) for _ in range(6)]
+    return lambda state: attrs.evolve(state, history=fl.History(records))
+
+
+def first_loss(path):
+    return fl.restore(path, toy()).history["train/loss"][0]
+
+
+def test_blocks_removed_during_a_run_are_written_again(tmp_path):
+    train(tmp_path, toy(), 7, lambda state: shutil.rmtree(tmp_path / ".records") or state, keep=1)
+    assert steps_of(fl.resume(tmp_path, toy())) == [*range(1, 8)]
+
+
+def test_blocks_of_a_checkpoint_with_an_unreadable_manifest_are_kept(tmp_path):
+    """It may be readable again later. Meanwhile the run has another history."""
+    manifest, text = tmp_path / "step-00000005" / "manifest.json", []
+
+    def damage(state):
+        text.append(manifest.read_text())
+        manifest.write_text("{}")
+        return with_losses(2.0)(state)
+
+    train(tmp_path, with_losses(1.0)(toy()), 6, damage, keep=1)
+    manifest.write_text(text[0])
+    assert [first_loss(tmp_path / f"step-0000000{n}") for n in (5, 6)] == [1.0, 2.0]
+
+
+def test_blocks_that_no_checkpoint_names_are_removed(tmp_path):
+    train(tmp_path, with_losses(1.0)(toy()), 6, with_losses(2.0), keep=1)
+    assert [path.name for path in tmp_path.glob("step-*")] == ["step-00000006"]
+    assert first_loss(tmp_path / "step-00000006") == 2.0 and len(blocks(tmp_path)) == 1

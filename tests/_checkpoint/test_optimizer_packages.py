@@ -21,29 +21,17 @@ SGD, Adam = torch.optim.SGD, torch.optim.Adam
 slow, long = pytest.mark.slow, pytest.mark.long  # to import the packages takes seconds
 
 
-@functools.cache
-def has_timm():
-    """Return whether timm is installed. Make timm.optim importable without the rest of timm.
-
-    The rest needs torchvision.
-    """
-    if (found := importlib.util.find_spec("timm")) is None:
-        return False
-    for package, folder in (("timm", ""), ("timm.optim", "/optim")):
-        sys.modules[package] = stub = types.ModuleType(package)
-        stub.__path__ = [f"{path}{folder}" for path in found.submodule_search_locations]
-    return True
-
-
-def timm(name):
-    if not has_timm():
-        pytest.skip("timm is not installed")
+def find(package, name):
+    """Return an optimizer. Make timm.optim importable without the rest, which needs torchvision."""
+    if package != "timm":
+        return getattr(pytest.importorskip(package), name)
+    if "timm" not in sys.modules:
+        found = importlib.util.find_spec("timm") or pytest.skip("timm is not installed")
+        for stubbed, folder in (("timm", ""), ("timm.optim", "/optim")):
+            sys.modules[stubbed] = stub = types.ModuleType(stubbed)
+            stub.__path__ = [f"{path}{folder}" for path in found.submodule_search_locations]
     module, _, name = name.partition(".")
     return getattr(importlib.import_module(f"timm.optim.{module}"), name)
-
-
-def find(package, name):
-    return timm(name) if package == "timm" else getattr(pytest.importorskip(package), name)
 
 
 class Net(nn.Module):
@@ -53,10 +41,8 @@ class Net(nn.Module):
         super().__init__()
         self.words, self.conv = nn.Embedding(7, 6), nn.Conv1d(3, 4, 3, padding=1)
         self.first, self.second, self.last = (
-            nn.Linear(6, 8),
-            nn.Linear(8, 6, bias=False),
-            nn.Linear(24, 5),
-        )
+            nn.Linear(6, 8), nn.Linear(8, 6, bias=False), nn.Linear(24, 5),
+        )  # fmt: skip
 
     def forward(self, x):
         x = self.conv(self.words(x))
@@ -64,13 +50,13 @@ class Net(nn.Module):
 
 
 GENERATOR = torch.Generator().manual_seed(3)
-DATA = [
-    (
-        torch.randint(0, 7, (4, 3), generator=GENERATOR),
-        torch.randint(0, 5, (4,), generator=GENERATOR),
-    )
-    for _ in range(6)
-]
+
+
+def drawn(*size, below):
+    return torch.randint(0, below, size, generator=GENERATOR)
+
+
+DATA = [(drawn(4, 3, below=7), drawn(4, below=5)) for _ in range(6)]
 
 
 def loss_fn(model, batch):
@@ -81,39 +67,32 @@ step = fl.pipeline(fl.schedule(schedules.exponential(0.9)))(loss_fn)
 ADAPT_THEIR_RATE = {"pytorch_optimizer.ASGD"}  # a schedule refuses to overwrite their rate
 
 
+def using(package, name, parameters, **settings):
+    return f"{package}.{name}", lambda net: find(package, name)(parameters(net), **settings)
+
+
 def plainly(package, name, **settings):
-    return f"{package}.{name}", lambda net: find(package, name)(
-        net.parameters(), **{"lr": 0.01, **settings}
-    )
+    return using(package, name, nn.Module.parameters, **{"lr": 0.01, **settings})
 
 
-def matrices(package, name, **settings):
-    return f"{package}.{name}", lambda net: find(package, name)(
-        [p for p in net.parameters() if p.ndim == 2], **settings
-    )
+def matrices(package, name):
+    return using(package, name, lambda net: [p for p in net.parameters() if p.ndim == 2])
 
 
 def muon(name):
     def make(net):
-        others = {
-            "params": [p for p in net.parameters() if p.ndim != 2],
-            "use_muon": False,
-            "lr": 0.01,
-        }
-        hidden = {
-            "params": [p for p in net.parameters() if p.ndim == 2],
-            "use_muon": True,
-            "lr": 0.02,
-        }
-        return find("pytorch_optimizer", name)([hidden, others])
+        others, hidden = ([p for p in net.parameters() if (p.ndim == 2) == x] for x in (0, 1))
+        groups = [
+            {"params": hidden, "use_muon": True, "lr": 0.02},
+            {"params": others, "use_muon": False, "lr": 0.01},
+        ]
+        return find("pytorch_optimizer", name)(groups)
 
     return f"pytorch_optimizer.{name}", make
 
 
 def around(package, name, inner=Adam, **settings):
-    return f"{package}.{name}", lambda net: find(package, name)(
-        inner(net.parameters(), lr=0.01), **settings
-    )
+    return using(package, name, lambda net: inner(net.parameters(), lr=0.01), **settings)
 
 
 def words(text):
@@ -175,18 +154,11 @@ OPTIMIZERS = dict(
     ]
 )
 SOME = ("timm.lion.Lion", "pytorch_optimizer.SOAP", "schedulefree.AdamWScheduleFree")  # not long
+GALORE = {"rank": 2, "update_proj_gap": 2, "scale": 1.0, "projection_type": "std"}
 REFUSED = {  # their state contains objects, which torch would pickle
     "Conda": lambda net: find("pytorch_optimizer", "Conda")(net.parameters()),
     "GaLore": lambda net: find("pytorch_optimizer", "GaLore")(
-        [
-            {
-                "params": [net.first.weight],
-                "rank": 2,
-                "update_proj_gap": 2,
-                "scale": 1.0,
-                "projection_type": "std",
-            }
-        ]
+        [{"params": [net.first.weight], **GALORE}]
     ),
     "ScalableShampoo": lambda net: find("pytorch_optimizer", "ScalableShampoo")(net.parameters()),
 }
@@ -229,29 +201,20 @@ def test_state_that_load_state_dict_casts_to_bfloat16_keeps_its_dtype(tmp_path, 
 @slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", REFUSED)
-def test_optimizers_that_cannot_be_resumed_are_refused_before_the_first_update(tmp_path, name):
+def test_optimizers_that_cannot_be_resumed_are_refused_before_the_first_update(
+    tmp_path, name, caplog
+):
+    """A save by hand warns and saves the weights."""
     state = new_state(REFUSED[name])
     before = copy.deepcopy(state.model.state_dict())
-    with pytest.raises(
-        fl.CheckpointError,
-        match=rf"a run with {name} cannot be resumed bit for bit: .* an? \w+.*leave out",
-    ):
-        fl.fit(step, state, DATA, hooks=(fl.every(epochs=1)(fl.checkpoint(tmp_path)),))
+    message = rf"a run with {name} cannot be resumed bit for bit: .* an? \w+.*leave out"
+    with pytest.raises(fl.CheckpointError, match=message):
+        fl.fit(step, state, DATA, hooks=(fl.every(epochs=1)(fl.checkpoint(tmp_path / "run")),))
     assert all(torch.equal(value, before[key]) for key, value in state.model.state_dict().items())
-
-
-@slow
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_save_by_hand_warns_and_saves_the_weights(tmp_path, name, caplog):
-    state = new_state(REFUSED[name])
     path = fl.save(state, tmp_path / "a")
     assert "save: a run with" in caplog.text and "cannot be resumed bit for bit" in caplog.text
     restored = fl.restore(path, new_state(REFUSED[name], 1), only=("model",))
-    assert all(
-        torch.equal(a, b)
-        for a, b in zip(restored.model.parameters(), state.model.parameters(), strict=True)
-    )
+    assert all(map(torch.equal, restored.model.parameters(), state.model.parameters()))
 
 
 @slow
@@ -283,7 +246,10 @@ class Wide(nn.Module):
 
 
 @slow
-@pytest.mark.parametrize("name", ["Adam8bit", "AdamW8bit", "AdamW4bit", "AdamWFp8"])
+@pytest.mark.parametrize(
+    "name",
+    ["Adam8bit", *(pytest.param(f"AdamW{bits}", marks=long) for bits in ("8bit", "4bit", "Fp8"))],
+)
 def test_a_low_bit_optimizer_resumes(tmp_path, name, caplog):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of its import

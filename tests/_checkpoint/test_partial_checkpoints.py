@@ -3,19 +3,20 @@
 import itertools
 import json
 import os
+import re
 
 import attrs
 import pytest
 import torch
 from crafted import craft
 from safetensors.torch import load_file
+from saved import ONE, check_refused, names, saved_steps
 from torch import nn
 
 import fnloop as fl
 from fnloop._checkpoint.format import PARTS
 from fnloop.testing import assert_same, toy, toy_loss
 
-ONE = torch.ones(1)
 step = fl.pipeline(fl.schedule(fl.schedules.linear()))(toy_loss)
 
 
@@ -33,26 +34,14 @@ def text_of(path):
 
 
 def test_weights_alone_are_restored_into_a_new_run(tmp_path):
-    state = trained()
-    path = fl.save(state, tmp_path / "a", only=("model",))
-    new = fl.restore(path, toy(lr=0.5), only=("model",))
-    assert (new.model.w.item(), new.step, len(new.history), new.slots) == (
-        *(state.model.w.item(), 0, 0),
-        {},
-    )
-    assert new.run_id != state.run_id
-
-
-def test_weights_alone_load_without_fnloop(tmp_path):
-    path = fl.save(toy(w=3.0), tmp_path / "a", only=("model",))
-    model = fl.testing.Toy()
-    model.load_state_dict(load_file(path / "model.safetensors"))
-    assert model.w.item() == 3.0
-
-
-def test_what_is_not_asked_for_is_not_there(tmp_path):
     state = attrs.evolve(trained(), extra={"mine": "secret"})
     path = fl.save(state, tmp_path / "a", only=("model",))
+    new = fl.restore(path, toy(lr=0.5), only=("model",))
+    assert (new.model.w.item(), new.step, len(new.history)) == (state.model.w.item(), 0, 0)
+    assert new.slots == {} and new.run_id != state.run_id
+    model = fl.testing.Toy()
+    model.load_state_dict(load_file(path / "model.safetensors"))
+    assert model.w.item() == state.model.w.item()
     assert load_file(path / "optimizer.safetensors") == load_file(path / "slots.safetensors") == {}
     written = text_of(path)
     assert written["history"] == [] and "secret" not in json.dumps(written)
@@ -129,29 +118,22 @@ def run(state, **settings):
 TRAINED = ["again.weight", "down.weight", "up.weight"]
 
 
-def test_trained_parameters_are_kilobytes(tmp_path):
+def check_trained(model, expected, base):
+    """Assert that only the parameters to train are those expected."""
+    found, others = expected.state_dict(), base.state_dict()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, found[name] if name in TRAINED else others[name]), name
+
+
+def test_trained_parameters_are_kilobytes_and_go_into_a_model_with_other_frozen_ones(tmp_path):
     state = run(adapted())
     path = fl.save(state, tmp_path / "a", only=("trained",))
     assert sorted(load_file(path / "model.safetensors")) == TRAINED
     assert sum(file.stat().st_size for file in path.iterdir()) < 8000 < 300 * 300
-
-
-def test_trained_parameters_go_into_a_model_with_other_frozen_ones(tmp_path):
-    state = run(adapted())
-    new = fl.restore(
-        fl.save(state, tmp_path / "a", only=("trained",)), adapted(1.0), only=("trained",)
-    )
-    base, mine = adapted(1.0).model.state_dict(), new.model.state_dict()
-    for name, value in mine.items():
-        expected = state.model.state_dict()[name] if name in TRAINED else base[name]
-        assert torch.equal(value, expected), name
+    new = fl.restore(path, adapted(1.0), only=("trained",))
+    check_trained(new.model, state.model, adapted(1.0).model)
     assert (new.step, new.model.base.weight.requires_grad) == (0, False)
     assert new.model.again.weight is new.model.down.weight
-
-
-def test_trained_parameters_load_without_fnloop(tmp_path):
-    state = run(adapted())
-    path = fl.save(state, tmp_path / "a", only=("trained",))
     model = Adapter()
     found = model.load_state_dict(load_file(path / "model.safetensors"), strict=False)
     assert found.unexpected_keys == [] and torch.equal(model.up.weight, state.model.up.weight)
@@ -162,21 +144,14 @@ def test_trained_parameters_are_taken_out_of_a_checkpoint_with_all(tmp_path, onl
     state = run(adapted())
     path = fl.save(state, tmp_path / "a", only=only)
     new = fl.restore(path, adapted(1.0, freeze=False), only=("trained",))
-    base = adapted(1.0).model.state_dict()
-    for name, value in new.model.state_dict().items():
-        expected = state.model.state_dict()[name] if name in TRAINED else base[name]
-        assert torch.equal(value, expected), name
+    check_trained(new.model, state.model, adapted(1.0).model)
 
 
 def test_trained_parameters_of_another_shape_or_name_are_refused(tmp_path):
     path = fl.save(adapted(), tmp_path / "a", only=("trained",))
     for other in (adapted(rank=2), toy()):
-        before = fl.snapshot(other)
-        with pytest.raises(
-            fl.CheckpointError, match=r"is of another model .*only=\('trained',\), strict=False"
-        ):
-            fl.restore(path, other, only=("trained",))
-        assert_same(other, before)
+        message = r"is of another model .*only=\('trained',\), strict=False"
+        check_refused(path, other, message, only=("trained",))
     fl.restore(path, adapted(rank=2), only=("trained",), strict=False)
 
 
@@ -189,11 +164,9 @@ def test_parameters_to_train_that_are_not_there_are_named(tmp_path, caplog):
 
 
 def test_nothing_to_train_is_nothing_to_save(tmp_path):
-    state = toy()
+    state, message = toy(), "the parameters that require gradients; none does"
     state.model.requires_grad_(False)
-    with pytest.raises(
-        fl.CheckpointError, match="the parameters that require gradients; none does"
-    ):
+    with pytest.raises(fl.CheckpointError, match=message):
         fl.save(state, tmp_path / "a", only=("trained",))
     assert not (tmp_path / "a").exists()
 
@@ -211,30 +184,21 @@ def test_names_of_a_compiled_model(tmp_path):
 
 
 def test_restore_without_only_says_what_there_is_and_what_to_write(tmp_path):
-    state = toy(w=7.0)
-    path = fl.save(toy(w=3.0), tmp_path / "a", only=("model", "history"))
-    with pytest.raises(fl.CheckpointError) as error:
-        fl.restore(path, state)
-    assert str(error.value) == (
+    path = fl.save(toy(w=3.0), tmp_path / "a", only=("history", "model", "history"))
+    check_refused(path, toy(w=7.0), re.escape(
         f"{path} is a partial checkpoint, which holds only model, history. To restore that: "
         f'restore("{path}", state, only=("model", "history"))'
-    )
-    assert state.model.w.item() == 7.0
-    with pytest.raises(fl.CheckpointError, match=r"holds only model, history"):
-        fl.restore(path, state, only=("model", "optimizer"))
-    assert fl.restore(path, state, only=("model",)).model.w.item() == 3.0
+    ) + "$")  # fmt: skip
+    assert fl.restore(path, toy(w=7.0), only=("model",)).model.w.item() == 3.0
 
 
-def test_without_the_model_there_are_no_trained_parameters(tmp_path):
-    path = fl.save(toy(), tmp_path / "a", only=("optimizer",))
-    with pytest.raises(fl.CheckpointError, match="holds only optimizer"):
-        fl.restore(path, toy(), only=("trained",))
-
-
-def test_a_part_of_the_model_is_not_the_model(tmp_path):
-    path = fl.save(toy(), tmp_path / "a", only=("trained",))
-    with pytest.raises(fl.CheckpointError, match=r'holds only trained.*only=\("trained",\)'):
-        fl.restore(path, toy(), only=("model",))
+@pytest.mark.parametrize(("saved", "asked", "said"), [
+    (("model", "history"), ("model", "optimizer"), "holds only model, history"),
+    (("optimizer",), ("trained",), "holds only optimizer"),  # which are a part of the model
+    (("trained",), ("model",), r'holds only trained.*only=\("trained",\)'),
+])  # fmt: skip
+def test_parts_that_are_not_there_are_refused(tmp_path, saved, asked, said):
+    check_refused(fl.save(toy(), tmp_path / "a", only=saved), toy(w=7.0), said, only=asked)
 
 
 @pytest.mark.parametrize("where", [".", "step-00000003"])
@@ -243,53 +207,46 @@ def test_a_run_cannot_be_resumed_from_partial_checkpoints_only(tmp_path, where):
     state = toy()
     with pytest.raises(fl.CheckpointError) as error:
         fl.resume(tmp_path / where, state)
-    assert "a run cannot be resumed: " in str(error.value)
-    assert 'step-00000003", state, only=("model",))' in str(error.value)
-    assert "checkpoint(folder) without only=" in str(error.value)
+    for said in (
+        "a run cannot be resumed: ", 'step-00000003", state, only=("model",))',
+        "checkpoint(folder) without only=",
+    ):  # fmt: skip
+        assert said in str(error.value)
     assert trained(state).step == 3
 
 
-def test_resume_takes_the_newest_whole_checkpoint(tmp_path):
+def test_resume_takes_the_newest_whole_checkpoint_that_is_not_damaged(tmp_path):
     state = trained(hooks=(fl.checkpoint(tmp_path),))
     fl.save(toy(w=9.0), tmp_path / "step-00000004", only=("model",))
     assert_same(fl.resume(tmp_path, toy()), state)
     assert fl.latest(tmp_path).name == "step-00000004"
-
-
-def test_resume_skips_partial_and_damaged_ones(tmp_path):
-    state = trained(hooks=(fl.checkpoint(tmp_path),))
-    for n, only in ((4, ("model",)), (5, None), (6, ("trained",))):
+    for n, only in ((5, None), (6, ("trained",))):
         fl.save(toy(w=9.0), tmp_path / f"step-{n:08d}", only=only)
-    for n in (5, 6):
         os.truncate(tmp_path / f"step-{n:08d}" / "model.safetensors", 9)
     with pytest.warns(UserWarning, match="skipped a damaged checkpoint"):
         assert_same(fl.resume(tmp_path, toy()), state)
 
 
-def test_a_partial_checkpoint_is_verified(tmp_path):
-    path = fl.save(toy(), tmp_path / "a", only=("model",))
-    file = path / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-1] + b"?")
-    with pytest.raises(fl.CheckpointError, match=r"the checksum of model\.safetensors is wrong"):
-        fl.restore(path, toy(), only=("model",))
+PARTS_OF = lambda parts: lambda made: made.update(parts=parts)
 
 
-@pytest.mark.parametrize("parts", [["weights"], 3, [["model"]]])
-def test_a_crafted_list_of_parts_is_damage(tmp_path, parts):
+@pytest.mark.parametrize("parts", [["weights"], 3, [["model"]], None])
+def test_a_partial_checkpoint_is_verified(tmp_path, parts):
     path = fl.save(toy(), tmp_path / "a", only=("model",))
-    craft(path, lambda made: made.update(parts=parts))
-    with pytest.raises(fl.CheckpointError, match=r"manifest\.json is damaged"):
-        fl.restore(path, toy(), only=("model",))
+    if parts is None:
+        (file := path / "model.safetensors").write_bytes(file.read_bytes()[:-1] + b"?")
+        message = r"the checksum of model\.safetensors is wrong"
+    else:
+        craft(path, PARTS_OF(parts))
+        message = r"manifest\.json is damaged"
+    check_refused(path, toy(), message, only=("model",))
 
 
 @pytest.mark.parametrize("parts", [["model", "optimizer"], 3, None, ["model", "slots", "counters"]])
 def test_a_list_of_parts_that_are_not_there_is_refused(tmp_path, parts):
-    path = fl.save(toy(), tmp_path / "a", only=("model",))
-    craft(path, facts=lambda facts: facts.update(parts=parts))
-    with pytest.raises(
-        fl.CheckpointError, match=r"cannot be restored|holds only|is damaged: parts"
-    ):
-        fl.restore(path, toy(), only=("model", "optimizer"))
+    path = craft(fl.save(toy(), tmp_path / "a", only=("model",)), facts=PARTS_OF(parts))
+    message = "cannot be restored|holds only|is damaged: parts"
+    check_refused(path, toy(), message, only=("model", "optimizer"))
 
 
 # --- the hook
@@ -299,9 +256,11 @@ def test_the_hook_keeps_the_best_weights_and_the_newest(tmp_path):
     rates = fl.schedule(lambda i, total: (1, 1, -1, -1, -1)[i])  # w is -1, -2, -1, 0, 1
     saves = fl.every(epochs=1)(fl.checkpoint(tmp_path, keep=1, best="valid/loss", only=("model",)))
     fl.fit(fl.pipeline(rates)(toy_loss), toy(), ([ONE], [ONE]), epochs=5, hooks=(saves,))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000005"]
+    assert saved_steps(tmp_path) == [2, 5]
     assert (fl.best(tmp_path).name, fl.latest(tmp_path).name) == ("step-00000002", "step-00000005")
     assert fl.restore(fl.best(tmp_path), toy(), only=("model",)).model.w.item() == -2.0
+    with pytest.raises(fl.CheckpointError, match="has checkpoints of another run"):
+        trained(hooks=(fl.checkpoint(tmp_path, only=("model",)),))
 
 
 def test_whole_and_partial_checkpoints_of_one_run_side_by_side(tmp_path):
@@ -316,82 +275,60 @@ def test_whole_and_partial_checkpoints_of_one_run_side_by_side(tmp_path):
     state = attrs.evolve(fl.resume(tmp_path / "a", toy()), stop=None)
     state = trained(state, hooks=hooks())
     assert_same(state, trained())
-    kept = sorted(path.name for path in (tmp_path / "a" / "best").iterdir())
-    assert kept == ["step-00000002", "step-00000003"]
-
-
-def test_another_run_is_refused_before_the_first_update(tmp_path):
-    trained(hooks=(fl.checkpoint(tmp_path, only=("model",)),))
-    with pytest.raises(fl.CheckpointError, match="has checkpoints of another run"):
-        trained(hooks=(fl.checkpoint(tmp_path, only=("model",)),))
+    assert saved_steps(tmp_path / "a" / "best") == [2, 3]
 
 
 def test_in_the_background_and_on_an_exception(tmp_path):
     def fail(state):
         raise KeyError("no")
 
-    saves = fl.checkpoint(
-        tmp_path, keep=None, background=True, on_exception=True, only=("trained",)
-    )
+    settings = {"keep": None, "background": True, "on_exception": True}
+    saves = fl.checkpoint(tmp_path, **settings, only=("trained",))
     hooks = (fl.every(steps=2)(saves), fl.when(lambda state: state.step == 3)(fail))
     with pytest.raises(KeyError):
         trained(hooks=hooks, steps=None)
-    names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == ["step-00000002", "step-00000003-exception_KeyError"]
-    for name in names:
-        assert fl.restore(tmp_path / name, toy(), only=("trained",)).model.w.item() != 0.0
+    assert names(tmp_path) == ["step-00000002", "step-00000003-exception_KeyError"]
+    for path in tmp_path.iterdir():
+        assert fl.restore(path, toy(), only=("trained",)).model.w.item() != 0.0
 
 
 class OwnStep(torch.optim.SGD):
     """An optimizer that does not resume."""
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.hidden = [0.0]
+    hidden = 0.0
 
     def step(self, closure=None):
-        self.hidden[0] += 1.0
-        self.param_groups[0]["lr"] = 1.0 / self.hidden[0]
+        self.hidden += 1.0
+        self.param_groups[0]["lr"] = 1.0 / self.hidden
         super().step(closure)
 
 
 def test_an_optimizer_that_is_not_saved_need_not_be_resumable(tmp_path, caplog):
-    model = fl.testing.Toy()
+    model, plain = fl.testing.Toy(), fl.pipeline()(toy_loss)
     state = fl.TrainState.create(model, OwnStep(model.parameters(), lr=1.0))
     fl.save(state, tmp_path / "c", only=("model",))
     assert not caplog.records
     with pytest.raises(fl.CheckpointError, match="OwnStep"):
-        fl.fit(fl.pipeline()(toy_loss), state, [ONE], hooks=(fl.checkpoint(tmp_path / "a"),))
-    fl.fit(
-        fl.pipeline()(toy_loss),
-        state,
-        [ONE],
-        hooks=(fl.checkpoint(tmp_path / "b", only=("model",)),),
-    )
-    assert fl.latest(tmp_path / "b").name == "step-00000001"
+        fl.fit(plain, state, [ONE], hooks=(fl.checkpoint(tmp_path / "a"),))
+    fl.fit(plain, state, [ONE], hooks=(fl.checkpoint(tmp_path / "b", only=("model",)),))
+    assert saved_steps(tmp_path / "b") == [1]
 
 
-def test_parts_are_held_once_and_in_one_order(tmp_path):
-    path = fl.save(toy(), tmp_path / "a", only=("history", "model", "history"))
-    with pytest.raises(
-        fl.CheckpointError, match=r'only model, history. .* only=\("model", "history"\)'
-    ):
-        fl.restore(path, toy())
+CALLS = {
+    "save": lambda path, only: fl.save(toy(), path, only=only),
+    "restore": lambda path, only: fl.restore(path, toy(), only=only),
+    "checkpoint": lambda path, only: fl.checkpoint(path, only=only),
+}
 
 
-@pytest.mark.parametrize("call", ["save", "checkpoint", "restore"])
+@pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize(
     "only", ["model", "", (), ("weights",), ("model", 3), 3, 0, [None], {"model": "x", 3: 4}]
 )
 def test_wrong_parts_are_an_error(tmp_path, call, only):
     expected = rf"{call} expects only= as a tuple of model, .*, extra, trained; got "
     with pytest.raises(ValueError, match=expected):
-        if call == "save":
-            fl.save(toy(), tmp_path / "a", only=only)
-        elif call == "restore":
-            fl.restore(tmp_path / "a", toy(), only=only)
-        else:
-            fl.checkpoint(tmp_path / "a", only=only)
+        CALLS[call](tmp_path / "a", only)
     assert not (tmp_path / "a").exists()
 
 

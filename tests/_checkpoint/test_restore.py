@@ -1,6 +1,6 @@
 """What a restore takes from a checkpoint, and what it refuses."""
 
-import json
+import itertools
 import warnings
 
 import attrs
@@ -8,15 +8,13 @@ import pytest
 import torch
 from crafted import craft
 from safetensors.torch import load_file, save_file
+from saved import ONE, check_continues, check_refused, sgd, step, train
 from torch import nn
 
 import fnloop as fl
 from fnloop._checkpoint import files
-from fnloop._core.serialize import encode
+from fnloop._core.serialize import encode, find_difference
 from fnloop.testing import Toy, assert_same, small, toy, toy_loss
-
-ONE = torch.ones(1)
-step = fl.pipeline()(toy_loss)
 
 
 def test_a_tampered_checkpoint_is_detected_before_the_first_update(tmp_path):
@@ -24,79 +22,30 @@ def test_a_tampered_checkpoint_is_detected_before_the_first_update(tmp_path):
     make = fl.pipeline(fl.amp("fp16"))(toy_loss)
     state = fl.fit(make, toy(), [ONE] * 4, steps=2, hooks=())
     longer = attrs.evolve(state, slots={"amp": type(state.slots["amp"])(torch.ones(3), 0)})
-    restored = fl.restore(fl.save(longer, tmp_path / "a"), toy())
-    with pytest.raises(
-        ValueError,
-        match=r"a tensor of .* with 1 dimensions where there is one of .* with 0 dimensions",
-    ):
+    given = toy()
+    restored = fl.restore(fl.save(longer, tmp_path / "a"), given)
+    with pytest.raises(fl.StaleStateError):
+        step(given, ONE)
+    message = r"a tensor of .* with 1 dimensions where there is one of .* with 0 dimensions"
+    with pytest.raises(ValueError, match=message):
         fl.fit(make, restored, [ONE] * 4, hooks=())
-    wrong = attrs.evolve(
-        fl.fit(step, toy(), [ONE] * 4, steps=2, hooks=()), metrics={"loss": fl.Sum(torch.ones(()))}
-    )
-    path = fl.save(wrong, tmp_path / "b")
+    state = fl.fit(step, toy(), [ONE] * 4, steps=2, hooks=())
+    path = fl.save(attrs.evolve(state, metrics={"loss": fl.Sum(ONE[0])}), tmp_path / "b")
     text = (path / "state.json").read_text().replace('"value": {', '"value": "x", "other": {')
     (path / "state.json").write_text(text)
     check_refused(craft(path), toy(), "cannot be restored: TypeError: a fnloop.Sum holds")
 
 
-def test_restoring_makes_the_given_state_stale(tmp_path):
-    given = toy()
-    fl.restore(fl.save(toy(w=3.0), tmp_path / "a"), given)
-    with pytest.raises(fl.StaleStateError):
-        step(given, ONE)
+def linear_state(n=2, **settings):
+    return sgd(nn.Linear(n, 1, **settings), lr=0.1)
 
 
-def linear_state(n=2, **kwargs):
-    model = nn.Linear(n, 1, **kwargs)
-    return fl.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=0.1))
+class Refuses(Toy):
+    def get_extra_state(self):
+        return {"a": 1}
 
-
-def check_refused(path, state, message, **kwargs):
-    """Check that a restore is refused and leaves the state unchanged."""
-    before = fl.snapshot(state)
-    with pytest.raises(fl.CheckpointError, match=message):
-        fl.restore(path, state, **kwargs)
-    assert_same(state, before)
-
-
-def test_a_module_that_rejects_its_extra_state_is_left_unchanged(tmp_path):
-    class Refuses(Toy):
-        def get_extra_state(self):
-            return {"a": 1}
-
-        def set_extra_state(self, extra):
-            raise ValueError("not mine") if extra == {"a": 1} and self.w.item() == 3.0 else None
-
-    def new(w):
-        model = Refuses(w)
-        return fl.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=1.0))
-
-    state = new(7.0)
-    with pytest.raises(fl.CheckpointError, match="cannot be restored: ValueError: not mine"):
-        fl.restore(fl.save(new(3.0), tmp_path / "a"), state)
-    assert state.model.w.item() == 7.0
-
-
-@pytest.mark.parametrize("saved", [torch.tensor([0.1, 0.2]), torch.tensor([0.1])])
-def test_a_learning_rate_of_another_shape_is_refused(tmp_path, saved):
-    def new(w, lr):
-        state = toy(w)
-        state.optimizer.param_groups[0]["lr"] = lr
-        return state
-
-    path = fl.save(new(3.0, saved), tmp_path / "a")
-    for here in (torch.tensor(0.1), torch.tensor([0.1, 0.2, 0.3])):
-        if saved.numel() > 1 or here.ndim == 0:  # one number fits into any vector
-            check_refused(path, new(7.0, here), "lr of a parameter group|cannot be restored")
-
-
-def test_optimizer_state_of_parameters_of_another_shape_is_refused(tmp_path):
-    check_refused(
-        fl.save(linear_state(2), tmp_path / "a"),
-        linear_state(3),
-        r"weight: \(1, 2\) saved, \(1, 3\) here",
-        only=("optimizer",),
-    )
+    def set_extra_state(self, extra):
+        raise ValueError("not mine") if extra == {"a": 1} and self.w.item() == 3.0 else None
 
 
 def test_a_restore_that_is_not_strict_restores_everything_that_matches(tmp_path):
@@ -105,9 +54,8 @@ def test_a_restore_that_is_not_strict_restores_everything_that_matches(tmp_path)
 
     def new():
         model = problem.state().model
-        return fl.TrainState.create(
-            model, torch.optim.Adafactor(model.parameters(), lr=0.01), seed=0
-        )
+        adafactor = torch.optim.Adafactor(model.parameters(), lr=0.01)
+        return fl.TrainState.create(model, adafactor, seed=0)
 
     whole = fl.fit(make, new(), problem.batches, epochs=2, hooks=())
     half = fl.fit(make, new(), problem.batches, steps=3, hooks=())
@@ -116,13 +64,9 @@ def test_a_restore_that_is_not_strict_restores_everything_that_matches(tmp_path)
 
 
 def test_another_dtype_is_refused_but_weights_alone_are_cast(tmp_path):
-    def double():
-        model = Toy().double()
-        return fl.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=1.0))
-
-    path = fl.save(toy(w=3.0), tmp_path / "a")
-    check_refused(path, double(), "of another dtype: w: torch.float32 saved, torch.float64 here")
-    w = fl.restore(path, double(), only=("model",)).model.w
+    path, double = fl.save(toy(w=3.0), tmp_path / "a"), sgd(Toy().double())
+    check_refused(path, double, "of another dtype: w: torch.float32 saved, torch.float64 here")
+    w = fl.restore(path, double, only=("model",)).model.w
     assert (w.item(), w.dtype) == (3.0, torch.float64)
 
 
@@ -155,105 +99,97 @@ def test_weights_to_train_with_that_do_not_fit_are_damage(tmp_path, fault):
 
 
 MANIFESTS = {
-    "format": lambda path: craft(path, lambda made: made.update(format_version="1")),
-    "no format": lambda path: craft(path, lambda made: made.pop("format_version")),
-    "measured": lambda path: craft(path, lambda made: made.update(measured=[])),
-    "phase": lambda path: craft(path, lambda made: made.update(phase=3)),
-    "position": lambda path: craft(path, lambda made: made.update(position=["x"])),
-    "files": lambda path: craft(path, lambda made: made.update(files=3)),
-    "a list": lambda path: (path / "manifest.json").write_text("[]"),
-    "deep": lambda path: (path / "manifest.json").write_text("[" * 200_000 + "]" * 200_000),
-}
+    "format": lambda made: made.update(format_version="1"),
+    "no format": lambda made: made.pop("format_version"),
+    "measured": lambda made: made.update(measured=[]), "phase": lambda made: made.update(phase=3),
+    "position": lambda made: made.update(position=["x"]),
+    "files": lambda made: made.update(files=3), "a list": "[]",
+    "deep": "[" * 200_000 + "]" * 200_000,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("change", MANIFESTS.values(), ids=MANIFESTS)
 def test_a_malformed_manifest_is_refused_and_skipped(tmp_path, change):
-    fl.fit(
-        step,
-        toy(),
-        [ONE] * 2,
-        hooks=(fl.every(steps=1)(fl.checkpoint(tmp_path, best="train/loss")),),
-    )
-    change(tmp_path / "step-00000002")
-    check_refused(tmp_path / "step-00000002", toy(), "damaged")
-    for find in (fl.latest, fl.best):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            assert (found := find(tmp_path)) is None or found.name == "step-00000001"
+    train(tmp_path, toy(), 2, best="train/loss")
+    path = tmp_path / "step-00000002"
+    craft(path, change) if callable(change) else (path / "manifest.json").write_text(change)
+    check_refused(path, toy(), "damaged")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert (found := fl.best(tmp_path)) is None or found.name == "step-00000001"
     with pytest.warns(UserWarning, match="skipped a damaged checkpoint"):
         assert fl.latest(tmp_path).name == "step-00000001"
     with pytest.warns(UserWarning, match="skipped a damaged checkpoint"):
         assert fl.resume(tmp_path, toy()).step == 1
 
 
+DRAWN = encode([{"python": (1,), "numpy": 2}], {}, "")
 FACTS = {
-    "step": lambda state: state.update(step="x"),
-    "batch": lambda state: state.update(batch=-3),
-    "no seed": lambda state: state.pop("seed"),
-    "stop": lambda state: state.update(stop=3),
-    "extra": lambda state: state.update(extra=[1]),
-    "metrics": lambda state: state.update(metrics={"loss": 5}),
-    "slots": lambda state: state.update(slots={"a": {"$tensor": "not there"}}),
-    "lr": lambda state: state["optimizer"]["param_groups"][0].update(lr="evil"),
-    "optimizer": lambda state: state["optimizer"].update(state={"w": 3}),
-    "generators": lambda state: state.update(
-        generators=encode([{"python": (1,), "numpy": 2}], {}, "")
-    ),
-    "python": lambda state: state["generators"][0].update(
+    "step": lambda facts: facts.update(step="x"),
+    "batch": lambda facts: facts.update(batch=-3),
+    "no seed": lambda facts: facts.pop("seed"),
+    "stop": lambda facts: facts.update(stop=3),
+    "extra": lambda facts: facts.update(extra=[1]),
+    "metrics": lambda facts: facts.update(metrics={"loss": 5}),
+    "slots": lambda facts: facts.update(slots={"a": {"$tensor": "not there"}}),
+    "lr": lambda facts: facts["optimizer"]["param_groups"][0].update(lr="evil"),
+    "optimizer": lambda facts: facts["optimizer"].update(state={"w": 3}),
+    "generators": lambda facts: facts.update(generators=DRAWN),
+    "python": lambda facts: facts["generators"][0].update(
         python={"$tuple": [3, {"$tuple": [1, 2]}, None]}
     ),
-    "history": lambda state: state.update(history=[{"epoch": 1}]),
-    "model": lambda state: state.update(model=3),
-    "seconds": lambda state: state.update(seconds="1"),
-    "negative seconds": lambda state: state.update(seconds=-1.0),
-    "NaN seconds": lambda state: state.update(seconds=float("nan")),
-    "endless seconds": lambda state: state.update(seconds=float("inf")),
+    "history": lambda facts: facts.update(history=[{"epoch": 1}]),
+    "model": lambda facts: facts.update(model=3),
+    "seconds": lambda facts: facts.update(seconds="1"),
+    "negative seconds": lambda facts: facts.update(seconds=-1.0),
+    "NaN seconds": lambda facts: facts.update(seconds=float("nan")),
+    "endless seconds": lambda facts: facts.update(seconds=float("inf")),
+    **{
+        f"positions {crafted}": lambda facts, crafted=crafted: facts.update(positions=crafted)
+        for crafted in (3, [3], [{}], "text", None)
+    },
 }
 
 
 @pytest.mark.parametrize("change", FACTS.values(), ids=FACTS)
 def test_invalid_facts_are_refused_and_the_state_is_unchanged(tmp_path, change):
     path = fl.save(fl.fit(step, toy(), [ONE] * 4, steps=2, hooks=()), tmp_path / "a")
-    check_refused(
-        craft(path, facts=change),
-        toy(w=7.0),
-        "is damaged|cannot be restored|a parameter group|the optimizer's state",
-    )
+    message = "damaged|cannot be restored|a parameter group|the optimizer's state|position"
+    check_refused(craft(path, facts=change), toy(w=7.0), message)
 
 
 def test_restore_takes_only_the_parts_asked_for(tmp_path):
     path = fl.save(fl.fit(step, toy(lr=0.5), [ONE] * 4, steps=2, hooks=()), tmp_path / "a")
     tuned = fl.restore(path, toy(lr=0.1), only=("model",))
-    assert (tuned.model.w.item(), tuned.step, tuned.optimizer.param_groups[0]["lr"]) == (
-        -1.0,
-        0,
-        0.1,
-    )
+    rate = tuned.optimizer.param_groups[0]["lr"]
+    assert (tuned.model.w.item(), tuned.step, rate) == (-1.0, 0, 0.1)
     counted = fl.restore(path, toy(), only=("counters",))
     assert (counted.model.w.item(), counted.step, counted.batch) == (0.0, 2, 2)
-    for wrong in ("model", ("weights",)):
-        with pytest.raises(ValueError, match="expects only= as a tuple of model, optimizer"):
-            fl.restore(path, toy(), only=wrong)
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (
-            toy,
-            r"another model \(Linear\).*"
-            "missing in the checkpoint: w; not in the model: bias, weight",
-        ),
-        (lambda: linear_state(3), r"of another shape: weight: \(1, 2\) saved, \(1, 3\) here"),
-        (lambda: linear_state(bias=False), "not in the model: bias.*strict=False"),
-    ],
-)
-def test_another_model_is_refused_and_the_state_is_unchanged(tmp_path, given, message):
-    path, state = fl.save(linear_state(), tmp_path / "a"), given()
-    before = fl.snapshot(state)
-    with pytest.raises(fl.CheckpointError, match=message):
-        fl.restore(path, state)
-    assert_same(state, before)
+def linear_with(optimizer):
+    model = nn.Linear(2, 1)
+    return lambda: fl.TrainState.create(model, optimizer([*model.parameters()]))
+
+
+@pytest.mark.parametrize(("given", "message"), [
+    (toy, r"another model \(Linear\).*"
+     "missing in the checkpoint: w; not in the model: bias, weight"),
+    (lambda: linear_state(3), r"of another shape: weight: \(1, 2\) saved, \(1, 3\) here"),
+    (lambda: linear_state(bias=False), "not in the model: bias.*strict=False"),
+    (linear_with(torch.optim.Adam),
+     r"has the state of SGD, and the optimizer is Adam.*only=\('model',\)"),
+    (linear_with(lambda p: torch.optim.SGD(p[::-1], lr=0.1)),
+     "the same parameters in other groups, or in another order"),
+    (linear_with(lambda p: torch.optim.SGD(p[:1], lr=0.1)), "only in the checkpoint: bias"),
+])  # fmt: skip
+def test_another_model_or_optimizer_is_refused(tmp_path, given, message):
+    check_refused(fl.save(linear_state(), tmp_path / "a"), given(), message)
+
+
+def test_a_module_that_rejects_its_extra_state_is_left_unchanged(tmp_path):
+    path = fl.save(sgd(Refuses(3.0)), tmp_path / "a")
+    check_refused(path, sgd(Refuses(7.0)), "cannot be restored: ValueError: not mine")
 
 
 def test_matching_tensors_of_another_model_are_restored(tmp_path, caplog):
@@ -262,30 +198,6 @@ def test_matching_tensors_of_another_model_are_restored(tmp_path, caplog):
     state = fl.restore(path, linear_state(3), only=("model",), strict=False)
     assert torch.equal(state.model.bias, saved["bias"])
     assert "left unchanged: of another shape: weight" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (
-            lambda p: torch.optim.Adam(p),
-            r"has the state of SGD, and the optimizer is Adam.*only=\('model',\)",
-        ),
-        (
-            lambda p: torch.optim.SGD(list(p)[::-1], lr=0.1),
-            "the same parameters in other groups, or in another order",
-        ),
-        (lambda p: torch.optim.SGD(list(p)[:1], lr=0.1), "only in the checkpoint: bias"),
-    ],
-)
-def test_another_optimizer_is_refused_and_the_state_is_unchanged(tmp_path, make, message):
-    path = fl.save(linear_state(), tmp_path / "a")
-    model = nn.Linear(2, 1)
-    state = fl.TrainState.create(model, make(model.parameters()))
-    before = fl.snapshot(state)
-    with pytest.raises(fl.CheckpointError, match=message):
-        fl.restore(path, state)
-    assert_same(state, before)
 
 
 def test_an_error_says_why_a_path_is_not_a_checkpoint(tmp_path):
@@ -299,37 +211,68 @@ def test_an_error_says_why_a_path_is_not_a_checkpoint(tmp_path):
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
-def test_a_newer_format_asks_for_a_newer_fnloop(tmp_path):
+NUMBERED = lambda n: lambda made: made.update(format_version=n)
+
+
+@pytest.mark.parametrize("n", [5, 99])
+def test_a_newer_format_asks_for_a_newer_fnloop_and_is_not_skipped(tmp_path, n):
+    train(tmp_path, toy(), 2)
+    path = craft(tmp_path / "step-00000002", NUMBERED(n))
+    message = rf"has format {n}, and this fnloop reads .* up to 4.*pip install -U fnloop"
+    check_refused(path, toy(), message)
+    for call in (lambda: fl.resume(tmp_path, toy()), lambda: fl.latest(tmp_path)):
+        with pytest.raises(fl.CheckpointError, match="pip install -U fnloop"):
+            call()
+
+
+@pytest.mark.parametrize("name", ["../a/b.safetensors", "/etc/passwd", "x.pt", ".safetensors", ""])
+def test_a_manifest_names_files_of_its_own_folder_only(tmp_path, name):
     path = fl.save(toy(), tmp_path / "a")
-    manifest = json.loads((path / "manifest.json").read_text())
-    del manifest["check"]
-    manifest["format_version"] = 99
-    (path / "manifest.json").write_text(
-        json.dumps({**manifest, "check": files.checksum_of_manifest(manifest)})
-    )
-    with pytest.raises(fl.CheckpointError, match=r"has format 99.*pip install -U fnloop"):
-        fl.restore(path, toy())
+    craft(path, lambda made: made["files"].update({name: made["files"]["model.safetensors"]}))
+    check_refused(path, toy(), "no file of a checkpoint is named")
 
 
 def test_a_position_within_an_epoch_names_the_number_of_processes_that_saved_it(tmp_path):
     """Two processes have other shards than one, so a sharded loader cannot continue the epoch."""
-    data = [ONE] * 4
+    data, by_two = [ONE] * 4, lambda facts: facts.update(processes=2)
     half = fl.fit(step, toy(), data, steps=2, hooks=())
-    path = craft(fl.save(half, tmp_path / "a"), facts=lambda facts: facts.update(processes=2))
-    restored = fl.restore(path, toy())
+    restored = fl.restore(craft(fl.save(half, tmp_path / "a"), facts=by_two), toy())
     assert (half.saved_on, restored.saved_on) == (None, 2)
     for state in (fl.snapshot(restored), restored):
         with pytest.raises(ValueError, match="written in mid-epoch by 2 processes"):
             fl.fit(step, state, fl.sharded(data), hooks=())
     later = fl.fit(step, restored, data, steps=3, hooks=())
     assert later.saved_on == 2
-    assert fl.fit(step, later, data, epochs=1, hooks=()).saved_on is None
+    whole = fl.fit(step, later, data, epochs=1, hooks=())
+    assert whole.saved_on is None  # at the end of an epoch there is no position within one
+    assert fl.restore(craft(fl.save(whole, tmp_path / "b"), facts=by_two), toy()).saved_on is None
 
 
-def test_a_checkpoint_at_the_end_of_an_epoch_has_no_position_within_one(tmp_path):
-    whole = fl.fit(step, toy(), [ONE] * 2, hooks=())
-    path = craft(fl.save(whole, tmp_path / "a"), facts=lambda facts: facts.update(processes=2))
-    assert fl.restore(path, toy()).saved_on is None
+# --- the position of the training loader
+
+POSITION = {
+    "epoch": 0, "batch": 3, "shards": 1, "keeper": "Stream", "next": 7,
+    "state": {"at": 1 << 70, "rng": torch.tensor([1, 2], dtype=torch.uint8), 3: (None, 0.5)},
+}  # fmt: skip
+
+
+def saved_position(tmp_path, **changes):
+    state = attrs.evolve(toy(), batch=3, position={**POSITION, **changes})
+    return fl.save(state, tmp_path / "a")
+
+
+def test_the_position_is_kept_for_as_many_processes(tmp_path):
+    path = saved_position(tmp_path)
+    assert find_difference(fl.restore(path, toy()).position, POSITION, "") is None
+    assert fl.restore(path, toy(), only=("model",)).position is None
+    assert fl.restore(saved_position(tmp_path, shards=2), toy()).position is None
+
+
+@pytest.mark.parametrize("name", ["epoch", "batch", "shards", "keeper", "next"])
+def test_a_position_of_other_types_is_refused(name, tmp_path):
+    wrong = lambda facts: facts["positions"][0].update({name: [1]})
+    path = craft(saved_position(tmp_path), facts=wrong)
+    check_refused(path, toy(), f"{name} of a position of the loader")
 
 
 @pytest.mark.parametrize(
@@ -342,21 +285,145 @@ def test_the_time_comes_with_the_counters(monkeypatch, tmp_path, only, old, expe
 
     A checkpoint of an older version knows the time of its newest record only.
     """
-    clock = [100.0]
-    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    clock = itertools.count(100.0)
+    now = [next(clock)]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
 
     def slow(model, batch):
-        clock[0] += 1.0
+        now[0] = next(clock)
         return toy_loss(model, batch)
 
-    def cut(state):
-        return attrs.evolve(state, stop="interrupted") if state.step == 3 else state
-
-    path = fl.save(
-        fl.fit(fl.pipeline()(slow), toy(), [ONE] * 2, epochs=2, hooks=(cut,)), tmp_path / "a"
-    )
+    make, stop = fl.pipeline()(slow), lambda state: attrs.evolve(state, stop="interrupted")
+    cut = fl.when(lambda state: state.step == 3)(stop)
+    path = fl.save(fl.fit(make, toy(), [ONE] * 2, epochs=2, hooks=(cut,)), tmp_path / "a")
     if old:
         craft(path, facts=lambda facts: facts.pop("seconds"))
-    state = fl.restore(path, toy(), only=only)
-    state = fl.fit(fl.pipeline()(slow), state, [ONE] * 2, hooks=())
+    state = fl.fit(make, fl.restore(path, toy(), only=only), [ONE] * 2, hooks=())
     assert [record.seconds for record in state.history] == expected
+
+
+# --- modules whose buffers get their sizes from data
+
+
+BATCHES = [torch.tensor([x]) for x in (1.0, 2.0, 3.0, 4.0)]
+
+
+class Growing(nn.Module):
+    """Its buffer keeps every input."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(()))
+        self.register_buffer("seen", torch.zeros(0))
+
+    def forward(self, x):
+        if self.training:
+            self.seen = torch.cat([self.seen, x])
+        return (self.w * x).mean() * self.seen.numel()
+
+
+class Resizing(Growing):
+    """As fake quantization does, it resizes its buffer when that is loaded."""
+
+    def _load_from_state_dict(self, state_dict, prefix, *others):
+        if f"{prefix}seen" in state_dict:
+            self.seen = torch.zeros_like(state_dict[f"{prefix}seen"])
+        super()._load_from_state_dict(state_dict, prefix, *others)
+
+
+def new(kind):
+    return sgd(nn.Sequential(kind()), lr=0.1)
+
+
+def grown(kind):
+    """Return the state after two updates."""
+    step = fl.pipeline()(lambda model, batch: model(batch))
+    return fl.fit(step, new(kind), BATCHES, steps=2, hooks=())
+
+
+def test_a_module_that_resizes_its_buffers_is_resumed(tmp_path):
+    step = fl.pipeline()(lambda model, batch: model(batch))
+    check_continues(tmp_path, lambda: new(Resizing), step, BATCHES, splits=[2])
+    resumed = fl.restore(tmp_path / "half", new(Resizing))
+    assert resumed.model[0].seen.tolist() == [1.0, 2.0]
+    # Another optimizer, so that the restore fails
+    model = nn.Sequential(Resizing())
+    adam = fl.TrainState.create(model, torch.optim.Adam(model.parameters()), seed=0)
+    check_refused(tmp_path / "half", adam, "the optimizer is Adam")
+    assert model[0].seen.shape == (0,) and model[0].w.item() == 0.0
+
+
+class Ignoring(Growing):
+    """It takes no value for its buffer."""
+
+    def _load_from_state_dict(self, state_dict, prefix, *others):
+        state_dict.pop(f"{prefix}seen", None)
+        super()._load_from_state_dict(state_dict, prefix, *others)
+
+
+class Hooked(Resizing):
+    """A hook, which knows the module itself, changes it when a copy is loaded."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_load_state_dict_pre_hook(lambda *_: self.seen.resize_(7))
+
+
+class Renamed(nn.Module):
+    """Its state_dict has names that no submodule has."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Growing()
+        self.register_state_dict_post_hook(self.rename)
+
+    @staticmethod
+    def rename(module, state_dict, prefix, *_):
+        for key in [*state_dict]:
+            state_dict[key.replace("inner.", "outer.")] = state_dict.pop(key)
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("kind", [Growing, Ignoring, Hooked, Renamed])
+def test_one_that_does_not_or_cannot_be_tried_is_refused_and_stays_as_it_was(kind, tmp_path):
+    path, fresh = fl.save(grown(kind), tmp_path / "a"), new(kind)
+    check_refused(path, fresh, r"another shape: .*seen: \(2,\) saved, \(0,\)")
+    assert [b.shape for b in fresh.model.buffers()] == [(0,)]
+
+
+class Replacing(nn.Module):
+    """It makes another parameter when it is loaded, which the optimizer would not know."""
+
+    def __init__(self, size=1):
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(size))
+
+    def forward(self, x):
+        return (self.w * x).mean()
+
+    def _load_from_state_dict(self, state_dict, prefix, *others):
+        self.w = nn.Parameter(torch.zeros_like(state_dict[f"{prefix}w"]))
+        super()._load_from_state_dict(state_dict, prefix, *others)
+
+
+def test_a_parameter_of_another_shape_is_refused(tmp_path):
+    path = fl.save(grown(lambda: Replacing(2)), tmp_path / "a")
+    check_refused(path, new(Replacing), r"another shape: 0.w: \(2,\) saved, \(1,\) here")
+
+
+def test_lazy_modules_are_to_be_called_first(tmp_path):
+    lazy = lambda: new(lambda: nn.LazyLinear(1))
+
+    def learn(state, steps):
+        step = fl.pipeline()(lambda model, batch: model(batch).mean())
+        return fl.fit(step, state, [torch.ones(2, 3)] * 4, steps=steps, hooks=())
+
+    fl.save(learn(lazy(), 2), tmp_path / "a")
+    fresh = lazy()
+    with pytest.raises(fl.CheckpointError, match=r"0.weight, 0.bias are not known.*model\(x\)$"):
+        fl.restore(tmp_path / "a", fresh)
+    fresh.model(torch.ones(2, 3))
+    resumed = learn(fl.restore(tmp_path / "a", fresh), 4)
+    assert resumed.step == 4 and resumed.model[0].weight.shape == (1, 3)

@@ -1,9 +1,11 @@
 """What a checkpoint contains, and what cannot be saved."""
 
+import contextlib
 import json
 import math
 import pickle
 import signal
+import types
 from collections import namedtuple
 
 import attrs
@@ -11,20 +13,15 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from saved import ONE, check_continues, sgd, step, stop_at
 from torch import nn
 from torch.optim import lr_scheduler
 
 import fnloop as fl
+from fnloop._checkpoint import format
+from fnloop._checkpoint.format import Contents
+from fnloop._core.serialize import find_difference
 from fnloop.testing import Toy, stochastic, toy, toy_loss
-
-ONE = torch.ones(1)
-step = fl.pipeline()(toy_loss)
-
-
-def stop_at(n):
-    return fl.when(lambda state: state.step + state.skipped == n)(
-        lambda state: attrs.evolve(state, stop="here")
-    )
 
 
 def largest(aux, batch):
@@ -35,24 +32,23 @@ def one_cycle(optimizer, run):
     return lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=run.total_steps)
 
 
+def saved(folder, **changes):
+    """Save a state with these, and restore it."""
+    return fl.restore(fl.save(attrs.evolve(toy(), **changes), folder / "a"), toy())
+
+
 def test_the_weights_load_into_the_plain_module_without_fnloop(tmp_path):
     problem = stochastic()
     state = fl.fit(fl.pipeline()(problem.loss_fn), problem.state(), problem.batches, hooks=())
     fl.save(state, tmp_path / "a")
     plain = problem.model()
     plain.load_state_dict(load_file(tmp_path / "a" / "model.safetensors"))
-    for mine, theirs in zip(
-        plain.state_dict().values(), state.model.state_dict().values(), strict=True
-    ):
-        assert torch.equal(mine, theirs)
-
-
-def test_wrappers_leave_no_prefix_in_the_names(tmp_path):
-    state = toy(w=3.0)
+    mine, theirs = (model.state_dict().values() for model in (plain, state.model))
+    assert all(map(torch.equal, mine, theirs))
     wrapped = nn.Module()
-    wrapped._orig_mod = state.model
-    fl.save(attrs.evolve(state, model=wrapped), tmp_path / "a")
-    assert list(load_file(tmp_path / "a" / "model.safetensors")) == ["w"]
+    wrapped._orig_mod = toy().model
+    path = fl.save(attrs.evolve(toy(), model=wrapped), tmp_path / "b")
+    assert list(load_file(path / "model.safetensors")) == ["w"]  # no prefix
 
 
 @pytest.mark.slow  # compiles
@@ -83,41 +79,21 @@ def test_tied_weights_views_and_empty_tensors_are_restored(tmp_path):
             self.register_buffer("part", torch.arange(9.0).view(3, 3).t()[:, 1])
             self.register_buffer("none", torch.empty(0))
 
-    def new():
-        model = Tied()
-        return fl.TrainState.create(model, torch.optim.Adam(model.parameters()))
-
-    state = new()
-    restored = fl.restore(fl.save(state, tmp_path / "a"), new())
-    assert restored.model.a.weight is restored.model.b.weight
-    assert torch.equal(restored.model.a.weight, state.model.a.weight)
-    assert restored.model.part.tolist() == [3.0, 4.0, 5.0]
+    state = sgd(Tied())
+    restored = fl.restore(fl.save(state, tmp_path / "a"), sgd(Tied())).model
+    assert restored.a.weight is restored.b.weight
+    assert torch.equal(restored.a.weight, state.model.a.weight)
+    assert restored.part.tolist() == [3.0, 4.0, 5.0]
 
 
-def test_the_extra_state_of_a_module_is_restored(tmp_path):
+@pytest.mark.parametrize(
+    "extra",
+    [{"seen": 7, "worst": math.inf}, torch.tensor([1.0, 2.0]), {"seen": torch.tensor([1.0, 2.0])}],
+    ids=["plain", "a tensor", "a mapping"],
+)
+def test_the_extra_state_of_a_module_is_restored(tmp_path, extra):
     class Counts(Toy):
-        seen = 0
-
-        def get_extra_state(self):
-            return {"seen": self.seen, "worst": math.inf}
-
-        def set_extra_state(self, extra):
-            self.seen, self.worst = extra["seen"], extra["worst"]
-
-    def new():
-        model = Counts()
-        return fl.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=1.0))
-
-    state = new()
-    state.model.seen = 7
-    restored = fl.restore(fl.save(state, tmp_path / "a"), new())
-    assert (restored.model.seen, restored.model.worst) == (7, math.inf)
-
-
-@pytest.mark.parametrize("wrap", [lambda t: t, lambda t: {"seen": t}], ids=["tensor", "mapping"])
-def test_tensors_in_the_extra_state_of_a_module_are_restored(tmp_path, wrap):
-    class Counts(Toy):
-        extra = wrap(torch.zeros(2))
+        extra = None
 
         def get_extra_state(self):
             return self.extra
@@ -125,66 +101,46 @@ def test_tensors_in_the_extra_state_of_a_module_are_restored(tmp_path, wrap):
         def set_extra_state(self, extra):
             self.extra = extra
 
+    state = sgd(Counts())
+    state.model.extra = extra
+    found = fl.restore(fl.save(state, tmp_path / "a"), sgd(Counts())).model.extra
+    assert find_difference(found, extra, "") is None
+
+
+def test_frozen_parameters_and_evaluation_mode_are_restored_only_with_the_counters(tmp_path):
     def new():
-        model = Counts()
-        return fl.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=1.0))
-
-    state = new()
-    state.model.extra = wrap(torch.tensor([1.0, 2.0]))
-    extra = fl.restore(fl.save(state, tmp_path / "a"), new()).model.extra
-    assert (extra["seen"] if isinstance(extra, dict) else extra).tolist() == [1.0, 2.0]
-
-
-def test_frozen_parameters_and_evaluation_mode_are_restored_only_with_the_counters(
-    tmp_path,
-):
-    def new():
-        model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-        return fl.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        return sgd(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
 
     def flags(state):
-        return (
-            state.model[0].weight.requires_grad,
-            state.model[0].bias.requires_grad,
-            [m.training for m in state.model.modules()],
-        )
+        trained = [p.requires_grad for p in state.model[0].parameters()]
+        return trained, [m.training for m in state.model.modules()]
 
-    state = new()
+    state, back = new(), new()
     state.model[0].weight.requires_grad_(False)
     state.model[1].eval()
     path = fl.save(state, tmp_path / "a")
-    assert flags(fl.restore(path, new())) == (False, True, [True, True, False])
-    assert flags(fl.restore(path, new(), only=("model",))) == (True, True, [True, True, True])
-    back = new()
+    assert flags(fl.restore(path, new())) == ([False, True], [True, True, False])
+    assert flags(fl.restore(path, new(), only=("model",))) == ([True, True], [True] * 3)
     back.model[1].eval()
     back.model[0].bias.requires_grad_(False)
-    assert flags(fl.restore(fl.save(new(), tmp_path / "b"), back)) == (
-        True,
-        True,
-        [True, True, True],
-    )
+    back = fl.restore(fl.save(new(), tmp_path / "b"), back)
+    assert flags(back) == ([True, True], [True] * 3)
 
 
 def test_floats_of_the_history_are_restored_bit_for_bit(tmp_path):
     values = {"a": 0.1 + 0.2, "b": math.nan, "c": -math.inf, "d": 5e-324, "e": -0.0}
-    state = attrs.evolve(toy(), history=fl.History().append(fl.Record(1, 2, values, 0.3)))
-    restored = fl.restore(fl.save(state, tmp_path / "a"), toy())
-    assert restored.history == state.history
-    assert restored.history[0].seconds == 0.3
-    assert [v.hex() for v in restored.history[0].metrics.values()] == [
-        v.hex() for v in values.values()
-    ]
+    history = fl.History().append(fl.Record(1, 2, values, 0.3))
+    found = saved(tmp_path, history=history).history
+    assert (found, found[0].seconds) == (history, 0.3)
+    assert [v.hex() for v in found[0].metrics.values()] == [v.hex() for v in values.values()]
 
 
 def test_the_facts_are_human_readable(tmp_path):
     fl.save(fl.fit(step, toy(), [ONE] * 3, steps=2, hooks=()), tmp_path / "a")
     assert sorted(p.name for p in (tmp_path / "a").iterdir()) == [
-        "manifest.json",
-        "model.safetensors",
-        "optimizer.safetensors",
-        "slots.safetensors",
+        "manifest.json", "model.safetensors", "optimizer.safetensors", "slots.safetensors",
         "state.json",
-    ]
+    ]  # fmt: skip
     facts = json.loads((tmp_path / "a" / "state.json").read_text())
     assert (facts["step"], facts["batch"], facts["format_version"]) == (2, 2, 1)
 
@@ -194,57 +150,30 @@ def test_nothing_is_pickled_or_unpickled(tmp_path, monkeypatch):
         raise AssertionError("something was pickled")
 
     problem = stochastic()
-    make = fl.pipeline(fl.amp("bf16"), fl.torch_scheduler(one_cycle), fl.metric(largest=largest))(
-        problem.loss_fn
-    )
+    pipe = fl.pipeline(fl.amp("bf16"), fl.torch_scheduler(one_cycle), fl.metric(largest=largest))
+    make, fit = pipe(problem.loss_fn), {"epochs": 2, "hooks": ()}
     state = fl.fit(make, problem.state(), problem.batches, epochs=2, hooks=(stop_at(3),))
-    for module, name in (
-        (pickle, "dumps"),
-        (pickle, "loads"),
-        (pickle, "Unpickler"),
-        (torch, "load"),
-        (torch, "save"),
-    ):
-        monkeypatch.setattr(module, name, never)
+    for module, name in ((pickle, "dumps loads Unpickler"), (torch, "load save")):
+        for function in name.split():
+            monkeypatch.setattr(module, function, never)
     path = fl.save(state, tmp_path / "a")
-    fl.fit(
-        make,
-        attrs.evolve(fl.restore(path, problem.state()), stop=None),
-        problem.batches,
-        epochs=2,
-        hooks=(),
-    )
+    fl.fit(make, attrs.evolve(fl.restore(path, problem.state()), stop=None), problem.batches, **fit)
     starts = {file.name: file.read_bytes()[:2] for file in path.iterdir()}
     assert not {b"PK", b"\x80\x02", b"\x80\x04"} & set(starts.values()), starts
 
 
-def test_extra_data_of_the_user_is_restored(tmp_path):
-    extra = {
-        "config": {"layers": 3, "lr": 0.1},
-        "vocabulary": ["a", "b"],
-        "mean": torch.tensor([0.5]),
-    }
-    restored = fl.restore(fl.save(attrs.evolve(toy(), extra=extra), tmp_path / "a"), toy())
-    assert restored.extra["config"] == extra["config"] and restored.extra["mean"].tolist() == [0.5]
+NUMBER = torch.tensor([1 + 2j])
 
 
-def test_extra_entries_with_the_same_path_are_all_restored(tmp_path):
-    extra = {
-        "a.b": np.array([1, 2]),
-        "a": {"b": np.array([3.0])},
-        "b": torch.ones(1),
-        "b~0": torch.zeros(1),
-    }
-    restored = fl.restore(fl.save(attrs.evolve(toy(), extra=extra), tmp_path / "a"), toy()).extra
-    assert (restored["a.b"].tolist(), restored["a"]["b"].tolist()) == ([1, 2], [3.0])
-    assert (restored["b"].item(), restored["b~0"].item()) == (1.0, 0.0)
-
-
-def test_conjugate_and_negative_tensors_keep_their_values(tmp_path):
-    number = torch.tensor([1 + 2j])
-    extra = {"conjugate": number.conj(), "negative": number.conj().imag}
-    restored = fl.restore(fl.save(attrs.evolve(toy(), extra=extra), tmp_path / "a"), toy()).extra
-    assert (restored["conjugate"].tolist(), restored["negative"].tolist()) == ([1 - 2j], [-2.0])
+@pytest.mark.parametrize("extra", [
+    {"config": {"layers": 3, "lr": 0.1}, "words": ["a", "b"], "mean": torch.tensor([0.5])},
+    {"a.b": np.array([1, 2]), "a": {"b": np.array([3.0])}, "b": torch.ones(1),
+     "b~0": torch.zeros(1)},  # entries with the same path
+    {"conjugate": NUMBER.conj(), "negative": NUMBER.conj().imag},
+], ids=["plain", "same paths", "views"])  # fmt: skip
+def test_extra_data_of_the_user_is_restored(tmp_path, extra):
+    found = saved(tmp_path, extra=extra).extra
+    assert found.keys() == extra.keys() and find_difference(found, extra, "") is None
 
 
 Pair = namedtuple("Pair", ["x", "y"])
@@ -256,25 +185,33 @@ class Part:
     count: int = 0
 
 
-@pytest.mark.parametrize(
-    ("where", "value", "message"),
-    [
-        ("slots", {"mine": Pair(1, 2)}, r"slots\.mine is a Pair, a named tuple"),
-        (
-            "extra",
-            {"mine": Part(torch.ones(1))},
-            "extra holds an object, which could not be reconstructed",
-        ),
-        (
-            "extra",
-            {"mine": [Part(torch.ones(1))]},
-            "extra holds an object, which could not be reconstructed",
-        ),
-    ],
-)
-def test_values_that_could_not_be_reconstructed_are_refused(tmp_path, where, value, message):
+def around_itself():
+    made = {}
+    made["again"] = made
+    return made
+
+
+OBJECT = "extra holds an object, which could not be reconstructed"
+
+
+@pytest.mark.parametrize(("where", "value", "message"), [
+    ("slots", {"mine": Pair(1, 2)}, r"slots\.mine is a Pair, a named tuple"),
+    ("extra", {"mine": Part(torch.ones(1))}, OBJECT),
+    ("extra", {"mine": [Part(torch.ones(1))]}, OBJECT),
+    ("extra", {"f": print}, r"cannot be saved: extra\.f is a .*Keep plain data"),
+    ("slots", {"mine": object()}, r"cannot be saved: slots\.mine is a .*Keep plain data"),
+    ("extra", None, "extra must be a mapping; it is None"),
+    ("extra", [1], r"extra must be a mapping; it is \[1\]"),
+    ("slots", 3, "slots must be a mapping; it is 3"),
+    ("slots", None, "slots must be a mapping; it is None"),
+    ("extra", around_itself(), "extra holds something that contains itself"),
+    ("extra", {"a": {"b": "\ud800"}}, r"extra\.a\.b has a str with a lone surrogate"),
+    ("extra", {"a": {"\ud800": 1}}, r"extra\.a has a str with a lone surrogate"),
+    ("extra", {"a": signal.SIGINT}, r"extra\.a is a Signals, an enum"),
+], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
+def test_what_cannot_be_saved_is_named_and_nothing_is_written(tmp_path, where, value, message):
     with pytest.raises(fl.CheckpointError, match=message):
-        fl.save(attrs.evolve(toy(), **{where: value}), tmp_path / "a")
+        saved(tmp_path, **{where: value})
     assert list(tmp_path.iterdir()) == []
 
 
@@ -282,20 +219,15 @@ def test_a_slot_that_is_a_list_of_records_is_restored(tmp_path):
     def summing(inner):
         def summed(state, batch):
             state, out = inner(state, batch)
-            parts = [
-                Part(part.total + i, part.count + 1) for i, part in enumerate(state.slots["parts"])
-            ]
+            parts = [Part(p.total + i, p.count + 1) for i, p in enumerate(state.slots["parts"])]
             return attrs.evolve(state, slots={**state.slots, "parts": parts}), out
 
         return summed
 
-    member = fl.Middleware(
-        "parts", update=summing, init=lambda state: [Part(torch.zeros(())), Part(torch.zeros(()))]
-    )
-    make = fl.pipeline(member)(toy_loss)
-    half = fl.fit(make, toy(), [ONE] * 4, steps=2, hooks=())
-    state = fl.fit(make, fl.restore(fl.save(half, tmp_path / "a"), toy()), [ONE] * 4, hooks=())
-    assert state.slots["parts"] == [Part(torch.tensor(0.0), 4), Part(torch.tensor(4.0), 4)]
+    start = [Part(torch.zeros(())), Part(torch.zeros(()))]
+    make = fl.pipeline(fl.Middleware("parts", update=summing, init=lambda state: start))(toy_loss)
+    whole = check_continues(tmp_path, toy, make, [ONE] * 4, splits=[1, 3], epochs=1)
+    assert whole.slots["parts"] == [Part(torch.tensor(0.0), 4), Part(torch.tensor(4.0), 4)]
 
 
 def test_a_user_metric_is_not_mistaken_for_a_built_in_one_of_the_same_name(tmp_path):
@@ -318,71 +250,25 @@ def test_a_user_metric_is_not_mistaken_for_a_built_in_one_of_the_same_name(tmp_p
     assert state.history["train/m"] == (-5.0, -5.0)  # the first is from the closing record
 
 
-def around_itself():
-    made = {}
-    made["again"] = made
-    return made
-
-
-@pytest.mark.parametrize(
-    ("extra", "message"),
-    [
-        (None, "extra must be a mapping; it is None"),
-        ([1], r"extra must be a mapping; it is \[1\]"),
-        (around_itself(), "extra holds something that contains itself"),
-        ({"a": {"b": "\ud800"}}, r"extra\.a\.b has a str with a lone surrogate"),
-        ({"a": {"\ud800": 1}}, r"extra\.a has a str with a lone surrogate"),
-        ({"a": signal.SIGINT}, r"extra\.a is a Signals, an enum"),
-    ],
-    ids=["None", "a list", "itself", "a surrogate", "a surrogate as a key", "an enum"],
-)
-def test_errors_say_what_is_wrong_with_extra(tmp_path, extra, message):
-    with pytest.raises(fl.CheckpointError, match=message):
-        fl.save(attrs.evolve(toy(), extra=extra), tmp_path / "a")
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("where", "value"), [("extra", {"f": print}), ("slots", {"mine": object()})]
-)
-def test_errors_name_what_cannot_be_saved_and_nothing_is_written(tmp_path, where, value):
-    with pytest.raises(
-        fl.CheckpointError, match=rf"cannot be saved: {where}\.\w+ is a .*Keep plain data"
-    ):
-        fl.save(attrs.evolve(toy(), **{where: value}), tmp_path / "a")
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_slots_stay_pending_until_their_middleware_creates_them(tmp_path):
-    @attrs.frozen
-    class Average:
-        weights: torch.Tensor
-        count: int = 0
+    def averaging(inner):
+        def averaged(state, batch):
+            state, out = inner(state, batch)
+            kept = state.slots["average"]
+            new = Part(kept.total / 2 + state.model.w.detach() / 2, kept.count + 1)
+            return attrs.evolve(state, slots={**state.slots, "average": new}), out
 
-    def averaging(decay):
-        def wrap(inner):
-            def averaged(state, batch):
-                state, out = inner(state, batch)
-                kept = state.slots["average"]
-                new = Average(
-                    kept.weights * decay + state.model.w.detach() * (1 - decay), kept.count + 1
-                )
-                return attrs.evolve(state, slots={**state.slots, "average": new}), out
+        return averaged
 
-            return averaged
-
-        return fl.Middleware(
-            "average", update=wrap, init=lambda state: Average(state.model.w.detach().clone())
-        )
-
-    make = fl.pipeline(averaging(0.5))(toy_loss)
+    member = fl.Middleware("average", update=averaging, init=lambda s: Part(s.model.w.detach() + 0))
+    make = fl.pipeline(member)(toy_loss)
     whole = fl.fit(make, toy(), [ONE] * 4, hooks=())
     half = fl.fit(make, toy(), [ONE] * 4, steps=2, hooks=())
     restored = fl.restore(fl.save(half, tmp_path / "a"), toy())
     # Saved again before any middleware has used it.
     again = fl.restore(fl.save(restored, tmp_path / "b"), toy())
     resumed = fl.fit(make, again, [ONE] * 4, hooks=())
-    assert resumed.slots["average"] == whole.slots["average"] == Average(torch.tensor(-3.0625), 4)
+    assert resumed.slots["average"] == whole.slots["average"] == Part(torch.tensor(-3.0625), 4)
 
 
 def test_an_error_names_a_slot_of_another_kind(tmp_path):
@@ -393,8 +279,33 @@ def test_an_error_names_a_slot_of_another_kind(tmp_path):
         fl.fit(fl.pipeline(other)(toy_loss), restored, [ONE] * 4, hooks=())
 
 
-def test_saving_again_replaces_the_checkpoint(tmp_path):
-    fl.save(toy(w=1.0), tmp_path / "a")
-    fl.save(toy(w=2.0), tmp_path / "a")
-    assert fl.restore(tmp_path / "a", toy()).model.w.item() == 2.0
-    assert [p.name for p in tmp_path.iterdir()] == ["a"]
+# --- copies aside, on a stand-in for a GPU: float32 tensors are there
+
+
+@pytest.fixture(params=[True, False])
+def room(request, monkeypatch):
+    stream = types.SimpleNamespace(wait_stream=lambda other: None)
+    there = property(lambda tensor: tensor.dtype == torch.float32)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", there, raising=False)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(format, "has_room", lambda device, size: request.param)
+    return request.param
+
+
+def test_what_was_copied_aside_is_what_was_there_then(room):
+    """Buffers are written to when the function is called. In host memory they are at once."""
+    weight, count = torch.ones(3), torch.ones(2, dtype=torch.float64)
+    contents = Contents({"model": {"w": weight}, "optimizer": {"w.step": count}}, {})
+    held = lambda made: (made.groups["model"]["w"], made.groups["optimizer"]["w.step"])
+    first = contents.copy_aside()
+    weight.zero_(), count.zero_()
+    saved = first()
+    assert [t.tolist() for t in held(saved)] == [[1.0] * 3, [1.0] * 2]
+    memory = [t.data_ptr() for t in held(saved)]
+    later = contents.copy_aside(saved)
+    assert held(saved)[0].tolist() == ([1.0] * 3 if room else [0.0] * 3)
+    again = later()
+    assert [t.tolist() for t in held(again)] == [[0.0] * 3, [0.0] * 2]
+    assert [t.data_ptr() for t in held(again)] == memory

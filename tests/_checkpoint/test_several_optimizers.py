@@ -16,10 +16,12 @@ from sample_optimizers import (
     Counting,
     CountingSaved,
     Slow,
+    check_resumes,
     toy_state,
     toy_step,
 )
-from several import muon_and_adamw, muon_and_sgd, problem, stopped_after
+from saved import check_continues, check_refused, sgd
+from several import muon_and_adamw, muon_and_sgd, problem
 from torch import nn
 from torch.optim.lr_scheduler import LinearLR
 
@@ -29,7 +31,7 @@ from fnloop._checkpoint.optimizer import _merge, _Offer, _own_facts
 from fnloop._checkpoint.save import check_resumable
 from fnloop._core.serialize import find_difference
 from fnloop._core.state import ownership_of
-from fnloop.testing import Toy, assert_same, small, toy, toy_loss
+from fnloop.testing import Toy, toy, toy_loss
 
 
 class Pair(nn.Module):
@@ -47,11 +49,15 @@ def pair(first, second, w=0.0, names=("first", "second")):
     return fl.TrainState.create(model, dict(zip(names, made, strict=True)), seed=0)
 
 
+def pair_and_adam(names=("first", "second")):
+    return pair(plain, Adam, names=names)
+
+
 def plain(parameters):
     return SGD(parameters, lr=1.0, momentum=0.5)
 
 
-def facts_of(path):
+def state_file(path):
     return json.loads((path / "state.json").read_text())
 
 
@@ -67,7 +73,7 @@ def test_optimizers_are_kept_by_name(tmp_path):
     one = problem()
     state = fl.fit(fl.pipeline()(one.loss_fn), one.state(), one.batches, hooks=())
     path = fl.save(state, tmp_path / "a")
-    facts = facts_of(path)
+    facts = state_file(path)
     assert facts["format_version"] == 2 and list(facts["optimizer"]) == ["several"]
     assert {k: v["class"] for k, v in facts["optimizer"]["several"].items()} == {
         "matrices": "Muon",
@@ -81,7 +87,7 @@ def test_optimizers_are_kept_by_name(tmp_path):
 
 def test_the_format_of_one_optimizer_is_what_it_was(tmp_path):
     path = fl.save(fl.fit(toy_step, toy_state(Adam), [ONE], hooks=()), tmp_path / "a")
-    facts = facts_of(path)
+    facts = state_file(path)
     assert list(facts["optimizer"]) == ["class", "param_groups", "state"]
     assert facts["format_version"] == 1 and "updates" not in facts
     assert "w.exp_avg" in load_file(path / "optimizer.safetensors")
@@ -100,101 +106,64 @@ def test_the_order_of_the_names_does_not_matter(tmp_path):
 # --- resumed runs
 
 
-@pytest.mark.parametrize(
-    "members",
-    [
-        (),
-        (fl.accumulate(2), fl.clip(0.05), fl.schedule(schedules.cosine(), only=("matrices",))),
-        (
-            fl.torch_scheduler(lambda o, run: LinearLR(o, 1.0, 0.1, run.total_steps), only="rest"),
-            fl.schedule(schedules.linear(), only="matrices"),
-        ),
-    ],
-    ids=repr,
-)
+RUNS = {
+    "plain": (),
+    "accumulate, clip, schedule": (
+        fl.accumulate(2), fl.clip(0.05), fl.schedule(schedules.cosine(), only=("matrices",)),
+    ),
+    "scheduler": (
+        fl.torch_scheduler(lambda o, run: LinearLR(o, 1.0, 0.1, run.total_steps), only="rest"),
+        fl.schedule(schedules.linear(), only="matrices"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("members", RUNS.values(), ids=RUNS)
 @pytest.mark.parametrize("optimizers", [muon_and_adamw, muon_and_sgd])
 def test_a_resumed_run_equals_one_that_never_stopped(members, optimizers, tmp_path):
     one = problem(optimizers)
     step = fl.pipeline(*members)(one.loss_fn)
-    whole = fl.fit(step, one.state(), one.batches, epochs=2, hooks=())
-    for split in (1, 3, 5):
-        half = fl.fit(step, one.state(), one.batches, epochs=2, hooks=(stopped_after(split),))
-        path = fl.save(attrs.evolve(half, stop=None), tmp_path / "half")
-        resumed = fl.restore(path, one.state(seed=1))
-        assert resumed.updates == {"matrices": split, "rest": split}
-        assert find_difference(contents(resumed), contents(half), "") is None
-        assert_same(fl.fit(step, resumed, one.batches, epochs=2, hooks=()), whole)
+    check_continues(tmp_path, one.state, step, one.batches)
 
 
 @pytest.mark.parametrize("first", [CountingSaved, BothSaved, Averaging, Slow, plain])
 @pytest.mark.parametrize("second", [CountingSaved, plain])
 def test_optimizers_of_all_kinds_resume_together(first, second, tmp_path):
-    def new(w=0.0):
-        return pair(first, second, w)
-
-    whole = fl.fit(toy_step, new(), [ONE] * 7, hooks=())
-    half = fl.fit(toy_step, new(), [ONE] * 7, hooks=(stopped_after(3),))
-    resumed = fl.restore(fl.save(attrs.evolve(half, stop=None), tmp_path / "a"), new(1.0))
-    assert_same(fl.fit(toy_step, resumed, [ONE] * 7, hooks=()), whole)
+    new = lambda seed=0: pair(first, second, float(seed))
+    check_resumes(tmp_path, new, toy_step, [ONE] * 4, splits=[3])
 
 
 # --- what does not fit
 
 
-@pytest.mark.parametrize(
-    ("saved", "new", "said"),
-    [
-        (
-            lambda: toy_state(Adam),
-            lambda: pair(plain, Adam),
-            r"has one optimizer without a name \(Adam\), and this state has the optimizers first "
-            r"\(SGD\), second \(Adam\)",
-        ),
-        (
-            lambda: pair(plain, Adam),
-            lambda: toy_state(Adam),
-            r"has the optimizers first \(SGD\), second \(Adam\), and this state has one optimizer "
-            r"without a name \(Adam\)",
-        ),
-        (
-            lambda: pair(plain, Adam),
-            lambda: pair(plain, Adam, names=("first", "rest")),
-            r"first \(SGD\), second \(Adam\), .* has the optimizers first \(SGD\), rest \(Adam\)",
-        ),
-        (
-            lambda: pair(plain, Adam),
-            lambda: pair(Adam, plain),
-            "has the state of SGD, and the optimizer is Adam",
-        ),
-    ],
-)
+ONE_ADAM = r"one optimizer without a name \(Adam\)"
+TWO = r"the optimizers first \(SGD\), second \(Adam\)"
+
+
+@pytest.mark.parametrize(("saved", "new", "said"), [
+    (lambda: toy_state(Adam), pair_and_adam, f"has {ONE_ADAM}, and this state has {TWO}"),
+    (pair_and_adam, lambda: toy_state(Adam), f"has {TWO}, and this state has {ONE_ADAM}"),
+    (pair_and_adam, lambda: pair_and_adam(("first", "rest")),
+     rf"{TWO}, .* has the optimizers first \(SGD\), rest \(Adam\)"),
+    (pair_and_adam, lambda: pair(Adam, plain), "the state of SGD, and the optimizer is Adam"),
+])  # fmt: skip
 def test_other_optimizers_are_refused(saved, new, said, tmp_path):
     path, state = fl.save(saved(), tmp_path / "a"), new()
-    with pytest.raises(fl.CheckpointError, match=said):
-        fl.restore(path, state, only=("optimizer",))
-    assert fl.fit(toy_step, state, [ONE], hooks=()).step == 1  # it stays as it was
+    check_refused(path, state, said, only=("optimizer",))
+    assert fl.fit(toy_step, state, [ONE], hooks=()).step == 1
 
 
-def test_counters_alone_count_the_updates_of_optimizers_of_other_names(tmp_path):
-    path = fl.save(fl.fit(toy_step, pair(plain, Adam), [ONE] * 3, hooks=()), tmp_path / "a")
-    other = pair(plain, Adam, names=("first", "rest"))
+def test_of_other_names_the_updates_are_counted_and_the_weights_restored(tmp_path):
+    state = fl.fit(toy_step, pair_and_adam(), [ONE] * 3, hooks=())
+    path, other = fl.save(state, tmp_path / "a"), pair_and_adam(("first", "rest"))
     assert fl.restore(path, other, only=("counters",)).updates == {"first": 3, "rest": 3}
     assert fl.restore(path, toy_state(Adam), only=("counters",)).updates == {}
-
-
-def test_a_partial_checkpoint_may_have_them_or_not(tmp_path):
-    state = fl.fit(toy_step, pair(plain, Adam), [ONE] * 3, hooks=())
-    path = fl.save(state, tmp_path / "a", only=("model", "optimizer"))
-    restored = fl.restore(path, pair(plain, Adam), only=("model", "optimizer"))
+    path = fl.save(state, tmp_path / "b", only=("model", "optimizer"))
+    restored = fl.restore(path, pair_and_adam(), only=("model", "optimizer"))
     assert find_difference(contents(state), contents(restored), "") is None
     assert restored.updates == {"first": 0, "second": 0}
-    weights = fl.save(state, tmp_path / "b", only=("model",))
-    assert fl.restore(weights, toy_state_of_pair(), only=("model",)).updates == {}
-
-
-def toy_state_of_pair():
-    model = Pair()
-    return fl.TrainState.create(model, plain(model.parameters()))
+    weights = fl.save(state, tmp_path / "c", only=("model",))
+    assert fl.restore(weights, sgd(Pair()), only=("model",)).updates == {}
 
 
 @pytest.mark.parametrize("second", [plain, CountingSaved])
@@ -208,23 +177,16 @@ def test_if_one_fails_to_load_none_is_loaded(first, second, order, tmp_path):
                 raise ZeroDivisionError
 
     def new(w=0.0):
-        class Three(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.parts = nn.ModuleList([Toy(w), Toy(w), Toy(w)])
-
-            def forward(self, x):
-                return sum(part(x) for part in self.parts)
-
-        model = Three()
-        made = zip((first, second, Breaks)[::order], model.parts, strict=True)
+        model = nn.ModuleList([Toy(w), Toy(w), Toy(w)])
+        made = zip((first, second, Breaks)[::order], model, strict=True)
         named = {f"n{i}": make(part.parameters()) for i, (make, part) in enumerate(made)}
         for optimizer in named.values():
             optimizer.param_groups[0]["lr"] = torch.tensor(0.5)
         return fl.TrainState.create(model, named)
 
-    path = fl.save(fl.fit(toy_step, new(), [ONE] * 4, hooks=()), tmp_path / "a")
-    state = fl.fit(toy_step, new(7.0), [ONE] * 2, hooks=())
+    step = fl.pipeline()(lambda model, x: sum(part(x).mean() for part in model))
+    path = fl.save(fl.fit(step, new(), [ONE] * 4, hooks=()), tmp_path / "a")
+    state = fl.fit(step, new(7.0), [ONE] * 2, hooks=())
     for optimizer in state.optimizer.values():
         optimizer.param_groups[0]["lr"] = torch.tensor(0.125)
     before = contents(state)
@@ -247,10 +209,7 @@ def test_an_optimizer_that_cannot_be_resumed_is_named(tmp_path, caplog):
 def test_parameters_beside_the_model_are_kept_by_the_name_of_their_optimizer(tmp_path):
     def new(value):
         model, beside = Toy(), [nn.Parameter(torch.full((2,), value)) for _ in range(2)]
-        named = {
-            "model": plain([*model.parameters(), beside[0]]),
-            "beside": plain([beside[1]]),
-        }
+        named = {"model": plain([*model.parameters(), beside[0]]), "beside": plain([beside[1]])}
         return fl.TrainState.create(model, named, seed=0), beside
 
     (state, beside), (other, others) = new(3.0), new(5.0)
@@ -270,16 +229,6 @@ def test_a_damaged_count_of_updates_is_found(tmp_path):
         fl.restore(path, pair(plain, plain))
 
 
-def test_checkpoints_of_one_optimizer_still_resume(tmp_path):
-    one = small()
-    step = fl.pipeline(fl.schedule(schedules.linear()))(one.loss_fn)
-    hooks = (fl.checkpoint(tmp_path / "runs"),)
-    whole = fl.fit(step, one.state(), one.batches, epochs=2, hooks=())
-    fl.fit(step, one.state(), one.batches, epochs=2, hooks=(*hooks, stopped_after(9)))
-    resumed = attrs.evolve(fl.resume(tmp_path / "runs", one.state(1)), stop=None)
-    assert_same(fl.fit(step, resumed, one.batches, epochs=2, hooks=()), whole)
-
-
 # --- what several processes keep
 
 
@@ -290,16 +239,13 @@ def offer(value, checksum, restored=None):
 ENTRY = ("", "state", "w", "momentum")
 
 
-@pytest.mark.parametrize(
-    ("offers", "value", "ranks"),
-    [
-        ([{}, {ENTRY: offer(5, None)}], 5, [1]),  # one process keeps it
-        ([{ENTRY: offer(3, "a", "a")}, {ENTRY: offer(5, "b", "a")}], 5, [1]),  # a stale copy
-        ([{ENTRY: offer(3, "a", "a")}, {ENTRY: offer(3, "a", "a")}], 3, [0, 1]),  # two copies
-        ([{ENTRY: offer(5, "b")}, {ENTRY: offer(5, "b")}, {}], 5, [0, 1]),  # two of three keep it
-        ([{ENTRY: offer(5, "b", "a")}, {ENTRY: offer(5, "b", "a")}], 3, None),  # all update it
-    ],
-)
+@pytest.mark.parametrize(("offers", "value", "ranks"), [
+    ([{}, {ENTRY: offer(5, None)}], 5, [1]),  # one process keeps it
+    ([{ENTRY: offer(3, "a", "a")}, {ENTRY: offer(5, "b", "a")}], 5, [1]),  # a stale copy
+    ([{ENTRY: offer(3, "a", "a")}, {ENTRY: offer(3, "a", "a")}], 3, [0, 1]),  # two copies
+    ([{ENTRY: offer(5, "b")}, {ENTRY: offer(5, "b")}, {}], 5, [0, 1]),  # two of three keep it
+    ([{ENTRY: offer(5, "b", "a")}, {ENTRY: offer(5, "b", "a")}], 3, None),  # all update it
+])  # fmt: skip
 def test_of_the_state_in_several_processes_that_which_was_updated_counts(offers, value, ranks):
     facts = {"class": "Mine", "param_groups": [], "state": {"w": {"momentum": 3}}}
     merged, local = _merge(facts, [ENTRY], offers, toy())
@@ -308,32 +254,22 @@ def test_of_the_state_in_several_processes_that_which_was_updated_counts(offers,
     assert local == {} and facts["state"]["w"]["momentum"] == 3
 
 
-@pytest.mark.parametrize(
-    ("offers", "message"),
-    [
-        (
-            [{ENTRY: offer(4, "c", "a")}, {ENTRY: offer(5, "b", "a")}],
-            "w.momentum in the optimizer's state is not the same in process 0 and in process 1",
-        ),
-        (
-            [{ENTRY: offer(3, "a", "a")}, {ENTRY: offer(5, "b", "")}],
-            "w.momentum in the optimizer's state began from nothing in process 1",
-        ),
-    ],
-)
-def test_state_that_cannot_be_merged_is_named(offers, message):
+@pytest.mark.parametrize(("first", "second", "message"), [
+    (offer(4, "c", "a"), offer(5, "b", "a"), "is not the same in process 0 and in process 1"),
+    (offer(3, "a", "a"), offer(5, "b", ""), "began from nothing in process 1"),
+])  # fmt: skip
+def test_state_that_cannot_be_merged_is_named(first, second, message):
     facts = {"class": "Mine", "param_groups": [], "state": {}}
-    with pytest.raises(fl.CheckpointError, match=message):
-        _merge(facts, [ENTRY], offers, toy())
+    with pytest.raises(fl.CheckpointError, match=f"w.momentum in the optimizer's state {message}"):
+        _merge(facts, [ENTRY], [{ENTRY: first}, {ENTRY: second}], toy())
 
 
 def test_each_process_gets_what_it_kept_and_another_number_gets_all():
     facts = {"state": {"w": {"momentum": 3, "count": 1}, "v": {"momentum": 2}, "u": {}}}
     facts["local"] = [[["state", "w", "momentum"], [0]], [["state", "v", "momentum"], [1]]]
     assert _own_facts(facts, 0, True)["state"] == {"w": {"momentum": 3, "count": 1}, "u": {}}
-    assert _own_facts(facts, 1, True)["state"] == {
-        "w": {"count": 1}, "v": {"momentum": 2}, "u": {},
-    }  # fmt: skip
+    own = {"w": {"count": 1}, "v": {"momentum": 2}, "u": {}}
+    assert _own_facts(facts, 1, True)["state"] == own
     assert _own_facts(facts, 1, False) == facts
 
 

@@ -1,4 +1,6 @@
-"""freeze and unfreeze: what is trained, in which mode, and in which groups of the optimizer."""
+"""freeze and unfreeze: what is trained, in which mode, and in which groups; layers by number."""
+
+import copy
 
 import pytest
 import torch
@@ -36,11 +38,22 @@ def net():
     return nn.Sequential(body, nn.Dropout(0.5), nn.Linear(4, 2))
 
 
-def of_net(make=None, seed=0):
-    model = net()
-    return fl.TrainState.create(
-        model, (make or (lambda m: SGD(m.parameters(), lr=0.1)))(model), seed=seed
-    )
+def of(model, make=None):
+    optimizer = make(model) if make else SGD(model.parameters(), lr=0.1)
+    return fl.TrainState.create(model, optimizer, seed=0)
+
+
+def of_net():
+    return of(net())
+
+
+def train(state, **settings):
+    return fl.fit(fl.pipeline()(SUPERVISED), state, BATCHES, **{"hooks": (), **settings})
+
+
+def tracked(state):
+    """Return how many batches the two norm layers have counted."""
+    return [state.model[0][i][1].num_batches_tracked.item() for i in (0, 1)]
 
 
 ONES = [torch.ones(1)] * 4
@@ -56,6 +69,16 @@ def trained(state):
     return [name for name, p in state.model.named_parameters() if p.requires_grad]
 
 
+def first_only(make=SGD, **settings):
+    """Return a state whose optimizer has the first of two weights."""
+    return pair(lambda params: make([next(iter(params))], **{"lr": 1.0, **settings}))
+
+
+def unfreezing(name, lr, at=2):
+    """Return a hook that does it in mid-epoch."""
+    return fl.when(lambda state: state.step == at)(lambda state: fl.unfreeze(state, name, lr=lr))
+
+
 def evaluating(state):
     return [name for name, module in state.model.named_modules() if not module.training]
 
@@ -67,79 +90,48 @@ def lrs(state):
 # --- what a selector is for
 
 
-@pytest.mark.parametrize(
-    ("selectors", "expected"),
-    [
-        (["*"], []),
-        (["0"], ["2.weight", "2.bias"]),
-        (["0.*"], ["2.weight", "2.bias"]),
-        (
-            ["0.0", "2.weight"],
-            ["0.1.0.weight", "0.1.0.bias", "0.1.1.weight", "0.1.1.bias", "2.bias"],
-        ),
-        (["*.bias"], ["0.0.0.weight", "0.0.1.weight", "0.1.0.weight", "0.1.1.weight", "2.weight"]),
-        ([lambda name, p: p.ndim == 1], ["0.0.0.weight", "0.1.0.weight", "2.weight"]),
-    ],
-)
+@pytest.mark.parametrize(("selectors", "expected"), [
+    (["*"], ""), (["0"], "2.weight 2.bias"), (["0.*"], "2.weight 2.bias"),
+    (["0.0", "2.weight"], "0.1.0.weight 0.1.0.bias 0.1.1.weight 0.1.1.bias 2.bias"),
+    (["*.bias"], "0.0.0.weight 0.0.1.weight 0.1.0.weight 0.1.1.weight 2.weight"),
+    ([lambda name, p: p.ndim == 1], "0.0.0.weight 0.1.0.weight 2.weight"),
+])  # fmt: skip
 def test_selectors_are_globs_and_functions(selectors, expected):
-    assert trained(fl.freeze(of_net(), *selectors)) == expected
+    assert trained(fl.freeze(of_net(), *selectors)) == expected.split()
 
 
-def test_selectors_are_modules_too_and_children_by_their_number():
-    state = of_net()
-    state = fl.freeze(state, *list(state.model.children())[:-1])
-    assert trained(state) == ["2.weight", "2.bias"]
-    assert trained(fl.unfreeze(state, state.model[0][1][0]))[0] == "0.1.0.weight"
-
-
-def test_tied_parameters_are_one():
+def test_tied_parameters_are_one_and_those_of_integers_stay_frozen():
     model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False), nn.Linear(2, 1))
     model[1].weight = model[0].weight
-    state = fl.TrainState.create(model, SGD(model[2].parameters(), lr=1.0))
+    model.c = nn.Parameter(torch.tensor(3), requires_grad=False)
+    state = of(model, lambda m: SGD(m[2].parameters(), lr=1.0))
     state = fl.unfreeze(fl.freeze(state, "1.weight"), "1.*", lr=0.5)
     assert [len(group["params"]) for group in state.optimizer.param_groups] == [2, 1]
+    assert "c" not in trained(fl.unfreeze(fl.freeze(state, "*"), "*"))
 
 
-@pytest.mark.parametrize(
-    ("selectors", "kind", "message"),
-    [
-        (
-            [],
-            TypeError,
-            r'freeze expects what to freeze.*freeze\(state, "layer4\.\*"\).*"\*" is all',
-        ),
-        ([3], TypeError, "expects modules of the model, globs of names.*got 3"),
-        ([["0.*"]], TypeError, r"Several are arguments of their own: freeze\(state, \*selectors\)"),
-        (["2.wieght"], ValueError, r'has a name like "2\.wieght"\. Did you mean 2\.weight'),
-        (["zzz"], ValueError, "There are 0, 0.0, 0.0.0"),
-        ([nn.Linear(1, 1)], ValueError, "this Linear is not a module of the state's Sequential"),
-        ([lambda name, p: False], ValueError, "returned False for each parameter"),
-        (
-            [lambda p: True],
-            TypeError,
-            r"as \(name, parameter\) -> bool; <lambda> takes \(p",
-        ),
-        (
-            [nn.BatchNorm1d],
-            TypeError,
-            r"got the class BatchNorm1d\. For all modules of it: freeze\(state, \*\[m for m in "
-            r"state\.model\.modules\(\) if isinstance\(m, BatchNorm1d\)\]\)",
-        ),
-        ([""], ValueError, 'has a name like ""'),
-    ],
-)
+@pytest.mark.parametrize(("selectors", "kind", "message"), [
+    ([], TypeError, r'expects what to freeze.*freeze\(state, "layer4\.\*"\).*"\*" is all'),
+    ([3], TypeError, "expects modules of the model, globs of names.*got 3"),
+    ([["0.*"]], TypeError, r"Several are arguments of their own: freeze\(state, \*selectors\)"),
+    (["2.wieght"], ValueError, r'has a name like "2\.wieght"\. Did you mean 2\.weight'),
+    (["zzz"], ValueError, "There are 0, 0.0, 0.0.0"),
+    ([""], ValueError, 'has a name like ""'),
+    ([nn.Linear(1, 1)], ValueError, "this Linear is not a module of the state's Sequential"),
+    ([lambda name, p: False], ValueError, "returned False for each parameter"),
+    ([lambda p: True], TypeError, r"as \(name, parameter\) -> bool; <lambda> takes \(p"),
+    ([nn.BatchNorm1d], TypeError,
+     r"got the class BatchNorm1d\. For all modules of it: freeze\(state, \*\[m for m in "
+     r"state\.model\.modules\(\) if isinstance\(m, BatchNorm1d\)\]\)"),
+])  # fmt: skip
 def test_a_selector_that_is_for_nothing_is_refused_and_nothing_changes(selectors, kind, message):
     state = of_net()
     with pytest.raises(kind, match=message):
         fl.freeze(state, "0.*", *selectors) if selectors else fl.freeze(state)
     assert len(trained(state)) == 10
-    fl.snapshot(state)  # it is not stale
-
-
-def test_a_module_without_parameters_is_refused():
-    state = of_net()
     with pytest.raises(ValueError, match="this Dropout of the Sequential has no parameters"):
         fl.freeze(state, state.model[1])
+    fl.snapshot(state)  # it is not stale
 
 
 def test_the_given_state_is_stale_afterwards():
@@ -157,11 +149,7 @@ def test_the_given_state_is_stale_afterwards():
 
 
 @pytest.mark.parametrize(
-    "make",
-    [
-        lambda p: SGD(p, lr=0.5, momentum=0.5, weight_decay=0.5),
-        lambda p: AdamW(p, lr=0.5, weight_decay=0.5),
-    ],
+    "make", [lambda p: SGD(p, lr=0.5, momentum=0.5, weight_decay=0.5), lambda p: AdamW(p, lr=0.5)]
 )
 @pytest.mark.parametrize(
     "members", [(), (fl.accumulate(2), fl.clip(1.0)), (fl.clip(1.0), fl.accumulate(2))]
@@ -169,14 +157,12 @@ def test_the_given_state_is_stale_afterwards():
 def test_momentum_and_weight_decay_do_not_move_what_is_frozen(make, members):
     step = fl.pipeline(*members)(toy_loss)
     state = fl.fit(step, pair(make), ONES, epochs=1, hooks=())
-    a, b, model = state.model.a.item(), state.model.b.item(), state.model
-    kept = {k: torch.clone(torch.as_tensor(v)) for k, v in state.optimizer.state[model.a].items()}
+    model, held = state.model, state.optimizer.state[state.model.a]
+    a, b = model.a.item(), model.b.item()
+    kept = {k: torch.clone(torch.as_tensor(v)) for k, v in held.items()}
     state = fl.fit(step, fl.freeze(state, "a"), ONES, epochs=2, hooks=())
-    assert a != 0
-    assert model.a.item() == a
-    assert model.b.item() != b
-    for key, value in state.optimizer.state[model.a].items():
-        assert torch.equal(torch.as_tensor(value), kept[key])
+    assert model.a.item() == a != 0 and model.b.item() != b
+    assert kept and all(torch.equal(torch.as_tensor(held[key]), kept[key]) for key in kept)
     state = fl.fit(step, fl.unfreeze(state, "a"), ONES, epochs=3, hooks=())
     assert state.model.a.item() != a
     assert len(state.optimizer.param_groups) == 1
@@ -192,11 +178,8 @@ def test_a_gradient_that_is_left_over_does_not_move_what_is_frozen():
 
 
 def test_a_hook_freezes_in_mid_epoch():
-    @fl.when(lambda state: state.step == 2)
-    def freeze_a(state):
-        return fl.freeze(state, "a")
-
-    state = fl.fit(PLAIN, pair(), ONES, hooks=(freeze_a,))
+    hook = fl.when(lambda state: state.step == 2)(lambda state: fl.freeze(state, "a"))
+    state = fl.fit(PLAIN, pair(), ONES, hooks=(hook,))
     assert (state.model.a.item(), state.model.b.item()) == (-2.0, -4.0)
 
 
@@ -206,12 +189,12 @@ def test_a_hook_freezes_in_mid_epoch():
 def test_a_norm_layer_that_is_frozen_keeps_its_statistics():
     state = fl.freeze(of_net(), "0.0.*")
     assert evaluating(state) == ["0.0.1"]
-    norms = state.model[0][0][1], state.model[0][1][1]
-    loaders = {"train": BATCHES, "valid": BATCHES}
-    state = fl.fit(fl.pipeline()(SUPERVISED), state, loaders, epochs=2, hooks=())
-    assert [norm.num_batches_tracked.item() for norm in norms] == [0, 8]
-    assert torch.equal(norms[0].running_mean, torch.zeros(4))
-    assert evaluating(state) == ["0.0.1"]
+    step, loaders = fl.pipeline()(SUPERVISED), {"train": BATCHES, "valid": BATCHES}
+    state = fl.fit(step, state, loaders, epochs=2, hooks=())
+    assert (tracked(state), evaluating(state)) == ([0, 8], ["0.0.1"])
+    assert torch.equal(state.model[0][0][1].running_mean, torch.zeros(4))
+    state = fl.update_batchnorm(step, state, BATCHES)
+    assert (tracked(state), evaluating(state)) == ([0, 4], ["0.0.1"])
     state = fl.unfreeze(state, "0.0.0.*")
     assert evaluating(state) == ["0.0.1"]
     assert evaluating(fl.unfreeze(state, "0.0.1.bias")) == []
@@ -223,83 +206,57 @@ def test_it_does_so_too_when_the_script_changes_modes(restored, tmp_path, caplog
     state.model.eval()
     if restored:
         state = fl.restore(fl.save(state, tmp_path / "a"), of_net())
-    state = fl.fit(fl.pipeline()(SUPERVISED), state, BATCHES, hooks=())
+    state = train(state)
     assert "in evaluation mode as a whole" in caplog.text
     assert evaluating(state) == ["0.0.1", "0.1.1"]
     state.model.train()
-    state = fl.fit(fl.pipeline()(SUPERVISED), state, BATCHES, hooks=())
-    assert evaluating(state) == ["0.0.1", "0.1.1"]
-    assert state.model[0][0][1].num_batches_tracked.item() == 0
+    state = train(state)
+    assert (evaluating(state), tracked(state)) == (["0.0.1", "0.1.1"], [0, 0])
     state = fl.freeze(state, "0", statistics="running")
     assert evaluating(state) == []
-    state = fl.fit(fl.pipeline()(SUPERVISED), state, BATCHES, hooks=())
-    assert state.model[0][0][1].num_batches_tracked.item() == 4
-    assert "freeze" not in state.slots
+    state = train(state)
+    assert tracked(state) == [4, 4] and "freeze" not in state.slots
 
 
 def test_a_norm_layer_with_one_parameter_to_train_is_in_training_mode():
     state = fl.freeze(of_net(), "0.0.1.weight")
     assert evaluating(state) == []
     assert evaluating(fl.freeze(state, "*.bias")) == ["0.0.1"]
+    state = of_net()
+    state.model[0][1][1].eval()  # a mode that the user has set
+    assert evaluating(fl.unfreeze(fl.freeze(state, "0.0"), "*")) == ["0.1.1"]
 
 
 @pytest.mark.parametrize(
-    "norm",
-    [nn.BatchNorm1d(4, affine=False), nn.InstanceNorm1d(4, track_running_stats=True)],
+    "norm", [nn.BatchNorm1d(4, affine=False), nn.InstanceNorm1d(4, track_running_stats=True)]
 )
 def test_a_norm_layer_without_parameters_goes_with_the_module_around_it(norm):
-    model = nn.Sequential(block(norm), nn.Linear(4, 2))
-    state = fl.TrainState.create(model, SGD(model.parameters(), lr=0.1))
-    state = fl.freeze(state, "0.0.weight")
+    state = fl.freeze(of(nn.Sequential(block(norm), nn.Linear(4, 2))), "0.0.weight")
     assert evaluating(state) == []
     state = fl.freeze(state, "0.0.bias")
     assert evaluating(state) == ["0.1"]
     assert evaluating(fl.unfreeze(state, "0.0.weight")) == []
-
-
-def test_what_has_no_running_statistics_stays_in_training_mode():
-    model = nn.Sequential(
-        nn.LayerNorm(4), nn.BatchNorm1d(4, track_running_stats=False), nn.Linear(4, 1)
-    )
-    state = fl.TrainState.create(model, SGD(model.parameters(), lr=0.1))
-    assert evaluating(fl.freeze(state, "*")) == []
-
-
-def test_a_mode_that_the_user_has_set_stays():
-    state = of_net()
-    state.model[0][1][1].eval()
-    state = fl.unfreeze(fl.freeze(state, "0.0"), "*")
-    assert evaluating(state) == ["0.1.1"]
-
-
-def test_update_batchnorm_leaves_frozen_statistics():
-    state = fl.freeze(of_net(), "0.0")
-    state = fl.update_batchnorm(fl.pipeline()(SUPERVISED), state, BATCHES)
-    norms = state.model[0][0][1], state.model[0][1][1]
-    assert [norm.num_batches_tracked.item() for norm in norms] == [0, 4]
-    assert evaluating(state) == ["0.0.1"]
+    plain = nn.LayerNorm(4), nn.BatchNorm1d(4, track_running_stats=False)  # without statistics
+    assert evaluating(fl.freeze(of(nn.Sequential(*plain, nn.Linear(4, 1))), "*")) == []
 
 
 # --- groups
 
 
 def test_new_parameters_are_a_group_with_defaults_and_settings():
-    state = pair(lambda params: SGD([next(iter(params))], lr=1.0, momentum=0.5))
-    state = fl.unfreeze(state, "b", lr=0.25)
+    state = fl.unfreeze(first_only(momentum=0.5), "b", lr=0.25)
     (first, second) = state.optimizer.param_groups
     assert (first["lr"], second["lr"], second["momentum"]) == (1.0, 0.25, 0.5)
     state = fl.fit(PLAIN, state, ONES[:1], hooks=())
     assert (state.model.a.item(), state.model.b.item()) == (-1.0, -0.25)
-    assert dict(state.history[-1].metrics)["train/lr/1"] == 0.25
+    assert state.history["train/lr/1"] == (0.25,)
 
 
 def test_parameters_in_a_group_are_moved_into_one_of_their_own_with_its_settings():
     model = net()
-    decay = [p for p in model.parameters() if p.ndim > 1]
-    no_decay = [p for p in model.parameters() if p.ndim == 1]
-    groups = [{"params": decay, "weight_decay": 0.5}, {"params": no_decay, "weight_decay": 0.0}]
-    state = fl.TrainState.create(model, AdamW(groups, lr=0.1))
-    state = fl.fit(fl.pipeline()(SUPERVISED), state, BATCHES, hooks=())
+    matrices, vectors = ([p for p in model.parameters() if (p.ndim > 1) == x] for x in (1, 0))
+    groups = [{"params": matrices, "weight_decay": 0.5}, {"params": vectors, "weight_decay": 0.0}]
+    state = train(fl.TrainState.create(model, AdamW(groups, lr=0.1)))
     held = {id(p): kept["exp_avg"] for p, kept in state.optimizer.state.items()}
     state = fl.unfreeze(state, "0.0", lr=0.01)
     groups = state.optimizer.param_groups
@@ -315,7 +272,7 @@ def test_parameters_in_a_group_are_moved_into_one_of_their_own_with_its_settings
 def test_a_rate_in_a_tensor_is_copied():
     """A schedule fills the tensor, which is the default of the optimizer too."""
     rate = torch.tensor(1.0)
-    state = pair(lambda params: torch.optim.Adam([next(iter(params))], lr=rate, foreach=False))
+    state = first_only(torch.optim.Adam, lr=rate, foreach=False)
     step = fl.pipeline(fl.schedule(lambda i, total: 0.5))(toy_loss)
     state = fl.fit(step, fl.freeze(state, "b"), ONES, hooks=())
     assert rate == 0.5
@@ -327,41 +284,66 @@ def test_a_rate_in_a_tensor_is_copied():
 
 
 def test_named_parameters_keep_their_names():
-    model = net()
-    state = fl.TrainState.create(model, SGD(model[2].named_parameters(), lr=0.1))
-    state = fl.unfreeze(state, "0.0.0", lr=0.2)
-    state = fl.unfreeze(state, "0.0.0.bias", lr=0.3)
-    assert [group["param_names"] for group in state.optimizer.param_groups] == [
-        ["weight", "bias"], ["0.0.0.weight"], ["0.0.0.bias"]
-    ]  # fmt: skip
+    state = of(net(), lambda model: SGD(model[2].named_parameters(), lr=0.1))
+    state = fl.unfreeze(fl.unfreeze(state, "0.0.0", lr=0.2), "0.0.0.bias", lr=0.3)
+    names = [group["param_names"] for group in state.optimizer.param_groups]
+    assert names == [["weight", "bias"], ["0.0.0.weight"], ["0.0.0.bias"]]
 
 
-@pytest.mark.parametrize(
-    ("settings", "kind", "message"),
-    [
-        (
-            {"momentm": 0.1},
-            TypeError,
-            r"SGD has no setting 'momentm'; it has lr, .*mean 'momentum'",
-        ),
-        ({"params": []}, TypeError, "no setting 'params'"),
-        ({"initial_lr": 1.0}, TypeError, "no setting 'initial_lr'"),
-        ({"lr": -1.0}, ValueError, "unfreeze expects lr >= 0 and finite"),
-        ({"optimizer": "rest"}, ValueError, "one optimizer, without a name: leave out optimizer="),
-    ],
-)
-def test_settings_that_a_group_does_not_have_are_refused(settings, kind, message):
-    state = pair(lambda params: SGD([next(iter(params))], lr=1.0))
+@pytest.mark.parametrize(("settings", "kind", "message"), [
+    ({"momentm": 0.1}, TypeError, "SGD has no setting 'momentm'; it has lr, .*mean 'momentum'"),
+    ({"params": []}, TypeError, "no setting 'params'"),
+    ({"initial_lr": 1.0}, TypeError, "no setting 'initial_lr'"),
+    ({"lr": -1.0}, ValueError, "unfreeze expects lr >= 0 and finite"),
+    ({"lr": float("nan")}, ValueError, "unfreeze expects lr"),
+    ({"optimizer": "rest"}, ValueError, "one optimizer, without a name: leave out optimizer="),
+    ({"weight_decay": "x"}, ValueError, "unfreeze expects weight_decay as a finite number"),
+    ({"momentum": -3}, ValueError, "SGD refuses these settings: Invalid momentum value: -3"),
+    ({"nesterov": "yes"}, TypeError, "unfreeze expects nesterov as True or False"),
+    ({"nesterov": True}, ValueError, "Nesterov momentum requires a momentum"),
+])  # fmt: skip
+@pytest.mark.parametrize("make", [first_only, pair])
+def test_settings_that_the_optimizer_does_not_take_are_refused(make, settings, kind, message):
+    state = make()
+    before = dict(state.optimizer.param_groups[0])
     with pytest.raises(kind, match=message):
         fl.unfreeze(fl.freeze(state, "b"), "b", **settings)
     assert trained(state) == ["a"]
-    assert len(state.optimizer.param_groups) == 1
+    assert state.optimizer.param_groups == [before]
+
+
+def test_a_setting_that_the_group_takes_with_its_others_is_not_refused():
+    net = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    first = {"params": net[0].parameters(), "momentum": 0.5}
+    optimizer = SGD([first, {"params": net[1].parameters()}], lr=1.0)
+    state = fl.unfreeze(fl.TrainState.create(net, optimizer), "0", nesterov=True)
+    assert [group["nesterov"] for group in state.optimizer.param_groups] == [True, False]
+    state = fl.unfreeze(state, "1", nesterov=True, momentum=0.25)
+    assert [group["momentum"] for group in state.optimizer.param_groups] == [0.5, 0.25]
+
+
+class Mine(SGD):
+    def __init__(self, params):
+        super().__init__(params, lr=1.0)
+
+
+@pytest.mark.parametrize(("make", "settings", "message"), [
+    (lambda p: AdamW(p, lr=torch.tensor(1.0)), {"betas": (2.0, 0.5)}, "Invalid beta parameter"),
+    (Mine, {"weight_decay": "x"}, "weight_decay as a finite number"),
+])  # fmt: skip
+def test_pairs_and_settings_of_another_class_are_checked_as_far_as_possible(
+    make, settings, message
+):
+    state = pair(make)
+    with pytest.raises((TypeError, ValueError), match=message):
+        fl.unfreeze(state, "*", **settings)
+    state = fl.unfreeze(state, "*", weight_decay=0.5)
+    assert state.optimizer.param_groups[0]["weight_decay"] == 0.5
 
 
 def test_lbfgs_takes_no_further_parameters():
-    state = pair(lambda params: torch.optim.LBFGS([next(iter(params))]))
     with pytest.raises(ValueError, match="LBFGS takes no further parameters"):
-        fl.unfreeze(state, "b")
+        fl.unfreeze(first_only(torch.optim.LBFGS), "b")
 
 
 def test_an_optimizer_that_refuses_parameters_stays_as_it_was():
@@ -390,18 +372,8 @@ def test_several_optimizers_say_which_takes_new_parameters():
     state = fl.unfreeze(state, "2", optimizer="g", lr=0.5)
     assert [lr["lr"] for lr in state.optimizer["g"].param_groups] == [0.2, 0.5]
     state = fl.unfreeze(state, "*", lr=1.0)
-    assert [[g["lr"] for g in o.param_groups] for o in state.optimizer.values()] == [
-        [1.0],
-        [1.0, 1.0],
-    ]
-
-
-def test_parameters_of_integers_stay_frozen():
-    model = Pair()
-    model.c = nn.Parameter(torch.tensor(3), requires_grad=False)
-    state = fl.TrainState.create(model, SGD([model.a], lr=1.0))
-    state = fl.unfreeze(fl.freeze(state, "*"), "*")
-    assert trained(state) == ["a", "b"]
+    rates = [[g["lr"] for g in optimizer.param_groups] for optimizer in state.optimizer.values()]
+    assert rates == [[1.0], [1.0, 1.0]]
 
 
 # --- schedules
@@ -417,24 +389,12 @@ def used(step, state, **targets):
 FALLING = fl.pipeline(fl.schedule(lambda i, total: 1 - i / total))(toy_loss)
 
 
-def test_a_group_that_is_added_within_a_schedule_begins_with_its_factor():
-    @fl.when(lambda state: state.step == 2)
-    def add(state):
-        return fl.unfreeze(state, "b", lr=8.0)
-
-    state = fl.freeze(pair(lambda params: SGD([next(iter(params))], lr=1.0)), "b")
-    seen, state = used(FALLING, state, hooks=(add,), epochs=1)
+@pytest.mark.parametrize("make", [first_only, pair], ids=["a new group", "a group that is moved"])
+def test_a_group_that_is_made_within_a_schedule_begins_with_its_factor(make):
+    state = fl.freeze(make(), "b")
+    seen, state = used(FALLING, state, hooks=(unfreezing("b", 8.0),), epochs=1)
     assert seen == [(1.0, None), (0.75, None), (0.5, 4.0), (0.25, 2.0)]
     assert (state.model.a.item(), state.model.b.item()) == (-2.5, -6.0)
-
-
-def test_a_group_that_is_moved_within_a_schedule_has_its_factor():
-    @fl.when(lambda state: state.step == 2)
-    def move(state):
-        return fl.unfreeze(state, "b", lr=8.0)
-
-    seen, _ = used(FALLING, pair(), hooks=(move,), epochs=1)
-    assert seen == [(1.0, None), (0.75, None), (0.5, 4.0), (0.25, 2.0)]
 
 
 @pytest.mark.parametrize("by_torch", [False, True])
@@ -451,19 +411,62 @@ def test_a_rate_given_between_two_phases_is_what_the_next_one_begins_with(by_tor
     assert state.optimizer.param_groups[1]["lr"] == (6.0 if by_torch else 8.0)
 
 
-def test_without_a_schedule_the_rate_is_the_one_given():
-    _, state = used(FALLING, pair(), phase="a", epochs=1)
-    state = fl.unfreeze(state, "*", lr=1.0)
-    assert used(PLAIN, state, phase="b", epochs=1)[0] == [(1.0, None)] * 4
-
-
 def test_a_scheduler_of_torch_refuses_groups_in_mid_phase():
-    @fl.when(lambda state: state.step == 2)
-    def move(state):
-        return fl.unfreeze(state, "b", lr=8.0)
-
     step = fl.pipeline(fl.torch_scheduler(lambda opt, _: lr_scheduler.ExponentialLR(opt, 0.5)))
-    with pytest.raises(
-        ValueError, match="made for 1 parameter groups, and the optimizer has 2 now"
-    ):
-        fl.fit(step(toy_loss), pair(), ONES, hooks=(move,))
+    message = "made for 1 parameter groups, and the optimizer has 2 now"
+    with pytest.raises(ValueError, match=message):
+        fl.fit(step(toy_loss), pair(), ONES, hooks=(unfreezing("b", 8.0),))
+
+
+# --- layers: parts of a model by number
+
+
+def linear():
+    return nn.Linear(1, 1)
+
+
+class Wrapped(nn.Module):
+    def __init__(self, *children, own=False):
+        super().__init__()
+        for i, child in enumerate(children):
+            self.add_module(f"part{i}", child)
+        if own:
+            self.token = nn.Parameter(torch.zeros(1))
+
+
+A, B, C = linear(), nn.Sequential(linear(), nn.ReLU()), linear()
+
+
+INNER = nn.Sequential(A, B)
+
+
+@pytest.mark.parametrize(("model", "expected"), [
+    (nn.Sequential(A, B, C), (A, B, C)),
+    (Wrapped(A, nn.ReLU(), B, nn.Dropout(), C, nn.Identity()), (A, B, C)),  # none without
+    (Wrapped(nn.Sequential(A, B, C)), (A, B, C)),  # opened, as a wrapper of a model is
+    (Wrapped(nn.Dropout(), Wrapped(nn.ModuleList([A, B, C]))), (A, B, C)),
+    (Wrapped(nn.ModuleDict({"a": A, "c": C})), (A, C)), (nn.Sequential(A), (A,)),
+    (Wrapped(A, A, C), (A, C)),  # one module in two places
+    (A, (A,)), (nn.DataParallel(nn.Sequential(A, B, C)), (A, B, C)),
+    (Wrapped(INNER, own=True), (INNER,)),  # with parameters of its own it is not opened
+])  # fmt: skip
+def test_layers_are_the_children_that_have_parameters(model, expected):
+    assert fl.layers(model) == expected
+
+
+def test_all_but_the_last_are_frozen_then_one_more_is_trained():
+    net = copy.deepcopy(Wrapped(A, nn.ReLU(), B, C))
+    state = fl.TrainState.create(net, torch.optim.SGD(net.parameters(), lr=1.0))
+    trained = lambda: [name for name, p in net.named_parameters() if p.requires_grad]
+    state = fl.freeze(state, *fl.layers(net)[:-1])
+    assert trained() == ["part3.weight", "part3.bias"]
+    state = fl.unfreeze(state, *fl.layers(state.model)[-2:])
+    assert trained() == ["part2.0.weight", "part2.0.bias", "part3.weight", "part3.bias"]
+    with pytest.raises(TypeError, match="freeze expects what to freeze after the state"):
+        fl.freeze(state, *fl.layers(state.model)[:0])
+
+
+def test_a_state_is_not_a_model():
+    state = fl.TrainState.create(A, torch.optim.SGD(A.parameters(), lr=1.0))
+    with pytest.raises(TypeError, match=r"layers expects model as a module, such as state\.model"):
+        fl.layers(state)

@@ -14,13 +14,9 @@ from fnloop._core.views import Row, table, table_of
 
 NAN, INF = math.nan, math.inf
 METRICS = {
-    "train/loss": 2.0,
-    "train/accuracy": 0.5,
-    "train/grad_norm": 1.25,
-    "train/lr": 3e-4,
-    "valid/loss": 3.0,
-    "valid/accuracy": 0.25,
-}
+    "train/loss": 2.0, "train/accuracy": 0.5, "train/grad_norm": 1.25, "train/lr": 3e-4,
+    "valid/loss": 3.0, "valid/accuracy": 0.25,
+}  # fmt: skip
 
 LOSSES = ["train/loss", "valid/loss"]
 
@@ -59,31 +55,25 @@ def test_evaluated_loaders_come_first_then_train_then_recent_and_each_column_has
     ]
 
 
+def names_of(layout):
+    return [field.name for field in layout.columns if field.name]
+
+
 def test_loaders_stand_in_the_order_in_which_they_appear_and_names_without_one_at_the_left():
     names = ["test/loss", "score", "train/loss", "valid/loss", "time/step", "recent/loss"]
     layout = lay_out([Record(1, 10, dict.fromkeys(names, 1.0))])
-    assert [field.name for field in layout.columns if field.name] == [
-        "score", "test/loss", "valid/loss", "train/loss", "time/step", "recent/loss",
-    ]  # fmt: skip
+    assert names_of(layout) == [names[i] for i in (1, 0, 3, 2, 4, 5)]
+    later = Record(1, 10, {"train/loss": 1.0, "test/loss": 1.0, "valid/f1": 0.5})
+    found = lines(Record(0, 0, {"valid/loss": 1.0}), later)
+    assert found[0] == "            │ valid            │ test    │ train"
 
 
-def test_the_metrics_of_a_loader_stand_together_in_any_order_of_appearance():
-    records = [
-        Record(0, 0, {"valid/loss": 1.0}),
-        Record(1, 10, {"train/loss": 1.0, "test/loss": 1.0, "valid/f1": 0.5}),
-    ]
-    assert lines(*records)[0] == "            │ valid            │ test    │ train"
-
-
-def test_a_column_is_as_wide_as_the_name_of_its_group():
+def test_a_column_is_as_wide_as_the_name_of_its_group_and_without_groups_the_head_has_one_line():
     assert lines(Record(1, 10, {"validation/f1": 0.5})) == [
         "            │ validation",
         "epoch  step │        f1  │ time",
         "    1    10 │    0.5000* │ 0.0s",
     ]
-
-
-def test_without_loaders_the_head_has_one_line():
     assert lines(Record(1, 10, {"loss": 0.5})) == [
         "epoch  step    loss  time",
         "    1    10  0.5000  0.0s",
@@ -93,35 +83,29 @@ def test_without_loaders_the_head_has_one_line():
 # --- formats
 
 
-@pytest.mark.parametrize(
-    ("name", "values", "shown"),
-    [
-        ("valid/loss", (2.0, 0.03125), ["2.0000", "0.0312"]),
-        ("valid/loss", (150.0, 0.5), ["150.000", "0.500"]),
-        ("valid/loss", (15_000.0, 12_000.4), ["15,000", "12,000"]),
-        ("valid/loss", (2.0, 3.0e-5), ["2.00e+00", "3.00e-05"]),  # 0.0000 would say nothing
-        ("valid/loss", (0.0, 0.5), ["0.0000", "0.5000"]),
-        ("valid/loss", (NAN, INF, -INF, 1.0), ["nan", "inf", "-inf", "1.0000"]),
-        ("valid/loss", (-1.0, -12.5), ["-1.0000", "-12.5000"]),
-        ("valid/loss", (0.31, 0.00094, 0.000861), ["0.310000", "0.000940", "0.000861"]),
-        ("valid/loss", (20_000.0, 49.0, 1.3122), ["20,000.00", "49.00", "1.31"]),
-        ("valid/loss", (1e6, 0.01), ["1.00e+06", "1.00e-02"]),
-        ("valid/loss", (1e5, -0.0), ["100,000", "0"]),
-        ("valid/loss", (5e-324, 1e300), ["4.94e-324", "1.00e+300"]),
-        ("valid/mse", (0.31, 0.00094), ["0.310000", "0.000940"]),
-        ("valid/mse", (0.31, 1e-9), ["0.3100", "1e-09"]),  # near to 0 by chance
-        ("valid/accuracy", (1.0, 0.0, 1e-5), ["1.0000", "0.0000", "0.00001"]),
-        ("valid/accuracy", (97.5, 98.125), ["97.5000", "98.1250"]),
-        ("train/lr", (1e-3, 7.5536e-4, 0.0), ["1.0e-03", "7.6e-04", "0.0e+00"]),
-        ("train/lr/1", (0.5,), ["5.0e-01"]),
-        ("train/updates", (3.0, 1234.0), ["3", "1,234"]),
-        ("train/updates", (0.0, 0.0), ["0.0000", "0.0000"]),
-        ("train/decay", (1e-4, 1e-4), ["1.00e-04", "1.00e-04"]),
-        ("train/energy", (2e9, 1e12), ["2.00e+09", "1.00e+12"]),
-    ],
-)
+@pytest.mark.parametrize(("name", "values", "shown"), [
+    ("valid/loss", (2.0, 0.03125), "2.0000 0.0312"), ("valid/loss", (150.0, 0.5), "150.000 0.500"),
+    ("valid/loss", (15_000.0, 12_000.4), "15,000 12,000"),
+    ("valid/loss", (2.0, 3.0e-5), "2.00e+00 3.00e-05"),  # 0.0000 would say nothing
+    ("valid/loss", (0.0, 0.5), "0.0000 0.5000"),
+    ("valid/loss", (NAN, INF, -INF, 1.0), "nan inf -inf 1.0000"),
+    ("valid/loss", (-1.0, -12.5), "-1.0000 -12.5000"),
+    ("valid/loss", (0.31, 0.00094, 0.000861), "0.310000 0.000940 0.000861"),
+    ("valid/loss", (20_000.0, 49.0, 1.3122), "20,000.00 49.00 1.31"),
+    ("valid/loss", (1e6, 0.01), "1.00e+06 1.00e-02"), ("valid/loss", (1e5, -0.0), "100,000 0"),
+    ("valid/loss", (5e-324, 1e300), "4.94e-324 1.00e+300"),
+    ("valid/mse", (0.31, 0.00094), "0.310000 0.000940"),
+    ("valid/mse", (0.31, 1e-9), "0.3100 1e-09"),  # near to 0 by chance
+    ("valid/accuracy", (1.0, 0.0, 1e-5), "1.0000 0.0000 0.00001"),
+    ("valid/accuracy", (97.5, 98.125), "97.5000 98.1250"),
+    ("train/lr", (1e-3, 7.5536e-4, 0.0), "1.0e-03 7.6e-04 0.0e+00"),
+    ("train/lr/1", (0.5,), "5.0e-01"), ("train/updates", (3.0, 1234.0), "3 1,234"),
+    ("train/updates", (0.0, 0.0), "0.0000 0.0000"),
+    ("train/decay", (1e-4, 1e-4), "1.00e-04 1.00e-04"),
+    ("train/energy", (2e9, 1e12), "2.00e+09 1.00e+12"),
+])  # fmt: skip
 def test_all_values_of_a_column_have_one_format(name, values, shown):
-    assert column(name, *values) == shown
+    assert column(name, *values) == shown.split()
 
 
 def test_a_later_value_that_does_not_suit_the_format_has_the_same_width():
@@ -144,14 +128,11 @@ def test_a_later_value_that_does_not_suit_the_format_has_the_same_width():
     ]
 
 
-@pytest.mark.parametrize(
-    ("first", "later"),
-    [
-        (1.0, {0.9: "0.9000", 0.59049: "0.5905", 1.0: "1", 40.5: "40.5000"}),
-        (0.31, {0.00947: "0.00947", 0.000586: "0.000586", 1e-9: "1.00e-09", 12.34567: "12.3457"}),
-        (20_000.0, {6666.67: "6,667", 1.3122: "1.3122", 123456.7: "123,457"}),
-    ],
-)
+@pytest.mark.parametrize(("first", "later"), [
+    (1.0, {0.9: "0.9000", 0.59049: "0.5905", 1.0: "1", 40.5: "40.5000"}),
+    (0.31, {0.00947: "0.00947", 0.000586: "0.000586", 1e-9: "1.00e-09", 12.34567: "12.3457"}),
+    (20_000.0, {6666.67: "6,667", 1.3122: "1.3122", 123456.7: "123,457"}),
+])  # fmt: skip
 def test_a_later_value_has_three_digits_if_there_is_room(first, later):
     """Where a run has begun, nothing is known of the values to come."""
     name = "valid/temperature"
@@ -163,14 +144,9 @@ def test_a_later_value_has_three_digits_if_there_is_room(first, later):
 def test_the_time_is_that_of_each_row_and_not_the_sum():
     records = [Record(i, i, {"a": 1.0}, 30.0 * i) for i in (1, 2)]
     assert [line.split()[-1] for line in lines(*records)] == ["time", "30.0s", "30.0s"]
+    assert lines(records[1])[1].split() == ["2", "2", "1"]  # unknown without the record before
     records.append(Record(3, 3, {"a": 1.0}, 60.0 + 3723.0))
     assert [line.split()[-1] for line in lines(*records)] == ["time", "0:30", "0:30", "1:02:03"]
-
-
-def test_the_time_of_the_first_row_of_a_later_part_is_unknown_without_the_record_before():
-    first, second = (Record(i, i, {"a": 1.0}, 30.0 * i) for i in (1, 2))
-    assert lines(second)[1].split() == ["2", "2", "1"]
-    assert lines(first, second)[2].split() == ["2", "2", "1", "30.0s"]
 
 
 # --- marks
@@ -182,18 +158,13 @@ def test_the_best_of_each_evaluated_metric_is_marked_once():
         {"valid/loss": 2.0, "valid/acc": 0.75, "valid/bleu": 2.5, "train/loss": 1.0},
         {"valid/loss": 2.0, "valid/acc": 0.25, "valid/bleu": 3.5, "train/loss": 5.0},
     ]
-    never = {"valid/error": NAN}
-    records = [Record(i, i, {**metrics, **never}) for i, metrics in enumerate(rows, 1)]
-    made = table(records)
-    marked = [
-        (field.name, i)
-        for i, row in enumerate(made.rows, 1)
-        for field in made.columns
-        if field.is_best(row)
-    ]
-    assert marked == [("valid/loss", 2), ("valid/acc", 2)]  # of equal values, the oldest
-    assert made.html().count("<b>") == 2
-    assert "<b>2.0000</b>" in made.html()
+    made = table([Record(i, i, {**row, "valid/error": NAN}) for i, row in enumerate(rows, 1)])
+    best = [(c.name, row.record.step) for row in made.rows for c in made.columns if c.is_best(row)]
+    assert best == [("valid/loss", 2), ("valid/acc", 2)]  # of equal values, the oldest
+    assert made.html().count("<b>") == 2 and "<b>2.0000</b>" in made.html()
+    infinite = [Record(i, i, {"valid/loss": value}) for i, value in enumerate((INF, -INF, 2.0), 1)]
+    assert [line.split()[-3] for line in lines(*infinite)[2:]] == ["inf", "-inf", "2.0000*"]
+    assert "*" not in "".join(lines(*infinite[:2]))
 
 
 def test_the_best_so_far_is_found_one_record_at_a_time():
@@ -215,20 +186,16 @@ def interval(step, **more):
     return Record(0, step, {"recent/loss": 1 / step, "recent/lr": 0.5, **more}, float(step))
 
 
-def test_records_of_intervals_are_no_rows_beside_others():
+def test_records_of_intervals_are_rows_only_if_there_are_no_others():
     epoch = Record(1, 4, {"train/loss": 0.5, "recent/loss": 0.25, "recent/lr": 0.5}, 4.0)
-    assert [is_row(record) for record in (interval(1), epoch, Record(0, 1, {}))] == [
-        False, True, True,
-    ]  # fmt: skip
+    found = [is_row(record) for record in (interval(1), epoch, Record(0, 1, {}))]
+    assert found == [False, True, True]
     assert lines(interval(1), interval(2), epoch) == [
         "            │ train",
         "epoch  step │   loss │ time",
         "    1     4 │ 0.5000 │ 4.0s",
         "not shown: 2 records with recent/... only",
     ]
-
-
-def test_records_of_intervals_are_rows_if_there_are_no_others():
     assert lines(interval(1), interval(2)) == [
         "            │ recent",
         "epoch  step │   loss       lr │ time",
@@ -245,54 +212,38 @@ def test_records_of_intervals_are_rows_beside_a_closing_one_alone():
     assert made[0].split() == ["│", "train", "│", "recent"]
 
 
-def test_an_infinite_value_is_never_the_best():
-    records = [Record(i, i, {"valid/loss": value}) for i, value in enumerate((INF, -INF, 2.0), 1)]
-    assert [line.split()[-3] for line in lines(*records)[2:]] == ["inf", "-inf", "2.0000*"]
-    assert "*" not in "".join(lines(*records[:2]))
+def firsts(rows):
+    """Return the first cell of each row below the head."""
+    return [row.split()[0] for row in rows[2:]]
 
 
-def test_a_single_row_is_not_replaced_by_a_sign():
-    """Eleven rows and ten places: the one that would be cut takes no more space than the sign."""
+def test_the_middle_of_a_long_table_is_cut_but_for_its_best_row():
+    """Of eleven rows and ten places, the one that would be cut takes no more space than a sign."""
     records = [Record(i, i, {"train/loss": 1.0}) for i in range(1, 13)]
-    epochs = [line.split()[0] for line in lines(*records[:11], most=10)[2:]]
-    assert epochs == [*map(str, range(1, 12))]
-    assert [line.split()[0] for line in lines(*records, most=10)[2:]][4:8] == ["5", "…", "8", "9"]
-
-
-def test_losses_of_turns_stay_longer_than_metrics_without_a_rank():
-    names = ["train/d/loss", "train/g/loss", "valid/loss", "valid/real", "train/loss"]
-    layout = lay_out([Record(1, 1, dict.fromkeys(names, 1.5))], width=44)
-    assert layout.left_out == ("step", "time", "valid/real")
-
-
-def test_the_best_row_of_a_long_table_is_not_cut():
+    assert firsts(lines(*records[:11], most=10)) == [*map(str, range(1, 12))]
+    assert firsts(lines(*records, most=10))[4:8] == ["5", "…", "8", "9"]
     rise = [Record(i, i, {"valid/loss": 10.0 + abs(i - 25)}) for i in range(1, 51)]
     made = lines(*rise, most=4)
-    assert [row.split()[0] for row in made[2:]] == ["1", "2", "…", "25", "…", "49", "50"]
+    assert firsts(made) == ["1", "2", "…", "25", "…", "49", "50"]
     assert [row.split()[0] for row in made if "*" in row] == ["25"]
     marks = [Row(record, best={"valid/loss"} if record is rise[0] else ()) for record in rise]
     marked = table_of(marks, ["valid/loss"], most=4).text(80).splitlines()
-    assert [row.split()[0] for row in marked[2:]] == ["1", "2", "…", "49", "50"]
+    assert firsts(marked) == ["1", "2", "…", "49", "50"]
     assert [row.split()[0] for row in marked if "*" in row] == ["1"]
 
 
 # --- width
 
 
-@pytest.mark.parametrize(
-    ("width", "kept"),
-    [
-        (78, ["step", *METRICS, "time"]),
-        (77, ["step", *(name for name in METRICS if name != "train/grad_norm"), "time"]),
-        (66, ["step", *LOSSES, "train/accuracy", "valid/accuracy", "time"]),
-        (57, [*LOSSES, "train/accuracy", "valid/accuracy", "time"]),
-        (51, [*LOSSES, "valid/accuracy", "time"]),
-        (41, [*LOSSES, "valid/accuracy"]),
-        (34, LOSSES),
-        (23, ["valid/loss"]),
-        (1, ["valid/loss"]),  # something is shown anyway
-    ],
-)
+@pytest.mark.parametrize(("width", "kept"), [
+    (78, ["step", *METRICS, "time"]),
+    (77, ["step", *(name for name in METRICS if name != "train/grad_norm"), "time"]),
+    (66, ["step", *LOSSES, "train/accuracy", "valid/accuracy", "time"]),
+    (57, [*LOSSES, "train/accuracy", "valid/accuracy", "time"]),
+    (51, [*LOSSES, "valid/accuracy", "time"]), (41, [*LOSSES, "valid/accuracy"]), (34, LOSSES),
+    (23, ["valid/loss"]),
+    (1, ["valid/loss"]),  # something is shown anyway
+])  # fmt: skip
 def test_the_least_important_columns_are_left_out_first(width, kept):
     made = table([Record(1, 10, METRICS)], width=width)
     names = [field.name or field.title for field in made.columns]
@@ -302,11 +253,15 @@ def test_the_least_important_columns_are_left_out_first(width, kept):
     assert (f"left out: {', '.join(made.left_out)}" if left_out else "") == made.note
 
 
-def test_what_a_run_costs_is_less_important_than_its_other_metrics():
-    names = ["train/time/data", "train/throughput/samples", "train/size", "train/lr", "valid/f1"]
-    made = lay_out([Record(1, 10, dict.fromkeys(names, 2.0))], width=36)
-    assert [field.name for field in made.columns if field.name] == ["valid/f1", "train/size"]
-    assert made.left_out == ("step", "train/time/data", "train/throughput/samples", "train/lr")
+@pytest.mark.parametrize(("names", "width", "left_out"), [
+    ("train/time/data train/throughput/samples train/size train/lr valid/f1", 36,
+     "step train/time/data train/throughput/samples train/lr"),  # what a run costs
+    ("train/d/loss train/g/loss valid/loss valid/real train/loss", 44, "step time valid/real"),
+])  # fmt: skip
+def test_what_a_run_costs_goes_before_other_metrics_and_those_before_losses(names, width, left_out):
+    made = lay_out([Record(1, 10, dict.fromkeys(names.split(), 2.0))], width=width)
+    assert made.left_out == tuple(left_out.split())
+    assert {*names_of(made)} == {*names.split()} - {*made.left_out}
 
 
 @pytest.mark.parametrize("width", range(20, 130))
@@ -333,15 +288,12 @@ def test_the_width_is_that_of_the_terminal_when_it_is_printed(monkeypatch):
     assert max(map(len, repr(made).splitlines())) <= 60
 
 
-def test_a_long_name_is_shortened_in_its_middle():
-    head = lines(Record(1, 10, {f"valid/{'m' * 30}{'n' * 30}": 1.0}), width=80)[1]
-    assert head.split()[3] == f"{'m' * 15}…{'n' * 15}"
-
-
-def test_a_long_name_of_a_loader_is_shortened_too_and_wide_signs_have_two_columns():
-    names = (f"{'m' * 30}{'n' * 30}/loss", "验证/loss", "valid/验证")
+def test_long_names_are_shortened_in_their_middle_and_wide_signs_have_two_columns():
+    long, short = f"{'m' * 30}{'n' * 30}", f"{'m' * 15}…{'n' * 15}"
+    assert lines(Record(1, 10, {f"valid/{long}": 1.0}), width=80)[1].split()[3] == short
+    names = (f"{long}/loss", "验证/loss", "valid/验证")
     head, titles, row = lines(Record(1, 10, dict.fromkeys(names, 1.0)), width=100)
-    assert head.split("│")[1].strip() == f"{'m' * 15}…{'n' * 15}"
+    assert head.split("│")[1].strip() == short
     assert len({*map(len, (titles, row))}) == 2  # 验证 is two signs, and four columns
     bars = [[disp_len(part) for part in line.split("│")][:-1] for line in (head, titles, row)]
     assert bars[0][:3] == bars[1][:3] == bars[2][:3] and bars[1] == bars[2]

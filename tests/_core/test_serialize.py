@@ -16,26 +16,10 @@ from fnloop._core.serialize import decode, encode, find_difference, has_pending,
 from fnloop.testing import toy
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        None,
-        True,
-        3,
-        2**63,
-        0.1,
-        math.inf,
-        "text",
-        [1, [2.0]],
-        (1, (2,)),
-        {"a": {"b": 1}},
-        {1: "int key", (2, 3): "tuple key"},
-        {"$tensor": "not one"},
-        frozenset({1, 2}),
-        np.float32(0.5),
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize("value", [
+    None, True, 3, 2**63, 0.1, math.inf, "text", [1, [2.0]], (1, (2,)), {"a": {"b": 1}},
+    {1: "int key", (2, 3): "tuple key"}, {"$tensor": "not one"}, frozenset({1, 2}), np.float32(0.5),
+], ids=repr)  # fmt: skip
 def test_plain_data_is_decoded_as_it_was(value):
     tensors = {}
     text = json.dumps(encode(value, tensors, "x"), allow_nan=False)
@@ -60,14 +44,10 @@ def test_dense_strides_are_restored(tmp_path, tensor):
     assert restored.stride() == torch.empty_like(tensor).stride()  # the rule of torch
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        torch.float16,
-        deque([1.0, torch.ones(1)], maxlen=3),
-        torch.tensor([1 + 2j]).to(torch.complex128),
-    ],
-)
+@pytest.mark.parametrize("value", [
+    torch.float16, deque([1.0, torch.ones(1)], maxlen=3),
+    torch.tensor([1 + 2j]).to(torch.complex128),
+])  # fmt: skip
 def test_dtypes_deques_and_complex_tensors_are_decoded_as_they_were(value):
     tensors = {}
     encoded = json.loads(json.dumps(encode(value, tensors, "x")))

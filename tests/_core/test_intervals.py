@@ -1,12 +1,22 @@
-"""Metrics of torchmetrics over the epoch and over the interval since the last record."""
+"""Running metrics of the epoch and of the interval since the last record, in one pass."""
 
 import copy
+import itertools
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fnloop as fl
-from fnloop._core.metrics import RECENT, update_, update_both_, without_recent
+from fnloop import Last, Max, Mean, Min
+from fnloop._core.metrics import (
+    RECENT,
+    update_,
+    update_both_,
+    update_loss_,
+    update_losses_,
+    without_recent,
+)
 from fnloop._core.serialize import Pending
 from fnloop.testing import assert_same, toy, toy_loss
 
@@ -95,31 +105,40 @@ EXACT = {
     ),
 }
 OTHERS = {
-    "a sum of floats": Sum,
-    "a count that begins at 1": lambda: Counts(start=1),
+    "a sum of floats": Sum, "a count that begins at 1": lambda: Counts(start=1),
     "a reduction of the user's": lambda: Counts(reduction=lambda parts: parts.sum(0)),
     "no reduction": lambda: Counts(reduction=None),
-    "an update that may depend on the state": Dependent,
-    "a metric in a metric": Outer,
+    "an update that may depend on the state": Dependent, "a metric in a metric": Outer,
     "a collection with one of them": lambda: torchmetrics.MetricCollection([Counts(), Sum()]),
-}
-KINDS = EXACT | OTHERS
+}  # fmt: skip
+# of floats, whose bits are those of each pass by itself
+OWN = {
+    "mean": lambda x: Mean(x, 3),
+    "mean of tensor weight": lambda x: Mean(x, torch.tensor(3.5)),
+    "mean of floats": lambda x: Mean(x.item(), 3), "sum": fl.Sum, "min": Min, "max": Max,
+    "last": Last,
+}  # fmt: skip
+TORCHMETRICS = EXACT | OTHERS
+KINDS = {**TORCHMETRICS, **OWN}
+kinds = pytest.mark.parametrize("kind", KINDS)
 
 
 def batches(count):
-    generator = torch.Generator().manual_seed(0)
-    sizes = [1 + i % 3 for i in range(count)]
+    draw = torch.Generator().manual_seed(0)
     return [
-        (
-            torch.rand(n, CLASSES, generator=generator),
-            torch.randint(CLASSES, (n,), generator=generator),
-        )
-        for n in sizes
+        (torch.rand(n, CLASSES, generator=draw), torch.randint(CLASSES, (n,), generator=draw))
+        for n in (1 + i % 3 for i in range(count))
     ]
 
 
-def function(make):
-    return fl.from_torchmetrics(make(), lambda aux, batch: batch)
+VALUES = torch.tensor([0.1, 0.7, -1e-9, 3e7, 0.3, -0.0])
+
+
+def function(kind):
+    """Return a metric function, of a kind or of a metric of torchmetrics."""
+    if kind in OWN:
+        return lambda aux, batch: OWN[kind](VALUES[int(1e6 * batch[0].sum()) % 6].clone())
+    return fl.from_torchmetrics(KINDS[kind](), lambda aux, batch: batch)
 
 
 def bits(metrics):
@@ -128,7 +147,7 @@ def bits(metrics):
     for name, metric in metrics.items():
         values = metric.compute()
         values = values if isinstance(values, dict) else {"": values}
-        updates = metric.to_parts().get("updates")
+        updates = metric.to_parts().get("updates") if hasattr(metric, "to_parts") else None
         found[name] = updates, {part: float(value).hex() for part, value in values.items()}
     return found
 
@@ -153,9 +172,11 @@ def both(metric, data, interval, at=None, change=lambda running: running):
 
 
 def saved(running):
-    """Return running metrics as a checkpoint holds them."""
-    parts = {name: copy.deepcopy(metric.to_parts()) for name, metric in running.items()}
-    return {name: Pending("fnloop.TorchMetric", part) for name, part in parts.items()}
+    """Return running metrics of torchmetrics as a checkpoint holds them."""
+    return {
+        name: Pending("fnloop.TorchMetric", copy.deepcopy(metric.to_parts()))
+        for name, metric in running.items()
+    }
 
 
 CHANGES = {
@@ -165,42 +186,92 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("interval", [1, 2])
-@pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
-def test_the_epoch_and_the_interval_are_each_as_if_alone(make, interval):
-    metric, data = function(make), batches(5)
+RESTORED_AS_THEMSELVES = [(kind, "a checkpoint") for kind in OWN]
+
+
+@kinds
+@pytest.mark.parametrize("interval", [1, 2, 4])
+def test_the_epoch_and_the_interval_are_each_as_if_alone(kind, interval):
+    metric, data = function(kind), batches(5)
     for i, running in enumerate(both(metric, data, interval)):
-        assert bits(running) == bits(alone(metric, data[: i + 1], interval))
+        before = bits(running)
+        assert before == bits(alone(metric, data[: i + 1], interval))
+        assert bits(running) == before  # to read changes nothing
+    if kind in TORCHMETRICS:  # only what merges exactly is updated once
+        merges = running["m"].later is running[RECENT + "m"].seen
+        assert merges == (kind in EXACT)
+
+
+@pytest.mark.parametrize("weight", [3, torch.tensor(3), torch.tensor(0.5)], ids=str)
+@pytest.mark.parametrize("interval", [1, 2, 4])
+def test_losses_too(weight, interval):
+    both = epoch = recent = None
+    for i, loss in enumerate(VALUES):
+        if i % interval == 0:
+            both, recent = (both and both[0], None), None
+        both = update_losses_(*both, loss, weight)
+        epoch, recent = update_loss_(epoch, loss, weight), update_loss_(recent, loss, weight)
+        assert bits(dict(enumerate(both))) == bits({0: epoch, 1: recent})
 
 
 @pytest.mark.parametrize("at", [2, 3])  # at a record, and between two
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-@pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
-def test_they_continue_after_a_copy(make, change, at):
-    metric, data = function(make), batches(5)
-    *_, running = both(metric, data, 2, at, change)
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [case for case in itertools.product(KINDS, CHANGES) if case not in RESTORED_AS_THEMSELVES],
+)
+def test_they_continue_after_a_copy(kind, change, at):
+    metric, data = function(kind), batches(5)
+    *_, running = both(metric, data, 2, at, CHANGES[change])
     assert bits(running) == bits(alone(metric, data, 2))
-
-
-@pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
-def test_only_what_merges_exactly_is_updated_once(make):
-    metric = function(make)
-    *_, running = both(metric, batches(7), 3)
-    merges = make in EXACT.values()
-    assert (running["m"].later is running[RECENT + "m"].seen) == merges
 
 
 @pytest.mark.parametrize("interval", [1, 2, 6])
 def test_a_metric_is_updated_once_per_batch(monkeypatch, interval):
     updates = []
     monkeypatch.setattr(Counts, "update", lambda self, *args: updates.append(args))
-    for _ in both(function(Counts), batches(6), interval):
+    for _ in both(function("extremes"), batches(6), interval):
         pass
     assert len(updates) == 6
 
 
-def test_a_copy_continues_by_itself():
-    metric, data = function(collection), batches(6)
+class Calls(TorchDispatchMode):
+    """Counts the operations of torch."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def mean(value):
+    return {"m": Mean(torch.tensor(value), 3)}
+
+
+def test_within_an_interval_the_second_mean_takes_no_operation_of_its_own():
+    once, twice, new = {}, {}, mean(1.0)
+    for _ in range(3):
+        with Calls() as alone:
+            once = update_(once, new)
+        with Calls() as together:
+            twice = update_both_(twice, new)
+    assert (alone.count, together.count) == (1, 1)
+
+
+def test_an_interval_after_nan_or_of_other_tensors_is_continued():
+    nan = update_both_({}, mean(float("nan")))
+    assert update_both_(without_recent(nan), mean(6.0))[RECENT + "m"].compute() == 2.0
+    a, b = (update_both_({}, mean(x)) for x in (1.0, 5.0))
+    found = update_both_({**without_recent(a), RECENT + "m": b[RECENT + "m"]}, mean(3.0))
+    assert (found["m"].compute(), found[RECENT + "m"].compute()) == (2 / 3, 4 / 3)
+    epoch, recent = (Mean(torch.tensor([x, 9.0]).double()[0], n) for x, n in ((6.0, 2), (4.0, 1)))
+    added = update_losses_(epoch, recent, torch.tensor(3.0), 2)
+    assert [metric.compute() for metric in added] == [12 / 4, 10 / 3]
+
+
+@pytest.mark.parametrize("kind", ["a collection", "mean"])
+def test_a_copy_continues_by_itself(kind):
+    metric, data = function(kind), batches(6)
     *_, running = both(metric, data[:4], 3)
     kept, before = copy.deepcopy(running), bits(running)
     running = update_both_(without_recent(running), {"m": metric({}, data[4])})
@@ -209,13 +280,8 @@ def test_a_copy_continues_by_itself():
     assert bits(kept) == bits(running)
 
 
-def test_to_read_changes_nothing():
-    for running in both(function(collection), batches(5), 2):
-        assert bits(running) == bits(running)
-
-
 def test_the_epoch_continues_without_records():
-    metric, data = function(collection), batches(5)
+    metric, data = function("a collection"), batches(5)
     *_, running = both(metric, data[:4], 3)
     running = update_(without_recent(running), {"m": metric({}, data[4])})
     assert bits(running) == bits(update_({}, {"m": alone(metric, data, 5)["m"]}))
@@ -241,9 +307,6 @@ def test_records_have_the_value_over_the_items_since_the_last_one():
     assert state.history["recent/accuracy"] == pytest.approx((2 / 3, 2 / 3, 1, 1, 1 / 3, 1))
     assert state.history["train/accuracy"] == pytest.approx((5 / 7, 5 / 7))
     assert train(record_every=None).history["train/accuracy"] == state.history["train/accuracy"]
-
-
-def test_under_accumulation_too():
     state = train(middleware=(fl.accumulate(2),), record_every=fl.every(steps=1))
     assert state.history["recent/accuracy"] == pytest.approx((2 / 3, 2 / 3, 1.0) * 2)
 
@@ -252,12 +315,8 @@ def test_under_accumulation_too():
 def test_a_resume_within_an_interval_makes_the_same_records(stop, tmp_path):
     settings = {"record_every": fl.every(steps=3)}
     part = train(**settings, steps=stop)
+    copied = fl.snapshot(part)
     resumed = train(fl.restore(fl.save(part, tmp_path / "a"), toy()), **settings)
     records = [record for record in resumed.history if not record.closing]
     assert fl.History(records) == train(**settings).history
-
-
-def test_a_snapshot_within_an_interval_makes_the_same_run():
-    part = train(steps=3)
-    copied = fl.snapshot(part)
-    assert_same(train(part), train(copied))
+    assert_same(train(copied, **settings), train(part, **settings))
