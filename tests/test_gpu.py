@@ -1,7 +1,7 @@
 """What only a GPU can show: real graphs, and that nothing waits for the device."""
 
+import contextlib
 import os
-import shutil
 import subprocess
 import sys
 import textwrap
@@ -10,7 +10,6 @@ import time
 import attrs
 import pytest
 import torch
-from sample_middleware import average
 from torch import nn
 
 import fnloop as fl
@@ -26,9 +25,8 @@ pytestmark = [
 
 
 def net(*between):
-    first = nn.Linear(
-        8, 16, bias=not between
-    )  # batch norm would leave a bias rounding noise as gradient: Adam makes it large
+    """Batch norm would leave a bias rounding noise as gradient, which Adam makes large."""
+    first = nn.Linear(8, 16, bias=not between)
     return nn.Sequential(first, *between, nn.Tanh(), nn.Linear(16, 1)).to(DEVICE)
 
 
@@ -52,34 +50,54 @@ def adamw(parameters):
 
 
 SIZES = (8, 8, 6, 8, 2, 8, 4)
-PROBLEMS = {
-    "small": Problem(net, loss_fn, data(*SIZES), sgd),
-    "dropout and batch norm": Problem(
-        lambda: net(nn.BatchNorm1d(16), nn.Dropout(0.3)), loss_fn, data(*SIZES), adamw
-    ),
-}
+SMALL = Problem(net, loss_fn, data(*SIZES), sgd)
+DRAWS = attrs.evolve(SMALL, model=lambda: net(nn.BatchNorm1d(16), nn.Dropout(0.3)), optimizer=adamw)
+NEVER = fl.every(epochs=9)  # in less than 9 epochs
 
 
-TABLE = [
-    (),
-    (fl.accumulate(2), fl.clip(0.05)),
-    (fl.clip(0.05), fl.accumulate(3)),
-    (fl.amp("bf16"), fl.accumulate(2), fl.clip(0.05)),
-    (fl.amp("fp16", init_scale=2.0**20, growth_interval=3), fl.accumulate(2), fl.clip(0.05)),
-    (fl.schedule(schedules.cosine(warmup=2, min_ratio=0.1)), average(0.9)),
-    (fl.ema(0.9, start=4, every=2), fl.swa(0.5)),
-    (
-        fl.torch_scheduler(
-            lambda optimizer, run: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-        ),
-    ),
-    (
-        fl.metric(
-            mean=lambda aux, batch: aux["output"].mean(),
-            most=lambda aux, batch: fl.Max(aux["output"].max()),
-        ),
-    ),
-]
+def small_with(optimizer, **settings):
+    """Return the small problem with another optimizer."""
+    return attrs.evolve(SMALL, optimizer=lambda parameters: optimizer(parameters, **settings))
+
+
+@pytest.mark.parametrize(
+    "optimizer", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop]
+)
+def test_a_plain_optimizer_is_made_capturable(optimizer):
+    problem = small_with(optimizer, lr=0.01)
+    halving = fl.schedule(lambda i, total: 0.5 ** (i // 7))
+    assert_close(run(problem, halving, fl.cuda_graph()), run(problem, halving), rtol=1e-3)
+
+
+def test_a_graph_draws_what_an_eager_update_draws():
+    def noisy(model, batch):
+        noise = torch.rand((), device=DEVICE)
+        return model(batch[0]).mean() * 0, {"noise": noise, "weight": 1}
+
+    problem = attrs.evolve(SMALL, loss_fn=noisy, batches=data(*[4] * 8))
+    keep, each = fl.metric(noise=lambda aux, batch: fl.Last(aux["noise"])), fl.every(steps=1)
+    eager, graphed = (
+        run(problem, keep, *members, evaluate_every=each, epochs=2).history["train/noise"]
+        for members in ((), (fl.cuda_graph(warmup=2),))
+    )
+    assert eager == graphed
+    assert len(set(eager[:8])) == 8
+
+
+def test_a_host_read_in_the_loss_is_named_and_the_state_is_as_it_was():
+    """The problem also draws after the failure."""
+
+    def reading(model, batch):
+        loss = model(batch[0]).mean()
+        return loss if loss.item() < 1e9 else loss * 0
+
+    problem = attrs.evolve(DRAWS, loss_fn=reading)
+    with pytest.raises(fl.CaptureError, match=r"return loss if loss\.item\(\) < 1e9"):
+        run(problem, fl.cuda_graph())
+    with pytest.warns(UserWarning, match="runs eagerly"):
+        fallen = run(problem, fl.cuda_graph(fallback=True))
+    assert_close(fallen, run(problem))
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
 
 
 def run(problem, *members, epochs=4, **kwargs):
@@ -97,58 +115,6 @@ def assert_close(a, b, rtol=1e-4):
         assert a.history[name] == pytest.approx(b.history[name], rel=rtol), name
 
 
-@pytest.mark.parametrize("members", TABLE, ids=repr)
-@pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
-def test_a_run_with_graphs_is_the_same(members, problem):
-    assert_close(run(problem, *members, fl.cuda_graph(warmup=1)), run(problem, *members))
-
-
-@pytest.mark.parametrize(
-    "optimizer", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop]
-)
-def test_a_plain_optimizer_is_made_capturable(optimizer):
-    problem = attrs.evolve(
-        PROBLEMS["small"], optimizer=lambda parameters: optimizer(parameters, lr=0.01)
-    )
-    halving = fl.schedule(lambda i, total: 0.5 ** (i // 7))
-    assert_close(run(problem, halving, fl.cuda_graph()), run(problem, halving), rtol=1e-3)
-
-
-def test_a_graph_draws_what_an_eager_update_draws():
-    drawn = []
-
-    def noisy(model, batch):
-        noise = torch.rand((), device=DEVICE)
-        return model(batch[0]).mean() * 0, {"noise": noise, "weight": 1}
-
-    problem = attrs.evolve(PROBLEMS["small"], loss_fn=noisy, batches=data(*[4] * 8))
-    for members in ((), (fl.cuda_graph(warmup=2),)):
-        keep = fl.metric(noise=lambda aux, batch: fl.Last(aux["noise"]))
-        drawn.append(
-            run(problem, keep, *members, evaluate_every=fl.every(steps=1), epochs=2).history[
-                "train/noise"
-            ]
-        )
-    assert drawn[0] == drawn[1]
-    assert len(set(drawn[0][:8])) == 8
-
-
-def test_a_host_read_in_the_loss_is_named_and_the_state_is_as_it_was():
-    def reading(model, batch):
-        loss = model(batch[0]).mean()
-        return loss if loss.item() < 1e9 else loss * 0
-
-    problem = attrs.evolve(
-        PROBLEMS["dropout and batch norm"], loss_fn=reading
-    )  # it also draws after the failure
-    with pytest.raises(fl.CaptureError, match=r"return loss if loss\.item\(\) < 1e9"):
-        run(problem, fl.cuda_graph())
-    with pytest.warns(UserWarning, match="runs eagerly"):
-        fallen = run(problem, fl.cuda_graph(fallback=True))
-    assert_close(fallen, run(problem))
-    assert torch.cuda.current_stream() == torch.cuda.default_stream()
-
-
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node:UserWarning")
 def test_a_kept_autograd_graph_of_the_parameters_is_named():
     """Its nodes belong to the stream of the hook, for which backward would have to wait."""
@@ -159,44 +125,45 @@ def test_a_kept_autograd_graph_of_the_parameters_is_named():
         return state
 
     with pytest.raises(fl.CaptureError, match=r"weight\.detach\(\)\.clone\(\)"):
-        run(PROBLEMS["small"], fl.cuda_graph(warmup=1), hooks=(keep,))
+        run(SMALL, fl.cuda_graph(warmup=1), hooks=(keep,))
 
 
 def test_checkpoints_go_from_graphs_to_eager_runs_and_back(tmp_path):
-    problem = attrs.evolve(
-        PROBLEMS["small"], optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.01)
-    )
+    problem = small_with(torch.optim.AdamW, lr=0.01)
     whole = run(problem, epochs=4)
+    loaders = {"train": problem.batches, "valid": problem.batches[:2]}
     for first, then in (((fl.cuda_graph(),), ()), ((), (fl.cuda_graph(),))):
         path = fl.save(run(problem, *first, epochs=2), tmp_path / "a")
-        loaders = {"train": problem.batches, "valid": problem.batches[:2]}
-        state = fl.fit(
-            fl.pipeline(*then)(loss_fn),
-            fl.restore(path, problem.state(seed=3)),
-            loaders,
-            epochs=4,
-            hooks=(),
-        )
+        state = fl.restore(path, problem.state(seed=3))
+        state = fl.fit(fl.pipeline(*then)(loss_fn), state, loaders, epochs=4, hooks=())
         assert_close(state, whole, rtol=1e-3)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("members", [(fl.compiled(),), (fl.compiled(), fl.cuda_graph())], ids=repr)
 def test_compiled_and_captured_steps_are_the_same(members):
-    problem = PROBLEMS["small"]
-    assert_close(run(problem, *members), run(problem), rtol=1e-3)
+    assert_close(run(SMALL, *members), run(SMALL), rtol=1e-3)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RAdam])
 @pytest.mark.parametrize("members", [(), (fl.cuda_graph(),)], ids=repr)
 def test_a_compiled_optimizer_is_the_same(optimizer, members):
-    problem = attrs.evolve(
-        PROBLEMS["small"], optimizer=lambda parameters: optimizer(parameters, lr=0.01)
-    )
+    problem = small_with(optimizer, lr=0.01)
     members = (fl.accumulate(2), fl.clip(0.05), fl.schedule(schedules.cosine(warmup=2)), *members)
     compiled = run(problem, fl.compiled(update=True), *members)
     assert_close(compiled, run(problem, *members), rtol=1e-3)
+
+
+@contextlib.contextmanager
+def waits(mode):
+    """Let torch raise an error for any wait for the device, or not."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode(mode)
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
 
 
 @pytest.mark.parametrize("members", [(), (fl.cuda_graph(),)], ids=repr)
@@ -205,36 +172,26 @@ def test_nothing_waits_for_the_device_between_two_reports(members, monkeypatch):
     from fnloop._core import metrics
 
     def reading(*args, read=metrics.read, **kwargs):
-        torch.cuda.set_sync_debug_mode("default")
-        try:
+        with waits("default"):
             return read(*args, **kwargs)
-        finally:
-            torch.cuda.set_sync_debug_mode("error")
 
     for module in ("fnloop._loop.run", "fnloop._loop.evaluate", "fnloop._hooks.progress"):
         monkeypatch.setattr(sys.modules[module], "read", reading)
-    problem = attrs.evolve(PROBLEMS["small"], batches=data(*[8] * 40))
-    step = fl.pipeline(fl.accumulate(2), fl.clip(1.0), fl.schedule(schedules.cosine()), *members)(
-        problem.loss_fn
-    )
-    state = fl.fit(step, problem.state(), problem.batches, epochs=1, hooks=())  # a capture waits
+    batches = data(*[8] * 40)
+    members = fl.accumulate(2), fl.clip(1.0), fl.schedule(schedules.cosine()), *members
+    step = fl.pipeline(*members)(loss_fn)
+    state = fl.fit(step, SMALL.state(), batches, epochs=1, hooks=())  # a capture waits
     hooks = (fl.progress(), fl.halt_on_nonfinite(), fl.early_stop("train/loss", patience=50))
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        fl.fit(step, state, problem.batches, epochs=3, hooks=hooks)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    with waits("error"):
+        fl.fit(step, state, batches, epochs=3, hooks=hooks)
 
 
 def test_rows_of_a_dataset_on_the_device_are_selected_without_a_wait():
     from fnloop._data.map_style import _select
 
     rows = torch.arange(8.0, device=DEVICE)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waits("error"):
         found = _select([rows], [5, 0, 3])
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert found is not None and found[0].tolist() == [5.0, 0.0, 3.0]
 
 
@@ -260,15 +217,14 @@ def test_everything_fits_into_one_graph(precision):
         fl.schedule(schedules.linear(), only="matrices"),
         fl.schedule(schedules.cosine(warmup=2), only="rest"),
     )
-    problem = attrs.evolve(PROBLEMS["small"], optimizer=mixed_optimizers)
+    problem = attrs.evolve(SMALL, optimizer=mixed_optimizers)
     graphed = run(problem, *members, fl.cuda_graph(warmup=1), epochs=6)
     eager = run(problem, *members, epochs=6)
     assert_close(graphed, eager, rtol=1e-3)
     assert (graphed.step, graphed.skipped) == (eager.step, eager.skipped)
     assert (graphed.skipped > 0) == (precision == "fp16")
-    for mine, theirs in zip(
-        fl.averaged(graphed).model.parameters(), fl.averaged(eager).model.parameters(), strict=True
-    ):
+    averages = [fl.averaged(state).model.parameters() for state in (graphed, eager)]
+    for mine, theirs in zip(*averages, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-6)
 
 
@@ -281,17 +237,25 @@ def test_text_of_several_lengths_has_a_graph_for_each():
     generator = torch.Generator().manual_seed(0)
     lengths = [8, 16, 32, 16, 8, 32, 64, 8] * 4
     batches = [torch.randint(11, (4, n), generator=generator) for n in lengths]
-    problem = Problem(
-        lambda: nn.Sequential(nn.Embedding(11, 16), nn.Linear(16, 11)).to(DEVICE),
-        text_loss,
-        batches,
-        lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
-    )
-    eager = run(problem, fl.accumulate(2), evaluate_every=fl.every(epochs=9))
+    model = lambda: nn.Sequential(nn.Embedding(11, 16), nn.Linear(16, 11)).to(DEVICE)
+    optimizer = lambda parameters: torch.optim.AdamW(parameters, lr=0.01)
+    problem = Problem(model, text_loss, batches, optimizer)
+    eager = run(problem, fl.accumulate(2), evaluate_every=NEVER)
     for limit in (2, 8):
         graph = fl.cuda_graph(warmup=1, limit=limit)
-        graphed = run(problem, fl.accumulate(2), graph, evaluate_every=fl.every(epochs=9))
+        graphed = run(problem, fl.accumulate(2), graph, evaluate_every=NEVER)
         assert_close(graphed, eager, rtol=1e-3)
+
+
+def wide(inputs, outputs, rows, batches, optimizer):
+    """A problem with one large layer."""
+    generators = [torch.Generator().manual_seed(i) for i in range(batches)]
+    return Problem(
+        lambda: nn.Linear(inputs, outputs).to(DEVICE),
+        lambda model, batch: model(batch).square().mean(),
+        [torch.randn(rows, inputs, generator=generator) for generator in generators],
+        optimizer,
+    )
 
 
 def test_a_graph_outlives_what_others_free():
@@ -302,15 +266,10 @@ def test_a_graph_outlives_what_others_free():
         torch.cuda.empty_cache()
         return state
 
-    wide = Problem(
-        lambda: nn.Linear(512, 512).to(DEVICE),
-        lambda model, batch: model(batch).square().mean(),
-        [torch.randn(256, 512, generator=torch.Generator().manual_seed(i)) for i in range(8)],
-        sgd,
-    )
-    graphed = run(wide, fl.cuda_graph(warmup=1), hooks=(free,))
+    problem = wide(512, 512, 256, 8, sgd)
+    graphed = run(problem, fl.cuda_graph(warmup=1), hooks=(free,))
     torch.cuda.synchronize()
-    assert_close(graphed, run(wide))
+    assert_close(graphed, run(problem))
 
 
 def test_what_a_hook_allocates_between_replays_is_not_overwritten_and_overwrites_nothing():
@@ -326,9 +285,9 @@ def test_what_a_hook_allocates_between_replays_is_not_overwritten_and_overwrites
         return state
 
     members = fl.accumulate(2), fl.clip(0.05)
-    graphed = run(PROBLEMS["small"], *members, fl.cuda_graph(), epochs=10, hooks=(allocate,))
+    graphed = run(SMALL, *members, fl.cuda_graph(), epochs=10, hooks=(allocate,))
     assert all((t == step).all() for step, t in kept)
-    assert_close(graphed, run(PROBLEMS["small"], *members, epochs=10))
+    assert_close(graphed, run(SMALL, *members, epochs=10))
 
 
 # --- memory
@@ -346,11 +305,10 @@ def greedy(most):
 
 
 def test_running_out_of_memory_is_retried_in_smaller_pieces():
-    problem = attrs.evolve(PROBLEMS["small"], loss_fn=greedy(3))
-    retried = run(problem, fl.retry_on_oom(), evaluate_every=fl.every(epochs=9))
+    problem = attrs.evolve(SMALL, loss_fn=greedy(3))
+    retried = run(problem, fl.retry_on_oom(), evaluate_every=NEVER)
     assert retried.slots["retry_on_oom"] == 2
-    pieces = run(PROBLEMS["small"], fl.microbatch(2), evaluate_every=fl.every(epochs=9))
-    assert_close(retried, pieces, rtol=1e-6)
+    assert_close(retried, run(SMALL, fl.microbatch(2), evaluate_every=NEVER), rtol=1e-6)
 
 
 def test_running_out_of_memory_in_a_capture_leaves_the_state_as_it_was():
@@ -361,7 +319,7 @@ def test_running_out_of_memory_in_a_capture_leaves_the_state_as_it_was():
             torch.empty(2**44, dtype=torch.uint8, device=DEVICE)
         return loss_fn(model, batch)
 
-    problem = attrs.evolve(PROBLEMS["dropout and batch norm"], loss_fn=loss)
+    problem = attrs.evolve(DRAWS, loss_fn=loss)
     batch = problem.batches[0]
     step = fl.pipeline(fl.cuda_graph(warmup=2))(problem.loss_fn)
     state = problem.state()
@@ -379,26 +337,34 @@ def test_running_out_of_memory_in_a_capture_leaves_the_state_as_it_was():
     assert out.loss.isfinite()
 
 
+def busy(model, batch):
+    """A loss that takes the device some milliseconds."""
+    work = weight = model.large
+    for _ in range(20):
+        work = work @ weight
+    return model(batch).mean() + 0 * work[0, 0].nan_to_num()
+
+
+def busy_problem(batches):
+    def model():
+        made = net()
+        made.large = torch.randn(4096, 4096, device=DEVICE)
+        return made
+
+    return attrs.evolve(SMALL, model=model, loss_fn=busy, batches=batches)
+
+
 def test_batches_are_not_copied_far_ahead_of_the_device():
     """Copies run beside the step: without a limit, all of them would be held at once."""
     size = 16 * 2**20  # bytes of a batch
-    x = torch.zeros(size // 4).pin_memory()
-    weight = torch.zeros(4096, 4096, device=DEVICE)
-
-    def slow(model, batch):
-        work = weight
-        for _ in range(20):  # some milliseconds
-            work = work @ weight
-        return model(batch[:8]).mean() + 0 * work[0, 0]
-
-    problem = attrs.evolve(PROBLEMS["small"], loss_fn=slow, batches=[x] * 100)
-    step = fl.pipeline()(slow)
+    problem = busy_problem([torch.zeros(size // 32, 8).pin_memory()] * 100)
+    step = fl.pipeline()(lambda model, batch: busy(model, batch[:1]))
     fl.fit(step, problem.state(), problem.batches[:3], epochs=1, hooks=())
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    fl.fit(step, problem.state(), problem.batches, epochs=1, hooks=())
+    state, before = problem.state(), torch.cuda.memory_allocated()
+    fl.fit(step, state, problem.batches, epochs=1, hooks=())
     held = (torch.cuda.max_memory_allocated() - before) / size
     assert held < 24, f"{held:.0f} batches at once"  # 256 MiB, and what the step uses
 
@@ -407,34 +373,26 @@ def test_batches_are_not_copied_far_ahead_of_the_device():
 
 
 @pytest.mark.parametrize("room", [True, False])
+@pytest.mark.parametrize("members", [(), (fl.cuda_graph(warmup=1),)], ids=repr)
 def test_a_checkpoint_in_the_background_holds_the_weights_of_its_update(
-    room, tmp_path, monkeypatch
+    members, room, tmp_path, monkeypatch
 ):
     """The updates after it overwrite them. A layer has 17 MB, more than what is copied at once."""
     monkeypatch.setattr("fnloop._checkpoint.format.has_room", lambda device, size: room)
-    wide = Problem(
-        lambda: nn.Linear(2100, 2048).to(DEVICE),
-        lambda model, batch: model(batch).square().mean(),
-        [torch.randn(8, 2100, generator=torch.Generator().manual_seed(i)) for i in range(6)],
-        lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
-    )
-    seen = {}
+    adamw = lambda parameters: torch.optim.AdamW(parameters, lr=0.01)
+    problem, seen = wide(2100, 2048, 8, 6, adamw), {}
 
     def note(state):
         seen[state.step] = state.model.weight.detach().clone()
         return state
 
     hooks = (fl.every(steps=2)(fl.checkpoint(tmp_path, keep=None, background=True)), note)
-    for members in ((), (fl.cuda_graph(warmup=1),)):
-        state = run(wide, *members, epochs=1, hooks=hooks, evaluate_every=None)
-        for step in (2, 4, 6):
-            saved = fl.restore(tmp_path / f"step-{step:08d}", wide.state(seed=1))
-            assert torch.equal(saved.model.weight, seen[step])
-            assert saved.optimizer.state[saved.model.weight]["exp_avg"].is_cuda
-        assert state.step == 6
-        for path in tmp_path.iterdir():
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-        hooks = (fl.every(steps=2)(fl.checkpoint(tmp_path, keep=None, background=True)), note)
+    state = run(problem, *members, epochs=1, hooks=hooks, evaluate_every=None)
+    for step in (2, 4, 6):
+        saved = fl.restore(tmp_path / f"step-{step:08d}", problem.state(seed=1))
+        assert torch.equal(saved.model.weight, seen[step])
+        assert saved.optimizer.state[saved.model.weight]["exp_avg"].is_cuda
+    assert state.step == 6
 
 
 # --- times
@@ -442,25 +400,17 @@ def test_a_checkpoint_in_the_background_holds_the_weights_of_its_update(
 
 def test_times_on_the_device_are_those_of_its_work():
     """Matrix products, timed by hand too: the host only launches them."""
-    weight = torch.randn(4096, 4096, device=DEVICE)
-
-    def slow(model, batch):
-        work = weight
-        for _ in range(20):
-            work = work @ weight
-        return model(batch[0]).mean() + 0 * work[0, 0].nan_to_num()
-
+    batches = [x for x, _ in data(*[8] * 30)]
+    problem = busy_problem(batches)
+    model = problem.model()
     torch.cuda.synchronize()
     for _ in range(2):
         start = time.perf_counter()
-        slow(PROBLEMS["small"].model(), PROBLEMS["small"].batches[0])
+        busy(model, batches[0])
         torch.cuda.synchronize()
         by_hand = time.perf_counter() - start
-    problem = attrs.evolve(PROBLEMS["small"], loss_fn=slow, batches=data(*[8] * 30))
-    state = run(
-        problem, fl.timings(), fl.throughput(), fl.device_memory(), epochs=1, evaluate_every=None
-    )
-    latest = state.history.latest
+    members = fl.timings(), fl.throughput(), fl.device_memory()
+    latest = run(problem, *members, epochs=1, evaluate_every=None).history.latest
     assert latest("train/time/step") == pytest.approx(by_hand, rel=0.5)
     assert latest("train/throughput/samples") == pytest.approx(8 / by_hand, rel=0.5)
     assert latest("train/memory/peak_gib") > 0.05
@@ -469,16 +419,11 @@ def test_times_on_the_device_are_those_of_its_work():
 # --- what can only be seen in a process of its own
 
 
-def in_a_process(code, *command, **environment):
-    """Run code in a new process, and return what it prints."""
-    command = command or (sys.executable,)
-    found = subprocess.run(
-        [*command, "-c", textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, **environment},
-    )
+def in_a_process(*command, **environment):
+    """Run Python with a command in a new process, and return what it prints."""
+    environment = {**os.environ, **environment}
+    given = {"capture_output": True, "text": True, "timeout": 300, "env": environment}
+    found = subprocess.run([sys.executable, *command], **given)
     assert found.returncode == 0, found.stderr[-3000:]
     return found.stdout
 
@@ -512,7 +457,8 @@ SCATTERING = """
 
 
 def test_deterministic_algorithms_give_the_same_bits_eagerly_and_in_graphs():
-    assert "equal" in in_a_process(SCATTERING, CUBLAS_WORKSPACE_CONFIG=":4096:8")
+    code = textwrap.dedent(SCATTERING)
+    assert "equal" in in_a_process("-c", code, CUBLAS_WORKSPACE_CONFIG=":4096:8")
 
 
 NCCL = """
@@ -545,11 +491,5 @@ NCCL = """
 def test_one_process_with_nccl_trains_as_without(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(NCCL))
-    found = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1", str(script)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "MASTER_PORT": "0"},
-    )
-    assert "equal" in found.stdout, found.stderr[-3000:]
+    torchrun = "-m", "torch.distributed.run", "--nproc-per-node=1"
+    assert "equal" in in_a_process(*torchrun, str(script), MASTER_PORT="0")

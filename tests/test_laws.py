@@ -26,6 +26,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import fnloop as fl
 from fnloop import schedules
+from fnloop._core.rng import COMPUTE, fold_in
 from fnloop.debug import audit, watch
 from fnloop.testing import (
     Problem,
@@ -45,42 +46,25 @@ from fnloop.testing import (
 warm_cosine = fl.schedule(schedules.cosine(warmup=2, min_ratio=0.1))
 
 SINGLES = [
-    fl.accumulate(1),
-    fl.accumulate(2),
-    fl.accumulate(3),
-    fl.accumulate(total=8),
-    fl.microbatch(100),
-    fl.retry_on_oom(),
-    fl.clip(0.05),
-    fl.clip(1.0, norm_type=math.inf),
-    fl.clip_value(0.01),
-    fl.sam(0.05),
-    fl.closure(),
-    fl.amp(None),
-    fl.amp("bf16"),
+    fl.accumulate(1), fl.accumulate(2), fl.accumulate(3), fl.accumulate(total=8),
+    fl.microbatch(100), fl.retry_on_oom(), fl.sam(0.05), fl.closure(),
+    fl.clip(0.05), fl.clip(1.0, norm_type=math.inf), fl.clip_value(0.01), fl.grad_norm(),
+    fl.amp(None), fl.amp("bf16"), warm_cosine,
     fl.channels_last(),  # of convolutions: tests/_middleware/test_channels_last.py
-    warm_cosine,
     fl.schedule(schedules.linear(), field="weight_decay"),
     fl.schedule(lambda state: 0.5**state.epoch),
     fl.schedule(lambda i, total: (1 + i) / 100, absolute=True),
     fl.plateau("train/loss", patience=1, mode="max"),  # the loss falls: it is lowered each time
     fl.torch_scheduler(decay),
     fl.torch_scheduler(lambda optimizer, run: CosineAnnealingLR(optimizer, run.total_steps)),
-    fl.grad_norm(),
-    fl.metric(mean=output_mean, largest=largest_output),
-    fl.metric(mean=output_mean, on="training"),
-    fl.metric(mean=output_mean, on="evaluation"),
-    fl.derive(double=double_loss),
-    fl.ema(0.9),
-    fl.ema(0.5, start=2, every=2, evaluate="only"),
-    fl.ema(0.9, start=0.5, evaluate=False),
-    fl.swa(0.5),
-    fl.swa(1, every=3),
-    watch(2),
-    noise(0.01),
-    weight_penalty(0.01),
-]
+    fl.metric(mean=output_mean, largest=largest_output), fl.metric(mean=output_mean, on="training"),
+    fl.metric(mean=output_mean, on="evaluation"), fl.derive(double=double_loss),
+    fl.ema(0.9), fl.ema(0.5, start=2, every=2, evaluate="only"),
+    fl.ema(0.9, start=0.5, evaluate=False), fl.swa(0.5), fl.swa(1, every=3),
+    watch(2), noise(0.01), weight_penalty(0.01),
+]  # fmt: skip
 TWO_PARTS = fl.clip(0.05, only="*.weight", name="w"), fl.clip(0.01, only="*.bias", name="b")
+MEAN, DECAYED = fl.metric(mean=output_mean), fl.schedule(schedules.linear(), field="weight_decay")
 COMBINATIONS = [
     fl.pipeline(),
     *(fl.pipeline(single) for single in SINGLES),
@@ -94,18 +78,12 @@ COMBINATIONS = [
     fl.pipeline(fl.sam(0.05), fl.accumulate(2)),
     fl.pipeline(fl.clip_value(0.01), fl.accumulate(3), fl.clip(0.05)),
     fl.pipeline(fl.amp("bf16"), fl.accumulate(2), fl.clip(0.05), warm_cosine),
-    fl.pipeline(
-        warm_cosine, fl.schedule(schedules.linear(), field="weight_decay"), fl.accumulate(2)
-    ),
+    fl.pipeline(warm_cosine, DECAYED, fl.accumulate(2)),
     fl.pipeline(fl.plateau("train/loss", patience=1), fl.accumulate(2), warm_cosine),
-    fl.pipeline(weight_penalty(0.01), fl.accumulate(3), noise(0.01), fl.metric(mean=output_mean)),
-    fl.pipeline(
-        fl.accumulate(4), fl.torch_scheduler(decay), fl.metric(mean=output_mean), fl.clip(0.05)
-    ),
+    fl.pipeline(weight_penalty(0.01), fl.accumulate(3), noise(0.01), MEAN),
+    fl.pipeline(fl.accumulate(4), fl.torch_scheduler(decay), MEAN, fl.clip(0.05)),
     fl.pipeline(fl.compiled(backend="eager"), fl.accumulate(2), fl.clip(0.05)),
-    fl.pipeline(
-        fl.swa(0.5, evaluate="only"), fl.accumulate(2), fl.ema(0.9), fl.metric(mean=output_mean)
-    ),
+    fl.pipeline(fl.swa(0.5, evaluate="only"), fl.accumulate(2), fl.ema(0.9), MEAN),
 ]
 UNFIT = ("noise", "amp", "closure")  # a closure cannot skip an update: it raises an error
 DETERMINISTIC = [p for p in COMBINATIONS if not any(m.name in UNFIT for m in p.middleware)]
@@ -119,6 +97,12 @@ def single_precision(problem: Problem) -> Problem:
         return functional.mse_loss(output.float(), batch[1].float()), {"output": output}
 
     return attrs.evolve(problem, model=lambda: problem.model().float(), loss_fn=loss_fn)
+
+
+def check_fold_and_purity(pipe, *problems):
+    for problem in problems:
+        law_fold(pipe, problem)
+        law_purity(pipe, problem)
 
 
 # --- 2 and 4: fold and purity; 7: no host reads
@@ -137,6 +121,9 @@ def test_batches_in_pieces_keep_the_laws(members):
     law_fold(fl.pipeline(*members, fl.microbatch(2)), attrs.evolve(stochastic(), batches=even))
 
 
+SCALED = fl.amp("fp16", init_scale=2.0**17, growth_interval=3)
+
+
 @pytest.mark.parametrize(
     "members",
     [
@@ -146,10 +133,7 @@ def test_batches_in_pieces_keep_the_laws(members):
     ids=repr,
 )
 def test_fp16_keeps_the_laws_of_fold_and_purity(members):
-    pipe = fl.pipeline(fl.amp("fp16", init_scale=2.0**17, growth_interval=3), *members)
-    problem = single_precision(small())
-    law_fold(pipe, problem)
-    law_purity(pipe, problem)
+    check_fold_and_purity(fl.pipeline(SCALED, *members), single_precision(small()))
 
 
 # --- guards: they read to the host once in each update
@@ -175,15 +159,12 @@ SPIKES = [  # many updates are spikes
 def test_a_guard_that_leaves_updates_out_keeps_the_laws(pipe):
     for problem in (small(), stochastic()):
         assert fl.fit(pipe(problem.loss_fn), problem.state(), problem.batches, epochs=2).skipped
-        law_fold(pipe, problem)
-        law_purity(pipe, problem)
+        check_fold_and_purity(pipe, problem)
 
 
 @pytest.mark.parametrize("pipe", GUARDS, ids=repr)
 def test_guards_keep_the_laws(pipe):
-    for problem in (small(), stochastic()):
-        law_fold(pipe, problem)
-        law_purity(pipe, problem)
+    check_fold_and_purity(pipe, small(), stochastic())
     law_skipped_updates(pipe, small())
     assert pickle.loads(pickle.dumps(pipe)) == pipe
 
@@ -192,8 +173,7 @@ def test_guards_keep_the_laws(pipe):
 def test_guards_keep_the_laws_in_turns_and_with_several_optimizers(pipe):
     law_fold(pipe, several.problem(several.muon_and_sgd))
     each = several.alternating(matrices=pipe.middleware, rest=(*pipe.middleware, fl.clip(0.1)))
-    law_fold(fl.pipeline(), each)
-    law_purity(fl.pipeline(), each)
+    check_fold_and_purity(fl.pipeline(), each)
 
 
 ELSEWHERE = {  # where the laws need another problem, or hold but for the times: the file with them
@@ -280,10 +260,12 @@ AROUND = [
 @pytest.mark.parametrize(
     ("each", "pipe"),
     [
-        pytest.param(
-            each, pipe, id=f"{each}-{pipe}", marks=[] if i % 3 == j else [pytest.mark.slow]
+        pytest.param(*pair, id=f"{pair[0]}-{pair[1]}", marks=[pytest.mark.slow] * (i % 3 != j))
+        for (i, j), pair in zip(
+            itertools.product(range(len(EACH)), range(len(AROUND))),
+            itertools.product(EACH, AROUND),
+            strict=True,
         )
-        for (i, each), (j, pipe) in itertools.product(enumerate(EACH), enumerate(AROUND))
     ],
 )
 def test_steps_in_turn_keep_the_laws(pipe, each):
@@ -296,11 +278,9 @@ def test_steps_in_turn_keep_the_laws_with_dropout_and_batch_norm():
 
 
 def test_steps_in_turn_in_fp16_keep_the_laws_of_fold_and_purity():
-    amp = fl.amp("fp16", init_scale=2.0**17, growth_interval=3)
     problem = attrs.evolve(single_precision(small()), optimizer=several.muon_and_sgd)
-    both = {"matrices": (amp, fl.clip(0.1)), "rest": (amp,)}
-    law_fold(fl.pipeline(), several.alternating(**both, problem=problem))
-    law_purity(fl.pipeline(), several.alternating(**both, problem=problem))
+    both = {"matrices": (SCALED, fl.clip(0.1)), "rest": (SCALED,)}
+    check_fold_and_purity(fl.pipeline(), several.alternating(**both, problem=problem))
 
 
 @pytest.mark.parametrize("neutral", [fl.ema(0.9), fl.swa(0.5, evaluate=False)], ids=repr)
@@ -344,62 +324,49 @@ def by_hand(
     return model, losses
 
 
+BF16, COSINE = {"precision": torch.bfloat16}, schedules.cosine(warmup=2)
 HAND_LOOPS = [
     ((), {}),
-    ((fl.accumulate(2),), {"n": 2}),
-    ((fl.accumulate(3),), {"n": 3}),
-    ((fl.accumulate(4),), {"n": 4}),
+    *(((fl.accumulate(n),), {"n": n}) for n in (2, 3, 4)),
     ((fl.clip(0.05),), {"clip": 0.05}),
     ((fl.clip_value(0.01),), {"clip_value": 0.01}),
     ((fl.accumulate(4), fl.clip(0.05)), {"n": 4, "clip": 0.05}),
-    ((fl.amp("bf16"),), {"precision": torch.bfloat16}),
-    (
-        (fl.amp("bf16"), fl.accumulate(2), fl.clip(0.05)),
-        {"precision": torch.bfloat16, "n": 2, "clip": 0.05},
-    ),
-    ((fl.schedule(schedules.cosine(warmup=2)),), {"factor": schedules.cosine(warmup=2)}),
+    ((fl.amp("bf16"),), BF16),
+    ((fl.amp("bf16"), fl.accumulate(2), fl.clip(0.05)), {**BF16, "n": 2, "clip": 0.05}),
+    ((fl.schedule(COSINE),), {"factor": COSINE}),
     ((fl.accumulate(3), fl.schedule(schedules.linear())), {"n": 3, "factor": schedules.linear()}),
 ]
+
+
+def trained(pipe, problem, **settings):
+    step = pipe(problem.loss_fn)
+    return fl.fit(step, problem.state(), problem.batches, hooks=(), **settings)
 
 
 @pytest.mark.parametrize("epochs", [1, 3])
 @pytest.mark.parametrize(("members", "settings"), HAND_LOOPS, ids=lambda value: repr(value)[:60])
 def test_fit_equals_the_hand_written_loop_bit_for_bit(members, settings, epochs):
     problem = small()
-    state = fl.fit(
-        fl.pipeline(*members)(problem.loss_fn),
-        problem.state(),
-        problem.batches,
-        epochs=epochs,
-        hooks=(),
-    )
+    state = trained(fl.pipeline(*members), problem, epochs=epochs)
     model, losses = by_hand(problem, epochs, **settings)
     for mine, theirs in zip(state.model.parameters(), model.parameters(), strict=True):
         assert torch.equal(mine, theirs)
-    assert state.history["train/loss"] == pytest.approx(
-        losses, rel=1e-14 if settings.get("n", 1) > 1 else 0, abs=0
-    )
+    rel = 1e-14 if settings.get("n", 1) > 1 else 0
+    assert state.history["train/loss"] == pytest.approx(losses, rel=rel, abs=0)
 
 
 def test_fit_equals_the_hand_written_loop_with_batch_norm_and_dropout():
     """A hand loop that seeds torch's generator by position, as fnloop does, draws the same."""
-    from fnloop._core.rng import COMPUTE, fold_in
-
     problem = stochastic()
-    state = fl.fit(
-        fl.pipeline()(problem.loss_fn), problem.state(), problem.batches, epochs=2, hooks=()
-    )
-    by = problem.state()
+    mine, by = trained(fl.pipeline(), problem, epochs=2), problem.state()
     for epoch in range(2):
         for i, batch in enumerate(problem.batches):
             torch.manual_seed(fold_in(by.seed, COMPUTE, epoch, i))
             by.optimizer.zero_grad()
             problem.loss_fn(by.model, batch)[0].backward()
             by.optimizer.step()
-    for mine, theirs in zip(
-        state.model.state_dict().values(), by.model.state_dict().values(), strict=True
-    ):
-        assert torch.equal(mine, theirs)
+    theirs = by.model.state_dict()
+    assert all(torch.equal(t, theirs[name]) for name, t in mine.model.state_dict().items())
 
 
 # --- 5: accumulation
@@ -427,28 +394,17 @@ def test_a_total_of_samples_makes_the_update_of_one_large_batch(n):
 @pytest.mark.parametrize("n", [2, 3, 7])
 def test_accumulation_is_the_same_on_its_other_path(n):
     """A gradient middleware inside accumulate selects its other path. This one changes nothing."""
-    untouched = fl.Middleware(
-        "untouched", gradient=lambda step: lambda state, batch: step(state, batch)
-    )
-    problem = small()
-    in_place = fl.fit(
-        fl.pipeline(fl.accumulate(n))(problem.loss_fn), problem.state(), problem.batches, hooks=()
-    )
-    averaged = fl.fit(
-        fl.pipeline(untouched, fl.accumulate(n))(problem.loss_fn),
-        problem.state(),
-        problem.batches,
-        hooks=(),
-    )
+    untouched = fl.Middleware("untouched", gradient=lambda step: lambda *given: step(*given))
+    in_place = trained(fl.pipeline(fl.accumulate(n)), small())
+    averaged = trained(fl.pipeline(untouched, fl.accumulate(n)), small())
     assert_same(in_place, averaged, rtol=1e-13)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 8])
 def test_the_reported_loss_does_not_depend_on_n(n):
+    batches = [torch.tensor([x]) for x in (1.0, 2.0, 3.0, 4.0, 5.0)]
     step = fl.pipeline(fl.accumulate(n))(toy_loss)
-    state = fl.fit(
-        step, toy(w=1.0, lr=0.0), [torch.tensor([x]) for x in (1.0, 2.0, 3.0, 4.0, 5.0)], hooks=()
-    )
+    state = fl.fit(step, toy(w=1.0, lr=0.0), batches, hooks=())
     assert state.history["train/loss"] == (3.0,)
 
 
@@ -488,11 +444,8 @@ def test_a_guard_without_work_changes_nothing(neutral):
 
 
 def test_a_neutral_setting_may_only_change_its_own_slot():
-    law_neutral(
-        fl.Middleware("kept", step=lambda step: step, init=lambda state: [1.0]),
-        fl.pipeline(),
-        small(),
-    )
+    slot = {"step": lambda step: step, "init": lambda state: [1.0]}
+    law_neutral(fl.Middleware("kept", **slot), fl.pipeline(), small())
 
     def meddle(step):
         def meddling(state, batch):
@@ -501,9 +454,9 @@ def test_a_neutral_setting_may_only_change_its_own_slot():
 
         return meddling
 
-    theirs = fl.Middleware("theirs", step=lambda step: step, init=lambda state: [1.0])
+    theirs = fl.pipeline(fl.Middleware("theirs", **slot))
     with pytest.raises(AssertionError, match=r"slots\.theirs"):
-        law_neutral(fl.Middleware("meddles", step=meddle), fl.pipeline(theirs), small())
+        law_neutral(fl.Middleware("meddles", step=meddle), theirs, small())
 
 
 # --- 10: applied updates only
@@ -521,15 +474,12 @@ def frames_between_fit_and_the_loss(*members: fl.Middleware) -> list[str]:
     found: list[str] = []
 
     def loss_fn(model, batch):
-        frame, names = sys._getframe(1), []
+        frame, codes = sys._getframe(1), []
         while frame.f_code.co_name != "fit":
-            names.append(frame)
+            codes.append(frame.f_code)
             frame = frame.f_back
-        found[:] = [
-            f.f_code.co_qualname
-            for f in names
-            if "fnloop" in f.f_code.co_filename.replace("/tests/", "")
-        ]
+        ours = [code for code in codes if "fnloop" in code.co_filename.replace("/tests/", "")]
+        found[:] = [code.co_qualname for code in ours]
         return toy_loss(model, batch)
 
     fl.fit(fl.pipeline(*members)(loss_fn), toy(lr=1e-3), [torch.ones(1)] * 4, hooks=())
@@ -552,40 +502,44 @@ def test_at_most_four_frames_and_one_per_middleware_separate_fit_from_the_loss(m
     assert len(frames) <= 4 + len(members), frames
 
 
-def test_a_law_that_is_broken_is_named():
-    """The laws can fail: a middleware with state in a closure breaks them."""
-
-    def forgetful() -> fl.Middleware:
-        calls = []
-
-        def wrap(step):
-            def counted(state, batch):
-                calls.append(1)
-                state, out = step(state, batch)
-                for p in state.model.parameters():
-                    p.grad.mul_(len(calls))
-                return state, out
-
-            return counted
-
-        return fl.Middleware("forgetful", gradient=wrap)
-
-    with pytest.raises(AssertionError, match="law_fold: stopped at update 1"):
-        check_laws(fl.pipeline(forgetful()), small())
+# --- the laws can fail
 
 
-def test_a_host_read_is_found():
-    @fl.middleware("gradient")
-    def reads():
-        def wrap(step):
-            def reading(state, batch):
-                state, out = step(state, batch)
-                out.loss.item()
-                return state, out
+@fl.middleware("gradient")
+def forgetful():
+    """Its state is in a closure."""
+    calls = []
 
-            return reading
+    def wrap(step):
+        def counted(state, batch):
+            calls.append(1)
+            state, out = step(state, batch)
+            for p in state.model.parameters():
+                p.grad.mul_(len(calls))
+            return state, out
 
-        return wrap
+        return counted
 
-    with pytest.raises(AssertionError, match="read to the host"):
-        check_laws(fl.pipeline(reads()), small())
+    return wrap
+
+
+@fl.middleware("gradient")
+def reads():
+    def wrap(step):
+        def reading(state, batch):
+            state, out = step(state, batch)
+            out.loss.item()
+            return state, out
+
+        return reading
+
+    return wrap
+
+
+@pytest.mark.parametrize(
+    ("member", "message"),
+    [(forgetful, "law_fold: stopped at update 1"), (reads, "read to the host")],
+)
+def test_a_law_that_is_broken_is_named(member, message):
+    with pytest.raises(AssertionError, match=message):
+        check_laws(fl.pipeline(member()), small())

@@ -20,6 +20,7 @@ import test_public_api
 import test_wrong_calls
 import torch
 from public_names import returning, values
+from sample_hooks import stop_at
 from torch.utils.data import DataLoader
 
 import fnloop as fl
@@ -279,18 +280,15 @@ def test_they_are_checked_as_those_of_the_library(mine):
 
 
 def test_the_middleware_keeps_the_laws(mine):
+    batches = [*mine.repeated([torch.ones(2), torch.ones(1)], 2)]
     for pipe in (fl.pipeline(mine.scaled(0.5)), fl.pipeline(fl.accumulate(2), mine.scaled(2))):
         check_laws(pipe)
+        check_laws(pipe, Problem(lambda: toy().model, toy_loss, batches))
         law_skipped_updates(pipe, small())
     law_neutral(mine.scaled(1), fl.pipeline(fl.clip(0.05)), small())
     law_accumulation(fl.pipeline(mine.scaled(0.5)), small(), 3, fl.accumulate)
     assert repr(mine.scaled(0.5)) == "scaled(0.5)"
     assert pickle.loads(pickle.dumps(mine.scaled(0.5))) == mine.scaled(0.5) != mine.scaled(2)
-
-
-def test_the_middleware_keeps_the_laws_on_the_batches_of_the_loader(mine):
-    batches = [*mine.repeated([torch.ones(2), torch.ones(1)], 2)]
-    check_laws(fl.pipeline(mine.scaled(0.5)), Problem(lambda: toy().model, toy_loss, batches))
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
@@ -302,19 +300,16 @@ def test_a_run_with_all_three_can_be_cut_at_every_update_and_resumed(mine, worke
         loader = mine.repeated(DataLoader(x, 2, shuffle=True, num_workers=workers), 2)
         step = fl.pipeline(fl.accumulate(2), mine.scaled(0.01))(toy_loss)
         hooks = (mine.reach("train/loss", -0.3), *hooks)
-        return fl.fit(step, state, loader, epochs=9, hooks=hooks)
+        return fl.fit(step, attrs.evolve(state, stop=None), loader, epochs=9, hooks=hooks)
 
     whole = fit(toy())
     assert 3 < whole.step < 27 and whole.stop is not None
     for split in range(1, whole.step):
-        pause = fl.when(lambda state, split=split: state.step == split)(
-            lambda state: attrs.evolve(state, stop="paused")
-        )
-        paused = fit(toy(), pause)
+        paused = fit(toy(), stop_at(split))
         assert paused.step == split
         path = fl.save(paused, tmp_path / str(split))
-        assert_same(fit(attrs.evolve(paused, stop=None)), whole)
-        assert_same(fit(attrs.evolve(fl.restore(path, toy()), stop=None)), whole)
+        for state in (paused, fl.restore(path, toy())):
+            assert_same(fit(state), whole)
 
 
 # --- what the tests of fnloop's own names find
@@ -334,14 +329,20 @@ def test_the_names_are_found(mine):
     assert values(mine).keys() == {f"my_steps.{name}" for name in NAMES}
 
 
+DOCUMENTED = (
+    test_docstrings.test_the_first_line_says_what_it_does,
+    test_docstrings.test_every_parameter_is_described_and_no_other,
+    test_docstrings.test_the_return_value_is_described,
+    test_docstrings.test_exceptions_are_described,
+    test_docstrings.test_there_is_an_example,
+)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_the_docstrings_are_checked_and_their_examples_run(mine, name):
     value = getattr(mine, name)
-    test_docstrings.test_the_first_line_says_what_it_does(value)
-    test_docstrings.test_every_parameter_is_described_and_no_other(value)
-    test_docstrings.test_the_return_value_is_described(value)
-    test_docstrings.test_exceptions_are_described(value)
-    test_docstrings.test_there_is_an_example(value)
+    for check in DOCUMENTED:
+        check(value)
     assert doctest.testmod(inspect.getmodule(value)) == (0, value.__doc__.count(">>>"))
 
 
@@ -357,14 +358,8 @@ def test_wrong_calls_are_tried(mine, name, tmp_path):
 def test_what_is_missing_is_found(imported, tmp_path):
     sloppy = imported("sloppy_steps", {"__init__": SLOPPY})
     (argument,) = test_wrong_calls.arguments(sloppy)
-    for check in (
-        test_docstrings.test_the_first_line_says_what_it_does,
-        test_docstrings.test_every_parameter_is_described_and_no_other,
-        test_docstrings.test_the_return_value_is_described,
-        test_docstrings.test_exceptions_are_described,
-        test_docstrings.test_there_is_an_example,
-        lambda value: test_wrong_calls.check_argument(*argument, root=str(tmp_path)),
-    ):
+    wrong_calls = lambda value: test_wrong_calls.check_argument(*argument, root=str(tmp_path))
+    for check in (*DOCUMENTED, wrong_calls):
         with pytest.raises(AssertionError):
             check(sloppy.sloppy)
     assert test_public_api.on_front_page(sloppy) != sloppy.__all__

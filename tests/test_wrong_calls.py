@@ -122,7 +122,6 @@ def law():
 LOADER, ONES, KEY = "[] () {1} tensor generator", [ONE] * 4, {"key": "valid/loss"}
 LOSS = "tensor | loader, loss of toy_loss"
 FLOAT = f"{NUMBERS} nan inf"
-TRAINED = "tensor", ("loader", "loss of toy_loss")
 RUN = {
     "step": "",
     "state": " | fit",
@@ -274,128 +273,99 @@ FUNCTIONS = [
 ]  # fmt: skip
 
 
+def named(v):
+    """Give an optimizer a name."""
+    given = model_and_optimizer()
+    return fl.TrainState.create(given["model"], {v if v.__hash__ else 1: given["optimizer"]})
+
+
+VALUED, MEAN = (fl.Sum, fl.Min, fl.Max, fl.Last), {"a": lambda aux, batch: 0.0}
+MOMENTS = (fl.every(steps=1), fl.at_start(), fl.at_end(), fl.when(lambda state: True))
+RUNS = [  # a piece of an argument of a run
+    ("loaders: train", lambda v: {"loaders": {"train": v}}, LOSS),
+    ("loaders: valid", lambda v: {"loaders": {"train": [ONE], "valid": v}}, LOSS),
+    ("loaders: pair", lambda v: {"loaders": ([ONE], v)}, "None" + LOSS[6:] + ", pair of"),
+    ("hooks: one", lambda v: {"hooks": (v,)}, " | a hook"),
+    ("evaluate_every: one",
+     lambda v: {"loaders": ([ONE], [ONE]), "evaluate_every": {"valid": v}}, "None"),
+]  # fmt: skip
+# What is a piece of an argument, or is not given by name, and other calls.
+PIECES = [
+    ("TrainState.create(optimizer: one)",
+     lambda v: fl.TrainState.create(testing.Toy(), {"a": v}), " | optimizers"),
+    ("TrainState.create(optimizer: a name)", named, "'x' | names of optimizers"),
+    ("pipeline(middleware)", fl.pipeline, ""),
+    ("pipeline(loss_fn)", lambda v: fl.pipeline()(v), " | loss function"),
+    ("step(state)", lambda v: step()(v, ONE), ""),
+    ("step(window)", lambda v: fl.pipeline(fl.accumulate(2))(toy_loss)(toy(), v), " | accumulate"),
+    ("step.evaluate(state)", lambda v: step().evaluate(v, ONE), ""),
+    ("middleware(factory)", lambda v: fl.middleware("gradient")(v), "lambda"),
+    ("metric(function)", lambda v: fl.metric(accuracy=v), " | metric, accuracy"),
+    ("metric(positional)", fl.metric, " | positional, at least one"),
+    ("metric(name)",
+     lambda v: fl.metric(**{v: MEAN["a"]} if isinstance(v, str) else {"a": v}), "'x'"),
+    ("derive(function)", lambda v: fl.derive(double=v), " | derive, double"),
+    ("Mean(total)", lambda v: fl.Mean(v, 1).compute(), f"{FLOAT} True"),
+    ("Mean(weight)", lambda v: fl.Mean(1.0, v).compute(), "0 1.5 True | weights"),
+    ("Mean.combine(other)", lambda v: fl.Mean(1.0, 1).combine(v), ""),
+    *((f"{m.__name__}(value)", lambda v, m=m: m(v).compute(), f"{FLOAT} True") for m in VALUED),
+    *((f"{m.__name__}.combine(other)", lambda v, m=m: m(1.0).combine(v), "") for m in VALUED),
+    *((f"{run.__name__}({piece})",
+       lambda v, run=run, of=of: run(**training() | {"hooks": ()} | of(v)), accepts)
+      for run in (fit, run) for piece, of, accepts in RUNS),
+    ("Record(metrics: a value)", lambda v: fl.Record(1, 1, {"loss": v}), f"{FLOAT} True"),
+    ("History[key]", lambda v: records()[v], "-1 0 | history"),
+    ("compare(history)", lambda v: fl.compare({"a": v}), ""),
+    *((f"{type(moment).__name__}(hook)", moment, " | hook") for moment in MOMENTS),
+    ("when_improved(hook)", fl.when_improved("valid/loss"), " | hook"),
+    ("every(or)", lambda v: fl.every(steps=1) | v, " | combines moments"),
+    ("every(and)", lambda v: v & fl.every(steps=1), " | combines moments"),
+    ("schedules.warmup(schedule)", schedules.warmup(1), ""),
+    ("schedules.join(schedules)", lambda v: schedules.join(schedules.linear(), v, at=[1]), ""),
+    ("schedules.join(at)", lambda v: schedules.join(*[schedules.linear()] * 2, at=v), ""),
+    ("linear()(step)", lambda v: schedules.linear()(v, 4), "0"),
+    ("linear()(total_steps)", lambda v: schedules.linear()(0, v), "-1 0 | length of the run"),
+    ("interleave(a loader)", lambda v: data.interleave({"a": v}), "[] () {1} tensor | loader"),
+    ("interleave(ratios: one)", lambda v: data.interleave({"a": ONES}, {"a": v}), ""),
+    ("zip_cycle(loader)", lambda v: data.zip_cycle(a=v), LOADER),
+    ("zip_shortest(loader)", lambda v: data.zip_shortest(a=v), LOADER),
+    ("pad_collate(padding: one)", lambda v: data.pad_collate({"a": v}), FLOAT),
+    ("check_laws(problem)",
+     lambda v: testing.check_laws(fl.pipeline(), testing.small() if v is None else v), "None"),
+]  # fmt: skip
+
+
+def entry(call, text):
+    """Return an entry; in the text are the accepted values | other words for the argument."""
+    accepts, _, words = text.partition(" | ")
+    return Entry(call, accepts, tuple(words.split(", ")) if words else ())
+
+
 def entries_of(function, given, arguments):
-    """Yield the entries of a row of the table."""
+    """Yield the entries of a function."""
     name = function.__qualname__
     name = f"schedules.{name}" if inspect.getmodule(function) is schedules else name
     for argument, text in arguments.items():
-        accepts, _, words = text.partition(" | ")
 
         def call(value, argument=argument):
             return function(**(given() if callable(given) else given) | {argument: value})
 
-        yield f"{name}({argument})", Entry(call, accepts, tuple(words.split(", ")) if words else ())
+        yield f"{name}({argument})", entry(call, text)
 
 
-PIECES = {  # of an argument, of what is not given by name, and of other calls
-    "TrainState.create(optimizer: one)": Entry(
-        lambda v: fl.TrainState.create(testing.Toy(), {"a": v}), "", ("optimizers",)
-    ),
-    "TrainState.create(optimizer: a name)": Entry(
-        lambda v: fl.TrainState.create(
-            **(given := model_and_optimizer())
-            | {"optimizer": {v if v.__hash__ else 1: given["optimizer"]}}
-        ),
-        "'x'",
-        ("names of optimizers",),
-    ),
-    "pipeline(middleware)": Entry(fl.pipeline),
-    "pipeline(loss_fn)": Entry(lambda v: fl.pipeline()(v), "", ("loss function",)),
-    "step(state)": Entry(lambda v: step()(v, ONE)),
-    "step(window)": Entry(
-        lambda v: fl.pipeline(fl.accumulate(2))(toy_loss)(toy(), v), "", ("accumulate",)
-    ),
-    "step.evaluate(state)": Entry(lambda v: step().evaluate(v, ONE)),
-    "middleware(factory)": Entry(lambda v: fl.middleware("gradient")(v), "lambda"),
-    "metric(function)": Entry(lambda v: fl.metric(accuracy=v), "", ("metric", "accuracy")),
-    "metric(positional)": Entry(fl.metric, "", ("positional", "at least one")),
-    "derive(function)": Entry(lambda v: fl.derive(double=v), "", ("derive", "double")),
-    "metric(name)": Entry(
-        lambda v: fl.metric(**{v: lambda aux, batch: 0.0} if isinstance(v, str) else {"a": v}),
-        "'x'",
-    ),
-    "Mean(total)": Entry(lambda v: fl.Mean(v, 1).compute(), f"{FLOAT} True"),
-    "Mean(weight)": Entry(lambda v: fl.Mean(1.0, v).compute(), "0 1.5 True", ("weights",)),
-    "Mean.combine(other)": Entry(lambda v: fl.Mean(1.0, 1).combine(v)),
-    **{
-        f"{m.__name__}(value)": Entry(lambda v, m=m: m(v).compute(), f"{FLOAT} True")
-        for m in (fl.Sum, fl.Min, fl.Max, fl.Last)
-    },
-    **{
-        f"{m.__name__}.combine(other)": Entry(lambda v, m=m: m(1.0).combine(v))
-        for m in (fl.Sum, fl.Min, fl.Max, fl.Last)
-    },
-    **{
-        f"{run.__name__}({piece})": Entry(
-            lambda v, run=run, of=of: run(**training() | {"hooks": ()} | of(v)), accepts, words
-        )
-        for run in (fit, run)
-        for piece, of, accepts, words in (
-            ("loaders: train", lambda v: {"loaders": {"train": v}}, *TRAINED),
-            ("loaders: valid", lambda v: {"loaders": {"train": [ONE], "valid": v}}, *TRAINED),
-            ("loaders: pair", lambda v: {"loaders": ([ONE], v)}, "None", (*TRAINED[1], "pair of")),
-            ("hooks: one", lambda v: {"hooks": (v,)}, "", ("a hook",)),
-            (
-                "evaluate_every: one",
-                lambda v: {"loaders": ([ONE], [ONE]), "evaluate_every": {"valid": v}},
-                "None",
-                (),
-            ),
-        )
-    },
-    "Record(metrics: a value)": Entry(lambda v: fl.Record(1, 1, {"loss": v}), f"{FLOAT} True"),
-    "History[key]": Entry(lambda v: records()[v], "-1 0", ("history",)),
-    "compare(history)": Entry(lambda v: fl.compare({"a": v})),
-    **{
-        f"{moment}(hook)": Entry(lambda v, make=make: make()(v), "", ("hook",))
-        for moment, make in (
-            ("every", lambda: fl.every(steps=1)),
-            ("at_start", fl.at_start),
-            ("at_end", fl.at_end),
-            ("when", lambda: fl.when(lambda state: True)),
-            ("when_improved", lambda: fl.when_improved("valid/loss")),
-        )
-    },
-    "every(or)": Entry(lambda v: fl.every(steps=1) | v, "", ("combines moments",)),
-    "every(and)": Entry(lambda v: v & fl.every(steps=1), "", ("combines moments",)),
-    "schedules.warmup(schedule)": Entry(lambda v: schedules.warmup(1)(v)),
-    "schedules.join(schedules)": Entry(lambda v: schedules.join(schedules.linear(), v, at=[1])),
-    "schedules.join(at)": Entry(
-        lambda v: schedules.join(schedules.linear(), schedules.linear(), at=v)
-    ),
-    "linear()(step)": Entry(lambda v: schedules.linear()(v, 4), "0"),
-    "linear()(total_steps)": Entry(
-        lambda v: schedules.linear()(0, v), "-1 0", ("length of the run",)
-    ),
-    "interleave(a loader)": Entry(
-        lambda v: data.interleave({"a": v}), "[] () {1} tensor", ("loader",)
-    ),
-    "interleave(ratios: one)": Entry(lambda v: data.interleave({"a": ONES}, {"a": v})),
-    "zip_cycle(loader)": Entry(lambda v: data.zip_cycle(a=v), LOADER),
-    "zip_shortest(loader)": Entry(lambda v: data.zip_shortest(a=v), LOADER),
-    "pad_collate(padding: one)": Entry(lambda v: data.pad_collate({"a": v}), FLOAT),
-    "check_laws(problem)": Entry(
-        lambda v: testing.check_laws(fl.pipeline(), testing.small() if v is None else v), "None"
-    ),
-}
-ENTRIES = PIECES | {name: entry for row in FUNCTIONS for name, entry in entries_of(*row)}
+ENTRIES = {name: entry(call, text) for name, call, text in PIECES}
+for row in FUNCTIONS:
+    ENTRIES |= entries_of(*row)
 
 if importlib.util.find_spec("torchmetrics"):
 
-    def template():
+    def with_torchmetrics():
         from torchmetrics.classification import BinaryAccuracy
 
-        return BinaryAccuracy()
+        return {"metric": BinaryAccuracy(), "inputs": lambda aux, batch: ()}
 
-    ENTRIES |= {
-        "from_torchmetrics(metric)": Entry(
-            lambda v: fl.from_torchmetrics(v, lambda aux, batch: ())
-        ),
-        "from_torchmetrics(inputs)": Entry(lambda v: fl.from_torchmetrics(template(), v)),
-        "from_torchmetrics(names)": Entry(
-            lambda v: fl.from_torchmetrics(template(), lambda aux, batch: (), names=v), "None"
-        ),
-    }
+    arguments_of_it = {"metric": "", "inputs": "", "names": "None"}
+    ENTRIES |= entries_of(fl.from_torchmetrics, with_torchmetrics, arguments_of_it)
 
 
 class Outcome(NamedTuple):
