@@ -39,10 +39,10 @@ def in_double(job):
     """Decorate a job whose processes have met, and whose numbers are of double precision."""
 
     @functools.wraps(job)
-    def run(folder, *arguments):
+    def run(*arguments, **settings):
         join()
         with default_dtype(torch.float64):
-            return job(folder, *arguments)
+            return job(*arguments, **settings)
 
     return run
 

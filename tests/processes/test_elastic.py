@@ -44,21 +44,21 @@ def loss_fn(model, batch):
     return nn.functional.cross_entropy(model.net(x), y) + model.counts[index].mean()
 
 
+def data():
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(SAMPLES, 6, generator=draw, dtype=torch.float64)
+    y = torch.randint(0, 3, (SAMPLES,), generator=draw)
+    return TensorDataset(x, y, torch.arange(SAMPLES))
+
+
 def learn(folder, pause=0.02, exact=False):
     """Train or resume; note each update, and the samples that were in it."""
     torch.manual_seed(0)
-    model = Net().double()
+    model, samples = Net().double(), []
     optimizers = {
         "net": torch.optim.SGD(model.net.parameters(), lr=0.1, momentum=0.9),
         "counts": torch.optim.SGD([model.counts], lr=float(TOTAL)),  # minus 1 for each time
     }
-    draw = torch.Generator().manual_seed(0)
-    data = TensorDataset(
-        torch.randn(SAMPLES, 6, generator=draw, dtype=torch.float64),
-        torch.randint(0, 3, (SAMPLES,), generator=draw),
-        torch.arange(SAMPLES),
-    )
-    samples = []
 
     @fl.middleware("gradient")
     def note_samples():
@@ -75,9 +75,8 @@ def learn(folder, pause=0.02, exact=False):
     def note(state):
         if rank() == 0:
             rate = state.optimizer["net"].param_groups[0]["lr"]
-            line = json.dumps([state.step, world(), rate, *samples])
             with (folder / "log").open("a") as file:
-                file.write(f"{line}\n")
+                file.write(json.dumps([state.step, world(), rate, *samples]) + "\n")
         time.sleep(pause)
         if pause and state.step > int((folder / "limit").read_text()):
             time.sleep(2)  # what is to happen by now takes some seconds
@@ -87,7 +86,7 @@ def learn(folder, pause=0.02, exact=False):
     state = fl.resume(folder / "saved", state)
     cosine = fl.schedule(schedules.cosine(warmup=0.1), only="net")
     step = fl.pipeline(fl.accumulate(total=TOTAL), note_samples(), cosine)(loss_fn)
-    loaders = {"train": DataLoader(data, 4, shuffle=True), "valid": DataLoader(data, 7)}
+    loaders = {"train": DataLoader(data(), 4, shuffle=True), "valid": DataLoader(data(), 7)}
     saves = fl.every(steps=SAVED_EVERY)(fl.checkpoint(folder / "saved", keep=2))
     state = fl.fit(step, state, loaders, epochs=EPOCHS, hooks=(note, saves))
     if state.stop is not None:  # by the agent, because a machine has come
@@ -129,11 +128,8 @@ def disturb(job, draw, events):
             job.kill_process(draw.randrange(machines))
         reached = rows(job.folder)[-1][0]
         done.append([event, reached, len(job.running)])
-
-        def continues(known=known):
-            return any(row[1] == len(job.running) for row in rows(job.folder)[known:])
-
-        job.wait(continues, 300)
+        continued = lambda known: any(r[1] == len(job.running) for r in rows(job.folder)[known:])
+        job.wait(lambda known=known: continued(known), 300)
     limit(job.folder, UPDATES)
     return done
 

@@ -1,106 +1,43 @@
-"""Mixed precision, FSDP, padding and random draws with several processes."""
+"""Mixed precision, random draws, and calls in any number, with several processes."""
 
 import launch
 import pytest
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import (
-    DistributedDataParallelKwargs,
-)
-from process_problems import batches, entropy, fitted, said, world
-from torch.utils.data import (
-    DataLoader,
-    TensorDataset,
-)
+from accelerate.utils import DistributedDataParallelKwargs
+from evaluation_draws import CALLS, draws_in
+from process_problems import batches, created, entropy, fitted, loader, said, world
+from sample_middleware import repeat
+from test_training import Gan, fooled, real_and_fake, turns, two
+from torch.utils.data import DataLoader, TensorDataset
 
 import fnloop as fl
-from fnloop._backend import collectives
-from fnloop.testing import Toy, toy
+from fnloop.testing import Toy, toy, toy_loss
 
 pytestmark = pytest.mark.slow
 
 
 def precision(folder):
     """Return the dtype of an output, with what accelerate is configured for."""
-    seen = []
+    seen = set()
 
     def loss(model, batch):
         loss, aux = entropy(model, batch)
-        seen.append(str(aux["output"].dtype))
+        seen.add(str(aux["output"].dtype))
         return loss, aux
 
-    return [said(lambda: fitted(batches(20), loss=loss).backend.precision), *set(seen)]
+    return [said(lambda: fitted(batches(20), loss=loss).backend.precision), *seen]
 
 
-@pytest.mark.parametrize("n", [1, 2])
-def test_mixed_precision_that_accelerate_is_configured_for(tmp_path, n):
-    configured = lambda kind: {
-        "environment": {"ACCELERATE_MIXED_PRECISION": kind, "ACCELERATE_USE_CPU": "true"}
-    }
-    assert (
-        launch.results(tmp_path / "bf16", n, precision, **configured("bf16"))
-        == [["bf16", "torch.bfloat16"]] * n
-    )
-    if n == 2:
-        (mine, *_), other = launch.results(tmp_path / "fp16", n, precision, **configured("fp16"))
-        assert mine.startswith("ValueError: accelerate is configured for fp16") and other[0] == mine
-
-
-def seen(folder):
-    """Return which samples a loss function is given, with and without collectives in it."""
-    found, given = {}, []
-
-    def quiet(model, batch):
-        given.extend(batch[0].tolist())
-        return (model.w * batch[0]).mean()
-
-    def talking(model, batch):
-        ones = torch.ones(1)
-        dist.all_reduce(ones)
-        assert ones.item() == world()
-        return quiet(model, batch)
-
-    def take(name):
-        found[name] = sorted(
-            sample for own in collectives.gather_objects(list(given)) for sample in own
-        )
-        given.clear()
-
-    data = TensorDataset(torch.arange(7.0))
-    for loss in (quiet, talking):
-        state = fl.fit(fl.pipeline()(loss), toy(), DataLoader(data, 2, shuffle=True), hooks=())
-        take(f"train, {loss.__name__}")
-        fl.evaluate(fl.pipeline()(loss), state, DataLoader(data, 3))
-        take(f"evaluate, {loss.__name__}")
-        found[f"w, {loss.__name__}"] = state.model.w.item()
-    found["results"] = [
-        *fl.predict(
-            lambda model, batch: quiet(model, batch) and batch[0].tolist(),
-            state,
-            DataLoader(data, 3),
-        )
-    ]
-    take("predict")
-    return found
-
-
-@pytest.mark.parametrize("n", [2])
-def test_each_sample_is_loaded_by_one_process(launched, n):
-    for found in launched(seen, n):
-        for name in ("train, quiet", "evaluate, quiet", "predict"):
-            assert found[name] == [*range(7)], name
-        assert found["results"] == [[0, 1, 2], [3, 4, 5], [6]]
-
-
-@pytest.mark.parametrize("n", [2])
-def test_a_loss_function_with_collectives_is_called_by_all_in_every_round(launched, n):
-    for found in launched(seen, n):
-        assert (
-            len(found["train, talking"]) == [7, 7 + 2][n - 2]
-        )  # on 3 the last round has one batch, of one: two more look at it
-        assert len(found["evaluate, talking"]) == [7 + 1, 7][n - 2]
-        assert found["w, talking"] == pytest.approx(found["w, quiet"])
+@pytest.mark.parametrize(("kind", "n"), [("bf16", 1), ("bf16", 2), ("fp16", 2)])
+def test_mixed_precision_that_accelerate_is_configured_for(tmp_path, kind, n):
+    configured = {"ACCELERATE_MIXED_PRECISION": kind, "ACCELERATE_USE_CPU": "true"}
+    found = launch.results(tmp_path, n, precision, environment=configured)
+    if kind == "bf16":
+        assert found == [["bf16", "torch.bfloat16"]] * n
+    else:
+        assert found[0] == found[1]
+        assert found[0][0].startswith("ValueError: accelerate is configured for fp16")
 
 
 @fl.middleware("gradient")
@@ -130,49 +67,77 @@ def drawing(folder):
         return (model.w * batch[0] * mask).mean()
 
     data = TensorDataset(torch.arange(1.0, 8.0))
-    for name, pipe in {
-        "one": fl.pipeline(noise(0.1)),
-        "two": fl.pipeline(noise(0.1), fl.accumulate(2)),
-    }.items():
-        state = fl.fit(pipe(dropping), toy(), DataLoader(data, 2), epochs=2, hooks=())
+    for name, members in {"one": (), "two": (fl.accumulate(2),)}.items():
+        step = fl.pipeline(noise(0.1), *members)(dropping)
+        state = fl.fit(step, toy(), DataLoader(data, 2), epochs=2, hooks=())
         found[name] = [state.model.w.item(), masks[:]]
         masks.clear()
     mx = fl.metric(mx=lambda aux, batch: batch[0].max())
     state = fl.fit(fl.pipeline(mx)(dropping), toy(), DataLoader(data, 4), hooks=())
     found["history"] = [r.metrics for r in state.history]
     handler = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
-    found["views"] = views(handler).model.w.item()
-    return found
+    return {**found, "views": views(handler).model.w.item()}
 
 
 def views(handler):
-    model = Toy(1.0)
-    state = fl.TrainState.create(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        seed=0,
-        backend=Accelerator(cpu=True, kwargs_handlers=[handler]),
-    )
+    model, backend = Toy(1.0), Accelerator(cpu=True, kwargs_handlers=[handler])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = fl.TrainState.create(model, optimizer, seed=0, backend=backend)
     data = DataLoader(TensorDataset(torch.arange(1.0, 9.0)), 4 // world())
-    return fl.fit(
-        fl.pipeline(fl.clip(5.0), fl.accumulate(2))(lambda m, b: (m.w * b[0]).mean()),
-        state,
-        data,
-        hooks=(),
-    )
+    step = fl.pipeline(fl.clip(5.0), fl.accumulate(2))(lambda m, b: (m.w * b[0]).mean())
+    return fl.fit(step, state, data, hooks=())
 
 
-@pytest.mark.parametrize("n", [2])
-def test_draws_differ_within_backward_and_agree_after_it(launched, n):
-    first, *others = launched(drawing, n)
-    for other in others:
-        for name in ("one", "two"):
-            assert other[name][0] == first[name][0]
-            assert other[name][1][0] != first[name][1][0]
-        assert other["history"] == first["history"]
+def test_draws_differ_within_backward_and_agree_after_it(launched):
+    first, other = launched(drawing, 2)
+    for name in ("one", "two"):
+        assert other[name][0] == first[name][0]
+        assert other[name][1][0] != first[name][1][0]
+    assert other["history"] == first["history"]
 
 
 def test_gradients_may_be_views_of_the_buckets_of_ddp(launched):
-    assert launched(drawing, 2)[0]["views"] == pytest.approx(
-        launched(drawing, 1)[0]["views"]
-    )  # 1 - 0.1 (2.5 + 5) / 2
+    """They come to 1 - 0.1 (2.5 + 5) / 2 on both numbers of processes."""
+    (alone,), (first, _) = launched(drawing, 1), launched(drawing, 2)
+    assert first["views"] == pytest.approx(alone["views"])
+
+
+def calls(folder):
+    state = toy()
+    numbers = [torch.tensor([float(x)]) for x in (1, 3, 5, 7)]
+    share = numbers[state.backend.rank :: state.backend.world_size]
+    step = fl.pipeline(fl.accumulate(len(share)), repeat())(toy_loss)
+    empty = fl.pipeline(fl.accumulate(len(share)), repeat([torch.ones(0)], share[:1]))(toy_loss)
+    last = fl.pipeline(fl.metric(last=lambda aux, batch: fl.Last(batch.max())))(toy_loss)
+    drawn = lambda loss: lambda m, b: seen.append(torch.rand(()).item()) or loss(m, b)
+    seen, both = [], turns(d_loss=drawn(real_and_fake), g_loss=drawn(fooled), order=("d", "d", "g"))
+    state = created(optimizer=lambda parameters: two([*parameters]), make=Gan)
+    fl.fit(both, state, loader(), steps=2, hooks=())
+    return {
+        "turns": seen,
+        "w": [step(toy(), share)[0].model.w.item(), empty(toy(), share)[0].model.w.item()],
+        "draws": {name: draws_in(call) for name, call in CALLS.items()},
+        "last": fl.fit(last, toy(), numbers[:3], hooks=()).history["train/last"],
+    }
+
+
+def test_each_batch_in_evaluation_has_the_same_draw_as_on_one_process(launched):
+    """Each process has three of the six batches."""
+    for name, call in CALLS.items():
+        first, second = (result["draws"][name] for result in launched(calls, 2))
+        assert (list(first), list(second)) == (["0", "2", "4"], ["1", "3", "5"])
+        assert {**first, **second} == draws_in(call)
+
+
+def test_each_turn_and_each_process_draws_numbers_of_its_own(launched):
+    drawn = [number for found in launched(calls, 2) for number in found["turns"]]
+    assert len(drawn) == len(set(drawn)) == 12
+
+
+def test_a_gradient_middleware_may_call_its_step_again_and_with_nothing(launched):
+    """The mean of 1, 3, 5 and 7 is 4, twice; and with the one of 1 and 3, which is 2, it is 6."""
+    for found in (*launched(calls, 1), *launched(calls, 2)):
+        assert found["w"][0] == -8.0
+    for found in launched(calls, 2):
+        assert found["w"][1] == -6.0
+        assert found["last"] == [5.0]  # of three batches; the second process has none at the end

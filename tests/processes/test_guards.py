@@ -1,44 +1,17 @@
 """Batches and updates that are left out on one process, on some, or on all."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 import torch.distributed as dist
-from process_problems import count, created, entropy, loader, rank, said, tally, world
+from process_problems import created, entropy, join, loader, rank, said, world
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import fnloop as fl
 
 pytestmark = pytest.mark.slow
-
-
-def left_out(folder):
-    """The last process leaves its batch of the first update out, and all theirs of the second."""
-
-    def loss_fn(model, batch):
-        update = int(batch[-1][0]) // (2 * world())
-        if update == 1 or (update == 0 and rank() == world() - 1):
-            return fl.skip("not here")
-        return count(model, batch)
-
-    found = {}
-    for name, members in {"plain": (), "guarded": (fl.clip(9.0), fl.skip_nonfinite())}.items():
-        step = fl.pipeline(*members)(loss_fn)
-        state = fl.fit(step, tally(), loader(size=2), steps=2, hooks=())
-        found[name] = [state.model.w.tolist()[: 6 * world()], state.step, state.skipped]
-    return {**found, "evaluated": fl.evaluate(step, tally(), loader(size=2))["loss"]}
-
-
-def none_at_first(folder):
-    """All leave the first updates out: what others weigh is found out later."""
-
-    def loss_fn(model, batch):
-        if int(batch[-1][0]) < 4 * world():
-            return fl.skip("too early")
-        return count(model, batch), {"weight": len(batch[0]) * (1 + rank())}
-
-    state = fl.fit(fl.pipeline()(loss_fn), tally(), loader(size=2), steps=1, hooks=())
-    return [state.model.w.tolist()[: 6 * world()], state.step, state.skipped]
 
 
 @fl.middleware("gradient")
@@ -87,19 +60,14 @@ def refused(folder):
 def not_repeated(folder):
     """What can be neither repeated nor copied in one process."""
 
-    def normed():
-        model = nn.Sequential(nn.Linear(6, 3), nn.SyncBatchNorm(3))
-        return fl.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    normed = created(make=lambda: nn.Sequential(nn.Linear(6, 3), nn.SyncBatchNorm(3)))
 
     def fitted(member, state):
         return said(lambda: fl.fit(fl.pipeline(member)(entropy), state, loader(), hooks=()))
 
     retry, back = fl.retry_on_oom(), fl.spike_guard(then="back")
-    return [
-        fitted(retry, created(fully_shard)),
-        fitted(retry, normed()),
-        fitted(back, created(fully_shard)),
-    ]
+    sharded = created(fully_shard)
+    return [fitted(retry, sharded), fitted(retry, normed), fitted(back, sharded)]
 
 
 class Normed(nn.Module):
@@ -117,21 +85,18 @@ class Normed(nn.Module):
 
 def put_back(folder):
     """A guard leaves out what one process has found; and evaluations count calls."""
-    torch.manual_seed(0)
-    model = Normed()
-    state = fl.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=0.1), seed=0)
-    step, found = fl.pipeline(no_sample(5 * world()))(entropy), []
+    state, found = created(make=Normed), []
+    step = fl.pipeline(no_sample(5 * world()))(entropy)
 
     def note(state):
         found.append([b.tolist() for b in state.model.buffers()])
         return state
 
-    loaders = {"train": loader(size=2), "valid": loader(size=3)}
     settings = {"steps": 4, "hooks": (note,), "evaluate_every": fl.every(steps=1)}
-    state = fl.fit(step, state, loaders, **settings)
+    state = fl.fit(step, state, (loader(size=2), loader(size=3)), **settings)
     outputs = [*fl.predict(lambda m, b: m(b[0]), state, loader(size=3), gather=False)]
-    last = [b.tolist() for b in state.model.buffers()]
-    same = [a == b for a, b in zip(found, [*found[1:], last], strict=True)]
+    note(state)
+    same = [a == b for a, b in pairwise(found)]
     return [state.skipped, same, state.model.calls.item(), len(outputs) > 0]
 
 
@@ -149,8 +114,8 @@ def all_left_out(folder):
 
 
 def guards(folder):
-    dist.init_process_group("gloo")
-    jobs = (left_out, none_at_first, decided, refused, not_repeated, put_back, all_left_out)
+    join()
+    jobs = (decided, refused, not_repeated, put_back, all_left_out)
     return {job.__name__: job(folder) for job in jobs}
 
 
@@ -162,24 +127,6 @@ def found(launched):
     mine, *others = launched(guards, N)
     assert all(other == mine for other in others)
     return mine
-
-
-def test_what_is_left_out_on_one_process_is_out_of_the_divisor(found):
-    """SGD at rate 1 subtracts 1 / the items of the update from the weight of each sample."""
-    kept, left, all_of = 2 * (N - 1), 2, 2 * N
-    expected = [-1 / kept] * kept + [0.0] * left + [0.0] * all_of + [-1 / all_of] * all_of
-    for name in ("plain", "guarded"):
-        weights, step, skipped = found["left_out"][name]
-        assert weights == pytest.approx(expected, abs=1e-15)
-        assert (step, skipped) == (2, 1)
-    assert found["left_out"]["evaluated"] == 0.0
-
-
-def test_updates_that_all_leave_out_say_nothing_of_the_weights(found):
-    weights, step, skipped = found["none_at_first"]
-    total = sum(2 * (1 + r) for r in range(N))
-    parts = [-(1 + r) / total for r in range(N) for _ in range(2)]
-    assert weights == pytest.approx([0.0] * 4 * N + parts) and (step, skipped) == (1, 2)
 
 
 def test_a_flag_on_one_process_decides_for_all(found):

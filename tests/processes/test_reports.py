@@ -1,11 +1,26 @@
-"""What is reported of one pass, on any number of processes: metrics, and what they cannot say."""
+"""What is reported of a pass, on any number of processes: outputs, times and norms."""
+
+import time
 
 import pytest
 import torch
-from process_problems import BATCH, COUNTS, SIZE, batches, network, samples, world
+from process_problems import (
+    BATCH,
+    COUNTS,
+    FEW,
+    SIZE,
+    batches,
+    created,
+    entropy,
+    loader,
+    rank,
+    samples,
+    world,
+)
 from torch.utils.data import DataLoader
 
 import fnloop as fl
+from fnloop._middleware import metric
 
 pytestmark = pytest.mark.slow
 
@@ -13,52 +28,21 @@ VALID, TEST = 4, 7  # the sizes of their batches: 11 batches, and 6, which do no
 
 
 def indexed(model, batch):
-    output = model(batch[0])
-    loss = torch.nn.functional.cross_entropy(output, batch[1])
-    return loss, {"output": output, "index": batch[3]}
+    loss, aux = entropy(model, batch)
+    return loss, {**aux, "index": batch[3]}
 
 
-def labels(aux, batch):
-    return aux["output"], batch[1]
+def resting():
+    return created(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0))
 
 
-def collection():
-    from torchmetrics import MetricCollection
-    from torchmetrics.classification import MulticlassF1Score, MulticlassPrecision, MulticlassRecall
-
-    metrics = {
-        "precision": MulticlassPrecision(3, average=None),
-        "recall": MulticlassRecall(3, average=None),
-        "f1": MulticlassF1Score(3),
-    }
-    return fl.from_torchmetrics(MetricCollection(metrics), labels, names=("a", "b", "c"))
-
-
-def total():
-    """A collection whose value, which is not a ratio, would double if it were reduced twice."""
-    from torchmetrics import MetricCollection, SumMetric
-
-    return fl.from_torchmetrics(MetricCollection({"sum": SumMetric()}), lambda aux, b: (b[3],))
-
-
-def items(aux, batch):
-    return fl.Sum(len(batch[0]))
+def data():
+    return {"train": DataLoader(samples(), BATCH // world()), "valid": batches(VALID)}
 
 
 def reports(folder):
     """Evaluate a model that does not change, and look at the outputs."""
-    torch.manual_seed(0)
-    model = network()
-    state = fl.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=0.0), seed=0)
-    step = fl.pipeline(
-        fl.metric(collection()),
-        fl.metric(total()),
-        fl.metric(trained=items, on="training"),
-        fl.metric(evaluated=items, on="evaluation"),
-        fl.metric(tested=items, loaders=("test",)),
-        fl.derive(double=lambda m: 2 * m["loss"], part=lambda m: m["tested"] / m["evaluated"]),
-    )(indexed)
-    seen: dict[str, list] = {"valid": [], "test": [], "main": []}
+    seen, kept = {"valid": [], "test": [], "main": []}, []
 
     def look(name):
         def fn(state, outputs):
@@ -68,7 +52,7 @@ def reports(folder):
 
         return fn
 
-    on_main, kept = fl.inspect(look("main")), []
+    on_main = fl.inspect(look("main"))
 
     def later(state):
         kept.append(on_main._now.outputs is not None)
@@ -80,48 +64,27 @@ def reports(folder):
         fl.on_main(on_main),
         later,
     )
-    loaders = {
-        "train": DataLoader(samples(), BATCH // world()),
-        "valid": batches(VALID),
-        "test": DataLoader(samples(), TEST),
-    }
-    every_other = fl.every(steps=2)
-    state = fl.fit(step, state, loaders, epochs=2, hooks=hooks, record_every=every_other)
-    return {
-        "record": dict(state.history[-1].metrics),
-        "intervals": [
-            [record.step, {k: v for k, v in record.metrics.items() if k.startswith("recent/")}]
-            for record in state.history
-        ],
-        "seen": seen,
-        "main": state.backend.main,
-        "kept": any(kept),
-    }
+    loaders = {**data(), "test": DataLoader(samples(), TEST)}
+    state = fl.fit(fl.pipeline()(indexed), resting(), loaders, epochs=2, hooks=hooks)
+    return {"loss": state.history[-1].metrics["valid/loss"], "seen": seen, "kept": any(kept)}
 
 
 def rare(folder):
     """Look at the outputs on the main process only, in a run that a hook stops."""
-    torch.manual_seed(0)
-    model, seen = network(), []
-    state = fl.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=0.0), seed=0)
+    seen = []
     look = lambda state, outputs: seen.append([state.epoch, len(outputs)])
     first = fl.when(lambda state: (state.epoch, state.batch) == (1, 0))
-    hooks = (
-        fl.early_stop("valid/loss", patience=2),
-        fl.on_main(fl.inspect(look, every=first)),
-        fl.on_main(fl.inspect(look, every=fl.at_end())),
-    )
-    loaders = {"train": DataLoader(samples(), BATCH // world()), "valid": batches(VALID)}
-    state = fl.fit(fl.pipeline()(indexed), state, loaders, epochs=9, hooks=hooks)
-    return {"seen": seen, "main": state.backend.main, "epoch": state.epoch}
+    inspects = [fl.on_main(fl.inspect(look, every=every)) for every in (first, fl.at_end())]
+    hooks = (fl.early_stop("valid/loss", patience=2), *inspects)
+    state = fl.fit(fl.pipeline()(indexed), resting(), data(), epochs=9, hooks=hooks)
+    return [state.epoch, seen]
 
 
 @pytest.mark.parametrize("n", COUNTS)
 def test_the_main_process_may_look_alone_at_some_evaluations(launched, n):
-    for mine in launched(rare, n):
-        count = len(in_batches(VALID))
-        assert mine["seen"] == ([[1, count], [3, count]] if mine["main"] else [])
-        assert mine["epoch"] == 3  # no loss is below that of the first epoch
+    """No loss is below that of the first epoch, so it stops after the third."""
+    count = len(in_batches(VALID))
+    assert launched(rare, n) == [[3, [[1, count], [3, count]]], *[[3, []]] * (n - 1)]
 
 
 def in_batches(size):
@@ -130,35 +93,78 @@ def in_batches(size):
 
 @pytest.mark.parametrize("n", COUNTS)
 def test_each_process_is_given_all_outputs_in_order(launched, n):
-    for mine in launched(reports, n):
+    for process, mine in enumerate(launched(reports, n)):
         index, loss = mine["seen"]["valid"]  # of one evaluation: it is due every second epoch
         assert index == in_batches(VALID)
-        assert loss == pytest.approx(mine["record"]["valid/loss"], rel=1e-6)
+        assert loss == pytest.approx(mine["loss"], rel=1e-6)
         assert mine["seen"]["test"][::2] == [in_batches(TEST)] * 2
-        expected = [in_batches(VALID)] * 2 if mine["main"] else []
-        assert mine["seen"]["main"][::2] == expected
+        assert mine["seen"]["main"][::2] == ([] if process else [in_batches(VALID)] * 2)
         assert not mine["kept"]  # also where the function is not called
 
 
-@pytest.mark.parametrize("n", COUNTS)
-def test_metrics_of_a_phase_a_loader_and_a_collection_do_not_depend_on_the_processes(launched, n):
-    alone = launched(reports, 1)[0]["record"]
-    for mine in launched(reports, n):
-        assert mine["record"] == pytest.approx(alone, rel=1e-6)
-    assert alone["train/trained"] == alone["valid/evaluated"] == alone["test/tested"] == SIZE
-    assert alone["train/sum"] == alone["valid/sum"] == sum(range(SIZE))
-    assert "valid/tested" not in alone and alone["test/part"] == 1.0
-    assert alone["valid/recall/a"] == alone["test/recall/a"] == alone["train/recall/a"]
-    assert alone["valid/double"] == 2 * alone["valid/loss"]
+# --- times
 
 
-@pytest.mark.parametrize("n", COUNTS)
-def test_metrics_of_an_interval_do_not_depend_on_the_processes(launched, n):
-    alone = launched(reports, 1)[0]["intervals"]
-    trained = [metrics["recent/trained"] for _, metrics in alone]
-    assert sum(trained) == 2 * SIZE and len(set(trained)) > 1  # the last of an epoch is shorter
-    for mine in launched(reports, n):
-        assert [step for step, _ in mine["intervals"]] == [step for step, _ in alone]
-        for (_, metrics), (_, expected) in zip(mine["intervals"], alone, strict=True):
-            assert metrics == pytest.approx(expected, rel=1e-6)
-            assert "recent/recall/a" in metrics and "recent/sum" in metrics
+class Clock:
+    now = 0.0
+
+
+class Slow:
+    """Batches that process r waits r + 1 seconds for."""
+
+    def __init__(self, of):
+        self.of = of
+
+    def __len__(self):
+        return len(self.of)
+
+    def __iter__(self):
+        for batch in self.of:
+            Clock.now += (rank() + 1.0) / world()  # every process reads the batches of all
+            yield batch
+
+
+def slow(model, batch):
+    Clock.now += 1.0 if model.training else 10.0 * (rank() + 1)
+    return entropy(model, batch)
+
+
+def measured_times(folder):
+    before, time.perf_counter = time.perf_counter, lambda: Clock.now
+    metric._peak_gib = lambda device: 1.0 + rank()
+    members = (fl.timings(), fl.throughput(flops=3.0, peak=4.0), fl.device_memory())
+    some = [(torch.randn(6 // world(), 6), torch.zeros(6 // world()).long())] * (4 * world())
+    loaders = {"train": Slow(some), "valid": some}
+    try:
+        state = fl.fit(fl.pipeline(*members)(slow), created(), loaders, epochs=1, hooks=())
+    finally:
+        time.perf_counter = before
+    counted = []
+
+    def count(state):
+        if found := state.metrics.get("throughput/samples"):
+            counted.append(found.to_cpu().amount / world())
+        return state
+
+    step, steps = fl.pipeline(fl.grad_norm(), fl.throughput())(entropy), SIZE // BATCH
+    normed = fl.fit(step, created(), loader(), steps=steps, hooks=(count,))
+    return [state.history[-1].metrics, normed.history.latest("train/grad_norm"), counted[-1]]
+
+
+@pytest.mark.parametrize("n", FEW)
+def test_times_norms_and_samples_are_of_all_processes(launched, n):
+    ((_, norm, _),), results = launched(measured_times, 1), launched(measured_times, n)
+    waits = sum(range(1, n + 1)) / n
+    seconds = 4 * (1.0 + waits)
+    expected = {
+        "train/time/step": 1.0,
+        "train/time/data": waits,
+        "valid/time/evaluate": 4 * 10.0 * n,  # the longest
+        "train/throughput/samples": 24 / seconds,
+        "train/throughput/mfu": 24 / seconds * 3 / 4 / n,
+        "train/memory/peak_gib": float(n),
+    }
+    for found, its_norm, _ in results:
+        assert {name: found[name] for name in expected} == pytest.approx(expected)
+        assert its_norm == pytest.approx(norm, rel=1e-5)
+    assert sum(samples for *_, samples in results) == SIZE // BATCH * BATCH

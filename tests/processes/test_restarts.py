@@ -8,19 +8,19 @@ import attrs
 import launch
 import pytest
 import torch
-import torch.distributed as dist
 from process_problems import (
+    adamw,
     batches,
     come_to,
     created,
-    default_dtype,
     difference,
     entropy,
+    in_double,
     loader,
-    network,
     rank,
     said,
 )
+from sample_hooks import stop_at
 from streams import READ, Stream, train
 from torch.utils.data import DataLoader
 
@@ -28,8 +28,11 @@ import fnloop as fl
 from fnloop.testing import toy
 
 pytestmark = pytest.mark.slow
+CLIPPED = fl.pipeline(fl.clip(0.5))(entropy)
+PLAIN = fl.pipeline()(entropy)
 
 
+@in_double
 def enduring(folder, pause=0.05):
     """Train on, and save every second update; note where it is."""
 
@@ -38,27 +41,18 @@ def enduring(folder, pause=0.05):
         time.sleep(pause)
         return state
 
-    with default_dtype(torch.float64):
-        torch.manual_seed(0)
-        model = network()
-        state = fl.TrainState.create(model, torch.optim.AdamW(model.parameters(), lr=0.05), seed=0)
-        state = fl.resume(folder / "saved", state)
-        hooks = (fl.every(steps=2)(fl.checkpoint(folder / "saved")), fl.on_main(note))
-        began = state.step
-        state = fl.fit(
-            fl.pipeline(fl.clip(0.5))(entropy), state, loader(shuffle=True), epochs=4, hooks=hooks
-        )
+    state = fl.resume(folder / "saved", created(optimizer=adamw))
+    hooks = (fl.every(steps=2)(fl.checkpoint(folder / "saved")), fl.on_main(note))
+    began = state.step
+    state = fl.fit(CLIPPED, state, loader(shuffle=True), epochs=4, hooks=hooks)
     return {"began": began, **come_to(state)}
 
 
 def test_a_killed_run_resumes_on_2_and_3_and_1(tmp_path):
     for n, until in ((1, 6), (2, 14), (3, 20)):
-        launched = launch.launch(
-            *(tmp_path / "run", n, enduring),
-            kill_when=tmp_path / "run" / f"at-{until}",
-            forked=True,
-        )
-        assert launched.codes == [-signal.SIGKILL] * n, launched.errors
+        mark = tmp_path / "run" / f"at-{until}"
+        found = launch.launch(tmp_path / "run", n, enduring, kill_when=mark, forked=True)
+        assert found.codes == [-signal.SIGKILL] * n, found.errors
     (found,) = launch.results(tmp_path / "run", 1, enduring)
     (tmp_path / "whole").mkdir()
     expected = enduring(tmp_path / "whole", pause=0)
@@ -67,10 +61,8 @@ def test_a_killed_run_resumes_on_2_and_3_and_1(tmp_path):
     assert difference(expected["history"], found["history"]) < 1e-12
 
 
-def restarting(folder, kills, joined_before=False):
+def restarting(folder, kills):
     """Train or resume. At each (step, rank) that was not reached before, that process is killed."""
-    if joined_before:
-        dist.init_process_group("gloo")
 
     def bomb(state):
         mark = folder / f"killed at {state.step} by {rank()}"
@@ -79,54 +71,33 @@ def restarting(folder, kills, joined_before=False):
             os.kill(os.getpid(), signal.SIGKILL)
         return state
 
-    torch.manual_seed(0)
-    train, step = loader(shuffle=True), fl.pipeline(fl.clip(0.5))(entropy)
     state = fl.resume(folder / "saved", created())
     hooks = (fl.every(steps=2)(fl.checkpoint(folder / "saved", keep=2)), bomb)
-    state = fl.fit(step, state, train, epochs=4, hooks=hooks)
-    return {**come_to(state), "attempt": os.environ.get("TORCHELASTIC_RESTART_COUNT")}
-
-
-def restarted(folder, kills, *arguments, environment=None, launcher=launch.TORCHRUN):
-    """Kill a job of two processes that torchrun restarts, and return its result."""
-    by = (*launcher, "--max-restarts", str(len(kills)))
-    found = launch.launch(
-        folder,
-        2,
-        restarting,
-        kills,
-        *arguments,
-        by=by,
-        timeout=120 + 30 * len(kills),
-        environment=environment,
-    )
-    assert found.codes == [0], "\n".join(found.errors)
-    assert [one.pop("attempt") for one in found.results] == [str(len(kills))] * 2
-    return found.results
+    state = fl.fit(CLIPPED, state, loader(shuffle=True), epochs=4, hooks=hooks)
+    return {**come_to(state), "attempt": os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")}
 
 
 def test_a_job_that_torchrun_restarts_equals_an_uninterrupted_one_bit_for_bit(tmp_path):
     expected = launch.results(tmp_path / "alone", 2, restarting, [])
-    assert expected[0].pop("attempt") is expected[1].pop("attempt") is None
-    assert expected[0]["counters"] == [28, 4, 0]
-    assert restarted(tmp_path / "killed", [[9, 1], [18, 0]]) == expected
+    kills = [[9, 1], [18, 0]]
+    by = (*launch.TORCHRUN, "--max-restarts", "2")
+    found = launch.results(tmp_path / "killed", 2, restarting, kills, by=by, timeout=300)
+    assert [[mine.pop("attempt") for mine in runs] for runs in (expected, found)] == [
+        ["0"] * 2,
+        ["2"] * 2,
+    ]
+    assert found == expected and expected[0]["counters"] == [28, 4, 0]
 
 
 def test_a_sharded_loader_resumes_mid_epoch_on_the_same_number_of_processes_only(tmp_path):
-    def state():
-        return created()
-
-    def halt(state):
-        return attrs.evolve(state, stop="half") if state.step == 2 else state
-
-    step = fl.pipeline()(entropy)
-    fl.save(fl.fit(step, state(), fl.sharded(batches(6)), hooks=(halt,)), tmp_path / "one")
+    halt = {"hooks": (stop_at(2),)}
+    fl.save(fl.fit(PLAIN, created(), fl.sharded(batches(6)), **halt), tmp_path / "one")
     fl.save(train(whole_stream(), steps=4), tmp_path / "stream")
     found = launch.results(tmp_path, 2, continue_sharded)
     assert [one.pop() for one in found] == [
         {
             "one to two": [[*range(8, 16)], True],  # of both processes: each reads the whole stream
-            "shares": [[8 * rank + 4, 8 * rank + 5, 8 * rank + 6, 8 * rank + 7], True],
+            "shares": [[*range(8 * rank + 4, 8 * rank + 8)], True],
         }
         for rank in (0, 1)
     ]
@@ -135,19 +106,17 @@ def test_a_sharded_loader_resumes_mid_epoch_on_the_same_number_of_processes_only
     two = fl.restore(tmp_path / "two", toy())
     assert two.batch == 4 and train(whole_stream(), two, epochs=1).batch == 0
     assert [*range(8, 16)] == READ
-    again = attrs.evolve(fl.restore(tmp_path / "one", state()), stop=None)
-    assert fl.fit(step, again, fl.sharded(batches(6)), hooks=()).step == 7
+    again = attrs.evolve(fl.restore(tmp_path / "one", created()), stop=None)
+    assert fl.fit(PLAIN, again, fl.sharded(batches(6)), hooks=()).step == 7
 
 
 def continue_sharded(folder):
     def again(loader):
         state = attrs.evolve(fl.restore(folder / "one", created()), stop=None)
-        return fl.fit(fl.pipeline()(entropy), state, loader, epochs=1, hooks=())
+        return fl.fit(PLAIN, state, loader, epochs=1, hooks=())
 
     whole = again(batches(3))  # dealt
-    on = fl.fit(
-        fl.pipeline()(entropy), whole, fl.sharded(batches(6)), epochs=2, hooks=()
-    )  # from the end of an epoch
+    on = fl.fit(PLAIN, whole, fl.sharded(batches(6)), epochs=2, hooks=())  # from an epoch's end
     said_of_shards = said(lambda: again(fl.sharded(batches(3))))[:62]
     return [said_of_shards, whole.step, on.step - whole.step, continue_streams(folder)]
 
@@ -167,9 +136,7 @@ def continue_streams(folder):
     again = train(whole_stream(), again, epochs=1)
     found["one to two"] = [read, state.model.w.item() == again.model.w.item()]
 
-    def share():
-        return fl.sharded(DataLoader(Stream(8, noisy=False, first=8 * rank()), 2))
-
+    share = lambda: fl.sharded(DataLoader(Stream(8, noisy=False, first=8 * rank()), 2))
     whole = train(share(), epochs=1)
     fl.save(train(share(), steps=2), folder / "shares")
     READ.clear()
@@ -188,13 +155,11 @@ def test_a_run_continues_where_a_short_share_has_ended(tmp_path):
 
 def continue_uneven_shares(folder):
     """Return what runs that were cut after each update reach, after that of a whole one."""
-    n = 2 + rank()
-
-    def as_list():
-        return fl.sharded([torch.tensor([i + 1.0 + 10 * rank()]) for i in range(n)])
-
-    def as_stream():
-        return fl.sharded(DataLoader(Stream(2 * n, noisy=False, first=8 * rank()), 2))
+    n, first = 2 + rank(), 8 * rank()
+    loaders = (
+        lambda: fl.sharded([torch.tensor([i + 1.0 + 10 * rank()]) for i in range(n)]),
+        lambda: fl.sharded(DataLoader(Stream(2 * n, noisy=False, first=first), 2)),
+    )
 
     def reached(loader, cut=None):
         state = toy(lr=0.01)
@@ -205,6 +170,4 @@ def continue_uneven_shares(folder):
         losses = [r.metrics["train/loss"] for r in state.history if not r.closing]
         return state.model.w.item(), state.step, losses
 
-    return [
-        [reached(loader, cut) for cut in (None, *range(1, 9))] for loader in (as_list, as_stream)
-    ]
+    return [[reached(loader, cut) for cut in (None, *range(1, 9))] for loader in loaders]

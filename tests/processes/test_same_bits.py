@@ -16,8 +16,13 @@ import torch.distributed as dist
 from launch import reads, written_by
 from process_problems import (
     adam_and_sgd,
+    adamw,
     by_tokens,
+    convolutions,
+    created,
+    dropping,
     entropy,
+    join,
     kinds,
     loader,
     network,
@@ -26,18 +31,17 @@ from process_problems import (
     torchmetrics,
     world,
 )
+from sample_hooks import stop_at
+from sample_middleware import noise
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import fnloop as fl
+from fnloop._core.optimizers import optimizers_in
 
 pytestmark = pytest.mark.slow
-COUNTS = (1, 2, 3, 4)
+FOUR = pytest.param(4, marks=pytest.mark.long)
 TOGETHER = 12  # batches of an update, in all processes
-
-
-def dropping():
-    return nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.3), nn.Tanh(), nn.Linear(8, 3))
 
 
 class Odd(nn.Module):
@@ -53,10 +57,8 @@ class Odd(nn.Module):
         return (self.second(hidden) if x[0, 0] > 1 else hidden) * self.scale.float()
 
 
-def convolutions():
-    one = nn.Conv2d(3, 3, (2, 1), padding=(1, 0))
-    parts = nn.Unflatten(1, (3, 2, 1)), one, nn.Tanh(), one, nn.Flatten(), nn.Linear(12, 3)
-    return nn.Sequential(*parts).to(memory_format=torch.channels_last)
+def last_channels():
+    return convolutions().to(memory_format=torch.channels_last)
 
 
 def drawing(model, batch):
@@ -75,31 +77,12 @@ def weightless(model, batch):
     return loss, {"weight": aux["weight"] * (batch[3][0] % 2)}
 
 
-@fl.middleware("gradient")
-def noise():
-    def wrap(step):
-        def noisy(state, batch):
-            state, out = step(state, batch)
-            for p in state.model.parameters():
-                if p.grad is not None:
-                    p.grad.add_(torch.randn_like(p) * 0.01)
-            return state, out
-
-        return noisy
-
-    return wrap
-
-
 def newest():
     return fl.metric(first=lambda aux, batch: fl.Last(batch[3][0]))
 
 
-def adamw(model):
-    return torch.optim.AdamW(model.parameters(), lr=0.05)
-
-
-def momentum(model):
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+def momentum(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
 def window():
@@ -117,14 +100,14 @@ def cases():
         "bf16": (dropping, adamw, (fl.amp("bf16"), window(), fl.clip(0.5)), entropy),
         "fp16": (network, momentum, (fl.amp("fp16", init_scale=2.0**18), window()), entropy),
         "bf16 weights": (lambda: network().bfloat16(), momentum, (window(),), in_bf16),
-        "clip inside": (dropping, adamw, (fl.clip(0.1), noise(), window()), by_tokens),
+        "clip inside": (dropping, adamw, (fl.clip(0.1), noise(0.01), window()), by_tokens),
         "skips inside": (dropping, momentum, (fl.clip(0.1), window()), choosy),
         "pieces": (dropping, adamw, (fl.microbatch(1), window()), by_tokens),
         "pieces inside": (network, momentum, (fl.microbatch(1), fl.clip(0.1), window()), by_tokens),
         "sam": (dropping, momentum, (window(), fl.sam()), entropy),
         "unused": (Odd, adamw, (window(), fl.skip_nonfinite()), entropy),
-        "channels last": (convolutions, adamw, (window(), fl.clip(0.5)), entropy),
-        "several": (dropping, lambda model: adam_and_sgd(model.parameters()), (window(),), entropy),
+        "channels last": (last_channels, adamw, (window(), fl.clip(0.5)), entropy),
+        "several": (dropping, adam_and_sgd, (window(),), entropy),
         "torchmetrics": (network, momentum, (window(), fl.metric(**torchmetrics())), entropy),
         # 16 batches: on three processes 6, 5 and 5
         "a total": (dropping, adamw, (fl.accumulate(total=32), *usual), drawing),
@@ -137,16 +120,11 @@ def in_bf16(model, batch):
 
 def bits_of(state):
     """Return a hash of the weights, the optimizers' states, the averages and the history."""
-    found = hashlib.sha256()
-    every = state.optimizer
-    every = [every] if isinstance(every, torch.optim.Optimizer) else [*every.values()]
-    tensors = [*state.model.state_dict().values()]
-    for optimizer in every:
+    found, tensors = hashlib.sha256(), [*state.model.state_dict().values()]
+    for optimizer in optimizers_in(state.optimizer).values():
         for of_one in optimizer.state_dict()["state"].values():
             tensors += [value for value in of_one.values() if isinstance(value, torch.Tensor)]
-    if "ema" in state.slots:
-        tensors += [*state.slots["ema"].values()]
-    for tensor in tensors:
+    for tensor in (*tensors, *state.slots.get("ema", {}).values()):
         found.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     # A run that continues makes its records as if a closing one did not exist.
     rows = [[*record.metrics.items()] for record in state.history if not record.closing]
@@ -155,9 +133,7 @@ def bits_of(state):
 
 
 def begun(model, optimizer, exact=True):
-    torch.manual_seed(0)
-    made = model()
-    return fl.TrainState.create(made, optimizer(made), seed=0, exact=exact)
+    return created(False, optimizer, model, exact=exact)
 
 
 def trained(case, exact=True, state=None, **settings):
@@ -170,8 +146,7 @@ def trained(case, exact=True, state=None, **settings):
 
 def joined():
     logging.disable()
-    if world() > 1:
-        dist.init_process_group("gloo")
+    join()
 
 
 def table(folder):
@@ -180,34 +155,13 @@ def table(folder):
     return {name: bits_of(trained(case)) for name, case in cases().items()}
 
 
-@pytest.mark.parametrize("n", COUNTS[1:])
+@pytest.mark.parametrize("n", [2, 3, FOUR])
 def test_the_bits_are_the_same_on_any_number_of_processes(launched, n):
     (one,) = launched(table, 1)
     assert launched(table, n) == [one] * n
 
 
-# --- what changes them
-
-
-def changed(folder):
-    """Return the bits that a run without dropout comes to, without exact."""
-    joined()
-    return bits_of(trained(cases()["channels last"], exact=False))
-
-
-def test_without_exact_the_last_bits_depend_on_the_number_of_processes(launched):
-    assert len({launched(changed, n)[0] for n in (1, 2, 3)}) == 3
-
-
 # --- resume
-
-
-def enough(steps):
-    @fl.when(lambda state: state.step == steps)
-    def hook(state):
-        return attrs.evolve(state, stop="enough")
-
-    return hook
 
 
 RESUMED = ("all", "skips", "a total")
@@ -218,7 +172,7 @@ def saves(folder):
     """Save runs in the middle of an epoch, and return the bits of those that are not stopped."""
     joined()
     for name in RESUMED:
-        fl.save(trained(cases()[name], hooks=(enough(STEPS),)), folder / name)
+        fl.save(trained(cases()[name], hooks=(stop_at(STEPS),)), folder / name)
     return [bits_of(trained(cases()[name])) for name in RESUMED]
 
 
@@ -237,7 +191,7 @@ def resumes(folder):
     return found
 
 
-@pytest.mark.parametrize("n", COUNTS)
+@pytest.mark.parametrize("n", [1, 2, 3, FOUR])
 def test_a_run_saved_on_any_number_of_processes_continues_with_the_same_bits(launched, n):
     whole = dict(zip(RESUMED, launched(saves, 1)[0], strict=True))
     expected = {f"{name} from {m}": whole[name] for m in (1, 2, 3) for name in RESUMED}
@@ -252,20 +206,10 @@ def refused(folder):
     joined()
     usual = {"train": loader(size=2)}
 
-    def sharding():
-        model = network()
-        fully_shard(model)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        return fl.TrainState.create(model, optimizer, exact=True)
-
     def gathering(model, batch):
         loss, _ = entropy(model, batch)
         dist.all_reduce(torch.zeros(1))
         return loss
-
-    def reporting_alone(model, batch):
-        loss, aux = entropy(model, batch)
-        return loss, {**aux, "rank": rank()}
 
     @fl.middleware("forward")
     def at_odds():
@@ -282,22 +226,17 @@ def refused(folder):
     def fit(step, data=usual):
         fl.fit(step, begun(network, momentum), data, epochs=1, hooks=())
 
-    shares = fl.sharded([samples_of(rank())])
+    shares = fl.sharded([next(iter(loader(size=2)))])
     return [
-        said(sharding),
+        said(lambda: created(fully_shard, exact=True)),
         said(lambda: fit(fl.pipeline()(gathering))),
         said(lambda: fit(fl.pipeline(at_odds())(entropy))),
         said(lambda: fit(fl.pipeline()(entropy), {"train": shares})),
     ]
 
 
-def samples_of(part):
-    return next(iter(loader(size=2)))
-
-
 def test_what_cannot_be_exact_on_several_processes_is_refused(launched):
-    for own in launched(refused, 2):
-        sharding, gathering, at_odds, shares = own
+    for sharding, gathering, at_odds, shares in launched(refused, 2):
         assert sharding.startswith("NotImplementedError: exact=True needs the whole model")
         assert gathering.startswith("NotImplementedError: exact=True: the loss function exchanges")
         assert at_odds.startswith("ValueError: exact=True: every batch has to report the same")

@@ -3,9 +3,9 @@
 import pytest
 import torch
 import torch.distributed as dist
-from process_problems import logged, rank, world
+from launch import reads, written_by
+from process_problems import created, logged, rank, said, world
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 
 import fnloop as fl
 
@@ -45,23 +45,19 @@ class Synchronized(nn.Module):
         return x - gathered(x).mean().detach() if self.training else x
 
 
-def model_of(kind):
-    model = nn.Sequential(nn.Linear(1, 1, bias=False))
-    nn.init.ones_(model[0].weight)
-    if kind == "synchronized":
-        model = nn.Sequential(model, Synchronized())
-    if kind == "sharded":
-        fully_shard(model)
-    return model
+def state_of(kind="plain", lr=0.1):
+    def make():
+        model = nn.Sequential(nn.Linear(1, 1, bias=False))
+        nn.init.ones_(model[0].weight)
+        return nn.Sequential(model, Synchronized()) if kind == "synchronized" else model
+
+    return created(kind == "sharded", lambda ps: torch.optim.SGD(ps, lr=lr), make)
 
 
-def fitted(loss, train, valid=(), kind="plain", **settings):
-    model = model_of(kind)
-    state = fl.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=0.0), seed=0)
-    step = fl.pipeline()(loss)
+def fitted(loss, train, valid=(), kind="plain", epochs=2):
     loaders = {"train": train, **({"valid": valid} if valid else {})}
     with logged() as lines:
-        state = fl.fit(step, state, loaders, hooks=(), **{"epochs": 2, **settings})
+        state = fl.fit(fl.pipeline()(loss), state_of(kind, 0.0), loaders, hooks=(), epochs=epochs)
     return {
         "said": [line for line in lines if "exchanges data" in line],
         "counters": [state.step, state.epoch, state.batch],
@@ -85,10 +81,8 @@ def runs(folder):
         "accumulated": fitted(alone, even([*five, *five, five[0]])),
         "sharded, alone": fitted(lambda model, batch: model(batch).mean(), five, kind="sharded"),
         "sharded": fitted(lambda model, batch: gathered(model(batch)).mean(), five, kind="sharded"),
+        "synchronized": fitted(synchronized, five, kind="synchronized"),
     }
-    with logged() as lines:
-        fitted(synchronized, five, kind="synchronized")
-    found["synchronized"] = [line for line in lines if "exchanges data" in line]
     shares = [torch.full((2, 1), float(rank()))] * (3 if rank() else 4)
     found["shares"] = fitted(alone, even(fl.sharded(shares)))
     found["shares, marked inside"] = fitted(alone, fl.sharded(even(shares)))
@@ -99,56 +93,36 @@ def runs(folder):
     again = fl.fit(step, fl.restore(part, state_of()), ten, hooks=())
     found["resumed"] = [[s.step, s.epoch, s.model[0].weight.item()] for s in (whole, again)]
     found["length"] = [len(even(five)), len(fl.data.take(even(five), 5))]
-    few = fitted_or_said(even(five[:1]))
-    return {**found, "saved": str(part), "few": few}
-
-
-def fitted_or_said(train):
-    try:
-        return fitted(alone, train)
-    except ValueError as error:
-        return str(error)
+    return {**found, "few": said(lambda: fitted(alone, even(five[:1])))}
 
 
 def synchronized(model, batch):
     return model(batch).mean()
 
 
-def state_of():
-    model = model_of("plain")
-    return fl.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=0.1), seed=0)
-
-
 @pytest.mark.parametrize("n", [2, 3])
 def test_a_loss_function_that_is_given_a_batch_again_is_named_once(launched, n):
-    found = launched(runs, n)
     update = {2: 3, 3: 2}[n]
-    for process, mine in enumerate(found):
-        assert mine["alone"]["said"] == mine["even"]["said"] == mine["sharded, alone"]["said"] == []
-        idle = process >= (5 % n)
-        for name, loss in (("uneven", "all_at_once"), ("in a group", "in_a_group")):
+    named = {"uneven": "all_at_once", "in a group": "in_a_group", "synchronized": "synchronized"}
+    named |= {"sharded": "", "in an evaluation": "all_ended"}
+    for process, mine in enumerate(launched(runs, n)):
+        for name in ("alone", "even", "sharded, alone", "again"):
+            assert mine[name]["said"] == []
+        for name, loss in named.items():
+            where = "round {} of an evaluation" if name == "in an evaluation" else "update {}"
             said = mine[name]["said"]
-            assert len(said) == idle
-            if idle:
-                assert said[0].startswith(
-                    f"{loss} exchanges data with the other processes, and process {process} has no "
-                    f"batch left in update {update}. "
-                )
-                assert "fl.data.even(loader)" in said[0]
-        assert mine["again"]["said"] == []
-        assert len(mine["sharded"]["said"]) == len(mine["synchronized"]) == idle
-        (*ended,) = mine["in an evaluation"]["said"]
-        assert len(ended) == idle
-        assert all(f"in round {update} of an evaluation" in line for line in ended)
+            assert len(said) == (process >= 5 % n)
+            for line in said:
+                assert f"{loss} exchanges data with the other processes, and process " in line
+                assert f"process {process} has no batch left in {where.format(update)}. " in line
+                assert "fl.data.even(loader)" in line
 
 
 @pytest.mark.parametrize("n", [2, 3])
 def test_an_even_loader_has_the_rounds_in_which_every_process_has_a_batch(launched, n):
     """Of 1 to 5 two processes take 1 to 4, whose mean is 2.5, and three take 1 to 3."""
-    found = launched(runs, n)
-    rounds = 5 // n
-    mean = {2: 2.5, 3: 2.0}[n]
-    for mine in found:
+    rounds, mean = 5 // n, {2: 2.5, 3: 2.0}[n]
+    for mine in launched(runs, n):
         assert mine["even"]["counters"] == [2 * rounds, 2, 0]
         assert mine["even"]["losses"] == [mean, mean]
         assert mine["accumulated"]["counters"] == [2 * (11 // n), 2, 0]
@@ -158,14 +132,18 @@ def test_an_even_loader_has_the_rounds_in_which_every_process_has_a_batch(launch
         whole, again = mine["resumed"]
         assert whole == again
         assert mine["length"] == [rounds * n] * 2
-        assert mine["few"].startswith("the training loader gave no batch in epoch 1. With even(")
+        assert mine["few"].startswith(
+            "ValueError: the training loader gave no batch in epoch 1. With even("
+        )
+
+
+@reads(runs, (2,))
+def continued(folder):
+    state = fl.restore(written_by(runs, 2, folder) / "part", state_of())
+    step, ten = fl.pipeline(fl.accumulate(4))(alone), fl.data.even([torch.ones(2, 1)] * 10)
+    return [state.step, state.batch, fl.fit(step, state, ten, hooks=()).step]
 
 
 def test_an_even_loader_continues_on_one_process(launched):
     """After four of ten batches on two processes, one process takes the other six."""
-    saved = launched(runs, 2)[0]["saved"]
-    step = fl.pipeline(fl.accumulate(4))(alone)
-    state = fl.restore(saved, state_of())
-    assert [state.step, state.batch] == [1, 4]
-    state = fl.fit(step, state, fl.data.even([torch.ones(2, 1)] * 10), hooks=())
-    assert [state.step, state.epoch] == [3, 1]
+    assert launched(continued, 1) == [[1, 4, 3]]
