@@ -13,6 +13,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
 import reference  # noqa: E402  # it is beside this file
+from jupyter_client.connect import ConnectionFileMixin  # noqa: E402
 
 import fnloop  # noqa: E402
 
@@ -36,11 +37,13 @@ nb_execution_in_temp = True
 nb_execution_timeout = 300
 nb_execution_raise_on_error = True
 nb_merge_streams = True
+ConnectionFileMixin.transport.default_value = "ipc"  # over TCP a kernel warns
 nb_code_prompt_show = "Show the set-up"
 nb_code_prompt_hide = "Hide the set-up"
 os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")])
 )
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each page would compile what it imports
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two pages run side by side
 os.environ.setdefault("MPLBACKEND", "module://matplotlib_inline.backend_inline")
 
@@ -76,8 +79,13 @@ html_theme_options = {
         {"name": "Source", "url": "https://github.com/fnloop/fnloop", "icon": "fa-brands fa-github"}
     ],
 }
-html_sidebars = {"index": [], "search": []}
+ALONE = ("index", "search", "install", "all_of_fnloop", "concepts", "errors", "large_models")
+ALONE += ("middleware_and_hooks", "benchmarks", "changelog")  # there is nothing to list beside them
+html_sidebars = {page: [] for page in ALONE}
 project_copyright = "The fnloop authors, MIT License"
+
+
+LEFT_OUT = ".headerlink, .prev-next-footer, div.cell_output, div.guides, summary"
 
 
 def make_search(app, exception):
@@ -86,7 +94,7 @@ def make_search(app, exception):
         return
     command = [sys.executable, "-m", "pagefind", "--silent", "--site", app.outdir]
     command += ["--root-selector", "article.bd-article"]
-    command += ["--exclude-selectors", ".headerlink, .prev-next-footer, div.cell_output"]
+    command += ["--exclude-selectors", LEFT_OUT]
     subprocess.run(list(map(str, command)), check=True)
 
 

@@ -119,8 +119,8 @@ def page(name, pages):
         lines += ["   :members:"]
     found = using(name, pages)
     if found:
-        lines += ["", ".. rubric:: Guides that use it", ""]
-        lines += [f"* :doc:`{pages[document][0]} <{document}>`" for document in found]
+        lines += ["", ".. container:: guides", "", "   .. rubric:: Guides that use it", ""]
+        lines += [f"   * :doc:`{pages[document][0]} <{document}>`" for document in found]
     return "\n".join(lines) + "\n"
 
 
