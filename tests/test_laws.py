@@ -52,8 +52,6 @@ SINGLES = [
     fl.amp(None), fl.amp("bf16"), warm_cosine,
     fl.channels_last(),  # of convolutions: tests/_middleware/test_channels_last.py
     fl.schedule(schedules.linear(), field="weight_decay"),
-    fl.schedule(lambda state: 0.5**state.epoch),
-    fl.schedule(lambda i, total: (1 + i) / 100, absolute=True),
     fl.plateau("train/loss", patience=1, mode="max"),  # the loss falls: it is lowered each time
     fl.torch_scheduler(decay),
     fl.torch_scheduler(lambda optimizer, run: CosineAnnealingLR(optimizer, run.total_steps)),
@@ -84,6 +82,8 @@ COMBINATIONS = [
     fl.pipeline(fl.accumulate(4), fl.torch_scheduler(decay), MEAN, fl.clip(0.05)),
     fl.pipeline(fl.compiled(backend="eager"), fl.accumulate(2), fl.clip(0.05)),
     fl.pipeline(fl.swa(0.5, evaluate="only"), fl.accumulate(2), fl.ema(0.9), MEAN),
+    fl.pipeline(fl.schedule(lambda state: 0.5**state.epoch)),
+    fl.pipeline(fl.schedule(lambda i, total: (1 + i) / 100, absolute=True)),
 ]
 UNFIT = ("noise", "amp", "closure")  # a closure cannot skip an update: it raises an error
 DETERMINISTIC = [p for p in COMBINATIONS if not any(m.name in UNFIT for m in p.middleware)]
@@ -207,8 +207,6 @@ SEVERAL = [
         fl.schedule(schedules.linear(), only="matrices"),
         fl.schedule(schedules.cosine(warmup=2), only="rest"),
         fl.schedule(schedules.linear(), field="weight_decay"),
-        fl.schedule(lambda state: 0.5**state.epoch),
-        fl.schedule(lambda i, total: (1 + i) / 100, absolute=True),
     ),
     fl.pipeline(fl.clip(0.05), fl.accumulate(3), fl.torch_scheduler(decay, only="rest")),
 ]
