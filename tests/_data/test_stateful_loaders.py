@@ -98,7 +98,7 @@ def test_torchdata_without_workers(stateful, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("persistent", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_torchdata_with_workers(stateful, persistent, tmp_path, caplog):
     kwargs = {"num_workers": 2, "persistent_workers": persistent}
     check(lambda: stateful(Stream(noisy=False), 2, **kwargs), tmp_path, (8,), first=None)

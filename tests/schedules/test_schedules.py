@@ -216,7 +216,7 @@ def test_schedules_with_lengths_in_updates_do_not_need_the_length_of_the_run(sch
     linear(), linear(warmup=0.1), cosine(), cosine(warmup=2, cooldown=0.5), polynomial(),
     one_cycle(), one_cycle(peak=3), wsd(), wsd(warmup=2, decay=2), step_decay(0.5),
     multistep([1, 0.5]), inverse_sqrt(0.1), warmup(0.1)(constant()), warmup(2)(warmup(2)(cosine())),
-    join(constant(), constant(), at=[0.5]),
+    join(constant(), constant(), at=[0.5]), join(constant(), linear(), at=[2]),
 ], ids=repr)  # fmt: skip
 def test_other_schedules_raise_before_the_first_update_without_the_length_of_the_run(schedule):
     with pytest.raises(ValueError, match=r"needs the length of the run: call it through fit\("):
