@@ -14,15 +14,12 @@ import time
 
 import killed_run
 import pytest
+import terminated
 from killed_run import UPDATES, digest, digits, new_state, toy_fit
+from saved import names
 
 import fnloop as fl
 from fnloop.testing import assert_same, stochastic
-
-
-def names_in(folder):
-    return {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-
 
 resource = pytest.importorskip("resource", reason="this system has no fork, signals and limits")
 LONG = pytest.mark.long
@@ -33,21 +30,14 @@ KILLS = int(os.environ.get("FNLOOP_KILLS", "15"))
 def run_child(tmp_path_factory):
     """A function that runs something in a child of the helper process, and returns how it ended."""
     errors = tmp_path_factory.mktemp("helper") / "errors"
-    command, one_thread = (
-        [sys.executable, killed_run.__file__],
-        {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-    )
+    command = [sys.executable, killed_run.__file__]
+    one_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen(command, **pipes, text=True, env={**os.environ, **one_thread}) as helper:
 
         def run_child(what, number=None, after=0.0, updates=0, **arguments):
             when = {"number": number, "after": after, "updates": updates}
-            request = {
-                "what": what,
-                "arguments": arguments,
-                "signal": when,
-                "errors": str(errors),
-            }
+            request = {"what": what, "arguments": arguments, "signal": when, "errors": str(errors)}
             helper.stdin.write(json.dumps(request) + "\n")
             helper.stdin.flush()
             answer = json.loads(helper.stdout.readline())
@@ -101,12 +91,12 @@ def check_end(run, uninterrupted):
     check_updates(run, uninterrupted)
     assert updates_of(run) == updates_of(uninterrupted)
     assert result_of(run) == result_of(uninterrupted)
-    there = names_in(run / "checkpoints")
-    kept = sorted(name for name in there if not name.startswith("."))
+    there = names(run / "checkpoints")
+    kept = [name for name in there if not name.startswith(".")]
     assert kept[-1] == f"step-{UPDATES:08d}"
     # Otherwise it was killed after the last save, with nothing left to do
     if attempts_of(run)[-1][0] < UPDATES:
-        assert there == set(kept) and len(kept) <= 3
+        assert there == kept and len(kept) <= 3
 
 
 def check_newest(run, uninterrupted):
@@ -120,15 +110,12 @@ def check_newest(run, uninterrupted):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("share", "settings"),
-    [
-        pytest.param(0.4, {"background": True}, id="background"),
-        pytest.param(1.0, {}, id="plain", marks=LONG),
-        pytest.param(0.5, {"pause": 0.04}, id="slow-disk", marks=LONG),
-        pytest.param(0.4, {"pause": 0.04, "background": True}, id="slow-disk-background"),
-    ],
-)
+@pytest.mark.parametrize(("share", "settings"), [
+    pytest.param(0.4, {"background": True}, id="background"),
+    pytest.param(1.0, {}, id="plain", marks=LONG),
+    pytest.param(0.5, {"pause": 0.04}, id="slow-disk", marks=LONG),
+    pytest.param(0.4, {"pause": 0.04, "background": True}, id="slow-disk-background"),
+])  # fmt: skip
 def test_a_run_killed_repeatedly_ends_as_an_uninterrupted_one(
     share, settings, run_child, uninterrupted, tmp_path
 ):
@@ -165,17 +152,14 @@ def kill_until_it_ends(run_child, run, rng, longest, settings, uninterrupted):
         before, step = step, check_newest(run, uninterrupted)
         attempts = attempts_of(run) if (run / "log").is_file() else []
         # In the background, a save is logged before it is complete
-        for (
-            _,
-            _,
-            saved,
-        ) in attempts:
+        for _, _, saved in attempts:
             promised = max([promised, *(saved[:-1] if settings.get("background") else saved)])
         assert step >= max(promised, before), "a complete checkpoint is gone"
         if step == before:
             longest *= 1.1  # so that it reaches the next checkpoint even on a busy machine
 
-        there = names_in(run / "checkpoints")
+        folder = run / "checkpoints"
+        there = {*names(folder)} if folder.is_dir() else set()
         unfinished = {name for name in there if ".writing-" in name}
         for name in unfinished & left_over.keys():
             assert len(there - unfinished - left_over[name]) <= 1, (
@@ -201,12 +185,10 @@ def test_a_run_killed_before_any_file_operation_resumes_from_a_complete_checkpoi
             break
         state = fl.resume(folder, problem.state())
         found[state.step] += 1
-        end = toy_fit(
-            problem, state, epochs=1, hooks=(fl.every(steps=4)(fl.checkpoint(folder, keep=1)),)
-        )
-        assert_same(end, whole)
+        saves = fl.every(steps=4)(fl.checkpoint(folder, keep=1))
+        assert_same(toy_fit(problem, state, epochs=1, hooks=(saves,)), whole)
         if state.step < 7:
-            assert names_in(folder) == {"step-00000007"}
+            assert names(folder) == ["step-00000007"]
     print(f"{n - 1} file operations; found after them: {dict(found)}")
     assert set(found) == {0, 4, 7} and n > 30
 
@@ -215,12 +197,8 @@ def test_a_run_killed_before_any_file_operation_resumes_from_a_complete_checkpoi
 def test_a_save_killed_before_any_file_operation_leaves_the_old_or_the_new_checkpoint(
     run_child, tmp_path
 ):
-    problem = stochastic()
-    first, third = (
-        toy_fit(problem, problem.state(), steps=1),
-        toy_fit(problem, problem.state(), steps=3),
-    )
-    found = collections.Counter()
+    problem, found = stochastic(), collections.Counter()
+    first, third = (toy_fit(problem, problem.state(), steps=n) for n in (1, 3))
     for n in range(1, 1000):
         path = tmp_path / str(n) / "a"
         fl.save(first, path)
@@ -240,7 +218,7 @@ def test_a_save_killed_before_any_file_operation_leaves_the_old_or_the_new_check
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"background": True}, {"pause": 0.04}],
+    [{}, {"background": True}, pytest.param({"pause": 0.04}, marks=LONG)],
     ids=["plain", "background", "slow-disk"],
 )
 def test_sigterm_stops_after_the_update_and_saves_a_checkpoint(
@@ -249,14 +227,8 @@ def test_sigterm_stops_after_the_update_and_saves_a_checkpoint(
     rng, stopped = random.Random(f"SIGTERM {settings}"), []
     for _ in range(3):
         updates, after = rng.randint(1, 5), rng.uniform(0, 0.02)
-        answer = run_child(
-            "train",
-            number=signal.SIGTERM,
-            after=after,
-            updates=updates,
-            run=str(tmp_path),
-            **settings,
-        )
+        when = {"number": signal.SIGTERM, "after": after, "updates": updates}
+        answer = run_child("train", **when, run=str(tmp_path), **settings)
         assert answer["status"] == 0
         result = result_of(tmp_path)
         stopped.append(result["counters"][0])
@@ -270,14 +242,11 @@ def test_sigterm_stops_after_the_update_and_saves_a_checkpoint(
         manifest = json.loads((newest / "manifest.json").read_text())
         assert newest.name == f"step-{stopped[-1]:08d}" and manifest["stop"] == "SIGTERM"
         assert manifest["position"] == result["counters"][:3]
-        assert result["kept"] == facts_of(result)
+        facts = {name: v for name, v in result.items() if name not in ("stop", "kept")}
+        assert result["kept"] == facts
     assert run_child("train", run=str(tmp_path), **settings)["status"] == 0
     assert [begin for begin, _, _ in attempts_of(tmp_path)] == [0, *stopped]
     check_end(tmp_path, uninterrupted)
-
-
-def facts_of(result):
-    return {name: value for name, value in result.items() if name not in ("stop", "kept")}
 
 
 @pytest.mark.slow
@@ -288,18 +257,29 @@ def test_sigusr1_saves_after_the_update_and_the_run_continues(
     rng = random.Random(f"SIGUSR1 {background}")
     for n in range(3):
         run, updates = folder_of(tmp_path, str(n)), rng.randint(1, 12)
-        settings = {
-            "background": background,
-            "save_every": 1000,
-            "after": rng.uniform(0, 0.02),
-            "updates": updates,
-        }
-        answer = run_child("train", number=signal.SIGUSR1, run=str(run), **settings)
+        when = {"number": signal.SIGUSR1, "after": rng.uniform(0, 0.02), "updates": updates}
+        settings = {"background": background, "save_every": 1000}
+        answer = run_child("train", **when, run=str(run), **settings)
         assert answer["status"] == 0
         check_end(run, uninterrupted)
-        saved, last = sorted(path.name for path in (run / "checkpoints").iterdir())
+        saved, last = names(run / "checkpoints")
         step = int(saved.removeprefix("step-"))
         assert answer["logged"][0] <= step <= answer["logged"][1] + 2
         state = fl.restore(run / "checkpoints" / saved, new_state(digits()[0]))
         assert digest(*state.model.state_dict().values()) == updates_of(uninterrupted)[step][-1]
         assert state.stop is None and last == f"step-{UPDATES:08d}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("moment", "attempts"), [("training", 5), ("evaluation", 2)])
+def test_a_run_with_workers_is_saved_if_it_is_terminated_twice(moment, attempts, tmp_path):
+    """All processes of the run get both signals. The second kills its workers as it saves."""
+    command = [sys.executable, terminated.__file__, str(tmp_path), moment, str(attempts)]
+    out = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    ended = [json.loads(line) for line in out.splitlines()]
+    assert len(ended) == attempts
+    for end in ended:
+        assert (end["status"], end["error"], end["stop"]) == (0, "", "SIGTERM")
+        assert end["saved"] == end["step"] >= 2
+        # Also in the evaluation of the first epoch, which a resumed run repeats
+        assert end["epoch"] == 0
