@@ -1,5 +1,6 @@
 """Checkpoints are independent of the number of processes."""
 
+import itertools
 import math
 import random
 
@@ -7,42 +8,42 @@ import attrs
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from launch import reads, written_by
 from process_problems import (
     COUNTS,
+    FEW,
     SIZE,
     adam_and_sgd,
+    adamw,
     batches,
     come_to,
     count,
-    default_dtype,
+    created,
     difference,
+    dropping,
     entropy,
     fitted,
+    flat,
+    in_double,
     items,
     loader,
     network,
     rank,
     said,
     tally,
+    whole,
     world,
 )
+from sample_hooks import stop_at
+from test_training import Gan, turns
+from test_training import two as gan_optimizers
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.optim import lr_scheduler
 
 import fnloop as fl
 
 pytestmark = pytest.mark.slow
-
-
-class Noisy(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.3), nn.Linear(8, 3))
-
-    def forward(self, x):
-        return self.layers(x)
+CLOSE = 1e-11
 
 
 def noisy(model, batch):
@@ -50,132 +51,276 @@ def noisy(model, batch):
     return loss * (1 + 0.1 * np.random.rand() + 0.1 * random.random()), aux
 
 
-HALF = 10  # updates until it is saved, of 4 in an epoch
+@attrs.frozen
+class Kind:
+    """A run of 3 epochs that is cut in the middle of one."""
+
+    members: tuple
+    cut: int = 6  # updates until it is saved, of 4 in an epoch
+    optimizer: object = adamw
+    make: object = network
+    loss: object = entropy
+    size: object = None
+    ends: tuple = (12, 3, 0)
+
+    def train(self, shard=False, folder=None, until=None):
+        """Train a state, or resume from a folder."""
+        state = created(shard, self.optimizer, self.make)
+        state = state if folder is None else fl.resume(folder, state)
+        train, often = loader(size=self.size, shuffle=True), {"record_every": fl.every(steps=3)}
+        step = fl.pipeline(*self.members)(self.loss)
+        state = fl.fit(step, state, train, epochs=3, hooks=(stop_at(until),), **often)
+        return attrs.evolve(state, stop=None)
+
+    def result(self, *given):
+        state = self.train(*given)
+        averages = [t for s in ("ema", "swa") for t in state.slots.get(s, {}).values()]
+        return {**come_to(state), "averages": flat(averages) if averages else [1.0]}
 
 
-KINDS = ("plain", "sharded", "noisy", "several", "several, sharded")
-
-
-def resumable(kind, folder=None, until=None):
-    """Train a state, or resume from a folder."""
-    torch.manual_seed(0)
-    model = Noisy() if kind == "noisy" else network()
-    if kind.endswith("sharded") and world() > 1:
-        fully_shard(model)
-    several = kind.startswith("several")
-    optimizer = (adam_and_sgd if several else adamw)(model.parameters())
-    state = fl.TrainState.create(model, optimizer, seed=0)
-    state = state if folder is None else fl.resume(folder, state)
-    schedule = fl.schedule(fl.schedules.cosine(warmup=0.1), only="rest" if several else None)
-    pipe = fl.pipeline(fl.accumulate(2), fl.clip(0.5), schedule)
-    step, train = pipe(noisy if kind == "noisy" else entropy), loader(shuffle=True)
-    enough = fl.when(lambda state: state.step == until)(
-        lambda state: attrs.evolve(state, stop="enough")
-    )
-    return attrs.evolve(
-        fl.fit(step, state, train, epochs=6, hooks=(enough,), record_every=fl.every(steps=3)),
-        stop=None,
-    )
-
-
-def adamw(parameters):
-    return torch.optim.AdamW(parameters, lr=0.05)
+USUAL = fl.accumulate(2), fl.clip(0.5)
+COSINE = fl.schedules.cosine(warmup=0.1)
+AVERAGES = fl.ema(0.9, evaluate=False), fl.swa(2, every=2, evaluate=False)
+KINDS = {
+    "plain": Kind((*USUAL, fl.schedule(COSINE), *AVERAGES)),
+    "several": Kind((*USUAL, fl.schedule(COSINE, only="rest")), optimizer=adam_and_sgd),
+    "noisy": Kind((*USUAL, fl.schedule(COSINE)), loss=noisy, make=dropping),
+    "total": Kind((fl.accumulate(total=8), fl.schedule(COSINE)), size=2, cut=8, ends=(18, 3, 0)),
+    "turns": Kind(
+        (fl.ema(0.9, evaluate=False),), cut=4, make=Gan, ends=(9, 3, 0),
+        optimizer=lambda parameters: gan_optimizers([*parameters]),
+        loss=turns([], [fl.clip(0.5)], order=("d", "d", "g"), batch="next"),
+    ),
+}  # fmt: skip
+SHARDED = ("plain", "several")
+# Each kind, and how it is saved and resumed: on a sharded model or not. Draws depend on the number.
+PAIRS = [
+    *((kind, a, b) for kind in SHARDED for a in (False, True) for b in (False, True)),
+    *(("total", False, False), ("turns", False, False), ("noisy", False, False)),
+]
 
 
 def counted(batch_size, folder=None, steps=None):
     state = tally() if folder is None else fl.resume(folder, tally())
     step = fl.pipeline(fl.metric(samples=lambda aux, batch: fl.Sum(len(batch[-1]))), items())(count)
-    return fl.fit(
-        step, state, loader(size=batch_size, shuffle=True), epochs=1, steps=steps, hooks=()
-    )
+    train = loader(size=batch_size, shuffle=True)
+    return fl.fit(step, state, train, epochs=1, steps=steps, hooks=())
 
 
+@in_double
 def saves(folder):
     """Save runs in the middle of an epoch; return what they come to if they are not interrupted."""
-    if world() > 1:
-        dist.init_process_group("gloo")
-    with default_dtype(torch.float64):
-        for kind in KINDS:
-            fl.save(resumable(kind, until=HALF), folder / kind / "half")
-        fl.save(counted(4, steps=2), folder / "tally" / "half")
-        return {kind: come_to(resumable(kind)) for kind in KINDS}
-
-
-@reads(saves, COUNTS)
-def resumes(folder):
-    """Resume what was saved on any number of processes."""
-    if world() > 1:
-        dist.init_process_group("gloo")
     found = {}
-    with default_dtype(torch.float64):
-        for n in COUNTS:
-            saved = written_by(saves, n, folder)
-            for before, after in (
-                ("plain", "plain"),
-                ("plain", "sharded"),
-                ("sharded", "plain"),
-                ("sharded", "sharded"),
-                ("several", "several"),
-                ("several", "several, sharded"),
-                ("several, sharded", "several"),
-            ):
-                found[f"{before} on {n}, then {after}"] = come_to(resumable(after, saved / before))
-            if n == world():
-                found["noisy"] = come_to(resumable("noisy", saved / "noisy"))
-            state = counted(3, saved / "tally")
-            row = state.history[-1].metrics
-            found[f"tally of {n}"] = [
-                *(-state.model.w).tolist(),
-                state.step,
-                row["train/items"],
-                row["train/samples"],
-            ]
-        mine = written_by(saves, 1, folder) / "plain" if rank() else folder / "nothing"
-        begun = fitted(batches(1), steps=1)
-        found["main sees none"] = said(lambda: fl.resume(mine, begun).step)
+    for name, kind in KINDS.items():
+        for shard in (False, True) if name in SHARDED else (False,):
+            fl.save(kind.train(shard, until=kind.cut), folder / f"{name} {shard}" / "half")
+            found[f"{name} {shard}"] = kind.result(shard)
+    fl.save(counted(4, steps=2), folder / "tally" / "half")
     return found
 
 
-@pytest.fixture(params=COUNTS)
-def resumed(request, launched):
-    return request.param, launched(resumes, request.param)
+@reads(saves, COUNTS)
+@in_double
+def resumes(folder):
+    """Resume what was saved on any number of processes."""
+    found = {}
+    for n in COUNTS:
+        saved = written_by(saves, n, folder)
+        for name, before, after in PAIRS:
+            if name != "noisy" or n == world():
+                one = KINDS[name].result(after, saved / f"{name} {before}")
+                found[f"{name} of {n}, {before} to {after}"] = one
+        state = counted(3, saved / "tally")
+        row = state.history[-1].metrics
+        shares = (-state.model.w).tolist()
+        found[f"tally of {n}"] = [shares, state.step, row["train/items"], row["train/samples"]]
+    mine = written_by(saves, 1, folder) / "plain False" if rank() else folder / "nothing"
+    begun = fitted(batches(1), steps=1)
+    return {**found, "main sees none": said(lambda: fl.resume(mine, begun).step)}
 
 
-def test_a_run_saved_on_any_number_of_processes_resumes_on_any_other(launched, resumed):
-    _, found = resumed
-    for mine in found:
-        assert mine == found[0]
-        for name in [name for name in mine if "then" in name]:
-            expected = launched(saves, 1)[0]["several" if "several" in name else "plain"]
-            assert mine[name]["updates"] == expected["updates"], name
-            assert mine[name]["counters"] == expected["counters"] == [24, 6, 0], name
-            assert difference(expected["weights"], mine[name]["weights"]) < 1e-11, name
-            assert difference(expected["history"], mine[name]["history"]) < 1e-11, name
+@pytest.mark.parametrize("n", COUNTS)
+def test_a_run_saved_on_any_number_of_processes_resumes_on_any_other(launched, n):
+    expected, whole_runs = launched(saves, 1)[0], launched(saves, n)[0]
+    mine, *others = launched(resumes, n)
+    assert all(other == mine for other in others)
+    for (name, before, after), saved_on in itertools.product(PAIRS, COUNTS):
+        if saved_on != n and name == "noisy":
+            continue
+        found, right = mine[f"{name} of {saved_on}, {before} to {after}"], expected[f"{name} False"]
+        if saved_on == n and before == after:
+            assert found == whole_runs[f"{name} {after}"], name  # bit for bit
+        if name != "noisy":
+            assert found["updates"] == right["updates"], name
+            assert found["counters"] == right["counters"] == [*KINDS[name].ends], name
+            for part in ("weights", "averages", "history"):
+                assert difference(right[part], found[part]) < CLOSE, (name, part)
 
 
-def test_a_run_resumes_on_the_same_number_bit_for_bit(launched, resumed):
-    n, found = resumed
-    assert found[0]["noisy"] == launched(saves, n)[0]["noisy"]
-
-
-def test_the_rest_of_an_epoch_is_trained_once(resumed):
-    n, found = resumed
+@pytest.mark.parametrize("n", COUNTS)
+def test_the_rest_of_an_epoch_is_trained_once(launched, n):
     for saved_on in COUNTS:
-        *shares, step, items, samples = found[0][f"tally of {saved_on}"]
-        left = SIZE - 2 * 4 * saved_on
-        assert (
-            step == 2 + math.ceil(left / (3 * n))
-            and min(shares) > 0
-            and sum(shares) == pytest.approx(step, rel=1e-12)
-        )
-        assert [items, samples] == pytest.approx([SIZE, SIZE], rel=1e-12)
+        shares, step, *counts = launched(resumes, n)[0][f"tally of {saved_on}"]
+        assert step == 2 + math.ceil((SIZE - 2 * 4 * saved_on) / (3 * n))
+        assert min(shares) > 0 and sum(shares) == pytest.approx(step, rel=1e-12)
+        assert counts == pytest.approx([SIZE, SIZE], rel=1e-12)
 
 
-def test_a_run_does_not_begin_again_where_another_process_sees_a_checkpoint(resumed):
-    n, found = resumed
-    for mine in found:
+@pytest.mark.parametrize("n", COUNTS)
+def test_a_run_does_not_begin_again_where_another_process_sees_a_checkpoint(launched, n):
+    for mine in launched(resumes, n):
         if n == 1:
             assert mine["main sees none"] == 1
         else:
             assert mine["main sees none"].startswith("CheckpointError: process 1 on ")
             assert "All machines of a run must share the folder" in mine["main sees none"]
+
+
+# --- the best weights
+
+SAVED, END = 4, 5  # epochs; from the fourth on, the loss rises again
+FALLING = fl.schedule(lambda i, total: 1.0 if i < 0.6 * total else -1.0)
+
+
+def best_of(shard, folder=None, saved=None, hooks=None):
+    state = created(shard, adamw)
+    state = state if saved is None else fl.resume(saved, state)
+
+    def save(state):
+        fl.save(state, folder / str(shard) / "a")
+        return state
+
+    saves = fl.when(lambda state: (state.epoch, state.batch) == (SAVED, 0))(save)
+    usual = (fl.restore_best("valid/loss"), *((saves,) if folder else ()))
+    loaders = {"train": loader(shuffle=True), "valid": loader()}
+    step = fl.pipeline(FALLING, fl.ema(0.5, evaluate=False))(entropy)
+    state = fl.fit(step, state, loaders, epochs=END, hooks=usual if hooks is None else hooks)
+    valid = list(state.history["valid/loss"])
+    return {**come_to(state), "average": flat(state.slots["ema"].values()), "valid": valid}
+
+
+@in_double
+def ends(folder):
+    found = {str(shard): best_of(shard, folder) for shard in (False, True)}
+    found["last"] = best_of(True, hooks=())
+    return {**found, "refused": said(lambda: fl.on_main(fl.restore_best("valid/loss")))}
+
+
+@reads(ends, FEW)
+@in_double
+def resumes_to_the_best(folder):
+    ways = [(n, one, other) for n in FEW for one in (False, True) for other in (False, True)]
+    return [best_of(b, saved=written_by(ends, n, folder) / str(a)) for n, a, b in ways]
+
+
+@pytest.mark.parametrize("n", FEW)
+def test_any_number_of_processes_ends_with_the_same_best_weights(launched, n):
+    right = launched(ends, 1)[0]["False"]
+    losses = launched(ends, 1)[0]["last"]["valid"]
+    assert min(range(END), key=losses.__getitem__) == 2
+    for mine, resumed in zip(launched(ends, n), launched(resumes_to_the_best, n), strict=True):
+        assert mine["last"]["valid"] == pytest.approx(losses, rel=CLOSE)
+        assert "needs all processes" in mine["refused"]
+        for found in (mine["False"], mine["True"], *resumed):
+            assert found["counters"] == right["counters"]
+            for part in ("weights", "average"):
+                assert difference(right[part], found[part]) < CLOSE
+                assert difference(mine["last"][part], found[part]) > 0.01
+
+
+# --- parts
+
+
+def adapter(shift=0.0):
+    model = nn.Sequential(nn.Linear(6, 3), nn.Linear(3, 3))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(shift)
+    model[0].requires_grad_(False)
+    return model
+
+
+def adapted(shard, shift=0.0):
+    return created(
+        shard, lambda ps: adamw([p for p in ps if p.requires_grad]), lambda: adapter(shift)
+    )
+
+
+@in_double
+def partial_saves(folder):
+    found = []
+    for shard in (False, True):
+        for part in ("model", "trained"):
+            where = folder / str(shard) / part
+            best = {"best": "valid/loss", "named": ("valid/loss",)}
+            saves = fl.every(epochs=1)(fl.checkpoint(where, keep=1, only=(part,), **best))
+            loaders = loader(), loader()
+            fl.fit(fl.pipeline()(entropy), adapted(shard), loaders, epochs=2, hooks=(saves,))
+        found.append(said(lambda: fl.resume(folder / str(shard) / "model", adapted(False))))
+    return found
+
+
+@reads(partial_saves, FEW)
+@in_double
+def partial_restores(folder):
+    found = {"fresh": [flat(adapted(False, shift).model[0].parameters()) for shift in (0.0, 1.0)]}
+    for n in FEW:
+        for before in (False, True):
+            for after in (False, True):
+                for part in ("model", "trained"):
+                    where = written_by(partial_saves, n, folder) / str(before) / part
+                    state = fl.restore(fl.best(where), adapted(after, 1.0), only=(part,))
+                    layers = [[whole(p) for p in layer.parameters()] for layer in state.model]
+                    found[f"{part} of {n}, {before} to {after}"] = [*map(flat, layers)]
+    return found
+
+
+@pytest.mark.parametrize("n", FEW)
+def test_parts_saved_on_any_number_are_restored_on_any_other(launched, n):
+    assert all("a run cannot be resumed: " in text for text in launched(partial_saves, n)[-1])
+    for mine in launched(partial_restores, n):
+        base, shifted = mine.pop("fresh")
+        trained = mine["model of 1, False to False"][1]
+        for name, (first, last) in mine.items():
+            assert first == (base if name.startswith("model") else shifted), name
+            assert last == pytest.approx(trained, rel=1e-9), name
+
+
+# --- phases
+
+UPDATES = 7 + 3 + 4  # of the three phases
+
+
+def script(state, *hooks):
+    """Train an epoch and a part of one, until a hook stops, and by a scheduler of torch."""
+    scheduled = fl.plateau("train/loss", patience=1), fl.schedule(fl.schedules.cosine())
+    halving = fl.torch_scheduler(lambda opt, run: lr_scheduler.StepLR(opt, 2, gamma=0.5))
+    windows = fl.accumulate({0: 1, 1: 2}), fl.clip(0.5)
+    loaders = {"train": loader(size=9, shuffle=True), "valid": loader(size=9)}
+    for name, members, hook, targets in (
+        ("first", scheduled, (), {"steps": 7}),
+        ("second", windows, (stop_at(10),), {"epochs": 4}),
+        ("third", (halving,), (), {"steps": 4}),
+    ):
+        step, often = fl.pipeline(*members)(entropy), {"record_every": fl.every(steps=2)}
+        settings = {"hooks": (*hook, *hooks), "phase": name, **targets, **often}
+        state = fl.fit(step, state, loaders, **settings)
+    return state
+
+
+@in_double
+def phased(folder):
+    def keep(state):
+        fl.save(state, folder / f"{state.step}")
+        return state
+
+    ended = script(created(False, adamw), fl.every(steps=1)(keep))
+    again = [fl.restore(folder / f"{step}", created(False, adamw)) for step in (1, 7, 8, 10, 12)]
+    return [[p.stop, p.done] for p in ended.phases], *(come_to(script(s)) for s in (ended, *again))
+
+
+def test_a_script_of_phases_that_is_started_again_ends_the_same(launched):
+    for phases, whole_run, *resumed in launched(phased, 2):
+        assert phases == [[None, True], ["enough", True], [None, True]]
+        assert whole_run["counters"][0] == UPDATES
+        assert all(one == whole_run for one in resumed)
