@@ -7,13 +7,14 @@ The reference is written by ``reference.py`` before the pages are read.
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
 import reference  # noqa: E402  # it is beside this file
-from jupyter_client.connect import ConnectionFileMixin  # noqa: E402
+from nbclient import NotebookClient  # noqa: E402
 
 import fnloop  # noqa: E402
 
@@ -34,15 +35,20 @@ nb_execution_cache_path = os.environ.get(
     "FNLOOP_BOOK_CACHE", ""
 )  # a folder outside of the repository
 nb_execution_in_temp = True
-nb_execution_timeout = 300
+nb_execution_timeout = 600  # of a cell
 nb_execution_raise_on_error = True
 nb_merge_streams = True
-ConnectionFileMixin.transport.default_value = "ipc"  # over TCP a kernel warns
+NotebookClient.startup_timeout.default_value = 600
 nb_code_prompt_show = "Show the set-up"
 nb_code_prompt_hide = "Hide the set-up"
 os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")])
 )
+IPYTHON = tempfile.TemporaryDirectory()  # no settings of this machine, and no warning about TCP
+PROFILE = Path(IPYTHON.name, "profile_default", "ipython_kernel_config.py")
+PROFILE.parent.mkdir()
+PROFILE.write_text("get_config().IPKernelApp.log_level = 'ERROR'\n")
+os.environ["IPYTHONDIR"] = IPYTHON.name
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each page would compile what it imports
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two pages run side by side
 os.environ.setdefault("MPLBACKEND", "module://matplotlib_inline.backend_inline")
