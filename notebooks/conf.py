@@ -13,7 +13,22 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
-import reference  # noqa: E402  # it is beside this file
+# --- the settings of pages that are run, before torch is imported
+
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")])
+)
+IPYTHON = tempfile.TemporaryDirectory()  # no settings of this machine, and no warning about TCP
+PROFILE = Path(IPYTHON.name, "profile_default", "ipython_kernel_config.py")
+PROFILE.parent.mkdir()
+PROFILE.write_text("get_config().IPKernelApp.log_level = 'ERROR'\n")
+os.environ["IPYTHONDIR"] = IPYTHON.name
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each page would compile what it imports
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # two pages run side by side
+os.environ.setdefault("MPLBACKEND", "module://matplotlib_inline.backend_inline")
+
+import kernels  # noqa: E402  # these two are beside this file
+import reference  # noqa: E402
 from nbclient import NotebookClient  # noqa: E402
 
 import fnloop  # noqa: E402
@@ -41,17 +56,6 @@ nb_merge_streams = True
 NotebookClient.startup_timeout.default_value = 600
 nb_code_prompt_show = "Show the set-up"
 nb_code_prompt_hide = "Hide the set-up"
-os.environ["PYTHONPATH"] = os.pathsep.join(
-    filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")])
-)
-IPYTHON = tempfile.TemporaryDirectory()  # no settings of this machine, and no warning about TCP
-PROFILE = Path(IPYTHON.name, "profile_default", "ipython_kernel_config.py")
-PROFILE.parent.mkdir()
-PROFILE.write_text("get_config().IPKernelApp.log_level = 'ERROR'\n")
-os.environ["IPYTHONDIR"] = IPYTHON.name
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each page would compile what it imports
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # two pages run side by side
-os.environ.setdefault("MPLBACKEND", "module://matplotlib_inline.backend_inline")
 
 # --- the reference
 
@@ -108,4 +112,5 @@ def setup(app):
     if app.parallel < 2:  # pages run side by side
         app.parallel = min(4, os.cpu_count() or 1)
     reference.setup(app)
+    kernels.setup(app)
     app.connect("build-finished", make_search)
