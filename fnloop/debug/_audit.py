@@ -60,6 +60,25 @@ def audit(every: int = 1000, against: str | None = None) -> Middleware:
     bits that it would have without ``audit``. If not, it ends with an :class:`AuditError`. It names
     the first parameter that differs and, from two more makings, what may be the cause:
 
+    - the line with the first operator whose result differs, such as a draw from a generator that
+      the run does not position, or a kernel that is not deterministic;
+    - what changes with each call: a counter, a generator, an attribute of a module;
+    - one disturbed making, such as by a flipped bit, if a third one agrees with the other.
+
+    Everything is put back first, so ``error.state`` is the state before the update.
+
+    With ``against`` an update is compared with another way to compute it:
+
+    - "eager": without torch.compile and without CUDA graphs, with the same draws. The loss and each
+      gradient may differ by 1e-3 of their norm in float32, 1e-9 in float64, and 5e-2 with autocast
+      or in 16 bits. Gradients cannot be seen under ``cuda_graph``: there the changes of the weights
+      may differ by 0.1 of their norm. Inductor draws other random numbers than eager code, so
+      dropout needs ``torch._inductor.config.fallback_random = True``.
+    - "float64": a copy of the model with the first batch in float64 and without ``nn.Dropout``. The
+      outputs of all modules and the gradients are measured in units of rounding, the eps of their
+      dtype. The error names the first module that is off by more than 1000 times as many as those
+      before it; or, from the last parameter to the first, such a gradient.
+
     Args:
         every: updates from one audit to the next.
         against: "eager" or "float64"; or None, which makes the same update twice.
@@ -87,25 +106,6 @@ def audit(every: int = 1000, against: str | None = None) -> Middleware:
         w 0 True
 
     Notes:
-        - the line with the first operator whose result differs, such as a draw from a generator
-        that the run does not position, or a kernel that is not deterministic; - what changes with
-        each call: a counter, a generator, an attribute of a module; - one disturbed making, such as
-        by a flipped bit, if a third one agrees with the other.
-
-        Everything is put back first, so ``error.state`` is the state before the update.
-
-        With ``against`` an update is compared with another way to compute it:
-
-        - "eager": without torch.compile and without CUDA graphs, with the same draws. The loss and
-        each gradient may differ by 1e-3 of their norm in float32, 1e-9 in float64, and 5e-2 with
-        autocast or in 16 bits. Gradients cannot be seen under ``cuda_graph``: there the changes of
-        the weights may differ by 0.1 of their norm. Inductor draws other random numbers than eager
-        code, so dropout needs ``torch._inductor.config.fallback_random = True``. - "float64": a
-        copy of the model with the first batch in float64 and without ``nn.Dropout``. The outputs of
-        all modules and the gradients are measured in units of rounding, the eps of their dtype. The
-        error names the first module that is off by more than 1000 times as many as those before it;
-        or, from the last parameter to the first, such a gradient.
-
         The same update made twice does not find what is wrong each time. No audit finds a bit of a
         weight that flips between two updates, because both makings begin with it.
 
