@@ -65,6 +65,8 @@ def main():
     state = fl.unfreeze(state, "extractor", lr=5e-4)
     state = learn("5 to 9, all of it", state, high)
 
+    if state.stop:  # such as Ctrl-C
+        return
     print(state.history)
     reached = state.history["valid/accuracy"]
     ends = [*(phase.records for phase in state.phases[1:]), len(reached)]

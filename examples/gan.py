@@ -121,6 +121,8 @@ def main():
         state = fl.resume(args.resume, state)
         hooks.append(fl.every(epochs=5)(fl.checkpoint(args.resume)))
     state = fl.fit(step, state, loader, epochs=args.epochs, hooks=hooks)
+    if state.stop:  # such as Ctrl-C
+        return
     d, g = (state.history.latest(f"train/{name}/loss") for name in ("d", "g"))
     print(f"losses in the last epoch: discriminator {d:.3f}, generator {g:.3f}")
     print(f"the pictures are in {args.out}; the last: epoch_{state.epoch:03}.png")

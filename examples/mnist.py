@@ -69,6 +69,8 @@ def main():
         state = fl.resume(args.resume, state)
         hooks.append(fl.every(steps=20)(fl.checkpoint(args.resume)))
     state = fl.fit(step, state, loaders, epochs=args.epochs, hooks=hooks)
+    if state.stop:  # such as Ctrl-C
+        return
 
     print(state.history)
     reached = state.history.latest("valid/accuracy")

@@ -114,6 +114,8 @@ def main():
     step = pipeline(*middleware)(next_character)
     untrained = evaluate(step, state, valid)["loss"]
     state = fit(step, state, (train, valid), epochs=args.epochs, evaluate_every=every(epochs=0.25))
+    if state.stop:  # such as Ctrl-C
+        return
 
     print(state.history)
     blind, trained = math.log(len(ALPHABET)), state.history.latest("valid/loss")

@@ -113,8 +113,9 @@ def test_an_interrupted_run_says_where_it_stopped(notebook):
         "stop = at_the_third(lambda: os.kill(os.getpid(), signal.SIGINT))\n"
         "state = fl.fit(stop, toy(), loaders, epochs=5)"
     )
-    _, note = only(cell, "text/plain").splitlines()
+    _, note, advice = only(cell, "text/plain").splitlines()
     assert note.startswith("stopped: interrupted; epoch 1/5, step 3, after ")
+    assert advice.startswith("to continue: fit again with the state")
     assert note.endswith("s")
 
 

@@ -257,7 +257,8 @@ def _check_settings(optimizer: Optimizer, given: Mapping[str, object]) -> None:
                 f"{', '.join(known)}{suggestion(key, known)}"
             )
         if key == "name":
-            checks.text("unfreeze", key, value, "the name of the group in records: lr/head")
+            meaning = 'the name of the group in records, such as "head"'
+            checks.text("unfreeze", key, instance("unfreeze", key, value, str, meaning), meaning)
         default, least = optimizer.defaults.get(key), 0 if key == "lr" else -math.inf
         if isinstance(default, bool):
             checks.flag("unfreeze", key, value)

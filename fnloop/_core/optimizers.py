@@ -343,7 +343,7 @@ _TUPLES = ("betas",)  # settings whose parts are numbers
 RATIO = f"{SCHEDULED}ratio"  # what plateau multiplies the learning rate of a group by
 
 
-def number_in(group: Group, field: str) -> Any:
+def number_in(group: Mapping[str, Any], field: str) -> Any:
     """Return a number of a group, or None: ``betas.0`` is the first of the tuple ``betas``."""
     key, _, part = field.partition(".")
     value = group.get(key)
@@ -354,7 +354,7 @@ def number_in(group: Group, field: str) -> Any:
     return value[int(part)]
 
 
-def set_number(group: Group, field: str, factor: float, owner: str, absolute: bool = False) -> None:
+def set_number(group: Group, field: str, factor: Rate, owner: str, absolute: bool = False) -> None:
     """Set a number of a group to its initial value times a factor, or to a value.
 
     Args:

@@ -34,7 +34,7 @@ from fnloop._core.history import (
 )
 from fnloop._core.metrics import Last, read
 from fnloop._core.optimizers import labelled_groups, optimizers_in
-from fnloop._core.runs import RunInfo
+from fnloop._core.runs import RunInfo, is_interruption
 from fnloop._core.state import TrainState, count_parameters
 from fnloop._core.types import EPOCH, RECORD, Call
 from fnloop._core.views import Row, lay_out, table_of
@@ -170,6 +170,9 @@ class progress(Hook):
 # --------------------------------------------------------------------------------------------------
 # What a run says about itself, the same in a terminal, a log and a notebook.
 
+HOW_TO_CONTINUE = (
+    "to continue: fit again with the state that was returned, or with resume(folder, state)"
+)
 LONGEST_REASON = 100  # characters of an error in the last line
 
 
@@ -600,8 +603,8 @@ class _View(ABC):
         """Show an evaluation, if it is time to: a position in the batches of a loader."""
 
     @abstractmethod
-    def end(self, text: str) -> None:
-        """Show why the run ended."""
+    def end(self, *lines: str) -> None:
+        """Show why the run ended, and how to continue it."""
 
     def pass_boundary(self, state: TrainState) -> float:
         """Show a boundary, and return when to show the next one."""
@@ -662,7 +665,8 @@ class _View(ABC):
     def tell(self, state: TrainState, reason: str) -> None:
         """Show the last line."""
         seconds = time.monotonic() - self.pace.began
-        self.end(describe_end(reason, self.at(state), seconds, self.best, _run(self.state)))
+        line = describe_end(reason, self.at(state), seconds, self.best, _run(self.state))
+        self.end(line, *[HOW_TO_CONTINUE] * is_interruption(state.stop))
 
     def parts_of_epoch(self, state: TrainState) -> list[str]:
         """Return what stands beside the bar of an epoch, the most important first."""
@@ -790,11 +794,12 @@ class _Terminal(_View):
         drawn = self.paint("━" * filled, "cyan") + self.paint("─" * (length - filled), "dim")
         return f"{int(part * 100):3}% {drawn}"
 
-    def end(self, text: str) -> None:
-        """Remove the bar, and write the last line."""
+    def end(self, *lines: str) -> None:
+        """Remove the bar, and write the last lines."""
         self.screen.close()
         width = max(columns_of(self.screen.file) - 1, 1)
-        self.screen.print(*textwrap.wrap(text, width, break_on_hyphens=False))
+        for line in lines:
+            self.screen.print(*textwrap.wrap(line, width, break_on_hyphens=False))
 
     def close(self, newest: TrainState | None, reason: str) -> None:
         super().close(newest, reason)
@@ -859,9 +864,9 @@ class _Notebook(_View):
         text = " · ".join(beside)
         self.show_parts(tables.bar(position.done, position.total, text), text)
 
-    def end(self, text: str) -> None:
+    def end(self, *lines: str) -> None:
         """Show the reason of the end instead of the bar."""
-        self.show_parts(tables.line(text), text)
+        self.show_parts(tables.stack(*map(tables.line, lines)), "\n".join(lines))
 
     def show_parts(self, last: str, last_text: str) -> None:
         """Show the facts, the table and a last part, which is given as HTML and as text."""
@@ -880,6 +885,7 @@ class _Notebook(_View):
 # In a log: a line per record, and one from time to time in between.
 
 HEARTBEAT = 30.0  # seconds between two lines, if there is no record
+WIDEST = 120  # columns of a line
 
 
 class _Log(_View):
@@ -927,15 +933,21 @@ class _Log(_View):
             evaluated = f"{loader} {position.count_text.strip()}"
             self.write_at(position, position.step_text, evaluated, position.rate_text("batch"))
 
-    def end(self, text: str) -> None:
-        self.write(text)
+    def end(self, *lines: str) -> None:
+        for line in lines:
+            self.write(line)
 
     def write_at(self, position: Position, *parts: str) -> None:
         """Write where a run is, and parts of a line."""
         self.write(position.epoch_text, *parts, position.left_text)
 
     def write(self, *parts: str) -> None:
-        """Write a line."""
+        """Write a line, broken between two parts where it gets too long."""
         self.written = time.monotonic()
+        lines = [""]
+        for part in filter(None, parts):
+            if lines[-1].strip() and len(lines[-1]) + 2 + len(part) > WIDEST:
+                lines.append("  ")
+            lines[-1] += f"  {part}" if lines[-1] else part
         with contextlib.suppress(OSError, ValueError):  # a full disk or a closed file ends no run
-            print(printable("  ".join(filter(None, parts)), self.file), file=self.file, flush=True)
+            print(printable("\n".join(lines), self.file), file=self.file, flush=True)

@@ -226,13 +226,13 @@ def _stretch(state: TrainState) -> tuple[int, int | None]:
 
 
 def _compute_factor(
-    fn: Any,
+    fn: Callable[..., Rate],
     of_state: bool,
     state: TrainState,
     step: int,
     total: int | None,
     owner: str = "schedule",
-) -> Any:
+) -> Rate:
     __tracebackhide__ = True
     try:
         factor = fn(state) if of_state else fn(step, total)
@@ -251,11 +251,11 @@ def _compute_factor(
 def _replan(
     state: TrainState,
     slot: str,
-    fn: Any,
+    fn: Callable[..., Rate],
     of_state: bool,
     field: str,
     initial: Rate,
-    factor: float,
+    factor: Rate,
 ) -> TrainState:
     """Return the state with the new total, and warn if the value depends on the total.
 
@@ -271,7 +271,7 @@ def _replan(
     before, (first, total) = state.slots[slot], _stretch(state)
     if total is None or of_state:
         return state if total is None else with_slot(state, slot, total)
-    planned: float | None = None
+    planned: Rate | None = None
     with contextlib.suppress(Exception):  # the function may be undefined after the planned end
         planned = fn(state.step - first, before)
     if before is not None and planned != factor and state.backend.main:

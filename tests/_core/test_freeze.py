@@ -470,3 +470,16 @@ def test_a_state_is_not_a_model():
     state = fl.TrainState.create(A, torch.optim.SGD(A.parameters(), lr=1.0))
     with pytest.raises(TypeError, match=r"layers expects model as a module, such as state\.model"):
         fl.layers(state)
+
+
+def test_a_new_group_may_have_a_name():
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))
+    state = fl.TrainState.create(model, torch.optim.SGD(model[1].parameters(), lr=0.1))
+    state = fl.unfreeze(fl.freeze(state, "0"), "0.*", lr=0.01, name="body")
+    state = fl.fit(fl.pipeline()(lambda m, x: m(x).mean()), state, [torch.ones(1, 1)], hooks=())
+    assert state.history["train/lr/body"] == (0.01,)
+    with pytest.raises(ValueError, match="two parameter groups are called 'body'"):
+        fl.unfreeze(state, "1.bias", name="body")
+    assert len(state.optimizer.param_groups) == 2  # as it was
+    with pytest.raises(TypeError, match="unfreeze expects name as the name of the group"):
+        fl.unfreeze(state, "1.bias", name=1)

@@ -66,6 +66,20 @@ SMALL = {"patience": 3, "min_delta": 0.01}
     (MINUS, {**SMALL, "reference": "accepted", "mode": "max"}, None),
     (MINUS, {**SMALL, "reference": "best", "mode": "max"}, 3),
     ((1, 0.995, 1.5, 0.99, 0.99), {**SMALL, "reference": "best"}, 3),  # compared with 0.995
+    # relative: 1 % of the reference, not of the value
+    ((100, 99.5, 99.1, 98), {"patience": 2, "min_delta": 0.01, "relative": True}, 2),
+    ((100, 98.9, 97.8, 96.7), {"patience": 1, "min_delta": 0.01, "relative": True}, None),
+    ((-100, -98.9), {"patience": 1, "min_delta": 0.01, "relative": True, "mode": "max"}, None),
+    # a baseline has to be beaten too, as in Keras
+    (FALLING, {"patience": 2, "baseline": 0.5}, 1),
+    (FALLING, {"patience": 2, "baseline": 4.5}, None),
+    ((5, 4, 3, 3), {"patience": 2, "baseline": 3.5}, 1),
+    ((5, 3, 4, 4), {"patience": 2, "baseline": 3.5}, 3),
+    ((1, 2, 3), {"patience": 2, "baseline": 2.5, "mode": "max"}, 1),
+    # the evaluations of a warm-up do not count
+    (RISING, {"patience": 1, "start_from_epoch": 3}, 4),  # the first that counts is that of epoch 4
+    ((1, 9, 9, 8, 9), {"patience": 1, "start_from_epoch": 2}, 4),
+    (RISING, {"start_from_epoch": 5}, None),
     # to and from infinity
     ((INF, 5, 4), {"patience": 1, "min_delta": 1}, 2),
     ((-INF, 5, 4), {"patience": 1, "mode": "max"}, 2), ((INF, INF, INF), {"patience": 2}, 2),

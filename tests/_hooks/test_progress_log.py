@@ -118,7 +118,8 @@ def test_of_turns_the_losses_are_shown_and_no_mean_is_the_best(clock):
     state, x = fl.TrainState.create(model, optimizers, seed=0), torch.ones(1, 1)
     step = fl.pipeline(fl.ema(0.5))(fl.alternate({name: turn(name) for name in "dg"}))
     lines = logged(state=state, step=step, loaders={"train": [x] * 2, "valid": [x]})
-    heartbeat, _, record = (line.split("  ") for line in lines[1:-1])
+    joined = "\n".join(lines[1:-1]).replace("\n    ", "  ").splitlines()
+    heartbeat, _, record = (line.split("  ") for line in joined)
     assert heartbeat[:5] == ["epoch 1/1", "50%", "step 1", "d/loss 1.0000", "g/loss 0.0000"]
     losses = ["valid/loss 0.5000", "valid/d/loss 1.0000*", "valid/g/loss 0.0000*"]
     assert record[:5] == ["epoch 1/1", "step 2", *losses]
@@ -241,6 +242,8 @@ def test_the_last_line_has_the_step_of_the_hook_that_failed(at, order, error, re
     found = logged(*hooks, error=raised, train=3, valid=1, epochs=3)
     lines, state = (found, None) if raised is None else found
     assert state is None or state.step == at
+    if error is KeyboardInterrupt:
+        assert lines.pop().startswith("to continue: fit again with the state that was returned")
     assert lines[-1].startswith(f"{reason} epoch {1 + (at > 3)}/3, step {at}, after ")
 
 
@@ -315,3 +318,13 @@ def test_a_log_that_cannot_be_written_does_not_end_the_run():
             raise OSError(28, "No space left on device")
 
     assert fit(progress(file=Full()), train=2).step == 2
+
+
+def test_a_long_line_is_broken_between_two_parts():
+    names = {f"a_metric_of_{i}": lambda aux, batch: 0.5 for i in range(8)}
+    step = fl.pipeline(fl.metric(**names))(lambda model, batch: (model.w, {}))
+    *lines, _ = logged(step=step, train=1)
+    row = lines[1:]
+    assert all(len(line) <= 120 for line in row) and len(row) > 1
+    assert all(line.startswith("    ") for line in row[1:])
+    assert "  ".join(line.strip() for line in row).count("train/a_metric_of_") == 8

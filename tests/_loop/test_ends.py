@@ -183,6 +183,13 @@ def test_all_hooks_of_a_boundary_see_the_same_events():
         seen.clear()
 
 
+def test_the_first_reason_to_stop_stays():
+    step = program({2: Stop("guarded", "guard")})
+    later = lambda state: attrs.evolve(state, stop="later") if state.stop else state
+    state = fl.fit(step, toy(), {"train": TRAIN, "valid": VALID}, hooks=(later, later))
+    assert state.stop == "guarded" and kind_of(state.stop) == "guard"
+
+
 def test_no_record_is_made_by_a_moment_that_excludes_the_end():
     given = {"evaluate_every": None, "hooks": (), "record_every": ~fl.at_end()}
     state = fl.fit(fl.pipeline()(toy_loss), toy(), [ONE] * 9, steps=3, **given)

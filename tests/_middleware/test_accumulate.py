@@ -1,6 +1,6 @@
 """accumulate: windows of n batches, or of a total of samples, and windows that vary by epoch.
 
-With several processes: tests/processes/test_totals.py.
+With several processes: tests/processes/test_training.py.
 """
 
 import attrs

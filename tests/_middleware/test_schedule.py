@@ -449,3 +449,47 @@ class TimmScheduler:
 def test_what_is_not_a_scheduler_of_the_state_is_refused_with_advice(factory, error, match):
     with pytest.raises(error, match=match):
         fitted([1], fl.torch_scheduler(factory))
+
+
+# --- values, parts of tuples, and functions of the state
+
+
+@pytest.mark.parametrize(
+    ("middleware", "rates"),
+    [
+        (fl.schedule(lambda state: 0.5**state.epoch), (2.0, 1.0, 0.5)),  # × the initial rate, 2
+        (fl.schedule(lambda i, total: i / total, absolute=True), (1 / 6, 3 / 6, 5 / 6)),
+        (fl.schedule(lambda state: 1.0 + state.step, absolute=True), (2.0, 4.0, 6.0)),
+    ],
+)
+def test_a_rate_by_the_state_or_as_it_is(middleware, rates):
+    state = fitted([1, 1], middleware, state=toy(lr=2.0), epochs=3)
+    assert state.history["train/lr"] == pytest.approx(rates)
+    assert state.optimizer.param_groups[0]["initial_lr"] == 2.0
+
+
+def test_a_part_of_a_tuple_is_set_and_resumed(tmp_path):
+    step = fl.pipeline(fl.schedule(lambda i, total: 0.5 + i / 10, "betas.0", absolute=True))(
+        toy_loss
+    )
+
+    def fresh():
+        model = toy().model
+        return fl.TrainState.create(model, torch.optim.Adam(model.parameters(), lr=1.0), seed=0)
+
+    run = lambda state, epochs: fl.fit(step, state, [ONE] * 2, epochs=epochs, hooks=())
+    whole, half = run(fresh(), 2), run(fresh(), 1)
+    group = half.optimizer.param_groups[0]
+    assert (group["betas"], group["initial_betas.0"]) == ((0.6, 0.999), 0.9)
+    assert half.history["train/betas.0"] == (0.6,)
+    again = run(fl.restore(fl.save(half, tmp_path / "half"), fresh()), 2)
+    assert again.model.w.item() == whole.model.w.item()
+    assert fl.fit(step, again, [ONE], phase="b", hooks=()).history["train/betas.0"][-1] == 0.5
+
+
+@pytest.mark.parametrize("field", ["betas.2", "betas.x", "lr.0", "beta.0"])
+def test_a_part_that_is_not_there_is_an_error(field):
+    model = toy().model
+    state = fl.TrainState.create(model, torch.optim.Adam(model.parameters()))
+    with pytest.raises(ValueError, match=r"no such number; they have .*betas\.0, betas\.1"):
+        fitted([1], fl.schedule(fractions, field), state=state)
