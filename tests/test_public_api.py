@@ -99,7 +99,7 @@ print(fnloop.debug.replay.__name__, fnloop.data.tune.__name__, fnloop.track.__na
 """
 IMPORT_FAILS = """
 import gc, sys
-sys.modules["safetensors"] = None
+sys.modules["toolz"] = None
 try:
     import fnloop
 except ImportError:

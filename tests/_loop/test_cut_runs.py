@@ -79,5 +79,5 @@ def test_a_run_that_is_cut_and_continued_is_the_one_that_was_not(program, how, t
             for n in range(world.points[at]):
                 cuts = (Cut(how, at, n, through),)
                 found, runs = cut_run(program, cuts, tmp_path / f"{at} {n}")
-                compare(program, cuts, whole, found)
+                compare(cuts, whole, found)
                 assert runs[-1] == calls[len(calls) - len(runs[-1]) :], cuts
