@@ -222,7 +222,9 @@ def _set_initial(group: Group, key: str) -> object:
     initial = initial_value(group, key)
     if isinstance(initial, Tensor):
         initial = initial.clone()
-    put_number(group, key, initial)
+        number_in(group, key).copy_(initial)  # it may have a dimension, which fill_ refuses
+    else:
+        put_number(group, key, initial)
     if f"initial_{key}" in group:  # torch's schedulers take it for the rate to begin with
         group[f"initial_{key}"] = initial
     return initial

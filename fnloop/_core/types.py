@@ -263,8 +263,14 @@ class Middleware:
         if self.call is not None:
             meaning = "the call that made it, which middleware() sets, or None"
             checks.instance(owner, "call", self.call, Call, meaning)
-        for name in checks.instance(owner, "loaders", self.loaders, tuple, "a tuple of names"):
-            checks.text(owner, "loaders", name, "names of loaders")
+        for part, of in (("loaders", "loaders"), ("passes", "arguments"), ("adds", "metrics")):
+            given = getattr(self, part)
+            if part == "adds" and given is None:  # they are not known
+                continue
+            for name in checks.instance(owner, part, given, tuple, "a tuple of names"):
+                checks.text(owner, part, name, f"names of {of}")
+        if self.monitors is not None:
+            checks.text(owner, "monitors", self.monitors, "the name of a metric, or None")
         checks.integer(owner, "window", self.window, "the batches that one call of the step takes")
         if self.total is not None:
             checks.integer(owner, "total", self.total, "the samples of one update, or None")

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import StepLR
 
 import fnloop as fl
 from fnloop import schedules
+from fnloop._core.optimizers import SCHEDULED, forget_schedules
 from fnloop.testing import Toy, assert_same, toy, toy_loss
 
 SGD, AdamW = torch.optim.SGD, torch.optim.AdamW
@@ -400,3 +401,10 @@ def test_names_of_groups_come_after_those_of_several_optimizers():
 def test_two_groups_of_one_name_are_refused(names):
     with pytest.raises(ValueError, match=r'called .*would both be train/lr/.*group\["name"\] once'):
         grouped(*names)
+
+
+def test_a_rate_in_a_tensor_of_one_dimension_is_put_back():
+    rate = torch.tensor([0.5])
+    group = {"lr": rate, "initial_lr": torch.tensor([2.0]), f"{SCHEDULED}lr": rate}
+    forget_schedules([group])
+    assert group["lr"] is rate and rate.item() == 2.0
