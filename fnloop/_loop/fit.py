@@ -125,7 +125,8 @@ def fit(
         Exception: any exception of the loss function, a loader or a hook, with a note of where in
             the run it happened, and with the last consistent state as its attribute ``state``. If
             an evaluation failed, a run that continues from it repeats the evaluation. An update
-            that failed may have changed buffers of the model, such as the statistics of BatchNorm.
+            that failed may have changed buffers of the model, such as the statistics of BatchNorm,
+            and what it drew from the generators of Python and NumPy stays drawn.
             The hooks after one that raised do not see that boundary, also not in a run that
             continues. If it was the last one, the run that continues still makes the end: the hooks
             ``at_end()`` and the last save. If ``optimizer.step()`` itself failed, the weights are

@@ -838,9 +838,10 @@ def is_allowed(program, cut):
         if cut.at == "training" and (program.turns or program.has("tbptt")):
             return False  # a batch is several updates
         if cut.at == "training":
-            # An update that failed may have changed buffers.
+            # An update that failed may have changed buffers, and drawn from the host's generators.
             several = program.has("accumulate", "microbatch", "sam", "retry")
-            return not (several and {"norm", "centre", "rebound"} & {*program.model})
+            kept = "draws" in program.loss or {"norm", "centre", "rebound"} & {*program.model}
+            return not (several and kept)
     return True
 
 
