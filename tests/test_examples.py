@@ -102,6 +102,7 @@ def accuracies(out: str) -> list[tuple[int, float]]:
     return [(int(epoch), float(accuracy)) for epoch, accuracy in rows]
 
 
+@pytest.mark.long
 def test_text_learns():
     out = run("text.py")
     (trained,) = re.findall(r"([\d.]+) trained", out.replace("untrained", ""))
@@ -144,6 +145,7 @@ def test_many_gives_the_same_on_two_processes(digits_read):
     assert float(two) > 90
 
 
+@pytest.mark.long
 def test_many_resumes_with_another_number_of_processes(digits_read, tmp_path):
     arguments = ("--resume", str(tmp_path / "runs"), "--epochs")
     assert "trained on: 2,016, 1,984" in start("many.py", *arguments, "1", launcher=ACCELERATE)
@@ -168,18 +170,18 @@ PROGRESSIVE = ("progressive.py", "2", "cnn_for_any_size")
 FINETUNE = ("finetune.py", "4", "model_in_two_parts")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "epochs", "make", "kills", "phases", "least"),
     [
         # 32, 64 and 126 updates
         (*PROGRESSIVE, (20, 70, 150), ["14 pixels", "20 pixels", "28 pixels"], [97]),
         # 128, 32 and 32 updates
-        pytest.param(
+        (
             *FINETUNE,
             (100, 140, 172),
             ["0 to 4", "5 to 9, the head", "5 to 9, all of it"],
             [98, 93, 94],
-            marks=pytest.mark.long,
         ),
     ],
 )

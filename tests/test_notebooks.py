@@ -54,17 +54,17 @@ def test_the_links_of_a_notebook_lead_somewhere(name):
     assert {target for target in links if not (ROOT / "notebooks" / target).exists()} <= GENERATED
 
 
-# These find what their first run has left. Of each notebook a cell is run again.
-PROCESSES = "many_processes"
-REPEATED = ("all_of_fnloop", "resume_and_checkpoints", "write_your_own_middleware")
+# Of each notebook a cell is run again; of these, which find what their first run has left, all.
+REPEATED = ("all_of_fnloop", "write_your_own_middleware")
+# These take as long as all the others together. The book runs them when it is built.
+SLOWEST = ("averages_of_weights", "many_processes")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "times"),
     [
-        *((name, 1) for name in BOOKS if name != PROCESSES),
-        pytest.param(PROCESSES, 1, marks=pytest.mark.long),  # as much as all the others together
+        *((name, 1) for name in BOOKS if name not in SLOWEST),
         *(pytest.param(name, 2, marks=pytest.mark.long) for name in REPEATED),
     ],
 )

@@ -50,15 +50,18 @@ def diverge(folder, way, hold=2):
             time.sleep(60)
 
 
-WAYS = [
-    "stop",
-    "weights",
-    *(pytest.param(way, marks=pytest.mark.long) for way in ("epoch", "buffers")),
-]
+LONG = pytest.mark.long
 
 
-@pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.long)])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("way", "n"),
+    [
+        ("stop", 2),
+        pytest.param("epoch", 2, marks=LONG),
+        ("weights", 2),
+        pytest.param("buffers", 3, marks=LONG),
+    ],
+)
 def test_processes_that_diverge_fail(tmp_path, way, n):
     found = launch.launch(tmp_path, n, diverge, way, forked=True)
     assert all(found.codes), found  # 1, or another one from gloo's threads
@@ -114,7 +117,12 @@ EARLY = {
 }
 
 
-@pytest.mark.parametrize("way", EARLY)
+FEW = ("hook of one", "loaders")
+
+
+@pytest.mark.parametrize(
+    "way", [*FEW, *(pytest.param(k, marks=LONG) for k in EARLY if k not in FEW)]
+)
 def test_processes_that_diverge_before_the_first_update_fail(tmp_path, way):
     found = launch.launch(tmp_path, 2, part_early, way, timeout=90, forked=True)
     assert all(found.codes), found
@@ -137,7 +145,7 @@ def test_processes_that_have_diverged_end_at_once_where_python_ends_them(tmp_pat
     assert found.codes == [1, 1] and re.search(EARLY["hook of one"], found.errors[0])
 
 
-@pytest.mark.long  # waits for 20 s
+@LONG  # waits for 20 s
 def test_a_process_that_waits_for_a_failed_one_ends(tmp_path):
     """The failed one stays alive. Torch itself would end the other after half an hour."""
     with pytest.raises(TimeoutError) as error:
@@ -174,7 +182,7 @@ def slow(folder):
     return fl.reduce({"steps": state.step}, "sum")
 
 
-@pytest.mark.long  # waits for 20 s
+@LONG  # waits for 20 s
 def test_a_slow_process_is_waited_for(tmp_path):
     assert launch.results(tmp_path, 3, slow, timeout=180) == [{"steps": 9}] * 3
 

@@ -111,9 +111,8 @@ def check_newest(run, uninterrupted):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("share", "settings"), [
-    pytest.param(0.4, {"background": True}, id="background"),
+    pytest.param(0.4, {"background": True}, id="background", marks=LONG),
     pytest.param(1.0, {}, id="plain", marks=LONG),
-    pytest.param(0.5, {"pause": 0.04}, id="slow-disk", marks=LONG),
     pytest.param(0.4, {"pause": 0.04, "background": True}, id="slow-disk-background"),
 ])  # fmt: skip
 def test_a_run_killed_repeatedly_ends_as_an_uninterrupted_one(
@@ -271,7 +270,7 @@ def test_sigusr1_saves_after_the_update_and_the_run_continues(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("moment", "attempts"), [("training", 5), ("evaluation", 2)])
+@pytest.mark.parametrize(("moment", "attempts"), [("training", 3), ("evaluation", 2)])
 def test_a_run_with_workers_is_saved_if_it_is_terminated_twice(moment, attempts, tmp_path):
     """All processes of the run get both signals. The second kills its workers as it saves."""
     command = [sys.executable, terminated.__file__, str(tmp_path), moment, str(attempts)]

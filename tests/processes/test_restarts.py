@@ -48,6 +48,7 @@ def enduring(folder, pause=0.05):
     return {"began": began, **come_to(state)}
 
 
+@pytest.mark.long
 def test_a_killed_run_resumes_on_2_and_3_and_1(tmp_path):
     for n, until in ((1, 6), (2, 14), (3, 20)):
         mark = tmp_path / "run" / f"at-{until}"

@@ -518,7 +518,11 @@ def train(case, sharded=False):
 
 
 @pytest.mark.parametrize(
-    ("name", "sharded", "n"), [(*row, n) for n in (2, 3) for row in rows_on(n)]
+    ("name", "sharded", "n"),
+    [
+        *((*row, 2) for row in rows_on(2)),
+        *(pytest.param(*row, 3, marks=pytest.mark.long) for row in rows_on(3)),
+    ],
 )
 def test_n_processes_train_as_one(launched, name, sharded, n):
     close, alone = CASES[name].close, launched(table, 1)[0][f"{name} False"]
@@ -532,7 +536,7 @@ def test_n_processes_train_as_one(launched, name, sharded, n):
         assert found == pytest.approx(expected, rel=10 * close)
 
 
-@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("n", [1, 2, pytest.param(3, marks=pytest.mark.long)])
 def test_a_retry_in_one_process_makes_smaller_pieces_in_all(launched, n):
     """The last process runs out of memory with more than one sample."""
     found = launched(table, n)[0]
