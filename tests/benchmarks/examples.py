@@ -19,7 +19,7 @@ from typing import Any
 
 import apart
 
-sys.path.insert(0, str(Path(__file__).parent.parent.parent / "examples"))
+sys.path.append(str(Path(__file__).parent.parent.parent / "examples"))  # which has a by_hand too
 SNIPPETS, IMAGES = 480, 1280  # of a turn: 60 batches of 8, 20 of 64
 
 
