@@ -365,7 +365,7 @@ class Fold(Generic[T]):
 
 
 # --------------------------------------------------------------------------------------------------
-# Records: what was known at one report of a run.
+# Records: the metrics at one point of a run.
 
 _FLOAT = {float}
 # First parts of names that are not those of evaluated loaders.
