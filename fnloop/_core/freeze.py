@@ -231,8 +231,8 @@ def _taking(named: Mapping[str, Optimizer], name: str | None, added: list[str]) 
     taking = named["" if name is None else name]
     if isinstance(taking, LBFGS):
         raise ValueError(
-            "LBFGS takes no further parameters: make it of all that are to be trained at some "
-            "time, and freeze those that are not trained yet"
+            "LBFGS takes no further parameters: make it with all parameters that you will train, "
+            "and freeze those that are not trained yet"
         )
     return taking
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import functools
 import itertools
 import math
 import threading
@@ -15,6 +14,7 @@ import attrs
 from fnloop._core.types import RECORD
 from fnloop._display import checks, tables
 from fnloop._display.checks import describe
+from fnloop._display.tables import format_metric, mode_by_name
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -365,7 +365,7 @@ class Fold(Generic[T]):
 
 
 # --------------------------------------------------------------------------------------------------
-# Records: what was known at one report of a run.
+# Records: the metrics at one point of a run.
 
 _FLOAT = {float}
 # First parts of names that are not those of evaluated loaders.
@@ -447,7 +447,7 @@ class Record:
 
     def _repr_html_(self) -> str:
         shown: dict[str, object] = {"epoch": self.epoch, "step": self.step}
-        shown |= {name: tables.format_number(value) for name, value in self.metrics.items()}
+        shown |= {name: format_metric(name, value) for name, value in self.metrics.items()}
         shown["seconds"] = f"{self.seconds:.1f}"
         if self.closing:
             shown["closing"] = True
@@ -538,6 +538,40 @@ def update_best(best: Mapping[str, Record], record: Record) -> dict[str, Record]
     return updated
 
 
+def starred(best: Mapping[str, Record], record: Record, turns: Collection[str]) -> set[str]:
+    """Return the metrics that have a star in a record, given the best that contain it.
+
+    A star says that a value is better than all above it, wherever records are shown. The mean of
+    the losses of turns has none: they may oppose each other.
+
+    Args:
+        best: the best record of each metric, after ``update_best`` with this record.
+        record: the record.
+        turns: the names of the turns of ``alternate``.
+
+    Example:
+        >>> record = Record(1, 10, {"valid/loss": 2.0, "valid/d/loss": 1.0, "train/loss": 1.0})
+        >>> starred(update_best({}, record), record, ("d", "g"))
+        {'valid/d/loss'}
+    """
+    found = {name for name in best if best[name] is record}
+    if turns:
+        losses = (name for name in found if name.endswith("/loss"))
+        found -= {name for name in losses if not {*name.split("/")} & {*turns}}
+    return found
+
+
+def turns_in(names: Collection[str]) -> set[str]:
+    """Return the turns of ``alternate`` that made some metrics: each has a loss and a rate.
+
+    Example:
+        >>> turns_in(["train/loss", "train/d/loss", "train/lr/d", "train/ema/loss"])
+        {'d'}
+    """
+    rates = {name.split("/")[2] for name in names if name.startswith("train/lr/")}
+    return {rate for rate in rates if f"train/{rate}/loss" in names}
+
+
 # --------------------------------------------------------------------------------------------------
 # The phases of a run: stretches with a name, which share one history.
 
@@ -625,8 +659,6 @@ def _decode(saved: object) -> Phase:
 # --------------------------------------------------------------------------------------------------
 # Metrics that hooks monitor: whether they exist, and whether lower or higher values are better.
 
-FALLING, RISING = ("loss", "error"), ("acc", "f1", "auc", "auroc", "precision", "recall")
-
 
 def better(value: float, than: float, mode: str) -> bool:
     """Return whether a value is strictly better than another. NaN is worse than anything.
@@ -650,19 +682,6 @@ def better(value: float, than: float, mode: str) -> bool:
     if math.isnan(value):
         return False
     return math.isnan(than) or (value < than if mode == "min" else value > than)
-
-
-@functools.cache
-def mode_by_name(key: str) -> str | None:
-    """Return the mode that the name of a metric suggests, "min" or "max"; None if neither or both.
-
-    Example:
-        >>> mode_by_name("valid/loss"), mode_by_name("loss/Accuracy"), mode_by_name("valid/bleu")
-        ('min', 'max', None)
-    """
-    name = key.split("/", 1)[-1].lower()
-    falls, rises = (any(word in name for word in words) for words in (FALLING, RISING))
-    return None if falls == rises else "min" if falls else "max"
 
 
 def mode_of(owner: str, key: str, mode: str | None) -> str:

@@ -347,8 +347,8 @@ class TrainState:
 
     def _repr_html_(self) -> str:
         latest = self.history[-1].metrics if len(self.history) else {}
-        shown = ", ".join(f"{name} {tables.format_number(value)}" for name, value in latest.items())
-        facts = self._facts() | ({"latest": shown} if latest else {})
+        texts = (f"{name} {tables.format_metric(name, value)}" for name, value in latest.items())
+        facts = self._facts() | ({"latest": ", ".join(texts)} if latest else {})
         return tables.facts(self._title(), facts | {"device": self.backend.device})
 
 

@@ -132,12 +132,12 @@ class Output:
 
     def _repr_html_(self) -> str:
         shown = {
-            "loss": tables.format_number(float(self.loss)),
+            "loss": tables.format_metric("loss", float(self.loss)),
             "weight": tables.format_number(_as_number(self.weight)),
         }
         for name, metric in self.metrics.items():
             values = values_of(name, metric)
-            shown |= {part: tables.format_number(value) for part, value in values.items()}
+            shown |= {part: tables.format_metric(part, value) for part, value in values.items()}
         shown |= {f"aux[{name!r}]": tables.summarize(value) for name, value in self.aux.items()}
         return tables.facts("Output", shown | ({"skip": self.skip} if self.skip else {}))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import functools
 import itertools
 import math
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
@@ -25,10 +24,12 @@ from fnloop._core.history import (
     metric_names,
     mode_by_name,
     split_name,
+    starred,
+    turns_in,
     update_best,
 )
 from fnloop._display import checks, figures, tables
-from fnloop._display.tables import Column, Table, shorten
+from fnloop._display.tables import Column, Table, format_metric, shorten
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -48,7 +49,7 @@ class Row:
     Args:
         record: the record.
         seconds: the time that passed since the one above it; None if that is unknown.
-        best: the names of the metrics to be marked.
+        best: the names of the metrics to be marked: each is better than in all rows above.
         epoch: the number of its epoch, from 1; 0 for what the record says.
     """
 
@@ -99,14 +100,15 @@ def lay_out(
 
 
 def table(records: Sequence[Record], width: float = math.inf, most: int = 40) -> Table[Row]:
-    """Return a table of records, with the best of them marked.
+    """Return a table of records. A value that is better than all above it is marked.
 
     Records with nothing but ``recent/...`` are left out, unless all others are closing records.
 
     Args:
         records: the records.
         width: how many characters a line may have.
-        most: how many rows to show; if there are more, the middle is cut, but for the best rows.
+        most: how many rows to show; if there are more, the middle is cut, but for the best rows:
+            those with the last mark of a column.
 
     Example:
         >>> print(table([Record(1, 10, {"loss": 0.5}, 2.0)]).text(80))
@@ -119,11 +121,12 @@ def table(records: Sequence[Record], width: float = math.inf, most: int = 40) ->
     names = [*metric_names(records)]
     if hidden:  # the few values of ``recent`` in the other rows would tell nothing
         names = [name for name in names if not name.startswith("recent/")]
-    best: dict[str, Record] = functools.reduce(update_best, shown, {})
-    rows = [
-        Row(record, _passed(record, above), {name for name in best if best[name] is record})
-        for above, record in zip([None, *shown], shown, strict=False)
-    ]
+    turns = turns_in(names)
+    best: dict[str, Record] = {}
+    rows: list[Row] = []
+    for above, record in zip([None, *shown], shown, strict=False):
+        best = update_best(best, record)
+        rows.append(Row(record, _passed(record, above), starred(best, record, turns)))
     count = tables.format_count(hidden, "record")
     remark = f"not shown: {count} with recent/... only" if hidden else ""
     return attrs.evolve(table_of(rows, names, width, most), remark=remark)
@@ -136,8 +139,9 @@ def table_of(
     made = lay_out(rows, names, width)
     shown = {column.name for column in made.columns}
     first, last = most // 2, len(rows) - (most - most // 2)  # what is between may be cut
+    best = {name: i for i, row in enumerate(rows) for name in row.best if name in shown}
     kept: list[Row | None] = []
-    stay = [not first <= i < last or not shown.isdisjoint(r.best) for i, r in enumerate(rows)]
+    stay = [not first <= i < last or i in best.values() for i in range(len(rows))]
     for stays, pairs in itertools.groupby(zip(stay, rows, strict=True), lambda pair: pair[0]):
         stretch = [row for _, row in pairs]
         kept += stretch if stays or len(stretch) == 1 else [None]  # the sign takes a line too
@@ -178,16 +182,13 @@ def _time(rows: Sequence[Row]) -> Column[Row]:
 
 
 def _metric(records: Sequence[Record], name: str, least: int, place: int) -> Column[Row]:
-    values = [record.metrics[name] for record in records if name in record.metrics]
     mode, (group, title) = mode_by_name(name), split_name(name)
-    form = tables.column_form(name, values, mode)
-    width = max([least, *(len(format(value, form)) for value in values)])
-    room = max(width, len(title))
 
     def text(row: Row) -> str:
         value = row.record.metrics.get(name)
-        return "" if value is None else tables.fit_number(value, form, room)
+        return "" if value is None else format_metric(name, value)
 
+    width = max([least, *(len(text(Row(record))) for record in records)])
     best = (lambda row: name in row.best) if is_evaluated(name) and mode is not None else None
     rank = (_importance(name), place)
     return Column(title, text, group, best=best, width=width, rank=rank, name=name)

@@ -5,18 +5,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 import logging
 import os
 import shutil
 import sys
-import textwrap
 from collections.abc import Iterable
 from typing import Any, TextIO
 
 from tqdm import tqdm
 from tqdm.utils import disp_len
 
-from fnloop._display.tables import printable, terminal_width
+from fnloop._display.tables import printable, terminal_width, wrap
 
 # --------------------------------------------------------------------------------------------------
 # The bottom line of a terminal, which tqdm draws, and what is printed above it.
@@ -206,13 +206,15 @@ def _replace(name: str, old: Any, new: Any) -> None:
 log = logging.getLogger("fnloop")
 
 
+WIDEST = 120  # columns of a line in a file
+
+
 def _wrap(record: logging.LogRecord) -> bool:
-    """Wrap a message at words where Python itself writes it to a terminal: no handler was added."""
-    if not log.hasHandlers() and sys.stderr is not None and sys.stderr.isatty():
-        wrapper = textwrap.TextWrapper(
-            terminal_width() - 1, break_long_words=False, break_on_hyphens=False
-        )
-        record.msg = "\n".join(map(wrapper.fill, record.getMessage().splitlines()))
+    """Wrap a message at words where Python itself writes it: no handler was added."""
+    if not log.hasHandlers() and sys.stderr is not None:
+        width = terminal_width() - 1 if sys.stderr.isatty() else WIDEST
+        wrapped = (wrap(line, width) for line in record.getMessage().splitlines())
+        record.msg = "\n".join(itertools.chain(*wrapped))
         record.args = ()
     return True
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import shutil
@@ -17,9 +18,6 @@ from fnloop._display.checks import join_names
 
 # --------------------------------------------------------------------------------------------------
 # Numbers.
-
-DIGITS = 3  # significant ones that every value of a column has, if there is room
-MOST_DECIMALS, LONGEST = 6, 10  # of a value that is not written as 2.00e-05; its characters
 
 
 def format_number(value: float) -> str:
@@ -123,61 +121,44 @@ def is_learning_rate(name: str) -> bool:
     return "lr" in name.split("/")
 
 
-def format_metric(name: str, value: float) -> str:
-    """Format a metric that stands alone: four decimals, or two of a large one.
+FALLING, RISING = ("loss", "error"), ("acc", "f1", "auc", "auroc", "precision", "recall")
+
+
+@functools.cache
+def mode_by_name(key: str) -> str | None:
+    """Return the mode that the name of a metric suggests, "min" or "max"; None if neither or both.
 
     Example:
-        >>> format_metric("loss", 0.5), format_metric("loss", 1234.5), format_metric("lr", 3e-4)
-        ('0.5000', '1,234.50', '3.0e-04')
+        >>> mode_by_name("valid/loss"), mode_by_name("loss/Accuracy"), mode_by_name("valid/bleu")
+        ('min', 'max', None)
     """
+    name = key.split("/", 1)[-1].lower()
+    falls, rises = (any(word in name for word in words) for words in (FALLING, RISING))
+    return None if falls == rises else "min" if falls else "max"
+
+
+def format_metric(name: str, value: float) -> str:
+    """Format a metric. A number looks the same in a bar, a table, a log and a message.
+
+    It has at least three significant digits, and four decimals where that is not much. A count has
+    no decimals.
+
+    Example:
+        >>> [format_metric("loss", value) for value in (0.5, 0.00125, 1234.5, 2e-5)]
+        ['0.5000', '0.00125', '1,234.50', '2.00e-05']
+        >>> format_metric("train/lr", 3e-4), format_metric("train/tokens", 4096.0)
+        ('3.0e-04', '4,096')
+    """
+    value += 0.0  # -0.0 is 0.0
+    size = abs(value)
     if is_learning_rate(name):
         return f"{value:.1e}"
-    small = value and math.isfinite(value) and not 1e-3 <= abs(value) < 1e6
-    return f"{value:.2e}" if small else f"{value:,.4f}" if abs(value) < 100 else f"{value:,.2f}"
-
-
-def column_form(name: str, values: Iterable[float], mode: str | None) -> str:
-    """Return the format of a column of a metric: the same number of decimals for all its values.
-
-    Args:
-        name: the metric.
-        values: its values.
-        mode: "min" or "max" if lower or higher values are better, or None.
-    """
-    if is_learning_rate(name):
-        return ".1e"
-    sizes = [abs(value) for value in values if math.isfinite(value)]
-    largest, smallest = max(sizes, default=0.0), min((s for s in sizes if s), default=1.0)
-    if largest >= 1e9 or (largest and largest < 1e-3):
-        return ".2e"
-    if mode is None and sizes and all(size.is_integer() for size in sizes) and largest >= 1:
-        return ",.0f"
-    decimals = 4 if largest < 100 else 2 if largest < 10_000 else 0
-    if mode == "max":
-        return f",.{decimals}f"
-    wanted = max(decimals, DIGITS - 1 - math.floor(math.log10(smallest)))
-    if wanted <= MOST_DECIMALS and len(f"{largest:,.{wanted}f}") <= LONGEST:
-        return f",.{wanted}f"
-    return ".2e" if mode == "min" else f",.{decimals}f"  # others may come near to 0 by chance
-
-
-def fit_number(value: float, form: str, width: int) -> str:
-    """Format a value; if the format does not suit it, in another one that fits the width."""
-    value += 0.0  # -0.0 is 0.0
-    decimals = (4, *range(5, MOST_DECIMALS + 1), *range(3, -1, -1)) if form.endswith("f") else ()
-    forms = [form, *(f",.{n}f" for n in decimals), ".2e", ".1e", ".0e"]
-    fitting = [text for text in (format(value, each) for each in forms) if len(text) <= width]
-    exact = (text for text in fitting if _error(value, text) <= 0.501 * 10 ** (1 - DIGITS))
-    nearest = min(fitting, key=lambda text: _error(value, text), default=format(value, form))
-    return next(exact, nearest)
-
-
-def _error(value: float, text: str) -> float:
-    """Return how far a text is from a value, in units of the value's first digit."""
-    if abs(value) < 1e-300 or not math.isfinite(value):
-        return 0.0
-    unit = 10.0 ** math.floor(math.log10(abs(value)))
-    return abs(float(text.replace(",", "")) - value) / unit
+    if size and math.isfinite(size) and not 1e-3 <= size < 1e9:
+        return f"{value:.2e}"
+    if mode_by_name(name) is None and value.is_integer():
+        return f"{value:,.0f}"
+    decimals = 5 if 0 < size < 1e-2 else 4 if size < 100 else 2 if size < 10_000 else 0
+    return f"{value:,.{decimals}f}"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -213,8 +194,8 @@ class Column(Generic[R]):
         text: the text of its cell of a row.
         group: the name of its group; "" for none. Columns of one group stand side by side.
         left: whether its cells are words, which begin at its left edge and may be indented.
-        best: whether its cell of a row is marked as the best; None if none ever is. A mark needs
-            another character.
+        best: whether its cell of a row is marked: it is better than all above it, so that the last
+            mark is at the best one. None if none ever is. A mark needs another character.
         width: how many characters its cells have at least, without a mark.
         rank: where there is no room for all columns, the one with the greatest rank is left out
             first, and never one whose rank begins with 0. Notes are in the order of the second
@@ -317,7 +298,7 @@ class Table(Generic[R]):
         return lines if any(column.group for column in self.columns) else lines[1:]
 
     def line(self, row: R | None) -> str:
-        """Return a row as a line of text. The best cell of a column has a star."""
+        """Return a row as a line of text. A cell that is better than all above it has a star."""
         return self._line(lambda c: c.pad(c.cell(row), "*" if c.is_best(row) else " "))
 
     def _line(self, show: Callable[[Column[R]], str]) -> str:
@@ -331,10 +312,10 @@ class Table(Generic[R]):
         width = terminal_width(UNLIMITED) if width is None else width
         table = self.fit(width)
         lines = [line for row in table.rows for line in table._wrapped_line(row, width)]
-        return printable("\n".join([*table.head(), *lines, *_wrap(table.note, width)]))
+        return printable("\n".join([*table.head(), *lines, *wrap(table.note, width)]))
 
     def html(self) -> str:
-        """Return the table for a notebook, with all columns. The best cells are bold."""
+        """Return the table for a notebook, with all columns. What has a star in text is bold."""
         groups = _groups(self.columns)
         begins = {group[0] for group in groups[1:]}  # the columns with a rule to their left
 
@@ -367,7 +348,7 @@ class Table(Generic[R]):
         indent = self.width - last.room
         if disp_len(line) <= width or not last.left or indent > width // 2:
             return [line]
-        return _wrap(line, width, " " * indent)
+        return wrap(line, width, " " * indent)
 
 
 def _groups(columns: Sequence[Column[R]]) -> list[list[Column[R]]]:
@@ -385,7 +366,8 @@ def _pad(text: str, room: int, left: bool) -> str:
     return f"{text}{spaces}" if left else f"{spaces}{text}"
 
 
-def _wrap(text: str, width: int, indent: str = "") -> list[str]:
+def wrap(text: str, width: int, indent: str = "") -> list[str]:
+    """Break a text between words into lines of a width; all but the first one may be indented."""
     return textwrap.wrap(
         text, width, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False
     )
@@ -417,16 +399,16 @@ def summarize(value: object) -> str:
 
 
 def record_text(name: str, values: Mapping[str, object]) -> str:
-    """Show a record as a call, broken into lines if it is too long for one.
+    """Show a record as a call, broken into lines if it is too long for one, or for the terminal.
 
     Example:
         >>> record_text("Point", {"x": 1, "y": 2})
         'Point(x=1, y=2)'
     """
-    lines, indent = [f"{name}("], " " * (len(name) + 1)
+    lines, indent, width = [f"{name}("], " " * (len(name) + 1), min(WIDTH, terminal_width(WIDTH))
     for i, (key, value) in enumerate(values.items()):
         part = f"{key}={value}" + (", " if i + 1 < len(values) else ")")
-        if len(lines[-1]) + len(part.rstrip()) > WIDTH and i:
+        if len(lines[-1]) + len(part.rstrip()) > width and i:
             lines.append(indent)
         lines[-1] += part
     return "\n".join(line.rstrip() for line in lines)

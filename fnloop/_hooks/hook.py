@@ -721,8 +721,8 @@ class every(Moment):
 
     Args:
         epochs: a number of epochs; or, below 1, a fraction: 0.25 is due after ceil(k · n · 0.25) of
-            n updates, and always at the end of the epoch. In a phase, too, it is the epochs of the
-            whole run that are counted.
+            n updates, and always at the end of the epoch. Epochs are counted over the whole run,
+            also inside a phase.
         steps: a number of applied updates, counted over all epochs and phases.
         seconds: seconds of wall time, counted from the first boundary.
 

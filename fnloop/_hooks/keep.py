@@ -55,6 +55,7 @@ from fnloop._core.state import TrainState, take_ownership, unwrap, with_slot
 from fnloop._core.types import END, RECORD, Call
 from fnloop._display.checks import choice, describe, flag, folder_path, integer, metric_name
 from fnloop._display.screen import log
+from fnloop._display.tables import format_metric
 from fnloop._hooks.hook import Hook, every_layer
 
 # --------------------------------------------------------------------------------------------------
@@ -589,7 +590,8 @@ class restore_best(Hook):
             _load_averages(state, best.get("averages", {}))
             state = take_ownership(state)
             if state.backend.main:
-                log.info("%r: the weights are those of step %d (%g)", self, step, value)
+                shown = format_metric(self.key, value)
+                log.info("%r: the weights are those of step %d (%s)", self, step, shown)
         ended = [state.step, state.skipped]
         best = {**best, "value": value, "step": step, "weights": None, "ended": ended}
         return with_slot(state, self.slot, best)

@@ -29,6 +29,7 @@ from fnloop._core.history import (
     new_records,
     number_of_epoch,
     records_since,
+    starred,
     unfinished,
     update_best,
 )
@@ -39,7 +40,7 @@ from fnloop._core.state import TrainState, count_parameters
 from fnloop._core.types import EPOCH, RECORD, Call
 from fnloop._core.views import Row, lay_out, table_of
 from fnloop._display import checks, tables
-from fnloop._display.screen import Screen, columns_of, has_colors, paint
+from fnloop._display.screen import WIDEST, Screen, columns_of, has_colors, paint
 from fnloop._display.tables import Table, format_count, format_duration, format_metric, printable
 from fnloop._hooks.hook import Hook
 
@@ -53,19 +54,20 @@ class progress(Hook):
     In a terminal, a table grows above a bar. The table has a line for each evaluation and each end
     of an epoch. With ``record_every`` it has faint lines in between, at most one every 10 seconds:
     they have the means since the last record, in the columns of ``train``. The evaluated loaders
-    come first, and the best values so far have a star. Columns that do not fit the width are left
-    out, gradient norms and learning rates first. The time is that since the last line that is not
-    faint. A stream that evaluates nothing has a line for each record. The bar shows the running
-    epoch: updates per second, without the time of evaluations and hooks; the running loss; and an
-    estimate of the time left of the whole run. During an evaluation, it shows that instead. What a
-    hook prints appears above the bar, and a tqdm bar of a hook below it. Colors are left out if
-    NO_COLOR is set.
+    come first. A star marks a value that is better than all above it: the last star of a column is
+    at its best value. ``print(state.history)`` has the same stars. Columns that do not fit the
+    width are left out, gradient norms and learning rates first. The time is that since the last
+    line that is not faint. A stream that evaluates nothing has a line for each record. The bar
+    shows the running epoch: updates per second, without the time of evaluations and hooks; the
+    running loss; and an estimate of the time left of the whole run. During an evaluation, it shows
+    that instead. What a hook prints appears above the bar, and a tqdm bar of a hook below it.
+    Colors are left out if NO_COLOR is set.
 
     Args:
         refresh: the least time between two drawings, in seconds, at least 0.5.
         file: an open text file to write to; by default the notebook, or else stderr.
-        since: which values may be the best: those of the "phase", if there is one, or of the whole
-            "run".
+        since: what a value with a star is better than: all of the "phase", if there is one, or of
+            the whole "run".
 
     Returns:
         A hook.
@@ -621,11 +623,8 @@ class _View(ABC):
             self.add(self.marked(row))
 
     def marked(self, row: Row) -> Row:
-        """Return a row with the names of its metrics that are the best so far."""
-        best = {name for name, record in self.best.items() if record is row.record}
-        if turns := _run(self.state).turns:  # the mean of their losses, which may oppose each other
-            losses = (name for name in best if name.endswith("/loss"))
-            best -= {name for name in losses if not {*name.split("/")} & {*turns}}
+        """Return a row with the names of its metrics that are better than all above."""
+        best = starred(self.best, row.record, _run(self.state).turns)
         return attrs.evolve(row, best=best)
 
     def pass_batch(self, state: TrainState, loader: str, done: int, total: int | None) -> None:
@@ -872,9 +871,8 @@ class _Notebook(_View):
         """Show the facts, the table and a last part, which is given as HTML and as text."""
         parts, text = [tables.faint(self.facts)], [self.facts]
         if self.rows:
-            rows = [self.marked(row) for row in self.rows]
-            names = self.with_column(metric_names(row.record for row in rows))
-            table = table_of(rows, names, tables.HTML_WIDTH, ROWS)
+            names = self.with_column(metric_names(row.record for row in self.rows))
+            table = table_of(self.rows, names, tables.HTML_WIDTH, ROWS)
             parts.append(table.html())
             text.append(table.text(tables.terminal_width()))
         shown = tables.stack(*parts, last)
@@ -885,7 +883,6 @@ class _Notebook(_View):
 # In a log: a line per record, and one from time to time in between.
 
 HEARTBEAT = 30.0  # seconds between two lines, if there is no record
-WIDEST = 120  # columns of a line
 
 
 class _Log(_View):
@@ -942,10 +939,13 @@ class _Log(_View):
         self.write(position.epoch_text, *parts, position.left_text)
 
     def write(self, *parts: str) -> None:
-        """Write a line, broken between two parts where it gets too long."""
+        """Write a line, broken where it gets too long: between two parts, or two words of one."""
         self.written = time.monotonic()
         lines = [""]
         for part in filter(None, parts):
+            if len(part) > WIDEST:  # a sentence: broken between two words
+                lines[-1:] = [*filter(str.strip, lines), *tables.wrap(part, WIDEST, "    ")]
+                continue
             if lines[-1].strip() and len(lines[-1]) + 2 + len(part) > WIDEST:
                 lines.append("  ")
             lines[-1] += f"  {part}" if lines[-1] else part

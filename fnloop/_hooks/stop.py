@@ -25,7 +25,7 @@ from fnloop._core.types import END, RECORD, UPDATE, Call
 from fnloop._display import checks
 from fnloop._display.checks import choice, flag, integer, metric_name, number
 from fnloop._display.screen import log
-from fnloop._display.tables import format_count, format_duration
+from fnloop._display.tables import format_count, format_duration, format_metric
 from fnloop._hooks.hook import Hook, place_in, unwrap_hook
 from fnloop._step.engine import engine_of
 
@@ -314,9 +314,9 @@ class early_stop(Hook):
         if self.check_finite and not math.isfinite(newest):
             return f"is not finite: {newest}"
         if good is not None and better(newest, good, mode):
-            return f"reached {newest:g}, better than {good:g} {direction}"
+            return f"reached {format_metric(self.key, newest)}, better than {good:g} {direction}"
         if bad is not None and better(bad, newest, mode):
-            return f"diverged to {newest:g}, worse than {bad:g} {direction}"
+            return f"diverged to {format_metric(self.key, newest)}, worse than {bad:g} {direction}"
         wait = self._waited(state.history, first_record(state.phases, self.since))
         if wait is None or wait.evaluations < self.patience:
             return None
@@ -329,7 +329,7 @@ class early_stop(Hook):
         where = _place(wait.record, state)
         return (
             f"has not improved{least} for {format_count(wait.evaluations, 'evaluation')} ({best} "
-            f"{wait.reference:.4g}, {where})"
+            f"{format_metric(self.key, wait.reference)}, {where})"
         )
 
 

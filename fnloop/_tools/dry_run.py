@@ -447,7 +447,7 @@ def _train(
     record = reached.history[-1].metrics
     for name in first:
         of = {k.partition("/")[2]: v for k, v in record.items() if k.split("/")[0] == name}
-        shown = ", ".join(f"{key} {tables.format_number(value)}" for key, value in of.items())
+        shown = ", ".join(f"{key} {tables.format_metric(key, value)}" for key, value in of.items())
         updates.append(Finding("record", name, shown))
     findings = []
     for hook, (safe, text) in zip(hooks, tried, strict=True):

@@ -17,7 +17,7 @@ from fnloop._core.state import TrainState, check_not_stale
 from fnloop._core.types import Batch, Middleware, Output, Step, middleware
 from fnloop._data.source import batch_size_of
 from fnloop._display import checks
-from fnloop._display.tables import Column, Shown, Table, column_form
+from fnloop._display.tables import Column, Shown, Table, format_metric
 from fnloop._loop.evaluate import open_loader
 from fnloop._loop.plan import check_step
 from fnloop._step.alternate import AlternateStep
@@ -99,11 +99,11 @@ class LrRange(Shown):
             return [title, self.note]
         every = -(-len(self.rates) // SHOWN)
         found = -1 if self.suggestion is None else self.rates.index(self.suggestion)
-        form = column_form("loss", (*self.losses, *self.smoothed), "min")
         columns: list[Column[int]] = [
-            Column("lr", lambda i: f"{self.rates[i]:.2e}", best=lambda i: i == found),
-            Column("loss", lambda i: format(self.losses[i], form)),
-            Column("smoothed", lambda i: format(self.smoothed[i], form)),
+            Column("lr", lambda i: f"{self.rates[i]:.2e}"),
+            Column("loss", lambda i: format_metric("loss", self.losses[i])),
+            Column("smoothed", lambda i: format_metric("loss", self.smoothed[i])),
+            Column("", lambda i: "suggested" if i == found else "", left=True),
         ]
         rows = [i for i in range(len(self.rates)) if i % every == 0 or i == found]
         return [title, Table(columns, rows, self.note)]

@@ -259,7 +259,7 @@ def _noter(
 # The operators of an update, each with a checksum of its results.
 
 OUTSIDE = (
-    "in no line of yours: in backward, in the optimizer or in a library"  # where it was called
+    "in none of your lines: in backward, in the optimizer or in a library"  # where it was called
 )
 # Memory that nothing was written to yet has any content.
 _UNWRITTEN = ("empty", "resize", "set_")

@@ -184,7 +184,7 @@ def test_closing_records_are_shown_and_compared():
     assert repr(made).splitlines() == [
         "            │ valid",
         "epoch  step │   loss  │ time",
-        "    1     5 │ 2.0000  │ 0.0s",
+        "    1     5 │ 2.0000* │ 0.0s",
         "    1    10 │ 1.0000* │ 0.0s",
     ]
     assert [row.get("closing") for row in made.to_dicts()] == [True, None]

@@ -11,7 +11,7 @@ import pytest
 from fake_terminal import Terminal
 from tqdm import tqdm
 
-from fnloop._display.screen import Screen, columns_of
+from fnloop._display.screen import Screen, columns_of, log
 
 
 @pytest.fixture
@@ -197,3 +197,17 @@ def test_the_width_of_a_terminal(monkeypatch):
         for columns in (120, 40):
             fcntl.ioctl(replica, termios.TIOCSWINSZ, struct.pack("HHHH", 30, columns, 0, 0))
             assert columns_of(file) == columns
+
+
+# --- messages
+
+
+def test_a_message_is_wrapped_at_words_in_a_log_too(monkeypatch):
+    """At the width of a log. Python itself writes it: there is no handler."""
+    monkeypatch.setattr("sys.stderr", file := io.StringIO())
+    monkeypatch.setattr(log, "propagate", False)  # pytest has handlers
+    path = "/".join(["folder"] * 30)  # which is not broken
+    log.warning("fit: %s makes %s passes in %s", "AdamW", "several, " * 20 + "or more", path)
+    first, second, last = file.getvalue().splitlines()
+    assert max(len(first), len(second)) <= 120 < len(f"{first} several,") and last == path
+    assert f"{first} {second}".endswith("several, or more passes in")

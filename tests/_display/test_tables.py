@@ -7,7 +7,7 @@ import pytest
 from toy_runs import ONE, fit
 
 import fnloop as fl
-from fnloop._display.tables import Column, Shown, Table, column_form, fit_number, format_metric
+from fnloop._display.tables import Column, Shown, Table, format_metric
 from fnloop.testing import toy_loss
 
 WORDS = Column("word", lambda row: row[0], left=True)
@@ -66,9 +66,8 @@ def test_a_value_shows_its_lines_and_tables():
 
 
 @pytest.mark.parametrize("name", ["lr", "train/lr", "lr/head", "train/d/lr"])
-def test_a_learning_rate_is_written_alike_alone_and_in_a_column(name):
+def test_a_learning_rate_has_an_exponent(name):
     assert format_metric(name, 3e-4) == "3.0e-04"
-    assert fit_number(3e-4, column_form(name, [3e-4], None), 7) == "3.0e-04"
 
 
 # --- where stdout lacks a sign

@@ -118,14 +118,14 @@ def test_the_value_that_stops_a_run(values, settings, index):
 
 
 @pytest.mark.parametrize(("values", "settings", "reason"), [
-    ((2, 3, 3), {"patience": 2}, "has not improved for 2 evaluations (best 2, epoch 1)"),
-    ((2, 1), {"stopping_threshold": 1.5}, "reached 1, better than 1.5 (lower is better)"),
-    ((2, 9), {"divergence_threshold": 4}, "diverged to 9, worse than 4 (lower is better)"),
-    ((2, 3), {"patience": 1}, "has not improved for 1 evaluation (best 2, epoch 1)"),
+    ((2, 3, 3), {"patience": 2}, "has not improved for 2 evaluations (best 2.0000, epoch 1)"),
+    ((2, 1), {"stopping_threshold": 1.5}, "reached 1.0000, better than 1.5 (lower is better)"),
+    ((2, 9), {"divergence_threshold": 4}, "diverged to 9.0000, worse than 4 (lower is better)"),
+    ((2, 3), {"patience": 1}, "has not improved for 1 evaluation (best 2.0000, epoch 1)"),
     ((2, 1, 0.96, 1), {"patience": 2, "min_delta": 0.1},
-        "has not improved by more than 0.1 for 2 evaluations (compared with 1, epoch 2)"),
+        "has not improved by more than 0.1 for 2 evaluations (compared with 1.0000, epoch 2)"),
     ((2, 1, 0.96, 1), {"patience": 2, "min_delta": 0.1, "reference": "best"},
-        "has not improved by more than 0.1 for 2 evaluations (best 0.96, epoch 3)"),
+        "has not improved by more than 0.1 for 2 evaluations (best 0.9600, epoch 3)"),
     ((2, NAN), {}, "is not finite: nan"), ((2, -INF), {}, "is not finite: -inf"),
     ((2, NAN), {"divergence_threshold": 4, "check_finite": False},
         "diverged to nan, worse than 4 (lower is better)"),
@@ -199,7 +199,7 @@ def test_a_run_continues_to_the_next_evaluation_after_its_stop_is_cleared():
     assert state.epoch == fit(hook, state=state, **RUN).epoch == 3  # it stays stopped
     state = fit(hook, state=attrs.evolve(state, stop=None), **RUN)
     assert (state.epoch, state.stop) == (
-        4, "early_stop: valid/loss has not improved for 3 evaluations (best -1, epoch 1)",
+        4, "early_stop: valid/loss has not improved for 3 evaluations (best -1.0000, epoch 1)",
     )  # fmt: skip
 
 
@@ -210,7 +210,7 @@ def test_a_record_within_the_first_epoch_of_a_phase_is_named_by_its_step():
     stop, moment = early_stop("valid/loss", patience=1, mode="max"), fl.every(steps=1)
     state = fit(stop, state=state, valid=1, phase="b", epochs=9, evaluate_every=moment)
     assert [(r.epoch, r.step) for r in state.history[1:]] == [(1, 3), (1, 4)]
-    assert state.stop.endswith("(best -3, step 3)")
+    assert state.stop.endswith("(best -3.0000, step 3)")
 
 
 # --- early_stop: names and arguments

@@ -259,8 +259,11 @@ def test_the_last_line_of_a_failure_counts_skipped_updates():
 
 
 def test_nan_says_why_it_stopped():
-    *_, last = logged(progress, fl.halt_on_nonfinite(), loaders=[ONE * math.nan] * 3, epochs=9)
-    assert last.startswith("stopped: halt_on_nonfinite: the training loss became nan")
+    lines = logged(progress, fl.halt_on_nonfinite(), loaders=[ONE * math.nan] * 3, epochs=9)
+    last = " ".join(line.strip() for line in lines[-2:])  # it is broken between two words
+    assert last.startswith("stopped: halt_on_nonfinite: the training loss became nan between steps")
+    assert last.endswith("(steps=1); epoch 1/9, step 3, after 0.0s")
+    assert max(map(len, lines)) <= 120 < len(last)
 
 
 def test_a_second_ctrl_c_in_an_evaluation_is_told(caplog):

@@ -54,7 +54,7 @@ def test_a_cell_has_one_output_which_ends_as_a_table(cell, clock):
         facts,
         "            │ valid    │ train",
         "epoch  step │    loss  │    loss       lr │ time",
-        "    1     3 │ -3.0000  │ -1.0000  1.0e+00 │ 0.5s",
+        "    1     3 │ -3.0000* │ -1.0000  1.0e+00 │ 0.5s",
         "    2     6 │ -6.0000* │ -4.0000  1.0e+00 │ 0.5s",
         "done: epoch 2/2, step 6, after 1.0s; best valid/loss -6.0000 at step 6",
     ]
@@ -124,7 +124,7 @@ def test_a_cell_marks_the_best_of_all_runs_as_a_log_does(cell):
         state = fit(hook, state=state, step=step, train=1, valid=1, epochs=epochs)
     assert [rows(output[-1]) for output in cell] == [["1", "2"], ["3", "4"], ["5"]]
     marked = [[line.split()[0] for line in output[-1] if "*" in line] for output in cell]
-    assert marked == [["2"], [], ["5"]]
+    assert marked == [["1", "2"], [], ["5"]]
     assert cell[1][-1][-1].endswith("best valid/loss 0.2500 at step 2")
 
 

@@ -102,8 +102,12 @@ def test_records_of_record_every_update_the_bar_and_are_a_line_every_ten_seconds
         "epoch  step │    loss  │    loss       lr │  time",
         "    1     7 │ -7.0000* │ -3.0000  1.0e+00 │ 30.0s",  # of the whole epoch
         "    2    10 │          │ -9.0000  1.0e+00 │ 12.0s",
-        "    2    13 │          │ -12.000  1.0e+00 │ 24.0s",
-        "    2    14 │ -14.000* │ -10.000  1.0e+00 │ 30.0s",
+        "            │ valid    │ train",  # a number that needs more room moves the columns
+        "epoch  step │    loss  │     loss       lr │  time",
+        "    2    13 │          │ -12.0000  1.0e+00 │ 24.0s",
+        "            │ valid     │ train",
+        "epoch  step │     loss  │     loss       lr │  time",
+        "    2    14 │ -14.0000* │ -10.0000  1.0e+00 │ 30.0s",
     ]
 
 

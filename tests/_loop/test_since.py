@@ -27,7 +27,7 @@ def test_early_stop_counts_the_evaluations_of_its_phase_or_of_the_run():
 
     losses = [1.0, 1.0, 2.0, 1.5, 1.2]
     assert (run("phase", losses).epoch, run("run", losses).epoch) == (5, 3)
-    assert "2 evaluations (best 1, epoch 1)" in run("run", losses).stop
+    assert "2 evaluations (best 1.0000, epoch 1)" in run("run", losses).stop
 
 
 BY_EPOCH = fl.schedule(lambda i, total: (2, -1)[i])  # w is -2, -1, -3, -2

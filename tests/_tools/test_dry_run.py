@@ -39,8 +39,8 @@ def test_loaders_weights_and_records():
     (valid,) = seen(report, "loader", "valid")
     assert valid.startswith("1 batch; x: ") and "next" not in valid
     # Two updates by 1 from w = 0: the losses are 0 and -1, and after them -2.
-    assert seen(report, "record", "train") == ["loss -0.5, top -0.5, lr 1"]
-    assert seen(report, "record", "valid") == ["loss -2, top -2"]
+    assert seen(report, "record", "train") == ["loss -0.5000, top -0.5000, lr 1.0e+00"]
+    assert seen(report, "record", "valid") == ["loss -2.0000, top -2"]
     assert len(seen(report, "update")) == 2
     assert report.problems == ()
 
