@@ -216,16 +216,13 @@ def fused_hint(optimizer: Optimizer, device: str = "cuda") -> str | None:
     name = type(optimizer).__name__
     if device == "cpu" and type(optimizer) not in (Adam, AdamW):
         return None
-    same = "with the same result" if device == "cuda" else "equal up to rounding"
+    same = "the same" if device == "cuda" else "equal up to rounding"
     for group in optimizer.param_groups:
         dense = all(p.is_floating_point() and p.layout is torch.strided for p in group["params"])
         if not dense or group.get("fused") or group.get("differentiable"):
             continue
         if "fused" in group and group["fused"] is None and not group.get("foreach"):
-            return (
-                f"fit: {name} makes several passes over the parameters; {name}(..., fused=True) "
-                f"makes one, {same}"
-            )
+            return f"fit: tip: {name}(..., fused=True) is faster; results are {same}"
         if group.get("foreach") is False:
             return (
                 f"fit: {name} updates one parameter after the other; without foreach=False, it "

@@ -43,7 +43,7 @@ SLOW = {"foreach": False}
 @pytest.mark.parametrize(
     ("optimizer", "hint"),
     [
-        *((kind(parameters()), f"{kind.__name__}(..., fused=True) makes one")
+        *((kind(parameters()), f"{kind.__name__}(..., fused=True) is faster")
           for kind in (optim.AdamW, optim.Adam, optim.SGD)),
         (optim.Adam(parameters(), **SLOW), "fused=True"),
         *((SGD(parameters(), **{name: value}), None)  # it was told
@@ -144,8 +144,7 @@ def test_on_the_cpu_fused_adam_is_named_with_its_rounding_and_nothing_else(caplo
     assert not caplog.messages
     suggest(optim.AdamW(parameters()), CPU)
     assert caplog.messages == [
-        "fit: AdamW makes several passes over the parameters; AdamW(..., fused=True) makes one, "
-        "equal up to rounding"
+        "fit: tip: AdamW(..., fused=True) is faster; results are equal up to rounding"
     ]
 
 
