@@ -815,12 +815,14 @@ def check_monitored(owner: str, key: str, state: Any) -> bool:
         state: a state whose newest boundary added a record.
 
     Raises:
-        KeyError: the record has other metrics of the same loader, and no record has this one. The
-            message lists those of the newest record.
+        KeyError: the record has other metrics of the same loader, and no record has this one, nor
+            does a hook say that it adds it. The message lists those of the newest record.
     """
     metrics: Mapping[str, float] = state.history[-1].metrics
     if key in metrics:
         return True
+    if state.run is not None and key in state.run.reported:
+        return False
     loader = key.partition("/")[0]
     if any(name.startswith(f"{loader}/") for name in metrics) and key not in state.history:
         raise KeyError(
