@@ -825,9 +825,14 @@ def check_monitored(owner: str, key: str, state: Any) -> bool:
         return False
     loader = key.partition("/")[0]
     if any(name.startswith(f"{loader}/") for name in metrics) and key not in state.history:
+        hint = _suggestion(key, metrics)
+        if loader not in TRAINED and f"{loader}/loss" not in metrics and key.endswith("/loss"):
+            hint = (
+                ". The loss function returned (None, aux) in this evaluation: watch another "
+                "metric, or return a loss"
+            )
         raise KeyError(
-            f"{owner}: there is no metric {key!r}; there are: {', '.join(metrics)}"
-            f"{_suggestion(key, metrics)}"
+            f"{owner}: there is no metric {key!r}; there are: {', '.join(metrics)}{hint}"
         )
     return False
 

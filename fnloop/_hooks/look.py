@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -18,7 +19,7 @@ from fnloop._core.history import TRAINED, History, Record, check_plot, suggestio
 from fnloop._core.rng import COMPUTE, fold_in, isolated, seed_all
 from fnloop._core.runs import is_interruption
 from fnloop._core.state import TrainState
-from fnloop._core.types import END, Call, Output, name_of
+from fnloop._core.types import END, RECORD, Call, Output, name_of
 from fnloop._display import checks, figures, tables
 from fnloop._hooks.hook import (
     Hook,
@@ -52,6 +53,7 @@ class _Inspection:
         asked: whether the trigger was asked at this boundary already.
         outputs: those of an evaluation, until the function is called; or None.
         received_at: the place of the last evaluation that was kept.
+        alone: whether the hook is within no other one.
     """
 
     waits: bool = False
@@ -59,6 +61,7 @@ class _Inspection:
     asked: bool = False
     outputs: list[Output] | None = None
     received_at: tuple[int, ...] | None = None
+    alone: bool = True
 
 
 @attrs.frozen(repr=False)
@@ -127,7 +130,8 @@ class inspect(Hook):
 
         Within another hook, as in ``when_improved("valid/loss")(inspect(fn))``, the function is
         called after the record was appended, and cannot return numbers. Those that are due only
-        because the run ends are in a closing record.
+        because the run ends are in a closing record. A run that is resumed has forgotten that the
+        hook waits for the next evaluation, so let it be due where the loader is evaluated.
 
     Replaces: lightning.validation_step_outputs
     """
@@ -199,6 +203,7 @@ class inspect(Hook):
         Raises:
             TypeError: it does.
         """
+        self._now.alone = hooks[place_in(hooks, self)] is self
         if not {*self.reports} <= {*hooks[place_in(hooks, self)].reports}:
             raise TypeError(f"{self!r} {self._no_numbers()}")
 
@@ -215,9 +220,20 @@ class inspect(Hook):
         if END in state.events and self._now.received_at == place_of(state):
             return False  # it has those of the model with which the run ends
         (due, only_at_end), self._now.asked = due_at(self.every, state), True
+        if END in state.events and self._now.alone and self._was_evaluated(state):
+            due = False  # the function was called for that record, maybe in another process
         self._now.waits = self._now.waits or due
         self._now.late = only_at_end and not self._now.waits
         return self._now.waits or self._now.late
+
+    def _was_evaluated(self, state: TrainState) -> bool:
+        """Return whether a record of this boundary has an evaluation of the loader."""
+        if RECORD not in state.events:
+            return False
+        here = itertools.takewhile(
+            lambda r: (r.step, r.epoch) == (state.step, state.epoch), reversed(state.history)
+        )
+        return any(name.startswith(f"{self.loader}/") for r in here for name in r.metrics)
 
     def receive(self, state: TrainState, outputs: Sequence[Output]) -> None:
         """Take the outputs of an evaluation."""

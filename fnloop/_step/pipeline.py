@@ -376,7 +376,7 @@ class PipelineStep(abc.ABC):
             ready = self.init_slots(state, evaluation=True)
             with self.evaluating(ready, together=False) as ready:
                 out = self.evaluation(ready, to_device(batch, device))[1]
-        return attrs.evolve(out, loss=out.loss.detach())
+        return out if out.loss is None else attrs.evolve(out, loss=out.loss.detach())
 
 
 class LossStep(PipelineStep):
