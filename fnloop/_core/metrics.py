@@ -299,11 +299,11 @@ class Last(_Value):
 class NoLoss(Reduced):
     """What stands for the loss of an evaluation that has none. It is in no report."""
 
-    def compute(self) -> Any:
-        """Return no number."""
-        return {}
+    def compute(self) -> float:
+        """Return no number: of several values, which a mapping holds, there are none."""
+        return cast(float, {})
 
-    def combine(self, other: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def combine(self, other: Reduced) -> Self:
         """Return this, if the other part has no loss either, or no item.
 
         Raises:
@@ -317,7 +317,7 @@ class NoLoss(Reduced):
             "every batch"
         )
 
-    def update_(self, other: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def update_(self, other: Reduced) -> Self:
         """As ``combine``."""
         return self.combine(other)
 

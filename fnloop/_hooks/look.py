@@ -337,7 +337,7 @@ class measure(Hook):
         >>> from fnloop.testing import toy, toy_loss
         >>> def doubled(state):
         ...     return {"output": state.model(torch.tensor(2.0))}
-        >>> hook = measure(doubled, name="two", every=fl.at_start() | every(epochs=1))
+        >>> hook = measure(doubled, name="two", every=fl.at_start() | fl.every(epochs=1))
         >>> step, batches = fl.pipeline()(toy_loss), [torch.ones(1)] * 3
         >>> state = fl.fit(step, toy(), batches, epochs=2, hooks=(hook,))
         >>> state.history["two/output"]                                 # w is 0, -3 and -6
