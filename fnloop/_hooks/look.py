@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import time
@@ -264,6 +265,7 @@ class inspect(Hook):
         return broadcast(numbers)
 
     def __call__(self, state: TrainState) -> TrainState:
+        __tracebackhide__ = True
         asked, self._now.asked = self._now.asked, False
         if not asked and self.every.due(state):
             self._now.waits = True
@@ -398,7 +400,7 @@ class measure(Hook):
         """Call the function. Return its numbers, with the name of the hook."""
         __tracebackhide__ = True
         if not self.everywhere:
-            return on_main_process(lambda: self._measured(state), repr(self))
+            return on_main_process(functools.partial(self._measured, state), repr(self))
         return broadcast(self._measured(state))
 
     def _measured(self, state: TrainState) -> dict[str, float]:
