@@ -29,8 +29,8 @@ is carried from batch to batch is one immutable record, the *state*, which `eval
   `timings`, `throughput`, `device_memory`, `History`, `Record`, `Phase`, `compare`
 - **Runs**: `fit`, `run`, `evaluate`, `predict`, `dry_run`, `summary`, `find_lr`, `find_batch_size`
 - **Hooks**: `Hook`; when `every`, `when`, `at_start`, `at_end`, `when_improved`, `once`, `on_main`;
-  look `progress`, `live_plot`, `inspect`, `profiled`; send `track`, `to_csv`, `to_jsonl`; stop
-  `early_stop`, `restore_best`, `halt_on_nonfinite`, `time_limit`, `requeue`
+  look `progress`, `live_plot`, `inspect`, `measure`, `profiled`; send `track`, `to_csv`,
+  `to_jsonl`; stop `early_stop`, `restore_best`, `halt_on_nonfinite`, `time_limit`, `requeue`
 - **Checkpoints**: `checkpoint`, `save`, `resume`, `restore`, `latest`, `best`, `CheckpointError`
 - **Processes**: `gather`, `reduce`, `broadcast`, `sharded`
 - **Modules**: `fnloop.schedules`, `fnloop.data`, `fnloop.debug`, `fnloop.testing`
@@ -68,7 +68,7 @@ if _typing.TYPE_CHECKING:
     from fnloop._checkpoint.save import save
     from fnloop._graphs.guards import CaptureError
     from fnloop._hooks.keep import checkpoint, restore_best
-    from fnloop._hooks.look import inspect, live_plot, profiled
+    from fnloop._hooks.look import inspect, live_plot, measure, profiled
     from fnloop._hooks.progress import progress
     from fnloop._hooks.send import on_main, to_csv, to_jsonl, track
     from fnloop._hooks.stop import early_stop, halt_on_nonfinite, requeue, time_limit
@@ -92,7 +92,7 @@ _LATER = {
     "._checkpoint.save": "save",
     "._graphs.guards": "CaptureError",
     "._hooks.keep": "checkpoint restore_best",
-    "._hooks.look": "inspect live_plot profiled",
+    "._hooks.look": "inspect live_plot measure profiled",
     "._hooks.progress": "progress",
     "._hooks.send": "on_main to_csv to_jsonl track",
     "._hooks.stop": "early_stop halt_on_nonfinite requeue time_limit",
@@ -119,8 +119,8 @@ __all__ = [
     "compiled", "cuda_graph", "data", "debug", "decide", "derive", "device_memory", "dry_run",
     "early_stop", "ema", "evaluate", "every", "find_batch_size", "find_lr", "fit", "fork",
     "freeze", "from_torchmetrics", "gather", "grad_norm", "halt_on_nonfinite", "inspect", "latest",
-    "layers", "live_plot", "metric", "microbatch", "middleware", "on_main", "once", "pipeline",
-    "plateau", "predict", "profiled", "progress", "raw", "reduce", "requeue", "restore",
+    "layers", "live_plot", "measure", "metric", "microbatch", "middleware", "on_main", "once",
+    "pipeline", "plateau", "predict", "profiled", "progress", "raw", "reduce", "requeue", "restore",
     "restore_best", "resume", "retry_on_oom", "run", "sam", "save", "schedule", "scheduled",
     "schedules", "sharded", "skip", "skip_nonfinite", "snapshot", "spike_guard", "summary",
     "supervised", "swa", "tbptt", "throughput", "time_limit", "timings", "to_csv", "to_jsonl",

@@ -235,6 +235,8 @@ def on_docstring(app, what, name, value, options, lines):
     """Turn tables of Markdown, which ``help`` shows well, into reStructuredText, and add links."""
     made = []
     for line in _with_links(lines):
+        if attribute := re.match(r":vartype \w+: ", line):  # as an annotation that Sphinx has read
+            line = attribute[0] + public_type(line.removeprefix(attribute[0]).replace("~", ""))
         cells = re.match(r"^\| (.*) \|$", line)
         if re.match(r"^\|[-|]+\|$", line):
             continue

@@ -194,6 +194,55 @@ def test_every_middleware_is_in_the_table():
         assert f"fl.{name}(" in (Path(__file__).parent / file).read_text()
 
 
+# --- hooks that add numbers to records: they change nothing else
+
+
+def outputs_mean(state, outputs):
+    return {"mean": sum(float(out.aux["output"].sum()) for out in outputs)}
+
+
+def drawn_output(state):
+    """Return what the model makes of a draw. Batch norm and dropout see it in evaluation mode."""
+    return {"drawn": state.model(torch.randn(4, 6, dtype=torch.float64)).sum(), "at": state.step}
+
+
+NUMBERS = [
+    lambda: fl.inspect(outputs_mean, reports=("mean",)),
+    lambda: fl.inspect(outputs_mean, every=fl.every(epochs=2) | fl.at_end()),
+    lambda: fl.measure(drawn_output, name="own"),
+    lambda: fl.measure(drawn_output, name="own", every=fl.at_start() | fl.every(steps=2)),
+    lambda: fl.measure(drawn_output, name="own", every=fl.at_end(), everywhere=True),
+]
+
+
+@pytest.mark.parametrize("make", NUMBERS, ids=lambda make: repr(make()))
+@pytest.mark.parametrize("problem", [small, stochastic])
+def test_hooks_that_add_numbers_keep_the_laws(make, problem):
+    """Fold, resume at every update, purity: and training is as without them, bit for bit."""
+    problem = problem()
+    step = fl.pipeline(fl.accumulate(2), fl.ema(0.9))(problem.loss_fn)
+    loaders = {"train": problem.batches, "valid": problem.batches[:2]}
+
+    def run(state, *hooks, **settings):
+        return fl.fit(step, state, loaders, epochs=2, hooks=hooks, **settings)
+
+    def without_closing(state):
+        return attrs.evolve(state, history=fl.History(r for r in state.history if not r.closing))
+
+    generators = torch.get_rng_state()
+    whole, plain = run(problem.state(), make()), run(problem.state())
+    assert torch.equal(torch.get_rng_state(), generators)
+    assert_same(attrs.evolve(whole, history=plain.history), plain)
+    start = fl.snapshot(problem.state())
+    assert_same(run(fl.snapshot(start), make()), run(start, make()))
+    for split in range(1, whole.step):
+        pause = fl.when(lambda state, split=split: state.step == split)(
+            lambda state: attrs.evolve(state, stop="paused")
+        )
+        paused = attrs.evolve(run(problem.state(), make(), pause), stop=None)
+        assert_same(without_closing(run(paused, make())), without_closing(whole))
+
+
 # --- the same with several optimizers
 
 SEVERAL = [

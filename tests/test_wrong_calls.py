@@ -199,7 +199,10 @@ FUNCTIONS = [
     (fl.compare, {"histories": {"a": records()}}, {"keys": "None"}),
     # hooks
     (fl.every, {}, {"epochs": "", "steps": "", "seconds": "1.5"}),
-    (fl.inspect, {"fn": lambda state, outputs: None}, {"fn": "", "loader": "'x'", "every": ""}),
+    (fl.inspect, {"fn": lambda state, outputs: None},
+     {"fn": "", "loader": "'x'", "every": "", "reports": "()"}),
+    (fl.measure, {"fn": lambda state: {}, "name": "two"},
+     {"fn": "", "name": "'x'", "every": "", "everywhere": "True"}),
     (fl.when, {}, {"predicate": ""}),
     (fl.once, {"hook": lambda state: state}, {"hook": "", "name": "None 'x'"}),
     (fl.on_main, {}, {"hook": ""}),

@@ -881,6 +881,7 @@ def on_main_process(do: Callable[[], Tree], what: str) -> Tree:
         RuntimeError: in the other processes, if it failed on the main process, where its error is
             raised.
     """
+    __tracebackhide__ = True
     rank, size = rank_and_size()
     if size == 1:
         return do()

@@ -834,17 +834,24 @@ def check_monitored(owner: str, key: str, state: Any) -> bool:
         state: a state whose newest boundary added a record.
 
     Raises:
-        KeyError: the record has other metrics of the same loader, and no record has this one. The
-            message lists those of the newest record.
+        KeyError: the record has other metrics of the same loader, and no record has this one, nor
+            does a hook say that it adds it. The message lists those of the newest record.
     """
     metrics: Mapping[str, float] = state.history[-1].metrics
     if key in metrics:
         return True
+    if state.run is not None and key in state.run.reported:
+        return False
     loader = key.partition("/")[0]
     if any(name.startswith(f"{loader}/") for name in metrics) and key not in state.history:
+        hint = _suggestion(key, metrics)
+        if loader not in TRAINED and f"{loader}/loss" not in metrics and key.endswith("/loss"):
+            hint = (
+                ". The loss function returned (None, aux) in this evaluation: watch another "
+                "metric, or return a loss"
+            )
         raise KeyError(
-            f"{owner}: there is no metric {key!r}; there are: {', '.join(metrics)}"
-            f"{_suggestion(key, metrics)}"
+            f"{owner}: there is no metric {key!r}; there are: {', '.join(metrics)}{hint}"
         )
     return False
 

@@ -103,14 +103,16 @@ class Reduced:
         Raises:
             TypeError: the other is of another kind.
         """
+        if isinstance(other, NoLoss):
+            return other.combine(self)
         if not isinstance(other, type(self)):
             name = type(self).__name__
             raise TypeError(f"{name}.combine expects other as a {name}; got {describe(other)}")
-        return self._reduced(other, in_place=False)
+        return self._reduced(other, False)
 
     def update_(self, other: Self) -> Self:
         """Combine in place, into the tensors of this one, which must not be shared."""
-        return self._reduced(other, in_place=True)
+        return self.combine(other) if isinstance(other, NoLoss) else self._reduced(other, True)
 
     def _reduced(self, other: Self, in_place: bool) -> Self:
         values = []
@@ -175,7 +177,7 @@ class Mean(Reduced):
 
     def update_(self, other: Self) -> Self:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Combine in place, into the tensor of this one, which must not be shared."""
-        if type(self) is not Mean or not isinstance(self.total, Tensor):
+        if type(self) is not Mean or not isinstance(self.total, Tensor) or type(other) is NoLoss:
             return super().update_(other)
         # As the base does it, in half the time: it is in every update.
         return cast(Self, mean_of(self.total.add_(other.total), self.weight + other.weight))
@@ -291,6 +293,37 @@ class Last(_Value):
     """
 
     reductions = {"value": "last"}  # noqa: RUF012
+
+
+@attrs.frozen(eq=False)
+class NoLoss(Reduced):
+    """What stands for the loss of an evaluation that has none. It is in no report."""
+
+    def compute(self) -> float:
+        """Return no number: of several values, which a mapping holds, there are none."""
+        return cast(float, {})
+
+    def combine(self, other: Reduced) -> Self:
+        """Return this, if the other part has no loss either, or no item.
+
+        Raises:
+            ValueError: the other part has a loss.
+        """
+        if isinstance(other, NoLoss) or (isinstance(other, Mean) and _is_zero(other.weight)):
+            return self
+        raise ValueError(
+            "the loss function returned a loss for some batches of an evaluation and None for "
+            "others, which have no common mean: return a loss for every batch, or (None, aux) for "
+            "every batch"
+        )
+
+    def update_(self, other: Reduced) -> Self:
+        """As ``combine``."""
+        return self.combine(other)
+
+
+def _is_zero(weight: Number) -> bool:
+    return weight.__class__ is int and not weight
 
 
 # --- what a metric of the user's may lack, which is not one of these
@@ -541,6 +574,21 @@ def update_loss_(running: Mean | None, loss: Tensor, weight: int | Tensor) -> Me
     else:
         total = running.total.add_(loss, alpha=weight)
     return mean_of(total, running.weight + weight)
+
+
+def update_evaluated_(
+    running: Mean | NoLoss | None, loss: Tensor | None, weight: int | Tensor
+) -> Mean | NoLoss:
+    """Add the mean loss of a batch of an evaluation, which may be None, to a running mean.
+
+    Raises:
+        ValueError: some batches have a loss, and others have none.
+    """
+    if loss is None:
+        return NoLoss() if running is None else NoLoss().combine(running)
+    if isinstance(running, NoLoss):
+        return running.combine(Mean(weighted(loss, weight), weight))
+    return update_loss_(running, loss, weight)
 
 
 def update_losses_(

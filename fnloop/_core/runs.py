@@ -101,6 +101,7 @@ class RunInfo:
             the global generators.
         precision: what ``amp`` computes in, or else accelerate: "bf16" or "fp16"; None: neither.
         hook_slots: the names of the slots that hooks keep, and not the step.
+        reported: the names of the numbers that hooks say they add to records.
         turns: the names of the turns of ``alternate``; none for another step.
 
     Example:
@@ -130,6 +131,7 @@ class RunInfo:
         default=_no_indices, eq=False
     )
     hook_slots: frozenset[str] = frozenset()
+    reported: frozenset[str] = frozenset()
     turns: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
@@ -140,7 +142,15 @@ class RunInfo:
         return tables.facts("RunInfo", {k: v for k, v in facts.items() if v not in (None, "")})
 
     def _facts(self) -> dict[str, object]:
-        hidden = ("clock", "hook_slots", "indices_at", "loader", "position_at", "stopwatch")
+        hidden = (
+            "clock",
+            "hook_slots",
+            "indices_at",
+            "loader",
+            "position_at",
+            "reported",
+            "stopwatch",
+        )
         rare = ("precision", "first_step", "turns")
         facts = attrs.asdict(self, filter=lambda field, value: field.name not in hidden)
         return {name: fact for name, fact in facts.items() if fact or name not in rare}

@@ -8,7 +8,7 @@ import inspect
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import CodeType, FunctionType, MethodType
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar, cast
 
 import attrs
 from torch import Tensor, nn
@@ -35,10 +35,13 @@ EVALUATION = "evaluation"  # the ring that an update does not pass through
 class LossFn(Protocol):
     """What a user writes: a function that returns the mean loss of a batch, or ``(loss, aux)``.
 
-    To leave a batch out, it returns ``skip(reason)``.
+    To leave a batch out, it returns ``skip(reason)``. In an evaluation it may return
+    ``(None, aux)``, for every batch: then there are metrics, and no loss.
     """
 
-    def __call__(self, model: nn.Module, batch: Batch, /) -> Tensor | tuple[Tensor, Aux] | Skip:
+    def __call__(
+        self, model: nn.Module, batch: Batch, /
+    ) -> Tensor | tuple[Tensor | None, Aux] | Skip:
         """Return the mean loss over the items of ``batch``, and optionally a mapping ``aux``.
 
         ``aux["weight"]`` overrides the number of items that the loss is the mean of. By default
@@ -99,7 +102,8 @@ class Output:
     """What a step returns for a batch, or for a window of batches, besides the new state.
 
     Args:
-        loss: the mean loss, a scalar tensor; detached once backward has run.
+        loss: the mean loss, a scalar tensor; detached once backward has run. None in an evaluation
+            whose loss function returns ``(None, aux)``.
         weight: the number of items that ``loss`` is the mean of; an int, or a scalar tensor on the
             device.
         aux: what the loss function returned besides the loss; for a window, that of its last batch.
@@ -121,7 +125,7 @@ class Output:
 
     def __repr__(self) -> str:
         facts = [
-            f"loss={float(self.loss):.6g}",
+            "loss=None" if self.loss is None else f"loss={float(self.loss):.6g}",
             f"weight={_as_number(self.weight)}",
             f"aux=[{', '.join(self.aux)}]",
             f"metrics=[{', '.join(self.metrics)}]",
@@ -131,8 +135,9 @@ class Output:
         return f"Output({', '.join(facts)})"
 
     def _repr_html_(self) -> str:
+        loss = "None" if self.loss is None else tables.format_metric("loss", float(self.loss))
         shown = {
-            "loss": tables.format_metric("loss", float(self.loss)),
+            "loss": loss,
             "weight": tables.format_number(_as_number(self.weight)),
         }
         for name, metric in self.metrics.items():
@@ -140,6 +145,16 @@ class Output:
             shown |= {part: tables.format_metric(part, value) for part, value in values.items()}
         shown |= {f"aux[{name!r}]": tables.summarize(value) for name, value in self.aux.items()}
         return tables.facts("Output", shown | ({"skip": self.skip} if self.skip else {}))
+
+
+def output_without_loss(
+    weight: int | Tensor, aux: Aux, metrics: Mapping[str, Metric], skip: str | None = None
+) -> Output:
+    """Return the output for a batch of an evaluation that has no loss.
+
+    The loss is typed as a tensor, because in training it always is one.
+    """
+    return Output(cast(Tensor, None), weight, aux, metrics, skip)
 
 
 def _as_number(weight: int | Tensor) -> float:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import NoReturn, Protocol, Self
 
 import attrs
@@ -22,7 +23,7 @@ from fnloop._core.history import (
     new_records,
 )
 from fnloop._core.runs import RunInfo, now
-from fnloop._core.state import TrainState, updates_of_call, with_slot
+from fnloop._core.state import TrainState, changed, updates_of_call, with_slot
 from fnloop._core.types import END, EPOCH, RECORD, START, UPDATE, Call, Output, name_of
 from fnloop._display import checks
 from fnloop._display.checks import choice, metric_name
@@ -44,6 +45,8 @@ class Hook:
         slot: the name of the slot with what it keeps in the state, or None.
         outside: at which boundaries without an update it is called too: "start", "end".
         wants_outputs: whether it may ask for the outputs of an evaluation, by ``collects``.
+        makes_records: when a record is made for numbers of its own, by what their names begin with:
+            ``{"bleu": every(epochs=1)}``. Such names are known before the first update.
         begins_everywhere: whether ``begin`` needs all processes, within ``on_main`` too.
         ends_run_on_usr1: whether SIGUSR1 stops the run, and does not only save it.
         untried: why ``dry_run`` does not call it, such as "it would send records"; None: it does.
@@ -74,6 +77,7 @@ class Hook:
     slot: str | None = None
     outside: frozenset[str] = frozenset()
     wants_outputs: bool = False
+    makes_records: Mapping[str, Moment] = MappingProxyType({})
     begins_everywhere: bool = False
     ends_run_on_usr1: bool = False
     untried: str | None = None
@@ -123,6 +127,28 @@ class Hook:
 
         They are those of all processes, in order, copied to the host.
         """
+
+    def adds_numbers(self, state: TrainState, record: Record, names: Collection[str]) -> bool:
+        """Return whether it adds numbers to a record, which is not yet in the history.
+
+        Every process has to answer alike. A hook within another one is not asked, because that one
+        decides later whether the hook is called.
+
+        Args:
+            state: the state, without the record.
+            record: the record as it is so far.
+            names: the loaders that were evaluated for it, and the names of ``makes_records`` that
+                are due.
+        """
+        return False
+
+    def numbers(self, state: TrainState) -> Mapping[str, float]:
+        """Return the numbers that it adds to a record, by their names in it: "valid/ap".
+
+        It is called once, where ``adds_numbers`` returned True. ``state.history[-1]`` is the record
+        as it is so far. Every process has to return the same.
+        """
+        return {}
 
     def new_records(self, state: TrainState) -> tuple[Record, ...]:
         """Return the records since this was last called, at first since the run began.
@@ -316,8 +342,72 @@ def unwrap_hook(hook: Hook) -> Hook:
     return inner
 
 
+def read_numbers(owner: str, prefix: str, given: object) -> dict[str, float]:
+    """Return what a function of the user's own returned as numbers of a record, by their names.
+
+    Args:
+        owner: the hook, for messages.
+        prefix: what the names begin with.
+        given: what the function returned. Tensors are read from the device.
+
+    Raises:
+        TypeError: it is not a mapping from names to numbers.
+        ValueError: a name is empty.
+    """
+    if not isinstance(given, Mapping):
+        raise TypeError(
+            f"{owner}: its function must return a mapping from names to numbers, such as "
+            f'{{"ap": 0.5}}; it returned {checks.describe(given)}'
+        )
+    for name in given:
+        checks.text(owner, "the names of numbers", name, "the names of metrics")
+    return {
+        f"{prefix}/{name}": float(checks.scalar(owner, f"the number {name!r}", value))
+        for name, value in given.items()
+    }
+
+
+def check_own_moment(owner: str, moment: Trigger, hook: str) -> Moment:
+    """Return when a hook is due that is asked before a record is made, with a clock of its own.
+
+    Args:
+        owner: the class of the hook, for messages.
+        moment: what was given as ``every``.
+        hook: the call of the hook without it, for messages.
+
+    Raises:
+        TypeError: it is not a moment, or depends on records.
+    """
+    if not is_moment(moment):
+        raise TypeError(
+            f"{owner} expects every as every(epochs=1), every(steps=100) or when(predicate); "
+            f"got {checks.describe(moment)}"
+        )
+    checked = as_moment(moment)
+    if checked.monitors:
+        raise TypeError(
+            f"{owner} is asked before the record is made, so every cannot depend on it; got "
+            f"{moment!r}. Write {show_call(moment, hook)}"
+        )
+    return checked.renew()
+
+
 # --------------------------------------------------------------------------------------------------
 # Moments, which say when something is due, and how they compose.
+
+
+def due_at(moment: Moment, state: TrainState) -> tuple[bool, bool]:
+    """Return whether a moment is due in any case, and whether only because the run ends here.
+
+    Where the run ends, it is asked as if the run continued, and then whether the end makes a
+    difference. So a run that continues has the same records as one that never stopped.
+    """
+    __tracebackhide__ = True
+    ends = END in state.events
+    continued = changed(state, events=state.events - {END}) if ends else state
+    if moment.due(state if moment.excludes_end else continued):
+        return True, False
+    return False, ends and END in moment.outside and moment.due(state)
 
 
 class Trigger(Protocol):

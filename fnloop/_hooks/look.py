@@ -1,27 +1,44 @@
-"""Hooks to look into a run: outputs, curves, profiles."""
+"""Hooks to look into a run: outputs, numbers, curves, profiles."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import attrs
-from torch import profiler
+from torch import Tensor, profiler
 
-from fnloop._core.history import History, check_plot, suggestion
+from fnloop._backend.collectives import broadcast, on_main_process
+from fnloop._backend.fsdp import is_sharded
+from fnloop._core.history import TRAINED, History, Record, check_plot, suggestion
+from fnloop._core.rng import COMPUTE, fold_in, isolated, seed_all
 from fnloop._core.runs import is_interruption
 from fnloop._core.state import TrainState
-from fnloop._core.types import END, Call, Output, name_of
+from fnloop._core.types import END, RECORD, Call, Output, name_of
 from fnloop._display import checks, figures, tables
-from fnloop._hooks.hook import Hook, Moment, as_moment, is_moment, place_of, show_call
+from fnloop._hooks.hook import (
+    Hook,
+    Moment,
+    check_own_moment,
+    due_at,
+    place_in,
+    place_of,
+    read_numbers,
+)
 from fnloop._hooks.hook import every as periodically
+from fnloop._step.engine import engine_of, evaluating
+from fnloop._step.update import evaluation_weights
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+Number = float | Tensor  # of a function of the user's own
 
 # --------------------------------------------------------------------------------------------------
 # Look at what a step returns in an evaluation, for what a number cannot say.
@@ -33,38 +50,49 @@ class _Inspection:
 
     Args:
         waits: whether the next evaluation is to be kept.
+        late: whether the outputs are kept only because the run ends.
         asked: whether the trigger was asked at this boundary already.
         outputs: those of an evaluation, until the function is called; or None.
         received_at: the place of the last evaluation that was kept.
+        alone: whether the hook is within no other one.
     """
 
     waits: bool = False
+    late: bool = False
     asked: bool = False
     outputs: list[Output] | None = None
     received_at: tuple[int, ...] | None = None
+    alone: bool = True
 
 
 @attrs.frozen(repr=False)
 class inspect(Hook):
     """Call a function with what the step returned for each batch of an evaluation.
 
-    It is for what a number cannot say: a confusion matrix, pictures of the worst samples. The
-    evaluation is the one that the run makes anyway. Where the hook is due and the loader is not
-    evaluated, it waits for the next evaluation. Only if it is due ``at_end()``, and the run ends
-    where this loader is not evaluated, or because another hook has stopped it after an evaluation,
-    is the loader evaluated once more.
+    It is for what the mean over batches cannot say: an average precision, a confusion matrix,
+    pictures of the worst samples. Numbers that the function returns join the record of that
+    evaluation. The evaluation is the one that the run makes anyway. Where the hook is due and the
+    loader is not evaluated, it waits for the next evaluation. Only if it is due ``at_end()``, and
+    the run ends where this loader is not evaluated, or because another hook has stopped it after an
+    evaluation, is the loader evaluated once more.
 
     Args:
-        fn: ``(state, outputs) -> None``, called after the record was made, in the order of the
-            hooks. The list has one ``Output`` per batch. What it returns is ignored.
+        fn: ``(state, outputs) -> None``, or ``-> {"ap": 0.5}``, which is "valid/ap" in the record.
+            It is called once, before the record is appended. ``state.history[-1]`` is the record as
+            it is so far. The list has one ``Output`` per batch.
         loader: the name of a loader that is evaluated.
         every: when the hook is due. Other evaluations keep nothing.
+        reports: the names of the numbers, such as ``("ap",)``. With it ``early_stop("valid/ap")``,
+            ``checkpoint(best="valid/ap")`` and others know them before the first update.
 
     Returns:
         A hook.
 
     Raises:
-        TypeError: an argument is not what it should be.
+        TypeError: an argument is not what it should be. In a run: ``fn`` returned something else
+            than None or a mapping of numbers, or returned numbers within another hook.
+        ValueError: in a run: the record has a number of that name already, or ``fn`` did not return
+            what ``reports`` names.
         KeyError: when a run starts: the loader is not evaluated.
 
     Example:
@@ -84,6 +112,13 @@ class inspect(Hook):
         >>> state = fl.fit(step, state, (valid, valid), hooks=(inspect(confusion),))
         [[1, 1], [0, 1]]
 
+        >>> def worst(state, outputs):
+        ...     return {"worst": torch.cat([out.aux["score"] for out in outputs]).min()}
+        >>> look = inspect(worst, reports=("worst",))
+        >>> state = fl.fit(step, state, (valid, valid), epochs=2, hooks=(look,))
+        >>> state.history["valid/worst"]
+        (-1.0,)
+
     Notes:
         Each ``Output`` has the loss, the weight and the aux that the loss function returned, so
         return there what you want to see, such as the targets. Tensors are copies on the host, and
@@ -91,32 +126,43 @@ class inspect(Hook):
         large loader.
 
         With several processes, each of them is given the outputs of all, in the order of the
-        batches, and calls the function. To call it on the main process only, write
-        ``on_main(inspect(fn))``.
+        batches, and calls the function. The numbers of the main one are those of all. To call it on
+        the main process only, write ``on_main(inspect(fn))``, and return no numbers.
+
+        Within another hook, as in ``when_improved("valid/loss")(inspect(fn))``, the function is
+        called after the record was appended, and cannot return numbers. Those that are due only
+        because the run ends are in a closing record. A run that is resumed has forgotten that the
+        hook waits for the next evaluation, so let it be due where the loader is evaluated.
 
     Replaces: lightning.validation_step_outputs
     """
 
-    fn: Callable[[TrainState, list[Output]], object]
+    fn: Callable[[TrainState, list[Output]], Mapping[str, Number] | None]
     loader: str = "valid"
     every: Moment = attrs.field(factory=lambda: periodically(epochs=1))
+    said: tuple[str, ...] = attrs.field(default=(), alias="reports")
     _now: _Inspection = attrs.field(factory=_Inspection, init=False, eq=False)
 
     def __attrs_post_init__(self) -> None:
-        checks.function("inspect", "fn", self.fn, "a function (state, outputs) -> None", 2)
+        meaning = "a function (state, outputs) -> None or a mapping of numbers"
+        checks.function("inspect", "fn", self.fn, meaning, 2)
         checks.text("inspect", "loader", self.loader, "the name of a loader")
-        if not is_moment(self.every):
-            raise TypeError(
-                "inspect expects every as every(epochs=1), every(steps=100) or when(predicate); "
-                f"got {checks.describe(self.every)}"
-            )
-        moment = as_moment(self.every)
-        if moment.monitors:
-            raise TypeError(
-                "inspect is asked before the record is made, so every cannot depend on it; got "
-                f"{self.every!r}. Write {show_call(self.every, f'inspect({name_of(self.fn)})')}"
-            )
-        object.__setattr__(self, "every", moment.renew())  # with its own clock
+        moment = check_own_moment("inspect", self.every, f"inspect({name_of(self.fn)})")
+        object.__setattr__(self, "every", moment)
+        meaning = 'a tuple of names without the loader, such as ("ap",)'
+        for name in checks.instance("inspect", "reports", self.said, tuple, meaning):
+            checks.text("inspect", "reports", name, "names of numbers")
+            if name.startswith(f"{self.loader}/"):
+                short = name.removeprefix(f"{self.loader}/")
+                raise ValueError(
+                    f"inspect expects reports without the name of the loader; got {name!r}: write "
+                    f"{short!r}"
+                )
+
+    @property
+    def reports(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The names of its numbers in records, as far as they were said."""
+        return tuple(f"{self.loader}/{name}" for name in self.said)
 
     @property
     def outside(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -126,6 +172,7 @@ class inspect(Hook):
     def __repr__(self) -> str:
         given = {} if self.loader == "valid" else {"loader": self.loader}
         given |= {} if self.every == periodically(epochs=1) else {"every": self.every}
+        given |= {"reports": self.said} if self.said else {}
         return repr(Call(inspect, (self.fn,), given))
 
     wants_outputs = True
@@ -151,25 +198,79 @@ class inspect(Hook):
             self.every.check(state.run)
         return state
 
+    def check_beside(self, hooks: Sequence[Hook]) -> None:
+        """Raise if it says that it has numbers, which it cannot add within another hook.
+
+        Raises:
+            TypeError: it does.
+        """
+        self._now.alone = hooks[place_in(hooks, self)] is self
+        if not {*self.reports} <= {*hooks[place_in(hooks, self)].reports}:
+            raise TypeError(f"{self!r} {self._no_numbers()}")
+
+    def _no_numbers(self) -> str:
+        return (
+            "is within another hook, which calls it after the record was made, so its numbers "
+            "would be in none: list inspect(fn, every=...) by itself"
+        )
+
     def collects(self, state: TrainState, loader: str) -> bool:
         """Return whether the outputs of the evaluation that begins are to be kept."""
         if loader != self.loader:
             return False
         if END in state.events and self._now.received_at == place_of(state):
             return False  # it has those of the model with which the run ends
-        due, self._now.asked = self.every.due(state), True
+        (due, only_at_end), self._now.asked = due_at(self.every, state), True
+        if END in state.events and self._now.alone and self._was_evaluated(state):
+            due = False  # the function was called for that record, maybe in another process
         self._now.waits = self._now.waits or due
-        return self._now.waits
+        self._now.late = only_at_end and not self._now.waits
+        return self._now.waits or self._now.late
+
+    def _was_evaluated(self, state: TrainState) -> bool:
+        """Return whether a record of this boundary has an evaluation of the loader."""
+        if RECORD not in state.events:
+            return False
+        here = itertools.takewhile(
+            lambda r: (r.step, r.epoch) == (state.step, state.epoch), reversed(state.history)
+        )
+        return any(name.startswith(f"{self.loader}/") for r in here for name in r.metrics)
 
     def receive(self, state: TrainState, outputs: Sequence[Output]) -> None:
         """Take the outputs of an evaluation."""
         self._now.outputs, self._now.waits = list(outputs), False
         self._now.received_at = place_of(state)
 
+    def adds_numbers(self, state: TrainState, record: Record, names: Collection[str]) -> bool:
+        """Return whether it has outputs for a record: late ones are for a closing record."""
+        return self._now.outputs is not None and (record.closing or not self._now.late)
+
+    def numbers(self, state: TrainState) -> Mapping[str, float]:
+        """Call the function. Return what it returned, with the name of the loader.
+
+        Raises:
+            TypeError: it returned something else than None or a mapping of numbers.
+            ValueError: a number is missing that ``reports`` names.
+        """
+        __tracebackhide__ = True
+        outputs, self._now.outputs = self._now.outputs, None
+        assert outputs is not None
+        found = self.fn(state, outputs)
+        numbers = {} if found is None else read_numbers(repr(self), self.loader, found)
+        if missing := [name for name in self.reports if name not in numbers]:
+            raise ValueError(
+                f"{self!r} reports {missing[0]!r}, but its function returned "
+                f"{checks.join_names([*numbers]) or 'no number'}. Where there is none, return nan"
+            )
+        return broadcast(numbers)
+
     def __call__(self, state: TrainState) -> TrainState:
+        __tracebackhide__ = True
         asked, self._now.asked = self._now.asked, False
         if not asked and self.every.due(state):
             self._now.waits = True
+        if self._now.late and END not in state.events:
+            return state  # the end of the run comes after this boundary
         return self._show(state)
 
     def poll(self, state: TrainState) -> TrainState:
@@ -186,13 +287,134 @@ class inspect(Hook):
         __tracebackhide__ = True
         if (outputs := self._now.outputs) is not None:
             self._now.outputs = None
-            self.fn(state, outputs)
+            if self.fn(state, outputs) is not None:
+                raise TypeError(f"{self!r} {self._no_numbers()}")
         return state
 
     def close(self) -> None:
         """Drop what was kept."""
-        self._now.waits, self._now.asked, self._now.outputs = False, False, None
-        self._now.received_at = None
+        self._now.waits, self._now.late, self._now.asked = False, False, False
+        self._now.outputs, self._now.received_at = None, None
+
+
+# --------------------------------------------------------------------------------------------------
+# Numbers that a function of the user's own measures: by generation, or of a converted model.
+
+
+@attrs.frozen(repr=False)
+class measure(Hook):
+    """Measure a model by a function of your own, and put its numbers into the record.
+
+    It is for what an evaluation of batches cannot measure: a score of what the model generates, the
+    accuracy of a converted model. The record is that of the evaluation at the same moment; if there
+    is none, one is made. Every name that begins with that of the hook is known before the first
+    update, so ``early_stop("bleu/score", mode="max")`` can watch it.
+
+    The function is called as an evaluation is made: the model is in evaluation mode, without
+    gradients. Afterwards buffers, modes and all random generators are as they were before. What it
+    draws is a function of the seed of the state.
+
+    Args:
+        fn: ``state -> {"score": 0.5}``, which is "bleu/score" in the record with ``name="bleu"``.
+            It is called once, before the record is appended. ``state.history[-1]`` is the record as
+            it is so far.
+        name: what the names of its numbers begin with; not the name of a loader.
+        every: when it is due. It takes all that ``evaluate_every`` takes, such as ``at_start()``.
+        everywhere: whether every process calls the function. Otherwise the main process does, while
+            the others wait. The numbers of the main process are those of all.
+
+    Returns:
+        A hook.
+
+    Raises:
+        TypeError: an argument is not what it should be. When a run starts: it is within another
+            hook. In a run: ``fn`` did not return a mapping of numbers.
+        ValueError: the name has a slash, or is "train" or "recent". When a run starts: it is that
+            of a loader or of another ``measure``; or the model is sharded, and not
+            ``everywhere=True``.
+        RuntimeError: in a run, on the other processes: ``fn`` failed on the main one.
+
+    Example:
+        >>> import fnloop as fl, torch
+        >>> from fnloop.testing import toy, toy_loss
+        >>> def doubled(state):
+        ...     return {"output": state.model(torch.tensor(2.0))}
+        >>> hook = measure(doubled, name="two", every=fl.at_start() | fl.every(epochs=1))
+        >>> step, batches = fl.pipeline()(toy_loss), [torch.ones(1)] * 3
+        >>> state = fl.fit(step, toy(), batches, epochs=2, hooks=(hook,))
+        >>> state.history["two/output"]                                 # w is 0, -3 and -6
+        (0.0, -6.0, -12.0)
+
+    Notes:
+        With ``ema`` or ``swa`` the model has the weights that are trained. To measure the average,
+        use ``fl.averaged(state).model`` in the function. With several processes, a function that
+        calls ``fl.evaluate`` or ``fl.predict`` needs all of them: ``everywhere=True``.
+
+    Replaces: transformers.predict_with_generate
+    """
+
+    fn: Callable[[TrainState], Mapping[str, Number]]
+    name: str = attrs.field(kw_only=True)
+    every: Moment = attrs.field(factory=lambda: periodically(epochs=1), kw_only=True)
+    everywhere: bool = attrs.field(default=False, kw_only=True)
+
+    def __attrs_post_init__(self) -> None:
+        checks.function("measure", "fn", self.fn, "a function state -> a mapping of numbers", 1)
+        checks.text("measure", "name", self.name, "what the names of its numbers begin with")
+        if "/" in self.name or self.name in TRAINED:
+            why = "without a slash" if "/" in self.name else "that is free"
+            raise ValueError(f"measure expects name as a name {why}; got {self.name!r}")
+        shown = repr(Call(measure, (self.fn,), {"name": self.name}))
+        object.__setattr__(self, "every", check_own_moment("measure", self.every, shown))
+        checks.flag("measure", "everywhere", self.everywhere, "whether every process calls fn")
+
+    @property
+    def makes_records(self) -> Mapping[str, Moment]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """When a record is made for its numbers."""
+        return {self.name: self.every}
+
+    def __repr__(self) -> str:
+        given: dict[str, object] = {"name": self.name}
+        given |= {} if self.every == periodically(epochs=1) else {"every": self.every}
+        given |= {"everywhere": True} if self.everywhere else {}
+        return repr(Call(measure, (self.fn,), given))
+
+    def begin(self, state: TrainState) -> TrainState:
+        """Begin a run: check that the main process can call the model alone.
+
+        Raises:
+            ValueError: it cannot, because each process has a part of the weights.
+        """
+        if is_sharded(state.model) and not self.everywhere:
+            raise ValueError(
+                f"{self!r} would call the model on the main process only, but each process has a "
+                f"part of its weights: write measure(..., everywhere=True)"
+            )
+        return state
+
+    def adds_numbers(self, state: TrainState, record: Record, names: Collection[str]) -> bool:
+        """Return whether its numbers are due."""
+        return self.name in names
+
+    def numbers(self, state: TrainState) -> Mapping[str, float]:
+        """Call the function. Return its numbers, with the name of the hook."""
+        __tracebackhide__ = True
+        if not self.everywhere:
+            return on_main_process(functools.partial(self._measured, state), repr(self))
+        return broadcast(self._measured(state))
+
+    def _measured(self, state: TrainState) -> dict[str, float]:
+        __tracebackhide__ = True
+        with isolated(state.backend.device):
+            seed_all(fold_in(state.seed, COMPUTE))
+            with evaluating(state.model), evaluation_weights(state):
+                if self.everywhere:
+                    engine_of(state).share_buffers(state.model)
+                found = self.fn(state)
+            return read_numbers(repr(self), self.name, found)
+
+    def __call__(self, state: TrainState) -> TrainState:
+        return state  # its numbers are in the record already
 
 
 # --------------------------------------------------------------------------------------------------

@@ -21,10 +21,10 @@ import attrs
 
 from fnloop._core.history import Record, is_row
 from fnloop._core.runs import End
-from fnloop._core.state import TrainState, changed
+from fnloop._core.state import TrainState
 from fnloop._core.types import END, EPOCH, RECORD
 from fnloop._display import checks
-from fnloop._hooks.hook import Moment, Trigger, as_moment, is_moment
+from fnloop._hooks.hook import Moment, Trigger, as_moment, due_at, is_moment
 
 # When to evaluate: all loaders together, or each by its name; None is never.
 Moments = Trigger | Mapping[str, Trigger | None] | None
@@ -37,16 +37,20 @@ class Append:
     Args:
         kind: "epoch": of an epoch that has ended. "evaluation": within one. "recent": of
             ``record_every`` alone. "closing": because the run ends here.
-        loaders: the names of the loaders to evaluate for it.
+        names: the loaders to evaluate for it, and the numbers of hooks that are due.
     """
 
     kind: str
-    loaders: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
 
 
 @attrs.frozen
 class Collect:
-    """Evaluate loaders for the hooks that ask for outputs at the end, without a record."""
+    """Evaluate loaders for the hooks that ask for outputs at the end.
+
+    What these evaluations come to is in no record. The numbers that hooks make of the outputs are
+    in a closing record.
+    """
 
     loaders: tuple[str, ...]
 
@@ -78,8 +82,9 @@ class Answers:
     """What the moments of ``fit`` say at a boundary.
 
     Args:
-        now: the loaders whose evaluation is due; None if none is.
-        at_end: those whose evaluation is due only because the run ends.
+        now: the loaders whose evaluation is due, and the hooks whose numbers are, by name; None if
+            none is.
+        at_end: those that are due only because the run ends.
         record: whether a record is due in any case.
     """
 
@@ -96,34 +101,36 @@ def ask(
 ) -> Answers:
     """Ask the moments of ``fit`` what is due. If one is asked, all are, because some have clocks.
 
-    Where the run ends, they are asked as if it continued, and then whether the end makes a
-    difference: so a run that continues has made the same records as one that never stopped.
-
     Args:
-        evaluations: when to evaluate, and which loaders.
+        evaluations: when to evaluate, and what.
         record_every: when to make a record in any case; None is never.
         state: the state at the boundary.
         note: called with each moment before it is asked.
     """
     __tracebackhide__ = True
-    ends = END in state.events
-    continued = changed(state, events=state.events - {END}) if ends else state
     now: list[tuple[str, ...]] = []
     at_end: list[tuple[str, ...]] = []
     for moment, names in evaluations:
         note(moment)
-        if moment.due(state if moment.excludes_end else continued):
+        in_any_case, only_at_end = due_at(moment, state)
+        if in_any_case:
             now.append(names)
-        elif ends and END in moment.outside and moment.due(state):
+        elif only_at_end:
             at_end.append(names)
     record = False
     if record_every is not None:
         note(record_every)
-        record = record_every.due(state if record_every.excludes_end else continued)
+        record, _ = due_at(record_every, state)
     return Answers(sum(now, ()) if now else None, sum(at_end, ()), record)
 
 
-def due(stage: str, state: TrainState, answers: Answers, evaluated: Iterable[str]) -> list[Action]:
+def due(
+    stage: str,
+    state: TrainState,
+    answers: Answers,
+    evaluated: Iterable[str],
+    adds_at_end: bool = False,
+) -> list[Action]:
     """Return what happens at a stage of a boundary, in its order.
 
     Args:
@@ -131,6 +138,7 @@ def due(stage: str, state: TrainState, answers: Answers, evaluated: Iterable[str
         state: the state: its events say whether an epoch, or the run, ends here.
         answers: what the moments say.
         evaluated: the names of all loaders that the run evaluates.
+        adds_at_end: whether a hook may have numbers only because the run ends.
     """
     ends, epoch = END in state.events, EPOCH in state.events
     known = tuple(evaluated)
@@ -143,12 +151,13 @@ def due(stage: str, state: TrainState, answers: Answers, evaluated: Iterable[str
         return [*closing, Collect(known), Call("end")]
     if epoch or answers.now is not None:
         record = Append("epoch" if epoch else "evaluation", answers.now or ())
-        if ends and not set(answers.at_end) <= set(record.loaders):
+        if ends and (adds_at_end or not set(answers.at_end) <= set(record.names)):
             return [record, Leave(End()), Call("boundary")]
-        rest = tuple(name for name in known if name not in record.loaders)
+        rest = tuple(name for name in known if name not in record.names)
         return [record, *([Collect(rest)] if ends else ()), Call("boundary")]
     recent = [Append("recent")] if answers.record else []
-    return [*recent, *([Append("closing", known)] if ends else ()), Call("boundary")]
+    closing = _closing(answers, False, None, known) if ends else []
+    return [*recent, *closing, Call("boundary")]
 
 
 def _closing(
@@ -156,7 +165,7 @@ def _closing(
 ) -> list[Append]:
     """Return the closing record: of what the end evaluates beyond the record of its boundary."""
     if not made:
-        return [Append("closing", known)]
+        return [Append("closing", tuple(dict.fromkeys((*known, *answers.at_end))))]
     missing = tuple(not_in(record, answers.at_end))
     return [Append("closing", missing)] if missing else []
 
@@ -169,10 +178,10 @@ def is_full(state: TrainState) -> bool:
     return EPOCH in state.events or (bool(record.metrics) and is_row(record))
 
 
-def not_in(record: Record | None, loaders: Iterable[str]) -> list[str]:
-    """Return the loaders that a record has no evaluation of."""
+def not_in(record: Record | None, names: Iterable[str]) -> list[str]:
+    """Return the loaders that a record has no evaluation of, and the hooks of no numbers."""
     known = {} if record is None else record.metrics
-    return [loader for loader in loaders if f"{loader}/loss" not in known]
+    return [name for name in names if not any(key.startswith(f"{name}/") for key in known)]
 
 
 # --- the arguments of fit

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import attrs
 import torch
@@ -58,7 +58,7 @@ class Plan:
         loaders: the loader to train on, and those to evaluate.
         epochs, steps: the targets for ``state.epoch`` and ``state.step``; None: not a target.
         hooks: the hooks, in the order in which they are called.
-        evaluations: when to evaluate, and which loaders.
+        evaluations: when to evaluate, and which loaders; and when to make the numbers of a hook.
         record_every: when to make a record in any case; None means never.
         prefetch: how many windows are fetched ahead.
         phase: the name of the phase, or None.
@@ -167,10 +167,12 @@ class Plan:
         for layer in listed:
             layer.check_beside(self.hooks)
         recent = () if self.record_every is None else ("recent",)
-        known = ("train", *recent, *info.evaluated)
+        check_makers(self.hooks, ("train", "recent", *self.loaders.evaluated))
+        made = names_made(self.hooks)
+        known = ("train", *recent, *info.evaluated, *made)
         check_names(listed, known, self.loaders.evaluated)
         check_metrics(self.step, self.hooks, info.evaluated, history)
-        self.step.check_loaders(("train", *self.loaders.evaluated))
+        self.step.check_loaders(("train", *self.loaders.evaluated), made)
         self.step.check_evaluation(info.evaluated)
         for trigger in self.triggers:
             trigger.check(info)
@@ -193,7 +195,7 @@ class Plan:
         return not begun and (bool(self.hooks_at(START)) or self.evaluates_at(START))
 
     def evaluates_at(self, event: str) -> bool:
-        """Return whether an evaluation may be due at a boundary without an update."""
+        """Return whether an evaluation, or a number, may be due at a boundary without an update."""
         return any(event in trigger.outside for trigger, _ in self.evaluations)
 
     def check_position(self, state: TrainState) -> None:
@@ -261,6 +263,8 @@ def make_plan(
     checks.integer("fit", "prefetch", prefetch, "the windows that are fetched ahead")
     checked = read_hooks(_default_hooks() if hooks is None else hooks)
     evaluations = read_moments(evaluate_every, tuple(found.evaluated))
+    for hook in checked:
+        evaluations += tuple((own_clock(at), (name,)) for name, at in hook.makes_records.items())
     check_moment("record_every", record_every)
     if phase is not None:
         epochs, steps = absolute_targets(state, phase, epochs, steps)
@@ -303,7 +307,7 @@ def describe(
         plan.epochs, total, per_epoch, batches, window, evaluated, clock,
         precision=plan.step.precision_in(state), first_step=0 if phase is None else phase.step,
         position_at=source.positions.at, indices_at=source.indices,
-        hook_slots=slots_of(plan.hooks),
+        hook_slots=slots_of(plan.hooks), reported=names_reported(plan.hooks),
         turns=tuple(plan.step.settings.steps) if isinstance(plan.step, AlternateStep) else (),
     )  # fmt: skip
 
@@ -505,6 +509,45 @@ def read_hooks(hooks: object) -> tuple[Hook, ...]:
     return tuple(map(as_hook, hooks))
 
 
+def check_makers(hooks: Sequence[Hook], taken: Collection[str]) -> None:
+    """Raise if a hook makes numbers under a name of others, or cannot because it is in another one.
+
+    Args:
+        hooks: the hooks.
+        taken: the first parts of other names of metrics.
+
+    Raises:
+        TypeError: it is within another hook.
+        ValueError: the name is taken.
+    """
+    seen = {*taken}
+    for hook in hooks:
+        for layer in layers(hook):
+            if not layer.makes_records.keys() <= hook.makes_records.keys():
+                raise TypeError(
+                    f"{hook!r} has {name_of(layer)} inside, which says by itself when it is due "
+                    "and on which processes it runs: list it alone"
+                )
+        for name in hook.makes_records:
+            if name in seen:
+                of = "a loader" if name in taken else "another hook"
+                raise ValueError(
+                    f"{name_of(hook)} would give its numbers names that begin with {name!r}, as "
+                    f"those of {of} do: choose another name"
+                )
+            seen.add(name)
+
+
+def names_reported(hooks: Iterable[Hook]) -> frozenset[str]:
+    """Return the names of the numbers that hooks say they add to records."""
+    return frozenset(name for layer in every_layer(hooks) for name in layer.reports)
+
+
+def names_made(hooks: Iterable[Hook]) -> list[str]:
+    """Return what the names of the numbers begin with that hooks make records for."""
+    return [name for hook in hooks for name in hook.makes_records]
+
+
 def check_metrics(
     step: PipelineStep, hooks: Sequence[Hook], loaders: Collection[str], history: History
 ) -> None:
@@ -523,7 +566,7 @@ def check_metrics(
         KeyError: there will be no such metric; the message says what to list.
     """
     watched: list[tuple[str, str]] = []
-    reported = {name for hook in hooks for layer in layers(hook) for name in layer.reports}
+    reported = names_reported(hooks)
     for hook in hooks:
         of_library = (layer for layer in layers(hook) if not _is_of_user(layer))
         watched += [(watcher_name(layer), key) for layer in of_library for key in keys_of(layer)]

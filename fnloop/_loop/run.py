@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -43,7 +43,7 @@ from fnloop._core.state import (
 from fnloop._core.types import END, EPOCH, RECORD, START, UPDATE, Metric, Output, name_of
 from fnloop._data.loaders import NONE_LEFT
 from fnloop._data.source import Source, num_updates, windows
-from fnloop._hooks.hook import Hook
+from fnloop._hooks.hook import Hook, Wrapper
 from fnloop._loop.beginning import check_length, complete, first_state, suggest_fused
 from fnloop._loop.boundary import Action, Answers, Append, Collect, Leave, ask, due
 from fnloop._loop.errors import (
@@ -189,12 +189,15 @@ class Run:
         plan.check_position(state)
         self.plan = plan
         self.source = open_loader(plan.loaders.train, state, plan.total)
-        evaluated = [name for _, names in plan.evaluations for name in names]
-        self.evaluated = {k: open_loader(plan.loaders.evaluated[k], state) for k in evaluated}
+        due = [name for _, names in plan.evaluations for name in names]
+        loaders = plan.loaders.evaluated
+        self.evaluated = {k: open_loader(loaders[k], state) for k in due if k in loaders}
         self.peers = peers_of(state)
         self.info = describe(plan, state, self.source, tuple(self.evaluated), self.peers.clock)
         plan.check(self.info, state.history)
         self._collectors = [hook for hook in plan.hooks if hook.wants_outputs]
+        late = [hook for hook in self._collectors if not isinstance(hook, Wrapper)]
+        self._adds_at_end = any(END in hook.outside for hook in late)
         self.last_step = math.inf if plan.steps is None else plan.steps
         self._quiet = [each.quiet_until for each in plan.triggers]
         self.interrupts = Interrupts()
@@ -362,7 +365,8 @@ class Run:
         if last and self.plan.is_reached(state):
             state = changed(state, events=state.events | {END})
         if last or not self.asked_at <= state.step < self.quiet_until:
-            self._carry_out(due("boundary", state, self._ask(state), self.evaluated), state)
+            given = (state, self._ask(state), self.evaluated, self._adds_at_end)
+            self._carry_out(due("boundary", *given), state)
         else:  # nothing is due but the hooks
             self.state, self.unfinished = state, None
             if self._calls_always or state.stop is not None:
@@ -406,7 +410,7 @@ class Run:
             if isinstance(action, Append):
                 state = self._append_record(state, action)
             elif isinstance(action, Collect):
-                self._collect(state, action.loaders)
+                state = self._collect(state, action.loaders)
             elif isinstance(action, Leave):
                 state = changed(state, left=(action.end,), events=state.events - {END})
             else:
@@ -473,13 +477,23 @@ class Run:
         others = tuple(action for action in state.left if action is not end)
         return changed(state, left=(*others, End(state.stop)))
 
-    def _collect(self, state: TrainState, loaders: Iterable[str]) -> None:
-        """Evaluate loaders for the hooks that ask for outputs at the end. No record has this."""
+    def _collect(self, state: TrainState, loaders: Iterable[str]) -> TrainState:
+        """Evaluate loaders for the hooks that ask for outputs at the end.
+
+        No record has this, but for the numbers that hooks make of the outputs.
+        """
         __tracebackhide__ = True
         hooks = [hook for hook in self.plan.hooks_at(END) if hook in self._collectors]
         for loader in loaders:
             if asking(hooks, state, loader):
                 self._evaluate(state, loader)
+        record = Record(state.epoch, state.step, {}, self.seconds, closing=True)
+        full = self._with_numbers(state, record, state.metrics, (), hooks)
+        return (
+            state
+            if full is record
+            else with_record(state, state.history.append(full), state.metrics)
+        )
 
     def _complete_epoch(self) -> TrainState:
         """Return the state with its epoch counted. ``self.state`` stays until there is a record."""
@@ -506,26 +520,62 @@ class Run:
         report = train_metrics(state) if train else {}
         report |= recent_metrics(state) if self.plan.record_every is not None else {}
         began = time.perf_counter()
-        for loader in action.loaders:
+        loaders = [name for name in action.names if name in self.evaluated]
+        for loader in loaders:
             report |= self._evaluate(state, loader)
         self.phase = "the record"
         seconds = max(self.stopwatch.spent(), self.seconds)  # another process may be ahead
         if not is_alone(state):
             report["seconds"] = Max(seconds)
-        if action.loaders:
+        if loaders:
             report["evaluated"] = Max(time.perf_counter() - began)
         values = read(engine_of(state).reduce_report(report, "train/"))
         self.seconds = seconds = values.pop("seconds", seconds)
         if not (values or train or closing):
             return state  # since the last record, every update was skipped
-        if action.loaders:
+        if loaders:
             self.stopwatch.evaluated = values.pop("evaluated")
             self.stopwatch.newest = None
         self.stopwatch.recorded = True
         values = self.plan.step.derive(values, self.plan.loaders.evaluated, state.history)
         record = Record(state.epoch, state.step, values, seconds, closing)
         metrics = state.metrics if closing else without_recent(state.metrics)
+        record = self._with_numbers(state, record, metrics, action.names, self.plan.hooks)
         return with_record(state, state.history.append(record), metrics)
+
+    def _with_numbers(
+        self,
+        state: TrainState,
+        record: Record,
+        metrics: Mapping[str, Metric],
+        names: Collection[str],
+        hooks: Iterable[Hook],
+    ) -> Record:
+        """Return a record with the numbers that hooks add to it: the same if there are none.
+
+        Args:
+            state: the state, without the record.
+            record: the record as it is so far.
+            metrics: the running metrics after it.
+            names: the loaders that were evaluated for it, and the hooks whose numbers are due.
+            hooks: the hooks to ask.
+        """
+        __tracebackhide__ = True
+        for hook in hooks:
+            self.phase = hook
+            if not hook.adds_numbers(state, record, names):
+                continue
+            self.peers.hurry()  # it may take longer than an update
+            # In a history of its own: that of the run does not have the record yet.
+            numbers = hook.numbers(with_record(state, state.history[:].append(record), metrics))
+            if taken := [name for name in numbers if name in record.metrics]:
+                raise ValueError(
+                    f"{name_of(hook)} adds the number {taken[0]!r}, which the record has already: "
+                    "choose another name"
+                )
+            if numbers:
+                record = attrs.evolve(record, metrics={**record.metrics, **numbers})
+        return record
 
     def _evaluate(self, state: TrainState, loader: str) -> dict[str, Metric]:
         """Return the metrics of a loader by their names in a record."""

@@ -9,10 +9,21 @@ from torch import Tensor, nn
 
 from fnloop._backend.containers import map_leaves, tensors_in
 from fnloop._backend.fsdp import is_sharded
-from fnloop._core.metrics import to_accumulator_dtype
+from fnloop._core.metrics import NoLoss, combine, to_accumulator_dtype, update_evaluated_
 from fnloop._core.runs import waiting_once
 from fnloop._core.state import TBPTT, TrainState, mark_half_done, note_call, with_carry
-from fnloop._core.types import Batch, LossFn, Middleware, Output, Step, Wrap, middleware, name_of
+from fnloop._core.types import (
+    Batch,
+    LossFn,
+    Metric,
+    Middleware,
+    Output,
+    Step,
+    Wrap,
+    middleware,
+    name_of,
+    output_without_loss,
+)
 from fnloop._display import checks
 from fnloop._step.engine import WeightedSum, check_not_exact, engine_of
 from fnloop._step.forward import takes_carry
@@ -470,10 +481,29 @@ def _fold(step: Step, state: TrainState, windows: Sequence[Batch]) -> tuple[Trai
     """Call a step with each window. Return the last state, and the output of all windows."""
     __tracebackhide__ = True
     total = WeightedSum()
+    without_loss: list[Output] = []  # in an evaluation
     for window in waiting_once(state.run, windows):
         state, out = step(state, window)
-        total.add(_widened(out))
-    return state, total.output()
+        if out.loss is None:
+            without_loss.append(out)
+        else:
+            total.add(_widened(out))
+    return state, _joined(without_loss, total) if without_loss else total.output()
+
+
+def _joined(outputs: Sequence[Output], others: WeightedSum) -> Output:
+    """Return the output of the windows of a batch that have no loss.
+
+    Raises:
+        ValueError: other windows have one.
+    """
+    if not others.is_empty:
+        update_evaluated_(NoLoss(), others.output().loss, 1)
+    metrics: Mapping[str, Metric] = {}
+    for out in outputs:
+        metrics = combine(metrics, out.metrics)
+    weight = sum(out.weight for out in outputs)
+    return output_without_loss(weight, outputs[-1].aux, metrics)
 
 
 def _widened(out: Output) -> Output:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fnloop._backend.fsdp import is_sharded
 from fnloop._core.history import unfinished
-from fnloop._core.metrics import RECENT, Mean, combine, update_loss_
+from fnloop._core.metrics import RECENT, Mean, NoLoss, combine, update_evaluated_
 from fnloop._core.optimizers import optimizers_in
 from fnloop._core.rng import fold_in
 from fnloop._core.runs import RunInfo, waiting_once
@@ -34,7 +34,16 @@ from fnloop._core.state import (
     owns_handles,
     parameters,
 )
-from fnloop._core.types import Aux, Batch, Call, Metric, Middleware, Output, Step
+from fnloop._core.types import (
+    Aux,
+    Batch,
+    Call,
+    Metric,
+    Middleware,
+    Output,
+    Step,
+    output_without_loss,
+)
 from fnloop._display import checks, tables
 from fnloop._display.checks import describe, join_names
 from fnloop._display.screen import log
@@ -248,10 +257,10 @@ class AlternateStep(PipelineStep):
         found = {step.precision_in(state): None for step in self.settings.steps.values()}
         return ", ".join(name for name in found if name is not None) or None
 
-    def check_loaders(self, loaders: Sequence[str]) -> None:
-        super().check_loaders(loaders)
+    def check_loaders(self, loaders: Sequence[str], made: Sequence[str] = ()) -> None:
+        super().check_loaders(loaders, made)
         for step in self.settings.steps.values():
-            step.check_loaders(loaders)
+            step.check_loaders(loaders, made)
 
     def check_evaluation(self, loaders: Sequence[str]) -> None:
         for name in self.settings.evaluated:
@@ -665,7 +674,8 @@ class Round:
     """The turns that were taken of one round, and their outputs."""
 
     def __init__(self) -> None:
-        self._losses: dict[str, Mean] = {}
+        self._losses: dict[str, Mean | NoLoss] = {}
+        self._weight: int | Tensor = 0  # of the newest turn
         self._metrics: dict[str, Metric] = {}
         self._aux: dict[str, Aux] = {}
         self._skipped: Output | None = None
@@ -681,7 +691,8 @@ class Round:
         if out.skip is not None:
             self._skipped = out
             return
-        self._losses[name] = update_loss_(self._losses.get(name), out.loss, out.weight)
+        self._losses[name] = update_evaluated_(self._losses.get(name), out.loss, out.weight)
+        self._weight = out.weight
         self._aux[name] = out.aux
         if out.metrics:
             named = {prefixed(name, key): metric for key, metric in out.metrics.items()}
@@ -692,10 +703,13 @@ class Round:
         if not self._losses:
             assert self._skipped is not None, "no turn was taken"
             return attrs.evolve(self._skipped, loss=self._skipped.loss.detach())
-        first, *others = self._losses.values()
+        metrics = {f"{name}/loss": loss for name, loss in self._losses.items()} | self._metrics
+        losses = [loss for loss in self._losses.values() if isinstance(loss, Mean)]
+        if len(losses) < len(self._losses):  # in an evaluation
+            return output_without_loss(self._weight, self._aux, metrics)
+        first, *others = losses
         total, weight = first.total, first.weight
         for loss in others:
             total, weight = total + loss.total, weight + loss.weight
         items = torch.where(weight == 0, 1, weight) if isinstance(weight, Tensor) else weight or 1
-        metrics = {f"{name}/loss": loss for name, loss in self._losses.items()} | self._metrics
         return Output(total / items, weight, self._aux, metrics)

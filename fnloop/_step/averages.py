@@ -23,7 +23,7 @@ from fnloop._backend.torch_compat import (
     strip_compile_prefix,
 )
 from fnloop._core.averages import AVERAGED, Average, make_average, view_with_average, viewed_model
-from fnloop._core.metrics import Mean, to_accumulator_dtype
+from fnloop._core.metrics import update_evaluated_
 from fnloop._core.rng import isolated
 from fnloop._core.state import (
     TBPTT,
@@ -266,8 +266,8 @@ class EvaluateAverage:
         return f"{self.name}/carry"
 
     def _named(self, out: Output) -> dict[str, Metric]:
-        loss, weight = to_accumulator_dtype(out.loss), to_accumulator_dtype(out.weight)
-        metrics = {"loss": Mean(loss * weight, weight), **out.metrics}
+        loss = update_evaluated_(None, out.loss, out.weight)
+        metrics = {"loss": loss, **out.metrics}
         return {f"{self.name}/{name}": metric for name, metric in metrics.items()}
 
     @contextlib.contextmanager

@@ -25,7 +25,15 @@ from fnloop._backend.collectives import (
 )
 from fnloop._backend.fsdp import around_sharded, by_mesh, full, is_sharded, local_part, reshard
 from fnloop._core.averages import viewed_model
-from fnloop._core.metrics import Last, Mean, combine, to_host, update_, update_loss_
+from fnloop._core.metrics import (
+    Last,
+    Mean,
+    NoLoss,
+    combine,
+    to_host,
+    update_,
+    update_evaluated_,
+)
 from fnloop._core.rng import fold_in, seed_host
 from fnloop._core.state import Buffers, Ownership, TrainState, moved, ownership_of, parameters
 from fnloop._core.types import BY_ANOTHER, Batch, Metric, Output, Step
@@ -104,16 +112,16 @@ class Fold:
 
     def __init__(self) -> None:
         self._metrics: dict[str, Metric] = {}
-        self._loss: Mean | None = None
+        self._loss: Mean | NoLoss | None = None
 
     def add(self, out: Output) -> None:
         """Combine those of one more batch, unless it has no item."""
         __tracebackhide__ = True
         if out.weight.__class__ is int and not out.weight:
             return
+        self._loss = update_evaluated_(self._loss, out.loss, out.weight)
         if out.metrics:
             self._metrics = update_(self._metrics, out.metrics)
-        self._loss = update_loss_(self._loss, out.loss, out.weight)
 
     def metrics(self) -> dict[str, Metric]:
         """Return all metrics, the loss first."""
@@ -293,7 +301,7 @@ class ExactEvaluation(DistributedEvaluation):
 
 def _on_host(out: Output) -> dict[str, Metric]:
     """Return the loss and the metrics of a batch, which can be sent."""
-    found = {"loss": update_loss_(None, out.loss, out.weight), **out.metrics}
+    found = {"loss": update_evaluated_(None, out.loss, out.weight), **out.metrics}
     return moved(to_host(found), torch.device("cpu"))
 
 

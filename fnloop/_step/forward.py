@@ -58,7 +58,7 @@ def forward(loss_fn: LossFn, name: str, amp_listed: bool = True) -> Step:
         if not checked or loss.__class__ is not Tensor or loss.ndim or aux.__class__ is not dict:
             _check_reply(reply, loss, aux, name)
             checked = True
-        weight = aux["weight"] if "weight" in aux else items_in(batch, name)
+        weight = aux["weight"] if "weight" in aux else items_in(batch, name, loss is None)
         if weight.__class__ is int and weight > 0:
             return state, Output(loss, weight, aux)
         _check_weight(weight, name)
@@ -130,8 +130,24 @@ def _check_reply(reply: object, loss: object, aux: object, name: str) -> None:
         )
     if isinstance(loss, Skip):
         raise TypeError(f"{name} returned {loss!r} in a tuple: return it alone")
+    in_pair = isinstance(reply, tuple)
+    if not (loss is None and in_pair and not torch.is_grad_enabled()):  # in an evaluation
+        _check_loss(loss, in_pair, name)
+    if not isinstance(aux, Mapping):
+        raise TypeError(
+            f"the aux that {name} returns with the loss must be a mapping, such as "
+            f'{{"output": output}}; got {type(aux).__name__}'
+        )
+
+
+def _check_loss(loss: object, in_pair: bool, name: str) -> None:
+    """Raise unless this is a mean loss."""
     if not isinstance(loss, Tensor):
-        hint = ". Did you forget 'return loss'?" if loss is None else ""
+        hint = ""
+        if loss is None:
+            hint = ". Did you forget 'return loss'?"
+            if in_pair:
+                hint = ". An evaluation may be without a loss, training needs one"
         raise TypeError(
             f"the loss that {name} returns must be a scalar tensor; got {describe(loss)}{hint}"
         )
@@ -143,11 +159,6 @@ def _check_reply(reply: object, loss: object, aux: object, name: str) -> None:
     if not loss.is_floating_point():
         raise ValueError(
             f"the loss that {name} returns must have a floating dtype; got {loss.dtype}"
-        )
-    if not isinstance(aux, Mapping):
-        raise TypeError(
-            f"the aux that {name} returns with the loss must be a mapping, such as "
-            f'{{"output": output}}; got {type(aux).__name__}'
         )
 
 
@@ -169,8 +180,13 @@ def _check_weight(weight: object, name: str) -> None:
         raise ValueError(f"{expected}, at least 0; got {weight}")
 
 
-def items_in(batch: Batch, name: str) -> int:
+def items_in(batch: Batch, name: str, without_loss: bool = False) -> int:
     """Return the number of items in a batch: the leading dimension of its tensors.
+
+    Args:
+        batch: the batch.
+        name: the name of the loss function, for messages.
+        without_loss: whether it returned None in the place of a loss.
 
     Raises:
         ValueError: its tensors have different ones, or it has no tensor.
@@ -201,6 +217,11 @@ def items_in(batch: Batch, name: str) -> int:
         if sizes
         else f"there is no tensor in a {type(batch).__name__}"
     )
+    if without_loss:
+        raise ValueError(
+            f"how many items has the batch, for which {name} returned no loss? {found}. Return the "
+            'number: return None, {"weight": number_of_items}'
+        )
     raise ValueError(
         f"how many items is the loss of {name} the mean of? {found}. Return the number with the "
         'loss: return loss, {"weight": number_of_items}'

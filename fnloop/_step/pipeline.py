@@ -214,10 +214,16 @@ class PipelineStep(abc.ABC):
                 return str((*m.call.args, m.call.kwargs.get("precision"))[0] or "") or None
         return state.backend.precision
 
-    def check_loaders(self, loaders: Sequence[str]) -> None:
-        """Raise KeyError if a middleware is for a loader that a run does not have."""
+    def check_loaders(self, loaders: Sequence[str], made: Sequence[str] = ()) -> None:
+        """Raise KeyError if a middleware is for a loader that a run does not have.
+
+        Args:
+            loaders: the names of the loaders.
+            made: what other names begin with that a middleware may look at, those of hooks.
+        """
         for member in self.pipeline.middleware:
-            check_loaders(repr(member), member.loaders, loaders)
+            known = loaders if member.monitors is None else (*loaders, *made)
+            check_loaders(repr(member), member.loaders, known)
 
     def check_evaluation(self, loaders: Sequence[str]) -> None:  # noqa: B027
         """Raise ValueError if it cannot evaluate these loaders."""
@@ -370,7 +376,7 @@ class PipelineStep(abc.ABC):
             ready = self.init_slots(state, evaluation=True)
             with self.evaluating(ready, together=False) as ready:
                 out = self.evaluation(ready, to_device(batch, device))[1]
-        return attrs.evolve(out, loss=out.loss.detach())
+        return out if out.loss is None else attrs.evolve(out, loss=out.loss.detach())
 
 
 class LossStep(PipelineStep):

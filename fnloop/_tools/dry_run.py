@@ -17,7 +17,7 @@ from fnloop._backend.collectives import gather_from_all
 from fnloop._checkpoint.format import CheckpointError
 from fnloop._checkpoint.restore import restore
 from fnloop._checkpoint.save import check_resumable, save
-from fnloop._core.history import History, check_names
+from fnloop._core.history import History, Record, check_names
 from fnloop._core.optimizers import optimizers_in
 from fnloop._core.rng import isolated
 from fnloop._core.runs import INTERRUPTED
@@ -32,13 +32,14 @@ from fnloop._display.checks import join_names
 from fnloop._display.tables import Column, Shown, Table, format_milliseconds, shorten
 from fnloop._graphs.capture import make_capturable, signature
 from fnloop._graphs.guards import CaptureError, HostReads
-from fnloop._hooks.hook import Hook, HookFn, Trigger, Wrapper, every, layers, unwrap_hook
+from fnloop._hooks.hook import Hook, HookFn, Moment, Trigger, Wrapper, every, layers, unwrap_hook
 from fnloop._hooks.keep import checkpoint
+from fnloop._hooks.look import inspect
 from fnloop._hooks.send import TableWriter
 from fnloop._loop.errors import NO_LENGTH, check_counters, check_returned
 from fnloop._loop.evaluate import open_loader
 from fnloop._loop.peers import Interrupts, is_alone
-from fnloop._loop.plan import check_metrics, check_step, make_plan
+from fnloop._loop.plan import check_metrics, check_step, make_plan, names_made
 from fnloop._loop.run import train_epochs
 from fnloop._middleware.ema import ema, swa
 from fnloop._middleware.metric import derive, metric, throughput, timings
@@ -157,7 +158,9 @@ def dry_run(
     del given  # the copy
     found, checked = plan.loaders, plan.hooks
     named = loaders_to_try("dry_run", state, found, several=True)
-    check_names([layer for hook in checked for layer in layers(hook)], (*named,))
+    check_names(
+        [layer for hook in checked for layer in layers(hook)], (*named, *names_made(checked))
+    )
     check_metrics(step, checked, found.evaluated, state.history)
     step, failed = _tried_metrics(step)
     findings, first = _read(step, state, named)
@@ -403,6 +406,20 @@ class _Tried(Wrapper):
     def receive(self, state: TrainState, outputs: Sequence[Output]) -> None:
         self._try(lambda: self.hook.receive(state, outputs), None)
 
+    @property
+    def reports(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.hook.reports
+
+    @property
+    def makes_records(self) -> Mapping[str, Moment]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return dict.fromkeys(self.hook.makes_records, every(epochs=1))
+
+    def adds_numbers(self, state: TrainState, record: Record, names: Collection[str]) -> bool:
+        return self._try(lambda: self.hook.adds_numbers(state, record, names), False)
+
+    def numbers(self, state: TrainState) -> Mapping[str, float]:
+        return self._try(lambda: self.hook.numbers(state), {})
+
     def flush(self, state: TrainState) -> TrainState:
         flush = lambda: check_returned(self.hook, self.hook.flush(state), "flush")
         return self._try(flush, state)
@@ -430,7 +447,7 @@ def _train(
         return attrs.evolve(state, ends="epoch") if ends else state
 
     tried = [_safe(unwrap_hook(hook), folder / f"hook-{i}") for i, hook in enumerate(hooks)]
-    called = [every(epochs=1)(safe) for safe, _ in tried if safe is not None]
+    called = [_once(safe) for safe, _ in tried if safe is not None]
     # Hooks may need the numbers of a loader that raises: a training batch stands in for its batch.
     evaluated = {name: sharded([first.get(name, first["train"])]) for name in loaders.evaluated}
     reached = train_trial(
@@ -459,6 +476,12 @@ def _train(
     return [*updates, *findings]
 
 
+def _once(safe: _Tried) -> Hook:
+    """Return a hook that is called at the end of the epoch; what adds to records by itself is."""
+    adds = safe.makes_records or isinstance(safe.hook, inspect)
+    return safe if adds else every(epochs=1)(safe)
+
+
 def _safe(hook: Hook, place: Path) -> tuple[_Tried | None, str]:
     """Return a hook that leaves no trace in place of one, or None, and what is to be said."""
     if hook.untried is not None:
@@ -472,6 +495,8 @@ def _safe(hook: Hook, place: Path) -> tuple[_Tried | None, str]:
     if isinstance(hook, TableWriter):
         copied = attrs.evolve(hook, path=place.with_suffix(hook.path.suffix))
         return _Tried(copied), "called, with a temporary file"
+    if isinstance(hook, inspect):
+        return _Tried(attrs.evolve(hook, every=every(epochs=1))), "called"
     return _Tried(hook), "called"
 
 

@@ -437,6 +437,8 @@ def _explain_loss(
         line = f" ({Path(code.co_filename).name}, line {code.co_firstlineno})"
     copied = at_start_of_epoch(state)
     outs = [step.evaluate(copied, batch) for batch in (*batches, joined)]
+    if any(out.loss is None for out in outs):
+        return f"{name}{line} returns a loss that is not a mean over the items of a batch"
     (a, b, both), (v, w, _) = (
         [float(out.loss) for out in outs],
         [float(out.weight) for out in outs],

@@ -28,6 +28,12 @@ HOOKS = {
                 "(fl.every(epochs=2) | fl.at_end())(note('end'))"),
     "inspect": ("fl.inspect(see('see'))", stop_at(6)),
     "inspect the end": ("fl.inspect(see('end see'), every=fl.at_end())", stop_at(3)),
+    "numbers of inspect": ("fl.inspect(numbers('ap'), reports=('ap',))",
+                           "fl.early_stop('valid/ap', 2, mode='min')"),
+    "numbers at the end": ("fl.inspect(numbers('ap'), every=fl.every(epochs=2) | fl.at_end())",
+                           "fl.measure(numbers('n'), name='m', every=fl.at_end())"),
+    "measure": ("fl.measure(numbers('n'), name='m', every=fl.at_start() | fl.every(steps=2))",
+                "fl.early_stop('m/n', 3, mode='min')", END),
     "halt_on_nonfinite": ("fl.halt_on_nonfinite(1)", stop_at(5)),
 }  # fmt: skip
 RECORDS = "None", "fl.every(steps=1) | fl.every(epochs=1)", "fl.every(steps=2)"

@@ -125,6 +125,12 @@ MISTAKES = {
     "hook": lambda: fit(hooks=(mistake,)),
     "hook, every": lambda: fit(hooks=(fl.every(steps=1)(mistake),)),
     "hook, once": lambda: fit(hooks=(fl.when(lambda state: True)(fl.once(mistake)),)),
+    "inspect": lambda: fit(hooks=(fl.inspect(mistake),), data=(ONE, ONE)),
+    "inspect, every": lambda: fit(
+        hooks=(fl.every(epochs=1)(fl.inspect(mistake)),), data=(ONE, ONE)
+    ),
+    "measure": lambda: fit(hooks=(fl.measure(mistake, name="two"),)),
+    "measure, everywhere": lambda: fit(hooks=(fl.measure(mistake, name="two", everywhere=True),)),
     "predicate": lambda: fit(hooks=(fl.when(mistake)(lambda state: state),)),
     "evaluate_every": lambda: fit(evaluate_every=fl.when(mistake)),
     "generator": lambda: fit(data=generator),
