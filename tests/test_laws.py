@@ -18,6 +18,7 @@ from sample_middleware import (
     noise,
     output_mean,
     own_guard,
+    warming_up,
     weight_penalty,
 )
 from torch.nn import functional
@@ -59,6 +60,7 @@ SINGLES = [
     fl.metric(mean=output_mean, on="evaluation"), fl.derive(double=double_loss),
     fl.ema(0.9), fl.ema(0.5, start=2, every=2, evaluate="only"),
     fl.ema(0.9, start=0.5, evaluate=False), fl.swa(0.5), fl.swa(1, every=3),
+    fl.ema(warming_up, only="0"), fl.ema(warming_up, every=2, evaluate=False, only=["*.bias"]),
     watch(2), noise(0.01), weight_penalty(0.01),
 ]  # fmt: skip
 TWO_PARTS = fl.clip(0.05, only="*.weight", name="w"), fl.clip(0.01, only="*.bias", name="b")

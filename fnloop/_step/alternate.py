@@ -537,7 +537,7 @@ def check_with_turns(around: Sequence[Middleware], steps: Mapping[str, PipelineS
 
 def _sets_numbers(member: Middleware) -> bool:
     """Return whether a middleware sets numbers of the optimizers that it names, as ``schedule``."""
-    call = member.call if member.step is not None else None
+    call = member.call if member.step is not None and member.update is None else None
     return call is not None and "only" in inspect.signature(call.factory).parameters
 
 

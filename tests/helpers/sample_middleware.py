@@ -23,6 +23,11 @@ def decay(optimizer, run):
     return ExponentialLR(optimizer, 0.9)
 
 
+def warming_up(n):
+    """The decay of an average that warms up to 0.9."""
+    return min(0.9, (1 + n) / (10 + n))
+
+
 @fl.middleware("gradient")
 def noise(std):
     def wrap(step):

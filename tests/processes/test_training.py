@@ -45,6 +45,7 @@ from process_problems import (
     torchmetrics,
     world,
 )  # fmt: skip
+from sample_middleware import warming_up
 from several import muon_and_adamw
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -135,6 +136,11 @@ class TwoLayers(nn.Module):
     def forward(self, x, deep):
         hidden = self.first(x)
         return self.second(hidden) if deep else hidden
+
+
+def weighted(model, batch, *, beta=1.0):
+    loss, aux = by_tokens(model, batch)
+    return beta * loss, aux
 
 
 def first_only(model, batch):
@@ -450,6 +456,12 @@ CASES = {
     "bf16": case(fl.amp("bf16"), dtype=torch.float32, close=0.05, sharded=ON_2),
     "averages": case(
         fl.ema(0.9), fl.swa(0.5, every=2), kinds(), guard(3), doubled(), evaluated=True),
+    "an average of a part": case(fl.ema(warming_up, only="0"), guard(3), CLIP, evaluated=True),
+    "an average of a part by a rule, shards": case(
+        fl.ema(warming_up, evaluate=False, only=["*.bias"]), TWO, sharded=ON_2),
+    "scheduled": case(
+        fl.scheduled(beta=fl.schedules.linear(min_ratio=0.1)), guard(3), TWO, loss=weighted,
+        evaluated=True, sharded=ON_2),
     "the average alone": case(fl.ema(0.9, start=0.25, evaluate="only"), TWO, evaluated=True),
     "averages that are not evaluated": case(
         fl.ema(0.9, evaluate=False), fl.swa(0.5, every=2, evaluate=False), CLIP, evaluated=True,
