@@ -242,6 +242,7 @@ EACH = [
     {},
     {"order": ("rest", "matrices", "rest"), "evaluate": "rest"},
     {"order": ("matrices", "rest", "rest"), "batch": "next"},
+    {"order": ("rest", "rest", "matrices"), "batch": {"rest": "next", "matrices": "same"}},
     {"matrices": [fl.clip(0.05, only="0.*"), warm_cosine], "rest": [fl.amp("bf16"), noise(0.01)]},
     {"matrices": [fl.accumulate(2)], "rest": [fl.accumulate(2), fl.sam(0.05)]},
     {"matrices": [fl.accumulate(2)], "rest": [weight_penalty(0.01)], "batch": "next"},

@@ -476,6 +476,9 @@ CASES = {
     "turns, next": case(
         EMA, loss=turns([NEWEST], [CLIP], order=("d", "d", "g"), batch="next"), evaluated=True,
         train=loader, **GAN),
+    "turns, next and same": case(
+        EMA, loss=turns([NEWEST], [CLIP], order=("d", "d", "g"),
+                        batch={"d": "next", "g": "same"}), train=RAGGED, **GAN),
     "turns, windows": case(
         EMA, loss=turns([TWO, NEWEST, CLIP], [TWO, fl.schedule(fl.schedules.linear())],
                         evaluate="g"), evaluated=True, train=RAGGED, **GAN),
