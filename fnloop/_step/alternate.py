@@ -91,10 +91,10 @@ def alternate(
     Raises:
         TypeError: ``steps`` is not a mapping of steps, or a name is not a str.
         ValueError: ``order``, ``batch`` or ``evaluate`` has an unknown name, ``batch`` lacks one, a
-            step has no turn, turns of one batch have other windows, or a step has a middleware that cannot be in a turn (``tbptt``, ``cuda_graph``, averages). When
-            composing: a middleware around it would be ignored, sets a rate that one in a step sets,
-            or is an average with the name of a step. When a run starts: the state has no optimizer
-            of a name.
+            step has no turn, turns of one batch have other windows, or a step has a middleware that
+            cannot be in a turn (``tbptt``, ``cuda_graph``, averages). When composing: a middleware
+            around it would be ignored, sets a rate that one in a step sets, or is an average with
+            the name of a step. When a run starts: the state has no optimizer of a name.
         NotImplementedError: when a run starts: the model is under ``fully_shard``.
 
     Example:
@@ -400,7 +400,7 @@ def _check_in_turn(name: str, step: PipelineStep) -> None:
         raise ValueError(f"alternate: {member!r}, in the step {name!r}, {why}")
 
 
-def _rules(batch: object, names: Sequence[str]) -> dict[str, str]:
+def _rules(batch: str | Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
     """Return for each name whether its turns take the next batch, or that of the turn before."""
     if not isinstance(batch, Mapping):
         also = ", or a mapping from each name to one of them"
