@@ -236,6 +236,45 @@ def test_a_neutral_setting_changes_nothing_with_several_optimizers(neutral):
     law_neutral(neutral, fl.pipeline(fl.schedule(schedules.linear())), several.problem())
 
 
+# --- the same with a function that makes gradients by itself
+
+OWN = [
+    fl.pipeline(),
+    fl.pipeline(fl.accumulate(2), fl.clip(0.05), warm_cosine, fl.ema(0.9), MEAN),
+    fl.pipeline(fl.clip(0.05), fl.accumulate(3), noise(0.01), weight_penalty(0.01)),
+    fl.pipeline(fl.microbatch(2), fl.accumulate(2)),
+    fl.pipeline(fl.skip_nonfinite(), fl.accumulate(2), fl.spike_guard(4, 3.0)),
+]
+
+
+def making_gradients(problem):
+    """The same problem; its loss function calls backward."""
+
+    def makes(state, batch):
+        loss, aux = problem.loss_fn(state.model, batch)
+        loss.backward()
+        return fl.Output(loss, len(batch["x"] if isinstance(batch, dict) else batch[0]), aux)
+
+    return attrs.evolve(problem, loss_fn=fl.raw(makes, problem.loss_fn, updates=False))
+
+
+@pytest.mark.parametrize("pipe", OWN, ids=repr)
+def test_own_gradients_keep_the_laws(pipe):
+    problems = making_gradients(small()), making_gradients(stochastic())
+    names = [m.name for m in pipe.middleware]
+    if "skip_nonfinite" not in names:  # which reads to the host
+        check_laws(pipe, problems[0])
+    if "microbatch" not in names:  # batch norm takes no piece of one sample
+        check_fold_and_purity(pipe, *problems)
+    if "noise" not in names:
+        law_skipped_updates(pipe, problems[0])
+
+
+@pytest.mark.parametrize("n", [2, 3, 7])
+def test_own_gradients_add_up(n):
+    law_accumulation(fl.pipeline(fl.clip(0.05)), making_gradients(small()), n, fl.accumulate)
+
+
 # --- the same with steps in turn
 
 EACH = [

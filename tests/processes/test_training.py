@@ -128,6 +128,25 @@ def choosy(fits, loss=entropy):
     return lambda model, batch: loss(model, batch) if fits(int(batch[3][0])) else fl.skip("short")
 
 
+def own(loss):
+    """A step whose function calls the backward of a loss by itself."""
+
+    def makes(state, batch):
+        reply = loss(state.model, batch)
+        found, aux = reply if isinstance(reply, tuple) else (reply, {})
+        found.backward()
+        return fl.Output(found, aux.get("weight", len(batch[0])), aux)
+
+    return fl.raw(makes, entropy, updates=False)
+
+
+def own_but(fits, loss=entropy):
+    """The same, without batches by their first sample."""
+    makes = own(loss).fn
+    skip = lambda batch: None if fits(int(batch[3][0])) else "short"
+    return fl.raw(lambda s, batch: attrs.evolve(makes(s, batch), skip=skip(batch)), updates=False)
+
+
 class TwoLayers(nn.Module):
     def __init__(self):
         super().__init__()
@@ -472,6 +491,17 @@ CASES = {
     "total, tokens": case(
         fl.accumulate(total=8), fl.schedule(fl.schedules.linear()), CLIP, loss=by_tokens, **PAIRS),
     "total, metrics": case(fl.accumulate(total=8), kinds(), evaluated=True, **PAIRS),
+    "own": case(kinds(), CLIP, loss=own(entropy), evaluated=True),
+    "own, tokens, accumulate": case(TWO, CLIP, loss=own(by_tokens)),
+    "own, clip, accumulate": case(CLIP, TWO, loss=own(by_tokens), train=RAGGED),
+    "own, pieces": case(fl.microbatch(2), fl.skip_nonfinite(), loss=own(by_tokens), train=RAGGED),
+    "own, unused": case(loss=own(first_only), model=TwoLayers),
+    "own, in turn": case(loss=own(in_turn), model=TwoLayers, train=loader, optimizer=sgd),
+    "own, exchanged": case(loss=own(talking), train=RAGGED),
+    "own, skip": case(SIX, guard(3), train=EACH, loss=own_but(lambda i: i >= 6 and i % 5 != 2)),
+    "own, turns": case(
+        EMA, loss=fl.alternate({"d": own(real_and_fake), "g": fl.pipeline(CLIP)(fooled)}),
+        train=RAGGED, **GAN),
     "turns": case(EMA, loss=turns(order=("d", "d", "g")), train=RAGGED, **GAN),
     "turns, next": case(
         EMA, loss=turns([NEWEST], [CLIP], order=("d", "d", "g"), batch="next"), evaluated=True,
