@@ -14,6 +14,7 @@ from public_names import MODULES, returning
 from sample_middleware import (
     decay,
     double_loss,
+    halved,
     largest_output,
     noise,
     output_mean,
@@ -54,7 +55,7 @@ SINGLES = [
     fl.channels_last(),  # of convolutions: tests/_middleware/test_channels_last.py
     fl.schedule(schedules.linear(), field="weight_decay"),
     fl.plateau("train/loss", patience=1, mode="max"),  # the loss falls: it is lowered each time
-    fl.torch_scheduler(decay),
+    fl.torch_scheduler(decay), fl.torch_scheduler(halved),
     fl.torch_scheduler(lambda optimizer, run: CosineAnnealingLR(optimizer, run.total_steps)),
     fl.metric(mean=output_mean, largest=largest_output), fl.metric(mean=output_mean, on="training"),
     fl.metric(mean=output_mean, on="evaluation"), fl.derive(double=double_loss),

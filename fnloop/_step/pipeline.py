@@ -637,7 +637,7 @@ class RawStep(LossStep):
 
     def __repr__(self) -> str:
         fn, loss_fn = self._given()
-        given = ({} if loss_fn is None else {"evaluate": loss_fn}) | self._settings
+        given = {**({} if loss_fn is None else {"evaluate": loss_fn}), **self._settings}
         shown = repr(Call(raw, (fn,), given))
         return f"{self.pipeline!r}({shown})" if self.pipeline.middleware else shown
 

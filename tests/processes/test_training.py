@@ -45,7 +45,7 @@ from process_problems import (
     torchmetrics,
     world,
 )  # fmt: skip
-from sample_middleware import warming_up
+from sample_middleware import halved, warming_up
 from several import muon_and_adamw
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -431,6 +431,7 @@ CASES = {
     "retry, unused": case(fl.retry_on_oom(), loss=first_only, model=TwoLayers),
     "schedule": case(TWO, fl.schedule(fl.schedules.cosine(warmup=0.1)), sharded=ON_2),
     "torch scheduler": case(CYCLE),
+    "a scheduler by updates": case(fl.torch_scheduler(halved), guard(3), TWO),
     "unused": case(loss=first_only, model=TwoLayers, sharded=ON_2),
     "in turn": case(loss=in_turn, model=TwoLayers, train=loader, optimizer=sgd, sharded=BOTH),
     "in turn, told": case(loss=in_turn, model=TwoLayers, train=loader,
