@@ -305,7 +305,7 @@ def _remake(fields: Mapping[str, Any]) -> Middleware:
 
 
 def middleware(
-    ring: str, *, init: Callable[[Any], object] | None = None
+    ring: str, *, init: Callable[..., object] | None = None
 ) -> Callable[[Callable[..., object]], Callable[..., Middleware]]:
     """Turn a function of settings into a factory of middleware for one ring.
 

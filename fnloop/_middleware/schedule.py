@@ -431,8 +431,8 @@ class _ByUpdates(Protocol):
     """A scheduler that is told the number of updates, as those of timm are."""
 
     def step_update(self, num_updates: int, /) -> object: ...
-    def state_dict(self) -> Mapping[str, Any]: ...
-    def load_state_dict(self, state_dict: Any, /) -> object: ...
+    def state_dict(self) -> Mapping[str, object]: ...
+    def load_state_dict(self, state_dict: dict[str, object], /) -> object: ...
 
 
 @middleware("step")
@@ -516,7 +516,7 @@ def torch_scheduler(
     def wrap(step: Step) -> Step:
         def scheduled(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
             __tracebackhide__ = True
-            scheduler: Any = state.slots.get(slot)
+            scheduler: LRScheduler | _ByUpdates = state.slots[slot]
             if made_for := getattr(scheduler, "made_for", None):  # old checkpoints have none
                 _check_length(made_for, scheduler, state, name)
             optimizer = _optimizer_of(state, only)
@@ -650,11 +650,13 @@ def _check_scheduler(scheduler: object, optimizer: Optimizer, name: str) -> None
         )
 
 
-def _check_groups(scheduler: Any, optimizer: Optimizer, name: str) -> None:
+def _check_groups(scheduler: object, optimizer: Optimizer, name: str) -> None:
     """Raise if the optimizer has other groups than the scheduler was made for."""
     __tracebackhide__ = True
-    of_torch = isinstance(scheduler, LRScheduler)
-    known = len(scheduler.get_last_lr()) if of_torch else scheduler.made_for_groups
+    if isinstance(scheduler, LRScheduler):
+        known = len(scheduler.get_last_lr())
+    else:
+        known = getattr(scheduler, "made_for_groups", 0)
     groups = len(optimizer.param_groups)
     if groups != known:
         raise ValueError(

@@ -365,16 +365,21 @@ def own_gradients(fn: RawFn, name: str, amp_listed: bool) -> Step:
     return making
 
 
+_Context = Any  # what backward needs of forward
+
+
 class _WithGradients(torch.autograd.Function):
     """Identity on a loss whose gradients have been made already."""
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, gradients: Sequence[Tensor], *leaves: Tensor) -> Tensor:
+    def forward(
+        ctx: _Context, loss: Tensor, gradients: Sequence[Tensor], *leaves: Tensor
+    ) -> Tensor:
         ctx.gradients = gradients
         return loss.view_as(loss)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         return (None, None, *(gradient * grad for gradient in ctx.gradients))
 
 
@@ -383,7 +388,7 @@ def _no_update(state: TrainState, name: str) -> Iterator[None]:
     """Raise if an optimizer of a state is stepped, within a ``with`` block."""
     own = {id(optimizer) for optimizer in optimizers_in(state.optimizer).values()}
 
-    def refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def refuse(optimizer: Optimizer, args: object, kwargs: object) -> None:
         if id(optimizer) in own:
             raise ValueError(
                 f"{name} called the step of {type(optimizer).__name__}, which with updates=False "
