@@ -91,7 +91,8 @@ def ema(
 
         In a middleware of the forward ring, ``state.slots["ema"]`` is the average after the update
         before: a teacher. ``torch.func.functional_call(state.model, dict(state.slots["ema"]),
-        inputs)`` calls the model with it.
+        inputs)`` calls the model with it. Pass copies if a BatchNorm in training mode would change
+        its statistics.
 
         Other libraries warm up by rules that are functions of n. timm: ``lambda n: min(decay, 1 -
         (1 + n / gamma) ** -power)``. diffusers, with ``use_ema_warmup``: the same, with its

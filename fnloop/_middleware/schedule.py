@@ -483,6 +483,8 @@ def torch_scheduler(
         -1.75
 
     Source: https://docs.pytorch.org/docs/stable/optim.html#how-to-adjust-learning-rate
+
+    Replaces: pytorch_accelerated.TrainerWithTimmScheduler
     """
     example = "torch_scheduler(lambda optimizer, run: ...), a function"
     wanted = "a function (optimizer, run) -> scheduler"
