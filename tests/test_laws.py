@@ -14,10 +14,12 @@ from public_names import MODULES, returning
 from sample_middleware import (
     decay,
     double_loss,
+    halved,
     largest_output,
     noise,
     output_mean,
     own_guard,
+    warming_up,
     weight_penalty,
 )
 from torch.nn import functional
@@ -53,12 +55,13 @@ SINGLES = [
     fl.channels_last(),  # of convolutions: tests/_middleware/test_channels_last.py
     fl.schedule(schedules.linear(), field="weight_decay"),
     fl.plateau("train/loss", patience=1, mode="max"),  # the loss falls: it is lowered each time
-    fl.torch_scheduler(decay),
+    fl.torch_scheduler(decay), fl.torch_scheduler(halved),
     fl.torch_scheduler(lambda optimizer, run: CosineAnnealingLR(optimizer, run.total_steps)),
     fl.metric(mean=output_mean, largest=largest_output), fl.metric(mean=output_mean, on="training"),
     fl.metric(mean=output_mean, on="evaluation"), fl.derive(double=double_loss),
     fl.ema(0.9), fl.ema(0.5, start=2, every=2, evaluate="only"),
     fl.ema(0.9, start=0.5, evaluate=False), fl.swa(0.5), fl.swa(1, every=3),
+    fl.ema(warming_up, only="0"), fl.ema(warming_up, every=2, evaluate=False, only=["*.bias"]),
     watch(2), noise(0.01), weight_penalty(0.01),
 ]  # fmt: skip
 TWO_PARTS = fl.clip(0.05, only="*.weight", name="w"), fl.clip(0.01, only="*.bias", name="b")
@@ -283,12 +286,52 @@ def test_a_neutral_setting_changes_nothing_with_several_optimizers(neutral):
     law_neutral(neutral, fl.pipeline(fl.schedule(schedules.linear())), several.problem())
 
 
+# --- the same with a function that makes gradients by itself
+
+OWN = [
+    fl.pipeline(),
+    fl.pipeline(fl.accumulate(2), fl.clip(0.05), warm_cosine, fl.ema(0.9), MEAN),
+    fl.pipeline(fl.clip(0.05), fl.accumulate(3), noise(0.01), weight_penalty(0.01)),
+    fl.pipeline(fl.microbatch(2), fl.accumulate(2)),
+    fl.pipeline(fl.skip_nonfinite(), fl.accumulate(2), fl.spike_guard(4, 3.0)),
+]
+
+
+def making_gradients(problem):
+    """The same problem; its loss function calls backward."""
+
+    def makes(state, batch):
+        loss, aux = problem.loss_fn(state.model, batch)
+        loss.backward()
+        return fl.Output(loss, len(batch["x"] if isinstance(batch, dict) else batch[0]), aux)
+
+    return attrs.evolve(problem, loss_fn=fl.raw(makes, problem.loss_fn, updates=False))
+
+
+@pytest.mark.parametrize("pipe", OWN, ids=repr)
+def test_own_gradients_keep_the_laws(pipe):
+    problems = making_gradients(small()), making_gradients(stochastic())
+    names = [m.name for m in pipe.middleware]
+    if "skip_nonfinite" not in names:  # which reads to the host
+        check_laws(pipe, problems[0])
+    if "microbatch" not in names:  # batch norm takes no piece of one sample
+        check_fold_and_purity(pipe, *problems)
+    if "noise" not in names:
+        law_skipped_updates(pipe, problems[0])
+
+
+@pytest.mark.parametrize("n", [2, 3, 7])
+def test_own_gradients_add_up(n):
+    law_accumulation(fl.pipeline(fl.clip(0.05)), making_gradients(small()), n, fl.accumulate)
+
+
 # --- the same with steps in turn
 
 EACH = [
     {},
     {"order": ("rest", "matrices", "rest"), "evaluate": "rest"},
     {"order": ("matrices", "rest", "rest"), "batch": "next"},
+    {"order": ("rest", "rest", "matrices"), "batch": {"rest": "next", "matrices": "same"}},
     {"matrices": [fl.clip(0.05, only="0.*"), warm_cosine], "rest": [fl.amp("bf16"), noise(0.01)]},
     {"matrices": [fl.accumulate(2)], "rest": [fl.accumulate(2), fl.sam(0.05)]},
     {"matrices": [fl.accumulate(2)], "rest": [weight_penalty(0.01)], "batch": "next"},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 
 import attrs
 import torch
@@ -23,7 +23,7 @@ from fnloop._display import checks
 # An average is a slot of a middleware. It holds the parameters and those buffers that are saved
 # with the module, floating and finite when the average is made: the running statistics of a
 # BatchNorm, but not its counter of batches, and not a mask of infinities, of which there is no
-# mean. All other buffers are those of the model.
+# mean. All other buffers are those of the model, and so is what `only=` does not choose.
 
 AVERAGED = "averaged"  # the slot that marks a state whose model holds an average: its name
 
@@ -36,7 +36,7 @@ class Average(dict[str, Tensor]):
 
     Args:
         tensors: name to tensor, in float32 or wider.
-        count: how many updates were blended in.
+        count: how many averages were made, each from one more update.
 
     Attributes:
         blended: what an update uses of it; made again when it is needed.
@@ -72,11 +72,18 @@ def _is_inexact(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def make_average(module: nn.Module) -> Average:
-    """Return an average that is the weights of a module, in memory of its own."""
+def make_average(module: nn.Module, chosen: Container[str] | None = None) -> Average:
+    """Return an average that is the weights of a module, in memory of its own.
+
+    Args:
+        module: the module.
+        chosen: the names of what is averaged; None is everything.
+    """
     found = Average()
     with torch.no_grad():
         for name, tensor in named_tensors(module):
+            if chosen is not None and name not in chosen:
+                continue
             is_parameter = isinstance(tensor, nn.Parameter)
             if is_parameter or bool(torch.isfinite(tensor).all()):
                 wide = torch.promote_types(tensor.dtype, torch.float32)
@@ -98,8 +105,8 @@ def load_average(module: nn.Module, average: Mapping[str, Tensor]) -> None:
 def view_with_average(model: nn.Module, module: nn.Module, average: Average) -> nn.Module:
     """Return a copy of a module whose weights are an average.
 
-    Its parameters are in the memory of the average where the dtypes are the same, so it is not to
-    be trained. Its buffers are its own.
+    Its parameters are in the memory of the average where the dtypes are the same, or else in that
+    of the module if they are not averaged, so it is not to be trained. Its buffers are its own.
 
     Args:
         model: the model of the state.
@@ -109,8 +116,9 @@ def view_with_average(model: nn.Module, module: nn.Module, average: Average) -> 
     memo: dict[int, object] = {}
     with torch.no_grad():
         for name, tensor in named_tensors(module):
-            if isinstance(tensor, nn.Parameter) and name in average:
-                memo[id(tensor)] = _parameter_like(tensor, average[name])
+            if isinstance(tensor, nn.Parameter):
+                averaged = name in average
+                memo[id(tensor)] = _parameter_like(tensor, average[name]) if averaged else tensor
             elif name in average:
                 memo[id(tensor)] = average[name].to(tensor.dtype, copy=True)
         for part in module.modules():
@@ -164,8 +172,8 @@ def averaged(state: TrainState, name: str = "ema") -> TrainState:
     """Copy a state, with the averaged weights in its model.
 
     The copy is there to evaluate, predict, save and export; ``fit`` refuses it. Its optimizer has
-    no state, and it has no slots but a mark. Buffers that are not averaged are those of the model.
-    The given state is not changed.
+    no state, and it has no slots but a mark. What is not averaged is that of the model. The given
+    state is not changed.
 
     Args:
         state: the newest state of a run with ``ema`` or ``swa``.

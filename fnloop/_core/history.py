@@ -82,7 +82,7 @@ class History:
         >>> history
                     │ valid
         epoch  step │   loss  │ time
-            1    10 │ 0.5000  │ 0.0s
+            1    10 │ 0.5000* │ 0.0s
             2    20 │ 0.2500* │ 0.0s
     """
 

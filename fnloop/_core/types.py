@@ -319,21 +319,28 @@ def _remake(fields: Mapping[str, Any]) -> Middleware:
     return Middleware(**fields)
 
 
-def middleware(ring: str) -> Callable[[Callable[..., object]], Callable[..., Middleware]]:
+def middleware(
+    ring: str, *, init: Callable[..., object] | None = None
+) -> Callable[[Callable[..., object]], Callable[..., Middleware]]:
     """Turn a function of settings into a factory of middleware for one ring.
 
     The function takes the settings and returns ``wrap``, which takes a step and returns one. It may
-    also return a :class:`Middleware`, if it acts in several rings or needs a slot.
+    also return a :class:`Middleware`, if it acts in several rings, or if the settings decide what
+    its slot begins with.
 
     Args:
         ring: "forward", "loss", "gradient", "update", "device" or "step"; or "evaluation", around
             the forward ring in evaluation only.
+        init: ``state -> value`` that makes its slot ``state.slots[name]``, where the name is that
+            of the function; None: it has no slot. What it keeps between updates is there, and not
+            in a closure, which a snapshot would not copy and a checkpoint would not save.
 
     Returns:
         A decorator. The decorated function returns a :class:`Middleware` that prints as the call
         that made it, is equal to another from the same call, and can be pickled.
 
     Raises:
+        TypeError: ``init`` is not a function of the state.
         ValueError: there is no such ring.
 
     Example:
@@ -353,6 +360,24 @@ def middleware(ring: str) -> Callable[[Callable[..., object]], Callable[..., Mid
         noise(0.1)
         >>> noise(0.1) == noise(0.1), noise(0.1) == noise(0.2)
         (True, False)
+
+        One that remembers the largest loss so far, in a slot:
+
+        >>> from fnloop.testing import toy, toy_loss
+        >>> @fl.middleware("update", init=lambda state: {"largest": torch.zeros(())})
+        ... def worst():
+        ...     def wrap(step):
+        ...         def remembering(state, batch):
+        ...             state, out = step(state, batch)
+        ...             slot = state.slots["worst"]
+        ...             slot["largest"] = torch.maximum(slot["largest"], out.loss)
+        ...             return state, out
+        ...         return remembering
+        ...     return wrap
+        >>> batches = [torch.tensor([1.0]), torch.tensor([-3.0])]
+        >>> state = fl.fit(fl.pipeline(worst())(toy_loss), toy(), batches, hooks=())
+        >>> state.slots["worst"]["largest"].item()               # the losses are 0 and -1 × -3
+        3.0
     """
     if not isinstance(ring, str) or ring not in (*RINGS, EVALUATION):
         function = isinstance(ring, types.FunctionType)
@@ -361,6 +386,8 @@ def middleware(ring: str) -> Callable[[Callable[..., object]], Callable[..., Mid
             f"middleware() expects {EVALUATION} or a ring, one of {', '.join(RINGS)}; got {given}. "
             f'Write @middleware("gradient") above a function of settings that returns step -> step.'
         )
+    if init is not None:
+        checks.function(f'middleware("{ring}")', "init", init, _PARTS["init"][0], 1, also=type)
 
     def decorate(factory: Callable[..., object]) -> Callable[..., Middleware]:
         if not callable(factory) or isinstance(factory, type | nn.Module):
@@ -374,6 +401,11 @@ def middleware(ring: str) -> Callable[[Callable[..., object]], Callable[..., Mid
             made = factory(*args, **kwargs)
             call = Call(make, args, kwargs)
             if isinstance(made, Middleware):
+                if init is not None:
+                    raise TypeError(
+                        f"{call!r} returned a Middleware, which makes its slot itself: write "
+                        f'@middleware("{ring}") without init, and Middleware(..., init=...)'
+                    )
                 return attrs.evolve(made, call=call)
             if not callable(made):
                 raise TypeError(
@@ -381,7 +413,7 @@ def middleware(ring: str) -> Callable[[Callable[..., object]], Callable[..., Mid
                     f"Did you forget 'return wrap' at its end?"
                 )
             wraps: dict[str, Any] = {ring: made}
-            return Middleware(factory.__name__, **wraps, call=call)
+            return Middleware(factory.__name__, **wraps, init=init, call=call)
 
         # pipeline(clip) looks for this to say that the call is missing
         vars(make)["is_middleware_factory"] = True

@@ -210,7 +210,7 @@ class early_stop(Hook):
         >>> stop = early_stop("train/loss", patience=2, mode="max")
         >>> state = fl.fit(step, toy(), [torch.ones(1)], epochs=100, hooks=(stop,))
         >>> state.epoch, state.stop
-        (3, 'early_stop: train/loss has not improved for 2 evaluations (best 0, epoch 1)')
+        (3, 'early_stop: train/loss has not improved for 2 evaluations (best 0.0000, epoch 1)')
 
     Source: Prechelt, 1998, https://doi.org/10.1007/3-540-49430-8_3
 

@@ -7,11 +7,19 @@ from collections.abc import Callable, Sequence
 
 from fnloop._checkpoint.format import TENSORS, TRAINING
 from fnloop._core.averages import AVERAGED, Average
+from fnloop._core.freeze import Selectors, check_selectors
 from fnloop._core.state import TBPTT, TrainState, explain_unknown_length
-from fnloop._core.types import Middleware, middleware
+from fnloop._core.types import Middleware, middleware, name_of
 from fnloop._display import checks
 from fnloop._display.screen import log
-from fnloop._step.averages import Choice, EvaluateAverage, blend, choose_weight, first_average
+from fnloop._step.averages import (
+    Choice,
+    EvaluateAverage,
+    Only,
+    blend,
+    choose_weight,
+    first_average,
+)
 from fnloop.schedules import check_length, updates_in
 
 _FILES = (*TENSORS, TRAINING, AVERAGED)
@@ -21,12 +29,13 @@ _KNOWN = ("amp", "clip", "closure", "cuda_graph", "plateau", TBPTT, "timings")
 
 @middleware("update")
 def ema(
-    decay: float = 0.999,
+    decay: float | Callable[[int], float] = 0.999,
     *,
     start: float = 0,
     every: int = 1,
     evaluate: bool | str = True,
     name: str = "ema",
+    only: Selectors | None = None,
 ) -> Middleware:
     """Keep an exponential moving average of the weights, and evaluate it beside the model.
 
@@ -37,13 +46,18 @@ def ema(
 
     Args:
         decay: the weight of the average so far, from 0 to 1. It averages over about ``1 / (1 -
-            decay)`` of its updates.
+            decay)`` of its updates. Or a function of n, the number of averages made before, from 0:
+            ``lambda n: min(0.999, (1 + n) / (10 + n))`` warms up.
         start: updates (an int), or a fraction of the run (a float).
         every: applied updates from one blend to the next; at least 1.
         evaluate: True evaluates the model and the average: "valid/loss" and "valid/ema/loss", and
             so with each metric. "only" evaluates the average alone, as "valid/loss"; False the
             model alone.
         name: the name of the slot, of the file in a checkpoint, and of the metrics.
+        only: what is averaged, by selectors as in ``freeze``: modules of the model, globs of names,
+            or functions ``(name, parameter) -> bool``; one or a list of them. The rest is not: in
+            the average, it is that of the model at the time. Buffers are averaged with a module
+            that is chosen as a whole. By default everything.
 
     Returns:
         A middleware of the update ring, and of the step and the evaluation ring.
@@ -51,7 +65,8 @@ def ema(
     Raises:
         TypeError, ValueError: an argument is not what it should be. When composing: two averages
             have ``evaluate="only"``. When it runs: ``start`` is a fraction, and the length of the
-            run is unknown; or the slot is of another model.
+            run is unknown; the function ``decay`` returns something else than a number from 0 to 1;
+            a selector is for nothing in the model; or the slot is of another model.
         NotImplementedError: when a run starts: the average would be evaluated, and the model is
             under ``fully_shard``. At an evaluation: the model cannot be copied.
 
@@ -64,12 +79,24 @@ def ema(
         -5.0
         >>> state.history["valid/loss"], state.history["valid/ema/loss"]
         ((-32.0,), (-20.0,))
+        >>> step = fl.pipeline(ema(lambda n: n / (n + 1)))(toy_loss)     # the mean of all updates
+        >>> fl.fit(step, toy(w=0.0, lr=1.0), [x, x], hooks=()).slots["ema"]["w"].item()
+        -6.0
 
     Notes:
         The slot ``state.slots["ema"]`` holds parameters and floating buffers (such as the
         statistics of a BatchNorm) by name, in float32 or wider; all other buffers are those of the
         model. :func:`averaged` returns a state with the average in its model. A checkpoint has
         ``ema.safetensors``, which loads into the plain module as ``model.safetensors`` does.
+
+        In a middleware of the forward ring, ``state.slots["ema"]`` is the average after the update
+        before: a teacher. ``torch.func.functional_call(state.model, dict(state.slots["ema"]),
+        inputs)`` calls the model with it. Pass copies if a BatchNorm in training mode would change
+        its statistics.
+
+        Other libraries warm up by rules that are functions of n. timm: ``lambda n: min(decay, 1 -
+        (1 + n / gamma) ** -power)``. diffusers, with ``use_ema_warmup``: the same, with its
+        ``inv_gamma``. DINO: ``lambda n: 1 - (1 - m) * (1 + math.cos(math.pi * n / total)) / 2``.
 
     Source: Polyak & Juditsky, 1992, https://doi.org/10.1137/0330046. The same numbers as timm's
     ``ModelEmaV3``, and with ``start=1``, as its first update copies the weights, those of
@@ -78,9 +105,30 @@ def ema(
     Replaces: lightning.EMAWeightAveraging, pytorch_accelerated.ModelEmaCallback, keras.use_ema,
     by_hand.AveragedModel
     """
-    checks.number("ema", "decay", decay, "the weight of the average so far", least=0, most=1)
-    new = 1 - decay
-    return _make("ema", lambda count: new, start, every, evaluate, name)
+    meaning = "the weight of the average so far"
+    if callable(decay):
+        meaning = f"{meaning}, a number or a function of how many averages were made before"
+        weight_of = _weights(checks.function("ema", "decay", decay, meaning, 1))
+    else:
+        new = 1 - checks.number("ema", "decay", decay, meaning, least=0, most=1)
+        weight_of = lambda count: new
+    selectors = None if only is None else check_selectors("ema", only)
+    return _make("ema", weight_of, start, every, evaluate, name, selectors)
+
+
+def _weights(decay: Callable[[int], float]) -> Callable[[int], float]:
+    """Return how much of an update is blended in, by how many were before it."""
+
+    def weight_of(count: int) -> float:
+        __tracebackhide__ = True
+        called = f"decay({count}) of {name_of(decay)}"
+        return 1 - float(
+            checks.number(
+                "ema", called, decay(count), least=0, most=1, finite=False, wrong_type=TypeError
+            )
+        )
+
+    return weight_of
 
 
 @middleware("update")
@@ -131,13 +179,14 @@ def _make(
     every: int,
     evaluate: bool | str,
     name: str,
+    only: Only = None,
 ) -> Middleware:
     """Return the middleware of an average.
 
     Args:
         owner: the name of the factory.
         weight_of: how many updates were blended in -> how much of the next is.
-        start, every, evaluate, name: as in :func:`ema`.
+        start, every, evaluate, name, only: as in :func:`ema`.
     """
     check_length(owner, "start", start)
     checks.integer(owner, "every", every, "the applied updates from one blend to the next")
@@ -151,25 +200,27 @@ def _make(
     return Middleware(
         name,
         update=blend(name),
-        step=choose_weight(name, choose),
-        init=lambda state: first_average(state, name, bool(evaluate)),
+        step=choose_weight(name, choose, only),
+        init=lambda state: first_average(state, name, bool(evaluate), only),
         evaluation=EvaluateAverage(name, evaluate == "only") if evaluate else None,
         check=_check_members,
     )
 
 
 def _choice(owner: str, weight_of: Callable[[int], float], start: float, every: int) -> Choice:
-    def choose(state: TrainState, average: Average) -> float | None:
+    def choose(state: TrainState, average: Average) -> tuple[float | None, int]:
+        __tracebackhide__ = True
         begin = start if isinstance(start, int) else _updates_in(owner, start, state)
         after = state.step + 1 - begin
         if after > 0:
-            return 0.0 if after % every else weight_of(average.count)
+            count = average.count
+            return (0.0, count) if after % every else (weight_of(count), count + 1)
         if average.count and state.backend.main:
             log.warning(
                 f"{owner}: the run has another length now: the average is the weights again "
                 f"through update {begin}"
             )
-        return None
+        return None, 0
 
     return choose
 

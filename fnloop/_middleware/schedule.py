@@ -8,7 +8,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
-from typing import Any
+from typing import Any, Protocol
 
 import attrs
 import torch
@@ -427,11 +427,23 @@ _ADVICE = (
 )
 
 
+class UpdateScheduler(Protocol):
+    """A scheduler that is told the number of updates, as those of timm are."""
+
+    def step_update(self, num_updates: int, /) -> object: ...
+    def state_dict(self) -> Mapping[str, object]: ...
+    def load_state_dict(self, state_dict: dict[str, object], /) -> object: ...
+
+
 @middleware("step")
 def torch_scheduler(
-    factory: Callable[[Optimizer, RunInfo], LRScheduler], only: str | None = None
+    factory: Callable[[Optimizer, RunInfo], LRScheduler | UpdateScheduler], only: str | None = None
 ) -> Middleware:
     """Use a scheduler of ``torch.optim.lr_scheduler``, stepped once after each applied update.
+
+    The factory may also return a scheduler with ``step_update(num_updates)``, as those of timm are
+    with ``t_in_epochs=False``. After each applied update it is called with the updates of the run,
+    or of its phase, so far.
 
     In a phase, the scheduler is made again: each group begins with the rate that it had before its
     first scheduler, or with the one that was set since, and the lengths are those of the phase.
@@ -452,11 +464,12 @@ def torch_scheduler(
 
     Raises:
         TypeError: ``factory`` is not a function. When it runs: what it makes is not a scheduler of
-            torch, or is one that steps by a metric.
+            torch and has no ``step_update``, or is one that steps by a metric.
         ValueError: when composing: a ``schedule`` sets the learning rate of the same optimizer.
             When it runs: the factory needs the length of the run in a bare step; the scheduler
-            belongs to another optimizer; the run has another length than the scheduler
-            was made for; or there are several optimizers, and ``only`` is not the name of one.
+            belongs to another optimizer, or counts epochs; the run has another length than the
+            scheduler was made for; or there are several optimizers, and ``only`` is not the name of
+            one.
 
     Example:
         >>> import fnloop as fl, torch
@@ -470,6 +483,8 @@ def torch_scheduler(
         -1.75
 
     Source: https://docs.pytorch.org/docs/stable/optim.html#how-to-adjust-learning-rate
+
+    Replaces: pytorch_accelerated.TrainerWithTimmScheduler
     """
     example = "torch_scheduler(lambda optimizer, run: ...), a function"
     wanted = "a function (optimizer, run) -> scheduler"
@@ -480,7 +495,7 @@ def torch_scheduler(
     name = f"torch_scheduler({name_of(factory)})"
     slot = "torch_scheduler" if only is None else f"torch_scheduler({only})"
 
-    def init(state: TrainState) -> LRScheduler:
+    def init(state: TrainState) -> LRScheduler | UpdateScheduler:
         __tracebackhide__ = True
         optimizer = _optimizer_of(state, only)
         begin_again(optimizer.param_groups)
@@ -493,22 +508,27 @@ def torch_scheduler(
             raise
         _check_scheduler(scheduler, optimizer, name)
         # Not a copy: a function that the scheduler calls may read more lengths later.
-        scheduler.made_for = run.lengths  # type: ignore[attr-defined]
+        scheduler.made_for = run.lengths  # type: ignore[union-attr]
+        if not isinstance(scheduler, LRScheduler):
+            scheduler.made_for_groups = len(optimizer.param_groups)  # type: ignore[attr-defined]
+            if done := _updates(state):
+                scheduler.step_update(done)
         return scheduler
 
     def wrap(step: Step) -> Step:
         def scheduled(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
             __tracebackhide__ = True
-            scheduler: Any = state.slots.get(slot)
+            scheduler: LRScheduler | UpdateScheduler = state.slots[slot]
             if made_for := getattr(scheduler, "made_for", None):  # old checkpoints have none
                 _check_length(made_for, scheduler, state, name)
-            _check_groups(scheduler, name)
-            groups = labelled_groups({only or "": _optimizer_of(state, only)})
+            optimizer = _optimizer_of(state, only)
+            _check_groups(scheduler, optimizer, name)
+            groups = labelled_groups({only or "": optimizer})
             used = numbers_used(groups, "lr")
             state, out = step(state, batch)
             if UPDATE in state.events:
-                _advance(scheduler, name)
-                note_set(scheduler.optimizer.param_groups)
+                _advance(scheduler, _updates(state), name)
+                note_set(optimizer.param_groups)
             return state, report(out, used, "torch_scheduler")
 
         return scheduled
@@ -527,6 +547,11 @@ def _optimizer_of(state: TrainState, only: str | None) -> Optimizer:
             f'one, torch_scheduler(factory, only="{name}"), or use schedule'
         )
     return next(iter(found.values()))
+
+
+def _updates(state: TrainState) -> int:
+    """Return the updates of a run so far; in a phase, those of the phase."""
+    return state.step - _stretch(state)[0]
 
 
 def _stretch_of(state: TrainState) -> RunInfo | None:
@@ -572,9 +597,12 @@ class _RecordingRunInfo(RunInfo):
 _LENGTHS = frozenset({"epochs", "total_steps", "steps_per_epoch", "batches_per_epoch", "window"})
 
 
-def _advance(scheduler: LRScheduler, name: str) -> None:
-    """Step a scheduler once."""
+def _advance(scheduler: LRScheduler | UpdateScheduler, updates: int, name: str) -> None:
+    """Step a scheduler once, after that many updates."""
     __tracebackhide__ = True
+    if not isinstance(scheduler, LRScheduler):
+        scheduler.step_update(updates)
+        return
     with warnings.catch_warnings():
         # torch mistakes the copied optimizer of a snapshot for one whose step was overridden.
         warnings.filterwarnings("ignore", "Seems like `optimizer.step", UserWarning)
@@ -587,23 +615,35 @@ def _advance(scheduler: LRScheduler, name: str) -> None:
             raise
 
 
+_BY_UPDATES = ("step_update", "state_dict", "load_state_dict")
+
+
 def _check_scheduler(scheduler: object, optimizer: Optimizer, name: str) -> None:
-    """Raise if this is not a scheduler of torch and of this optimizer that steps by itself."""
+    """Raise if this is not a scheduler of this optimizer that steps by updates alone."""
     if isinstance(scheduler, ReduceLROnPlateau):
         raise TypeError(
             "torch_scheduler steps once per update, but ReduceLROnPlateau steps by a metric: use "
             "it in a hook under every(epochs=1)"
         )
-    if not isinstance(scheduler, LRScheduler):
+    by_updates = all(callable(getattr(scheduler, method, None)) for method in _BY_UPDATES)
+    if not isinstance(scheduler, LRScheduler) and not by_updates:
         kind = type(scheduler)
         builtin = scheduler is None or kind.__module__ == "builtins"
         made = f"{scheduler!r:.60}" if builtin else f"a {kind.__module__}.{kind.__name__}"
         raise TypeError(
-            f"{name} must make a torch.optim.lr_scheduler; it made {made}, which is not one. Use "
-            "one of torch's, or write a function of the step instead of torch_scheduler: "
+            f"{name} must make a torch.optim.lr_scheduler; it made {made}, which is not one, and "
+            f"not a scheduler with {', '.join(_BY_UPDATES)}. Use one of torch's, or write a "
+            "function of the step instead of torch_scheduler: "
             "schedule(lambda step, total_steps: ...)"
         )
-    if scheduler.optimizer is not optimizer:
+    if getattr(scheduler, "t_in_epochs", False) is True:
+        kind = type(scheduler).__name__
+        raise ValueError(
+            f"{name} made a {kind} that counts epochs, but torch_scheduler counts updates. Write "
+            f"{kind}(..., t_in_epochs=False), with its lengths in updates, such as "
+            "run.total_steps and run.steps_per_epoch"
+        )
+    if getattr(scheduler, "optimizer", optimizer) is not optimizer:
         kind = type(scheduler).__name__
         raise ValueError(
             f"{name} made a {kind} of another optimizer than the state's, so it would never change "
@@ -612,10 +652,14 @@ def _check_scheduler(scheduler: object, optimizer: Optimizer, name: str) -> None
         )
 
 
-def _check_groups(scheduler: LRScheduler, name: str) -> None:
+def _check_groups(scheduler: object, optimizer: Optimizer, name: str) -> None:
     """Raise if the optimizer has other groups than the scheduler was made for."""
     __tracebackhide__ = True
-    groups, known = len(scheduler.optimizer.param_groups), len(scheduler.get_last_lr())
+    if isinstance(scheduler, LRScheduler):
+        known = len(scheduler.get_last_lr())
+    else:
+        known = getattr(scheduler, "made_for_groups", 0)
+    groups = len(optimizer.param_groups)
     if groups != known:
         raise ValueError(
             f"{name}: its {type(scheduler).__name__} was made for {known} parameter groups, and "
@@ -626,7 +670,7 @@ def _check_groups(scheduler: LRScheduler, name: str) -> None:
 
 def _check_length(
     made_for: dict[str, int | None],
-    scheduler: LRScheduler,
+    scheduler: object,
     state: TrainState,
     name: str,
 ) -> None:

@@ -70,7 +70,7 @@ _EXAMPLE = '{"d": pipeline()(d_loss), "g": pipeline()(g_loss)}'
 def alternate(
     steps: Mapping[str, PipelineStep],
     order: Sequence[str] | None = None,
-    batch: str = SAME,
+    batch: str | Mapping[str, str] = SAME,
     evaluate: str | Sequence[str] | None = None,
 ) -> AlternateStep:
     """Take whole steps in turn, each with its own optimizer, such as those of a GAN.
@@ -87,9 +87,11 @@ def alternate(
         steps: name to step.
         order: the names in the order of their turns, such as ``("d",) * 5 + ("g",)``; by default
             each once.
-        batch: "same" gives all turns of a round one batch; "next" gives each turn the next one. A
-            round never crosses the end of an epoch: in the last one, turns without a batch are left
-            out. With ``accumulate(n)`` a turn takes up to n batches.
+        batch: "same" gives all turns of a round one batch; "next" gives each turn the next one. Or
+            one of both for each name: ``{"d": "next", "g": "same"}`` gives a turn of g the batch of
+            the turn before it. The first turn of a round takes a new batch in any case. A round
+            never crosses the end of an epoch: in the last one, turns without a batch are left out.
+            With ``accumulate(n)`` a turn takes up to n batches.
         evaluate: the names whose losses are evaluated, in this order; by default all.
 
     Returns:
@@ -97,11 +99,11 @@ def alternate(
 
     Raises:
         TypeError: ``steps`` is not a mapping of steps, or a name is not a str.
-        ValueError: ``order`` or ``evaluate`` has an unknown name, a step has no turn, or a step
-            has a middleware that cannot be in a turn (``tbptt``, ``cuda_graph``, averages). When
-            composing: a middleware around it would be ignored, sets a rate that one in a step sets,
-            or is an average with the name of a step. When a run starts: the state has no optimizer
-            of a name.
+        ValueError: ``order``, ``batch`` or ``evaluate`` has an unknown name, ``batch`` lacks one, a
+            step has no turn, turns of one batch have other windows, or a step has a middleware that
+            cannot be in a turn (``tbptt``, ``cuda_graph``, averages). When composing: a middleware
+            around it would be ignored, sets a rate that one in a step sets, or is an average with
+            the name of a step. When a run starts: the state has no optimizer of a name.
         NotImplementedError: when a run starts: the model is under ``fully_shard``.
 
     Example:
@@ -140,20 +142,19 @@ def alternate(
             f"alternate: order={turns} leaves out {join_names(idle)}: name each step at least "
             "once, or leave it out of steps"
         )
-    checks.choice("alternate", "batch", batch, (SAME, NEXT))
+    rules = _rules(batch, names)
+    _check_windows(steps, turns, rules)
     single = (evaluate,) if isinstance(evaluate, str) else evaluate
     evaluated = _names("evaluate", names if single is None else single, names)
     evaluated = tuple(dict.fromkeys(evaluated))
-    if batch == SAME:
-        _check_windows(steps)
     given = {
         "order": order if order is None else turns,
-        "batch": None if batch == SAME else batch,
+        "batch": None if batch == SAME else batch if isinstance(batch, str) else dict(batch),
         "evaluate": evaluate if evaluate is None or isinstance(evaluate, str) else evaluated,
     }
     typed = {name: value for name, value in given.items() if value is not None}
     made = Call(alternate, (dict(steps),), typed)
-    return AlternateStep(Pipeline(()), Settings.of(steps, turns, batch == SAME, evaluated, made))
+    return AlternateStep(Pipeline(()), Settings.of(steps, turns, rules, evaluated, made))
 
 
 class AlternateStep(PipelineStep):
@@ -408,14 +409,40 @@ def _check_in_turn(name: str, step: PipelineStep) -> None:
         raise ValueError(f"alternate: {member!r}, in the step {name!r}, {why}")
 
 
-def _check_windows(steps: Mapping[str, PipelineStep]) -> None:
-    windows = {name: step.window for name, step in steps.items()}
-    if len({*windows.values()}) > 1:
-        takes = ", ".join(f"{name} takes {n}" for name, n in windows.items())
+def _rules(batch: str | Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
+    """Return for each name whether its turns take the next batch, or that of the turn before."""
+    if not isinstance(batch, Mapping):
+        also = ", or a mapping from each name to one of them"
+        return dict.fromkeys(names, checks.choice("alternate", "batch", batch, (SAME, NEXT), also))
+    if unknown := [name for name in batch if name not in names]:
         raise ValueError(
-            f'alternate: with batch="same" all turns of a round take the same batches, but '
-            f'{takes}: list the same accumulate(n) in each step, or write batch="next"'
+            f"alternate expects batch with names of steps, which are {join_names([*names])}; got "
+            f"{describe(unknown[0])}"
         )
+    if missing := [name for name in names if name not in batch]:
+        given = ", ".join(f'"{name}": "{batch.get(name, "...")}"' for name in names)
+        raise ValueError(
+            f"alternate: batch lacks {join_names(missing)}: say for each name whether it takes the "
+            f'"next" batch or the "same" as the turn before, batch={{{given}}}'
+        )
+    return {
+        name: checks.choice("alternate", f"batch[{name!r}]", batch[name], (SAME, NEXT))
+        for name in names
+    }
+
+
+def _check_windows(
+    steps: Mapping[str, PipelineStep], turns: Sequence[str], rules: Mapping[str, str]
+) -> None:
+    """Raise ValueError if a turn has another window than the turn whose batch it takes."""
+    for before, name in itertools.pairwise(turns):
+        one, other = steps[before].window, steps[name].window
+        if rules[name] == SAME and one != other:
+            raise ValueError(
+                f'alternate: with batch="same" a turn takes the batches of the turn before it, '
+                f"but {before} takes {one} and {name} takes {other}: list the same accumulate(n) "
+                f'in both steps, or write batch="next"'
+            )
 
 
 def _names(argument: str, given: object, known: Sequence[str]) -> tuple[str, ...]:
@@ -474,18 +501,18 @@ class Settings:
         cls,
         steps: Mapping[str, PipelineStep],
         order: Sequence[str],
-        one_batch: bool,
+        rules: Mapping[str, str],
         evaluated: tuple[str, ...],
         call: Call,
     ) -> Settings:
-        """Return the settings of an order; all turns of a round take one batch, or each its own."""
-        windows = [steps[name].window for name in order]
-        begins = [0] * len(order) if one_batch else [0, *itertools.accumulate(windows)]
-        turns = tuple(
-            Turn(name, i, slice(begin, begin + window))
-            for i, (name, begin, window) in enumerate(zip(order, begins, windows, strict=False))
-        )
-        return cls(dict(steps), turns, turns[-1].batches.stop, evaluated, call)
+        """Return the settings of an order; by name, a turn takes the next batches or the same."""
+        turns: list[Turn] = []
+        batches = slice(0)
+        for i, name in enumerate(order):
+            if not i or rules[name] == NEXT:
+                batches = slice(batches.stop, batches.stop + steps[name].window)
+            turns.append(Turn(name, i, batches))
+        return cls(dict(steps), tuple(turns), batches.stop, evaluated, call)
 
     @property
     def order(self) -> str:
@@ -546,7 +573,7 @@ def check_with_turns(around: Sequence[Middleware], steps: Mapping[str, PipelineS
 
 def _sets_numbers(member: Middleware) -> bool:
     """Return whether a middleware sets numbers of the optimizers that it names, as ``schedule``."""
-    call = member.call if member.step is not None else None
+    call = member.call if member.step is not None and member.update is None else None
     return call is not None and "only" in inspect.signature(call.factory).parameters
 
 

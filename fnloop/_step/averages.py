@@ -7,7 +7,7 @@ update ring. A recorded update reads it from a tensor on the device, which the s
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import NamedTuple
 
 import attrs
@@ -23,6 +23,7 @@ from fnloop._backend.torch_compat import (
     strip_compile_prefix,
 )
 from fnloop._core.averages import AVERAGED, Average, make_average, view_with_average, viewed_model
+from fnloop._core.freeze import Selector, select
 from fnloop._core.metrics import update_evaluated_
 from fnloop._core.rng import isolated
 from fnloop._core.state import (
@@ -39,21 +40,60 @@ from fnloop._step.engine import engine_of
 from fnloop._step.update import is_recorded, report
 
 Place = tuple[dict[str, Tensor | None], str]  # a table of buffers, and a name in it
-# (state, average) -> how much of the weights is blended in, from 0 to 1; None: they are copied.
-Choice = Callable[[TrainState, Average], float | None]
+# (state, average) -> how much of the weights is blended in, from 0 to 1, or None: they are copied;
+# and how many averages have been made then.
+Choice = Callable[[TrainState, Average], tuple[float | None, int]]
+Only = Sequence[Selector] | None  # what is averaged; None is everything
 
 
-def first_average(state: TrainState, name: str, evaluated: bool) -> Average:
+def first_average(state: TrainState, name: str, evaluated: bool, only: Only = None) -> Average:
     """Return the average of a state before its first update: its weights.
+
+    Args:
+        state: the state.
+        name: the name of the average.
+        evaluated: whether evaluations evaluate it.
+        only: what is averaged.
 
     Raises:
         NotImplementedError: the average would be evaluated, and the model is sharded.
+        ValueError: a selector is for nothing in the model, or for nothing that has a mean.
     """
     if AVERAGED in state.slots:
         return Average()  # the model is the average
     if evaluated:
         _check_can_be_evaluated(state, name)
-    return make_average(unwrap(state))
+    module = unwrap(state)
+    if only is None:
+        return make_average(module)
+    found = make_average(module, chosen_in(module, name, only))
+    if not found:
+        raise ValueError(
+            f"{name}: only= chooses nothing that has a mean: no parameter, and no buffer of "
+            "floating dtype that is saved with the model"
+        )
+    return found
+
+
+def chosen_in(module: nn.Module, name: str, only: Sequence[Selector]) -> set[str]:
+    """Return the names of what selectors choose: parameters, and buffers of whole modules.
+
+    Raises:
+        ValueError: a selector is for nothing in the model.
+    """
+    found = select(name, module, only)
+    return {*found.parameters, *_buffers(module, found.modules)}
+
+
+def _buffers(module: nn.Module, among: Container[nn.Module] | None = None) -> dict[str, Place]:
+    """Return where the buffers of a module are, by name; of those modules in it, or of all."""
+    found: dict[str, Place] = {}
+    for prefix, part in module.named_modules():
+        if among is None or part in among:
+            for key in buffers_of(part):
+                path = strip_compile_prefix(f"{prefix}.{key}" if prefix else key)
+                found[path] = (buffers_of(part), key)
+    return found
 
 
 # --- updates
@@ -91,11 +131,11 @@ def _buffer_at(place: Place) -> Tensor:
 class _Blended:
     """The tensors of an average beside those of the model, and the weight of the next update."""
 
-    def __init__(self, state: TrainState, average: Average, name: str) -> None:
+    def __init__(self, state: TrainState, average: Average, name: str, only: Only) -> None:
         self.parameters = all_parameters(state)
         self.sharded = is_sharded(state.model)
         self.weight: float | None = None
-        self.groups = _pair(unwrap(state), average, name)
+        self.groups = _pair(unwrap(state), average, name, only)
         self.filled: float | None = None
 
     def fill(self, weight: float | None) -> None:
@@ -126,21 +166,17 @@ class _Blended:
                     foreach_lerp_(group.targets, sources, weight)
 
 
-def _pair(module: nn.Module, average: Average, name: str) -> list[_Group]:
+def _pair(module: nn.Module, average: Average, name: str, only: Only) -> list[_Group]:
     """Return the tensors of an average with those of a module, by device and dtype.
 
     Raises:
-        ValueError: the average is of another module.
+        ValueError: the average is of another module, or of other parts of it.
     """
     parameters: dict[str, nn.Parameter] = {
         strip_compile_prefix(key): p for key, p in module.named_parameters()
     }
-    buffers: dict[str, Place] = {}
-    for prefix, part in module.named_modules():
-        for key in buffers_of(part):
-            path = strip_compile_prefix(f"{prefix}.{key}" if prefix else key)
-            buffers[path] = (buffers_of(part), key)
-    _check_fits(module, average, name, parameters, buffers)
+    buffers = _buffers(module)
+    _check_fits(module, average, name, parameters, buffers, only)
     groups = toolz.groupby(lambda key: (average[key].device, average[key].dtype), average)
     made = []
     for (device, dtype), names in groups.items():
@@ -163,21 +199,28 @@ def _check_fits(
     name: str,
     parameters: dict[str, nn.Parameter],
     buffers: dict[str, Place],
+    only: Only,
 ) -> None:
     shapes = {key: p.shape for key, p in parameters.items()}
     shapes |= {k: _buffer_at(place).shape for k, place in buffers.items() if k in average}
     wanted = {key for key, p in parameters.items() if p.is_floating_point() or p.is_complex()}
     faults = [key for key in average if shapes.get(key) != average[key].shape]
-    faults += [key for key in wanted if key not in average]
+    of = f"another model than this {type(module).__name__}"
+    if only is not None:
+        chosen = chosen_in(module, name, only)
+        wanted &= chosen
+        if others := [key for key in average if key not in chosen]:
+            faults, of = others, "other parts of the model than only= chooses"
+    faults += [key for key in parameters if key in wanted and key not in average]
     if faults:
         raise ValueError(
-            f'{name}: the average in state.slots["{name}"] is of another model than this '
-            f"{type(module).__name__} ({faults[0]} differs). To begin a new average, take it out: "
+            f'{name}: the average in state.slots["{name}"] is of {of} '
+            f"({faults[0]} differs). To begin a new average, take it out: "
             f'attrs.evolve(state, slots={{k: v for k, v in state.slots.items() if k != "{name}"}})'
         )
 
 
-def choose_weight(name: str, choose: Choice) -> Wrap:
+def choose_weight(name: str, choose: Choice, only: Only = None) -> Wrap:
     """Return the wrap of the step ring: decide how much is blended in, and count it."""
 
     def wrap(step: Step) -> Step:
@@ -186,12 +229,12 @@ def choose_weight(name: str, choose: Choice) -> Wrap:
             average: Average = state.slots[name]
             blended = average.blended
             if not isinstance(blended, _Blended) or blended.parameters is not all_parameters(state):
-                blended = average.blended = _Blended(state, average, name)
-            weight = choose(state, average)
+                blended = average.blended = _Blended(state, average, name, only)
+            weight, count = choose(state, average)
             blended.fill(weight)
             state, out = step(state, batch)
             if out.skip is None:
-                average.count = 0 if weight is None else average.count + (weight > 0)
+                average.count = count
             return state, out
 
         return averaging

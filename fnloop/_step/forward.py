@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from numbers import Real
 from typing import Any, NamedTuple
 
 import attrs
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fnloop._backend.containers import map_leaves, tensors_in
 from fnloop._backend.fsdp import is_sharded
-from fnloop._core.state import TrainState, carry_of, with_carry
+from fnloop._backend.torch_compat import version_of
+from fnloop._core.optimizers import optimizers_in
+from fnloop._core.state import (
+    TrainState,
+    all_parameters,
+    carry_of,
+    give_up_ownership,
+    with_carry,
+)
 from fnloop._core.types import Aux, Batch, LossFn, Output, Skip, Step, name_of
 from fnloop._display.checks import describe, function
 from fnloop._display.screen import log
@@ -311,6 +323,140 @@ def _detached(leaf: object) -> object:
 
 def _describe(reply: object) -> str:
     return f"a tuple of {len(reply)}" if isinstance(reply, tuple) else describe(reply)
+
+
+# --------------------------------------------------------------------------------------------------
+# Functions that make gradients by themselves, in the place of a loss function.
+#
+# Their gradients are taken out of `.grad`, and the loss that they report is attached to them: a
+# backward from it leaves them there again. So what weighs, adds up and averages gradients over
+# batches and processes does not know of them.
+
+RawFn = Callable[[TrainState, Batch], Output]
+_EXPECTED = "Output(loss, weight=items), with the loss as a scalar tensor"
+
+
+def own_gradients(fn: RawFn, name: str, amp_listed: bool) -> Step:
+    """Return the forward step of a function ``(state, batch) -> Output`` that fills ``.grad``.
+
+    Args:
+        fn: the function.
+        name: its name in messages.
+        amp_listed: as in :func:`forward`.
+    """
+    said: set[str] = set()
+
+    def making(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
+        __tracebackhide__ = True
+        params = all_parameters(state)
+        before = [p.grad for p in params]  # of the batches before it in a window
+        versions = [*map(version_of, params)]
+        for p in params:
+            p.grad = None
+        configured = not amp_listed and state.backend.precision is not None
+        try:
+            with (
+                _no_update(state, name),
+                _configured_autocast(state) if configured else contextlib.nullcontext(),
+            ):
+                out = fn(state, batch)
+            made = [(p, p.grad) for p in params if p.grad is not None]
+        except BaseException:
+            if versions != [*map(version_of, params)]:
+                give_up_ownership(state)  # it raised between a change of the weights and the next
+            raise
+        finally:
+            for p, gradient in zip(params, before, strict=True):
+                p.grad = gradient
+        check_output(out, name, whole=True)
+        skip = out.skip
+        if skip is None and out.weight.__class__ is int and not out.weight:
+            skip = _NO_ITEMS
+        if skip is not None:
+            return state, _left_out(state, Skip(skip), name, said)
+        if not made:
+            raise ValueError(
+                f"{name} made no gradient. With updates=False it leaves gradients in .grad: it "
+                "calls loss.backward(), or sets p.grad of the parameters"
+            )
+        leaves, gradients = zip(*made, strict=True)
+        loss = _WithGradients.apply(out.loss.detach(), gradients, *leaves)
+        return state, attrs.evolve(out, loss=loss)
+
+    return making
+
+
+_Context = Any  # what backward needs of forward
+
+
+class _WithGradients(torch.autograd.Function):
+    """Identity on a loss whose gradients have been made already."""
+
+    @staticmethod
+    def forward(
+        ctx: _Context, loss: Tensor, gradients: Sequence[Tensor], *leaves: Tensor
+    ) -> Tensor:
+        ctx.gradients = gradients
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return (None, None, *(gradient * grad for gradient in ctx.gradients))
+
+
+@contextlib.contextmanager
+def _no_update(state: TrainState, name: str) -> Iterator[None]:
+    """Raise if an optimizer of a state is stepped, within a ``with`` block."""
+    own = {id(optimizer) for optimizer in optimizers_in(state.optimizer).values()}
+
+    def refuse(optimizer: Optimizer, args: object, kwargs: object) -> None:
+        if id(optimizer) in own:
+            raise ValueError(
+                f"{name} called the step of {type(optimizer).__name__}, which with updates=False "
+                f"the step itself does: leave it out of {name}, or write raw({name})"
+            )
+
+    handle = register_optimizer_step_pre_hook(refuse)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+# --- the reply of a function that does its own backward
+
+
+def check_output(out: object, name: str, whole: bool = False) -> None:
+    """Raise TypeError unless a function has returned an Output.
+
+    Args:
+        out: what it returned.
+        name: its name in messages.
+        whole: whether its weight has to be a whole number, by which gradients are weighed.
+    """
+    if not isinstance(out, Output):
+        hint = ". Return the Output alone" if isinstance(out, tuple) else ""
+        raise TypeError(f"{name} must return {_EXPECTED}; got {describe(out)}{hint}")
+    if not isinstance(out.loss, Tensor) or out.loss.ndim:
+        raise TypeError(f"{name} must return {_EXPECTED}; got loss={describe(out.loss)}")
+    if out.skip is not None and not isinstance(out.skip, str):
+        raise TypeError(
+            f'{name} must return an Output with skip="why", or None for an update that was made; '
+            f"got {describe(out.skip)}"
+        )
+    weight: object = out.weight
+    scalar = isinstance(weight, Tensor) and not weight.ndim
+    kind = int if whole else Real
+    counts = isinstance(weight, kind) and not isinstance(weight, bool) and weight >= 0
+    if not scalar and not counts:
+        of = ", an int or a scalar tensor" if whole else ""
+        raise TypeError(f"{name} must return {_EXPECTED}{of}; got weight={describe(weight)}")
+    for key, metric in out.metrics.items():
+        if not callable(getattr(metric, "compute", None)):
+            raise TypeError(
+                f"{name} must return metrics such as {{{key!r}: Mean(value, items)}}; got "
+                f"{describe(metric)}"
+            )
 
 
 # --------------------------------------------------------------------------------------------------

@@ -10,8 +10,7 @@ import itertools
 import zlib
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from numbers import Real
-from types import CodeType
+from types import CodeType, MappingProxyType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from fnloop._backend.containers import to_device
+from fnloop._backend.fsdp import is_sharded
 from fnloop._core.averages import check_not_averaged
 from fnloop._core.freeze import Selector, select
 from fnloop._core.history import check_loaders
@@ -59,7 +59,7 @@ from fnloop._core.types import (
 from fnloop._display import checks, tables
 from fnloop._display.checks import describe, join_names
 from fnloop._step.engine import LossRoot, NoGradientError, check_not_exact, engine_of, evaluating
-from fnloop._step.forward import carrying, forward
+from fnloop._step.forward import RawFn, carrying, check_output, forward, own_gradients
 from fnloop._step.guard import RETRY
 from fnloop._step.update import (
     CLOSURE,
@@ -406,9 +406,23 @@ class LossStep(PipelineStep):
         self._layers.add(innermost, f"the loss function {name}")
         return innermost
 
+    @property
+    def _trains_by(self) -> LossFn | RawFn:
+        """The function that an update calls."""
+        return self.loss_fn
+
+    @property
+    def _leaves_out(self) -> bool:
+        """Whether that function may leave a batch out."""
+        return may_skip(self.loss_fn)
+
+    def _training_forward(self) -> Step:
+        """Return the forward ring of an update."""
+        return self.forward
+
     def _compose_training(self) -> Step:
         return toolz.pipe(
-            self.forward,
+            self._training_forward(),
             functools.partial(self._ring, "loss"),
             self._backward,
             functools.partial(self._ring, "gradient"),
@@ -421,14 +435,14 @@ class LossStep(PipelineStep):
     def _backward(self, step: Step) -> Step:
         again = any(m.name == CREATE_GRAPH for m in self.pipeline.middleware)
         skips = self._may_skip("forward", "loss")
-        backward = Backward(LossRoot(step, None, skips, again, name_of(self.loss_fn)))
+        backward = Backward(LossRoot(step, None, skips, again, name_of(self._trains_by)))
         self._layers.add(backward, "backward")
         return backward
 
     def _update(self, step: Step) -> Step:
         by_closure = any(m.name in (CLOSURE, CREATE_GRAPH) for m in self.pipeline.middleware)
         skips = self._may_skip("forward", "loss", "gradient")
-        guarded = skips or any(map(is_guard, self.pipeline.middleware)) or may_skip(self.loss_fn)
+        guarded = skips or any(map(is_guard, self.pipeline.middleware)) or self._leaves_out
         updating = update(step, self._may_skip("gradient"), by_closure, guarded)
         self._layers.add(updating, OPTIMIZER)
         return updating
@@ -458,14 +472,16 @@ class LossStep(PipelineStep):
 # --------------------------------------------------------------------------------------------------
 # A step of one's own: a function that does its own backward and updates, within fnloop's runs.
 
-RawFn = Callable[[TrainState, Batch], Output]
 # What a function does by itself: the parts of a middleware that it would ignore.
 _IGNORED = ("loss_fn", "forward", "loss", "gradient", "update", "device")
 _MADE_BY_IT = ("gradient", "update")  # the rings of every other step
-_EXPECTED = "Output(loss, weight=items), with the loss as a scalar tensor"
 
 
-def raw(fn: Callable[[TrainState, Batch], Output], evaluate: LossFn | None = None) -> RawStep:
+def raw(
+    fn: Callable[[TrainState, Batch], Output],
+    evaluate: LossFn | None = None,
+    updates: bool = True,
+) -> RawStep:
     """Make a step of a function that does its own backward and updates, such as that of a GAN.
 
     A run counts, records, saves and restarts it as any other step: one call is one update, however
@@ -474,11 +490,18 @@ def raw(fn: Callable[[TrainState, Batch], Output], evaluate: LossFn | None = Non
     begins with a new one. If ``fn`` raises, the weights may be between two updates, so the state
     cannot be used any more.
 
+    With ``updates=False``, ``fn`` makes gradients only: it leaves them in ``.grad``, by calling
+    ``loss.backward()`` or by setting them. They are those of the mean over the items of its batch.
+    Everything else is as for a loss function: middleware of all rings but "device", and several
+    processes, whose gradients are averaged by weight.
+
     Args:
         fn: ``(state, batch) -> Output``. It trains ``state.model`` with ``state.optimizer``, in
             place, and returns the loss to report, its number of items, and any metrics. It makes no
             update if the output says ``skip="why"``.
         evaluate: the loss function for the loaders that are evaluated; None: there are none.
+        updates: whether ``fn`` updates the weights too. False is for gradients that one backward
+            from one loss does not make: GradCache, evolution strategies, forward-mode gradients.
 
     Returns:
         A step.
@@ -487,9 +510,10 @@ def raw(fn: Callable[[TrainState, Batch], Output], evaluate: LossFn | None = Non
         TypeError: ``fn`` or ``evaluate`` is not such a function. In a run: ``fn`` did not return an
             Output.
         ValueError: when composing: a middleware would be ignored. When a run starts: a loader is
-            to be evaluated, and there is no ``evaluate``.
-        NotImplementedError: when a run starts: there are several processes. The gradients would not
-            be averaged.
+            to be evaluated, and there is no ``evaluate``. With ``updates=False``, in a run: ``fn``
+            made no gradient, or called the optimizer.
+        NotImplementedError: when a run starts: there are several processes, whose gradients would
+            not be averaged. With ``updates=False``: the model is under ``fully_shard``.
 
     Example:
         >>> import fnloop as fl, torch
@@ -504,18 +528,34 @@ def raw(fn: Callable[[TrainState, Batch], Output], evaluate: LossFn | None = Non
         >>> state = fl.fit(raw(twice), toy(), [torch.tensor([1.0]), torch.tensor([2.0])], hooks=())
         >>> state.step, state.model.w.item()
         (2, -6.0)
+        >>> def difference(state, batch):                    # a gradient without a backward
+        ...     loss, nearby = ((w * batch).mean() for w in (state.model.w, state.model.w + 0.5))
+        ...     state.model.w.grad = (nearby - loss).detach() / 0.5
+        ...     return fl.Output(loss, weight=len(batch))
+        >>> step = fl.pipeline(fl.clip(2.0))(raw(difference, updates=False))
+        >>> state, out = step(toy(), torch.tensor([1.0, 5.0]))
+        >>> round(state.model.w.item(), 4), out.metrics["grad_norm"].compute()
+        (-2.0, 3.0)
 
     Notes:
         Middleware of the step ring and the ring "evaluation", and ``derive``, can be put around it:
         ``pipeline(schedule(cosine()))(raw(fn))``. All others act on what ``fn`` does by itself, and
         are refused.
+
+        With ``updates=False``, all but these can: what replaces the loss function (``compiled``,
+        ``scheduled``, ``tbptt``), ``cuda_graph``, ``retry_on_oom``, ``amp("fp16")``, whose loss
+        scale does not reach a backward inside ``fn``, and ``closure(create_graph=True)``. Under
+        ``amp("bf16")`` all of ``fn`` runs under autocast. With ``accumulate(n)`` it is called for
+        each batch of a window, and with ``microbatch(size)`` for each piece of a batch. A skipped
+        batch is out of the window, as with :func:`skip`.
     """
     if isinstance(fn, type | nn.Module | TrainState | Pipeline | PipelineStep):
         raise TypeError(f"raw expects a function (state, batch) -> Output; got {name_of(fn)}")
     checks.function("raw", "fn", fn, "a function (state, batch) -> Output", 2)
     if evaluate is not None:
         checks.function("raw", "evaluate", evaluate, "a loss function (model, batch), or None", 2)
-    return RawStep(Pipeline(()), fn, evaluate)
+    checks.flag("raw", "updates", updates, "whether fn updates the weights")
+    return (RawStep if updates else GradientStep)(Pipeline(()), fn, evaluate)
 
 
 class RawStep(LossStep):
@@ -527,6 +567,10 @@ class RawStep(LossStep):
         evaluate: the loss function of an evaluation, or None.
     """
 
+    _settings: Mapping[str, object] = MappingProxyType(
+        {}
+    )  # of the call of raw, besides its functions
+
     def __init__(self, pipeline: Pipeline, fn: RawFn, evaluate: LossFn | None) -> None:
         self.fn, self.evaluated_by = fn, evaluate
         super().__init__(pipeline, self._refuse_to_evaluate if evaluate is None else evaluate)
@@ -537,8 +581,15 @@ class RawStep(LossStep):
         Raises:
             ValueError: it would ignore one of them.
         """
-        check_around(pipeline.middleware, _IGNORED, self._explain)
-        return RawStep(Pipeline((*self.pipeline.middleware, *pipeline.middleware)), *self._given())
+        self._check_around(pipeline.middleware)
+        return self.listing((*self.pipeline.middleware, *pipeline.middleware))
+
+    def listing(self, listed: Sequence[Middleware]) -> RawStep:
+        """Return the same step with other middleware around it."""
+        return type(self)(Pipeline(tuple(listed)), *self._given())
+
+    def _check_around(self, listed: Sequence[Middleware]) -> None:
+        check_around(listed, _IGNORED, self._explain)
 
     def _explain(self, member: Middleware, acts: str, ignored: Sequence[str]) -> str:
         name, hint = name_of(self.fn), ""
@@ -592,11 +643,67 @@ class RawStep(LossStep):
 
     def __repr__(self) -> str:
         fn, loss_fn = self._given()
-        shown = repr(Call(raw, (fn,), {} if loss_fn is None else {"evaluate": loss_fn}))
+        given = {**({} if loss_fn is None else {"evaluate": loss_fn}), **self._settings}
+        shown = repr(Call(raw, (fn,), given))
         return f"{self.pipeline!r}({shown})" if self.pipeline.middleware else shown
 
     def __reduce__(self) -> tuple[type[RawStep], tuple[Pipeline, RawFn, LossFn | None]]:  # type: ignore[override]
-        return RawStep, (self.pipeline, *self._given())
+        return type(self), (self.pipeline, *self._given())
+
+
+class GradientStep(RawStep):
+    """The step of a function that makes gradients, and no update. See :func:`raw`.
+
+    It is that of a loss function, whose backward leaves the gradients that the function has made.
+    """
+
+    _settings = MappingProxyType({"updates": False})
+
+    def _check_around(self, listed: Sequence[Middleware]) -> None:
+        for member in listed:
+            if member.loss_fn is not None:
+                why = f"replaces the loss function, and {name_of(self.fn)} takes its place"
+            elif member.device is not None:
+                why = f"would capture what {name_of(self.fn)} does, and not call it again"
+            elif member.name == "amp" and is_guard(member):
+                why = "scales the loss, which does not reach a backward inside "
+                why += f'{name_of(self.fn)}: write amp("bf16")'
+            elif member.name == RETRY:
+                why = f"would repeat {name_of(self.fn)}: list microbatch(size) instead"
+            elif member.name == CREATE_GRAPH:
+                why = f"differentiates gradients, and those of {name_of(self.fn)} have no graph"
+            else:
+                continue
+            raise ValueError(f"raw({name_of(self.fn)}, updates=False): {member!r} {why}")
+
+    @property
+    def _trains_by(self) -> RawFn:
+        return self.fn
+
+    @property
+    def _leaves_out(self) -> bool:
+        return True  # by its output
+
+    def _training_forward(self) -> Step:
+        amp_listed = any(m.name == "amp" for m in self.pipeline.middleware)
+        making = own_gradients(self.fn, name_of(self.fn), amp_listed)
+        self._layers.add(self.fn, name_of(self.fn))
+        return self._ring("forward", making)
+
+    def _compose_training(self) -> Step:
+        return LossStep._compose_training(self)
+
+    def init_slots(self, state: TrainState, *, evaluation: bool = False) -> TrainState:
+        __tracebackhide__ = True
+        if not evaluation and is_sharded(state.model):
+            raise NotImplementedError(
+                f"{self!r} does not work with fully_shard, which averages gradients in a backward, "
+                "before they can be weighed: leave fully_shard out"
+            )
+        return LossStep.init_slots(self, state, evaluation=evaluation)
+
+    def _shown(self) -> tuple[str, list[tuple[str, list[str]]]]:
+        return super()._shown()[0], rings_of(self.pipeline.middleware)
 
 
 def _counted(fn: RawFn) -> Step:
@@ -619,35 +726,11 @@ def _counted(fn: RawFn) -> Step:
         finally:
             for p in params:
                 p.grad = None
-        _check_raw_reply(out, name_of(fn))
+        check_output(out, name_of(fn))
         out = attrs.evolve(out, loss=out.loss.detach())
         return advance(state, out.skip is None), out
 
     return counted
-
-
-def _check_raw_reply(out: object, name: str) -> None:
-    if not isinstance(out, Output):
-        hint = ". Return the Output alone" if isinstance(out, tuple) else ""
-        raise TypeError(f"{name} must return {_EXPECTED}; got {checks.describe(out)}{hint}")
-    if not isinstance(out.loss, Tensor) or out.loss.ndim:
-        raise TypeError(f"{name} must return {_EXPECTED}; got loss={checks.describe(out.loss)}")
-    if out.skip is not None and not isinstance(out.skip, str):
-        raise TypeError(
-            f'{name} must return an Output with skip="why", or None for an update that was made; '
-            f"got {checks.describe(out.skip)}"
-        )
-    weight: object = out.weight
-    scalar = isinstance(weight, Tensor) and not weight.ndim
-    counts = isinstance(weight, Real) and not isinstance(weight, bool) and weight >= 0
-    if not scalar and not counts:
-        raise TypeError(f"{name} must return {_EXPECTED}; got weight={checks.describe(weight)}")
-    for key, metric in out.metrics.items():
-        if not callable(getattr(metric, "compute", None)):
-            raise TypeError(
-                f"{name} must return metrics such as {{{key!r}: Mean(value, items)}}; got "
-                f"{checks.describe(metric)}"
-            )
 
 
 # --------------------------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ from fnloop._loop.run import train_epochs
 from fnloop._middleware.ema import ema, swa
 from fnloop._middleware.metric import derive, metric, throughput, timings
 from fnloop._middleware.schedule import plateau, schedule, torch_scheduler
-from fnloop._step.pipeline import LossStep, Pipeline, PipelineStep, RawStep, pipeline
+from fnloop._step.pipeline import LossStep, PipelineStep, RawStep, pipeline
 from fnloop._step.update import MissingNumberError
 
 Value = TypeVar("Value")
@@ -586,7 +586,7 @@ def with_members(
     kept = [m for m in listed if m.call is None or m.call.factory not in left_out]
     composed = pipeline(*inner, *kept)
     if isinstance(step, RawStep):
-        return RawStep(Pipeline(composed.middleware), step.fn, step.evaluated_by)
+        return step.listing(composed.middleware)
     assert isinstance(step, LossStep)
     return composed(step.loss_fn)
 

@@ -987,9 +987,7 @@ def _listing(step: PipelineStep, others: Sequence[Middleware]) -> PipelineStep:
     """Return the same step with more middleware, listed last."""
     kept = [member for member in step.pipeline.middleware if member.name != "cuda_graph"]
     if isinstance(step, RawStep):
-        return RawStep(
-            Pipeline((*kept, *(m for m in others if m.loss is None))), step.fn, step.evaluated_by
-        )
+        return step.listing((*kept, *(m for m in others if m.loss is None)))
     assert isinstance(step, LossStep)
     return Pipeline((*kept, *others))(step.loss_fn)
 

@@ -512,11 +512,18 @@ def takes_turns(member):
         (lambda: alternating(order="dg"), TypeError, "order as names of steps"),
         (lambda: alternating(order=("d", "e")), ValueError, "which are d, g; got 'e'"),
         (lambda: alternating(order=("d", "d")), ValueError, "leaves out g"),
-        (lambda: alternating(batch="each"), ValueError, "batch"),
+        (lambda: alternating(batch="each"), ValueError, '"same", "next", or a mapping from each'),
+        (lambda: alternating(batch={"d": "next"}), ValueError, 'lacks g: .*, "g": "..."}'),
+        (lambda: alternating(batch={"e": "next"}), ValueError, "which are d, g; got 'e'"),
+        (
+            lambda: alternating(batch={"d": "next", "g": "last"}),
+            ValueError,
+            r"batch\['g'\] as one of \"same\", \"next\"; got 'last'",
+        ),
         (lambda: alternating(evaluate="e"), ValueError, "evaluate as names of steps"),
         (lambda: alternating(evaluate=()), TypeError, "evaluate as names of steps"),
         (lambda: fl.alternate({"d": alternating()}), ValueError, "in one alternate"),
-        (lambda: alternating(d=(fl.accumulate(2),)), ValueError, 'd takes 2, g takes 1.*"next"'),
+        (lambda: alternating(d=(fl.accumulate(2),)), ValueError, 'd takes 2 and g takes 1.*"next"'),
     ],
 )
 def test_what_cannot_be_composed_is_refused(make, error, message):
@@ -539,6 +546,43 @@ def test_an_optimizer_that_is_missing_is_named_when_a_run_starts(call):
         call(fl.TrainState.create(model, optimizers))
     with pytest.raises(ValueError, match="one optimizer, without a name"):
         call(toy())
+
+
+NEXT_AND_SAME = {"d": "next", "g": "same"}
+
+
+@pytest.mark.parametrize(
+    ("order", "batch", "d", "g"),
+    [
+        ("ddg", NEXT_AND_SAME, [1, 2, 3, 4, 5], [2, 4]),
+        ("gdd", NEXT_AND_SAME, [2, 3, 5], [1, 4]),  # the first turn of a round takes a new one
+        ("dgg", NEXT_AND_SAME, [1, 2, 3, 4, 5], [1, 1, 2, 2, 3, 3, 4, 4, 5, 5]),
+        ("dgdg", {"d": "same", "g": "next"}, [1, 2, 4, 5], [2, 3, 5]),
+        ("dg", {"d": "same", "g": "same"}, [1, 2, 3, 4, 5], [1, 2, 3, 4, 5]),
+        ("dg", {"d": "next", "g": "next"}, [1, 3, 5], [2, 4]),
+    ],
+)
+def test_a_turn_takes_the_next_batch_or_that_of_the_turn_before(order, batch, d, g):
+    """Rounds of five batches; in the last one, turns without a batch are left out."""
+    taken = {"d": [], "g": []}
+    losses = {
+        f"{name}_loss": lambda model, x, name=name: (
+            taken[name].append(int(x)) or model.d * 0 + model.g * 0
+        )
+        for name in "dg"
+    }
+    fit(alternating(order=(*order,), batch=batch, **losses), xs(1, 2, 3, 4, 5))
+    assert taken == {"d": d, "g": g}
+
+
+def test_a_turn_of_the_same_window_and_its_repr():
+    two_each = {"d": [fl.accumulate(2)], "g": [fl.accumulate(2)]}
+    step = alternating(**two_each, batch=NEXT_AND_SAME, order=("d", "d", "g"))
+    assert step.window == 4 and "batch={'d': 'next', 'g': 'same'}" in repr(step)
+    with pytest.raises(ValueError, match="but d takes 2 and g takes 1: list the same accumulate"):
+        alternating(d=[fl.accumulate(2)], batch=NEXT_AND_SAME)
+    # A turn of the next batches may have any window.
+    assert alternating(d=[fl.accumulate(2)], batch={"d": "same", "g": "next"}).window == 3
 
 
 def test_a_round_of_the_next_batches_takes_a_sequence_of_them():

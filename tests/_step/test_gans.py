@@ -60,6 +60,7 @@ def generator_loss(model, real):
 
 
 def wgan_by_hand(batches, epochs):
+    """Five batches for the critic, and the next one for the generator."""
     gan = wgan()
     d, g = gan["d"], gan["g"]
     optimizer_d, optimizer_g = adams(gan).values()
@@ -80,14 +81,35 @@ def wgan_by_hand(batches, epochs):
     return gan
 
 
+def wgan_on_one_batch_by_hand(batches, epochs):
+    """Five batches for the critic. The generator takes the last of them too."""
+    gan = wgan()
+    d, g = gan["d"], gan["g"]
+    optimizer_d, optimizer_g = adams(gan).values()
+    for epoch in range(epochs):
+        for i, real in enumerate(batches):
+            if i % 5 == 0:
+                torch.manual_seed(fold_in(SEED, COMPUTE, epoch, i))
+            optimizer_d.zero_grad()
+            fake = g(torch.randn(len(real), 3)).detach()
+            penalty = gradient_penalty(d, real, fake)
+            (d(fake).mean() - d(real).mean() + penalty).backward()
+            optimizer_d.step()
+            if (i + 1) % 5 == 0:
+                optimizer_g.zero_grad()
+                (-d(g(torch.randn(len(real), 3))).mean()).backward()
+                optimizer_g.step()
+    return gan
+
+
 def new_wgan():
     gan = wgan()
     return fl.TrainState.create(gan, adams(gan), seed=SEED)
 
 
-def wgan_step(**settings):
+def wgan_step(batch="next", **settings):
     steps = {"d": fl.pipeline()(critic_loss), "g": fl.pipeline()(generator_loss)}
-    return fl.alternate(steps, order=("d",) * 5 + ("g",), batch="next", **settings)
+    return fl.alternate(steps, order=("d",) * 5 + ("g",), batch=batch, **settings)
 
 
 @pytest.mark.parametrize("stopped_after", [None, 2, 4])
@@ -101,6 +123,21 @@ def test_a_critic_with_five_updates_to_one_equals_the_loop_by_hand(stopped_after
     state = resumed(run, new_wgan, stopped_after, tmp_path)
     assert_same_weights(state, wgan_by_hand(points(), 2))
     assert (state.step, dict(state.updates)) == (6, {"d": 24, "g": 4})
+    if stopped_after is not None:
+        assert_same(state, run(new_wgan(), ()))
+
+
+@pytest.mark.parametrize("stopped_after", [None, *range(1, 6)])
+def test_the_generator_takes_the_last_batch_of_the_critic_s(stopped_after, tmp_path):
+    """An epoch has 14 batches: two rounds of 5, and a third one of four critic updates."""
+
+    def run(state, hooks):
+        step = wgan_step(batch={"d": "next", "g": "same"})
+        return fl.fit(step, state, points(), epochs=2, hooks=hooks)
+
+    state = resumed(run, new_wgan, stopped_after, tmp_path)
+    assert_same_weights(state, wgan_on_one_batch_by_hand(points(), 2))
+    assert (state.step, dict(state.updates)) == (6, {"d": 28, "g": 4})
     if stopped_after is not None:
         assert_same(state, run(new_wgan(), ()))
 

@@ -23,6 +23,34 @@ def decay(optimizer, run):
     return ExponentialLR(optimizer, 0.9)
 
 
+class ByUpdates:
+    """A scheduler that is told the updates: it halves the rate, and notes what it is told."""
+
+    def __init__(self, optimizer, told=()):
+        self.optimizer, self.told = optimizer, told
+        self.first = optimizer.param_groups[0]["lr"]
+
+    def step_update(self, num_updates):
+        if isinstance(self.told, list):
+            self.told.append(num_updates)
+        self.optimizer.param_groups[0]["lr"] = self.first * 0.5**num_updates
+
+    def state_dict(self):
+        return {"first": self.first}
+
+    def load_state_dict(self, state_dict):
+        self.first = state_dict["first"]
+
+
+def halved(optimizer, run):
+    return ByUpdates(optimizer)
+
+
+def warming_up(n):
+    """The decay of an average that warms up to 0.9."""
+    return min(0.9, (1 + n) / (10 + n))
+
+
 @fl.middleware("gradient")
 def noise(std):
     def wrap(step):

@@ -45,6 +45,7 @@ from process_problems import (
     torchmetrics,
     world,
 )  # fmt: skip
+from sample_middleware import halved, warming_up
 from several import muon_and_adamw
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -127,6 +128,25 @@ def choosy(fits, loss=entropy):
     return lambda model, batch: loss(model, batch) if fits(int(batch[3][0])) else fl.skip("short")
 
 
+def own(loss):
+    """A step whose function calls the backward of a loss by itself."""
+
+    def makes(state, batch):
+        reply = loss(state.model, batch)
+        found, aux = reply if isinstance(reply, tuple) else (reply, {})
+        found.backward()
+        return fl.Output(found, aux.get("weight", len(batch[0])), aux)
+
+    return fl.raw(makes, entropy, updates=False)
+
+
+def own_but(fits, loss=entropy):
+    """The same, without batches by their first sample."""
+    makes = own(loss).fn
+    skip = lambda batch: None if fits(int(batch[3][0])) else "short"
+    return fl.raw(lambda s, batch: attrs.evolve(makes(s, batch), skip=skip(batch)), updates=False)
+
+
 class TwoLayers(nn.Module):
     def __init__(self):
         super().__init__()
@@ -135,6 +155,11 @@ class TwoLayers(nn.Module):
     def forward(self, x, deep):
         hidden = self.first(x)
         return self.second(hidden) if deep else hidden
+
+
+def weighted(model, batch, *, beta=1.0):
+    loss, aux = by_tokens(model, batch)
+    return beta * loss, aux
 
 
 def first_only(model, batch):
@@ -406,6 +431,7 @@ CASES = {
     "retry, unused": case(fl.retry_on_oom(), loss=first_only, model=TwoLayers),
     "schedule": case(TWO, fl.schedule(fl.schedules.cosine(warmup=0.1)), sharded=ON_2),
     "torch scheduler": case(CYCLE),
+    "a scheduler by updates": case(fl.torch_scheduler(halved), guard(3), TWO),
     "unused": case(loss=first_only, model=TwoLayers, sharded=ON_2),
     "in turn": case(loss=in_turn, model=TwoLayers, train=loader, optimizer=sgd, sharded=BOTH),
     "in turn, told": case(loss=in_turn, model=TwoLayers, train=loader,
@@ -450,6 +476,12 @@ CASES = {
     "bf16": case(fl.amp("bf16"), dtype=torch.float32, close=0.05, sharded=ON_2),
     "averages": case(
         fl.ema(0.9), fl.swa(0.5, every=2), kinds(), guard(3), doubled(), evaluated=True),
+    "an average of a part": case(fl.ema(warming_up, only="0"), guard(3), CLIP, evaluated=True),
+    "an average of a part by a rule, shards": case(
+        fl.ema(warming_up, evaluate=False, only=["*.bias"]), TWO, sharded=ON_2),
+    "scheduled": case(
+        fl.scheduled(beta=fl.schedules.linear(min_ratio=0.1)), guard(3), TWO, loss=weighted,
+        evaluated=True, sharded=ON_2),
     "the average alone": case(fl.ema(0.9, start=0.25, evaluate="only"), TWO, evaluated=True),
     "averages that are not evaluated": case(
         fl.ema(0.9, evaluate=False), fl.swa(0.5, every=2, evaluate=False), CLIP, evaluated=True,
@@ -460,10 +492,24 @@ CASES = {
     "total, tokens": case(
         fl.accumulate(total=8), fl.schedule(fl.schedules.linear()), CLIP, loss=by_tokens, **PAIRS),
     "total, metrics": case(fl.accumulate(total=8), kinds(), evaluated=True, **PAIRS),
+    "own": case(kinds(), CLIP, loss=own(entropy), evaluated=True),
+    "own, tokens, accumulate": case(TWO, CLIP, loss=own(by_tokens)),
+    "own, clip, accumulate": case(CLIP, TWO, loss=own(by_tokens), train=RAGGED),
+    "own, pieces": case(fl.microbatch(2), fl.skip_nonfinite(), loss=own(by_tokens), train=RAGGED),
+    "own, unused": case(loss=own(first_only), model=TwoLayers),
+    "own, in turn": case(loss=own(in_turn), model=TwoLayers, train=loader, optimizer=sgd),
+    "own, exchanged": case(loss=own(talking), train=RAGGED),
+    "own, skip": case(SIX, guard(3), train=EACH, loss=own_but(lambda i: i >= 6 and i % 5 != 2)),
+    "own, turns": case(
+        EMA, loss=fl.alternate({"d": own(real_and_fake), "g": fl.pipeline(CLIP)(fooled)}),
+        train=RAGGED, **GAN),
     "turns": case(EMA, loss=turns(order=("d", "d", "g")), train=RAGGED, **GAN),
     "turns, next": case(
         EMA, loss=turns([NEWEST], [CLIP], order=("d", "d", "g"), batch="next"), evaluated=True,
         train=loader, **GAN),
+    "turns, next and same": case(
+        EMA, loss=turns([NEWEST], [CLIP], order=("d", "d", "g"),
+                        batch={"d": "next", "g": "same"}), train=RAGGED, **GAN),
     "turns, windows": case(
         EMA, loss=turns([TWO, NEWEST, CLIP], [TWO, fl.schedule(fl.schedules.linear())],
                         evaluate="g"), evaluated=True, train=RAGGED, **GAN),

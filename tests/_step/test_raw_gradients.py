@@ -1,0 +1,389 @@
+"""raw(fn, updates=False): a function that makes gradients by itself, and no update."""
+
+import functools
+import pickle
+
+import attrs
+import pytest
+import torch
+from sample_middleware import largest_output, noise, output_mean, weight_penalty
+from torch import nn
+from torch.func import functional_call, jvp
+from toy_runs import ONE, of, xs
+
+import fnloop as fl
+from fnloop import schedules
+from fnloop._core.rng import COMPUTE, fold_in
+from fnloop.testing import assert_same, small, stochastic, toy, toy_loss
+
+own = functools.partial(fl.raw, updates=False)
+
+
+def backward_of(loss_fn):
+    """Return the function that does what a plain step does."""
+
+    def makes(state, batch):
+        loss, aux = loss_fn(state.model, batch)
+        loss.backward()
+        items = len(batch["x"] if isinstance(batch, dict) else batch[0])
+        return fl.Output(loss, aux.get("weight", items), aux)
+
+    return makes
+
+
+def descend(state, batch):
+    loss, aux = toy_loss(state.model, batch)
+    loss.backward()
+    return fl.Output(loss, weight=len(batch), aux=aux)
+
+
+# --- the same as with a loss function
+
+MEAN = fl.metric(mean=output_mean, largest=largest_output)
+
+
+@pytest.mark.parametrize("problem", [small, stochastic])
+@pytest.mark.parametrize(
+    "members",
+    [
+        (),
+        (fl.accumulate(2), fl.clip(0.05)),
+        (fl.accumulate(3), weight_penalty(0.01), noise(0.01), MEAN),
+        (fl.clip(0.05), fl.accumulate(2)),
+        (fl.clip_value(0.01), fl.accumulate(3), fl.clip(0.05)),
+        (fl.microbatch(100), fl.schedule(schedules.linear()), fl.ema(0.9)),
+        (fl.accumulate(2), fl.sam(0.05), fl.grad_norm()),
+        (fl.skip_nonfinite(), fl.accumulate(2), fl.spike_guard(4, 3.0)),
+        (fl.closure(),),
+        (fl.amp("bf16"), fl.accumulate(2)),
+        (fl.swa(0.5), fl.metric(mean=output_mean, on="training")),
+    ],
+    ids=repr,
+)
+def test_a_function_that_calls_backward_trains_as_its_loss(members, problem):
+    """Bit for bit, but for a window of unequal batches, whose gradients are weighed afterwards."""
+    one = problem()
+    loaders = {"train": one.batches, "valid": one.batches[:2]}
+
+    def run(loss_fn):
+        return fl.fit(fl.pipeline(*members)(loss_fn), one.state(), loaders, epochs=2, hooks=())
+
+    mine, theirs = run(own(backward_of(one.loss_fn), one.loss_fn)), run(one.loss_fn)
+    in_window = any(m.name == "accumulate" for m in members)
+    close = 1e-12 if problem is small else 1e-6  # a bias before a norm layer has no gradient
+    close = 1e-2 if any(m.name == "amp" for m in members) else close
+    assert_same(mine, theirs, rtol=close if in_window else 0)
+    assert mine.step + mine.skipped == len(one.batches) * 2 or in_window
+
+
+def test_with_exact_too():
+    one = small()
+
+    def run(loss_fn):
+        torch.manual_seed(0)
+        model = one.model()
+        state = fl.TrainState.create(model, one.optimizer(model.parameters()), seed=0, exact=True)
+        step = fl.pipeline(fl.accumulate(2), fl.clip(0.05))(loss_fn)
+        return fl.fit(step, state, one.batches, epochs=2, hooks=())
+
+    assert_same(run(own(backward_of(one.loss_fn))), run(one.loss_fn))
+
+
+def test_throughput_counts_its_items():
+    state = fl.fit(fl.pipeline(fl.throughput())(own(descend)), toy(), [ONE] * 3, hooks=())
+    assert state.history.latest("train/throughput/samples") > 0
+
+
+def test_the_gradient_of_a_window_is_the_mean_over_its_items():
+    """The means of the batches are 1 and 4, of 1 and 3 items."""
+    batches = [torch.tensor([1.0]), torch.tensor([3.0, 4.0, 5.0])]
+    for weigh in (len, lambda batch: torch.tensor(float(len(batch)))):
+
+        def makes(state, batch, weigh=weigh):
+            state.model.w.grad = batch.mean()
+            return fl.Output(batch.sum(), weight=weigh(batch))
+
+        state, out = fl.pipeline(fl.accumulate(2))(own(makes))(toy(), batches)
+        assert state.model.w.item() == -(1 + 3 * 4) / 4 and out.loss.item() == (1 + 3 * 12) / 4
+        assert float(out.weight) == 4
+
+
+def test_the_weights_of_a_batch_on_the_device_may_be_zero():
+    makes = lambda state, batch: attrs.evolve(descend(state, batch), weight=torch.tensor(0.0))
+    state, _ = own(makes)(toy(w=1.0), ONE)
+    assert (state.model.w.item(), state.step) == (1.0, 1)
+
+
+def test_each_piece_of_a_batch_is_one_call():
+    sizes = []
+    makes = lambda state, batch: sizes.append(len(batch)) or descend(state, batch)
+    state, _ = fl.pipeline(fl.microbatch(2))(own(makes))(toy(), torch.tensor([1.0, 2.0, 6.0]))
+    assert (sizes, state.model.w.item()) == ([2, 1], -3.0)
+
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(()))
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        self.seen += 1
+        return self.w * x
+
+
+def test_a_batch_that_it_leaves_out_is_out_of_the_window():
+    def makes(state, batch):
+        loss = state.model(batch).mean()
+        loss.backward()
+        return fl.Output(loss, weight=1, skip="two" if batch == 2 else None)
+
+    step = fl.pipeline(fl.accumulate(2), fl.ema(0.5))(own(makes))
+    state = fl.fit(step, of(Counting()), xs(1, 2, 2, 2, 2, 3), hooks=())
+    assert (state.model.w.item(), state.step, state.skipped) == (-4.0, 2, 1)
+    assert (state.model.seen.item(), state.slots["ema"].count) == (4.0, 2)
+
+
+def test_no_items_are_no_update():
+    makes = lambda state, batch: attrs.evolve(descend(state, batch), weight=0)
+    state, out = own(makes)(toy(), ONE)
+    assert (out.skip, state.step, state.skipped) == ("the batch has no item: its weight is 0", 0, 1)
+
+
+def test_in_turn_with_a_plain_step():
+    model = nn.ParameterDict({"a": torch.zeros(()), "b": torch.zeros(())})
+    optimizers = {k: torch.optim.SGD([model[k]], lr=1.0) for k in "ab"}
+
+    def makes(state, batch):
+        loss = (state.model["a"] * batch + state.model["b"]).mean()
+        loss.backward()
+        assert state.model["b"].grad is None  # it rests
+        return fl.Output(loss, weight=len(batch))
+
+    plain = fl.pipeline()(lambda model, x: (model["a"] * model["b"]).sum() * x.mean())
+    step = fl.alternate({"a": own(makes), "b": plain}, evaluate="b")
+    state = fl.fit(step, fl.TrainState.create(model, optimizers), [ONE] * 2, hooks=())
+    assert (model["a"].item(), model["b"].item()) == (-2.0, 1.0 + 2.0)
+    assert dict(state.updates) == {"a": 2, "b": 2}
+
+
+def test_sparse_gradients():
+    def states():
+        torch.manual_seed(0)
+        return of(nn.Embedding(5, 2, sparse=True), lr=0.1)
+
+    loss_fn = lambda model, batch: (model(batch).square().mean(), {})
+    batches = [torch.tensor([0, 1]), torch.tensor([1, 4])]
+
+    def makes(state, batch):
+        loss, _ = loss_fn(state.model, batch)
+        loss.backward()
+        return fl.Output(loss, weight=len(batch))
+
+    run = lambda given: fl.fit(fl.pipeline()(given), states(), batches, hooks=())
+    assert torch.equal(run(own(makes)).model.weight, run(loss_fn).model.weight)
+
+
+# --- what it is for
+
+
+class Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.0), nn.Linear(8, 3))
+
+    def forward(self, x):
+        return nn.functional.normalize(self.net(x), dim=1)
+
+
+def contrastive(z, others):
+    return nn.functional.cross_entropy(z @ others.T / 0.1, torch.arange(len(z)))
+
+
+def of_all_at_once(model, batch):
+    x, y = batch
+    return contrastive(model(x), model(y)), {}
+
+
+def grad_cache(state, batch, size=3):
+    """GradCache: the representations without a graph, their gradients, and then piece by piece."""
+    pieces = [part for view in batch for part in view.split(size)]
+    with torch.no_grad():
+        cached = torch.cat([state.model(part) for part in pieces]).requires_grad_()
+    loss = contrastive(*cached.chunk(2))
+    loss.backward()
+    for part, gradient in zip(pieces, cached.grad.split([*map(len, pieces)]), strict=True):
+        state.model(part).backward(gradient)
+    return fl.Output(loss, weight=len(batch[0]))
+
+
+def views(n=4):
+    draw = torch.Generator().manual_seed(5)
+    return [tuple(torch.randn(9, 6, generator=draw) for _ in range(2)) for _ in range(n)]
+
+
+@pytest.mark.parametrize(
+    "members", [(), (fl.clip(0.1), fl.ema(0.9)), (fl.accumulate(2),)], ids=repr
+)
+def test_grad_cache_is_the_plain_loss(members):
+    def run(loss_fn):
+        torch.manual_seed(0)
+        state = of(Encoder(), torch.optim.Adam, lr=0.01)
+        return fl.fit(fl.pipeline(*members)(loss_fn), state, views(), epochs=2, hooks=())
+
+    mine, theirs = run(own(grad_cache)), run(of_all_at_once)
+    for a, b in zip(mine.model.parameters(), theirs.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+    assert mine.history["train/loss"] == pytest.approx(theirs.history["train/loss"], abs=1e-6)
+
+
+def forward_gradient(state, batch):
+    """The derivative along a random direction, times that direction."""
+    params = dict(state.model.named_parameters())
+    direction = {name: torch.randn_like(p) for name, p in params.items()}
+    loss_of = lambda given: functional_call(state.model, given, (batch[0],)).sub(batch[1]).mean()
+    loss, slope = jvp(loss_of, (params,), (direction,))
+    for name, p in params.items():
+        p.grad = slope * direction[name]
+    return fl.Output(loss, weight=len(batch[0]))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own
+def test_a_forward_gradient_equals_the_loop_by_hand():
+    def new():
+        torch.manual_seed(0)
+        return of(nn.Linear(6, 1), lr=0.1)
+
+    batches = [(x, y[:, :1]) for x, y in views()]
+    state = fl.fit(fl.pipeline(fl.clip(1.0))(own(forward_gradient)), new(), batches, hooks=())
+    hand = new()
+    for i, batch in enumerate(batches):
+        torch.manual_seed(fold_in(0, COMPUTE, 0, i))
+        forward_gradient(hand, batch)
+        nn.utils.clip_grad_norm_(hand.model.parameters(), 1.0)
+        hand.optimizer.step()
+    assert torch.equal(state.model.weight, hand.model.weight)
+
+
+@torch.no_grad()
+def evolution(state, batch, pairs=3, width=0.5):
+    """Antithetic evolution strategies. The loss of the toy is linear, so each slope is its own."""
+    weight = state.model.w
+    kept, slopes = weight.clone(), []
+    for _ in range(pairs):
+        step = torch.randn(())
+        at = _at(weight, kept, width * step)
+        losses = [toy_loss(state.model, batch)[0] for _ in at]
+        slopes.append((losses[0] - losses[1]) / (2 * width * step))
+    weight.copy_(kept)
+    weight.grad = torch.stack(slopes).mean()
+    return fl.Output(toy_loss(state.model, batch)[0], weight=len(batch))
+
+
+def _at(weight, kept, step):
+    for sign in (1, -1):
+        weight.copy_(kept + sign * step)
+        yield sign
+
+
+def test_evolution_strategies_on_a_linear_loss_find_its_gradient():
+    state = fl.fit(own(evolution), toy(), xs(1, 2), hooks=())
+    assert state.model.w.item() == pytest.approx(-3.0, abs=1e-5)
+
+
+# --- what is refused
+
+
+@pytest.mark.parametrize(
+    ("member", "message"),
+    [
+        (fl.compiled(), r"raw\(descend, updates=False\): compiled\(\) replaces the loss function"),
+        (fl.scheduled(beta=lambda i, total: 1.0), "replaces the loss function, and descend takes"),
+        (fl.tbptt(2), "replaces the loss function"),
+        (fl.cuda_graph(), "would capture what descend does"),
+        (fl.amp("fp16"), r'inside descend: write amp\("bf16"\)'),
+        (fl.retry_on_oom(), r"would repeat descend: list microbatch\(size\)"),
+        (fl.closure(create_graph=True), "those of descend have no graph"),
+    ],
+    ids=repr,
+)
+def test_what_cannot_be_around_it_is_refused_when_composing(member, message):
+    with pytest.raises(ValueError, match=message):
+        fl.pipeline(member)(own(descend))
+
+
+def forgets(state, batch):
+    return fl.Output(toy_loss(state.model, batch)[0], weight=len(batch))
+
+
+def steps(state, batch):
+    out = descend(state, batch)
+    state.optimizer.step()
+    return out
+
+
+def floating(state, batch):
+    return attrs.evolve(descend(state, batch), weight=1.5)
+
+
+@pytest.mark.parametrize(
+    ("fn", "error", "message"),
+    [
+        (forgets, ValueError, "forgets made no gradient. With updates=False it leaves gradients"),
+        (
+            steps,
+            ValueError,
+            r"steps called the step of SGD, .* leave it out of steps, or write raw",
+        ),
+        (floating, TypeError, r"as a scalar tensor, an int or a scalar tensor; got weight=1.5"),
+        (
+            lambda state, batch: None,
+            TypeError,
+            r"<lambda> must return Output\(loss, weight=items\)",
+        ),
+    ],
+)
+def test_a_wrong_function_is_named_and_the_state_is_whole(fn, error, message):
+    with pytest.raises(error, match=message) as caught:
+        fl.fit(fl.pipeline(fl.clip(1.0))(own(fn)), toy(w=3.0), [ONE], hooks=())
+    assert caught.value.state.model.w.item() == 3.0 and caught.value.state.model.w.grad is None
+    state = fl.fit(own(descend), caught.value.state, [ONE], hooks=())
+    assert state.model.w.item() == 2.0
+    state.optimizer.step()  # no hook is left behind
+
+
+def test_a_failure_with_changed_weights_leaves_no_state():
+    def fails(state, batch):
+        with torch.no_grad():
+            state.model.w.add_(1.0)
+        raise RuntimeError("half-way")
+
+    state = toy()
+    with pytest.raises(RuntimeError, match="half-way"):
+        fl.fit(own(fails), state, [ONE], hooks=())
+    with pytest.raises(fl.StaleStateError, match="failed half-way"):
+        fl.evaluate(fl.pipeline()(toy_loss), state, [ONE])
+
+
+def test_updates_is_a_flag():
+    with pytest.raises(TypeError, match="raw expects updates as True or False"):
+        fl.raw(descend, updates=0)
+    with pytest.raises(ValueError, match=r"raw\(descend, updates=False\) cannot evaluate a loader"):
+        fl.fit(own(descend), toy(), {"train": [ONE], "valid": [ONE]}, hooks=())
+
+
+def test_it_shows_as_it_was_typed_and_can_be_pickled():
+    step = fl.pipeline(fl.accumulate(2), fl.clip(1.0))(own(descend, toy_loss))
+    shown = "pipeline(accumulate(2), clip(1.0))(raw(descend, evaluate=toy_loss, updates=False))"
+    assert repr(step) == repr(pickle.loads(pickle.dumps(step))) == shown
+    assert type(pickle.loads(pickle.dumps(step))) is type(step) and step.window == 2
+    assert str(step).splitlines() == [
+        "┌ update    the optimizer's step",
+        "│ ┌ gradient  backward → accumulate(2) → clip(1.0)",
+        "│ │ descend(state, batch); in evaluation: toy_loss(model, batch)",
+    ]
+
+
+def test_a_run_of_it_can_be_tried_and_looked_into():
+    step = fl.pipeline(fl.accumulate(2), fl.clip(1.0))(own(descend))
+    assert not fl.dry_run(step, toy(), [ONE] * 2).problems
