@@ -66,6 +66,7 @@ def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch, settings_of_torch,
     known = {"__name__": "page"}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.simplefilter("ignore", SyntaxWarning)  # of torchao, on Python 3.12 and newer
         warnings.filterwarnings("ignore", "The .grad attribute")  # of torch, while it compiles
         for code in cells(page):
             exec(compile(code, page, "exec"), known)
