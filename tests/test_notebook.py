@@ -20,6 +20,7 @@ from fnloop.testing import toy, toy_loss
 torch.set_num_threads(1)
 step, batches = fl.pipeline()(toy_loss), [torch.tensor([1.0])] * 4
 loaders = {"train": batches, "valid": batches[:1]}
+state = fl.fit(step, toy(), loaders, epochs=1, hooks=())
 
 def at_the_third(do):
     calls = []

@@ -6,7 +6,8 @@
 
 How it is measured is in ``apart.py``. The model is tiny (784-128-64-10, batches of 32, SGD with
 momentum, one thread), so that what is not the model shows. By hand means: the fewest lines of torch
-that do the same, without fnloop imported.
+that do the same, without fnloop imported. What it came to, with dates and versions, is in
+``notebooks/benchmarks.md``.
 """
 
 from __future__ import annotations
