@@ -28,12 +28,12 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have sta
 
 
 def pytest_xdist_auto_num_workers(config):
-    """Run what is named by its file in this process; else two workers more than cores.
+    """Run what is named by its file in this process; else one worker more than cores.
 
     Tests of several processes wait half of their time, for messages and for clocks.
     """
     alone = all(".py" in argument for argument in config.args)
-    return 0 if alone else min(len(os.sched_getaffinity(0)), 8) + 2
+    return 0 if alone else min(len(os.sched_getaffinity(0)), 8) + 1
 
 
 COMPILES = re.compile(r"compiled\((backend=|\))")  # in the name of a test: a row that compiles
