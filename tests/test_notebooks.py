@@ -56,8 +56,8 @@ def test_the_links_of_a_notebook_lead_somewhere(name):
 
 # Of each notebook a cell is run again; of these, which find what their first run has left, all.
 REPEATED = ("all_of_fnloop", "write_your_own_middleware")
-# These take as long as all the others together. The book runs them when it is built.
-SLOWEST = ("averages_of_weights", "many_processes")
+# These take as long as all the others together.
+SLOWEST = ("averages_of_weights", "many_processes", "resume_and_checkpoints")
 
 
 @pytest.mark.slow
@@ -65,6 +65,7 @@ SLOWEST = ("averages_of_weights", "many_processes")
     ("name", "times"),
     [
         *((name, 1) for name in BOOKS if name not in SLOWEST),
+        *(pytest.param(name, 1, marks=pytest.mark.long) for name in SLOWEST),
         *(pytest.param(name, 2, marks=pytest.mark.long) for name in REPEATED),
     ],
 )

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from random_programs import KNOWN, SMALLEST, Cut, Program, check, draw, failure, try_programs
 
-PROGRAMS = 150  # for some 15 seconds: it is their number that is fixed, not a time
+PROGRAMS = 100  # for some 10 seconds: it is their number that is fixed, not a time
 MORE = [pytest.param(seed, marks=pytest.mark.long) for seed in (2, 3)]
 
 

@@ -42,3 +42,17 @@ def train_accumulated(model: nn.Module, optimizer: Optimizer, batches: Sequence[
         clip_grad_norm_(model.parameters(), MAX_NORM)
         optimizer.step()
     total.item()
+
+
+def train_averaged(model: nn.Module, optimizer: Optimizer, batches: Iterable[Batch]) -> None:
+    """Train, and follow the weights with an average."""
+    weights = [p.detach() for p in model.parameters()]
+    average, total = [p.clone() for p in weights], torch.zeros(())
+    for x, y in batches:
+        optimizer.zero_grad()
+        loss = cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        torch._foreach_lerp_(average, weights, 0.001)
+        total += loss.detach() * len(y)
+    total.item()

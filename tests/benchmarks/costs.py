@@ -102,6 +102,26 @@ def fitted(
     return set_up
 
 
+def loader() -> Any:
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+
+    data = TensorDataset(torch.randn(8192, 784), torch.arange(8192) % 10)
+    return DataLoader(data, 256, shuffle=True)
+
+
+def pass_by_torch() -> apart.Once:
+    data = loader()
+    return lambda: sum(1 for _ in data) and None
+
+
+def pass_by_fnloop() -> apart.Once:
+    from fnloop._data.source import open_source
+
+    source = open_source(loader(), 0)
+    return lambda: sum(1 for _ in source.batches(0, 0, 0)) and None
+
+
 def default_hooks(fl: Any) -> tuple[Any, ...]:
     nowhere = open(os.devnull, "w")  # noqa: SIM115  # until the process ends
     return fl.progress(file=nowhere), fl.halt_on_nonfinite()
@@ -349,6 +369,10 @@ def contenders() -> Iterator[tuple[str, Callable[[], apart.Once]]]:
     yield "200 updates: record_every 50", recorded
     yield "200 batches, accumulate and clip: by hand", trained_by_hand_by("train_accumulated")
     yield "200 batches, accumulate and clip: fnloop", fitted(clipped)
+    yield "200 updates with an average: by hand", trained_by_hand_by("train_averaged")
+    yield "200 updates with an average: fnloop", fitted(lambda fl: (fl.ema(0.999),))
+    yield "a shuffled pass over 8,192 samples: by torch", pass_by_torch
+    yield "a shuffled pass over 8,192 samples: fnloop", pass_by_fnloop
     yield "fit of one batch: by hand", one_update_by_hand(0)
     yield "fit of one batch: fnloop", fitted(number=1)
     yield "fit of one batch, two to evaluate: by hand", one_update_by_hand(2)

