@@ -12,6 +12,7 @@ that do the same, without fnloop imported. What it came to, with dates and versi
 
 from __future__ import annotations
 
+import atexit
 import copy
 import hashlib
 import json
@@ -28,17 +29,18 @@ from typing import Any
 import apart
 
 ROUNDS = 200  # batches in a turn of an update
+LARGE = 40_000  # the width of a model of 34 million parameters, 270 MB with their momentum
 State = tuple[Any, Any]  # model, optimizer
 
 
-def make() -> State:
+def make(width: int = 128) -> State:
     import torch
     from torch import nn
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = nn.Sequential(
-        nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10)
+        nn.Linear(784, width), nn.ReLU(), nn.Linear(width, 64), nn.ReLU(), nn.Linear(64, 10)
     )
     return model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
@@ -220,15 +222,15 @@ def prediction() -> apart.Once:
     return once
 
 
-def trained() -> Any:
+def trained(*width: int) -> Any:
     import fnloop as fl
 
     step = fl.pipeline()(loss_fn)
-    return fl.fit(step, fl.TrainState.create(*make(), seed=0), batches(3), hooks=())
+    return fl.fit(step, fl.TrainState.create(*make(*width), seed=0), batches(3), hooks=())
 
 
-def trained_by_hand() -> State:
-    model, optimizer = make()
+def trained_by_hand(*width: int) -> State:
+    model, optimizer = make(*width)
     for batch in batches(3):
         optimizer.zero_grad()
         loss_fn(model, batch).backward()
@@ -253,6 +255,12 @@ def tensors_of(model: Any, optimizer: Any) -> dict[str, dict[str, Any]]:
     return {"model": dict(model.state_dict()), "optimizer": momentum}
 
 
+def scratch() -> Path:
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder)
+    return Path(folder)
+
+
 def write(path: Path, content: bytes) -> None:
     with path.open("wb") as file:
         file.write(content)
@@ -266,13 +274,13 @@ def sync_folder(path: Path) -> None:
     os.close(number)
 
 
-def save_by_hand() -> apart.Once:
+def save_by_hand(*width: int) -> apart.Once:
     """With the same guarantees: files flushed, sums written last, the folder renamed."""
     import torch
     from safetensors.torch import save
 
-    model, optimizer = trained_by_hand()
-    folder = Path(tempfile.mkdtemp())
+    model, optimizer = trained_by_hand(*width)
+    folder = scratch()
 
     def once() -> None:
         made, path = folder / ".new", folder / "a"
@@ -295,18 +303,18 @@ def save_by_hand() -> apart.Once:
     return once
 
 
-def saving() -> apart.Once:
+def saving(*width: int) -> apart.Once:
     import fnloop as fl
 
-    state, path = trained(), Path(tempfile.mkdtemp(), "a")
+    state, path = trained(*width), scratch() / "a"
     return lambda: fl.save(state, path) and None
 
 
-def restore_by_hand() -> apart.Once:
+def restore_by_hand(*width: int) -> apart.Once:
     from safetensors.torch import load, save
 
-    model, optimizer = trained_by_hand()
-    folder = Path(tempfile.mkdtemp())
+    model, optimizer = trained_by_hand(*width)
+    folder = scratch()
     sums = {}
     for name, tensors in tensors_of(model, optimizer).items():
         (folder / name).write_bytes(content := save(tensors))
@@ -330,13 +338,13 @@ def restore_by_hand() -> apart.Once:
     return once
 
 
-def restoring() -> apart.Once:
+def restoring(*width: int) -> apart.Once:
     import fnloop as fl
 
-    path = fl.save(trained(), Path(tempfile.mkdtemp(), "a"))
+    path = fl.save(trained(*width), scratch() / "a")
 
     def once() -> float:
-        fresh = fl.TrainState.create(*make(), seed=0)  # a state is restored once
+        fresh = fl.TrainState.create(*make(*width), seed=0)  # a state is restored once
         began = time.process_time()
         fl.restore(path, fresh)
         return time.process_time() - began
@@ -387,6 +395,10 @@ def contenders() -> Iterator[tuple[str, Callable[[], apart.Once]]]:
     yield "save: fnloop", saving
     yield "restore: by hand", restore_by_hand
     yield "restore: fnloop", restoring
+    yield "save of 270 MB: by hand", lambda: save_by_hand(LARGE)
+    yield "save of 270 MB: fnloop", lambda: saving(LARGE)
+    yield "restore of 270 MB: by hand", lambda: restore_by_hand(LARGE)
+    yield "restore of 270 MB: fnloop", lambda: restoring(LARGE)
     yield "import: by hand", importing("import attr, toolz, safetensors.torch")
     yield "import: fnloop", importing("import fnloop")
 

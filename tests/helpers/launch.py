@@ -16,6 +16,7 @@ import inspect
 import json
 import multiprocessing
 import os
+import random
 import runpy
 import signal
 import socket
@@ -218,9 +219,11 @@ def bare():
 
 
 def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Return a port below those that the system gives to connections of other tests meanwhile."""
+    while True:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", random.SystemRandom().randrange(15_000, 32_000)))
+            return probe.getsockname()[1]
 
 
 def alone():
