@@ -2,15 +2,105 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import TypedDict, TypeVar, cast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypedDict, TypeVar, cast
 
 import attrs
 
 from fnloop._core.metrics import Mark
 from fnloop._display import tables
+
+# --------------------------------------------------------------------------------------------------
+# How the batches of an epoch are grouped into updates.
+
+
+class Stretch(NamedTuple):
+    """Updates of an epoch that take equally many batches.
+
+    Args:
+        batch: the position in the epoch where it begins.
+        window: the batches of each update, of all processes together.
+    """
+
+    batch: int
+    window: int
+
+
+@attrs.frozen
+class Windows:
+    """The windows of an epoch: its stretches, in their order. The last one has no end.
+
+    Example:
+        >>> windows = Windows.by_update({0: 1, 3: 4}, batch=2, update=2)
+        >>> windows.updates(3), windows.updates(9)       # 1 + 1 + 1, and then 4 + 2
+        (3, 5)
+        >>> windows.updates_of(7, begin=2)
+        3
+        >>> [*itertools.islice(windows.sizes(2), 3)]
+        [1, 4, 4]
+    """
+
+    stretches: tuple[Stretch, ...]
+
+    @staticmethod
+    def always(window: int) -> Windows:
+        """Return windows that never vary."""
+        return Windows((Stretch(0, window),))
+
+    @staticmethod
+    def by_update(sizes: Mapping[int, int], batch: int, update: int) -> Windows:
+        """Return windows that vary with the update.
+
+        Args:
+            sizes: the batches of an update, by the first update that has so many, from 0 on.
+            batch: a position in the epoch.
+            update: how many updates there were before this position, in this epoch and before it.
+        """
+        firsts = sorted(sizes)
+        begin, first = batch, update  # from there back to where the epoch has begun
+        while begin > 0 and first > 0:
+            since = firsts[bisect.bisect_left(firsts, first) - 1]
+            several = min(first - since, -(-begin // sizes[since]))
+            begin, first = begin - several * sizes[since], first - several
+        found, since = [], first
+        window = sizes[firsts[bisect.bisect_right(firsts, first) - 1]]
+        for number in [n for n in firsts if n > first]:
+            found.append(Stretch(begin, window))
+            begin, since, window = begin + (number - since) * window, number, sizes[number]
+        return Windows((*found, Stretch(begin, window)))
+
+    @property
+    def largest(self) -> int:
+        """The batches of the largest window."""
+        return max(each.window for each in self.stretches)
+
+    def sizes(self, batch: int) -> Iterator[int]:
+        """Yield how many batches each update takes, from a position on."""
+        for each, following in itertools.zip_longest(self.stretches, self.stretches[1:]):
+            while following is None or batch < following.batch:
+                yield each.window
+                batch += each.window
+
+    def updates(self, batch: int) -> int:
+        """Return how many updates an epoch has up to a position; one that has begun counts."""
+        begin = self.stretches[0].batch
+        return self.updates_of(batch - begin, begin)
+
+    def updates_of(self, batches: int, begin: int = 0) -> int:
+        """Return how many updates a number of batches makes, from a position on."""
+        made = 0
+        for each, following in itertools.zip_longest(self.stretches, self.stretches[1:]):
+            room = batches if following is None else min(batches, following.batch - begin)
+            if room > 0:
+                made, begin, batches = made - (-room // each.window), begin + room, batches - room
+        return made
+
+
+_OF_ONE_BATCH = Windows.always(1)
 
 # --------------------------------------------------------------------------------------------------
 # Facts about a run, fixed when it starts.
@@ -88,7 +178,8 @@ class RunInfo:
         total_steps: what ``state.step`` will be at the end, or None if that cannot be known.
         steps_per_epoch: updates in an epoch, or None if the training loader has no length.
         batches_per_epoch: batches in an epoch, or None.
-        window: batches per update, of all processes together.
+        window: batches per update, of all processes together; where that varies within an epoch,
+            the most.
         evaluated: the names of the loaders that are evaluated.
         clock: seconds since a moment of the run, the same in every process; None where there is one
             process, which has a clock of its own.
@@ -103,6 +194,7 @@ class RunInfo:
         hook_slots: the names of the slots that hooks keep, and not the step.
         reported: the names of the numbers that hooks say they add to records.
         turns: the names of the turns of ``alternate``; none for another step.
+        windows: how the batches of the running epoch are grouped into updates.
 
     Example:
         >>> import fnloop as fl, torch
@@ -133,6 +225,7 @@ class RunInfo:
     hook_slots: frozenset[str] = frozenset()
     reported: frozenset[str] = frozenset()
     turns: tuple[str, ...] = ()
+    windows: Windows = _OF_ONE_BATCH
 
     def __repr__(self) -> str:
         return tables.record_text("RunInfo", self._facts())
@@ -148,6 +241,7 @@ class RunInfo:
             "indices_at",
             "loader",
             "position_at",
+            "windows",
             "reported",
             "stopwatch",
         )

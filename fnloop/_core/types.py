@@ -205,6 +205,7 @@ class Middleware:
         window: how many batches one call of the step takes.
         windows: by the first epoch, the batches that one call takes from then on in a run, if that
             varies; ``window`` is the most.
+        windows_by: "step" if ``windows`` is by the first update instead; or "epoch".
         total: the samples of one update of a run, in all processes together, where that says how
             many batches it takes; ``window`` is the most. Or None.
         loss_fn: ``loss function -> loss function``, applied once when a step is made, or None.
@@ -252,6 +253,7 @@ class Middleware:
     init: Callable[[Any], object] | None = None
     window: int = 1
     windows: Mapping[int, int] = attrs.field(factory=dict, kw_only=True)
+    windows_by: str = attrs.field(default="epoch", kw_only=True)
     total: int | None = attrs.field(default=None, kw_only=True)
     loss_fn: Callable[[LossFn], LossFn] | None = attrs.field(default=None, kw_only=True)
     passes: tuple[str, ...] = attrs.field(default=(), kw_only=True)
@@ -297,7 +299,7 @@ class Middleware:
         if self.call:
             return repr(self.call)
         defaults: dict[str, object] = {"name": self.name, "window": 1, "windows": {}}
-        defaults |= {"loaders": (), "passes": (), "per_phase": False}
+        defaults |= {"windows_by": "epoch", "loaders": (), "passes": (), "per_phase": False}
         given = {k: v for k, v in self._fields().items() if v is not None and v != defaults.get(k)}
         return repr(Call(Middleware, (self.name,), given))
 

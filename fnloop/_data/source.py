@@ -128,9 +128,9 @@ class Source:
         """
         return self.sharing.window or window * self.processes
 
-    def rounds_in_update(self, window: int) -> int:
-        """Return how many batches an update takes in each process, with padding."""
-        return math.ceil(self.batches_in_update(window) / self.processes)
+    def rounds_of(self, window: int) -> int:
+        """Return how many batches of a window each process takes, with padding."""
+        return math.ceil(window / self.processes)
 
     def padded(self, batches: int) -> int:
         """Return how many batches are counted when all processes have taken a number of them."""
@@ -364,32 +364,28 @@ def _pad_to_longest(
         last = last if batch is NONE_LEFT else batch
 
 
-def num_updates(batches: int | None, window: int) -> int | None:
-    """Return how many windows a number of batches makes."""
-    return None if batches is None else math.ceil(batches / window)
-
-
 # --------------------------------------------------------------------------------------------------
 # Windows of batches, fetched and copied to the device ahead of the step.
 
 
 def windows(
     source: Source,
-    window: int | None,
+    sizes: Iterator[int] | None,
     device: torch.device,
     epoch: int | None = 0,
     batch: int = 0,
     samples: int = 0,
     prefetch: int = 1,
 ) -> Iterator[Batch]:
-    """Return what a step takes, call by call: a batch, or a tuple of up to ``window`` batches.
+    """Return what a step takes, call by call: a batch, or a tuple of several.
 
     They are on the device. Requesting one while the previous one is still computing overlaps
     loading and copying with it.
 
     Args:
         source: where the batches come from.
-        window: the most batches per call of the step; None if it takes one batch, not a tuple.
+        sizes: the most batches of each call, in all processes together; None if the step takes a
+            batch, not a tuple.
         device: where they are moved to.
         epoch: the epoch. Without one, for evaluation, the order is always the same and
             ``set_epoch`` is not called.
@@ -400,17 +396,18 @@ def windows(
     batches = source.batches(epoch, batch, samples)
     if may_need_transfer(device):
         batches = map(_transfer_to(device), batches)
-    fed = iter(batches) if window is None else _grouped(iter(batches), window)
+    own = None if sizes is None else map(source.rounds_of, sizes)
+    fed = iter(batches) if own is None else _grouped(iter(batches), own)
     return fed if prefetch == 1 else _prefetched(fed, prefetch)
 
 
-def _grouped(batches: Iterator[Batch], window: int) -> Iterator[Batch]:
-    """Return an iterator of tuples of up to ``window`` batches.
+def _grouped(batches: Iterator[Batch], sizes: Iterator[int]) -> Iterator[Batch]:
+    """Return an iterator of tuples of up to so many batches each.
 
     Not toolz.partition_all, which requests the next window before it yields one. A loader that
     draws would notice.
     """
-    rest, sizes = itertools.repeat(batches), itertools.repeat(window)
+    rest = itertools.repeat(batches)
     return itertools.takewhile(len, map(tuple, map(itertools.islice, rest, sizes)))
 
 

@@ -914,7 +914,7 @@ class every(Moment):
             return self.epochs < 1 or state.epoch % int(self.epochs) == 0  # type: ignore[operator]
         if self.epochs >= 1 or state.run is None:  # type: ignore[operator]
             return False
-        done, updates = math.ceil(state.batch / state.run.window), state.run.steps_per_epoch
+        done, updates = state.run.windows.updates(state.batch), state.run.steps_per_epoch
         return _completes_part(_read_fraction(self.epochs), done, updates)  # type: ignore[arg-type]
 
     def quiet_until(self, state: TrainState) -> float:

@@ -541,7 +541,7 @@ def _run(state: TrainState) -> RunInfo:
 
 def _done(state: TrainState) -> int:
     """Return the updates of the running epoch, including skipped ones."""
-    return -(-state.batch // _run(state).window)
+    return _run(state).windows.updates(state.batch)
 
 
 def is_stream(state: TrainState) -> bool:

@@ -21,11 +21,19 @@ from fnloop._core.history import (
     watcher_name,
 )
 from fnloop._core.optimizers import forget_schedules, groups_in
-from fnloop._core.runs import BOUNDARY, RunInfo, end_in, ends_phase, is_interruption, kind_of
+from fnloop._core.runs import (
+    BOUNDARY,
+    RunInfo,
+    Windows,
+    end_in,
+    ends_phase,
+    is_interruption,
+    kind_of,
+)
 from fnloop._core.state import TrainState, begin_count, check_not_stale, left_out, updates_of_call
 from fnloop._core.types import START, Middleware, name_of
 from fnloop._data.loaders import Loaders, read_loaders, sharded
-from fnloop._data.source import Source, num_updates
+from fnloop._data.source import Source
 from fnloop._display import checks
 from fnloop._hooks.hook import (
     ConditionalHook,
@@ -144,15 +152,51 @@ class Plan:
         """The samples of an update, of all processes together, if the step says so."""
         return total_in(self.step.pipeline.middleware)
 
-    def window_in(self, state: TrainState, later: int = 0) -> int:
-        """Return how many batches the step takes in this process, at most.
+    def windows(
+        self, state: TrainState, source: Source, later: int = 0, updates: int = 0
+    ) -> Windows:
+        """Return how the batches of an epoch are grouped into updates.
 
         Args:
             state: the state.
-            later: how many epochs later than now.
+            source: the training loader.
+            later: how many epochs later than the running one.
+            updates: those from now up to the beginning of that epoch.
         """
+        at = self._counted(state, later, updates)
+        return self.step.windows(*at, 0 if later else state.batch, source.batches_in_update)
+
+    def _counted(self, state: TrainState, later: int, updates: int) -> tuple[int, int]:
+        """Return an epoch, and the updates tried before it, as the phase counts them."""
+        epoch, update = state.epoch + later, state.step + state.skipped + updates
         phase = None if self.phase is None else phase_of(state, self.phase)
-        return self.step.window_in(state.epoch + later - (0 if phase is None else phase.epoch))
+        return (
+            (epoch, update)
+            if phase is None
+            else (epoch - phase.epoch, update - phase.step - phase.skipped)
+        )
+
+    def updates_in(self, batches: int | None, windows: Windows) -> int | None:
+        """Return how many updates an epoch has, if that is known: tbptt makes more."""
+        return None if self.step.carries or batches is None else windows.updates(batches)
+
+    def updates_later(self, state: TrainState, source: Source, updates: int, epochs: int) -> int:
+        """Return the updates of the epochs after the running one.
+
+        Args:
+            state: the state.
+            source: the training loader.
+            updates: those that are left of the running epoch.
+            epochs: how many epochs, with the running one.
+        """
+        before = updates
+        for later in range(1, epochs):
+            windows = self.windows(state, source, later, updates)
+            length = windows.updates_of(source.length_in(state.epoch + later) or 0)
+            if source.lengths is None and self.step.settles(*self._counted(state, later, updates)):
+                return updates - before + (epochs - later) * length  # the others are like this one
+            updates += length
+        return updates - before
 
     def check(self, info: RunInfo, history: History) -> None:
         """Raise if a hook or a trigger cannot work in this run.
@@ -290,40 +334,28 @@ def describe(
         evaluated: the names of the loaders that it evaluates.
         clock: the time that all processes agree on, if there are several.
     """
-    window = source.batches_in_update(plan.window_in(state))
+    windows = plan.windows(state, source)
     phase = None if plan.phase is None else phase_of(state, plan.phase)
     batches = source.length_in(state.epoch)
-    per_epoch = None if plan.step.carries else num_updates(batches, window)
+    per_epoch = plan.updates_in(batches, windows)
     total = plan.steps  # tbptt makes as many updates as a batch has windows
     if plan.epochs is not None and per_epoch is not None:
-        left = num_updates(source.left(state.epoch, state.batch, state.samples), window) or 0
-        left += _updates_later(plan, state, source, plan.epochs - state.epoch)
+        batches_left = source.left(state.epoch, state.batch, state.samples) or 0
+        left = windows.updates_of(batches_left, state.batch)
+        left += plan.updates_later(state, source, left, plan.epochs - state.epoch)
         # Skipped updates count, and those left out: so a run that is resumed after some has the
         # same total. Those of earlier phases do not.
         lost = state.skipped + left_out(state) - (0 if phase is None else phase.skipped)
         total = state.step + lost + left
         total = total if plan.steps is None else min(total, plan.steps)
     return RunInfo(
-        plan.epochs, total, per_epoch, batches, window, evaluated, clock,
+        plan.epochs, total, per_epoch, batches, windows.largest, evaluated, clock,
         precision=plan.step.precision_in(state), first_step=0 if phase is None else phase.step,
         position_at=source.positions.at, indices_at=source.indices,
         hook_slots=slots_of(plan.hooks), reported=names_reported(plan.hooks),
         turns=tuple(plan.step.settings.steps) if isinstance(plan.step, AlternateStep) else (),
+        windows=windows,
     )  # fmt: skip
-
-
-def _updates_later(plan: Plan, state: TrainState, source: Source, epochs: int) -> int:
-    """Return the updates of the next epochs but the running one."""
-
-    def updates(later: int) -> int:
-        window = source.batches_in_update(plan.window_in(state, later))
-        return num_updates(source.length_in(state.epoch + later), window) or 0
-
-    # From then on neither the window nor the length changes any more.
-    settled = max([1, *(first for m in plan.step.pipeline.middleware for first in m.windows)])
-    settled = settled if source.lengths is None else max(settled, epochs)
-    varying = sum(updates(later) for later in range(1, min(epochs, settled)))
-    return varying + max(epochs - settled, 0) * updates(settled)
 
 
 def check_step(step: object, caller: str) -> None:

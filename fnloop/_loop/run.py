@@ -42,7 +42,7 @@ from fnloop._core.state import (
 )
 from fnloop._core.types import END, EPOCH, RECORD, START, UPDATE, Metric, Output, name_of
 from fnloop._data.loaders import NONE_LEFT
-from fnloop._data.source import Source, num_updates, windows
+from fnloop._data.source import Source, windows
 from fnloop._hooks.hook import Hook, Wrapper
 from fnloop._loop.beginning import check_length, complete, first_state, suggest_fused
 from fnloop._loop.boundary import Action, Answers, Append, Collect, Leave, ask, due
@@ -105,14 +105,14 @@ def train_epochs(
                 with reusing_pages(backend.device), Survival(run):
                     seed, state = run.begin_epoch(), run.state
                     at = (state.epoch, state.batch, state.samples)
-                    size = None if window == 1 else source.rounds_in_update(plan.window_in(state))
                     nothing: Any = None
                     batch = feed = step = nothing
                     # An epoch that will not be trained is not begun, but one that was left in the
                     # middle is, for the position of its loader and its generators.
                     over = run.only_ends() and not state.batch
                     if not over:
-                        feed = windows(source, size, backend.device, *at, plan.prefetch)
+                        sizes = None if window == 1 else run.info.windows.sizes(state.batch)
+                        feed = windows(source, sizes, backend.device, *at, plan.prefetch)
                         batch = run.fetch(feed)
                         over = run.enter(seed, ended=batch is NONE_LEFT)
                         step = engine_of(run.state).read_from(source, plan.step.train, window)
@@ -262,13 +262,13 @@ class Run:
 
     def _count_windows(self) -> None:
         """Note how many batches an update takes in this epoch, and so how many updates it has."""
-        window = self.source.batches_in_update(self.plan.window_in(self.state))
+        windows = self.plan.windows(self.state, self.source)
         batches = self.source.length_in(self.state.epoch)
-        if (window, batches) != (self.info.window, self.info.batches_per_epoch):
-            length = None if self.plan.step.carries else num_updates(batches, window)
+        if (windows, batches) != (self.info.windows, self.info.batches_per_epoch):
             self.info = attrs.evolve(
-                self.info, window=window, steps_per_epoch=length, batches_per_epoch=batches
-            )
+                self.info, window=windows.largest, windows=windows, batches_per_epoch=batches,
+                steps_per_epoch=self.plan.updates_in(batches, windows),
+            )  # fmt: skip
             self.state = changed(self.state, run=self.info)
 
     def only_ends(self) -> bool:
@@ -499,8 +499,8 @@ class Run:
         """Return the state with its epoch counted. ``self.state`` stays until there is a record."""
         state, self.batches_in_epoch = self.state, self.state.batch
         if state.ends is not None and not self.plan.step.carries:
-            at = (state.epoch, state.batch, state.samples)
-            state = count_left_out(state, num_updates(self.source.left(*at), self.info.window) or 0)
+            left = self.source.left(state.epoch, state.batch, state.samples) or 0
+            state = count_left_out(state, self.info.windows.updates_of(left, state.batch))
         return changed(
             state, epoch=state.epoch + 1, batch=0, samples=0, ends=None,
             events=state.events | {EPOCH}, saved_on=None,

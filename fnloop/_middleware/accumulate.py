@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import attrs
+import torch
 from torch import Tensor, nn
 
 from fnloop._backend.containers import map_leaves, tensors_in
@@ -44,7 +45,13 @@ from fnloop._step.update import CREATE_GRAPH, Backward, Commuting, Insertable, i
 
 
 @middleware("gradient")
-def accumulate(n: int | Mapping[int, int] | None = None, *, total: int | None = None) -> Middleware:
+def accumulate(
+    n: int | Mapping[int, int] | None = None,
+    *,
+    total: int | None = None,
+    by: str = "epoch",
+    dtype: torch.dtype | None = None,
+) -> Middleware:
     """Make one update from up to n batches, or from ``total`` samples, weighted by their items.
 
     A step with it takes a sequence of up to n batches; ``fit`` groups the loader into such windows.
@@ -62,14 +69,22 @@ def accumulate(n: int | Mapping[int, int] | None = None, *, total: int | None = 
             4}``. Before its first key it is 1. A bare step takes up to the largest.
         total: samples per update in all processes together, a multiple of the batch size; in the
             place of n.
+        by: what the keys of a mapping count: "epoch", or "step": with ``{0: 4, 1000: 16}`` each
+            update has 4 batches, and 16 after 1,000 updates of the run or its phase. Updates that
+            were skipped count too.
+        dtype: in which gradients are added up, such as ``torch.float32`` for weights in bfloat16:
+            the mean is rounded once. None: in their own.
 
     Returns:
         A middleware of the gradient ring.
 
     Raises:
-        TypeError: n is neither an int nor such a mapping; or both n and total are given, or none.
-        ValueError: n or total is below 1, or an epoch is below 0. When a run begins: the batch size
-            of its loader is not known, or total is not a multiple of it.
+        TypeError: n is neither an int nor such a mapping; or both n and total are given, or none;
+            or dtype is not a dtype.
+        ValueError: n or total is below 1, or a key is below 0; by is not known, or n is not a
+            mapping; dtype is not of floating point. When a run begins: the batch size of its loader
+            is not known, or total is not a multiple of it.
+        NotImplementedError: with a dtype, the state was made with ``exact=True``.
 
     Example:
         >>> import fnloop as fl, torch
@@ -93,6 +108,9 @@ def accumulate(n: int | Mapping[int, int] | None = None, *, total: int | None = 
         ``drop_last``, only an incomplete batch is left out. A bare step takes the batches that it
         is given, and does not count samples.
 
+        With a dtype, each batch's gradient is taken out of ``.grad``. So there is one more copy of
+        the gradients, in that dtype, and several processes exchange those of every batch.
+
     Replaces: lightning.GradientAccumulationScheduler
     """
     if total is not None:
@@ -101,7 +119,7 @@ def accumulate(n: int | Mapping[int, int] | None = None, *, total: int | None = 
                 f"accumulate takes n, the batches per update in each process, or total=, the "
                 f"samples per update in all processes; got both. Write accumulate(total={total})"
             )
-        return _of_samples(total)
+        return _of_samples(total, dtype)
     if n is None:
         raise TypeError(
             "accumulate expects n as an int >= 1, the batches per update in each process, or "
@@ -109,27 +127,35 @@ def accumulate(n: int | Mapping[int, int] | None = None, *, total: int | None = 
             "accumulate(total=64)"
         )
     if isinstance(n, Mapping):
-        return _by_epoch(n)
-    return _accumulate(n, {})
+        return _varying(n, by, dtype)
+    if by != "epoch":
+        raise ValueError(
+            f"accumulate: by= says what the keys of a mapping count, such as {{0: 4, 1000: 16}}; "
+            f"n is {n!r}, so leave by={by!r} out"
+        )
+    return _accumulate(n, dtype)
 
 
-def _of_samples(total: int) -> Middleware:
+def _of_samples(total: int, dtype: torch.dtype | None) -> Middleware:
     meaning = "the samples per update in all processes together"
     checks.integer("accumulate", "total", total, meaning, wrong_type=TypeError)
-    made = _accumulate(total, {}, f"total={total}")  # each batch has at least one sample
+    made = _accumulate(total, dtype, f"total={total}")  # each batch has at least one sample
     return attrs.evolve(made, total=total)
 
 
-def _by_epoch(windows: Mapping[int, int]) -> Middleware:
+def _varying(windows: Mapping[int, int], by: str, dtype: torch.dtype | None) -> Middleware:
+    checks.choice("accumulate", "by", by, ("epoch", "step"))
     if not windows:
-        raise ValueError("accumulate expects at least one epoch, such as {0: 8, 4: 4}; got none")
-    for epoch in windows:
+        raise ValueError(f"accumulate expects at least one {by}, such as {{0: 8, 4: 4}}; got none")
+    key = "an epoch of n" if by == "epoch" else "an update of n"
+    for first in windows:
         checks.integer(
-            "accumulate", "an epoch of n", epoch, "such as 4 in {0: 8, 4: 4}", least=0,
-            wrong_type=TypeError,
+            "accumulate", key, first, "such as 4 in {0: 8, 4: 4}",
+            least=0, wrong_type=TypeError,
         )  # fmt: skip
-        _check_accumulate(windows[epoch])
-    return _accumulate(max(windows.values()), dict(sorted(windows.items())))
+        _check_accumulate(windows[first])
+    made = _accumulate(max(windows.values()), dtype)
+    return made if made.window == 1 else attrs.evolve(made, windows={**windows}, windows_by=by)
 
 
 def _check_accumulate(n: object) -> None:
@@ -137,26 +163,30 @@ def _check_accumulate(n: object) -> None:
     checks.integer("accumulate", "n", n, meaning, wrong_type=TypeError)
 
 
-def _accumulate(n: int, windows: Mapping[int, int], typed: str | None = None) -> Middleware:
+def _accumulate(n: int, dtype: torch.dtype | None, typed: str | None = None) -> Middleware:
     """Return the middleware.
 
     Args:
         n: the most batches per update.
-        windows: batches per update by the first epoch; empty if it is always n.
+        dtype: in which gradients are added up.
         typed: the argument as messages show it; by default n.
     """
     _check_accumulate(n)
+    if dtype is not None:
+        checks.instance("accumulate", "dtype", dtype, torch.dtype, "such as torch.float32, or None")
+        if not dtype.is_floating_point:
+            raise ValueError(f"accumulate adds gradients up in a floating dtype; got {dtype}")
     if n == 1:
         return Middleware("accumulate")
     call = f"accumulate({typed or n})"
     in_place = Commuting(_in_place(n, call))
 
     def gradient(step: Step) -> Step:
-        if isinstance(step, Insertable):
+        if isinstance(step, Insertable) and dtype is None:
             return step.insert_inside(in_place)
-        return _averaged(step, n, call)
+        return _averaged(step, n, call, dtype)
 
-    return Middleware("accumulate", gradient=gradient, window=n, windows=windows)
+    return Middleware("accumulate", gradient=gradient, window=n)
 
 
 def _in_place(n: int, call: str) -> Callable[[Backward], Step]:
@@ -173,13 +203,13 @@ def _in_place(n: int, call: str) -> Callable[[Backward], Step]:
     return wrap
 
 
-def _averaged(step: Step, n: int, call: str) -> Step:
+def _averaged(step: Step, n: int, call: str, dtype: torch.dtype | None) -> Step:
     """Return the step that averages the gradients that another one leaves."""
 
     def averaged(state: TrainState, window: Sequence[Batch]) -> tuple[TrainState, Output]:
         __tracebackhide__ = True
         _check_window(window, n, call)
-        with engine_of(state).start_sum(state, len(window)) as total, in_parts():
+        with engine_of(state).start_sum(state, len(window), dtype) as total, in_parts():
             for batch in window:
                 state, out = step(state, batch)
                 total.add(state, out)

@@ -357,8 +357,8 @@ class LocalEngine:
     def largest(self, number: int) -> int:
         return number
 
-    def start_sum(self, state: TrainState, batches: int) -> GradientSum:
-        return SumInOrder(self, state, WeightedSum())
+    def start_sum(self, state: TrainState, batches: int, dtype: torch.dtype | None) -> GradientSum:
+        return SumInOrder(self, state, WeightedSum(), dtype)
 
     def gradients(self, params: Sequence[Tensor]) -> list[Tensor | None]:
         return [p.grad for p in params]
@@ -622,7 +622,9 @@ class GradientEngine(Protocol):
         """Return the largest of a number over all processes."""
         ...
 
-    def start_sum(self, state: TrainState, batches: int, /) -> GradientSum:
+    def start_sum(
+        self, state: TrainState, batches: int, dtype: torch.dtype | None, /
+    ) -> GradientSum:
         """Start the sum of a window, whose batches a step takes one by one."""
         ...
 
@@ -1013,12 +1015,18 @@ class SumInOrder(GradientSum):
         engine: the engine.
         state: the state that is trained.
         total: the sum of the weights.
+        dtype: in which gradients are added up; None: in their own.
     """
 
     def __init__(
-        self, engine: LocalEngine | DistributedEngine, state: TrainState, total: WeightedSum
+        self,
+        engine: LocalEngine | DistributedEngine,
+        state: TrainState,
+        total: WeightedSum,
+        dtype: torch.dtype | None,
     ) -> None:
         self._engine, self._total, self._params = engine, total, parameters(state)
+        self._dtype = dtype
         self._sums: list[Tensor | None] = [None] * len(self._params)
         self._stashed = stash_gradients(state)
 
@@ -1029,17 +1037,24 @@ class SumInOrder(GradientSum):
         if out.skip is None:
             relative = self._total.relative_weight(out)
             pairs = zip(self._sums, self._engine.gradients(self._params), strict=True)
-            self._sums = [_plus(so_far, gradient, relative) for so_far, gradient in pairs]
+            self._sums = [
+                _plus(so_far, _in_dtype(gradient, self._dtype), relative)
+                for so_far, gradient in pairs
+            ]
         for p in self._params:
             p.grad = None
         self._total.add(out)
 
     def finish(self, state: TrainState) -> Output:
-        for p, gradient in zip(self._params, self._sums, strict=True):
-            p.grad = gradient
         self._total.divide(self._sums)
+        for p, gradient in zip(self._params, self._sums, strict=True):
+            p.grad = _in_dtype(gradient, p.dtype)
         restore_gradients(state, self._stashed)
         return self._total.output()
+
+
+def _in_dtype(gradient: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
+    return gradient if gradient is None or dtype is None else gradient.to(dtype)
 
 
 def _plus(so_far: Tensor | None, gradient: Tensor | None, relative: Weight | None) -> Tensor | None:

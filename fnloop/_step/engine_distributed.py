@@ -219,8 +219,8 @@ class DistributedEngine:
     def largest(self, number: int) -> int:
         return int(all_reduce_max([number], "the number of pieces")[0])
 
-    def start_sum(self, state: TrainState, batches: int) -> GradientSum:
-        return SumInOrder(self, state, _SumOfMeans(self))
+    def start_sum(self, state: TrainState, batches: int, dtype: torch.dtype | None) -> GradientSum:
+        return SumInOrder(self, state, _SumOfMeans(self), dtype)
 
     def gradients(self, params: Sequence[Tensor]) -> list[Tensor | None]:
         # Copies, because the gradients are views of DDP's buckets.

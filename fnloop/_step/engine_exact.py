@@ -41,6 +41,7 @@ from fnloop._step.engine import (
     GradientSum,
     LocalWindow,
     LossRoot,
+    check_not_exact,
     restore_gradients,
     stash_gradients,
     valid_weight,
@@ -410,7 +411,10 @@ class ExactEngine:
         self.begin_pass(state, total.offset)
         return Leaf(self, loss, state, total.offset, total.is_padding, pieces)
 
-    def start_sum(self, state: TrainState, batches: int) -> GradientSum:
+    def start_sum(self, state: TrainState, batches: int, dtype: torch.dtype | None) -> GradientSum:
+        if dtype is not None:
+            instead = "its sums have the dtype of the gradients. Leave the argument out"
+            check_not_exact(state, f"accumulate(dtype={dtype})", instead)
         self._sum = _Sum(self, state, *self._taken(state, batches))
         return self._sum
 

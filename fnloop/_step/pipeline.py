@@ -27,6 +27,7 @@ from fnloop._core.history import check_loaders
 from fnloop._core.metrics import COLLECTION_HINT, names_in
 from fnloop._core.optimizers import groups_in
 from fnloop._core.rng import fold_in, isolated, seed_all, torch_seeder
+from fnloop._core.runs import Windows
 from fnloop._core.serialize import has_pending, materialize
 from fnloop._core.state import (
     TBPTT,
@@ -286,9 +287,34 @@ class PipelineStep(abc.ABC):
             members = tuple(m for m in members if m.forward is not None or m.evaluation is not None)
         return init_slots(state, members)
 
-    def window_in(self, epoch: int) -> int:
-        """Return how many batches one call takes in an epoch, counted from that of the phase."""
-        return window_in(epoch, self.pipeline.middleware, self.window)
+    def windows(self, epoch: int, update: int, batch: int, in_all: Callable[[int], int]) -> Windows:
+        """Return how the batches of an epoch are grouped into updates.
+
+        Args:
+            epoch: the epoch, counted from that of the phase.
+            update: the updates before, also skipped ones, counted from those of the phase.
+            batch: where the epoch is.
+            in_all: returns the batches of an update in all processes, given those in one.
+        """
+        sizes, by = self._varying
+        if by == "step":
+            every_process = {first: in_all(size) for first, size in sizes.items()}
+            return Windows.by_update(every_process, batch, update)
+        size = sizes[max(first for first in sizes if first <= epoch)]
+        return Windows.always(in_all(size))
+
+    def settles(self, epoch: int, update: int) -> bool:
+        """Return whether windows never vary from there on, counted from those of the phase."""
+        sizes, by = self._varying
+        return max(sizes) <= (update if by == "step" else epoch)
+
+    @property
+    def _varying(self) -> tuple[Mapping[int, int], str]:
+        """The windows by the first epoch or update that has them, from 0 on; and by which."""
+        for member in self.pipeline.middleware:
+            if member.windows:
+                return {0: 1, **member.windows}, member.windows_by
+        return {0: self.window}, "epoch"
 
     def renew_slots(self, state: TrainState) -> TrainState:
         """Return the state without the slots that are made again when a phase begins."""
@@ -972,15 +998,6 @@ def in_order(members: Sequence[Middleware], ring: str) -> list[Middleware]:
 def total_in(members: Iterable[Middleware]) -> int | None:
     """Return the samples of an update in all processes together, if a middleware says so."""
     return next((m.total for m in members if m.total is not None), None)
-
-
-def window_in(epoch: int, members: Iterable[Middleware], most: int) -> int:
-    """Return how many batches one call of a step takes in an epoch; ``most`` if it never varies."""
-    windows = next((m.windows for m in members if m.windows), None)
-    if windows is None:
-        return most
-    begun = [first for first in windows if first <= epoch]
-    return windows[max(begun)] if begun else 1
 
 
 # --------------------------------------------------------------------------------------------------

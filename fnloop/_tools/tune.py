@@ -301,7 +301,8 @@ class _Bench:
             total = total_in(step.pipeline.middleware)
             source = open_loader(self.now.loader, self.state, total)
             batches = source.batches(self.state.epoch, 0, 0)
-            return list(itertools.islice(batches, 4 * source.rounds_in_update(step.window)))
+            each = source.rounds_of(source.batches_in_update(step.window))
+            return list(itertools.islice(batches, 4 * each))
 
 
 def _losses(state: TrainState) -> dict[str, float]:

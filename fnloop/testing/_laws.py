@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import pickle
 import random
@@ -283,7 +284,8 @@ def law_skipped_updates(pipe: Pipeline, problem: Problem) -> None:
 
 def _windows(step: PipelineStep, problem: Problem) -> list[Batch]:
     window = None if step.window == 1 else _window(step, problem)
-    return list(windows(open_source(list(problem.batches), 0), window, torch.device("cpu")))
+    sizes = None if window is None else itertools.repeat(window)
+    return list(windows(open_source(list(problem.batches), 0), sizes, torch.device("cpu")))
 
 
 def _skip_every_second(step: Step[TrainState]) -> Step[TrainState]:

@@ -667,7 +667,8 @@ def draw_train(r, marks, deep=1):
     return (f"fl.data.interleave({both})", True) if length and also else (text, length)
 
 
-WINDOWS = ("fl.accumulate(2)", "fl.accumulate(3)", "fl.accumulate({0: 1, 1: 3, 2: 2})")
+BY_STEP = "fl.accumulate({0: 2, 2: 1, 5: 3}, by='step')"
+WINDOWS = ("fl.accumulate(2)", "fl.accumulate(3)", "fl.accumulate({0: 1, 1: 3, 2: 2})", BY_STEP)
 
 
 def draw_rows(r, rows):

@@ -1,0 +1,169 @@
+"""accumulate: windows by the update, and gradients that are added up in another dtype."""
+
+import attrs
+import pytest
+import torch
+from toy_runs import fitted, noting, of, xs
+
+import fnloop as fl
+from fnloop._core.runs import Windows
+from fnloop.testing import assert_same, toy, toy_loss
+
+BY_STEP = fl.accumulate({0: 1, 3: 2, 5: 3}, by="step")
+
+
+def taken_by(members, batches=10, state=None, **settings):
+    """Return how many batches each call of the step took, and the state."""
+    note, found = noting(lambda state: (state.epoch, state.batch))
+    settings = {"hooks": (note,), **settings}
+    state = fitted([1] * batches, *members, state=state, **settings)
+    return found, state
+
+
+def test_from_an_update_on_each_has_more_batches():
+    """1 + 1 + 1 + 2 + 2 + 3, and then 3 + 3 + 3 + 1."""
+    found, state = taken_by([BY_STEP], epochs=2)
+    assert found == [
+        *((0, 1), (0, 2), (0, 3), (0, 5), (0, 7), (1, 0)),
+        *((1, 3), (1, 6), (1, 9), (2, 0)),
+    ]
+    assert (state.step, state.model.w.item()) == (10, -10.0)
+
+
+def test_a_phase_counts_its_own_updates():
+    first, state = taken_by([BY_STEP], epochs=1, phase="a")
+    second, _ = taken_by([BY_STEP], state=state, epochs=1, phase="b")
+    assert [batch for _, batch in first] == [batch for _, batch in second] == [1, 2, 3, 5, 7, 0]
+
+
+def test_before_its_first_key_the_window_is_one_batch():
+    found, _ = taken_by([fl.accumulate({2: 4}, by="step")], epochs=1)
+    assert [batch for _, batch in found] == [1, 2, 6, 0]
+
+
+@pytest.mark.parametrize("prefetch", [1, 3])
+@pytest.mark.parametrize("split", range(1, 10))
+def test_a_run_that_is_cut_at_any_update_has_the_same_windows(split, prefetch):
+    settings = {"prefetch": prefetch, "record_every": fl.every(steps=2)}
+    whole = fitted(xs(*range(10)), BY_STEP, epochs=2, **settings)
+    part = fitted(xs(*range(10)), BY_STEP, epochs=2, steps=split, **settings)
+    rest = fitted(xs(*range(10)), BY_STEP, state=part, epochs=2, **settings)
+    closing = [record for record in rest.history if not record.closing]
+    assert_same(attrs.evolve(rest, history=fl.History(closing)), whole)
+
+
+def test_updates_that_were_skipped_count():
+    """So windows are known before they are read: 1 + 1 + 1 + 2 (skipped) + 2 + 3."""
+    nan = float("nan")
+    values, members = [1, 1, 1, 1, nan, 1, 1, 1, 1, 1], (fl.skip_nonfinite(), BY_STEP)
+    whole = fitted(values, *members, epochs=2)
+    assert (whole.step, whole.skipped) == (6 - 1 + 4 - 1, 2)
+    for split in range(1, 8):
+        part = fitted(values, *members, epochs=2, steps=split)
+        rest = fitted(values, *members, state=part, epochs=2)
+        assert (rest.step, rest.skipped) == (whole.step, 2)
+        assert rest.model.w.item() == whole.model.w.item()
+
+
+def test_schedules_and_moments_know_how_many_updates_there_are():
+    totals = []
+
+    def factor(i, total):
+        totals.append(total)
+        return 1.0
+
+    length, seen = noting(lambda state: (state.step, state.run.steps_per_epoch))
+    half = fl.every(epochs=0.5)(length)
+    taken_by([BY_STEP, fl.schedule(factor)], epochs=3, hooks=(half,))
+    assert {*totals} == {14}  # 6 + 4 + 4
+    assert seen == [(3, 6), (6, 6), (8, 4), (10, 4), (12, 4), (14, 4)]
+
+
+def test_a_run_of_a_billion_epochs_is_planned_at_once():
+    stop = fl.once(lambda state: attrs.evolve(state, stop=f"{state.run.total_steps}"))
+    _, state = taken_by([BY_STEP], epochs=10**9, hooks=(stop,))
+    assert state.stop == f"{6 + (10**9 - 1) * 4}"
+
+
+@pytest.mark.parametrize(("batch", "update"), [(0, 2), (1, 3), (3, 4), (5, 5), (8, 6), (11, 7)])
+def test_the_windows_of_an_epoch_are_known_at_any_place_of_it(batch, update):
+    """An epoch begins at update 2: 1 + 2 + 2 + 3 + 3 + ..."""
+    there = Windows.by_update({0: 1, 3: 2, 5: 3}, batch, update)
+    assert there == Windows.by_update({0: 1, 3: 2, 5: 3}, 0, 2)
+    assert [there.updates(n) for n in (1, 2, 3, 5, 6, 8, 9)] == [1, 2, 2, 3, 4, 4, 5]
+
+
+# --- another dtype
+
+
+def test_gradients_are_added_up_in_float32():
+    """In bfloat16, 256 + 1 is 256, so that the sum of these is 258 instead of 260."""
+    x = [torch.tensor([value], dtype=torch.bfloat16) for value in (256.0, 1.0, 1.0, 2.0)]
+    bf16 = lambda: toy().model.bfloat16()
+    found = [
+        fl.pipeline(fl.accumulate(4, dtype=dtype))(toy_loss)(of(bf16()), x)[0].model.w.item()
+        for dtype in (torch.float32, None)
+    ]
+    assert found == [-65.0, -64.5]
+
+
+def test_it_equals_a_loop_by_hand_with_sums_in_float32():
+    torch.manual_seed(0)
+    batches = [(torch.randn(3, 8).bfloat16(), torch.randn(3, 1).bfloat16()) for _ in range(12)]
+
+    def make():
+        torch.manual_seed(1)
+        return torch.nn.Linear(8, 1).bfloat16()
+
+    def loss_fn(model, batch):
+        return torch.nn.functional.mse_loss(model(batch[0]), batch[1])
+
+    def by_hand(model):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for i in range(0, 12, 4):
+            sums = [torch.zeros(p.shape) for p in model.parameters()]
+            for batch in batches[i : i + 4]:
+                optimizer.zero_grad()
+                loss_fn(model, batch).backward()
+                for total, p in zip(sums, model.parameters(), strict=True):
+                    total += p.grad.float()
+            for total, p in zip(sums, model.parameters(), strict=True):
+                p.grad = (total / 4).bfloat16()
+            optimizer.step()
+        return model
+
+    state = fl.TrainState.create(
+        model := make(), torch.optim.SGD(model.parameters(), lr=0.1), seed=0
+    )
+    state = fl.fit(
+        fl.pipeline(fl.accumulate(4, dtype=torch.float32))(loss_fn), state, batches, hooks=()
+    )
+    for mine, theirs in zip(model.parameters(), by_hand(make()).parameters(), strict=True):
+        assert mine.dtype == torch.bfloat16 and torch.equal(mine, theirs)
+
+
+# --- what is refused
+
+
+@pytest.mark.parametrize(
+    ("error", "call", "message"),
+    [
+        (ValueError, lambda: fl.accumulate({0: 2}, by="batch"), 'by as one of "epoch", "step"'),
+        (ValueError, lambda: fl.accumulate(4, by="step"), "n is 4, so leave by='step' out"),
+        (ValueError, lambda: fl.accumulate({-1: 2}, by="step"), "an update of n"),
+        (TypeError, lambda: fl.accumulate(4, dtype="float32"), "dtype as .*torch.float32"),
+        (ValueError, lambda: fl.accumulate(4, dtype=torch.int64), "a floating dtype; got torch"),
+    ],
+)
+def test_a_wrong_argument_is_refused(error, call, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_exact_sums_have_no_dtype():
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    state = fl.TrainState.create(model, optimizer, seed=0, exact=True)
+    step = fl.pipeline(fl.accumulate(2, dtype=torch.float64))(lambda m, b: m(b).mean())
+    with pytest.raises(NotImplementedError, match=r"accumulate\(dtype=torch.float64\) does not"):
+        fl.fit(step, state, [torch.ones(1, 1)] * 2, hooks=())
