@@ -402,7 +402,7 @@ def windows(
 
 
 def _grouped(batches: Iterator[Batch], sizes: Iterator[int]) -> Iterator[Batch]:
-    """Return an iterator of tuples of up to so many batches each.
+    """Return an iterator of tuples of batches, at most of these sizes.
 
     Not toolz.partition_all, which requests the next window before it yields one. A loader that
     draws would notice.

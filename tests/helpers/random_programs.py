@@ -120,9 +120,10 @@ KNOWN = {
         any("at_end" in hook and ("|" in hook or "~" in hook) for hook in program.hooks)
         and any(cut.how not in ("target", "stop") for cut in cuts)
     ),
-    # The host's generators are as a batch left them that failed after some of its samples.
+    # The host's generators are as a fetch left them that failed after some samples, or batches.
     "half-a-fetch": lambda program, cuts: (
-        ("draws" in program.loss and "shuffled" in program.train)
+        "draws" in program.loss
+        and ("shuffled" in program.train or program.has("accumulate"))
         and any(c.at == "loader" and c.how in ("fail", "interrupt") for c in cuts)
     ),
     # A loader shorter than ``take`` has announced: the planned total depends on the cut.
