@@ -784,6 +784,7 @@ def encode_record(record: Record) -> str:
     """Return a record as JSON."""
     row = {"epoch": record.epoch, "step": record.step, **record.metrics, "seconds": record.seconds}
     row |= {"closing": True} if record.closing else {}
+    row |= {} if record.items is None else {"items": record.items}
     return json.dumps(encode(row, {}, "history"), allow_nan=False, ensure_ascii=False)
 
 
@@ -810,7 +811,8 @@ def _decode_record(encoded: Json) -> Record:
     closing = row.pop("closing", False)
     if not isinstance(closing, bool):
         raise TypeError(f"closing of a record is {describe(closing)}")
-    return Record(epoch, step, row, seconds, closing)
+    items = row.pop("items", None)
+    return Record(epoch, step, row, seconds, closing, items)
 
 
 def _join_lines(lines: Iterable[str]) -> bytes:

@@ -219,14 +219,17 @@ class History:
         return History, (self.records,)
 
     def to_dicts(self) -> list[dict[str, float]]:
-        """Return a flat dict per record: epoch (epochs completed), step, the metrics and seconds.
+        """Return a flat dict per record: epoch (epochs completed), step, metrics, seconds, items.
 
-        Only a closing record also has ``"closing": True``.
+        Only a closing record also has ``"closing": True``. Where the items are unknown, there is no
+        ``"items"``.
         """
         rows = []
         for record in self:
             row: dict[str, float] = {"epoch": record.epoch, "step": record.step, **record.metrics}
             row["seconds"] = record.seconds
+            if record.items is not None:
+                row["items"] = record.items
             if record.closing:
                 row["closing"] = True
             rows.append(row)
@@ -278,8 +281,9 @@ class History:
                 a metric whose name contains "loss" or "error" is better when lower, and one with
                 "acc", "f1", "auc", "precision" or "recall" when higher. For other names no best
                 point is marked.
-            x: the x axis, "step" or "epoch"; an evaluation in the middle of epoch 4 is at 3.5, and
-                that at its end at 4. Where no epoch has ended, it is "step".
+            x: the x axis, "step", "epoch" or "items"; an evaluation in the middle of epoch 4 is at
+                3.5, and that at its end at 4. Where no epoch has ended, it is "step". Records
+                whose items are unknown are left out for "items".
 
         Returns:
             A matplotlib Figure; ``figure.savefig("history.png")`` writes it. A notebook shows it
@@ -413,6 +417,13 @@ def _seconds(value: object) -> float:
     return checks.number("Record", "seconds", value, least=0)
 
 
+def _items(value: object) -> float | None:
+    if value is None or (type(value) is int and value >= 0):
+        return value
+    items = checks.number("Record", "items", value, least=0)
+    return int(items) if items.is_integer() else items
+
+
 def _bits(metrics: Mapping[str, float]) -> dict[str, str]:
     """Return the metrics as they are compared: NaN equals NaN, and 0.0 differs from -0.0."""
     return {name: value.hex() for name, value in metrics.items()}
@@ -431,6 +442,9 @@ class Record:
         closing: whether it was made only because the run ended here: between two reports, or after
             the one of an epoch, for what is evaluated ``at_end()``. A run that continues makes its
             reports as if this record did not exist, and folds over the history skip it.
+        items: the items of all updates that were applied so far, in all processes: samples, or what
+            the loss function counts in ``aux["weight"]``, such as tokens. A turn of ``alternate``
+            counts for itself. None: unknown, as in a history that an older version has begun.
 
     Example:
         >>> Record(1, 10, {"train/loss": 0.5}).metrics["train/loss"]
@@ -442,6 +456,7 @@ class Record:
     metrics: Mapping[str, float] = attrs.field(eq=_bits, converter=_floats)
     seconds: float = attrs.field(default=0.0, eq=False, converter=_seconds)
     closing: bool = False
+    items: float | None = attrs.field(default=None, converter=_items)
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -451,6 +466,8 @@ class Record:
         shown["seconds"] = f"{self.seconds:.1f}"
         if self.closing:
             shown["closing"] = True
+        if self.items is not None:
+            shown["items"] = f"{self.items:,}"
         return tables.facts("Record", shown)
 
 
@@ -883,8 +900,8 @@ Mode = Mapping[str, str] | str | None
 
 def check_plot(mode: Mode, x: str) -> None:
     """Raise ValueError unless these are arguments of ``History.plot``."""
-    if not isinstance(x, str) or x not in ("step", "epoch"):
-        raise ValueError(f'x expects "step" or "epoch"; got {checks.describe(x)}')
+    if not isinstance(x, str) or x not in ("step", "epoch", "items"):
+        raise ValueError(f'x expects "step", "epoch" or "items"; got {checks.describe(x)}')
     modes = mode.values() if isinstance(mode, Mapping) else () if mode is None else (mode,)
     for given in modes:
         better(0.0, 0.0, given)  # raises if it is not a mode

@@ -518,6 +518,27 @@ def without_recent(running: Mapping[str, Metric]) -> dict[str, Metric]:
     return {name: metric for name, metric in running.items() if not name.startswith(RECENT)}
 
 
+# --------------------------------------------------------------------------------------------------
+# The items of all updates so far. They are kept among the running metrics, so that they are added
+# up, saved and exchanged as those are, under a name that no metric can have.
+
+ITEMS = "/items"  # of the epochs before the running one
+
+
+def items_so_far(running: Mapping[str, Metric], in_first_epoch: bool) -> Sum:
+    """Return the items of all applied updates of this process: NaN if they are unknown.
+
+    Args:
+        running: the running metrics.
+        in_first_epoch: whether there was no epoch before theirs.
+    """
+    loss, before = running.get("loss"), running.get(ITEMS)
+    here = loss.weight if isinstance(loss, Mean) else 0
+    if before is None:
+        return Sum(here if in_first_epoch else math.nan)
+    return Sum(cast(Sum, before).value + here)
+
+
 def update_(running: Mapping[str, Metric], new: Mapping[str, Metric]) -> dict[str, Metric]:
     """Combine ``new`` into ``running``, in place where a metric can.
 

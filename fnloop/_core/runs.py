@@ -56,9 +56,9 @@ class Windows:
         """Return windows that vary with the update.
 
         Args:
-            sizes: the batches of an update, by the first update that has so many, from 0 on.
+            sizes: the batches of an update, by the first update that has them, from 0 on.
             batch: a position in the epoch.
-            update: how many updates there were before this position, in this epoch and before it.
+            update: the updates before this position, of this epoch and of those before it.
         """
         firsts = sorted(sizes)
         begin, first = batch, update  # from there back to where the epoch has begun

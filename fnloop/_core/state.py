@@ -32,7 +32,7 @@ from fnloop._backend.fsdp import is_sharded, local_part
 from fnloop._backend.processes import Backend
 from fnloop._backend.torch_compat import buffers_of, foreach_copy_, version_of
 from fnloop._core.history import History, Phase
-from fnloop._core.metrics import TorchMetric, add_output_, sent, to_host
+from fnloop._core.metrics import ITEMS, TorchMetric, add_output_, items_so_far, sent, to_host
 from fnloop._core.optimizers import (
     Group,
     Handle,
@@ -462,7 +462,7 @@ def consume(
     """
     __tracebackhide__ = True
     # The first update of an epoch begins a new reduction: until then that of the last one is kept.
-    metrics = state.metrics if state.batch else {}
+    metrics = state.metrics if state.batch else _begun(state)
     if out is not None and out.skip is None:
         metrics = add_output_(metrics, out, recent)
     state._ownership.newest = None  # only now: a metric may raise
@@ -473,6 +473,14 @@ def consume(
         metrics=metrics,
         generators=None,
     )
+
+
+def _begun(state: TrainState) -> dict[str, Metric]:
+    """Return the running metrics with which an epoch begins: the items of those before it."""
+    if not state.epoch:
+        return {}
+    ownership_of(state).own_metrics.add(ITEMS)  # those of each process add up
+    return {ITEMS: items_so_far(state.metrics, state.epoch == 1)}
 
 
 def newest(state: TrainState, batches: int, samples: int) -> TrainState:

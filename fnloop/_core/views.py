@@ -69,6 +69,7 @@ def lay_out(
     names: Iterable[str] | None = None,
     width: float = math.inf,
     last_step: int = 0,
+    items: bool = False,
 ) -> Table[Row]:
     """Choose the columns for some rows, and their formats. Return a table without rows.
 
@@ -81,6 +82,7 @@ def lay_out(
         names: the metrics to show; by default those of the rows.
         width: how many characters a line may have.
         last_step: the greatest step that is expected, if others follow; then there is more room.
+        items: whether to show the items, if they are known.
 
     Example:
         >>> row = Row(Record(1, 10, {"train/loss": 2.0, "valid/loss": 3.0}), 12.5, {"valid/loss"})
@@ -96,7 +98,8 @@ def lay_out(
     ordered = sorted(names, key=lambda name: (_place(name), groups.index(split_name(name)[0])))
     least = 7 if last_step else 1  # characters: 2.0e-05
     metrics = [_metric(records, name, least, names.index(name)) for name in ordered]
-    return Table([*_counters(rows, last_step), *metrics, _time(rows)]).fit(width)
+    counters = _counters(rows, last_step) + (_items(rows) if items else [])
+    return Table([*counters, *metrics, _time(rows)]).fit(width)
 
 
 def table(records: Sequence[Record], width: float = math.inf, most: int = 40) -> Table[Row]:
@@ -129,14 +132,18 @@ def table(records: Sequence[Record], width: float = math.inf, most: int = 40) ->
         rows.append(Row(record, _passed(record, above), starred(best, record, turns)))
     count = tables.format_count(hidden, "record")
     remark = f"not shown: {count} with recent/... only" if hidden else ""
-    return attrs.evolve(table_of(rows, names, width, most), remark=remark)
+    return attrs.evolve(table_of(rows, names, width, most, items=True), remark=remark)
 
 
 def table_of(
-    rows: Sequence[Row], names: Sequence[str], width: float = math.inf, most: int = 40
+    rows: Sequence[Row],
+    names: Sequence[str],
+    width: float = math.inf,
+    most: int = 40,
+    items: bool = False,
 ) -> Table[Row]:
-    """Return a table of rows; the arguments are those of :func:`table`."""
-    made = lay_out(rows, names, width)
+    """Return a table of rows; the arguments are those of :func:`table` and :func:`lay_out`."""
+    made = lay_out(rows, names, width, items=items)
     shown = {column.name for column in made.columns}
     first, last = most // 2, len(rows) - (most - most // 2)  # what is between may be cut
     best = {name: i for i, row in enumerate(rows) for name in row.best if name in shown}
@@ -169,6 +176,16 @@ def _counters(rows: Sequence[Row], last_step: int) -> list[Column[Row]]:
         Column("epoch", lambda row: str(row.number), width=len(str(epoch))),
         Column("step", lambda row: str(row.record.step), width=len(str(step)), rank=rank),
     ]
+
+
+def _items(rows: Sequence[Row]) -> list[Column[Row]]:
+    """Return the column of items, the first to go, if any are known."""
+
+    def text(row: Row) -> str:
+        return "" if row.record.items is None else f"{row.record.items:,}"
+
+    width = max((len(text(row)) for row in rows), default=0)
+    return [Column("items", text, width=max(5, width), rank=(14, 0))] if width else []
 
 
 def _time(rows: Sequence[Row]) -> Column[Row]:
@@ -238,6 +255,8 @@ def plot_records(records: Sequence[Record], mode: Mode, x: str) -> Figure:
     """Draw every metric; the arguments are those of ``History.plot``."""
     check_plot(mode, x)
     figures.require_matplotlib("History.plot")
+    if x == "items" and not (records := [each for each in records if each.items is not None]):
+        raise ValueError('plot(x="items"): no record says how many items there were before it')
     series = curves_of(records)
     if not series:
         empty = "has no metric" if records else "is empty"
@@ -248,7 +267,7 @@ def plot_records(records: Sequence[Record], mode: Mode, x: str) -> Figure:
     colors = _colors(owner for owner, _ in of.values())
     if not any(record.epoch for record in records):
         x = "step"  # no epoch has ended, and its length is unknown
-    place = epochs_of(records) if x == "epoch" else lambda record: record.step
+    place = epochs_of(records) if x == "epoch" else lambda record: getattr(record, x)
     sizes = [panel_size(title, i) for i, title in enumerate(titles)]
     figure, axes = figures.panels("History.plot", sizes)
     known: set[str] = set()  # labels in a legend

@@ -434,7 +434,7 @@ class live_plot(Hook):
         file: where to save the figure, in the format of its suffix (``"runs/a.png"``); None is the
             output of the cell.
         mode: "min" or "max", or a mapping from metrics to one of them, as in :meth:`History.plot`.
-        x: the unit of the x axis, "step" or "epoch".
+        x: the unit of the x axis, "step", "epoch" or "items".
         refresh: the least time between two drawings, in seconds; 0 draws every record. A drawing
             takes a fraction of a second. If it takes longer, because the history is very long, the
             hook waits longer too, and takes at most a tenth of the time. The last record of a run

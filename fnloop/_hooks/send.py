@@ -45,7 +45,7 @@ _Path = str | os.PathLike[str]
 
 
 def to_csv(path: _Path) -> TableWriter:
-    """Keep a table of the history in a CSV file: epoch, step, seconds, a column for each metric.
+    """Keep a table of the history in a CSV file: epoch, step, seconds, items, and the metrics.
 
     Each record is written at once, so a kill loses none. The file equals ``state.history``: a run
     that is resumed from an earlier checkpoint cuts off the rows after it, and one that is started
@@ -77,9 +77,9 @@ def to_csv(path: _Path) -> TableWriter:
         ...     hook = to_csv(Path(folder, "a.csv"))
         ...     state = fl.fit(step, toy(), batches, epochs=2, hooks=(hook,))
         ...     print(Path(folder, "a.csv").read_text())
-        epoch,step,seconds,train/loss,train/lr
-        1,1,...,0.0,1.0
-        2,2,...,-1.0,1.0
+        epoch,step,seconds,items,train/loss,train/lr
+        1,1,...,1,0.0,1.0
+        2,2,...,2,-1.0,1.0
 
     Replaces: lightning.CSVLogger, keras.CSVLogger
     """
@@ -91,7 +91,7 @@ def to_csv(path: _Path) -> TableWriter:
 def to_jsonl(path: _Path) -> TableWriter:
     """Keep a table of the history in a file of JSON lines, one for each record.
 
-    A line has epoch, step, seconds and metrics.
+    A line has epoch, step, seconds, items and metrics.
     It works as :func:`to_csv` does, but a line has only the metrics of its own record. NaN is
     ``null``. The infinities are ``1e999`` and ``-1e999``, because JSON cannot represent them;
     Python, pandas and JavaScript parse these as infinity.
@@ -117,8 +117,8 @@ def to_jsonl(path: _Path) -> TableWriter:
         ...     hook = to_jsonl(Path(folder, "a.jsonl"))
         ...     state = fl.fit(step, toy(), batches, epochs=2, hooks=(hook,))
         ...     print(Path(folder, "a.jsonl").read_text())
-        {"epoch": 1, "step": 1, "seconds": ..., "train/loss": 0.0, "train/lr": 1.0}
-        {"epoch": 2, "step": 2, "seconds": ..., "train/loss": -1.0, "train/lr": 1.0}
+        {"epoch": 1, "step": 1, "seconds": ..., "items": 1, "train/loss": 0.0, "train/lr": 1.0}
+        {"epoch": 2, "step": 2, "seconds": ..., "items": 2, "train/loss": -1.0, "train/lr": 1.0}
     """
     beginning = rb'{"epoch": \d+, "step": \d+, "seconds": '
     return _make_writer(to_jsonl, path, lambda names: "", _format_json_row, beginning)
@@ -276,8 +276,9 @@ class TableWriter(Hook):
         self._size += len(text)
 
     def _rewrite(self, history: History) -> None:
+        items = ["items"] if any(record.items is not None for record in history) else []
         closing = ["closing"] if any(record.closing for record in history) else []
-        self._names = _merge_names(history.keys(), closing)
+        self._names = _merge_names(items, history.keys(), closing)
         lines = (self.format_row(record, self._names) for record in history)
         text = (self.format_header(self._names) + "".join(lines)).encode()
         self._size = len(text)
@@ -298,8 +299,9 @@ def _merge_names(*names: Iterable[str]) -> tuple[str, ...]:
 
 
 def _cells_of(record: Record) -> dict[str, float]:
-    """Return the cells of a row after the counters: the metrics, and 1 for a closing record."""
-    return {**record.metrics, "closing": 1} if record.closing else dict(record.metrics)
+    """Return the cells of a row after the counters: items, metrics, and 1 for a closing record."""
+    items = {} if record.items is None else {"items": record.items}
+    return {**items, **record.metrics, **({"closing": 1} if record.closing else {})}
 
 
 def _format_csv_header(names: Sequence[str]) -> str:

@@ -13,7 +13,15 @@ import attrs
 
 from fnloop._backend.containers import reusing_pages
 from fnloop._core.history import Record
-from fnloop._core.metrics import RECENT, Max, read, wait_and_read_clock, without_recent
+from fnloop._core.metrics import (
+    ITEMS,
+    RECENT,
+    Max,
+    items_so_far,
+    read,
+    wait_and_read_clock,
+    without_recent,
+)
 from fnloop._core.optimizers import labelled_groups, numbers_used, optimizers_in
 from fnloop._core.rng import COMPUTE, fold_in, isolated, mix, seed_host, torch_seeder
 from fnloop._core.runs import (
@@ -487,7 +495,8 @@ class Run:
         for loader in loaders:
             if asking(hooks, state, loader):
                 self._evaluate(state, loader)
-        record = Record(state.epoch, state.step, {}, self.seconds, closing=True)
+        items = next((each.items for each in state.history[-1:] if each.step == state.step), None)
+        record = Record(state.epoch, state.step, {}, self.seconds, closing=True, items=items)
         full = self._with_numbers(state, record, state.metrics, (), hooks)
         return (
             state
@@ -527,10 +536,13 @@ class Run:
         seconds = max(self.stopwatch.spent(), self.seconds)  # another process may be ahead
         if not is_alone(state):
             report["seconds"] = Max(seconds)
+        in_first_epoch = state.epoch + bool(state.batch) <= 1
+        report["items"] = items_so_far(state.metrics, in_first_epoch)
         if loaders:
             report["evaluated"] = Max(time.perf_counter() - began)
         values = read(engine_of(state).reduce_report(report, "train/"))
         self.seconds = seconds = values.pop("seconds", seconds)
+        items = values.pop("items")
         if not (values or train or closing):
             return state  # since the last record, every update was skipped
         if loaders:
@@ -538,7 +550,8 @@ class Run:
             self.stopwatch.newest = None
         self.stopwatch.recorded = True
         values = self.plan.step.derive(values, self.plan.loaders.evaluated, state.history)
-        record = Record(state.epoch, state.step, values, seconds, closing)
+        known = None if math.isnan(items) else items
+        record = Record(state.epoch, state.step, values, seconds, closing, known)
         metrics = state.metrics if closing else without_recent(state.metrics)
         record = self._with_numbers(state, record, metrics, action.names, self.plan.hooks)
         return with_record(state, state.history.append(record), metrics)
@@ -618,7 +631,7 @@ def _events(state: TrainState) -> frozenset[str]:
 
 def train_metrics(state: TrainState) -> dict[str, Metric]:
     """Return the metrics since the epoch began, by their names in a record."""
-    named = {f"train/{name}": m for name, m in without_recent(state.metrics).items()}
+    named = {f"train/{k}": m for k, m in without_recent(state.metrics).items() if k != ITEMS}
     return _with_rates("train/", state, named)
 
 

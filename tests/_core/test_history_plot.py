@@ -115,7 +115,7 @@ def test_a_plot_marks_the_lowest_or_the_highest_value_by_mode_or_name(metric, mo
     (history(1, 2), {"mode": "low"}, 'mode expects "min" .* or "max" .*got \'low\''),
     (history(1, 2), {"mode": {"loss": "low"}}, 'mode expects "min" .* or "max" .*got \'low\''),
     (history(1), {"mode": {"valid/loss": "low"}}, "mode expects \"min\" .*got 'low'"),
-    (history(1), {"x": "seconds"}, 'x expects "step" or "epoch"; got \'seconds\''),
+    (history(1), {"x": "seconds"}, 'x expects "step", "epoch" or "items"; got \'seconds\''),
     (History(), {}, "nothing to plot: the history is empty"),
     (History([Record(1, 10, {})]), {}, "nothing to plot: the history has no metric"),
 ])  # fmt: skip

@@ -123,16 +123,17 @@ def test_records_have_different_metrics_and_names_may_appear_at_any_time(tmp_pat
         return state
 
     state = train(table, lines, look, steps=7, epochs=None, **MIXED)
-    assert seen[1] == ["epoch,step,valid/loss", "0,0,0.0"]
-    assert seen[2] == ["epoch,step,valid/loss,recent/loss,recent/lr", "0,0,0.0,,", "0,2,,-0.5,1.0"]
+    head = "epoch,step,items,valid/loss"
+    assert seen[1] == [head, "0,0,0,0.0"]
+    assert seen[2] == [f"{head},recent/loss,recent/lr", "0,0,0,0.0,,", "0,2,2,,-0.5,1.0"]
     assert without_times(table.path) == [
-        "epoch,step,valid/loss,recent/loss,recent/lr,train/loss,train/lr,closing",
-        "0,0,0.0,,,,,",
-        "0,2,,-0.5,1.0,,,",
-        "0,4,,-2.5,1.0,,,",
-        "1,5,-5.0,-4.0,1.0,-2.0,1.0,",
-        "1,6,,-5.0,1.0,,,",
-        "1,7,-7.0,-6.0,1.0,-5.5,1.0,1",
+        f"{head},recent/loss,recent/lr,train/loss,train/lr,closing",
+        "0,0,0,0.0,,,,,",
+        "0,2,2,,-0.5,1.0,,,",
+        "0,4,4,,-2.5,1.0,,,",
+        "1,5,5,-5.0,-4.0,1.0,-2.0,1.0,",
+        "1,6,6,,-5.0,1.0,,,",
+        "1,7,7,-7.0,-6.0,1.0,-5.5,1.0,1",
     ]
     assert rows(table.path) == rows(lines.path) == state.history.to_dicts()
     tables, kept = zip(*nodes.values(), strict=True)
