@@ -27,7 +27,7 @@ from fnloop._core.metrics import (
     to_accumulator_dtype,
     weighted,
 )
-from fnloop._core.state import TrainState
+from fnloop._core.state import TrainState, with_slot
 from fnloop._core.types import (
     Aux,
     Batch,
@@ -41,6 +41,7 @@ from fnloop._core.types import (
 )
 from fnloop._display import checks
 from fnloop._display.checks import join_names
+from fnloop._display.screen import warn_once
 from fnloop._step.forward import items_in
 from fnloop._step.update import MissingNumberError, Numbers, as_number, report
 
@@ -429,7 +430,7 @@ def timings() -> Middleware:
 
 @middleware("step")
 def throughput(
-    of: str = "samples", *, flops: float | None = None, peak: float | None = None
+    of: str = "samples", *, flops: float | str | None = None, peak: float | None = None
 ) -> Middleware:
     """Measure how much all processes together train in a second: "throughput/samples".
 
@@ -441,11 +442,15 @@ def throughput(
         of: "samples", the leading dimension of the batches, with ``tbptt`` that of each window; or
             "weight", the items that the loss is the mean of, such as tokens ("throughput/weight").
         flops: floating point operations that one sample (or one item of weight) takes in forward
-            and backward. Given with ``peak``, "throughput/mfu" is the model FLOPs utilization.
+            and backward. Given with ``peak``, "throughput/mfu" is the model FLOPs utilization. Or
+            "count": torch's ``FlopCounterMode`` counts those of matrix products, convolutions and
+            attention in the first update, and they are divided by its samples, or items. Where it
+            has none of them, a warning says so, and the utilization is NaN.
         peak: floating point operations per second of one device.
 
     Returns:
-        A middleware of the loss and the step ring.
+        A middleware of the loss and the step ring. With ``flops="count"`` it keeps the number in a
+        slot, ``state.slots["throughput/samples"]``, 0 before it is known.
 
     Raises:
         ValueError: ``of`` is something else, ``flops`` or ``peak`` is not a number above 0, or one
@@ -469,31 +474,60 @@ def throughput(
             "throughput expects flops, of one sample or item, and peak, of one device in a second, "
             f"together; got flops={flops}, peak={peak}"
         )
-    share = None  # of the peak of a device, that one sample in a second takes
-    if flops is not None and peak is not None:
-        checks.number("throughput", "flops", flops, "operations per sample or item", above=0)
+    name, counts = f"throughput/{of}", flops == "count"
+    if peak is not None:
+        if not counts:
+            meaning = 'operations per sample or item, or "count"'
+            checks.number("throughput", "flops", flops, meaning, above=0)
         checks.number("throughput", "peak", peak, "operations of a device in a second", above=0)
-        share = flops / peak
-    name = f"throughput/{of}"
 
     def wrap(step: Step) -> Step:
         def timed(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
             __tracebackhide__ = True
             start, processes = mark(state.backend.device), state.backend.data_size
-            new, out = step(state, batch)
+            each: Any = state.slots[name] if counts else flops
+            if each == 0:
+                new, out = _counting_flops(step, state, batch, name)
+                each = new.slots[name]
+            else:
+                new, out = step(state, batch)
             trained = out.metrics.get(name, Elapsed(0, is_rate=True))
             assert isinstance(trained, Elapsed)
             spent = _training_time(state, start)
             # The seconds of all processes are added up.
             found: dict[str, Metric] = {name: _scaled(trained, processes).combine(spent)}
-            if share is not None:
-                found["throughput/mfu"] = _scaled(trained, share).combine(spent)
+            if peak is not None:  # the share of a device that one sample in a second takes
+                found["throughput/mfu"] = _scaled(trained, each / peak).combine(spent)
             rest = {other: metric for other, metric in out.metrics.items() if other != name}
             return new, report(attrs.evolve(out, metrics=rest), found, "throughput")
 
         return timed
 
-    return Middleware(name, loss=_counting(of, name), step=wrap)
+    init = (lambda state: 0.0) if counts else None
+    return Middleware(name, loss=_counting(of, name), step=wrap, init=init)
+
+
+def _counting_flops(
+    step: Step, state: TrainState, batch: Batch, name: str
+) -> tuple[TrainState, Output]:
+    """Make an update, and keep in a slot how many operations each of its items took."""
+    __tracebackhide__ = True
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with FlopCounterMode(display=False) as counter:
+        new, out = step(state, batch)
+    trained = out.metrics.get(name)
+    if out.skip is not None or not isinstance(trained, Elapsed):
+        return new, out
+    # A host read, once: of how many items the update had.
+    operations, items = counter.get_total_flops(), float(trained.amount)
+    if not operations:
+        warn_once(
+            'throughput(flops="count"): torch counts matrix products, convolutions and attention, '
+            "and the first update had none of them. Give the operations of one sample: flops=..."
+        )
+    each = operations / items if operations and items else math.nan
+    return (with_slot(new, name, each) if items else new), out
 
 
 def _counting(of: str, name: str) -> Wrap:

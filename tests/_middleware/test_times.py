@@ -1,5 +1,6 @@
 """timings and throughput, by a clock that only the test moves: numbers for the head."""
 
+import math
 import pickle
 import time
 
@@ -214,6 +215,32 @@ def test_the_rate_since_the_last_record_and_the_utilization_of_a_device(clock):
     history, rates = fitted(clock, member, epochs=3, **settings).history, [4 / 5, 8 / 10, 10 / 15]
     assert history["train/throughput/samples"] == pytest.approx(rates * 3)
     assert history["train/throughput/mfu"] == pytest.approx([x * 30 / 40 for x in rates] * 3)
+
+
+def squared(model, batch):
+    return model(batch).square().mean()
+
+
+@pytest.mark.parametrize("members", [(), (fl.accumulate(2),), (fl.clip(1.0),)])
+def test_operations_are_counted_in_the_first_update(members, clock):
+    """Of 8 × 4 weights: 2 × 32 forward, and as many for their gradients, of each sample."""
+    model = torch.nn.Linear(8, 4)
+    state = fl.TrainState.create(model, torch.optim.SGD(model.parameters()), seed=0)
+    member = fl.throughput(flops="count", peak=256.0)
+    step = fl.pipeline(*members, member)(squared)
+    state = fl.fit(step, state, Data(clock, [torch.ones(5, 8), torch.ones(3, 8)] * 2), hooks=())
+    assert state.slots["throughput/samples"] == 128
+    mfu, rate = latest(state, "throughput/mfu", "throughput/samples")
+    assert mfu == rate / 2
+
+
+def test_nothing_to_count_is_told(clock, caplog):
+    state = fitted(clock, fl.throughput(flops="count", peak=1.0))
+    assert math.isnan(latest(state, "throughput/mfu")[0])
+    assert caplog.messages == [
+        'throughput(flops="count"): torch counts matrix products, convolutions and attention, and '
+        "the first update had none of them. Give the operations of one sample: flops=..."
+    ]
 
 
 def test_weight_in_a_second_of_training_is_added_up_exactly(clock):
