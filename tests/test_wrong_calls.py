@@ -332,6 +332,7 @@ PIECES = [
     ("interleave(ratios: one)", lambda v: data.interleave({"a": ONES}, {"a": v}), ""),
     ("zip_cycle(loader)", lambda v: data.zip_cycle(a=v), LOADER),
     ("zip_shortest(loader)", lambda v: data.zip_shortest(a=v), LOADER),
+    ("zip_longest(loader)", lambda v: data.zip_longest(a=v), LOADER),
     ("pad_collate(padding: one)", lambda v: data.pad_collate({"a": v}), FLOAT),
     ("check_laws(problem)",
      lambda v: testing.check_laws(fl.pipeline(), testing.small() if v is None else v), "None"),

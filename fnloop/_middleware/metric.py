@@ -6,7 +6,7 @@ import functools
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import attrs
 import torch
@@ -485,10 +485,10 @@ def throughput(
         def timed(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
             __tracebackhide__ = True
             start, processes = mark(state.backend.device), state.backend.data_size
-            each: Any = state.slots[name] if counts else flops
+            each = cast(float, state.slots[name] if counts else flops)
             if each == 0:
                 new, out = _counting_flops(step, state, batch, name)
-                each = new.slots[name]
+                each = cast(float, new.slots[name])
             else:
                 new, out = step(state, batch)
             trained = out.metrics.get(name, Elapsed(0, is_rate=True))

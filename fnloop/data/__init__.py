@@ -20,6 +20,7 @@ import typing as _typing
 
 from fnloop._data.loaders import even
 from fnloop._data.map_style import bucketed
+from fnloop.data._collate import pack_collate, pad_collate
 from fnloop.data._combine import (
     fixed,
     fraction,
@@ -27,9 +28,9 @@ from fnloop.data._combine import (
     leave_out,
     take,
     zip_cycle,
+    zip_longest,
     zip_shortest,
 )
-from fnloop.data._pad import pad_collate
 
 if _typing.TYPE_CHECKING:
     from fnloop._tools.tune import tune
@@ -43,10 +44,12 @@ __all__ = [
     "fraction",
     "interleave",
     "leave_out",
+    "pack_collate",
     "pad_collate",
     "take",
     "tune",
     "zip_cycle",
+    "zip_longest",
     "zip_shortest",
 ]
 

@@ -77,6 +77,34 @@ def zip_shortest(**loaders: Loader) -> Composed:
     return _ZipShortest("zip_shortest", loaders)
 
 
+def zip_longest(**loaders: Loader) -> Composed:
+    """Return a loader of mappings with one batch of each loader that has not ended.
+
+    An epoch ends with the longest. From where a shorter one has ended, its name is not in the
+    mappings any more: ``if "b" in batch``. The loaders are shuffled independently. The loss
+    function says what a mapping weighs, in ``aux["weight"]``.
+
+    Args:
+        **loaders: the loaders, by the names that they have in the mappings.
+
+    Returns:
+        A loader, with a length if all of them have one.
+
+    Raises:
+        TypeError: one of them is not a loader.
+        ValueError: there is none.
+
+    Example:
+        >>> import torch
+        >>> long, short = [torch.ones(1)] * 3, [torch.zeros(1)]
+        >>> [sorted(found) for found in zip_longest(a=long, b=short)]
+        [['a', 'b'], ['a'], ['a']]
+
+    Replaces: lightning.CombinedLoader
+    """
+    return _ZipLongest("zip_longest", loaders)
+
+
 class _Zip(Composed):
     def __init__(self, call: str, loaders: Mapping[str, Loader]) -> None:
         if not loaders:
@@ -124,13 +152,29 @@ class _ZipShortest(_Zip):
         )
 
 
-class _ZipCycle(_Zip):
+class _ZipLongest(_Zip):
     def length_in(self, epoch: int) -> int | None:
         __tracebackhide__ = True
         lengths = [part.length_in(epoch) for part in self.parts.values()]
         known = [length for length in lengths if length is not None]
         return max(known) if len(known) == len(lengths) else None
 
+    def items(
+        self, seed: int, epoch: int | None, start: int, sharing: SingleProcess
+    ) -> Iterator[PartItem]:
+        __tracebackhide__ = True
+        left = {
+            name: part.items(own, epoch, start, sharing)
+            for name, part, own in self.seeded_parts(seed)
+        }
+        while left:
+            found = {name: next(items, None) for name, items in left.items()}
+            left = {name: items for name, items in left.items() if found[name] is not None}
+            if left:
+                yield Together({name: item for name, item in found.items() if item is not None})
+
+
+class _ZipCycle(_ZipLongest):
     def items(
         self, seed: int, epoch: int | None, start: int, sharing: SingleProcess
     ) -> Iterator[PartItem]:

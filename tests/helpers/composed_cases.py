@@ -17,6 +17,7 @@ from fnloop.data import (
     leave_out,
     take,
     zip_cycle,
+    zip_longest,
     zip_shortest,
 )
 
@@ -105,6 +106,8 @@ CASES = {  # workers -> a loader
     ),
     "zip_cycle": lambda w: zip_cycle(a=shuffled(workers=w), b=shuffled(5, 50, w), c=listed(2)),
     "zip_cycle of streams": lambda w: zip_cycle(a=stream(3), b=stream(9, 50), c=shuffled(5)),
+    "zip_longest": lambda w: zip_longest(a=shuffled(workers=w), b=shuffled(5, 50, w), c=listed(2)),
+    "zip_longest of streams": lambda w: zip_longest(a=stream(3), b=stream(9, 50), c=shuffled(5)),
     "zip_shortest": lambda w: zip_shortest(a=shuffled(workers=w), b=shuffled(9, 50)),
     "zip_shortest of streams": lambda w: zip_shortest(a=shuffled(workers=w), b=stream(7)),
     "leave_out": lambda w: leave_out(shuffled(workers=w), by_position),
