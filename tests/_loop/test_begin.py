@@ -123,15 +123,12 @@ def test_another_position_is_refused(tmp_path):
     assert fit(hooks=(load,)).model.w.item() == -6.0  # the weights alone may be restored
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        (lambda s: None, TypeError, r"begin of every\(steps=2\)\(hook\) returned None\. Did you"),
-        (lambda s: (s, 1), TypeError, r"the method begin of .* returned \(TrainState\("),
-        (lambda s: fl.pipeline()(toy_loss)(s, ONE) and s, fl.StaleStateError, "been advanced"),
-        (lambda s: 1 / 0, ZeroDivisionError, "division by zero"),
-    ],
-)
+@pytest.mark.parametrize(("change", "error", "message"), [
+    (lambda s: None, TypeError, r"begin of every\(steps=2\)\(hook\) returned None\. Did you"),
+    (lambda s: (s, 1), TypeError, r"the method begin of .* returned \(TrainState\("),
+    (lambda s: fl.pipeline()(toy_loss)(s, ONE) and s, fl.StaleStateError, "been advanced"),
+    (lambda s: 1 / 0, ZeroDivisionError, "division by zero"),
+])  # fmt: skip
 def test_a_wrong_return_and_an_exception_name_the_hook(change, error, message):
     with pytest.raises(error, match=message) as raised:
         fit(hooks=(fl.every(steps=2)(Hook(change)),))

@@ -20,23 +20,19 @@ def ends(history):
     ]
 
 
-@pytest.mark.parametrize(
-    ("settings", "records"),
-    [
-        # w is 0, -1, -2, ... before each update, and so is the training loss: its mean over n
-        # updates is -(n - 1) / 2
-        ({"steps": 2}, [(2, -0.5, -2.0, True)]),
-        ({"steps": 3}, [(3, -1.0, -3.0, False)]),  # an epoch's end has its record anyway
-        ({"steps": 5}, [(3, -1.0, -3.0, False), (5, -3.5, -5.0, True)]),
-        ({"steps": 2, "evaluate_every": None}, [(2, -0.5, None, True)]),
-        ({"steps": 2, "evaluate_every": fl.every(steps=2)}, [(2, -0.5, -2.0, False)]),
-        *(
-            ({**target, "evaluate_every": fl.every(epochs=2)}, [(3, -1.0, None, False)])
-            for target in ({"epochs": 1}, {"steps": 3})
-        ),
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize(("settings", "records"), [
+    # w is 0, -1, -2, ... before each update, and so is the training loss: its mean over n
+    # updates is -(n - 1) / 2
+    ({"steps": 2}, [(2, -0.5, -2.0, True)]),
+    ({"steps": 3}, [(3, -1.0, -3.0, False)]),  # an epoch's end has its record anyway
+    ({"steps": 5}, [(3, -1.0, -3.0, False), (5, -3.5, -5.0, True)]),
+    ({"steps": 2, "evaluate_every": None}, [(2, -0.5, None, True)]),
+    ({"steps": 2, "evaluate_every": fl.every(steps=2)}, [(2, -0.5, -2.0, False)]),
+    *(
+        ({**target, "evaluate_every": fl.every(epochs=2)}, [(3, -1.0, None, False)])
+        for target in ({"epochs": 1}, {"steps": 3})
+    ),
+], ids=repr)  # fmt: skip
 def test_a_run_that_ends_between_two_records_appends_a_closing_one(settings, records):
     assert ends(fit(loaders=([ONE] * 3, [ONE]), **settings).history) == records
 

@@ -76,13 +76,10 @@ def test_at_the_end_of_an_epoch_it_changes_nothing():
     assert (state.step, state.epoch, state.ends) == (10, 2, None)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        *((name, 99) for name in ("step", "epoch", "batch", "samples", "skipped", "seed")),
-        *(("phases", ()), ("updates", {"": 7})),
-    ],
-)
+@pytest.mark.parametrize(("name", "value"), [
+    *((name, 99) for name in ("step", "epoch", "batch", "samples", "skipped", "seed")),
+    *(("phases", ()), ("updates", {"": 7})),
+])  # fmt: skip
 def test_a_hook_may_not_change_a_counter(name, value):
     change = fl.every(steps=1)(lambda state: attrs.evolve(state, **{name: value}))
     with pytest.raises(ValueError, match=f"changed state.{name} from .*ends=.epoch"):

@@ -199,16 +199,12 @@ def test_no_record_is_made_by_a_moment_that_excludes_the_end():
 # --- stops
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "stays"),
-    [
-        (None, "b", "b"),
-        ("a", "b", "a"),
-        ("a", None, None),  # a hook may take a stop back
-        (TERMINATED, "b", "b"),  # a hook decides once; a run that was interrupted continues
-        (Stop("a", "guard"), TERMINATED, "a"),
-    ],
-)
+@pytest.mark.parametrize(("before", "after", "stays"), [
+    (None, "b", "b"), ("a", "b", "a"),
+    ("a", None, None),  # a hook may take a stop back
+    (TERMINATED, "b", "b"),  # a hook decides once; a run that was interrupted continues
+    (Stop("a", "guard"), TERMINATED, "a"),
+])  # fmt: skip
 def test_which_stop_stays(before, after, stays):
     assert first_stop(before, after) == stays
 
@@ -234,14 +230,10 @@ def test_what_is_left_cannot_be_read_from_something_else(saved):
         decode_left(saved)
 
 
-@pytest.mark.parametrize(
-    ("events", "found"),
-    [
-        ([], (set(), ())),
-        (["pending", "update"], ({"update"}, (BOUNDARY,))),
-        (["stop: enough", "record"], ({"record"}, (End("enough"),))),
-        (["pending", "stop: enough"], (set(), (BOUNDARY, End("enough")))),
-    ],
-)
+@pytest.mark.parametrize(("events", "found"), [
+    ([], (set(), ())), (["pending", "update"], ({"update"}, (BOUNDARY,))),
+    (["stop: enough", "record"], ({"record"}, (End("enough"),))),
+    (["pending", "stop: enough"], (set(), (BOUNDARY, End("enough")))),
+])  # fmt: skip
 def test_the_events_of_older_checkpoints_say_what_is_left(events, found):
     assert left_in_events(events) == found

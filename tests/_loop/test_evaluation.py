@@ -20,18 +20,14 @@ def test_epoch_means_are_exact_over_uneven_batches():
     assert state.history["train/loss"] == state.history["valid/loss"] == (4.0,)
 
 
-@pytest.mark.parametrize(
-    ("when_to", "evaluated", "records"),
-    [
-        (fl.every(epochs=1), [3, 6, 9, 12], [3, 6, 9, 12]),
-        (fl.every(epochs=2), [6, 12], [3, 6, 9, 12]),
-        (fl.every(epochs=0.5), [2, 3, 5, 6, 8, 9, 11, 12], [2, 3, 5, 6, 8, 9, 11, 12]),
-        (fl.every(steps=5), [5, 10], [3, 5, 6, 9, 10, 12]),
-        (fl.when(lambda state: state.step in (4, 12)), [4, 12], [3, 4, 6, 9, 12]),
-        (None, [], [3, 6, 9, 12]),
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize(("when_to", "evaluated", "records"), [
+    (fl.every(epochs=1), [3, 6, 9, 12], [3, 6, 9, 12]),
+    (fl.every(epochs=2), [6, 12], [3, 6, 9, 12]),
+    (fl.every(epochs=0.5), [2, 3, 5, 6, 8, 9, 11, 12], [2, 3, 5, 6, 8, 9, 11, 12]),
+    (fl.every(steps=5), [5, 10], [3, 5, 6, 9, 10, 12]),
+    (fl.when(lambda state: state.step in (4, 12)), [4, 12], [3, 4, 6, 9, 12]),
+    (None, [], [3, 6, 9, 12]),
+], ids=repr)  # fmt: skip
 def test_evaluation_happens_when_it_is_due_and_each_epoch_has_a_record(when_to, evaluated, records):
     state = fit(loaders=([ONE] * 3, [ONE]), epochs=4, evaluate_every=when_to)
     assert [r.step for r in state.history] == records
@@ -168,13 +164,10 @@ EVALUATIONS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "raised"),
-    [
-        *((name, None) for name in EVALUATIONS),
-        *itertools.product(("evaluate", "predict"), (OSError, KeyboardInterrupt)),
-    ],
-)
+@pytest.mark.parametrize(("name", "raised"), [
+    *((name, None) for name in EVALUATIONS),
+    *itertools.product(("evaluate", "predict"), (OSError, KeyboardInterrupt)),
+])  # fmt: skip
 def test_an_evaluation_puts_buffers_back_also_where_it_fails(name, raised):
     def failing(model, batch):
         if len(batch) == 1:
@@ -212,18 +205,11 @@ class Teacher(nn.Module):
         return self.w * (x.mean() - 2 * self.center)
 
 
-@pytest.mark.parametrize(
-    ("made", "members"),
-    [
-        (Watcher, ()),
-        (Watcher, (fl.skip_nonfinite(),)),
-        (Teacher, ()),
-        (Teacher, (fl.ema(0.5), fl.swa(1))),
-        (Teacher, (fl.compiled(backend="eager"),)),
-        (Teacher, (fl.compiled(backend="aot_eager"), fl.ema(0.5, evaluate="only"))),
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize(("made", "members"), [
+    (Watcher, ()), (Watcher, (fl.skip_nonfinite(),)), (Teacher, ()),
+    (Teacher, (fl.ema(0.5), fl.swa(1))), (Teacher, (fl.compiled(backend="eager"),)),
+    (Teacher, (fl.compiled(backend="aot_eager"), fl.ema(0.5, evaluate="only"))),
+], ids=repr)  # fmt: skip
 @pytest.mark.parametrize("every", [fl.every(steps=1), fl.every(epochs=1)], ids=repr)
 def test_training_is_the_same_bit_for_bit_with_and_without_evaluations(made, members, every):
     step = fl.pipeline(*members)(watched_loss)

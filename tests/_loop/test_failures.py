@@ -58,19 +58,14 @@ FAILS, EXPLODE = fl.pipeline(failing_middleware("gradient"), fl.clip(1.0)), rais
 AT_1 = "epoch 1, batch 1, step 1"
 
 
-@pytest.mark.parametrize(
-    ("run", "place"),
-    [
-        (lambda: fl.fit(FAILS(toy_loss), toy(), NUMBERS, hooks=()), "fails(2.0), train"),
-        (lambda: fit(loaders=broken), "the training loader, train"),
-        (lambda: fit(loaders=([ONE], broken)), "the valid loader"),
-        (
-            lambda: fl.fit(fl.pipeline()(EXPLODE), toy(), ([ONE], NUMBERS), hooks=()),
-            "the loss function explode, valid",
-        ),
-        (lambda: fit(hooks=(lambda state: boom(),)), "<lambda>, train"),
-    ],
-)
+@pytest.mark.parametrize(("run", "place"), [
+    (lambda: fl.fit(FAILS(toy_loss), toy(), NUMBERS, hooks=()), "fails(2.0), train"),
+    (lambda: fit(loaders=broken), "the training loader, train"),
+    (lambda: fit(loaders=([ONE], broken)), "the valid loader"),
+    (lambda: fl.fit(fl.pipeline()(EXPLODE), toy(), ([ONE], NUMBERS), hooks=()),
+        "the loss function explode, valid"),
+    (lambda: fit(hooks=(lambda state: boom(),)), "<lambda>, train"),
+])  # fmt: skip
 def test_the_note_names_middleware_loaders_and_hooks(run, place):
     with pytest.raises(Boom) as caught:
         run()
@@ -93,15 +88,11 @@ class Uncombinable:
         return 0.0
 
 
-@pytest.mark.parametrize(
-    ("member", "error", "steps"),
-    [
-        (failing_middleware("step"), Boom, 2),
-        (fl.metric(odd=lambda aux, batch: Uncombinable()), Boom, 2),
-        (fl.torch_scheduler(lambda opt, run: OneCycleLR(opt, 1.0, total_steps=3)), ValueError, 4),
-    ],
-    ids=["step ring", "metric", "scheduler"],
-)
+@pytest.mark.parametrize(("member", "error", "steps"), [
+    (failing_middleware("step"), Boom, 2),
+    (fl.metric(odd=lambda aux, batch: Uncombinable()), Boom, 2),
+    (fl.torch_scheduler(lambda opt, run: OneCycleLR(opt, 1.0, total_steps=3)), ValueError, 4),
+], ids=["step ring", "metric", "scheduler"])  # fmt: skip
 def test_an_exception_after_an_update_carries_the_updated_state(member, error, steps):
     data = [*NUMBERS, *NUMBERS]
     with pytest.raises(error) as caught:
@@ -118,17 +109,12 @@ def test_an_exception_after_an_update_carries_the_updated_state(member, error, s
 # --- boundaries
 
 
-@pytest.mark.parametrize(
-    ("when_to", "fails_at", "position"),
-    [
-        (fl.every(epochs=1), 1, (3, 0, 3)),
-        (fl.every(epochs=1), 2, (6, 1, 3)),
-        (fl.every(steps=3), 1, (3, 0, 3)),  # the end of an epoch, by its steps
-        (fl.every(steps=2), 1, (2, 0, 2)),  # within an epoch
-        (fl.every(epochs=2), 1, (6, 1, 3)),
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize(("when_to", "fails_at", "position"), [
+    (fl.every(epochs=1), 1, (3, 0, 3)), (fl.every(epochs=1), 2, (6, 1, 3)),
+    (fl.every(steps=3), 1, (3, 0, 3)),  # the end of an epoch, by its steps
+    (fl.every(steps=2), 1, (2, 0, 2)),  # within an epoch
+    (fl.every(epochs=2), 1, (6, 1, 3)),
+], ids=repr)  # fmt: skip
 @pytest.mark.parametrize("error", [Boom, KeyboardInterrupt])
 @pytest.mark.parametrize("saved", [False, True], ids=["in memory", "from a file"])
 def test_a_run_that_continues_after_a_failed_evaluation_repeats_it(
@@ -207,11 +193,9 @@ def alarm():
         signal.signal(signal.SIGALRM, before)
 
 
-@pytest.mark.parametrize(
-    ("error", "kind"),
-    [(boom, Boom), (alarm, Boom), (raise_interrupt, KeyboardInterrupt)],
-    ids=["step", "signal", "ctrl-c"],
-)
+@pytest.mark.parametrize(("error", "kind"), [
+    (boom, Boom), (alarm, Boom), (raise_interrupt, KeyboardInterrupt),
+], ids=["step", "signal", "ctrl-c"])  # fmt: skip
 def test_an_update_that_fails_half_way_leaves_no_state(error, kind):
     state, make = two_weights(half_way(error))
     kept = []
@@ -312,16 +296,10 @@ def square(model, batch):
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
-@pytest.mark.parametrize(
-    ("members", "layer"),
-    [
-        ((), "backward"),
-        ((fl.clip(1.0), fl.amp("bf16")), "backward"),
-        ((fl.accumulate(2),), "accumulate(2)"),
-        ((fl.microbatch(1), fl.clip(1.0)), "microbatch(1)"),
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize(("members", "layer"), [
+    ((), "backward"), ((fl.clip(1.0), fl.amp("bf16")), "backward"),
+    ((fl.accumulate(2),), "accumulate(2)"), ((fl.microbatch(1), fl.clip(1.0)), "microbatch(1)"),
+], ids=repr)  # fmt: skip
 def test_anomaly_detection_around_a_run_names_the_line_and_the_place(members, layer):
     step, state = fl.pipeline(*members)(square), create(Root())
     with (

@@ -161,19 +161,15 @@ def test_only_the_main_process_is_told(caplog, main):
     assert ("in no optimizer: bias" in caplog.text) is main
 
 
-@pytest.mark.parametrize(
-    ("tensors", "elements", "device", "seconds", "updates", "told"),
-    [
-        # A fused Adam saves at least 15 µs for each tensor and 1 ns for each element: here 1 ms.
-        (60, 100_000, CPU, 0.020, 1000, True),  # 5 % of an update, a second of the run
-        (60, 100_000, CPU, 0.021, 1050, False),
-        (60, 100_000, CPU, 0.010, 999, False),  # 10 % of an update, but less than a second
-        (2, 18, CPU, 1e-4, 30_000, False),  # a toy of 3 s
-        # On a GPU, 0.02 ns for each element: 2 ms.
-        (1, 100_000_000, CUDA, 0.040, 500, True),
-        (1, 100_000_000, CUDA, 0.041, 510, False),
-    ],
-)
+@pytest.mark.parametrize(("tensors", "elements", "device", "seconds", "updates", "told"), [
+    # A fused Adam saves at least 15 µs for each tensor and 1 ns for each element: here 1 ms.
+    (60, 100_000, CPU, 0.020, 1000, True),  # 5 % of an update, a second of the run
+    (60, 100_000, CPU, 0.021, 1050, False),
+    (60, 100_000, CPU, 0.010, 999, False),  # 10 % of an update, but less than a second
+    (2, 18, CPU, 1e-4, 30_000, False),  # a toy of 3 s
+    # On a GPU, 0.02 ns for each element: 2 ms.
+    (1, 100_000_000, CUDA, 0.040, 500, True), (1, 100_000_000, CUDA, 0.041, 510, False),
+])  # fmt: skip
 def test_a_fused_optimizer_is_advised_where_it_gains_5_percent(
     tensors, elements, device, seconds, updates, told, caplog
 ):
@@ -219,20 +215,16 @@ def test_a_message_is_wrapped_at_words_in_a_terminal(monkeypatch):
 # --- precision
 
 
-@pytest.mark.parametrize(
-    ("precision", "has", "told"),
-    [
-        ("bf16", {"avx2": True, "avx512_bf16": False}, True),
-        ("bf16", {"avx2": True, "avx512_bf16": True}, False),
-        ("bf16", {"avx512_bw": True}, False),  # not measured
-        ("bf16", {"neon": True, "bf16": True}, False),
-        ("fp16", {"avx2": True, "avx512_bf16": True}, True),
-        ("fp16", {"neon": True, "fp16_arith": True}, False),
-        ("bf16, fp16", {"avx512_bf16": True}, "fp16"),
-        ("bf16, fp16", {"avx2": True}, "bf16 and fp16"),
-        ("bf16", {}, False),  # not known
-    ],
-)
+@pytest.mark.parametrize(("precision", "has", "told"), [
+    ("bf16", {"avx2": True, "avx512_bf16": False}, True),
+    ("bf16", {"avx2": True, "avx512_bf16": True}, False),
+    ("bf16", {"avx512_bw": True}, False),  # not measured
+    ("bf16", {"neon": True, "bf16": True}, False),
+    ("fp16", {"avx2": True, "avx512_bf16": True}, True),
+    ("fp16", {"neon": True, "fp16_arith": True}, False),
+    ("bf16, fp16", {"avx512_bf16": True}, "fp16"), ("bf16, fp16", {"avx2": True}, "bf16 and fp16"),
+    ("bf16", {}, False),  # not known
+])  # fmt: skip
 def test_a_precision_that_a_cpu_emulates_is_named(precision, has, told):
     hint = precision_hint(precision, has)
     assert (hint is not None) == bool(told)

@@ -108,16 +108,11 @@ def test_a_sigterm_after_the_last_boundary_is_raised_when_the_run_ends(raised, i
 EACH_EPOCH = fl.every(epochs=1)
 
 
-@pytest.mark.parametrize(
-    ("how", "every", "nth", "evaluated", "steps"),
-    [
-        (terminate, EACH_EPOCH, 2, 2, 3),
-        (terminate, fl.every(steps=2), 2, 2, 2),
-        (terminate, fl.at_start() | EACH_EPOCH, 1, 1, 0),  # of the untrained model
-        (press, EACH_EPOCH, 2, 5, 3),
-        (press, fl.every(steps=2), 2, 5, 2),
-    ],
-)
+@pytest.mark.parametrize(("how", "every", "nth", "evaluated", "steps"), [
+    (terminate, EACH_EPOCH, 2, 2, 3), (terminate, fl.every(steps=2), 2, 2, 2),
+    (terminate, fl.at_start() | EACH_EPOCH, 1, 1, 0),  # of the untrained model
+    (press, EACH_EPOCH, 2, 5, 3), (press, fl.every(steps=2), 2, 5, 2),
+])  # fmt: skip
 def test_an_evaluation_is_abandoned_where_a_scheduler_ends_the_job(
     how, every, nth, evaluated, steps
 ):

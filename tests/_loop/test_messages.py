@@ -192,17 +192,14 @@ def on_device(weights):
     return [torch.tensor(weight) for weight in weights]
 
 
-@pytest.mark.parametrize(
-    ("n", "weights", "steps", "skipped", "w"),
-    [
-        (1, [1, 0, 1], 2, 1, -10.0),  # 2 + 8, without the 4
-        (2, [0, 0, 1], 1, 1, -8.0),
-        (3, [1, 0, 1], 1, 0, -5.0),  # 2 and 8, of one item each
-        (2, [1, torch.tensor(1)], 1, 0, -3.0),
-        (2, on_device([3, 1]), 1, 0, -2.5),  # (3 × 2 + 4) / 4
-        (2, on_device([0, 0]), 1, 0, 0.0),  # it is not read, so the gradient is zero
-    ],
-)
+@pytest.mark.parametrize(("n", "weights", "steps", "skipped", "w"), [
+    (1, [1, 0, 1], 2, 1, -10.0),  # 2 + 8, without the 4
+    (2, [0, 0, 1], 1, 1, -8.0),
+    (3, [1, 0, 1], 1, 0, -5.0),  # 2 and 8, of one item each
+    (2, [1, torch.tensor(1)], 1, 0, -3.0),
+    (2, on_device([3, 1]), 1, 0, -2.5),  # (3 × 2 + 4) / 4
+    (2, on_device([0, 0]), 1, 0, 0.0),  # it is not read, so the gradient is zero
+])  # fmt: skip
 def test_an_item_counts_as_its_weight_says(n, weights, steps, skipped, w):
     data = list(zip(X, weights, strict=False))
     state = fit(fl.accumulate(n), loss=weighted, data=data)
@@ -299,16 +296,13 @@ def broken():
 THREE = [torch.tensor([n]) for n in (1.0, 2.0, 3.0)]
 
 
-@pytest.mark.parametrize(
-    ("run", "note"),
-    [
-        (lambda: fl.evaluate(fl.pipeline()(third), toy(), THREE),
-         "the loss function third, evaluate, batch 2"),
-        (lambda: list(fl.predict(third, toy(), THREE)), "third, predict, batch 2"),
-        (lambda: fl.evaluate(STEP, toy(), broken), "the loader, evaluate, batch 1"),
-        (lambda: list(fl.predict(toy_loss, toy(), broken)), "the loader, predict, batch 1"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("run", "note"), [
+    (lambda: fl.evaluate(fl.pipeline()(third), toy(), THREE),
+        "the loss function third, evaluate, batch 2"),
+    (lambda: list(fl.predict(third, toy(), THREE)), "third, predict, batch 2"),
+    (lambda: fl.evaluate(STEP, toy(), broken), "the loader, evaluate, batch 1"),
+    (lambda: list(fl.predict(toy_loss, toy(), broken)), "the loader, predict, batch 1"),
+])  # fmt: skip
 def test_evaluate_and_predict_say_which_batch(run, note):
     with pytest.raises((ZeroDivisionError, OSError)) as caught:
         run()
@@ -556,19 +550,11 @@ OTHERS = "this pipeline evaluates valid/loss"
 AVERAGE = 'An average reports it beside "valid/loss" if the pipeline has ema'
 
 
-@pytest.mark.parametrize(
-    ("members", "key", "message"),
-    [
-        (
-            (fl.plateau("valid/acc", mode="max"),),
-            "train/loss",
-            "plateau: there is no metric 'valid",
-        ),
-        ((), "valid/ema/loss", AVERAGE),
-        ((), "valid/los", "Did you mean 'valid/loss'"),
-        ((fl.metric(acc=accuracy, on="training"),), "valid/acc", OTHERS),
-    ],
-)
+@pytest.mark.parametrize(("members", "key", "message"), [
+    ((fl.plateau("valid/acc", mode="max"),), "train/loss", "plateau: there is no metric 'valid"),
+    ((), "valid/ema/loss", AVERAGE), ((), "valid/los", "Did you mean 'valid/loss'"),
+    ((fl.metric(acc=accuracy, on="training"),), "valid/acc", OTHERS),
+])  # fmt: skip
 def test_what_else_is_meant_is_said(members, key, message):
     with pytest.raises(KeyError, match=message):
         fit_both(*members, hooks=(fl.early_stop(key, mode="min"),))

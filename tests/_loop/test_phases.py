@@ -107,14 +107,11 @@ def test_skipped_updates_of_an_earlier_phase_do_not_lengthen_a_schedule():
     assert state.phases[1].skipped == 1
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda opt, run: lr_scheduler.CosineAnnealingLR(opt, T_max=run.total_steps),
-        lambda opt, run: lr_scheduler.OneCycleLR(opt, 1.0, total_steps=run.total_steps),
-        lambda opt, run: lr_scheduler.StepLR(opt, run.steps_per_epoch, gamma=0.1),
-    ],
-)
+@pytest.mark.parametrize("make", [
+    lambda opt, run: lr_scheduler.CosineAnnealingLR(opt, T_max=run.total_steps),
+    lambda opt, run: lr_scheduler.OneCycleLR(opt, 1.0, total_steps=run.total_steps),
+    lambda opt, run: lr_scheduler.StepLR(opt, run.steps_per_epoch, gamma=0.1),
+])  # fmt: skip
 @pytest.mark.parametrize("saved", [True, False])
 def test_a_scheduler_of_torch_is_made_again_for_each_phase(make, saved, tmp_path):
     step = fl.pipeline(fl.torch_scheduler(make))(toy_loss)
@@ -126,16 +123,12 @@ def test_a_scheduler_of_torch_is_made_again_for_each_phase(make, saved, tmp_path
     assert len(set(first)) > 1
 
 
-@pytest.mark.parametrize(
-    ("member", "field", "before", "after"),
-    [
-        (HALVING, "lr", [1.0, 0.5, 0.25, 0.125], [8.0, 4.0, 2.0, 1.0] * 2),
-        (LINEAR, "lr", [1.0, 0.75, 0.5, 0.25], [8.0, 6.0, 4.0, 2.0] * 2),
-        (LINEAR, "initial_lr", [1.0, 0.75, 0.5, 0.25], [8.0, 6.0, 4.0, 2.0] * 2),
-        (PLATEAU, "lr", [1.0, 1.0, 0.5, 0.25], [8.0, 8.0, 4.0, 2.0] * 2),
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize(("member", "field", "before", "after"), [
+    (HALVING, "lr", [1.0, 0.5, 0.25, 0.125], [8.0, 4.0, 2.0, 1.0] * 2),
+    (LINEAR, "lr", [1.0, 0.75, 0.5, 0.25], [8.0, 6.0, 4.0, 2.0] * 2),
+    (LINEAR, "initial_lr", [1.0, 0.75, 0.5, 0.25], [8.0, 6.0, 4.0, 2.0] * 2),
+    (PLATEAU, "lr", [1.0, 1.0, 0.5, 0.25], [8.0, 8.0, 4.0, 2.0] * 2),
+], ids=repr)  # fmt: skip
 def test_a_rate_that_was_set_between_two_phases_is_that_of_the_next(member, field, before, after):
     step = fl.pipeline(member)(toy_loss)
     seen, state = rates(step, toy(), ("a", 1))
@@ -155,14 +148,11 @@ def test_schedules_of_both_kinds_take_turns():
 
 
 @pytest.mark.parametrize("saved", [True, False])
-@pytest.mark.parametrize(
-    "member",
-    [
-        fl.schedule(lambda i, total: 0.0),
-        fl.torch_scheduler(lambda opt, run: lr_scheduler.ConstantLR(opt, 0.5, 99)),
-        fl.plateau("train/loss", 0.5, patience=1, min_delta=100.0),
-    ],
-)
+@pytest.mark.parametrize("member", [
+    fl.schedule(lambda i, total: 0.0),
+    fl.torch_scheduler(lambda opt, run: lr_scheduler.ConstantLR(opt, 0.5, 99)),
+    fl.plateau("train/loss", 0.5, patience=1, min_delta=100.0),
+])  # fmt: skip
 def test_a_phase_without_a_schedule_has_the_initial_rates(member, saved, tmp_path):
     state = fit(toy(lr=1.0), "a", fl.pipeline(member)(toy_loss), epochs=3)
     assert state.optimizer.param_groups[0]["lr"] < 1

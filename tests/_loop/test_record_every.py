@@ -37,29 +37,26 @@ def endless():
 PAIR = {"train": BATCHES, "valid": BATCHES[:1]}
 
 
-@pytest.mark.parametrize(
-    ("members", "settings", "found"),
-    [
-        # the mean over the items since the last record: (1 + 8) / 3, (10 + 8) / 3
-        ((), {"record_every": every(steps=2)}, [(2, 3.0), (4, 6.0), (5, 7.0)]),
-        ((), {"record_every": every(steps=2), "steps": 3}, [(2, 3.0), (3, 10.0)]),
-        # an evaluation begins a new interval
-        ((), {"record_every": every(steps=4), "evaluate_every": every(steps=3), "loaders": PAIR},
-         [(3, 19 / 4), (4, 4.0), (5, 7.0)]),
-        # an interval of skipped updates has no record
-        ((fl.skip_nonfinite(5),),
-         {"record_every": ALWAYS, "loaders": [NAN, BATCHES[0], NAN, NAN, BATCHES[2], NAN]},
-         [(1, 1.0), (2, 10.0)]),
-        # ... and the step that stays a multiple of 2 makes no second one
-        ((fl.skip_nonfinite(5),),
-         {"record_every": every(steps=2), "loaders": [*BATCHES[:2], NAN, NAN, *BATCHES[2:]]},
-         [(2, 3.0), (4, 6.0), (5, 7.0)]),
-        ((), {"record_every": every(steps=3), "steps": 7, "loaders": endless},
-         [(3, 19 / 4), (6, (8 + 7 + 1) / 4), (7, 4.0)]),
-        ((), {"record_every": when(lambda state: state.step == 1) | at_end()},
-         [(1, 1.0), (5, (8 + 10 + 8 + 7) / 6)]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("members", "settings", "found"), [
+    # the mean over the items since the last record: (1 + 8) / 3, (10 + 8) / 3
+    ((), {"record_every": every(steps=2)}, [(2, 3.0), (4, 6.0), (5, 7.0)]),
+    ((), {"record_every": every(steps=2), "steps": 3}, [(2, 3.0), (3, 10.0)]),
+    # an evaluation begins a new interval
+    ((), {"record_every": every(steps=4), "evaluate_every": every(steps=3), "loaders": PAIR},
+        [(3, 19 / 4), (4, 4.0), (5, 7.0)]),
+    # an interval of skipped updates has no record
+    ((fl.skip_nonfinite(5),),
+        {"record_every": ALWAYS, "loaders": [NAN, BATCHES[0], NAN, NAN, BATCHES[2], NAN]},
+        [(1, 1.0), (2, 10.0)]),
+    # ... and the step that stays a multiple of 2 makes no second one
+    ((fl.skip_nonfinite(5),),
+        {"record_every": every(steps=2), "loaders": [*BATCHES[:2], NAN, NAN, *BATCHES[2:]]},
+        [(2, 3.0), (4, 6.0), (5, 7.0)]),
+    ((), {"record_every": every(steps=3), "steps": 7, "loaders": endless},
+        [(3, 19 / 4), (6, (8 + 7 + 1) / 4), (7, 4.0)]),
+    ((), {"record_every": when(lambda state: state.step == 1) | at_end()},
+        [(1, 1.0), (5, (8 + 10 + 8 + 7) / 6)]),
+])  # fmt: skip
 def test_a_record_has_the_mean_over_the_items_since_the_last_one(members, settings, found):
     state = train(*members, **settings)
     assert losses(state) == found
@@ -130,14 +127,10 @@ def test_the_learning_rate_of_each_group_is_in_every_record(rate):
         assert state.history[f"recent/{name}"] == (value,) * 2 == 2 * state.history[f"train/{name}"]
 
 
-@pytest.mark.parametrize(
-    "member",
-    [
-        fl.schedule(lambda step, total: 0.5**step),
-        fl.torch_scheduler(lambda o, run: torch.optim.lr_scheduler.ExponentialLR(o, 0.5)),
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize("member", [
+    fl.schedule(lambda step, total: 0.5**step),
+    fl.torch_scheduler(lambda o, run: torch.optim.lr_scheduler.ExponentialLR(o, 0.5)),
+], ids=repr)  # fmt: skip
 def test_under_a_schedule_it_is_the_rate_of_the_last_update(member):
     state = train(member, state=toy(w=1.0, lr=1.0), record_every=every(steps=2))
     assert state.history["recent/lr"] == (0.5, 0.125, 0.0625)

@@ -51,17 +51,14 @@ def too_long(model, batch):
     return fl.skip("too long")
 
 
-@pytest.mark.parametrize(
-    ("loss_fn", "members", "batches", "why"),
-    [
-        (too_long, (), [ONE] * 3, "too long"),
-        (too_long, (fl.accumulate(3), fl.clip(1.0)), [ONE] * 3, "too long"),
-        (toy_loss, (), [EMPTY] * 3, "the batch has no item: its weight is 0"),
-        (toy_loss, (fl.skip_nonfinite(99),), [NAN] * 3, "skip_nonfinite: the loss is nan"),
-        (toy_loss, (own_guard(),), [NAN] * 3, "a guard of one's own"),
-        (too_long, (fl.amp("fp16"),), [ONE] * 3, "too long"),
-    ],
-)
+@pytest.mark.parametrize(("loss_fn", "members", "batches", "why"), [
+    (too_long, (), [ONE] * 3, "too long"),
+    (too_long, (fl.accumulate(3), fl.clip(1.0)), [ONE] * 3, "too long"),
+    (toy_loss, (), [EMPTY] * 3, "the batch has no item: its weight is 0"),
+    (toy_loss, (fl.skip_nonfinite(99),), [NAN] * 3, "skip_nonfinite: the loss is nan"),
+    (toy_loss, (own_guard(),), [NAN] * 3, "a guard of one's own"),
+    (too_long, (fl.amp("fp16"),), [ONE] * 3, "too long"),
+])  # fmt: skip
 def test_a_run_that_leaves_all_updates_of_two_epochs_out_is_an_error(
     loss_fn, members, batches, why
 ):

@@ -113,21 +113,16 @@ def reads(model, batch):
     return (loss if loss.item() < 1e9 else 2 * loss), aux
 
 
-@pytest.mark.parametrize(
-    ("step", "state", "loader", "problem"),
-    [
-        (STEP, toy(), DataLoader(Noise(), batch_size=2),
-         r"resume: one update after a restore, state\.model\.w differs"),
-        (STEP, state_of(Forgets), ONES,
-         ".*Forgets cannot be resumed bit for bit: its attribute calls"),
-        (fl.pipeline(fl.clip(1.0))(reads), toy(), ONES,
-         r"graph: reads a tensor to the host \(test_dry_run\.py, line \d+, in reads\): cuda_graph "
-         "cannot capture that$"),
-        (STEP, state_of(torch.optim.SGD, foreach=True), ONES,
-         "graph: SGD reads its learning rate to the host"),
-    ],
-    ids=["data", "optimizer", "host read", "rate"],
-)  # fmt: skip
+@pytest.mark.parametrize(("step", "state", "loader", "problem"), [
+    (STEP, toy(), DataLoader(Noise(), batch_size=2),
+        r"resume: one update after a restore, state\.model\.w differs"),
+    (STEP, state_of(Forgets), ONES, ".*Forgets cannot be resumed bit for bit: its attribute calls"),
+    (fl.pipeline(fl.clip(1.0))(reads), toy(), ONES,
+     r"graph: reads a tensor to the host \(test_dry_run\.py, line \d+, in reads\): cuda_graph "
+     "cannot capture that$"),
+    (STEP, state_of(torch.optim.SGD, foreach=True), ONES,
+        "graph: SGD reads its learning rate to the host"),
+], ids=["data", "optimizer", "host read", "rate"])  # fmt: skip
 def test_what_would_not_resume_or_not_be_captured(step, state, loader, problem):
     (found,) = fl.dry_run(step, state, loader).problems
     assert re.match(problem, found)

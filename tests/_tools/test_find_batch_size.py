@@ -57,14 +57,10 @@ def test_every_update_counts():
     assert calls[:6] == [2] * 6
 
 
-@pytest.mark.parametrize(
-    ("loader", "most", "size"),
-    [
-        *((make_loader(), 100, 100), (make_loader(), 1, 1), (make_loader(37), None, 37)),
-        (make_loader(37, drop_last=True), None, 37),
-        (lambda size: [torch.ones(size)] * 2, 9, 9),
-    ],
-)
+@pytest.mark.parametrize(("loader", "most", "size"), [
+    *((make_loader(), 100, 100), (make_loader(), 1, 1), (make_loader(37), None, 37)),
+    (make_loader(37, drop_last=True), None, 37), (lambda size: [torch.ones(size)] * 2, 9, 9),
+])  # fmt: skip
 def test_the_data_or_most_may_be_the_limit(loader, most, size):
     settings = {} if most is None else {"most": most}
     assert found_by(fl.schedule(lambda i, total: 1.0), loader=loader, **settings) == size
@@ -108,21 +104,16 @@ def test_with_alternate_and_raw(monkeypatch):
     assert fl.find_batch_size(fl.raw(sample_steps.by_hand), toy(), make_loader()) == 6
 
 
-@pytest.mark.parametrize(
-    ("error", "expected"),
-    [
-        (torch.OutOfMemoryError("anything"), True),
-        (MemoryError(), True),
-        (RuntimeError("MPS backend out of memory (MPS allocated: 9.07 GB)"), True),
-        (RuntimeError("XPU out of memory. Tried to allocate 20 MiB"), True),
-        (RuntimeError("Native API failed: UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY"), True),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), True),
-        (RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if"), True),
-        (RuntimeError("CUDA error: device-side assert triggered"), False),
-        (ValueError("out of memory"), False),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("error", "expected"), [
+    (torch.OutOfMemoryError("anything"), True), (MemoryError(), True),
+    (RuntimeError("MPS backend out of memory (MPS allocated: 9.07 GB)"), True),
+    (RuntimeError("XPU out of memory. Tried to allocate 20 MiB"), True),
+    (RuntimeError("Native API failed: UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY"), True),
+    (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), True),
+    (RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if"), True),
+    (RuntimeError("CUDA error: device-side assert triggered"), False),
+    (ValueError("out of memory"), False),
+], ids=str)  # fmt: skip
 def test_memory_errors(error, expected):
     assert is_out_of_memory(error) is expected
 

@@ -168,14 +168,11 @@ def test_skipped_updates_are_tried_again():
     assert found.note.startswith("20 updates in a row were skipped at lr=1e-07")
 
 
-@pytest.mark.parametrize(
-    ("settings", "updates", "note"),
-    [
-        ({"loss": lambda m, b: square(m, b) * torch.nan}, None, "^the loss was nan at lr=1e-07"),
-        ({"low": 5.0}, 2, "that is too early: give a smaller low="),
-        ({"loss": lambda m, b: 0 * m(b).mean() + 1}, 100, "did not diverge; the loss never fell"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "updates", "note"), [
+    ({"loss": lambda m, b: square(m, b) * torch.nan}, None, "^the loss was nan at lr=1e-07"),
+    ({"low": 5.0}, 2, "that is too early: give a smaller low="),
+    ({"loss": lambda m, b: 0 * m(b).mean() + 1}, 100, "did not diverge; the loss never fell"),
+])  # fmt: skip
 def test_a_loss_that_is_not_finite_or_never_falls_gives_no_suggestion(settings, updates, note):
     found = found_by(**settings)
     assert found.suggestion is None and re.search(note, found.note)
@@ -211,19 +208,16 @@ def test_it_shows_as_a_table_and_as_a_figure():
 STEP = fl.pipeline()(square)
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda: found_by(low=0.1, high=0.01), ValueError, "expects high > 0"),
-        (lambda: found_by(state=toy_state(lr=0.0)), ValueError, "the first group is 0: set it"),
-        (lambda: fl.find_lr(fl.alternate({"a": STEP}), toy_state(), ONES), ValueError,
-         "has those of several steps"),
-        (lambda: fl.find_lr(square, toy_state(), ONES), TypeError, "write find_lr"),
-        (lambda: found_by(batches={"train": ONES}), TypeError, "take one of them"),
-        (lambda: found_by(batches=iter(ONES)), ValueError, "no batch"),
-        (lambda: found_by(loss=interrupt), KeyboardInterrupt, None),  # it is not held back
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("call", "error", "message"), [
+    (lambda: found_by(low=0.1, high=0.01), ValueError, "expects high > 0"),
+    (lambda: found_by(state=toy_state(lr=0.0)), ValueError, "the first group is 0: set it"),
+    (lambda: fl.find_lr(fl.alternate({"a": STEP}), toy_state(), ONES), ValueError,
+        "has those of several steps"),
+    (lambda: fl.find_lr(square, toy_state(), ONES), TypeError, "write find_lr"),
+    (lambda: found_by(batches={"train": ONES}), TypeError, "take one of them"),
+    (lambda: found_by(batches=iter(ONES)), ValueError, "no batch"),
+    (lambda: found_by(loss=interrupt), KeyboardInterrupt, None),  # it is not held back
+])  # fmt: skip
 def test_wrong_calls(call, error, message):
     with pytest.raises(error, match=message):
         call()

@@ -375,15 +375,12 @@ def test_a_model_that_cannot_compute_in_float64_says_so():
 IN_TURNS = fl.alternate({"a": fl.pipeline()(toy_loss)})
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: audit(every=0), "audit expects every as an int >= 1"),
-        (lambda: audit(against="x"), 'audit expects against as one of "eager", "float64", or None'),
-        (lambda: fl.pipeline(audit(), audit(every=3)), "have one name, 'audit'"),
-        (lambda: fl.pipeline(audit(against="float64"))(IN_TURNS), "acts in the forward ring"),
-    ],
-)
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda: audit(every=0), "audit expects every as an int >= 1"),
+    (lambda: audit(against="x"), 'audit expects against as one of "eager", "float64", or None'),
+    (lambda: fl.pipeline(audit(), audit(every=3)), "have one name, 'audit'"),
+    (lambda: fl.pipeline(audit(against="float64"))(IN_TURNS), "acts in the forward ring"),
+])  # fmt: skip
 def test_what_makes_no_sense_is_refused_when_composing(make, message):
     with pytest.raises(ValueError, match=message):
         make()

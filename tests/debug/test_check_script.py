@@ -36,16 +36,10 @@ def broken(report):
     return {line.split(":")[0] for line in report.problems}
 
 
-@pytest.mark.parametrize(
-    "members",
-    [
-        (),
-        (fl.accumulate(2), fl.clip(0.05), fl.ema(0.9)),
-        (fl.schedule(fl.schedules.linear()), fl.microbatch(2)),
-        (watch(2), audit(every=2)),
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize("members", [
+    (), (fl.accumulate(2), fl.clip(0.05), fl.ema(0.9)),
+    (fl.schedule(fl.schedules.linear()), fl.microbatch(2)), (watch(2), audit(every=2)),
+], ids=repr)  # fmt: skip
 def test_a_script_that_keeps_the_laws_has_no_problem_and_stays_as_it_is(members):
     problem = small()
     state = problem.state()
@@ -120,14 +114,11 @@ def test_a_dataset_with_state_is_named_with_its_line_and_put_back():
     assert data.calls == 0
 
 
-@pytest.mark.parametrize(
-    ("make", "kind"),
-    [
-        (lambda: torch.Generator().manual_seed(0), "torch.Generator"),
-        (lambda: random.Random(0), "random.Random"),
-        (lambda: np.random.default_rng(0), "numpy Generator"),
-    ],
-)
+@pytest.mark.parametrize(("make", "kind"), [
+    (lambda: torch.Generator().manual_seed(0), "torch.Generator"),
+    (lambda: random.Random(0), "random.Random"),
+    (lambda: np.random.default_rng(0), "numpy Generator"),
+])  # fmt: skip
 def test_a_generator_of_a_datasets_own_is_named_and_put_back(make, kind):
     data = Drawing(make())
     report = check_script(PLAIN(toy_loss), toy(), DataLoader(data, batch_size=2))
@@ -197,13 +188,10 @@ def test_a_line_that_reads_the_device_is_named():
     assert report.problems == (f"{wanted} loss_fn)",)
 
 
-@pytest.mark.parametrize(
-    ("loss_fn", "why"),
-    [
-        (lambda model, x: model(x).sum(), "returns a sum over the items of a batch"),
-        (lambda model, x: model(x)[:1].mean(), "return a mean over items, and how many they are"),
-    ],
-)
+@pytest.mark.parametrize(("loss_fn", "why"), [
+    (lambda model, x: model(x).sum(), "returns a sum over the items of a batch"),
+    (lambda model, x: model(x)[:1].mean(), "return a mean over items, and how many they are"),
+])  # fmt: skip
 def test_a_loss_that_is_not_a_mean_breaks_accumulation(loss_fn, why):
     batches = [torch.tensor(values) for values in ([1.0, 2.0], [3.0, 4.0], [5.0])]
     report = check_script(PLAIN(loss_fn), toy(w=1.0), batches)

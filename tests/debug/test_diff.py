@@ -18,21 +18,17 @@ def t(*values, dtype=torch.float32):
     return torch.tensor(values, dtype=dtype)
 
 
-@pytest.mark.parametrize(
-    ("a", "b", "elements", "index", "largest", "steps"),
-    [
-        (t(1, 2, 3), t(1, 2.5, 4), 2, (1,), 1.0, 1 << 21),  # 2 and 2.5 are a quarter binade apart
-        (t(1, math.nan), t(1, math.nan), None, None, None, None),
-        (t(math.nan), t(-math.nan), None, None, None, None),  # which have other bits
-        (t(1, math.nan), t(1, 2), 1, (1,), math.nan, 1),
-        (t(0.0), t(-0.0), 1, (0,), 0.0, None),
-        (t(1.0), t(1.0).nextafter(t(2.0)), 1, (0,), 2.0**-23, 1),
-        (t(1, dtype=torch.int64), t(4, dtype=torch.int64), 1, (0,), 3.0, None),
-        (t(True, dtype=torch.bool), t(False, dtype=torch.bool), 1, (0,), 1.0, None),
-        (t(1 + 2j, dtype=torch.complex64), t(1 + 3j, dtype=torch.complex64), 1, (0, 1), 1.0, None),
-        (torch.zeros(2, 3), torch.eye(3)[:2], 2, (0, 0), 1.0, None),
-    ],
-)
+@pytest.mark.parametrize(("a", "b", "elements", "index", "largest", "steps"), [
+    (t(1, 2, 3), t(1, 2.5, 4), 2, (1,), 1.0, 1 << 21),  # 2 and 2.5 are a quarter binade apart
+    (t(1, math.nan), t(1, math.nan), None, None, None, None),
+    (t(math.nan), t(-math.nan), None, None, None, None),  # which have other bits
+    (t(1, math.nan), t(1, 2), 1, (1,), math.nan, 1), (t(0.0), t(-0.0), 1, (0,), 0.0, None),
+    (t(1.0), t(1.0).nextafter(t(2.0)), 1, (0,), 2.0**-23, 1),
+    (t(1, dtype=torch.int64), t(4, dtype=torch.int64), 1, (0,), 3.0, None),
+    (t(True, dtype=torch.bool), t(False, dtype=torch.bool), 1, (0,), 1.0, None),
+    (t(1 + 2j, dtype=torch.complex64), t(1 + 3j, dtype=torch.complex64), 1, (0, 1), 1.0, None),
+    (torch.zeros(2, 3), torch.eye(3)[:2], 2, (0, 0), 1.0, None),
+])  # fmt: skip
 def test_how_much_two_tensors_differ(a, b, elements, index, largest, steps):
     found = measure(a, b)
     if elements is None:
@@ -142,14 +138,11 @@ def test_runs_of_another_length(tmp_path):
     assert found.checkpoint is None
 
 
-@pytest.mark.parametrize(
-    ("a", "b", "error", "said"),
-    [
-        (3, toy(), TypeError, "diff expects a as a state, a history, or the path"),
-        (toy(), fl.History(), TypeError, "two histories, or two runs; got a TrainState and a Hist"),
-        (toy(), "no/such/folder", fl.CheckpointError, "has no whole checkpoint"),
-    ],
-)
+@pytest.mark.parametrize(("a", "b", "error", "said"), [
+    (3, toy(), TypeError, "diff expects a as a state, a history, or the path"),
+    (toy(), fl.History(), TypeError, "two histories, or two runs; got a TrainState and a Hist"),
+    (toy(), "no/such/folder", fl.CheckpointError, "has no whole checkpoint"),
+])  # fmt: skip
 def test_what_cannot_be_compared_is_refused(a, b, error, said):
     with pytest.raises(error, match=said):
         diff(a, b)

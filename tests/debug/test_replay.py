@@ -74,16 +74,12 @@ def in_turn(groups):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("pipe", "problem"),
-    [
-        *in_turn([[(pipe, problem()) for problem in (small, stochastic)] for pipe in ALL]),
-        *((pipe, several.problem(several.muon_and_sgd)) for pipe in laws.SEVERAL),
-        *in_turn([[(pipe, several.alternating(**o)) for pipe in laws.AROUND] for o in laws.EACH]),
-        (FP16, laws.single_precision(small())),
-    ],
-    ids=shown,
-)
+@pytest.mark.parametrize(("pipe", "problem"), [
+    *in_turn([[(pipe, problem()) for problem in (small, stochastic)] for pipe in ALL]),
+    *((pipe, several.problem(several.muon_and_sgd)) for pipe in laws.SEVERAL),
+    *in_turn([[(pipe, several.alternating(**o)) for pipe in laws.AROUND] for o in laws.EACH]),
+    (FP16, laws.single_precision(small())),
+], ids=shown)  # fmt: skip
 def test_the_bits_are_those_of_the_run_in_every_combination(pipe, problem, tmp_path):
     replay_some(tmp_path, pipe, problem)
 
@@ -179,14 +175,11 @@ def test_with_tbptt_an_update_has_one_window(tmp_path):
         assert (made.before.model.w.item(), made.grads["w"].item()) == (before, grad)
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "rates"),
-    [
-        ({"epochs": 1}, {"epochs": 2}, {4: 1 - 3 / 4, 6: 1 - 5 / 8}),  # planned for 4, then for 8
-        ({"phase": "head"}, {"phase": "all", "epochs": 2}, {7: 1 - 2 / 8}),
-        ({"steps": 3}, {"steps": 4}, {3: 1 - 2 / 3, 4: 1 - 3 / 4}),
-    ],
-)
+@pytest.mark.parametrize(("first", "second", "rates"), [
+    ({"epochs": 1}, {"epochs": 2}, {4: 1 - 3 / 4, 6: 1 - 5 / 8}),  # planned for 4, then for 8
+    ({"phase": "head"}, {"phase": "all", "epochs": 2}, {7: 1 - 2 / 8}),
+    ({"steps": 3}, {"steps": 4}, {3: 1 - 2 / 3, 4: 1 - 3 / 4}),
+])  # fmt: skip
 def test_a_schedule_sees_the_length_of_the_run_that_made_the_update(first, second, rates, tmp_path):
     step = fl.pipeline(fl.schedule(lambda i, total: 1 - i / total))(toy_loss)
     saves = fl.every(steps=1)(fl.checkpoint(tmp_path, keep=None))
@@ -314,18 +307,15 @@ def test_a_flipped_bit_is_not_confirmed(tmp_path):
 TWO_PROCESSES = attrs.evolve(toy(), backend=attrs.evolve(toy().backend, data_size=2))
 
 
-@pytest.mark.parametrize(
-    ("given", "error", "message"),
-    [
-        ({"update": 2}, ValueError, r"update 2 is before the first checkpoint.* of step 2"),
-        ({"update": 9}, ValueError, "no update 9: the run ended at step 8, epoch 2"),
-        ({"folder": "none"}, fl.CheckpointError, "has no whole checkpoint"),
-        ({"state": small().state()}, fl.CheckpointError, "another model"),
-        ({"step": toy_loss}, TypeError, "replay expects a step"),
-        ({"update": 0}, ValueError, "replay expects update as an int >= 1"),
-        ({"state": TWO_PROCESSES}, ValueError, "made on 1 process, and here are 2, which"),
-    ],
-)
+@pytest.mark.parametrize(("given", "error", "message"), [
+    ({"update": 2}, ValueError, r"update 2 is before the first checkpoint.* of step 2"),
+    ({"update": 9}, ValueError, "no update 9: the run ended at step 8, epoch 2"),
+    ({"folder": "none"}, fl.CheckpointError, "has no whole checkpoint"),
+    ({"state": small().state()}, fl.CheckpointError, "another model"),
+    ({"step": toy_loss}, TypeError, "replay expects a step"),
+    ({"update": 0}, ValueError, "replay expects update as an int >= 1"),
+    ({"state": TWO_PROCESSES}, ValueError, "made on 1 process, and here are 2, which"),
+])  # fmt: skip
 def test_what_cannot_be_made_again_is_refused_with_the_reason(given, error, message, tmp_path):
     recorded(tmp_path, STEP, toy(), BATCHES, (2,), epochs=2)
     folder, step, state = tmp_path / given.get("folder", ""), given.get("step", STEP), toy()
@@ -345,15 +335,12 @@ def test_a_run_that_a_hook_stopped_has_no_update_after_it(tmp_path):
     assert replay(tmp_path, STEP, toy(), BATCHES, update=4).batches[0].item() == 4
 
 
-@pytest.mark.parametrize(
-    ("member", "targets", "message"),
-    [
-        (fl.schedule(schedules.linear()), {}, r"one does not say how long the run was to be"),
-        (fl.plateau("train/loss", patience=1, mode="max"), {"epochs": 2},
-         r"plateau\(.*\) depends on the records of the run"),
-        (fl.schedule(schedules.linear()), {"epochs": 2}, None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("member", "targets", "message"), [
+    (fl.schedule(schedules.linear()), {}, r"one does not say how long the run was to be"),
+    (fl.plateau("train/loss", patience=1, mode="max"), {"epochs": 2},
+        r"plateau\(.*\) depends on the records of the run"),
+    (fl.schedule(schedules.linear()), {"epochs": 2}, None),
+])  # fmt: skip
 def test_a_checkpoint_that_no_run_wrote_needs_the_targets(member, targets, message, tmp_path):
     step = fl.pipeline(member)(toy_loss)
     fl.save(fl.fit(step, toy(), BATCHES, steps=2, hooks=()), tmp_path / "one")

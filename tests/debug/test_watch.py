@@ -95,10 +95,9 @@ def test_a_skipped_update_reports_nothing():
     assert out.metrics == {}
 
 
-@pytest.mark.parametrize(
-    ("only", "names"),
-    [("2", ["2"]), ("*.bias", ["0", "2"]), ([lambda n, p: n == "0.bias"], ["0"]), ("9", None)],
-)
+@pytest.mark.parametrize(("only", "names"), [
+    ("2", ["2"]), ("*.bias", ["0", "2"]), ([lambda n, p: n == "0.bias"], ["0"]), ("9", None),
+])  # fmt: skip
 def test_modules_can_be_chosen(only, names):
     problem, step = small(), fl.pipeline(watch(only=only))(small().loss_fn)
     if names is None:
@@ -110,14 +109,11 @@ def test_modules_can_be_chosen(only, names):
     assert sorted({name.split("/")[1] for name in out.metrics}) == names
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "message"),
-    [
-        (lambda: watch(only=()), TypeError, "watch expects only as at least one selector"),
-        (lambda: fl.pipeline(watch(), watch(3)), ValueError, "have one name, 'watch'"),
-        (lambda: fl.pipeline(watch(), fl.cuda_graph()), ValueError, "leave one out"),
-    ],
-)
+@pytest.mark.parametrize(("make", "error", "message"), [
+    (lambda: watch(only=()), TypeError, "watch expects only as at least one selector"),
+    (lambda: fl.pipeline(watch(), watch(3)), ValueError, "have one name, 'watch'"),
+    (lambda: fl.pipeline(watch(), fl.cuda_graph()), ValueError, "leave one out"),
+])  # fmt: skip
 def test_what_makes_no_sense_is_refused_when_composing(make, error, message):
     with pytest.raises(error, match=message):
         make()
