@@ -178,22 +178,6 @@ def test_wrong_arguments_are_errors_when_composing(settings, error, message):
         fl.checkpoint("a", **settings)
 
 
-@pytest.mark.parametrize(("settings", "message"), [
-    ({"best": "valid/losses"},
-        "no metric 'valid/losses'; there are: train/loss, train/lr, valid/loss"),
-    ({"named": ("valid/loss", "val/loss")}, "checkpoint: there is no metric 'val/loss'"),
-    ({"named": ("valid/lss",)}, "checkpoint: there is no metric 'valid/lss'"),
-])  # fmt: skip
-def test_an_unknown_metric_is_an_error_as_soon_as_it_is_known(settings, message, tmp_path):
-    hook, might_add_metrics = saves(tmp_path, 100, **settings), lambda state: state
-    with pytest.raises(KeyError, match=settings.get("best", message)):
-        fit(hook, train=2, valid=1)
-    if "best" in settings:
-        with pytest.raises(KeyError, match=message) as error:
-            fit(might_add_metrics, hook, train=2, valid=1, epochs=3)
-        assert error.value.state.epoch == 1
-
-
 def test_a_relative_folder_is_fixed_when_the_hook_is_created(tmp_path, monkeypatch):
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)

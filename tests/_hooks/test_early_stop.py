@@ -231,54 +231,6 @@ def test_the_repr_has_the_settings_that_differ_from_the_defaults(hook, text):
     assert eval(text) == hook
 
 
-@pytest.mark.parametrize(("key", "run", "message"), [
-    *((key, {}, rf"early_stop: there is no metric '{key}'.*: train, valid\. Did you mean '{near}'")
-        for key, near in [("val/loss", "valid/loss"), ("test/loss", "train/loss"),
-                          ("loss", "valid/loss"), ("val_loss", "valid/loss")]),
-    ("valid/loss", {"evaluate_every": None}, r"never makes 'valid/loss'.* give it a moment"),
-    ("valid/loss", {"evaluate_every": {"valid": None}}, r"never makes 'valid/loss'.* a moment"),
-    ("vali/loss", {"evaluate_every": None}, r"those are: train\. Did you mean 'train/loss'"),
-])  # fmt: skip
-@pytest.mark.parametrize("wrap", [
-    lambda hook: hook, fl.every(epochs=100), fl.on_main, fl.when(bool),
-])  # fmt: skip
-def test_an_unknown_loader_is_an_error_before_the_first_update(wrap, key, run, message):
-    state = toy()
-    with pytest.raises(KeyError, match=message):
-        fit(wrap(early_stop(key)), state=state, **{**RUN, **run})
-    assert state.model.w.item() == 0.0
-
-
-def test_a_metric_that_another_hook_reports_is_accepted():
-    """The hook reports the number of updates, which rises, so the metric never improves."""
-
-    def count(state):
-        if "record" not in state.events:
-            return state
-        *before, last = state.history
-        more = attrs.evolve(last, metrics={**last.metrics, "mine/loss": state.step})
-        return attrs.evolve(state, history=History([*before, more]))
-
-    stop = early_stop("mine/loss", patience=2)
-    with pytest.raises(KeyError, match="'mine/loss'"):
-        fit(count, stop, **RUN)
-    count.reports = ("mine/loss",)
-    assert fit(count, stop, **RUN).epoch == 3
-
-
-@pytest.mark.parametrize(("key", "every", "message"), [
-    *((key, 1, rf"there is no metric '{key}'; .*: train/loss, train/lr, valid/loss\. Did you mean "
-        rf"'{key.replace('lss', 'loss')}'\?") for key in ("valid/lss", "train/lss")),
-    ("valid/los", 2, "there is no metric 'valid/los'"),  # of a loader that is evaluated later
-])  # fmt: skip
-def test_an_unknown_metric_is_an_error_at_the_first_evaluation(key, every, message):
-    might_add_metrics = lambda state: state
-    rarely = fl.every(epochs=4)(early_stop(key, mode="min"))  # it is checked at each record
-    with pytest.raises(KeyError, match=message) as caught:
-        fit(might_add_metrics, rarely, **RUN, evaluate_every=fl.every(epochs=every))
-    assert caught.value.state.step == every
-
-
 @pytest.mark.parametrize(("settings", "message"), [
     ({"patience": 0}, r"patience as an int >= 1, .*some libraries call that 0\); got 0"),
     ({"patience": 1.5}, r"patience as an int >= 1, a number of evaluations; got 1\.5"),
@@ -377,21 +329,6 @@ def test_which_records_count(key, moments, steps):
     notes = Notes()
     fit(when_improved(key)(notes), valid=1, **moments)
     assert notes.steps == steps
-
-
-@pytest.mark.parametrize(("hook", "message"), [
-    *((wrap(when_improved(key, "min")(print)),
-        rf"when_improved\('{key}', mode='min'\): there is no metric '{key}'")
-        for wrap in (lambda hook: hook, fl.every(epochs=100)) for key in ("val/loss", "valid/lss")),
-    ((fl.every(epochs=100) & when_improved("val/loss"))(print),
-        r"every\(epochs=100\) & when_improved\('val/loss'\): there is no metric 'val/loss'"),
-    ((~when_improved("valdi/loss"))(print), "Did you mean 'valid/loss'"),
-])  # fmt: skip
-def test_an_unknown_metric_of_a_moment_is_named_before_the_first_update(hook, message):
-    state = toy()
-    with pytest.raises(KeyError, match=message):
-        fit(hook, state=state, valid=1)
-    assert (state.model.w.item(), state.step) == (0.0, 0)
 
 
 def test_equality_pickling_and_repr():

@@ -171,16 +171,6 @@ def test_it_has_the_weights_of_an_evaluation():
 # --- what watches it
 
 
-@pytest.mark.parametrize("key", ["two/w", "two/anything"])
-def test_every_name_that_begins_with_its_own_is_known_beforehand(key):
-    hooks = fl.early_stop(key, mode="min"), fl.when_improved(key, mode="min")(lambda state: state)
-    run(fl.measure(lambda state: {key[4:]: 1.0}, name="two"), *hooks)
-    state = toy()
-    with pytest.raises(KeyError, match="there is no metric 'too/w'"):
-        run(fl.measure(doubled, name="two"), fl.early_stop("too/w", mode="min"), state=state)
-    assert state.step == 0
-
-
 def test_a_name_that_it_does_not_return_is_refused_at_its_first_record():
     with pytest.raises(KeyError, match=r"there is no metric 'two/v'.*Did you mean 'two/w'"):
         run(fl.measure(doubled, name="two"), fl.early_stop("two/v", mode="min"))

@@ -2,7 +2,6 @@
 
 import attrs
 import pytest
-import torch
 from sample_hooks import Notes, raise_at, stop_at
 from toy_runs import ONE, called_at, fit
 
@@ -120,18 +119,6 @@ def test_an_evaluation_at_the_start_is_a_record_at_step_0():
     first, last = fit(state=toy(w=5.0), loaders=loaders, evaluate_every=moment).history
     assert (first.step, first.epoch, dict(first.metrics)) == (0, 0, {"valid/loss": 5.0})
     assert (last.step, last.metrics["valid/loss"]) == (1, 3.0)
-
-
-def test_an_evaluation_at_the_start_changes_no_draw():
-    step = fl.pipeline()(lambda model, batch: (model.w * batch * torch.rand(())).mean())
-
-    def trained(moment):
-        data = torch.utils.data.DataLoader(torch.arange(6.0), batch_size=2, shuffle=True)
-        return fit(step=step, loaders=(data, data), epochs=2, evaluate_every=moment)
-
-    plain, early = trained(every(epochs=1)), trained(at_start() | every(epochs=1))
-    assert early.history.records[1:] == plain.history.records
-    assert early.model.w.item() == plain.model.w.item()
 
 
 @pytest.mark.parametrize(("moment", "closing"), [

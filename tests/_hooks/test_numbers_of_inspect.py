@@ -99,29 +99,6 @@ def test_two_hooks_cannot_add_one_number():
 
 # --- known before the first update
 
-WATCHERS = [
-    lambda folder: {"hooks": (fl.early_stop("valid/last", mode="min"),)},
-    lambda folder: {"hooks": (fl.restore_best("valid/last", mode="min"),)},
-    lambda folder: {"hooks": (fl.checkpoint(folder, best="valid/last", mode="min"),)},
-    lambda folder: {"hooks": (fl.when_improved("valid/last", mode="min")(lambda s: s),)},
-    lambda folder: {"members": (fl.plateau("valid/last", mode="min"),)},
-]
-
-
-@pytest.mark.parametrize("watcher", WATCHERS)
-@pytest.mark.parametrize("said", [True, False])
-def test_what_watches_its_numbers_knows_them_beforehand_if_they_are_said(watcher, said, tmp_path):
-    given = watcher(tmp_path)
-    look = fl.inspect(largest, reports=("last",) if said else ())
-    hooks, members = (look, *given.get("hooks", ())), given.get("members", ())
-    state = toy()
-    if said:
-        run(*hooks, members=members, state=state, epochs=2)
-        return
-    with pytest.raises(KeyError, match="there is no metric 'valid/last'"):
-        run(*hooks, members=members, state=state)
-    assert state.step == 0
-
 
 def test_it_can_decide_when_a_run_stops_and_with_which_weights():
     """The number falls from -9: with mode "max" the first is the best."""

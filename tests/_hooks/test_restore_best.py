@@ -357,12 +357,6 @@ def test_a_copy_of_another_model_is_refused_before_the_first_update(tmp_path):
         "needs all processes: list it without on_main"),
     (lambda: trained(hooks=(BEST, restore_best("train/loss"))), ValueError,
         "a run ends with one set of weights"),
-    *((lambda wrap=wrap, key=key: trained(hooks=(wrap(restore_best(key, "min")),)), KeyError,
-        f"restore_best: there is no metric '{key}'{why}")
-        for wrap in (lambda hook: hook, fl.every(epochs=100))
-        for key, why in [("val/loss", ": its first part is not"),
-                         ("valid/lss", ": this pipeline evaluates"),
-                         ("train/lss", "; there are: train/loss")]),
 ])  # fmt: skip
 def test_a_wrong_use_is_an_error(make, error, message):
     with pytest.raises(error, match=message):

@@ -46,16 +46,12 @@ def test_it_is_called_before_the_first_update_through_every_wrapper(name):
     observes = name in ("on_main", "nested")
     change = lambda state: attrs.evolve(state, slots={"mine": [1]}, extra={"a": 2})
     hook = Hook() if observes else Hook(change)
-    state = fit(hooks=(wrap(hook),))
+    after = Hook(lambda state: attrs.evolve(state, extra={**state.extra, "b": 3}))
+    state = fit(hooks=(wrap(hook), after))
     assert hook.calls == [("begin", 0, 3), *steps]
-    # what it returns is what training starts with
-    assert (state.slots.get("mine"), state.extra) == ((None, {}) if observes else ([1], {"a": 2}))
-
-
-def test_hooks_begin_in_the_listed_order():
-    first = Hook(lambda state: attrs.evolve(state, extra={"a": 1}))
-    second = Hook(lambda state: attrs.evolve(state, extra={**state.extra, "b": 2}))
-    assert fit(hooks=(first, fl.every(steps=2)(second))).extra == {"a": 1, "b": 2}
+    # what it returns is what the next hook begins with, and training starts with
+    found = (None, {"b": 3}) if observes else ([1], {"a": 2, "b": 3})
+    assert (state.slots.get("mine"), state.extra) == found
 
 
 def test_it_is_called_in_every_run_that_has_something_to_do():
@@ -63,10 +59,8 @@ def test_it_is_called_in_every_run_that_has_something_to_do():
     state = fit(hooks=(hook, fl.once(once)))
     state = fit(state, hooks=(hook, fl.once(once)), epochs=2)
     assert fit(state, hooks=(hook,), epochs=2) is state
-    assert [call for call in hook.calls if isinstance(call, tuple)] == [
-        ("begin", 0, 3),
-        ("begin", 3, 6),
-    ]
+    begun = [call for call in hook.calls if isinstance(call, tuple)]
+    assert begun == [("begin", 0, 3), ("begin", 3, 6)]
     assert once.calls == [("begin", 0, 3), 1]  # it has had its one call
 
 
@@ -143,27 +137,23 @@ def test_other_methods_are_named_too(method):
         fit(state, hooks=(hook,), epochs=1)
 
 
-def test_on_main_may_only_observe():
-    hook = Hook(lambda state: attrs.evolve(state, extra={"a": 1}))
+METHODS = ("begin", "poll", "flush", "settle")
+
+
+def test_on_main_may_only_observe_and_calls_no_method_elsewhere():
+    hook, calls = Hook(lambda state: attrs.evolve(state, extra={"a": 1})), []
     with pytest.raises(ValueError, match=r"on_main\(hook\) must return the state that it is given"):
         fit(hooks=(fl.on_main(hook),))
-
-
-@pytest.mark.parametrize("method", ["begin", "poll", "flush", "settle"])
-def test_on_main_calls_no_method_elsewhere(method, monkeypatch):
-    calls = []
-    hook = Hook()
-    for name in ("begin", "poll", "flush", "settle"):
+    for name in METHODS:
         setattr(hook, name, lambda state, name=name: calls.append(name) or state)
-    other = attrs.evolve(toy(), backend=attrs.evolve(toy().backend, rank=1, world_size=2))
-    state = getattr(fl.on_main(hook), method)(other)
-    assert state is other and calls == []
     hook.evaluating = lambda state, *progress: calls.append(progress)
-    fl.on_main(hook).evaluating(other, "valid", 0, 1)
-    here = toy()
-    assert getattr(fl.on_main(hook), method)(here) is here and calls == [method]
-    fl.on_main(hook).evaluating(here, "valid", 0, 1)
-    assert calls == [method, ("valid", 0, 1)]
+    here, backend = toy(), attrs.evolve(toy().backend, rank=1, world_size=2)
+    for state in (attrs.evolve(toy(), backend=backend), here):
+        assert calls == []
+        for name in METHODS:
+            assert getattr(fl.on_main(hook), name)(state) is state
+        fl.on_main(hook).evaluating(state, "valid", 0, 1)
+    assert calls == [*METHODS, ("valid", 0, 1)]
 
 
 @pytest.mark.parametrize("wrap", [lambda hook: hook, fl.every(steps=2)])
@@ -175,9 +165,22 @@ def test_a_method_of_another_form_is_refused_when_composing(wrap, begin):
         fl.run(fl.pipeline()(toy_loss), toy(), [ONE], hooks=(wrap(hook),))
 
 
-def test_a_hook_has_to_be_called_too():
-    class OnlyBegins:
-        begin = Hook.begin
+class OnlyBegins:
+    begin = Hook.begin
 
-    with pytest.raises(TypeError, match=r"a method begin, but no method __call__\(state\)"):
-        fit(hooks=(OnlyBegins(),))
+
+class OnlyFlushes(fl.Hook):
+    def flush(self, state):
+        return state
+
+
+@pytest.mark.parametrize(("make", "message"), [
+    (OnlyBegins, r"a method begin, but no method __call__\(state\)"),
+    (OnlyFlushes, "OnlyFlushes is a Hook without a method __call__"),
+    (lambda: fl.every(epochs=1)(OnlyFlushes()), "OnlyFlushes is a Hook without a method __call__"),
+])  # fmt: skip
+def test_a_hook_has_to_be_called_too(make, message):
+    state = toy()
+    with pytest.raises(TypeError, match=message):
+        fit(state, hooks=(make(),))
+    assert state.model.w.item() == 0.0

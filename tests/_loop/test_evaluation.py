@@ -6,11 +6,12 @@ import itertools
 import pytest
 import torch
 from evaluation_draws import CALLS, draws_in
-from loop_cases import ONE, fit, generators
+from loop_cases import ONE, fit
 from torch import nn
+from toy_runs import assert_same_weights, of
 
 import fnloop as fl
-from fnloop.testing import assert_same, stochastic, toy, toy_loss
+from fnloop.testing import stochastic, toy, toy_loss
 from fnloop.testing._laws import assert_equal
 
 
@@ -40,29 +41,16 @@ def test_a_mid_epoch_record_has_the_running_mean():
     assert state.history["train/loss"] == (0.0, -0.5, -1.0)
 
 
-def test_evaluate_leaves_the_state_unchanged():
-    problem = stochastic()
-    make = fl.pipeline()(problem.loss_fn)
-    state = fl.fit(make, problem.state(), problem.batches, hooks=())
-    state.model[1].eval()
-    before, drawn = fl.snapshot(state), generators()
-    first = fl.evaluate(make, state, problem.batches)
-    assert first == fl.evaluate(make, state, problem.batches)
-    assert generators() == drawn
-    assert [m.training for m in state.model] == [True, False, True, True, True]
-    assert_same(state, before)
-
-
-def test_evaluation_and_draws_of_hooks_do_not_change_training():
+def test_evaluations_and_draws_of_hooks_do_not_change_training():
     problem = stochastic()
     make = fl.pipeline()(problem.loss_fn)
     shuffled = torch.utils.data.DataLoader(problem.batches, batch_size=None, shuffle=True)
     draw = lambda state: (torch.rand(3), state)[1]
     plain = fl.fit(make, problem.state(), shuffled, epochs=2, hooks=())
-    given = {"epochs": 2, "hooks": (draw,), "evaluate_every": fl.every(steps=2)}
+    moment = fl.at_start() | fl.every(steps=2)
+    given = {"epochs": 2, "hooks": (draw,), "evaluate_every": moment}
     watched = fl.fit(make, problem.state(), (shuffled, shuffled), **given)
-    for mine, theirs in zip(plain.model.parameters(), watched.model.parameters(), strict=True):
-        assert torch.equal(mine, theirs)
+    assert_same_weights(plain, watched)
 
 
 def test_evaluating_a_new_state_does_not_create_a_scheduler():
@@ -100,9 +88,8 @@ def test_predict_is_lazy_and_in_order():
 
 def test_between_predictions_the_model_is_unchanged():
     state = toy()
-    flags = lambda model, batch: (model.training, torch.is_grad_enabled())
-    for flag in fl.predict(flags, state, [ONE, ONE]):
-        assert flag == (False, False)
+    for flags in fl.predict(lambda m, x: (m.training, torch.is_grad_enabled()), state, [ONE, ONE]):
+        assert flags == (False, False)
         assert state.model.training and torch.is_grad_enabled()
 
 
@@ -144,8 +131,7 @@ def watched_loss(model, batch):
 
 
 def watcher(made=Watcher):
-    model = made()
-    return fl.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=0.1), seed=0)
+    return of(made(), lr=0.1)
 
 
 def buffers_of(state):
@@ -230,11 +216,10 @@ def test_an_evaluation_in_a_run_that_fails_leaves_its_buffers_to_the_error():
 
 
 def test_buffers_that_do_not_change_are_not_written_to():
-    model = nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 1))
-    state = fl.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=0.1), seed=0)
-    versions = [b._version for b in model.buffers()]
+    state = of(nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 1)))
+    versions = [b._version for b in state.model.buffers()]
     fl.evaluate(fl.pipeline()(lambda m, x: m(x).mean()), state, [torch.ones(2, 1)])
-    assert [b._version for b in model.buffers()] == versions
+    assert [b._version for b in state.model.buffers()] == versions
 
 
 # --- draws of a forward in evaluation

@@ -75,25 +75,6 @@ def test_its_outputs_are_seen_and_a_loss_can_be_made_of_them():
     assert state.history["valid/loss"] == (-3.0, -6.0)
 
 
-@pytest.mark.parametrize("hook", [
-    fl.early_stop("valid/loss"), fl.restore_best("valid/loss"),
-    fl.when_improved("valid/loss")(lambda state: state),
-])  # fmt: skip
-def test_what_watches_the_loss_is_told(hook):
-    with pytest.raises(KeyError, match=r"there is no metric 'valid/loss'; there are: .*valid/mean"):
-        run(hook)
-    with pytest.raises(KeyError, match=r"The loss function returned \(None, aux\) in this eval"):
-        run(hook)
-
-
-def test_plateau_and_checkpoint_are_told(tmp_path):
-    message = r"returned \(None, aux\) in this evaluation: watch another metric, or return a loss"
-    with pytest.raises(KeyError, match=message):
-        run(fl.checkpoint(tmp_path, best="valid/loss"))
-    with pytest.raises(KeyError, match=message):
-        run(step=fl.pipeline(fl.plateau("valid/loss"), fl.metric(mean=mean))(loss_fn), epochs=2)
-
-
 def test_progress_and_defaults_work_without_it(capsys):
     state = run(fl.progress(), fl.halt_on_nonfinite(), epochs=2)
     assert "valid/mean" in capsys.readouterr().err + repr(state.history)

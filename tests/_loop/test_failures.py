@@ -21,11 +21,11 @@ from loop_cases import (
     raise_interrupt,
     raising,
     step,
-    terminate,
     two_weights,
 )
 from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
+from toy_runs import of
 
 import fnloop as fl
 from fnloop.testing import Toy, assert_same, toy, toy_loss
@@ -102,8 +102,7 @@ def test_an_exception_after_an_update_carries_the_updated_state(member, error, s
     before = state.model.w.item()
     state = fit(attrs.evolve(state, slots={}, metrics={}), data)
     assert state.step == 6
-    if error is Boom:
-        assert (before, state.model.w.item()) == (-3.0, -12.0)
+    assert error is ValueError or (before, state.model.w.item()) == (-3.0, -12.0)
 
 
 # --- boundaries
@@ -132,30 +131,6 @@ def test_a_run_that_continues_after_a_failed_evaluation_repeats_it(
     assert list(state.metrics) == ["loss"]
     state = fl.restore(fl.save(state, tmp_path / "a"), toy()) if saved else state
     assert_same(fit(state, loaders, **settings), whole)
-
-
-def test_a_hook_that_fails_does_so_after_the_record():
-    fails = fl.when(lambda state: state.step == 3)(lambda state: boom())
-    with pytest.raises(Boom) as caught:
-        fit(loaders=([ONE] * 3, [ONE]), hooks=(fails,))
-    # the epoch that has just ended
-    assert "<lambda>), train, epoch 1, batch 3, step 3" in caught.value.__notes__[0]
-    state = caught.value.state
-    assert (state.epoch, state.batch, len(state.history)) == (1, 0, 1)
-
-
-@pytest.mark.parametrize(("how", "reason"), [(press, "interrupted"), (terminate, "SIGTERM")])
-def test_an_evaluated_loader_killed_by_the_signal_that_stops_the_run_is_not_an_error(how, reason):
-    def dies():
-        yield ONE
-        how()
-        raise RuntimeError("DataLoader worker exited unexpectedly")
-
-    state = fit(loaders=([ONE] * 3, dies), epochs=2)
-    assert (state.step, state.epoch, state.batch) == (3, 0, 3)
-    assert (state.stop, len(state.history)) == (reason, 0)
-    whole = fit(loaders=([ONE] * 3, [ONE]), epochs=2)
-    assert_same(fit(state, ([ONE] * 3, [ONE]), epochs=2), whole)
 
 
 def test_hooks_are_told_of_a_failure_and_cannot_hide_it():
@@ -268,31 +243,18 @@ def test_a_hook_that_advances_the_state_and_fails_leaves_none():
     assert not hasattr(caught.value, "state")
 
 
-# --- NaNs, traced by torch's own means: its anomaly detection, and hooks of modules
+# --- NaNs, traced by torch's anomaly detection
 
 
 class Root(nn.Module):
     """Gives 0, with the gradient infinity × 0."""
 
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(()))
+
     def forward(self, x):
-        return (x * 0).sqrt() * 0
-
-
-class Log(nn.Module):
-    def forward(self, x):
-        return x.log()
-
-
-def create(*layers):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(2, 2), *layers, nn.Linear(2, 1))
-    nn.init.ones_(model[0].weight)
-    nn.init.zeros_(model[0].bias)
-    return fl.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=0.1))
-
-
-def square(model, batch):
-    return model(batch).square().mean()
+        return (self.w * x * 0).sqrt() * 0
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
@@ -301,30 +263,12 @@ def square(model, batch):
     ((fl.accumulate(2),), "accumulate(2)"), ((fl.microbatch(1), fl.clip(1.0)), "microbatch(1)"),
 ], ids=repr)  # fmt: skip
 def test_anomaly_detection_around_a_run_names_the_line_and_the_place(members, layer):
-    step, state = fl.pipeline(*members)(square), create(Root())
+    step, state = fl.pipeline(*members)(lambda model, batch: model(batch).mean()), of(Root())
     with (
         pytest.raises(RuntimeError, match="'SqrtBackward0' returned nan values") as caught,
-        pytest.warns(UserWarning, match=r"return \(x \* 0\).sqrt\(\) \* 0"),
+        pytest.warns(UserWarning, match=r"return \(self.w \* x \* 0\).sqrt\(\) \* 0"),
         torch.autograd.detect_anomaly(check_nan=True),
     ):
         fl.fit(step, state, [torch.ones(2, 2)] * 2, hooks=())
     assert caught.value.__notes__ == [f"while in {layer}, train, epoch 1, batch 0, step 0"]
-    assert all(p.isfinite().all() for p in caught.value.state.model.parameters())
-
-
-def test_hooks_of_modules_name_the_one_that_makes_a_nan():
-    def watch(name):
-        def check(module, inputs, output):
-            if not output.isfinite().all():
-                raise FloatingPointError(f"the output of {name!r} is not finite")
-
-        return check
-
-    state = create(nn.Sequential(nn.Tanh(), Log()))
-    for name, module in state.model.named_modules():
-        module.register_forward_hook(watch(name))
-    batches = [torch.ones(2, 2), -torch.ones(2, 2)]
-    with pytest.raises(FloatingPointError, match=r"the output of '1\.1' is not finite") as caught:
-        fl.fit(fl.pipeline(fl.accumulate(1))(square), state, batches, hooks=())
-    place = "while in the loss function square, train, epoch 1, batch 1, step 1"
-    assert caught.value.__notes__ == [place]
+    assert caught.value.state.model.w.item() == 1.0

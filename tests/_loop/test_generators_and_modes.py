@@ -9,7 +9,7 @@ from loop_cases import NUMBERS, ONE, Boom, fit, generators, raising
 from sample_hooks import Notes
 
 import fnloop as fl
-from fnloop.testing import Toy, assert_same, stochastic, toy
+from fnloop.testing import Toy, assert_same, stochastic, toy, toy_loss
 
 
 def test_the_generators_of_the_caller_are_restored():
@@ -59,10 +59,11 @@ def test_a_model_in_evaluation_mode_as_a_whole_is_trained_in_training_mode(caplo
     assert_same(state, expected)
 
 
-def test_pending_gradients_do_not_leak_into_a_run():
+def test_gradients_from_before_and_from_a_hook_do_not_enter_an_update():
     state = toy()
     state.model.w.grad = torch.tensor(100.0)
-    assert fit(state).model.w.item() == -3.0
+    probe = lambda state: toy_loss(state.model, 100 * ONE)[0].backward() or state
+    assert fit(state, hooks=(probe,)).model.w.item() == -3.0
 
 
 def test_a_parameter_outside_the_model_is_trained():

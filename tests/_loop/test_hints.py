@@ -7,19 +7,14 @@ import attrs
 import pytest
 import torch
 from fake_terminal import Terminal
+from sample_steps import in_turns
 from torch.utils.data import DataLoader
 
 import fnloop as fl
 from fnloop._data.loaders import Loaders
 from fnloop._display.screen import log
-from fnloop._loop.beginning import (
-    fused_hint,
-    loader_hints,
-    precision_hint,
-    suggest_fused,
-    suggest_loaders,
-)
-from fnloop._loop.beginning import suggest as suggest_all
+from fnloop._loop import beginning
+from fnloop._loop.beginning import fused_hint, loader_hints, precision_hint, suggest_fused
 from fnloop.testing import toy, toy_loss
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -40,29 +35,25 @@ optim, SGD = torch.optim, functools.partial(torch.optim.SGD, lr=0.1)
 SLOW = {"foreach": False}
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "hint"),
-    [
-        *((kind(parameters()), f"{kind.__name__}(..., fused=True) is faster")
-          for kind in (optim.AdamW, optim.Adam, optim.SGD)),
-        (optim.Adam(parameters(), **SLOW), "fused=True"),
-        *((SGD(parameters(), **{name: value}), None)  # it was told
-          for name, value in (("fused", True), ("fused", False), ("foreach", True),
-                              ("differentiable", True))),
-        (optim.RMSprop(parameters()), None),  # without a fused form
-        (optim.RMSprop(parameters(), **SLOW), "without foreach=False"),
-        (SGD(parameters(torch.complex64)), None),
-        (optim.LBFGS(parameters()), None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("optimizer", "hint"), [
+    *((kind(parameters()), f"{kind.__name__}(..., fused=True) is faster")
+      for kind in (optim.AdamW, optim.Adam, optim.SGD)),
+    (optim.Adam(parameters(), **SLOW), "fused=True"),
+    *((SGD(parameters(), **{name: value}), None)  # it was told
+      for name, value in (("fused", True), ("fused", False), ("foreach", True),
+                          ("differentiable", True))),
+    (optim.RMSprop(parameters()), None),  # without a fused form
+    (optim.RMSprop(parameters(), **SLOW), "without foreach=False"),
+    (SGD(parameters(torch.complex64)), None), (optim.LBFGS(parameters()), None),
+])  # fmt: skip
 def test_an_optimizer_that_could_be_faster_is_told_so(optimizer, hint):
     found = fused_hint(optimizer)
     assert found is None if hint is None else hint in found
 
 
 def test_the_hint_comes_once_for_each_kind_of_optimizer(caplog):
-    suggest(torch.optim.NAdam(parameters(), foreach=False), CUDA)
-    suggest(torch.optim.NAdam(parameters(), foreach=False), CUDA)
+    for _ in range(2):
+        suggest(torch.optim.NAdam(parameters(), foreach=False), CUDA)
     assert len(caplog.messages) == 1
 
 
@@ -131,7 +122,7 @@ def test_pinned_memory_without_a_use_is_named_unless_torch_does(available, monke
 def test_hints_about_loaders_come_once(caplog):
     loaders = Loaders([1], {"held out": fl.sharded(DataLoader([1.0], pin_memory=True))})
     for _ in range(2):
-        suggest_loaders(loaders, CPU)
+        beginning.suggest_loaders(loaders, CPU)
     (line,) = caplog.messages
     assert "the held out loader" in line
 
@@ -152,13 +143,11 @@ def test_on_the_cpu_fused_adam_is_named_with_its_rounding_and_nothing_else(caplo
 def test_only_the_main_process_is_told(caplog, main):
     suggest(torch.optim.AdamW(parameters()), CPU, main=main)
     assert ("fused=True" in caplog.text) is main
-    caplog.clear()
     backend = types.SimpleNamespace(main=main, device=CPU, precision=None)
-    model = torch.nn.Linear(1, 1)
-    optimizer = torch.optim.SGD([model.weight], lr=0.1)
-    state = attrs.evolve(fl.TrainState.create(model, optimizer), backend=backend)
-    suggest_all(Loaders([torch.ones(1)], {}), state)
-    assert ("in no optimizer: bias" in caplog.text) is main
+    state, _ = layer(of=lambda model: [model[0].weight])
+    caplog.clear()
+    beginning.suggest(Loaders([torch.ones(1)], {}), attrs.evolve(state, backend=backend))
+    assert ("in no optimizer: 0.bias" in caplog.text) is main
 
 
 @pytest.mark.parametrize(("tensors", "elements", "device", "seconds", "updates", "told"), [
@@ -241,12 +230,12 @@ def test_a_run_on_a_cpu_that_emulates_bf16_says_so_once(precision, lines, monkey
 
 def test_turns_with_different_precisions_are_named_together(monkeypatch, caplog):
     monkeypatch.setattr("fnloop._loop.beginning.cpu_capabilities", lambda: {"avx2": True})
-    model = torch.nn.ModuleDict({name: torch.nn.Linear(1, 1) for name in "dg"})
-    losses = {name: (lambda model, x, name=name: model[name](x).sum()) for name in "dg"}
-    optimizers = {name: SGD(model[name].parameters()) for name in "dg"}
-    turns = {n: fl.pipeline(fl.amp(p))(losses[n]) for n, p in (("d", "bf16"), ("g", "fp16"))}
-    state = fl.TrainState.create(model, optimizers)
-    fl.fit(fl.alternate(turns), state, [torch.ones(2, 1)], hooks=())
+    _, state = in_turns()
+    turns = {
+        n: fl.pipeline(fl.amp(p))(lambda model, batch, n=n: toy_loss(model[n], batch))
+        for n, p in (("a", "bf16"), ("b", "fp16"))
+    }
+    fl.fit(fl.alternate(turns), state, [torch.ones(2)], hooks=())
     (line,) = caplog.messages
     assert "only emulates bf16 and fp16" in line
 

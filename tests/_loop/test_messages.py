@@ -504,43 +504,6 @@ def accuracy(aux, batch):
     return batch.mean()
 
 
-UNKNOWN = {
-    "early_stop": lambda folder, key: fl.early_stop(key),
-    "checkpoint": lambda folder, key: fl.checkpoint(folder, best=key),
-    "restore_best": lambda folder, key: fl.restore_best(key),
-    "when_improved": lambda folder, key: fl.when_improved(key)(lambda state: state),
-    "wrapped": lambda folder, key: fl.every(epochs=1)(fl.early_stop(key)),
-}
-
-
-@pytest.mark.parametrize("make", UNKNOWN.values(), ids=UNKNOWN)
-def test_a_metric_that_the_pipeline_does_not_have_is_refused_before_the_first_update(
-    make, tmp_path
-):
-    calls = []
-
-    def loss(model, batch):
-        calls.append(1)
-        return toy_loss(model, batch)
-
-    hooks = (fl.progress(), make(tmp_path, "valid/acc"))
-    message = (
-        r"there is no metric 'valid/acc': this pipeline evaluates valid/loss. To add it, list "
-        r"metric\(acc=fn\) in the pipeline, fn\(aux, batch\) -> scalar"
-    )
-    with pytest.raises(KeyError, match=message):
-        fl.fit(fl.pipeline()(loss), toy(), (TRAIN, TRAIN), hooks=hooks)
-    with pytest.raises(KeyError, match=message):
-        fl.dry_run(fl.pipeline()(loss), toy(), (TRAIN, TRAIN), hooks=hooks)
-    assert not calls
-    near = fl.pipeline(fl.amp("bf16"), fl.metric(accuracy=accuracy), fl.clip(1.0))(loss)
-    with pytest.raises(KeyError, match=r"loss, valid/accuracy. To add .* mean 'valid/accuracy'\?"):
-        fl.fit(near, toy(), (TRAIN, TRAIN), hooks=hooks)
-    assert not calls
-    named = fl.pipeline(fl.metric(acc=accuracy))(loss)
-    assert fl.fit(named, toy(), (TRAIN, TRAIN), hooks=hooks).epoch == 1
-
-
 def fit_both(*members, hooks=(), state=None, loss=toy_loss):
     step = fl.pipeline(*members)(loss)
     return fl.fit(step, state or toy(), (TRAIN, TRAIN), hooks=hooks, epochs=1)
@@ -554,6 +517,8 @@ AVERAGE = 'An average reports it beside "valid/loss" if the pipeline has ema'
     ((fl.plateau("valid/acc", mode="max"),), "train/loss", "plateau: there is no metric 'valid"),
     ((), "valid/ema/loss", AVERAGE), ((), "valid/los", "Did you mean 'valid/loss'"),
     ((fl.metric(acc=accuracy, on="training"),), "valid/acc", OTHERS),
+    ((fl.amp("bf16"), fl.metric(accuracy=accuracy), fl.clip(1.0)), "valid/acc",
+        r"loss, valid/accuracy. To add .* mean 'valid/accuracy'\?"),
 ])  # fmt: skip
 def test_what_else_is_meant_is_said(members, key, message):
     with pytest.raises(KeyError, match=message):
