@@ -168,11 +168,9 @@ def test_a_step_prints_as_rings_that_fit_a_terminal():
     half = fl.metric(half=lambda aux, batch: 0.5)
     step = pipeline(fl.clip(1.0), fl.accumulate(2), half)(toy_loss)
     assert str(step).splitlines() == [
-        "┌ update    the optimizer's step",
-        "│ ┌ gradient  backward → clip(1.0) → accumulate(2)",
-        "│ │ ┌ forward   metric(half=<lambda>)",
-        "│ │ │ toy_loss(model, batch)",
-    ]
+        "┌ update    the optimizer's step", "│ ┌ gradient  backward → clip(1.0) → accumulate(2)",
+        "│ │ ┌ forward   metric(half=<lambda>)", "│ │ │ toy_loss(model, batch)",
+    ]  # fmt: skip
     long = "a_middleware_with_a_long_name_"
     members = [fl.Middleware(f"{long}{i}", update=lambda step: step) for i in range(9)]
     lines = str(pipeline(*members)(toy_loss)).splitlines()

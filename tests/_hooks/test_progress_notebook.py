@@ -51,13 +51,11 @@ def test_a_cell_has_one_output_which_ends_as_a_table(cell, clock):
         "epoch 1/2 · 1/3 · 8.00 step/s · loss 0.0000 · lr 1.0e+00 · 1s left",
     ]
     assert drawings[-1] == [
-        facts,
-        "            │ valid    │ train",
-        "epoch  step │    loss  │    loss       lr │ time",
+        facts, "            │ valid    │ train", "epoch  step │    loss  │    loss       lr │ time",
         "    1     3 │ -3.0000* │ -1.0000  1.0e+00 │ 0.5s",
         "    2     6 │ -6.0000* │ -4.0000  1.0e+00 │ 0.5s",
         "done: epoch 2/2, step 6, after 1.0s; best valid/loss -6.0000 at step 6",
-    ]
+    ]  # fmt: skip
 
 
 def test_a_stream_has_a_row_per_interval_and_only_its_middle_is_cut(cell, clock):

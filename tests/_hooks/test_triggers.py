@@ -162,11 +162,16 @@ def test_a_run_refuses_a_trigger_without_a_hook_and_a_class(given, message):
         fl.fit(STEP, toy(), [ONE], **given)
 
 
-@pytest.mark.parametrize("trigger", [every(steps=100), when(lambda state: False), once])
-def test_a_hook_in_a_trigger_is_closed_with_the_run(trigger):
-    notes = Notes()
+@pytest.mark.parametrize("trigger", [
+    every(steps=100), when(lambda state: False), once, fl.when_improved("train/loss"),
+])  # fmt: skip
+def test_a_hook_in_a_trigger_begins_is_flushed_and_is_closed_with_the_run(trigger):
+    notes, calls = Notes(), []
+    notes.begin = lambda state: calls.append(f"a run of {state.run.total_steps}") or state
+    notes.flush = lambda state: calls.append("flushed") or state
     fit(trigger(notes), train=1)
-    assert notes.closed == 1
+    flushed = [] if trigger is once else ["flushed"]  # it has had its one call
+    assert (calls, notes.closed) == (["a run of 1", *flushed], 1)
 
 
 def test_what_a_hook_in_a_trigger_returns_is_trained():
@@ -308,10 +313,3 @@ def test_a_hook_that_cannot_be_identified_needs_a_name(hook):
     with pytest.raises(TypeError, match=why):
         once(hook)
     assert once(hook, name="mine").slot == "once:mine"
-
-
-def test_once_passes_the_beginning_of_a_run_on():
-    hook = Notes()
-    hook.begin = lambda state: hook.steps.append(f"a run of {state.run.total_steps}") or state
-    fit(every(steps=2)(once(hook)), train=3)
-    assert hook.steps == ["a run of 3", 2]

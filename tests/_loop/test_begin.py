@@ -29,15 +29,13 @@ class Hook:
 
 
 WRAPS = {
-    "bare": (lambda hook: hook, [1, 2, 3]),
-    "every": (fl.every(steps=2), [2]),
+    "bare": (lambda hook: hook, [1, 2, 3]), "every": (fl.every(steps=2), [2]),
     "when": (fl.when(lambda state: state.step == 3), [3]),
     "compound": (fl.at_start() | fl.every(steps=3), [0, 3]),
-    "when_improved": (fl.when_improved("train/loss"), [3]),
-    "once": (fl.once, [1]),
+    "when_improved": (fl.when_improved("train/loss"), [3]), "once": (fl.once, [1]),
     "on_main": (fl.on_main, [1, 2, 3]),
     "nested": (lambda hook: fl.every(steps=2)(fl.once(fl.on_main(hook))), [2]),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", WRAPS)

@@ -36,13 +36,9 @@ def test_a_hook_ends_the_epoch():
     assert (state.step, state.epoch, state.batch, state.ends) == (4, 2, 0, None)
     assert [(r.step, r.epoch) for r in state.history] == [(2, 1), (4, 2)]
     assert seen == [
-        (1, 0, 1, ["update"]),
-        (2, 0, 2, ["update"]),
-        (2, 1, 0, ["epoch", "record"]),
-        (3, 1, 1, ["update"]),
-        (4, 1, 2, ["update"]),
-        (4, 2, 0, ["end", "epoch", "record"]),
-    ]
+        (1, 0, 1, ["update"]), (2, 0, 2, ["update"]), (2, 1, 0, ["epoch", "record"]),
+        (3, 1, 1, ["update"]), (4, 1, 2, ["update"]), (4, 2, 0, ["end", "epoch", "record"]),
+    ]  # fmt: skip
 
 
 def test_the_epoch_is_evaluated_and_its_hooks_are_called():

@@ -63,20 +63,15 @@ def from_disk(state, folder):
 
 
 WAYS = {
-    "target": (None, True),
-    "hook": (Stop("enough"), True),
-    "plain": ("enough", True),
+    "target": (None, True), "hook": (Stop("enough"), True), "plain": ("enough", True),
     "limit": (Stop("time_limit: the run has taken its 1s", "limit"), True),
-    "job": (Stop("time_limit: this job ends in 1s", "job"), False),
-    "signal": (TERMINATED, False),
+    "job": (Stop("time_limit: this job ends in 1s", "job"), False), "signal": (TERMINATED, False),
     "requeued": (REQUEUED, False),
-}
+}  # fmt: skip
 EVALUATIONS = {
-    "each epoch": fl.every(epochs=1),
-    "second epoch, end": fl.every(epochs=2) | fl.at_end(),
-    "third step": fl.every(steps=3),
-    "never": None,
-}
+    "each epoch": fl.every(epochs=1), "second epoch, end": fl.every(epochs=2) | fl.at_end(),
+    "third step": fl.every(steps=3), "never": None,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("evaluation", EVALUATIONS)

@@ -412,14 +412,10 @@ def test_a_phase_that_was_inserted_before_one_that_had_ended_is_refused(restored
 
 
 IN_ORDER = {
-    "abc": "the script, started again",
-    "aabbcc": "cells of a notebook, each run twice",
-    "abcabc": "all cells, run twice",
-    "abacbc": "an earlier cell again",
-    "bc": "a script that does not name the first",
-    "cc": "a second script, twice",
-    "bbcb": "both",
-}
+    "abc": "the script, started again", "aabbcc": "cells of a notebook, each run twice",
+    "abcabc": "all cells, run twice", "abacbc": "an earlier cell again",
+    "bc": "a script that does not name the first", "cc": "a second script, twice", "bbcb": "both",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("names", IN_ORDER)

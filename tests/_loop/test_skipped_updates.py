@@ -146,14 +146,11 @@ def by_hand():
 
 
 LEFT_OUT_BY = {
-    "skip": (skipping, ()),
-    "skip, with retry": (skipping, (fl.retry_on_oom(),)),
+    "skip": (skipping, ()), "skip, with retry": (skipping, (fl.retry_on_oom(),)),
     "skip_nonfinite": (norm_loss, (fl.skip_nonfinite(),)),
-    "spike_guard": (norm_loss, (fl.spike_guard(2, 1e6),)),
-    "decide": (norm_loss, (own_guard(),)),
-    "by hand": (norm_loss, (by_hand(),)),
-    "fp16": (norm_loss, (fl.amp("fp16", init_scale=1.0),)),
-}
+    "spike_guard": (norm_loss, (fl.spike_guard(2, 1e6),)), "decide": (norm_loss, (own_guard(),)),
+    "by hand": (norm_loss, (by_hand(),)), "fp16": (norm_loss, (fl.amp("fp16", init_scale=1.0),)),
+}  # fmt: skip
 AROUND = {
     "plain": ((), ()),
     "average": ((), (fl.ema(0.5), fl.swa(1))),

@@ -54,16 +54,13 @@ def test_it_leaves_nothing_behind(tmp_path, monkeypatch):
     )  # fmt: skip
     hooks = {
         fl.every(steps=500)(fl.checkpoint("runs/a", best="valid/loss")): folder,
-        fl.checkpoint("runs/b", only=("model",)): folder,
-        fl.to_csv("table.csv"): file,
+        fl.checkpoint("runs/b", only=("model",)): folder, fl.to_csv("table.csv"): file,
         fl.on_main(fl.to_jsonl("table.jsonl")): file,
         fl.when_improved("valid/loss")(fl.every(epochs=7)(mine)): "called",
-        fl.early_stop("valid/loss"): "called",
-        fl.restore_best("valid/loss"): "called",
-        fl.time_limit(hours=1): "not called: its time begins with the run",
-        fl.progress(): shown,
+        fl.early_stop("valid/loss"): "called", fl.restore_best("valid/loss"): "called",
+        fl.time_limit(hours=1): "not called: its time begins with the run", fl.progress(): shown,
         fl.live_plot(file="picture.png"): shown,
-    }
+    }  # fmt: skip
     dropped = fl.pipeline(fl.ema(0.9), fl.schedule(lambda i, total: 1 - i / total))(
         lambda model, batch: toy_loss(model, torch.nn.functional.dropout(batch))
     )

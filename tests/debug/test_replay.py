@@ -56,13 +56,10 @@ def test_the_bits_are_those_of_the_run(pipe, problem, tmp_path):
 
 
 ALL = [
-    *laws.COMBINATIONS,
-    *laws.GUARDS,
-    *laws.SPIKES,
-    PLATEAU,
+    *laws.COMBINATIONS, *laws.GUARDS, *laws.SPIKES, PLATEAU,
     fl.pipeline(fl.retry_on_oom(), fl.microbatch(100), fl.accumulate(2)),
     fl.pipeline(fl.ema(0.5, start=0.5), fl.swa(0.5), fl.torch_scheduler(decay)),
-]
+]  # fmt: skip
 FP16 = fl.pipeline(fl.amp("fp16", init_scale=2.0**17, growth_interval=3), fl.accumulate(2))
 
 
@@ -212,13 +209,10 @@ def loaders():
     a = DataLoader(numbered(10), batch_size=3, shuffle=True)
     b = DataLoader(numbered(10, 100.0), batch_size=3, shuffle=True)
     return {
-        "plain": a,
-        "left out": leave_out(a, lambda epoch, batch: batch == 1),
-        "taken": take(a, 2),
-        "in turn": interleave({"a": a, "b": b}),
-        "together": zip_cycle(a=a, b=b),
+        "plain": a, "left out": leave_out(a, lambda epoch, batch: batch == 1), "taken": take(a, 2),
+        "in turn": interleave({"a": a, "b": b}), "together": zip_cycle(a=a, b=b),
         "single": DataLoader(numbered(5), batch_size=None, shuffle=True),
-    }
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", loaders())
