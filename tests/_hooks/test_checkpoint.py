@@ -185,7 +185,7 @@ def test_a_relative_folder_is_fixed_when_the_hook_is_created(tmp_path, monkeypat
     move = fl.when(lambda state: state.step == 2)(lambda state: os.chdir("elsewhere") or state)
     fit(move, fl.every(steps=1)(hook))
     assert names(tmp_path / "rel" / "run") == steps(1, 2, 3, 4)
-    assert repr(hook) == "checkpoint('rel/run', keep=9)" and names(tmp_path / "elsewhere") == []
+    assert names(tmp_path / "elsewhere") == []
 
 
 def test_the_home_directory_is_expanded(tmp_path, monkeypatch):

@@ -176,13 +176,7 @@ def test_it_names_the_samples_of_the_update(batches):
     assert f"samples {', '.join(map(str, samples))})" in state.stop
 
 
-def test_it_shows_as_it_was_typed():
-    assert repr(halt_on_nonfinite(5)) == "halt_on_nonfinite(steps=5)"
-    assert repr(halt_on_nonfinite(keep=True)) == "halt_on_nonfinite(steps=100, keep=True)"
-
-
 def test_it_may_raise_and_the_error_has_the_state():
     with pytest.raises(FloatingPointError, match="became nan between steps 1 and 3") as caught:
         fit(halt_on_nonfinite(1, raises=True), loaders=[ONE, ONE, BAD, ONE], state=toy(w=1.0))
     assert (caught.value.state.step, caught.value.state.stop) == (3, None)
-    assert repr(halt_on_nonfinite(raises=True)) == "halt_on_nonfinite(steps=100, raises=True)"

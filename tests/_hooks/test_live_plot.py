@@ -138,9 +138,3 @@ def test_without_matplotlib_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # as if it were not installed
     with pytest.raises(ImportError, match=r"live_plot needs matplotlib: pip install 'fnloop\[plot"):
         live_plot("run.png")
-
-
-def test_the_repr_is_the_call():
-    assert repr(live_plot("run.png")) == "live_plot('run.png')"
-    made = live_plot("run.png", x="epoch", refresh=5)
-    assert repr(made) == "live_plot('run.png', x='epoch', refresh=5)"

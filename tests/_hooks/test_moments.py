@@ -35,19 +35,6 @@ def test_due(moment, steps):
     assert called_at(moment, train=3, epochs=3) == steps
 
 
-@pytest.mark.parametrize(("made", "text"), [
-    ((every(steps=2) | at_end()) & ~(at_start() | every(epochs=1)),
-        "(every(steps=2) | at_end()) & ~(at_start() | every(epochs=1))"),
-    ((every(steps=2) | at_end())(print), "(every(steps=2) | at_end())(print)"),
-    ((~every(steps=2))(print), "(~every(steps=2))(print)"),
-    (every(steps=2)(print), "every(steps=2)(print)"),
-    (Third() | every(steps=4), "Third() | every(steps=4)"),
-    (Third() & every(steps=4), "Third() & every(steps=4)"),
-])  # fmt: skip
-def test_names(made, text):
-    assert repr(made) == text
-
-
 MOMENT = every(epochs=1) | at_end()
 WHOLE = r"Give the hook to all of them"
 

@@ -278,17 +278,6 @@ def test_reports_are_names_without_the_loader(reports, error, message):
         fl.inspect(largest, reports=reports)
 
 
-def test_they_show_and_compare_as_they_were_typed():
-    look = fl.inspect(largest, "test", reports=("last",))
-    assert repr(look) == "inspect(largest, loader='test', reports=('last',))"
-    assert look == fl.inspect(largest, "test", reports=("last",)) != fl.inspect(largest, "test")
-    assert look.reports == ("test/last",)
-    assert repr(measure()) == "measure(tripled, name='two')"
-    other = fl.measure(tripled, name="two", every=fl.every(steps=2), everywhere=True)
-    assert repr(other) == "measure(tripled, name='two', every=every(steps=2), everywhere=True)"
-    assert measure() == fl.measure(tripled, name="two") != other
-
-
 # --- measure
 
 

@@ -81,9 +81,7 @@ def test_an_exception_ends_the_profile_and_writes_what_there_is(tmp_path, fails_
         torch.ones(1)
 
 
-def test_it_prints_as_typed_and_wrong_settings_are_refused():
-    assert repr(fl.profiled(folder="a")) == "profiled(folder='a')"
-    assert repr(fl.profiled(5, 20, folder="a")) == "profiled(start=5, updates=20, folder='a')"
+def test_wrong_settings_are_refused():
     for name in ("start", "updates"):
         with pytest.raises(ValueError, match=f"profiled expects {name} as an int >= 1"):
             fl.profiled(folder="a", **{name: 0})

@@ -185,26 +185,6 @@ def never(state):
     return False
 
 
-@pytest.mark.parametrize(("made", "text"), [
-    (every(epochs=1), "every(epochs=1)"), (every(epochs=0.25), "every(epochs=0.25)"),
-    (every(steps=100)(never), "every(steps=100)(never)"),
-    (every(seconds=60.0)(Notes()), "every(seconds=60.0)(notes)"), (when(never), "when(never)"),
-    (when(never)(once(never)), "when(never)(once(never))"),
-])  # fmt: skip
-def test_the_repr_is_the_call(made, text):
-    assert repr(made) == text
-
-
-def test_triggers_of_equal_calls_are_equal_even_after_use():
-    used = every(seconds=60)
-    used.due(toy())
-    assert used == every(seconds=60) != every(seconds=61)
-    assert every(steps=2) == every(steps=2) != every(steps=3)
-    assert every(epochs=1)(never) == every(epochs=1)(never) != every(epochs=2)(never)
-    assert when(never) == when(never)
-    assert once(never) == once(never) != once(never, "name")
-
-
 @pytest.mark.parametrize(("make", "error", "message"), [
     (lambda: every(), TypeError, r"one of epochs=, steps= or seconds=; got none"),
     (lambda: every(epochs=1, steps=100), TypeError, r"or seconds=; got epochs, steps"),

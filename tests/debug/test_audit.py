@@ -386,9 +386,7 @@ def test_what_makes_no_sense_is_refused_when_composing(make, message):
         make()
 
 
-def test_it_prints_compares_and_pickles_as_it_was_typed():
-    assert repr(audit(every=10, against="eager")) == "audit(every=10, against='eager')"
-    assert pickle.loads(pickle.dumps(audit(5))) == audit(5)
+def test_its_error_pickles():
     error = pickle.loads(pickle.dumps(AuditError("text", "0.weight")))
     assert (str(error), error.parameter) == ("text", "0.weight")
 
