@@ -102,14 +102,6 @@ def test_an_evaluation_that_fails_at_the_end_of_a_run_loses_nothing(stops):
     assert (ended.stop, ended.events) == (stop, {"update", "record", "end"})
 
 
-def test_a_closing_record_is_marked_in_tables_and_files(tmp_path):
-    state = fit(loaders=[ONE] * 3, steps=2)
-    (row,) = state.history.to_dicts()
-    assert (row["step"], row["train/loss"], row["closing"]) == (2, -0.5, True)
-    assert fl.restore(fl.save(state, tmp_path / "a"), toy()).history == state.history
-    assert all("closing" not in row for row in fit(loaders=[ONE] * 3).history.to_dicts())
-
-
 def test_the_seconds_of_records_never_fall(monkeypatch):
     clock = iter([100.0, 100.0, 109.0, 50.0, 60.0])
     monkeypatch.setattr("fnloop._core.runs.time.monotonic", lambda: next(clock, 61.0))
