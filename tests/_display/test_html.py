@@ -114,13 +114,6 @@ def test_a_value_shows_the_known_facts(value, facts):
     assert rows(value) == facts
 
 
-def test_a_stale_state_says_so():
-    state = toy()
-    assert texts(state)[0] == "TrainState"
-    pipeline()(toy_loss)(state, torch.ones(1))
-    assert texts(state)[0] == "stale TrainState"
-
-
 def test_the_repr_of_a_long_value_is_broken_into_lines(monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     stop = "early_stop: valid/loss has not improved on 0.5"

@@ -126,12 +126,6 @@ def test_a_cell_marks_the_best_of_all_runs_as_a_log_does(cell):
     assert cell[1][-1][-1].endswith("best valid/loss 0.2500 at step 2")
 
 
-def test_a_cell_leaves_out_the_middle_of_a_long_run(cell, clock):
-    fit(progress(), train=1, epochs=50)
-    ((_, last),) = cell
-    assert rows(last) == [*map(str, range(1, 11)), "…", *map(str, range(41, 51))]
-
-
 @pytest.mark.parametrize(("end", "lines"), [
     (stop_at(2), ["    1     2 │ -0.5000  1.0e+00 │ 0.0s",
                   "stopped: enough; epoch 1/1, step 2, after 0.0s"]),
