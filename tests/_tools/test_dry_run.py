@@ -250,19 +250,6 @@ def test_text_and_html_with_words_that_are_wrapped_below_each_other(monkeypatch)
     assert " ".join(repr(report).split()) == " ".join(" ".join(lines).split())
 
 
-def test_buffers_of_the_given_model_stay_as_they_are():
-    """This one changes in evaluation, too, as the observers of fake quantization do."""
-
-    def loss_fn(model, x):
-        model.num_batches_tracked += 1
-        return model.weight.sum() * x.mean()
-
-    model = torch.nn.BatchNorm1d(1)
-    state = fl.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=1.0))
-    fl.dry_run(fl.pipeline()(loss_fn), state, (ONES, ONES))
-    assert model.num_batches_tracked.item() == 0
-
-
 def test_a_hook_may_say_why_it_is_not_called():
     class Webhook(fl.Hook):
         untried = "it would send records"

@@ -3,16 +3,13 @@
 import pytest
 import torch
 from torch import nn
+from toy_runs import of
 
 import fnloop as fl
 from fnloop.debug import watch
 from fnloop.testing import small, toy, toy_loss
 
 TWO = [torch.tensor([2.0, 2.0])]
-
-
-def of(model, lr=0.5):
-    return fl.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=lr), seed=0)
 
 
 def mean_loss(model, batch):
@@ -29,7 +26,9 @@ def chain(*modules, weights=(2.0, 3.0)):
 
 def watched(model, *inputs, **settings):
     """Return the numbers of an update."""
-    _, out = fl.pipeline(watch(**settings))(mean_loss)(of(model), torch.tensor(inputs)[:, None])
+    _, out = fl.pipeline(watch(**settings))(mean_loss)(
+        of(model, lr=0.5), torch.tensor(inputs)[:, None]
+    )
     return {name.removeprefix("watch/"): m.compute() for name, m in out.metrics.items()}
 
 
@@ -47,13 +46,10 @@ def test_the_numbers_of_two_layers_are_those_by_hand():
     }
 
 
-def test_a_dead_relu_and_a_layer_that_learns_nothing_show_zeros():
+def test_a_dead_relu_shows_zeros_and_what_explodes_grows_with_depth():
     found = watched(chain(nn.ReLU(), weights=(-2.0, 3.0)), 3.0)
     assert found.pop("0/activation") == 6.0
     assert set(found.values()) == {0.0}
-
-
-def test_what_explodes_grows_with_depth():
     found = watched(chain(nn.Identity(), weights=(10.0, 10.0)), 1.0, only="*")
     assert [found[f"{i}/activation"] for i in (0, 2)] == [10.0, 100.0]
 
@@ -73,13 +69,6 @@ def test_only_each_n_th_update_is_watched_and_others_have_no_hooks():
     assert not state.model._forward_hooks
 
 
-def test_an_exception_leaves_no_hooks():
-    state = toy()
-    with pytest.raises(ZeroDivisionError):
-        fl.pipeline(watch())(lambda model, batch: 1 / 0)(state, torch.ones(1))
-    assert not state.model._forward_hooks
-
-
 def test_activations_are_weighted_and_gradients_are_those_of_the_window():
     step = fl.pipeline(fl.accumulate(2), watch(), fl.clip(1.0))(toy_loss)
     _, out = step(toy(w=1.0), [torch.tensor([4.0, 4.0, 4.0]), torch.tensor([8.0])])
@@ -88,7 +77,11 @@ def test_activations_are_weighted_and_gradients_are_those_of_the_window():
         assert out.metrics[name].compute() == 5.0
 
 
-def test_a_skipped_update_reports_nothing():
+def test_an_exception_leaves_no_hooks_and_a_skipped_update_reports_nothing():
+    state = toy()
+    with pytest.raises(ZeroDivisionError):
+        fl.pipeline(watch())(lambda model, batch: 1 / 0)(state, torch.ones(1))
+    assert not state.model._forward_hooks
     _, out = fl.pipeline(watch())(lambda model, batch: fl.skip("no"))(toy(), TWO[0])
     assert out.metrics == {}
 
@@ -121,7 +114,7 @@ def test_a_hundred_metrics_of_modules_leave_tables_lines_and_figures_readable(ca
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(35)))
     step = fl.pipeline(watch(every=1), fl.clip(1.0))(mean_loss)
     loaders = [torch.ones(1, 2)] * 3, [torch.ones(1, 2)]
-    state = fl.fit(step, of(model), loaders, epochs=2, hooks=(fl.progress(),))
+    state = fl.fit(step, of(model, lr=0.5), loaders, epochs=2, hooks=(fl.progress(),))
     assert "watch" not in capsys.readouterr().err
     table, _, note = repr(state.history).partition("left out")
     assert table.count("watch") <= 1  # the one for which there is room
