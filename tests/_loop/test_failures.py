@@ -55,29 +55,23 @@ def broken():
 
 
 FAILS, EXPLODE = fl.pipeline(failing_middleware("gradient"), fl.clip(1.0)), raising(Boom())
+NO_SLOT = fl.pipeline(fl.Middleware("a", init=lambda state: boom()))
 AT_1 = "epoch 1, batch 1, step 1"
 
 
-@pytest.mark.parametrize(("run", "place"), [
-    (lambda: fl.fit(FAILS(toy_loss), toy(), NUMBERS, hooks=()), "fails(2.0), train"),
-    (lambda: fit(loaders=broken), "the training loader, train"),
-    (lambda: fit(loaders=([ONE], broken)), "the valid loader"),
-    (lambda: fl.fit(fl.pipeline()(EXPLODE), toy(), ([ONE], NUMBERS), hooks=()),
-        "the loss function explode, valid"),
-    (lambda: fit(hooks=(lambda state: boom(),)), "<lambda>, train"),
+@pytest.mark.parametrize(("step", "loaders", "hooks", "place"), [
+    (FAILS(toy_loss), NUMBERS, (), f"fails(2.0), train, {AT_1}"),
+    (step, broken, (), f"the training loader, train, {AT_1}"),
+    (step, ([ONE], broken), (), f"the valid loader, {AT_1}"),
+    (fl.pipeline()(EXPLODE), ([ONE], NUMBERS), (), f"the loss function explode, valid, {AT_1}"),
+    (step, NUMBERS, (lambda state: boom(),), f"<lambda>, train, {AT_1}"),
+    (NO_SLOT(toy_loss), NUMBERS, (), "the making of slots, train, epoch 1, batch 0, step 0"),
 ])  # fmt: skip
-def test_the_note_names_middleware_loaders_and_hooks(run, place):
+def test_the_note_names_middleware_loaders_and_hooks(step, loaders, hooks, place):
     with pytest.raises(Boom) as caught:
-        run()
-    assert caught.value.__notes__ == [f"while in {place}, {AT_1}"]
-
-
-def test_an_error_while_making_a_slot_has_a_note_and_the_state():
-    step = fl.pipeline(fl.Middleware("a", init=lambda state: boom()))(toy_loss)
-    with pytest.raises(Boom) as caught:
-        fl.fit(step, toy(w=3.0), [ONE], hooks=())
-    place = "while in the making of slots, train, epoch 1, batch 0, step 0"
-    assert (caught.value.__notes__, caught.value.state.model.w.item()) == ([place], 3.0)
+        fl.fit(step, toy(), loaders, hooks=hooks)
+    assert caught.value.__notes__ == [f"while in {place}"]
+    assert f"step {caught.value.state.step}" in place
 
 
 class Uncombinable:
@@ -205,9 +199,9 @@ def test_a_bare_step_that_fails_half_way_leaves_no_state():
         make(state, NUMBERS[0])
 
 
-@pytest.mark.parametrize(
-    ("members", "kind"), [((), Boom), ((fl.amp("fp16", init_scale=2.0**127),), ValueError)]
-)
+@pytest.mark.parametrize(("members", "kind"), [
+    ((), Boom), ((fl.amp("fp16", init_scale=2.0**127),), ValueError),
+])  # fmt: skip
 def test_an_exception_during_the_line_search_of_lbfgs_leaves_no_state(members, kind):
     """LBFGS has tried other weights when it evaluates the loss for the second time."""
     calls = []
@@ -218,9 +212,8 @@ def test_an_exception_during_the_line_search_of_lbfgs_leaves_no_state(members, k
             raise Boom
         return (model(batch) - 3).square().mean()
 
-    model = Toy(w=5.0)
-    state = fl.TrainState.create(model, torch.optim.LBFGS(model.parameters(), max_iter=4))
     with pytest.raises(kind) as caught:
+        state = of(Toy(5.0), torch.optim.LBFGS, max_iter=4)
         fl.fit(fl.pipeline(*members)(loss_fn), state, [ONE], hooks=())
     assert not hasattr(caught.value, "state")
     assert "between two updates" in caught.value.__notes__[-1]

@@ -75,33 +75,6 @@ def test_the_first_ctrl_c_waits_for_the_update_even_after_a_sigterm():
     assert (state.step, state.stop, state.model.w.item()) == (2, "interrupted", -3.0)
 
 
-@pytest.fixture
-def raised(monkeypatch):
-    """The signals that a run has raised at its end."""
-    raised = []
-    monkeypatch.setattr(signal, "raise_signal", raised.append)
-    return raised
-
-
-@pytest.mark.parametrize("in_time", [True, False])
-def test_a_sigterm_after_the_last_boundary_is_raised_when_the_run_ends(raised, in_time):
-    """An earlier one is recorded in the state instead."""
-
-    class Terminating:
-        def __call__(self, state):
-            if in_time and state.step == 2:
-                terminate()
-            return state
-
-        def close(self):
-            if not in_time:
-                terminate()
-
-    state = fl.fit(step, toy(), [ONE] * 3, hooks=(Terminating(),))
-    expected = (2, "SIGTERM", []) if in_time else (3, None, [signal.SIGTERM])
-    assert (state.step, state.stop, raised) == expected
-
-
 EACH_EPOCH = fl.every(epochs=1)
 
 
@@ -160,12 +133,36 @@ def test_a_signal_before_the_end_of_a_run_that_a_hook_has_stopped(
     assert_same(state, train(toy(), step))
 
 
-def test_a_sigterm_in_the_hooks_of_the_end_is_raised_when_the_run_has_ended(raised):
-    """The script would not see it in the state."""
-    end = fl.at_end()(lambda state: terminate() or state)
-    state = fl.fit(step, toy(), [ONE] * 3, hooks=(stop_at(1), end))
-    assert (state.step, state.stop, raised) == (1, "enough", [signal.SIGTERM])
-    assert [r.closing for r in state.history] == [True]
+class Terminating:
+    """Terminates this process after an update, or where the run is closed."""
+
+    def __init__(self, at):
+        self.at = at
+
+    def __call__(self, state):
+        if state.step == self.at:
+            terminate()
+        return state
+
+    def close(self):
+        if self.at is None:
+            terminate()
+
+
+@pytest.mark.parametrize(("hooks", "step", "stop", "late"), [
+    ((Terminating(2),), 2, "SIGTERM", False),
+    ((Terminating(None),), 3, None, True),
+    ((stop_at(1), fl.at_end()(Terminating(1))), 1, "enough", True),
+])  # fmt: skip
+def test_a_sigterm_after_the_last_boundary_is_raised_when_the_run_ends(
+    hooks, step, stop, late, monkeypatch
+):
+    """The script would not see it in the state. An earlier one is recorded there."""
+    raised = []
+    monkeypatch.setattr(signal, "raise_signal", raised.append)
+    state = fit(hooks=hooks)
+    assert (state.step, state.stop, raised) == (step, stop, [signal.SIGTERM] * late)
+    assert [r.closing for r in state.history] == {1: [True], 2: [], 3: [False]}[step]
 
 
 @attrs.frozen
@@ -234,9 +231,7 @@ def test_a_record_that_is_left_lacks_a_metric_of_an_own_class_and_a_warning_says
     first, last = cut_in_the_evaluation(tmp_path, PRODUCT).history
     assert "the record of step 2" in caplog.text and "is made without product" in caplog.text
     assert "train/product" not in first.metrics and last.metrics["train/product"] == 2.0**4
-
-
-def test_so_does_the_record_of_an_epoch_that_a_hook_ended_at_the_target(tmp_path, caplog):
+    caplog.clear()  # so does the record of an epoch that a hook has ended at the target
     end = lambda state: attrs.evolve(state, ends="epoch") if state.step == 3 else state
     step = fl.pipeline(PRODUCT)(toy_loss)
     fl.save(fl.fit(step, toy(), [TWO] * 6, steps=3, hooks=(end,)), tmp_path / "left")
