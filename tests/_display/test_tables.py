@@ -71,7 +71,6 @@ def test_a_learning_rate_has_an_exponent(name):
 
 
 def printed(encoding, make):
-    """Return what a console shows of what a function returns."""
     console = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
     with contextlib.redirect_stdout(console):
         print(make())

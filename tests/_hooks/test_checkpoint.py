@@ -23,7 +23,6 @@ def saves(folder, every=1, **settings):
 
 
 def steps(*numbers):
-    """Return the names of the checkpoints of some steps."""
     return [f"step-{n:08d}" for n in numbers]
 
 

@@ -32,7 +32,6 @@ def reported(values, key="valid/loss", closing=()):
 
 
 def stops_at(values, **settings):
-    """Return the index of the value that stops a run, or None."""
     hook = early_stop("valid/loss", **{"check_finite": False, **settings})
     stopped = [hook(reported(values[: i + 1])).stop is not None for i in range(len(values))]
     return stopped.index(True) if any(stopped) else None

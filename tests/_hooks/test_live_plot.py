@@ -25,7 +25,6 @@ def clock(clock, monkeypatch):
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """Collect the number of records, the settings and the figure of each drawing."""
     drawn, plot = [], History.plot
 
     def noting(self, **settings):

@@ -292,7 +292,6 @@ def test_a_metric_cannot_have_a_name_that_every_run_reports(name):
 
 @pytest.fixture
 def ticks(clock):
-    """A step whose updates take a second each."""
     return fl.pipeline()(clock.timed(toy_loss, train=1.0))
 
 

@@ -8,8 +8,6 @@ import fnloop as fl
 
 @attrs.frozen
 class Looks(fl.Hook):
-    """A hook that notes the steps of new records; a frozen record may be one."""
-
     seen: list = attrs.field(factory=list)
 
     def __call__(self, state):

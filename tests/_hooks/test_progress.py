@@ -60,7 +60,6 @@ def test_refresh_limits_the_reads_however_fast_the_updates_are(clock, refresh, f
 
 
 def count_reads(*hooks, **settings):
-    """Return the number of reads in a run of 50 short epochs."""
     with CountReads() as reads:
         fit(*hooks, train=2, epochs=50, **settings)
     return reads.count

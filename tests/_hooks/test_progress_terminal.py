@@ -21,14 +21,12 @@ ROOT = str(Path(__file__).parents[2])
 
 
 def shown(*hooks, file=None, **run):
-    """Return the terminal of a run."""
     file = Terminal() if file is None else file
     fit(progress(file=file), *hooks, **run)
     return file
 
 
 def drawings(file):
-    """Return each state of the bottom line, in order."""
     return [part for part in file.drawings() if "━" in part]
 
 

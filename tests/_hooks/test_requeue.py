@@ -19,7 +19,6 @@ exit {status}
 
 @pytest.fixture
 def slurm(tmp_path, monkeypatch):
-    """Return a function that makes this process one of a SLURM job."""
 
     def begin(status=0, **variables):
         script = tmp_path / "scontrol"

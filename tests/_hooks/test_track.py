@@ -23,8 +23,6 @@ CALLS = []
 
 
 class Fake(tracking.GeneralTracker):
-    """Records its calls in CALLS."""
-
     name, requires_logging_directory, tracker = "fake", False, None
 
     def __init__(self, project, **settings):
@@ -74,7 +72,6 @@ def train(hook, *others, **run):
 
 
 def sent():
-    """Return the steps and metrics that were sent."""
     return [call for call in CALLS if isinstance(call[0], int)]
 
 
@@ -288,7 +285,6 @@ def test_the_repr_has_the_destination_and_no_keys():
 
 
 def events(folder, **kinds):
-    """Return what is in the files of tensorboard."""
     module = "tensorboard.backend.event_processing.event_accumulator"
     accumulator = pytest.importorskip(module)
     found = accumulator.EventAccumulator(str(folder), size_guidance={"scalars": 0, **kinds})

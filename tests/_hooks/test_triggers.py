@@ -19,7 +19,6 @@ SKIPPING = fl.pipeline(skip_negative())(toy_loss)
 
 
 def stream():
-    """A loader without a length."""
     return (ONE for _ in range(3))
 
 

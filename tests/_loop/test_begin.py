@@ -9,8 +9,6 @@ from fnloop.testing import toy, toy_loss
 
 
 class Hook:
-    """A hook with a method ``begin``, which notes its calls."""
-
     def __init__(self, begin=lambda state: state):
         self.change, self.calls = begin, []
 

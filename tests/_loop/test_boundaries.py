@@ -14,8 +14,6 @@ from fnloop.testing import assert_same, toy, toy_loss
 
 
 class Flaky(Dataset):
-    """Six samples, of which the fifth fails once."""
-
     failed = False
 
     def __len__(self):

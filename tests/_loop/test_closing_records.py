@@ -124,7 +124,6 @@ def test_a_stop_iteration_in_a_dataset_does_not_end_the_epoch_silently():
 
 @pytest.fixture
 def slow_step(clock):
-    """A step whose updates take a second each."""
     return fl.pipeline()(clock.timed(toy_loss, train=1.0))
 
 

@@ -16,7 +16,6 @@ STEP = fl.pipeline()(toy_loss)
 
 
 def ends_at(*positions):
-    """Return a hook that ends the epoch after these batches of it."""
 
     def end(state):
         return attrs.evolve(state, ends="epoch") if state.batch in positions else state

@@ -52,8 +52,6 @@ def test_an_optimizer_that_could_be_faster_is_told_so(optimizer, hint):
 
 
 class Lying:
-    """A loader with a wrong length."""
-
     def __init__(self, says, gives):
         self.says, self.gives = says, gives
 

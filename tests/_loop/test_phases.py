@@ -66,7 +66,6 @@ def test_a_phase_has_other_draws_and_metrics_than_the_epoch_that_was_left():
 
 
 def rates(step, state, *phases):
-    """Return the learning rates that the updates of phases used."""
     before = len(state.history)
     for name, epochs in phases:
         state = fit(state, name, step, epochs=epochs, record_every=fl.every(steps=1))

@@ -21,7 +21,6 @@ STEP = fl.pipeline()(toy_loss)
 
 
 def seen(report, kind, name=None):
-    """Return the texts of the findings of a kind, or of one name."""
     return [f.text for f in report.findings if f.kind == kind and name in (None, f.name)]
 
 

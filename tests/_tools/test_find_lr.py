@@ -23,7 +23,6 @@ def toy_state(lr=0.1, w=1.0):
 
 
 def found_by(*members, loss=square, state=None, batches=ONES, **settings):
-    """Return what find_lr finds with a pipeline."""
     return fl.find_lr(fl.pipeline(*members)(loss), state or toy_state(), batches, **settings)
 
 

@@ -24,7 +24,6 @@ ONES = [torch.ones(2)] * 6
 
 
 def audited(loss_fn, *members, state=None, batches=ONES, **settings):
-    """Return the error of a run with an audit of every update."""
     step = fl.pipeline(*members, audit(every=1, **settings))(loss_fn)
     with pytest.raises(AuditError) as caught:
         fl.fit(step, toy() if state is None else state, batches, hooks=())
@@ -46,7 +45,6 @@ class OwnDropout(nn.Module):
 
 
 def net(*between, dtype=torch.float64):
-    """The small problem with other modules in its net."""
 
     def loss_fn(model, batch):
         output = model(batch[0].to(dtype))

@@ -25,7 +25,6 @@ def chain(*modules, weights=(2.0, 3.0)):
 
 
 def watched(model, *inputs, **settings):
-    """Return the numbers of an update."""
     _, out = fl.pipeline(watch(**settings))(mean_loss)(
         of(model, lr=0.5), torch.tensor(inputs)[:, None]
     )
