@@ -74,6 +74,15 @@ def counted(model, batch):
     return model(batch).mean() * calls
 
 
+class Totals:
+    calls = 0
+
+
+def totalled(model, batch):
+    Totals.calls += 1
+    return model(batch).mean() * Totals.calls
+
+
 def a_global():
     """Return the facts of a fault: step, state, batches; a function that reads what it changes."""
     return PLAIN(counted), toy(), ONES, lambda: calls
@@ -133,6 +142,8 @@ BOTH = {"same", "resume"}
 FAULTS = {  # how it is made, what it breaks, all that breaks of it, and how it is named
     "global": (a_global, {*BOTH, "evaluation"}, {*BOTH, "evaluation"},
                f"the global calls of test_check_script.py {line_in(counted, 2)}"),
+    "class": (lambda: (PLAIN(totalled), toy(), ONES, lambda: Totals.calls),
+              {*BOTH, "evaluation"}, {*BOTH, "evaluation"}, "Totals.calls"),
     "dataset": (a_dataset, BOTH, None,
                 f"the train loader.dataset.calls {line_in(Data.__getitem__, 2)}"),
     **{kind: (lambda make=make: a_dataset(make), BOTH, None,
