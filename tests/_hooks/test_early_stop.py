@@ -138,11 +138,9 @@ def test_without_a_new_record_of_the_metric_it_returns_the_same_state():
     hook, rising = early_stop("valid/loss", patience=1), reported(RISING)
     bare = rising.history.append(Record(5, 55, {"train/loss": 0}))
     for state in (
-        attrs.evolve(rising, events=frozenset({"update"})),
-        attrs.evolve(rising, history=bare),
-        reported(FALLING),
-        reported((2, 3), closing={1}),
-    ):
+        attrs.evolve(rising, events=frozenset({"update"})), attrs.evolve(rising, history=bare),
+        reported(FALLING), reported((2, 3), closing={1}),
+    ):  # fmt: skip
         assert hook(state) is state
     # 2, then 3 in a closing record, then 3: one evaluation without improvement, not two
     hook = early_stop("valid/loss", patience=2)

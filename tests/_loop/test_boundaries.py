@@ -110,7 +110,7 @@ def test_hooks_and_middleware_of_a_resumed_run_see_equal_metrics(members, settin
         hooks = (lambda state: note(state, seen),)
         return fl.fit(make, state, loaders, steps=steps, hooks=hooks, **settings), seen
 
-    total = 12 // (2 if "accumulate" in repr(members) else 1)
+    total = 8 // (2 if "accumulate" in repr(members) else 1)
     _, expected = seen_in(toy(), total)
     for cut in range(1, total):
         state, first = seen_in(toy(), cut)

@@ -41,20 +41,19 @@ def two_phases(*hooks):
     return reached, state
 
 
-def test_the_best_weights_are_those_of_the_phase_or_of_the_run():
-    rising = {"mode": "max"}  # the values are -2, -1; then from -1: -3, -2
-    reached, state = two_phases(fl.restore_best("valid/loss", **rising))
-    assert (reached, state.model.w.item()) == (-1.0, -2.0)
-    reached, state = two_phases(fl.restore_best("valid/loss", **rising, since="run"))
-    assert (reached, state.model.w.item()) == (-1.0, -1.0)
-
-
-@pytest.mark.parametrize(("since", "expected"), [("phase", [1, 2, 3, 4]), ("run", [1, 2])])
-def test_an_improvement_is_one_of_the_phase_or_of_the_run(since, expected):
+@pytest.mark.parametrize(("since", "best", "improved"), [
+    ("phase", -2.0, [1, 2, 3, 4]), ("run", -1.0, [1, 2]),
+])  # fmt: skip
+def test_the_best_weights_and_improvements_are_those_of_the_phase_or_of_the_run(
+    since, best, improved
+):
+    """The values rise: -2, -1; then from -1: -3, -2."""
     seen = []
     note = lambda state: seen.append(state.epoch) or state
+    reached, state = two_phases(fl.restore_best("valid/loss", mode="max", since=since))
+    assert (reached, state.model.w.item()) == (-1.0, best)
     two_phases(fl.when_improved("valid/loss", "max", since=since)(note))
-    assert seen == expected
+    assert seen == improved
 
 
 @pytest.mark.parametrize("make", [
