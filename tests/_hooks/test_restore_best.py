@@ -196,6 +196,13 @@ def test_averages_of_the_best_update_go_back_too(key, evaluate):
     assert (state.slots["swa"]["w"].item(), state.slots["swa"].count) == (pytest.approx(-2 / 3), 3)
 
 
+@pytest.mark.parametrize("split", [2, 3, 5])
+def test_averages_go_back_in_a_resumed_run(tmp_path, split):
+    stopped = averaging(hooks=(BEST, signal_at(split)))
+    path = fl.save(stopped, tmp_path / "a")
+    assert_same(averaging(fl.restore(path, toy())), averaging())
+
+
 def test_an_average_that_is_left_out_or_is_new_stays_as_it_is():
     state = averaging(hooks=(BEST, signal_at(4)))
     slots = {name: slot for name, slot in state.slots.items() if name != "swa"}
