@@ -63,14 +63,6 @@ def test_a_record_has_the_mean_over_the_items_since_the_last_one(members, settin
     assert all(r.metrics for r in state.history)
 
 
-def test_a_record_between_evaluations_has_nothing_else_but_the_learning_rate():
-    with_it, without = train(record_every=every(steps=2), loaders=PAIR), train(loaders=PAIR)
-    recent, rest = ["recent/loss", "recent/lr"], ["train/loss", "train/lr", "valid/loss"]
-    assert [sorted(r.metrics) for r in with_it.history] == [recent, recent, [*recent, *rest]]
-    for name in rest:
-        assert with_it.history[name] == without.history[name]
-
-
 def test_an_interval_that_is_due_at_the_end_alone_is_that_of_the_closing_record():
     moment = every(steps=3) | at_end()
     part = train(record_every=moment, steps=4)
@@ -99,10 +91,15 @@ def test_it_equals_a_loop_by_hand(window, steps):
     assert found == expected
 
 
-def test_a_run_without_it_forgets_the_interval():
-    state = train(record_every=every(steps=3), steps=2)
-    assert "recent/loss" in state.metrics
-    state = train(state=state, steps=4)
+def test_a_record_between_evaluations_has_nothing_else_but_the_learning_rate():
+    with_it, without = train(record_every=every(steps=2), loaders=PAIR), train(loaders=PAIR)
+    recent, rest = ["recent/loss", "recent/lr"], ["train/loss", "train/lr", "valid/loss"]
+    assert [sorted(r.metrics) for r in with_it.history] == [recent, recent, [*recent, *rest]]
+    for name in rest:
+        assert with_it.history[name] == without.history[name]
+    part = train(record_every=every(steps=3), steps=2)
+    assert "recent/loss" in part.metrics
+    state = train(state=part, steps=4)  # a run without it forgets the interval
     assert "recent/loss" not in state.metrics and "recent/loss" not in state.history[-1].metrics
 
 
@@ -197,8 +194,6 @@ def test_a_trigger_without_a_next_step_is_asked_after_every_update():
         train(loaders=BATCHES[:4], record_every=moment, evaluate_every=every(epochs=1))
         assert [step for step in asked.steps if step != 3] == [1, 2, 4]
 
-
-def test_a_subclass_of_every_with_moments_of_its_own_is_asked_after_every_update():
     class Odd(fl.every):
         def due(self, state):
             return state.step % 2 == 1
