@@ -1,5 +1,6 @@
 """Runs made of phases: targets that count from where a phase began, and scripts started again."""
 
+import functools
 import logging
 import signal
 
@@ -185,6 +186,15 @@ def script(state, hooks=(), loader=None):
     return fit(state, "c", fl.pipeline(by_torch)(toy_loss), loader, hooks, epochs=1)
 
 
+def shuffling():
+    return torch.utils.data.DataLoader(torch.arange(8.0), batch_size=2, shuffle=True)
+
+
+@functools.cache
+def whole_script():
+    return script(toy(), (), shuffling())
+
+
 class Killed(BaseException):
     pass
 
@@ -196,13 +206,13 @@ def test_a_script_that_is_killed_anywhere_and_started_again_ends_the_same(killed
             raise Killed
         return state
 
-    loader = torch.utils.data.DataLoader(torch.arange(8.0), batch_size=2, shuffle=True)
+    loader = shuffling()
     saving = fl.every(steps=1)(fl.checkpoint(tmp_path / "run"))
     with pytest.raises(Killed):
         script(toy(), (saving, kill), loader)
     state = fl.resume(tmp_path / "run", toy())
     assert state.step == killed_at
-    resumed, whole = script(state, (saving,), loader), script(toy(), (), loader)
+    resumed, whole = script(state, (saving,), loader), whole_script()
     assert_same(resumed, whole)
     assert [p.stop for p in whole.phases] == [None, "enough", None]
     assert whole.step == 13
