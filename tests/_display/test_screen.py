@@ -202,12 +202,19 @@ def test_the_width_of_a_terminal(monkeypatch):
 # --- messages
 
 
-def test_a_message_is_wrapped_at_words_in_a_log_too(monkeypatch):
-    """At the width of a log. Python itself writes it: there is no handler."""
-    monkeypatch.setattr("sys.stderr", file := io.StringIO())
+def test_a_message_is_wrapped_at_words_in_a_terminal_and_at_the_width_of_a_log(monkeypatch):
+    """Python itself writes it: there is no handler."""
+    monkeypatch.setattr("sys.stderr", shown := Terminal())
+    monkeypatch.setattr("fnloop._display.screen.terminal_width", lambda: 40)
     monkeypatch.setattr(log, "propagate", False)  # pytest has handlers
+    log.warning("fit: %s makes several passes over the parameters", "AdamW")
+    assert shown.getvalue() == "fit: AdamW makes several passes over\nthe parameters\n"
+    monkeypatch.setattr("sys.stderr", file := io.StringIO())
     path = "/".join(["folder"] * 30)  # which is not broken
     log.warning("fit: %s makes %s passes in %s", "AdamW", "several, " * 20 + "or more", path)
     first, second, last = file.getvalue().splitlines()
     assert max(len(first), len(second)) <= 120 < len(f"{first} several,") and last == path
     assert f"{first} {second}".endswith("several, or more passes in")
+    monkeypatch.setattr(log, "handlers", [logging.StreamHandler(own := Terminal())])
+    log.warning("fit: %s makes several passes over the parameters", "AdamW")
+    assert own.getvalue() == "fit: AdamW makes several passes over the parameters\n"

@@ -18,12 +18,9 @@ ROWS = [("a", 9), ("bcd", 10)]
 
 def test_words_begin_at_the_left_numbers_end_at_the_right_and_the_best_has_a_star():
     assert Table([WORDS, SIZE, LARGEST], [*ROWS, None]).text(80).splitlines() == [
-        "     │ of it",
-        "word │ size  square",
-        "a    │    9      81*",
-        "bcd  │   10     100",
+        "     │ of it", "word │ size  square", "a    │    9      81*", "bcd  │   10     100",
         "…    │    …       …",
-    ]
+    ]  # fmt: skip
 
 
 def test_the_columns_of_the_greatest_rank_are_left_out_first_and_are_named_in_order():
@@ -74,7 +71,6 @@ def test_a_learning_rate_has_an_exponent(name):
 
 
 def printed(encoding, make):
-    """Return what a console shows of what a function returns."""
     console = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
     with contextlib.redirect_stdout(console):
         print(make())

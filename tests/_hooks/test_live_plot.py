@@ -12,7 +12,7 @@ import fnloop as fl
 from fnloop import History, Record, live_plot
 from fnloop._backend.processes import Backend
 from fnloop._hooks import look
-from fnloop.testing import no_host_reads, toy, toy_loss
+from fnloop.testing import no_host_reads, toy
 
 pytest.importorskip("matplotlib")
 
@@ -25,7 +25,6 @@ def clock(clock, monkeypatch):
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """Collect the number of records, the settings and the figure of each drawing."""
     drawn, plot = [], History.plot
 
     def noting(self, **settings):
@@ -89,24 +88,14 @@ def test_it_draws_the_intervals_of_an_epoch(tmp_path, drawn):
     assert lines[0].get_label() == "recent"
 
 
-def test_a_folder_that_cannot_be_created_is_an_error_in_the_run(tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(FileExistsError):
-        run(live_plot(tmp_path / "file" / "run.svg"))
-
-
-def test_without_a_metric_it_draws_nothing(tmp_path):
-    def skip(step):
-        def skipping(state, batch):
-            state, out = step(state, batch)
-            return state, attrs.evolve(out, skip="for a test")
-
-        return skipping
-
-    step = fl.pipeline(fl.Middleware("skip", forward=skip))(toy_loss)
+def test_without_a_metric_it_draws_nothing_and_without_a_folder_it_fails(tmp_path):
+    step = fl.pipeline()(lambda model, batch: fl.skip("for a test"))
     state = run(live_plot(tmp_path / "run.svg"), step=step, epochs=1)
     assert [record.metrics for record in state.history] == [{}]
     assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").touch()
+    with pytest.raises(FileExistsError):
+        run(live_plot(tmp_path / "file" / "run.svg"))
 
 
 def test_it_reads_nothing_from_the_device_and_only_the_main_process_draws(tmp_path):
@@ -138,9 +127,3 @@ def test_without_matplotlib_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # as if it were not installed
     with pytest.raises(ImportError, match=r"live_plot needs matplotlib: pip install 'fnloop\[plot"):
         live_plot("run.png")
-
-
-def test_the_repr_is_the_call():
-    assert repr(live_plot("run.png")) == "live_plot('run.png')"
-    made = live_plot("run.png", x="epoch", refresh=5)
-    assert repr(made) == "live_plot('run.png', x='epoch', refresh=5)"

@@ -1,17 +1,13 @@
 """Which records are new since a hook last looked: ``Hook.new_records``."""
 
 import attrs
-import pytest
 from toy_runs import fit
 
 import fnloop as fl
-from fnloop.testing import toy_loss
 
 
 @attrs.frozen
 class Looks(fl.Hook):
-    """A hook that notes the steps of new records; a frozen record may be one."""
-
     seen: list = attrs.field(factory=list)
 
     def __call__(self, state):
@@ -33,17 +29,3 @@ def test_after_a_rollback_the_records_that_follow_the_snapshot_are_new(back_once
     hook = Looks()
     fit(hook, back_once, train=1, epochs=4)
     assert hook.seen == [[1], [2], [3], [2], [3], [4]]
-
-
-@pytest.mark.parametrize("wrap", [lambda hook: hook, fl.every(epochs=1)])
-def test_a_hook_without_a_call_is_refused_before_the_first_update(wrap):
-    calls = []
-
-    class OnlyFlushes(fl.Hook):
-        def flush(self, state):
-            return state
-
-    step = fl.pipeline()(lambda model, batch: calls.append(batch) or toy_loss(model, batch))
-    with pytest.raises(TypeError, match="OnlyFlushes is a Hook without a method __call__"):
-        fit(wrap(OnlyFlushes()), step=step)
-    assert not calls

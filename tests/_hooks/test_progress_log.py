@@ -315,14 +315,6 @@ def test_it_writes_to_the_current_stderr_and_is_one_of_the_default_hooks(clock, 
     assert capsys.readouterr().err == ""
 
 
-def test_a_log_that_cannot_be_written_does_not_end_the_run():
-    class Full(io.StringIO):
-        def write(self, text):
-            raise OSError(28, "No space left on device")
-
-    assert fit(progress(file=Full()), train=2).step == 2
-
-
 def test_a_long_line_is_broken_between_two_parts():
     names = {f"a_metric_of_{i}": lambda aux, batch: 0.5 for i in range(8)}
     step = fl.pipeline(fl.metric(**names))(lambda model, batch: (model.w, {}))

@@ -19,7 +19,6 @@ exit {status}
 
 @pytest.fixture
 def slurm(tmp_path, monkeypatch):
-    """Return a function that makes this process one of a SLURM job."""
 
     def begin(status=0, **variables):
         script = tmp_path / "scontrol"
@@ -65,21 +64,6 @@ def test_sigusr1_saves_requeues_once_and_the_same_script_continues(slurm, tmp_pa
 
 
 @pytest.mark.slow
-def test_a_task_of_an_array_is_requeued_alone(slurm, tmp_path):
-    slurm(JOB_ID="14", ARRAY_JOB_ID="12", ARRAY_TASK_ID="2")
-    job(tmp_path, signal_at(2, SIGUSR1))
-    assert [call.split()[1] for call in calls(tmp_path)] == ["12_2"]
-
-
-def test_a_run_at_its_target_is_not_requeued(slurm, tmp_path):
-    slurm()
-    assert job(tmp_path, signal_at(12, SIGUSR1)).step == 12
-    assert calls(tmp_path) == []
-    job(tmp_path)
-    assert calls(tmp_path) == []
-
-
-@pytest.mark.slow
 def test_a_run_of_phases_is_requeued_at_the_target_of_one(slurm, tmp_path):
     """The next phase is refused after an interruption, so that another job has to begin it."""
     slurm()
@@ -101,10 +85,10 @@ def test_a_sigterm_alone_does_not_requeue_but_one_that_comes_later_does_not_keep
 
 
 @pytest.mark.slow
-def test_a_job_whose_time_is_up_is_requeued(slurm, tmp_path, clock):
-    slurm()
+def test_a_job_whose_time_is_up_is_requeued_and_of_an_array_its_task_alone(slurm, tmp_path, clock):
+    slurm(JOB_ID="14", ARRAY_JOB_ID="12", ARRAY_TASK_ID="2")
     state = job(tmp_path, clock.takes(10), fl.time_limit(seconds=25, per="job"))
-    assert (state.step, len(calls(tmp_path))) == (3, 1)
+    assert (state.step, [call.split()[1] for call in calls(tmp_path)]) == (3, ["12_2"])
 
 
 @pytest.mark.slow
@@ -138,10 +122,13 @@ def test_a_job_that_would_start_from_zero_each_time_is_refused(tmp_path):
     for hooks in ((fl.requeue(),), (fl.requeue(), saves), (in_part, fl.requeue())):
         with pytest.raises(ValueError, match=r"list checkpoint\(folder\) before it, of all parts"):
             fit(*hooks)
-    assert repr(fl.requeue()) == "requeue()"
 
 
-def test_without_it_sigusr1_only_saves_in_a_job_too(slurm, tmp_path):
+def test_a_run_at_its_target_is_not_requeued_and_without_it_sigusr1_only_saves(slurm, tmp_path):
     slurm()
-    state = fit(signal_at(2, SIGUSR1), fl.checkpoint(tmp_path / "run"))
+    assert job(tmp_path, signal_at(12, SIGUSR1)).step == 12
+    assert calls(tmp_path) == []
+    job(tmp_path)
+    assert calls(tmp_path) == []
+    state = fit(signal_at(2, SIGUSR1), fl.checkpoint(tmp_path / "other"))
     assert (state.step, state.stop, calls(tmp_path)) == (4, None, [])

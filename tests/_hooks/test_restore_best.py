@@ -1,19 +1,20 @@
 """restore_best: with which weights a run ends, however it ends and wherever it was resumed."""
 
 import math
-import pickle
 import signal
 
 import attrs
 import pytest
 import torch
 from sample_hooks import raise_at, signal_at, stop_at
+from sample_middleware import skip_negative
 from torch import nn
 from toy_runs import ONE, fit
 
 import fnloop as fl
 from fnloop import restore_best
 from fnloop.testing import assert_same, toy, toy_loss
+from fnloop.testing._laws import assert_equal
 
 KEY = "restore_best(valid/loss)"
 RATES = (1.0, -2.0, 3.0, -4.0, 1.0, -1.0)
@@ -71,8 +72,7 @@ def test_the_run_ends_with_its_best_weights(run, values, w):
 
 
 def test_of_equals_the_first_is_kept():
-    same = fl.metric(same=lambda aux, batch: fl.Last(1.0))
-    step = fl.pipeline(same)(toy_loss)
+    step = fl.pipeline(fl.metric(same=lambda aux, batch: fl.Last(1.0)))(toy_loss)
     assert weight(trained(step=step, hooks=(restore_best("valid/same", "max"),))) == -1.0
 
 
@@ -91,14 +91,6 @@ def test_the_caller_continues_with_the_module_that_it_made():
 # --- the run may continue
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_leaves_the_weights_as_they_are(number):
-    stopped = trained(hooks=(BEST, signal_at(4, number)))
-    assert (stopped.step, weight(stopped)) == (4, 2.0)
-    assert stopped.stop in ("interrupted", "SIGTERM")
-    assert_same(trained(stopped), trained())
-
-
 def test_a_save_in_between_leaves_the_weights_as_they_are(tmp_path):
     saves = fl.every(steps=100)(fl.checkpoint(tmp_path, keep=None))
     state = trained(hooks=(signal_at(4, signal.SIGUSR1), BEST, saves))
@@ -107,11 +99,17 @@ def test_a_save_in_between_leaves_the_weights_as_they_are(tmp_path):
     assert found == {"step-00000004": 2.0, "step-00000006": -2.0}
 
 
-def test_an_exception_leaves_the_weights_as_they_are():
-    with pytest.raises(KeyError) as error:
-        trained(hooks=(BEST, raise_at(4)))
-    assert weight(error.value.state) == 2.0
-    assert_same(trained(error.value.state), trained())
+@pytest.mark.parametrize("end", [
+    signal_at(4, signal.SIGINT), signal_at(4), raise_at(4), raise_at(4, KeyboardInterrupt),
+])  # fmt: skip
+def test_a_signal_and_an_exception_leave_the_weights_as_they_are(end):
+    try:
+        state = trained(hooks=(BEST, end))
+        assert state.stop in ("interrupted", "SIGTERM")
+    except KeyError as error:
+        state = error.state
+    assert (state.step, weight(state)) == (4, 2.0)
+    assert_same(trained(state), trained())
 
 
 @pytest.mark.parametrize(("order", "splits"), [(1, (6, 5, 4, 3, 2, 1)), (-1, (6,))])
@@ -161,17 +159,10 @@ def test_best_weights_that_were_not_kept_or_have_changed_do_not_count(caplog, be
 
 
 def test_a_run_that_skipped_updates_continues_from_its_best_weights(caplog):
-    def skip(step):
-        def skipping(state, batch):
-            state, out = step(state, batch)
-            return state, attrs.evolve(out, skip="no" if state.batch + state.epoch == 1 else None)
-
-        return skipping
-
-    step = fl.pipeline(fl.Middleware("skip", gradient=skip))(toy_loss)
-    first = trained(step=step, epochs=3)
-    assert (weight(first), first.skipped) == (-2.0, 1)
-    trained(first, step=step, epochs=4)
+    step, loaders = fl.pipeline(skip_negative())(toy_loss), ([-ONE, ONE], [ONE])
+    first = trained(step=step, loaders=loaders, epochs=3)
+    assert (weight(first), first.skipped) == (-3.0, 3)
+    trained(first, step=step, loaders=loaders, epochs=4)
     assert "were not kept" not in caplog.text
 
 
@@ -255,27 +246,14 @@ def net(compiled=False):
 
 
 def trained_net(state, *hooks, epochs=4):
-    """Train with an evaluation that is the best at epoch 2."""
+    """Train. By its distance from epoch 2, that is the best."""
     step = fl.pipeline()(lambda model, batch: model(batch).square().mean())
     x = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
     return fit(*hooks, state=state, step=step, loaders=([x, x + 1], [x]), epochs=epochs)
 
 
-class at_epoch_2:
-    """Stand in for a metric: make the value of the record of epoch 2 the best."""
-
-    reports = ("mine/loss",)
-
-    def __call__(self, state):
-        if "record" not in state.events:
-            return state
-        *before, newest = state.history
-        metrics = {**newest.metrics, "mine/loss": abs(state.epoch - 2.0)}
-        history = fl.History([*before, attrs.evolve(newest, metrics=metrics)])
-        return attrs.evolve(state, history=history)
-
-
-HOOKS = (at_epoch_2(), restore_best("mine/loss"))
+distance = fl.measure(lambda state: {"loss": abs(state.epoch - 2.0)}, name="mine")
+HOOKS = distance, restore_best("mine/loss")
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -285,14 +263,10 @@ def test_parameters_buffers_ties_and_extra_state_go_back(compiled):
     ended = trained_net(net(compiled), *HOOKS)
     model = fl.unwrap(ended)
     mine = {k.replace("_orig_mod.", ""): v for k, v in model.state_dict().items()}
-    assert list(mine) == list(theirs)
-    for name in mine:
-        same = mine[name] == theirs[name]
-        assert same if isinstance(same, bool) else same.all(), name
+    assert_equal(mine, dict(theirs), "model")
     assert model.last.weight is model.first.weight and model.norm.num_batches_tracked == 4
     mine, theirs = (s.optimizer.state_dict()["state"] for s in (ended, trained_net(net())))
-    for i in theirs:
-        assert all(torch.equal(mine[i][name], theirs[i][name]) for name in theirs[i])
+    assert_equal(mine, theirs, "optimizer")
 
 
 def test_what_the_module_has_in_one_memory_is_copied_once():
@@ -352,24 +326,8 @@ def test_a_copy_of_another_model_is_refused_before_the_first_update(tmp_path):
 # --- as a hook
 
 
-@pytest.mark.parametrize(("make", "error", "message"), [
-    (lambda: fl.on_main(fl.every(epochs=1)(BEST)), TypeError,
-        "needs all processes: list it without on_main"),
-    (lambda: trained(hooks=(BEST, restore_best("train/loss"))), ValueError,
-        "a run ends with one set of weights"),
-    *((lambda wrap=wrap, key=key: trained(hooks=(wrap(restore_best(key, "min")),)), KeyError,
-        f"restore_best: there is no metric '{key}'{why}")
-        for wrap in (lambda hook: hook, fl.every(epochs=100))
-        for key, why in [("val/loss", ": its first part is not"),
-                         ("valid/lss", ": this pipeline evaluates"),
-                         ("train/lss", "; there are: train/loss")]),
-])  # fmt: skip
-def test_a_wrong_use_is_an_error(make, error, message):
-    with pytest.raises(error, match=message):
-        make()
-
-
-def test_equality_pickling_and_repr():
-    made = restore_best("valid/bleu", "max")
-    assert repr(made) == "restore_best('valid/bleu', mode='max')"
-    assert pickle.loads(pickle.dumps(made)) == made != restore_best("valid/bleu", "min")
+def test_a_wrong_use_is_an_error():
+    with pytest.raises(TypeError, match="needs all processes: list it without on_main"):
+        fl.on_main(fl.every(epochs=1)(BEST))
+    with pytest.raises(ValueError, match="a run ends with one set of weights"):
+        trained(hooks=(BEST, restore_best("train/loss")))

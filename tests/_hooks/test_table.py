@@ -67,20 +67,19 @@ def check(writer, state, *expected):
 
 
 def test_the_file_equals_the_history_and_a_row_is_written_with_its_record(writer):
+    """The next run continues it, after a closing record, which is marked."""
     seen, name = [], 'a, "b"'  # names are quoted
     step = fl.pipeline(fl.metric(**{name: lambda aux, batch: batch.mean()}))(toy_loss)
     look = lambda state: seen.append(len(rows(writer.path))) or state
-    check(writer, train(writer, look, step=step), 1, 2, 3)
+    state = train(writer, look, step=step)
+    check(writer, state, 1, 2, 3)
     assert seen == [1, 2, 3]
     assert [row["train/loss"] for row in rows(writer.path)] == [0, -1, -2]
     assert [row[f"train/{name}"] for row in rows(writer.path)] == [1, 1, 1]
-
-
-def test_a_closing_record_is_marked_and_the_next_run_continues_the_file(writer):
-    state = train(writer, train=4, epochs=None, steps=2)
-    state = train(writer, state=state, train=4, epochs=1)
-    assert [row.get("closing") for row in rows(writer.path)] == [1, None]
-    check(writer, state, 2, 4)
+    for targets in ({"epochs": None, "steps": 5}, {"epochs": 4}):
+        state = train(writer, state=state, train=4, **targets)
+    assert [row.get("closing") for row in rows(writer.path)[3:]] == [1, None]
+    check(writer, state, 1, 2, 3, 5, 7)
 
 
 def test_several_new_rows_are_appended_at_once(writer):
@@ -103,12 +102,8 @@ def without_times(path):
         return [",".join([*row[:2], *row[3:]]) for row in csv.reader(file)]
 
 
-MIXED = {
-    "train": 5,
-    "valid": 1,
-    "evaluate_every": fl.at_start() | fl.every(epochs=1),
-    "record_every": fl.every(steps=2),
-}
+MOMENTS = {"evaluate_every": fl.at_start() | fl.every(epochs=1), "record_every": fl.every(steps=2)}
+MIXED = {"train": 5, "valid": 1, **MOMENTS}
 
 
 def test_records_have_different_metrics_and_names_may_appear_at_any_time(tmp_path):
@@ -200,6 +195,16 @@ def test_a_rollback_to_a_snapshot_within_a_run_replaces_the_rows(writer, back_on
 # --- what a file can look like
 
 
+def test_a_correct_file_is_not_touched_when_a_run_begins(writer):
+    state, facts = (
+        train(writer),
+        lambda: (writer.path.stat().st_ino, writer.path.stat().st_mtime_ns),
+    )
+    before = facts()
+    again(writer)(state)
+    assert facts() == before
+
+
 @pytest.mark.parametrize("cut", [1, 9, 20, "a row"])
 @pytest.mark.parametrize("ended", [False, True])
 def test_a_truncated_file_is_repaired(writer, cut, ended):
@@ -213,24 +218,16 @@ def test_a_truncated_file_is_repaired(writer, cut, ended):
     check(writer, state, *range(1, 5 - ended))
 
 
-def test_a_correct_file_is_not_touched_when_a_run_begins(writer):
-    state = train(writer)
-    before = writer.path.stat()
-    again(writer)(state)
-    after = writer.path.stat()
-    assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
-
-
 @pytest.mark.parametrize("lost", ["rows", "all", "table"])
 @pytest.mark.parametrize("ended", [False, True])
 def test_a_table_that_a_power_failure_has_zeroed_or_lost_is_written_again(writer, lost, ended):
     """Rows are not flushed, and the identity of the run next to them is."""
     state = train(writer, epochs=2)
     whole = writer.path.read_bytes()
-    kept = 0 if lost == "all" else whole.index(b"\n") + 1
-    writer.path.write_bytes(whole[:kept] + bytes(len(whole) - kept))
-    if lost == "table":
-        writer.path.unlink()
+    kept = {"rows": whole.index(b"\n") + 1, "all": 0, "table": None}[lost]
+    writer.path.unlink()
+    if kept is not None:
+        writer.path.write_bytes(whole[:kept] + bytes(len(whole) - kept))
     state = train(again(writer), state=state, epochs=3 - ended)
     check(writer, state, *range(1, 4 - ended))
 
@@ -248,10 +245,8 @@ def test_what_a_killed_process_has_left_of_a_table_is_removed(writer):
 
 
 def test_a_file_changed_during_the_run_is_repaired(writer):
-    spoil = fl.when(lambda s: s.step == 2)(
-        lambda state: (writer.path.write_text("") and 0) or state
-    )
-    check(writer, train(writer, spoil), 1, 2, 3)
+    spoil = lambda state: (writer.path.write_text("") and 0) or state
+    check(writer, train(writer, fl.when(lambda s: s.step == 2)(spoil)), 1, 2, 3)
 
 
 def test_a_kill_while_the_file_is_replaced_keeps_the_old_one(writer, monkeypatch):
@@ -352,13 +347,11 @@ def test_a_foreign_file_is_refused_and_not_touched(kind, content, tmp_path):
             train(WRITERS[kind](path))
 
 
-def test_the_arguments_and_the_repr():
+def test_the_path_is_given():
     with pytest.raises(TypeError, match=r'path as a path, such as "runs/a\.csv"; got None'):
         fl.to_csv(None)
     with pytest.raises(TypeError, match=r"to_jsonl expects path as a path, .* got TrainState"):
         train(fl.to_jsonl)
-    assert repr(fl.to_csv("runs/a.csv")) == "to_csv('runs/a.csv')"
-    assert repr(fl.to_jsonl("runs/a.jsonl")) == "to_jsonl('runs/a.jsonl')"
 
 
 KILLED = """

@@ -22,11 +22,6 @@ def test_the_run_ends_after_the_update_in_which_its_time_is_up(clock):
     assert [record.closing for record in state.history] == [True]
 
 
-def test_a_limit_is_the_sum_of_its_parts():
-    assert fl.time_limit(hours=1, minutes=2, seconds=3).limit == 3723
-    assert repr(fl.time_limit(hours=1, per="job")) == "time_limit(hours=1, per='job')"
-
-
 def test_the_time_of_a_run_is_saved_and_a_raised_limit_continues(clock, tmp_path, caplog):
     def resumed():
         return fl.resume(tmp_path / "run", toy())
@@ -94,13 +89,6 @@ def test_the_reason_of_an_earlier_hook_stays(clock, per):
     assert state.step == 4 and state.stop.startswith("early_stop: ")
 
 
-def test_evaluation_counts(clock):
-    """An epoch takes 30 seconds."""
-    step, limit = timed(clock, 10.0, 10.0), fl.time_limit(seconds=60)
-    state = fit(limit, step=step, train=1, valid=2, epochs=9)
-    assert (state.step, len(state.history)) == (2, 2)
-
-
 def test_an_evaluation_that_a_signal_cuts_counts_too(clock):
     """Otherwise a job that is always ended there would never reach the limit of its run."""
 
@@ -119,6 +107,7 @@ def test_an_evaluation_that_a_signal_cuts_counts_too(clock):
     ((), {"hours": -1}, "hours"), ((), {"hours": 1, "per": "epoch"}, "per"),
     ((8,), {}, r"time_limit\(8\) does not say .*: write time_limit\(hours=8\)"),
 ])  # fmt: skip
-def test_wrong_settings_are_refused(args, settings, message):
+def test_a_limit_is_the_sum_of_its_parts_and_wrong_settings_are_refused(args, settings, message):
+    assert fl.time_limit(hours=1, minutes=2, seconds=3).limit == 3723
     with pytest.raises((TypeError, ValueError), match=message):
         fl.time_limit(*args, **settings)

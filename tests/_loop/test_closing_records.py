@@ -5,7 +5,7 @@ import math
 import attrs
 import pytest
 import torch
-from loop_cases import ONE, Boom, failing_once, fit, press, step, terminate
+from loop_cases import ONE, Boom, failing_once, fit, terminate
 from sample_hooks import stop_at
 
 import fnloop as fl
@@ -20,25 +20,21 @@ def ends(history):
     ]
 
 
-@pytest.mark.parametrize(
-    ("settings", "records"),
-    [
-        # w is 0, -1, -2, ... before each update, and so is the training loss: its mean over n
-        # updates is -(n - 1) / 2
-        ({"steps": 2}, [(2, -0.5, -2.0, True)]),
-        ({"steps": 3}, [(3, -1.0, -3.0, False)]),  # an epoch's end has its record anyway
-        ({"steps": 5}, [(3, -1.0, -3.0, False), (5, -3.5, -5.0, True)]),
-        ({"steps": 2, "evaluate_every": None}, [(2, -0.5, None, True)]),
-        ({"steps": 2, "evaluate_every": fl.every(steps=2)}, [(2, -0.5, -2.0, False)]),
-        *(
-            ({**target, "evaluate_every": fl.every(epochs=2)}, [(3, -1.0, None, False)])
-            for target in ({"epochs": 1}, {"steps": 3})
-        ),
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize(("settings", "records"), [
+    # w is 0, -1, -2, ... before each update, and so is the training loss: its mean over n
+    # updates is -(n - 1) / 2
+    ({"steps": 2}, [(2, -0.5, -2.0, True)]),
+    ({"steps": 3}, [(3, -1.0, -3.0, False)]),  # an epoch's end has its record anyway
+    ({"steps": 5}, [(3, -1.0, -3.0, False), (5, -3.5, -5.0, True)]),
+    ({"steps": 2, "evaluate_every": None}, [(2, -0.5, None, True)]),
+    ({"steps": 2, "evaluate_every": fl.every(steps=2)}, [(2, -0.5, -2.0, False)]),
+    *(({**target, "evaluate_every": fl.every(epochs=2)}, [(3, -1.0, None, False)])
+      for target in ({"epochs": 1}, {"steps": 3})),
+], ids=repr)  # fmt: skip
 def test_a_run_that_ends_between_two_records_appends_a_closing_one(settings, records):
-    assert ends(fit(loaders=([ONE] * 3, [ONE]), **settings).history) == records
+    loaders = [ONE] * 3, [ONE]
+    state = fit(loaders=loaders, **settings)
+    assert ends(state.history) == records and fit(state, loaders, **settings) is state
 
 
 @pytest.mark.parametrize("record_every", [None, fl.every(steps=1), fl.every(steps=2)])
@@ -66,80 +62,11 @@ def test_a_run_that_stops_after_a_skipped_update_has_its_closing_record(evaluate
         assert [(dict(r.metrics), r.closing) for r in state.history] == records
 
 
-@pytest.mark.parametrize("how", [press, terminate])
-def test_a_signal_in_the_last_update_is_not_the_end(how):
-    """What is due at the end, and restore_best, wait for the run that continues."""
-    seen = []
-
-    def note(state):
-        seen.append((state.step, len(state.history)))
-        return state
-
-    def train(state, step=step):
-        hooks = (fl.at_end()(note), fl.restore_best("valid/loss"))
-        given = {"hooks": hooks, "steps": 4, "record_every": fl.every(steps=2)}
-        return fl.fit(step, state, ([ONE, ONE, ONE, 4 * ONE, ONE], [ONE]), **given)
-
-    def loss_fn(model, batch):
-        if model.training and batch[0] == 4:
-            how()
-        return toy_loss(model, batch)
-
-    whole = train(toy())
-    assert [r.closing for r in whole.history] == [False, False, True]
-    assert seen.pop() == (4, 3) and not seen
-    part = train(toy(), fl.pipeline()(loss_fn))
-    assert (part.step, part.events, seen, len(part.history)) == (4, {"update"}, [], 1)
-    assert_same(train(part), whole)
-    assert seen == [(4, 3)]
-
-
-class Killed(BaseException):
-    """The process was killed here."""
-
-
-@pytest.mark.parametrize("step", [2, 3], ids=["within an epoch", "at its end"])
-def test_the_closing_record_of_a_run_that_was_killed_before_it_is_made_later(tmp_path, step):
-    """A hook has stopped it, and that was saved."""
-    moments = {"valid": fl.every(epochs=1), "test": fl.at_end()}
-    loaders = {"train": [ONE] * 3, "valid": [ONE], "test": [-ONE]}
-    notes = []
-
-    def train(state, *hooks, folder=tmp_path):
-        note = fl.at_end()(lambda state: (notes.append(state.step), state)[1])
-        hooks = (stop_at(step), note, fl.every(steps=1)(fl.checkpoint(folder)), *hooks)
-        return fit(state, loaders, epochs=2, evaluate_every=moments, hooks=hooks)
-
-    def kill(state):
-        raise Killed
-
-    whole = train(toy(), folder=tmp_path / "whole")
-    with pytest.raises(Killed):
-        train(toy(), fl.when(lambda state: state.stop == "enough")(kill))
-    saved = fl.resume(tmp_path, toy())
-    assert (saved.step, saved.stop, len(saved.history)) == (step, "enough", int(step == 3))
-    ended = train(saved)
-    assert_same(ended, whole)
-    assert [dict(r.metrics) for r in ended.history] == [dict(r.metrics) for r in whole.history]
-    assert (ended.history[-1].closing, notes) == (True, [step, step])
-    assert train(fl.resume(tmp_path, toy())).history == ended.history  # nothing is left to do
-
-
 def test_a_stop_that_a_later_hook_takes_back_owes_nothing():
     back = lambda state: attrs.evolve(state, stop=None)
     state = fit(loaders=([ONE] * 3, [ONE]), hooks=(stop_at(3), back))
     assert (state.stop, state.events) == (None, {"update", "epoch", "record", "end"})
     assert ends(state.history) == [(3, -1.0, -3.0, False)]
-
-
-def test_a_closing_record_resets_nothing_and_stays_where_it_is():
-    loaders = ([ONE] * 3, [ONE])
-    part = fit(loaders=loaders, steps=2)
-    assert part.metrics["loss"].compute() == -0.5
-    assert fit(part, loaders, steps=2) is part
-    state = fit(part, loaders, epochs=2)
-    assert [(r.step, r.closing) for r in state.history] == [(2, True), (3, False), (6, False)]
-    assert_same(state, fit(loaders=loaders, epochs=2))
 
 
 @pytest.mark.parametrize("stops", [False, True], ids=["target", "stop"])
@@ -175,14 +102,6 @@ def test_an_evaluation_that_fails_at_the_end_of_a_run_loses_nothing(stops):
     assert (ended.stop, ended.events) == (stop, {"update", "record", "end"})
 
 
-def test_a_closing_record_is_marked_in_tables_and_files(tmp_path):
-    state = fit(loaders=[ONE] * 3, steps=2)
-    (row,) = state.history.to_dicts()
-    assert (row["step"], row["train/loss"], row["closing"]) == (2, -0.5, True)
-    assert fl.restore(fl.save(state, tmp_path / "a"), toy()).history == state.history
-    assert all("closing" not in row for row in fit(loaders=[ONE] * 3).history.to_dicts())
-
-
 def test_the_seconds_of_records_never_fall(monkeypatch):
     clock = iter([100.0, 100.0, 109.0, 50.0, 60.0])
     monkeypatch.setattr("fnloop._core.runs.time.monotonic", lambda: next(clock, 61.0))
@@ -205,7 +124,6 @@ def test_a_stop_iteration_in_a_dataset_does_not_end_the_epoch_silently():
 
 @pytest.fixture
 def slow_step(clock):
-    """A step whose updates take a second each."""
     return fl.pipeline()(clock.timed(toy_loss, train=1.0))
 
 
@@ -279,35 +197,21 @@ def test_ctrl_c_after_the_end_leaves_the_reason_of_the_hook():
     assert "end" in state.events
 
 
+@pytest.mark.parametrize(("steps", "records"), [
+    (3, [(["valid"], False), (["test"], True)]),
+    (2, [(["test", "valid", "other"], True)]),  # between two records: it has every loader
+])  # fmt: skip
 @pytest.mark.parametrize("how", ["target", "hook"])
-def test_an_evaluation_that_is_due_at_the_end_alone_makes_the_closing_record(how):
-    """Whatever ends it within an epoch: the record has every loader, and resets nothing."""
-    loaders = {"train": [ONE] * 6, "valid": [ONE], "test": [-ONE]}
-    moments = {"valid": fl.every(steps=2) | fl.at_end(), "test": fl.every(epochs=1)}
-
-    def train(state, steps):
-        given = {"steps": steps} if how == "target" else {"hooks": (stop_at(steps),)}
-        often = {"evaluate_every": moments, "record_every": fl.every(steps=4)}
-        return fit(attrs.evolve(state, stop=None), loaders, **often, **given)
-
-    part = train(toy(), 3)
-    assert [(r.step, r.closing) for r in part.history] == [(2, False), (3, True)]
-    assert {"valid/loss", "test/loss", "train/loss"} <= part.history[-1].metrics.keys()
-    whole, again = train(toy(), 6), train(part, 6)
-    assert [r.metrics for r in again.history if not r.closing] == [
-        r.metrics for r in whole.history if not r.closing
-    ]
-
-
-def test_what_is_due_at_the_end_alone_has_a_record_of_its_own():
+def test_what_is_due_at_the_end_alone_is_in_a_closing_record(how, steps, records):
     loaders = {"train": [ONE] * 6, "valid": [ONE], "test": [-ONE], "other": [ONE]}
     never = fl.when(lambda state: False)
     moments = {"test": fl.at_end(), "valid": fl.every(steps=3), "other": never}
-    state = fit(toy(), loaders, evaluate_every=moments, steps=3)
+    end = {"steps": steps} if how == "target" else {"hooks": (stop_at(steps),)}
+    state = fit(toy(), loaders, evaluate_every=moments, **end)
     assert [
         ([name for name in moments if f"{name}/loss" in record.metrics], record.closing)
         for record in state.history
-    ] == [(["valid"], False), (["test"], True)]
+    ] == records
 
 
 def test_the_time_after_a_run_does_not_count_for_a_state_that_a_hook_has_kept(slow_step, clock):

@@ -45,12 +45,9 @@ EVALUATIONS = (
 )
 TARGETS = {"epochs": 2}, {"steps": 5}, {"epochs": 3, "steps": 6}
 MEMBERS = (
-    (),
-    ("fl.accumulate(2)", "fl.ema(0.5)"),
-    ("fl.schedule(fl.schedules.linear())",),
-    ("fl.plateau('valid/loss', patience=1)",),
-    ("fl.clip(1.0)", "fl.accumulate(2)"),
-)
+    (), ("fl.accumulate(2)", "fl.ema(0.5)"), ("fl.schedule(fl.schedules.linear())",),
+    ("fl.plateau('valid/loss', patience=1)",), ("fl.clip(1.0)", "fl.accumulate(2)"),
+)  # fmt: skip
 POINTS = ("training", "evaluation", "hook")
 HOWS = ("kill", "terminate", "press", "fail")
 LOADERS = {"valid": "batches(1, first=50)", "test": "batches(1, first=70)"}

@@ -63,20 +63,15 @@ def from_disk(state, folder):
 
 
 WAYS = {
-    "target": (None, True),
-    "hook": (Stop("enough"), True),
-    "plain": ("enough", True),
+    "target": (None, True), "hook": (Stop("enough"), True), "plain": ("enough", True),
     "limit": (Stop("time_limit: the run has taken its 1s", "limit"), True),
-    "job": (Stop("time_limit: this job ends in 1s", "job"), False),
-    "signal": (TERMINATED, False),
+    "job": (Stop("time_limit: this job ends in 1s", "job"), False), "signal": (TERMINATED, False),
     "requeued": (REQUEUED, False),
-}
+}  # fmt: skip
 EVALUATIONS = {
-    "each epoch": fl.every(epochs=1),
-    "second epoch, end": fl.every(epochs=2) | fl.at_end(),
-    "third step": fl.every(steps=3),
-    "never": None,
-}
+    "each epoch": fl.every(epochs=1), "second epoch, end": fl.every(epochs=2) | fl.at_end(),
+    "third step": fl.every(steps=3), "never": None,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("evaluation", EVALUATIONS)
@@ -199,16 +194,12 @@ def test_no_record_is_made_by_a_moment_that_excludes_the_end():
 # --- stops
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "stays"),
-    [
-        (None, "b", "b"),
-        ("a", "b", "a"),
-        ("a", None, None),  # a hook may take a stop back
-        (TERMINATED, "b", "b"),  # a hook decides once; a run that was interrupted continues
-        (Stop("a", "guard"), TERMINATED, "a"),
-    ],
-)
+@pytest.mark.parametrize(("before", "after", "stays"), [
+    (None, "b", "b"), ("a", "b", "a"),
+    ("a", None, None),  # a hook may take a stop back
+    (TERMINATED, "b", "b"),  # a hook decides once; a run that was interrupted continues
+    (Stop("a", "guard"), TERMINATED, "a"),
+])  # fmt: skip
 def test_which_stop_stays(before, after, stays):
     assert first_stop(before, after) == stays
 
@@ -234,14 +225,10 @@ def test_what_is_left_cannot_be_read_from_something_else(saved):
         decode_left(saved)
 
 
-@pytest.mark.parametrize(
-    ("events", "found"),
-    [
-        ([], (set(), ())),
-        (["pending", "update"], ({"update"}, (BOUNDARY,))),
-        (["stop: enough", "record"], ({"record"}, (End("enough"),))),
-        (["pending", "stop: enough"], (set(), (BOUNDARY, End("enough")))),
-    ],
-)
+@pytest.mark.parametrize(("events", "found"), [
+    ([], (set(), ())), (["pending", "update"], ({"update"}, (BOUNDARY,))),
+    (["stop: enough", "record"], ({"record"}, (End("enough"),))),
+    (["pending", "stop: enough"], (set(), (BOUNDARY, End("enough")))),
+])  # fmt: skip
 def test_the_events_of_older_checkpoints_say_what_is_left(events, found):
     assert left_in_events(events) == found

@@ -6,67 +6,45 @@ import itertools
 import pytest
 import torch
 from evaluation_draws import CALLS, draws_in
-from loop_cases import ONE, fit, generators
+from loop_cases import ONE, fit
 from torch import nn
+from toy_runs import assert_same_weights, of
 
 import fnloop as fl
-from fnloop.testing import assert_same, stochastic, toy, toy_loss
+from fnloop.testing import stochastic, toy, toy_loss
 from fnloop.testing._laws import assert_equal
 
 
-def test_epoch_means_are_exact_over_uneven_batches():
-    data = [torch.tensor([1.0, 2.0, 3.0]), torch.tensor([10.0])]
-    state = fit(toy(w=1.0, lr=0.0), loaders=(data, data))
-    assert state.history["train/loss"] == state.history["valid/loss"] == (4.0,)
-
-
-@pytest.mark.parametrize(
-    ("when_to", "evaluated", "records"),
-    [
-        (fl.every(epochs=1), [3, 6, 9, 12], [3, 6, 9, 12]),
-        (fl.every(epochs=2), [6, 12], [3, 6, 9, 12]),
-        (fl.every(epochs=0.5), [2, 3, 5, 6, 8, 9, 11, 12], [2, 3, 5, 6, 8, 9, 11, 12]),
-        (fl.every(steps=5), [5, 10], [3, 5, 6, 9, 10, 12]),
-        (fl.when(lambda state: state.step in (4, 12)), [4, 12], [3, 4, 6, 9, 12]),
-        (None, [], [3, 6, 9, 12]),
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize(("when_to", "evaluated", "records"), [
+    (fl.every(epochs=1), [3, 6, 9, 12], [3, 6, 9, 12]),
+    (fl.every(epochs=2), [6, 12], [3, 6, 9, 12]), (fl.every(epochs=9), [], [3, 6, 9, 12]),
+    (fl.every(epochs=0.5), [2, 3, 5, 6, 8, 9, 11, 12], [2, 3, 5, 6, 8, 9, 11, 12]),
+    (fl.every(steps=5), [5, 10], [3, 5, 6, 9, 10, 12]),
+    (fl.when(lambda state: state.step in (4, 12)), [4, 12], [3, 4, 6, 9, 12]),
+    (None, [], [3, 6, 9, 12]),
+], ids=repr)  # fmt: skip
 def test_evaluation_happens_when_it_is_due_and_each_epoch_has_a_record(when_to, evaluated, records):
-    state = fit(loaders=([ONE] * 3, [ONE]), epochs=4, evaluate_every=when_to)
+    """The batches are uneven, and the means those of all items: of 1, 2, 3; 10; 4."""
+    data = [torch.tensor([1.0, 2.0, 3.0]), torch.tensor([10.0]), torch.tensor([4.0])]
+    state = fit(toy(w=1.0, lr=0.0), (data, data), epochs=4, evaluate_every=when_to)
     assert [r.step for r in state.history] == records
-    assert [r.step for r in state.history if "valid/loss" in r.metrics] == evaluated
+    found = [r for r in state.history if "valid/loss" in r.metrics]
+    assert [r.step for r in found] == evaluated
+    assert {r.metrics["valid/loss"] for r in found} <= {4.0}
+    mean = {1: 2.0, 2: 4.0, 0: 4.0}  # since the epoch began
+    assert all(r.metrics["train/loss"] == mean[r.step % 3] for r in state.history)
 
 
-def test_a_mid_epoch_record_has_the_running_mean():
-    """w is 0, -1, -2: the losses are 0, -1, -2, and their running means 0, -0.5, -1."""
-    state = fit(evaluate_every=fl.every(steps=1))
-    assert state.history["train/loss"] == (0.0, -0.5, -1.0)
-
-
-def test_evaluate_leaves_the_state_unchanged():
-    problem = stochastic()
-    make = fl.pipeline()(problem.loss_fn)
-    state = fl.fit(make, problem.state(), problem.batches, hooks=())
-    state.model[1].eval()
-    before, drawn = fl.snapshot(state), generators()
-    first = fl.evaluate(make, state, problem.batches)
-    assert first == fl.evaluate(make, state, problem.batches)
-    assert generators() == drawn
-    assert [m.training for m in state.model] == [True, False, True, True, True]
-    assert_same(state, before)
-
-
-def test_evaluation_and_draws_of_hooks_do_not_change_training():
+def test_evaluations_and_draws_of_hooks_do_not_change_training():
     problem = stochastic()
     make = fl.pipeline()(problem.loss_fn)
     shuffled = torch.utils.data.DataLoader(problem.batches, batch_size=None, shuffle=True)
     draw = lambda state: (torch.rand(3), state)[1]
     plain = fl.fit(make, problem.state(), shuffled, epochs=2, hooks=())
-    given = {"epochs": 2, "hooks": (draw,), "evaluate_every": fl.every(steps=2)}
+    moment = fl.at_start() | fl.every(steps=2)
+    given = {"epochs": 2, "hooks": (draw,), "evaluate_every": moment}
     watched = fl.fit(make, problem.state(), (shuffled, shuffled), **given)
-    for mine, theirs in zip(plain.model.parameters(), watched.model.parameters(), strict=True):
-        assert torch.equal(mine, theirs)
+    assert_same_weights(plain, watched)
 
 
 def test_evaluating_a_new_state_does_not_create_a_scheduler():
@@ -104,9 +82,8 @@ def test_predict_is_lazy_and_in_order():
 
 def test_between_predictions_the_model_is_unchanged():
     state = toy()
-    flags = lambda model, batch: (model.training, torch.is_grad_enabled())
-    for flag in fl.predict(flags, state, [ONE, ONE]):
-        assert flag == (False, False)
+    for flags in fl.predict(lambda m, x: (m.training, torch.is_grad_enabled()), state, [ONE, ONE]):
+        assert flags == (False, False)
         assert state.model.training and torch.is_grad_enabled()
 
 
@@ -148,8 +125,7 @@ def watched_loss(model, batch):
 
 
 def watcher(made=Watcher):
-    model = made()
-    return fl.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=0.1), seed=0)
+    return of(made(), lr=0.1)
 
 
 def buffers_of(state):
@@ -168,13 +144,10 @@ EVALUATIONS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "raised"),
-    [
-        *((name, None) for name in EVALUATIONS),
-        *itertools.product(("evaluate", "predict"), (OSError, KeyboardInterrupt)),
-    ],
-)
+@pytest.mark.parametrize(("name", "raised"), [
+    *((name, None) for name in EVALUATIONS),
+    *itertools.product(("evaluate", "predict"), (OSError, KeyboardInterrupt)),
+])  # fmt: skip
 def test_an_evaluation_puts_buffers_back_also_where_it_fails(name, raised):
     def failing(model, batch):
         if len(batch) == 1:
@@ -212,18 +185,11 @@ class Teacher(nn.Module):
         return self.w * (x.mean() - 2 * self.center)
 
 
-@pytest.mark.parametrize(
-    ("made", "members"),
-    [
-        (Watcher, ()),
-        (Watcher, (fl.skip_nonfinite(),)),
-        (Teacher, ()),
-        (Teacher, (fl.ema(0.5), fl.swa(1))),
-        (Teacher, (fl.compiled(backend="eager"),)),
-        (Teacher, (fl.compiled(backend="aot_eager"), fl.ema(0.5, evaluate="only"))),
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize(("made", "members"), [
+    (Watcher, ()), (Watcher, (fl.skip_nonfinite(),)), (Teacher, ()),
+    (Teacher, (fl.ema(0.5), fl.swa(1))), (Teacher, (fl.compiled(backend="eager"),)),
+    (Teacher, (fl.compiled(backend="aot_eager"), fl.ema(0.5, evaluate="only"))),
+], ids=repr)  # fmt: skip
 @pytest.mark.parametrize("every", [fl.every(steps=1), fl.every(epochs=1)], ids=repr)
 def test_training_is_the_same_bit_for_bit_with_and_without_evaluations(made, members, every):
     step = fl.pipeline(*members)(watched_loss)
@@ -244,11 +210,10 @@ def test_an_evaluation_in_a_run_that_fails_leaves_its_buffers_to_the_error():
 
 
 def test_buffers_that_do_not_change_are_not_written_to():
-    model = nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 1))
-    state = fl.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=0.1), seed=0)
-    versions = [b._version for b in model.buffers()]
+    state = of(nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 1)))
+    versions = [b._version for b in state.model.buffers()]
     fl.evaluate(fl.pipeline()(lambda m, x: m(x).mean()), state, [torch.ones(2, 1)])
-    assert [b._version for b in model.buffers()] == versions
+    assert [b._version for b in state.model.buffers()] == versions
 
 
 # --- draws of a forward in evaluation

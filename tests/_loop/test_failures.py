@@ -21,11 +21,11 @@ from loop_cases import (
     raise_interrupt,
     raising,
     step,
-    terminate,
     two_weights,
 )
 from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
+from toy_runs import of
 
 import fnloop as fl
 from fnloop.testing import Toy, assert_same, toy, toy_loss
@@ -55,34 +55,23 @@ def broken():
 
 
 FAILS, EXPLODE = fl.pipeline(failing_middleware("gradient"), fl.clip(1.0)), raising(Boom())
+NO_SLOT = fl.pipeline(fl.Middleware("a", init=lambda state: boom()))
 AT_1 = "epoch 1, batch 1, step 1"
 
 
-@pytest.mark.parametrize(
-    ("run", "place"),
-    [
-        (lambda: fl.fit(FAILS(toy_loss), toy(), NUMBERS, hooks=()), "fails(2.0), train"),
-        (lambda: fit(loaders=broken), "the training loader, train"),
-        (lambda: fit(loaders=([ONE], broken)), "the valid loader"),
-        (
-            lambda: fl.fit(fl.pipeline()(EXPLODE), toy(), ([ONE], NUMBERS), hooks=()),
-            "the loss function explode, valid",
-        ),
-        (lambda: fit(hooks=(lambda state: boom(),)), "<lambda>, train"),
-    ],
-)
-def test_the_note_names_middleware_loaders_and_hooks(run, place):
+@pytest.mark.parametrize(("step", "loaders", "hooks", "place"), [
+    (FAILS(toy_loss), NUMBERS, (), f"fails(2.0), train, {AT_1}"),
+    (step, broken, (), f"the training loader, train, {AT_1}"),
+    (step, ([ONE], broken), (), f"the valid loader, {AT_1}"),
+    (fl.pipeline()(EXPLODE), ([ONE], NUMBERS), (), f"the loss function explode, valid, {AT_1}"),
+    (step, NUMBERS, (lambda state: boom(),), f"<lambda>, train, {AT_1}"),
+    (NO_SLOT(toy_loss), NUMBERS, (), "the making of slots, train, epoch 1, batch 0, step 0"),
+])  # fmt: skip
+def test_the_note_names_middleware_loaders_and_hooks(step, loaders, hooks, place):
     with pytest.raises(Boom) as caught:
-        run()
-    assert caught.value.__notes__ == [f"while in {place}, {AT_1}"]
-
-
-def test_an_error_while_making_a_slot_has_a_note_and_the_state():
-    step = fl.pipeline(fl.Middleware("a", init=lambda state: boom()))(toy_loss)
-    with pytest.raises(Boom) as caught:
-        fl.fit(step, toy(w=3.0), [ONE], hooks=())
-    place = "while in the making of slots, train, epoch 1, batch 0, step 0"
-    assert (caught.value.__notes__, caught.value.state.model.w.item()) == ([place], 3.0)
+        fl.fit(step, toy(), loaders, hooks=hooks)
+    assert caught.value.__notes__ == [f"while in {place}"]
+    assert f"step {caught.value.state.step}" in place
 
 
 class Uncombinable:
@@ -93,15 +82,11 @@ class Uncombinable:
         return 0.0
 
 
-@pytest.mark.parametrize(
-    ("member", "error", "steps"),
-    [
-        (failing_middleware("step"), Boom, 2),
-        (fl.metric(odd=lambda aux, batch: Uncombinable()), Boom, 2),
-        (fl.torch_scheduler(lambda opt, run: OneCycleLR(opt, 1.0, total_steps=3)), ValueError, 4),
-    ],
-    ids=["step ring", "metric", "scheduler"],
-)
+@pytest.mark.parametrize(("member", "error", "steps"), [
+    (failing_middleware("step"), Boom, 2),
+    (fl.metric(odd=lambda aux, batch: Uncombinable()), Boom, 2),
+    (fl.torch_scheduler(lambda opt, run: OneCycleLR(opt, 1.0, total_steps=3)), ValueError, 4),
+], ids=["step ring", "metric", "scheduler"])  # fmt: skip
 def test_an_exception_after_an_update_carries_the_updated_state(member, error, steps):
     data = [*NUMBERS, *NUMBERS]
     with pytest.raises(error) as caught:
@@ -111,24 +96,18 @@ def test_an_exception_after_an_update_carries_the_updated_state(member, error, s
     before = state.model.w.item()
     state = fit(attrs.evolve(state, slots={}, metrics={}), data)
     assert state.step == 6
-    if error is Boom:
-        assert (before, state.model.w.item()) == (-3.0, -12.0)
+    assert error is ValueError or (before, state.model.w.item()) == (-3.0, -12.0)
 
 
 # --- boundaries
 
 
-@pytest.mark.parametrize(
-    ("when_to", "fails_at", "position"),
-    [
-        (fl.every(epochs=1), 1, (3, 0, 3)),
-        (fl.every(epochs=1), 2, (6, 1, 3)),
-        (fl.every(steps=3), 1, (3, 0, 3)),  # the end of an epoch, by its steps
-        (fl.every(steps=2), 1, (2, 0, 2)),  # within an epoch
-        (fl.every(epochs=2), 1, (6, 1, 3)),
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize(("when_to", "fails_at", "position"), [
+    (fl.every(epochs=1), 1, (3, 0, 3)), (fl.every(epochs=1), 2, (6, 1, 3)),
+    (fl.every(steps=3), 1, (3, 0, 3)),  # the end of an epoch, by its steps
+    (fl.every(steps=2), 1, (2, 0, 2)),  # within an epoch
+    (fl.every(epochs=2), 1, (6, 1, 3)),
+], ids=repr)  # fmt: skip
 @pytest.mark.parametrize("error", [Boom, KeyboardInterrupt])
 @pytest.mark.parametrize("saved", [False, True], ids=["in memory", "from a file"])
 def test_a_run_that_continues_after_a_failed_evaluation_repeats_it(
@@ -146,30 +125,6 @@ def test_a_run_that_continues_after_a_failed_evaluation_repeats_it(
     assert list(state.metrics) == ["loss"]
     state = fl.restore(fl.save(state, tmp_path / "a"), toy()) if saved else state
     assert_same(fit(state, loaders, **settings), whole)
-
-
-def test_a_hook_that_fails_does_so_after_the_record():
-    fails = fl.when(lambda state: state.step == 3)(lambda state: boom())
-    with pytest.raises(Boom) as caught:
-        fit(loaders=([ONE] * 3, [ONE]), hooks=(fails,))
-    # the epoch that has just ended
-    assert "<lambda>), train, epoch 1, batch 3, step 3" in caught.value.__notes__[0]
-    state = caught.value.state
-    assert (state.epoch, state.batch, len(state.history)) == (1, 0, 1)
-
-
-@pytest.mark.parametrize(("how", "reason"), [(press, "interrupted"), (terminate, "SIGTERM")])
-def test_an_evaluated_loader_killed_by_the_signal_that_stops_the_run_is_not_an_error(how, reason):
-    def dies():
-        yield ONE
-        how()
-        raise RuntimeError("DataLoader worker exited unexpectedly")
-
-    state = fit(loaders=([ONE] * 3, dies), epochs=2)
-    assert (state.step, state.epoch, state.batch) == (3, 0, 3)
-    assert (state.stop, len(state.history)) == (reason, 0)
-    whole = fit(loaders=([ONE] * 3, [ONE]), epochs=2)
-    assert_same(fit(state, ([ONE] * 3, [ONE]), epochs=2), whole)
 
 
 def test_hooks_are_told_of_a_failure_and_cannot_hide_it():
@@ -207,11 +162,9 @@ def alarm():
         signal.signal(signal.SIGALRM, before)
 
 
-@pytest.mark.parametrize(
-    ("error", "kind"),
-    [(boom, Boom), (alarm, Boom), (raise_interrupt, KeyboardInterrupt)],
-    ids=["step", "signal", "ctrl-c"],
-)
+@pytest.mark.parametrize(("error", "kind"), [
+    (boom, Boom), (alarm, Boom), (raise_interrupt, KeyboardInterrupt),
+], ids=["step", "signal", "ctrl-c"])  # fmt: skip
 def test_an_update_that_fails_half_way_leaves_no_state(error, kind):
     state, make = two_weights(half_way(error))
     kept = []
@@ -246,9 +199,9 @@ def test_a_bare_step_that_fails_half_way_leaves_no_state():
         make(state, NUMBERS[0])
 
 
-@pytest.mark.parametrize(
-    ("members", "kind"), [((), Boom), ((fl.amp("fp16", init_scale=2.0**127),), ValueError)]
-)
+@pytest.mark.parametrize(("members", "kind"), [
+    ((), Boom), ((fl.amp("fp16", init_scale=2.0**127),), ValueError),
+])  # fmt: skip
 def test_an_exception_during_the_line_search_of_lbfgs_leaves_no_state(members, kind):
     """LBFGS has tried other weights when it evaluates the loss for the second time."""
     calls = []
@@ -259,9 +212,8 @@ def test_an_exception_during_the_line_search_of_lbfgs_leaves_no_state(members, k
             raise Boom
         return (model(batch) - 3).square().mean()
 
-    model = Toy(w=5.0)
-    state = fl.TrainState.create(model, torch.optim.LBFGS(model.parameters(), max_iter=4))
     with pytest.raises(kind) as caught:
+        state = of(Toy(5.0), torch.optim.LBFGS, max_iter=4)
         fl.fit(fl.pipeline(*members)(loss_fn), state, [ONE], hooks=())
     assert not hasattr(caught.value, "state")
     assert "between two updates" in caught.value.__notes__[-1]
@@ -284,69 +236,32 @@ def test_a_hook_that_advances_the_state_and_fails_leaves_none():
     assert not hasattr(caught.value, "state")
 
 
-# --- NaNs, traced by torch's own means: its anomaly detection, and hooks of modules
+# --- NaNs, traced by torch's anomaly detection
 
 
 class Root(nn.Module):
     """Gives 0, with the gradient infinity × 0."""
 
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(()))
+
     def forward(self, x):
-        return (x * 0).sqrt() * 0
-
-
-class Log(nn.Module):
-    def forward(self, x):
-        return x.log()
-
-
-def create(*layers):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(2, 2), *layers, nn.Linear(2, 1))
-    nn.init.ones_(model[0].weight)
-    nn.init.zeros_(model[0].bias)
-    return fl.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=0.1))
-
-
-def square(model, batch):
-    return model(batch).square().mean()
+        return (self.w * x * 0).sqrt() * 0
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
-@pytest.mark.parametrize(
-    ("members", "layer"),
-    [
-        ((), "backward"),
-        ((fl.clip(1.0), fl.amp("bf16")), "backward"),
-        ((fl.accumulate(2),), "accumulate(2)"),
-        ((fl.microbatch(1), fl.clip(1.0)), "microbatch(1)"),
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize(("members", "layer"), [
+    ((), "backward"), ((fl.clip(1.0), fl.amp("bf16")), "backward"),
+    ((fl.accumulate(2),), "accumulate(2)"), ((fl.microbatch(1), fl.clip(1.0)), "microbatch(1)"),
+], ids=repr)  # fmt: skip
 def test_anomaly_detection_around_a_run_names_the_line_and_the_place(members, layer):
-    step, state = fl.pipeline(*members)(square), create(Root())
+    step, state = fl.pipeline(*members)(lambda model, batch: model(batch).mean()), of(Root())
     with (
         pytest.raises(RuntimeError, match="'SqrtBackward0' returned nan values") as caught,
-        pytest.warns(UserWarning, match=r"return \(x \* 0\).sqrt\(\) \* 0"),
+        pytest.warns(UserWarning, match=r"return \(self.w \* x \* 0\).sqrt\(\) \* 0"),
         torch.autograd.detect_anomaly(check_nan=True),
     ):
         fl.fit(step, state, [torch.ones(2, 2)] * 2, hooks=())
     assert caught.value.__notes__ == [f"while in {layer}, train, epoch 1, batch 0, step 0"]
-    assert all(p.isfinite().all() for p in caught.value.state.model.parameters())
-
-
-def test_hooks_of_modules_name_the_one_that_makes_a_nan():
-    def watch(name):
-        def check(module, inputs, output):
-            if not output.isfinite().all():
-                raise FloatingPointError(f"the output of {name!r} is not finite")
-
-        return check
-
-    state = create(nn.Sequential(nn.Tanh(), Log()))
-    for name, module in state.model.named_modules():
-        module.register_forward_hook(watch(name))
-    batches = [torch.ones(2, 2), -torch.ones(2, 2)]
-    with pytest.raises(FloatingPointError, match=r"the output of '1\.1' is not finite") as caught:
-        fl.fit(fl.pipeline(fl.accumulate(1))(square), state, batches, hooks=())
-    place = "while in the loss function square, train, epoch 1, batch 1, step 1"
-    assert caught.value.__notes__ == [place]
+    assert caught.value.state.model.w.item() == 1.0

@@ -9,7 +9,7 @@ from loop_cases import NUMBERS, ONE, Boom, fit, generators, raising
 from sample_hooks import Notes
 
 import fnloop as fl
-from fnloop.testing import Toy, assert_same, stochastic, toy
+from fnloop.testing import Toy, assert_same, stochastic, toy, toy_loss
 
 
 def test_the_generators_of_the_caller_are_restored():
@@ -39,30 +39,25 @@ def test_python_and_numpy_draws_resume_in_mid_epoch():
     assert_same(whole, fl.fit(make, parts, [ONE] * 5, epochs=2, hooks=()))
 
 
-def test_frozen_submodules_stay_in_evaluation_mode():
+def test_frozen_submodules_stay_in_evaluation_mode_and_a_whole_model_does_not(caplog):
     problem = stochastic()
-    state, loaders = problem.state(), (problem.batches, problem.batches)
-    state.model[1].eval()
-    before = state.model[1].running_mean.clone()
-    state = fl.fit(fl.pipeline()(problem.loss_fn), state, loaders, epochs=2, hooks=())
-    assert torch.equal(state.model[1].running_mean, before)
-    assert [m.training for m in state.model] == [True, False, True, True, True]
-
-
-def test_a_model_in_evaluation_mode_as_a_whole_is_trained_in_training_mode(caplog):
-    problem = stochastic()
-    expected = fl.fit(fl.pipeline()(problem.loss_fn), problem.state(), problem.batches, hooks=())
-    state = problem.state()
-    state.model.eval()
-    state = fl.fit(fl.pipeline()(problem.loss_fn), state, problem.batches, hooks=())
+    step, loaders = fl.pipeline()(problem.loss_fn), (problem.batches, problem.batches)
+    plain, frozen, whole = (problem.state() for _ in range(3))
+    frozen.model[1].eval(), whole.model.eval()
+    before = frozen.model[1].running_mean.clone()
+    plain, frozen = (fl.fit(step, s, loaders, epochs=2, hooks=()) for s in (plain, frozen))
+    assert torch.equal(frozen.model[1].running_mean, before)
+    assert [m.training for m in frozen.model] == [True, False, True, True, True]
+    assert "model.train()" not in caplog.text
+    assert_same(fl.fit(step, whole, loaders, epochs=2, hooks=()), plain)
     assert "model.train()" in caplog.text
-    assert_same(state, expected)
 
 
-def test_pending_gradients_do_not_leak_into_a_run():
+def test_gradients_from_before_and_from_a_hook_do_not_enter_an_update():
     state = toy()
     state.model.w.grad = torch.tensor(100.0)
-    assert fit(state).model.w.item() == -3.0
+    probe = lambda state: toy_loss(state.model, 100 * ONE)[0].backward() or state
+    assert fit(state, hooks=(probe,)).model.w.item() == -3.0
 
 
 def test_a_parameter_outside_the_model_is_trained():

@@ -17,8 +17,11 @@ from fnloop.testing import assert_same, toy, toy_loss
 
 
 def test_ctrl_c_stops_the_run_after_the_current_update():
-    state = fl.fit(interrupting(2, press), toy(), NUMBERS, hooks=())
+    seen = []
+    note = lambda state: seen.append(state.stop) or state
+    state = fl.fit(interrupting(2, press), toy(), NUMBERS, hooks=(note,))
     assert (state.step, state.model.w.item(), state.stop) == (2, -3.0, "interrupted")
+    assert seen == [None, "interrupted"]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     state = fl.fit(step, state, NUMBERS, hooks=())  # the same script continues
     assert (state.step, state.epoch, state.stop, state.model.w.item()) == (3, 1, None, -6.0)
@@ -28,13 +31,6 @@ def test_an_interrupt_that_is_raised_returns_the_state_before_the_update():
     state = fl.fit(interrupting(2, raise_interrupt), toy(), NUMBERS, hooks=())
     assert (state.step, state.model.w.item(), state.stop) == (1, -1.0, "interrupted")
     assert (state.model.w.grad, len(state.history)) == (None, 0)
-
-
-def test_hooks_see_an_interruption():
-    seen = []
-    note = lambda state: seen.append(state.stop) or state
-    fl.fit(interrupting(2, press), toy(), NUMBERS, hooks=(note,))
-    assert seen == [None, "interrupted"]
 
 
 def test_a_second_ctrl_c_raises_and_loses_nothing():
@@ -58,66 +54,35 @@ def test_a_signal_in_the_hooks_at_an_epochs_end_ends_the_run_there(how, reason):
 
 
 @SIGNALS
-def test_a_loader_killed_by_the_signal_that_stops_the_run_is_not_an_error(how, reason):
+@pytest.mark.parametrize("killed", ["train", "valid"])
+def test_a_loader_killed_by_the_signal_that_stops_the_run_is_not_an_error(killed, how, reason):
     def dies():
         yield from NUMBERS[:2]
+        how()
         raise RuntimeError("DataLoader worker exited unexpectedly")
 
-    state = fl.fit(interrupting(2, how), toy(), dies, hooks=())
-    assert (state.step, state.model.w.item(), state.stop) == (2, -3.0, reason)
-    state = fit(state, NUMBERS)
-    assert (state.step, state.epoch, state.stop, state.model.w.item()) == (3, 1, None, -6.0)
+    loaders = {"train": NUMBERS, "valid": NUMBERS}
+    state = fl.fit(step, toy(), {**loaders, killed: dies}, epochs=2, hooks=())
+    expected = (2, -3.0) if killed == "train" else (3, -6.0)
+    assert (state.step, state.model.w.item()) == expected
+    assert (state.epoch, state.stop, len(state.history)) == (0, reason, 0)
+    given = {"epochs": 2, "hooks": ()}
+    assert_same(fl.fit(step, state, loaders, **given), fl.fit(step, toy(), loaders, **given))
 
 
 def test_the_first_ctrl_c_waits_for_the_update_even_after_a_sigterm():
-    """Only a second Ctrl-C raises at once."""
-    try:
-        state = fl.fit(interrupting(2, lambda: (terminate(), press())), toy(), NUMBERS, hooks=())
-    except KeyboardInterrupt:
-        pytest.fail("the first Ctrl-C raised")
+    state = fl.fit(interrupting(2, lambda: (terminate(), press())), toy(), NUMBERS, hooks=())
     assert (state.step, state.stop, state.model.w.item()) == (2, "interrupted", -3.0)
-
-
-@pytest.fixture
-def raised(monkeypatch):
-    """The signals that a run has raised at its end."""
-    raised = []
-    monkeypatch.setattr(signal, "raise_signal", raised.append)
-    return raised
-
-
-@pytest.mark.parametrize("in_time", [True, False])
-def test_a_sigterm_after_the_last_boundary_is_raised_when_the_run_ends(raised, in_time):
-    """An earlier one is recorded in the state instead."""
-
-    class Terminating:
-        def __call__(self, state):
-            if in_time and state.step == 2:
-                terminate()
-            return state
-
-        def close(self):
-            if not in_time:
-                terminate()
-
-    state = fl.fit(step, toy(), [ONE] * 3, hooks=(Terminating(),))
-    expected = (2, "SIGTERM", []) if in_time else (3, None, [signal.SIGTERM])
-    assert (state.step, state.stop, raised) == expected
 
 
 EACH_EPOCH = fl.every(epochs=1)
 
 
-@pytest.mark.parametrize(
-    ("how", "every", "nth", "evaluated", "steps"),
-    [
-        (terminate, EACH_EPOCH, 2, 2, 3),
-        (terminate, fl.every(steps=2), 2, 2, 2),
-        (terminate, fl.at_start() | EACH_EPOCH, 1, 1, 0),  # of the untrained model
-        (press, EACH_EPOCH, 2, 5, 3),
-        (press, fl.every(steps=2), 2, 5, 2),
-    ],
-)
+@pytest.mark.parametrize(("how", "every", "nth", "evaluated", "steps"), [
+    (terminate, EACH_EPOCH, 2, 2, 3), (terminate, fl.every(steps=2), 2, 2, 2),
+    (terminate, fl.at_start() | EACH_EPOCH, 1, 1, 0),  # of the untrained model
+    (press, EACH_EPOCH, 2, 5, 3), (press, fl.every(steps=2), 2, 5, 2),
+])  # fmt: skip
 def test_an_evaluation_is_abandoned_where_a_scheduler_ends_the_job(
     how, every, nth, evaluated, steps
 ):
@@ -168,12 +133,36 @@ def test_a_signal_before_the_end_of_a_run_that_a_hook_has_stopped(
     assert_same(state, train(toy(), step))
 
 
-def test_a_sigterm_in_the_hooks_of_the_end_is_raised_when_the_run_has_ended(raised):
-    """The script would not see it in the state."""
-    end = fl.at_end()(lambda state: terminate() or state)
-    state = fl.fit(step, toy(), [ONE] * 3, hooks=(stop_at(1), end))
-    assert (state.step, state.stop, raised) == (1, "enough", [signal.SIGTERM])
-    assert [r.closing for r in state.history] == [True]
+class Terminating:
+    """Terminates this process after an update, or where the run is closed."""
+
+    def __init__(self, at):
+        self.at = at
+
+    def __call__(self, state):
+        if state.step == self.at:
+            terminate()
+        return state
+
+    def close(self):
+        if self.at is None:
+            terminate()
+
+
+@pytest.mark.parametrize(("hooks", "step", "stop", "late"), [
+    ((Terminating(2),), 2, "SIGTERM", False),
+    ((Terminating(None),), 3, None, True),
+    ((stop_at(1), fl.at_end()(Terminating(1))), 1, "enough", True),
+])  # fmt: skip
+def test_a_sigterm_after_the_last_boundary_is_raised_when_the_run_ends(
+    hooks, step, stop, late, monkeypatch
+):
+    """The script would not see it in the state. An earlier one is recorded there."""
+    raised = []
+    monkeypatch.setattr(signal, "raise_signal", raised.append)
+    state = fit(hooks=hooks)
+    assert (state.step, state.stop, raised) == (step, stop, [signal.SIGTERM] * late)
+    assert [r.closing for r in state.history] == {1: [True], 2: [], 3: [False]}[step]
 
 
 @attrs.frozen
@@ -242,9 +231,7 @@ def test_a_record_that_is_left_lacks_a_metric_of_an_own_class_and_a_warning_says
     first, last = cut_in_the_evaluation(tmp_path, PRODUCT).history
     assert "the record of step 2" in caplog.text and "is made without product" in caplog.text
     assert "train/product" not in first.metrics and last.metrics["train/product"] == 2.0**4
-
-
-def test_so_does_the_record_of_an_epoch_that_a_hook_ended_at_the_target(tmp_path, caplog):
+    caplog.clear()  # so does the record of an epoch that a hook has ended at the target
     end = lambda state: attrs.evolve(state, ends="epoch") if state.step == 3 else state
     step = fl.pipeline(PRODUCT)(toy_loss)
     fl.save(fl.fit(step, toy(), [TWO] * 6, steps=3, hooks=(end,)), tmp_path / "left")

@@ -1,5 +1,6 @@
 """Runs made of phases: targets that count from where a phase began, and scripts started again."""
 
+import functools
 import logging
 import signal
 
@@ -47,36 +48,25 @@ def test_a_phase_is_one_epoch_without_targets_and_begins_after_a_run_without_one
     assert (state.step, state.epoch) == (10, 3)
 
 
-def test_a_phase_begins_with_other_draws_than_the_epoch_that_was_left():
+def test_a_phase_has_other_draws_and_metrics_than_the_epoch_that_was_left():
     loader = torch.utils.data.DataLoader(torch.arange(64.0), batch_size=8, shuffle=True)
-    seen = []
-
-    def loss_fn(model, batch):
-        seen.append(batch.tolist())
-        return toy_loss(model, batch)
-
-    step = fl.pipeline()(loss_fn)
-    state = fit(toy(), "a", step, loader, steps=2)
-    fit(state, "b", step, loader, steps=2)
-    assert len({tuple(batch) for batch in seen}) == 4
-    # that of the second epoch of any run with this seed
-    ordered, seen[:] = seen[2:], []
+    seen, given = [], {"lr": 0.0, "w": 1.0}  # the loss is the mean of the batch
+    step = fl.pipeline()(lambda model, x: seen.append(x.tolist()) or toy_loss(model, x))
+    state = fit(toy(**given), "a", step, loader, steps=2)
+    state = fit(state, "b", step, loader, steps=1)
+    means = [sum(batch) / 8 for batch in seen]
+    assert len({tuple(batch) for batch in seen}) == 3
+    assert [r.metrics["train/loss"] for r in state.history] == [(means[0] + means[1]) / 2, means[2]]
+    # those of the second epoch of any run with this seed
+    first, seen[:] = seen[2], []
     fl.fit(step, toy(), loader, epochs=2, hooks=())
-    assert seen[8:10] == ordered
-
-
-def test_metrics_of_an_epoch_that_was_left_are_not_of_the_phase():
-    batches = [torch.tensor([x]) for x in (1.0, 2.0, 3.0, 4.0)]
-    state = fit(toy(lr=0.0, w=1.0), "a", batches=batches, steps=3)
-    state = fit(state, "b", batches=batches, steps=1)
-    assert [r.metrics["train/loss"] for r in state.history] == [2.0, 1.0]
+    assert seen[8] == first
 
 
 # --- schedules
 
 
 def rates(step, state, *phases):
-    """Return the learning rates that the updates of phases used."""
     before = len(state.history)
     for name, epochs in phases:
         state = fit(state, name, step, epochs=epochs, record_every=fl.every(steps=1))
@@ -107,14 +97,11 @@ def test_skipped_updates_of_an_earlier_phase_do_not_lengthen_a_schedule():
     assert state.phases[1].skipped == 1
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda opt, run: lr_scheduler.CosineAnnealingLR(opt, T_max=run.total_steps),
-        lambda opt, run: lr_scheduler.OneCycleLR(opt, 1.0, total_steps=run.total_steps),
-        lambda opt, run: lr_scheduler.StepLR(opt, run.steps_per_epoch, gamma=0.1),
-    ],
-)
+@pytest.mark.parametrize("make", [
+    lambda opt, run: lr_scheduler.CosineAnnealingLR(opt, T_max=run.total_steps),
+    lambda opt, run: lr_scheduler.OneCycleLR(opt, 1.0, total_steps=run.total_steps),
+    lambda opt, run: lr_scheduler.StepLR(opt, run.steps_per_epoch, gamma=0.1),
+])  # fmt: skip
 @pytest.mark.parametrize("saved", [True, False])
 def test_a_scheduler_of_torch_is_made_again_for_each_phase(make, saved, tmp_path):
     step = fl.pipeline(fl.torch_scheduler(make))(toy_loss)
@@ -126,16 +113,12 @@ def test_a_scheduler_of_torch_is_made_again_for_each_phase(make, saved, tmp_path
     assert len(set(first)) > 1
 
 
-@pytest.mark.parametrize(
-    ("member", "field", "before", "after"),
-    [
-        (HALVING, "lr", [1.0, 0.5, 0.25, 0.125], [8.0, 4.0, 2.0, 1.0] * 2),
-        (LINEAR, "lr", [1.0, 0.75, 0.5, 0.25], [8.0, 6.0, 4.0, 2.0] * 2),
-        (LINEAR, "initial_lr", [1.0, 0.75, 0.5, 0.25], [8.0, 6.0, 4.0, 2.0] * 2),
-        (PLATEAU, "lr", [1.0, 1.0, 0.5, 0.25], [8.0, 8.0, 4.0, 2.0] * 2),
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize(("member", "field", "before", "after"), [
+    (HALVING, "lr", [1.0, 0.5, 0.25, 0.125], [8.0, 4.0, 2.0, 1.0] * 2),
+    (LINEAR, "lr", [1.0, 0.75, 0.5, 0.25], [8.0, 6.0, 4.0, 2.0] * 2),
+    (LINEAR, "initial_lr", [1.0, 0.75, 0.5, 0.25], [8.0, 6.0, 4.0, 2.0] * 2),
+    (PLATEAU, "lr", [1.0, 1.0, 0.5, 0.25], [8.0, 8.0, 4.0, 2.0] * 2),
+], ids=repr)  # fmt: skip
 def test_a_rate_that_was_set_between_two_phases_is_that_of_the_next(member, field, before, after):
     step = fl.pipeline(member)(toy_loss)
     seen, state = rates(step, toy(), ("a", 1))
@@ -144,25 +127,12 @@ def test_a_rate_that_was_set_between_two_phases_is_that_of_the_next(member, fiel
     assert (seen, more) == (before, after)
 
 
-def test_schedules_of_both_kinds_take_turns():
-    ours = fl.pipeline(LINEAR)(toy_loss)
-    theirs = fl.torch_scheduler(lambda opt, run: lr_scheduler.LinearLR(opt, 1.0, 0.0, 4))
-    step, (state, seen) = fl.pipeline(theirs)(toy_loss), (toy(), [])
-    for name, one in zip("abcde", (ours, step, ours, step, step), strict=True):
-        found, state = rates(one, state, (name, 1))
-        seen.append(found)
-    assert seen == [[1.0, 0.75, 0.5, 0.25]] * 5
-
-
 @pytest.mark.parametrize("saved", [True, False])
-@pytest.mark.parametrize(
-    "member",
-    [
-        fl.schedule(lambda i, total: 0.0),
-        fl.torch_scheduler(lambda opt, run: lr_scheduler.ConstantLR(opt, 0.5, 99)),
-        fl.plateau("train/loss", 0.5, patience=1, min_delta=100.0),
-    ],
-)
+@pytest.mark.parametrize("member", [
+    fl.schedule(lambda i, total: 0.0),
+    fl.torch_scheduler(lambda opt, run: lr_scheduler.ConstantLR(opt, 0.5, 99)),
+    fl.plateau("train/loss", 0.5, patience=1, min_delta=100.0),
+])  # fmt: skip
 def test_a_phase_without_a_schedule_has_the_initial_rates(member, saved, tmp_path):
     state = fit(toy(lr=1.0), "a", fl.pipeline(member)(toy_loss), epochs=3)
     assert state.optimizer.param_groups[0]["lr"] < 1
@@ -216,6 +186,15 @@ def script(state, hooks=(), loader=None):
     return fit(state, "c", fl.pipeline(by_torch)(toy_loss), loader, hooks, epochs=1)
 
 
+def shuffling():
+    return torch.utils.data.DataLoader(torch.arange(8.0), batch_size=2, shuffle=True)
+
+
+@functools.cache
+def whole_script():
+    return script(toy(), (), shuffling())
+
+
 class Killed(BaseException):
     pass
 
@@ -227,13 +206,13 @@ def test_a_script_that_is_killed_anywhere_and_started_again_ends_the_same(killed
             raise Killed
         return state
 
-    loader = torch.utils.data.DataLoader(torch.arange(8.0), batch_size=2, shuffle=True)
+    loader = shuffling()
     saving = fl.every(steps=1)(fl.checkpoint(tmp_path / "run"))
     with pytest.raises(Killed):
         script(toy(), (saving, kill), loader)
     state = fl.resume(tmp_path / "run", toy())
     assert state.step == killed_at
-    resumed, whole = script(state, (saving,), loader), script(toy(), (), loader)
+    resumed, whole = script(state, (saving,), loader), whole_script()
     assert_same(resumed, whole)
     assert [p.stop for p in whole.phases] == [None, "enough", None]
     assert whole.step == 13
@@ -241,12 +220,16 @@ def test_a_script_that_is_killed_anywhere_and_started_again_ends_the_same(killed
     assert (again.step, again.phases) == (13, resumed.phases)
 
 
-def test_a_phase_that_has_ended_is_passed_over(tmp_path, caplog):
+def test_a_phase_that_has_ended_is_passed_over_and_one_at_its_target_ends(tmp_path, caplog):
     state = fit(toy(), "a", epochs=1, hooks=(fl.checkpoint(tmp_path / "run"),))
     (phase,) = fl.resume(tmp_path / "run", toy()).phases
     assert phase == fl.Phase("a", 0, 0, 0, done=True)
     assert fit(state, "a", epochs=3).step == 4
     assert "nothing to do: the phase 'a' has ended" in caplog.text
+    fit(state, "b", epochs=0, steps=3)
+    message = "the phase 'b' began at epoch 1, step 4, and is at its target, epochs=0, steps=3. It"
+    assert f"nothing to do: {message} ends here" in caplog.text
+    assert "absolute" not in caplog.text
 
 
 def test_ctrl_c_does_not_end_a_phase():
@@ -281,13 +264,6 @@ def test_a_phase_can_be_ended_by_hand():
     found = [(p.name, p.step, p.stop, p.done) for p in state.phases]
     assert found == [("a", 0, "enough", True), ("b", 2, None, True)]
     assert (state.step, state.stop) == (6, None)
-
-
-def test_a_phase_at_its_target_says_so_in_its_own_numbers(caplog):
-    fit(fit(toy(), "a", epochs=2), "b", epochs=0, steps=3)
-    message = "the phase 'b' began at epoch 2, step 8, and is at its target, epochs=0, steps=3. It"
-    assert f"nothing to do: {message} ends here" in caplog.text
-    assert "absolute" not in caplog.text
 
 
 def test_a_rolled_back_state_is_in_the_phase_of_its_snapshot():
@@ -422,14 +398,10 @@ def test_a_phase_that_was_inserted_before_one_that_had_ended_is_refused(restored
 
 
 IN_ORDER = {
-    "abc": "the script, started again",
-    "aabbcc": "cells of a notebook, each run twice",
-    "abcabc": "all cells, run twice",
-    "abacbc": "an earlier cell again",
-    "bc": "a script that does not name the first",
-    "cc": "a second script, twice",
-    "bbcb": "both",
-}
+    "abc": "the script, started again", "aabbcc": "cells of a notebook, each run twice",
+    "abcabc": "all cells, run twice", "abacbc": "an earlier cell again",
+    "bc": "a script that does not name the first", "cc": "a second script, twice", "bbcb": "both",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("names", IN_ORDER)

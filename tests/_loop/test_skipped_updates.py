@@ -20,10 +20,7 @@ from fnloop.testing._laws import assert_equal
 ONE, EMPTY = torch.ones(1), torch.ones(0)
 # Three updates are applied. The second is skipped because its batch is empty.
 BATCHES = [ONE, EMPTY, ONE, ONE]
-
-
-def total_as_factor(step, total):
-    return total
+total_as_factor = lambda step, total: total
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3], ids="after {} updates".format)
@@ -51,17 +48,14 @@ def too_long(model, batch):
     return fl.skip("too long")
 
 
-@pytest.mark.parametrize(
-    ("loss_fn", "members", "batches", "why"),
-    [
-        (too_long, (), [ONE] * 3, "too long"),
-        (too_long, (fl.accumulate(3), fl.clip(1.0)), [ONE] * 3, "too long"),
-        (toy_loss, (), [EMPTY] * 3, "the batch has no item: its weight is 0"),
-        (toy_loss, (fl.skip_nonfinite(99),), [NAN] * 3, "skip_nonfinite: the loss is nan"),
-        (toy_loss, (own_guard(),), [NAN] * 3, "a guard of one's own"),
-        (too_long, (fl.amp("fp16"),), [ONE] * 3, "too long"),
-    ],
-)
+@pytest.mark.parametrize(("loss_fn", "members", "batches", "why"), [
+    (too_long, (), [ONE] * 3, "too long"),
+    (too_long, (fl.accumulate(3), fl.clip(1.0)), [ONE] * 3, "too long"),
+    (toy_loss, (), [EMPTY] * 3, "the batch has no item: its weight is 0"),
+    (toy_loss, (fl.skip_nonfinite(99),), [NAN] * 3, "skip_nonfinite: the loss is nan"),
+    (toy_loss, (own_guard(),), [NAN] * 3, "a guard of one's own"),
+    (too_long, (fl.amp("fp16"),), [ONE] * 3, "too long"),
+])  # fmt: skip
 def test_a_run_that_leaves_all_updates_of_two_epochs_out_is_an_error(
     loss_fn, members, batches, why
 ):
@@ -74,25 +68,20 @@ def test_a_run_that_leaves_all_updates_of_two_epochs_out_is_an_error(
 
 
 def test_epochs_count_from_the_last_update_and_a_target_in_epochs_ends_the_run():
-    def loss_fn(model, batch):
-        return toy_loss(model, batch) if model.w > -2 else fl.skip("enough")
-
+    loss_fn = lambda model, x: toy_loss(model, x) if model.w > -2 else fl.skip("enough")
     step = fl.pipeline()(loss_fn)
     with pytest.raises(ValueError, match=r"epochs 2 and 3 were left out \(enough\).* step 2 ") as e:
-        fl.fit(step, toy(lr=1.0), [ONE] * 3, steps=5, hooks=())
+        fl.fit(step, toy(), [ONE] * 3, steps=5, hooks=())
     assert (e.value.state.epoch, e.value.state.step, e.value.state.model.w.item()) == (3, 2, -2.0)
-    state = fl.fit(step, toy(lr=1.0), [ONE] * 3, epochs=4, hooks=())
+    state = fl.fit(step, toy(), [ONE] * 3, epochs=4, hooks=())
     assert (state.epoch, state.step, state.stop) == (4, 2, None)
-    assert fl.fit(step, toy(lr=1.0), [ONE] * 3, steps=9, epochs=5, hooks=()).epoch == 5
+    assert fl.fit(step, toy(), [ONE] * 3, steps=9, epochs=5, hooks=()).epoch == 5
 
 
 @pytest.mark.parametrize("left_out", [False, True])
 def test_what_the_loss_scale_leaves_out_does_not_count(left_out):
     """From 2**120 it is halved 22 times, once an epoch, until 2**30 fits: 2**98 times 2**30."""
-
-    def loss_fn(model, batch):
-        return (model.w * batch).mean() if batch > 0 else fl.skip("not positive")
-
+    loss_fn = lambda m, x: (m.w * x).mean() if x > 0 else fl.skip("not positive")
     step = fl.pipeline(fl.amp("fp16", init_scale=2.0**120))(loss_fn)
     batches = [torch.tensor([2.0**30]), *([-ONE] if left_out else [])]
     state = fl.fit(step, toy(lr=0.0), batches, steps=2, hooks=())
@@ -135,7 +124,6 @@ def skipping(model, batch):
     return helper(batch) or loss
 
 
-@fl.middleware("gradient")
 def by_hand():
     def wrap(step):
         def guarded(state, batch):
@@ -145,18 +133,15 @@ def by_hand():
 
         return guarded
 
-    return wrap
+    return fl.Middleware("by_hand", gradient=wrap)
 
 
 LEFT_OUT_BY = {
-    "skip": (skipping, ()),
-    "skip, with retry": (skipping, (fl.retry_on_oom(),)),
+    "skip": (skipping, ()), "skip, with retry": (skipping, (fl.retry_on_oom(),)),
     "skip_nonfinite": (norm_loss, (fl.skip_nonfinite(),)),
-    "spike_guard": (norm_loss, (fl.spike_guard(2, 1e6),)),
-    "decide": (norm_loss, (own_guard(),)),
-    "by hand": (norm_loss, (by_hand(),)),
-    "fp16": (norm_loss, (fl.amp("fp16", init_scale=1.0),)),
-}
+    "spike_guard": (norm_loss, (fl.spike_guard(2, 1e6),)), "decide": (norm_loss, (own_guard(),)),
+    "by hand": (norm_loss, (by_hand(),)), "fp16": (norm_loss, (fl.amp("fp16", init_scale=1.0),)),
+}  # fmt: skip
 AROUND = {
     "plain": ((), ()),
     "average": ((), (fl.ema(0.5), fl.swa(1))),

@@ -133,6 +133,7 @@ MISTAKES = {
     "measure, everywhere": lambda: fit(hooks=(fl.measure(mistake, name="two", everywhere=True),)),
     "predicate": lambda: fit(hooks=(fl.when(mistake)(lambda state: state),)),
     "evaluate_every": lambda: fit(evaluate_every=fl.when(mistake)),
+    "record_every": lambda: fit(record_every=fl.when(mistake)),
     "generator": lambda: fit(data=generator),
     "function of batches": lambda: fit(data=mistake),
     "dataset": lambda: fit(data=DataLoader(BadData(), batch_size=2, shuffle=True)),
@@ -177,10 +178,12 @@ def test_frames_of_torchmetrics_are_called_from_hidden_ones():
         assert_hidden(caught.value)
 
 
-def test_the_note_names_a_predicate_that_says_when_to_evaluate():
+@pytest.mark.parametrize("name", ["evaluate_every", "record_every"])
+def test_the_note_names_a_predicate_that_says_when_to_make_a_record(name):
     with pytest.raises(Mistake) as caught:
-        MISTAKES["evaluate_every"]()
+        MISTAKES[name]()
     assert caught.value.__notes__ == ["while in when(mistake), train, epoch 1, batch 1, step 1"]
+    assert caught.value.state.step == 1
 
 
 # --- what is rendered

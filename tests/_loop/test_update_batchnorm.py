@@ -7,6 +7,7 @@ import torch
 from loop_cases import generators
 from torch import nn
 from torch.optim.swa_utils import update_bn
+from toy_runs import assert_same_weights, of
 
 import fnloop as fl
 from fnloop.testing import assert_same, small, toy, toy_loss
@@ -20,12 +21,6 @@ def loss_fn(model, batch):
 BATCHES = [batch for batch in small().batches if len(batch[0]) > 1]
 
 
-def assert_equal(mine, theirs):
-    mine, theirs = mine.state_dict(), theirs.state_dict()
-    assert mine.keys() == theirs.keys()
-    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
-
-
 def net(**settings):
     torch.manual_seed(0)
     norm = nn.BatchNorm1d(8, **settings)
@@ -33,14 +28,9 @@ def net(**settings):
     return nn.Sequential(*layers).double()
 
 
-def of(model):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return fl.TrainState.create(model, optimizer, seed=0)
-
-
 def trained(*members, model=None):
     step = fl.pipeline(fl.swa(2), *members)(loss_fn)
-    return step, fl.fit(step, of(model or net()), BATCHES, epochs=2, hooks=())
+    return step, fl.fit(step, of(model or net(), lr=0.1), BATCHES, epochs=2, hooks=())
 
 
 @pytest.mark.parametrize("settings", [{}, {"momentum": None}, {"affine": False}], ids=repr)
@@ -51,7 +41,7 @@ def test_the_statistics_are_those_of_torch(settings):
     update_bn(BATCHES, theirs)
     found = fl.update_batchnorm(step, averaged, lambda: iter(BATCHES))
     assert not torch.equal(theirs[1].running_mean, state.model[1].running_mean)
-    assert_equal(found.model, theirs)
+    assert_same_weights(found, theirs)
     assert found.model[1].momentum == settings.get("momentum", 0.1)
 
 
@@ -61,8 +51,7 @@ def test_the_forward_is_that_of_the_step():
     theirs = copy.deepcopy(averaged.model)
     with torch.autocast("cpu", torch.bfloat16):
         update_bn(BATCHES, theirs)
-    found = fl.update_batchnorm(step, averaged, BATCHES)
-    assert_equal(found.model, theirs)
+    assert_same_weights(fl.update_batchnorm(step, averaged, BATCHES), theirs)
 
 
 def test_nothing_else_changes():
@@ -85,7 +74,7 @@ def test_it_is_of_averaged_too_and_survives_a_checkpoint(tmp_path):
     averaged = fl.update_batchnorm(step, fl.averaged(state, "swa"), BATCHES)
     with pytest.raises(ValueError, match="fit: this state is averaged"):
         fl.fit(step, averaged, BATCHES)
-    restored = fl.restore(fl.save(averaged, tmp_path / "a"), of(net()))
+    restored = fl.restore(fl.save(averaged, tmp_path / "a"), of(net(), lr=0.1))
     assert fl.evaluate(step, restored, BATCHES) == fl.evaluate(step, averaged, BATCHES)
 
 

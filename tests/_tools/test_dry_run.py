@@ -21,7 +21,6 @@ STEP = fl.pipeline()(toy_loss)
 
 
 def seen(report, kind, name=None):
-    """Return the texts of the findings of a kind, or of one name."""
     return [f.text for f in report.findings if f.kind == kind and name in (None, f.name)]
 
 
@@ -54,16 +53,13 @@ def test_it_leaves_nothing_behind(tmp_path, monkeypatch):
     )  # fmt: skip
     hooks = {
         fl.every(steps=500)(fl.checkpoint("runs/a", best="valid/loss")): folder,
-        fl.checkpoint("runs/b", only=("model",)): folder,
-        fl.to_csv("table.csv"): file,
+        fl.checkpoint("runs/b", only=("model",)): folder, fl.to_csv("table.csv"): file,
         fl.on_main(fl.to_jsonl("table.jsonl")): file,
         fl.when_improved("valid/loss")(fl.every(epochs=7)(mine)): "called",
-        fl.early_stop("valid/loss"): "called",
-        fl.restore_best("valid/loss"): "called",
-        fl.time_limit(hours=1): "not called: its time begins with the run",
-        fl.progress(): shown,
+        fl.early_stop("valid/loss"): "called", fl.restore_best("valid/loss"): "called",
+        fl.time_limit(hours=1): "not called: its time begins with the run", fl.progress(): shown,
         fl.live_plot(file="picture.png"): shown,
-    }
+    }  # fmt: skip
     dropped = fl.pipeline(fl.ema(0.9), fl.schedule(lambda i, total: 1 - i / total))(
         lambda model, batch: toy_loss(model, torch.nn.functional.dropout(batch))
     )
@@ -113,21 +109,16 @@ def reads(model, batch):
     return (loss if loss.item() < 1e9 else 2 * loss), aux
 
 
-@pytest.mark.parametrize(
-    ("step", "state", "loader", "problem"),
-    [
-        (STEP, toy(), DataLoader(Noise(), batch_size=2),
-         r"resume: one update after a restore, state\.model\.w differs"),
-        (STEP, state_of(Forgets), ONES,
-         ".*Forgets cannot be resumed bit for bit: its attribute calls"),
-        (fl.pipeline(fl.clip(1.0))(reads), toy(), ONES,
-         r"graph: reads a tensor to the host \(test_dry_run\.py, line \d+, in reads\): cuda_graph "
-         "cannot capture that$"),
-        (STEP, state_of(torch.optim.SGD, foreach=True), ONES,
-         "graph: SGD reads its learning rate to the host"),
-    ],
-    ids=["data", "optimizer", "host read", "rate"],
-)  # fmt: skip
+@pytest.mark.parametrize(("step", "state", "loader", "problem"), [
+    (STEP, toy(), DataLoader(Noise(), batch_size=2),
+        r"resume: one update after a restore, state\.model\.w differs"),
+    (STEP, state_of(Forgets), ONES, ".*Forgets cannot be resumed bit for bit: its attribute calls"),
+    (fl.pipeline(fl.clip(1.0))(reads), toy(), ONES,
+     r"graph: reads a tensor to the host \(test_dry_run\.py, line \d+, in reads\): cuda_graph "
+     "cannot capture that$"),
+    (STEP, state_of(torch.optim.SGD, foreach=True), ONES,
+        "graph: SGD reads its learning rate to the host"),
+], ids=["data", "optimizer", "host read", "rate"])  # fmt: skip
 def test_what_would_not_resume_or_not_be_captured(step, state, loader, problem):
     (found,) = fl.dry_run(step, state, loader).problems
     assert re.match(problem, found)
@@ -256,19 +247,6 @@ def test_text_and_html_with_words_that_are_wrapped_below_each_other(monkeypatch)
     assert any(line.startswith(" " * begin) and line[begin] != " " for line in lines)
     monkeypatch.setenv("COLUMNS", "500")
     assert " ".join(repr(report).split()) == " ".join(" ".join(lines).split())
-
-
-def test_buffers_of_the_given_model_stay_as_they_are():
-    """This one changes in evaluation, too, as the observers of fake quantization do."""
-
-    def loss_fn(model, x):
-        model.num_batches_tracked += 1
-        return model.weight.sum() * x.mean()
-
-    model = torch.nn.BatchNorm1d(1)
-    state = fl.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=1.0))
-    fl.dry_run(fl.pipeline()(loss_fn), state, (ONES, ONES))
-    assert model.num_batches_tracked.item() == 0
 
 
 def test_a_hook_may_say_why_it_is_not_called():

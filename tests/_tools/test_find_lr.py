@@ -5,12 +5,11 @@ import re
 
 import pytest
 import torch
-from loop_cases import generators
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from toy_runs import of
 
 import fnloop as fl
-from fnloop.testing import Toy, assert_same, small, toy, toy_loss
+from fnloop.testing import Toy, small, toy, toy_loss
 
 ONES = [torch.ones(1)]
 
@@ -20,12 +19,10 @@ def square(model, batch):
 
 
 def toy_state(lr=0.1, w=1.0):
-    model = Toy(w)
-    return fl.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=lr), seed=0)
+    return of(Toy(w), lr=lr)
 
 
 def found_by(*members, loss=square, state=None, batches=ONES, **settings):
-    """Return what find_lr finds with a pipeline."""
     return fl.find_lr(fl.pipeline(*members)(loss), state or toy_state(), batches, **settings)
 
 
@@ -65,22 +62,18 @@ def longest_valley(losses):
     return start + int(sections) + int(sections / 2)
 
 
-@pytest.fixture
 def two_groups():
-    def make():
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)).double()
-        groups = [{"params": model[0].parameters(), "lr": 0.01}, {"params": model[2].parameters()}]
-        return fl.TrainState.create(model, torch.optim.SGD(groups, lr=0.1, momentum=0.9), seed=0)
-
-    return make
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    groups = [{"params": model[0].parameters(), "lr": 0.01}, {"params": model[2].parameters()}]
+    return fl.TrainState.create(model, torch.optim.SGD(groups, lr=0.1, momentum=0.9), seed=0)
 
 
 def mse(model, batch):
     return nn.functional.mse_loss(model(batch[0]), batch[1])
 
 
-def test_the_numbers_are_those_of_a_loop_by_hand(two_groups):
+def test_the_numbers_are_those_of_a_loop_by_hand():
     """Groups keep their proportion, and the loader is shorter than the test."""
     batches = small().batches
     found = found_by(loss=mse, state=two_groups(), batches=batches)
@@ -93,56 +86,36 @@ def test_the_numbers_are_those_of_a_loop_by_hand(two_groups):
     assert found.initial == 0.01
 
 
-def test_the_state_and_the_generators_stay_as_they_are(two_groups):
-    dropped = lambda model, batch: mse(model, (nn.functional.dropout(batch[0]), batch[1]))
-    metric = fl.metric(a=lambda aux, batch: batch[1].mean())
-    step = fl.pipeline(fl.clip(1.0), fl.ema(0.9), metric)(dropped)
-    samples = TensorDataset(*map(torch.cat, zip(*small().batches, strict=True)))
-    loader = DataLoader(samples, batch_size=2, shuffle=True)
-    state = fl.fit(step, two_groups(), loader, steps=2, hooks=())
-    before, drawn = fl.snapshot(state), generators()
-    one = fl.find_lr(step, state, loader, updates=12)
-    assert generators() == drawn
-    assert fl.find_lr(step, state, loader, updates=12) == one
-    assert all(p.grad is None for p in state.model.parameters())
-    assert_same(*(fl.fit(step, s, loader, epochs=2, hooks=()) for s in (state, before)))
-
-
 FALLS = fl.schedule(lambda i, total: 1 / (1 + i))
 DROPS = fl.torch_scheduler(lambda o, run: torch.optim.lr_scheduler.StepLR(o, 1, 0.1))
 
 
 @pytest.mark.parametrize("member", [FALLS, DROPS, fl.plateau("valid/loss")], ids=repr)
-def test_schedules_do_not_count(member):
-    found = found_by(member, fl.derive(b=lambda m: m["valid/loss"]), updates=20)
-    assert found == found_by(updates=20)
-
-
-def test_a_schedule_finds_its_rate_as_it_was():
-    step = fl.pipeline(FALLS)(square)
-    used = fl.fit(step, toy_state(), [torch.zeros(1)] * 3, hooks=())
-    assert used.optimizer.param_groups[0]["lr"] < 0.1
-    assert fl.find_lr(step, used, ONES, updates=20) == found_by(updates=20)
-    fl.fit(step, used, [torch.zeros(1)] * 3, hooks=())
+def test_schedules_do_not_count_and_find_their_rates_as_they_were(member):
+    derived = fl.derive(b=lambda m: m["valid/loss"])
+    expected = found_by(updates=20)
+    assert found_by(member, derived, updates=20) == expected
+    step, zeros = fl.pipeline(member)(square), ([torch.zeros(1)] * 3, ONES)
+    used = fl.fit(step, toy_state(), zeros, hooks=())
+    rate = used.optimizer.param_groups[0]["lr"]
+    assert (rate == 0.1) is (member.name == "plateau")
+    assert fl.find_lr(step, used, ONES, updates=20) == expected
+    assert fl.fit(step, used, zeros, epochs=1, hooks=()).optimizer.param_groups[0]["lr"] == rate
 
 
 def test_a_rate_of_another_middleware_is_replaced_and_put_back():
     seen = []
 
-    @fl.middleware("step")
-    def fixed(rate):
-        def wrap(step):
-            def set_rate(state, batch):
-                (group,) = state.optimizer.param_groups
-                seen.append(group["lr"])
-                group["lr"] = rate
-                return step(state, batch)
+    def fixed(step):
+        def set_rate(state, batch):
+            (group,) = state.optimizer.param_groups
+            seen.append(group["lr"])
+            group["lr"] = 0.5
+            return step(state, batch)
 
-            return set_rate
+        return set_rate
 
-        return wrap
-
-    found = found_by(fixed(0.5), updates=12)
+    found = found_by(fl.Middleware("fixed", step=fixed), updates=12)
     assert found.losses == found_by(updates=12).losses
     assert seen[1:] == [0.5] * (len(seen) - 1)
 
@@ -168,14 +141,11 @@ def test_skipped_updates_are_tried_again():
     assert found.note.startswith("20 updates in a row were skipped at lr=1e-07")
 
 
-@pytest.mark.parametrize(
-    ("settings", "updates", "note"),
-    [
-        ({"loss": lambda m, b: square(m, b) * torch.nan}, None, "^the loss was nan at lr=1e-07"),
-        ({"low": 5.0}, 2, "that is too early: give a smaller low="),
-        ({"loss": lambda m, b: 0 * m(b).mean() + 1}, 100, "did not diverge; the loss never fell"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "updates", "note"), [
+    ({"loss": lambda m, b: square(m, b) * torch.nan}, None, "^the loss was nan at lr=1e-07"),
+    ({"low": 5.0}, 2, "that is too early: give a smaller low="),
+    ({"loss": lambda m, b: 0 * m(b).mean() + 1}, 100, "did not diverge; the loss never fell"),
+])  # fmt: skip
 def test_a_loss_that_is_not_finite_or_never_falls_gives_no_suggestion(settings, updates, note):
     found = found_by(**settings)
     assert found.suggestion is None and re.search(note, found.note)
@@ -185,11 +155,8 @@ def test_a_loss_that_is_not_finite_or_never_falls_gives_no_suggestion(settings, 
             found.plot()
     else:
         assert len(found.losses) == updates and found.plot().axes
-
-
-def test_a_loss_below_zero_does_not_end_the_test():
-    found = found_by(loss=toy_loss, state=toy(w=-1.0))
-    assert len(found.losses) == 100 and found.suggestion is not None
+    below_zero = found_by(loss=toy_loss, state=toy(w=-1.0))  # which does not end the test
+    assert len(below_zero.losses) == 100 and below_zero.suggestion is not None
 
 
 def test_it_shows_as_a_table_and_as_a_figure():
@@ -211,19 +178,16 @@ def test_it_shows_as_a_table_and_as_a_figure():
 STEP = fl.pipeline()(square)
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda: found_by(low=0.1, high=0.01), ValueError, "expects high > 0"),
-        (lambda: found_by(state=toy_state(lr=0.0)), ValueError, "the first group is 0: set it"),
-        (lambda: fl.find_lr(fl.alternate({"a": STEP}), toy_state(), ONES), ValueError,
-         "has those of several steps"),
-        (lambda: fl.find_lr(square, toy_state(), ONES), TypeError, "write find_lr"),
-        (lambda: found_by(batches={"train": ONES}), TypeError, "take one of them"),
-        (lambda: found_by(batches=iter(ONES)), ValueError, "no batch"),
-        (lambda: found_by(loss=interrupt), KeyboardInterrupt, None),  # it is not held back
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("call", "error", "message"), [
+    (lambda: found_by(low=0.1, high=0.01), ValueError, "expects high > 0"),
+    (lambda: found_by(state=toy_state(lr=0.0)), ValueError, "the first group is 0: set it"),
+    (lambda: fl.find_lr(fl.alternate({"a": STEP}), toy_state(), ONES), ValueError,
+        "has those of several steps"),
+    (lambda: fl.find_lr(square, toy_state(), ONES), TypeError, "write find_lr"),
+    (lambda: found_by(batches={"train": ONES}), TypeError, "take one of them"),
+    (lambda: found_by(batches=iter(ONES)), ValueError, "no batch"),
+    (lambda: found_by(loss=interrupt), KeyboardInterrupt, None),  # it is not held back
+])  # fmt: skip
 def test_wrong_calls(call, error, message):
     with pytest.raises(error, match=message):
         call()

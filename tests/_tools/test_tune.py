@@ -58,13 +58,10 @@ def test_what_is_faster_is_tried_together_and_written_down(costs):
     step = fl.pipeline(fl.clip(1.0))(squared)
     advice = tune(step, convolution(), IMAGES)
     assert [(t.name, t.ratio) for t in advice.trials] == [
-        ("as it is", 1.0),
-        ("fused", pytest.approx(0.5)),
-        ("bf16", pytest.approx(0.8)),
-        ("channels_last", pytest.approx(0.99)),
-        ("batches at hand", 1.0),
+        ("as it is", 1.0), ("fused", pytest.approx(0.5)), ("bf16", pytest.approx(0.8)),
+        ("channels_last", pytest.approx(0.99)), ("batches at hand", 1.0),
         ("together", pytest.approx(0.4)),
-    ]
+    ]  # fmt: skip
     assert advice.trials[0].seconds == 1.0
     assert advice.lines == (
         "step = pipeline(amp('bf16'), clip(1.0))(squared)",

@@ -10,6 +10,7 @@ from loop_cases import generators
 from sample_steps import by_hand
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
+from toy_runs import of
 
 import fnloop as fl
 from fnloop.debug import audit, check_script, watch
@@ -36,16 +37,10 @@ def broken(report):
     return {line.split(":")[0] for line in report.problems}
 
 
-@pytest.mark.parametrize(
-    "members",
-    [
-        (),
-        (fl.accumulate(2), fl.clip(0.05), fl.ema(0.9)),
-        (fl.schedule(fl.schedules.linear()), fl.microbatch(2)),
-        (watch(2), audit(every=2)),
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize("members", [
+    (), (fl.accumulate(2), fl.clip(0.05), fl.ema(0.9)),
+    (fl.schedule(fl.schedules.linear()), fl.microbatch(2)), (watch(2), audit(every=2)),
+], ids=repr)  # fmt: skip
 def test_a_script_that_keeps_the_laws_has_no_problem_and_stays_as_it_is(members):
     problem = small()
     state = problem.state()
@@ -69,72 +64,51 @@ def test_batch_norm_is_named_as_what_breaks_accumulation_alone():
 
 # --- planted faults
 
-calls = 0
+
+calls, ONES = 0, [torch.ones(2)] * 4
 
 
-def test_a_global_counter_is_named_with_its_line_and_put_back():
-    def loss_fn(model, batch):
-        global calls
-        calls += 1
-        return model(batch).mean() * calls
-
-    report = check_script(PLAIN(loss_fn), toy(), [torch.ones(2)] * 4)
-    assert broken(report) == {"same", "resume", "evaluation"}
-    line = loss_fn.__code__.co_firstlineno + 2
-    wanted = f"the global calls of test_check_script.py (test_check_script.py, line {line}, in"
-    assert all(wanted in text for text in report.problems)
-    assert calls == 0
+def counted(model, batch):
+    global calls
+    calls += 1
+    return model(batch).mean() * calls
 
 
-class Stateful(Dataset):
-    def __init__(self):
-        self.calls = 0
-
-    def __len__(self):
-        return 12
-
-    def __getitem__(self, index):
-        self.calls += 1
-        return torch.tensor([float(self.calls)])
+class Totals:
+    calls = 0
 
 
-class Drawing(Dataset):
-    def __init__(self, generator):
-        self.generator = generator
+def totalled(model, batch):
+    Totals.calls += 1
+    return model(batch).mean() * Totals.calls
+
+
+def a_global():
+    """Return the facts of a fault: step, state, batches; a function that reads what it changes."""
+    return PLAIN(counted), toy(), ONES, lambda: calls
+
+
+class Data(Dataset):
+    """Draws from a generator of its own, or counts its calls."""
+
+    def __init__(self, generator=None):
+        self.calls, self.generator = 0, generator
 
     def __len__(self):
         return 12
 
     def __getitem__(self, index):
+        if self.generator is None:
+            self.calls += 1
+            return torch.tensor([float(self.calls)])
         drawn = getattr(self.generator, "random", lambda: torch.rand(1, generator=self.generator))
         return torch.tensor([float(drawn())])
 
 
-def test_a_dataset_with_state_is_named_with_its_line_and_put_back():
-    data = Stateful()
-    report = check_script(PLAIN(toy_loss), toy(), DataLoader(data, batch_size=2))
-    assert {"same", "resume"} <= broken(report)
-    line = Stateful.__getitem__.__code__.co_firstlineno + 1
-    wanted = f"the train loader.dataset.calls (test_check_script.py, line {line}, in __getitem__)"
-    assert all(wanted in text for text in report.problems)
-    assert data.calls == 0
-
-
-@pytest.mark.parametrize(
-    ("make", "kind"),
-    [
-        (lambda: torch.Generator().manual_seed(0), "torch.Generator"),
-        (lambda: random.Random(0), "random.Random"),
-        (lambda: np.random.default_rng(0), "numpy Generator"),
-    ],
-)
-def test_a_generator_of_a_datasets_own_is_named_and_put_back(make, kind):
-    data = Drawing(make())
-    report = check_script(PLAIN(toy_loss), toy(), DataLoader(data, batch_size=2))
-    assert {"same", "resume"} <= broken(report)
-    wanted = f"the train loader.dataset.generator, a {kind} (test_check_script.py"
-    assert wanted in " ".join(report.problems)
-    assert data[0] == Drawing(make())[0]
+def a_dataset(make=lambda: None):
+    data, same = Data(make()), Data(make())
+    look = lambda: data.calls if data.generator is None else (data[0] - same[0]).item()
+    return PLAIN(toy_loss), toy(), DataLoader(data, batch_size=2), look
 
 
 class Own(nn.Module):
@@ -153,22 +127,47 @@ class Own(nn.Module):
         return self.w * x * self.seen
 
 
-def checked(model):
-    state = fl.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    return check_script(PLAIN(lambda model, x: model(x).mean()), state, [torch.ones(2)] * 4)
+def a_module(draws):
+    model = Own(draws)
+    step = PLAIN(lambda model, x: model(x).mean())
+    return step, of(model, lr=0.1), ONES, lambda: model.seen.item()
 
 
-def test_a_dropout_with_a_generator_of_its_own_does_not_resume():
-    report = checked(Own(draws=True))
-    assert "resume" in broken(report)
-    wanted = "the model.generator, a torch.Generator (test_check_script.py"
-    assert wanted in " ".join(report.problems)
+def line_in(function, n):
+    code = function.__code__
+    return f"(test_check_script.py, line {code.co_firstlineno + n}, in {code.co_name})"
 
 
-def test_an_evaluation_that_changes_training_is_found():
-    model = Own(draws=False)
-    assert broken(checked(model)) == {"evaluation"}
-    assert model.seen.item() == 0
+BOTH = {"same", "resume"}
+FAULTS = {  # how it is made, what it breaks, all that breaks of it, and how it is named
+    "global": (a_global, {*BOTH, "evaluation"}, {*BOTH, "evaluation"},
+               f"the global calls of test_check_script.py {line_in(counted, 2)}"),
+    "class": (lambda: (PLAIN(totalled), toy(), ONES, lambda: Totals.calls),
+              {*BOTH, "evaluation"}, {*BOTH, "evaluation"}, "Totals.calls"),
+    "dataset": (a_dataset, BOTH, None,
+                f"the train loader.dataset.calls {line_in(Data.__getitem__, 2)}"),
+    **{kind: (lambda make=make: a_dataset(make), BOTH, None,
+              f"the train loader.dataset.generator, a {kind} (test_check_script.py")
+       for kind, make in (("torch.Generator", lambda: torch.Generator().manual_seed(0)),
+                          ("random.Random", lambda: random.Random(0)),
+                          ("numpy Generator", lambda: np.random.default_rng(0)))},
+    "dropout": (lambda: a_module(True), {"resume"}, None,
+                "the model.generator, a torch.Generator (test_check_script.py"),
+    "evaluation": (lambda: a_module(False), {"evaluation"}, {"evaluation"}, ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "least", "exactly", "named"), FAULTS.values(), ids=FAULTS)
+def test_what_a_script_keeps_elsewhere_is_named_with_its_line_and_put_back(
+    make, least, exactly, named
+):
+    step, state, loader, look = make()
+    report = check_script(step, state, loader)
+    assert least <= broken(report) and exactly in (None, broken(report))
+    assert named in " ".join(report.problems)
+    if named.endswith(")"):
+        assert all(named in text for text in report.problems)
+    assert look() == 0
 
 
 def test_a_draw_that_leaves_no_trace_is_named_by_its_line():
@@ -197,13 +196,10 @@ def test_a_line_that_reads_the_device_is_named():
     assert report.problems == (f"{wanted} loss_fn)",)
 
 
-@pytest.mark.parametrize(
-    ("loss_fn", "why"),
-    [
-        (lambda model, x: model(x).sum(), "returns a sum over the items of a batch"),
-        (lambda model, x: model(x)[:1].mean(), "return a mean over items, and how many they are"),
-    ],
-)
+@pytest.mark.parametrize(("loss_fn", "why"), [
+    (lambda model, x: model(x).sum(), "returns a sum over the items of a batch"),
+    (lambda model, x: model(x)[:1].mean(), "return a mean over items, and how many they are"),
+])  # fmt: skip
 def test_a_loss_that_is_not_a_mean_breaks_accumulation(loss_fn, why):
     batches = [torch.tensor(values) for values in ([1.0, 2.0], [3.0, 4.0], [5.0])]
     report = check_script(PLAIN(loss_fn), toy(w=1.0), batches)

@@ -18,21 +18,17 @@ def t(*values, dtype=torch.float32):
     return torch.tensor(values, dtype=dtype)
 
 
-@pytest.mark.parametrize(
-    ("a", "b", "elements", "index", "largest", "steps"),
-    [
-        (t(1, 2, 3), t(1, 2.5, 4), 2, (1,), 1.0, 1 << 21),  # 2 and 2.5 are a quarter binade apart
-        (t(1, math.nan), t(1, math.nan), None, None, None, None),
-        (t(math.nan), t(-math.nan), None, None, None, None),  # which have other bits
-        (t(1, math.nan), t(1, 2), 1, (1,), math.nan, 1),
-        (t(0.0), t(-0.0), 1, (0,), 0.0, None),
-        (t(1.0), t(1.0).nextafter(t(2.0)), 1, (0,), 2.0**-23, 1),
-        (t(1, dtype=torch.int64), t(4, dtype=torch.int64), 1, (0,), 3.0, None),
-        (t(True, dtype=torch.bool), t(False, dtype=torch.bool), 1, (0,), 1.0, None),
-        (t(1 + 2j, dtype=torch.complex64), t(1 + 3j, dtype=torch.complex64), 1, (0, 1), 1.0, None),
-        (torch.zeros(2, 3), torch.eye(3)[:2], 2, (0, 0), 1.0, None),
-    ],
-)
+@pytest.mark.parametrize(("a", "b", "elements", "index", "largest", "steps"), [
+    (t(1, 2, 3), t(1, 2.5, 4), 2, (1,), 1.0, 1 << 21),  # 2 and 2.5 are a quarter binade apart
+    (t(1, math.nan), t(1, math.nan), None, None, None, None),
+    (t(math.nan), t(-math.nan), None, None, None, None),  # which have other bits
+    (t(1, math.nan), t(1, 2), 1, (1,), math.nan, 1), (t(0.0), t(-0.0), 1, (0,), 0.0, None),
+    (t(1.0), t(1.0).nextafter(t(2.0)), 1, (0,), 2.0**-23, 1),
+    (t(1, dtype=torch.int64), t(4, dtype=torch.int64), 1, (0,), 3.0, None),
+    (t(True, dtype=torch.bool), t(False, dtype=torch.bool), 1, (0,), 1.0, None),
+    (t(1 + 2j, dtype=torch.complex64), t(1 + 3j, dtype=torch.complex64), 1, (0, 1), 1.0, None),
+    (torch.zeros(2, 3), torch.eye(3)[:2], 2, (0, 0), 1.0, None),
+])  # fmt: skip
 def test_how_much_two_tensors_differ(a, b, elements, index, largest, steps):
     found = measure(a, b)
     if elements is None:
@@ -43,13 +39,6 @@ def test_how_much_two_tensors_differ(a, b, elements, index, largest, steps):
     assert found.largest == largest or (math.isnan(found.largest) and math.isnan(largest))
     if steps is not None and not math.isnan(largest):
         assert found.steps == steps
-
-
-def test_states_that_are_equal():
-    a, b = stochastic().state(), stochastic().state()
-    assert not diff(a, b)
-    assert repr(diff(a, b)) == "states are equal, bit for bit"
-    assert "bit for bit" in diff(a, b)._repr_html_()
 
 
 def test_one_flipped_bit_is_found_and_named():
@@ -87,6 +76,8 @@ def test_slots_averages_and_generators_are_compared():
     problem = stochastic()
     step = fl.pipeline(fl.ema(0.5))(problem.loss_fn)
     a, b = (fl.fit(step, problem.state(), problem.batches, hooks=()) for _ in range(2))
+    assert not diff(a, b) and repr(diff(a, b)) == "states are equal, bit for bit"
+    assert "bit for bit" in diff(a, b)._repr_html_()
     b.slots["ema"]["1.running_mean"][0] += 1
     assert diff(a, b).tensor.name == "ema.1.running_mean"
     seeds = [attrs.evolve(problem.state(), seed=seed) for seed in (1, 2)]
@@ -142,14 +133,11 @@ def test_runs_of_another_length(tmp_path):
     assert found.checkpoint is None
 
 
-@pytest.mark.parametrize(
-    ("a", "b", "error", "said"),
-    [
-        (3, toy(), TypeError, "diff expects a as a state, a history, or the path"),
-        (toy(), fl.History(), TypeError, "two histories, or two runs; got a TrainState and a Hist"),
-        (toy(), "no/such/folder", fl.CheckpointError, "has no whole checkpoint"),
-    ],
-)
+@pytest.mark.parametrize(("a", "b", "error", "said"), [
+    (3, toy(), TypeError, "diff expects a as a state, a history, or the path"),
+    (toy(), fl.History(), TypeError, "two histories, or two runs; got a TrainState and a Hist"),
+    (toy(), "no/such/folder", fl.CheckpointError, "has no whole checkpoint"),
+])  # fmt: skip
 def test_what_cannot_be_compared_is_refused(a, b, error, said):
     with pytest.raises(error, match=said):
         diff(a, b)

@@ -1,8 +1,8 @@
 """A terminal in memory, and a clock that stands still, for tests of what is shown."""
 
+import importlib
 import io
 import re
-import sys
 from types import SimpleNamespace
 
 CLOCKED = ("_hooks.progress", "_core.runs", "_loop.run")
@@ -63,5 +63,5 @@ def fake_clock(monkeypatch):
 
     clock.takes, clock.timed = takes, timed
     for module in CLOCKED:
-        monkeypatch.setattr(sys.modules[f"fnloop.{module}"], "time", clock)
+        monkeypatch.setattr(importlib.import_module(f"fnloop.{module}"), "time", clock)
     return clock
