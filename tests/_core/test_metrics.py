@@ -297,11 +297,9 @@ def test_under_accumulate_every_batch_is_seen_once():
     assert (state.history["train/acc"], state.history["valid/acc"]) == ((1.0, 0.5), (0.5, 0.5))
 
 
-@pytest.mark.parametrize(
-    ("window", "batches"),
-    [(1, [RIGHT, WRONG, WRONG]), (2, [[RIGHT, RIGHT], [WRONG, WRONG], [WRONG]])],
-    ids=["a batch", "a window"],
-)
+@pytest.mark.parametrize(("window", "batches"), [
+    (1, [RIGHT, WRONG, WRONG]), (2, [[RIGHT, RIGHT], [WRONG, WRONG], [WRONG]]),
+], ids=["a batch", "a window"])  # fmt: skip
 def test_the_metrics_of_an_output_do_not_change_with_the_next_step(window, batches):
     step, state = fl.pipeline(accuracy(), fl.accumulate(window))(toy_loss), toy()
     outs = []

@@ -80,13 +80,10 @@ def test_a_learning_rate_that_a_hook_sets_is_filled_in(recorders):
     assert watched(recorders, rate).count("run") == 1
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        *(momentum, freeze, evaluation_mode, other_memory, other_memory_of_the_rate),
-        *(other_optimizer_state, other_tensors_in_a_slot, another_slot),
-    ],
-)
+@pytest.mark.parametrize("change", [
+    momentum, freeze, evaluation_mode, other_memory, other_memory_of_the_rate,
+    other_optimizer_state, other_tensors_in_a_slot, another_slot,
+])  # fmt: skip
 def test_a_change_between_two_updates_makes_new_graphs(change, recorders):
     log = [entry for entry in watched(recorders, change, average(0.5)) if "replay" not in entry]
     assert log == ["run", "record 0"] * 2

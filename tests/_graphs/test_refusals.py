@@ -216,13 +216,10 @@ class Counted(torch.optim.SGD):
             raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize(
-    ("interrupted", "error", "said"),
-    [
-        (True, KeyboardInterrupt, None),
-        (False, CaptureError, r"the state of the optimizer \(.*\) is changed on the host"),
-    ],
-)
+@pytest.mark.parametrize(("interrupted", "error", "said"), [
+    (True, KeyboardInterrupt, None),
+    (False, CaptureError, r"the state of the optimizer \(.*\) is changed on the host"),
+])  # fmt: skip
 def test_an_optimizer_that_counts_on_the_host_is_restored(interrupted, error, said, recorders):
     """An interruption is raised as such."""
     state = of(nn.Linear(1, 1), Counted, momentum=0.9)

@@ -65,18 +65,12 @@ def single_precision(problem):
     return attrs.evolve(problem, model=lambda: problem.model().float(), batches=batches)
 
 
-@pytest.mark.parametrize(
-    "members",
-    [
-        (SCALED,),
-        (SCALED, fl.accumulate(2), fl.clip(0.05), fl.schedule(schedules.cosine(warmup=2))),
-        (fl.accumulate(3), SCALED, fl.metric(mean=output_mean), average(0.9)),
-        (SCALED, fl.microbatch(2), fl.accumulate(2), fl.clip(0.05)),
-        (SCALED, fl.torch_scheduler(decay)),
-        (SCALED, fl.ema(0.9, start=11, every=2), fl.swa(0.5)),
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize("members", [
+    (SCALED,), (SCALED, fl.accumulate(2), fl.clip(0.05), fl.schedule(schedules.cosine(warmup=2))),
+    (fl.accumulate(3), SCALED, fl.metric(mean=output_mean), average(0.9)),
+    (SCALED, fl.microbatch(2), fl.accumulate(2), fl.clip(0.05)),
+    (SCALED, fl.torch_scheduler(decay)), (SCALED, fl.ema(0.9, start=11, every=2), fl.swa(0.5)),
+], ids=repr)  # fmt: skip
 @pytest.mark.parametrize("problem", PROBLEMS, ids=["small", "stochastic"])
 def test_an_overflow_in_fp16_is_skipped_by_graphs_too(members, problem, recorders):
     """The batches are of one size, so that it is in replays that the scale grows."""
@@ -129,14 +123,9 @@ def test_an_update_that_overflowed_does_not_count_as_warm_up(recorders):
     assert done(recorders)[: state.skipped + 2].count("run") >= 2 and "record 0" in done(recorders)
 
 
-@pytest.mark.parametrize(
-    ("member", "later"),
-    [
-        (fl.ema(0.5, start=4, every=2), [-5, -5, -6.5, -6.5]),
-        (fl.swa(4, every=2), [-6, -6, -7, -7]),
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize(("member", "later"), [
+    (fl.ema(0.5, start=4, every=2), [-5, -5, -6.5, -6.5]), (fl.swa(4, every=2), [-6, -6, -7, -7]),
+], ids=repr)  # fmt: skip
 def test_one_graph_serves_every_update_of_an_average(member, later, recorders):
     note, found = noting(lambda state: state.slots[member.name]["w"].item())
     fitted([1] * 10, member, fl.cuda_graph(warmup=1), hooks=(note,))
@@ -170,13 +159,10 @@ def count_on_the_host(state):
     state.model.left_out += 1
 
 
-@pytest.mark.parametrize(
-    ("count", "said"),
-    [
-        (count_on_the_device, r"aten.add_.Tensor\) after a guard has left it out"),
-        (count_on_the_host, r"model\.left_out is changed on the host"),
-    ],
-)
+@pytest.mark.parametrize(("count", "said"), [
+    (count_on_the_device, r"aten.add_.Tensor\) after a guard has left it out"),
+    (count_on_the_host, r"model\.left_out is changed on the host"),
+])  # fmt: skip
 def test_middleware_that_counts_skipped_updates_is_refused(count, said, recorders):
     def wrap(step):
         def counting(state, batch):
@@ -285,13 +271,10 @@ def failing(model, batch):
     raise ArithmeticError
 
 
-@pytest.mark.parametrize(
-    ("settings", "loss_fn", "error", "said"),
-    [
-        ({"foreach": True}, None, CaptureError, r"write SGD\(..., fused=True\)"),
-        ({}, failing, ArithmeticError, None),  # during the warm-up
-    ],
-)
+@pytest.mark.parametrize(("settings", "loss_fn", "error", "said"), [
+    ({"foreach": True}, None, CaptureError, r"write SGD\(..., fused=True\)"),
+    ({}, failing, ArithmeticError, None),  # during the warm-up
+])  # fmt: skip
 def test_after_a_failure_none_is_changed(settings, loss_fn, error, said, recorders):
     one = problem(lambda parameters: plain_sgd_twice(parameters, **settings))
     state = one.state()

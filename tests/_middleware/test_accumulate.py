@@ -22,28 +22,22 @@ INSIDE = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.parametrize(
-    ("n", "epochs", "w", "steps"),
-    [
-        *((1, 1, -15.0, 5), (5, 1, -3.0, 1), (9, 1, -3.0, 1)),
-        (2, 1, -10.0, 3),  # 1.5 + 3.5 + 5
-        (4, 2, -15.0, 4),  # (2.5 + 5) twice
-    ],
-)
+@pytest.mark.parametrize(("n", "epochs", "w", "steps"), [
+    (1, 1, -15.0, 5), (5, 1, -3.0, 1), (9, 1, -3.0, 1),
+    (2, 1, -10.0, 3),  # 1.5 + 3.5 + 5
+    (4, 2, -15.0, 4),  # (2.5 + 5) twice
+])  # fmt: skip
 def test_windows_are_averaged_and_the_last_one_too(n, epochs, w, steps):
     state = fitted([1, 2, 3, 4, 5], fl.accumulate(n), epochs=epochs)
     assert (state.model.w.item(), state.step, state.epoch) == (w, steps, epochs)
 
 
-@pytest.mark.parametrize(
-    ("members", "values", "moved"),
-    [
-        ((fl.accumulate(2), fl.clip_value(1)), (3, -3), 0.0),
-        ((fl.clip_value(1), fl.accumulate(2)), (3, -3), 0.0),
-        ((fl.accumulate(2), fl.clip_value(1)), (4, -1), 1.0),  # the mean, 1.5, clipped
-        ((fl.clip_value(1), fl.accumulate(2)), (4, -1), 0.0),  # the mean of 1 and -1
-    ],
-)
+@pytest.mark.parametrize(("members", "values", "moved"), [
+    ((fl.accumulate(2), fl.clip_value(1)), (3, -3), 0.0),
+    ((fl.clip_value(1), fl.accumulate(2)), (3, -3), 0.0),
+    ((fl.accumulate(2), fl.clip_value(1)), (4, -1), 1.0),  # the mean, 1.5, clipped
+    ((fl.clip_value(1), fl.accumulate(2)), (4, -1), 0.0),  # the mean of 1 and -1
+])  # fmt: skip
 def test_the_listed_order_decides_what_is_clipped(members, values, moved):
     assert fitted([*values], *members).model.w.item() == -moved
 
@@ -118,19 +112,12 @@ def test_metrics_of_a_window_are_combined():
     assert out.metrics["grad_norm"].compute() == 4.0  # the mean of the norms of each
 
 
-@pytest.mark.parametrize(
-    ("window", "error", "message"),
-    [
-        (
-            torch.ones(2),
-            TypeError,
-            r"with accumulate\(2\) a step takes.*\(state, \[batch\]",
-        ),
-        ({"x": torch.ones(2)}, TypeError, "got one dict"),
-        ([], ValueError, "takes 1 to 2 batches at once; got 0"),
-        ([torch.ones(1)] * 3, ValueError, "got 3"),
-    ],
-)
+@pytest.mark.parametrize(("window", "error", "message"), [
+    (torch.ones(2), TypeError, r"with accumulate\(2\) a step takes.*\(state, \[batch\]"),
+    ({"x": torch.ones(2)}, TypeError, "got one dict"),
+    ([], ValueError, "takes 1 to 2 batches at once; got 0"),
+    ([torch.ones(1)] * 3, ValueError, "got 3"),
+])  # fmt: skip
 def test_a_step_that_accumulates_wants_a_window(window, error, message):
     with pytest.raises(error, match=message):
         fl.pipeline(fl.accumulate(2))(toy_loss)(toy(), window)
@@ -143,14 +130,11 @@ THREE, EMPTY = torch.tensor([3.0]), torch.ones(0)
 
 
 @INSIDE
-@pytest.mark.parametrize(
-    ("calls", "moved"),
-    [
-        ((), 2 + 2),  # the mean of 1 and 3, twice
-        (([THREE], [ONE, ONE]), 2 + 3 + 1),  # each divides its own gradient by its own items
-        (([EMPTY], [ONE]), 2 + 0 + 1),  # one that is skipped changes nothing
-    ],
-)
+@pytest.mark.parametrize(("calls", "moved"), [
+    ((), 2 + 2),  # the mean of 1 and 3, twice
+    (([THREE], [ONE, ONE]), 2 + 3 + 1),  # each divides its own gradient by its own items
+    (([EMPTY], [ONE]), 2 + 0 + 1),  # one that is skipped changes nothing
+])  # fmt: skip
 def test_calls_with_windows_add_their_means(inside, calls, moved):
     step = fl.pipeline(*inside, fl.accumulate(2), repeat(*calls))(toy_loss)
     state, _ = step(toy(), [ONE, THREE])
@@ -223,14 +207,10 @@ def test_a_fraction_of_an_epoch_knows_its_window():
     assert seen == [2, 4, 8, 12]
 
 
-@pytest.mark.parametrize(
-    ("n", "epochs", "total"),
-    [
-        ({0: 2, 5: 1}, 2, 4),  # it ends before its window changes
-        (2, 10**9, 2 * 10**9),
-        ({0: 2, 3: 1}, 10**9, 3 * 2 + (10**9 - 3) * 4),
-    ],
-)
+@pytest.mark.parametrize(("n", "epochs", "total"), [
+    ({0: 2, 5: 1}, 2, 4),  # it ends before its window changes
+    (2, 10**9, 2 * 10**9), ({0: 2, 3: 1}, 10**9, 3 * 2 + (10**9 - 3) * 4),
+])  # fmt: skip
 def test_the_length_of_a_run_is_known_at_once(n, epochs, total):
     stop = fl.once(lambda state: attrs.evolve(state, stop=f"{state.run.total_steps}"))
     assert by_epoch(n, epochs=epochs, batches=4, hooks=(stop,))[1].stop == f"{total}"
@@ -275,18 +255,12 @@ class Stream(IterableDataset):
         return iter(SAMPLES)
 
 
-@pytest.mark.parametrize(
-    ("loader", "total", "steps"),
-    [
-        (DataLoader(Stream(), 2), 4, 3),
-        ([*SAMPLES.split(2)], 4, 3),
-        (take(PAIRS, 5), 4, 3),
-        (interleave({"a": DataLoader(SAMPLES[:4], 2), "b": [*SAMPLES[4:].split(2)]}), 4, 3),
-        (DataLoader(SAMPLES, 1), 1, 10),
-        (DataLoader(SAMPLES[:7], 2, drop_last=True), 4, 2),  # only an incomplete batch is dropped
-    ],
-    ids=["stream", "list", "take", "interleave", "one", "drop_last"],
-)
+@pytest.mark.parametrize(("loader", "total", "steps"), [
+    (DataLoader(Stream(), 2), 4, 3), ([*SAMPLES.split(2)], 4, 3), (take(PAIRS, 5), 4, 3),
+    (interleave({"a": DataLoader(SAMPLES[:4], 2), "b": [*SAMPLES[4:].split(2)]}), 4, 3),
+    (DataLoader(SAMPLES, 1), 1, 10),
+    (DataLoader(SAMPLES[:7], 2, drop_last=True), 4, 2),  # only an incomplete batch is dropped
+], ids=["stream", "list", "take", "interleave", "one", "drop_last"])  # fmt: skip
 def test_the_size_of_a_batch_is_known(loader, total, steps):
     assert of_total(loader, total).step == steps
 

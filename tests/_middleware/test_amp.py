@@ -13,10 +13,9 @@ def scaled(scale=8.0, **settings):
     return fl.amp("fp16", init_scale=scale, **settings)
 
 
-@pytest.mark.parametrize(
-    ("precision", "dtype"),
-    [("bf16", torch.bfloat16), ("fp16", torch.float16), (None, torch.float32)],
-)
+@pytest.mark.parametrize(("precision", "dtype"), [
+    ("bf16", torch.bfloat16), ("fp16", torch.float16), (None, torch.float32),
+])  # fmt: skip
 def test_the_loss_function_runs_under_autocast_in_training_and_evaluation(precision, dtype):
     seen = []
 

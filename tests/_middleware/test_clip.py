@@ -25,16 +25,12 @@ def two_parts():
     return of(nn.Sequential(nn.Linear(3, 3), nn.Linear(1, 1, bias=False)))
 
 
-@pytest.mark.parametrize(
-    ("member", "grad", "expected", "reported"),
-    [
-        *[(fl.clip(1.0), g, c, abs(g)) for g, c in ((4, 1), (-4, -1), (0.5, 0.5), (0, 0))],
-        (fl.clip(math.inf), math.inf, math.inf, math.inf),
-        *[(fl.clip_value(1.5), g, c, None) for g, c in ((4, 1.5), (-4, -1.5), (1, 1))],
-        *[(fl.clip_adaptive(0.5), g, c, None) for g, c in ((4, 1), (-4, -1), (0.5, 0.5))],
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize(("member", "grad", "expected", "reported"), [
+    *[(fl.clip(1.0), g, c, abs(g)) for g, c in ((4, 1), (-4, -1), (0.5, 0.5), (0, 0))],
+    (fl.clip(math.inf), math.inf, math.inf, math.inf),
+    *[(fl.clip_value(1.5), g, c, None) for g, c in ((4, 1.5), (-4, -1.5), (1, 1))],
+    *[(fl.clip_adaptive(0.5), g, c, None) for g, c in ((4, 1), (-4, -1), (0.5, 0.5))],
+], ids=repr)  # fmt: skip
 def test_a_gradient_is_brought_to_the_limit_and_the_norm_is_that_before_it(
     member, grad, expected, reported
 ):
@@ -90,17 +86,13 @@ def test_a_norm_that_overflows_does_not_pass_as_a_gradient_of_zero():
 # --- some parameters
 
 
-@pytest.mark.parametrize(
-    ("member", "grads", "reported"),
-    [
-        (fl.clip(1.0, only="1.*"), [2.0, 2.0, 1.0], {"grad_norm": 2.0}),
-        (fl.clip(3.0, only="0.weight", name="w"), [1.0, 2.0, 2.0], {"grad_norm/w": 6.0}),
-        (fl.clip(99, only="0"), [2.0] * 3, {"grad_norm": math.sqrt(48)}),
-        (fl.clip(99, only=["0.weight", "0.bias"]), [2.0] * 3, {"grad_norm": math.sqrt(48)}),
-        (fl.clip(99, only=lambda n, p: n[0] == "0"), [2.0] * 3, {"grad_norm": math.sqrt(48)}),
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize(("member", "grads", "reported"), [
+    (fl.clip(1.0, only="1.*"), [2.0, 2.0, 1.0], {"grad_norm": 2.0}),
+    (fl.clip(3.0, only="0.weight", name="w"), [1.0, 2.0, 2.0], {"grad_norm/w": 6.0}),
+    (fl.clip(99, only="0"), [2.0] * 3, {"grad_norm": math.sqrt(48)}),
+    (fl.clip(99, only=["0.weight", "0.bias"]), [2.0] * 3, {"grad_norm": math.sqrt(48)}),
+    (fl.clip(99, only=lambda n, p: n[0] == "0"), [2.0] * 3, {"grad_norm": math.sqrt(48)}),
+], ids=repr)  # fmt: skip
 def test_the_norm_and_the_scale_are_those_of_the_parameters_chosen(member, grads, reported):
     """The gradients are 2: the norm is 2 of the last weight, 6 of the first nine."""
     state = two_parts()

@@ -112,14 +112,10 @@ TWO_MEMBERS = (
 )
 
 
-@pytest.mark.parametrize(
-    ("members", "message"),
-    [
-        ((fl.derive(half=half, double=double),), ONE_MEMBER),
-        ((fl.derive(half=half), fl.derive(double=double)), TWO_MEMBERS),
-    ],
-    ids=["one", "two"],
-)
+@pytest.mark.parametrize(("members", "message"), [
+    ((fl.derive(half=half, double=double),), ONE_MEMBER),
+    ((fl.derive(half=half), fl.derive(double=double)), TWO_MEMBERS),
+], ids=["one", "two"])  # fmt: skip
 @pytest.mark.parametrize("record_every", [None, fl.every(steps=1)], ids=repr)
 def test_what_is_listed_after_it_is_to_be_listed_before_it(members, message, record_every):
     with pytest.raises(ValueError) as info:
@@ -138,14 +134,10 @@ def test_a_key_error_of_its_own_is_raised():
 # --- values
 
 
-@pytest.mark.parametrize(
-    ("function", "found"),
-    [
-        *((lambda m: math.exp(1000.0), math.nan), (lambda m: 1 / 0, math.nan)),
-        *((lambda m: math.log(0.0), math.nan), (lambda m: 3, 3.0)),
-        (lambda m: torch.tensor([3.0]), 3.0),
-    ],
-)
+@pytest.mark.parametrize(("function", "found"), [
+    (lambda m: math.exp(1000.0), math.nan), (lambda m: 1 / 0, math.nan),
+    (lambda m: math.log(0.0), math.nan), (lambda m: 3, 3.0), (lambda m: torch.tensor([3.0]), 3.0),
+])  # fmt: skip
 def test_any_number_will_do_and_what_has_no_value_is_nan(function, found):
     history = run(fl.derive(x=function), loaders=[ONE]).history
     assert history["train/x"] == pytest.approx([found], nan_ok=True)
@@ -180,16 +172,12 @@ def test_a_middleware_may_report_more_numbers():
     assert seen[-1][0] is None
 
 
-@pytest.mark.parametrize(
-    ("found", "error", "message"),
-    [
-        (None, TypeError, "its report as a mapping"),
-        ({"loss": 1.0}, ValueError, "'loss', which is there already"),
-        ({"x": "high"}, TypeError, "'x' must be a number"),
-        ({3: 1.0}, TypeError, "the name of a metric"),
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize(("found", "error", "message"), [
+    (None, TypeError, "its report as a mapping"),
+    ({"loss": 1.0}, ValueError, "'loss', which is there already"),
+    ({"x": "high"}, TypeError, "'x' must be a number"),
+    ({3: 1.0}, TypeError, "the name of a metric"),
+], ids=repr)  # fmt: skip
 def test_a_report_that_is_not_numbers_by_name_is_an_error(found, error, message):
     with pytest.raises(error, match=message):
         run(fl.Middleware("mine", report=lambda loader, numbers: found))

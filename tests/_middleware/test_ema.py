@@ -15,22 +15,17 @@ from fnloop._step import averages as averaging
 from fnloop.testing import small, toy, toy_loss
 
 
-@pytest.mark.parametrize(
-    ("member", "expected"),
-    [
-        (fl.ema(0.5), [-0.5, -1.25, -2.125, -3.0625]),
-        *((fl.ema(0.0), [-1, -2, -3, -4]), (fl.ema(1.0), [0, 0, 0, 0])),
-        *((fl.ema(0.5, start=start), [-1, -2, -2.5, -3.25]) for start in (2, 0.5)),
-        (fl.ema(0.5, start=1.0), [-1, -2, -3, -4]),
-        (fl.ema(0.5, every=2), [0, -1, -1, -2.5]),
-        (fl.ema(0.5, start=1, every=2), [-1, -1, -2, -2]),
-        *((fl.swa(start), [-1, -1.5, -2, -2.5]) for start in (0, 0.0)),
-        *((fl.swa(start), [-1, -2, -3, -3.5]) for start in (2, 0.5)),
-        *((member, [-1, -2, -3, -4]) for member in (fl.swa(), fl.swa(100))),
-        (fl.swa(0, every=2), [0, -2, -2, -3]),
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize(("member", "expected"), [
+    (fl.ema(0.5), [-0.5, -1.25, -2.125, -3.0625]), (fl.ema(0.0), [-1, -2, -3, -4]),
+    (fl.ema(1.0), [0, 0, 0, 0]),
+    *((fl.ema(0.5, start=start), [-1, -2, -2.5, -3.25]) for start in (2, 0.5)),
+    (fl.ema(0.5, start=1.0), [-1, -2, -3, -4]), (fl.ema(0.5, every=2), [0, -1, -1, -2.5]),
+    (fl.ema(0.5, start=1, every=2), [-1, -1, -2, -2]),
+    *((fl.swa(start), [-1, -1.5, -2, -2.5]) for start in (0, 0.0)),
+    *((fl.swa(start), [-1, -2, -3, -3.5]) for start in (2, 0.5)),
+    *((member, [-1, -2, -3, -4]) for member in (fl.swa(), fl.swa(100))),
+    (fl.swa(0, every=2), [0, -2, -2, -3]),
+], ids=repr)  # fmt: skip
 def test_the_average_after_each_update(member, expected):
     """The weights are -1, -2, -3 and -4."""
     note, found = noting(lambda state: state.slots[member.name]["w"].item())
@@ -100,17 +95,12 @@ def of_torch(rule):
     return lambda model: AveragedModel(model, multi_avg_fn=rule, use_buffers=True)
 
 
-@pytest.mark.parametrize(
-    ("member", "start", "make"),
-    [
-        (fl.ema(0.9, start=1), 1, of_torch(get_ema_multi_avg_fn(0.9))),
-        (fl.ema(0.97, start=4), 4, of_torch(get_ema_multi_avg_fn(0.97))),
-        (fl.swa(0), 1, of_torch(get_swa_multi_avg_fn())),
-        (fl.swa(6), 7, of_torch(get_swa_multi_avg_fn())),
-        (fl.ema(0.9), 1, AsOfTimm),
-    ],
-    ids=["ema", "ema later", "swa", "swa later", "timm"],
-)
+@pytest.mark.parametrize(("member", "start", "make"), [
+    (fl.ema(0.9, start=1), 1, of_torch(get_ema_multi_avg_fn(0.9))),
+    (fl.ema(0.97, start=4), 4, of_torch(get_ema_multi_avg_fn(0.97))),
+    (fl.swa(0), 1, of_torch(get_swa_multi_avg_fn())),
+    (fl.swa(6), 7, of_torch(get_swa_multi_avg_fn())), (fl.ema(0.9), 1, AsOfTimm),
+], ids=["ema", "ema later", "swa", "swa later", "timm"])  # fmt: skip
 def test_it_is_the_average_of_torch_and_of_timm_bit_for_bit(member, start, make):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
@@ -240,14 +230,10 @@ def test_a_fraction_needs_the_length_of_the_run():
 COMPLEX = nn.Linear(1, 1, bias=False, dtype=torch.complex64)
 
 
-@pytest.mark.parametrize(
-    ("model", "names", "differs"),
-    [
-        (nn.Linear(1, 2), ("weight", "bias"), "weight"),
-        (nn.Linear(1, 1), ("weight",), "bias"),
-        (COMPLEX, (), "weight"),
-    ],
-)
+@pytest.mark.parametrize(("model", "names", "differs"), [
+    (nn.Linear(1, 2), ("weight", "bias"), "weight"), (nn.Linear(1, 1), ("weight",), "bias"),
+    (COMPLEX, (), "weight"),
+])  # fmt: skip
 def test_an_average_of_another_model_is_named(model, names, differs):
     _, slot = averaged_in(nn.Linear(1, 1), torch.ones(1, 1))
     other = attrs.evolve(of(model), slots={"ema": Average({k: slot[k] for k in names})})

@@ -37,16 +37,11 @@ def row(state):
 
 
 @pytest.mark.parametrize("problem", [small(), stochastic()], ids=["small", "stochastic"])
-@pytest.mark.parametrize(
-    "members",
-    [
-        *((BOTH(), fl.ema(0.9)), (fl.ema(0.9), BOTH())),
-        *((BOTH(on="evaluation"), fl.ema(0.9)), (fl.ema(0.9), BOTH(on="evaluation"))),
-        *((BOTH(loaders=("valid",)), fl.ema(0.9)), (fl.amp("bf16"), fl.ema(0.9), BOTH())),
-        (fl.compiled(backend="eager"), fl.ema(0.9), BOTH()),
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize("members", [
+    (BOTH(), fl.ema(0.9)), (fl.ema(0.9), BOTH()), (BOTH(on="evaluation"), fl.ema(0.9)),
+    (fl.ema(0.9), BOTH(on="evaluation")), (BOTH(loaders=("valid",)), fl.ema(0.9)),
+    (fl.amp("bf16"), fl.ema(0.9), BOTH()), (fl.compiled(backend="eager"), fl.ema(0.9), BOTH()),
+], ids=repr)  # fmt: skip
 def test_loss_and_metrics_are_there_of_both(members, problem):
     step, state = trained(*members, problem=problem)
     found = row(state)
@@ -279,15 +274,10 @@ def test_averaged_can_be_saved_and_is_still_not_trained(tmp_path):
     assert fl.fit(step, weights, small().batches, hooks=()).step == 7
 
 
-@pytest.mark.parametrize(
-    "train",
-    [
-        lambda step, state: fl.fit(step, state, [ONE]),
-        lambda step, state: next(fl.run(step, state, [ONE])),
-        lambda step, state: step(state, ONE),
-    ],
-    ids=["fit", "run", "step"],
-)
+@pytest.mark.parametrize("train", [
+    lambda step, state: fl.fit(step, state, [ONE]),
+    lambda step, state: next(fl.run(step, state, [ONE])), lambda step, state: step(state, ONE),
+], ids=["fit", "run", "step"])  # fmt: skip
 def test_averaged_is_not_trained(train):
     step, state = fl.pipeline(fl.ema(0.5))(toy_loss), fl.averaged(fitted([1], fl.ema(0.5)))
     with pytest.raises(ValueError, match=r"make a new state: TrainState.create\(state.model"):

@@ -21,15 +21,10 @@ def halves(n):
 # --- a rule for the decay
 
 
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ({}, [-1, -1.5, -1.5, -2.75]),
-        ({"every": 2}, [0, -2, -2, -3]),
-        ({"start": 2}, [-1, -2, -3, -3.5]),
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize(("settings", "expected"), [
+    ({}, [-1, -1.5, -1.5, -2.75]), ({"every": 2}, [0, -2, -2, -3]),
+    ({"start": 2}, [-1, -2, -3, -3.5]),
+], ids=repr)  # fmt: skip
 def test_a_rule_is_given_the_number_of_averages_before(settings, expected):
     """The weights are -1, -2, -3 and -4."""
     asked = []
@@ -120,10 +115,9 @@ class Dino:
             k.data.mul_(m).add_((1 - m) * q.detach().data)
 
 
-@pytest.mark.parametrize(
-    ("rule", "make", "close"),
-    [(timm_s, Timm, 0), (diffusers_s, Diffusers, 1e-11), (dino_s, Dino, 1e-11)],
-)
+@pytest.mark.parametrize(("rule", "make", "close"), [
+    (timm_s, Timm, 0), (diffusers_s, Diffusers, 1e-11), (dino_s, Dino, 1e-11),
+])  # fmt: skip
 def test_the_warm_ups_of_others(rule, make, close):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)).double()
@@ -180,15 +174,10 @@ def two(only, n=2, state=None, evaluate=True, **settings):
     return fitted(loaders, member, loss_fn=mean_output, state=state, **settings)
 
 
-@pytest.mark.parametrize(
-    ("only", "names"),
-    [
-        ("a", ["a.w", "a.seen"]),
-        (["a.*", "b.w"], ["a.w", "b.w"]),
-        (lambda name, p: name.startswith("b"), ["b.w"]),
-        ("*", ["a.w", "b.w", "a.seen", "b.seen"]),
-    ],
-)
+@pytest.mark.parametrize(("only", "names"), [
+    ("a", ["a.w", "a.seen"]), (["a.*", "b.w"], ["a.w", "b.w"]),
+    (lambda name, p: name.startswith("b"), ["b.w"]), ("*", ["a.w", "b.w", "a.seen", "b.seen"]),
+])  # fmt: skip
 def test_what_is_not_chosen_is_that_of_the_model(only, names):
     """The averages are (0 - 1) / 2, then (-0.5 - 2) / 2; of the buffers 2 and 5."""
     state = two(only)
@@ -255,18 +244,15 @@ def test_turns_have_an_average_of_one_of_them():
 # --- what is refused
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "message"),
-    [
-        (lambda: fl.ema("0.9"), ValueError, "decay as a number >= 0 and <= 1 and finite"),
-        (lambda: fl.ema(lambda: 0.9), TypeError, r"how many averages were made before; .* takes"),
-        (lambda: fl.ema(fl.schedules.cosine()), TypeError, r"Schedule takes .step: 'int', total"),
-        (lambda: fl.ema(only=()), TypeError, "only as at least one selector"),
-        (lambda: fl.ema(only=3), TypeError, "only as modules of the model, globs"),
-        (lambda: two("c"), ValueError, 'nothing in the Two has a name like "c"'),
-        (lambda: two(Two().a), ValueError, "ema: this One is not a module of the state's Two"),
-    ],
-)
+@pytest.mark.parametrize(("make", "error", "message"), [
+    (lambda: fl.ema("0.9"), ValueError, "decay as a number >= 0 and <= 1 and finite"),
+    (lambda: fl.ema(lambda: 0.9), TypeError, r"how many averages were made before; .* takes"),
+    (lambda: fl.ema(fl.schedules.cosine()), TypeError, r"Schedule takes .step: 'int', total"),
+    (lambda: fl.ema(only=()), TypeError, "only as at least one selector"),
+    (lambda: fl.ema(only=3), TypeError, "only as modules of the model, globs"),
+    (lambda: two("c"), ValueError, 'nothing in the Two has a name like "c"'),
+    (lambda: two(Two().a), ValueError, "ema: this One is not a module of the state's Two"),
+])  # fmt: skip
 def test_a_wrong_argument_is_named(make, error, message):
     with pytest.raises(error, match=message):
         make()

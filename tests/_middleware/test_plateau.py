@@ -139,10 +139,9 @@ def test_every_group_of_every_optimizer_keeps_its_proportion():
     assert state.history["train/lr/b"] == (2.0, 2.0, 1.0)
 
 
-@pytest.mark.parametrize(
-    ("since", "expected"),
-    [("phase", (1.0, 1.0, 0.5) * 2), ("run", (1.0, 1.0, 0.5, 0.25, 0.125, 0.0625))],
-)
+@pytest.mark.parametrize(("since", "expected"), [
+    ("phase", (1.0, 1.0, 0.5) * 2), ("run", (1.0, 1.0, 0.5, 0.25, 0.125, 0.0625)),
+])  # fmt: skip
 def test_a_phase_begins_without_it_unless_the_run_counts(since, expected):
     state = fitted([1], lowers(since=since), epochs=3, phase="a")
     state = fitted([1], lowers(since=since), state=state, epochs=3, phase="b")

@@ -135,14 +135,10 @@ def test_a_loss_function_without_a_carry_is_refused_when_composing():
         fl.pipeline(fl.tbptt(2))(toy_loss)
 
 
-@pytest.mark.parametrize(
-    "step",
-    [
-        fl.pipeline(fl.tbptt(2))(lambda model, batch, carry: model.w),
-        fl.raw(lambda state, batch: fl.Output(ONE[0], 1)),
-    ],
-    ids=["tbptt", "raw"],
-)
+@pytest.mark.parametrize("step", [
+    fl.pipeline(fl.tbptt(2))(lambda model, batch, carry: model.w),
+    fl.raw(lambda state, batch: fl.Output(ONE[0], 1)),
+], ids=["tbptt", "raw"])  # fmt: skip
 def test_several_processes_are_refused(step):
     state = toy()
     several = attrs.evolve(state, backend=attrs.evolve(state.backend, world_size=2))
@@ -150,16 +146,12 @@ def test_several_processes_are_refused(step):
         step.init_slots(several)
 
 
-@pytest.mark.parametrize(
-    "typed",
-    [
-        *("accumulate(total=64)", "accumulate({0: 8, 4: 4})", "clip(1.0, norm_type=3.0)"),
-        *("compiled(mode='max-autotune-no-cudagraphs')", "compiled(dynamic=True)"),
-        "cuda_graph(warmup=5)",
-        *("ema(0.5, every=2)", "swa(10, evaluate='only')", "derive(double=double_loss)"),
-        *("throughput('weight', flops=1.0, peak=2.0)", "timings()", "device_memory()"),
-    ],
-)
+@pytest.mark.parametrize("typed", [
+    "accumulate(total=64)", "accumulate({0: 8, 4: 4})", "clip(1.0, norm_type=3.0)",
+    "compiled(mode='max-autotune-no-cudagraphs')", "compiled(dynamic=True)", "cuda_graph(warmup=5)",
+    "ema(0.5, every=2)", "swa(10, evaluate='only')", "derive(double=double_loss)",
+    "throughput('weight', flops=1.0, peak=2.0)", "timings()", "device_memory()",
+])  # fmt: skip
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 def test_it_shows_compares_and_pickles_as_it_was_typed(typed):
     names = {**vars(fl), "double_loss": double_loss}

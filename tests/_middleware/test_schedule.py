@@ -45,14 +45,10 @@ def values(state, field="lr"):
 # --- the value of each update
 
 
-@pytest.mark.parametrize(
-    ("members", "n", "settings", "total"),
-    [
-        ((), 4, {}, 4),
-        *(((), 4, targets, 7) for targets in ({"steps": 7}, {"epochs": 3, "steps": 7})),
-        ((fl.accumulate(2),), 5, {"epochs": 3}, 9),  # of updates, not of batches
-    ],
-)
+@pytest.mark.parametrize(("members", "n", "settings", "total"), [
+    ((), 4, {}, 4), *(((), 4, targets, 7) for targets in ({"steps": 7}, {"epochs": 3, "steps": 7})),
+    ((fl.accumulate(2),), 5, {"epochs": 3}, 9),  # of updates, not of batches
+])  # fmt: skip
 def test_update_i_uses_the_factor_of_i_of_the_whole_run(members, n, settings, total):
     seen = []
     member = fl.schedule(lambda i, total: seen.append((i, total)) or fractions(i, total))
@@ -74,11 +70,9 @@ def test_each_group_keeps_its_initial_value_also_one_that_is_added_in_a_run():
     assert (state.history["train/lr"], state.history["train/lr/1"]) == ((0.5,), (4.0,))
 
 
-@pytest.mark.parametrize(
-    "other",
-    [HALF, fl.torch_scheduler(lambda opt, run: lr_scheduler.ConstantLR(opt, 0.5, 9))],
-    ids=["schedule", "torch_scheduler"],
-)
+@pytest.mark.parametrize("other", [
+    HALF, fl.torch_scheduler(lambda opt, run: lr_scheduler.ConstantLR(opt, 0.5, 9)),
+], ids=["schedule", "torch_scheduler"])  # fmt: skip
 def test_two_fields_are_set_by_two(other):
     step = fl.pipeline(other, constant(0.1, field="weight_decay"))(lambda m, b: m(b).mean())
     state, _ = step(linear(weight_decay=1.0), PAIR)
@@ -142,14 +136,10 @@ def by_length(opt, run):
     return lr_scheduler.LinearLR(opt, 1.0, 0.5, total_iters=2 * run.total_steps)
 
 
-@pytest.mark.parametrize(
-    "member",
-    [
-        *map(fl.schedule, (schedules.cosine(), schedules.linear(warmup=0.1), fractions)),
-        fl.torch_scheduler(by_length),
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize("member", [
+    *map(fl.schedule, (schedules.cosine(), schedules.linear(warmup=0.1), fractions)),
+    fl.torch_scheduler(by_length),
+], ids=repr)  # fmt: skip
 def test_the_length_of_the_run_has_to_be_known(member):
     with pytest.raises(ValueError, match=r"call fit\(step, state, loaders"):
         fl.pipeline(member)(toy_loss)(toy(), ONE)
@@ -332,10 +322,9 @@ def halving(opt, run):
 
 
 @pytest.mark.filterwarnings("ignore:The epoch parameter in")  # torch's own, from SequentialLR
-@pytest.mark.parametrize(
-    "factory",
-    [lambda opt, run: lr_scheduler.StepLR(opt, 2, gamma=0.5), one_cycle, by_epochs, warmed_up],
-)
+@pytest.mark.parametrize("factory", [
+    lambda opt, run: lr_scheduler.StepLR(opt, 2, gamma=0.5), one_cycle, by_epochs, warmed_up,
+])  # fmt: skip
 def test_it_equals_a_hand_written_loop(factory):
     state, by = fitted([1, 2, 3], fl.torch_scheduler(factory), epochs=2), toy()
     scheduler = factory(by.optimizer, fl.RunInfo(epochs=2, total_steps=6, steps_per_epoch=3))
@@ -384,15 +373,11 @@ def test_a_run_of_another_length_is_refused_and_the_advice_makes_a_new_scheduler
     assert seen == pytest.approx(rates, abs=1e-6)
 
 
-@pytest.mark.parametrize(
-    "factory",
-    [
-        lambda opt, run: lr_scheduler.StepLR(opt, 2, 0.5),
-        lambda opt, run: lr_scheduler.StepLR(opt, run.steps_per_epoch, 0.5),
-        lambda opt, run: print(run) or lr_scheduler.StepLR(opt, 2, 0.5),
-    ],
-    ids=["no length", "the length of an epoch", "printed"],
-)
+@pytest.mark.parametrize("factory", [
+    lambda opt, run: lr_scheduler.StepLR(opt, 2, 0.5),
+    lambda opt, run: lr_scheduler.StepLR(opt, run.steps_per_epoch, 0.5),
+    lambda opt, run: print(run) or lr_scheduler.StepLR(opt, 2, 0.5),
+], ids=["no length", "the length of an epoch", "printed"])  # fmt: skip
 def test_a_scheduler_independent_of_the_total_continues_in_a_longer_run(factory):
     state = fitted([1, 1], fl.torch_scheduler(factory), epochs=1)
     state = fitted([1, 1], fl.torch_scheduler(factory), state=state, epochs=3)
@@ -454,14 +439,11 @@ def test_what_is_not_a_scheduler_of_the_state_is_refused_with_advice(factory, er
 # --- values, parts of tuples, and functions of the state
 
 
-@pytest.mark.parametrize(
-    ("middleware", "rates"),
-    [
-        (fl.schedule(lambda state: 0.5**state.epoch), (2.0, 1.0, 0.5)),  # × the initial rate, 2
-        (fl.schedule(lambda i, total: i / total, absolute=True), (1 / 6, 3 / 6, 5 / 6)),
-        (fl.schedule(lambda state: 1.0 + state.step, absolute=True), (2.0, 4.0, 6.0)),
-    ],
-)
+@pytest.mark.parametrize(("middleware", "rates"), [
+    (fl.schedule(lambda state: 0.5**state.epoch), (2.0, 1.0, 0.5)),  # × the initial rate, 2
+    (fl.schedule(lambda i, total: i / total, absolute=True), (1 / 6, 3 / 6, 5 / 6)),
+    (fl.schedule(lambda state: 1.0 + state.step, absolute=True), (2.0, 4.0, 6.0)),
+])  # fmt: skip
 def test_a_rate_by_the_state_or_as_it_is(middleware, rates):
     state = fitted([1, 1], middleware, state=toy(lr=2.0), epochs=3)
     assert state.history["train/lr"] == pytest.approx(rates)

@@ -142,35 +142,26 @@ def test_nothing_is_compiled_again_for_another_number(before):
     assert (state.model.w.item(), len(seen)) == (-1.5, 1)
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: fl.scheduled(), r"expects names and functions: scheduled\(beta="),
-        (lambda: fl.Middleware("a", passes="beta"), "expects passes as a tuple of names"),
-        (lambda: fl.Middleware("a", adds=["x"]), "expects adds as a tuple of names"),
-        (lambda: fl.Middleware("a", monitors=1), "expects monitors as the name of a metric"),
-        (lambda: fl.scheduled(beta=1.0), "expects beta as a function .* got 1.0"),
-        (lambda: fl.scheduled(beta=lambda: 1.0), r"takes \(\)"),
-        (
-            lambda: fl.pipeline(share)(lambda model, batch: 0),
-            r"takes \(model, batch, \*, beta\), but",
-        ),
-        (lambda: fl.pipeline()(lambda m, b, *, beta: 0), r"takes \(model, batch\), but"),
-        (lambda: fl.pipeline(share, fl.scheduled(beta=len, a=len))(loss_fn), "pass 'beta'"),
-    ],
-)
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda: fl.scheduled(), r"expects names and functions: scheduled\(beta="),
+    (lambda: fl.Middleware("a", passes="beta"), "expects passes as a tuple of names"),
+    (lambda: fl.Middleware("a", adds=["x"]), "expects adds as a tuple of names"),
+    (lambda: fl.Middleware("a", monitors=1), "expects monitors as the name of a metric"),
+    (lambda: fl.scheduled(beta=1.0), "expects beta as a function .* got 1.0"),
+    (lambda: fl.scheduled(beta=lambda: 1.0), r"takes \(\)"),
+    (lambda: fl.pipeline(share)(lambda model, batch: 0), r"takes \(model, batch, \*, beta\), but"),
+    (lambda: fl.pipeline()(lambda m, b, *, beta: 0), r"takes \(model, batch\), but"),
+    (lambda: fl.pipeline(share, fl.scheduled(beta=len, a=len))(loss_fn), "pass 'beta'"),
+])  # fmt: skip
 def test_what_cannot_be_is_refused_when_composing(make, message):
     with pytest.raises((TypeError, ValueError), match=message):
         make()
 
 
-@pytest.mark.parametrize(
-    ("fn", "message"),
-    [
-        (lambda i, total: "a", r"scheduled\(<lambda>\) must return a number; at step 0 of 1 it "),
-        (lambda i, total: 1 / total, "length"),
-    ],
-)
+@pytest.mark.parametrize(("fn", "message"), [
+    (lambda i, total: "a", r"scheduled\(<lambda>\) must return a number; at step 0 of 1 it "),
+    (lambda i, total: 1 / total, "length"),
+])  # fmt: skip
 def test_what_is_not_a_number_is_an_error_of_the_update(fn, message):
     loader = iter([ONE])  # of no length
     with pytest.raises((TypeError, ValueError), match=message):

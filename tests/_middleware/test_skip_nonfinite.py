@@ -26,13 +26,9 @@ def test_a_bad_update_advances_the_position_and_nothing_else(bad):
     assert state.stop is None
 
 
-@pytest.mark.parametrize(
-    ("term", "why"),
-    [
-        (lambda w: INF, "the loss is inf"),
-        (lambda w: w.abs().sqrt() * 0, "a gradient is not finite"),
-    ],
-)
+@pytest.mark.parametrize(("term", "why"), [
+    (lambda w: INF, "the loss is inf"), (lambda w: w.abs().sqrt() * 0, "a gradient is not finite"),
+])  # fmt: skip
 def test_the_loss_alone_and_a_gradient_alone_are_found(term, why):
     step = fl.pipeline(fl.skip_nonfinite())(lambda model, x: (model.w * x).mean() + term(model.w))
     state, out = step(toy(), torch.tensor([5.0]))
@@ -62,15 +58,11 @@ def without_dropout():
 
 
 @pytest.mark.parametrize("problem", [small, without_dropout])
-@pytest.mark.parametrize(
-    ("members", "which"),
-    [
-        ((), (1, 2, 5)),
-        ((fl.clip(0.05), fl.ema(0.9), fl.schedule(schedules.cosine(warmup=2))), (0, 3)),
-        ((fl.amp("bf16"), fl.metric(mean=lambda aux, b: aux["output"].mean())), (1,)),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("members", "which"), [
+    ((), (1, 2, 5)),
+    ((fl.clip(0.05), fl.ema(0.9), fl.schedule(schedules.cosine(warmup=2))), (0, 3)),
+    ((fl.amp("bf16"), fl.metric(mean=lambda aux, b: aux["output"].mean())), (1,)),
+], ids=str)  # fmt: skip
 def test_a_run_with_poisoned_batches_equals_one_without_them(problem, members, which):
     problem = problem()
     bad, good = poisoned(problem, which)
@@ -97,19 +89,12 @@ def test_a_run_with_poisoned_batches_equals_one_without_them(problem, members, w
 INSIDE = ("guard other accumulate", "other guard accumulate")
 
 
-@pytest.mark.parametrize(
-    ("other", "refused"),
-    [
-        *((fl.clip(99.0), INSIDE), (noise(0.0), INSIDE), (fl.clip(math.inf), ())),
-        *((fl.grad_norm(), ()), (fl.microbatch(1), ()), (fl.retry_on_oom(), ())),
-        (fl.spike_guard(9), ()),
-        (
-            fl.amp("fp16", init_scale=1.0),
-            ("guard other accumulate", "guard accumulate other", "accumulate guard other"),
-        ),
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize(("other", "refused"), [
+    (fl.clip(99.0), INSIDE), (noise(0.0), INSIDE), (fl.clip(math.inf), ()), (fl.grad_norm(), ()),
+    (fl.microbatch(1), ()), (fl.retry_on_oom(), ()), (fl.spike_guard(9), ()),
+    (fl.amp("fp16", init_scale=1.0),
+     ("guard other accumulate", "guard accumulate other", "accumulate guard other")),
+], ids=repr)  # fmt: skip
 @pytest.mark.parametrize("order", [*itertools.permutations(("guard", "other", "accumulate"))])
 def test_a_bad_batch_leaves_its_whole_window_out_in_every_order(other, refused, order):
     """Of the windows (1, NaN) and (2, 4) the second is applied, or the order is refused."""

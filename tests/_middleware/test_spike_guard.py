@@ -40,17 +40,14 @@ def test_a_loss_above_ratio_times_the_median_is_left_out():
     assert state.history.latest("train/loss") == pytest.approx(2.9)
 
 
-@pytest.mark.parametrize(
-    ("window", "losses", "spikes"),
-    [
-        (3, [1, 99, 1, 2.0], []),  # neither the limit itself nor the first updates
-        (3, [1, 99, 1, 2.001], [2.001]),
-        (2, [1, 3, 2.5], [2.5]),  # of an even number, the lower one of the middle counts
-        (3, [1, 1, 1, 5, 5, 1.5, 1.5, 1.5, 2.5], [5.0, 5.0]),  # spikes are none of the last losses
-        *((2, [-2, -2, loss], []) for loss in (-3.0, -1.5)),
-        *((2, [-2, -2, loss], [loss]) for loss in (0.5, NAN)),
-    ],
-)
+@pytest.mark.parametrize(("window", "losses", "spikes"), [
+    (3, [1, 99, 1, 2.0], []),  # neither the limit itself nor the first updates
+    (3, [1, 99, 1, 2.001], [2.001]),
+    (2, [1, 3, 2.5], [2.5]),  # of an even number, the lower one of the middle counts
+    (3, [1, 1, 1, 5, 5, 1.5, 1.5, 1.5, 2.5], [5.0, 5.0]),  # spikes are none of the last losses
+    *((2, [-2, -2, loss], []) for loss in (-3.0, -1.5)),
+    *((2, [-2, -2, loss], [loss]) for loss in (0.5, NAN)),
+])  # fmt: skip
 def test_which_losses_are_spikes(window, losses, spikes):
     state = fitted(losses, fl.spike_guard(window, 2.0))
     assert [spike[-1] for spike in where(state)] == pytest.approx(spikes, nan_ok=True)
@@ -62,15 +59,11 @@ AROUND = fl.ema(0.5), fl.clip(0.5), fl.schedule(fl.schedules.linear())
 LOSSES = [1, 1.1, 1.2, 1.3, 1.4, 9, 1.5, 1.6, 1.7]
 
 
-@pytest.mark.parametrize(
-    ("members", "guard", "without"),
-    [
-        (AROUND, fl.spike_guard(4), LOSSES[:5] + LOSSES[6:]),
-        (AROUND, fl.spike_guard(4, then="back"), LOSSES[:4] + LOSSES[6:]),
-        ((fl.swa(1, every=1), DECAYS), fl.spike_guard(4, then="back"), LOSSES[:4] + LOSSES[6:]),
-    ],
-    ids=["out", "back", "back with slots"],
-)
+@pytest.mark.parametrize(("members", "guard", "without"), [
+    (AROUND, fl.spike_guard(4), LOSSES[:5] + LOSSES[6:]),
+    (AROUND, fl.spike_guard(4, then="back"), LOSSES[:4] + LOSSES[6:]),
+    ((fl.swa(1, every=1), DECAYS), fl.spike_guard(4, then="back"), LOSSES[:4] + LOSSES[6:]),
+], ids=["out", "back", "back with slots"])  # fmt: skip
 def test_it_equals_the_run_without_these_batches(members, guard, without):
     new = lambda: of(Toy(), torch.optim.AdamW, lr=0.1)
     one = fitted(LOSSES, *members, guard, steps=7, state=new())
@@ -135,15 +128,12 @@ def test_buffers_and_state_that_came_after_the_snapshot_go_back():
     assert {*state.optimizer.state} == {state.model[1].weight}
 
 
-@pytest.mark.parametrize(
-    ("window", "losses", "steps", "spikes"),
-    [
-        (2, [1, 1, 1, 1, 1, 9, 1, 1], 6, [9.0]),  # snapshots of 2 and 4; the fifth is undone
-        (3, [1, 1, 1, 1.8, 1.8, 9, 3], 3, [9.0, 3.0]),  # 3 is not above twice 1.8
-        (2, [1, 1, 1, 9, 1, 9], 2, [9.0, 9.0]),  # one update after a return makes no snapshot
-        (2, [1, 1, *[9] * 9, 1, 1, *[9] * 9], 4, [9.0] * 18),  # a new one may be used as often
-    ],
-)
+@pytest.mark.parametrize(("window", "losses", "steps", "spikes"), [
+    (2, [1, 1, 1, 1, 1, 9, 1, 1], 6, [9.0]),  # snapshots of 2 and 4; the fifth is undone
+    (3, [1, 1, 1, 1.8, 1.8, 9, 3], 3, [9.0, 3.0]),  # 3 is not above twice 1.8
+    (2, [1, 1, 1, 9, 1, 9], 2, [9.0, 9.0]),  # one update after a return makes no snapshot
+    (2, [1, 1, *[9] * 9, 1, 1, *[9] * 9], 4, [9.0] * 18),  # a new one may be used as often
+])  # fmt: skip
 def test_the_median_and_the_count_are_those_of_the_snapshot(window, losses, steps, spikes):
     state = fitted(losses, fl.spike_guard(window, 2.0, then="back"))
     assert (state.step, state.step + state.skipped) == (steps, len(losses))
@@ -222,17 +212,13 @@ def test_a_phase_goes_back_no_further_than_to_its_beginning():
 
 @pytest.mark.parametrize("guard_at", [0, 1, 2])
 @pytest.mark.parametrize("rate", [1.0, torch.tensor(1.0)], ids=["a number", "a tensor"])
-@pytest.mark.parametrize(
-    "members",
-    [
-        [fl.schedule(fl.schedules.exponential(0.5))],
-        [fl.plateau("train/loss", factor=0.5, patience=1)],
-        [fl.plateau("train/loss", factor=0.5, patience=1, since="run"), fl.schedule(halved)],
-        [fl.schedule(halved), fl.schedule(halved, field="momentum")],
-        [fl.torch_scheduler(lambda o, run: lr_scheduler.ExponentialLR(o, 0.5))],
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize("members", [
+    [fl.schedule(fl.schedules.exponential(0.5))],
+    [fl.plateau("train/loss", factor=0.5, patience=1)],
+    [fl.plateau("train/loss", factor=0.5, patience=1, since="run"), fl.schedule(halved)],
+    [fl.schedule(halved), fl.schedule(halved, field="momentum")],
+    [fl.torch_scheduler(lambda o, run: lr_scheduler.ExponentialLR(o, 0.5))],
+], ids=repr)  # fmt: skip
 def test_rates_go_back_in_a_later_phase_in_every_order(members, guard_at, rate):
     """Phase b goes back to its beginning: it equals one whose loader lacks the first batches."""
     guarded = [*members[:guard_at], fl.spike_guard(3, then="back"), *members[guard_at:]]

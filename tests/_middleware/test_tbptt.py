@@ -35,14 +35,11 @@ def fit(batches, *members, loss_fn=running_sum, state=None, **settings):
 # --- updates, windows and the carry
 
 
-@pytest.mark.parametrize(
-    ("lengths", "settings", "expected"),
-    [
-        ((4, 3), {}, (4, -19.0, 7.0)),  # sums of 2, 4, 6, 7: the carry crosses batches
-        ((4,), {"epochs": 2}, (4, -12.0, 4.0)),  # and begins with each epoch: 2 + 4, twice
-        ((6, 6, 6), {"steps": 4, "epochs": None}, (6, -42.0, 12.0)),  # whole batches
-    ],
-)
+@pytest.mark.parametrize(("lengths", "settings", "expected"), [
+    ((4, 3), {}, (4, -19.0, 7.0)),  # sums of 2, 4, 6, 7: the carry crosses batches
+    ((4,), {"epochs": 2}, (4, -12.0, 4.0)),  # and begins with each epoch: 2 + 4, twice
+    ((6, 6, 6), {"steps": 4, "epochs": None}, (6, -42.0, 12.0)),  # whole batches
+])  # fmt: skip
 def test_a_batch_makes_an_update_for_each_window(lengths, settings, expected):
     state = fit([*map(ones, lengths)], **settings)
     assert (state.step, state.model.w.item(), state.slots["tbptt"].item()) == expected
@@ -194,17 +191,14 @@ def replying(reply):
     return lambda model, batch, carry: reply(model.w * batch.sum())
 
 
-@pytest.mark.parametrize(
-    ("loss_fn", "batch", "message"),
-    [
-        (replying(lambda loss: loss), ones(2), r"returned tensor\("),
-        (replying(lambda loss: (loss, {})), ones(2), "returned a tuple of 2"),
-        (replying(lambda loss: (loss, loss, None)), ones(2), "aux is a mapping"),
-        (running_sum, (torch.ones(2, 3), torch.ones(2, 4)), r"lengths \[3, 4\].*x\.unbind\(1\)"),
-        (running_sum, torch.ones(2), "has no tensor with that dimension"),
-        (running_sum, torch.ones(2, 0), "is empty"),
-    ],
-)
+@pytest.mark.parametrize(("loss_fn", "batch", "message"), [
+    (replying(lambda loss: loss), ones(2), r"returned tensor\("),
+    (replying(lambda loss: (loss, {})), ones(2), "returned a tuple of 2"),
+    (replying(lambda loss: (loss, loss, None)), ones(2), "aux is a mapping"),
+    (running_sum, (torch.ones(2, 3), torch.ones(2, 4)), r"lengths \[3, 4\].*x\.unbind\(1\)"),
+    (running_sum, torch.ones(2), "has no tensor with that dimension"),
+    (running_sum, torch.ones(2, 0), "is empty"),
+])  # fmt: skip
 def test_replies_without_a_carry_and_batches_that_cannot_be_cut_are_refused(
     loss_fn, batch, message
 ):
@@ -256,16 +250,11 @@ def recurrent(lengths):
     return Problem(lambda: Recurrent().double(), lstm_loss, sequences(lengths))
 
 
-@pytest.mark.parametrize(
-    "members",
-    [
-        (fl.tbptt(2),),
-        (fl.tbptt(3), fl.clip(0.05), fl.metric(mean=output_mean)),
-        (fl.tbptt(2), fl.amp("bf16"), fl.schedule(lambda i, total: 1 / (1 + i))),
-        (fl.torch_scheduler(decay), fl.tbptt(2)),
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize("members", [
+    (fl.tbptt(2),), (fl.tbptt(3), fl.clip(0.05), fl.metric(mean=output_mean)),
+    (fl.tbptt(2), fl.amp("bf16"), fl.schedule(lambda i, total: 1 / (1 + i))),
+    (fl.torch_scheduler(decay), fl.tbptt(2)),
+], ids=repr)  # fmt: skip
 def test_it_keeps_the_laws(members):
     check_laws(fl.pipeline(*members), recurrent([5, 2, 7, 1]))
 

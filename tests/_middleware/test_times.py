@@ -90,13 +90,10 @@ def latest(state, *names):
 TIMES = "time/data", "time/step"
 
 
-@pytest.mark.parametrize(
-    ("members", "data", "step"),
-    [
-        ((), DATA, STEP),
-        ((fl.accumulate(2),), (2 * DATA + DATA) / 2, (2 * STEP + STEP) / 2),  # waits for all
-    ],
-)
+@pytest.mark.parametrize(("members", "data", "step"), [
+    ((), DATA, STEP),
+    ((fl.accumulate(2),), (2 * DATA + DATA) / 2, (2 * STEP + STEP) / 2),  # waits for all
+])  # fmt: skip
 def test_times_of_data_update_and_evaluation(members, data, step, clock):
     history = fitted(clock, *members, fl.timings(), epochs=2).history
     assert history["train/time/data"] == (data, data)
@@ -194,15 +191,11 @@ def test_skipped_updates_do_not_count(clock):
 # --- throughput
 
 
-@pytest.mark.parametrize(
-    ("members", "samples"),
-    [
-        *(((fl.accumulate(n), fl.throughput()), 10) for n in (1, 2, 3)),
-        # An update without a batch of its own, as on a process that has none in the last window.
-        ((for_the_last(lambda out: fl.Output(out.loss, 0, out.aux)), fl.throughput()), 4 + 4),
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize(("members", "samples"), [
+    *(((fl.accumulate(n), fl.throughput()), 10) for n in (1, 2, 3)),
+    # An update without a batch of its own, as on a process that has none in the last window.
+    ((for_the_last(lambda out: fl.Output(out.loss, 0, out.aux)), fl.throughput()), 4 + 4),
+], ids=repr)  # fmt: skip
 def test_samples_in_a_second_of_training(members, samples, clock):
     """In 3 × (2 + 3) seconds; neither evaluations nor hooks count."""
     state = fitted(clock, *members, evaluate_every=fl.every(epochs=1))

@@ -217,24 +217,14 @@ def broken():
     return lambda step: lambda state, batch: (step(state, batch), 1 / 0)
 
 
-@pytest.mark.parametrize(
-    ("run", "where"),
-    [
-        (
-            lambda: fit(fails_in(True), xs(1)),
-            "while in g, the loss function fails, train, epoch 1, batch 0, step 0",
-        ),
-        (lambda: fit(alternating(g=(broken(),)), xs(1)), "while in g, broken(), train"),
-        (
-            lambda: fit(fails_in(False), (xs(1), xs(1))),
-            "while in g, the loss function fails, valid",
-        ),
-        (
-            lambda: fl.evaluate(fails_in(False), two(), xs(1)),
-            "while in g, the loss function fails, evaluate, batch 0",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("run", "where"), [
+    (lambda: fit(fails_in(True), xs(1)),
+     "while in g, the loss function fails, train, epoch 1, batch 0, step 0"),
+    (lambda: fit(alternating(g=(broken(),)), xs(1)), "while in g, broken(), train"),
+    (lambda: fit(fails_in(False), (xs(1), xs(1))), "while in g, the loss function fails, valid"),
+    (lambda: fl.evaluate(fails_in(False), two(), xs(1)),
+     "while in g, the loss function fails, evaluate, batch 0"),
+])  # fmt: skip
 def test_what_failed_is_named_with_its_turn_and_no_frame_of_fnloop_is_shown(run, where):
     with pytest.raises(ZeroDivisionError) as caught:
         run()
@@ -313,14 +303,10 @@ def test_metrics_numbers_and_outputs_of_a_turn_have_its_name():
     assert state.history["recent/g/loss"] == (0.0, -4.0)  # g × d: 0 × -1, 1 × -4
 
 
-@pytest.mark.parametrize(
-    ("member", "said"),
-    [
-        (fl.derive(x=lambda numbers: numbers["lost"]), "has the metric 'd/lost'"),
-        (fl.metric(x=lambda aux, batch: batch.mean(), loaders=("test",)), "no loader 'test'"),
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize(("member", "said"), [
+    (fl.derive(x=lambda numbers: numbers["lost"]), "has the metric 'd/lost'"),
+    (fl.metric(x=lambda aux, batch: batch.mean(), loaders=("test",)), "no loader 'test'"),
+], ids=repr)  # fmt: skip
 def test_a_number_of_a_turn_that_there_is_not_is_named(member, said):
     with pytest.raises(KeyError, match=said):
         fit(alternating(d=(member,)), (xs(1), xs(1)))
@@ -497,48 +483,38 @@ def takes_turns(member):
     return fl.alternate({"d": fl.pipeline(member)(lambda model, batch, carry=None: model.d)})
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "message"),
-    [
-        *((lambda m=m: alternating(m, d=(LINEAR,)), ValueError, said) for m, said in AROUND),
-        *((lambda m=m: takes_turns(m), ValueError, said) for m, said in INSIDE),
-        (lambda: fl.alternate([PLAIN]), TypeError, "a mapping from names to steps"),
-        (lambda: fl.alternate({}), TypeError, "a mapping from names to steps"),
-        (lambda: fl.alternate({"d": d_loss}), TypeError, "got .*d_loss.* under 'd'"),
-        (lambda: fl.alternate({"d": fl.pipeline()}), TypeError, "expects steps"),
-        (lambda: fl.alternate({1: PLAIN}), TypeError, "names of optimizers"),
-        (lambda: fl.alternate({"a/b": PLAIN}), ValueError, 'names without "/"'),
-        (lambda: fl.alternate({"recent": PLAIN}), ValueError, '"recent"'),
-        (lambda: alternating(order="dg"), TypeError, "order as names of steps"),
-        (lambda: alternating(order=("d", "e")), ValueError, "which are d, g; got 'e'"),
-        (lambda: alternating(order=("d", "d")), ValueError, "leaves out g"),
-        (lambda: alternating(batch="each"), ValueError, '"same", "next", or a mapping from each'),
-        (lambda: alternating(batch={"d": "next"}), ValueError, 'lacks g: .*, "g": "..."}'),
-        (lambda: alternating(batch={"e": "next"}), ValueError, "which are d, g; got 'e'"),
-        (
-            lambda: alternating(batch={"d": "next", "g": "last"}),
-            ValueError,
-            r"batch\['g'\] as one of \"same\", \"next\"; got 'last'",
-        ),
-        (lambda: alternating(evaluate="e"), ValueError, "evaluate as names of steps"),
-        (lambda: alternating(evaluate=()), TypeError, "evaluate as names of steps"),
-        (lambda: fl.alternate({"d": alternating()}), ValueError, "in one alternate"),
-        (lambda: alternating(d=(fl.accumulate(2),)), ValueError, 'd takes 2 and g takes 1.*"next"'),
-    ],
-)
+@pytest.mark.parametrize(("make", "error", "message"), [
+    *((lambda m=m: alternating(m, d=(LINEAR,)), ValueError, said) for m, said in AROUND),
+    *((lambda m=m: takes_turns(m), ValueError, said) for m, said in INSIDE),
+    (lambda: fl.alternate([PLAIN]), TypeError, "a mapping from names to steps"),
+    (lambda: fl.alternate({}), TypeError, "a mapping from names to steps"),
+    (lambda: fl.alternate({"d": d_loss}), TypeError, "got .*d_loss.* under 'd'"),
+    (lambda: fl.alternate({"d": fl.pipeline()}), TypeError, "expects steps"),
+    (lambda: fl.alternate({1: PLAIN}), TypeError, "names of optimizers"),
+    (lambda: fl.alternate({"a/b": PLAIN}), ValueError, 'names without "/"'),
+    (lambda: fl.alternate({"recent": PLAIN}), ValueError, '"recent"'),
+    (lambda: alternating(order="dg"), TypeError, "order as names of steps"),
+    (lambda: alternating(order=("d", "e")), ValueError, "which are d, g; got 'e'"),
+    (lambda: alternating(order=("d", "d")), ValueError, "leaves out g"),
+    (lambda: alternating(batch="each"), ValueError, '"same", "next", or a mapping from each'),
+    (lambda: alternating(batch={"d": "next"}), ValueError, 'lacks g: .*, "g": "..."}'),
+    (lambda: alternating(batch={"e": "next"}), ValueError, "which are d, g; got 'e'"),
+    (lambda: alternating(batch={"d": "next", "g": "last"}), ValueError,
+     r"batch\['g'\] as one of \"same\", \"next\"; got 'last'"),
+    (lambda: alternating(evaluate="e"), ValueError, "evaluate as names of steps"),
+    (lambda: alternating(evaluate=()), TypeError, "evaluate as names of steps"),
+    (lambda: fl.alternate({"d": alternating()}), ValueError, "in one alternate"),
+    (lambda: alternating(d=(fl.accumulate(2),)), ValueError, 'd takes 2 and g takes 1.*"next"'),
+])  # fmt: skip
 def test_what_cannot_be_composed_is_refused(make, error, message):
     with pytest.raises(error, match=message):
         make()
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda state: fit(alternating(), xs(1), state),
-        lambda state: alternating()(state, ONE),
-        lambda state: fl.evaluate(alternating(), state, xs(1)),
-    ],
-)
+@pytest.mark.parametrize("call", [
+    lambda state: fit(alternating(), xs(1), state), lambda state: alternating()(state, ONE),
+    lambda state: fl.evaluate(alternating(), state, xs(1)),
+])  # fmt: skip
 def test_an_optimizer_that_is_missing_is_named_when_a_run_starts(call):
     model = Two()
     optimizers = {"d": torch.optim.SGD([model.d]), "e": torch.optim.SGD([model.g])}
@@ -551,17 +527,14 @@ def test_an_optimizer_that_is_missing_is_named_when_a_run_starts(call):
 NEXT_AND_SAME = {"d": "next", "g": "same"}
 
 
-@pytest.mark.parametrize(
-    ("order", "batch", "d", "g"),
-    [
-        ("ddg", NEXT_AND_SAME, [1, 2, 3, 4, 5], [2, 4]),
-        ("gdd", NEXT_AND_SAME, [2, 3, 5], [1, 4]),  # the first turn of a round takes a new one
-        ("dgg", NEXT_AND_SAME, [1, 2, 3, 4, 5], [1, 1, 2, 2, 3, 3, 4, 4, 5, 5]),
-        ("dgdg", {"d": "same", "g": "next"}, [1, 2, 4, 5], [2, 3, 5]),
-        ("dg", {"d": "same", "g": "same"}, [1, 2, 3, 4, 5], [1, 2, 3, 4, 5]),
-        ("dg", {"d": "next", "g": "next"}, [1, 3, 5], [2, 4]),
-    ],
-)
+@pytest.mark.parametrize(("order", "batch", "d", "g"), [
+    ("ddg", NEXT_AND_SAME, [1, 2, 3, 4, 5], [2, 4]),
+    ("gdd", NEXT_AND_SAME, [2, 3, 5], [1, 4]),  # the first turn of a round takes a new one
+    ("dgg", NEXT_AND_SAME, [1, 2, 3, 4, 5], [1, 1, 2, 2, 3, 3, 4, 4, 5, 5]),
+    ("dgdg", {"d": "same", "g": "next"}, [1, 2, 4, 5], [2, 3, 5]),
+    ("dg", {"d": "same", "g": "same"}, [1, 2, 3, 4, 5], [1, 2, 3, 4, 5]),
+    ("dg", {"d": "next", "g": "next"}, [1, 3, 5], [2, 4]),
+])  # fmt: skip
 def test_a_turn_takes_the_next_batch_or_that_of_the_turn_before(order, batch, d, g):
     """Rounds of five batches; in the last one, turns without a batch are left out."""
     taken = {"d": [], "g": []}

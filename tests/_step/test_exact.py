@@ -226,14 +226,10 @@ class Counts(nn.Linear):
         return super().forward(x)
 
 
-@pytest.mark.parametrize(
-    ("make", "batch", "said"),
-    [
-        (Counts, torch.ones(1, 2), "changes the buffer 'seen'"),
-        (lambda: nn.Embedding(3, 2, sparse=True), torch.tensor([1]), "cannot sum sparse gradients"),
-    ],
-    ids=["buffer", "sparse"],
-)
+@pytest.mark.parametrize(("make", "batch", "said"), [
+    (Counts, torch.ones(1, 2), "changes the buffer 'seen'"),
+    (lambda: nn.Embedding(3, 2, sparse=True), torch.tensor([1]), "cannot sum sparse gradients"),
+], ids=["buffer", "sparse"])  # fmt: skip
 def test_what_cannot_be_summed_is_refused_before_the_weights_change(make, batch, said):
     state = created(make())
     before = state.model.weight.tolist()
@@ -261,15 +257,12 @@ def in_windows(model, batch, carry):
     return toy_loss(model, batch)[0], {}, carry
 
 
-@pytest.mark.parametrize(
-    ("step", "name"),
-    [
-        (fl.raw(lambda state, batch: fl.Output(ONE[0], 1)), "raw"),
-        (fl.pipeline(fl.tbptt(2))(in_windows), "tbptt"),
-        (fl.pipeline(fl.retry_on_oom())(toy_loss), "retry_on_oom"),
-        (fl.pipeline(fl.closure(create_graph=True))(toy_loss), "closure"),
-    ],
-)
+@pytest.mark.parametrize(("step", "name"), [
+    (fl.raw(lambda state, batch: fl.Output(ONE[0], 1)), "raw"),
+    (fl.pipeline(fl.tbptt(2))(in_windows), "tbptt"),
+    (fl.pipeline(fl.retry_on_oom())(toy_loss), "retry_on_oom"),
+    (fl.pipeline(fl.closure(create_graph=True))(toy_loss), "closure"),
+])  # fmt: skip
 def test_steps_that_cannot_be_exact_say_so_before_the_first_update(step, name):
     state = exact_toy()
     with pytest.raises(NotImplementedError, match=f"{name}.* exact=True.*(Leave|List)"):

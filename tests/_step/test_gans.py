@@ -177,14 +177,11 @@ def test_a_plain_step_evaluates_a_gradient_penalty():
     assert not step.evaluate(state, torch.ones(1)).loss.requires_grad
 
 
-@pytest.mark.parametrize(
-    "run",
-    [
-        lambda step: fl.fit(step, toy(), ([torch.ones(1)], [torch.ones(1)]), hooks=()),
-        lambda step: fl.evaluate(step, toy(), [torch.ones(1)]),
-        lambda step: step.evaluate(toy(), torch.ones(1)),
-    ],
-)
+@pytest.mark.parametrize("run", [
+    lambda step: fl.fit(step, toy(), ([torch.ones(1)], [torch.ones(1)]), hooks=()),
+    lambda step: fl.evaluate(step, toy(), [torch.ones(1)]),
+    lambda step: step.evaluate(toy(), torch.ones(1)),
+])  # fmt: skip
 def test_a_penalty_without_gradients_says_what_to_type(run):
     def forgets(model, batch):
         x = batch.clone().requires_grad_()

@@ -176,31 +176,24 @@ def test_a_profiler_sees_the_optimizers_step():
 TOKENS = torch.tensor(17)
 
 
-@pytest.mark.parametrize(
-    ("batch", "weight"),
-    [
-        *((torch.ones(3), 3), (torch.tensor(2.0), 1), ((torch.ones(3, 2), torch.ones(3)), 3)),
-        ({"x": torch.ones(5, 2), "temperature": torch.tensor(2.0)}, 5),
-        (((torch.ones(4), torch.ones(4)), torch.ones(4)), 4),
-        ({"name": ["a", "b"], "x": torch.ones(2, 2)}, 2),  # what is not a tensor has no size
-        *(((None, torch.ones(2)), 2), (["text", torch.ones(2)], 2)),
-        ({"t": torch.tensor(1.0), "x": torch.ones(4, 2)}, 4),
-    ],
-)
+@pytest.mark.parametrize(("batch", "weight"), [
+    (torch.ones(3), 3), (torch.tensor(2.0), 1), ((torch.ones(3, 2), torch.ones(3)), 3),
+    ({"x": torch.ones(5, 2), "temperature": torch.tensor(2.0)}, 5),
+    (((torch.ones(4), torch.ones(4)), torch.ones(4)), 4),
+    ({"name": ["a", "b"], "x": torch.ones(2, 2)}, 2),  # what is not a tensor has no size
+    ((None, torch.ones(2)), 2), (["text", torch.ones(2)], 2),
+    ({"t": torch.tensor(1.0), "x": torch.ones(4, 2)}, 4),
+])  # fmt: skip
 def test_the_weight_is_the_leading_dimension_or_what_the_loss_function_says(batch, weight):
     assert fl.pipeline()(lambda model, batch: model.w * 1.0)(toy(), batch)[1].weight == weight
     said = lambda model, batch: (model.w * 1.0, {"weight": TOKENS})
     assert fl.pipeline()(said)(toy(), batch)[1].weight is TOKENS
 
 
-@pytest.mark.parametrize(
-    ("batch", "message"),
-    [
-        ((torch.ones(3), torch.ones(4)), r"leading dimensions \[3, 4\]"),
-        ("text", "there is no tensor in a str"),
-        (object(), "there is no tensor in a object"),
-    ],
-)
+@pytest.mark.parametrize(("batch", "message"), [
+    ((torch.ones(3), torch.ones(4)), r"leading dimensions \[3, 4\]"),
+    ("text", "there is no tensor in a str"), (object(), "there is no tensor in a object"),
+])  # fmt: skip
 def test_a_batch_of_unknown_size_is_asked_about(batch, message):
     with pytest.raises(ValueError, match=message) as error:
         fl.pipeline()(lambda model, batch: model.w * 1.0)(toy(), batch)
@@ -210,22 +203,19 @@ def test_a_batch_of_unknown_size_is_asked_about(batch, message):
 # --- the reply of a loss function
 
 
-@pytest.mark.parametrize(
-    ("reply", "error", "message"),
-    [
-        (lambda w: torch.stack([w, w]), ValueError, r"scalar; got shape \(2,\).*loss.mean\(\)"),
-        (lambda w: 3.0, TypeError, "must be a scalar tensor; got 3.0"),
-        (lambda w: None, TypeError, "must be a scalar tensor; got None"),
-        (lambda w: {"loss": w}, TypeError, r"a dict. Write: return reply\['loss'\], reply"),
-        (lambda w: (w * 1, "out", 3), TypeError, "a tuple of 3. Put the rest in aux"),
-        (lambda w: (w * 1, [1]), TypeError, "must be a mapping.*got list"),
-        (lambda w: w.long(), ValueError, "floating dtype; got torch.int64"),
-        (lambda w: w.detach() * 1, ValueError, r"no gradient: .* without .*\.detach\(\)"),
-        (lambda w: w.requires_grad_(False), ValueError, "every parameter of the model has req"),
-        (lambda w: (w * 1, {"weight": "3"}), TypeError, r'aux\["weight"\] must be the number of'),
-        (lambda w: (w * 1, {"weight": torch.ones(2)}), TypeError, r"got shape \(2,\)"),
-    ],
-)
+@pytest.mark.parametrize(("reply", "error", "message"), [
+    (lambda w: torch.stack([w, w]), ValueError, r"scalar; got shape \(2,\).*loss.mean\(\)"),
+    (lambda w: 3.0, TypeError, "must be a scalar tensor; got 3.0"),
+    (lambda w: None, TypeError, "must be a scalar tensor; got None"),
+    (lambda w: {"loss": w}, TypeError, r"a dict. Write: return reply\['loss'\], reply"),
+    (lambda w: (w * 1, "out", 3), TypeError, "a tuple of 3. Put the rest in aux"),
+    (lambda w: (w * 1, [1]), TypeError, "must be a mapping.*got list"),
+    (lambda w: w.long(), ValueError, "floating dtype; got torch.int64"),
+    (lambda w: w.detach() * 1, ValueError, r"no gradient: .* without .*\.detach\(\)"),
+    (lambda w: w.requires_grad_(False), ValueError, "every parameter of the model has req"),
+    (lambda w: (w * 1, {"weight": "3"}), TypeError, r'aux\["weight"\] must be the number of'),
+    (lambda w: (w * 1, {"weight": torch.ones(2)}), TypeError, r"got shape \(2,\)"),
+])  # fmt: skip
 def test_a_bad_reply_is_named(reply, error, message):
     with pytest.raises(error, match=message):
         fl.pipeline()(lambda model, batch: reply(model.w))(toy(), ONE)
@@ -238,36 +228,33 @@ NOTHING = fl.Middleware("x", step=lambda step: None)
 CLIP, STEP = fl.clip(1.0), fl.pipeline()(toy_loss)
 
 
-@pytest.mark.parametrize(
-    ("compose", "message"),
-    [
-        (lambda: fl.pipeline(fl.clip), r"Call it: clip\(...\)"),
-        (lambda: fl.pipeline(toy_loss), r"into the second call: pipeline\(...\)\(toy_loss\)"),
-        (lambda: fl.pipeline(1.0), r"expects middleware, such as clip\(1.0\); got 1.0"),
-        (lambda: fl.pipeline(fl.time_limit(hours=8)), r"is a hook: .*\(time_limit\(hours=8\),\)\)"),
-        (lambda: fl.pipeline(fl.progress), r"progress\(...\) is a hook"),
-        (lambda: fl.pipeline(fl.every(steps=1)(fl.progress())), r"\) is a hook"),
-        (lambda: fl.pipeline(fl.Mean(1.0, 1)), "expects middleware, such as"),
-        (lambda: fl.pipeline(fl.pipeline()), r"\*p.middleware"),
-        (lambda: fl.pipeline()(CLIP), r"List it in the first call: pipeline\(clip\(1.0\), ...\)"),
-        (lambda: fl.pipeline()(nn.MSELoss()), r"supervised\(MSELoss\(...\)\)"),
-        (lambda: fl.pipeline()(Toy()), r"def loss_fn\(model, batch\)"),
-        (lambda: fl.pipeline()(nn.CrossEntropyLoss), r"supervised\(CrossEntropyLoss\(...\)\)"),
-        (lambda: fl.pipeline()(toy(), ONE), r"write pipeline\(\)\(loss_fn\)\(state, batch\)"),
-        (lambda: fl.pipeline()("mse"), r"a function \(model, batch\) -> loss; got 'mse'"),
-        (lambda: fl.pipeline()(lambda a, x, y: 0), r"takes \(model, batch\), but <lambda> takes"),
-        (lambda: fl.supervised(nn.MSELoss), r"Write supervised\(MSELoss\(\)\)"),
-        (lambda: fl.supervised(None), "expects a criterion"),
-        (lambda: fl.pipeline(NOTHING)(toy_loss), "must wrap a step"),
-        (lambda: fl.fit(toy_loss, toy(), [ONE]), r"fit\(pipeline\(\)\(toy_loss\), ...\)"),
-        (lambda: fl.evaluate(toy_loss, toy(), [ONE]), r"evaluate\(pipeline\(\)\(toy_loss\), ...\)"),
-        (lambda: fl.fit(CLIP, toy(), [ONE]), r"Write pipeline\(clip\(1.0\)\)\(loss_fn\)"),
-        (lambda: fl.fit(toy(), STEP, [ONE]), "The step comes first"),
-        (lambda: fl.fit(fl.pipeline(), toy(), [ONE]), "got pipeline"),
-        (lambda: fl.fit(fl.pipeline(CLIP), toy(), [ONE]), r"pipeline\(clip\(1.0\)\)\(loss_fn\)"),
-        (lambda: fl.fit(STEP, Toy(), [ONE]), r"expected a TrainState, as TrainState.create\("),
-    ],
-)
+@pytest.mark.parametrize(("compose", "message"), [
+    (lambda: fl.pipeline(fl.clip), r"Call it: clip\(...\)"),
+    (lambda: fl.pipeline(toy_loss), r"into the second call: pipeline\(...\)\(toy_loss\)"),
+    (lambda: fl.pipeline(1.0), r"expects middleware, such as clip\(1.0\); got 1.0"),
+    (lambda: fl.pipeline(fl.time_limit(hours=8)), r"is a hook: .*\(time_limit\(hours=8\),\)\)"),
+    (lambda: fl.pipeline(fl.progress), r"progress\(...\) is a hook"),
+    (lambda: fl.pipeline(fl.every(steps=1)(fl.progress())), r"\) is a hook"),
+    (lambda: fl.pipeline(fl.Mean(1.0, 1)), "expects middleware, such as"),
+    (lambda: fl.pipeline(fl.pipeline()), r"\*p.middleware"),
+    (lambda: fl.pipeline()(CLIP), r"List it in the first call: pipeline\(clip\(1.0\), ...\)"),
+    (lambda: fl.pipeline()(nn.MSELoss()), r"supervised\(MSELoss\(...\)\)"),
+    (lambda: fl.pipeline()(Toy()), r"def loss_fn\(model, batch\)"),
+    (lambda: fl.pipeline()(nn.CrossEntropyLoss), r"supervised\(CrossEntropyLoss\(...\)\)"),
+    (lambda: fl.pipeline()(toy(), ONE), r"write pipeline\(\)\(loss_fn\)\(state, batch\)"),
+    (lambda: fl.pipeline()("mse"), r"a function \(model, batch\) -> loss; got 'mse'"),
+    (lambda: fl.pipeline()(lambda a, x, y: 0), r"takes \(model, batch\), but <lambda> takes"),
+    (lambda: fl.supervised(nn.MSELoss), r"Write supervised\(MSELoss\(\)\)"),
+    (lambda: fl.supervised(None), "expects a criterion"),
+    (lambda: fl.pipeline(NOTHING)(toy_loss), "must wrap a step"),
+    (lambda: fl.fit(toy_loss, toy(), [ONE]), r"fit\(pipeline\(\)\(toy_loss\), ...\)"),
+    (lambda: fl.evaluate(toy_loss, toy(), [ONE]), r"evaluate\(pipeline\(\)\(toy_loss\), ...\)"),
+    (lambda: fl.fit(CLIP, toy(), [ONE]), r"Write pipeline\(clip\(1.0\)\)\(loss_fn\)"),
+    (lambda: fl.fit(toy(), STEP, [ONE]), "The step comes first"),
+    (lambda: fl.fit(fl.pipeline(), toy(), [ONE]), "got pipeline"),
+    (lambda: fl.fit(fl.pipeline(CLIP), toy(), [ONE]), r"pipeline\(clip\(1.0\)\)\(loss_fn\)"),
+    (lambda: fl.fit(STEP, Toy(), [ONE]), r"expected a TrainState, as TrainState.create\("),
+])  # fmt: skip
 def test_mistakes_are_found_when_composing(compose, message):
     with pytest.raises(TypeError, match=message):
         compose()

@@ -43,23 +43,15 @@ MEAN = fl.metric(mean=output_mean, largest=largest_output)
 
 
 @pytest.mark.parametrize("problem", [small, stochastic])
-@pytest.mark.parametrize(
-    "members",
-    [
-        (),
-        (fl.accumulate(2), fl.clip(0.05)),
-        (fl.accumulate(3), weight_penalty(0.01), noise(0.01), MEAN),
-        (fl.clip(0.05), fl.accumulate(2)),
-        (fl.clip_value(0.01), fl.accumulate(3), fl.clip(0.05)),
-        (fl.microbatch(100), fl.schedule(schedules.linear()), fl.ema(0.9)),
-        (fl.accumulate(2), fl.sam(0.05), fl.grad_norm()),
-        (fl.skip_nonfinite(), fl.accumulate(2), fl.spike_guard(4, 3.0)),
-        (fl.closure(),),
-        (fl.amp("bf16"), fl.accumulate(2)),
-        (fl.swa(0.5), fl.metric(mean=output_mean, on="training")),
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize("members", [
+    (), (fl.accumulate(2), fl.clip(0.05)),
+    (fl.accumulate(3), weight_penalty(0.01), noise(0.01), MEAN), (fl.clip(0.05), fl.accumulate(2)),
+    (fl.clip_value(0.01), fl.accumulate(3), fl.clip(0.05)),
+    (fl.microbatch(100), fl.schedule(schedules.linear()), fl.ema(0.9)),
+    (fl.accumulate(2), fl.sam(0.05), fl.grad_norm()),
+    (fl.skip_nonfinite(), fl.accumulate(2), fl.spike_guard(4, 3.0)), (fl.closure(),),
+    (fl.amp("bf16"), fl.accumulate(2)), (fl.swa(0.5), fl.metric(mean=output_mean, on="training")),
+], ids=repr)  # fmt: skip
 def test_a_function_that_calls_backward_trains_as_its_loss(members, problem):
     """Bit for bit, but for a window of unequal batches, whose gradients are weighed afterwards."""
     one = problem()
@@ -294,19 +286,15 @@ def test_evolution_strategies_on_a_linear_loss_find_its_gradient():
 # --- what is refused
 
 
-@pytest.mark.parametrize(
-    ("member", "message"),
-    [
-        (fl.compiled(), r"raw\(descend, updates=False\): compiled\(\) replaces the loss function"),
-        (fl.scheduled(beta=lambda i, total: 1.0), "replaces the loss function, and descend takes"),
-        (fl.tbptt(2), "replaces the loss function"),
-        (fl.cuda_graph(), "would capture what descend does"),
-        (fl.amp("fp16"), r'inside descend: write amp\("bf16"\)'),
-        (fl.retry_on_oom(), r"would repeat descend: list microbatch\(size\)"),
-        (fl.closure(create_graph=True), "those of descend have no graph"),
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize(("member", "message"), [
+    (fl.compiled(), r"raw\(descend, updates=False\): compiled\(\) replaces the loss function"),
+    (fl.scheduled(beta=lambda i, total: 1.0), "replaces the loss function, and descend takes"),
+    (fl.tbptt(2), "replaces the loss function"),
+    (fl.cuda_graph(), "would capture what descend does"),
+    (fl.amp("fp16"), r'inside descend: write amp\("bf16"\)'),
+    (fl.retry_on_oom(), r"would repeat descend: list microbatch\(size\)"),
+    (fl.closure(create_graph=True), "those of descend have no graph"),
+], ids=repr)  # fmt: skip
 def test_what_cannot_be_around_it_is_refused_when_composing(member, message):
     with pytest.raises(ValueError, match=message):
         fl.pipeline(member)(own(descend))
@@ -326,23 +314,12 @@ def floating(state, batch):
     return attrs.evolve(descend(state, batch), weight=1.5)
 
 
-@pytest.mark.parametrize(
-    ("fn", "error", "message"),
-    [
-        (forgets, ValueError, "forgets made no gradient. With updates=False it leaves gradients"),
-        (
-            steps,
-            ValueError,
-            r"steps called the step of SGD, .* leave it out of steps, or write raw",
-        ),
-        (floating, TypeError, r"as a scalar tensor, an int or a scalar tensor; got weight=1.5"),
-        (
-            lambda state, batch: None,
-            TypeError,
-            r"<lambda> must return Output\(loss, weight=items\)",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("fn", "error", "message"), [
+    (forgets, ValueError, "forgets made no gradient. With updates=False it leaves gradients"),
+    (steps, ValueError, r"steps called the step of SGD, .* leave it out of steps, or write raw"),
+    (floating, TypeError, r"as a scalar tensor, an int or a scalar tensor; got weight=1.5"),
+    (lambda state, batch: None, TypeError, r"<lambda> must return Output\(loss, weight=items\)"),
+])  # fmt: skip
 def test_a_wrong_function_is_named_and_the_state_is_whole(fn, error, message):
     with pytest.raises(error, match=message) as caught:
         fl.fit(fl.pipeline(fl.clip(1.0))(own(fn)), toy(w=3.0), [ONE], hooks=())
