@@ -31,12 +31,6 @@ def test_a_derived_number_is_made_for_each_loader_after_its_own():
     ]
 
 
-def test_it_is_called_once_per_loader_and_report():
-    calls = []
-    run(fl.derive(n=lambda m: calls.append(dict(m)) or 0.0), loaders=(3 * [ONE], [TWO]))
-    assert calls == [{"loss": 1.0, "lr": 0.0}, {"loss": 2.0}]
-
-
 def test_it_is_in_recent_records_and_in_a_bare_evaluation():
     """It is made of the mean, and not a mean of what is made."""
     member = fl.derive(square=lambda m: m["loss"] ** 2)

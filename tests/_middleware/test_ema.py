@@ -33,14 +33,6 @@ def test_the_average_after_each_update(member, expected):
     assert found == expected
 
 
-def test_a_skipped_update_changes_no_average():
-    """The weights are -1, -1 after a skipped update, and -2."""
-    loss_fn = lambda model, batch: toy_loss(model, batch) if batch < 2 else fl.skip("no")
-    state = fitted([1, 2, 1], fl.swa(0), fl.ema(0.5), loss_fn=loss_fn)
-    swa, ema = state.slots["swa"], state.slots["ema"]
-    assert (swa["w"].item(), swa.count, ema["w"].item(), ema.count) == (-1.5, 2, -1.25, 2)
-
-
 def test_an_update_that_is_not_blended_in_does_nothing(monkeypatch):
     blends, lerp = [], averaging.foreach_lerp_
     monkeypatch.setattr(averaging, "foreach_lerp_", lambda *a: blends.append(1) or lerp(*a))
@@ -52,21 +44,6 @@ def test_the_model_of_averaged_needs_no_average(monkeypatch):
     state = fl.averaged(fitted([1], fl.ema(0.5)))
     monkeypatch.delattr(averaging, "make_average")
     assert fl.evaluate(fl.pipeline(fl.ema(0.5))(toy_loss), state, [ONE]) == {"loss": -0.5}
-
-
-def test_bare_steps_average_too():
-    step, state = fl.pipeline(fl.ema(0.5, start=1))(toy_loss), toy(lr=1.0)
-    for expected in (-1.0, -1.5, -2.25):
-        state, _ = step(state, ONE)
-        assert state.slots["ema"]["w"].item() == expected
-
-
-def test_an_average_has_its_name():
-    members = fl.ema(0.5, name="fast"), fl.ema(0.75, name="slow")
-    state = fitted({"train": [ONE], "valid": [ONE]}, *members)
-    assert {k: v["w"].item() for k, v in state.slots.items()} == {"fast": -0.5, "slow": -0.25}
-    found = [state.history.latest(f"valid/{name}loss") for name in ("", "fast/", "slow/")]
-    assert found == [-1.0, -0.5, -0.25]
 
 
 def test_a_longer_run_begins_its_average_again(caplog):

@@ -112,16 +112,6 @@ def test_a_hook_that_monitors_an_average_which_is_not_evaluated_says_what_is_mis
     )
 
 
-def test_the_best_checkpoint_by_the_average(tmp_path):
-    """The accuracy is best where the average is -3."""
-    accuracy = fl.metric(accuracy=lambda aux, batch: -(aux["output"] + 3).abs().mean())
-    save = fl.every(epochs=1)(fl.checkpoint(tmp_path, keep=1, best="valid/ema/accuracy"))
-    state = fitted(ONES, accuracy, fl.ema(0.5), epochs=8, hooks=(save,))
-    values = state.history["valid/ema/accuracy"]
-    assert values.index(max(values)) == 3 and fl.best(tmp_path).name == "step-00000004"
-    assert fl.restore(fl.best(tmp_path), toy()).slots["ema"]["w"].item() == -3.0625
-
-
 # --- how they are computed
 
 

@@ -91,19 +91,6 @@ def test_it_equals_keras(patience, cooldown, seed):
     assert rates(values, **settings) == by_keras(values, 0.5, **settings)
 
 
-@pytest.mark.parametrize("threshold", [0.0, 0.25])
-@pytest.mark.parametrize("patience", [1, 2, 4])
-def test_it_equals_torch_whose_patience_is_one_less(patience, threshold):
-    optimizer, expected = torch.optim.SGD([torch.nn.Parameter(ONE)], lr=1.0), []
-    settings = {"factor": 0.5, "threshold": threshold, "threshold_mode": "abs"}
-    theirs = lr_scheduler.ReduceLROnPlateau(optimizer, patience=patience - 1, **settings)
-    values = [1.0, 0.5, 0.5, 0.5, 0.75, 0.25, 0.125, 0.25, 0.25, 0.25, 0.5, 0.25]
-    for value in values:
-        expected.append(optimizer.param_groups[0]["lr"])
-        theirs.step(value)
-    assert rates(values, patience=patience, min_delta=threshold) == expected
-
-
 @pytest.mark.parametrize("how", ["same", "snapshot", "checkpoint"])
 @pytest.mark.parametrize("scheduled", [False, True])
 def test_a_run_continues_with_its_rate(how, scheduled, tmp_path):

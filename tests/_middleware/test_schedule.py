@@ -79,19 +79,6 @@ def test_two_fields_are_set_by_two(other):
     assert (values(state), values(state, "weight_decay")) == ([0.5], [pytest.approx(0.1)])
 
 
-def test_a_tensor_learning_rate_resumes_bit_for_bit_from_a_checkpoint(tmp_path):
-    new = lambda: linear(torch.tensor(0.05))
-
-    def run(state, *hooks):
-        member = fl.schedule(schedules.cosine(warmup=2))
-        settings = {"epochs": 3, "evaluate_every": fl.every(steps=1), "hooks": hooks}
-        return scheduled(state, member, 7, **settings)
-
-    half = run(new(), stop_when(lambda state: state.step == 5))
-    again = kept("checkpoint", half, new(), tmp_path)
-    assert run(again).history["train/lr"] == run(new()).history["train/lr"]
-
-
 def test_a_learning_rate_on_the_device_is_set_in_place_without_synchronization():
     """Copying a number to a GPU waits for the work queued there; fill_ does not."""
     calls = []
@@ -147,11 +134,6 @@ def test_the_length_of_the_run_has_to_be_known(member):
     with pytest.raises(ValueError, match=r"fit\(.*steps=...\)"):
         fitted(endless, member)
     assert fitted(endless, member, steps=2).step == 2
-
-
-def test_lengths_in_steps_work_in_a_bare_step():
-    state, _ = fl.pipeline(fl.schedule(schedules.step_decay(2)))(toy_loss)(toy(), ONE)
-    assert state.model.w.item() == -1.0
 
 
 # --- a run of another length

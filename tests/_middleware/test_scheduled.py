@@ -3,9 +3,11 @@
 import attrs
 import pytest
 import torch
+from toy_runs import assert_same_weights
 
 import fnloop as fl
 from fnloop import schedules
+from fnloop._core.rng import COMPUTE, fold_in
 from fnloop.testing import check_laws, small, toy
 
 ONE = torch.ones(1)
@@ -109,19 +111,11 @@ def test_teacher_forcing_equals_the_loop_by_hand():
 
     hand, its_optimizer = make()
     for i in range(12):
-        torch.manual_seed(seed_of(1, i))
+        torch.manual_seed(fold_in(1, COMPUTE, i // 6, i % 6))
         its_optimizer.zero_grad()
         forced(hand, data[i % 6], truth=decay(i, 12)).backward()
         its_optimizer.step()
-    for mine, right in zip(model.parameters(), hand.parameters(), strict=True):
-        assert torch.equal(mine, right)
-
-
-def seed_of(seed, update):
-    """Return the seed of torch's generator in an update of the loop above: epochs of 6 batches."""
-    from fnloop._core.rng import COMPUTE, fold_in, mix
-
-    return mix(fold_in(seed, COMPUTE, update // 6), update % 6)
+    assert_same_weights(model, hand)
 
 
 def test_a_captured_update_reads_a_tensor_that_is_filled_before_each_replay(recorders):
