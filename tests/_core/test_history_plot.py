@@ -439,12 +439,6 @@ def test_wrong_arguments_of_compare_are_errors_that_say_what_there_is(arguments,
         compare(*arguments)
 
 
-def test_compare_without_matplotlib_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"compare needs matplotlib: pip install 'fnloop\[plot\]"):
-        compare(two())
-
-
 def names_of_runs(names):
     """Return the figure that compares runs of these names, and its legend."""
     history = History([Record(1, 10, {"valid/loss": 0.5, "valid/accuracy": 0.75})])

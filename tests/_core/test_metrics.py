@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fnloop as fl
 from fnloop import Last, Max, Mean, Min, Sum, from_torchmetrics
 from fnloop._core import metrics
-from fnloop._core.metrics import mean_of, read, update_, update_loss_, weighted
+from fnloop._core.metrics import read, update_, update_loss_, weighted
 from fnloop._core.serialize import Pending
 from fnloop.testing import toy, toy_loss
 
@@ -383,11 +383,6 @@ def test_a_weighted_value_is_a_copy_with_the_bits_of_a_product_in_float64(dtype,
         assert found.numpy().tobytes() == expected.numpy().tobytes() or (
             found.isnan() and expected.isnan()
         )
-
-
-def test_a_mean_of_checked_numbers_is_a_mean():
-    made = mean_of(torch.tensor(6.0), 2)
-    assert (type(made), made.compute(), repr(made)) == (Mean, 3.0, repr(Mean(torch.tensor(6.0), 2)))
 
 
 # --- a kind of the user's own: a subclass, which may hold a tensor of any shape

@@ -13,7 +13,7 @@ from sample_middleware import (
     own_guard,
     weight_penalty,
 )
-from several import fused_sgd_twice, muon_and_sgd, problem
+from several import fused_sgd_twice, muon_and_sgd, problem, split
 from toy_runs import fitted, noting
 
 import fnloop as fl
@@ -220,11 +220,8 @@ LINEAR = schedules.linear()
 
 
 def sgd_and_adam(parameters):
-    parameters = list(parameters)
-    return {
-        "matrices": fused_sgd([p for p in parameters if p.ndim == 2]),
-        "rest": capturable_adam([p for p in parameters if p.ndim != 2]),
-    }
+    matrices, rest = split(parameters)
+    return {"matrices": fused_sgd(matrices), "rest": capturable_adam(rest)}
 
 
 SEVERAL = [
@@ -250,9 +247,7 @@ def test_graphs_of_several_optimizers_keep_the_laws(recorders):
 
 
 def plain_sgd_twice(parameters, **settings):
-    parameters = list(parameters)
-    groups = [p for p in parameters if p.ndim == 2], [p for p in parameters if p.ndim != 2]
-    matrices, rest = (torch.optim.SGD(group, lr=0.5, foreach=None) for group in groups)
+    matrices, rest = (torch.optim.SGD(p, lr=0.5, foreach=None) for p in split(parameters))
     for group in rest.param_groups:
         group.update(settings)
     return {"matrices": matrices, "rest": rest}

@@ -82,21 +82,6 @@ def test_a_negative_weight_is_an_error_even_if_the_sum_is_positive():
 
 
 @INSIDE
-def test_a_skipped_micro_batch_is_left_out_of_the_window(inside):
-    odd = fl.Middleware(
-        "odd",
-        forward=lambda step: (
-            lambda s, b: (s, attrs.evolve(step(s, b)[1], skip="odd" if b[0] == 100 else None))
-        ),
-    )
-    step = fl.pipeline(odd, *inside, fl.accumulate(3))(toy_loss)
-    state, out = step(toy(), xs(1, 100, 3))
-    assert (state.model.w.item(), out.weight, state.step) == (-2.0, 2, 1)
-    state, out = step(state, xs(100, 100))
-    assert (state.model.w.item(), out.skip, state.step, state.skipped) == (-2.0, "odd", 1, 1)
-
-
-@INSIDE
 def test_a_parameter_that_a_batch_does_not_use_has_a_gradient_of_zero_there(inside):
     model = nn.ParameterDict({"a": torch.zeros(()), "b": torch.zeros(())})
     step = fl.pipeline(*inside, fl.accumulate(2))(lambda m, b: (m[b[1]] * b[0], {"weight": 1}))

@@ -42,14 +42,6 @@ def test_a_gradient_is_brought_to_the_limit_and_the_norm_is_that_before_it(
     assert (state.model.w.grad.item(), norms(left)) == (grad, {})
 
 
-def test_the_norm_is_over_all_parameters_together():
-    state = of(nn.Linear(2, 1))  # three elements, each with gradient 2: a norm of 2 sqrt(3)
-    assert norms(clipped(fl.clip(1.0), state)) == {"grad_norm": pytest.approx(2 * math.sqrt(3))}
-    weight = state.model.weight.grad.tolist()
-    assert weight == [[pytest.approx(1 / math.sqrt(3), rel=1e-5)] * 2]
-    assert norms(clipped(fl.clip(1.0, norm_type=math.inf), state)) == {"grad_norm": 2.0}
-
-
 @pytest.mark.parametrize("member", [fl.clip(9.0), fl.grad_norm()], ids=repr)
 def test_the_norm_in_a_record_is_the_unweighted_mean_over_updates(member):
     """The norms are 3 for a batch of one item, and 1 for a batch of two."""

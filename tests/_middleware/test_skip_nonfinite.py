@@ -6,6 +6,7 @@ import math
 import attrs
 import pytest
 import torch
+from host_reads import CountReads
 from sample_middleware import noise
 from torch import nn
 from toy_runs import fitted, kept, stop_when, xs
@@ -158,17 +159,12 @@ def test_an_overflow_is_for_amp_and_does_not_count():
 
 
 def test_an_update_is_read_to_the_host_once():
-    read, state = [], toy()
+    state = toy()
     guarded = fl.skip_nonfinite().gradient(spy(grad=2.0))
     state = fl.pipeline(fl.skip_nonfinite())(toy_loss).init_slots(state)
     with no_host_reads(), pytest.raises(AssertionError, match="read to the host"):
         guarded(state, None)
 
-    class Counting(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            read.append(func is torch.ops.aten._local_scalar_dense.default)
-            return func(*args, **(kwargs or {}))
-
-    with Counting():
+    with CountReads() as reads:
         guarded(state, None)
-    assert sum(read) == 1
+    assert reads.count == 1

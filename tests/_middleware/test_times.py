@@ -1,11 +1,13 @@
 """timings and throughput, by a clock that only the test moves: numbers for the head."""
 
+import importlib
 import pickle
 import time
 
 import attrs
 import pytest
 import torch
+from fake_terminal import fake_clock
 from sample_middleware import output_mean
 from toy_runs import noting
 
@@ -30,12 +32,10 @@ DATA, STEP, EVALUATION, PAUSE = 2.0, 3.0, 50.0, 7.0
 @pytest.fixture
 def clock(monkeypatch):
     """A clock that stands still unless ``clock.now`` is changed."""
-
-    class Clock:
-        now = 100.0
-
-    monkeypatch.setattr(time, "perf_counter", lambda: Clock.now)
-    return Clock
+    importlib.import_module("fnloop._hooks.progress")  # whose clock is replaced too
+    made = fake_clock(monkeypatch)
+    monkeypatch.setattr(time, "perf_counter", made.perf_counter)
+    return made
 
 
 class Data:
@@ -53,20 +53,8 @@ class Data:
         return len(self.batches)
 
 
-def slow(clock, step=STEP, evaluation=EVALUATION):
-    def loss_fn(model, batch):
-        clock.now += step if model.training else evaluation
-        return toy_loss(model, batch)
-
-    return loss_fn
-
-
-def pause(clock):
-    def hook(state):
-        clock.now += PAUSE
-        return state
-
-    return hook
+def slow(clock):
+    return clock.timed(toy_loss, STEP, EVALUATION)
 
 
 BATCHES, ONES = [torch.ones(n) for n in (4, 4, 2)], [torch.ones(1)] * 2
@@ -75,7 +63,7 @@ BATCHES, ONES = [torch.ones(n) for n in (4, 4, 2)], [torch.ones(1)] * 2
 def fitted(clock, *members, state=None, batches=BATCHES, step=None, **settings):
     make = fl.pipeline(*members)(slow(clock) if step is None else step)
     loaders = {"train": Data(clock, batches), "valid": ONES}
-    settings = {"hooks": (pause(clock),), **settings}
+    settings = {"hooks": (clock.takes(PAUSE),), **settings}
     return fl.fit(make, toy() if state is None else state, loaders, **settings)
 
 
@@ -353,7 +341,7 @@ def test_what_a_caller_does_between_two_epochs_does_not_count(on_a_device, clock
         request.getfixturevalue("events")
     step, loaders = fl.pipeline(fl.throughput())(slow(clock)), (Data(clock, BATCHES), ONES)
     note, watches = noting(lambda state: state.run.stopwatch)
-    hooks = (note,) if on_a_device else (note, pause(clock))
+    hooks = (note,) if on_a_device else (note, clock.takes(PAUSE))
     for state in fl.run(step, toy(), loaders, epochs=2, hooks=hooks):
         assert watches[-1].trained == state.epoch * 3 * (DATA + STEP)
         assert watches[-1].evaluated == 2 * EVALUATION

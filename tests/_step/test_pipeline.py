@@ -73,19 +73,6 @@ def test_what_each_ring_sees():
     assert found == {**inner, "update": after, "step": after}
 
 
-def test_evaluating_a_step_restores_every_flag():
-    model, flags = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Dropout()), []
-    model[1].eval()  # a frozen batch norm in a model that trains
-
-    def loss_fn(model, batch):
-        flags.append([m.training for m in model.modules()])
-        return model(batch).sum()
-
-    fl.pipeline()(loss_fn).evaluate(of(model), torch.ones(3, 2))
-    assert flags == [[False] * 4]
-    assert [m.training for m in model.modules()] == [True, True, False, True]
-
-
 class Merges(Toy):
     merged = False
 
@@ -105,19 +92,6 @@ def test_a_module_that_does_something_in_train_does_it_again_after_an_evaluation
     state = fitted(loaders, loss_fn=loss_fn, state=state, epochs=2)
     assert merged == [False, True, False, True]
     assert state.model.training and not state.model.merged
-
-
-def test_gradients_from_before_do_not_leak_into_a_step():
-    state = toy()
-    state.model.w.grad = torch.tensor(100.0)
-    state, _ = fl.pipeline()(toy_loss)(state, ONE)
-    assert (state.model.w.item(), state.model.w.grad) == (-1.0, None)
-
-
-def test_slots_are_made_when_a_step_meets_a_state():
-    counter = fl.Middleware("counter", step=lambda step: step, init=lambda state: 7)
-    state, _ = fl.pipeline(counter)(toy_loss)(toy(), ONE)
-    assert state.slots["counter"] == 7
 
 
 @pytest.mark.parametrize("ring", ["gradient", "forward"])

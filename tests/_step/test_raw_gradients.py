@@ -257,32 +257,6 @@ def test_a_forward_gradient_equals_the_loop_by_hand():
     assert torch.equal(state.model.weight, hand.model.weight)
 
 
-@torch.no_grad()
-def evolution(state, batch, pairs=3, width=0.5):
-    """Antithetic evolution strategies. The loss of the toy is linear, so each slope is its own."""
-    weight = state.model.w
-    kept, slopes = weight.clone(), []
-    for _ in range(pairs):
-        step = torch.randn(())
-        at = _at(weight, kept, width * step)
-        losses = [toy_loss(state.model, batch)[0] for _ in at]
-        slopes.append((losses[0] - losses[1]) / (2 * width * step))
-    weight.copy_(kept)
-    weight.grad = torch.stack(slopes).mean()
-    return fl.Output(toy_loss(state.model, batch)[0], weight=len(batch))
-
-
-def _at(weight, kept, step):
-    for sign in (1, -1):
-        weight.copy_(kept + sign * step)
-        yield sign
-
-
-def test_evolution_strategies_on_a_linear_loss_find_its_gradient():
-    state = fl.fit(own(evolution), toy(), xs(1, 2), hooks=())
-    assert state.model.w.item() == pytest.approx(-3.0, abs=1e-5)
-
-
 # --- what is refused
 
 
