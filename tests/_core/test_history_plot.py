@@ -457,9 +457,7 @@ def test_the_legend_of_any_runs_is_within_the_figure(runs, length):
 
 
 def test_long_names_of_runs_are_shortened_if_they_stay_different():
-    def shown(names):
-        return [text.partition(":")[0] for text in legend(names_of_runs(names)[1])]
-
+    shown = lambda names: [text.partition(":")[0] for text in legend(names_of_runs(names)[1])]
     assert shown([f"{'a' * 60}{i}" for i in range(2)]) == [
         f"{'a' * 23}…{'a' * 22}{i}" for i in range(2)
     ]

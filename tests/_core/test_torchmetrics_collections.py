@@ -88,11 +88,7 @@ def test_the_metrics_of_a_group_are_updated_once_per_batch(monkeypatch):
     """In the first batch of a pass each is updated, to find the groups."""
     updates = []
     update = classification.MulticlassRecall.update
-
-    def seen(self, *args):
-        updates.append(type(self).__name__)
-        return update(self, *args)
-
+    seen = lambda self, *args: updates.append(type(self).__name__) or update(self, *args)
     monkeypatch.setattr(classification.MulticlassRecall, "update", seen)
     monkeypatch.setattr(classification.MulticlassPrecision, "update", seen)
     evaluated(fl.metric(counted()), data=5 * DATA)

@@ -330,9 +330,7 @@ def test_checkpoints_go_from_graphs_to_eager_runs_and_back(optimizer, tmp_path, 
         settings = {"loss_fn": problem.loss_fn, "state": state, "steps": steps}
         return fitted(problem.batches, fl.accumulate(2), *members, **settings)
 
-    def losses(state):
-        return [r.metrics["train/loss"] for r in state.history if not r.closing]
-
+    losses = lambda state: [r.metrics["train/loss"] for r in state.history if not r.closing]
     graph, plain = (fl.cuda_graph(warmup=1),), ()
     whole = run(plain, problem.state(), 9)
     for first, then in ((graph, plain), (plain, graph), (graph, graph)):

@@ -145,10 +145,7 @@ def test_a_parameter_unused_in_one_call_keeps_the_gradient_of_the_other(first, s
 def by_epoch(n, state=None, batches=10, **settings):
     """Return how many batches each update of a run took, and the state."""
     calls = []
-
-    def loss_fn(model, batch):
-        calls.append(1)
-        return toy_loss(model, batch)
+    loss_fn = lambda model, batch: calls.append(1) or toy_loss(model, batch)
 
     def taken(state):
         made = len(calls) * ("update" in state.events)
@@ -172,11 +169,7 @@ def test_a_mapping_says_the_window_from_an_epoch_of_the_phase_on():
 
 def test_a_schedule_knows_the_length_of_a_run_whose_windows_vary():
     totals = []
-
-    def factor(i, total):
-        totals.append((i, total))
-        return 1.0
-
+    factor = lambda i, total: totals.append((i, total)) or 1.0
     members = fl.accumulate({0: 3, 1: 2}), fl.schedule(factor)
     note, lengths = noting(lambda state: (state.run.window, state.run.steps_per_epoch))
     stop = stop_when(lambda state: state.step == 4)

@@ -110,10 +110,7 @@ def test_what_is_frozen_is_not_looked_for_and_what_is_unfrozen_is_found():
 def test_in_turns_each_step_clips_its_own():
     model = nn.ParameterDict({"a": torch.zeros(()), "b": torch.zeros(())})
     state = fl.TrainState.create(model, {k: torch.optim.SGD([model[k]], lr=1.0) for k in "ab"})
-
-    def loss_fn(model, x):
-        return ((model["a"] + model["b"]) * x).mean()
-
+    loss_fn = lambda model, x: ((model["a"] + model["b"]) * x).mean()
     member, data = fl.clip(1.0, only=("a", "b")), [torch.tensor([4.0])] * 2
     steps = {name: fl.pipeline(member)(loss_fn) for name in "ab"}  # each turn updates one
     state = fl.fit(fl.alternate(steps), state, data, hooks=())
@@ -146,10 +143,7 @@ def test_it_equals_timm_bit_for_bit():
     torch.manual_seed(0)
     state = of(nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 5)))
     x, hand = torch.randn(2, 3, 4, 4), fl.snapshot(state)
-
-    def loss_fn(model, batch):
-        return model(batch).square().mean()
-
+    loss_fn = lambda model, batch: model(batch).square().mean()
     fitted([x], fl.clip_adaptive(0.02), loss_fn=loss_fn, state=state)
     loss_fn(hand.model, x).backward()
     before = [p.grad.clone() for p in hand.model.parameters()]

@@ -89,11 +89,7 @@ def test_the_warm_ups_of_others(make, close):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)).double()
     theirs = make(model)
-
-    def update(state):
-        theirs.update(state.model, state.step)
-        return state
-
+    update = lambda state: theirs.update(state.model, state.step) or state
     settings = {"loss_fn": fl.supervised(nn.MSELoss()), "state": of(model, lr=0.1), "epochs": 2}
     state = fitted(small().batches, fl.ema(warmed_up), hooks=(update,), **settings)
     mine = fl.averaged(state).model

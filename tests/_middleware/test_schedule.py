@@ -252,9 +252,7 @@ RATES = [1.0, torch.tensor(1.0), torch.tensor(1.0, dtype=torch.float64)]
 @pytest.mark.parametrize("old", [False, True], ids=["new", "old"])
 def test_restoring_a_checkpoint_does_not_count_as_a_change_by_hand(lr, old, tmp_path):
     """Restore into a new state and into one trained further; old checkpoints lack some values."""
-
-    def new():
-        return linear(lr.clone() if isinstance(lr, torch.Tensor) else lr, foreach=False)
+    new = lambda: linear(lr.clone() if isinstance(lr, torch.Tensor) else lr, foreach=False)
 
     def halved(state, steps):
         return scheduled(state, fl.schedule(lambda i, total: 0.5**i), steps=steps)
@@ -331,8 +329,7 @@ BY_LENGTH = [
 def test_a_run_of_another_length_is_refused_and_the_advice_makes_a_new_scheduler(
     factory, how, lr, tmp_path
 ):
-    def new():
-        return linear(lr.clone() if isinstance(lr, torch.Tensor) else lr, momentum=0.9)
+    new = lambda: linear(lr.clone() if isinstance(lr, torch.Tensor) else lr, momentum=0.9)
 
     def run(state, epochs, **settings):
         return scheduled(state, fl.torch_scheduler(factory), 2, epochs=epochs, **settings)

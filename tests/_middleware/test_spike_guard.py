@@ -182,10 +182,7 @@ def test_a_snapshot_of_other_parameters_is_not_gone_back_to():
 
 def test_the_best_weights_since_the_snapshot_are_kept():
     """w is -1, -2, -3, then -2 again: of |w + 3|, the best is that of -3."""
-
-    def loss_fn(model, batch):
-        return is_batch(model, batch) if model.training else (model.w + 3).abs()
-
+    loss_fn = lambda model, batch: is_batch(model, batch) if model.training else (model.w + 3).abs()
     step = fl.pipeline(fl.spike_guard(2, then="back"))(loss_fn)
     given = {"hooks": (fl.restore_best("valid/loss"),), "evaluate_every": fl.every(steps=1)}
     state = fl.fit(step, toy(), (xs(1, 1, 1, 9), xs(1)), **given)

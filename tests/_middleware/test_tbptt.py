@@ -105,9 +105,7 @@ def test_a_schedule_that_needs_the_length_of_the_run_needs_steps():
 
 @pytest.mark.parametrize(("dim", "weight"), [(1, 6), (0, 3)])
 def test_windows_weigh_by_their_positions_and_dim_0_by_time_too(dim, weight):
-    def loss_fn(model, batch, carry):
-        return (batch - model.w * 0).mean(), {"output": batch}, None
-
+    loss_fn = lambda model, batch, _: ((batch - model.w * 0).mean(), {"output": batch}, None)
     batch = torch.tensor([[1.0, 1.0, 4.0]] * 2)
     batch = batch if dim == 1 else batch.T
     step = fl.pipeline(fl.tbptt(2, dim=dim), fl.metric(m=output_mean))(loss_fn)
@@ -207,9 +205,7 @@ def test_replies_without_a_carry_and_batches_that_cannot_be_cut_are_refused(
 
 
 def test_a_failure_between_two_windows_leaves_no_state_to_continue_from():
-    def fails(model, batch, carry):
-        return running_sum(model, batch, carry) if carry is None else 1 / 0
-
+    fails = lambda model, batch, carry: running_sum(model, batch, carry) if carry is None else 1 / 0
     step, state = fl.pipeline(fl.tbptt(2))(fails), toy()
     with pytest.raises(ZeroDivisionError):
         step(state, ones(4))

@@ -144,10 +144,7 @@ def test_saved_weights_are_those_to_evaluate_and_training_continues_with_its_own
     state = fl.fit(step, new_state(problem, make), batches, hooks=hooks)
     path, training, averaged = fl.latest(tmp_path), weights(state), evaluated(state)
     assert not any(equal(training, averaged))
-
-    def loaded(path, **settings):
-        return fl.restore(path, new_state(problem, make), **settings)
-
+    loaded = lambda path, **settings: fl.restore(path, new_state(problem, make), **settings)
     assert all(equal(averaged, weights(loaded(path, only=("model",)))))
     assert all(equal(training, weights(loaded(path, only=("model", "optimizer")))))
     assert all(equal(training, weights(state)))

@@ -127,9 +127,7 @@ def dino_by_hand():
 
 @pytest.mark.parametrize("stopped_after", [None, 1, 4, 5, 7])
 def test_dino_equals_the_loop_by_hand_bit_for_bit(stopped_after, tmp_path):
-    def run(state, *hooks):
-        return fl.fit(DINO, state, views(), epochs=EPOCHS, hooks=hooks)
-
+    run = lambda state, *hooks: fl.fit(DINO, state, views(), epochs=EPOCHS, hooks=hooks)
     state = new_dino()
     if stopped_after is not None:
         state = run(state, stop_when(lambda state: state.step == stopped_after))

@@ -34,11 +34,7 @@ def test_rings_nest_in_their_order_and_members_in_the_listed_one():
     seen.clear()
     rings = ["step", "device", "update", "gradient", "loss", "forward"]
     listed = [marks(ring, ring) for ring in rings] + [marks("gradient", "later")]
-
-    def loss_fn(model, batch):
-        seen.append("loss_fn")
-        return toy_loss(model, batch)
-
+    loss_fn = lambda model, batch: seen.append("loss_fn") or toy_loss(model, batch)
     step = fl.pipeline(*listed)(loss_fn)
     state, out = step(toy(w=2.0), torch.tensor([1.0, 3.0]))
     inward = ["step", "device", "update", "later", "gradient", "loss", "forward"]
@@ -83,11 +79,7 @@ class Merges(Toy):
 
 def test_a_module_that_does_something_in_train_does_it_again_after_an_evaluation():
     merged = []
-
-    def loss_fn(model, batch):
-        merged.append(model.merged)
-        return toy_loss(model, batch)
-
+    loss_fn = lambda model, batch: merged.append(model.merged) or toy_loss(model, batch)
     loaders, state = {"train": [ONE], "valid": [ONE]}, of(Merges())
     state = fitted(loaders, loss_fn=loss_fn, state=state, epochs=2)
     assert merged == [False, True, False, True]
