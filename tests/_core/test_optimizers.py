@@ -136,15 +136,6 @@ def test_all_of_them_update_in_the_order_given_and_are_counted_by_name():
     assert calls == ["first", "second"] * 2
 
 
-def test_an_optimizer_that_fails_leaves_no_state_to_continue_with():
-    state, step = pair(), fl.pipeline()(toy_loss)
-    state.optimizer["second"].register_step_pre_hook(lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        step(state, torch.ones(1))
-    with pytest.raises(fl.StaleStateError, match="failed half-way"):
-        step(state, torch.ones(1))
-
-
 def test_an_overflow_in_one_skips_all():
     """Scaled, the gradient of a is infinite and that of b is not."""
     loss = lambda model, batch: model.a * (batch.sum() * 1e35) - model.b * batch.sum()

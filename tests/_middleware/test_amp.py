@@ -56,14 +56,6 @@ def test_the_scale_halves_on_overflow_and_doubles_after_a_streak():
     assert scales == [(8.0, 0), (4.0, 1), (4.0, 1), (8.0, 1), (8.0, 1), (16.0, 1)]
 
 
-def test_an_overflow_is_skipped_everywhere():
-    halving = fl.schedule(lambda i, total: 0.5**i)
-    state = fitted([1, 3e38, 2], scaled(), halving, fl.clip(1e39))
-    assert (state.step, state.skipped, state.epoch) == (2, 1, 1)
-    assert state.model.w.item() == -(1 * 1 + 2 * 0.5)
-    assert state.history["train/grad_norm"] == (1.5,)  # of the two updates that there were
-
-
 def test_the_scale_grows_when_the_update_has_been_applied_and_not_before():
     def failing(step):
         def fails(state, batch):

@@ -181,15 +181,6 @@ def test_complex_weights_and_frozen_ones_are_averaged():
     assert (slot["w"].item(), slot["frozen"].item()) == (-1.25 + 1.25j, 3.0)
 
 
-@pytest.mark.slow  # compiles
-def test_names_are_those_of_the_plain_module():
-    model = torch.compile(nn.Sequential(nn.Linear(1, 1, bias=False)), backend="eager")
-    state, slot = averaged_in(model, torch.ones(1, 1))
-    (found,) = state.history["valid/ema/loss"]
-    assert list(slot) == ["0.weight"]
-    assert found == slot["0.weight"].item() != state.history["valid/loss"][0]
-
-
 # --- what is refused
 
 

@@ -5,10 +5,9 @@ import math
 import pytest
 import torch
 from torch.optim import lr_scheduler
-from toy_runs import ONE, fitted, kept, noting
+from toy_runs import ONE, fitted, noting
 
 import fnloop as fl
-from fnloop.testing import toy, toy_loss
 
 
 def lowers(**settings):
@@ -91,21 +90,6 @@ def test_it_equals_keras(patience, cooldown, seed):
     assert rates(values, **settings) == by_keras(values, 0.5, **settings)
 
 
-@pytest.mark.parametrize("how", ["same", "snapshot", "checkpoint"])
-@pytest.mark.parametrize("scheduled", [False, True])
-def test_a_run_continues_with_its_rate(how, scheduled, tmp_path):
-    """Also with a schedule that halves each rate. The rate is that before the next update."""
-    members = [lowers(), fl.schedule(lambda i, total: 0.5)][: 1 + scheduled]
-    first = fitted([1], *members, epochs=4)
-    rate = first.optimizer.param_groups[0]["lr"]
-    state = fitted([1], *members, state=kept(how, first, toy(), tmp_path), epochs=6)
-    expected = [0.5**scheduled * rate for rate in (1.0, 1.0, 0.5, 0.25, 0.125, 0.0625)]
-    assert state.history["train/lr"] == tuple(expected)  # update i: after epoch i - 1
-    assert state.model.w.item() == -sum(expected)
-    if how == "snapshot":  # the first branch keeps its own rate
-        assert first.optimizer.param_groups[0]["lr"] == rate
-
-
 # --- with others
 
 
@@ -156,14 +140,6 @@ def test_nothing_of_it_is_left_in_the_groups_after_an_update():
     with pytest.raises(ZeroDivisionError):
         fl.pipeline(fl.plateau("train/loss"))(lambda model, batch: 1 / 0)(state, ONE)
     assert "set_by_schedule_ratio" not in state.optimizer.param_groups[0]
-
-
-def test_a_skipped_update_leaves_the_rate_as_it_was():
-    """The third update would be made with half of it."""
-    updates = iter((toy_loss, toy_loss, lambda model, batch: fl.skip("no")))
-    loss_fn = lambda model, batch: next(updates)(model, batch)
-    state = fitted([1], lowers(), loss_fn=loss_fn, epochs=3)
-    assert (state.skipped, state.optimizer.param_groups[0]["lr"]) == (1, 1.0)
 
 
 @pytest.mark.parametrize("first", [fl.plateau("train/loss"), fl.accumulate(1)])

@@ -7,7 +7,7 @@ import attrs
 import pytest
 import torch
 from torch.optim import lr_scheduler
-from toy_runs import kept, noting, of, stop_when, xs
+from toy_runs import noting, of, xs
 
 import fnloop as fl
 from fnloop.testing import Toy, assert_same, toy
@@ -150,23 +150,6 @@ def test_the_model_and_the_optimizer_stay_the_same_objects():
     state = fitted([1, 1, 1, 9, 1], guard, state=state, hooks=(note,))
     assert state.model is model and state.optimizer is optimizer and state.skipped == 2
     assert [*map(id, moments[0])] == [*map(id, moments_of(state))]
-
-
-@pytest.mark.parametrize("pause", [2, 3, 6, 7])
-def test_a_restart_at_any_update_goes_back_to_the_same_snapshot(pause, tmp_path):
-    losses = [1, 1.1, 1.2, 1.3, 1.4, 9, 1.5, 1.6, 9]
-    scheduler = fl.torch_scheduler(lambda o, run: lr_scheduler.StepLR(o, 2))
-    members = fl.ema(0.5), scheduler, fl.spike_guard(2, then="back")
-    new = lambda: of(Toy(), torch.optim.AdamW, lr=0.1)
-    halt = stop_when(lambda state: state.step + state.skipped == pause)
-    whole = fitted(losses, *members, state=new(), epochs=2)
-    state = fitted(losses, *members, state=new(), epochs=2, hooks=(halt,))
-    state = kept("checkpoint", state, new(), tmp_path)
-    resumed = fitted(losses, *members, state=state, epochs=2)
-    assert len(where(whole)) == 4 and where(resumed) == where(whole)
-    assert resumed.history["train/loss"][-1] == whole.history["train/loss"][-1]
-    plain = {"run_id": "", "history": fl.History()}  # the pause made a record
-    assert_same(attrs.evolve(resumed, **plain), attrs.evolve(whole, **plain))
 
 
 def test_a_snapshot_of_other_parameters_is_not_gone_back_to():

@@ -8,12 +8,10 @@ import pytest
 import torch
 from sample_middleware import largest_output, noise, output_mean, weight_penalty
 from torch import nn
-from torch.func import functional_call, jvp
 from toy_runs import ONE, of, xs
 
 import fnloop as fl
 from fnloop import schedules
-from fnloop._core.rng import COMPUTE, fold_in
 from fnloop.testing import assert_same, small, stochastic, toy, toy_loss
 
 own = functools.partial(fl.raw, updates=False)
@@ -227,34 +225,6 @@ def test_grad_cache_is_the_plain_loss(members):
     for a, b in zip(mine.model.parameters(), theirs.model.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
     assert mine.history["train/loss"] == pytest.approx(theirs.history["train/loss"], abs=1e-6)
-
-
-def forward_gradient(state, batch):
-    """The derivative along a random direction, times that direction."""
-    params = dict(state.model.named_parameters())
-    direction = {name: torch.randn_like(p) for name, p in params.items()}
-    loss_of = lambda given: functional_call(state.model, given, (batch[0],)).sub(batch[1]).mean()
-    loss, slope = jvp(loss_of, (params,), (direction,))
-    for name, p in params.items():
-        p.grad = slope * direction[name]
-    return fl.Output(loss, weight=len(batch[0]))
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own
-def test_a_forward_gradient_equals_the_loop_by_hand():
-    def new():
-        torch.manual_seed(0)
-        return of(nn.Linear(6, 1), lr=0.1)
-
-    batches = [(x, y[:, :1]) for x, y in views()]
-    state = fl.fit(fl.pipeline(fl.clip(1.0))(own(forward_gradient)), new(), batches, hooks=())
-    hand = new()
-    for i, batch in enumerate(batches):
-        torch.manual_seed(fold_in(0, COMPUTE, 0, i))
-        forward_gradient(hand, batch)
-        nn.utils.clip_grad_norm_(hand.model.parameters(), 1.0)
-        hand.optimizer.step()
-    assert torch.equal(state.model.weight, hand.model.weight)
 
 
 # --- what is refused
