@@ -28,12 +28,10 @@ def same(a, b):
 # --- combining
 
 MONOIDS = {  # a metric of a batch of numbers, and its value over the numbers 1 to 6
-    "Mean": (lambda xs: Mean(sum(xs), len(xs)), 3.5),
-    "Sum": (lambda xs: Sum(sum(xs)), 21.0),
-    "Min": (lambda xs: Min(min(xs)), 1.0),
-    "Max": (lambda xs: Max(max(xs)), 6.0),
+    "Mean": (lambda xs: Mean(sum(xs), len(xs)), 3.5), "Sum": (lambda xs: Sum(sum(xs)), 21.0),
+    "Min": (lambda xs: Min(min(xs)), 1.0), "Max": (lambda xs: Max(max(xs)), 6.0),
     "Last": (lambda xs: Last(xs[-1]), 6.0),
-}
+}  # fmt: skip
 KINDS = {
     "floats": float, "tensors": torch.tensor, "int tensors": lambda x: torch.tensor(int(x)),
     "a float, then tensors": lambda x: x if x == 1 else torch.tensor(x),

@@ -82,12 +82,10 @@ def test_a_host_read_names_its_line(recorders):
 
 
 READS = [
-    lambda state: state.step > 3,
-    lambda state: 1 / (1 + state.step),
-    lambda state: state.skipped + 1,
-    lambda state: state.run.total_steps,
+    lambda state: state.step > 3, lambda state: 1 / (1 + state.step),
+    lambda state: state.skipped + 1, lambda state: state.run.total_steps,
     lambda state: state.history["train/loss"],
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("read", READS)

@@ -21,24 +21,19 @@ from fnloop import CaptureError, schedules
 from fnloop.testing import assert_same, law_fold, law_no_host_reads, law_purity, small, toy
 
 TABLE = [
-    (),
-    (fl.accumulate(2),),
-    (fl.accumulate(3), fl.clip(0.05)),
-    (fl.clip(0.05), fl.accumulate(3)),
-    (fl.clip_value(0.01),),
-    (fl.clip(0.05, only="0.*"), fl.accumulate(2), fl.clip_adaptive(0.01)),
+    (), (fl.accumulate(2),), (fl.accumulate(3), fl.clip(0.05)), (fl.clip(0.05), fl.accumulate(3)),
+    (fl.clip_value(0.01),), (fl.clip(0.05, only="0.*"), fl.accumulate(2), fl.clip_adaptive(0.01)),
     (fl.amp("bf16"), fl.accumulate(2), fl.clip(0.05)),
     (fl.schedule(schedules.cosine(warmup=2, min_ratio=0.1)),),
     (fl.torch_scheduler(decay), fl.clip(float("inf"))),
     (fl.metric(mean=output_mean, largest=largest_output), fl.accumulate(2)),
     (noise(0.01), fl.accumulate(2)),
     (weight_penalty(0.01), average(0.9), fl.schedule(schedules.linear())),
-    (fl.compiled(backend="eager"), fl.accumulate(2), fl.clip(0.05)),
-    (fl.ema(0.9),),
+    (fl.compiled(backend="eager"), fl.accumulate(2), fl.clip(0.05)), (fl.ema(0.9),),
     (fl.ema(0.9, start=9, every=2), fl.accumulate(2)),
     (fl.ema(0.9, start=0.25), fl.swa(0.5), fl.schedule(schedules.linear())),
     (fl.swa(5, every=3, evaluate="only"), fl.metric(mean=output_mean)),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("members", TABLE, ids=repr)
@@ -225,11 +220,9 @@ def sgd_and_adam(parameters):
 
 
 SEVERAL = [
-    (),
-    (fl.accumulate(3), fl.clip(0.05)),
-    (fl.schedule(LINEAR),),
+    (), (fl.accumulate(3), fl.clip(0.05)), (fl.schedule(LINEAR),),
     (fl.schedule(LINEAR, only="rest"), fl.schedule(schedules.cosine(warmup=2), only="matrices")),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("members", SEVERAL, ids=repr)

@@ -444,18 +444,15 @@ def test_parameters_that_are_added_between_runs_are_trained():
 PLAIN, LINEAR = fl.pipeline()(d_loss), fl.schedule(schedules.linear())
 AROUND = [  # that would be ignored, or set a rate twice
     (fl.clip(1.0), r"clip\(1.0\) acts in the gradient ring, but each of the steps d, g"),
-    (fl.accumulate(2), "acts in the gradient ring"),
-    (fl.amp("bf16"), "acts in the forward ring"),
+    (fl.accumulate(2), "acts in the gradient ring"), (fl.amp("bf16"), "acts in the forward ring"),
     *((member, "replaces the loss function") for member in (fl.compiled(), fl.tbptt(2))),
-    (MEAN, 'on="evaluation"'),
-    (fl.cuda_graph(), "acts in the device ring"),
-    (fl.closure(), "says how the optimizer is called"),
-    (fl.throughput(), "acts in the loss ring"),
+    (MEAN, 'on="evaluation"'), (fl.cuda_graph(), "acts in the device ring"),
+    (fl.closure(), "says how the optimizer is called"), (fl.throughput(), "acts in the loss ring"),
     (fl.ema(0.5, name="d"), r"name='d'\) has the name of a step, .* one, name="),
     (LINEAR, "both set lr of one optimizer: name others.*only="),
     (fl.schedule(schedules.linear(), only="d"), "both set lr of one optimizer"),
     (fl.torch_scheduler(halve, only="d"), "both set lr of one optimizer"),
-]
+]  # fmt: skip
 INSIDE = [
     (fl.tbptt(2), "several updates in one turn"),
     (fl.cuda_graph(), "would capture which parameters need gradients"),

@@ -19,11 +19,9 @@ def parameters(*kinds):
 
 
 KINDS = {
-    "alike": (torch.float32,) * 3,
-    "one": (torch.float64,),
-    "of two dtypes": (torch.float32, torch.float64, torch.bfloat16),
-    "none": (),
-}
+    "alike": (torch.float32,) * 3, "one": (torch.float64,),
+    "of two dtypes": (torch.float32, torch.float64, torch.bfloat16), "none": (),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
