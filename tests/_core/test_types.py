@@ -46,9 +46,6 @@ def counted(slot=0):
     return Middleware("counter", forward=same, step=other, init=len, window=slot + 1)
 
 
-# --- the decorator
-
-
 def test_a_decorated_function_acts_in_its_ring():
     step = fl.pipeline(scaled(3.0))(toy_loss)
     state, _ = step(toy(), torch.tensor([1.0]))  # the gradient is 1, and the learning rate too
@@ -134,9 +131,6 @@ def test_a_record_makes_its_slot_itself():
         whole()
 
 
-# --- as text
-
-
 @pytest.mark.parametrize(("made", "text"), [
     (scaled(1.0), "scaled(1.0)"), (scaled(by=2), "scaled(by=2)"), (counted(), "counted()"),
     (scaled(2, power=3), "scaled(2, power=3)"), (scaled("a"), "scaled('a')"),
@@ -154,9 +148,6 @@ def test_a_record_makes_its_slot_itself():
 ], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
 def test_a_middleware_shows_as_it_was_typed(made, text):
     assert repr(made) == text
-
-
-# --- equality, hashes, pickles
 
 
 MAKE = [
@@ -188,9 +179,6 @@ def test_middleware_are_equal_if_they_come_from_the_same_call():
 def test_a_middleware_pickles(make):
     again = pickle.loads(pickle.dumps(make()))
     assert (again, hash(again), repr(again)) == (make(), hash(make()), repr(make()))
-
-
-# --- outputs
 
 
 @pytest.mark.parametrize(("out", "text"), [

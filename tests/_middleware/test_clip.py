@@ -49,9 +49,6 @@ def test_the_norm_in_a_record_is_the_unweighted_mean_over_updates(member):
     assert state.history["train/grad_norm"] == (2.0,) and state.model.w.item() == -2.0
 
 
-# --- a norm that is not finite
-
-
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 def test_a_gradient_without_a_finite_norm_becomes_nan_as_a_whole(bad, norm_type):
@@ -73,9 +70,6 @@ def test_a_norm_that_overflows_does_not_pass_as_a_gradient_of_zero():
     state = two_parts()
     assert norms(clipped(fl.clip(1.0), state, 1e30)) == {"grad_norm": math.inf}
     assert state.model[0].weight.grad.isnan().all()
-
-
-# --- some parameters
 
 
 @pytest.mark.parametrize(("member", "grads", "reported"), [
@@ -136,9 +130,6 @@ def test_a_selector_for_nothing_is_refused_before_the_first_update(factory):
         fitted([torch.ones(1, 3)], member, loss_fn=lambda *_: 1 / 0, state=two_parts())
 
 
-# --- clip_adaptive
-
-
 def test_it_equals_timm_bit_for_bit():
     torch.manual_seed(0)
     state = of(nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 5)))
@@ -179,9 +170,6 @@ def test_a_unit_whose_norm_is_not_finite_becomes_nan_and_others_do_not():
 
     fl.clip_adaptive(0.1).gradient(one_bad)(of(model), None)
     assert model.weight.grad[0].isnan().all() and model.weight.grad[1].isfinite().all()
-
-
-# --- grad_norm
 
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])

@@ -52,9 +52,6 @@ def test_hooks_can_monitor_it(tmp_path):
     assert fl.best(tmp_path).name.endswith("1")
 
 
-# --- names that are not there
-
-
 def f1(aux, batch):
     return fl.Sum(1.0)
 
@@ -125,9 +122,6 @@ def test_a_key_error_of_its_own_is_raised():
     assert "while in the derived metric 'x', for train" in info.value.__notes__[0]
 
 
-# --- values
-
-
 @pytest.mark.parametrize(("function", "found"), [
     (lambda m: math.exp(1000.0), math.nan), (lambda m: 1 / 0, math.nan),
     (lambda m: math.log(0.0), math.nan), (lambda m: 3, 3.0), (lambda m: torch.tensor([3.0]), 3.0),
@@ -147,9 +141,6 @@ def test_a_name_that_is_there_is_refused_at_the_report():
     message = "reports the metric 'grad_norm', which is there already: rename"
     with pytest.raises(ValueError, match=message):
         run(fl.clip(1.0), fl.derive(grad_norm=double))
-
-
-# --- a middleware of one's own
 
 
 def test_a_middleware_may_report_more_numbers():

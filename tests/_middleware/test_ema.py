@@ -57,9 +57,6 @@ def test_a_longer_run_begins_its_average_again(caplog):
     assert (state.slots["swa"]["w"].item(), state.slots["swa"].count) == (-12.5, 8)
 
 
-# --- the same numbers as others
-
-
 class AsOfTimm:
     """timm's average as one of torch's."""
 
@@ -96,9 +93,6 @@ def test_it_is_the_average_of_torch_and_of_timm_bit_for_bit(member, start, make)
     mine = fl.averaged(state, member.name).model
     assert_same_weights(mine, theirs.module)
     assert not torch.equal(mine[0].weight, state.model[0].weight)
-
-
-# --- what is averaged
 
 
 class Buffers(nn.Module):
@@ -179,9 +173,6 @@ def test_complex_weights_and_frozen_ones_are_averaged():
     loss_fn = lambda model, x: (model.w.real - model.w.imag) * x.mean()
     slot = fitted([1, 1], fl.ema(0.5), loss_fn=loss_fn, state=of(model)).slots["ema"]
     assert (slot["w"].item(), slot["frozen"].item()) == (-1.25 + 1.25j, 3.0)
-
-
-# --- what is refused
 
 
 def test_a_fraction_needs_the_length_of_the_run():

@@ -18,9 +18,6 @@ def halves(n):
     return HALVES[n]
 
 
-# --- a rule for the decay
-
-
 @pytest.mark.parametrize(("settings", "expected"), [
     ({}, [-1, -1.5, -1.5, -2.75]), ({"every": 2}, [0, -2, -2, -3]),
     ({"start": 2}, [-1, -2, -3, -3.5]),
@@ -96,9 +93,6 @@ def test_the_warm_ups_of_others(make, close):
     assert state.step == 14 and not torch.equal(mine[0].weight, state.model[0].weight)
     for p, right in zip(mine.parameters(), theirs.module.parameters(), strict=True):
         torch.testing.assert_close(p, right, rtol=close, atol=close)
-
-
-# --- an average of parts
 
 
 class Two(nn.Module):
@@ -200,9 +194,6 @@ def test_turns_have_an_average_of_one_of_them():
     state = fl.TrainState.create(model, optimizers)
     state = fl.fit(around(step), state, [ONE] * 2, hooks=())
     assert {k: v.item() for k, v in state.slots["ema"].items()} == {"b.w": -1.25}
-
-
-# --- what is refused
 
 
 @pytest.mark.parametrize(("make", "error", "message"), [

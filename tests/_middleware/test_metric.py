@@ -86,9 +86,6 @@ def test_what_a_function_of_several_may_not_return(value, error, message):
         evaluated(fl.metric(lambda aux, batch: value, n=size))
 
 
-# --- where a metric is computed
-
-
 def names(*members, **settings):
     """Return the metrics of a run besides losses and rates."""
     found = fitted(LOADERS, *members, state=toy(lr=0.0), **settings).history[-1].metrics
@@ -146,9 +143,6 @@ def test_a_loader_that_the_run_does_not_have_is_refused_before_the_first_update(
         fitted(LOADERS, member, loss_fn=lambda model, batch: 1 / 0)
     # A loader that is not evaluated this time is not refused.
     assert names(fl.metric(n=size, loaders=("test",)), evaluate_every=None) == {}
-
-
-# --- a ring for evaluation
 
 
 @fl.middleware("evaluation")

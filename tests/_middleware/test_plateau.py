@@ -90,9 +90,6 @@ def test_it_equals_keras(patience, cooldown, seed):
     assert rates(values, **settings) == by_keras(values, 0.5, **settings)
 
 
-# --- with others
-
-
 @pytest.mark.parametrize("first", [True, False])
 def test_it_multiplies_what_a_schedule_sets_in_either_order(first):
     halves = fl.schedule(lambda i, total: 1 / (i + 1))

@@ -36,9 +36,6 @@ def test_the_loss_alone_and_a_gradient_alone_are_found(term, why):
     assert out.skip == f"skip_nonfinite: {why}" and state.model.w.item() == 0.0
 
 
-# --- the law: it equals the run without these batches
-
-
 def poisoned(problem, which):
     """Return the batches with NaN in some of them, and the batches without those."""
 
@@ -134,9 +131,6 @@ def test_in_turns_each_step_has_its_own():
     assert dict(state.updates) == {"a": 1, "b": 3} and state.stop.startswith("skip_nonfinite: 2")
 
 
-# --- in a row
-
-
 def test_limit_in_a_row_stop_the_run_which_may_be_continued(tmp_path):
     """Also if the row begins before a checkpoint."""
     values, guard = [1, NAN, 1, NAN, NAN, 1, 1], fl.skip_nonfinite(2)
@@ -153,9 +147,6 @@ def test_an_overflow_is_for_amp_and_does_not_count():
     amp = fl.amp("fp16", init_scale=2.0**60)
     state = fitted([3e30] * 12, amp, fl.skip_nonfinite(1), loss_fn=float_loss)
     assert state.skipped > 1 and state.stop is None
-
-
-# --- what it costs, and what is refused
 
 
 def test_an_update_is_read_to_the_host_once():

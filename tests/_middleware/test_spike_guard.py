@@ -109,9 +109,6 @@ def test_of_a_window_of_batches_the_mean_counts():
     assert where(state) == [(0, 2, 1, 3.0)] and state.stop.startswith("spike_guard: 1 update in")
 
 
-# --- then="back"
-
-
 def test_buffers_and_state_that_came_after_the_snapshot_go_back():
     """The third batch is the first that trains the bias, and the fourth is a spike."""
 
@@ -158,9 +155,6 @@ def test_a_snapshot_of_other_parameters_is_not_gone_back_to():
     state.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(()))]})
     with pytest.raises(ValueError, match="the snapshot is of a state with other parameters"):
         fitted([9], guard, state=state, epochs=2)
-
-
-# --- what does not go back: the records, and what hooks know of them
 
 
 def test_the_best_weights_since_the_snapshot_are_kept():

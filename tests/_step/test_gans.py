@@ -17,9 +17,6 @@ def adams(gan):
     return {name: torch.optim.Adam(gan[name].parameters(), **ADAM) for name in "dg"}
 
 
-# --- WGAN-GP: five updates of the critic, with a gradient penalty, to one of the generator
-
-
 def wgan():
     torch.manual_seed(1)
     g = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -92,9 +89,6 @@ def test_a_critic_with_five_updates_to_one_equals_the_loop_by_hand(batch, size, 
     state = fl.fit(wgan_step(batch), new_wgan(), loaders, epochs=2, hooks=())
     assert_same_weights(state, wgan_by_hand(points(), 2, size))
     assert (state.step, dict(state.updates)) == (6, {"d": critic, "g": 4})
-
-
-# --- gradient penalties in evaluation
 
 
 def test_the_critic_is_evaluated_with_its_penalty():
