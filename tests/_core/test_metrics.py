@@ -289,12 +289,6 @@ def accuracy():
 RIGHT, WRONG = torch.tensor([0.0]), torch.tensor([1.0])
 
 
-def test_under_accumulate_every_batch_is_seen_once():
-    step, data = fl.pipeline(accuracy(), fl.accumulate(2))(toy_loss), [RIGHT, RIGHT, WRONG, WRONG]
-    state = fl.fit(step, toy(), (data, data), hooks=(), evaluate_every=fl.every(steps=1))
-    assert (state.history["train/acc"], state.history["valid/acc"]) == ((1.0, 0.5), (0.5, 0.5))
-
-
 @pytest.mark.parametrize(("window", "batches"), [
     (1, [RIGHT, WRONG, WRONG]), (2, [[RIGHT, RIGHT], [WRONG, WRONG], [WRONG]]),
 ], ids=["a batch", "a window"])  # fmt: skip

@@ -141,26 +141,6 @@ def test_another_state_has_graphs_of_its_own(recorders):
     assert (one.model.w.item(), two.model.w.item()) == (-6.0, -60.0)
 
 
-def test_a_hook_may_return_to_a_snapshot(recorders):
-    went = []
-
-    def going_back():
-        kept = []
-
-        def back(state):
-            if state.step == 3 and not kept:
-                kept.append(fl.snapshot(state))
-            if state.step == 5 and len(kept) == 1:
-                kept.append(went.append(state))
-                return kept[0]
-            return state
-
-        return {"hooks": (back,)}
-
-    compared(net(), settings=going_back, epochs=2)
-    assert len(went) == 2
-
-
 def test_parameters_added_between_two_runs_are_trained(recorders):
     problem = net()
 
