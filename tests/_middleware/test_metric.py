@@ -197,8 +197,3 @@ def test_an_error_names_the_middleware_of_the_evaluation():
     where = "while in metric(n=explode, on='evaluation'), valid, epoch 1"
     assert info.value.__notes__[0] == "while in the metric 'n'"
     assert info.value.__notes__[1].startswith(where)
-
-
-def test_the_diagram_shows_what_acts_in_evaluation():
-    step = fl.pipeline(fl.metric(n=size, on="evaluation"))(toy_loss)
-    assert "forward   metric(n=size, on='evaluation') in evaluation" in str(step)

@@ -154,7 +154,7 @@ def test_several_processes_are_refused(step):
 ])  # fmt: skip
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 def test_it_shows_compares_and_pickles_as_it_was_typed(typed):
-    names = {**vars(fl), "double_loss": double_loss}
+    names = {name: getattr(fl, name) for name in fl.__all__} | {"double_loss": double_loss}
     made, again = eval(typed, names), eval(typed, names)
     assert repr(made) == typed and made == again
     assert pickle.loads(pickle.dumps(made)) == made == copy.deepcopy(made)
@@ -163,6 +163,7 @@ def test_it_shows_compares_and_pickles_as_it_was_typed(typed):
     assert repr(pipe(toy_loss)) == f"{pipe!r}(toy_loss)"
 
 
-def test_the_diagram_shows_an_average_in_evaluation():
-    text = str(fl.pipeline(fl.ema(0.5, every=2))(toy_loss))
+def test_the_diagram_shows_what_acts_in_evaluation():
+    text = str(fl.pipeline(fl.ema(0.5, every=2), ON)(toy_loss))
     assert "update" in text and "ema(0.5, every=2) in evaluation" in text
+    assert "metric(x=number, on='evaluation') in evaluation" in text
