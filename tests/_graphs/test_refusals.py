@@ -7,6 +7,7 @@ import attrs
 import numpy as np
 import pytest
 import torch
+from after_steps import skipping
 from graph_problems import Counting, capturable_adam, compared, net
 from torch import nn
 from toy_runs import ONE, fitted, of
@@ -147,15 +148,9 @@ def test_a_draw_on_the_host_is_refused(draw, whose, recorders):
 
 
 def test_an_update_that_is_skipped_is_refused(recorders):
-    def wrap(step):
-        def skipping(state, batch):
-            state, out = step(state, batch)
-            return state, attrs.evolve(out, skip="a guard" if in_capture() else None)
-
-        return skipping
-
+    member = skipping(lambda batch, out: in_capture(), "a guard")
     with pytest.raises(CaptureError, match=r"it is skipped \(a guard\)"):
-        fitted([1, 1], fl.Middleware("guard", gradient=wrap), fl.cuda_graph(warmup=1))
+        fitted([1, 1], member, fl.cuda_graph(warmup=1))
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import attrs
 import pytest
 import torch
+from after_steps import after
 from graph_problems import PROBLEMS, capturable_adam, compared, done, fused_sgd, net, replays
 from sample_middleware import (
     average,
@@ -159,18 +160,10 @@ def count_on_the_host(state):
     (count_on_the_host, r"model\.left_out is changed on the host"),
 ])  # fmt: skip
 def test_middleware_that_counts_skipped_updates_is_refused(count, said, recorders):
-    def wrap(step):
-        def counting(state, batch):
-            state, out = step(state, batch)
-            if out.skip is not None:
-                count(state)
-            return state, out
-
-        return counting
-
     state = toy()
     state.model.left_out = 0
-    member = fl.Middleware("count", update=wrap, init=lambda state: torch.zeros(()))
+    left_out = lambda state, batch, out: None if out.skip is None else count(state)
+    member = after("update", left_out, "count", init=lambda state: torch.zeros(()))
     with pytest.raises(CaptureError, match=said):
         fitted([*range(9)], fl.amp("fp16"), member, fl.cuda_graph(warmup=1), state=state)
     assert state.model.left_out == 0

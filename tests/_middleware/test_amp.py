@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from after_steps import after
 from toy_runs import fitted, noting, xs
 
 import fnloop as fl
@@ -57,14 +58,7 @@ def test_the_scale_halves_on_overflow_and_doubles_after_a_streak():
 
 
 def test_the_scale_grows_when_the_update_has_been_applied_and_not_before():
-    def failing(step):
-        def fails(state, batch):
-            state, out = step(state, batch)
-            return (state, out) if batch == 1 else 1 / 0
-
-        return fails
-
-    members = scaled(growth_interval=2), fl.Middleware("fails", gradient=failing)
+    members = scaled(growth_interval=2), after("gradient", lambda _, x, out: 1 / (2 - x.item()))
     with pytest.raises(ZeroDivisionError) as caught:
         fitted([1, 2], *members)
     kept = caught.value.state.slots["amp"]

@@ -7,6 +7,7 @@ import time
 import attrs
 import pytest
 import torch
+from after_steps import after, skipping
 from fake_terminal import fake_clock
 from sample_middleware import output_mean
 from toy_runs import noting
@@ -156,33 +157,25 @@ def test_a_bare_step_knows_its_own_time_only(clock):
     assert fl.evaluate(step, toy(), [torch.ones(1)]) == {"loss": 0.0}
 
 
-def for_the_last(change):
-    """Return a middleware that changes the output of the last batch."""
-
-    def wrap(step):
-        def changing(state, batch):
-            state, out = step(state, batch)
-            return state, change(out) if len(batch) == 2 else out
-
-        return changing
-
-    return fl.Middleware("last", gradient=wrap)
+def of_two(batch, out):
+    return len(batch) == 2  # as the last one is
 
 
 def test_skipped_updates_do_not_count(clock):
-    skipping = for_the_last(lambda out: attrs.evolve(out, skip="no"))
-    state = fitted(clock, skipping, fl.timings(), fl.throughput())
+    state = fitted(clock, skipping(of_two), fl.timings(), fl.throughput())
     found = latest(state, "time/step", "throughput/samples")
     assert state.skipped == 1 and found == (STEP, 8 / (2 * (DATA + STEP)))
 
 
 # --- throughput
 
+NONE_LEFT = after("gradient", lambda _, b, out: attrs.evolve(out, weight=0) if len(b) == 2 else out)
+
 
 @pytest.mark.parametrize(("members", "samples"), [
     *(((fl.accumulate(n), fl.throughput()), 10) for n in (1, 2, 3)),
     # An update without a batch of its own, as on a process that has none in the last window.
-    ((for_the_last(lambda out: fl.Output(out.loss, 0, out.aux)), fl.throughput()), 4 + 4),
+    ((NONE_LEFT, fl.throughput()), 4 + 4),
 ], ids=repr)  # fmt: skip
 def test_samples_in_a_second_of_training(members, samples, clock):
     """In 3 × (2 + 3) seconds; neither evaluations nor hooks count."""

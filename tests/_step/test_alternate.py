@@ -4,9 +4,9 @@ import gc
 import pickle
 import weakref
 
-import attrs
 import pytest
 import torch
+from after_steps import after, skipping
 from sample_middleware import counted
 from torch import nn
 from toy_runs import ONE, noting, xs
@@ -232,21 +232,9 @@ def test_what_failed_is_named_with_its_turn_and_no_frame_of_fnloop_is_shown(run,
 # --- skipped updates
 
 
-def skipping(*values):
-    """Skip the updates of these batches."""
-
-    def wrap(step):
-        def skipped(state, batch):
-            state, out = step(state, batch)
-            return state, attrs.evolve(out, skip="no") if batch.item() in values else out
-
-        return skipped
-
-    return fl.Middleware("skips", gradient=wrap)
-
-
 def test_a_skipped_update_is_that_of_its_turn():
-    state = fit(alternating(d=(skipping(2, 3),), g=(skipping(3),)), xs(1, 2, 3))
+    from_two, three = (skipping(lambda x, out, n=n: x.item() >= n) for n in (2, 3))
+    state = fit(alternating(d=(from_two,), g=(three,)), xs(1, 2, 3))
     assert weights(state) == (-1.0, 2.0)  # d: the first alone; g: the first two
     assert (state.step, state.skipped, dict(state.updates)) == (2, 1, {"d": 1, "g": 2})
     assert state.history["train/d/loss"] == (0.0,)  # of the applied update alone
@@ -347,18 +335,9 @@ def halve(optimizer, run):
 
 def test_middleware_around_acts_once_per_round():
     calls = []
-
-    def clamped(step):
-        def clamp(state, batch):
-            state, out = step(state, batch)
-            state.model.d.data.clamp_(-0.5, 0.5)
-            return state, out
-
-        return clamp
-
-    members = counted(calls), fl.Middleware("clamped", update=clamped)
+    clamped = after("update", lambda state, x, out: state.model.d.data.clamp_(-0.5, 0.5))
     rate = fl.schedule(schedules.linear(), only="d")
-    step = alternating(*members, rate, g=(LINEAR,), order=("d", "d", "g"))
+    step = alternating(counted(calls), clamped, rate, g=(LINEAR,), order=("d", "d", "g"))
     state = fit(step, xs(1, 1))
     assert (calls, state.model.d.item()) == ([0, 1], -0.5)
     assert state.history["train/lr/d"] == state.history["train/lr/g"] == (0.5,)

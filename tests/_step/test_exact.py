@@ -6,6 +6,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedDataParallelKwargs
+from after_steps import after
 from torch import nn
 from toy_runs import ONE, assert_same_weights, fitted, xs
 
@@ -235,15 +236,9 @@ def test_what_cannot_be_summed_is_refused_before_the_weights_change(make, batch,
 
 
 def test_batches_that_report_other_metrics_are_refused():
-    def sometimes(step):
-        def reporting(state, batch):
-            state, out = step(state, batch)
-            metrics = {"large": fl.Sum(1)} if batch.item() > 2 else {}
-            return state, attrs.evolve(out, metrics=metrics)
-
-        return reporting
-
-    step = fl.pipeline(fl.Middleware("sometimes", forward=sometimes), fl.accumulate(2))(toy_loss)
+    large = lambda x: {"large": fl.Sum(1)} if x.item() > 2 else {}
+    sometimes = after("forward", lambda _, x, out: attrs.evolve(out, metrics=large(x)))
+    step = fl.pipeline(sometimes, fl.accumulate(2))(toy_loss)
     assert step(exact_toy(), xs(3.0, 4.0))[0].step == 1
     with pytest.raises(ValueError, match="every batch has to report the same metrics"):
         step(exact_toy(), xs(1.0, 4.0))

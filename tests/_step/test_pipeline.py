@@ -1,8 +1,8 @@
 import functools
 
-import attrs
 import pytest
 import torch
+from after_steps import after, skipping
 from torch import nn
 from torch.optim import optimizer as hooks_of
 from toy_runs import ONE, fitted, of
@@ -51,22 +51,17 @@ def test_what_each_ring_sees():
     found = {}
 
     def looks(ring):
-        def wrap(step):
-            def looking(state, batch):
-                state, out = step(state, batch)
-                w = state.model.w
-                found[ring] = (out.loss.requires_grad, w.grad is not None, w.item(), state.step)
-                return state, out
+        def look(state, batch, out):
+            w = state.model.w
+            found[ring] = (out.loss.requires_grad, w.grad is not None, w.item(), state.step)
 
-            return looking
-
-        return fl.Middleware(ring, **{ring: wrap})
+        return after(ring, look, ring)
 
     rings = "forward", "loss", "gradient", "update", "step"
     fl.pipeline(*map(looks, rings))(toy_loss)(toy(), ONE)
-    before, after = (True, False, 0.0, 0), (False, False, -1.0, 1)
+    before, done = (True, False, 0.0, 0), (False, False, -1.0, 1)
     inner = {"forward": before, "loss": before, "gradient": (False, True, 0.0, 0)}
-    assert found == {**inner, "update": after, "step": after}
+    assert found == {**inner, "update": done, "step": done}
 
 
 class Merges(Toy):
@@ -88,8 +83,8 @@ def test_a_module_that_does_something_in_train_does_it_again_after_an_evaluation
 
 @pytest.mark.parametrize("ring", ["gradient", "forward"])
 def test_a_skipped_update_counts_its_batch_and_nothing_else(ring):
-    wrap = lambda step: lambda s, b: (s, attrs.evolve(step(s, b)[1], skip="enough"))
-    state, out = fl.pipeline(fl.Middleware("skip", **{ring: wrap}))(toy_loss)(toy(), ONE)
+    member = skipping(lambda batch, out: True, "enough", ring)
+    state, out = fl.pipeline(member)(toy_loss)(toy(), ONE)
     assert (state.step, state.skipped, state.batch, state.model.w.item()) == (0, 1, 1, 0.0)
     assert (out.skip, out.loss.requires_grad, "update" in state.events) == ("enough", False, False)
 
