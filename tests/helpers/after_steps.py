@@ -21,6 +21,5 @@ def after(ring, change, name="after", **settings):
 
 def skipping(when, why="no", ring="gradient"):
     """Leave out the updates for which ``when(batch, out)`` is true."""
-    return after(
-        ring, lambda _, batch, out: attrs.evolve(out, skip=why if when(batch, out) else None)
-    )
+    skipped = lambda state, batch, out: attrs.evolve(out, skip=why) if when(batch, out) else out
+    return after(ring, skipped, "skipping")
