@@ -71,6 +71,15 @@ SETTINGS = [  # whose messages say more than what was expected, or that are no s
     (ValueError, lambda: fl.plateau("valid/loss", min_ratio=2), "min_ratio"),
     (TypeError, lambda: fl.schedule(schedules.cosine), r"Call it: cosine\(\)"),
     (TypeError, lambda: fl.schedule(schedules.linear(), field=None), 'such as "lr"; got'),
+    *(
+        (TypeError, lambda only=only: fl.schedule(number, only=only), r'such as \("rest",')
+        for only in (3, (), "", ("first", 3), ("first", ""), {"first"})
+    ),
+    (
+        TypeError,
+        lambda: fl.torch_scheduler(torch_scheduler, only=("first",)),
+        "torch_scheduler expects only as the name of one optimizer, a str",
+    ),
     (ValueError, lambda: fl.spike_guard(ratio=1), "spike_guard expects ratio > 1"),
     (ValueError, lambda: fl.throughput(flops=1.0), r"together; got flops=1\.0, peak=None"),
     (ValueError, lambda: fl.throughput(peak=1.0), r"together; got flops=None, peak=1\.0"),

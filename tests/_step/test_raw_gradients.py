@@ -100,7 +100,7 @@ def test_the_gradient_of_a_window_is_the_mean_over_its_items():
 
 @pytest.mark.parametrize(("weight", "why"), [
     (0, "the batch has no item: its weight is 0"),
-    (torch.tensor(0.0), None),  # on the device nobody knows
+    (torch.tensor(0.0), None),  # on the device it is not read
 ])  # fmt: skip
 def test_a_batch_without_an_item_changes_nothing(weight, why):
     makes = lambda state, batch: attrs.evolve(descend(state, batch), weight=weight)
