@@ -8,6 +8,7 @@ from torch.optim import lr_scheduler
 from toy_runs import ONE, fitted, noting
 
 import fnloop as fl
+from fnloop.testing import toy_loss
 
 
 def lowers(**settings):
@@ -137,6 +138,14 @@ def test_nothing_of_it_is_left_in_the_groups_after_an_update():
     with pytest.raises(ZeroDivisionError):
         fl.pipeline(fl.plateau("train/loss"))(lambda model, batch: 1 / 0)(state, ONE)
     assert "set_by_schedule_ratio" not in state.optimizer.param_groups[0]
+
+
+def test_a_skipped_update_leaves_the_rate_as_it_was():
+    """The third update would be made with half of it."""
+    updates = iter((toy_loss, toy_loss, lambda model, batch: fl.skip("no")))
+    loss_fn = lambda model, batch: next(updates)(model, batch)
+    state = fitted([1], lowers(), loss_fn=loss_fn, epochs=3)
+    assert (state.skipped, state.optimizer.param_groups[0]["lr"]) == (1, 1.0)
 
 
 @pytest.mark.parametrize("first", [fl.plateau("train/loss"), fl.accumulate(1)])
