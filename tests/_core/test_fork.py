@@ -44,24 +44,6 @@ def test_a_schedule_multiplies_the_new_rate(rate):
     assert ends(fl.fork(state, {"lr": [4.0]}), step) == {"lr=4": pytest.approx(reached)}
 
 
-def test_several_decays_of_one_stable_run_in_one_picture(tmp_path):
-    steady, decaying = (
-        fl.pipeline(fl.schedule(factor))(toy_loss)
-        for factor in (lambda i, total: 1.0, lambda i, total: 1 - i / total)
-    )
-    stable = fl.fit(steady, toy(), ONES, epochs=3, hooks=(), phase="stable")
-    path = fl.save(stable, tmp_path / "stable")
-    found = {}
-    for length in (1, 2):
-        run = fl.restore(path, toy())
-        run = fl.fit(decaying, run, ONES, epochs=length, hooks=(), phase="decay")
-        found[f"{length} epochs"] = run.history
-        assert run.model.w.item() == -6 - sum(1 - i / (2 * length) for i in range(2 * length))
-    assert len(fl.compare(found).axes) >= 1
-    forked = fl.fork(fl.restore(path, toy()), {"lr": [1.0, 0.5]})
-    assert ends(forked, decaying, phase="decay") == {"lr=1": -7.5, "lr=0.5": -6.75}
-
-
 def test_a_phase_makes_a_torch_scheduler_for_the_new_rate():
     halving = fl.torch_scheduler(lambda opt, run: lr_scheduler.LambdaLR(opt, lambda i: 0.5**i))
     step = fl.pipeline(halving)(toy_loss)

@@ -18,7 +18,6 @@ from fnloop._core.metrics import (
     without_recent,
 )
 from fnloop._core.serialize import Pending
-from fnloop.testing import assert_same, toy, toy_loss
 
 torchmetrics = pytest.importorskip("torchmetrics")
 classification = pytest.importorskip("torchmetrics.classification")
@@ -285,38 +284,3 @@ def test_the_epoch_continues_without_records():
     *_, running = both(metric, data[:4], 3)
     running = update_(without_recent(running), {"m": metric({}, data[4])})
     assert bits(running) == bits(update_({}, {"m": alone(metric, data, 5)["m"]}))
-
-
-# --- runs
-
-DATA = [torch.tensor(x) for x in ([1.0], [4.0, -4.0], [-10.0], [2.0, 6.0], [7.0])]
-
-
-def train(state=None, **settings):
-    accuracy = fl.from_torchmetrics(
-        classification.BinaryAccuracy(validate_args=False),
-        lambda aux, batch: (batch > 0, torch.ones_like(batch)),
-    )
-    step = fl.pipeline(fl.metric(accuracy=accuracy), *settings.pop("middleware", ()))(toy_loss)
-    settings = {"epochs": 2, "record_every": fl.every(steps=2), "hooks": (), **settings}
-    return fl.fit(step, state or toy(w=1.0, lr=0.0), DATA, **settings)
-
-
-def test_records_have_the_value_over_the_items_since_the_last_one():
-    state = train()
-    assert state.history["recent/accuracy"] == pytest.approx((2 / 3, 2 / 3, 1, 1, 1 / 3, 1))
-    assert state.history["train/accuracy"] == pytest.approx((5 / 7, 5 / 7))
-    assert train(record_every=None).history["train/accuracy"] == state.history["train/accuracy"]
-    state = train(middleware=(fl.accumulate(2),), record_every=fl.every(steps=1))
-    assert state.history["recent/accuracy"] == pytest.approx((2 / 3, 2 / 3, 1.0) * 2)
-
-
-@pytest.mark.parametrize("stop", range(1, 10))
-def test_a_resume_within_an_interval_makes_the_same_records(stop, tmp_path):
-    settings = {"record_every": fl.every(steps=3)}
-    part = train(**settings, steps=stop)
-    copied = fl.snapshot(part)
-    resumed = train(fl.restore(fl.save(part, tmp_path / "a"), toy()), **settings)
-    records = [record for record in resumed.history if not record.closing]
-    assert fl.History(records) == train(**settings).history
-    assert_same(train(copied, **settings), train(part, **settings))

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fnloop as fl
 from fnloop import Last, Max, Mean, Min, Sum, from_torchmetrics
 from fnloop._core import metrics
-from fnloop._core.metrics import mean_of, read, update_, update_loss_, weighted
+from fnloop._core.metrics import read, update_, update_loss_, weighted
 from fnloop._core.serialize import Pending
 from fnloop.testing import toy, toy_loss
 
@@ -28,12 +28,10 @@ def same(a, b):
 # --- combining
 
 MONOIDS = {  # a metric of a batch of numbers, and its value over the numbers 1 to 6
-    "Mean": (lambda xs: Mean(sum(xs), len(xs)), 3.5),
-    "Sum": (lambda xs: Sum(sum(xs)), 21.0),
-    "Min": (lambda xs: Min(min(xs)), 1.0),
-    "Max": (lambda xs: Max(max(xs)), 6.0),
+    "Mean": (lambda xs: Mean(sum(xs), len(xs)), 3.5), "Sum": (lambda xs: Sum(sum(xs)), 21.0),
+    "Min": (lambda xs: Min(min(xs)), 1.0), "Max": (lambda xs: Max(max(xs)), 6.0),
     "Last": (lambda xs: Last(xs[-1]), 6.0),
-}
+}  # fmt: skip
 KINDS = {
     "floats": float, "tensors": torch.tensor, "int tensors": lambda x: torch.tensor(int(x)),
     "a float, then tensors": lambda x: x if x == 1 else torch.tensor(x),
@@ -291,17 +289,9 @@ def accuracy():
 RIGHT, WRONG = torch.tensor([0.0]), torch.tensor([1.0])
 
 
-def test_under_accumulate_every_batch_is_seen_once():
-    step, data = fl.pipeline(accuracy(), fl.accumulate(2))(toy_loss), [RIGHT, RIGHT, WRONG, WRONG]
-    state = fl.fit(step, toy(), (data, data), hooks=(), evaluate_every=fl.every(steps=1))
-    assert (state.history["train/acc"], state.history["valid/acc"]) == ((1.0, 0.5), (0.5, 0.5))
-
-
-@pytest.mark.parametrize(
-    ("window", "batches"),
-    [(1, [RIGHT, WRONG, WRONG]), (2, [[RIGHT, RIGHT], [WRONG, WRONG], [WRONG]])],
-    ids=["a batch", "a window"],
-)
+@pytest.mark.parametrize(("window", "batches"), [
+    (1, [RIGHT, WRONG, WRONG]), (2, [[RIGHT, RIGHT], [WRONG, WRONG], [WRONG]]),
+], ids=["a batch", "a window"])  # fmt: skip
 def test_the_metrics_of_an_output_do_not_change_with_the_next_step(window, batches):
     step, state = fl.pipeline(accuracy(), fl.accumulate(window))(toy_loss), toy()
     outs = []
@@ -385,11 +375,6 @@ def test_a_weighted_value_is_a_copy_with_the_bits_of_a_product_in_float64(dtype,
         assert found.numpy().tobytes() == expected.numpy().tobytes() or (
             found.isnan() and expected.isnan()
         )
-
-
-def test_a_mean_of_checked_numbers_is_a_mean():
-    made = mean_of(torch.tensor(6.0), 2)
-    assert (type(made), made.compute(), repr(made)) == (Mean, 3.0, repr(Mean(torch.tensor(6.0), 2)))
 
 
 # --- a kind of the user's own: a subclass, which may hold a tensor of any shape

@@ -7,10 +7,11 @@ import re
 import attrs
 import pytest
 import torch
+from toy_runs import fitted, kept, noting
 
 import fnloop as fl
 from fnloop import Middleware, Output, middleware
-from fnloop._core.types import RINGS, name_of
+from fnloop._core.types import RINGS
 from fnloop.testing import toy, toy_loss
 
 
@@ -43,9 +44,6 @@ def scaled(by, *, power=1):
 def counted(slot=0):
     """Return a record with two rings, a slot and a window."""
     return Middleware("counter", forward=same, step=other, init=len, window=slot + 1)
-
-
-# --- the decorator
 
 
 def test_a_decorated_function_acts_in_its_ring():
@@ -96,7 +94,41 @@ def test_a_factory_that_returns_no_wrap_is_an_error_that_shows_the_call(returned
         middleware("gradient")(noise)(returned)
 
 
-# --- as text
+@fl.middleware("update", init=lambda state: {"total": 0})
+def totalled(scale):
+    def wrap(step):
+        def adding(state, batch):
+            state, out = step(state, batch)
+            state.slots["totalled"]["total"] += scale * len(batch)
+            return state, out
+
+        return adding
+
+    return wrap
+
+
+@pytest.mark.parametrize("how", ["as it is", "snapshot", "checkpoint"])
+def test_a_decorated_function_has_a_slot(how, tmp_path):
+    note, found = noting(lambda state: state.slots["totalled"]["total"])
+    state = fitted([1] * 2, totalled(10), hooks=(note,))
+    state = fitted([1] * 3, totalled(10), state=kept(how, state, toy(), tmp_path), hooks=(note,))
+    assert found == [10, 20, 30, 40, 50]
+    assert repr(totalled(10)) == "totalled(10)" and totalled(10) == totalled(10)
+
+
+@pytest.mark.parametrize("init", [3, "a", lambda: 0, lambda state, more: 0])
+def test_a_slot_is_made_by_a_function_of_the_state(init):
+    with pytest.raises(TypeError, match=r'middleware\("update"\) expects init as a function state'):
+        fl.middleware("update", init=init)
+
+
+def test_a_record_makes_its_slot_itself():
+    @fl.middleware("update", init=lambda state: 0)
+    def whole():
+        return fl.Middleware("whole")
+
+    with pytest.raises(TypeError, match=r"whole\(\) returned a Middleware, which makes its slot"):
+        whole()
 
 
 @pytest.mark.parametrize(("made", "text"), [
@@ -104,6 +136,10 @@ def test_a_factory_that_returns_no_wrap_is_an_error_that_shows_the_call(returned
     (scaled(2, power=3), "scaled(2, power=3)"), (scaled("a"), "scaled('a')"),
     (scaled(toy_loss), "scaled(toy_loss)"), (scaled(torch.nn.Linear), "scaled(Linear)"),
     (scaled(functools.partial(toy_loss, 1, batch=2)), "scaled(toy_loss(1, batch=2))"),
+    (scaled(functools.partial(functools.partial(same, 1), k=2)), "scaled(same(1, k=2))"),
+    (scaled(functools.partial(same)), "scaled(same())"), (scaled(len), "scaled(len)"),
+    (scaled(lambda: None), "scaled(<lambda>)"), (scaled("abc".upper), "scaled(upper)"),
+    (scaled(scaled(2)), "scaled(scaled(2))"),
     (fl.clip(1.0, norm_type=1.0), "clip(1.0, norm_type=1.0)"),
     (fl.metric(size=max), "metric(size=max)"), (Middleware("mine"), "Middleware('mine')"),
     (Middleware("a", gradient=same, window=4), "Middleware('a', gradient=same, window=4)"),
@@ -112,19 +148,6 @@ def test_a_factory_that_returns_no_wrap_is_an_error_that_shows_the_call(returned
 ], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
 def test_a_middleware_shows_as_it_was_typed(made, text):
     assert repr(made) == text
-
-
-@pytest.mark.parametrize(("value", "name"), [
-    (same, "same"), (len, "len"), (Middleware, "Middleware"), ("abc".upper, "upper"),
-    (lambda: None, "<lambda>"), (functools.partial(same), "same()"),
-    (functools.partial(functools.partial(same, 1), k=2), "same(1, k=2)"),
-    ("text", "'text'"), (0.5, "0.5"), (scaled(2), "scaled(2)"),
-])  # fmt: skip
-def test_the_name_of_a_setting_is_what_the_user_typed(value, name):
-    assert name_of(value) == name
-
-
-# --- equality, hashes, pickles
 
 
 MAKE = [
@@ -156,15 +179,6 @@ def test_middleware_are_equal_if_they_come_from_the_same_call():
 def test_a_middleware_pickles(make):
     again = pickle.loads(pickle.dumps(make()))
     assert (again, hash(again), repr(again)) == (make(), hash(make()), repr(make()))
-
-
-def test_an_unpickled_step_works():
-    step = pickle.loads(pickle.dumps(fl.pipeline(scaled(3.0))(toy_loss)))
-    state, _ = step(toy(), torch.tensor([1.0]))
-    assert state.model.w.item() == -3.0
-
-
-# --- outputs
 
 
 @pytest.mark.parametrize(("out", "text"), [

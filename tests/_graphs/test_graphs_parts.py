@@ -15,9 +15,7 @@ from fnloop.testing import toy
 
 
 def test_signatures_differ_where_a_graph_could_not_be_reused():
-    def key(batch):
-        return signature(batch, [])
-
+    key = lambda batch: signature(batch, [])
     x = torch.ones(2, 3)
     assert key((x, x)) == key((x + 1, x))
     different = [x, (x,), [x], (x, x), {"x": x}, {"y": x}, (x.double(),), (x[:1],), ((x,),)]
@@ -87,17 +85,14 @@ def another_buffer(slot):
     slot.register_buffer("running_mean", torch.ones(1))
 
 
-@pytest.mark.parametrize(
-    ("slot", "change", "found"),
-    [
-        ([1, 2], lambda slot: slot.append(3), "mine.2 is created"),
-        ({"a": {"b": 1}}, lambda slot: slot["a"].update(b=2), "mine.a.b is changed on the host"),
-        (Record(1), another, "mine.value is changed on the host"),
-        (Record(torch.zeros(1)), another, "mine.value is replaced"),
-        (nn.BatchNorm1d(1), another_buffer, "mine.running_mean is replaced"),
-        ([torch.zeros(1)], lambda slot: slot[0].add_(1), "mine.0 is changed on the host"),
-    ],
-)
+@pytest.mark.parametrize(("slot", "change", "found"), [
+    ([1, 2], lambda slot: slot.append(3), "mine.2 is created"),
+    ({"a": {"b": 1}}, lambda slot: slot["a"].update(b=2), "mine.a.b is changed on the host"),
+    (Record(1), another, "mine.value is changed on the host"),
+    (Record(torch.zeros(1)), another, "mine.value is replaced"),
+    (nn.BatchNorm1d(1), another_buffer, "mine.running_mean is replaced"),
+    ([torch.zeros(1)], lambda slot: slot[0].add_(1), "mine.0 is changed on the host"),
+])  # fmt: skip
 def test_a_change_in_a_slot_is_found_wherever_it_is(slot, change, found):
     state = on_cuda(attrs.evolve(toy(), slots={"mine": slot}))
     before = host_state(state)

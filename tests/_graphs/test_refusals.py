@@ -7,14 +7,15 @@ import attrs
 import numpy as np
 import pytest
 import torch
-from graph_problems import Counting, capturable_adam, compared, net
+from after_steps import skipping
+from graph_problems import capturable_adam, compared, net
 from torch import nn
 from toy_runs import ONE, fitted, of
 
 import fnloop as fl
 from fnloop import CaptureError, schedules
 from fnloop._graphs.guards import explain
-from fnloop.testing import assert_same, toy, toy_loss
+from fnloop.testing import Toy, assert_same, toy, toy_loss
 
 PAIR = torch.ones(1, 1), torch.ones(1, 1)
 MSE = fl.supervised(nn.MSELoss())
@@ -82,12 +83,10 @@ def test_a_host_read_names_its_line(recorders):
 
 
 READS = [
-    lambda state: state.step > 3,
-    lambda state: 1 / (1 + state.step),
-    lambda state: state.skipped + 1,
-    lambda state: state.run.total_steps,
+    lambda state: state.step > 3, lambda state: 1 / (1 + state.step),
+    lambda state: state.skipped + 1, lambda state: state.run.total_steps,
     lambda state: state.history["train/loss"],
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("read", READS)
@@ -112,6 +111,17 @@ def test_a_slot_that_counts_on_the_host_is_refused(recorders):
     count = lambda state: state.slots["mine"].update(calls=state.slots["mine"]["calls"] + 1)
     mine = around(count, init=lambda state: {"calls": 0})
     refused(toy_loss, mine, match=r"state.slots.mine.calls is changed on the host")
+
+
+class Counting(Toy):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.w * x
 
 
 class Replacing(Counting):
@@ -149,15 +159,9 @@ def test_a_draw_on_the_host_is_refused(draw, whose, recorders):
 
 
 def test_an_update_that_is_skipped_is_refused(recorders):
-    def wrap(step):
-        def skipping(state, batch):
-            state, out = step(state, batch)
-            return state, attrs.evolve(out, skip="a guard" if in_capture() else None)
-
-        return skipping
-
+    member = skipping(lambda batch, out: in_capture(), "a guard")
     with pytest.raises(CaptureError, match=r"it is skipped \(a guard\)"):
-        fitted([1, 1], fl.Middleware("guard", gradient=wrap), fl.cuda_graph(warmup=1))
+        fitted([1, 1], member, fl.cuda_graph(warmup=1))
 
 
 @pytest.mark.parametrize(
@@ -216,13 +220,10 @@ class Counted(torch.optim.SGD):
             raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize(
-    ("interrupted", "error", "said"),
-    [
-        (True, KeyboardInterrupt, None),
-        (False, CaptureError, r"the state of the optimizer \(.*\) is changed on the host"),
-    ],
-)
+@pytest.mark.parametrize(("interrupted", "error", "said"), [
+    (True, KeyboardInterrupt, None),
+    (False, CaptureError, r"the state of the optimizer \(.*\) is changed on the host"),
+])  # fmt: skip
 def test_an_optimizer_that_counts_on_the_host_is_restored(interrupted, error, said, recorders):
     """An interruption is raised as such."""
     state = of(nn.Linear(1, 1), Counted, momentum=0.9)
@@ -333,9 +334,7 @@ def test_checkpoints_go_from_graphs_to_eager_runs_and_back(optimizer, tmp_path, 
         settings = {"loss_fn": problem.loss_fn, "state": state, "steps": steps}
         return fitted(problem.batches, fl.accumulate(2), *members, **settings)
 
-    def losses(state):
-        return [r.metrics["train/loss"] for r in state.history if not r.closing]
-
+    losses = lambda state: [r.metrics["train/loss"] for r in state.history if not r.closing]
     graph, plain = (fl.cuda_graph(warmup=1),), ()
     whole = run(plain, problem.state(), 9)
     for first, then in ((graph, plain), (plain, graph), (graph, graph)):

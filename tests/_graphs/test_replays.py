@@ -4,9 +4,9 @@ import attrs
 import pytest
 import torch
 from fake_recorder import FakeRecorder
-from graph_problems import done, ones
+from graph_problems import done
 from sample_middleware import output_mean
-from toy_runs import fitted, of
+from toy_runs import fitted, of, xs
 
 import fnloop as fl
 from fnloop._middleware import compiled
@@ -39,7 +39,7 @@ def test_the_least_recently_used_graph_is_dropped(recorders):
 
 def test_evaluation_is_not_captured(recorders):
     step = fl.pipeline(GRAPH)(toy_loss)
-    assert fl.evaluate(step, toy(w=2.0), ones(1, 2, 3)) == {"loss": 4.0}
+    assert fl.evaluate(step, toy(w=2.0), xs(1, 2, 3)) == {"loss": 4.0}
     assert not recorders
 
 
@@ -60,7 +60,7 @@ def test_what_a_step_returns_is_not_overwritten_by_the_next(recorders):
     named = fl.metric(named=lambda aux, batch: ByName({"batch": batch.sum()}))
     members = fl.clip(1e9), fl.metric(mean=output_mean), named, GRAPH
     step, state, kept = fl.pipeline(*members)(toy_loss), toy(), []
-    for batch in ones(1, 2, 3, 4):
+    for batch in xs(1, 2, 3, 4):
         state, out = step(state, batch)
         kept.append(out)
     assert [out.loss.item() for out in kept] == [0.0, -2.0, -9.0, -24.0]
@@ -139,4 +139,4 @@ def test_a_replay_that_fails_leaves_no_state(monkeypatch):
     with pytest.raises(RuntimeError, match="the device is lost"):
         captured(state, torch.ones(1))
     with pytest.raises(fl.StaleStateError, match="failed half-way"):
-        fl.evaluate(captured, state, ones(1))
+        fl.evaluate(captured, state, xs(1))

@@ -3,6 +3,7 @@
 import attrs
 import pytest
 import torch
+from after_steps import after
 from graph_problems import PROBLEMS, capturable_adam, compared, done, fused_sgd, net, replays
 from sample_middleware import (
     average,
@@ -13,7 +14,7 @@ from sample_middleware import (
     own_guard,
     weight_penalty,
 )
-from several import fused_sgd_twice, muon_and_sgd, problem
+from several import fused_sgd_twice, muon_and_sgd, problem, split
 from toy_runs import fitted, noting
 
 import fnloop as fl
@@ -21,24 +22,19 @@ from fnloop import CaptureError, schedules
 from fnloop.testing import assert_same, law_fold, law_no_host_reads, law_purity, small, toy
 
 TABLE = [
-    (),
-    (fl.accumulate(2),),
-    (fl.accumulate(3), fl.clip(0.05)),
-    (fl.clip(0.05), fl.accumulate(3)),
-    (fl.clip_value(0.01),),
-    (fl.clip(0.05, only="0.*"), fl.accumulate(2), fl.clip_adaptive(0.01)),
+    (), (fl.accumulate(2),), (fl.accumulate(3), fl.clip(0.05)), (fl.clip(0.05), fl.accumulate(3)),
+    (fl.clip_value(0.01),), (fl.clip(0.05, only="0.*"), fl.accumulate(2), fl.clip_adaptive(0.01)),
     (fl.amp("bf16"), fl.accumulate(2), fl.clip(0.05)),
     (fl.schedule(schedules.cosine(warmup=2, min_ratio=0.1)),),
     (fl.torch_scheduler(decay), fl.clip(float("inf"))),
     (fl.metric(mean=output_mean, largest=largest_output), fl.accumulate(2)),
     (noise(0.01), fl.accumulate(2)),
     (weight_penalty(0.01), average(0.9), fl.schedule(schedules.linear())),
-    (fl.compiled(backend="eager"), fl.accumulate(2), fl.clip(0.05)),
-    (fl.ema(0.9),),
+    (fl.compiled(backend="eager"), fl.accumulate(2), fl.clip(0.05)), (fl.ema(0.9),),
     (fl.ema(0.9, start=9, every=2), fl.accumulate(2)),
     (fl.ema(0.9, start=0.25), fl.swa(0.5), fl.schedule(schedules.linear())),
     (fl.swa(5, every=3, evaluate="only"), fl.metric(mean=output_mean)),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("members", TABLE, ids=repr)
@@ -65,18 +61,12 @@ def single_precision(problem):
     return attrs.evolve(problem, model=lambda: problem.model().float(), batches=batches)
 
 
-@pytest.mark.parametrize(
-    "members",
-    [
-        (SCALED,),
-        (SCALED, fl.accumulate(2), fl.clip(0.05), fl.schedule(schedules.cosine(warmup=2))),
-        (fl.accumulate(3), SCALED, fl.metric(mean=output_mean), average(0.9)),
-        (SCALED, fl.microbatch(2), fl.accumulate(2), fl.clip(0.05)),
-        (SCALED, fl.torch_scheduler(decay)),
-        (SCALED, fl.ema(0.9, start=11, every=2), fl.swa(0.5)),
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize("members", [
+    (SCALED,), (SCALED, fl.accumulate(2), fl.clip(0.05), fl.schedule(schedules.cosine(warmup=2))),
+    (fl.accumulate(3), SCALED, fl.metric(mean=output_mean), average(0.9)),
+    (SCALED, fl.microbatch(2), fl.accumulate(2), fl.clip(0.05)),
+    (SCALED, fl.torch_scheduler(decay)), (SCALED, fl.ema(0.9, start=11, every=2), fl.swa(0.5)),
+], ids=repr)  # fmt: skip
 @pytest.mark.parametrize("problem", PROBLEMS, ids=["small", "stochastic"])
 def test_an_overflow_in_fp16_is_skipped_by_graphs_too(members, problem, recorders):
     """The batches are of one size, so that it is in replays that the scale grows."""
@@ -129,14 +119,9 @@ def test_an_update_that_overflowed_does_not_count_as_warm_up(recorders):
     assert done(recorders)[: state.skipped + 2].count("run") >= 2 and "record 0" in done(recorders)
 
 
-@pytest.mark.parametrize(
-    ("member", "later"),
-    [
-        (fl.ema(0.5, start=4, every=2), [-5, -5, -6.5, -6.5]),
-        (fl.swa(4, every=2), [-6, -6, -7, -7]),
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize(("member", "later"), [
+    (fl.ema(0.5, start=4, every=2), [-5, -5, -6.5, -6.5]), (fl.swa(4, every=2), [-6, -6, -7, -7]),
+], ids=repr)  # fmt: skip
 def test_one_graph_serves_every_update_of_an_average(member, later, recorders):
     note, found = noting(lambda state: state.slots[member.name]["w"].item())
     fitted([1] * 10, member, fl.cuda_graph(warmup=1), hooks=(note,))
@@ -170,26 +155,15 @@ def count_on_the_host(state):
     state.model.left_out += 1
 
 
-@pytest.mark.parametrize(
-    ("count", "said"),
-    [
-        (count_on_the_device, r"aten.add_.Tensor\) after a guard has left it out"),
-        (count_on_the_host, r"model\.left_out is changed on the host"),
-    ],
-)
+@pytest.mark.parametrize(("count", "said"), [
+    (count_on_the_device, r"aten.add_.Tensor\) after a guard has left it out"),
+    (count_on_the_host, r"model\.left_out is changed on the host"),
+])  # fmt: skip
 def test_middleware_that_counts_skipped_updates_is_refused(count, said, recorders):
-    def wrap(step):
-        def counting(state, batch):
-            state, out = step(state, batch)
-            if out.skip is not None:
-                count(state)
-            return state, out
-
-        return counting
-
     state = toy()
     state.model.left_out = 0
-    member = fl.Middleware("count", update=wrap, init=lambda state: torch.zeros(()))
+    left_out = lambda state, batch, out: None if out.skip is None else count(state)
+    member = after("update", left_out, "count", init=lambda state: torch.zeros(()))
     with pytest.raises(CaptureError, match=said):
         fitted([*range(9)], fl.amp("fp16"), member, fl.cuda_graph(warmup=1), state=state)
     assert state.model.left_out == 0
@@ -234,19 +208,14 @@ LINEAR = schedules.linear()
 
 
 def sgd_and_adam(parameters):
-    parameters = list(parameters)
-    return {
-        "matrices": fused_sgd([p for p in parameters if p.ndim == 2]),
-        "rest": capturable_adam([p for p in parameters if p.ndim != 2]),
-    }
+    matrices, rest = split(parameters)
+    return {"matrices": fused_sgd(matrices), "rest": capturable_adam(rest)}
 
 
 SEVERAL = [
-    (),
-    (fl.accumulate(3), fl.clip(0.05)),
-    (fl.schedule(LINEAR),),
+    (), (fl.accumulate(3), fl.clip(0.05)), (fl.schedule(LINEAR),),
     (fl.schedule(LINEAR, only="rest"), fl.schedule(schedules.cosine(warmup=2), only="matrices")),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("members", SEVERAL, ids=repr)
@@ -264,9 +233,7 @@ def test_graphs_of_several_optimizers_keep_the_laws(recorders):
 
 
 def plain_sgd_twice(parameters, **settings):
-    parameters = list(parameters)
-    groups = [p for p in parameters if p.ndim == 2], [p for p in parameters if p.ndim != 2]
-    matrices, rest = (torch.optim.SGD(group, lr=0.5, foreach=None) for group in groups)
+    matrices, rest = (torch.optim.SGD(p, lr=0.5, foreach=None) for p in split(parameters))
     for group in rest.param_groups:
         group.update(settings)
     return {"matrices": matrices, "rest": rest}
@@ -285,13 +252,10 @@ def failing(model, batch):
     raise ArithmeticError
 
 
-@pytest.mark.parametrize(
-    ("settings", "loss_fn", "error", "said"),
-    [
-        ({"foreach": True}, None, CaptureError, r"write SGD\(..., fused=True\)"),
-        ({}, failing, ArithmeticError, None),  # during the warm-up
-    ],
-)
+@pytest.mark.parametrize(("settings", "loss_fn", "error", "said"), [
+    ({"foreach": True}, None, CaptureError, r"write SGD\(..., fused=True\)"),
+    ({}, failing, ArithmeticError, None),  # during the warm-up
+])  # fmt: skip
 def test_after_a_failure_none_is_changed(settings, loss_fn, error, said, recorders):
     one = problem(lambda parameters: plain_sgd_twice(parameters, **settings))
     state = one.state()

@@ -22,28 +22,22 @@ INSIDE = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.parametrize(
-    ("n", "epochs", "w", "steps"),
-    [
-        *((1, 1, -15.0, 5), (5, 1, -3.0, 1), (9, 1, -3.0, 1)),
-        (2, 1, -10.0, 3),  # 1.5 + 3.5 + 5
-        (4, 2, -15.0, 4),  # (2.5 + 5) twice
-    ],
-)
+@pytest.mark.parametrize(("n", "epochs", "w", "steps"), [
+    (1, 1, -15.0, 5), (5, 1, -3.0, 1), (9, 1, -3.0, 1),
+    (2, 1, -10.0, 3),  # 1.5 + 3.5 + 5
+    (4, 2, -15.0, 4),  # (2.5 + 5) twice
+])  # fmt: skip
 def test_windows_are_averaged_and_the_last_one_too(n, epochs, w, steps):
     state = fitted([1, 2, 3, 4, 5], fl.accumulate(n), epochs=epochs)
     assert (state.model.w.item(), state.step, state.epoch) == (w, steps, epochs)
 
 
-@pytest.mark.parametrize(
-    ("members", "values", "moved"),
-    [
-        ((fl.accumulate(2), fl.clip_value(1)), (3, -3), 0.0),
-        ((fl.clip_value(1), fl.accumulate(2)), (3, -3), 0.0),
-        ((fl.accumulate(2), fl.clip_value(1)), (4, -1), 1.0),  # the mean, 1.5, clipped
-        ((fl.clip_value(1), fl.accumulate(2)), (4, -1), 0.0),  # the mean of 1 and -1
-    ],
-)
+@pytest.mark.parametrize(("members", "values", "moved"), [
+    ((fl.accumulate(2), fl.clip_value(1)), (3, -3), 0.0),
+    ((fl.clip_value(1), fl.accumulate(2)), (3, -3), 0.0),
+    ((fl.accumulate(2), fl.clip_value(1)), (4, -1), 1.0),  # the mean, 1.5, clipped
+    ((fl.clip_value(1), fl.accumulate(2)), (4, -1), 0.0),  # the mean of 1 and -1
+])  # fmt: skip
 def test_the_listed_order_decides_what_is_clipped(members, values, moved):
     assert fitted([*values], *members).model.w.item() == -moved
 
@@ -88,21 +82,6 @@ def test_a_negative_weight_is_an_error_even_if_the_sum_is_positive():
 
 
 @INSIDE
-def test_a_skipped_micro_batch_is_left_out_of_the_window(inside):
-    odd = fl.Middleware(
-        "odd",
-        forward=lambda step: (
-            lambda s, b: (s, attrs.evolve(step(s, b)[1], skip="odd" if b[0] == 100 else None))
-        ),
-    )
-    step = fl.pipeline(odd, *inside, fl.accumulate(3))(toy_loss)
-    state, out = step(toy(), xs(1, 100, 3))
-    assert (state.model.w.item(), out.weight, state.step) == (-2.0, 2, 1)
-    state, out = step(state, xs(100, 100))
-    assert (state.model.w.item(), out.skip, state.step, state.skipped) == (-2.0, "odd", 1, 1)
-
-
-@INSIDE
 def test_a_parameter_that_a_batch_does_not_use_has_a_gradient_of_zero_there(inside):
     model = nn.ParameterDict({"a": torch.zeros(()), "b": torch.zeros(())})
     step = fl.pipeline(*inside, fl.accumulate(2))(lambda m, b: (m[b[1]] * b[0], {"weight": 1}))
@@ -118,19 +97,12 @@ def test_metrics_of_a_window_are_combined():
     assert out.metrics["grad_norm"].compute() == 4.0  # the mean of the norms of each
 
 
-@pytest.mark.parametrize(
-    ("window", "error", "message"),
-    [
-        (
-            torch.ones(2),
-            TypeError,
-            r"with accumulate\(2\) a step takes.*\(state, \[batch\]",
-        ),
-        ({"x": torch.ones(2)}, TypeError, "got one dict"),
-        ([], ValueError, "takes 1 to 2 batches at once; got 0"),
-        ([torch.ones(1)] * 3, ValueError, "got 3"),
-    ],
-)
+@pytest.mark.parametrize(("window", "error", "message"), [
+    (torch.ones(2), TypeError, r"with accumulate\(2\) a step takes.*\(state, \[batch\]"),
+    ({"x": torch.ones(2)}, TypeError, "got one dict"),
+    ([], ValueError, "takes 1 to 2 batches at once; got 0"),
+    ([torch.ones(1)] * 3, ValueError, "got 3"),
+])  # fmt: skip
 def test_a_step_that_accumulates_wants_a_window(window, error, message):
     with pytest.raises(error, match=message):
         fl.pipeline(fl.accumulate(2))(toy_loss)(toy(), window)
@@ -143,14 +115,11 @@ THREE, EMPTY = torch.tensor([3.0]), torch.ones(0)
 
 
 @INSIDE
-@pytest.mark.parametrize(
-    ("calls", "moved"),
-    [
-        ((), 2 + 2),  # the mean of 1 and 3, twice
-        (([THREE], [ONE, ONE]), 2 + 3 + 1),  # each divides its own gradient by its own items
-        (([EMPTY], [ONE]), 2 + 0 + 1),  # one that is skipped changes nothing
-    ],
-)
+@pytest.mark.parametrize(("calls", "moved"), [
+    ((), 2 + 2),  # the mean of 1 and 3, twice
+    (([THREE], [ONE, ONE]), 2 + 3 + 1),  # each divides its own gradient by its own items
+    (([EMPTY], [ONE]), 2 + 0 + 1),  # one that is skipped changes nothing
+])  # fmt: skip
 def test_calls_with_windows_add_their_means(inside, calls, moved):
     step = fl.pipeline(*inside, fl.accumulate(2), repeat(*calls))(toy_loss)
     state, _ = step(toy(), [ONE, THREE])
@@ -176,10 +145,7 @@ def test_a_parameter_unused_in_one_call_keeps_the_gradient_of_the_other(first, s
 def by_epoch(n, state=None, batches=10, **settings):
     """Return how many batches each update of a run took, and the state."""
     calls = []
-
-    def loss_fn(model, batch):
-        calls.append(1)
-        return toy_loss(model, batch)
+    loss_fn = lambda model, batch: calls.append(1) or toy_loss(model, batch)
 
     def taken(state):
         made = len(calls) * ("update" in state.events)
@@ -203,11 +169,7 @@ def test_a_mapping_says_the_window_from_an_epoch_of_the_phase_on():
 
 def test_a_schedule_knows_the_length_of_a_run_whose_windows_vary():
     totals = []
-
-    def factor(i, total):
-        totals.append((i, total))
-        return 1.0
-
+    factor = lambda i, total: totals.append((i, total)) or 1.0
     members = fl.accumulate({0: 3, 1: 2}), fl.schedule(factor)
     note, lengths = noting(lambda state: (state.run.window, state.run.steps_per_epoch))
     stop = stop_when(lambda state: state.step == 4)
@@ -223,14 +185,10 @@ def test_a_fraction_of_an_epoch_knows_its_window():
     assert seen == [2, 4, 8, 12]
 
 
-@pytest.mark.parametrize(
-    ("n", "epochs", "total"),
-    [
-        ({0: 2, 5: 1}, 2, 4),  # it ends before its window changes
-        (2, 10**9, 2 * 10**9),
-        ({0: 2, 3: 1}, 10**9, 3 * 2 + (10**9 - 3) * 4),
-    ],
-)
+@pytest.mark.parametrize(("n", "epochs", "total"), [
+    ({0: 2, 5: 1}, 2, 4),  # it ends before its window changes
+    (2, 10**9, 2 * 10**9), ({0: 2, 3: 1}, 10**9, 3 * 2 + (10**9 - 3) * 4),
+])  # fmt: skip
 def test_the_length_of_a_run_is_known_at_once(n, epochs, total):
     stop = fl.once(lambda state: attrs.evolve(state, stop=f"{state.run.total_steps}"))
     assert by_epoch(n, epochs=epochs, batches=4, hooks=(stop,))[1].stop == f"{total}"
@@ -275,18 +233,12 @@ class Stream(IterableDataset):
         return iter(SAMPLES)
 
 
-@pytest.mark.parametrize(
-    ("loader", "total", "steps"),
-    [
-        (DataLoader(Stream(), 2), 4, 3),
-        ([*SAMPLES.split(2)], 4, 3),
-        (take(PAIRS, 5), 4, 3),
-        (interleave({"a": DataLoader(SAMPLES[:4], 2), "b": [*SAMPLES[4:].split(2)]}), 4, 3),
-        (DataLoader(SAMPLES, 1), 1, 10),
-        (DataLoader(SAMPLES[:7], 2, drop_last=True), 4, 2),  # only an incomplete batch is dropped
-    ],
-    ids=["stream", "list", "take", "interleave", "one", "drop_last"],
-)
+@pytest.mark.parametrize(("loader", "total", "steps"), [
+    (DataLoader(Stream(), 2), 4, 3), ([*SAMPLES.split(2)], 4, 3), (take(PAIRS, 5), 4, 3),
+    (interleave({"a": DataLoader(SAMPLES[:4], 2), "b": [*SAMPLES[4:].split(2)]}), 4, 3),
+    (DataLoader(SAMPLES, 1), 1, 10),
+    (DataLoader(SAMPLES[:7], 2, drop_last=True), 4, 2),  # only an incomplete batch is dropped
+], ids=["stream", "list", "take", "interleave", "one", "drop_last"])  # fmt: skip
 def test_the_size_of_a_batch_is_known(loader, total, steps):
     assert of_total(loader, total).step == steps
 

@@ -103,14 +103,10 @@ def test_it_equals_the_loop_by_hand_bit_for_bit():
     assert_same_weights(state, by)
 
 
-@pytest.mark.parametrize(
-    "pipe",
-    [
-        fl.pipeline(fl.channels_last()),
-        fl.pipeline(fl.amp("bf16"), fl.channels_last(), fl.accumulate(2), fl.ema(0.9)),
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize("pipe", [
+    fl.pipeline(fl.channels_last()),
+    fl.pipeline(fl.amp("bf16"), fl.channels_last(), fl.accumulate(2), fl.ema(0.9)),
+], ids=repr)  # fmt: skip
 def test_convolutions_keep_the_laws(pipe):
     check_laws(pipe, problem())
 

@@ -69,15 +69,10 @@ def test_steps_of_one_loss_function_do_not_share_the_limit_on_recompilation():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("problem", "members"),
-    [
-        (stochastic(), (fl.accumulate(3), fl.clip(0.05))),
-        (small(), (fl.amp("bf16"),)),
-        (small(), (fl.metric(mean=output_mean), fl.schedule(fl.schedules.linear()))),
-    ],
-    ids=["accumulate", "amp", "metric"],
-)
+@pytest.mark.parametrize(("problem", "members"), [
+    (stochastic(), (fl.accumulate(3), fl.clip(0.05))), (small(), (fl.amp("bf16"),)),
+    (small(), (fl.metric(mean=output_mean), fl.schedule(fl.schedules.linear()))),
+], ids=["accumulate", "amp", "metric"])  # fmt: skip
 def test_a_run_is_the_same_wherever_it_is_listed(members, problem):
     plain, compiled = run(problem, *members), fl.compiled(backend="eager")
     assert_same(run(problem, compiled, *members), plain, rtol=1e-12)
@@ -173,18 +168,12 @@ def test_each_of_several_optimizers_is_compiled_and_a_restored_run_is_the_same(t
     assert_same(resumed, whole, rtol=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (
-            lambda p: torch.optim.SGD(p, fused=True),
-            r"SGD\(\.\.\., fused=True\): leave out",
-        ),
-        (torch.optim.LBFGS, "LBFGS evaluates the loss itself"),
-        (lambda p: torch.optim.AdamW(p, foreach=True), "leave out foreach=True"),
-        (several.fused_sgd_twice, "fused=True"),
-    ],
-)
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda p: torch.optim.SGD(p, fused=True), r"SGD\(\.\.\., fused=True\): leave out"),
+    (torch.optim.LBFGS, "LBFGS evaluates the loss itself"),
+    (lambda p: torch.optim.AdamW(p, foreach=True), "leave out foreach=True"),
+    (several.fused_sgd_twice, "fused=True"),
+])  # fmt: skip
 def test_an_optimizer_that_cannot_be_compiled_is_refused(make, message):
     problem = attrs.evolve(small(), optimizer=make)
     with pytest.raises(ValueError, match=message):

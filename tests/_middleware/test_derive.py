@@ -31,12 +31,6 @@ def test_a_derived_number_is_made_for_each_loader_after_its_own():
     ]
 
 
-def test_it_is_called_once_per_loader_and_report():
-    calls = []
-    run(fl.derive(n=lambda m: calls.append(dict(m)) or 0.0), loaders=(3 * [ONE], [TWO]))
-    assert calls == [{"loss": 1.0, "lr": 0.0}, {"loss": 2.0}]
-
-
 def test_it_is_in_recent_records_and_in_a_bare_evaluation():
     """It is made of the mean, and not a mean of what is made."""
     member = fl.derive(square=lambda m: m["loss"] ** 2)
@@ -58,18 +52,18 @@ def test_hooks_can_monitor_it(tmp_path):
     assert fl.best(tmp_path).name.endswith("1")
 
 
-# --- names that are not there
-
-
 def f1(aux, batch):
     return fl.Sum(1.0)
 
 
 def test_a_loader_that_lacks_a_number_is_left_out():
-    state = run(fl.metric(f1=f1, loaders=("test",)), fl.derive(f2=lambda m: 2 * m["f1"], d=double))
-    found = state.history[-1].metrics
+    members = fl.metric(f1=f1, loaders=("test",)), fl.derive(f2=lambda m: 2 * m["f1"], d=double)
+    found = run(*members).history[-1].metrics
     assert {name for name in found if name.endswith("/f2")} == {"test/f2"}
     assert {name for name in found if name.endswith("/d")} == {"train/d", "valid/d", "test/d"}
+    at = {"valid": fl.every(epochs=1), "test": fl.every(epochs=2)}  # not in every report
+    assert run(*members, epochs=2, evaluate_every=at).history["test/f2"] == (2.0,)
+    assert run(*members, evaluate_every=None).history["train/loss"] == (1.0,)
 
 
 def test_a_number_that_no_loader_has_is_refused():
@@ -79,14 +73,6 @@ def test_a_number_that_no_loader_has_is_refused():
         "derive(f2=<lambda>): no loader of this run has the metric 'f_1'; there are, of train: "
         "loss, lr; valid: loss, f1; test: loss, f1. Did you mean 'f1'?"
     )
-
-
-def test_a_report_without_all_loaders_refuses_nothing():
-    members = (fl.metric(f1=f1, loaders=("test",)), fl.derive(f2=lambda m: 2 * m["f1"]))
-    at = {"valid": fl.every(epochs=1), "test": fl.every(epochs=2)}
-    state = run(*members, epochs=2, evaluate_every=at)
-    assert state.history["test/f2"] == (2.0,)
-    assert run(*members, evaluate_every=None).history["train/loss"] == (1.0,)
 
 
 def test_a_number_that_a_loader_once_had_may_be_missing_later():
@@ -112,14 +98,10 @@ TWO_MEMBERS = (
 )
 
 
-@pytest.mark.parametrize(
-    ("members", "message"),
-    [
-        ((fl.derive(half=half, double=double),), ONE_MEMBER),
-        ((fl.derive(half=half), fl.derive(double=double)), TWO_MEMBERS),
-    ],
-    ids=["one", "two"],
-)
+@pytest.mark.parametrize(("members", "message"), [
+    ((fl.derive(half=half, double=double),), ONE_MEMBER),
+    ((fl.derive(half=half), fl.derive(double=double)), TWO_MEMBERS),
+], ids=["one", "two"])  # fmt: skip
 @pytest.mark.parametrize("record_every", [None, fl.every(steps=1)], ids=repr)
 def test_what_is_listed_after_it_is_to_be_listed_before_it(members, message, record_every):
     with pytest.raises(ValueError) as info:
@@ -135,17 +117,10 @@ def test_a_key_error_of_its_own_is_raised():
     assert "while in the derived metric 'x', for train" in info.value.__notes__[0]
 
 
-# --- values
-
-
-@pytest.mark.parametrize(
-    ("function", "found"),
-    [
-        *((lambda m: math.exp(1000.0), math.nan), (lambda m: 1 / 0, math.nan)),
-        *((lambda m: math.log(0.0), math.nan), (lambda m: 3, 3.0)),
-        (lambda m: torch.tensor([3.0]), 3.0),
-    ],
-)
+@pytest.mark.parametrize(("function", "found"), [
+    (lambda m: math.exp(1000.0), math.nan), (lambda m: 1 / 0, math.nan),
+    (lambda m: math.log(0.0), math.nan), (lambda m: 3, 3.0), (lambda m: torch.tensor([3.0]), 3.0),
+])  # fmt: skip
 def test_any_number_will_do_and_what_has_no_value_is_nan(function, found):
     history = run(fl.derive(x=function), loaders=[ONE]).history
     assert history["train/x"] == pytest.approx([found], nan_ok=True)
@@ -163,9 +138,6 @@ def test_a_name_that_is_there_is_refused_at_the_report():
         run(fl.clip(1.0), fl.derive(grad_norm=double))
 
 
-# --- a middleware of one's own
-
-
 def test_a_middleware_may_report_more_numbers():
     seen = []
 
@@ -180,16 +152,12 @@ def test_a_middleware_may_report_more_numbers():
     assert seen[-1][0] is None
 
 
-@pytest.mark.parametrize(
-    ("found", "error", "message"),
-    [
-        (None, TypeError, "its report as a mapping"),
-        ({"loss": 1.0}, ValueError, "'loss', which is there already"),
-        ({"x": "high"}, TypeError, "'x' must be a number"),
-        ({3: 1.0}, TypeError, "the name of a metric"),
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize(("found", "error", "message"), [
+    (None, TypeError, "its report as a mapping"),
+    ({"loss": 1.0}, ValueError, "'loss', which is there already"),
+    ({"x": "high"}, TypeError, "'x' must be a number"),
+    ({3: 1.0}, TypeError, "the name of a metric"),
+], ids=repr)  # fmt: skip
 def test_a_report_that_is_not_numbers_by_name_is_an_error(found, error, message):
     with pytest.raises(error, match=message):
         run(fl.Middleware("mine", report=lambda loader, numbers: found))

@@ -15,35 +15,22 @@ from fnloop._step import averages as averaging
 from fnloop.testing import small, toy, toy_loss
 
 
-@pytest.mark.parametrize(
-    ("member", "expected"),
-    [
-        (fl.ema(0.5), [-0.5, -1.25, -2.125, -3.0625]),
-        *((fl.ema(0.0), [-1, -2, -3, -4]), (fl.ema(1.0), [0, 0, 0, 0])),
-        *((fl.ema(0.5, start=start), [-1, -2, -2.5, -3.25]) for start in (2, 0.5)),
-        (fl.ema(0.5, start=1.0), [-1, -2, -3, -4]),
-        (fl.ema(0.5, every=2), [0, -1, -1, -2.5]),
-        (fl.ema(0.5, start=1, every=2), [-1, -1, -2, -2]),
-        *((fl.swa(start), [-1, -1.5, -2, -2.5]) for start in (0, 0.0)),
-        *((fl.swa(start), [-1, -2, -3, -3.5]) for start in (2, 0.5)),
-        *((member, [-1, -2, -3, -4]) for member in (fl.swa(), fl.swa(100))),
-        (fl.swa(0, every=2), [0, -2, -2, -3]),
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize(("member", "expected"), [
+    (fl.ema(0.5), [-0.5, -1.25, -2.125, -3.0625]), (fl.ema(0.0), [-1, -2, -3, -4]),
+    (fl.ema(1.0), [0, 0, 0, 0]),
+    *((fl.ema(0.5, start=start), [-1, -2, -2.5, -3.25]) for start in (2, 0.5)),
+    (fl.ema(0.5, start=1.0), [-1, -2, -3, -4]), (fl.ema(0.5, every=2), [0, -1, -1, -2.5]),
+    (fl.ema(0.5, start=1, every=2), [-1, -1, -2, -2]),
+    *((fl.swa(start), [-1, -1.5, -2, -2.5]) for start in (0, 0.0)),
+    *((fl.swa(start), [-1, -2, -3, -3.5]) for start in (2, 0.5)),
+    *((member, [-1, -2, -3, -4]) for member in (fl.swa(), fl.swa(100))),
+    (fl.swa(0, every=2), [0, -2, -2, -3]),
+], ids=repr)  # fmt: skip
 def test_the_average_after_each_update(member, expected):
     """The weights are -1, -2, -3 and -4."""
     note, found = noting(lambda state: state.slots[member.name]["w"].item())
     fitted([1] * 4, member, hooks=(note,))
     assert found == expected
-
-
-def test_a_skipped_update_changes_no_average():
-    """The weights are -1, -1 after a skipped update, and -2."""
-    loss_fn = lambda model, batch: toy_loss(model, batch) if batch < 2 else fl.skip("no")
-    state = fitted([1, 2, 1], fl.swa(0), fl.ema(0.5), loss_fn=loss_fn)
-    swa, ema = state.slots["swa"], state.slots["ema"]
-    assert (swa["w"].item(), swa.count, ema["w"].item(), ema.count) == (-1.5, 2, -1.25, 2)
 
 
 def test_an_update_that_is_not_blended_in_does_nothing(monkeypatch):
@@ -59,21 +46,6 @@ def test_the_model_of_averaged_needs_no_average(monkeypatch):
     assert fl.evaluate(fl.pipeline(fl.ema(0.5))(toy_loss), state, [ONE]) == {"loss": -0.5}
 
 
-def test_bare_steps_average_too():
-    step, state = fl.pipeline(fl.ema(0.5, start=1))(toy_loss), toy(lr=1.0)
-    for expected in (-1.0, -1.5, -2.25):
-        state, _ = step(state, ONE)
-        assert state.slots["ema"]["w"].item() == expected
-
-
-def test_an_average_has_its_name():
-    members = fl.ema(0.5, name="fast"), fl.ema(0.75, name="slow")
-    state = fitted({"train": [ONE], "valid": [ONE]}, *members)
-    assert {k: v["w"].item() for k, v in state.slots.items()} == {"fast": -0.5, "slow": -0.25}
-    found = [state.history.latest(f"valid/{name}loss") for name in ("", "fast/", "slow/")]
-    assert found == [-1.0, -0.5, -0.25]
-
-
 def test_a_longer_run_begins_its_average_again(caplog):
     state = fitted([1] * 4, fl.swa(0.5))
     assert (state.slots["swa"]["w"].item(), state.slots["swa"].count) == (-3.5, 2)
@@ -83,9 +55,6 @@ def test_a_longer_run_begins_its_average_again(caplog):
         "swa: the run has another length now: the average is the weights again through update 8"
     ]
     assert (state.slots["swa"]["w"].item(), state.slots["swa"].count) == (-12.5, 8)
-
-
-# --- the same numbers as others
 
 
 class AsOfTimm:
@@ -100,17 +69,12 @@ def of_torch(rule):
     return lambda model: AveragedModel(model, multi_avg_fn=rule, use_buffers=True)
 
 
-@pytest.mark.parametrize(
-    ("member", "start", "make"),
-    [
-        (fl.ema(0.9, start=1), 1, of_torch(get_ema_multi_avg_fn(0.9))),
-        (fl.ema(0.97, start=4), 4, of_torch(get_ema_multi_avg_fn(0.97))),
-        (fl.swa(0), 1, of_torch(get_swa_multi_avg_fn())),
-        (fl.swa(6), 7, of_torch(get_swa_multi_avg_fn())),
-        (fl.ema(0.9), 1, AsOfTimm),
-    ],
-    ids=["ema", "ema later", "swa", "swa later", "timm"],
-)
+@pytest.mark.parametrize(("member", "start", "make"), [
+    (fl.ema(0.9, start=1), 1, of_torch(get_ema_multi_avg_fn(0.9))),
+    (fl.ema(0.97, start=4), 4, of_torch(get_ema_multi_avg_fn(0.97))),
+    (fl.swa(0), 1, of_torch(get_swa_multi_avg_fn())),
+    (fl.swa(6), 7, of_torch(get_swa_multi_avg_fn())), (fl.ema(0.9), 1, AsOfTimm),
+], ids=["ema", "ema later", "swa", "swa later", "timm"])  # fmt: skip
 def test_it_is_the_average_of_torch_and_of_timm_bit_for_bit(member, start, make):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
@@ -129,9 +93,6 @@ def test_it_is_the_average_of_torch_and_of_timm_bit_for_bit(member, start, make)
     mine = fl.averaged(state, member.name).model
     assert_same_weights(mine, theirs.module)
     assert not torch.equal(mine[0].weight, state.model[0].weight)
-
-
-# --- what is averaged
 
 
 class Buffers(nn.Module):
@@ -214,18 +175,6 @@ def test_complex_weights_and_frozen_ones_are_averaged():
     assert (slot["w"].item(), slot["frozen"].item()) == (-1.25 + 1.25j, 3.0)
 
 
-@pytest.mark.slow  # compiles
-def test_names_are_those_of_the_plain_module():
-    model = torch.compile(nn.Sequential(nn.Linear(1, 1, bias=False)), backend="eager")
-    state, slot = averaged_in(model, torch.ones(1, 1))
-    (found,) = state.history["valid/ema/loss"]
-    assert list(slot) == ["0.weight"]
-    assert found == slot["0.weight"].item() != state.history["valid/loss"][0]
-
-
-# --- what is refused
-
-
 def test_a_fraction_needs_the_length_of_the_run():
     endless = lambda: iter([ONE] * 9)
     with pytest.raises(ValueError, match=r"swa\(start=0.5\) needs the length of the run, but"):
@@ -240,14 +189,10 @@ def test_a_fraction_needs_the_length_of_the_run():
 COMPLEX = nn.Linear(1, 1, bias=False, dtype=torch.complex64)
 
 
-@pytest.mark.parametrize(
-    ("model", "names", "differs"),
-    [
-        (nn.Linear(1, 2), ("weight", "bias"), "weight"),
-        (nn.Linear(1, 1), ("weight",), "bias"),
-        (COMPLEX, (), "weight"),
-    ],
-)
+@pytest.mark.parametrize(("model", "names", "differs"), [
+    (nn.Linear(1, 2), ("weight", "bias"), "weight"), (nn.Linear(1, 1), ("weight",), "bias"),
+    (COMPLEX, (), "weight"),
+])  # fmt: skip
 def test_an_average_of_another_model_is_named(model, names, differs):
     _, slot = averaged_in(nn.Linear(1, 1), torch.ones(1, 1))
     other = attrs.evolve(of(model), slots={"ema": Average({k: slot[k] for k in names})})

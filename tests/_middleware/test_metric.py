@@ -29,18 +29,13 @@ def test_a_scalar_is_averaged_over_items_in_training_and_evaluation(n, on):
     assert state.history[-1].metrics.get("valid/mean") == (2.5 if on == "both" else None)
 
 
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        (lambda aux, batch: fl.Sum(batch.sum()), 10.0),
-        (lambda aux, batch: fl.Max(batch.max()), 4.0),
-        (lambda aux, batch: fl.Last(batch[-1]), 4.0),
-        (lambda aux, batch: fl.Mean(batch.sum(), 1), 5.0),
-        (lambda aux, batch: batch.mean(0, keepdim=True), 2.5),  # one element is a scalar
-        (lambda aux, batch: torch.tensor(len(batch)), 2.5),  # an int: 3 items of 3 and 1 of 1
-        (lambda aux, batch: 2.0, 2.0),
-    ],
-)
+@pytest.mark.parametrize(("value", "expected"), [
+    (lambda aux, batch: fl.Sum(batch.sum()), 10.0), (lambda aux, batch: fl.Max(batch.max()), 4.0),
+    (lambda aux, batch: fl.Last(batch[-1]), 4.0), (lambda aux, batch: fl.Mean(batch.sum(), 1), 5.0),
+    (lambda aux, batch: batch.mean(0, keepdim=True), 2.5),  # one element is a scalar
+    (lambda aux, batch: torch.tensor(len(batch)), 2.5),  # an int: 3 items of 3 and 1 of 1
+    (lambda aux, batch: 2.0, 2.0),
+])  # fmt: skip
 def test_a_metric_is_combined_by_its_own_rule(value, expected):
     assert evaluated(fl.metric(m=value))["m"] == expected
 
@@ -70,36 +65,25 @@ def test_a_metric_does_not_contribute_to_the_gradient():
     assert not step(toy(), ONE)[1].metrics["m"].total.requires_grad
 
 
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        (torch.ones(2), r"got shape \(2,\): add .mean\(\)"),
-        ("high", "must return a scalar tensor or a Metric"),
-        (1 + 2j, "must return a scalar tensor or a Metric"),
-        (torch.tensor(1 + 2j), r"must be a real number; got torch.complex64: return its .abs\(\)"),
-    ],
-)
+@pytest.mark.parametrize(("value", "message"), [
+    (torch.ones(2), r"got shape \(2,\): add .mean\(\)"),
+    ("high", "must return a scalar tensor or a Metric"),
+    (1 + 2j, "must return a scalar tensor or a Metric"),
+    (torch.tensor(1 + 2j), r"must be a real number; got torch.complex64: return its .abs\(\)"),
+])  # fmt: skip
 def test_a_value_that_is_not_a_metric_is_an_error(value, message):
     with pytest.raises(TypeError, match=message):
         evaluated(fl.metric(m=lambda aux, batch: value))
 
 
-@pytest.mark.parametrize(
-    ("value", "error", "message"),
-    [
-        ({"loss": 1.0}, ValueError, "would replace the loss"),
-        ({"n": 1.0}, ValueError, "reports 'n' twice"),
-        ({"": 1.0}, ValueError, "empty name"),
-        (1.0, TypeError, r"must return a mapping of names to metrics; got 1.0.*metric\(name"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("value", "error", "message"), [
+    ({"loss": 1.0}, ValueError, "would replace the loss"),
+    ({"n": 1.0}, ValueError, "reports 'n' twice"), ({"": 1.0}, ValueError, "empty name"),
+    (1.0, TypeError, r"must return a mapping of names to metrics; got 1.0.*metric\(name"),
+], ids=str)  # fmt: skip
 def test_what_a_function_of_several_may_not_return(value, error, message):
     with pytest.raises(error, match=message):
         evaluated(fl.metric(lambda aux, batch: value, n=size))
-
-
-# --- where a metric is computed
 
 
 def names(*members, **settings):
@@ -108,19 +92,14 @@ def names(*members, **settings):
     return {name: v for name, v in found.items() if not name.endswith(("/loss", "/lr"))}
 
 
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ({}, {"train/n": 1.0, "valid/n": 2.0, "test/n": 1.0}),
-        ({"on": "training"}, {"train/n": 1.0}),
-        ({"on": "evaluation"}, {"valid/n": 2.0, "test/n": 1.0}),
-        ({"on": "evaluation", "loaders": ("test",)}, {"test/n": 1.0}),
-        ({"loaders": ["test", "valid"]}, {"valid/n": 2.0, "test/n": 1.0}),
-        ({"loaders": ("train", "test")}, {"train/n": 1.0, "test/n": 1.0}),
-        ({"loaders": ("train",)}, {"train/n": 1.0}),
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize(("settings", "expected"), [
+    ({}, {"train/n": 1.0, "valid/n": 2.0, "test/n": 1.0}), ({"on": "training"}, {"train/n": 1.0}),
+    ({"on": "evaluation"}, {"valid/n": 2.0, "test/n": 1.0}),
+    ({"on": "evaluation", "loaders": ("test",)}, {"test/n": 1.0}),
+    ({"loaders": ["test", "valid"]}, {"valid/n": 2.0, "test/n": 1.0}),
+    ({"loaders": ("train", "test")}, {"train/n": 1.0, "test/n": 1.0}),
+    ({"loaders": ("train",)}, {"train/n": 1.0}),
+], ids=repr)  # fmt: skip
 def test_a_metric_is_computed_where_it_is_for(settings, expected):
     calls = []
     counted = lambda aux, batch: calls.append(1) or size(aux, batch)
@@ -166,9 +145,6 @@ def test_a_loader_that_the_run_does_not_have_is_refused_before_the_first_update(
     assert names(fl.metric(n=size, loaders=("test",)), evaluate_every=None) == {}
 
 
-# --- a ring for evaluation
-
-
 @fl.middleware("evaluation")
 def scaled(factor):
     """Evaluate the batch a second time, multiplied."""
@@ -205,11 +181,7 @@ def test_a_user_who_does_not_evaluate_is_told():
 
 def test_a_slot_of_an_evaluation_is_made_for_a_bare_one():
     def wrap(step):
-        def counted(state, batch):
-            state.slots["seen"].append(len(batch))
-            return step(state, batch)
-
-        return counted
+        return lambda state, batch: state.slots["seen"].append(len(batch)) or step(state, batch)
 
     made = []
     evaluated(fl.Middleware("seen", evaluation=wrap, init=lambda state: made))
@@ -225,8 +197,3 @@ def test_an_error_names_the_middleware_of_the_evaluation():
     where = "while in metric(n=explode, on='evaluation'), valid, epoch 1"
     assert info.value.__notes__[0] == "while in the metric 'n'"
     assert info.value.__notes__[1].startswith(where)
-
-
-def test_the_diagram_shows_what_acts_in_evaluation():
-    step = fl.pipeline(fl.metric(n=size, on="evaluation"))(toy_loss)
-    assert "forward   metric(n=size, on='evaluation') in evaluation" in str(step)

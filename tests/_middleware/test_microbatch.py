@@ -47,14 +47,11 @@ def test_a_piece_has_its_part_of_every_tensor_array_and_list_of_values():
     assert pieces_of(batch, 3)[0] is batch
 
 
-@pytest.mark.parametrize(
-    ("batch", "message"),
-    [
-        ((torch.ones(3), torch.ones(2)), r"the lengths \[2, 3\].*put x.unbind\(\) into the batch"),
-        (torch.tensor(1.0), "no tensor with a dimension in a Tensor"),
-        ({"text": "abc"}, "no tensor with a dimension in a dict.*tuple, a list or a mapping"),
-    ],
-)
+@pytest.mark.parametrize(("batch", "message"), [
+    ((torch.ones(3), torch.ones(2)), r"the lengths \[2, 3\].*put x.unbind\(\) into the batch"),
+    (torch.tensor(1.0), "no tensor with a dimension in a Tensor"),
+    ({"text": "abc"}, "no tensor with a dimension in a dict.*tuple, a list or a mapping"),
+])  # fmt: skip
 def test_a_batch_that_cannot_be_cut_is_refused(batch, message):
     with pytest.raises(ValueError, match=f"cut into pieces along the first dimension.*{message}"):
         fl.pipeline(fl.microbatch(2))(toy_loss)(toy(), batch)
@@ -79,14 +76,10 @@ def test_an_update_in_pieces_equals_a_loop_by_hand_bit_for_bit():
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize(
-    "members",
-    [
-        *((), (fl.accumulate(2), fl.clip(0.05)), (fl.clip(0.05), fl.accumulate(2))),
-        *((fl.sam(0.05), fl.accumulate(3)), (fl.schedule(fl.schedules.linear()), fl.ema(0.9))),
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize("members", [
+    (), (fl.accumulate(2), fl.clip(0.05)), (fl.clip(0.05), fl.accumulate(2)),
+    (fl.sam(0.05), fl.accumulate(3)), (fl.schedule(fl.schedules.linear()), fl.ema(0.9)),
+], ids=repr)  # fmt: skip
 def test_pieces_change_neither_numbers_nor_length_wherever_they_are_listed(members, size):
     whole = run(fl.pipeline(*members))
     assert_same(run(fl.pipeline(*members, fl.microbatch(size))), whole, rtol=1e-12)
@@ -257,15 +250,11 @@ def test_every_wording_of_an_error_of_memory_is_known():
     assert is_out_of_memory(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("members", "batches"),
-    [
-        ((fl.microbatch(2), fl.accumulate(2)), [[1, 3, -1, 5], [2, 2]]),  # a piece is left out
-        ((fl.microbatch(2), fl.amp("fp16", init_scale=8.0), fl.accumulate(2)), [[1, 3, 2], [2]]),
-        ((fl.retry_on_oom(), fl.microbatch(4)), [[1, 3, 2, 2]]),
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize(("members", "batches"), [
+    ((fl.microbatch(2), fl.accumulate(2)), [[1, 3, -1, 5], [2, 2]]),  # a piece is left out
+    ((fl.microbatch(2), fl.amp("fp16", init_scale=8.0), fl.accumulate(2)), [[1, 3, 2], [2]]),
+    ((fl.retry_on_oom(), fl.microbatch(4)), [[1, 3, 2, 2]]),
+], ids=repr)  # fmt: skip
 def test_pieces_count_by_their_samples(members, batches):
     def loss_fn(model, batch):
         if len(batch) > 2:

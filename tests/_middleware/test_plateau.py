@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 from torch.optim import lr_scheduler
-from toy_runs import ONE, fitted, kept, noting
+from toy_runs import ONE, fitted, noting
 
 import fnloop as fl
-from fnloop.testing import toy, toy_loss
+from fnloop.testing import toy_loss
 
 
 def lowers(**settings):
@@ -91,37 +91,6 @@ def test_it_equals_keras(patience, cooldown, seed):
     assert rates(values, **settings) == by_keras(values, 0.5, **settings)
 
 
-@pytest.mark.parametrize("threshold", [0.0, 0.25])
-@pytest.mark.parametrize("patience", [1, 2, 4])
-def test_it_equals_torch_whose_patience_is_one_less(patience, threshold):
-    optimizer, expected = torch.optim.SGD([torch.nn.Parameter(ONE)], lr=1.0), []
-    settings = {"factor": 0.5, "threshold": threshold, "threshold_mode": "abs"}
-    theirs = lr_scheduler.ReduceLROnPlateau(optimizer, patience=patience - 1, **settings)
-    values = [1.0, 0.5, 0.5, 0.5, 0.75, 0.25, 0.125, 0.25, 0.25, 0.25, 0.5, 0.25]
-    for value in values:
-        expected.append(optimizer.param_groups[0]["lr"])
-        theirs.step(value)
-    assert rates(values, patience=patience, min_delta=threshold) == expected
-
-
-@pytest.mark.parametrize("how", ["same", "snapshot", "checkpoint"])
-@pytest.mark.parametrize("scheduled", [False, True])
-def test_a_run_continues_with_its_rate(how, scheduled, tmp_path):
-    """Also with a schedule that halves each rate. The rate is that before the next update."""
-    members = [lowers(), fl.schedule(lambda i, total: 0.5)][: 1 + scheduled]
-    first = fitted([1], *members, epochs=4)
-    rate = first.optimizer.param_groups[0]["lr"]
-    state = fitted([1], *members, state=kept(how, first, toy(), tmp_path), epochs=6)
-    expected = [0.5**scheduled * rate for rate in (1.0, 1.0, 0.5, 0.25, 0.125, 0.0625)]
-    assert state.history["train/lr"] == tuple(expected)  # update i: after epoch i - 1
-    assert state.model.w.item() == -sum(expected)
-    if how == "snapshot":  # the first branch keeps its own rate
-        assert first.optimizer.param_groups[0]["lr"] == rate
-
-
-# --- with others
-
-
 @pytest.mark.parametrize("first", [True, False])
 def test_it_multiplies_what_a_schedule_sets_in_either_order(first):
     halves = fl.schedule(lambda i, total: 1 / (i + 1))
@@ -139,10 +108,9 @@ def test_every_group_of_every_optimizer_keeps_its_proportion():
     assert state.history["train/lr/b"] == (2.0, 2.0, 1.0)
 
 
-@pytest.mark.parametrize(
-    ("since", "expected"),
-    [("phase", (1.0, 1.0, 0.5) * 2), ("run", (1.0, 1.0, 0.5, 0.25, 0.125, 0.0625))],
-)
+@pytest.mark.parametrize(("since", "expected"), [
+    ("phase", (1.0, 1.0, 0.5) * 2), ("run", (1.0, 1.0, 0.5, 0.25, 0.125, 0.0625)),
+])  # fmt: skip
 def test_a_phase_begins_without_it_unless_the_run_counts(since, expected):
     state = fitted([1], lowers(since=since), epochs=3, phase="a")
     state = fitted([1], lowers(since=since), state=state, epochs=3, phase="b")

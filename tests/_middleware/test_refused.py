@@ -71,6 +71,15 @@ SETTINGS = [  # whose messages say more than what was expected, or that are no s
     (ValueError, lambda: fl.plateau("valid/loss", min_ratio=2), "min_ratio"),
     (TypeError, lambda: fl.schedule(schedules.cosine), r"Call it: cosine\(\)"),
     (TypeError, lambda: fl.schedule(schedules.linear(), field=None), 'such as "lr"; got'),
+    *(
+        (TypeError, lambda only=only: fl.schedule(number, only=only), r'such as \("rest",')
+        for only in (3, (), "", ("first", 3), ("first", ""), {"first"})
+    ),
+    (
+        TypeError,
+        lambda: fl.torch_scheduler(torch_scheduler, only=("first",)),
+        "torch_scheduler expects only as the name of one optimizer, a str",
+    ),
     (ValueError, lambda: fl.spike_guard(ratio=1), "spike_guard expects ratio > 1"),
     (ValueError, lambda: fl.throughput(flops=1.0), r"together; got flops=1\.0, peak=None"),
     (ValueError, lambda: fl.throughput(peak=1.0), r"together; got flops=None, peak=1\.0"),
@@ -135,14 +144,10 @@ def test_a_loss_function_without_a_carry_is_refused_when_composing():
         fl.pipeline(fl.tbptt(2))(toy_loss)
 
 
-@pytest.mark.parametrize(
-    "step",
-    [
-        fl.pipeline(fl.tbptt(2))(lambda model, batch, carry: model.w),
-        fl.raw(lambda state, batch: fl.Output(ONE[0], 1)),
-    ],
-    ids=["tbptt", "raw"],
-)
+@pytest.mark.parametrize("step", [
+    fl.pipeline(fl.tbptt(2))(lambda model, batch, carry: model.w),
+    fl.raw(lambda state, batch: fl.Output(ONE[0], 1)),
+], ids=["tbptt", "raw"])  # fmt: skip
 def test_several_processes_are_refused(step):
     state = toy()
     several = attrs.evolve(state, backend=attrs.evolve(state.backend, world_size=2))
@@ -150,19 +155,15 @@ def test_several_processes_are_refused(step):
         step.init_slots(several)
 
 
-@pytest.mark.parametrize(
-    "typed",
-    [
-        *("accumulate(total=64)", "accumulate({0: 8, 4: 4})", "clip(1.0, norm_type=3.0)"),
-        *("compiled(mode='max-autotune-no-cudagraphs')", "compiled(dynamic=True)"),
-        "cuda_graph(warmup=5)",
-        *("ema(0.5, every=2)", "swa(10, evaluate='only')", "derive(double=double_loss)"),
-        *("throughput('weight', flops=1.0, peak=2.0)", "timings()", "device_memory()"),
-    ],
-)
+@pytest.mark.parametrize("typed", [
+    "accumulate(total=64)", "accumulate({0: 8, 4: 4})", "clip(1.0, norm_type=3.0)",
+    "compiled(mode='max-autotune-no-cudagraphs')", "compiled(dynamic=True)", "cuda_graph(warmup=5)",
+    "ema(0.5, every=2)", "swa(10, evaluate='only')", "derive(double=double_loss)",
+    "throughput('weight', flops=1.0, peak=2.0)", "timings()", "device_memory()",
+])  # fmt: skip
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 def test_it_shows_compares_and_pickles_as_it_was_typed(typed):
-    names = {**vars(fl), "double_loss": double_loss}
+    names = {name: getattr(fl, name) for name in fl.__all__} | {"double_loss": double_loss}
     made, again = eval(typed, names), eval(typed, names)
     assert repr(made) == typed and made == again
     assert pickle.loads(pickle.dumps(made)) == made == copy.deepcopy(made)
@@ -171,6 +172,7 @@ def test_it_shows_compares_and_pickles_as_it_was_typed(typed):
     assert repr(pipe(toy_loss)) == f"{pipe!r}(toy_loss)"
 
 
-def test_the_diagram_shows_an_average_in_evaluation():
-    text = str(fl.pipeline(fl.ema(0.5, every=2))(toy_loss))
+def test_the_diagram_shows_what_acts_in_evaluation():
+    text = str(fl.pipeline(fl.ema(0.5, every=2), ON)(toy_loss))
     assert "update" in text and "ema(0.5, every=2) in evaluation" in text
+    assert "metric(x=number, on='evaluation') in evaluation" in text

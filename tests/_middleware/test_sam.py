@@ -70,15 +70,6 @@ def test_it_equals_the_loop_by_hand_bit_for_bit(problem, precision):
     assert_same_weights(state, by_hand(one, 0.05, 2, precision))
 
 
-def test_one_parameter_is_moved_alike_by_a_window_and_by_each_of_its_batches():
-    batches = [torch.tensor([1.0]), torch.tensor([3.0])]  # gradients w and 9w: 5w
-    pair = fl.accumulate(2), fl.sam(0.5)
-    given = [(pair, batches), (pair[::-1], batches), (pair[1:], torch.tensor([1.0, 3.0]))]
-    for members, batch in given:
-        state, _ = update(*members, lr=0.1, batch=batch)
-        assert state.model.w.item() == pytest.approx(2 - 0.1 * 5 * 2.5)
-
-
 @pytest.mark.parametrize(("order", "moved"), [(1, 0.5), (-1, 0.5 * 2**-0.5)])
 def test_accumulate_outside_moves_for_each_micro_batch(order, moved):
     batches = [torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 1.0]])]

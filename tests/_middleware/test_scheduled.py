@@ -3,9 +3,11 @@
 import attrs
 import pytest
 import torch
+from toy_runs import assert_same_weights
 
 import fnloop as fl
 from fnloop import schedules
+from fnloop._core.rng import COMPUTE, fold_in
 from fnloop.testing import check_laws, small, toy
 
 ONE = torch.ones(1)
@@ -109,19 +111,11 @@ def test_teacher_forcing_equals_the_loop_by_hand():
 
     hand, its_optimizer = make()
     for i in range(12):
-        torch.manual_seed(seed_of(1, i))
+        torch.manual_seed(fold_in(1, COMPUTE, i // 6, i % 6))
         its_optimizer.zero_grad()
         forced(hand, data[i % 6], truth=decay(i, 12)).backward()
         its_optimizer.step()
-    for mine, right in zip(model.parameters(), hand.parameters(), strict=True):
-        assert torch.equal(mine, right)
-
-
-def seed_of(seed, update):
-    """Return the seed of torch's generator in an update of the loop above: epochs of 6 batches."""
-    from fnloop._core.rng import COMPUTE, fold_in, mix
-
-    return mix(fold_in(seed, COMPUTE, update // 6), update % 6)
+    assert_same_weights(model, hand)
 
 
 def test_a_captured_update_reads_a_tensor_that_is_filled_before_each_replay(recorders):
@@ -142,35 +136,26 @@ def test_nothing_is_compiled_again_for_another_number(before):
     assert (state.model.w.item(), len(seen)) == (-1.5, 1)
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: fl.scheduled(), r"expects names and functions: scheduled\(beta="),
-        (lambda: fl.Middleware("a", passes="beta"), "expects passes as a tuple of names"),
-        (lambda: fl.Middleware("a", adds=["x"]), "expects adds as a tuple of names"),
-        (lambda: fl.Middleware("a", monitors=1), "expects monitors as the name of a metric"),
-        (lambda: fl.scheduled(beta=1.0), "expects beta as a function .* got 1.0"),
-        (lambda: fl.scheduled(beta=lambda: 1.0), r"takes \(\)"),
-        (
-            lambda: fl.pipeline(share)(lambda model, batch: 0),
-            r"takes \(model, batch, \*, beta\), but",
-        ),
-        (lambda: fl.pipeline()(lambda m, b, *, beta: 0), r"takes \(model, batch\), but"),
-        (lambda: fl.pipeline(share, fl.scheduled(beta=len, a=len))(loss_fn), "pass 'beta'"),
-    ],
-)
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda: fl.scheduled(), r"expects names and functions: scheduled\(beta="),
+    (lambda: fl.Middleware("a", passes="beta"), "expects passes as a tuple of names"),
+    (lambda: fl.Middleware("a", adds=["x"]), "expects adds as a tuple of names"),
+    (lambda: fl.Middleware("a", monitors=1), "expects monitors as the name of a metric"),
+    (lambda: fl.scheduled(beta=1.0), "expects beta as a function .* got 1.0"),
+    (lambda: fl.scheduled(beta=lambda: 1.0), r"takes \(\)"),
+    (lambda: fl.pipeline(share)(lambda model, batch: 0), r"takes \(model, batch, \*, beta\), but"),
+    (lambda: fl.pipeline()(lambda m, b, *, beta: 0), r"takes \(model, batch\), but"),
+    (lambda: fl.pipeline(share, fl.scheduled(beta=len, a=len))(loss_fn), "pass 'beta'"),
+])  # fmt: skip
 def test_what_cannot_be_is_refused_when_composing(make, message):
     with pytest.raises((TypeError, ValueError), match=message):
         make()
 
 
-@pytest.mark.parametrize(
-    ("fn", "message"),
-    [
-        (lambda i, total: "a", r"scheduled\(<lambda>\) must return a number; at step 0 of 1 it "),
-        (lambda i, total: 1 / total, "length"),
-    ],
-)
+@pytest.mark.parametrize(("fn", "message"), [
+    (lambda i, total: "a", r"scheduled\(<lambda>\) must return a number; at step 0 of 1 it "),
+    (lambda i, total: 1 / total, "length"),
+])  # fmt: skip
 def test_what_is_not_a_number_is_an_error_of_the_update(fn, message):
     loader = iter([ONE])  # of no length
     with pytest.raises((TypeError, ValueError), match=message):

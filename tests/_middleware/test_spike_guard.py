@@ -7,7 +7,7 @@ import attrs
 import pytest
 import torch
 from torch.optim import lr_scheduler
-from toy_runs import kept, noting, of, stop_when, xs
+from toy_runs import noting, of, xs
 
 import fnloop as fl
 from fnloop.testing import Toy, assert_same, toy
@@ -40,17 +40,14 @@ def test_a_loss_above_ratio_times_the_median_is_left_out():
     assert state.history.latest("train/loss") == pytest.approx(2.9)
 
 
-@pytest.mark.parametrize(
-    ("window", "losses", "spikes"),
-    [
-        (3, [1, 99, 1, 2.0], []),  # neither the limit itself nor the first updates
-        (3, [1, 99, 1, 2.001], [2.001]),
-        (2, [1, 3, 2.5], [2.5]),  # of an even number, the lower one of the middle counts
-        (3, [1, 1, 1, 5, 5, 1.5, 1.5, 1.5, 2.5], [5.0, 5.0]),  # spikes are none of the last losses
-        *((2, [-2, -2, loss], []) for loss in (-3.0, -1.5)),
-        *((2, [-2, -2, loss], [loss]) for loss in (0.5, NAN)),
-    ],
-)
+@pytest.mark.parametrize(("window", "losses", "spikes"), [
+    (3, [1, 99, 1, 2.0], []),  # neither the limit itself nor the first updates
+    (3, [1, 99, 1, 2.001], [2.001]),
+    (2, [1, 3, 2.5], [2.5]),  # of an even number, the lower one of the middle counts
+    (3, [1, 1, 1, 5, 5, 1.5, 1.5, 1.5, 2.5], [5.0, 5.0]),  # spikes are none of the last losses
+    *((2, [-2, -2, loss], []) for loss in (-3.0, -1.5)),
+    *((2, [-2, -2, loss], [loss]) for loss in (0.5, NAN)),
+])  # fmt: skip
 def test_which_losses_are_spikes(window, losses, spikes):
     state = fitted(losses, fl.spike_guard(window, 2.0))
     assert [spike[-1] for spike in where(state)] == pytest.approx(spikes, nan_ok=True)
@@ -62,15 +59,11 @@ AROUND = fl.ema(0.5), fl.clip(0.5), fl.schedule(fl.schedules.linear())
 LOSSES = [1, 1.1, 1.2, 1.3, 1.4, 9, 1.5, 1.6, 1.7]
 
 
-@pytest.mark.parametrize(
-    ("members", "guard", "without"),
-    [
-        (AROUND, fl.spike_guard(4), LOSSES[:5] + LOSSES[6:]),
-        (AROUND, fl.spike_guard(4, then="back"), LOSSES[:4] + LOSSES[6:]),
-        ((fl.swa(1, every=1), DECAYS), fl.spike_guard(4, then="back"), LOSSES[:4] + LOSSES[6:]),
-    ],
-    ids=["out", "back", "back with slots"],
-)
+@pytest.mark.parametrize(("members", "guard", "without"), [
+    (AROUND, fl.spike_guard(4), LOSSES[:5] + LOSSES[6:]),
+    (AROUND, fl.spike_guard(4, then="back"), LOSSES[:4] + LOSSES[6:]),
+    ((fl.swa(1, every=1), DECAYS), fl.spike_guard(4, then="back"), LOSSES[:4] + LOSSES[6:]),
+], ids=["out", "back", "back with slots"])  # fmt: skip
 def test_it_equals_the_run_without_these_batches(members, guard, without):
     new = lambda: of(Toy(), torch.optim.AdamW, lr=0.1)
     one = fitted(LOSSES, *members, guard, steps=7, state=new())
@@ -116,9 +109,6 @@ def test_of_a_window_of_batches_the_mean_counts():
     assert where(state) == [(0, 2, 1, 3.0)] and state.stop.startswith("spike_guard: 1 update in")
 
 
-# --- then="back"
-
-
 def test_buffers_and_state_that_came_after_the_snapshot_go_back():
     """The third batch is the first that trains the bias, and the fourth is a spike."""
 
@@ -135,15 +125,12 @@ def test_buffers_and_state_that_came_after_the_snapshot_go_back():
     assert {*state.optimizer.state} == {state.model[1].weight}
 
 
-@pytest.mark.parametrize(
-    ("window", "losses", "steps", "spikes"),
-    [
-        (2, [1, 1, 1, 1, 1, 9, 1, 1], 6, [9.0]),  # snapshots of 2 and 4; the fifth is undone
-        (3, [1, 1, 1, 1.8, 1.8, 9, 3], 3, [9.0, 3.0]),  # 3 is not above twice 1.8
-        (2, [1, 1, 1, 9, 1, 9], 2, [9.0, 9.0]),  # one update after a return makes no snapshot
-        (2, [1, 1, *[9] * 9, 1, 1, *[9] * 9], 4, [9.0] * 18),  # a new one may be used as often
-    ],
-)
+@pytest.mark.parametrize(("window", "losses", "steps", "spikes"), [
+    (2, [1, 1, 1, 1, 1, 9, 1, 1], 6, [9.0]),  # snapshots of 2 and 4; the fifth is undone
+    (3, [1, 1, 1, 1.8, 1.8, 9, 3], 3, [9.0, 3.0]),  # 3 is not above twice 1.8
+    (2, [1, 1, 1, 9, 1, 9], 2, [9.0, 9.0]),  # one update after a return makes no snapshot
+    (2, [1, 1, *[9] * 9, 1, 1, *[9] * 9], 4, [9.0] * 18),  # a new one may be used as often
+])  # fmt: skip
 def test_the_median_and_the_count_are_those_of_the_snapshot(window, losses, steps, spikes):
     state = fitted(losses, fl.spike_guard(window, 2.0, then="back"))
     assert (state.step, state.step + state.skipped) == (steps, len(losses))
@@ -162,23 +149,6 @@ def test_the_model_and_the_optimizer_stay_the_same_objects():
     assert [*map(id, moments[0])] == [*map(id, moments_of(state))]
 
 
-@pytest.mark.parametrize("pause", [2, 3, 6, 7])
-def test_a_restart_at_any_update_goes_back_to_the_same_snapshot(pause, tmp_path):
-    losses = [1, 1.1, 1.2, 1.3, 1.4, 9, 1.5, 1.6, 9]
-    scheduler = fl.torch_scheduler(lambda o, run: lr_scheduler.StepLR(o, 2))
-    members = fl.ema(0.5), scheduler, fl.spike_guard(2, then="back")
-    new = lambda: of(Toy(), torch.optim.AdamW, lr=0.1)
-    halt = stop_when(lambda state: state.step + state.skipped == pause)
-    whole = fitted(losses, *members, state=new(), epochs=2)
-    state = fitted(losses, *members, state=new(), epochs=2, hooks=(halt,))
-    state = kept("checkpoint", state, new(), tmp_path)
-    resumed = fitted(losses, *members, state=state, epochs=2)
-    assert len(where(whole)) == 4 and where(resumed) == where(whole)
-    assert resumed.history["train/loss"][-1] == whole.history["train/loss"][-1]
-    plain = {"run_id": "", "history": fl.History()}  # the pause made a record
-    assert_same(attrs.evolve(resumed, **plain), attrs.evolve(whole, **plain))
-
-
 def test_a_snapshot_of_other_parameters_is_not_gone_back_to():
     guard = fl.spike_guard(2, then="back")
     state = fitted([1, 1], guard, state=toy())
@@ -187,15 +157,9 @@ def test_a_snapshot_of_other_parameters_is_not_gone_back_to():
         fitted([9], guard, state=state, epochs=2)
 
 
-# --- what does not go back: the records, and what hooks know of them
-
-
 def test_the_best_weights_since_the_snapshot_are_kept():
     """w is -1, -2, -3, then -2 again: of |w + 3|, the best is that of -3."""
-
-    def loss_fn(model, batch):
-        return is_batch(model, batch) if model.training else (model.w + 3).abs()
-
+    loss_fn = lambda model, batch: is_batch(model, batch) if model.training else (model.w + 3).abs()
     step = fl.pipeline(fl.spike_guard(2, then="back"))(loss_fn)
     given = {"hooks": (fl.restore_best("valid/loss"),), "evaluate_every": fl.every(steps=1)}
     state = fl.fit(step, toy(), (xs(1, 1, 1, 9), xs(1)), **given)
@@ -222,17 +186,13 @@ def test_a_phase_goes_back_no_further_than_to_its_beginning():
 
 @pytest.mark.parametrize("guard_at", [0, 1, 2])
 @pytest.mark.parametrize("rate", [1.0, torch.tensor(1.0)], ids=["a number", "a tensor"])
-@pytest.mark.parametrize(
-    "members",
-    [
-        [fl.schedule(fl.schedules.exponential(0.5))],
-        [fl.plateau("train/loss", factor=0.5, patience=1)],
-        [fl.plateau("train/loss", factor=0.5, patience=1, since="run"), fl.schedule(halved)],
-        [fl.schedule(halved), fl.schedule(halved, field="momentum")],
-        [fl.torch_scheduler(lambda o, run: lr_scheduler.ExponentialLR(o, 0.5))],
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize("members", [
+    [fl.schedule(fl.schedules.exponential(0.5))],
+    [fl.plateau("train/loss", factor=0.5, patience=1)],
+    [fl.plateau("train/loss", factor=0.5, patience=1, since="run"), fl.schedule(halved)],
+    [fl.schedule(halved), fl.schedule(halved, field="momentum")],
+    [fl.torch_scheduler(lambda o, run: lr_scheduler.ExponentialLR(o, 0.5))],
+], ids=repr)  # fmt: skip
 def test_rates_go_back_in_a_later_phase_in_every_order(members, guard_at, rate):
     """Phase b goes back to its beginning: it equals one whose loader lacks the first batches."""
     guarded = [*members[:guard_at], fl.spike_guard(3, then="back"), *members[guard_at:]]

@@ -71,21 +71,6 @@ def halving(told):
     return fl.torch_scheduler(lambda opt, run: ByUpdates(opt, told))
 
 
-def test_it_is_told_the_updates_that_were_made():
-    told = []
-    loss_fn = lambda model, batch: fl.skip("no") if batch == 2 else (model.w * batch).mean()
-    state = fitted([1, 2, 1, 1], halving(told), loss_fn=loss_fn)
-    assert (told, state.model.w.item()) == ([1, 2, 3], -1.75)
-    assert state.history["train/lr"] == (0.25,)
-
-
-def test_a_phase_has_a_scheduler_of_its_own():
-    told = []
-    state = fitted([1] * 2, halving(told), phase="one")
-    state = fitted([1] * 3, halving(told), state=state, phase="two")
-    assert (told, state.model.w.item()) == ([1, 2, 1, 2, 3], -(1 + 0.5) - (1 + 0.5 + 0.25))
-
-
 def test_one_that_begins_later_is_told_so():
     told = []
     state = fitted([1] * 2)

@@ -1,12 +1,14 @@
 """timings and throughput, by a clock that only the test moves: numbers for the head."""
 
+import importlib
 import math
 import pickle
 import time
 
-import attrs
 import pytest
 import torch
+from after_steps import after, skipping
+from fake_terminal import fake_clock
 from sample_middleware import output_mean
 from toy_runs import noting
 
@@ -31,12 +33,10 @@ DATA, STEP, EVALUATION, PAUSE = 2.0, 3.0, 50.0, 7.0
 @pytest.fixture
 def clock(monkeypatch):
     """A clock that stands still unless ``clock.now`` is changed."""
-
-    class Clock:
-        now = 100.0
-
-    monkeypatch.setattr(time, "perf_counter", lambda: Clock.now)
-    return Clock
+    importlib.import_module("fnloop._hooks.progress")  # whose clock is replaced too
+    made = fake_clock(monkeypatch)
+    monkeypatch.setattr(time, "perf_counter", made.perf_counter)
+    return made
 
 
 class Data:
@@ -54,20 +54,8 @@ class Data:
         return len(self.batches)
 
 
-def slow(clock, step=STEP, evaluation=EVALUATION):
-    def loss_fn(model, batch):
-        clock.now += step if model.training else evaluation
-        return toy_loss(model, batch)
-
-    return loss_fn
-
-
-def pause(clock):
-    def hook(state):
-        clock.now += PAUSE
-        return state
-
-    return hook
+def slow(clock):
+    return clock.timed(toy_loss, STEP, EVALUATION)
 
 
 BATCHES, ONES = [torch.ones(n) for n in (4, 4, 2)], [torch.ones(1)] * 2
@@ -76,7 +64,7 @@ BATCHES, ONES = [torch.ones(n) for n in (4, 4, 2)], [torch.ones(1)] * 2
 def fitted(clock, *members, state=None, batches=BATCHES, step=None, **settings):
     make = fl.pipeline(*members)(slow(clock) if step is None else step)
     loaders = {"train": Data(clock, batches), "valid": ONES}
-    settings = {"hooks": (pause(clock),), **settings}
+    settings = {"hooks": (clock.takes(PAUSE),), **settings}
     return fl.fit(make, toy() if state is None else state, loaders, **settings)
 
 
@@ -91,13 +79,10 @@ def latest(state, *names):
 TIMES = "time/data", "time/step"
 
 
-@pytest.mark.parametrize(
-    ("members", "data", "step"),
-    [
-        ((), DATA, STEP),
-        ((fl.accumulate(2),), (2 * DATA + DATA) / 2, (2 * STEP + STEP) / 2),  # waits for all
-    ],
-)
+@pytest.mark.parametrize(("members", "data", "step"), [
+    ((), DATA, STEP),
+    ((fl.accumulate(2),), (2 * DATA + DATA) / 2, (2 * STEP + STEP) / 2),  # waits for all
+])  # fmt: skip
 def test_times_of_data_update_and_evaluation(members, data, step, clock):
     history = fitted(clock, *members, fl.timings(), epochs=2).history
     assert history["train/time/data"] == (data, data)
@@ -172,38 +157,27 @@ def test_a_bare_step_knows_its_own_time_only(clock):
     assert fl.evaluate(step, toy(), [torch.ones(1)]) == {"loss": 0.0}
 
 
-def for_the_last(change):
-    """Return a middleware that changes the output of the last batch."""
-
-    def wrap(step):
-        def changing(state, batch):
-            state, out = step(state, batch)
-            return state, change(out) if len(batch) == 2 else out
-
-        return changing
-
-    return fl.Middleware("last", gradient=wrap)
+def of_two(batch, out):
+    return len(batch) == 2  # as the last one is
 
 
 def test_skipped_updates_do_not_count(clock):
-    skipping = for_the_last(lambda out: attrs.evolve(out, skip="no"))
-    state = fitted(clock, skipping, fl.timings(), fl.throughput())
+    state = fitted(clock, skipping(of_two), fl.timings(), fl.throughput())
     found = latest(state, "time/step", "throughput/samples")
     assert state.skipped == 1 and found == (STEP, 8 / (2 * (DATA + STEP)))
 
 
 # --- throughput
 
+WITHOUT = lambda state, batch, out: fl.Output(out.loss, 0, out.aux) if len(batch) == 2 else out
+NONE_LEFT = after("gradient", WITHOUT)
 
-@pytest.mark.parametrize(
-    ("members", "samples"),
-    [
-        *(((fl.accumulate(n), fl.throughput()), 10) for n in (1, 2, 3)),
-        # An update without a batch of its own, as on a process that has none in the last window.
-        ((for_the_last(lambda out: fl.Output(out.loss, 0, out.aux)), fl.throughput()), 4 + 4),
-    ],
-    ids=repr,
-)
+
+@pytest.mark.parametrize(("members", "samples"), [
+    *(((fl.accumulate(n), fl.throughput()), 10) for n in (1, 2, 3)),
+    # An update without a batch of its own, as on a process that has none in the last window.
+    ((NONE_LEFT, fl.throughput()), 4 + 4),
+], ids=repr)  # fmt: skip
 def test_samples_in_a_second_of_training(members, samples, clock):
     """In 3 × (2 + 3) seconds; neither evaluations nor hooks count."""
     state = fitted(clock, *members, evaluate_every=fl.every(epochs=1))
@@ -387,7 +361,7 @@ def test_what_a_caller_does_between_two_epochs_does_not_count(on_a_device, clock
         request.getfixturevalue("events")
     step, loaders = fl.pipeline(fl.throughput())(slow(clock)), (Data(clock, BATCHES), ONES)
     note, watches = noting(lambda state: state.run.stopwatch)
-    hooks = (note,) if on_a_device else (note, pause(clock))
+    hooks = (note,) if on_a_device else (note, clock.takes(PAUSE))
     for state in fl.run(step, toy(), loaders, epochs=2, hooks=hooks):
         assert watches[-1].trained == state.epoch * 3 * (DATA + STEP)
         assert watches[-1].evaluated == 2 * EVALUATION

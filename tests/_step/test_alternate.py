@@ -4,9 +4,9 @@ import gc
 import pickle
 import weakref
 
-import attrs
 import pytest
 import torch
+from after_steps import after, skipping
 from sample_middleware import counted
 from torch import nn
 from toy_runs import ONE, noting, xs
@@ -16,17 +16,13 @@ from fnloop import schedules
 from fnloop.testing import assert_same, toy
 
 
-class Two(nn.Module):
+def weights_d_and_g():
     """Two weights; the gradients of the losses below can be computed in the head."""
-
-    def __init__(self):
-        super().__init__()
-        self.d = nn.Parameter(torch.tensor(0.0))
-        self.g = nn.Parameter(torch.tensor(0.0))
+    return nn.ParameterDict({"d": torch.tensor(0.0), "g": torch.tensor(0.0)})
 
 
 def two(d=1.0, g=1.0):
-    model = Two()
+    model = weights_d_and_g()
     optimizers = {"d": torch.optim.SGD([model.d], lr=d), "g": torch.optim.SGD([model.g], lr=g)}
     return fl.TrainState.create(model, optimizers, seed=0)
 
@@ -217,24 +213,14 @@ def broken():
     return lambda step: lambda state, batch: (step(state, batch), 1 / 0)
 
 
-@pytest.mark.parametrize(
-    ("run", "where"),
-    [
-        (
-            lambda: fit(fails_in(True), xs(1)),
-            "while in g, the loss function fails, train, epoch 1, batch 0, step 0",
-        ),
-        (lambda: fit(alternating(g=(broken(),)), xs(1)), "while in g, broken(), train"),
-        (
-            lambda: fit(fails_in(False), (xs(1), xs(1))),
-            "while in g, the loss function fails, valid",
-        ),
-        (
-            lambda: fl.evaluate(fails_in(False), two(), xs(1)),
-            "while in g, the loss function fails, evaluate, batch 0",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("run", "where"), [
+    (lambda: fit(fails_in(True), xs(1)),
+     "while in g, the loss function fails, train, epoch 1, batch 0, step 0"),
+    (lambda: fit(alternating(g=(broken(),)), xs(1)), "while in g, broken(), train"),
+    (lambda: fit(fails_in(False), (xs(1), xs(1))), "while in g, the loss function fails, valid"),
+    (lambda: fl.evaluate(fails_in(False), two(), xs(1)),
+     "while in g, the loss function fails, evaluate, batch 0"),
+])  # fmt: skip
 def test_what_failed_is_named_with_its_turn_and_no_frame_of_fnloop_is_shown(run, where):
     with pytest.raises(ZeroDivisionError) as caught:
         run()
@@ -246,21 +232,9 @@ def test_what_failed_is_named_with_its_turn_and_no_frame_of_fnloop_is_shown(run,
 # --- skipped updates
 
 
-def skipping(*values):
-    """Skip the updates of these batches."""
-
-    def wrap(step):
-        def skipped(state, batch):
-            state, out = step(state, batch)
-            return state, attrs.evolve(out, skip="no") if batch.item() in values else out
-
-        return skipped
-
-    return fl.Middleware("skips", gradient=wrap)
-
-
 def test_a_skipped_update_is_that_of_its_turn():
-    state = fit(alternating(d=(skipping(2, 3),), g=(skipping(3),)), xs(1, 2, 3))
+    from_two, three = (skipping(lambda x, out, n=n: x.item() >= n) for n in (2, 3))
+    state = fit(alternating(d=(from_two,), g=(three,)), xs(1, 2, 3))
     assert weights(state) == (-1.0, 2.0)  # d: the first alone; g: the first two
     assert (state.step, state.skipped, dict(state.updates)) == (2, 1, {"d": 1, "g": 2})
     assert state.history["train/d/loss"] == (0.0,)  # of the applied update alone
@@ -313,25 +287,13 @@ def test_metrics_numbers_and_outputs_of_a_turn_have_its_name():
     assert state.history["recent/g/loss"] == (0.0, -4.0)  # g × d: 0 × -1, 1 × -4
 
 
-@pytest.mark.parametrize(
-    ("member", "said"),
-    [
-        (fl.derive(x=lambda numbers: numbers["lost"]), "has the metric 'd/lost'"),
-        (fl.metric(x=lambda aux, batch: batch.mean(), loaders=("test",)), "no loader 'test'"),
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize(("member", "said"), [
+    (fl.derive(x=lambda numbers: numbers["lost"]), "has the metric 'd/lost'"),
+    (fl.metric(x=lambda aux, batch: batch.mean(), loaders=("test",)), "no loader 'test'"),
+], ids=repr)  # fmt: skip
 def test_a_number_of_a_turn_that_there_is_not_is_named(member, said):
     with pytest.raises(KeyError, match=said):
         fit(alternating(d=(member,)), (xs(1), xs(1)))
-
-
-def test_what_measures_a_step_measures_its_turns():
-    d, g = (fl.throughput(), fl.timings()), (fl.grad_norm(), fl.device_memory())
-    found = fit(alternating(fl.timings(), d=d, g=g), xs(1, 1)).history[-1].metrics
-    assert found["train/g/grad_norm"] == 1.5  # the mean of 1 and 2
-    assert found["train/d/throughput/samples"] > 0 < found["train/g/memory/peak_gib"]
-    assert 0 < found["train/d/time/step"] < found["train/time/step"]
 
 
 def test_statistics_of_a_generator_are_recomputed_by_its_own_forward():
@@ -373,18 +335,9 @@ def halve(optimizer, run):
 
 def test_middleware_around_acts_once_per_round():
     calls = []
-
-    def clamped(step):
-        def clamp(state, batch):
-            state, out = step(state, batch)
-            state.model.d.data.clamp_(-0.5, 0.5)
-            return state, out
-
-        return clamp
-
-    members = counted(calls), fl.Middleware("clamped", update=clamped)
+    clamped = after("update", lambda state, x, out: state.model.d.data.clamp_(-0.5, 0.5))
     rate = fl.schedule(schedules.linear(), only="d")
-    step = alternating(*members, rate, g=(LINEAR,), order=("d", "d", "g"))
+    step = alternating(counted(calls), clamped, rate, g=(LINEAR,), order=("d", "d", "g"))
     state = fit(step, xs(1, 1))
     assert (calls, state.model.d.item()) == ([0, 1], -0.5)
     assert state.history["train/lr/d"] == state.history["train/lr/g"] == (0.5,)
@@ -430,7 +383,7 @@ class Twice(torch.optim.SGD):
 
 
 def test_a_closure_in_a_turn_is_given_to_its_optimizer():
-    model = Two()
+    model = weights_d_and_g()
     optimizers = {"d": Twice([model.d], lr=1.0), "g": torch.optim.SGD([model.g], lr=1.0)}
     state = fl.TrainState.create(model, optimizers)
     state, _ = alternating(d=(fl.closure(),))(state, torch.tensor([3.0]))
@@ -470,18 +423,15 @@ def test_parameters_that_are_added_between_runs_are_trained():
 PLAIN, LINEAR = fl.pipeline()(d_loss), fl.schedule(schedules.linear())
 AROUND = [  # that would be ignored, or set a rate twice
     (fl.clip(1.0), r"clip\(1.0\) acts in the gradient ring, but each of the steps d, g"),
-    (fl.accumulate(2), "acts in the gradient ring"),
-    (fl.amp("bf16"), "acts in the forward ring"),
+    (fl.accumulate(2), "acts in the gradient ring"), (fl.amp("bf16"), "acts in the forward ring"),
     *((member, "replaces the loss function") for member in (fl.compiled(), fl.tbptt(2))),
-    (MEAN, 'on="evaluation"'),
-    (fl.cuda_graph(), "acts in the device ring"),
-    (fl.closure(), "says how the optimizer is called"),
-    (fl.throughput(), "acts in the loss ring"),
+    (MEAN, 'on="evaluation"'), (fl.cuda_graph(), "acts in the device ring"),
+    (fl.closure(), "says how the optimizer is called"), (fl.throughput(), "acts in the loss ring"),
     (fl.ema(0.5, name="d"), r"name='d'\) has the name of a step, .* one, name="),
     (LINEAR, "both set lr of one optimizer: name others.*only="),
     (fl.schedule(schedules.linear(), only="d"), "both set lr of one optimizer"),
     (fl.torch_scheduler(halve, only="d"), "both set lr of one optimizer"),
-]
+]  # fmt: skip
 INSIDE = [
     (fl.tbptt(2), "several updates in one turn"),
     (fl.cuda_graph(), "would capture which parameters need gradients"),
@@ -497,50 +447,40 @@ def takes_turns(member):
     return fl.alternate({"d": fl.pipeline(member)(lambda model, batch, carry=None: model.d)})
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "message"),
-    [
-        *((lambda m=m: alternating(m, d=(LINEAR,)), ValueError, said) for m, said in AROUND),
-        *((lambda m=m: takes_turns(m), ValueError, said) for m, said in INSIDE),
-        (lambda: fl.alternate([PLAIN]), TypeError, "a mapping from names to steps"),
-        (lambda: fl.alternate({}), TypeError, "a mapping from names to steps"),
-        (lambda: fl.alternate({"d": d_loss}), TypeError, "got .*d_loss.* under 'd'"),
-        (lambda: fl.alternate({"d": fl.pipeline()}), TypeError, "expects steps"),
-        (lambda: fl.alternate({1: PLAIN}), TypeError, "names of optimizers"),
-        (lambda: fl.alternate({"a/b": PLAIN}), ValueError, 'names without "/"'),
-        (lambda: fl.alternate({"recent": PLAIN}), ValueError, '"recent"'),
-        (lambda: alternating(order="dg"), TypeError, "order as names of steps"),
-        (lambda: alternating(order=("d", "e")), ValueError, "which are d, g; got 'e'"),
-        (lambda: alternating(order=("d", "d")), ValueError, "leaves out g"),
-        (lambda: alternating(batch="each"), ValueError, '"same", "next", or a mapping from each'),
-        (lambda: alternating(batch={"d": "next"}), ValueError, 'lacks g: .*, "g": "..."}'),
-        (lambda: alternating(batch={"e": "next"}), ValueError, "which are d, g; got 'e'"),
-        (
-            lambda: alternating(batch={"d": "next", "g": "last"}),
-            ValueError,
-            r"batch\['g'\] as one of \"same\", \"next\"; got 'last'",
-        ),
-        (lambda: alternating(evaluate="e"), ValueError, "evaluate as names of steps"),
-        (lambda: alternating(evaluate=()), TypeError, "evaluate as names of steps"),
-        (lambda: fl.alternate({"d": alternating()}), ValueError, "in one alternate"),
-        (lambda: alternating(d=(fl.accumulate(2),)), ValueError, 'd takes 2 and g takes 1.*"next"'),
-    ],
-)
+@pytest.mark.parametrize(("make", "error", "message"), [
+    *((lambda m=m: alternating(m, d=(LINEAR,)), ValueError, said) for m, said in AROUND),
+    *((lambda m=m: takes_turns(m), ValueError, said) for m, said in INSIDE),
+    (lambda: fl.alternate([PLAIN]), TypeError, "a mapping from names to steps"),
+    (lambda: fl.alternate({}), TypeError, "a mapping from names to steps"),
+    (lambda: fl.alternate({"d": d_loss}), TypeError, "got .*d_loss.* under 'd'"),
+    (lambda: fl.alternate({"d": fl.pipeline()}), TypeError, "expects steps"),
+    (lambda: fl.alternate({1: PLAIN}), TypeError, "names of optimizers"),
+    (lambda: fl.alternate({"a/b": PLAIN}), ValueError, 'names without "/"'),
+    (lambda: fl.alternate({"recent": PLAIN}), ValueError, '"recent"'),
+    (lambda: alternating(order="dg"), TypeError, "order as names of steps"),
+    (lambda: alternating(order=("d", "e")), ValueError, "which are d, g; got 'e'"),
+    (lambda: alternating(order=("d", "d")), ValueError, "leaves out g"),
+    (lambda: alternating(batch="each"), ValueError, '"same", "next", or a mapping from each'),
+    (lambda: alternating(batch={"d": "next"}), ValueError, 'lacks g: .*, "g": "..."}'),
+    (lambda: alternating(batch={"e": "next"}), ValueError, "which are d, g; got 'e'"),
+    (lambda: alternating(batch={"d": "next", "g": "last"}), ValueError,
+     r"batch\['g'\] as one of \"same\", \"next\"; got 'last'"),
+    (lambda: alternating(evaluate="e"), ValueError, "evaluate as names of steps"),
+    (lambda: alternating(evaluate=()), TypeError, "evaluate as names of steps"),
+    (lambda: fl.alternate({"d": alternating()}), ValueError, "in one alternate"),
+    (lambda: alternating(d=(fl.accumulate(2),)), ValueError, 'd takes 2 and g takes 1.*"next"'),
+])  # fmt: skip
 def test_what_cannot_be_composed_is_refused(make, error, message):
     with pytest.raises(error, match=message):
         make()
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda state: fit(alternating(), xs(1), state),
-        lambda state: alternating()(state, ONE),
-        lambda state: fl.evaluate(alternating(), state, xs(1)),
-    ],
-)
+@pytest.mark.parametrize("call", [
+    lambda state: fit(alternating(), xs(1), state), lambda state: alternating()(state, ONE),
+    lambda state: fl.evaluate(alternating(), state, xs(1)),
+])  # fmt: skip
 def test_an_optimizer_that_is_missing_is_named_when_a_run_starts(call):
-    model = Two()
+    model = weights_d_and_g()
     optimizers = {"d": torch.optim.SGD([model.d]), "e": torch.optim.SGD([model.g])}
     with pytest.raises(ValueError, match=r"a step for g, but the state has d, e.*'g': \.\.\."):
         call(fl.TrainState.create(model, optimizers))
@@ -551,17 +491,14 @@ def test_an_optimizer_that_is_missing_is_named_when_a_run_starts(call):
 NEXT_AND_SAME = {"d": "next", "g": "same"}
 
 
-@pytest.mark.parametrize(
-    ("order", "batch", "d", "g"),
-    [
-        ("ddg", NEXT_AND_SAME, [1, 2, 3, 4, 5], [2, 4]),
-        ("gdd", NEXT_AND_SAME, [2, 3, 5], [1, 4]),  # the first turn of a round takes a new one
-        ("dgg", NEXT_AND_SAME, [1, 2, 3, 4, 5], [1, 1, 2, 2, 3, 3, 4, 4, 5, 5]),
-        ("dgdg", {"d": "same", "g": "next"}, [1, 2, 4, 5], [2, 3, 5]),
-        ("dg", {"d": "same", "g": "same"}, [1, 2, 3, 4, 5], [1, 2, 3, 4, 5]),
-        ("dg", {"d": "next", "g": "next"}, [1, 3, 5], [2, 4]),
-    ],
-)
+@pytest.mark.parametrize(("order", "batch", "d", "g"), [
+    ("ddg", NEXT_AND_SAME, [1, 2, 3, 4, 5], [2, 4]),
+    ("gdd", NEXT_AND_SAME, [2, 3, 5], [1, 4]),  # the first turn of a round takes a new one
+    ("dgg", NEXT_AND_SAME, [1, 2, 3, 4, 5], [1, 1, 2, 2, 3, 3, 4, 4, 5, 5]),
+    ("dgdg", {"d": "same", "g": "next"}, [1, 2, 4, 5], [2, 3, 5]),
+    ("dg", {"d": "same", "g": "same"}, [1, 2, 3, 4, 5], [1, 2, 3, 4, 5]),
+    ("dg", {"d": "next", "g": "next"}, [1, 3, 5], [2, 4]),
+])  # fmt: skip
 def test_a_turn_takes_the_next_batch_or_that_of_the_turn_before(order, batch, d, g):
     """Rounds of five batches; in the last one, turns without a batch are left out."""
     taken = {"d": [], "g": []}

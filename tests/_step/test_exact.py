@@ -6,6 +6,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedDataParallelKwargs
+from after_steps import after
 from torch import nn
 from toy_runs import ONE, assert_same_weights, fitted, xs
 
@@ -84,11 +85,7 @@ def test_in_the_order_of_the_tree_few_parts_are_held():
 def test_the_sum_of_four_numbers_is_that_of_the_tree():
     """(1e8 - 1e8) and (1 + 1) are 0 and 2. In order, 1e8 + 1 is 1e8, and the last 1 is left."""
     seen, numbers = [], [1e8, 1.0, -1e8, 1.0]
-
-    def loss_fn(model, batch):
-        seen.append(batch.item())
-        return toy_loss(model, batch)
-
+    loss_fn = lambda model, batch: seen.append(batch.item()) or toy_loss(model, batch)
     step = fl.pipeline(fl.accumulate(4))(toy_loss)
     assert step(exact_toy(), xs(*numbers))[0].model.w.item() == -2 / 4
     assert step(toy(), xs(*numbers))[0].model.w.item() == -1 / 4
@@ -226,14 +223,10 @@ class Counts(nn.Linear):
         return super().forward(x)
 
 
-@pytest.mark.parametrize(
-    ("make", "batch", "said"),
-    [
-        (Counts, torch.ones(1, 2), "changes the buffer 'seen'"),
-        (lambda: nn.Embedding(3, 2, sparse=True), torch.tensor([1]), "cannot sum sparse gradients"),
-    ],
-    ids=["buffer", "sparse"],
-)
+@pytest.mark.parametrize(("make", "batch", "said"), [
+    (Counts, torch.ones(1, 2), "changes the buffer 'seen'"),
+    (lambda: nn.Embedding(3, 2, sparse=True), torch.tensor([1]), "cannot sum sparse gradients"),
+], ids=["buffer", "sparse"])  # fmt: skip
 def test_what_cannot_be_summed_is_refused_before_the_weights_change(make, batch, said):
     state = created(make())
     before = state.model.weight.tolist()
@@ -243,15 +236,9 @@ def test_what_cannot_be_summed_is_refused_before_the_weights_change(make, batch,
 
 
 def test_batches_that_report_other_metrics_are_refused():
-    def sometimes(step):
-        def reporting(state, batch):
-            state, out = step(state, batch)
-            metrics = {"large": fl.Sum(1)} if batch.item() > 2 else {}
-            return state, attrs.evolve(out, metrics=metrics)
-
-        return reporting
-
-    step = fl.pipeline(fl.Middleware("sometimes", forward=sometimes), fl.accumulate(2))(toy_loss)
+    large = lambda x: {"large": fl.Sum(1)} if x.item() > 2 else {}
+    sometimes = after("forward", lambda _, x, out: attrs.evolve(out, metrics=large(x)))
+    step = fl.pipeline(sometimes, fl.accumulate(2))(toy_loss)
     assert step(exact_toy(), xs(3.0, 4.0))[0].step == 1
     with pytest.raises(ValueError, match="every batch has to report the same metrics"):
         step(exact_toy(), xs(1.0, 4.0))
@@ -261,15 +248,12 @@ def in_windows(model, batch, carry):
     return toy_loss(model, batch)[0], {}, carry
 
 
-@pytest.mark.parametrize(
-    ("step", "name"),
-    [
-        (fl.raw(lambda state, batch: fl.Output(ONE[0], 1)), "raw"),
-        (fl.pipeline(fl.tbptt(2))(in_windows), "tbptt"),
-        (fl.pipeline(fl.retry_on_oom())(toy_loss), "retry_on_oom"),
-        (fl.pipeline(fl.closure(create_graph=True))(toy_loss), "closure"),
-    ],
-)
+@pytest.mark.parametrize(("step", "name"), [
+    (fl.raw(lambda state, batch: fl.Output(ONE[0], 1)), "raw"),
+    (fl.pipeline(fl.tbptt(2))(in_windows), "tbptt"),
+    (fl.pipeline(fl.retry_on_oom())(toy_loss), "retry_on_oom"),
+    (fl.pipeline(fl.closure(create_graph=True))(toy_loss), "closure"),
+])  # fmt: skip
 def test_steps_that_cannot_be_exact_say_so_before_the_first_update(step, name):
     state = exact_toy()
     with pytest.raises(NotImplementedError, match=f"{name}.* exact=True.*(Leave|List)"):

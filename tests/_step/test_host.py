@@ -51,14 +51,11 @@ def test_the_judge_is_not_asked_about_an_update_that_is_left_out_already():
     assert fl.decide(toy(), out, torch.tensor(1.0), lambda state, flag: 1 / 0)[1].skip == "before"
 
 
-@pytest.mark.parametrize(
-    ("flag", "judge", "match"),
-    [
-        (True, judge, "flag as a scalar tensor; got True"),
-        (torch.ones(2), judge, "flag as a scalar tensor"),
-        (torch.ones(()), "bad", "judge as a function"),
-    ],
-)
+@pytest.mark.parametrize(("flag", "judge", "match"), [
+    (True, judge, "flag as a scalar tensor; got True"),
+    (torch.ones(2), judge, "flag as a scalar tensor"),
+    (torch.ones(()), "bad", "judge as a function"),
+])  # fmt: skip
 def test_a_flag_is_a_scalar_tensor_and_a_judge_a_function(flag, judge, match):
     with pytest.raises(TypeError, match=f"decide expects {match}"):
         fl.decide(toy(), OUT, flag, judge)

@@ -1,8 +1,8 @@
 import functools
 
-import attrs
 import pytest
 import torch
+from after_steps import after, skipping
 from torch import nn
 from torch.optim import optimizer as hooks_of
 from toy_runs import ONE, fitted, of
@@ -34,11 +34,7 @@ def test_rings_nest_in_their_order_and_members_in_the_listed_one():
     seen.clear()
     rings = ["step", "device", "update", "gradient", "loss", "forward"]
     listed = [marks(ring, ring) for ring in rings] + [marks("gradient", "later")]
-
-    def loss_fn(model, batch):
-        seen.append("loss_fn")
-        return toy_loss(model, batch)
-
+    loss_fn = lambda model, batch: seen.append("loss_fn") or toy_loss(model, batch)
     step = fl.pipeline(*listed)(loss_fn)
     state, out = step(toy(w=2.0), torch.tensor([1.0, 3.0]))
     inward = ["step", "device", "update", "later", "gradient", "loss", "forward"]
@@ -55,35 +51,17 @@ def test_what_each_ring_sees():
     found = {}
 
     def looks(ring):
-        def wrap(step):
-            def looking(state, batch):
-                state, out = step(state, batch)
-                w = state.model.w
-                found[ring] = (out.loss.requires_grad, w.grad is not None, w.item(), state.step)
-                return state, out
+        def look(state, batch, out):
+            w = state.model.w
+            found[ring] = (out.loss.requires_grad, w.grad is not None, w.item(), state.step)
 
-            return looking
-
-        return fl.Middleware(ring, **{ring: wrap})
+        return after(ring, look, ring)
 
     rings = "forward", "loss", "gradient", "update", "step"
     fl.pipeline(*map(looks, rings))(toy_loss)(toy(), ONE)
-    before, after = (True, False, 0.0, 0), (False, False, -1.0, 1)
+    before, done = (True, False, 0.0, 0), (False, False, -1.0, 1)
     inner = {"forward": before, "loss": before, "gradient": (False, True, 0.0, 0)}
-    assert found == {**inner, "update": after, "step": after}
-
-
-def test_evaluating_a_step_restores_every_flag():
-    model, flags = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Dropout()), []
-    model[1].eval()  # a frozen batch norm in a model that trains
-
-    def loss_fn(model, batch):
-        flags.append([m.training for m in model.modules()])
-        return model(batch).sum()
-
-    fl.pipeline()(loss_fn).evaluate(of(model), torch.ones(3, 2))
-    assert flags == [[False] * 4]
-    assert [m.training for m in model.modules()] == [True, True, False, True]
+    assert found == {**inner, "update": done, "step": done}
 
 
 class Merges(Toy):
@@ -96,34 +74,17 @@ class Merges(Toy):
 
 def test_a_module_that_does_something_in_train_does_it_again_after_an_evaluation():
     merged = []
-
-    def loss_fn(model, batch):
-        merged.append(model.merged)
-        return toy_loss(model, batch)
-
+    loss_fn = lambda model, batch: merged.append(model.merged) or toy_loss(model, batch)
     loaders, state = {"train": [ONE], "valid": [ONE]}, of(Merges())
     state = fitted(loaders, loss_fn=loss_fn, state=state, epochs=2)
     assert merged == [False, True, False, True]
     assert state.model.training and not state.model.merged
 
 
-def test_gradients_from_before_do_not_leak_into_a_step():
-    state = toy()
-    state.model.w.grad = torch.tensor(100.0)
-    state, _ = fl.pipeline()(toy_loss)(state, ONE)
-    assert (state.model.w.item(), state.model.w.grad) == (-1.0, None)
-
-
-def test_slots_are_made_when_a_step_meets_a_state():
-    counter = fl.Middleware("counter", step=lambda step: step, init=lambda state: 7)
-    state, _ = fl.pipeline(counter)(toy_loss)(toy(), ONE)
-    assert state.slots["counter"] == 7
-
-
 @pytest.mark.parametrize("ring", ["gradient", "forward"])
 def test_a_skipped_update_counts_its_batch_and_nothing_else(ring):
-    wrap = lambda step: lambda s, b: (s, attrs.evolve(step(s, b)[1], skip="enough"))
-    state, out = fl.pipeline(fl.Middleware("skip", **{ring: wrap}))(toy_loss)(toy(), ONE)
+    member = skipping(lambda batch, out: True, "enough", ring)
+    state, out = fl.pipeline(member)(toy_loss)(toy(), ONE)
     assert (state.step, state.skipped, state.batch, state.model.w.item()) == (0, 1, 1, 0.0)
     assert (out.skip, out.loss.requires_grad, "update" in state.events) == ("enough", False, False)
 
@@ -176,31 +137,24 @@ def test_a_profiler_sees_the_optimizers_step():
 TOKENS = torch.tensor(17)
 
 
-@pytest.mark.parametrize(
-    ("batch", "weight"),
-    [
-        *((torch.ones(3), 3), (torch.tensor(2.0), 1), ((torch.ones(3, 2), torch.ones(3)), 3)),
-        ({"x": torch.ones(5, 2), "temperature": torch.tensor(2.0)}, 5),
-        (((torch.ones(4), torch.ones(4)), torch.ones(4)), 4),
-        ({"name": ["a", "b"], "x": torch.ones(2, 2)}, 2),  # what is not a tensor has no size
-        *(((None, torch.ones(2)), 2), (["text", torch.ones(2)], 2)),
-        ({"t": torch.tensor(1.0), "x": torch.ones(4, 2)}, 4),
-    ],
-)
+@pytest.mark.parametrize(("batch", "weight"), [
+    (torch.ones(3), 3), (torch.tensor(2.0), 1), ((torch.ones(3, 2), torch.ones(3)), 3),
+    ({"x": torch.ones(5, 2), "temperature": torch.tensor(2.0)}, 5),
+    (((torch.ones(4), torch.ones(4)), torch.ones(4)), 4),
+    ({"name": ["a", "b"], "x": torch.ones(2, 2)}, 2),  # what is not a tensor has no size
+    ((None, torch.ones(2)), 2), (["text", torch.ones(2)], 2),
+    ({"t": torch.tensor(1.0), "x": torch.ones(4, 2)}, 4),
+])  # fmt: skip
 def test_the_weight_is_the_leading_dimension_or_what_the_loss_function_says(batch, weight):
     assert fl.pipeline()(lambda model, batch: model.w * 1.0)(toy(), batch)[1].weight == weight
     said = lambda model, batch: (model.w * 1.0, {"weight": TOKENS})
     assert fl.pipeline()(said)(toy(), batch)[1].weight is TOKENS
 
 
-@pytest.mark.parametrize(
-    ("batch", "message"),
-    [
-        ((torch.ones(3), torch.ones(4)), r"leading dimensions \[3, 4\]"),
-        ("text", "there is no tensor in a str"),
-        (object(), "there is no tensor in a object"),
-    ],
-)
+@pytest.mark.parametrize(("batch", "message"), [
+    ((torch.ones(3), torch.ones(4)), r"leading dimensions \[3, 4\]"),
+    ("text", "there is no tensor in a str"), (object(), "there is no tensor in a object"),
+])  # fmt: skip
 def test_a_batch_of_unknown_size_is_asked_about(batch, message):
     with pytest.raises(ValueError, match=message) as error:
         fl.pipeline()(lambda model, batch: model.w * 1.0)(toy(), batch)
@@ -210,22 +164,19 @@ def test_a_batch_of_unknown_size_is_asked_about(batch, message):
 # --- the reply of a loss function
 
 
-@pytest.mark.parametrize(
-    ("reply", "error", "message"),
-    [
-        (lambda w: torch.stack([w, w]), ValueError, r"scalar; got shape \(2,\).*loss.mean\(\)"),
-        (lambda w: 3.0, TypeError, "must be a scalar tensor; got 3.0"),
-        (lambda w: None, TypeError, "must be a scalar tensor; got None"),
-        (lambda w: {"loss": w}, TypeError, r"a dict. Write: return reply\['loss'\], reply"),
-        (lambda w: (w * 1, "out", 3), TypeError, "a tuple of 3. Put the rest in aux"),
-        (lambda w: (w * 1, [1]), TypeError, "must be a mapping.*got list"),
-        (lambda w: w.long(), ValueError, "floating dtype; got torch.int64"),
-        (lambda w: w.detach() * 1, ValueError, r"no gradient: .* without .*\.detach\(\)"),
-        (lambda w: w.requires_grad_(False), ValueError, "every parameter of the model has req"),
-        (lambda w: (w * 1, {"weight": "3"}), TypeError, r'aux\["weight"\] must be the number of'),
-        (lambda w: (w * 1, {"weight": torch.ones(2)}), TypeError, r"got shape \(2,\)"),
-    ],
-)
+@pytest.mark.parametrize(("reply", "error", "message"), [
+    (lambda w: torch.stack([w, w]), ValueError, r"scalar; got shape \(2,\).*loss.mean\(\)"),
+    (lambda w: 3.0, TypeError, "must be a scalar tensor; got 3.0"),
+    (lambda w: None, TypeError, "must be a scalar tensor; got None"),
+    (lambda w: {"loss": w}, TypeError, r"a dict. Write: return reply\['loss'\], reply"),
+    (lambda w: (w * 1, "out", 3), TypeError, "a tuple of 3. Put the rest in aux"),
+    (lambda w: (w * 1, [1]), TypeError, "must be a mapping.*got list"),
+    (lambda w: w.long(), ValueError, "floating dtype; got torch.int64"),
+    (lambda w: w.detach() * 1, ValueError, r"no gradient: .* without .*\.detach\(\)"),
+    (lambda w: w.requires_grad_(False), ValueError, "every parameter of the model has req"),
+    (lambda w: (w * 1, {"weight": "3"}), TypeError, r'aux\["weight"\] must be the number of'),
+    (lambda w: (w * 1, {"weight": torch.ones(2)}), TypeError, r"got shape \(2,\)"),
+])  # fmt: skip
 def test_a_bad_reply_is_named(reply, error, message):
     with pytest.raises(error, match=message):
         fl.pipeline()(lambda model, batch: reply(model.w))(toy(), ONE)
@@ -238,36 +189,33 @@ NOTHING = fl.Middleware("x", step=lambda step: None)
 CLIP, STEP = fl.clip(1.0), fl.pipeline()(toy_loss)
 
 
-@pytest.mark.parametrize(
-    ("compose", "message"),
-    [
-        (lambda: fl.pipeline(fl.clip), r"Call it: clip\(...\)"),
-        (lambda: fl.pipeline(toy_loss), r"into the second call: pipeline\(...\)\(toy_loss\)"),
-        (lambda: fl.pipeline(1.0), r"expects middleware, such as clip\(1.0\); got 1.0"),
-        (lambda: fl.pipeline(fl.time_limit(hours=8)), r"is a hook: .*\(time_limit\(hours=8\),\)\)"),
-        (lambda: fl.pipeline(fl.progress), r"progress\(...\) is a hook"),
-        (lambda: fl.pipeline(fl.every(steps=1)(fl.progress())), r"\) is a hook"),
-        (lambda: fl.pipeline(fl.Mean(1.0, 1)), "expects middleware, such as"),
-        (lambda: fl.pipeline(fl.pipeline()), r"\*p.middleware"),
-        (lambda: fl.pipeline()(CLIP), r"List it in the first call: pipeline\(clip\(1.0\), ...\)"),
-        (lambda: fl.pipeline()(nn.MSELoss()), r"supervised\(MSELoss\(...\)\)"),
-        (lambda: fl.pipeline()(Toy()), r"def loss_fn\(model, batch\)"),
-        (lambda: fl.pipeline()(nn.CrossEntropyLoss), r"supervised\(CrossEntropyLoss\(...\)\)"),
-        (lambda: fl.pipeline()(toy(), ONE), r"write pipeline\(\)\(loss_fn\)\(state, batch\)"),
-        (lambda: fl.pipeline()("mse"), r"a function \(model, batch\) -> loss; got 'mse'"),
-        (lambda: fl.pipeline()(lambda a, x, y: 0), r"takes \(model, batch\), but <lambda> takes"),
-        (lambda: fl.supervised(nn.MSELoss), r"Write supervised\(MSELoss\(\)\)"),
-        (lambda: fl.supervised(None), "expects a criterion"),
-        (lambda: fl.pipeline(NOTHING)(toy_loss), "must wrap a step"),
-        (lambda: fl.fit(toy_loss, toy(), [ONE]), r"fit\(pipeline\(\)\(toy_loss\), ...\)"),
-        (lambda: fl.evaluate(toy_loss, toy(), [ONE]), r"evaluate\(pipeline\(\)\(toy_loss\), ...\)"),
-        (lambda: fl.fit(CLIP, toy(), [ONE]), r"Write pipeline\(clip\(1.0\)\)\(loss_fn\)"),
-        (lambda: fl.fit(toy(), STEP, [ONE]), "The step comes first"),
-        (lambda: fl.fit(fl.pipeline(), toy(), [ONE]), "got pipeline"),
-        (lambda: fl.fit(fl.pipeline(CLIP), toy(), [ONE]), r"pipeline\(clip\(1.0\)\)\(loss_fn\)"),
-        (lambda: fl.fit(STEP, Toy(), [ONE]), r"expected a TrainState, as TrainState.create\("),
-    ],
-)
+@pytest.mark.parametrize(("compose", "message"), [
+    (lambda: fl.pipeline(fl.clip), r"Call it: clip\(...\)"),
+    (lambda: fl.pipeline(toy_loss), r"into the second call: pipeline\(...\)\(toy_loss\)"),
+    (lambda: fl.pipeline(1.0), r"expects middleware, such as clip\(1.0\); got 1.0"),
+    (lambda: fl.pipeline(fl.time_limit(hours=8)), r"is a hook: .*\(time_limit\(hours=8\),\)\)"),
+    (lambda: fl.pipeline(fl.progress), r"progress\(...\) is a hook"),
+    (lambda: fl.pipeline(fl.every(steps=1)(fl.progress())), r"\) is a hook"),
+    (lambda: fl.pipeline(fl.Mean(1.0, 1)), "expects middleware, such as"),
+    (lambda: fl.pipeline(fl.pipeline()), r"\*p.middleware"),
+    (lambda: fl.pipeline()(CLIP), r"List it in the first call: pipeline\(clip\(1.0\), ...\)"),
+    (lambda: fl.pipeline()(nn.MSELoss()), r"supervised\(MSELoss\(...\)\)"),
+    (lambda: fl.pipeline()(Toy()), r"def loss_fn\(model, batch\)"),
+    (lambda: fl.pipeline()(nn.CrossEntropyLoss), r"supervised\(CrossEntropyLoss\(...\)\)"),
+    (lambda: fl.pipeline()(toy(), ONE), r"write pipeline\(\)\(loss_fn\)\(state, batch\)"),
+    (lambda: fl.pipeline()("mse"), r"a function \(model, batch\) -> loss; got 'mse'"),
+    (lambda: fl.pipeline()(lambda a, x, y: 0), r"takes \(model, batch\), but <lambda> takes"),
+    (lambda: fl.supervised(nn.MSELoss), r"Write supervised\(MSELoss\(\)\)"),
+    (lambda: fl.supervised(None), "expects a criterion"),
+    (lambda: fl.pipeline(NOTHING)(toy_loss), "must wrap a step"),
+    (lambda: fl.fit(toy_loss, toy(), [ONE]), r"fit\(pipeline\(\)\(toy_loss\), ...\)"),
+    (lambda: fl.evaluate(toy_loss, toy(), [ONE]), r"evaluate\(pipeline\(\)\(toy_loss\), ...\)"),
+    (lambda: fl.fit(CLIP, toy(), [ONE]), r"Write pipeline\(clip\(1.0\)\)\(loss_fn\)"),
+    (lambda: fl.fit(toy(), STEP, [ONE]), "The step comes first"),
+    (lambda: fl.fit(fl.pipeline(), toy(), [ONE]), "got pipeline"),
+    (lambda: fl.fit(fl.pipeline(CLIP), toy(), [ONE]), r"pipeline\(clip\(1.0\)\)\(loss_fn\)"),
+    (lambda: fl.fit(STEP, Toy(), [ONE]), r"expected a TrainState, as TrainState.create\("),
+])  # fmt: skip
 def test_mistakes_are_found_when_composing(compose, message):
     with pytest.raises(TypeError, match=message):
         compose()

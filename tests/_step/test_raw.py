@@ -67,20 +67,14 @@ def test_middleware_of_the_step_ring_acts_around_it():
     assert (state.history["valid/mean"], state.history["valid/double"]) == ((-2.5,), (-5.0,))
 
 
-@pytest.mark.parametrize(
-    ("member", "message"),
-    [
-        (fl.clip(1.0), r"clip\(1.0\) acts in the gradient ring, but descend does its own"),
-        (fl.accumulate(2), r"accumulate\(2\) acts in the gradient ring"),
-        (fl.amp("bf16"), "acts in the forward ring"),
-        (fl.compiled(), "replaces the loss function"),
-        (fl.metric(mean=lambda aux, batch: 0), 'on="evaluation"'),
-        (fl.tbptt(2), "replaces the loss function"),
-        (fl.cuda_graph(), "acts in the device ring"),
-        (fl.throughput(), "acts in the loss ring"),
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize(("member", "message"), [
+    (fl.clip(1.0), r"clip\(1.0\) acts in the gradient ring, but descend does its own"),
+    (fl.accumulate(2), r"accumulate\(2\) acts in the gradient ring"),
+    (fl.amp("bf16"), "acts in the forward ring"), (fl.compiled(), "replaces the loss function"),
+    (fl.metric(mean=lambda aux, batch: 0), 'on="evaluation"'),
+    (fl.tbptt(2), "replaces the loss function"), (fl.cuda_graph(), "acts in the device ring"),
+    (fl.throughput(), "acts in the loss ring"),
+], ids=repr)  # fmt: skip
 def test_middleware_that_it_would_ignore_is_refused(member, message):
     with pytest.raises(ValueError, match=message):
         fl.pipeline(member)(fl.raw(descend))
@@ -95,15 +89,12 @@ def test_a_loader_cannot_be_evaluated_without_a_loss_function():
     assert fl.fit(step, toy(), loaders, evaluate_every=None, hooks=()).step == 1
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: fl.raw(lambda state: None), "function .state, batch. -> Output"),
-        (lambda: fl.raw(descend, evaluate=3), "a loss function"),
-        (lambda: fl.raw(fl.pipeline()), r"raw expects a function .* got pipeline"),
-        (lambda: fl.pipeline(fl.clip(1.0))(fl.pipeline()(toy_loss)), "is a step already"),
-    ],
-)
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda: fl.raw(lambda state: None), "function .state, batch. -> Output"),
+    (lambda: fl.raw(descend, evaluate=3), "a loss function"),
+    (lambda: fl.raw(fl.pipeline()), r"raw expects a function .* got pipeline"),
+    (lambda: fl.pipeline(fl.clip(1.0))(fl.pipeline()(toy_loss)), "is a step already"),
+])  # fmt: skip
 def test_what_is_not_such_a_function_is_refused(make, message):
     with pytest.raises(TypeError, match=message):
         make()
@@ -117,16 +108,12 @@ def test_another_reply_is_refused(reply):
         fl.raw(lambda state, batch: reply)(toy(), ONE)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"weight": "1"}, r"Output\(loss, weight=items\).*; got weight='1'"),
-        ({"weight": -1}, "got weight=-1"),
-        ({"weight": torch.ones(2)}, "got weight=tensor"),
-        ({"metrics": {"a": 1.0}}, r"metrics such as {'a': Mean\(value, items\)}; got 1.0"),
-        ({"skip": False}, 'skip="why", or None for an update that was made; got False'),
-    ],
-)
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"weight": "1"}, r"Output\(loss, weight=items\).*; got weight='1'"),
+    ({"weight": -1}, "got weight=-1"), ({"weight": torch.ones(2)}, "got weight=tensor"),
+    ({"metrics": {"a": 1.0}}, r"metrics such as {'a': Mean\(value, items\)}; got 1.0"),
+    ({"skip": False}, 'skip="why", or None for an update that was made; got False'),
+])  # fmt: skip
 def test_a_wrong_part_of_the_output_is_named(settings, message):
     out = fl.Output(**{"loss": torch.ones(()), "weight": 1, **settings})
     with pytest.raises(TypeError, match="<lambda> must return .*" + message):

@@ -22,9 +22,6 @@ def fitted(values, *members, loss_fn=above_zero, **settings):
     return fl.fit(fl.pipeline(*members)(loss_fn), toy(), loaders, **{"hooks": (), **settings})
 
 
-# --- training
-
-
 def test_an_update_without_a_batch_is_not_made():
     state = fitted([1, -5, 2])
     assert (state.model.w.item(), state.step, state.skipped, state.batch) == (-3.0, 2, 1, 0)
@@ -50,9 +47,7 @@ def test_a_run_equals_one_whose_loader_leaves_these_windows_out(n):
     marked = [(*batch, i // n in (1, 3)) for i, batch in enumerate(problem.batches * 2)]
     kept = [batch for batch in marked if not batch[2]]
     members = fl.accumulate(n), fl.clip(0.05), fl.ema(0.9), fl.metric(mean=output_mean)
-
-    def loss_fn(model, batch):
-        return fl.skip("marked") if batch[2] else problem.loss_fn(model, batch)
+    loss_fn = lambda model, batch: fl.skip("marked") if batch[2] else problem.loss_fn(model, batch)
 
     def run(part):
         step, loaders = fl.pipeline(*members)(loss_fn), {"train": part, "valid": kept[:2]}
@@ -98,9 +93,6 @@ def test_a_turn_is_left_out_and_the_others_are_not():
     state = fl.fit(step, state, (xs(1, -1, 2), xs(-1, 2)), hooks=())
     assert dict(state.updates) == {"a": 2, "b": 3} and (state.step, state.skipped) == (3, 0)
     assert state.history.latest("valid/a/loss") == -6.0
-
-
-# --- evaluation
 
 
 def test_an_evaluation_leaves_it_out_and_neither_metrics_nor_inspections_see_it():

@@ -2,7 +2,6 @@
 
 import attrs
 import torch
-from torch import nn
 
 import fnloop as fl
 from fnloop.testing import assert_same, small, stochastic
@@ -27,28 +26,8 @@ PROBLEMS = [
 ]
 
 
-def ones(*values):
-    return [torch.tensor([float(v)]) for v in values]
-
-
 def net(optimizer=fused_sgd):
     return attrs.evolve(small(), optimizer=optimizer)
-
-
-class Counting(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.w = nn.Parameter(torch.zeros(()))
-        self.register_buffer("seen", torch.zeros(()))
-        self.calls = 0
-
-    def forward(self, x):
-        self.calls += 1
-        return self.w * x
-
-
-def of(model):
-    return fl.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=1.0), seed=0)
 
 
 def compared(problem, *members, rtol=0.0, loaders=None, settings=dict, **fixed):
