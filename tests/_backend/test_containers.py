@@ -51,10 +51,7 @@ SEQUENCES = [
     deque([1, 2], maxlen=3),
 ]  # fmt: skip
 LEAVES = ["text", b"bytes", 1, None, {1, 2}, range(2), torch.ones(2)]
-
-
-def class_of(value):
-    return type(value).__name__
+class_of = lambda value: type(value).__name__
 
 
 @pytest.mark.parametrize("value", [*MAPPINGS, *SEQUENCES], ids=class_of)

@@ -43,8 +43,7 @@ OTHERS = {  # private names of other libraries, each in one file
 # --- no other file uses one
 
 
-def is_private(name):
-    return name.startswith("_") and not name.startswith("__")
+is_private = lambda name: name.startswith("_") and not name.startswith("__")
 
 
 def private_uses(tree):

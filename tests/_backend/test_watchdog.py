@@ -9,7 +9,9 @@ import launch
 import pytest
 import torch
 import torch.distributed as dist
-from process_problems import batches, by_tokens, created, entropy, loader, network, rank
+from joined import rank
+from process_data import batches, loader
+from process_problems import by_tokens, created, entropy, network
 from torch import nn
 
 import fnloop as fl
@@ -118,6 +120,7 @@ EARLY = {
 
 
 FEW = ("hook of one", "loaders")
+works = lambda begun, count, inside=True: place(None, begun, {"0": count}, inside)
 
 
 @pytest.mark.parametrize(
@@ -156,10 +159,7 @@ def test_a_process_that_waits_for_a_failed_one_ends(tmp_path):
 def slow(folder):
     """Be slow in one process at each possible place, for longer than a deadlock may last."""
     hold_for(1, 0, 0)
-
-    def pause(state):
-        time.sleep(5 * (state.step == 2))
-        return state
+    pause = lambda state: time.sleep(5 * (state.step == 2)) or state
 
     def stream():
         for n, batch in enumerate(batches(6)):
@@ -191,10 +191,6 @@ def place(waits, begun, counts, inside=False):
     """Return the place of a process by the exchanges and the collectives that it has begun."""
     numbered = [*enumerate(begun.split())]
     return {"waits": waits, "begun": numbered, "step": 5, "counts": counts, "inside": inside}
-
-
-def works(begun, count, inside=True):
-    return place(None, begun, {"0": count}, inside)
 
 
 WAITS = place("the end", "a b c end", {"0": 7})

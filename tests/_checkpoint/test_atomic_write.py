@@ -20,9 +20,7 @@ import fnloop as fl
 from fnloop._checkpoint import files
 from fnloop.testing import assert_same, stochastic, toy, toy_loss
 
-
-def w_of(path):
-    return fl.restore(path, toy()).model.w.item()
+w_of = lambda path: fl.restore(path, toy()).model.w.item()
 
 
 def test_leftovers_are_removed_by_the_next_run(tmp_path):

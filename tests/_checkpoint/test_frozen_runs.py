@@ -20,6 +20,9 @@ BY_TORCH = fl.pipeline(
     fl.torch_scheduler(lambda opt, run: lr_scheduler.CosineAnnealingLR(opt, T_max=run.total_steps))
 )(LOSS)
 UPDATES = 9  # in three phases
+of_all = lambda model: AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
+of_head = lambda model: Adam(model[2].parameters(), lr=0.1)
+block = lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Dropout(0.3))
 
 
 class Killed(BaseException):
@@ -31,21 +34,9 @@ def loaders():
     return {"train": DataLoader(DATA, batch_size=8, shuffle=True), "valid": [valid]}
 
 
-def block():
-    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Dropout(0.3))
-
-
 class Own(SGD):
     def state_dict(self):
         return super().state_dict()
-
-
-def of_head(model):
-    return Adam(model[2].parameters(), lr=0.1)
-
-
-def of_all(model):
-    return AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
 
 
 def several(model):
@@ -65,20 +56,14 @@ MAKE = {
     ),
     "several": several,
 }
+last_block = lambda state: fl.unfreeze(state, "1.*", lr=0.01)
+freeze_body = lambda state: fl.freeze(state, "0", "1")
 
 
 def new_state(make):
     torch.manual_seed(0)
     model = nn.Sequential(block(), block(), nn.Linear(4, 2))
     return fl.TrainState.create(model, make(model), seed=1)
-
-
-def freeze_body(state):
-    return fl.freeze(state, "0", "1")
-
-
-def last_block(state):
-    return fl.unfreeze(state, "1.*", lr=0.01)
 
 
 def everything(state):

@@ -24,6 +24,7 @@ from fnloop.testing import assert_same, stochastic
 resource = pytest.importorskip("resource", reason="this system has no fork, signals and limits")
 LONG = pytest.mark.long
 KILLS = int(os.environ.get("FNLOOP_KILLS", "15"))
+result_of = lambda run: json.loads((run / "result.json").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -54,10 +55,6 @@ def uninterrupted(run_child, tmp_path_factory):
     assert run_child("train", run=str(run))["status"] == 0
     assert list(updates_of(run)) == list(range(1, UPDATES + 1))
     return run
-
-
-def result_of(run):
-    return json.loads((run / "result.json").read_text())
 
 
 def attempts_of(run):

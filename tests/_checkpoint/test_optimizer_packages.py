@@ -50,21 +50,16 @@ class Net(nn.Module):
 
 
 GENERATOR = torch.Generator().manual_seed(3)
-
-
-def drawn(*size, below):
-    return torch.randint(0, below, size, generator=GENERATOR)
+drawn = lambda *size, below: torch.randint(0, below, size, generator=GENERATOR)
 
 
 DATA = [(drawn(4, 3, below=7), drawn(4, below=5)) for _ in range(6)]
-
-
-def loss_fn(model, batch):
-    return nn.functional.cross_entropy(model(batch[0]).float(), batch[1])
+loss_fn = lambda model, batch: nn.functional.cross_entropy(model(batch[0]).float(), batch[1])
 
 
 step = fl.pipeline(fl.schedule(schedules.exponential(0.9)))(loss_fn)
 ADAPT_THEIR_RATE = {"pytorch_optimizer.ASGD"}  # a schedule refuses to overwrite their rate
+words = lambda text: text.split()
 
 
 def using(package, name, parameters, **settings):
@@ -93,10 +88,6 @@ def muon(name):
 
 def around(package, name, inner=Adam, **settings):
     return using(package, name, lambda net: inner(net.parameters(), lr=0.01), **settings)
-
-
-def words(text):
-    return text.split()
 
 
 momentum = functools.partial(SGD, momentum=0.9)

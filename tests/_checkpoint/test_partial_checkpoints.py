@@ -18,16 +18,13 @@ from fnloop._checkpoint.format import PARTS
 from fnloop.testing import assert_same, toy, toy_loss
 
 step = fl.pipeline(fl.schedule(fl.schedules.linear()))(toy_loss)
+text_of = lambda path: json.loads((path / "state.json").read_text())
 
 
 def trained(state=None, **settings):
     state = toy(w=3.0) if state is None else state
     settings = {"epochs": 2, "steps": 3, "hooks": (), **settings}
     return fl.fit(step, state, ([ONE] * 2, [ONE]), **settings)
-
-
-def text_of(path):
-    return json.loads((path / "state.json").read_text())
 
 
 # --- the model alone

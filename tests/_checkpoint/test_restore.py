@@ -36,8 +36,7 @@ def test_a_tampered_checkpoint_is_detected_before_the_first_update(tmp_path):
     check_refused(craft(path), toy(), "cannot be restored: TypeError: a fnloop.Sum holds")
 
 
-def linear_state(n=2, **settings):
-    return sgd(nn.Linear(n, 1, **settings), lr=0.1)
+linear_state = lambda n=2, **settings: sgd(nn.Linear(n, 1, **settings), lr=0.1)
 
 
 class Refuses(Toy):
@@ -306,6 +305,7 @@ def test_the_time_comes_with_the_counters(monkeypatch, tmp_path, only, old, expe
 
 
 BATCHES = [torch.tensor([x]) for x in (1.0, 2.0, 3.0, 4.0)]
+new = lambda kind: sgd(nn.Sequential(kind()), lr=0.1)
 
 
 class Growing(nn.Module):
@@ -329,10 +329,6 @@ class Resizing(Growing):
         if f"{prefix}seen" in state_dict:
             self.seen = torch.zeros_like(state_dict[f"{prefix}seen"])
         super()._load_from_state_dict(state_dict, prefix, *others)
-
-
-def new(kind):
-    return sgd(nn.Sequential(kind()), lr=0.1)
 
 
 def grown(kind):

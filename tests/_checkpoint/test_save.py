@@ -23,9 +23,7 @@ from fnloop._checkpoint.format import Contents
 from fnloop._core.serialize import find_difference
 from fnloop.testing import Toy, stochastic, toy, toy_loss
 
-
-def largest(aux, batch):
-    return fl.Max(aux["output"].max())
+largest = lambda aux, batch: fl.Max(aux["output"].max())
 
 
 def one_cycle(optimizer, run):
@@ -108,8 +106,7 @@ def test_the_extra_state_of_a_module_is_restored(tmp_path, extra):
 
 
 def test_frozen_parameters_and_evaluation_mode_are_restored_only_with_the_counters(tmp_path):
-    def new():
-        return sgd(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    new = lambda: sgd(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
 
     def flags(state):
         trained = [p.requires_grad for p in state.model[0].parameters()]

@@ -30,10 +30,8 @@ PLAIN = sorted([
     "manifest.json",
 ])  # fmt: skip
 AVERAGES = ["ema.safetensors", "swa.safetensors"]
-
-
-def new():
-    return stochastic().state()
+compiled = lambda module: torch.compile(module, backend="eager")
+new = lambda: stochastic().state()
 
 
 def test_each_average_is_a_file_that_loads_into_the_plain_module(tmp_path):
@@ -133,10 +131,6 @@ def test_tied_complex_and_low_precision_weights(tmp_path):
     plain = Tied()
     plain.load_state_dict({k: v for k, v in file.items() if k != "w"}, strict=False)
     assert plain.low.dtype == torch.bfloat16 and plain.second.weight is plain.first.weight
-
-
-def compiled(module):
-    return torch.compile(module, backend="eager")
 
 
 @pytest.mark.slow  # compiles

@@ -49,16 +49,9 @@ def pair(first, second, w=0.0, names=("first", "second")):
     return fl.TrainState.create(model, dict(zip(names, made, strict=True)), seed=0)
 
 
-def pair_and_adam(names=("first", "second")):
-    return pair(plain, Adam, names=names)
-
-
-def plain(parameters):
-    return SGD(parameters, lr=1.0, momentum=0.5)
-
-
-def state_file(path):
-    return json.loads((path / "state.json").read_text())
+pair_and_adam = lambda names=("first", "second"): pair(plain, Adam, names=names)
+plain = lambda parameters: SGD(parameters, lr=1.0, momentum=0.5)
+state_file = lambda path: json.loads((path / "state.json").read_text())
 
 
 def contents(state):
@@ -232,10 +225,7 @@ def test_a_damaged_count_of_updates_is_found(tmp_path):
 # --- what several processes keep
 
 
-def offer(value, checksum, restored=None):
-    return _Offer(value, checksum, restored)
-
-
+offer = lambda value, checksum, restored=None: _Offer(value, checksum, restored)
 ENTRY = ("", "state", "w", "momentum")
 
 

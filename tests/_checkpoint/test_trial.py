@@ -17,6 +17,7 @@ from fnloop._checkpoint.save import check_resumable, copy_optimizer
 from fnloop._core.serialize import find_difference
 
 SGD, Adam = torch.optim.SGD, torch.optim.Adam
+every = lambda begin, count: type("Mine", (Every,), {"begin": begin, "count": count})
 
 
 @pytest.mark.parametrize(("make", "fault"), [
@@ -121,10 +122,6 @@ class Every(SGD):
             for group in self.param_groups:
                 for p in group["params"]:
                     p.data /= 2
-
-
-def every(begin, count):
-    return type("Mine", (Every,), {"begin": begin, "count": count})
 
 
 def one_more(held, key):

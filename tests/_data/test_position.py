@@ -24,10 +24,7 @@ LOADERS = {  # each gives 6 batches of 2 samples
 
 
 STEP = fl.pipeline()(toy_loss)
-
-
-def restored(state, folder):
-    return fl.restore(fl.save(state, folder / "a"), toy(w=9.0))
+restored = lambda state, folder: fl.restore(fl.save(state, folder / "a"), toy(w=9.0))
 
 
 def quiet(n=12, kind=Stream):
@@ -63,9 +60,7 @@ def test_a_run_that_continues_reads_nothing_again(make, split, again, tmp_path):
 @pytest.mark.parametrize("pipe", [(), (fl.accumulate(2),)], ids=["plain", "accumulate(2)"])
 @pytest.mark.parametrize("prefetch", [1, 3])
 def test_what_was_fetched_ahead_is_not_lost(pipe, prefetch, tmp_path):
-    def make():
-        return DataLoader(Stream(20), 2)
-
+    make = lambda: DataLoader(Stream(20), 2)
     whole = train(make(), pipe=pipe)
     state = train(make(), pipe=pipe, steps=2, prefetch=prefetch)
     assert state.position["batch"] == state.batch == (4 if pipe else 2)

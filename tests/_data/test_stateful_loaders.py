@@ -16,10 +16,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),
     pytest.mark.filterwarnings("ignore:To copy construct from a tensor"),
 ]
-
-
-def restored(state, folder):
-    return fl.restore(fl.save(state, folder / "a"), toy(w=9.0))
+restored = lambda state, folder: fl.restore(fl.save(state, folder / "a"), toy(w=9.0))
 
 
 def check(make, folder, splits=(1, 5, 8), pipe=(), size=2, first=lambda n: n):
@@ -63,9 +60,7 @@ def no_state_of_accelerate_is_left():
 
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_a_loader_that_accelerate_prepared_is_read_as_the_loader_inside(shuffle, tmp_path):
-    def make():
-        return DataLoader(torch.arange(12.0), 2, shuffle=shuffle)
-
+    make = lambda: DataLoader(torch.arange(12.0), 2, shuffle=shuffle)
     prepared = prepare_data_loader(make(), num_processes=1, process_index=0)
     whole = train(make())
     state = restored(train(prepared, steps=3), tmp_path)
@@ -150,12 +145,8 @@ def test_hugging_face(stateful, tmp_path, caplog):
     def generated():  # its position is the number of the example within the shard
         return datasets.IterableDataset.from_generator(examples).with_format("torch")
 
-    def sharded():
-        return table.to_iterable_dataset(num_shards=3).with_format("torch")
-
-    def values(batch):
-        return torch.stack([sample["x"] for sample in batch])
-
+    sharded = lambda: table.to_iterable_dataset(num_shards=3).with_format("torch")
+    values = lambda batch: torch.stack([sample["x"] for sample in batch])
     check(lambda: DataLoader(generated(), 2, collate_fn=values), tmp_path, (8,), first=lambda n: 0)
     check(lambda: stateful(generated(), 2, collate_fn=values), tmp_path, (3,), first=lambda n: 0)
     check(lambda: DataLoader(sharded(), 2, collate_fn=values), tmp_path, (5,), first=None)

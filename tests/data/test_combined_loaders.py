@@ -96,8 +96,7 @@ def test_zip_shortest_ends_with_the_shortest():
     assert [samples(batch["b"]) for batch in read(loader)] == [[50, 51], [52, 53], [54, 55]]
 
 
-def tensors(n, size):
-    return DataLoader(TensorDataset(torch.ones(n)), size)
+tensors = lambda n, size: DataLoader(TensorDataset(torch.ones(n)), size)
 
 
 def test_a_mapping_weighs_what_its_batches_have_in_common():

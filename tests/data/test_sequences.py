@@ -11,10 +11,7 @@ from torch.utils.data import DataLoader
 from fnloop.data import bucketed, pad_collate
 
 DRAWN = torch.randint(1, 60, (500,), generator=torch.Generator().manual_seed(0)).tolist()
-
-
-def padded(batch, lengths):
-    return len(batch) * max(lengths[i] for i in batch)
+padded = lambda batch, lengths: len(batch) * max(lengths[i] for i in batch)
 
 
 @pytest.mark.parametrize("limits", [

@@ -13,9 +13,7 @@ import fnloop as fl
 from fnloop.data import fixed, fraction, interleave, leave_out, take
 from fnloop.testing import toy, toy_loss
 
-
-def sorted_samples(found):
-    return sorted(samples(found))
+sorted_samples = lambda found: sorted(samples(found))
 
 
 def test_take_gives_the_first_batches_as_they_are():

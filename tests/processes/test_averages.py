@@ -3,7 +3,9 @@
 import attrs
 import pytest
 import torch
-from process_problems import adamw, created, entropy, flat, in_double, loader, said, world
+from joined import flat, in_double, said, world
+from process_data import loader
+from process_problems import adamw, created, entropy
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -14,14 +16,8 @@ from fnloop._step.engine import engine_of
 
 pytestmark = pytest.mark.slow
 EMA = fl.ema(0.9)
-
-
-def normed():
-    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
-
-
-def state_of(shard=False):
-    return created(shard, adamw, normed, seed=3)
+state_of = lambda shard=False: created(shard, adamw, normed, seed=3)
+normed = lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
 
 
 @in_double
@@ -86,6 +82,8 @@ def test_an_average_of_a_sharded_model_is_not_evaluated(launched):
 # --- frozen
 
 STEP = fl.pipeline(fl.schedule(fl.schedules.linear()))(entropy)
+second_alone = lambda state: fl.unfreeze(fl.freeze(state, "4"), "2.*", lr=0.2)
+weights = lambda state: [flat([p]) for p in state.model.parameters()]
 
 
 def frozen_state(shard, norm=False):
@@ -104,18 +102,10 @@ def frozen_state(shard, norm=False):
     return created(by_layers if shard else False, of_the_head, make, seed=3)
 
 
-def weights(state):
-    return [flat([p]) for p in state.model.parameters()]
-
-
 @fl.when(lambda state: state.step == 17)
 def thaw(state):
     """Train everything, from the middle of an epoch on."""
     return fl.unfreeze(state, "*", lr=0.05)
-
-
-def second_alone(state):
-    return fl.unfreeze(fl.freeze(state, "4"), "2.*", lr=0.2)
 
 
 def trained(state, name, data=None, hooks=()):

@@ -10,19 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from process_problems import (
-    SIZE,
-    adam_and_sgd,
-    batches,
-    created,
-    entropy,
-    fitted,
-    loader,
-    rank,
-    said,
-    samples,
-    world,
-)
+from joined import rank, said, world
+from process_data import SIZE, batches, loader, samples
+from process_problems import adam_and_sgd, created, entropy, fitted
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module

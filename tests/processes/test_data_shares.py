@@ -2,34 +2,27 @@
 
 import pytest
 import torch
-from process_problems import (
-    COUNTS,
+from joined import COUNTS, rank, world
+from process_data import (
     SIZE,
     Stream,
     batches,
-    by_tokens,
     count,
-    created,
     items,
     kinds,
     loader,
-    network,
-    rank,
     samples,
     tally,
     torchmetrics,
-    world,
 )
+from process_problems import by_tokens, created, network
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Subset
 
 import fnloop as fl
 
 pytestmark = pytest.mark.slow
-
-
-def single(sample):
-    return [part[None] for part in sample]
+single = lambda sample: [part[None] for part in sample]
 
 
 def share(parts):

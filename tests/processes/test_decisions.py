@@ -8,7 +8,9 @@ import time
 
 import attrs
 import pytest
-from process_problems import SIZE, Stream, entropy, fitted, loader, rank, samples, world
+from joined import rank, world
+from process_data import SIZE, Stream, loader, samples
+from process_problems import entropy, fitted
 
 import fnloop as fl
 from fnloop.testing import assert_same
@@ -123,11 +125,7 @@ def requeue(folder):
 
 def clock(folder):
     due = []
-
-    def note(state):
-        due.append(state.step)
-        return state
-
+    note = lambda state: due.append(state.step) or state
     hooks = (fl.every(seconds=0.2)(note),)
     state = fitted(
         Long(0.002 if rank() else 0.001), hooks=hooks, evaluate_every=fl.every(seconds=0.3)
@@ -137,11 +135,7 @@ def clock(folder):
 
 def main_alone(folder):
     called, file = [], io.StringIO()
-
-    def note(state):
-        called.append(state.step)
-        return state
-
+    note = lambda state: called.append(state.step) or state
     table = fl.on_main(fl.to_csv(folder / "a.csv"))  # its begin needs all processes
     fitted(loader(), hooks=(fl.every(steps=2)(fl.on_main(note)), fl.progress(file=file), table))
     refused = pytest.raises(ValueError, match="must return the state that it is given")

@@ -14,7 +14,7 @@ import time
 import pytest
 import torch
 from agents import Elastic
-from process_problems import come_to, difference, rank, world
+from joined import come_to, difference, rank, world
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 

@@ -6,7 +6,9 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
 from evaluation_draws import CALLS, draws_in
-from process_problems import batches, created, entropy, fitted, loader, said, world
+from joined import said, world
+from process_data import batches, loader
+from process_problems import created, entropy, fitted
 from sample_middleware import repeat
 from test_training import Gan, fooled, real_and_fake, turns, two
 from torch.utils.data import DataLoader, TensorDataset

@@ -9,17 +9,9 @@ from pathlib import Path
 import launch
 import pytest
 import torch
-from process_problems import (
-    adam_and_sgd,
-    batches,
-    created,
-    entropy,
-    fitted,
-    loader,
-    rank,
-    said,
-    world,
-)
+from joined import rank, said, world
+from process_data import batches, loader
+from process_problems import adam_and_sgd, created, entropy, fitted
 from torch.distributed.fsdp import fully_shard
 
 import fnloop as fl
@@ -134,10 +126,7 @@ def saves(folder):
 
 
 def saved_by(folder, way, healthy):
-    def save(state):
-        fl.save(state, folder / f"step-{state.step:08d}")
-        return state
-
+    save = lambda state: fl.save(state, folder / f"step-{state.step:08d}") and state
     slow = lambda parameters: torch.optim.SGD(parameters, lr=0.01)
     optimizer = adam_and_sgd if way == "two optimizers" else slow
     state = created(way == "sharded" and fully_shard, optimizer, exact=way == "exact")

@@ -5,7 +5,9 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.distributed as dist
-from process_problems import created, entropy, join, loader, rank, said, world
+from joined import join, rank, said, world
+from process_data import loader
+from process_problems import created, entropy
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -87,11 +89,7 @@ def put_back(folder):
     """A guard leaves out what one process has found; and evaluations count calls."""
     state, found = created(make=Normed), []
     step = fl.pipeline(no_sample(5 * world()))(entropy)
-
-    def note(state):
-        found.append([b.tolist() for b in state.model.buffers()])
-        return state
-
+    note = lambda state: found.append([b.tolist() for b in state.model.buffers()]) or state
     settings = {"steps": 4, "hooks": (note,), "evaluate_every": fl.every(steps=1)}
     state = fl.fit(step, state, (loader(size=2), loader(size=3)), **settings)
     outputs = [*fl.predict(lambda m, b: m(b[0]), state, loader(size=3), gather=False)]
@@ -102,10 +100,7 @@ def put_back(folder):
 
 def all_left_out(folder):
     """Which process leaves out what is another one each time, so their reasons differ."""
-
-    def loss_fn(model, batch):
-        return fl.skip(f"process {rank()}")
-
+    loss_fn = lambda model, batch: fl.skip(f"process {rank()}")
     try:
         fl.fit(fl.pipeline()(loss_fn), created(), loader(), steps=3, hooks=())
     except ValueError as error:

@@ -12,7 +12,9 @@ import time
 import launch
 import pytest
 from agents import TORCHRUN, Agent
-from process_problems import adamw, created, dropping, entropy, loader, logged, rank, said
+from joined import logged, rank, said
+from process_data import loader
+from process_problems import adamw, created, dropping, entropy
 
 import fnloop as fl
 

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
-from process_problems import BATCH, COUNTS, FEW, SIZE, created, entropy, join, rank, samples, world
+from joined import COUNTS, FEW, join, rank, world
+from process_data import BATCH, SIZE, samples
+from process_problems import created, entropy
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
@@ -10,6 +12,7 @@ from torch.utils.data import DataLoader
 import fnloop as fl
 
 pytestmark = pytest.mark.slow
+rows = lambda state: [dict(record.metrics) for record in state.history]
 
 
 def data():
@@ -23,16 +26,10 @@ def still(**settings):
     return created(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0), **settings)
 
 
-def rows(state):
-    return [dict(record.metrics) for record in state.history]
-
-
 def all_numbers(folder):
     """Count samples over all outputs, and add the number of the process, which must not differ."""
     calls = []
-
-    def count(state, outputs):
-        return {"samples": sum(out.weight for out in outputs), "rank": rank()}
+    count = lambda state, outputs: {"samples": sum(out.weight for out in outputs), "rank": rank()}
 
     def alone(state):
         calls.append(state.epoch)
@@ -95,9 +92,7 @@ def sharded_model(folder):
     def shard(model):
         fully_shard(model)
 
-    def measured(state):
-        return {"sum": state.model(torch.ones(1, 6)).sum(), "rank": rank()}
-
+    measured = lambda state: {"sum": state.model(torch.ones(1, 6)).sum(), "rank": rank()}
     found = []
     for everywhere in (False, True):
         model = nn.Sequential(nn.Linear(6, 3))

@@ -4,19 +4,9 @@ import time
 
 import pytest
 import torch
-from process_problems import (
-    BATCH,
-    COUNTS,
-    FEW,
-    SIZE,
-    batches,
-    created,
-    entropy,
-    loader,
-    rank,
-    samples,
-    world,
-)
+from joined import COUNTS, FEW, rank, world
+from process_data import BATCH, SIZE, batches, loader, samples
+from process_problems import created, entropy
 from torch.utils.data import DataLoader
 
 import fnloop as fl
@@ -25,19 +15,14 @@ from fnloop._middleware import metric
 pytestmark = pytest.mark.slow
 
 VALID, TEST = 4, 7  # the sizes of their batches: 11 batches, and 6, which do not divide evenly
+in_batches = lambda size: [list(range(i, min(i + size, SIZE))) for i in range(0, SIZE, size)]
+data = lambda: {"train": DataLoader(samples(), BATCH // world()), "valid": batches(VALID)}
+resting = lambda: created(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0))
 
 
 def indexed(model, batch):
     loss, aux = entropy(model, batch)
     return loss, {**aux, "index": batch[3]}
-
-
-def resting():
-    return created(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0))
-
-
-def data():
-    return {"train": DataLoader(samples(), BATCH // world()), "valid": batches(VALID)}
 
 
 def reports(folder):
@@ -53,11 +38,7 @@ def reports(folder):
         return fn
 
     on_main = fl.inspect(look("main"))
-
-    def later(state):
-        kept.append(on_main._now.outputs is not None)
-        return state
-
+    later = lambda state: kept.append(on_main._now.outputs is not None) or state
     hooks = (
         fl.inspect(look("valid"), every=fl.every(epochs=2)),
         fl.inspect(look("test"), loader="test"),
@@ -85,10 +66,6 @@ def test_the_main_process_may_look_alone_at_some_evaluations(launched, n):
     """No loss is below that of the first epoch, so it stops after the third."""
     count = len(in_batches(VALID))
     assert launched(rare, n) == [[3, [[1, count], [3, count]]], *[[3, []]] * (n - 1)]
-
-
-def in_batches(size):
-    return [list(range(i, min(i + size, SIZE))) for i in range(0, SIZE, size)]
 
 
 @pytest.mark.parametrize("n", COUNTS)

@@ -8,18 +8,9 @@ import attrs
 import launch
 import pytest
 import torch
-from process_problems import (
-    adamw,
-    batches,
-    come_to,
-    created,
-    difference,
-    entropy,
-    in_double,
-    loader,
-    rank,
-    said,
-)
+from joined import come_to, difference, in_double, rank, said
+from process_data import batches, loader
+from process_problems import adamw, created, entropy
 from sample_hooks import stop_at
 from streams import READ, Stream, train
 from torch.utils.data import DataLoader
@@ -30,6 +21,7 @@ from fnloop.testing import toy
 pytestmark = pytest.mark.slow
 CLIPPED = fl.pipeline(fl.clip(0.5))(entropy)
 PLAIN = fl.pipeline()(entropy)
+whole_stream = lambda: DataLoader(Stream(16, noisy=False), 2)
 
 
 @in_double
@@ -120,10 +112,6 @@ def continue_sharded(folder):
     on = fl.fit(PLAIN, whole, fl.sharded(batches(6)), epochs=2, hooks=())  # from an epoch's end
     said_of_shards = said(lambda: again(fl.sharded(batches(3))))[:62]
     return [said_of_shards, whole.step, on.step - whole.step, continue_streams(folder)]
-
-
-def whole_stream():
-    return DataLoader(Stream(16, noisy=False), 2)
 
 
 def continue_streams(folder):

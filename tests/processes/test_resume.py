@@ -8,32 +8,10 @@ import attrs
 import numpy as np
 import pytest
 import torch
+from joined import COUNTS, FEW, come_to, difference, flat, in_double, rank, said, whole, world
 from launch import reads, written_by
-from process_problems import (
-    COUNTS,
-    FEW,
-    SIZE,
-    adam_and_sgd,
-    adamw,
-    batches,
-    come_to,
-    count,
-    created,
-    difference,
-    dropping,
-    entropy,
-    fitted,
-    flat,
-    in_double,
-    items,
-    loader,
-    network,
-    rank,
-    said,
-    tally,
-    whole,
-    world,
-)
+from process_data import SIZE, batches, count, items, loader, tally
+from process_problems import adam_and_sgd, adamw, created, dropping, entropy, fitted, network
 from sample_hooks import stop_at
 from test_training import Gan, turns
 from test_training import two as gan_optimizers
@@ -185,11 +163,7 @@ FALLING = fl.schedule(lambda i, total: 1.0 if i < 0.6 * total else -1.0)
 def best_of(shard, folder=None, saved=None, hooks=None):
     state = created(shard, adamw)
     state = state if saved is None else fl.resume(saved, state)
-
-    def save(state):
-        fl.save(state, folder / str(shard) / "a")
-        return state
-
+    save = lambda state: fl.save(state, folder / str(shard) / "a") and state
     saves = fl.when(lambda state: (state.epoch, state.batch) == (SAVED, 0))(save)
     usual = (fl.restore_best("valid/loss"), *((saves,) if folder else ()))
     loaders = {"train": loader(shuffle=True), "valid": loader()}
@@ -310,10 +284,7 @@ def script(state, *hooks):
 
 @in_double
 def phased(folder):
-    def keep(state):
-        fl.save(state, folder / f"{state.step}")
-        return state
-
+    keep = lambda state: fl.save(state, folder / f"{state.step}") and state
     ended = script(created(False, adamw), fl.every(steps=1)(keep))
     again = [fl.restore(folder / f"{step}", created(False, adamw)) for step in (1, 7, 8, 10, 12)]
     return [[p.stop, p.done] for p in ended.phases], *(come_to(script(s)) for s in (ended, *again))

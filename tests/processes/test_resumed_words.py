@@ -2,7 +2,9 @@
 
 import attrs
 import pytest
-from process_problems import adamw, by_tokens, come_to, created, flat, in_double, loader, network
+from joined import come_to, flat, in_double
+from process_data import loader
+from process_problems import adamw, by_tokens, created, network
 from sample_hooks import stop_at
 from sample_middleware import halved, warming_up
 from test_training import Gan, fooled, own, real_and_fake, turns, two, weighted

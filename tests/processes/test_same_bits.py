@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from joined import join, rank, said, world
 from launch import reads, written_by
+from process_data import kinds, loader, torchmetrics
 from process_problems import (
     adam_and_sgd,
     adamw,
@@ -22,14 +24,7 @@ from process_problems import (
     created,
     dropping,
     entropy,
-    join,
-    kinds,
-    loader,
     network,
-    rank,
-    said,
-    torchmetrics,
-    world,
 )
 from sample_hooks import stop_at
 from sample_middleware import noise
@@ -42,6 +37,12 @@ from fnloop._core.optimizers import optimizers_in
 pytestmark = pytest.mark.slow
 FOUR = pytest.param(4, marks=pytest.mark.long)
 TOGETHER = 12  # batches of an update, in all processes
+begun = lambda model, optimizer, exact=True: created(False, optimizer, model, exact=exact)
+in_bf16 = lambda model, batch: entropy(model, (batch[0].bfloat16(), *batch[1:]))
+window = lambda: fl.accumulate(TOGETHER // world())
+momentum = lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+newest = lambda: fl.metric(first=lambda aux, batch: fl.Last(batch[3][0]))
+last_channels = lambda: convolutions().to(memory_format=torch.channels_last)
 
 
 class Odd(nn.Module):
@@ -55,10 +56,6 @@ class Odd(nn.Module):
     def forward(self, x):
         hidden = self.first(x)
         return (self.second(hidden) if x[0, 0] > 1 else hidden) * self.scale.float()
-
-
-def last_channels():
-    return convolutions().to(memory_format=torch.channels_last)
 
 
 def drawing(model, batch):
@@ -75,18 +72,6 @@ def choosy(model, batch):
 def weightless(model, batch):
     loss, aux = by_tokens(model, batch)
     return loss, {"weight": aux["weight"] * (batch[3][0] % 2)}
-
-
-def newest():
-    return fl.metric(first=lambda aux, batch: fl.Last(batch[3][0]))
-
-
-def momentum(parameters):
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-
-
-def window():
-    return fl.accumulate(TOGETHER // world())
 
 
 def cases():
@@ -114,10 +99,6 @@ def cases():
     }
 
 
-def in_bf16(model, batch):
-    return entropy(model, (batch[0].bfloat16(), *batch[1:]))
-
-
 def bits_of(state):
     """Return a hash of the weights, the optimizers' states, the averages and the history."""
     found, tensors = hashlib.sha256(), [*state.model.state_dict().values()]
@@ -130,10 +111,6 @@ def bits_of(state):
     rows = [[*record.metrics.items()] for record in state.history if not record.closing]
     found.update(repr([rows, state.step, state.skipped, state.epoch, state.extra]).encode())
     return found.hexdigest()
-
-
-def begun(model, optimizer, exact=True):
-    return created(False, optimizer, model, exact=exact)
 
 
 def trained(case, exact=True, state=None, **settings):

@@ -6,21 +6,18 @@ import random
 import numpy as np
 import pytest
 import torch
-from process_problems import Stream, batches, logged, rank, samples
+from joined import logged, rank
+from process_data import Stream, batches, samples
 from torch.utils.data import DataLoader, Dataset
 
 import fnloop as fl
 from fnloop.testing import toy
 
 pytestmark = pytest.mark.slow
-
-
-def still():
-    return 0.0
-
-
-def by_numpy():
-    return np.random.rand()
+read = lambda dataset, **settings: DataLoader(dataset, batch_size=2, **settings)
+own_order = lambda items: [*items][::-1] if rank() else [*items]
+by_numpy = lambda: np.random.rand()
+still = lambda: 0.0
 
 
 class Reading(Dataset):
@@ -35,14 +32,6 @@ class Reading(Dataset):
     def __getitem__(self, i):
         self.read.append(i)
         return torch.tensor([self.numbers[i], float(self.noise())]), f"/node{rank()}/{i}.png"
-
-
-def own_order(items):
-    return [*items][::-1] if rank() else [*items]
-
-
-def read(dataset, **settings):
-    return DataLoader(dataset, batch_size=2, **settings)
 
 
 def by_rank(epoch, batch):

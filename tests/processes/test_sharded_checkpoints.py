@@ -19,8 +19,10 @@ import launch
 import pytest
 import torch
 import torch.distributed as dist
+from joined import COUNTS, flat, join, rank, said, whole, world
 from launch import reads, written_by
-from process_problems import COUNTS, adamw, created, flat, join, loader, rank, said, whole, world
+from process_data import loader
+from process_problems import adamw, created
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -224,8 +226,7 @@ def pairs(folder):
 # --- faults
 
 
-def names_in(folder):
-    return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+names_in = lambda folder: sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
 
 
 @contextlib.contextmanager
@@ -286,12 +287,8 @@ def test_a_fault_in_one_process_is_raised_in_all_and_nothing_changes(launched):
 # --- in the background
 
 
-def come(state):
-    return flat(state.model.parameters())
-
-
-def squares(model, batch):
-    return model(batch[0]).square().mean()
+come = lambda state: flat(state.model.parameters())
+squares = lambda model, batch: model(batch[0]).square().mean()
 
 
 def trained(folder, *hooks, background=True, steps=14, every=2):

@@ -3,8 +3,10 @@
 import pytest
 import torch
 import torch.distributed as dist
+from joined import come_to, rank, said, world
 from launch import reads, written_by
-from process_problems import SIZE, by_tokens, come_to, entropy, kinds, loader, rank, said, world
+from process_data import SIZE, kinds, loader
+from process_problems import by_tokens, entropy
 from process_problems import created as created_alone
 from torch import nn
 from torch.distributed.fsdp import fully_shard

@@ -13,60 +13,39 @@ import launch
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
-from accelerate.utils import (
-    DistributedDataParallelKwargs,
-    DistributedType,
-    FullyShardedDataParallelPlugin,
-)
-from process_problems import (
+from accelerate import Accelerator, utils
+from joined import default_dtype, difference, flat, in_double, join, rank, said, world
+from process_data import (
     BATCH,
     SIZE,
     Stream,
     accuracy,
-    adam_and_sgd,
-    adamw,
     batches,
-    by_tokens,
-    convolutions,
-    default_dtype,
-    difference,
-    entropy,
-    flat,
-    in_double,
-    join,
     kinds,
     loader,
-    network,
-    rank,
-    said,
     samples,
-    sgd,
     torchmetrics,
-    world,
-)  # fmt: skip
+)
+from process_problems import adam_and_sgd, adamw, by_tokens, convolutions, entropy, network, sgd
 from sample_middleware import halved, warming_up
 from several import muon_and_adamw
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    Sampler,
-    SequentialSampler,
-    TensorDataset,
-    default_collate,
-)  # fmt: skip
+from torch.utils import data
 from torchmetrics import MetricCollection, SumMetric
 from torchmetrics.classification import MulticlassF1Score, MulticlassPrecision, MulticlassRecall
 
 import fnloop as fl
 
 pytestmark = pytest.mark.slow
+case = lambda *members, **settings: Case(members, **settings)
+first_only = lambda model, batch: model(batch[0], False).square().mean()
+entropy_of_dict = lambda model, batch: nn.functional.cross_entropy(model(batch["x"]), batch["y"])
+first = lambda n: data.TensorDataset(*samples()[:n])
+in_batches = lambda sampler: data.DataLoader(samples(), batch_sampler=sampler)
 
 
-class Dicts(Dataset):
+class Dicts(data.Dataset):
     def __len__(self):
         return SIZE
 
@@ -82,7 +61,7 @@ class Leaving(Dicts):
         return [samples()[i] for i in indices if i not in (11, 30)]
 
 
-class Refilling(Sampler):
+class Refilling(data.Sampler):
     def __iter__(self):
         indices = []
         for start in range(0, SIZE, BATCH // world()):
@@ -92,19 +71,7 @@ class Refilling(Sampler):
 
 def some(parts):
     """Make a batch without two samples of all."""
-    return default_collate([part for part in parts if part[3] not in (11, 30)])
-
-
-def in_batches(sampler):
-    return DataLoader(samples(), batch_sampler=sampler)
-
-
-def first(n):
-    return TensorDataset(*samples()[:n])
-
-
-def entropy_of_dict(model, batch):
-    return nn.functional.cross_entropy(model(batch["x"]), batch["y"])
+    return data.default_collate([part for part in parts if part[3] not in (11, 30)])
 
 
 def by_int(model, batch):
@@ -160,10 +127,6 @@ class TwoLayers(nn.Module):
 def weighted(model, batch, *, beta=1.0):
     loss, aux = by_tokens(model, batch)
     return beta * loss, aux
-
-
-def first_only(model, batch):
-    return model(batch[0], False).square().mean()
 
 
 def in_turn(model, batch):
@@ -359,10 +322,6 @@ class Case:
     sharded: tuple = ()  # the numbers of processes that run it under fully_shard too
 
 
-def case(*members, **settings):
-    return Case(members, **settings)
-
-
 EACH = partial(loader, size=1)  # single samples, six in an update
 SIX = fl.accumulate(6 // world())
 LIST = partial(batches, BATCH // world())
@@ -420,7 +379,7 @@ CASES = {
     "generator": case(train=lambda: lambda: iter(LIST())),
     "stream": case(train=lambda: loader(Stream())),
     "batch sampler": case(train=lambda: in_batches(
-        BatchSampler(SequentialSampler(samples()), BATCH // world(), False))),
+        data.BatchSampler(data.SequentialSampler(samples()), BATCH // world(), False))),
     "shares": case(train=lambda: fl.sharded(lambda: iter(LIST()[rank() :: world()]))),
     "microbatch": case(kinds(), fl.microbatch(2), CLIP, train=loader),
     "microbatch, tokens, accumulate": case(
@@ -544,7 +503,7 @@ def train(case, sharded=False):
             criterion = loss()
             loss = lambda m, batch: criterion(m(batch[0]), batch[1])
             parameters += criterion.parameters()
-        handler = case.settings and DistributedDataParallelKwargs(**case.settings)
+        handler = case.settings and utils.DistributedDataParallelKwargs(**case.settings)
         backend = handler and Accelerator(cpu=True, kwargs_handlers=[handler])
         state = fl.TrainState.create(model, case.optimizer(parameters), seed=3, backend=backend)
         loaders = {"train": case.train(), **({"valid": loader(size=5)} if case.evaluated else {})}
@@ -613,15 +572,15 @@ def by_plugin(folder):
     """Train a model that accelerate's FSDP 2 shards, which is made to do so on the CPU."""
     torch.manual_seed(0)
     model = network()
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+    plugin = utils.FullyShardedDataParallelPlugin(fsdp_version=2)
     found, optimizer = Accelerator(cpu=True, fsdp_plugin=plugin), adamw(model.parameters())
     create = lambda: fl.TrainState.create(model, optimizer, seed=3, backend=found)
     left_out = said(create)
-    found.state.distributed_type, found.state.fsdp_plugin = DistributedType.FSDP, plugin
+    found.state.distributed_type, found.state.fsdp_plugin = utils.DistributedType.FSDP, plugin
     state = create()
     types = {type(p).__name__ for p in state.model.parameters()}
     state = fl.fit(fl.pipeline(CLIP)(entropy), state, loader(shuffle=True), epochs=2, hooks=())
-    found.state.distributed_type = DistributedType.DEEPSPEED
+    found.state.distributed_type = utils.DistributedType.DEEPSPEED
     return [left_out, sorted(types), flat(state.model.parameters()), said(create)]
 
 

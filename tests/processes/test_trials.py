@@ -2,7 +2,9 @@
 
 import pytest
 import torch
-from process_problems import created, entropy, flat, in_double, loader, rank, said, world
+from joined import flat, in_double, rank, said, world
+from process_data import loader
+from process_problems import created, entropy
 
 import fnloop as fl
 from fnloop.testing import toy, toy_loss

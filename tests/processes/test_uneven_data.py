@@ -3,8 +3,9 @@
 import pytest
 import torch
 import torch.distributed as dist
+from joined import logged, rank, said, world
 from launch import reads, written_by
-from process_problems import created, logged, rank, said, world
+from process_problems import created
 from torch import nn
 
 import fnloop as fl
