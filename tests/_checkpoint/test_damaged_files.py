@@ -215,16 +215,18 @@ def test_if_all_are_damaged_resume_raises_and_a_new_run_is_refused(damage, shelf
     assert contents_of(folder) == before
 
 
-def test_an_unreadable_file_is_an_error_and_not_damage(shelf, given, monkeypatch):
+@pytest.mark.parametrize(("place", "read"), [(hashlib, "file_digest"), (Path, "read_bytes")])
+def test_an_unreadable_file_is_an_error_and_not_damage(shelf, given, monkeypatch, place, read):
     folder, (_, newer), _, _ = shelf
-    original = hashlib.file_digest
+    original = getattr(place, read)
 
-    def unreadable(file, name):
-        if str(newer) in str(file.name):
-            raise OSError(errno.EIO, os.strerror(errno.EIO), file.name)
-        return original(file, name)
+    def unreadable(file, *rest):
+        path = file if place is Path else file.name
+        if str(newer) in str(path):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+        return original(file, *rest)
 
-    monkeypatch.setattr(hashlib, "file_digest", unreadable)
+    monkeypatch.setattr(place, read, unreadable)
     state = fl.snapshot(given[0])
     for call, *arguments in (
         (fl.restore, newer, state), (fl.resume, folder, state), (fl.latest, folder),

@@ -25,6 +25,7 @@ UNREADABLE = {
     "readable": lambda path: None,
     "newer": lambda path: craft(path, lambda made: made.update(format_version=99)),
     "a damaged manifest": lambda path: (path / "manifest.json").write_text("{}"),
+    "weights alone": lambda path: [f.unlink() for f in path.iterdir() if f.stem != "model"],
     "a file that is cut": lambda path: (path / "slots.safetensors").write_bytes(b""),
 }
 
@@ -82,14 +83,6 @@ def test_two_hooks_of_one_folder_are_refused_for_any_spelling_of_it(tmp_path):
         fl.fit(step, toy(), [ONE], hooks=hooks)
 
 
-def test_user_weights_under_the_name_of_a_checkpoint_are_not_replaced(tmp_path):
-    (tmp_path / "step-00000002").mkdir()
-    (tmp_path / "step-00000002" / "model.safetensors").write_text("mine")
-    with pytest.raises(fl.CheckpointError, match="cannot be read"):
-        train(tmp_path, toy(), 4)
-    assert (tmp_path / "step-00000002" / "model.safetensors").read_text() == "mine"
-
-
 def test_checkpoints_without_an_identity_are_identified_by_their_folder(tmp_path):
     """fnloop wrote such checkpoints before runs had identities."""
     forget = lambda made: made.pop("run")
@@ -109,15 +102,6 @@ def test_only_one_of_two_runs_may_begin_in_an_empty_folder(tmp_path):
     hooks = fl.once(begin), fl.every(steps=2)(fl.checkpoint(tmp_path))
     with pytest.raises(fl.CheckpointError, match="another run has begun in"):
         fl.fit(step, toy(), [ONE] * 4, hooks=hooks)
-
-
-def test_a_run_resumes_next_to_an_unreadable_checkpoint_of_its_own(tmp_path):
-    train(tmp_path, toy(), 2)
-    (tmp_path / "step-00000002" / "manifest.json").write_text("{}")
-    with pytest.warns(UserWarning, match="skipped a damaged checkpoint: .*step-00000002"):
-        state = fl.resume(tmp_path, toy())
-    assert state.step == 1
-    assert train(tmp_path, state, 3).model.w.item() == -3.0
 
 
 # --- latest, best and resume: what they find, and which faults they report
@@ -159,15 +143,6 @@ def test_the_most_recently_written_checkpoint_is_the_newest(tmp_path):
     state = fl.resume(tmp_path, toy())
     assert (state.step, state.model.w.item()) == (2, -51.0)
     assert fl.latest(tmp_path).name == "step-00000002"
-
-
-def test_an_unreadable_manifest_is_an_error(tmp_path, monkeypatch):
-    train(tmp_path, toy(), 2)
-    read = Path.read_bytes
-    elsewhere = lambda path: read(path / "x" if path.name == "manifest.json" else path)
-    monkeypatch.setattr(Path, "read_bytes", elsewhere)
-    with pytest.raises(OSError):
-        fl.resume(tmp_path, toy())
 
 
 def test_resume_raises_if_there_are_checkpoints_and_none_is_valid(tmp_path):

@@ -250,19 +250,3 @@ def test_a_checkpoint_that_cannot_be_loaded_leaves_the_groups(tmp_path, monkeypa
     with pytest.raises(fl.CheckpointError, match="ZeroDivisionError: division by zero"):
         fl.restore(path, state)
     assert layout(state) == before
-
-
-def test_partial_checkpoints_hold_what_is_trained(tmp_path):
-    state = fl.fit(FALLING, freeze_body(new_state(of_head)), loaders(), hooks=())
-    for change, part in ((lambda state: state, lambda model: model[2]),
-                         (last_block, lambda model: model[1][0])):  # fmt: skip
-        state = change(state)
-        path = fl.save(state, tmp_path / "a", only=("trained",))
-        restored = fl.restore(path, change(freeze_body(new_state(of_head))), only=("trained",))
-        assert torch.equal(part(restored.model).weight, part(state.model).weight)
-
-
-def test_the_first_line_of_progress_says_how_many_are_trained(capsys):
-    fl.fit(FALLING, freeze_body(new_state(of_head)), loaders(), hooks=(fl.progress(),))
-    shown = capsys.readouterr()
-    assert "66 parameters, 10 trained" in shown.out + shown.err

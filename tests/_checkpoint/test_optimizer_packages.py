@@ -91,16 +91,14 @@ def around(package, name, inner=Adam, **settings):
 
 
 momentum = functools.partial(SGD, momentum=0.9)
+PLAIN = words("ASGD Adadelta Adafactor Adagrad Adamax NAdam RAdam Rprop")
 TORCH = [
-    *(
-        plainly("torch.optim", name)
-        for name in words("ASGD Adadelta Adafactor Adagrad Adam AdamW Adamax NAdam RAdam Rprop")
-    ),
+    *(plainly("torch.optim", name) for name in PLAIN),
+    plainly("torch.optim", "Adam", amsgrad=True), plainly("torch.optim", "AdamW", fused=True),
     plainly("torch.optim", "RMSprop", momentum=0.9, centered=True),
-    plainly("torch.optim", "SGD", momentum=0.9),
-    plainly("torch.optim", "LBFGS", max_iter=3),
-    matrices("torch.optim", "Muon"),
-]
+    plainly("torch.optim", "SGD", momentum=0.9, nesterov=True),
+    plainly("torch.optim", "LBFGS", max_iter=3, history_size=4), matrices("torch.optim", "Muon"),
+]  # fmt: skip
 TIMM = words("""
     adabelief.AdaBelief adafactor.Adafactor adamp.AdamP adamw.AdamWLegacy adan.Adan adopt.Adopt
     kron.Kron lamb.Lamb laprop.LaProp lars.Lars lion.Lion madgrad.MADGRAD mars.Mars muon.Muon

@@ -168,15 +168,6 @@ def test_nothing_to_train_is_nothing_to_save(tmp_path):
     assert not (tmp_path / "a").exists()
 
 
-def test_names_of_a_compiled_model(tmp_path):
-    state = adapted()
-    state.model.up = torch.compile(state.model.up, backend="eager")
-    path = fl.save(state, tmp_path / "a", only=("trained",))
-    assert sorted(load_file(path / "model.safetensors")) == TRAINED
-    new = fl.restore(path, adapted(1.0), only=("trained",))
-    assert torch.equal(new.model.up.weight, state.model.up.weight)
-
-
 # --- what a partial checkpoint is refused for
 
 

@@ -52,20 +52,30 @@ def test_the_weights_load_into_the_plain_module_without_fnloop(tmp_path):
 @pytest.mark.slow  # compiles
 # From modules that torch imports
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-def test_compiled_and_plain_submodules_restore_into_each_other(tmp_path):
-    def new(compiled):
-        inner = nn.Linear(2, 2)
-        model = nn.Sequential(torch.compile(inner) if compiled else inner)
-        return fl.TrainState.create(model, torch.optim.AdamW(model.parameters()))
+@pytest.mark.parametrize("whole", [True, False], ids=["the model", "a part of it"])
+def test_compiled_and_plain_models_restore_into_each_other_with_plain_names(tmp_path, whole):
+    def new(compiles):
+        compiled = lambda module: torch.compile(module, backend="eager") if compiles else module
+        part = nn.Linear(1, 1)
+        model = nn.Sequential(part if whole else compiled(part), nn.Linear(1, 1))
+        return sgd(compiled(model) if whole else model)
 
-    for saved, given in ((True, False), (False, True), (True, True)):
-        state = new(saved)
-        path = fl.save(state, tmp_path / "a")
-        assert sorted(load_file(path / "model.safetensors")) == ["0.bias", "0.weight"]
+    step = fl.pipeline(fl.ema(0.5))(lambda model, batch: model(batch).mean())
+    names = ["0.bias", "0.weight", "1.bias", "1.weight"]
+    for saved, given, only in (
+        *((True, False, None), (False, True, None), (True, True, None)),
+        *((True, False, ("trained",)), (False, True, ("trained",))),
+    ):
+        state = fl.fit(step, new(saved), [torch.ones(1, 1)], hooks=())
+        path = fl.save(state, tmp_path / "a", only=only)
         assert "_orig_mod" not in (path / "state.json").read_text()
-        restored = fl.restore(path, new(given))
-        for mine, theirs in zip(restored.model.parameters(), state.model.parameters(), strict=True):
-            assert torch.equal(mine, theirs)
+        restored = fl.restore(path, new(given), only=only)
+        assert all(map(torch.equal, restored.model.parameters(), state.model.parameters()))
+        for file in ("model",) if only else ("model", "ema"):
+            assert sorted(load_file(path / f"{file}.safetensors")) == names
+        average, mine = state.slots["ema"], restored.slots.get("ema", {})
+        assert [torch.equal(mine[name], average[name]) for name in mine] == [True] * len(mine)
+        assert len(mine) == (0 if only else 4)
 
 
 def test_tied_weights_views_and_empty_tensors_are_restored(tmp_path):
