@@ -37,8 +37,6 @@ class Labeled(list):
 
 
 class Named(dict):
-    """A dict of another class, with an attribute."""
-
     name = "unknown"
 
 
@@ -131,7 +129,6 @@ def _nothing_is_set(monkeypatch):
 
 @pytest.fixture
 def settings(monkeypatch):
-    """The settings that are given to the allocator, in a list."""
     given = []
 
     def mallopt(name, value):

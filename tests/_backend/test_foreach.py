@@ -54,7 +54,6 @@ def check_equal(first, second):
 
 
 def check_trained(train, kind):
-    """Assert that training has the bits of a plain step."""
     check_equal(train(apply_optimizer), train(kind.step))
 
 

@@ -53,20 +53,19 @@ def private_uses(tree):
     and delattr too), and imports from torch with a private part.
     """
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and (is_private(node.attr) or node.attr in UNDOCUMENTED):
-            yield node.lineno, node.attr
+        found = []
+        if isinstance(node, ast.Attribute):
+            found = [node.attr]
         elif isinstance(node, ast.Call) and len(node.args) > 1:
             called, name = node.func, node.args[1]
             reads = isinstance(called, ast.Name) and called.id.endswith("attr")
             if reads and isinstance(name, ast.Constant) and is_private(str(name.value)):
-                yield node.lineno, name.value
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
-            parts = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
-            yield from ((node.lineno, p) for p in parts if is_private(p) or p in UNDOCUMENTED)
-        elif isinstance(node, ast.Import):
-            torchs = (a.name for a in node.names if a.name.startswith("torch."))
-            parts = [part for name in torchs for part in name.split(".")]
-            yield from ((node.lineno, p) for p in parts if is_private(p) or p in UNDOCUMENTED)
+                found = [name.value]
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            of = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            names = [f"{of}{alias.name}" for alias in node.names]
+            found = [p for name in names if name.startswith("torch.") for p in name.split(".")]
+        yield from ((node.lineno, p) for p in found if is_private(p) or p in UNDOCUMENTED)
 
 
 def own_names(trees):
@@ -89,7 +88,6 @@ def own_names(trees):
 
 @pytest.fixture(scope="module")
 def trees():
-    """What the other files of fnloop are parsed to."""
     paths = [path for path in ROOT.rglob("*.py") if path != COMPAT]
     return {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in paths}
 
@@ -359,7 +357,6 @@ def test_hooks_of_a_state_dict_are_noticed():
 
 @pytest.fixture
 def group(tmp_path):
-    """A default group of this process alone."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield dist.group.WORLD
     dist.destroy_process_group()
@@ -373,9 +370,7 @@ def test_collectives_are_counted(group):
     assert torch_compat.process_groups() == [group]
 
 
-def test_where_collectives_are_not_counted_every_function_seems_to_use_some(
-    group, monkeypatch, caplog
-):
+def test_uncounted_collectives_are_suspected_everywhere(group, monkeypatch, caplog):
     assert collectives.collective_count() == collectives.collective_count()
     monkeypatch.setattr(collectives, "_counts", True)
     monkeypatch.setattr(collectives, "collectives_begun", lambda group: 0)

@@ -28,7 +28,6 @@ def hold_for(deadlock, notice, kill):
 
 
 def diverge(folder, way, hold=2):
-    """Decide by something that only one process knows."""
     notice, kill = collectives.NOTICE_SECONDS, collectives.KILL_SECONDS
     hold_for(hold, min(hold, notice), min(hold, kill))
 
@@ -55,15 +54,12 @@ def diverge(folder, way, hold=2):
 LONG = pytest.mark.long
 
 
-@pytest.mark.parametrize(
-    ("way", "n"),
-    [
-        ("stop", 2),
-        pytest.param("epoch", 2, marks=LONG),
-        ("weights", 2),
-        pytest.param("buffers", 3, marks=LONG),
-    ],
-)
+@pytest.mark.parametrize(("way", "n"), [
+    ("stop", 2),
+    pytest.param("epoch", 2, marks=LONG),
+    ("weights", 2),
+    pytest.param("buffers", 3, marks=LONG),
+])  # fmt: skip
 def test_processes_that_diverge_fail(tmp_path, way, n):
     found = launch.launch(tmp_path, n, diverge, way, forked=True)
     assert all(found.codes), found  # 1, or another one from gloo's threads

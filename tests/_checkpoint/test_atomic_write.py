@@ -181,9 +181,7 @@ def test_what_is_left_of_a_checkpoint_never_blocks_a_save_and_is_removed(tmp_pat
     assert names(tmp_path) == ["a"] and w_of(path) == 2.0
 
 
-def test_a_kill_while_the_old_checkpoint_is_removed_does_not_block_the_next_save(
-    tmp_path, monkeypatch
-):
+def test_a_kill_while_the_old_one_is_removed_does_not_block_a_save(tmp_path, monkeypatch):
     """Whichever file is removed first: here it is the manifest."""
     path = fl.save(toy(w=1.0), tmp_path / "a")
 
@@ -279,9 +277,7 @@ def test_the_names_of_new_folders_are_flushed(tmp_path, flushed, write):
 
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("call", ["save_file", pytest.param("fsync", marks=pytest.mark.slow)])
-def test_any_failed_write_is_raised_and_the_previous_checkpoint_stays(
-    call, background, tmp_path, monkeypatch
-):
+def test_any_failed_write_is_raised(call, background, tmp_path, monkeypatch):
     problem = stochastic()
     whole, every, last = toy_fit(problem, problem.state()), 5, 14
     saves = [*range(every, last, every), last]

@@ -286,8 +286,6 @@ def test_a_checkpoint_with_a_user_file_in_it_is_not_pruned(tmp_path):
 
 
 def note_when_written(folder, found):
-    """Return a hook that notes when the newest checkpoint was written."""
-
     def look(state):
         for thread in threading.enumerate():
             if thread.name == "checkpoint":  # the writer in the background

@@ -165,7 +165,6 @@ def test_phases_train_what_they_should():
 
 
 def hooked(state, make, hooks=()):
-    """Train the head, and after the fourth update everything, in one run."""
     unfreeze = lambda state: fl.unfreeze(state, "*", lr=0.01)
     thaw = fl.when(lambda state: state.step == 4)(unfreeze)
     return fl.fit(FALLING, state, loaders(), epochs=3, hooks=(thaw, *hooks))

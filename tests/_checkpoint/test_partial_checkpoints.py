@@ -116,7 +116,6 @@ TRAINED = ["again.weight", "down.weight", "up.weight"]
 
 
 def check_trained(model, expected, base):
-    """Assert that only the parameters to train are those expected."""
     found, others = expected.state_dict(), base.state_dict()
     for name, value in model.state_dict().items():
         assert torch.equal(value, found[name] if name in TRAINED else others[name]), name
@@ -281,8 +280,6 @@ def test_in_the_background_and_on_an_exception(tmp_path):
 
 
 class OwnStep(torch.optim.SGD):
-    """An optimizer that does not resume."""
-
     hidden = 0.0
 
     def step(self, closure=None):

@@ -329,7 +329,6 @@ class Resizing(Growing):
 
 
 def grown(kind):
-    """Return the state after two updates."""
     step = fl.pipeline()(lambda model, batch: model(batch))
     return fl.fit(step, new(kind), BATCHES, steps=2, hooks=())
 

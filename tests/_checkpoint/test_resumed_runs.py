@@ -37,7 +37,6 @@ def net():
 
 
 def mixing(model, batch):
-    """A loss function that also draws from Python and NumPy."""
     x, y = batch
     lam = np.random.beta(0.4, 0.4) if random.random() < 0.5 else 1.0
     output = model(lam * x + (1 - lam) * x.roll(1, 0))
@@ -102,13 +101,10 @@ RUNS = {  # what composes the step, its loss, and the loader
 FAST_RUNS = ("accumulated", "own iter and generator")
 
 
-@pytest.mark.parametrize(
-    ("members", "loss_fn", "data"),
-    [
-        pytest.param(*run, id=name, marks=[] if name in FAST_RUNS else [pytest.mark.slow])
-        for name, run in RUNS.items()
-    ],
-)
+@pytest.mark.parametrize(("members", "loss_fn", "data"), [
+    pytest.param(*run, id=name, marks=[] if name in FAST_RUNS else [pytest.mark.slow])
+    for name, run in RUNS.items()
+])  # fmt: skip
 def test_a_run_resumed_at_any_split_equals_an_uninterrupted_one(tmp_path, members, loss_fn, data):
     make = fl.pipeline(*members)(loss_fn)
 
@@ -139,9 +135,7 @@ def test_a_run_resumed_at_any_split_equals_an_uninterrupted_one(tmp_path, member
 @pytest.mark.parametrize(
     ("size", "workers"), [(2, 0), (20, 0), pytest.param(5, 2, marks=pytest.mark.slow)]
 )
-def test_another_batch_size_or_number_of_workers_trains_the_remaining_samples(
-    tmp_path, size, workers
-):
+def test_another_batch_size_or_number_of_workers_trains_the_rest(tmp_path, size, workers):
     seen = []
 
     def watch(model, batch):

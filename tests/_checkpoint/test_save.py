@@ -31,7 +31,6 @@ def one_cycle(optimizer, run):
 
 
 def saved(folder, **changes):
-    """Save a state with these, and restore it."""
     return fl.restore(fl.save(attrs.evolve(toy(), **changes), folder / "a"), toy())
 
 

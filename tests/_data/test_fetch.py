@@ -6,15 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import (
-    ConcatDataset,
-    DataLoader,
-    StackDataset,
-    Subset,
-    TensorDataset,
-    default_collate,
-    random_split,
-)
+from torch.utils.data import DataLoader, StackDataset, Subset, TensorDataset, random_split
 from toy_runs import fit
 
 import fnloop as fl
@@ -29,7 +21,7 @@ Y = torch.arange(10)
 
 def by_samples(dataset, index):
     many = getattr(dataset, "__getitems__", None)
-    return default_collate(many(index) if many else [dataset[i] for i in index])
+    return torch.utils.data.default_collate(many(index) if many else [dataset[i] for i in index])
 
 
 def equal(mine, theirs):
@@ -89,7 +81,9 @@ PLAIN = {
     "a subclass": lambda: Doubled(X, Y),
     "a subset of a subclass": lambda: Subset(Doubled(X, Y), range(9)),
     "a subclass of a subset": lambda: Chosen(TensorDataset(X, Y), range(9)),
-    "datasets in a row": lambda: ConcatDataset([TensorDataset(X), TensorDataset(X)]),
+    "datasets in a row": lambda: torch.utils.data.ConcatDataset(
+        [TensorDataset(X), TensorDataset(X)]
+    ),
     "datasets side by side": lambda: StackDataset(TensorDataset(X), Doubled(X)),
     "a parameter": lambda: TensorDataset(torch.nn.Parameter(X)),
     "a history": lambda: TensorDataset(X.clone().requires_grad_() * 2),
@@ -150,8 +144,6 @@ def test_a_batch_does_not_share_memory_with_the_dataset():
 
 
 def trained(drawn, state=None, **target):
-    """Train with a loss function that notes what it draws."""
-
     def loss_fn(model, batch):
         drawn.append((random.random(), np.random.rand()))
         return toy_loss(model, batch[0])

@@ -7,7 +7,7 @@ import attrs
 import numpy as np
 import pytest
 import torch
-from streams import READ, Batches, Forgetful, Stream, train
+from streams import READ, Batches, Forgetful, Stream, restored, train
 from torch.utils.data import DataLoader
 
 import fnloop as fl
@@ -24,11 +24,9 @@ LOADERS = {  # each gives 6 batches of 2 samples
 
 
 STEP = fl.pipeline()(toy_loss)
-restored = lambda state, folder: fl.restore(fl.save(state, folder / "a"), toy(w=9.0))
 
 
 def quiet(n=12, kind=Stream):
-    """Return a loader of a stream without noise."""
     return DataLoader(kind(n, noisy=False), 2)
 
 

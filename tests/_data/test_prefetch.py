@@ -64,8 +64,6 @@ class Backwards(torch.utils.data.Sampler):
 
 
 class Lazily(Backwards):
-    """The same, and at every index."""
-
     def __iter__(self):
         left = list(range(9))
         while left:
@@ -177,9 +175,7 @@ def test_an_interrupted_fetch_leaves_the_generators_of_the_next_window():
 @pytest.mark.parametrize(("make", "prefetch"), [
     (loader, 1), (lambda: [torch.ones(1)] * 4, 3),
 ], ids=["one", "a list"])  # fmt: skip
-def test_generators_are_not_captured_if_a_fetch_ahead_does_not_set_them(
-    make, prefetch, monkeypatch
-):
+def test_generators_that_no_fetch_sets_are_not_captured(make, prefetch, monkeypatch):
     looks, capture = [], rng.Generators.capture
     monkeypatch.setattr(rng.Generators, "capture", lambda: looks.append(1) or capture())
     for fetched in (1, prefetch):

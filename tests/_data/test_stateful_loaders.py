@@ -4,19 +4,18 @@ import pytest
 import torch
 from accelerate.data_loader import prepare_data_loader, skip_first_batches
 from accelerate.state import AcceleratorState
-from streams import READ, Stream, train
+from streams import READ, Stream, restored, train
 from torch.utils.data import DataLoader
 
 import fnloop as fl
 from fnloop._data.source import open_source
-from fnloop.testing import assert_same, toy
+from fnloop.testing import assert_same
 
 # By torchdata, of torch; and by Hugging Face's formatting.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),
     pytest.mark.filterwarnings("ignore:To copy construct from a tensor"),
 ]
-restored = lambda state, folder: fl.restore(fl.save(state, folder / "a"), toy(w=9.0))
 
 
 def check(make, folder, splits=(1, 5, 8), pipe=(), size=2, first=lambda n: n):

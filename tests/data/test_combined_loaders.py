@@ -13,7 +13,6 @@ from fnloop.testing import toy, toy_loss
 
 
 def names(found, b=50):
-    """Return "a" or "b" for each batch."""
     return "".join("a" if samples(batch)[0] < b else "b" for batch in found)
 
 

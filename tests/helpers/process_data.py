@@ -1,6 +1,5 @@
 """Data of the jobs that run on several processes, metrics, and how often each sample is used."""
 
-import attrs
 import torch
 from joined import world
 from torch import nn
@@ -51,41 +50,3 @@ def count(model, batch):
 def tally():
     model = Tally()
     return fl.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=1.0), seed=5)
-
-
-@fl.middleware("gradient")
-def items():
-    """Report the samples of an update: 1 / the largest element of the gradient."""
-
-    def wrap(step):
-        def reporting(state, batch):
-            state, out = step(state, batch)
-            return state, attrs.evolve(
-                out, metrics={**out.metrics, "items": fl.Sum(1 / state.model.w.grad.max())}
-            )
-
-        return reporting
-
-    return wrap
-
-
-def accuracy(aux, batch):
-    return (aux["output"].argmax(1) == batch[1]).to(torch.float64).mean()
-
-
-def torchmetrics():
-    from torchmetrics.classification import MulticlassAUROC, MulticlassF1Score
-
-    inputs = lambda aux, batch: (aux["output"], batch[1])
-    metrics = {"f1": MulticlassF1Score(3), "auroc": MulticlassAUROC(3)}
-    return {name: fl.from_torchmetrics(metric, inputs) for name, metric in metrics.items()}
-
-
-def kinds():
-    return fl.metric(
-        accuracy=accuracy,
-        sum=lambda aux, batch: fl.Sum(aux["output"].sum()),
-        samples=lambda aux, batch: fl.Sum(len(batch[0])),
-        min=lambda aux, batch: fl.Min(aux["output"].min()),
-        max=lambda aux, batch: fl.Max(aux["output"].max()),
-    )

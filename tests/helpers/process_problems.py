@@ -23,7 +23,7 @@ def convolutions():
     return nn.Sequential(*parts)
 
 
-def adam_and_sgd(parameters):
+def adam_sgd(parameters):
     matrices, rest = split(parameters)
     return {
         "matrices": torch.optim.AdamW(matrices, lr=0.05),

@@ -40,11 +40,9 @@ def averages(folder):
     norm = averaged.model[1]
     parts = averaged.model[0](torch.cat([b[0] for b in loader(size=6)])).split(6)
     found["batches"] = int(norm.num_batches_tracked)
-    found["mean"] = (
-        flat([norm.running_mean]),
-        flat([torch.stack([p.mean(0) for p in parts]).mean(0)]),
-    )
-    found["var"] = flat([norm.running_var]), flat([torch.stack([p.var(0) for p in parts]).mean(0)])
+    over_parts = lambda of: flat([torch.stack([of(p, 0) for p in parts]).mean(0)])
+    found["mean"] = flat([norm.running_mean]), over_parts(torch.mean)
+    found["var"] = flat([norm.running_var]), over_parts(torch.var)
     if world() > 1:
         unseen = fl.pipeline(fl.ema(0.9, evaluate=False))(entropy)
         both = [fl.update_batchnorm(unseen, state_of(shard), loader(size=6)) for shard in (0, 1)]
@@ -104,7 +102,6 @@ def frozen_state(shard, norm=False):
 
 @fl.when(lambda state: state.step == 17)
 def thaw(state):
-    """Train everything, from the middle of an epoch on."""
     return fl.unfreeze(state, "*", lr=0.05)
 
 

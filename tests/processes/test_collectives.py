@@ -12,7 +12,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from joined import rank, said, world
 from process_data import SIZE, batches, loader, samples
-from process_problems import adam_and_sgd, created, entropy, fitted
+from process_problems import adam_sgd, created, entropy, fitted
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -25,7 +25,6 @@ pytestmark = pytest.mark.slow
 
 
 def exchange(folder):
-    """Use the collectives: what comes of it, and of what is wrong."""
     mine, me = torch.arange(rank() + 1), fl.Mean(float(rank()), 1)
     nested = {"t": mine, "deep": [(torch.tensor(2.0), rank())], "name": "a" * rank()}
     found = {
@@ -67,7 +66,6 @@ def moves_a_parameter(model, batch):
 
 
 def moving(state):
-    """Change a weight by something else in every process."""
     with torch.no_grad():
         state.model[2].bias += 0.01 * rank() if state.step == 3 else 0
     return state
@@ -91,7 +89,6 @@ class Unseeded(Sampler):
 
 
 def replicas():
-    """Return this process's row of a mesh of all processes by one."""
     names = {"mesh_dim_names": ("all", "one")}
     return dist.device_mesh.init_device_mesh("cpu", (world(), 1), **names)["one"]
 
@@ -106,7 +103,6 @@ def tree(found):
 
 
 def made(make):
-    """Create the state of a model that one process makes in another way."""
     return lambda: created(make=make)
 
 
@@ -138,7 +134,7 @@ REFUSED = {
         lambda: created(lambda model: fully_shard(model, mesh=replicas())),
         "NotImplementedError: this model is sharded over meshes of [1] of "),
     "sharded turns": (
-        lambda: fl.fit(TURNS, created(fully_shard, adam_and_sgd), batches(3), hooks=()),
+        lambda: fl.fit(TURNS, created(fully_shard, adam_sgd), batches(3), hooks=()),
         "NotImplementedError: alternate does not work with fully_shard"),
     "main only": (lambda: fl.on_main(fl.checkpoint("never")), "TypeError: "),
     "snapshot": (
@@ -229,7 +225,6 @@ def test_an_error_says_which_process_and_what_to_do(launched, n):
 
 
 def spread(folder):
-    """Create states of models that are sharded over four processes; return the results."""
     mesh = partial(dist.device_mesh.init_device_mesh, "cpu")
     created()  # joins the processes
     grid = mesh((2, 2), mesh_dim_names=("data", "tensor"))

@@ -3,18 +3,8 @@
 import pytest
 import torch
 from joined import COUNTS, rank, world
-from process_data import (
-    SIZE,
-    Stream,
-    batches,
-    count,
-    items,
-    kinds,
-    loader,
-    samples,
-    tally,
-    torchmetrics,
-)
+from process_data import SIZE, Stream, batches, count, loader, samples, tally
+from process_metrics import items, kinds, torchmetrics
 from process_problems import by_tokens, created, network
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Subset
@@ -59,7 +49,6 @@ def counted(member, train):
 
 
 def consumption(folder):
-    """Return how often each sample was used, with batches of 4 in each process."""
     found = {}
     for name, make in LOADERS.items():
         if (name, world()) not in ONCE:
@@ -136,7 +125,6 @@ def test_each_update_has_the_total_and_each_sample_is_in_one(launched, n):
 
 
 def measures(folder):
-    """Evaluate one float32 model, with the same batches however many processes there are."""
     last = fl.metric(last=lambda aux, batch: fl.Last(batch[3].max()), **torchmetrics())
     step, state = fl.pipeline(kinds(), last)(by_tokens_too), created()
     x, y, tokens, _ = samples()[:]

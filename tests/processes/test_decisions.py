@@ -37,8 +37,6 @@ class Long:
 
 
 def at_update(update, number, send=os.kill):
-    """Send the last process of all a signal at an update."""
-
     def hook(state):
         if state.step == update and rank() == world() - 1:
             send(os.getpid() if send is os.kill else 0, number)
@@ -48,7 +46,6 @@ def at_update(update, number, send=os.kill):
 
 
 def saves(folder, keep=100):
-    """Save for a signal and at the end alone."""
     return fl.every(steps=1000)(fl.checkpoint(folder, keep=keep))
 
 
@@ -69,7 +66,6 @@ def terminate(folder):
 
 
 def terminate_group(data):
-    """SIGTERM reaches the workers of the loader too."""
     hooks = (at_update(5, signal.SIGTERM, os.killpg),)
     return lambda folder: outcome(
         fitted(loader(data(), size=1, num_workers=2), epochs=100, hooks=(*hooks, saves(folder)))
@@ -127,9 +123,8 @@ def clock(folder):
     due = []
     note = lambda state: due.append(state.step) or state
     hooks = (fl.every(seconds=0.2)(note),)
-    state = fitted(
-        Long(0.002 if rank() else 0.001), hooks=hooks, evaluate_every=fl.every(seconds=0.3)
-    )
+    data, often = Long(0.002 if rank() else 0.001), fl.every(seconds=0.3)
+    state = fitted(data, hooks=hooks, evaluate_every=often)
     return {**outcome(state), "due": due, "records": [r.step for r in state.history]}
 
 

@@ -20,7 +20,6 @@ pytestmark = pytest.mark.slow
 
 
 def precision(folder):
-    """Return the dtype of an output, with what accelerate is configured for."""
     seen = set()
 
     def loss(model, batch):
@@ -44,8 +43,6 @@ def test_mixed_precision_that_accelerate_is_configured_for(tmp_path, kind, n):
 
 @fl.middleware("gradient")
 def noise(std):
-    """Add noise to the gradient, as the README does, and look at the batch."""
-
     def wrap(step):
         def noisy(state, batch):
             before = torch.rand(())
@@ -60,7 +57,6 @@ def noise(std):
 
 
 def drawing(folder):
-    """Return what processes that draw inside and outside of backward come to."""
     found, masks = {}, []
 
     def dropping(model, batch):
@@ -113,7 +109,7 @@ def calls(folder):
     last = fl.pipeline(fl.metric(last=lambda aux, batch: fl.Last(batch.max())))(toy_loss)
     drawn = lambda loss: lambda m, b: seen.append(torch.rand(()).item()) or loss(m, b)
     seen, both = [], turns(d_loss=drawn(real_and_fake), g_loss=drawn(fooled), order=("d", "d", "g"))
-    state = created(optimizer=lambda parameters: two([*parameters]), make=Gan)
+    state = created(optimizer=two, make=Gan)
     fl.fit(both, state, loader(), steps=2, hooks=())
     return {
         "turns": seen,

@@ -18,8 +18,6 @@ pytestmark = pytest.mark.slow
 
 @fl.middleware("gradient")
 def no_sample(index):
-    """A guard of a user's: leave updates out that have a sample."""
-
     def judge(state, found):
         if found:
             state.slots["no_sample"].append(state.step)
@@ -43,8 +41,6 @@ def decided(folder):
 
 
 def refused(folder):
-    """Where others would wait for the process that leaves a batch out."""
-
     def loss_fn(model, batch):
         if int(batch[-1][0]) >= 4 * world():
             return fl.skip("no more")
@@ -60,8 +56,6 @@ def refused(folder):
 
 
 def not_repeated(folder):
-    """What can be neither repeated nor copied in one process."""
-
     normed = created(make=lambda: nn.Sequential(nn.Linear(6, 3), nn.SyncBatchNorm(3)))
 
     def fitted(member, state):

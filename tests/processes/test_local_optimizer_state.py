@@ -81,7 +81,6 @@ def saving(kind, folder):
 
 
 def keys(state):
-    """Return which entries of the state this process keeps."""
     found = {}
     for name, p in fl.unwrap(state).named_parameters():
         for one in optimizers_in(state.optimizer).values():

@@ -36,7 +36,6 @@ def command(*words, check=True):
 
 @functools.cache
 def why_not():
-    """Return why there cannot be two machines here, or None."""
     if not hasattr(os, "geteuid") or os.geteuid() != 0:
         return "needs root"
     if shutil.which("ip") is None or shutil.which("unshare") is None:
@@ -48,7 +47,6 @@ def why_not():
 
 @pytest.fixture(scope="module")
 def machines():
-    """Return what starts a command on each of two machines."""
     if (reason := why_not()) is not None:
         pytest.skip(reason)
     try:
@@ -83,7 +81,6 @@ def c10d(n):
 
 
 def on_both(machines, folder, job, meet, hide=None):
-    """Run a job on two machines, each with one process. Return the results."""
     agents = []
     try:
         for n, prefix in enumerate(machines):
@@ -117,7 +114,6 @@ def trained(folder):
 
 
 def unshared(folder):
-    """Train, and then try to continue from a disk that each machine has for itself."""
     found, disk = trained(folder), folder / "disk"
     path = fl.latest(folder / "saved")
     fl.reduce(0.0)  # both have found it

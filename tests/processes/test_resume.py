@@ -8,13 +8,23 @@ import attrs
 import numpy as np
 import pytest
 import torch
-from joined import COUNTS, FEW, come_to, difference, flat, in_double, rank, said, whole, world
+from joined import COUNTS, FEW, come_to, difference, flat, in_double, rank, said, world
 from launch import reads, written_by
-from process_data import SIZE, batches, count, items, loader, tally
-from process_problems import adam_and_sgd, adamw, created, dropping, entropy, fitted, network
+from process_data import SIZE, batches, count, loader, tally
+from process_metrics import items
+from process_problems import (
+    adam_sgd,
+    adamw,
+    by_tokens,
+    created,
+    dropping,
+    entropy,
+    fitted,
+    network,
+)
 from sample_hooks import stop_at
-from test_training import Gan, turns
-from test_training import two as gan_optimizers
+from sample_middleware import halved, warming_up
+from test_training import Gan, fooled, own, real_and_fake, turns, two, weighted
 from torch import nn
 from torch.optim import lr_scheduler
 
@@ -42,7 +52,6 @@ class Kind:
     ends: tuple = (12, 3, 0)
 
     def train(self, shard=False, folder=None, until=None):
-        """Train a state, or resume from a folder."""
         state = created(shard, self.optimizer, self.make)
         state = state if folder is None else fl.resume(folder, state)
         train, often = loader(size=self.size, shuffle=True), {"record_every": fl.every(steps=3)}
@@ -58,23 +67,32 @@ class Kind:
 
 USUAL = fl.accumulate(2), fl.clip(0.5)
 COSINE = fl.schedules.cosine(warmup=0.1)
+PART = fl.ema(warming_up, only="0", evaluate=False)
+GAN = {"make": Gan, "optimizer": two}
 AVERAGES = fl.ema(0.9, evaluate=False), fl.swa(2, every=2, evaluate=False)
 KINDS = {
     "plain": Kind((*USUAL, fl.schedule(COSINE), *AVERAGES)),
-    "several": Kind((*USUAL, fl.schedule(COSINE, only="rest")), optimizer=adam_and_sgd),
+    "several": Kind((*USUAL, fl.schedule(COSINE, only="rest")), optimizer=adam_sgd),
     "noisy": Kind((*USUAL, fl.schedule(COSINE)), loss=noisy, make=dropping),
     "total": Kind((fl.accumulate(total=8), fl.schedule(COSINE)), size=2, cut=8, ends=(18, 3, 0)),
     "turns": Kind(
-        (fl.ema(0.9, evaluate=False),), cut=4, make=Gan, ends=(9, 3, 0),
-        optimizer=lambda parameters: gan_optimizers([*parameters]),
-        loss=turns([], [fl.clip(0.5)], order=("d", "d", "g"), batch="next"),
-    ),
+        (fl.ema(0.9, evaluate=False),), cut=4, ends=(9, 3, 0), **GAN,
+        loss=turns([], [fl.clip(0.5)], order=("d", "d", "g"), batch="next")),
+    "own": Kind((*USUAL, PART), loss=own(by_tokens)),
+    "own turn": Kind(
+        (), cut=7, ends=(12, 3, 0), **GAN, loss=fl.alternate(
+            {"d": own(real_and_fake), "g": fl.pipeline()(fooled)}, order=("d", "d", "g"),
+            batch={"d": "next", "g": "same"})),
+    "rates": Kind((fl.torch_scheduler(halved), PART), cut=9, ends=(21, 3, 0), loss=by_tokens),
+    "scheduled": Kind(
+        (fl.scheduled(beta=fl.schedules.linear(min_ratio=0.1)),), cut=14, ends=(21, 3, 0),
+        loss=weighted),
 }  # fmt: skip
 SHARDED = ("plain", "several")
 # Each kind, and how it is saved and resumed: on a sharded model or not. Draws depend on the number.
 PAIRS = [
     *((kind, a, b) for kind in SHARDED for a in (False, True) for b in (False, True)),
-    *(("total", False, False), ("turns", False, False), ("noisy", False, False)),
+    *((kind, False, False) for kind in KINDS if kind not in SHARDED),
 ]
 
 
@@ -100,7 +118,6 @@ def saves(folder):
 @reads(saves, COUNTS)
 @in_double
 def resumes(folder):
-    """Resume what was saved on any number of processes."""
     found = {}
     for n in COUNTS:
         saved = written_by(saves, n, folder)
@@ -183,7 +200,7 @@ def ends(folder):
 @reads(ends, FEW)
 @in_double
 def resumes_to_the_best(folder):
-    ways = [(n, one, other) for n in FEW for one in (False, True) for other in (False, True)]
+    ways = itertools.product(FEW, (False, True), (False, True))
     return [best_of(b, saved=written_by(ends, n, folder) / str(a)) for n, a, b in ways]
 
 
@@ -215,9 +232,8 @@ def adapter(shift=0.0):
 
 
 def adapted(shard, shift=0.0):
-    return created(
-        shard, lambda ps: adamw([p for p in ps if p.requires_grad]), lambda: adapter(shift)
-    )
+    learning = lambda ps: adamw([p for p in ps if p.requires_grad])
+    return created(shard, learning, lambda: adapter(shift))
 
 
 @in_double
@@ -238,14 +254,12 @@ def partial_saves(folder):
 @in_double
 def partial_restores(folder):
     found = {"fresh": [flat(adapted(False, shift).model[0].parameters()) for shift in (0.0, 1.0)]}
-    for n in FEW:
-        for before in (False, True):
-            for after in (False, True):
-                for part in ("model", "trained"):
-                    where = written_by(partial_saves, n, folder) / str(before) / part
-                    state = fl.restore(fl.best(where), adapted(after, 1.0), only=(part,))
-                    layers = [[whole(p) for p in layer.parameters()] for layer in state.model]
-                    found[f"{part} of {n}, {before} to {after}"] = [*map(flat, layers)]
+    kinds = (False, True), (False, True), ("model", "trained")
+    for n, before, after, part in itertools.product(FEW, *kinds):
+        where = written_by(partial_saves, n, folder) / str(before) / part
+        state = fl.restore(fl.best(where), adapted(after, 1.0), only=(part,))
+        layers = [flat(layer.parameters()) for layer in state.model]
+        found[f"{part} of {n}, {before} to {after}"] = layers
     return found
 
 

@@ -6,6 +6,7 @@ import signal
 import attrs
 import pytest
 import torch
+from process_metrics import changing, with_metrics
 from sample_hooks import stop_at
 from torch import nn
 from torch.utils.data import DataLoader
@@ -21,19 +22,10 @@ DATA = torch.arange(1.0, 29.0)  # 7 batches of 4: on two processes, one of the l
 STEPS = 3
 
 
-@fl.middleware("gradient")
 def counted():
     """Report how many updates were made: the same sum in every process."""
-
-    def wrap(step):
-        def counting(state, batch):
-            state, out = step(state, batch)
-            metrics = {**out.metrics, "updates": fl.Sum(torch.tensor(1.0))}
-            return state, attrs.evolve(out, metrics=metrics)
-
-        return counting
-
-    return wrap
+    count = lambda state, out, batch: with_metrics(out, updates=fl.Sum(torch.tensor(1.0)))
+    return changing("gradient", count)
 
 
 def measured():

@@ -79,8 +79,6 @@ MINE = torch.Generator()
 
 
 class Deck:
-    """Batches that are shuffled by a generator of its own."""
-
     def __init__(self, draw):
         self.draw = draw
 
@@ -103,7 +101,6 @@ def loss(model, batch):
 
 
 def outcomes(folder):
-    """Train on each loader, or evaluate it, and return what was said."""
     MINE.manual_seed(rank())
     step, found = fl.pipeline()(loss), {}
     for kind, table in (("different", DIFFERENT), ("same", SAME), ("random", RANDOM)):

@@ -91,7 +91,6 @@ def updated(state, moments=MOMENTS):
 
 
 def numbers(state):
-    """Return all tensors of a state as numbers, by name."""
     names = {id(p): name for name, p in state.model.named_parameters()}
     found = {f"model.{k}": plain(v) for k, v in state.model.state_dict().items()}
     for p, kept in state.optimizer.state.items():
@@ -148,7 +147,6 @@ def restores(folder):
 
 
 def expected():
-    """Return the numbers of a state that one process has made."""
     return json.loads(json.dumps(numbers(updated(state_of(False)))))
 
 
@@ -213,7 +211,6 @@ def shared_folder(tmp_path_factory):
 
 
 def pairs(folder):
-    """Do what only two processes do, and return what each found."""
     join()
     return {
         "memory": memory(folder / "memory"),  # before anything else has memory to reuse
@@ -344,9 +341,8 @@ def background(folder):
     found["slow"] = {step: there for step, (there, _) in seen.items()}
     weights = {step: now for step, (_, now) in seen.items()}
     for name in names_in(folder / "slow"):
-        found["state"] = (
-            come(fl.restore(folder / "slow" / name, created(True, adamw))) == weights[14]
-        )
+        restored = fl.restore(folder / "slow" / name, created(True, adamw))
+        found["state"] = come(restored) == weights[14]
 
     with replaced(files, "write_files", full if rank() == 1 else write_files):
         found["full"] = said(lambda: trained(folder / "full", every=3))
@@ -414,9 +410,7 @@ def mortal(folder, who, n, in_background):
 
 
 @pytest.mark.parametrize("in_background", [pytest.param(False, marks=pytest.mark.long), True])
-def test_a_process_killed_while_all_write_leaves_the_old_or_the_new_checkpoint(
-    launched, tmp_path, in_background
-):
+def test_a_process_killed_while_all_write_leaves_one_whole(launched, tmp_path, in_background):
     whole_run = [found["killed"][in_background] for found in launched(pairs, 2)]
     right = {int(step): numbers for step, numbers in whole_run[0][1].items()}
     rng, seen = random.Random(f"background {in_background}"), []
@@ -443,8 +437,6 @@ LARGE = 8 << 20  # elements
 
 
 def memory(folder):
-    """Return how the memory grows to save and to restore, in shares of a process."""
-
     def large():
         layers = [nn.Linear(1024, LARGE // 2048, bias=False) for _ in range(2)]
         return created(True, momentum, lambda: nn.Sequential(*layers))

@@ -15,18 +15,9 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator, utils
 from joined import default_dtype, difference, flat, in_double, join, rank, said, world
-from process_data import (
-    BATCH,
-    SIZE,
-    Stream,
-    accuracy,
-    batches,
-    kinds,
-    loader,
-    samples,
-    torchmetrics,
-)
-from process_problems import adam_and_sgd, adamw, by_tokens, convolutions, entropy, network, sgd
+from process_data import BATCH, SIZE, Stream, batches, loader, samples
+from process_metrics import accuracy, changing, kinds, torchmetrics, with_metrics
+from process_problems import adam_sgd, adamw, by_tokens, convolutions, entropy, network, sgd
 from sample_middleware import halved, warming_up
 from several import muon_and_adamw
 from torch import nn
@@ -55,8 +46,6 @@ class Dicts(data.Dataset):
 
 
 class Leaving(Dicts):
-    """Gives a batch without two samples of all."""
-
     def __getitems__(self, indices):
         return [samples()[i] for i in indices if i not in (11, 30)]
 
@@ -70,7 +59,6 @@ class Refilling(data.Sampler):
 
 
 def some(parts):
-    """Make a batch without two samples of all."""
     return data.default_collate([part for part in parts if part[3] not in (11, 30)])
 
 
@@ -156,6 +144,7 @@ class Gan(nn.Module):
 
 
 def two(parameters):
+    parameters = [*parameters]
     d = torch.optim.AdamW(parameters[4:8], lr=0.02)
     return {"d": d, "g": torch.optim.SGD(parameters[:4], lr=0.1, momentum=0.9)}
 
@@ -211,8 +200,6 @@ def hungry_by_tokens(model, batch):
 
 
 class Temperature(nn.Module):
-    """A criterion with a parameter of its own."""
-
     def __init__(self):
         super().__init__()
         self.log = nn.Parameter(torch.tensor(0.3))
@@ -225,64 +212,39 @@ def items(aux, batch):
     return fl.Sum(len(batch[0]))
 
 
-@fl.middleware("gradient")
 def measured():
     """Report metrics of the joined gradient, of every kind."""
 
-    def wrap(step):
-        def measuring(state, batch):
-            state, out = step(state, batch)
-            norm = torch.stack([p.grad.square().sum() for p in state.model.parameters()]).sum()
-            made = {"g_sum": fl.Sum, "g_min": fl.Min, "g_max": fl.Max, "g_last": fl.Last}
-            made = {name: kind(norm) for name, kind in made.items()} | {"g_mean": fl.Mean(norm, 1)}
-            return state, attrs.evolve(out, metrics={**out.metrics, **made})
+    def measure(state, out, batch):
+        norm = torch.stack([p.grad.square().sum() for p in state.model.parameters()]).sum()
+        made = {"g_sum": fl.Sum, "g_min": fl.Min, "g_max": fl.Max, "g_last": fl.Last}
+        made = {name: kind(norm) for name, kind in made.items()}
+        return with_metrics(out, **made, g_mean=fl.Mean(norm, 1))
 
-        return measuring
-
-    return wrap
+    return changing("gradient", measure, "measured")
 
 
-@fl.middleware("gradient")
 def guard(update):
     """Leave an update out, by the word of the last process alone."""
 
-    def wrap(step):
-        def guarded(state, batch):
-            here = state.step + state.skipped == update and rank() == world() - 1
-            state, out = step(state, batch)
-            return state, attrs.evolve(out, skip="the guard") if here else out
+    def judge(state, out, batch):
+        here = state.step + state.skipped == update and rank() == world() - 1
+        return attrs.evolve(out, skip="the guard") if here else out
 
-        return guarded
-
-    return wrap
+    return changing("gradient", judge, "guard")
 
 
-@fl.middleware("forward")
 def without(sample):
     """Leave a batch out that begins with this sample."""
-
-    def wrap(step):
-        def choosing(state, batch):
-            state, out = step(state, batch)
-            return state, attrs.evolve(out, skip="not this one") if batch[3][0] == sample else out
-
-        return choosing
-
-    return wrap
+    skip = lambda out: attrs.evolve(out, skip="not this one")
+    leave = lambda state, out, batch: skip(out) if batch[3][0] == sample else out
+    return changing("forward", leave, "without")
 
 
-@fl.middleware("evaluation")
 def doubled():
     """A middleware of the user's, which is checked when it is called first."""
-
-    def wrap(step):
-        def doubling(state, batch):
-            state, out = step(state, batch)
-            return state, attrs.evolve(out, loss=2 * out.loss)
-
-        return doubling
-
-    return wrap
+    double = lambda state, out, batch: attrs.evolve(out, loss=2 * out.loss)
+    return changing("evaluation", double, "doubled")
 
 
 def freezing(state):
@@ -305,8 +267,6 @@ def total():
 
 @attrs.frozen
 class Case:
-    """A training run: its middleware, and what else is unusual."""
-
     members: tuple = ()
     loss: object = entropy  # or a module that is a criterion
     train: object = partial(loader, shuffle=True)  # makes the loader
@@ -399,11 +359,11 @@ CASES = {
     "criterion": case(loss=Temperature, sharded=ON_2),
     "LBFGS": case(optimizer=lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=3), close=1e-11),
     "several optimizers": case(
-        TWO, CLIP, fl.schedule(fl.schedules.cosine(), only="rest"), optimizer=adam_and_sgd,
+        TWO, CLIP, fl.schedule(fl.schedules.cosine(), only="rest"), optimizer=adam_sgd,
         sharded=ON_2),
-    "several optimizers, guard": case(guard(3), CLIP, optimizer=adam_and_sgd),
+    "several optimizers, guard": case(guard(3), CLIP, optimizer=adam_sgd),
     "several optimizers, criterion": case(
-        loss=Temperature, optimizer=adam_and_sgd, sharded=ON_2),
+        loss=Temperature, optimizer=adam_sgd, sharded=ON_2),
     # It rounds to bfloat16, so that differences in the last bit grow.
     "Muon": case(optimizer=muon_and_adamw, dtype=torch.float32, close=0.05,
                  record_every=OFTEN["steps"], sharded=ON_2),
@@ -423,7 +383,7 @@ CASES = {
     "not finite, accumulate": case(
         TWO, CLIP, fl.skip_nonfinite(), loss=no_number, sharded=ON_2),
     "not finite, guard": case(guard(3), fl.skip_nonfinite(), loss=infinite),
-    "spikes": case(fl.spike_guard(2, 1.02), CLIP, optimizer=adam_and_sgd),
+    "spikes": case(fl.spike_guard(2, 1.02), CLIP, optimizer=adam_sgd),
     "spikes, accumulate": case(guard(3), TWO, fl.spike_guard(2, 1.02), loss=by_tokens),
     "spikes, back": case(fl.ema(0.9), CLIP, fl.spike_guard(2, 1.02, then="back")),
     "skip": case(SIX, kinds(), train=EACH, loss=FEW, evaluated=True),
@@ -486,7 +446,6 @@ def rows_on(n):
 
 
 def table(folder):
-    """Run all cases, and return what each has come to."""
     join()
     gc.freeze()  # each retry collects garbage: not all that was imported
     return {f"{name} {s}": said(lambda: train(CASES[name], s)) for name, s in rows_on(world())}
@@ -522,13 +481,10 @@ def train(case, sharded=False):
     }
 
 
-@pytest.mark.parametrize(
-    ("name", "sharded", "n"),
-    [
-        *((*row, 2) for row in rows_on(2)),
-        *(pytest.param(*row, 3, marks=pytest.mark.long) for row in rows_on(3)),
-    ],
-)
+@pytest.mark.parametrize(("name", "sharded", "n"), [
+    *((*row, 2) for row in rows_on(2)),
+    *(pytest.param(*row, 3, marks=pytest.mark.long) for row in rows_on(3)),
+])  # fmt: skip
 def test_n_processes_train_as_one(launched, name, sharded, n):
     close, alone = CASES[name].close, launched(table, 1)[0][f"{name} False"]
     mine, *others = (found[f"{name} {sharded}"] for found in launched(table, n))
