@@ -3,9 +3,8 @@
 import contextlib
 import os
 import platform
-from collections import Counter, OrderedDict, UserDict, defaultdict, deque
+from collections import Counter, OrderedDict, UserDict, defaultdict, deque, namedtuple
 from types import MappingProxyType
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -23,11 +22,6 @@ from fnloop._backend.containers import (
 from fnloop.testing import toy, toy_loss
 
 
-class Pair(NamedTuple):
-    first: object
-    second: object
-
-
 class Labeled(list):
     """A list with an attribute, whose constructor does not take its items alone."""
 
@@ -40,6 +34,7 @@ class Named(dict):
     name = "unknown"
 
 
+Pair = namedtuple("Pair", ["first", "second"])
 MAPPINGS = [
     {"a": 1, "b": 2}, Named(a=1, b=2), OrderedDict(b=1, a=2), defaultdict(list, a=1, b=2),
     Counter(a=1, b=2), UserDict(a=1, b=2), MappingProxyType({"a": 1, "b": 2}),

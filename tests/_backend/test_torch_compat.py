@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -47,11 +48,7 @@ is_private = lambda name: name.startswith("_") and not name.startswith("__")
 
 
 def private_uses(tree):
-    """Yield each private name in a module that may belong to another library: (line, name).
-
-    They are the attributes ``x._name``, the literals in ``getattr(x, "_name")`` (hasattr, setattr
-    and delattr too), and imports from torch with a private part.
-    """
+    """Yield each private name in a module that may belong to another library: (line, name)."""
     for node in ast.walk(tree):
         found = []
         if isinstance(node, ast.Attribute):
@@ -328,9 +325,8 @@ def test_without_their_names_loaders_are_left_alone_or_refused(caplog):
     assert torch_compat.make_killable(it := iter([1])) is it
     worker, done = SimpleNamespace(), []
     assert torch_compat.make_killable(SimpleNamespace(_workers=[worker]))._workers == [worker]
-    process = SimpleNamespace(
-        terminate=lambda: done.append("asked"), kill=lambda: done.append("killed")
-    )
+    ways = {"terminate": "asked", "kill": "killed"}
+    process = SimpleNamespace(**{k: partial(done.append, v) for k, v in ways.items()})
     torch_compat.make_killable(batches := Batches(_workers=[SimpleNamespace(_popen=process)]))
     process.terminate()
     assert done == ["killed"] and batches

@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 import sys
-import textwrap
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -98,35 +97,6 @@ def test_user_folders_next_to_the_checkpoints_are_not_touched(tmp_path, folder):
     train(tmp_path, fl.restore(tmp_path / "fin", toy()), 2, keep=1)
     assert len([*tmp_path.glob("*/train_2024.py")]) == 5
     assert "step-00000002" in names(tmp_path) and "step-00000001" not in names(tmp_path)
-
-
-WRITER = """
-    import sys, time
-    import torch
-    import fnloop as fl
-    model = torch.nn.Linear(200, 200)
-    state = fl.TrainState.create(model, torch.optim.Adam(model.parameters()))
-    end, n = time.monotonic() + 4, 0
-    while time.monotonic() < end:
-        fl.save(state, f"{sys.argv[1]}/{sys.argv[2]}-final")
-        n += 1
-    print("saved", n)
-"""
-
-
-@pytest.mark.long
-def test_two_machines_that_save_to_one_folder_do_not_interfere(tmp_path):
-    """Each is process 1 of its own namespace, as in two containers."""
-    apart = ["unshare", "--fork", "--pid", "--mount-proc"]
-    if not shutil.which("unshare") or subprocess.run([*apart, "true"]).returncode:
-        pytest.skip("namespaces cannot be created here")
-    command = [*apart, sys.executable, "-c", textwrap.dedent(WRITER), str(tmp_path)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    started = [subprocess.Popen([*command, name], **pipes) for name in ("a", "b")]
-    for process in started:
-        out, err = process.communicate(timeout=120)
-        assert process.returncode == 0 and "saved" in out, err
-    assert names(tmp_path) == ["a-final", "b-final"]
 
 
 @pytest.mark.slow

@@ -16,9 +16,8 @@ NUMBERS = torch.Generator().manual_seed(0)
 DATA = [(x, int(x.sum() > 0)) for x in torch.randn(24, 4, generator=NUMBERS)]
 LOSS = fl.supervised(nn.CrossEntropyLoss())
 FALLING = fl.pipeline(fl.clip(1.0), fl.schedule(fl.schedules.cosine(warmup=1)))(LOSS)
-BY_TORCH = fl.pipeline(
-    fl.torch_scheduler(lambda opt, run: lr_scheduler.CosineAnnealingLR(opt, T_max=run.total_steps))
-)(LOSS)
+annealing = lambda opt, run: lr_scheduler.CosineAnnealingLR(opt, T_max=run.total_steps)
+BY_TORCH = fl.pipeline(fl.torch_scheduler(annealing))(LOSS)
 UPDATES = 9  # in three phases
 of_all = lambda model: AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
 of_head = lambda model: Adam(model[2].parameters(), lr=0.1)
@@ -41,21 +40,20 @@ class Own(SGD):
 
 def several(model):
     model[0].requires_grad_(False)
-    return {
-        "head": SGD(model[2].parameters(), lr=0.1, momentum=0.9),
-        "body": AdamW(model[1].parameters(), lr=0.1),
-    }
+    head = SGD(model[2].parameters(), lr=0.1, momentum=0.9)
+    return {"head": head, "body": AdamW(model[1].parameters(), lr=0.1)}
+
+
+def with_tensor_rates(model):
+    settings = {"foreach": False, "capturable": False}
+    return AdamW(model[2].parameters(), lr=torch.tensor(0.1), **settings)
 
 
 MAKE = {
-    "of_head": of_head,
-    "of_all": of_all,
+    "of_head": of_head, "of_all": of_all, "several": several,
+    "with_tensor_rates": with_tensor_rates,
     "with_own_state_dict": lambda model: Own(model[2].parameters(), lr=0.1, momentum=0.9),
-    "with_tensor_rates": lambda model: AdamW(
-        model[2].parameters(), lr=torch.tensor(0.1), foreach=False, capturable=False
-    ),
-    "several": several,
-}
+}  # fmt: skip
 last_block = lambda state: fl.unfreeze(state, "1.*", lr=0.01)
 freeze_body = lambda state: fl.freeze(state, "0", "1")
 
@@ -78,8 +76,7 @@ PHASES = {"head": freeze_body, "last": last_block, "all": everything}
 def script(state, make, hooks=(), again=True):
     """Train the head, then the last block with it, then everything.
 
-    Freeze and unfreeze are called on the way to each phase, as written down, or, unless
-    ``again``, only for phases that have not begun.
+    Unless ``again``, freeze and unfreeze are called only for phases that have not begun.
     """
     begun = {phase.name for phase in state.phases}
     for name, change in PHASES.items():

@@ -57,22 +57,12 @@ def test_optimizers_are_kept_by_name(tmp_path):
     path = fl.save(state, tmp_path / "a")
     facts = state_file(path)
     assert facts["format_version"] == 2 and list(facts["optimizer"]) == ["several"]
-    assert {k: v["class"] for k, v in facts["optimizer"]["several"].items()} == {
-        "matrices": "Muon",
-        "rest": "AdamW",
-    }
+    classes = {k: v["class"] for k, v in facts["optimizer"]["several"].items()}
+    assert classes == {"matrices": "Muon", "rest": "AdamW"}
     assert facts["updates"] == {"matrices": 7, "rest": 7}
     names = load_file(path / "optimizer.safetensors").keys()
     assert "matrices/0.weight.momentum_buffer" in names and "rest/2.bias.exp_avg_sq" in names
     assert len(names) == 2 + 2 * 3
-
-
-def test_the_format_of_one_optimizer_is_what_it_was(tmp_path):
-    path = fl.save(fl.fit(toy_step, toy_state(Adam), [ONE], hooks=()), tmp_path / "a")
-    facts = state_file(path)
-    assert list(facts["optimizer"]) == ["class", "param_groups", "state"]
-    assert facts["format_version"] == 1 and "updates" not in facts
-    assert "w.exp_avg" in load_file(path / "optimizer.safetensors")
 
 
 def test_the_order_of_the_names_does_not_matter(tmp_path):

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from crafted import craft
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from saved import check_refused, sgd
 from torch import nn
 
@@ -140,13 +140,6 @@ def test_a_large_file_is_opened_few_times(tmp_path, monkeypatch):
     entry = reader.entries_in("x.safetensors")["a"]
     assert torch.equal(reader.read(entry), torch.arange(1200.0))
     assert len(opened) <= 16
-
-
-def test_safetensors_alone_reads_an_ordinary_checkpoint_as_before(tmp_path):
-    path = fl.save(state_of(2.0), tmp_path / "a")
-    assert load_file(path / "model.safetensors")["w"].unique().tolist() == [2.0]
-    assert not (path / "index.json").exists()
-    assert json.loads((path / "manifest.json").read_text())["format_version"] == 1
 
 
 # --- files that are damaged, with the right checksum

@@ -10,10 +10,9 @@ from torch.utils.data import DataLoader, StackDataset, Subset, TensorDataset, ra
 from toy_runs import fit
 
 import fnloop as fl
-from fnloop._data import map_style
 from fnloop._data.map_style import fetch_batch
 from fnloop._data.source import open_source
-from fnloop.testing import assert_same, toy_loss
+from fnloop.testing import toy_loss
 
 X = torch.arange(10 * 3 * 4 * 5).float().view(10, 3, 4, 5)
 Y = torch.arange(10)
@@ -150,12 +149,6 @@ def trained(drawn, state=None, **target):
 
     data = DataLoader(TensorDataset(torch.arange(7.0)), 2, shuffle=True)
     return fit(step=fl.pipeline()(loss_fn), state=state, loaders=(data, data), **target)
-
-
-def test_a_run_is_the_same_as_with_samples_that_are_stacked(monkeypatch):
-    at_once = trained([], epochs=3)
-    monkeypatch.setattr(map_style, "fetch_batch", lambda dataset, index: None)
-    assert_same(at_once, trained([], epochs=3))
 
 
 def test_draws_of_the_loss_function_resume_exactly_though_no_fetch_seeds_them():

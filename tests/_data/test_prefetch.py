@@ -125,9 +125,7 @@ def test_prefetch_changes_no_number(name, case, tmp_path):
     valid = {"valid": [torch.ones(1)] * 2} if chance.random() < 0.5 else {}
 
     def trained(*parts):
-        """Train two epochs in parts, each with its prefetch; all but the last end at some update,
-        and are saved.
-        """
+        """Train two epochs in parts, each with its prefetch, with a checkpoint between them."""
         drawn, state = [], None
         loss_fn, hook = drawing(drawn)
         step = fl.pipeline(*([fl.accumulate(window)] if window > 1 else []))(loss_fn)
@@ -150,9 +148,7 @@ def test_prefetch_changes_no_number(name, case, tmp_path):
 
 
 def test_an_interrupted_fetch_leaves_the_generators_of_the_next_window():
-    """Ctrl-C comes while the third window is fetched ahead; the second is there, with what its own
-    fetch has left.
-    """
+    """Ctrl-C comes while the third window is fetched ahead, and the second is there."""
 
     def batches():
         for i in range(3):

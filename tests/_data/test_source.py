@@ -233,7 +233,8 @@ class AllAtOnce(AtItsEnd):
         return [self[i] for i in indices]
 
 
-collate_none = lambda samples: next(iter(()))
+def collate_none(samples):
+    return next(iter(()))
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])

@@ -19,15 +19,9 @@ pytestmark = [
 
 
 def check(make, folder, splits=(1, 5, 8), pipe=(), size=2, first=lambda n: n):
-    """Check that a run equals one that stops at each split and once more, and what is read.
+    """Check that a run of 6 batches an epoch equals one that stops at each split, and once more.
 
-    Args:
-        make: makes the loader: of 6 batches, if it counts what it reads.
-        folder: for checkpoints.
-        splits: where the run stops.
-        pipe: the middleware.
-        size: samples in a batch.
-        first: the sample that is the first to be read again to continue at this one; or None.
+    ``first`` tells which sample is read first to continue at a sample; None: it is not counted.
     """
     whole = train(make(), pipe=pipe)
     for split in splits:

@@ -58,5 +58,7 @@ def check_continues(folder, new, step, data, splits=(1, 3, 5), epochs=2, **resto
         half = fl.fit(step, new(), data, epochs=epochs, hooks=(stop_at(split),))
         path = fl.save(attrs.evolve(half, stop=None), folder / "half")
         half = fl.restore(path, new(), **restored)
+        path = fl.save(half, folder / "half")  # again, before any middleware has met it
+        half = fl.restore(path, new(), **restored)
         assert_same(fl.fit(step, half, data, epochs=epochs, hooks=()), whole)
     return whole

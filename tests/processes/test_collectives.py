@@ -89,8 +89,8 @@ class Unseeded(Sampler):
 
 
 def replicas():
-    names = {"mesh_dim_names": ("all", "one")}
-    return dist.device_mesh.init_device_mesh("cpu", (world(), 1), **names)["one"]
+    mesh = dist.device_mesh.init_device_mesh("cpu", (world(), 1), mesh_dim_names=("all", "one"))
+    return mesh["one"]  # the row of this process
 
 
 def tree(found):
@@ -102,8 +102,8 @@ def tree(found):
     return found.tolist() if isinstance(found, torch.Tensor) else found
 
 
-def made(make):
-    return lambda: created(make=make)
+# Create the state of a model that one process makes in another way.
+made = lambda make: lambda: created(make=make)
 
 
 DIVERGED = "RuntimeError: the processes have diverged: "
@@ -233,14 +233,12 @@ def spread(folder):
     def both(model):
         fully_shard(parallelize_module(model, grid["tensor"], plan), mesh=grid["data"])
 
+    groups = lambda: mesh((2, 2), mesh_dim_names=("replicate", "shard"))
     ways = {
-        "tensor and data": both,
+        "tensor and data": both, "data": fully_shard,
         "tensor": lambda model: parallelize_module(model, mesh((4,)), plan),
-        "data": fully_shard,
-        "data in two groups": lambda model: fully_shard(
-            model, mesh=mesh((2, 2), mesh_dim_names=("replicate", "shard"))
-        ),
-    }
+        "data in two groups": lambda model: fully_shard(model, mesh=groups()),
+    }  # fmt: skip
     return {name: said(lambda shard=shard: created(shard).step) for name, shard in ways.items()}
 
 

@@ -5,6 +5,7 @@ import io
 import os
 import signal
 import time
+from unittest.mock import patch
 
 import attrs
 import pytest
@@ -107,14 +108,10 @@ def requeue(folder):
     script = folder / "scontrol"
     script.write_text(f"#!/bin/sh\necho $@ $(ls {folder}/run) >> {folder}/calls\n")
     script.chmod(0o755)
-    before = dict(os.environ)
-    os.environ["PATH"] = f"{folder}:{before['PATH']}"
-    if rank() == 0:
-        os.environ["SLURM_JOB_ID"] = "12"  # what the main process says counts
-    hooks = (at_update(20, signal.SIGUSR1), saves(folder / "run"), fl.requeue())
-    state = fitted(Long(), hooks=hooks)
-    os.environ.clear()
-    os.environ.update(before)
+    job = {} if rank() else {"SLURM_JOB_ID": "12"}  # what the main process says counts
+    with patch.dict(os.environ, {"PATH": f"{folder}:{os.environ['PATH']}", **job}):
+        hooks = (at_update(20, signal.SIGUSR1), saves(folder / "run"), fl.requeue())
+        state = fitted(Long(), hooks=hooks)
     fl.gather(0)  # the main process has called it
     return {**outcome(state), "calls": (folder / "calls").read_text().splitlines()}
 

@@ -3,10 +3,8 @@
 import launch
 import pytest
 import torch
-from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs
 from evaluation_draws import CALLS, draws_in
-from joined import said, world
+from joined import said
 from process_data import batches, loader
 from process_problems import created, entropy, fitted
 from sample_middleware import repeat
@@ -14,7 +12,7 @@ from test_training import Gan, fooled, real_and_fake, turns, two
 from torch.utils.data import DataLoader, TensorDataset
 
 import fnloop as fl
-from fnloop.testing import Toy, toy, toy_loss
+from fnloop.testing import toy, toy_loss
 
 pytestmark = pytest.mark.slow
 
@@ -73,17 +71,7 @@ def drawing(folder):
     mx = fl.metric(mx=lambda aux, batch: batch[0].max())
     state = fl.fit(fl.pipeline(mx)(dropping), toy(), DataLoader(data, 4), hooks=())
     found["history"] = [r.metrics for r in state.history]
-    handler = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
-    return {**found, "views": views(handler).model.w.item()}
-
-
-def views(handler):
-    model, backend = Toy(1.0), Accelerator(cpu=True, kwargs_handlers=[handler])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    state = fl.TrainState.create(model, optimizer, seed=0, backend=backend)
-    data = DataLoader(TensorDataset(torch.arange(1.0, 9.0)), 4 // world())
-    step = fl.pipeline(fl.clip(5.0), fl.accumulate(2))(lambda m, b: (m.w * b[0]).mean())
-    return fl.fit(step, state, data, hooks=())
+    return found
 
 
 def test_draws_differ_within_backward_and_agree_after_it(launched):
@@ -92,12 +80,6 @@ def test_draws_differ_within_backward_and_agree_after_it(launched):
         assert other[name][0] == first[name][0]
         assert other[name][1][0] != first[name][1][0]
     assert other["history"] == first["history"]
-
-
-def test_gradients_may_be_views_of_the_buckets_of_ddp(launched):
-    """They come to 1 - 0.1 (2.5 + 5) / 2 on both numbers of processes."""
-    (alone,), (first, _) = launched(drawing, 1), launched(drawing, 2)
-    assert first["views"] == pytest.approx(alone["views"])
 
 
 def calls(folder):

@@ -88,18 +88,6 @@ def test_if_one_process_is_killed_at_a_random_moment_the_others_end(monkeypatch)
     assert max(losses.kill(2, seed=1)) < losses.LIMIT
 
 
-@pytest.mark.long  # as test_restarts.py, and the examples, start jobs by both
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_launchers_start_a_run(tmp_path, launcher):
-    found = launch.results(tmp_path, 2, facts_of_backend, by=LAUNCHERS[launcher])
-    assert found == [["cpu", 0, 2, True, None], ["cpu", 1, 2, False, None]]
-
-
-def facts_of_backend(folder):
-    backend = fitted(batches(3)).backend
-    return [backend.device.type, backend.rank, backend.world_size, backend.main, backend.precision]
-
-
 def its_own():
     """Train the last process with other gradients, from its third update on."""
 

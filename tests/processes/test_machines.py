@@ -36,10 +36,8 @@ def command(*words, check=True):
 
 @functools.cache
 def why_not():
-    if not hasattr(os, "geteuid") or os.geteuid() != 0:
-        return "needs root"
-    if shutil.which("ip") is None or shutil.which("unshare") is None:
-        return "needs ip (iproute2) and unshare (util-linux)"
+    if not hasattr(os, "geteuid") or os.geteuid() or not all(map(shutil.which, ("ip", "unshare"))):
+        return "needs root, ip (iproute2) and unshare (util-linux)"
     made = command("ip", "netns", "add", NAMES[0], check=False)
     command("ip", "netns", "del", NAMES[0], check=False)
     return f"has no network namespaces: {made.stderr.decode()}" if made.returncode else None

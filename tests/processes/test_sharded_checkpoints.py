@@ -3,23 +3,23 @@
 The environment variable FNLOOP_KILLS, 15 by default, scales how many processes are killed.
 """
 
-import contextlib
 import itertools
 import json
 import os
 import random
 import shutil
 import signal
-import sys
 import threading
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 import launch
 import pytest
 import torch
 import torch.distributed as dist
 from joined import COUNTS, flat, join, rank, said, whole, world
+from killed_run import die_before_operation
 from launch import reads, written_by
 from process_data import loader
 from process_problems import adamw, created
@@ -140,9 +140,9 @@ def restores(folder):
         read.clear()
         fl.restore(saved / "rows", state_of(True, 0.0))
         found[f"bytes of {n}"] = sum(read)
-        for part in ("model", "trained"):
-            state = fl.restore(saved / part, state_of(True, 0.0), only=(part,))
-            found[f"{part} of {n}"] = numbers(state)
+        for part, shard in itertools.product(("model", "trained"), (False, True)):
+            state = fl.restore(saved / part, state_of(shard, 0.0), only=(part,))
+            found[f"{part} of {n}, {shard}"] = numbers(state)
     return found
 
 
@@ -160,8 +160,8 @@ def test_each_process_restores_what_any_number_has_saved_bit_for_bit(launched, n
             assert found[name] == right and found[f"{name}: kinds"], name
     learning = dict(Parts().named_parameters(remove_duplicate=False))
     for found, saved_on in itertools.product(launched(restores, n), COUNTS):
-        for part in ("model", "trained"):
-            mine = found[f"{part} of {saved_on}"]
+        for part, shard in itertools.product(("model", "trained"), (False, True)):
+            mine = found[f"{part} of {saved_on}, {shard}"]
             for key in (key for key in right if key.startswith("model.")):
                 trained = key.removeprefix("model.") in learning and "frozen" not in key
                 same = trained or part == "model" or key == "model.empty"
@@ -226,16 +226,6 @@ def pairs(folder):
 names_in = lambda folder: sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
 
 
-@contextlib.contextmanager
-def replaced(module, name, there):
-    before = getattr(module, name)
-    setattr(module, name, there)
-    try:
-        yield
-    finally:
-        setattr(module, name, before)
-
-
 def full(*_):
     raise OSError(28, "No space left on device")
 
@@ -245,11 +235,11 @@ def faults(folder):
     fl.save(first, path)
     found, right, other = {}, numbers(first), state_of(True, 7.0)
     for who in range(world()):
-        with replaced(files, "write_files", full if rank() == who else write_files):
+        with patch.object(files, "write_files", full if rank() == who else write_files):
             found[f"{who} cannot write"] = said(lambda: fl.save(other, path))
         dist.barrier()
         found[f"{who} cannot write: left"] = names_in(path.parent)
-        with replaced(Slices, "read", full if rank() == who else Slices.read):
+        with patch.object(Slices, "read", full if rank() == who else Slices.read):
             found[f"{who} cannot read"] = said(lambda: fl.restore(path, other))
     unchanged = numbers(other)
     damaged = path.parent / "damaged"
@@ -336,7 +326,7 @@ def background(folder):
         seen[state.step] = [fl.latest(folder / "slow") is not None, come(state)]
         return state
 
-    with replaced(files, "write_files", slow if rank() == 1 else write_files):
+    with patch.object(files, "write_files", slow if rank() == 1 else write_files):
         trained(folder / "slow", watch, every=3)
     found["slow"] = {step: there for step, (there, _) in seen.items()}
     weights = {step: now for step, (_, now) in seen.items()}
@@ -344,7 +334,7 @@ def background(folder):
         restored = fl.restore(folder / "slow" / name, created(True, adamw))
         found["state"] = come(restored) == weights[14]
 
-    with replaced(files, "write_files", full if rank() == 1 else write_files):
+    with patch.object(files, "write_files", full if rank() == 1 else write_files):
         found["full"] = said(lambda: trained(folder / "full", every=3))
     dist.barrier()
     found["full: left"] = names_in(folder / "full")
@@ -357,7 +347,7 @@ def background(folder):
     release.clear()
     timer = threading.Timer(0.5, release.set)  # the process that fails waits for its own writer
     timer.start()
-    with replaced(files, "write_files", slow if rank() == 1 else write_files):
+    with patch.object(files, "write_files", slow if rank() == 1 else write_files):
         found["failed"] = said(lambda: trained(folder / "failed", fail, every=3))
     dist.barrier()
     found["failed: left"] = names_in(folder / "failed")
@@ -377,20 +367,6 @@ def test_in_the_background_a_checkpoint_is_complete_when_all_have_written(launch
 
 
 # --- killed
-
-
-def die_before_operation(n, path):
-    """Kill this process before its n-th file operation in a folder. Return a count of them."""
-    operations, count = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}, [0]
-
-    def watch(event, arguments):
-        if event in {"open", *operations} and str(path) in str(arguments[0]):
-            count[0] += 1
-            if count[0] == n:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    sys.addaudithook(watch)
-    return count
 
 
 def mortal(folder, who, n, in_background):

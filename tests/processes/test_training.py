@@ -355,6 +355,7 @@ CASES = {
     "in turn": case(loss=in_turn, model=TwoLayers, train=loader, optimizer=sgd, sharded=BOTH),
     "in turn, told": case(loss=in_turn, model=TwoLayers, train=loader,
                           settings={"find_unused_parameters": True}),
+    "views of buckets": case(fl.clip(5.0), TWO, settings={"gradient_as_bucket_view": True}),
     "frozen for a while": case(hooks=(freezing,), sharded=ON_2),
     "criterion": case(loss=Temperature, sharded=ON_2),
     "LBFGS": case(optimizer=lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=3), close=1e-11),
@@ -466,19 +467,16 @@ def train(case, sharded=False):
         backend = handler and Accelerator(cpu=True, kwargs_handlers=[handler])
         state = fl.TrainState.create(model, case.optimizer(parameters), seed=3, backend=backend)
         loaders = {"train": case.train(), **({"valid": loader(size=5)} if case.evaluated else {})}
-        state = fl.fit(
-            fl.pipeline(*case.members)(loss), state, loaders, epochs=2, hooks=case.hooks,
-            evaluate_every=case.evaluate_every, record_every=case.record_every,
-        )  # fmt: skip
+        moments = {"evaluate_every": case.evaluate_every, "record_every": case.record_every}
+        step = fl.pipeline(*case.members)(loss)
+        state = fl.fit(step, state, loaders, epochs=2, hooks=case.hooks, **moments)
         averages = [t for slot in ("ema", "swa") for t in state.slots.get(slot, {}).values()]
         weights = flat((*parameters, *averages))
     counters = state.step, state.epoch, state.batch, state.samples, state.skipped
-    return {
-        "history": [[r.epoch, r.step, r.metrics] for r in state.history],
-        "seconds": [r.seconds for r in state.history],
-        "weights": weights,
-        "counters": [*counters, dict(state.updates), state.stop],
-    }
+    counters = [*counters, dict(state.updates), state.stop]
+    history = [[r.epoch, r.step, r.metrics] for r in state.history]
+    seconds = [r.seconds for r in state.history]
+    return {"history": history, "seconds": seconds, "weights": weights, "counters": counters}
 
 
 @pytest.mark.parametrize(("name", "sharded", "n"), [
