@@ -79,10 +79,8 @@ def test_a_missing_or_damaged_block_is_named_and_the_weights_still_load(tmp_path
     path, message = tmp_path / "step-00000005", r"(lacks|is damaged).*\.records/[0-9a-f]{64}\.jsonl"
     check_refused(path, toy(), message)
     assert fl.restore(path, toy(), only=("model", "counters")).step == 5
-    with (
-        pytest.warns(UserWarning, match="skipped a damaged checkpoint"),
-        pytest.raises(fl.CheckpointError, match="none is valid"),
-    ):
+    skipped = pytest.warns(UserWarning, match="skipped a damaged checkpoint")
+    with skipped, pytest.raises(fl.CheckpointError, match="none is valid"):
         fl.resume(tmp_path, toy())
 
 

@@ -358,11 +358,9 @@ def test_a_tensor_that_is_not_restored_exactly_is_refused_at_once(tmp_path, make
 
 
 def sequential(optimizer, run):  # MultiStepLR keeps a Counter
-    parts = (
-        lr_scheduler.ConstantLR(optimizer, 0.1, 2),
-        lr_scheduler.MultiStepLR(optimizer, [1, 3, 3, 4]),
-    )
-    return lr_scheduler.SequentialLR(optimizer, [*parts], milestones=[2])
+    constant = lr_scheduler.ConstantLR(optimizer, 0.1, 2)
+    falling = lr_scheduler.MultiStepLR(optimizer, [1, 3, 3, 4])
+    return lr_scheduler.SequentialLR(optimizer, [constant, falling], milestones=[2])
 
 
 @pytest.mark.filterwarnings("ignore:The epoch parameter in")  # a warning of SequentialLR

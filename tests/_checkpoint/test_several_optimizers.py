@@ -9,13 +9,11 @@ import sample_optimizers as sample
 import torch
 from safetensors.torch import load_file
 from sample_optimizers import SGD, Adam, CountingSaved, check_resumes, toy_state, toy_step
-from saved import ONE, check_continues, check_refused, sgd
+from saved import ONE, check_refused, sgd
 from several import problem
 from torch import nn
-from torch.optim.lr_scheduler import LinearLR
 
 import fnloop as fl
-from fnloop import schedules
 from fnloop._checkpoint.optimizer import _merge, _Offer, _own_facts
 from fnloop._checkpoint.save import check_resumable
 from fnloop._core.serialize import find_difference
@@ -76,25 +74,6 @@ def test_the_order_of_the_names_does_not_matter(tmp_path):
 
 
 # --- resumed runs
-
-
-RUNS = {
-    "plain": (),
-    "accumulate, clip, schedule": (
-        fl.accumulate(2), fl.clip(0.05), fl.schedule(schedules.cosine(), only=("matrices",)),
-    ),
-    "scheduler": (
-        fl.torch_scheduler(lambda o, run: LinearLR(o, 1.0, 0.1, run.total_steps), only="rest"),
-        fl.schedule(schedules.linear(), only="matrices"),
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("members", RUNS.values(), ids=RUNS)
-def test_a_resumed_run_equals_one_that_never_stopped(members, tmp_path):
-    one = problem()
-    step = fl.pipeline(*members)(one.loss_fn)
-    check_continues(tmp_path, one.state, step, one.batches)
 
 
 @pytest.mark.parametrize(

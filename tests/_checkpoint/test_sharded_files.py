@@ -120,9 +120,8 @@ def test_a_whole_file_is_read_in_small_blocks(tmp_path, monkeypatch, shape):
     value = torch.arange(float(torch.Size(shape).numel())).view(shape)
     save_file({"a": value}, tmp_path / "x.safetensors")
     reader, sizes, read = Slices(tmp_path), [], Slices._slice
-    monkeypatch.setattr(
-        Slices, "_slice", lambda *given: (sizes.append((t := read(*given)).nbytes), t)[1]
-    )
+    note = lambda *given: (sizes.append((t := read(*given)).nbytes), t)[1]
+    monkeypatch.setattr(Slices, "_slice", note)
     entry = reader.entries_in("x.safetensors")["a"]
     assert (entry.shape, entry.dtype) == (shape, torch.float32)
     assert torch.equal(reader.read(entry), value)
@@ -134,9 +133,8 @@ def test_a_large_file_is_opened_few_times(tmp_path, monkeypatch):
     monkeypatch.setattr(format, "MOST_MAPPED", 8)
     save_file({"a": torch.arange(1200.0)}, tmp_path / "x.safetensors")
     reader, opened, open_file = Slices(tmp_path), [], format.safe_open
-    monkeypatch.setattr(
-        format, "safe_open", lambda *given, **how: opened.append(1) or open_file(*given, **how)
-    )
+    note = lambda *given, **how: opened.append(1) or open_file(*given, **how)
+    monkeypatch.setattr(format, "safe_open", note)
     entry = reader.entries_in("x.safetensors")["a"]
     assert torch.equal(reader.read(entry), torch.arange(1200.0))
     assert len(opened) <= 16

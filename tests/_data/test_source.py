@@ -62,10 +62,8 @@ def test_persistent_workers_can_be_read_twice_at_once_and_evaluated_within_an_ep
     read = lambda: fl.predict(lambda model, batch: batch.flatten().tolist(), toy(), many)
     pairs = list(zip(read(), read(), strict=True))
     assert len(pairs) == 4 and all(one == two for one, two in pairs)
-    states = [
-        fit(loaders=(both, both), epochs=2, evaluate_every=fl.every(steps=2))
-        for both in (loader(), many)
-    ]
+    often = {"epochs": 2, "evaluate_every": fl.every(steps=2)}
+    states = [fit(loaders=(both, both), **often) for both in (loader(), many)]
     assert [r.step for r in states[1].history if "valid/loss" in r.metrics] == [2, 4, 6, 8]
     assert_same(*states)
 
