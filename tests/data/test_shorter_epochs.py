@@ -69,6 +69,7 @@ def test_fixed_has_the_samples_of_the_first_batches_in_every_epoch():
     loader = fixed(shuffled(), 3)
     first = read(loader, 0)
     assert first == read(shuffled(), 0)[:3] and len(loader) == 3
+    assert len({str(samples(read(loader, epoch))) for epoch in range(4)}) == 4
     for epoch in (1, 2):
         found = read(loader, epoch)
         assert sorted_samples(found) == sorted_samples(first)
