@@ -3,9 +3,8 @@
 import contextlib
 import os
 import platform
-from collections import Counter, OrderedDict, UserDict, defaultdict, deque
+from collections import Counter, OrderedDict, UserDict, defaultdict, deque, namedtuple
 from types import MappingProxyType
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -23,11 +22,6 @@ from fnloop._backend.containers import (
 from fnloop.testing import toy, toy_loss
 
 
-class Pair(NamedTuple):
-    first: object
-    second: object
-
-
 class Labeled(list):
     """A list with an attribute, whose constructor does not take its items alone."""
 
@@ -37,11 +31,10 @@ class Labeled(list):
 
 
 class Named(dict):
-    """A dict of another class, with an attribute."""
-
     name = "unknown"
 
 
+Pair = namedtuple("Pair", ["first", "second"])
 MAPPINGS = [
     {"a": 1, "b": 2}, Named(a=1, b=2), OrderedDict(b=1, a=2), defaultdict(list, a=1, b=2),
     Counter(a=1, b=2), UserDict(a=1, b=2), MappingProxyType({"a": 1, "b": 2}),
@@ -51,10 +44,7 @@ SEQUENCES = [
     deque([1, 2], maxlen=3),
 ]  # fmt: skip
 LEAVES = ["text", b"bytes", 1, None, {1, 2}, range(2), torch.ones(2)]
-
-
-def class_of(value):
-    return type(value).__name__
+class_of = lambda value: type(value).__name__
 
 
 @pytest.mark.parametrize("value", [*MAPPINGS, *SEQUENCES], ids=class_of)
@@ -134,7 +124,6 @@ def _nothing_is_set(monkeypatch):
 
 @pytest.fixture
 def settings(monkeypatch):
-    """The settings that are given to the allocator, in a list."""
     given = []
 
     def mallopt(name, value):

@@ -7,7 +7,7 @@ from datetime import timedelta
 import launch
 import pytest
 import torch.distributed as dist
-from process_problems import rank, world
+from joined import rank, world
 
 from fnloop._backend import processes
 

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -43,31 +44,25 @@ OTHERS = {  # private names of other libraries, each in one file
 # --- no other file uses one
 
 
-def is_private(name):
-    return name.startswith("_") and not name.startswith("__")
+is_private = lambda name: name.startswith("_") and not name.startswith("__")
 
 
 def private_uses(tree):
-    """Yield each private name in a module that may belong to another library: (line, name).
-
-    They are the attributes ``x._name``, the literals in ``getattr(x, "_name")`` (hasattr, setattr
-    and delattr too), and imports from torch with a private part.
-    """
+    """Yield each private name in a module that may belong to another library: (line, name)."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and (is_private(node.attr) or node.attr in UNDOCUMENTED):
-            yield node.lineno, node.attr
+        found = []
+        if isinstance(node, ast.Attribute):
+            found = [node.attr]
         elif isinstance(node, ast.Call) and len(node.args) > 1:
             called, name = node.func, node.args[1]
             reads = isinstance(called, ast.Name) and called.id.endswith("attr")
             if reads and isinstance(name, ast.Constant) and is_private(str(name.value)):
-                yield node.lineno, name.value
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
-            parts = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
-            yield from ((node.lineno, p) for p in parts if is_private(p) or p in UNDOCUMENTED)
-        elif isinstance(node, ast.Import):
-            torchs = (a.name for a in node.names if a.name.startswith("torch."))
-            parts = [part for name in torchs for part in name.split(".")]
-            yield from ((node.lineno, p) for p in parts if is_private(p) or p in UNDOCUMENTED)
+                found = [name.value]
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            of = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            names = [f"{of}{alias.name}" for alias in node.names]
+            found = [p for name in names if name.startswith("torch.") for p in name.split(".")]
+        yield from ((node.lineno, p) for p in found if is_private(p) or p in UNDOCUMENTED)
 
 
 def own_names(trees):
@@ -90,7 +85,6 @@ def own_names(trees):
 
 @pytest.fixture(scope="module")
 def trees():
-    """What the other files of fnloop are parsed to."""
     paths = [path for path in ROOT.rglob("*.py") if path != COMPAT]
     return {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in paths}
 
@@ -331,9 +325,8 @@ def test_without_their_names_loaders_are_left_alone_or_refused(caplog):
     assert torch_compat.make_killable(it := iter([1])) is it
     worker, done = SimpleNamespace(), []
     assert torch_compat.make_killable(SimpleNamespace(_workers=[worker]))._workers == [worker]
-    process = SimpleNamespace(
-        terminate=lambda: done.append("asked"), kill=lambda: done.append("killed")
-    )
+    ways = {"terminate": "asked", "kill": "killed"}
+    process = SimpleNamespace(**{k: partial(done.append, v) for k, v in ways.items()})
     torch_compat.make_killable(batches := Batches(_workers=[SimpleNamespace(_popen=process)]))
     process.terminate()
     assert done == ["killed"] and batches
@@ -360,7 +353,6 @@ def test_hooks_of_a_state_dict_are_noticed():
 
 @pytest.fixture
 def group(tmp_path):
-    """A default group of this process alone."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield dist.group.WORLD
     dist.destroy_process_group()
@@ -374,9 +366,7 @@ def test_collectives_are_counted(group):
     assert torch_compat.process_groups() == [group]
 
 
-def test_where_collectives_are_not_counted_every_function_seems_to_use_some(
-    group, monkeypatch, caplog
-):
+def test_uncounted_collectives_are_suspected_everywhere(group, monkeypatch, caplog):
     assert collectives.collective_count() == collectives.collective_count()
     monkeypatch.setattr(collectives, "_counts", True)
     monkeypatch.setattr(collectives, "collectives_begun", lambda group: 0)

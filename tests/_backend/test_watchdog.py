@@ -9,7 +9,9 @@ import launch
 import pytest
 import torch
 import torch.distributed as dist
-from process_problems import batches, by_tokens, created, entropy, loader, network, rank
+from joined import rank
+from process_data import batches, loader
+from process_problems import by_tokens, created, entropy, network
 from torch import nn
 
 import fnloop as fl
@@ -26,7 +28,6 @@ def hold_for(deadlock, notice, kill):
 
 
 def diverge(folder, way, hold=2):
-    """Decide by something that only one process knows."""
     notice, kill = collectives.NOTICE_SECONDS, collectives.KILL_SECONDS
     hold_for(hold, min(hold, notice), min(hold, kill))
 
@@ -53,15 +54,12 @@ def diverge(folder, way, hold=2):
 LONG = pytest.mark.long
 
 
-@pytest.mark.parametrize(
-    ("way", "n"),
-    [
-        ("stop", 2),
-        pytest.param("epoch", 2, marks=LONG),
-        ("weights", 2),
-        pytest.param("buffers", 3, marks=LONG),
-    ],
-)
+@pytest.mark.parametrize(("way", "n"), [
+    ("stop", 2),
+    pytest.param("epoch", 2, marks=LONG),
+    ("weights", 2),
+    pytest.param("buffers", 3, marks=LONG),
+])  # fmt: skip
 def test_processes_that_diverge_fail(tmp_path, way, n):
     found = launch.launch(tmp_path, n, diverge, way, forked=True)
     assert all(found.codes), found  # 1, or another one from gloo's threads
@@ -118,6 +116,7 @@ EARLY = {
 
 
 FEW = ("hook of one", "loaders")
+works = lambda begun, count, inside=True: place(None, begun, {"0": count}, inside)
 
 
 @pytest.mark.parametrize(
@@ -156,10 +155,7 @@ def test_a_process_that_waits_for_a_failed_one_ends(tmp_path):
 def slow(folder):
     """Be slow in one process at each possible place, for longer than a deadlock may last."""
     hold_for(1, 0, 0)
-
-    def pause(state):
-        time.sleep(5 * (state.step == 2))
-        return state
+    pause = lambda state: time.sleep(5 * (state.step == 2)) or state
 
     def stream():
         for n, batch in enumerate(batches(6)):
@@ -167,16 +163,11 @@ def slow(folder):
             yield batch
 
     state = created()
-    if rank() == 0:
-        dist.send(torch.ones(1), 1)  # which gloo counts too
-        dist.send(torch.ones(1), 1)
-    elif rank() == 1:
-        dist.recv(torch.ones(1), 0)
-        dist.recv(torch.ones(1), 0)
+    for _ in range(2 if rank() < 2 else 0):  # gloo counts it too
+        dist.send(torch.ones(1), 1) if rank() == 0 else dist.recv(torch.ones(1), 0)
     hooks = (fl.on_main(pause), fl.checkpoint(folder / "saved"))
-    state = fl.fit(
-        fl.pipeline()(entropy), state, {"train": stream, "valid": batches(3)}, epochs=1, hooks=hooks
-    )
+    loaders = {"train": stream, "valid": batches(3)}
+    state = fl.fit(fl.pipeline()(entropy), state, loaders, epochs=1, hooks=hooks)
     if rank() == 0:
         time.sleep(5)
     return fl.reduce({"steps": state.step}, "sum")
@@ -191,10 +182,6 @@ def place(waits, begun, counts, inside=False):
     """Return the place of a process by the exchanges and the collectives that it has begun."""
     numbered = [*enumerate(begun.split())]
     return {"waits": waits, "begun": numbered, "step": 5, "counts": counts, "inside": inside}
-
-
-def works(begun, count, inside=True):
-    return place(None, begun, {"0": count}, inside)
 
 
 WAITS = place("the end", "a b c end", {"0": 7})

@@ -22,29 +22,24 @@ import fnloop as fl
 from fnloop._checkpoint import format
 from fnloop.testing import Toy, assert_same, stochastic, toy_loss
 
+skipped = lambda: pytest.warns(UserWarning, match="skipped a damaged checkpoint")
 FILES = (*format.FILES, "manifest.json")
 KINDS = {
     "flipped": lambda name, mine, other: flips(name, mine[name]),
     "cut": lambda name, mine, other: (
-        (f"to {n} bytes", {name: mine[name][:n]}) for n in spread(len(mine[name]), 24)
-    ),
+        (f"to {n} bytes", {name: mine[name][:n]}) for n in spread(len(mine[name]), 16)),
     "longer": lambda name, mine, other: (
-        (repr(more), {name: mine[name] + more}) for more in (b"\0", b"}", b" {}", bytes(4096))
-    ),
+        (repr(more), {name: mine[name] + more}) for more in (b"\0", b"}", b" {}", bytes(4096))),
     "removed": lambda name, mine, other: [("removed", {name: None})],
     "emptied": lambda name, mine, other: [("emptied", {name: b""})],
     "zeros": lambda name, mine, other: [("zeros", {name: bytes(len(mine[name]))})],
     "a folder": lambda name, mine, other: [("a folder", {name: Path})],
     "overwritten": lambda name, mine, other: (
-        (f"with {o}", {name: mine[o]}) for o in mine if o != name
-    ),
+        (f"with {o}", {name: mine[o]}) for o in mine if o != name),
     "exchanged": lambda name, mine, other: (
-        (f"and {o}", {name: mine[o], o: mine[name]}) for o in mine if o != name
-    ),
+        (f"and {o}", {name: mine[o], o: mine[name]}) for o in mine if o != name),
     "of another": lambda name, mine, other: [("of another", {name: other[name]})],
-}
-
-
+}  # fmt: skip
 LONG_CASES = {(kind, name) for kind in KINDS for name in FILES if name != "state.json"}
 LONG_CASES.add(("flipped", "state.json"))
 
@@ -52,18 +47,14 @@ LONG_CASES.add(("flipped", "state.json"))
 def flips(name, data):
     """Yield the data with one bit flipped: at evenly spaced places, and at random ones."""
     rng = random.Random(name)
-    all_over = spread(len(data), 250 if name == "manifest.json" else 60)
-    for position in (*all_over, *(rng.randrange(len(data)) for _ in range(40))):
+    all_over = spread(len(data), 120 if name == "manifest.json" else 40)
+    for position in (*all_over, *(rng.randrange(len(data)) for _ in range(20))):
         bit = rng.randrange(8)
-        flipped = data[position] ^ (1 << bit)
-        yield (
-            f"bit {bit} of byte {position}",
-            {name: data[:position] + bytes([flipped]) + data[position + 1 :]},
-        )
+        flipped = data[:position] + bytes([data[position] ^ (1 << bit)]) + data[position + 1 :]
+        yield f"bit {bit} of byte {position}", {name: flipped}
 
 
 def spread(n, count):
-    """Return evenly spaced numbers below n, with the first and the last."""
     return sorted({round(i * (n - 1) / (count - 1)) for i in range(count)})
 
 
@@ -104,7 +95,6 @@ def shelf(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def given():
-    """A state to restore into, and the same state after one more update."""
     problem = stochastic()
     state = toy_fit(problem, problem.state(seed=5), steps=2)
     return state, toy_fit(problem, fl.snapshot(state), steps=3)
@@ -117,8 +107,7 @@ def cases(kind, name, shelf):
 
 def test_there_are_hundreds_of_kinds_of_damage(shelf):
     numbers = {name: sum(len(list(cases(kind, name, shelf))) for kind in KINDS) for name in FILES}
-    print(f"{sum(numbers.values())} damages: {numbers}")
-    assert sum(numbers.values()) >= 800 and min(numbers.values()) >= 100
+    assert sum(numbers.values()) >= 500 and min(numbers.values()) >= 90, numbers
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -135,21 +124,15 @@ def test_a_damaged_checkpoint_is_refused_and_the_state_is_unchanged(kind, name, 
     assert_same(toy_fit(stochastic(), state, steps=3), after)
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [
-        # The refusals above try every kind of damage to every file.
-        pytest.param(*case, marks=[pytest.mark.long] if case in LONG_CASES else [])
-        for case in itertools.product(KINDS, FILES)
-    ],
-)
+@pytest.mark.parametrize(("kind", "name"), [
+    # The refusals above try every kind of damage to every file.
+    pytest.param(*case, marks=[pytest.mark.long] if case in LONG_CASES else [])
+    for case in itertools.product(KINDS, FILES)
+])  # fmt: skip
 def test_a_damaged_checkpoint_is_skipped_with_a_warning_that_says_why(kind, name, shelf, given):
     folder, (older, newer), (_, files), (right, _) = shelf
     for case, changes in cases(kind, name, shelf):
-        with (
-            damaged(newer, files, changes),
-            pytest.warns(UserWarning, match="skipped a damaged checkpoint") as caught,
-        ):
+        with damaged(newer, files, changes), skipped() as caught:
             assert fl.latest(folder) == older
             assert_same(fl.resume(folder, fl.snapshot(given[0])), right)
         assert len(caught) >= 2
@@ -176,7 +159,6 @@ damages = pytest.mark.parametrize("damage", DAMAGES)
 
 
 def damaged_copy(shelf, folder, damage):
-    """Copy the folder, and damage the newer checkpoint there, in place of the file."""
     folder = Path(shutil.copytree(shelf[0], folder))
     file = folder / "step-00000012" / damage.rpartition(" ")[2]
     data = file.read_bytes()
@@ -187,12 +169,10 @@ def damaged_copy(shelf, folder, damage):
 
 
 @damages
-def test_a_run_resumes_from_the_previous_checkpoint_and_replaces_the_damaged_one(
-    damage, shelf, tmp_path
-):
+def test_a_run_resumes_from_the_one_before_and_replaces_the_damaged_one(damage, shelf, tmp_path):
     problem, folder, right = stochastic(), damaged_copy(shelf, tmp_path / "a", damage), shelf[3][1]
     hooks = (fl.every(steps=3)(fl.checkpoint(folder, keep=2)),)
-    with pytest.warns(UserWarning, match="skipped a damaged checkpoint"):
+    with skipped():
         state = fl.resume(folder, problem.state())
     state = toy_fit(problem, state, steps=12, hooks=hooks)
     assert fl.latest(folder) == folder / "step-00000012"
@@ -204,27 +184,28 @@ def test_a_run_resumes_from_the_previous_checkpoint_and_replaces_the_damaged_one
 def test_if_all_are_damaged_resume_raises_and_a_new_run_is_refused(damage, shelf, tmp_path):
     problem, folder = stochastic(), damaged_copy(shelf, tmp_path / "a", damage)
     shutil.rmtree(folder / "step-00000009")
+    shutil.copytree(folder / "step-00000012", folder / "step-00000009")
     state, before = problem.state(), contents_of(folder)
-    with (
-        pytest.warns(UserWarning, match="skipped a damaged checkpoint"),
-        pytest.raises(fl.CheckpointError, match="1 checkpoint, and none is"),
-    ):
+    message = r"has 2 checkpoints, and none is valid: .*step-00000012[ /].*another"
+    with skipped(), pytest.raises(fl.CheckpointError, match=message):
         fl.resume(folder, state)
     with pytest.raises(fl.CheckpointError, match=r"of another run|that cannot be read"):
         toy_fit(problem, state, steps=3, hooks=(fl.every(steps=3)(fl.checkpoint(folder, keep=1)),))
     assert contents_of(folder) == before
 
 
-def test_an_unreadable_file_is_an_error_and_not_damage(shelf, given, monkeypatch):
+@pytest.mark.parametrize(("place", "read"), [(hashlib, "file_digest"), (Path, "read_bytes")])
+def test_an_unreadable_file_is_an_error_and_not_damage(shelf, given, monkeypatch, place, read):
     folder, (_, newer), _, _ = shelf
-    original = hashlib.file_digest
+    original = getattr(place, read)
 
-    def unreadable(file, name):
-        if str(newer) in str(file.name):
-            raise OSError(errno.EIO, os.strerror(errno.EIO), file.name)
-        return original(file, name)
+    def unreadable(file, *rest):
+        path = file if place is Path else file.name
+        if str(newer) in str(path):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+        return original(file, *rest)
 
-    monkeypatch.setattr(hashlib, "file_digest", unreadable)
+    monkeypatch.setattr(place, read, unreadable)
     state = fl.snapshot(given[0])
     for call, *arguments in (
         (fl.restore, newer, state), (fl.resume, folder, state), (fl.latest, folder),
@@ -262,12 +243,10 @@ def test_a_file_that_cannot_be_read_again_is_an_error_and_not_damage(shelf, give
     for file in newer.glob("*.safetensors"):
         for read, path in ((fl.restore, newer), (fl.resume, folder)):
             state = fl.snapshot(given[0])
-            with (
-                failing_after_its_checksum(file, getattr(errno, name)),
-                pytest.raises(OSError) as caught,
-            ):
+            number = getattr(errno, name)
+            with failing_after_its_checksum(file, number), pytest.raises(OSError) as caught:
                 read(path, state)
-            assert (caught.value.errno, caught.value.filename) == (getattr(errno, name), str(file))
+            assert (caught.value.errno, caught.value.filename) == (number, str(file))
             assert_same(state, given[0])
     assert_same(fl.resume(folder, fl.snapshot(given[0])), right)
 
@@ -282,9 +261,7 @@ NO_MEMORY = (
     ("said", "expected"), [(NO_MEMORY, MemoryError), ("a mistake of fnloop", RuntimeError)]
 )
 @pytest.mark.parametrize("call", [1, 2, 9])
-def test_no_memory_for_a_tensor_is_an_error_and_not_damage(
-    shelf, given, said, expected, call, monkeypatch
-):
+def test_no_memory_is_not_damage(shelf, given, said, expected, call, monkeypatch):
     folder, (_, newer), _, _ = shelf
     place, name = (torch, "empty") if expected is MemoryError else (format, "_empty")
     calls, original = [], getattr(place, name)
@@ -375,7 +352,6 @@ def test_any_value_of_json_may_be_crafted(kind, which, tmp_path):
                 tried += 1
                 for file, content in files.items():
                     file.write_bytes(content)
-    print(f"{tried} crafted values")
     assert tried > 100 and fl.latest(tmp_path) == path
     assert_same(fl.restore(path, state), fl.restore(path, before))
 

@@ -13,6 +13,8 @@ from fnloop._checkpoint import files
 from fnloop.testing import assert_same, toy, toy_loss
 
 step = fl.pipeline()(toy_loss)
+steps_of = lambda state: [record.step for record in state.history]
+blocks = lambda folder: sorted(path.name for path in (folder / ".records").glob("*"))
 
 
 @pytest.fixture(autouse=True)
@@ -26,14 +28,6 @@ def train(folder, state, steps, meanwhile=lambda state: state, **settings):
     hooks, loaders = (saves, fl.when(lambda s: s.step == 5)(meanwhile)), ([ONE] * 100, [ONE])
     moment = fl.every(steps=1)
     return fl.fit(step, state, loaders, steps=steps, evaluate_every=moment, hooks=hooks)
-
-
-def blocks(folder):
-    return sorted(path.name for path in (folder / ".records").glob("*"))
-
-
-def steps_of(state):
-    return [record.step for record in state.history]
 
 
 def test_a_short_history_has_no_blocks_and_only_new_records_are_encoded(tmp_path, monkeypatch):
@@ -85,10 +79,8 @@ def test_a_missing_or_damaged_block_is_named_and_the_weights_still_load(tmp_path
     path, message = tmp_path / "step-00000005", r"(lacks|is damaged).*\.records/[0-9a-f]{64}\.jsonl"
     check_refused(path, toy(), message)
     assert fl.restore(path, toy(), only=("model", "counters")).step == 5
-    with (
-        pytest.warns(UserWarning, match="skipped a damaged checkpoint"),
-        pytest.raises(fl.CheckpointError, match="none is valid"),
-    ):
+    skipped = pytest.warns(UserWarning, match="skipped a damaged checkpoint")
+    with skipped, pytest.raises(fl.CheckpointError, match="none is valid"):
         fl.resume(tmp_path, toy())
 
 
@@ -117,8 +109,7 @@ def with_losses(loss):
     return lambda state: attrs.evolve(state, history=fl.History(records))
 
 
-def first_loss(path):
-    return fl.restore(path, toy()).history["train/loss"][0]
+first_loss = lambda path: fl.restore(path, toy()).history["train/loss"][0]
 
 
 def test_blocks_removed_during_a_run_are_written_again(tmp_path):

@@ -35,8 +35,6 @@ def find(package, name):
 
 
 class Net(nn.Module):
-    """An embedding, a convolution, matrices and vectors."""
-
     def __init__(self):
         super().__init__()
         self.words, self.conv = nn.Embedding(7, 6), nn.Conv1d(3, 4, 3, padding=1)
@@ -50,21 +48,16 @@ class Net(nn.Module):
 
 
 GENERATOR = torch.Generator().manual_seed(3)
-
-
-def drawn(*size, below):
-    return torch.randint(0, below, size, generator=GENERATOR)
+drawn = lambda *size, below: torch.randint(0, below, size, generator=GENERATOR)
 
 
 DATA = [(drawn(4, 3, below=7), drawn(4, below=5)) for _ in range(6)]
-
-
-def loss_fn(model, batch):
-    return nn.functional.cross_entropy(model(batch[0]).float(), batch[1])
+loss_fn = lambda model, batch: nn.functional.cross_entropy(model(batch[0]).float(), batch[1])
 
 
 step = fl.pipeline(fl.schedule(schedules.exponential(0.9)))(loss_fn)
 ADAPT_THEIR_RATE = {"pytorch_optimizer.ASGD"}  # a schedule refuses to overwrite their rate
+words = lambda text: text.split()
 
 
 def using(package, name, parameters, **settings):
@@ -95,21 +88,15 @@ def around(package, name, inner=Adam, **settings):
     return using(package, name, lambda net: inner(net.parameters(), lr=0.01), **settings)
 
 
-def words(text):
-    return text.split()
-
-
 momentum = functools.partial(SGD, momentum=0.9)
+PLAIN = words("ASGD Adadelta Adafactor Adagrad Adamax NAdam RAdam Rprop")
 TORCH = [
-    *(
-        plainly("torch.optim", name)
-        for name in words("ASGD Adadelta Adafactor Adagrad Adam AdamW Adamax NAdam RAdam Rprop")
-    ),
+    *(plainly("torch.optim", name) for name in PLAIN),
+    plainly("torch.optim", "Adam", amsgrad=True), plainly("torch.optim", "AdamW", fused=True),
     plainly("torch.optim", "RMSprop", momentum=0.9, centered=True),
-    plainly("torch.optim", "SGD", momentum=0.9),
-    plainly("torch.optim", "LBFGS", max_iter=3),
-    matrices("torch.optim", "Muon"),
-]
+    plainly("torch.optim", "SGD", momentum=0.9, nesterov=True),
+    plainly("torch.optim", "LBFGS", max_iter=3, history_size=4), matrices("torch.optim", "Muon"),
+]  # fmt: skip
 TIMM = words("""
     adabelief.AdaBelief adafactor.Adafactor adamp.AdamP adamw.AdamWLegacy adan.Adan adopt.Adopt
     kron.Kron lamb.Lamb laprop.LaProp lars.Lars lion.Lion madgrad.MADGRAD mars.Mars muon.Muon
@@ -174,13 +161,10 @@ def new_state(make, seed=0, dtype=torch.float32):
 
 
 @pytest.mark.filterwarnings("ignore")  # warnings of the packages
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[] if name in dict(TORCH) else slow if name in SOME else long)
-        for name in OPTIMIZERS
-    ],
-)
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=[] if name in dict(TORCH) else slow if name in SOME else long)
+    for name in OPTIMIZERS
+])  # fmt: skip
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, caplog, name):
     scheduled = fl.pipeline()(loss_fn) if name in ADAPT_THEIR_RATE else step
     with torch.compiler.set_stance("force_eager"):  # some compile themselves, for half a minute
@@ -201,9 +185,7 @@ def test_state_that_load_state_dict_casts_to_bfloat16_keeps_its_dtype(tmp_path, 
 @slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", REFUSED)
-def test_optimizers_that_cannot_be_resumed_are_refused_before_the_first_update(
-    tmp_path, name, caplog
-):
+def test_optimizers_that_cannot_be_resumed_are_refused_at_once(tmp_path, name, caplog):
     """A save by hand warns and saves the weights."""
     state = new_state(REFUSED[name])
     before = copy.deepcopy(state.model.state_dict())

@@ -9,16 +9,8 @@ import torch
 from crafted import craft
 from safetensors.torch import load_file, save_file
 from sample_optimizers import (
-    ONE,
-    Averaging,
-    BothSaved,
-    Compressed,
+    SAVED,
     CountingSaved,
-    Forgetful,
-    Halves,
-    OtherCompressed,
-    Slow,
-    Sparse,
     Tensors,
     Typed,
     check_resumes,
@@ -26,7 +18,8 @@ from sample_optimizers import (
     toy_state,
     toy_step,
 )
-from saved import check_continues, check_refused, sgd
+from sample_tensors import Compressed, Halves, OtherCompressed, Sparse
+from saved import ONE, check_continues, check_refused, sgd
 from torch import nn
 from torch.optim import lr_scheduler
 
@@ -48,12 +41,10 @@ class Own(Adam):
         super().load_state_dict(saved)
 
 
-@pytest.mark.parametrize(
-    "make", [Slow, Forgetful, BothSaved, CountingSaved, Averaging, Tensors, Typed]
-)
+@pytest.mark.parametrize("make", SAVED)
 def test_everything_an_optimizer_keeps_is_restored(tmp_path, make):
     new = lambda seed=0: toy_state(make, w=7.0 * seed)
-    check_resumes(tmp_path, new, toy_step, [ONE] * 6, splits=range(1, 12))
+    check_resumes(tmp_path, new, toy_step, [ONE] * 6, splits=range(1, 8))
 
 
 def test_the_settings_of_an_optimizer_are_human_readable(tmp_path):
@@ -66,37 +57,11 @@ def test_the_settings_of_an_optimizer_are_human_readable(tmp_path):
     ]  # fmt: skip
 
 
-def test_complex128_is_restored_in_the_model_the_loss_and_the_optimizer(tmp_path):
-    def run(steps, restored=None):
-        model, data = nn.Module(), [ONE[0]] * 4
-        model.z = nn.Parameter(torch.tensor([1 + 2j, 3 - 1j], dtype=torch.complex128))
-        model.register_buffer("turn", torch.tensor([0.5j], dtype=torch.complex128))
-        own = nn.Parameter(torch.tensor([2j], dtype=torch.complex128))
-        state = fl.TrainState.create(model, Adam([model.z, own], lr=0.1), seed=0)
-        state = fl.restore(restored, state) if restored else state
-        step = fl.pipeline()(lambda m, batch: (m.z * own * m.turn).abs().sum() * batch)
-        return fl.fit(step, state, data, epochs=1, steps=steps, hooks=()), own
-
-    (whole, own), (half, _) = run(4), run(2)
-    resumed, other = run(4, fl.save(half, tmp_path / "a"))
-    assert_same(resumed, whole)
-    assert torch.equal(own, other) and resumed.model.z.dtype is torch.complex128
-
-
 def test_a_sharded_model_is_refused_if_the_optimizer_has_its_own_state_dict():
     state = toy_state(CountingSaved)
     names = NamedOptimizer.of_state(state)[""].names
     with pytest.raises(fl.CheckpointError, match="has its own state_dict and the model is sharded"):
         encode_optimizer(NamedOptimizer(state.optimizer, names, sharded=True), {})
-
-
-@pytest.mark.parametrize(("make", "first"), [(CountingSaved, 0), (Tensors, 1)])
-def test_resumed_weights_equal_those_computed_by_hand(tmp_path, make, first):
-    """Each update subtracts its number, and 0.001 if that is in a tensor."""
-    state = fl.fit(toy_step, toy_state(make), [ONE] * 4, hooks=())
-    state = fl.restore(fl.save(state, tmp_path / "a"), toy_state(make))
-    state = fl.fit(toy_step, state, [ONE] * 2, epochs=2, hooks=())
-    assert state.model.w.item() == pytest.approx(-sum(range(first, first + 6)), abs=0.01)
 
 
 def test_state_dict_hooks_are_called(tmp_path):
@@ -154,7 +119,6 @@ def test_an_error_names_a_function_that_the_new_optimizer_lacks(tmp_path):
 
 
 def craft_tensor(path, name, change):
-    """Change a tensor of the optimizer in a checkpoint, and write the matching checksums."""
     tensors = load_file(file := path / "optimizer.safetensors")
     tensors[name] = change(tensors[name])
     save_file({k: v.contiguous() for k, v in tensors.items()}, file)
@@ -169,40 +133,31 @@ CRAFTED = {
     "a vector of steps": ("Adam", "step", lambda t: torch.ones(3)),
     "factored otherwise": ("Adafactor", "row_var", lambda t: torch.ones(7, 1)),
     "history": ("LBFGS", "prev_flat_grad", lambda t: torch.ones(9)),
-}
-
-
-@pytest.mark.parametrize(("name", "key", "change"), CRAFTED.values(), ids=CRAFTED)
-def test_state_that_no_torch_optimizer_could_have_is_refused(tmp_path, name, key, change):
-    def new():
-        torch.manual_seed(0)
-        model = nn.Linear(3, 2, bias=False)
-        return fl.TrainState.create(model, getattr(torch.optim, name)(model.parameters()), seed=0)
-
-    make = fl.pipeline()(lambda model, batch: model(batch).square().sum())
-    path = fl.save(fl.fit(make, new(), [torch.ones(1, 3)] * 2, hooks=()), tmp_path / "a")
-    fl.restore(path, new())  # unchanged, it loads
-    craft_tensor(path, f"weight.{key}", change)
-    message = rf"{key} of weight in the optimizer's state is .* cannot continue with"
-    check_refused(path, new(), message)
-
-
-PLAIN = {
     "a number": ("Adam", "exp_avg", -1), "nothing": ("AdamW", "exp_avg_sq", None),
     "a list": ("RMSprop", "square_avg", []), "a count": ("Adam", "step", 2),
     "momentum": ("SGD", "momentum_buffer", 0.5),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "key", "value"), PLAIN.values(), ids=PLAIN)
-def test_plain_data_in_the_place_of_a_tensor_is_refused(tmp_path, name, key, value):
-    """The next update would fail inside torch."""
-    more = {"momentum": 0.9} if name == "SGD" else {}
-    state = toy_state(lambda params: getattr(torch.optim, name)(params, lr=0.1, **more))
-    state = fl.fit(toy_step, state, [ONE] * 2, hooks=())
-    path = fl.save(state, tmp_path / "a")
-    craft(path, facts=lambda facts: facts["optimizer"]["state"]["w"].update({key: value}))
-    check_refused(path, state, rf"{key} of w in the optimizer's state is .* cannot continue with")
+@pytest.mark.parametrize(("name", "key", "change"), CRAFTED.values(), ids=CRAFTED)
+def test_state_that_no_torch_optimizer_could_have_is_refused(tmp_path, name, key, change):
+    """The next update would fail inside torch: other tensors, or plain data in their place."""
+
+    def new():
+        torch.manual_seed(0)
+        model, more = nn.Linear(3, 2, bias=False), {"momentum": 0.9} if name == "SGD" else {}
+        optimizer = getattr(torch.optim, name)(model.parameters(), **more)
+        return fl.TrainState.create(model, optimizer, seed=0)
+
+    make = fl.pipeline()(lambda model, batch: model(batch).square().sum())
+    path = fl.save(fl.fit(make, new(), [torch.ones(1, 3)] * 2, hooks=()), tmp_path / "a")
+    fl.restore(path, new())  # unchanged, it loads
+    if callable(change):
+        craft_tensor(path, f"weight.{key}", change)
+    else:
+        craft(path, facts=lambda facts: facts["optimizer"]["state"]["weight"].update({key: change}))
+    message = rf"{key} of weight in the optimizer's state is .* cannot continue with"
+    check_refused(path, new(), message)
 
 
 def refuse(optimizer, saved):
@@ -236,9 +191,7 @@ def test_an_optimizer_that_fails_to_load_is_rolled_back(tmp_path, fails):
     assert ended.model.w.item() == 7 - (0 + 1 + 2 + 3 + 4)  # it continues
 
 
-def test_a_checkpoint_by_name_still_loads_into_an_optimizer_with_its_own_state_dict(
-    tmp_path, monkeypatch
-):
+def test_a_checkpoint_by_name_loads_into_one_with_its_own_state_dict(tmp_path, monkeypatch):
     whole, half = (fl.fit(toy_step, toy_state(Own), [ONE] * 4, steps=n, hooks=()) for n in (4, 2))
     with monkeypatch.context() as patch:
         # As older versions did
@@ -250,9 +203,7 @@ def test_a_checkpoint_by_name_still_loads_into_an_optimizer_with_its_own_state_d
 
 
 @pytest.mark.parametrize("kind", [Adam, Own])
-def test_a_restore_that_is_not_strict_leaves_out_the_state_of_other_parameters(
-    kind, tmp_path, caplog
-):
+def test_not_strict_leaves_out_the_state_of_other_parameters(kind, tmp_path, caplog):
     def new(size):
         model = nn.Linear(size, 1)
         return fl.TrainState.create(model, kind(model.parameters()), seed=0)
@@ -286,7 +237,7 @@ def count_calls(function):
 def test_twice_the_parameters_take_twice_the_calls(tmp_path):
     step = fl.pipeline()(lambda model, x: torch.cat(tuple(model)).mean() * x)
     calls = {"save": [], "restore": []}
-    for n in (100, 200):
+    for n in (50, 100):
         state = fl.fit(step, many_state(n), [torch.ones(())], hooks=())
         calls["save"].append(count_calls(lambda: fl.save(state, tmp_path / "a")))
         calls["restore"].append(count_calls(lambda: fl.restore(tmp_path / "a", many_state(n))))
@@ -391,13 +342,11 @@ class Mine(Compressed):
     kind = Noted
 
 
-@pytest.mark.parametrize(
-    ("make", "fault"),
-    [(Sparse, r"wide.momentum is a tensor \(torch.sparse_coo"), (Mine, "weights.wide differs")],
-)
-def test_a_tensor_that_is_not_restored_exactly_is_refused_before_the_first_update(
-    tmp_path, make, fault
-):
+@pytest.mark.parametrize(("make", "fault"), [
+    (Sparse, r"wide.momentum is a tensor \(torch.sparse_coo"),
+    (Mine, "weights.wide differs"),
+])  # fmt: skip
+def test_a_tensor_that_is_not_restored_exactly_is_refused_at_once(tmp_path, make, fault):
     state = wide_state(make)
     message = f"a run with {make.__name__} cannot be resumed .*{fault}"
     with pytest.raises(fl.CheckpointError, match=message):
@@ -407,32 +356,11 @@ def test_a_tensor_that_is_not_restored_exactly_is_refused_before_the_first_updat
 
 # --- the optimizers and schedulers of torch
 
-OPTIMIZERS = {
-    "Adadelta": {}, "Adafactor": {"lr": 0.01}, "Adagrad": {}, "Adam": {"amsgrad": True},
-    "AdamW": {"fused": True}, "Adamax": {}, "ASGD": {}, "LBFGS": {"max_iter": 3, "history_size": 4},
-    "Muon": {}, "NAdam": {}, "RAdam": {}, "RMSprop": {"momentum": 0.9, "centered": True},
-    "Rprop": {}, "SGD": {"momentum": 0.9, "nesterov": True},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "settings"), OPTIMIZERS.items())
-def test_the_state_of_every_torch_optimizer_is_restored(tmp_path, name, settings):
-    def new():
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(6, 4, bias=False), nn.Tanh(), nn.Linear(4, 1, bias=False))
-        made = getattr(torch.optim, name)(model.double().parameters(), **settings)
-        return fl.TrainState.create(model, made, seed=0)
-
-    step = fl.pipeline()(small().loss_fn)
-    check_continues(tmp_path, new, step, small().batches, splits=[5])
-
 
 def sequential(optimizer, run):  # MultiStepLR keeps a Counter
-    parts = (
-        lr_scheduler.ConstantLR(optimizer, 0.1, 2),
-        lr_scheduler.MultiStepLR(optimizer, [1, 3, 3, 4]),
-    )
-    return lr_scheduler.SequentialLR(optimizer, [*parts], milestones=[2])
+    constant = lr_scheduler.ConstantLR(optimizer, 0.1, 2)
+    falling = lr_scheduler.MultiStepLR(optimizer, [1, 3, 3, 4])
+    return lr_scheduler.SequentialLR(optimizer, [constant, falling], milestones=[2])
 
 
 @pytest.mark.filterwarnings("ignore:The epoch parameter in")  # a warning of SequentialLR
@@ -460,21 +388,22 @@ def test_sparse_adam_resumes(tmp_path):
     check_continues(tmp_path, new, step, [torch.tensor([0, 1]), torch.tensor([1, 4])], splits=[3])
 
 
-def test_groups_schedules_and_parameters_of_the_loss_are_restored(tmp_path):
+def test_groups_schedules_complex_numbers_and_parameters_of_the_loss_are_restored(tmp_path):
     def run(steps, restored=None):
-        torch.manual_seed(0)
-        model, scale = nn.Linear(1, 1), nn.Parameter(torch.zeros(()))
-        groups = [
-            {"params": [model.weight], "lr": 0.5}, {"params": [model.bias, scale], "lr": 0.25},
-        ]  # fmt: skip
-        state = fl.TrainState.create(model, SGD(groups, lr=1.0, momentum=0.9), seed=0)
+        model, data = nn.Module(), [ONE[0]] * 4
+        model.z = nn.Parameter(torch.tensor([1 + 2j, 3 - 1j], dtype=torch.complex128))
+        model.register_buffer("turn", torch.tensor([0.5j], dtype=torch.complex128))
+        own = nn.Parameter(torch.tensor([2j], dtype=torch.complex128))
+        groups = [{"params": [model.z], "lr": 0.5}, {"params": [own], "lr": 0.25}]
+        state = fl.TrainState.create(model, Adam(groups), seed=0)
         state = fl.restore(restored, state) if restored else state
-        make = fl.pipeline(fl.schedule(fl.schedules.exponential(0.5)))
-        make = make(lambda m, b: (m(b) * (scale + 1)).mean())
-        return fl.fit(make, state, [torch.ones(1, 1)] * 4, epochs=1, steps=steps, hooks=()), scale
+        step = fl.pipeline(fl.schedule(fl.schedules.exponential(0.5)))
+        step = step(lambda m, batch: (m.z * own * m.turn).abs().sum() * batch)
+        return fl.fit(step, state, data, epochs=1, steps=steps, hooks=()), own
 
-    (whole, scale), (half, _) = run(4), run(2)
+    (whole, own), (half, _) = run(4), run(2)
     resumed, other = run(4, fl.save(half, tmp_path / "a"))
     assert_same(resumed, whole)
-    assert torch.equal(other, scale) and scale.item() != 0
+    assert torch.equal(own, other) and own.item() != 2j
+    assert resumed.model.z.dtype is torch.complex128
     assert [g["lr"] for g in resumed.optimizer.param_groups] == [0.5 / 8, 0.25 / 8]

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from crafted import craft
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from saved import check_refused, sgd
 from torch import nn
 
@@ -15,16 +15,13 @@ from fnloop._checkpoint.format import CheckpointError, Slices, decode_index
 from fnloop._checkpoint.parts import weights_kept_on_error
 
 NUMBERS = torch.arange(12.0).view(4, 3)
+state_of = lambda fill=0.0: sgd(Linear(fill))
 
 
 class Linear(nn.Module):
     def __init__(self, fill=0.0):
         super().__init__()
         self.w = nn.Parameter(torch.full((4, 3), fill))
-
-
-def state_of(fill=0.0):
-    return sgd(Linear(fill))
 
 
 def shard(number, *offsets, key="w"):
@@ -123,9 +120,8 @@ def test_a_whole_file_is_read_in_small_blocks(tmp_path, monkeypatch, shape):
     value = torch.arange(float(torch.Size(shape).numel())).view(shape)
     save_file({"a": value}, tmp_path / "x.safetensors")
     reader, sizes, read = Slices(tmp_path), [], Slices._slice
-    monkeypatch.setattr(
-        Slices, "_slice", lambda *given: (sizes.append((t := read(*given)).nbytes), t)[1]
-    )
+    note = lambda *given: (sizes.append((t := read(*given)).nbytes), t)[1]
+    monkeypatch.setattr(Slices, "_slice", note)
     entry = reader.entries_in("x.safetensors")["a"]
     assert (entry.shape, entry.dtype) == (shape, torch.float32)
     assert torch.equal(reader.read(entry), value)
@@ -137,19 +133,11 @@ def test_a_large_file_is_opened_few_times(tmp_path, monkeypatch):
     monkeypatch.setattr(format, "MOST_MAPPED", 8)
     save_file({"a": torch.arange(1200.0)}, tmp_path / "x.safetensors")
     reader, opened, open_file = Slices(tmp_path), [], format.safe_open
-    monkeypatch.setattr(
-        format, "safe_open", lambda *given, **how: opened.append(1) or open_file(*given, **how)
-    )
+    note = lambda *given, **how: opened.append(1) or open_file(*given, **how)
+    monkeypatch.setattr(format, "safe_open", note)
     entry = reader.entries_in("x.safetensors")["a"]
     assert torch.equal(reader.read(entry), torch.arange(1200.0))
     assert len(opened) <= 16
-
-
-def test_safetensors_alone_reads_an_ordinary_checkpoint_as_before(tmp_path):
-    path = fl.save(state_of(2.0), tmp_path / "a")
-    assert load_file(path / "model.safetensors")["w"].unique().tolist() == [2.0]
-    assert not (path / "index.json").exists()
-    assert json.loads((path / "manifest.json").read_text())["format_version"] == 1
 
 
 # --- files that are damaged, with the right checksum

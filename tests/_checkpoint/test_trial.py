@@ -17,6 +17,7 @@ from fnloop._checkpoint.save import check_resumable, copy_optimizer
 from fnloop._core.serialize import find_difference
 
 SGD, Adam = torch.optim.SGD, torch.optim.Adam
+every = lambda begin, count: type("Mine", (Every,), {"begin": begin, "count": count})
 
 
 @pytest.mark.parametrize(("make", "fault"), [
@@ -27,11 +28,8 @@ SGD, Adam = torch.optim.SGD, torch.optim.Adam
     (Modules, "w.seen is a Linear, an object, which could not be reconstructed"),
 ])  # fmt: skip
 def test_unrestored_values_are_detected_before_the_first_update(tmp_path, make, fault):
-    state, message = (
-        toy_state(make),
-        f"a run with {make.__name__} cannot be resumed bit for bit: .*",
-    )
-    with pytest.raises(fl.CheckpointError, match=message + fault):
+    state, begun = toy_state(make), f"a run with {make.__name__} cannot be resumed bit for bit: .*"
+    with pytest.raises(fl.CheckpointError, match=begun + fault):
         fl.fit(toy_step, state, [ONE] * 3, hooks=(fl.every(steps=1)(fl.checkpoint(tmp_path)),))
     assert state.model.w.item() == 0.0 and not state.optimizer.state
     assert not list(tmp_path.iterdir())
@@ -121,10 +119,6 @@ class Every(SGD):
             for group in self.param_groups:
                 for p in group["params"]:
                     p.data /= 2
-
-
-def every(begin, count):
-    return type("Mine", (Every,), {"begin": begin, "count": count})
 
 
 def one_more(held, key):

@@ -6,22 +6,13 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import (
-    ConcatDataset,
-    DataLoader,
-    StackDataset,
-    Subset,
-    TensorDataset,
-    default_collate,
-    random_split,
-)
+from torch.utils.data import DataLoader, StackDataset, Subset, TensorDataset, random_split
 from toy_runs import fit
 
 import fnloop as fl
-from fnloop._data import map_style
 from fnloop._data.map_style import fetch_batch
 from fnloop._data.source import open_source
-from fnloop.testing import assert_same, toy_loss
+from fnloop.testing import toy_loss
 
 X = torch.arange(10 * 3 * 4 * 5).float().view(10, 3, 4, 5)
 Y = torch.arange(10)
@@ -29,7 +20,7 @@ Y = torch.arange(10)
 
 def by_samples(dataset, index):
     many = getattr(dataset, "__getitems__", None)
-    return default_collate(many(index) if many else [dataset[i] for i in index])
+    return torch.utils.data.default_collate(many(index) if many else [dataset[i] for i in index])
 
 
 def equal(mine, theirs):
@@ -89,7 +80,9 @@ PLAIN = {
     "a subclass": lambda: Doubled(X, Y),
     "a subset of a subclass": lambda: Subset(Doubled(X, Y), range(9)),
     "a subclass of a subset": lambda: Chosen(TensorDataset(X, Y), range(9)),
-    "datasets in a row": lambda: ConcatDataset([TensorDataset(X), TensorDataset(X)]),
+    "datasets in a row": lambda: torch.utils.data.ConcatDataset(
+        [TensorDataset(X), TensorDataset(X)]
+    ),
     "datasets side by side": lambda: StackDataset(TensorDataset(X), Doubled(X)),
     "a parameter": lambda: TensorDataset(torch.nn.Parameter(X)),
     "a history": lambda: TensorDataset(X.clone().requires_grad_() * 2),
@@ -150,20 +143,12 @@ def test_a_batch_does_not_share_memory_with_the_dataset():
 
 
 def trained(drawn, state=None, **target):
-    """Train with a loss function that notes what it draws."""
-
     def loss_fn(model, batch):
         drawn.append((random.random(), np.random.rand()))
         return toy_loss(model, batch[0])
 
     data = DataLoader(TensorDataset(torch.arange(7.0)), 2, shuffle=True)
     return fit(step=fl.pipeline()(loss_fn), state=state, loaders=(data, data), **target)
-
-
-def test_a_run_is_the_same_as_with_samples_that_are_stacked(monkeypatch):
-    at_once = trained([], epochs=3)
-    monkeypatch.setattr(map_style, "fetch_batch", lambda dataset, index: None)
-    assert_same(at_once, trained([], epochs=3))
 
 
 def test_draws_of_the_loss_function_resume_exactly_though_no_fetch_seeds_them():

@@ -7,7 +7,7 @@ import attrs
 import numpy as np
 import pytest
 import torch
-from streams import READ, Batches, Forgetful, Stream, train
+from streams import READ, Batches, Forgetful, Stream, restored, train
 from torch.utils.data import DataLoader
 
 import fnloop as fl
@@ -26,12 +26,7 @@ LOADERS = {  # each gives 6 batches of 2 samples
 STEP = fl.pipeline()(toy_loss)
 
 
-def restored(state, folder):
-    return fl.restore(fl.save(state, folder / "a"), toy(w=9.0))
-
-
 def quiet(n=12, kind=Stream):
-    """Return a loader of a stream without noise."""
     return DataLoader(kind(n, noisy=False), 2)
 
 
@@ -63,9 +58,7 @@ def test_a_run_that_continues_reads_nothing_again(make, split, again, tmp_path):
 @pytest.mark.parametrize("pipe", [(), (fl.accumulate(2),)], ids=["plain", "accumulate(2)"])
 @pytest.mark.parametrize("prefetch", [1, 3])
 def test_what_was_fetched_ahead_is_not_lost(pipe, prefetch, tmp_path):
-    def make():
-        return DataLoader(Stream(20), 2)
-
+    make = lambda: DataLoader(Stream(20), 2)
     whole = train(make(), pipe=pipe)
     state = train(make(), pipe=pipe, steps=2, prefetch=prefetch)
     assert state.position["batch"] == state.batch == (4 if pipe else 2)
@@ -359,8 +352,6 @@ def test_which_functions_take_a_position(function, expected):
 
 
 def test_a_function_with_one_argument_is_refused():
-    says = (
-        r"expects the train loader as .*a function that returns one.*\(epoch, batch\); .*\(epoch\)"
-    )
+    says = r"the train loader as .*a function that returns one.*\(epoch, batch\); .*\(epoch\)"
     with pytest.raises(TypeError, match=says):
         train(lambda epoch: [])

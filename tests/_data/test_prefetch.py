@@ -64,8 +64,6 @@ class Backwards(torch.utils.data.Sampler):
 
 
 class Lazily(Backwards):
-    """The same, and at every index."""
-
     def __iter__(self):
         left = list(range(9))
         while left:
@@ -107,8 +105,7 @@ def drawing(drawn):
         drawn.extend([numbers] * noted)
         return sum(numbers)
 
-    def loss_fn(model, batch):
-        return toy_loss(model, batch.float() * draw(model.training))
+    loss_fn = lambda model, batch: toy_loss(model, batch.float() * draw(model.training))
 
     def hook(state):
         if state.step % 3 == 1 or "epoch" in state.events:
@@ -128,9 +125,7 @@ def test_prefetch_changes_no_number(name, case, tmp_path):
     valid = {"valid": [torch.ones(1)] * 2} if chance.random() < 0.5 else {}
 
     def trained(*parts):
-        """Train two epochs in parts, each with its prefetch; all but the last end at some update,
-        and are saved.
-        """
+        """Train two epochs in parts, each with its prefetch, with a checkpoint between them."""
         drawn, state = [], None
         loss_fn, hook = drawing(drawn)
         step = fl.pipeline(*([fl.accumulate(window)] if window > 1 else []))(loss_fn)
@@ -153,9 +148,7 @@ def test_prefetch_changes_no_number(name, case, tmp_path):
 
 
 def test_an_interrupted_fetch_leaves_the_generators_of_the_next_window():
-    """Ctrl-C comes while the third window is fetched ahead; the second is there, with what its own
-    fetch has left.
-    """
+    """Ctrl-C comes while the third window is fetched ahead, and the second is there."""
 
     def batches():
         for i in range(3):
@@ -178,9 +171,7 @@ def test_an_interrupted_fetch_leaves_the_generators_of_the_next_window():
 @pytest.mark.parametrize(("make", "prefetch"), [
     (loader, 1), (lambda: [torch.ones(1)] * 4, 3),
 ], ids=["one", "a list"])  # fmt: skip
-def test_generators_are_not_captured_if_a_fetch_ahead_does_not_set_them(
-    make, prefetch, monkeypatch
-):
+def test_generators_that_no_fetch_sets_are_not_captured(make, prefetch, monkeypatch):
     looks, capture = [], rng.Generators.capture
     monkeypatch.setattr(rng.Generators, "capture", lambda: looks.append(1) or capture())
     for fetched in (1, prefetch):

@@ -11,10 +11,8 @@ from fnloop.data import even, take
 
 def shares(items, processes, window=None, even=False):
     """Return what each process gets, padding in brackets."""
-    split = [
-        sharing_among(processes, rank, window, even).split(items, lambda item: 0)
-        for rank in range(processes)
-    ]
+    sharing = (sharing_among(processes, rank, window, even) for rank in range(processes))
+    split = [of_rank.split(items, lambda item: 0) for of_rank in sharing]
     return [[[i.batch] if type(i) is Padding else i for i in share] for share in split]
 
 

@@ -3,28 +3,20 @@
 import random
 import subprocess
 import sys
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from numbered import Numbers, batches, loader
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    TensorDataset,
-    WeightedRandomSampler,
-    default_collate,
-)
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data.sampler import BatchSampler, RandomSampler, SequentialSampler
 from toy_runs import fit
 
 import fnloop as fl
 from fnloop._data.source import open_source
 from fnloop.data import bucketed, interleave, take
-from fnloop.testing import assert_same, toy, toy_loss
+from fnloop.testing import assert_same, toy
 
 
 def test_order_is_a_function_of_seed_and_epoch():
@@ -70,10 +62,8 @@ def test_persistent_workers_can_be_read_twice_at_once_and_evaluated_within_an_ep
     read = lambda: fl.predict(lambda model, batch: batch.flatten().tolist(), toy(), many)
     pairs = list(zip(read(), read(), strict=True))
     assert len(pairs) == 4 and all(one == two for one, two in pairs)
-    states = [
-        fit(loaders=(both, both), epochs=2, evaluate_every=fl.every(steps=2))
-        for both in (loader(), many)
-    ]
+    often = {"epochs": 2, "evaluate_every": fl.every(steps=2)}
+    states = [fit(loaders=(both, both), **often) for both in (loader(), many)]
     assert [r.step for r in states[1].history if "valid/loss" in r.metrics] == [2, 4, 6, 8]
     assert_same(*states)
 
@@ -90,7 +80,7 @@ SAMPLERS = {
     "shuffle": lambda d: {"shuffle": True},
     "sequential": lambda d: {"sampler": SequentialSampler(d)},
     "replacement": lambda d: {"sampler": RandomSampler(d, replacement=True, num_samples=50)},
-    "weighted": lambda d: {"sampler": WeightedRandomSampler([1.0] * len(d), 20)},
+    "weighted": lambda d: {"sampler": torch.utils.data.WeightedRandomSampler([1.0] * len(d), 20)},
     "own generator": lambda d: {"shuffle": True, "generator": torch.Generator().manual_seed(3)},
     "batch sampler": lambda d: {"batch_sampler": BatchSampler(RandomSampler(d), 4, drop_last=True)},
     "own sampler": lambda d: {"sampler": Drawing(d)},
@@ -99,8 +89,6 @@ SAMPLERS = {
 
 
 class Drawing:
-    """A custom sampler, which draws from every global generator as it goes."""
-
     def __init__(self, data):
         self.data = data
 
@@ -114,19 +102,40 @@ class Drawing:
 
 
 def sampled(make, **kwargs):
-    """Return a loader with such a sampler."""
     data = Numbers(noisy=True)
     settings = make(data)
     size = {} if "batch_sampler" in settings else {"batch_size": 3}
     return DataLoader(data, **{**size, **settings}, **kwargs)
 
 
-@pytest.mark.parametrize("make", SAMPLERS.values(), ids=SAMPLERS)
-def test_every_sampler_is_reproducible_and_resumable(make):
-    made = sampled(make)
+class Stream(IterableDataset):
+    def __iter__(self):
+        for i in range(4):
+            yield torch.tensor([i + torch.rand(()).item()])
+
+
+def drawing():
+    for i in range(4):
+        yield torch.tensor([i + random.random() + np.random.rand()])
+
+
+STREAMS = {
+    "dataset": lambda: DataLoader(Stream(), 2), "function": lambda: drawing,
+    "workers": lambda: DataLoader(Stream(), 2, num_workers=2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("make", [
+    *(pytest.param(partial(sampled, make), id=name) for name, make in SAMPLERS.items()),
+    *(pytest.param(make, id=name, marks=[pytest.mark.slow] * (name == "workers"))
+      for name, make in STREAMS.items()),
+])  # fmt: skip
+def test_every_sampler_and_stream_is_reproducible_and_resumable(make):
+    made = make()
     first = batches(made)
     assert batches(made) == first != batches(made, epoch=1)  # the samples are noisy
-    assert batches(made, start=2) == first[2:]
+    for start in (1, 2):
+        assert batches(made, start=start) == first[start:]
 
 
 @pytest.mark.slow
@@ -160,7 +169,7 @@ def test_datasets_that_fetch_batches_at_once_and_collates_are_respected():
         def __getitems__(self, indices):
             return [torch.tensor([100.0 + i]) for i in indices]
 
-    double = lambda items: default_collate(items) * 2
+    double = lambda items: torch.utils.data.default_collate(items) * 2
     assert batches(DataLoader(Together(4), 2, collate_fn=double)) == [[200, 202], [204, 206]]
 
 
@@ -174,42 +183,6 @@ def look(worker):
     data = torch.utils.data.get_worker_info().dataset
     assert isinstance(data, Numbers) and data.n == 4
     data.offset = 5.0
-
-
-class Stream(IterableDataset):
-    def __iter__(self):
-        for i in range(4):
-            yield torch.tensor([i + torch.rand(()).item()])
-
-
-def drawing():
-    for i in range(4):
-        yield torch.tensor([i + random.random() + np.random.rand()])
-
-
-@pytest.mark.parametrize("make", [
-    lambda: DataLoader(Stream(), 2), lambda: drawing,
-    pytest.param(lambda: DataLoader(Stream(), 2, num_workers=2), marks=pytest.mark.slow),
-], ids=["dataset", "function", "workers"])  # fmt: skip
-def test_a_stream_that_draws_is_reproducible_and_resumable(make):
-    made = make()
-    first = batches(made)
-    assert batches(made) == first != batches(made, epoch=1)
-    assert batches(made, start=1) == first[1:]
-
-
-@pytest.mark.slow
-def test_a_resumed_run_with_workers_equals_one_that_was_not_stopped():
-    step = fl.pipeline(fl.accumulate(2))(lambda model, batch: toy_loss(model, batch[0]))
-    runs = []
-    for workers, split in ((0, None), (2, 3), (1, 7)):
-        data = TensorDataset(torch.arange(20.0))
-        run = {"loaders": DataLoader(data, 3, shuffle=True, num_workers=workers), "step": step}
-        state = toy(lr=0.01)
-        state = fit(**run, state=state, steps=split) if split else state
-        runs.append(fit(**run, state=state, epochs=3))
-    assert_same(runs[0], runs[1])
-    assert_same(runs[0], runs[2])
 
 
 STUCK = """
@@ -273,9 +246,7 @@ def collate_none(samples):
     (lambda w: DataLoader(AtItsEnd(3), 3, collate_fn=collate_none, num_workers=w),
         r"the collate_fn of AtItsEnd raised StopIteration for samples \[0, 1, 2\]"),
 ], ids=["dataset", "without batches", "__getitems__", "collate_fn"])  # fmt: skip
-def test_a_stop_iteration_in_a_dataset_is_an_error_with_any_number_of_workers(
-    make, message, workers
-):
+def test_a_stop_iteration_in_a_dataset_is_an_error_with_any_workers(make, message, workers):
     with pytest.raises(RuntimeError, match=message):
         fit(loaders=make(workers))
 

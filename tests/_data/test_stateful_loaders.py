@@ -4,12 +4,12 @@ import pytest
 import torch
 from accelerate.data_loader import prepare_data_loader, skip_first_batches
 from accelerate.state import AcceleratorState
-from streams import READ, Stream, train
+from streams import READ, Stream, restored, train
 from torch.utils.data import DataLoader
 
 import fnloop as fl
 from fnloop._data.source import open_source
-from fnloop.testing import assert_same, toy
+from fnloop.testing import assert_same
 
 # By torchdata, of torch; and by Hugging Face's formatting.
 pytestmark = [
@@ -18,20 +18,10 @@ pytestmark = [
 ]
 
 
-def restored(state, folder):
-    return fl.restore(fl.save(state, folder / "a"), toy(w=9.0))
-
-
 def check(make, folder, splits=(1, 5, 8), pipe=(), size=2, first=lambda n: n):
-    """Check that a run equals one that stops at each split and once more, and what is read.
+    """Check that a run of 6 batches an epoch equals one that stops at each split, and once more.
 
-    Args:
-        make: makes the loader: of 6 batches, if it counts what it reads.
-        folder: for checkpoints.
-        splits: where the run stops.
-        pipe: the middleware.
-        size: samples in a batch.
-        first: the sample that is the first to be read again to continue at this one; or None.
+    ``first`` tells which sample is read first to continue at a sample; None: it is not counted.
     """
     whole = train(make(), pipe=pipe)
     for split in splits:
@@ -63,9 +53,7 @@ def no_state_of_accelerate_is_left():
 
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_a_loader_that_accelerate_prepared_is_read_as_the_loader_inside(shuffle, tmp_path):
-    def make():
-        return DataLoader(torch.arange(12.0), 2, shuffle=shuffle)
-
+    make = lambda: DataLoader(torch.arange(12.0), 2, shuffle=shuffle)
     prepared = prepare_data_loader(make(), num_processes=1, process_index=0)
     whole = train(make())
     state = restored(train(prepared, steps=3), tmp_path)
@@ -150,12 +138,8 @@ def test_hugging_face(stateful, tmp_path, caplog):
     def generated():  # its position is the number of the example within the shard
         return datasets.IterableDataset.from_generator(examples).with_format("torch")
 
-    def sharded():
-        return table.to_iterable_dataset(num_shards=3).with_format("torch")
-
-    def values(batch):
-        return torch.stack([sample["x"] for sample in batch])
-
+    sharded = lambda: table.to_iterable_dataset(num_shards=3).with_format("torch")
+    values = lambda batch: torch.stack([sample["x"] for sample in batch])
     check(lambda: DataLoader(generated(), 2, collate_fn=values), tmp_path, (8,), first=lambda n: 0)
     check(lambda: stateful(generated(), 2, collate_fn=values), tmp_path, (3,), first=lambda n: 0)
     check(lambda: DataLoader(sharded(), 2, collate_fn=values), tmp_path, (5,), first=None)
@@ -171,6 +155,4 @@ def test_hugging_face(stateful, tmp_path, caplog):
     assert not [line for line in caplog.messages if line.startswith("fit:")]
     check(lambda: DataLoader(sharded().shuffle(0, buffer_size=4), 2, collate_fn=values), tmp_path,
           (2,), first=None)  # fmt: skip
-    assert [
-        line for line in caplog.messages if "IterableDataset.state_dict() does not lead" in line
-    ]
+    assert "IterableDataset.state_dict() does not lead" in caplog.text

@@ -44,9 +44,7 @@ class Pairs(list):
 
 
 def test_a_batch_copied_on_a_side_stream_has_its_memory_recorded(monkeypatch):
-    """A tensor made on one stream and used on another has to be recorded there; stand-ins for
-    streams show what is.
-    """
+    """A tensor made on one stream and used on another has to be recorded there."""
     made, recorded = [], []
     elsewhere = torch.device("meta")  # so that no batch is there already
     stream = types.SimpleNamespace(wait_stream=lambda other: None, device=elsewhere)

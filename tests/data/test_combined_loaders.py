@@ -13,7 +13,6 @@ from fnloop.testing import toy, toy_loss
 
 
 def names(found, b=50):
-    """Return "a" or "b" for each batch."""
     return "".join("a" if samples(batch)[0] < b else "b" for batch in found)
 
 
@@ -96,8 +95,7 @@ def test_zip_shortest_ends_with_the_shortest():
     assert [samples(batch["b"]) for batch in read(loader)] == [[50, 51], [52, 53], [54, 55]]
 
 
-def tensors(n, size):
-    return DataLoader(TensorDataset(torch.ones(n)), size)
+tensors = lambda n, size: DataLoader(TensorDataset(torch.ones(n)), size)
 
 
 def test_a_mapping_weighs_what_its_batches_have_in_common():

@@ -75,9 +75,8 @@ def test_a_run_can_be_paused_and_continued(make):
     """With accumulation, an evaluation, and a schedule where the length of the run is known."""
     known = open_source(make(0), 0).length is not None
     step = fl.pipeline(fl.accumulate(2), *[fl.schedule(schedules.linear())] * known)(loss)
-    run = lambda *hooks, **state: fit(
-        *hooks, loaders=(make(0), make(0)), step=step, epochs=2, **state
-    )
+    both = {"step": step, "epochs": 2}
+    run = lambda *hooks, **more: fit(*hooks, loaders=(make(0), make(0)), **both, **more)
     whole = run()
     assert whole.epoch == 2
     assert_same(run(prefetch=3), whole)

@@ -1,6 +1,6 @@
 """bucketed and pad_collate: samples of different lengths."""
 
-from typing import NamedTuple
+from collections import namedtuple
 
 import numpy as np
 import pytest
@@ -11,10 +11,7 @@ from torch.utils.data import DataLoader
 from fnloop.data import bucketed, pad_collate
 
 DRAWN = torch.randint(1, 60, (500,), generator=torch.Generator().manual_seed(0)).tolist()
-
-
-def padded(batch, lengths):
-    return len(batch) * max(lengths[i] for i in batch)
+padded = lambda batch, lengths: len(batch) * max(lengths[i] for i in batch)
 
 
 @pytest.mark.parametrize("limits", [
@@ -83,11 +80,6 @@ def test_what_bucketed_cannot_do_is_refused(arguments, message):
 # --- pad_collate
 
 
-class Pair(NamedTuple):
-    text: object
-    label: int
-
-
 @pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
 def test_sequences_are_padded_at_their_end(kind):
     batch = pad_collate(9)([{"x": kind([1, 2]), "n": 5}, {"x": kind([3]), "n": 6}])
@@ -106,6 +98,7 @@ def test_every_dimension_is_padded():
 
 
 def test_the_form_of_a_sample_is_kept():
+    Pair = namedtuple("Pair", ["text", "label"])
     made = pad_collate()([Pair([1, 2], 0), Pair([3], 1)])
     assert type(made) is Pair and made.text.tolist() == [[1, 2], [3, 0]]
     assert pad_collate()([{"name": "a"}, {"name": "bc"}]) == {"name": ["a", "bc"]}

@@ -51,11 +51,14 @@ def check_refused(path, state, message, **settings):
     assert_same(state, before)
 
 
-def check_continues(folder, new, step, data, splits=(1, 3, 5), epochs=2):
+def check_continues(folder, new, step, data, splits=(1, 3, 5), epochs=2, **restored):
     """Assert that a run that is stopped after n updates, saved and restored, ends as the whole."""
     whole = fl.fit(step, new(), data, epochs=epochs, hooks=())
     for split in splits:
         half = fl.fit(step, new(), data, epochs=epochs, hooks=(stop_at(split),))
-        half = fl.restore(fl.save(attrs.evolve(half, stop=None), folder / "half"), new())
+        path = fl.save(attrs.evolve(half, stop=None), folder / "half")
+        half = fl.restore(path, new(), **restored)
+        path = fl.save(half, folder / "half")  # again, before any middleware has met it
+        half = fl.restore(path, new(), **restored)
         assert_same(fl.fit(step, half, data, epochs=epochs, hooks=()), whole)
     return whole

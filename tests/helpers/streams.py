@@ -74,3 +74,7 @@ def train(loaders, state=None, pipe=(), **kwargs):
     """Train, for two epochs unless a target is given."""
     kwargs = {"hooks": ()} | (kwargs or {"epochs": 2})
     return fl.fit(fl.pipeline(*pipe)(toy_loss), state or toy(lr=0.01), loaders, **kwargs)
+
+
+def restored(state, folder):
+    return fl.restore(fl.save(state, folder / "a"), toy(w=9.0))

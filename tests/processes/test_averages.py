@@ -3,7 +3,9 @@
 import attrs
 import pytest
 import torch
-from process_problems import adamw, created, entropy, flat, in_double, loader, said, world
+from joined import flat, in_double, said, world
+from process_data import loader
+from process_problems import adamw, created, entropy
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -14,14 +16,8 @@ from fnloop._step.engine import engine_of
 
 pytestmark = pytest.mark.slow
 EMA = fl.ema(0.9)
-
-
-def normed():
-    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
-
-
-def state_of(shard=False):
-    return created(shard, adamw, normed, seed=3)
+state_of = lambda shard=False: created(shard, adamw, normed, seed=3)
+normed = lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
 
 
 @in_double
@@ -44,11 +40,9 @@ def averages(folder):
     norm = averaged.model[1]
     parts = averaged.model[0](torch.cat([b[0] for b in loader(size=6)])).split(6)
     found["batches"] = int(norm.num_batches_tracked)
-    found["mean"] = (
-        flat([norm.running_mean]),
-        flat([torch.stack([p.mean(0) for p in parts]).mean(0)]),
-    )
-    found["var"] = flat([norm.running_var]), flat([torch.stack([p.var(0) for p in parts]).mean(0)])
+    over_parts = lambda of: flat([torch.stack([of(p, 0) for p in parts]).mean(0)])
+    found["mean"] = flat([norm.running_mean]), over_parts(torch.mean)
+    found["var"] = flat([norm.running_var]), over_parts(torch.var)
     if world() > 1:
         unseen = fl.pipeline(fl.ema(0.9, evaluate=False))(entropy)
         both = [fl.update_batchnorm(unseen, state_of(shard), loader(size=6)) for shard in (0, 1)]
@@ -86,6 +80,8 @@ def test_an_average_of_a_sharded_model_is_not_evaluated(launched):
 # --- frozen
 
 STEP = fl.pipeline(fl.schedule(fl.schedules.linear()))(entropy)
+second_alone = lambda state: fl.unfreeze(fl.freeze(state, "4"), "2.*", lr=0.2)
+weights = lambda state: [flat([p]) for p in state.model.parameters()]
 
 
 def frozen_state(shard, norm=False):
@@ -104,18 +100,9 @@ def frozen_state(shard, norm=False):
     return created(by_layers if shard else False, of_the_head, make, seed=3)
 
 
-def weights(state):
-    return [flat([p]) for p in state.model.parameters()]
-
-
 @fl.when(lambda state: state.step == 17)
 def thaw(state):
-    """Train everything, from the middle of an epoch on."""
     return fl.unfreeze(state, "*", lr=0.05)
-
-
-def second_alone(state):
-    return fl.unfreeze(fl.freeze(state, "4"), "2.*", lr=0.2)
 
 
 def trained(state, name, data=None, hooks=()):

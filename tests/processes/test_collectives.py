@@ -10,19 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from process_problems import (
-    SIZE,
-    adam_and_sgd,
-    batches,
-    created,
-    entropy,
-    fitted,
-    loader,
-    rank,
-    said,
-    samples,
-    world,
-)
+from joined import rank, said, world
+from process_data import SIZE, batches, loader, samples
+from process_problems import adam_sgd, created, entropy, fitted
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -35,7 +25,6 @@ pytestmark = pytest.mark.slow
 
 
 def exchange(folder):
-    """Use the collectives: what comes of it, and of what is wrong."""
     mine, me = torch.arange(rank() + 1), fl.Mean(float(rank()), 1)
     nested = {"t": mine, "deep": [(torch.tensor(2.0), rank())], "name": "a" * rank()}
     found = {
@@ -77,7 +66,6 @@ def moves_a_parameter(model, batch):
 
 
 def moving(state):
-    """Change a weight by something else in every process."""
     with torch.no_grad():
         state.model[2].bias += 0.01 * rank() if state.step == 3 else 0
     return state
@@ -101,9 +89,8 @@ class Unseeded(Sampler):
 
 
 def replicas():
-    """Return this process's row of a mesh of all processes by one."""
-    names = {"mesh_dim_names": ("all", "one")}
-    return dist.device_mesh.init_device_mesh("cpu", (world(), 1), **names)["one"]
+    mesh = dist.device_mesh.init_device_mesh("cpu", (world(), 1), mesh_dim_names=("all", "one"))
+    return mesh["one"]  # the row of this process
 
 
 def tree(found):
@@ -115,9 +102,8 @@ def tree(found):
     return found.tolist() if isinstance(found, torch.Tensor) else found
 
 
-def made(make):
-    """Create the state of a model that one process makes in another way."""
-    return lambda: created(make=make)
+# Create the state of a model that one process makes in another way.
+made = lambda make: lambda: created(make=make)
 
 
 DIVERGED = "RuntimeError: the processes have diverged: "
@@ -148,7 +134,7 @@ REFUSED = {
         lambda: created(lambda model: fully_shard(model, mesh=replicas())),
         "NotImplementedError: this model is sharded over meshes of [1] of "),
     "sharded turns": (
-        lambda: fl.fit(TURNS, created(fully_shard, adam_and_sgd), batches(3), hooks=()),
+        lambda: fl.fit(TURNS, created(fully_shard, adam_sgd), batches(3), hooks=()),
         "NotImplementedError: alternate does not work with fully_shard"),
     "main only": (lambda: fl.on_main(fl.checkpoint("never")), "TypeError: "),
     "snapshot": (
@@ -239,7 +225,6 @@ def test_an_error_says_which_process_and_what_to_do(launched, n):
 
 
 def spread(folder):
-    """Create states of models that are sharded over four processes; return the results."""
     mesh = partial(dist.device_mesh.init_device_mesh, "cpu")
     created()  # joins the processes
     grid = mesh((2, 2), mesh_dim_names=("data", "tensor"))
@@ -248,14 +233,12 @@ def spread(folder):
     def both(model):
         fully_shard(parallelize_module(model, grid["tensor"], plan), mesh=grid["data"])
 
+    groups = lambda: mesh((2, 2), mesh_dim_names=("replicate", "shard"))
     ways = {
-        "tensor and data": both,
+        "tensor and data": both, "data": fully_shard,
         "tensor": lambda model: parallelize_module(model, mesh((4,)), plan),
-        "data": fully_shard,
-        "data in two groups": lambda model: fully_shard(
-            model, mesh=mesh((2, 2), mesh_dim_names=("replicate", "shard"))
-        ),
-    }
+        "data in two groups": lambda model: fully_shard(model, mesh=groups()),
+    }  # fmt: skip
     return {name: said(lambda shard=shard: created(shard).step) for name, shard in ways.items()}
 
 

@@ -2,34 +2,17 @@
 
 import pytest
 import torch
-from process_problems import (
-    COUNTS,
-    SIZE,
-    Stream,
-    batches,
-    by_tokens,
-    count,
-    created,
-    items,
-    kinds,
-    loader,
-    network,
-    rank,
-    samples,
-    tally,
-    torchmetrics,
-    world,
-)
+from joined import COUNTS, rank, world
+from process_data import SIZE, Stream, batches, count, loader, samples, tally
+from process_metrics import items, kinds, torchmetrics
+from process_problems import by_tokens, created, network
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Subset
 
 import fnloop as fl
 
 pytestmark = pytest.mark.slow
-
-
-def single(sample):
-    return [part[None] for part in sample]
+single = lambda sample: [part[None] for part in sample]
 
 
 def share(parts):
@@ -66,7 +49,6 @@ def counted(member, train):
 
 
 def consumption(folder):
-    """Return how often each sample was used, with batches of 4 in each process."""
     found = {}
     for name, make in LOADERS.items():
         if (name, world()) not in ONCE:
@@ -143,7 +125,6 @@ def test_each_update_has_the_total_and_each_sample_is_in_one(launched, n):
 
 
 def measures(folder):
-    """Evaluate one float32 model, with the same batches however many processes there are."""
     last = fl.metric(last=lambda aux, batch: fl.Last(batch[3].max()), **torchmetrics())
     step, state = fl.pipeline(kinds(), last)(by_tokens_too), created()
     x, y, tokens, _ = samples()[:]

@@ -5,10 +5,13 @@ import io
 import os
 import signal
 import time
+from unittest.mock import patch
 
 import attrs
 import pytest
-from process_problems import SIZE, Stream, entropy, fitted, loader, rank, samples, world
+from joined import rank, world
+from process_data import SIZE, Stream, loader, samples
+from process_problems import entropy, fitted
 
 import fnloop as fl
 from fnloop.testing import assert_same
@@ -35,8 +38,6 @@ class Long:
 
 
 def at_update(update, number, send=os.kill):
-    """Send the last process of all a signal at an update."""
-
     def hook(state):
         if state.step == update and rank() == world() - 1:
             send(os.getpid() if send is os.kill else 0, number)
@@ -46,7 +47,6 @@ def at_update(update, number, send=os.kill):
 
 
 def saves(folder, keep=100):
-    """Save for a signal and at the end alone."""
     return fl.every(steps=1000)(fl.checkpoint(folder, keep=keep))
 
 
@@ -67,7 +67,6 @@ def terminate(folder):
 
 
 def terminate_group(data):
-    """SIGTERM reaches the workers of the loader too."""
     hooks = (at_update(5, signal.SIGTERM, os.killpg),)
     return lambda folder: outcome(
         fitted(loader(data(), size=1, num_workers=2), epochs=100, hooks=(*hooks, saves(folder)))
@@ -109,39 +108,26 @@ def requeue(folder):
     script = folder / "scontrol"
     script.write_text(f"#!/bin/sh\necho $@ $(ls {folder}/run) >> {folder}/calls\n")
     script.chmod(0o755)
-    before = dict(os.environ)
-    os.environ["PATH"] = f"{folder}:{before['PATH']}"
-    if rank() == 0:
-        os.environ["SLURM_JOB_ID"] = "12"  # what the main process says counts
-    hooks = (at_update(20, signal.SIGUSR1), saves(folder / "run"), fl.requeue())
-    state = fitted(Long(), hooks=hooks)
-    os.environ.clear()
-    os.environ.update(before)
+    job = {} if rank() else {"SLURM_JOB_ID": "12"}  # what the main process says counts
+    with patch.dict(os.environ, {"PATH": f"{folder}:{os.environ['PATH']}", **job}):
+        hooks = (at_update(20, signal.SIGUSR1), saves(folder / "run"), fl.requeue())
+        state = fitted(Long(), hooks=hooks)
     fl.gather(0)  # the main process has called it
     return {**outcome(state), "calls": (folder / "calls").read_text().splitlines()}
 
 
 def clock(folder):
     due = []
-
-    def note(state):
-        due.append(state.step)
-        return state
-
+    note = lambda state: due.append(state.step) or state
     hooks = (fl.every(seconds=0.2)(note),)
-    state = fitted(
-        Long(0.002 if rank() else 0.001), hooks=hooks, evaluate_every=fl.every(seconds=0.3)
-    )
+    data, often = Long(0.002 if rank() else 0.001), fl.every(seconds=0.3)
+    state = fitted(data, hooks=hooks, evaluate_every=often)
     return {**outcome(state), "due": due, "records": [r.step for r in state.history]}
 
 
 def main_alone(folder):
     called, file = [], io.StringIO()
-
-    def note(state):
-        called.append(state.step)
-        return state
-
+    note = lambda state: called.append(state.step) or state
     table = fl.on_main(fl.to_csv(folder / "a.csv"))  # its begin needs all processes
     fitted(loader(), hooks=(fl.every(steps=2)(fl.on_main(note)), fl.progress(file=file), table))
     refused = pytest.raises(ValueError, match="must return the state that it is given")

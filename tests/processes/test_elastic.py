@@ -14,7 +14,8 @@ import time
 import pytest
 import torch
 from agents import Elastic
-from process_problems import come_to, difference, rank, world
+from joined import come_to, difference, rank, world
+from process_metrics import changing
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -60,19 +61,11 @@ def learn(folder, pause=0.02, exact=False):
         "counts": torch.optim.SGD([model.counts], lr=float(TOTAL)),  # minus 1 for each time
     }
 
-    @fl.middleware("gradient")
-    def note_samples():
-        def wrap(step):
-            def noting(state, batch):
-                state, out = step(state, batch)
-                samples[:] = state.model.counts.grad.nonzero().flatten().tolist()
-                return state, out
+    def note(state, out, batch):
+        samples[:] = state.model.counts.grad.nonzero().flatten().tolist()
+        return out
 
-            return noting
-
-        return wrap
-
-    def note(state):
+    def log(state):
         if rank() == 0:
             rate = state.optimizer["net"].param_groups[0]["lr"]
             with (folder / "log").open("a") as file:
@@ -85,10 +78,10 @@ def learn(folder, pause=0.02, exact=False):
     state = fl.TrainState.create(model, optimizers, seed=0, exact=exact)
     state = fl.resume(folder / "saved", state)
     cosine = fl.schedule(schedules.cosine(warmup=0.1), only="net")
-    step = fl.pipeline(fl.accumulate(total=TOTAL), note_samples(), cosine)(loss_fn)
+    step = fl.pipeline(fl.accumulate(total=TOTAL), changing("gradient", note), cosine)(loss_fn)
     loaders = {"train": DataLoader(data(), 4, shuffle=True), "valid": DataLoader(data(), 7)}
     saves = fl.every(steps=SAVED_EVERY)(fl.checkpoint(folder / "saved", keep=2))
-    state = fl.fit(step, state, loaders, epochs=EPOCHS, hooks=(note, saves))
+    state = fl.fit(step, state, loaders, epochs=EPOCHS, hooks=(log, saves))
     if state.stop is not None:  # by the agent, because a machine has come
         sys.exit(state.stop)
     records = [[one.metrics["train/loss"], one.metrics["valid/loss"]] for one in state.history]
@@ -142,9 +135,7 @@ def limit(folder, step):
 
 @pytest.mark.long
 @pytest.mark.parametrize(("learn", "tolerance"), TOLERANCES.items())
-def test_a_job_whose_machines_fail_and_come_trains_as_an_undisturbed_one(
-    learn, tolerance, tmp_path
-):
+def test_a_job_whose_machines_fail_and_come_is_as_one_undisturbed(learn, tolerance, tmp_path):
     (tmp_path / "alone").mkdir()
     expected = learn(tmp_path / "alone", pause=0)
     job = Elastic(tmp_path / "elastic", learn, most=3)

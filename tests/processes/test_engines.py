@@ -3,22 +3,21 @@
 import launch
 import pytest
 import torch
-from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs
 from evaluation_draws import CALLS, draws_in
-from process_problems import batches, created, entropy, fitted, loader, said, world
+from joined import said
+from process_data import batches, loader
+from process_problems import created, entropy, fitted
 from sample_middleware import repeat
 from test_training import Gan, fooled, real_and_fake, turns, two
 from torch.utils.data import DataLoader, TensorDataset
 
 import fnloop as fl
-from fnloop.testing import Toy, toy, toy_loss
+from fnloop.testing import toy, toy_loss
 
 pytestmark = pytest.mark.slow
 
 
 def precision(folder):
-    """Return the dtype of an output, with what accelerate is configured for."""
     seen = set()
 
     def loss(model, batch):
@@ -42,8 +41,6 @@ def test_mixed_precision_that_accelerate_is_configured_for(tmp_path, kind, n):
 
 @fl.middleware("gradient")
 def noise(std):
-    """Add noise to the gradient, as the README does, and look at the batch."""
-
     def wrap(step):
         def noisy(state, batch):
             before = torch.rand(())
@@ -58,7 +55,6 @@ def noise(std):
 
 
 def drawing(folder):
-    """Return what processes that draw inside and outside of backward come to."""
     found, masks = {}, []
 
     def dropping(model, batch):
@@ -75,17 +71,7 @@ def drawing(folder):
     mx = fl.metric(mx=lambda aux, batch: batch[0].max())
     state = fl.fit(fl.pipeline(mx)(dropping), toy(), DataLoader(data, 4), hooks=())
     found["history"] = [r.metrics for r in state.history]
-    handler = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
-    return {**found, "views": views(handler).model.w.item()}
-
-
-def views(handler):
-    model, backend = Toy(1.0), Accelerator(cpu=True, kwargs_handlers=[handler])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    state = fl.TrainState.create(model, optimizer, seed=0, backend=backend)
-    data = DataLoader(TensorDataset(torch.arange(1.0, 9.0)), 4 // world())
-    step = fl.pipeline(fl.clip(5.0), fl.accumulate(2))(lambda m, b: (m.w * b[0]).mean())
-    return fl.fit(step, state, data, hooks=())
+    return found
 
 
 def test_draws_differ_within_backward_and_agree_after_it(launched):
@@ -94,12 +80,6 @@ def test_draws_differ_within_backward_and_agree_after_it(launched):
         assert other[name][0] == first[name][0]
         assert other[name][1][0] != first[name][1][0]
     assert other["history"] == first["history"]
-
-
-def test_gradients_may_be_views_of_the_buckets_of_ddp(launched):
-    """They come to 1 - 0.1 (2.5 + 5) / 2 on both numbers of processes."""
-    (alone,), (first, _) = launched(drawing, 1), launched(drawing, 2)
-    assert first["views"] == pytest.approx(alone["views"])
 
 
 def calls(folder):
@@ -111,7 +91,7 @@ def calls(folder):
     last = fl.pipeline(fl.metric(last=lambda aux, batch: fl.Last(batch.max())))(toy_loss)
     drawn = lambda loss: lambda m, b: seen.append(torch.rand(()).item()) or loss(m, b)
     seen, both = [], turns(d_loss=drawn(real_and_fake), g_loss=drawn(fooled), order=("d", "d", "g"))
-    state = created(optimizer=lambda parameters: two([*parameters]), make=Gan)
+    state = created(optimizer=two, make=Gan)
     fl.fit(both, state, loader(), steps=2, hooks=())
     return {
         "turns": seen,

@@ -9,17 +9,10 @@ from pathlib import Path
 import launch
 import pytest
 import torch
-from process_problems import (
-    adam_and_sgd,
-    batches,
-    created,
-    entropy,
-    fitted,
-    loader,
-    rank,
-    said,
-    world,
-)
+from joined import rank, said, world
+from process_data import batches, loader
+from process_metrics import changing
+from process_problems import adam_sgd, created, entropy, fitted
 from torch.distributed.fsdp import fully_shard
 
 import fnloop as fl
@@ -95,51 +88,30 @@ def test_if_one_process_is_killed_at_a_random_moment_the_others_end(monkeypatch)
     assert max(losses.kill(2, seed=1)) < losses.LIMIT
 
 
-@pytest.mark.long  # as test_restarts.py, and the examples, start jobs by both
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_launchers_start_a_run(tmp_path, launcher):
-    found = launch.results(tmp_path, 2, facts_of_backend, by=LAUNCHERS[launcher])
-    assert found == [["cpu", 0, 2, True, None], ["cpu", 1, 2, False, None]]
-
-
-def facts_of_backend(folder):
-    backend = fitted(batches(3)).backend
-    return [backend.device.type, backend.rank, backend.world_size, backend.main, backend.precision]
-
-
-@fl.middleware("gradient")
 def its_own():
     """Train the last process with other gradients, from its third update on."""
 
-    def wrap(step):
-        def scaled(state, batch):
-            new, out = step(state, batch)
-            if state.step >= 2 and rank() == world() - 1:
-                for p in new.model.parameters():
-                    p.grad.mul_(1.1)
-            return new, out
+    def scale(state, out, batch):
+        if state.step >= 2 and rank() == world() - 1:
+            for p in state.model.parameters():
+                p.grad.mul_(1.1)
+        return out
 
-        return scaled
-
-    return wrap
+    return changing("gradient", scale)
 
 
 SAVES = ("hook", "background", "fl.save", "average", "two optimizers", "exact", "sharded")
 
 
 def saves(folder):
-    """Return, by the way in which a run saves, what it keeps of 6 updates and how it ends."""
     ways = [(way, healthy) for way in SAVES for healthy in (True, False)]
     return {f"{way}, {well}": saved_by(folder / way / str(well), way, well) for way, well in ways}
 
 
 def saved_by(folder, way, healthy):
-    def save(state):
-        fl.save(state, folder / f"step-{state.step:08d}")
-        return state
-
+    save = lambda state: fl.save(state, folder / f"step-{state.step:08d}") and state
     slow = lambda parameters: torch.optim.SGD(parameters, lr=0.01)
-    optimizer = adam_and_sgd if way == "two optimizers" else slow
+    optimizer = adam_sgd if way == "two optimizers" else slow
     state = created(way == "sharded" and fully_shard, optimizer, exact=way == "exact")
     hook = save if way == "fl.save" else fl.checkpoint(folder, None, background=way == "background")
     rings = [*([fl.ema(0.5)] if way == "average" else []), *([] if healthy else [its_own()])]

@@ -5,7 +5,9 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.distributed as dist
-from process_problems import created, entropy, join, loader, rank, said, world
+from joined import join, rank, said, world
+from process_data import loader
+from process_problems import created, entropy
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -16,8 +18,6 @@ pytestmark = pytest.mark.slow
 
 @fl.middleware("gradient")
 def no_sample(index):
-    """A guard of a user's: leave updates out that have a sample."""
-
     def judge(state, found):
         if found:
             state.slots["no_sample"].append(state.step)
@@ -41,8 +41,6 @@ def decided(folder):
 
 
 def refused(folder):
-    """Where others would wait for the process that leaves a batch out."""
-
     def loss_fn(model, batch):
         if int(batch[-1][0]) >= 4 * world():
             return fl.skip("no more")
@@ -50,16 +48,12 @@ def refused(folder):
         dist.all_reduce(torch.zeros(1))
         return loss, aux
 
-    sharded = created(fully_shard)
-    return [
-        said(lambda: fl.fit(fl.pipeline()(loss_fn), created(), loader(size=2), hooks=()).step),
-        said(lambda: fl.pipeline()(lambda m, b: fl.skip("never"))(sharded, None)),
-    ]
+    sharded, skips = created(fully_shard), fl.pipeline()(lambda m, b: fl.skip("never"))
+    fitted = lambda: fl.fit(fl.pipeline()(loss_fn), created(), loader(size=2), hooks=()).step
+    return [said(fitted), said(lambda: skips(sharded, None))]
 
 
 def not_repeated(folder):
-    """What can be neither repeated nor copied in one process."""
-
     normed = created(make=lambda: nn.Sequential(nn.Linear(6, 3), nn.SyncBatchNorm(3)))
 
     def fitted(member, state):
@@ -87,11 +81,7 @@ def put_back(folder):
     """A guard leaves out what one process has found; and evaluations count calls."""
     state, found = created(make=Normed), []
     step = fl.pipeline(no_sample(5 * world()))(entropy)
-
-    def note(state):
-        found.append([b.tolist() for b in state.model.buffers()])
-        return state
-
+    note = lambda state: found.append([b.tolist() for b in state.model.buffers()]) or state
     settings = {"steps": 4, "hooks": (note,), "evaluate_every": fl.every(steps=1)}
     state = fl.fit(step, state, (loader(size=2), loader(size=3)), **settings)
     outputs = [*fl.predict(lambda m, b: m(b[0]), state, loader(size=3), gather=False)]
@@ -102,10 +92,7 @@ def put_back(folder):
 
 def all_left_out(folder):
     """Which process leaves out what is another one each time, so their reasons differ."""
-
-    def loss_fn(model, batch):
-        return fl.skip(f"process {rank()}")
-
+    loss_fn = lambda model, batch: fl.skip(f"process {rank()}")
     try:
         fl.fit(fl.pipeline()(loss_fn), created(), loader(), steps=3, hooks=())
     except ValueError as error:
@@ -119,12 +106,9 @@ def guards(folder):
     return {job.__name__: job(folder) for job in jobs}
 
 
-N = 3
-
-
 @pytest.fixture
 def found(launched):
-    mine, *others = launched(guards, N)
+    mine, *others = launched(guards, 3)
     assert all(other == mine for other in others)
     return mine
 
@@ -154,5 +138,5 @@ def test_buffers_are_put_back_in_every_process(found):
 
 
 def test_a_run_that_leaves_everything_out_ends_in_every_process(found):
-    updates = 2 * -(-41 // (N * (6 // N)))
+    updates = 2 * 7  # of 6 samples in all, of 41
     assert found["all_left_out"] == ["all updates of epochs 1 and 2 were left out", 2, 0, updates]

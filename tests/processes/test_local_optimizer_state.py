@@ -5,20 +5,10 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
+from joined import COUNTS, difference, flat, in_double, join, rank, said, world
 from launch import reads, written_by
-from process_problems import (
-    COUNTS,
-    created,
-    difference,
-    entropy,
-    flat,
-    in_double,
-    join,
-    loader,
-    rank,
-    said,
-    world,
-)
+from process_data import loader
+from process_problems import created, entropy
 from several import split
 from torch import nn
 
@@ -72,6 +62,7 @@ def zero(params):
 
 
 KINDS = {"owned": Owned, "counted": Counted, "several": several, "zero": zero, "background": Owned}
+weights = lambda state: flat(fl.unwrap(state).parameters())
 
 
 def made(kind, shift=0.0):
@@ -89,12 +80,7 @@ def saving(kind, folder):
     return (fl.every(epochs=1)(fl.checkpoint(folder, background=kind == "background")),)
 
 
-def weights(state):
-    return flat(fl.unwrap(state).parameters())
-
-
 def keys(state):
-    """Return which entries of the state this process keeps."""
     found = {}
     for name, p in fl.unwrap(state).named_parameters():
         for one in optimizers_in(state.optimizer).values():

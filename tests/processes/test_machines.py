@@ -12,7 +12,9 @@ import time
 import launch
 import pytest
 from agents import TORCHRUN, Agent
-from process_problems import adamw, created, dropping, entropy, loader, logged, rank, said
+from joined import logged, rank, said
+from process_data import loader
+from process_problems import adamw, created, dropping, entropy
 
 import fnloop as fl
 
@@ -34,11 +36,8 @@ def command(*words, check=True):
 
 @functools.cache
 def why_not():
-    """Return why there cannot be two machines here, or None."""
-    if not hasattr(os, "geteuid") or os.geteuid() != 0:
-        return "needs root"
-    if shutil.which("ip") is None or shutil.which("unshare") is None:
-        return "needs ip (iproute2) and unshare (util-linux)"
+    if not hasattr(os, "geteuid") or os.geteuid() or not all(map(shutil.which, ("ip", "unshare"))):
+        return "needs root, ip (iproute2) and unshare (util-linux)"
     made = command("ip", "netns", "add", NAMES[0], check=False)
     command("ip", "netns", "del", NAMES[0], check=False)
     return f"has no network namespaces: {made.stderr.decode()}" if made.returncode else None
@@ -46,7 +45,6 @@ def why_not():
 
 @pytest.fixture(scope="module")
 def machines():
-    """Return what starts a command on each of two machines."""
     if (reason := why_not()) is not None:
         pytest.skip(reason)
     try:
@@ -81,7 +79,6 @@ def c10d(n):
 
 
 def on_both(machines, folder, job, meet, hide=None):
-    """Run a job on two machines, each with one process. Return the results."""
     agents = []
     try:
         for n, prefix in enumerate(machines):
@@ -115,7 +112,6 @@ def trained(folder):
 
 
 def unshared(folder):
-    """Train, and then try to continue from a disk that each machine has for itself."""
     found, disk = trained(folder), folder / "disk"
     path = fl.latest(folder / "saved")
     fl.reduce(0.0)  # both have found it

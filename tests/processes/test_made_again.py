@@ -4,7 +4,9 @@ import math
 
 import pytest
 import torch
-from process_problems import adamw, created, dropping, entropy, loader, rank, samples, world
+from joined import rank, world
+from process_data import loader, samples
+from process_problems import adamw, created, dropping, entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 import fnloop as fl
@@ -13,10 +15,7 @@ from fnloop.testing import assert_same
 
 pytestmark = pytest.mark.slow
 BAD = 17  # a sample
-
-
-def fresh():
-    return created(False, adamw, dropping)
+fresh = lambda: created(False, adamw, dropping)
 
 
 def again(folder):

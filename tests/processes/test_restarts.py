@@ -2,24 +2,14 @@
 
 import os
 import signal
-import time
 
 import attrs
 import launch
 import pytest
 import torch
-from process_problems import (
-    adamw,
-    batches,
-    come_to,
-    created,
-    difference,
-    entropy,
-    in_double,
-    loader,
-    rank,
-    said,
-)
+from joined import come_to, rank, said
+from process_data import batches, loader
+from process_problems import created, entropy
 from sample_hooks import stop_at
 from streams import READ, Stream, train
 from torch.utils.data import DataLoader
@@ -30,36 +20,7 @@ from fnloop.testing import toy
 pytestmark = pytest.mark.slow
 CLIPPED = fl.pipeline(fl.clip(0.5))(entropy)
 PLAIN = fl.pipeline()(entropy)
-
-
-@in_double
-def enduring(folder, pause=0.05):
-    """Train on, and save every second update; note where it is."""
-
-    def note(state):
-        (folder / f"at-{state.step}").touch()
-        time.sleep(pause)
-        return state
-
-    state = fl.resume(folder / "saved", created(optimizer=adamw))
-    hooks = (fl.every(steps=2)(fl.checkpoint(folder / "saved")), fl.on_main(note))
-    began = state.step
-    state = fl.fit(CLIPPED, state, loader(shuffle=True), epochs=4, hooks=hooks)
-    return {"began": began, **come_to(state)}
-
-
-@pytest.mark.long
-def test_a_killed_run_resumes_on_2_and_3_and_1(tmp_path):
-    for n, until in ((1, 6), (2, 14), (3, 20)):
-        mark = tmp_path / "run" / f"at-{until}"
-        found = launch.launch(tmp_path / "run", n, enduring, kill_when=mark, forked=True)
-        assert found.codes == [-signal.SIGKILL] * n, found.errors
-    (found,) = launch.results(tmp_path / "run", 1, enduring)
-    (tmp_path / "whole").mkdir()
-    expected = enduring(tmp_path / "whole", pause=0)
-    assert found["began"] >= 18 and found["counters"] == expected["counters"] == [28, 4, 0]
-    assert difference(expected["weights"], found["weights"]) < 1e-12
-    assert difference(expected["history"], found["history"]) < 1e-12
+whole_stream = lambda: DataLoader(Stream(16, noisy=False), 2)
 
 
 def restarting(folder, kills):
@@ -83,10 +44,8 @@ def test_a_job_that_torchrun_restarts_equals_an_uninterrupted_one_bit_for_bit(tm
     kills = [[9, 1], [18, 0]]
     by = (*launch.TORCHRUN, "--max-restarts", "2")
     found = launch.results(tmp_path / "killed", 2, restarting, kills, by=by, timeout=300)
-    assert [[mine.pop("attempt") for mine in runs] for runs in (expected, found)] == [
-        ["0"] * 2,
-        ["2"] * 2,
-    ]
+    attempts = [[mine.pop("attempt") for mine in runs] for runs in (expected, found)]
+    assert attempts == [["0"] * 2, ["2"] * 2]
     assert found == expected and expected[0]["counters"] == [28, 4, 0]
 
 
@@ -120,10 +79,6 @@ def continue_sharded(folder):
     on = fl.fit(PLAIN, whole, fl.sharded(batches(6)), epochs=2, hooks=())  # from an epoch's end
     said_of_shards = said(lambda: again(fl.sharded(batches(3))))[:62]
     return [said_of_shards, whole.step, on.step - whole.step, continue_streams(folder)]
-
-
-def whole_stream():
-    return DataLoader(Stream(16, noisy=False), 2)
 
 
 def continue_streams(folder):

@@ -7,38 +7,23 @@ import random
 import attrs
 import numpy as np
 import pytest
-import torch
+from joined import COUNTS, FEW, come_to, difference, flat, in_double, rank, said, world
 from launch import reads, written_by
+from process_data import SIZE, batches, count, loader, tally
+from process_metrics import items
 from process_problems import (
-    COUNTS,
-    FEW,
-    SIZE,
-    adam_and_sgd,
+    adam_sgd,
     adamw,
-    batches,
-    come_to,
-    count,
+    by_tokens,
     created,
-    difference,
     dropping,
     entropy,
     fitted,
-    flat,
-    in_double,
-    items,
-    loader,
     network,
-    rank,
-    said,
-    tally,
-    whole,
-    world,
 )
 from sample_hooks import stop_at
-from test_training import Gan, turns
-from test_training import two as gan_optimizers
-from torch import nn
-from torch.optim import lr_scheduler
+from sample_middleware import halved, warming_up
+from test_training import Gan, fooled, own, real_and_fake, turns, two, weighted
 
 import fnloop as fl
 
@@ -53,7 +38,7 @@ def noisy(model, batch):
 
 @attrs.frozen
 class Kind:
-    """A run of 3 epochs that is cut in the middle of one."""
+    """A run of 2 epochs that is cut in the middle of one."""
 
     members: tuple
     cut: int = 6  # updates until it is saved, of 4 in an epoch
@@ -61,15 +46,14 @@ class Kind:
     make: object = network
     loss: object = entropy
     size: object = None
-    ends: tuple = (12, 3, 0)
+    ends: tuple = (8, 2, 0)
 
     def train(self, shard=False, folder=None, until=None):
-        """Train a state, or resume from a folder."""
         state = created(shard, self.optimizer, self.make)
         state = state if folder is None else fl.resume(folder, state)
         train, often = loader(size=self.size, shuffle=True), {"record_every": fl.every(steps=3)}
         step = fl.pipeline(*self.members)(self.loss)
-        state = fl.fit(step, state, train, epochs=3, hooks=(stop_at(until),), **often)
+        state = fl.fit(step, state, train, epochs=2, hooks=(stop_at(until),), **often)
         return attrs.evolve(state, stop=None)
 
     def result(self, *given):
@@ -80,23 +64,32 @@ class Kind:
 
 USUAL = fl.accumulate(2), fl.clip(0.5)
 COSINE = fl.schedules.cosine(warmup=0.1)
+PART = fl.ema(warming_up, only="0", evaluate=False)
+GAN = {"make": Gan, "optimizer": two}
 AVERAGES = fl.ema(0.9, evaluate=False), fl.swa(2, every=2, evaluate=False)
 KINDS = {
     "plain": Kind((*USUAL, fl.schedule(COSINE), *AVERAGES)),
-    "several": Kind((*USUAL, fl.schedule(COSINE, only="rest")), optimizer=adam_and_sgd),
+    "several": Kind((*USUAL, fl.schedule(COSINE, only="rest")), optimizer=adam_sgd),
     "noisy": Kind((*USUAL, fl.schedule(COSINE)), loss=noisy, make=dropping),
-    "total": Kind((fl.accumulate(total=8), fl.schedule(COSINE)), size=2, cut=8, ends=(18, 3, 0)),
+    "total": Kind((fl.accumulate(total=8), fl.schedule(COSINE)), size=2, cut=8, ends=(12, 2, 0)),
     "turns": Kind(
-        (fl.ema(0.9, evaluate=False),), cut=4, make=Gan, ends=(9, 3, 0),
-        optimizer=lambda parameters: gan_optimizers([*parameters]),
-        loss=turns([], [fl.clip(0.5)], order=("d", "d", "g"), batch="next"),
-    ),
+        (fl.ema(0.9, evaluate=False),), cut=4, ends=(6, 2, 0), **GAN,
+        loss=turns([], [fl.clip(0.5)], order=("d", "d", "g"), batch="next")),
+    "own": Kind((*USUAL, PART), loss=own(by_tokens)),
+    "own turn": Kind(
+        (), cut=5, ends=(8, 2, 0), **GAN, loss=fl.alternate(
+            {"d": own(real_and_fake), "g": fl.pipeline()(fooled)}, order=("d", "d", "g"),
+            batch={"d": "next", "g": "same"})),
+    "rates": Kind((fl.torch_scheduler(halved), PART), cut=9, ends=(14, 2, 0), loss=by_tokens),
+    "scheduled": Kind(
+        (fl.scheduled(beta=fl.schedules.linear(min_ratio=0.1)),), cut=5, ends=(14, 2, 0),
+        loss=weighted),
 }  # fmt: skip
 SHARDED = ("plain", "several")
 # Each kind, and how it is saved and resumed: on a sharded model or not. Draws depend on the number.
 PAIRS = [
     *((kind, a, b) for kind in SHARDED for a in (False, True) for b in (False, True)),
-    *(("total", False, False), ("turns", False, False), ("noisy", False, False)),
+    *((kind, False, False) for kind in KINDS if kind not in SHARDED),
 ]
 
 
@@ -122,7 +115,6 @@ def saves(folder):
 @reads(saves, COUNTS)
 @in_double
 def resumes(folder):
-    """Resume what was saved on any number of processes."""
     found = {}
     for n in COUNTS:
         saved = written_by(saves, n, folder)
@@ -185,11 +177,7 @@ FALLING = fl.schedule(lambda i, total: 1.0 if i < 0.6 * total else -1.0)
 def best_of(shard, folder=None, saved=None, hooks=None):
     state = created(shard, adamw)
     state = state if saved is None else fl.resume(saved, state)
-
-    def save(state):
-        fl.save(state, folder / str(shard) / "a")
-        return state
-
+    save = lambda state: fl.save(state, folder / str(shard) / "a") and state
     saves = fl.when(lambda state: (state.epoch, state.batch) == (SAVED, 0))(save)
     usual = (fl.restore_best("valid/loss"), *((saves,) if folder else ()))
     loaders = {"train": loader(shuffle=True), "valid": loader()}
@@ -209,7 +197,7 @@ def ends(folder):
 @reads(ends, FEW)
 @in_double
 def resumes_to_the_best(folder):
-    ways = [(n, one, other) for n in FEW for one in (False, True) for other in (False, True)]
+    ways = itertools.product(FEW, (False, True), (False, True))
     return [best_of(b, saved=written_by(ends, n, folder) / str(a)) for n, a, b in ways]
 
 
@@ -226,101 +214,3 @@ def test_any_number_of_processes_ends_with_the_same_best_weights(launched, n):
             for part in ("weights", "average"):
                 assert difference(right[part], found[part]) < CLOSE
                 assert difference(mine["last"][part], found[part]) > 0.01
-
-
-# --- parts
-
-
-def adapter(shift=0.0):
-    model = nn.Sequential(nn.Linear(6, 3), nn.Linear(3, 3))
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(shift)
-    model[0].requires_grad_(False)
-    return model
-
-
-def adapted(shard, shift=0.0):
-    return created(
-        shard, lambda ps: adamw([p for p in ps if p.requires_grad]), lambda: adapter(shift)
-    )
-
-
-@in_double
-def partial_saves(folder):
-    found = []
-    for shard in (False, True):
-        for part in ("model", "trained"):
-            where = folder / str(shard) / part
-            best = {"best": "valid/loss", "named": ("valid/loss",)}
-            saves = fl.every(epochs=1)(fl.checkpoint(where, keep=1, only=(part,), **best))
-            loaders = loader(), loader()
-            fl.fit(fl.pipeline()(entropy), adapted(shard), loaders, epochs=2, hooks=(saves,))
-        found.append(said(lambda: fl.resume(folder / str(shard) / "model", adapted(False))))
-    return found
-
-
-@reads(partial_saves, FEW)
-@in_double
-def partial_restores(folder):
-    found = {"fresh": [flat(adapted(False, shift).model[0].parameters()) for shift in (0.0, 1.0)]}
-    for n in FEW:
-        for before in (False, True):
-            for after in (False, True):
-                for part in ("model", "trained"):
-                    where = written_by(partial_saves, n, folder) / str(before) / part
-                    state = fl.restore(fl.best(where), adapted(after, 1.0), only=(part,))
-                    layers = [[whole(p) for p in layer.parameters()] for layer in state.model]
-                    found[f"{part} of {n}, {before} to {after}"] = [*map(flat, layers)]
-    return found
-
-
-@pytest.mark.parametrize("n", FEW)
-def test_parts_saved_on_any_number_are_restored_on_any_other(launched, n):
-    assert all("a run cannot be resumed: " in text for text in launched(partial_saves, n)[-1])
-    for mine in launched(partial_restores, n):
-        base, shifted = mine.pop("fresh")
-        trained = mine["model of 1, False to False"][1]
-        for name, (first, last) in mine.items():
-            assert first == (base if name.startswith("model") else shifted), name
-            assert last == pytest.approx(trained, rel=1e-9), name
-
-
-# --- phases
-
-UPDATES = 7 + 3 + 4  # of the three phases
-
-
-def script(state, *hooks):
-    """Train an epoch and a part of one, until a hook stops, and by a scheduler of torch."""
-    scheduled = fl.plateau("train/loss", patience=1), fl.schedule(fl.schedules.cosine())
-    halving = fl.torch_scheduler(lambda opt, run: lr_scheduler.StepLR(opt, 2, gamma=0.5))
-    windows = fl.accumulate({0: 1, 1: 2}), fl.clip(0.5)
-    loaders = {"train": loader(size=9, shuffle=True), "valid": loader(size=9)}
-    for name, members, hook, targets in (
-        ("first", scheduled, (), {"steps": 7}),
-        ("second", windows, (stop_at(10),), {"epochs": 4}),
-        ("third", (halving,), (), {"steps": 4}),
-    ):
-        step, often = fl.pipeline(*members)(entropy), {"record_every": fl.every(steps=2)}
-        settings = {"hooks": (*hook, *hooks), "phase": name, **targets, **often}
-        state = fl.fit(step, state, loaders, **settings)
-    return state
-
-
-@in_double
-def phased(folder):
-    def keep(state):
-        fl.save(state, folder / f"{state.step}")
-        return state
-
-    ended = script(created(False, adamw), fl.every(steps=1)(keep))
-    again = [fl.restore(folder / f"{step}", created(False, adamw)) for step in (1, 7, 8, 10, 12)]
-    return [[p.stop, p.done] for p in ended.phases], *(come_to(script(s)) for s in (ended, *again))
-
-
-def test_a_script_of_phases_that_is_started_again_ends_the_same(launched):
-    for phases, whole_run, *resumed in launched(phased, 2):
-        assert phases == [[None, True], ["enough", True], [None, True]]
-        assert whole_run["counters"][0] == UPDATES
-        assert all(one == whole_run for one in resumed)

@@ -2,10 +2,12 @@
 
 import os
 import signal
+from unittest.mock import patch
 
 import attrs
 import pytest
 import torch
+from process_metrics import changing, with_metrics
 from sample_hooks import stop_at
 from torch import nn
 from torch.utils.data import DataLoader
@@ -21,19 +23,10 @@ DATA = torch.arange(1.0, 29.0)  # 7 batches of 4: on two processes, one of the l
 STEPS = 3
 
 
-@fl.middleware("gradient")
 def counted():
     """Report how many updates were made: the same sum in every process."""
-
-    def wrap(step):
-        def counting(state, batch):
-            state, out = step(state, batch)
-            metrics = {**out.metrics, "updates": fl.Sum(torch.tensor(1.0))}
-            return state, attrs.evolve(out, metrics=metrics)
-
-        return counting
-
-    return wrap
+    count = lambda state, out, batch: with_metrics(out, updates=fl.Sum(torch.tensor(1.0)))
+    return changing("gradient", count)
 
 
 def measured():
@@ -69,25 +62,19 @@ def fitted(kind, folder=None, cut=None, again=False):
     make_step, state = kind()
     armed = [cut == "SIGTERM"]
 
-    @fl.middleware("evaluation")
-    def terminated():
-        def wrap(step):
-            def evaluating(state, batch):
-                if armed[0]:
-                    armed[0] = False
-                    os.kill(os.getpid(), signal.SIGTERM)
-                return step(state, batch)
-
-            return evaluating
-
-        return wrap
+    def terminate(state, out, batch):
+        if armed[0]:
+            armed[0] = False
+            os.kill(os.getpid(), signal.SIGTERM)
+        return out
 
     state = attrs.evolve(fl.restore(folder, state), stop=None) if again else state
     valid = DataLoader(DATA[:24], batch_size=2)
     loaders = {"train": DataLoader(DATA, batch_size=4), "valid": valid}
     often = {"evaluate_every": fl.every(steps=STEPS), "record_every": fl.every(steps=2)}
     hooks = (stop_at(STEPS),) if cut == "enough" else ()
-    state = fl.fit(make_step(terminated()), state, loaders, epochs=2, hooks=hooks, **often)
+    step = make_step(changing("evaluation", terminate, "terminated"))
+    state = fl.fit(step, state, loaders, epochs=2, hooks=hooks, **often)
     records = [(r.step, dict(r.metrics)) for r in state.history if not r.closing]
     if cut:
         fl.save(state, folder)
@@ -118,10 +105,8 @@ def resumed_metrics(folder):
     for name, cut in ((name, cut) for name in KINDS for cut in CUTS):
         fitted(KINDS[name], folder / f"{name} {cut}", cut)
         found[f"{name} {cut}"] = fitted(KINDS[name], folder / f"{name} {cut}", again=True)
-    own_names = DistributedEngine.own_names
-    DistributedEngine.own_names = lambda self, names: []  # as in an old checkpoint
-    fitted(turns, folder / "old", "SIGTERM")
-    DistributedEngine.own_names = own_names
+    with patch.object(DistributedEngine, "own_names", lambda self, names: []):
+        fitted(turns, folder / "old", "SIGTERM")  # an old checkpoint
     return {**found, "old": fitted(turns, folder / "old", again=True), "copied": copied(folder)}
 
 
@@ -129,9 +114,8 @@ def resumed_metrics(folder):
 def test_a_run_that_continues_has_the_metrics_of_one_that_was_not_cut(launched, n):
     for found in launched(resumed_metrics, n):
         for name, cut in ((name, cut) for name in KINDS for cut in CUTS):
-            for (step, mine), (right_step, right) in zip(
-                found[f"{name} {cut}"], found[name], strict=True
-            ):
+            pairs = zip(found[f"{name} {cut}"], found[name], strict=True)
+            for (step, mine), (right_step, right) in pairs:
                 assert step == right_step and mine == pytest.approx(right, rel=1e-12), (name, cut)
 
 

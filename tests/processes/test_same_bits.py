@@ -13,23 +13,19 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from joined import join, rank, said, world
 from launch import reads, written_by
+from process_data import loader
+from process_metrics import changing, kinds, torchmetrics, with_metrics
 from process_problems import (
-    adam_and_sgd,
+    adam_sgd,
     adamw,
     by_tokens,
     convolutions,
     created,
     dropping,
     entropy,
-    join,
-    kinds,
-    loader,
     network,
-    rank,
-    said,
-    torchmetrics,
-    world,
 )
 from sample_hooks import stop_at
 from sample_middleware import noise
@@ -42,6 +38,12 @@ from fnloop._core.optimizers import optimizers_in
 pytestmark = pytest.mark.slow
 FOUR = pytest.param(4, marks=pytest.mark.long)
 TOGETHER = 12  # batches of an update, in all processes
+begun = lambda model, optimizer, exact=True: created(False, optimizer, model, exact=exact)
+in_bf16 = lambda model, batch: entropy(model, (batch[0].bfloat16(), *batch[1:]))
+window = lambda: fl.accumulate(TOGETHER // world())
+momentum = lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+newest = lambda: fl.metric(first=lambda aux, batch: fl.Last(batch[3][0]))
+last_channels = lambda: convolutions().to(memory_format=torch.channels_last)
 
 
 class Odd(nn.Module):
@@ -57,12 +59,7 @@ class Odd(nn.Module):
         return (self.second(hidden) if x[0, 0] > 1 else hidden) * self.scale.float()
 
 
-def last_channels():
-    return convolutions().to(memory_format=torch.channels_last)
-
-
 def drawing(model, batch):
-    """Draw from the generators of Python and NumPy too."""
     loss, aux = entropy(model, batch)
     return loss * (1 + 0.1 * np.random.rand() + 0.1 * random.random()), aux
 
@@ -77,20 +74,7 @@ def weightless(model, batch):
     return loss, {"weight": aux["weight"] * (batch[3][0] % 2)}
 
 
-def newest():
-    return fl.metric(first=lambda aux, batch: fl.Last(batch[3][0]))
-
-
-def momentum(parameters):
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-
-
-def window():
-    return fl.accumulate(TOGETHER // world())
-
-
 def cases():
-    """Return the cases: the model, its optimizer, the middleware and the loss."""
     usual = fl.clip(0.5), fl.schedule(fl.schedules.cosine(warmup=0.1)), fl.ema(0.9)
     return {
         "all": (dropping, adamw, (window(), *usual, kinds(), newest()), drawing),
@@ -107,15 +91,11 @@ def cases():
         "sam": (dropping, momentum, (window(), fl.sam()), entropy),
         "unused": (Odd, adamw, (window(), fl.skip_nonfinite()), entropy),
         "channels last": (last_channels, adamw, (window(), fl.clip(0.5)), entropy),
-        "several": (dropping, adam_and_sgd, (window(),), entropy),
+        "several": (dropping, adam_sgd, (window(),), entropy),
         "torchmetrics": (network, momentum, (window(), fl.metric(**torchmetrics())), entropy),
         # 16 batches: on three processes 6, 5 and 5
         "a total": (dropping, adamw, (fl.accumulate(total=32), *usual), drawing),
     }
-
-
-def in_bf16(model, batch):
-    return entropy(model, (batch[0].bfloat16(), *batch[1:]))
 
 
 def bits_of(state):
@@ -132,10 +112,6 @@ def bits_of(state):
     return found.hexdigest()
 
 
-def begun(model, optimizer, exact=True):
-    return created(False, optimizer, model, exact=exact)
-
-
 def trained(case, exact=True, state=None, **settings):
     model, optimizer, middleware, loss = case
     state = begun(model, optimizer, exact) if state is None else state
@@ -150,7 +126,6 @@ def joined():
 
 
 def table(folder):
-    """Return the bits that each case comes to."""
     joined()
     return {name: bits_of(trained(case)) for name, case in cases().items()}
 
@@ -178,7 +153,6 @@ def saves(folder):
 
 @reads(saves, (1, 2, 3))
 def resumes(folder):
-    """Continue what each number of processes has saved."""
     joined()
     found = {}
     for n in (1, 2, 3):
@@ -202,7 +176,6 @@ def test_a_run_saved_on_any_number_of_processes_continues_with_the_same_bits(lau
 
 
 def refused(folder):
-    """Return what is said about what cannot be exact."""
     joined()
     usual = {"train": loader(size=2)}
 
@@ -211,17 +184,8 @@ def refused(folder):
         dist.all_reduce(torch.zeros(1))
         return loss
 
-    @fl.middleware("forward")
-    def at_odds():
-        def wrap(step):
-            def reporting(state, batch):
-                state, out = step(state, batch)
-                made = {"odd": fl.Sum(1)} if rank() else {}
-                return state, attrs.evolve(out, metrics={**out.metrics, **made})
-
-            return reporting
-
-        return wrap
+    odd = lambda state, out, batch: with_metrics(out, odd=fl.Sum(1)) if rank() else out
+    at_odds = changing("forward", odd)
 
     def fit(step, data=usual):
         fl.fit(step, begun(network, momentum), data, epochs=1, hooks=())
@@ -230,7 +194,7 @@ def refused(folder):
     return [
         said(lambda: created(fully_shard, exact=True)),
         said(lambda: fit(fl.pipeline()(gathering))),
-        said(lambda: fit(fl.pipeline(at_odds())(entropy))),
+        said(lambda: fit(fl.pipeline(at_odds)(entropy))),
         said(lambda: fit(fl.pipeline()(entropy), {"train": shares})),
     ]
 

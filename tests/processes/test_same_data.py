@@ -6,16 +6,19 @@ import random
 import numpy as np
 import pytest
 import torch
-from process_problems import Stream, batches, logged, rank, samples
+from joined import logged, rank, said
+from process_data import Stream, batches, samples
 from torch.utils.data import DataLoader, Dataset
 
 import fnloop as fl
 from fnloop.testing import toy
 
 pytestmark = pytest.mark.slow
+read = lambda dataset, **settings: DataLoader(dataset, batch_size=2, **settings)
+own_order = lambda items: [*items][::-1] if rank() else [*items]
 
 
-def still():
+def still():  # which a worker can be sent
     return 0.0
 
 
@@ -35,14 +38,6 @@ class Reading(Dataset):
     def __getitem__(self, i):
         self.read.append(i)
         return torch.tensor([self.numbers[i], float(self.noise())]), f"/node{rank()}/{i}.png"
-
-
-def own_order(items):
-    return [*items][::-1] if rank() else [*items]
-
-
-def read(dataset, **settings):
-    return DataLoader(dataset, batch_size=2, **settings)
 
 
 def by_rank(epoch, batch):
@@ -86,12 +81,10 @@ RANDOM = {
     "read once": lambda: iter(own_order(batches(4)[:10])),
     "other numbers each time": lambda: lambda: iter([torch.randn(2, generator=MINE)] * 4),
 }
-MINE = torch.Generator()
+MINE, WAYS = torch.Generator(), ("fit", "evaluate")
 
 
 class Deck:
-    """Batches that are shuffled by a generator of its own."""
-
     def __init__(self, draw):
         self.draw = draw
 
@@ -114,15 +107,13 @@ def loss(model, batch):
 
 
 def outcomes(folder):
-    """Train on each loader, or evaluate it, and return what was said."""
     MINE.manual_seed(rank())
     step, found = fl.pipeline()(loss), {}
-    for kind, table in (("different", DIFFERENT), ("same", SAME), ("random", RANDOM)):
-        for name, make in table.items():
-            for way in ("fit", "evaluate"):
-                if name == "endless" and way == "evaluate":
-                    continue
-                found[f"{kind}, {name}, {way}"] = attempt(step, make(), way)
+    tables = {"different": DIFFERENT, "same": SAME, "random": RANDOM}
+    rows = ((kind, name, way) for kind in tables for name in tables[kind] for way in WAYS)
+    for kind, name, way in rows:
+        if (name, way) != ("endless", "evaluate"):
+            found[f"{kind}, {name}, {way}"] = attempt(step, tables[kind][name](), way)
     loader = read(Reading(range(20)))
     fl.fit(step, toy(), {"train": loader, "valid": loader}, epochs=3, hooks=())
     return {**found, "read": loader.dataset.read}
@@ -130,36 +121,31 @@ def outcomes(folder):
 
 def attempt(step, loader, way):
     with logged() as lines:
-        try:
-            if way == "fit":
-                fl.fit(step, toy(), loader, epochs=1, steps=8, hooks=())
-            else:
-                fl.evaluate(step, toy(), loader)
-        except RuntimeError as error:
-            return str(error)
-    return [line for line in lines if "same position" in line]
+        fit = lambda: fl.fit(step, toy(), loader, epochs=1, steps=8, hooks=())
+        found = said(fit if way == "fit" else lambda: fl.evaluate(step, toy(), loader))
+    return found if isinstance(found, str) else [line for line in lines if "same position" in line]
 
 
 @pytest.mark.parametrize("n", [2, 3])
 def test_data_that_differ_fail_the_run(launched, n):
     for mine in launched(outcomes, n):
-        for name, way in itertools.product(DIFFERENT, ("fit", "evaluate")):
+        for name, way in itertools.product(DIFFERENT, WAYS):
             if (name, way) != ("endless", "evaluate"):
-                said = mine[f"different, {name}, {way}"]
-                assert "each has the data in another order" in said, name
-                assert "process 0 and process 1 have read different batches" in said, name
+                text = mine[f"different, {name}, {way}"]
+                assert "each has the data in another order" in text, name
+                assert "process 0 and process 1 have read different batches" in text, name
 
 
 def test_data_that_are_the_same_do_not(launched):
     for mine in launched(outcomes, 2):
-        for name, way in itertools.product(SAME, ("fit", "evaluate")):
+        for name, way in itertools.product(SAME, WAYS):
             assert mine[f"same, {name}, {way}"] == [], name
 
 
 @pytest.mark.parametrize("name", RANDOM)
 def test_an_order_that_no_process_repeats_is_only_said(launched, name):
     first, other = launched(outcomes, 2)
-    for way in ("fit", "evaluate"):
+    for way in WAYS:
         (line,) = first[f"random, {name}, {way}"]
         assert line.startswith("process 0 and process 1 have read different batches")
         assert "draws from generators that fnloop does not seed" in line

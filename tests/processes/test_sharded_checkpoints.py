@@ -3,24 +3,26 @@
 The environment variable FNLOOP_KILLS, 15 by default, scales how many processes are killed.
 """
 
-import contextlib
 import itertools
 import json
 import os
 import random
 import shutil
 import signal
-import sys
 import threading
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 import launch
 import pytest
 import torch
 import torch.distributed as dist
+from joined import COUNTS, flat, join, rank, said, whole, world
+from killed_run import die_before_operation
 from launch import reads, written_by
-from process_problems import COUNTS, adamw, created, flat, join, loader, rank, said, whole, world
+from process_data import loader
+from process_problems import adamw, created
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -89,7 +91,6 @@ def updated(state, moments=MOMENTS):
 
 
 def numbers(state):
-    """Return all tensors of a state as numbers, by name."""
     names = {id(p): name for name, p in state.model.named_parameters()}
     found = {f"model.{k}": plain(v) for k, v in state.model.state_dict().items()}
     for p, kept in state.optimizer.state.items():
@@ -139,14 +140,13 @@ def restores(folder):
         read.clear()
         fl.restore(saved / "rows", state_of(True, 0.0))
         found[f"bytes of {n}"] = sum(read)
-        for part in ("model", "trained"):
-            state = fl.restore(saved / part, state_of(True, 0.0), only=(part,))
-            found[f"{part} of {n}"] = numbers(state)
+        for part, shard in itertools.product(("model", "trained"), (False, True)):
+            state = fl.restore(saved / part, state_of(shard, 0.0), only=(part,))
+            found[f"{part} of {n}, {shard}"] = numbers(state)
     return found
 
 
 def expected():
-    """Return the numbers of a state that one process has made."""
     return json.loads(json.dumps(numbers(updated(state_of(False)))))
 
 
@@ -160,8 +160,8 @@ def test_each_process_restores_what_any_number_has_saved_bit_for_bit(launched, n
             assert found[name] == right and found[f"{name}: kinds"], name
     learning = dict(Parts().named_parameters(remove_duplicate=False))
     for found, saved_on in itertools.product(launched(restores, n), COUNTS):
-        for part in ("model", "trained"):
-            mine = found[f"{part} of {saved_on}"]
+        for part, shard in itertools.product(("model", "trained"), (False, True)):
+            mine = found[f"{part} of {saved_on}, {shard}"]
             for key in (key for key in right if key.startswith("model.")):
                 trained = key.removeprefix("model.") in learning and "frozen" not in key
                 same = trained or part == "model" or key == "model.empty"
@@ -211,7 +211,6 @@ def shared_folder(tmp_path_factory):
 
 
 def pairs(folder):
-    """Do what only two processes do, and return what each found."""
     join()
     return {
         "memory": memory(folder / "memory"),  # before anything else has memory to reuse
@@ -224,18 +223,7 @@ def pairs(folder):
 # --- faults
 
 
-def names_in(folder):
-    return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-
-
-@contextlib.contextmanager
-def replaced(module, name, there):
-    before = getattr(module, name)
-    setattr(module, name, there)
-    try:
-        yield
-    finally:
-        setattr(module, name, before)
+names_in = lambda folder: sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
 
 
 def full(*_):
@@ -247,11 +235,11 @@ def faults(folder):
     fl.save(first, path)
     found, right, other = {}, numbers(first), state_of(True, 7.0)
     for who in range(world()):
-        with replaced(files, "write_files", full if rank() == who else write_files):
+        with patch.object(files, "write_files", full if rank() == who else write_files):
             found[f"{who} cannot write"] = said(lambda: fl.save(other, path))
         dist.barrier()
         found[f"{who} cannot write: left"] = names_in(path.parent)
-        with replaced(Slices, "read", full if rank() == who else Slices.read):
+        with patch.object(Slices, "read", full if rank() == who else Slices.read):
             found[f"{who} cannot read"] = said(lambda: fl.restore(path, other))
     unchanged = numbers(other)
     damaged = path.parent / "damaged"
@@ -286,12 +274,8 @@ def test_a_fault_in_one_process_is_raised_in_all_and_nothing_changes(launched):
 # --- in the background
 
 
-def come(state):
-    return flat(state.model.parameters())
-
-
-def squares(model, batch):
-    return model(batch[0]).square().mean()
+come = lambda state: flat(state.model.parameters())
+squares = lambda model, batch: model(batch[0]).square().mean()
 
 
 def trained(folder, *hooks, background=True, steps=14, every=2):
@@ -342,16 +326,15 @@ def background(folder):
         seen[state.step] = [fl.latest(folder / "slow") is not None, come(state)]
         return state
 
-    with replaced(files, "write_files", slow if rank() == 1 else write_files):
+    with patch.object(files, "write_files", slow if rank() == 1 else write_files):
         trained(folder / "slow", watch, every=3)
     found["slow"] = {step: there for step, (there, _) in seen.items()}
     weights = {step: now for step, (_, now) in seen.items()}
     for name in names_in(folder / "slow"):
-        found["state"] = (
-            come(fl.restore(folder / "slow" / name, created(True, adamw))) == weights[14]
-        )
+        restored = fl.restore(folder / "slow" / name, created(True, adamw))
+        found["state"] = come(restored) == weights[14]
 
-    with replaced(files, "write_files", full if rank() == 1 else write_files):
+    with patch.object(files, "write_files", full if rank() == 1 else write_files):
         found["full"] = said(lambda: trained(folder / "full", every=3))
     dist.barrier()
     found["full: left"] = names_in(folder / "full")
@@ -364,7 +347,7 @@ def background(folder):
     release.clear()
     timer = threading.Timer(0.5, release.set)  # the process that fails waits for its own writer
     timer.start()
-    with replaced(files, "write_files", slow if rank() == 1 else write_files):
+    with patch.object(files, "write_files", slow if rank() == 1 else write_files):
         found["failed"] = said(lambda: trained(folder / "failed", fail, every=3))
     dist.barrier()
     found["failed: left"] = names_in(folder / "failed")
@@ -386,20 +369,6 @@ def test_in_the_background_a_checkpoint_is_complete_when_all_have_written(launch
 # --- killed
 
 
-def die_before_operation(n, path):
-    """Kill this process before its n-th file operation in a folder. Return a count of them."""
-    operations, count = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}, [0]
-
-    def watch(event, arguments):
-        if event in {"open", *operations} and str(path) in str(arguments[0]):
-            count[0] += 1
-            if count[0] == n:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    sys.addaudithook(watch)
-    return count
-
-
 def mortal(folder, who, n, in_background):
     """Train and save; one process dies before its n-th file operation, or none."""
     join()
@@ -417,9 +386,7 @@ def mortal(folder, who, n, in_background):
 
 
 @pytest.mark.parametrize("in_background", [pytest.param(False, marks=pytest.mark.long), True])
-def test_a_process_killed_while_all_write_leaves_the_old_or_the_new_checkpoint(
-    launched, tmp_path, in_background
-):
+def test_a_process_killed_while_all_write_leaves_one_whole(launched, tmp_path, in_background):
     whole_run = [found["killed"][in_background] for found in launched(pairs, 2)]
     right = {int(step): numbers for step, numbers in whole_run[0][1].items()}
     rng, seen = random.Random(f"background {in_background}"), []
@@ -446,8 +413,6 @@ LARGE = 8 << 20  # elements
 
 
 def memory(folder):
-    """Return how the memory grows to save and to restore, in shares of a process."""
-
     def large():
         layers = [nn.Linear(1024, LARGE // 2048, bias=False) for _ in range(2)]
         return created(True, momentum, lambda: nn.Sequential(*layers))

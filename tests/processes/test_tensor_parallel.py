@@ -3,8 +3,11 @@
 import pytest
 import torch
 import torch.distributed as dist
+from joined import come_to, rank, said, world
 from launch import reads, written_by
-from process_problems import SIZE, by_tokens, come_to, entropy, kinds, loader, rank, said, world
+from process_data import SIZE, loader
+from process_metrics import kinds
+from process_problems import by_tokens, entropy
 from process_problems import created as created_alone
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -34,7 +37,6 @@ def created(make=torch.optim.SGD, lr=0.1):
 
 
 def train(folder):
-    """Train in several ways; return what came of it."""
     step = fl.pipeline(kinds(), fl.clip(0.5), fl.throughput())(entropy)
     loaders = {"train": loader(size=BATCH, shuffle=True), "valid": loader(size=BATCH)}
     state = created()

@@ -13,60 +13,30 @@ import launch
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
-from accelerate.utils import (
-    DistributedDataParallelKwargs,
-    DistributedType,
-    FullyShardedDataParallelPlugin,
-)
-from process_problems import (
-    BATCH,
-    SIZE,
-    Stream,
-    accuracy,
-    adam_and_sgd,
-    adamw,
-    batches,
-    by_tokens,
-    convolutions,
-    default_dtype,
-    difference,
-    entropy,
-    flat,
-    in_double,
-    join,
-    kinds,
-    loader,
-    network,
-    rank,
-    said,
-    samples,
-    sgd,
-    torchmetrics,
-    world,
-)  # fmt: skip
+from accelerate import Accelerator, utils
+from joined import default_dtype, difference, flat, in_double, join, rank, said, world
+from process_data import BATCH, SIZE, Stream, batches, loader, samples
+from process_metrics import accuracy, changing, kinds, torchmetrics, with_metrics
+from process_problems import adam_sgd, adamw, by_tokens, convolutions, entropy, network, sgd
 from sample_middleware import halved, warming_up
 from several import muon_and_adamw
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    Sampler,
-    SequentialSampler,
-    TensorDataset,
-    default_collate,
-)  # fmt: skip
+from torch.utils import data
 from torchmetrics import MetricCollection, SumMetric
 from torchmetrics.classification import MulticlassF1Score, MulticlassPrecision, MulticlassRecall
 
 import fnloop as fl
 
 pytestmark = pytest.mark.slow
+case = lambda *members, **settings: Case(members, **settings)
+first_only = lambda model, batch: model(batch[0], False).square().mean()
+entropy_of_dict = lambda model, batch: nn.functional.cross_entropy(model(batch["x"]), batch["y"])
+first = lambda n: data.TensorDataset(*samples()[:n])
+in_batches = lambda sampler: data.DataLoader(samples(), batch_sampler=sampler)
 
 
-class Dicts(Dataset):
+class Dicts(data.Dataset):
     def __len__(self):
         return SIZE
 
@@ -76,13 +46,11 @@ class Dicts(Dataset):
 
 
 class Leaving(Dicts):
-    """Gives a batch without two samples of all."""
-
     def __getitems__(self, indices):
         return [samples()[i] for i in indices if i not in (11, 30)]
 
 
-class Refilling(Sampler):
+class Refilling(data.Sampler):
     def __iter__(self):
         indices = []
         for start in range(0, SIZE, BATCH // world()):
@@ -91,20 +59,7 @@ class Refilling(Sampler):
 
 
 def some(parts):
-    """Make a batch without two samples of all."""
-    return default_collate([part for part in parts if part[3] not in (11, 30)])
-
-
-def in_batches(sampler):
-    return DataLoader(samples(), batch_sampler=sampler)
-
-
-def first(n):
-    return TensorDataset(*samples()[:n])
-
-
-def entropy_of_dict(model, batch):
-    return nn.functional.cross_entropy(model(batch["x"]), batch["y"])
+    return data.default_collate([part for part in parts if part[3] not in (11, 30)])
 
 
 def by_int(model, batch):
@@ -162,10 +117,6 @@ def weighted(model, batch, *, beta=1.0):
     return beta * loss, aux
 
 
-def first_only(model, batch):
-    return model(batch[0], False).square().mean()
-
-
 def in_turn(model, batch):
     """Skip the second layer in every other batch, in all processes but the first."""
     return model(batch[0], bool(batch[3][0] // BATCH % 2 == 0)).square().mean()
@@ -193,6 +144,7 @@ class Gan(nn.Module):
 
 
 def two(parameters):
+    parameters = [*parameters]
     d = torch.optim.AdamW(parameters[4:8], lr=0.02)
     return {"d": d, "g": torch.optim.SGD(parameters[:4], lr=0.1, momentum=0.9)}
 
@@ -248,8 +200,6 @@ def hungry_by_tokens(model, batch):
 
 
 class Temperature(nn.Module):
-    """A criterion with a parameter of its own."""
-
     def __init__(self):
         super().__init__()
         self.log = nn.Parameter(torch.tensor(0.3))
@@ -262,64 +212,39 @@ def items(aux, batch):
     return fl.Sum(len(batch[0]))
 
 
-@fl.middleware("gradient")
 def measured():
     """Report metrics of the joined gradient, of every kind."""
 
-    def wrap(step):
-        def measuring(state, batch):
-            state, out = step(state, batch)
-            norm = torch.stack([p.grad.square().sum() for p in state.model.parameters()]).sum()
-            made = {"g_sum": fl.Sum, "g_min": fl.Min, "g_max": fl.Max, "g_last": fl.Last}
-            made = {name: kind(norm) for name, kind in made.items()} | {"g_mean": fl.Mean(norm, 1)}
-            return state, attrs.evolve(out, metrics={**out.metrics, **made})
+    def measure(state, out, batch):
+        norm = torch.stack([p.grad.square().sum() for p in state.model.parameters()]).sum()
+        made = {"g_sum": fl.Sum, "g_min": fl.Min, "g_max": fl.Max, "g_last": fl.Last}
+        made = {name: kind(norm) for name, kind in made.items()}
+        return with_metrics(out, **made, g_mean=fl.Mean(norm, 1))
 
-        return measuring
-
-    return wrap
+    return changing("gradient", measure, "measured")
 
 
-@fl.middleware("gradient")
 def guard(update):
     """Leave an update out, by the word of the last process alone."""
 
-    def wrap(step):
-        def guarded(state, batch):
-            here = state.step + state.skipped == update and rank() == world() - 1
-            state, out = step(state, batch)
-            return state, attrs.evolve(out, skip="the guard") if here else out
+    def judge(state, out, batch):
+        here = state.step + state.skipped == update and rank() == world() - 1
+        return attrs.evolve(out, skip="the guard") if here else out
 
-        return guarded
-
-    return wrap
+    return changing("gradient", judge, "guard")
 
 
-@fl.middleware("forward")
 def without(sample):
     """Leave a batch out that begins with this sample."""
-
-    def wrap(step):
-        def choosing(state, batch):
-            state, out = step(state, batch)
-            return state, attrs.evolve(out, skip="not this one") if batch[3][0] == sample else out
-
-        return choosing
-
-    return wrap
+    skip = lambda out: attrs.evolve(out, skip="not this one")
+    leave = lambda state, out, batch: skip(out) if batch[3][0] == sample else out
+    return changing("forward", leave, "without")
 
 
-@fl.middleware("evaluation")
 def doubled():
     """A middleware of the user's, which is checked when it is called first."""
-
-    def wrap(step):
-        def doubling(state, batch):
-            state, out = step(state, batch)
-            return state, attrs.evolve(out, loss=2 * out.loss)
-
-        return doubling
-
-    return wrap
+    double = lambda state, out, batch: attrs.evolve(out, loss=2 * out.loss)
+    return changing("evaluation", double, "doubled")
 
 
 def freezing(state):
@@ -342,8 +267,6 @@ def total():
 
 @attrs.frozen
 class Case:
-    """A training run: its middleware, and what else is unusual."""
-
     members: tuple = ()
     loss: object = entropy  # or a module that is a criterion
     train: object = partial(loader, shuffle=True)  # makes the loader
@@ -357,10 +280,6 @@ class Case:
     record_every: object = None
     dtype: torch.dtype = torch.float64
     sharded: tuple = ()  # the numbers of processes that run it under fully_shard too
-
-
-def case(*members, **settings):
-    return Case(members, **settings)
 
 
 EACH = partial(loader, size=1)  # single samples, six in an update
@@ -420,7 +339,7 @@ CASES = {
     "generator": case(train=lambda: lambda: iter(LIST())),
     "stream": case(train=lambda: loader(Stream())),
     "batch sampler": case(train=lambda: in_batches(
-        BatchSampler(SequentialSampler(samples()), BATCH // world(), False))),
+        data.BatchSampler(data.SequentialSampler(samples()), BATCH // world(), False))),
     "shares": case(train=lambda: fl.sharded(lambda: iter(LIST()[rank() :: world()]))),
     "microbatch": case(kinds(), fl.microbatch(2), CLIP, train=loader),
     "microbatch, tokens, accumulate": case(
@@ -436,15 +355,16 @@ CASES = {
     "in turn": case(loss=in_turn, model=TwoLayers, train=loader, optimizer=sgd, sharded=BOTH),
     "in turn, told": case(loss=in_turn, model=TwoLayers, train=loader,
                           settings={"find_unused_parameters": True}),
+    "views of buckets": case(fl.clip(5.0), TWO, settings={"gradient_as_bucket_view": True}),
     "frozen for a while": case(hooks=(freezing,), sharded=ON_2),
     "criterion": case(loss=Temperature, sharded=ON_2),
     "LBFGS": case(optimizer=lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=3), close=1e-11),
     "several optimizers": case(
-        TWO, CLIP, fl.schedule(fl.schedules.cosine(), only="rest"), optimizer=adam_and_sgd,
+        TWO, CLIP, fl.schedule(fl.schedules.cosine(), only="rest"), optimizer=adam_sgd,
         sharded=ON_2),
-    "several optimizers, guard": case(guard(3), CLIP, optimizer=adam_and_sgd),
+    "several optimizers, guard": case(guard(3), CLIP, optimizer=adam_sgd),
     "several optimizers, criterion": case(
-        loss=Temperature, optimizer=adam_and_sgd, sharded=ON_2),
+        loss=Temperature, optimizer=adam_sgd, sharded=ON_2),
     # It rounds to bfloat16, so that differences in the last bit grow.
     "Muon": case(optimizer=muon_and_adamw, dtype=torch.float32, close=0.05,
                  record_every=OFTEN["steps"], sharded=ON_2),
@@ -464,7 +384,7 @@ CASES = {
     "not finite, accumulate": case(
         TWO, CLIP, fl.skip_nonfinite(), loss=no_number, sharded=ON_2),
     "not finite, guard": case(guard(3), fl.skip_nonfinite(), loss=infinite),
-    "spikes": case(fl.spike_guard(2, 1.02), CLIP, optimizer=adam_and_sgd),
+    "spikes": case(fl.spike_guard(2, 1.02), CLIP, optimizer=adam_sgd),
     "spikes, accumulate": case(guard(3), TWO, fl.spike_guard(2, 1.02), loss=by_tokens),
     "spikes, back": case(fl.ema(0.9), CLIP, fl.spike_guard(2, 1.02, then="back")),
     "skip": case(SIX, kinds(), train=EACH, loss=FEW, evaluated=True),
@@ -527,7 +447,6 @@ def rows_on(n):
 
 
 def table(folder):
-    """Run all cases, and return what each has come to."""
     join()
     gc.freeze()  # each retry collects garbage: not all that was imported
     return {f"{name} {s}": said(lambda: train(CASES[name], s)) for name, s in rows_on(world())}
@@ -544,32 +463,26 @@ def train(case, sharded=False):
             criterion = loss()
             loss = lambda m, batch: criterion(m(batch[0]), batch[1])
             parameters += criterion.parameters()
-        handler = case.settings and DistributedDataParallelKwargs(**case.settings)
+        handler = case.settings and utils.DistributedDataParallelKwargs(**case.settings)
         backend = handler and Accelerator(cpu=True, kwargs_handlers=[handler])
         state = fl.TrainState.create(model, case.optimizer(parameters), seed=3, backend=backend)
         loaders = {"train": case.train(), **({"valid": loader(size=5)} if case.evaluated else {})}
-        state = fl.fit(
-            fl.pipeline(*case.members)(loss), state, loaders, epochs=2, hooks=case.hooks,
-            evaluate_every=case.evaluate_every, record_every=case.record_every,
-        )  # fmt: skip
+        moments = {"evaluate_every": case.evaluate_every, "record_every": case.record_every}
+        step = fl.pipeline(*case.members)(loss)
+        state = fl.fit(step, state, loaders, epochs=2, hooks=case.hooks, **moments)
         averages = [t for slot in ("ema", "swa") for t in state.slots.get(slot, {}).values()]
         weights = flat((*parameters, *averages))
     counters = state.step, state.epoch, state.batch, state.samples, state.skipped
-    return {
-        "history": [[r.epoch, r.step, r.metrics] for r in state.history],
-        "seconds": [r.seconds for r in state.history],
-        "weights": weights,
-        "counters": [*counters, dict(state.updates), state.stop],
-    }
+    counters = [*counters, dict(state.updates), state.stop]
+    history = [[r.epoch, r.step, r.metrics] for r in state.history]
+    seconds = [r.seconds for r in state.history]
+    return {"history": history, "seconds": seconds, "weights": weights, "counters": counters}
 
 
-@pytest.mark.parametrize(
-    ("name", "sharded", "n"),
-    [
-        *((*row, 2) for row in rows_on(2)),
-        *(pytest.param(*row, 3, marks=pytest.mark.long) for row in rows_on(3)),
-    ],
-)
+@pytest.mark.parametrize(("name", "sharded", "n"), [
+    *((*row, 2) for row in rows_on(2)),
+    *(pytest.param(*row, 3, marks=pytest.mark.long) for row in rows_on(3)),
+])  # fmt: skip
 def test_n_processes_train_as_one(launched, name, sharded, n):
     close, alone = CASES[name].close, launched(table, 1)[0][f"{name} False"]
     mine, *others = (found[f"{name} {sharded}"] for found in launched(table, n))
@@ -613,15 +526,15 @@ def by_plugin(folder):
     """Train a model that accelerate's FSDP 2 shards, which is made to do so on the CPU."""
     torch.manual_seed(0)
     model = network()
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+    plugin = utils.FullyShardedDataParallelPlugin(fsdp_version=2)
     found, optimizer = Accelerator(cpu=True, fsdp_plugin=plugin), adamw(model.parameters())
     create = lambda: fl.TrainState.create(model, optimizer, seed=3, backend=found)
     left_out = said(create)
-    found.state.distributed_type, found.state.fsdp_plugin = DistributedType.FSDP, plugin
+    found.state.distributed_type, found.state.fsdp_plugin = utils.DistributedType.FSDP, plugin
     state = create()
     types = {type(p).__name__ for p in state.model.parameters()}
     state = fl.fit(fl.pipeline(CLIP)(entropy), state, loader(shuffle=True), epochs=2, hooks=())
-    found.state.distributed_type = DistributedType.DEEPSPEED
+    found.state.distributed_type = utils.DistributedType.DEEPSPEED
     return [left_out, sorted(types), flat(state.model.parameters()), said(create)]
 
 

@@ -1,8 +1,12 @@
 """Trials of a run on several processes: the same rates and losses, or a refusal."""
 
+from functools import partial
+
 import pytest
 import torch
-from process_problems import created, entropy, flat, in_double, loader, rank, said, world
+from joined import flat, in_double, rank, said, world
+from process_data import loader
+from process_problems import created, entropy
 
 import fnloop as fl
 from fnloop.testing import toy, toy_loss
@@ -37,7 +41,6 @@ PLACES = {  # where a run breaks, and how the report names it; a loss is called 
 
 
 def tries(folder):
-    """Try a run whose parts raise on the last process, and one that raises nothing."""
     return {where: tried(folder / "runs", where) for where in ("nowhere", *PLACES)}
 
 
@@ -65,11 +68,8 @@ def tried(folder, where):
         assert total == world()
         return state
 
-    loaders = {
-        "train": lambda: batches("train"),
-        "valid": lambda: batches("valid"),
-        "share": fl.sharded(lambda: batches("share")),
-    }
+    loaders = {name: partial(batches, name) for name in ("train", "valid")}
+    loaders["share"] = fl.sharded(partial(batches, "share"))
     step, state = fl.pipeline(fl.accumulate(2), fl.metric(mean=mean))(loss), toy()
     hooks = (fl.checkpoint(folder, best="valid/loss"), hook, fl.early_stop("valid/loss"))
     report = fl.dry_run(step, state, loaders, hooks)

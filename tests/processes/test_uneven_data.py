@@ -3,8 +3,9 @@
 import pytest
 import torch
 import torch.distributed as dist
+from joined import logged, rank, said, world
 from launch import reads, written_by
-from process_problems import created, logged, rank, said, world
+from process_problems import created
 from torch import nn
 
 import fnloop as fl
@@ -132,9 +133,8 @@ def test_an_even_loader_has_the_rounds_in_which_every_process_has_a_batch(launch
         whole, again = mine["resumed"]
         assert whole == again
         assert mine["length"] == [rounds * n] * 2
-        assert mine["few"].startswith(
-            "ValueError: the training loader gave no batch in epoch 1. With even("
-        )
+        few = "ValueError: the training loader gave no batch in epoch 1. With even("
+        assert mine["few"].startswith(few)
 
 
 @reads(runs, (2,))
