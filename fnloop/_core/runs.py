@@ -102,6 +102,25 @@ class Windows:
 
 _OF_ONE_BATCH = Windows.always(1)
 
+
+class Notices:
+    """Where parts of a run tell what happens in it, for hooks that write it down.
+
+    Attributes:
+        listeners: each is called with ``(state, event, facts)``.
+    """
+
+    __slots__ = ("listeners",)
+
+    def __init__(self) -> None:
+        self.listeners: list[Callable[[object, str, Mapping[str, object]], None]] = []
+
+    def tell(self, state: object, event: str, **facts: object) -> None:
+        """Tell of an event, with the state after it."""
+        for listener in self.listeners:
+            listener(state, event, facts)
+
+
 # --------------------------------------------------------------------------------------------------
 # Facts about a run, fixed when it starts.
 
@@ -195,6 +214,7 @@ class RunInfo:
         reported: the names of the numbers that hooks say they add to records.
         turns: the names of the turns of ``alternate``; none for another step.
         windows: how the batches of the running epoch are grouped into updates.
+        notices: where parts of the run tell what happens in it.
 
     Example:
         >>> import fnloop as fl, torch
@@ -226,6 +246,7 @@ class RunInfo:
     reported: frozenset[str] = frozenset()
     turns: tuple[str, ...] = ()
     windows: Windows = _OF_ONE_BATCH
+    notices: Notices = attrs.field(factory=Notices, eq=False)
 
     def __repr__(self) -> str:
         return tables.record_text("RunInfo", self._facts())
@@ -240,6 +261,7 @@ class RunInfo:
             "hook_slots",
             "indices_at",
             "loader",
+            "notices",
             "position_at",
             "windows",
             "reported",

@@ -222,6 +222,8 @@ class checkpoint(Hook):
         if self._saved is None or self._saved() is not state:
             self._saved, self._awaits_metric = weakref.ref(state), not self._has_metric(state)
             self._position = position_of(state)
+            if state.run is not None:  # before it is saved: then a run that is killed has told it
+                state.run.notices.tell(state, "save", folder=str(self.folder))
             self._save(state)
         return state
 

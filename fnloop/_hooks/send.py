@@ -12,11 +12,13 @@ import json
 import math
 import os
 import re
+import sys
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypedDict
 
 import attrs
 
@@ -25,8 +27,9 @@ from fnloop._backend.processes import trackers
 from fnloop._checkpoint.files import make_folder, remove_parts, replace_file
 from fnloop._checkpoint.retention import read_run_id
 from fnloop._core.history import History, Record
+from fnloop._core.runs import kind_of
 from fnloop._core.state import TrainState
-from fnloop._core.types import RECORD, Call, Output, name_of
+from fnloop._core.types import END, RECORD, Call, Output, name_of
 from fnloop._display import checks
 from fnloop._display.checks import folder_path, typed_path
 from fnloop._display.screen import log
@@ -88,7 +91,7 @@ def to_csv(path: _Path) -> TableWriter:
     )
 
 
-def to_jsonl(path: _Path) -> TableWriter:
+def to_jsonl(path: _Path, events: bool = False) -> TableWriter:
     """Keep a table of the history in a file of JSON lines, one for each record.
 
     A line has epoch, step, seconds, items and metrics.
@@ -99,6 +102,9 @@ def to_jsonl(path: _Path) -> TableWriter:
     Args:
         path: the file, one for each run. It is made absolute at once, with ``~`` expanded. Missing
             folders are created.
+        events: whether it also has a line for each event, at its place between the records, for
+            people and programs that watch a run: "begin", "resume", "save", "skip", "spike",
+            "stop", "end" and "error".
 
     Returns:
         A hook.
@@ -106,7 +112,7 @@ def to_jsonl(path: _Path) -> TableWriter:
     Raises:
         ValueError: the path is an address or a folder, or a file that this hook has not written.
             When a run begins: the file has the rows of another run.
-        TypeError: path is not a path.
+        TypeError: path is not a path, or events is not a bool.
 
     Example:
         >>> import fnloop as fl, tempfile, torch
@@ -119,9 +125,17 @@ def to_jsonl(path: _Path) -> TableWriter:
         ...     print(Path(folder, "a.jsonl").read_text())
         {"epoch": 1, "step": 1, "seconds": ..., "items": 1, "train/loss": 0.0, "train/lr": 1.0}
         {"epoch": 2, "step": 2, "seconds": ..., "items": 2, "train/loss": -1.0, "train/lr": 1.0}
+
+    Notes:
+        The line of an event is ``{"event": "skip", "step": 812, "skipped": 1, "epoch": 2, "time":
+        1790000000.0, "reason": ...}``: where the run is after it, and seconds since 1970. "save" is
+        told before a hook saves, so that a kill afterwards loses no line. A run that is resumed
+        from an earlier checkpoint cuts off the events after it, too. A power failure may lose some.
     """
-    beginning = rb'{"epoch": \d+, "step": \d+, "seconds": '
-    return _make_writer(to_jsonl, path, lambda names: "", _format_json_row, beginning)
+    checks.flag("to_jsonl", "events", events, "whether it also has a line for each event")
+    beginning = rb'{"(epoch": \d+, "step": \d+, "seconds": |event": ")'
+    made = EventWriter if events else TableWriter
+    return _make_writer(to_jsonl, path, lambda names: "", _format_json_row, beginning, made)
 
 
 def _make_writer(
@@ -130,6 +144,7 @@ def _make_writer(
     format_header: Callable[[Sequence[str]], str],
     format_row: Callable[[Record, Sequence[str]], str],
     beginning: bytes,
+    made: type[TableWriter] | None = None,
 ) -> TableWriter:
     """Check the path and make a hook. ``beginning`` is the pattern of the file's first bytes."""
     name = factory.__name__
@@ -145,7 +160,9 @@ def _make_writer(
             f"{name}({typed!r}): there is something else at that path. Give another path, or "
             "remove what is there"
         )
-    return TableWriter(Call(factory, (typed,)), file, format_header, format_row)
+    made = made or TableWriter
+    call = Call(factory, (typed,), {"events": True} if made is EventWriter else {})
+    return made(call, file, format_header, format_row)
 
 
 def _read_beginning(path: Path) -> bytes:
@@ -279,7 +296,7 @@ class TableWriter(Hook):
         items = ["items"] if any(record.items is not None for record in history) else []
         closing = ["closing"] if any(record.closing for record in history) else []
         self._names = _merge_names(items, history.keys(), closing)
-        lines = (self.format_row(record, self._names) for record in history)
+        lines = self._lines([self.format_row(record, self._names) for record in history])
         text = (self.format_header(self._names) + "".join(lines)).encode()
         self._size = len(text)
         path = self.path.resolve()  # so that a link stays a link
@@ -287,6 +304,134 @@ class TableWriter(Hook):
             return
         make_folder(path.parent)
         replace_file(path, text)
+
+    def _lines(self, records: Sequence[str]) -> Sequence[str]:
+        """Return the lines of the file, given those of the records."""
+        return records
+
+
+@attrs.define(repr=False, eq=False)
+class EventWriter(TableWriter):
+    """A hook that keeps a file of the history, with a line for each event between the records.
+
+    Where a run is, is a number that grows with each update, applied or skipped. What was told there
+    or later is cut off if a run begins before it, or goes back.
+    """
+
+    _now: int = attrs.field(default=0, init=False)  # where the run is
+    _end: int = attrs.field(default=sys.maxsize, init=False)  # from where on events are cut off
+    _spikes: int = attrs.field(default=0, init=False)  # how many are written
+
+    def begin(self, state: TrainState) -> TrainState:
+        state = super().begin(state)
+        if state.backend.rank == 0 and state.run is not None:
+            self._spikes, self._now = len(_spikes_of(state)), _place_of(state)
+            self._cut_off(state, self._now + 1)
+            fresh = not (state.step or state.skipped or len(state.history))
+            self._tell(state, "begin" if fresh else "resume", {})
+            state.run.notices.listeners.append(self._tell)
+        return state
+
+    def __call__(self, state: TrainState) -> TrainState:
+        self._tell_spikes(self.poll(state))
+        return super().__call__(state)
+
+    def poll(self, state: TrainState) -> TrainState:
+        """Cut off what a hook has taken back, by the first update after that."""
+        now, before = _place_of(state), self._now
+        self._now = now
+        if now < before:
+            self._spikes = min(self._spikes, len(_spikes_of(state)))
+            self._cut_off(state, now)
+        return state
+
+    def flush(self, state: TrainState) -> TrainState:
+        self._tell_spikes(state)
+        state = super().flush(state)
+        if state.stop is not None:
+            self._tell(state, "stop", {"kind": kind_of(state.stop), "reason": str(state.stop)})
+        if END in state.events:
+            self._tell(state, "end", {})
+        return state
+
+    def settle(self, state: TrainState) -> TrainState:
+        """Tell of the end of a run that was killed before it could."""
+        state = super().settle(state)
+        if state.backend.rank == 0 and self._belongs_to(state):
+            events = [row for line in self._written() if (row := _event_in(line))]
+            ended = events and events[-1]["event"] == "end"
+            if not ended and state.stop is None:
+                self._tell(state, "end", {})
+        return state
+
+    def failed(self, state: TrainState, error: BaseException) -> None:
+        self._update(state)
+        self._tell(state, "error", {"error": f"{type(error).__name__}: {error}"})
+
+    def _tell_spikes(self, state: TrainState) -> None:
+        spikes = _spikes_of(state)
+        for spike in spikes[self._spikes :]:
+            self._tell(state, "spike", {"loss": spike["loss"], "median": spike["median"]})
+        self._spikes = len(spikes)
+
+    def _tell(self, state: object, event: str, facts: Mapping[str, object]) -> None:
+        """Append the line of an event."""
+        assert isinstance(state, TrainState)
+        if state.backend.rank != 0:
+            return
+        self.poll(state)
+        at = {"step": state.step, "skipped": state.skipped, "epoch": state.epoch}
+        row = {"event": event, **at, "time": time.time(), **facts}
+        cells = (f"{json.dumps(name)}: {_format_json(value)}" for name, value in row.items())
+        text = f"{{{', '.join(cells)}}}\n".encode()
+        with self.path.open("ab") as file:
+            file.write(text)
+        self._size += len(text)
+
+    def _cut_off(self, state: TrainState, end: int) -> None:
+        """Leave only events before a place in the file."""
+        self._count, self._end = None, end
+        self._update(state)
+        self._end = sys.maxsize
+
+    def _written(self) -> Sequence[bytes]:
+        return self.path.read_bytes().splitlines() if self.path.exists() else ()
+
+    def _lines(self, records: Sequence[str]) -> Sequence[str]:
+        found, left = list[str](), iter(records)
+        for line in self._written():
+            event = _event_in(line)
+            if event is None:  # the line of a record: it is as the history has it now
+                found += itertools.islice(left, 1)
+            elif event["step"] + event["skipped"] < self._end:
+                found.append(line.decode() + "\n")
+        return [*found, *left]
+
+
+def _place_of(state: TrainState) -> int:
+    return state.step + state.skipped
+
+
+def _spikes_of(state: TrainState) -> Sequence[Mapping[str, object]]:
+    return state.extra.get("spikes", ())  # where ``spike_guard`` notes them
+
+
+class Event(TypedDict):
+    """What is read of the line of an event."""
+
+    event: str | None
+    step: int
+    skipped: int
+
+
+def _event_in(line: bytes) -> Event | None:
+    """Return the event of a line, or None if it is another line. One that was cut is never kept."""
+    if not line.startswith(b'{"event": '):
+        return None
+    try:
+        return json.loads(line)
+    except ValueError:
+        return {"event": None, "step": sys.maxsize, "skipped": 0}
 
 
 def _first_cells(row: str) -> list[str]:
@@ -325,6 +470,10 @@ def _format_json_row(record: Record, names: Sequence[str]) -> str:
     cells = {**counters, **_cells_of(record)}
     items = (f"{json.dumps(name)}: {_format_json_number(value)}" for name, value in cells.items())
     return f"{{{', '.join(items)}}}\n"
+
+
+def _format_json(value: object) -> str:
+    return _format_json_number(value) if isinstance(value, float) else json.dumps(value)
 
 
 def _format_json_number(value: float) -> str:

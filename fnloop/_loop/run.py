@@ -133,6 +133,8 @@ def train_epochs(
                         new, out = step(state, batch)
                         run.state = consume(new, out, run.taken, run.taken * batch_size, recent)
                         run.phase, run.unfinished, run.left_out = LOADER, BOUNDARY, out.skip
+                        if out.skip is not None:
+                            run.info.notices.tell(run.state, "skip", reason=out.skip)
                         batch = run.fetch(feed)
                         over = run.boundary(ended=batch is NONE_LEFT)
                     run.end_epoch(ended=batch is NONE_LEFT)

@@ -192,7 +192,8 @@ def pack_collate(keys: Sequence[str] | None = None) -> Callable[[list[object]], 
         is a dict.
 
     Raises:
-        TypeError: ``keys`` is not a list of strings. At a batch: a field is something else than numbers in sequence.
+        TypeError: ``keys`` is not a list of strings. At a batch: a field is not a sequence of
+            numbers.
         ValueError: ``keys`` is empty. At a batch: a sample lacks a field, its fields have different
             lengths, or it has a field "position_ids" or "document_ids".
 
