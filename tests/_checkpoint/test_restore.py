@@ -13,8 +13,21 @@ from torch import nn
 
 import fnloop as fl
 from fnloop._checkpoint import files
+from fnloop._checkpoint.parts import weights_kept_on_error
 from fnloop._core.serialize import encode, find_difference
 from fnloop.testing import Toy, small, toy, toy_loss
+
+
+@pytest.mark.parametrize("names", [(), ("weight",), ("weight", "bias")])
+def test_weights_that_were_half_loaded_are_put_back(names):
+    module = nn.Linear(2, 1)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    values = {name: torch.full_like(before[name], 7.0) for name in names}
+    with pytest.raises(OSError), weights_kept_on_error(module, values):
+        for value in module.state_dict().values():
+            value.fill_(5.0)
+        raise OSError
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
 
 
 def test_a_tampered_checkpoint_is_detected_before_the_first_update(tmp_path):

@@ -122,6 +122,15 @@ def test_a_copy_has_the_records_of_its_history_only(remade):
     assert made.append(Record(3, 31, {}))[-1].step == 31
 
 
+def one_more(total, record):
+    return total + 1
+
+
+def test_a_fold_can_be_pickled():
+    fold, history = Fold(one_more, 0), History([Record(1, 1, {}), Record(2, 2, {})])
+    assert fold(history) == pickle.loads(pickle.dumps(fold))(history) == 2
+
+
 def test_a_fold_reads_only_new_records_and_depends_only_on_the_history():
     looked = []
     add = lambda total, record: looked.append(record.step) or total + record.metrics["valid/loss"]

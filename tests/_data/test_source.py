@@ -14,7 +14,7 @@ from torch.utils.data.sampler import BatchSampler, RandomSampler, SequentialSamp
 from toy_runs import fit
 
 import fnloop as fl
-from fnloop._data.source import open_source
+from fnloop._data.source import open_source, windows
 from fnloop.data import bucketed, interleave, take
 from fnloop.testing import assert_same, toy
 
@@ -26,6 +26,11 @@ def test_order_is_a_function_of_seed_and_epoch():
     assert sorted(x for batch in first for x in batch) == list(range(10))
     assert [len(b) for b in first] == [3, 3, 3, 1]
     assert len({str(batches(loader(), seed, epoch)) for seed in (0, 1) for epoch in (0, 1)}) == 4
+
+
+def test_an_evaluation_begins_with_the_first_sample():
+    found = windows(open_source(loader(shuffle=False), 0), None, torch.device("cpu"), None)
+    assert torch.cat([batch.flatten() for batch in found]).tolist() == [*range(10)]
 
 
 class Noise(Dataset):

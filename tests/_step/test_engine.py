@@ -6,13 +6,14 @@ import weakref
 from pathlib import Path
 
 import attrs
+import pytest
 import torch
 
 import fnloop as fl
 from fnloop._backend.processes import Backend
-from fnloop._step.engine import engine_of
+from fnloop._step.engine import WeightedSum, engine_of
 from fnloop._step.engine_distributed import DistributedEngine
-from fnloop.testing import toy
+from fnloop.testing import toy, toy_loss
 
 ROOT = Path(fl.__file__).parent
 
@@ -29,6 +30,22 @@ def test_in_one_process_the_engine_returns_what_it_is_given():
     assert mine.mean_loss(out) is out.loss
     metrics = {"loss": fl.Mean(6.0, 3)}
     assert mine.merge_metrics(metrics) == mine.reduce_report(metrics, "train/") == metrics
+
+
+def test_a_window_is_the_weighted_mean_of_its_batches_and_combines_their_metrics():
+    """(3 × 2 + 1 × 6) / 4"""
+    total = WeightedSum()
+    total.add(fl.Output(torch.tensor(2.0), 3, metrics={"n": fl.Sum(1)}))
+    total.add(fl.Output(torch.tensor(6.0), 1, metrics={"n": fl.Sum(2)}))
+    out = total.output()
+    assert (out.loss.item(), out.weight, out.metrics["n"].compute()) == (3.0, 4, 3.0)
+
+
+@pytest.mark.parametrize("weight", [0, torch.tensor(0)])
+def test_a_batch_may_have_no_item(weight):
+    loss_fn = lambda model, batch: (toy_loss(model, batch)[0], {"weight": weight})
+    _, out = fl.pipeline()(loss_fn)(toy(), torch.ones(1))
+    assert out.weight == 0
 
 
 def test_states_of_one_model_share_a_distributed_engine_and_a_snapshot_has_its_own():

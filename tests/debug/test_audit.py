@@ -339,6 +339,19 @@ def test_a_module_that_is_wrong_in_float32_is_named():
         assert fl.fit(step, problem.state(), batches, hooks=()).skipped == 0
 
 
+def test_the_copy_in_float64_gets_the_batch_in_float64():
+    problem, seen = net(dtype=torch.float32), set()
+
+    def loss_fn(model, batch):
+        seen.add((batch[0].dtype, next(model.parameters()).dtype))
+        return functional.mse_loss(model(batch[0]), batch[1])
+
+    batches = [tuple(t.float() for t in batch) for batch in problem.batches[:2]]
+    step = fl.pipeline(audit(every=1, against="float64"))(loss_fn)
+    fl.fit(step, problem.state(), batches, hooks=())
+    assert seen == {(torch.float32, torch.float32), (torch.float64, torch.float64)}
+
+
 def test_a_model_that_cannot_compute_in_float64_says_so():
     def loss_fn(model, batch):
         return model(batch.float().int().float()).float().mean() @ torch.ones(2)
