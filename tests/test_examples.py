@@ -109,6 +109,7 @@ def test_text_learns():
     assert float(trained) < 1.6  # nats per character; 4.6 by guessing, 1.65 with AdamW alone
 
 
+@pytest.mark.long
 def test_gan_draws_a_picture_per_epoch_and_resumes(digits_read, tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert "epoch_002.png" in run("gan.py", "--epochs", "2", "--out", str(whole), first=digits_read)
@@ -131,6 +132,7 @@ ACCELERATE = ("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processe
 ACCELERATE += ("--main_process_port", "0")  # any free port
 
 
+@pytest.mark.long
 def test_many_gives_the_same_on_two_processes(digits_read):
     alone = run("many.py", "--epochs", "2", first=digits_read)
     together = start("many.py", "--epochs", "2", launcher=ACCELERATE)

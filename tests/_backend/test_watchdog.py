@@ -55,7 +55,7 @@ LONG = pytest.mark.long
 
 
 @pytest.mark.parametrize(("way", "n"), [
-    ("stop", 2),
+    pytest.param("stop", 2, marks=LONG),
     pytest.param("epoch", 2, marks=LONG),
     ("weights", 2),
     pytest.param("buffers", 3, marks=LONG),
@@ -115,7 +115,7 @@ EARLY = {
 }
 
 
-FEW = ("hook of one", "loaders")
+FEW = ("loaders",)
 works = lambda begun, count, inside=True: place(None, begun, {"0": count}, inside)
 
 
@@ -138,6 +138,7 @@ def test_a_begin_that_raises_in_one_process_ends_all(tmp_path):
     assert "another process has ended or stopped by itself" in found.errors[0], found.errors
 
 
+@LONG
 def test_processes_that_have_diverged_end_at_once_where_python_ends_them(tmp_path):
     """Gloo's threads wait for a message that never comes, and Python for these threads."""
     found = launch.launch(tmp_path, 2, part_early, "hook of one", timeout=60)

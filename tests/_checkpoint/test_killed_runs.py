@@ -158,6 +158,7 @@ def kill_until_it_ends(run_child, run, rng, longest, settings, uninterrupted):
         begun = len(attempts)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_run_killed_before_any_file_operation_resumes_from_a_whole_one(run_child, tmp_path):
     problem, found = stochastic(), collections.Counter()

@@ -209,6 +209,7 @@ print(fl.fit(fl.pipeline()(toy_loss), toy(), loader, steps=2, hooks=()).step)
 """
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_stuck_worker_does_not_keep_python_from_exiting():
     command, streams = [sys.executable, "-c", STUCK], {"capture_output": True, "text": True}

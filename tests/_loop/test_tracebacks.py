@@ -221,8 +221,8 @@ def printed_by(command, folder):
     return done.stdout, done.returncode
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["Context", pytest.param("Verbose", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ["Context", "Verbose"])
 def test_ipython_shows_the_users_line_and_the_note(mode, tmp_path):
     pytest.importorskip("IPython")
     out = printed_by(["-c", CELLS, mode], tmp_path)[0].split("=====\n")[1]

@@ -106,6 +106,7 @@ def wrong(model, batch):
 
 
 @ignore_warning_of_torch
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_default_backend_trains_as_an_eager_step_does():
     """Compiled code may round the last digits differently."""

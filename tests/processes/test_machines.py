@@ -135,11 +135,12 @@ def expected(tmp_path_factory):
     return one
 
 
-@pytest.mark.long  # they do in the other test too, which meet in another way
+@pytest.mark.long
 def test_two_machines_come_to_the_same_bits_as_two_processes(machines, expected, tmp_path):
     assert on_both(machines, tmp_path, trained, c10d) == expected
 
 
+@pytest.mark.long
 def test_machines_that_do_not_share_a_folder_are_told_so(machines, expected, tmp_path):
     disk, step, host = tmp_path / "disk", "step-00000008", socket.gethostname()
     disk.mkdir()
