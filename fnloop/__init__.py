@@ -27,7 +27,8 @@ is carried from batch to batch is one immutable record, the *state*, which `eval
 - **Averages of the weights**: `ema`, `swa`, `averaged`, `update_batchnorm`
 - **Metrics**: `metric`, `derive`, `Mean`, `Sum`, `Min`, `Max`, `Last`, `from_torchmetrics`,
   `timings`, `throughput`, `device_memory`, `History`, `Record`, `Phase`, `compare`
-- **Runs**: `fit`, `run`, `evaluate`, `predict`, `dry_run`, `summary`, `find_lr`, `find_batch_size`
+- **Runs**: `fit`, `run`, `evaluate`, `predict`, `dry_run`, `summary`, `find_lr`, `find_batch_size`,
+  `search`
 - **Hooks**: `Hook`; when `every`, `when`, `at_start`, `at_end`, `when_improved`, `once`, `on_main`;
   look `progress`, `live_plot`, `inspect`, `measure`, `profiled`; send `track`, `to_csv`,
   `to_jsonl`; stop `early_stop`, `restore_best`, `halt_on_nonfinite`, `time_limit`, `requeue`
@@ -82,6 +83,7 @@ if _typing.TYPE_CHECKING:
     from fnloop._middleware.schedule import plateau, schedule, scheduled, torch_scheduler
     from fnloop._tools.dry_run import dry_run
     from fnloop._tools.find import find_batch_size, find_lr
+    from fnloop._tools.search import search
     from fnloop._tools.summary import summary
 
 # What not every run uses is imported when it is first used: names by their modules.
@@ -106,6 +108,7 @@ _LATER = {
     "._middleware.schedule": "plateau schedule scheduled torch_scheduler",
     "._tools.dry_run": "dry_run",
     "._tools.find": "find_batch_size find_lr",
+    "._tools.search": "search",
     "._tools.summary": "summary",
 }
 _MODULES = {name: module for module, names in _LATER.items() for name in names.split()}
@@ -117,14 +120,15 @@ __all__ = [
     "accumulate", "alternate", "amp", "at_end", "at_start", "averaged", "best", "broadcast",
     "channels_last", "checkpoint", "clip", "clip_adaptive", "clip_value", "closure", "compare",
     "compiled", "cuda_graph", "data", "debug", "decide", "derive", "device_memory", "dry_run",
-    "early_stop", "ema", "evaluate", "every", "find_batch_size", "find_lr", "fit", "fork",
-    "freeze", "from_torchmetrics", "gather", "grad_norm", "halt_on_nonfinite", "inspect", "latest",
-    "layers", "live_plot", "measure", "metric", "microbatch", "middleware", "on_main", "once",
-    "pipeline", "plateau", "predict", "profiled", "progress", "raw", "reduce", "requeue", "restore",
+    "early_stop", "ema", "evaluate", "every", "find_batch_size", "find_lr", "fit", "fork", "freeze",
+    "from_torchmetrics", "gather", "grad_norm", "halt_on_nonfinite", "inspect", "latest", "layers",
+    "live_plot", "measure", "metric", "microbatch", "middleware", "on_main", "once", "pipeline",
+    "plateau", "predict", "profiled", "progress", "raw", "reduce", "requeue", "restore",
     "restore_best", "resume", "retry_on_oom", "run", "sam", "save", "schedule", "scheduled",
-    "schedules", "sharded", "skip", "skip_nonfinite", "snapshot", "spike_guard", "summary",
-    "supervised", "swa", "tbptt", "throughput", "time_limit", "timings", "to_csv", "to_jsonl",
-    "torch_scheduler", "track", "unfreeze", "unwrap", "update_batchnorm", "when", "when_improved",
+    "schedules", "search", "sharded", "skip", "skip_nonfinite", "snapshot", "spike_guard",
+    "summary", "supervised", "swa", "tbptt", "throughput", "time_limit", "timings", "to_csv",
+    "to_jsonl", "torch_scheduler", "track", "unfreeze", "unwrap", "update_batchnorm", "when",
+    "when_improved",
 ]
 # fmt: on
 

@@ -1,0 +1,183 @@
+"""search: successive halving, whose runs are those that they would have been alone."""
+
+import gc
+import math
+import weakref
+
+import attrs
+import pytest
+import torch
+from toy_runs import ONE
+
+import fnloop as fl
+from fnloop import schedules
+from fnloop.testing import assert_same, stochastic, toy, toy_loss
+
+RATES = {"lr": [0.003, 0.01, 0.03], "weight_decay": [0.0, 0.1, 1.0]}
+PROBLEM = stochastic()
+LOADERS = {"train": PROBLEM.batches, "valid": PROBLEM.batches[:2]}
+STEP = fl.pipeline(fl.clip(0.5), fl.schedule(schedules.cosine(warmup=2)))(PROBLEM.loss_fn)
+SEARCHED = {"rungs": (1, 2, 4)}
+TOYS = {"train": [ONE] * 2, "valid": [ONE]}
+TOY_STEP = fl.pipeline()(toy_loss)
+
+
+def states():
+    return fl.fork(PROBLEM.state(seed=3), RATES)
+
+
+def alone(name, epochs=4):
+    return fl.fit(STEP, states()[name], LOADERS, epochs=epochs, hooks=())
+
+
+def check_alone(found):
+    """Each run equals the run that it would have been alone, as far as it came."""
+    assert_same(attrs.evolve(found.state, run_id=""), attrs.evolve(alone(found.best), run_id=""))
+    for name, history in found.histories.items():
+        whole = alone(name).history
+        assert list(history) == list(whole)[: len(history)]
+
+
+def shown(found):
+    return [(rung.epoch, rung.name) for rung in found.rungs]
+
+
+def test_each_run_is_the_one_that_it_would_have_been_alone(capsys):
+    found = fl.search(STEP, states(), LOADERS, **SEARCHED)
+    assert [len(history) for history in found.histories.values()].count(1) == 6
+    assert sorted(len(history) for history in found.histories.values())[6:] == [2, 2, 4]
+    check_alone(found)
+    values = {rung.name: rung.value for rung in found.rungs if rung.epoch == 1}
+    best = sorted(values, key=values.get)[:3]
+    assert {name for epoch, name in shown(found) if epoch == 2} == {*best}
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["epoch", "run", "valid/loss", "time"] and len(lines) == 1 + 13
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("makers", [False, True])
+def test_a_search_that_is_killed_nine_times_continues(makers, tmp_path, capsys):
+    updates, draw = [], torch.Generator().manual_seed(0)
+
+    def kill(state):
+        updates.append(state.step)
+        if len(updates) >= limit:
+            raise Killed
+        return state
+
+    for _ in range(9):
+        updates.clear()
+        limit = int(torch.randint(2, 13, (), generator=draw))
+        with pytest.raises(Killed):
+            given = {k: (lambda k=k: states()[k]) for k in states()} if makers else states()
+            fl.search(STEP, given, LOADERS, **SEARCHED, folder=tmp_path, hooks=(kill,))
+    limit = math.inf
+    found = fl.search(STEP, states(), LOADERS, **SEARCHED, folder=tmp_path, hooks=(kill,))
+    check_alone(found)
+    again = fl.search(STEP, states(), LOADERS, **SEARCHED, folder=tmp_path, hooks=(kill,))
+    assert (again.best, shown(again)) == (found.best, shown(found))
+    assert_same(again.state, found.state)
+
+
+def test_memory_holds_one_state_of_functions_at_a_time(capsys):
+    alive = weakref.WeakSet()
+
+    def make(name):
+        state = states()[name]
+        alive.add(state.model)
+        return state
+
+    def count(state):
+        gc.collect()
+        assert len(alive) == 1
+        return state
+
+    given = {name: (lambda name=name: make(name)) for name in states()}
+    found = fl.search(STEP, given, LOADERS, **SEARCHED, hooks=(fl.every(epochs=1)(count),))
+    check_alone(found)
+
+
+def toys(*rates):
+    return {f"{rate:g}": fl.fork(toy(), {"lr": [rate]})[f"lr={rate:g}"] for rate in rates}
+
+
+@pytest.mark.parametrize(
+    ("mode", "keep", "best", "second"),
+    [
+        (None, 0.5, "3", ["2", "3"]),  # a higher rate has a lower loss
+        ("max", 0.5, "1", ["1", "2"]),
+        (None, 0.1, "3", ["3"]),  # at least one
+        (None, 0.9, "3", ["1", "2", "3"]),
+    ],
+)
+def test_the_better_part_continues(mode, keep, best, second, capsys):
+    given = toys(1.0, 2.0, 3.0, 0.0)
+    given = {"1": given["1"], "2": given["2"], "3": given["3"], "0": given["0"]}
+    found = fl.search(TOY_STEP, given, TOYS, rungs=(1, 2), keep=keep, mode=mode)
+    expected = best if mode is None else "0"
+    assert found.best == expected
+    names = [name for epoch, name in shown(found) if epoch == 2]
+    assert names == (second if mode is None else ["1", "0"])
+
+
+def test_nan_is_the_worst_and_of_equals_the_first_stays(capsys):
+    loss = lambda model, batch: (model.w * 0 + model.bad).mean()
+
+    def make(value):
+        state = toy()
+        state.model.register_buffer("bad", torch.tensor(value))
+        return state
+
+    given = {"nan": make(math.nan), "a": make(1.0), "b": make(1.0)}
+    found = fl.search(fl.pipeline()(loss), given, TOYS, rungs=(1, 2))
+    assert found.best == "a"
+
+
+def test_a_run_that_a_hook_stops_keeps_its_value(capsys):
+    stop = lambda s: attrs.evolve(s, stop="enough") if s.step == 3 and s.seed == 7 else s
+    given = {"a": attrs.evolve(toy(), seed=7), "b": toy(), **toys(0.1)}
+    found = fl.search(TOY_STEP, given, TOYS, rungs=(1, 2, 4), keep=0.9, hooks=(stop,))
+    assert found.best == "b" and found.state.epoch == 4
+    assert [rung.value for rung in found.rungs if rung.name == "a"] == [-2.0, -3.0]
+
+
+def test_each_run_may_have_a_step_of_its_own(capsys):
+    steps = {"plain": TOY_STEP, "clipped": fl.pipeline(fl.clip(0.5))(toy_loss)}
+    given = {"plain": toy(), "clipped": toy()}
+    found = fl.search(steps, given, TOYS, rungs=(1, 2), keep=0.5)
+    assert found.best == "plain"
+    assert found.histories["clipped"]["valid/loss"] == pytest.approx((-1.0,), abs=1e-5)
+
+
+def test_it_is_a_table_and_a_picture(capsys):
+    found = fl.search(TOY_STEP, toys(1.0, 0.5, 2.0), TOYS, rungs=(1, 3), keep=0.4)
+    assert capsys.readouterr().out.splitlines() == str(found).splitlines()[:-1]
+    assert str(found).splitlines()[-1] == "best: 2" and "<b>-12.0000</b>" in found._repr_html_()
+    lines = found.plot().axes[0].lines
+    assert [list(line.get_xdata()) for line in lines if len(line.get_xdata()) > 1] == [[2, 4, 6]]
+
+
+@pytest.mark.parametrize(
+    ("error", "settings", "message"),
+    [
+        (ValueError, {"states": {}}, "at least one state"),
+        (TypeError, {"states": [toy()]}, "expects states as"),
+        (TypeError, {"states": {"a": 1}}, "a TrainState for 'a', or a function"),
+        (TypeError, {"states": {"a": lambda: 1}}, "the function of 'a' to return a TrainState"),
+        (ValueError, {"rungs": (3, 1)}, "rungs that grow"),
+        (ValueError, {"rungs": ()}, "rungs that grow"),
+        (TypeError, {"rungs": 3}, "rungs as epochs that grow"),
+        (ValueError, {"keep": 1.0}, "keep below 1"),
+        (ValueError, {"keep": 0}, "keep"),
+        (KeyError, {"key": "valid/lss"}, "no metric 'valid/lss' at epoch 1; it has"),
+        (KeyError, {"steps": {"b": TOY_STEP}}, "have other names: 'a', 'b'"),
+        (TypeError, {"steps": toy_loss}, "pipeline"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(error, settings, message, capsys):
+    given = {"steps": TOY_STEP, "states": {"a": toy()}, "loaders": TOYS, "mode": "min"} | settings
+    with pytest.raises(error, match=message):
+        fl.search(given.pop("steps"), given.pop("states"), given.pop("loaders"), **given)
