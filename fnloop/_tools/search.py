@@ -39,6 +39,7 @@ from fnloop._step.pipeline import PipelineStep
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+FAINT = "0.8"  # the colour of runs that were left out early
 OWNER, EXAMPLE = "search", "such as fork(state, {'lr': [0.1, 0.01]})"
 Maker = Callable[[], TrainState]
 Source = TrainState | Maker
@@ -97,15 +98,13 @@ class Search(Shown):
 
         figure, (axis,) = figures.panels("Search.plot", [figures.LARGE])
         last = {rung.name for rung in self.rungs if rung.epoch == self.rungs[-1].epoch}
-        colors = iter(figures.palette("Search.plot", len(last)))
+        colors = dict(zip(last, figures.palette("Search.plot", len(last)), strict=True))
         curves = []
-        for name, history in self.histories.items():
-            having = [r for r in history if self.key in r.metrics and not r.closing]
-            points = [(r.step, r.metrics[self.key]) for r in having]
-            stays = name in last
-            color = next(colors) if stays else "0.6"
-            label = name if stays else ""
-            curves.append(figures.Curve(points, label, color, thin=not stays))
+        for name in sorted(self.histories, key=last.__contains__):  # the others are below
+            having = [r for r in self.histories[name] if self.key in r.metrics and not r.closing]
+            points = [(record.step, record.metrics[self.key]) for record in having]
+            label = name if name in last else ""
+            curves.append(figures.Curve(points, label, colors.get(name, FAINT)))
         figures.draw(axis, self.key, "step", curves, ())
         return figure
 
