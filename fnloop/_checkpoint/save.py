@@ -48,12 +48,12 @@ from fnloop._checkpoint.optimizer import (
     walk_optimizers,
 )
 from fnloop._checkpoint.parts import EVERY_PART, Saving, encode_whole_history, read_parts
+from fnloop._checkpoint.remote import Remote, place_at, save_at
 from fnloop._core.history import History, metrics_here
 from fnloop._core.optimizers import optimizers_in, wants_closure
 from fnloop._core.rng import isolated, seed_host, torch_seeder
 from fnloop._core.serialize import Json, copy_flattened, find_difference, flattened_kind
 from fnloop._core.state import TrainState, check_not_stale, detached_from_run
-from fnloop._display.checks import folder_path
 from fnloop._display.screen import log, warn_once
 from fnloop._step.engine import engine_of
 from fnloop._version import __version__
@@ -70,7 +70,7 @@ _tried: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 def save(
     state: TrainState, path: str | os.PathLike[str], *, only: Sequence[str] | None = None
-) -> Path:
+) -> Path | str:
     """Write a checkpoint: a folder that is either complete or absent.
 
     It is written to a temporary folder, flushed, and renamed. It has tensors in safetensors files
@@ -125,12 +125,14 @@ def save(
         along which dimension.
     """
     check_not_stale(state, "save")
-    target = folder_path("save", "path", path)
+    place = place_at("save", "path", path)
     parts = read_parts("save", only)
     if "optimizer" in parts:
         _warn_unless_resumable(state)
     contents = collect_contents(state, parts=parts)
-    return write_by_all(contents, target, "fnloop.save")
+    if isinstance(place, Remote):
+        return save_at(place, contents, "fnloop.save")
+    return write_by_all(contents, place.folder, "fnloop.save")
 
 
 def _warn_unless_resumable(state: TrainState) -> None:
