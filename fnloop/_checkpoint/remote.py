@@ -7,9 +7,11 @@ import errno
 import hashlib
 import json
 import os
+import random
 import re
 import secrets
 import shutil
+import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -170,6 +172,26 @@ class FileSystem(Protocol):
     def invalidate_cache(self) -> None: ...
 
 
+# A package that repeats a request draws a pause from Python's generator, which is that of the run:
+# a fault would change the bits of what is trained. These modules get a generator of their own.
+_DRAWING = ("botocore.retryhandler", "botocore.utils", "gcsfs.retry")
+
+
+def _settings_of(scheme: str) -> dict[str, Json]:
+    """Return settings of a file system, besides those of the user."""
+    if PACKAGES.get(scheme) != "s3fs":
+        return {}
+    from fsspec.config import conf
+
+    # Newer botocore keeps the generator that it draws from where it cannot be replaced. So it does
+    # not repeat requests; this module does.
+    given = conf.get(scheme, {})
+    retries = {"retries": {"total_max_attempts": 1}, **given.get("config_kwargs", {})}
+    # With more parts of a file at a time, s3fs holds 50 MB of each in memory, and it begins to
+    # download the file before it asks for its parts. Several files go at a time anyway.
+    return {"config_kwargs": retries, "max_concurrency": given.get("max_concurrency", 1)}
+
+
 class Storage:
     """The file system of an address.
 
@@ -205,7 +227,9 @@ class Storage:
     def _connect(self) -> None:
         from fsspec.core import url_to_fs
 
-        fs, self.root = url_to_fs(self.address)
+        fs, self.root = url_to_fs(self.address, **_settings_of(self.scheme.lower()))
+        for name in filter(sys.modules.__contains__, _DRAWING):
+            vars(sys.modules[name])["random"] = random.Random()
         self._fs = cast(FileSystem, fs)
         self._process = os.getpid()
 
@@ -572,10 +596,16 @@ class Remote(Place):
         with _training_lock(folder).open("w") as lock:
             if try_lock(lock):  # otherwise it is still training, and uploading
                 self.mirror(folder)
-                self._recover(folder, run)
+                self._recover(folder, run, copies=True)
 
-    def _recover(self, folder: Path, run: str) -> None:
-        """Upload the checkpoints of a local folder that are newer than those at the address."""
+    def _recover(self, folder: Path, run: str, copies: bool = False) -> None:
+        """Upload the checkpoints of a local folder that are newer than those at the address.
+
+        Args:
+            folder: the folder.
+            run: the run that wrote them.
+            copies: whether to keep copies of them, because they are about to be read.
+        """
         paths = [p for p in reversed(retention.candidates(folder)) if not p.name.startswith(".")]
         there = [serial_or_none(path) or 0 for path in paths if is_marked(path)]
         for path in filter(lambda path: not is_marked(path), paths):
@@ -589,6 +619,8 @@ class Remote(Place):
                 log.warning("a local copy was not uploaded to %s: %s", self.name, error)
             else:
                 log.info("uploads %s to %s, which an earlier process had not", path, self.name)
+                if copies:
+                    _link_files(path, self.folder / path.name)
                 self.send(path, run)
 
     def send(self, path: Path, run: str | None, at: str | None = None) -> None:
@@ -783,6 +815,16 @@ def is_marked(path: Path) -> bool:
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         return mark_of(path).read_text() == identity_of((path / MANIFEST).read_bytes())
     return False
+
+
+def _link_files(path: Path, copy: Path) -> None:
+    """Make a local copy of a checkpoint, but for its manifest, which takes no room."""
+    make_folder(copy)
+    forget(copy)
+    for file in path.iterdir():
+        if is_file_name(file.name):
+            with contextlib.suppress(OSError):  # it is downloaded then
+                os.link(file, copy / file.name)
 
 
 def forget(path: Path) -> None:

@@ -81,7 +81,8 @@ def restore(
     """Read a checkpoint into a state.
 
     Args:
-        path: the folder.
+        path: the folder, or an address such as ``"s3://bucket/run/step-00000812"``. What is at an
+            address is downloaded once, as in :func:`latest`.
         state: a state with the same model and the same optimizer class; of several optimizers, with
             the same names. Its module and optimizers are loaded in place, and it is stale
             afterwards. If anything is wrong with the checkpoint, the state stays as it is.
@@ -312,13 +313,17 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
     Damaged checkpoints are skipped with a warning that names the file and the fault.
 
     Args:
-        folder: what the hook ``checkpoint(folder)`` writes to.
+        folder: what the hook ``checkpoint(folder)`` writes to: a folder, or an address such as
+            ``"s3://bucket/run"``.
 
     Returns:
-        Its path, or None if there is none.
+        Its path, or None if there is none. Of an address, that of a local copy, in the folder
+        ``FNLOOP_CACHE`` or ``~/.cache/fnloop``. It stays there until a later call finds that the
+        address has this checkpoint no longer.
 
     Raises:
-        TypeError, ValueError: it is not a path.
+        TypeError, ValueError: it is neither a path nor an address.
+        ImportError: the package for such addresses is not installed.
         CheckpointError: a newer fnloop wrote the newest checkpoint.
         OSError: a file cannot be read for a reason other than that it does not exist.
 
@@ -341,14 +346,15 @@ def best(
     """Return the valid checkpoint with the best value of a metric, of the run of the newest one.
 
     Args:
-        folder: what the hook ``checkpoint(folder, best=...)`` writes to.
+        folder: what the hook ``checkpoint(folder, best=...)`` writes to: a folder, or an address.
         key: the metric; the hook's by default.
         mode: "min" or "max"; the hook's by default.
         since: which checkpoints count, if the run has phases: those of its newest "phase" that has
             a value, or those of the whole "run"; as the hook's by default.
 
     Returns:
-        Its path, or None if no checkpoint has a value that is not NaN. Of equals, the oldest.
+        Its path, or None if no checkpoint has a value that is not NaN. Of equals, the oldest. Of an
+        address, the path of a local copy, as :func:`latest` returns it.
 
     Raises:
         ValueError: no metric is given and the checkpoints name none; or there is no such mode or
@@ -398,7 +404,9 @@ def resume(folder: str | os.PathLike[str], state: TrainState) -> TrainState:
     remaining samples are trained.
 
     Args:
-        folder: what the hook ``checkpoint(folder)`` writes to.
+        folder: what the hook ``checkpoint(folder)`` writes to: a folder, or an address such as
+            ``"s3://bucket/run"``. What an earlier process on this machine could not upload to the
+            address is uploaded first.
         state: a new state of the same model and optimizer.
 
     Returns:

@@ -84,7 +84,8 @@ def save(
 
     Args:
         state: the newest state; it may be in the middle of an epoch.
-        path: the folder to create, on a disk that all processes see; ``~`` is expanded. An existing
+        path: the folder to create, on a disk that all processes see; ``~`` is expanded. Or an
+            address such as ``"s3://bucket/a"``, as in :func:`fnloop.checkpoint`. An existing
             checkpoint is replaced. Anything else that exists there is not touched.
         only: the parts to save, as ``restore`` names them; all of them by default. ``("model",)``
             is enough for evaluation and fine-tuning. ``("trained",)`` are the parameters that
@@ -92,16 +93,18 @@ def save(
             run cannot be resumed from such a partial checkpoint.
 
     Returns:
-        The absolute path.
+        The absolute path. For an address, the address as a str.
 
     Raises:
         StaleStateError: the state has been advanced.
         CheckpointError: something in the state cannot be saved, or the path exists and is not a
             checkpoint.
-        TypeError, ValueError: it is not a path, is empty, or is an address such as ``s3://...``; or
-            ``only`` names something else.
-        OSError: the disk is full, or another fault of the disk; what was there before is still
-            there.
+        TypeError, ValueError: it is neither a path nor an address, or ``only`` names something
+            else.
+        ImportError: the package for such addresses is not installed.
+        OSError: the disk is full, or another fault of the disk or of the network; what was there
+            before is still there. If the upload has failed, the message says where the local copy
+            is.
         RuntimeError: the processes have diverged: their weights differ. Nothing is saved.
 
     Example:

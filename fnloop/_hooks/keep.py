@@ -79,7 +79,7 @@ class checkpoint(Hook):
 
     Args:
         folder: where to save; created if it does not exist. It is made absolute at once, with ``~``
-            expanded.
+            expanded. Or an address such as ``"s3://bucket/run"``: see below.
         keep: how many of the newest to keep, at least 1; None keeps all.
         best: a metric such as "valid/loss", of which the best checkpoints are kept too. A
             checkpoint between two evaluations has no value for this metric, so the state of the
@@ -112,6 +112,9 @@ class checkpoint(Hook):
         CheckpointError: when a run begins: another run has checkpoints in the folder, or the
             optimizer cannot be saved and restored exactly. When it saves: something in the state
             cannot be saved.
+        ImportError: the package for such addresses is not installed.
+        OSError: when a run begins: an address cannot be read or written. When it saves: the disk is
+            full, or a checkpoint could not be uploaded.
         RuntimeError: when it saves: the weights differ between processes. Nothing is saved then.
 
     Example:
@@ -130,6 +133,16 @@ class checkpoint(Hook):
         refused before its first update, and nothing in the folder is touched. Before this update, a
         tiny copy of an optimizer that is not torch's is saved, restored and updated; one that does
         not resume exactly is refused. Where that cannot be tried, a warning says so.
+
+        An address is one of fsspec, such as ``"s3://bucket/run"``. It needs the extra ``remote``,
+        and the package of the address, such as s3fs. A checkpoint is written to a local folder,
+        then uploaded: its files first, its manifest last. So it is there whole or not at all. In
+        the background, two checkpoints may be unfinished, and a save waits for the first of them. A
+        request that fails is repeated for a minute. Then the error is raised at the next boundary.
+        The local copy stays, the message names it, and the next ``resume`` on this machine uploads
+        it. Local copies are in the folder ``FNLOOP_CACHE``, by default ``~/.cache/fnloop``, and are
+        removed when they are uploaded. The machines of a run need not share this folder. Of a
+        sharded model, each process uploads its own part.
 
     Replaces: lightning.ModelCheckpoint, keras.ModelCheckpoint,
     pytorch_accelerated.SaveTrainingStateCallback, fastnlp.CheckpointCallback

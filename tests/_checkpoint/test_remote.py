@@ -372,7 +372,8 @@ def test_a_fault_that_lasts_is_an_error_and_the_local_copy_stays(at, background,
     assert fl.restore(folder, toy()).step == 3
     assert raised.value.state.step >= 3
     at.works()
-    resumed = fl.resume(RUN, toy())  # which uploads it first
+    resumed = fl.resume(RUN, toy())  # which uploads it first, and has it then
+    assert background or not at.received
     assert resumed.step >= 3 and f"step-{resumed.step:08d}" == at.names()[-1]
     assert_same(train(RUN, resumed, 6, keep=1), whole)
     assert at.names() == ["step-00000006"] and not local_files(at)
