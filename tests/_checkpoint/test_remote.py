@@ -560,11 +560,11 @@ def sharded_state():
 
 
 def train_sharded(folder, background):
-    """A run that is stopped, and resumed from an address with local copies of its own."""
+    """A run that is stopped, and resumed from an address."""
     import os
 
-    rank = os.environ["RANK"]
-    os.environ["FNLOOP_CACHE"] = f"{folder}/cache-{rank}"  # as on two machines
+    rank = 0 if background else os.environ["RANK"]  # as on one machine, or on two
+    os.environ["FNLOOP_CACHE"] = f"{folder}/cache-{rank}"
     step = fl.pipeline()(lambda model, x: model(x))
     data = [torch.full((2, 4), float(i)) for i in range(6)]
 
