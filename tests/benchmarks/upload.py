@@ -1,6 +1,6 @@
 """What uploading checkpoints costs training, and what a resume downloads.
 
-    pip install 'fnloop[remote]' s3fs 'moto[server]'
+    pip install 'fnloop[test]'
     python tests/benchmarks/upload.py    # a table, and the bytes of a resume; minutes
 
 Every contender trains the same model with AdamW: a third of --megabytes are weights, two thirds are

@@ -174,7 +174,7 @@ def has_packages():
     """Return whether what these tests need is installed."""
     from importlib.util import find_spec
 
-    return all(find_spec(name) for name in ("moto", "s3fs", "flask"))
+    return all(find_spec(name) for name in ("moto", "s3fs", "flask", "flask_cors"))
 
 
 def pid_of(run):
