@@ -1,1 +1,1 @@
-"""A state on a disk, whole or not at all: its format, saving, restoring, what is kept."""
+"""A state on a disk or at an address, whole or not at all: format, saving, restoring, retention."""

@@ -55,6 +55,9 @@ from fnloop._display.checks import describe
 # because a disk that does not answer says nothing about the checkpoint.
 
 
+OBJECTS = "objects"  # in a manifest at an address, the folder of the files (see `remote`)
+
+
 def backup_path(path: Path) -> Path:
     """Return where a checkpoint is moved while another one replaces it."""
     return path.with_name(f".{path.name}.old")
@@ -116,6 +119,8 @@ def verify(
     for i, (name, facts) in enumerate(manifest["files"].items()):
         file = path / name
         if not file.is_file():
+            if not deep and is_stub(path, manifest):
+                continue
             raise CheckpointError(f"{path} is damaged: {name} is missing")
         if (size := file.stat().st_size) != facts["bytes"]:
             raise CheckpointError(
@@ -224,6 +229,20 @@ def manifest_or_none(path: Path) -> dict[str, Json] | None:
     with contextlib.suppress(CheckpointError, FileNotFoundError):
         return verify(path, deep=False, history=False)
     return None
+
+
+def mark_of(path: Path) -> Path:
+    """Return the file that says which checkpoint, of those at a path, is at an address too."""
+    return path.with_name(f".{path.name}.remote")
+
+
+def is_stub(path: Path, manifest: Mapping[str, Json]) -> bool:
+    """Return whether the files of a checkpoint may be missing, because they are at an address."""
+    plain = {name: value for name, value in manifest.items() if name != OBJECTS}
+    try:
+        return mark_of(path).read_text() == checksum_of_manifest(plain)
+    except FileNotFoundError:
+        return False
 
 
 def run_of(path: Path, manifest: Mapping[str, Json]) -> str:
@@ -533,21 +552,27 @@ def _is_being_removed(path: Path, name: str) -> bool:
 # is no manifest, and so no checkpoint.
 
 
-def write_by_all(contents: Contents, path: Path, what: str) -> Path:
+SendFiles = Callable[[Path, Collection[str], str], None]
+
+
+def write_by_all(contents: Contents, path: Path, what: str, send: SendFiles | None = None) -> Path:
     """Write a checkpoint: by all processes if it has an index, otherwise by the main process.
 
     Args:
         contents: what this process writes.
         path: as in :func:`write_checkpoint`.
         what: what waits for it, as errors name it.
+        send: as in :class:`SharedWrite`.
     """
     if not contents.index:
         return on_main_process(lambda: write_checkpoint(contents, path), what)
-    shared = SharedWrite(contents, lambda: Writing(contents, path), what)
+    shared = SharedWrite(contents, lambda: Writing(contents, path), what, send)
     try:
         shared.write()
         files = shared.agree()
-        return on_main_process(lambda: shared.commit(files), what)
+        written = on_main_process(lambda: shared.commit(files), what)
+        shared.check_sent()
+        return written
     finally:
         shared.abandon()
 
@@ -559,19 +584,33 @@ class SharedWrite:
         contents: what this process writes.
         begin: begins to write, on the main process.
         what: what waits for it, as errors name it.
+        send: uploads files of this process: from a folder, some names, to a folder of that name at
+            the address. Then the other machines need not see the folder of the main process.
 
     Attributes:
         writing: the checkpoint that is being written, on the main process; elsewhere None.
+        at: the folder at the address.
+        faults: why processes could not upload their files.
     """
 
-    def __init__(self, contents: Contents, begin: Callable[[], Writing], what: str) -> None:
-        self.contents, self._what = contents, what
+    def __init__(
+        self,
+        contents: Contents,
+        begin: Callable[[], Writing],
+        what: str,
+        send: SendFiles | None = None,
+    ) -> None:
+        self.contents, self._what, self._send = contents, what, send
+        self._fault: str | None = None  # why this process could not upload its files
+        self.faults: list[str] = []
         self.writing: Writing | None = None
         self._thread: threading.Thread | None = None
         self._files: dict[str, Json] = {}
         self._error: BaseException | None = None
         self._unfinished: Callable[[], list[float]] | None = None
         self._folder = on_main_process(lambda: self._begin(begin), what)
+        self.at = self._folder.name[-12:]
+        self._is_elsewhere = send is not None and not self._folder.exists()
 
     def _begin(self, begin: Callable[[], Writing]) -> Path:
         self.writing = begin()
@@ -580,9 +619,17 @@ class SharedWrite:
     def write(self) -> None:
         """Write the files of this process. An error is raised by :meth:`agree`."""
         try:
+            if self._is_elsewhere:
+                self._folder.mkdir(parents=True, exist_ok=True)
             self._files = write_files(self.contents, self._folder)
         except BaseException as error:
             self._error = error
+            return
+        if self._send is not None:
+            try:
+                self._send(self._folder, [*self._files], self.at)
+            except Exception as error:  # what is written is kept all the same
+                self._fault = f"{type(error).__name__}: {error}"
 
     def start(self) -> None:
         """Write the files of this process while training continues."""
@@ -609,8 +656,30 @@ class SharedWrite:
         """
         self._join()
         own = on_every_process(self._outcome, self._what)
-        every = gather_from_all(own, self._what)
-        return {name: entry for files in every for name, entry in files.items()}
+        every = gather_from_all((own, self._fault), self._what)
+        self.faults = [fault for _, fault in every if fault is not None]
+        if self._is_elsewhere and not self.faults:
+            self._remove_own()
+        return {name: entry for files, _ in every for name, entry in files.items()}
+
+    def _remove_own(self) -> None:
+        with contextlib.suppress(OSError):
+            for name in self._files:
+                (self._folder / name).unlink(missing_ok=True)
+            self._folder.rmdir()  # the last process of this machine does
+
+    def check_sent(self) -> None:
+        """Raise in every process if one of them could not upload its files.
+
+        Raises:
+            OSError: it could not; the message says where the local copy is.
+        """
+        if self.faults:
+            name = self._folder.name[1:].rpartition(".writing-")[0]
+            raise OSError(
+                f"{name} could not be uploaded ({self.faults[0]}). It is whole in "
+                f"{self._folder.with_name(name)}"
+            )
 
     def _join(self) -> None:
         if self._thread is not None:

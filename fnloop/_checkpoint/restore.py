@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -48,10 +47,10 @@ from fnloop._checkpoint.parts import (
     is_partial,
     read_parts,
 )
+from fnloop._checkpoint.remote import READING, Place, place_at
 from fnloop._checkpoint.retention import (
     by_phase,
     candidates,
-    check_all_empty,
     check_visible,
     is_one_checkpoint,
     rank,
@@ -69,7 +68,7 @@ from fnloop._core.state import (
     take_ownership,
     unwrap,
 )
-from fnloop._display.checks import choice, flag, folder_path, metric_name
+from fnloop._display.checks import choice, flag, metric_name
 
 
 def restore(
@@ -82,7 +81,8 @@ def restore(
     """Read a checkpoint into a state.
 
     Args:
-        path: the folder.
+        path: the folder, or an address such as ``"s3://bucket/run/step-00000812"``. What is at an
+            address is downloaded once, as in :func:`latest`.
         state: a state with the same model and the same optimizer class; of several optimizers, with
             the same names. Its module and optimizers are loaded in place, and it is stale
             afterwards. If anything is wrong with the checkpoint, the state stays as it is.
@@ -121,10 +121,11 @@ def restore(
             "restore expects a path; got None, which is what latest(folder) returns if there is no "
             "checkpoint"
         )
-    source = folder_path("restore", "path", path)
-    check_visible(source)
-    contents = read_checkpoint(source, state, history="history" in parts)
-    return restore_contents(contents, state, parts, strict, source)
+    place = place_at("restore", "path", path)
+    with place.reading(place.folder):
+        source = place.fetch_on_all(place.folder)
+        contents = read_checkpoint(source, state, history="history" in parts)
+        return restore_contents(contents, state, parts, strict, source)
 
 
 def restore_contents(
@@ -169,7 +170,6 @@ def restore_contents(
 # Read a checkpoint, by all processes together: of each tensor the part that a process holds.
 
 SUFFIX = ".safetensors"
-WHAT = "the reading of a checkpoint"
 
 
 def read_checkpoint(path: Path, state: TrainState, *, history: bool = True) -> Contents:
@@ -184,8 +184,8 @@ def read_checkpoint(path: Path, state: TrainState, *, history: bool = True) -> C
     """
     path, backend = locate(path), state.backend
     share = (backend.rank, backend.world_size)
-    manifest = on_every_process(lambda: verify(path, history=history, share=share), WHAT)
-    return on_every_process(lambda: _read(path, manifest, state, history), WHAT)
+    manifest = on_every_process(lambda: verify(path, history=history, share=share), READING)
+    return on_every_process(lambda: _read(path, manifest, state, history), READING)
 
 
 def read_alone(path: Path, *, history: bool = True) -> Contents:
@@ -201,7 +201,7 @@ def read_alone(path: Path, *, history: bool = True) -> Contents:
 def read_whole_checkpoint(path: Path, state: TrainState) -> Contents | None:
     """Return the contents of a checkpoint, or None if it is partial. Every process must call it."""
     where = locate(path)
-    manifest = on_every_process(lambda: verify(where, deep=False, history=False), WHAT)
+    manifest = on_every_process(lambda: verify(where, deep=False, history=False), READING)
     return None if is_partial(manifest) else read_checkpoint(path, state)
 
 
@@ -313,13 +313,17 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
     Damaged checkpoints are skipped with a warning that names the file and the fault.
 
     Args:
-        folder: what the hook ``checkpoint(folder)`` writes to.
+        folder: what the hook ``checkpoint(folder)`` writes to: a folder, or an address such as
+            ``"s3://bucket/run"``.
 
     Returns:
-        Its path, or None if there is none.
+        Its path, or None if there is none. Of an address, that of a local copy, in the folder
+        ``FNLOOP_CACHE`` or ``~/.cache/fnloop``. It stays there until a later call finds that the
+        address has this checkpoint no longer.
 
     Raises:
-        TypeError, ValueError: it is not a path.
+        TypeError, ValueError: it is neither a path nor an address.
+        ImportError: the package for such addresses is not installed.
         CheckpointError: a newer fnloop wrote the newest checkpoint.
         OSError: a file cannot be read for a reason other than that it does not exist.
 
@@ -327,8 +331,8 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
         >>> latest("no/such/folder") is None
         True
     """
-    paths = candidates(folder_path("latest", "folder", folder), links=True)
-    valid = _skip_damaged(paths, verify)
+    place = place_at("latest", "folder", folder)
+    valid = _skip_damaged(candidates(place.look(), links=True), _fetch_by(place))
     return next((path for path, _ in valid), None)
 
 
@@ -342,14 +346,15 @@ def best(
     """Return the valid checkpoint with the best value of a metric, of the run of the newest one.
 
     Args:
-        folder: what the hook ``checkpoint(folder, best=...)`` writes to.
+        folder: what the hook ``checkpoint(folder, best=...)`` writes to: a folder, or an address.
         key: the metric; the hook's by default.
         mode: "min" or "max"; the hook's by default.
         since: which checkpoints count, if the run has phases: those of its newest "phase" that has
             a value, or those of the whole "run"; as the hook's by default.
 
     Returns:
-        Its path, or None if no checkpoint has a value that is not NaN. Of equals, the oldest.
+        Its path, or None if no checkpoint has a value that is not NaN. Of equals, the oldest. Of an
+        address, the path of a local copy, as :func:`latest` returns it.
 
     Raises:
         ValueError: no metric is given and the checkpoints name none; or there is no such mode or
@@ -361,14 +366,14 @@ def best(
         >>> best("no/such/folder", "valid/loss") is None
         True
     """
-    where = folder_path("best", "folder", folder)
+    place = place_at("best", "folder", folder)
     if key is not None:
         metric_name("best", "key", key)
     if mode is not None:
         better(0.0, 0.0, mode)  # checks it
     if since is not None:
         choice("best", "since", since, SINCE, ", or None for the hook's")
-    found = with_manifests(where, links=True)
+    found = with_manifests(place.look(), links=True)
     if not found:
         return None
     run = run_of(*found[-1])
@@ -383,7 +388,7 @@ def best(
     since = since or next((str(m["since"]) for m in newest_first if m.get("since")), "phase")
     groups = reversed(by_phase(found, since))
     ranked = [path for group in groups for path, _ in rank(group, key, mode)]
-    valid = _skip_damaged(ranked, verify)
+    valid = _skip_damaged(ranked, _fetch_by(place))
     return next((path for path, _ in valid), None)
 
 
@@ -399,7 +404,9 @@ def resume(folder: str | os.PathLike[str], state: TrainState) -> TrainState:
     remaining samples are trained.
 
     Args:
-        folder: what the hook ``checkpoint(folder)`` writes to.
+        folder: what the hook ``checkpoint(folder)`` writes to: a folder, or an address such as
+            ``"s3://bucket/run"``. What an earlier process on this machine could not upload to the
+            address is uploaded first.
         state: a new state of the same model and optimizer.
 
     Returns:
@@ -421,19 +428,32 @@ def resume(folder: str | os.PathLike[str], state: TrainState) -> TrainState:
     Replaces: keras.BackupAndRestore, accelerate.load_state, transformers.resume_from_checkpoint
     """
     check_not_stale(state, "resume")
-    where = folder_path("resume", "folder", folder)
-    # The main process looks, because the others may see other checkpoints.
-    alone, paths, claimed_by = on_main_process(lambda: _look_into(where), "fnloop.resume")
-    newest = _read_one(where, state) if alone else _read_newest(where, paths, state)
-    if newest is None:
-        check_all_empty(where)
-        return state if claimed_by is None else attrs.evolve(state, run_id=claimed_by)
-    path, contents = newest
-    return restore_contents(contents, state, PARTS, True, path)
+    place = place_at("resume", "folder", folder)
+    with place.reading():
+        # The main process looks, because the others may see other checkpoints.
+        alone, paths, claimed_by = on_main_process(lambda: _look_into(place), "fnloop.resume")
+        newest = _read_one(place, state) if alone else _read_newest(place, paths, state)
+        if newest is None:
+            place.check_all_empty()
+            return state if claimed_by is None else attrs.evolve(state, run_id=claimed_by)
+        path, contents = newest
+        return restore_contents(contents, state, PARTS, True, path)
 
 
-def _look_into(folder: Path) -> tuple[bool, list[Path], str | None]:
-    """Return whether a folder is one checkpoint; its checkpoints; and the run that claims it."""
+def _fetch_by(place: Place) -> Callable[[Path], dict[str, Json]]:
+    """Return a function that verifies a checkpoint, after downloading what is not here."""
+
+    def fetch_and_verify(path: Path) -> dict[str, Json]:
+        with place.reading(path):
+            return verify(place.fetch(path))
+
+    return fetch_and_verify
+
+
+def _look_into(place: Place) -> tuple[bool, list[Path], str | None]:
+    """Return whether a place is one checkpoint; its checkpoints; and the run that claims it."""
+    place.settle()
+    folder = place.look()
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"{folder} is a file: resume expects a folder of checkpoints")
     if is_one_checkpoint(folder):
@@ -442,9 +462,9 @@ def _look_into(folder: Path) -> tuple[bool, list[Path], str | None]:
     return False, paths, None if paths else read_claim(folder)
 
 
-def _read_one(path: Path, state: TrainState) -> tuple[Path, Contents]:
+def _read_one(place: Place, state: TrainState) -> tuple[Path, Contents]:
     """Return a checkpoint with its contents."""
-    check_visible(path)
+    path = place.fetch_on_all(place.folder)
     contents = read_whole_checkpoint(path, state)
     if contents is None:
         raise CheckpointError(_explain_not_resumable(path))
@@ -452,12 +472,12 @@ def _read_one(path: Path, state: TrainState) -> tuple[Path, Contents]:
 
 
 def _read_newest(
-    folder: Path, paths: Sequence[Path], state: TrainState
+    place: Place, paths: Sequence[Path], state: TrainState
 ) -> tuple[Path, Contents] | None:
-    """Return the newest valid checkpoint of a folder with its contents, or None if it has none.
+    """Return the newest valid checkpoint of a place with its contents, or None if it has none.
 
     Args:
-        folder: the folder.
+        place: the place.
         paths: its checkpoints, the newest first.
         state: the state to read for.
 
@@ -466,19 +486,24 @@ def _read_newest(
     """
     faults: list[str] = []
     partial: list[Path] = []
+
+    def read(path: Path) -> Contents | None:
+        with place.reading(path):
+            return read_whole_checkpoint(path, state)
+
     for path in paths:
-        check_visible(path)
-        read = functools.partial(read_whole_checkpoint, state=state)
-        for _, contents in _skip_damaged((path,), read, faults, state.backend.main):
+        here = place.fetch_on_all(path)
+        for _, contents in _skip_damaged((here,), read, faults, state.backend.main):
             if contents is not None:
-                return path, contents
+                return here, contents
             partial.append(path)
     if partial:
         raise CheckpointError(_explain_not_resumable(partial[0]))
     if faults:
+        found = f"{len(faults)} checkpoint{'s' * (len(faults) > 1)}"
         raise CheckpointError(
-            f"{folder} has {len(faults)} checkpoint{'s' * (len(faults) > 1)}, and none is valid: "
-            f"{'; '.join(faults[:3])}. To begin a new run, give it another folder"
+            f"{place.name} has {found}, and none is valid: {'; '.join(faults[:3])}. "
+            "To begin a new run, give it another folder"
         )
     return None
 

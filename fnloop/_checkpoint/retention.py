@@ -7,7 +7,7 @@ import errno
 import os
 import re
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -148,6 +148,7 @@ def prune(
     mode: str,
     keep_best: int,
     since: str,
+    counts: Callable[[Path], bool] = lambda path: True,
 ) -> None:
     """Remove the checkpoints of a run, except the newest and the best.
 
@@ -163,12 +164,15 @@ def prune(
         key, mode: the metric that ranks them, and whether "min" or "max" is best.
         keep_best: how many of the best to keep.
         since: whether these are the best of each "phase", or of the "run".
+        counts: whether a checkpoint is there already. One that is to be uploaded is not, so it
+            neither replaces another nor is removed.
     """
     written = written.resolve()
     valid = [
         (path, manifest)
         for path, manifest in with_manifests(written.parent)
         if re.fullmatch(CHECKPOINT_NAME, path.name) and run_of(path, manifest) == run
+        if counts(path)
     ]
     replaced = [path for path, manifest in valid if _is_renamed(path, manifest, written)]
     valid = [(path, manifest) for path, manifest in valid if path not in replaced]

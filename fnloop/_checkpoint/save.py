@@ -48,12 +48,12 @@ from fnloop._checkpoint.optimizer import (
     walk_optimizers,
 )
 from fnloop._checkpoint.parts import EVERY_PART, Saving, encode_whole_history, read_parts
+from fnloop._checkpoint.remote import Remote, place_at, save_at
 from fnloop._core.history import History, metrics_here
 from fnloop._core.optimizers import optimizers_in, wants_closure
 from fnloop._core.rng import isolated, seed_host, torch_seeder
 from fnloop._core.serialize import Json, copy_flattened, find_difference, flattened_kind
 from fnloop._core.state import TrainState, check_not_stale, detached_from_run
-from fnloop._display.checks import folder_path
 from fnloop._display.screen import log, warn_once
 from fnloop._step.engine import engine_of
 from fnloop._version import __version__
@@ -70,7 +70,7 @@ _tried: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 def save(
     state: TrainState, path: str | os.PathLike[str], *, only: Sequence[str] | None = None
-) -> Path:
+) -> Path | str:
     """Write a checkpoint: a folder that is either complete or absent.
 
     It is written to a temporary folder, flushed, and renamed. It has tensors in safetensors files
@@ -84,7 +84,8 @@ def save(
 
     Args:
         state: the newest state; it may be in the middle of an epoch.
-        path: the folder to create, on a disk that all processes see; ``~`` is expanded. An existing
+        path: the folder to create, on a disk that all processes see; ``~`` is expanded. Or an
+            address such as ``"s3://bucket/a"``, as in :func:`fnloop.checkpoint`. An existing
             checkpoint is replaced. Anything else that exists there is not touched.
         only: the parts to save, as ``restore`` names them; all of them by default. ``("model",)``
             is enough for evaluation and fine-tuning. ``("trained",)`` are the parameters that
@@ -92,16 +93,18 @@ def save(
             run cannot be resumed from such a partial checkpoint.
 
     Returns:
-        The absolute path.
+        The absolute path. For an address, the address as a str.
 
     Raises:
         StaleStateError: the state has been advanced.
         CheckpointError: something in the state cannot be saved, or the path exists and is not a
             checkpoint.
-        TypeError, ValueError: it is not a path, is empty, or is an address such as ``s3://...``; or
-            ``only`` names something else.
-        OSError: the disk is full, or another fault of the disk; what was there before is still
-            there.
+        TypeError, ValueError: it is neither a path nor an address, or ``only`` names something
+            else.
+        ImportError: the package for such addresses is not installed.
+        OSError: the disk is full, or another fault of the disk or of the network; what was there
+            before is still there. If the upload has failed, the message says where the local copy
+            is.
         RuntimeError: the processes have diverged: their weights differ. Nothing is saved.
 
     Example:
@@ -125,12 +128,14 @@ def save(
         along which dimension.
     """
     check_not_stale(state, "save")
-    target = folder_path("save", "path", path)
+    place = place_at("save", "path", path)
     parts = read_parts("save", only)
     if "optimizer" in parts:
         _warn_unless_resumable(state)
     contents = collect_contents(state, parts=parts)
-    return write_by_all(contents, target, "fnloop.save")
+    if isinstance(place, Remote):
+        return save_at(place, contents, "fnloop.save")
+    return write_by_all(contents, place.folder, "fnloop.save")
 
 
 def _warn_unless_resumable(state: TrainState) -> None:

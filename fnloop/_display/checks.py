@@ -244,6 +244,18 @@ def own_metric_name(owner: str, value: str) -> None:
         )
 
 
+def is_address(value: object) -> bool:
+    """Return whether a value is an address such as ``s3://...``, rather than a path.
+
+    Example:
+        >>> is_address("s3://bucket/a"), is_address("runs/a")
+        (True, False)
+    """
+    if not isinstance(value, str | os.PathLike):
+        return False
+    return re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", str(os.fspath(value))) is not None
+
+
 def typed_path(
     owner: str, name: str, value: str | os.PathLike[str], example: str = "runs/a"
 ) -> str:
@@ -264,7 +276,8 @@ def typed_path(
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/+", text) and not re.match(r"[A-Za-z]:[/\\]", text):
         raise ValueError(
             f"{owner} writes to and reads from the disks of this machine; got {text!r}. "
-            "Mount it, or copy the folder afterwards"
+            "Mount it, or copy the folder afterwards. (Addresses of checkpoints are written as "
+            'text, such as "s3://bucket/a": a Path loses a slash)'
         )
     return text
 

@@ -31,6 +31,7 @@ from fnloop._checkpoint.files import (
 )
 from fnloop._checkpoint.format import PARTS, CheckpointError, Contents
 from fnloop._checkpoint.parts import read_parts
+from fnloop._checkpoint.remote import Remote, Uploads, is_marked, place_at
 from fnloop._checkpoint.retention import (
     CHECKPOINT_NAME,
     candidates,
@@ -51,9 +52,10 @@ from fnloop._core.history import (
     metrics_here,
     mode_of,
 )
+from fnloop._core.serialize import Json
 from fnloop._core.state import TrainState, take_ownership, unwrap, with_slot
 from fnloop._core.types import END, RECORD, Call
-from fnloop._display.checks import choice, describe, flag, folder_path, integer, metric_name
+from fnloop._display.checks import choice, describe, flag, integer, metric_name
 from fnloop._display.screen import log
 from fnloop._display.tables import format_metric
 from fnloop._hooks.hook import Hook, every_layer
@@ -77,7 +79,7 @@ class checkpoint(Hook):
 
     Args:
         folder: where to save; created if it does not exist. It is made absolute at once, with ``~``
-            expanded.
+            expanded. Or an address such as ``"s3://bucket/run"``: see below.
         keep: how many of the newest to keep, at least 1; None keeps all.
         best: a metric such as "valid/loss", of which the best checkpoints are kept too. A
             checkpoint between two evaluations has no value for this metric, so the state of the
@@ -110,6 +112,9 @@ class checkpoint(Hook):
         CheckpointError: when a run begins: another run has checkpoints in the folder, or the
             optimizer cannot be saved and restored exactly. When it saves: something in the state
             cannot be saved.
+        ImportError: the package for such addresses is not installed.
+        OSError: when a run begins: an address cannot be read or written. When it saves: the disk is
+            full, or a checkpoint could not be uploaded.
         RuntimeError: when it saves: the weights differ between processes. Nothing is saved then.
 
     Example:
@@ -129,6 +134,16 @@ class checkpoint(Hook):
         tiny copy of an optimizer that is not torch's is saved, restored and updated; one that does
         not resume exactly is refused. Where that cannot be tried, a warning says so.
 
+        An address is one of fsspec, such as ``"s3://bucket/run"``. It needs the extra ``remote``,
+        and the package of the address, such as s3fs. A checkpoint is written to a local folder,
+        then uploaded: its files first, its manifest last. So it is there whole or not at all. In
+        the background, two checkpoints may be unfinished, and a save waits for the first of them. A
+        request that fails is repeated for a minute. Then the error is raised at the next boundary.
+        The local copy stays, the message names it, and the next ``resume`` on this machine uploads
+        it. Local copies are in the folder ``FNLOOP_CACHE``, by default ``~/.cache/fnloop``, and are
+        removed when they are uploaded. The machines of a run need not share this folder. Of a
+        sharded model, each process uploads its own part.
+
     Replaces: lightning.ModelCheckpoint, keras.ModelCheckpoint,
     pytorch_accelerated.SaveTrainingStateCallback, fastnlp.CheckpointCallback
     """
@@ -147,7 +162,9 @@ class checkpoint(Hook):
         only: Sequence[str] | None = None,
         named: Sequence[str] = (),
     ) -> None:
-        self.folder, self._typed = folder_path("checkpoint", "folder", folder), os.fspath(folder)
+        self._place, self._typed = place_at("checkpoint", "folder", folder), os.fspath(folder)
+        self._remote = self._place if isinstance(self._place, Remote) else None
+        self.folder = self._place.folder  # of an address, the local one, once the run is known
         if keep is not None:
             integer("checkpoint", "keep", keep, "a number of checkpoints, or None for all")
         self.keep = keep
@@ -168,6 +185,7 @@ class checkpoint(Hook):
         self.mode = "min" if self.best is None else mode_of("checkpoint", self.best, mode)
         self._awaits_metric = False  # whether a save since the last evaluation lacks ``best``
         self._writer: threading.Thread | None = None
+        self._uploads = Uploads()
         self._shared: SharedWrite | None = None  # which all processes write in the background
         self._error: BaseException | None = None  # of the writer
         self._saved: weakref.ref[TrainState] | None = None  # the state that was saved last
@@ -197,10 +215,11 @@ class checkpoint(Hook):
             ValueError: it does.
         """
         savers = [hook for hook in every_layer(hooks) if isinstance(hook, checkpoint)]
-        if [os.path.realpath(s.folder) for s in savers].count(os.path.realpath(self.folder)) > 1:
+        places = [os.path.realpath(saver._place.folder) for saver in savers]
+        if places.count(os.path.realpath(self._place.folder)) > 1:
             raise ValueError(
-                f"two checkpoint hooks share {self.folder}, and would remove each other's: give "
-                "each its own folder"
+                f"two checkpoint hooks share {self._place.name}, and would remove each other's: "
+                "give each its own folder"
             )
 
     def begin(self, state: TrainState) -> TrainState:
@@ -211,8 +230,12 @@ class checkpoint(Hook):
         """
         if "optimizer" in self.parts:
             check_resumable(state)
-        self._awaits_metric = on_main_process(lambda: self._claim(state), HOOK)
-        warn_unless_shared(self.folder)
+        if self._remote is not None:
+            self.folder = self._remote.staging(state.run_id)
+        with self._place.reading():
+            self._awaits_metric = on_main_process(lambda: self._claim(state), HOOK)
+        if self._remote is None:
+            warn_unless_shared(self.folder)
         return state
 
     def __call__(self, state: TrainState) -> TrainState:
@@ -233,6 +256,7 @@ class checkpoint(Hook):
             self._complete_shared()
         if self._error is not None:
             self._wait()
+        self._uploads.check()
         self._check_metric(state)
         return self(state) if self._awaits_metric and self._has_metric(state) else state
 
@@ -240,7 +264,7 @@ class checkpoint(Hook):
         """Save the state if it is not saved yet, and wait until it is written."""
         self(state)
         self._complete_shared()
-        on_main_process(self._wait, HOOK)
+        on_main_process(self._finish, HOOK)
         return state
 
     def failed(self, state: TrainState, error: BaseException) -> None:
@@ -261,9 +285,12 @@ class checkpoint(Hook):
         """Wait for the writer when the run is left. An error can only be logged here."""
         self._abandon_shared()
         try:
-            self._wait()
+            self._finish()
         except Exception as error:
             log.error("checkpoint: the last checkpoint could not be written: %s", error)
+        finally:
+            if self._remote is not None:
+                self._remote.end()
 
     # --- the metric that ranks
 
@@ -279,7 +306,11 @@ class checkpoint(Hook):
 
     def _claim(self, state: TrainState) -> bool:
         """Claim the folder. Return whether its newest checkpoint lacks the metric that ranks."""
+        if self._remote is not None:
+            self._remote.mirror(self.folder)
         claim_folder(self.folder, state.run_id)
+        if self._remote is not None:
+            self._remote.begin(state.run_id)
         manifests = map(manifest_or_none, candidates(self.folder))
         newest = next((manifest for manifest in manifests if manifest is not None), None)
         if newest is None:
@@ -311,6 +342,13 @@ class checkpoint(Hook):
             self._saved = None
             raise error
 
+    def _finish(self) -> None:
+        """Wait until everything is written and uploaded, and raise the error of what failed."""
+        try:
+            self._wait()
+        finally:
+            self._uploads.wait()
+
     def _start(self, write: Callable[[], None]) -> None:
         """Write while training continues."""
 
@@ -329,13 +367,15 @@ class checkpoint(Hook):
 
     def _write(self, contents: Contents, history: History, name: str) -> None:
         path, ranking = self._prepare(contents, history, name)
-        self._tidy(write_checkpoint(contents, path, ranking, in_own_folder=True), contents)
+        self._keep(write_checkpoint(contents, path, ranking, in_own_folder=True), contents)
 
     def _prepare(
         self, contents: Contents, history: History, name: str
     ) -> tuple[Path, dict[str, object]]:
         """Return where to write, and what the manifest says in addition. Write the history."""
         run, path = contents.facts["run"], self.folder / name
+        if path.exists():  # it may be the one that is being uploaded
+            self._uploads.wait()
         existing = manifest_or_none(path)
         if existing is not None and run_of(path, existing) != run:
             raise CheckpointError(
@@ -349,11 +389,36 @@ class checkpoint(Hook):
         names = ("best", "mode", "since")
         return path, {name: getattr(self, name) for name in names} if self.best else {}
 
-    def _tidy(self, written: Path, contents: Contents) -> None:
+    def _keep(self, written: Path, contents: Contents, at: str | None = None) -> None:
+        """Upload a checkpoint that was written, if it is for an address. Remove what it replaces.
+
+        Args:
+            written: where it is.
+            contents: what was written.
+            at: the folder of its files at the address, if they are there already.
+        """
+        remote, run = self._remote, contents.facts["run"]
+        if remote is None:
+            self._tidy(written, run)
+            return
+
+        def upload() -> None:
+            remote.send(written, run, at)
+            self._tidy(written, run, is_marked)
+            remote.remove_pruned(self.folder)
+
+        if self.background:
+            self._uploads.add(upload)
+        else:
+            upload()
+
+    def _tidy(
+        self, written: Path, run: str, counts: Callable[[Path], bool] = lambda path: True
+    ) -> None:
         """Remove what a checkpoint that was written replaces."""
         release_claim(self.folder)
-        run = contents.facts["run"]
-        prune(written, run, self.keep, self.best, self.mode, self.keep_best, self.since)
+        best = self.best, self.mode, self.keep_best, self.since
+        prune(written, run, self.keep, *best, counts)
 
     # --- writing by all processes
 
@@ -366,7 +431,9 @@ class checkpoint(Hook):
 
         if self.background:
             contents = self._buffers = contents.copied(self._buffers)
-        shared = self._shared = SharedWrite(contents, begin, HOOK)
+        remote = self._remote
+        send = None if remote is None else remote.sender(name)
+        shared = self._shared = SharedWrite(contents, begin, HOOK, send)
         if self.background:
             shared.start()
         else:
@@ -387,7 +454,16 @@ class checkpoint(Hook):
         finally:
             self._shared = None
         if shared.writing is not None:
-            self._start(lambda: self._tidy(shared.commit(files), shared.contents))
+            self._start(lambda: self._keep_shared(shared, files))
+        if shared.faults:
+            self._wait()
+            shared.check_sent()
+
+    def _keep_shared(self, shared: SharedWrite, files: dict[str, Json]) -> None:
+        """Complete what all processes have written, and uploaded where that is asked for."""
+        written = shared.commit(files)
+        if not shared.faults:
+            self._keep(written, shared.contents, shared.at)
 
     def _abandon_shared(self) -> None:
         """Give up what all processes write, because the others may have ended."""

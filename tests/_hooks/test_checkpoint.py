@@ -203,8 +203,8 @@ CALLS = {
 
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize(("path", "message"), [
-    ("", "got an empty one"), ("s3://bucket/a", "disks of this machine; got 's3://bucket/a'"),
-    ("gs:/bucket", "disks of this machine"), (b"runs", "such as .*; got b'runs'"),
+    ("", "got an empty one"), ("gs:/bucket", "disks of this machine; got 'gs:/bucket'"),
+    (b"runs", "such as .*; got b'runs'"),
 ])  # fmt: skip
 def test_an_argument_that_is_not_a_local_path_is_refused_by_name(
     name, path, message, tmp_path, monkeypatch
@@ -213,6 +213,12 @@ def test_an_argument_that_is_not_a_local_path_is_refused_by_name(
     with pytest.raises((TypeError, ValueError), match=rf"(?s){name} .*{message}"):
         CALLS[name](path)
     assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("write", [fl.to_csv, fl.to_jsonl])
+def test_a_table_is_not_written_to_an_address(write):
+    with pytest.raises(ValueError, match="disks of this machine; got 's3://bucket/a'"):
+        write("s3://bucket/a")
 
 
 # --- metrics in the names, which nothing depends on

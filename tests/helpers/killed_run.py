@@ -6,6 +6,7 @@ imports, and a kill meets training or saving.
 
 import functools
 import hashlib
+import importlib
 import json
 import os
 import random
@@ -26,10 +27,11 @@ from fnloop.schedules import one_cycle
 from fnloop.testing import stochastic
 
 
-def train(run, background=False, pause=0.0, save_every=5):
+def train(run, background=False, pause=0.0, save_every=5, address=None, keep=3):
     """Train the small CNN, resuming if possible, and log the batch and the weights of every update.
 
     The folder ``run`` has the checkpoints, the log and the result; fsync takes ``pause`` s longer.
+    The checkpoints may be at an address instead.
     """
     mnist, (images, held_out) = digits()
     seen = []
@@ -60,7 +62,8 @@ def train(run, background=False, pause=0.0, save_every=5):
         flush = os.fsync
         os.fsync = lambda file: (time.sleep(pause), flush(file))
     log = os.open(Path(run) / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    folder = Path(run) / "checkpoints"
+    (Path(run) / "pid").write_text(str(os.getpid()))
+    folder = Path(run) / "checkpoints" if address is None else address
     state = fl.resume(folder, new_state(mnist))
     os.write(log, b"\n")  # a kill may have truncated the line before
     write_line(f"start {state.step}")
@@ -71,7 +74,7 @@ def train(run, background=False, pause=0.0, save_every=5):
     }
     accuracy = fl.metric(accuracy=mnist["accuracy"])
     step = fl.pipeline(accuracy, fl.clip(1.0), fl.schedule(one_cycle()))(loss_fn)
-    saves = fl.every(steps=save_every)(fl.checkpoint(folder, background=background))
+    saves = fl.every(steps=save_every)(fl.checkpoint(folder, keep, background=background))
     log_saves = fl.every(steps=save_every)(log_saved)
     state = fl.fit(step, state, loaders, epochs=2, hooks=(log_update, saves, log_saves))
     kept = facts(fl.resume(folder, new_state(mnist)))
@@ -159,6 +162,8 @@ def serve():
     """Fork a child for every request, signal it as requested, and report how it ended."""
     torch.set_num_threads(1)
     finish_imports(new_state(digits()[0]))
+    if "AWS_ENDPOINT_URL" in os.environ:
+        importlib.import_module("s3fs")
     for line in sys.stdin:
         request = json.loads(line)
         log = Path(request["arguments"].get("run", "")) / "log"
