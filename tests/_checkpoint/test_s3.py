@@ -117,14 +117,15 @@ KILLS = {
     "after a removed manifest": (1, "DELETE", "manifest.json", "after"),
     "a removed file": (1, "DELETE", "model.safetensors", "after"),
 }
-OFTEN = ("a large file", "the manifest", "after a removed manifest")
+OFTEN = ("the manifest",)
+WAYS = [(here, {"background": True} if back else {}) for here in (0, 1) for back in (1, 0)]
+ROWS = [  # each in one way: continued on this machine or elsewhere, uploaded beside training or not
+    pytest.param(name, *WAYS[i % 4], marks=[] if name in OFTEN else [LONG], id=name)
+    for i, name in enumerate(KILLS)
+]
 
 
-@pytest.mark.parametrize("settings", [{}, {"background": True}], ids=["", "background"])
-@pytest.mark.parametrize("here", [True, False], ids=["here", "elsewhere"])
-@pytest.mark.parametrize("when", [
-    name if name in OFTEN else pytest.param(name, marks=LONG) for name in KILLS
-])  # fmt: skip
+@pytest.mark.parametrize(("when", "here", "settings"), ROWS)
 def test_a_run_killed_while_it_uploads_ends_as_if_it_had_not_been(
     when, here, settings, train, whole, link, tmp_path
 ):
@@ -169,6 +170,7 @@ def test_a_run_killed_many_times_ends_as_if_it_had_not_been(train, whole, link, 
 # --- faults
 
 
+@LONG
 @pytest.mark.parametrize("settings", [{}, {"background": True}], ids=["", "background"])
 def test_answers_of_5xx_that_pass_are_not_noticed(settings, train, whole, link, tmp_path):
     """Whatever repeats a request draws no pause from the generators of the run."""
@@ -200,6 +202,7 @@ def test_a_fault_that_lasts_ends_the_run_and_loses_nothing(train, whole, link, t
     assert result_of(run) == whole and steps_in(run)[1] >= 15
 
 
+@LONG
 def test_a_slow_link_does_not_change_a_run(train, whole, link, tmp_path):
     link.rate = 400_000
     begun = time.monotonic()
@@ -208,6 +211,7 @@ def test_a_slow_link_does_not_change_a_run(train, whole, link, tmp_path):
     assert result_of(tmp_path / "slow") == whole
 
 
+@LONG
 def test_lists_that_lag_are_not_relied_on(train, whole, link, tmp_path):
     run = tmp_path / "lagging"
     link.lags = True
@@ -244,6 +248,7 @@ def _read(link, key):
     return client.get_object(Bucket=s3.BUCKET, Key=key)["Body"].read()
 
 
+@LONG
 def test_a_bucket_that_is_missing_is_an_error_before_the_first_update(train, link, tmp_path):
     status, errors = train(tmp_path / "missing", address="s3://no-such-bucket/run")
     assert status == 1
@@ -251,6 +256,7 @@ def test_a_bucket_that_is_missing_is_an_error_before_the_first_update(train, lin
     assert "update" not in (tmp_path / "missing" / "log").read_text()
 
 
+@LONG
 def test_access_that_is_denied_is_an_error_before_the_first_update(train, link, tmp_path):
     link.decide = lambda method, key: 403 if method == "PUT" else None
     status, errors = train(tmp_path / "denied-at-once")
