@@ -351,13 +351,6 @@ def test_inputs_must_be_a_tuple_of_arguments():
         f1({}, torch.tensor([1]))
 
 
-@pytest.mark.parametrize("wrong", ["f1", len, torch.nn.MSELoss()])
-def test_only_a_torchmetrics_metric_is_taken(wrong):
-    pytest.importorskip("torchmetrics")
-    with pytest.raises(TypeError, match=r"expects a torchmetrics\.Metric such as"):
-        from_torchmetrics(wrong, lambda aux, batch: (aux, batch))
-
-
 def test_without_torchmetrics_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchmetrics", None)  # as if it were not installed
     with pytest.raises(ImportError, match=r"torchmetrics: pip install 'fnloop\[torchmetrics\]'"):

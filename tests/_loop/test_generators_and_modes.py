@@ -1,8 +1,5 @@
 """Random generators, training flags and gradients around a run."""
 
-import random
-
-import numpy as np
 import pytest
 import torch
 from loop_cases import NUMBERS, ONE, Boom, fit, generators, raising
@@ -25,18 +22,6 @@ def test_the_generators_of_the_caller_are_restored():
     with pytest.raises(Boom):
         fl.fit(fl.pipeline()(raising(Boom())), toy(), NUMBERS, hooks=())
     assert generators() == drawn
-
-
-def test_python_and_numpy_draws_resume_in_mid_epoch():
-    def draws(model, batch):
-        return (model.w * random.random() * np.random.rand() * torch.rand(())).mean(), {"weight": 1}
-
-    make = fl.pipeline()(draws)
-    whole = fl.fit(make, toy(), [ONE] * 5, epochs=2, hooks=())
-    parts = fl.fit(make, toy(), [ONE] * 5, steps=2, hooks=())
-    _ = random.random(), np.random.rand(), torch.rand(1)  # draws of the caller do not matter
-    parts = fl.fit(make, parts, [ONE] * 5, steps=7, hooks=())
-    assert_same(whole, fl.fit(make, parts, [ONE] * 5, epochs=2, hooks=()))
 
 
 def test_frozen_submodules_stay_in_evaluation_mode_and_a_whole_model_does_not(caplog):

@@ -2,7 +2,6 @@
 write instead.
 """
 
-import copy
 import math
 
 import attrs
@@ -184,7 +183,7 @@ def weighted(model, batch):
 X = torch.tensor([2.0]), torch.tensor([4.0]), torch.tensor([8.0])
 
 
-ONES, ZEROS, ODD = [*torch.ones(2)], [*torch.zeros(2)], [*torch.tensor([3.0, 1.0])]  # on the device
+ZEROS, ODD = [*torch.zeros(2)], [*torch.tensor([3.0, 1.0])]  # on the device
 
 
 @pytest.mark.parametrize(("n", "weights", "steps", "skipped", "w"), [
@@ -419,13 +418,6 @@ INSTEAD = {
 def test_a_mistake_of_the_first_hour_says_what_to_write(call, message):
     with pytest.raises(TypeError, match=message):
         call()
-
-
-def test_states_are_copied_as_before():
-    state = fl.fit(STEP, toy(), [ONE], hooks=())
-    evolved = attrs.evolve(state, stop="enough")
-    for made in (evolved, copy.copy(state), fl.snapshot(state), copy.deepcopy(state)):
-        assert (type(made), made.step, made.seed) == (fl.TrainState, 1, state.seed)
 
 
 X39, X32 = torch.ones(3, 9), torch.ones(3, 2)

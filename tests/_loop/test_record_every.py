@@ -132,12 +132,6 @@ def test_hooks_can_follow_it():
         train(hooks=(stop,))
 
 
-@pytest.mark.parametrize("wrong", [50, "epoch", every, lambda state: True])
-def test_it_must_be_a_moment(wrong):
-    with pytest.raises(TypeError, match=r"expects record_every as every\(epochs=1\)"):
-        train(record_every=wrong)
-
-
 def test_each_record_is_one_read(monkeypatch):
     from fnloop._loop import run
 
@@ -169,24 +163,6 @@ def test_a_run_that_went_back_makes_the_record_that_it_had_passed(back_once):
     state = train(loaders=[torch.ones(1)] * 6, **given)
     assert [step for step, _ in losses(state)] == [2, 4, 6]
     assert records == [0, 2, 0, 2, 2, 4, 4, 6]  # the third call is that of step 3, back at step 1
-
-
-def test_a_guard_that_goes_back_makes_the_records_again_and_so_does_a_resumed_run():
-    """A spike in the sixth batch takes the run from step 5 back to step 3."""
-    batches = [torch.tensor([x]) for x in (1.0, 1.0, 1.0, 1.0, 1.0, 100.0, 1.0, 1.0, 1.0, 1.0)]
-    guard = fl.spike_guard(3, 10.0, then="back")
-
-    def steps_of_records(*hooks, state=None):
-        given = {"loaders": batches, "hooks": hooks, "epochs": 1, "record_every": every(steps=5)}
-        state = train(guard, state=state or toy(w=1.0, lr=1e-3), **given)
-        return state, [r.step for r in state.history.having("recent/loss") if not r.closing]
-
-    whole, steps = steps_of_records()
-    assert steps.count(5) == 2
-    pause = fl.when(lambda state: state.batch == 6)(lambda state: attrs.evolve(state, stop="now"))
-    paused, _ = steps_of_records(pause)
-    resumed, again = steps_of_records(state=attrs.evolve(paused, stop=None))
-    assert (again, resumed.step) == (steps, whole.step)
 
 
 def test_a_trigger_without_a_next_step_is_asked_after_every_update():

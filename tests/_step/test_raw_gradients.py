@@ -283,13 +283,6 @@ def test_a_failure_with_changed_weights_leaves_no_state():
         fl.evaluate(fl.pipeline()(toy_loss), state, [ONE])
 
 
-def test_updates_is_a_flag():
-    with pytest.raises(TypeError, match="raw expects updates as True or False"):
-        fl.raw(descend, updates=0)
-    with pytest.raises(ValueError, match=r"raw\(descend, updates=False\) cannot evaluate a loader"):
-        fl.fit(own(descend), toy(), {"train": [ONE], "valid": [ONE]}, hooks=())
-
-
 def test_it_shows_as_it_was_typed_and_can_be_pickled():
     step = fl.pipeline(fl.accumulate(2), fl.clip(1.0))(own(descend, toy_loss))
     shown = "pipeline(accumulate(2), clip(1.0))(raw(descend, evaluate=toy_loss, updates=False))"
