@@ -55,17 +55,6 @@ def lines(axis):
     }
 
 
-@pytest.mark.parametrize("n", [1, 2, 4, 5, 7, pytest.param(13, marks=pytest.mark.slow)])
-def test_a_plot_has_one_visible_axis_per_metric(n):
-    names = [*("loss", "accuracy", "a", "b", "c", "d", *"efghij")[: n - 1], "lr"]
-    metrics = {f"{loader}/{name}": 0.5 for loader in ("train", "valid") for name in names}
-    figure = plot(Record(1, 10, metrics), Record(2, 20, metrics))
-    assert titles(figure) == names
-    figure.draw_without_rendering()
-    for one, other in itertools.combinations(figure.axes, 2):
-        assert not one.get_position().overlaps(other.get_position())
-
-
 def test_a_plot_has_a_line_per_loader_and_marks_the_best_evaluation():
     values = [(3, 2), (2, 1), (0.5, 4)]
     (axis,) = plot(

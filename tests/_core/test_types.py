@@ -7,12 +7,11 @@ import re
 import attrs
 import pytest
 import torch
-from toy_runs import fitted, kept, noting
 
 import fnloop as fl
 from fnloop import Middleware, Output, middleware
 from fnloop._core.types import RINGS
-from fnloop.testing import toy, toy_loss
+from fnloop.testing import toy_loss
 
 
 def same(step):
@@ -44,14 +43,6 @@ def scaled(by, *, power=1):
 def counted(slot=0):
     """Return a record with two rings, a slot and a window."""
     return Middleware("counter", forward=same, step=other, init=len, window=slot + 1)
-
-
-def test_a_decorated_function_acts_in_its_ring():
-    step = fl.pipeline(scaled(3.0))(toy_loss)
-    state, _ = step(toy(), torch.tensor([1.0]))  # the gradient is 1, and the learning rate too
-    assert state.model.w.item() == -3.0
-    state, _ = fl.pipeline(scaled(3.0, power=2))(toy_loss)(toy(), torch.tensor([1.0]))
-    assert state.model.w.item() == -9.0
 
 
 @pytest.mark.parametrize("ring", ["forward", "loss", "gradient", "update", "device", "step"])
@@ -101,15 +92,6 @@ def totalled(scale):
         return adding
 
     return wrap
-
-
-@pytest.mark.parametrize("how", ["as it is", "snapshot", "checkpoint"])
-def test_a_decorated_function_has_a_slot(how, tmp_path):
-    note, found = noting(lambda state: state.slots["totalled"]["total"])
-    state = fitted([1] * 2, totalled(10), hooks=(note,))
-    state = fitted([1] * 3, totalled(10), state=kept(how, state, toy(), tmp_path), hooks=(note,))
-    assert found == [10, 20, 30, 40, 50]
-    assert repr(totalled(10)) == "totalled(10)" and totalled(10) == totalled(10)
 
 
 def test_a_record_makes_its_slot_itself():

@@ -175,16 +175,6 @@ def test_a_bar_is_never_wider_than_the_terminal_and_follows_it(clock, monkeypatc
     assert [line.count("━") + line.count("─") for line in drawings(file)[:3]] == [10, 10, 40]
 
 
-def test_a_hook_that_is_called_rarely_shows_the_position_in_the_epoch(clock):
-    file = Terminal()
-    hook = fl.every(steps=4)(progress(file=file))
-    fit(hook, step=timed(clock, 1.0), train=10, epochs=2)
-    counts = dict.fromkeys(re.findall(r"\d+/10 ", file.getvalue()))
-    assert [*counts] == ["4/10 ", "8/10 ", "2/10 ", "6/10 "]
-    rows = [line.split()[:2] for line in file.lines() if line.startswith("    ") and "." in line]
-    assert rows == [["1", "10"], ["2", "20"]]
-
-
 # --- how it ends
 
 

@@ -6,7 +6,7 @@ import signal
 import attrs
 import pytest
 import torch
-from sample_hooks import raise_at, signal_at, stop_at
+from sample_hooks import signal_at, stop_at
 from sample_middleware import skip_negative
 from torch import nn
 from toy_runs import ONE, fit
@@ -97,19 +97,6 @@ def test_a_save_in_between_leaves_the_weights_as_they_are(tmp_path):
     assert_same(state, trained())
     found = {path.name: weight(fl.restore(path, toy())) for path in tmp_path.iterdir()}
     assert found == {"step-00000004": 2.0, "step-00000006": -2.0}
-
-
-@pytest.mark.parametrize("end", [
-    signal_at(4, signal.SIGINT), signal_at(4), raise_at(4), raise_at(4, KeyboardInterrupt),
-])  # fmt: skip
-def test_a_signal_and_an_exception_leave_the_weights_as_they_are(end):
-    try:
-        state = trained(hooks=(BEST, end))
-        assert state.stop in ("interrupted", "SIGTERM")
-    except KeyError as error:
-        state = error.state
-    assert (state.step, weight(state)) == (4, 2.0)
-    assert_same(trained(state), trained())
 
 
 def test_settling_keeps_the_last_weights_if_they_are_the_best():

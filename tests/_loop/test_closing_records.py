@@ -1,15 +1,13 @@
 """Records of runs that end between two evaluations."""
 
-import math
-
 import attrs
 import pytest
 import torch
-from loop_cases import ONE, Boom, failing_once, fit, terminate
+from loop_cases import ONE, fit
 from sample_hooks import stop_at
 
 import fnloop as fl
-from fnloop.testing import assert_same, toy, toy_loss
+from fnloop.testing import toy, toy_loss
 
 
 def ends(history):
@@ -90,18 +88,6 @@ def test_hooks_see_the_closing_record_at_the_target_and_flush_sees_that_of_a_sto
     assert (hook.seen, hook.flushed) == ([(False, 0), (not stops, int(not stops))], [(True, 1)])
 
 
-@pytest.mark.parametrize("stops", [False, True], ids=["target", "stop"])
-def test_an_evaluation_that_fails_at_the_end_of_a_run_loses_nothing(stops):
-    loaders, stop = ([ONE] * 5, failing_once(1)), "enough" if stops else None
-    with pytest.raises(Boom) as caught:
-        fit(loaders=loaders, steps=2 + stops, hooks=(stop_at(2),) if stops else ())
-    state = caught.value.state
-    assert (state.step, state.batch, state.model.w.item(), state.stop) == (2, 2, -2.0, stop)
-    ended = fit(state, loaders, steps=2)
-    assert ends(ended.history) == [(2, -0.5, -6.0, True)]  # of -4 and -8
-    assert (ended.stop, ended.events) == (stop, {"update", "record", "end"})
-
-
 def test_the_seconds_of_records_never_fall(monkeypatch):
     clock = iter([100.0, 100.0, 109.0, 50.0, 60.0])
     monkeypatch.setattr("fnloop._core.runs.time.monotonic", lambda: next(clock, 61.0))
@@ -148,35 +134,6 @@ def test_the_time_between_the_last_record_and_a_stop_counts(slow_step, clock, tm
     clock.now += 1000.0
     state = fl.fit(slow_step, state, [ONE] * 4, epochs=2, hooks=())
     assert [record.seconds for record in state.history] == [4.0, 8.0]
-
-
-@pytest.mark.parametrize("how", [terminate, None], ids=["SIGTERM", "an exception"])
-def test_an_epoch_whose_last_update_a_guard_stopped_is_ended_by_the_run_that_continues(how):
-    """It was cut in the evaluation; the last batch is NaN."""
-    seen, loaders = [], {"train": [ONE, ONE, math.nan * ONE], "valid": [ONE] * 2}
-    note = fl.every(epochs=1)(lambda state: (seen.append(state.step), state)[1])
-
-    def train(state, loss_fn=toy_loss):
-        step = fl.pipeline(fl.skip_nonfinite(limit=1))(loss_fn)
-        return fl.fit(step, state, loaders, epochs=2, hooks=(note,))
-
-    def loss_fn(model, batch):
-        if not model.training:
-            if how is None:
-                raise Boom
-            how()
-        return toy_loss(model, batch)
-
-    whole = train(toy())
-    try:
-        part = train(toy(), loss_fn)
-    except Boom as error:
-        part = error.state
-    assert (part.epoch, part.batch, len(part.history), seen) == (0, 3, 0, [2])
-    ended = train(part)
-    assert_same(ended, whole)
-    assert (ended.epoch, seen) == (1, [2, 2])
-    assert [r.closing for r in ended.history] == [r.closing for r in whole.history] == [False]
 
 
 def test_ctrl_c_after_the_end_leaves_the_reason_of_the_hook():

@@ -1,4 +1,4 @@
-"""A step of one's own, such as that of a GAN with two optimizers."""
+"""A step of one's own."""
 
 import pickle
 
