@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from fake_terminal import Terminal
 from sample_hooks import raise_at, stop_at
 from toy_runs import ONE, STEP, fit, timed
@@ -51,22 +50,6 @@ def test_a_line_per_record_below_what_the_run_works_with(clock, monkeypatch):
         "done: epoch 2/2, step 6, after 10s; best valid/loss -6.0000 at step 6",
         "",
     ]
-
-
-def test_the_columns_that_do_not_fit_are_left_out(clock, monkeypatch):
-    accuracy = fl.metric(accuracy=lambda aux, batch: torch.tensor(0.5))
-    step, heads = fl.pipeline(accuracy, fl.clip(1.0))(toy_loss), {}
-    for width in (100, 80, 60, 40, 20):
-        monkeypatch.setenv("COLUMNS", str(width))
-        lines = shown(step=step, train=3, valid=1).lines()
-        heads[width] = next(line for line in lines if line.startswith("epoch ")).split()
-        assert all(len(line) < width for line in lines if "│" in line)
-    assert [*map(len, heads.values())] == sorted(map(len, heads.values()), reverse=True)
-    everything = "epoch step │ loss accuracy │ loss accuracy grad_norm lr │ time"
-    assert heads[100] == everything.split()
-    assert heads[80] == everything.replace(" grad_norm", "").split()
-    assert not {"grad_norm", "lr"} & {*heads[60]}
-    assert heads[20] == ["epoch", "│", "loss"]
 
 
 HEAD = ["", "epoch step"]

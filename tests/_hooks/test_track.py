@@ -256,7 +256,7 @@ def test_a_wrong_argument_is_an_error_when_composing(args, settings, error, says
 
 @pytest.mark.parametrize(("name", "install"), [
     ("tensorboard", "'fnloop[tensorboard]'"), ("wandb", "'fnloop[wandb]'"),
-    ("comet_ml", "comet-ml"), ("swanlab", "swanlab"), ("dvclive", "dvclive"),
+    ("dvclive", "dvclive"),
 ])  # fmt: skip
 def test_a_missing_package_is_an_error_when_composing(name, install, monkeypatch, tmp_path):
     """A folder with its name does not count as installed."""

@@ -6,7 +6,6 @@ With ``w = 1`` and a learning rate of 0, the loss of a batch is its mean.
 import attrs
 import pytest
 import torch
-from toolz import partition_all
 
 import fnloop as fl
 from fnloop import at_end, every, when
@@ -71,24 +70,6 @@ def test_an_interval_that_is_due_at_the_end_alone_is_that_of_the_closing_record(
     assert [(r.step, r.metrics) for r in again.history if not r.closing] == [
         (r.step, r.metrics) for r in whole.history
     ]
-
-
-@pytest.mark.parametrize("window", [1, 2, 3])
-@pytest.mark.parametrize("steps", [1, 2])
-def test_it_equals_a_loop_by_hand(window, steps):
-    top = fl.metric(top=lambda aux, batch: fl.Max(batch.max()))
-    state = train(top, fl.accumulate(window), epochs=2, record_every=every(steps=steps))
-    expected, step = [], 0
-    for _ in range(2):
-        interval = []
-        for group in partition_all(window, BATCHES):
-            interval, step = [*interval, *group], step + 1
-            if step % steps == 0 or group[-1] is BATCHES[-1]:
-                items = torch.cat(interval).tolist()
-                expected.append((step, sum(items) / len(items), max(items)))
-                interval = []
-    found = [(r.step, r.metrics["recent/loss"], r.metrics["recent/top"]) for r in state.history]
-    assert found == expected
 
 
 def test_a_record_between_evaluations_has_nothing_else_but_the_learning_rate():

@@ -3,11 +3,8 @@
 import attrs
 import pytest
 import torch
-from toy_runs import assert_same_weights
 
 import fnloop as fl
-from fnloop import schedules
-from fnloop._core.rng import COMPUTE, fold_in
 from fnloop.testing import check_laws, small, toy
 
 ONE = torch.ones(1)
@@ -84,38 +81,6 @@ def test_it_keeps_the_laws(members):
         return (1 + beta) * loss, aux
 
     check_laws(fl.pipeline(*members), attrs.evolve(given, loss_fn=weighted))
-
-
-def test_teacher_forcing_equals_the_loop_by_hand():
-    """Bit for bit: a recurrent net that gets its target, or its own output, by a drawn coin."""
-    data = [torch.randn(4, 5, 1, generator=torch.Generator().manual_seed(i)) for i in range(6)]
-
-    def forced(model, batch, *, truth):
-        x, hidden, total = batch[:, 0], None, 0.0
-        for t in range(1, batch.shape[1]):
-            hidden = model(x, hidden)
-            output = hidden[:, :1]
-            total = total + (output - batch[:, t]).square().mean()
-            x = batch[:, t] if torch.rand(()) < truth else output
-        return total
-
-    def make():
-        torch.manual_seed(0)
-        model = torch.nn.GRUCell(1, 3)
-        return model, torch.optim.Adam(model.parameters(), lr=0.01)
-
-    decay = schedules.linear(min_ratio=0.2)
-    model, optimizer = make()
-    state = fl.TrainState.create(model, optimizer, seed=1)
-    state = fit(fl.pipeline(fl.scheduled(truth=decay))(forced), state, data, epochs=2)
-
-    hand, its_optimizer = make()
-    for i in range(12):
-        torch.manual_seed(fold_in(1, COMPUTE, i // 6, i % 6))
-        its_optimizer.zero_grad()
-        forced(hand, data[i % 6], truth=decay(i, 12)).backward()
-        its_optimizer.step()
-    assert_same_weights(model, hand)
 
 
 def test_a_captured_update_reads_a_tensor_that_is_filled_before_each_replay(recorders):
