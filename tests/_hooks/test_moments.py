@@ -171,15 +171,6 @@ def test_the_end_is_that_of_a_hook_listed_before_too_and_of_each_run():
     assert fit(stop_at(2), train=3).events == {"update", "record", "end"}
 
 
-@pytest.mark.parametrize("moment", [every(steps=1), every(steps=1) | at_end()], ids=repr)
-def test_what_is_kept_of_the_closing_evaluation_is_seen(moment):
-    """Although the hook ran at the last update already."""
-    seen = []
-    look = moment(fl.inspect(lambda state, outputs: seen.append((state.step, len(outputs)))))
-    fit(look, stop_at(3), train=3, valid=1, epochs=2, evaluate_every=at_end())
-    assert seen == [(3, 1)]
-
-
 @pytest.mark.parametrize("targets", [{"steps": 3}, {"epochs": 9}], ids=["at", "before"])
 def test_a_moment_is_asked_once_where_a_hook_stops(targets):
     asked = {"evaluation": [], "hook": []}

@@ -3,10 +3,12 @@
 import attrs
 import pytest
 import torch
+from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, IterableDataset
 
 import fnloop as fl
-from fnloop.testing import toy, toy_loss
+from fnloop import schedules
+from fnloop.testing import assert_same, toy, toy_loss
 
 ONES = [torch.ones(1)] * 5
 STEP = fl.pipeline()(toy_loss)
@@ -67,6 +69,34 @@ def test_a_hook_may_change_no_counter_and_end_nothing_but_an_epoch(name, value):
     said = r"set state.ends to .run." if name == "ends" else f"changed state.{name} from .*ends=.ep"
     with pytest.raises(ValueError, match=said):
         fl.fit(STEP, toy(), ONES, hooks=(change,), phase="a")
+
+
+# --- the length of the run
+
+
+def halved(optimizer, run):
+    return lr_scheduler.LinearLR(optimizer, 1.0, 0.5, total_iters=run.total_steps)
+
+
+@pytest.mark.parametrize("ended", [ends_at(2), ends_at(2, 5)])
+@pytest.mark.parametrize("rate", [fl.torch_scheduler(halved), fl.schedule(schedules.linear())])
+def test_a_run_that_continues_has_the_length_that_was_planned(rate, ended, caplog):
+    step = fl.pipeline(fl.accumulate(2), rate)(toy_loss)
+
+    def script(state, *hooks):
+        state = fl.fit(step, state, [*ONES, *ONES], epochs=3, hooks=(ended, *hooks), phase="a")
+        if state.phases[0].done:  # as a script that was not interrupted
+            state = fl.fit(step, state, ONES, epochs=3, hooks=(ended, *hooks), phase="b")
+        return state
+
+    whole, rounds = script(toy()), 0
+    pressed = fl.every(steps=1)(lambda state: attrs.evolve(state, stop="interrupted"))
+    state = script(toy(), pressed)
+    while not (len(state.phases) == 2 and state.phases[1].done) and (rounds := rounds + 1) < 30:
+        state = script(state, pressed)
+    assert_same(state, whole)
+    assert state.history["train/lr"] == whole.history["train/lr"]
+    assert "was planned for" not in caplog.text
 
 
 def test_the_end_of_an_epoch_that_a_phase_left_does_not_end_one_of_the_next_phase():

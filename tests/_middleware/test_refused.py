@@ -44,7 +44,6 @@ SETTINGS = [  # whose messages say more than what was expected, or that are no s
     (ValueError, lambda: fl.swa(name="Model"), "none of model, optimizer, slots, training, aver"),
     (ValueError, lambda: fl.ema(name="closure"), "other middleware; got 'closure'"),
     (ValueError, lambda: fl.metric(on="evaluation"), "at least one name"),
-    (ValueError, lambda: fl.metric(loss=number), "choose another name"),
     (ValueError, lambda: fl.metric(on=number), "A metric cannot have this name"),
     (TypeError, lambda: fl.metric(**N, loaders=number), "A metric cannot have this name"),
     (TypeError, lambda: fl.metric(**N, loaders="test"), r'Write loaders=\("test",\)'),
