@@ -204,19 +204,10 @@ def test_the_loss_comes_first_and_rates_are_last():
     assert titles(figure) == ["loss", "f1", "accuracy", "lr", "grad_norm"]
 
 
-def test_the_rates_of_all_groups_are_in_one_axis_and_can_be_told_apart():
+def test_the_rates_of_all_groups_are_in_one_axis():
     (axis,) = plot(Record(1, 10, {"train/lr": 0.5, "train/lr/1": 0.25})).axes
     assert axis.get_title(loc="left") == "lr"
     assert lines(axis) == {"train": [(10, 0.5)], "train 1": [(10, 0.25)]}
-    rates = {"train/lr/d": 0.5, "train/lr/g": 0.25, "recent/lr/d": 0.5, "recent/lr/g": 0.25}
-    (axis,) = plot(Record(1, 10, rates), Record(2, 20, rates)).axes
-    looks = {
-        line.get_label(): (line.get_color(), line.get_linestyle(), line.get_linewidth())
-        for line in axis.get_lines()
-    }
-    assert [*looks] == ["train d", "train g", "recent d", "recent g"]
-    assert len({*looks.values()}) == 4
-    assert {style for _, style, _ in looks.values()} == {"-", "--"}
 
 
 def test_an_average_of_the_weights_is_a_line_in_the_axis_of_the_metric():

@@ -1,27 +1,12 @@
-"""Random generators, training flags and gradients around a run."""
+"""Training flags, gradients and closed hooks around a run."""
 
 import pytest
 import torch
-from loop_cases import NUMBERS, ONE, Boom, fit, generators, raising
+from loop_cases import ONE, fit
 from sample_hooks import Notes
 
 import fnloop as fl
 from fnloop.testing import Toy, assert_same, stochastic, toy, toy_loss
-
-
-def test_the_generators_of_the_caller_are_restored():
-    problem = stochastic()
-    loader = torch.utils.data.DataLoader(problem.batches, batch_size=None, shuffle=True)
-    make = fl.pipeline()(problem.loss_fn)
-    drawn = generators()
-    for state in fl.run(make, problem.state(), (loader, loader), epochs=2, hooks=()):
-        assert generators() == drawn
-        list(fl.predict(lambda model, batch: torch.rand(1), state, loader))
-        make.evaluate(state, problem.batches[0])
-    assert generators() == drawn
-    with pytest.raises(Boom):
-        fl.fit(fl.pipeline()(raising(Boom())), toy(), NUMBERS, hooks=())
-    assert generators() == drawn
 
 
 def test_frozen_submodules_stay_in_evaluation_mode_and_a_whole_model_does_not(caplog):
