@@ -3,7 +3,7 @@
 import attrs
 import pytest
 import torch
-from loop_cases import ONE, fit
+from loop_cases import ONE, Boom, failing_once, fit
 from sample_hooks import stop_at
 
 import fnloop as fl
@@ -86,6 +86,18 @@ def test_hooks_see_the_closing_record_at_the_target_and_flush_sees_that_of_a_sto
         **({"hooks": (hook, stop_at(2))} if stops else {"hooks": (hook,), "steps": 2}),
     )
     assert (hook.seen, hook.flushed) == ([(False, 0), (not stops, int(not stops))], [(True, 1)])
+
+
+@pytest.mark.parametrize("stops", [False, True], ids=["target", "stop"])
+def test_an_evaluation_that_fails_at_the_end_of_a_run_loses_nothing(stops):
+    loaders, stop = ([ONE] * 5, failing_once(1)), "enough" if stops else None
+    with pytest.raises(Boom) as caught:
+        fit(loaders=loaders, steps=2 + stops, hooks=(stop_at(2),) if stops else ())
+    state = caught.value.state
+    assert (state.step, state.batch, state.model.w.item(), state.stop) == (2, 2, -2.0, stop)
+    ended = fit(state, loaders, steps=2)
+    assert ends(ended.history) == [(2, -0.5, -6.0, True)]  # of -4 and -8
+    assert (ended.stop, ended.events) == (stop, {"update", "record", "end"})
 
 
 def test_the_seconds_of_records_never_fall(monkeypatch):

@@ -2,6 +2,7 @@
 write instead.
 """
 
+import copy
 import math
 
 import attrs
@@ -418,6 +419,13 @@ INSTEAD = {
 def test_a_mistake_of_the_first_hour_says_what_to_write(call, message):
     with pytest.raises(TypeError, match=message):
         call()
+
+
+def test_states_are_copied_as_before():
+    state = fl.fit(STEP, toy(), [ONE], hooks=())
+    evolved = attrs.evolve(state, stop="enough")
+    for made in (evolved, copy.copy(state), fl.snapshot(state), copy.deepcopy(state)):
+        assert (type(made), made.step, made.seed) == (fl.TrainState, 1, state.seed)
 
 
 X39, X32 = torch.ones(3, 9), torch.ones(3, 2)

@@ -53,6 +53,7 @@ SETTINGS = [  # whose messages say more than what was expected, or that are no s
         for on in ("training", "evaluation")
     ),
     (ValueError, lambda: fl.plateau("valid/thing"), "mode"),
+    (ValueError, lambda: fl.plateau("valid/loss", 1.0), "factor below 1"),
     (TypeError, lambda: fl.schedule(schedules.cosine), r"Call it: cosine\(\)"),
     (TypeError, lambda: fl.schedule(number, only=("first", 3)), r'such as \("rest",'),
     (TypeError, lambda: fl.schedule(number, only=("first", "")), r'such as \("rest",'),
