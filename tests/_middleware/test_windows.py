@@ -75,6 +75,8 @@ def test_the_windows_of_an_epoch_are_known_at_any_place_of_it(batch, update):
     there = Windows.by_update({0: 1, 3: 2, 5: 3}, batch, update)
     assert there == Windows.by_update({0: 1, 3: 2, 5: 3}, 0, 2)
     assert [there.updates(n) for n in (1, 2, 3, 5, 6, 8, 9)] == [1, 2, 2, 3, 4, 4, 5]
+    at_a_key = Windows.by_update({0: 1, 3: 2, 5: 3}, 0, 3)  # where an epoch begins with it
+    assert [at_a_key.updates(n) for n in (2, 4, 7)] == [1, 2, 3]
 
 
 # --- another dtype
