@@ -7,7 +7,7 @@ from toy_runs import ONE, fitted
 
 import fnloop as fl
 from fnloop._core.metrics import ITEMS
-from fnloop.testing import toy_loss
+from fnloop.testing import toy, toy_loss
 
 
 def counting(weigh):
@@ -51,6 +51,17 @@ def test_each_turn_of_alternate_counts_for_itself():
     both = fl.alternate({"a": step, "b": step})
     state = fl.fit(both, state, [torch.ones(1, 1)] * 2, epochs=2, hooks=())
     assert items(state) == [4, 8]
+
+
+@pytest.mark.parametrize("split", range(1, 7))
+def test_a_run_that_is_cut_has_the_same_items(split, tmp_path):
+    settings = {"epochs": 3, "record_every": fl.every(steps=1)}
+    whole = fitted([1, 2], **settings)
+    part = fitted([1, 2], steps=split, **settings)
+    restored = fl.restore(fl.save(part, tmp_path / "a"), toy())
+    rest = fitted([1, 2], state=restored, **settings)
+    counted = [record.items for record in rest.history if not record.closing]
+    assert counted == items(whole) == [1, 2, 3, 4, 5, 6]
 
 
 def test_what_an_older_version_has_not_counted_is_unknown():

@@ -6,6 +6,7 @@ import signal
 import attrs
 import pytest
 import torch
+from sample_hooks import stop_at
 from torch.optim import lr_scheduler
 
 import fnloop as fl
@@ -261,14 +262,18 @@ def test_progress_says_which_phase_it_is_and_how_long(capsys):
 
 
 @pytest.mark.parametrize("saved", [True, False], ids=["from a checkpoint", "in memory"])
-def test_a_phase_that_is_over_leaves_the_best_weights_of_the_next_one_alone(tmp_path, saved):
+@pytest.mark.parametrize("epochs", [1, 9], ids=["at its target", "stopped before it"])
+def test_a_phase_that_is_over_leaves_the_best_weights_of_the_next_one_alone(
+    tmp_path, saved, epochs
+):
     """They are put back at its end, not where the script passes over the first."""
     rates = fl.schedule(lambda i, total: (1.0, -1.0, -1.0, 5.0)[i])  # b: -2, -1, 0, -5
     loaders = (ONES[:1], ONES[:1])
 
     def script(state, folder, *more):
         hooks = (fl.restore_best("valid/loss"), fl.checkpoint(tmp_path / folder))
-        state = fit(state, "a", batches=loaders, hooks=hooks, epochs=1)
+        first = hooks if epochs == 1 else (*hooks, stop_at(1))
+        state = fit(state, "a", batches=loaders, hooks=first, epochs=epochs)
         step = fl.pipeline(rates)(toy_loss)
         return fit(state, "b", step, loaders, (*hooks, *more), epochs=4)
 
