@@ -439,3 +439,10 @@ def test_a_kind_of_the_users_own_is_restored_as_itself(tmp_path):
     assert {k: ended.history.latest(f"train/{k}") for k in EXPECTED} == pytest.approx(EXPECTED)
     with pytest.raises(TypeError, match="a Recall holds"):  # a checkpoint with other fields
         metrics.restored(Pending("Recall", {"count": 3.0}), torch.device("cpu"))
+
+
+def test_a_number_that_is_added_up_is_restored_in_double_precision_on_the_device():
+    found = metrics.restored(
+        Pending("fnloop.Mean", {"total": 1.5, "weight": 2}), torch.device("cpu")
+    )
+    assert (found.total.dtype, found.weight, found.compute()) == (torch.float64, 2, 0.75)
