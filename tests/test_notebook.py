@@ -14,22 +14,13 @@ pytest.importorskip("ipykernel")
 pytestmark = pytest.mark.slow
 
 SETUP = """
-import os, signal, torch, fnloop as fl
+import torch, fnloop as fl
 from fnloop.testing import toy, toy_loss
 
 torch.set_num_threads(1)
 step, batches = fl.pipeline()(toy_loss), [torch.tensor([1.0])] * 4
 loaders = {"train": batches, "valid": batches[:1]}
 state = fl.fit(step, toy(), loaders, epochs=1, hooks=())
-
-def at_the_third(do):
-    calls = []
-    def loss_fn(model, batch):
-        calls.append(batch)
-        if len(calls) == 3:
-            do()
-        return model(batch).mean()
-    return fl.pipeline()(loss_fn)
 """
 
 
@@ -96,42 +87,6 @@ def test_running_a_cell_again_adds_no_output(notebook):
         assert [kind for kind, _ in shown(cell)] == ["display_data"]
 
 
-def test_a_continued_run_shows_its_own_epochs_only(notebook):
-    first = notebook.run(
-        "show = fl.progress()\nstate = fl.fit(step, toy(), loaders, epochs=2, hooks=(show,))"
-    )
-    before = only(first, "text/html")
-    second = notebook.run("state = fl.fit(step, state, loaders, epochs=5, hooks=(show,))")
-    assert [line.split()[0] for line in only(second, "text/plain").splitlines()] == [
-        *("Toy", "│", "epoch"),
-        *("3", "4", "5", "done:"),
-    ]
-    assert only(first, "text/html") == before  # reusing a hook does not change the older cell
-
-
-def test_an_interrupted_run_says_where_it_stopped(notebook):
-    cell = notebook.run(
-        "stop = at_the_third(lambda: os.kill(os.getpid(), signal.SIGINT))\n"
-        "state = fl.fit(stop, toy(), loaders, epochs=5)"
-    )
-    _, note, advice = only(cell, "text/plain").splitlines()
-    assert note.startswith("stopped: interrupted; epoch 1/5, step 3, after ")
-    assert advice.startswith("to continue: fit again with the state")
-    assert note.endswith("s")
-
-
-def test_an_exception_closes_the_bar(notebook):
-    cell = notebook.run(
-        "fails = at_the_third(lambda: 1 / 0)\nstate = fl.fit(fails, toy(), loaders, epochs=5)"
-    )
-    (kind, data), (error, _) = shown(cell)
-    assert (kind, error) == ("display_data", "error")
-    last = data["text/plain"].splitlines()[-1]
-    assert last.startswith("failed: ZeroDivisionError: division by zero; epoch 1/5, step 2, after ")
-    after = notebook.run("state = fl.fit(step, toy(), loaders, epochs=1)")
-    assert len(after.outputs) == 1
-
-
 def test_live_plot_redraws_one_picture(notebook):
     cell = notebook.run(
         "state = fl.fit(step, toy(), loaders, epochs=5, hooks=(fl.live_plot(refresh=0),))"
@@ -141,15 +96,6 @@ def test_live_plot_redraws_one_picture(notebook):
     assert len(data["image/png"]) > 1000
     notebook.again(cell)
     assert len(cell.outputs) == 1
-
-
-def test_reusing_live_plot_does_not_change_the_older_cell(notebook):
-    first = notebook.run(
-        "draws = fl.live_plot()\nstate = fl.fit(step, toy(), loaders, epochs=1, hooks=(draws,))"
-    )
-    before = only(first, "image/png")
-    second = notebook.run("state = fl.fit(step, state, loaders, epochs=2, hooks=(draws,))")
-    assert only(first, "image/png") == before != only(second, "image/png")
 
 
 def test_a_figure_is_shown_once(notebook):

@@ -53,8 +53,6 @@ def test_a_phase_makes_a_torch_scheduler_for_the_new_rate():
 
 
 @pytest.mark.parametrize(("settings", "error", "message"), [
-    ([1e-3], (TypeError, ValueError), "fork expects settings as a mapping"),
-    ({}, ValueError, "at least one setting"),
     ({"lr": 1e-3}, TypeError, r"settings\['lr'\] as a list of numbers"),
     ({"lr": []}, ValueError, "numbers that differ"),
     ({"lr": [1.0, 1.0]}, ValueError, "numbers that differ"),

@@ -112,14 +112,9 @@ def test_tied_parameters_are_one_and_those_of_integers_stay_frozen():
 
 @pytest.mark.parametrize(("selectors", "kind", "message"), [
     ([], TypeError, r'expects what to freeze.*freeze\(state, "layer4\.\*"\).*"\*" is all'),
-    ([3], TypeError, "expects modules of the model, globs of names.*got 3"),
     ([["0.*"]], TypeError, r"Several are arguments of their own: freeze\(state, \*selectors\)"),
     (["2.wieght"], ValueError, r'has a name like "2\.wieght"\. Did you mean 2\.weight'),
-    (["zzz"], ValueError, "There are 0, 0.0, 0.0.0"),
-    ([""], ValueError, 'has a name like ""'),
-    ([nn.Linear(1, 1)], ValueError, "this Linear is not a module of the state's Sequential"),
     ([lambda name, p: False], ValueError, "returned False for each parameter"),
-    ([lambda p: True], TypeError, r"as \(name, parameter\) -> bool; <lambda> takes \(p"),
     ([nn.BatchNorm1d], TypeError,
      r"got the class BatchNorm1d\. For all modules of it: freeze\(state, \*\[m for m in "
      r"state\.model\.modules\(\) if isinstance\(m, BatchNorm1d\)\]\)"),
@@ -293,13 +288,9 @@ def test_named_parameters_keep_their_names():
 @pytest.mark.parametrize(("settings", "kind", "message"), [
     ({"momentm": 0.1}, TypeError, "SGD has no setting 'momentm'; it has lr, .*mean 'momentum'"),
     ({"params": []}, TypeError, "no setting 'params'"),
-    ({"initial_lr": 1.0}, TypeError, "no setting 'initial_lr'"),
-    ({"lr": -1.0}, ValueError, "unfreeze expects lr >= 0 and finite"),
     ({"lr": float("nan")}, ValueError, "unfreeze expects lr"),
     ({"optimizer": "rest"}, ValueError, "one optimizer, without a name: leave out optimizer="),
-    ({"weight_decay": "x"}, ValueError, "unfreeze expects weight_decay as a finite number"),
     ({"momentum": -3}, ValueError, "SGD refuses these settings: Invalid momentum value: -3"),
-    ({"nesterov": "yes"}, TypeError, "unfreeze expects nesterov as True or False"),
     ({"nesterov": True}, ValueError, "Nesterov momentum requires a momentum"),
 ])  # fmt: skip
 @pytest.mark.parametrize("make", [first_only, pair])

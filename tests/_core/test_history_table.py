@@ -9,7 +9,7 @@ from tqdm.utils import disp_len
 
 from fnloop import History, Record
 from fnloop._core import views
-from fnloop._core.history import is_evaluated, is_row, update_best
+from fnloop._core.history import is_evaluated, is_row
 from fnloop._core.views import Row, table, table_of
 from fnloop._display.tables import format_metric
 
@@ -90,17 +90,13 @@ def test_a_column_is_as_wide_as_the_name_of_its_group_and_without_groups_the_hea
     ("valid/loss", (2.0, 3.0e-5), "2.0000 3.00e-05"),  # 0.0000 would say nothing
     ("valid/loss", (0.0, 0.5, -0.0), "0.0000 0.5000 0.0000"),
     ("valid/loss", (NAN, INF, -INF, 1.0), "nan inf -inf 1.0000"),
-    ("valid/loss", (-1.0, -12.5), "-1.0000 -12.5000"),
     ("valid/loss", (0.31, 0.00947, 0.000861), "0.3100 0.00947 8.61e-04"),
-    ("valid/loss", (20_000.0, 49.0, 1.3122), "20,000 49.0000 1.3122"),
     ("valid/loss", (1e6, 1e9, 1e-9), "1,000,000 1.00e+09 1.00e-09"),
     ("valid/loss", (5e-324, 1e300), "4.94e-324 1.00e+300"),
     ("valid/accuracy", (1.0, 0.0, 1e-5), "1.0000 0.0000 1.00e-05"),
-    ("valid/accuracy", (97.5, 98.125), "97.5000 98.1250"),
     ("train/lr", (1e-3, 7.5536e-4, 0.0), "1.0e-03 7.6e-04 0.0e+00"),
     ("train/lr/1", (0.5,), "5.0e-01"), ("train/updates", (0.0, 3.0, 1234.0), "0 3 1,234"),
     ("train/temperature", (1.0, 0.9, 40.5), "1 0.9000 40.5000"),
-    ("train/decay", (1e-4, 1e-4), "1.00e-04 1.00e-04"),
     ("train/energy", (2e9, 1e12), "2.00e+09 1.00e+12"),
 ])  # fmt: skip
 def test_a_number_does_not_depend_on_the_others_of_its_column(name, values, shown):
@@ -148,13 +144,6 @@ def test_the_mean_of_the_losses_of_turns_has_no_star():
     made = table([Record(1, 1, dict.fromkeys(names[1:], 1.0))])  # several optimizers, no turns
     starred = {column.name for column in made.columns if column.is_best(made.rows[0])}
     assert starred == {*names[2:]}
-
-
-def test_the_best_so_far_is_found_one_record_at_a_time():
-    best = {}
-    for step, value in enumerate((3.0, NAN, 2.0, 2.5), 1):
-        best = update_best(best, Record(0, step, {"valid/loss": value}))
-    assert {name: record.step for name, record in best.items()} == {"valid/loss": 3}
 
 
 def test_which_names_are_evaluated():

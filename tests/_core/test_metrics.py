@@ -351,13 +351,6 @@ def test_inputs_must_be_a_tuple_of_arguments():
         f1({}, torch.tensor([1]))
 
 
-@pytest.mark.parametrize("wrong", ["f1", len, torch.nn.MSELoss()])
-def test_only_a_torchmetrics_metric_is_taken(wrong):
-    pytest.importorskip("torchmetrics")
-    with pytest.raises(TypeError, match=r"expects a torchmetrics\.Metric such as"):
-        from_torchmetrics(wrong, lambda aux, batch: (aux, batch))
-
-
 def test_without_torchmetrics_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchmetrics", None)  # as if it were not installed
     with pytest.raises(ImportError, match=r"torchmetrics: pip install 'fnloop\[torchmetrics\]'"):
@@ -446,3 +439,10 @@ def test_a_kind_of_the_users_own_is_restored_as_itself(tmp_path):
     assert {k: ended.history.latest(f"train/{k}") for k in EXPECTED} == pytest.approx(EXPECTED)
     with pytest.raises(TypeError, match="a Recall holds"):  # a checkpoint with other fields
         metrics.restored(Pending("Recall", {"count": 3.0}), torch.device("cpu"))
+
+
+def test_a_number_that_is_added_up_is_restored_in_double_precision_on_the_device():
+    found = metrics.restored(
+        Pending("fnloop.Mean", {"total": 1.5, "weight": 2}), torch.device("cpu")
+    )
+    assert (found.total.dtype, found.weight, found.compute()) == (torch.float64, 2, 0.75)

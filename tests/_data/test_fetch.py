@@ -1,18 +1,12 @@
 """Batches that are read at once: those of DataLoader, bit for bit, or the plain way."""
 
-import random
-from itertools import pairwise
-
 import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, StackDataset, Subset, TensorDataset, random_split
-from toy_runs import fit
 
-import fnloop as fl
 from fnloop._data.map_style import fetch_batch
 from fnloop._data.source import open_source
-from fnloop.testing import toy_loss
 
 X = torch.arange(10 * 3 * 4 * 5).float().view(10, 3, 4, 5)
 Y = torch.arange(10)
@@ -140,22 +134,3 @@ def test_a_batch_does_not_share_memory_with_the_dataset():
         for batch in open_source(DataLoader(array, 2), 0).batches(0, 0, 0):
             batch.zero_()
     assert values.sum() == 4
-
-
-def trained(drawn, state=None, **target):
-    def loss_fn(model, batch):
-        drawn.append((random.random(), np.random.rand()))
-        return toy_loss(model, batch[0])
-
-    data = DataLoader(TensorDataset(torch.arange(7.0)), 2, shuffle=True)
-    return fit(step=fl.pipeline()(loss_fn), state=state, loaders=(data, data), **target)
-
-
-def test_draws_of_the_loss_function_resume_exactly_though_no_fetch_seeds_them():
-    whole, drawn = [], []
-    trained(whole, epochs=2)
-    state = trained(drawn, steps=3, evaluate_every=None)
-    random.random(), np.random.rand()
-    trained(drawn, state, epochs=2)
-    assert drawn == whole
-    assert all(a != b for a, b in pairwise(whole))

@@ -158,16 +158,10 @@ def test_a_failure_after_going_back_is_saved_as_a_new_state(tmp_path):
 
 
 @pytest.mark.parametrize(("settings", "error", "message"), [
-    ({"keep": 0}, ValueError, "keep as an int >= 1"),
-    ({"keep_best": 0}, ValueError, "keep_best as an int >= 1"),
     ({"keep_best": 2}, ValueError, "ranks by nothing"),
     ({"mode": "max"}, ValueError, "ranks by nothing"),
     ({"since": "run"}, ValueError, "ranks by nothing"),
-    ({"best": 3}, TypeError, 'such as "valid/loss"'),
-    ({"mode": "lowest"}, ValueError, 'mode expects "min"'),
     ({"named": "valid/loss"}, TypeError, r"a tuple of metrics, such as \(\"valid/loss\",\); got"),
-    ({"named": (3,)}, TypeError, "checkpoint expects named as the name of a metric"),
-    ({"named": ("",)}, ValueError, "got an empty name"),
 ])  # fmt: skip
 def test_wrong_arguments_are_errors_when_composing(settings, error, message):
     with pytest.raises(error, match=message):
@@ -203,8 +197,7 @@ CALLS = {
 
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize(("path", "message"), [
-    ("", "got an empty one"), ("gs:/bucket", "disks of this machine; got 'gs:/bucket'"),
-    (b"runs", "such as .*; got b'runs'"),
+    ("gs:/bucket", "disks of this machine; got 'gs:/bucket'"),
 ])  # fmt: skip
 def test_an_argument_that_is_not_a_local_path_is_refused_by_name(
     name, path, message, tmp_path, monkeypatch

@@ -233,10 +233,3 @@ def test_what_a_run_never_makes_is_refused_before_the_first_update(hook, setting
     with pytest.raises((KeyError, ValueError), match=message):
         run(hook, state=state, **settings)
     assert state.model.w.item() == 0.0
-
-
-def test_wrong_arguments_are_refused():
-    with pytest.raises(TypeError, match="inspect expects fn as a function"):
-        fl.inspect(lambda state: None)
-    with pytest.raises(TypeError, match="inspect expects every as every"):
-        fl.inspect(print, every=fl.every)

@@ -78,20 +78,6 @@ def test_many_short_epochs_and_their_evaluations_cause_no_more_reads(clock, monk
     assert count_reads(progress()) == 51
 
 
-def test_within_the_refresh_interval_nothing_is_drawn(clock):
-    file = Terminal()
-    hook = progress(file=file)
-    hook(boundary(1))
-    drawn = file.getvalue()
-    clock.now += 0.25
-    hook(boundary(2))
-    assert file.getvalue() == drawn
-    clock.now += 0.25
-    assert hook(state := boundary(3)) is state
-    assert "3/1,000" in file.getvalue()
-    hook.close()
-
-
 def test_close_can_be_called_at_any_time():
     hook = progress(file=Terminal())
     hook.close()
@@ -100,13 +86,7 @@ def test_close_can_be_called_at_any_time():
     hook.close()
 
 
-# --- arguments, and where it cannot write
-
-
-def test_a_refresh_below_half_a_second_is_an_error():
-    why = r"progress expects refresh .*>= 0\.5 .*the seconds between two drawings"
-    with pytest.raises(ValueError, match=why):
-        progress(0.1)
+# --- where it cannot write
 
 
 @pytest.mark.parametrize("closed", [False, True])

@@ -214,22 +214,6 @@ def test_epochs_of_different_lengths_are_told_by_their_updates(windows, targets,
 # --- the last line
 
 
-def evaluation_fails(model, batch):
-    if not model.training:
-        raise RuntimeError("no")
-    return toy_loss(model, batch)
-
-
-@pytest.mark.parametrize(("moment", "step"), [
-    (fl.every(epochs=1), 3), (fl.every(steps=1), 1), (fl.every(steps=2), 2),
-])  # fmt: skip
-def test_the_last_line_has_the_step_of_the_evaluation_that_failed(moment, step):
-    run = {"step": fl.pipeline()(evaluation_fails), "train": 3, "valid": 1, "epochs": 3}
-    (*_, line), state = logged(error=RuntimeError, evaluate_every=moment, **run)
-    assert state.step == step
-    assert line.startswith(f"failed: RuntimeError: no; epoch 1/3, step {step}, after ")
-
-
 @pytest.mark.parametrize("at", [2, 3, 4])
 @pytest.mark.parametrize("order", [1, -1], ids=["after", "before"])
 @pytest.mark.parametrize(("error", "reason"), [
@@ -245,25 +229,6 @@ def test_the_last_line_has_the_step_of_the_hook_that_failed(at, order, error, re
     if error is KeyboardInterrupt:
         assert lines.pop().startswith("to continue: fit again with the state that was returned")
     assert lines[-1].startswith(f"{reason} epoch {1 + (at > 3)}/3, step {at}, after ")
-
-
-def test_the_last_line_of_a_failure_counts_skipped_updates():
-    def loss(model, batch):
-        if model.w.item() <= -2:
-            raise RuntimeError("no")
-        return toy_loss(model, batch)
-
-    step, loaders = fl.pipeline(fl.skip_nonfinite())(loss), [ONE, math.nan * ONE, ONE, ONE]
-    (*_, last), _ = logged(error=RuntimeError, step=step, loaders=loaders)
-    assert last.startswith("failed: RuntimeError: no; epoch 1/1, step 2, 1 skipped, after ")
-
-
-def test_nan_says_why_it_stopped():
-    lines = logged(progress, fl.halt_on_nonfinite(), loaders=[ONE * math.nan] * 3, epochs=9)
-    last = " ".join(line.strip() for line in lines[-2:])  # it is broken between two words
-    assert last.startswith("stopped: halt_on_nonfinite: the training loss became nan between steps")
-    assert last.endswith("(steps=1); epoch 1/9, step 3, after 0.0s")
-    assert max(map(len, lines)) <= 120 < len(last)
 
 
 def test_a_second_ctrl_c_in_an_evaluation_is_told(caplog):

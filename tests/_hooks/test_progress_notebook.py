@@ -5,12 +5,12 @@ import io
 
 import pytest
 from sample_hooks import raise_at, stop_at
-from toy_runs import ONE, STEP, fit, timed
+from toy_runs import ONE, fit, timed
 
 import fnloop as fl
 from fnloop import progress
 from fnloop._display import tables
-from fnloop.testing import toy, toy_loss
+from fnloop.testing import toy_loss
 
 
 @pytest.fixture
@@ -66,28 +66,6 @@ def test_a_stream_has_a_row_per_interval_and_only_its_middle_is_cut(cell, clock)
     assert steps == [*range(2, 22, 2), *range(384, 401, 2), 400]  # the last one is of the run
 
 
-def test_a_stream_that_continues_has_the_time_of_its_first_interval(cell, clock):
-    run = {"step": timed(clock, 1.0), "loaders": stream, "record_every": fl.every(steps=2)}
-    fit(progress(), state=fit(steps=8, **run), steps=12, **run)
-    first = next(line for line in cell[0][-1] if " 10 │" in line)
-    assert first.split("│")[-1].strip() == "2.0s"
-
-
-def test_the_means_of_intervals_have_no_column_beside_those_of_epochs(cell):
-    fit(progress(), record_every=fl.every(steps=2))
-    assert not any("recent" in line for line in cell[0][-1])
-    assert rows(cell[0][-1]) == ["1"]
-
-
-def test_the_table_grows_above_the_bar(cell, clock):
-    fit(progress(), step=timed(clock, 1.0), epochs=2)
-    ((*_, last_but_two, last_but_one, _),) = cell
-    assert rows(last_but_two) == ["1"]
-    assert last_but_two[-1] == "epoch 2/2 · 3/4 · 1.00 step/s · loss -5.0000 · lr 1.0e+00 · 1s left"
-    assert rows(last_but_one) == ["1", "2"]
-    assert last_but_one[-1] == "epoch 2/2 · 4/4 · 1.00 step/s · loss -5.5000 · lr 1.0e+00 · 0s left"
-
-
 def test_an_evaluation_has_a_bar(cell, clock):
     fit(progress(), step=timed(clock, 1.0, 1.0), train=2, valid=4)
     bars = [drawing[-1] for drawing in cell[0] if "valid " in drawing[-1]]
@@ -136,14 +114,6 @@ def test_how_it_ends_is_shown_below_the_table(cell, clock, end, lines):
         fit(progress(), end)
     assert cell[0][-1][-len(lines) :] == lines
     assert len(cell[0][-1]) == (2 if "failed" in lines[0] else 5)  # a line, and a head
-
-
-def test_a_run_that_is_abandoned_keeps_its_records(cell, clock):
-    states = fl.run(STEP, toy(), [ONE] * 2, epochs=9, hooks=(progress(),))
-    next(states), next(states)
-    states.close()
-    assert rows(cell[0][-1]) == ["1", "2"]
-    assert cell[0][-1][-1] == "ended early: epoch 2/9, step 4, after 0.0s"
 
 
 def test_it_writes_to_a_file_if_given_one(cell):

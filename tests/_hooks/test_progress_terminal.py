@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from fake_terminal import Terminal
 from sample_hooks import raise_at, stop_at
 from toy_runs import ONE, STEP, fit, timed
@@ -51,22 +50,6 @@ def test_a_line_per_record_below_what_the_run_works_with(clock, monkeypatch):
         "done: epoch 2/2, step 6, after 10s; best valid/loss -6.0000 at step 6",
         "",
     ]
-
-
-def test_the_columns_that_do_not_fit_are_left_out(clock, monkeypatch):
-    accuracy = fl.metric(accuracy=lambda aux, batch: torch.tensor(0.5))
-    step, heads = fl.pipeline(accuracy, fl.clip(1.0))(toy_loss), {}
-    for width in (100, 80, 60, 40, 20):
-        monkeypatch.setenv("COLUMNS", str(width))
-        lines = shown(step=step, train=3, valid=1).lines()
-        heads[width] = next(line for line in lines if line.startswith("epoch ")).split()
-        assert all(len(line) < width for line in lines if "│" in line)
-    assert [*map(len, heads.values())] == sorted(map(len, heads.values()), reverse=True)
-    everything = "epoch step │ loss accuracy │ loss accuracy grad_norm lr │ time"
-    assert heads[100] == everything.split()
-    assert heads[80] == everything.replace(" grad_norm", "").split()
-    assert not {"grad_norm", "lr"} & {*heads[60]}
-    assert heads[20] == ["epoch", "│", "loss"]
 
 
 HEAD = ["", "epoch step"]
@@ -112,54 +95,6 @@ def test_records_of_record_every_update_the_bar_and_are_a_line_every_ten_seconds
         "epoch  step │     loss  │     loss       lr │  time",
         "    2    14 │ -14.0000* │ -10.0000  1.0e+00 │ 30.0s",
     ]
-
-
-def test_a_line_of_record_every_has_the_means_since_the_last_record_and_is_faint(
-    clock, monkeypatch
-):
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    text = shown(step=timed(clock, 4.0), train=5, record_every=fl.every(steps=4)).getvalue()
-    lines = [line for line in text.splitlines() if "│" in line and "epoch" not in line]
-    (faint,) = [line for line in lines if "    1     4" in line]
-    (plain,) = [line for line in lines if "    1     5" in line]
-    assert faint.strip() == "\x1b[2m    1     4 │ -1.5000  1.0e+00 │ 16.0s\x1b[0m"
-    assert "\x1b[2m│" in plain and "\x1b[2m " not in plain
-
-
-def test_a_table_below_another_has_its_head_again(clock):
-    """A hook trains another model, whose table has other columns."""
-    file = Terminal()
-    train = fl.when(lambda state: state.step == 3)(
-        lambda state: (shown(file=file, train=1, valid=1), state)[1]
-    )
-    shown(train, file=file, train=2, epochs=3)
-    heads = [line.split() for line in file.lines() if line.startswith("epoch ") and "│" in line]
-    assert [len(head) for head in heads] == [7, 9, 7]
-
-
-def test_the_time_of_a_row_fits_from_the_beginning(clock):
-    """The first row shown is of epoch 2, and took longer than it says in a history."""
-    state = fit(train=1)
-    lines = shown(step=timed(clock, 500.0), state=state, train=1, epochs=4).lines()
-    rows = [line for line in lines if "│" in line][2:]
-    assert [row.split()[-1] for row in rows] == ["8:20"] * 3
-    assert len({len(row) for row in rows}) == 1 and lines[1:].count(lines[1]) == 1
-
-
-def test_the_first_line_is_never_cut_and_begins_with_the_name_of_the_model(monkeypatch):
-    """Also where the name does not fit, or nothing does."""
-    model = type("A" * 50, (torch.nn.Linear,), {})(1, 1)
-    step = fl.pipeline()(lambda model, x: model(x).mean())
-    for width in (2, 1, 40):
-        monkeypatch.setenv("COLUMNS", str(width))
-        state = fl.TrainState.create(model, torch.optim.SGD(model.parameters()), seed=0)
-        assert shown(step=step, state=state, train=1).lines()[0] == "A" * max(width - 1, 1)
-    for long in (2, 9):
-        names = [f"valid_{letter * long}" for letter in "abcde"]
-        lines = shown(loaders={name: [ONE] for name in ("train", *names)}).lines()
-        assert max(map(len, lines)) < 40
-        assert f"evaluated on {', '.join(names)}" in " ".join(lines)
 
 
 # --- the bar
@@ -221,35 +156,6 @@ def test_a_bar_is_never_wider_than_the_terminal_and_follows_it(clock, monkeypatc
     grow = lambda state: monkeypatch.setenv("COLUMNS", "160") or state
     file = shown(fl.when(lambda state: state.step == 2)(grow), step=timed(clock, 1.0))
     assert [line.count("━") + line.count("─") for line in drawings(file)[:3]] == [10, 10, 40]
-
-
-def test_a_hook_that_is_called_rarely_shows_the_position_in_the_epoch(clock):
-    file = Terminal()
-    hook = fl.every(steps=4)(progress(file=file))
-    fit(hook, step=timed(clock, 1.0), train=10, epochs=2)
-    counts = dict.fromkeys(re.findall(r"\d+/10 ", file.getvalue()))
-    assert [*counts] == ["4/10 ", "8/10 ", "2/10 ", "6/10 "]
-    rows = [line.split()[:2] for line in file.lines() if line.startswith("    ") and "." in line]
-    assert rows == [["1", "10"], ["2", "20"]]
-
-
-@pytest.mark.parametrize(("width", "fields"), [(80, 2), (100, 3), (160, 5)])
-def test_the_bar_of_turns_has_their_losses(clock, monkeypatch, width, fields):
-    """It gets shorter before anything goes, and the losses go last."""
-    monkeypatch.setenv("COLUMNS", str(width))
-    model = torch.nn.ModuleDict({name: torch.nn.Linear(1, 1) for name in "dg"})
-    optimizers = {name: torch.optim.SGD(model[name].parameters(), lr=0.5) for name in "dg"}
-
-    def turn(name):
-        return fl.pipeline()(clock.timed(lambda model, x: 0 * model[name](x).mean() + 1, 0.5))
-
-    state = fl.TrainState.create(model, optimizers, seed=0)
-    step = fl.alternate({name: turn(name) for name in "dg"})
-    file = shown(step=step, state=state, loaders=[torch.ones(1, 1)] * 10)
-    found = re.sub(r"\x1b\[[0-9;]*m", "", drawings(file)[1]).split("  ")
-    losses = ["d/loss 1.0000", "g/loss 1.0000"]
-    rates = ["1.00 step/s", "lr/d 5.0e-01", "lr/g 5.0e-01"]
-    assert found[-1 - fields : -1] == [*losses, *rates][:fields]
 
 
 # --- how it ends

@@ -6,7 +6,7 @@ import signal
 import attrs
 import pytest
 import torch
-from sample_hooks import raise_at, signal_at, stop_at
+from sample_hooks import signal_at, stop_at
 from sample_middleware import skip_negative
 from torch import nn
 from toy_runs import ONE, fit
@@ -99,34 +99,6 @@ def test_a_save_in_between_leaves_the_weights_as_they_are(tmp_path):
     assert found == {"step-00000004": 2.0, "step-00000006": -2.0}
 
 
-@pytest.mark.parametrize("end", [
-    signal_at(4, signal.SIGINT), signal_at(4), raise_at(4), raise_at(4, KeyboardInterrupt),
-])  # fmt: skip
-def test_a_signal_and_an_exception_leave_the_weights_as_they_are(end):
-    try:
-        state = trained(hooks=(BEST, end))
-        assert state.stop in ("interrupted", "SIGTERM")
-    except KeyError as error:
-        state = error.state
-    assert (state.step, weight(state)) == (4, 2.0)
-    assert_same(trained(state), trained())
-
-
-@pytest.mark.parametrize(("order", "splits"), [(1, (6, 5, 4, 3, 2, 1)), (-1, (6,))])
-def test_a_resumed_run_ends_as_an_uninterrupted_one(tmp_path, order, splits):
-    """The copy is in the checkpoint: also if it is killed right after the save.
-
-    At 6 it was killed after its last checkpoint, before the weights went back.
-    """
-    hooks = (BEST, fl.every(epochs=1)(fl.checkpoint(tmp_path, keep=None)))[::order]
-    with pytest.raises(KeyError):
-        trained(hooks=(*hooks, raise_at(6)))
-    for split in splits:
-        state = fl.restore(tmp_path / f"step-{split:08d}", toy())
-        assert weight(state) == WEIGHTS[split - 1]
-        assert_same(trained(state, hooks), trained())
-
-
 def test_settling_keeps_the_last_weights_if_they_are_the_best():
     state = trained(hooks=(), train=2, steps=3)
     state = attrs.evolve(state, slots={**state.slots, KEY: kept_at(1.0, 2, 1.0)})
@@ -194,13 +166,6 @@ def test_averages_of_the_best_update_go_back_too(key, evaluate):
     assert weight(state) == -2.0
     assert fl.averaged(state).model.w.item() == -0.875  # -0.5, 0.25, -0.875
     assert (state.slots["swa"]["w"].item(), state.slots["swa"].count) == (pytest.approx(-2 / 3), 3)
-
-
-@pytest.mark.parametrize("split", [2, 3, 5])
-def test_averages_go_back_in_a_resumed_run(tmp_path, split):
-    stopped = averaging(hooks=(BEST, signal_at(split)))
-    path = fl.save(stopped, tmp_path / "a")
-    assert_same(averaging(fl.restore(path, toy())), averaging())
 
 
 def test_an_average_that_is_left_out_or_is_new_stays_as_it_is():

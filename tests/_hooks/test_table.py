@@ -347,13 +347,6 @@ def test_a_foreign_file_is_refused_and_not_touched(kind, content, tmp_path):
             train(WRITERS[kind](path))
 
 
-def test_the_path_is_given():
-    with pytest.raises(TypeError, match=r'path as a path, such as "runs/a\.csv"; got None'):
-        fl.to_csv(None)
-    with pytest.raises(TypeError, match=r"to_jsonl expects path as a path, .* got TrainState"):
-        train(fl.to_jsonl)
-
-
 KILLED = """
 import os, signal, sys, torch, fnloop as fl
 from fnloop.testing import toy, toy_loss

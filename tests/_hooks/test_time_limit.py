@@ -102,12 +102,11 @@ def test_an_evaluation_that_a_signal_cuts_counts_too(clock):
     assert (state.step, state.stop, state.slots["time_limit"]) == (1, "SIGTERM", [15.0])
 
 
-@pytest.mark.parametrize(("args", "settings", "message"), [
-    ((), {}, r"a time above 0, such as time_limit\(hours=8\)"), ((), {"hours": 0}, "a time above"),
-    ((), {"hours": -1}, "hours"), ((), {"hours": 1, "per": "epoch"}, "per"),
-    ((8,), {}, r"time_limit\(8\) does not say .*: write time_limit\(hours=8\)"),
+@pytest.mark.parametrize(("args", "message"), [
+    ((), r"a time above 0, such as time_limit\(hours=8\)"),
+    ((8,), r"time_limit\(8\) does not say .*: write time_limit\(hours=8\)"),
 ])  # fmt: skip
-def test_a_limit_is_the_sum_of_its_parts_and_wrong_settings_are_refused(args, settings, message):
+def test_a_limit_is_the_sum_of_its_parts_and_a_limit_without_a_unit_is_refused(args, message):
     assert fl.time_limit(hours=1, minutes=2, seconds=3).limit == 3723
     with pytest.raises((TypeError, ValueError), match=message):
-        fl.time_limit(*args, **settings)
+        fl.time_limit(*args)

@@ -237,21 +237,13 @@ def test_also_is_called_with_the_client_after_each_record():
 @pytest.mark.parametrize(("args", "settings", "error", "says"), [
     (("tensorbord",), {}, ValueError,
         r'track expects one of "aim", .*"tensorboard", .*; got \'tensorbord\''),
-    (("all",), {}, ValueError, "got 'all'"),
-    ((3,), {}, TypeError, r'such as "tensorboard", or a GeneralTracker of accelerate; got 3'),
-    ((fl.History,), {}, TypeError, "got <class 'fnloop._core.history.History'>"),
     ((InFolder,), {}, ValueError,
         r"track\('fake'\) needs a folder: track\('fake', folder=\"runs/a\"\)"),
     ((Fake, "runs"), {}, ValueError, r"track\('fake'\) takes no folder"),
     ((InFolder, "runs"), {"nmae": "a"}, TypeError,
         r"calls InFolder\(project, logging_dir\), but got an unexpected .*'nmae'"),
-    ((InFolder, {"lr": 1}), {}, TypeError,
-        r"""folder as a path, such as "runs/a"; got {'lr': 1}"""),
-    ((Fake,), {"config": [1]}, TypeError, r"config as a mapping, such as {'lr': 0.1}; got \[1\]"),
-    ((Fake,), {"also": lambda state: 0}, TypeError, r"<lambda> takes \(state\)"),
     ((Fake,), {"config": {"a": {"b": object}}}, TypeError,
         r"plain data in config; got a.b=<class 'object'> \(type\)"),
-    ((Fake,), {"config": {"a": [print]}}, TypeError, "plain data in config; got a="),
     ((Fake("mine"),), {"name": "other"}, TypeError,
         "no further arguments for the instance fake: .*, or pass its class"),
 ])  # fmt: skip
@@ -264,7 +256,7 @@ def test_a_wrong_argument_is_an_error_when_composing(args, settings, error, says
 
 @pytest.mark.parametrize(("name", "install"), [
     ("tensorboard", "'fnloop[tensorboard]'"), ("wandb", "'fnloop[wandb]'"),
-    ("comet_ml", "comet-ml"), ("swanlab", "swanlab"), ("dvclive", "dvclive"),
+    ("dvclive", "dvclive"),
 ])  # fmt: skip
 def test_a_missing_package_is_an_error_when_composing(name, install, monkeypatch, tmp_path):
     """A folder with its name does not count as installed."""

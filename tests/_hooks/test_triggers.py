@@ -40,11 +40,6 @@ def stream():
     (lambda hook: every(steps=2)(every(steps=3)(hook)), {"train": 12}, [6, 12]),  # both are due
     # fractions of an epoch: 2.5, 5, 7.5, 10, rounded up
     (every(epochs=0.25), {"train": 10}, [3, 5, 8, 10]),
-    (every(epochs=0.3), {"train": 10}, [3, 6, 9, 10]),
-    (every(epochs=0.5), {"train": 5, "epochs": 2}, [3, 5, 8, 10]),
-    (every(epochs=0.1), {"train": 10}, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]),
-    (every(epochs=0.25), {"train": 2}, [1, 2]),  # more often than there are updates
-    (every(epochs=1e-6), {"train": 5}, [1, 2, 3, 4, 5]),  # and the smallest
     (every(epochs=0.25), {"train": 10, "step": WINDOWS}, [2, 3, 4, 5]),  # of 5 updates
     (every(epochs=0.5), {"train": 5, "step": WINDOWS}, [2, 3]),  # 1.5 and 3 of 3
     # 0.07 * 100 > 7
@@ -129,10 +124,6 @@ def test_a_trigger_is_due_for_each_use_and_a_new_run_restarts_its_clock(clock):
     ({"hooks": (when(len),)}, r"when\(len\) says when, but not what: write when\(len\)\(hook\)"),
     ({"hooks": (every,)},
         r"a hook is a function state -> state; got every\. Call it: every\(\.\.\.\)"),
-    ({"hooks": (), "evaluate_every": every},
-        r"evaluate_every as every\(epochs=1\), .*got the class every"),
-    ({"hooks": (), "evaluate_every": when},
-        r"evaluate_every as every\(epochs=1\), .*got the class when"),
     ({"hooks": (), "evaluate_every": every(steps=1)(Notes())},
         r"evaluate_every as .*got every\(steps=1\)\(notes\)"),
 ])  # fmt: skip
@@ -153,26 +144,16 @@ def test_a_hook_in_a_trigger_begins_is_flushed_and_is_closed_with_the_run(trigge
     assert (calls, notes.closed) == (["a run of 1", *flushed], 1)
 
 
-def never(state):
-    return False
-
-
 @pytest.mark.parametrize(("make", "error", "message"), [
     (lambda: every(), TypeError, r"one of epochs=, steps= or seconds=; got none"),
     (lambda: every(epochs=1, steps=100), TypeError, r"or seconds=; got epochs, steps"),
-    (lambda: every(epochs=0), ValueError, r"every expects epochs > 0 and finite; got 0"),
-    (lambda: every(steps="3"), ValueError, r"every expects steps as a number > 0 .*; got '3'"),
     (lambda: every(steps=0.5), ValueError,
         r"steps as an int; got 0\.5\. For a part of an epoch, write every\(epochs=0\.25\)"),
     (lambda: every(epochs=1.5), ValueError, r"a whole number, or as a fraction below 1; got 1\.5"),
-    *((lambda tiny=tiny: every(epochs=tiny), ValueError,
-        r"every expects epochs >= 1e-06; got .* write every\(steps=1\)")
-        for tiny in (1e-8, 9e-7, 5e-324)),
-    (lambda: every(steps=2)(3), TypeError,
-        r"every\(steps=2\) expects hook as a function state -> state; got 3"),
+    (lambda: every(epochs=9e-7), ValueError,
+        r"every expects epochs >= 1e-06; got .* write every\(steps=1\)"),
     (lambda: every(steps=2)(fl.progress), TypeError,
         r"got the class progress\. Call it: progress\(\.\.\.\)"),
-    (lambda: when(never)(None), TypeError, r"when\(never\) expects hook as .*got None"),
     # once
     (lambda: once(every(steps=2)(Notes())), TypeError,
         r"once counts each call, due or not: write every\(steps=2\)\(once\(notes\)\)"),

@@ -1,44 +1,14 @@
-"""What a run that fails or is stopped at an awkward moment still owes: the record, the evaluation
-and the hooks.
-"""
+"""What there is at the boundaries of a run: after a failure, and of the running metrics."""
 
 import attrs
 import pytest
 import torch
 from loop_cases import ONE, Boom, failing_middleware, raising, step
 from torch.optim.lr_scheduler import LinearLR
-from torch.utils.data import DataLoader, Dataset
 
 import fnloop as fl
 from fnloop._core.metrics import ITEMS, read
 from fnloop.testing import assert_same, toy, toy_loss
-
-
-class Flaky(Dataset):
-    failed = False
-
-    def __len__(self):
-        return 6
-
-    def __getitem__(self, i):
-        if i == 4 and not self.failed:
-            self.failed = True
-            raise OSError("no answer")
-        return torch.ones(())
-
-
-@pytest.mark.parametrize("saved", [False, True])
-@pytest.mark.parametrize("prefetch", [1, 2])
-def test_a_loader_that_fails_costs_no_boundary(prefetch, saved, tmp_path):
-    seen, loaders = [], {"train": DataLoader(Flaky(), 2), "valid": [ONE]}
-    note = lambda state: seen.append(state.step) or state
-    given = {"hooks": (note,), "evaluate_every": fl.every(steps=2), "prefetch": prefetch}
-    with pytest.raises(OSError, match="no answer") as caught:
-        fl.fit(step, toy(), loaders, **given)
-    state = caught.value.state
-    state = fl.restore(fl.save(state, tmp_path / "a"), toy()) if saved else state
-    state = fl.fit(step, state, loaders, **given)
-    assert [record.step for record in state.history] == [2, 3] and seen == [1, 2, 3]
 
 
 def test_an_update_whose_outer_middleware_failed_says_so_and_is_not_saved_by_itself(tmp_path):

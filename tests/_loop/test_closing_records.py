@@ -1,15 +1,13 @@
 """Records of runs that end between two evaluations."""
 
-import math
-
 import attrs
 import pytest
 import torch
-from loop_cases import ONE, Boom, failing_once, fit, terminate
+from loop_cases import ONE, Boom, failing_once, fit
 from sample_hooks import stop_at
 
 import fnloop as fl
-from fnloop.testing import assert_same, toy, toy_loss
+from fnloop.testing import toy, toy_loss
 
 
 def ends(history):
@@ -148,35 +146,6 @@ def test_the_time_between_the_last_record_and_a_stop_counts(slow_step, clock, tm
     clock.now += 1000.0
     state = fl.fit(slow_step, state, [ONE] * 4, epochs=2, hooks=())
     assert [record.seconds for record in state.history] == [4.0, 8.0]
-
-
-@pytest.mark.parametrize("how", [terminate, None], ids=["SIGTERM", "an exception"])
-def test_an_epoch_whose_last_update_a_guard_stopped_is_ended_by_the_run_that_continues(how):
-    """It was cut in the evaluation; the last batch is NaN."""
-    seen, loaders = [], {"train": [ONE, ONE, math.nan * ONE], "valid": [ONE] * 2}
-    note = fl.every(epochs=1)(lambda state: (seen.append(state.step), state)[1])
-
-    def train(state, loss_fn=toy_loss):
-        step = fl.pipeline(fl.skip_nonfinite(limit=1))(loss_fn)
-        return fl.fit(step, state, loaders, epochs=2, hooks=(note,))
-
-    def loss_fn(model, batch):
-        if not model.training:
-            if how is None:
-                raise Boom
-            how()
-        return toy_loss(model, batch)
-
-    whole = train(toy())
-    try:
-        part = train(toy(), loss_fn)
-    except Boom as error:
-        part = error.state
-    assert (part.epoch, part.batch, len(part.history), seen) == (0, 3, 0, [2])
-    ended = train(part)
-    assert_same(ended, whole)
-    assert (ended.epoch, seen) == (1, [2, 2])
-    assert [r.closing for r in ended.history] == [r.closing for r in whole.history] == [False]
 
 
 def test_ctrl_c_after_the_end_leaves_the_reason_of_the_hook():

@@ -3,7 +3,6 @@
 import attrs
 import pytest
 import torch
-from loop_cases import Boom, failing_once
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -98,17 +97,6 @@ def test_a_run_that_continues_has_the_length_that_was_planned(rate, ended, caplo
     assert_same(state, whole)
     assert state.history["train/lr"] == whole.history["train/lr"]
     assert "was planned for" not in caplog.text
-
-
-def test_updates_left_out_are_counted_once_if_the_evaluation_fails():
-    """Three of five are, in each of two epochs."""
-    loaders, whole = ({"train": ONES, "valid": failing_once(at)} for at in (1, 0))
-    given = {"hooks": (ends_at(2),), "epochs": 2}
-    with pytest.raises(Boom) as caught:
-        fl.fit(STEP, toy(), loaders, **given)
-    state = fl.fit(STEP, caught.value.state, loaders, **given)
-    assert_same(state, fl.fit(STEP, toy(), whole, **given))
-    assert state.slots["ends"] == 6
 
 
 def test_the_end_of_an_epoch_that_a_phase_left_does_not_end_one_of_the_next_phase():

@@ -1,4 +1,4 @@
-"""Runs that fail: exceptions, boundaries that the run that continues repeats, and torn updates."""
+"""Runs that fail: exceptions, hooks that are told, and torn updates."""
 
 import os
 import signal
@@ -13,7 +13,6 @@ from loop_cases import (
     Told,
     boom,
     failing_middleware,
-    failing_once,
     fit,
     half_way,
     interrupting,
@@ -28,8 +27,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 from toy_runs import of
 
 import fnloop as fl
-from fnloop._core.metrics import ITEMS
-from fnloop.testing import Toy, assert_same, toy, toy_loss
+from fnloop.testing import Toy, toy, toy_loss
 
 # --- exceptions
 
@@ -100,32 +98,7 @@ def test_an_exception_after_an_update_carries_the_updated_state(member, error, s
     assert error is ValueError or (before, state.model.w.item()) == (-3.0, -12.0)
 
 
-# --- boundaries
-
-
-@pytest.mark.parametrize(("when_to", "fails_at", "position"), [
-    (fl.every(epochs=1), 1, (3, 0, 3)), (fl.every(epochs=1), 2, (6, 1, 3)),
-    (fl.every(steps=3), 1, (3, 0, 3)),  # the end of an epoch, by its steps
-    (fl.every(steps=2), 1, (2, 0, 2)),  # within an epoch
-    (fl.every(epochs=2), 1, (6, 1, 3)),
-], ids=repr)  # fmt: skip
-@pytest.mark.parametrize("error", [Boom, KeyboardInterrupt])
-@pytest.mark.parametrize("saved", [False, True], ids=["in memory", "from a file"])
-def test_a_run_that_continues_after_a_failed_evaluation_repeats_it(
-    when_to, fails_at, position, error, saved, tmp_path
-):
-    settings = {"epochs": 2, "evaluate_every": when_to}
-    whole = fit(loaders=(NUMBERS, failing_once(0)), **settings)
-    loaders = (NUMBERS, failing_once(fails_at, error))
-    try:
-        state = fit(loaders=loaders, **settings)
-        assert (error, state.stop) == (KeyboardInterrupt, "interrupted")
-    except Boom as caught:
-        state = caught.state
-    assert (state.step, state.epoch, state.batch) == position
-    assert {*state.metrics} - {ITEMS} == {"loss"}
-    state = fl.restore(fl.save(state, tmp_path / "a"), toy()) if saved else state
-    assert_same(fit(state, loaders, **settings), whole)
+# --- hooks that are told
 
 
 def test_hooks_are_told_of_a_failure_and_cannot_hide_it():

@@ -90,7 +90,6 @@ def test_a_hook_that_rolls_back_rolls_back_the_data_too(at):
 @pytest.mark.parametrize(("hooks", "message"), [
     (fl.progress(), "hooks as a tuple"), ((fl.progress,), r"Call it: progress\(...\)"),
     ((lambda state, out: state,), "takes the state and nothing else, but <lambda> takes"),
-    ((3,), "a hook is a function state -> state; got 3"),
     ((fl.plateau("valid/loss"),), r"is middleware: write pipeline\(plateau\("),
     ((lambda state: None,), "returned None. Did you forget 'return state'"),
 ])  # fmt: skip

@@ -184,7 +184,7 @@ def weighted(model, batch):
 X = torch.tensor([2.0]), torch.tensor([4.0]), torch.tensor([8.0])
 
 
-ONES, ZEROS, ODD = [*torch.ones(2)], [*torch.zeros(2)], [*torch.tensor([3.0, 1.0])]  # on the device
+ZEROS, ODD = [*torch.zeros(2)], [*torch.tensor([3.0, 1.0])]  # on the device
 
 
 @pytest.mark.parametrize(("n", "weights", "steps", "skipped", "w"), [
@@ -492,19 +492,6 @@ def fit_both(*members, hooks=(), state=None, loss=toy_loss):
 
 
 OTHERS = "this pipeline evaluates valid/loss"
-AVERAGE = 'An average reports it beside "valid/loss" if the pipeline has ema'
-
-
-@pytest.mark.parametrize(("members", "key", "message"), [
-    ((fl.plateau("valid/acc", mode="max"),), "train/loss", "plateau: there is no metric 'valid"),
-    ((), "valid/ema/loss", AVERAGE), ((), "valid/los", "Did you mean 'valid/loss'"),
-    ((fl.metric(acc=accuracy, on="training"),), "valid/acc", OTHERS),
-    ((fl.amp("bf16"), fl.metric(accuracy=accuracy), fl.clip(1.0)), "valid/acc",
-        r"loss, valid/accuracy. To add .* mean 'valid/accuracy'\?"),
-])  # fmt: skip
-def test_what_else_is_meant_is_said(members, key, message):
-    with pytest.raises(KeyError, match=message):
-        fit_both(*members, hooks=(fl.early_stop(key, mode="min"),))
 
 
 def adding(state):

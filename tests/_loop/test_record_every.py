@@ -6,7 +6,6 @@ With ``w = 1`` and a learning rate of 0, the loss of a batch is its mean.
 import attrs
 import pytest
 import torch
-from toolz import partition_all
 
 import fnloop as fl
 from fnloop import at_end, every, when
@@ -73,24 +72,6 @@ def test_an_interval_that_is_due_at_the_end_alone_is_that_of_the_closing_record(
     ]
 
 
-@pytest.mark.parametrize("window", [1, 2, 3])
-@pytest.mark.parametrize("steps", [1, 2])
-def test_it_equals_a_loop_by_hand(window, steps):
-    top = fl.metric(top=lambda aux, batch: fl.Max(batch.max()))
-    state = train(top, fl.accumulate(window), epochs=2, record_every=every(steps=steps))
-    expected, step = [], 0
-    for _ in range(2):
-        interval = []
-        for group in partition_all(window, BATCHES):
-            interval, step = [*interval, *group], step + 1
-            if step % steps == 0 or group[-1] is BATCHES[-1]:
-                items = torch.cat(interval).tolist()
-                expected.append((step, sum(items) / len(items), max(items)))
-                interval = []
-    found = [(r.step, r.metrics["recent/loss"], r.metrics["recent/top"]) for r in state.history]
-    assert found == expected
-
-
 def test_a_record_between_evaluations_has_nothing_else_but_the_learning_rate():
     with_it, without = train(record_every=every(steps=2), loaders=PAIR), train(loaders=PAIR)
     recent, rest = ["recent/loss", "recent/lr"], ["train/loss", "train/lr", "valid/loss"]
@@ -132,12 +113,6 @@ def test_hooks_can_follow_it():
         train(hooks=(stop,))
 
 
-@pytest.mark.parametrize("wrong", [50, "epoch", every, lambda state: True])
-def test_it_must_be_a_moment(wrong):
-    with pytest.raises(TypeError, match=r"expects record_every as every\(epochs=1\)"):
-        train(record_every=wrong)
-
-
 def test_each_record_is_one_read(monkeypatch):
     from fnloop._loop import run
 
@@ -169,24 +144,6 @@ def test_a_run_that_went_back_makes_the_record_that_it_had_passed(back_once):
     state = train(loaders=[torch.ones(1)] * 6, **given)
     assert [step for step, _ in losses(state)] == [2, 4, 6]
     assert records == [0, 2, 0, 2, 2, 4, 4, 6]  # the third call is that of step 3, back at step 1
-
-
-def test_a_guard_that_goes_back_makes_the_records_again_and_so_does_a_resumed_run():
-    """A spike in the sixth batch takes the run from step 5 back to step 3."""
-    batches = [torch.tensor([x]) for x in (1.0, 1.0, 1.0, 1.0, 1.0, 100.0, 1.0, 1.0, 1.0, 1.0)]
-    guard = fl.spike_guard(3, 10.0, then="back")
-
-    def steps_of_records(*hooks, state=None):
-        given = {"loaders": batches, "hooks": hooks, "epochs": 1, "record_every": every(steps=5)}
-        state = train(guard, state=state or toy(w=1.0, lr=1e-3), **given)
-        return state, [r.step for r in state.history.having("recent/loss") if not r.closing]
-
-    whole, steps = steps_of_records()
-    assert steps.count(5) == 2
-    pause = fl.when(lambda state: state.batch == 6)(lambda state: attrs.evolve(state, stop="now"))
-    paused, _ = steps_of_records(pause)
-    resumed, again = steps_of_records(state=attrs.evolve(paused, stop=None))
-    assert (again, resumed.step) == (steps, whole.step)
 
 
 def test_a_trigger_without_a_next_step_is_asked_after_every_update():

@@ -1,6 +1,5 @@
 """``since``: what is best, and how long a hook waits, in a phase or in the whole run."""
 
-import functools
 import io
 import re
 
@@ -54,16 +53,6 @@ def test_the_best_weights_and_improvements_are_those_of_the_phase_or_of_the_run(
     assert (reached, state.model.w.item()) == (-1.0, best)
     two_phases(fl.when_improved("valid/loss", "max", since=since)(note))
     assert seen == improved
-
-
-@pytest.mark.parametrize("make", [
-    *(functools.partial(make, "valid/loss")
-      for make in (fl.restore_best, fl.when_improved, fl.early_stop)),
-    functools.partial(fl.checkpoint, "a", best="valid/loss"), fl.progress,
-])  # fmt: skip
-def test_since_is_the_phase_or_the_run(make):
-    with pytest.raises(ValueError, match='expects since as one of "phase", "run"'):
-        make(since="epoch")
 
 
 # --- checkpoints: the values are -2, -1; then -3, -2

@@ -1,42 +1,18 @@
-"""Skipped updates count towards the length of a run, but not towards its schedules."""
+"""Runs that leave every update out, and loss functions that may leave out some."""
 
-import copy
 import functools
-import logging
 
 import attrs
 import pytest
 import torch
-from sample_hooks import stop_at
 from sample_middleware import own_guard
 from torch import nn
 
 import fnloop as fl
-from fnloop._core.optimizers import optimizers_in
 from fnloop._core.types import may_skip
 from fnloop.testing import toy, toy_loss
-from fnloop.testing._laws import assert_equal
 
 ONE, EMPTY = torch.ones(1), torch.ones(0)
-# Three updates are applied. The second is skipped because its batch is empty.
-BATCHES = [ONE, EMPTY, ONE, ONE]
-total_as_factor = lambda step, total: total
-
-
-@pytest.mark.parametrize("steps", [1, 2, 3], ids="after {} updates".format)
-def test_a_resume_after_skipped_updates_does_not_change_the_length_of_the_run(
-    tmp_path, caplog, steps
-):
-    """Two epochs are planned as 8 updates. Each applied update subtracts 8."""
-    step, totals = fl.pipeline(fl.schedule(total_as_factor))(toy_loss), []
-    note = lambda state: totals.append(state.run.total_steps) or state
-    first = fl.fit(step, toy(lr=1.0), BATCHES, epochs=2, hooks=(note, stop_at(steps)))
-    assert (first.step, first.model.w.item()) == (steps, -8.0 * steps)
-    resumed = fl.restore(fl.save(attrs.evolve(first, stop=None), tmp_path / "a"), toy(lr=1.0))
-    with caplog.at_level(logging.WARNING, "fnloop"):
-        last = fl.fit(step, resumed, BATCHES, epochs=2, hooks=(note,))
-    assert (last.step, last.skipped, last.model.w.item()) == (6, 2, -48.0)
-    assert set(totals) == {8} and not caplog.records
 
 
 # --- a run that leaves every update out
@@ -105,10 +81,7 @@ def test_a_resumed_run_counts_the_same_and_one_that_was_mended_continues(pause, 
     assert (state.step, state.skipped, state.epoch, state.batch) == (5, 9, 4, 2)
 
 
-# --- what an update that is left out changes: counters
-
-
-BAD = torch.full((4, 2), float("inf"))
+# --- loss functions that may leave a batch out
 
 
 def norm_loss(model, batch):
@@ -122,85 +95,6 @@ def helper(batch):
 def skipping(model, batch):
     loss = norm_loss(model, batch)
     return helper(batch) or loss
-
-
-def by_hand():
-    def wrap(step):
-        def guarded(state, batch):
-            state, out = step(state, batch)
-            bad = (batch[0] if isinstance(batch, list) else batch).max() > 1e9
-            return state, attrs.evolve(out, skip="by hand") if bad else out
-
-        return guarded
-
-    return fl.Middleware("by_hand", gradient=wrap)
-
-
-LEFT_OUT_BY = {
-    "skip": (skipping, ()), "skip, with retry": (skipping, (fl.retry_on_oom(),)),
-    "skip_nonfinite": (norm_loss, (fl.skip_nonfinite(),)),
-    "spike_guard": (norm_loss, (fl.spike_guard(2, 1e6),)), "decide": (norm_loss, (own_guard(),)),
-    "by hand": (norm_loss, (by_hand(),)), "fp16": (norm_loss, (fl.amp("fp16", init_scale=1.0),)),
-}  # fmt: skip
-AROUND = {
-    "plain": ((), ()),
-    "average": ((), (fl.ema(0.5), fl.swa(1))),
-    "schedule": ((), (fl.schedule(lambda i, n: 0.5**i), fl.schedule(total_as_factor, "momentum"))),
-    "plateau": ((), (fl.plateau("train/loss", patience=1, mode="max"),)),
-    "torch": ((), (fl.torch_scheduler(lambda o, r: torch.optim.lr_scheduler.StepLR(o, 1)),)),
-    "window": ((fl.accumulate(1),), (fl.clip(1.0), fl.metric(mean=lambda aux, b: b.mean()))),
-    "turns": ((), ()),
-}
-
-
-def normed(by_name):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 3), nn.BatchNorm1d(3))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    return fl.TrainState.create(model, {"a": optimizer} if by_name else optimizer, seed=0)
-
-
-def everything(state):
-    groups = [{**g, "params": 0} for o in optimizers_in(state.optimizer).values()
-              for g in o.param_groups]  # fmt: skip
-    moments = [o.state_dict()["state"] for o in optimizers_in(state.optimizer).values()]
-    own = ("amp", "skip_nonfinite", "spike_guard", "retry_on_oom")  # what guards keep about it
-    slots = {k: v for k, v in state.slots.items() if k.rpartition("/")[2] not in own}
-    found = {
-        "model": state.model.state_dict(), "groups": groups, "moments": moments,
-        "slots": slots, "counts": [getattr(slots.get(k), "count", None) for k in ("ema", "swa")],
-        "metrics": {k: m.compute() for k, m in state.metrics.items()},
-        "counters": (state.step, dict(state.updates), state.seed, state.stop),
-    }  # fmt: skip
-    return copy.deepcopy(found)
-
-
-@pytest.mark.parametrize("around", AROUND)
-@pytest.mark.parametrize("way", LEFT_OUT_BY)
-def test_an_update_that_is_left_out_changes_counters_only(way, around):
-    loss_fn, guard = LEFT_OUT_BY[way]
-    inside, outside = AROUND[around]
-    step = fl.pipeline(*(m for m in guard if m.name == "amp"), *inside,
-                       *(m for m in guard if m.name != "amp"), *outside)(loss_fn)  # fmt: skip
-    if around == "turns":
-        step = fl.alternate({"a": step})
-    good = torch.randn(4, 2, generator=torch.Generator().manual_seed(0))
-    found = []
-
-    def look(state):
-        found.append((everything(state), state.skipped, state.batch))
-        return state
-
-    state = normed(around == "turns")
-    state = fl.fit(step, state, [good, good, good, BAD, good], hooks=(look,))
-    (before, skipped, batch), (after, skipped_then, batch_then) = found[2:4]
-    assert (skipped, skipped_then, batch, batch_then) == (0, 1, 3, 4)
-    assert_equal(before, after, way, 0.0)
-    assert (state.step, state.skipped) == (4, 1)
-    other = fl.fit(step, normed(around == "turns"), [good] * 4, steps=4, hooks=())
-    # A schedule here is a function of the total, and the scale changes the last bits in fp16.
-    if around != "schedule" and way != "fp16":
-        assert_equal(state.model.state_dict(), other.model.state_dict(), way, 0.0)
 
 
 def test_only_a_loss_function_that_may_skip_pays_for_it():

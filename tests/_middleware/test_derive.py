@@ -40,18 +40,6 @@ def test_it_is_in_recent_records_and_in_a_bare_evaluation():
     assert found == {"loss": 2.0, "square": 4.0}
 
 
-def test_hooks_can_monitor_it(tmp_path):
-    hooks = (
-        fl.every(epochs=1)(fl.checkpoint(tmp_path, best="valid/double", mode="max")),
-        fl.early_stop("valid/double", patience=1, mode="max"),
-    )
-    state = fitted(LOADERS, fl.derive(double=double), state=toy(w=1.0), epochs=9, hooks=hooks)
-    # w is 1, 0, -1, ..., and the first evaluation is after the first update
-    said = "early_stop: valid/double has not improved for 1 evaluation (best 0, epoch 1)"
-    assert state.stop == said and state.history.best("valid/double", mode="max") == 0.0
-    assert fl.best(tmp_path).name.endswith("1")
-
-
 def f1(aux, batch):
     return fl.Sum(1.0)
 

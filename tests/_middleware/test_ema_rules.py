@@ -6,10 +6,10 @@ import attrs
 import pytest
 import torch
 from torch import nn
-from toy_runs import ONE, assert_same_weights, fitted, kept, noting, of, of_timm, stop_when
+from toy_runs import ONE, fitted, noting, of, of_timm
 
 import fnloop as fl
-from fnloop.testing import Toy, small, toy
+from fnloop.testing import Toy, small
 
 HALVES = (0.0, 0.5, 1.0, 0.5)  # the decay of each update
 
@@ -30,14 +30,6 @@ def test_a_rule_is_given_the_number_of_averages_before(settings, expected):
     state = fitted([1] * 4, member, hooks=(note,))
     assert found == expected
     assert asked == [*range(len(asked))] and state.slots["ema"].count == len(asked)
-
-
-@pytest.mark.parametrize("how", ["as it is", "snapshot", "checkpoint"])
-@pytest.mark.parametrize("updates", [1, 2, 3])
-def test_a_run_continues_with_the_next_n(how, updates, tmp_path):
-    state = fitted([1] * 4, fl.ema(halves), hooks=(stop_when(lambda s: s.step == updates),))
-    state = fitted([1] * 4, fl.ema(halves), state=kept(how, state, toy(), tmp_path), epochs=1)
-    assert (state.slots["ema"]["w"].item(), state.slots["ema"].count) == (-2.75, 4)
 
 
 def test_a_phase_continues_the_average():
@@ -161,22 +153,6 @@ def test_the_rest_is_that_of_the_model_at_the_time():
     assert state.model.a.w.item() == -2.0 and before.model.b.w is not state.model.b.w
 
 
-@pytest.mark.parametrize("how", ["snapshot", "checkpoint"])
-def test_an_average_of_a_part_is_kept(how, tmp_path):
-    whole = two("a", n=4)
-    state = two("a", n=4, hooks=(stop_when(lambda s: s.step == 2),))
-    state = two("a", n=4, state=kept(how, state, of(Two()), tmp_path), epochs=1)
-    assert dict(state.slots["ema"]) == dict(whole.slots["ema"])
-    assert [*fl.averaged(state).model.parameters()] == [*fl.averaged(whole).model.parameters()]
-    if how == "checkpoint":
-        from safetensors.torch import load_file
-
-        path = fl.save(state, tmp_path / "end")
-        model = Two()
-        model.load_state_dict(load_file(path / "ema.safetensors"))
-        assert_same_weights(model, fl.averaged(state))
-
-
 def test_an_average_of_other_parts_is_named():
     match = r"is of other parts of the model than only= chooses \(a.w differs\)"
     with pytest.raises(ValueError, match=match):
@@ -196,11 +172,7 @@ def test_turns_have_an_average_of_one_of_them():
 
 
 @pytest.mark.parametrize(("make", "error", "message"), [
-    (lambda: fl.ema("0.9"), ValueError, "decay as a number >= 0 and <= 1 and finite"),
-    (lambda: fl.ema(lambda: 0.9), TypeError, r"how many averages were made before; .* takes"),
     (lambda: fl.ema(fl.schedules.cosine()), TypeError, r"Schedule takes .step: 'int', total"),
-    (lambda: fl.ema(only=()), TypeError, "only as at least one selector"),
-    (lambda: fl.ema(only=3), TypeError, "only as modules of the model, globs"),
     (lambda: two("c"), ValueError, 'nothing in the Two has a name like "c"'),
     (lambda: two(Two().a), ValueError, "ema: this One is not a module of the state's Two"),
 ])  # fmt: skip

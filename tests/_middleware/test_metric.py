@@ -60,11 +60,6 @@ def test_a_metric_of_a_parameter_keeps_the_value_before_the_update(kind, at_the_
     assert fitted([1, 1, 1], weight, loss_fn=loss_fn).history["train/w"] == (at_the_end,)
 
 
-def test_a_metric_does_not_contribute_to_the_gradient():
-    step = fl.pipeline(fl.metric(m=lambda aux, batch: aux["output"].mean()))(toy_loss)
-    assert not step(toy(), ONE)[1].metrics["m"].total.requires_grad
-
-
 @pytest.mark.parametrize(("value", "message"), [
     (torch.ones(2), r"got shape \(2,\): add .mean\(\)"),
     ("high", "must return a scalar tensor or a Metric"),

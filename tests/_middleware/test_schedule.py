@@ -119,6 +119,13 @@ def test_an_unknown_field_is_an_error_that_lists_the_known_ones():
         fitted([1], constant(1.0, field="beta"))
 
 
+def test_a_skipped_update_leaves_the_rate_as_it_was():
+    """The third update would be made with a quarter of it."""
+    loss_fn = lambda model, batch: toy_loss(model, batch) if batch > 0 else fl.skip("no")
+    state = fitted([1, 1, -1], fl.schedule(lambda i, total: 0.5**i), loss_fn=loss_fn)
+    assert (state.skipped, values(state)) == (1, [0.5])
+
+
 def by_length(opt, run):
     return lr_scheduler.LinearLR(opt, 1.0, 0.5, total_iters=2 * run.total_steps)
 

@@ -19,14 +19,6 @@ from fnloop.testing._laws import assert_equal
 INF, NAN = math.inf, math.nan
 
 
-@pytest.mark.parametrize("bad", [INF, -INF, NAN])
-def test_a_bad_update_advances_the_position_and_nothing_else(bad):
-    state = fitted([1, bad, 2], fl.skip_nonfinite())
-    assert (state.model.w.item(), state.step, state.skipped) == (-3.0, 2, 1)
-    assert state.history.latest("train/loss") == pytest.approx(-1.0)  # the losses 0 and -1 * 2
-    assert state.stop is None
-
-
 @pytest.mark.parametrize(("term", "why"), [
     (lambda w: INF, "the loss is inf"), (lambda w: w.abs().sqrt() * 0, "a gradient is not finite"),
 ])  # fmt: skip

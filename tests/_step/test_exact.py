@@ -283,8 +283,6 @@ def test_settings_that_an_exact_run_would_not_use_are_refused():
     handlers = [DistributedDataParallelKwargs(bucket_cap_mb=1)]
     with pytest.raises(ValueError, match="would do nothing: leave DistributedDataParallelKwargs"):
         created(model, backend=Accelerator(cpu=True, kwargs_handlers=handlers))
-    with pytest.raises(TypeError, match="expects exact as True or False"):
-        fl.TrainState.create(model, torch.optim.SGD(model.parameters()), exact=1)
     assert created(model, backend=Backend("cpu")).backend.exact
 
 

@@ -165,17 +165,10 @@ def test_a_batch_of_unknown_size_is_asked_about(batch, message):
 
 
 @pytest.mark.parametrize(("reply", "error", "message"), [
-    (lambda w: torch.stack([w, w]), ValueError, r"scalar; got shape \(2,\).*loss.mean\(\)"),
-    (lambda w: 3.0, TypeError, "must be a scalar tensor; got 3.0"),
-    (lambda w: None, TypeError, "must be a scalar tensor; got None"),
-    (lambda w: {"loss": w}, TypeError, r"a dict. Write: return reply\['loss'\], reply"),
-    (lambda w: (w * 1, "out", 3), TypeError, "a tuple of 3. Put the rest in aux"),
     (lambda w: (w * 1, [1]), TypeError, "must be a mapping.*got list"),
     (lambda w: w.long(), ValueError, "floating dtype; got torch.int64"),
     (lambda w: w.detach() * 1, ValueError, r"no gradient: .* without .*\.detach\(\)"),
     (lambda w: w.requires_grad_(False), ValueError, "every parameter of the model has req"),
-    (lambda w: (w * 1, {"weight": "3"}), TypeError, r'aux\["weight"\] must be the number of'),
-    (lambda w: (w * 1, {"weight": torch.ones(2)}), TypeError, r"got shape \(2,\)"),
 ])  # fmt: skip
 def test_a_bad_reply_is_named(reply, error, message):
     with pytest.raises(error, match=message):
@@ -192,21 +185,17 @@ CLIP, STEP = fl.clip(1.0), fl.pipeline()(toy_loss)
 @pytest.mark.parametrize(("compose", "message"), [
     (lambda: fl.pipeline(fl.clip), r"Call it: clip\(...\)"),
     (lambda: fl.pipeline(toy_loss), r"into the second call: pipeline\(...\)\(toy_loss\)"),
-    (lambda: fl.pipeline(1.0), r"expects middleware, such as clip\(1.0\); got 1.0"),
     (lambda: fl.pipeline(fl.time_limit(hours=8)), r"is a hook: .*\(time_limit\(hours=8\),\)\)"),
     (lambda: fl.pipeline(fl.progress), r"progress\(...\) is a hook"),
     (lambda: fl.pipeline(fl.every(steps=1)(fl.progress())), r"\) is a hook"),
-    (lambda: fl.pipeline(fl.Mean(1.0, 1)), "expects middleware, such as"),
     (lambda: fl.pipeline(fl.pipeline()), r"\*p.middleware"),
     (lambda: fl.pipeline()(CLIP), r"List it in the first call: pipeline\(clip\(1.0\), ...\)"),
     (lambda: fl.pipeline()(nn.MSELoss()), r"supervised\(MSELoss\(...\)\)"),
     (lambda: fl.pipeline()(Toy()), r"def loss_fn\(model, batch\)"),
     (lambda: fl.pipeline()(nn.CrossEntropyLoss), r"supervised\(CrossEntropyLoss\(...\)\)"),
     (lambda: fl.pipeline()(toy(), ONE), r"write pipeline\(\)\(loss_fn\)\(state, batch\)"),
-    (lambda: fl.pipeline()("mse"), r"a function \(model, batch\) -> loss; got 'mse'"),
     (lambda: fl.pipeline()(lambda a, x, y: 0), r"takes \(model, batch\), but <lambda> takes"),
     (lambda: fl.supervised(nn.MSELoss), r"Write supervised\(MSELoss\(\)\)"),
-    (lambda: fl.supervised(None), "expects a criterion"),
     (lambda: fl.pipeline(NOTHING)(toy_loss), "must wrap a step"),
     (lambda: fl.fit(toy_loss, toy(), [ONE]), r"fit\(pipeline\(\)\(toy_loss\), ...\)"),
     (lambda: fl.evaluate(toy_loss, toy(), [ONE]), r"evaluate\(pipeline\(\)\(toy_loss\), ...\)"),

@@ -1,4 +1,4 @@
-"""A step of one's own, such as that of a GAN with two optimizers."""
+"""A step of one's own."""
 
 import pickle
 
@@ -90,8 +90,6 @@ def test_a_loader_cannot_be_evaluated_without_a_loss_function():
 
 
 @pytest.mark.parametrize(("make", "message"), [
-    (lambda: fl.raw(lambda state: None), "function .state, batch. -> Output"),
-    (lambda: fl.raw(descend, evaluate=3), "a loss function"),
     (lambda: fl.raw(fl.pipeline()), r"raw expects a function .* got pipeline"),
     (lambda: fl.pipeline(fl.clip(1.0))(fl.pipeline()(toy_loss)), "is a step already"),
 ])  # fmt: skip
@@ -155,30 +153,3 @@ def test_it_shows_as_it_was_typed_and_can_be_pickled():
         "│ descend(state, batch); in evaluation: toy_loss(model, batch)",
     ]
     assert "backward" not in step._repr_html_()  # it has no such ring
-
-
-def test_two_optimizers_in_one_function_are_resumed(tmp_path):
-    """As in a GAN. With momentum 1/2, the updates of d are 1, 3/2, 7/4 and 15/8; g takes d off."""
-
-    def new():
-        model = torch.nn.ParameterDict({"d": torch.zeros(()), "g": torch.zeros(())})
-        d = torch.optim.SGD([model["d"]], lr=1.0, momentum=0.5)
-        return fl.TrainState.create(model, {"d": d, "g": torch.optim.SGD([model["g"]], lr=1.0)})
-
-    def update(state, batch):
-        model, n = state.model, len(batch)
-        for name, loss in (("d", lambda: model["d"] * 1), ("g", lambda: model["g"] * model["d"])):
-            for p in model.values():
-                p.grad = None
-            error = loss()
-            error.backward()
-            state.optimizer[name].step()
-        return fl.Output(error, weight=n, metrics={"d": fl.Mean(model["d"].detach() * n, n)})
-
-    run = lambda state, epochs: fl.fit(fl.raw(update), state, [ONE, ONE], epochs=epochs, hooks=())
-    half = fl.save(run(new(), 1), tmp_path / "half")
-    state = run(fl.restore(half, new()), 2)
-    d = [-1, -2.5, -4.25, -6.125]
-    assert (state.model["d"].item(), state.model["g"].item()) == (d[-1], -sum(d))
-    assert state.history["train/d"] == ((d[0] + d[1]) / 2, (d[2] + d[3]) / 2)
-    assert dict(state.updates) == {"d": 4, "g": 4}

@@ -84,20 +84,6 @@ def test_throughput_counts_its_items():
     assert state.history.latest("train/throughput/samples") > 0
 
 
-def test_the_gradient_of_a_window_is_the_mean_over_its_items():
-    """The means of the batches are 1 and 4, of 1 and 3 items."""
-    batches = [torch.tensor([1.0]), torch.tensor([3.0, 4.0, 5.0])]
-    for weigh in (len, lambda batch: torch.tensor(float(len(batch)))):
-
-        def makes(state, batch, weigh=weigh):
-            state.model.w.grad = batch.mean()
-            return fl.Output(batch.sum(), weight=weigh(batch))
-
-        state, out = fl.pipeline(fl.accumulate(2))(own(makes))(toy(), batches)
-        assert state.model.w.item() == -(1 + 3 * 4) / 4 and out.loss.item() == (1 + 3 * 12) / 4
-        assert float(out.weight) == 4
-
-
 @pytest.mark.parametrize(("weight", "why"), [
     (0, "the batch has no item: its weight is 0"),
     (torch.tensor(0.0), None),  # on the device it is not read
@@ -171,59 +157,6 @@ def test_sparse_gradients():
     assert torch.equal(run(own(makes)).model.weight, run(loss_fn).model.weight)
 
 
-# --- what it is for
-
-
-class Encoder(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.0), nn.Linear(8, 3))
-
-    def forward(self, x):
-        return nn.functional.normalize(self.net(x), dim=1)
-
-
-def contrastive(z, others):
-    return nn.functional.cross_entropy(z @ others.T / 0.1, torch.arange(len(z)))
-
-
-def of_all_at_once(model, batch):
-    x, y = batch
-    return contrastive(model(x), model(y)), {}
-
-
-def grad_cache(state, batch, size=3):
-    """GradCache: the representations without a graph, their gradients, and then piece by piece."""
-    pieces = [part for view in batch for part in view.split(size)]
-    with torch.no_grad():
-        cached = torch.cat([state.model(part) for part in pieces]).requires_grad_()
-    loss = contrastive(*cached.chunk(2))
-    loss.backward()
-    for part, gradient in zip(pieces, cached.grad.split([*map(len, pieces)]), strict=True):
-        state.model(part).backward(gradient)
-    return fl.Output(loss, weight=len(batch[0]))
-
-
-def views(n=4):
-    draw = torch.Generator().manual_seed(5)
-    return [tuple(torch.randn(9, 6, generator=draw) for _ in range(2)) for _ in range(n)]
-
-
-@pytest.mark.parametrize(
-    "members", [(), (fl.clip(0.1), fl.ema(0.9)), (fl.accumulate(2),)], ids=repr
-)
-def test_grad_cache_is_the_plain_loss(members):
-    def run(loss_fn):
-        torch.manual_seed(0)
-        state = of(Encoder(), torch.optim.Adam, lr=0.01)
-        return fl.fit(fl.pipeline(*members)(loss_fn), state, views(), epochs=2, hooks=())
-
-    mine, theirs = run(own(grad_cache)), run(of_all_at_once)
-    for a, b in zip(mine.model.parameters(), theirs.model.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
-    assert mine.history["train/loss"] == pytest.approx(theirs.history["train/loss"], abs=1e-6)
-
-
 # --- what is refused
 
 
@@ -281,13 +214,6 @@ def test_a_failure_with_changed_weights_leaves_no_state():
         fl.fit(own(fails), state, [ONE], hooks=())
     with pytest.raises(fl.StaleStateError, match="failed half-way"):
         fl.evaluate(fl.pipeline()(toy_loss), state, [ONE])
-
-
-def test_updates_is_a_flag():
-    with pytest.raises(TypeError, match="raw expects updates as True or False"):
-        fl.raw(descend, updates=0)
-    with pytest.raises(ValueError, match=r"raw\(descend, updates=False\) cannot evaluate a loader"):
-        fl.fit(own(descend), toy(), {"train": [ONE], "valid": [ONE]}, hooks=())
 
 
 def test_it_shows_as_it_was_typed_and_can_be_pickled():

@@ -10,7 +10,7 @@ from torch import nn
 from toy_runs import xs
 
 import fnloop as fl
-from fnloop.testing import assert_same, law_fold, law_purity, small, toy, toy_loss
+from fnloop.testing import assert_same, small, toy, toy_loss
 
 
 def above_zero(model, batch):
@@ -57,20 +57,6 @@ def test_a_run_equals_one_whose_loader_leaves_these_windows_out(n):
     (one, skipped), (two, _) = run(marked), run(kept)
     assert skipped == 2
     assert_same(one, two)
-
-
-def test_it_keeps_the_laws():
-    problem = small()
-
-    def loss_fn(model, batch):
-        return problem.loss_fn(model, batch) if len(batch[0]) != 3 else fl.skip("three")
-
-    for pipe in (
-        fl.pipeline(fl.ema(0.9)),
-        fl.pipeline(fl.accumulate(2), fl.metric(mean=output_mean)),
-    ):
-        law_fold(pipe, attrs.evolve(problem, loss_fn=loss_fn))
-        law_purity(pipe, attrs.evolve(problem, loss_fn=loss_fn))
 
 
 def test_the_carry_stays_as_it_was():

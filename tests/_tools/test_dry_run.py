@@ -236,19 +236,6 @@ def test_without_training_batches_the_report_ends_with_the_loaders(train):
     assert found == [("loader", "train", True), ("loader", "valid", False)]
 
 
-def test_text_and_html_with_words_that_are_wrapped_below_each_other(monkeypatch):
-    report = fl.dry_run(STEP, toy(), ONES)
-    monkeypatch.setenv("COLUMNS", "50")
-    lines = repr(report).splitlines()
-    assert lines[0] == "dry run: no problem" and lines[1].split() == ["what", "name", "seen"]
-    assert "4 batches; float32 [2]" in report._repr_html_()
-    assert max(map(len, lines)) <= 50
-    begin = lines[1].index("seen")
-    assert any(line.startswith(" " * begin) and line[begin] != " " for line in lines)
-    monkeypatch.setenv("COLUMNS", "500")
-    assert " ".join(repr(report).split()) == " ".join(" ".join(lines).split())
-
-
 def test_a_hook_may_say_why_it_is_not_called():
     class Webhook(fl.Hook):
         untried = "it would send records"

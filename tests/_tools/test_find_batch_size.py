@@ -7,7 +7,6 @@ from sample_steps import in_turns
 from torch.utils.data import DataLoader
 
 import fnloop as fl
-from fnloop._backend.containers import is_out_of_memory
 from fnloop.testing import toy, toy_loss
 
 MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
@@ -88,20 +87,3 @@ def test_with_alternate_and_raw(monkeypatch):
     assert fl.find_batch_size(*in_turns(loss_fn), make_loader()) == 6
     monkeypatch.setattr(sample_steps, "toy_loss", loss_fn)
     assert fl.find_batch_size(fl.raw(sample_steps.by_hand), toy(), make_loader()) == 6
-
-
-@pytest.mark.parametrize(("error", "expected"), [
-    (torch.OutOfMemoryError("anything"), True), (MemoryError(), True),
-    (RuntimeError("MPS backend out of memory (MPS allocated: 9.07 GB)"), True),
-    (RuntimeError("XPU out of memory. Tried to allocate 20 MiB"), True),
-    (RuntimeError("Native API failed: UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY"), True),
-    (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), True),
-    (RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if"), True),
-    (RuntimeError("CUDA error: device-side assert triggered"), False),
-    (ValueError("out of memory"), False),
-], ids=str)  # fmt: skip
-def test_memory_errors(error, expected):
-    assert is_out_of_memory(error) is expected
-    with pytest.raises(RuntimeError) as caught:
-        torch.empty(1 << 60, dtype=torch.uint8)
-    assert is_out_of_memory(caught.value)  # of the allocator of the CPU

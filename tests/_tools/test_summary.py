@@ -92,17 +92,3 @@ def test_a_module_that_calls_none_of_those_inside_it_counts_for_itself():
     sizes = [rows[name].output_bytes for name in ("attention", "out", "")]
     assert rows["attention.out_proj"].output == "not called"
     assert sizes == [5 * 8 * 4, 5 * 2 * 4, 5 * (8 + 2) * 4]
-
-
-def test_the_text_fits_the_terminal(monkeypatch):
-    """The columns to the right go first, and the note says so."""
-    shown = fl.summary(of(nn.Sequential(nn.Linear(3, 4), nn.ReLU())), torch.ones(2, 3))
-    for width in (200, 72, 60, 50, 40, 30):
-        monkeypatch.setenv("COLUMNS", str(width))
-        lines = repr(shown).splitlines()
-        assert max(map(len, lines)) <= max(width, 30)
-    assert lines[0].split() == ["module", "class", "output"]
-    hidden = "number (parameters), trained (parameters), weights (memory), outputs (memory)"
-    assert " ".join(lines[4:]) == f"left out: {hidden}"
-    monkeypatch.setenv("COLUMNS", "200")
-    assert "left out" not in repr(shown)

@@ -51,14 +51,12 @@ def test_the_loaders_of_one_length_are_shuffled_independently():
 
 
 @pytest.mark.parametrize(("make", "message"), [
-    (lambda: interleave({}), "interleave expects loaders as a mapping, such as .*; got none"),
     (lambda: interleave({"a": listed(2), "b": plain(3)}), 'that of "b" is not known. Give ratios='),
     (lambda: interleave({"a": listed(2)}, {"b": 1}),
         "expects ratios for each loader, 'a'; got {'b': 1}"),
     (lambda: interleave({"a": listed(2)}, {"a": 0.5}),
         r"ratios\['a'\] as an int >= 1, .*for 0.7 and 0.3, write 7 and 3\); got 0.5"),
     (zip_cycle, r"zip_cycle expects loaders by name, zip_cycle\(a=..., b=...\); got none"),
-    (zip_shortest, "zip_shortest expects loaders by name"),
     # one that ends too early, or cannot begin again, is named: its length is taken for 5
     (lambda: read(interleave({"a": take(plain(3), 5), "b": listed(2)})),
         '"a" has ended before its length, 5 batches'),

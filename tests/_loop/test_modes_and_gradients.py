@@ -1,42 +1,12 @@
-"""Random generators, training flags and gradients around a run."""
+"""Training flags, gradients and closed hooks around a run."""
 
-import random
-
-import numpy as np
 import pytest
 import torch
-from loop_cases import NUMBERS, ONE, Boom, fit, generators, raising
+from loop_cases import ONE, fit
 from sample_hooks import Notes
 
 import fnloop as fl
 from fnloop.testing import Toy, assert_same, stochastic, toy, toy_loss
-
-
-def test_the_generators_of_the_caller_are_restored():
-    problem = stochastic()
-    loader = torch.utils.data.DataLoader(problem.batches, batch_size=None, shuffle=True)
-    make = fl.pipeline()(problem.loss_fn)
-    drawn = generators()
-    for state in fl.run(make, problem.state(), (loader, loader), epochs=2, hooks=()):
-        assert generators() == drawn
-        list(fl.predict(lambda model, batch: torch.rand(1), state, loader))
-        make.evaluate(state, problem.batches[0])
-    assert generators() == drawn
-    with pytest.raises(Boom):
-        fl.fit(fl.pipeline()(raising(Boom())), toy(), NUMBERS, hooks=())
-    assert generators() == drawn
-
-
-def test_python_and_numpy_draws_resume_in_mid_epoch():
-    def draws(model, batch):
-        return (model.w * random.random() * np.random.rand() * torch.rand(())).mean(), {"weight": 1}
-
-    make = fl.pipeline()(draws)
-    whole = fl.fit(make, toy(), [ONE] * 5, epochs=2, hooks=())
-    parts = fl.fit(make, toy(), [ONE] * 5, steps=2, hooks=())
-    _ = random.random(), np.random.rand(), torch.rand(1)  # draws of the caller do not matter
-    parts = fl.fit(make, parts, [ONE] * 5, steps=7, hooks=())
-    assert_same(whole, fl.fit(make, parts, [ONE] * 5, epochs=2, hooks=()))
 
 
 def test_frozen_submodules_stay_in_evaluation_mode_and_a_whole_model_does_not(caplog):
