@@ -421,6 +421,7 @@ WORDS = {  # other words in messages
     "check_script(loaders)": "loss of",
     "diff(b)": "checkpoint",
     "replay(folder)": "checkpoint",
+    "search(loaders)": "loss of",
     "tune(loader)": "loss of",
 }
 FIT = {  # which values fit a part of an annotation

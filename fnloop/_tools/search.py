@@ -33,7 +33,7 @@ from fnloop._display.tables import (
 from fnloop._hooks.hook import HookFn, every
 from fnloop._hooks.keep import checkpoint
 from fnloop._loop.fit import run
-from fnloop._loop.plan import check_step
+from fnloop._loop.plan import check_step, read_hooks
 from fnloop._step.pipeline import PipelineStep
 
 if TYPE_CHECKING:
@@ -173,10 +173,10 @@ def search(
     """
     rungs = _check(states, rungs, keep)
     chosen = mode_of(OWNER, checks.text(OWNER, "key", key, "a metric") or key, mode)
-    made = _steps(steps, states)
+    made, checked = _steps(steps, states), read_hooks(hooks)
     with _kept_in(folder, states) as kept:
         trials = {
-            name: Trial(name, source, made[name], loaders, rungs, tuple(hooks), kept)
+            name: Trial(name, source, made[name], loaders, rungs, checked, kept)
             for name, source in states.items()
         }
         found, growing, left = list[Rung](), Growing([*states], rungs, key), [*trials.values()]
