@@ -6,7 +6,8 @@
 A mutant is a copy of the package in which one line differs: a comparison is flipped, a number or a
 flag changed, ``and`` made ``or``, a condition or a returned value negated, an argument dropped, or
 a statement removed. Lines are drawn at random from the code outside displays; then what changes in
-the line. The fast tests of its room and the table of laws run on each mutant, until one fails.
+the line. The fast tests of its room, the laws and the table of wrong calls run on each mutant,
+until one fails.
 
 A mutant that survives is a missing test, or a change that no caller can see.
 """
@@ -133,13 +134,13 @@ def drawn(number: int, seed: int) -> list[tuple[str, int, tuple]]:
 
 
 def tests_of(file: str) -> list[str]:
-    """Return what is tested: first the doctests and the tests of the file, and last the laws."""
+    """Return what is tested: first the doctests and the tests of the file, last the two tables."""
     room = "/".join(file.split("/")[:2])
     folder = TESTS.get(room, f"tests/{room.removeprefix('fnloop/')}")
     own = sorted(ROOT.glob(f"{folder}/test_{Path(file).stem.strip('_')}*.py"))
     also = ["tests/processes"] if file.startswith(TOGETHER) else []
     first = [str(path.relative_to(ROOT)) for path in own]
-    return [file, *first, folder, *also, "tests/test_laws.py"]
+    return [file, *first, folder, *also, "tests/test_laws.py", "tests/test_wrong_calls.py"]
 
 
 def tried(mutant: tuple, copies: SimpleQueue, kind: str, timeout: float) -> tuple:

@@ -13,6 +13,7 @@ import fnloop as fl
 from fnloop._backend import containers
 from fnloop._backend.containers import (
     IN_BATCHES,
+    device_in,
     map_leaves,
     pairs_of,
     parts_of,
@@ -20,6 +21,11 @@ from fnloop._backend.containers import (
     with_parts,
 )
 from fnloop.testing import toy, toy_loss
+
+
+def test_the_device_of_a_nested_value_is_that_of_its_first_tensor():
+    assert device_in([1, {"a": torch.ones(1)}]) == torch.device("cpu")
+    assert device_in([1, "a"]) is None
 
 
 class Labeled(list):

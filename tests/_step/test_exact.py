@@ -299,3 +299,9 @@ def test_a_run_that_continues_with_another_setting_warns(tmp_path, caplog, first
     fl.restore(path, other())
     said = "continues without" if first else "had no exact=True until here"
     assert said in caplog.text
+
+
+def test_a_batch_in_pieces_has_the_mean_gradient_of_its_samples():
+    """1, 2 and 6, in pieces of 2 and 1: 3."""
+    state = fitted([torch.tensor([1.0, 2.0, 6.0])], fl.microbatch(2), state=exact_toy())
+    assert state.model.w.item() == -3.0

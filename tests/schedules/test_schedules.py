@@ -362,3 +362,11 @@ def test_a_plot_has_a_labelled_curve_per_schedule_with_the_factor_of_each_update
 def test_what_cannot_be_plotted_is_refused(given, total, message):
     with pytest.raises((TypeError, ValueError), match=f"plot expects {message}"):
         plot(given, total)
+
+
+@pytest.mark.parametrize(("schedule", "updates"), [
+    (linear(), 200), (wsd(warmup=100, decay=0.1), 400),
+    (join(linear(), linear(), at=[300]), 1200),
+])  # fmt: skip
+def test_a_picture_shows_every_length_that_is_given_in_updates(schedule, updates):
+    assert f"over {updates:,} updates" in schedule._repr_html_()
