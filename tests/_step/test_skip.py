@@ -10,6 +10,7 @@ from torch import nn
 from toy_runs import xs
 
 import fnloop as fl
+from fnloop._step.guard import _changed
 from fnloop.testing import assert_same, small, toy, toy_loss
 
 
@@ -102,3 +103,11 @@ def test_each_reason_is_logged_once(caplog):
         fitted([1, -5, -5, -3, -5], loss_fn=loss_fn)
     said = [r.getMessage() for r in caplog.records if "leaves a batch out" in r.getMessage()]
     assert said == [f"loss_fn leaves a batch out: it is {n} (logged once)" for n in (-5, -3)]
+
+
+def test_a_value_goes_back_into_the_tensor_that_is_there_if_it_fits():
+    here = torch.zeros(2)
+    assert _changed(here, torch.ones(2), {}) is here and here.tolist() == [1, 1]
+    for other in (torch.zeros(3), torch.zeros(2, dtype=torch.float64), None):
+        made = _changed(other, torch.ones(2), {})
+        assert made is not other and made.tolist() == [1, 1] and made.dtype == torch.float32
