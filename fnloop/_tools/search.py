@@ -30,7 +30,7 @@ from fnloop._display.tables import (
     in_notebook,
     printable,
 )
-from fnloop._hooks.hook import HookFn, every
+from fnloop._hooks.hook import Hook, HookFn, every
 from fnloop._hooks.keep import checkpoint
 from fnloop._loop.fit import run
 from fnloop._loop.plan import check_step, read_hooks
@@ -149,7 +149,8 @@ def search(
     Raises:
         TypeError: an argument is something else.
         ValueError: there is no state, rungs do not grow, or keep is out of range.
-        KeyError: a run has no such metric at a rung; or steps and states have other names.
+        KeyError: a run has no such metric, before its first update; or steps and states have other
+            names.
 
     Example:
         >>> import fnloop as fl, torch
@@ -158,10 +159,10 @@ def search(
         >>> loaders = {"train": [torch.ones(1)] * 2, "valid": [torch.ones(1)]}
         >>> found = search(fl.pipeline()(toy_loss), states, loaders, rungs=(1, 3), keep=0.4)
         epoch  run     valid/loss  time
-            1  lr=0.1    -0.2000*  0.0s
-            1  lr=1      -2.0000*  0.0s
-            1  lr=0.5    -1.0000   0.0s
-            3  lr=1      -6.0000*  0.0s
+            1  lr=0.1    -0.2000*  ...
+            1  lr=1      -2.0000*  ...
+            1  lr=0.5    -1.0000   ...
+            3  lr=1      -6.0000*  ...
         >>> found.best, found.state.epoch, len(found.histories["lr=0.1"])
         ('lr=1', 3, 1)
 
@@ -176,7 +177,7 @@ def search(
     made, checked = _steps(steps, states), read_hooks(hooks)
     with _kept_in(folder, states) as kept:
         trials = {
-            name: Trial(name, source, made[name], loaders, rungs, checked, kept)
+            name: Trial(name, source, made[name], loaders, rungs, (*checked, Watched(key)), kept)
             for name, source in states.items()
         }
         found, growing, left = list[Rung](), Growing([*states], rungs, key), [*trials.values()]
@@ -198,6 +199,22 @@ def search(
 
 # --------------------------------------------------------------------------------------------------
 # A run of the search.
+
+
+class Watched(Hook):
+    """A hook that does nothing but name the metric, which is then refused before the first update.
+
+    Args:
+        key: the metric.
+    """
+
+    __name__ = OWNER  # in messages about its metric
+
+    def __init__(self, key: str) -> None:
+        self.monitors = key
+
+    def __call__(self, state: TrainState) -> TrainState:
+        return state
 
 
 class Trial:

@@ -172,7 +172,7 @@ def test_it_is_a_table_and_a_picture(capsys):
         (TypeError, {"rungs": 3}, "rungs as epochs that grow"),
         (ValueError, {"keep": 1.0}, "keep below 1"),
         (ValueError, {"keep": 0}, "keep"),
-        (KeyError, {"key": "valid/lss"}, "no metric 'valid/lss' at epoch 1; it has"),
+        (KeyError, {"key": "valid/lss"}, "search: there is no metric 'valid/lss'"),
         (KeyError, {"steps": {"b": TOY_STEP}}, "have other names: 'a', 'b'"),
         (TypeError, {"steps": toy_loss}, "pipeline"),
     ],
