@@ -139,7 +139,8 @@ TIMES = {"warmup": "0", "cooldown": "0", "min_ratio": "0"}  # 0 is a length; 1.5
 FUNCTIONS = [
     # states
     (fl.TrainState.create, model_and_optimizer,
-     {"model": " | optimizer", "optimizer": "", "seed": "None 0", "backend": "None"}),
+     {"model": " | optimizer", "optimizer": "", "seed": "None 0", "backend": "None",
+      "data": "None"}),
     (fl.snapshot, {}, {"state": ""}),
     (fl.unwrap, {}, {"state": ""}),
     (fl.layers, {}, {"model": "module"}),

@@ -59,6 +59,7 @@ from fnloop._display.screen import log
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+    from torch.distributed.device_mesh import DeviceMesh
 
 # --------------------------------------------------------------------------------------------------
 # Collectives over a control group on the host: what processes exchange besides gradients.
@@ -102,35 +103,69 @@ def control_group() -> dist.ProcessGroup:
     return group
 
 
-_sharing: list[int] = []  # by share of the data, the rank of the process that counts for it
+_sharing: list[int] = []  # by share of the data, the rank of the first process that has it
+# The processes with the share of this one, if each computes a part of it, and so counts in sums. If
+# there is none, they repeat what the first one computes, and only that one counts.
+_row: list[int] = []
 
 
-def share_data(ranks: Sequence[int]) -> None:
-    """Say which processes count in sums and gathers, since the others have the same data as one.
+def share_data(ranks: Sequence[int], row: Sequence[int] = ()) -> None:
+    """Say how processes share the data, and which of them count in sums and gathers.
 
     Args:
         ranks: for each share of the data, the first process that has it.
+        row: the processes that have the share of this one, if each computes a part of it. Without
+            it, they repeat what the first one computes, which counts alone.
 
     Raises:
         NotImplementedError: another model of this program shares the data in another way.
     """
-    if _sharing and _sharing != [*ranks]:
+    if _sharing and (_sharing, _row) != ([*ranks], [*row]):
         raise NotImplementedError(
             f"this model shares the data among {len(ranks)} processes, and another model of this "
-            f"program among {len(_sharing)}. Give all of them the same mesh: tensor parallelism, "
-            "or none"
+            f"program among {len(_sharing)}. Give all of them the same mesh, and the same data=: "
+            "tensor parallelism, parts of batches, or none"
         )
-    _sharing[:] = ranks
+    _sharing[:], _row[:] = ranks, row
 
 
 def counts_here() -> bool:
-    """Return whether this process counts in sums: of those with the same data only the first."""
-    return len(_sharing) == dist.get_world_size() or dist.get_rank() in _sharing
+    """Return whether this process counts in sums, and does not only repeat another."""
+    return bool(_row) or len(_sharing) == dist.get_world_size() or dist.get_rank() in _sharing
 
 
 def data_shares() -> int:
     """Return to how many processes, or rows of a mesh, the data are distributed."""
     return len(_sharing) or rank_and_size()[1]
+
+
+def _dealt_along(mesh: DeviceMesh, backend: Backend) -> tuple[Backend, list[int], list[int]]:
+    """Return a backend whose data are dealt along a mesh, and what ``share_data`` is to know.
+
+    A collective.
+
+    Args:
+        mesh: one dimension of a mesh.
+        backend: that of this process.
+
+    Raises:
+        ValueError: in every process: what they gave is not one dimension of a mesh of all of them.
+    """
+    every = gather_from_all(mesh.mesh.tolist(), "the meshes of the data")
+    for rank, ranks in enumerate(every):
+        alike = all(every[each] == ranks for each in ranks) and len(ranks) == len(every[0])
+        if rank not in ranks or not alike:
+            raise ValueError(
+                f"data expects one dimension of a mesh of all {len(every)} processes, and process "
+                f"{rank} gave one of the processes {ranks}. Write mesh = init_device_mesh("
+                f'"{mesh.device_type}", (shares, parts), mesh_dim_names=("data", "context")) with '
+                f'shares * parts == {len(every)}, and data=mesh["data"]'
+            )
+    at = [ranks.index(rank) for rank, ranks in enumerate(every)]
+    own, shares = at[backend.rank], len(every[0])
+    row = [rank for rank, share in enumerate(at) if share == own]
+    dealt = attrs.evolve(backend, data_rank=own, data_size=shares, parts=len(row))
+    return dealt, [*map(at.index, range(shares))], row if len(row) > 1 else []
 
 
 class Closable(Protocol):
@@ -232,14 +267,20 @@ def collective_count() -> int:
     return next(_calls) if begun is None else begun
 
 
-def counted_collectives() -> int | None:
+def counted_collectives(between_shares: bool = False) -> int | None:
     """Return how many collectives this process has begun, in all groups, if that is known.
 
     Fnloop's control messages do not count.
+
+    Args:
+        between_shares: whether only those with processes of other shares of the data count.
     """
     if not _counts:
         return None
     groups = (group for group in process_groups() if group is not control_group())
+    if between_shares and _row:
+        members = dist.get_process_group_ranks
+        groups = (group for group in groups if not {*_row}.issuperset(members(group)))
     return sum(collectives_begun(group) or 0 for group in groups)
 
 
@@ -271,9 +312,21 @@ def _finish(work: dist.Work, value: Tensor, what: str) -> None:
 
 
 def gather_objects(value: object, what: str = EXCHANGE) -> list[Any]:
-    """Return the values of all shares of the data in their order, with tensors on the host.
+    """Return the values of all processes that count in sums, with tensors on the host.
 
-    Of processes that have the same share, that of the first counts.
+    They are in the order of the shares of the data; by rank, if a share has several that count.
+
+    Args:
+        value: that of this process.
+        what: what it is for, as errors name it; the same in every process.
+    """
+    return gather_from_all(value, what) if _row else gather_shares(value, what)
+
+
+def gather_shares(value: Tree, what: str = EXCHANGE) -> list[Tree]:
+    """Return one value for each share of the data, in their order, with tensors on the host.
+
+    Of processes that have the same share, it is that of the first.
 
     Args:
         value: that of this process.
@@ -419,7 +472,7 @@ def any_rank(flag: bool, what: str = "an agreement") -> bool:
 
 
 def start_all_reduce_sum(value: float | Tensor, what: str = "a sum") -> Callable[[], Any]:
-    """Start to sum a number over all processes, of those with the same data only the first.
+    """Start to sum a number over all processes that count.
 
     Args:
         value: that of this process.
@@ -1084,7 +1137,10 @@ _WEIGHTS = "the sharing of the first weights"
 
 
 def join(
-    model: nn.Module, optimizers: Sequence[Optimizer], given: Backend | Accelerator | None = None
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    given: Backend | Accelerator | None = None,
+    data: DeviceMesh | None = None,
 ) -> tuple[nn.Module, Sequence[Optimizer], Backend]:
     """Put a model and its optimizers on their device, with the same weights in every process.
 
@@ -1093,6 +1149,7 @@ def join(
         optimizers: its optimizers.
         given: a Backend, which is used as it is; an ``accelerate.Accelerator`` with the user's
             settings; or None.
+        data: the dimension of a mesh that the data are dealt along; None deals them to all.
 
     Returns:
         The module and the optimizers without wrappers, and the backend.
@@ -1101,7 +1158,8 @@ def join(
         RuntimeError: there are several processes, but they could not be joined, or they have
             different models.
         NotImplementedError: accelerate is configured for an engine that runs the training step.
-        ValueError: the model has lazy parameters, and there are several processes.
+        ValueError: the model has lazy parameters, and there are several processes; or ``data`` is
+            of another mesh.
     """
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model = model.module
@@ -1128,14 +1186,22 @@ def join(
     control_group()  # making it is a collective, and every process comes here
     check_collective_count(backend.device)
     _check_same_model(model, optimizers)
-    if is_sharded(model):
-        share, ranks = check_sharded(model)
-        share_data(ranks)
+    sharded, row = is_sharded(model), list[int]()
+    share, ranks = check_sharded(model) if sharded else (backend.rank, [*range(backend.world_size)])
+    if data is None:
         backend = attrs.evolve(backend, data_rank=share, data_size=len(ranks))
+    elif len(ranks) < backend.world_size:
+        raise NotImplementedError(
+            "the mesh of this model, which parallelize_module has split, says already which "
+            "processes have the same data: leave data= out"
+        )
+    else:
+        backend, ranks, row = _dealt_along(data, backend)
+    share_data(ranks, row)
+    if sharded:
         beside = parameters_beside(model, optimizers)
         broadcast_tensors([p.detach() for p in beside], _WEIGHTS)
         return model, optimizers, backend
-    share_data(range(backend.world_size))
     if found is not None and found.distributed_type == "FSDP":
         model, optimizers = fully_sharded(found, model, optimizers)
         return model, optimizers, backend

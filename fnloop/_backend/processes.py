@@ -51,8 +51,9 @@ class Backend:
         prepare: called with each new DistributedDataParallel module, to register a communication
             hook.
         data_rank: which share of the data this process has, from 0. It is the rank, but with tensor
-            parallelism several processes have the same share.
+            parallelism, or ``TrainState.create(..., data=)``, several processes have the same.
         data_size: the number of shares.
+        parts: how many processes compute parts of the same batches; see ``TrainState.create``.
         exact: whether a run has the same bits on any number of processes; see
             ``TrainState.create``.
 
@@ -77,12 +78,22 @@ class Backend:
     data_size: int = attrs.field(
         default=attrs.Factory(lambda self: self.world_size, takes_self=True), repr=False
     )
+    parts: int = attrs.field(default=1, repr=False)
     exact: bool = attrs.field(default=False, repr=False)
 
     @property
     def main(self) -> bool:
         """Whether this is the process that prints and writes."""
         return self.rank == 0
+
+    @property
+    def contributors(self) -> int:
+        """How many processes count in sums: not those that only repeat what another computes."""
+        return self.data_size * self.parts
+
+    def own_part(self, samples: int) -> float:
+        """Return for how many of the samples of a batch this process counts, if it has a part."""
+        return samples if self.parts == 1 else samples / self.parts
 
     def __deepcopy__(self, memo: dict) -> Backend:
         return self  # it is immutable

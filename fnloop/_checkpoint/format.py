@@ -125,6 +125,7 @@ _PHASE: Shape = {
 STATE_SHAPE: Shape = {
     "parts?": [_is_part],
     **dict.fromkeys(("step?", "epoch?", "batch?", "samples?", "skipped?", "processes?"), COUNT),
+    "data_shares?": COUNT,  # if there are fewer than processes
     "stop?": (None, str),
     "exact?": bool,
     "seconds?": NUMBER,
@@ -147,6 +148,11 @@ STATE_SHAPE: Shape = {
     "own?": NAMES,
     "history": [dict],
 }
+
+
+def shares_in(facts: Mapping[str, Json]) -> int | None:
+    """Return among how many processes, or rows of a mesh, the data of a saved run were dealt."""
+    return facts.get("data_shares", facts.get("processes"))
 
 
 class CheckpointError(Exception):

@@ -107,7 +107,7 @@ def prepare_loads(state: TrainState, saved: SavedOptimizer, strict: bool) -> lis
             f"state has {_describe({k: one.class_name for k, one in named.items()})}. Create the "
             "former, or leave them out: restore(path, state, only=('model',))"
         )
-    same = saved.processes == state.backend.data_size
+    same = saved.processes == state.backend.contributors
     facts = {name: _own_facts(own, state.backend.rank, same) for name, own in facts.items()}
     held = {name: {*one.parameters()} for name, one in named.items()}
     for name, one in named.items():
@@ -399,7 +399,7 @@ def copies_in(state: TrainState, facts: Mapping[str, Json]) -> dict[Entry, str]:
     if state.backend.world_size == 1:
         return {}
     rank, processes = state.backend.rank, facts.get("processes")
-    same, found, mine = processes == state.backend.data_size, {}, {}
+    same, found, mine = processes == state.backend.contributors, {}, {}
     tensors: dict[str, Tensor] = {}
     for name, one in NamedOptimizer.of_state(state).items():
         own = _by_name(facts["optimizer"])[name]

@@ -20,7 +20,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from fnloop._backend.collectives import gather_objects
+from fnloop._backend.collectives import gather_objects, gather_shares
 from fnloop._backend.fsdp import like_sharded, local_part
 from fnloop._backend.processes import Backend
 from fnloop._backend.torch_compat import loads_by_itself, strip_compile_prefix
@@ -37,6 +37,7 @@ from fnloop._checkpoint.format import (
     TRAINING_FORMAT,
     CheckpointError,
     Contents,
+    shares_in,
 )
 from fnloop._checkpoint.optimizer import (
     SavedOptimizer,
@@ -253,7 +254,7 @@ def _prepare_counters(saved: Restoring) -> Load:
     facts = saved.facts
     fields = check_counters(facts) | {"updates": _updates_by_name(facts, saved.state)}
     _warn_of_exact(facts, saved.state.backend)
-    saved_on = facts.get("processes") if facts["batch"] else None
+    saved_on = shares_in(facts) if facts["batch"] else None
     return _set_fields(**fields, run_id=run_of(saved.path, facts), saved_on=saved_on)
 
 
@@ -308,7 +309,7 @@ def check_counters(facts: Mapping[str, Json]) -> dict[str, object]:
 def _save_generators(saving: Saving) -> dict[str, Json]:
     """Return the generators of every process, by rank; None at the beginning of an epoch."""
     own = saving.state.generators
-    every = gather_objects(own and own.to_parts(), COLLECTED)
+    every = gather_shares(own and own.to_parts(), COLLECTED)
     return {"generators": encode(every if any(every) else None, saving.tensors, "generators")}
 
 
@@ -331,7 +332,7 @@ def _save_position(saving: Saving) -> dict[str, Json]:
     same, by reading the loader again.
     """
     own = saving.state.position
-    every = gather_objects(own, COLLECTED)
+    every = gather_shares(own, COLLECTED)
     if None in every:
         return {}
     if own is not None and own["shards"] == 1:
@@ -925,8 +926,9 @@ def _prepare_metrics(saved: Restoring) -> Load:
         _decode_metrics(decode(own, saved.tensors), backend.device)
         for own in facts.get("shares", ())
     ]
-    rank, metrics = backend.data_rank, merged  # with exact=True, every process has those of all
-    if not backend.exact and len(shares) == backend.data_size:
+    rank = backend.data_rank if backend.parts == 1 else backend.rank  # as ``gather_objects`` orders
+    metrics = merged  # with exact=True, every process has those of all
+    if not backend.exact and len(shares) == backend.contributors:
         metrics = shares[rank]
     elif not backend.exact and rank != 0:  # of another number of processes, one continues with all
         metrics = {}

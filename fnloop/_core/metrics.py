@@ -44,7 +44,7 @@ def to_accumulator_dtype(value: Number) -> Number:
 _MINUS_ZERO = torch.tensor(-0.0, dtype=torch.float64, device="cpu")  # x + -0.0 is x, for every x
 
 
-def weighted(value: Tensor, weight: int | Tensor) -> Tensor:
+def weighted(value: Tensor, weight: float | Tensor) -> Tensor:
     """Return a mean × the number of its items, without a graph, in a dtype to sum in."""
     if value.is_cpu and value.dtype is torch.float32 and type(weight) is int:
         value = value.detach() if value.requires_grad else value
@@ -584,7 +584,7 @@ def _updated(so_far: Any, metric: Any) -> Metric:
 # --- the loss
 
 
-def update_loss_(running: Mean | None, loss: Tensor, weight: int | Tensor) -> Mean:
+def update_loss_(running: Mean | None, loss: Tensor, weight: float | Tensor) -> Mean:
     """Add a batch's mean loss to a running mean, with one kernel if the weight is a number."""
     if isinstance(weight, Tensor):
         weight = _valid_or_nan(weight)
@@ -598,7 +598,7 @@ def update_loss_(running: Mean | None, loss: Tensor, weight: int | Tensor) -> Me
 
 
 def update_evaluated_(
-    running: Mean | NoLoss | None, loss: Tensor | None, weight: int | Tensor
+    running: Mean | NoLoss | None, loss: Tensor | None, weight: float | Tensor
 ) -> Mean | NoLoss:
     """Add the mean loss of a batch of an evaluation, which may be None, to a running mean.
 
@@ -613,7 +613,7 @@ def update_evaluated_(
 
 
 def update_losses_(
-    epoch: Mean | None, recent: Mean | None, loss: Tensor, weight: int | Tensor
+    epoch: Mean | None, recent: Mean | None, loss: Tensor, weight: float | Tensor
 ) -> tuple[Metric, Metric]:
     """Add a batch's mean loss to the mean of the epoch and to that of the interval."""
     if recent is None:  # the interval begins
@@ -639,7 +639,7 @@ def _valid_or_nan(weight: Tensor) -> Tensor:
 
 
 def _add_(
-    epoch: Metric | None, recent: Metric, value: Number, factor: int, weight: int | Tensor
+    epoch: Metric | None, recent: Metric, value: Number, factor: float, weight: float | Tensor
 ) -> tuple[Mean, Mean] | None:
     """Add ``value * factor`` to the totals of two means, if they are in one tensor; else None."""
     if not (isinstance(epoch, Mean) and isinstance(recent, Mean) and isinstance(value, Tensor)):

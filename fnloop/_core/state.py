@@ -10,7 +10,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, TypeVar
 
 import attrs
 import torch
@@ -48,8 +48,11 @@ from fnloop._core.runs import Left, Position, RunInfo
 from fnloop._core.serialize import Pending, copy_flattened
 from fnloop._core.types import RECORD, UPDATE, Metric, Output
 from fnloop._display import checks, tables
-from fnloop._display.checks import describe, flag, join_names
+from fnloop._display.checks import describe, flag, instance, join_names
 from fnloop._display.screen import log
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 # --------------------------------------------------------------------------------------------------
 # Which state owns a model and an optimizer, which every step updates in place.
@@ -244,6 +247,7 @@ class TrainState:
         *,
         seed: int | None = None,
         backend: Any = None,
+        data: DeviceMesh | None = None,
         exact: bool = False,
     ) -> TrainState:
         """Make the first state of a run.
@@ -268,6 +272,17 @@ class TrainState:
                 the seed of the main process is used.
             backend: an ``accelerate.Accelerator`` with your own settings (``kwargs_handlers``, a
                 plugin); by default, what this process was launched with.
+            data: one dimension of a mesh of all processes, ``mesh["data"]``: batches are dealt
+                along it only. By default each process has batches of its own. The processes at one
+                place of it, a row, get the same batches. Each computes its part of them, such as a
+                part of every sequence (context parallelism), and the model exchanges what the parts
+                need of each other, forward and backward. The loss is the mean over the own part,
+                and ``aux["weight"]`` the number of items in it. Without a weight, all parts of a
+                batch count alike, each for its fraction of the samples. Gradients and means are
+                over the items of all processes. A ``Sum``, ``Min`` or ``Max`` is over what each
+                process reports of its part. The processes of a row draw the same random numbers,
+                because what is drawn for a whole sequence must be the same in all of its parts.
+                ``predict`` yields what the first process of each row returns.
             exact: whether the run has the same bits on any number of processes, if an update takes
                 as many batches in all together: ``accumulate(8)`` on one, ``accumulate(4)`` on two.
                 The gradients of its batches are summed in a tree that depends on their number
@@ -275,8 +290,8 @@ class TrainState:
                 hardware, thread counts (``OMP_NUM_THREADS``) or library versions, or for other
                 batches. It needs a loss function that is deterministic on one process, and hooks
                 that do not draw from the generators of Python or NumPy. Refused are layers with
-                running statistics, sharded models, sparse gradients, loss functions that exchange
-                something, ``sharded``, ``alternate``, ``raw``, ``tbptt``, ``cuda_graph``,
+                running statistics, sharded models, ``data``, sparse gradients, loss functions that
+                exchange something, ``sharded``, ``alternate``, ``raw``, ``tbptt``, ``cuda_graph``,
                 ``retry_on_oom`` and ``closure(create_graph=True)``. ``state.metrics`` are those of
                 all processes: do not ``reduce`` them.
 
@@ -284,13 +299,14 @@ class TrainState:
             A state at step 0.
 
         Raises:
-            TypeError: the model or the optimizer is something else.
+            TypeError: the model, the optimizer or the mesh is something else.
             RuntimeError: the processes have models of different names, shapes or dtypes.
             ValueError: the optimizer was made for another model, two parameter groups have one
-                name, or the seed is out of range. With
-                several optimizers: a parameter is in two of them, or in none.
+                name, the seed is out of range, or ``data`` is not one dimension of a mesh of all
+                processes. With several optimizers: a parameter is in two of them, or in none.
             NotImplementedError: accelerate is configured for an engine that hides the gradients
-                (DeepSpeed, FSDP 1); or ``exact``, and the model is sharded.
+                (DeepSpeed, FSDP 1); ``exact``, and the model is sharded, or there is ``data``; or
+                ``data``, and tensor parallelism has split the model.
 
         Example:
             >>> import torch
@@ -302,10 +318,12 @@ class TrainState:
         """
         check_handles(model, optimizer)
         check_settings(seed, backend, exact)
+        if data is not None:
+            _check_dimension(data, exact)
         named = optimizers_in(
             Optimizers(optimizer) if isinstance(optimizer, Mapping) else optimizer
         )
-        model, joined, facts = join(model, [*named.values()], backend)
+        model, joined, facts = join(model, [*named.values()], backend, data)
         facts = exact_backend(model, facts) if exact else facts
         drawn = new_seed() if seed is None else seed, secrets.token_hex(8)
         agreed, run_id = broadcast(drawn) if facts.world_size > 1 else drawn
@@ -635,6 +653,33 @@ def check_settings(seed: object, backend: object, exact: object = False) -> None
     ):
         raise TypeError(
             f"backend expects an accelerate.Accelerator, or None; got {describe(backend)}"
+        )
+
+
+def _check_dimension(data: object, exact: bool) -> None:
+    """Raise unless this is one dimension of a mesh.
+
+    Raises:
+        TypeError: it is not a mesh.
+        ValueError: it has several dimensions.
+        NotImplementedError: the run is to have the same bits on any number of processes.
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+
+    instance("TrainState.create", "data", data, DeviceMesh, 'a dimension of a mesh, mesh["data"]')
+    assert isinstance(data, DeviceMesh)
+    if data.ndim != 1:
+        names = data.mesh_dim_names or ()
+        has = f"{data.ndim} dimensions" + (f" {names}" if names else "")
+        name = "data" if "data" in names else (names or ("data",))[0]
+        raise ValueError(
+            f"data expects one dimension of a mesh, that along which the data are dealt; got a "
+            f"mesh of {has}. Write data=mesh[{name!r}]"
+        )
+    if exact:
+        raise NotImplementedError(
+            "exact=True sums the gradients of whole batches, and with data= processes compute "
+            "parts of them, whose sum depends on the parts: leave one of them out"
         )
 
 

@@ -105,7 +105,7 @@ class Output:
         loss: the mean loss, a scalar tensor; detached once backward has run. None in an evaluation
             whose loss function returns ``(None, aux)``.
         weight: the number of items that ``loss`` is the mean of; an int, or a scalar tensor on the
-            device.
+            device. Of samples that several processes compute parts of, it is a share.
         aux: what the loss function returned besides the loss; for a window, that of its last batch.
         metrics: name to metric.
         skip: why this update is skipped, or None. A middleware sets it. Such an update
@@ -118,7 +118,7 @@ class Output:
     """
 
     loss: Tensor  # shape=()
-    weight: int | Tensor
+    weight: float | Tensor
     aux: Aux = attrs.field(factory=dict)
     metrics: Mapping[str, Metric] = attrs.field(factory=dict)
     skip: str | None = None
@@ -148,7 +148,7 @@ class Output:
 
 
 def output_without_loss(
-    weight: int | Tensor, aux: Aux, metrics: Mapping[str, Metric], skip: str | None = None
+    weight: float | Tensor, aux: Aux, metrics: Mapping[str, Metric], skip: str | None = None
 ) -> Output:
     """Return the output for a batch of an evaluation that has no loss.
 
@@ -157,7 +157,7 @@ def output_without_loss(
     return Output(cast(Tensor, None), weight, aux, metrics, skip)
 
 
-def _as_number(weight: int | Tensor) -> float:
+def _as_number(weight: float | Tensor) -> float:
     """Return a weight as an int if it is a whole number."""
     value = float(weight)
     return int(value) if value.is_integer() else value

@@ -308,6 +308,11 @@ _OTHER_DATA = (
     "number in every process; or mark a loader that gives each process its own share, "
     "sharded(loader)"
 )
+_OTHER_STREAM = (
+    "processes {} and {} have the same share of the data, and have read different batches from "
+    "sharded(loader). Choose the share by state.backend.data_rank, here {}, and "
+    "state.backend.data_size, and seed what shuffles it with the same number in both"
+)
 _RANDOM_DATA = (
     "process 0 and process %d have read different batches at the same position, and different ones "
     "when they read them again: the loader draws from generators that fnloop does not seed. Every "
@@ -510,11 +515,36 @@ class RoundRobin(SingleProcess):
             log.warning(_RANDOM_DATA, other)
 
 
+class OwnStreams(RoundRobin):
+    """Each share of the data is a stream of its own; processes that have one share read it alike.
+
+    The arguments are those of :class:`RoundRobin`.
+    """
+
+    def check_order(self, read_again: Callable[[First], Glimpse | None], indices: bool) -> None:
+        __tracebackhide__ = True
+        first, self.first = self.first, None
+        seen = None if first is None else first.glimpse
+        everywhere = gather_from_all((self.rank, seen), "a comparison of the data")
+        heads: dict[int, tuple[int, Glimpse]] = {}  # by share, of the first process that has it
+        for process, (share, found) in enumerate(everywhere):
+            if found is None:
+                continue
+            before, head = heads.setdefault(share, (process, found))
+            if not alike(head, found):
+                raise RuntimeError(f"{DIVERGED}: {_OTHER_STREAM.format(before, process, share)}")
+
+
 def sharing_among(
-    processes: int, rank: int, window: int | None = None, even: bool = False
+    processes: int, rank: int, window: int | None = None, even: bool = False, alike: bool = False
 ) -> SingleProcess:
-    """Return how a process gets its share of the batches."""
-    return SingleProcess(window) if processes == 1 else RoundRobin(rank, processes, window, even)
+    """Return how a process gets its share of the batches.
+
+    With ``alike``, others have the same share, also where there is only one.
+    """
+    if processes == 1 and not alike:
+        return SingleProcess(window)
+    return RoundRobin(rank, processes, window, even)
 
 
 def batch_size_of(batch: Batch) -> int:

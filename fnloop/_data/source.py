@@ -34,11 +34,13 @@ from fnloop._data.loaders import (
     NONE_LEFT,
     First,
     Glimpse,
+    OwnStreams,
     Padding,
     RoundRobin,
     SingleProcess,
     Window,
     batch_size_of,
+    glimpse,
     noting_first,
     sampling_first,
     sharded,
@@ -188,7 +190,12 @@ class Source:
 
 
 def open_source(
-    loader: object, seed: int, rank: int = 0, processes: int = 1, total: int | None = None
+    loader: object,
+    seed: int,
+    rank: int = 0,
+    processes: int = 1,
+    total: int | None = None,
+    alike: bool = False,
 ) -> Source:
     """Open a loader, so that what it yields is a function of the seed, the epoch and the position.
 
@@ -199,6 +206,7 @@ def open_source(
         processes: how many processes share the batches.
         total: the samples of an update, of all processes together; None if the step says how many
             batches it takes.
+        alike: whether other processes have the same share of the batches as this one.
 
     Raises:
         ValueError: the loader distributes its data to the processes already; or its batches cannot
@@ -209,14 +217,14 @@ def open_source(
     loader, even = unmarked(loader)
     window = None if total is None else window_of(_unprepared(loader), total)
     if isinstance(loader, sharded):
-        return _open_sharded(loader.loader, seed, rank, processes, even)
-    if processes > 1:
+        return _open_sharded(loader.loader, seed, rank, processes, even, alike)
+    if processes > 1 or alike:
         _check_not_split(loader)
     _check_not_nested(loader)
     loader = _unprepared(loader)
-    sharing = sharing_among(processes, rank, window, even)
+    sharing = sharing_among(processes, rank, window, even, alike)
     indices = indices_of(loader, seed, rank, processes, window, even)
-    reopen = functools.partial(open_source, given, seed, rank, processes, total)
+    reopen = functools.partial(open_source, given, seed, rank, processes, total, alike)
     if isinstance(loader, Composed):
         source = _open_composed(loader, seed, sharing)
         return attrs.evolve(source, indices=indices, reopen=reopen)
@@ -255,7 +263,7 @@ def _open_composed(loader: Composed, seed: int, sharing: SingleProcess) -> Sourc
     __tracebackhide__ = True
     for leaf in loader.leaves():
         _check_not_nested(leaf)
-        if sharing.processes > 1:
+        if isinstance(sharing, RoundRobin):
             _check_not_split(leaf)
     in_order = all(leaf.in_order for leaf in loader.leaves() if is_map_style(leaf))
 
@@ -307,13 +315,17 @@ def _check_not_split(loader: object) -> None:
         )
 
 
-def _open_sharded(loader: object, seed: int, rank: int, processes: int, even: bool) -> Source:
-    if processes == 1:
+def _open_sharded(
+    loader: object, seed: int, rank: int, processes: int, even: bool, alike: bool
+) -> Source:
+    if processes == 1 and not alike:
         return open_source(loader, seed)
-    source = open_source(loader, fold_in(seed, rank))
+    source = open_source(loader, fold_in(seed, rank) if processes > 1 else seed)
 
     def batches(epoch: int | None, batch: int, samples: int) -> Iterator[Batch]:
         own = source.batches(epoch, batch // processes, 0)
+        if alike:
+            own = _noting_head(own, sharing, (epoch, batch, samples))
         if even:
             return _until_shortest(own)
         return _pad_to_longest(own, lambda: source.batches(epoch, 0, 0))
@@ -328,8 +340,20 @@ def _open_sharded(loader: object, seed: int, rank: int, processes: int, even: bo
         return source.indices(epoch, batch // processes, 0)
 
     source.positions.shards = processes
-    sharing = RoundRobin(rank, processes, even=even)
+    sharing = (OwnStreams if alike else RoundRobin)(rank, processes, even=even)
     return Source(batches, length, sharing, positions=source.positions, indices=indices)
+
+
+def _noting_head(
+    own: Iterator[Batch], sharing: RoundRobin, at: tuple[int | None, int, int]
+) -> Iterator[Batch]:
+    """Yield the batches of a process's own stream, and note what is seen of the first one."""
+    __tracebackhide__ = True
+    for batch in own:
+        sharing.first = First(glimpse(batch), at)
+        yield batch
+        break
+    yield from own
 
 
 def _until_shortest(batches: Iterator[Batch]) -> Iterator[Batch]:

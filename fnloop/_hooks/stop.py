@@ -14,7 +14,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from fnloop._backend.collectives import broadcast, gather_objects
+from fnloop._backend.collectives import broadcast, gather_objects, gather_shares
 from fnloop._backend.containers import map_leaves
 from fnloop._core.history import SINCE, Fold, Record, better, check_monitored, first_record, mode_of
 from fnloop._core.metrics import Mean
@@ -116,7 +116,7 @@ def _indices(state: TrainState, before: _Mark, after: _Mark) -> list[object] | N
     with isolated(state.backend.device):
         own = run.indices_at(before.epoch, before.batch, before.samples)
         mine = [map_leaves(index, _plain) for index in itertools.islice(own, rounds)]
-    every = gather_objects(mine, "the hook halt_on_nonfinite")
+    every = gather_shares(mine, "the hook halt_on_nonfinite")
     found = [index for round_ in itertools.zip_longest(*every) for index in round_]
     known = [index for index in found if index is not None and index != []]
     return known or None

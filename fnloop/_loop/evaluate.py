@@ -41,7 +41,8 @@ def open_loader(loader: object, state: TrainState, total: int | None = None) -> 
     """
     __tracebackhide__ = True
     backend = state.backend
-    return open_source(loader, state.seed, backend.data_rank, backend.data_size, total)
+    alike = backend.data_size < backend.world_size  # others have the same share as this process
+    return open_source(loader, state.seed, backend.data_rank, backend.data_size, total, alike)
 
 
 def measure(

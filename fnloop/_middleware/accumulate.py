@@ -343,14 +343,17 @@ def _whole_batches(state: TrainState) -> int:
         "the size of pieces changes the last bits, and it follows the memory",
     )
     check_not_exact(state, name, f"{why}. List microbatch(size) instead")
-    exchanging = is_sharded(state.model) or any(
-        isinstance(module, nn.SyncBatchNorm) for module in state.model.modules()
+    exchanging = (
+        is_sharded(state.model)
+        or state.backend.parts > 1
+        or any(isinstance(module, nn.SyncBatchNorm) for module in state.model.modules())
     )
     if exchanging and not engine_of(state).calls_every_batch:
         raise NotImplementedError(
             "retry_on_oom cannot repeat a forward in which the processes exchange something, as "
-            "that of a sharded model or of SyncBatchNorm: the others would wait for the one that "
-            "has run out of memory. List microbatch(size) with a size that fits instead"
+            "that of a sharded model, of SyncBatchNorm or of parts of a batch (data=): the others "
+            "would wait for the one that has run out of memory. List microbatch(size) with a size "
+            "that fits instead"
         )
     return 0
 

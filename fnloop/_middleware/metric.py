@@ -243,7 +243,7 @@ def _is_for_another(state: TrainState, only: tuple[str, ...]) -> bool:
     return loader is not None and loader not in only
 
 
-def _by_name(label: str, value: object, weight: int | Tensor) -> dict[str, Metric]:
+def _by_name(label: str, value: object, weight: float | Tensor) -> dict[str, Metric]:
     """Return the metrics that a function for several has returned, by name."""
     if isinstance(value, Mapping):
         return {name: _to_metric(name, part, weight) for name, part in value.items()}
@@ -271,7 +271,7 @@ def _detach(metric: Any) -> Metric:
     return type(metric)(*own).to_accumulator()
 
 
-def _to_metric(name: str, value: object, weight: int | Tensor) -> Metric:
+def _to_metric(name: str, value: object, weight: float | Tensor) -> Metric:
     if isinstance(value, Tensor):
         if value.ndim:
             if value.numel() != 1:
@@ -484,7 +484,7 @@ def throughput(
     def wrap(step: Step) -> Step:
         def timed(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
             __tracebackhide__ = True
-            start, processes = mark(state.backend.device), state.backend.data_size
+            start, processes = mark(state.backend.device), state.backend.contributors
             each = cast(float, state.slots[name] if counts else flops)
             if each == 0:
                 new, out = _counting_flops(step, state, batch, name)
@@ -537,7 +537,7 @@ def _counting(of: str, name: str) -> Wrap:
         def counted(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
             __tracebackhide__ = True
             state, out = step(state, batch)
-            amount = _samples_in(batch) if of == "samples" else out.weight
+            amount = state.backend.own_part(_samples_in(batch)) if of == "samples" else out.weight
             if isinstance(amount, Tensor):
                 amount = to_accumulator_dtype(amount)
             return state, report(out, {name: Elapsed(amount, is_rate=True)}, "throughput")

@@ -702,7 +702,7 @@ class Round:
 
     def __init__(self) -> None:
         self._losses: dict[str, Mean | NoLoss] = {}
-        self._weight: int | Tensor = 0  # of the newest turn
+        self._weight: float | Tensor = 0  # of the newest turn
         self._metrics: dict[str, Metric] = {}
         self._aux: dict[str, Aux] = {}
         self._skipped: Output | None = None

@@ -21,6 +21,7 @@ from fnloop._backend.collectives import (
     collective_count,
     counted_collectives,
     gather_objects,
+    gather_shares,
     to_device_of,
 )
 from fnloop._backend.fsdp import around_sharded, by_mesh, full, is_sharded, local_part, reshard
@@ -180,8 +181,10 @@ class CollectiveProbe:
             settings: its arguments by name.
         """
         __tracebackhide__ = True
-        spans: list[int | None] = [counted_collectives()]
-        note = lambda: spans.append(counted_collectives())
+        # Processes of one row have no batch all together: what they exchange counts nothing twice.
+        spans: list[int | None] = []
+        note = lambda: spans.append(counted_collectives(between_shares=True))
+        note()
         with around_sharded(self._model, note, note):
             result = self.call(fn, *arguments, **settings)
         note()
@@ -245,7 +248,7 @@ class DistributedEvaluation(Fold):
     def gather(self, results: list[Result]) -> list[Result]:
         return [
             to_device_of(self._latest, result)
-            for share in gather_objects(results, "the results of a prediction")
+            for share in gather_shares(results, "the results of a prediction")
             for result in share
         ]
 
@@ -547,7 +550,7 @@ class EvaluationPass(Protocol):
         ...
 
     def gather(self, results: list[Result], /) -> list[Result]:
-        """Return the results of the last batch of every process, in the order of their ranks."""
+        """Return the results of the last batch of every share of the data, in their order."""
         ...
 
 
@@ -926,12 +929,11 @@ class WeightedSum:
         if self._loss is None or self._last is None or self.weight is None:
             assert self._skipped is not None, "nothing was added"
             return attrs.evolve(self._skipped, loss=self._skipped.loss.detach())
-        weight: int | Tensor
+        weight: float | Tensor
         if isinstance(self.weight, Tensor):
             weight, items = self.weight, torch.where(self.weight == 0, 1, self.weight)
         else:
-            weight = items = int(self.weight)
-            items = items or 1
+            weight, items = self.weight, self.weight or 1
         if self._checked is not None:
             given, valid = self._checked
             weight = torch.where(given == valid, weight, math.nan)

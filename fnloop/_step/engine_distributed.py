@@ -88,7 +88,7 @@ class DistributedEngine:
     calls_every_batch = False
 
     def __init__(self, state: TrainState) -> None:
-        self.model, self.processes = state.model, state.backend.data_size
+        self.model, self.processes = state.model, state.backend.contributors
         kind = ShardReducer if is_sharded(state.model) else BucketReducer
         self.reducer = kind(state.model, self.processes)
         self.weights = WeightAgreement()
@@ -359,8 +359,9 @@ class DistributedWindow:
         self._batch_of = [batch for batch, n in enumerate(pieces) for _ in range(n)]
         self._pieces, self._batches = len(self._batch_of), len(pieces)
         self._taken = engine.window_of(state)
-        # Samples in every piece, in every process; 0 if that may differ.
-        self._size = self._taken.batch_size if self._pieces == self._batches else 0
+        # What every piece weighs by its samples, in every process; 0 if that may differ.
+        size = self._taken.batch_size if self._pieces == self._batches else 0
+        self._size = state.backend.own_part(size)
         self._total = WeightedSum()
         self._out: Output | None = None  # the latest
         self._n = 0  # pieces so far
@@ -812,18 +813,18 @@ class WeightAgreement:
         self._are_batch_sizes: bool | None = None
         self._reference: Tensor | None = None
 
-    def is_settled(self, batch_size: int) -> bool:
+    def is_settled(self, batch_size: float) -> bool:
         """Return whether a window can be weighed without an exchange."""
         if batch_size and self._are_batch_sizes is not False:
             return self._are_batch_sizes is True
         return self._reference is not None
 
-    def is_uniform(self, out: Output, batch_size: int) -> bool:
+    def is_uniform(self, out: Output, batch_size: float) -> bool:
         """Return whether all batches of a window weigh the same, in every process.
 
         Args:
             out: the output of its first batch.
-            batch_size: the number of samples in every batch of it, or 0 if it may differ.
+            batch_size: what every batch of it weighs by its samples, or 0 if that may differ.
         """
         if not batch_size:
             return False
@@ -837,15 +838,15 @@ class WeightAgreement:
             self._are_batch_sizes = not any_differs
         return self._are_batch_sizes
 
-    def check(self, out: Output, batch_size: int) -> None:
+    def check(self, out: Output, batch_size: float) -> None:
         """Raise if a batch does not weigh what the processes have agreed on."""
         if is_left_out(out):
             return
         if "weight" in out.aux or out.weight != batch_size:
             given = "what aux says" if "weight" in out.aux else out.weight
             raise ValueError(
-                f"so far each batch of {batch_size} samples weighed {batch_size}, and now one "
-                f"weighs {given}: return aux['weight'], the number of items, for every batch"
+                f"so far each batch weighed {batch_size}, by its samples, and now one weighs "
+                f"{given}: return aux['weight'], the number of items, for every batch"
             )
 
     def reference(self, weight: Tensor) -> Tensor:

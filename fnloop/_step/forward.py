@@ -72,6 +72,8 @@ def forward(loss_fn: LossFn, name: str, amp_listed: bool = True) -> Step:
             checked = True
         weight = aux["weight"] if "weight" in aux else items_in(batch, name, loss is None)
         if weight.__class__ is int and weight > 0:
+            if state.backend.parts > 1 and "weight" not in aux:
+                weight = state.backend.own_part(weight)
             return state, Output(loss, weight, aux)
         _check_weight(weight, name)
         skip = None if isinstance(weight, Tensor) else _NO_ITEMS

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from fnloop._backend.collectives import on_main_process
 from fnloop._backend.containers import map_leaves
 from fnloop._backend.torch_compat import strip_compile_prefix
-from fnloop._checkpoint.format import CheckpointError
+from fnloop._checkpoint.format import CheckpointError, shares_in
 from fnloop._checkpoint.parts import Targets, decode_targets
 from fnloop._checkpoint.restore import restore
 from fnloop._checkpoint.retention import Saved, read_history, saved_in
@@ -213,7 +213,7 @@ def restored_from(origin: Origin, state: TrainState) -> TrainState:
         ValueError: a hook had stopped the run there; or the update was made on another number of
             processes.
     """
-    made_on = (origin.later or origin.start).facts.get("processes", 1)
+    made_on = shares_in((origin.later or origin.start).facts) or 1
     if made_on != state.backend.data_size:
         raise ValueError(
             f"replay: the update was made on {made_on} process{'es' * (made_on != 1)}, and here "
