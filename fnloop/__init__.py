@@ -24,7 +24,8 @@ is carried from batch to batch is one immutable record, the *state*, which `eval
   `closure`; of rates `schedule`, `torch_scheduler`, `plateau`; of the loss `scheduled`; of speed
   `amp`, `compiled`, `channels_last`, `cuda_graph`, `CaptureError`; guards `skip_nonfinite`,
   `spike_guard`
-- **Averages of the weights**: `ema`, `swa`, `averaged`, `update_batchnorm`
+- **Averages of the weights**: `ema`, `swa`, `averaged`, `update_batchnorm`; over processes
+  `local_sgd`
 - **Metrics**: `metric`, `derive`, `Mean`, `Sum`, `Min`, `Max`, `Last`, `from_torchmetrics`,
   `timings`, `throughput`, `device_memory`, `History`, `Record`, `Phase`, `compare`
 - **Runs**: `fit`, `run`, `evaluate`, `predict`, `dry_run`, `summary`, `find_lr`, `find_batch_size`,
@@ -78,6 +79,7 @@ if _typing.TYPE_CHECKING:
     from fnloop._middleware.compiled import compiled, cuda_graph
     from fnloop._middleware.ema import ema, swa
     from fnloop._middleware.guards import skip_nonfinite, spike_guard
+    from fnloop._middleware.local_sgd import local_sgd
     from fnloop._middleware.metric import derive, device_memory, metric, throughput, timings
     from fnloop._middleware.precision import amp, channels_last
     from fnloop._middleware.schedule import plateau, schedule, scheduled, torch_scheduler
@@ -103,6 +105,7 @@ _LATER = {
     "._middleware.compiled": "compiled cuda_graph",
     "._middleware.ema": "ema swa",
     "._middleware.guards": "skip_nonfinite spike_guard",
+    "._middleware.local_sgd": "local_sgd",
     "._middleware.metric": "derive device_memory metric throughput timings",
     "._middleware.precision": "amp channels_last",
     "._middleware.schedule": "plateau schedule scheduled torch_scheduler",
@@ -122,8 +125,8 @@ __all__ = [
     "compiled", "cuda_graph", "data", "debug", "decide", "derive", "device_memory", "dry_run",
     "early_stop", "ema", "evaluate", "every", "find_batch_size", "find_lr", "fit", "fork", "freeze",
     "from_torchmetrics", "gather", "grad_norm", "halt_on_nonfinite", "inspect", "latest", "layers",
-    "live_plot", "measure", "metric", "microbatch", "middleware", "on_main", "once", "pipeline",
-    "plateau", "predict", "profiled", "progress", "raw", "reduce", "requeue", "restore",
+    "live_plot", "local_sgd", "measure", "metric", "microbatch", "middleware", "on_main", "once",
+    "pipeline", "plateau", "predict", "profiled", "progress", "raw", "reduce", "requeue", "restore",
     "restore_best", "resume", "retry_on_oom", "run", "sam", "save", "schedule", "scheduled",
     "schedules", "search", "sharded", "skip", "skip_nonfinite", "snapshot", "spike_guard",
     "summary", "supervised", "swa", "tbptt", "throughput", "time_limit", "timings", "to_csv",

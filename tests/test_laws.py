@@ -16,6 +16,7 @@ from sample_middleware import (
     double_loss,
     halved,
     largest_output,
+    nesterov,
     noise,
     output_mean,
     own_guard,
@@ -61,6 +62,7 @@ SINGLES = [
     fl.metric(mean=output_mean, on="evaluation"), fl.derive(double=double_loss),
     fl.ema(0.9), fl.ema(0.5, start=2, every=2, evaluate="only"),
     fl.ema(0.9, start=0.5, evaluate=False), fl.swa(0.5), fl.swa(1, every=3),
+    fl.local_sgd(2), fl.local_sgd(2, outer=nesterov),  # of one process
     fl.ema(warming_up, only="0"), fl.ema(warming_up, every=2, evaluate=False, only=["*.bias"]),
     watch(2), noise(0.01), weight_penalty(0.01),
 ]  # fmt: skip

@@ -164,6 +164,7 @@ FUNCTIONS = [
     (fl.torch_scheduler, {"factory": lambda optimizer, run: None},
      {"factory": "", "only": "None 'x'"}),
     (fl.ema, {}, {"decay": "0", "start": "0", "every": "", "evaluate": "True", "name": "'x'"}),
+    (fl.local_sgd, {}, {"every": "", "outer": "None"}),
     (fl.swa, {}, {"start": "0", "every": "", "evaluate": "True", "name": "'x'"}),
     (fl.averaged, lambda: {"state": toy()}, {"state": "", "name": ""}),
     (fl.update_batchnorm, trial, {"step": "", "state": "", "loader": LOADER}),

@@ -537,6 +537,33 @@ def all_gather_tensor(mine: Tensor) -> list[Tensor]:
     return parts
 
 
+PIECE = 1 << 25  # elements of tensors that are averaged in one message
+
+
+def mean_over_processes_(tensors: Iterable[Tensor], what: str) -> None:
+    """Replace floating tensors by their means over all processes, in place.
+
+    Args:
+        tensors: those of this process. All processes must have the same, in one order.
+        what: what they are, as errors name it.
+    """
+    pieces: dict[object, list[list[Tensor]]] = {}
+    for tensor in tensors:
+        found = pieces.setdefault((tensor.device, tensor.dtype), [[]])
+        if sum(t.numel() for t in found[-1]) + tensor.numel() > PIECE and found[-1]:
+            found.append([])
+        found[-1].append(tensor)
+    for piece in itertools.chain.from_iterable(pieces.values()):
+        # A sum in a narrow dtype would lose what the updates have changed.
+        wide = torch.promote_types(piece[0].dtype, torch.float32)
+        flat = torch.cat([t.reshape(-1).to(wide) for t in piece])
+        begin_exchange(what)
+        _finish(_all_reduce(flat, dist.ReduceOp.SUM), flat, what)
+        flat /= dist.get_world_size()
+        for tensor, mean in zip(piece, flat.split([t.numel() for t in piece]), strict=True):
+            tensor.copy_(mean.view(tensor.shape))
+
+
 def all_to_all_tensor(mine: Tensor) -> Tensor:
     """Return what each process has for this one, given what this one has for each of them.
 

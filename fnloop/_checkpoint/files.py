@@ -35,9 +35,9 @@ from fnloop._checkpoint.format import (
     LARGEST_MANIFEST,
     MANIFEST,
     MANIFEST_SHAPE,
+    NEWEST_FORMAT,
     STATE,
     STATE_SHAPE,
-    TRAINING_FORMAT,
     CheckpointError,
     Contents,
     NewerFormatError,
@@ -165,10 +165,10 @@ def _check_manifest(data: bytes, path: Path, file: Path) -> None:
     if not right:
         raise CheckpointError(f"{file} is damaged: its own checksum is wrong")
     check_shape(manifest, {"format_version": COUNT}, file)
-    if manifest["format_version"] > TRAINING_FORMAT:
+    if manifest["format_version"] > NEWEST_FORMAT:
         raise NewerFormatError(
             f"{path} has format {manifest['format_version']}, and this fnloop reads formats "
-            f"up to {TRAINING_FORMAT}: pip install -U fnloop"
+            f"up to {NEWEST_FORMAT}: pip install -U fnloop"
         )
     check_shape(manifest, MANIFEST_SHAPE, file)
     files = manifest["files"]

@@ -34,6 +34,8 @@ from fnloop._display.checks import describe
 #   training.safetensors    the weights to train with, if these are others: of an optimizer that has
 #                           modes, such as a schedule-free one
 #   optimizer.safetensors   the state of the optimizer, by parameter name
+#   own.safetensors         what processes that update by themselves have of their own (local_sgd):
+#                           weights, buffers and the state of optimizers; each writes a file
 #   slots.safetensors       what middleware keep, running metrics, random generators
 #   ema.safetensors         an average of weights, by its name: a state_dict of the module with it,
 #                           which loads into the plain module too; one for each average
@@ -57,6 +59,8 @@ FORMAT = 1  # of a checkpoint of all parts with one optimizer, without averages 
 NEWER_FORMAT = 2  # of others, so that an older fnloop does not take them for damaged checkpoints
 SHARDED_FORMAT = 3  # of those with an index
 TRAINING_FORMAT = 4  # of those with weights to train with, which an older fnloop would not look for
+OWN_FORMAT = 5  # of those with what each process has of its own
+NEWEST_FORMAT = OWN_FORMAT
 TENSORS = ("model", "optimizer", "slots")
 STATE = "state.json"
 FILES = (*(f"{name}.safetensors" for name in TENSORS), STATE)
@@ -66,6 +70,7 @@ LARGEST_MANIFEST = 16 << 20  # bytes; a crafted manifest must not fill the memor
 COLLECTED = "the collecting of a checkpoint"  # as messages about processes that wait name it
 PARTS = ("model", "optimizer", "slots", "counters", "metrics", "history", "extra")
 TRAINING = "training"  # the group of the weights to train with
+OWN = "own"  # the group of what each process has of its own: names begin with its rank and a slash
 TRAINED = "trained"  # a part of the model: the parameters that require gradients
 COUNTERS = ("step", "epoch", "batch", "samples", "skipped", "seed", "stop")
 
@@ -143,6 +148,8 @@ STATE_SHAPE: Shape = {
         "evaluating?": NAMES,
     },
     "optimizer?": ({"several": {"*": _OPTIMIZER}}, _OPTIMIZER),
+    "apart?": {"own": dict, "used": bool, "outer": (None, dict)},
+    "own_optimizers?": [ANY],
     "averages?": {"*": {"count": COUNT, "tensors": {"*": str}, "complex": NAMES}},
     "shares?": list,
     "own?": NAMES,
@@ -373,7 +380,8 @@ def keep_own_share(
     index: dict[str, Json] = {}
     for group, tensors in contents.groups.items():
         own = local if group == "optimizer" and local else {}
-        if own or any(split_dim(tensor) is not None for tensor in tensors.values()):
+        own = dict.fromkeys(tensors, True) if group == OWN else own
+        if own or group == OWN or any(split_dim(tensor) is not None for tensor in tensors.values()):
             file = name_of_share(group, backend.rank, backend.world_size)
             groups[group], index[group] = _share_of(tensors, file, backend.main, own)
         else:

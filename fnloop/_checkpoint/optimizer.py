@@ -231,9 +231,7 @@ def merge_processes(
     marks = gather_from_all((names, bool(copies), failed), COLLECTED)
     if error is not None:
         raise error
-    for rank, (*_, failed) in enumerate(marks):
-        if failed is not None:
-            raise CheckpointError(f"process {rank} cannot save its optimizer: {failed}")
+    _check_all_saved([failed for *_, failed in marks])
     if set(marks) == {(names, False, None)}:
         return facts, {}
     check_groups(state)
@@ -256,6 +254,34 @@ def merge_processes(
         COLLECTED,
     )
     return _merge(facts, doubtful, offers, state)
+
+
+def encode_own_optimizers(state: TrainState, tensors: dict[str, Tensor]) -> list[dict[str, Json]]:
+    """Do what :func:`encode_optimizers` does, where each process has others. A collective.
+
+    Returns:
+        The facts of every process, by rank.
+
+    Raises:
+        TypeError, CheckpointError: something cannot be saved; the message names it.
+    """
+    facts, error = {}, None
+    try:
+        facts = encode_optimizers(state, tensors)
+    except Exception as failure:  # the other processes wait for an answer
+        error = failure
+    every = gather_from_all((facts, error and f"{type(error).__name__}: {error}"), COLLECTED)
+    if error is not None:
+        raise error
+    _check_all_saved([failed for _, failed in every])
+    return [own for own, _ in every]
+
+
+def _check_all_saved(failures: Sequence[str | None]) -> None:
+    """Raise if another process has failed; ``failures`` are the errors by rank."""
+    for rank, failed in enumerate(failures):
+        if failed is not None:
+            raise CheckpointError(f"process {rank} cannot save its optimizer: {failed}")
 
 
 def _entries(facts: Mapping[str, Json]) -> Iterator[tuple[Entry, Json]]:

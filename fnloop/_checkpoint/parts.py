@@ -30,6 +30,8 @@ from fnloop._checkpoint.format import (
     COUNTERS,
     FORMAT,
     NEWER_FORMAT,
+    OWN,
+    OWN_FORMAT,
     PARTS,
     TENSORS,
     TRAINED,
@@ -42,10 +44,12 @@ from fnloop._checkpoint.format import (
 from fnloop._checkpoint.optimizer import (
     SavedOptimizer,
     copies_in,
+    encode_own_optimizers,
     merge_processes,
     optimizers_kept_on_error,
     prepare_loads,
 )
+from fnloop._core.apart import Apart, apart_of, mark_of, own_tensors
 from fnloop._core.averages import Average, named_tensors
 from fnloop._core.history import History, decode_phases, encode_phases
 from fnloop._core.metrics import restored, sent
@@ -61,7 +65,7 @@ from fnloop._core.runs import (
     left_in_events,
 )
 from fnloop._core.serialize import Json, as_safetensor, decode, encode, from_safetensor, has_pending
-from fnloop._core.state import TrainState, ownership_of, unwrap
+from fnloop._core.state import LOCAL_SGD, TrainState, has_moved, ownership_of, unwrap, with_slot
 from fnloop._core.types import Metric
 from fnloop._display.checks import describe, join_names
 from fnloop._display.screen import log
@@ -161,6 +165,12 @@ class Saving:
         """The tensors of parts that have no file of their own."""
         return self.groups["slots"]
 
+    def add_own(self, tensors: Mapping[str, Tensor], prefix: str) -> None:
+        """Add tensors that this process has of its own; it writes them itself."""
+        rank, own = self.state.backend.rank, self.groups.setdefault(OWN, {})
+        own.update({f"{rank}/{prefix}{name}": tensor for name, tensor in tensors.items()})
+        self.require(OWN_FORMAT)
+
     def require(self, version: int) -> None:
         """Make the checkpoint one of at least this format."""
         self.version = max(self.version, version)
@@ -198,6 +208,17 @@ class Restoring:
     def facts(self) -> Mapping[str, Json]:
         """The contents of ``state.json``."""
         return self.contents.facts
+
+    @property
+    def is_of_as_many(self) -> bool:
+        """Whether as many processes saved it, so that each gets back what was its own."""
+        return self.facts.get("processes") == self.state.backend.data_size
+
+    def own(self, prefix: str) -> dict[str, Tensor]:
+        """Return the tensors that this process added by :meth:`Saving.add_own`."""
+        start = f"{self.state.backend.rank}/{prefix}"
+        found = self.contents.groups.get(OWN, {}).items()
+        return {name.removeprefix(start): t for name, t in found if name.startswith(start)}
 
 
 Load = Callable[[TrainState], TrainState]
@@ -462,7 +483,7 @@ def _save_model(saving: Saving) -> dict[str, Json]:
             and (id(value) in others or id(value) not in own)
         ]
         model |= {name: model[name].clone() for name in names}
-    if "optimizer" not in saving.parts:
+    if "optimizer" not in saving.parts or has_moved(saving.state):  # each process has its own
         return facts
     found: dict[str, Tensor] = {}
     _encode_model(module, found, {}, trained)
@@ -746,15 +767,25 @@ def _blocks_of(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _save_optimizers(saving: Saving) -> dict[str, Json]:
-    facts, saving.local = merge_processes(saving.state, saving.groups["optimizer"])
-    return {"optimizer": facts}
+    state, tensors = saving.state, saving.groups["optimizer"]
+    slot = apart_of(state)
+    if slot is None or not slot.used:
+        facts, saving.local = merge_processes(state, tensors)
+        return {"optimizer": facts}
+    every = encode_own_optimizers(state, tensors)
+    if not state.backend.main:
+        saving.add_own(tensors, "optimizer/")
+    return {"optimizer": every[0], "own_optimizers": [None, *every[1:]]}
 
 
 def _prepare_optimizers(saved: Restoring) -> Load:
     contents, module = saved.contents, unwrap(saved.state)
     shapes = {name: tensor.shape for name, tensor in model_tensors(contents).items()}
-    facts, processes = saved.facts["optimizer"], saved.facts.get("processes")
-    optimizers = SavedOptimizer(facts, contents.groups["optimizer"], shapes, saved.path, processes)
+    facts, tensors = saved.facts["optimizer"], contents.groups["optimizer"]
+    processes, rank = saved.facts.get("processes"), saved.state.backend.rank
+    if rank and "own_optimizers" in saved.facts and saved.is_of_as_many:
+        facts, tensors = saved.facts["own_optimizers"][rank], saved.own("optimizer/")
+    optimizers = SavedOptimizer(facts, tensors, shapes, saved.path, processes)
     # Before the check, which makes groups as they were.
     saved.undone.enter_context(optimizers_kept_on_error(saved.state))
     loads = prepare_loads(saved.state, optimizers, saved.strict)
@@ -778,6 +809,8 @@ def _save_slots(saving: Saving) -> dict[str, Json]:
     slots = saving.state.slots
     if averages := _averages_in(slots):  # each is saved in a file of its own
         slots = {**slots, **dict.fromkeys(averages)}
+    if apart_of(saving.state) is not None:  # so is what processes have of their own
+        slots = {**slots, LOCAL_SGD: None}
     return {"slots": _encode_mapping("slots", slots, saving.tensors)}
 
 
@@ -799,12 +832,17 @@ def _prepare_extra(saved: Restoring) -> Load:
     return _set_fields(extra=_decode_mapping("extra", saved))
 
 
-def _encode_mapping(part: str, value: object, tensors: dict[str, Tensor]) -> Json:
-    """Return a mapping of the state as JSON, and add its tensors to ``tensors``."""
+def check_mapping(part: str, value: object) -> Mapping[str, object]:
+    """Return what a part of a state holds. Raise TypeError unless it is a mapping."""
     if not isinstance(value, Mapping):
         raise TypeError(f"{part} must be a mapping; it is {describe(value)}")
+    return value
+
+
+def _encode_mapping(part: str, value: object, tensors: dict[str, Tensor]) -> Json:
+    """Return a mapping of the state as JSON, and add its tensors to ``tensors``."""
     try:
-        return encode(dict(value), tensors, part)
+        return encode(dict(check_mapping(part, value)), tensors, part)
     except RecursionError:
         raise TypeError(
             f"{part} holds something that contains itself, or is nested too deeply"
@@ -824,8 +862,6 @@ def _decode_mapping(part: str, saved: Restoring) -> dict[str, Any]:
 
 def _averages_in(slots: Mapping[str, object]) -> dict[str, Average]:
     """Return the averages among slots, by name."""
-    if not isinstance(slots, Mapping):
-        return {}
     return {name: v for name, v in slots.items() if isinstance(v, Average)}
 
 
@@ -883,6 +919,48 @@ def _prepare_averages(saved: Restoring) -> Load:
 
 def _place(tensor: Tensor, like: Tensor) -> Tensor:
     return like_sharded(tensor.to(like.device), like.detach())
+
+
+# --------------------------------------------------------------------------------------------------
+# The weights and buffers of processes that update by themselves, and what they share (`local_sgd`).
+
+
+def _save_apart(saving: Saving) -> dict[str, Json]:
+    slot = apart_of(saving.state)
+    if slot is None:
+        return {}
+    own: dict[str, Tensor] = {}
+    names = encode({k: t.detach() for k, t in own_tensors(saving.state).items()}, own, OWN)
+    if own or slot.used:  # the same in every process
+        saving.add_own(own, "")
+    outer = encode(slot.outer_state(), saving.tensors, LOCAL_SGD)
+    return {"apart": {"own": names, "used": slot.used, "outer": outer}}
+
+
+def _prepare_apart(saved: Restoring) -> Load:
+    """Return how to put back what is this process's own, beside the average in the model.
+
+    On another number of processes all continue from the average.
+    """
+    if (facts := saved.facts.get("apart")) is None:
+        return _set_fields()
+    outer, same, own = decode(facts["outer"], saved.tensors), saved.is_of_as_many, {}
+    if same and "model" in saved.parts:
+        here = saved.state.backend.device
+        own = decode(facts["own"], {k: t.to(here) for k, t in saved.own("").items()})
+    elif not same and facts["used"] and saved.state.backend.main:
+        log.warning(
+            "restore: local_sgd trained on %s processes, and this run has %d: each continues from "
+            "the average of their weights, with the optimizer's state of the main process",
+            *(saved.facts.get("processes"), saved.state.backend.data_size),
+        )
+
+    def load(state: TrainState) -> TrainState:
+        slot = Apart(own, mark_of(state), used=same and facts["used"])
+        slot.take_outer(outer)
+        return with_slot(state, LOCAL_SGD, slot)
+
+    return load
 
 
 # --------------------------------------------------------------------------------------------------
@@ -980,6 +1058,7 @@ EVERY_PART = (
     Part("counters", _save_seconds, _prepare_seconds),
     Part("slots", _save_slots, _prepare_slots),
     Part("slots", _save_averages, _prepare_averages),
+    Part("slots", _save_apart, _prepare_apart),
     Part("metrics", _save_metrics, _prepare_metrics),
     Part("extra", _save_extra, _prepare_extra),
     Part("history", _save_history, _prepare_history),

@@ -26,6 +26,7 @@ from fnloop._checkpoint.files import (
 )
 from fnloop._checkpoint.format import (
     INDEX,
+    OWN,
     PARTS,
     TENSORS,
     TRAINING,
@@ -237,6 +238,7 @@ class _Reader:
 
     def __init__(self, path: Path, state: TrainState | None, facts: Mapping[str, Json]) -> None:
         self._path, self._slices = path, Slices(path)
+        self._own = None if state is None else f"{state.backend.rank}/"
         parameters = () if state is None else unwrap(state).parameters()
         self._like = next((p for p in parameters if split_dim(p) is not None), None)
         self._templates: dict[str, dict[str, Tensor]] = {}
@@ -250,6 +252,8 @@ class _Reader:
     def read_split(self, group: str, entries: Mapping[str, Entry]) -> dict[str, Tensor]:
         """Return a group of tensors, of each what this process holds of it."""
         templates = self._templates.get(group, {})
+        if group == OWN and self._own is not None:  # those of other processes are not for this one
+            entries = {name: each for name, each in entries.items() if name.startswith(self._own)}
         try:
             return {name: self._read(entry, templates.get(name)) for name, entry in entries.items()}
         finally:

@@ -47,7 +47,13 @@ from fnloop._checkpoint.optimizer import (
     prepare_load,
     walk_optimizers,
 )
-from fnloop._checkpoint.parts import EVERY_PART, Saving, encode_whole_history, read_parts
+from fnloop._checkpoint.parts import (
+    EVERY_PART,
+    Saving,
+    check_mapping,
+    encode_whole_history,
+    read_parts,
+)
 from fnloop._checkpoint.remote import Remote, place_at, save_at
 from fnloop._core.history import History, metrics_here
 from fnloop._core.optimizers import optimizers_in, wants_closure
@@ -174,6 +180,7 @@ def collect_contents(
     encode_history = encode_history or encode_whole_history
     saving = Saving(detached_from_run(state), state.run, parts, encode_history)
     try:
+        check_mapping("slots", state.slots)  # which the other parts look into
         facts = _encode_identity(saving)
         for part in EVERY_PART:
             if part.name in parts:

@@ -1091,6 +1091,7 @@ TOLERANCE = 1e-3  # by which norms may differ between different kinds of process
 # By which that may grow from one comparison to the next, and more in each update between them.
 GROWTH, GROWTH_PER_UPDATE = 1e-5, 1e-6
 COUNTERS = ("step", "skipped", "epoch")
+LOCAL_SGD = "local_sgd"  # the slot of what processes that update by themselves have as their own
 _BY_HOOK = (
     "What a hook or a middleware does to weights must be the same everywhere: draw from torch, "
     "whose generators agree after backward, or fnloop.broadcast(...) what was drawn"
@@ -1169,6 +1170,11 @@ def check_alike(state: TrainState, what: str) -> None:
     owner.equal_at = owner.equal_at if worst else state.step
 
 
+def has_moved(state: TrainState) -> bool:
+    """Return whether the model holds weights of this process's own, by ``local_sgd``."""
+    return LOCAL_SGD in state.slots and state.slots[LOCAL_SGD].moved
+
+
 def check_counters_alike(most: Sequence[float], least: Sequence[float]) -> None:
     """Raise unless the largest and the smallest of each counter agree."""
     if [*most] != [*least]:
@@ -1193,8 +1199,8 @@ def _raise_apart(state: TrainState, name: str, norm: float, what: str) -> NoRetu
 
 
 def _norms(state: TrainState) -> dict[str, float]:
-    """Return the norm of each parameter that every process has a copy of."""
-    if is_sharded(state.model):
+    """Return the norm of each parameter that every process has the same copy of."""
+    if is_sharded(state.model) or has_moved(state):
         return {}
     named = {name: p.detach() for name, p in state.model.named_parameters() if _has_norm(p)}
     if not named:

@@ -42,6 +42,7 @@ from fnloop._checkpoint.retention import (
     warn_unless_shared,
 )
 from fnloop._checkpoint.save import check_resumable, collect_contents, position_of
+from fnloop._core.apart import average_inside, begin_again
 from fnloop._core.averages import Average
 from fnloop._core.history import (
     SINCE,
@@ -617,7 +618,9 @@ class restore_best(Hook):
         if value is None or not self._improves(state, value):
             return state
         first = first_record(state.phases, self.since)
-        best = {"value": value, "step": state.step, "first": first, **_copy_weights(state)}
+        with average_inside(state):  # what was evaluated, where each process has its own weights
+            copies = _copy_weights(state)
+        best = {"value": value, "step": state.step, "first": first, **copies}
         best["ended"] = None
         return with_slot(state, self.slot, best)
 
@@ -666,6 +669,7 @@ class restore_best(Hook):
             weights = _fit_to(state, best["weights"], self.slot)
             unwrap(state).load_state_dict(weights, strict=False)
             _load_averages(state, best.get("averages", {}))
+            begin_again(state)
             state = take_ownership(state)
             if state.backend.main:
                 shown = format_metric(self.key, value)

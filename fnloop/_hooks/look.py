@@ -399,15 +399,16 @@ class measure(Hook):
     def numbers(self, state: TrainState) -> Mapping[str, float]:
         """Call the function. Return its numbers, with the name of the hook."""
         __tracebackhide__ = True
-        if not self.everywhere:
-            return on_main_process(functools.partial(self._measured, state), repr(self))
-        return broadcast(self._measured(state))
+        with evaluation_weights(state):  # in every process, because they may exchange them
+            if not self.everywhere:
+                return on_main_process(functools.partial(self._measured, state), repr(self))
+            return broadcast(self._measured(state))
 
     def _measured(self, state: TrainState) -> dict[str, float]:
         __tracebackhide__ = True
         with isolated(state.backend.device):
             seed_all(fold_in(state.seed, COMPUTE))
-            with evaluating(state.model), evaluation_weights(state):
+            with evaluating(state.model):
                 if self.everywhere:
                     engine_of(state).share_buffers(state.model)
                 found = self.fn(state)

@@ -12,6 +12,7 @@ from typing import Any
 import attrs
 
 from fnloop._backend.containers import reusing_pages
+from fnloop._core.apart import rest
 from fnloop._core.history import Record
 from fnloop._core.metrics import (
     ITEMS,
@@ -101,6 +102,7 @@ def train_epochs(
         tell(state, plan.why_nothing_to_do(state))
         # Past its target it is in the middle of another run, of a later call of the same script:
         # what is left is that run's.
+        rest(state)
         yield state if past else _settle_hooks(plan, state)
         return
     run, backend = Run(plan, state), state.backend
@@ -140,6 +142,8 @@ def train_epochs(
                     run.end_epoch(ended=batch is NONE_LEFT)
                 reached = detached_from_run(run.state)
             if not run.rolled_back or run.is_over():
+                if interrupts is None or run.is_over():  # fit shows its caller the last one alone
+                    rest(reached)
                 yield reached
                 check_not_stale(reached)  # the caller may have advanced it
             if run.is_over():

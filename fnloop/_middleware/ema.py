@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
-from fnloop._checkpoint.format import TENSORS, TRAINING
+from fnloop._checkpoint.format import OWN, TENSORS, TRAINING
 from fnloop._core.averages import AVERAGED, Average
 from fnloop._core.freeze import Selectors, check_selectors
-from fnloop._core.state import TBPTT, TrainState, explain_unknown_length
+from fnloop._core.state import LOCAL_SGD, TBPTT, TrainState, explain_unknown_length
 from fnloop._core.types import Middleware, middleware, name_of
 from fnloop._display import checks
 from fnloop._display.screen import log
@@ -22,9 +22,9 @@ from fnloop._step.averages import (
 )
 from fnloop.schedules import check_length, updates_in
 
-_FILES = (*TENSORS, TRAINING, AVERAGED)
+_FILES = (*TENSORS, TRAINING, AVERAGED, OWN)
 # Middleware that others know by their names.
-_KNOWN = ("amp", "clip", "closure", "cuda_graph", "plateau", TBPTT, "timings")
+_KNOWN = ("amp", "clip", "closure", "cuda_graph", LOCAL_SGD, "plateau", TBPTT, "timings")
 
 
 @middleware("update")

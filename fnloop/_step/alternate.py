@@ -22,6 +22,7 @@ from fnloop._core.optimizers import optimizers_in
 from fnloop._core.rng import fold_in
 from fnloop._core.runs import RunInfo, waiting_once
 from fnloop._core.state import (
+    LOCAL_SGD,
     TBPTT,
     Ownership,
     ParameterCache,
@@ -401,6 +402,8 @@ def _check_in_turn(name: str, step: PipelineStep) -> None:
             why += ": leave it out"
         elif member.name == "spike_guard" and member.check_state is not None:
             why = 'goes back with the whole model: write then="skip" or then="stop"'
+        elif member.name == LOCAL_SGD:
+            why = "averages weights over processes, and alternate gradients: leave one out"
         elif member.update is not None and is_ours(member) and member.name != "compiled":
             why = "averages the whole model: list it around all turns, "
             why += f"pipeline({member!r})(alternate(...))"
@@ -551,6 +554,7 @@ def check_with_turns(around: Sequence[Middleware], steps: Mapping[str, PipelineS
 
     Raises:
         ValueError: both set one number of an optimizer, or an average has the name of a step.
+        NotImplementedError: processes would update by themselves.
     """
     inside = [
         _for_one(member, name)
@@ -559,6 +563,11 @@ def check_with_turns(around: Sequence[Middleware], steps: Mapping[str, PipelineS
         if _sets_numbers(member)
     ]
     for member in around:
+        if member.name == LOCAL_SGD:
+            raise NotImplementedError(
+                f"alternate averages the gradients of each turn over processes, and {member!r} the "
+                "weights: leave one of them out"
+            )
         average = member.evaluation
         if isinstance(average, EvaluateAverage) and not average.only and member.name in steps:
             raise ValueError(

@@ -19,6 +19,7 @@ from fnloop._backend.collectives import (
     all_reduce_max,
     all_reduce_max_tensor,
     any_rank,
+    counted_collectives,
     parameters_beside,
     shutdown_callbacks,
     start_all_reduce_sum,
@@ -27,6 +28,7 @@ from fnloop._backend.collectives import (
 from fnloop._backend.containers import is_out_of_memory
 from fnloop._backend.fsdp import is_sharded, roots
 from fnloop._backend.torch_compat import CHECKED, leaf_of, reduce_in_backward
+from fnloop._core.apart import apart_of, trains_apart
 from fnloop._core.metrics import RECENT, is_per_process, to_accumulator_dtype
 from fnloop._core.optimizers import optimizers_in
 from fnloop._core.rng import COMPUTE, fold_in, torch_seeder
@@ -35,6 +37,7 @@ from fnloop._core.state import (
     all_parameters,
     check_alike,
     generation_of,
+    has_moved,
     merge_metrics,
     ownership_of,
     parameters,
@@ -47,6 +50,7 @@ from fnloop._step.engine import (
     CollectiveProbe,
     DistributedEvaluation,
     GradientSum,
+    LocalEngine,
     LossRoot,
     SumInOrder,
     Weight,
@@ -196,19 +200,23 @@ class DistributedEngine:
 
     def start_batch(
         self, loss: LossRoot, state: TrainState, guarded: bool = False
-    ) -> DistributedBatch:
+    ) -> DistributedBatch | OwnWindow:
+        if trains_apart(state):
+            return OwnWindow(self, loss, state, (1,))
         return DistributedBatch(self, loss, state, (1,), guarded)
 
     def start_window(
         self, loss: LossRoot, state: TrainState, pieces: Sequence[int], guarded: bool = False
-    ) -> DistributedWindow:
+    ) -> DistributedWindow | OwnWindow:
+        if trains_apart(state):
+            return OwnWindow(self, loss, state, pieces)
         return DistributedWindow(self, loss, state, pieces, guarded)
 
     def equalize(
         self, state: TrainState, pieces: list[list[Batch]]
     ) -> Sequence[Sequence[Batch | Padding]]:
         uniform = self.window_of(state).batch_size > 0  # then all have as many
-        if uniform or self.probe.uses_collectives is False:
+        if uniform or self.probe.uses_collectives is False or trains_apart(state):
             return pieces
         most = all_reduce_max((len(part) for part in pieces), "the number of pieces")
         return [
@@ -220,6 +228,8 @@ class DistributedEngine:
         return int(all_reduce_max([number], "the number of pieces")[0])
 
     def start_sum(self, state: TrainState, batches: int, dtype: torch.dtype | None) -> GradientSum:
+        if trains_apart(state):
+            return SumInOrder(LocalEngine(), state, WeightedSum(), dtype)
         return SumInOrder(self, state, _SumOfMeans(self), dtype)
 
     def gradients(self, params: Sequence[Tensor]) -> list[Tensor | None]:
@@ -243,7 +253,8 @@ class DistributedEngine:
     # --- evaluation and reports
 
     def start_evaluation(self, state: TrainState, name: str) -> DistributedEvaluation:
-        sync_buffers(state.model)
+        if not has_moved(state):  # otherwise they come with the average
+            sync_buffers(state.model)
         return DistributedEvaluation(state, name)
 
     def share_buffers(self, model: nn.Module) -> None:
@@ -524,6 +535,72 @@ class DistributedBatch(DistributedWindow):
     """Forward and backward of a single batch."""
 
     def backward(self, state: TrainState, out: Output) -> Output:
+        __tracebackhide__ = True
+        self.add(state, out)
+        return self.finish(state)
+
+
+class OwnWindow:
+    """Forward and backward of a window where processes update by themselves: no exchange.
+
+    A process without a batch that counts has no gradient, and reports nothing.
+
+    Args:
+        engine: the engine.
+        loss: the loss, and the root of backward.
+        state: the state that is trained.
+        pieces: for each batch of the window, in how many pieces it comes.
+    """
+
+    def __init__(
+        self, engine: DistributedEngine, loss: LossRoot, state: TrainState, pieces: Sequence[int]
+    ) -> None:
+        slot = apart_of(state)
+        assert slot is not None
+        self._engine, self._loss, self._slot = engine, loss, slot
+        self._batch_of = [batch for batch, n in enumerate(pieces) for _ in range(n)]
+        self._batches, self._taken, self._n = len(pieces), engine.window_of(state), 0
+        self._total, self._stashed = WeightedSum(), stash_gradients(state)
+        self._counted = 0
+        engine.seed_own(state)
+
+    def forward(self, state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
+        __tracebackhide__ = True
+        engine = self._engine
+        padding = engine.is_padding(self._taken, self._batch_of[self._n], self._batches)
+        self._n += 1
+        engine.ended_on_padding = padding
+        if padding:
+            return state, Output(torch.zeros((), device=state.backend.device), 0, skip="padding")
+        known = engine.probe.uses_collectives
+        state, out = engine.probe.call(self._loss.forward, state, batch)
+        if is_left_out(out):
+            engine.probe.uses_collectives = known  # it does not show
+        if engine.probe.uses_collectives and counted_collectives() is not None:
+            raise NotImplementedError(
+                f"local_sgd: {self._loss.name} exchanges something with the other processes in "
+                "each update, as SyncBatchNorm does. Leave that out, or leave local_sgd out"
+            )
+        return state, out
+
+    def add(self, state: TrainState, out: Output) -> None:
+        __tracebackhide__ = True
+        if out.skip is None:
+            self._loss.root(state, out, self._total.relative_weight(out)).backward()
+            self._counted += 1
+        self._total.add(out)
+
+    def finish(self, state: TrainState) -> Output:
+        self._slot.counted += self._counted
+        self._engine.seed_shared(state)
+        self._total.divide([p.grad for p in parameters(state)])
+        restore_gradients(state, self._stashed)
+        out = self._total.output()
+        # The other processes count this update, whatever this one had.
+        return out if self._counted else Output(out.loss, 0, out.aux)
+
+    def backward(self, state: TrainState, out: Output) -> Output:
+        """Add the only batch, and finish."""
         __tracebackhide__ = True
         self.add(state, out)
         return self.finish(state)

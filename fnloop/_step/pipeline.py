@@ -30,6 +30,7 @@ from fnloop._core.rng import fold_in, isolated, seed_all, torch_seeder
 from fnloop._core.runs import Windows
 from fnloop._core.serialize import has_pending, materialize
 from fnloop._core.state import (
+    LOCAL_SGD,
     TBPTT,
     StaleStateError,
     TrainState,
@@ -330,7 +331,8 @@ class PipelineStep(abc.ABC):
             state: the state, with its slots.
             together: whether every process is here.
         """
-        with evaluating(state.model), evaluation_weights(state), contextlib.ExitStack() as stack:
+        weights = evaluation_weights(state, together)
+        with evaluating(state.model), weights, contextlib.ExitStack() as stack:
             for evaluation_pass in self._passes:
                 stack.enter_context(evaluation_pass(state, together))
             yield with_carry(state, None) if self.carries else state
@@ -983,6 +985,7 @@ _ORDER = {
     # They say to others what to do: last, once for each update; and replay looks at that.
     "step": {"plateau": 1, "replay": 1, TBPTT: 2},
     "gradient": {"microbatch": -2, RETRY: -1},  # they are about backward alone: first
+    "update": {LOCAL_SGD: -1},  # what others see of an update is the average, if there is one
 }
 
 

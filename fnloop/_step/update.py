@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fnloop._backend.torch_compat import apply_optimizer
+from fnloop._core.apart import average_inside
 from fnloop._core.history import suggestion
 from fnloop._core.optimizers import (
     Group,
@@ -54,11 +55,16 @@ _applying = _Applying()
 
 
 @contextlib.contextmanager
-def replace_apply(apply: Callable[[Optimizer], None]) -> Iterator[None]:
-    """Apply optimizers by another function in this thread, within a ``with`` block."""
+def replace_apply(
+    apply: Callable[[Optimizer], None],
+) -> Iterator[Callable[[Optimizer], None]]:
+    """Apply optimizers by another function in this thread, within a ``with`` block.
+
+    It gives the function that is replaced.
+    """
     before, _applying.apply = _applying.apply, apply
     try:
-        yield
+        yield before
     finally:
         _applying.apply = before
 
@@ -452,15 +458,21 @@ def to_training(state: TrainState) -> None:
 
 
 @contextlib.contextmanager
-def evaluation_weights(state: TrainState) -> Iterator[Set[int]]:
-    """Evaluate with the weights that the optimizers have for it, within a ``with`` block.
+def evaluation_weights(state: TrainState, together: bool = True) -> Iterator[Set[int]]:
+    """Evaluate with the weights that there are for it, within a ``with`` block.
 
-    Afterwards the weights and the modes of the optimizers are those from before. It gives the
-    identities of the parameters whose weights may be others than in training.
+    Those are the weights of an optimizer with modes; or the average over the processes, where each
+    has its own. Afterwards the weights and the modes of the optimizers are those from before. It
+    gives the identities of the parameters and buffers that may be others than in training.
+
+    Args:
+        state: the state.
+        together: whether every process is here. Otherwise each evaluates its own weights.
     """
     optimizers = _with_modes(state)
     if not optimizers:
-        yield frozenset()
+        with average_inside(state) if together else contextlib.nullcontext(frozenset()) as others:
+            yield others
         return
     params = parameters(state)
     kept = [p.detach().clone() for p in params]
@@ -486,6 +498,11 @@ def evaluation_weights(state: TrainState) -> Iterator[Set[int]]:
             group.update(before)
         for optimizer, before in zip(optimizers, flags, strict=True):
             vars(optimizer).update(before)
+
+
+def has_modes(state: TrainState) -> bool:
+    """Return whether an optimizer has other weights in evaluation than in training."""
+    return bool(_with_modes(state))
 
 
 def _with_modes(state: TrainState) -> list[_Modal]:

@@ -19,6 +19,10 @@ def double_loss(numbers):
     return 2 * numbers["loss"]
 
 
+def nesterov(parameters):
+    return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
+
+
 def decay(optimizer, run):
     return ExponentialLR(optimizer, 0.9)
 
