@@ -260,7 +260,8 @@ def count_changes(at):
 
 @pytest.mark.parametrize(("here", "background"), [
     pytest.param(False, False, marks=pytest.mark.slow),
-    *(pytest.param(*row, marks=pytest.mark.long) for row in ((0, 1), (1, 0), (1, 1))),
+    *(pytest.param(*row, marks=pytest.mark.long)
+      for row in ((False, True), (True, False), (True, True))),
 ])  # fmt: skip
 def test_a_run_that_is_cut_at_any_request_resumes_as_if_it_had_not_been(at, here, background):
     whole = run_once(toy(), background=background)
