@@ -956,8 +956,10 @@ def _prepare_apart(saved: Restoring) -> Load:
         )
 
     def load(state: TrainState) -> TrainState:
-        slot = Apart(own, mark_of(state), used=same and facts["used"])
+        slot = Apart(used=same and facts["used"])
         slot.take_outer(outer)
+        if own or slot.shared:  # otherwise nothing is to be taken back
+            slot.own, slot.mark = own, mark_of(state)
         return with_slot(state, LOCAL_SGD, slot)
 
     return load
