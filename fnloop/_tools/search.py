@@ -173,14 +173,14 @@ def search(
     Source: Jamieson and Talwalkar, 2016, https://arxiv.org/abs/1502.07943
     """
     rungs = _check(states, rungs, keep)
-    chosen = mode_of(OWNER, checks.text(OWNER, "key", key, "a metric") or key, mode)
+    chosen = mode_of(OWNER, checks.text(OWNER, "key", key, "a metric"), mode)
     made, checked = _steps(steps, states), read_hooks(hooks)
     with _kept_in(folder, states) as kept:
         trials = {
             name: Trial(name, source, made[name], loaders, rungs, (*checked, Watched(key)), kept)
             for name, source in states.items()
         }
-        found, growing, left = list[Rung](), Growing([*states], rungs, key), [*trials.values()]
+        found, growing, left = list[Rung](), Growing([*states], key), [*trials.values()]
         for epoch in rungs:
             for trial in left:
                 began = time.monotonic()
@@ -399,11 +399,10 @@ class Growing:
 
     Args:
         names: the names of all runs.
-        rungs: the rungs.
         key: the metric.
     """
 
-    def __init__(self, names: Sequence[str], rungs: Sequence[int], key: str) -> None:
+    def __init__(self, names: Sequence[str], key: str) -> None:
         self._names, self._key = names, key
         self._output = Display() if in_notebook() else None
         self._fitted: Table[Rung] | None = None
