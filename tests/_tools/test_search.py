@@ -144,6 +144,13 @@ def test_a_run_that_a_hook_stops_keeps_its_value(capsys):
     assert [rung.value for rung in found.rungs if rung.name == "a"] == [-2.0, -3.0]
 
 
+def test_only_the_last_rung_is_the_end_of_a_run(capsys):
+    ended = []
+    hook = fl.at_end()(lambda state: ended.append(state.epoch) or state)
+    fl.search(TOY_STEP, toys(1.0, 2.0), TOYS, rungs=(1, 3), keep=0.5, hooks=(hook,))
+    assert ended == [3]
+
+
 def test_each_run_may_have_a_step_of_its_own(capsys):
     steps = {"plain": TOY_STEP, "clipped": fl.pipeline(fl.clip(0.5))(toy_loss)}
     given = {"plain": toy(), "clipped": toy()}
