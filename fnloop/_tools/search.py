@@ -275,7 +275,7 @@ class Trial:
             reached = run(self._step, state, self._loaders, epochs=whole, hooks=hooks)
             with contextlib.closing(cast("Generator[TrainState]", reached)):
                 for state in reached:
-                    if epoch <= state.epoch < self._rungs[-1]:
+                    if state.epoch >= epoch:
                         break
         is_given = isinstance(self._source, TrainState)
         self._state = state if is_given or self._folder is None else None
