@@ -139,13 +139,11 @@ def test_checkpoints_go_from_graphs_to_eager_runs_and_back(tmp_path):
         assert_close(state, whole, rtol=1e-3)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("members", [(fl.compiled(),), (fl.compiled(), fl.cuda_graph())], ids=repr)
 def test_compiled_and_captured_steps_are_the_same(members):
     assert_close(run(SMALL, *members), run(SMALL), rtol=1e-3)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RAdam])
 @pytest.mark.parametrize("members", [(), (fl.cuda_graph(),)], ids=repr)
 def test_a_compiled_optimizer_is_the_same(optimizer, members):

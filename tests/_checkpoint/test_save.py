@@ -34,8 +34,6 @@ def saved(folder, **changes):
 
 
 @pytest.mark.slow  # compiles
-# From modules that torch imports
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("whole", [True, False], ids=["the model", "a part of it"])
 def test_compiled_and_plain_models_restore_into_each_other_with_plain_names(tmp_path, whole):
     def new(compiles):

@@ -15,11 +15,6 @@ from fnloop._graphs.capture import read_from_tensors
 from fnloop._loop import beginning
 from fnloop.testing import assert_same, small, stochastic, toy, toy_loss
 
-# raised by torch itself when its compiler is imported
-ignore_warning_of_torch = pytest.mark.filterwarnings(
-    "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"
-)
-
 
 class Counting:
     """A backend that compiles nothing, and keeps the graphs that it is given."""
@@ -105,7 +100,6 @@ def wrong(model, batch):
     return model(batch)
 
 
-@ignore_warning_of_torch
 @pytest.mark.long
 @pytest.mark.slow
 def test_the_default_backend_trains_as_an_eager_step_does():
@@ -130,7 +124,6 @@ halving = fl.schedule(lambda step, total: 0.5**step)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["SGD", "AdamW", *RARE])
-@ignore_warning_of_torch
 def test_a_compiled_optimizer_is_the_same_and_a_schedule_compiles_nothing_again(name):
     problem = attrs.evolve(small(), optimizer=OPTIMIZERS[name])
     batches = problem.batches[:2] * 5
@@ -153,7 +146,6 @@ def test_a_compiled_optimizer_is_the_same_and_a_schedule_compiles_nothing_again(
 
 
 @pytest.mark.slow
-@ignore_warning_of_torch
 def test_each_of_several_optimizers_is_compiled_and_a_restored_run_is_the_same(tmp_path):
     problem = several.problem(several.muon_and_adamw)
     backend = Counting()
@@ -182,7 +174,6 @@ def test_an_optimizer_that_cannot_be_compiled_is_refused(make, message):
 
 
 @pytest.mark.slow
-@ignore_warning_of_torch
 def test_an_update_that_is_skipped_is_not_applied_by_compiled_code():
     compiled = fl.compiled(update=True, fullgraph=True, backend="eager")  # that of the loss
     state = fitted([1, float("nan")], compiled, fl.skip_nonfinite(), state=toy(w=1.0))
@@ -198,7 +189,6 @@ def adamw_and_sgd(parameters):
 
 
 @pytest.mark.slow
-@ignore_warning_of_torch
 def test_turns_may_compile_their_updates():
     compiled = (fl.compiled(update=True, backend="eager"),)
     problem = attrs.evolve(small(), optimizer=adamw_and_sgd)
@@ -212,7 +202,6 @@ def test_turns_may_compile_their_updates():
 
 
 @pytest.mark.slow
-@ignore_warning_of_torch
 def test_a_learning_rate_set_by_hand_is_not_taken_for_that_of_the_schedule():
     compiled = fl.compiled(update=True, backend="eager")
     state = fitted([1], compiled, halving, state=toy(lr=0.1))

@@ -138,7 +138,6 @@ def test_several_processes_are_refused(step):
     "ema(0.5, every=2)", "swa(10, evaluate='only')", "derive(double=double_loss)",
     "throughput('weight', flops=1.0, peak=2.0)", "timings()", "device_memory()",
 ])  # fmt: skip
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 def test_it_shows_compares_and_pickles_as_it_was_typed(typed):
     names = {name: getattr(fl, name) for name in fl.__all__} | {"double_loss": double_loss}
     made, again = eval(typed, names), eval(typed, names)
