@@ -38,7 +38,7 @@ def pytest_xdist_auto_num_workers(config):
 
 COMPILES = re.compile(r"compiled\((backend=|\))")  # in the name of a test: a row that compiles
 # What is said of any number of processes is tried on three too; elsewhere that is long.
-ON_THREE = ("test_data_shares", "test_same_bits", "test_training")
+ON_THREE = ("test_training",)
 
 
 def is_on_three(item):

@@ -32,12 +32,15 @@ def cells(page):
 
 # They start processes, compile, import for seconds, or train until something can be seen.
 SLOW = (
-    *("large_models", "how_to/active_learning", "how_to/average_as_teacher", "how_to/detection"),
+    *("how_to/active_learning", "how_to/average_as_teacher", "how_to/detection"),
+    *("how_to/federated_averaging", "how_to/train_a_gan"),
     *("how_to/lbfgs_on_an_image", "how_to/maml", "how_to/quantization_aware_training"),
-    *("how_to/reinforcement_learning", "how_to/two_gpus", "how_to/why_is_it_slow"),
+    *("how_to/reinforcement_learning", "how_to/why_is_it_slow"),
 )
+LONG = ("large_models", "how_to/two_gpus")
+MARKS = dict.fromkeys(SLOW, pytest.mark.slow) | dict.fromkeys(LONG, pytest.mark.long)
 WITH_CODE = [
-    pytest.param(page, marks=[pytest.mark.slow] if page in SLOW else [])
+    pytest.param(page, marks=[MARKS[page]] if page in MARKS else [])
     for page in PAGES
     if cells(page)
 ]

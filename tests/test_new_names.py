@@ -291,7 +291,7 @@ def test_the_middleware_keeps_the_laws(mine):
     assert pickle.loads(pickle.dumps(mine.scaled(0.5))) == mine.scaled(0.5) != mine.scaled(2)
 
 
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.long)])
 def test_a_run_with_all_three_can_be_cut_at_every_update_and_resumed(mine, workers, tmp_path):
     """Fold and resume, with a DataLoader that shuffles in the loader, and a closing record less."""
     x = torch.arange(6.0)

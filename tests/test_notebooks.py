@@ -56,16 +56,19 @@ def test_the_links_of_a_notebook_lead_somewhere(name):
 
 # Of each notebook a cell is run again; of these, which find what their first run has left, all.
 REPEATED = ("all_of_fnloop", "write_your_own_middleware")
-# These take as long as all the others together.
-SLOWEST = ("averages_of_weights", "many_processes", "resume_and_checkpoints")
+OFTEN = ("coming_from_a_trainer", "one_bad_sample")  # the others are long
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "times"),
     [
-        *((name, 1) for name in BOOKS if name not in SLOWEST),
-        *(pytest.param(name, 1, marks=pytest.mark.long) for name in SLOWEST),
+        *((name, 1) for name in OFTEN),
+        *(
+            pytest.param(n, 1, marks=pytest.mark.long)
+            for n in BOOKS
+            if n not in (*OFTEN, *REPEATED)
+        ),
         *(pytest.param(name, 2, marks=pytest.mark.long) for name in REPEATED),
     ],
 )

@@ -132,6 +132,7 @@ def test_processes_that_diverge_before_the_first_update_fail(tmp_path, way):
     assert all(lost in error for error in found.errors if error not in told), found.errors
 
 
+@pytest.mark.long
 def test_a_begin_that_raises_in_one_process_ends_all(tmp_path):
     found = launch.launch(tmp_path, 2, part_early, "begin raises", timeout=90, forked=True)
     assert all(found.codes) and "ArithmeticError: broken on 1" in found.errors[1], found

@@ -326,9 +326,9 @@ def put(tree, path, value):
 
 
 @pytest.mark.parametrize(("kind", "which"), [
-    pytest.param("AdamW", 0, marks=pytest.mark.slow),  # one value for each place
-    pytest.param("AdamW", slice(None), marks=pytest.mark.long),
-    pytest.param("several", slice(None), marks=pytest.mark.long),
+    pytest.param("AdamW", [0], marks=pytest.mark.slow),
+    pytest.param("AdamW", [1, 3], marks=pytest.mark.long),
+    pytest.param("several", [2, 5], marks=pytest.mark.long),
 ])  # fmt: skip
 def test_any_value_of_json_may_be_crafted(kind, which, tmp_path):
     """A reader works, or raises CheckpointError. It never changes the state, or hides another."""
@@ -344,8 +344,7 @@ def test_any_value_of_json_may_be_crafted(kind, which, tmp_path):
         for i, place in enumerate(places(tree)):
             if place == ("check",):
                 continue
-            values = VALUES[which] if isinstance(which, slice) else [VALUES[i % len(VALUES)]]
-            for value in values:
+            for value in (VALUES[(i + n) % len(VALUES)] for n in which):
                 change = functools.partial(put, path=place, value=value)
                 craft(path, **{"facts" if name == "state" else "manifest": change})
                 check_readers(tmp_path, path, state, before, f"{name} {place} {value!r}")

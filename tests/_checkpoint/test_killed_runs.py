@@ -106,8 +106,8 @@ def check_newest(run, uninterrupted):
 @pytest.mark.slow
 @pytest.mark.parametrize(("share", "settings"), [
     pytest.param(0.4, {"background": True}, id="background", marks=LONG),
-    pytest.param(1.0, {}, id="plain", marks=LONG),
-    pytest.param(0.4, {"pause": 0.04, "background": True}, id="slow-disk-background"),
+    pytest.param(1.0, {}, id="plain"),
+    pytest.param(0.4, {"pause": 0.04, "background": True}, id="slow-disk-background", marks=LONG),
 ])  # fmt: skip
 def test_a_run_killed_repeatedly_ends_as_whole(share, settings, run_child, uninterrupted, tmp_path):
     rng = random.Random(repr(settings))
@@ -246,7 +246,9 @@ def test_sigusr1_saves_and_continues(background, run_child, uninterrupted, tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("moment", "attempts"), [("training", 3), ("evaluation", 2)])
+@pytest.mark.parametrize(("moment", "attempts"), [
+    ("training", 2), pytest.param("evaluation", 2, marks=LONG),
+])  # fmt: skip
 def test_a_run_with_workers_is_saved_if_it_is_terminated_twice(moment, attempts, tmp_path):
     """All processes of the run get both signals. The second kills its workers as it saves."""
     command = [sys.executable, terminated.__file__, str(tmp_path), moment, str(attempts)]

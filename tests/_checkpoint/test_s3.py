@@ -117,14 +117,13 @@ KILLS = {
     "after a removed manifest": (1, "DELETE", "manifest.json", "after"),
     "a removed file": (1, "DELETE", "model.safetensors", "after"),
 }
-OFTEN = ("the manifest",)
 WAYS = [(here, {"background": True} if back else {}) for here in (0, 1) for back in (1, 0)]
 ROWS = [  # each in one way: continued on this machine or elsewhere, uploaded beside training or not
-    pytest.param(name, *WAYS[i % 4], marks=[] if name in OFTEN else [LONG], id=name)
-    for i, name in enumerate(KILLS)
+    pytest.param(name, *WAYS[i % 4], id=name) for i, name in enumerate(KILLS)
 ]
 
 
+@LONG
 @pytest.mark.parametrize(("when", "here", "settings"), ROWS)
 def test_a_run_killed_while_it_uploads_ends_as_if_it_had_not_been(
     when, here, settings, train, whole, link, tmp_path

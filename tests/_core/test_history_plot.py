@@ -13,6 +13,7 @@ from fnloop._display.figures import thin_out
 from fnloop.testing import toy
 
 matplotlib = pytest.importorskip("matplotlib")
+pytestmark = pytest.mark.slow  # a figure takes a tenth of a second, and does not depend on torch
 NAN, INF = math.nan, math.inf
 
 

@@ -362,6 +362,7 @@ with trackers() as known:
 """
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_state_of_accelerate_is_neither_created_nor_changed(tmp_path):
     pytest.importorskip("tensorboard")

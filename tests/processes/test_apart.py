@@ -237,6 +237,7 @@ def resumed(folder):
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("n", COUNTS)
 def test_a_resumed_run_continues_from_the_weights_of_each_process(launched, n):
     for whole, again in zip(launched(interrupted, n), launched(resumed, n), strict=True):
@@ -250,6 +251,7 @@ def test_a_resumed_run_continues_from_the_weights_of_each_process(launched, n):
     assert first["own"] != second["own"] and first["optimizer"] != second["optimizer"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("n", COUNTS)
 def test_on_another_number_of_processes_all_continue_from_the_average(launched, n):
     other = 5 - n

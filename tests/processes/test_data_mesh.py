@@ -277,6 +277,7 @@ def test_parts_of_sequences_train_as_one_process_with_whole_ones(launched):
             assert close(every[0][name], one[name]), (n, name)
 
 
+@pytest.mark.long
 def test_a_run_continues_on_another_mesh_and_on_one_process(launched):
     [one] = launched(train, 1)
     for n in (1, 2):
@@ -292,11 +293,13 @@ def test_a_model_sharded_over_all_processes_trains_as_one_process(launched):
         assert all(close(mine[name], one["by_tokens"][name]) for name in mine)
 
 
+@pytest.mark.long
 def test_processes_of_a_row_draw_the_same(launched):
     two = launched(dropping, 2)
     assert all(close(mine, two[0]) for mine in (*two, *launched(dropping, 4)))
 
 
+@pytest.mark.long
 def test_processes_of_a_row_must_read_the_same(launched):
     for mine in (*launched(streams, 2), *launched(streams, 4)):
         assert close(mine["right"], mine["plain"])

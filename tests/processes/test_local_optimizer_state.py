@@ -116,7 +116,7 @@ def resumed(folder):
     return found
 
 
-@pytest.mark.parametrize("m", COUNTS)
+@pytest.mark.parametrize("m", [pytest.param(1, marks=pytest.mark.long), 2, 3])
 @pytest.mark.parametrize("n", COUNTS)
 def test_a_run_of_n_processes_is_continued_by_m_and_again(launched, n, m):
     """A copy that another process continues does not count when m processes save."""

@@ -39,6 +39,7 @@ def restarting(folder, kills):
     return {**come_to(state), "attempt": os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")}
 
 
+@pytest.mark.long
 def test_a_job_that_torchrun_restarts_equals_an_uninterrupted_one_bit_for_bit(tmp_path):
     expected = launch.results(tmp_path / "alone", 2, restarting, [])
     kills = [[9, 1], [18, 0]]

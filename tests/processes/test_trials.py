@@ -26,6 +26,7 @@ def finding(folder):
     return [[found.rates, found.suggestion, parameters], found.losses, refused]
 
 
+@pytest.mark.long
 def test_two_processes_find_what_one_does(launched):
     ((same, losses, _),), both = launched(finding, 1), launched(finding, 2)
     assert both[0] == both[1]
