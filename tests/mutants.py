@@ -139,6 +139,7 @@ def tests_of(file: str) -> list[str]:
     folder = TESTS.get(room, f"tests/{room.removeprefix('fnloop/')}")
     own = sorted(ROOT.glob(f"{folder}/test_{Path(file).stem.strip('_')}*.py"))
     also = ["tests/processes"] if file.startswith(TOGETHER) else []
+    also += ["tests/data"] if room == "fnloop/_data" else []  # what it makes has its name there
     first = [str(path.relative_to(ROOT)) for path in own]
     return [file, *first, folder, *also, "tests/test_laws.py", "tests/test_wrong_calls.py"]
 

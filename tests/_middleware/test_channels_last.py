@@ -1,3 +1,4 @@
+import attrs
 import pytest
 import torch
 from torch import nn
@@ -65,6 +66,17 @@ def test_the_loss_function_sees_images_and_a_model_in_channels_last():
     kept = state.optimizer.state[model.one.weight]["momentum_buffer"]
     assert is_last(model.one.weight) and is_last(model.stem.weight) and is_last(kept)
     assert is_last(model.mask) and model.deep.is_contiguous() and model.head.weight.is_contiguous()
+
+
+def test_convolutions_of_a_new_phase_are_converted():
+    state, step = problem().state(), fl.pipeline(fl.channels_last())(loss_fn)
+    state = fl.fit(step, state, BATCHES, epochs=1, hooks=(), phase="a")
+    state.model.stem = nn.Conv2d(3, 4, 3)
+    optimizer = torch.optim.SGD(state.model.parameters(), lr=0.1)
+    state = attrs.evolve(state, optimizer=optimizer)
+    assert not is_last(state.model.stem.weight)
+    state = fl.fit(step, state, BATCHES, epochs=1, hooks=(), phase="b")
+    assert is_last(state.model.stem.weight)
 
 
 @pytest.mark.parametrize("settings", [{}, {"foreach": True}, {"fused": True}], ids=str)

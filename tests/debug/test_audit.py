@@ -3,6 +3,7 @@
 import contextlib
 import pickle
 import random
+import re
 
 import attrs
 import numpy as np
@@ -83,6 +84,19 @@ def test_a_global_counter_is_found_and_its_line_is_named():
     assert error.parameter == "w"
     # The makings that explain it are the third and the fourth: their gradients are 3 and 4.
     assert "the gradient of w differs in 1 of 1 elements (2 bits), by at most 1" in str(error)
+
+
+class Counter:
+    def __init__(self):
+        self.calls = 0
+
+    def loss(self, model, batch):
+        self.calls += 1
+        return self.calls * model.w * batch.mean()
+
+
+def test_a_counter_in_the_object_of_a_method_is_found():
+    assert re.search(r"does not hold: .*\.calls\b", str(audited(Counter().loss)))
 
 
 @pytest.mark.parametrize("draw", [random.random, np.random.rand, lambda: torch.rand(()).item()])
