@@ -408,7 +408,7 @@ class Members:
         amps = [m.call for m in listed if m.name == "amp" and m.call is not None]
         given = [(*call.args, call.kwargs.get("precision"), None)[0] for call in amps]
         rough = any(given) or state.backend.precision is not None
-        window = max((m.window for m in listed), default=1)
+        window = max(m.window for m in listed)
         loaded = any(torch_compat.uncompiled(m) is not None for m in state.model.modules())
         compiles = "compiled" in names or loaded
         self._facts[state.model] = Facts(compiles, "cuda_graph" in names, rough, window)
