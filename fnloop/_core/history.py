@@ -728,19 +728,18 @@ def mode_of(owner: str, key: str, mode: str | None) -> str:
 
 
 class Watcher(Protocol):
-    """What watches metrics, and reports some: a hook."""
+    """What watches metrics: a hook."""
 
     monitors: str | tuple[str, ...] | None
-    reports: tuple[str, ...]
 
 
 def check_names(
-    hooks: Iterable[Watcher], known: Sequence[str], given: Collection[str] = ()
+    watched: Iterable[tuple[str, str]], known: Sequence[str], given: Collection[str] = ()
 ) -> None:
-    """Raise if a hook monitors a metric of a loader that is never read.
+    """Raise if a metric is watched of a loader that is never read.
 
     Args:
-        hooks: all hooks of a run, including those in wrappers.
+        watched: who watches which metric, without those that a hook reports.
         known: what names of metrics may begin with: "train", the loaders that are evaluated, and
             "recent" in a run with ``record_every``.
         given: the loaders that the run was given, evaluated or not.
@@ -749,26 +748,23 @@ def check_names(
         KeyError: there is no such loader; the message lists the known ones and suggests the nearest
             name.
     """
-    hooks = [*hooks]
-    reported = {name for hook in hooks for name in hook.reports}
-    watched = [(hook, key) for hook in hooks for key in keys_of(hook) if key not in reported]
-    for hook, key in watched:
+    for owner, key in watched:
         loader, _, metric = key.partition("/")
         if metric and loader in known:
             continue
         if metric and loader == "recent":
             raise KeyError(
-                f"{watcher_name(hook)}: this run does not make metrics such as {key!r}: pass "
+                f"{owner}: this run does not make metrics such as {key!r}: pass "
                 "record_every=every(steps=...) to fit"
             )
         if metric and loader in given:
             raise KeyError(
-                f"{watcher_name(hook)}: this run never makes {key!r}, because evaluate_every says "
+                f"{owner}: this run never makes {key!r}, because evaluate_every says "
                 f"None for the loader {loader!r}: give it a moment, such as every(epochs=1)"
             )
         candidates = [f"{name}/{rest}" for name in known for rest in (metric or key, "loss")]
         raise KeyError(
-            f"{watcher_name(hook)}: there is no metric {key!r}: its first part is not the name of "
+            f"{owner}: there is no metric {key!r}: its first part is not the name of "
             f"a loader that this run trains on or evaluates; those are: {', '.join(known)}"
             f"{suggestion(key, candidates, 0.5)}"
         )

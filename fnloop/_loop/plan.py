@@ -207,16 +207,14 @@ class Plan:
             KeyError: a hook monitors a metric that this run does not have, or a middleware is for
                 a loader that it does not have.
         """
-        listed = every_layer(self.hooks)
-        for layer in listed:
+        for layer in every_layer(self.hooks):
             layer.check_beside(self.hooks)
         recent = () if self.record_every is None else ("recent",)
         check_makers(self.hooks, ("train", "recent", *self.loaders.evaluated))
-        made = names_made(self.hooks)
-        known = ("train", *recent, *info.evaluated, *made)
-        check_names(listed, known, self.loaders.evaluated)
+        known = ("train", *recent, *info.evaluated, *names_made(self.hooks))
+        check_names(watched_in(self.step, self.hooks), known, self.loaders.evaluated)
         check_metrics(self.step, self.hooks, info.evaluated, history)
-        self.step.check_loaders(("train", *self.loaders.evaluated), made)
+        self.step.check_loaders(("train", *self.loaders.evaluated))
         self.step.check_evaluation(info.evaluated)
         for trigger in self.triggers:
             trigger.check(info)
@@ -580,6 +578,13 @@ def names_made(hooks: Iterable[Hook]) -> list[str]:
     return [name for hook in hooks for name in hook.makes_records]
 
 
+def watched_in(step: PipelineStep, hooks: Sequence[Hook]) -> list[tuple[str, str]]:
+    """Return who watches which metric, without those that a hook says it adds to records."""
+    reported = names_reported(hooks)
+    found = [(watcher_name(one), key) for one in every_layer(hooks) for key in keys_of(one)]
+    return [(owner, key) for owner, key in (*found, *step.watched) if key not in reported]
+
+
 def check_metrics(
     step: PipelineStep, hooks: Sequence[Hook], loaders: Collection[str], history: History
 ) -> None:
@@ -605,7 +610,7 @@ def check_metrics(
         if _is_of_user(unwrap_hook(hook)):
             break
     else:
-        watched += [(m.name, m.monitors) for m in step.pipeline.middleware if m.monitors]
+        watched += step.watched
     for owner, key in watched:
         loader, _, name = key.partition("/")
         if not name or loader not in loaders or key in reported or key in history:

@@ -815,9 +815,7 @@ def plateau(
 
         return lowered
 
-    loader = key.partition("/")[0]
-    loaders = () if loader in ("train", "recent") else (loader,)
-    return Middleware("plateau", step=wrap, check=_check, loaders=loaders, monitors=key)
+    return Middleware("plateau", step=wrap, check=_check, monitors=key)
 
 
 def _check(listed: Sequence[Middleware]) -> None:

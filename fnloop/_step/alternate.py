@@ -259,10 +259,15 @@ class AlternateStep(PipelineStep):
         found = {step.precision_in(state): None for step in self.settings.steps.values()}
         return ", ".join(name for name in found if name is not None) or None
 
-    def check_loaders(self, loaders: Sequence[str], made: Sequence[str] = ()) -> None:
-        super().check_loaders(loaders, made)
+    @property
+    def watched(self) -> list[tuple[str, str]]:
+        turns = self.settings.steps.values()
+        return super().watched + [pair for step in turns for pair in step.watched]
+
+    def check_loaders(self, loaders: Sequence[str]) -> None:
+        super().check_loaders(loaders)
         for step in self.settings.steps.values():
-            step.check_loaders(loaders, made)
+            step.check_loaders(loaders)
 
     def check_evaluation(self, loaders: Sequence[str]) -> None:
         for name in self.settings.evaluated:

@@ -216,16 +216,15 @@ class PipelineStep(abc.ABC):
                 return str((*m.call.args, m.call.kwargs.get("precision"))[0] or "") or None
         return state.backend.precision
 
-    def check_loaders(self, loaders: Sequence[str], made: Sequence[str] = ()) -> None:
-        """Raise KeyError if a middleware is for a loader that a run does not have.
+    @property
+    def watched(self) -> list[tuple[str, str]]:
+        """Which metrics its middleware look at: (the middleware, the metric)."""
+        return [(m.name, m.monitors) for m in self.pipeline.middleware if m.monitors is not None]
 
-        Args:
-            loaders: the names of the loaders.
-            made: what other names begin with that a middleware may look at, those of hooks.
-        """
+    def check_loaders(self, loaders: Sequence[str]) -> None:
+        """Raise KeyError if a middleware is for a loader that a run does not have."""
         for member in self.pipeline.middleware:
-            known = loaders if member.monitors is None else (*loaders, *made)
-            check_loaders(repr(member), member.loaders, known)
+            check_loaders(repr(member), member.loaders, loaders)
 
     def check_evaluation(self, loaders: Sequence[str]) -> None:  # noqa: B027
         """Raise ValueError if it cannot evaluate these loaders."""

@@ -32,14 +32,14 @@ from fnloop._display.checks import join_names
 from fnloop._display.tables import Column, Shown, Table, format_milliseconds, shorten
 from fnloop._graphs.capture import make_capturable, signature
 from fnloop._graphs.guards import CaptureError, HostReads
-from fnloop._hooks.hook import Hook, HookFn, Moment, Trigger, Wrapper, every, layers, unwrap_hook
+from fnloop._hooks.hook import Hook, HookFn, Moment, Trigger, Wrapper, every, unwrap_hook
 from fnloop._hooks.keep import checkpoint
 from fnloop._hooks.look import inspect
 from fnloop._hooks.send import TableWriter
 from fnloop._loop.errors import NO_LENGTH, check_counters, check_returned
 from fnloop._loop.evaluate import open_loader
 from fnloop._loop.peers import Interrupts, is_alone
-from fnloop._loop.plan import check_metrics, check_step, make_plan, names_made
+from fnloop._loop.plan import check_metrics, check_step, make_plan, names_made, watched_in
 from fnloop._loop.run import train_epochs
 from fnloop._middleware.ema import ema, swa
 from fnloop._middleware.metric import derive, metric, throughput, timings
@@ -158,9 +158,9 @@ def dry_run(
     del given  # the copy
     found, checked = plan.loaders, plan.hooks
     named = loaders_to_try("dry_run", state, found, several=True)
-    check_names(
-        [layer for hook in checked for layer in layers(hook)], (*named, *names_made(checked))
-    )
+    # Whether there are records of intervals, it is fit that is told.
+    watched = [one for one in watched_in(step, checked) if not one[1].startswith("recent/")]
+    check_names(watched, (*named, *names_made(checked)))
     check_metrics(step, checked, found.evaluated, state.history)
     step, failed = _tried_metrics(step)
     findings, first = _read(step, state, named)

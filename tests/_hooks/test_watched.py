@@ -58,6 +58,13 @@ MADE = "; there are: train/loss, train/lr, valid/loss. Did you mean"
 RUN = {"train": 1, "valid": 1, "epochs": 10}
 
 
+def watching(watcher, key, folder):
+    """Return the hooks and the members of a pipeline that watch a metric."""
+    if watcher == "plateau":
+        return (), (fl.plateau(key, mode="min"),)
+    return (WATCHERS[watcher][1](key, folder),), ()
+
+
 @pytest.mark.parametrize(("key", "run", "step", "message"), [
     *((key, {}, 0, f"{NO_LOADER}train, valid. Did you mean '{near}'?")
       for key, near in (("val/loss", "valid/loss"), ("test/loss", "train/loss"),
@@ -71,23 +78,23 @@ RUN = {"train": 1, "valid": 1, "epochs": 10}
     *((key, {"other": lambda state: state, "evaluate_every": fl.every(epochs=every)}, every,
        f"{MADE} 'valid/loss'?") for key, every in (("valid/lss", 1), ("valid/los", 2))),
 ])  # fmt: skip
-@pytest.mark.parametrize("watcher", WATCHERS)
+@pytest.mark.parametrize("watcher", ["plateau", *WATCHERS])
 def test_an_unknown_metric_is_refused_as_soon_as_it_is_known(
     watcher, key, run, step, message, tmp_path
 ):
-    who, make = WATCHERS[watcher]
+    who = "plateau" if watcher == "plateau" else WATCHERS[watcher][0]
     who = who.removeprefix("~") if step else who
-    given = {**RUN, **run}
-    hooks = [hook for hook in (given.pop("other", None), make(key, tmp_path)) if hook]
-    state = toy()
+    given, (watch, members) = {**RUN, **run}, watching(watcher, key, tmp_path)
+    hooks = [hook for hook in (given.pop("other", None), *watch) if hook]
+    state, pipe = toy(), fl.pipeline(*members)(toy_loss)
     with pytest.raises(KeyError) as caught:
-        fit(fl.progress(), *hooks, state=state, **given)
+        fit(fl.progress(), *hooks, step=pipe, state=state, **given)
     said = message if message == NOT_MADE else f"there is no metric '{key}'{message}"
     assert caught.value.args == (f"{who.format(key=key)}: {said}",)
     assert state.model.w.item() == -step
     if step == 0 and "evaluate_every" not in run:
         with pytest.raises(KeyError) as again:
-            fl.dry_run(fl.pipeline()(toy_loss), toy(), {"train": [ONE], "valid": [ONE]}, hooks)
+            fl.dry_run(pipe, toy(), {"train": [ONE], "valid": [ONE]}, hooks)
         assert again.value.args == caught.value.args
 
 
@@ -96,13 +103,6 @@ def test_an_unknown_metric_is_refused_as_soon_as_it_is_known(
 
 def largest(state, outputs):
     return {"last": torch.cat([out.aux["output"] for out in outputs])[-1]}
-
-
-def watching(watcher, key, folder):
-    """Return the hooks and the members of a pipeline that watch a metric."""
-    if watcher == "plateau":
-        return (), (fl.plateau(key, mode="min"),)
-    return (WATCHERS[watcher][1](key, folder),), ()
 
 
 @pytest.mark.parametrize(("adds", "key", "other"), [
