@@ -40,7 +40,11 @@ ACCELERATE = (  # --cpu would start one process; --multi_gpu starts all, which a
 )
 
 _forks = multiprocessing.get_context("forkserver")
-_forks.set_forkserver_preload(["accelerate", "torchmetrics", "fnloop.testing", "mlxtend.data"])
+_forks.set_forkserver_preload([  # all that most jobs import, which takes a process 2 seconds
+    *("accelerate", "mlxtend.data", "pytest", "torchmetrics"),
+    *("torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp"),
+    *("fnloop._checkpoint.restore", "fnloop._hooks.keep", "fnloop.testing"),
+])  # fmt: skip
 
 
 class Launched(NamedTuple):
