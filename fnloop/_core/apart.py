@@ -77,6 +77,13 @@ class Apart:
         named = named_parameters(state)
         self.tensors = {k: p for k, p in named.items() if p.requires_grad or k in before}
 
+    def state_dict(self) -> dict[str, object]:
+        """Return what states that are compared must agree on, besides what the model holds.
+
+        It is the same before and after the outer optimizer is made of what a checkpoint has.
+        """
+        return {"own": self.own or {}, "used": self.used, "outer": self.outer_state()}
+
     def outer_state(self) -> Shared | None:
         """Return what the processes share of the outer optimizer, for a checkpoint."""
         if not self.shared:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -11,6 +12,7 @@ from pathlib import Path
 import attrs
 from torch import Tensor
 
+from fnloop._backend.collectives import on_main_process
 from fnloop._backend.containers import pairs_of, parts_of
 from fnloop._checkpoint.files import decode_history
 from fnloop._checkpoint.format import COUNTERS, Contents
@@ -61,8 +63,11 @@ def diff(
     if isinstance(one, list) and isinstance(other, list):
         return _compare_runs(one, other)
     if isinstance(one, TrainState | Path) and isinstance(other, TrainState | Path):
-        found = compare_contents(contents_of(one), contents_of(other))
+        both = contents_of(one), contents_of(other)
         kinds = {isinstance(one, Path), isinstance(other, Path)}
+        compare = functools.partial(compare_contents, *both)
+        # Of a state of several processes the main one has all.
+        found = on_main_process(compare, "fnloop.debug.diff") if False in kinds else compare()
         what = "states" if True not in kinds else "checkpoints" if len(kinds) == 1 else "the two"
         return attrs.evolve(found, compared=what)
     raise TypeError(
@@ -234,31 +239,21 @@ def compare_histories(a: Iterable[Record], b: Iterable[Record]) -> Finding | Non
 
 
 def contents_of(source: TrainState | Path, history: bool = True) -> Contents:
-    """Return what a checkpoint of a state has, or what one has that was saved."""
+    """Return what a checkpoint of a state has, or what one has that was saved.
+
+    If there are several processes, the main one gets all that a state has.
+    """
     if isinstance(source, Path):
         return read_alone(source, history=history)
     made = collect_contents(source)
     if made.index:
         raise NotImplementedError(
-            "a state whose model is sharded over processes cannot be compared, as each process has "
-            "a part of it: save it, and give the path of the checkpoint"
+            "a state of which each process has a part, because the model is sharded or by "
+            "local_sgd, cannot be compared: save it, and give the path of the checkpoint"
         )
     facts = json.loads(json.dumps(made.facts))
     rows = [json.loads(row) for row in made.history]
     return attrs.evolve(made, facts={**facts, "history": rows})
-
-
-def compare_states(
-    a: TrainState | Path, b: TrainState | Path, parts: Sequence[str] = BITS
-) -> Difference:
-    """Return what differs between two states or checkpoints.
-
-    Args:
-        a, b: states, or the paths of checkpoints.
-        parts: the parts to compare.
-    """
-    history = "history" in parts
-    return compare_contents(contents_of(a, history), contents_of(b, history), parts)
 
 
 def compare_contents(a: Contents, b: Contents, parts: Sequence[str] = _PARTS) -> Difference:

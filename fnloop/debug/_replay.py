@@ -21,11 +21,12 @@ from torch.optim import Optimizer
 from fnloop._backend.collectives import on_main_process
 from fnloop._backend.containers import map_leaves
 from fnloop._backend.torch_compat import strip_compile_prefix
-from fnloop._checkpoint.format import CheckpointError, shares_in
+from fnloop._checkpoint.format import CheckpointError, Contents, shares_in
 from fnloop._checkpoint.parts import Targets, decode_targets
 from fnloop._checkpoint.restore import restore
 from fnloop._checkpoint.retention import Saved, read_history, saved_in
 from fnloop._checkpoint.save import collect_contents
+from fnloop._core.apart import take_back
 from fnloop._core.history import History, Phase, decode_phases, unfinished
 from fnloop._core.optimizers import optimizers_in
 from fnloop._core.rng import isolated, reserved_generators
@@ -44,10 +45,10 @@ from fnloop._step.alternate import AlternateStep
 from fnloop._step.guard import pieces_of
 from fnloop._step.pipeline import LossStep, Pipeline, PipelineStep, RawStep
 from fnloop.debug._diff import (
+    BITS,
     Difference,
     common,
     compare_contents,
-    compare_states,
     compare_tensors,
     compare_values,
     contents_of,
@@ -220,6 +221,7 @@ def restored_from(origin: Origin, state: TrainState) -> TrainState:
             f"are {state.backend.data_size}, which would take other batches for it: start as many"
         )
     restored = restore(origin.start.path, snapshot(state))
+    take_back(restored)  # in a run the model holds what is this process's own
     if restored.stop is None or is_interruption(restored.stop):
         return restored
     if origin.later is None:
@@ -318,6 +320,7 @@ def continue_from(
             pass
     if reached.stop == INTERRUPTED:
         raise KeyboardInterrupt
+    take_back(reached)  # the end of a run has put the average into the model
     return follow.restore(reached)
 
 
@@ -398,13 +401,21 @@ def _indices(loaders: object, state: TrainState, batches: int) -> tuple[object, 
 def _confirm(origin: Origin, state: TrainState) -> bool | None:
     """Return whether the checkpoint of a state has the same bits; None if there is none."""
     at = (state.step + state.skipped, state.epoch, state.batch)
-    for saved in origin.same:
-        if saved.position == at:
-            try:
-                return not compare_states(state, saved.path)
-            except CheckpointError:  # it is damaged
-                return None
-    return None
+    saved = next((one.path for one in origin.same if one.position == at), None)
+    if saved is None:
+        return None
+    try:
+        mine = contents_of(state)
+    except NotImplementedError:
+        return None
+    return on_main_process(lambda: _same_bits(mine, saved), "fnloop.debug.replay")
+
+
+def _same_bits(mine: Contents, path: Path) -> bool | None:
+    try:
+        return not compare_contents(mine, contents_of(path, history=False), BITS)
+    except CheckpointError:  # it is damaged
+        return None
 
 
 # --------------------------------------------------------------------------------------------------
@@ -720,7 +731,7 @@ class Update:
             that of the update is; (batch, row) where there are no indices. None if they cannot be
             evaluated alone, or the weights were not finite before.
         confirmed: whether a checkpoint of the state after it has the same bits; None if there is no
-            such checkpoint.
+            such checkpoint, or each process has a part of the state (``local_sgd``).
 
     Example:
         >>> import fnloop as fl, tempfile, torch

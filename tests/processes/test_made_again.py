@@ -1,5 +1,6 @@
 """Updates of several processes are made again, audited and watched by all of them together."""
 
+import itertools
 import math
 
 import pytest
@@ -18,21 +19,32 @@ BAD = 17  # a sample
 fresh = lambda: created(False, adamw, dropping)
 
 
-def again(folder):
-    step, states = fl.pipeline(fl.accumulate(2), fl.clip(0.1), fl.ema(0.9))(entropy), {}
+def replayed(folder, *members, update):
+    """Make an update of a run again, whose checkpoints are of updates 2 and 6."""
+    step, states = fl.pipeline(fl.accumulate(2), fl.clip(0.1), *members)(entropy), {}
 
     def keep(state):
         states[state.step] = fl.snapshot(state)
         return state
 
-    saves = fl.when(lambda state: state.step == 2)(fl.checkpoint(folder / "runs", keep=None))
+    saves = fl.when(lambda state: state.step in (2, 6))(fl.checkpoint(folder, keep=None))
     fl.fit(step, fresh(), loader(shuffle=True), epochs=3, hooks=(keep, saves))
-    made = replay(folder / "runs", step, fresh(), loader(shuffle=True), update=6)
-    assert_same(made.before, states[5])
-    assert_same(made.after, states[6])
-    assert not diff(made.after, states[6])
+    made = replay(folder, step, fresh(), loader(shuffle=True), update=update)
+    assert_same(made.before, states[update - 1])
+    assert_same(made.after, states[update])
     assert [[*index] for index in made.indices] == [b[3].tolist() for b in made.batches]
+    return made
+
+
+def again(folder):
+    made = replayed(folder / "runs", fl.ema(0.9), update=6)
+    assert made.confirmed and not diff(made.after, folder / "runs" / "step-00000006")
     grads = {name: grad.sum().item() for name, grad in made.grads.items()}
+    nesterov = lambda params: torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True)
+    for outer, update in itertools.product((None, nesterov), (3, 6)):
+        runs = folder / f"{update} {outer is None}"
+        made = replayed(runs, fl.local_sgd(4, outer), update=update)
+        assert made.confirmed is None
 
     x, y = samples().tensors[:2]
     x[BAD] = math.nan
