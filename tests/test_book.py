@@ -37,7 +37,7 @@ SLOW = (
     *("how_to/lbfgs_on_an_image", "how_to/maml", "how_to/quantization_aware_training"),
     *("how_to/reinforcement_learning", "how_to/why_is_it_slow"),
 )
-LONG = ("large_models", "how_to/two_gpus")
+LONG = ("large_models", "how_to/slow_link", "how_to/two_gpus")
 MARKS = dict.fromkeys(SLOW, pytest.mark.slow) | dict.fromkeys(LONG, pytest.mark.long)
 WITH_CODE = [
     pytest.param(page, marks=[MARKS[page]] if page in MARKS else [])
