@@ -349,9 +349,10 @@ class Jobs:
         def decide(method, key):
             if method not in CHANGES or next(begun) != number:
                 return None
-            if case.moment == "before":
+            if 0 not in victims:  # the process that uploads lives, so its request passes
                 cut()
-            return {"in": "half", "after": "after"}.get(case.moment)
+                return None
+            return "half" if case.moment == "in" else case.moment
 
         self.link.cut = cut
         return decide

@@ -57,8 +57,9 @@ class Link(http.server.ThreadingHTTPServer):
 
     Attributes:
         decide: called with the method and the key of each request. It returns None to pass it, a
-            number to answer it with this status, "half" to call ``cut`` when half of it has come,
-            or "after" to call it when the server has answered, and the client does not know yet.
+            number to answer it with this status, "before" or "half" to call ``cut`` when nothing or
+            half of its body has come, and to drop it then, or "after" to call ``cut`` when the
+            server has answered, and the client does not know yet.
         cut: ends the client.
         rate: bytes a second; None for all that is possible.
         lags: whether a list is what it was when it was asked for first.
@@ -108,7 +109,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         link, parts = self.server, urllib.parse.urlsplit(self.path)
         key = urllib.parse.unquote(parts.path).removeprefix(f"/{BUCKET}").lstrip("/")
         decided = link.decide(self.command, key)
-        body = self._body(link.cut if decided == "half" else None)
+        if decided in ("before", "half"):
+            self._drop(decided == "half")
+        body = self._body()
         if isinstance(decided, int):
             self._answer(decided, [], b"")
             return
@@ -129,7 +132,13 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     do_GET = do_PUT = do_HEAD = do_POST = do_DELETE = _pass
 
-    def _body(self, cut):
+    def _drop(self, half):
+        if half:
+            self._read(int(self.headers.get("Content-Length", 0)) // 2)
+        self.server.cut()
+        raise ConnectionError  # what a client has sent before its end could still be read
+
+    def _body(self):
         if "chunked" in self.headers.get("Transfer-Encoding", ""):
             data = b""
             while size := int(self.rfile.readline().split(b";")[0], 16):
@@ -137,11 +146,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                 self.rfile.readline()
             self.rfile.readline()
             return data
-        size = int(self.headers.get("Content-Length", 0))
-        data = self._read(size // 2)
-        if cut is not None:
-            cut()
-        return data + self._read(size - size // 2)
+        return self._read(int(self.headers.get("Content-Length", 0)))
 
     def _read(self, size):
         data = b""
