@@ -49,6 +49,8 @@ def diff(
         TypeError: the two cannot be compared.
         CheckpointError: there is no checkpoint, or it is damaged.
         StaleStateError: a state has been advanced.
+        NotImplementedError: each process has a part of a state: of a sharded model, or by
+            ``local_sgd``.
 
     Example:
         >>> import torch

@@ -1,6 +1,6 @@
 """Kill jobs of 1, 2 and 3 processes in the middle of something, and compare their ends.
 
-    python tests/benchmarks/faults.py --kills 200 --seed 1      # half an hour
+    python tests/benchmarks/faults.py --kills 200 --seed 1      # 50 minutes on two busy cores
     python tests/benchmarks/faults.py --only "averaging on 2"
 
 What they are doing, which processes are killed, and when: see tests/helpers/killed_jobs.py.
