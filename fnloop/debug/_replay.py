@@ -360,6 +360,8 @@ class _Follow:
     ) -> None:
         self.until, self.records, self.each = until, records, each
         self.reached: TrainState | None = None
+        # What a middleware watches is in these records, and nothing is evaluated.
+        self.reports = (*{name for record in records or () for name in record.metrics},)
 
     def __call__(self, state: TrainState) -> TrainState:
         if self.reached is not None:  # the run has ended
