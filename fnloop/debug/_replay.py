@@ -37,6 +37,7 @@ from fnloop._data.loaders import read_loaders
 from fnloop._display import checks, tables
 from fnloop._display.checks import join_names
 from fnloop._loop.evaluate import open_loader
+from fnloop._loop.made_with import members_of
 from fnloop._loop.peers import Interrupts, is_alone
 from fnloop._loop.plan import Plan, check_step, has_left, make_plan
 from fnloop._loop.run import train_epochs
@@ -956,13 +957,6 @@ def _detached(out: Output) -> Output:
 
 
 # --- the step
-
-
-def members_of(step: PipelineStep) -> list[Middleware]:
-    """Return all middleware of a step, those of its turns too."""
-    turns = step.settings.steps.values() if isinstance(step, AlternateStep) else ()
-    inner = [member for one in turns for member in one.pipeline.middleware]
-    return [*step.pipeline.middleware, *inner]
 
 
 def recording(step: PipelineStep, recorder: Recorder) -> PipelineStep:
