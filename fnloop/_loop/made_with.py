@@ -26,11 +26,12 @@ def describe_making(
     Its functions are those that the step was given, the classes of the modules, and what these
     refer to, as far as a user wrote it. Each has a hash, by its name.
     """
+    changing = filter(_may_change, hooks)
     return {
         "step": _without_addresses(repr(step)),
         "device": device_name(device),
         "functions": _hashes(step, model),
-        "hooks": [_without_addresses(name_of(hook)) for hook in hooks if _may_change(hook)],
+        "hooks": [_without_addresses(name_of(unwrap_hook(hook))) for hook in changing],
         "hook_slots": sorted(slots_of(hooks)),
     }
 
