@@ -406,6 +406,11 @@ class _Again:
             known = () if one is None else one.metrics
             lost = () if its is None else (name for name in its.metrics if name not in known)
             self.not_made |= dict.fromkeys(name for name in lost if not is_measured(name))
+        left = [one for one in _records(stops[-1])[len(reached.history) :] if not one.closing]
+        if left and not waiting:
+            record = f"record of step {left[0].step}"
+            text = "is not at a boundary of the run"
+            found[-1] = attrs.evolve(found[-1], holds=False, name=record, text=text)
         why = "" if reached.stop is None else f" ({reached.stop})"
         text = f"made again, the run ends at step {reached.step}, epoch {reached.epoch}{why}"
         return [*found, *(Span(start.step, one.step, False, text=text) for one in waiting)]

@@ -177,6 +177,8 @@ ROWS = [
         "record of step 8: valid/loss is"),
     ("all records", edit(lower("recent/loss"), (4, 6, 8), chained=True), {(2, 4)},
         "record of step 3: recent/loss is"),
+    ("step of a record", edit(lambda f: f["history"][2].update(step=9), (4, 6, 8), chained=True),
+        {(2, 4)}, "record of step 9: is not at a boundary of the run"),
     ("no record", edit(lambda f: f["history"].pop(1), (2, 4, 6, 8), chained=True), {(0, 2)},
         "metrics.recent/loss.total"),
     ("byte", damage, MIDDLE, "is damaged: the checksum of model.safetensors is wrong"),
@@ -310,6 +312,7 @@ KINDS = {
     "schedule": (*of(fl.pipeline(fl.schedule(fl.schedules.cosine(warmup=0.1))), small()), EVERY),
     "measured": (*with_valid(fl.pipeline(fl.timings(), fl.throughput()), small()), {"hooks": (
         fl.measure(lambda state: {"m": 1.0}, name="own", every=fl.every(steps=3)),)}),
+    "gone back": (*with_valid(fl.pipeline(*laws.SPIKES[1].middleware), small()), EVERY),
     "skipped": (fl.pipeline(fl.skip_nonfinite())(toy_loss), toy,
         [torch.tensor([x]) for x in (1.0, float("nan"), 2.0, 3.0, float("nan"))], {}),
     "stopped": (*of(fl.pipeline(), small()), {"hooks": (stop_at(7), fl.early_stop("train/loss"))}),
