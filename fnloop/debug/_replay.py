@@ -432,17 +432,17 @@ class _Follow:
     def _records_at(self, state: TrainState) -> History:
         """Return the records that the run had made at a boundary.
 
-        To those of the boundary before, this one adds its own. A guard may have gone back since
-        then: the records of the updates that it took back stay.
+        To those of the boundary before, this one adds its own: one, and those with which the run
+        ended there. A guard may have gone back: then several are of the same update.
         """
         assert self.records is not None
-        n, here = len(self.history), (state.step, state.epoch)
+        n, here, added = len(self.history), (state.step, state.epoch), False
         while n < len(self.records):
             record = self.records[n]
             at = record.step, record.epoch
-            if not (at == here or (record.closing and at <= here)):
+            if not (at <= here if record.closing else at == here and not added):
                 break
-            n += 1
+            n, added = n + 1, added or not record.closing
         return self.history if n == len(self.history) else self.records[:n]
 
     def restore(self, state: TrainState) -> TrainState:

@@ -312,7 +312,7 @@ KINDS = {
     "schedule": (*of(fl.pipeline(fl.schedule(fl.schedules.cosine(warmup=0.1))), small()), EVERY),
     "measured": (*with_valid(fl.pipeline(fl.timings(), fl.throughput()), small()), {"hooks": (
         fl.measure(lambda state: {"m": 1.0}, name="own", every=fl.every(steps=3)),)}),
-    "gone back": (*with_valid(fl.pipeline(*laws.SPIKES[1].middleware), small()), EVERY),
+    "gone back": (*with_valid(laws.SPIKES[1], small()), {"evaluate_every": fl.every(steps=3)}),
     "skipped": (fl.pipeline(fl.skip_nonfinite())(toy_loss), toy,
         [torch.tensor([x]) for x in (1.0, float("nan"), 2.0, 3.0, float("nan"))], {}),
     "stopped": (*of(fl.pipeline(), small()), {"hooks": (stop_at(7), fl.early_stop("train/loss"))}),
