@@ -36,6 +36,15 @@ SLOW = (
     *("how_to/lbfgs_on_an_image", "how_to/maml", "how_to/quantization_aware_training"),
     *("how_to/reinforcement_learning", "how_to/two_gpus", "how_to/why_is_it_slow"),
 )
+# What the text of a page says of its results.
+SAID = {
+    "time_travel": [
+        "(found.update, found.what) == (134, 'batch')",
+        "worst.tolist() == [13, 14, 15, 16, 17]",
+        "night.history['valid/loss'][-1] > 5 * mended.history['valid/loss'][-1]",
+        "not diff(mended, never)",
+    ],
+}
 WITH_CODE = [
     pytest.param(page, marks=[pytest.mark.slow] if page in SLOW else [])
     for page in PAGES
@@ -61,6 +70,7 @@ def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch, settings_of_torch,
         warnings.filterwarnings("ignore", "The .grad attribute")  # of torch, while it compiles
         for code in cells(page):
             exec(compile(code, page, "exec"), known)
+        assert [said for said in SAID.get(page, ()) if not eval(said, known)] == []
 
 
 @pytest.mark.parametrize("page", PAGES)
