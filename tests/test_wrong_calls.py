@@ -425,6 +425,7 @@ WORDS = {  # other words in messages
     "replay(folder)": "checkpoint",
     "search(loaders)": "loss of",
     "tune(loader)": "loss of",
+    "verify(folder)": "checkpoint",
 }
 FIT = {  # which values fit a part of an annotation
     "None": "None",

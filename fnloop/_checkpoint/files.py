@@ -831,10 +831,12 @@ class EncodedHistory:
     Args:
         blocks: the checksum of each complete block of records, the oldest first.
         rest: the records after the blocks, one line each.
+        digest: of all records, each chained to the one before it.
     """
 
     blocks: tuple[str, ...] = ()
     rest: tuple[str, ...] = ()
+    digest: str = ""
 
 
 def make_history_encoder() -> Callable[[History], EncodedHistory]:
@@ -843,10 +845,24 @@ def make_history_encoder() -> Callable[[History], EncodedHistory]:
 
 
 def _append_record(encoded: EncodedHistory, record: Record) -> EncodedHistory:
-    rest = (*encoded.rest, encode_record(record))
+    row = encode_record(record)
+    rest, digest = (*encoded.rest, row), chain(encoded.digest, row)
     if len(rest) < IN_BLOCK:
-        return EncodedHistory(encoded.blocks, rest)
-    return EncodedHistory((*encoded.blocks, _checksum(_join_lines(rest))), ())
+        return EncodedHistory(encoded.blocks, rest, digest)
+    return EncodedHistory((*encoded.blocks, _checksum(_join_lines(rest))), (), digest)
+
+
+def chain(digest: str, row: str) -> str:
+    """Return the digest of a history with one more record, from that of those before it.
+
+    So a checkpoint vouches for the records of all earlier ones: an edited record changes every
+    digest after it.
+
+    Args:
+        digest: that of the records before; "" if there are none.
+        row: the record as JSON.
+    """
+    return _checksum(f"{digest}\n{row}".encode())
 
 
 def encode_record(record: Record) -> str:

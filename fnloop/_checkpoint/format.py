@@ -130,6 +130,13 @@ _PHASE: Shape = {
 STATE_SHAPE: Shape = {
     "parts?": [_is_part],
     **dict.fromkeys(("step?", "epoch?", "batch?", "samples?", "skipped?", "processes?"), COUNT),
+    "versions?": {"*": str},
+    "made_with?": {
+        **dict.fromkeys(("step?", "device?"), str),
+        "functions?": {"*": str},
+        **dict.fromkeys(("hooks?", "hook_slots?"), NAMES),
+    },
+    "digest?": str,  # of the history: see `files`
     "data_shares?": COUNT,  # if there are fewer than processes
     "stop?": (None, str),
     "exact?": bool,

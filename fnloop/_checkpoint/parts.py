@@ -24,7 +24,13 @@ from fnloop._backend.collectives import gather_objects, gather_shares
 from fnloop._backend.fsdp import like_sharded, local_part
 from fnloop._backend.processes import Backend
 from fnloop._backend.torch_compat import loads_by_itself, strip_compile_prefix
-from fnloop._checkpoint.files import EncodedHistory, decode_history, encode_record, run_of
+from fnloop._checkpoint.files import (
+    EncodedHistory,
+    chain,
+    decode_history,
+    encode_record,
+    run_of,
+)
 from fnloop._checkpoint.format import (
     COLLECTED,
     COUNTERS,
@@ -1026,12 +1032,13 @@ def _decode_metrics(metrics: Mapping[str, object], device: torch.device) -> dict
 
 def _save_history(saving: Saving) -> dict[str, Json]:
     saving.history = saving.encode_history(saving.state.history)
-    return {}  # it is written record by record
+    return {"digest": saving.history.digest}  # it is itself written record by record
 
 
 def encode_whole_history(history: History) -> EncodedHistory:
     """Return a history as it is in a checkpoint that has no files next to it."""
-    return EncodedHistory(rest=tuple(map(encode_record, history)))
+    rows = tuple(map(encode_record, history))
+    return EncodedHistory(rest=rows, digest=functools.reduce(chain, rows, ""))
 
 
 def _prepare_history(saved: Restoring) -> Load:

@@ -80,8 +80,13 @@ class Place:
     def settle(self) -> None:
         """Complete what an earlier process has left undone. Only the main process calls it."""
 
-    def fetch(self, path: Path) -> Path:
-        """Return a checkpoint in the folder, after downloading what it lacks."""
+    def fetch(self, path: Path, only: Collection[str] | None = None) -> Path:
+        """Return a checkpoint in the folder, after downloading what it lacks.
+
+        Args:
+            path: the checkpoint.
+            only: the names of the files to download, besides the records; None for all.
+        """
         return path
 
     def fetch_on_all(self, path: Path) -> Path:
@@ -510,10 +515,11 @@ class Remote(Place):
 
     # --- download
 
-    def fetch(self, path: Path) -> Path:
-        """Return a whole local copy of a checkpoint. What is here already is not downloaded again.
+    def fetch(self, path: Path, only: Collection[str] | None = None) -> Path:
+        """Return a whole local copy of a checkpoint, or one with the files that ``only`` names.
 
-        A file that is not at the address stays missing, as on a damaged disk.
+        What is here already is not downloaded again. A file that is not at the address stays
+        missing, as on a damaged disk.
         """
         path = self.folder if path == self.folder else self.folder / path.name
         base = self._root if path == self.folder else f"{self._root}/{path.name}"
@@ -532,7 +538,7 @@ class Remote(Place):
             wanted = {
                 path / name: f"{source}/{name}"
                 for name, facts in manifest["files"].items()
-                if _size(path / name) != facts["bytes"]
+                if (only is None or name in only) and _size(path / name) != facts["bytes"]
             }
             above = base.rpartition("/")[0]
             for block in manifest.get("blocks", ()):

@@ -199,6 +199,23 @@ def read_alone(path: Path, *, history: bool = True) -> Contents:
     return _read(path, verify(path, history=history), None, history)
 
 
+def read_written(path: Path, files: Mapping[str, str | None]) -> Contents:
+    """Return what some files of a checkpoint hold, as the process that wrote them had it.
+
+    Args:
+        path: the checkpoint, whose checksums are not compared.
+        files: the names of the files, with the group of tensors in each.
+    """
+    path = locate(path)
+    slices, tensors = Slices(path), {}
+    for file, group in files.items():
+        if group is not None and (path / file).exists():
+            entries = slices.entries_in(file)
+            tensors[group] = {name: slices.read(entry) for name, entry in entries.items()}
+            slices.close()
+    return Contents(tensors, read_state_file(path))
+
+
 def read_whole_checkpoint(path: Path, state: TrainState) -> Contents | None:
     """Return the contents of a checkpoint, or None if it is partial. Every process must call it."""
     where = locate(path)
@@ -336,7 +353,7 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
         True
     """
     place = place_at("latest", "folder", folder)
-    valid = _skip_damaged(candidates(place.look(), links=True), _fetch_by(place))
+    valid = _skip_damaged(candidates(place.look(), links=True), fetch_by(place))
     return next((path for path, _ in valid), None)
 
 
@@ -392,7 +409,7 @@ def best(
     since = since or next((str(m["since"]) for m in newest_first if m.get("since")), "phase")
     groups = reversed(by_phase(found, since))
     ranked = [path for group in groups for path, _ in rank(group, key, mode)]
-    valid = _skip_damaged(ranked, _fetch_by(place))
+    valid = _skip_damaged(ranked, fetch_by(place))
     return next((path for path, _ in valid), None)
 
 
@@ -444,7 +461,7 @@ def resume(folder: str | os.PathLike[str], state: TrainState) -> TrainState:
         return restore_contents(contents, state, PARTS, True, path)
 
 
-def _fetch_by(place: Place) -> Callable[[Path], dict[str, Json]]:
+def fetch_by(place: Place) -> Callable[[Path], dict[str, Json]]:
     """Return a function that verifies a checkpoint, after downloading what is not here."""
 
     def fetch_and_verify(path: Path) -> dict[str, Json]:

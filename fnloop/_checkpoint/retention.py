@@ -312,18 +312,27 @@ def is_one_checkpoint(folder: Path) -> bool:
     return may_be_checkpoint(where) or (where / MANIFEST).exists()
 
 
-def saved_in(folder: Path) -> list[Saved]:
+def saved_in(
+    folder: Path,
+    damaged: list[str] | None = None,
+    fetch: Callable[[Path], Path] = lambda path: path,
+) -> list[Saved]:
     """Return the whole checkpoints of the newest run in a folder, in the order of the run.
 
     A folder that is a checkpoint itself is the only one. Partial checkpoints are left out, and so
-    are damaged ones, with a warning.
+    are damaged ones.
+
+    Args:
+        folder: the folder.
+        damaged: receives why they are left out; None: a warning says it.
+        fetch: makes their ``state.json`` available.
 
     Raises:
         CheckpointError: there is none.
         OSError: a file cannot be read for a reason other than that it does not exist.
     """
     if is_one_checkpoint(folder):
-        return [Saved(folder, read_facts(folder))]
+        return [Saved(folder, read_facts(fetch(folder)))]
     found: list[Saved] = []
     run: str | None = None
     for path in candidates(folder, links=True):  # the newest first
@@ -331,9 +340,12 @@ def saved_in(folder: Path) -> list[Saved]:
             manifest = read_manifest(path)
             run = run or run_of(path, manifest)
             if run_of(path, manifest) == run and not is_partial(manifest):
-                found.append(Saved(path, read_facts(path)))
+                found.append(Saved(path, read_facts(fetch(path))))
         except (CheckpointError, FileNotFoundError) as error:
-            log.warning("skipped a damaged checkpoint: %s", error)
+            if damaged is None:
+                log.warning("skipped a damaged checkpoint: %s", error)
+            else:
+                damaged.append(str(error))
     if not found:
         raise CheckpointError(f"{folder} has no whole checkpoint")
     return sorted(found, key=lambda saved: saved.position)

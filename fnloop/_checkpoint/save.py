@@ -200,7 +200,8 @@ def _encode_identity(saving: Saving) -> dict[str, Json]:
     return {
         "format_version": saving.version,
         **({"parts": list(saving.parts)} if partial else {}),
-        "versions": _versions(),
+        "versions": versions(),
+        **({"made_with": dict(saving.run.made_with())} if saving.run is not None else {}),
         "run": state.run_id,
         "position": position_of(state),
         "stop": state.stop,
@@ -212,7 +213,8 @@ def _encode_identity(saving: Saving) -> dict[str, Json]:
     }
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Return the versions of what computes."""
     return {"fnloop": __version__, "torch": torch.__version__, "python": platform.python_version()}
 
 

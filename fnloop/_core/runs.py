@@ -215,6 +215,7 @@ class RunInfo:
         turns: the names of the turns of ``alternate``; none for another step.
         windows: how the batches of the running epoch are grouped into updates.
         notices: where parts of the run tell what happens in it.
+        made_with: returns what the run is made with, as its checkpoints keep it.
 
     Example:
         >>> import fnloop as fl, torch
@@ -247,6 +248,7 @@ class RunInfo:
     turns: tuple[str, ...] = ()
     windows: Windows = _OF_ONE_BATCH
     notices: Notices = attrs.field(factory=Notices, eq=False)
+    made_with: Callable[[], Mapping[str, object]] = attrs.field(default=dict, eq=False)
 
     def __repr__(self) -> str:
         return tables.record_text("RunInfo", self._facts())
@@ -261,6 +263,7 @@ class RunInfo:
             "hook_slots",
             "indices_at",
             "loader",
+            "made_with",
             "notices",
             "position_at",
             "windows",

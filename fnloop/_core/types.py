@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import inspect
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import CodeType, FunctionType, MethodType
+from collections.abc import Callable, Mapping, Sequence
+from types import FunctionType
 from typing import Any, Protocol, Self, TypeVar, cast
 
 import attrs
 from torch import Tensor, nn
 
+from fnloop._core.code import is_of_library, names_in, walk
 from fnloop._display import checks, tables
 
 # --------------------------------------------------------------------------------------------------
@@ -531,47 +530,16 @@ def may_skip(loss_fn: object) -> bool:
     buffers have to be copied before each update, so that they can be put back: other loss functions
     do not pay for that.
     """
-    seen: set[int] = set()
-    waiting = [loss_fn]
-    while waiting:
-        value = waiting.pop()
-        if value is skip or isinstance(value, Skip):
-            return True
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        if isinstance(value, functools.partial):
-            waiting += [value.func, *value.args, *value.keywords.values()]
-        elif isinstance(value, MethodType):
-            waiting += [value.__func__, type(value.__self__)]
-        elif isinstance(value, type):
-            waiting += [] if _is_of_library(value) else vars(value).values()
-        elif isinstance(value, FunctionType):
-            value = inspect.unwrap(value)
-            if _is_of_library(value):
-                continue
-            names = {*_names_in(value.__code__)}
-            if "skip" in names:
-                return True
-            for cell in value.__closure__ or ():
-                with contextlib.suppress(ValueError):  # a name that has no value yet
-                    waiting.append(cell.cell_contents)
-            waiting += [value.__globals__[name] for name in names if name in value.__globals__]
-        elif callable(value) and not isinstance(value, nn.Module):
-            waiting.append(type(value))
-    return False
-
-
-def _is_of_library(value: type | FunctionType) -> bool:
-    return (value.__module__ or "").partition(".")[0] in ("builtins", "fnloop", "numpy", "torch")
-
-
-def _names_in(code: CodeType) -> Iterator[str]:
-    """Yield the names that a function's code, and code inside of it, refers to."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names_in(constant)
+    return any(
+        value is skip
+        or isinstance(value, Skip)
+        or (
+            isinstance(value, FunctionType)
+            and not is_of_library(value)
+            and "skip" in names_in(value)
+        )
+        for value in walk((loss_fn,), lambda value: not is_of_library(value))
+    )
 
 
 # --------------------------------------------------------------------------------------------------

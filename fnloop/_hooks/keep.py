@@ -231,6 +231,8 @@ class checkpoint(Hook):
         """
         if "optimizer" in self.parts:
             check_resumable(state)
+        if state.run is not None:  # now, as the files of the code may be edited while it trains
+            state.run.made_with()
         if self._remote is not None:
             self.folder = self._remote.staging(state.run_id)
         with self._place.reading():

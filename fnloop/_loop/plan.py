@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Collection, Iterable, Sequence
 
@@ -30,7 +31,14 @@ from fnloop._core.runs import (
     is_interruption,
     kind_of,
 )
-from fnloop._core.state import TrainState, begin_count, check_not_stale, left_out, updates_of_call
+from fnloop._core.state import (
+    TrainState,
+    begin_count,
+    check_not_stale,
+    left_out,
+    unwrap,
+    updates_of_call,
+)
 from fnloop._core.types import START, Middleware, name_of
 from fnloop._data.loaders import Loaders, read_loaders, sharded
 from fnloop._data.source import Source
@@ -52,6 +60,7 @@ from fnloop._hooks.hook import (
 )
 from fnloop._loop.boundary import Moments, check_moment, own_clock, read_moments
 from fnloop._loop.errors import warn_on_main
+from fnloop._loop.made_with import describe_making
 from fnloop._step.alternate import AlternateStep
 from fnloop._step.averages import EvaluateAverage
 from fnloop._step.pipeline import LossStep, Pipeline, PipelineStep, total_in
@@ -348,6 +357,7 @@ def describe(
         lost = state.skipped + left_out(state) - (0 if phase is None else phase.skipped)
         total = state.step + lost + left
         total = total if plan.steps is None else min(total, plan.steps)
+    making = plan.step, unwrap(state), state.backend.device, plan.hooks
     return RunInfo(
         plan.epochs, total, per_epoch, batches, windows.largest, evaluated, clock,
         precision=plan.step.precision_in(state), first_step=0 if phase is None else phase.step,
@@ -355,6 +365,7 @@ def describe(
         hook_slots=slots_of(plan.hooks), reported=names_reported(plan.hooks),
         turns=tuple(plan.step.settings.steps) if isinstance(plan.step, AlternateStep) else (),
         windows=windows,
+        made_with=functools.cache(functools.partial(describe_making, *making)),
     )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from fnloop._checkpoint.format import COUNTERS, Contents
 from fnloop._checkpoint.restore import read_alone
 from fnloop._checkpoint.retention import Saved, is_one_checkpoint, read_history, saved_in
 from fnloop._checkpoint.save import collect_contents
-from fnloop._core.history import History, Record
+from fnloop._core.history import COSTS, History, Record
 from fnloop._core.serialize import Measured, describe_value, find_difference, measure
 from fnloop._core.state import TrainState, check_not_stale
 from fnloop._display import checks, tables
@@ -128,7 +128,6 @@ def find_differing(a: Saved, b: Saved) -> Difference:
 
 BITS = ("model", "optimizer")  # what a replay has to make again
 _PARTS = ("history", "counters", "model", "optimizer", "slots", "extra")
-_MEASURED = ("time", "throughput", "memory")  # the names of these metrics; no two runs have equal
 
 
 @attrs.frozen
@@ -157,6 +156,7 @@ class Difference(Shown):
             counter, setting and tensor.
         others: how many more tensors differ.
         compared: what was compared, in words.
+        largest: by how much the elements of tensors differ at most.
 
     Example:
         >>> from fnloop.debug import diff
@@ -171,6 +171,7 @@ class Difference(Shown):
     findings: tuple[Finding, ...] = ()
     others: int = 0
     compared: str = "states"
+    largest: float = 0.0
 
     def __bool__(self) -> bool:
         return bool(self.findings)
@@ -207,6 +208,11 @@ class Difference(Shown):
 # --- records
 
 
+def is_measured(name: str) -> bool:
+    """Return whether a metric is a time or the like, which no two runs have equal."""
+    return not {*COSTS}.isdisjoint(name.split("/")[:2])
+
+
 def compare_histories(a: Iterable[Record], b: Iterable[Record]) -> Finding | None:
     """Return the first record that differs. Times and closing records are not compared."""
     one, other = ([record for record in each if not record.closing] for each in (a, b))
@@ -216,7 +222,7 @@ def compare_histories(a: Iterable[Record], b: Iterable[Record]) -> Finding | Non
             at = (f"epoch {r.epoch}, step {r.step}" for r in (mine, its))
             return Finding("record", place, " in one, and in the other ".join(at))
         for name in (*mine.metrics, *its.metrics):
-            if not {*_MEASURED}.isdisjoint(name.split("/")[:2]):
+            if is_measured(name):
                 continue
             if name not in mine.metrics or name not in its.metrics:
                 return Finding("record", place, f"{name} is in one, and not in the other")
@@ -269,11 +275,13 @@ def compare_contents(a: Contents, b: Contents, parts: Sequence[str] = _PARTS) ->
     if "counters" in parts:
         names = (*COUNTERS, "updates", "phases", "ends")
         found.append(_first_setting("counter", a, b, names))
-    held = [part for part in parts if part in ("model", "optimizer", "slots", "extra")]
+    held = [part for part in parts if part not in ("history", "counters")]
     found.append(_first_setting("setting", a, b, held))
     tensors = [*compare_tensors(_tensors(a, parts), _tensors(b, parts))]
     found += tensors[:1]
-    return Difference(tuple(filter(None, found)), max(len(tensors) - 1, 0))
+    largest = max((f.measured.largest for f in tensors if f.measured), default=0.0)
+    others = max(len(tensors) - 1, 0)
+    return Difference(tuple(filter(None, found)), others, largest=largest)
 
 
 def _records(contents: Contents) -> History:
@@ -299,7 +307,7 @@ def _tensors(contents: Contents, parts: Sequence[str]) -> dict[str, Tensor]:
     if "slots" in parts:
         for group in groups.keys() - {"model", "optimizer", "slots"}:
             found |= {f"{group}.{name}": tensor for name, tensor in groups[group].items()}
-        kept = ("slots", "generators", "extra")
+        kept = ("slots", "generators", "extra", *(p for p in ("metrics", "shares") if p in parts))
         found |= {n: t for n, t in groups["slots"].items() if n.split(".")[0] in kept}
     return found
 

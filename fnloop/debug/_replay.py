@@ -26,17 +26,27 @@ from fnloop._checkpoint.parts import Targets, decode_targets
 from fnloop._checkpoint.restore import restore
 from fnloop._checkpoint.retention import Saved, read_history, saved_in
 from fnloop._checkpoint.save import collect_contents
-from fnloop._core.history import History, Phase, decode_phases, unfinished
+from fnloop._core.history import (
+    History,
+    Phase,
+    Record,
+    decode_phases,
+    records_since,
+    unfinished,
+)
+from fnloop._core.metrics import RECENT
 from fnloop._core.optimizers import optimizers_in
 from fnloop._core.rng import isolated, reserved_generators
-from fnloop._core.runs import INTERRUPTED, is_interruption
+from fnloop._core.runs import INTERRUPTED, Stop, is_interruption
 from fnloop._core.state import TrainState, check_not_stale, snapshot, unwrap
-from fnloop._core.types import Batch, Middleware, Output, Step, middleware
+from fnloop._core.types import RECORD, Batch, Middleware, Output, Step, middleware
 from fnloop._data.iterable import checksum
 from fnloop._data.loaders import read_loaders
 from fnloop._display import checks, tables
 from fnloop._display.checks import join_names
+from fnloop._hooks.hook import Moment, when
 from fnloop._loop.evaluate import open_loader
+from fnloop._loop.made_with import members_of
 from fnloop._loop.peers import Interrupts, is_alone
 from fnloop._loop.plan import Plan, check_step, has_left, make_plan
 from fnloop._loop.run import train_epochs
@@ -206,7 +216,11 @@ def find_origin(folder: Path, update: int) -> Origin:
 
 
 def restored_from(origin: Origin, state: TrainState) -> TrainState:
-    """Return the state to begin with, a copy of one of the same script.
+    """Return the state to begin with.
+
+    Args:
+        origin: where it begins.
+        state: one of the same script, which is loaded in place.
 
     Raises:
         CheckpointError: the checkpoint is of another model or optimizer.
@@ -219,7 +233,7 @@ def restored_from(origin: Origin, state: TrainState) -> TrainState:
             f"replay: the update was made on {made_on} process{'es' * (made_on != 1)}, and here "
             f"are {state.backend.data_size}, which would take other batches for it: start as many"
         )
-    restored = restore(origin.start.path, snapshot(state))
+    restored = restore(origin.start.path, state)
     if restored.stop is None or is_interruption(restored.stop):
         return restored
     if origin.later is None:
@@ -231,6 +245,8 @@ def restored_from(origin: Origin, state: TrainState) -> TrainState:
 
 
 # --- the run
+
+Pair = tuple[Record | None, Record | None]  # a record that is made again, and that of the run
 
 
 def make_again(
@@ -252,7 +268,7 @@ def make_again(
     __tracebackhide__ = True
     update = recorder.update
     _check_records(origin, step, update)
-    restored = restored_from(origin, state)
+    restored = restored_from(origin, snapshot(state))
     watched = recording(step, recorder)
     reached = continue_from(origin, watched, restored, loaders, targets, until=update)
     if recorder.output is None or recorder.before is None:
@@ -290,8 +306,9 @@ def continue_from(
     loaders: object,
     targets: Targets | None = None,
     *,
-    until: int,
+    until: float,
     each: Callable[[TrainState], bool] = lambda state: False,
+    made: list[Pair] | None = None,
 ) -> TrainState:
     """Continue a run that was restored. Return the state that it reaches.
 
@@ -302,14 +319,18 @@ def continue_from(
         targets: those of the run; None for those that its checkpoints have.
         until: the update to end after.
         each: called at every boundary; whether to end there.
+        made: receives the records, which are made again too, each with that of the run. By default
+            they are taken from the checkpoint, and nothing is evaluated.
 
     Raises:
         ValueError: the targets are not known.
     """
     __tracebackhide__ = True
     records = None if origin.later is None else read_history(origin.newest.path)
-    follow = _Follow(until, records, each)
+    follow = _Follow(until, records, each, state.history, made)
     plan = _plan(origin, step, state, loaders, targets or origin.targets, follow)
+    if made is not None and records is not None:
+        plan = follow.with_records(plan, records)
     if plan.is_over(state) and not has_left(state, plan.phase):
         return state
     reached = state
@@ -350,30 +371,74 @@ class _Follow:
         until: the update.
         records: the history of the run; None if it is not known further than the checkpoint.
         each: called at every boundary; whether to end there.
+        history: that of the checkpoint.
+        made: receives the records that are made, each with that of the run; None: none is made.
     """
 
     def __init__(
-        self, until: int, records: History | None, each: Callable[[TrainState], bool]
+        self,
+        until: float,
+        records: History | None,
+        each: Callable[[TrainState], bool],
+        history: History,
+        made: list[Pair] | None = None,
     ) -> None:
-        self.until, self.records, self.each = until, records, each
+        self.until, self.records, self.each, self.made = until, records, each, made
+        self.history = history  # as it was after the boundary before
         self.reached: TrainState | None = None
+
+    def with_records(self, plan: Plan, records: History) -> Plan:
+        """Return the plan with records, and evaluations, where the run has made some."""
+        known = records.keys()
+
+        def at(prefix: str) -> Moment:
+            return when(lambda state: self._has_made(state, prefix))
+
+        loaders = [n for n in plan.loaders.evaluated if any(k.startswith(f"{n}/") for k in known)]
+        evaluations = ((at("train/"), ()), *((at(f"{name}/"), (name,)) for name in loaders))
+        recent = at(RECENT) if any(name.startswith(RECENT) for name in known) else None
+        return attrs.evolve(plan, evaluations=evaluations, record_every=recent)
+
+    def _has_made(self, state: TrainState, prefix: str) -> bool:
+        """Return whether the run has made a record at a boundary, with some metrics."""
+        assert self.records is not None
+        following = records_since(self.records, len(self.history))
+        record = next((record for record in following if not record.closing), None)
+        if record is None or (record.step, record.epoch) != (state.step, state.epoch):
+            return False
+        return any(name.startswith(prefix) for name in record.metrics)
 
     def __call__(self, state: TrainState) -> TrainState:
         if self.reached is not None:  # the run has ended
             return state
         if self.records is not None:
-            state = attrs.evolve(state, history=self._records_at(state))
+            before, self.history = self.history, self._records_at(state)
+            if self.made is not None:
+                made, its = (
+                    [record for record in records_since(each, len(before)) if not record.closing]
+                    for each in (state.history, self.history)
+                )
+                self.made += itertools.zip_longest(made, its)
+            here = any(record.step == state.step for record in self.history[-1:])
+            events = state.events if here else state.events - {RECORD}
+            state = attrs.evolve(state, history=self.history, events=events)
         ended = self.each(state)
         if ended or state.step >= self.until:
             self.reached = state
-            return attrs.evolve(state, stop="replayed")
+            # As a signal does: without the record with which a run ends, and its evaluation.
+            return attrs.evolve(state, stop=Stop("replayed", "interrupted"))
         return state
 
     def _records_at(self, state: TrainState) -> History:
         """Return the records that the run had made at a boundary."""
         assert self.records is not None
-        made = (r for r in self.records if r.step <= state.step and r.epoch <= state.epoch)
-        return self.records[: sum(1 for _ in made)]
+        after = lambda r: r.step > state.step or r.epoch > state.epoch
+        n = len(self.history)
+        while n < len(self.records) and not after(self.records[n]):
+            n += 1
+        while n and after(self.records[n - 1]):  # a guard has gone back
+            n -= 1
+        return self.history if n == len(self.history) else self.records[:n]
 
     def restore(self, state: TrainState) -> TrainState:
         """Return the state that a run has reached as it was before the run was ended."""
@@ -613,7 +678,7 @@ def _find_divergence(
 
     compared, reached = [0], []
     for run, each in zip(runs, (note, compare), strict=True):
-        restored = restored_from(run.origin, run.state)
+        restored = restored_from(run.origin, snapshot(run.state))
         given = run.origin, run.step, restored, run.loaders
         reached.append(continue_from(*given, until=until, each=each))
     if not found:
@@ -968,13 +1033,6 @@ def _detached(out: Output) -> Output:
 
 
 # --- the step
-
-
-def members_of(step: PipelineStep) -> list[Middleware]:
-    """Return all middleware of a step, those of its turns too."""
-    turns = step.settings.steps.values() if isinstance(step, AlternateStep) else ()
-    inner = [member for one in turns for member in one.pipeline.middleware]
-    return [*step.pipeline.middleware, *inner]
 
 
 def recording(step: PipelineStep, recorder: Recorder) -> PipelineStep:

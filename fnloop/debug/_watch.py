@@ -8,7 +8,6 @@ import itertools
 import math
 import random
 import sys
-import sysconfig
 import types
 from collections import deque
 from collections.abc import (
@@ -36,6 +35,7 @@ from fnloop._backend.containers import parts_of, tensors_in, with_parts
 from fnloop._backend.fsdp import is_sharded, local_part
 from fnloop._checkpoint.optimizer import walk_optimizers
 from fnloop._core.averages import Average
+from fnloop._core.code import INSTALLED, PACKAGE, codes_of, is_users
 from fnloop._core.freeze import Selector, Selectors, check_selectors, select
 from fnloop._core.metrics import Mean
 from fnloop._core.optimizers import Group, optimizers_in
@@ -747,7 +747,6 @@ def _names_of(value: object) -> list[str]:
 
 _STORES = ("STORE_GLOBAL", "STORE_ATTR", "STORE_DEREF")
 _LOADS = ("LOAD_GLOBAL", "LOAD_ATTR", "LOAD_METHOD", "LOAD_DEREF")
-_PACKAGE = str(Path(__file__).parents[1])
 
 
 def find_line(codes: Sequence[types.CodeType], name: str) -> str:
@@ -777,9 +776,9 @@ def running_line(frame: types.FrameType | None) -> str:
     """Return the line of the user that is running; "" if that is fnloop alone, as in backward."""
     while frame is not None:
         code = frame.f_code
-        if code.co_filename.startswith(_PACKAGE) and "/debug/" not in code.co_filename:
+        if code.co_filename.startswith(PACKAGE) and "/debug/" not in code.co_filename:
             return ""
-        inside = "/torch/" in code.co_filename or code.co_filename.startswith((_PACKAGE, "<"))
+        inside = "/torch/" in code.co_filename or code.co_filename.startswith((PACKAGE, "<"))
         if not inside:
             return describe_line(code, frame.f_lineno)
         frame = frame.f_back
@@ -796,7 +795,6 @@ def running_line(frame: types.FrameType | None) -> str:
 MOST_OBJECTS, MOST_ITEMS, MOST_BYTES = 50_000, 1_000, 1 << 22
 _IMMUTABLE = (bool, int, float, complex, str, bytes, type(None))
 _WALKED = ("torch.nn", "torch.utils.data", "fnloop", "toolz", "functools")
-_INSTALLED = tuple({sysconfig.get_paths()[key] for key in ("stdlib", "purelib", "platlib")})
 _GENERATED = ("<frozen", "<attrs", "<string")  # code without a file
 
 
@@ -833,16 +831,6 @@ def find_sources(roots: Mapping[str, object]) -> dict[str, Source]:
     for name, root in roots.items():
         walk.visit(name, root, None, quiet=False)
     return walk.found
-
-
-def is_users(module: str | None) -> bool:
-    """Return whether a module is neither installed nor a part of Python or of fnloop."""
-    if module in (None, "builtins"):
-        return False
-    file = getattr(sys.modules.get(module), "__file__", None)
-    if file is None:
-        return module == "__main__"
-    return not file.startswith((*_INSTALLED, _PACKAGE))
 
 
 class _Walk:
@@ -898,8 +886,8 @@ class _Walk:
 
     def _function(self, function: types.FunctionType) -> None:
         written_in = function.__code__.co_filename
-        ours = written_in.startswith(_PACKAGE)
-        if not written_in.startswith((*_INSTALLED, _PACKAGE, *_GENERATED)):
+        ours = written_in.startswith(PACKAGE)
+        if not written_in.startswith((*INSTALLED, PACKAGE, *_GENERATED)):
             self._codes += codes_of(function.__code__)
             file = Path(function.__code__.co_filename).name
             names = {name for code in codes_of(function.__code__) for name in code.co_names}
@@ -981,14 +969,6 @@ def _attributes(value: object) -> dict[str, object]:
     slots = [name for base in type(value).__mro__ for name in vars(base).get("__slots__", ())]
     held = {name: getattr(value, name) for name in slots if hasattr(value, name)}
     return {**held, **getattr(value, "__dict__", {})}
-
-
-def codes_of(code: types.CodeType) -> Iterator[types.CodeType]:
-    """Yield a code object, and those of the functions that it defines."""
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from codes_of(constant)
 
 
 def _state_of(

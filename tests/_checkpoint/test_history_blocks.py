@@ -1,5 +1,6 @@
 """Long histories in checkpoints: older records are written once, next to the checkpoints."""
 
+import hashlib
 import json
 import shutil
 
@@ -60,6 +61,21 @@ def test_a_run_that_goes_back_has_new_blocks_and_unused_ones_are_removed(tmp_pat
     train(tmp_path, back, 9, keep=9)  # records 5 to 8 now have other times
     assert len(blocks(tmp_path)) == 2 and len({*blocks(tmp_path)} & {*before}) == 1
     assert steps_of(fl.resume(tmp_path, toy())) == [*range(1, 10)]
+
+
+def test_the_digest_is_a_chain_of_all_records_and_continues_in_a_resumed_run(tmp_path):
+    """Each is the SHA-256 of the one before it and of the record; blocks are of four records."""
+    train(tmp_path, toy(), 6, keep=None)
+    old = craft(tmp_path / "step-00000006", facts=lambda made: made.pop("digest"))  # as of 0.1.0
+    state = train(tmp_path, fl.restore(old, toy()), 10, keep=None)
+    digest = ""
+    for record in state.history:
+        row = files.encode_record(record)
+        digest = hashlib.sha256(f"{digest}\n{row}".encode()).hexdigest()
+        facts = json.loads((tmp_path / f"step-{record.step:08d}" / "state.json").read_text())
+        assert facts.get("digest") == (None if record.step == 6 else digest)
+    kept = json.loads((fl.save(state, tmp_path / "saved") / "state.json").read_text())
+    assert kept["digest"] == digest
 
 
 def test_a_checkpoint_written_by_save_is_self_contained(tmp_path):

@@ -1,16 +1,20 @@
-"""Updates of several processes are made again, audited and watched by all of them together."""
+"""Updates of several processes are made again, audited, verified and watched by all together."""
 
 import math
 
 import pytest
 import torch
+import torch.distributed as dist
+from crafted import craft
 from joined import rank, world
 from process_data import loader, samples
 from process_problems import adamw, created, dropping, entropy
+from safetensors.torch import load_file, save_file
 from torch.utils.data import DataLoader, TensorDataset
 
 import fnloop as fl
-from fnloop.debug import AuditError, audit, diff, replay, watch
+from fnloop._checkpoint import files
+from fnloop.debug import AuditError, audit, diff, replay, verify, watch
 from fnloop.testing import assert_same
 
 pytestmark = pytest.mark.slow
@@ -101,3 +105,41 @@ def test_what_is_watched_is_that_of_all_processes_together(launched):
             for name in names:
                 tolerance = 0.05 if name.endswith("activation") else 1e-4
                 assert other[name] == pytest.approx(one[name], rel=tolerance), name
+
+
+def verified(folder):
+    """A run of several processes, of a plain and of a sharded model; then with a changed weight."""
+    step = fl.pipeline(fl.accumulate(2), fl.clip(0.1), fl.ema(0.9, evaluate=False))(entropy)
+    given = {"train": loader(shuffle=True), "valid": loader()}
+    found = []
+    for shard in (False, True):
+        make = lambda: created(shard, adamw, dropping)
+        saves = fl.every(steps=2)(fl.checkpoint(folder / str(shard), keep=None))
+        fl.fit(step, make(), given, epochs=2, hooks=(saves,), record_every=fl.every(steps=1))
+        for _ in range(2):
+            state = make()
+            report = verify(folder / str(shard), step, state, given, spans=None)
+            found.append([[s.stop, s.holds, s.name] for s in report.spans] + [*report.faults])
+            if rank() == 0:
+                flip_last(folder / str(shard) / "step-00000004")
+            dist.barrier()
+    return found
+
+
+def flip_last(path):
+    """Flip a bit of a weight, that of the last process if it is sharded; fit the checksum."""
+    file = max(path.glob("model*.safetensors"))
+    tensors = load_file(file)
+    tensors["0.weight"].view(torch.int32)[-1, -1] ^= 1 << 16
+    save_file(tensors, file, metadata={"format": "pt"})
+    entry = {"bytes": file.stat().st_size, "sha256": files.checksum_of_file(file)}
+    craft(path, lambda made: made["files"].update({file.name: entry}))
+
+
+def test_the_spans_of_a_run_of_several_processes_hold_unless_one_was_changed(launched):
+    for found in launched(verified, 2):
+        for elements, before, after in ((48, *found[:2]), (24, *found[2:])):
+            assert [holds for _, holds, _ in before] == [True] * 3
+            assert [stop for stop, holds, _ in after[:-1] if not holds] == [4, 6]
+            text = f"but not through it. model.0.weight: 1 of {elements} elements"
+            assert after[-1].startswith("step-00000004 was changed") and text in after[-1]

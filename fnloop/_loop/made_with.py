@@ -1,0 +1,100 @@
+"""What a run was made with: the step, the code of its functions, the device, and the hooks."""
+
+from __future__ import annotations
+
+import platform
+import re
+from collections.abc import Iterator, Sequence
+from types import FunctionType
+
+import torch
+from torch import nn
+
+from fnloop._core.code import hash_of, is_of_library, is_users, walk
+from fnloop._core.serialize import Json
+from fnloop._core.types import RINGS, Middleware, name_of
+from fnloop._hooks.hook import Hook, LiftedHook, every_layer, slots_of, unwrap_hook
+from fnloop._step.alternate import AlternateStep
+from fnloop._step.pipeline import LossStep, PipelineStep, RawStep
+
+
+def describe_making(
+    step: PipelineStep, model: nn.Module, device: torch.device | str, hooks: Sequence[Hook]
+) -> dict[str, Json]:
+    """Return what a run is made with, as its checkpoints keep it.
+
+    Its functions are those that the step was given, the classes of the modules, and what these
+    refer to, as far as a user wrote it. Each has a hash, by its name.
+    """
+    changing = filter(_may_change, hooks)
+    return {
+        "step": _without_addresses(repr(step)),
+        "device": device_name(device),
+        "functions": _hashes(step, model),
+        "hooks": [_without_addresses(name_of(unwrap_hook(hook))) for hook in changing],
+        "hook_slots": sorted(slots_of(hooks)),
+    }
+
+
+def _without_addresses(text: str) -> str:
+    return re.sub(r" at 0x[0-9a-f]+", "", text)
+
+
+def _may_change(hook: Hook) -> bool:
+    """Return whether a hook may change weights: a user's, or one that keeps something."""
+    inner = unwrap_hook(hook)
+    own = inner.call if isinstance(inner, LiftedHook) else inner
+    kind = own if isinstance(own, FunctionType) else type(own)
+    return not is_of_library(kind) or any(layer.slot is not None for layer in every_layer((hook,)))
+
+
+def device_name(device: torch.device | str) -> str:
+    """Return what computes on a device: of a CPU, also how many threads, as sums depend on it."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    if device.type != "cpu":
+        return device.type
+    kind = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    return f"cpu ({kind}, {torch.get_num_threads()} threads)"
+
+
+# --- the functions
+
+
+def members_of(step: PipelineStep) -> list[Middleware]:
+    """Return all middleware of a step, those of its turns too."""
+    return [member for one in (step, *_turns(step)) for member in one.pipeline.middleware]
+
+
+def _turns(step: PipelineStep) -> tuple[PipelineStep, ...]:
+    return tuple(step.settings.steps.values()) if isinstance(step, AlternateStep) else ()
+
+
+def _given(step: PipelineStep) -> Iterator[object]:
+    """Yield what a step was given: its functions, and the settings of its middleware."""
+    for one in (step, *_turns(step)):
+        if isinstance(one, RawStep):
+            yield from (one.fn, one.evaluated_by)
+        elif isinstance(one, LossStep):
+            yield one.loss_fn
+    for member in members_of(step):
+        call = member.call
+        if call is None:  # not made by a factory
+            yield from (getattr(member, ring) for ring in RINGS)
+        else:
+            yield from (call.factory, *call.args, *call.kwargs.values())
+
+
+def _hashes(step: PipelineStep, model: nn.Module) -> dict[str, str]:
+    given = [*_given(step)]
+    classes = {cls: None for m in model.modules() for cls in type(m).__mro__}
+
+    def enters(value: object) -> bool:  # also of a package of the user's that is installed
+        return is_users(value.__module__) or any(value is one for one in given)
+
+    found: dict[str, list[str]] = {}
+    for value in walk((*given, *classes), enters):
+        if isinstance(value, FunctionType) and enters(value) and not is_of_library(value):
+            found.setdefault(value.__qualname__, []).append(hash_of(value))
+    return {name: "+".join(sorted(hashes)) for name, hashes in sorted(found.items())}

@@ -1,0 +1,617 @@
+"""Whether the checkpoints of a run are what its script makes of each other."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import attrs
+
+from fnloop._backend.collectives import gather_from_all, on_every_process, on_main_process
+from fnloop._backend.fsdp import is_sharded
+from fnloop._checkpoint.files import (
+    chain,
+    check_blocks,
+    decode_history,
+    locate,
+    read_blocks,
+    read_manifest,
+    read_state_file,
+)
+from fnloop._checkpoint.format import STATE, CheckpointError, Contents, is_share, shares_in
+from fnloop._checkpoint.remote import Place, place_at
+from fnloop._checkpoint.restore import SUFFIX, fetch_by, read_written
+from fnloop._checkpoint.retention import Saved, saved_in
+from fnloop._checkpoint.save import collect_contents, position_of, versions
+from fnloop._core.history import History, decode_phases
+from fnloop._core.serialize import Json
+from fnloop._core.state import TrainState, check_not_stale, snapshot, unwrap
+from fnloop._data.loaders import read_loaders
+from fnloop._display import checks, tables
+from fnloop._display.tables import Column, Shown, Table
+from fnloop._loop.made_with import describe_making
+from fnloop._loop.plan import check_step
+from fnloop._step.pipeline import PipelineStep
+from fnloop.debug._diff import Difference, Finding, compare_contents, compare_histories, is_measured
+from fnloop.debug._replay import Origin, Pair, continue_from, restored_from
+
+WHAT = "fnloop.debug.verify"  # as messages about processes that wait name it
+
+
+def verify(
+    folder: str | os.PathLike[str],
+    step: PipelineStep,
+    state: TrainState,
+    loaders: object,
+    spans: int | None = 3,
+) -> Report:
+    """Make the updates between neighbouring checkpoints again, and compare every bit.
+
+    So a run can be audited with its script and its data. Which spans are made again is drawn by the
+    system's generator, so it cannot be known before. Compared are the weights, the buffers, the
+    optimizers, the slots and the metrics of middleware, the counters, the generators, and the
+    records between the two checkpoints, with their evaluations. Each checkpoint also has a digest
+    of its records, each chained to the one before it. It shows where a history was edited.
+
+    Args:
+        folder: what the hook ``checkpoint(folder)`` wrote to: a folder, or an address such as
+            ``"s3://bucket/run"``.
+        step: that of the run.
+        state: a state of the same script, ``TrainState.create(...)``. It is copied, and stays as it
+            is.
+        loaders: those of the run, also those that it evaluated.
+        spans: how many pairs of neighbouring checkpoints to draw; None checks every pair. With 0
+            nothing is trained: the checksums of all files and the digests are compared.
+
+    Returns:
+        The report. ``report.ok`` is whether everything that was checked holds. ``report.spans`` has
+        each span: whether it holds, the first record that differs, and the first tensor.
+        ``report.faults`` names damaged files, edited records, and checkpoints that were changed.
+        ``report.changed`` names what is not as it was when the run was made: the step, a function,
+        the device, a version.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or it is of another model or optimizer.
+        ValueError: there is only one checkpoint; or no span can be made again, for the reason in
+            the message, such as another number of processes.
+        TypeError: an argument is not what it should be.
+        StaleStateError: the state has been advanced.
+        ImportError: the package for such addresses is not installed.
+
+    Example:
+        >>> import fnloop as fl, tempfile, torch
+        >>> from fnloop.testing import toy, toy_loss
+        >>> step, batches = fl.pipeline()(toy_loss), [torch.tensor([x]) for x in (1.0, 2.0, 3.0)]
+        >>> others = [torch.tensor([x]) for x in (1.0, 2.0, 5.0)]
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     saves = fl.every(steps=1)(fl.checkpoint(folder, keep=None))
+        ...     state = fl.fit(step, toy(), batches, hooks=(saves,))
+        ...     report, other = (verify(folder, step, toy(), data) for data in (batches, others))
+        >>> report
+        verify: 2 of 2 spans hold, bit for bit
+        span   │ holds  differs first  of the run, and made again
+        1 to 2 │ yes
+        2 to 3 │ yes
+        >>> other.ok, [(span.start, span.stop, span.holds, span.name) for span in other.spans]
+        (False, [(1, 2, True, ''), (2, 3, False, 'model.w')])
+
+    Notes:
+        Hooks are not called. What a hook changed by itself, such as weights, or an epoch that it
+        ended early, is not made again: a report names the hooks that may have changed something.
+        Nor is what a script changed between two calls of ``fit``. A span within which a phase began
+        is left out. What hooks keep or add to records, ``state.extra``, times and closing records
+        are not compared.
+
+        Of two spans that differ on both sides of a checkpoint, the run is made again across it. If
+        it then comes to the later one, the checkpoint itself was changed, and is named. On another
+        device, or with another version of torch, bits may differ for good reason: the report says
+        so, with the largest difference.
+
+        With spans drawn, the checksums of files are compared for their checkpoints only. The cost
+        is that of the updates and evaluations of the spans. With several processes, all of them
+        must call it, as many as trained the run. A model that is sharded over processes cannot be
+        copied: then ``state`` is trained in place, and is stale afterwards.
+    """
+    __tracebackhide__ = True
+    check_step(step, "verify")
+    check_not_stale(state, "verify")
+    place = place_at("verify", "folder", folder)
+    if spans is not None:
+        checks.integer("verify", "spans", spans, "pairs of checkpoints, or None for all", least=0)
+    read_loaders(loaders)  # checks them
+    with place.reading():
+        looked = on_main_process(lambda: _look(place, step, state, spans), WHAT)
+        again = _Again(step, state, loaders)
+        made: list[tuple[Span, Sequence[Saved]]] = []
+        for start, stop, fault in looked.drawn:
+            if fault is not None:
+                made.append((Span(start.step, stop.step, None, text=fault), ()))
+                continue
+            for saved in (start, stop):
+                place.fetch_on_all(saved.path)
+            made.append((again.make(start, [stop])[0], (start, stop)))
+        faults = [*looked.faults, *([] if looked.elsewhere else _find_changed(again, made))]
+    found = tuple(span for span, _ in made)
+    return Report(found, tuple(faults), looked.changed, tuple(looked.notes), looked.elsewhere)
+
+
+# --------------------------------------------------------------------------------------------------
+# What is known without training: which spans there are, and whether files and digests are right.
+
+
+class _Looked(NamedTuple):
+    """What the main process has found, and which spans it has drawn.
+
+    Args:
+        drawn: the two checkpoints of each span, and why it cannot be made again, if it cannot.
+        faults: what is damaged or edited.
+        changed: what is not as it was when the run was made, and how.
+        elsewhere: where the run was made, if bits may differ here; or "".
+        notes: what is not compared.
+    """
+
+    drawn: Sequence[tuple[Saved, Saved, str | None]]
+    faults: Sequence[str]
+    changed: Mapping[str, str]
+    elsewhere: str
+    notes: Sequence[str]
+
+
+def _look(place: Place, step: PipelineStep, state: TrainState, spans: int | None) -> _Looked:
+    damaged: list[str] = []
+    saved = saved_in(place.look(), damaged, lambda path: place.fetch(path, (STATE,)))
+    pairs = [(a, b) for a, b in itertools.pairwise(saved) if a.position < b.position]
+    reasons = {} if spans == 0 else {b.position: _why_not(a, b, state) for a, b in pairs}
+    possible = [(a, b) for a, b in pairs if reasons.get(b.position) is None]
+    if spans != 0 and not possible:
+        raise ValueError(f"verify: no span of {place.name} can be made again: {_explain(reasons)}")
+    count = len(possible) if spans is None else min(spans, len(possible))
+    drawn = sorted(random.SystemRandom().sample(range(len(possible)), count))
+    ends = [one for i in drawn for one in possible[i]]
+    bad: dict[Path, str] = {}
+    for path in dict.fromkeys(one.path for one in (ends if spans else saved)):
+        try:
+            fetch_by(place)(path)
+        except CheckpointError as error:
+            bad[path] = str(error)
+    faults = [*damaged, *bad.values(), *_check_records([s for s in saved if s.path not in bad])]
+    here = {**versions(), **describe_making(step, unwrap(state), state.backend.device, ())}
+    changed: dict[str, str] = {}
+    for one in saved:
+        changed |= _compare_making(one.facts, here)
+    moved = [changed[name] for name in ("device", "torch") if name in changed]
+    whole = lambda a, b: next((bad[one.path] for one in (a, b) if one.path in bad), None)
+    spans_drawn = [(a, b, whole(a, b)) for a, b in map(possible.__getitem__, drawn)]
+    return _Looked(spans_drawn, faults, changed, "; ".join(moved), _notes(saved, reasons, drawn))
+
+
+def _explain(reasons: Mapping[tuple[int, int, int], str | None]) -> str:
+    found = next(filter(None, reasons.values()), None)
+    return found or (
+        "there is no pair of neighbouring checkpoints. Keep more of them, "
+        "checkpoint(folder, keep=None), or compare the checksums and the digest alone: "
+        "verify(..., spans=0)"
+    )
+
+
+def _why_not(start: Saved, stop: Saved, state: TrainState) -> str | None:
+    """Return why the updates between two checkpoints cannot be made again; None if they can."""
+    origin, where = Origin(start, stop, stop), f"steps {start.step} to {stop.step}"
+    if (made_on := shares_in(stop.facts) or 1) != state.backend.data_size:
+        return (
+            f"{where} were made on {made_on} process{'es' * (made_on != 1)}, and here are "
+            f"{state.backend.data_size}: start as many"
+        )
+    known = {phase.name for phase in origin.phases}
+    for phase in decode_phases(stop.facts.get("phases", [])):
+        if phase.name not in known and phase.step < stop.step:
+            return (
+                f"the phase {phase.name!r} began within {where}, and what the script changed there "
+                "is not known"
+            )
+    if origin.targets is None:
+        return f"{where} were saved outside of a run, or by an older fnloop"
+    return None
+
+
+def _notes(
+    saved: Sequence[Saved], reasons: Mapping[tuple[int, int, int], str | None], drawn: Sequence[int]
+) -> list[str]:
+    """Return what the report says besides: what is left out, and what hooks may have changed."""
+    notes = [f"left out: {reason}" for reason in reasons.values() if reason is not None]
+    hooks = saved[-1].facts.get("made_with", {}).get("hooks", ()) if drawn else ()
+    if hooks:
+        names = checks.join_names([*hooks])
+        notes.append(f"hooks are not called, and what they change is not made again: {names}")
+    return notes
+
+
+# --- what the run was made with
+
+
+def _compare_making(facts: Mapping[str, Json], here: Mapping[str, Json]) -> dict[str, str]:
+    """Return what a checkpoint says that its run was made with, and is not so here."""
+    kept = facts.get("made_with", {})
+    was = {**facts.get("versions", {}), **kept}
+    names = [name for name in ("step", "device", *versions()) if name in was]
+    found = {
+        name: f"{name} was {was[name]}, and is {here[name]}"
+        for name in names
+        if was[name] != here[name]
+    }
+    own: Mapping[str, str] = here["functions"]
+    functions: Mapping[str, str] = kept.get("functions", own)
+    for name in sorted({*functions, *own}):
+        if functions.get(name) != own.get(name):
+            how = "has other code" if name in functions and name in own else "is not in both"
+            found[name] = f"the function {name} {how}"
+    return found
+
+
+# --- digests
+
+
+def _check_records(saved: Sequence[Saved]) -> list[str]:
+    """Return which checkpoints have records that are not those of the run.
+
+    The digest of each must be that of its records, and the records of each must be the first ones
+    of the next.
+    """
+    faults: list[str] = []
+    chains, digests = _Chains(), []
+    for one in saved:
+        try:
+            digests.append((one, chains.of(one)))
+        except CheckpointError as error:
+            faults.append(str(error))
+    for i, (one, own) in enumerate(digests):
+        if one.facts.get("digest", own[-1]) != own[-1]:
+            near = [other for other, _ in (*digests[i + 1 : i + 2], *digests[i - 1 : i])]
+            faults.append(
+                f"{one.path.name}: its records were edited, as its digest is not theirs"
+                f"{_differing(one, near)}"
+            )
+    agree = lambda i, j: digests[j][1][: len(digests[i][1])] == digests[i][1]
+    links = [(i, i + 1, agree(i, i + 1)) for i in range(len(digests) - 1)]
+    for first, last in _groups(links):
+        inside = [one for one, _ in digests[first + 1 : last]]
+        if inside and agree(first, last):
+            faults += [
+                f"{one.path.name}: its records were edited, as those of the checkpoints around it "
+                f"agree{_differing(one, [digests[last][0]])}"
+                for one in inside
+            ]
+        else:
+            a, b = digests[first][0], digests[last][0]
+            faults.append(
+                f"{a.path.name} and {b.path.name}: the records of one were edited, or the run went "
+                f"back in between{_differing(a, [b])}"
+            )
+    return faults
+
+
+class _Chains:
+    """The digests of histories. Blocks of records that several have are read once."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, str], list[str]] = {}
+
+    def of(self, saved: Saved) -> list[str]:
+        """Return the digest of the first records of a checkpoint: of none, of one, of two, ..."""
+        found = [""]
+        for block in saved.facts.get("blocks", ()):
+            key = (block, found[-1])
+            if key not in self._known:
+                check_blocks(locate(saved.path), (block,), deep=True)
+                self._known[key] = _chained(found[-1], read_blocks(locate(saved.path), (block,)))
+            found += self._known[key]
+        return [*found, *_chained(found[-1], saved.facts["history"])]
+
+
+def _chained(digest: str, rows: Iterable[Json]) -> list[str]:
+    """Return the digests after each of some records."""
+    texts = (json.dumps(row, ensure_ascii=False) for row in rows)
+    return [*itertools.accumulate(texts, chain, initial=digest)][1:]
+
+
+def _differing(one: Saved, others: Sequence[Saved]) -> str:
+    """Return the first record that differs from those of another checkpoint."""
+    for other in others:
+        mine, its = (_records(each) for each in (one, other))
+        both = min(len(mine), len(its))
+        if (found := compare_histories(mine[:both], its[:both])) is not None:
+            return f". {found.name}: {found.text}"
+    return ""
+
+
+def _records(saved: Saved) -> History:
+    path = locate(saved.path)
+    return decode_history(read_state_file(path, saved.facts.get("blocks", ()))["history"], path)
+
+
+def _groups(pairs: Iterable[tuple[int, int, bool]]) -> Iterator[tuple[int, int]]:
+    """Yield from where to where pairs follow each other of which none is right."""
+    first = last = -1
+    for a, b, right in pairs:
+        if right or a != last:
+            if last >= 0:
+                yield first, last
+            first, last = (-1, -1) if right else (a, b)
+        else:
+            last = b
+    if last >= 0:
+        yield first, last
+
+
+# --------------------------------------------------------------------------------------------------
+# Make spans again, and compare what is reached with the checkpoints.
+
+_PARTS = (
+    *("counters", "model", "optimizer", "slots", "averages", "apart", "generators"),
+    *("metrics", "shares"),
+)
+
+
+class _Again:
+    """Makes spans of a run again.
+
+    Args:
+        step, state, loaders: as in :func:`verify`.
+    """
+
+    def __init__(self, step: PipelineStep, state: TrainState, loaders: object) -> None:
+        self._step, self._state, self._loaders = step, state, loaders
+        self._in_place = is_sharded(state.model)
+
+    def make(self, start: Saved, stops: Sequence[Saved]) -> list[Span]:
+        """Continue from a checkpoint, and compare what is reached with later ones on the way.
+
+        Every process must call it.
+
+        Returns:
+            A span for each of these, all from the first one.
+        """
+        __tracebackhide__ = True
+        waiting, found = [*stops], []
+        made: list[Pair] = []
+        origin = Origin(start, stops[-1], stops[-1])
+        given = self._state if self._in_place else snapshot(self._state)
+        restored = restored_from(origin, given)
+
+        def compare(state: TrainState) -> bool:
+            if tuple(position_of(state)) >= waiting[0].position:
+                stop = waiting.pop(0)
+                difference = _compare_with(state, stop)
+                found.append(_span(start, stop, difference, made))
+            return not waiting
+
+        run = self._step, restored, self._loaders
+        reached = continue_from(origin, *run, until=float("inf"), each=compare, made=made)
+        if self._in_place:
+            self._state = reached
+        why = "" if reached.stop is None else f" ({reached.stop})"
+        text = f"made again, the run ends at step {reached.step}, epoch {reached.epoch}{why}"
+        return [*found, *(Span(start.step, one.step, False, text=text) for one in waiting)]
+
+
+def _compare_with(state: TrainState, stop: Saved) -> Difference:
+    """Return what differs between a checkpoint and a state, in any process: all of them call it."""
+    made = collect_contents(state, parts=tuple(_SAVED))
+    found = on_every_process(lambda: _compare_own(state, made, stop), WHAT)
+    every = gather_from_all(found, WHAT)
+    first = next((each for each in every if each), every[0])
+    others = sum(each.others + bool(each.tensor) for each in every) - bool(first.tensor)
+    return attrs.evolve(first, others=others, largest=max(each.largest for each in every))
+
+
+_SAVED = ("model", "optimizer", "slots", "counters", "metrics")
+
+
+def _compare_own(state: TrainState, made: Contents, stop: Saved) -> Difference:
+    """Return what differs between what this process would write, and what it has written."""
+    path = locate(stop.path)
+    files = dict(made.files) if made.index else {}
+    if state.backend.main:
+        whole = [name for name in read_manifest(path)["files"] if name.endswith(SUFFIX)]
+        groups = {name: name.removesuffix(SUFFIX) for name in whole}
+        files |= {k: v for k, v in groups.items() if not is_share(k, made.groups)}
+    its = read_written(path, files)
+    groups = {**{name: {} for name in made.groups}, **its.groups}
+    mine = {**{name: {} for name in groups}, **made.groups}
+    kept = its.facts.get("made_with", {}).get("hook_slots", ())
+    facts = its.facts if state.backend.main else made.facts
+    ends = (attrs.evolve(its, groups=groups, facts=facts), attrs.evolve(made, groups=mine))
+    one, other = (_comparable(each, kept) for each in ends)
+    return compare_contents(one, other, _PARTS)
+
+
+def _comparable(contents: Contents, hook_slots: Sequence[str]) -> Contents:
+    """Return the contents without times, and without what hooks have changed or keep."""
+    facts = json.loads(json.dumps(dict(contents.facts)))
+    facts |= {"stop": None, "ends": None}
+    facts["phases"] = [
+        {k: v for k, v in phase.items() if k not in ("stop", "done")}
+        for phase in facts.get("phases", ())
+    ]
+    facts["slots"] = {k: v for k, v in facts["slots"].items() if k not in hook_slots}
+    for name in ("metrics", "shares"):
+        facts[name] = _without_times(facts.get(name))
+    left_out = [f"slots.{name}" for name in hook_slots]
+    groups = {
+        group: {
+            name: tensor
+            for name, tensor in tensors.items()
+            if not any(name == each or name.startswith(f"{each}.") for each in left_out)
+            and not is_measured(re.sub(r"^(metrics|shares\.\d+)\.", "", name))
+        }
+        for group, tensors in contents.groups.items()
+    }
+    return attrs.evolve(contents, facts=facts, groups=groups)
+
+
+def _without_times(metrics: Json) -> Json:
+    if isinstance(metrics, list):
+        return [_without_times(share) for share in metrics]
+    if not isinstance(metrics, dict):
+        return metrics
+    return {name: value for name, value in metrics.items() if not is_measured(name)}
+
+
+# --- records
+
+
+def _compare_records(made: Iterable[Pair]) -> tuple[Finding, int] | None:
+    """Return the first record of the run that differs from the one made again, and its step."""
+    for again, its in made:
+        if again is None or its is None:
+            one = its or again
+            assert one is not None
+            text = "is in the run alone" if again is None else "is not in the run"
+            return Finding("record", f"record of step {one.step}", text), one.step
+        known = {name: value for name, value in its.metrics.items() if name in again.metrics}
+        found = compare_histories([attrs.evolve(its, metrics=known)], [again])
+        if found is None and its.items not in (None, again.items):
+            found = Finding("record", "", f"items is {its.items}, and {again.items}")
+        if found is not None:
+            return attrs.evolve(found, name=f"record of step {its.step}"), its.step
+    return None
+
+
+def _span(start: Saved, stop: Saved, difference: Difference, made: Sequence[Pair]) -> Span:
+    record = _compare_records(made)
+    if record is not None:
+        difference = attrs.evolve(difference, findings=(record[0], *difference.findings))
+    if not difference:
+        return Span(start.step, stop.step, True)
+    counters = [finding for finding in difference.findings if finding.kind == "counter"]
+    first = next(iter(counters), difference.tensor or difference.findings[-1])
+    update = None if record is None else record[1]
+    return Span(start.step, stop.step, False, update, first.name, first.text, difference)
+
+
+# --- checkpoints that were changed
+
+
+def _find_changed(again: _Again, made: Sequence[tuple[Span, Sequence[Saved]]]) -> Iterator[str]:
+    """Yield which checkpoints were changed, of those between spans that differ.
+
+    The run is made again across them: if it then comes to the last one, bit for bit, those on the
+    way from which it differs are not of the run. The span after them is made too, because it may
+    hold: a bit that is lost in rounding was changed all the same.
+    """
+    __tracebackhide__ = True
+    ends = [(span, *pair) for span, pair in made if pair]
+    places = [*{saved.path: saved for _, a, b in ends for saved in (a, b)}.values()]
+    pairs = [(places.index(a), places.index(b), span.holds is True) for span, a, b in ends]
+    following = {a: b for a, b, _ in pairs}
+    for first, last in _groups(pairs):
+        start, *stops = places[first : following.get(last, last) + 1]
+        if len(stops) < 2:
+            continue
+        *inside, end = again.make(start, stops)
+        for stop, span in zip(stops, inside, strict=False) if end.holds else ():
+            if not span.holds:
+                yield (
+                    f"{stop.path.name} was changed: the run comes from step {start.step} to step "
+                    f"{end.stop}, but not through it. {span.name}: {span.text}"
+                )
+
+
+# --------------------------------------------------------------------------------------------------
+# The report.
+
+
+@attrs.frozen
+class Span:
+    """The updates between two neighbouring checkpoints, made again.
+
+    Args:
+        start, stop: ``state.step`` of the two.
+        holds: whether what is made again has every bit of the later one; None if it was not made
+            again, for the reason in ``text``.
+        update: the step of the first record that differs, if one does: with a record after each
+            update, that is the first update that does.
+        name: the first counter that differs; or else the first tensor, setting or record.
+        text: how it differs: first what the checkpoint has, then what is made again.
+        difference: all that differs.
+    """
+
+    start: int
+    stop: int
+    holds: bool | None
+    update: int | None = None
+    name: str = ""
+    text: str = ""
+    difference: Difference = attrs.field(factory=Difference, repr=False)
+
+
+@attrs.frozen(repr=False)
+class Report(Shown):
+    """What :func:`verify` has found.
+
+    Args:
+        spans: those that were made again.
+        faults: damaged files, edited records, and checkpoints that were changed.
+        changed: what is not as it was when the run was made, by its name, and how.
+        notes: what was left out, and what hooks may have changed.
+        elsewhere: how the device or torch differs from where the run was made; or "".
+
+    Example:
+        >>> report = Report((Span(0, 4, True), Span(4, 8, False, None, "model.w", "1 and 2")))
+        >>> report.ok, [span.name for span in report.spans]
+        (False, ['', 'model.w'])
+    """
+
+    spans: tuple[Span, ...] = ()
+    faults: tuple[str, ...] = ()
+    changed: Mapping[str, str] = attrs.field(factory=dict)
+    notes: tuple[str, ...] = ()
+    elsewhere: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether everything that was checked holds."""
+        return not self.faults and all(span.holds for span in self.spans)
+
+    @property
+    def largest(self) -> float:
+        """The largest difference of all tensors of all spans."""
+        return max((span.difference.largest for span in self.spans), default=0.0)
+
+    def _parts(self) -> list[str | Table[Span]]:
+        parts: list[str | Table[Span]] = [f"verify: {self._title()}"]
+        if self.spans:
+            columns: list[Column[Span]] = [
+                Column("steps", lambda span: f"{span.start} to {span.stop}", left=True),
+                Column("holds", _verdict, left=True),
+                Column("record", lambda s: "" if s.update is None else str(s.update)),
+                Column("name", lambda span: span.name, left=True),
+                Column("of the run, and made again", lambda span: span.text, left=True),
+            ]
+            parts.append(Table(columns, self.spans))
+        parts += [f"fault: {fault}" for fault in self.faults]
+        parts += [f"changed: {text}" for text in self.changed.values()]
+        return [*parts, *self.notes]
+
+    def _title(self) -> str:
+        if not self.spans:
+            right = "are not as the run wrote them" if self.faults else "are as the run wrote them"
+            return f"nothing was made again; files and records {right}"
+        held = sum(span.holds is True for span in self.spans)
+        text = f"{held} of {tables.format_count(len(self.spans), 'span')} hold, bit for bit"
+        if held == len(self.spans) or not self.elsewhere:
+            return text
+        return (
+            f"{text}. Bits may differ here: {self.elsewhere}. The largest difference is "
+            f"{self.largest:.3g}"
+        )
+
+
+def _verdict(span: Span) -> str:
+    return {True: "yes", False: "no", None: "not made again"}[span.holds]
