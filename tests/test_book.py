@@ -43,6 +43,8 @@ SAID = {
         "worst.tolist() == [13, 14, 15, 16, 17]",
         "night.history['valid/loss'][-1] > 5 * mended.history['valid/loss'][-1]",
         "not diff(mended, never)",
+        "report.ok",
+        "[span.holds for span in checked.spans] == [True] * 3 + [False] * 8",
     ],
 }
 WITH_CODE = [
