@@ -39,8 +39,8 @@ from fnloop._display.checks import describe
 #   slots.safetensors       what middleware keep, running metrics, random generators
 #   ema.safetensors         an average of weights, by its name: a state_dict of the module with it,
 #                           which loads into the plain module too; one for each average
-#   state.json              counters, hyper-parameters, where the tensors belong, and the history
-#                           (the module save makes it)
+#   state.json              counters, hyper-parameters, where the tensors belong, what the run was
+#                           made with, and the history with its digest (the module save makes it)
 #   manifest.json           size and SHA-256 of each of the others; written last
 #
 # Where tensors are split over n processes (`fully_shard`), or some processes have state of the

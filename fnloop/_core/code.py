@@ -93,7 +93,7 @@ def hash_of(function: FunctionType) -> str:
     """
     try:
         text = inspect.getsource(function)
-    except (OSError, TypeError, IndexError):  # typed into a console, or the file has changed
+    except Exception:  # typed into a console; or the file was edited, and cannot be parsed there
         text = "".join(map(_code_text, codes_of(function.__code__)))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

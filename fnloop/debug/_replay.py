@@ -430,14 +430,19 @@ class _Follow:
         return state
 
     def _records_at(self, state: TrainState) -> History:
-        """Return the records that the run had made at a boundary."""
+        """Return the records that the run had made at a boundary.
+
+        To those of the boundary before, this one adds its own: one, and those with which the run
+        ended there. A guard may have gone back: then several are of the same update.
+        """
         assert self.records is not None
-        after = lambda r: r.step > state.step or r.epoch > state.epoch
-        n = len(self.history)
-        while n < len(self.records) and not after(self.records[n]):
-            n += 1
-        while n and after(self.records[n - 1]):  # a guard has gone back
-            n -= 1
+        n, here, added = len(self.history), (state.step, state.epoch), False
+        while n < len(self.records):
+            record = self.records[n]
+            at = record.step, record.epoch
+            if not (at <= here if record.closing else at == here and not added):
+                break
+            n, added = n + 1, added or not record.closing
         return self.history if n == len(self.history) else self.records[:n]
 
     def restore(self, state: TrainState) -> TrainState:

@@ -7,7 +7,7 @@ import json
 import os
 import random
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -113,10 +113,12 @@ def verify(
         device, or with another version of torch, bits may differ for good reason: the report says
         so, with the largest difference.
 
-        With spans drawn, the checksums of files are compared for their checkpoints only. The cost
-        is that of the updates and evaluations of the spans. With several processes, all of them
-        must call it, as many as trained the run. A model that is sharded over processes cannot be
-        copied: then ``state`` is trained in place, and is stale afterwards.
+        A digest is not a signature: an edit of all checkpoints can chain it again, and then only
+        the spans show it. With spans drawn, the checksums of files are compared for their
+        checkpoints only. The cost is that of the updates and evaluations of the spans. With several
+        processes, all of them must call it, as many as trained the run. A model that is sharded
+        over processes cannot be copied: then ``state`` is trained in place, and is stale
+        afterwards.
     """
     __tracebackhide__ = True
     check_step(step, "verify")
@@ -137,8 +139,10 @@ def verify(
                 place.fetch_on_all(saved.path)
             made.append((again.make(start, [stop])[0], (start, stop)))
         faults = [*looked.faults, *([] if looked.elsewhere else _find_changed(again, made))]
-    found = tuple(span for span, _ in made)
-    return Report(found, tuple(faults), looked.changed, tuple(looked.notes), looked.elsewhere)
+    notes, found = [*looked.notes], tuple(span for span, _ in made)
+    if again.not_made:
+        notes.append(f"not compared in records: {checks.join_names([*again.not_made])}")
+    return Report(found, tuple(faults), looked.changed, tuple(notes), looked.elsewhere)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -305,11 +309,12 @@ class _Chains:
     def of(self, saved: Saved) -> list[str]:
         """Return the digest of the first records of a checkpoint: of none, of one, of two, ..."""
         found = [""]
-        for block in saved.facts.get("blocks", ()):
+        path = locate(saved.path)
+        for block in read_manifest(path).get("blocks", ()):
             key = (block, found[-1])
             if key not in self._known:
-                check_blocks(locate(saved.path), (block,), deep=True)
-                self._known[key] = _chained(found[-1], read_blocks(locate(saved.path), (block,)))
+                check_blocks(path, (block,), deep=True)
+                self._known[key] = _chained(found[-1], read_blocks(path, (block,)))
             found += self._known[key]
         return [*found, *_chained(found[-1], saved.facts["history"])]
 
@@ -332,7 +337,8 @@ def _differing(one: Saved, others: Sequence[Saved]) -> str:
 
 def _records(saved: Saved) -> History:
     path = locate(saved.path)
-    return decode_history(read_state_file(path, saved.facts.get("blocks", ()))["history"], path)
+    blocks = read_manifest(path).get("blocks", ())
+    return decode_history(read_state_file(path, blocks)["history"], path)
 
 
 def _groups(pairs: Iterable[tuple[int, int, bool]]) -> Iterator[tuple[int, int]]:
@@ -368,6 +374,7 @@ class _Again:
     def __init__(self, step: PipelineStep, state: TrainState, loaders: object) -> None:
         self._step, self._state, self._loaders = step, state, loaders
         self._in_place = is_sharded(state.model)
+        self.not_made: dict[str, None] = {}  # the metrics of records that are not made again
 
     def make(self, start: Saved, stops: Sequence[Saved]) -> list[Span]:
         """Continue from a checkpoint, and compare what is reached with later ones on the way.
@@ -395,6 +402,15 @@ class _Again:
         reached = continue_from(origin, *run, until=float("inf"), each=compare, made=made)
         if self._in_place:
             self._state = reached
+        for one, its in made:
+            known = () if one is None else one.metrics
+            lost = () if its is None else (name for name in its.metrics if name not in known)
+            self.not_made |= dict.fromkeys(name for name in lost if not is_measured(name))
+        left = [one for one in _records(stops[-1])[len(reached.history) :] if not one.closing]
+        if left and not waiting:
+            record = f"record of step {left[0].step}"
+            text = "is not at a boundary of the run"
+            found[-1] = attrs.evolve(found[-1], holds=False, name=record, text=text)
         why = "" if reached.stop is None else f" ({reached.stop})"
         text = f"made again, the run ends at step {reached.step}, epoch {reached.epoch}{why}"
         return [*found, *(Span(start.step, one.step, False, text=text) for one in waiting)]
@@ -439,9 +455,11 @@ def _comparable(contents: Contents, hook_slots: Sequence[str]) -> Contents:
         {k: v for k, v in phase.items() if k not in ("stop", "done")}
         for phase in facts.get("phases", ())
     ]
-    facts["slots"] = {k: v for k, v in facts["slots"].items() if k not in hook_slots}
+    facts["slots"] = _without(hook_slots, facts.get("slots"))
     for name in ("metrics", "shares"):
-        facts[name] = _without_times(facts.get(name))
+        value = facts.get(name)
+        times = [key for each in _mappings(value) for key in each if is_measured(key)]
+        facts[name] = _without(times, value)
     left_out = [f"slots.{name}" for name in hook_slots]
     groups = {
         group: {
@@ -455,12 +473,18 @@ def _comparable(contents: Contents, hook_slots: Sequence[str]) -> Contents:
     return attrs.evolve(contents, facts=facts, groups=groups)
 
 
-def _without_times(metrics: Json) -> Json:
-    if isinstance(metrics, list):
-        return [_without_times(share) for share in metrics]
-    if not isinstance(metrics, dict):
-        return metrics
-    return {name: value for name, value in metrics.items() if not is_measured(name)}
+def _mappings(value: Json) -> list[dict[str, Json]]:
+    """Return the mappings in a value of a file, which may hold anything."""
+    return [each for each in (value if isinstance(value, list) else [value]) if type(each) is dict]
+
+
+def _without(names: Collection[str], value: Json) -> Json:
+    """Return a value without some names in its mappings."""
+    if isinstance(value, list):
+        return [_without(names, each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    return {name: each for name, each in value.items() if name not in names}
 
 
 # --- records

@@ -177,6 +177,8 @@ ROWS = [
         "record of step 8: valid/loss is"),
     ("all records", edit(lower("recent/loss"), (4, 6, 8), chained=True), {(2, 4)},
         "record of step 3: recent/loss is"),
+    ("step of a record", edit(lambda f: f["history"][2].update(step=9), (4, 6, 8), chained=True),
+        {(2, 4)}, "record of step 9: is not at a boundary of the run"),
     ("no record", edit(lambda f: f["history"].pop(1), (2, 4, 6, 8), chained=True), {(0, 2)},
         "metrics.recent/loss.total"),
     ("byte", damage, MIDDLE, "is damaged: the checksum of model.safetensors is wrong"),
@@ -310,6 +312,7 @@ KINDS = {
     "schedule": (*of(fl.pipeline(fl.schedule(fl.schedules.cosine(warmup=0.1))), small()), EVERY),
     "measured": (*with_valid(fl.pipeline(fl.timings(), fl.throughput()), small()), {"hooks": (
         fl.measure(lambda state: {"m": 1.0}, name="own", every=fl.every(steps=3)),)}),
+    "gone back": (*with_valid(laws.SPIKES[1], small()), {"evaluate_every": fl.every(steps=3)}),
     "skipped": (fl.pipeline(fl.skip_nonfinite())(toy_loss), toy,
         [torch.tensor([x]) for x in (1.0, float("nan"), 2.0, 3.0, float("nan"))], {}),
     "stopped": (*of(fl.pipeline(), small()), {"hooks": (stop_at(7), fl.early_stop("train/loss"))}),
@@ -322,6 +325,8 @@ def test_all_spans_hold_of_each_kind_of_run(kind, tmp_path):
     report = again(tmp_path, *run, **settings)
     assert report.ok and len(report.spans) >= 2, report
     assert not report.changed
+    left_out = ["not compared in records: own/m"] if kind == "measured" else []
+    assert [note for note in report.notes if "hooks are" not in note] == left_out
 
 
 def test_spans_of_phases_hold_and_one_in_which_a_phase_began_is_left_out(tmp_path):
@@ -367,6 +372,11 @@ def test_a_run_at_an_address_is_verified_with_the_files_that_it_needs(
     assert report.ok and len(report.spans) == {0: 0, 1: 1, None: 4}[spans]
     copies = [*tmp_path.rglob("copies/step-*/model.safetensors")]
     assert len(copies) == {0: 5, 1: 2, None: 5}[spans]
+
+
+def test_what_the_script_does_not_evaluate_is_not_compared_and_named(run):
+    report = verify(run, step_of(), created(), loaders()["train"], spans=None)
+    assert report.ok and report.notes == ("not compared in records: valid/loss, valid/ema/loss",)
 
 
 def test_checkpoints_of_older_versions_say_less(run, tmp_path):
