@@ -35,10 +35,21 @@ SLOW = (
     *("how_to/active_learning", "how_to/average_as_teacher", "how_to/detection"),
     *("how_to/federated_averaging", "how_to/train_a_gan"),
     *("how_to/lbfgs_on_an_image", "how_to/maml", "how_to/quantization_aware_training"),
-    *("how_to/reinforcement_learning", "how_to/why_is_it_slow"),
+    *("how_to/reinforcement_learning", "how_to/why_is_it_slow", "time_travel"),
 )
 LONG = ("large_models", "how_to/slow_link", "how_to/two_gpus")
 MARKS = dict.fromkeys(SLOW, pytest.mark.slow) | dict.fromkeys(LONG, pytest.mark.long)
+# What the text of a page says of its results.
+SAID = {
+    "time_travel": [
+        "(found.update, found.what) == (134, 'batch')",
+        "worst.tolist() == [13, 14, 15, 16, 17]",
+        "night.history['valid/loss'][-1] > 5 * mended.history['valid/loss'][-1]",
+        "not diff(mended, never)",
+        "report.ok",
+        "[span.holds for span in checked.spans] == [True] * 3 + [False] * 8",
+    ],
+}
 WITH_CODE = [
     pytest.param(page, marks=[MARKS[page]] if page in MARKS else [])
     for page in PAGES
@@ -64,6 +75,7 @@ def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch, settings_of_torch,
         warnings.filterwarnings("ignore", "The .grad attribute")  # of torch, while it compiles
         for code in cells(page):
             exec(compile(code, page, "exec"), known)
+        assert [said for said in SAID.get(page, ()) if not eval(said, known)] == []
 
 
 @pytest.mark.parametrize("page", PAGES)

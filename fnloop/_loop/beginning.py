@@ -301,18 +301,19 @@ def precision_hint(precision: str, has: Mapping[str, object]) -> str | None:
     )
 
 
-def check_length(source: Source, first: int, batches: int) -> None:
+def check_length(source: Source, epoch: int, first: int, batches: int) -> None:
     """Log once if a loader has given more or fewer batches in an epoch than its length says.
 
     Args:
         source: the training loader.
+        epoch: the number of the epoch, from 0.
         first: the batches of the epoch that were consumed before.
         batches: the batches of the epoch, in all processes, with the padding of the last round.
     """
-    said = source.length
+    said = source.length_in(epoch)
     if said is None or first > said:
         return
-    if batches == first + source.padded(source.left(0, first, 0) or 0):
+    if batches == first + source.padded(source.left(epoch, first, 0) or 0):
         return
     warn_once(
         f"fit: the length of the training loader is {said}, but an epoch of it had {batches} "

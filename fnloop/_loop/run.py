@@ -218,7 +218,7 @@ class Run:
         self.phase: object = None  # what it is doing; None: the step, whose layers name themselves
         self.taken = 0  # batches that the update takes, in all processes
         self.left_out: str | None = None  # why the newest update was left out, if it was
-        self.first_batch = 0  # with which the run began or continued the epoch
+        self.begun = (0, 0)  # the epoch, and the batch with which the run began or continued it
         self.first_update = state.step + state.skipped
         self.batches_in_epoch = 0  # of the epoch that has just ended
         self.unfinished: object = None  # what a failure would leave: BOUNDARY, END or FLUSH
@@ -249,7 +249,7 @@ class Run:
         self.stopwatch.newest = None
         if self.plan.step.window > 1 or self.source.lengths is not None:
             self._count_windows()
-        self.first_batch, self.batches_in_epoch = self.state.batch, 0
+        self.begun, self.batches_in_epoch = (self.state.epoch, self.state.batch), 0
         ahead = self.plan.prefetch * self.info.window
         self.source.positions.begin(self.state.position, ahead)
         self.state = self._leave_end(
@@ -323,7 +323,7 @@ class Run:
         __tracebackhide__ = True
         self.phase = "the exchange between processes"
         if ended and self.batches_in_epoch and self.state.backend.main:
-            check_length(self.source, self.first_batch, self.batches_in_epoch)
+            check_length(self.source, *self.begun, self.batches_in_epoch)
         made = self.state.step + self.state.skipped - self.first_update
         suggest_fused(self.plan.step.pipeline.middleware, self.state, self.stopwatch.trained, made)
         order = self.source.order if ended else 0

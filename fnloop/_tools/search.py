@@ -17,6 +17,7 @@ import attrs
 from fnloop._backend.collectives import broadcast
 from fnloop._checkpoint.restore import resume
 from fnloop._core.history import History, Record, better, mode_of
+from fnloop._core.runs import ends_run, is_interruption
 from fnloop._core.state import TrainState, check_not_stale
 from fnloop._display import checks
 from fnloop._display.tables import (
@@ -151,6 +152,8 @@ def search(
         ValueError: there is no state, rungs do not grow, or keep is out of range.
         KeyError: a run has no such metric, before its first update; or steps and states have other
             names.
+        KeyboardInterrupt: a run was interrupted: by Ctrl-C, a signal, or the end of its job's time.
+            With ``folder``, the same call continues.
 
     Example:
         >>> import fnloop as fl, torch
@@ -269,7 +272,7 @@ class Trial:
         """Train to a rung, if it is not there yet, and return the history."""
         state = self.state()
         self.is_main = state.backend.main
-        if state.epoch < epoch and state.stop is None:
+        if state.epoch < epoch and not ends_run(state.stop):
             saves = () if self._folder is None else (self._saves(self._folder),)
             hooks, whole = (*self._hooks, *saves), self._rungs[-1]
             reached = run(self._step, state, self._loaders, epochs=whole, hooks=hooks)
@@ -277,6 +280,11 @@ class Trial:
                 for state in reached:
                     if state.epoch >= epoch:
                         break
+            if is_interruption(state.stop):
+                raise KeyboardInterrupt(
+                    f"search: the run {self.name!r} was interrupted at step {state.step} "
+                    f"({state.stop})"
+                )
         is_given = isinstance(self._source, TrainState)
         self._state = state if is_given or self._folder is None else None
         self.history = state.history

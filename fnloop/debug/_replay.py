@@ -752,7 +752,7 @@ def _first_difference(
     """Return what differs first in an update, its name, and how."""
     a, b = updates
     if (found := compare_values(a.batches, b.batches)) is not None:
-        return "batch", "", f"{found[0]}; the samples are {a.indices} and {b.indices}"
+        return "batch", "", found[0] + _whose(updates)
     for mine, its in zip(recorders[0].calls, recorders[1].calls, strict=False):
         if (called := _compare_calls(mine, its)) is not None:
             return called
@@ -764,6 +764,14 @@ def _first_difference(
     inside = compare_contents(contents_of(a.after), contents_of(b.after), _PARTS)
     first = inside.findings[0] if inside else None
     return "optimizer", "" if first is None else first.name, "" if first is None else first.text
+
+
+def _whose(updates: Sequence[Update]) -> str:
+    """Return of which samples the batches of two updates are, in words."""
+    one, other = (update._samples() for update in updates)
+    if one == other:
+        return one and f"; both have samples {one}"
+    return f"; one has samples {one or 'unknown'}, and the other {other or 'unknown'}"
 
 
 def _compare_calls(a: Called, b: Called) -> tuple[str, str, str] | None:
@@ -828,6 +836,11 @@ class Update:
     nonfinite: tuple[object, ...] | None = ()
     confirmed: bool | None = None
 
+    def _samples(self) -> str:
+        """Return the indices of its samples in words; "" if they are not known."""
+        known = [index for index in self.indices if index is not None]
+        return join_names([str(i) for index in known for i in _flat(index)], 8)
+
     def _facts(self) -> dict[str, object]:
         norm = get_total_norm(list(self.grads.values())) if self.grads else math.nan
         facts: dict[str, object] = {
@@ -837,9 +850,8 @@ class Update:
             "loss": tables.format_number(float(self.output.loss)),
             "gradient norm": tables.format_number(float(norm)),
         }
-        known = [index for index in self.indices if index is not None]
-        if known:
-            facts["samples"] = join_names([str(i) for index in known for i in _flat(index)], 8)
+        if samples := self._samples():
+            facts["samples"] = samples
         if self.nonfinite:
             facts["not finite"] = "sample " + join_names([*map(str, self.nonfinite)], 8)
         elif not _is_finite(self.before):

@@ -12,6 +12,7 @@ import fnloop as fl
 from fnloop._data.loaders import Loaders
 from fnloop._loop import beginning
 from fnloop._loop.beginning import fused_hint, loader_hints, precision_hint, suggest_fused
+from fnloop.data import leave_out
 from fnloop.testing import toy, toy_loss
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -72,11 +73,12 @@ def test_a_length_that_is_wrong_is_named_once_with_the_right_one(says, gives, ca
 
 @pytest.mark.parametrize("target", [{"epochs": 2}, {"steps": 3}, {"epochs": 1}], ids=str)
 def test_a_length_that_is_right_needs_no_hint(target, caplog):
-    """Nor does an epoch that was longer when it began."""
+    """Nor does an epoch that was longer when it began, or that is shorter than the first."""
     ends = fl.every(steps=2)(lambda state: attrs.evolve(state, ends="epoch"))
-    step = fl.pipeline()(toy_loss)
+    step, data = fl.pipeline()(toy_loss), [torch.ones(1)] * 5
+    shorter = leave_out(data, lambda epoch, batch: epoch == 1 and batch < 2)
     for hooks in ((), (ends,)):
-        for loader in (Lying(5, 5), [torch.ones(1)] * 5, DataLoader(torch.ones(11), 3)):
+        for loader in (Lying(5, 5), data, DataLoader(torch.ones(11), 3), shorter):
             fl.fit(step, toy(), loader, hooks=hooks, **target)
     state = fl.fit(step, toy(), Lying(8, 8), steps=6, hooks=())
     fl.fit(step, state, Lying(4, 4), epochs=1, hooks=())

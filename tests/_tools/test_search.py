@@ -1,7 +1,11 @@
 """search: successive halving, whose runs are those that they would have been alone."""
 
 import gc
+import itertools
 import math
+import os
+import signal
+import tempfile
 import weakref
 
 import attrs
@@ -82,22 +86,66 @@ def test_a_search_that_is_killed_nine_times_continues(makers, tmp_path, capsys):
     assert_same(again.state, found.state)
 
 
-def test_memory_holds_one_state_of_functions_at_a_time(capsys):
+def test_a_search_that_is_interrupted_says_so_and_continues(tmp_path, capsys):
+    """In the first epoch, the next, at the end of one, at a later rung, and near the end."""
+    epoch, signals = len(PROBLEM.batches), itertools.cycle((signal.SIGINT, signal.SIGTERM))
+    at, updates = (2, epoch + 3, 2 * epoch, 9 * epoch + 2, 14 * epoch - 1), []
+
+    def interrupt(state):
+        updates.append(state.step)
+        if len(updates) in at:
+            os.kill(os.getpid(), next(signals))
+        return state
+
+    settings = {**SEARCHED, "folder": tmp_path, "hooks": (interrupt,)}
+    for why in ("interrupted", "SIGTERM", "interrupted", "SIGTERM", "interrupted"):
+        message = rf"the run 'lr=.*' was interrupted at step \d+ \({why}\)"
+        with pytest.raises(KeyboardInterrupt, match=message):
+            fl.search(STEP, states(), LOADERS, **settings)
+    check_alone(fl.search(STEP, states(), LOADERS, **settings))
+    assert len(updates) == (9 + 3 + 2) * epoch
+
+
+def test_a_shared_beginning_is_trained_once(capsys):
+    """Two epochs of all runs, then rungs of one more, two more and four more."""
+    step, made = fl.pipeline(fl.clip(0.5))(PROBLEM.loss_fn), []
+
+    def branches(hooks=()):
+        trunk = fl.fit(step, PROBLEM.state(seed=3), LOADERS, epochs=2, hooks=hooks)
+        return fl.fork(trunk, RATES)
+
+    count = lambda state: made.append(state.run_id) or state
+    found = fl.search(step, branches((count,)), LOADERS, rungs=(3, 4, 6), hooks=(count,))
+    assert len(made) == (2 + 9 * 1 + 3 * 1 + 1 * 2) * len(PROBLEM.batches)
+    assert len({*made}) == 1 + 9
+    for name, state in branches().items():
+        whole = list(fl.fit(step, state, LOADERS, epochs=6, hooks=()).history)
+        assert list(found.histories[name]) == whole[: len(found.histories[name])]
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_memory_holds_one_state_of_functions_at_a_time(kept, tmp_path, monkeypatch, capsys):
+    """The others wait on disk: in the folder, or in a temporary one, which does not stay."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     alive = weakref.WeakSet()
 
     def make(name):
+        gc.collect()
+        assert not alive
         state = states()[name]
-        alive.add(state.model)
+        alive.update((state.model, state.optimizer, *state.model.parameters()))
         return state
 
     def count(state):
         gc.collect()
-        assert len(alive) == 1
+        assert len(alive) == 2 + len([*state.model.parameters()])
         return state
 
     given = {name: (lambda name=name: make(name)) for name in states()}
-    found = fl.search(STEP, given, LOADERS, **SEARCHED, hooks=(fl.every(epochs=1)(count),))
+    hooks, folder = (fl.every(epochs=1)(count),), tmp_path / "runs" if kept else None
+    found = fl.search(STEP, given, LOADERS, **SEARCHED, folder=folder, hooks=hooks)
     check_alone(found)
+    assert [*tmp_path.iterdir()] == ([folder] if kept else [])
 
 
 def toys(*rates):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.data import DataLoader
 
 import fnloop as fl
 from fnloop.debug import _diff, bisect
@@ -106,6 +107,31 @@ def test_another_batch_is_found(tmp_path):
     found = bisect(tmp_path / "a", tmp_path / "b", USUAL, PROBLEM.state(), pair)
     assert (found.update, found.what, found.between) == (5, "batch", (4, 6))
     assert found.text.startswith("6 of 6 elements differ, by up to 1")
+
+
+@pytest.mark.parametrize(
+    ("changed", "order", "text"),
+    [
+        (3.5, range(6), "1 of 2 elements differ, by up to 0.5; first at [1]: 3 and 3.5, "
+         "2,097,152 ulps apart; both have samples 2, 3"),
+        (3.0, (0, 1, 2, 2, 4, 5), "1 of 2 elements differ, by up to 1; first at [1]: 3 and 2, "
+         "4,194,304 ulps apart; one has samples 2, 3, and the other 2, 2"),
+    ],
+)  # fmt: skip
+def test_the_samples_of_another_batch_are_named(changed, order, text, tmp_path):
+    """Sample 3 has changed, or its place."""
+    data = [torch.tensor(float(i)) for i in range(6)]
+    other = [*data[:3], torch.tensor(changed), *data[4:]]
+    loaders = [
+        {"train": DataLoader(data, batch_size=2)},
+        {"train": DataLoader(other, batch_size=2, sampler=order)},
+    ]
+    step, folders = fl.pipeline()(toy_loss), (tmp_path / "a", tmp_path / "b")
+    for folder, given in zip(folders, loaders, strict=True):
+        saves = fl.every(steps=1)(fl.checkpoint(folder, keep=None))
+        fl.fit(step, toy(), given, hooks=(saves,))
+    found = bisect(*folders, step, toy(), tuple(loaders))
+    assert (found.update, found.what, found.text) == (2, "batch", text)
 
 
 @pytest.mark.slow
