@@ -329,7 +329,8 @@ def continue_from(
     """
     __tracebackhide__ = True
     records = None if origin.later is None else read_history(origin.newest.path)
-    follow = _Follow(until, records, each, state.history, made)
+    watched = tuple(key for _, key in step.watched)
+    follow = _Follow(until, records, each, state.history, watched, made)
     plan = _plan(origin, step, state, loaders, targets or origin.targets, follow)
     if made is not None and records is not None:
         plan = follow.with_records(plan, records)
@@ -375,6 +376,7 @@ class _Follow:
         records: the history of the run; None if it is not known further than the checkpoint.
         each: called at every boundary; whether to end there.
         history: that of the checkpoint.
+        watched: the metrics that the step watches.
         made: receives the records that are made, each with that of the run; None: none is made.
     """
 
@@ -384,13 +386,13 @@ class _Follow:
         records: History | None,
         each: Callable[[TrainState], bool],
         history: History,
+        watched: tuple[str, ...],
         made: list[Pair] | None = None,
     ) -> None:
         self.until, self.records, self.each, self.made = until, records, each, made
         self.history = history  # as it was after the boundary before
         self.reached: TrainState | None = None
-        # What a middleware watches is in these records, even if nothing is evaluated here.
-        self.reports = (*{name for record in records or () for name in record.metrics},)
+        self.reports = watched  # these may come in a later record of the run
 
     def with_records(self, plan: Plan, records: History) -> Plan:
         """Return the plan with records, and evaluations, where the run has made some."""

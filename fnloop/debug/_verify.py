@@ -95,9 +95,9 @@ def verify(
         ...     report, other = (verify(folder, step, toy(), data) for data in (batches, others))
         >>> report
         verify: 2 of 2 spans hold, bit for bit
-        span   │ holds  differs first  of the run, and made again
-        1 to 2 │ yes
-        2 to 3 │ yes
+        steps   holds  record  name  of the run, and made again
+        1 to 2  yes
+        2 to 3  yes
         >>> other.ok, [(span.start, span.stop, span.holds, span.name) for span in other.spans]
         (False, [(1, 2, True, ''), (2, 3, False, 'model.w')])
 
