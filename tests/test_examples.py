@@ -124,6 +124,7 @@ def test_gan_draws_a_picture_per_epoch_and_resumes(digits_read, tmp_path):
     assert float(d) < 0.8  # of 2 × log 2 by guessing
 
 
+@pytest.mark.long
 def test_by_hand_and_fnloop_agree(digits_read):
     assert "equal" in run("by_hand.py", first=digits_read)
 

@@ -113,7 +113,11 @@ def check_fold_and_purity(pipe, *problems):
 # --- 2 and 4: fold and purity; 7: no host reads
 
 
-@pytest.mark.parametrize("pipe", COMBINATIONS, ids=repr)
+@pytest.mark.parametrize("pipe", [
+    # It compiles again for each of its runs.
+    pytest.param(pipe, marks=[pytest.mark.long] if "compiled" in repr(pipe) else [])
+    for pipe in COMBINATIONS
+], ids=repr)  # fmt: skip
 def test_every_combination_keeps_the_laws(pipe):
     check_laws(pipe)
 

@@ -106,7 +106,7 @@ def check_newest(run, uninterrupted):
 @pytest.mark.slow
 @pytest.mark.parametrize(("share", "settings"), [
     pytest.param(0.4, {"background": True}, id="background", marks=LONG),
-    pytest.param(1.0, {}, id="plain"),
+    pytest.param(0.4, {}, id="plain"),
     pytest.param(0.4, {"pause": 0.04, "background": True}, id="slow-disk-background", marks=LONG),
 ])  # fmt: skip
 def test_a_run_killed_repeatedly_ends_as_whole(share, settings, run_child, uninterrupted, tmp_path):

@@ -187,6 +187,7 @@ def test_answers_of_5xx_that_pass_are_not_noticed(settings, train, whole, link, 
     assert [n for (_, key), n in seen.items() if "step-00000010" in key and n > 2]
 
 
+@pytest.mark.long
 def test_a_fault_that_lasts_ends_the_run_and_loses_nothing(train, whole, link, tmp_path):
     run = tmp_path / "denied"
     denied = lambda method, key: 403 if "step-00000015" in key and method == "PUT" else None
