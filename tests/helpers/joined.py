@@ -6,6 +6,7 @@ import logging
 import os
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -93,3 +94,12 @@ def said(do):
         return do()
     except Exception as error:
         return f"{type(error).__name__}: {error}"
+
+
+def nearly(a, b, tolerance):
+    """Return whether two nestings of numbers are equal up to rounding."""
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(nearly(a[k], b[k], tolerance) for k in a)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(nearly(x, y, tolerance) for x, y in zip(a, b, strict=True))
+    return a == b or a == pytest.approx(b, rel=tolerance, abs=tolerance)

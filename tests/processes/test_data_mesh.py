@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from joined import come_to, in_double, logged, rank, said, world
+from joined import come_to, in_double, logged, nearly, rank, said, world
 from launch import reads, written_by
 from process_problems import created as created_alone
 from torch import nn
@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import fnloop as fl
 
 pytestmark = pytest.mark.slow
-CLOSE = 1e-9  # float64
+close = functools.partial(nearly, tolerance=1e-9)  # float64
 SIZE, BATCH, LENGTH = 41, 8, 6  # samples; of an update; tokens. One row has padding at the end
 SHAPES = {1: (1, 1), 2: (1, 2), 4: (2, 2)}  # of the mesh, by the number of processes
 
@@ -251,15 +251,6 @@ def refused(folder):
     retried = fl.pipeline(fl.retry_on_oom())(entropy)
     found["retried"] = said(lambda: fl.fit(retried, created(), loader(), hooks=()))
     return found
-
-
-def close(a, b):
-    """Return whether two nestings of numbers are equal up to rounding."""
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(close(a[k], b[k]) for k in a)
-    if isinstance(a, list):
-        return len(a) == len(b) and all(map(close, a, b))
-    return a == b or a == pytest.approx(b, rel=CLOSE, abs=CLOSE)
 
 
 def test_parts_of_sequences_train_as_one_process_with_whole_ones(launched):

@@ -1,9 +1,11 @@
 """Data parallel and tensor parallel on a mesh of 2 x 2: the same run as on 2 processes."""
 
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
-from joined import come_to, rank, said, world
+from joined import come_to, nearly, rank, said, world
 from launch import reads, written_by
 from process_data import SIZE, loader
 from process_metrics import kinds
@@ -17,7 +19,8 @@ import fnloop as fl
 from fnloop._backend.collectives import on_every_process
 
 pytestmark = pytest.mark.slow
-CLOSE = 1e-5  # sums of halves differ in the last bits of float32
+# Sums of halves differ in the last bits of float32.
+close = functools.partial(nearly, tolerance=1e-5)
 BATCH = 3
 
 
@@ -71,15 +74,6 @@ def alone(folder):
     state = created(torch.optim.AdamW, lr=9.0)
     state = fl.resume(written_by(train, 4, folder) / "run", state)
     return [state.step, *come_to(state)["weights"]]
-
-
-def close(a, b):
-    """Return whether two nestings of numbers are equal up to rounding."""
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(close(a[k], b[k]) for k in a)
-    if isinstance(a, list):
-        return len(a) == len(b) and all(map(close, a, b))
-    return a == b or a == pytest.approx(b, rel=CLOSE, abs=CLOSE)
 
 
 def test_a_mesh_of_2_by_2_trains_as_2_processes(launched):
