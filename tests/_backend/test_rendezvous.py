@@ -66,6 +66,9 @@ def agreeing(folder, stale):
             keys.set(f"answer to dead {n}", "dead 0")
             keys.set(f"dead 0 confirmed by {n}", "")
         keys.set("dead 0 is complete", "")
+        store.set("the dead have written", "")
+    if stale:  # what follows is of the running processes
+        store.wait(["the dead have written"])
     words = [processes.agree_on_attempt(store, rank(), world()) for _ in range(3)]
     store.add("done", 1)
     while rank() == 0 and store.add("done", 0) < world():
