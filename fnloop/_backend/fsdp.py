@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,13 +23,18 @@ def _dtensor() -> type[DTensor] | None:
     return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
 
 
-_WHOLE = (Tensor, nn.Parameter)  # classes of tensors that are never sharded
+WHOLE = {Tensor, nn.Parameter}  # classes of tensors that are never sharded
+
+
+def has_sharded(tensors: Iterable[Tensor]) -> bool:
+    """Return whether some tensors are sharded over processes."""
+    kind, others = _dtensor(), {*map(type, tensors)} - WHOLE
+    return bool(others) and kind is not None and any(issubclass(cls, kind) for cls in others)
 
 
 def is_sharded(model: nn.Module) -> bool:
     """Return whether parameters of a model are sharded over processes."""
-    kind = _dtensor()
-    return kind is not None and any(isinstance(p, kind) for p in model.parameters())
+    return has_sharded(model.parameters())
 
 
 def check_sharded(model: nn.Module) -> tuple[int, list[int]]:
@@ -184,13 +189,13 @@ def by_mesh(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
 
 def local_part(tensor: Tensor) -> Tensor:
     """Return the part of a tensor that this process holds, in the same memory."""
-    kind = None if tensor.__class__ in _WHOLE else _dtensor()
+    kind = None if tensor.__class__ in WHOLE else _dtensor()
     return local_tensor(tensor) if kind is not None and isinstance(tensor, kind) else tensor
 
 
 def full(tensor: Tensor) -> Tensor:
     """Return a full tensor. This is a collective if the tensor is sharded."""
-    kind = None if tensor.__class__ in _WHOLE else _dtensor()
+    kind = None if tensor.__class__ in WHOLE else _dtensor()
     return tensor.full_tensor() if kind is not None and isinstance(tensor, kind) else tensor
 
 
@@ -236,7 +241,7 @@ def split_dim(tensor: Tensor) -> int | None:
     It is None for a tensor that is whole in this process, or placed in a way that ``fully_shard``
     does not use. :func:`full` returns either.
     """
-    kind = None if tensor.__class__ in _WHOLE else _dtensor()
+    kind = None if tensor.__class__ in WHOLE else _dtensor()
     if kind is None or not isinstance(tensor, kind):
         return None
     from torch.distributed.tensor import Shard

@@ -101,11 +101,8 @@ def is_hook_table(name: str) -> bool:
 
 def has_state_dict_hooks(optimizer: Optimizer) -> bool:
     """Return whether hooks change what an optimizer saves or loads."""
-    return any(
-        is_hook_table(name) and bool(vars(optimizer)[name])
-        for name in vars(optimizer)
-        if "state_dict" in name
-    )
+    names = [name for name in vars(optimizer) if "state_dict" in name]
+    return any(vars(optimizer)[name] for name in names if is_hook_table(name))
 
 
 def local_optimizer(optimizer: Optimizer) -> Optimizer:

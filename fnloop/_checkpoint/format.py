@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fnloop._backend.collectives import counts_here, gather_from_all
 from fnloop._backend.containers import has_room, is_out_of_memory
-from fnloop._backend.fsdp import extent_in, full, local_part, split_dim
+from fnloop._backend.fsdp import extent_in, full, has_sharded, local_part, split_dim
 from fnloop._backend.processes import Backend
 from fnloop._core.history import SINCE
 from fnloop._core.serialize import Json
@@ -388,11 +388,14 @@ def keep_own_share(
     for group, tensors in contents.groups.items():
         own = local if group == "optimizer" and local else {}
         own = dict.fromkeys(tensors, True) if group == OWN else own
-        if own or group == OWN or any(split_dim(tensor) is not None for tensor in tensors.values()):
+        sharded = has_sharded(tensors.values())
+        split = sharded and any(split_dim(t) is not None for t in tensors.values())
+        if own or group == OWN or split:
             file = name_of_share(group, backend.rank, backend.world_size)
             groups[group], index[group] = _share_of(tensors, file, backend.main, own)
         else:
-            whole = {name: full(tensor) for name, tensor in tensors.items()}
+            # In every process, as a gather is a collective.
+            whole = {name: full(t) for name, t in tensors.items()} if sharded else tensors
             groups[group] = whole if backend.main else {}
     kept = attrs.evolve(contents, groups=groups)
     if not index:

@@ -21,18 +21,20 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fnloop._backend import torch_compat
 from fnloop._backend.collectives import gather_from_all
 from fnloop._backend.containers import map_leaves, pairs_of, parts_of, with_parts
 from fnloop._backend.fsdp import is_sharded, like_sharded
-from fnloop._backend.torch_compat import strip_compile_prefix
+from fnloop._backend.torch_compat import (
+    has_state_dict_hooks,
+    local_optimizer,
+    strip_compile_prefix,
+)
 from fnloop._checkpoint.format import COLLECTED, CheckpointError
 from fnloop._core.freeze import Groups, add_group, split_group
 from fnloop._core.optimizers import SCHEDULED, UNFROZEN, Group, number_in, optimizers_in
 from fnloop._core.serialize import (
     Json,
     Pending,
-    as_flattened,
     as_number,
     as_safetensor,
     decode,
@@ -43,6 +45,8 @@ from fnloop._core.serialize import (
     from_safetensor,
     is_flattened,
     kinds_in,
+    plain_only,
+    plain_or_flattened,
     tensors_in,
 )
 from fnloop._core.state import TrainState, ownership_of, unwrap
@@ -318,7 +322,7 @@ def _check_mergeable(entry: Entry, named: NamedOptimizer, kept: Sequence[bool]) 
         kept: whether each process keeps it.
     """
     why = None
-    if has_own_state_dict(named.optimizer):
+    if named.has_own_state_dict:
         why = "it has its own state_dict. Keep that in optimizer.state, without a state_dict"
     elif named.sharded:
         why = "the model is sharded over processes. Keep the state of a parameter in all of them"
@@ -430,7 +434,7 @@ def copies_in(state: TrainState, facts: Mapping[str, Json]) -> dict[Entry, str]:
     for name, one in NamedOptimizer.of_state(state).items():
         own = _by_name(facts["optimizer"])[name]
         local = {(name, *path): ranks for path, ranks in own.get(LOCAL, ())}
-        ours = is_torch_optimizer(one.holder) or has_own_state_dict(one.optimizer) or one.sharded
+        ours = is_torch_optimizer(one.holder) or one.has_own_state_dict or one.sharded
         if local or (processes == 1 and not ours):
             mine = mine or dict(_entries(encode_optimizers(state, tensors)))
         if processes == 1 and not ours:
@@ -471,6 +475,8 @@ class NamedOptimizer:
         foreign: the names of the parameters that the model does not have.
         sharded: whether the parameters are sharded over processes.
         own: each parameter of the model by name.
+        holder: the optimizer that keeps the state: itself, or that in a ZeroRedundancyOptimizer.
+        has_own_state_dict: whether it must be saved by its own state_dict.
     """
 
     optimizer: Optimizer
@@ -478,6 +484,14 @@ class NamedOptimizer:
     foreign: frozenset[str] = frozenset()
     sharded: bool = False
     own: Mapping[str, Tensor] = attrs.field(factory=dict)
+    holder: Optimizer = attrs.field(
+        init=False,
+        default=attrs.Factory(lambda self: local_optimizer(self.optimizer), takes_self=True),
+    )
+    has_own_state_dict: bool = attrs.field(
+        init=False,
+        default=attrs.Factory(lambda self: has_own_state_dict(self.holder), takes_self=True),
+    )
 
     @classmethod
     def of_state(cls, state: TrainState) -> dict[str, NamedOptimizer]:
@@ -500,11 +514,6 @@ class NamedOptimizer:
                     names[id(p)] = f"param_groups.{i}.{j}"
                     foreign.add(names[id(p)])
         return cls(optimizer, names, frozenset(foreign), sharded, own)
-
-    @property
-    def holder(self) -> Optimizer:
-        """The optimizer that keeps the state: itself, or that in a ZeroRedundancyOptimizer."""
-        return torch_compat.local_optimizer(self.optimizer)
 
     @property
     def class_name(self) -> str:
@@ -533,13 +542,12 @@ def is_torch_optimizer(optimizer: Optimizer) -> bool:
 
 def has_own_state_dict(optimizer: Optimizer) -> bool:
     """Return whether an optimizer must be saved by its own state_dict."""
-    optimizer = torch_compat.local_optimizer(optimizer)
     cls = type(optimizer)
     return (
         cls.state_dict is not Optimizer.state_dict
         or cls.load_state_dict is not Optimizer.load_state_dict
         or "state" not in vars(optimizer)  # a property: state_dict may know more than it shows
-        or torch_compat.has_state_dict_hooks(optimizer)
+        or has_state_dict_hooks(optimizer)
     )
 
 
@@ -702,22 +710,6 @@ def _check_parameters(named: NamedOptimizer, saved: SavedOptimizer, strict: bool
     return mismatched
 
 
-def _reject_objects(encoded: Json, path: str) -> Json:
-    """Return encoded data, or raise if it contains an object, which could not be reconstructed."""
-    kind = encoded.get("$saved") if isinstance(encoded, dict) else None
-    if kind is not None and not is_flattened(kind):
-        raise TypeError(
-            f"{path} is a {kind}, an object, which could not be reconstructed: "
-            "keep plain data there"
-        )
-    if not isinstance(encoded, dict | list):
-        return encoded
-    for key, value in encoded.items() if isinstance(encoded, dict) else enumerate(encoded):
-        if isinstance(value, dict | list):
-            _reject_objects(value, f"{path}.{key}")
-    return encoded
-
-
 # --------------------------------------------------------------------------------------------------
 # The parameter groups: their parameters by name, and their settings.
 #
@@ -731,7 +723,7 @@ NAMED_ONLY = (  # a checkpoint can only name these, and the new optimizer must h
 
 
 def _save_groups(named: NamedOptimizer, tensors: dict[str, Tensor]) -> dict[str, Json]:
-    own, encoded = has_own_state_dict(named.optimizer), []
+    own, encoded = named.has_own_state_dict, []
     groups = zip(named.group_names(), named.optimizer.param_groups, strict=True)
     for i, (names, group) in enumerate(groups):
         # What is in its own state_dict is not saved twice.
@@ -771,8 +763,7 @@ def _encode_group(
         elif isinstance(value, Tensor) and not value.ndim and not value.is_complex():
             encoded[key] = _encode_scalar(value, group, tensors, path)
         else:
-            at = f"{path}.{key}"
-            encoded[key] = _reject_objects(encode(value, tensors, at), at)
+            encoded[key] = encode(value, tensors, f"{path}.{key}", plain_only)
     return encoded
 
 
@@ -919,7 +910,7 @@ NUMBERS = ("step", "eta", "mu", "mu_product")  # torch's optimizers keep one of 
 
 
 def _save_state(named: NamedOptimizer, tensors: dict[str, Tensor]) -> dict[str, Json]:
-    if has_own_state_dict(named.optimizer):
+    if named.has_own_state_dict:
         return {}
     state, on_host = named.holder.state, []
     facts: dict[str, Json] = {"state": {}}
@@ -959,7 +950,7 @@ def _encode_state(value: object, tensors: dict[str, Tensor], path: str) -> Json:
             f"{path} in the optimizer's state is a {type(value).__name__}; "
             "a checkpoint expects a dict"
         )
-    return _reject_objects(encode(map_leaves(dict(value), as_flattened), tensors, path), path)
+    return encode(dict(value), tensors, path, plain_or_flattened)
 
 
 def _decode_state(named: NamedOptimizer, saved: SavedOptimizer) -> dict[str, object]:
@@ -1099,7 +1090,7 @@ def _may_be_state(
 
 
 def _save_state_dict(named: NamedOptimizer, tensors: dict[str, Tensor]) -> dict[str, Json]:
-    if not has_own_state_dict(named.optimizer):
+    if not named.has_own_state_dict:
         return {}
     if named.sharded:
         raise CheckpointError(
@@ -1107,8 +1098,7 @@ def _save_state_dict(named: NamedOptimizer, tensors: dict[str, Tensor]) -> dict[
             "so it is unknown which of its tensors are shards. "
             "Use an optimizer of torch.optim, or a model that is not sharded"
         )
-    encoded = _encode_state_dict(named.holder.state_dict(), tensors, "state_dict")
-    return {"state_dict": _reject_objects(encoded, "state_dict")}
+    return {"state_dict": _encode_state_dict(named.holder.state_dict(), tensors, "state_dict")}
 
 
 def _prepare_state_dict(named: NamedOptimizer, saved: SavedOptimizer) -> Load:
@@ -1157,7 +1147,7 @@ def _encode_state_dict(value: object, tensors: dict[str, Tensor], path: str) -> 
         isinstance(key, str) and not key.startswith("$") for key in value
     ):
         _reject_tensor_keys(value, path)
-        return encode(value, tensors, path)
+        return encode(value, tensors, path, plain_only)
     encoded = {}
     for key, inner in value.items():
         at = f"{path}.{key}"
@@ -1273,7 +1263,7 @@ def optimizers_kept_on_error(state: TrainState) -> Iterator[None]:
     beside = [p for one in named for name, p in one.parameters().items() if name in one.foreign]
     weights = [(p, p.detach().clone()) for p in beside]
     # Their load_state_dict may load in place, into tensors that the copies above share.
-    alone = [one.optimizer for one in named if has_own_state_dict(one.optimizer)]
+    alone = [one.optimizer for one in named if one.has_own_state_dict]
     copied = lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf
     reported = [(one, map_leaves(one.state_dict(), copied)) for one in alone]
     try:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -70,7 +69,17 @@ from fnloop._core.runs import (
     encode_stop,
     left_in_events,
 )
-from fnloop._core.serialize import Json, as_safetensor, decode, encode, from_safetensor, has_pending
+from fnloop._core.serialize import (
+    Json,
+    Pending,
+    as_parts,
+    as_safetensor,
+    decode,
+    encode,
+    from_safetensor,
+    has_pending,
+    plain_only,
+)
 from fnloop._core.state import LOCAL_SGD, TrainState, has_moved, ownership_of, unwrap, with_slot
 from fnloop._core.types import Metric
 from fnloop._display.checks import describe, join_names
@@ -514,9 +523,7 @@ def _encode_model(
             continue
         name = strip_compile_prefix(spelled)
         if isinstance(value, Tensor):
-            encode(value, {}, spelled)  # raises if a file cannot hold it
-            tensors[name] = as_safetensor(value)
-            pairs += [name] if value.dtype is torch.complex128 else []
+            pairs += [name] if encode(value, tensors, name).get("complex") else []
         else:  # from the module's get_extra_state
             extra[name] = encode(value, others, f"model.{name}")
     facts = {
@@ -825,13 +832,7 @@ def _prepare_slots(saved: Restoring) -> Load:
 
 
 def _save_extra(saving: Saving) -> dict[str, Json]:
-    encoded = _encode_mapping("extra", saving.state.extra, saving.tensors)
-    if '"$saved"' in json.dumps(encoded):
-        raise TypeError(
-            "extra holds an object, which could not be reconstructed: "
-            "keep plain data, tensors and arrays there"
-        )
-    return {"extra": encoded}
+    return {"extra": _encode_mapping("extra", saving.state.extra, saving.tensors, plain_only)}
 
 
 def _prepare_extra(saved: Restoring) -> Load:
@@ -845,10 +846,15 @@ def check_mapping(part: str, value: object) -> Mapping[str, object]:
     return value
 
 
-def _encode_mapping(part: str, value: object, tensors: dict[str, Tensor]) -> Json:
+def _encode_mapping(
+    part: str,
+    value: object,
+    tensors: dict[str, Tensor],
+    other: Callable[[Any, str], Pending] = as_parts,
+) -> Json:
     """Return a mapping of the state as JSON, and add its tensors to ``tensors``."""
     try:
-        return encode(dict(check_mapping(part, value)), tensors, part)
+        return encode(dict(check_mapping(part, value)), tensors, part, other)
     except RecursionError:
         raise TypeError(
             f"{part} holds something that contains itself, or is nested too deeply"

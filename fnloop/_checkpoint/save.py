@@ -42,7 +42,6 @@ from fnloop._checkpoint.optimizer import (
     SavedOptimizer,
     check_groups,
     encode_optimizer,
-    has_own_state_dict,
     is_torch_optimizer,
     prepare_load,
     walk_optimizers,
@@ -268,7 +267,8 @@ def check_resumable(state: TrainState) -> None:
 
 def _check_resumable(named: NamedOptimizer, label: str, backend: Backend) -> None:
     optimizer, processes = named.holder, backend.world_size
-    named, own = attrs.evolve(named, optimizer=optimizer), has_own_state_dict(optimizer)
+    named = attrs.evolve(named, optimizer=optimizer)
+    own = named.has_own_state_dict
     if is_torch_optimizer(optimizer) and not own:
         return
     if named.sharded and own:

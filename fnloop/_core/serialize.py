@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fnloop._backend.containers import SEQUENCES, pairs_of, parts_of, with_parts
-from fnloop._backend.fsdp import local_part
+from fnloop._backend.fsdp import WHOLE, local_part
 from fnloop._display.checks import describe, join_names
 
 # --------------------------------------------------------------------------------------------------
@@ -34,6 +34,7 @@ Json = Any  # a JSON value, as json.loads returns it
 
 
 _AS_IT_IS = (int, bool, type(None))  # in JSON
+_NOT_A_FILE = "which safetensors cannot hold"
 
 
 @attrs.frozen(eq=False)
@@ -49,14 +50,56 @@ class Pending:
     parts: Mapping[str, object]
 
 
-def encode(value: object, tensors: dict[str, Tensor], path: str) -> Json:
+def as_parts(value: Any, path: str) -> Pending:
+    """Return an object as its parts: those of an attrs record, or those of a ``state_dict``.
+
+    Raises:
+        TypeError: it is neither, or a tensor of a subclass.
+    """
+    if isinstance(value, Tensor):
+        raise TypeError(f"{path} is a tensor ({type(value).__name__}), {_NOT_A_FILE}")
+    if hasattr(value, "to_parts"):
+        return Pending(kind_name(type(value)), value.to_parts())
+    if callable(getattr(value, "state_dict", None)):
+        return Pending(kind_name(type(value)), value.state_dict())
+    if attrs.has(type(value)):
+        return Pending(kind_name(type(value)), attrs.asdict(value, recurse=False))
+    raise TypeError(
+        f"{path} is a {type(value).__name__}, which a checkpoint cannot hold. Keep plain data, "
+        "tensors, attrs records or objects with a state_dict there"
+    )
+
+
+def plain_only(value: object, path: str) -> Pending:
+    """Raise TypeError, where no instance will be available that could take the parts of another."""
+    kind = as_parts(value, path).kind
+    raise TypeError(
+        f"{path} is a {kind}, an object, which could not be reconstructed: keep plain data and "
+        "tensors there"
+    )
+
+
+def plain_or_flattened(value: object, path: str) -> Pending:
+    """Return a tensor of a subclass as its parts. Raise TypeError for an object."""
+    found = as_flattened(value)
+    return found if isinstance(found, Pending) else plain_only(value, path)
+
+
+def encode(
+    value: object,
+    tensors: dict[str, Tensor],
+    path: str,
+    other: Callable[[Any, str], Pending] = as_parts,
+) -> Json:
     """Return a value as JSON, and add its tensors to ``tensors`` under names below ``path``.
 
     Args:
         value: None, bool, int, float, str, dtypes, tensors and arrays, in lists, tuples, sets,
-            deques and mappings; attrs records; objects with a ``state_dict``.
+            deques and mappings; and what ``other`` takes.
         tensors: receives the tensors.
         path: where the value is, for names and messages.
+        other: ``(value, path) -> parts`` of an object, or of a tensor of a subclass: by default
+            those of attrs records and of objects with a ``state_dict``.
 
     Raises:
         TypeError: the value contains something else; the message says where.
@@ -86,35 +129,30 @@ def encode(value: object, tensors: dict[str, Tensor], path: str) -> Json:
     if isinstance(value, np.ndarray):
         return _encode_array(value, tensors, path)
     if isinstance(value, Tensor):
-        return _encode_tensor(value, tensors, path)
-    if isinstance(value, torch.dtype):
+        if value.__class__ in WHOLE or flattened_kind(value) is None:
+            return _encode_tensor(value, tensors, path)
+    elif isinstance(value, torch.dtype):
         return {"$dtype": str(value).removeprefix("torch.")}
-    if isinstance(value, Pending):
-        return {"$saved": value.kind, "parts": encode(dict(value.parts), tensors, path)}
-    if isinstance(value, deque | list | tuple | set | frozenset):
-        return _encode_sequence(value, tensors, path)
-    if isinstance(value, Mapping):
-        return _encode_mapping(value, tensors, path)
-    parts = _parts_of_object(value)
-    if parts is None:
-        raise TypeError(
-            f"{path} is a {type(value).__name__}, which a checkpoint cannot hold. Keep plain data, "
-            "tensors, attrs records or objects with a state_dict there"
-        )
-    return {"$saved": kind_name(type(value)), "parts": encode(parts, tensors, path)}
+    elif isinstance(value, deque | list | tuple | set | frozenset):
+        return _encode_sequence(value, tensors, path, other)
+    elif isinstance(value, Mapping):
+        return _encode_mapping(value, tensors, path, other)
+    found = value if isinstance(value, Pending) else other(value, path)
+    return {"$saved": found.kind, "parts": encode(dict(found.parts), tensors, path, other)}
 
 
 def _encode_sequence(
     value: deque[object] | list[object] | tuple[object, ...] | set[object] | frozenset[object],
     tensors: dict[str, Tensor],
     path: str,
+    other: Callable[[Any, str], Pending],
 ) -> Json:
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         raise TypeError(
             f"{path} is a {type(value).__name__}, a named tuple, which would be restored as a "
             "plain tuple: keep a dict"
         )
-    items = [encode(item, tensors, f"{path}.{i}") for i, item in enumerate(value)]
+    items = [encode(item, tensors, f"{path}.{i}", other) for i, item in enumerate(value)]
     if isinstance(value, deque):
         return {"$deque": items, "most": value.maxlen}
     if isinstance(value, list):
@@ -122,9 +160,14 @@ def _encode_sequence(
     return {"$tuple" if isinstance(value, tuple) else "$set": items}
 
 
-def _encode_mapping(value: Mapping[Any, object], tensors: dict[str, Tensor], path: str) -> Json:
+def _encode_mapping(
+    value: Mapping[Any, object],
+    tensors: dict[str, Tensor],
+    path: str,
+    other: Callable[[Any, str], Pending],
+) -> Json:
     if isinstance(value, Counter):
-        return {"$counter": encode(dict(value), tensors, path)}
+        return {"$counter": encode(dict(value), tensors, path, other)}
     found: dict[str, Json] = {}
     for key, inner in value.items():
         if not isinstance(key, str) or key.startswith("$"):
@@ -132,11 +175,12 @@ def _encode_mapping(value: Mapping[Any, object], tensors: dict[str, Tensor], pat
         if not key.isascii():
             _check_text(key, path)
         as_it_is = inner.__class__ in _AS_IT_IS
-        found[key] = inner if as_it_is else encode(inner, tensors, f"{path}.{key}")
+        found[key] = inner if as_it_is else encode(inner, tensors, f"{path}.{key}", other)
     else:
         return found
-    keys = [encode(key, tensors, f"{path}.key{i}") for i, key in enumerate(value)]
-    values = [encode(inner, tensors, f"{path}.{i}") for i, inner in enumerate(value.values())]
+    keys = [encode(key, tensors, f"{path}.key{i}", other) for i, key in enumerate(value)]
+    inside = enumerate(value.values())
+    values = [encode(inner, tensors, f"{path}.{i}", other) for i, inner in inside]
     return {"$dict": [list(pair) for pair in zip(keys, values, strict=True)]}
 
 
@@ -158,25 +202,42 @@ def _encode_array(value: np.ndarray, tensors: dict[str, Tensor], path: str) -> J
         )
     unsigned = value.dtype.kind == "u"
     kept = value.astype(np.int64 if unsigned else value.dtype.newbyteorder("="))
-    name = _add_tensor(tensors, path, torch.from_numpy(np.ascontiguousarray(kept)))
+    name = path if path not in tensors else _free_name(path, tensors)
+    tensors[name] = torch.from_numpy(np.ascontiguousarray(kept))
     return {"$array": name, "dtype": str(value.dtype)}
 
 
 def _encode_tensor(value: Tensor, tensors: dict[str, Tensor], path: str) -> Json:
-    if obstacle := _why_unsupported(value):
-        raise TypeError(f"{path} is a tensor ({obstacle}), which safetensors cannot hold")
-    name = _add_tensor(tensors, path, as_safetensor(value))
-    return {"$tensor": name, **_layout_of(value)}
+    """Add a tensor. A sharded one is gathered later.
+
+    Its facts are what a file does not say: whether it is complex128, and its strides if they are
+    dense but not contiguous.
+    """
+    if value.__class__ not in WHOLE and flattened_kind(part := local_part(value)) is not None:
+        raise TypeError(f"{path} is a tensor ({type(part).__name__}), {_NOT_A_FILE}")
+    if value.is_meta or value.layout is not torch.strided:
+        obstacle = "meta" if value.is_meta else f"{value.layout} {value.dtype}"
+        raise TypeError(f"{path} is a tensor ({obstacle}), {_NOT_A_FILE}")
+    name = path if path not in tensors else _free_name(path, tensors)
+    facts: dict[str, Json] = {"$tensor": name}
+    if value.dtype is torch.complex128:
+        tensors[name], facts["complex"] = as_safetensor(value), True
+    else:
+        tensors[name] = value.detach()
+    if not value.is_contiguous():
+        # Contiguous, unless the tensor fills its memory.
+        strides = torch.empty_like(value, device="meta").stride()
+        if strides != torch.empty(value.shape, device="meta").stride():
+            facts["strides"] = list(strides)
+    return facts
 
 
-def _why_unsupported(tensor: Tensor) -> str:
-    """Return why a file cannot hold a tensor, or "". Sharded tensors are gathered before."""
-    for part in (tensor, local_part(tensor)) if tensor.__class__ is not Tensor else ():
-        if flattened_kind(part) is not None:
-            return type(part).__name__
-    if tensor.is_meta:
-        return "meta"
-    return "" if tensor.layout is torch.strided else f"{tensor.layout} {tensor.dtype}"
+def _free_name(path: str, tensors: Mapping[str, Tensor]) -> str:
+    """Return a name that no tensor has, as two paths may have the same spelling."""
+    name, n = path, 0
+    while name in tensors:
+        name, n = f"{path}~{n}", n + 1
+    return name
 
 
 # --- tensors of subclasses, such as those of 8 bits that torchao's optimizers keep
@@ -281,20 +342,6 @@ def from_safetensor(tensor: Tensor) -> Tensor:
     return torch.view_as_complex(tensor.contiguous())
 
 
-def _layout_of(tensor: Tensor) -> dict[str, object]:
-    """Return what the file does not say about a tensor.
-
-    That is whether it is complex128, and its strides if they are dense but not contiguous.
-    """
-    layout: dict[str, object] = {"complex": True} if tensor.dtype is torch.complex128 else {}
-    if not tensor.is_contiguous():
-        # Contiguous, unless the tensor fills its memory.
-        strides = torch.empty_like(tensor, device="meta").stride()
-        if strides != torch.empty(tensor.shape, device="meta").stride():
-            layout["strides"] = list(strides)
-    return layout
-
-
 def _with_strides(tensor: Tensor, strides: Sequence[int] | None) -> Tensor:
     """Return a tensor with the strides that it had."""
     if strides is None:
@@ -309,29 +356,9 @@ def _with_strides(tensor: Tensor, strides: Sequence[int] | None) -> Tensor:
     return made.copy_(tensor)
 
 
-def _add_tensor(tensors: dict[str, Tensor], path: str, tensor: Tensor) -> str:
-    """Add a tensor under its path, or under the next free name. Return the name."""
-    name, n = path, 0
-    while name in tensors:  # two paths may have the same spelling
-        name, n = f"{path}~{n}", n + 1
-    tensors[name] = tensor
-    return name
-
-
 def kind_name(cls: type) -> str:
     """Return the name of a class in checkpoints, with the package only if it is fnloop's own."""
     return f"fnloop.{cls.__name__}" if cls.__module__.split(".")[0] == "fnloop" else cls.__name__
-
-
-def _parts_of_object(value: Any) -> Mapping[str, object] | None:
-    """Return the parts of an object that is not plain data, or None if it has none."""
-    if hasattr(value, "to_parts"):
-        return value.to_parts()
-    if callable(getattr(value, "state_dict", None)):
-        return value.state_dict()
-    if attrs.has(type(value)):
-        return attrs.asdict(value, recurse=False)
-    return None
 
 
 def _check_text(text: str, path: str) -> str:

@@ -170,7 +170,7 @@ def around_itself():
     return made
 
 
-OBJECT = "extra holds an object, which could not be reconstructed"
+OBJECT = r"extra\.mine(\.0)? is a Part, an object, which could not be reconstructed"
 
 
 @pytest.mark.parametrize(("where", "value", "message"), [
