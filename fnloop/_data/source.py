@@ -132,7 +132,7 @@ class Source:
 
     def rounds_of(self, window: int) -> int:
         """Return how many batches of a window each process takes, with padding."""
-        return math.ceil(window / self.processes)
+        return math.ceil(window / self.sharing.processes)
 
     def padded(self, batches: int) -> int:
         """Return how many batches are counted when all processes have taken a number of them."""

@@ -141,12 +141,13 @@ def train_epochs(
                         over = run.boundary(ended=batch is NONE_LEFT)
                     run.end_epoch(ended=batch is NONE_LEFT)
                 reached = detached_from_run(run.state)
-            if not run.rolled_back or run.is_over():
-                if interrupts is None or run.is_over():  # fit shows its caller the last one alone
+            over = run.is_over()
+            if not run.rolled_back or over:
+                if interrupts is None or over:  # fit shows its caller the last one alone
                     rest(reached)
                 yield reached
                 check_not_stale(reached)  # the caller may have advanced it
-            if run.is_over():
+            if over:
                 return
             run.state = changed(reached, run=run.info)
 
@@ -331,13 +332,14 @@ class Run:
         self.state = self.interrupts.apply(self.state)
         if end_in(self.state.left) is not None:
             self._end()
-        if self.is_over():
+        over = self.is_over()
+        if over:
             self.state = end_phase(self.state, self.plan.phase)
         elif EPOCH in self.state.events and not (self.plan.epochs or self.plan.may_stall):
             self.phase = "the end of the epoch"
             if (why := explain_no_updates(self.state, self.left_out)) is not None:
                 raise ValueError(why)
-        if self.interrupts.save or self.is_over():
+        if self.interrupts.save or over:
             self.phase = "the end of the run"
             if self.state.left:
                 self.state = changed(self.state, left=())

@@ -409,7 +409,8 @@ class LocalWindow:
 
     def finish(self, state: TrainState) -> Output:
         self._total.divide([p.grad for p in parameters(state)])
-        restore_gradients(state, self._stashed)
+        if self._stashed is not None:
+            restore_gradients(state, self._stashed)
         return self._total.output()
 
 
@@ -802,8 +803,7 @@ def clip_to_norm_(params: Sequence[Tensor], max_norm: float, norm_type: float) -
     Returns:
         The norm before.
     """
-    trained = [p for p in params if p.grad is not None]
-    grads = [p.grad for p in trained if p.grad is not None]
+    grads = [p.grad for p in params if p.grad is not None]
     alike = _are_alike(grads)
     norm = _norm(grads, norm_type, alike)
     if math.isinf(max_norm):
@@ -813,7 +813,7 @@ def clip_to_norm_(params: Sequence[Tensor], max_norm: float, norm_type: float) -
         factor = finite.add_(1e-6).reciprocal_().mul_(max_norm).clamp_(max=1.0)
         torch_compat.foreach_mul_(grads, factor)
         return norm
-    for group in by_mesh(trained):
+    for group in by_mesh([p for p in params if p.grad is not None]):
         utils.clip_grads_with_norm_(group, max_norm, finite)
     return norm
 
