@@ -101,8 +101,10 @@ def is_hook_table(name: str) -> bool:
 
 def has_state_dict_hooks(optimizer: Optimizer) -> bool:
     """Return whether hooks change what an optimizer saves or loads."""
-    names = [name for name in vars(optimizer) if "state_dict" in name]
-    return any(vars(optimizer)[name] for name in names if is_hook_table(name))
+    for name, held in vars(optimizer).items():
+        if "state_dict" in name and held and is_hook_table(name):
+            return True
+    return False
 
 
 def local_optimizer(optimizer: Optimizer) -> Optimizer:

@@ -116,6 +116,22 @@ def verify(
             f"{path} is not a checkpoint: it has no {MANIFEST} "
             "(for a folder of checkpoints, see latest)"
         ) from None
+    check_files(path, manifest, deep, share)
+    if history:
+        check_blocks(path, manifest.get("blocks", ()), deep)
+    return manifest
+
+
+def check_files(
+    path: Path, manifest: Mapping[str, Json], deep: bool = False, share: tuple[int, int] = (0, 1)
+) -> None:
+    """Raise CheckpointError unless the files of a checkpoint are as its manifest says.
+
+    Args:
+        path: the folder.
+        manifest: what :func:`read_manifest` has returned.
+        deep, share: see :func:`verify`.
+    """
     for i, (name, facts) in enumerate(manifest["files"].items()):
         file = path / name
         if not file.is_file():
@@ -129,9 +145,6 @@ def verify(
         mine = deep and i % share[1] == share[0]
         if mine and checksum_of_file(file) != facts["sha256"]:
             raise CheckpointError(f"{path} is damaged: the checksum of {name} is wrong")
-    if history:
-        check_blocks(path, manifest.get("blocks", ()), deep)
-    return manifest
 
 
 def read_manifest(path: Path) -> dict[str, Json]:
@@ -261,8 +274,17 @@ def serial_or_none(path: Path) -> int | None:
 
     It is None if the checkpoint is damaged or gone, or something else is there.
     """
+    manifest = readable_manifest(path)
+    return None if manifest is None else manifest.get("serial")
+
+
+def readable_manifest(path: Path) -> dict[str, Json] | None:
+    """Return the manifest in a folder, or None if there is none, or a damaged one.
+
+    Its files are not looked at.
+    """
     with contextlib.suppress(CheckpointError, FileNotFoundError, NotADirectoryError):
-        return read_manifest(path).get("serial")
+        return read_manifest(path)
     return None
 
 

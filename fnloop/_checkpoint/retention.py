@@ -8,6 +8,7 @@ import os
 import re
 import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ import attrs
 
 from fnloop._backend.collectives import gather_from_all
 from fnloop._checkpoint.files import (
-    backup_path,
+    check_files,
     count_blocks,
     decode_history,
     is_checkpoint,
@@ -24,6 +25,7 @@ from fnloop._checkpoint.files import (
     manifest_or_none,
     read_manifest,
     read_state_file,
+    readable_manifest,
     remove_checkpoint,
     remove_leftovers,
     remove_other_blocks,
@@ -57,26 +59,36 @@ def candidates(folder: Path, links: bool = False) -> list[Path]:
         folder: the folder.
         links: whether to include links to checkpoints that are elsewhere.
     """
-    if not folder.is_dir():
-        return []
-    found = [
-        path
-        for path in folder.iterdir()
-        if may_be_checkpoint(path) and (links or not path.is_symlink())
-    ]
-    complete = [path for path in found if not path.name.startswith(".")]
-    replaced = [
-        folder / path.name[1:].removesuffix(".old") for path in found if path.name.startswith(".")
-    ]
-    found = [*complete, *(backup_path(path) for path in replaced if not path.exists())]
-    keyed = [(key, path) for path in found if (key := _sort_key(path)) is not None]
-    return [path for _, path in sorted(keyed, reverse=True)]
+    return [path for path, _ in reversed(_by_age(folder, links))]
 
 
 def with_manifests(folder: Path, links: bool = False) -> list[tuple[Path, dict[str, Json]]]:
     """Return the undamaged checkpoints in a folder with their manifests, the oldest first."""
-    found = ((path, manifest_or_none(path)) for path in reversed(candidates(folder, links)))
-    return [(path, manifest) for path, manifest in found if manifest is not None]
+    whole = []
+    for path, manifest in _by_age(folder, links):
+        with contextlib.suppress(CheckpointError, FileNotFoundError):
+            if manifest is not None:
+                check_files(path, manifest)
+                whole.append((path, manifest))
+    return whole
+
+
+def _by_age(folder: Path, links: bool) -> list[tuple[Path, dict[str, Json] | None]]:
+    """Return what is or was a checkpoint in a folder, the oldest first, each with its manifest.
+
+    The manifest is None if it is damaged.
+    """
+    keyed = []
+    for path in folder.iterdir() if folder.is_dir() else ():
+        # What was being replaced when a process was killed counts until there is another.
+        whole = path.with_name(path.name.removeprefix(".").removesuffix(".old"))
+        if not may_be_checkpoint(path) or (path.name.startswith(".") and whole.exists()):
+            continue
+        if links or not path.is_symlink():
+            manifest = readable_manifest(path)
+            if (key := _sort_key(path, manifest)) is not None:
+                keyed.append((key, path, manifest))
+    return [(path, manifest) for _, path, manifest in sorted(keyed, key=itemgetter(0))]
 
 
 def may_be_checkpoint(path: Path) -> bool:
@@ -85,20 +97,21 @@ def may_be_checkpoint(path: Path) -> bool:
         return False
     if path.name.startswith(".") and not path.name.endswith(".old"):
         return False
-    names = [name for name in (MANIFEST, *FILES) if (path / name).exists()]
-    has_our_name = re.fullmatch(rf"\.?{CHECKPOINT_NAME}(\.old)?", path.name) is not None
-    return bool(names) and (
-        has_our_name or serial_or_none(path) is not None or {"slots.safetensors", STATE} <= {*names}
-    )
+    if re.fullmatch(rf"\.?{CHECKPOINT_NAME}(\.old)?", path.name) is None:
+        names = ("slots.safetensors", STATE)
+        return serial_or_none(path) is not None or all(
+            map(os.path.exists, map(path.joinpath, names))
+        )
+    return any(map(os.path.exists, map(path.joinpath, (MANIFEST, *FILES))))
 
 
-def _sort_key(path: Path) -> tuple[float, int, str] | None:
+def _sort_key(path: Path, manifest: Mapping[str, Json] | None) -> tuple[float, int, str] | None:
     """Return the key that orders checkpoints by when they were written, or None if one is gone.
 
     A damaged checkpoint has no serial number. Its last change decides between which others it goes.
     """
     number = sum(map(int, re.findall(r"\d+", path.name.partition("=")[0][:60])))
-    serial: float | None = serial_or_none(path)
+    serial: float | None = None if manifest is None else manifest.get("serial")
     if serial is None:
         try:
             changed = path.stat().st_mtime_ns
