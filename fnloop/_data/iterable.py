@@ -21,7 +21,7 @@ from fnloop._core.rng import FETCH, ORDER, fold_in, seed_all, seeded_generator
 from fnloop._core.runs import Position
 from fnloop._core.types import Batch, name_of
 from fnloop._data.loaders import NONE_LEFT, Loader, is_iterable, takes_position
-from fnloop._data.map_style import set_epoch, sigterm_resistant_workers
+from fnloop._data.map_style import samplers_of, set_epoch, sigterm_resistant_workers
 from fnloop._display.checks import describe
 from fnloop._display.screen import log, warn_once
 
@@ -153,9 +153,7 @@ def _ordered_by(seed: int, loader: Loader) -> Iterator[None]:
     The block has to include the first batch, because samplers take their generator when they are
     first advanced.
     """
-    sampler = getattr(loader, "sampler", None)
-    batched = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
-    owners = {id(owner): owner for owner in (loader, sampler, batched) if owner is not None}
+    owners = {id(owner): owner for owner in (loader, *samplers_of(loader))}
     with contextlib.ExitStack() as stack:
         for owner in owners.values():
             stack.enter_context(seeded_generator(owner, seed))

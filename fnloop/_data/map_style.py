@@ -226,6 +226,13 @@ def is_sized(loader: DataLoader[object]) -> bool:
     return type(loader.batch_sampler) is BatchSampler and length_of(loader.sampler) is not None
 
 
+def samplers_of(loader: object) -> list[Any]:
+    """Return the samplers of a loader: its own, that of batches, and the one inside that."""
+    own, batched = (getattr(loader, name, None) for name in ("sampler", "batch_sampler"))
+    found = (own, batched, getattr(batched, "sampler", None))
+    return [sampler for sampler in found if sampler is not None]
+
+
 def set_epoch(epoch: int | None, *owners: object) -> None:
     """Call ``set_epoch`` of a loader, its dataset and its samplers, where there is one."""
     if epoch is None:
@@ -431,7 +438,7 @@ def batch_indices(
         complete: the batches of a complete round, if the loader drops an incomplete one.
     """
     batched: Any = loader.batch_sampler
-    set_epoch(epoch, loader.dataset, batched, getattr(batched, "sampler", None), loader.sampler)
+    set_epoch(epoch, loader.dataset, *samplers_of(loader))
     if type(batched) is not BatchSampler:
         indices = _sampled(loader.sampler if batched is None else batched, seed)
         return itertools.islice(indices, start, None)

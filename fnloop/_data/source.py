@@ -46,7 +46,7 @@ from fnloop._data.loaders import (
     sharded,
     sharing_among,
 )
-from fnloop._data.map_style import Bucketed, is_sized, length_of, map_style
+from fnloop._data.map_style import Bucketed, is_sized, length_of, map_style, samplers_of
 
 # --------------------------------------------------------------------------------------------------
 # Sources: loaders opened so that what they yield is a function of (seed, epoch, position).
@@ -289,8 +289,8 @@ def _unprepared(loader: object) -> object:
 def _check_not_nested(loader: object) -> None:
     """Raise if a DataLoader makes batches of batches."""
     batches = getattr(loader, "batch_sampler", None)
-    inside = (getattr(loader, "sampler", None), getattr(batches, "sampler", None))
-    if batches is not None and any(isinstance(each, Bucketed) for each in inside):
+    others = [sampler for sampler in samplers_of(loader) if sampler is not batches]
+    if batches is not None and any(isinstance(each, Bucketed) for each in others):
         raise ValueError(
             "bucketed makes batches, and this DataLoader would make batches of them: write "
             "DataLoader(dataset, batch_sampler=bucketed(...))"
@@ -299,7 +299,7 @@ def _check_not_nested(loader: object) -> None:
 
 def _check_not_split(loader: object) -> None:
     """Raise if a loader gives each process a share already, in a way of its own."""
-    samplers = [getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)]
+    samplers = samplers_of(loader)
     samplers += [getattr(sampler, "sampler", None) for sampler in samplers]
     if any(isinstance(s, DistributedSampler) and s.num_replicas > 1 for s in samplers):
         raise ValueError(

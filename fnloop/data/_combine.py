@@ -18,7 +18,7 @@ from fnloop._core.rng import ORDER, PART, fold_in, new_seed
 from fnloop._core.types import Batch, name_of
 from fnloop._data.composed import Composed, MapStyle, Part, PartItem, Together
 from fnloop._data.loaders import Index, Loader, SingleProcess
-from fnloop._data.map_style import batch_indices, set_epoch
+from fnloop._data.map_style import batch_indices, samplers_of, set_epoch
 from fnloop._display import checks
 
 # --------------------------------------------------------------------------------------------------
@@ -633,8 +633,7 @@ class _Fixed(Composed):
     def _ordered(self, part: MapStyle, seed: int, epoch: int) -> list[Index]:
         """Return the indices of the first batches that the loader has in an epoch."""
         loader = part.loader
-        samplers = [loader.sampler, loader.batch_sampler]
-        set_epoch(epoch, *samplers, getattr(loader.batch_sampler, "sampler", None))
+        set_epoch(epoch, *samplers_of(loader))
         indices = batch_indices(loader, fold_in(seed, ORDER, epoch), None, 0, 1)
         return list(itertools.islice(indices, self.n))
 

@@ -1,6 +1,6 @@
 """How many functions of fnloop an update and a boundary call, and in how many files.
 
-    python tests/benchmarks/calls.py            # the counts
+    python tests/benchmarks/calls.py            # the counts, and those of each room
     python tests/benchmarks/calls.py --list     # and each call, in order
 
 Three stretches of a run are traced with ``sys.setprofile``: a plain update, an update of
@@ -94,6 +94,8 @@ if __name__ == "__main__":
     for name, calls, (most, files) in stretches():
         found = len({file for file, _ in calls})
         print(f"{name:<28} {len(calls):>4} calls (aim {most})  {found:>3} files (aim {files})")
+        rooms = Counter(file.partition("/")[0] for file, _ in calls).most_common()
+        print("    " + ", ".join(f"{room} {count}" for room, count in rooms))
         if "--list" in sys.argv:
             for file, function in calls:
                 print(f"    {file:<32} {function}")
