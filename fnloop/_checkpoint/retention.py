@@ -360,7 +360,8 @@ def saved_in(
             else:
                 damaged.append(str(error))
     if not found:
-        raise CheckpointError(f"{folder} has no whole checkpoint")
+        what = "has no whole checkpoint" if folder.exists() else "does not exist"
+        raise CheckpointError(f"{folder} {what}: hooks=[checkpoint(folder)] of fit writes them")
     return sorted(found, key=lambda saved: saved.position)
 
 

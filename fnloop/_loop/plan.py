@@ -367,8 +367,13 @@ def describe(
     )  # fmt: skip
 
 
-def check_step(step: object, caller: str) -> None:
+def check_step(step: object, caller: str, before: str = "") -> None:
     """Raise unless this is a step, as a pipeline makes it.
+
+    Args:
+        step: what was given.
+        caller: the function that it was given to.
+        before: the arguments of that function before the step, as in "folder, ".
 
     Raises:
         TypeError: it is something else; the message says what to write.
@@ -377,13 +382,13 @@ def check_step(step: object, caller: str) -> None:
         return
     name = name_of(step)
     if isinstance(step, TrainState):
-        hint = f"The step comes first: {caller}(step, state, ...)"
+        hint = f"The step comes before the state: {caller}({before}step, state, ...)"
     elif isinstance(step, Pipeline):
         hint = f"It lacks its loss function: write {name}(loss_fn)"
     elif isinstance(step, Middleware):
         hint = f"Write pipeline({name})(loss_fn)"
     elif callable(step) and not isinstance(step, torch.nn.Module):
-        hint = f"If {name} is a loss function, write {caller}(pipeline()({name}), ...)"
+        hint = f"If {name} is a loss function, write {caller}({before}pipeline()({name}), ...)"
     else:
         hint = "Write pipeline()(loss_fn)"
     raise TypeError(

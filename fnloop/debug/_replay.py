@@ -134,7 +134,7 @@ def replay(
         the run, which are taken from a checkpoint after the update.
     """
     __tracebackhide__ = True
-    check_step(step, "replay")
+    check_step(step, "replay", "folder, ")
     check_not_stale(state, "replay")
     where = checks.folder_path("replay", "folder", folder)
     checks.integer("replay", "update", update, "state.step after the update")
@@ -599,7 +599,7 @@ def bisect(
     __tracebackhide__ = True
     steps, each_loaders = _pair(step, PipelineStep), _pair(loaders, Mapping)
     for one, given in zip(steps, each_loaders, strict=True):
-        check_step(one, "bisect")
+        check_step(one, "bisect", "a, b, ")
         read_loaders(given)  # checks them
     check_not_stale(state, "bisect")
     if not is_alone(state):

@@ -121,7 +121,7 @@ def verify(
         afterwards.
     """
     __tracebackhide__ = True
-    check_step(step, "verify")
+    check_step(step, "verify", "folder, ")
     check_not_stale(state, "verify")
     place = place_at("verify", "folder", folder)
     if spans is not None:

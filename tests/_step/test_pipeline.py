@@ -200,7 +200,7 @@ CLIP, STEP = fl.clip(1.0), fl.pipeline()(toy_loss)
     (lambda: fl.fit(toy_loss, toy(), [ONE]), r"fit\(pipeline\(\)\(toy_loss\), ...\)"),
     (lambda: fl.evaluate(toy_loss, toy(), [ONE]), r"evaluate\(pipeline\(\)\(toy_loss\), ...\)"),
     (lambda: fl.fit(CLIP, toy(), [ONE]), r"Write pipeline\(clip\(1.0\)\)\(loss_fn\)"),
-    (lambda: fl.fit(toy(), STEP, [ONE]), "The step comes first"),
+    (lambda: fl.fit(toy(), STEP, [ONE]), r"comes before the state: fit\(step, state, ...\)"),
     (lambda: fl.fit(fl.pipeline(), toy(), [ONE]), "got pipeline"),
     (lambda: fl.fit(fl.pipeline(CLIP), toy(), [ONE]), r"pipeline\(clip\(1.0\)\)\(loss_fn\)"),
     (lambda: fl.fit(STEP, Toy(), [ONE]), r"expected a TrainState, as TrainState.create\("),

@@ -212,5 +212,6 @@ def test_what_is_refused(tmp_path):
     said = "no checkpoint of the same step: those of a are of steps 4 to 14, and those of b of"
     with pytest.raises(ValueError, match=said):
         bisect(tmp_path / "a", tmp_path / "b", USUAL, *given)
-    with pytest.raises(fl.CheckpointError, match="has no whole checkpoint"):
+    (tmp_path / "none").mkdir()
+    with pytest.raises(fl.CheckpointError, match="none has no whole checkpoint: hooks="):
         bisect(tmp_path / "a", tmp_path / "none", USUAL, *given)

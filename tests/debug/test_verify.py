@@ -405,9 +405,10 @@ def test_a_run_that_was_resumed_is_verified_as_one(tmp_path):
 
 @pytest.mark.parametrize(("given", "error", "message"), [
     ({"spans": -1}, ValueError, "verify expects spans as an int >= 0"),
-    ({"step": loss_fn}, TypeError, "verify expects a step"),
+    ({"step": loss_fn}, TypeError, r"write verify\(folder, pipeline\(\)\(loss_fn\), \.\.\.\)"),
+    ({"step": small().state()}, TypeError, r"verify\(folder, step, state, \.\.\.\)"),
     ({"state": small().state()}, fl.CheckpointError, "another model"),
-    ({"folder": "none"}, fl.CheckpointError, "has no whole checkpoint"),
+    ({"folder": "none"}, fl.CheckpointError, "does not exist: hooks="),
     ({"folder": "step-00000004"}, ValueError, "there is no pair of neighbouring checkpoints"),
 ])  # fmt: skip
 def test_what_cannot_be_verified_is_refused_with_the_reason(given, error, message, run):
