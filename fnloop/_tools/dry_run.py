@@ -371,7 +371,7 @@ def _tried_metrics(step: PipelineStep) -> tuple[PipelineStep, dict[str, Finding]
 
 
 class _Tried(Wrapper):
-    """A hook that is not called again after it has raised, which ``error`` keeps."""
+    """A hook that is called at the end of an epoch, and never after it has raised: ``error``."""
 
     def __init__(self, hook: Hook) -> None:
         self.hook, self.error = hook, None
@@ -386,6 +386,9 @@ class _Tried(Wrapper):
             return otherwise
 
     def __call__(self, state: TrainState) -> TrainState:
+        if EPOCH not in state.events:
+            return state
+
         def called() -> TrainState:
             new = check_returned(self.hook, self.hook(state))
             check_counters(self.hook, state, new)
@@ -447,7 +450,7 @@ def _train(
         return attrs.evolve(state, ends="epoch") if ends else state
 
     tried = [_safe(unwrap_hook(hook), folder / f"hook-{i}") for i, hook in enumerate(hooks)]
-    called = [_once(safe) for safe, _ in tried if safe is not None]
+    called = [safe for safe, _ in tried if safe is not None]
     # Hooks may need the numbers of a loader that raises: a training batch stands in for its batch.
     evaluated = {name: sharded([first.get(name, first["train"])]) for name in loaders.evaluated}
     reached = train_trial(
@@ -474,12 +477,6 @@ def _train(
     if reached.stop is not None:
         findings.append(Finding("hook", "stop", f"a hook stopped the run: {reached.stop}"))
     return [*updates, *findings]
-
-
-def _once(safe: _Tried) -> Hook:
-    """Return a hook that is called at the end of the epoch; what adds to records by itself is."""
-    adds = safe.makes_records or isinstance(safe.hook, inspect)
-    return safe if adds else every(epochs=1)(safe)
 
 
 def _safe(hook: Hook, place: Path) -> tuple[_Tried | None, str]:

@@ -108,6 +108,8 @@ def test_the_time_is_that_of_each_row_and_not_the_sum():
     records = [Record(i, i, {"a": 1.0}, 30.0 * i) for i in (1, 2)]
     assert [line.split()[-1] for line in lines(*records)] == ["time", "30.0s", "30.0s"]
     assert lines(records[1])[1].split() == ["2", "2", "1"]  # unknown without the record before
+    lines_of = lines(records[1], Record(3, 3, {"a": 1.0}, 60.25), Record(4, 4, {"a": 1.0}, 60.0))
+    assert [line.split()[-1] for line in lines_of[2:]] == ["0.2s", "0.0s"]
     records.append(Record(3, 3, {"a": 1.0}, 60.0 + 3723.0))
     assert [line.split()[-1] for line in lines(*records)] == ["time", "0:30", "0:30", "1:02:03"]
 

@@ -176,6 +176,20 @@ class Late(Hook):
         return "Late()"
 
 
+class Miscounted(Hook):
+    def adds_numbers(self, state, record, names):
+        return True
+
+    def numbers(self, state):
+        raise OverflowError("too many")
+
+    def __call__(self, state):
+        return state
+
+    def __repr__(self):
+        return "Miscounted()"
+
+
 def broken(state):
     raise ZeroDivisionError("nothing there")
 
@@ -200,7 +214,8 @@ def test_what_raises_is_a_problem_by_its_name_and_the_rest_is_tried():
         fl.derive(ratio=lambda m: m["loss"] / 0, wrong=lambda m: "text"),
     )(loss_fn)
     loaders = {"train": ONES, "valid": [torch.ones(3)], "test": ONES, "held": unreadable, "no": []}
-    hooks = [broken, lambda state: None, Late(), lambda state: called.append(1) or state]
+    hooks = [broken, lambda state: None, Late(), Miscounted()]
+    hooks.append(lambda state: called.append(1) or state)
     hooks.append(fl.early_stop("valid/loss"))  # which has no batch that can be evaluated
     state = toy()
     report = fl.dry_run(step, state, loaders, hooks)
@@ -213,6 +228,7 @@ def test_what_raises_is_a_problem_by_its_name_and_the_rest_is_tried():
         ("hook", "broken"): "ZeroDivisionError: nothing there",
         ("hook", "<lambda>"): "Did you forget 'return state'?",
         ("hook", "Late()"): "OSError: too late",
+        ("hook", "Miscounted()"): "OverflowError: too many",
         ("metric", "metric(top=<lambda>)"): 'return loss, {"top": top}',
         ("metric", shorten("metric(late=<lambda>, on='training')")): "",
         ("metric", shorten("derive(ratio=<lambda>, wrong=<lambda>)")): "",

@@ -64,6 +64,14 @@ def test_the_order_is_a_function_of_seed_and_epoch_and_elsewhere_of_torchs_gener
     assert list(loader.batch_sampler) != orders[2]
 
 
+def test_a_generator_of_its_own_draws_all_of_the_order():
+    sampler, orders = bucketed(DRAWN, batch_size=8), []
+    for seed in (0, 0, 1):
+        sampler.generator = torch.Generator().manual_seed(seed)
+        orders.append(list(sampler))
+    assert orders[0] == orders[1] != orders[2]
+
+
 @pytest.mark.parametrize(("arguments", "message"), [
     (([1, 2],), "bucketed expects a limit: batch_size=32, .* or max_items=4096"),
     (([1, -2], 8), r"numbers >= 0, one for each sample; got -2 for sample 1"),
