@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import json
 import os
 import re
 import shutil
@@ -81,6 +82,21 @@ def test_a_damaged_checkpoint_and_an_empty_folder_are_replaced(tmp_path):
     (tmp_path / "b").mkdir()
     for target in (path, tmp_path / "b"):
         assert w_of(fl.save(toy(w=2.0), target)) == 2.0
+
+
+@pytest.mark.parametrize("newer", [False, True])
+def test_a_damaged_manifest_is_replaced_by_the_hook_alone_and_a_newer_one_by_none(tmp_path, newer):
+    path = fl.save(toy(w=1.0), tmp_path / "step-00000000")
+    manifest = {**files.read_manifest(path), "format_version": 99}
+    check = files.checksum_of_manifest(manifest)
+    text = json.dumps({**manifest, "check": check}) if newer else "{}"
+    (path / "manifest.json").write_text(text)
+    refused = pytest.raises(fl.CheckpointError, match="it contains another manifest")
+    with refused:
+        fl.save(toy(w=2.0), path)
+    with refused if newer else contextlib.nullcontext():
+        fl.checkpoint(tmp_path)(toy(w=2.0))
+    assert newer or w_of(path) == 2.0
 
 
 @pytest.mark.parametrize("folder", [".history", ".records"])

@@ -4,6 +4,7 @@ import gc
 import pickle
 import weakref
 
+import attrs
 import pytest
 import torch
 from after_steps import after, skipping
@@ -13,7 +14,7 @@ from toy_runs import ONE, noting, xs
 
 import fnloop as fl
 from fnloop import schedules
-from fnloop.testing import assert_same, toy
+from fnloop.testing import assert_same, toy, toy_loss
 
 
 def weights_d_and_g():
@@ -349,7 +350,10 @@ def test_middleware_around_that_does_not_call_the_round_is_found():
         fit(alternating(fl.Middleware("forgets", step=forgets)), xs(1))
 
 
-def test_precision_is_that_of_the_steps():
+def test_precision_is_that_of_the_steps_or_else_that_of_accelerate():
+    plain, state = fl.pipeline()(toy_loss), toy()
+    state = attrs.evolve(state, backend=attrs.evolve(state.backend, precision="fp16"))
+    assert (plain.precision_in(toy()), plain.precision_in(state)) == (None, "fp16")
     bf16 = (fl.amp("bf16"),)
     for members, found in (({}, None), ({"d": bf16, "g": bf16}, "bf16"), ({"g": bf16}, "bf16")):
         assert alternating(**members).precision_in(two()) == found

@@ -66,13 +66,14 @@ def flat(tensors):
 
 
 def come_to(state):
-    records = [record.metrics for record in state.history if not record.closing]
-    losses = [row.get("train/loss", row.get("recent/loss")) for row in records]
+    records = [record for record in state.history if not record.closing]
+    losses = [r.metrics.get("train/loss", r.metrics.get("recent/loss")) for r in records]
     return {
         "weights": flat(state.model.parameters()),
         "counters": [state.step, state.epoch, state.batch],
         "updates": dict(state.updates),
         "history": losses,
+        "items": [record.items for record in records],
     }
 
 

@@ -474,7 +474,7 @@ def train(case, sharded=False):
         weights = flat((*parameters, *averages))
     counters = state.step, state.epoch, state.batch, state.samples, state.skipped
     counters = [*counters, dict(state.updates), state.stop]
-    history = [[r.epoch, r.step, r.metrics] for r in state.history]
+    history = [[r.epoch, r.step, r.items, r.metrics] for r in state.history]
     seconds = [r.seconds for r in state.history]
     return {"history": history, "seconds": seconds, "weights": weights, "counters": counters}
 
@@ -490,8 +490,8 @@ def test_n_processes_train_as_one(launched, name, sharded, n):
     assert all(other == mine for other in others)  # bit for bit, times included
     assert mine["counters"] == alone["counters"]
     assert difference(alone["weights"], mine["weights"]) < close
-    assert [row[:2] for row in mine["history"]] == [row[:2] for row in alone["history"]]
-    for (_, _, expected), (_, _, found) in zip(alone["history"], mine["history"], strict=True):
+    assert [row[:3] for row in mine["history"]] == [row[:3] for row in alone["history"]]
+    for (*_, expected), (*_, found) in zip(alone["history"], mine["history"], strict=True):
         assert found == pytest.approx(expected, rel=10 * close)
 
 
@@ -517,7 +517,7 @@ def test_one_process_trains_as_a_loop_by_hand(launched):
     (alone,) = launched(table, 1)
     for name in ("in order", "list", "generator", "stream", "batch sampler", "shares"):
         assert difference(flat(model.parameters()), alone[f"{name} False"]["weights"]) < 1e-12
-    valid = alone["in order False"]["history"][-1][2]["valid/loss"]
+    valid = alone["in order False"]["history"][-1][3]["valid/loss"]
     assert valid == pytest.approx(sum(losses) / SIZE, rel=1e-12)
 
 

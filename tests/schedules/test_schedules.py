@@ -366,7 +366,7 @@ def test_what_cannot_be_plotted_is_refused(given, total, message):
 
 @pytest.mark.parametrize(("schedule", "updates"), [
     (linear(), 200), (wsd(warmup=100, decay=0.1), 400),
-    (join(linear(), linear(), at=[300]), 1200),
+    (join(linear(), linear(), at=[300]), 1200), (warmup(100)(warmup(250)(linear())), 1000),
 ])  # fmt: skip
 def test_a_picture_shows_every_length_that_is_given_in_updates(schedule, updates):
     assert f"over {updates:,} updates" in schedule._repr_html_()
