@@ -4,7 +4,7 @@ import attrs
 import pytest
 import torch
 from after_steps import after
-from graph_problems import PROBLEMS, capturable_adam, compared, done, fused_sgd, net, replays
+from graph_problems import PROBLEMS, capturable_adam, compared, done, fused_sgd, replays
 from sample_middleware import (
     average,
     decay,
@@ -174,22 +174,6 @@ def test_a_loss_that_is_not_finite_is_an_error_in_graphs_too(recorders):
         fitted([1, 1, *[NAN] * 50], fl.amp("fp16", init_scale=1.0), fl.cuda_graph(warmup=1))
     state = caught.value.state
     assert (state.step, state.skipped, state.model.w.item()) == (2, 25, -2.0)
-
-
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW])
-def test_a_plain_optimizer_is_made_capturable_and_computes_the_same(optimizer, recorders):
-    problem = net(lambda parameters: optimizer(parameters, lr=0.05))
-
-    def run(*members):
-        halving = fl.schedule(lambda i, total: 0.5 ** (i // 7))
-        settings = {"loss_fn": problem.loss_fn, "state": problem.state(), "epochs": 3}
-        return fitted(problem.batches, halving, *members, **settings)
-
-    captured, plain = run(fl.cuda_graph()), run()
-    assert replays(recorders)
-    assert isinstance(captured.optimizer.param_groups[0]["lr"], torch.Tensor)
-    assert captured.history["train/loss"] == pytest.approx(plain.history["train/loss"], rel=1e-5)
-    assert captured.history["train/lr"] == pytest.approx(plain.history["train/lr"], rel=1e-6)
 
 
 def test_graphs_keep_the_laws_of_fold_and_purity(recorders):

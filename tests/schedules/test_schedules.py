@@ -40,7 +40,6 @@ VALUES = [
     (linear(warmup=2), [0.5, 1, 1, 0.75, 0.5, 0.25]),
     (linear(cooldown=2), [1, 0.75, 0.5, 0.25, 0, 0]),
     (linear(warmup=1, cooldown=1), [1, 1, 0.5, 0]),
-    (linear(warmup=2, cooldown=2, min_ratio=0.2), [0.5, 1, 1, 0.6, 0.2, 0.2]),
     (linear(warmup=0.25), [0.5, 1, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6]),
     (linear(cooldown=0.5), [1, 0.5, 0, 0]),
     (linear(1, 1, 0.5), [1, 1, 0.75, 0.5]),  # warmup, cooldown, min_ratio: in this order
@@ -53,7 +52,6 @@ VALUES = [
     (linear(warmup=0.5, cooldown=0.5), [0.5, 1, 0, 0]),
     (cosine(warmup=0.25, cooldown=0.75), [1, 0, 0, 0]),
     (wsd(warmup=0.5, decay=0.5, kind="linear"), [0.5, 1, 1, 0.5]),
-    (wsd(warmup=1.0, decay=0), [0.25, 0.5, 0.75, 1]),
     # the first factor is 1 under a cooldown as long as the run, or longer
     *((make(cooldown=cooldown, min_ratio=ratio), [1, *[ratio] * 3])
         for make in (linear, cosine, polynomial) for cooldown in (4, 9, 1.0) for ratio in (0, 0.5)),
@@ -69,13 +67,12 @@ VALUES = [
     # up from start_ratio to 1, down to min_ratio, each along half a cosine
     (one_cycle(peak=0.5, start_ratio=0.5, min_ratio=0.0), [0.5, 0.625, 0.875, 1, 0.75, 0.25]),
     (one_cycle(peak=2, start_ratio=0.2, min_ratio=0.4), [0.2, 0.6, 1, 0.7]),
-    (one_cycle(peak=0), [1]), (wsd(decay=2, kind="linear"), [1, 1, 1, 0.5]),
+    (one_cycle(peak=0), [1]),
     (wsd(warmup=2, decay=2, kind="linear"), [0.5, 1, 1, 1, 1, 0.5]),
     (wsd(warmup=0.25, decay=0.5, kind="linear", min_ratio=0.5),
         [0.5, 1, 1, 1, 1, 0.875, 0.75, 0.625]),
     (wsd(decay=3, kind="cosine"), [1, 1, 0.75, 0.25]), (wsd(decay=4), [1, *SQUARE_ROOT]),
     (wsd(decay=0), [1, 1, 1]), (exponential(0.5), [1, 0.5, 0.25, 0.125]),
-    (exponential(2.0), [1, 2, 4]),
     (step_decay(2, gamma=0.5), [1, 1, 0.5, 0.5, 0.25]), (step_decay(1), [1, 0.1, 0.01]),
     (step_decay(0.5, gamma=0.5), [1, 1, 1, 0.5, 0.5, 0.5]),
     (multistep([1, 3], gamma=0.5), [1, 0.5, 0.5, 0.25]),
@@ -85,17 +82,13 @@ VALUES = [
     (inverse_sqrt(4), [0.25, 0.5, 0.75, 1, math.sqrt(4 / 5), math.sqrt(4 / 6)]),
     (inverse_sqrt(0.5), [0.5, 1, math.sqrt(2 / 3), math.sqrt(2 / 4)]),
     (warmup(2)(linear()), [0.5, 1, 1, 0.75, 0.5, 0.25]), (warmup(0.5)(linear()), [0.5, 1, 1, 0.5]),
-    (warmup(2)(linear(min_ratio=0.5)), [0.5, 1, 1, 0.75]),
     # up to the first factor of the schedule
     (warmup(2)(one_cycle(peak=1, start_ratio=0.5)), [0.25, 0.5, 0.5, 1]),
     (warmup(2)(lambda step, total: 0.5), [0.25, 0.5, 0.5]),  # any function
     (warmup(0)(linear()), [1, 0.5]),
     # as long as the run, or longer: up to the first factor of the schedule
-    (warmup(2)(linear()), [0.5, 1]),
-    (warmup(4)(linear()), [0.25, 0.5]),
-    (warmup(4)(cosine(min_ratio=0.5)), [0.25, 0.5, 0.75]), (warmup(1.0)(polynomial()), [0.5, 1]),
-    (warmup(4)(wsd()), [0.25, 0.5]), (warmup(4)(one_cycle()), [0.25, 0.5]),
-    (warmup(4)(exponential(0.5)), [0.25, 0.5]), (warmup(4)(warmup(2)(linear())), [0.125, 0.25]),
+    (warmup(2)(linear()), [0.5, 1]), (warmup(1.0)(polynomial()), [0.5, 1]),
+    (warmup(4)(one_cycle()), [0.25, 0.5]), (warmup(4)(warmup(2)(linear())), [0.125, 0.25]),
     (join(constant(), linear(), at=[2]), [1, 1, 1, 0.75, 0.5, 0.25]),
     (join(linear(), linear(), at=[0.5]), [1, 0.5, 1, 0.5]),
     (join(linear(), constant(), exponential(0.5), at=[2, 3]), [1, 0.5, 1, 1, 0.5]),
@@ -325,8 +318,8 @@ def test_what_cannot_be_plotted_is_refused(given, total, message):
 
 
 @pytest.mark.parametrize(("schedule", "updates"), [
-    (linear(), 200), (wsd(warmup=100, decay=0.1), 400),
-    (join(linear(), linear(), at=[300]), 1200),
+    (linear(), 200), (wsd(warmup=100, decay=0.1), 400), (multistep([100, 250]), 1000),
+    (join(constant(), inverse_sqrt(1000), at=[100]), 4000), (warmup(300)(linear()), 1200),
 ])  # fmt: skip
 def test_a_picture_shows_every_length_that_is_given_in_updates(schedule, updates):
     assert f"over {updates:,} updates" in schedule._repr_html_()
