@@ -119,16 +119,13 @@ def test_an_update_that_overflowed_does_not_count_as_warm_up(recorders):
     assert done(recorders)[: state.skipped + 2].count("run") >= 2 and "record 0" in done(recorders)
 
 
-@pytest.mark.parametrize(("member", "later"), [
-    (fl.ema(0.5, start=4, every=2), [-5, -5, -6.5, -6.5]), (fl.swa(4, every=2), [-6, -6, -7, -7]),
-], ids=repr)  # fmt: skip
-def test_one_graph_serves_every_update_of_an_average(member, later, recorders):
+@pytest.mark.parametrize("member", [fl.ema(0.5, start=4, every=2), fl.swa(4, every=2)], ids=repr)
+def test_one_graph_serves_every_update_of_an_average(member, recorders):
     note, found = noting(lambda state: state.slots[member.name]["w"].item())
     fitted([1] * 10, member, fl.cuda_graph(warmup=1), hooks=(note,))
     assert done(recorders) == ["run", "record 0", *["replay 0"] * 9]
     fitted([1] * 10, member, hooks=(note,))
     assert found[:10] == found[10:]
-    assert found[:4] == [-1, -2, -3, -4] and found[5:9] == later
 
 
 def test_middleware_that_sees_fp16_gradients_batch_by_batch_is_refused(recorders):
@@ -208,12 +205,6 @@ def test_a_run_with_several_optimizers_is_the_same_bit_for_bit(members, optimize
     captured = compared(problem(optimizers), *members, epochs=4)
     assert len(replays(recorders)) > len(done(recorders)) / 2
     assert captured.updates == {"matrices": captured.step, "rest": captured.step}
-
-
-def test_graphs_of_several_optimizers_keep_the_laws(recorders):
-    pipe = fl.pipeline(fl.accumulate(2), fl.cuda_graph(warmup=1))
-    law_fold(pipe, problem(fused_sgd_twice))
-    law_no_host_reads(pipe, problem(fused_sgd_twice))
 
 
 def plain_sgd_twice(parameters, **settings):

@@ -40,6 +40,7 @@ def stream():
     (lambda hook: every(steps=2)(every(steps=3)(hook)), {"train": 12}, [6, 12]),  # both are due
     # fractions of an epoch: 2.5, 5, 7.5, 10, rounded up
     (every(epochs=0.25), {"train": 10}, [3, 5, 8, 10]),
+    (every(epochs=0.3), {"train": 10}, [3, 6, 9, 10]),  # and at its end
     (every(epochs=0.25), {"train": 10, "step": WINDOWS}, [2, 3, 4, 5]),  # of 5 updates
     (every(epochs=0.5), {"train": 5, "step": WINDOWS}, [2, 3]),  # 1.5 and 3 of 3
     # a skipped update is not a step: three boundaries have step 2. It is a part of the epoch
