@@ -270,10 +270,16 @@ def test_muon_is_refused_by_name_before_anything_is_changed(recorders):
     assert state.optimizer["rest"].param_groups[0]["lr"] == 0.05
 
 
-def test_a_change_of_a_setting_of_the_second_is_noticed(recorders):
-    def change(state):
-        state.optimizer["rest"].param_groups[0]["momentum"] = 0.5
-        return state
+def setting(optimizer):
+    optimizer.param_groups[0]["momentum"] = 0.5
 
-    change_once = fl.when(lambda state: state.step == 5)(change)
-    compared(problem(fused_sgd_twice), epochs=2, hooks=(change_once,))
+
+def other_memory(optimizer):
+    for values in optimizer.state.values():
+        values["momentum_buffer"] = values["momentum_buffer"] * 2
+
+
+@pytest.mark.parametrize("change", [setting, other_memory])
+def test_a_change_of_the_second_is_noticed(change, recorders):
+    changed = fl.when(lambda s: s.step == 5)(lambda s: change(s.optimizer["rest"]) or s)
+    compared(problem(fused_sgd_twice), epochs=2, hooks=(changed,))
