@@ -214,18 +214,18 @@ def test_every_file_has_the_mode_that_the_umask_gives(tmp_path, monkeypatch, uma
 @pytest.fixture
 def flushed(monkeypatch):
     """The files and folders that were flushed, by their numbers, and what was renamed."""
-    events, fsync, rename = [], os.fsync, os.rename
+    events, fsync = [], os.fsync
 
     def flush(descriptor):
         fsync(descriptor)
         events.append(os.fstat(descriptor).st_ino)
 
-    def move(source, target):
-        rename(source, target)
-        events.append(f"{Path(target).name} was renamed")
+    def noting(rename):
+        return lambda a, b: (rename(a, b), events.append(f"{Path(b).name} was renamed"))[0]
 
     monkeypatch.setattr(os, "fsync", flush)
-    monkeypatch.setattr(os, "rename", move)
+    for name in ("rename", "replace"):
+        monkeypatch.setattr(os, name, noting(getattr(os, name)))
     return events
 
 
@@ -256,6 +256,15 @@ def test_the_names_of_new_folders_are_flushed(tmp_path, flushed, write):
     files = [path for path in folder.iterdir() if path.is_file()]
     there = {path.stat().st_ino for path in (tmp_path, tmp_path / "runs", folder, *files)}
     assert there <= {*flushed}
+
+
+@pytest.mark.parametrize(("write", "name"), [("claim", ".run"), ("table", ".a.csv.run")])
+def test_the_identity_of_a_run_is_flushed_before_it_has_its_name(tmp_path, flushed, write, name):
+    """A power failure leaves no empty file."""
+    WRITES[write](tmp_path)
+    renamed = flushed.index(f"{name} was renamed")
+    assert (tmp_path / name).stat().st_ino in flushed[:renamed]
+    assert tmp_path.stat().st_ino in flushed[renamed:]
 
 
 # --- a full disk is an error, and the previous checkpoint stays

@@ -192,16 +192,6 @@ def test_a_schedule_is_drawn_over_a_run_from_0_to_its_maximum():
     assert {y for _, y in points(below)} == {0.0, 60.0}
 
 
-@pytest.mark.parametrize(("schedule", "length"), [
-    (schedules.linear(warmup=0.5), "200"), (schedules.linear(warmup=500), "2,000"),
-    (schedules.join(schedules.constant(), schedules.inverse_sqrt(warmup=1000), at=[100]), "4,000"),
-    (schedules.warmup(300)(schedules.linear()), "1,200"),
-    (schedules.multistep([100, 250]), "1,000"),
-])  # fmt: skip
-def test_a_schedule_is_drawn_over_enough_updates_to_show_its_lengths(schedule, length):
-    assert texts(schedule)[-1] == f"factor over {length} updates, at most 1"
-
-
 @pytest.mark.parametrize("schedule", [
     *(schedules.join(schedules.constant(), lambda step, total, bad=bad: bad, at=[0.5])
       for bad in (float("nan"), float("inf"))),

@@ -4,7 +4,7 @@ import attrs
 import pytest
 import torch
 from after_steps import after
-from graph_problems import PROBLEMS, capturable_adam, compared, done, fused_sgd, net, replays
+from graph_problems import PROBLEMS, capturable_adam, compared, done, fused_sgd, replays
 from sample_middleware import (
     average,
     decay,
@@ -119,16 +119,13 @@ def test_an_update_that_overflowed_does_not_count_as_warm_up(recorders):
     assert done(recorders)[: state.skipped + 2].count("run") >= 2 and "record 0" in done(recorders)
 
 
-@pytest.mark.parametrize(("member", "later"), [
-    (fl.ema(0.5, start=4, every=2), [-5, -5, -6.5, -6.5]), (fl.swa(4, every=2), [-6, -6, -7, -7]),
-], ids=repr)  # fmt: skip
-def test_one_graph_serves_every_update_of_an_average(member, later, recorders):
+@pytest.mark.parametrize("member", [fl.ema(0.5, start=4, every=2), fl.swa(4, every=2)], ids=repr)
+def test_one_graph_serves_every_update_of_an_average(member, recorders):
     note, found = noting(lambda state: state.slots[member.name]["w"].item())
     fitted([1] * 10, member, fl.cuda_graph(warmup=1), hooks=(note,))
     assert done(recorders) == ["run", "record 0", *["replay 0"] * 9]
     fitted([1] * 10, member, hooks=(note,))
     assert found[:10] == found[10:]
-    assert found[:4] == [-1, -2, -3, -4] and found[5:9] == later
 
 
 def test_middleware_that_sees_fp16_gradients_batch_by_batch_is_refused(recorders):
@@ -176,22 +173,6 @@ def test_a_loss_that_is_not_finite_is_an_error_in_graphs_too(recorders):
     assert (state.step, state.skipped, state.model.w.item()) == (2, 25, -2.0)
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW])
-def test_a_plain_optimizer_is_made_capturable_and_computes_the_same(optimizer, recorders):
-    problem = net(lambda parameters: optimizer(parameters, lr=0.05))
-
-    def run(*members):
-        halving = fl.schedule(lambda i, total: 0.5 ** (i // 7))
-        settings = {"loss_fn": problem.loss_fn, "state": problem.state(), "epochs": 3}
-        return fitted(problem.batches, halving, *members, **settings)
-
-    captured, plain = run(fl.cuda_graph()), run()
-    assert replays(recorders)
-    assert isinstance(captured.optimizer.param_groups[0]["lr"], torch.Tensor)
-    assert captured.history["train/loss"] == pytest.approx(plain.history["train/loss"], rel=1e-5)
-    assert captured.history["train/lr"] == pytest.approx(plain.history["train/lr"], rel=1e-6)
-
-
 def test_graphs_keep_the_laws_of_fold_and_purity(recorders):
     averages = (average(0.9), fl.ema(0.9, start=2), fl.swa(3, every=2))
     pipe = fl.pipeline(fl.accumulate(2), fl.clip(0.05), *averages, fl.cuda_graph(warmup=1))
@@ -224,12 +205,6 @@ def test_a_run_with_several_optimizers_is_the_same_bit_for_bit(members, optimize
     captured = compared(problem(optimizers), *members, epochs=4)
     assert len(replays(recorders)) > len(done(recorders)) / 2
     assert captured.updates == {"matrices": captured.step, "rest": captured.step}
-
-
-def test_graphs_of_several_optimizers_keep_the_laws(recorders):
-    pipe = fl.pipeline(fl.accumulate(2), fl.cuda_graph(warmup=1))
-    law_fold(pipe, problem(fused_sgd_twice))
-    law_no_host_reads(pipe, problem(fused_sgd_twice))
 
 
 def plain_sgd_twice(parameters, **settings):
@@ -295,10 +270,16 @@ def test_muon_is_refused_by_name_before_anything_is_changed(recorders):
     assert state.optimizer["rest"].param_groups[0]["lr"] == 0.05
 
 
-def test_a_change_of_a_setting_of_the_second_is_noticed(recorders):
-    def change(state):
-        state.optimizer["rest"].param_groups[0]["momentum"] = 0.5
-        return state
+def setting(optimizer):
+    optimizer.param_groups[0]["momentum"] = 0.5
 
-    change_once = fl.when(lambda state: state.step == 5)(change)
-    compared(problem(fused_sgd_twice), epochs=2, hooks=(change_once,))
+
+def other_memory(optimizer):
+    for values in optimizer.state.values():
+        values["momentum_buffer"] = values["momentum_buffer"] * 2
+
+
+@pytest.mark.parametrize("change", [setting, other_memory])
+def test_a_change_of_the_second_is_noticed(change, recorders):
+    changed = fl.when(lambda s: s.step == 5)(lambda s: change(s.optimizer["rest"]) or s)
+    compared(problem(fused_sgd_twice), epochs=2, hooks=(changed,))

@@ -45,24 +45,20 @@ SMALL = {"patience": 3, "min_delta": 0.01}
 
 
 @pytest.mark.parametrize(("values", "settings", "index"), [
-    (FALLING, {"patience": 1}, None), (RISING, {"patience": 1}, 1), (RISING, {"patience": 2}, 2),
+    (FALLING, {"patience": 1}, None), (RISING, {"patience": 1}, 1),
     (RISING, {}, 3),  # three evaluations, by default
     ((1, 1, 1, 1), {"patience": 2}, 2),  # equal is not an improvement
     ((3, 4, 2, 3, 3, 1), {"patience": 2}, 4),  # the improvement at 2 restarts the wait
-    ((3, 4, 2, 3, 1, 2), {"patience": 2}, None),
     ((2,), {"patience": 1}, None),  # the first value is compared with nothing
     # mode
     (FALLING, {"patience": 1, "mode": "max"}, 1), (RISING, {"patience": 1, "mode": "max"}, None),
-    ((1, 1, 1), {"patience": 2, "mode": "max"}, 2),
     # min_delta: exactly that much is not an improvement
     ((8, 7, 6, 5), {"patience": 1, "min_delta": 1}, 1),
     ((8, 6, 4, 2), {"patience": 1, "min_delta": 1}, None),
     ((2, 3, 4, 5), {"patience": 1, "min_delta": 1, "mode": "max"}, 1),
-    ((2, 4, 6, 8), {"patience": 1, "min_delta": 1, "mode": "max"}, None),
     # small gains add up only from the accepted value
-    (SLOW, SMALL, None), (SLOW, {**SMALL, "reference": "accepted"}, None),
+    (SLOW, SMALL, None),
     (SLOW, {**SMALL, "reference": "best"}, 3),  # no gain is large enough alone
-    (MINUS, {**SMALL, "reference": "accepted", "mode": "max"}, None),
     (MINUS, {**SMALL, "reference": "best", "mode": "max"}, 3),
     ((1, 0.995, 1.5, 0.99, 0.99), {**SMALL, "reference": "best"}, 3),  # compared with 0.995
     # relative: 1 % of the reference, not of the value
@@ -71,19 +67,17 @@ SMALL = {"patience": 3, "min_delta": 0.01}
     ((-100, -98.9), {"patience": 1, "min_delta": 0.01, "relative": True, "mode": "max"}, None),
     # a baseline has to be beaten too, as in Keras
     (FALLING, {"patience": 2, "baseline": 0.5}, 1),
-    (FALLING, {"patience": 2, "baseline": 4.5}, None),
     ((5, 4, 3, 3), {"patience": 2, "baseline": 3.5}, 1),
     ((5, 3, 4, 4), {"patience": 2, "baseline": 3.5}, 3),
     ((1, 2, 3), {"patience": 2, "baseline": 2.5, "mode": "max"}, 1),
     # the evaluations of a warm-up do not count
     (RISING, {"patience": 1, "start_from_epoch": 3}, 4),  # the first that counts is that of epoch 4
     ((1, 9, 9, 8, 9), {"patience": 1, "start_from_epoch": 2}, 4),
-    (RISING, {"start_from_epoch": 5}, None),
     # to and from infinity
     ((INF, 5, 4), {"patience": 1, "min_delta": 1}, 2),
     ((-INF, 5, 4), {"patience": 1, "mode": "max"}, 2), ((INF, INF, INF), {"patience": 2}, 2),
     # NaN is worse than anything. First: anything is better
-    ((NAN, 0.9, 0.8, 0.7, 0.6), {"patience": 2}, None), ((NAN, NAN, 3, 2), {"patience": 2}, None),
+    ((NAN, 0.9, 0.8, 0.7, 0.6), {"patience": 2}, None),
     ((NAN, 0.6, 0.7, 0.8), {"patience": 2, "mode": "max"}, None),
     ((NAN, NAN, NAN), {"patience": 2}, 2),
     # NaN later: an evaluation without improvement, which never becomes the reference
@@ -94,7 +88,6 @@ SMALL = {"patience": 3, "min_delta": 0.01}
     ((NAN, NAN, 3), {"check_finite": True, "min_epochs": 2}, 1),
     # thresholds ignore patience: better than 3, not equal, even at the first value
     (FALLING, {"patience": 100, "stopping_threshold": 3}, 3),
-    (FALLING, {"patience": 100, "stopping_threshold": 3.5}, 2),
     ((0,), {"patience": 100, "stopping_threshold": 3}, 0),
     (RISING, {"patience": 100, "stopping_threshold": 3, "mode": "max"}, 3),
     ((NAN, NAN), {"stopping_threshold": 3}, None),
@@ -103,11 +96,9 @@ SMALL = {"patience": 3, "min_delta": 0.01}
     ((3, NAN, 1), {"divergence_threshold": 4}, 1), ((NAN,), {"divergence_threshold": INF}, 0),
     ((3, 1, 5), {"divergence_threshold": 2, "mode": "max"}, 1),
     # never before min_epochs and min_steps
-    (RISING, {"patience": 1, "min_epochs": 4}, 3), (RISING, {"patience": 1, "min_steps": 40}, 3),
     (RISING, {"patience": 1, "min_steps": 31}, 3),  # the first evaluation after step 31
     (RISING, {"patience": 1, "min_epochs": 2, "min_steps": 40}, 3),  # both
     (RISING, {"patience": 1, "min_epochs": 4, "min_steps": 20}, 3),
-    (RISING, {"patience": 1, "min_epochs": 1, "min_steps": 10}, 1),
     ((1, 2, 0.5, 0.6), {"patience": 1, "min_epochs": 3}, 3),  # it improved, so the wait restarted
     (FALLING, {"min_epochs": 3, "stopping_threshold": 100}, 2),
     (RISING, {"min_epochs": 3, "divergence_threshold": 0}, 2),

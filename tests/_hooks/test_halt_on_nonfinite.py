@@ -3,7 +3,6 @@
 import itertools
 import math
 
-import attrs
 import pytest
 import torch
 from host_reads import CountReads
@@ -11,7 +10,7 @@ from torch.utils.data import DataLoader
 from toy_runs import ONE, STEP, fit
 
 import fnloop as fl
-from fnloop import History, Mean, Record, RunInfo, halt_on_nonfinite
+from fnloop import halt_on_nonfinite
 from fnloop.testing import toy, toy_loss
 
 NAN = math.nan
@@ -86,32 +85,14 @@ def test_an_infinite_loss_of_training_halts_the_run_and_no_loss_of_evaluation_do
     assert "epoch 1/2  step 1  train/loss nan" in capsys.readouterr().err
 
 
-# --- reads from the device
-
-
-def test_it_reads_from_the_device_only_every_n_updates():
-    hook, counts = halt_on_nonfinite(3), []
-    bare = attrs.evolve(toy(), metrics={"loss": Mean(torch.tensor(6.0), 2)}, run=RunInfo())
-    for step in range(1, 8):
-        state = attrs.evolve(bare, step=step, events=frozenset({"update"}))
-        with CountReads() as reads:
-            assert hook(state) is state
-        counts.append(reads.count)
-    assert counts == [0, 0, 1, 0, 0, 1, 0]
-    history, events = History([Record(1, 9, {"train/loss": 0.0})]), {"update", "epoch", "record"}
-    state = attrs.evolve(bare, step=9, history=history, events=frozenset(events))
-    with CountReads() as reads:  # a record has been read already
-        assert halt_on_nonfinite(1)(state) is state
-    assert reads.count == 0
-
-
-def test_keeping_reads_from_the_device_as_rarely():
+@pytest.mark.parametrize("keep", [False, True])
+def test_it_reads_from_the_device_only_every_n_updates(keep):
     counts = []
     with CountReads() as reads:
         count = lambda state: counts.append(reads.count) or state
-        fit(halt_on_nonfinite(3, keep=True), count, train=7)
-    without_record = [after - before for before, after in itertools.pairwise(counts[:-1])]
-    assert without_record == [0, 1, 0, 0, 1], "one read of a mean at steps 3 and 6"
+        fit(halt_on_nonfinite(3, keep=keep), count, train=7)
+    found = [after - before for before, after in itertools.pairwise(counts)]
+    assert found == [0, 1, 0, 0, 1, 1]  # at steps 3 and 6, and by the record at 7
 
 
 # --- keep=True: which update and which samples

@@ -67,23 +67,6 @@ def test_another_loader_is_left_alone(loader, seen):
     assert looks.seen == [(3, seen)]
 
 
-@pytest.mark.parametrize(("every", "evaluate_every", "steps"), [
-    (fl.every(epochs=2), fl.every(epochs=1), [6, 12]),
-    (fl.every(steps=1), fl.every(epochs=1), [3, 6, 9, 12]),
-    (fl.every(steps=4), fl.every(epochs=1), [6, 9, 12]),  # due at 4, 8 and 12
-    (fl.every(epochs=1), fl.every(steps=4), [4, 8, 12]),  # due at 3, 6, 9 and 12
-    (fl.every(steps=5), fl.every(steps=5), [5, 10]), (fl.every(steps=1000), fl.every(epochs=1), []),
-    (fl.when(lambda state: state.step == 5), fl.every(epochs=1), [6]),
-    (fl.every(seconds=1000), fl.every(epochs=1), []),
-    (fl.at_start(), fl.at_start() | fl.every(epochs=1), [0]),
-    (fl.at_end(), fl.every(epochs=1), [12]),
-], ids=repr)  # fmt: skip
-def test_where_there_is_no_evaluation_it_waits_for_the_next(every, evaluate_every, steps):
-    looks = Looks()
-    run(fl.inspect(looks, every=every), epochs=4, evaluate_every=evaluate_every)
-    assert looks.steps == steps
-
-
 def test_where_it_is_not_due_nothing_is_kept(monkeypatch):
     from fnloop._loop import evaluate
 

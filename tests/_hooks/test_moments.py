@@ -268,12 +268,6 @@ def test_every_part_is_checked_when_a_run_begins(moment):
         fit(loaders=(stream, [ONE]), evaluate_every=moment)
 
 
-@pytest.mark.parametrize("name", ["lr", "lr/1", "recent/x", "loss"])
-def test_a_metric_cannot_have_a_name_that_every_run_reports(name):
-    with pytest.raises(ValueError, match="choose another name"):
-        fl.metric(**{name: lambda aux, batch: batch.mean()})
-
-
 # --- clocks: the time is the number of updates
 
 

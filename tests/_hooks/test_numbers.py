@@ -19,7 +19,7 @@ from fnloop.testing import assert_same, toy, toy_loss
 
 VALID = [torch.tensor([1.0, 2.0]), torch.tensor([3.0])]
 LOADERS = {"train": [ONE] * 3, "valid": VALID}
-LAST, TWO = "valid/last", "two/w"
+LAST, TWO, EPOCH = "valid/last", "two/w", fl.every(epochs=1)
 
 
 def largest(state, outputs):
@@ -31,12 +31,12 @@ def tripled(state):
     return {"w": 3 * state.model.w}
 
 
-def inspect(fn=largest, every=fl.every(epochs=1), reports=("last",)):  # noqa: B008
+def inspect(fn=largest, every=EPOCH, reports=("last",)):
     """Return ``inspect`` with a function of the state and the outputs."""
     return fl.inspect(fn, every=every, reports=reports)
 
 
-def measure(fn=tripled, every=fl.every(epochs=1)):  # noqa: B008
+def measure(fn=tripled, every=EPOCH):
     return fl.measure(fn, name="two", every=every)
 
 
@@ -165,9 +165,8 @@ def test_dry_run_tries_it_once_and_says_what_raises(make, key):
     assert len(calls) == 1 and not report.problems
     said = "last -" if make is inspect else "called"
     assert any(said in finding.text for finding in report.findings)
-    report = fl.dry_run(
-        fl.pipeline()(toy_loss), toy(), LOADERS, hooks=(make(lambda *given: 3, fl.at_end()),)
-    )
+    hooks = (make(lambda *given: 3, fl.at_end()),)
+    report = fl.dry_run(fl.pipeline()(toy_loss), toy(), LOADERS, hooks=hooks)
     assert "must return a mapping" in "".join(report.problems)
 
 
@@ -195,18 +194,22 @@ def test_what_it_reports_it_has_to_return(returned):
         run(inspect(lambda state, outputs: returned))
 
 
-@pytest.mark.parametrize(("every", "evaluate_every", "records"), [
-    (fl.every(epochs=2), fl.every(epochs=1), {6: False, 12: False}),
-    (fl.every(steps=4), fl.every(epochs=1), {6: False, 9: False, 12: False}),
-    (fl.at_start(), fl.at_start() | fl.every(epochs=1), {0: False}),
+@pytest.mark.parametrize(("every", "evaluate_every", "steps", "closing"), [
+    (fl.every(epochs=2), EPOCH, [6, 12], []), (fl.every(steps=1), EPOCH, [3, 6, 9, 12], []),
+    (fl.every(steps=4), EPOCH, [6, 9, 12], []),  # due at 4, 8 and 12: it waits for the next
+    (EPOCH, fl.every(steps=4), [4, 8, 12], []),  # due at 3, 6, 9 and 12
+    (fl.when(lambda state: state.step == 5), EPOCH, [6], []), (fl.every(steps=99), EPOCH, [], []),
+    (fl.every(seconds=1000), EPOCH, [], []), (fl.at_start(), fl.at_start() | EPOCH, [0], []),
     # What is due only because the run ends is in a closing record.
-    (fl.at_end(), fl.every(epochs=3), {12: True}),
-    (fl.every(epochs=3) | fl.at_end(), fl.every(epochs=1), {9: False, 12: True}),
-    (fl.every(epochs=4) | fl.at_end(), fl.every(epochs=1), {12: False}),
+    (fl.at_end(), EPOCH, [], [12]), (fl.at_end(), fl.every(epochs=3), [], [12]),
+    (fl.every(epochs=3) | fl.at_end(), EPOCH, [9], [12]),
+    (fl.every(epochs=4) | fl.at_end(), EPOCH, [12], []),
 ], ids=repr)  # fmt: skip
-def test_numbers_of_inspect_are_in_the_records_where_it_is_due(every, evaluate_every, records):
+def test_numbers_of_inspect_are_in_the_records_where_it_is_due(
+    every, evaluate_every, steps, closing
+):
     state = run(inspect(every=every), epochs=4, evaluate_every=evaluate_every)
-    assert places(state, LAST) == records
+    assert places(state, LAST) == dict.fromkeys(steps, False) | dict.fromkeys(closing, True)
 
 
 @pytest.mark.parametrize("wrap", [

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from after_steps import skipping
 from torch import profiler
 from toy_runs import fit
 
@@ -39,13 +40,8 @@ def test_the_updates_after_the_first_ones_are_measured(tmp_path, capsys):
 
 
 def test_updates_of_this_process_count_and_skipped_ones_do_too(tmp_path):
-    guard = lambda step: (
-        lambda state, batch: (
-            (state, fl.Output(batch, 1, skip="odd")) if batch.item() % 2 else step(state, batch)
-        )
-    )
     hook = fl.profiled(start=3, updates=4, folder=tmp_path)
-    skips = fl.Middleware("skips", gradient=guard)
+    skips = skipping(lambda batch, out: batch.item() % 2 == 1)
     state = train(hook, members=(skips,), steps=1)  # 1 and 2: too short
     assert traced(tmp_path) == {}
     train(hook, members=(skips,), state=state, epochs=1)  # 3 to 8, of which 6 to 8 are measured

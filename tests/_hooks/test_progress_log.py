@@ -10,6 +10,7 @@ import attrs
 import pytest
 import torch
 from sample_hooks import raise_at, stop_at
+from sample_steps import in_turns
 from toy_runs import ONE, STEP, fit, timed
 
 import fnloop as fl
@@ -104,27 +105,16 @@ def test_a_resumed_run_knows_the_best_of_before(clock):
 
 def test_of_turns_the_losses_are_shown_and_no_mean_is_the_best(clock):
     """The heartbeat has the loss of each. Neither the mean of a model nor of an average is best."""
-    model = torch.nn.ModuleDict({name: torch.nn.Linear(1, 1, bias=False) for name in "dg"})
-    optimizers = {name: torch.optim.SGD(model[name].parameters(), lr=0.0) for name in "dg"}
-    torch.nn.init.ones_(model["d"].weight), torch.nn.init.zeros_(model["g"].weight)
-
-    def turn(name):
-        def loss_fn(model, x):
-            clock.now += 15 * model.training
-            return model[name](x).mean()
-
-        return fl.pipeline()(loss_fn)
-
-    state, x = fl.TrainState.create(model, optimizers, seed=0), torch.ones(1, 1)
-    step = fl.pipeline(fl.ema(0.5))(fl.alternate({name: turn(name) for name in "dg"}))
-    lines = logged(state=state, step=step, loaders={"train": [x] * 2, "valid": [x]})
+    step, state = in_turns(clock.timed(toy_loss, 15.0), lr=0.0)
+    torch.nn.init.ones_(state.model["a"].w)
+    lines = logged(state=state, step=fl.pipeline(fl.ema(0.5))(step), train=2, valid=1)
     joined = "\n".join(lines[1:-1]).replace("\n    ", "  ").splitlines()
     heartbeat, _, record = (line.split("  ") for line in joined)
-    assert heartbeat[:5] == ["epoch 1/1", "50%", "step 1", "d/loss 1.0000", "g/loss 0.0000"]
-    losses = ["valid/loss 0.5000", "valid/d/loss 1.0000*", "valid/g/loss 0.0000*"]
+    assert heartbeat[:5] == ["epoch 1/1", "50%", "step 1", "a/loss 1.0000", "b/loss 0.0000"]
+    losses = ["valid/loss 0.5000", "valid/a/loss 1.0000*", "valid/b/loss 0.0000*"]
     assert record[:5] == ["epoch 1/1", "step 2", *losses]
     starred = [field.split()[0] for field in record if field.endswith("*")]
-    assert starred == ["valid/d/loss", "valid/g/loss", "valid/ema/d/loss", "valid/ema/g/loss"]
+    assert starred == ["valid/a/loss", "valid/b/loss", "valid/ema/a/loss", "valid/ema/b/loss"]
     assert lines[-1] == "done: epoch 1/1, step 2, after 1m 00s"
 
 

@@ -10,7 +10,6 @@ from toy_runs import ONE, fit, timed
 import fnloop as fl
 from fnloop import progress
 from fnloop._display import tables
-from fnloop.testing import toy_loss
 
 
 @pytest.fixture
@@ -84,24 +83,6 @@ def test_a_cell_has_columns_for_the_metrics_of_its_own_run_only(cell):
     assert drawing[2].split() == ["epoch", "step", "│", "loss", "│", "loss", "lr", "│", "time"]
     assert drawing[1].split() == ["│", "valid", "│", "train"]
     assert rows(drawing) == [*map(str, range(2, 14)), "…", *map(str, range(17, 27))]
-
-
-def test_a_cell_marks_the_best_of_all_runs_as_a_log_does(cell):
-    """It shows the records of its own run only."""
-    losses = iter([0.5, 0.25, 0.75, 0.375, 0.125])
-
-    def loss_fn(model, batch):
-        loss, aux = toy_loss(model, batch)
-        return (loss if model.training else loss * 0 + next(losses)), aux
-
-    state, hook = None, progress()
-    for epochs in (2, 4, 5):
-        step = fl.pipeline()(loss_fn)
-        state = fit(hook, state=state, step=step, train=1, valid=1, epochs=epochs)
-    assert [rows(output[-1]) for output in cell] == [["1", "2"], ["3", "4"], ["5"]]
-    marked = [[line.split()[0] for line in output[-1] if "*" in line] for output in cell]
-    assert marked == [["1", "2"], [], ["5"]]
-    assert cell[1][-1][-1].endswith("best valid/loss 0.2500 at step 2")
 
 
 @pytest.mark.parametrize(("end", "lines"), [

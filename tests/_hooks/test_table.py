@@ -3,12 +3,10 @@
 import csv
 import json
 import math
-import os
 import signal
 import subprocess
 import sys
 from itertools import pairwise
-from pathlib import Path
 
 import attrs
 import pytest
@@ -196,10 +194,8 @@ def test_a_rollback_to_a_snapshot_within_a_run_replaces_the_rows(writer, back_on
 
 
 def test_a_correct_file_is_not_touched_when_a_run_begins(writer):
-    state, facts = (
-        train(writer),
-        lambda: (writer.path.stat().st_ino, writer.path.stat().st_mtime_ns),
-    )
+    state = train(writer)
+    facts = lambda: (writer.path.stat().st_ino, writer.path.stat().st_mtime_ns)
     before = facts()
     again(writer)(state)
     assert facts() == before
@@ -298,33 +294,6 @@ def test_a_run_that_restarts_without_a_checkpoint_continues_its_file(writer, tmp
         train(writer)
     state = train(writer, saves, state=fl.resume(tmp_path / "run", toy()), epochs=2)
     check(writer, state, 1, 2)
-
-
-def test_the_identities_of_a_run_are_whole_or_absent_on_the_disk(writer, tmp_path, monkeypatch):
-    """They are flushed under another name first: a power failure leaves no empty file."""
-    events, fsync, replace = [], os.fsync, os.replace
-
-    def flush(descriptor):
-        fsync(descriptor)
-        events.append(os.fstat(descriptor).st_ino)
-
-    def move(source, target):
-        replace(source, target)
-        events.append(Path(target).name)
-
-    monkeypatch.setattr(os, "fsync", flush)
-    monkeypatch.setattr(os, "replace", move)
-    saves = fl.checkpoint(tmp_path / "run")
-    state = toy()
-    for hook, file in (
-        (writer, writer.path.with_name(f".{writer.path.name}.run")),
-        (saves, tmp_path / "run" / ".run"),
-    ):
-        events.clear()
-        hook.begin(state)
-        assert file.read_text() == state.run_id
-        at = events.index(file.name)
-        assert file.stat().st_ino in events[:at] and file.parent.stat().st_ino in events[at:]
 
 
 @pytest.mark.parametrize("kind", WRITERS)

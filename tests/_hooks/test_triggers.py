@@ -40,11 +40,9 @@ def stream():
     (lambda hook: every(steps=2)(every(steps=3)(hook)), {"train": 12}, [6, 12]),  # both are due
     # fractions of an epoch: 2.5, 5, 7.5, 10, rounded up
     (every(epochs=0.25), {"train": 10}, [3, 5, 8, 10]),
+    (every(epochs=0.3), {"train": 10}, [3, 6, 9, 10]),  # and at its end
     (every(epochs=0.25), {"train": 10, "step": WINDOWS}, [2, 3, 4, 5]),  # of 5 updates
     (every(epochs=0.5), {"train": 5, "step": WINDOWS}, [2, 3]),  # 1.5 and 3 of 3
-    # 0.07 * 100 > 7
-    (every(epochs=0.07), {"train": 100},
-        [7, 14, 21, 28, 35, 42, 49, 56, 63, 70, 77, 84, 91, 98, 100]),
     # a skipped update is not a step: three boundaries have step 2. It is a part of the epoch
     (every(steps=2), {"step": SKIPPING, "loaders": [ONE, ONE, -ONE, -ONE, ONE, ONE]}, [2, 4]),
     (every(epochs=0.5), {"step": SKIPPING, "loaders": [ONE, -ONE, ONE, -ONE]}, [1, 2]),

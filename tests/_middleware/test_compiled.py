@@ -74,20 +74,10 @@ def test_a_run_is_the_same_wherever_it_is_listed(members, problem):
     assert_same(run(problem, *members, compiled), plain, rtol=1e-12)
 
 
-def run(problem, *members, state=None, epochs=2):
-    loaders = {"train": problem.batches, "valid": problem.batches[:3]}
-    state = problem.state() if state is None else state
-    return fitted(loaders, *members, loss_fn=problem.loss_fn, state=state, epochs=epochs)
-
-
-@pytest.mark.slow
-def test_checkpoints_load_with_and_without_it(tmp_path):
-    problem, compiled = stochastic(), (fl.compiled(backend="eager"),)
-    whole = run(problem)
-    for first, then in (((), compiled), (compiled, ())):
-        path = fl.save(run(problem, *first, epochs=1), tmp_path / "a")
-        again = fl.restore(path, problem.state(seed=3))
-        assert_same(run(problem, *then, state=again), whole, rtol=1e-12)
+def run(problem, *members, loaders=None, state=None, **settings):
+    loaders = loaders or {"train": problem.batches, "valid": problem.batches[:3]}
+    settings |= {"loss_fn": problem.loss_fn, "state": state or problem.state(), "epochs": 2}
+    return fitted(loaders, *members, **settings)
 
 
 @pytest.mark.slow
@@ -126,20 +116,15 @@ halving = fl.schedule(lambda step, total: 0.5**step)
 @pytest.mark.parametrize("name", ["SGD", "AdamW", *RARE])
 def test_a_compiled_optimizer_is_the_same_and_a_schedule_compiles_nothing_again(name):
     problem = attrs.evolve(small(), optimizer=OPTIMIZERS[name])
-    batches = problem.batches[:2] * 5
-    members, counts = (fl.accumulate(2), fl.clip(0.05)), []
+    batches, members, counts = problem.batches[:2] * 5, (fl.accumulate(2), fl.clip(0.05)), []
     for more in ((), (halving,)):
         backend = Counting()
-        step = fl.pipeline(fl.compiled(update=True, backend=backend), *members, *more)
-        step = step(problem.loss_fn)
-        compiled = fl.fit(step, problem.state(), batches, epochs=2, hooks=())
+        update = fl.compiled(update=True, backend=backend)
+        compiled = run(problem, update, *members, *more, loaders=batches)
         counts.append(len(backend.graphs))
     # One for the loss function, and one for the update; SGD has no momentum in its first update.
     assert counts == [2 + (name == "SGD")] * 2
-    members = (*members, halving)
-    eager = fl.fit(
-        fl.pipeline(*members)(problem.loss_fn), problem.state(), batches, epochs=2, hooks=()
-    )
+    eager = run(problem, *members, halving, loaders=batches)
     for mine, theirs in zip(compiled.model.parameters(), eager.model.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-7)  # counts are in float32
     assert compiled.history["train/lr"][-1] == pytest.approx(eager.history["train/lr"][-1])
@@ -149,15 +134,12 @@ def test_a_compiled_optimizer_is_the_same_and_a_schedule_compiles_nothing_again(
 def test_each_of_several_optimizers_is_compiled_and_a_restored_run_is_the_same(tmp_path):
     problem = several.problem(several.muon_and_adamw)
     backend = Counting()
-    step = fl.pipeline(fl.compiled(update=True, backend=backend), halving)(problem.loss_fn)
-    batches = problem.batches[:2]
-    whole = fl.fit(step, problem.state(), batches, epochs=2, hooks=())
+    given = fl.compiled(update=True, backend=backend), halving
+    whole = run(problem, *given, loaders=problem.batches[:2])
     assert len(backend.graphs) == 3  # the loss function and two optimizers
-    half = fl.fit(step, problem.state(), batches, epochs=2, steps=2, hooks=())
-    fl.save(half, tmp_path / "half")
-    resumed = fl.fit(
-        step, fl.restore(tmp_path / "half", problem.state(seed=1)), batches, epochs=2, hooks=()
-    )
+    half = run(problem, *given, loaders=problem.batches[:2], steps=2)
+    half = fl.restore(fl.save(half, tmp_path / "half"), problem.state(seed=1))
+    resumed = run(problem, *given, loaders=problem.batches[:2], state=half)
     assert_same(resumed, whole, rtol=1e-9)
 
 
@@ -195,8 +177,7 @@ def test_turns_may_compile_their_updates():
     states = []
     for members in (compiled, ()):
         one = several.alternating(matrices=members, rest=members, problem=problem)
-        step = fl.pipeline()(one.loss_fn)
-        states.append(fl.fit(step, one.state(), one.batches[:2], epochs=2, hooks=()))
+        states.append(run(one, loaders=one.batches[:2]))
     for mine, theirs in zip(*(state.model.parameters() for state in states), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
 

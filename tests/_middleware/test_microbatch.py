@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from toy_runs import assert_same_weights, fitted
+from toy_runs import fitted
 
 import fnloop as fl
 from fnloop._backend.containers import is_out_of_memory
@@ -60,27 +60,13 @@ def test_a_batch_that_cannot_be_cut_is_refused(batch, message):
 # --- microbatch
 
 
-def test_an_update_in_pieces_equals_a_loop_by_hand_bit_for_bit():
-    one, by = small(), small().state()
-    state = run(fl.pipeline(fl.microbatch(3), fl.clip(0.05)))
-    for x, y in [*one.batches] * 2:
-        by.optimizer.zero_grad()
-        for start in range(0, len(x), 3):
-            part = x[start : start + 3], y[start : start + 3]
-            (one.loss_fn(by.model, part)[0] * (len(part[0]) / min(3, len(x)))).backward()
-        for p in by.model.parameters():
-            p.grad /= len(x) / min(3, len(x))
-        nn.utils.clip_grad_norm_(by.model.parameters(), 0.05)
-        by.optimizer.step()
-    assert_same_weights(state, by)
-
-
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("members", [
     (), (fl.accumulate(2), fl.clip(0.05)), (fl.clip(0.05), fl.accumulate(2)),
     (fl.sam(0.05), fl.accumulate(3)), (fl.schedule(fl.schedules.linear()), fl.ema(0.9)),
 ], ids=repr)  # fmt: skip
 def test_pieces_change_neither_numbers_nor_length_wherever_they_are_listed(members, size):
+    """So an update in pieces is that of the loop by hand in tests/test_laws.py."""
     whole = run(fl.pipeline(*members))
     assert_same(run(fl.pipeline(*members, fl.microbatch(size))), whole, rtol=1e-12)
     assert_same(run(fl.pipeline(fl.microbatch(size), *members)), whole, rtol=1e-12)

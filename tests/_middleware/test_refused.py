@@ -44,6 +44,10 @@ SETTINGS = [  # whose messages say more than what was expected, or that are no s
     (ValueError, lambda: fl.swa(name="Model"), "none of model, optimizer, slots, training, aver"),
     (ValueError, lambda: fl.ema(name="closure"), "other middleware; got 'closure'"),
     (ValueError, lambda: fl.metric(on="evaluation"), "at least one name"),
+    *(
+        (ValueError, lambda name=name: fl.metric(**{name: number}), "choose another name")
+        for name in ("lr", "lr/1", "recent/x", "loss")
+    ),
     (ValueError, lambda: fl.metric(on=number), "A metric cannot have this name"),
     (TypeError, lambda: fl.metric(**N, loaders=number), "A metric cannot have this name"),
     (TypeError, lambda: fl.metric(**N, loaders="test"), r'Write loaders=\("test",\)'),

@@ -172,16 +172,11 @@ def test_the_planned_length_is_kept(how, tmp_path, caplog):
     assert len(caplog.messages) == 1 and said in caplog.messages[0]
 
 
-@pytest.mark.parametrize(
-    ("fn", "said"),
-    [
-        (schedules.exponential(0.5), []),  # independent of the length
-        (
-            lambda i, total: [1.0, 0.5, 0.25, 0.125][:total][i],  # undefined after its end
-            ["the run was planned for 2 updates and now has 4: at step 2 lr is 0.25"],
-        ),
-    ],
-)
+@pytest.mark.parametrize(("fn", "said"), [
+    (schedules.exponential(0.5), []),  # independent of the length
+    (lambda i, total: [1.0, 0.5, 0.25, 0.125][:total][i],  # undefined after its end
+        ["the run was planned for 2 updates and now has 4: at step 2 lr is 0.25"]),
+])  # fmt: skip
 def test_a_longer_run_of_other_functions(fn, said, caplog):
     state = fitted([1, 1], fl.schedule(fn), epochs=1)
     state = fitted([1, 1], fl.schedule(fn), state=state, epochs=2)
@@ -399,24 +394,15 @@ class TimmScheduler:
         raise AssertionError("must not be called")
 
 
-@pytest.mark.parametrize(
-    ("factory", "error", "match"),
-    [
-        (
-            lambda opt, run: lr_scheduler.StepLR(toy().optimizer, 1), ValueError,
-            r"of another optimizer than the state's.* lambda opt, run: StepLR\(opt, ...\)",
-        ),
-        (
-            lambda opt, run: TimmScheduler(opt), TypeError,
-            r"TimmScheduler, which is not one.* schedule\(lambda step, total_steps: ...\)",
-        ),
-        (
-            lambda opt, run: lr_scheduler.ReduceLROnPlateau(opt), TypeError,
-            "ReduceLROnPlateau steps by a metric: use it in a hook",
-        ),
-        (lambda opt, run: None, TypeError, "must make a torch.optim.lr_scheduler; it made None"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("factory", "error", "match"), [
+    (lambda opt, run: lr_scheduler.StepLR(toy().optimizer, 1), ValueError,
+        r"of another optimizer than the state's.* lambda opt, run: StepLR\(opt, ...\)"),
+    (lambda opt, run: TimmScheduler(opt), TypeError,
+        r"TimmScheduler, which is not one.* schedule\(lambda step, total_steps: ...\)"),
+    (lambda opt, run: lr_scheduler.ReduceLROnPlateau(opt), TypeError,
+        "ReduceLROnPlateau steps by a metric: use it in a hook"),
+    (lambda opt, run: None, TypeError, "must make a torch.optim.lr_scheduler; it made None"),
+])  # fmt: skip
 def test_what_is_not_a_scheduler_of_the_state_is_refused_with_advice(factory, error, match):
     with pytest.raises(error, match=match):
         fitted([1], fl.torch_scheduler(factory))
@@ -437,27 +423,19 @@ def test_a_rate_by_the_state_or_as_it_is(middleware, rates):
 
 
 def test_a_part_of_a_tuple_is_set_and_resumed(tmp_path):
-    step = fl.pipeline(fl.schedule(lambda i, total: 0.5 + i / 10, "betas.0", absolute=True))(
-        toy_loss
-    )
-
-    def fresh():
-        model = toy().model
-        return fl.TrainState.create(model, torch.optim.Adam(model.parameters(), lr=1.0), seed=0)
-
-    run = lambda state, epochs: fl.fit(step, state, [ONE] * 2, epochs=epochs, hooks=())
-    whole, half = run(fresh(), 2), run(fresh(), 1)
+    member = fl.schedule(lambda i, total: 0.5 + i / 10, "betas.0", absolute=True)
+    fresh = lambda: of(toy().model, torch.optim.Adam)
+    run = lambda state, **settings: fitted([1, 1], member, state=state, **settings)
+    whole, half = run(fresh(), epochs=2), run(fresh(), epochs=1)
     group = half.optimizer.param_groups[0]
     assert (group["betas"], group["initial_betas.0"]) == ((0.6, 0.999), 0.9)
     assert half.history["train/betas.0"] == (0.6,)
-    again = run(fl.restore(fl.save(half, tmp_path / "half"), fresh()), 2)
+    again = run(fl.restore(fl.save(half, tmp_path / "half"), fresh()), epochs=2)
     assert again.model.w.item() == whole.model.w.item()
-    assert fl.fit(step, again, [ONE], phase="b", hooks=()).history["train/betas.0"][-1] == 0.5
+    assert run(again, phase="b").history["train/betas.0"][-1] == 0.6
 
 
 @pytest.mark.parametrize("field", ["betas.2", "betas.x", "lr.0", "beta.0"])
 def test_a_part_that_is_not_there_is_an_error(field):
-    model = toy().model
-    state = fl.TrainState.create(model, torch.optim.Adam(model.parameters()))
     with pytest.raises(ValueError, match=r"no such number; they have .*betas\.0, betas\.1"):
-        fitted([1], fl.schedule(fractions, field), state=state)
+        fitted([1], fl.schedule(fractions, field), state=of(toy().model, torch.optim.Adam))

@@ -56,19 +56,13 @@ def without_dropout():
 def test_a_run_with_poisoned_batches_equals_one_without_them(problem, members, which):
     problem = problem()
     bad, good = poisoned(problem, which)
-    runs = [
-        fl.fit(
-            fl.pipeline(*members, *guard)(problem.loss_fn),
-            problem.state(),
-            {"train": batches, "valid": good[:2]},
-            epochs=3,
-            steps=3 * len(good),
-            hooks=(),
-        )
-        for batches, guard in ((bad, (fl.skip_nonfinite(),)), (good, ()))
-    ]
-    assert (runs[0].step, runs[0].skipped) == (3 * len(good), 3 * len(which))
-    one, two = runs
+
+    def run(batches, *guard):
+        given = {"loss_fn": problem.loss_fn, "state": problem.state(), "steps": 3 * len(good)}
+        return fitted({"train": batches, "valid": good[:2]}, *members, *guard, epochs=3, **given)
+
+    one, two = run(bad, fl.skip_nonfinite()), run(good)
+    assert (one.step, one.skipped) == (3 * len(good), 3 * len(which))
     assert_equal(one.model.state_dict(), two.model.state_dict(), "model", 0.0)
     assert_equal(one.optimizer, two.optimizer, "optimizer", 0.0)
     for name in two.slots:

@@ -75,17 +75,12 @@ def test_it_equals_the_run_without_these_batches(members, guard, without):
     assert_same(attrs.evolve(one, slots={name: one.slots[name] for name in two.slots}), two)
 
 
-@pytest.mark.parametrize(
-    ("then", "losses", "reached", "stop"),
-    [
-        ("stop", [1, 1, 1, 5, 1, 1], (3, 1, 4), "the loss 5 is above 2 times 1, the median"),
-        (
-            "skip", [1, 1, 5, 1, 5, 5, 1, 1], (3, 3, 6),
-            "2 updates in a row had a loss above 2 times the median",
-        ),
-        ("back", [1, 1, *[9] * 12], (2, 10, 12), "it went back to step 2 10 times"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("then", "losses", "reached", "stop"), [
+    ("stop", [1, 1, 1, 5, 1, 1], (3, 1, 4), "the loss 5 is above 2 times 1, the median"),
+    ("skip", [1, 1, 5, 1, 5, 5, 1, 1], (3, 3, 6),
+        "2 updates in a row had a loss above 2 times the median"),
+    ("back", [1, 1, *[9] * 12], (2, 10, 12), "it went back to step 2 10 times"),
+])  # fmt: skip
 def test_the_run_ends_and_may_be_continued(then, losses, reached, stop):
     guard = fl.spike_guard(2, 2.0, then=then)
     state = fitted(losses, guard)

@@ -5,7 +5,6 @@ import math
 import pickle
 
 import pytest
-import torch
 
 import fnloop as fl
 from fnloop.schedules import (
@@ -23,7 +22,6 @@ from fnloop.schedules import (
     warmup,
     wsd,
 )
-from fnloop.testing import toy, toy_loss
 
 SQUARE_ROOT = [1 - math.sqrt(part) for part in (0.25, 0.5, 0.75)]  # 0.5, 0.293, 0.134
 
@@ -42,7 +40,6 @@ VALUES = [
     (linear(warmup=2), [0.5, 1, 1, 0.75, 0.5, 0.25]),
     (linear(cooldown=2), [1, 0.75, 0.5, 0.25, 0, 0]),
     (linear(warmup=1, cooldown=1), [1, 1, 0.5, 0]),
-    (linear(warmup=2, cooldown=2, min_ratio=0.2), [0.5, 1, 1, 0.6, 0.2, 0.2]),
     (linear(warmup=0.25), [0.5, 1, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6]),
     (linear(cooldown=0.5), [1, 0.5, 0, 0]),
     (linear(1, 1, 0.5), [1, 1, 0.75, 0.5]),  # warmup, cooldown, min_ratio: in this order
@@ -55,7 +52,6 @@ VALUES = [
     (linear(warmup=0.5, cooldown=0.5), [0.5, 1, 0, 0]),
     (cosine(warmup=0.25, cooldown=0.75), [1, 0, 0, 0]),
     (wsd(warmup=0.5, decay=0.5, kind="linear"), [0.5, 1, 1, 0.5]),
-    (wsd(warmup=1.0, decay=0), [0.25, 0.5, 0.75, 1]),
     # the first factor is 1 under a cooldown as long as the run, or longer
     *((make(cooldown=cooldown, min_ratio=ratio), [1, *[ratio] * 3])
         for make in (linear, cosine, polynomial) for cooldown in (4, 9, 1.0) for ratio in (0, 0.5)),
@@ -71,13 +67,12 @@ VALUES = [
     # up from start_ratio to 1, down to min_ratio, each along half a cosine
     (one_cycle(peak=0.5, start_ratio=0.5, min_ratio=0.0), [0.5, 0.625, 0.875, 1, 0.75, 0.25]),
     (one_cycle(peak=2, start_ratio=0.2, min_ratio=0.4), [0.2, 0.6, 1, 0.7]),
-    (one_cycle(peak=0), [1]), (wsd(decay=2, kind="linear"), [1, 1, 1, 0.5]),
+    (one_cycle(peak=0), [1]),
     (wsd(warmup=2, decay=2, kind="linear"), [0.5, 1, 1, 1, 1, 0.5]),
     (wsd(warmup=0.25, decay=0.5, kind="linear", min_ratio=0.5),
         [0.5, 1, 1, 1, 1, 0.875, 0.75, 0.625]),
     (wsd(decay=3, kind="cosine"), [1, 1, 0.75, 0.25]), (wsd(decay=4), [1, *SQUARE_ROOT]),
     (wsd(decay=0), [1, 1, 1]), (exponential(0.5), [1, 0.5, 0.25, 0.125]),
-    (exponential(2.0), [1, 2, 4]),
     (step_decay(2, gamma=0.5), [1, 1, 0.5, 0.5, 0.25]), (step_decay(1), [1, 0.1, 0.01]),
     (step_decay(0.5, gamma=0.5), [1, 1, 1, 0.5, 0.5, 0.5]),
     (multistep([1, 3], gamma=0.5), [1, 0.5, 0.5, 0.25]),
@@ -87,17 +82,13 @@ VALUES = [
     (inverse_sqrt(4), [0.25, 0.5, 0.75, 1, math.sqrt(4 / 5), math.sqrt(4 / 6)]),
     (inverse_sqrt(0.5), [0.5, 1, math.sqrt(2 / 3), math.sqrt(2 / 4)]),
     (warmup(2)(linear()), [0.5, 1, 1, 0.75, 0.5, 0.25]), (warmup(0.5)(linear()), [0.5, 1, 1, 0.5]),
-    (warmup(2)(linear(min_ratio=0.5)), [0.5, 1, 1, 0.75]),
     # up to the first factor of the schedule
     (warmup(2)(one_cycle(peak=1, start_ratio=0.5)), [0.25, 0.5, 0.5, 1]),
     (warmup(2)(lambda step, total: 0.5), [0.25, 0.5, 0.5]),  # any function
     (warmup(0)(linear()), [1, 0.5]),
     # as long as the run, or longer: up to the first factor of the schedule
-    (warmup(2)(linear()), [0.5, 1]),
-    (warmup(4)(linear()), [0.25, 0.5]),
-    (warmup(4)(cosine(min_ratio=0.5)), [0.25, 0.5, 0.75]), (warmup(1.0)(polynomial()), [0.5, 1]),
-    (warmup(4)(wsd()), [0.25, 0.5]), (warmup(4)(one_cycle()), [0.25, 0.5]),
-    (warmup(4)(exponential(0.5)), [0.25, 0.5]), (warmup(4)(warmup(2)(linear())), [0.125, 0.25]),
+    (warmup(2)(linear()), [0.5, 1]), (warmup(1.0)(polynomial()), [0.5, 1]),
+    (warmup(4)(one_cycle()), [0.25, 0.5]), (warmup(4)(warmup(2)(linear())), [0.125, 0.25]),
     (join(constant(), linear(), at=[2]), [1, 1, 1, 0.75, 0.5, 0.25]),
     (join(linear(), linear(), at=[0.5]), [1, 0.5, 1, 0.5]),
     (join(linear(), constant(), exponential(0.5), at=[2, 3]), [1, 0.5, 1, 1, 0.5]),
@@ -137,17 +128,6 @@ def test_a_float_is_a_fraction_of_the_run_and_an_int_is_updates(fraction, update
 ], ids=repr)  # fmt: skip
 def test_after_the_end_of_the_run_a_decay_stays_at_its_minimum(schedule, minimum):
     assert [schedule(i, 4) for i in (4, 5, 100)] == [minimum] * 3
-
-
-@pytest.mark.parametrize(("schedule", "weights"), [
-    (linear(), [-1.0, -1.75, -2.25, -2.5]),
-    (linear(cooldown=4), [-1.0] * 4),  # the first update changes the weights
-])  # fmt: skip
-def test_update_i_of_a_run_uses_factor_i(schedule, weights):
-    step, ones = fl.pipeline(fl.schedule(schedule))(toy_loss), [torch.ones(1)]
-    states = fl.run(step, toy(lr=1.0), ones, epochs=4, hooks=())
-    assert [state.model.w.item() for state in states] == weights
-    assert fl.fit(step, toy(lr=1.0), ones * 4, hooks=()).model.w.item() == weights[-1]
 
 
 # --- laws over all of them
@@ -218,17 +198,10 @@ def test_schedules_with_lengths_in_updates_do_not_need_the_length_of_the_run(sch
     multistep([1, 0.5]), inverse_sqrt(0.1), warmup(0.1)(constant()), warmup(2)(warmup(2)(cosine())),
     join(constant(), constant(), at=[0.5]), join(constant(), linear(), at=[2]),
 ], ids=repr)  # fmt: skip
-def test_other_schedules_raise_before_the_first_update_without_the_length_of_the_run(schedule):
+def test_other_schedules_raise_without_the_length_of_the_run(schedule):
+    """In a run, before the first update: tests/_middleware/test_schedule.py."""
     with pytest.raises(ValueError, match=r"needs the length of the run: call it through fit\("):
         schedule(0, None)
-    loader = lambda: (torch.tensor([1.0]) for _ in range(4))
-    step, state = fl.pipeline(fl.schedule(schedule))(toy_loss), toy()
-    why = "needs the length of the run, but the training loader has none"
-    with pytest.raises(ValueError, match=why) as caught:
-        fl.fit(step, state, loader, hooks=())
-    assert f"schedule({schedule!r}) needs" in str(caught.value)
-    assert (caught.value.state.step, state.model.w.item()) == (0, 0.0)
-    assert fl.fit(step, toy(), loader, steps=4, hooks=()).step == 4  # now it has one
 
 
 # --- as values
@@ -247,16 +220,10 @@ SHOWN = [
 
 
 @pytest.mark.parametrize(("schedule", "text"), SHOWN, ids=[text for _, text in SHOWN])
-def test_a_schedule_shows_as_it_was_typed(schedule, text):
-    assert repr(schedule) == text
-    assert eval(text) == schedule
-
-
-@pytest.mark.parametrize("schedule", [schedule for schedule, _ in SHOWN], ids=repr)
-def test_a_copy_is_equal_shows_the_same_and_gives_the_same(schedule):
-    for other in (pickle.loads(pickle.dumps(schedule)), copy.deepcopy(schedule)):
-        assert other == schedule and hash(other) == hash(schedule)
-        assert repr(other) == repr(schedule) and factors(other, 7) == factors(schedule, 7)
+def test_a_schedule_and_its_copies_show_and_compare_as_it_was_typed(schedule, text):
+    for made in (eval(text), pickle.loads(pickle.dumps(schedule)), copy.deepcopy(schedule)):
+        assert (repr(made), hash(made)) == (text, hash(schedule)) and made == schedule
+        assert factors(made, 7) == factors(schedule, 7)
 
 
 @pytest.mark.parametrize(("one", "other"), [
@@ -276,28 +243,16 @@ def test_schedules_from_different_calls_are_different_and_so_are_their_pipelines
 
 @pytest.mark.parametrize(("make", "message"), [
     (lambda: linear(warmup=-1), r"linear expects warmup >= 0; got -1"),
-    (lambda: cosine(cooldown=-0.5), r"cosine expects cooldown >= 0; got -0\.5"),
     (lambda: cosine(warmup=100.0), r"cosine expects warmup as a fraction of the run, from 0\.0 to "
         r"1\.0; got 100\.0\. For updates, write an int: 100$"),
     (lambda: polynomial(warmup="2"), r"expects warmup as updates \(an int\) or .*got '2'"),
     (lambda: linear(min_ratio=1.5), r"linear expects min_ratio from 0 to 1, .*got 1\.5"),
     (lambda: cosine(k=0), r"cosine expects k > 0 and finite, the exponent of k-decay; got 0"),
-    (lambda: polynomial(0), r"polynomial expects power > 0 and finite, 1 is linear; got 0"),
-    (lambda: one_cycle(peak=1.5), r"one_cycle expects peak as a fraction .*got 1\.5"),
     (lambda: one_cycle(start_ratio=0), r"start_ratio > 0: the first update would change nothing"),
-    (lambda: one_cycle(start_ratio=2), r"one_cycle expects start_ratio from 0 to 1"),
-    (lambda: one_cycle(min_ratio=2), r"one_cycle expects min_ratio from 0 to 1"),
-    (lambda: wsd(min_ratio=2), r"wsd expects min_ratio from 0 to 1"),
     (lambda: wsd(kind="exp"),
         r"""wsd expects kind as one of "linear", "sqrt", "cosine"; got 'exp'"""),
-    (lambda: exponential(0), r"exponential expects gamma > 0 and finite; got 0"),
     (lambda: step_decay(0), r"step_decay expects every > 0, got 0"),
     (lambda: multistep([1, -3]), r"multistep expects milestones >= 0; got -3"),
-    (lambda: multistep([1, math.inf]), r"multistep expects milestones as a fraction .*got inf$"),
-    (lambda: multistep("12"), r"multistep expects milestones as a list of lengths; got '12'"),
-    (lambda: inverse_sqrt(0), r"inverse_sqrt expects warmup > 0, got 0"),
-    (lambda: warmup(math.inf), r"warmup expects n as a fraction .*got inf$"),
-    (lambda: wsd(decay=math.nan), r"wsd expects decay >= 0; got nan"),
     # where a schedule is expected
     (lambda: warmup(2)(cosine), r"warmup expects a function \(step, total_steps\) -> factor, such "
         r"as cosine\(\); got cosine\. Call it: cosine\(\)"),
@@ -310,7 +265,6 @@ def test_schedules_from_different_calls_are_different_and_so_are_their_pipelines
     (lambda: join(linear(), at=[2]), r"join expects two schedules or more, .*got 1 and 1"),
     (lambda: join(linear(), at=[]), r"join expects two schedules or more, .*got 1 and 0"),
     (lambda: join(constant(), linear(), at=[1.5]), r"join expects at as a fraction .*got 1\.5"),
-    (lambda: join(constant(), linear(), at=0.5), r"at as a list of lengths; got 0\.5"),
     # more than the whole run
     (lambda: linear(0.6, 0.5),
         r"linear: its first part, 0\.6, and its last, 0\.5, make more than the whole"),
@@ -354,10 +308,9 @@ def test_a_plot_has_a_labelled_curve_per_schedule_with_the_factor_of_each_update
 
 
 @pytest.mark.parametrize(("given", "total", "message"), [
-    (linear(), 0, "total_steps as an int >= 1, the updates of a run; got 0"),
-    ([], 4, "at least one schedule"), ({}, 4, "at least one schedule"),
+    ([], 4, "at least one schedule"),
     *((given, 4, r".*a function \(step, total_steps\) -> factor")
-        for given in (linear, [linear(), linear(), 0.1], {"a": lambda step: 1.0})),
+        for given in ([linear(), linear(), 0.1], {"a": lambda step: 1.0})),
 ])  # fmt: skip
 def test_what_cannot_be_plotted_is_refused(given, total, message):
     with pytest.raises((TypeError, ValueError), match=f"plot expects {message}"):
@@ -365,8 +318,9 @@ def test_what_cannot_be_plotted_is_refused(given, total, message):
 
 
 @pytest.mark.parametrize(("schedule", "updates"), [
-    (linear(), 200), (wsd(warmup=100, decay=0.1), 400),
-    (join(linear(), linear(), at=[300]), 1200), (warmup(100)(warmup(250)(linear())), 1000),
+    (linear(), 200), (wsd(warmup=100, decay=0.1), 400), (multistep([100, 250]), 1000),
+    (join(constant(), inverse_sqrt(1000), at=[100]), 4000), (warmup(300)(linear()), 1200),
+    (warmup(100)(warmup(250)(linear())), 1000),
 ])  # fmt: skip
 def test_a_picture_shows_every_length_that_is_given_in_updates(schedule, updates):
     assert f"over {updates:,} updates" in schedule._repr_html_()
