@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from random_programs import KNOWN, SMALLEST, Cut, Program, check, draw, failure, try_programs
 
-MORE = [pytest.param(seed, 100, marks=pytest.mark.long) for seed in (2, 3)]
+MORE = [pytest.param(seed, 50, marks=pytest.mark.long) for seed in (2, 3)]
 
 
 @pytest.mark.slow

@@ -4,6 +4,8 @@ The table is of hooks, of when to record and to evaluate, of middleware, of targ
 cuts the run: at every batch, of training and of evaluation, and at every call of a hook.
 """
 
+import itertools
+
 import pytest
 from random_programs import Cut, Program, compare, cut_run, quiet, whole_run
 
@@ -54,19 +56,20 @@ LOADERS = {"valid": "batches(1, first=50)", "test": "batches(1, first=70)"}
 
 
 def rows():
-    """Return two rows for each way to make hooks, with each cut; the other settings take turns.
+    """Return two rows for each way to make hooks; the other settings take turns.
 
-    One cut of each way is tried at once, and the others are long.
+    Each row has two of the cuts. One cut of each way is tried at once, and the others are long.
     """
-    for n, name in enumerate([*HOOKS, *HOOKS]):
+    for n, (turn, name) in enumerate(itertools.product((0, 1), HOOKS)):
         program = Program(
             train="batches(5, skip=(1,))", valid=LOADERS, hooks=HOOKS[name],
             record_every=RECORDS[n % 3], evaluate_every=EVALUATIONS[n % 4],
             members=MEMBERS[n % 5], fits=(TARGETS[n // 2 % 3],),
         )  # fmt: skip
-        for i, how in enumerate(HOWS):
-            marks = [] if i == n % 4 and n < len(HOOKS) else [pytest.mark.long]
-            yield pytest.param(program, how, id=f"{name} {n}-{how}", marks=marks)
+        first = n % len(HOOKS) + turn
+        for i in (first % 4, (first + 2) % 4):
+            marks = [] if turn == 0 and i == n % 4 else [pytest.mark.long]
+            yield pytest.param(program, HOWS[i], id=f"{name} {n}-{HOWS[i]}", marks=marks)
 
 
 @pytest.mark.slow
