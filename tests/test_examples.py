@@ -174,20 +174,17 @@ FINETUNE = ("finetune.py", "4", "model_in_two_parts")
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("name", "epochs", "make", "kills", "phases", "least"),
-    [
-        # 32, 64 and 126 updates
-        (*PROGRESSIVE, (20, 70, 150), ["14 pixels", "20 pixels", "28 pixels"], [97]),
-        # 128, 32 and 32 updates
-        (
-            *FINETUNE,
-            (100, 140, 172),
-            ["0 to 4", "5 to 9, the head", "5 to 9, all of it"],
-            [98, 93, 94],
-        ),
-    ],
-)
+@pytest.mark.parametrize(("name", "epochs", "make", "kills", "phases", "least"), [
+    # 32, 64 and 126 updates
+    (*PROGRESSIVE, (20, 70, 150), ["14 pixels", "20 pixels", "28 pixels"], [97]),
+    # 128, 32 and 32 updates
+    (
+        *FINETUNE,
+        (100, 140, 172),
+        ["0 to 4", "5 to 9, the head", "5 to 9, all of it"],
+        [98, 93, 94],
+    ),
+])  # fmt: skip
 def test_a_script_of_phases_learns_and_a_kill_in_each_of_them_changes_nothing(
     name, epochs, make, kills, phases, least, digits_read, tmp_path, monkeypatch
 ):

@@ -133,14 +133,10 @@ def test_batches_in_pieces_keep_the_laws(members):
 SCALED = fl.amp("fp16", init_scale=2.0**17, growth_interval=3)
 
 
-@pytest.mark.parametrize(
-    "members",
-    [
-        *((), (fl.accumulate(2),), (fl.accumulate(3), fl.clip(0.1)), (fl.ema(0.9), fl.swa(0.5))),
-        (fl.microbatch(2), fl.retry_on_oom()),
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize("members", [
+    *((), (fl.accumulate(2),), (fl.accumulate(3), fl.clip(0.1)), (fl.ema(0.9), fl.swa(0.5))),
+    (fl.microbatch(2), fl.retry_on_oom()),
+], ids=repr)  # fmt: skip
 def test_fp16_keeps_the_laws_of_fold_and_purity(members):
     check_fold_and_purity(fl.pipeline(SCALED, *members), single_precision(small()))
 
@@ -353,17 +349,14 @@ AROUND = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("each", "pipe"),
-    [
-        pytest.param(*pair, id=f"{pair[0]}-{pair[1]}", marks=[pytest.mark.slow] * (i % 3 != j))
-        for (i, j), pair in zip(
-            itertools.product(range(len(EACH)), range(len(AROUND))),
-            itertools.product(EACH, AROUND),
-            strict=True,
-        )
-    ],
-)
+@pytest.mark.parametrize(("each", "pipe"), [
+    pytest.param(*pair, id=f"{pair[0]}-{pair[1]}", marks=[pytest.mark.slow] * (i % 3 != j))
+    for (i, j), pair in zip(
+        itertools.product(range(len(EACH)), range(len(AROUND))),
+        itertools.product(EACH, AROUND),
+        strict=True,
+    )
+])  # fmt: skip
 def test_steps_in_turn_keep_the_laws(pipe, each):
     check_laws(pipe, several.alternating(**each))
 
@@ -469,14 +462,10 @@ def test_fit_equals_the_hand_written_loop_with_batch_norm_and_dropout():
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 7, 10])
-@pytest.mark.parametrize(
-    "members",
-    [
-        *((), (fl.clip(0.05),), (fl.clip_value(0.01),), (warm_cosine,), (weight_penalty(0.01),)),
-        (*TWO_PARTS, fl.clip_adaptive(0.01)),
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize("members", [
+    *((), (fl.clip(0.05),), (fl.clip_value(0.01),), (warm_cosine,), (weight_penalty(0.01),)),
+    (*TWO_PARTS, fl.clip_adaptive(0.01)),
+], ids=repr)  # fmt: skip
 def test_n_accumulated_batches_make_the_update_of_one_large_batch(n, members):
     law_accumulation(fl.pipeline(*members), small(), n, fl.accumulate)
 
@@ -507,16 +496,12 @@ def test_the_reported_loss_does_not_depend_on_n(n):
 # --- 6: neutral
 
 
-@pytest.mark.parametrize(
-    "neutral",
-    [
-        *(fl.accumulate(1), fl.clip(math.inf), fl.clip_value(math.inf), fl.amp(None)),
-        *(fl.ema(0.9), fl.swa(0.5, evaluate=False), fl.channels_last()),
-        *(fl.ema(0.9), fl.swa(0.5, evaluate=False), fl.microbatch(100), fl.retry_on_oom()),
-        watch(2),
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize("neutral", [
+    *(fl.accumulate(1), fl.clip(math.inf), fl.clip_value(math.inf), fl.amp(None)),
+    *(fl.ema(0.9), fl.swa(0.5, evaluate=False), fl.channels_last()),
+    *(fl.ema(0.9), fl.swa(0.5, evaluate=False), fl.microbatch(100), fl.retry_on_oom()),
+    watch(2),
+], ids=repr)  # fmt: skip
 @pytest.mark.parametrize(
     "members", [(), (fl.accumulate(2),), (warm_cosine,), (fl.metric(mean=output_mean),)], ids=repr
 )
@@ -527,14 +512,10 @@ def test_a_neutral_setting_changes_nothing(neutral, members, problem):
     law_neutral(neutral, fl.pipeline(*members), problem())
 
 
-@pytest.mark.parametrize(
-    "neutral",
-    [
-        *(fl.clip(math.inf, only="0.*", name="a"), fl.skip_nonfinite(), fl.spike_guard(100)),
-        *(audit(every=1), audit(every=2, against="eager"), audit(every=3, against="float64")),
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize("neutral", [
+    *(fl.clip(math.inf, only="0.*", name="a"), fl.skip_nonfinite(), fl.spike_guard(100)),
+    *(audit(every=1), audit(every=2, against="eager"), audit(every=3, against="float64")),
+], ids=repr)  # fmt: skip
 def test_a_guard_without_work_changes_nothing(neutral):
     law_neutral(neutral, fl.pipeline(fl.accumulate(2)), stochastic())
 
@@ -582,17 +563,13 @@ def frames_between_fit_and_the_loss(*members: fl.Middleware) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(
-    "members",
-    [
-        (),
-        (fl.accumulate(4), fl.clip(1.0)),
-        (fl.clip(1.0), fl.accumulate(4)),
-        (fl.amp("bf16"), fl.accumulate(4), fl.clip(1.0), fl.schedule(schedules.cosine())),
-        (fl.metric(mean=output_mean), fl.clip_value(1.0), fl.torch_scheduler(decay)),
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize("members", [
+    (),
+    (fl.accumulate(4), fl.clip(1.0)),
+    (fl.clip(1.0), fl.accumulate(4)),
+    (fl.amp("bf16"), fl.accumulate(4), fl.clip(1.0), fl.schedule(schedules.cosine())),
+    (fl.metric(mean=output_mean), fl.clip_value(1.0), fl.torch_scheduler(decay)),
+], ids=repr)  # fmt: skip
 def test_at_most_four_frames_and_one_per_middleware_separate_fit_from_the_loss(members):
     frames = frames_between_fit_and_the_loss(*members)
     assert len(frames) <= 4 + len(members), frames

@@ -105,20 +105,17 @@ def test_a_figure_is_shown_once(notebook):
         ]
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        *(
-            "state",
-            "state.history",
-            "state.history[0]",
-            "step",
-            "fl.pipeline(fl.clip(1.0))",
-            "fl.RunInfo(epochs=2)",
-        ),
-        *("fl.schedules.linear()", "step(fl.snapshot(state), batches[0])[1]"),
-    ],
-)
+@pytest.mark.parametrize("value", [
+    *(
+        "state",
+        "state.history",
+        "state.history[0]",
+        "step",
+        "fl.pipeline(fl.clip(1.0))",
+        "fl.RunInfo(epochs=2)",
+    ),
+    *("fl.schedules.linear()", "step(fl.snapshot(state), batches[0])[1]"),
+])  # fmt: skip
 def test_the_value_of_a_cell_is_shown_as_html_and_as_text(notebook, value):
     ((kind, data),) = shown(notebook.run(value))
     assert (kind, sorted(data)) == ("execute_result", ["text/html", "text/plain"])

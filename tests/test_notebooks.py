@@ -60,18 +60,15 @@ OFTEN = ("coming_from_a_trainer", "one_bad_sample")  # the others are long
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "times"),
-    [
-        *((name, 1) for name in OFTEN),
-        *(
-            pytest.param(n, 1, marks=pytest.mark.long)
-            for n in BOOKS
-            if n not in (*OFTEN, *REPEATED)
-        ),
-        *(pytest.param(name, 2, marks=pytest.mark.long) for name in REPEATED),
-    ],
-)
+@pytest.mark.parametrize(("name", "times"), [
+    *((name, 1) for name in OFTEN),
+    *(
+        pytest.param(n, 1, marks=pytest.mark.long)
+        for n in BOOKS
+        if n not in (*OFTEN, *REPEATED)
+    ),
+    *(pytest.param(name, 2, marks=pytest.mark.long) for name in REPEATED),
+])  # fmt: skip
 def test_a_notebook_runs_and_runs_again(name, times, tmp_path):
     book = copy.deepcopy(BOOKS[name])
     cells = [(i, cell) for i, cell in enumerate(book.cells) if cell.cell_type == "code"]

@@ -76,13 +76,10 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("what", "name", "fault"),
-    [
-        pytest.param(*one, id=one[0], marks=() if one[0] == "gradient" else pytest.mark.slow)
-        for one in FAULTS
-    ],
-)
+@pytest.mark.parametrize(("what", "name", "fault"), [
+    pytest.param(*one, id=one[0], marks=() if one[0] == "gradient" else pytest.mark.slow)
+    for one in FAULTS
+])  # fmt: skip
 def test_a_fault_in_one_update_is_found_and_named(what, name, fault, tmp_path):
     usual = fl.pipeline(fl.schedule(lambda i, n: 1.0))(PROBLEM.loss_fn)
     steps = (usual if what == "optimizer" else USUAL), fl.pipeline(fault)(PROBLEM.loss_fn)
@@ -109,15 +106,12 @@ def test_another_batch_is_found(tmp_path):
     assert found.text.startswith("6 of 6 elements differ, by up to 1")
 
 
-@pytest.mark.parametrize(
-    ("changed", "order", "text"),
-    [
-        (3.5, range(6), "1 of 2 elements differ, by up to 0.5; first at [1]: 3 and 3.5, "
-         "2,097,152 ulps apart; both have samples 2, 3"),
-        (3.0, (0, 1, 2, 2, 4, 5), "1 of 2 elements differ, by up to 1; first at [1]: 3 and 2, "
-         "4,194,304 ulps apart; one has samples 2, 3, and the other 2, 2"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("changed", "order", "text"), [
+    (3.5, range(6), "1 of 2 elements differ, by up to 0.5; first at [1]: 3 and 3.5, "
+     "2,097,152 ulps apart; both have samples 2, 3"),
+    (3.0, (0, 1, 2, 2, 4, 5), "1 of 2 elements differ, by up to 1; first at [1]: 3 and 2, "
+     "4,194,304 ulps apart; one has samples 2, 3, and the other 2, 2"),
+])  # fmt: skip
 def test_the_samples_of_another_batch_are_named(changed, order, text, tmp_path):
     """Sample 3 has changed, or its place."""
     data = [torch.tensor(float(i)) for i in range(6)]
