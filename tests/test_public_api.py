@@ -181,9 +181,6 @@ def test_imports_make_no_circle():
         pytest.fail(" imports ".join(reversed(error.args[1])))
 
 
-# Imports within a function, of what is seldom needed and needs this file itself.
-
-
 def test_the_house_has_at_most_eleven_floors():
     """A room is one floor above the highest room that it imports from."""
     below = {room: set() for room in ROOMS}
@@ -328,6 +325,3 @@ def test_every_module_has_a_docstring_and_can_be_imported():
     for path, tree in modules():
         assert ast.get_docstring(tree), f"{path} has no docstring"
         importlib.import_module(name_of(path))
-
-
-# --- optional dependencies
