@@ -67,7 +67,10 @@ def found_in(folder, steps, batches=PROBLEM.batches, make=PROBLEM.state, every=2
     of_each = [one if isinstance(one, tuple) else (one, one) for one in (steps, batches)]
     for name, step, its in zip("ab", *of_each, strict=True):
         saved_run(folder / name, step, make(), its, every)
-    return bisect(folder / "a", folder / "b", steps, make(), batches)
+    state = make()
+    found = bisect(folder / "a", folder / "b", steps, state, batches)
+    fl.snapshot(state)  # it is still usable
+    return found
 
 
 LOSS = fault("loss", lambda state, out: attrs.evolve(out, loss=out.loss * (1 + 1e-9)))
@@ -176,11 +179,10 @@ def test_restores_grow_with_the_logarithm_of_the_checkpoints(tmp_path, monkeypat
 
 
 def test_equal_runs_and_runs_that_differ_from_the_beginning(tmp_path):
-    equal, state = found_in(tmp_path, USUAL, every=7), PROBLEM.state()
+    equal = found_in(tmp_path, USUAL, every=7)
     assert not equal and equal.text == "the runs are equal" and equal.between == (14, None)
     saved_run(tmp_path / "c", USUAL, PROBLEM.state(seed=1), PROBLEM.batches, 7)
-    found = bisect(tmp_path / "a", tmp_path / "c", USUAL, state, PROBLEM.batches)
-    fl.snapshot(state)  # it is still usable
+    found = bisect(tmp_path / "a", tmp_path / "c", USUAL, PROBLEM.state(), PROBLEM.batches)
     assert (found.update, found.what, found.between) == (None, "beginning", (None, 7))
     assert found.difference.findings[0].name == "seed"
 
