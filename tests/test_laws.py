@@ -25,6 +25,7 @@ from sample_middleware import (
     warming_up,
     weight_penalty,
 )
+from sample_steps import backward_of
 from several import single_precision
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim.lr_scheduler import CosineAnnealingLR
@@ -293,13 +294,8 @@ OWN = [
 
 def making_gradients(problem):
     """The same problem; its loss function calls backward."""
-
-    def makes(state, batch):
-        loss, aux = problem.loss_fn(state.model, batch)
-        loss.backward()
-        return fl.Output(loss, len(batch["x"] if isinstance(batch, dict) else batch[0]), aux)
-
-    return attrs.evolve(problem, loss_fn=fl.raw(makes, problem.loss_fn, updates=False))
+    makes = fl.raw(backward_of(problem.loss_fn), problem.loss_fn, updates=False)
+    return attrs.evolve(problem, loss_fn=makes)
 
 
 @pytest.mark.parametrize("pipe", OWN, ids=repr)
