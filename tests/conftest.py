@@ -153,6 +153,12 @@ def clock(monkeypatch):
 
 
 @pytest.fixture
+def no_state_of_accelerate_is_left():
+    yield
+    sys.modules["accelerate.state"].AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.fixture
 def back_once():
     """A hook that goes back once, at step 3, to a snapshot of step 1."""
     kept = []

@@ -96,13 +96,8 @@ def names(folder):
         step, fl.TrainState.create(model, optimizer), (train, valid), epochs=1, hooks=(saves,)
     )
     hook, other_loss_fn, out = (lambda state: state), loss_fn, fl.Output(torch.tensor(0.0), 1)
-    path, saved, device, number_of_tokens, batch = (
-        folder / "file",
-        fl.latest(folder),
-        "cpu",
-        3,
-        next(iter(train)),
-    )
+    path, saved, batch = folder / "file", fl.latest(folder), next(iter(train))
+    device, number_of_tokens = "cpu", 3
     return globals() | locals()
 
 
@@ -126,9 +121,8 @@ def test_a_right_hand_side_is_code_that_runs(code, tmp_path, monkeypatch, settin
     monkeypatch.chdir(tmp_path)
     known = names(tmp_path)
     if "MulticlassF1Score" in code:
-        known["MulticlassF1Score"] = pytest.importorskip(
-            "torchmetrics.classification"
-        ).MulticlassF1Score
+        kinds = pytest.importorskip("torchmetrics.classification")
+        known["MulticlassF1Score"] = kinds.MulticlassF1Score
     if "tensorboard" in code:
         pytest.importorskip("tensorboard")
     if re.match(r"def |[a-z, ]+ = ", code):
@@ -141,11 +135,8 @@ def test_a_right_hand_side_is_code_that_runs(code, tmp_path, monkeypatch, settin
 def use(value, known):
     """Train with what a piece of code has made; if that is a state, continue from it."""
     settings = {"step": known["step"], "loaders": (known["train"], known["valid"]), "hooks": ()}
-    wants = (
-        [*inspect.signature(value).parameters]
-        if callable(value) and not isinstance(value, type)
-        else []
-    )
+    is_function = callable(value) and not isinstance(value, type)
+    wants = [*inspect.signature(value).parameters] if is_function else []
     if isinstance(value, fl.TrainState):
         known["state"] = value
     elif isinstance(value, fl.Middleware):

@@ -106,16 +106,9 @@ def test_the_return_value_is_described(value):
 
 @each(DESCRIBED | METHODS)
 def test_exceptions_are_described(value):
-    made = (
-        [function for method in MADE_BY if (function := vars(value).get(method))]
-        if inspect.isclass(value)
-        else [value]
-    )
-    if any(
-        raises(function)
-        for function in made
-        if inspect.getsourcefile(function) == inspect.getsourcefile(value)
-    ):
+    made = [vars(value).get(method) for method in MADE_BY] if inspect.isclass(value) else [value]
+    file = inspect.getsourcefile(value)
+    if any(raises(one) for one in made if one and inspect.getsourcefile(one) == file):
         assert re.search(r"^    \w+(, \w+)*: \S", section(value, "Raises"), re.M), (
             "it raises, but has no section Raises"
         )

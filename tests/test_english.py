@@ -20,14 +20,11 @@ def test_a_banned_phrase_is_found(text, phrase):
     assert [found for _, found, _ in faults(text)] == [phrase]
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "There is no such folder. It is no longer there, and leaves nothing behind.",
-        "to the bitter end; the category goes once",
-        "Return whether it is not a checkpoint",
-    ],
-)
+@pytest.mark.parametrize("text", [
+    "There is no such folder. It is no longer there, and leaves nothing behind.",
+    "to the bitter end; the category goes once",
+    "Return whether it is not a checkpoint",
+])  # fmt: skip
 def test_good_english_is_left_alone(text):
     assert list(faults(text)) == []
 

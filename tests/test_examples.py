@@ -60,13 +60,9 @@ def run(name: str, *arguments: str, first=None, killed_when=None) -> str:
 def test_ray_train_trains_as_two_processes(tmp_path, monkeypatch):
     pytest.importorskip("ray.train")
     monkeypatch.setenv("PYTHONPATH", str(EXAMPLES.parent))  # of the workers too
-    out = subprocess.run(
-        [sys.executable, str(EXAMPLES / "ray_train.py"), str(tmp_path)],
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-        env=os.environ | SETTINGS,
-    ).stdout
+    command = [sys.executable, str(EXAMPLES / "ray_train.py"), str(tmp_path)]
+    settings = {"check": True, "text": True, "env": os.environ | SETTINGS}
+    out = subprocess.run(command, stdout=subprocess.PIPE, **settings).stdout
     reported = ast.literal_eval(out.splitlines()[-1])
     assert reported["processes"] == 2 and len(reported["loss"]) == 3
     assert reported["loss"][-1] < 0.2 < reported["loss"][0]
@@ -174,20 +170,12 @@ FINETUNE = ("finetune.py", "4", "model_in_two_parts")
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("name", "epochs", "make", "kills", "phases", "least"),
-    [
-        # 32, 64 and 126 updates
-        (*PROGRESSIVE, (20, 70, 150), ["14 pixels", "20 pixels", "28 pixels"], [97]),
-        # 128, 32 and 32 updates
-        (
-            *FINETUNE,
-            (100, 140, 172),
-            ["0 to 4", "5 to 9, the head", "5 to 9, all of it"],
-            [98, 93, 94],
-        ),
-    ],
-)
+@pytest.mark.parametrize(("name", "epochs", "make", "kills", "phases", "least"), [
+    # 32, 64 and 126 updates
+    (*PROGRESSIVE, (20, 70, 150), ["14 pixels", "20 pixels", "28 pixels"], [97]),
+    # 128, 32 and 32 updates
+    (*FINETUNE, (100, 140, 172), ["0 to 4", "5 to 9, the head", "5 to 9, all of it"], [98, 93, 94]),
+])  # fmt: skip
 def test_a_script_of_phases_learns_and_a_kill_in_each_of_them_changes_nothing(
     name, epochs, make, kills, phases, least, digits_read, tmp_path, monkeypatch
 ):
@@ -199,10 +187,8 @@ def test_a_script_of_phases_learns_and_a_kill_in_each_of_them_changes_nothing(
     for step in kills:
         run(*arguments, first=digits_read, killed_when=lambda step=step: reached(step, killed))
     out = run(*arguments, first=digits_read)
-    without_times = [
-        re.sub(r" *│[^│\n]*$", "", text, flags=re.MULTILINE) for text in (out, expected)
-    ]
-    assert without_times[0] == without_times[1]
+    without_times = lambda text: re.sub(r" *│[^│\n]*$", "", text, flags=re.MULTILINE)
+    assert without_times(out) == without_times(expected)
     monkeypatch.syspath_prepend(str(EXAMPLES))
     new = runpy.run_path(str(EXAMPLES / name))[make]
     one, other = ended(name, new(), killed), ended(name, new(), whole)

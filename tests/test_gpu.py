@@ -16,7 +16,7 @@ import fnloop as fl
 from fnloop import schedules
 from fnloop.testing import Problem
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
     pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning"),
@@ -106,13 +106,12 @@ def run(problem, *members, epochs=4, **kwargs):
     return fl.fit(step, problem.state(), loaders, epochs=epochs, **{"hooks": (), **kwargs})
 
 
-def assert_close(a, b, rtol=1e-4):
-    for mine, theirs in zip(
-        a.model.state_dict().values(), b.model.state_dict().values(), strict=True
-    ):
-        torch.testing.assert_close(mine, theirs, rtol=rtol, atol=1e-6)
+def assert_close(a, b, rtol=1e-4, atol=1e-6):
+    one, two = (state.model.state_dict() for state in (a, b))
+    for name in two:
+        torch.testing.assert_close(one[name], two[name], rtol=rtol, atol=atol)
     for name in b.history.keys():  # noqa: SIM118
-        assert a.history[name] == pytest.approx(b.history[name], rel=rtol), name
+        assert a.history[name] == pytest.approx(b.history[name], rel=rtol, abs=1e-9), name
 
 
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node:UserWarning")

@@ -7,6 +7,7 @@ import attrs
 import pytest
 import several
 import torch
+from test_gpu import DEVICE, adamw, assert_close
 from test_laws import (
     AROUND,
     COMBINATIONS,
@@ -19,6 +20,7 @@ from test_laws import (
     single_precision,
     warm_cosine,
 )
+from toy_runs import assert_same_weights
 
 import fnloop as fl
 from fnloop._backend.containers import to_device
@@ -34,7 +36,6 @@ from fnloop.testing import (
     stochastic,
 )
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 UNFIT_FOR_GRAPHS = {"retry_on_oom", "sam", "closure", "watch"}  # refused when composing
 
@@ -42,10 +43,6 @@ UNFIT_FOR_GRAPHS = {"retry_on_oom", "sam", "closure", "watch"}  # refused when c
 def sgd(parameters):
     rate = torch.tensor(0.05, device=DEVICE)
     return torch.optim.SGD(parameters, lr=rate, momentum=0.9, fused=True)
-
-
-def adamw(parameters):
-    return torch.optim.AdamW(parameters, lr=torch.tensor(0.02, device=DEVICE), capturable=True)
 
 
 def on_device(problem, batches=True):
@@ -114,11 +111,10 @@ def test_fit_equals_the_hand_written_loop_bit_for_bit(members, settings):
     problem = on_device(small())
     step = fl.pipeline(*members)(problem.loss_fn)
     state = fl.fit(step, problem.state(), problem.batches, epochs=2, hooks=())
-    model, losses = by_hand(problem, 2, **settings)
-    for mine, theirs in zip(state.model.parameters(), model.parameters(), strict=True):
-        assert torch.equal(mine, theirs)
+    hand = by_hand(problem, 2, **settings)
+    assert_same_weights(state, hand)
     rel = 1e-14  # the mean loss: a GPU multiplies and adds with one rounding
-    assert state.history["train/loss"] == pytest.approx(losses, rel=rel, abs=0)
+    assert state.history["train/loss"] == pytest.approx(hand.losses, rel=rel, abs=0)
 
 
 @pytest.mark.parametrize("pipe", COMBINATIONS, ids=repr)
@@ -140,13 +136,7 @@ def test_a_run_with_graphs_is_the_same(pipe, problem):
         return fl.fit(step, one.state(), loaders, epochs=5, hooks=())
 
     graphed, eager = trained(fl.cuda_graph(warmup=1)), trained()
-    rtol = 1e-9
-    for mine, theirs in zip(
-        graphed.model.state_dict().values(), eager.model.state_dict().values(), strict=True
-    ):
-        torch.testing.assert_close(mine, theirs, rtol=rtol, atol=rtol)
-    for name in eager.history.keys():  # noqa: SIM118
-        assert graphed.history[name] == pytest.approx(eager.history[name], rel=rtol, abs=rtol)
+    assert_close(graphed, eager, rtol=1e-9, atol=1e-9)
     assert (graphed.step, graphed.skipped) == (eager.step, eager.skipped)
 
 

@@ -4,7 +4,9 @@ import itertools
 import math
 import pickle
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
 import attrs
 import pytest
@@ -23,16 +25,17 @@ from sample_middleware import (
     warming_up,
     weight_penalty,
 )
-from torch.nn import functional
+from sample_steps import backward_of
+from several import single_precision
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim.lr_scheduler import CosineAnnealingLR
+from toy_runs import assert_same_weights
 
 import fnloop as fl
 from fnloop import schedules
 from fnloop._core.rng import COMPUTE, fold_in
 from fnloop.debug import audit, watch
 from fnloop.testing import (
-    Problem,
     assert_same,
     check_laws,
     law_accumulation,
@@ -94,16 +97,6 @@ UNFIT = ("noise", "amp", "closure")  # a closure cannot skip an update: it raise
 DETERMINISTIC = [p for p in COMBINATIONS if not any(m.name in UNFIT for m in p.middleware)]
 
 
-def single_precision(problem: Problem) -> Problem:
-    """fp16 unscales float32 gradients; the rest of the table is in float64."""
-
-    def loss_fn(model, batch):
-        output = model(batch[0].float())
-        return functional.mse_loss(output.float(), batch[1].float()), {"output": output}
-
-    return attrs.evolve(problem, model=lambda: problem.model().float(), loss_fn=loss_fn)
-
-
 def check_fold_and_purity(pipe, *problems):
     for problem in problems:
         law_fold(pipe, problem)
@@ -133,14 +126,10 @@ def test_batches_in_pieces_keep_the_laws(members):
 SCALED = fl.amp("fp16", init_scale=2.0**17, growth_interval=3)
 
 
-@pytest.mark.parametrize(
-    "members",
-    [
-        *((), (fl.accumulate(2),), (fl.accumulate(3), fl.clip(0.1)), (fl.ema(0.9), fl.swa(0.5))),
-        (fl.microbatch(2), fl.retry_on_oom()),
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize("members", [
+    *((), (fl.accumulate(2),), (fl.accumulate(3), fl.clip(0.1)), (fl.ema(0.9), fl.swa(0.5))),
+    (fl.microbatch(2), fl.retry_on_oom()),
+], ids=repr)  # fmt: skip
 def test_fp16_keeps_the_laws_of_fold_and_purity(members):
     check_fold_and_purity(fl.pipeline(SCALED, *members), single_precision(small()))
 
@@ -305,13 +294,8 @@ OWN = [
 
 def making_gradients(problem):
     """The same problem; its loss function calls backward."""
-
-    def makes(state, batch):
-        loss, aux = problem.loss_fn(state.model, batch)
-        loss.backward()
-        return fl.Output(loss, len(batch["x"] if isinstance(batch, dict) else batch[0]), aux)
-
-    return attrs.evolve(problem, loss_fn=fl.raw(makes, problem.loss_fn, updates=False))
+    makes = fl.raw(backward_of(problem.loss_fn), problem.loss_fn, updates=False)
+    return attrs.evolve(problem, loss_fn=makes)
 
 
 @pytest.mark.parametrize("pipe", OWN, ids=repr)
@@ -353,17 +337,14 @@ AROUND = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("each", "pipe"),
-    [
-        pytest.param(*pair, id=f"{pair[0]}-{pair[1]}", marks=[pytest.mark.slow] * (i % 3 != j))
-        for (i, j), pair in zip(
-            itertools.product(range(len(EACH)), range(len(AROUND))),
-            itertools.product(EACH, AROUND),
-            strict=True,
-        )
-    ],
-)
+@pytest.mark.parametrize(("each", "pipe"), [
+    pytest.param(*pair, id=f"{pair[0]}-{pair[1]}", marks=[pytest.mark.slow] * (i % 3 != j))
+    for (i, j), pair in zip(
+        itertools.product(range(len(EACH)), range(len(AROUND))),
+        itertools.product(EACH, AROUND),
+        strict=True,
+    )
+])  # fmt: skip
 def test_steps_in_turn_keep_the_laws(pipe, each):
     check_laws(pipe, several.alternating(**each))
 
@@ -388,36 +369,52 @@ def test_a_neutral_setting_around_turns_changes_nothing(neutral):
 
 
 def by_hand(
-    problem, epochs, *, n=1, clip=None, clip_value=None, precision=None, factor=lambda i, total: 1.0
+    problem, epochs, *, n=1, clip=None, clip_value=None, precision=None, scale=1.0, factor=None
 ):
-    """The loop that fnloop replaces, written by hand."""
+    """The loop that fnloop replaces, written by hand.
+
+    With several optimizers ``factor`` schedules the last one. ``scale`` is that of fp16, which
+    grows after three updates.
+    """
     state = problem.state()
-    model, optimizer = state.model, state.optimizer
-    losses, step, total = [], 0, epochs * -(-len(problem.batches) // n)
-    initial = optimizer.param_groups[0]["lr"]
+    model, given = state.model, state.optimizer
+    optimizers = [*given.values()] if isinstance(given, Mapping) else [given]
+    losses, step, streak, total = [], 0, 0, epochs * -(-len(problem.batches) // n)
+    (group,) = optimizers[-1].param_groups
+    initial = group["lr"]
     for _ in range(epochs):
         loss_sum = items = 0
         for start in range(0, len(problem.batches), n):
             window = problem.batches[start : start + n]
             weights = [len(batch[0]) for batch in window]
-            optimizer.param_groups[0]["lr"] = initial * factor(step, total)
-            optimizer.zero_grad()
+            if factor is not None:
+                group["lr"] = initial * factor(step, total)
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            found = 0
             for batch, weight in zip(window, weights, strict=True):
                 with torch.autocast("cpu", precision, enabled=precision is not None):
                     loss, _ = problem.loss_fn(model, batch)
-                (loss * (weight / weights[0])).backward()
-                loss_sum, items = loss_sum + loss.detach().double() * weight, items + weight
-            if n > 1:
-                for p in model.parameters():
-                    p.grad /= sum(weights) / weights[0]
+                (loss * (weight / weights[0]) * scale).backward()
+                found += loss.detach().double() * weight
+            for p in model.parameters():
+                p.grad /= sum(weights) / weights[0] if n > 1 else 1.0
+                p.grad /= scale
+            if not all(p.grad.isfinite().all() for p in model.parameters()):
+                scale, streak = scale / 2, 0
+                continue
             if clip is not None:
                 clip_grad_norm_(model.parameters(), clip)
             if clip_value is not None:
                 clip_grad_value_(model.parameters(), clip_value)
-            optimizer.step()
-            step += 1
+            for optimizer in optimizers:
+                optimizer.step()
+            loss_sum, items = loss_sum + found, items + sum(weights)
+            step, streak = step + 1, streak + 1
+            if precision is torch.float16 and streak == 3:
+                scale, streak = scale * 2, 0
         losses.append((loss_sum / items).item())
-    return model, losses
+    return SimpleNamespace(model=model, losses=losses, step=step)
 
 
 BF16, COSINE = {"precision": torch.bfloat16}, schedules.cosine(warmup=2)
@@ -439,44 +436,41 @@ def trained(pipe, problem, **settings):
     return fl.fit(step, problem.state(), problem.batches, hooks=(), **settings)
 
 
+def check_by_hand(state, hand, settings):
+    assert_same_weights(state, hand)
+    rel = 1e-14 if settings.get("n", 1) > 1 else 0
+    assert state.history["train/loss"] == pytest.approx(hand.losses, rel=rel, abs=0)
+
+
 @pytest.mark.parametrize("epochs", [1, 3])
 @pytest.mark.parametrize(("members", "settings"), HAND_LOOPS, ids=lambda value: repr(value)[:60])
 def test_fit_equals_the_hand_written_loop_bit_for_bit(members, settings, epochs):
     problem = small()
     state = trained(fl.pipeline(*members), problem, epochs=epochs)
-    model, losses = by_hand(problem, epochs, **settings)
-    for mine, theirs in zip(state.model.parameters(), model.parameters(), strict=True):
-        assert torch.equal(mine, theirs)
-    rel = 1e-14 if settings.get("n", 1) > 1 else 0
-    assert state.history["train/loss"] == pytest.approx(losses, rel=rel, abs=0)
+    check_by_hand(state, by_hand(problem, epochs, **settings), settings)
 
 
 def test_fit_equals_the_hand_written_loop_with_batch_norm_and_dropout():
     """A hand loop that seeds torch's generator by position, as fnloop does, draws the same."""
     problem = stochastic()
-    mine, by = trained(fl.pipeline(), problem, epochs=2), problem.state()
+    mine, hand = trained(fl.pipeline(), problem, epochs=2), problem.state()
     for epoch in range(2):
         for i, batch in enumerate(problem.batches):
-            torch.manual_seed(fold_in(by.seed, COMPUTE, epoch, i))
-            by.optimizer.zero_grad()
-            problem.loss_fn(by.model, batch)[0].backward()
-            by.optimizer.step()
-    theirs = by.model.state_dict()
-    assert all(torch.equal(t, theirs[name]) for name, t in mine.model.state_dict().items())
+            torch.manual_seed(fold_in(hand.seed, COMPUTE, epoch, i))
+            hand.optimizer.zero_grad()
+            problem.loss_fn(hand.model, batch)[0].backward()
+            hand.optimizer.step()
+    assert_same_weights(mine, hand)
 
 
 # --- 5: accumulation
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 7, 10])
-@pytest.mark.parametrize(
-    "members",
-    [
-        *((), (fl.clip(0.05),), (fl.clip_value(0.01),), (warm_cosine,), (weight_penalty(0.01),)),
-        (*TWO_PARTS, fl.clip_adaptive(0.01)),
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize("members", [
+    *((), (fl.clip(0.05),), (fl.clip_value(0.01),), (warm_cosine,), (weight_penalty(0.01),)),
+    (*TWO_PARTS, fl.clip_adaptive(0.01)),
+], ids=repr)  # fmt: skip
 def test_n_accumulated_batches_make_the_update_of_one_large_batch(n, members):
     law_accumulation(fl.pipeline(*members), small(), n, fl.accumulate)
 
@@ -507,16 +501,12 @@ def test_the_reported_loss_does_not_depend_on_n(n):
 # --- 6: neutral
 
 
-@pytest.mark.parametrize(
-    "neutral",
-    [
-        *(fl.accumulate(1), fl.clip(math.inf), fl.clip_value(math.inf), fl.amp(None)),
-        *(fl.ema(0.9), fl.swa(0.5, evaluate=False), fl.channels_last()),
-        *(fl.ema(0.9), fl.swa(0.5, evaluate=False), fl.microbatch(100), fl.retry_on_oom()),
-        watch(2),
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize("neutral", [
+    *(fl.accumulate(1), fl.clip(math.inf), fl.clip_value(math.inf), fl.amp(None)),
+    *(fl.ema(0.9), fl.swa(0.5, evaluate=False), fl.channels_last()),
+    *(fl.microbatch(100), fl.retry_on_oom()),
+    watch(2),
+], ids=repr)  # fmt: skip
 @pytest.mark.parametrize(
     "members", [(), (fl.accumulate(2),), (warm_cosine,), (fl.metric(mean=output_mean),)], ids=repr
 )
@@ -527,14 +517,10 @@ def test_a_neutral_setting_changes_nothing(neutral, members, problem):
     law_neutral(neutral, fl.pipeline(*members), problem())
 
 
-@pytest.mark.parametrize(
-    "neutral",
-    [
-        *(fl.clip(math.inf, only="0.*", name="a"), fl.skip_nonfinite(), fl.spike_guard(100)),
-        *(audit(every=1), audit(every=2, against="eager"), audit(every=3, against="float64")),
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize("neutral", [
+    *(fl.clip(math.inf, only="0.*", name="a"), fl.skip_nonfinite(), fl.spike_guard(100)),
+    *(audit(every=1), audit(every=2, against="eager"), audit(every=3, against="float64")),
+], ids=repr)  # fmt: skip
 def test_a_guard_without_work_changes_nothing(neutral):
     law_neutral(neutral, fl.pipeline(fl.accumulate(2)), stochastic())
 
@@ -582,17 +568,13 @@ def frames_between_fit_and_the_loss(*members: fl.Middleware) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(
-    "members",
-    [
-        (),
-        (fl.accumulate(4), fl.clip(1.0)),
-        (fl.clip(1.0), fl.accumulate(4)),
-        (fl.amp("bf16"), fl.accumulate(4), fl.clip(1.0), fl.schedule(schedules.cosine())),
-        (fl.metric(mean=output_mean), fl.clip_value(1.0), fl.torch_scheduler(decay)),
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize("members", [
+    (),
+    (fl.accumulate(4), fl.clip(1.0)),
+    (fl.clip(1.0), fl.accumulate(4)),
+    (fl.amp("bf16"), fl.accumulate(4), fl.clip(1.0), fl.schedule(schedules.cosine())),
+    (fl.metric(mean=output_mean), fl.clip_value(1.0), fl.torch_scheduler(decay)),
+], ids=repr)  # fmt: skip
 def test_at_most_four_frames_and_one_per_middleware_separate_fit_from_the_loss(members):
     frames = frames_between_fit_and_the_loss(*members)
     assert len(frames) <= 4 + len(members), frames

@@ -34,14 +34,10 @@ def test_a_notebook_is_stripped_and_knows_no_machine(name):
     assert set(BOOKS[name].metadata) == {"kernelspec", "language_info"}
     for cell in BOOKS[name].cells:
         assert cell.metadata == {}
-        assert re.fullmatch(r"[a-z]+(-[a-z]+)*", cell.id), (
-            f"give the cell {cell.id} a name of words, which stays"
-        )
+        assert re.fullmatch(r"[a-z]+(-[a-z]+)*", cell.id), "give the cell a name that stays"
         assert not re.search(r"/(home|root|tmp|work|usr|opt|Users)/|[A-Z]:\\", cell.source)
         if cell.cell_type == "code":
-            assert (cell.outputs, cell.execution_count) == ([], None), (
-                f"strip the outputs of {cell.id}"
-            )
+            assert (cell.outputs, cell.execution_count) == ([], None), f"strip {cell.id}"
 
 
 @pytest.mark.parametrize("name", BOOKS)
@@ -60,18 +56,11 @@ OFTEN = ("coming_from_a_trainer", "one_bad_sample")  # the others are long
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "times"),
-    [
-        *((name, 1) for name in OFTEN),
-        *(
-            pytest.param(n, 1, marks=pytest.mark.long)
-            for n in BOOKS
-            if n not in (*OFTEN, *REPEATED)
-        ),
-        *(pytest.param(name, 2, marks=pytest.mark.long) for name in REPEATED),
-    ],
-)
+@pytest.mark.parametrize(("name", "times"), [
+    *((name, 1) for name in OFTEN),
+    *(pytest.param(name, 1 + (name in REPEATED), marks=pytest.mark.long)
+      for name in BOOKS if name not in OFTEN),
+])  # fmt: skip
 def test_a_notebook_runs_and_runs_again(name, times, tmp_path):
     book = copy.deepcopy(BOOKS[name])
     cells = [(i, cell) for i, cell in enumerate(book.cells) if cell.cell_type == "code"]

@@ -108,13 +108,10 @@ except ImportError:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("code", "printed"),
-    [
-        pytest.param(IMPORT, ["[]", "[]", "replay tune track"], id="nothing optional or late"),
-        pytest.param(IMPORT_FAILS, ["True"], id="one that fails leaves garbage collection on"),
-    ],
-)
+@pytest.mark.parametrize(("code", "printed"), [
+    pytest.param(IMPORT, ["[]", "[]", "replay tune track"], id="nothing optional or late"),
+    pytest.param(IMPORT_FAILS, ["True"], id="one that fails leaves garbage collection on"),
+])  # fmt: skip
 def test_an_import_in_a_new_process(code, printed):
     given = {"capture_output": True, "text": True, "check": True}
     assert subprocess.run([sys.executable, "-c", code], **given).stdout.splitlines() == printed
@@ -182,9 +179,6 @@ def test_imports_make_no_circle():
         graphlib.TopologicalSorter(graph).prepare()
     except graphlib.CycleError as error:
         pytest.fail(" imports ".join(reversed(error.args[1])))
-
-
-# Imports within a function, of what is seldom needed and needs this file itself.
 
 
 def test_the_house_has_at_most_eleven_floors():
@@ -280,23 +274,20 @@ def test_no_module_uses_a_private_name_of_another():
     assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize(
-    ("source", "found"),
-    [
-        ("state._lease", ["_lease"]),
-        ("other._x = 1", ["_x"]),
-        ("getattr(torch, '_foreach_norm')", ["_foreach_norm"]),
-        ("from torch.utils._python_dispatch import TorchDispatchMode", ["_python_dispatch"]),
-        ("from fnloop._core.rng import _secret", ["_secret"]),
-        ("from fnloop.data import _combine", []),
-        ("self._x", []),
-        ("super()._x", []),
-        ("x.__dict__, figure._repr_png_, pair._fields, _", []),
-        ("class A:\n    _x: int\n    def f(self, other): return other._x", []),
-        ("class A:\n    __slots__ = ('_x',)\nA()._x", []),
-        ("class A:\n    def f(self): self._x = 1\nA()._x", []),
-    ],
-)
+@pytest.mark.parametrize(("source", "found"), [
+    ("state._lease", ["_lease"]),
+    ("other._x = 1", ["_x"]),
+    ("getattr(torch, '_foreach_norm')", ["_foreach_norm"]),
+    ("from torch.utils._python_dispatch import TorchDispatchMode", ["_python_dispatch"]),
+    ("from fnloop._core.rng import _secret", ["_secret"]),
+    ("from fnloop.data import _combine", []),
+    ("self._x", []),
+    ("super()._x", []),
+    ("x.__dict__, figure._repr_png_, pair._fields, _", []),
+    ("class A:\n    _x: int\n    def f(self, other): return other._x", []),
+    ("class A:\n    __slots__ = ('_x',)\nA()._x", []),
+    ("class A:\n    def f(self): self._x = 1\nA()._x", []),
+])  # fmt: skip
 def test_a_private_name_of_another_module_is_found(source, found):
     assert [name for name, _ in private_reads(ast.parse(source))] == found
 
@@ -334,6 +325,3 @@ def test_every_module_has_a_docstring_and_can_be_imported():
     for path, tree in modules():
         assert ast.get_docstring(tree), f"{path} has no docstring"
         importlib.import_module(name_of(path))
-
-
-# --- optional dependencies

@@ -5,6 +5,14 @@ import itertools
 
 import pytest
 import torch
+from test_torchmetrics_collections import (
+    CLASSES,
+    ForwardInside,
+    Total,
+    classification,
+    collection,
+    torchmetrics,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fnloop as fl
@@ -19,12 +27,8 @@ from fnloop._core.metrics import (
 )
 from fnloop._core.serialize import Pending
 
-torchmetrics = pytest.importorskip("torchmetrics")
-classification = pytest.importorskip("torchmetrics.classification")
-
 # of AUROC, in batches without one of the classes
 pytestmark = pytest.mark.filterwarnings("ignore:No (positive|negative) samples")
-CLASSES = 3
 
 
 class Counts(torchmetrics.Metric):
@@ -51,45 +55,8 @@ class Dependent(Counts):
     full_state_update = None
 
 
-class Sum(torchmetrics.Metric):
-    """A sum of floating numbers, whose bits depend on the order."""
-
-    full_state_update = False
-
-    def __init__(self):
-        super().__init__()
-        self.add_state("total", torch.tensor(0.0), dist_reduce_fx="sum")
-
-    def update(self, values, target):
-        self.total += values.sum()
-
-    def compute(self):
-        return self.total
-
-
-class Outer(torchmetrics.Metric):
-    """A metric that counts with another."""
-
-    full_state_update = False
-
-    def __init__(self):
-        super().__init__()
-        self.inner = Counts()
-
-    def update(self, values, target):
-        self.inner.update(values, target)
-
-    def compute(self):
-        return self.inner.compute()
-
-
 def of_classes(name, **settings):
     return getattr(classification, f"Multiclass{name}")(CLASSES, validate_args=False, **settings)
-
-
-def collection(**settings):
-    metrics = {name: of_classes(name) for name in ("Recall", "Precision", "AUROC")}
-    return torchmetrics.MetricCollection(metrics, **settings)
 
 
 EXACT = {
@@ -100,15 +67,16 @@ EXACT = {
     "a collection with a prefix": lambda: collection(prefix="a_", postfix="_b"),
     "a collection without groups": lambda: collection(compute_groups=False),
     "a collection with given groups": lambda: collection(
-        compute_groups=[["Recall", "Precision"], ["AUROC"]]
+        compute_groups=[["recall", "precision"], ["auroc"]]
     ),
 }
 OTHERS = {
-    "a sum of floats": Sum, "a count that begins at 1": lambda: Counts(start=1),
+    "a sum of floats": Total, "a count that begins at 1": lambda: Counts(start=1),
     "a reduction of the user's": lambda: Counts(reduction=lambda parts: parts.sum(0)),
     "no reduction": lambda: Counts(reduction=None),
-    "an update that may depend on the state": Dependent, "a metric in a metric": Outer,
-    "a collection with one of them": lambda: torchmetrics.MetricCollection([Counts(), Sum()]),
+    "an update that may depend on the state": Dependent,
+    "a metric in a metric": lambda: ForwardInside(Counts()),
+    "a collection with one of them": lambda: torchmetrics.MetricCollection([Counts(), Total()]),
 }  # fmt: skip
 # of floats, whose bits are those of each pass by itself
 OWN = {

@@ -275,7 +275,7 @@ class Total(torchmetrics.Metric):
         super().__init__()
         self.add_state("total", torch.tensor(0.0), dist_reduce_fx="sum")
 
-    def update(self, numbers):
+    def update(self, numbers, *others):
         self.total.add_(numbers.sum())
 
     def compute(self):
@@ -327,8 +327,8 @@ class ForwardInside(torchmetrics.Metric):
         super().__init__()
         self.inside = inside
 
-    def update(self, numbers):
-        self.inside(numbers)
+    def update(self, *numbers):
+        self.inside(*numbers)
 
     def compute(self):
         return self.inside.compute()

@@ -187,7 +187,7 @@ def test_a_worker_init_fn_sees_the_dataset():
 def look(worker):
     data = torch.utils.data.get_worker_info().dataset
     assert isinstance(data, Numbers) and data.n == 4
-    data.offset = 5.0
+    data.first = 5
 
 
 STUCK = """

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from accelerate.data_loader import prepare_data_loader, skip_first_batches
-from accelerate.state import AcceleratorState
 from streams import READ, Stream, restored, train
 from torch.utils.data import DataLoader
 
@@ -13,6 +12,7 @@ from fnloop.testing import assert_same
 
 # By torchdata, of torch; and by Hugging Face's formatting.
 pytestmark = [
+    pytest.mark.usefixtures("no_state_of_accelerate_is_left"),
     pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),
     pytest.mark.filterwarnings("ignore:To copy construct from a tensor"),
 ]
@@ -43,12 +43,6 @@ def check_evaluated(loader, folder):
 
 
 # --- accelerate
-
-
-@pytest.fixture(autouse=True)
-def no_state_of_accelerate_is_left():
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.mark.parametrize("shuffle", [False, True])

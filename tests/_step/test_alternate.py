@@ -113,14 +113,6 @@ def test_windows_of_a_step_are_its_batches_of_a_round():
     assert weights(fit(step, xs(1, 3, 5))) == (-7.0, 9.0)
 
 
-def test_the_first_weights_of_a_turn_may_come_from_another_step():
-    """Updates of a plain step count for each optimizer."""
-    state, _ = fl.pipeline()(d_loss)(two(), torch.tensor([1.0]))
-    assert weights(state) == (-1.0, -1.0)
-    state, _ = alternating(order=("d", "d", "g"))(state, torch.tensor([1.0]))
-    assert (state.step, dict(state.updates)) == (2, {"d": 3, "g": 2})
-
-
 # --- gradients
 
 

@@ -4,7 +4,6 @@ import attrs
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedDataParallelKwargs
 from after_steps import after
 from torch import nn
@@ -269,12 +268,6 @@ def test_turns_and_graphs_cannot_be_exact(recorders):
         fl.alternate({"weight": one, "bias": one})(state, torch.ones(1, 1))
     with pytest.raises(RuntimeError, match=r"cuda_graph cannot capture an update .*exact=True"):
         fitted([1] * 3, fl.cuda_graph(warmup=1), state=exact_toy())
-
-
-@pytest.fixture
-def no_state_of_accelerate_is_left():
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.mark.usefixtures("no_state_of_accelerate_is_left")

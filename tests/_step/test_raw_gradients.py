@@ -7,6 +7,7 @@ import attrs
 import pytest
 import torch
 from sample_middleware import largest_output, noise, output_mean, weight_penalty
+from sample_steps import backward_of
 from torch import nn
 from toy_runs import ONE, of, xs
 
@@ -15,18 +16,6 @@ from fnloop import schedules
 from fnloop.testing import Toy, assert_same, small, stochastic, toy, toy_loss
 
 own = functools.partial(fl.raw, updates=False)
-
-
-def backward_of(loss_fn):
-    """Return the function that does what a plain step does."""
-
-    def makes(state, batch):
-        loss, aux = loss_fn(state.model, batch)
-        loss.backward()
-        items = len(batch["x"] if isinstance(batch, dict) else batch[0])
-        return fl.Output(loss, aux.get("weight", items), aux)
-
-    return makes
 
 
 def descend(state, batch):

@@ -152,15 +152,12 @@ def toys(*rates):
     return {f"{rate:g}": fl.fork(toy(), {"lr": [rate]})[f"lr={rate:g}"] for rate in rates}
 
 
-@pytest.mark.parametrize(
-    ("mode", "keep", "best", "second"),
-    [
-        (None, 0.5, "3", ["2", "3"]),  # a higher rate has a lower loss
-        ("max", 0.5, "1", ["1", "2"]),
-        (None, 0.1, "3", ["3"]),  # at least one
-        (None, 0.9, "3", ["1", "2", "3"]),
-    ],
-)
+@pytest.mark.parametrize(("mode", "keep", "best", "second"), [
+    (None, 0.5, "3", ["2", "3"]),  # a higher rate has a lower loss
+    ("max", 0.5, "1", ["1", "2"]),
+    (None, 0.1, "3", ["3"]),  # at least one
+    (None, 0.9, "3", ["1", "2", "3"]),
+])  # fmt: skip
 def test_the_better_part_continues(mode, keep, best, second, capsys):
     given = toys(1.0, 2.0, 3.0, 0.0)
     given = {"1": given["1"], "2": given["2"], "3": given["3"], "0": given["0"]}
@@ -215,23 +212,20 @@ def test_it_is_a_table_and_a_picture(capsys):
     assert [list(line.get_xdata()) for line in lines if len(line.get_xdata()) > 1] == [[2, 4, 6]]
 
 
-@pytest.mark.parametrize(
-    ("error", "settings", "message"),
-    [
-        (ValueError, {"states": {}}, "at least one state"),
-        (TypeError, {"states": [toy()]}, "expects states as"),
-        (TypeError, {"states": {"a": 1}}, "a TrainState for 'a', or a function"),
-        (TypeError, {"states": {"a": lambda: 1}}, "the function of 'a' to return a TrainState"),
-        (ValueError, {"rungs": (3, 1)}, "rungs that grow"),
-        (ValueError, {"rungs": ()}, "rungs that grow"),
-        (TypeError, {"rungs": 3}, "rungs as epochs that grow"),
-        (ValueError, {"keep": 1.0}, "keep below 1"),
-        (ValueError, {"keep": 0}, "keep"),
-        (KeyError, {"key": "valid/lss"}, "search: there is no metric 'valid/lss'"),
-        (KeyError, {"steps": {"b": TOY_STEP}}, "have other names: 'a', 'b'"),
-        (TypeError, {"steps": toy_loss}, "pipeline"),
-    ],
-)
+@pytest.mark.parametrize(("error", "settings", "message"), [
+    (ValueError, {"states": {}}, "at least one state"),
+    (TypeError, {"states": [toy()]}, "expects states as"),
+    (TypeError, {"states": {"a": 1}}, "a TrainState for 'a', or a function"),
+    (TypeError, {"states": {"a": lambda: 1}}, "the function of 'a' to return a TrainState"),
+    (ValueError, {"rungs": (3, 1)}, "rungs that grow"),
+    (ValueError, {"rungs": ()}, "rungs that grow"),
+    (TypeError, {"rungs": 3}, "rungs as epochs that grow"),
+    (ValueError, {"keep": 1.0}, "keep below 1"),
+    (ValueError, {"keep": 0}, "keep"),
+    (KeyError, {"key": "valid/lss"}, "search: there is no metric 'valid/lss'"),
+    (KeyError, {"steps": {"b": TOY_STEP}}, "have other names: 'a', 'b'"),
+    (TypeError, {"steps": toy_loss}, "pipeline"),
+])  # fmt: skip
 def test_what_makes_no_sense_is_refused(error, settings, message, capsys):
     given = {"steps": TOY_STEP, "states": {"a": toy()}, "loaders": TOYS, "mode": "min"} | settings
     with pytest.raises(error, match=message):

@@ -23,8 +23,10 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 Once = Callable[[], float | None]
 READY, MISSING = "ready", "not installed: pip install 'fnloop[bench]'"
@@ -34,15 +36,32 @@ class Clock:
     """A stopwatch for work of which only a part is timed. Its methods fit the hooks of peers."""
 
     now = staticmethod(time.process_time if "--cpu" in sys.argv else time.perf_counter)
+    wait: Callable[[], object] = staticmethod(lambda: None)  # for a device
 
     def start(self, *_: object) -> None:
+        self.wait()
         self.began = self.now()
 
     def stop(self, *_: object) -> None:
+        self.wait()
         self.seconds = self.now() - self.began
 
 
 CLOCK = Clock()
+
+
+class Loader:
+    """The batches as they are, for peers that do not take a list."""
+
+    def __init__(self, batches: Sequence[Any]) -> None:
+        self.batches = batches
+        self.batch_sampler = SimpleNamespace()  # pytorch-accelerated sets an attribute of it
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
 
 
 def serve(set_up: Callable[[], Once], cores: Sequence[int]) -> None:

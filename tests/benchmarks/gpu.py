@@ -7,7 +7,7 @@
 
 Every contender trains the same model from the same weights on the same batches, which are on the
 device already, with AdamW. Matrix products of float32 may use TF32 ("high"). Losses have to agree
-with those of the loop written by hand; a contender whose don't, or that fails, is not timed. In a
+with those of the loop written by hand; a contender whose do not, or that fails, is not timed. In a
 round each contender trains once on all batches, in random order; ratios are taken within a round.
 A model that is too large to be there once for each contender (GPT-2) is timed by one contender
 after the other.
@@ -64,12 +64,12 @@ import statistics
 import time
 import types
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
+from apart import CLOCK, Loader
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import clip_grad_norm_
@@ -87,41 +87,7 @@ PLAIN, ACCUMULATED = "plain", f"accumulate({WINDOW}) and clip({MAX_NORM})"
 SETTINGS = {"plain": PLAIN, "accumulated": ACCUMULATED}
 
 
-class Clock:
-    """A stopwatch that waits for the device. Its methods fit the peers' hooks."""
-
-    wait: Callable[[], Any] = staticmethod(lambda: None)
-
-    def start(self, *_: Any) -> None:
-        self.wait()
-        self.began = time.perf_counter()
-
-    def stop(self, *_: Any) -> None:
-        self.wait()
-        self.seconds = time.perf_counter() - self.began
-
-
-CLOCK = Clock()  # one for all, as they take turns
-
-
-class Loader:
-    """The batches as they are, for peers that don't take a list: nothing is fetched, collated or
-    moved.
-    """
-
-    def __init__(self, batches: Sequence[Batch]) -> None:
-        self.batches = batches
-        self.batch_sampler = SimpleNamespace()  # pytorch-accelerated sets an attribute of it
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.batches)
-
-
 # --- the cases
-# ----------------------------------------------------------------------------------------------
 
 
 class Case(NamedTuple):
@@ -201,29 +167,17 @@ def text(n: int, length: int, words: int) -> Batch:
 CASES = {
     "mlp": Case("MLP, 32", mlp, lambda: images(32, 784), 500),
     "cnn": Case("CNN, 128 × 32 × 32", cnn, lambda: images(128, 3, 32, 32), 50),
-    "gpt": Case(
-        "GPT, 6 layers, 8 × 256, bf16",
-        lambda: GPT(6, 384, 6, 512, 256),
-        lambda: text(8, 256, 512),
-        50,
-        True,
-    ),
-    "gpt2": Case(
-        "GPT-2 124M, 16 × 1024, bf16",
-        lambda: GPT(12, 768, 12, 50304, 1024),
-        lambda: text(16, 1024, 50304),
-        10,
-        True,
-        True,
-    ),
-}
+    "gpt": Case("GPT, 6 layers, 8 × 256, bf16",
+        lambda: GPT(6, 384, 6, 512, 256), lambda: text(8, 256, 512), 50, True),
+    "gpt2": Case("GPT-2 124M, 16 × 1024, bf16",
+        lambda: GPT(12, 768, 12, 50304, 1024), lambda: text(16, 1024, 50304), 10, True, True),
+}  # fmt: skip
+TINY_GPT = Case("tiny GPT, bf16", lambda: GPT(2, 8, 2, 16, 8), lambda: text(2, 8, 16), 8, True)
 TINY = {
     "mlp": Case("tiny MLP", mlp, lambda: images(4, 784), 8),
     "cnn": Case("tiny CNN", lambda: cnn(2), lambda: images(2, 3, 8, 8), 8),
-    "gpt": Case("tiny GPT, bf16", lambda: GPT(2, 8, 2, 16, 8), lambda: text(2, 8, 16), 8, True),
-    "gpt2": Case(
-        "tiny GPT, bf16", lambda: GPT(2, 8, 2, 16, 8), lambda: text(2, 8, 16), 8, True, True
-    ),
+    "gpt": TINY_GPT,
+    "gpt2": TINY_GPT._replace(alone=True),
 }
 
 
@@ -254,52 +208,42 @@ class Task(NamedTuple):
 
     @property
     def loss(self) -> Callable[[nn.Module, Batch], Tensor]:
-        return (
-            functools.partial(unshared(under_autocast), self.device)
-            if self.case.bf16
-            else unshared(loss_of)
-        )
+        if self.case.bf16:
+            return functools.partial(unshared(under_autocast), self.device)
+        return unshared(loss_of)
+
+    @property
+    def window(self) -> int:
+        return 1 if self.setting == PLAIN else WINDOW
 
 
 # --- the contenders: task -> train
-# --------------------------------------------------------------------------
 
 
 def by_hand(task: Task, compiled: bool = False) -> Train:
     model, optimizer = task.model, task.optimizer
     loss_fn = torch.compile(task.loss, **task.compiling) if compiled else task.loss
 
-    def plain(batches: Any) -> float:
+    def train(batches: Any) -> float:
         CLOCK.start()
         total, n = torch.zeros((), device=task.device), 0
         for batch in batches:
             batch = [t.to(task.device, non_blocking=True) for t in batch]
-            optimizer.zero_grad()
+            if n % task.window == 0:
+                optimizer.zero_grad()
             loss = loss_fn(model, batch)
-            loss.backward()
-            optimizer.step()
+            (loss if task.window == 1 else loss / task.window).backward()
             total += loss.detach()
             n += 1
+            if n % task.window == 0:
+                if task.window > 1:
+                    clip_grad_norm_(model.parameters(), MAX_NORM)
+                optimizer.step()
         mean = total.item() / n
         CLOCK.stop()
         return mean
 
-    def accumulated(batches: Sequence[Batch]) -> float:
-        CLOCK.start()
-        total = torch.zeros((), device=task.device)
-        for i in range(0, len(batches), WINDOW):
-            optimizer.zero_grad()
-            for batch in batches[i : i + WINDOW]:
-                loss = loss_fn(model, batch)
-                (loss / WINDOW).backward()
-                total += loss.detach()
-            clip_grad_norm_(model.parameters(), MAX_NORM)
-            optimizer.step()
-        mean = total.item() / len(batches)
-        CLOCK.stop()
-        return mean
-
-    return plain if task.setting == PLAIN else accumulated
+    return train
 
 
 def with_fnloop(task: Task, *kinds: str) -> Train:
@@ -341,9 +285,8 @@ def with_accelerate(task: Task) -> Train:
         return mean
 
     def accumulated(batches: Sequence[Batch]) -> float:
-        accelerator.gradient_accumulation_steps = (
-            WINDOW  # process-wide: pytorch-accelerated has reset it
-        )
+        # It is process-wide: pytorch-accelerated has reset it.
+        accelerator.gradient_accumulation_steps = WINDOW
         CLOCK.start()
         total = torch.zeros((), device=task.device)
         for batch in batches:
@@ -363,9 +306,7 @@ def with_accelerate(task: Task) -> Train:
 
 
 def with_lightning(task: Task) -> Train:
-    """It reads a list as one of loaders, hence a Loader. Each fit gets a new Trainer, in its
-    barebones mode.
-    """
+    """It reads a list as one of loaders, hence a Loader. Each fit gets a new barebones Trainer."""
     from lightning.pytorch import LightningModule, Trainer
 
     for name in ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero"):
@@ -387,12 +328,9 @@ def with_lightning(task: Task) -> Train:
         def configure_optimizers(self) -> Optimizer:
             return task.optimizer
 
-    module = Module()
-    extra = (
-        {}
-        if task.setting == PLAIN
-        else {"accumulate_grad_batches": WINDOW, "gradient_clip_val": MAX_NORM}
-    )
+    module, extra = Module(), {}
+    if task.setting != PLAIN:
+        extra = {"accumulate_grad_batches": WINDOW, "gradient_clip_val": MAX_NORM}
     kind = "gpu" if task.device.type == "cuda" else "cpu"
 
     def train(batches: Sequence[Batch]) -> float:
@@ -407,18 +345,13 @@ def with_lightning(task: Task) -> Train:
 
 
 def with_pytorch_accelerated(task: Task) -> Train:
-    """It clips by value only, and every batch. So its method for an update is overridden, to clip
-    there.
-    """
+    """It clips by value only, and every batch, so its method for an update clips here."""
     from pytorch_accelerated import Trainer
 
     losses: list[Tensor] = []
 
     class OnBatches(Trainer):
-        training_run_start, train_epoch_end = (
-            CLOCK.start,
-            CLOCK.stop,
-        )  # right around the epoch; else empty
+        training_run_start, train_epoch_end = CLOCK.start, CLOCK.stop  # else empty
 
         def create_train_dataloader(self, batch_size: int, train_dl_kwargs: Any = None) -> Loader:
             return Loader(self.train_dataset)
@@ -437,20 +370,15 @@ def with_pytorch_accelerated(task: Task) -> Train:
 
     def train(batches: Sequence[Batch]) -> float:
         losses.clear()
-        trainer.train(
-            batches,
-            num_epochs=1,
-            gradient_accumulation_steps=1 if task.setting == PLAIN else WINDOW,
-        )
+        trainer.train(batches, num_epochs=1, gradient_accumulation_steps=task.window)
         return torch.stack(losses).mean().item()
 
     return train
 
 
 HAND = "by hand"
-CONTENDERS: dict[
-    str, tuple[str, bool, Callable[[Task], Train]]
-] = {  # name -> (distribution, fused, how to build it)
+# Name -> (distribution, fused, how to build it).
+CONTENDERS: dict[str, tuple[str, bool, Callable[[Task], Train]]] = {
     HAND: ("torch", False, by_hand),
     "by hand, compiled, fused": ("torch", True, functools.partial(by_hand, compiled=True)),
     "fnloop": ("fnloop", False, with_fnloop),
@@ -464,7 +392,6 @@ CONTENDERS: dict[
 
 
 # --- the measurement
-# ----------------------------------------------------------------------------------------
 
 
 class Result(NamedTuple):
@@ -485,11 +412,8 @@ def build(name: str, case: Case, setting: str, args: argparse.Namespace) -> Trai
     _, fused, make = CONTENDERS[name]
     model = case.model().to(args.device)
     optimizer = AdamW(model.parameters(), lr=1e-4, fused=True if fused else None)
-    return make(
-        Task(
-            case, setting, args.device, model, optimizer, {"backend": "eager"} if args.tiny else {}
-        )
-    )
+    compiling = {"backend": "eager"} if args.tiny else {}
+    return make(Task(case, setting, args.device, model, optimizer, compiling))
 
 
 def time_once(train: Train, batches: Any, updates: int) -> float:
@@ -498,10 +422,12 @@ def time_once(train: Train, batches: Any, updates: int) -> float:
     return CLOCK.seconds / updates * 1e3
 
 
+def rounds_of(train: Train, batches: Any, case: Case, args: argparse.Namespace) -> list[float]:
+    return [time_once(train, batches, case.updates) for _ in range(args.rounds)]
+
+
 def failure(name: str, error: Exception) -> str:
-    """Return what is said of a contender that fails: the others are measured all the same. Of the
-    loop by hand nothing is.
-    """
+    """Return what is said of a contender that fails, but for the loop by hand: it has to work."""
     if name == HAND:
         raise error
     return f"failed: {type(error).__name__}: {error}".splitlines()[0]
@@ -523,10 +449,8 @@ def compare(
         if args.device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(args.device)
-        allocated, reserved = (
-            memory(args.device, "memory_allocated"),
-            memory(args.device, "memory_reserved"),
-        )
+        allocated = memory(args.device, "memory_allocated")
+        reserved = memory(args.device, "memory_reserved")
         train = None
         try:
             train = build(name, case, setting, args)
@@ -536,23 +460,17 @@ def compare(
             if not abs(loss - expected) <= TOLERANCE * abs(expected):
                 raise ArithmeticError(f"its loss is {loss:.6g}, by hand {expected:.6g}")
             train(batches[: 5 * window])
-            peak, held = (
-                memory(args.device, "max_memory_allocated"),
-                memory(args.device, "memory_reserved"),
-            )
-            results[name] = Result([], first, peak - allocated, held - reserved)
+            peak = memory(args.device, "max_memory_allocated") - allocated
+            held = memory(args.device, "memory_reserved") - reserved
+            results[name] = Result([], first, peak, held)
             if case.alone:
-                results[name].ms.extend(
-                    time_once(train, batches, case.updates) for _ in range(args.rounds)
-                )
+                results[name].ms.extend(rounds_of(train, batches, case, args))
             else:
                 contenders[name] = train
         except Exception as error:
             results[name] = failure(name, error)
         del train
-    order = random.Random(
-        0
-    )  # of its own: pytorch-accelerated seeds the global one whenever it trains
+    order = random.Random(0)  # pytorch-accelerated seeds the global one whenever it trains
     for _ in range(args.rounds if contenders else 0):
         for name in order.sample(list(contenders), len(contenders)):
             try:
@@ -585,7 +503,6 @@ def show(title: str, results: dict[str, Any]) -> None:
 
 
 # --- feeding
-# ------------------------------------------------------------------------------------------------
 
 
 class Slow(Dataset):
@@ -602,43 +519,30 @@ class Slow(Dataset):
         return self.batches[i]
 
 
-FEEDING = (
-    HAND,
-    "by hand, compiled, fused",
-    "fnloop",
-    "fnloop compiled, fused",
-    "fnloop cuda_graph, fused",
-)
+FEEDING = [name for name in CONTENDERS if name.startswith((HAND, "fnloop")) and "both" not in name]
 
 
 def feed(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     """Compare batches in memory with those of a loader that takes 80 % of an update for each."""
     torch.manual_seed(1)
     few = [case.batch() for _ in range(8)]
-    there = ([tuple(t.to(args.device) for t in batch) for batch in few] * case.updates)[
-        : case.updates
-    ]
+    there = [tuple(t.to(args.device) for t in batch) for batch in few] * case.updates
+    there = there[: case.updates]
     results = {}
     for name in FEEDING:
         train = loader = None
         try:
             train = build(name, case, PLAIN, args)
             train(there)
-            resident = statistics.median(
-                time_once(train, there, case.updates) for _ in range(args.rounds)
-            )
+            resident = statistics.median(rounds_of(train, there, case, args))
             slow = Slow((few * case.updates)[: case.updates], 0.8 * resident / 1e3)
             pinned = args.device.type == "cuda"
             loader = DataLoader(
                 slow, batch_size=None, num_workers=1, pin_memory=pinned, persistent_workers=True
             )
             train(loader)
-            results[name] = {
-                "resident_ms": resident,
-                "fed_ms": statistics.median(
-                    time_once(train, loader, case.updates) for _ in range(args.rounds)
-                ),
-            }
+            fed = statistics.median(rounds_of(train, loader, case, args))
+            results[name] = {"resident_ms": resident, "fed_ms": fed}
         except Exception as error:
             results[name] = failure(name, error)
         del train, loader
@@ -656,7 +560,6 @@ def show_feeding(title: str, results: dict[str, Any]) -> None:
 
 
 # --- all of it
-# ----------------------------------------------------------------------------------------------
 
 
 def version(distribution: str) -> str | None:
@@ -670,28 +573,14 @@ def version(distribution: str) -> str | None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument(
-        "--device", type=torch.device, default=torch.device("cuda"), help="default: %(default)s"
-    )
-    parser.add_argument(
-        "--cases", nargs="+", choices=CASES, default=list(CASES), help="default: all"
-    )
-    parser.add_argument(
-        "--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS), help="default: both"
-    )
-    parser.add_argument(
-        "--feeding", nargs="*", choices=CASES, default=["cnn", "gpt"], help="default: %(default)s"
-    )
-    parser.add_argument("--rounds", type=int, default=7, help="default: %(default)s")
-    parser.add_argument(
-        "--tiny", action="store_true", help="sizes that show nothing, and no code generation"
-    )
-    parser.add_argument(
-        "--json",
-        type=Path,
-        default=Path(__file__).with_suffix(".json"),
-        help="default: %(default)s",
-    )
+    add = functools.partial(parser.add_argument, help="default: %(default)s")
+    add("--device", type=torch.device, default=torch.device("cuda"))
+    add("--cases", nargs="+", choices=CASES, default=list(CASES))
+    add("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
+    add("--feeding", nargs="*", choices=CASES, default=["cnn", "gpt"])
+    add("--rounds", type=int, default=7)
+    add("--tiny", action="store_true", help="sizes that show nothing, and no code generation")
+    add("--json", type=Path, default=Path(__file__).with_suffix(".json"))
     args = parser.parse_args()
     if args.rounds < 2:
         parser.error("expected 2 rounds or more")
@@ -699,32 +588,23 @@ def main() -> None:
         parser.error("there is no CUDA device; to see that it runs: --device cpu --tiny")
 
     torch.set_float32_matmul_precision("high")
-    warnings.simplefilter(
-        "ignore"
-    )  # what peers advise about loaders and loggers, and that the CPU has no graphs
+    # What peers advise about loaders and loggers, and that the CPU has no graphs.
+    warnings.simplefilter("ignore")
     logging.getLogger("fnloop").setLevel(logging.ERROR)
     if args.device.type == "cpu":
-        os.environ["ACCELERATE_USE_CPU"] = (
-            "true"  # for every Accelerator, pytorch-accelerated's too
-        )
+        os.environ["ACCELERATE_USE_CPU"] = "true"  # pytorch-accelerated's Accelerator too
     else:
         CLOCK.wait = torch.cuda.synchronize
     versions = {distribution: version(distribution) for distribution, _, _ in CONTENDERS.values()}
     names = [name for name, (distribution, _, _) in CONTENDERS.items() if versions[distribution]]
-    where = (
-        torch.cuda.get_device_name(args.device)
-        if args.device.type == "cuda"
-        else platform.processor() or "CPU"
-    )
+    on_gpu = args.device.type == "cuda"
+    where = torch.cuda.get_device_name(args.device) if on_gpu else platform.processor() or "CPU"
     print(f"{where}, Python {platform.python_version()}, {args.rounds} rounds")
     print(", ".join(f"{distribution} {found}" for distribution, found in versions.items() if found))
 
-    facts: dict[str, Any] = {
-        "device": where,
-        "python": platform.python_version(),
-        "versions": versions,
-    }
-    tables: dict[str, Any] = facts.setdefault("tables", {})
+    tables: dict[str, Any] = {}
+    facts = {"device": where, "python": platform.python_version(), "versions": versions}
+    facts["tables"] = tables
     cases = TINY if args.tiny else CASES
     for setting in (SETTINGS[name] for name in args.settings):
         for name in args.cases:
@@ -733,9 +613,8 @@ def main() -> None:
             tables.setdefault(setting, {})[name] = {
                 k: v if isinstance(v, str) else v._asdict() for k, v in results.items()
             }
-            args.json.write_text(
-                json.dumps(facts, indent=1) + "\n"
-            )  # what there is, should it be stopped
+            # It may be stopped before the end.
+            args.json.write_text(json.dumps(facts, indent=1) + "\n")
     for name in args.feeding:
         tables.setdefault("feeding", {})[name] = found = feed(cases[name], args)
         show_feeding(cases[name].title, found)

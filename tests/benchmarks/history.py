@@ -48,13 +48,12 @@ def history(length: int) -> fl.History:
 
 def appending(length: int) -> Callable[[], None]:
     """Return a function that appends records to a history."""
-    made, new = [history(length)], [record(length + i) for i in range(1, RECORDS + 1)]
+    longer, new = history(length), [record(length + i) for i in range(1, RECORDS + 1)]
 
     def run() -> None:
-        longer = made.pop()
+        nonlocal longer
         for one in new:
             longer = longer.append(one)
-        made.append(longer)
 
     return run
 
@@ -82,13 +81,12 @@ def fitting(length: int) -> Callable[[], None]:
     hooks = (fl.early_stop("valid/loss", patience=10**9),)
     state = attrs.evolve(toy(lr=1e-6), history=history(length), step=length)
     loaders = {"train": [ONE] * RECORDS, "valid": [ONE]}
-    reached = [
-        fl.fit(step, state, loaders, epochs=1, hooks=hooks, evaluate_every=fl.every(steps=1))
-    ]
 
     def run() -> None:
-        state = reached.pop()
-        reached.append(fl.fit(step, state, loaders, hooks=hooks, evaluate_every=fl.every(steps=1)))
+        nonlocal state
+        state = fl.fit(step, state, loaders, hooks=hooks, evaluate_every=fl.every(steps=1))
+
+    run()
 
     return run
 
@@ -96,19 +94,18 @@ def fitting(length: int) -> Callable[[], None]:
 def saving(length: int) -> Callable[[], None]:
     """Return a function that saves a checkpoint after each of several new records."""
     folder = tempfile.TemporaryDirectory()
-    hook, longer = fl.checkpoint(folder.name, keep=2, best="valid/loss"), [history(length)]
-    state = hook.begin(
-        attrs.evolve(toy(), step=length, history=longer[0], events=frozenset({"update", "record"}))
-    )
+    hook, longer = fl.checkpoint(folder.name, keep=2, best="valid/loss"), history(length)
+    events = frozenset({"update", "record"})
+    state = hook.begin(attrs.evolve(toy(), step=length, history=longer, events=events))
     hook(state)  # writes the older records, once
 
-    def run(
-        folder: tempfile.TemporaryDirectory = folder,
-    ) -> None:  # the folder is removed with this function
+    # The folder is removed with this function.
+    def run(folder: tempfile.TemporaryDirectory = folder) -> None:
+        nonlocal longer
         for _ in range(SAVES):
-            n = len(longer[0]) + 1
-            longer[0] = longer[0].append(record(n))
-            hook(attrs.evolve(state, history=longer[0], step=n))
+            n = len(longer) + 1
+            longer = longer.append(record(n))
+            hook(attrs.evolve(state, history=longer, step=n))
 
     return run
 
@@ -127,21 +124,13 @@ MEASURED = {"append": appending, "early_stop": stopping, "fit": fitting}
 
 
 def main() -> None:
-    """Measure and print a table."""
     torch.set_num_threads(1)
     print(f"{'':12}" + "".join(f"{length:>12,}" for length in LENGTHS) + f"{'ratio':>12}")
-    rows = [
-        (name, make, time.process_time, RECORDS)
-        for name, make in (("append", appending), ("early_stop", stopping), ("fit", fitting))
-    ]
+    rows = [(name, make, time.process_time, RECORDS) for name, make in MEASURED.items()]
     for name, make, clock, records in (*rows, ("checkpoint", saving, time.perf_counter, SAVES)):
         found = [microseconds(make(length), clock, records) for length in LENGTHS]
-        print(
-            f"{name:12}"
-            + "".join(f"{value:12.1f}" for value in found)
-            + f"{found[-1] / found[0]:12.2f}",
-            flush=True,
-        )
+        shown = "".join(f"{value:12.1f}" for value in found)
+        print(f"{name:12}{shown}{found[-1] / found[0]:12.2f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -35,6 +35,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import fnloop as fl
 from fnloop import schedules
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
+from killed_run import facts
+
 
 def configuration(rng):
     """Draw the configuration of a run."""
@@ -63,12 +66,11 @@ def train(config, parent):
     model = nn.Sequential(
         nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 4)
     )
-    state = fl.TrainState.create(
-        model, torch.optim.AdamW(model.parameters(), lr=1e-2), seed=config["seed"]
-    )
-    generator = torch.Generator().manual_seed(0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    state = fl.TrainState.create(model, optimizer, seed=config["seed"])
+    draw = torch.Generator().manual_seed(0)
     data = TensorDataset(
-        torch.randn(90, 8, generator=generator), torch.randint(4, (90,), generator=generator)
+        torch.randn(90, 8, generator=draw), torch.randint(4, (90,), generator=draw)
     )
     loaders = {
         "train": DataLoader(data, 8, shuffle=True, num_workers=config["workers"]),
@@ -85,11 +87,8 @@ def train(config, parent):
         hook = lambda state: fl.save(state, own) and state
     hooks = [fl.every(steps=config["every"])(hook)]
     if config["table"]:
-        hooks.append(
-            {"csv": fl.to_csv, "jsonl": fl.to_jsonl}[config["table"]](
-                parent / f"own.{config['table']}"
-            )
-        )
+        write = {"csv": fl.to_csv, "jsonl": fl.to_jsonl}[config["table"]]
+        hooks.append(write(parent / f"own.{config['table']}"))
     state = fl.resume(own, state)
     begun = state.step
     evaluate_every = fl.every(**config["evaluate"])
@@ -98,23 +97,6 @@ def train(config, parent):
     if config["kind"] == "one path":
         fl.save(state, own)
     return begun, state
-
-
-def digest(state):
-    """Return a checksum of the final state of a run."""
-    found = hashlib.sha256()
-    for tensor in (*state.model.state_dict().values(), *optimizer_tensors(state)):
-        found.update(tensor.detach().contiguous().numpy().tobytes())
-    rows = [
-        [r.epoch, r.step, *((name, value.hex()) for name, value in r.metrics.items())]
-        for r in state.history
-    ]
-    found.update(json.dumps([state.step, state.epoch, state.batch, rows]).encode())
-    return found.hexdigest()
-
-
-def optimizer_tensors(state):
-    return [v for entry in state.optimizer.state_dict()["state"].values() for v in entry.values()]
 
 
 def table_is_the_history(config, parent, state):
@@ -184,14 +166,11 @@ def neighbours(parent):
 
 def contents(parent):
     """Return a checksum of every file that does not belong to the run."""
-    files = sorted(
-        p
-        for p in parent.rglob("*")
-        if not p.relative_to(parent).parts[0].removeprefix(".").startswith("own")
-    )
+    files = {str(path.relative_to(parent)): path for path in sorted(parent.rglob("*"))}
     return [
-        (str(p.relative_to(parent)), p.is_file() and hashlib.sha256(p.read_bytes()).hexdigest())
-        for p in files
+        (name, path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest())
+        for name, path in files.items()
+        if not name.removeprefix(".").startswith("own")
     ]
 
 
@@ -201,7 +180,7 @@ def try_one(config, parent, rng, counts):
     def run(where):
         def work():
             begun, state = train(config, where)
-            return [begun, digest(state), table_is_the_history(config, where, state)]
+            return [begun, facts(state), table_is_the_history(config, where, state)]
 
         return work
 
@@ -218,36 +197,25 @@ def try_one(config, parent, rng, counts):
         patience *= 1.02  # so that the run ends eventually
     begun, mine, table = found
     counts["resumed"] += begun > 0
-    faults = [
-        *(["another end"] if mine != right else []),
-        *(["another table"] if not table else []),
-        *(["a neighbour was touched"] if contents(own) != before else []),
-        *(
-            ["left over"]
-            if any("writing" in p.name for p in own.iterdir() if "own" in p.name)
-            else []
-        ),
-    ]
-    for fault in faults:
+    faults = {
+        "another end": mine != right,
+        "another table": not table,
+        "a neighbour was touched": contents(own) != before,
+        "left over": any("writing" in p.name for p in own.iterdir() if "own" in p.name),
+    }
+    for fault in (fault for fault, is_there in faults.items() if is_there):
         counts[fault] += 1
         print(f"{fault}: {config}")
     return kills
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--kills", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    rng, counts, kills, runs, started = (
-        random.Random(arguments.seed),
-        collections.Counter(),
-        0,
-        0,
-        time.monotonic(),
-    )
+    rng, counts = random.Random(arguments.seed), collections.Counter()
+    kills, runs, started = 0, 0, time.monotonic()
     while kills < arguments.kills:
         config, parent = configuration(rng), Path(tempfile.mkdtemp())
         kills, runs = kills + try_one(config, parent, rng, counts), runs + 1

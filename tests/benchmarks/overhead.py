@@ -36,33 +36,18 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import apart
 import by_hand
 import costs
-from apart import CLOCK
+from apart import CLOCK, Loader
 from by_hand import MAX_NORM, WINDOW
 
 PLAIN, CLIPPED = "plain", f"accumulate({WINDOW}) and clip({MAX_NORM})"
 TOLERANCE = {PLAIN: 0.0, CLIPPED: 1e-6}  # how far weights may be from those by hand
 BATCHES, CHECKED = 400, 40  # of a round, and those after which weights are compared
 Train = Callable[[list[Any]], Any]  # trains on every batch once, and lets CLOCK time it
-
-
-class Loader:
-    """The batches as they are, for peers that do not take a list."""
-
-    def __init__(self, batches: list[Any]) -> None:
-        self.batches = batches
-        self.batch_sampler = SimpleNamespace()  # pytorch-accelerated sets an attribute of it
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.batches)
 
 
 # --- the contenders: (model, optimizer, case) -> train

@@ -9,7 +9,6 @@ anywhere within one.
 """
 
 import argparse
-import hashlib
 import os
 import random
 import signal
@@ -23,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 
 import launch
 import torch
+from killed_run import digest
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -55,20 +55,14 @@ def train(folder, kills):
     state = fl.TrainState.create(model, torch.optim.AdamW(model.parameters()), seed=0)
     state = fl.resume(folder / "saved", state)
     hooks = (fl.every(steps=5)(fl.checkpoint(folder / "saved", keep=2)), bomb)
-    state = fl.fit(
-        fl.pipeline(fl.clip(1.0))(loss),
-        state,
-        DataLoader(data, 4, shuffle=True),
-        epochs=2,
-        hooks=hooks,
-    )
-    weights = b"".join(p.detach().numpy().tobytes() for p in state.model.parameters())
-    attempts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
-    return {
-        "step": state.step,
-        "hash": hashlib.sha256(weights).hexdigest()[:12],
-        "restarts": attempts,
-    }
+    step, loader = fl.pipeline(fl.clip(1.0))(loss), DataLoader(data, 4, shuffle=True)
+    state = fl.fit(step, state, loader, epochs=2, hooks=hooks)
+    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    return {"step": state.step, "hash": digest(*state.model.parameters()), "restarts": restarts}
+
+
+def hashes(results):
+    return [one["hash"] for one in results]
 
 
 def main():
@@ -86,9 +80,7 @@ def main():
             kills = [(step, draw.randrange(2), draw.random() * 0.01) for step in steps]
             began, by = time.monotonic(), (*launch.TORCHRUN, "--max-restarts", "3")
             found = launch.launch(Path(folder) / str(job), 2, train, kills, by=by, timeout=180)
-            same = not any(found.codes) and [one["hash"] for one in found.results] == [
-                one["hash"] for one in expected
-            ]
+            same = not any(found.codes) and hashes(found.results) == hashes(expected)
             done, equal = done + count, equal + count * same
             reply = found.results[0] or found.errors[0][-500:]
             seconds = f"{time.monotonic() - began:.0f} s"

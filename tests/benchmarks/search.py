@@ -18,11 +18,11 @@ from contextlib import redirect_stdout
 from typing import Any
 
 import apart
+from costs import State, loss_fn
 
 RATES = [0.0003, 0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.03, 0.1]
 DECAYS = [0.0, 0.1, 1.0]
 RUNGS = (1, 3, 9)
-State = tuple[Any, Any]  # model, optimizer
 
 
 def make(lr: float = 0.01, decay: float = 0.0) -> State:
@@ -47,13 +47,6 @@ def digits(shuffled: bool) -> tuple[Any, Any]:
     train = DataLoader(TensorDataset(x[:1500], y[:1500]), 50, shuffle=shuffled)
     valid = [(x[1500:], y[1500:])]
     return (train if shuffled else [*train]), valid
-
-
-def loss_fn(model: Any, batch: Any) -> Any:
-    from torch.nn.functional import cross_entropy
-
-    x, y = batch
-    return cross_entropy(model(x), y)
 
 
 def by_hand(shuffled: bool) -> Callable[[], apart.Once]:

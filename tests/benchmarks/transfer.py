@@ -22,6 +22,7 @@ the host through pinned memory, the pause was 0.38 s (first) and 0.15 s.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
 import tempfile
@@ -64,6 +65,17 @@ def by_hand(model: nn.Module, optimizer: AdamW, batches: list[Batch]) -> None:
     total.item()
 
 
+def with_fnloop(model: nn.Module, optimizer: AdamW, *members: Any) -> Callable[[list[Any]], None]:
+    step = fl.pipeline(fl.amp("bf16"), *members)(loss_of)
+    state = fl.TrainState.create(model, optimizer, seed=0)
+
+    def train(batches: list[Any]) -> None:
+        nonlocal state
+        state = fl.fit(step, state, batches, hooks=())
+
+    return train
+
+
 def feeding(rounds: int, updates: int, samples: int) -> Measured:
     torch.manual_seed(0)
     few = [(torch.randn(samples, 3, 224, 224), torch.randint(10, (samples,))) for _ in range(4)]
@@ -74,19 +86,9 @@ def feeding(rounds: int, updates: int, samples: int) -> Measured:
     for name in ("by hand", "fnloop", "fnloop cuda_graph"):
         model = cnn(32).cuda()
         optimizer = AdamW(model.parameters(), lr=1e-4, fused=True)
-        if name == "by hand":
-
-            def train(batches: list[Any], model: Any = model, optimizer: Any = optimizer) -> None:
-                by_hand(model, optimizer, batches)
-
-        else:
-            graph = [fl.cuda_graph()] if "graph" in name else []
-            step = fl.pipeline(fl.amp("bf16"), *graph)(loss_of)
-            states = [fl.TrainState.create(model, optimizer, seed=0)]
-
-            def train(batches: list[Any], step: Any = step, states: list[Any] = states) -> None:
-                states[0] = fl.fit(step, states[0], batches, hooks=())
-
+        train = functools.partial(by_hand, model, optimizer)
+        if name != "by hand":
+            train = with_fnloop(model, optimizer, *[fl.cuda_graph()] * ("graph" in name))
         for batches in (there, pinned):
             train((batches * 2)[:5])
         for _ in range(rounds):
@@ -113,9 +115,8 @@ def checkpoints(rounds: int, tiny: bool) -> Measured:
 
     for _ in range(5):
         update()
-    bytes_ = sum(
-        t.nbytes for t in [*model.parameters(), *_moments(optimizer)] if isinstance(t, Tensor)
-    )
+    moments = [t for values in optimizer.state.values() for t in values.values()]
+    bytes_ = sum(t.nbytes for t in (*model.parameters(), *moments) if isinstance(t, Tensor))
     found: Measured = defaultdict(lambda: defaultdict(list))
     found["of all"]["MiB"].append(bytes_ / 2**20)
     for _ in range(rounds):
@@ -136,10 +137,6 @@ def checkpoints(rounds: int, tiny: bool) -> Measured:
     return found
 
 
-def _moments(optimizer: AdamW) -> list[Any]:
-    return [t for values in optimizer.state.values() for t in values.values()]
-
-
 def show(title: str, found: Measured) -> None:
     print(f"\n{title}")
     for name, columns in found.items():
@@ -149,24 +146,17 @@ def show(title: str, found: Measured) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=5, help="default: %(default)s")
-    parser.add_argument("--updates", type=int, default=40, help="default: %(default)s")
-    parser.add_argument("--samples", type=int, default=512, help="default: %(default)s")
-    parser.add_argument("--parts", nargs="+", default=["checkpoints", "feeding"])
-    parser.add_argument("--tiny", action="store_true", help="a model that shows nothing")
-    parser.add_argument(
-        "--json",
-        type=Path,
-        default=Path(__file__).with_suffix(".json"),
-        help="default: %(default)s",
-    )
+    add = functools.partial(parser.add_argument, help="default: %(default)s")
+    add("--rounds", type=int, default=5)
+    add("--updates", type=int, default=40)
+    add("--samples", type=int, default=512)
+    add("--parts", nargs="+", default=["checkpoints", "feeding"])
+    add("--tiny", action="store_true", help="a model that shows nothing")
+    add("--json", type=Path, default=Path(__file__).with_suffix(".json"))
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("there is no CUDA device")
-    facts: dict[str, Any] = {
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-    }
+    facts: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
     if "checkpoints" in args.parts:
         facts["checkpoints"] = found = checkpoints(args.rounds, args.tiny)
         show("checkpoints in the background (s)", found)

@@ -33,18 +33,15 @@ def test_other_fields_have_a_row_for_each_document():
     assert (batch["label"].tolist(), batch["name"]) == ([5, 6], ["x", "y"])
 
 
-@pytest.mark.parametrize(
-    ("error", "keys", "samples", "message"),
-    [
-        (ValueError, None, [{"a": [1]}, {"b": [1]}], "not every sample of the batch has 'a'"),
-        (ValueError, ["c"], [{"a": [1]}], "not every sample of the batch has 'c'"),
-        (ValueError, None, [{"a": [1], "b": [1, 2]}], r"have the lengths \[1, 2\]: name those"),
-        (ValueError, None, [{"position_ids": [1]}], "makes 'position_ids', which the samples"),
-        (TypeError, None, [{"a": [1], "label": 5}], "field 'label' as sequences of numbers"),
-        (TypeError, None, [torch.ones(2, 2)], "of one dimension"),
-        (TypeError, None, [["x", "y"]], "lists of numbers, arrays or tensors"),
-    ],
-)
+@pytest.mark.parametrize(("error", "keys", "samples", "message"), [
+    (ValueError, None, [{"a": [1]}, {"b": [1]}], "not every sample of the batch has 'a'"),
+    (ValueError, ["c"], [{"a": [1]}], "not every sample of the batch has 'c'"),
+    (ValueError, None, [{"a": [1], "b": [1, 2]}], r"have the lengths \[1, 2\]: name those"),
+    (ValueError, None, [{"position_ids": [1]}], "makes 'position_ids', which the samples"),
+    (TypeError, None, [{"a": [1], "label": 5}], "field 'label' as sequences of numbers"),
+    (TypeError, None, [torch.ones(2, 2)], "of one dimension"),
+    (TypeError, None, [["x", "y"]], "lists of numbers, arrays or tensors"),
+])  # fmt: skip
 def test_what_cannot_be_packed_is_refused(error, keys, samples, message):
     with pytest.raises(error, match=message):
         pack_collate(keys)(samples)

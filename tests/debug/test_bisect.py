@@ -57,10 +57,20 @@ def other_gradient(state, out):
     return out
 
 
-def saved_run(folder, step, problem=PROBLEM, every=1, hooks=(), batches=None):
+def saved_run(folder, step, state, batches, every, *hooks):
     saves = fl.every(steps=every)(fl.checkpoint(folder, keep=None))
-    hooks = (*hooks, saves)
-    return fl.fit(step, problem.state(), batches or problem.batches, epochs=2, hooks=hooks)
+    fl.fit(step, state, batches, epochs=2, hooks=(*hooks, saves))
+
+
+def found_in(folder, steps, batches=PROBLEM.batches, make=PROBLEM.state, every=2):
+    """Make two runs, of a step and batches each or the same ones, and bisect them."""
+    of_each = [one if isinstance(one, tuple) else (one, one) for one in (steps, batches)]
+    for name, step, its in zip("ab", *of_each, strict=True):
+        saved_run(folder / name, step, make(), its, every)
+    state = make()
+    found = bisect(folder / "a", folder / "b", steps, state, batches)
+    fl.snapshot(state)  # it is still usable
+    return found
 
 
 LOSS = fault("loss", lambda state, out: attrs.evolve(out, loss=out.loss * (1 + 1e-9)))
@@ -76,24 +86,17 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("what", "name", "fault"),
-    [
-        pytest.param(*one, id=one[0], marks=() if one[0] == "gradient" else pytest.mark.slow)
-        for one in FAULTS
-    ],
-)
+@pytest.mark.parametrize(("what", "name", "fault"), [
+    pytest.param(*one, id=one[0], marks=() if one[0] == "gradient" else pytest.mark.slow)
+    for one in FAULTS
+])  # fmt: skip
 def test_a_fault_in_one_update_is_found_and_named(what, name, fault, tmp_path):
     usual = fl.pipeline(fl.schedule(lambda i, n: 1.0))(PROBLEM.loss_fn)
     steps = (usual if what == "optimizer" else USUAL), fl.pipeline(fault)(PROBLEM.loss_fn)
-    for folder, step in zip("ab", steps, strict=True):
-        saved_run(tmp_path / folder, step, every=3)
-    state = PROBLEM.state()
-    found = bisect(tmp_path / "a", tmp_path / "b", steps, state, PROBLEM.batches)
+    found = found_in(tmp_path, steps, every=3)
     assert (found.update, found.what, found.name) == (BAD, what, name)
     assert found and found.between == (6, 14 if what == "skipped" else 9)
     assert "update=9" in repr(found) and what in found._repr_html_()
-    fl.snapshot(state)  # it is still usable
 
 
 @pytest.mark.slow
@@ -101,36 +104,24 @@ def test_another_batch_is_found(tmp_path):
     """A sample changes between the two runs: in the fifth batch, and so in update 5."""
     x, y = PROBLEM.batches[4]
     batches = [*PROBLEM.batches[:4], (x + 1, y), *PROBLEM.batches[5:]]
-    saved_run(tmp_path / "a", USUAL, every=2)
-    saved_run(tmp_path / "b", USUAL, every=2, batches=batches)
-    pair = {"train": PROBLEM.batches}, {"train": batches}
-    found = bisect(tmp_path / "a", tmp_path / "b", USUAL, PROBLEM.state(), pair)
+    found = found_in(tmp_path, USUAL, ({"train": PROBLEM.batches}, {"train": batches}))
     assert (found.update, found.what, found.between) == (5, "batch", (4, 6))
     assert found.text.startswith("6 of 6 elements differ, by up to 1")
 
 
-@pytest.mark.parametrize(
-    ("changed", "order", "text"),
-    [
-        (3.5, range(6), "1 of 2 elements differ, by up to 0.5; first at [1]: 3 and 3.5, "
-         "2,097,152 ulps apart; both have samples 2, 3"),
-        (3.0, (0, 1, 2, 2, 4, 5), "1 of 2 elements differ, by up to 1; first at [1]: 3 and 2, "
-         "4,194,304 ulps apart; one has samples 2, 3, and the other 2, 2"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("changed", "order", "text"), [
+    (3.5, range(6), "1 of 2 elements differ, by up to 0.5; first at [1]: 3 and 3.5, "
+     "2,097,152 ulps apart; both have samples 2, 3"),
+    (3.0, (0, 1, 2, 2, 4, 5), "1 of 2 elements differ, by up to 1; first at [1]: 3 and 2, "
+     "4,194,304 ulps apart; one has samples 2, 3, and the other 2, 2"),
+])  # fmt: skip
 def test_the_samples_of_another_batch_are_named(changed, order, text, tmp_path):
     """Sample 3 has changed, or its place."""
     data = [torch.tensor(float(i)) for i in range(6)]
     other = [*data[:3], torch.tensor(changed), *data[4:]]
-    loaders = [
-        {"train": DataLoader(data, batch_size=2)},
-        {"train": DataLoader(other, batch_size=2, sampler=order)},
-    ]
-    step, folders = fl.pipeline()(toy_loss), (tmp_path / "a", tmp_path / "b")
-    for folder, given in zip(folders, loaders, strict=True):
-        saves = fl.every(steps=1)(fl.checkpoint(folder, keep=None))
-        fl.fit(step, toy(), given, hooks=(saves,))
-    found = bisect(*folders, step, toy(), tuple(loaders))
+    loaders = DataLoader(data, batch_size=2), DataLoader(other, batch_size=2, sampler=order)
+    pair = tuple({"train": loader} for loader in loaders)
+    found = found_in(tmp_path, fl.pipeline()(toy_loss), pair, toy, every=1)
     assert (found.update, found.what, found.text) == (2, "batch", text)
 
 
@@ -149,9 +140,7 @@ def test_other_draws_are_found(tmp_path):
         return net.loss_fn(model, batch)
 
     steps = fl.pipeline()(net.loss_fn), fl.pipeline()(drawing)
-    for folder, step in zip("ab", steps, strict=True):
-        saved_run(tmp_path / folder, step, net, every=2)
-    found = bisect(tmp_path / "a", tmp_path / "b", steps, net.state(), net.batches)
+    found = found_in(tmp_path, steps, net.batches, net.state)
     assert (found.update, found.what, found.name) == (3, "draws", "1")
     assert "before 1 (Dropout) was called, one had drawn other numbers" in found.text
 
@@ -164,9 +153,8 @@ def test_a_flipped_bit_is_found_and_named(tmp_path):
             state.model[2].weight.view(torch.int64)[0, 5].bitwise_xor_(1)
         return state
 
-    hook = fl.when(lambda state: state.step == BAD)(flip)
-    saved_run(tmp_path / "good", USUAL, every=3)
-    saved_run(tmp_path / "bad", USUAL, every=3, hooks=(hook,))
+    for name, *hooks in (("good",), ("bad", fl.when(lambda state: state.step == BAD)(flip))):
+        saved_run(tmp_path / name, USUAL, PROBLEM.state(), PROBLEM.batches, 3, *hooks)
     for bad, names in (("b", ("good", "bad")), ("a", ("bad", "good"))):
         found = bisect(*(tmp_path / n for n in names), USUAL, PROBLEM.state(), PROBLEM.batches)
         assert (found.update, found.what, found.name) == (None, "not made again", bad)
@@ -178,36 +166,30 @@ def test_a_flipped_bit_is_found_and_named(tmp_path):
 
 @pytest.mark.slow
 def test_restores_grow_with_the_logarithm_of_the_checkpoints(tmp_path, monkeypatch):
-    """With 32 checkpoints: 6 comparisons, and two runs, each continued and made again once."""
+    """With 64 checkpoints: 7 comparisons, and two runs, each continued and made again once."""
     batches = [torch.tensor([float(i)]) for i in range(32)]
     other = lambda model, batch: toy_loss(model, batch)[0] * (1 + (batch.item() == 21))
     steps = fl.pipeline()(toy_loss), fl.pipeline()(other)
-    for folder, step in zip("ab", steps, strict=True):
-        saves = fl.every(steps=1)(fl.checkpoint(tmp_path / folder, keep=None))
-        fl.fit(step, toy(), batches, hooks=(saves,))
     read, reads = _diff.read_alone, []
     counted = lambda *given, **settings: reads.append(given) or read(*given, **settings)
     monkeypatch.setattr(_diff, "read_alone", counted)
-    found = bisect(tmp_path / "a", tmp_path / "b", steps, toy(), batches)
+    found = found_in(tmp_path, steps, batches, toy, every=1)
     assert (found.update, found.what) == (22, "loss")
-    assert len(reads) == found.restores - 4 <= 2 * (1 + math.log2(32))
+    assert len(reads) == found.restores - 4 <= 2 * (1 + math.log2(64))
 
 
 def test_equal_runs_and_runs_that_differ_from_the_beginning(tmp_path):
-    saved_run(tmp_path / "a", USUAL, every=7), saved_run(tmp_path / "b", USUAL, every=7)
-    given = USUAL, PROBLEM.state(), PROBLEM.batches
-    equal = bisect(tmp_path / "a", tmp_path / "b", *given)
+    equal = found_in(tmp_path, USUAL, every=7)
     assert not equal and equal.text == "the runs are equal" and equal.between == (14, None)
-    saves = fl.every(steps=7)(fl.checkpoint(tmp_path / "c", keep=None))
-    fl.fit(USUAL, PROBLEM.state(seed=1), PROBLEM.batches, hooks=(saves,))
-    found = bisect(tmp_path / "a", tmp_path / "c", *given)
+    saved_run(tmp_path / "c", USUAL, PROBLEM.state(seed=1), PROBLEM.batches, 7)
+    found = bisect(tmp_path / "a", tmp_path / "c", USUAL, PROBLEM.state(), PROBLEM.batches)
     assert (found.update, found.what, found.between) == (None, "beginning", (None, 7))
     assert found.difference.findings[0].name == "seed"
 
 
 def test_what_is_refused(tmp_path):
     given = PROBLEM.state(), PROBLEM.batches
-    saved_run(tmp_path / "a", USUAL, every=4)
+    saved_run(tmp_path / "a", USUAL, PROBLEM.state(), PROBLEM.batches, 4)
     fl.fit(USUAL, PROBLEM.state(), given[1], steps=1, hooks=(fl.checkpoint(tmp_path / "b"),))
     said = "no checkpoint of the same step: those of a are of steps 4 to 14, and those of b of"
     with pytest.raises(ValueError, match=said):

@@ -25,34 +25,11 @@ BATCHES = [torch.tensor([x]) for x in (1.0, 2.0, 3.0, 4.0)]
 PLATEAU = fl.pipeline(fl.plateau("valid/loss", patience=1, mode="max"), fl.accumulate(2))
 
 
-def replay_some(folder, pipe, problem):
-    """Replay the update after a checkpoint, and one that is in the next epoch."""
-    batches = problem.batches
-    loaders = {"train": batches, "valid": batches[:2]}
-    states = recorded(folder, pipe(problem.loss_fn), problem.state(), loaders, (1,), epochs=2)
-    last = max(state.step for state in states)
-    for update in {2, last * 3 // 4} - {0, 1}:
-        step, state = pipe(problem.loss_fn), problem.state()
-        made = check(folder, step, state, loaders, states, (1,), update)
-    return made
-
-
 # --- the bits are those of the run
-
-FEW = [
-    (PLATEAU, small()),
-    (laws.SPIKES[1], small()),
-    (fl.pipeline(fl.ema(0.9)), several.alternating(**laws.EACH[1])),
-]
 
 
 def shown(value):
     return repr(value) if isinstance(value, type(PLATEAU)) else ""
-
-
-@pytest.mark.parametrize(("pipe", "problem"), FEW, ids=shown)
-def test_the_bits_are_those_of_the_run(pipe, problem, tmp_path):
-    replay_some(tmp_path, pipe, problem)
 
 
 ALL = [
@@ -64,21 +41,30 @@ FP16 = fl.pipeline(fl.amp("fp16", init_scale=2.0**17, growth_interval=3), fl.acc
 
 
 def in_turn(groups):
-    """Return all rows: of each group one is slow, the others are long."""
+    """Return rows of groups: of each group one is slow, the others are long."""
     for i, rows in enumerate(groups):
         for j, row in enumerate(rows):
-            yield pytest.param(*row, marks=[pytest.mark.long] * (i % len(rows) != j))
+            marks = [pytest.mark.slow, *[pytest.mark.long] * (i % len(rows) != j)]
+            yield pytest.param(*row, marks=marks)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("pipe", "problem"), [
+    (PLATEAU, small()), (laws.SPIKES[1], small()),
+    (fl.pipeline(fl.ema(0.9)), several.alternating(**laws.EACH[1])),
     *in_turn([[(pipe, problem()) for problem in (small, stochastic)] for pipe in ALL]),
-    *((pipe, several.problem(several.muon_and_sgd)) for pipe in laws.SEVERAL),
+    *in_turn([[(pipe, several.problem(several.muon_and_sgd))] for pipe in laws.SEVERAL]),
     *in_turn([[(pipe, several.alternating(**o)) for pipe in laws.AROUND] for o in laws.EACH]),
-    (FP16, laws.single_precision(small())),
+    *in_turn([[(FP16, laws.single_precision(small()))]]),
 ], ids=shown)  # fmt: skip
 def test_the_bits_are_those_of_the_run_in_every_combination(pipe, problem, tmp_path):
-    replay_some(tmp_path, pipe, problem)
+    """Replay the update after a checkpoint, and one that is in the next epoch."""
+    step, batches = pipe(problem.loss_fn), problem.batches
+    loaders = {"train": batches, "valid": batches[:2]}
+    states = recorded(tmp_path, step, problem.state(), loaders, (1,), epochs=2)
+    last = max(state.step for state in states)
+    for update in {2, last * 3 // 4} - {0, 1}:
+        step = pipe(problem.loss_fn)
+        check(tmp_path, step, problem.state(), loaders, states, (1,), update)
 
 
 def test_an_update_has_its_batches_gradients_and_outputs(tmp_path):

@@ -1,10 +1,11 @@
 """Loaders made of loaders, for the laws that hold for all of them."""
 
+import functools
 import random
 
-import numpy as np
+import numbered
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from fnloop._data.loaders import Padding
 from fnloop._data.source import open_source
@@ -24,19 +25,7 @@ from fnloop.data import (
 LENGTHS = [7, 1, 4, 4, 9, 2, 4, 30, 4, 1, 3, 8, 4]
 
 
-class Numbers(Dataset):
-    """first, first + 1, ... and what each generator draws. It counts what is loaded."""
-
-    def __init__(self, n, first=0):
-        self.n, self.first, self.loaded = n, first, []
-
-    def __len__(self):
-        return self.n
-
-    def __getitem__(self, i):
-        self.loaded.append(int(i))
-        noise = torch.rand(()).item() + np.random.rand() + random.random()
-        return torch.tensor([self.first + i + noise / 4], dtype=torch.float64)
+Numbers = functools.partial(numbered.Numbers, noisy=True)
 
 
 class Stream(IterableDataset):
@@ -134,10 +123,9 @@ CASES = {  # workers -> a loader
     ),
     "twice the same": lambda w: (lambda one: zip_cycle(a=one, b=one))(shuffled(workers=w)),
 }
-ALWAYS_THE_SAME = (
-    *(CASES["fixed of a stream"], CASES["fixed of others"]),
-    *(CASES["even of a list"],),
-)
+ALWAYS_THE_SAME = [
+    CASES[name] for name in ("fixed of a stream", "fixed of others", "even of a list")
+]
 
 
 def contents(batch):

@@ -10,10 +10,10 @@ from fnloop._data.source import open_source
 
 
 class Numbers(Dataset):
-    """0, 1, 2, ...; with ``noisy``, plus what each generator draws. It counts what is loaded."""
+    """first, first + 1, ..., and with ``noisy`` what each generator draws; what is loaded."""
 
-    def __init__(self, n=10, noisy=False):
-        self.n, self.noisy, self.loaded = n, noisy, []
+    def __init__(self, n=10, first=0, noisy=False):
+        self.n, self.first, self.noisy, self.loaded = n, first, noisy, []
 
     def __len__(self):
         return self.n
@@ -21,7 +21,7 @@ class Numbers(Dataset):
     def __getitem__(self, i):
         self.loaded.append(int(i))
         noise = torch.rand(1).item() + np.random.rand() + random.random() if self.noisy else 0.0
-        return torch.tensor([float(i) + noise + getattr(self, "offset", 0.0)], dtype=torch.float64)
+        return torch.tensor([self.first + i + noise / 4], dtype=torch.float64)
 
 
 def batches(loader, seed=0, epoch=0, start=0):

@@ -28,6 +28,7 @@ from typing import Any
 import attrs
 import numpy as np
 import torch
+from loop_cases import generators
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -894,11 +895,6 @@ def check_cuts(program, cuts, whole, world):
     compare_calls(cuts, world.calls, runs)
     if before != generators():
         raise Fault("the caller's generators have changed")
-
-
-def generators():
-    _, keys, *rest = np.random.get_state()
-    return torch.get_rng_state().tolist(), keys.tolist(), rest, random.getstate()
 
 
 def refusal(program):

@@ -26,3 +26,15 @@ def in_turns(loss_fn=toy_loss, lr=1.0):
     losses = {name: (lambda model, batch, name=name: loss_fn(model[name], batch)) for name in model}
     step = fl.alternate({name: fl.pipeline()(losses[name]) for name in model})
     return step, fl.TrainState.create(model, optimizers, seed=0)
+
+
+def backward_of(loss_fn):
+    """Return the function that makes the gradients of a plain step, for ``raw``."""
+
+    def makes(state, batch):
+        loss, aux = loss_fn(state.model, batch)
+        loss.backward()
+        items = len(batch["x"] if isinstance(batch, dict) else batch[0])
+        return fl.Output(loss, aux.get("weight", items), aux)
+
+    return makes

@@ -50,15 +50,14 @@ def alternating(matrices=(), rest=(), problem=None, **settings):
     return attrs.evolve(one, loss_fn=fl.alternate(steps, **settings))
 
 
-def single_precision(optimizers=muon_and_adamw):
-    """fp16 unscales float32 gradients."""
+def single_precision(problem):
+    """fp16 unscales float32 gradients; problems are in float64."""
 
     def loss_fn(model, batch):
         output = model(batch[0].float())
         return torch.nn.functional.mse_loss(output.float(), batch[1].float()), {"output": output}
 
-    one = problem(optimizers)
-    return attrs.evolve(one, model=lambda: one.model().float(), loss_fn=loss_fn)
+    return attrs.evolve(problem, model=lambda: problem.model().float(), loss_fn=loss_fn)
 
 
 def stopped_after(updates):
