@@ -6,8 +6,8 @@
 A mutant is a copy of the package in which one line differs: a comparison is flipped, a number or a
 flag changed, ``and`` made ``or``, a condition or a returned value negated, an argument dropped, or
 a statement removed. Lines are drawn at random from the code outside displays; then what changes in
-the line. The fast tests of its room, the laws and the table of wrong calls run on each mutant,
-until one fails.
+the line. The fast tests of its room, those of rooms that use it, the laws and the table of wrong
+calls run on each mutant, until one fails.
 
 A mutant that survives is a missing test, or a change that no caller can see.
 """
@@ -37,6 +37,13 @@ SHOWS = re.compile(r"__repr__|__str__|_repr_\w*|plot|.*html")  # functions that 
 TESTS = {  # of what has no folder of tests of its own
     "fnloop/__init__.py": "tests/test_public_api.py",
     "fnloop/testing": "tests/test_laws.py",
+}
+ALSO = {  # where tests show, after its own, what a room is for
+    "fnloop/_core": ["tests/_loop", "tests/_middleware", "tests/_checkpoint"],
+    "fnloop/_data": ["tests/data"],  # what it makes has its name there
+    "fnloop/_graphs": ["tests/_tools"],
+    "fnloop/_loop": ["tests/_hooks"],
+    "fnloop/_step": ["tests/_middleware"],
 }
 # What only several processes do; their tests are slow, so they run with --kind "not long".
 TOGETHER = ("fnloop/_backend/", "fnloop/_loop/peers.py", "fnloop/_step/engine_distributed.py")
@@ -138,8 +145,7 @@ def tests_of(file: str) -> list[str]:
     room = "/".join(file.split("/")[:2])
     folder = TESTS.get(room, f"tests/{room.removeprefix('fnloop/')}")
     own = sorted(ROOT.glob(f"{folder}/test_{Path(file).stem.strip('_')}*.py"))
-    also = ["tests/processes"] if file.startswith(TOGETHER) else []
-    also += ["tests/data"] if room == "fnloop/_data" else []  # what it makes has its name there
+    also = ALSO.get(room, []) + (["tests/processes"] if file.startswith(TOGETHER) else [])
     first = [str(path.relative_to(ROOT)) for path in own]
     return [file, *first, folder, *also, "tests/test_laws.py", "tests/test_wrong_calls.py"]
 
