@@ -70,8 +70,8 @@ from fnloop._core.runs import (
     left_in_events,
 )
 from fnloop._core.serialize import (
+    AsParts,
     Json,
-    Pending,
     as_parts,
     as_safetensor,
     decode,
@@ -850,7 +850,7 @@ def _encode_mapping(
     part: str,
     value: object,
     tensors: dict[str, Tensor],
-    other: Callable[[Any, str], Pending] = as_parts,
+    other: AsParts = as_parts,
 ) -> Json:
     """Return a mapping of the state as JSON, and add its tensors to ``tensors``."""
     try:

@@ -50,6 +50,9 @@ class Pending:
     parts: Mapping[str, object]
 
 
+AsParts = Callable[[object, str], Pending]
+
+
 def as_parts(value: Any, path: str) -> Pending:
     """Return an object as its parts: those of an attrs record, or those of a ``state_dict``.
 
@@ -89,7 +92,7 @@ def encode(
     value: object,
     tensors: dict[str, Tensor],
     path: str,
-    other: Callable[[Any, str], Pending] = as_parts,
+    other: AsParts = as_parts,
 ) -> Json:
     """Return a value as JSON, and add its tensors to ``tensors`` under names below ``path``.
 
@@ -145,7 +148,7 @@ def _encode_sequence(
     value: deque[object] | list[object] | tuple[object, ...] | set[object] | frozenset[object],
     tensors: dict[str, Tensor],
     path: str,
-    other: Callable[[Any, str], Pending],
+    other: AsParts,
 ) -> Json:
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         raise TypeError(
@@ -164,7 +167,7 @@ def _encode_mapping(
     value: Mapping[Any, object],
     tensors: dict[str, Tensor],
     path: str,
-    other: Callable[[Any, str], Pending],
+    other: AsParts,
 ) -> Json:
     if isinstance(value, Counter):
         return {"$counter": encode(dict(value), tensors, path, other)}

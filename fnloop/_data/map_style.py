@@ -226,7 +226,7 @@ def is_sized(loader: DataLoader[object]) -> bool:
     return type(loader.batch_sampler) is BatchSampler and length_of(loader.sampler) is not None
 
 
-def samplers_of(loader: object) -> list[Any]:
+def samplers_of(loader: object) -> list[object]:
     """Return the samplers of a loader: its own, that of batches, and the one inside that."""
     own, batched = (getattr(loader, name, None) for name in ("sampler", "batch_sampler"))
     found = (own, batched, getattr(batched, "sampler", None))
