@@ -11,6 +11,18 @@ because what a stage does decides the next one: a hook stops the run after it ha
 A run that reaches its target makes its end with its last boundary: the closing record comes before
 the hooks, which see the event "end". It has an "end" of its own only if this boundary has a record,
 and the end evaluates more: then the hooks see that record as they would if the run went further.
+
+What becomes of a stop that a hook sets:
+
+1. ``Run._as_continued`` keeps it, unless there was one before. ``Run._leave_end`` notes in
+   ``state.left`` that an end is to be made, and the epoch is over.
+2. ``Run.end_epoch`` finds that note, and ``Run._end`` makes the end: what is due at the stage "end"
+   is carried out, and nothing is left. A run that is killed before that leaves the note, and the
+   run that continues makes the end first.
+3. The phase ends, if it has a name, and the hooks are flushed.
+4. With ``stop=None`` the next run continues. ``Run.begin_epoch`` reads the loader from the position
+   that the state has, and ``Run.enter`` installs the generators after the first fetch, as they were
+   captured after it. The running metrics are still there, and a closing record resets none.
 """
 
 from __future__ import annotations

@@ -67,6 +67,9 @@ from fnloop._step.engine import (
 # module itself if it is under `fully_shard`. That is the mean over processes. The mean over items
 # is it times `processes × reference / items`. The number of items is summed over the processes,
 # unless all batches are known to weigh the same.
+#
+# Of n processes, one whose loss weighs w starts its backward from loss × w / reference. The mean
+# over them is Σ w g / (n × reference), and divided by Σ w / (n × reference) it is Σ w g / Σ w.
 
 _UNKNOWN = Window()
 
