@@ -153,7 +153,7 @@ GROUP = lambda facts: facts["optimizer"]["param_groups"][0]
 ROWS = [
     ("weight", flip("model", "0.weight"), MIDDLE, f"{AFTER}model.0.weight: 1 of 12 elements"),
     ("sign", flip("model", "3.bias", 31), MIDDLE, f"{AFTER}model.3.bias: 1 of 1 elements"),
-    ("last bit", flip("model", "0.weight", 0), {(2, 4)}, f"{WAS(6)}model.0.weight: 1 of 12"),
+    ("last bit", flip("model", "0.weight", 0, step=8), {(6, 8)}, "model.0.weight: 1 of 12"),
     ("buffer", flip("model", "1.running_mean"), MIDDLE, f"{AFTER}model.1.running_mean"),
     ("moment", flip("optimizer", "0.bias.exp_avg"), MIDDLE, f"{AFTER}optimizer.0.bias.exp_avg"),
     ("average", flip("ema", "0.weight"), MIDDLE, f"{AFTER}ema.0.weight"),
