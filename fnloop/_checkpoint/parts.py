@@ -57,7 +57,7 @@ from fnloop._checkpoint.optimizer import (
 from fnloop._core.apart import Apart, apart_of, mark_of, own_tensors
 from fnloop._core.averages import Average, named_tensors
 from fnloop._core.history import History, decode_phases, encode_phases
-from fnloop._core.metrics import restored, sent
+from fnloop._core.metrics import ITEMS, Sum, restored, sent
 from fnloop._core.rng import SEED_BITS, HostGenerators
 from fnloop._core.runs import (
     Position,
@@ -1023,7 +1023,7 @@ def _prepare_metrics(saved: Restoring) -> Load:
     if not backend.exact and len(shares) == backend.contributors:
         metrics = shares[rank]
     elif not backend.exact and rank != 0:  # of another number of processes, one continues with all
-        metrics = {}
+        metrics = {ITEMS: Sum(0)} if ITEMS in merged else {}
 
     def load(state: TrainState) -> TrainState:
         ownership_of(state).own_metrics.update(map(str, facts.get("own", ())))

@@ -7,6 +7,7 @@ from unittest.mock import patch
 import attrs
 import pytest
 import torch
+from launch import reads, written_by
 from process_metrics import changing, with_metrics
 from sample_hooks import stop_at
 from torch import nn
@@ -131,3 +132,29 @@ def test_the_metrics_are_those_of_all_processes(launched):
         names = [name for name in right if name.endswith(("/loss", "/mean", "/squares"))]
         assert len(names) > 8
         assert [mine[name] for name in names] == pytest.approx([right[name] for name in names])
+
+
+def begun(folder):
+    """Leave a run in its second epoch, and at the end of that."""
+    for steps in (10, 14):
+        loader = DataLoader(DATA, batch_size=2)
+        state = fl.fit(fl.pipeline()(toy_loss), toy(), loader, steps=steps, hooks=())
+        fl.save(state, folder / str(steps))
+
+
+@reads(begun, [2])
+def continued(folder):
+    """Continue both, and return the items of their newest records."""
+    found = []
+    for steps in ("10", "14"):
+        state = fl.restore(written_by(begun, 2, folder) / steps, toy())
+        loader = DataLoader(DATA, batch_size=2)
+        state = fl.fit(fl.pipeline()(toy_loss), state, loader, epochs=3, hooks=())
+        found.append(state.history[-1].items)
+    return found
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_items_are_known_on_any_number_of_processes(launched, n):
+    for found in launched(continued, n):
+        assert found == [3 * 28, 3 * 28]
