@@ -141,7 +141,7 @@ def encode(
     elif isinstance(value, Mapping):
         return _encode_mapping(value, tensors, path, other)
     found = value if isinstance(value, Pending) else other(value, path)
-    return {"$saved": found.kind, "parts": encode(dict(found.parts), tensors, path, other)}
+    return {"$saved": found.kind, "parts": encode(found.parts, tensors, path, other)}
 
 
 def _encode_sequence(
