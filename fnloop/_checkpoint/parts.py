@@ -847,10 +847,7 @@ def check_mapping(part: str, value: object) -> Mapping[str, object]:
 
 
 def _encode_mapping(
-    part: str,
-    value: object,
-    tensors: dict[str, Tensor],
-    other: AsParts = as_parts,
+    part: str, value: object, tensors: dict[str, Tensor], other: AsParts = as_parts
 ) -> Json:
     """Return a mapping of the state as JSON, and add its tensors to ``tensors``."""
     try:

@@ -361,7 +361,9 @@ def saved_in(
                 damaged.append(str(error))
     if not found:
         what = "has no whole checkpoint" if folder.exists() else "does not exist"
-        raise CheckpointError(f"{folder} {what}: hooks=[checkpoint(folder)] of fit writes them")
+        raise CheckpointError(
+            f"{folder} {what}. Checkpoints are written by fit(..., hooks=(checkpoint(folder),))"
+        )
     return sorted(found, key=lambda saved: saved.position)
 
 

@@ -74,7 +74,7 @@ def as_parts(value: Any, path: str) -> Pending:
 
 
 def plain_only(value: object, path: str) -> Pending:
-    """Raise TypeError, where no instance will be available that could take the parts of another."""
+    """Raise TypeError: for what is read without an instance of its class that takes its parts."""
     kind = as_parts(value, path).kind
     raise TypeError(
         f"{path} is a {kind}, an object, which could not be reconstructed: keep plain data and "
@@ -88,12 +88,7 @@ def plain_or_flattened(value: object, path: str) -> Pending:
     return found if isinstance(found, Pending) else plain_only(value, path)
 
 
-def encode(
-    value: object,
-    tensors: dict[str, Tensor],
-    path: str,
-    other: AsParts = as_parts,
-) -> Json:
+def encode(value: object, tensors: dict[str, Tensor], path: str, other: AsParts = as_parts) -> Json:
     """Return a value as JSON, and add its tensors to ``tensors`` under names below ``path``.
 
     Args:
@@ -164,10 +159,7 @@ def _encode_sequence(
 
 
 def _encode_mapping(
-    value: Mapping[Any, object],
-    tensors: dict[str, Tensor],
-    path: str,
-    other: AsParts,
+    value: Mapping[Any, object], tensors: dict[str, Tensor], path: str, other: AsParts
 ) -> Json:
     if isinstance(value, Counter):
         return {"$counter": encode(dict(value), tensors, path, other)}

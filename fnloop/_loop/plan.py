@@ -139,7 +139,7 @@ class Plan:
         return (
             (self.steps is not None and state.step >= self.steps)
             or (self.epochs is not None and state.epoch >= self.epochs)
-            or (self.phase is not None and self._is_done(state))
+            or self._is_done(state)
         )
 
     def is_past(self, state: TrainState) -> bool:

@@ -64,6 +64,23 @@ def test_the_order_is_a_function_of_seed_and_epoch_and_elsewhere_of_torchs_gener
     assert list(loader.batch_sampler) != orders[2]
 
 
+class Foreign:
+    """A loader that is not a DataLoader. Its sampler of batches has a generator that advances."""
+
+    def __init__(self):
+        self.batch_sampler = bucketed(DRAWN, batch_size=8)
+        self.batch_sampler.generator = torch.Generator()
+
+    def __iter__(self):
+        return map(torch.tensor, self.batch_sampler)
+
+
+def test_the_generator_of_a_sampler_of_batches_is_a_function_of_seed_and_epoch_too():
+    loader = Foreign()
+    first = read(loader)
+    assert read(loader) == first and read(loader, 1) != first
+
+
 def test_a_generator_of_its_own_draws_all_of_the_order():
     sampler, orders = bucketed(DRAWN, batch_size=8), []
     for seed in (0, 0, 1):

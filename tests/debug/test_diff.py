@@ -136,7 +136,7 @@ def test_runs_of_another_length(tmp_path):
 @pytest.mark.parametrize(("a", "b", "error", "said"), [
     (3, toy(), TypeError, "diff expects a as a state, a history, or the path"),
     (toy(), fl.History(), TypeError, "two histories, or two runs; got a TrainState and a Hist"),
-    (toy(), "no/such/folder", fl.CheckpointError, "does not exist: hooks="),
+    (toy(), "no/such/folder", fl.CheckpointError, "does not exist. Checkpoints are written by"),
 ])  # fmt: skip
 def test_what_cannot_be_compared_is_refused(a, b, error, said):
     with pytest.raises(error, match=said):

@@ -277,7 +277,7 @@ TWO_PROCESSES = attrs.evolve(toy(), backend=attrs.evolve(toy().backend, data_siz
 @pytest.mark.parametrize(("given", "error", "message"), [
     ({"update": 2}, ValueError, r"update 2 is before the first checkpoint.* of step 2"),
     ({"update": 9}, ValueError, "no update 9: the run ended at step 8, epoch 2"),
-    ({"folder": "none"}, fl.CheckpointError, "does not exist: hooks="),
+    ({"folder": "none"}, fl.CheckpointError, "none does not exist. Checkpoints are written by fit"),
     ({"state": small().state()}, fl.CheckpointError, "another model"),
     ({"step": toy_loss}, TypeError, "replay expects a step"),
     ({"update": 0}, ValueError, "replay expects update as an int >= 1"),

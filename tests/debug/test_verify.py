@@ -408,7 +408,7 @@ def test_a_run_that_was_resumed_is_verified_as_one(tmp_path):
     ({"step": loss_fn}, TypeError, r"write verify\(folder, pipeline\(\)\(loss_fn\), \.\.\.\)"),
     ({"step": small().state()}, TypeError, r"verify\(folder, step, state, \.\.\.\)"),
     ({"state": small().state()}, fl.CheckpointError, "another model"),
-    ({"folder": "none"}, fl.CheckpointError, "does not exist: hooks="),
+    ({"folder": "none"}, fl.CheckpointError, "none does not exist. Checkpoints are written by fit"),
     ({"folder": "step-00000004"}, ValueError, "there is no pair of neighbouring checkpoints"),
 ])  # fmt: skip
 def test_what_cannot_be_verified_is_refused_with_the_reason(given, error, message, run):
