@@ -63,11 +63,11 @@ from fnloop._core.runs import (
     Position,
     RunInfo,
     check_position,
-    decode_left,
     decode_stop,
-    encode_left,
+    decode_todo,
     encode_stop,
-    left_in_events,
+    encode_todo,
+    todo_of_before,
 )
 from fnloop._core.serialize import (
     AsParts,
@@ -280,9 +280,8 @@ def _save_counters(saving: Saving) -> dict[str, Json]:
         **({"phases": encode_phases(state.phases)} if state.phases else {}),
         **({"ends": state.ends} if state.ends else {}),
         **encode_stop(state.stop),
-        **({"left": encode_left(state.left)} if state.left else {}),
-        # The key is the old name of events. Only what is left of a boundary needs them.
-        "news": sorted(state.events) if state.left else [],
+        "todo": encode_todo(state.todo),
+        "news": sorted(state.events) if state.todo else [],  # the old name of events
     }
 
 
@@ -324,7 +323,7 @@ def _check_count(name: str, value: Json, most: int = 1 << 62) -> int:
 
 
 def check_counters(facts: Mapping[str, Json]) -> dict[str, object]:
-    """Return the saved counters, the stop, and what was left at that boundary.
+    """Return the saved counters, the stop, and what the run does next.
 
     Raises:
         TypeError: one of them cannot be a counter.
@@ -332,11 +331,12 @@ def check_counters(facts: Mapping[str, Json]) -> dict[str, object]:
     counters: dict[str, object] = {name: facts[name] for name in COUNTERS if name != "stop"}
     for name, value in counters.items():
         _check_count(name, value, SEED_BITS if name == "seed" else 1 << 62)
-    events, left = left_in_events(facts.get("news", []))
+    events, todo = todo_of_before(facts)
+    todo = decode_todo(facts["todo"]) if "todo" in facts else todo
     return counters | {
         "stop": decode_stop(facts["stop"], facts.get("stop_kind")),
         "events": events,
-        "left": decode_left(facts["left"]) if "left" in facts else left,
+        "todo": todo,
         "phases": decode_phases(facts.get("phases", [])),
         "ends": "epoch" if facts.get("ends") else None,
     }

@@ -353,37 +353,111 @@ def first_stop(before: str | None, after: str | None) -> str | None:
     return before if after is not None and ends_run(before) else after
 
 
-# --- what is left
+# --------------------------------------------------------------------------------------------------
+# What a run does next. `TrainState.todo` is a list of actions: a run takes the first off, does it,
+# and gets a state with a new list. They are plain data, and a checkpoint has them.
+
+
+@attrs.frozen
+class Start:
+    """Before the first update: evaluate, and call the hooks of that moment."""
+
+
+@attrs.frozen
+class Update:
+    """Update until something is due after an update, or the epoch ends."""
 
 
 @attrs.frozen
 class Boundary:
-    """The boundary of the newest update is left: its record, and then its hooks."""
+    """Decide what is due after an update, and put it on the list.
+
+    Args:
+        ended: whether the epoch ends here.
+    """
+
+    ended: bool = False
+
+
+@attrs.frozen
+class Append:
+    """Append a record.
+
+    Args:
+        kind: "epoch": of an epoch that has ended. "evaluation": within one. "recent": of
+            ``record_every`` alone. "closing": because the run ends here.
+        names: the loaders to evaluate for it, and the numbers of hooks that are due.
+    """
+
+    kind: str
+    names: tuple[str, ...] = ()
+
+
+@attrs.frozen
+class Collect:
+    """Evaluate loaders for the hooks that ask for outputs at the end.
+
+    What these evaluations come to is in no record. The numbers that hooks make of the outputs are
+    in a closing record.
+    """
+
+    loaders: tuple[str, ...]
+
+
+@attrs.frozen
+class Call:
+    """Call a hook, and then those after it.
+
+    Args:
+        stage: "start", "boundary" or "end". All hooks are called at a boundary, and at the start if
+            there is a record; else those that may be due there.
+        nth: which of the hooks of the stage, from 0.
+    """
+
+    stage: str
+    nth: int = 0
+
+
+@attrs.frozen
+class Meet:
+    """Leave an epoch: all processes wait for each other, and compare what they have come to.
+
+    Args:
+        ended: whether the epoch has ended; else the run ends within it, or a hook has gone back.
+    """
+
+    ended: bool
 
 
 @attrs.frozen
 class End:
-    """The end of the run is left: the closing record, the hooks ``at_end()``, and then the flush.
+    """The end of the run: the closing record, and the hooks of that moment."""
+
+
+@attrs.frozen
+class Flush:
+    """Let the hooks complete what they keep, such as the last save.
 
     Args:
-        stop: why the run has ended; None: it is at its target.
+        stop: why the run has ended; None: it is at its target, or SIGUSR1 asked for a save.
     """
 
     stop: str | None = None
 
 
-@attrs.frozen
-class Flush:
-    """The last save of the run is left, and whatever else hooks complete at its end."""
+Action = Start | Update | Boundary | Append | Collect | Call | Meet | End | Flush
+Todo = tuple[Action, ...]
+OF_BOUNDARY = (Start, Boundary, Append, Collect, Call)  # what follows them depends on what they do
 
 
-Left = tuple[Boundary | End | Flush, ...]
-BOUNDARY, FLUSH = Boundary(), Flush()
+def pending(todo: Todo) -> Todo:
+    """Return what is left to do of a boundary that has begun."""
+    return tuple(itertools.takewhile(lambda action: isinstance(action, OF_BOUNDARY), todo))
 
 
-def end_in(left: Left) -> End | None:
-    """Return the end of the run, if it is left."""
-    return next((action for action in left if isinstance(action, End)), None)
+def reason_of(todo: Todo) -> str | None:
+    """Return why the run has ended, if its end is still to be made."""
+    return todo[-1].stop if todo and isinstance(todo[-1], Flush) else None
 
 
 # --- in checkpoints
@@ -412,48 +486,89 @@ def decode_stop(reason: object, kind: object, name: str = "stop") -> Stop | None
     return Stop(reason, str(kind))
 
 
-def encode_left(left: Left) -> list[dict[str, object]]:
-    """Return what is left as JSON."""
-    return [
-        {"end": action.stop, **encode_stop(action.stop)}
-        if isinstance(action, End)
-        else {"boundary" if action == BOUNDARY else "flush": True}
-        for action in left
-    ]
+def encode_todo(todo: Todo) -> list[dict[str, object]]:
+    """Return actions as JSON."""
+    return [_encode_action(action) for action in todo]
 
 
-def decode_left(saved: object) -> Left:
-    """Return what is left from JSON.
+def _encode_action(action: Action) -> dict[str, object]:
+    facts = attrs.asdict(action) | (encode_stop(action.stop) if isinstance(action, Flush) else {})
+    return {"do": type(action).__name__, **facts}
+
+
+def decode_todo(saved: object) -> Todo:
+    """Return actions from JSON.
 
     Raises:
-        TypeError: it was not written by :func:`encode_left`.
+        TypeError: it was not written by :func:`encode_todo`.
     """
-    if not isinstance(saved, Sequence) or isinstance(saved, str):
-        raise TypeError(f"left is {saved!r:.60}")
+    if not isinstance(saved, list):
+        raise TypeError(f"todo is {saved!r:.60}")
     return tuple(map(_decode_action, saved))
 
 
-def _decode_action(saved: object) -> Boundary | End | Flush:
+def _decode_action(saved: object) -> Action:
     match saved:
-        case {"boundary": True}:
-            return BOUNDARY
-        case {"flush": True}:
-            return FLUSH
-        case {"end": reason, **more}:
-            return End(decode_stop(reason, more.get("stop_kind"), "the end that is left"))
-    raise TypeError(f"left has {saved!r:.60}")
+        case {"do": "Start"}:
+            return Start()
+        case {"do": "Update"}:
+            return Update()
+        case {"do": "Boundary", "ended": bool(ended)}:
+            return Boundary(ended)
+        case {"do": "Append", "kind": ("epoch" | "evaluation" | "recent" | "closing") as kind,
+              "names": [*names]} if _are_names(names):  # fmt: skip
+            return Append(kind, tuple(names))
+        case {"do": "Collect", "loaders": [*names]} if _are_names(names):
+            return Collect(tuple(names))
+        case {"do": "Call", "stage": ("start" | "boundary" | "end") as stage, "nth": int(nth)} if (
+            type(nth) is int and nth >= 0
+        ):
+            return Call(stage, nth)
+        case {"do": "Meet", "ended": bool(ended)}:
+            return Meet(ended)
+        case {"do": "End"}:
+            return End()
+        case {"do": "Flush", "stop": reason, **more}:
+            return Flush(decode_stop(reason, more.get("stop_kind"), "the stop of Flush"))
+    raise TypeError(f"todo has {saved!r:.60}")
 
 
-def left_in_events(events: Sequence[str]) -> tuple[frozenset[str], Left]:
-    """Return the events of a boundary and what is left, from a checkpoint that has both in one.
+def _are_names(names: Sequence[object]) -> bool:
+    return all(isinstance(name, str) for name in names)
 
-    Before 0.2, "pending" stood for the boundary, and "stop: ..." for the end and its reason.
+
+def todo_of_before(facts: Mapping[str, object]) -> tuple[frozenset[str], Todo]:
+    """Return the events and the actions of a checkpoint that was written before there were actions.
+
+    It says what was left: the boundary, the end and its reason, the last save. Before 0.2 this was
+    among the events: "pending" stood for the boundary, and "stop: ..." for the end.
+
+    Raises:
+        TypeError: it says something else.
     """
-    reason = next((event.removeprefix("stop: ") for event in events if event[:6] == "stop: "), None)
-    left: Left = (BOUNDARY,) if "pending" in events else ()
-    left += () if reason is None else (End(decode_stop(reason, None)),)
-    known = (event for event in events if event != "pending" and event[:6] != "stop: ")
-    return frozenset(known), left
+    events, left = facts.get("news", []), facts.get("left", [])
+    for known in (events, left):
+        if not isinstance(known, list):
+            raise TypeError(f"left is {known!r:.60}")
+    todo: Todo = ()
+    for each in (*events, *left):
+        match each:
+            case "pending" | {"boundary": True}:
+                todo = (Boundary(), *todo)
+            case str(event) if event.startswith("stop: "):
+                todo = (*todo, End(), Flush(decode_stop(event.removeprefix("stop: "), None)))
+            case {"end": reason, **more}:
+                stop = decode_stop(reason, more.get("stop_kind"), "the end that is left")
+                todo = (*todo, End(), Flush(stop))
+            case {"flush": True}:
+                todo = (*todo, Flush())
+            case str():
+                pass
+            case _:
+                raise TypeError(f"left has {each!r:.60}")
+    named = frozenset(each for each in events if each != "pending" and each[:6] != "stop: ")
+    # An update alone comes before its boundary.
+    return named & {"update"} if todo[:1] == (Boundary(),) else named, todo
 
 
 # --------------------------------------------------------------------------------------------------

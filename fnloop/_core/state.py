@@ -44,7 +44,7 @@ from fnloop._core.optimizers import (
     optimizers_in,
 )
 from fnloop._core.rng import SEED_BITS, HostGenerators, new_seed
-from fnloop._core.runs import Left, Position, RunInfo
+from fnloop._core.runs import Position, RunInfo, Todo, pending
 from fnloop._core.serialize import Pending, copy_flattened
 from fnloop._core.types import RECORD, UPDATE, Metric, Output
 from fnloop._display import checks, tables
@@ -196,10 +196,11 @@ class TrainState:
             (one was completed), "record" (one was appended to the history), "start" (none was
             applied yet), "end" (it was the run's last, by its target or by a hook). Hooks decide by
             it.
-        left: what the last boundary has left to the run that continues: itself, or the end of
-            the run; nearly always empty.
-        generators: the state of Python's and NumPy's generators in mid-epoch; None at the start
-            of an epoch. All other randomness is a function of the seed and the counters.
+        todo: what this run does next, as a tuple of actions; empty when it has ended. A run that
+            continues from here begins with them.
+        generators: the state of Python's and NumPy's generators in mid-epoch, or where hooks are
+            still to be called; None at the start of an epoch. All other randomness is a function of
+            the seed and the counters.
         position: where the training loader is in mid-epoch, by its ``state_dict``; or None.
 
     Example:
@@ -226,7 +227,7 @@ class TrainState:
     stop: str | None = None
     backend: Backend = attrs.field(factory=lambda: Backend("cpu"))
     events: frozenset[str] = _NOTHING
-    left: Left = ()
+    todo: Todo = ()
     generators: HostGenerators | None = None
     extra: Mapping[str, Any] = attrs.field(factory=dict)
     _ownership: Ownership[TrainState] = attrs.field(factory=_refuse, alias="ownership")
@@ -810,7 +811,7 @@ def tracing_copy(
     """
     names = (
         *("step", "epoch", "batch", "samples", "skipped", "metrics", "history", "run", "stop"),
-        *("events", "left", "generators", "extra"),
+        *("events", "todo", "generators", "extra"),
     )
     changing = {name: stand_in(name) for name in names}
     changing["updates"] = {name: stand_in(f"updates[{name!r}]") for name in state.updates}
@@ -823,9 +824,10 @@ def detached_from_run(state: TrainState) -> TrainState:
         return state
     ownership_of(state).seconds = state.run.stopwatch.spent()
     generators = position = None
-    if state.batch:
+    if state.batch or pending(state.todo):
         # Those of the state are not installed yet, if the first fetch of a run has failed.
         generators = state.generators or HostGenerators.capture()
+    if state.batch:
         # A state that a hook went back to has its own.
         position = state.position or state.run.position_at(state.epoch, state.batch)
     return changed(state, run=None, generators=generators, position=position)

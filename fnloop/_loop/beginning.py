@@ -14,7 +14,7 @@ from fnloop._backend.torch_compat import cpu_capabilities
 from fnloop._core.freeze import keep_statistics
 from fnloop._core.metrics import RECENT, Elapsed, without_recent
 from fnloop._core.optimizers import explain_untrained, optimizers_in
-from fnloop._core.runs import BOUNDARY
+from fnloop._core.runs import pending
 from fnloop._core.serialize import Pending, materialize
 from fnloop._core.state import TrainState, changed, trains_all
 from fnloop._core.types import Metric, Middleware, name_of
@@ -50,7 +50,7 @@ def first_state(plan: Plan, state: TrainState) -> TrainState:
     except Exception as error:
         explain(error, state, plan.step, "the making of slots", state.batch)
         raise
-    if BOUNDARY in state.left or state.ends is not None:
+    if pending(state.todo) or state.ends is not None:
         _warn_of_unknown(state)
     return state
 

@@ -1,7 +1,7 @@
-"""What is due at a boundary, the point between two updates.
+"""What is due at a boundary, the point between two updates, and what comes after it.
 
-``due`` says it as a list of actions, and ``Run`` carries them out. There is a list for each stage,
-because what a stage does decides the next one: a hook stops the run after it has seen the record.
+``due`` returns what a stage of a boundary does, as actions. There is a list for each stage, because
+what a stage does decides the next one: a hook stops the run after it has seen the record.
 
     "start"     before the first update: evaluate, and call the hooks of that moment
     "boundary"  after each update: make the records that are due, and call all hooks
@@ -12,17 +12,11 @@ A run that reaches its target makes its end with its last boundary: the closing 
 the hooks, which see the event "end". It has an "end" of its own only if this boundary has a record,
 and the end evaluates more: then the hooks see that record as they would if the run went further.
 
-What becomes of a stop that a hook sets:
+``onward`` says what comes after the hooks: the next update, the next epoch, or the end of the run.
+It is asked when a boundary begins, and again after each hook that has changed the state.
 
-1. ``Run._as_continued`` keeps it, unless there was one before. ``Run._leave_end`` notes in
-   ``state.left`` that an end is to be made, and the epoch is over.
-2. ``Run.end_epoch`` finds that note, and ``Run._end`` makes the end: what is due at the stage "end"
-   is carried out, and nothing is left. A run that is killed before that leaves the note, and the
-   run that continues makes the end first.
-3. The phase ends, if it has a name, and the hooks are flushed.
-4. With ``stop=None`` the next run continues. ``Run.begin_epoch`` reads the loader from the position
-   that the state has, and ``Run.enter`` installs the generators after the first fetch, as they were
-   captured after it. The running metrics are still there, and a closing record resets none.
+``resumed`` says what a run does first with a state that another one has left, maybe with another
+target.
 """
 
 from __future__ import annotations
@@ -32,61 +26,28 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import attrs
 
 from fnloop._core.history import Record, is_row
-from fnloop._core.runs import End
-from fnloop._core.state import TrainState
+from fnloop._core.runs import (
+    Action,
+    Append,
+    Boundary,
+    Call,
+    Collect,
+    End,
+    Flush,
+    Meet,
+    Start,
+    Todo,
+    Update,
+    ends_run,
+    pending,
+)
+from fnloop._core.state import TrainState, changed
 from fnloop._core.types import END, EPOCH, RECORD
 from fnloop._display import checks
 from fnloop._hooks.hook import Moment, Trigger, as_moment, due_at, is_moment
 
 # When to evaluate: all loaders together, or each by its name; None is never.
 Moments = Trigger | Mapping[str, Trigger | None] | None
-
-
-@attrs.frozen
-class Append:
-    """Append a record.
-
-    Args:
-        kind: "epoch": of an epoch that has ended. "evaluation": within one. "recent": of
-            ``record_every`` alone. "closing": because the run ends here.
-        names: the loaders to evaluate for it, and the numbers of hooks that are due.
-    """
-
-    kind: str
-    names: tuple[str, ...] = ()
-
-
-@attrs.frozen
-class Collect:
-    """Evaluate loaders for the hooks that ask for outputs at the end.
-
-    What these evaluations come to is in no record. The numbers that hooks make of the outputs are
-    in a closing record.
-    """
-
-    loaders: tuple[str, ...]
-
-
-@attrs.frozen
-class Call:
-    """Call the hooks: all of them, or those that are due outside of an update.
-
-    Args:
-        stage: "start", "boundary" or "end". All hooks are called at a boundary, and at the start if
-            there is a record.
-    """
-
-    stage: str
-
-
-@attrs.frozen
-class Leave:
-    """Leave the end of the run for later: after the hooks."""
-
-    end: End
-
-
-Action = Append | Collect | Call | Leave
 
 
 @attrs.frozen
@@ -136,13 +97,7 @@ def ask(
     return Answers(sum(now, ()) if now else None, sum(at_end, ()), record)
 
 
-def due(
-    stage: str,
-    state: TrainState,
-    answers: Answers,
-    evaluated: Iterable[str],
-    adds_at_end: bool = False,
-) -> list[Action]:
+def due(stage: str, state: TrainState, answers: Answers, evaluated: Iterable[str]) -> Todo:
     """Return what happens at a stage of a boundary, in its order.
 
     Args:
@@ -150,26 +105,87 @@ def due(
         state: the state: its events say whether an epoch, or the run, ends here.
         answers: what the moments say.
         evaluated: the names of all loaders that the run evaluates.
-        adds_at_end: whether a hook may have numbers only because the run ends.
     """
     ends, epoch = END in state.events, EPOCH in state.events
     known = tuple(evaluated)
     if stage == "start":
         record = [] if answers.now is None else [Append("evaluation", answers.now)]
-        return [*record, Call("start")]
+        return (*record, Call("start"))
     if stage == "end":
         made = is_full(state)
         closing = _closing(answers, made, state.history[-1] if made else None, known)
-        return [*closing, Collect(known), Call("end")]
+        return (*closing, Collect(known), Call("end"))
     if epoch or answers.now is not None:
-        record = Append("epoch" if epoch else "evaluation", answers.now or ())
-        if ends and (adds_at_end or not set(answers.at_end) <= set(record.names)):
-            return [record, Leave(End()), Call("boundary")]
-        rest = tuple(name for name in known if name not in record.names)
-        return [record, *([Collect(rest)] if ends else ()), Call("boundary")]
+        names = answers.now or ()
+        record = [Append("epoch" if epoch else "evaluation", names)]
+        rest = tuple(name for name in known if name not in names)
+        return (*record, *([Collect(rest)] if ends else ()), Call("boundary"))
     recent = [Append("recent")] if answers.record else []
     closing = _closing(answers, False, None, known) if ends else []
-    return [*recent, *closing, Call("boundary")]
+    return (*recent, *closing, Call("boundary"))
+
+
+def ends_apart(state: TrainState, answers: Answers, adds_at_end: bool) -> bool:
+    """Return whether the end of the run is made after its last boundary, and not with it.
+
+    Args:
+        state: the state: its events say whether an epoch ends here.
+        answers: what the moments say.
+        adds_at_end: whether a hook may have numbers only because the run ends.
+    """
+    has_record = EPOCH in state.events or answers.now is not None
+    return has_record and (adds_at_end or not {*answers.at_end} <= {*(answers.now or ())})
+
+
+def onward(state: TrainState, reached: bool, ended: bool, gone_back: bool = False) -> Todo:
+    """Return what comes after the hooks of a boundary.
+
+    Args:
+        state: the state that they have returned.
+        reached: whether the run is at its target.
+        ended: whether the epoch has ended.
+        gone_back: whether a hook has gone back to a snapshot.
+    """
+    if reached or ends_run(state.stop):
+        end = () if END in state.events else (End(),)
+        return (Meet(ended), *end, Flush(state.stop if ends_run(state.stop) else None))
+    if state.ends is not None and not gone_back:
+        return (Boundary(ended=True),)
+    return (Meet(ended and not gone_back), Update()) if ended or gone_back else (Update(),)
+
+
+def resumed(state: TrainState, reached: bool, starts: bool) -> TrainState:
+    """Return the state with what a run does with it first; with nothing, if there is nothing to do.
+
+    What an interruption has left of a boundary is completed. The end of a run that was left is made
+    only if it still is one: its target may have been raised, or its stop taken back.
+
+    Args:
+        state: the state that the run is given, without an interruption as its stop.
+        reached: whether the run is at its target.
+        starts: whether something is due before the first update.
+    """
+    over = reached or ends_run(state.stop)
+    left = tuple(action for action in pending(state.todo) if over or not _is_of_end(action))
+    if not over:
+        state = changed(state, events=state.events - {END})
+    if left and isinstance(left[-1], Call) and left[-1].stage == "end":
+        return changed(state, todo=(*left, Flush(state.stop)))
+    if left:
+        ended = EPOCH in state.events and not state.batch
+        return changed(state, todo=(*left, *onward(state, reached, ended)))
+    if over:
+        of_end = any(isinstance(action, End | Flush) for action in state.todo)
+        return state if of_end else changed(state, todo=())
+    first = (Start(), Update()) if starts else onward(state, False, False)
+    return changed(state, todo=first, events=frozenset())
+
+
+def _is_of_end(action: Action) -> bool:
+    """Return whether an action of a boundary is there because the run ends."""
+    if isinstance(action, Append):
+        return action.kind == "closing"
+    return isinstance(action, Collect) or (isinstance(action, Call) and action.stage == "end")
 
 
 def _closing(

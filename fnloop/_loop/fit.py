@@ -13,7 +13,7 @@ from fnloop._hooks.hook import HookFn, Trigger, every
 from fnloop._loop.boundary import Moments
 from fnloop._loop.peers import handling, is_alone
 from fnloop._loop.plan import make_plan
-from fnloop._loop.run import train_epochs
+from fnloop._loop.run import fold
 from fnloop._step.pipeline import PipelineStep
 
 P = ParamSpec("P")
@@ -162,7 +162,7 @@ def fit(
         # Signals are recorded between two epochs too.
         with reserved_generators(), handling(is_alone(state)) as interrupts:
             reached = state
-            for reached in train_epochs(plan, state, interrupts):  # noqa: B007
+            for reached in fold(plan, state, interrupts):  # noqa: B007
                 pass
     except RuntimeError as error:
         # Python turns a StopIteration that leaves a generator into a RuntimeError.
@@ -209,4 +209,4 @@ def run(
     plan = make_plan(
         step, state, loaders, epochs, steps, hooks, evaluate_every, record_every, prefetch, phase
     )
-    return train_epochs(plan, state)
+    return fold(plan, state)

@@ -23,17 +23,17 @@ from fnloop._core.history import (
 )
 from fnloop._core.optimizers import forget_schedules, groups_in
 from fnloop._core.runs import (
-    BOUNDARY,
     RunInfo,
     Windows,
-    end_in,
     ends_phase,
     is_interruption,
     kind_of,
+    reason_of,
 )
 from fnloop._core.state import (
     TrainState,
     begin_count,
+    changed,
     check_not_stale,
     left_out,
     unwrap,
@@ -58,7 +58,7 @@ from fnloop._hooks.hook import (
     slots_of,
     unwrap_hook,
 )
-from fnloop._loop.boundary import Moments, check_moment, own_clock, read_moments
+from fnloop._loop.boundary import Moments, check_moment, own_clock, read_moments, resumed
 from fnloop._loop.errors import warn_on_main
 from fnloop._loop.made_with import describe_making
 from fnloop._step.alternate import AlternateStep
@@ -96,18 +96,10 @@ class Plan:
     def begin(self, state: TrainState) -> TrainState:
         """Return the state with which the run begins; a new phase begins here.
 
-        What has only interrupted the run before is forgotten. What was left of its end is due only
-        if it is still over: its target may have been raised, or its stop taken back.
+        What has only interrupted the run before is forgotten.
         """
         if is_interruption(state.stop):
-            end = end_in(state.left)
-            state = attrs.evolve(state, stop=None if end is None else end.stop)
-        state = self._begin(state)
-        if state.left and not self.is_over(state):
-            state = attrs.evolve(state, left=tuple(x for x in state.left if x == BOUNDARY))
-        return state
-
-    def _begin(self, state: TrainState) -> TrainState:
+            state = attrs.evolve(state, stop=reason_of(state.todo))
         for hook in self.hooks:
             state = hook.take_back(state)
         state = put_back_restored(state, self.phase)
@@ -124,6 +116,16 @@ class Plan:
             )
         forget_schedules(groups_in(state.optimizer))
         return begin_phase(self.step.renew_slots(state), self.phase)
+
+    def resumed(self, state: TrainState) -> TrainState:
+        """Return the state with what this run does first; with nothing, if there is nothing to do.
+
+        Past the target of this run, or in a later phase, what is next is that of a later call of
+        the same script.
+        """
+        if self.is_past(state) or not is_newest(state, self.phase):
+            return changed(state, todo=())
+        return resumed(state, self.is_reached(state), self.begins_before(state))
 
     def passes_over(self, state: TrainState) -> bool:
         """Return whether a script that was started again passes over a phase on its way."""
@@ -503,7 +505,7 @@ def begin_phase(state: TrainState, name: str) -> TrainState:
     phase = Phase(name, state.step, epoch, len(state.history), **counts, named=True)
     phases = (*state.phases, phase)
     state = attrs.evolve(
-        begin_count(state), phases=phases, stop=None, ends=None, events=frozenset(), left=()
+        begin_count(state), phases=phases, stop=None, ends=None, events=frozenset(), todo=()
     )
     if not left:
         return state
@@ -516,11 +518,6 @@ def is_newest(state: TrainState, name: str | None) -> bool:
     """Return whether no other phase has begun since this one, or since the run of no phase."""
     begun = phase_of(state, name)
     return begun is None or begun is state.phases[-1]
-
-
-def has_left(state: TrainState, name: str | None) -> bool:
-    """Return whether a run that ended within a boundary has left some of it to this phase."""
-    return bool(state.left) and is_newest(state, name)
 
 
 def end_phase(state: TrainState, name: str | None) -> TrainState:

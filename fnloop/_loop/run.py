@@ -1,4 +1,4 @@
-"""The loop. Top to bottom, this is what ``fit`` does: epochs, updates, boundaries."""
+"""The loop: a fold over actions. What a run does next is in its state, see ``_core/runs.py``."""
 
 from __future__ import annotations
 
@@ -26,16 +26,23 @@ from fnloop._core.metrics import (
 from fnloop._core.optimizers import labelled_groups, numbers_used, optimizers_in
 from fnloop._core.rng import COMPUTE, fold_in, isolated, mix, seed_host, torch_seeder
 from fnloop._core.runs import (
-    BOUNDARY,
-    FLUSH,
     INTERRUPTED,
+    Action,
+    Append,
+    Boundary,
+    Call,
+    Collect,
     End,
-    Left,
+    Flush,
+    Meet,
+    Start,
     Stopwatch,
-    end_in,
+    Todo,
+    Update,
     ends_run,
     first_stop,
     is_interruption,
+    pending,
 )
 from fnloop._core.state import (
     TrainState,
@@ -49,12 +56,12 @@ from fnloop._core.state import (
     owns_handles,
     with_record,
 )
-from fnloop._core.types import END, EPOCH, RECORD, START, UPDATE, Metric, Output, name_of
+from fnloop._core.types import END, EPOCH, RECORD, START, Metric, Output, name_of
 from fnloop._data.loaders import NONE_LEFT
 from fnloop._data.source import Source, windows
 from fnloop._hooks.hook import Hook, Wrapper
 from fnloop._loop.beginning import check_length, complete, first_state, suggest_fused
-from fnloop._loop.boundary import Action, Answers, Append, Collect, Leave, ask, due
+from fnloop._loop.boundary import Answers, ask, due, ends_apart, onward
 from fnloop._loop.errors import (
     check_counters,
     check_returned,
@@ -67,24 +74,22 @@ from fnloop._loop.errors import (
 )
 from fnloop._loop.evaluate import gather_outputs, measure, open_loader
 from fnloop._loop.peers import Abandoned, Interrupts, handling, is_alone, peers_of
-from fnloop._loop.plan import Plan, describe, end_phase, has_left, is_newest
+from fnloop._loop.plan import Plan, describe, end_phase, is_newest
 from fnloop._step.engine import engine_of
 from fnloop._step.pipeline import STEP, PipelineStep
 
 # --------------------------------------------------------------------------------------------------
-# The loop: epochs of updates. Top to bottom, this is what `fit` does.
+# A run: do what is next, until nothing is.
 #
-#     position the generators -> step -> fetch the next window -> boundary
+#     Start -> Update -> Boundary -> Append, Collect, Call, Call, ... -> Update
+#                                                                     -> Meet -> Update
+#                                                                     -> Meet -> End -> Flush
 #
-# The next window is fetched while the device still works on the step. A boundary is the point
-# between two updates (see `Run.boundary`): evaluation, records and hooks happen there and nowhere
-# else, so they never see a half-finished state.
+# Evaluation, records and hooks happen between two updates and nowhere else, so they never see a
+# half-finished state. The next batch is fetched while the device still works on the step.
 
 
-LOADER = "the training loader"  # as messages say what a run was doing
-
-
-def train_epochs(
+def fold(
     plan: Plan, state: TrainState, interrupts: Interrupts | None = None
 ) -> Iterator[TrainState]:
     """Yield the state after every epoch, and at the end of the run.
@@ -97,59 +102,25 @@ def train_epochs(
     __tracebackhide__ = True
     tell = inform_on_main if plan.passes_over(state) else warn_on_main
     state = plan.begin(state)
-    past = plan.is_past(state)
-    if past or (plan.is_over(state) and not has_left(state, plan.phase)):
+    if not (begun := plan.resumed(state)).todo:
         tell(state, plan.why_nothing_to_do(state))
-        # Past its target it is in the middle of another run, of a later call of the same script:
-        # what is left is that run's.
         rest(state)
-        yield state if past else _settle_hooks(plan, state)
+        yield state if plan.is_past(state) else _settle_hooks(plan, state)
         return
-    run, backend = Run(plan, state), state.backend
-    window, source = plan.step.window, run.source
-    batch_size, position = source.batch_size or 0, torch_seeder(backend.device)
-    recent = plan.record_every is not None
-    with _closing_hooks(plan.hooks, run.stopwatch):
-        while True:
-            with isolated(backend.device), _listening(state, interrupts) as run.interrupts:
-                with reusing_pages(backend.device), Survival(run):
-                    seed, state = run.begin_epoch(), run.state
-                    at = (state.epoch, state.batch, state.samples)
-                    nothing: Any = None
-                    batch = feed = step = nothing
-                    # An epoch that will not be trained is not begun, but one that was left in the
-                    # middle is, for the position of its loader and its generators.
-                    over = run.only_ends() and not state.batch
-                    if not over:
-                        sizes = None if window == 1 else run.info.windows.sizes(state.batch)
-                        feed = windows(source, sizes, backend.device, *at, plan.prefetch)
-                        batch = run.fetch(feed)
-                        over = run.enter(seed, ended=batch is NONE_LEFT)
-                        step = engine_of(run.state).read_from(source, plan.step.train, window)
-                    while not over:
-                        state = run.state
-                        position(mix(seed, state.batch))
-                        taken = backend.data_size * (1 if window == 1 else len(batch))
-                        run.taken = min(taken, run.info.window)  # without padding, if known
-                        run.phase = None  # the step
-                        new, out = step(state, batch)
-                        run.state = consume(new, out, run.taken, run.taken * batch_size, recent)
-                        run.phase, run.unfinished, run.left_out = LOADER, BOUNDARY, out.skip
-                        if out.skip is not None:
-                            run.info.notices.tell(run.state, "skip", reason=out.skip)
-                        batch = run.fetch(feed)
-                        over = run.boundary(ended=batch is NONE_LEFT)
-                    run.end_epoch(ended=batch is NONE_LEFT)
-                reached = detached_from_run(run.state)
-            over = run.is_over()
-            if not run.rolled_back or over:
-                if interrupts is None or over:  # fit shows its caller the last one alone
-                    rest(reached)
-                yield reached
-                check_not_stale(reached)  # the caller may have advanced it
-            if over:
-                return
-            run.state = changed(reached, run=run.info)
+    world = World(plan, begun)
+    device, over = state.backend.device, False
+    with _closing_hooks(plan.hooks, world.stopwatch):
+        while not over:
+            with isolated(device), _listening(state, interrupts) as world.interrupts:
+                with reusing_pages(device), Survival(world):
+                    world.train_epoch()
+                state = detached_from_run(world.state)
+            over = not state.todo or is_interruption(state.stop)
+            if interrupts is None or over:  # fit shows its caller the last one alone
+                rest(state)
+            yield state
+            check_not_stale(state)  # the caller may have advanced it
+            world.state = changed(state, run=world.info)
 
 
 def _settle_hooks(plan: Plan, state: TrainState) -> TrainState:
@@ -181,15 +152,16 @@ def _listening(
 
 
 # --------------------------------------------------------------------------------------------------
-# What a run has besides its state, and what happens at its boundaries.
+# What a run has besides its state, and what each action does.
+
+LOADER = "the training loader"  # as messages say what a run was doing
 
 
-class Run:
-    """A run: the state that it has reached, and everything that is not in the state.
+class World:
+    """What a run has besides its state: handles, each of which is opened again from the state.
 
-    ``state`` is always safe to continue from if something raises. During an update it is the state
-    before the update. At a boundary it is the state before the boundary, until the record has been
-    appended; then the one that each hook returned.
+    ``state`` is what a run continues from if something raises: the state before the action that is
+    being done, or after its last complete part.
 
     Args:
         plan: what the run is to do.
@@ -213,334 +185,362 @@ class Run:
         self._collectors = [hook for hook in plan.hooks if hook.wants_outputs]
         late = [hook for hook in self._collectors if not isinstance(hook, Wrapper)]
         self._adds_at_end = any(END in hook.outside for hook in late)
-        self.last_step = math.inf if plan.steps is None else plan.steps
+        self._last_step = math.inf if plan.steps is None else plan.steps
         self._quiet = [each.quiet_until for each in plan.triggers]
+        self._asked_at = self._quiet_until = 0.0  # nothing is due in between, in mid-epoch
+        self._calls_always = bool(plan.hooks) or not is_alone(state)
+        self._usr1_stops = any(hook.ends_run_on_usr1 for hook in plan.hooks)
         self.interrupts = Interrupts()
-        self.phase: object = None  # what it is doing; None: the step, whose layers name themselves
+        self.doing: object = None  # for messages; None: the step, whose layers name themselves
+        self.feed: Iterator[Any] | None = None  # the batches, or windows, of the running epoch
+        self.batch: Any = None  # the next of them
         self.taken = 0  # batches that the update takes, in all processes
         self.left_out: str | None = None  # why the newest update was left out, if it was
-        self.begun = (0, 0)  # the epoch, and the batch with which the run began or continued it
-        self.first_update = state.step + state.skipped
+        self.opened_at = (0, 0)  # epoch and batch where the run has begun to read the feed
         self.batches_in_epoch = 0  # of the epoch that has just ended
-        self.unfinished: object = None  # what a failure would leave: BOUNDARY, END or FLUSH
-        self.rolled_back = False  # whether a hook went back to a snapshot
-        self.asked_at = self.quiet_until = 0.0  # in between nothing is due, unless the epoch ends
+        self.read_whole = False  # whether the loader had no further batch then
+        self.first_update = state.step + state.skipped
         known = state.history[-1].seconds if len(state.history) else 0.0
         self.seconds = max(known, ownership_of(state).seconds)  # of all runs, at the newest record
         self.stopwatch = self.info.stopwatch
         self.stopwatch.begin(self.seconds)
-        self.state = first_state(plan, changed(state, run=self.info))
-        self._usr1_stops = any(hook.ends_run_on_usr1 for hook in plan.hooks)
-        self._calls_always = bool(plan.hooks) or not is_alone(state)
+        begun = first_state(plan, changed(state, run=self.info))
+        todo = state.todo  # also if a hook has gone to another state
+        if ends_run(begun.stop) and state.stop is None:
+            todo = (*pending(todo), *onward(begun, plan.is_reached(begun), ended=False))
+        self.state = changed(begun, todo=todo)
 
-    def is_over(self) -> bool:
-        """Return whether the run is at its end."""
-        return self.plan.is_over(self.state)
-
-    # --- an epoch
-
-    def begin_epoch(self) -> int:
-        """Begin an epoch, or continue the one that was left. Return the seed of its draws."""
-        self.phase, self.rolled_back = LOADER, False
-        self.quiet_until = 0.0
-        if len(self.state.history):  # which may be that of another state, after a hook
-            self.seconds = max(self.seconds, self.state.history[-1].seconds)
+    def train_epoch(self) -> None:
+        """Do what is next, until an epoch has ended and another is to begin, or the run is left."""
+        __tracebackhide__ = True
         if self._usr1_stops:
             self.interrupts.stop_on_usr1()
-        self.stopwatch.newest = None
-        if self.plan.step.window > 1 or self.source.lengths is not None:
-            self._count_windows()
-        self.begun, self.batches_in_epoch = (self.state.epoch, self.state.batch), 0
-        ahead = self.plan.prefetch * self.info.window
-        self.source.positions.begin(self.state.position, ahead)
-        self.state = self._leave_end(
-            changed(
-                self.state, events=_events(self.state), position=None,
-                ends=self.state.ends if self.state.batch else None,
-            )
-        )  # fmt: skip
-        if self.plan.begins_before(self.state):
-            self._start()
-        self.stopwatch.resumed = time.perf_counter()
-        return fold_in(self.state.seed, COMPUTE, self.state.epoch)
+        state = self.state = self.reopen(self.state)
+        ended = False
+        while state.todo and not (ended and type(state.todo[0]) is Update):
+            if self.is_left(state):
+                break
+            action, *todo = state.todo
+            state = self.state = DO[type(action)](self, state, action, tuple(todo))
+            ended = type(action) is Meet and action.ended
+        if self.is_left(state):
+            self.leave()
 
-    def fetch(self, feed: Iterator[Any]) -> Any:
-        """Return the next batch or window, or ``NONE_LEFT``. Note how long it was waited for."""
+    # --- signals
+
+    def is_left(self, state: TrainState) -> bool:
+        """Return whether the run ends here for now: what is next is left to the one that continues.
+
+        The hooks of a boundary that has begun are called first.
+        """
+        if self.interrupts.stop is None and not is_interruption(state.stop):
+            return False
+        action = state.todo[0] if state.todo else None
+        closing = isinstance(action, Append) and action.kind == "closing"
+        return closing or isinstance(action, Start | Update | Collect | End)
+
+    def leave(self, together: bool = True) -> None:
+        """End the run for now, and save it. ``together``: all processes do."""
         __tracebackhide__ = True
-        watch, began = self.stopwatch, time.perf_counter()
-        fetched = next(feed, NONE_LEFT)
-        now = time.perf_counter()
-        watch.waited = now - began
-        watch.trained += now - watch.resumed
-        watch.resumed = now
-        return fetched
+        self.doing = "the exchange between processes"
+        if together:
+            self.peers.barrier(self.state, self.interrupts, 0)
+        self.interrupts.done = True
+        if isinstance(self.state.todo[0], Flush):  # the run has ended, but for that
+            self.state = changed(self.state, todo=())
+        else:
+            self.state = changed(self.state, stop=self.interrupts.stop or self.state.stop)
+        self.flush_hooks()
 
-    def _count_windows(self) -> None:
-        """Note how many batches an update takes in this epoch, and so how many updates it has."""
-        windows = self.plan.windows(self.state, self.source)
-        batches = self.source.length_in(self.state.epoch)
-        if (windows, batches) != (self.info.windows, self.info.batches_per_epoch):
-            self.info = attrs.evolve(
-                self.info, window=windows.largest, windows=windows, batches_per_epoch=batches,
-                steps_per_epoch=self.plan.updates_in(batches, windows),
-            )  # fmt: skip
-            self.state = changed(self.state, run=self.info)
+    def flush_hooks(self) -> None:
+        """Let the hooks complete what they keep: at the end of a run, and on SIGUSR1."""
+        __tracebackhide__ = True
+        self.doing = "the end of the run"
+        for hook in self.plan.hooks:
+            self.state = check_returned(hook, hook.flush(self.state), "flush")
+        self.interrupts.save = False
+        self.interrupts.done &= is_interruption(self.state.stop)  # a hook may have changed it
 
-    def only_ends(self) -> bool:
-        """Return whether nothing but the end of the run is left to do."""
-        return BOUNDARY not in self.state.left and self.is_over()
+    def obey(self, state: TrainState) -> TrainState:
+        """Return the state with what signals ask for: to stop, or to save it first."""
+        state = self.interrupts.apply(state)
+        if not self.interrupts.save or any(isinstance(action, Flush) for action in state.todo):
+            return state
+        return changed(state, todo=(Flush(), *state.todo))
 
-    def enter(self, seed: int, ended: bool) -> bool:
-        """Install the generators. Return whether the epoch, or the run, is over at once.
+    # --- updates
 
-        It is called after the first fetch, because the generators that a checkpoint holds were
-        captured after the same fetch.
+    def reopen(self, state: TrainState) -> TrainState:
+        """Return the state with the generators, and the batches, where it was left.
 
-        Args:
-            seed: the seed of the epoch's draws.
-            ended: whether there was no batch left.
+        Generators were captured after the fetch of the next batch, in mid-epoch.
         """
         __tracebackhide__ = True
-        state = self.state
-        if ended and not state.batch:
-            raise ValueError(explain_no_batches(state, self.source))
+        self.feed, self.read_whole = None, False
+        if state.batch:
+            return self.open(state)
+        if state.generators is not None:
+            state.generators.install()
+        return changed(state, generators=None, position=None)
+
+    def open(self, state: TrainState) -> TrainState:
+        """Fetch the first batch of what is left of the epoch, and install the generators."""
+        __tracebackhide__ = True
+        plan, source = self.plan, self.source
+        self.doing = LOADER
+        if len(state.history):  # which may be that of another state, after a hook
+            self.seconds = max(self.seconds, state.history[-1].seconds)
+        self._quiet_until = 0.0
+        self.stopwatch.newest = None
+        self.stopwatch.resumed = time.perf_counter()
+        if plan.step.window > 1 or source.lengths is not None:
+            state = self._count_windows(state)
+        self.opened_at, self.batches_in_epoch = (state.epoch, state.batch), 0
+        self.read_whole = False
+        source.positions.begin(state.position, plan.prefetch * self.info.window)
+        at = state.epoch, state.batch, state.samples
+        sizes = None if plan.step.window == 1 else self.info.windows.sizes(state.batch)
+        self.feed = windows(source, sizes, state.backend.device, *at, plan.prefetch)
+        self.fetch()
+        if self.batch is NONE_LEFT and not state.batch:
+            raise ValueError(explain_no_batches(state, source))
         # Before an update, in which processes whose batches differ in size might wait for ever.
-        self.source.check_order(whole=False)
+        source.check_order(whole=False)
+        self._seed = fold_in(state.seed, COMPUTE, state.epoch)
         if state.generators is not None:
             state.generators.install()
         else:
             rank = state.backend.data_rank
-            seed_host(mix(fold_in(seed, rank) if rank else seed, state.batch))
-        if self.only_ends():
-            self.state = changed(state, generators=None)
-            return True
-        self.state = changed(state, generators=None, left=())
-        if state.ends is not None:  # what is left of the boundary is that of this end
-            return self._end_epoch_early(over=False)
-        return (ended or BOUNDARY in state.left) and self.boundary(ended)
+            seed_host(mix(fold_in(self._seed, rank) if rank else self._seed, state.batch))
+        self._step = engine_of(state).read_from(source, plan.step.train, plan.step.window)
+        return changed(state, generators=None, position=None)
 
-    def end_epoch(self, ended: bool) -> None:
-        """End an epoch, or what was run of it; and the run, if it is over."""
+    def fetch(self) -> None:
+        """Fetch the next batch or window, or ``NONE_LEFT``. Note how long it was waited for."""
         __tracebackhide__ = True
-        self.phase = "the exchange between processes"
-        if ended and self.batches_in_epoch and self.state.backend.main:
-            check_length(self.source, *self.begun, self.batches_in_epoch)
-        made = self.state.step + self.state.skipped - self.first_update
-        suggest_fused(self.plan.step.pipeline.middleware, self.state, self.stopwatch.trained, made)
-        order = self.source.order if ended else 0
-        self.peers.barrier(self.state, self.interrupts, order)
-        self.state = self.interrupts.apply(self.state)
-        if end_in(self.state.left) is not None:
-            self._end()
-        over = self.is_over()
-        if over:
-            self.state = end_phase(self.state, self.plan.phase)
-        elif EPOCH in self.state.events and not (self.plan.epochs or self.plan.may_stall):
-            self.phase = "the end of the epoch"
-            if (why := explain_no_updates(self.state, self.left_out)) is not None:
-                raise ValueError(why)
-        if self.interrupts.save or over:
-            self.phase = "the end of the run"
-            if self.state.left:
-                self.state = changed(self.state, left=())
-            self.flush_hooks()
-            self.interrupts.done &= is_interruption(self.state.stop)  # a hook may have changed it
+        assert self.feed is not None
+        watch, began = self.stopwatch, time.perf_counter()
+        self.batch = next(self.feed, NONE_LEFT)
+        now = time.perf_counter()
+        watch.waited = now - began
+        watch.trained += now - watch.resumed
+        watch.resumed = now
 
-    def _start(self) -> None:
-        """Evaluate and call the hooks that are due before the first update."""
-        __tracebackhide__ = True
-        state = changed(self.state, events=frozenset({START}))
-        self._carry_out(due("start", state, self._ask(state), self.evaluated), state)
-        self.state = changed(self.state, events=_events(self.state))
-        self.phase = LOADER
+    def _count_windows(self, state: TrainState) -> TrainState:
+        """Note how many batches an update takes in this epoch, and so how many updates it has."""
+        windows = self.plan.windows(state, self.source)
+        batches = self.source.length_in(state.epoch)
+        if (windows, batches) == (self.info.windows, self.info.batches_per_epoch):
+            return state
+        self.info = attrs.evolve(
+            self.info, window=windows.largest, windows=windows, batches_per_epoch=batches,
+            steps_per_epoch=self.plan.updates_in(batches, windows),
+        )  # fmt: skip
+        return changed(state, run=self.info)
 
-    def _end(self) -> None:
-        """Make the end of a run that was left for after its hooks, or by the run before."""
+    def start(self, state: TrainState, action: Start, todo: Todo) -> TrainState:
+        """Find out what is due before the first update."""
         __tracebackhide__ = True
-        self.interrupts.check_time_left(over=True)
-        state = changed(self.state, events=self.state.events - {START} | {END})
-        answers = self._ask(state) if self.plan.evaluates_at(END) else Answers()
-        self._carry_out(due("end", state, answers, self.evaluated), state)
-        self.state = changed(self.state, left=())
+        state = changed(state, events=frozenset({START}))
+        return changed(state, todo=(*due("start", state, self._ask(state), self.evaluated), *todo))
+
+    def update(self, state: TrainState, action: Update, todo: Todo) -> TrainState:
+        """Update until something may be due."""
+        __tracebackhide__ = True
+        if self.feed is None:
+            state = self.open(changed(state, events=frozenset()))
+        elif self.batch is NONE_LEFT:  # the run was left where a loader has come to its end
+            return changed(state, todo=(Boundary(ended=True),))
+        step, seed, window = self._step, self._seed, self.plan.step.window
+        position, most = torch_seeder(state.backend.device), self.info.window
+        share, size = state.backend.data_size, self.source.batch_size or 0
+        recent = self.plan.record_every is not None
+        self.stopwatch.resumed = time.perf_counter()
+        while True:
+            position(mix(seed, state.batch))
+            # Without padding, if that is known.
+            self.taken = min(share * (1 if window == 1 else len(self.batch)), most)
+            self.doing = None
+            new, out = step(state, self.batch)
+            self.state = state = consume(new, out, self.taken, self.taken * size, recent)
+            self.doing, self.left_out = LOADER, out.skip
+            if out.skip is not None:
+                self.info.notices.tell(state, "skip", reason=out.skip)
+            try:
+                self.fetch()
+            except BaseException:
+                self.state = changed(state, todo=(Boundary(),))
+                raise
+            ended = self.batch is NONE_LEFT
+            if ended or self._calls_always or state.stop is not None or self._may_be_due(state):
+                return changed(state, todo=(Boundary(ended),))
+
+    def _may_be_due(self, state: TrainState) -> bool:
+        """Return whether a moment has to be asked, the run is at its target, or a signal came."""
+        return (
+            not self._asked_at <= state.step < min(self._quiet_until, self._last_step)
+            or self.interrupts.stop is not None
+            or self.interrupts.save
+        )
 
     # --- a boundary
 
-    def boundary(self, ended: bool) -> bool:
-        """Evaluate and record, if that is due, and call the hooks.
-
-        Args:
-            ended: whether the epoch has no batch left.
-
-        Returns:
-            Whether the epoch, or the run, is over.
-        """
+    def boundary(self, state: TrainState, action: Boundary, todo: Todo) -> TrainState:
+        """Decide what is due after an update."""
         __tracebackhide__ = True
-        self.unfinished = BOUNDARY
-        state = self._complete_epoch() if ended else self.state
-        last = ended or state.step >= self.last_step
-        if last and self.plan.is_reached(state):
+        if ended := action.ended or self.batch is NONE_LEFT:
+            state = self._complete_epoch(state)
+        reached = (ended or state.step >= self._last_step) and self.plan.is_reached(state)
+        if reached:
             state = changed(state, events=state.events | {END})
-        if last or not self.asked_at <= state.step < self.quiet_until:
-            given = (state, self._ask(state), self.evaluated, self._adds_at_end)
-            self._carry_out(due("boundary", *given), state)
-        else:  # nothing is due but the hooks
-            self.state, self.unfinished = state, None
-            if self._calls_always or state.stop is not None:
-                self._call("boundary")
-        if self.interrupts.stop is not None:  # a signal may have come during the hooks
-            self.state = self.interrupts.apply(self.state)
-        if self.interrupts.save:
-            self.flush_hooks()
-        stopped = self.state.stop is not None or self.state.step >= self.last_step
-        over = ended or self.rolled_back or stopped
-        self.stopwatch.resumed = time.perf_counter()
-        return self._end_epoch_early(over) if self.state.ends is not None else over
+        todo = (_CALL,)
+        if ended or self._may_be_due(state):
+            answers = self._ask(state)
+            if reached and ends_apart(state, answers, self._adds_at_end):
+                state = changed(state, events=state.events - {END})
+            todo = due("boundary", state, answers, self.evaluated)
+        return changed(state, todo=(*todo, *onward(state, reached, ended)))
 
-    def _end_epoch_early(self, over: bool) -> bool:
-        """End the epoch, because a hook has said so, unless it is over. Return whether it is."""
-        __tracebackhide__ = True
-        if over:  # if only the run is, the next one ends the epoch
-            return True
-        self.state = changed(self.state, events=frozenset())
-        return self.boundary(ended=True)
+    def _complete_epoch(self, state: TrainState) -> TrainState:
+        """Return the state with its epoch counted, and close what has read it."""
+        self.batches_in_epoch, self.read_whole = state.batch, self.batch is NONE_LEFT
+        self.feed = self.batch = None
+        events = state.events
+        if state.ends is not None:  # a hook of this update has ended it, and saw its events
+            events = frozenset()
+            if not self.plan.step.carries:
+                left = self.source.left(state.epoch, state.batch, state.samples) or 0
+                state = count_left_out(state, self.info.windows.updates_of(left, state.batch))
+        return changed(
+            state, epoch=state.epoch + 1, batch=0, samples=0, ends=None,
+            events=events | {EPOCH}, saved_on=None,
+        )  # fmt: skip
 
     def _ask(self, state: TrainState) -> Answers:
         """Return what the moments say. Note until when they need not be asked."""
         __tracebackhide__ = True
         answers = ask(self.plan.evaluations, self.plan.record_every, state, self._note)
-        self.asked_at = state.step  # a step of the pipeline may go back before it
-        self.quiet_until = min([quiet(state) for quiet in self._quiet], default=math.inf)
+        self._asked_at = state.step  # a step of the pipeline may go back before it
+        self._quiet_until = min([quiet(state) for quiet in self._quiet], default=math.inf)
         return answers
 
-    def _note(self, phase: object) -> None:
-        self.phase = phase
+    def _note(self, doing: object) -> None:
+        self.doing = doing
 
-    def _carry_out(self, actions: Sequence[Action], state: TrainState) -> None:
-        """Do what is due at a stage of a boundary.
+    def call(self, state: TrainState, action: Call, todo: Todo) -> TrainState:
+        """Call a hook. Those after it are on the list already when it is called."""
+        __tracebackhide__ = True
+        plan, stage, nth = self.plan, action.stage, action.nth
+        if stage == "boundary":
+            hooks = plan.hooks
+            if nth == 0:
+                state, todo = self._poll(state, todo)
+        else:
+            every = stage == "start" and RECORD in state.events
+            hooks = plan.hooks if every else plan.hooks_at(stage)
+        if nth >= len(hooks):
+            return self.obey(changed(state, todo=todo))
+        hook = self.doing = hooks[nth]
+        calls = (Call(stage, nth + 1),) if nth + 1 < len(hooks) else ()
+        given = changed(state, todo=(*calls, *todo))
+        new = check_returned(hook, hook(given))
+        if new is not given:
+            check_counters(hook, given, new)
+            new = self._as_continued(given, new, stage, calls, todo)
+        return new if calls else self.obey(new)
 
-        ``self.state`` stays as it is until all records are made: if one of them fails, the run that
-        continues makes all of them.
+    def _poll(self, state: TrainState, todo: Todo) -> tuple[TrainState, Todo]:
+        """Exchange signals before the hooks of an update are called, which see a stop."""
+        self.doing = "the exchange between processes"
+        self.peers.poll(state, self.interrupts)
+        return self.interrupts.apply(state), todo
+
+    def _as_continued(
+        self, given: TrainState, new: TrainState, stage: str, calls: Todo, todo: Todo
+    ) -> TrainState:
+        """Return what a hook has returned as the run continues with it.
+
+        What is next is that of the run: a snapshot has its own.
         """
         __tracebackhide__ = True
-        for action in actions:
-            if isinstance(action, Append):
-                state = self._append_record(state, action)
-            elif isinstance(action, Collect):
-                state = self._collect(state, action.loaders)
-            elif isinstance(action, Leave):
-                state = changed(state, left=(action.end,), events=state.events - {END})
-            else:
-                self.state = state
-                self.unfinished = END if END in state.events else None
-                self._call(action.stage)
-                self.unfinished = FLUSH if END in state.events else None
+        gone_back = new.model is not given.model
+        if gone_back:
+            self.feed = None
+        stop = first_stop(given.stop, new.stop)
+        # Where the epoch has just ended, there is none to end.
+        new = changed(new, stop=stop, ends=new.ends if new.batch else None, run=self.info)
+        reached = self.plan.is_reached(new)
+        if stage == "end":
+            todo = (Flush(stop),) if reached or stop is not None else (Update(),)
+        else:
+            ended = isinstance(todo[0], Meet) and todo[0].ended
+            todo = onward(new, reached, ended, gone_back or todo[0] == Meet(ended=False))
+        new = changed(new, todo=(*calls, *todo))
+        # The slots may be those of a checkpoint.
+        return new if new.slots is given.slots else complete(self.plan.step, new)
 
-    def _call(self, stage: str) -> None:
-        """Call the hooks of a stage; after an update, exchange signals before."""
+    def meet(self, state: TrainState, action: Meet, todo: Todo) -> TrainState:
+        """Leave an epoch, or what was run of it."""
         __tracebackhide__ = True
-        if stage != "boundary":
-            record = RECORD in self.state.events and stage == "start"
-            self._call_hooks(self.plan.hooks if record else self.plan.hooks_at(stage))
-            return
-        self.phase = "the exchange between processes"
-        self.peers.poll(self.state, self.interrupts)
-        if self.interrupts.stop is not None:
-            self.state = self.interrupts.apply(self.state)
-        if self.state.stop is not None:  # by a guard, in the step
-            self.state = self._leave_end(self.state)
-        if self.plan.hooks:
-            self._call_hooks(self.plan.hooks)
+        self.doing, plan = "the exchange between processes", self.plan
+        if self.read_whole and self.batches_in_epoch and state.backend.main:
+            check_length(self.source, *self.opened_at, self.batches_in_epoch)
+        made = state.step + state.skipped - self.first_update
+        suggest_fused(plan.step.pipeline.middleware, state, self.stopwatch.trained, made)
+        self.peers.barrier(state, self.interrupts, self.source.order if self.read_whole else 0)
+        state = self.obey(changed(state, todo=todo))
+        if action.ended and state.stop is None and not (plan.epochs or plan.may_stall):
+            self.state, self.doing = state, "the end of the epoch"
+            if (why := explain_no_updates(state, self.left_out)) is not None:
+                raise ValueError(why)
+        return state
 
-    def _call_hooks(self, hooks: Sequence[Hook]) -> None:
-        """Call hooks, each with the state that the one before it returned."""
+    def end(self, state: TrainState, action: End, todo: Todo) -> TrainState:
+        """Decide what is due because the run ends."""
         __tracebackhide__ = True
-        before = self.state
-        for hook in hooks:
-            self.phase = hook
-            new = check_returned(hook, hook(self.state))
-            if new is not self.state:
-                check_counters(hook, self.state, new)
-                new = self._as_continued(self.state, new)
-            self.state = new
-        self.rolled_back = self.state.model is not before.model
-        if self.state.run is None:
-            self.state = changed(self.state, run=self.info)
-        if self.state.slots is not before.slots:  # they may be those of a checkpoint
-            self.state = complete(self.plan.step, self.state)
+        self.interrupts.check_time_left(over=True)
+        state = changed(state, events=state.events - {START} | {END})
+        answers = self._ask(state) if self.plan.evaluates_at(END) else Answers()
+        return changed(state, todo=(*due("end", state, answers, self.evaluated), *todo))
 
-    def _as_continued(self, before: TrainState, new: TrainState) -> TrainState:
-        """Return the state that a hook has returned as the run continues with it."""
-        stop = first_stop(before.stop, new.stop)
-        if stop is not new.stop:
-            new = changed(new, stop=stop)
-        if new.ends is not None and not new.batch:  # the epoch has just ended: there is none to end
-            new = changed(new, ends=None)
-        return self._leave_end(new)
+    def flush(self, state: TrainState, action: Flush, todo: Todo) -> TrainState:
+        """Let the hooks complete what they keep. At the end of a run, nothing is next."""
+        __tracebackhide__ = True
+        self.state = changed(state if todo else end_phase(state, self.plan.phase), todo=todo)
+        try:
+            self.flush_hooks()
+        except BaseException:
+            self.state = changed(self.state, todo=(action, *todo))
+            raise
+        return self.state
 
-    def _leave_end(self, state: TrainState) -> TrainState:
-        """Return the state with the end of the run left to do, if it is over, and why.
+    # --- records
 
-        There is nothing to leave where the boundary itself makes the end, at the target. A hook may
-        take a stop back; a target stays reached.
-        """
-        if END in state.events or is_interruption(state.stop):
-            return state
-        end = end_in(state.left)
-        if state.stop is None and (end is None or not self.plan.is_reached(state)):
-            return state if end is None else changed(state, left=())
-        if end is not None and end.stop == state.stop:
-            return state
-        others = tuple(action for action in state.left if action is not end)
-        return changed(state, left=(*others, End(state.stop)))
-
-    def _collect(self, state: TrainState, loaders: Iterable[str]) -> TrainState:
-        """Evaluate loaders for the hooks that ask for outputs at the end.
-
-        No record has this, but for the numbers that hooks make of the outputs.
-        """
+    def collect(self, state: TrainState, action: Collect, todo: Todo) -> TrainState:
+        """Evaluate loaders for the hooks that ask for outputs at the end."""
         __tracebackhide__ = True
         hooks = [hook for hook in self.plan.hooks_at(END) if hook in self._collectors]
-        for loader in loaders:
+        for loader in action.loaders:
             if asking(hooks, state, loader):
                 self._evaluate(state, loader)
         items = next((each.items for each in state.history[-1:] if each.step == state.step), None)
         record = Record(state.epoch, state.step, {}, self.seconds, closing=True, items=items)
         full = self._with_numbers(state, record, state.metrics, (), hooks)
-        return (
-            state
-            if full is record
-            else with_record(state, state.history.append(full), state.metrics)
-        )
+        if full is not record:
+            state = with_record(state, state.history.append(full), state.metrics)
+        return changed(state, todo=todo)
 
-    def _complete_epoch(self) -> TrainState:
-        """Return the state with its epoch counted. ``self.state`` stays until there is a record."""
-        state, self.batches_in_epoch = self.state, self.state.batch
-        if state.ends is not None and not self.plan.step.carries:
-            left = self.source.left(state.epoch, state.batch, state.samples) or 0
-            state = count_left_out(state, self.info.windows.updates_of(left, state.batch))
-        return changed(
-            state, epoch=state.epoch + 1, batch=0, samples=0, ends=None,
-            events=state.events | {EPOCH}, saved_on=None,
-        )  # fmt: skip
-
-    def _append_record(self, state: TrainState, action: Append) -> TrainState:
-        """Return the state with one more record in its history, unless there is nothing to record.
-
-        Raises:
-            Abandoned: a signal came during the last update of a run that ends within an epoch: the
-                run that continues has its boundary.
-        """
+    def append(self, state: TrainState, action: Append, todo: Todo) -> TrainState:
+        """Append a record, unless there is nothing to record."""
         __tracebackhide__ = True
         train, closing = action.kind != "recent", action.kind == "closing"
-        if closing and self.interrupts.stop is not None:
-            raise Abandoned
         report = train_metrics(state) if train else {}
         report |= recent_metrics(state) if self.plan.record_every is not None else {}
         began = time.perf_counter()
         loaders = [name for name in action.names if name in self.evaluated]
         for loader in loaders:
             report |= self._evaluate(state, loader)
-        self.phase = "the record"
+        self.doing = "the record"
         seconds = max(self.stopwatch.spent(), self.seconds)  # another process may be ahead
         if not is_alone(state):
             report["seconds"] = Max(seconds)
@@ -551,6 +551,7 @@ class Run:
         values = read(engine_of(state).reduce_report(report, "train/"))
         self.seconds = seconds = values.pop("seconds", seconds)
         items = values.pop("items")
+        state = changed(state, todo=todo)
         if not (values or train or closing):
             return state  # since the last record, every update was skipped
         if loaders:
@@ -583,7 +584,7 @@ class Run:
         """
         __tracebackhide__ = True
         for hook in hooks:
-            self.phase = hook
+            self.doing = hook
             if not hook.adds_numbers(state, record, names):
                 continue
             self.peers.hurry()  # it may take longer than an update
@@ -601,7 +602,7 @@ class Run:
     def _evaluate(self, state: TrainState, loader: str) -> dict[str, Metric]:
         """Return the metrics of a loader by their names in a record."""
         __tracebackhide__ = True
-        self.phase, source = loader, self.evaluated[loader]
+        self.doing, source = loader, self.evaluated[loader]
         self.peers.hurry()  # its batches may take longer than updates
         given = (self.plan.step, state, loader, source, self._watch)
         found = evaluation_metrics(*given, self._collectors)
@@ -614,23 +615,16 @@ class Run:
         self.peers.poll(state, self.interrupts)
         self.interrupts.check_time_left(over=state.stop is not None)
         for hook in self.plan.hooks:
-            self.phase = hook
+            self.doing = hook
             hook.evaluating(state, loader, done, total)
-        self.phase = loader
-
-    def flush_hooks(self) -> None:
-        """Let the hooks finish what they keep: at the end of a run, and on SIGUSR1."""
-        __tracebackhide__ = True
-        for hook in self.plan.hooks:
-            self.state = check_returned(hook, hook.flush(self.state), "flush")
-        self.interrupts.save = False
+        self.doing = loader
 
 
-def _events(state: TrainState) -> frozenset[str]:
-    """Return the events of a boundary that the run which continues has to complete."""
-    if BOUNDARY in state.left:
-        return state.events & {UPDATE}
-    return state.events if state.left else frozenset()
+DO: Mapping[type[Action], Callable[..., TrainState]] = {
+    Start: World.start, Update: World.update, Boundary: World.boundary, Append: World.append,
+    Collect: World.collect, Call: World.call, Meet: World.meet, End: World.end, Flush: World.flush,
+}  # fmt: skip
+_CALL = Call("boundary")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -719,13 +713,13 @@ def asking(collectors: Sequence[Any], state: TrainState, loader: str) -> list[An
 
 
 class Survival:
-    """Ends a run normally on an interruption; adds a note to any other exception.
+    """Ends a run for now on an interruption; adds a note to any other exception.
 
     The note says where it happened; the exception also gets the state that was reached.
     """
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
+    def __init__(self, world: World) -> None:
+        self._world = world
 
     def __enter__(self) -> None: ...
 
@@ -733,62 +727,49 @@ class Survival:
         self, kind: object, error: BaseException | None, traceback: TracebackType | None
     ) -> bool:
         __tracebackhide__ = True
-        return error is not None and _survive(self._run, error)
+        return error is not None and _survive(self._world, error)
 
 
-def _survive(run: Run, error: BaseException) -> bool:
+def _survive(world: World, error: BaseException) -> bool:
     """Return whether the run ends as it would without this error: after a signal."""
     __tracebackhide__ = True
-    state, phase = run.state, run.phase
-    if phase is None:  # the step may have applied its update already
-        state = newest(state, run.taken, run.taken * (run.source.batch_size or 0))
-    applied = state is not run.state
-    state = changed(state, left=_left(state, BOUNDARY if applied else run.unfinished))
+    before, alone = world.state, is_alone(world.state)
+    if world.doing is None:  # the step may have applied its update already
+        made = newest(before, world.taken, world.taken * (world.source.batch_size or 0))
+        if made is not before:
+            world.state = changed(made, todo=(Boundary(),))
+    state = world.state
     # With several processes, fail: the others cannot know of it, and the launcher ends them.
-    alone = is_alone(state)
-    interrupted = _is_interruption(run, error) and owns_handles(state)
-    lost = alone and (interrupted or _has_lost_its_workers(run, error))
+    interrupted = _is_interruption(world, error) and owns_handles(state)
+    lost = alone and (interrupted or _has_lost_its_workers(world, error))
     if lost or isinstance(error, Abandoned):
-        run.interrupts.done, run.rolled_back = True, False
-        if state.stop is None or end_in(state.left) is not None:
-            state = changed(state, stop=run.interrupts.stop or INTERRUPTED)
-        run.state = changed(state, left=()) if state.left == (FLUSH,) else state
-        run.flush_hooks()
+        world.interrupts.stop = world.interrupts.stop or INTERRUPTED
+        world.leave(together=False)
         return True
-    batch = run.batches_in_epoch if EPOCH in state.events else state.batch
-    last = explain(error, state, run.plan.step, phase, batch)
-    run.peers.explain(error)
-    if last is not None and applied:
+    batch = world.batches_in_epoch if EPOCH in state.events else state.batch
+    last = explain(error, state, world.plan.step, world.doing, batch)
+    world.peers.explain(error)
+    if last is not None and state is not before:
         error.add_note(
             "the update was applied before this; middleware around it may not have finished "
             "their work"
         )
     elif last is not None and alone and isinstance(error, Exception):
-        tell_hooks(run.plan.hooks, last, error)
+        tell_hooks(world.plan.hooks, last, error)
     return False
 
 
-def _left(state: TrainState, unfinished: object) -> Left:
-    """Return what the run leaves, given what it was about to finish."""
-    end = End(state.stop if ends_run(state.stop) else None)
-    if unfinished is BOUNDARY:
-        return (BOUNDARY,) if end.stop is None else (BOUNDARY, end)
-    if unfinished is FLUSH:
-        return state.left or (FLUSH,)
-    return (end,) if unfinished is END else state.left
-
-
-def _is_interruption(run: Run, error: BaseException) -> bool:
+def _is_interruption(world: World, error: BaseException) -> bool:
     """Return whether Ctrl-C came where no handler could be installed."""
-    return isinstance(error, KeyboardInterrupt) and run.interrupts.stop is None
+    return isinstance(error, KeyboardInterrupt) and world.interrupts.stop is None
 
 
-def _has_lost_its_workers(run: Run, error: BaseException) -> bool:
+def _has_lost_its_workers(world: World, error: BaseException) -> bool:
     """Return whether the signal that stops the run has killed the workers of a loader.
 
     No further batch is needed then.
     """
-    loading = isinstance(run.phase, str) and run.phase in (LOADER, *run.evaluated)
-    if not (loading and isinstance(error, Exception) and run.interrupts.stop is not None):
+    loading = isinstance(world.doing, str) and world.doing in (LOADER, *world.evaluated)
+    if not (loading and isinstance(error, Exception) and world.interrupts.stop is not None):
         return False
-    return run.plan.step.layer_of(error) == STEP
+    return world.plan.step.layer_of(error) == STEP

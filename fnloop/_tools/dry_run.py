@@ -40,7 +40,7 @@ from fnloop._loop.errors import NO_LENGTH, check_counters, check_returned
 from fnloop._loop.evaluate import open_loader
 from fnloop._loop.peers import Interrupts, is_alone
 from fnloop._loop.plan import check_metrics, check_step, make_plan, names_made, watched_in
-from fnloop._loop.run import train_epochs
+from fnloop._loop.run import fold
 from fnloop._middleware.ema import ema, swa
 from fnloop._middleware.metric import derive, metric, throughput, timings
 from fnloop._middleware.schedule import plateau, schedule, torch_scheduler
@@ -563,7 +563,7 @@ def at_start_of_epoch(state: TrainState) -> TrainState:
     return attrs.evolve(
         snapshot(state), batch=0, samples=0, metrics={}, history=History(), stop=None,
         ends=None, phases=(), generators=None, saved_on=None, events=frozenset(),
-        left=(),
+        todo=(),
     )  # fmt: skip
 
 
@@ -606,7 +606,7 @@ def train_trial(
     moments = evaluate_every, None
     plan = make_plan(step, copied, loaders, epochs, steps, hooks, *moments, prefetch=1, phase=None)
     plan = attrs.evolve(plan, may_stall=True)  # its hooks end it
-    *_, reached = train_epochs(plan, copied, Interrupts(is_alone(copied)))
+    *_, reached = fold(plan, copied, Interrupts(is_alone(copied)))
     if reached.stop == INTERRUPTED:
         raise KeyboardInterrupt
     return reached

@@ -49,8 +49,8 @@ from fnloop._hooks.hook import Moment, when
 from fnloop._loop.evaluate import open_loader
 from fnloop._loop.made_with import members_of
 from fnloop._loop.peers import Interrupts, is_alone
-from fnloop._loop.plan import Plan, check_step, has_left, make_plan
-from fnloop._loop.run import train_epochs
+from fnloop._loop.plan import Plan, check_step, make_plan
+from fnloop._loop.run import fold
 from fnloop._step.alternate import AlternateStep
 from fnloop._step.guard import pieces_of
 from fnloop._step.pipeline import LossStep, Pipeline, PipelineStep, RawStep
@@ -334,11 +334,11 @@ def continue_from(
     plan = _plan(origin, step, state, loaders, targets or origin.targets, follow)
     if made is not None and records is not None:
         plan = follow.with_records(plan, records)
-    if plan.is_over(state) and not has_left(state, plan.phase):
+    if not plan.resumed(state).todo:
         return state
     reached = state
     with reserved_generators():
-        for reached in train_epochs(plan, state, Interrupts(is_alone(state))):  # noqa: B007
+        for reached in fold(plan, state, Interrupts(is_alone(state))):  # noqa: B007
             pass
     if reached.stop == INTERRUPTED:
         raise KeyboardInterrupt
@@ -456,7 +456,7 @@ class _Follow:
         """Return the state that a run has reached as it was before the run was ended."""
         if self.reached is None:
             return state
-        names = ("stop", "history", "events", "left", "phases", "ends", "slots")
+        names = ("stop", "history", "events", "todo", "phases", "ends", "slots")
         return attrs.evolve(state, **{name: getattr(self.reached, name) for name in names})
 
 

@@ -1,6 +1,7 @@
 """How a run ends, and what it leaves to the run that continues: a table of all ways."""
 
 import itertools
+import json
 
 import attrs
 import pytest
@@ -8,17 +9,23 @@ from loop_cases import ONE, Boom
 
 import fnloop as fl
 from fnloop._core.runs import (
-    BOUNDARY,
-    FLUSH,
     REQUEUED,
     TERMINATED,
+    Append,
+    Boundary,
+    Call,
+    Collect,
     End,
+    Flush,
+    Meet,
+    Start,
     Stop,
-    decode_left,
-    encode_left,
+    Update,
+    decode_todo,
+    encode_todo,
     first_stop,
     kind_of,
-    left_in_events,
+    todo_of_before,
 )
 from fnloop._hooks.hook import Hook
 from fnloop.testing import assert_same, toy, toy_loss
@@ -95,7 +102,7 @@ def test_a_run_that_continues_equals_one_that_never_ended(
     else:
         halt = lambda s: attrs.evolve(s, stop=once.pop(s.step)) if s.step in once else s
         part = train(toy(lr=1.0), seen, hooks=(halt,), epochs=5, **moment)
-    assert (part.step, part.stop, part.left) == (at, stop, ())
+    assert (part.step, part.stop, part.todo) == (at, stop, () if ends else (Update(),))
     assert (("end", at) in seen) is ends
     assert any(record.closing for record in part.history) is (
         ends and (at == 5 or (evaluation == "second epoch, end" and at == 9))
@@ -139,11 +146,14 @@ def test_the_end_is_made_by_the_run_that_continues_from_an_exception(
     with pytest.raises(Boom) as caught:
         run(toy(lr=1.0))
     left = caught.value.state
-    assert left.left == ((FLUSH,) if raised == "the last save" else (End(),))
+    of_boundary = (
+        () if raised == "the last save" else (Call("boundary"), Meet(steps == 3))
+    )
+    assert left.todo == (*of_boundary, Flush())
     assert ended == ([steps] if raised == "the last save" else [])
     assert not (tmp_path / "run" / f"step-{steps:08d}").exists()
     state = run(continued(left, tmp_path))
-    assert ended == [steps] and state.left == ()
+    assert ended == [steps] and state.todo == ()
     assert (tmp_path / "run" / f"step-{steps:08d}").exists()
     assert state.model.w.item() == -3.0  # -1 - 2; after step 3 it would be 12
     assert run(state) is state  # nothing is left
@@ -154,7 +164,7 @@ def test_an_end_that_was_left_is_void_if_the_target_is_raised():
     boom = fl.when(lambda state: state.step in bombs)(lambda state: bombs.clear() or 1 / 0)
     with pytest.raises(ZeroDivisionError) as caught:
         train(toy(), seen, hooks=(boom,), epochs=1, evaluate_every=None)
-    assert caught.value.state.left == (End(),)
+    assert caught.value.state.todo == (Call("boundary"), Meet(True), Flush())
     state = train(caught.value.state, seen, epochs=2, evaluate_every=None)
     assert [step for name, step in seen if name == "end"] == [6] and state.step == 6
 
@@ -204,31 +214,45 @@ def test_which_stop_stays(before, after, stays):
     assert first_stop(before, after) == stays
 
 
-@pytest.mark.parametrize(
-    "left",
-    [(), (BOUNDARY,), (FLUSH,), (End(),)]
-    + [(BOUNDARY, End(stop)) for stop in (Stop("a"), Stop("a", "limit"))],
-    ids=repr,
-)
-def test_what_is_left_can_be_written(left):
-    found = decode_left(encode_left(left))
-    kinds = lambda left: [kind_of(action.stop) for action in left if isinstance(action, End)]
-    assert found == left and kinds(found) == kinds(left)
+TODO = (
+    Start(), Update(), Boundary(ended=True), Append("evaluation", ("valid", "bleu")),
+    Collect(("valid",)), Call("boundary", 2), Meet(ended=False), End(), Flush(Stop("a", "limit")),
+)  # fmt: skip
 
 
-WRONG = [None, {}, "end", 1, [{}], ["end"], [{"end": 1}], [{"boundary": 0}]]
+def test_what_is_next_can_be_written():
+    found = decode_todo(json.loads(json.dumps(encode_todo(TODO))))
+    assert found == TODO and kind_of(found[-1].stop) == "limit"
 
 
-@pytest.mark.parametrize("saved", WRONG)
-def test_what_is_left_cannot_be_read_from_something_else(saved):
+WRONG = [
+    None, {}, "End", 1, [{}], ["End"], [{"do": "Sing"}], [{"do": "Boundary"}],
+    [{"do": "Boundary", "ended": 0}], [{"do": "Append", "kind": "other", "names": []}],
+    [{"do": "Append", "kind": "epoch", "names": [1]}], [{"do": "Collect", "loaders": "valid"}],
+    [{"do": "Call", "stage": "end", "nth": True}], [{"do": "Call", "stage": "end", "nth": -1}],
+    [{"do": "Flush", "stop": 1}],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("saved", WRONG, ids=str)
+def test_what_is_next_cannot_be_read_from_something_else(saved):
     with pytest.raises(TypeError):
-        decode_left(saved)
+        decode_todo(saved)
 
 
-@pytest.mark.parametrize(("events", "found"), [
-    ([], (set(), ())), (["pending", "update"], ({"update"}, (BOUNDARY,))),
-    (["stop: enough", "record"], ({"record"}, (End("enough"),))),
-    (["pending", "stop: enough"], (set(), (BOUNDARY, End("enough")))),
+@pytest.mark.parametrize(("facts", "events", "todo"), [
+    ({}, set(), ()), ({"news": []}, set(), ()),
+    ({"news": ["pending", "update"]}, {"update"}, (Boundary(),)),
+    ({"news": ["stop: enough", "record"]}, {"record"}, (End(), Flush("enough"))),
+    ({"news": ["pending", "stop: enough"]}, set(), (Boundary(), End(), Flush("enough"))),
+    ({"news": ["end"], "left": [{"flush": True}]}, {"end"}, (Flush(),)),
+    ({"left": [{"boundary": True}, {"end": None}]}, set(), (Boundary(), End(), Flush())),
 ])  # fmt: skip
-def test_the_events_of_older_checkpoints_say_what_is_left(events, found):
-    assert left_in_events(events) == found
+def test_older_checkpoints_say_what_was_left(facts, events, todo):
+    assert todo_of_before(facts) == (events, todo)
+
+
+@pytest.mark.parametrize("left", [1, "end", [1], [{"boundary": 0}], [{"end": 1}]])
+def test_what_was_left_cannot_be_read_from_something_else(left):
+    with pytest.raises(TypeError):
+        todo_of_before({"left": left})

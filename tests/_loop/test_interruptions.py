@@ -65,7 +65,7 @@ def test_a_loader_killed_by_the_signal_that_stops_the_run_is_not_an_error(killed
     state = fl.fit(step, toy(), {**loaders, killed: dies}, epochs=2, hooks=())
     expected = (2, -3.0) if killed == "train" else (3, -6.0)
     assert (state.step, state.model.w.item()) == expected
-    assert (state.epoch, state.stop, len(state.history)) == (0, reason, 0)
+    assert (state.epoch, state.stop, len(state.history)) == (killed == "valid", reason, 0)
     given = {"epochs": 2, "hooks": ()}
     assert_same(fl.fit(step, state, loaders, **given), fl.fit(step, toy(), loaders, **given))
 
