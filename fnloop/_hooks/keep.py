@@ -7,7 +7,6 @@ import math
 import os
 import re
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -53,6 +52,7 @@ from fnloop._core.history import (
     metrics_here,
     mode_of,
 )
+from fnloop._core.runs import pending
 from fnloop._core.serialize import Json
 from fnloop._core.state import TrainState, take_ownership, unwrap, with_slot
 from fnloop._core.types import END, RECORD, Call
@@ -189,7 +189,7 @@ class checkpoint(Hook):
         self._uploads = Uploads()
         self._shared: SharedWrite | None = None  # which all processes write in the background
         self._error: BaseException | None = None  # of the writer
-        self._saved: weakref.ref[TrainState] | None = None  # the state that was saved last
+        self._saved: TrainState | None = None  # the state that was saved at this boundary
         self._position: list[int] | None = None  # of the state that this run saved last
         self._encode_history = make_history_encoder()
         self._known_blocks: set[str] = set()
@@ -245,16 +245,30 @@ class checkpoint(Hook):
         self._complete_shared()
         self._wait()
         self._check_metric(state)
-        if self._saved is None or self._saved() is not state:
-            self._saved, self._awaits_metric = weakref.ref(state), not self._has_metric(state)
+        if not self._has(state):
+            self._saved, self._awaits_metric = state, not self._has_metric(state)
             self._position = position_of(state)
             if state.run is not None:  # before it is saved: then a run that is killed has told it
                 state.run.notices.tell(state, "save", folder=str(self.folder))
             self._save(state)
         return state
 
+    def _has(self, state: TrainState) -> bool:
+        """Return whether the checkpoint of this boundary holds a state.
+
+        What was next has been done since, but only hooks that were still to be called matter: a run
+        that is resumed would call them again.
+        """
+        if self._saved is None or pending(self._saved.todo):
+            return self._saved is state
+        passing = ("todo", "run", "events")
+        now = vars(state)
+        return all(now[k] is v for k, v in vars(self._saved).items() if k not in passing)
+
     def poll(self, state: TrainState) -> TrainState:
         """Raise an error of the writer, and save the evaluation that an earlier save waits for."""
+        if self._position != position_of(state):
+            self._saved = None  # it would keep memory of slots
         if self._shared is not None and self._shared.poll():
             self._complete_shared()
         if self._error is not None:
@@ -286,6 +300,7 @@ class checkpoint(Hook):
 
     def close(self) -> None:
         """Wait for the writer when the run is left. An error can only be logged here."""
+        self._saved = None
         self._abandon_shared()
         try:
             self._finish()

@@ -137,17 +137,20 @@ def ends_apart(state: TrainState, answers: Answers, adds_at_end: bool) -> bool:
     return has_record and (adds_at_end or not {*answers.at_end} <= {*(answers.now or ())})
 
 
-def onward(state: TrainState, reached: bool, ended: bool, gone_back: bool = False) -> Todo:
+def onward(
+    state: TrainState, reached: bool, ended: bool, apart: bool = False, gone_back: bool = False
+) -> Todo:
     """Return what comes after the hooks of a boundary.
 
     Args:
         state: the state that they have returned.
         reached: whether the run is at its target.
         ended: whether the epoch has ended.
+        apart: whether the end is made after the boundary, though the state says that it ends here.
         gone_back: whether a hook has gone back to a snapshot.
     """
     if reached or ends_run(state.stop):
-        end = () if END in state.events else (End(),)
+        end = () if END in state.events and not apart else (End(),)
         return (Meet(ended), *end, Flush(state.stop if ends_run(state.stop) else None))
     if state.ends is not None and not gone_back:
         return (Boundary(ended=True),)
@@ -173,7 +176,8 @@ def resumed(state: TrainState, reached: bool, starts: bool) -> TrainState:
         return changed(state, todo=(*left, Flush(state.stop)))
     if left:
         ended = EPOCH in state.events and not state.batch
-        return changed(state, todo=(*left, *onward(state, reached, ended)))
+        apart = End() in state.todo
+        return changed(state, todo=(*left, *onward(state, reached, ended, apart)))
     if over:
         of_end = any(isinstance(action, End | Flush) for action in state.todo)
         return state if of_end else changed(state, todo=())

@@ -393,13 +393,12 @@ class World:
         reached = (ended or state.step >= self._last_step) and self.plan.is_reached(state)
         if reached:
             state = changed(state, events=state.events | {END})
-        todo = (_CALL,)
+        actions, apart = (_CALL,), False
         if ended or self._may_be_due(state):
             answers = self._ask(state)
-            if reached and ends_apart(state, answers, self._adds_at_end):
-                state = changed(state, events=state.events - {END})
-            todo = due("boundary", state, answers, self.evaluated)
-        return changed(state, todo=(*todo, *onward(state, reached, ended)))
+            apart = ends_apart(state, answers, self._adds_at_end)
+            actions = due("boundary", state, answers, self.evaluated)
+        return changed(state, todo=(*actions, *onward(state, reached, ended, apart)))
 
     def _complete_epoch(self, state: TrainState) -> TrainState:
         """Return the state with its epoch counted, and close what has read it."""
@@ -434,7 +433,7 @@ class World:
         if stage == "boundary":
             hooks = plan.hooks
             if nth == 0:
-                state, todo = self._poll(state, todo)
+                state = self._before_hooks(state, todo)
         else:
             every = stage == "start" and RECORD in state.events
             hooks = plan.hooks if every else plan.hooks_at(stage)
@@ -449,11 +448,14 @@ class World:
             new = self._as_continued(given, new, stage, calls, todo)
         return new if calls else self.obey(new)
 
-    def _poll(self, state: TrainState, todo: Todo) -> tuple[TrainState, Todo]:
-        """Exchange signals before the hooks of an update are called, which see a stop."""
+    def _before_hooks(self, state: TrainState, todo: Todo) -> TrainState:
+        """Exchange signals before the hooks of an update are called: they see a stop."""
         self.doing = "the exchange between processes"
         self.peers.poll(state, self.interrupts)
-        return self.interrupts.apply(state), todo
+        state = self.interrupts.apply(state)
+        if END in state.events and End() in todo:  # they are called again then
+            state = changed(state, events=state.events - {END})
+        return state
 
     def _as_continued(
         self, given: TrainState, new: TrainState, stage: str, calls: Todo, todo: Todo
@@ -474,7 +476,8 @@ class World:
             todo = (Flush(stop),) if reached or stop is not None else (Update(),)
         else:
             ended = isinstance(todo[0], Meet) and todo[0].ended
-            todo = onward(new, reached, ended, gone_back or todo[0] == Meet(ended=False))
+            gone_back = gone_back or todo[0] == Meet(ended=False)
+            todo = onward(new, reached, ended, gone_back=gone_back)
         new = changed(new, todo=(*calls, *todo))
         # The slots may be those of a checkpoint.
         return new if new.slots is given.slots else complete(self.plan.step, new)
