@@ -245,25 +245,24 @@ class checkpoint(Hook):
         self._complete_shared()
         self._wait()
         self._check_metric(state)
-        if not self._has(state):
-            self._saved, self._awaits_metric = state, not self._has_metric(state)
+        same = self._holds(state)
+        if not same:
+            self._awaits_metric = not self._has_metric(state)
             self._position = position_of(state)
             if state.run is not None:  # before it is saved: then a run that is killed has told it
                 state.run.notices.tell(state, "save", folder=str(self.folder))
+        # A run that is resumed would call the hooks again that were still to be called.
+        if not same or (pending(self._saved.todo) and not pending(state.todo)):
+            self._saved = state
             self._save(state)
         return state
 
-    def _has(self, state: TrainState) -> bool:
-        """Return whether the checkpoint of this boundary holds a state.
-
-        What was next has been done since, but only hooks that were still to be called matter: a run
-        that is resumed would call them again.
-        """
-        if self._saved is None or pending(self._saved.todo):
-            return self._saved is state
-        passing = ("todo", "run", "events")
-        now = vars(state)
-        return all(now[k] is v for k, v in vars(self._saved).items() if k not in passing)
+    def _holds(self, state: TrainState) -> bool:
+        """Return whether a state was saved at this boundary, whatever is next."""
+        passing, now = ("todo", "run", "events"), vars(state)
+        return self._saved is not None and all(
+            now[k] is v for k, v in vars(self._saved).items() if k not in passing
+        )
 
     def poll(self, state: TrainState) -> TrainState:
         """Raise an error of the writer, and save the evaluation that an earlier save waits for."""

@@ -113,7 +113,16 @@ def fold(
         while not over:
             with isolated(device), _listening(state, interrupts) as world.interrupts:
                 with reusing_pages(device), Survival(world):
-                    world.train_epoch()
+                    world.reopen()
+                    while (action := world.next()) is not None:
+                        if type(action) is Update:
+                            batch = world.begin_update()
+                            new, out = world.step(world.state, batch)
+                            world.state = world.end_update(new, out)
+                        else:
+                            todo = world.state.todo[1:]
+                            world.state = DO[type(action)](world, world.state, action, todo)
+                    world.leave_if_interrupted()
                 state = detached_from_run(world.state)
             over = not state.todo or is_interruption(state.stop)
             if interrupts is None or over:  # fit shows its caller the last one alone
@@ -188,12 +197,16 @@ class World:
         self._last_step = math.inf if plan.steps is None else plan.steps
         self._quiet = [each.quiet_until for each in plan.triggers]
         self._asked_at = self._quiet_until = 0.0  # nothing is due in between, in mid-epoch
+        self._position, self._seed = torch_seeder(state.backend.device), 0
+        self._in_windows, self._share = plan.step.window > 1, state.backend.data_size
+        self._size, self._recent = self.source.batch_size or 0, plan.record_every is not None
         self._calls_always = bool(plan.hooks) or not is_alone(state)
         self._usr1_stops = any(hook.ends_run_on_usr1 for hook in plan.hooks)
         self.interrupts = Interrupts()
         self.doing: object = None  # for messages; None: the step, whose layers name themselves
         self.feed: Iterator[Any] | None = None  # the batches, or windows, of the running epoch
-        self.batch: Any = None  # the next of them
+        self.batch: Any = NONE_LEFT  # the next of them
+        self.rests = False  # whether an epoch has ended, and the next one is to begin
         self.taken = 0  # batches that the update takes, in all processes
         self.left_out: str | None = None  # why the newest update was left out, if it was
         self.opened_at = (0, 0)  # epoch and batch where the run has begun to read the feed
@@ -210,34 +223,44 @@ class World:
             todo = (*pending(todo), *onward(begun, plan.is_reached(begun), ended=False))
         self.state = changed(begun, todo=todo)
 
-    def train_epoch(self) -> None:
-        """Do what is next, until an epoch has ended and another is to begin, or the run is left."""
+    def next(self) -> Action | None:
+        """Return what is next; None where the run is left, or another epoch is to begin."""
         __tracebackhide__ = True
-        if self._usr1_stops:
-            self.interrupts.stop_on_usr1()
-        state = self.state = self.reopen(self.state)
-        ended = False
-        while state.todo and not (ended and type(state.todo[0]) is Update):
-            if self.is_left(state):
-                break
-            action, *todo = state.todo
-            state = self.state = DO[type(action)](self, state, action, tuple(todo))
-            ended = type(action) is Meet and action.ended
-        if self.is_left(state):
-            self.leave()
+        if not self.state.todo or self.is_left():
+            return None
+        if type(self.state.todo[0]) is Update and self.batch is NONE_LEFT:
+            if self.rests:
+                return None
+            self._find_update()
+        return self.state.todo[0]
+
+    def _find_update(self) -> None:
+        """Begin an epoch where none has begun; end it where no batch is left of it."""
+        __tracebackhide__ = True
+        if self.feed is None:
+            self.state = self.open(changed(self.state, events=frozenset()))
+        if self.batch is NONE_LEFT:  # the run was left where a loader has come to its end
+            self.state = changed(self.state, todo=(Boundary(ended=True),))
 
     # --- signals
 
-    def is_left(self, state: TrainState) -> bool:
+    def is_left(self) -> bool:
         """Return whether the run ends here for now: what is next is left to the one that continues.
 
         The hooks of a boundary that has begun are called first.
         """
-        if self.interrupts.stop is None and not is_interruption(state.stop):
+        state = self.state
+        if self.interrupts.stop is None and not (state.stop and is_interruption(state.stop)):
             return False
         action = state.todo[0] if state.todo else None
         closing = isinstance(action, Append) and action.kind == "closing"
         return closing or isinstance(action, Start | Update | Collect | End)
+
+    def leave_if_interrupted(self) -> None:
+        """Leave the run, if a signal or the time of the job ends it for now."""
+        __tracebackhide__ = True
+        if self.is_left():
+            self.leave()
 
     def leave(self, together: bool = True) -> None:
         """End the run for now, and save it. ``together``: all processes do."""
@@ -270,18 +293,25 @@ class World:
 
     # --- updates
 
-    def reopen(self, state: TrainState) -> TrainState:
-        """Return the state with the generators, and the batches, where it was left.
+    def reopen(self) -> None:
+        """Go to where the state was left: with the batches of its epoch, and the generators.
 
         Generators were captured after the fetch of the next batch, in mid-epoch.
         """
         __tracebackhide__ = True
-        self.feed, self.read_whole = None, False
-        if state.batch:
-            return self.open(state)
-        if state.generators is not None:
-            state.generators.install()
-        return changed(state, generators=None, position=None)
+        if self._usr1_stops:
+            self.interrupts.stop_on_usr1()
+        self.close_feed()
+        self.rests = self.read_whole = False
+        if self.state.batch:
+            self.state = self.open(self.state)
+        elif self.state.generators is not None:
+            self.state.generators.install()
+            self.state = changed(self.state, generators=None)
+
+    def close_feed(self) -> None:
+        """Stop reading the epoch."""
+        self.feed, self.batch = None, NONE_LEFT
 
     def open(self, state: TrainState) -> TrainState:
         """Fetch the first batch of what is left of the epoch, and install the generators."""
@@ -312,7 +342,7 @@ class World:
         else:
             rank = state.backend.data_rank
             seed_host(mix(fold_in(self._seed, rank) if rank else self._seed, state.batch))
-        self._step = engine_of(state).read_from(source, plan.step.train, plan.step.window)
+        self.step = engine_of(state).read_from(source, plan.step.train, plan.step.window)
         return changed(state, generators=None, position=None)
 
     def fetch(self) -> None:
@@ -344,36 +374,33 @@ class World:
         state = changed(state, events=frozenset({START}))
         return changed(state, todo=(*due("start", state, self._ask(state), self.evaluated), *todo))
 
-    def update(self, state: TrainState, action: Update, todo: Todo) -> TrainState:
-        """Update until something may be due."""
-        __tracebackhide__ = True
-        if self.feed is None:
-            state = self.open(changed(state, events=frozenset()))
-        elif self.batch is NONE_LEFT:  # the run was left where a loader has come to its end
-            return changed(state, todo=(Boundary(ended=True),))
-        step, seed, window = self._step, self._seed, self.plan.step.window
-        position, most = torch_seeder(state.backend.device), self.info.window
-        share, size = state.backend.data_size, self.source.batch_size or 0
-        recent = self.plan.record_every is not None
+    def begin_update(self) -> Any:
+        """Position the generators. Return the batch, or the window, for the step."""
+        self._position(mix(self._seed, self.state.batch))
+        # Without padding, if that is known.
+        self.taken = min(
+            self._share * (len(self.batch) if self._in_windows else 1), self.info.window
+        )
         self.stopwatch.resumed = time.perf_counter()
-        while True:
-            position(mix(seed, state.batch))
-            # Without padding, if that is known.
-            self.taken = min(share * (1 if window == 1 else len(self.batch)), most)
-            self.doing = None
-            new, out = step(state, self.batch)
-            self.state = state = consume(new, out, self.taken, self.taken * size, recent)
-            self.doing, self.left_out = LOADER, out.skip
-            if out.skip is not None:
-                self.info.notices.tell(state, "skip", reason=out.skip)
-            try:
-                self.fetch()
-            except BaseException:
-                self.state = changed(state, todo=(Boundary(),))
-                raise
-            ended = self.batch is NONE_LEFT
-            if ended or self._calls_always or state.stop is not None or self._may_be_due(state):
-                return changed(state, todo=(Boundary(ended),))
+        self.doing = None
+        return self.batch
+
+    def end_update(self, new: TrainState, out: Output) -> TrainState:
+        """Return the state with an update counted, and what may be due after it. Fetch the next."""
+        __tracebackhide__ = True
+        state = self.state = consume(new, out, self.taken, self.taken * self._size, self._recent)
+        self.doing, self.left_out = LOADER, out.skip
+        if out.skip is not None:
+            self.info.notices.tell(state, "skip", reason=out.skip)
+        try:
+            self.fetch()
+        except BaseException:
+            self.state = changed(state, todo=(Boundary(),))
+            raise
+        ended = self.batch is NONE_LEFT
+        if ended or self._calls_always or state.stop is not None or self._may_be_due(state):
+            return changed(state, todo=(Boundary(ended),))
+        return state
 
     def _may_be_due(self, state: TrainState) -> bool:
         """Return whether a moment has to be asked, the run is at its target, or a signal came."""
@@ -403,7 +430,7 @@ class World:
     def _complete_epoch(self, state: TrainState) -> TrainState:
         """Return the state with its epoch counted, and close what has read it."""
         self.batches_in_epoch, self.read_whole = state.batch, self.batch is NONE_LEFT
-        self.feed = self.batch = None
+        self.close_feed()
         events = state.events
         if state.ends is not None:  # a hook of this update has ended it, and saw its events
             events = frozenset()
@@ -467,7 +494,7 @@ class World:
         __tracebackhide__ = True
         gone_back = new.model is not given.model
         if gone_back:
-            self.feed = None
+            self.close_feed()
         stop = first_stop(given.stop, new.stop)
         # Where the epoch has just ended, there is none to end.
         new = changed(new, stop=stop, ends=new.ends if new.batch else None, run=self.info)
@@ -486,6 +513,7 @@ class World:
         """Leave an epoch, or what was run of it."""
         __tracebackhide__ = True
         self.doing, plan = "the exchange between processes", self.plan
+        self.rests = action.ended
         if self.read_whole and self.batches_in_epoch and state.backend.main:
             check_length(self.source, *self.opened_at, self.batches_in_epoch)
         made = state.step + state.skipped - self.first_update
@@ -624,7 +652,7 @@ class World:
 
 
 DO: Mapping[type[Action], Callable[..., TrainState]] = {
-    Start: World.start, Update: World.update, Boundary: World.boundary, Append: World.append,
+    Start: World.start, Boundary: World.boundary, Append: World.append,
     Collect: World.collect, Call: World.call, Meet: World.meet, End: World.end, Flush: World.flush,
 }  # fmt: skip
 _CALL = Call("boundary")
