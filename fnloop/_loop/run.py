@@ -116,9 +116,8 @@ def fold(
                     world.reopen()
                     while (action := world.next()) is not None:
                         if type(action) is Update:
-                            batch = world.begin_update()
-                            new, out = world.step(world.state, batch)
-                            world.state = world.end_update(new, out)
+                            new, out = world.step(world.state, world.batch)
+                            world.state = world.count(new, out)
                         else:
                             todo = world.state.todo[1:]
                             world.state = DO[type(action)](world, world.state, action, todo)
@@ -224,23 +223,30 @@ class World:
         self.state = changed(begun, todo=todo)
 
     def next(self) -> Action | None:
-        """Return what is next; None where the run is left, or another epoch is to begin."""
+        """Return what is next; None where the run is left, or another epoch is to begin.
+
+        Before an update the generators are positioned, so that all its draws are a function of the
+        seed and of its place.
+        """
         __tracebackhide__ = True
-        if not self.state.todo or self.is_left():
+        todo, stop = self.state.todo, self.interrupts.stop or self.state.stop
+        if not todo or (stop is not None and self.is_left()):
             return None
-        if type(self.state.todo[0]) is Update and self.batch is NONE_LEFT:
+        if type(todo[0]) is not Update:
+            return todo[0]
+        if self.batch is NONE_LEFT:
             if self.rests:
                 return None
-            self._find_update()
-        return self.state.todo[0]
-
-    def _find_update(self) -> None:
-        """Begin an epoch where none has begun; end it where no batch is left of it."""
-        __tracebackhide__ = True
-        if self.feed is None:
-            self.state = self.open(changed(self.state, events=frozenset()))
-        if self.batch is NONE_LEFT:  # the run was left where a loader has come to its end
-            self.state = changed(self.state, todo=(Boundary(ended=True),))
+            if self.feed is None:
+                self.state = self.open(changed(self.state, events=frozenset()))
+            if self.batch is NONE_LEFT:  # the run was left where a loader has come to its end
+                return Boundary(ended=True)
+        self._position(mix(self._seed, self.state.batch))
+        batches = len(self.batch) if self._in_windows else 1
+        self.taken = min(self._share * batches, self.info.window)  # without padding, if known
+        self.stopwatch.resumed = time.perf_counter()
+        self.doing = None
+        return todo[0]
 
     # --- signals
 
@@ -250,7 +256,7 @@ class World:
         The hooks of a boundary that has begun are called first.
         """
         state = self.state
-        if self.interrupts.stop is None and not (state.stop and is_interruption(state.stop)):
+        if self.interrupts.stop is None and not is_interruption(state.stop):
             return False
         action = state.todo[0] if state.todo else None
         closing = isinstance(action, Append) and action.kind == "closing"
@@ -374,18 +380,7 @@ class World:
         state = changed(state, events=frozenset({START}))
         return changed(state, todo=(*due("start", state, self._ask(state), self.evaluated), *todo))
 
-    def begin_update(self) -> Any:
-        """Position the generators. Return the batch, or the window, for the step."""
-        self._position(mix(self._seed, self.state.batch))
-        # Without padding, if that is known.
-        self.taken = min(
-            self._share * (len(self.batch) if self._in_windows else 1), self.info.window
-        )
-        self.stopwatch.resumed = time.perf_counter()
-        self.doing = None
-        return self.batch
-
-    def end_update(self, new: TrainState, out: Output) -> TrainState:
+    def count(self, new: TrainState, out: Output) -> TrainState:
         """Return the state with an update counted, and what may be due after it. Fetch the next."""
         __tracebackhide__ = True
         state = self.state = consume(new, out, self.taken, self.taken * self._size, self._recent)
@@ -398,17 +393,11 @@ class World:
             self.state = changed(state, todo=(Boundary(),))
             raise
         ended = self.batch is NONE_LEFT
-        if ended or self._calls_always or state.stop is not None or self._may_be_due(state):
-            return changed(state, todo=(Boundary(ended),))
-        return state
-
-    def _may_be_due(self, state: TrainState) -> bool:
-        """Return whether a moment has to be asked, the run is at its target, or a signal came."""
-        return (
-            not self._asked_at <= state.step < min(self._quiet_until, self._last_step)
-            or self.interrupts.stop is not None
-            or self.interrupts.save
-        )
+        asked = self.interrupts.stop is not None or self.interrupts.save
+        quiet = self._asked_at <= state.step < self._quiet_until
+        if quiet and not (ended or self._calls_always or asked or state.stop is not None):
+            return state
+        return changed(state, todo=(Boundary(ended),))
 
     # --- a boundary
 
@@ -421,7 +410,7 @@ class World:
         if reached:
             state = changed(state, events=state.events | {END})
         actions, apart = (_CALL,), False
-        if ended or self._may_be_due(state):
+        if ended or not self._asked_at <= state.step < self._quiet_until:
             answers = self._ask(state)
             apart = ends_apart(state, answers, self._adds_at_end)
             actions = due("boundary", state, answers, self.evaluated)
@@ -447,7 +436,7 @@ class World:
         __tracebackhide__ = True
         answers = ask(self.plan.evaluations, self.plan.record_every, state, self._note)
         self._asked_at = state.step  # a step of the pipeline may go back before it
-        self._quiet_until = min([quiet(state) for quiet in self._quiet], default=math.inf)
+        self._quiet_until = min([self._last_step, *(quiet(state) for quiet in self._quiet)])
         return answers
 
     def _note(self, doing: object) -> None:
