@@ -198,6 +198,7 @@ class TrainState:
             it.
         todo: what this run does next, as a tuple of actions; empty when it has ended. A run that
             continues from here begins with them.
+        ran: which hooks have run at this boundary, of those that are due at the end of a run too.
         generators: the state of Python's and NumPy's generators in mid-epoch, or where hooks are
             still to be called; None at the start of an epoch. All other randomness is a function of
             the seed and the counters.
@@ -228,6 +229,7 @@ class TrainState:
     backend: Backend = attrs.field(factory=lambda: Backend("cpu"))
     events: frozenset[str] = _NOTHING
     todo: Todo = ()
+    ran: frozenset[int] = frozenset()
     generators: HostGenerators | None = None
     extra: Mapping[str, Any] = attrs.field(factory=dict)
     _ownership: Ownership[TrainState] = attrs.field(factory=_refuse, alias="ownership")
@@ -811,7 +813,7 @@ def tracing_copy(
     """
     names = (
         *("step", "epoch", "batch", "samples", "skipped", "metrics", "history", "run", "stop"),
-        *("events", "todo", "generators", "extra"),
+        *("events", "todo", "ran", "generators", "extra"),
     )
     changing = {name: stand_in(name) for name in names}
     changing["updates"] = {name: stand_in(f"updates[{name!r}]") for name in state.updates}

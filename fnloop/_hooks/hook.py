@@ -538,7 +538,7 @@ class ConditionalHook(Wrapper):
 
     trigger: Moment
     hook: Hook
-    _ran: list[object] = attrs.field(factory=list, init=False, eq=False)  # where it ran last
+    _place: list[int] = attrs.field(factory=list, init=False, eq=False)  # among those of the run
 
     @property
     def __name__(self) -> str:  # in messages about its metrics
@@ -561,11 +561,16 @@ class ConditionalHook(Wrapper):
         __tracebackhide__ = True
         if not self.trigger.due(state):
             return self.poll(state)
-        here = place_of(state)
-        if END in state.events and self._ran == [here]:
-            return state  # it ran at this boundary already, before a hook stopped the run
-        self._ran[:] = [here]
+        if END in self.outside and state.run is not None:
+            if END in state.events and state.ran.issuperset(self._place):
+                return state  # it ran at this boundary already, before a hook stopped the run
+            state = changed(state, ran=state.ran.union(self._place))
         return self.hook(state)
+
+    def check_beside(self, hooks: Sequence[Hook]) -> None:
+        """Find its place among the hooks of a run."""
+        every = enumerate(every_layer(hooks))
+        self._place[:] = [n for n, layer in every if layer is self]
 
     def poll(self, state: TrainState) -> TrainState:
         """Pass a boundary, after a check of the metrics that the trigger depends on."""
@@ -576,7 +581,6 @@ class ConditionalHook(Wrapper):
 
     def begin(self, state: TrainState) -> TrainState:
         """Begin a run: for the trigger too."""
-        self._ran.clear()
         if state.run is not None:
             self.trigger.check(state.run)
         return super().begin(state)

@@ -170,18 +170,21 @@ def resumed(state: TrainState, reached: bool, starts: bool) -> TrainState:
     """
     over = reached or ends_run(state.stop)
     left = tuple(action for action in pending(state.todo) if over or not _is_of_end(action))
-    if not over:
+    apart, ends = End() in state.todo, any(isinstance(each, Flush) for each in state.todo)
+    if over and ends and left and (not apart or (reached and isinstance(left[0], Append))):
+        state = changed(state, events=state.events | {END})
+    elif not over:
         state = changed(state, events=state.events - {END})
     if left and isinstance(left[-1], Call) and left[-1].stage == "end":
         return changed(state, todo=(*left, Flush(state.stop)))
     if left:
         ended = EPOCH in state.events and not state.batch
-        apart = End() in state.todo
         return changed(state, todo=(*left, *onward(state, reached, ended, apart)))
     if over:
         of_end = any(isinstance(action, End | Flush) for action in state.todo)
         return state if of_end else changed(state, todo=())
-    first = (Start(), Update()) if starts else onward(state, False, False)
+    fresh = starts and not state.todo
+    first = (Start(), Update()) if fresh else onward(state, False, False)
     return changed(state, todo=first, events=frozenset())
 
 

@@ -200,7 +200,6 @@ class World:
         self._in_windows, self._share = plan.step.window > 1, state.backend.data_size
         self._size, self._recent = self.source.batch_size or 0, plan.record_every is not None
         self._calls_always = bool(plan.hooks) or not is_alone(state)
-        self._usr1_stops = any(hook.ends_run_on_usr1 for hook in plan.hooks)
         self.interrupts = Interrupts()
         self.doing: object = None  # for messages; None: the step, whose layers name themselves
         self.feed: Iterator[Any] | None = None  # the batches, or windows, of the running epoch
@@ -217,6 +216,7 @@ class World:
         self.stopwatch = self.info.stopwatch
         self.stopwatch.begin(self.seconds)
         begun = first_state(plan, changed(state, run=self.info))
+        self._usr1_stops = any(hook.ends_run_on_usr1 for hook in plan.hooks)
         todo = state.todo  # also if a hook has gone to another state
         if ends_run(begun.stop) and state.stop is None:
             todo = (*pending(todo), *onward(begun, plan.is_reached(begun), ended=False))
@@ -275,10 +275,12 @@ class World:
         if together:
             self.peers.barrier(self.state, self.interrupts, 0)
         self.interrupts.done = True
-        if isinstance(self.state.todo[0], Flush):  # the run has ended, but for that
-            self.state = changed(self.state, todo=())
-        else:
-            self.state = changed(self.state, stop=self.interrupts.stop or self.state.stop)
+        state = self.state
+        if isinstance(state.todo[0], Flush):  # the run has ended, but for that
+            self.state = changed(state, todo=())
+        else:  # the end of the run is not made, and hooks are not to see it
+            stop = self.interrupts.stop or state.stop
+            self.state = changed(state, stop=stop, events=state.events - {END})
         self.flush_hooks()
 
     def flush_hooks(self) -> None:
@@ -409,6 +411,8 @@ class World:
         reached = (ended or state.step >= self._last_step) and self.plan.is_reached(state)
         if reached:
             state = changed(state, events=state.events | {END})
+        if state.ran:
+            state = changed(state, ran=frozenset())
         actions, apart = (_CALL,), False
         if ended or not self._asked_at <= state.step < self._quiet_until:
             answers = self._ask(state)

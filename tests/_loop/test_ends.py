@@ -146,9 +146,7 @@ def test_the_end_is_made_by_the_run_that_continues_from_an_exception(
     with pytest.raises(Boom) as caught:
         run(toy(lr=1.0))
     left = caught.value.state
-    of_boundary = (
-        () if raised == "the last save" else (Call("boundary"), Meet(steps == 3))
-    )
+    of_boundary = () if raised == "the last save" else (Call("boundary"), Meet(steps == 3))
     assert left.todo == (*of_boundary, Flush())
     assert ended == ([steps] if raised == "the last save" else [])
     assert not (tmp_path / "run" / f"step-{steps:08d}").exists()
