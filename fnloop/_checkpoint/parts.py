@@ -281,7 +281,7 @@ def _save_counters(saving: Saving) -> dict[str, Json]:
         **({"ends": state.ends} if state.ends else {}),
         **encode_stop(state.stop),
         "todo": encode_todo(state.todo),
-        **({"ran": sorted(state.ran)} if state.ran and state.todo else {}),
+        **({"noted": dict(state.noted)} if state.noted else {}),
         "news": sorted(state.events) if state.todo else [],  # the old name of events
     }
 
@@ -338,7 +338,7 @@ def check_counters(facts: Mapping[str, Json]) -> dict[str, object]:
         "stop": decode_stop(facts["stop"], facts.get("stop_kind")),
         "events": events,
         "todo": todo,
-        "ran": frozenset(_check_count("ran", each) for each in facts.get("ran", ())),
+        "noted": {name: float(value) for name, value in facts.get("noted", {}).items()},
         "phases": decode_phases(facts.get("phases", [])),
         "ends": "epoch" if facts.get("ends") else None,
     }

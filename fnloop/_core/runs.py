@@ -450,6 +450,9 @@ Todo = tuple[Action, ...]
 OF_BOUNDARY = (Start, Boundary, Append, Collect, Call)  # what follows them depends on what they do
 
 
+RAN, WAITS, CLOCK = "ran", "waits", "clock"  # the notes in `TrainState.noted`, before a number
+
+
 def pending(todo: Todo) -> Todo:
     """Return what is left to do of a boundary that has begun."""
     return tuple(itertools.takewhile(lambda action: isinstance(action, OF_BOUNDARY), todo))

@@ -198,7 +198,9 @@ class TrainState:
             it.
         todo: what this run does next, as a tuple of actions; empty when it has ended. A run that
             continues from here begins with them.
-        ran: which hooks have run at this boundary, of those that are due at the end of a run too.
+        noted: what the run remembers of its hooks and moments, by their number: "ran 2", a hook has
+            run at this boundary (if it is due at the end too); "waits 3", a hook waits for an
+            evaluation; "clock 0", when a moment that counts seconds was last due.
         generators: the state of Python's and NumPy's generators in mid-epoch, or where hooks are
             still to be called; None at the start of an epoch. All other randomness is a function of
             the seed and the counters.
@@ -229,7 +231,7 @@ class TrainState:
     backend: Backend = attrs.field(factory=lambda: Backend("cpu"))
     events: frozenset[str] = _NOTHING
     todo: Todo = ()
-    ran: frozenset[int] = frozenset()
+    noted: Mapping[str, float] = attrs.field(factory=dict)
     generators: HostGenerators | None = None
     extra: Mapping[str, Any] = attrs.field(factory=dict)
     _ownership: Ownership[TrainState] = attrs.field(factory=_refuse, alias="ownership")
@@ -465,6 +467,20 @@ def changed(state: TrainState, **values: Any) -> TrainState:
     new: TrainState = object.__new__(TrainState)
     vars(new).update(vars(state), **values)
     return new
+
+
+def with_note(state: TrainState, mark: str, value: float | None = 1.0) -> TrainState:
+    """Return the state with a note of this value; with None, without it."""
+    if state.noted.get(mark) == value:
+        return state
+    others = {name: kept for name, kept in state.noted.items() if name != mark}
+    return changed(state, noted=others if value is None else {**others, mark: value})
+
+
+def differ_only(one: TrainState, other: TrainState, *fields: str) -> bool:
+    """Return whether two states hold the same objects, but for some fields."""
+    mine = vars(one)
+    return all(mine[name] is value or name in fields for name, value in vars(other).items())
 
 
 def consume(
@@ -813,7 +829,7 @@ def tracing_copy(
     """
     names = (
         *("step", "epoch", "batch", "samples", "skipped", "metrics", "history", "run", "stop"),
-        *("events", "todo", "ran", "generators", "extra"),
+        *("events", "todo", "noted", "generators", "extra"),
     )
     changing = {name: stand_in(name) for name in names}
     changing["updates"] = {name: stand_in(f"updates[{name!r}]") for name in state.updates}

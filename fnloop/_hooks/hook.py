@@ -22,8 +22,8 @@ from fnloop._core.history import (
     mode_of,
     new_records,
 )
-from fnloop._core.runs import RunInfo, now
-from fnloop._core.state import TrainState, changed, updates_of_call, with_slot
+from fnloop._core.runs import RAN, RunInfo, now
+from fnloop._core.state import TrainState, changed, updates_of_call, with_note, with_slot
 from fnloop._core.types import END, EPOCH, RECORD, START, UPDATE, Call, Output, name_of
 from fnloop._display import checks
 from fnloop._display.checks import choice, metric_name
@@ -50,6 +50,7 @@ class Hook:
         begins_everywhere: whether ``begin`` needs all processes, within ``on_main`` too.
         ends_run_on_usr1: whether SIGUSR1 stops the run, and does not only save it.
         untried: why ``dry_run`` does not call it, such as "it would send records"; None: it does.
+        moments: those that it asks itself. The run keeps their clocks.
 
     Raises:
         TypeError: when it is given to ``fit``, or to another hook: it does not define ``__call__``.
@@ -81,6 +82,7 @@ class Hook:
     begins_everywhere: bool = False
     ends_run_on_usr1: bool = False
     untried: str | None = None
+    moments: tuple[Moment, ...] = ()
     _seen: History = History()
 
     def __call__(self, state: TrainState, /) -> TrainState:
@@ -302,14 +304,14 @@ class Wrapper(Hook):
         self.hook.close()
 
 
-def place_of(state: TrainState) -> tuple[int, int, int, int]:
-    """Return what tells a boundary of a run from any other."""
-    return state.step, state.skipped, state.epoch, state.batch
-
-
 def every_layer(hooks: Iterable[Hook]) -> list[Hook]:
     """Return hooks and the hooks inside them."""
     return [layer for hook in hooks for layer in layers(hook)]
+
+
+def number_of(hooks: Iterable[Hook], hook: Hook) -> int:
+    """Return the number of a hook among those of a run and the hooks inside them."""
+    return next(n for n, layer in enumerate(every_layer(hooks)) if layer is hook)
 
 
 def place_in(hooks: Sequence[Hook], hook: Hook) -> int:
@@ -421,6 +423,42 @@ class Trigger(Protocol):
         ...
 
 
+@attrs.define(eq=False)
+class Clock:
+    """When a moment that counts seconds was last due. The run notes it in the state.
+
+    Args:
+        last: by the clock of the run; None before the first boundary.
+        mark: the name of its note.
+        zero: what the clock of the run shows at second 0 of all of the run.
+    """
+
+    last: float | None = None
+    mark: str = ""
+    zero: float = 0.0
+
+    def has_passed(self, seconds: float, now: float) -> bool:
+        """Return whether so many seconds have passed since it was last due. If so, it is now."""
+        if self.last is None:
+            self.last = now
+        if now - self.last < seconds:
+            return False
+        self.last = now
+        return True
+
+    def begin(self, state: TrainState, mark: str, zero: float) -> None:
+        """Continue from the note in a state."""
+        self.mark, self.zero = mark, zero
+        if mark in state.noted:
+            self.last = state.noted[mark] + zero
+
+    def noted(self, state: TrainState) -> TrainState:
+        """Return the state with the note."""
+        if self.last is None or not self.mark:
+            return state
+        return with_note(state, self.mark, self.last - self.zero)
+
+
 class Moment(ABC):
     """A trigger that can be called with a hook, and combined with others: ``|``, ``&``, ``~``."""
 
@@ -464,9 +502,9 @@ class Moment(ABC):
         return self
 
     @property
-    def has_clock(self) -> bool:
-        """Whether this counts the time since it was last due."""
-        return False
+    def clocks(self) -> tuple[Clock, ...]:
+        """The clocks of what counts seconds in it."""
+        return ()
 
     def __bool__(self) -> bool:
         raise TypeError(
@@ -541,6 +579,11 @@ class ConditionalHook(Wrapper):
     _place: list[int] = attrs.field(factory=list, init=False, eq=False)  # among those of the run
 
     @property
+    def moments(self) -> tuple[Moment, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Its trigger."""
+        return (self.trigger,)
+
+    @property
     def __name__(self) -> str:  # in messages about its metrics
         return repr(self.trigger)
 
@@ -559,18 +602,21 @@ class ConditionalHook(Wrapper):
 
     def __call__(self, state: TrainState) -> TrainState:
         __tracebackhide__ = True
-        if not self.trigger.due(state):
+        due = self.trigger.due(state)
+        for clock in self.trigger.clocks:
+            state = clock.noted(state)
+        if not due:
             return self.poll(state)
-        if END in self.outside and state.run is not None:
-            if END in state.events and state.ran.issuperset(self._place):
+        if END in self.outside and self._place:
+            mark = f"{RAN} {self._place[0]}"
+            if END in state.events and mark in state.noted:
                 return state  # it ran at this boundary already, before a hook stopped the run
-            state = changed(state, ran=state.ran.union(self._place))
+            state = with_note(state, mark)
         return self.hook(state)
 
     def check_beside(self, hooks: Sequence[Hook]) -> None:
         """Find its place among the hooks of a run."""
-        every = enumerate(every_layer(hooks))
-        self._place[:] = [n for n, layer in every if layer is self]
+        self._place[:] = [number_of(hooks, self)]
 
     def poll(self, state: TrainState) -> TrainState:
         """Pass a boundary, after a check of the metrics that the trigger depends on."""
@@ -676,9 +722,9 @@ class _Compound(Moment):
         return any(part.excludes_end for part in self.parts)
 
     @property
-    def has_clock(self) -> bool:
-        """Whether a part counts time."""
-        return any(part.has_clock for part in self.parts)
+    def clocks(self) -> tuple[Clock, ...]:
+        """Those of the parts."""
+        return sum((part.clocks for part in self.parts), ())
 
     @property
     def monitors(self) -> tuple[str, ...]:
@@ -711,7 +757,7 @@ class _All(_Compound):
     def due(self, state: TrainState) -> bool:
         """Return whether every part is due. A clock is asked last: it runs until then."""
         __tracebackhide__ = True
-        parts = sorted(self.parts, key=lambda part: part.has_clock)
+        parts = sorted(self.parts, key=lambda part: bool(part.clocks))
         return all(part.due(state) for part in parts)
 
 
@@ -740,9 +786,9 @@ class _Not(Moment):
         self.part.check(run)
 
     @property
-    def has_clock(self) -> bool:
-        """Whether the part counts time."""
-        return self.part.has_clock
+    def clocks(self) -> tuple[Clock, ...]:
+        """Those of the part."""
+        return self.part.clocks
 
     def renew(self) -> Moment:
         """Return a moment with a clock of its own, if the part has one."""
@@ -818,7 +864,8 @@ class every(Moment):
             n updates, and always at the end of the epoch. Epochs are counted over the whole run,
             also inside a phase.
         steps: a number of applied updates, counted over all epochs and phases.
-        seconds: seconds of wall time, counted from the first boundary.
+        seconds: seconds of wall time, counted from the first boundary. A run that is resumed
+            counts on; the time in between does not count.
 
     Returns:
         A moment: a function from a hook to a hook, which composes with ``|``, ``&`` and ``~``.
@@ -844,7 +891,7 @@ class every(Moment):
     epochs: float | None = attrs.field(default=None, kw_only=True)
     steps: int | None = attrs.field(default=None, kw_only=True)
     seconds: float | None = attrs.field(default=None, kw_only=True)
-    _clock: list[float] = attrs.field(factory=list, init=False, eq=False)  # when it was last due
+    _clock: Clock = attrs.field(factory=lambda: Clock(), init=False, eq=False)
 
     def __attrs_post_init__(self) -> None:
         given = self._given()
@@ -879,21 +926,21 @@ class every(Moment):
         return f"every({name}={value})"
 
     @property
-    def has_clock(self) -> bool:
-        """Whether it counts seconds."""
-        return self.seconds is not None
+    def clocks(self) -> tuple[Clock, ...]:
+        """When it was last due, if it counts seconds."""
+        return () if self.seconds is None else (self._clock,)
 
     def renew(self) -> every:
         """Return a copy with a clock of its own, if it has one."""
-        return attrs.evolve(self) if self.has_clock else self
+        return attrs.evolve(self) if self.clocks else self
 
     def check(self, run: RunInfo) -> None:
-        """Begin a run: restart the clock.
+        """Begin a run.
 
         Raises:
             ValueError: this is a fraction of an epoch, and the training loader has no length.
         """
-        self._clock.clear()
+        self._clock.last = None  # unless the state knows better
         if self.epochs is not None and self.epochs < 1 and run.steps_per_epoch is None:
             varies = run.batches_per_epoch is not None
             why = "tbptt varies it" if varies else "the training loader has no length"
@@ -907,13 +954,7 @@ class every(Moment):
             # Whether the updates of the last call have reached or passed a multiple.
             return UPDATE in state.events and state.step % self.steps < updates_of_call(state)
         if self.seconds is not None:
-            time = now(state.run)
-            if not self._clock:
-                self._clock.append(time)
-            if time - self._clock[0] < self.seconds:
-                return False
-            self._clock[0] = time
-            return True
+            return self._clock.has_passed(self.seconds, now(state.run))
         if EPOCH in state.events:
             return self.epochs < 1 or state.epoch % int(self.epochs) == 0  # type: ignore[operator]
         if self.epochs >= 1 or state.run is None:  # type: ignore[operator]

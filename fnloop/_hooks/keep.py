@@ -54,7 +54,7 @@ from fnloop._core.history import (
 )
 from fnloop._core.runs import pending
 from fnloop._core.serialize import Json
-from fnloop._core.state import TrainState, take_ownership, unwrap, with_slot
+from fnloop._core.state import TrainState, differ_only, take_ownership, unwrap, with_slot
 from fnloop._core.types import END, RECORD, Call
 from fnloop._display.checks import choice, describe, flag, integer, metric_name
 from fnloop._display.screen import log
@@ -259,10 +259,7 @@ class checkpoint(Hook):
 
     def _holds(self, state: TrainState) -> bool:
         """Return whether a state was saved at this boundary, whatever is next."""
-        passing, now = ("todo", "run", "events"), vars(state)
-        return self._saved is not None and all(
-            now[k] is v for k, v in vars(self._saved).items() if k not in passing
-        )
+        return self._saved is not None and differ_only(state, self._saved, "todo", "run", "events")
 
     def poll(self, state: TrainState) -> TrainState:
         """Raise an error of the writer, and save the evaluation that an earlier save waits for."""

@@ -18,8 +18,8 @@ from fnloop._backend.collectives import broadcast, on_main_process
 from fnloop._backend.fsdp import is_sharded
 from fnloop._core.history import TRAINED, History, Record, check_plot, suggestion
 from fnloop._core.rng import COMPUTE, fold_in, isolated, seed_all
-from fnloop._core.runs import is_interruption
-from fnloop._core.state import TrainState
+from fnloop._core.runs import WAITS, is_interruption
+from fnloop._core.state import TrainState, with_note
 from fnloop._core.types import END, RECORD, Call, Output, name_of
 from fnloop._display import checks, figures, tables
 from fnloop._hooks.hook import (
@@ -27,8 +27,8 @@ from fnloop._hooks.hook import (
     Moment,
     check_own_moment,
     due_at,
+    number_of,
     place_in,
-    place_of,
     read_numbers,
 )
 from fnloop._hooks.hook import every as periodically
@@ -46,23 +46,23 @@ Number = float | Tensor  # of a function of the user's own
 
 @attrs.define
 class _Inspection:
-    """What a hook waits for, or has been given.
+    """What a hook has been given.
 
     Args:
-        waits: whether the next evaluation is to be kept.
         late: whether the outputs are kept only because the run ends.
         asked: whether the trigger was asked at this boundary already.
         outputs: those of an evaluation, until the function is called; or None.
         received_at: the place of the last evaluation that was kept.
         alone: whether the hook is within no other one.
+        mark: what the state notes while the hook waits for an evaluation.
     """
 
-    waits: bool = False
     late: bool = False
     asked: bool = False
     outputs: list[Output] | None = None
     received_at: tuple[int, ...] | None = None
     alone: bool = True
+    mark: str = ""
 
 
 @attrs.frozen(repr=False)
@@ -131,8 +131,7 @@ class inspect(Hook):
 
         Within another hook, as in ``when_improved("valid/loss")(inspect(fn))``, the function is
         called after the record was appended, and cannot return numbers. Those that are due only
-        because the run ends are in a closing record. A run that is resumed has forgotten that the
-        hook waits for the next evaluation, so let it be due where the loader is evaluated.
+        because the run ends are in a closing record.
 
     Replaces: lightning.validation_step_outputs
     """
@@ -177,6 +176,11 @@ class inspect(Hook):
 
     wants_outputs = True
 
+    @property
+    def moments(self) -> tuple[Moment, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """When it is due."""
+        return (self.every,)
+
     def begin(self, state: TrainState) -> TrainState:
         """Begin a run: check that the loader is evaluated in it.
 
@@ -205,6 +209,7 @@ class inspect(Hook):
             TypeError: it does.
         """
         self._now.alone = hooks[place_in(hooks, self)] is self
+        self._now.mark = f"{WAITS} {number_of(hooks, self)}"
         if not {*self.reports} <= {*hooks[place_in(hooks, self)].reports}:
             raise TypeError(f"{self!r} {self._no_numbers()}")
 
@@ -218,14 +223,14 @@ class inspect(Hook):
         """Return whether the outputs of the evaluation that begins are to be kept."""
         if loader != self.loader:
             return False
-        if END in state.events and self._now.received_at == place_of(state):
+        waits, ends = self._now.mark in state.noted, END in state.events
+        if ends and self._now.received_at == _place_of(state):
             return False  # it has those of the model with which the run ends
         (due, only_at_end), self._now.asked = due_at(self.every, state), True
-        if END in state.events and self._now.alone and self._was_evaluated(state):
+        if ends and self._now.alone and self._was_evaluated(state):
             due = False  # the function was called for that record, maybe in another process
-        self._now.waits = self._now.waits or due
-        self._now.late = only_at_end and not self._now.waits
-        return self._now.waits or self._now.late
+        self._now.late = only_at_end and not (waits or due)
+        return waits or due or self._now.late
 
     def _was_evaluated(self, state: TrainState) -> bool:
         """Return whether a record of this boundary has an evaluation of the loader."""
@@ -238,8 +243,7 @@ class inspect(Hook):
 
     def receive(self, state: TrainState, outputs: Sequence[Output]) -> None:
         """Take the outputs of an evaluation."""
-        self._now.outputs, self._now.waits = list(outputs), False
-        self._now.received_at = place_of(state)
+        self._now.outputs, self._now.received_at = list(outputs), _place_of(state)
 
     def adds_numbers(self, state: TrainState, record: Record, names: Collection[str]) -> bool:
         """Return whether it has outputs for a record: late ones are for a closing record."""
@@ -267,8 +271,10 @@ class inspect(Hook):
     def __call__(self, state: TrainState) -> TrainState:
         __tracebackhide__ = True
         asked, self._now.asked = self._now.asked, False
-        if not asked and self.every.due(state):
-            self._now.waits = True
+        if self._was_evaluated(state):
+            state = self._noting(state, waits=False)
+        elif not asked and self.every.due(state):
+            state = self._noting(state, waits=True)
         if self._now.late and END not in state.events:
             return state  # the end of the run comes after this boundary
         return self._show(state)
@@ -276,7 +282,11 @@ class inspect(Hook):
     def poll(self, state: TrainState) -> TrainState:
         """Drop what was kept: a wrapper has decided that the hook is not called."""
         self._now.asked, self._now.outputs, self._now.received_at = False, None, None
-        return state
+        return self._noting(state, waits=False) if self._was_evaluated(state) else state
+
+    def _noting(self, state: TrainState, waits: bool) -> TrainState:
+        """Return the state that knows whether the hook waits for an evaluation."""
+        return with_note(state, self._now.mark, 1.0 if waits else None)
 
     def flush(self, state: TrainState) -> TrainState:
         """Call the function, if there are outputs. Drop those of an evaluation that was cut."""
@@ -293,8 +303,13 @@ class inspect(Hook):
 
     def close(self) -> None:
         """Drop what was kept."""
-        self._now.waits, self._now.late, self._now.asked = False, False, False
+        self._now.late, self._now.asked = False, False
         self._now.outputs, self._now.received_at = None, None
+
+
+def _place_of(state: TrainState) -> tuple[int, int, int, int]:
+    """Return what tells a boundary of a run from any other."""
+    return state.step, state.skipped, state.epoch, state.batch
 
 
 # --------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from fnloop._checkpoint.files import make_folder, remove_parts, replace_file
 from fnloop._checkpoint.retention import read_run_id
 from fnloop._core.history import History, Record
 from fnloop._core.runs import kind_of
-from fnloop._core.state import TrainState
+from fnloop._core.state import TrainState, differ_only
 from fnloop._core.types import END, RECORD, Call, Output, name_of
 from fnloop._display import checks
 from fnloop._display.checks import folder_path, typed_path
@@ -921,8 +921,13 @@ class on_main(Wrapper):
             super().receive(state, outputs)
 
     def _observe(self, call: Callable[[TrainState], TrainState], state: TrainState) -> TrainState:
-        """Call a hook or its method on the main process, and raise if it returns another state."""
+        """Call a hook or its method on the main process, and raise if it returns another state.
+
+        What the hook remembers of the run is its own.
+        """
         if state.backend.main and (new := call(state)) is not state:
+            if isinstance(new, TrainState) and differ_only(new, state, "noted"):
+                return new
             stops = isinstance(new, TrainState) and new.stop
             found = f"one that stops: {new.stop}" if stops else repr(new)
             raise ValueError(

@@ -27,6 +27,7 @@ import attrs
 
 from fnloop._core.history import Record, is_row
 from fnloop._core.runs import (
+    CLOCK,
     Action,
     Append,
     Boundary,
@@ -183,9 +184,11 @@ def resumed(state: TrainState, reached: bool, starts: bool) -> TrainState:
     if over:
         of_end = any(isinstance(action, End | Flush) for action in state.todo)
         return state if of_end else changed(state, todo=())
-    fresh = starts and not state.todo
-    first = (Start(), Update()) if fresh else onward(state, False, False)
-    return changed(state, todo=first, events=frozenset())
+    if state.todo:
+        return changed(state, todo=onward(state, False, False), events=frozenset())
+    first = (Start(), Update()) if starts else onward(state, False, False)
+    noted = {mark: value for mark, value in state.noted.items() if not mark.startswith(CLOCK)}
+    return changed(state, todo=first, events=frozenset(), noted=noted)
 
 
 def _is_of_end(action: Action) -> bool:

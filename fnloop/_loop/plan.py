@@ -44,6 +44,7 @@ from fnloop._data.loaders import Loaders, read_loaders, sharded
 from fnloop._data.source import Source
 from fnloop._display import checks
 from fnloop._hooks.hook import (
+    Clock,
     ConditionalHook,
     Hook,
     HookFn,
@@ -235,6 +236,12 @@ class Plan:
         """What says when to evaluate and to make a record."""
         own = () if self.record_every is None else (self.record_every,)
         return (*(trigger for trigger, _ in self.evaluations), *own)
+
+    @property
+    def clocks(self) -> tuple[Clock, ...]:
+        """The clocks of all moments."""
+        of_hooks = (moment for layer in every_layer(self.hooks) for moment in layer.moments)
+        return sum((moment.clocks for moment in (*self.triggers, *of_hooks)), ())
 
     def hooks_at(self, event: str) -> list[Hook]:
         """Return the hooks that may be due at a boundary without an update: "start" or "end"."""

@@ -26,7 +26,9 @@ from fnloop._core.metrics import (
 from fnloop._core.optimizers import labelled_groups, numbers_used, optimizers_in
 from fnloop._core.rng import COMPUTE, fold_in, isolated, mix, seed_host, torch_seeder
 from fnloop._core.runs import (
+    CLOCK,
     INTERRUPTED,
+    RAN,
     Action,
     Append,
     Boundary,
@@ -42,6 +44,7 @@ from fnloop._core.runs import (
     ends_run,
     first_stop,
     is_interruption,
+    now,
     pending,
 )
 from fnloop._core.state import (
@@ -217,6 +220,9 @@ class World:
         self.stopwatch.begin(self.seconds)
         begun = first_state(plan, changed(state, run=self.info))
         self._usr1_stops = any(hook.ends_run_on_usr1 for hook in plan.hooks)
+        for n, clock in enumerate(plan.clocks):
+            clock.begin(begun, f"{CLOCK} {n}", now(self.info) - self.seconds)
+        self._clocks = tuple(clock for moment in plan.triggers for clock in moment.clocks)
         todo = state.todo  # also if a hook has gone to another state
         if ends_run(begun.stop) and state.stop is None:
             todo = (*pending(todo), *onward(begun, plan.is_reached(begun), ended=False))
@@ -411,11 +417,14 @@ class World:
         reached = (ended or state.step >= self._last_step) and self.plan.is_reached(state)
         if reached:
             state = changed(state, events=state.events | {END})
-        if state.ran:
-            state = changed(state, ran=frozenset())
+        if state.noted:
+            noted = {mark: v for mark, v in state.noted.items() if not mark.startswith(RAN)}
+            state = changed(state, noted=noted)
         actions, apart = (_CALL,), False
         if ended or not self._asked_at <= state.step < self._quiet_until:
             answers = self._ask(state)
+            for clock in self._clocks:
+                state = clock.noted(state)
             apart = ends_apart(state, answers, self._adds_at_end)
             actions = due("boundary", state, answers, self.evaluated)
         return changed(state, todo=(*actions, *onward(state, reached, ended, apart)))

@@ -98,6 +98,9 @@ def try_program(seed, number, counts):
     if refusal(program) is not None:
         counts["refused"] += 1
         return None
+    if any("fl.inspect" in hook and "at_end" in hook for hook in program.hooks):
+        counts["known"] += 1  # outputs of an evaluation that are held until the end are not saved
+        return None
     counts["programs"] += 1
     try:
         with warnings.catch_warnings():

@@ -114,13 +114,6 @@ SIGNS = {
 
 # Faults that are known, each with whether a program with cuts may show it. Take out what is mended.
 KNOWN = {
-    # inspect forgets that it waits for the next evaluation.
-    "waits": lambda program, cuts: program.has("fl.inspect") and bool(cuts),
-    # A hook due at an update and at the end is called twice, if a run is cut between the two.
-    "again": lambda program, cuts: (
-        any("at_end" in hook and ("|" in hook or "~" in hook) for hook in program.hooks)
-        and any(cut.how not in ("target", "stop") for cut in cuts)
-    ),
     # The host's generators are as a fetch left them that failed after some samples, or batches.
     "half-a-fetch": lambda program, cuts: (
         "draws" in program.loss

@@ -1,0 +1,104 @@
+"""What a run does next: each action, and runs that are cut between any two of them."""
+
+import attrs
+import pytest
+from cut_actions import run_in_parts, try_programs
+from loop_cases import ONE
+from random_programs import Program, quiet
+
+import fnloop as fl
+from fnloop._core.runs import Boundary, Call, End, Flush, Meet, Stop, Update
+from fnloop._loop.boundary import resumed
+from fnloop.testing import toy, toy_loss
+
+
+def interrupt(state):
+    return attrs.evolve(state, stop=Stop("job", "job"))
+
+
+def seen(name, calls):
+    def see(state):
+        calls.append((name, state.step, state.todo))
+        return state
+
+    return see
+
+
+def test_a_hook_sees_what_comes_after_it():
+    calls = []
+    hooks = (seen("a", calls), fl.at_end()(seen("b", calls)))
+    state = fl.fit(fl.pipeline()(toy_loss), toy(), [ONE] * 2, hooks=hooks)
+    assert calls == [
+        ("a", 1, (Call("boundary", 1), Update())),
+        ("a", 2, (Call("boundary", 1), Meet(ended=True), Flush())),
+        ("b", 2, (Meet(ended=True), Flush())),
+    ]
+    assert state.todo == ()
+
+
+def test_a_snapshot_of_a_hook_has_the_hooks_after_it_still_to_call():
+    kept, calls = [], []
+    keep = fl.every(steps=2)(lambda state: kept.append(fl.snapshot(state)) or state)
+    hooks = (keep, seen("after", calls))
+    step = fl.pipeline()(toy_loss)
+    fl.fit(step, toy(), [ONE] * 3, hooks=hooks)
+    assert [at for _, at, _ in calls] == [1, 2, 3]
+    fl.fit(step, kept[0], [ONE] * 3, hooks=hooks)
+    assert [at for _, at, _ in calls] == [1, 2, 3, 2, 3]
+
+
+def test_a_hook_that_stops_puts_the_end_on_the_list():
+    calls = []
+    halt = lambda state: attrs.evolve(state, stop="enough") if state.step == 1 else state
+    hooks = (halt, seen("a", calls), fl.at_end()(seen("b", calls)))
+    state = fl.fit(fl.pipeline()(toy_loss), toy(), [ONE] * 3, hooks=hooks)
+    tail = (Meet(ended=False), End(), Flush("enough"))
+    assert calls[0] == ("a", 1, (Call("boundary", 2), *tail))
+    assert calls[-1] == ("b", 1, (Flush("enough"),)) and state.todo == ()
+
+
+@pytest.mark.parametrize(("todo", "reached", "first"), [
+    ((), False, (Update(),)), ((), True, ()), ((Update(),), True, ()),
+    ((Call("boundary", 1), Update()), False, (Call("boundary", 1), Update())),
+    # The target was raised: what is left of the boundary is done, and not the end.
+    ((Call("boundary", 1), Meet(True), Flush()), False, (Call("boundary", 1), Update())),
+    ((Meet(True), End(), Flush()), False, (Update(),)),
+    # It was lowered to here.
+    ((Boundary(), Update()), True, (Boundary(), Meet(False), End(), Flush())),
+])  # fmt: skip
+def test_what_was_left_is_done_first(todo, reached, first):
+    state = attrs.evolve(toy(), todo=todo)
+    assert resumed(state, reached, starts=False).todo == first
+
+
+def test_a_clock_counts_on_where_a_run_was_left(clock, tmp_path):
+    """An update takes a second. The hook is due every 5 seconds from the first boundary on."""
+    seen = []
+
+    def loss_fn(model, batch):
+        clock.now += 1.0
+        return toy_loss(model, batch)
+
+    state = toy()
+    for at in (4, 9, 0):
+        hook = fl.every(seconds=5)(lambda state: seen.append(state.step) or state)
+        halt = fl.when(lambda state, at=at: state.step == at)(interrupt)
+        state = fl.fit(fl.pipeline()(loss_fn), state, [ONE] * 17, steps=17, hooks=(hook, halt))
+        state = fl.restore(fl.save(state, tmp_path / "saved"), toy())
+        clock.now += 1000.0  # between two runs
+    assert seen == [6, 11, 16]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1])
+def test_random_programs_may_be_cut_after_every_action(seed):
+    found, counts = try_programs(seed, range(30))
+    assert not found, "\n\n".join(found)
+    assert counts["programs"] > 20
+
+
+def test_a_program_is_cut_after_each_of_its_actions(tmp_path):
+    program = Program(hooks=("fl.every(steps=1)(note('note'))",))
+    with quiet():
+        _, calls = run_in_parts(program, iter([1] * 100), tmp_path)
+    assert [call[1] for call in calls] == [*range(1, 9)]
