@@ -160,7 +160,8 @@ def verify(
         OSError: a file cannot be read for a reason other than that it does not exist.
     """
     if not is_folder(path):
-        raise CheckpointError(f"{path} is not a checkpoint: there is no such folder")
+        what = "it is a link to nothing" if path.is_symlink() else "there is no such folder"
+        raise CheckpointError(f"{path} is not a checkpoint: {what}")
     try:
         manifest = read_manifest(path)
     except FileNotFoundError:

@@ -37,6 +37,7 @@ from fnloop._checkpoint.files import (
     run_of,
     serial_or_none,
     size_of_file,
+    status,
     verify,
 )
 from fnloop._checkpoint.format import FILES, MANIFEST, STATE, CheckpointError
@@ -119,9 +120,13 @@ def _by_age(
 
 
 def may_be_checkpoint(path: Path) -> bool:
-    """Return whether a folder is or was a checkpoint, judged by its name and its files."""
+    """Return whether a folder is or was a checkpoint, judged by its name and its files.
+
+    A link to nothing is one whose disk is not mounted, for example.
+    """
     if not is_folder(path):
-        return False
+        lost = path.is_symlink() and not exists(path)
+        return lost and re.fullmatch(CHECKPOINT_NAME, path.name) is not None
     if path.name.startswith(".") and not path.name.endswith(".old"):
         return False
     if re.fullmatch(rf"\.?{CHECKPOINT_NAME}(\.old)?", path.name) is None:
@@ -139,7 +144,7 @@ def _sort_key(path: Path, manifest: Mapping[str, Json] | None) -> tuple[float, i
     serial: float | None = None if manifest is None else manifest.get("serial")
     if serial is None:
         try:
-            changed = path.stat().st_mtime_ns
+            changed = (status(path) or path.lstat()).st_mtime_ns
             before = [
                 serial_or_none(p)
                 for p in path.parent.iterdir()
