@@ -180,7 +180,7 @@ class NewerFormatError(CheckpointError):
     """A newer fnloop wrote the checkpoint. It is not damaged, so no older one may replace it."""
 
 
-def check_shape(value: Json, shape: Shape, path: Path) -> None:
+def check_shape(value: Json, shape: Shape, path: Path | str) -> None:
     """Raise CheckpointError unless JSON of a checkpoint has a shape.
 
     Values that are encoded (``$tensor`` and the like) are checked where they are decoded.
@@ -188,7 +188,7 @@ def check_shape(value: Json, shape: Shape, path: Path) -> None:
     Args:
         value: what ``json.loads`` returned.
         shape: a shape, as above.
-        path: the file or the checkpoint, for the message.
+        path: what it is of, for the message: a file, a checkpoint, a part of a state.
 
     Example:
         >>> from pathlib import Path

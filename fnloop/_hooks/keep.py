@@ -30,7 +30,15 @@ from fnloop._checkpoint.files import (
     write_blocks,
     write_checkpoint,
 )
-from fnloop._checkpoint.format import PARTS, CheckpointError, Contents
+from fnloop._checkpoint.format import (
+    COUNT,
+    NUMBER,
+    PARTS,
+    CheckpointError,
+    Contents,
+    Shape,
+    check_shape,
+)
 from fnloop._checkpoint.parts import read_parts
 from fnloop._checkpoint.remote import Remote, Uploads, is_marked, place_at
 from fnloop._checkpoint.retention import (
@@ -511,6 +519,14 @@ def _name_of(state: TrainState) -> str:
 
 OWNER = "restore_best"
 _Weights = dict[str, Any]  # a state_dict, or the slot that holds one
+_BEST: Shape = {
+    "value": NUMBER,
+    "step": COUNT,
+    "first?": COUNT,
+    "ended": (None, [COUNT]),
+    "weights": (None, dict),
+    "averages?": {"*": {"count": COUNT, "tensors": {"*": lambda v: isinstance(v, Tensor)}}},
+}
 
 
 @attrs.frozen(repr=False)
@@ -609,8 +625,11 @@ class restore_best(Hook):
 
         Raises:
             ValueError: they are of another model.
+            CheckpointError: what a checkpoint had in their place is something else.
         """
         best, first = self._best(state), first_record(state.phases, self.since)
+        if best is not None:  # it may be from a checkpoint
+            check_shape(best, _BEST, f'state.slots["{self.slot}"]')
         if best is not None and best.get("first", 0) < first:
             best = None  # of an earlier phase
         if best is not None and best["weights"] is not None:
