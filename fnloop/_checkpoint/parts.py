@@ -333,7 +333,8 @@ def check_counters(facts: Mapping[str, Json]) -> dict[str, object]:
     """
     counters: dict[str, object] = {name: facts[name] for name in COUNTERS if name != "stop"}
     for name, value in counters.items():
-        _check_count(name, value, SEED_BITS if name == "seed" else 1 << 62)
+        # No epoch has more batches than 2**40. One that begins after them would train on nothing.
+        _check_count(name, value, {"seed": SEED_BITS, "batch": 1 << 40}.get(name, 1 << 62))
     events, left = left_in_events(facts.get("news", []))
     return counters | {
         "stop": decode_stop(facts["stop"], facts.get("stop_kind")),
