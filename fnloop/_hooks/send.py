@@ -461,8 +461,8 @@ def _format_csv_row(record: Record, names: Sequence[str]) -> str:
 
 def _format_csv_line(cells: Sequence[object]) -> str:
     text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerow(cells)
-    return text.getvalue()
+    csv.writer(text, lineterminator="\r\n").writerow(cells)  # which quotes a name with either
+    return text.getvalue().removesuffix("\r\n") + "\n"
 
 
 def _format_json_row(record: Record, names: Sequence[str]) -> str:

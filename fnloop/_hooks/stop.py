@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fnloop._backend.collectives import broadcast, gather_objects, gather_shares
 from fnloop._backend.containers import map_leaves
+from fnloop._checkpoint.format import NUMBER, check_shape
 from fnloop._core.history import SINCE, Fold, Record, better, check_monitored, first_record, mode_of
 from fnloop._core.metrics import Mean
 from fnloop._core.rng import isolated
@@ -575,13 +576,13 @@ class time_limit(Hook):
     def take_back(self, state: TrainState) -> TrainState:
         """Return the state without a stop of this hook, if the limit was raised since."""
         stopped = kind_of(state.stop) == "limit"
-        raised = self.per == "run" and state.slots.get(SLOT, [0.0])[0] < self.limit
+        raised = self.per == "run" and _taken_in(state)[0] < self.limit
         return attrs.evolve(state, stop=None) if stopped and raised else state
 
     def begin(self, state: TrainState) -> TrainState:
         """Begin a run: the clock continues from the time that was taken so far."""
         if self.per == "run":
-            self._taken[:] = state.slots.get(SLOT, [0.0])
+            self._taken[:] = _taken_in(state)
         self._began[:] = [now(state.run) - self._taken[0]]
         if not self.limit:
             left = broadcast(_time_left())  # of the main process: all stop after the same update
@@ -627,6 +628,17 @@ class time_limit(Hook):
             return state
         reason = f"time_limit: this job ends in {format_duration(max(left, 0.0))}"
         return attrs.evolve(state, stop=Stop(reason, "job"))
+
+
+def _taken_in(state: TrainState) -> list[float]:
+    """Return the seconds that the run has taken, in a list.
+
+    Raises:
+        CheckpointError: what a checkpoint had in its place is something else.
+    """
+    taken = state.slots.get(SLOT, [0.0])
+    check_shape(taken, [NUMBER], f'state.slots["{SLOT}"]')
+    return taken or [0.0]
 
 
 def _time_left() -> float:

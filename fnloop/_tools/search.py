@@ -15,7 +15,8 @@ from urllib.parse import quote
 import attrs
 
 from fnloop._backend.collectives import broadcast
-from fnloop._checkpoint.restore import resume
+from fnloop._checkpoint.remote import Place
+from fnloop._checkpoint.restore import resume_at
 from fnloop._core.history import History, Record, better, mode_of
 from fnloop._core.runs import ends_run, is_interruption
 from fnloop._core.state import TrainState, check_not_stale
@@ -266,7 +267,9 @@ class Trial:
                     f"search expects the function of {self.name!r} to return a TrainState; "
                     f"got {checks.describe(made)}"
                 )
-        return made if self._folder is None else resume(self._folder, made)
+        if self._folder is None:
+            return made
+        return resume_at(Place(self._folder), made, nonfinite=True)  # a run that diverged has lost
 
     def train_to(self, epoch: int) -> History:
         """Train to a rung, if it is not there yet, and return the history."""
