@@ -18,6 +18,7 @@ from fnloop._core.history import (
     Record,
     better,
     check_monitored,
+    counts,
     first_record,
     mode_of,
     new_records,
@@ -1162,7 +1163,7 @@ class when_improved(Moment):
 
     def _better_of(self, best: Record | None, record: Record) -> Record | None:
         """Return the record with the better value; None if neither has one."""
-        if record.closing or self.key not in record.metrics:
+        if not counts(record, self.key):
             return best
         before = float("nan") if best is None else best.metrics[self.key]
         mode = mode_of(OWNER, self.key, self.mode)

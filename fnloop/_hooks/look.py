@@ -307,8 +307,10 @@ class measure(Hook):
 
     It is for what an evaluation of batches cannot measure: a score of what the model generates, the
     accuracy of a converted model. The record is that of the evaluation at the same moment; if there
-    is none, one is made. Every name that begins with that of the hook is known before the first
-    update, so ``early_stop("bleu/score", mode="max")`` can watch it.
+    is none, one is made, with these numbers alone. So what watches other metrics, such as
+    ``plateau("train/loss")``, decides as it would without this hook. Every name that begins with
+    that of the hook is known before the first update, so ``early_stop("bleu/score", mode="max")``
+    can watch it.
 
     The function is called as an evaluation is made: the model is in evaluation mode, without
     gradients. Afterwards buffers, modes and all random generators are as they were before. What it

@@ -16,7 +16,16 @@ from torch import Tensor
 
 from fnloop._backend.collectives import broadcast, gather_objects, gather_shares
 from fnloop._backend.containers import map_leaves
-from fnloop._core.history import SINCE, Fold, Record, better, check_monitored, first_record, mode_of
+from fnloop._core.history import (
+    SINCE,
+    Fold,
+    Record,
+    better,
+    check_monitored,
+    counts,
+    first_record,
+    mode_of,
+)
 from fnloop._core.metrics import Mean
 from fnloop._core.rng import isolated
 from fnloop._core.runs import Stop, ends_job, kind_of, now
@@ -286,7 +295,7 @@ class early_stop(Hook):
         return state
 
     def _wait(self, before: _Wait | None, record: Record) -> _Wait | None:
-        if record.closing or self.key not in record.metrics:
+        if not counts(record, self.key):
             return before
         if self.start_from_epoch and record.epoch <= self.start_from_epoch:
             return before

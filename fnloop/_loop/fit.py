@@ -92,8 +92,9 @@ def fit(
             closing records stay, and hooks such as ``early_stop`` ignore them.
         record_every: when to make a record besides: ``every(steps=50)``, ``every(seconds=10)``.
             Each record of the run then has "recent/..." metrics too: the means since the record
-            before it, weighted by the items of the batches. A record costs one read from the
-            device. There is none where every update since the record before it was skipped.
+            before it, weighted by the items of the batches. Records that only ``measure`` makes do
+            not count. A record costs one read from the device. There is none where every update
+            since the record before it was skipped.
         prefetch: how many windows of batches are fetched, and copied to the device, ahead of the
             current one. It changes no number, unless batches are made with the model. With 1, a
             batch is fetched after the update before it.

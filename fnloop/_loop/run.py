@@ -67,7 +67,7 @@ from fnloop._loop.errors import (
 )
 from fnloop._loop.evaluate import gather_outputs, measure, open_loader
 from fnloop._loop.peers import Abandoned, Interrupts, handling, is_alone, peers_of
-from fnloop._loop.plan import Plan, describe, end_phase, has_left, is_newest
+from fnloop._loop.plan import Plan, describe, end_phase, has_left, is_newest, names_made
 from fnloop._step.engine import engine_of
 from fnloop._step.pipeline import STEP, PipelineStep
 
@@ -212,6 +212,7 @@ class Run:
         plan.check(self.info, state.history)
         self._collectors = [hook for hook in plan.hooks if hook.wants_outputs]
         late = [hook for hook in self._collectors if not isinstance(hook, Wrapper)]
+        self._makers = names_made(plan.hooks)
         self._adds_at_end = any(END in hook.outside for hook in late)
         self.last_step = math.inf if plan.steps is None else plan.steps
         self._quiet = [each.quiet_until for each in plan.triggers]
@@ -407,7 +408,8 @@ class Run:
     def _ask(self, state: TrainState) -> Answers:
         """Return what the moments say. Note until when they need not be asked."""
         __tracebackhide__ = True
-        answers = ask(self.plan.evaluations, self.plan.record_every, state, self._note)
+        plan = self.plan
+        answers = ask(plan.evaluations, plan.record_every, state, self._note, self._makers)
         self.asked_at = state.step  # a step of the pipeline may go back before it
         self.quiet_until = min([quiet(state) for quiet in self._quiet], default=math.inf)
         return answers
@@ -531,11 +533,13 @@ class Run:
                 run that continues has its boundary.
         """
         __tracebackhide__ = True
-        train, closing = action.kind != "recent", action.kind == "closing"
+        numbers, closing = action.kind == "numbers", action.kind == "closing"
+        train = not numbers and action.kind != "recent"
         if closing and self.interrupts.stop is not None:
             raise Abandoned
         report = train_metrics(state) if train else {}
-        report |= recent_metrics(state) if self.plan.record_every is not None else {}
+        recent = self.plan.record_every is not None and not numbers
+        report |= recent_metrics(state) if recent else {}
         began = time.perf_counter()
         loaders = [name for name in action.names if name in self.evaluated]
         for loader in loaders:
@@ -551,7 +555,7 @@ class Run:
         values = read(engine_of(state).reduce_report(report, "train/"))
         self.seconds = seconds = values.pop("seconds", seconds)
         items = values.pop("items")
-        if not (values or train or closing):
+        if not (values or train or closing or action.names):
             return state  # since the last record, every update was skipped
         if loaders:
             self.stopwatch.evaluated = values.pop("evaluated")
@@ -560,7 +564,7 @@ class Run:
         values = self.plan.step.derive(values, self.plan.loaders.evaluated, state.history)
         known = None if math.isnan(items) else items
         record = Record(state.epoch, state.step, values, seconds, closing, known)
-        metrics = state.metrics if closing else without_recent(state.metrics)
+        metrics = state.metrics if closing or numbers else without_recent(state.metrics)
         record = self._with_numbers(state, record, metrics, action.names, self.plan.hooks)
         return with_record(state, state.history.append(record), metrics)
 

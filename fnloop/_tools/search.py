@@ -16,7 +16,7 @@ import attrs
 
 from fnloop._backend.collectives import broadcast
 from fnloop._checkpoint.restore import resume
-from fnloop._core.history import History, Record, better, mode_of
+from fnloop._core.history import History, Record, better, counts, mode_of
 from fnloop._core.runs import ends_run, is_interruption
 from fnloop._core.state import TrainState, check_not_stale
 from fnloop._display import checks
@@ -102,7 +102,7 @@ class Search(Shown):
         colors = dict(zip(last, figures.palette("Search.plot", len(last)), strict=True))
         curves = []
         for name in sorted(self.histories, key=last.__contains__):  # the others are below
-            having = [r for r in self.histories[name] if self.key in r.metrics and not r.closing]
+            having = [r for r in self.histories[name] if counts(r, self.key)]
             points = [(record.step, record.metrics[self.key]) for record in having]
             label = name if name in last else ""
             curves.append(figures.Curve(points, label, colors.get(name, FAINT)))
