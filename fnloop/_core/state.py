@@ -86,6 +86,7 @@ class Ownership(Generic[State]):
         "generation",
         "newest",
         "own_metrics",
+        "restored",
         "seconds",
     )
 
@@ -102,6 +103,7 @@ class Ownership(Generic[State]):
         # Where the weights of all processes were last compared, and how far norms were apart.
         self.compared: tuple[int, float] = (0, 0.0)
         self.equal_at: int | None = None  # the last step at which they were not
+        self.restored = 0  # the generation of the newest state whose counters were restored
 
     def for_copy(self, generation: int) -> Ownership[State]:
         """Return the ownership of a copy of the state of a generation, whose own begins at 0."""
@@ -455,6 +457,16 @@ def take_ownership(state: TrainState) -> TrainState:
     """Return a copy of a state, which owns the model from now on."""
     state._ownership.generation = generation = state._generation + 1
     return attrs.evolve(state, generation=generation)
+
+
+def note_restored(state: TrainState) -> None:
+    """Note that the counters of a state were restored, in place."""
+    state._ownership.restored = state._generation
+
+
+def went_back(before: TrainState, new: TrainState) -> bool:
+    """Return whether a state is a copy of another time of a run, or was restored since."""
+    return new.model is not before.model or new._ownership.restored > before._generation
 
 
 def changed(state: TrainState, **values: Any) -> TrainState:

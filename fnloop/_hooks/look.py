@@ -17,7 +17,6 @@ from torch import Tensor, profiler
 from fnloop._backend.collectives import broadcast, on_main_process
 from fnloop._backend.fsdp import is_sharded
 from fnloop._core.history import TRAINED, History, Record, check_plot, suggestion
-from fnloop._core.rng import COMPUTE, fold_in, isolated, seed_all
 from fnloop._core.runs import is_interruption
 from fnloop._core.state import TrainState
 from fnloop._core.types import END, RECORD, Call, Output, name_of
@@ -32,8 +31,8 @@ from fnloop._hooks.hook import (
     read_numbers,
 )
 from fnloop._hooks.hook import every as periodically
-from fnloop._step.engine import engine_of, evaluating
-from fnloop._step.update import evaluation_weights
+from fnloop._step.engine import engine_of
+from fnloop._step.update import as_evaluated
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -401,20 +400,15 @@ class measure(Hook):
     def numbers(self, state: TrainState) -> Mapping[str, float]:
         """Call the function. Return its numbers, with the name of the hook."""
         __tracebackhide__ = True
-        with evaluation_weights(state):  # in every process, because they may exchange them
+        with as_evaluated(state, together=True):  # in every process: they may exchange weights
             if not self.everywhere:
                 return on_main_process(functools.partial(self._measured, state), repr(self))
+            engine_of(state).share_buffers(state.model)
             return broadcast(self._measured(state))
 
     def _measured(self, state: TrainState) -> dict[str, float]:
         __tracebackhide__ = True
-        with isolated(state.backend.device):
-            seed_all(fold_in(state.seed, COMPUTE))
-            with evaluating(state.model):
-                if self.everywhere:
-                    engine_of(state).share_buffers(state.model)
-                found = self.fn(state)
-            return read_numbers(repr(self), self.name, found)
+        return read_numbers(repr(self), self.name, self.fn(state))
 
     def __call__(self, state: TrainState) -> TrainState:
         return state  # its numbers are in the record already

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 from fnloop._core.rng import reserved_generators
@@ -11,7 +12,7 @@ from fnloop._core.state import TrainState
 from fnloop._display.checks import describe
 from fnloop._hooks.hook import HookFn, Trigger, every
 from fnloop._loop.boundary import Moments
-from fnloop._loop.peers import handling, is_alone
+from fnloop._loop.peers import check_may_begin, handling, is_alone, note_interruption
 from fnloop._loop.plan import make_plan
 from fnloop._loop.run import train_epochs
 from fnloop._step.pipeline import PipelineStep
@@ -159,12 +160,13 @@ def fit(
     plan = make_plan(
         step, state, loaders, epochs, steps, hooks, evaluate_every, record_every, prefetch, phase
     )
+    check_may_begin(state)
     try:
         # Signals are recorded between two epochs too.
         with reserved_generators(), handling(is_alone(state)) as interrupts:
             reached = state
-            for reached in train_epochs(plan, state, interrupts):  # noqa: B007
-                pass
+            for reached in train_epochs(plan, state, interrupts):
+                note_interruption(reached)
     except RuntimeError as error:
         # Python turns a StopIteration that leaves a generator into a RuntimeError.
         if isinstance(error.__cause__, StopIteration) and hasattr(error.__cause__, "__notes__"):
@@ -210,4 +212,14 @@ def run(
     plan = make_plan(
         step, state, loaders, epochs, steps, hooks, evaluate_every, record_every, prefetch, phase
     )
-    return train_epochs(plan, state)
+    check_may_begin(state)
+    return _noting(train_epochs(plan, state))
+
+
+def _noting(states: Generator[TrainState]) -> Iterator[TrainState]:
+    """Yield the states of a run. Note if it was interrupted."""
+    __tracebackhide__ = True
+    with contextlib.closing(states):
+        for state in states:
+            note_interruption(state)
+            yield state

@@ -5,7 +5,15 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Generator,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from types import TracebackType
 from typing import Any
 
@@ -47,6 +55,7 @@ from fnloop._core.state import (
     newest,
     ownership_of,
     owns_handles,
+    went_back,
     with_record,
 )
 from fnloop._core.types import END, EPOCH, RECORD, START, UPDATE, Metric, Output, name_of
@@ -86,7 +95,7 @@ LOADER = "the training loader"  # as messages say what a run was doing
 
 def train_epochs(
     plan: Plan, state: TrainState, interrupts: Interrupts | None = None
-) -> Iterator[TrainState]:
+) -> Generator[TrainState]:
     """Yield the state after every epoch, and at the end of the run.
 
     Args:
@@ -158,7 +167,7 @@ def _settle_hooks(plan: Plan, state: TrainState) -> TrainState:
         return state
     state = end_phase(state, plan.phase)
     for hook in plan.hooks:
-        state = check_returned(hook, hook.settle(state), "settle")
+        state = check_returned(hook, state, hook.settle(state), "settle")
     return state
 
 
@@ -459,12 +468,12 @@ class Run:
         before = self.state
         for hook in hooks:
             self.phase = hook
-            new = check_returned(hook, hook(self.state))
+            new = check_returned(hook, self.state, hook(self.state))
             if new is not self.state:
                 check_counters(hook, self.state, new)
                 new = self._as_continued(self.state, new)
             self.state = new
-        self.rolled_back = self.state.model is not before.model
+        self.rolled_back = went_back(before, self.state)
         if self.state.run is None:
             self.state = changed(self.state, run=self.info)
         if self.state.slots is not before.slots:  # they may be those of a checkpoint
@@ -626,7 +635,7 @@ class Run:
         """Let the hooks finish what they keep: at the end of a run, and on SIGUSR1."""
         __tracebackhide__ = True
         for hook in self.plan.hooks:
-            self.state = check_returned(hook, hook.flush(self.state), "flush")
+            self.state = check_returned(hook, self.state, hook.flush(self.state), "flush")
         self.interrupts.save = False
 
 

@@ -25,6 +25,7 @@ from fnloop._backend.collectives import (
     to_device_of,
 )
 from fnloop._backend.fsdp import around_sharded, by_mesh, full, is_sharded, local_part, reshard
+from fnloop._backend.processes import delaying_interrupts
 from fnloop._core.averages import viewed_model
 from fnloop._core.metrics import (
     Last,
@@ -67,7 +68,7 @@ _NO_GRADIENTS = (
 
 
 @contextlib.contextmanager
-def evaluating(model: nn.Module, buffers: Buffers | None = None) -> Iterator[None]:
+def evaluating_model(model: nn.Module, buffers: Buffers | None = None) -> Iterator[None]:
     """Evaluation mode without gradients. Afterwards flags and buffers are those from before.
 
     Buffers may change in evaluation mode too: those of an observer, or the centre of a teacher.
@@ -91,21 +92,23 @@ def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
     A function that needs gradients in it switches them on, as torch does: ``torch.enable_grad()``.
     """
     modes = [(module, module.training) for module in model.modules()]
-    sharded = is_sharded(model)
-    model.eval()
+    sharded, gradients = is_sharded(model), torch.is_grad_enabled()
     try:
-        with torch.no_grad():
-            yield
+        model.eval()
+        torch.set_grad_enabled(False)
+        yield
     except RuntimeError as error:
         if "does not require grad" in str(error):
             error.add_note(_NO_GRADIENTS)
         raise
     finally:
-        model.train(modes[0][1])  # a module may do something in its method train
-        for module, training in modes:
-            module.training = training
-        if sharded:
-            reshard(model)
+        with delaying_interrupts():
+            torch.set_grad_enabled(gradients)
+            model.train(modes[0][1])  # a module may do something in its method train
+            for module, training in modes:
+                module.training = training
+            if sharded:
+                reshard(model)
 
 
 class Fold:

@@ -34,6 +34,7 @@ from fnloop._display.tables import (
 from fnloop._hooks.hook import Hook, HookFn, every
 from fnloop._hooks.keep import checkpoint
 from fnloop._loop.fit import run
+from fnloop._loop.peers import forget_interruption
 from fnloop._loop.plan import check_step, read_hooks
 from fnloop._step.pipeline import PipelineStep
 
@@ -281,6 +282,7 @@ class Trial:
                     if state.epoch >= epoch:
                         break
             if is_interruption(state.stop):
+                forget_interruption()  # this says it
                 raise KeyboardInterrupt(
                     f"search: the run {self.name!r} was interrupted at step {state.step} "
                     f"({state.stop})"
