@@ -508,8 +508,8 @@ class time_limit(Hook):
         per: "run" counts all of the run. The time is saved with the state, so a script that is
             started again does not get more, and continues only if the limit was raised. "job"
             counts what this process has taken, and stops as a signal does: without a last
-            evaluation, and the same script, started again, continues. Several runs of a job have
-            one limit if they share one hook.
+            evaluation, and the same script, started again, continues. No other run of the script
+            begins after it. Several runs of a job have one limit if they share one hook.
 
     Returns:
         A hook. List it before ``checkpoint``.

@@ -61,7 +61,7 @@ from fnloop._core.state import (
 from fnloop._core.types import END, EPOCH, RECORD, START, UPDATE, Metric, Output, name_of
 from fnloop._data.loaders import NONE_LEFT
 from fnloop._data.source import Source, windows
-from fnloop._hooks.hook import Hook, Wrapper
+from fnloop._hooks.hook import Hook, Wrapper, call_hook
 from fnloop._loop.beginning import check_length, complete, first_state, suggest_fused
 from fnloop._loop.boundary import Action, Answers, Append, Collect, Leave, ask, due
 from fnloop._loop.errors import (
@@ -468,7 +468,7 @@ class Run:
         before = self.state
         for hook in hooks:
             self.phase = hook
-            new = check_returned(hook, self.state, hook(self.state))
+            new = check_returned(hook, self.state, call_hook(hook, self.state))
             if new is not self.state:
                 check_counters(hook, self.state, new)
                 new = self._as_continued(self.state, new)

@@ -37,7 +37,15 @@ from fnloop._core.metrics import (
     update_evaluated_,
 )
 from fnloop._core.rng import fold_in, seed_host
-from fnloop._core.state import Buffers, Ownership, TrainState, moved, ownership_of, parameters
+from fnloop._core.state import (
+    Buffers,
+    Ownership,
+    TrainState,
+    moved,
+    ownership_of,
+    parameters,
+    unwatched,
+)
 from fnloop._core.types import BY_ANOTHER, Batch, Metric, Output, Step
 from fnloop._data.loaders import Padding
 from fnloop._data.source import Source
@@ -77,12 +85,13 @@ def evaluating_model(model: nn.Module, buffers: Buffers | None = None) -> Iterat
         model: the model.
         buffers: its buffers, if they are kept again and again.
     """
-    kept = (buffers or Buffers(model)).keep()
-    try:
-        with in_evaluation_mode(model):
-            yield
-    finally:
-        kept.put_back()
+    with unwatched(model):
+        kept = (buffers or Buffers(model)).keep()
+        try:
+            with in_evaluation_mode(model):
+                yield
+        finally:
+            kept.put_back()
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import attrs
 import pytest
 import torch
 from loop_cases import NUMBERS, ONE, fit, interrupting, press, raise_interrupt, step, terminate
-from sample_hooks import start_again, stop_at
+from sample_hooks import signal_at, start_again, stop_at
 
 import fnloop as fl
 from fnloop._loop import peers as consensus
@@ -363,6 +363,24 @@ def test_the_end_of_the_time_of_a_job_counts_as_its_signal_does():
         fit()
     assert caught.value.code == 143
     assert fit(state).step == fit().step == 3
+
+
+def test_a_script_of_two_stages_that_is_started_again_comes_to_the_same(tmp_path):
+    """The student learns the w of the teacher, which is -6 only where that is finished."""
+
+    def script(name, *hooks):
+        start_again()
+        saves = lambda stage: fl.every(epochs=1)(fl.checkpoint(tmp_path / name / stage))
+        resumed = lambda stage: fl.resume(tmp_path / name / stage, toy())
+        teacher = fl.fit(step, resumed("t"), NUMBERS, epochs=1, hooks=(*hooks, saves("t")))
+        target = teacher.model.w.item()
+        data = [ONE * target] * 2
+        return fl.fit(step, resumed("s"), data, epochs=1, hooks=(saves("s"),)).model.w.item()
+
+    with pytest.raises(SystemExit):
+        script("cut", signal_at(2))
+    assert not (tmp_path / "cut/s").exists() or fl.latest(tmp_path / "cut/s") is None
+    assert script("cut") == script("whole") == 12.0
 
 
 class Requeues(fl.Hook):
