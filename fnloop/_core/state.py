@@ -978,6 +978,7 @@ class Buffers:
         )
 
 
+_COUNT = "num_batches_tracked"  # of a BatchNorm
 Marks = list[tuple[int, int]]  # of each buffer: which tensor it is, and a version of its values
 
 
@@ -993,13 +994,15 @@ class BufferWatch:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        named = ((name, buffers_of(module)) for name, module in model.named_modules())
-        self._places = [
-            (f"{name}.{key}".lstrip("."), own, key) for name, own in named for key in own
-        ]
-        self._trained = {
-            i for i, (_, _, key) in enumerate(self._places) if key == "num_batches_tracked"
-        }
+        self._places: list[tuple[str, Table, str]] = []
+        self._trained: set[int] = set()  # the numbers of those that training moves
+        norms = {*map(id, torch_compat.batch_norms(model))}
+        for name, module in model.named_modules():
+            own = buffers_of(module)
+            if id(module) in norms:  # the statistics beside it have no new version in a forward
+                self._trained.add(len(self._places))
+            keys = [_COUNT] if id(module) in norms else own
+            self._places += [(f"{name}.{key}".lstrip("."), own, key) for key in keys]
         self._seen = self.look()
 
     def __bool__(self) -> bool:

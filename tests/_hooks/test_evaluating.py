@@ -157,9 +157,12 @@ def test_a_hook_that_moves_statistics_is_named_once(hook, caplog):
     assert caplog.text.count("fl.evaluating") == 1
 
 
-def test_so_is_one_that_moves_another_buffer_that_updates_move(caplog):
-    fit(looks, state=start(Seen()))
-    assert f"{NAMED}1.calls" in caplog.text
+@pytest.mark.parametrize(("part", "name"), [
+    (Seen(), "1.calls"), (nn.utils.parametrizations.spectral_norm(nn.Linear(1, 1)), "1.param"),
+], ids=["Seen", "spectral_norm"])  # fmt: skip
+def test_so_is_one_that_moves_another_buffer_that_updates_move(part, name, caplog):
+    fit(looks, state=start(part))
+    assert f"{NAMED}{name}" in caplog.text
 
 
 MEANT = {
