@@ -97,6 +97,11 @@ class Hook:
     ends_run_on_usr1: bool = False
     untried: str | None = None
     _seen: History = History()
+    _of_user: bool = False
+
+    def __init_subclass__(cls, **kwargs: object) -> None:
+        super().__init_subclass__(**kwargs)
+        cls._of_user = _is_elsewhere(cls)
 
     def __call__(self, state: TrainState, /) -> TrainState:
         """Return the state to continue with: the same, or one with changes, such as ``stop``.
@@ -216,6 +221,11 @@ class Hook:
         """Release what it holds when a run ends, also after an exception."""
 
 
+def _is_elsewhere(definition: object) -> bool:
+    """Return whether a class or a function is not one of the library."""
+    return not str(getattr(definition, "__module__", None)).startswith("fnloop.")
+
+
 HookFn = Hook | Callable[[TrainState], TrainState]  # what a user may give
 _MEMBERS = [name for name in vars(Hook) if not name.startswith("_")]
 
@@ -230,6 +240,7 @@ class LiftedHook(Hook):
         for name in _MEMBERS:
             if hasattr(self.call, name):
                 object.__setattr__(self, name, getattr(self.call, name))
+        object.__setattr__(self, "_of_user", _is_elsewhere(self.call))
         if hasattr(self.call, "collects"):
             object.__setattr__(self, "wants_outputs", True)
 
@@ -322,8 +333,7 @@ class Wrapper(Hook):
 
 def is_of_user(hook: Hook) -> bool:
     """Return whether a hook is not one of the library, but the user's own, or a function."""
-    of = hook.call if isinstance(hook, LiftedHook) else type(hook)
-    return not str(getattr(of, "__module__", None)).startswith("fnloop.")
+    return hook._of_user
 
 
 def call_hook(hook: Hook, state: TrainState) -> TrainState:
@@ -334,7 +344,7 @@ def call_hook(hook: Hook, state: TrainState) -> TrainState:
     exchange between them says nothing.
     """
     __tracebackhide__ = True
-    if isinstance(hook, Wrapper) or not is_of_user(hook) or not (watch := watch_of(state.model)):
+    if not hook._of_user or isinstance(hook, Wrapper) or not (watch := watch_of(state.model)):
         return hook(state)
     watch.begin()
     exchanges = collective_count()
