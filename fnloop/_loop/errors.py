@@ -92,7 +92,7 @@ def check_returned(hook: Hook, before: TrainState, new: object, method: str = ""
     Raises:
         TypeError: it is not a state.
         StaleStateError: it has been advanced.
-        ValueError: it is a state of another run, or one that holds an average.
+        ValueError: it holds an average; or, at the end of a run, it is of another run.
     """
     __tracebackhide__ = True
     if new is before:
@@ -105,14 +105,19 @@ def check_returned(hook: Hook, before: TrainState, new: object, method: str = ""
             "you forget 'return state'?"
         )
     check_not_stale(new)
+    check_not_averaged(name, new)
+    if method in ("flush", "settle"):
+        _check_run(name, before, new)
+    return new
+
+
+def _check_run(name: str, before: TrainState, new: TrainState) -> None:
     if new.run_id != before.run_id:
         raise ValueError(
             f"{name} returned a state of another run. Return the state that it was called with, "
             "or attrs.evolve(state, ...) of it; to go back, a snapshot of this run, or "
             "restore(path, state) of a checkpoint of this run"
         )
-    check_not_averaged(name, new)
-    return new
 
 
 def check_counters(hook: Hook, before: TrainState, new: TrainState) -> None:
@@ -130,7 +135,9 @@ def check_counters(hook: Hook, before: TrainState, new: TrainState) -> None:
                 f"{name} went back to a snapshot from before the phase {before.phases[-1].name!r} "
                 "began; go back to one that was taken in it"
             )
+        _check_run(name, before, new)
         return
+    _check_run(name, before, new)
     for field in ("step", "epoch", "batch", "samples", "skipped", "updates", "phases", "seed"):
         if (found := getattr(new, field)) != (known := getattr(before, field)):
             raise ValueError(

@@ -508,8 +508,10 @@ def has_modes(state: TrainState) -> bool:
 
 
 @contextlib.contextmanager
-def as_evaluated(state: TrainState, together: bool) -> Iterator[None]:
+def as_evaluated(state: TrainState, together: bool) -> Iterator[nn.Module]:
     """Let the model be as in an evaluation, within a ``with`` block. Afterwards all is as before.
+
+    It gives the model.
 
     Args:
         state: the state.
@@ -519,11 +521,10 @@ def as_evaluated(state: TrainState, together: bool) -> Iterator[None]:
     weights = evaluation_weights(state, together)
     with isolated(device), evaluating_model(state.model), weights:
         seed_all(fold_in(state.seed, COMPUTE))
-        yield
+        yield state.model
 
 
-@contextlib.contextmanager
-def evaluating(state: TrainState) -> Iterator[nn.Module]:
+def evaluating(state: TrainState) -> contextlib.AbstractContextManager[nn.Module]:
     """Look at the model within a run, and change nothing: ``with evaluating(state) as model:``.
 
     Hooks are called in training mode. There a call of the model uses dropout, and moves the
@@ -561,8 +562,7 @@ def evaluating(state: TrainState) -> Iterator[nn.Module]:
         block.
     """
     check_not_stale(state, "evaluating")
-    with as_evaluated(state, together=False):
-        yield state.model
+    return as_evaluated(state, together=False)
 
 
 def _with_modes(state: TrainState) -> list[_Modal]:

@@ -117,7 +117,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
-@pytest.mark.parametrize("method", ["begin", "__call__", "flush"])
+@pytest.mark.parametrize("method", ["__call__", "flush"])
 @pytest.mark.parametrize("around", [lambda hook: hook, fl.every(steps=2)], ids=["alone", "every"])
 def test_a_state_of_another_run_is_refused_and_nothing_is_lost(method, other, around):
     class Mistaken(Hook):
@@ -129,8 +129,7 @@ def test_a_state_of_another_run_is_refused_and_nothing_is_lost(method, other, ar
     message = rf"^{name}.*Mistaken.* returned a state of another run"
     with pytest.raises(ValueError, match=message) as e:
         fit(hooks=(around(Mistaken()),))
-    if method != "begin":
-        assert fit(e.value.state, epochs=1).model.w.item() == -3.0
+    assert fit(e.value.state, epochs=1).model.w.item() == -3.0
 
 
 def test_a_hook_that_returns_an_average_is_named():
