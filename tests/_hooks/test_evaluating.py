@@ -11,6 +11,7 @@ from toy_runs import of
 
 import fnloop as fl
 from fnloop._core import state as states
+from fnloop._core.types import name_of
 from fnloop.testing import assert_same
 
 BATCHES = [torch.tensor([[1.0], [3.0]]), torch.tensor([[2.0], [6.0]])]
@@ -148,7 +149,7 @@ class Looks(fl.Hook):
 @pytest.mark.parametrize("hook", [
     looks, EPOCH(looks), fl.once(looks), fl.when(lambda state: state.step > 1)(fl.once(looks)),
     fl.on_main(looks), EPOCH(fl.on_main(looks)), Looks(), EPOCH(Looks()),
-], ids=repr)  # fmt: skip
+], ids=name_of)  # fmt: skip
 def test_a_hook_that_moves_statistics_is_named_once(hook, caplog):
     fit(hook, epochs=4)
     assert [text for text in caplog.messages if "with fl.evaluating(state): ..." in text] == [
