@@ -70,6 +70,7 @@ from fnloop._core.state import (
     TrainState,
     check_not_stale,
     clear_parameter_cache,
+    note_restored,
     take_ownership,
     unwrap,
 )
@@ -166,6 +167,8 @@ def restore_contents(
         ) from error
     restored = take_ownership(state)
     clear_parameter_cache(restored)
+    if "counters" in parts:
+        note_restored(restored)
     if parts == PARTS:  # then a phase that continues can have its layout back
         remember_restored(restored)
     return restored

@@ -17,7 +17,16 @@ from torch import Tensor
 from fnloop._backend.collectives import broadcast, gather_objects, gather_shares
 from fnloop._backend.containers import map_leaves
 from fnloop._checkpoint.format import NUMBER, check_shape
-from fnloop._core.history import SINCE, Fold, Record, better, check_monitored, first_record, mode_of
+from fnloop._core.history import (
+    SINCE,
+    Fold,
+    Record,
+    better,
+    check_monitored,
+    counts,
+    first_record,
+    mode_of,
+)
 from fnloop._core.metrics import Mean
 from fnloop._core.rng import isolated
 from fnloop._core.runs import Stop, ends_job, kind_of, now
@@ -287,7 +296,7 @@ class early_stop(Hook):
         return state
 
     def _wait(self, before: _Wait | None, record: Record) -> _Wait | None:
-        if record.closing or self.key not in record.metrics:
+        if not counts(record, self.key):
             return before
         if self.start_from_epoch and record.epoch <= self.start_from_epoch:
             return before
@@ -500,8 +509,8 @@ class time_limit(Hook):
         per: "run" counts all of the run. The time is saved with the state, so a script that is
             started again does not get more, and continues only if the limit was raised. "job"
             counts what this process has taken, and stops as a signal does: without a last
-            evaluation, and the same script, started again, continues. Several runs of a job have
-            one limit if they share one hook.
+            evaluation, and the same script, started again, continues. No other run of the script
+            begins after it. Several runs of a job have one limit if they share one hook.
 
     Returns:
         A hook. List it before ``checkpoint``.

@@ -27,11 +27,11 @@ What becomes of a stop that a hook sets:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import attrs
 
-from fnloop._core.history import Record, is_row
+from fnloop._core.history import Record, split_name
 from fnloop._core.runs import End
 from fnloop._core.state import TrainState
 from fnloop._core.types import END, EPOCH, RECORD
@@ -48,7 +48,8 @@ class Append:
 
     Args:
         kind: "epoch": of an epoch that has ended. "evaluation": within one. "recent": of
-            ``record_every`` alone. "closing": because the run ends here.
+            ``record_every``, with no "train/..." metrics. "numbers": of those of hooks alone, so
+            that no other metric has a value more. "closing": because the run ends here.
         names: the loaders to evaluate for it, and the numbers of hooks that are due.
     """
 
@@ -98,11 +99,13 @@ class Answers:
             none is.
         at_end: those that are due only because the run ends.
         record: whether a record is due in any case.
+        numbers: whether nothing is due now but the numbers of hooks.
     """
 
     now: tuple[str, ...] | None = None
     at_end: tuple[str, ...] = ()
     record: bool = False
+    numbers: bool = False
 
 
 def ask(
@@ -110,6 +113,7 @@ def ask(
     record_every: Moment | None,
     state: TrainState,
     note: Callable[[Moment], object],
+    makers: Collection[str] = (),
 ) -> Answers:
     """Ask the moments of ``fit`` what is due. If one is asked, all are, because some have clocks.
 
@@ -118,6 +122,7 @@ def ask(
         record_every: when to make a record in any case; None is never.
         state: the state at the boundary.
         note: called with each moment before it is asked.
+        makers: the names among those of ``evaluations`` that hooks have for their numbers.
     """
     __tracebackhide__ = True
     now: list[tuple[str, ...]] = []
@@ -133,7 +138,8 @@ def ask(
     if record_every is not None:
         note(record_every)
         record, _ = due_at(record_every, state)
-    return Answers(sum(now, ()) if now else None, sum(at_end, ()), record)
+    numbers = bool(now) and all(names and {*names} <= {*makers} for names in now)
+    return Answers(sum(now, ()) if now else None, sum(at_end, ()), record, numbers)
 
 
 def due(
@@ -158,12 +164,15 @@ def due(
         record = [] if answers.now is None else [Append("evaluation", answers.now)]
         return [*record, Call("start")]
     if stage == "end":
-        made = is_full(state)
+        made = is_full(state, known)
         closing = _closing(answers, made, state.history[-1] if made else None, known)
         return [*closing, Collect(known), Call("end")]
     if epoch or answers.now is not None:
-        record = Append("epoch" if epoch else "evaluation", answers.now or ())
-        if ends and (adds_at_end or not set(answers.at_end) <= set(record.names)):
+        alone = "recent" if answers.record else "numbers"
+        kind = "epoch" if epoch else alone if answers.numbers else "evaluation"
+        record = Append(kind, answers.now or ())
+        complete = kind != alone and set(answers.at_end) <= set(record.names)
+        if ends and (adds_at_end or not complete):
             return [record, Leave(End()), Call("boundary")]
         rest = tuple(name for name in known if name not in record.names)
         return [record, *([Collect(rest)] if ends else ()), Call("boundary")]
@@ -182,12 +191,19 @@ def _closing(
     return [Append("closing", missing)] if missing else []
 
 
-def is_full(state: TrainState) -> bool:
-    """Return whether this boundary has a record with more than the metrics of ``record_every``."""
+def is_full(state: TrainState, evaluated: Collection[str]) -> bool:
+    """Return whether this boundary has the record of an epoch or of an evaluation.
+
+    Args:
+        state: the state.
+        evaluated: the names of all loaders that the run evaluates.
+    """
     if RECORD not in state.events:
         return False
-    record = state.history[-1]
-    return EPOCH in state.events or (bool(record.metrics) and is_row(record))
+    known = ("train", *evaluated)
+    return EPOCH in state.events or any(
+        split_name(name)[0] in known for name in state.history[-1].metrics
+    )
 
 
 def not_in(record: Record | None, names: Iterable[str]) -> list[str]:

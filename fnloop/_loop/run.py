@@ -5,7 +5,15 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Generator,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from types import TracebackType
 from typing import Any
 
@@ -47,12 +55,13 @@ from fnloop._core.state import (
     newest,
     ownership_of,
     owns_handles,
+    went_back,
     with_record,
 )
 from fnloop._core.types import END, EPOCH, RECORD, START, UPDATE, Metric, Output, name_of
 from fnloop._data.loaders import NONE_LEFT
 from fnloop._data.source import Source, windows
-from fnloop._hooks.hook import Hook, Wrapper
+from fnloop._hooks.hook import Hook, Wrapper, call_hook
 from fnloop._loop.beginning import check_length, complete, first_state, suggest_fused
 from fnloop._loop.boundary import Action, Answers, Append, Collect, Leave, ask, due
 from fnloop._loop.errors import (
@@ -67,7 +76,7 @@ from fnloop._loop.errors import (
 )
 from fnloop._loop.evaluate import gather_outputs, measure, open_loader
 from fnloop._loop.peers import Abandoned, Interrupts, handling, is_alone, peers_of
-from fnloop._loop.plan import Plan, describe, end_phase, has_left, is_newest
+from fnloop._loop.plan import Plan, describe, end_phase, has_left, is_newest, names_made
 from fnloop._step.engine import engine_of
 from fnloop._step.pipeline import STEP, PipelineStep
 
@@ -86,7 +95,7 @@ LOADER = "the training loader"  # as messages say what a run was doing
 
 def train_epochs(
     plan: Plan, state: TrainState, interrupts: Interrupts | None = None
-) -> Iterator[TrainState]:
+) -> Generator[TrainState]:
     """Yield the state after every epoch, and at the end of the run.
 
     Args:
@@ -158,7 +167,7 @@ def _settle_hooks(plan: Plan, state: TrainState) -> TrainState:
         return state
     state = end_phase(state, plan.phase)
     for hook in plan.hooks:
-        state = check_returned(hook, hook.settle(state), "settle")
+        state = check_returned(hook, state, hook.settle(state), "settle")
     return state
 
 
@@ -212,6 +221,7 @@ class Run:
         plan.check(self.info, state.history)
         self._collectors = [hook for hook in plan.hooks if hook.wants_outputs]
         late = [hook for hook in self._collectors if not isinstance(hook, Wrapper)]
+        self._makers = names_made(plan.hooks)
         self._adds_at_end = any(END in hook.outside for hook in late)
         self.last_step = math.inf if plan.steps is None else plan.steps
         self._quiet = [each.quiet_until for each in plan.triggers]
@@ -407,7 +417,8 @@ class Run:
     def _ask(self, state: TrainState) -> Answers:
         """Return what the moments say. Note until when they need not be asked."""
         __tracebackhide__ = True
-        answers = ask(self.plan.evaluations, self.plan.record_every, state, self._note)
+        plan = self.plan
+        answers = ask(plan.evaluations, plan.record_every, state, self._note, self._makers)
         self.asked_at = state.step  # a step of the pipeline may go back before it
         self.quiet_until = min([quiet(state) for quiet in self._quiet], default=math.inf)
         return answers
@@ -457,12 +468,12 @@ class Run:
         before = self.state
         for hook in hooks:
             self.phase = hook
-            new = check_returned(hook, hook(self.state))
+            new = check_returned(hook, self.state, call_hook(hook, self.state))
             if new is not self.state:
                 check_counters(hook, self.state, new)
                 new = self._as_continued(self.state, new)
             self.state = new
-        self.rolled_back = self.state.model is not before.model
+        self.rolled_back = went_back(before, self.state)
         if self.state.run is None:
             self.state = changed(self.state, run=self.info)
         if self.state.slots is not before.slots:  # they may be those of a checkpoint
@@ -531,11 +542,13 @@ class Run:
                 run that continues has its boundary.
         """
         __tracebackhide__ = True
-        train, closing = action.kind != "recent", action.kind == "closing"
+        numbers, closing = action.kind == "numbers", action.kind == "closing"
+        train = not numbers and action.kind != "recent"
         if closing and self.interrupts.stop is not None:
             raise Abandoned
         report = train_metrics(state) if train else {}
-        report |= recent_metrics(state) if self.plan.record_every is not None else {}
+        recent = self.plan.record_every is not None and not numbers
+        report |= recent_metrics(state) if recent else {}
         began = time.perf_counter()
         loaders = [name for name in action.names if name in self.evaluated]
         for loader in loaders:
@@ -551,7 +564,7 @@ class Run:
         values = read(engine_of(state).reduce_report(report, "train/"))
         self.seconds = seconds = values.pop("seconds", seconds)
         items = values.pop("items")
-        if not (values or train or closing):
+        if not (values or train or closing or action.names):
             return state  # since the last record, every update was skipped
         if loaders:
             self.stopwatch.evaluated = values.pop("evaluated")
@@ -560,7 +573,7 @@ class Run:
         values = self.plan.step.derive(values, self.plan.loaders.evaluated, state.history)
         known = None if math.isnan(items) else items
         record = Record(state.epoch, state.step, values, seconds, closing, known)
-        metrics = state.metrics if closing else without_recent(state.metrics)
+        metrics = state.metrics if closing or numbers else without_recent(state.metrics)
         record = self._with_numbers(state, record, metrics, action.names, self.plan.hooks)
         return with_record(state, state.history.append(record), metrics)
 
@@ -622,7 +635,7 @@ class Run:
         """Let the hooks finish what they keep: at the end of a run, and on SIGUSR1."""
         __tracebackhide__ = True
         for hook in self.plan.hooks:
-            self.state = check_returned(hook, hook.flush(self.state), "flush")
+            self.state = check_returned(hook, self.state, hook.flush(self.state), "flush")
         self.interrupts.save = False
 
 

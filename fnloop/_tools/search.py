@@ -17,7 +17,7 @@ import attrs
 from fnloop._backend.collectives import broadcast
 from fnloop._checkpoint.remote import Place
 from fnloop._checkpoint.restore import resume_at
-from fnloop._core.history import History, Record, better, mode_of
+from fnloop._core.history import History, Record, better, counts, mode_of
 from fnloop._core.runs import ends_run, is_interruption
 from fnloop._core.state import TrainState, check_not_stale
 from fnloop._display import checks
@@ -35,6 +35,7 @@ from fnloop._display.tables import (
 from fnloop._hooks.hook import Hook, HookFn, every
 from fnloop._hooks.keep import checkpoint
 from fnloop._loop.fit import run
+from fnloop._loop.peers import forget_interruption
 from fnloop._loop.plan import check_step, read_hooks
 from fnloop._step.pipeline import PipelineStep
 
@@ -103,7 +104,7 @@ class Search(Shown):
         colors = dict(zip(last, figures.palette("Search.plot", len(last)), strict=True))
         curves = []
         for name in sorted(self.histories, key=last.__contains__):  # the others are below
-            having = [r for r in self.histories[name] if self.key in r.metrics and not r.closing]
+            having = [r for r in self.histories[name] if counts(r, self.key)]
             points = [(record.step, record.metrics[self.key]) for record in having]
             label = name if name in last else ""
             curves.append(figures.Curve(points, label, colors.get(name, FAINT)))
@@ -284,6 +285,7 @@ class Trial:
                     if state.epoch >= epoch:
                         break
             if is_interruption(state.stop):
+                forget_interruption()  # this says it
                 raise KeyboardInterrupt(
                     f"search: the run {self.name!r} was interrupted at step {state.step} "
                     f"({state.stop})"
