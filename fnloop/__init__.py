@@ -28,8 +28,8 @@ is carried from batch to batch is one immutable record, the *state*, which `eval
   `local_sgd`
 - **Metrics**: `metric`, `derive`, `Mean`, `Sum`, `Min`, `Max`, `Last`, `from_torchmetrics`,
   `timings`, `throughput`, `device_memory`, `History`, `Record`, `Phase`, `compare`
-- **Runs**: `fit`, `run`, `evaluate`, `predict`, `dry_run`, `summary`, `find_lr`, `find_batch_size`,
-  `search`
+- **Runs**: `fit`, `run`, `evaluate`, `evaluating`, `predict`, `dry_run`, `summary`, `find_lr`,
+  `find_batch_size`, `search`
 - **Hooks**: `Hook`; when `every`, `when`, `at_start`, `at_end`, `when_improved`, `once`, `on_main`;
   look `progress`, `live_plot`, `inspect`, `measure`, `profiled`; send `track`, `to_csv`,
   `to_jsonl`; stop `early_stop`, `restore_best`, `halt_on_nonfinite`, `time_limit`, `requeue`
@@ -60,7 +60,7 @@ from fnloop._loop.fit import fit, run
 from fnloop._step.alternate import alternate
 from fnloop._step.forward import supervised
 from fnloop._step.pipeline import pipeline, raw
-from fnloop._step.update import decide
+from fnloop._step.update import decide, evaluating
 from fnloop._version import __version__ as __version__
 
 if _typing.TYPE_CHECKING:
@@ -123,15 +123,15 @@ __all__ = [
     "accumulate", "alternate", "amp", "at_end", "at_start", "averaged", "best", "broadcast",
     "channels_last", "checkpoint", "clip", "clip_adaptive", "clip_value", "closure", "compare",
     "compiled", "cuda_graph", "data", "debug", "decide", "derive", "device_memory", "dry_run",
-    "early_stop", "ema", "evaluate", "every", "find_batch_size", "find_lr", "fit", "fork", "freeze",
-    "from_torchmetrics", "gather", "grad_norm", "halt_on_nonfinite", "inspect", "latest", "layers",
-    "live_plot", "local_sgd", "measure", "metric", "microbatch", "middleware", "on_main", "once",
-    "pipeline", "plateau", "predict", "profiled", "progress", "raw", "reduce", "requeue", "restore",
-    "restore_best", "resume", "retry_on_oom", "run", "sam", "save", "schedule", "scheduled",
-    "schedules", "search", "sharded", "skip", "skip_nonfinite", "snapshot", "spike_guard",
-    "summary", "supervised", "swa", "tbptt", "throughput", "time_limit", "timings", "to_csv",
-    "to_jsonl", "torch_scheduler", "track", "unfreeze", "unwrap", "update_batchnorm", "when",
-    "when_improved",
+    "early_stop", "ema", "evaluate", "evaluating", "every", "find_batch_size", "find_lr", "fit",
+    "fork", "freeze", "from_torchmetrics", "gather", "grad_norm", "halt_on_nonfinite", "inspect",
+    "latest", "layers", "live_plot", "local_sgd", "measure", "metric", "microbatch", "middleware",
+    "on_main", "once", "pipeline", "plateau", "predict", "profiled", "progress", "raw", "reduce",
+    "requeue", "restore", "restore_best", "resume", "retry_on_oom", "run", "sam", "save",
+    "schedule", "scheduled", "schedules", "search", "sharded", "skip", "skip_nonfinite", "snapshot",
+    "spike_guard", "summary", "supervised", "swa", "tbptt", "throughput", "time_limit", "timings",
+    "to_csv", "to_jsonl", "torch_scheduler", "track", "unfreeze", "unwrap", "update_batchnorm",
+    "when", "when_improved",
 ]
 # fmt: on
 

@@ -18,6 +18,7 @@ from fake_terminal import fake_clock
 
 import fnloop as fl
 from fnloop._display import screen
+from fnloop._loop import peers
 from fnloop._middleware import compiled
 
 torch.set_num_threads(1)
@@ -138,6 +139,11 @@ def a_fast_test_starts_no_process_and_compiles_nothing(request, monkeypatch):
 @pytest.fixture(autouse=True)
 def nothing_was_said_before():
     screen.warn_once.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def no_run_was_interrupted_before():
+    peers.forget_interruption()
 
 
 @pytest.fixture(autouse=True)

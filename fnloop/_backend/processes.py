@@ -8,12 +8,14 @@ import ipaddress
 import logging
 import os
 import secrets
+import signal
 import socket
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -374,3 +376,24 @@ def _follow(store: dist.Store, mine: str, rank: int, deadline: float) -> str:
         f"process {rank} has waited for all others to join: find out what ended or delays one of "
         "them"
     )
+
+
+# --------------------------------------------------------------------------------------------------
+# Ctrl-C where something is put back: half of it would be lost.
+
+
+@contextlib.contextmanager
+def delaying_interrupts() -> Iterator[None]:
+    """Let Ctrl-C wait for the end of a block that takes no time to speak of."""
+    handler = signal.getsignal(signal.SIGINT)
+    if not callable(handler) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda *given: came.append(given))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        for given in came[:1]:
+            handler(*given)

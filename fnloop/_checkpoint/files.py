@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import _thread
+import bisect
 import contextlib
-import functools
+import errno
 import hashlib
+import itertools
 import json
 import os
 import re
 import secrets
 import shutil
+import stat
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO
+from typing import IO, TypeVar
 
 import attrs
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -47,12 +53,54 @@ from fnloop._checkpoint.format import (
 from fnloop._core.history import Fold, History, Record
 from fnloop._core.serialize import Json, decode, encode
 from fnloop._display.checks import describe
+from fnloop._display.screen import warn_once
 
 # --------------------------------------------------------------------------------------------------
 # Find the files of checkpoints, and verify that they are complete.
 #
 # A fault in a file is a `CheckpointError`. An `OSError` other than "not found" is raised as it is,
-# because a disk that does not answer says nothing about the checkpoint.
+# because a disk that does not answer says nothing about the checkpoint. So what is there is asked
+# of the three functions below, and not of `os.path.exists`, which takes each error for absence.
+
+# As the hook names them: at which step, after which exception, and with which metrics.
+CHECKPOINT_NAME = r"step-\d+(?:\+\d+)?(?:-\w+)?(?:-[\w.-]+=[\w.+-]+)*"
+
+
+def status(path: Path) -> os.stat_result | None:
+    """Return what the disk says of a path, or None if there is nothing, or a link to nothing.
+
+    Raises:
+        OSError: the disk does not say.
+    """
+    try:
+        return path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        if error.errno == errno.ELOOP:  # a link to itself
+            return None
+        raise
+
+
+def exists(path: Path) -> bool:
+    """Return whether there is something at a path. Raise OSError as :func:`status`."""
+    return status(path) is not None
+
+
+def is_folder(path: Path) -> bool:
+    """Return whether there is a folder at a path. Raise OSError as :func:`status`."""
+    found = status(path)
+    return found is not None and stat.S_ISDIR(found.st_mode)
+
+
+def size_of_file(path: Path) -> int | None:
+    """Return the size of a regular file, or None if there is none.
+
+    Raises:
+        OSError: as :func:`status`.
+    """
+    found = status(path)
+    return found.st_size if found is not None and stat.S_ISREG(found.st_mode) else None
 
 
 OBJECTS = "objects"  # in a manifest at an address, the folder of the files (see `remote`)
@@ -66,7 +114,7 @@ def backup_path(path: Path) -> Path:
 def locate(path: Path) -> Path:
     """Return where a checkpoint is: at its path, or at its backup if a replacement was killed."""
     backup = backup_path(path)
-    return backup if not path.exists() and backup.exists() else path
+    return backup if not exists(path) and exists(backup) else path
 
 
 def has_only_our_files(folder: Path) -> bool:
@@ -86,9 +134,13 @@ def has_only_our_files(folder: Path) -> bool:
 def is_checkpoint(path: Path) -> bool:
     """Return whether a folder has a valid manifest, and no file that is not of the checkpoint."""
     try:
-        manifest = read_manifest(path)
+        return has_only_its_files(path, read_manifest(path))
     except (CheckpointError, FileNotFoundError, NotADirectoryError):
         return False
+
+
+def has_only_its_files(path: Path, manifest: Mapping[str, Json]) -> bool:
+    """Return whether a folder contains no file that is not of the checkpoint with this manifest."""
     return {file.name for file in path.iterdir()} <= {*FILES, *manifest["files"], MANIFEST}
 
 
@@ -107,8 +159,9 @@ def verify(
         CheckpointError: it is not a checkpoint, or is damaged; the message names file and fault.
         OSError: a file cannot be read for a reason other than that it does not exist.
     """
-    if not path.is_dir():
-        raise CheckpointError(f"{path} is not a checkpoint: there is no such folder")
+    if not is_folder(path):
+        what = "it is a link to nothing" if path.is_symlink() else "there is no such folder"
+        raise CheckpointError(f"{path} is not a checkpoint: {what}")
     try:
         manifest = read_manifest(path)
     except FileNotFoundError:
@@ -134,11 +187,12 @@ def check_files(
     """
     for i, (name, facts) in enumerate(manifest["files"].items()):
         file = path / name
-        if not file.is_file():
+        size = size_of_file(file)
+        if size is None:
             if not deep and is_stub(path, manifest):
                 continue
             raise CheckpointError(f"{path} is damaged: {name} is missing")
-        if (size := file.stat().st_size) != facts["bytes"]:
+        if size != facts["bytes"]:
             raise CheckpointError(
                 f"{path} is damaged: {name} has {size:,} bytes instead of {facts['bytes']:,}"
             )
@@ -155,21 +209,13 @@ def read_manifest(path: Path) -> dict[str, Json]:
         OSError: it cannot be read; FileNotFoundError if it does not exist.
     """
     file = path / MANIFEST
-    if file.exists() and not file.is_file():
+    if (found := status(file)) is None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(file))
+    if not stat.S_ISREG(found.st_mode):
         raise CheckpointError(f"{file} is damaged: it is not a regular file")
-    if file.stat().st_size > LARGEST_MANIFEST:
+    if found.st_size > LARGEST_MANIFEST:
         raise CheckpointError(f"{file} is damaged: it is longer than any manifest")
-    data = file.read_bytes()
-    _check_manifest(data, path, file)
-    manifest = json.loads(data)
-    del manifest["check"]
-    return manifest
-
-
-@functools.lru_cache(maxsize=64)  # a save looks at all manifests of its folder several times
-def _check_manifest(data: bytes, path: Path, file: Path) -> None:
-    """Raise unless this is the content of a valid manifest."""
-    manifest = parse_json(data, file)
+    manifest = parse_json(file.read_bytes(), file)
     check_shape(manifest, dict, file)
     try:
         right = manifest.pop("check", None) == checksum_of_manifest(manifest)
@@ -192,6 +238,7 @@ def _check_manifest(data: bytes, path: Path, file: Path) -> None:
             )
     if missing := {STATE, INDEX} - {*files} if INDEX in files else {*FILES} - {*files}:
         raise CheckpointError(f"{file} is damaged: it does not list {min(missing)}")
+    return manifest
 
 
 def read_json(file: Path) -> Json:
@@ -244,6 +291,18 @@ def manifest_or_none(path: Path) -> dict[str, Json] | None:
     return None
 
 
+def explain_nonfinite(path: Path, manifest: Mapping[str, Json]) -> str | None:
+    """Return in words why no run continues from a checkpoint: its weights are not finite. Or None.
+
+    Checkpoints of older versions do not say it, and pass for finite.
+    """
+    if manifest.get("finite", True):
+        return None
+    found = ((file, entry.get("nonfinite")) for file, entry in manifest["files"].items())
+    where = next((f" ({name} in {file} has NaN or inf)" for file, name in found if name), "")
+    return f"the weights or the optimizer in {path} are not finite{where}"
+
+
 def mark_of(path: Path) -> Path:
     """Return the file that says which checkpoint, of those at a path, is at an address too."""
     return path.with_name(f".{path.name}.remote")
@@ -278,14 +337,37 @@ def serial_or_none(path: Path) -> int | None:
     return None if manifest is None else manifest.get("serial")
 
 
+# The manifests that this process has listed, each with the version of its file. So a save does not
+# read those of all checkpoints beside it. A file that was changed so lately that another change may
+# have the same time is read again.
+_listed: dict[Path, tuple[tuple[int, ...], dict[str, Json]]] = {}
+SAME_TIME = 20_000_000  # nanoseconds; the clock of a disk has steps of up to 10 ms
+
+
 def readable_manifest(path: Path) -> dict[str, Json] | None:
     """Return the manifest in a folder, or None if there is none, or a damaged one.
 
-    Its files are not looked at.
+    Its files are not looked at. What has not changed is not read again, so whether the disk can be
+    read now, only :func:`read_manifest` says.
+
+    Raises:
+        OSError: it cannot be read.
     """
-    with contextlib.suppress(CheckpointError, FileNotFoundError, NotADirectoryError):
-        return read_manifest(path)
-    return None
+    file = path / MANIFEST
+    found = status(file)
+    if found is None:
+        _listed.pop(file, None)
+        return None
+    version = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+    if file in _listed and _listed[file][0] == version:
+        return _listed[file][1]
+    try:
+        manifest = read_manifest(path)
+    except (CheckpointError, FileNotFoundError, NotADirectoryError):
+        return None
+    if time.time_ns() - found.st_ctime_ns > SAME_TIME:
+        _listed[file] = version, manifest
+    return manifest
 
 
 # --------------------------------------------------------------------------------------------------
@@ -340,7 +422,8 @@ class Writing:
         facts: Mapping[str, Json] | None = None,
         in_own_folder: bool = False,
     ) -> None:
-        self.path = path.resolve()
+        dangling = path.is_symlink() and not exists(path)  # it is refused, and not followed
+        self.path = path.parent.resolve() / path.name if dangling else path.resolve()
         _check_replaceable(self.path, in_own_folder, contents.all_files)
         make_folder(self.path.parent)
         remove_leftovers(self.path.parent, re.escape(self.path.name))
@@ -358,11 +441,21 @@ class Writing:
         """
         version = self._facts["format_version"]
         serial = _next_serial(self.path)
-        manifest = {"format_version": version, "serial": serial, **self._facts, "files": {**files}}
+        finite = not any("nonfinite" in entry for entry in files.values())
+        said = {"serial": serial, **self._facts, "finite": finite}
+        manifest = {"format_version": version, **said, "files": {**files}}
         checked = {**manifest, "check": checksum_of_manifest(manifest)}
         _write_text(self.folder / MANIFEST, json.dumps(checked, indent=1))
         flush(self.folder)
         _commit(self.folder, self.path)
+        for entry in () if finite else files.values():
+            if "nonfinite" in entry:
+                warn_once(
+                    f"a checkpoint is saved with NaN or inf in {entry['nonfinite']}: resume, "
+                    "latest and best pass over it, and keep= does not remove the newest that is "
+                    "finite. To stop such a run: hooks=(halt_on_nonfinite(), ...)"
+                )
+                break
         return self.path
 
     def close(self) -> None:
@@ -376,11 +469,11 @@ def write_files(contents: Contents, folder: Path) -> dict[str, Json]:
     Returns:
         The entry of each in the manifest.
     """
-    with ThreadPoolExecutor(2) as pool:
-        entries = pool.map(lambda name: _write_file(contents, folder / name), contents.files)
-        files = dict(zip(contents.files, entries, strict=True))
+    entries = map_with_help(
+        lambda name: _write_file(contents, folder / name), contents.files, helpers=1
+    )
     flush(folder)
-    return files
+    return dict(zip(contents.files, entries, strict=True))
 
 
 def _check_replaceable(path: Path, even_damaged: bool = False, files: Collection[str] = ()) -> None:
@@ -391,10 +484,10 @@ def _check_replaceable(path: Path, even_damaged: bool = False, files: Collection
         even_damaged: whether a checkpoint with a damaged manifest may be replaced.
         files: the names of the files that such a checkpoint may have.
     """
-    if not os.path.lexists(path) or is_checkpoint(path):
+    if not (exists(path) or path.is_symlink()) or is_checkpoint(path):
         return
-    if not path.is_dir():
-        reason = "it is a file"
+    if not is_folder(path):
+        reason = "it is a file" if exists(path) else "it is a link to nothing"
     else:
         names = {file.name for file in path.iterdir()}
         known = {*FILES, MANIFEST, *files}
@@ -451,7 +544,10 @@ def _write_file(contents: Contents, path: Path) -> dict[str, int | str]:
     elif path.name == INDEX:
         _write_text(path, json.dumps(contents.index, ensure_ascii=False))
     else:
-        _write_tensors(contents.groups[contents.files[path.name] or ""], path)
+        group = contents.files[path.name] or ""
+        _write_tensors(contents.groups[group], path)
+        if group != "slots":  # metrics and the like, where NaN may be right
+            return inspect_tensors(path, contents.learning)
     return {"bytes": path.stat().st_size, "sha256": checksum_of_file(path)}
 
 
@@ -487,9 +583,9 @@ def _write_text(path: Path, text: str) -> None:
 def _commit(temporary: Path, path: Path) -> None:
     """Rename a complete temporary folder to its path, replacing what is there."""
     old = backup_path(path)
-    if path.exists():
-        if old.exists():
-            if not (old.is_dir() and has_only_our_files(old)):
+    if exists(path):
+        if exists(old):
+            if not (is_folder(old) and has_only_our_files(old)):
                 _check_replaceable(old)  # raises
             remove_checkpoint(path, backup=True)
         # If the process is killed between the two renames, readers fall back to `old`.
@@ -507,6 +603,7 @@ def remove_checkpoint(path: Path, *, backup: bool = False) -> None:
     What cannot be removed then is removed by a later save (:func:`remove_leftovers`).
     """
     removing = path.with_name(f".{path.name}.removing-{secrets.token_hex(6)}")
+    _listed.pop(path / MANIFEST, None)
     with contextlib.suppress(FileNotFoundError):  # another process was faster
         (backup_path(path) if backup else path).rename(removing)
     shutil.rmtree(removing, ignore_errors=True)
@@ -515,10 +612,13 @@ def remove_checkpoint(path: Path, *, backup: bool = False) -> None:
 def _next_serial(path: Path) -> int:
     """Return a number greater than that of every checkpoint next to a path."""
     newest = 0
-    for neighbour in path.parent.iterdir():
-        with contextlib.suppress(OSError):  # a folder of others that cannot be read, for example
-            if neighbour.is_dir():
-                newest = max(newest, serial_or_none(neighbour) or 0)
+    with os.scandir(path.parent) as neighbours:
+        for neighbour in neighbours:
+            try:
+                newest = max(newest, serial_or_none(path.parent / neighbour.name) or 0)
+            except OSError:
+                if re.fullmatch(CHECKPOINT_NAME, neighbour.name):  # rather than a folder of others
+                    raise
     return newest + 1
 
 
@@ -632,7 +732,7 @@ class SharedWrite:
         self._unfinished: Callable[[], list[float]] | None = None
         self._folder = on_main_process(lambda: self._begin(begin), what)
         self.at = self._folder.name[-12:]
-        self._is_elsewhere = send is not None and not self._folder.exists()
+        self._is_elsewhere = send is not None and not exists(self._folder)
 
     def _begin(self, begin: Callable[[], Writing]) -> Path:
         self.writing = begin()
@@ -740,10 +840,146 @@ except ImportError:  # Windows has none: what a killed process leaves behind sta
     fcntl = None
 
 
+Item, Result = TypeVar("Item"), TypeVar("Result")
+
+
+def map_with_help(
+    do: Callable[[Item], Result], items: Iterable[Item], helpers: int
+) -> list[Result]:
+    """Return what a function returns for each item. Some other threads take items too.
+
+    Where no other thread can be had, or it never begins, this thread does all of it. If there is an
+    exception, no further item is begun, and it is raised when no thread works on one.
+
+    Args:
+        do: the function.
+        items: the items.
+        helpers: how many other threads to ask for.
+    """
+    results: dict[int, Result] = {}
+    errors: list[BaseException] = []
+    waiting = deque(enumerate(items))
+
+    def work(busy: _thread.LockType) -> None:
+        while True:
+            with busy:
+                try:
+                    i, item = waiting.popleft()
+                except IndexError:
+                    return
+                try:
+                    results[i] = do(item)
+                except BaseException as error:
+                    errors.append(error)
+                    waiting.clear()
+
+    locks = [_thread.allocate_lock() for _ in range(min(helpers, len(waiting) - 1))]
+    for lock in locks:
+        # A Thread would be waited for until it says that it runs. One without memory never does.
+        with contextlib.suppress(RuntimeError, MemoryError):
+            _thread.start_new_thread(work, (lock,))
+    try:
+        work(_thread.allocate_lock())
+    finally:
+        waiting.clear()
+        for lock in locks:
+            with lock:  # its thread works on no item
+                pass
+    if errors:
+        raise errors[0]
+    return [results[i] for i in range(len(results))]
+
+
+PIECE = 1 << 18  # bytes that are read at a time, so that they are in the cache
+
+
 def checksum_of_file(path: Path) -> str:
     """Return the SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# How a file of tensors names a dtype, with an integer of its size, and the bits of inf. The bits of
+# NaN are above them, apart from the sign.
+_BITS = {
+    "F64": (np.int64, 0x7FF0 << 48),
+    "F32": (np.int32, 0x7F80 << 16),
+    "C64": (np.int32, 0x7F80 << 16),
+    "F16": (np.int16, 0x7C00),
+    "BF16": (np.int16, 0x7F80),
+}
+
+
+def inspect_tensors(path: Path, learning: Collection[str] = ()) -> dict[str, int | str]:
+    """Return the entry in the manifest of a file of tensors, which is read once.
+
+    If a tensor has NaN, or inf where that counts, the entry says its name, as "nonfinite".
+
+    Args:
+        path: the file.
+        learning: the names of the tensors in which inf counts too: of weights that are trained. A
+            mask may have it, and so may what an optimizer keeps.
+    """
+    digest, size, fault = hashlib.sha256(), 0, None
+    buffer = memoryview(bytearray(PIECE))
+    with path.open("rb") as file:
+        header = file.read(8)
+        header += file.read(int.from_bytes(header, "little"))
+        digest.update(header)
+        spans = _spans_in(json.loads(header[8:]))
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+            fault = fault or _find_nonfinite(buffer[:count], size, spans, learning)
+            size += count
+    entry = {"bytes": len(header) + size, "sha256": digest.hexdigest()}
+    return entry if fault is None else {**entry, "nonfinite": fault}
+
+
+_Span = tuple[int, int, str, str]  # where a tensor begins and ends, its dtype, and its name
+
+
+def _spans_in(header: Mapping[str, Json]) -> list[list[_Span]]:
+    """Return where the tensors of a file are, those of one dtype after the other in one list."""
+    found = [
+        (*facts["data_offsets"], facts["dtype"], name)
+        for name, facts in header.items()
+        if facts.get("dtype") in _BITS  # the metadata have none
+    ]
+    return [[*group] for _, group in itertools.groupby(sorted(found), lambda span: span[2])]
+
+
+def _find_nonfinite(
+    data: memoryview, first: int, spans: Sequence[Sequence[_Span]], learning: Collection[str]
+) -> str | None:
+    """Return the name of a tensor that is not finite in a part of a file, or None.
+
+    Args:
+        data: the part.
+        first: where it begins.
+        spans, learning: as above.
+    """
+    for group in spans:
+        kind, infinite = _BITS[group[0][2]]
+        start, stop = group[0][0], group[-1][1]
+        if _largest(data, start - first, stop - first, kind) < infinite:
+            continue
+        for low, high, _, name in group[max(0, bisect.bisect(group, (first,)) - 1) :]:
+            if low >= first + len(data):
+                break
+            found = _largest(data, low - first, high - first, kind)
+            if found > infinite or (found == infinite and name in learning):
+                return name
+    return None
+
+
+def _largest(data: memoryview, start: int, stop: int, kind: type[np.signedinteger]) -> int:
+    """Return the largest number by its bits, apart from the signs, or -1 if there is none."""
+    start, stop = max(start, 0), min(stop, len(data))
+    if start >= stop:
+        return -1
+    bits = np.frombuffer(data[start:stop], kind)
+    sign = 1 << (8 * bits.itemsize - 1)
+    return max(int(bits.max()), int(bits.view(f"u{bits.itemsize}").max()) - sign)
 
 
 def flush(path: Path) -> None:
@@ -774,7 +1010,7 @@ def flushed_file(path: Path) -> Iterator[IO[bytes]]:
 
 def make_folder(path: Path) -> None:
     """Create a folder and those above it, where they are missing, with their names flushed."""
-    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    missing = [folder for folder in (path, *path.parents) if not exists(folder)]
     path.mkdir(parents=True, exist_ok=True)
     for folder in reversed(missing):
         flush(folder.parent)
@@ -945,10 +1181,10 @@ def write_blocks(folder: Path, blocks: Sequence[str], history: History, known: s
     """
     for i, block in enumerate(blocks):
         path = _block_path(folder, block)
-        if block in known and path.exists():
+        if block in known and exists(path):
             continue
         known.add(block)
-        if path.is_file() and _checksum(path.read_bytes()) == block:
+        if size_of_file(path) is not None and _checksum(path.read_bytes()) == block:
             continue
         make_folder(path.parent)
         replace_file(
@@ -968,7 +1204,7 @@ def check_blocks(path: Path, blocks: Iterable[object], deep: bool) -> None:
                 f"{path} is damaged: {describe(block)} is not the name of a block of records"
             )
         file = _block_path(path.resolve().parent, block)
-        if not file.is_file():
+        if size_of_file(file) is None:
             raise CheckpointError(
                 f"{path} lacks the older records of its history: {FOLDER}/{file.name} is not next "
                 f"to it. Copy the folder {FOLDER} too, or restore without the history: "
@@ -1012,7 +1248,7 @@ def _list_blocks(folder: Path) -> list[Path]:
     records = folder / FOLDER
     return [
         file
-        for file in (records.iterdir() if records.is_dir() else ())
+        for file in (records.iterdir() if is_folder(records) else ())
         if re.fullmatch(rf"{NAME}\.jsonl|{PART}", file.name) and file.is_file()
     ]
 

@@ -42,7 +42,8 @@ from fnloop._display.checks import describe
 #                           which loads into the plain module too; one for each average
 #   state.json              counters, hyper-parameters, where the tensors belong, what the run was
 #                           made with, and the history with its digest (the module save makes it)
-#   manifest.json           size and SHA-256 of each of the others; written last
+#   manifest.json           size and SHA-256 of each of the others, and whether what is trained is
+#                           finite; written last
 #
 # Where tensors are split over n processes (`fully_shard`), or some processes have state of the
 # optimizer that others lack, each process writes its own parts to a file of its own, and the main
@@ -112,7 +113,8 @@ MANIFEST_SHAPE: Shape = {
     "since?": lambda value: value in (None, *SINCE),
     "parts?": [_is_part],
     "blocks?": NAMES,
-    "files": {"*": {"bytes": COUNT, "sha256": str}},
+    "finite?": bool,
+    "files": {"*": {"bytes": COUNT, "sha256": str, "nonfinite?": str}},
 }
 _OPTIMIZER: Shape = {
     "class": str,
@@ -178,7 +180,7 @@ class NewerFormatError(CheckpointError):
     """A newer fnloop wrote the checkpoint. It is not damaged, so no older one may replace it."""
 
 
-def check_shape(value: Json, shape: Shape, path: Path) -> None:
+def check_shape(value: Json, shape: Shape, path: Path | str) -> None:
     """Raise CheckpointError unless JSON of a checkpoint has a shape.
 
     Values that are encoded (``$tensor`` and the like) are checked where they are decoded.
@@ -186,7 +188,7 @@ def check_shape(value: Json, shape: Shape, path: Path) -> None:
     Args:
         value: what ``json.loads`` returned.
         shape: a shape, as above.
-        path: the file or the checkpoint, for the message.
+        path: what it is of, for the message: a file, a checkpoint, a part of a state.
 
     Example:
         >>> from pathlib import Path
@@ -249,6 +251,7 @@ class Contents:
             group, the tensors above are only what this process writes.
         rank: of this process.
         processes: how many processes there are.
+        learning: the names of the weights that are trained.
     """
 
     groups: Mapping[str, dict[str, Tensor]]
@@ -257,6 +260,7 @@ class Contents:
     index: Mapping[str, Json] = attrs.field(factory=dict)
     rank: int = 0
     processes: int = 1
+    learning: Collection[str] = ()
 
     @property
     def files(self) -> dict[str, str | None]:

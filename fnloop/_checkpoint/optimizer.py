@@ -9,6 +9,7 @@ import functools
 import hashlib
 import itertools
 import json
+import re
 import types
 import zlib
 from collections import Counter
@@ -31,7 +32,15 @@ from fnloop._backend.torch_compat import (
 )
 from fnloop._checkpoint.format import COLLECTED, CheckpointError
 from fnloop._core.freeze import Groups, add_group, split_group
-from fnloop._core.optimizers import SCHEDULED, UNFROZEN, Group, number_in, optimizers_in
+from fnloop._core.optimizers import (
+    BEFORE,
+    SCHEDULED,
+    SET,
+    UNFROZEN,
+    Group,
+    number_in,
+    optimizers_in,
+)
 from fnloop._core.serialize import (
     Json,
     Pending,
@@ -834,8 +843,8 @@ def _fit_setting(key: str, value: Any, held: Mapping[str, object], path: object)
     """
     here = held.get(key)
     one = isinstance(value, int | float) or (isinstance(value, Tensor) and not value.ndim)
-    if here is None:  # a schedule derives this setting from the one without the prefix
-        here = number_in(held, key.removeprefix("initial_"))
+    if here is None:  # a schedule derives this setting from the one that its name contains
+        here = number_in(held, re.sub(_DERIVED, "", key))
     if isinstance(here, Tensor):
         if not _fits_tensor(value, here):
             raise CheckpointError(
@@ -855,6 +864,9 @@ def _fit_setting(key: str, value: Any, held: Mapping[str, object], path: object)
             f"{path}: {key} of a parameter group is {value!r} in the checkpoint and {here!r} here"
         )
     return value
+
+
+_DERIVED = rf"^({SCHEDULED})?(initial_)?|({BEFORE}|{SET})$"
 
 
 def _fits_tensor(value: object, here: Tensor) -> bool:

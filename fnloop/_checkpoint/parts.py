@@ -11,7 +11,7 @@ import contextlib
 import copy
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -164,6 +164,7 @@ class Saving:
             processes have.
         history: the encoded history.
         version: the oldest format that has all that was saved.
+        learning: the names of the weights that are trained.
     """
 
     state: TrainState
@@ -174,6 +175,7 @@ class Saving:
     local: Mapping[str, bool] = attrs.field(factory=dict)
     history: EncodedHistory = attrs.field(factory=EncodedHistory)
     version: int = FORMAT
+    learning: Collection[str] = ()
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -331,7 +333,8 @@ def check_counters(facts: Mapping[str, Json]) -> dict[str, object]:
     """
     counters: dict[str, object] = {name: facts[name] for name in COUNTERS if name != "stop"}
     for name, value in counters.items():
-        _check_count(name, value, SEED_BITS if name == "seed" else 1 << 62)
+        # No epoch has more batches than 2**40. One that begins after them would train on nothing.
+        _check_count(name, value, {"seed": SEED_BITS, "batch": 1 << 40}.get(name, 1 << 62))
     events, todo = todo_of_before(facts)
     todo = decode_todo(facts["todo"]) if "todo" in facts else todo
     return counters | {
@@ -488,6 +491,7 @@ def _save_model(saving: Saving) -> dict[str, Json]:
     With the optimizers, those of training get a file of their own if they may be others.
     """
     module, model, trained = unwrap(saving.state), saving.groups["model"], TRAINED in saving.parts
+    saving.learning = {strip_compile_prefix(k) for k, p in _parameters(module) if p.requires_grad}
     with evaluation_weights(saving.state) as others:
         facts = {"model": _encode_model(module, model, saving.tensors, trained)}
         if not others:

@@ -21,17 +21,18 @@ from typing import IO, Protocol, TypeVar, cast
 from fnloop._backend.collectives import on_every_process, on_main_process
 from fnloop._checkpoint import retention
 from fnloop._checkpoint.files import (
+    CHECKPOINT_NAME,
     FOLDER,
     OBJECTS,
     SendFiles,
     checksum_of_manifest,
     lock_file,
     make_folder,
+    map_with_help,
     mark_of,
     read_manifest,
     remove_checkpoint,
     replace_file,
-    serial_or_none,
     try_lock,
     verify,
     write_by_all,
@@ -43,7 +44,7 @@ from fnloop._checkpoint.format import (
     Contents,
     is_file_name,
 )
-from fnloop._checkpoint.retention import CHECKPOINT_NAME, CLAIM
+from fnloop._checkpoint.retention import CLAIM
 from fnloop._core.serialize import Json
 from fnloop._display.checks import folder_path, is_address
 from fnloop._display.screen import log
@@ -169,6 +170,7 @@ class FileSystem(Protocol):
     def pipe_file(self, path: str, value: bytes) -> None: ...
     def put_file(self, lpath: str, rpath: str) -> None: ...
     def get_file(self, rpath: str, lpath: str) -> None: ...
+    def mv(self, path1: str, path2: str) -> None: ...
     def rm_file(self, path: str) -> None: ...
     def rmdir(self, path: str) -> None: ...
     def makedirs(self, path: str, exist_ok: bool) -> None: ...
@@ -238,7 +240,7 @@ class Storage:
         self._fs = cast(FileSystem, fs)
         self._process = os.getpid()
 
-    def _ask(self, do: Callable[[FileSystem], Result]) -> Result:
+    def _ask(self, do: Callable[[FileSystem], Result], attempts: int | None = None) -> Result:
         """Return what a function of the file system returns, after some attempts.
 
         Raises:
@@ -247,11 +249,12 @@ class Storage:
         """
         if self._process != os.getpid():  # a connection does not survive a fork
             self._connect()
-        for attempt in range(ATTEMPTS):
+        attempts = attempts or ATTEMPTS
+        for attempt in range(attempts):
             try:
                 return do(self._fs)
             except Exception as error:
-                if _is_final(error) or attempt + 1 == ATTEMPTS:
+                if _is_final(error) or attempt + 1 == attempts:
                     raise self._explain(error) from error
                 log.debug("%s: attempt %d: %r", self.shown, attempt + 1, error)
                 time.sleep(PAUSE * 2**attempt)
@@ -273,8 +276,22 @@ class Storage:
             return None
 
     def write(self, path: str, data: bytes) -> None:
-        """Write a small file."""
-        self._ask(lambda fs: self._in_folder(fs, path, lambda: fs.pipe_file(path, data)))
+        """Write a small file. What was there before is there until it is whole."""
+
+        def replace(fs: FileSystem) -> None:
+            if self.scheme.lower() in OBJECT_STORES:
+                fs.pipe_file(path, data)
+                return
+            fs.pipe_file(path + PART, data)
+            try:
+                fs.mv(path + PART, path)
+            except OSError as error:  # smb:// does not rename to what is there
+                if not isinstance(error, FileExistsError) and error.errno != errno.EEXIST:
+                    raise
+                fs.rm_file(path)
+                fs.mv(path + PART, path)
+
+        self._ask(lambda fs: self._in_folder(fs, path, lambda: replace(fs)))
 
     def send(self, file: Path, path: str) -> None:
         """Upload a file."""
@@ -301,14 +318,22 @@ class Storage:
 
     def remove(self, path: str) -> None:
         """Remove a file, if it is there."""
-        with contextlib.suppress(FileNotFoundError):
+        try:
             self._ask(lambda fs: fs.rm_file(path))
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            kind = PermissionError if isinstance(error, PermissionError) else OSError
+            raise kind(
+                f"{path} could not be removed ({error}). What was saved is there. Let this account "
+                "delete files, or keep all: checkpoint(..., keep=None)"
+            ) from error
 
     def remove_folder(self, path: str) -> None:
-        """Remove an empty folder, where the file system has folders."""
+        """Remove a folder if it is empty, where the file system has folders."""
         if self.scheme.lower() not in OBJECT_STORES:
             with contextlib.suppress(OSError):
-                self._ask(lambda fs: fs.rmdir(path))
+                self._ask(lambda fs: fs.rmdir(path), attempts=1)
 
     def folders(self, path: str) -> set[str]:
         """Return the names of the folders in a folder. It may not show what is new."""
@@ -359,6 +384,7 @@ def _read_start(fs: FileSystem, path: str) -> bytes:
 # `.checkpoints.json`, before they are there. It names the run too, which has the folder to itself.
 
 CATALOGUE = ".checkpoints.json"
+PART = ".part"  # the end of the name of a file that is still being written
 HEX = r"[0-9a-f]{12}"
 
 
@@ -367,6 +393,11 @@ def cache_folder() -> Path:
     named = os.environ.get("FNLOOP_CACHE")
     caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(named).expanduser().absolute() if named else Path(caches) / "fnloop"
+
+
+def _is_ours(name: str) -> bool:
+    """Return whether a file may be one of a checkpoint, or a part of one, but for the manifest."""
+    return is_file_name(name) or name == MANIFEST + PART
 
 
 def _is_name(name: object) -> bool:
@@ -383,6 +414,17 @@ def _manifest_in(data: bytes | None) -> dict[str, Json] | None:
         )
         return manifest if right else None
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+        return None
+
+
+def _catalogue_in(data: bytes | None) -> tuple[str | None, set[str]] | None:
+    """Return the run and the names in a catalogue, or None if it is none, or damaged."""
+    try:
+        found = json.loads(data or b"")
+        run, names = found["run"], found["checkpoints"]
+        is_run = run is None or re.fullmatch(r"[0-9a-f]{16}", run)
+        return (run, {*names}) if is_run and all(map(_is_name, names)) else None
+    except (ValueError, TypeError, LookupError, RecursionError):
         return None
 
 
@@ -416,6 +458,7 @@ class Remote(Place):
         self.home = cache_folder() / f"{plain}-{hashlib.sha256(self.name.encode()).hexdigest()[:8]}"
         self.folder = self.home / "copies"
         self._lock: IO[str] | None = None
+        self._blocks: set[str] = set()  # of records, that this process has uploaded or found there
 
     @property
     def parent(self) -> Remote:
@@ -446,6 +489,11 @@ class Remote(Place):
         names |= set(filter(_is_name, self._storage.folders(self._root)))
         found = {name: data for name, data in self._manifests(names) if data is not None}
         own = self._storage.read(f"{self._root}/{MANIFEST}")  # it is one checkpoint
+        if not (found or own) and self._catalogue_is_damaged():  # and a list may lag
+            raise CheckpointError(
+                f"{self.name}/{CATALOGUE} is damaged, and no checkpoint is found without it. If "
+                "there is none, remove this file"
+            )
         with self._locked(folder):
             if own is not None:
                 _write_stub(folder, own)
@@ -466,20 +514,17 @@ class Remote(Place):
                 (folder / CLAIM).unlink(missing_ok=True)
 
     def _manifests(self, names: Iterable[str]) -> list[tuple[str, bytes | None]]:
-        with ThreadPoolExecutor(4 * AT_ONCE) as pool:
-            read = lambda name: (name, self._storage.read(f"{self._root}/{name}/{MANIFEST}"))
-            return [*pool.map(read, sorted(names))]
+        read = lambda name: (name, self._storage.read(f"{self._root}/{name}/{MANIFEST}"))
+        return map_with_help(read, sorted(names), 4 * AT_ONCE)
 
     def _read_catalogue(self) -> tuple[str | None, set[str]]:
         """Return the run that has the folder, and the names that checkpoints may have."""
         data = self._storage.read(f"{self._root}/{CATALOGUE}")
-        try:
-            found = json.loads(data or b"{}")
-            run, names = found.get("run"), found.get("checkpoints", ())
-            is_run = isinstance(run, str) and re.fullmatch(r"[0-9a-f]{16}", run)
-            return run if is_run else None, set(filter(_is_name, names))
-        except (ValueError, TypeError, AttributeError, RecursionError):
-            return None, set()
+        return _catalogue_in(data) or (None, set())
+
+    def _catalogue_is_damaged(self) -> bool:
+        data = self._storage.read(f"{self._root}/{CATALOGUE}")
+        return data is not None and _catalogue_in(data) is None
 
     def _write_catalogue(self, run: str | None, names: Iterable[str]) -> None:
         text = json.dumps({"run": run, "checkpoints": sorted(names)}, indent=1)
@@ -545,11 +590,11 @@ class Remote(Place):
                 if not (file := path.parent / FOLDER / f"{block}.jsonl").exists():
                     make_folder(file.parent)
                     wanted[file] = f"{above}/{FOLDER}/{block}.jsonl"
-            with ThreadPoolExecutor(AT_ONCE) as pool:
-                list(pool.map(self._receive, wanted, wanted.values()))
+            map_with_help(self._receive, wanted.items(), AT_ONCE)
         return path
 
-    def _receive(self, file: Path, source: str) -> None:
+    def _receive(self, wanted: tuple[Path, str]) -> None:
+        file, source = wanted
         with contextlib.suppress(FileNotFoundError):
             self._storage.receive(source, file)
 
@@ -605,7 +650,9 @@ class Remote(Place):
                 self._recover(folder, run, copies=True)
 
     def _recover(self, folder: Path, run: str, copies: bool = False) -> None:
-        """Upload the checkpoints of a local folder that are newer than those at the address.
+        """Upload the checkpoints of a local folder that are not at the address.
+
+        It is not known here which of them would be kept. The next save removes the others.
 
         Args:
             folder: the folder.
@@ -613,12 +660,7 @@ class Remote(Place):
             copies: whether to keep copies of them, because they are about to be read.
         """
         paths = [p for p in reversed(retention.candidates(folder)) if not p.name.startswith(".")]
-        there = [serial_or_none(path) or 0 for path in paths if is_marked(path)]
         for path in filter(lambda path: not is_marked(path), paths):
-            if (serial_or_none(path) or 0) <= max(there, default=0):
-                log.info("%s is older than what is at %s: removed", path, self.name)
-                remove_checkpoint(path)
-                continue
             try:
                 verify(path)
             except CheckpointError as error:
@@ -643,7 +685,7 @@ class Remote(Place):
             CheckpointError: another run has begun at the address.
         """
         try:
-            self._send(path, run, at)
+            replaced = self._send(path, run, at)
         except OSError as error:
             kinds = (FileNotFoundError, PermissionError)
             kind = next((kind for kind in kinds if isinstance(error, kind)), OSError)
@@ -651,8 +693,11 @@ class Remote(Place):
             raise kind(
                 f"{path.name} could not be uploaded ({error}). It is whole in {path}{again}"
             ) from error
+        if replaced is not None:
+            self._remove_files(f"{self._root}/{path.name}", replaced)
 
-    def _send(self, path: Path, run: str | None, at: str | None) -> None:
+    def _send(self, path: Path, run: str | None, at: str | None) -> Json | None:
+        """Return the manifest of what the checkpoint has replaced, or None."""
         data, base = (path / MANIFEST).read_bytes(), f"{self._root}/{path.name}"
         manifest = read_manifest(path)
         owner, names = self._read_catalogue()
@@ -660,7 +705,7 @@ class Remote(Place):
             raise CheckpointError(
                 f"another run has begun in {self.name}: give each run a folder of its own"
             )
-        before = self._storage.read(f"{base}/{MANIFEST}")
+        before, replaced = self._storage.read(f"{base}/{MANIFEST}"), None
         if before is None:
             self._check_free(base, path.name)
         if before is None or identity_of(before) != identity_of(data):
@@ -670,10 +715,10 @@ class Remote(Place):
             self._send_blocks(path, manifest)
             self._write_catalogue(run or owner, {*names, path.name})
             self._storage.write(f"{base}/{MANIFEST}", _with_objects(manifest, at) if at else data)
-            if (old := _manifest_in(before)) is not None:
-                self._remove_files(base, old)
+            replaced = _manifest_in(before)
         mark(path, data)
         forget(path)
+        return replaced
 
     def send_files(self, folder: Path, names: Collection[str], name: str, at: str) -> None:
         """Upload files of a checkpoint.
@@ -685,9 +730,8 @@ class Remote(Place):
             at: the folder of its files at the address.
         """
         target = "/".join(filter(None, (self._root, name, at)))
-        with ThreadPoolExecutor(AT_ONCE) as pool:
-            send = lambda file: self._storage.send(folder / file, f"{target}/{file}")
-            list(pool.map(send, names))
+        send = lambda file: self._storage.send(folder / file, f"{target}/{file}")
+        map_with_help(send, names, AT_ONCE)
 
     def sender(self, name: str) -> SendFiles:
         """Return what uploads files of a checkpoint of that name."""
@@ -695,25 +739,26 @@ class Remote(Place):
 
     def _send_blocks(self, path: Path, manifest: Json) -> None:
         """Upload the blocks of records that no checkpoint at the address lists."""
-        folder = path.parent
+        folder, blocks = path.parent, {*manifest.get("blocks", ())}
+        if blocks <= self._blocks:
+            return
         there = {
             block
             for other in retention.candidates(folder)
             if other != path and is_marked(other)
             for block in read_manifest(other).get("blocks", ())
         }
-        for block in manifest.get("blocks", ()):
-            if block not in there:
-                file = f"{FOLDER}/{block}.jsonl"
-                self._storage.send(folder / file, f"{self._root}/{file}")
+        for block in sorted(blocks - there):
+            file = f"{FOLDER}/{block}.jsonl"
+            self._storage.send(folder / file, f"{self._root}/{file}")
+        self._blocks |= blocks
 
     def _check_free(self, base: str, name: str) -> None:
         """Raise if there is something at the place of a new checkpoint that is none."""
         other = [
             file
             for file in self._storage.files(base)
-            if not re.fullmatch(rf"({HEX}/)?[^/]+", file)
-            or not is_file_name(file.rpartition("/")[2])
+            if not re.fullmatch(rf"({HEX}/)?[^/]+", file) or not _is_ours(file.rpartition("/")[2])
         ]
         if other:
             raise CheckpointError(
@@ -745,11 +790,12 @@ class Remote(Place):
         for block in blocks:
             if not (folder / FOLDER / f"{block}.jsonl").exists():
                 self._storage.remove(f"{self._root}/{FOLDER}/{block}.jsonl")
+                self._blocks.discard(block)
 
     def _remove_files(self, base: str, manifest: Json) -> None:
         source = "/".join(filter(None, (base, manifest.get(OBJECTS))))
-        with ThreadPoolExecutor(AT_ONCE) as pool:
-            list(pool.map(self._storage.remove, [f"{source}/{name}" for name in manifest["files"]]))
+        files = [f"{source}/{name}" for name in manifest["files"]]
+        map_with_help(self._storage.remove, files, AT_ONCE)
         self._storage.remove_folder(source)
 
     def _sweep(self) -> None:
@@ -757,7 +803,7 @@ class Remote(Place):
         found: dict[str, list[str]] = {}
         for file in self._storage.files(self._root):
             match = re.fullmatch(rf"({CHECKPOINT_NAME})/(?:{HEX}/)?([^/]+)", file)
-            if match and is_file_name(match[2]):
+            if match and _is_ours(match[2]):
                 found.setdefault(match[1], []).append(file)
         for name, data in self._manifests(found):
             manifest, listed = _manifest_in(data), set()

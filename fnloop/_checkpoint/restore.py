@@ -17,6 +17,9 @@ from fnloop._backend.containers import is_out_of_memory
 from fnloop._backend.fsdp import extent_in, from_local_part, split_dim
 from fnloop._backend.torch_compat import strip_compile_prefix
 from fnloop._checkpoint.files import (
+    exists,
+    explain_nonfinite,
+    is_folder,
     locate,
     read_json,
     read_manifest,
@@ -50,10 +53,11 @@ from fnloop._checkpoint.parts import (
 )
 from fnloop._checkpoint.remote import READING, Place, place_at
 from fnloop._checkpoint.retention import (
+    Listed,
     by_phase,
-    candidates,
     check_visible,
     is_one_checkpoint,
+    listed,
     rank,
     read_claim,
     with_manifests,
@@ -66,6 +70,7 @@ from fnloop._core.state import (
     TrainState,
     check_not_stale,
     clear_parameter_cache,
+    note_restored,
     take_ownership,
     unwrap,
 )
@@ -162,6 +167,8 @@ def restore_contents(
         ) from error
     restored = take_ownership(state)
     clear_parameter_cache(restored)
+    if "counters" in parts:
+        note_restored(restored)
     if parts == PARTS:  # then a phase that continues can have its layout back
         remember_restored(restored)
     return restored
@@ -209,7 +216,7 @@ def read_written(path: Path, files: Mapping[str, str | None]) -> Contents:
     path = locate(path)
     slices, tensors = Slices(path), {}
     for file, group in files.items():
-        if group is not None and (path / file).exists():
+        if group is not None and exists(path / file):
             entries = slices.entries_in(file)
             tensors[group] = {name: slices.read(entry) for name, entry in entries.items()}
             slices.close()
@@ -331,7 +338,8 @@ Found = TypeVar("Found")
 def latest(folder: str | os.PathLike[str]) -> Path | None:
     """Return the newest valid checkpoint in a folder.
 
-    Damaged checkpoints are skipped with a warning that names the file and the fault.
+    Damaged checkpoints are skipped with a warning that names the file and the fault, and so are
+    those whose weights or optimizer are not finite (see :func:`fnloop.checkpoint`).
 
     Args:
         folder: what the hook ``checkpoint(folder)`` writes to: a folder, or an address such as
@@ -353,7 +361,7 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
         True
     """
     place = place_at("latest", "folder", folder)
-    valid = _skip_damaged(candidates(place.look(), links=True), fetch_by(place))
+    valid = _skip_unfit(listed(place.look()), fetch_by(place))
     return next((path for path, _ in valid), None)
 
 
@@ -365,6 +373,8 @@ def best(
     since: str | None = None,
 ) -> Path | None:
     """Return the valid checkpoint with the best value of a metric, of the run of the newest one.
+
+    Damaged checkpoints, and those that are not finite, are skipped as by :func:`latest`.
 
     Args:
         folder: what the hook ``checkpoint(folder, best=...)`` writes to: a folder, or an address.
@@ -408,8 +418,10 @@ def best(
         )
     since = since or next((str(m["since"]) for m in newest_first if m.get("since")), "phase")
     groups = reversed(by_phase(found, since))
+    manifests = dict(found)
     ranked = [path for group in groups for path, _ in rank(group, key, mode)]
-    valid = _skip_damaged(ranked, fetch_by(place))
+    ranked = [(path, explain_nonfinite(path, manifests[path])) for path in ranked]
+    valid = _skip_unfit(ranked, fetch_by(place))
     return next((path for path, _ in valid), None)
 
 
@@ -418,7 +430,8 @@ def resume(folder: str | os.PathLike[str], state: TrainState) -> TrainState:
 
     One line makes a training script restartable:
     ``state = resume("runs/a", TrainState.create(model, optimizer))``. Partial checkpoints, saved
-    with ``only=...``, are skipped, and so are damaged ones, with a warning.
+    with ``only=...``, are skipped. So are damaged ones, and those whose weights or optimizer are
+    not finite, with a warning; ``restore(path, state)`` takes any.
 
     The run continues with the next batch, and its result is bit for bit what it would have been
     without the interruption. You may change the batch size or the number of workers: exactly the
@@ -435,8 +448,8 @@ def resume(folder: str | os.PathLike[str], state: TrainState) -> TrainState:
 
     Raises:
         CheckpointError: the newest valid checkpoint is of another model or optimizer, all
-            checkpoints are damaged or partial, a newer fnloop wrote the newest one, or the machines
-            of the run do not share the folder.
+            checkpoints are damaged, partial or not finite, a newer fnloop wrote the newest one, or
+            the machines of the run do not share the folder.
         TypeError, ValueError: it is not a path.
         OSError, MemoryError: a file cannot be read for a reason other than that it does not exist,
             or there is no memory for it. This is not damage: no older checkpoint is taken instead.
@@ -449,11 +462,23 @@ def resume(folder: str | os.PathLike[str], state: TrainState) -> TrainState:
     Replaces: keras.BackupAndRestore, accelerate.load_state, transformers.resume_from_checkpoint
     """
     check_not_stale(state, "resume")
-    place = place_at("resume", "folder", folder)
+    return resume_at(place_at("resume", "folder", folder), state)
+
+
+def resume_at(place: Place, state: TrainState, nonfinite: bool = False) -> TrainState:
+    """Return the state of the newest valid checkpoint of a place, as :func:`resume` does.
+
+    Args:
+        place: the place.
+        state: the state to read for.
+        nonfinite: whether to take checkpoints whose weights are not finite.
+    """
     with place.reading():
         # The main process looks, because the others may see other checkpoints.
-        alone, paths, claimed_by = on_main_process(lambda: _look_into(place), "fnloop.resume")
-        newest = _read_one(place, state) if alone else _read_newest(place, paths, state)
+        alone, found, claimed_by = on_main_process(lambda: _look_into(place), "fnloop.resume")
+        if nonfinite:
+            found = [(path, None) for path, _ in found]
+        newest = _read_one(place, state) if alone else _read_newest(place, found, state)
         if newest is None:
             place.check_all_empty()
             return state if claimed_by is None else attrs.evolve(state, run_id=claimed_by)
@@ -471,16 +496,16 @@ def fetch_by(place: Place) -> Callable[[Path], dict[str, Json]]:
     return fetch_and_verify
 
 
-def _look_into(place: Place) -> tuple[bool, list[Path], str | None]:
+def _look_into(place: Place) -> tuple[bool, list[Listed], str | None]:
     """Return whether a place is one checkpoint; its checkpoints; and the run that claims it."""
     place.settle()
     folder = place.look()
-    if folder.exists() and not folder.is_dir():
+    if exists(folder) and not is_folder(folder):
         raise CheckpointError(f"{folder} is a file: resume expects a folder of checkpoints")
     if is_one_checkpoint(folder):
         return True, [], None
-    paths = candidates(folder, links=True)
-    return False, paths, None if paths else read_claim(folder)
+    found = listed(folder)
+    return False, found, None if found else read_claim(folder)
 
 
 def _read_one(place: Place, state: TrainState) -> tuple[Path, Contents]:
@@ -489,21 +514,24 @@ def _read_one(place: Place, state: TrainState) -> tuple[Path, Contents]:
     contents = read_whole_checkpoint(path, state)
     if contents is None:
         raise CheckpointError(_explain_not_resumable(path))
+    where = locate(path)
+    if (fault := explain_nonfinite(where, read_manifest(where))) is not None:
+        raise CheckpointError(f"a run cannot be resumed: {fault}. {_TAKE_IT}")
     return path, contents
 
 
 def _read_newest(
-    place: Place, paths: Sequence[Path], state: TrainState
+    place: Place, found: Sequence[Listed], state: TrainState
 ) -> tuple[Path, Contents] | None:
     """Return the newest valid checkpoint of a place with its contents, or None if it has none.
 
     Args:
         place: the place.
-        paths: its checkpoints, the newest first.
+        found: its checkpoints, the newest first.
         state: the state to read for.
 
     Raises:
-        CheckpointError: there are checkpoints, and all are damaged or partial.
+        CheckpointError: there are checkpoints, and all are damaged, partial or not finite.
     """
     faults: list[str] = []
     partial: list[Path] = []
@@ -512,21 +540,28 @@ def _read_newest(
         with place.reading(path):
             return read_whole_checkpoint(path, state)
 
-    for path in paths:
+    def fetch_and_read(path: Path) -> tuple[Path, Contents | None]:
         here = place.fetch_on_all(path)
-        for _, contents in _skip_damaged((here,), read, faults, state.backend.main):
-            if contents is not None:
-                return here, contents
-            partial.append(path)
+        return here, read(here)
+
+    main = state.backend.main
+    for path, (here, contents) in _skip_unfit(found, fetch_and_read, faults, main, depth=5):
+        if contents is not None:
+            return here, contents
+        partial.append(path)
     if partial:
         raise CheckpointError(_explain_not_resumable(partial[0]))
     if faults:
-        found = f"{len(faults)} checkpoint{'s' * (len(faults) > 1)}"
+        many = f"{len(faults)} checkpoint{'s' * (len(faults) > 1)}"
+        take = "" if all(fault is None for _, fault in found) else f"{_TAKE_IT}. "
         raise CheckpointError(
-            f"{place.name} has {found}, and none is valid: {'; '.join(faults[:3])}. "
+            f"{place.name} has {many}, and none is valid: {'; '.join(faults[:3])}. {take}"
             "To begin a new run, give it another folder"
         )
     return None
+
+
+_TAKE_IT = "To take one that is not finite all the same: state = restore(path, state)"
 
 
 def _explain_not_resumable(path: Path) -> str:
@@ -537,29 +572,34 @@ def _explain_not_resumable(path: Path) -> str:
     )
 
 
-def _skip_damaged(
-    paths: Iterable[Path],
+def _skip_unfit(
+    checkpoints: Iterable[Listed],
     read: Callable[[Path], Found],
     faults: list[str] | None = None,
     warn: bool = True,
+    depth: int = 4,
 ) -> Iterator[tuple[Path, Found]]:
     """Yield the valid checkpoints, each with what ``read`` returns.
 
     Args:
-        paths: the checkpoints.
+        checkpoints: the checkpoints. Those that are not finite are passed over.
         read: reads or verifies one.
-        faults: receives the faults of damaged checkpoints, which are skipped.
+        faults: receives the faults of those that are skipped.
         warn: whether to warn of them.
+        depth: how many frames above is the caller of the public function.
     """
-    for path in paths:
+    for path, unfit in checkpoints:
         try:
+            if unfit is not None:
+                raise CheckpointError(unfit)
             found = read(path)
         except NewerFormatError:
             raise
         except CheckpointError as error:
             if faults is not None:
                 faults.append(str(error))
-            if warn:  # the caller of the public function
-                warnings.warn(f"skipped a damaged checkpoint: {error}", stacklevel=4)
+            if warn:
+                what = "skipped a damaged checkpoint" if unfit is None else "passed over"
+                warnings.warn(f"{what}: {error}", stacklevel=depth)
         else:
             yield path, found

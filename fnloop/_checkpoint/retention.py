@@ -16,10 +16,14 @@ import attrs
 
 from fnloop._backend.collectives import gather_from_all
 from fnloop._checkpoint.files import (
+    CHECKPOINT_NAME,
     check_files,
     count_blocks,
     decode_history,
-    is_checkpoint,
+    exists,
+    explain_nonfinite,
+    has_only_its_files,
+    is_folder,
     locate,
     make_folder,
     manifest_or_none,
@@ -32,6 +36,8 @@ from fnloop._checkpoint.files import (
     replace_file,
     run_of,
     serial_or_none,
+    size_of_file,
+    status,
     verify,
 )
 from fnloop._checkpoint.format import FILES, MANIFEST, STATE, CheckpointError
@@ -47,8 +53,6 @@ from fnloop._display.screen import log
 # the checkpoints of another. Until a run has saved its first checkpoint, the file `.run` in its
 # folder names it. So a run that is killed before its first save and started again is the same run.
 
-# As the hook names them: at which step, after which exception, and with which metrics.
-CHECKPOINT_NAME = r"step-\d+(?:\+\d+)?(?:-\w+)?(?:-[\w.-]+=[\w.+-]+)*"
 CLAIM = ".run"
 
 
@@ -62,10 +66,30 @@ def candidates(folder: Path, links: bool = False) -> list[Path]:
     return [path for path, _ in reversed(_by_age(folder, links))]
 
 
-def with_manifests(folder: Path, links: bool = False) -> list[tuple[Path, dict[str, Json]]]:
-    """Return the undamaged checkpoints in a folder with their manifests, the oldest first."""
+Listed = tuple[Path, str | None]  # a checkpoint, and in words why it is passed over, if it is
+
+
+def listed(folder: Path) -> list[Listed]:
+    """Return what is or was a checkpoint in a folder, or is linked there, the newest first.
+
+    Those whose weights are not finite are to be passed over.
+    """
+    found = reversed(_by_age(folder, links=True))
+    return [(path, explain_nonfinite(path, manifest or {})) for path, manifest in found]
+
+
+def with_manifests(
+    folder: Path, links: bool = False, beside: str = ""
+) -> list[tuple[Path, dict[str, Json]]]:
+    """Return the undamaged checkpoints in a folder with their manifests, the oldest first.
+
+    Args:
+        folder: the folder.
+        links: whether to include links to checkpoints that are elsewhere.
+        beside: what their names begin with.
+    """
     whole = []
-    for path, manifest in _by_age(folder, links):
+    for path, manifest in _by_age(folder, links, beside):
         with contextlib.suppress(CheckpointError, FileNotFoundError):
             if manifest is not None:
                 check_files(path, manifest)
@@ -73,16 +97,20 @@ def with_manifests(folder: Path, links: bool = False) -> list[tuple[Path, dict[s
     return whole
 
 
-def _by_age(folder: Path, links: bool) -> list[tuple[Path, dict[str, Json] | None]]:
+def _by_age(
+    folder: Path, links: bool, beside: str = ""
+) -> list[tuple[Path, dict[str, Json] | None]]:
     """Return what is or was a checkpoint in a folder, the oldest first, each with its manifest.
 
-    The manifest is None if it is damaged.
+    The manifest is None if it is damaged. With ``beside``, only of names that begin so.
     """
     keyed = []
-    for path in folder.iterdir() if folder.is_dir() else ():
+    for path in folder.iterdir() if is_folder(folder) else ():
+        if not path.name.startswith(beside):
+            continue
         # What was being replaced when a process was killed counts until there is another.
         whole = path.with_name(path.name.removeprefix(".").removesuffix(".old"))
-        if not may_be_checkpoint(path) or (path.name.startswith(".") and whole.exists()):
+        if not may_be_checkpoint(path) or (path.name.startswith(".") and exists(whole)):
             continue
         if links or not path.is_symlink():
             manifest = readable_manifest(path)
@@ -92,17 +120,19 @@ def _by_age(folder: Path, links: bool) -> list[tuple[Path, dict[str, Json] | Non
 
 
 def may_be_checkpoint(path: Path) -> bool:
-    """Return whether a folder is or was a checkpoint, judged by its name and its files."""
-    if not path.is_dir():
-        return False
+    """Return whether a folder is or was a checkpoint, judged by its name and its files.
+
+    A link to nothing is one whose disk is not mounted, for example.
+    """
+    if not is_folder(path):
+        lost = path.is_symlink() and not exists(path)
+        return lost and re.fullmatch(CHECKPOINT_NAME, path.name) is not None
     if path.name.startswith(".") and not path.name.endswith(".old"):
         return False
     if re.fullmatch(rf"\.?{CHECKPOINT_NAME}(\.old)?", path.name) is None:
         names = ("slots.safetensors", STATE)
-        return serial_or_none(path) is not None or all(
-            map(os.path.exists, map(path.joinpath, names))
-        )
-    return any(map(os.path.exists, map(path.joinpath, (MANIFEST, *FILES))))
+        return serial_or_none(path) is not None or all(exists(path / name) for name in names)
+    return any(exists(path / name) for name in (MANIFEST, *FILES))
 
 
 def _sort_key(path: Path, manifest: Mapping[str, Json] | None) -> tuple[float, int, str] | None:
@@ -114,11 +144,11 @@ def _sort_key(path: Path, manifest: Mapping[str, Json] | None) -> tuple[float, i
     serial: float | None = None if manifest is None else manifest.get("serial")
     if serial is None:
         try:
-            changed = path.stat().st_mtime_ns
+            changed = (status(path) or path.lstat()).st_mtime_ns
             before = [
                 serial_or_none(p)
                 for p in path.parent.iterdir()
-                if p.is_dir() and p.stat().st_mtime_ns <= changed
+                if is_folder(p) and p.stat().st_mtime_ns <= changed
             ]
         except FileNotFoundError:  # another process has just removed a checkpoint
             return None
@@ -166,8 +196,9 @@ def prune(
     """Remove the checkpoints of a run, except the newest and the best.
 
     The decision depends only on what is on the disk. The checkpoint that was just written is always
-    kept, so one complete checkpoint always exists. Damaged checkpoints do not count and are not
-    touched. Nor are checkpoints of other runs, those with names that the hook does not give, or
+    kept, so one complete checkpoint always exists, and so is the newest whose weights are finite.
+    Others whose weights are not are never among the best. Damaged checkpoints do not count and are
+    not touched. Nor are checkpoints of other runs, those with names that the hook does not give, or
     those that contain other files.
 
     Args:
@@ -181,41 +212,50 @@ def prune(
             neither replaces another nor is removed.
     """
     written = written.resolve()
+    # Only one of the same step can be of the same state under another name.
+    step = re.match(r"step-\d+", written.name)
+    beside = "" if keep is not None or step is None else step[0]
     valid = [
         (path, manifest)
-        for path, manifest in with_manifests(written.parent)
+        for path, manifest in with_manifests(written.parent, beside=beside)
         if re.fullmatch(CHECKPOINT_NAME, path.name) and run_of(path, manifest) == run
         if counts(path)
     ]
-    replaced = [path for path, manifest in valid if _is_renamed(path, manifest, written)]
-    valid = [(path, manifest) for path, manifest in valid if path not in replaced]
-    kept = {written, *(path for path, _ in (valid if keep is None else valid[-keep:]))}
-    if key is not None:
-        for group in by_phase(valid, since):
+    newest = next((manifest for path, manifest in valid if path == written), None)
+    replaced = [
+        path
+        for path, manifest in valid
+        if path != written and newest is not None and manifest["position"] == newest["position"]
+        if "=" in path.name + written.name  # the name shows metrics, which may be measured later
+    ]
+    unwanted = replaced
+    if keep is not None:
+        others = [(path, manifest) for path, manifest in valid if path not in replaced]
+        finite = [pair for pair in others if explain_nonfinite(*pair) is None]
+        kept = {written, *(path for path, _ in (*others[-keep:], *finite[-1:]))}
+        for group in by_phase(finite, since) if key is not None else ():
             kept |= {path for path, _ in rank(group, key, mode)[:keep_best]}
-    unwanted = [*replaced, *(path for path, _ in valid if path not in kept)]
-    for path in filter(is_checkpoint, unwanted):
-        remove_checkpoint(path)
+        unwanted = [*replaced, *(path for path, _ in others if path not in kept)]
+    manifests = dict(valid)
+    for path in unwanted:
+        with contextlib.suppress(FileNotFoundError):  # another process was faster
+            if has_only_its_files(path, manifests[path]):
+                remove_checkpoint(path)
     remove_leftovers(written.parent, CHECKPOINT_NAME)
-    _prune_blocks(written)
+    if newest is not None:
+        _prune_blocks(written.parent, newest)
 
 
-def _is_renamed(path: Path, manifest: Mapping[str, Json], written: Path) -> bool:
-    """Return whether a checkpoint is of the state that was just written, under another name.
-
-    The name shows metrics, and some may have been measured after the first save.
-    """
-    named = "=" in path.name + written.name
-    return named and path != written and manifest["position"] == read_manifest(written)["position"]
-
-
-def _prune_blocks(written: Path) -> None:
+def _prune_blocks(folder: Path, newest: Mapping[str, Json]) -> None:
     """Remove the blocks of records that no checkpoint lists, if there may be any.
 
     If the manifest of any checkpoint cannot be read, all blocks stay.
+
+    Args:
+        folder: the folder of the checkpoints.
+        newest: the manifest of the one that was just written.
     """
-    folder, newest = written.parent, manifest_or_none(written)
-    if newest is None or count_blocks(folder) <= len(newest.get("blocks", ())):
+    if count_blocks(folder) <= len(newest.get("blocks", ())):
         return
     manifests = [manifest_or_none(path) for path in candidates(folder)]
     readable = [manifest for manifest in manifests if manifest is not None]
@@ -263,7 +303,7 @@ def claim_folder(folder: Path, run: str) -> None:
             f"{folder} has checkpoints that cannot be read ({runs[None].name} is one), and this "
             "run would replace them: give it a folder of its own"
         )
-    if folder.is_dir() and not os.access(folder, os.W_OK):
+    if is_folder(folder) and not os.access(folder, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
     remove_leftovers(folder, CHECKPOINT_NAME)
     if not runs and read_claim(folder) != run:
@@ -274,7 +314,7 @@ def claim_folder(folder: Path, run: str) -> None:
 def read_run_id(file: Path) -> str | None:
     """Return the run that a file names, or None if it names none, or does not exist."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        if file.is_file():  # not a pipe, for example, which would block
+        if size_of_file(file) is not None:  # not a pipe, for example, which would block
             text = file.read_text(encoding="utf-8", errors="replace")
             # A truncated one is none.
             return text if re.fullmatch(r"[0-9a-f]{16}", text) else None
@@ -322,7 +362,7 @@ class Saved:
 def is_one_checkpoint(folder: Path) -> bool:
     """Return whether a folder is a checkpoint, rather than a folder of checkpoints."""
     where = locate(folder)
-    return may_be_checkpoint(where) or (where / MANIFEST).exists()
+    return may_be_checkpoint(where) or exists(where / MANIFEST)
 
 
 def saved_in(
@@ -360,7 +400,7 @@ def saved_in(
             else:
                 damaged.append(str(error))
     if not found:
-        what = "has no whole checkpoint" if folder.exists() else "does not exist"
+        what = "has no whole checkpoint" if exists(folder) else "does not exist"
         raise CheckpointError(
             f"{folder} {what}. Checkpoints are written by fit(..., hooks=(checkpoint(folder),))"
         )
@@ -430,9 +470,9 @@ def check_visible(path: Path | None) -> None:
         return
     where = path.absolute()
     lacks = f"its folder {where.parent} has no {where.name}"
-    if not where.parent.is_dir():
+    if not is_folder(where.parent):
         lacks = f"it has no folder {where.parent}"
-    _check(_views(str(where) if locate(where).exists() else None, lacks))
+    _check(_views(str(where) if exists(locate(where)) else None, lacks))
 
 
 def check_all_empty(folder: Path) -> None:
@@ -441,9 +481,9 @@ def check_all_empty(folder: Path) -> None:
     It is called where the main process sees none.
     """
     where = folder.absolute()
-    found = [where] if (locate(where) / MANIFEST).exists() else candidates(where, links=True)
+    found = [where] if exists(locate(where) / MANIFEST) else candidates(where, links=True)
     newest = next(iter(found), None)
-    lacks = f"its folder {where} has none" if where.is_dir() else f"it has no folder {where}"
+    lacks = f"its folder {where} has none" if is_folder(where) else f"it has no folder {where}"
     _check(_views(None if newest is None else str(newest), lacks))
 
 
@@ -453,7 +493,7 @@ def warn_unless_shared(folder: Path) -> None:
     It raises nothing, because a shared disk may need a moment to show a new folder everywhere.
     """
     where = folder.absolute()
-    views = _views(str(where) if where.is_dir() else None, f"it has no folder {where}")
+    views = _views(str(where) if is_folder(where) else None, f"it has no folder {where}")
     if (blind := _first(views, sees=False)) is not None and views[0].seen is not None:
         log.warning(
             "checkpoint: process 0 on %s writes to %s; process %d on %s does not see it: %s. "

@@ -185,7 +185,7 @@ def collect_contents(
             if part.name in parts:
                 facts |= part.save(saving)
         facts |= {"format_version": saving.version, "blocks": list(saving.history.blocks)}
-        contents = Contents(saving.groups, facts, saving.history.rest)
+        contents = Contents(saving.groups, facts, saving.history.rest, learning=saving.learning)
         return keep_own_share(contents, state.backend, saving.local)
     except (TypeError, ValueError, NotImplementedError) as error:
         raise CheckpointError(f"the state cannot be saved: {error}") from error

@@ -166,17 +166,17 @@ def wants_closure(optimizer: type) -> bool:
 UNFROZEN = "unfrozen"  # group["unfrozen"]: True in the groups that unfreeze has made
 SCHEDULED = "set_by_schedule_"  # group["set_by_schedule_lr"]: what a schedule set group["lr"] to
 _CYCLED = ("lr", "momentum", "betas")  # what schedulers of torch change
-_BEFORE, _SET = "_before_scheduler", "_set_by_scheduler"  # group["lr_before_scheduler"]
+BEFORE, SET = "_before_scheduler", "_set_by_scheduler"  # group["lr_before_scheduler"]
 
 
 def was_scheduled(group: Group, key: str) -> bool:
     """Return whether a schedule, ours or torch's, has set a number of a group."""
-    return SCHEDULED + key in group or key + _SET in group
+    return SCHEDULED + key in group or key + SET in group
 
 
 def set_by_torch(group: Group, key: str) -> bool:
     """Return whether a number of a group is as a scheduler of torch has left it."""
-    value, last = number_in(group, key), group.get(key + _SET)
+    value, last = number_in(group, key), group.get(key + SET)
     if last is None or isinstance(value, Tensor):
         return last is not None and last is value
     return bool(last == value)
@@ -185,7 +185,7 @@ def set_by_torch(group: Group, key: str) -> bool:
 def initial_value(group: Group, key: str) -> Any:
     """Return what a number of a group was before its first schedule, or was set to since."""
     value = number_in(group, key)
-    as_set = {key + _BEFORE: group.get(key + _SET), f"initial_{key}": group.get(SCHEDULED + key)}
+    as_set = {key + BEFORE: group.get(key + SET), f"initial_{key}": group.get(SCHEDULED + key)}
     for initial, last in as_set.items():
         # No tensor is read: one that is there is as its schedule has left it.
         if last is not None and (last is value or isinstance(value, Tensor) or last == value):
@@ -195,7 +195,7 @@ def initial_value(group: Group, key: str) -> Any:
 
 def set_initial_value(group: Group, key: str, value: object) -> None:
     """Set a number of a group; for one that a schedule has set, what the schedule multiplies."""
-    scheduled, marks = was_scheduled(group, key), (f"initial_{key}", key + _BEFORE)
+    scheduled, marks = was_scheduled(group, key), (f"initial_{key}", key + BEFORE)
     for name in (key, *(mark for mark in (*marks, f"{SCHEDULED}initial_{key}") if mark in group)):
         held = group.get(name)
         if isinstance(held, Tensor) and isinstance(value, int | float | Tensor):
@@ -203,7 +203,7 @@ def set_initial_value(group: Group, key: str, value: object) -> None:
         else:
             group[name] = value.clone() if isinstance(value, Tensor) else value
     if scheduled:
-        for mark in (SCHEDULED + key, key + _SET):
+        for mark in (SCHEDULED + key, key + SET):
             if mark in group:
                 group[mark] = group[key]
 
@@ -214,7 +214,7 @@ def begin_again(groups: Iterable[Group]) -> None:
         for key in _CYCLED:
             if key not in group:
                 continue
-            group[key + _BEFORE] = _set_initial(group, key)
+            group[key + BEFORE] = _set_initial(group, key)
 
 
 def _set_initial(group: Group, key: str) -> object:
@@ -234,13 +234,13 @@ def forget_schedules(groups: Iterable[Group]) -> None:
     """Set what schedules have set to its initial values, as if there had been no schedule."""
     for group in groups:
         ours = {key.removeprefix(SCHEDULED) for key in group if key.startswith(SCHEDULED)}
-        theirs = {key.removesuffix(_SET) for key in group if key.endswith(_SET)}
+        theirs = {key.removesuffix(SET) for key in group if key.endswith(SET)}
         for key in ours | theirs:
             # The first is a mark of its own, group["set_by_schedule_initial_lr"].
             if key.startswith("initial_") or number_in(group, key) is None:
                 continue
             _set_initial(group, key)
-            for mark in (SCHEDULED + key, f"{SCHEDULED}initial_{key}", key + _BEFORE, key + _SET):
+            for mark in (SCHEDULED + key, f"{SCHEDULED}initial_{key}", key + BEFORE, key + SET):
                 group.pop(mark, None)
 
 
@@ -249,7 +249,7 @@ def note_set(groups: Iterable[Group]) -> None:
     for group in groups:
         for key in _CYCLED:
             if key in group:
-                group[key + _SET] = group[key]
+                group[key + SET] = group[key]
 
 
 # --- what may be given

@@ -385,7 +385,8 @@ class Append:
 
     Args:
         kind: "epoch": of an epoch that has ended. "evaluation": within one. "recent": of
-            ``record_every`` alone. "closing": because the run ends here.
+            ``record_every``, with no "train/..." metrics. "numbers": of those of hooks alone, so
+            that no other metric has a value more. "closing": because the run ends here.
         names: the loaders to evaluate for it, and the numbers of hooks that are due.
     """
 
@@ -447,6 +448,7 @@ class Flush:
 
 Action = Start | Update | Boundary | Append | Collect | Call | Meet | End | Flush
 Todo = tuple[Action, ...]
+RECORDS = ("epoch", "evaluation", "recent", "numbers", "closing")  # the kinds of Append
 OF_BOUNDARY = (Start, Boundary, Append, Collect, Call)  # what follows them depends on what they do
 
 
@@ -518,8 +520,9 @@ def _decode_action(saved: object) -> Action:
             return Update()
         case {"do": "Boundary", "ended": bool(ended)}:
             return Boundary(ended)
-        case {"do": "Append", "kind": ("epoch" | "evaluation" | "recent" | "closing") as kind,
-              "names": [*names]} if _are_names(names):  # fmt: skip
+        case {"do": "Append", "kind": kind, "names": [*names]} if kind in RECORDS and _are_names(
+            names
+        ):
             return Append(kind, tuple(names))
         case {"do": "Collect", "loaders": [*names]} if _are_names(names):
             return Collect(tuple(names))

@@ -400,7 +400,10 @@ def decode(value: Json, tensors: Mapping[str, Tensor]) -> Any:
     if "$counter" in value:
         return Counter(decode(value["$counter"], tensors))
     if "$saved" in value:
-        return Pending(value["$saved"], decode(value["parts"], tensors))
+        kind, parts = value["$saved"], decode(value["parts"], tensors)
+        if not isinstance(kind, str) or not isinstance(parts, Mapping):
+            raise TypeError(f"an object was saved as {describe(kind)} with {describe(parts)}")
+        return Pending(kind, parts)
     return {k: decode(v, tensors) for k, v in value.items()}
 
 
@@ -498,12 +501,24 @@ def _materialize_object(template: Any, value: Pending) -> object:
         template.load_state_dict(dict(value.parts))
         return template
     fields = {f.name: f.alias for f in attrs.fields(type(template)) if f.init}
-    parts = {
-        fields[name]: materialize(getattr(template, name), part)
-        for name, part in value.parts.items()
-        if name in fields
-    }
+    parts = {}
+    for name, part in value.parts.items():
+        if name in fields:
+            new = getattr(template, name)
+            parts[fields[name]] = materialize(new, part)
+            if not _may_stand_for(part, new):
+                raise ValueError(
+                    f"the checkpoint has {describe(part)} as {name} of a "
+                    f"{type(template).__name__}, and a new one has {describe(new)}"
+                )
     return attrs.evolve(template, **parts)
+
+
+def _may_stand_for(saved: object, new: object) -> bool:
+    """Return whether what was saved can be of the same field as a new value."""
+    kinds = ((int, float), Tensor, str, (list, tuple), Mapping)
+    mine, theirs = ([isinstance(value, kind) for kind in kinds] for value in (saved, new))
+    return not any(mine) or not any(theirs) or mine == theirs
 
 
 # --------------------------------------------------------------------------------------------------

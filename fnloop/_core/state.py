@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import math
 import secrets
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, TypeVar
+from weakref import WeakKeyDictionary
 
 import attrs
 import torch
@@ -86,6 +88,7 @@ class Ownership(Generic[State]):
         "generation",
         "newest",
         "own_metrics",
+        "restored",
         "seconds",
     )
 
@@ -102,6 +105,7 @@ class Ownership(Generic[State]):
         # Where the weights of all processes were last compared, and how far norms were apart.
         self.compared: tuple[int, float] = (0, 0.0)
         self.equal_at: int | None = None  # the last step at which they were not
+        self.restored = 0  # the generation of the newest state whose counters were restored
 
     def for_copy(self, generation: int) -> Ownership[State]:
         """Return the ownership of a copy of the state of a generation, whose own begins at 0."""
@@ -460,6 +464,16 @@ def take_ownership(state: TrainState) -> TrainState:
     """Return a copy of a state, which owns the model from now on."""
     state._ownership.generation = generation = state._generation + 1
     return attrs.evolve(state, generation=generation)
+
+
+def note_restored(state: TrainState) -> None:
+    """Note that the counters of a state were restored, in place."""
+    state._ownership.restored = state._generation
+
+
+def went_back(before: TrainState, new: TrainState) -> bool:
+    """Return whether a state is a copy of another time of a run, or was restored since."""
+    return new.model is not before.model or new._ownership.restored > before._generation
 
 
 def changed(state: TrainState, **values: Any) -> TrainState:
@@ -982,6 +996,91 @@ class Buffers:
             )
             and [now.keys() for _, now in tables] == [one[1].keys() for one in known.tables]
         )
+
+
+_COUNT = "num_batches_tracked"  # of a BatchNorm
+Marks = list[tuple[int, int]]  # of each buffer: which tensor it is, and a version of its values
+
+
+class BufferWatch:
+    """Which buffers a hook moves that training moves too, without a read of their values.
+
+    A hook may write to a buffer on purpose, such as a mask. So those count that have also moved
+    between two calls of hooks, by updates; and the counts of BatchNorm, which every forward in
+    training mode moves.
+
+    Args:
+        model: the model. Buffers that are added later are not noticed.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._places: list[tuple[str, Table, str]] = []
+        self._trained: set[int] = set()  # the numbers of those that training moves
+        norms = {*map(id, torch_compat.batch_norms(model))}
+        for name, module in model.named_modules():
+            own = buffers_of(module)
+            if id(module) in norms:  # the statistics beside it have no new version in a forward
+                self._trained.add(len(self._places))
+            keys = [_COUNT] if id(module) in norms else own
+            self._places += [(f"{name}.{key}".lstrip("."), own, key) for key in keys]
+        self._seen = self.look()
+
+    def __bool__(self) -> bool:
+        return bool(self._places)
+
+    def look(self) -> Marks:
+        """Return marks of the buffers as they are now."""
+        return [_version_in(own.get(key)) for _, own, key in self._places]
+
+    def begin(self) -> None:
+        """Begin a call of a hook: what has moved since the last one, updates have moved."""
+        now = self.look()
+        self._trained |= _differing(self._seen, now)
+        self._seen = now
+
+    def end(self) -> list[str]:
+        """Return the names of the buffers that the hook has moved, of those that training moves."""
+        before, self._seen = self._seen, self.look()
+        moved = _differing(before, self._seen) & self._trained
+        return [self._places[i][0] for i in sorted(moved)]
+
+    def pass_over(self, before: Marks) -> None:
+        """Forget what has moved since some marks, because it was put back."""
+        now = self.look()
+        trio = zip(self._seen, before, now, strict=True)
+        self._seen = [new if seen == old else seen for seen, old, new in trio]
+
+
+_watches: WeakKeyDictionary[nn.Module, BufferWatch] = WeakKeyDictionary()
+
+
+def watch_of(model: nn.Module) -> BufferWatch:
+    """Return what watches the buffers of a model in hooks. It is made at the first call of one."""
+    if (found := _watches.get(model)) is None:
+        found = _watches[model] = BufferWatch(model)
+    return found
+
+
+@contextlib.contextmanager
+def unwatched(model: nn.Module) -> Iterator[None]:
+    """Let buffers move in a block that puts them back."""
+    watch = _watches.get(model)
+    before = watch.look() if watch else []
+    try:
+        yield
+    finally:
+        if watch:
+            watch.pass_over(before)
+
+
+def _version_in(buffer: Tensor | None) -> tuple[int, int]:
+    return id(buffer), 0 if buffer is None or buffer.is_inference() else version_of(buffer)
+
+
+def _differing(before: Marks, now: Marks) -> set[int]:
+    if before == now:
+        return set()
+    return {i for i, (one, other) in enumerate(zip(before, now, strict=True)) if one != other}
 
 
 def _has_values(buffer: Tensor) -> bool:

@@ -558,9 +558,18 @@ class Display:
 
 def in_notebook() -> bool:
     """Return whether this process is the kernel of a notebook."""
+    return hasattr(_shell(), "kernel")
+
+
+def is_interactive() -> bool:
+    """Return whether a user types what comes next: in a notebook, in IPython or in Python."""
+    return _shell() is not None or hasattr(sys, "ps1") or bool(sys.flags.interactive)
+
+
+def _shell() -> object:
+    """Return the shell of IPython; None outside of one."""
     ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython else None
-    return shell is not None and hasattr(shell, "kernel")
+    return ipython.get_ipython() if ipython else None
 
 
 # --------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from typing import NoReturn, Protocol, Self
 
 import attrs
 
+from fnloop._backend.collectives import collective_count
 from fnloop._core.history import (
     SINCE,
     Fold,
@@ -18,15 +19,25 @@ from fnloop._core.history import (
     Record,
     better,
     check_monitored,
+    counts,
     first_record,
     mode_of,
     new_records,
 )
 from fnloop._core.runs import RAN, RunInfo, now
-from fnloop._core.state import TrainState, changed, updates_of_call, with_note, with_slot
+from fnloop._core.state import (
+    TrainState,
+    changed,
+    generation_of,
+    updates_of_call,
+    watch_of,
+    with_note,
+    with_slot,
+)
 from fnloop._core.types import END, EPOCH, RECORD, START, UPDATE, Call, Output, name_of
 from fnloop._display import checks
 from fnloop._display.checks import choice, metric_name
+from fnloop._display.screen import warn_once
 
 # --------------------------------------------------------------------------------------------------
 # What a hook is, and the base class of hooks that wrap another hook.
@@ -37,6 +48,11 @@ class Hook:
 
     A plain function is a hook too, and so is any object that can be called and has some of these
     methods. Subclass this for a hook with more than one of them: each does nothing by default.
+
+    Hooks are called in training mode, with gradients. There a call of the model uses dropout, and
+    moves the statistics of BatchNorm, which a warning names. To look at the model, write
+    ``with fl.evaluating(state):``. To go back, return a snapshot of this run, or what
+    ``restore(path, state)`` returns of a checkpoint of it. A state of another run is an error.
 
     Attributes:
         monitors: the name of the metric that it watches, such as "valid/loss", a tuple of several,
@@ -84,9 +100,17 @@ class Hook:
     untried: str | None = None
     moments: tuple[Moment, ...] = ()
     _seen: History = History()
+    _of_user: bool = False
+
+    def __init_subclass__(cls, **kwargs: object) -> None:
+        super().__init_subclass__(**kwargs)
+        cls._of_user = _is_elsewhere(cls)
 
     def __call__(self, state: TrainState, /) -> TrainState:
-        """Return the state to continue with: the same, or one with changes, such as ``stop``."""
+        """Return the state to continue with: the same, or one with changes, such as ``stop``.
+
+        A snapshot of this run, or what is restored of it, is one to go back to.
+        """
         raise NotImplementedError  # as_hook refuses a class that does not define it
 
     def check_beside(self, hooks: Sequence[Hook]) -> None:
@@ -200,6 +224,11 @@ class Hook:
         """Release what it holds when a run ends, also after an exception."""
 
 
+def _is_elsewhere(definition: object) -> bool:
+    """Return whether a class or a function is not one of the library."""
+    return not str(getattr(definition, "__module__", None)).startswith("fnloop.")
+
+
 HookFn = Hook | Callable[[TrainState], TrainState]  # what a user may give
 _MEMBERS = [name for name in vars(Hook) if not name.startswith("_")]
 
@@ -214,6 +243,7 @@ class LiftedHook(Hook):
         for name in _MEMBERS:
             if hasattr(self.call, name):
                 object.__setattr__(self, name, getattr(self.call, name))
+        object.__setattr__(self, "_of_user", _is_elsewhere(self.call))
         if hasattr(self.call, "collects"):
             object.__setattr__(self, "wants_outputs", True)
 
@@ -302,6 +332,40 @@ class Wrapper(Hook):
     def close(self) -> None:
         """Release what the hook holds."""
         self.hook.close()
+
+
+def is_of_user(hook: Hook) -> bool:
+    """Return whether a hook is not one of the library, but the user's own, or a function."""
+    return hook._of_user
+
+
+def call_hook(hook: Hook, state: TrainState) -> TrainState:
+    """Call a hook. Warn once if it is the user's, and moves buffers that training moves.
+
+    One that returns what has changed the model as a whole, such as ``update_batchnorm`` or
+    ``restore``, means it. What other processes send is written to buffers too, so a call with an
+    exchange between them says nothing.
+    """
+    __tracebackhide__ = True
+    if not hook._of_user or isinstance(hook, Wrapper) or not (watch := watch_of(state.model)):
+        return hook(state)
+    watch.begin()
+    exchanges = collective_count()
+    new = hook(state)
+    moved = watch.end()
+    if moved and collective_count() == exchanges and state.backend.main and _is_same(state, new):
+        warn_once(
+            f"fit: the hook {name_of(hook)} has moved the buffer {moved[0]}, as training does: "
+            "hooks are called in training mode, where a call of the model moves its statistics. "
+            "To look at the model, write in the hook: with fl.evaluating(state): ..."
+        )
+    return new
+
+
+def _is_same(state: TrainState, new: object) -> bool:
+    """Return whether a state has the weights of another one, and nothing else was restored."""
+    same = isinstance(new, TrainState) and new.model is state.model
+    return same and generation_of(new) == generation_of(state)
 
 
 def every_layer(hooks: Iterable[Hook]) -> list[Hook]:
@@ -612,7 +676,7 @@ class ConditionalHook(Wrapper):
             if END in state.events and mark in state.noted:
                 return state  # it ran at this boundary already, before a hook stopped the run
             state = with_note(state, mark)
-        return self.hook(state)
+        return call_hook(self.hook, state)
 
     def check_beside(self, hooks: Sequence[Hook]) -> None:
         """Find its place among the hooks of a run."""
@@ -1087,7 +1151,7 @@ class once(Wrapper):
         __tracebackhide__ = True
         if self.slot in state.slots:
             return state
-        new = self.hook(state)
+        new = call_hook(self.hook, state)
         return with_slot(new, self.slot, True) if isinstance(new, TrainState) else new
 
     def begin(self, state: TrainState) -> TrainState:
@@ -1207,7 +1271,7 @@ class when_improved(Moment):
 
     def _better_of(self, best: Record | None, record: Record) -> Record | None:
         """Return the record with the better value; None if neither has one."""
-        if record.closing or self.key not in record.metrics:
+        if not counts(record, self.key):
             return best
         before = float("nan") if best is None else best.metrics[self.key]
         mode = mode_of(OWNER, self.key, self.mode)

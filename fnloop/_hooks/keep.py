@@ -21,6 +21,7 @@ from fnloop._backend.torch_compat import strip_compile_prefix
 from fnloop._checkpoint.files import (
     SharedWrite,
     Writing,
+    explain_nonfinite,
     make_history_encoder,
     manifest_or_none,
     remove_leftovers,
@@ -28,7 +29,15 @@ from fnloop._checkpoint.files import (
     write_blocks,
     write_checkpoint,
 )
-from fnloop._checkpoint.format import PARTS, CheckpointError, Contents
+from fnloop._checkpoint.format import (
+    COUNT,
+    NUMBER,
+    PARTS,
+    CheckpointError,
+    Contents,
+    Shape,
+    check_shape,
+)
 from fnloop._checkpoint.parts import read_parts
 from fnloop._checkpoint.remote import Remote, Uploads, is_marked, place_at
 from fnloop._checkpoint.retention import (
@@ -81,7 +90,8 @@ class checkpoint(Hook):
     Args:
         folder: where to save; created if it does not exist. It is made absolute at once, with ``~``
             expanded. Or an address such as ``"s3://bucket/run"``: see below.
-        keep: how many of the newest to keep, at least 1; None keeps all.
+        keep: how many of the newest to keep, at least 1; None keeps all. The newest that is finite
+            is kept too, so there may be one more: see below.
         best: a metric such as "valid/loss", of which the best checkpoints are kept too. A
             checkpoint between two evaluations has no value for this metric, so the state of the
             next evaluation is saved as well. NaN is never the best. The untrained model, if it is
@@ -130,6 +140,12 @@ class checkpoint(Hook):
         (-4.0, 'step-00000004')
 
     Notes:
+        A checkpoint says whether it is finite. It is not if there is NaN in the model, buffers
+        included, in an average of weights, or in the state of the optimizer, or if there is inf in
+        weights that are trained. Inf elsewhere is allowed: masks have it. Checkpoints that are not
+        finite never push out the newest that is, are never the best, and are passed over by
+        ``resume``, ``latest`` and ``best``. Those of older versions pass for finite.
+
         A folder belongs to one run (``state.run_id``). A run that was not resumed from it is
         refused before its first update, and nothing in the folder is touched. Before this update, a
         tiny copy of an optimizer that is not torch's is saved, restored and updated; one that does
@@ -325,9 +341,9 @@ class checkpoint(Hook):
         claim_folder(self.folder, state.run_id)
         if self._remote is not None:
             self._remote.begin(state.run_id)
-        manifests = map(manifest_or_none, candidates(self.folder))
-        newest = next((manifest for manifest in manifests if manifest is not None), None)
-        if newest is None:
+        manifests = ((path, manifest_or_none(path)) for path in candidates(self.folder))
+        finite = (m for path, m in manifests if m is not None and not explain_nonfinite(path, m))
+        if (newest := next(finite, None)) is None:
             self._position = None
             return False
         self._position = newest["position"]
@@ -514,6 +530,14 @@ def _name_of(state: TrainState) -> str:
 
 OWNER = "restore_best"
 _Weights = dict[str, Any]  # a state_dict, or the slot that holds one
+_BEST: Shape = {
+    "value": NUMBER,
+    "step": COUNT,
+    "first?": COUNT,
+    "ended": (None, [COUNT]),
+    "weights": (None, dict),
+    "averages?": {"*": {"count": COUNT, "tensors": {"*": lambda v: isinstance(v, Tensor)}}},
+}
 
 
 @attrs.frozen(repr=False)
@@ -612,8 +636,11 @@ class restore_best(Hook):
 
         Raises:
             ValueError: they are of another model.
+            CheckpointError: what a checkpoint had in their place is something else.
         """
         best, first = self._best(state), first_record(state.phases, self.since)
+        if best is not None:  # it may be from a checkpoint
+            check_shape(best, _BEST, f'state.slots["{self.slot}"]')
         if best is not None and best.get("first", 0) < first:
             best = None  # of an earlier phase
         if best is not None and best["weights"] is not None:

@@ -17,7 +17,6 @@ from torch import Tensor, profiler
 from fnloop._backend.collectives import broadcast, on_main_process
 from fnloop._backend.fsdp import is_sharded
 from fnloop._core.history import TRAINED, History, Record, check_plot, suggestion
-from fnloop._core.rng import COMPUTE, fold_in, isolated, seed_all
 from fnloop._core.runs import WAITS, is_interruption
 from fnloop._core.state import TrainState, with_note
 from fnloop._core.types import END, RECORD, Call, Output, name_of
@@ -32,8 +31,8 @@ from fnloop._hooks.hook import (
     read_numbers,
 )
 from fnloop._hooks.hook import every as periodically
-from fnloop._step.engine import engine_of, evaluating
-from fnloop._step.update import evaluation_weights
+from fnloop._step.engine import engine_of
+from fnloop._step.update import as_evaluated
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -322,8 +321,10 @@ class measure(Hook):
 
     It is for what an evaluation of batches cannot measure: a score of what the model generates, the
     accuracy of a converted model. The record is that of the evaluation at the same moment; if there
-    is none, one is made. Every name that begins with that of the hook is known before the first
-    update, so ``early_stop("bleu/score", mode="max")`` can watch it.
+    is none, one is made, with these numbers alone. So what watches other metrics, such as
+    ``plateau("train/loss")``, decides as it would without this hook. Every name that begins with
+    that of the hook is known before the first update, so ``early_stop("bleu/score", mode="max")``
+    can watch it.
 
     The function is called as an evaluation is made: the model is in evaluation mode, without
     gradients. Afterwards buffers, modes and all random generators are as they were before. What it
@@ -414,20 +415,15 @@ class measure(Hook):
     def numbers(self, state: TrainState) -> Mapping[str, float]:
         """Call the function. Return its numbers, with the name of the hook."""
         __tracebackhide__ = True
-        with evaluation_weights(state):  # in every process, because they may exchange them
+        with as_evaluated(state, together=True):  # in every process: they may exchange weights
             if not self.everywhere:
                 return on_main_process(functools.partial(self._measured, state), repr(self))
+            engine_of(state).share_buffers(state.model)
             return broadcast(self._measured(state))
 
     def _measured(self, state: TrainState) -> dict[str, float]:
         __tracebackhide__ = True
-        with isolated(state.backend.device):
-            seed_all(fold_in(state.seed, COMPUTE))
-            with evaluating(state.model):
-                if self.everywhere:
-                    engine_of(state).share_buffers(state.model)
-                found = self.fn(state)
-            return read_numbers(repr(self), self.name, found)
+        return read_numbers(repr(self), self.name, self.fn(state))
 
     def __call__(self, state: TrainState) -> TrainState:
         return state  # its numbers are in the record already

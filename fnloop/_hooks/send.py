@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -33,7 +34,7 @@ from fnloop._core.types import END, RECORD, Call, Output, name_of
 from fnloop._display import checks
 from fnloop._display.checks import folder_path, typed_path
 from fnloop._display.screen import log
-from fnloop._hooks.hook import Hook, Wrapper, check_hook, unwrap_hook
+from fnloop._hooks.hook import Hook, Wrapper, call_hook, check_hook, unwrap_hook
 from fnloop._hooks.keep import checkpoint, restore_best
 
 # --------------------------------------------------------------------------------------------------
@@ -461,8 +462,8 @@ def _format_csv_row(record: Record, names: Sequence[str]) -> str:
 
 def _format_csv_line(cells: Sequence[object]) -> str:
     text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerow(cells)
-    return text.getvalue()
+    csv.writer(text, lineterminator="\r\n").writerow(cells)  # which quotes a name with either
+    return text.getvalue().removesuffix("\r\n") + "\n"
 
 
 def _format_json_row(record: Record, names: Sequence[str]) -> str:
@@ -885,7 +886,7 @@ class on_main(Wrapper):
         return f"on_main({name_of(self.hook)})"
 
     def __call__(self, state: TrainState) -> TrainState:
-        return self._observe(self.hook, state)
+        return self._observe(functools.partial(call_hook, self.hook), state)
 
     def begin(self, state: TrainState) -> TrainState:
         """Begin a run, on the main process; everywhere if the hook needs all processes for it."""

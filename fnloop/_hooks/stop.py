@@ -16,7 +16,17 @@ from torch import Tensor
 
 from fnloop._backend.collectives import broadcast, gather_objects, gather_shares
 from fnloop._backend.containers import map_leaves
-from fnloop._core.history import SINCE, Fold, Record, better, check_monitored, first_record, mode_of
+from fnloop._checkpoint.format import NUMBER, check_shape
+from fnloop._core.history import (
+    SINCE,
+    Fold,
+    Record,
+    better,
+    check_monitored,
+    counts,
+    first_record,
+    mode_of,
+)
 from fnloop._core.metrics import Mean
 from fnloop._core.rng import isolated
 from fnloop._core.runs import Stop, ends_job, kind_of, now
@@ -286,7 +296,7 @@ class early_stop(Hook):
         return state
 
     def _wait(self, before: _Wait | None, record: Record) -> _Wait | None:
-        if record.closing or self.key not in record.metrics:
+        if not counts(record, self.key):
             return before
         if self.start_from_epoch and record.epoch <= self.start_from_epoch:
             return before
@@ -499,8 +509,8 @@ class time_limit(Hook):
         per: "run" counts all of the run. The time is saved with the state, so a script that is
             started again does not get more, and continues only if the limit was raised. "job"
             counts what this process has taken, and stops as a signal does: without a last
-            evaluation, and the same script, started again, continues. Several runs of a job have
-            one limit if they share one hook.
+            evaluation, and the same script, started again, continues. No other run of the script
+            begins after it. Several runs of a job have one limit if they share one hook.
 
     Returns:
         A hook. List it before ``checkpoint``.
@@ -575,13 +585,13 @@ class time_limit(Hook):
     def take_back(self, state: TrainState) -> TrainState:
         """Return the state without a stop of this hook, if the limit was raised since."""
         stopped = kind_of(state.stop) == "limit"
-        raised = self.per == "run" and state.slots.get(SLOT, [0.0])[0] < self.limit
+        raised = self.per == "run" and _taken_in(state)[0] < self.limit
         return attrs.evolve(state, stop=None) if stopped and raised else state
 
     def begin(self, state: TrainState) -> TrainState:
         """Begin a run: the clock continues from the time that was taken so far."""
         if self.per == "run":
-            self._taken[:] = state.slots.get(SLOT, [0.0])
+            self._taken[:] = _taken_in(state)
         self._began[:] = [now(state.run) - self._taken[0]]
         if not self.limit:
             left = broadcast(_time_left())  # of the main process: all stop after the same update
@@ -627,6 +637,17 @@ class time_limit(Hook):
             return state
         reason = f"time_limit: this job ends in {format_duration(max(left, 0.0))}"
         return attrs.evolve(state, stop=Stop(reason, "job"))
+
+
+def _taken_in(state: TrainState) -> list[float]:
+    """Return the seconds that the run has taken, in a list.
+
+    Raises:
+        CheckpointError: what a checkpoint had in its place is something else.
+    """
+    taken = state.slots.get(SLOT, [0.0])
+    check_shape(taken, [NUMBER], f'state.slots["{SLOT}"]')
+    return taken or [0.0]
 
 
 def _time_left() -> float:

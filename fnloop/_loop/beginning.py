@@ -108,7 +108,7 @@ def _begin_hooks(hooks: Iterable[Hook], state: TrainState) -> TrainState:
     for hook in hooks:
         begin_records(hook, state)
         try:
-            new = check_returned(hook, hook.begin(state), "begin")
+            new = check_returned(hook, state, hook.begin(state), "begin")
             _check_position(hook, state, new)
         except Exception as error:
             error.add_note(f"while in {name_of(hook)}, before the first update")

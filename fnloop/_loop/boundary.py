@@ -21,11 +21,11 @@ target.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import attrs
 
-from fnloop._core.history import Record, is_row
+from fnloop._core.history import Record, split_name
 from fnloop._core.runs import (
     CLOCK,
     Action,
@@ -60,11 +60,13 @@ class Answers:
             none is.
         at_end: those that are due only because the run ends.
         record: whether a record is due in any case.
+        numbers: whether nothing is due now but the numbers of hooks.
     """
 
     now: tuple[str, ...] | None = None
     at_end: tuple[str, ...] = ()
     record: bool = False
+    numbers: bool = False
 
 
 def ask(
@@ -72,6 +74,7 @@ def ask(
     record_every: Moment | None,
     state: TrainState,
     note: Callable[[Moment], object],
+    makers: Collection[str] = (),
 ) -> Answers:
     """Ask the moments of ``fit`` what is due. If one is asked, all are, because some have clocks.
 
@@ -80,6 +83,7 @@ def ask(
         record_every: when to make a record in any case; None is never.
         state: the state at the boundary.
         note: called with each moment before it is asked.
+        makers: the names among those of ``evaluations`` that hooks have for their numbers.
     """
     __tracebackhide__ = True
     now: list[tuple[str, ...]] = []
@@ -95,7 +99,8 @@ def ask(
     if record_every is not None:
         note(record_every)
         record, _ = due_at(record_every, state)
-    return Answers(sum(now, ()) if now else None, sum(at_end, ()), record)
+    numbers = bool(now) and all(names and {*names} <= {*makers} for names in now)
+    return Answers(sum(now, ()) if now else None, sum(at_end, ()), record, numbers)
 
 
 def due(stage: str, state: TrainState, answers: Answers, evaluated: Iterable[str]) -> Todo:
@@ -113,14 +118,14 @@ def due(stage: str, state: TrainState, answers: Answers, evaluated: Iterable[str
         record = [] if answers.now is None else [Append("evaluation", answers.now)]
         return (*record, Call("start"))
     if stage == "end":
-        made = is_full(state)
+        made = is_full(state, known)
         closing = _closing(answers, made, state.history[-1] if made else None, known)
         return (*closing, Collect(known), Call("end"))
     if epoch or answers.now is not None:
         names = answers.now or ()
-        record = [Append("epoch" if epoch else "evaluation", names)]
         rest = tuple(name for name in known if name not in names)
-        return (*record, *([Collect(rest)] if ends else ()), Call("boundary"))
+        record = Append(_kind(state, answers), names)
+        return (record, *([Collect(rest)] if ends else ()), Call("boundary"))
     recent = [Append("recent")] if answers.record else []
     closing = _closing(answers, False, None, known) if ends else []
     return (*recent, *closing, Call("boundary"))
@@ -134,8 +139,17 @@ def ends_apart(state: TrainState, answers: Answers, adds_at_end: bool) -> bool:
         answers: what the moments say.
         adds_at_end: whether a hook may have numbers only because the run ends.
     """
-    has_record = EPOCH in state.events or answers.now is not None
-    return has_record and (adds_at_end or not {*answers.at_end} <= {*(answers.now or ())})
+    if EPOCH not in state.events and answers.now is None:
+        return False
+    full = _kind(state, answers) in ("epoch", "evaluation")
+    return adds_at_end or not full or not {*answers.at_end} <= {*(answers.now or ())}
+
+
+def _kind(state: TrainState, answers: Answers) -> str:
+    """Return of which kind the record of a boundary is: see :class:`Append`."""
+    if EPOCH in state.events:
+        return "epoch"
+    return "evaluation" if not answers.numbers else "recent" if answers.record else "numbers"
 
 
 def onward(
@@ -208,12 +222,19 @@ def _closing(
     return [Append("closing", missing)] if missing else []
 
 
-def is_full(state: TrainState) -> bool:
-    """Return whether this boundary has a record with more than the metrics of ``record_every``."""
+def is_full(state: TrainState, evaluated: Collection[str]) -> bool:
+    """Return whether this boundary has the record of an epoch or of an evaluation.
+
+    Args:
+        state: the state.
+        evaluated: the names of all loaders that the run evaluates.
+    """
     if RECORD not in state.events:
         return False
-    record = state.history[-1]
-    return EPOCH in state.events or (bool(record.metrics) and is_row(record))
+    known = ("train", *evaluated)
+    return EPOCH in state.events or any(
+        split_name(name)[0] in known for name in state.history[-1].metrics
+    )
 
 
 def not_in(record: Record | None, names: Iterable[str]) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 
+from fnloop._core.averages import check_not_averaged
 from fnloop._core.history import Record
 from fnloop._core.state import (
     TrainState,
@@ -12,6 +13,7 @@ from fnloop._core.state import (
     detached_from_run,
     is_half_updated,
     owns_handles,
+    went_back,
 )
 from fnloop._core.types import EPOCH, name_of
 from fnloop._data.source import Source
@@ -78,17 +80,44 @@ def tell_hooks(hooks: Sequence[Hook], state: TrainState, error: Exception) -> No
             error.add_note(f"then {name_of(hook)} failed too: {kind}: {another}")
 
 
-def check_returned(hook: Hook, new: object, method: str = "") -> TrainState:
-    """Return what a hook, or a method of it, returned, having checked that it is a fresh state."""
+def check_returned(hook: Hook, before: TrainState, new: object, method: str = "") -> TrainState:
+    """Return what a hook, or a method of it, returned: the newest state of this run, or a copy.
+
+    Args:
+        hook: the hook.
+        before: the state that it was called with.
+        new: what it returned.
+        method: the name of the method; the hook itself without one.
+
+    Raises:
+        TypeError: it is not a state.
+        StaleStateError: it has been advanced.
+        ValueError: it holds an average; or, at the end of a run, it is of another run.
+    """
     __tracebackhide__ = True
+    if new is before:
+        check_not_stale(before)
+        return before
+    name = f"the method {method} of {name_of(hook)}" if method else name_of(hook)
     if not isinstance(new, TrainState):
-        name = f"the method {method} of {name_of(hook)}" if method else name_of(hook)
         raise TypeError(
             f"a hook takes a state and returns one, but {name} returned {new!r:.60}. Did "
             "you forget 'return state'?"
         )
     check_not_stale(new)
+    check_not_averaged(name, new)
+    if method in ("flush", "settle"):
+        _check_run(name, before, new)
     return new
+
+
+def _check_run(name: str, before: TrainState, new: TrainState) -> None:
+    if new.run_id != before.run_id:
+        raise ValueError(
+            f"{name} returned a state of another run. Return the state that it was called with, "
+            "or attrs.evolve(state, ...) of it; to go back, a snapshot of this run, or "
+            "restore(path, state) of a checkpoint of this run"
+        )
 
 
 def check_counters(hook: Hook, before: TrainState, new: TrainState) -> None:
@@ -100,13 +129,15 @@ def check_counters(hook: Hook, before: TrainState, new: TrainState) -> None:
     name, advice = name_of(hook), 'attrs.evolve(state, ends="epoch")'
     if new.ends not in (None, "epoch"):
         raise ValueError(f"{name} set state.ends to {new.ends!r}; write {advice}")
-    if new.model is not before.model:  # it went back to a snapshot
+    if went_back(before, new):
         if len(new.phases) < len(before.phases):
             raise ValueError(
                 f"{name} went back to a snapshot from before the phase {before.phases[-1].name!r} "
                 "began; go back to one that was taken in it"
             )
+        _check_run(name, before, new)
         return
+    _check_run(name, before, new)
     for field in ("step", "epoch", "batch", "samples", "skipped", "updates", "phases", "seed"):
         if (found := getattr(new, field)) != (known := getattr(before, field)):
             raise ValueError(

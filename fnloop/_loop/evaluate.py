@@ -23,7 +23,7 @@ from fnloop._data.source import Source, open_source, windows
 from fnloop._display import checks
 from fnloop._loop.errors import NO_LENGTH, READ_ONCE
 from fnloop._loop.plan import check_step
-from fnloop._step.engine import engine_of, evaluating, in_evaluation_mode
+from fnloop._step.engine import engine_of, evaluating_model, in_evaluation_mode
 from fnloop._step.pipeline import PipelineStep
 from fnloop._step.update import evaluation_weights
 
@@ -221,7 +221,7 @@ def _predict(
             with (
                 isolated(backend.device),
                 reusing_pages(backend.device),
-                evaluating(state.model, buffers),
+                evaluating_model(state.model, buffers),
                 evaluation_weights(state),
             ):
                 batch = next(batches, NONE_LEFT)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 from fnloop._core.rng import reserved_generators
@@ -11,7 +12,7 @@ from fnloop._core.state import TrainState
 from fnloop._display.checks import describe
 from fnloop._hooks.hook import HookFn, Trigger, every
 from fnloop._loop.boundary import Moments
-from fnloop._loop.peers import handling, is_alone
+from fnloop._loop.peers import check_may_begin, handling, is_alone, note_interruption
 from fnloop._loop.plan import make_plan
 from fnloop._loop.run import fold
 from fnloop._step.pipeline import PipelineStep
@@ -75,10 +76,13 @@ def fit(
         hooks: functions ``state -> state``, called in this order after every update, and after any
             evaluation due then. ``every(epochs=1)(hook)`` calls one less often. One that returns
             ``attrs.evolve(state, stop="why")`` ends the run, ``ends="epoch"`` the epoch; to
-            continue a run that was stopped so, pass ``attrs.evolve(state, stop=None)``. None is
-            ``(progress(), halt_on_nonfinite())``. An object may also have a method ``begin(state)
-            -> state``. It is called before the first update of every run, also of a resumed one,
-            and training starts with what it returns: with a frozen module, for example.
+            continue a run that was stopped so, pass ``attrs.evolve(state, stop=None)``. One that
+            returns a snapshot of this run, or a checkpoint of it that it has restored, goes back
+            there. Hooks are called in training mode: to look at the model in one, write ``with
+            fl.evaluating(state):``. None is ``(progress(), halt_on_nonfinite())``. An object may
+            also have a method ``begin(state) -> state``. It is called before the first update of
+            every run, also of a resumed one, and training starts with what it returns: with a
+            frozen module, for example.
         evaluate_every: when to evaluate the other loaders: ``every(epochs=1)``,
             ``every(steps=100)``, ``when(predicate)``, ``at_start()``, ``at_end()``, a combination
             such as ``every(epochs=2) | at_end()``, or None for never; or a mapping from each of
@@ -92,8 +96,9 @@ def fit(
             closing records stay, and hooks such as ``early_stop`` ignore them.
         record_every: when to make a record besides: ``every(steps=50)``, ``every(seconds=10)``.
             Each record of the run then has "recent/..." metrics too: the means since the record
-            before it, weighted by the items of the batches. A record costs one read from the
-            device. There is none where every update since the record before it was skipped.
+            before it, weighted by the items of the batches. Records that only ``measure`` makes do
+            not count. A record costs one read from the device. There is none where every update
+            since the record before it was skipped.
         prefetch: how many windows of batches are fetched, and copied to the device, ahead of the
             current one. It changes no number, unless batches are made with the model. With 1, a
             batch is fetched after the update before it.
@@ -109,9 +114,9 @@ def fit(
     Returns:
         The state reached. If the run ended before its target, ``state.stop`` says why: the reason
         that a hook gave, or "interrupted" after Ctrl-C, which stops the run after the current
-        update, or "SIGTERM". A signal abandons an evaluation, which a run that continues makes. The
-        model keeps its training flags, except that a model in evaluation mode as a whole is put
-        into training mode.
+        update, or "SIGTERM". A signal abandons an evaluation, which a run that continues makes.
+        After it no other run begins in this process: see SystemExit below. The model keeps its
+        training flags, except that a model in evaluation mode as a whole is put into training mode.
 
     Raises:
         StaleStateError: the state has been advanced already.
@@ -122,6 +127,13 @@ def fit(
         KeyError: a hook monitors a metric of a loader that this run neither trains on nor
             evaluates.
         RuntimeError: another thread is inside ``fit``, ``run``, ``evaluate`` or ``predict``.
+        SystemExit: another run of this process was interrupted by SIGTERM (then the status is 143),
+            SIGUSR1 or the end of its job's time, and this one might need what that one has not
+            finished. The same script, started again, continues both. The run that was interrupted,
+            a snapshot of it and what is restored of it may continue, which takes that back.
+            ``evaluate`` and ``predict`` are not refused, and nothing is in an interactive session.
+        KeyboardInterrupt: likewise, after Ctrl-C. Also after a second Ctrl-C, and with several
+            processes.
         Exception: any exception of the loss function, a loader or a hook, with a note of where in
             the run it happened, and with the last consistent state as its attribute ``state``. If
             an evaluation failed, a run that continues from it repeats the evaluation. An update
@@ -158,12 +170,13 @@ def fit(
     plan = make_plan(
         step, state, loaders, epochs, steps, hooks, evaluate_every, record_every, prefetch, phase
     )
+    check_may_begin(state)
     try:
         # Signals are recorded between two epochs too.
         with reserved_generators(), handling(is_alone(state)) as interrupts:
             reached = state
-            for reached in fold(plan, state, interrupts):  # noqa: B007
-                pass
+            for reached in fold(plan, state, interrupts):
+                note_interruption(reached)
     except RuntimeError as error:
         # Python turns a StopIteration that leaves a generator into a RuntimeError.
         if isinstance(error.__cause__, StopIteration) and hasattr(error.__cause__, "__notes__"):
@@ -209,4 +222,14 @@ def run(
     plan = make_plan(
         step, state, loaders, epochs, steps, hooks, evaluate_every, record_every, prefetch, phase
     )
-    return fold(plan, state)
+    check_may_begin(state)
+    return _noting(fold(plan, state))
+
+
+def _noting(states: Generator[TrainState]) -> Iterator[TrainState]:
+    """Yield the states of a run. Note if it was interrupted."""
+    __tracebackhide__ = True
+    with contextlib.closing(states):
+        for state in states:
+            note_interruption(state)
+            yield state

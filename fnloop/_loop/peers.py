@@ -20,9 +20,10 @@ from fnloop._backend.collectives import (
     start_all_reduce_max,
     waiting_for_all,
 )
-from fnloop._core.runs import INTERRUPTED, REQUEUED, TERMINATED
+from fnloop._core.runs import INTERRUPTED, REQUEUED, TERMINATED, Stop, is_interruption
 from fnloop._core.state import TrainState, check_alike, check_counters_alike
 from fnloop._display.screen import log
+from fnloop._display.tables import is_interactive
 
 # --------------------------------------------------------------------------------------------------
 # The other processes of a run, or their absence. Chosen once, when the run begins.
@@ -317,17 +318,18 @@ def handling(single_process: bool = True) -> Iterator[Interrupts]:
     and the launcher ends them.
     """
     interrupts = Interrupts(single_process)
-    usual: dict[int, Any] = {signal.SIGTERM: signal.SIG_DFL}
-    if single_process:
+    usual: dict[int, Any] = {}
+    if single_process:  # the first to be installed, because it may come during the others
         usual[signal.SIGINT] = signal.default_int_handler
+    usual[signal.SIGTERM] = signal.SIG_DFL
     if hasattr(signal, "SIGUSR1"):
         usual[signal.SIGUSR1] = signal.SIG_DFL
     if threading.current_thread() is not threading.main_thread():
         usual = {}  # only the main thread may install handlers
     taken = {number: old for number, old in usual.items() if signal.getsignal(number) == old}
-    for number in taken:
-        signal.signal(number, interrupts)
     try:
+        for number in taken:
+            signal.signal(number, interrupts)
         yield interrupts
     finally:
         for number, old in taken.items():
@@ -336,3 +338,66 @@ def handling(single_process: bool = True) -> Iterator[Interrupts]:
         terminated = interrupts.stop == TERMINATED or interrupts.requested[0]
         if terminated and not interrupts.done and signal.SIGTERM in taken:
             signal.raise_signal(signal.SIGTERM)  # it came too late for the run
+
+
+# --------------------------------------------------------------------------------------------------
+# After a run was interrupted, no other run begins in this process.
+#
+# A script of several stages would train the next one on what is not finished, save it, and end as
+# if it were complete. So it ends here. Started again, it continues the run that was interrupted.
+
+
+@attrs.frozen
+class _Interrupted:
+    """The run of this process that was interrupted last.
+
+    Args:
+        run: its ``run_id``, which its snapshots have, and what is restored of it.
+        step: the update after which it was interrupted.
+        stop: by what.
+    """
+
+    run: str
+    step: int
+    stop: str
+
+
+_interrupted: list[_Interrupted] = []  # at most one
+
+
+def note_interruption(state: TrainState) -> None:
+    """Note that a run has ended only for now, if so: by a signal, or with the time of its job.
+
+    A hook that returns a reason of its own has ended a run for good.
+    """
+    if isinstance(state.stop, Stop) and is_interruption(state.stop):
+        _interrupted[:] = [_Interrupted(state.run_id, state.step, state.stop)]
+
+
+def forget_interruption() -> None:
+    """Let any run begin: the one that was interrupted has continued, or its caller raises."""
+    _interrupted.clear()
+
+
+def check_may_begin(state: TrainState) -> None:
+    """Raise if another run of this process was interrupted. Take that back if it continues.
+
+    In an interactive session the user decides what comes next.
+
+    Raises:
+        KeyboardInterrupt: it was interrupted by Ctrl-C.
+        SystemExit: by something else; with the status of a process that the signal ends.
+    """
+    found = next(iter(_interrupted), None)
+    if found is None or found.run == state.run_id or is_interactive():
+        forget_interruption()
+        return
+    text = (
+        f"no other run begins after one was interrupted ({found.stop}, at step {found.step}), "
+        "because it may need what that one has not finished. Start the script again: it continues"
+    )
+    if found.stop == INTERRUPTED:
+        raise KeyboardInterrupt(text)
+    if state.backend.main:
+        log.warning("fit: %s", text)
+    raise SystemExit(128 + (signal.SIGUSR1 if found.stop == REQUEUED else signal.SIGTERM))

@@ -48,12 +48,12 @@ from fnloop._hooks.hook import (
     ConditionalHook,
     Hook,
     HookFn,
-    LiftedHook,
     Moment,
     Trigger,
     as_hook,
     every_layer,
     is_moment,
+    is_of_user,
     layers,
     show_call,
     slots_of,
@@ -625,9 +625,9 @@ def check_metrics(
     watched: list[tuple[str, str]] = []
     reported = names_reported(hooks)
     for hook in hooks:
-        of_library = (layer for layer in layers(hook) if not _is_of_user(layer))
+        of_library = (layer for layer in layers(hook) if not is_of_user(layer))
         watched += [(watcher_name(layer), key) for layer in of_library for key in keys_of(layer)]
-        if _is_of_user(unwrap_hook(hook)):
+        if is_of_user(unwrap_hook(hook)):
             break
     else:
         watched += step.watched
@@ -637,11 +637,6 @@ def check_metrics(
             continue
         if (names := _evaluated_names(step, loader)) is not None:
             check_evaluated(owner, key, names)
-
-
-def _is_of_user(hook: Hook) -> bool:
-    """Return whether a hook is not one of the library, but the user's own, or a function."""
-    return isinstance(hook, LiftedHook) or not type(hook).__module__.startswith("fnloop.")
 
 
 def _evaluated_names(step: PipelineStep, loader: str) -> list[str] | None:

@@ -5,7 +5,15 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Generator,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from types import TracebackType
 from typing import Any
 
@@ -57,12 +65,13 @@ from fnloop._core.state import (
     newest,
     ownership_of,
     owns_handles,
+    went_back,
     with_record,
 )
 from fnloop._core.types import END, EPOCH, RECORD, START, Metric, Output, name_of
 from fnloop._data.loaders import NONE_LEFT
 from fnloop._data.source import Source, windows
-from fnloop._hooks.hook import Hook, Wrapper
+from fnloop._hooks.hook import Hook, Wrapper, call_hook
 from fnloop._loop.beginning import check_length, complete, first_state, suggest_fused
 from fnloop._loop.boundary import Answers, ask, due, ends_apart, onward
 from fnloop._loop.errors import (
@@ -77,7 +86,7 @@ from fnloop._loop.errors import (
 )
 from fnloop._loop.evaluate import gather_outputs, measure, open_loader
 from fnloop._loop.peers import Abandoned, Interrupts, handling, is_alone, peers_of
-from fnloop._loop.plan import Plan, describe, end_phase, is_newest
+from fnloop._loop.plan import Plan, describe, end_phase, is_newest, names_made
 from fnloop._step.engine import engine_of
 from fnloop._step.pipeline import STEP, PipelineStep
 
@@ -94,7 +103,7 @@ from fnloop._step.pipeline import STEP, PipelineStep
 
 def fold(
     plan: Plan, state: TrainState, interrupts: Interrupts | None = None
-) -> Iterator[TrainState]:
+) -> Generator[TrainState]:
     """Yield the state after every epoch, and at the end of the run.
 
     Args:
@@ -140,7 +149,7 @@ def _settle_hooks(plan: Plan, state: TrainState) -> TrainState:
         return state
     state = end_phase(state, plan.phase)
     for hook in plan.hooks:
-        state = check_returned(hook, hook.settle(state), "settle")
+        state = check_returned(hook, state, hook.settle(state), "settle")
     return state
 
 
@@ -195,6 +204,7 @@ class World:
         plan.check(self.info, state.history)
         self._collectors = [hook for hook in plan.hooks if hook.wants_outputs]
         late = [hook for hook in self._collectors if not isinstance(hook, Wrapper)]
+        self._makers = names_made(plan.hooks)
         self._adds_at_end = any(END in hook.outside for hook in late)
         self._last_step = math.inf if plan.steps is None else plan.steps
         self._quiet = [each.quiet_until for each in plan.triggers]
@@ -294,7 +304,7 @@ class World:
         __tracebackhide__ = True
         self.doing = "the end of the run"
         for hook in self.plan.hooks:
-            self.state = check_returned(hook, hook.flush(self.state), "flush")
+            self.state = check_returned(hook, self.state, hook.flush(self.state), "flush")
         self.interrupts.save = False
         self.interrupts.done &= is_interruption(self.state.stop)  # a hook may have changed it
 
@@ -447,7 +457,8 @@ class World:
     def _ask(self, state: TrainState) -> Answers:
         """Return what the moments say. Note until when they need not be asked."""
         __tracebackhide__ = True
-        answers = ask(self.plan.evaluations, self.plan.record_every, state, self._note)
+        plan = self.plan
+        answers = ask(plan.evaluations, plan.record_every, state, self._note, self._makers)
         self._asked_at = state.step  # a step of the pipeline may go back before it
         self._quiet_until = min([self._last_step, *(quiet(state) for quiet in self._quiet)])
         return answers
@@ -471,7 +482,7 @@ class World:
         hook = self.doing = hooks[nth]
         calls = (Call(stage, nth + 1),) if nth + 1 < len(hooks) else ()
         given = changed(state, todo=(*calls, *todo))
-        new = check_returned(hook, hook(given))
+        new = check_returned(hook, given, call_hook(hook, given))
         if new is not given:
             check_counters(hook, given, new)
             new = self._as_continued(given, new, stage, calls, todo)
@@ -494,7 +505,7 @@ class World:
         What is next is that of the run: a snapshot has its own.
         """
         __tracebackhide__ = True
-        gone_back = new.model is not given.model
+        gone_back = went_back(given, new)
         if gone_back:
             self.close_feed()
         stop = first_stop(given.stop, new.stop)
@@ -566,9 +577,11 @@ class World:
     def append(self, state: TrainState, action: Append, todo: Todo) -> TrainState:
         """Append a record, unless there is nothing to record."""
         __tracebackhide__ = True
-        train, closing = action.kind != "recent", action.kind == "closing"
+        numbers, closing = action.kind == "numbers", action.kind == "closing"
+        train = not numbers and action.kind != "recent"
         report = train_metrics(state) if train else {}
-        report |= recent_metrics(state) if self.plan.record_every is not None else {}
+        recent = self.plan.record_every is not None and not numbers
+        report |= recent_metrics(state) if recent else {}
         began = time.perf_counter()
         loaders = [name for name in action.names if name in self.evaluated]
         for loader in loaders:
@@ -585,7 +598,7 @@ class World:
         self.seconds = seconds = values.pop("seconds", seconds)
         items = values.pop("items")
         state = changed(state, todo=todo)
-        if not (values or train or closing):
+        if not (values or train or closing or action.names):
             return state  # since the last record, every update was skipped
         if loaders:
             self.stopwatch.evaluated = values.pop("evaluated")
@@ -594,7 +607,7 @@ class World:
         values = self.plan.step.derive(values, self.plan.loaders.evaluated, state.history)
         known = None if math.isnan(items) else items
         record = Record(state.epoch, state.step, values, seconds, closing, known)
-        metrics = state.metrics if closing else without_recent(state.metrics)
+        metrics = state.metrics if closing or numbers else without_recent(state.metrics)
         record = self._with_numbers(state, record, metrics, action.names, self.plan.hooks)
         return with_record(state, state.history.append(record), metrics)
 

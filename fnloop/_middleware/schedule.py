@@ -22,6 +22,7 @@ from fnloop._core.history import (
     Record,
     better,
     check_monitored,
+    counts,
     first_record,
     mode_of,
     unfinished,
@@ -770,7 +771,7 @@ def plateau(
     checks.choice("plateau", "since", since, SINCE)
 
     def look(before: _Wait, record: Record) -> _Wait:
-        if record.closing or key not in record.metrics:
+        if not counts(record, key):
             return before
         value, direction = record.metrics[key], mode_of("plateau", key, mode)
         resting = max(before.resting - 1, 0)

@@ -25,6 +25,7 @@ from fnloop._backend.collectives import (
     to_device_of,
 )
 from fnloop._backend.fsdp import around_sharded, by_mesh, full, is_sharded, local_part, reshard
+from fnloop._backend.processes import delaying_interrupts
 from fnloop._core.averages import viewed_model
 from fnloop._core.metrics import (
     Last,
@@ -36,7 +37,15 @@ from fnloop._core.metrics import (
     update_evaluated_,
 )
 from fnloop._core.rng import fold_in, seed_host
-from fnloop._core.state import Buffers, Ownership, TrainState, moved, ownership_of, parameters
+from fnloop._core.state import (
+    Buffers,
+    Ownership,
+    TrainState,
+    moved,
+    ownership_of,
+    parameters,
+    unwatched,
+)
 from fnloop._core.types import BY_ANOTHER, Batch, Metric, Output, Step
 from fnloop._data.loaders import Padding
 from fnloop._data.source import Source
@@ -67,7 +76,7 @@ _NO_GRADIENTS = (
 
 
 @contextlib.contextmanager
-def evaluating(model: nn.Module, buffers: Buffers | None = None) -> Iterator[None]:
+def evaluating_model(model: nn.Module, buffers: Buffers | None = None) -> Iterator[None]:
     """Evaluation mode without gradients. Afterwards flags and buffers are those from before.
 
     Buffers may change in evaluation mode too: those of an observer, or the centre of a teacher.
@@ -76,12 +85,13 @@ def evaluating(model: nn.Module, buffers: Buffers | None = None) -> Iterator[Non
         model: the model.
         buffers: its buffers, if they are kept again and again.
     """
-    kept = (buffers or Buffers(model)).keep()
-    try:
-        with in_evaluation_mode(model):
-            yield
-    finally:
-        kept.put_back()
+    with unwatched(model):
+        kept = (buffers or Buffers(model)).keep()
+        try:
+            with in_evaluation_mode(model):
+                yield
+        finally:
+            kept.put_back()
 
 
 @contextlib.contextmanager
@@ -91,21 +101,23 @@ def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
     A function that needs gradients in it switches them on, as torch does: ``torch.enable_grad()``.
     """
     modes = [(module, module.training) for module in model.modules()]
-    sharded = is_sharded(model)
-    model.eval()
+    sharded, gradients = is_sharded(model), torch.is_grad_enabled()
     try:
-        with torch.no_grad():
-            yield
+        model.eval()
+        torch.set_grad_enabled(False)
+        yield
     except RuntimeError as error:
         if "does not require grad" in str(error):
             error.add_note(_NO_GRADIENTS)
         raise
     finally:
-        model.train(modes[0][1])  # a module may do something in its method train
-        for module, training in modes:
-            module.training = training
-        if sharded:
-            reshard(model)
+        with delaying_interrupts():
+            torch.set_grad_enabled(gradients)
+            model.train(modes[0][1])  # a module may do something in its method train
+            for module, training in modes:
+                module.training = training
+            if sharded:
+                reshard(model)
 
 
 class Fold:

@@ -60,7 +60,13 @@ from fnloop._core.types import (
 )
 from fnloop._display import checks, tables
 from fnloop._display.checks import describe, join_names
-from fnloop._step.engine import LossRoot, NoGradientError, check_not_exact, engine_of, evaluating
+from fnloop._step.engine import (
+    LossRoot,
+    NoGradientError,
+    check_not_exact,
+    engine_of,
+    evaluating_model,
+)
 from fnloop._step.forward import RawFn, carrying, check_output, forward, own_gradients
 from fnloop._step.guard import RETRY
 from fnloop._step.update import (
@@ -331,7 +337,7 @@ class PipelineStep(abc.ABC):
             together: whether every process is here.
         """
         weights = evaluation_weights(state, together)
-        with evaluating(state.model), weights, contextlib.ExitStack() as stack:
+        with evaluating_model(state.model), weights, contextlib.ExitStack() as stack:
             for evaluation_pass in self._passes:
                 stack.enter_context(evaluation_pass(state, together))
             yield with_carry(state, None) if self.carries else state

@@ -26,19 +26,21 @@ from fnloop._core.optimizers import (
     optimizers_in,
     wants_closure,
 )
+from fnloop._core.rng import COMPUTE, fold_in, isolated, seed_all
 from fnloop._core.state import (
     Buffers,
     KeptBuffers,
     TrainState,
     advance,
     begin_update,
+    check_not_stale,
     give_up_ownership,
     parameters,
     with_slots,
 )
 from fnloop._core.types import BY_ANOTHER, Batch, Metric, Middleware, Output, Step
 from fnloop._display import checks
-from fnloop._step.engine import LossRoot, engine_of
+from fnloop._step.engine import LossRoot, engine_of, evaluating_model
 
 # --------------------------------------------------------------------------------------------------
 # The outermost of the three steps, that of the optimizers, and what becomes of its output.
@@ -503,6 +505,64 @@ def evaluation_weights(state: TrainState, together: bool = True) -> Iterator[Set
 def has_modes(state: TrainState) -> bool:
     """Return whether an optimizer has other weights in evaluation than in training."""
     return bool(_with_modes(state))
+
+
+@contextlib.contextmanager
+def as_evaluated(state: TrainState, together: bool) -> Iterator[nn.Module]:
+    """Let the model be as in an evaluation, within a ``with`` block. Afterwards all is as before.
+
+    It gives the model.
+
+    Args:
+        state: the state.
+        together: whether every process is here.
+    """
+    device = state.backend.device
+    weights = evaluation_weights(state, together)
+    with isolated(device), evaluating_model(state.model), weights:
+        seed_all(fold_in(state.seed, COMPUTE))
+        yield state.model
+
+
+def evaluating(state: TrainState) -> contextlib.AbstractContextManager[nn.Module]:
+    """Look at the model within a run, and change nothing: ``with evaluating(state) as model:``.
+
+    Hooks are called in training mode. There a call of the model uses dropout, and moves the
+    statistics of BatchNorm. In this block the model is in evaluation mode, without gradients, and
+    has the weights that an evaluation uses, also with an optimizer that trains others. Afterwards
+    these weights, the flag ``training`` of every module, the buffers, and all random generators are
+    as they were before, also after an exception. What is drawn in the block is a function of the
+    seed of the state.
+
+    Args:
+        state: the newest state: in a hook the one that it is called with.
+
+    Returns:
+        A context manager, which gives ``state.model``.
+
+    Raises:
+        StaleStateError: the state has been advanced.
+        RuntimeError: another thread is inside ``fit``, ``run``, ``evaluate`` or ``predict``.
+
+    Example:
+        >>> import fnloop as fl, torch
+        >>> model = torch.nn.Sequential(torch.nn.BatchNorm1d(1), torch.nn.Dropout(0.5))
+        >>> state = fl.TrainState.create(model, torch.optim.SGD(model.parameters()), seed=0)
+        >>> with evaluating(state) as model:
+        ...     model(torch.tensor([[1.0], [3.0]])).round().tolist()
+        [[1.0], [3.0]]
+        >>> model.training, model[0].running_mean.item()
+        (True, 0.0)
+
+    Notes:
+        Nothing is exchanged between processes, so one of them may enter the block alone
+        (:func:`fnloop.on_main`). Each has its own buffers, and with ``local_sgd`` its own weights.
+        For the average of ``ema`` or ``swa``, use the model of :func:`fnloop.averaged`. Numbers
+        that belong in a record are for :func:`fnloop.measure`, which calls its function as in this
+        block.
+    """
+    check_not_stale(state, "evaluating")
+    return as_evaluated(state, together=False)
 
 
 def _with_modes(state: TrainState) -> list[_Modal]:

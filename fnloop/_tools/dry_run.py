@@ -390,14 +390,14 @@ class _Tried(Wrapper):
             return state
 
         def called() -> TrainState:
-            new = check_returned(self.hook, self.hook(state))
+            new = check_returned(self.hook, state, self.hook(state))
             check_counters(self.hook, state, new)
             return new
 
         return self._try(called, state)
 
     def begin(self, state: TrainState) -> TrainState:
-        begin = lambda: check_returned(self.hook, self.hook.begin(state), "begin")
+        begin = lambda: check_returned(self.hook, state, self.hook.begin(state), "begin")
         return self._try(begin, state)
 
     def evaluating(self, state: TrainState, loader: str, done: int, total: int | None) -> None:
@@ -424,7 +424,7 @@ class _Tried(Wrapper):
         return self._try(lambda: self.hook.numbers(state), {})
 
     def flush(self, state: TrainState) -> TrainState:
-        flush = lambda: check_returned(self.hook, self.hook.flush(state), "flush")
+        flush = lambda: check_returned(self.hook, state, self.hook.flush(state), "flush")
         return self._try(flush, state)
 
 

@@ -15,8 +15,9 @@ from urllib.parse import quote
 import attrs
 
 from fnloop._backend.collectives import broadcast
-from fnloop._checkpoint.restore import resume
-from fnloop._core.history import History, Record, better, mode_of
+from fnloop._checkpoint.remote import Place
+from fnloop._checkpoint.restore import resume_at
+from fnloop._core.history import History, Record, better, counts, mode_of
 from fnloop._core.runs import ends_run, is_interruption
 from fnloop._core.state import TrainState, check_not_stale
 from fnloop._display import checks
@@ -34,6 +35,7 @@ from fnloop._display.tables import (
 from fnloop._hooks.hook import Hook, HookFn, every
 from fnloop._hooks.keep import checkpoint
 from fnloop._loop.fit import run
+from fnloop._loop.peers import forget_interruption
 from fnloop._loop.plan import check_step, read_hooks
 from fnloop._step.pipeline import PipelineStep
 
@@ -102,7 +104,7 @@ class Search(Shown):
         colors = dict(zip(last, figures.palette("Search.plot", len(last)), strict=True))
         curves = []
         for name in sorted(self.histories, key=last.__contains__):  # the others are below
-            having = [r for r in self.histories[name] if self.key in r.metrics and not r.closing]
+            having = [r for r in self.histories[name] if counts(r, self.key)]
             points = [(record.step, record.metrics[self.key]) for record in having]
             label = name if name in last else ""
             curves.append(figures.Curve(points, label, colors.get(name, FAINT)))
@@ -266,7 +268,9 @@ class Trial:
                     f"search expects the function of {self.name!r} to return a TrainState; "
                     f"got {checks.describe(made)}"
                 )
-        return made if self._folder is None else resume(self._folder, made)
+        if self._folder is None:
+            return made
+        return resume_at(Place(self._folder), made, nonfinite=True)  # a run that diverged has lost
 
     def train_to(self, epoch: int) -> History:
         """Train to a rung, if it is not there yet, and return the history."""
@@ -281,6 +285,7 @@ class Trial:
                     if state.epoch >= epoch:
                         break
             if is_interruption(state.stop):
+                forget_interruption()  # this says it
                 raise KeyboardInterrupt(
                     f"search: the run {self.name!r} was interrupted at step {state.step} "
                     f"({state.stop})"

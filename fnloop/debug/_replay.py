@@ -393,6 +393,7 @@ class _Follow:
         self.history = history  # as it was after the boundary before
         self.reached: TrainState | None = None
         self.reports = watched  # these may come in a later record of the run
+        self._again: tuple[str, ...] = ()  # what names of metrics begin with that are made again
 
     def with_records(self, plan: Plan, records: History) -> Plan:
         """Return the plan with records, and evaluations, where the run has made some."""
@@ -404,7 +405,12 @@ class _Follow:
         loaders = [n for n in plan.loaders.evaluated if any(k.startswith(f"{n}/") for k in known)]
         evaluations = ((at("train/"), ()), *((at(f"{name}/"), (name,)) for name in loaders))
         recent = at(RECENT) if any(name.startswith(RECENT) for name in known) else None
+        self._again = ("train/", RECENT, *(f"{name}/" for name in loaders))
         return attrs.evolve(plan, evaluations=evaluations, record_every=recent)
+
+    def _is_made(self, record: Record) -> bool:
+        """Return whether a record of the run has metrics that are made again."""
+        return any(name.startswith(self._again) for name in record.metrics)
 
     def _has_made(self, state: TrainState, prefix: str) -> bool:
         """Return whether the run has made a record at a boundary, with some metrics."""
@@ -425,6 +431,8 @@ class _Follow:
                     [record for record in records_since(each, len(before)) if not record.closing]
                     for each in (state.history, self.history)
                 )
+                if not made:  # it may have had the numbers of hooks alone
+                    made = [attrs.evolve(x, metrics={}) for x in its if not self._is_made(x)]
                 self.made += itertools.zip_longest(made, its)
             here = any(record.step == state.step for record in self.history[-1:])
             events = state.events if here else state.events - {RECORD}

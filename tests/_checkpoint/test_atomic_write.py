@@ -1,5 +1,6 @@
 """A checkpoint is complete or absent; what a save may replace, what it cleans up, a full disk."""
 
+import _thread
 import contextlib
 import errno
 import json
@@ -8,6 +9,8 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -346,3 +349,49 @@ def no_file_longer_than(limit):
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+# --- threads
+
+
+@pytest.mark.parametrize("fault", [RuntimeError("can't start new thread"), MemoryError(), None])
+def test_a_save_needs_no_further_thread(tmp_path, monkeypatch, fault):
+    """It cannot be had, or it never begins, because there is no memory for it."""
+
+    def start(*arguments):
+        if fault is not None:
+            raise fault
+
+    monkeypatch.setattr(_thread, "start_new_thread", start)
+    assert fl.restore(fl.save(toy(w=3.0), tmp_path / "a"), toy()).model.w.item() == 3.0
+
+
+@pytest.mark.parametrize("helpers", [0, 1, 3])
+def test_items_are_shared_with_helpers_in_order(helpers):
+    assert files.map_with_help(lambda x: x * 2, range(50), helpers) == [*range(0, 100, 2)]
+    assert files.map_with_help(lambda x: x, (), helpers) == []
+    begun = []
+
+    def fail(item):
+        begun.append(item)
+        if item == 3:
+            raise KeyError(item)
+
+    with pytest.raises(KeyError):
+        files.map_with_help(fail, range(1000), helpers)
+    assert 4 <= len(begun) < 1000
+
+
+def test_an_error_is_raised_when_no_helper_works_any_more():
+    both, ended = threading.Barrier(2), []
+
+    def do(item):
+        both.wait(10)
+        if item == 0:
+            raise KeyError(item)
+        time.sleep(0.1)
+        ended.append(item)
+
+    with pytest.raises(KeyError):
+        files.map_with_help(do, (0, 1), helpers=1)
+    assert ended == [1]

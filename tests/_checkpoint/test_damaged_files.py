@@ -20,7 +20,7 @@ from saved import contents_of, names
 
 import fnloop as fl
 from fnloop._checkpoint import format
-from fnloop.testing import Toy, assert_same, stochastic, toy_loss
+from fnloop.testing import Toy, assert_same, stochastic, toy, toy_loss
 
 skipped = lambda: pytest.warns(UserWarning, match="skipped a damaged checkpoint")
 FILES = (*format.FILES, "manifest.json")
@@ -384,3 +384,61 @@ def test_a_restored_state_does_not_depend_on_its_files(shelf, tmp_path):
         with (path / name).open("r+b") as file:
             file.write(bytes((path / name).stat().st_size))
     assert_same(state, right)
+
+
+# --- crafted: the checksums are right
+
+
+CRAFTED = {
+    "the mark of a schedule": ("optimizer", "param_groups", 0, "set_by_schedule_lr"),
+    "an initial value": ("optimizer", "param_groups", 0, "set_by_schedule_initial_lr"),
+    "the first record of restore_best": ("slots", "restore_best(valid/loss)", "first"),
+    "the value of restore_best": ("slots", "restore_best(valid/loss)", "value"),
+    "all of restore_best": ("slots", "restore_best(valid/loss)"),
+    "the time that was taken": ("slots", "time_limit", 0),
+    "all of time_limit": ("slots", "time_limit"),
+    "a number of a guard": ("slots", "skip_nonfinite", "parts", "skipped"),
+    "the parts of a guard": ("slots", "skip_nonfinite", "parts"),
+    "the kind of a guard": ("slots", "skip_nonfinite", "$saved"),
+    "a tensor of a guard": ("slots", "spike_guard", "parts", "recent"),
+    "the batch": ("batch",),
+    "the seed": ("seed",),
+}
+
+
+def crafted_run(folder, state, epochs):
+    members = fl.schedule(lambda i, n: 0.5), fl.skip_nonfinite(3), fl.spike_guard(4)
+    saves = fl.every(epochs=1)(fl.checkpoint(folder))
+    hooks = fl.restore_best("valid/loss"), fl.time_limit(hours=9), saves
+    one = torch.ones(1)
+    loaders = {"train": [one] * 2, "valid": [one]}
+    return fl.fit(fl.pipeline(*members)(toy_loss), state, loaders, epochs=epochs, hooks=hooks)
+
+
+@pytest.mark.parametrize("value", ["crafted", [1, "a"]])
+@pytest.mark.parametrize("what", CRAFTED)
+def test_what_is_crafted_is_an_error_in_words_before_an_update(tmp_path, what, value):
+    crafted_run(tmp_path, toy(), 2)
+    *above, last = CRAFTED[what]
+
+    def put(facts):
+        for key in above:
+            facts = facts[key]
+        assert facts[last] != value  # and it is there
+        facts[last] = 10**15 if last == "batch" else value
+
+    craft(tmp_path / "step-00000004", facts=put)
+    state = toy()
+    with pytest.raises((fl.CheckpointError, ValueError)):  # and not a TypeError, for example
+        state = fl.resume(tmp_path, state)
+        crafted_run(tmp_path, state, 3)
+    assert (state.step, state.model.w.item()) in ((0, 0.0), (4, -2.0))
+
+
+def test_what_is_nested_too_deeply_is_an_error_in_words(tmp_path):
+    crafted_run(tmp_path, toy(), 1)
+    deep = functools.reduce(lambda inner, _: [inner], range(900), 1)
+    craft(tmp_path / "step-00000002", facts=lambda facts: facts["extra"].update(mine=deep))
+    with pytest.raises(fl.CheckpointError), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fl.resume(tmp_path, toy())

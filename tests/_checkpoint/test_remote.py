@@ -1,6 +1,7 @@
 """Checkpoints at an address: as on a disk, and whole whatever is cut."""
 
 import contextlib
+import errno
 import json
 import shutil
 import subprocess
@@ -9,10 +10,12 @@ import threading
 import time
 from pathlib import Path
 
+import attrs
 import pytest
 import storage
 import torch
 from crafted import craft
+from fsspec.implementations import local
 from saved import ONE, names, stop_at, train
 from torch import nn
 
@@ -228,6 +231,19 @@ def test_a_list_of_names_that_says_nonsense_changes_nothing(at, catalogue):
     assert fl.resume(RUN, toy()).step == 2
 
 
+@pytest.mark.parametrize("find", [fl.latest, fl.best, lambda run: fl.resume(run, toy())])
+def test_without_names_a_list_that_lags_is_not_taken_for_an_empty_folder(at, monkeypatch, find):
+    at.lag()
+    train(RUN, toy(), 2)
+    monkeypatch.setattr(storage.FaultyStorage, "pseudo_dirs", [""])  # they do not lag
+    at.put("/run/.checkpoints.json", b'{"run": "')
+    another_machine(at)
+    with pytest.raises(fl.CheckpointError, match=r"run/.checkpoints.json is damaged, and no check"):
+        find(RUN)
+    storage.FaultyStorage.listed = None
+    assert fl.latest(RUN).name == "step-00000002"
+
+
 @pytest.mark.parametrize("objects", ["../../a", "/etc", 3, None, ["a"]])
 def test_a_manifest_cannot_name_files_elsewhere(at, tmp_path, objects):
     train(RUN, toy(), 1)
@@ -320,6 +336,77 @@ def test_nothing_depends_on_a_list(at):
     assert fl.resume(RUN, toy()).step == 9
 
 
+# --- storage where a file is written in place
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.fixture
+def killed(monkeypatch):
+    """Return a function: the n-th manifest or list of names that is opened to write stays empty."""
+
+    def kill(n):
+        def opened(file):
+            open_file(file)
+            if "w" in file.mode and ("manifest" in file.path or ".checkpoints" in file.path):
+                seen.append(file.path)
+                if len(seen) == n:
+                    raise Killed
+
+        seen = []
+        monkeypatch.setattr(local.LocalFileOpener, "_open", opened)
+
+    open_file = local.LocalFileOpener._open
+    return kill
+
+
+def test_a_kill_while_a_manifest_is_written_in_place_loses_no_checkpoint(at, tmp_path, killed):
+    url, started = f"file://{tmp_path}/store/run", toy()
+    train(url, started, 2, keep=1)
+    kept = tmp_path / "kept"
+    (tmp_path / "store").rename(kept)
+    for n in range(1, 9):
+        shutil.rmtree(tmp_path / "store", ignore_errors=True)
+        shutil.copytree(kept, tmp_path / "store")
+        another_machine(at)
+        state = fl.resume(url, toy())
+        killed(n)
+        # A hook after it changes the state, so that step 3 is saved twice: the second replaces it.
+        change = lambda state: attrs.evolve(state, extra={"seen": state.step})
+        hooks = fl.every(steps=1)(fl.checkpoint(url, keep=1)), change
+        with contextlib.suppress(Killed):
+            fl.fit(fl.pipeline()(fl.testing.toy_loss), state, [ONE] * 9, steps=3, hooks=hooks)
+        killed(0)
+        another_machine(at)
+        assert fl.resume(url, toy()).step in (2, 3)
+        ended = train(url, fl.resume(url, toy()), 4, keep=1)
+        assert ended.model.w.item() == -4.0
+        stored = [path.name for path in (tmp_path / "store" / "run").rglob("*")]
+        assert not [name for name in stored if "part" in name and "manifest" in name]
+
+
+def test_a_server_that_renames_to_nothing_that_is_there_gets_the_place_free(at, monkeypatch):
+    """As smb:// does. The file at the new name is whole before the old one goes."""
+    asked = []
+
+    def move(fs, one, two):
+        asked.append("move")
+        if fs.exists(two):
+            raise OSError(errno.EEXIST, "STATUS_OBJECT_NAME_COLLISION")
+        fs.pipe_file(two, fs.cat_file(one))
+        fs.rm_file(one)
+
+    monkeypatch.setattr(storage.FaultyStorage, "mv", move, raising=False)
+    monkeypatch.setattr(remote, "OBJECT_STORES", {*remote.OBJECT_STORES} - {"faulty"})
+    monkeypatch.setattr(storage.FaultyStorage, "makedirs", lambda *a, **k: None)
+    train(RUN, toy(), 3, keep=1)
+    another_machine(at)
+    assert fl.resume(RUN, toy()).step == 3 and "move" in asked
+    assert not [path for path in at.files if path.endswith(".part")]
+
+
 # --- faults
 
 
@@ -360,7 +447,7 @@ def test_the_pauses_between_attempts_grow_to_a_minute(at, monkeypatch):
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("request_", ["send", "write"])
 def test_a_fault_that_lasts_is_an_error_and_the_local_copy_stays(at, background, request_):
-    whole = train("faulty://whole", toy(), 6, keep=1)
+    whole = train("faulty://whole", toy(), 7, keep=1)
     fails = failing(99, (request_,))
     at.before(lambda request, path: "step-00000003" in path and fails(request, path))
     message = (
@@ -375,8 +462,57 @@ def test_a_fault_that_lasts_is_an_error_and_the_local_copy_stays(at, background,
     resumed = fl.resume(RUN, toy())  # which uploads it first, and has it then
     assert background or not at.received
     assert resumed.step >= 3 and f"step-{resumed.step:08d}" == at.names()[-1]
-    assert_same(train(RUN, resumed, 6, keep=1), whole)
-    assert at.names() == ["step-00000006"] and not local_files(at)
+    assert "step-00000003" in at.names()
+    assert_same(train(RUN, resumed, 7, keep=1), whole)
+    assert at.names() == ["step-00000007"] and not local_files(at)
+
+
+@pytest.mark.parametrize("settings", [{"keep": None}, {"keep": 1, "best": "train/loss"}])
+def test_what_could_not_be_uploaded_is_sent_although_newer_ones_are_there(
+    at, monkeypatch, settings
+):
+    """The losses are 5, 1, 4, 3, 2. The best, of step 2, is refused; 3, 4 and 5 are uploaded."""
+    losses, ended = iter([5.0, 1.0, 4.0, 3.0, 2.0]), threading.Event()
+    monkeypatch.setattr(remote, "IN_FLIGHT", 9)
+
+    def refuse(request, path):
+        if "step-00000002" in path and request == "send":
+            ended.wait(20)
+            raise PermissionError("the token has expired")
+
+    at.before(refuse)
+    hooks = (
+        fl.every(epochs=1)(fl.checkpoint(RUN, background=True, **settings)),
+        lambda state: (ended.set() if state.step == 5 else None, state)[1],
+    )
+    step = fl.pipeline()(lambda model, batch: model.w * 0.0 + next(losses))
+    with pytest.raises(PermissionError, match=r"00000002 could not be .* The next resume from"):
+        fl.fit(step, toy(), [ONE], epochs=5, hooks=hooks)
+    at.works()
+    assert at.names()[-1] == "step-00000005" and "step-00000002" not in at.names()
+    assert fl.resume(RUN, toy()).step == 5
+    another_machine(at)
+    assert fl.restore(f"{RUN}/step-00000002", toy()).step == 2
+    assert fl.best(RUN, "train/loss").name == "step-00000002"
+
+
+def test_an_account_that_may_not_delete_is_told_so(at):
+    """What was saved is there, and the message does not call it an upload."""
+
+    def refuse(request, path):
+        if request == "remove":
+            raise PermissionError("AccessDenied")
+
+    at.before(refuse)
+    message = r"step-00000001/\S+ could not be removed \(.*AccessDenied\)\. What was saved is there"
+    with pytest.raises(PermissionError, match=message) as raised:
+        train(RUN, toy(), 3, keep=1)
+    assert "uploaded" not in str(raised.value) and raised.value.state.step == 2
+    fl.save(toy(w=1.0), "faulty://a/b")
+    with pytest.raises(PermissionError, match=r"a/b/.* could not be removed") as raised:
+        fl.save(toy(w=2.0), "faulty://a/b")
+    assert "uploaded" not in str(raised.value)
+    assert fl.restore("faulty://a/b", toy()).model.w.item() == 2.0
 
 
 def test_a_run_continues_from_the_state_of_the_error(at):

@@ -257,6 +257,51 @@ def test_a_closing_record_has_none_where_it_is_not_due_and_no_loader_is_needed()
     assert [*state.history[-1].metrics] == ["train/loss", "train/lr", TWO]
 
 
+WATCHED = ["train/loss", "valid/loss", "recent/loss"]
+
+
+@pytest.mark.parametrize("key", WATCHED)
+@pytest.mark.parametrize("every", [fl.every(steps=1), fl.every(steps=4)], ids=repr)
+def test_what_watches_another_metric_sees_no_value_more(key, every, tmp_path):
+    """Each update multiplies w - 1.2 by 1 - 2 · lr, which is -1.4 until plateau halves the rate."""
+
+    def trained(*hooks, name):
+        improved, saved = [], fl.checkpoint(tmp_path / name, keep=1, best=key)
+        note = fl.when_improved(key)(lambda state: improved.append(state.step) or state)
+        state = run(
+            *hooks, fl.early_stop(key, patience=4), note, fl.restore_best(key),
+            fl.every(steps=1)(saved),
+            members=(fl.plateau(key, patience=1, factor=0.5),), record_every=fl.every(steps=3),
+            loss=lambda model, x: (model.w - 1.2).square() * x.mean(), state=toy(lr=1.2), epochs=9,
+        )  # fmt: skip
+        best = fl.best(tmp_path / name, key)
+        values = {k: state.history[k] for k in (*WATCHED, "train/lr", "recent/lr")}
+        return values, improved, state.stop, state.model.w.item(), best.name.split("-")[:2]
+
+    plain, measured = trained(name="a"), trained(measure(every=every), name="b")
+    assert plain == measured
+    assert len({*plain[0]["train/lr"]}) > 1 and plain[1]
+
+
+def test_plateau_counts_epochs_alone_where_something_is_measured_within_them():
+    """The loss is 0, -1, ... as w falls, so it never rises: by "max" each epoch is one too many."""
+    for hooks in ((), (measure(every=fl.every(steps=1)),)):
+        slower = fl.plateau("train/loss", patience=1, factor=0.5, mode="max")
+        state = run(*hooks, members=(slower,), loaders=[ONE] * 2, epochs=4)
+        assert state.history["train/lr"] == (1.0, 1.0, 0.5, 0.25)
+
+
+@pytest.mark.parametrize("ends", [{"steps": 2}, {"hook": 2}], ids=str)
+def test_a_run_that_ends_where_something_is_measured_is_evaluated_as_without_it(ends):
+    hooks = () if "steps" in ends else (stop_at(2),)
+    settings = {"epochs": 2} if hooks else ends
+    plain = run(*hooks, **settings)
+    state = run(measure(every=fl.every(steps=1)), *hooks, **settings)
+    assert places(state, TWO) == {1: False, 2: False}
+    assert [r for r in state.history if TWO not in r.metrics] == [*plain.history]
+    assert plain.history[-1].closing and "valid/loss" in plain.history[-1].metrics
+
+
 class Counting(nn.Module):
     """Counts its calls in a buffer, in evaluation mode too, and has a frozen submodule."""
 

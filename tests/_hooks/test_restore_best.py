@@ -6,7 +6,7 @@ import signal
 import attrs
 import pytest
 import torch
-from sample_hooks import signal_at, stop_at
+from sample_hooks import signal_at, start_again, stop_at
 from sample_middleware import skip_negative
 from torch import nn
 from toy_runs import ONE, fit
@@ -279,6 +279,7 @@ def test_a_compiled_run_resumes_as_a_plain_one(tmp_path):
 
 def test_a_copy_of_another_model_is_refused_before_the_first_update(tmp_path):
     path = fl.save(trained(hooks=(BEST, signal_at(4))), tmp_path / "a")
+    start_again()
     other = fl.restore(path, net(), only=("slots",))
     message = r'state.slots\["restore_best\(valid/loss\)"\] has no weights'
     with pytest.raises(ValueError, match=message) as caught:

@@ -349,3 +349,12 @@ def test_a_kill_loses_no_row_and_a_resume_repeats_none(tmp_path):
     for path in paths:
         assert steps(path) == [1, 2, 3, 4, 5, 6]
         assert rows(path) == state.history.to_dicts()
+
+
+@pytest.mark.parametrize("name", ["a\rb", "a\nb", "a\r\nb", 'a"b', "a,b"])
+def test_any_name_of_a_metric_can_be_read_back(writer, name):
+    step = fl.pipeline(fl.metric(**{name: lambda aux, batch: batch.sum()}))(toy_loss)
+    state = train(writer, step=step)
+    check(writer, state, 1, 2, 3)
+    state = train(again(writer), step=step, state=state, epochs=4)
+    check(writer, state, 1, 2, 3, 4)

@@ -11,7 +11,7 @@ import attrs
 import numpy as np
 import pytest
 import torch
-from sample_hooks import raise_at, stop_at
+from sample_hooks import raise_at, start_again, stop_at
 from toy_runs import ONE, fit
 
 import fnloop as fl
@@ -151,6 +151,7 @@ def test_it_is_closed_when_a_run_raises_or_is_interrupted_and_not_opened_if_it_f
     assert train(fl.track(Fake), raise_at(1, KeyboardInterrupt)).stop == "interrupted"
     assert CALLS[-1] == "finish" and CALLS.count("finish") == 1
     CALLS.clear()
+    start_again()
     with pytest.raises(ZeroDivisionError):
         train(fl.track(Fake), step=fl.pipeline()(lambda model, batch: 1 / 0))
     assert CALLS == [] and not caplog.messages

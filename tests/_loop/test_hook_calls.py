@@ -87,6 +87,67 @@ def test_a_hook_that_rolls_back_rolls_back_the_data_too(at):
     assert_same(attrs.evolve(state, slots=slots), whole)
 
 
+@pytest.mark.parametrize("into", ["a copy", "another", "itself"])
+@pytest.mark.parametrize("at", [2, 3, 4, 5])
+def test_a_hook_may_go_back_to_a_checkpoint_of_its_run(into, at, tmp_path):
+    """The state after update 1 is restored once: the run equals one that continues from there."""
+    loaders, states = [torch.tensor([x]) for x in (1.0, 2.0, 4.0)], {"another": lambda state: toy()}
+    states |= {"itself": lambda state: state, "a copy": fl.snapshot}
+    seen = []
+
+    def back(state):
+        seen.append(state.step)
+        if seen == [1]:
+            fl.save(state, tmp_path / "a")
+        if seen == [*range(1, at + 1)]:
+            return fl.restore(tmp_path / "a", states[into](state))
+        return state
+
+    halving = fl.pipeline(fl.schedule(lambda i, total: 1 - i / total))(toy_loss)
+    state = fl.fit(halving, toy(), loaders, epochs=2, hooks=(back,))
+    assert seen == [*range(1, at + 1), *range(2, 7)]
+    assert_same(state, fl.fit(halving, toy(), loaders, epochs=2, hooks=()))
+
+
+OTHERS = {
+    "created": lambda state: toy(),
+    "created of the model": lambda state: fl.TrainState.create(state.model, state.optimizer),
+    "a fork": lambda state: fl.fork(state, {"lr": [1.0]})["lr=1"],
+}
+
+
+@pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
+@pytest.mark.parametrize("method", ["__call__", "flush"])
+@pytest.mark.parametrize("around", [lambda hook: hook, fl.every(steps=2)], ids=["alone", "every"])
+def test_a_state_of_another_run_is_refused_and_nothing_is_lost(method, other, around):
+    class Mistaken(Hook):
+        def __call__(self, state):
+            return state
+
+    setattr(Mistaken, method, lambda self, state: other(state))
+    name = "" if method == "__call__" else f"the method {method} of "
+    message = rf"^{name}.*Mistaken.* returned a state of another run"
+    with pytest.raises(ValueError, match=message) as e:
+        fit(hooks=(around(Mistaken()),))
+    assert fit(e.value.state, epochs=1).model.w.item() == -3.0
+
+
+def test_a_hook_that_returns_an_average_is_named():
+    step = fl.pipeline(fl.ema(0.5))(toy_loss)
+    with pytest.raises(ValueError, match=r"average: this state is averaged\(state, \"ema\"\)"):
+        fl.fit(step, toy(), [ONE] * 2, hooks=(average,))
+
+
+def average(state):
+    return fl.averaged(state)
+
+
+def test_a_hook_that_makes_an_update_by_itself_is_refused():
+    step = fl.pipeline()(toy_loss)
+    with pytest.raises(ValueError, match=r"changed state\.step from 1 to 2, but a run counts"):
+        fit(hooks=(lambda state: step(state, ONE)[0],))
+
+
 @pytest.mark.parametrize(("hooks", "message"), [
     (fl.progress(), "hooks as a tuple"), ((fl.progress,), r"Call it: progress\(...\)"),
     ((lambda state, out: state,), "takes the state and nothing else, but <lambda> takes"),

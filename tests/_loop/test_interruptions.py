@@ -1,14 +1,17 @@
 """Ctrl-C and signals."""
 
 import contextlib
+import os
 import signal
+import sys
 import time
+import types
 
 import attrs
 import pytest
 import torch
 from loop_cases import NUMBERS, ONE, fit, interrupting, press, raise_interrupt, step, terminate
-from sample_hooks import stop_at
+from sample_hooks import signal_at, start_again, stop_at
 
 import fnloop as fl
 from fnloop._loop import peers as consensus
@@ -50,6 +53,7 @@ def test_a_signal_in_the_hooks_at_an_epochs_end_ends_the_run_there(how, reason):
     hook = fl.when(lambda state: state.step == 3)(lambda state: (how(), state)[1])
     states = list(fl.run(step, toy(), [ONE] * 3, epochs=3, hooks=(hook,)))
     assert [(s.step, s.epoch, s.stop) for s in states] == [(3, 1, reason)]
+    start_again()
     assert fit(hooks=(hook,)).stop == reason  # at the last boundary of the run too
 
 
@@ -98,10 +102,10 @@ def test_an_evaluation_is_abandoned_where_a_scheduler_ends_the_job(
 
     settings = {"evaluate_every": every, "epochs": 2, "hooks": ()}
     loaders = ([ONE] * 3, [ONE] * 5)
+    whole = fl.fit(step, toy(), loaders, **settings)
     state = fl.fit(fl.pipeline()(loss_fn), toy(), loaders, **settings)
     assert (len(seen), state.step, len(state.history)) == (evaluated, steps, evaluated == 5)
     assert state.stop == ("SIGTERM" if how is terminate else "interrupted")
-    whole = fl.fit(step, toy(), loaders, **settings)
     assert_same(fl.fit(step, state, loaders, **settings), whole)
 
 
@@ -298,3 +302,149 @@ def test_a_signal_is_obeyed_soon_where_batches_become_slow(slow, monkeypatch):
     step = fl.pipeline()(loss_fn)
     state = fl.fit(step, toy(), loaders, evaluate_every=first, hooks=())
     assert state.stop == "SIGTERM" and batches[slow] <= 5
+
+
+# --- after an interruption no other run begins in this process
+
+
+INTERRUPTED = pytest.mark.parametrize(("how", "error", "status"), [
+    (press, KeyboardInterrupt, None), (terminate, SystemExit, 143),
+], ids=["Ctrl-C", "SIGTERM"])  # fmt: skip
+
+
+@INTERRUPTED
+@pytest.mark.parametrize("begin", [fl.fit, fl.run])
+def test_after_a_signal_another_run_does_not_begin_and_nothing_else_is_refused(
+    begin, how, error, status, caplog
+):
+    teacher = fl.fit(interrupting(2, how), toy(), NUMBERS, hooks=())
+    student = toy()
+    for other in (student, *fl.fork(teacher, {"lr": [1.0]}).values()):
+        with pytest.raises(error) as caught:
+            begin(step, other, NUMBERS, hooks=())
+    assert getattr(caught.value, "code", None) == status and student.step == 0
+    text = str(caught.value) if status is None else caplog.messages[-1]
+    reason = "interrupted" if status is None else "SIGTERM"
+    assert f"no other run begins after one was interrupted ({reason}, at step 2)" in text
+    assert fl.evaluate(step, student, NUMBERS) == {"loss": 0.0}
+    assert [*fl.predict(lambda model, batch: 1, student, NUMBERS)] == [1, 1, 1]
+    assert fl.snapshot(student).step == 0
+
+
+@INTERRUPTED
+@pytest.mark.parametrize("kind", ["itself", "a snapshot", "what is restored", "by its iterator"])
+def test_the_same_run_continues_and_takes_the_signal_back(kind, how, error, status, tmp_path):
+    state = fl.fit(interrupting(2, how), toy(), NUMBERS, hooks=())
+    if kind == "a snapshot":
+        state = fl.snapshot(state)
+    elif kind == "what is restored":
+        state = fl.restore(fl.save(state, tmp_path / "a"), toy())
+    if kind == "by its iterator":
+        *_, state = fl.run(step, state, NUMBERS, hooks=())
+    else:
+        state = fl.fit(step, state, NUMBERS, hooks=())
+    assert (state.step, state.model.w.item()) == (3, -6.0)
+    assert fit().step == 3  # another one
+
+
+def test_what_an_iterator_was_interrupted_in_counts_too():
+    *_, state = fl.run(interrupting(2, terminate), toy(), NUMBERS, epochs=3, hooks=())
+    assert (state.step, state.stop) == (2, "SIGTERM")
+    with pytest.raises(SystemExit):
+        fit()
+
+
+def test_the_end_of_the_time_of_a_job_counts_as_its_signal_does():
+    """A stop of another hook, and the limit of a run, end that run alone."""
+    for hook in (stop_at(1), fl.time_limit(seconds=1e-9)):
+        assert fit(hooks=(hook,)).step == 1
+    state = fit(hooks=(fl.time_limit(seconds=1e-9, per="job"),))
+    with pytest.raises(SystemExit) as caught:
+        fit()
+    assert caught.value.code == 143
+    assert fit(state).step == fit().step == 3
+
+
+def test_a_script_of_two_stages_that_is_started_again_comes_to_the_same(tmp_path):
+    """The student learns the w of the teacher, which is -6 only where that is finished."""
+
+    def script(name, *hooks):
+        start_again()
+        saves = lambda stage: fl.every(epochs=1)(fl.checkpoint(tmp_path / name / stage))
+        resumed = lambda stage: fl.resume(tmp_path / name / stage, toy())
+        teacher = fl.fit(step, resumed("t"), NUMBERS, epochs=1, hooks=(*hooks, saves("t")))
+        target = teacher.model.w.item()
+        data = [ONE * target] * 2
+        return fl.fit(step, resumed("s"), data, epochs=1, hooks=(saves("s"),)).model.w.item()
+
+    with pytest.raises(SystemExit):
+        script("cut", signal_at(2))
+    assert not (tmp_path / "cut/s").exists() or fl.latest(tmp_path / "cut/s") is None
+    assert script("cut") == script("whole") == 12.0
+
+
+class Requeues(fl.Hook):
+    """As ``requeue`` in a SLURM job."""
+
+    ends_run_on_usr1 = True
+
+    def __call__(self, state):
+        return state
+
+
+def test_sigusr1_counts_where_it_ends_the_run():
+    usr1 = lambda: os.kill(os.getpid(), signal.SIGUSR1)
+    assert fl.fit(interrupting(2, usr1), toy(), NUMBERS, hooks=()).step == fit().step == 3
+    state = fl.fit(interrupting(2, usr1), toy(), NUMBERS, hooks=(Requeues(),))
+    assert (state.step, state.stop) == (2, "SIGUSR1")
+    with pytest.raises(SystemExit) as caught:
+        fit()
+    assert caught.value.code == 128 + signal.SIGUSR1
+
+
+@INTERRUPTED
+@pytest.mark.parametrize("name", ["ps1", "IPython"])
+def test_in_an_interactive_session_another_run_begins(name, how, error, status, monkeypatch):
+    if name == "ps1":
+        monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    else:
+        shell = types.SimpleNamespace(get_ipython=lambda: types.SimpleNamespace())
+        monkeypatch.setitem(sys.modules, "IPython", shell)
+    assert fl.fit(interrupting(2, how), toy(), NUMBERS, hooks=()).step == 2
+    assert fit().step == 3
+
+
+def test_a_signal_while_the_handlers_are_installed_leaves_none(monkeypatch):
+    """Ctrl-C is the first that has one. Then what comes raises, and those before are put back."""
+    installed, install = [], signal.signal
+
+    def slow(number, handler):
+        installed.append(number)
+        if len(installed) == 2:
+            raise KeyboardInterrupt
+        return install(number, handler)
+
+    monkeypatch.setattr(signal, "signal", slow)
+    with pytest.raises(KeyboardInterrupt):
+        fit()
+    assert installed[0] == signal.SIGINT
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+class Slow(torch.nn.Dropout):
+    """Ctrl-C comes while it is put back into training mode."""
+
+    def train(self, mode=True):
+        if mode and not self.training:
+            press()
+        return super().train(mode)
+
+
+def test_ctrl_c_while_modes_are_put_back_waits_for_it():
+    model = torch.nn.Sequential(Slow(), torch.nn.Linear(1, 1), torch.nn.Dropout())
+    state = fl.TrainState.create(model, torch.optim.SGD(model.parameters()))
+    with pytest.raises(KeyboardInterrupt):
+        fl.evaluate(fl.pipeline()(lambda model, batch: model(batch).mean()), state, [ONE])
+    assert torch.is_grad_enabled() and all(module.training for module in model.modules())
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -29,6 +29,7 @@ import attrs
 import numpy as np
 import torch
 from loop_cases import generators
+from sample_hooks import start_again
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -459,6 +460,7 @@ def quiet():
 
 def train(world, state, cut=WHOLE):
     """Run the calls of ``fit`` of a program, from any state of it, to the cut if there is one."""
+    start_again()
     program = world.program
     world.cut, world.is_cut, world.points = cut, False, Counter()
     moments = {k: world._read(getattr(program, k)) for k in ("evaluate_every", "record_every")}

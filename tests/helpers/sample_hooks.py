@@ -6,6 +6,7 @@ import signal
 import attrs
 
 import fnloop as fl
+from fnloop._loop import peers
 
 
 class Notes:
@@ -31,6 +32,11 @@ def stop_at(step):
     return fl.when(lambda state: state.step == step)(
         lambda state: attrs.evolve(state, stop="enough")
     )
+
+
+def start_again():
+    """Let other runs begin after one that was interrupted, as a script that is started again."""
+    peers.forget_interruption()
 
 
 def signal_at(step, number=signal.SIGTERM):

@@ -12,6 +12,7 @@ import pytest
 from joined import rank, world
 from process_data import SIZE, Stream, loader, samples
 from process_problems import entropy, fitted
+from sample_hooks import start_again
 
 import fnloop as fl
 from fnloop.testing import assert_same
@@ -62,8 +63,10 @@ def outcome(state, folder=None):
 def terminate(folder):
     state = fitted(Long(), hooks=(saves(folder), at_update(20, signal.SIGTERM)))
     found = outcome(state, folder)
+    with pytest.raises(SystemExit) as refused:  # another run
+        fitted(Long())
     on = fl.fit(STEP, state, Long(), steps=state.step + 3, hooks=())
-    return {**found, "continued": on.step - state.step}
+    return {**found, "status": refused.value.code, "continued": on.step - state.step}
 
 
 def terminate_group(data):
@@ -150,7 +153,11 @@ DECISIONS = {
 
 
 def decisions(folder):
-    return {name: decide(folder / name) for name, decide in DECISIONS.items()}
+    found = {}
+    for name, decide in DECISIONS.items():
+        start_again()
+        found[name] = decide(folder / name)
+    return found
 
 
 @pytest.fixture(params=[2, 3])
@@ -167,6 +174,7 @@ def test_a_signal_to_one_process_stops_all_after_the_same_update_and_saves_once(
     step = found["counters"][0]
     assert found["stop"] == "SIGTERM" and 20 <= step < BATCHES
     assert found["kept"] == [f"step-{step:08d}"] and found["continued"] == 3
+    assert found["status"] == 143  # in all of them
     found = decided["SIGUSR1, then SIGTERM"]  # it is not lost
     assert found["stop"] == "SIGTERM" and 21 <= found["counters"][0] < BATCHES
     for name in ("SIGTERM to all", "SIGTERM to all, of a stream"):  # it does not end the workers

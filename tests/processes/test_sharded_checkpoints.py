@@ -7,10 +7,12 @@ import itertools
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import threading
 import time
+import warnings
 from pathlib import Path
 from unittest.mock import patch
 
@@ -28,6 +30,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import fnloop as fl
+from fnloop._backend.fsdp import local_part
 from fnloop._checkpoint import files
 from fnloop._checkpoint.format import Slices
 
@@ -454,3 +457,33 @@ def test_saving_and_restoring_take_little_more_memory_than_the_share_of_a_proces
     for found in launched(pairs, 2):
         saved, restored = found["memory"]
         assert saved < 0.3 and restored < 1.3, f"of a share: {saved:.2f} and {restored:.2f}"
+
+
+def spoilt(folder):
+    """Save a model with NaN in the part of the last process alone, and resume beside a good one."""
+    run, found = folder / "spoilt", {}
+    state = state_of(True)
+    for name, value in (("good", None), ("bad", float("nan")), ("worse", None)):
+        if value is not None and rank() == world() - 1:
+            with torch.no_grad():
+                local_part(state.model.first.weight).fill_(value)
+        fl.save(state, run / name)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        resumed = fl.resume(run, state_of(True, 0.0))
+    found["numbers"] = numbers(resumed)["model.first.weight"]
+    found["seen"] = [str(warning.message) for warning in seen]
+    found["finite"] = {
+        name: json.loads((run / name / "manifest.json").read_text())["finite"]
+        for name in ("good", "bad", "worse")
+    }
+    return found
+
+
+def test_nan_in_the_part_of_one_process_is_in_the_manifest_of_all(launched):
+    for process, found in enumerate(launched(spoilt, 2)):
+        assert found["finite"] == {"good": True, "bad": False, "worse": False}
+        assert found["numbers"] == ["torch.float32", *map(float, range(1, 21))]
+        said = "passed over.*worse are not finite .first.weight in model-00002-of-00002.safetensors"
+        assert len(found["seen"]) == (0 if process else 2)
+        assert process or re.search(said, found["seen"][0])
