@@ -48,6 +48,7 @@ from fnloop._checkpoint.format import (
 )
 from fnloop._checkpoint.optimizer import (
     SavedOptimizer,
+    Settings,
     copies_in,
     encode_own_optimizers,
     merge_processes,
@@ -203,6 +204,7 @@ class Restoring:
         path: the checkpoint, for messages.
         undone: what changes something in place enters here how that is put back if there is an
             exception.
+        settings: compares settings of the optimizers, and says which are not restored.
     """
 
     contents: Contents
@@ -211,6 +213,7 @@ class Restoring:
     strict: bool
     path: Path
     undone: contextlib.ExitStack
+    settings: Settings | None = None
 
     @functools.cached_property
     def tensors(self) -> dict[str, Tensor]:
@@ -798,7 +801,9 @@ def _prepare_optimizers(saved: Restoring) -> Load:
     processes, rank = saved.facts.get("processes"), saved.state.backend.rank
     if rank and "own_optimizers" in saved.facts and saved.is_of_as_many:
         facts, tensors = saved.facts["own_optimizers"][rank], saved.own("optimizer/")
-    optimizers = SavedOptimizer(facts, tensors, shapes, saved.path, processes)
+    optimizers = SavedOptimizer(
+        facts, tensors, shapes, saved.path, processes, settings=saved.settings
+    )
     # Before the check, which makes groups as they were.
     saved.undone.enter_context(optimizers_kept_on_error(saved.state))
     loads = prepare_loads(saved.state, optimizers, saved.strict)
