@@ -44,6 +44,7 @@ from fnloop._core.optimizers import (
     settings_of,
 )
 from fnloop._core.serialize import (
+    PAIRS,
     Json,
     Pending,
     as_number,
@@ -709,7 +710,7 @@ def _check_parameters(named: NamedOptimizer, saved: SavedOptimizer, strict: bool
     parameters, shape_of = named.parameters(), dict(saved.shapes)
     for name, p in parameters.items():
         if (value := saved.tensors.get(f"parameter.{name}")) is not None:
-            shape_of[name] = value.shape[:-1] if p.dtype is torch.complex128 else value.shape
+            shape_of[name] = value.shape[:-1] if p.dtype in PAIRS else value.shape
     mismatched = [
         name for name, p in parameters.items() if name in shape_of and shape_of[name] != p.shape
     ]
@@ -1362,7 +1363,7 @@ def _keep_group_objects(optimizer: Optimizer, groups: list[Group], objects: list
 def _save_beside(named: NamedOptimizer, tensors: dict[str, Tensor]) -> dict[str, Json]:
     for name, p in named.parameters().items():
         if name in named.foreign:
-            tensors[f"parameter.{name}"] = as_safetensor(p)
+            tensors[f"parameter.{name}"] = as_safetensor(p, name)
     return {}
 
 
@@ -1371,7 +1372,7 @@ def _prepare_beside(named: NamedOptimizer, saved: SavedOptimizer) -> Load:
         for name, p in named.parameters().items():
             value = saved.tensors.get(f"parameter.{name}")
             if value is not None and name not in saved.mismatched:
-                value = from_safetensor(value) if p.dtype is torch.complex128 else value
+                value = from_safetensor(value) if p.dtype in PAIRS else value
                 p.data.copy_(like_sharded(value, p))
 
     return load

@@ -81,6 +81,7 @@ class Hook:
     begins_everywhere: bool = False
     ends_run_on_usr1: bool = False
     untried: str | None = None
+    _saves: tuple[str, ...] = ()  # the parts of a state that it saves, which are tried beforehand
     _seen: History = History()
 
     def __call__(self, state: TrainState, /) -> TrainState:
@@ -310,6 +311,11 @@ def place_of(state: TrainState) -> tuple[int, int, int, int]:
 def every_layer(hooks: Iterable[Hook]) -> list[Hook]:
     """Return hooks and the hooks inside them."""
     return [layer for hook in hooks for layer in layers(hook)]
+
+
+def parts_saved(hooks: Iterable[Hook]) -> frozenset[str]:
+    """Return the parts of a state that hooks save."""
+    return frozenset(part for layer in every_layer(hooks) for part in layer._saves)
 
 
 def place_in(hooks: Sequence[Hook], hook: Hook) -> int:

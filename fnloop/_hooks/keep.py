@@ -41,7 +41,7 @@ from fnloop._checkpoint.retention import (
     release_claim,
     warn_unless_shared,
 )
-from fnloop._checkpoint.save import check_resumable, collect_contents, position_of
+from fnloop._checkpoint.save import check_saveable, collect_contents, position_of
 from fnloop._core.apart import average_inside, begin_again
 from fnloop._core.averages import Average
 from fnloop._core.history import (
@@ -110,9 +110,9 @@ class checkpoint(Hook):
 
     Raises:
         TypeError, ValueError: an argument is not what it should be.
-        CheckpointError: when a run begins: another run has checkpoints in the folder, or the
-            optimizer cannot be saved and restored exactly. When it saves: something in the state
-            cannot be saved.
+        CheckpointError: when a run begins: another run has checkpoints in the folder, something in
+            the state cannot be saved, or the optimizer cannot be restored exactly. When it saves:
+            something that the run has put into the state cannot be saved.
         ImportError: the package for such addresses is not installed.
         OSError: when a run begins: an address cannot be read or written. When it saves: the disk is
             full, or a checkpoint could not be uploaded.
@@ -131,9 +131,11 @@ class checkpoint(Hook):
 
     Notes:
         A folder belongs to one run (``state.run_id``). A run that was not resumed from it is
-        refused before its first update, and nothing in the folder is touched. Before this update, a
-        tiny copy of an optimizer that is not torch's is saved, restored and updated; one that does
-        not resume exactly is refused. Where that cannot be tried, a warning says so.
+        refused before its first update, and nothing in the folder is touched. Before this update,
+        all that is known to be saved is tried: what no checkpoint can hold is refused, by its place
+        in the state. A tiny copy of an optimizer that is not torch's is saved, restored and
+        updated; one that does not resume exactly is refused. Where that cannot be tried, a warning
+        says so.
 
         An address is one of fsspec, such as ``"s3://bucket/run"``. It needs the extra ``remote``,
         and the package of the address, such as s3fs. A checkpoint is written to a local folder,
@@ -196,6 +198,10 @@ class checkpoint(Hook):
         self._buffers: Contents | None = None  # host memory of the last copy, for reuse
 
     @property
+    def _saves(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.parts
+
+    @property
     def monitors(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The metrics that rank and name the checkpoints."""
         return self.named if self.best is None else (self.best, *self.named)
@@ -224,13 +230,12 @@ class checkpoint(Hook):
             )
 
     def begin(self, state: TrainState) -> TrainState:
-        """Claim the folder for this run, and check that the optimizer can be resumed.
+        """Claim the folder for this run, and check that its state can be saved and resumed.
 
         Raises:
-            CheckpointError: another run has checkpoints there, or the optimizer cannot be resumed.
+            CheckpointError: another run has checkpoints there, or the state cannot be.
         """
-        if "optimizer" in self.parts:
-            check_resumable(state)
+        check_saveable(state, self.parts)
         if state.run is not None:  # now, as the files of the code may be edited while it trains
             state.run.made_with()
         if self._remote is not None:

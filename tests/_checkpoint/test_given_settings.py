@@ -89,7 +89,7 @@ def test_a_run_that_is_given_the_same_rate_again_continues_bit_for_bit(tmp_path,
 
 
 def test_plateau_lowers_the_rate_that_is_given(tmp_path):
-    # The loss falls with each update, which is no improvement: a tenth after each record but one.
+    # The loss falls with each update, which is not an improvement: a tenth after each evaluation.
     step = fl.pipeline(fl.plateau("train/loss", mode="max", patience=1))(toy_loss)
     run = lambda state, epochs, *hooks: fl.fit(step, state, [ONE], epochs=epochs, hooks=hooks)
     run(toy(lr=1.0), 3, fl.checkpoint(tmp_path))
