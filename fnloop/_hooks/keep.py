@@ -8,7 +8,7 @@ import os
 import re
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,7 @@ from fnloop._core.history import (
 from fnloop._core.serialize import Json
 from fnloop._core.state import TrainState, take_ownership, unwrap, with_slot
 from fnloop._core.types import END, RECORD, Call
-from fnloop._display.checks import choice, describe, flag, integer, metric_name
+from fnloop._display.checks import choice, describe, flag, integer, metric_name, name_of_file
 from fnloop._display.screen import log
 from fnloop._display.tables import format_metric
 from fnloop._hooks.hook import Hook, every_layer
@@ -486,16 +486,22 @@ def _read_names(named: Sequence[str]) -> tuple[str, ...]:
             'checkpoint expects named as a tuple of metrics, such as ("valid/loss",); got '
             f"{describe(named)}"
         )
-    return tuple(metric_name("checkpoint", "named", name) for name in named)
+    names = tuple(metric_name("checkpoint", "named", name) for name in named)
+    longest = _spell(dict.fromkeys(names, -1.234e-300))
+    name_of_file("checkpoint", "names and values of the metrics in named", longest)
+    return names
 
 
 def _name_metrics(state: TrainState, named: Sequence[str]) -> str:
     """Return the part of a name that shows metrics, those that were recorded at this boundary."""
     values = metrics_here(state)
+    return _spell({name: values[name] for name in named if name in values})
+
+
+def _spell(values: Mapping[str, float]) -> str:
+    """Return metrics as names of checkpoints have them."""
     return "".join(
-        f"-{re.sub(r'[^A-Za-z0-9_.]+', '-', name)}={values[name]:.4g}"
-        for name in named
-        if name in values
+        f"-{re.sub(r'[^A-Za-z0-9_.]+', '-', name)}={value:.4g}" for name, value in values.items()
     )
 
 
