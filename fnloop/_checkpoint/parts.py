@@ -703,7 +703,7 @@ def _grown_alike(saved: Restoring, theirs: Mapping[str, object]) -> dict[str, Te
     }
 
 
-_ABSENT = torch.empty(0)
+_ABSENT = torch.empty(0)  # what stands for no buffer, where None is one without a value
 
 
 @contextlib.contextmanager
@@ -713,15 +713,14 @@ def _buffers_made(
     """Give a module buffers of the shapes of values. Take them back if there is an exception."""
     owners = {strip_compile_prefix(name): owner for name, owner in module.named_modules()}
     before: list[tuple[nn.Module, str, Tensor | None]] = []
-    for name, value in values.items():
-        prefix, _, own = name.rpartition(".")
-        table = buffers_of(owners[prefix])
-        was = table.get(own, _ABSENT)
-        place = was.device if isinstance(was, Tensor) else device
-        before.append((owners[prefix], own, was))
-        made = torch.empty(value.shape, dtype=value.dtype, device=place)
-        owners[prefix].register_buffer(own, made)
     try:
+        for name, value in values.items():
+            prefix, _, own = name.rpartition(".")
+            owner, was = owners[prefix], buffers_of(owners[prefix]).get(own, _ABSENT)
+            place = device if was is None or was is _ABSENT else was.device
+            made = torch.empty(value.shape, dtype=value.dtype, device=place)
+            owner.register_buffer(own, made)
+            before.append((owner, own, was))
         yield
     except BaseException:
         for owner, own, was in before:

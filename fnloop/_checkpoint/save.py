@@ -33,6 +33,7 @@ from fnloop._checkpoint.format import (
     COLLECTED,
     NEWER_FORMAT,
     PARTS,
+    TRAINED,
     CheckpointError,
     Contents,
     keep_own_share,
@@ -58,7 +59,7 @@ from fnloop._core.history import History, metrics_here
 from fnloop._core.optimizers import optimizers_in, wants_closure
 from fnloop._core.rng import isolated, seed_host, torch_seeder
 from fnloop._core.serialize import Json, copy_flattened, find_difference, flattened_kind
-from fnloop._core.state import TrainState, check_not_stale, detached_from_run
+from fnloop._core.state import TrainState, check_not_stale, detached_from_run, unwrap
 from fnloop._display.screen import log, warn_once
 from fnloop._step.engine import engine_of
 from fnloop._version import __version__
@@ -227,10 +228,12 @@ def check_encodable(state: TrainState, parts: Collection[str]) -> None:
 
 def _encode_parts(state: TrainState, parts: Sequence[str]) -> None:
     saving = Saving(state, state.run, parts, encode_whole_history)
+    unfinished = any(map(nn.parameter.is_lazy, unwrap(state).parameters()))  # until a first batch
     with _refusing():
         check_mapping("slots", state.slots)
         for part in EVERY_PART:
-            if part.encode is not None and part.name in parts:
+            later = unfinished and part.name in ("model", TRAINED)
+            if part.encode is not None and part.name in parts and not later:
                 part.encode(saving)
 
 

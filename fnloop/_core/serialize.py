@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fnloop._backend.containers import SEQUENCES, pairs_of, parts_of, with_parts
 from fnloop._backend.fsdp import WHOLE, local_part
@@ -353,6 +353,8 @@ def as_safetensor(tensor: Tensor, path: str = "it") -> Tensor:
 
 def _find_obstacle(tensor: Tensor) -> str | None:
     """Return what of a tensor safetensors cannot hold; None if nothing."""
+    if nn.parameter.is_lazy(tensor):
+        return "whose size is not known yet"
     if tensor.is_meta:
         return "meta"
     if tensor.layout is not torch.strided:

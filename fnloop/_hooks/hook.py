@@ -262,6 +262,10 @@ class Wrapper(Hook):
         """As the hook itself."""
         return self.hook.ends_run_on_usr1
 
+    @property
+    def _saves(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.hook._saves
+
     def take_back(self, state: TrainState) -> TrainState:
         """Take back a stop."""
         return self.hook.take_back(state)
@@ -315,7 +319,7 @@ def every_layer(hooks: Iterable[Hook]) -> list[Hook]:
 
 def parts_saved(hooks: Iterable[Hook]) -> frozenset[str]:
     """Return the parts of a state that hooks save."""
-    return frozenset(part for layer in every_layer(hooks) for part in layer._saves)
+    return frozenset(part for hook in hooks for part in hook._saves)
 
 
 def place_in(hooks: Sequence[Hook], hook: Hook) -> int:
