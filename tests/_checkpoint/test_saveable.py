@@ -139,6 +139,26 @@ def test_the_trial_reads_and_copies_no_tensor():
     assert set(called) <= {"aten::detach", "aten::empty_like"}
 
 
+def test_a_model_whose_sizes_the_first_batch_decides_is_tried_without_its_weights(tmp_path):
+    model = nn.Sequential(nn.LazyLinear(1), nn.LazyBatchNorm1d())
+    state = fl.TrainState.create(model, torch.optim.SGD(model.parameters(), 0.1), seed=0)
+    trained = fl.pipeline()(lambda model, batch: model(batch).mean())
+    with pytest.raises(fl.CheckpointError, match=r"model\.0\.weight is a tensor \(whose size"):
+        fl.save(state, tmp_path / "a")
+    state = fl.fit(trained, state, [torch.ones(3, 2)], hooks=(fl.checkpoint(tmp_path / "run"),))
+    assert state.step == 1 and fl.latest(tmp_path / "run") is not None
+
+
+def test_a_dry_run_reports_what_cannot_be_saved(tmp_path):
+    for tried, state in (
+        (fl.pipeline(keeps())(toy_loss), toy()),
+        (fl.pipeline()(toy_loss), attrs.evolve(toy(), extra={"where": [PATH]})),
+    ):
+        report = fl.dry_run(tried, state, [ONE] * 3, (fl.checkpoint(tmp_path / "run"),))
+        assert len(report.problems) == 2  # of the hook, and of a resume
+        assert all("where.0 is a PosixPath" in str(problem) for problem in report.problems)
+
+
 # --- tensors
 
 
