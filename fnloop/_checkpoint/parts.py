@@ -547,19 +547,17 @@ def _encode_module(saving: Saving) -> dict[str, Json]:
 
 def _check_complete(state: TrainState, saved: Mapping[str, Tensor]) -> None:
     """Raise ValueError if a parameter that is trained is not among the tensors of its model."""
-    module, ids = unwrap(state), {id(p) for g in groups_in(state.optimizer) for p in g["params"]}
-    names = {
-        strip_compile_prefix(name): p
-        for name, p in module.named_parameters()
-        if p.requires_grad and id(p) in ids
-    }
-    if not (missing := names.keys() - saved.keys()):
+    module = unwrap(state)
+    names = [(strip_compile_prefix(name), p) for name, p in module.named_parameters()]
+    missing = [(name, p) for name, p in names if name not in saved and p.requires_grad]
+    if not missing:
         return
+    trained = {id(p) for group in groups_in(state.optimizer) for p in group["params"]}
     storages = {local_part(t).untyped_storage().data_ptr() for t in saved.values()}
     left = [
         name
-        for name, p in names.items()
-        if name in missing and local_part(p).untyped_storage().data_ptr() not in storages
+        for name, p in missing
+        if id(p) in trained and local_part(p).untyped_storage().data_ptr() not in storages
         if not loads_other_names(module, name)
     ]
     if left:
@@ -578,7 +576,7 @@ def _encode_model(
     With ``trained``, only the parameters that require gradients are saved.
     """
     extra, pairs = {}, []
-    learning = {name for name, p in _parameters(module) if p.requires_grad}
+    learning = {name for name, p in _parameters(module) if p.requires_grad} if trained else ()
     if trained and not learning:
         raise ValueError('only=("trained",) saves the parameters that require gradients; none does')
     for spelled, value in module.state_dict().items():

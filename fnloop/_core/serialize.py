@@ -322,7 +322,7 @@ def copy_flattened(value: object) -> Tensor | None:
 PAIRS = (torch.complex32, torch.complex128)  # which safetensors lacks: pairs of numbers in a file
 _FLOAT8 = ("e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu")
 _HELD = frozenset(  # the dtypes of torch that safetensors writes and reads
-    f"torch.{name}"
+    getattr(torch, name, torch.bool)  # an older torch lacks some
     for name in (
         *("bool", "float16", "bfloat16", "float32", "float64", "complex64"),
         *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),
@@ -353,15 +353,16 @@ def as_safetensor(tensor: Tensor, path: str = "it") -> Tensor:
 
 def _find_obstacle(tensor: Tensor) -> str | None:
     """Return what of a tensor safetensors cannot hold; None if nothing."""
-    if nn.parameter.is_lazy(tensor):
+    plain = tensor.__class__ in WHOLE
+    if not plain and nn.parameter.is_lazy(tensor):
         return "whose size is not known yet"
     if tensor.is_meta:
         return "meta"
     if tensor.layout is not torch.strided:
         return f"{tensor.layout} {tensor.dtype}"
-    if tensor.dtype not in PAIRS and str(tensor.dtype) not in _HELD:
+    if tensor.dtype not in _HELD and tensor.dtype not in PAIRS:
         return str(tensor.dtype)
-    if tensor.__class__ in WHOLE:
+    if plain:
         return None
     part = local_part(tensor)
     if flattened_kind(part) is not None or not _has_memory(part):
