@@ -201,6 +201,26 @@ def loads_by_itself(module: nn.Module) -> bool:
     return own is not usual and not hooked
 
 
+def is_extra_state(name: str) -> bool:
+    """Return whether a name in a state_dict is that of what ``get_extra_state`` returned."""
+    return name.rpartition(".")[2] == "_extra_state"
+
+
+def loads_other_names(module: nn.Module, name: str) -> bool:
+    """Return whether a tensor may be saved under another name, or loaded in another way.
+
+    So it may where a module that it is in loads in a way of its own, or where a hook takes part.
+    Fallback: yes.
+    """
+    inside, usual = module, getattr(nn.Module, "_load_from_state_dict", None)
+    for part in (None, *name.split(".")[:-1]):
+        inside = inside if part is None else getattr(inside, part, None)
+        own = getattr(type(inside), "_load_from_state_dict", None)
+        if own is not usual or getattr(inside, "_load_state_dict_pre_hooks", True):
+            return True
+    return False
+
+
 def base_of(view: Tensor) -> Tensor | None:
     """Return the tensor that a view was made of; None if it is not a view, or cannot be known."""
     return getattr(view, "_base", None)

@@ -156,6 +156,7 @@ STATE_SHAPE: Shape = {
         "complex?": NAMES,
         "frozen?": NAMES,
         "evaluating?": NAMES,
+        "grown?": {"*": (None, [COUNT])},
     },
     "optimizer?": ({"several": {"*": _OPTIMIZER}}, _OPTIMIZER),
     "apart?": {"own": dict, "used": bool, "outer": (None, dict)},

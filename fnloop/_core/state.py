@@ -78,10 +78,13 @@ class Ownership(Generic[State]):
         seconds: the seconds that runs of this state have taken, until it last left one.
         copies: checksums of what was restored of the state of optimizers, where another process may
             be the one that continues it: the module ``optimizers`` of checkpoints uses them.
+        buffers: name to shape of the buffers of the model before its first run or restore; None
+            before that.
     """
 
     __slots__ = (
         "__weakref__",
+        "buffers",
         "compared",
         "copies",
         "equal_at",
@@ -97,9 +100,10 @@ class Ownership(Generic[State]):
         own_metrics: Iterable[str] = (),
         seconds: float = 0.0,
         copies: Mapping[tuple[str, ...], str] = MappingProxyType({}),
+        buffers: Mapping[str, torch.Size] | None = None,
     ) -> None:
         self.own_metrics, self.seconds = set(own_metrics), seconds
-        self.copies = dict(copies)
+        self.copies, self.buffers = dict(copies), buffers
         self.generation: int | None = 0  # None while an optimizer changes the parameters
         self.newest: State | None = None  # what the last update made, until it is counted
         # Where the weights of all processes were last compared, and how far norms were apart.
@@ -109,7 +113,9 @@ class Ownership(Generic[State]):
 
     def for_copy(self, generation: int) -> Ownership[State]:
         """Return the ownership of a copy of the state of a generation, whose own begins at 0."""
-        made: Ownership[State] = Ownership(self.own_metrics, self.seconds, self.copies)
+        made: Ownership[State] = Ownership(
+            self.own_metrics, self.seconds, self.copies, self.buffers
+        )
         made.compared = self.compared[0] - generation, self.compared[1]
         made.equal_at = self.equal_at
         return made
@@ -563,6 +569,21 @@ def clear_parameter_cache(state: TrainState) -> None:
 def ownership_of(state: TrainState) -> Ownership[TrainState]:
     """Return what the states of one model and one optimizer share."""
     return state._ownership
+
+
+def shapes_of_buffers(module: nn.Module) -> dict[str, torch.Size]:
+    """Return the shapes of the buffers of a module by name."""
+    return {
+        torch_compat.strip_compile_prefix(name): buffer.shape
+        for name, buffer in module.named_buffers(remove_duplicate=False)
+        if not nn.parameter.is_lazy(buffer)
+    }
+
+
+def note_buffers(state: TrainState) -> None:
+    """Note the shapes of buffers before the first run or restore of a state."""
+    if state._ownership.buffers is None:
+        state._ownership.buffers = shapes_of_buffers(unwrap(state))
 
 
 def generation_of(state: TrainState) -> int:

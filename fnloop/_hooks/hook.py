@@ -96,6 +96,7 @@ class Hook:
     begins_everywhere: bool = False
     ends_run_on_usr1: bool = False
     untried: str | None = None
+    _saves: tuple[str, ...] = ()  # the parts of a state that it saves, which are tried beforehand
     _seen: History = History()
     _of_user: bool = False
 
@@ -290,6 +291,10 @@ class Wrapper(Hook):
         """As the hook itself."""
         return self.hook.ends_run_on_usr1
 
+    @property
+    def _saves(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.hook._saves
+
     def take_back(self, state: TrainState) -> TrainState:
         """Take back a stop."""
         return self.hook.take_back(state)
@@ -373,6 +378,11 @@ def place_of(state: TrainState) -> tuple[int, int, int, int]:
 def every_layer(hooks: Iterable[Hook]) -> list[Hook]:
     """Return hooks and the hooks inside them."""
     return [layer for hook in hooks for layer in layers(hook)]
+
+
+def parts_saved(hooks: Iterable[Hook]) -> frozenset[str]:
+    """Return the parts of a state that hooks save."""
+    return frozenset(part for hook in hooks for part in hook._saves)
 
 
 def place_in(hooks: Sequence[Hook], hook: Hook) -> int:

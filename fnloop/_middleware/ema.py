@@ -204,6 +204,7 @@ def _make(
         init=lambda state: first_average(state, name, bool(evaluate), only),
         evaluation=EvaluateAverage(name, evaluate == "only") if evaluate else None,
         check=_check_members,
+        adds=(),
     )
 
 
@@ -244,6 +245,7 @@ def _check_name(owner: str, name: str) -> None:
             f"{owner} expects name as letters, digits, _ and -, and none of "
             f"{', '.join(_FILES)}, because a checkpoint has a file of this name; got {name!r}"
         )
+    checks.name_of_file(owner, "name", name)
     if name in _KNOWN:
         raise ValueError(
             f"{owner} expects name as another one than {', '.join(_KNOWN)}, which are names of "

@@ -77,6 +77,7 @@ def skip_nonfinite(limit: int = 10) -> Middleware:
         step=_stop_after(limit),
         init=lambda state: Streak(),
         check=sees_whole_updates("skip_nonfinite"),
+        adds=(),
     )
 
 
@@ -220,6 +221,7 @@ def spike_guard(window: int = 100, ratio: float = 2.0, then: str = "skip") -> Mi
         init=init,
         check=sees_whole_updates("spike_guard"),
         check_state=_check_whole if then == "back" else None,
+        adds=(),
     )
 
 

@@ -94,6 +94,7 @@ def local_sgd(every: int = 8, outer: Outer | None = None) -> Middleware:
         init=lambda state: Apart(),
         check=_check_members,
         check_state=_check_state,
+        adds=(),
     )
 
 

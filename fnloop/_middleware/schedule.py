@@ -172,7 +172,9 @@ def schedule(
                 group[SCHEDULED + field] = number_in(group, field)
         return _stretch(state)[1]
 
-    return Middleware(name, step=wrap, init=init, check=_check_overlap, per_phase=True)
+    return Middleware(
+        name, step=wrap, init=init, check=_check_overlap, per_phase=True, adds=(field,)
+    )
 
 
 def _names(only: str | Sequence[str] | None) -> tuple[str, ...] | None:
@@ -534,7 +536,7 @@ def torch_scheduler(
 
         return scheduled
 
-    return Middleware(slot, step=wrap, init=init, per_phase=True)
+    return Middleware(slot, step=wrap, init=init, per_phase=True, adds=("lr",))
 
 
 def _optimizer_of(state: TrainState, only: str | None) -> Optimizer:
@@ -816,7 +818,7 @@ def plateau(
 
         return lowered
 
-    return Middleware("plateau", step=wrap, check=_check, monitors=key)
+    return Middleware("plateau", step=wrap, check=_check, monitors=key, adds=())
 
 
 def _check(listed: Sequence[Middleware]) -> None:

@@ -376,6 +376,10 @@ class _Tried(Wrapper):
     def __init__(self, hook: Hook) -> None:
         self.hook, self.error = hook, None
 
+    @property
+    def _saves(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return ()  # what cannot be saved is a problem of the hook, and ends no run
+
     def _try(self, call: Callable[[], Result], otherwise: Result) -> Result:
         if self.error is not None:
             return otherwise

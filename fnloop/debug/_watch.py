@@ -147,6 +147,7 @@ def watch(every: int = 50, only: Selectors | None = None) -> Middleware:
         update=update,
         check=_check,
         check_state=lambda state, listed: _check_state(state, selectors),
+        adds=(WATCH,),
     )
 
 
