@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from fnloop._backend.collectives import gather_from_all, gather_objects, gather_shares
+from fnloop._backend.containers import is_out_of_memory
 from fnloop._backend.fsdp import is_sharded, like_sharded, local_part
 from fnloop._backend.processes import Backend
 from fnloop._backend.torch_compat import loads_by_itself, strip_compile_prefix
@@ -707,8 +708,10 @@ def _resizes(module: nn.Module, name: str, there: object, here: object) -> bool:
     try:
         trial = copy.deepcopy(owner, {id(p): p for p in owner.parameters()})
         trial.load_state_dict({own: there}, strict=False)
-    except Exception:  # it is refused, by name
-        return False
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        return False  # it is refused, by name
     return trial.get_buffer(own).shape == there.shape  # type: ignore[attr-defined]
 
 
