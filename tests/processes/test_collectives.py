@@ -12,7 +12,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from joined import rank, said, world
 from process_data import SIZE, batches, loader, samples
-from process_problems import adam_sgd, created, entropy, fitted
+from process_problems import adam_sgd, created, entropy, fitted, sgd
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, DistributedSampler, Sampler
 
 import fnloop as fl
 from fnloop._backend.collectives import all_reduce_max, start_all_reduce_sum
+from fnloop.schedules import linear
 
 pytestmark = pytest.mark.slow
 
@@ -46,6 +47,9 @@ def exchange(folder):
         **refused,
         "running": fl.gather(running),
         "no folder": said(lambda: fl.save(created(), Path(__file__) / "checkpoint")),
+        "own settings": made_by(lambda: writing("1"), lambda: writing("0"))().step,
+        "own logs": made_by(lambda: writing("1"))().step,
+        "same settings": made_by(lambda: fl.clip(max_norm=1), lambda: fl.clip(1.0))().step,
         "fit": fitted(batches(3)).step,  # after all that, it still works
     }
 
@@ -104,6 +108,28 @@ def tree(found):
 
 # Create the state of a model that one process makes in another way.
 made = lambda make: lambda: created(make=make)
+
+
+def made_by(one, others=None, turns=False):
+    """Train with a middleware that process 1 makes in another way."""
+
+    def train():
+        member = one() if rank() == 1 else others and others()
+        step = fl.pipeline(*([member] if member else []))(entropy)
+        step = fl.alternate({"matrices": STEP, "rest": step}) if turns else step
+        return fl.fit(step, created(optimizer=adam_sgd if turns else sgd), batches(3), hooks=())
+
+    return train
+
+
+@fl.middleware("gradient")
+def halve(_):
+    return lambda step: step
+
+
+@fl.middleware("step")
+def writing(_):
+    return lambda step: step
 
 
 DIVERGED = "RuntimeError: the processes have diverged: "
@@ -173,6 +199,19 @@ REFUSED = {
     "a parameter that the loss function moves": (
         lambda: fitted(batches(3), loss=moves_a_parameter),
         f"{DIVERGED}the norm of the weight mean is from "),
+    "a setting of a middleware": (
+        made_by(lambda: fl.local_sgd(3), lambda: fl.local_sgd(2, sgd)),
+        f"{DIVERGED}process 1 has local_sgd(3) where process 0 has local_sgd(2, sgd). "),
+    "a setting of a schedule": (
+        made_by(lambda: fl.schedule(linear(warmup=3)), lambda: fl.schedule(linear(warmup=2))),
+        f"{DIVERGED}process 1 has schedule(linear(warmup=3)) where process 0 has schedule(linear("),
+    "a middleware of one process": (
+        made_by(lambda: fl.clip(1.0)),
+        f"{DIVERGED}process 1 has clip(1.0), and process 0 does not. All processes must make"),
+    "gradients of one process": (
+        made_by(lambda: halve(2)), f"{DIVERGED}process 1 has halve(2), and process 0 does not. "),
+    "turns of one process": (
+        made_by(lambda: fl.clip(1.0), turns=True), f"{DIVERGED}process 1 has clip(1.0), and "),
     "nothing to evaluate": (
         lambda: fl.evaluate(STEP, created(), []),
         "ValueError: the loader to evaluate gave no batch"),
@@ -200,6 +239,7 @@ def test_collectives(launched, n):
     }
     for mine in launched(exchange, n):
         assert {name: mine[name] for name in expected} == expected
+        assert mine["own settings"] == mine["own logs"] == mine["same settings"] == mine["fit"] > 0
         assert len({*mine["running"]}) == 1 and mine["running"][0] > 0
 
 
