@@ -54,6 +54,13 @@ from fnloop._backend.torch_compat import (
     meeting_in,
     process_groups,
 )
+from fnloop._backend.wrappers import (
+    check_averages_once,
+    check_engines,
+    check_settings_kept,
+    check_whole,
+    settings_of,
+)
 from fnloop._display import checks
 from fnloop._display.screen import log
 
@@ -1184,12 +1191,14 @@ def join(
     Raises:
         RuntimeError: there are several processes, but they could not be joined, or they have
             different models.
-        NotImplementedError: accelerate is configured for an engine that runs the training step.
+        NotImplementedError: accelerate is configured for an engine that runs the training step; or
+            the model is in a wrapper that does, or has settings that would not be kept.
         ValueError: the model has lazy parameters, and there are several processes; or ``data`` is
             of another mesh.
     """
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        model = model.module
+    wrapped = model if isinstance(model, nn.parallel.DistributedDataParallel) else None
+    model = model if wrapped is None else wrapped.module
+    check_engines(model)
     optimizers = [*map(_without_wrapper, optimizers)]
     if isinstance(given, Backend):
         return model, optimizers, given
@@ -1205,6 +1214,10 @@ def join(
         backend = backend_of(found)
     if backend.world_size == 1:
         return model, optimizers, attrs.evolve(backend, device=_device_of(model))
+    check_averages_once(model)
+    check_settings_kept(backend.settings, model)
+    if wrapped is not None:
+        backend = _with_settings(backend, wrapped)
     if any(map(nn.parameter.is_lazy, model.parameters())):
         raise ValueError(
             "the model has lazy parameters, which have no shape yet: call it once, model(x), "
@@ -1212,6 +1225,7 @@ def join(
         )
     control_group()  # making it is a collective, and every process comes here
     check_collective_count(backend.device)
+    on_every_process(lambda: check_whole(model), "the comparison of the models")
     _check_same_model(model, optimizers)
     sharded, row = is_sharded(model), list[int]()
     share, ranks = check_sharded(model) if sharded else (backend.rank, [*range(backend.world_size)])
@@ -1237,6 +1251,13 @@ def join(
     weights = [p.detach() for p in (*model.parameters(), *beside, *model.buffers())]
     broadcast_tensors(weights, _WEIGHTS)
     return model, optimizers, backend
+
+
+def _with_settings(backend: Backend, wrapped: nn.parallel.DistributedDataParallel) -> Backend:
+    """Return a backend with the settings and the communication hook of a user's DDP."""
+    settings, register = settings_of(wrapped)
+    prepare = backend.prepare if register is None else register
+    return attrs.evolve(backend, settings={**backend.settings, **settings}, prepare=prepare)
 
 
 def _check_same_model(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:

@@ -406,6 +406,26 @@ def broadcast_coalesced(group: dist.ProcessGroup | None, tensors: list[Tensor]) 
         t.copy_(dense)
 
 
+def hooks_of_ddp(ddp: DistributedDataParallel) -> list[tuple[Callable[..., Any], object]]:
+    """Return the communication hooks of a DDP, each with its state.
+
+    Raises:
+        RuntimeError: torch does not tell.
+        NotImplementedError: a hook is one of torch's own in C++, which has no object.
+    """
+    hooks = getattr(ddp, "_comm_hooks", None)
+    if hooks is None:
+        raise _missing("DistributedDataParallel._comm_hooks", "to keep your communication hook")
+    tell = getattr(ddp, "_get_ddp_logging_data", dict)
+    if not hooks and (builtin := tell().get("comm_hook")):
+        raise NotImplementedError(
+            f"this model is in DistributedDataParallel with the hook {builtin}, which cannot be "
+            "taken over. Register a function: model.register_comm_hook(None, "
+            "torch.distributed.algorithms.ddp_comm_hooks.default_hooks.fp16_compress_hook)"
+        )
+    return [*hooks]
+
+
 def reduce_in_backward(ddp: DistributedDataParallel, loss: Tensor) -> Any:
     """Return a loss whose backward averages gradients over processes, in buckets that stay as made.
 
