@@ -37,7 +37,7 @@ from fnloop._backend.containers import (
     to_device,
     with_parts,
 )
-from fnloop._backend.fsdp import check_sharded, is_sharded, local_part
+from fnloop._backend.fsdp import check_sharded, is_sharded, is_split_alone, local_part
 from fnloop._backend.processes import (
     Backend,
     accelerator,
@@ -131,7 +131,7 @@ def share_data(ranks: Sequence[int], row: Sequence[int] = ()) -> None:
         raise NotImplementedError(
             f"this model shares the data among {len(ranks)} processes, and another model of this "
             f"program among {len(_sharing)}. Give all of them the same mesh, and the same data=: "
-            "tensor parallelism, parts of batches, or none"
+            "tensor parallelism, parts of batches, or none. Or train each in a program of its own"
         )
     _sharing[:], _row[:] = ranks, row
 
@@ -1240,8 +1240,11 @@ def join(
         backend, ranks, row = _dealt_along(data, backend)
     share_data(ranks, row)
     if sharded:
-        beside = parameters_beside(model, optimizers)
-        broadcast_tensors([p.detach() for p in beside], _WEIGHTS)
+        alike = parameters_beside(model, optimizers)
+        if is_split_alone(model):
+            held = (*model.parameters(), *model.buffers())
+            alike += [tensor for tensor in held if local_part(tensor) is tensor]
+        broadcast_tensors([p.detach() for p in alike], _WEIGHTS)
         return model, optimizers, backend
     if found is not None and found.distributed_type == "FSDP":
         model, optimizers = fully_sharded(found, model, optimizers)

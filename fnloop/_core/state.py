@@ -1205,9 +1205,11 @@ def _raise_apart(state: TrainState, name: str, norm: float, what: str) -> NoRetu
 
 def _norms(state: TrainState) -> dict[str, float]:
     """Return the norm of each parameter that every process has the same copy of."""
-    if is_sharded(state.model) or has_moved(state):
+    if has_moved(state):
         return {}
-    named = {name: p.detach() for name, p in state.model.named_parameters() if _has_norm(p)}
+    every, sharded = state.model.named_parameters(), is_sharded(state.model)
+    chosen = ((k, p) for k, p in every if _has_norm(p) and (p.requires_grad or not sharded))
+    named = {name: p.detach() for name, p in chosen if local_part(p) is p}
     if not named:
         return {}
     norms = torch.stack([norm.double() for norm in torch_compat.foreach_norm([*named.values()])])
