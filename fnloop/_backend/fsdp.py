@@ -1,4 +1,4 @@
-"""Models whose parameters are sharded over processes (``torch.distributed.fsdp.fully_shard``)."""
+"""Models whose parameters are sharded over processes, by ``fully_shard`` or tensor parallelism."""
 
 from __future__ import annotations
 

@@ -257,7 +257,8 @@ class TrainState:
         Args:
             model: any module. A single process uses it as it is, on the device of its parameters.
                 With several processes (``torchrun``, ``accelerate launch``) it is moved to the
-                device of its process; a model sharded with ``fully_shard`` stays as it is. A
+                device of its process; a model sharded with ``fully_shard``, or split with
+                ``parallelize_module`` over all processes, stays as it is. A
                 ``DistributedDataParallel`` is taken off, and its settings and its communication
                 hook are kept.
             optimizer: a torch.optim optimizer of its parameters; or a mapping of several by name,

@@ -249,12 +249,20 @@ def _read(
 
     def evaluate(name: str, seen: tuple[str, Batch, str]) -> Batch:
         before, batch, after = seen
-        items = _items(step, begun, batch)
+        try:
+            items = _items(step, begun, batch)
+        except Exception:
+            if name != "train":
+                raise
+            # A run evaluates no batch of it, and a loss function may be for training only.
+            loader = sharded([batch])
+            advance_copy(step, at_start_of_epoch(state), {"train": loader}, 1, state.epoch + 2)
+            items = f"{batch_size_of(batch)} items, its leading dimension"
         found[name] = Finding("loader", name, f"{before}; {items}; {after}")
         return batch
 
     read = without_those_that_raise(loaders, lambda name, one: _read_one(state, name, one))
-    begun = at_start_of_run(plan, state) if "train" in read else state
+    begun = at_start_of_run(plan, state, step) if "train" in read else state
     first = without_those_that_raise(read, evaluate)
     return [found[name] for name in loaders if name in found], first
 
@@ -584,12 +592,18 @@ def at_start_of_epoch(state: TrainState) -> TrainState:
     )  # fmt: skip
 
 
-def at_start_of_run(plan: Plan, state: TrainState) -> TrainState:
-    """Return a copy of a state, at the start of its epoch, that knows the facts about its run."""
+def at_start_of_run(plan: Plan, state: TrainState, step: PipelineStep | None = None) -> TrainState:
+    """Return a copy of a state as a run begins with it: with the facts about it, and all slots.
+
+    Args:
+        plan: the plan of the run.
+        state: the state.
+        step: the step that makes the slots; that of the plan by default.
+    """
     copied = at_start_of_epoch(state)
     source = open_loader(plan.loaders.train, copied, plan.total)
     run = describe(plan, copied, source, (*plan.loaders.evaluated,), None)
-    return attrs.evolve(copied, run=run)
+    return (step or plan.step).init_slots(attrs.evolve(copied, run=run))
 
 
 def with_members(

@@ -31,7 +31,6 @@ from fnloop._loop.plan import Plan, check_step, make_plan
 from fnloop._middleware.accumulate import accumulate, microbatch
 from fnloop._step.pipeline import LossStep, PipelineStep, RawStep
 from fnloop._tools.dry_run import (
-    AVERAGES,
     EVALUATED,
     RATES,
     REPORTS,
@@ -295,7 +294,7 @@ def _named(changed: tuple[Source, ...]) -> str:
 # Whether accumulated batches give the gradient of one batch of all their items.
 
 KIND, NAME = "accumulation", "update"
-_LEFT_OUT = (*RATES, *AVERAGES, *REPORTS, accumulate, microbatch, audit, watch)
+_LEFT_OUT = (*RATES, *REPORTS, accumulate, microbatch, audit, watch)
 _Made = dict[str, Tensor]
 
 
@@ -320,6 +319,15 @@ def check_accumulation(step: PipelineStep, state: TrainState, plan: Plan) -> Fin
             return Finding(KIND, NAME, f"not checked: {error}")
         rough = step.precision_in(state) is not None
         compare = _comparing(step, copied, batches, joined, rough)
+        whole = with_members(step, _LEFT_OUT)
+        try:
+            one, other = (_gradients(whole, copied(), joined, _without_dropout) for _ in range(2))
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+            return Finding(KIND, NAME, f"not checked: two batches joined in one raise {text}")
+        if _difference(one, other, rough) is not None:
+            text = "not checked: the gradient of one batch differs with what is drawn"
+            return Finding(KIND, NAME, text)
         found = compare(_without_dropout)
         if found is None:
             return Finding(KIND, NAME, "two batches give the gradient of one with all their items")
@@ -385,16 +393,19 @@ def _comparing(
     def compare(change: Callable[[nn.Module], None]) -> str | None:
         a = _gradients(parts, copied(), batches, change)
         b = _gradients(whole, copied(), joined, change)
-        if not a or not b:
-            return _NO_GRADIENTS
-        least = SMALL * math.hypot(*map(_norm, b.values()))
-        for name, grad in b.items():
-            off = _norm(a[name] - grad) / max(_norm(grad), least, 1e-300)
-            if not off <= tolerance_of(grad.dtype, rough):
-                return f"the gradient of {name} differs by {off:.3g} of its norm"
-        return None
+        return _NO_GRADIENTS if not a or not b else _difference(a, b, rough)
 
     return compare
+
+
+def _difference(a: _Made, b: _Made, rough: bool) -> str | None:
+    """Return which gradient of a differs from that of b by more than rounding, or None."""
+    least = SMALL * math.hypot(*map(_norm, b.values()))
+    for name, grad in b.items():
+        off = _norm(a[name] - grad) / max(_norm(grad), least, 1e-300)
+        if not off <= tolerance_of(grad.dtype, rough):
+            return f"the gradient of {name} differs by {off:.3g} of its norm"
+    return None
 
 
 def _gradients(

@@ -173,6 +173,36 @@ def test_a_trial_knows_of_the_run_what_fit_does(name, length, caplog):
     assert check_script(VALID[name], state(), loaders).problems == ()
 
 
+def test_a_loss_function_may_be_for_training_only():
+    """A gradient penalty has no gradient in an evaluation, and a teacher is a slot of the run."""
+
+    def penalty(model, batch):
+        x = batch.clone().requires_grad_()
+        (slope,) = torch.autograd.grad((model.w * x).sum(), x, create_graph=True)
+        return (slope - 1).square().mean()
+
+    report = fl.dry_run(fl.pipeline()(penalty), toy(), ONES)
+    (train,) = seen(report, "loader", "train")
+    assert "; 2 items, its leading dimension; " in train and report.problems == ()
+
+    @fl.middleware("forward")
+    def with_teacher():
+        def wrap(step):
+            return lambda state, batch: step(state, batch + 0 * state.slots["ema"]["w"])
+
+        return wrap
+
+    taught = fl.pipeline(fl.ema(0.9), with_teacher())(toy_loss)
+    assert fl.dry_run(taught, toy(), ONES).problems == ()
+    assert check_script(taught, toy(), ONES).problems == ()
+
+    def fails(model, batch):
+        raise OSError("no such file")
+
+    (problem,) = fl.dry_run(fl.pipeline()(fails), toy(), ONES).problems
+    assert problem.startswith("loader train: OSError: no such file")
+
+
 def turning():
     model = Toy()
     return fl.TrainState.create(model, {"a": torch.optim.SGD(model.parameters(), lr=1.0)})
