@@ -129,9 +129,10 @@ def share_data(ranks: Sequence[int], row: Sequence[int] = ()) -> None:
     """
     if _sharing and (_sharing, _row) != ([*ranks], [*row]):
         raise NotImplementedError(
-            f"this model shares the data among {len(ranks)} processes, and another model of this "
-            f"program among {len(_sharing)}. Give all of them the same mesh, and the same data=: "
-            "tensor parallelism, parts of batches, or none. Or train each in a program of its own"
+            f"this model shares the data among {len(ranks)} process{'es' * (len(ranks) > 1)}, and "
+            f"another model of this program among {len(_sharing)}. Give all of them the same mesh, "
+            "and the same data=: tensor parallelism, parts of batches, or none. Or train each in a "
+            "program of its own"
         )
     _sharing[:], _row[:] = ranks, row
 

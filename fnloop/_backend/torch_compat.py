@@ -406,6 +406,29 @@ def broadcast_coalesced(group: dist.ProcessGroup | None, tensors: list[Tensor]) 
         t.copy_(dense)
 
 
+def ignored_by_ddp(module: nn.Module) -> list[str]:
+    """Return the parameters and buffers that DDP is told to ignore. Fallback: none."""
+    return sorted(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+
+
+def settings_of_ddp(ddp: DistributedDataParallel) -> dict[str, Any]:
+    """Return the settings of a DDP by the names of its arguments. Fallback: defaults."""
+    held = vars(ddp)
+    given = {name: held[name] for name in _DDP_SETTINGS if name in held}
+    given["delay_all_reduce_named_params"] = held.get("_delay_all_reduce_params")
+    given["bucket_cap_mb_list"] = held.get("bucket_bytes_cap_list")
+    if not held.get("bucket_bytes_cap_default", True):
+        given["bucket_cap_mb"] = held["bucket_bytes_cap"] / 2**20
+    return given
+
+
+_DDP_SETTINGS = (  # attributes that have the names of arguments
+    *("broadcast_buffers", "forward_sync_buffers", "find_unused_parameters", "static_graph"),
+    *("gradient_as_bucket_view", "batched_grad_copy", "skip_all_reduce_unused_params"),
+    *("mixed_precision", "process_group"),
+)
+
+
 def hooks_of_ddp(ddp: DistributedDataParallel) -> list[tuple[Callable[..., Any], object]]:
     """Return the communication hooks of a DDP, each with its state.
 

@@ -9,7 +9,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fnloop._backend.torch_compat import hooks_of_ddp, strip_compile_prefix
+from fnloop._backend.torch_compat import (
+    hooks_of_ddp,
+    ignored_by_ddp,
+    settings_of_ddp,
+    strip_compile_prefix,
+)
 
 # Wrappers that keep parts of the parameters in each process, or make backward or the update by
 # themselves, by the package that has them. Others that keep parts are told by `check_whole`.
@@ -65,9 +70,9 @@ def check_averages_once(model: nn.Module) -> None:
                 "what TrainState.create was given, so its gradients would be averaged twice. Give "
                 "the model without it: fnloop averages gradients by itself"
             )
-        if ignored := getattr(module, "_ddp_params_and_buffers_to_ignore", ()):
+        if ignored := ignored_by_ddp(module):
             raise NotImplementedError(
-                f"{_part(name)} tells DistributedDataParallel to ignore {sorted(ignored)[0]}, and "
+                f"{_part(name)} tells DistributedDataParallel to ignore {ignored[0]}, and "
                 "fnloop averages the gradients of all parameters that are trained: freeze it, "
                 "fl.freeze(...), or keep it outside of the model"
             )
@@ -102,7 +107,10 @@ def check_whole(model: nn.Module) -> None:
 
 # --- settings of torch's DistributedDataParallel
 
-_PASSED = ("find_unused_parameters", "static_graph", "gradient_as_bucket_view", "batched_grad_copy")
+_PASSED = (
+    *("find_unused_parameters", "static_graph", "gradient_as_bucket_view", "batched_grad_copy"),
+    "bucket_cap_mb",
+)
 
 
 def settings_of(
@@ -119,11 +127,9 @@ def settings_of(
     Raises:
         NotImplementedError: one of them would not be kept; the message names it.
     """
-    given = vars(wrapped)
+    given = settings_of_ddp(wrapped)
     check_settings_kept(given, wrapped.module)
-    settings = {name: True for name in _PASSED if given.get(name)}
-    if not given.get("bucket_bytes_cap_default", True):
-        settings["bucket_cap_mb"] = given["bucket_bytes_cap"] / 2**20
+    settings = {name: given[name] for name in _PASSED if given.get(name)}
     hooks = hooks_of_ddp(wrapped)
 
     def register(ddp: DistributedDataParallel) -> None:
@@ -153,11 +159,11 @@ def _refused(given: Mapping[str, Any], model: nn.Module) -> Iterator[tuple[str, 
     """Yield the settings that cannot be kept, each with what to write instead."""
     if given.get("mixed_precision") is not None:
         yield "mixed_precision", 'leave it out, and list amp("bf16") in the pipeline'
-    if given.get("_delay_all_reduce_params"):
+    if given.get("delay_all_reduce_named_params"):
         yield "delay_all_reduce_named_params", "leave it out"
     if given.get("skip_all_reduce_unused_params"):
         yield "skip_all_reduce_unused_params", "write find_unused_parameters=True"
-    if given.get("bucket_bytes_cap_list"):
+    if given.get("bucket_cap_mb_list"):
         yield "bucket_cap_mb_list", "write bucket_cap_mb"
     group = given.get("process_group")
     if group is not None and dist.get_world_size(group) < dist.get_world_size():

@@ -390,11 +390,11 @@ def spread(folder):
     return {name: said(lambda shard=shard: created(shard).step) for name, shard in ways.items()}
 
 
-def test_tensor_parallelism_alone_is_refused_and_hybrid_sharding_is_not(tmp_path):
-    """For both together see test_tensor_parallel.py; here other models share the data otherwise."""
+def test_another_sharing_of_the_data_in_one_program_is_refused_and_hybrid_sharding_is_not(tmp_path):
+    """For each of them in a program of its own see test_tensor_parallel.py."""
     for found in launch.results(tmp_path, 4, spread):
         assert found["data"] == found["data in two groups"] == 0
         alone, both = str(found["tensor"]), str(found["tensor and data"])
-        assert alone.startswith("NotImplementedError: the parameter 0.weight is placed as "), alone
-        assert 'and then fully_shard(model, mesh=mesh["data"])' in alone
+        assert alone.startswith("NotImplementedError: this model shares the data among 1 pr"), alone
+        assert "Or train each in a program of its own" in alone
         assert both.startswith("NotImplementedError: this model shares the data among 2"), both
