@@ -411,10 +411,10 @@ def ignored_by_ddp(module: nn.Module) -> list[str]:
     return sorted(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
 
 
-def settings_of_ddp(ddp: DistributedDataParallel) -> dict[str, Any]:
+def settings_of_ddp(ddp: DistributedDataParallel) -> dict[str, object]:
     """Return the settings of a DDP by the names of its arguments. Fallback: defaults."""
     held = vars(ddp)
-    given = {name: held[name] for name in _DDP_SETTINGS if name in held}
+    given: dict[str, object] = {name: held[name] for name in _DDP_SETTINGS if name in held}
     given["delay_all_reduce_named_params"] = held.get("_delay_all_reduce_params")
     given["bucket_cap_mb_list"] = held.get("bucket_bytes_cap_list")
     if not held.get("bucket_bytes_cap_default", True):
@@ -429,7 +429,7 @@ _DDP_SETTINGS = (  # attributes that have the names of arguments
 )
 
 
-def hooks_of_ddp(ddp: DistributedDataParallel) -> list[tuple[Callable[..., Any], object]]:
+def hooks_of_ddp(ddp: DistributedDataParallel) -> list[tuple[Callable[..., object], object]]:
     """Return the communication hooks of a DDP, each with its state.
 
     Raises:

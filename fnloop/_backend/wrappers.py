@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -115,7 +114,7 @@ _PASSED = (
 
 def settings_of(
     wrapped: DistributedDataParallel,
-) -> tuple[dict[str, Any], Callable[[DistributedDataParallel], object] | None]:
+) -> tuple[dict[str, object], Callable[[DistributedDataParallel], object] | None]:
     """Return the settings that a user gave DDP, and what registers its communication hooks.
 
     Args:
@@ -139,7 +138,7 @@ def settings_of(
     return settings, register if hooks else None
 
 
-def check_settings_kept(given: Mapping[str, Any], model: nn.Module) -> None:
+def check_settings_kept(given: Mapping[str, object], model: nn.Module) -> None:
     """Raise if a setting of DDP would not be kept.
 
     Args:
@@ -155,7 +154,7 @@ def check_settings_kept(given: Mapping[str, Any], model: nn.Module) -> None:
         )
 
 
-def _refused(given: Mapping[str, Any], model: nn.Module) -> Iterator[tuple[str, str]]:
+def _refused(given: Mapping[str, object], model: nn.Module) -> Iterator[tuple[str, str]]:
     """Yield the settings that cannot be kept, each with what to write instead."""
     if given.get("mixed_precision") is not None:
         yield "mixed_precision", 'leave it out, and list amp("bf16") in the pipeline'
@@ -166,7 +165,8 @@ def _refused(given: Mapping[str, Any], model: nn.Module) -> Iterator[tuple[str, 
     if given.get("bucket_cap_mb_list"):
         yield "bucket_cap_mb_list", "write bucket_cap_mb"
     group = given.get("process_group")
-    if group is not None and dist.get_world_size(group) < dist.get_world_size():
+    is_group = isinstance(group, dist.ProcessGroup)
+    if is_group and dist.get_world_size(group) < dist.get_world_size():
         yield (
             "the process_group of some processes",
             'leave it out; to deal the data along a part of a mesh, write data=mesh["data"]',
