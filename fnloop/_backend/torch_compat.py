@@ -426,6 +426,49 @@ def broadcast_coalesced(group: dist.ProcessGroup | None, tensors: list[Tensor]) 
         t.copy_(dense)
 
 
+def ignored_by_ddp(module: nn.Module) -> list[str]:
+    """Return the parameters and buffers that DDP is told to ignore. Fallback: none."""
+    return sorted(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+
+
+def settings_of_ddp(ddp: DistributedDataParallel) -> dict[str, object]:
+    """Return the settings of a DDP by the names of its arguments. Fallback: defaults."""
+    held = vars(ddp)
+    given: dict[str, object] = {name: held[name] for name in _DDP_SETTINGS if name in held}
+    given["delay_all_reduce_named_params"] = held.get("_delay_all_reduce_params")
+    given["bucket_cap_mb_list"] = held.get("bucket_bytes_cap_list")
+    if not held.get("bucket_bytes_cap_default", True):
+        given["bucket_cap_mb"] = held["bucket_bytes_cap"] / 2**20
+    return given
+
+
+_DDP_SETTINGS = (  # attributes that have the names of arguments
+    *("broadcast_buffers", "forward_sync_buffers", "find_unused_parameters", "static_graph"),
+    *("gradient_as_bucket_view", "batched_grad_copy", "skip_all_reduce_unused_params"),
+    *("mixed_precision", "process_group"),
+)
+
+
+def hooks_of_ddp(ddp: DistributedDataParallel) -> list[tuple[Callable[..., object], object]]:
+    """Return the communication hooks of a DDP, each with its state.
+
+    Raises:
+        RuntimeError: torch does not tell.
+        NotImplementedError: a hook is one of torch's own in C++, which has no object.
+    """
+    hooks = getattr(ddp, "_comm_hooks", None)
+    if hooks is None:
+        raise _missing("DistributedDataParallel._comm_hooks", "to keep your communication hook")
+    tell = getattr(ddp, "_get_ddp_logging_data", dict)
+    if not hooks and (builtin := tell().get("comm_hook")):
+        raise NotImplementedError(
+            f"this model is in DistributedDataParallel with the hook {builtin}, which cannot be "
+            "taken over. Register a function: model.register_comm_hook(None, "
+            "torch.distributed.algorithms.ddp_comm_hooks.default_hooks.fp16_compress_hook)"
+        )
+    return [*hooks]
+
+
 def reduce_in_backward(ddp: DistributedDataParallel, loss: Tensor) -> Any:
     """Return a loss whose backward averages gradients over processes, in buckets that stay as made.
 

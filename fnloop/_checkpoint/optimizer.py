@@ -23,7 +23,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fnloop._backend.collectives import gather_from_all
-from fnloop._backend.containers import map_leaves, pairs_of, parts_of, with_parts
+from fnloop._backend.containers import (
+    is_out_of_memory,
+    map_leaves,
+    pairs_of,
+    parts_of,
+    with_parts,
+)
 from fnloop._backend.fsdp import is_sharded, like_sharded
 from fnloop._backend.torch_compat import (
     has_state_dict_hooks,
@@ -1126,6 +1132,8 @@ def _templates_for(named: NamedOptimizer, saved: SavedOptimizer) -> Mapping[str,
     try:
         made = tensors_of_copy(named, {min(each)[1] for each in found.values()})
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         raise CheckpointError(
             f"{saved.path} has an optimizer's state in {_class_names(found)}, and a trial update "
             f"of {named.class_name}, which would make such tensors, raises "
@@ -1256,6 +1264,8 @@ def _prepare_state_dict(named: NamedOptimizer, saved: SavedOptimizer) -> Load:
             _restore_dtypes(expected, optimizer.state_dict())
             difference = find_difference(expected, optimizer.state_dict(), "state_dict")
         except Exception as error:
+            if is_out_of_memory(error):
+                raise
             raise CheckpointError(
                 f"{saved.path}: {class_name}.load_state_dict does not accept what its state_dict "
                 f"returned: {type(error).__name__}: {error}"

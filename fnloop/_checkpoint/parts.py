@@ -11,6 +11,7 @@ import contextlib
 import copy
 import functools
 import math
+import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,8 +20,9 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from fnloop._backend.collectives import gather_objects, gather_shares
-from fnloop._backend.fsdp import like_sharded, local_part
+from fnloop._backend.collectives import gather_from_all, gather_objects, gather_shares
+from fnloop._backend.containers import is_out_of_memory
+from fnloop._backend.fsdp import is_sharded, like_sharded, local_part
 from fnloop._backend.processes import Backend
 from fnloop._backend.torch_compat import (
     buffers_of,
@@ -86,6 +88,7 @@ from fnloop._core.serialize import (
     as_safetensor,
     decode,
     encode,
+    flattened_kind,
     from_safetensor,
     has_pending,
     plain_only,
@@ -599,7 +602,7 @@ def _encode_model(
     }
     if trained:
         return facts
-    frozen = [name for name, p in module.named_parameters() if not p.requires_grad]
+    frozen = [name for name, p in _parameters(module) if not p.requires_grad]
     evaluating = [name for name, m in module.named_modules() if not m.training]
     return {
         **facts,
@@ -652,6 +655,7 @@ def _prepare_model(saved: Restoring) -> Load:
         if name in resized
         or (name in mine and (is_extra_state(name) or not _differ_in_shape(value, mine[name])))
     }
+    _check_ties(saved, module, fitting)
 
     def load(state: TrainState) -> TrainState:
         note_buffers(state)
@@ -733,6 +737,83 @@ def _buffers_made(
         raise
 
 
+def _check_ties(saved: Restoring, module: nn.Module, values: Mapping[str, object]) -> None:
+    """Raise CheckpointError if tensors of the model that share memory have different values.
+
+    Args:
+        saved: what is restored.
+        module: the model.
+        values: what is to be loaded into it, by name.
+    """
+    shared = _shared_memory(module, values)
+    torn = [names for names, pairs in shared if not _fit_together(pairs)]
+    if is_sharded(module):  # each process compares what it holds
+        torn = sorted({names for each in gather_from_all(torn) for names in each})
+    if torn:
+        names = [*map(strip_compile_prefix, torn[0])]
+        copied = f"model.{names[-1]}.detach().clone()"
+        if isinstance(operator.attrgetter(names[-1])(module), nn.Parameter):
+            copied = f"nn.Parameter({copied})"
+        others = f", and so do {len(torn) - 1} more groups of tensors" if torn[1:] else ""
+        raise CheckpointError(
+            f"{saved.path} has different values for {join_names(names)}, which share memory in "
+            f"this {type(module).__name__}{others}: only one of the values could be kept. Restore "
+            "into a model that does not tie them. To make one, write model."
+            f"{names[-1]} = {copied} before you make the optimizer"
+        )
+
+
+_Pair = tuple[Tensor, Tensor]  # a tensor of the model, and its new value
+
+
+def _shared_memory(
+    module: nn.Module, values: Mapping[str, object]
+) -> list[tuple[tuple[str, ...], list[_Pair]]]:
+    """Return the names of tensors of a model that overlap in memory, and their new values."""
+    storages: dict[object, list[tuple[int, int, str, _Pair]]] = {}
+    for name, whole in module.state_dict().items():
+        new = values.get(name)
+        if not (isinstance(whole, Tensor) and isinstance(new, Tensor)):
+            continue
+        here, there = local_part(whole), local_part(new)
+        has_memory = here.layout is torch.strided and flattened_kind(here) is None
+        if not has_memory or here.shape != there.shape or not here.numel() or 0 in here.stride():
+            continue
+        first, size = here.storage_offset(), here.element_size()
+        last = first + sum((n - 1) * by for n, by in zip(here.shape, here.stride(), strict=True))
+        memory = here.untyped_storage().data_ptr(), here.device
+        found = first * size, (last + 1) * size, name, (here, there)
+        storages.setdefault(memory, []).append(found)
+    groups: list[tuple[tuple[str, ...], list[_Pair]]] = []
+    for tensors in storages.values():
+        end = 0
+        for start, stop, name, pair in sorted(tensors, key=lambda found: found[0]):
+            if start < end:
+                names, pairs = groups.pop()
+                groups.append(((*names, name), [*pairs, pair]))
+            else:
+                groups.append(((name,), [pair]))
+            end = max(end, stop)
+    return [group for group in groups if len(group[1]) > 1]
+
+
+def _fit_together(pairs: Sequence[_Pair]) -> bool:
+    """Return whether each tensor has its value, bit for bit, after all are put in one memory."""
+    here, there = pairs[0]
+    size = here.untyped_storage().nbytes()
+    memory = torch.empty(size, dtype=torch.uint8, device=there.device).untyped_storage()
+    placed: list[_Pair] = []
+    for here, there in pairs:
+        view = torch.empty(0, dtype=here.dtype, device=there.device)
+        view.set_(memory, here.storage_offset(), here.shape, here.stride())
+        placed.append((view.copy_(there), there.to(here.dtype)))
+    return all(torch.equal(_bits(view), _bits(value)) for view, value in placed)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+
+
 def _check_sizes(module: nn.Module, path: Path) -> None:
     """Raise CheckpointError if the sizes of parameters are still to be decided by a batch."""
     tensors = (*module.named_parameters(), *module.named_buffers())
@@ -759,8 +840,10 @@ def _resizes(module: nn.Module, name: str, there: object, here: object) -> bool:
     try:
         trial = copy.deepcopy(owner, {id(p): p for p in owner.parameters()})
         trial.load_state_dict({own: there}, strict=False)
-    except Exception:  # it is refused, by name
-        return False
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        return False  # it is refused, by name
     return trial.get_buffer(own).shape == there.shape  # type: ignore[attr-defined]
 
 

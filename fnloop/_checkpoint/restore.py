@@ -105,8 +105,8 @@ def restore(
 
     Raises:
         CheckpointError: it is not a checkpoint, is damaged, was written by a newer fnloop, does not
-            match the model or the optimizer, or does not hold a part; or another machine of the
-            run does not see it.
+            match the model or the optimizer, has two values for what the model ties, or does not
+            hold a part; or another machine of the run does not see it.
         OSError, MemoryError: it cannot be read, or there is no memory for it.
         StaleStateError: the state has been advanced.
         TypeError, ValueError: an argument is not what it should be.

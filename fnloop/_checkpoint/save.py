@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from fnloop._backend import torch_compat
 from fnloop._backend.collectives import gather_from_all, on_every_process
-from fnloop._backend.containers import map_leaves, pairs_of, parts_of
+from fnloop._backend.containers import is_out_of_memory, map_leaves, pairs_of, parts_of
 from fnloop._backend.processes import Backend
 from fnloop._checkpoint.files import EncodedHistory, write_by_all
 from fnloop._checkpoint.format import (
@@ -417,6 +417,8 @@ def _try(named: NamedOptimizer, device: torch.device, kept: dict[str, _Kept]) ->
         try:
             _update(two, number, device)
         except Exception as error:
+            if is_out_of_memory(error):
+                raise
             text = f"an update after a restore raises {type(error).__name__}: {error}"
             raise _Fault(text) from error
         if number == BEFORE:  # as a schedule does; the change must reach the updates

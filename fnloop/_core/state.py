@@ -267,7 +267,10 @@ class TrainState:
         Args:
             model: any module. A single process uses it as it is, on the device of its parameters.
                 With several processes (``torchrun``, ``accelerate launch``) it is moved to the
-                device of its process; a model sharded with ``fully_shard`` stays as it is.
+                device of its process; a model sharded with ``fully_shard``, or split with
+                ``parallelize_module`` over all processes, stays as it is. A
+                ``DistributedDataParallel`` is taken off, and its settings and its communication
+                hook are kept.
             optimizer: a torch.optim optimizer of its parameters; or a mapping of several by name,
                 each with parameters of its own, which update in the order given. Together they must
                 have every parameter that is not frozen. ``clip`` is over all of these, and an
@@ -315,7 +318,9 @@ class TrainState:
                 name, the seed is out of range, or ``data`` is not one dimension of a mesh of all
                 processes. With several optimizers: a parameter is in two of them, or in none.
             NotImplementedError: accelerate is configured for an engine that hides the gradients
-                (DeepSpeed, FSDP 1); ``exact``, and the model is sharded, or there is ``data``; or
+                (DeepSpeed, FSDP 1), or the model is in a wrapper that keeps parts of parameters or
+                averages gradients by itself; a setting of ``DistributedDataParallel`` would not be
+                kept; ``exact``, and the model is sharded, or there is ``data``; or
                 ``data``, and tensor parallelism has split the model.
 
         Example:
@@ -664,7 +669,8 @@ def exact_backend(model: nn.Module, backend: Backend) -> Backend:
     if backend.settings or backend.prepare is not None:
         raise ValueError(
             "exact=True sums gradients without DistributedDataParallel, so its settings and its "
-            "communication hook would do nothing: leave DistributedDataParallelKwargs out"
+            "communication hook would do nothing: leave DistributedDataParallelKwargs, or the "
+            "settings of your own, out"
         )
     return attrs.evolve(backend, exact=True)
 
@@ -1320,9 +1326,11 @@ def _raise_apart(state: TrainState, name: str, norm: float, what: str) -> NoRetu
 
 def _norms(state: TrainState) -> dict[str, float]:
     """Return the norm of each parameter that every process has the same copy of."""
-    if is_sharded(state.model) or has_moved(state):
+    if has_moved(state):
         return {}
-    named = {name: p.detach() for name, p in state.model.named_parameters() if _has_norm(p)}
+    every, sharded = state.model.named_parameters(), is_sharded(state.model)
+    chosen = ((k, p) for k, p in every if _has_norm(p) and (p.requires_grad or not sharded))
+    named = {name: p.detach() for name, p in chosen if local_part(p) is p}
     if not named:
         return {}
     norms = torch.stack([norm.double() for norm in torch_compat.foreach_norm([*named.values()])])

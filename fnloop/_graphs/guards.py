@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 
 import attrs
@@ -301,7 +302,7 @@ class HostReads(torch_compat.DispatchMode):
 
 
 def _reader() -> str | None:
-    """Return the line of the user that reads to the host, unless it is a loader or a hook."""
+    """Return the line of the user that reads to the host in an update, and in nothing else."""
     frame, place = sys._getframe(2), None
     while frame is not None:
         code = frame.f_code
@@ -310,12 +311,21 @@ def _reader() -> str | None:
             return None  # fnloop itself reads, where it may
         if inside:
             in_update = "_step" in code.co_filename or "_middleware" in code.co_filename
-            return place if in_update else None
+            return place if in_update and not _in_evaluation(frame) else None
         if place is None and "/torch/" not in code.co_filename:
             where = f"{Path(code.co_filename).name}, line {frame.f_lineno}, in {code.co_name}"
             place = f"reads a tensor to the host ({where}): cuda_graph cannot capture that"
         frame = frame.f_back
     return None
+
+
+def _in_evaluation(frame: FrameType | None) -> bool:
+    """Return whether a frame is within an evaluation of a run."""
+    while frame is not None:
+        if frame.f_code.co_filename.endswith("_loop/evaluate.py"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 # --------------------------------------------------------------------------------------------------

@@ -75,7 +75,14 @@ from fnloop._loop.errors import (
     warn_on_main,
 )
 from fnloop._loop.evaluate import gather_outputs, measure, open_loader
-from fnloop._loop.peers import Abandoned, Interrupts, handling, is_alone, peers_of
+from fnloop._loop.peers import (
+    Abandoned,
+    Interrupts,
+    check_same_step,
+    handling,
+    is_alone,
+    peers_of,
+)
 from fnloop._loop.plan import Plan, describe, end_phase, has_left, is_newest, names_made
 from fnloop._step.engine import engine_of
 from fnloop._step.pipeline import STEP, PipelineStep
@@ -211,6 +218,7 @@ class Run:
     def __init__(self, plan: Plan, state: TrainState) -> None:
         __tracebackhide__ = True
         plan.check_position(state)
+        check_same_step(plan.step, state)
         self.plan = plan
         self.source = open_loader(plan.loaders.train, state, plan.total)
         due = [name for _, names in plan.evaluations for name in names]

@@ -11,7 +11,8 @@ from fnloop._core.freeze import Selectors, check_selectors
 from fnloop._core.state import LOCAL_SGD, TBPTT, TrainState, explain_unknown_length
 from fnloop._core.types import Middleware, middleware, name_of
 from fnloop._display import checks
-from fnloop._display.screen import log
+from fnloop._display.screen import warn_once
+from fnloop._display.tables import format_count
 from fnloop._step.averages import (
     Choice,
     EvaluateAverage,
@@ -212,15 +213,12 @@ def _choice(owner: str, weight_of: Callable[[int], float], start: float, every: 
     def choose(state: TrainState, average: Average) -> tuple[float | None, int]:
         __tracebackhide__ = True
         begin = start if isinstance(start, int) else _updates_in(owner, start, state)
-        after = state.step + 1 - begin
+        after, count = state.step + 1 - begin, average.count
+        more = count - max(after - 1, 0) // every
+        if more and isinstance(start, float) and state.backend.main:
+            _warn_of_total(owner, start, begin, more, after > 0)
         if after > 0:
-            count = average.count
             return (0.0, count) if after % every else (weight_of(count), count + 1)
-        if average.count and state.backend.main:
-            log.warning(
-                f"{owner}: the run has another length now: the average is the weights again "
-                f"through update {begin}"
-            )
         return None, 0
 
     return choose
@@ -236,6 +234,25 @@ def _updates_in(owner: str, start: float, state: TrainState) -> int:
     if total is None and start:
         raise ValueError(explain_unknown_length(f"{owner}(start={start})", state))
     return updates_in(start, total or 0)
+
+
+def _warn_of_total(owner: str, start: float, begin: int, more: int, begun: bool) -> None:
+    """Warn that an average is not of the updates that the total of its run says.
+
+    Args:
+        owner: the name of the factory.
+        start: from which fraction of the run it is an average, and
+        begin: how many updates that is.
+        more: how many updates too many it is of; too few if below 0.
+        begun: whether that many were made.
+    """
+    has = f"is of {format_count(abs(more), 'update')} too {'many' if more > 0 else 'few'}"
+    has = has if begun else f"is the weights again through update {begin}"
+    warn_once(
+        f"{owner}: start={start} is update {begin} of this run, and the average {has}: the run had "
+        f"another length before, or {owner} was listed later. To begin at the same update in a run "
+        "of any length, write start as a number of updates"
+    )
 
 
 def _check_name(owner: str, name: str) -> None:

@@ -15,6 +15,7 @@ import toolz
 import torch
 from torch import Tensor, nn
 
+from fnloop._backend.containers import is_out_of_memory
 from fnloop._backend.fsdp import is_sharded, local_part
 from fnloop._backend.torch_compat import (
     buffers_of,
@@ -331,6 +332,12 @@ class EvaluateAverage:
         try:
             view = view_with_average(state.model, unwrap(state), state.slots[self.name])
         except Exception as error:
+            if is_out_of_memory(error):
+                error.add_note(
+                    f"{self.name}: an evaluation needs memory for one more copy of the model. "
+                    f"{self.name}(..., evaluate=False) makes none"
+                )
+                raise
             raise NotImplementedError(
                 f"{self.name}: this {type(unwrap(state)).__name__} cannot be copied, so its "
                 f"average cannot be evaluated ({type(error).__name__}: {error}). Write "

@@ -626,6 +626,8 @@ class BucketReducer:
         # Its gradient is the mean, over the processes, of how many of their batches count. DDP
         # averages it with those of the parameters.
         self._count: Tensor | None = None
+        # With a communication hook, which may do anything to a gradient, they are counted apart.
+        self._counted: Callable[[], Tensor] | None = None
         self._has_buffers = any(True for _ in model.buffers())
         self._ddp: _FixedBucketDDP | None = None
         self._params: list[Tensor] = []
@@ -666,10 +668,13 @@ class BucketReducer:
             touch: whether to make every parameter reachable from it. Otherwise
                 :meth:`finish_window` gives DDP the gradients that it still expects.
         """
-        if self._count is None:
-            self._count = torch.zeros((), device=root.device, requires_grad=True)
-        self._count.grad = None
-        root = torch.add(root, self._count.to(root.dtype), alpha=kept)  # adds 0
+        if state.backend.prepare is not None:
+            self._counted = _start_count(root, kept)
+        else:
+            if self._count is None:
+                self._count = torch.zeros((), device=root.device, requires_grad=True)
+            self._count.grad = None
+            root = torch.add(root, self._count.to(root.dtype), alpha=kept)  # adds 0
         params = all_parameters(state)
         flags = [p.requires_grad for p in params]
         if params is not self._params or flags != self._flags:
@@ -685,6 +690,8 @@ class BucketReducer:
 
     def counted(self) -> Weight:
         """Return how many batches of the window count, in all processes: on a GPU, as a tensor."""
+        if self._counted is not None:
+            return to_accumulator_dtype(self._counted())
         assert self._count is not None and self._count.grad is not None
         mean = self._count.grad
         if mean.device.type == "cpu":  # reading it waits for nothing
@@ -696,9 +703,9 @@ class BucketReducer:
         reached = {id(leaf_of(node)) for node in nodes}
         self._hides_parameters = any(CheckpointFunction.__name__ in node.name() for node in nodes)
         self._used = [p for p in trainable if self._hides_parameters or id(p) in reached]
-        assert self._count is not None
         unused = len(self._used) < len(trainable)
-        self._ddp = _ddp_of(state, [*trainable, self._count], unused)
+        counts = [] if self._count is None else [self._count]
+        self._ddp = _ddp_of(state, [*trainable, *counts], unused)
 
     def finish_window(self, state: TrainState, touched: bool) -> None:
         """Give DDP the gradients that it still expects after the last backward of a window."""
@@ -834,6 +841,12 @@ def _graph_nodes(loss: Tensor) -> Iterator[Node]:
 # The average of gradients of a model under `fully_shard`, which does most of it by itself.
 
 
+def _start_count(root: Tensor, kept: int) -> Callable[[], Tensor]:
+    """Start to sum how many batches of an update count. Return what waits for the sum."""
+    kept_here = torch.tensor(float(kept), device=root.device)
+    return start_all_reduce_sum(kept_here, "the sum of the batches of an update")
+
+
 class ShardReducer:
     """Lets ``fully_shard`` average its gradients, and averages those of all other parameters.
 
@@ -860,9 +873,7 @@ class ShardReducer:
         return loss * 0
 
     def attach(self, state: TrainState, root: Tensor, kept: int, touch: bool) -> Tensor:
-        self._counted = start_all_reduce_sum(
-            torch.tensor(float(kept), device=root.device), "the sum of the batches of an update"
-        )
+        self._counted = _start_count(root, kept)
         return root
 
     def counted(self) -> Tensor:

@@ -5,6 +5,7 @@ import logging
 import attrs
 import pytest
 import torch
+from saved import stop_at
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 from toy_runs import ONE, assert_same_weights, fitted, noting, of, of_timm
@@ -51,10 +52,25 @@ def test_a_longer_run_begins_its_average_again(caplog):
     assert (state.slots["swa"]["w"].item(), state.slots["swa"].count) == (-3.5, 2)
     with caplog.at_level(logging.WARNING):
         state = fitted([1] * 4, fl.swa(0.5), state=state, epochs=4)
-    assert caplog.messages == [
-        "swa: the run has another length now: the average is the weights again through update 8"
-    ]
+    (said,) = caplog.messages
+    assert "start=0.5 is update 8 of this run, and the average is the weights again through" in said
     assert (state.slots["swa"]["w"].item(), state.slots["swa"].count) == (-12.5, 8)
+
+
+@pytest.mark.parametrize(("planned", "then", "said"), [
+    (1, 2, "start=0.5 is update 4 of this run, and the average is of 2 updates too many: "),
+    (3, 2, "start=0.5 is update 4 of this run, and the average is of 1 update too few: "),
+    (2, 2, None),
+])  # fmt: skip
+def test_an_average_of_other_updates_than_the_total_says_is_named(caplog, planned, then, said):
+    """Of 4 updates the average begins with update 3, of 8 with update 5, of 12 with update 7."""
+    hooks = (stop_at(5),)
+    state = fitted([1] * 4, fl.swa(0.5, evaluate=False), epochs=planned, hooks=hooks)
+    state = attrs.evolve(state, stop=None)
+    caplog.clear()
+    fitted([1] * 4, fl.swa(0.5, evaluate=False), state=state, epochs=then)
+    found = [message for message in caplog.messages if message.startswith("swa")]
+    assert len(found) == (said is not None) and all(said in message for message in found)
 
 
 class AsOfTimm:
