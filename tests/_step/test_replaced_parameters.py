@@ -141,8 +141,8 @@ def test_a_hook_changes_them(members, settings, change, several):
 
 
 def between_epochs(step, change, seen):
-    state = start()
-    for state in fl.run(step, state, lambda epoch, batch: batches()[epoch:][:1], epochs=5, hooks=()):
+    one_each = lambda epoch, batch: batches()[epoch:][:1]
+    for state in fl.run(step, start(), one_each, epochs=5, hooks=()):
         changing(change, seen)(state)
 
 
@@ -257,3 +257,124 @@ def test_a_run_is_resumed_from_between_the_change_and_the_next_update(tmp_path, 
         other = fl.fit(step, other, batches(), epochs=1, hooks=(changing(left, cut),))
         assert cut == whole
         assert weights(fl.averaged(other).model) == weights(fl.averaged(state).model)
+
+
+def before_backward(change, ring="gradient"):
+    """Return a middleware that changes the parameters before an update makes its gradients."""
+
+    @fl.middleware(ring)
+    def changing_them():
+        def wrap(step):
+            def changed(state, batch):
+                if state.step == AT:
+                    change(state.model, listed(state.optimizer))
+                return step(state, batch)
+
+            return changed
+
+        return wrap
+
+    return changing_them()
+
+
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(("members", "settings"), [
+    ((), {}), ((fl.accumulate(2),), {"window": 2}), ((fl.clip(1e9),), {}),
+    ((fl.skip_nonfinite(),), {}), ((fl.ema(0.5),), {}),
+])  # fmt: skip
+@pytest.mark.parametrize("ring", ["gradient", "update"])
+def test_what_a_middleware_changes_before_backward_counts_in_that_update(
+    ring, members, settings, change, several
+):
+    """By hand it changes at the same place: after the update before."""
+    seen = []
+    step = fl.pipeline(*members, before_backward(change, ring))(loss_fn)
+    data = batches(settings.get("window", 1))
+    hooks = (changing(lambda *_: None, seen),)
+    state = fl.fit(step, start(several), data, hooks=hooks)
+    expected = by_hand(change, several, **settings)
+    assert (seen[:1], seen[2:]) == (expected[:1], expected[2:])
+    assert all(p.grad is None for p in state.model.parameters())
+
+
+def test_an_average_takes_in_what_an_update_has_replaced():
+    step = fl.pipeline(before_backward(replace), fl.ema(0.5))(loss_fn)
+    state = fl.fit(step, start(), batches(), steps=3, hooks=())
+    expected, averages = by_hand(replace, decay=0.5, updates=3)
+    assert weights(state.model) == expected[-1]
+    assert {k: t.tolist() for k, t in state.slots["ema"].items()} == averages[-1]
+
+
+@pytest.mark.parametrize("change", [replace, lengthen, grow, add_group])
+def test_a_turn_of_alternate_has_those_of_its_optimizer(change):
+    seen, expected, model = [], [], Pair()
+    steps = {name: fl.pipeline(fl.clip(0.5))(loss_fn) for name in "ab"}
+    fl.fit(fl.alternate(steps), start(True), batches(), hooks=(changing(change, seen),))
+    optimizers = listed(optimizers_of(model, True))
+    for i in range(5):
+        for one in optimizers:
+            for p in model.parameters():
+                p.grad = None
+            loss_fn(model, ONE * i).backward()
+            own = [p for group in one.param_groups for p in group["params"]]
+            nn.utils.clip_grad_norm_(own, 0.5)
+            one.step()
+        if i + 1 == AT:
+            change(model, optimizers)
+        expected.append(weights(model))
+    assert seen == expected
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_exact_sums_have_them(change):
+    seen, model = [], Pair()
+    state = fl.TrainState.create(model, optimizers_of(model), seed=0, exact=True)
+    step = fl.pipeline(fl.accumulate(2), fl.clip(0.5))(loss_fn)
+    fl.fit(step, state, batches(2), hooks=(changing(change, seen),))
+    assert seen == by_hand(change, window=2, clip=0.5)
+
+
+def test_one_that_the_optimizer_has_lost_is_named_once(caplog):
+    """Of b the optimizer has the parameter of before, as happens where it was forgotten."""
+    seen = []
+
+    def forget(model, optimizers):
+        model.b = nn.Parameter(model.b.detach().clone())
+
+    fl.fit(fl.pipeline()(loss_fn), start(), batches(), hooks=(changing(forget, seen),))
+    said = [r.getMessage() for r in caplog.records if "in no optimizer" in r.getMessage()]
+    assert len(said) == 1 and said[0].startswith("update 3: this parameter is in no optimizer: b. ")
+    assert seen[AT:] == [{**one, "b": seen[1]["b"]} for one in by_hand(forget)[AT:]]
+
+
+def test_a_gradient_that_was_left_by_the_user_is_cleared():
+    """The parameter was replaced by one that has a gradient already."""
+    seen = []
+
+    def with_gradient(model, optimizers):
+        replace(model, optimizers)
+        model.a.grad = torch.full_like(model.a, 100.0)
+
+    step = fl.pipeline(fl.accumulate(2))(loss_fn)
+    fl.fit(step, start(), batches(2), hooks=(changing(with_gradient, seen),))
+    assert seen == by_hand(replace, window=2)
+
+
+def test_those_of_a_module_that_is_replaced_as_a_whole():
+    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    nn.init.zeros_(model[0].weight), nn.init.ones_(model[1].weight)
+    optimizer = torch.optim.SGD([model[1].weight], lr=1.0)
+    model.requires_grad_(False)[1].weight.requires_grad_(True)
+    step = fl.pipeline(fl.ema(0.0))(lambda m, x: (m[0].weight + m[1].weight * x).sum())
+
+    def hook(state):
+        if state.step == 1:  # it is frozen, and in no group
+            state.model.insert(0, nn.Linear(1, 1).requires_grad_(False))
+            state.model.pop(1)
+            nn.init.constant_(state.model[0].weight, 7.0)
+        return state
+
+    state = fl.TrainState.create(model, optimizer)
+    state = fl.fit(step, state, [ONE] * 2, hooks=(hook,))
+    assert state.slots["ema"]["0.weight"].item() == 7.0
