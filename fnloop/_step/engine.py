@@ -798,16 +798,17 @@ def _fail_without_gradient(state: TrainState) -> None:
     raise ValueError(f"{NO_GRADIENT}: {hint}")
 
 
-def fail_to_train(state: TrainState, name: str) -> NoReturn:
+def fail_to_train(state: TrainState, name: str, uses_others: bool) -> NoReturn:
     """Raise ValueError: no parameter of the optimizers has a gradient.
 
     Args:
         state: the state.
         name: the name of the loss function.
+        uses_others: whether other parameters of the model have one.
     """
     cache, optimizers = current_parameters(state), optimizers_in(state.optimizer).values()
     untrained = explain_untrained(state.model, optimizers)
-    if untrained is not None and any(p.grad is not None for p in cache.found):
+    if untrained is not None and uses_others:
         why = untrained
     elif not any(p.requires_grad for p in cache.trained):
         why = "each of them has requires_grad=False"

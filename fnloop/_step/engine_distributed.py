@@ -659,8 +659,9 @@ class BucketReducer:
     def zero_loss(self, state: TrainState, loss: Tensor) -> Tensor:
         """Return a root for backward that adds zero to every gradient."""
         params = all_parameters(state)
-        known = self._used and [p.requires_grad for p in params] == self._flags
-        # If not: some may have been frozen since, or the window so far tells which are used.
+        known = self._used and params is self._params
+        known = known and [p.requires_grad for p in params] == self._flags
+        # If not: some may have been frozen or replaced, or the window so far tells which are used.
         used = self._used if known else [p for p in params if p.grad is not None] or params
         return torch.stack([p.flatten()[:1].sum() * 0 for p in used if p.requires_grad]).sum()
 
@@ -722,7 +723,7 @@ class BucketReducer:
         if most != -least:
             raise RuntimeError(f"{DIVERGED}: they have parameters of different shapes. {ADVICE}")
         if not any_used:
-            fail_to_train(state, name)
+            fail_to_train(state, name, bool(self._used))
         self._ddp = _ddp_of(state, [*trainable, self._count], unused > 0)
 
     def finish_window(self, state: TrainState, touched: bool) -> None:

@@ -137,7 +137,7 @@ def _check_gradients(state: TrainState, out: Output, name: str) -> None:
         return
     cache, optimizers = current_parameters(state), optimizers_in(state.optimizer).values()
     if all(p.grad is None for p in cache.trained):
-        fail_to_train(state, name)
+        fail_to_train(state, name, any(p.grad is not None for p in cache.found))
     cache.checked = True
     if not cache.has_changed or not state.backend.main:  # a run says it when it begins
         return
