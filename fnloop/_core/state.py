@@ -116,6 +116,10 @@ class Ownership(Generic[State]):
         return made
 
 
+def _ids(tensors: Iterable[Tensor]) -> list[int]:
+    return [*map(id, tensors)]
+
+
 _registered = [0]  # how often any module was given a parameter, or a module in it
 
 
@@ -167,9 +171,7 @@ class ParameterCache:
         ids = {id(p) for p in trained}
         found = [*{id(p): p for p in (*model.parameters(), *trained)}.values()]
         if self.model is not None:
-            if [[*map(id, one)] for one in before] == [
-                [*map(id, o)] for o in (found, *self.groups)
-            ]:
+            if [*map(_ids, before)] == [*map(_ids, (found, *self.groups))]:
                 self.model = model
                 return
             self.checked, self.has_changed = False, True
@@ -199,12 +201,9 @@ def _handle(given: Any) -> Handle:
     """
     if type(given) is Optimizers or isinstance(given, Optimizer):
         return given
-    if (
-        given
-        and isinstance(given, Mapping)
-        and all(isinstance(o, Optimizer) for o in given.values())
-    ):
-        return Optimizers(given)
+    named = given if isinstance(given, Mapping) else {}
+    if named and all(isinstance(one, Optimizer) for one in named.values()):
+        return Optimizers(named)
     raise TypeError(
         f"{_EVOLVED} an optimizer, or several by name where the state has them; got "
         f"{describe(given)}"
@@ -214,7 +213,7 @@ def _handle(given: Any) -> Handle:
 def _check_names(state: TrainState, _: object, optimizer: Handle) -> None:
     """Raise ValueError if a state is given other optimizers than those that it counts."""
     names = [*optimizer] if type(optimizer) is Optimizers else []
-    if {*names} != state.updates.keys():
+    if {*names} != state.updates.keys() - {""}:  # one alone has the name ""
         known = f"the names {join_names([*state.updates])}" if state.updates else "one optimizer"
         given = f"the names {join_names(names)}" if names else type(optimizer).__name__
         raise ValueError(
@@ -238,6 +237,10 @@ class TrainState:
     Change a value with ``attrs.evolve(state, stop=None)``. The newest state owns the model, the
     optimizer, and the tensors in ``slots`` and ``metrics``, which a step updates in place.
     Everything else in it is plain data.
+
+    A hook, a middleware or a script may replace, add or drop parameters, in the model and in the
+    groups of its optimizers: they count from the next update on as any other. So do those of
+    ``attrs.evolve(state, model=..., optimizer=...)``.
 
     Args:
         model: the module.
