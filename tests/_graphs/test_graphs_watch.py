@@ -66,7 +66,9 @@ def replaced_parameter(state):
     old, layer.weight = layer.weight, nn.Parameter(layer.weight.detach() * 2)
     params = optimizer.param_groups[0]["params"]
     params[:] = [layer.weight if p is old else p for p in params]
-    optimizer.state[layer.weight] = optimizer.state.pop(old)
+    held = {layer.weight if p is old else p: values for p, values in optimizer.state.items()}
+    optimizer.state.clear()
+    optimizer.state.update(held)  # in the same order
     return state
 
 
