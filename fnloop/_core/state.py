@@ -193,7 +193,7 @@ _UPDATED = frozenset({UPDATE})
 _EVOLVED = "attrs.evolve(state, optimizer=...) expects"
 
 
-def _handle(given: Any) -> Handle:
+def _handle(given: object) -> Handle:
     """Return what ``state.optimizer`` is, given what ``attrs.evolve`` was.
 
     Raises:
