@@ -1106,20 +1106,23 @@ def _save_averages(saving: Saving) -> dict[str, Json]:
 def _encode_average(
     average: Average, module: nn.Module, tensors: dict[str, Tensor]
 ) -> dict[str, Json]:
-    names = {id(tensor): name for name, tensor in named_tensors(module)}
+    here = dict(named_tensors(module))
+    names = {id(tensor): name for name, tensor in here.items()}
+    # What is new to the average is that of the model in the file, and begins after a resume too.
+    kept = {k: t for k, t in average.items() if k in here and average.fits(k, here[k])}
     places: dict[str, str] = {}  # of a tied tensor every name is in the file, and one is here
     for spelled, value in module.state_dict(keep_vars=True).items():
         if isinstance(value, Tensor):
             key = strip_compile_prefix(spelled)
             name = names.get(id(value), key)
-            tensors[key] = as_safetensor(average.get(name, value), key)
+            tensors[key] = as_safetensor(kept.get(name, value), key)
             places[name] = key
-    for name, tensor in average.items():
+    for name, tensor in kept.items():
         if name not in places:  # the module does not save it
             tensors[name], places[name] = as_safetensor(tensor, name), name
-    pairs = [name for name, tensor in average.items() if tensor.dtype in PAIRS]
-    kept = {name: places[name] for name in average}
-    return {"count": average.count, "tensors": kept, "complex": pairs}
+    pairs = [name for name, tensor in kept.items() if tensor.dtype in PAIRS]
+    found = {name: places[name] for name in kept}
+    return {"count": average.count, "tensors": found, "complex": pairs}
 
 
 def _prepare_averages(saved: Restoring) -> Load:

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import itertools
 import math
+import operator
 import secrets
 import warnings
 from collections import defaultdict
@@ -17,6 +18,10 @@ from weakref import WeakKeyDictionary
 import attrs
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.optim import Optimizer
 
 from fnloop._backend import torch_compat
@@ -121,32 +126,67 @@ class Ownership(Generic[State]):
         return made
 
 
+def _ids(tensors: Iterable[Tensor]) -> list[int]:
+    return [*map(id, tensors)]
+
+
+_registered = [0]  # how often any module was given a parameter, or a module in it
+
+
+def _note_registration(*_: object) -> None:
+    _registered[0] += 1
+
+
+register_module_parameter_registration_hook(_note_registration)
+register_module_module_registration_hook(_note_registration)
+
+
 class ParameterCache:
-    """The parameters of a model and its optimizers, looked up once.
+    """The parameters of a model and its optimizers, looked up again where they have changed.
+
+    :func:`current_parameters` brings it up to date. Nothing else remembers which parameters there
+    are, but by ``found``, which is the same list for as long as nothing has changed.
 
     Attributes:
         found: every parameter that backward may leave a gradient in, each once.
         trained: those of them that an optimizer updates, in the order of the model.
-        groups: how many parameter groups there were; -1 before the first look.
+        model: the model that they are of; None: look again.
+        groups: the parameters of each group.
+        registered: how often modules were given parameters until then.
+        checked: whether an update of them has shown that optimizers get gradients.
+        has_changed: whether others were found before, in the same run.
     """
 
-    __slots__ = ("found", "groups", "trained")
+    __slots__ = (
+        "checked", "found", "groups", "has_changed", "model", "registered", "trained",
+    )  # fmt: skip
 
     def __init__(self) -> None:
-        self.found: list[torch.Tensor] = []
-        self.trained: list[torch.Tensor] = []
-        self.groups = -1
+        self.found: list[Tensor] = []
+        self.trained: list[Tensor] = []
+        self.groups: list[list[Tensor]] = []
+        self.registered = 0
+        self.clear()
 
     def clear(self) -> None:
-        """Look again at the next use: the model or a group may have changed."""
-        self.groups = -1
+        """Look again at the next use, and make what is made of the parameters again."""
+        self.model: nn.Module | None = None
+        self.checked = self.has_changed = False
 
     def look_up(self, model: nn.Module, groups: Sequence[Group]) -> None:
         """Look the parameters up."""
-        trained = [p for group in groups for p in group["params"]]
+        before, self.registered = (self.found, *self.groups), _registered[0]
+        self.groups = [[*group["params"]] for group in groups]
+        trained = [p for params in self.groups for p in params]
         ids = {id(p) for p in trained}
-        self.found = list({id(p): p for p in (*model.parameters(), *trained)}.values())
-        self.trained, self.groups = [p for p in self.found if id(p) in ids], len(groups)
+        found = [*{id(p): p for p in (*model.parameters(), *trained)}.values()]
+        if self.model is not None:
+            if [*map(_ids, before)] == [*map(_ids, (found, *self.groups))]:
+                self.model = model
+                return
+            self.checked, self.has_changed = False, True
+        self.model, self.found = model, found
+        self.trained = [p for p in found if id(p) in ids]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -158,6 +198,38 @@ class ParameterCache:
 
 _NOTHING: frozenset[str] = frozenset()
 _UPDATED = frozenset({UPDATE})
+
+
+_EVOLVED = "attrs.evolve(state, optimizer=...) expects"
+
+
+def _handle(given: object) -> Handle:
+    """Return what ``state.optimizer`` is, given what ``attrs.evolve`` was.
+
+    Raises:
+        TypeError: it is neither an optimizer nor several by name.
+    """
+    if type(given) is Optimizers or isinstance(given, Optimizer):
+        return given
+    named = given if isinstance(given, Mapping) else {}
+    if named and all(isinstance(one, Optimizer) for one in named.values()):
+        return Optimizers(named)
+    raise TypeError(
+        f"{_EVOLVED} an optimizer, or several by name where the state has them; got "
+        f"{describe(given)}"
+    )
+
+
+def _check_names(state: TrainState, _: object, optimizer: Handle) -> None:
+    """Raise ValueError if a state is given other optimizers than those that it counts."""
+    names = [*optimizer] if type(optimizer) is Optimizers else []
+    if {*names} != state.updates.keys() - {""}:  # one alone has the name ""
+        known = f"the names {join_names([*state.updates])}" if state.updates else "one optimizer"
+        given = f"the names {join_names(names)}" if names else type(optimizer).__name__
+        raise ValueError(
+            f"{_EVOLVED} {known}, as the state has; got {given}. For others make a new state: "
+            "TrainState.create(model, optimizer)"
+        )
 
 
 def _refuse() -> Ownership[TrainState]:
@@ -175,6 +247,10 @@ class TrainState:
     Change a value with ``attrs.evolve(state, stop=None)``. The newest state owns the model, the
     optimizer, and the tensors in ``slots`` and ``metrics``, which a step updates in place.
     Everything else in it is plain data.
+
+    A hook, a middleware or a script may replace, add or drop parameters, in the model and in the
+    groups of its optimizers: they count from the next update on as any other. So do those of
+    ``attrs.evolve(state, model=..., optimizer=...)``.
 
     Args:
         model: the module.
@@ -222,7 +298,7 @@ class TrainState:
     """
 
     model: nn.Module
-    optimizer: Handle
+    optimizer: Handle = attrs.field(converter=_handle, validator=_check_names)
     step: int = 0
     epoch: int = 0
     batch: int = 0
@@ -344,11 +420,11 @@ class TrainState:
         agreed, run_id = broadcast(drawn) if facts.world_size > 1 else drawn
         made = cls(
             model, in_form(optimizer, joined), seed=agreed, run_id=run_id, backend=facts,
-            ownership=Ownership(),
+            updates={name: 0 for name in named if name}, ownership=Ownership(),
         )  # fmt: skip
         if facts.main:
             warn_of_others(model, made.optimizer)
-        return attrs.evolve(made, updates={name: 0 for name in named if name})
+        return made
 
     @property
     def news(self) -> frozenset[str]:
@@ -423,20 +499,6 @@ def owns_handles(state: TrainState) -> bool:
 def is_half_updated(state: TrainState) -> bool:
     """Return whether an update of this model was begun and has not ended: no state owns it."""
     return state._ownership.generation is None
-
-
-def begin_update(state: TrainState) -> list[Tensor]:
-    """Return all parameters of a state that an update may begin with.
-
-    Raises:
-        StaleStateError: the state has been advanced already.
-    """
-    __tracebackhide__ = True
-    if state._ownership.generation != state._generation:
-        check_not_stale(state)
-    cache, optimizer = state._parameters, state.optimizer
-    groups = groups_in(optimizer) if type(optimizer) is Optimizers else optimizer.param_groups
-    return cache.found if cache.groups == len(groups) else all_parameters(state)
 
 
 def give_up_ownership(state: TrainState) -> None:
@@ -537,13 +599,45 @@ def newest(state: TrainState, batches: int, samples: int) -> TrainState:
 # --- what belongs to a state
 
 
+def current_parameters(state: TrainState, beginning: bool = False) -> ParameterCache:
+    """Return the parameters of a state as they are now.
+
+    The model and the groups of its optimizers may have others at each call: a hook, a middleware or
+    the script may have replaced or added some.
+
+    Args:
+        state: the state.
+        beginning: whether an update begins with it.
+
+    Raises:
+        StaleStateError: an update would begin, and the state has been advanced already.
+    """
+    __tracebackhide__ = True
+    if beginning and state._ownership.generation != state._generation:
+        check_not_stale(state)
+    cache, optimizer = state._parameters, state.optimizer
+    groups = groups_in(optimizer) if type(optimizer) is Optimizers else optimizer.param_groups
+    if (
+        cache.registered == _registered[0]
+        and cache.model is state.model
+        and len(groups) == len(cache.groups)
+    ):
+        for group, known in zip(groups, cache.groups, strict=True):
+            params = group["params"]  # == would compare elements
+            if len(params) != len(known) or not all(map(operator.is_, params, known)):
+                break
+        else:
+            return cache
+    cache.look_up(state.model, groups)
+    return cache
+
+
 def parameters(state: TrainState) -> list[Any]:
     """Return the parameters that the optimizers update; of several, in the order of the model."""
     optimizer = state.optimizer
     if type(optimizer) is Optimizers:
-        all_parameters(state)
-        return state._parameters.trained
-    found: list[Any] = []  # at each call: a user may take a parameter out of a group
+        return current_parameters(state).trained
+    found: list[Any] = []
     for group in optimizer.param_groups:
         found += group["params"]
     return found
@@ -552,22 +646,20 @@ def parameters(state: TrainState) -> list[Any]:
 def all_parameters(state: TrainState) -> list[Tensor]:
     """Return the parameters of the model and of the optimizers, each once.
 
-    A change in the number of parameter groups is noticed. For any other, call
-    :func:`clear_parameter_cache`.
+    It is the same list as before unless they have changed, or :func:`clear_parameter_cache` was
+    called.
     """
-    cache = state._parameters
-    if cache.groups != len(groups := groups_in(state.optimizer)):
-        cache.look_up(state.model, groups)
-    return cache.found
+    return current_parameters(state).found
 
 
 def trains_all(state: TrainState) -> bool:
     """Return whether an optimizer updates every parameter of the model."""
-    return len(all_parameters(state)) == len(state._parameters.trained)
+    found = current_parameters(state)
+    return len(found.found) == len(found.trained)
 
 
 def clear_parameter_cache(state: TrainState) -> None:
-    """Look the parameters up again: the model or a parameter group may have changed."""
+    """Make what is made of the parameters again: which of them are trained may have changed."""
     state._parameters.clear()
 
 

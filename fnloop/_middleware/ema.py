@@ -67,7 +67,7 @@ def ema(
         TypeError, ValueError: an argument is not what it should be. When composing: two averages
             have ``evaluate="only"``. When it runs: ``start`` is a fraction, and the length of the
             run is unknown; the function ``decay`` returns something else than a number from 0 to 1;
-            a selector is for nothing in the model; or the slot is of another model.
+            a selector is for nothing in the model; or the slot is of other parts of it.
         NotImplementedError: when a run starts: the average would be evaluated, and the model is
             under ``fully_shard``. At an evaluation: the model cannot be copied.
 
@@ -89,6 +89,10 @@ def ema(
         statistics of a BatchNorm) by name, in float32 or wider; all other buffers are those of the
         model. :func:`averaged` returns a state with the average in its model. A checkpoint has
         ``ema.safetensors``, which loads into the plain module as ``model.safetensors`` does.
+
+        A parameter that is added during the run, or replaced by one of another shape, is averaged
+        from its value before its first update on. One that is replaced by another of its shape
+        continues the average of its name.
 
         In a middleware of the forward ring, ``state.slots["ema"]`` is the average after the update
         before: a teacher. ``torch.func.functional_call(state.model, dict(state.slots["ema"]),
@@ -200,7 +204,7 @@ def _make(
     choose = _choice(owner, weight_of, start, every)
     return Middleware(
         name,
-        update=blend(name),
+        update=blend(name, only),
         step=choose_weight(name, choose, only),
         init=lambda state: first_average(state, name, bool(evaluate), only),
         evaluation=EvaluateAverage(name, evaluate == "only") if evaluate else None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -16,6 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointFunction
 
 from fnloop._backend.collectives import (
+    ADVICE,
+    DIVERGED,
     all_reduce_max,
     all_reduce_max_tensor,
     any_rank,
@@ -36,6 +39,7 @@ from fnloop._core.state import (
     TrainState,
     all_parameters,
     check_alike,
+    current_parameters,
     generation_of,
     has_moved,
     merge_metrics,
@@ -57,6 +61,7 @@ from fnloop._step.engine import (
     WeightedSum,
     divide,
     drop_last_metrics,
+    fail_to_train,
     restore_gradients,
     stash_gradients,
     weight_on_device,
@@ -344,7 +349,9 @@ class Reducer(Protocol):
     def start_window(self) -> None: ...
     def start_microbatch(self, last: bool, /) -> None: ...
     def zero_loss(self, state: TrainState, loss: Tensor, /) -> Tensor: ...
-    def attach(self, state: TrainState, root: Tensor, kept: int, touch: bool) -> Tensor: ...
+    def attach(
+        self, state: TrainState, root: Tensor, kept: int, touch: bool, name: str
+    ) -> Tensor: ...
     def counted(self) -> Weight: ...
     def finish_window(self, state: TrainState, touched: bool) -> None: ...
 
@@ -476,7 +483,8 @@ class DistributedWindow:
             weight = 0 if self._total.weight is None else self._total.weight
             weight = weight_on_device(out, weight)
             self._items = start_all_reduce_sum(weight, "the sum of the items of an update")
-        return self._engine.reducer.attach(state, root, self._kept, touch=self._touches)
+        name, reducer = self._loss.name, self._engine.reducer
+        return reducer.attach(state, root, self._kept, self._touches, name)
 
     def finish(self, state: TrainState) -> Output:
         engine, total, out = self._engine, self._total, self._out
@@ -653,12 +661,13 @@ class BucketReducer:
     def zero_loss(self, state: TrainState, loss: Tensor) -> Tensor:
         """Return a root for backward that adds zero to every gradient."""
         params = all_parameters(state)
-        known = self._used and [p.requires_grad for p in params] == self._flags
-        # If not: some may have been frozen since, or the window so far tells which are used.
+        known = self._used and params is self._params
+        known = known and [p.requires_grad for p in params] == self._flags
+        # If not: some may have been frozen or replaced, or the window so far tells which are used.
         used = self._used if known else [p for p in params if p.grad is not None] or params
         return torch.stack([p.flatten()[:1].sum() * 0 for p in used if p.requires_grad]).sum()
 
-    def attach(self, state: TrainState, root: Tensor, kept: int, touch: bool) -> Tensor:
+    def attach(self, state: TrainState, root: Tensor, kept: int, touch: bool, name: str) -> Tensor:
         """Return the root for the last backward of a window, which averages the gradients.
 
         Args:
@@ -667,6 +676,11 @@ class BucketReducer:
             kept: how many of this process's batches count.
             touch: whether to make every parameter reachable from it. Otherwise
                 :meth:`finish_window` gives DDP the gradients that it still expects.
+            name: the name of the loss function.
+
+        Raises:
+            ValueError: the loss uses no parameter that is trained, in any process.
+            RuntimeError: the processes have replaced or added other parameters than each other.
         """
         if state.backend.prepare is not None:
             self._counted = _start_count(root, kept)
@@ -680,7 +694,7 @@ class BucketReducer:
         if params is not self._params or flags != self._flags:
             trainable = [p for p in params if p.requires_grad]
             if [*map(id, trainable)] != [*map(id, self._trainable)]:
-                self._make_ddp(state, root, trainable)
+                self._make_ddp(state, root, trainable, name)
             self._params, self._flags, self._trainable = params, flags, trainable
         assert self._ddp is not None
         self._waits_for_all = not self._ddp.find_unused_parameters
@@ -698,14 +712,26 @@ class BucketReducer:
             return round(mean.item() * self._processes)
         return (to_accumulator_dtype(mean) * self._processes).round()
 
-    def _make_ddp(self, state: TrainState, root: Tensor, trainable: list[Tensor]) -> None:
+    def _make_ddp(
+        self, state: TrainState, root: Tensor, trainable: list[Tensor], name: str
+    ) -> None:
         nodes = list(_graph_nodes(root))
         reached = {id(leaf_of(node)) for node in nodes}
         self._hides_parameters = any(CheckpointFunction.__name__ in node.name() for node in nodes)
         self._used = [p for p in trainable if self._hides_parameters or id(p) in reached]
-        unused = len(self._used) < len(trainable)
         counts = [] if self._count is None else [self._count]
-        self._ddp = _ddp_of(state, [*trainable, *counts], unused)
+        trained = {id(p) for p in current_parameters(state).trained}
+        used = any(id(p) in trained for p in self._used)
+        used = used or any(p.grad is not None for p in trainable)  # by a batch before this one
+        mark = zlib.crc32(repr([tuple(p.shape) for p in trainable]).encode())
+        unused, any_used, most, least = all_reduce_max(
+            [len(self._used) < len(trainable), used, mark, -mark], "which parameters the loss uses"
+        )
+        if most != -least:
+            raise RuntimeError(f"{DIVERGED}: they have parameters of different shapes. {ADVICE}")
+        if not any_used:
+            fail_to_train(state, name, bool(self._used))
+        self._ddp = _ddp_of(state, [*trainable, *counts], unused > 0)
 
     def finish_window(self, state: TrainState, touched: bool) -> None:
         """Give DDP the gradients that it still expects after the last backward of a window."""
@@ -722,6 +748,7 @@ class BucketReducer:
         self._warned = True
         is_unused = {id(p) for p in unused}
         names = [name for name, p in self._model.named_parameters() if id(p) in is_unused]
+        names += ["those beside the model"] * (len(names) < len(unused))
         log.warning(
             "the loss uses some parameters in some updates but not in others (%s). With several "
             "processes they get a zero gradient when unused, so weight decay and momentum still "
@@ -807,7 +834,6 @@ def _ddp_of(state: TrainState, trainable: list[Tensor], unused: bool) -> _FixedB
     own = {id(p) for p in state.model.parameters()}
     settings = dict(state.backend.settings)
     settings.pop("broadcast_buffers", None)  # done once per window, before forward
-    unused = any_rank(unused, "which parameters the loss uses")
     settings.setdefault("find_unused_parameters", unused)
     ddp = _FixedBucketDDP(
         _Trainable(state.model, [p for p in trainable if id(p) not in own]),
@@ -872,7 +898,7 @@ class ShardReducer:
     def zero_loss(self, state: TrainState, loss: Tensor) -> Tensor:
         return loss * 0
 
-    def attach(self, state: TrainState, root: Tensor, kept: int, touch: bool) -> Tensor:
+    def attach(self, state: TrainState, root: Tensor, kept: int, touch: bool, name: str) -> Tensor:
         self._counted = _start_count(root, kept)
         return root
 

@@ -141,7 +141,8 @@ def go_back(state: TrainState, kept: Kept) -> TrainState:
     memo, tensors = _shared(state), dict(_tensors(state))
     groups, optimizers = groups_in(state.optimizer), list(optimizers_in(state.optimizer).values())
     if (
-        tensors.keys() != kept["model"].keys()
+        {name: t.shape for name, t in tensors.items()}
+        != {name: t.shape for name, t in kept["model"].items()}
         or len(groups) != len(kept["groups"])
         or [len(saved) for saved in kept["optimizers"]] != [len(_updated(o)) for o in optimizers]
     ):

@@ -157,8 +157,6 @@ def test_an_average_of_other_parts_is_named():
     match = r"is of other parts of the model than only= chooses \(a.w differs\)"
     with pytest.raises(ValueError, match=match):
         two("b", state=attrs.evolve(two("a"), stop=None), epochs=2)
-    with pytest.raises(ValueError, match=r"another model than this Two \(b.w differs\)"):
-        two("*", state=two("a"), epochs=2)
 
 
 def test_turns_have_an_average_of_one_of_them():

@@ -5,9 +5,10 @@
     python tests/helpers/random_programs.py --seed 7 --only 221  # one program, as a report names it
 
 A program is plain data: the source text of a model, loaders, a pipeline, hooks, moments and
-targets. It is run whole. Then it is run again with cuts, and continued after each: in memory, with
-a snapshot, or with new objects from the disk. A program that differs, or that raises, is made
-smaller while it still does, and printed so that it can be pasted.
+targets. It is run whole. If it has hooks that put copies in the place of parameters, it is run once
+more without them, and must come to the same. Then it is run again with cuts, and continued after
+each: in memory, with a snapshot, or with new objects from the disk. A program that differs, or that
+raises, is made smaller while it still does, and printed so that it can be pasted.
 """
 
 import argparse
@@ -428,6 +429,25 @@ class World:
     def end_epoch(self):
         return lambda state: attrs.evolve(state, ends="epoch")
 
+    def replace(self, n):
+        """A hook that puts a copy in the place of the n-th parameter, which changes no number."""
+
+        def replace(state):
+            named = [*state.model.named_parameters()]
+            name, old = named[n % len(named)]
+            owner, _, own = name.rpartition(".")
+            new = nn.Parameter(old.detach().clone(), old.requires_grad)
+            setattr(state.model.get_submodule(owner), own, new)
+            several = isinstance(state.optimizer, Mapping)
+            for one in state.optimizer.values() if several else (state.optimizer,):
+                for group in one.param_groups:
+                    group["params"] = [new if p is old else p for p in group["params"]]
+                if old in one.state:
+                    one.state[new] = one.state.pop(old)
+            return state
+
+        return replace
+
     @staticmethod
     def decay(i, total):
         return 0.9**i
@@ -744,6 +764,16 @@ def draw_hooks(r, has_length, key, evaluates):
     return found
 
 
+def draw_replacements(r):
+    """Draw hooks that replace parameters."""
+    moments = [
+        f"fl.every(steps={r.randint(1, 4)})",
+        f"fl.when(lambda s: s.step == {r.randint(1, 6)})",
+    ]
+    chosen = r.sample([*moments, "fl.every(epochs=1)"], r.choice([0, 0, 0, 1, 2]))
+    return [f"{moment}(replace({r.randrange(8)}))" for moment in chosen]
+
+
 def draw_fits(r):
     def target():
         epochs, steps = {"epochs": r.randint(1, 4)}, {"steps": r.randint(1, 10)}
@@ -814,10 +844,11 @@ def draw(seed, number):
     pieces = any("microbatch" in m or "retry" in m for m in (*members, *sum(turns.values(), ())))
     if pieces or "shuffled" in train:  # BatchNorm takes no piece of one sample
         model = [part for part in model if part != "norm"]
+    replacements = draw_replacements(random.Random(f"{seed}/{number}/replaced"))
     return Program(
         model=tuple(model), optimizer=optimizer, loss=tuple(loss), train=train, valid=loaders,
         members=tuple(members), turns=turns, order=order,
-        hooks=tuple(draw_hooks(r, has_length, key, evaluates)),
+        hooks=(*draw_hooks(r, has_length, key, evaluates), *replacements),
         evaluate_every=evaluated if evaluates else "None",
         record_every=draw_moment(r, has_length) if r.random() < 0.35 else "None",
         prefetch=r.choice([1, 1, 1, 2, 3]),
@@ -884,8 +915,16 @@ def check(program, cuts=()):
     """Raise if a program fails, whole or with these cuts, or differs with them."""
     with quiet():
         whole, world = whole_run(program)
+        check_replaced(program, whole)
         if cuts:
             check_cuts(program, cuts, whole, world)
+
+
+def check_replaced(program, whole):
+    """Raise Fault if it matters that copies have taken the place of parameters."""
+    hooks = tuple(hook for hook in program.hooks if "(replace(" not in hook)
+    if hooks != program.hooks:
+        compare((), whole_run(attrs.evolve(program, hooks=hooks))[0], whole)
 
 
 def check_cuts(program, cuts, whole, world):
@@ -1014,6 +1053,7 @@ SMALLEST = {
     "twice": (
         Program(loss=("draws",), train="again(5)"),
         Cut("fail", "loader", 1), Cut("interrupt", "loader", 0)),
+    "replaced": (Program(train="batches(3)", hooks=("fl.every(epochs=1)(replace(0))",)),),
     "rebound": (
         Program(("rebound",), train="batches(3, nan=(1,))", members=("fl.skip_nonfinite(100)",)),),
 }  # fmt: skip
@@ -1036,6 +1076,7 @@ def try_program(seed, number, counts, cuts):
     try:
         with quiet():
             whole, world = whole_run(program)
+            check_replaced(program, whole)
             for _ in range(cuts):
                 given = draw_cuts(r, program, whole, world)
                 if is_known(program, given):
