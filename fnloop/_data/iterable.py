@@ -21,7 +21,7 @@ from fnloop._core.rng import FETCH, ORDER, fold_in, seed_all, seeded_generator
 from fnloop._core.runs import Position
 from fnloop._core.types import Batch, name_of
 from fnloop._data.loaders import NONE_LEFT, Loader, is_iterable, takes_position
-from fnloop._data.map_style import samplers_of, set_epoch, sigterm_resistant_workers
+from fnloop._data.map_style import samplers_of, set_epoch, steady_workers
 from fnloop._display.checks import describe
 from fnloop._display.screen import log, warn_once
 
@@ -160,7 +160,7 @@ def _ordered_by(seed: int, loader: Loader) -> Iterator[None]:
         if isinstance(loader, DataLoader):
             # Persistent workers would continue with the generators of the epoch before.
             torch_compat.forget_workers(loader)
-            stack.enter_context(sigterm_resistant_workers(loader))
+            stack.enter_context(steady_workers(loader))
         seed_all(seed)
         yield
 

@@ -383,12 +383,15 @@ class SingleProcess:
         """
         return 0
 
-    def check_order(self, read_again: Callable[[First], Glimpse | None], indices: bool) -> None:
+    def check_order(
+        self, read_again: Callable[[First], Glimpse | None], indices: bool, what: str
+    ) -> None:
         """Raise if the processes have read different data, or in different orders. A collective.
 
         Args:
             read_again: returns a glimpse of the first batch of a pass that is read once more.
             indices: whether a whole pass was read, so that the order of all indices is known.
+            what: what it is for, as errors name it.
         """
 
 
@@ -479,21 +482,25 @@ class RoundRobin(SingleProcess):
     def uniform_batch_size(self, rounds: int) -> int:
         return _common([self._sizes.popleft() if self._sizes else 0 for _ in range(rounds)], rounds)
 
-    def check_order(self, read_again: Callable[[First], Glimpse | None], indices: bool) -> None:
+    def check_order(
+        self, read_again: Callable[[First], Glimpse | None], indices: bool, what: str
+    ) -> None:
         __tracebackhide__ = True
         first = self.first if self._compares else None
         self.first, self.samples = None, self.samples and first is None
         order = self.order if indices else 0
         mark = -1 if first is None or first.glimpse is None else _checksum(first.glimpse)
         order_max, order_min, mark_max, mark_min = all_reduce_max(
-            [order, -order, mark, -mark], "a comparison of the data"
+            [order, -order, mark, -mark], what
         )
         if order_max != -order_min:
             raise RuntimeError(f"{DIVERGED}: {ORDER_MISMATCH}")
         if mark_max != -mark_min:
-            self._compare(first, read_again)
+            self._compare(first, read_again, what)
 
-    def _compare(self, first: First | None, read_again: Callable[[First], Glimpse | None]) -> None:
+    def _compare(
+        self, first: First | None, read_again: Callable[[First], Glimpse | None], what: str
+    ) -> None:
         """Raise if the first batches differ, and each process reads its own one again."""
         __tracebackhide__ = True
         seen = again = None
@@ -501,7 +508,7 @@ class RoundRobin(SingleProcess):
             seen = first.glimpse
             with contextlib.suppress(Exception):  # no other process may wait for this one
                 again = read_again(first)
-        everywhere = gather_from_all((seen, again), "a comparison of the data")
+        everywhere = gather_from_all((seen, again), what)
         if any(glimpse is None for glimpse, _ in everywhere):
             return
         own = everywhere[0][0]
@@ -521,11 +528,13 @@ class OwnStreams(RoundRobin):
     The arguments are those of :class:`RoundRobin`.
     """
 
-    def check_order(self, read_again: Callable[[First], Glimpse | None], indices: bool) -> None:
+    def check_order(
+        self, read_again: Callable[[First], Glimpse | None], indices: bool, what: str
+    ) -> None:
         __tracebackhide__ = True
         first, self.first = self.first, None
         seen = None if first is None else first.glimpse
-        everywhere = gather_from_all((self.rank, seen), "a comparison of the data")
+        everywhere = gather_from_all((self.rank, seen), what)
         heads: dict[int, tuple[int, Glimpse]] = {}  # by share, of the first process that has it
         for process, (share, found) in enumerate(everywhere):
             if found is None:

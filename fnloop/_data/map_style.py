@@ -358,8 +358,6 @@ def map_style(
     if not isinstance(sharing, RoundRobin):
         return fetched(loader, made)
     shared, make = _shared(made, sharing), functools.partial(fetched, loader)
-    if not loader.in_order:  # the first result may be of another request
-        return make(shared)
     return sampling_first(shared, sharing, (epoch, batch, samples), only_seen, make)
 
 
@@ -533,7 +531,7 @@ def _worker_loader(loader: DataLoader[object]) -> tuple[DataLoader[object], _Req
         generator=torch.Generator().manual_seed(0),
         prefetch_factor=loader.prefetch_factor,
         persistent_workers=loader.persistent_workers,
-        in_order=loader.in_order,
+        in_order=True,  # as in `steady_workers`
     )
     return pool, sampler
 
@@ -565,14 +563,17 @@ class _IgnoreFirstSigterm(NamedTuple):
 
 
 @contextlib.contextmanager
-def sigterm_resistant_workers(loader: DataLoader[object]) -> Iterator[None]:
-    """Let the workers that a loader starts in this block ignore their first SIGTERM."""
-    init = loader.worker_init_fn
-    loader.worker_init_fn = _IgnoreFirstSigterm(init)
+def steady_workers(loader: DataLoader[object]) -> Iterator[None]:
+    """Let the workers that a loader starts in this block ignore their first SIGTERM.
+
+    Their batches come in order, as a position is a number of batches.
+    """
+    init, in_order = loader.worker_init_fn, loader.in_order
+    loader.worker_init_fn, loader.in_order = _IgnoreFirstSigterm(init), True
     try:
         yield
     finally:
-        loader.worker_init_fn = init
+        loader.worker_init_fn, loader.in_order = init, in_order
 
 
 def _identity(batch: Batch) -> Batch:

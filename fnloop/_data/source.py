@@ -74,6 +74,7 @@ class Source:
         positions: where the loader is, if it says so.
         indices: which samples the batches of this process have, where they are taken by index.
         reopen: opens the same loader once more.
+        what: whose data they are, as errors name them when the processes compare what they read.
     """
 
     batches: Callable[[int | None, int, int], Iterator[Batch]]
@@ -86,6 +87,7 @@ class Source:
     positions: Positions = attrs.field(factory=Positions)
     indices: Indices = no_indices
     reopen: Callable[[], Source] | None = None
+    what: str = "the data"
 
     @property
     def processes(self) -> int:
@@ -176,7 +178,7 @@ class Source:
             whole: whether all of a pass was read.
         """
         __tracebackhide__ = True
-        self.sharing.check_order(self._first_again, whole)
+        self.sharing.check_order(self._first_again, whole, f"a comparison of {self.what}")
 
     def _first_again(self, first: First) -> Glimpse | None:
         """Return a glimpse of the first batch of a pass that is read once more."""
@@ -265,11 +267,10 @@ def _open_composed(loader: Composed, seed: int, sharing: SingleProcess) -> Sourc
         _check_not_nested(leaf)
         if isinstance(sharing, RoundRobin):
             _check_not_split(leaf)
-    in_order = all(leaf.in_order for leaf in loader.leaves() if is_map_style(leaf))
 
     def composed(epoch: int | None, batch: int, samples: int) -> Iterator[Batch]:
         share = sharing.split(loader.items(seed, epoch, batch, sharing), size_of)
-        if not isinstance(sharing, RoundRobin) or not in_order:
+        if not isinstance(sharing, RoundRobin):
             return fetch(share)
         return sampling_first(share, sharing, (epoch, batch, samples), seen, fetch)
 
