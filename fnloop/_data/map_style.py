@@ -354,17 +354,37 @@ def map_style(
         samples: their samples, if the loader's batches have one known size; else 0.
         sharing: how batches are distributed to the processes.
     """
+    batches: Iterator[Batch]
     made = requests(loader, seed, epoch, batch, samples, sharing, sharing.complete)
-    if not isinstance(sharing, RoundRobin):
-        return fetched(loader, made)
-    shared, make = _shared(made, sharing), functools.partial(fetched, loader)
-    return sampling_first(shared, sharing, (epoch, batch, samples), only_seen, make)
+    if isinstance(sharing, RoundRobin):
+        shared, make = _shared(made, sharing), functools.partial(fetched, loader)
+        batches = sampling_first(shared, sharing, (epoch, batch, samples), only_seen, make)
+    else:
+        batches = fetched(loader, made)
+    if makes_new(loader):
+        return batches
+    return sharing.held.counted(sharing.held.watched(batches))
 
 
 def _shared(requests: Iterator[_BatchRequest], sharing: RoundRobin) -> Iterator[_BatchRequest]:
     __tracebackhide__ = True
     for given in sharing.split(requests, lambda request: request.size):
         yield given.batch._replace(is_padding=True) if isinstance(given, Padding) else given
+
+
+def makes_new(loader: object) -> bool:
+    """Return whether a loader surely gives new memory with each batch.
+
+    Workers send it, and ``default_collate`` stacks samples. Any other loader may fill a buffer.
+    """
+    return (
+        isinstance(loader, DataLoader)
+        and type(loader).__iter__ is DataLoader.__iter__
+        and bool(
+            loader.num_workers
+            or (loader.batch_sampler is not None and loader.collate_fn is default_collate)
+        )
+    )
 
 
 def fetched(loader: DataLoader[object], requests: Iterator[object]) -> Generator[Batch, None, None]:

@@ -46,7 +46,14 @@ from fnloop._data.loaders import (
     sharded,
     sharing_among,
 )
-from fnloop._data.map_style import Bucketed, is_sized, length_of, map_style, samplers_of
+from fnloop._data.map_style import (
+    Bucketed,
+    is_sized,
+    length_of,
+    makes_new,
+    map_style,
+    samplers_of,
+)
 
 # --------------------------------------------------------------------------------------------------
 # Sources: loaders opened so that what they yield is a function of (seed, epoch, position).
@@ -255,7 +262,9 @@ def open_source(
 
     def iterated(epoch: int | None, batch: int, samples: int) -> Iterator[Batch]:
         batches = iterate(loader, seed, epoch, batch, positions)
-        share = sharing.split(batches, batch_size_of, reused=True)
+        if not makes_new(loader):
+            batches = sharing.held.watched(batches)
+        share = sharing.split(batches, batch_size_of, counts=True)
         return noting_first(share, sharing, (epoch, batch, samples))
 
     return Source(iterated, length_of(loader), sharing, positions=positions, reopen=reopen)
@@ -269,10 +278,13 @@ def _open_composed(loader: Composed, seed: int, sharing: SingleProcess) -> Sourc
             _check_not_split(leaf)
 
     def composed(epoch: int | None, batch: int, samples: int) -> Iterator[Batch]:
-        share = sharing.split(loader.items(seed, epoch, batch, sharing), size_of)
+        share = sharing.split(loader.items(seed, epoch, batch, sharing), size_of, counts=True)
+        make = functools.partial(fetch, held=sharing.held)
         if not isinstance(sharing, RoundRobin):
-            return fetch(share)
-        return sampling_first(share, sharing, (epoch, batch, samples), seen, fetch)
+            return make(share)
+        return sampling_first(share, sharing, (epoch, batch, samples), seen, make)
+
+    sharing.reads_ahead = True
 
     return Source(composed, loader.length_in(0), sharing, lengths=loader.length_in)
 
@@ -321,7 +333,8 @@ def _open_sharded(
 ) -> Source:
     if processes == 1 and not alike:
         return open_source(loader, seed)
-    source = open_source(loader, fold_in(seed, rank) if processes > 1 else seed)
+    reopen = functools.partial(open_source, loader, fold_in(seed, rank) if processes > 1 else seed)
+    source = reopen()
 
     def batches(epoch: int | None, batch: int, samples: int) -> Iterator[Batch]:
         own = source.batches(epoch, batch // processes, 0)
@@ -329,7 +342,7 @@ def _open_sharded(
             own = _noting_head(own, sharing, (epoch, batch, samples))
         if even:
             return _until_shortest(own)
-        return _pad_to_longest(own, lambda: source.batches(epoch, 0, 0))
+        return _pad_to_longest(own, lambda: reopen().batches(epoch, 0, 0))
 
     own = 0 if source.length is None else source.length
     longest, minus_shortest, some_unknown = all_reduce_max(
@@ -342,6 +355,7 @@ def _open_sharded(
 
     source.positions.shards = processes
     sharing = (OwnStreams if alike else RoundRobin)(rank, processes, even=even)
+    sharing.held, sharing.reads_ahead = source.sharing.held, source.sharing.reads_ahead
     return Source(batches, length, sharing, positions=source.positions, indices=indices)
 
 
@@ -417,13 +431,22 @@ def windows(
         batch: the batches of the epoch that were consumed already.
         samples: their samples, if known.
         prefetch: how many windows are fetched ahead. It changes no number.
+
+    Raises:
+        ValueError: while they are taken: the loader reuses the memory of one that is held.
     """
-    batches = source.batches(epoch, batch, samples)
+    held, copies = source.sharing.held, device.type != "cpu"
+    holds = not copies and (sizes is not None or prefetch > 1)
+    held.begin_pass(holds or source.sharing.reads_ahead)
+    batches = iter(source.batches(epoch, batch, samples))
+    if copies:  # what the loader gave is used at once
+        batches = held.taken(batches, grouped=False)
     if may_need_transfer(device):
         batches = map(_transfer_to(device), batches)
-    own = None if sizes is None else map(source.rounds_of, sizes)
-    fed = iter(batches) if own is None else _grouped(iter(batches), own)
-    return fed if prefetch == 1 else _prefetched(fed, prefetch)
+    if sizes is not None:
+        batches = _grouped(batches, map(source.rounds_of, sizes))
+    fed = batches if prefetch == 1 else _prefetched(batches, prefetch)
+    return fed if copies else held.taken(fed, grouped=sizes is not None)
 
 
 def _grouped(batches: Iterator[Batch], sizes: Iterator[int]) -> Iterator[Batch]:

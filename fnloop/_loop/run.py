@@ -221,7 +221,11 @@ class Run:
         self.phase: object = None  # what it is doing; None: the step, whose layers name themselves
         self.taken = 0  # batches that the update takes, in all processes
         self.left_out: str | None = None  # why the newest update was left out, if it was
-        self.begun = (0, 0, 0)  # the epoch, and the batch and sample where the run began or continued it
+        self.begun = (
+            0,
+            0,
+            0,
+        )  # the epoch, and the batch and sample where the run began or continued it
         self.first_update = state.step + state.skipped
         self.batches_in_epoch = 0  # of the epoch that has just ended
         self.unfinished: object = None  # what a failure would leave: BOUNDARY, END or FLUSH
