@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import zlib
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
@@ -40,30 +40,39 @@ _REUSED = (
 )
 
 
-class _Leaf:
-    """A tensor or an array of a batch that is held.
+Memory = Tensor | np.ndarray
+
+
+class _Batch:
+    """A batch that is held.
 
     Args:
-        value: the tensor or the array.
+        round: its round.
+        memory: its tensors and arrays.
     """
 
-    __slots__ = ("address", "mark", "value", "version")
+    __slots__ = ("addresses", "marks", "memory", "round", "versions")
 
-    def __init__(self, value: Tensor | np.ndarray) -> None:
-        self.value, self.address = value, _address_of(value)
-        self.mark: int | None = None
-        self.version = _version_of(value)
+    def __init__(self, round: int, memory: list[Memory]) -> None:
+        self.round, self.memory = round, memory
+        self.addresses = _addresses_of(memory)
+        self.note(contents=False)
 
     def note(self, contents: bool) -> None:
         """Note what it is now. Without ``contents``, only torch's count of its changes."""
-        self.mark = _checksum(self.value) if contents else None
-        self.version = _version_of(self.value)
+        self.marks = [*map(_checksum, self.memory)] if contents else None
+        self.versions = torch_compat.versions_of(self.memory)
 
     def has_changed(self) -> bool:
         """Return whether it is not what was noted."""
-        if self.mark is None:
-            return self.version != _version_of(self.value)
-        return self.mark != _checksum(self.value)
+        if self.marks is None:
+            return self.versions != torch_compat.versions_of(self.memory)
+        now = torch_compat.versions_of(self.memory)
+        known = zip(self.memory, self.marks, self.versions, now, strict=True)
+        return any(
+            version != later if mark is None else mark != _checksum(one)
+            for one, mark, version, later in known
+        )
 
 
 class Held:
@@ -83,9 +92,9 @@ class Held:
         """
         self._active = active
         self._rounds = self._used = 0
-        self._batches: deque[tuple[int, list[_Leaf]]] = deque()  # each with its round
-        self._addresses: Counter[int] = Counter()
-        self._given: Counter[object] = Counter()  # batches so far, by their shapes
+        self._batches: deque[_Batch] = deque()
+        self._addresses: set[int] = set()
+        self._given: dict[object, int] = {}  # how many batches so far, by their shapes
         self._most, self._shares = 0, False
 
     # --- what the loader gives
@@ -112,18 +121,18 @@ class Held:
 
     def note(self, batch: Batch, round: int | None = None) -> None:
         """Note a batch that the loader has just given, in a round; by default in the next one."""
-        leaves = [*map(_Leaf, memory_in(batch))] if self._active else []
-        if not leaves:
+        memory = [*memory_in(batch)] if self._active else []
+        if not memory:
             return
-        kind = tuple(leaf.value.shape for leaf in leaves)
-        self._given[kind] += 1
-        self._most = max(self._most, len(self._batches) + 1)
-        self._shares = self._shares or any(leaf.address in self._addresses for leaf in leaves)
-        contents = self._shares or self._given[kind] <= self._most
-        for leaf in leaves:
-            leaf.mark = _checksum(leaf.value) if contents else None
-            self._addresses[leaf.address] += 1
-        self._batches.append((self._rounds if round is None else round, leaves))
+        kind = tuple([one.shape for one in memory])
+        self._given[kind] = given = self._given.get(kind, 0) + 1
+        noted = _Batch(self._rounds if round is None else round, memory)
+        self._batches.append(noted)
+        self._most = max(self._most, len(self._batches))
+        self._shares = self._shares or not self._addresses.isdisjoint(noted.addresses)
+        self._addresses.update(noted.addresses)
+        if self._shares or given <= self._most:
+            noted.note(contents=True)
 
     # --- what the step takes
 
@@ -145,22 +154,21 @@ class Held:
             self._compare()
             yield window
             self._release(len(window) if grouped else 1)
-            for _, leaves in self._batches:
-                for leaf in leaves:  # what the step has changed is no fault of the loader's
-                    leaf.note(self._shares)
+            for batch in self._batches:  # what the step has changed is no fault of the loader's
+                batch.note(self._shares)
 
     def _compare(self) -> None:
         __tracebackhide__ = True
-        if any(leaf.has_changed() for _, leaves in self._batches for leaf in leaves):
-            raise ValueError(_REUSED)
+        for batch in self._batches:
+            if batch.has_changed():
+                raise ValueError(_REUSED)
 
     def _release(self, rounds: int) -> None:
         """Forget the batches of rounds that were used."""
         self._used += rounds
-        while self._batches and self._batches[0][0] < self._used:
-            _, leaves = self._batches.popleft()
-            self._addresses.subtract(leaf.address for leaf in leaves)
-        self._addresses = +self._addresses  # without those that are not held any more
+        while self._batches and self._batches[0].round < self._used:
+            self._batches.popleft()
+        self._addresses = {each for batch in self._batches for each in batch.addresses}
 
 
 def own_copy(batch: Batch) -> Batch:
@@ -171,26 +179,25 @@ def own_copy(batch: Batch) -> Batch:
         return batch
 
 
-def _address_of(value: Tensor | np.ndarray) -> int:
-    if isinstance(value, np.ndarray):
-        return value.__array_interface__["data"][0]
+def _addresses_of(memory: list[Memory]) -> list[int]:
     try:
-        return value.data_ptr()
-    except RuntimeError:  # it has no memory of its own: a sparse tensor, a subclass
-        return id(value)
+        return [one.data_ptr() for one in memory]  # type: ignore[union-attr]
+    except (AttributeError, RuntimeError):  # an array; what has no memory of its own
+        return [*map(_address_of, memory)]
 
 
-def _version_of(value: Tensor | np.ndarray) -> int | None:
-    if isinstance(value, np.ndarray) or value.is_inference():
-        return None
-    return torch_compat.version_of(value)
+def _address_of(one: Memory) -> int:
+    try:
+        return one.data_ptr() if isinstance(one, Tensor) else one.ctypes.data
+    except RuntimeError:
+        return id(one)
 
 
-def _checksum(value: Tensor | np.ndarray) -> int | None:
+def _checksum(one: Memory) -> int | None:
     """Return a checksum of memory of the host; None of other memory: torch counts its changes."""
-    if isinstance(value, Tensor):
-        if type(value) is not Tensor or value.layout is not torch.strided or not value.is_cpu:
+    if isinstance(one, Tensor):
+        if type(one) is not Tensor or one.layout is not torch.strided or not one.is_cpu:
             return None
-        plain = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+        plain = one.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
         return zlib.crc32(plain.view(torch.uint8).numpy().data)
-    return zlib.crc32(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
+    return zlib.crc32(np.ascontiguousarray(one).reshape(-1).view(np.uint8).data)
