@@ -169,7 +169,7 @@ def memory_in(value: object) -> Iterator[Tensor | np.ndarray]:
         for part in value:
             if isinstance(part, Tensor):
                 yield part
-            elif part is not None and not isinstance(part, _PLAIN):
+            elif has_parts(part):
                 yield from _memory_in(part, set())
     else:
         yield from _memory_in(value, set())
@@ -181,10 +181,15 @@ def _memory_in(value: object, seen: set[int]) -> Iterator[Tensor | np.ndarray]:
     elif isinstance(value, np.ndarray):
         if not value.dtype.hasobject:
             yield value
-    elif value is not None and not isinstance(value, _PLAIN) and id(value) not in seen:
+    elif has_parts(value) and id(value) not in seen:
         seen.add(id(value))
         for _, part in parts_of(value) or attributes_of(value):
             yield from _memory_in(part, seen)
+
+
+def has_parts(value: object) -> bool:
+    """Return whether parts or attributes of a value may be parts of a batch."""
+    return value is not None and not isinstance(value, _PLAIN)
 
 
 def attributes_of(value: object) -> Iterator[tuple[str, object]]:

@@ -16,7 +16,7 @@ from fnloop._core.rng import isolated, new_seed
 from fnloop._core.types import Batch
 from fnloop._data import map_style
 from fnloop._data.held import Held
-from fnloop._data.iterable import Positions, as_torch_reads_it, is_keeper, iterate
+from fnloop._data.iterable import as_torch_reads_it, is_keeper, iterate
 from fnloop._data.loaders import (
     NONE_LEFT,
     Loader,
@@ -31,6 +31,7 @@ from fnloop._data.loaders import (
     sharing_among,
 )
 from fnloop._data.map_style import index_in, makes_new, only_seen, requests
+from fnloop._data.position import Positions
 
 # --------------------------------------------------------------------------------------------------
 # Loaders made of loaders: the base of what `fnloop.data` returns, and how they are read.
@@ -371,6 +372,15 @@ Indices = Callable[[int, int, int], Iterator[object]]
 def no_indices(epoch: int, batch: int, samples: int) -> Iterator[object]:
     """Return the indices of a loader whose samples have none."""
     return iter(())
+
+
+def contents_of(item: PartItem) -> object:
+    """Return what tells an item from another: a batch, or the indices that one is made from."""
+    if isinstance(item, Request):
+        return index_in(item.request)
+    if isinstance(item, Together):
+        return {name: contents_of(one) for name, one in item.items.items()}
+    return item.batch
 
 
 def indices_of(

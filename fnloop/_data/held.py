@@ -34,9 +34,9 @@ from fnloop._core.types import Batch
 
 Item = TypeVar("Item")
 _REUSED = (
-    "the loader reuses the memory of a batch for the next one, but several batches are needed at "
-    "once, by accumulate, by prefetch, by several processes, or by a loader of loaders: let it "
-    "make a new one for each (yield x.clone(), or x.copy() of a NumPy array)"
+    "the loader reuses a tensor for its next batch, but several batches are needed at once, by "
+    "accumulate, by prefetch, by several processes or by a loader of loaders: let it make a new "
+    "one for each (yield x.clone(), or array.copy())"
 )
 
 

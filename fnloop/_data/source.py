@@ -16,10 +16,12 @@ from torch.utils.data import BatchSampler, DistributedSampler
 from fnloop._backend.collectives import all_reduce_max, any_rank
 from fnloop._backend.containers import copy_on_side_stream, may_need_transfer, to_device
 from fnloop._core.rng import Generators, fold_in, isolated, saved_before_seeding, seed_all_count
-from fnloop._core.types import Batch
+from fnloop._core.runs import Position
+from fnloop._core.types import Batch, name_of
 from fnloop._data.composed import (
     Composed,
     Indices,
+    contents_of,
     fetch,
     indices_of,
     is_map_style,
@@ -29,7 +31,7 @@ from fnloop._data.composed import (
     unmarked,
     window_of,
 )
-from fnloop._data.iterable import Positions, iterate
+from fnloop._data.iterable import as_torch_reads_it, iterate
 from fnloop._data.loaders import (
     NONE_LEFT,
     First,
@@ -41,6 +43,7 @@ from fnloop._data.loaders import (
     Window,
     batch_size_of,
     glimpse,
+    is_iterable,
     noting_first,
     sampling_first,
     sharded,
@@ -53,7 +56,9 @@ from fnloop._data.map_style import (
     makes_new,
     map_style,
     samplers_of,
+    samplers_of_user,
 )
+from fnloop._data.position import Positions
 
 # --------------------------------------------------------------------------------------------------
 # Sources: loaders opened so that what they yield is a function of (seed, epoch, position).
@@ -122,6 +127,16 @@ class Source:
             return self.sharing.kept(self.batches_of(max(self.samples - samples, 0)))
         length = self._length_of_loader(epoch)
         return None if length is None else self.sharing.kept(max(length - batch, 0))
+
+    def begin(self, position: Position | None, ahead: int, at: tuple[int, int, int]) -> None:
+        """Begin an epoch, or continue it.
+
+        Args:
+            position: where it was, or None.
+            ahead: the most batches that are read ahead of those consumed.
+            at: the epoch, and the batches and samples of it that were consumed already.
+        """
+        self.positions.begin(position, ahead, at[:2], self.left(*at))
 
     def batches_of(self, samples: int) -> int:
         """Return how many batches a number of samples makes."""
@@ -240,25 +255,36 @@ def open_source(
     if is_map_style(loader):
 
         def indexed(epoch: int | None, batch: int, samples: int) -> Iterator[Batch]:
-            return map_style(loader, seed, epoch, batch, samples, sharing)
+            return map_style(loader, seed, epoch, batch, samples, sharing, positions)
 
+        known = {"indices": indices, "reopen": reopen}
+        users = samplers_of_user(loader)
+        name = type(users[0] if users else loader).__name__
         if not is_sized(loader):
-            return Source(indexed, length_of(loader), sharing, indices=indices, reopen=reopen)
+            length = length_of(loader)
+            positions = Positions(name, in_batches(length), None)
+            return Source(indexed, length, sharing, positions=positions, **known)
         batched = cast(BatchSampler, loader.batch_sampler)
         n = len(batched.sampler)  # type: ignore[arg-type]
+        positions = Positions(name, (n, "samples"), None)
         source = Source(indexed, None, sharing, batched.batch_size, n, batched.drop_last)
         length = source.batches_of(n)
-        return attrs.evolve(source, length=length, indices=indices, reopen=reopen)
+        return attrs.evolve(source, length=length, positions=positions, **known)
     if type(loader) in (list, tuple):  # no code of the user's runs: there is nothing to position
         listed = cast("list[Batch]", loader)
 
         def sliced(epoch: int | None, batch: int, samples: int) -> Iterator[Batch]:
+            positions.open(epoch, batch)
+            positions.compare(epoch, batch, listed[batch] if batch < len(listed) else NONE_LEFT)
             share = sharing.split(itertools.islice(listed, batch, None), batch_size_of)
             return noting_first(share, sharing, (epoch, batch, samples))
 
-        return Source(sliced, len(listed), sharing, reopen=reopen)
+        positions = Positions("a list", in_batches(len(listed)), listed=listed)
+        return Source(sliced, len(listed), sharing, positions=positions, reopen=reopen)
 
-    positions = Positions()
+    read = loader.dataset if as_torch_reads_it(loader) else loader
+    name = type(read).__name__ if is_iterable(read) else name_of(read)
+    positions = Positions(name, in_batches(length_of(loader)))
 
     def iterated(epoch: int | None, batch: int, samples: int) -> Iterator[Batch]:
         batches = iterate(loader, seed, epoch, batch, positions)
@@ -278,15 +304,26 @@ def _open_composed(loader: Composed, seed: int, sharing: SingleProcess) -> Sourc
             _check_not_split(leaf)
 
     def composed(epoch: int | None, batch: int, samples: int) -> Iterator[Batch]:
-        share = sharing.split(loader.items(seed, epoch, batch, sharing), size_of, counts=True)
+        items = lambda: loader.items(seed, epoch, batch, sharing)
+        noted = positions.noting(items, epoch, batch, [*loader.leaves()])
+        share = sharing.split(noted, size_of, counts=True)
         make = functools.partial(fetch, held=sharing.held)
         if not isinstance(sharing, RoundRobin):
             return make(share)
         return sampling_first(share, sharing, (epoch, batch, samples), seen, make)
 
     sharing.reads_ahead = True
+    asked = [each for each in loader.leaves() if is_map_style(each) and each.num_workers]
+    ahead = sum((each.prefetch_factor or 0) * each.num_workers + 1 for each in asked)
+    name = f"{loader.call}(...)"
+    positions = Positions(name, None, contents_of, sharing.processes * (ahead + 1))
+    length = loader.length_in(0)
+    return Source(composed, length, sharing, lengths=loader.length_in, positions=positions)
 
-    return Source(composed, loader.length_in(0), sharing, lengths=loader.length_in)
+
+def in_batches(length: int | None) -> tuple[int, str] | None:
+    """Return a length in batches as positions have it."""
+    return None if length is None else (length, "batches")
 
 
 def _unprepared(loader: object) -> object:

@@ -132,7 +132,7 @@ def check_not_empty(sources: Mapping[str, Source]) -> None:
     """Raise ValueError if one of the loaders to evaluate has no batch, as far as that is known."""
     for name, source in sources.items():
         if source.length_in(0) == 0:
-            raise ValueError(f"the {name} loader has no batch to evaluate.{why_empty(source)}")
+            raise ValueError(f"the {name} loader gave no batch.{why_empty(source)}")
 
 
 def explain_no_updates(state: TrainState, reason: str | None) -> str | None:

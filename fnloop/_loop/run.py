@@ -259,7 +259,7 @@ class Run:
         self.begun = (self.state.epoch, self.state.batch, self.state.samples)
         self.batches_in_epoch = 0
         ahead = self.plan.prefetch * self.info.window
-        self.source.positions.begin(self.state.position, ahead)
+        self.source.begin(self.state.position, ahead, self.begun)
         self.state = self._leave_end(
             changed(
                 self.state, events=_events(self.state), position=None,
