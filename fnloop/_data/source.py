@@ -73,8 +73,8 @@ class Source:
     """A loader opened for a run.
 
     Args:
-        batches: ``(epoch, batch, samples) -> this process's batches of that epoch``, from that
-            position on.
+        read: ``(epoch, batch, samples) -> this process's batches of that epoch``, from that
+            position on. :meth:`batches` gives the same, and :func:`windows` what a step takes.
         length: batches that the loader has in an epoch, for all processes together; None if unknown
             before its end. If epochs differ, that of epoch 0.
         sharing: how the batches are distributed to the processes.
@@ -89,7 +89,7 @@ class Source:
         what: whose data they are, as errors name them when the processes compare what they read.
     """
 
-    batches: Callable[[int | None, int, int], Iterator[Batch]]
+    read: Callable[[int | None, int, int], Iterator[Batch]]
     length: int | None
     sharing: SingleProcess
     batch_size: int | None = None
@@ -105,6 +105,16 @@ class Source:
     def processes(self) -> int:
         """How many processes the batches are distributed to."""
         return self.sharing.processes
+
+    def batches(self, epoch: int | None, batch: int, samples: int) -> Iterator[Batch]:
+        """Return this process's batches of an epoch, from a position on, each to be used at once.
+
+        Raises:
+            ValueError: while they are taken: the loader reuses the memory of one that is held.
+        """
+        held = self.sharing.held
+        held.begin_pass(self.sharing.reads_ahead)
+        return held.taken(self.read(epoch, batch, samples), grouped=False)
 
     @property
     def order(self) -> int:
@@ -374,12 +384,12 @@ def _open_sharded(
     source = reopen()
 
     def batches(epoch: int | None, batch: int, samples: int) -> Iterator[Batch]:
-        own = source.batches(epoch, batch // processes, 0)
+        own = source.read(epoch, batch // processes, 0)
         if alike:
             own = _noting_head(own, sharing, (epoch, batch, samples))
         if even:
             return _until_shortest(own)
-        return _pad_to_longest(own, lambda: reopen().batches(epoch, 0, 0))
+        return _pad_to_longest(own, lambda: reopen().read(epoch, 0, 0))
 
     own = 0 if source.length is None else source.length
     longest, minus_shortest, some_unknown = all_reduce_max(
@@ -475,7 +485,7 @@ def windows(
     held, copies = source.sharing.held, device.type != "cpu"
     holds = not copies and (sizes is not None or prefetch > 1)
     held.begin_pass(holds or source.sharing.reads_ahead)
-    batches = iter(source.batches(epoch, batch, samples))
+    batches = iter(source.read(epoch, batch, samples))
     if copies:  # what the loader gave is used at once
         batches = held.taken(batches, grouped=False)
     if may_need_transfer(device):

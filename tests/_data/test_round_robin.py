@@ -96,6 +96,18 @@ def test_padding_is_unwrapped_and_noted():
     assert source.take(window, 2) == ((batches[1], batches[2]), Window(0, (False, True)))
 
 
+def test_a_tensor_that_the_loader_reuses_is_refused():
+    def loader():
+        batch = torch.zeros(1)
+        for i in range(4):
+            yield batch.fill_(i)
+
+    source = open_source(loader, seed=0, rank=0, processes=2)
+    with pytest.raises(ValueError, match="reuses a tensor for its next batch, but several"):
+        [*source.batches(0, 0, 0)]
+    assert len([*open_source(loader, seed=0).batches(0, 0, 0)]) == 4
+
+
 def test_padding_beyond_the_batches_of_an_update_is_not_counted():
     """Nine batches, five to an update, on three processes: the last update has four and padding."""
     source = open_source([torch.ones(1)] * 9, 0, 0, 3, total=5)
