@@ -512,4 +512,6 @@ def check_position(value: object) -> Position:
     for name, kind in {**kinds, **newer}.items():
         if name in value and not isinstance(value[name], kind):
             raise TypeError(f"{name} of a position of the loader is {value[name]!r:.60}")
+    if (size := value.get("size")) is not None and [*map(type, size)] != [int, str]:
+        raise TypeError(f"size of a position of the loader is {size!r:.60}")
     return cast(Position, value)

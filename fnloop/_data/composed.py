@@ -386,10 +386,8 @@ def contents_of(item: PartItem) -> object:
 def indices_of(
     loader: Loader,
     seed: int,
-    rank: int,
-    processes: int,
-    window: int | None = None,
-    even: bool = False,
+    sharings: tuple[int, int, int | None, bool],
+    positions: Positions,
 ) -> Indices:
     """Return what says which samples the batches of a loader have.
 
@@ -400,11 +398,8 @@ def indices_of(
     Args:
         loader: the loader.
         seed: the run's.
-        rank: the number of this process.
-        processes: how many processes share the batches.
-        window: the batches of an update, of all processes together; None if each process takes a
-            number of its own.
-        even: whether an incomplete round is left out.
+        sharings: the arguments of :func:`sharing_among`.
+        positions: know what a sampler of the user's has given, which may not give it again.
     """
     leaves = [*loader.leaves()] if isinstance(loader, Composed) else [loader]
     if not any(map(is_map_style, leaves)):
@@ -413,11 +408,12 @@ def indices_of(
         return no_indices  # to know what comes next, a stream would have to be read
 
     def indices(epoch: int, batch: int, samples: int) -> Iterator[object]:
-        sharing = sharing_among(processes, rank, window, even)  # the run's own notes what it reads
+        sharing = sharing_among(*sharings)  # the run's own notes what it reads
+        found = positions.indices_from(epoch, batch)
         if isinstance(loader, Composed):
             items = loader.items(seed, epoch, batch, sharing)
             found = map(_index_of, items)
-        else:
+        elif found is None:
             asked = requests(loader, seed, epoch, batch, samples, sharing, sharing.complete)
             found = map(index_in, asked)
         for index in sharing.split(found, lambda index: 0):

@@ -85,7 +85,8 @@ def _iterate(
                 made = stack.enter_context(reading(made, position is not None))
             keeper = keeper_of(made) if positions.wanted else None
             found = position if n < start and fits(position, keeper) else None
-            positions.open(epoch, start, _owners_of(made), keeper, found is not None)
+            owners, lasts = _owners_of(made), made is given
+            positions.open(epoch, start, owners, keeper, found is not None, lasts)
             with _explained(found):
                 if keeper is not None and found is not None:
                     keeper.load_state_dict(copy.deepcopy(found["state"]))

@@ -435,13 +435,15 @@ def requests(
     seeds = fold_in(seed, FETCH, epoch or 0)
     stride = loader.batch_sampler.batch_size if is_sized(loader) else 1  # type: ignore[union-attr]
     start = (samples or batch * stride) if is_sized(loader) else batch
+    if indices is None:
+        set_epoch(epoch, loader.dataset, *samplers_of(loader))
     owns = positions is None or not positions.wanted or not samplers_of_user(loader)
     if positions is not None:
         positions.open(epoch, batch, samplers_of(loader))
     if indices is None:
         order_seed = fold_in(seed, ORDER, epoch or 0)
         skipped = None if owns else positions.skipped  # type: ignore[union-attr]
-        left = batch_indices(loader, order_seed, epoch, start, complete, skipped)
+        left = batch_indices(loader, order_seed, start, complete, skipped)
     else:
         left = itertools.islice(indices, batch, None)
     if not owns:
@@ -464,7 +466,6 @@ def _keeps_all(loader: DataLoader[object]) -> bool:
 def batch_indices(
     loader: DataLoader[object],
     seed: int,
-    epoch: int | None,
     start: int,
     complete: int,
     skipped: Callable[[list[Index]], object] | None = None,
@@ -474,13 +475,11 @@ def batch_indices(
     Args:
         loader: the loader.
         seed: what the order is a function of.
-        epoch: the epoch, or None for an evaluation.
         start: the samples to skip; the batches, if their size is not known.
         complete: the batches of a complete round, if the loader drops an incomplete one.
         skipped: is told the indices before that.
     """
     batched: Any = loader.batch_sampler
-    set_epoch(epoch, loader.dataset, *samplers_of(loader))
     if type(batched) is not BatchSampler:
         indices = _sampled(loader.sampler if batched is None else batched, seed)
         return _after(indices, start, skipped)

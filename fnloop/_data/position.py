@@ -22,7 +22,6 @@ from fnloop._backend.containers import attributes_of, has_parts, parts_of
 from fnloop._core.runs import UNKNOWN, Position
 from fnloop._core.types import Batch
 from fnloop._data.loaders import NONE_LEFT, Index
-from fnloop._display.checks import join_names
 from fnloop._display.screen import log
 
 # --------------------------------------------------------------------------------------------------
@@ -40,6 +39,7 @@ from fnloop._display.screen import log
 
 _KEPT = 10_000  # indices, to name the samples that are affected
 _NAMED = 8  # samples in a message
+_SOME = "Samples may be trained twice in this epoch, and others not at all."
 _LEAVE = 'attrs.evolve(state, ends="epoch")'
 _MEND = (
     "Its order comes from a generator of its own, or its data or settings have changed. To "
@@ -54,7 +54,8 @@ class Positions:
 
     Args:
         name: the loader, as messages name it.
-        size: how many samples or batches it has, and of which of the two; None if not known.
+        measure: returns how many samples or batches it has in the epoch that it was set to, and of
+            which of the two; None if that is not known.
         contents: what is compared of a batch, or of what one is made from; None: nothing.
         ahead: how many batches are read ahead of those that a window takes.
         listed: all batches, if they are at hand: then they need not be noted.
@@ -66,14 +67,15 @@ class Positions:
     def __init__(
         self,
         name: str = "",
-        size: tuple[int, str] | None = None,
+        measure: Callable[[], tuple[int, str] | None] = lambda: None,
         contents: Callable[[Any], object] | None = lambda batch: batch,
         ahead: int = 0,
         listed: Sequence[Batch] | None = None,
     ) -> None:
-        self.name, self.size, self.shards, self._listed = name, size, 1, listed
+        self.name, self.shards, self._measure, self._listed = name, 1, measure, listed
         self._contents, self._ahead = contents, ahead
         self._given: Position | None = None
+        self._left: int | None = None
         self._told = False  # whether it was said that the loader is elsewhere
         self._noted: deque[tuple[int, Batch, object]] = deque(maxlen=0)
         self._forget(None, 0)
@@ -82,7 +84,9 @@ class Positions:
         self._noted.clear()
         self._epoch, self._first, self._kind = epoch, first, ""
         self._ended: int | None = None
-        self._own: dict[str, object] = {}
+        self._size: tuple[int, str] | None = None
+        self._generators: dict[str, Any] = {}  # of the loader's own, which it has in each epoch
+        self._own: dict[str, object] = {}  # their states when the epoch began
         self._indices: _Indices | None = None
 
     @property
@@ -90,36 +94,16 @@ class Positions:
         """Whether anything asks for them: a run does, an evaluation does not."""
         return self._noted.maxlen != 0
 
-    def begin(
-        self, given: Position | None, ahead: int, at: tuple[int, int] = (0, 0), left: int | None = 1
-    ) -> None:
+    def begin(self, given: Position | None, ahead: int, left: int | None = None) -> None:
         """Begin an epoch, or continue it.
 
         Args:
             given: the position to continue at, or None.
             ahead: the most batches that are read ahead of those consumed.
-            at: the epoch, and the batches of it that were consumed already.
             left: how many batches are left, if that is known.
         """
-        self._given, self._told = given, False
+        self._given, self._left, self._told = given, left, False
         self._noted = deque(maxlen=ahead + self._ahead + 1)
-        size = None if given is None or self.given(*at) is None else given.get("size")
-        if size is None or self.size is None or (size[0], size[1]) == self.size:
-            return
-        self._told = True
-        epoch, batch = at
-        then = (
-            f"after batch {batch} it continues in the data as they are now, so that samples may be "
-            "trained twice, and others not at all"
-            if left != 0
-            else f"no batch is left, so it ends here, having been trained on {batch} batches"
-        )
-        self._warn(
-            f"the training loader ({self.name}) had {_in_words(*size)} when epoch {epoch + 1} "
-            f"began, and has {_in_words(*self.size)} now. Of this epoch, {then}. To train "
-            f"each sample once, resume with the data as they were; to begin the next epoch at "
-            f"once, pass {_LEAVE}"
-        )
 
     def given(self, epoch: int | None, start: int) -> Position | None:
         """Return the position from which an epoch can continue at a batch, or None."""
@@ -135,6 +119,7 @@ class Positions:
         owners: Iterable[object] = (),
         keeper: object = None,
         continues: bool = False,
+        lasts: bool = True,
     ) -> None:
         """Begin to read an epoch from a batch on, before the loader is asked for anything.
 
@@ -144,18 +129,22 @@ class Positions:
             owners: whose generators decide the order.
             keeper: what is asked for its position, or None.
             continues: whether it is given its position, and continues from there by itself.
+            lasts: whether the same objects are read in the next epoch.
         """
         self._forget(epoch, start)
         if not self.wanted:
             return
         self._kind = "" if keeper is None else type(keeper).__name__
-        own, given = own_generators(owners), self.given(epoch, start)
-        if given is not None and not continues:
-            for name, state in given.get("own", {}).items():
-                if name in own:
-                    with contextlib.suppress(TypeError, ValueError, KeyError, RuntimeError):
-                        _put_back(own[name], state)
+        self._size, given = self._measure(), self._given
+        own = own_generators(owners)
+        if given is not None and (given["epoch"], given["shards"]) == (epoch, self.shards):
+            self._check_size(given, start)
+            if not continues and bool(given["batch"]) == bool(start):
+                for name in own.keys() & given.get("own", {}).keys():
+                    with contextlib.suppress(Exception):  # of another kind
+                        _put_back(own[name], given["own"][name])
         self._own = {name: _state_of(generator) for name, generator in own.items()}
+        self._generators = own if lasts else {}
 
     # --- what is read
 
@@ -211,7 +200,15 @@ class Positions:
         now = _Indices(indices)
         if given["order"] != now.up_to(0)["order"]:
             known = given.get("indices")
-            self._tell(given, "samples", "" if known is None else _affected(known.tolist(), now))
+            self._tell(
+                given, "samples", _affected(known.tolist(), now) if known is not None else _SOME
+            )
+
+    def indices_from(self, epoch: int, batch: int) -> Iterator[Index] | None:
+        """Return what a sampler of the user's has given from a position on, if it was noted."""
+        if self._indices is None or epoch != self._epoch or batch < self._first:
+            return None
+        return itertools.islice(self._indices.batches, batch - self._first, None)
 
     def noted_indices(self, batches: Iterator[Index]) -> Iterator[Index]:
         """Return the indices of batches, noting them."""
@@ -226,6 +223,8 @@ class Positions:
     def at(self, epoch: int, batch: int) -> Position | None:
         """Return the position after a number of batches of an epoch, of all processes together."""
         n = batch // self.shards
+        if not batch:
+            return self._between(epoch)
         if epoch != self._epoch or n <= self._first:
             return self.given(epoch, n)
         state: object = None
@@ -242,14 +241,27 @@ class Positions:
             "epoch": epoch, "batch": n, "shards": self.shards, "keeper": self._kind,
             "state": state,
             "next": UNKNOWN if following is NONE_LEFT and not ended else self._mark(following),
-            "size": None if self.size is None else [*self.size],
+            "size": None if self._size is None else [*self._size],
         }  # fmt: skip
         if self._own:
             position["own"] = self._own
         if self._indices is not None:
             position |= self._indices.up_to(n - self._first)  # type: ignore[typeddict-item]
-        says = self._kind or self.size or self._own or self._indices or following is not NONE_LEFT
+        says = self._kind or self._size or self._own or self._indices or following is not NONE_LEFT
         return position if says else None
+
+    def _between(self, epoch: int) -> Position | None:
+        """Return the position before an epoch that follows the one that was read.
+
+        There is one if generators of the loader's own will decide the order.
+        """
+        if self._epoch is None or epoch <= self._epoch or not self._generators:
+            return None
+        own = {name: _state_of(generator) for name, generator in self._generators.items()}
+        return {
+            "epoch": epoch, "batch": 0, "shards": self.shards, "keeper": "", "state": None,
+            "next": UNKNOWN, "size": None, "own": own,
+        }  # fmt: skip
 
     def _mark(self, batch: object) -> int | None:
         if batch is NONE_LEFT:
@@ -257,6 +269,25 @@ class Positions:
         return UNKNOWN if self._contents is None else checksum(self._contents(batch), objects=True)
 
     # --- what has changed
+
+    def _check_size(self, given: Position, start: int) -> None:
+        """Warn if the data have another length than when the epoch began."""
+        size = given.get("size")
+        if not start or size is None or self._size is None or tuple(size) == self._size:
+            return
+        self._told, batch = True, start * self.shards
+        then = (
+            f"after batch {batch} it continues in the data as they are now, so that samples may be "
+            "trained twice, and others not at all"
+            if self._left != 0
+            else f"no batch is left, so it ends here, having been trained on {batch} batches"
+        )
+        self._warn(
+            f"the training loader ({self.name}) had {_in_words(*size)} when epoch "
+            f"{given['epoch'] + 1} began, and has {_in_words(*self._size)} now. Of this epoch, "
+            f"{then}. To train each sample once, resume with the data as they were; to begin the "
+            f"next epoch at once, pass {_LEAVE}"
+        )
 
     def compare(self, epoch: int | None, start: int, batch: object) -> None:
         """Warn if the batch that follows a position is not the one that followed it before.
@@ -270,15 +301,14 @@ class Positions:
         if given is None or self._told or given["batch"] != start or "size" not in given:
             return
         if given["next"] != UNKNOWN and given["next"] != (mark := self._mark(batch)) != UNKNOWN:
-            self._tell(given, "batches", " It has no batch there." if mark is None else "")
+            self._tell(given, "batches", "It has no batch there." if mark is None else _SOME)
 
     def _tell(self, given: Position, what: str, affected: str) -> None:
         self._told = True
         n = given["batch"] * self.shards
         self._warn(
             f"the training loader ({self.name}) does not resume where it was: after batch {n} "
-            f"of epoch {given['epoch'] + 1} it gives other {what} than before, so that samples may "
-            f"be trained twice, and others not at all.{affected} {_MEND}"
+            f"of epoch {given['epoch'] + 1} it gives other {what} than before. {affected} {_MEND}"
         )
 
     def _warn(self, text: str) -> None:
@@ -339,14 +369,16 @@ def _sum_of(index: Index, crc: int) -> int:
 
 def _affected(before: list[int], now: _Indices) -> str:
     """Return which samples are trained twice and not at all, in words."""
-    counts = Counter(before), Counter(now.before)
-    parts = [(counts[0] - counts[1], "are trained twice"), (counts[1] - counts[0], "not at all")]
-    said = []
-    for found, what in parts:
-        named = [str(sample) for sample in sorted(found)[:_NAMED]]
-        named += [f"{len(found) - _NAMED} more"] if len(found) > _NAMED else []
-        said += [f"samples {join_names(named)} {what}"] if found else []
-    return f" In this epoch, {' and '.join(said)}." if said else ""
+    then, here = Counter(before), Counter(now.before)
+    parts = (then - here, "trained twice"), (here - then, "not trained")
+    said = [f"{_numbers(sorted(found))} {what}" for found, what in parts if found]
+    return f"In this epoch, {', and '.join(said)}." if said else _SOME
+
+
+def _numbers(samples: list[int]) -> str:
+    named = [str(sample) for sample in samples[:_NAMED]]
+    named += [f"{len(samples) - _NAMED} more"] if len(samples) > _NAMED else []
+    return f"sample {named[0]} is" if len(named) == 1 else f"samples {', '.join(named)} are"
 
 
 # --- generators of a loader's own

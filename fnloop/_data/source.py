@@ -146,7 +146,7 @@ class Source:
             ahead: the most batches that are read ahead of those consumed.
             at: the epoch, and the batches and samples of it that were consumed already.
         """
-        self.positions.begin(position, ahead, at[:2], self.left(*at))
+        self.positions.begin(position, ahead, self.left(*at))
 
     def batches_of(self, samples: int) -> int:
         """Return how many batches a number of samples makes."""
@@ -257,29 +257,32 @@ def open_source(
     _check_not_nested(loader)
     loader = _unprepared(loader)
     sharing = sharing_among(processes, rank, window, even, alike)
-    indices = indices_of(loader, seed, rank, processes, window, even)
+    sharings = (processes, rank, window, even)
     reopen = functools.partial(open_source, given, seed, rank, processes, total, alike)
     if isinstance(loader, Composed):
         source = _open_composed(loader, seed, sharing)
+        indices = indices_of(loader, seed, sharings, source.positions)
         return attrs.evolve(source, indices=indices, reopen=reopen)
     if is_map_style(loader):
 
         def indexed(epoch: int | None, batch: int, samples: int) -> Iterator[Batch]:
             return map_style(loader, seed, epoch, batch, samples, sharing, positions)
 
-        known = {"indices": indices, "reopen": reopen}
         users = samplers_of_user(loader)
         name = type(users[0] if users else loader).__name__
+        positions = Positions(name, functools.partial(_size_of, loader), contents=None)
+        indices = indices_of(loader, seed, sharings, positions)
+        source = Source(
+            indexed, length_of(loader), sharing, positions=positions, indices=indices, reopen=reopen
+        )
         if not is_sized(loader):
-            length = length_of(loader)
-            positions = Positions(name, in_batches(length), None)
-            return Source(indexed, length, sharing, positions=positions, **known)
+            return source
         batched = cast(BatchSampler, loader.batch_sampler)
-        n = len(batched.sampler)  # type: ignore[arg-type]
-        positions = Positions(name, (n, "samples"), None)
-        source = Source(indexed, None, sharing, batched.batch_size, n, batched.drop_last)
-        length = source.batches_of(n)
-        return attrs.evolve(source, length=length, positions=positions, **known)
+        source = attrs.evolve(
+            source, batch_size=batched.batch_size, samples=len(batched.sampler),  # type: ignore[arg-type]
+            drop_last=batched.drop_last,
+        )  # fmt: skip
+        return attrs.evolve(source, length=source.batches_of(source.samples))
     if type(loader) in (list, tuple):  # no code of the user's runs: there is nothing to position
         listed = cast("list[Batch]", loader)
 
@@ -289,12 +292,12 @@ def open_source(
             share = sharing.split(itertools.islice(listed, batch, None), batch_size_of)
             return noting_first(share, sharing, (epoch, batch, samples))
 
-        positions = Positions("a list", in_batches(len(listed)), listed=listed)
+        positions = Positions("a list", functools.partial(_size_of, listed), listed=listed)
         return Source(sliced, len(listed), sharing, positions=positions, reopen=reopen)
 
     read = loader.dataset if as_torch_reads_it(loader) else loader
     name = type(read).__name__ if is_iterable(read) else name_of(read)
-    positions = Positions(name, in_batches(length_of(loader)))
+    positions = Positions(name, functools.partial(_size_of, loader))
 
     def iterated(epoch: int | None, batch: int, samples: int) -> Iterator[Batch]:
         batches = iterate(loader, seed, epoch, batch, positions)
@@ -326,13 +329,18 @@ def _open_composed(loader: Composed, seed: int, sharing: SingleProcess) -> Sourc
     asked = [each for each in loader.leaves() if is_map_style(each) and each.num_workers]
     ahead = sum((each.prefetch_factor or 0) * each.num_workers + 1 for each in asked)
     name = f"{loader.call}(...)"
-    positions = Positions(name, None, contents_of, sharing.processes * (ahead + 1))
+    ahead = sharing.processes * (ahead + 1)
+    positions = Positions(name, contents=contents_of, ahead=ahead)
     length = loader.length_in(0)
     return Source(composed, length, sharing, lengths=loader.length_in, positions=positions)
 
 
-def in_batches(length: int | None) -> tuple[int, str] | None:
-    """Return a length in batches as positions have it."""
+def _size_of(loader: object) -> tuple[int, str] | None:
+    """Return how many samples or batches a loader has, and of which of the two, if it is known."""
+    if is_map_style(loader) and is_sized(loader):
+        batched = cast(BatchSampler, loader.batch_sampler)
+        return len(batched.sampler), "samples"  # type: ignore[arg-type]
+    length = length_of(loader)
     return None if length is None else (length, "batches")
 
 
