@@ -487,12 +487,14 @@ class Position(_Known, total=False):
         size: how many samples or batches the loader has, and of which of the two; None if that is
             not known. Positions of older versions do not have it, nor what follows.
         own: the states of generators of its own when the epoch began, by their paths.
+        later: their states at the position.
         order: a checksum of the indices that a sampler of the user's has given so far.
         indices: these indices, unless there are too many.
     """
 
     size: list[Any] | None
     own: dict[str, object]
+    later: dict[str, object]
     order: int
     indices: Tensor
 
@@ -504,7 +506,7 @@ def check_position(value: object) -> Position:
         TypeError: it cannot be a position.
     """
     kinds = {"epoch": int, "batch": int, "shards": int, "keeper": str, "next": int | None}
-    newer = {"size": list | None, "own": dict, "order": int, "indices": Tensor}
+    newer = {"size": list | None, "own": dict, "later": dict, "order": int, "indices": Tensor}
     if not isinstance(value, dict) or not {*kinds, "state"} <= {*value} <= {
         *kinds, "state", *newer
     }:  # fmt: skip

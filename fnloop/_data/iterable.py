@@ -85,8 +85,8 @@ def _iterate(
                 made = stack.enter_context(reading(made, position is not None))
             keeper = keeper_of(made) if positions.wanted else None
             found = position if n < start and fits(position, keeper) else None
-            owners, lasts = _owners_of(made), made is given
-            positions.open(epoch, start, owners, keeper, found is not None, lasts)
+            owners = owners_of(made) if made is not loader else None
+            positions.open(epoch, start, owners, keeper, found is not None)
             with _explained(found):
                 if keeper is not None and found is not None:
                     keeper.load_state_dict(copy.deepcopy(found["state"]))
@@ -145,7 +145,7 @@ def _explained(position: Position | None) -> Iterator[None]:
         raise
 
 
-def _owners_of(loader: object) -> list[object]:
+def owners_of(loader: object) -> list[object]:
     """Return the objects whose generators may decide the order of a loader."""
     return [loader, getattr(loader, "dataset", None), *samplers_of(loader)]
 

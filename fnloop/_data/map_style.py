@@ -439,7 +439,7 @@ def requests(
         set_epoch(epoch, loader.dataset, *samplers_of(loader))
     owns = positions is None or not positions.wanted or not samplers_of_user(loader)
     if positions is not None:
-        positions.open(epoch, batch, samplers_of(loader))
+        positions.open(epoch, batch)
     if indices is None:
         order_seed = fold_in(seed, ORDER, epoch or 0)
         skipped = None if owns else positions.skipped  # type: ignore[union-attr]

@@ -9,7 +9,7 @@ import random
 import zlib
 from array import array
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -59,6 +59,7 @@ class Positions:
         contents: what is compared of a batch, or of what one is made from; None: nothing.
         ahead: how many batches are read ahead of those that a window takes.
         listed: all batches, if they are at hand: then they need not be noted.
+        owners: whose generators decide the order of each epoch.
 
     Attributes:
         shards: how many processes read a part of their own; 1 if each reads the whole.
@@ -71,7 +72,9 @@ class Positions:
         contents: Callable[[Any], object] | None = lambda batch: batch,
         ahead: int = 0,
         listed: Sequence[Batch] | None = None,
+        owners: Sequence[object] = (),
     ) -> None:
+        self._owners = owners
         self.name, self.shards, self._measure, self._listed = name, 1, measure, listed
         self._contents, self._ahead = contents, ahead
         self._given: Position | None = None
@@ -85,7 +88,6 @@ class Positions:
         self._epoch, self._first, self._kind = epoch, first, ""
         self._ended: int | None = None
         self._size: tuple[int, str] | None = None
-        self._generators: dict[str, Any] = {}  # of the loader's own, which it has in each epoch
         self._own: dict[str, object] = {}  # their states when the epoch began
         self._indices: _Indices | None = None
 
@@ -116,35 +118,34 @@ class Positions:
         self,
         epoch: int | None,
         start: int,
-        owners: Iterable[object] = (),
+        owners: Sequence[object] | None = None,
         keeper: object = None,
         continues: bool = False,
-        lasts: bool = True,
     ) -> None:
         """Begin to read an epoch from a batch on, before the loader is asked for anything.
 
         Args:
             epoch: the epoch.
             start: the batches that were consumed already.
-            owners: whose generators decide the order.
+            owners: whose generators decide the order, if they are made for this epoch alone.
             keeper: what is asked for its position, or None.
             continues: whether it is given its position, and continues from there by itself.
-            lasts: whether the same objects are read in the next epoch.
         """
         self._forget(epoch, start)
         if not self.wanted:
             return
         self._kind = "" if keeper is None else type(keeper).__name__
         self._size, given = self._measure(), self._given
-        own = own_generators(owners)
-        if given is not None and (given["epoch"], given["shards"]) == (epoch, self.shards):
-            self._check_size(given, start)
-            if not continues and bool(given["batch"]) == bool(start):
-                for name in own.keys() & given.get("own", {}).keys():
-                    with contextlib.suppress(Exception):  # of another kind
-                        _put_back(own[name], given["own"][name])
-        self._own = {name: _state_of(generator) for name, generator in own.items()}
-        self._generators = own if lasts else {}
+        own = own_generators(self._owners if owners is None else owners)
+        if given is not None and given["shards"] == self.shards:
+            states = given.get("later", {})  # a phase has left the epoch of the position
+            if given["epoch"] == epoch:
+                self._check_size(given, start)
+                states = {} if bool(given["batch"]) != bool(start) else given.get("own", {})
+            for name in own.keys() & states.keys() if not continues else ():
+                with contextlib.suppress(Exception):  # of another kind
+                    _put_back(own[name], states[name])
+        self._own = _states_of(own)
 
     # --- what is read
 
@@ -172,11 +173,11 @@ class Positions:
         self._ended = n
 
     def noting(
-        self, items: Callable[[], Iterator[Any]], epoch: int | None, start: int, owners: list[Any]
+        self, items: Callable[[], Iterator[Any]], epoch: int | None, start: int
     ) -> Iterator[Any]:
         """Yield the items that ``items()`` gives, from a position on, noting each."""
         __tracebackhide__ = True
-        self.open(epoch, start, owners)
+        self.open(epoch, start)
         n = start
         for n, item in enumerate(items(), start + 1):
             if n == start + 1:
@@ -245,19 +246,20 @@ class Positions:
         }  # fmt: skip
         if self._own:
             position["own"] = self._own
+            position["later"] = _states_of(own_generators(self._owners))
         if self._indices is not None:
             position |= self._indices.up_to(n - self._first)  # type: ignore[typeddict-item]
         says = self._kind or self._size or self._own or self._indices or following is not NONE_LEFT
         return position if says else None
 
     def _between(self, epoch: int) -> Position | None:
-        """Return the position before an epoch that follows the one that was read.
+        """Return the position at the beginning of an epoch: of that which is read, or a later one.
 
-        There is one if generators of the loader's own will decide the order.
+        There is one if generators of the loader's own decide the order.
         """
-        if self._epoch is None or epoch <= self._epoch or not self._generators:
+        own = self._own if epoch == self._epoch else _states_of(own_generators(self._owners))
+        if not own or not self._owners:
             return None
-        own = {name: _state_of(generator) for name, generator in self._generators.items()}
         return {
             "epoch": epoch, "batch": 0, "shards": self.shards, "keeper": "", "state": None,
             "next": UNKNOWN, "size": None, "own": own,
@@ -408,6 +410,10 @@ def own_generators(owners: Iterable[object]) -> dict[str, Any]:
     for i, owner in enumerate(owners):
         look(owner, str(i))
     return found
+
+
+def _states_of(generators: Mapping[str, Any]) -> dict[str, object]:
+    return {name: _state_of(generator) for name, generator in generators.items()}
 
 
 def _state_of(generator: Any) -> object:

@@ -31,7 +31,7 @@ from fnloop._data.composed import (
     unmarked,
     window_of,
 )
-from fnloop._data.iterable import as_torch_reads_it, iterate
+from fnloop._data.iterable import as_torch_reads_it, iterate, owners_of
 from fnloop._data.loaders import (
     NONE_LEFT,
     First,
@@ -270,7 +270,8 @@ def open_source(
 
         users = samplers_of_user(loader)
         name = type(users[0] if users else loader).__name__
-        positions = Positions(name, functools.partial(_size_of, loader), contents=None)
+        measure, owners = functools.partial(_size_of, loader), samplers_of(loader)
+        positions = Positions(name, measure, contents=None, owners=owners)
         indices = indices_of(loader, seed, sharings, positions)
         source = Source(
             indexed, length_of(loader), sharing, positions=positions, indices=indices, reopen=reopen
@@ -297,7 +298,8 @@ def open_source(
 
     read = loader.dataset if as_torch_reads_it(loader) else loader
     name = type(read).__name__ if is_iterable(read) else name_of(read)
-    positions = Positions(name, functools.partial(_size_of, loader))
+    owners = owners_of(loader) if is_iterable(loader) else ()
+    positions = Positions(name, functools.partial(_size_of, loader), owners=owners)
 
     def iterated(epoch: int | None, batch: int, samples: int) -> Iterator[Batch]:
         batches = iterate(loader, seed, epoch, batch, positions)
@@ -318,7 +320,7 @@ def _open_composed(loader: Composed, seed: int, sharing: SingleProcess) -> Sourc
 
     def composed(epoch: int | None, batch: int, samples: int) -> Iterator[Batch]:
         items = lambda: loader.items(seed, epoch, batch, sharing)
-        noted = positions.noting(items, epoch, batch, [*loader.leaves()])
+        noted = positions.noting(items, epoch, batch)
         share = sharing.split(noted, size_of, counts=True)
         make = functools.partial(fetch, held=sharing.held)
         if not isinstance(sharing, RoundRobin):
@@ -330,7 +332,8 @@ def _open_composed(loader: Composed, seed: int, sharing: SingleProcess) -> Sourc
     ahead = sum((each.prefetch_factor or 0) * each.num_workers + 1 for each in asked)
     name = f"{loader.call}(...)"
     ahead = sharing.processes * (ahead + 1)
-    positions = Positions(name, contents=contents_of, ahead=ahead)
+    owners = [*filter(is_iterable, loader.leaves())]
+    positions = Positions(name, contents=contents_of, ahead=ahead, owners=owners)
     length = loader.length_in(0)
     return Source(composed, length, sharing, lengths=loader.length_in, positions=positions)
 
