@@ -216,7 +216,7 @@ def version_of(tensor: Tensor) -> int:
 
 
 def versions_of(values: Sequence[object]) -> list[int | None]:
-    """Return the numbers of :func:`version_of`; None of what is no tensor, or of inference mode."""
+    """Return the numbers of :func:`version_of`; None where there is none, as of an array."""
     try:
         return [value._version for value in values]  # type: ignore[attr-defined]
     except (AttributeError, RuntimeError):

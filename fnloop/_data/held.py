@@ -25,7 +25,7 @@ from fnloop._core.types import Batch
 # was given, or when the loader was asked again, and what it is before the step gets the next one.
 #
 # A loader may give one array again, or slices that overlap, and a loss function may write into its
-# batch: what changes while the step has the floor is no fault of the loader's.
+# batch: what changes while the step has the floor is not the loader's fault.
 #
 # To compute a checksum of every batch would take too long. New memory cannot be that of a held
 # batch. So only the first batches of each kind are compared, as many as are held at once. If any
@@ -154,7 +154,7 @@ class Held:
             self._compare()
             yield window
             self._release(len(window) if grouped else 1)
-            for batch in self._batches:  # what the step has changed is no fault of the loader's
+            for batch in self._batches:  # what the step has changed is not the loader's fault
                 batch.note(self._shares)
 
     def _compare(self) -> None:
