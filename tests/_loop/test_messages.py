@@ -279,11 +279,11 @@ def test_a_loader_without_a_batch_has_the_hint(loader, epochs, hint):
 
 @pytest.mark.parametrize("empty", [[], DataLoader(torch.ones(3), 4, drop_last=True)])
 def test_a_loader_to_evaluate_of_length_0_is_refused_before_the_first_update(empty):
-    steps = []
-    hook = lambda state: steps.append(state.step) or state
+    seen = []
+    step = fl.pipeline()(lambda model, batch: seen.append(batch) or toy_loss(model, batch))
     with pytest.raises(ValueError, match="the valid loader gave no batch"):
-        fl.fit(STEP, toy(), (TRAIN, empty), epochs=1, hooks=(hook,))
-    assert steps == []
+        fl.fit(step, toy(), (TRAIN, empty), epochs=1, hooks=())
+    assert seen == []
 
 
 # --- where
