@@ -7,7 +7,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypedDict, TypeVar, cast
+from typing import NamedTuple, TypedDict, TypeVar, cast
 
 import attrs
 from torch import Tensor
@@ -492,7 +492,7 @@ class Position(_Known, total=False):
         indices: these indices, unless there are too many.
     """
 
-    size: list[Any] | None
+    size: list[int | str] | None
     own: dict[str, object]
     later: dict[str, object]
     order: int

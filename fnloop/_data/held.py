@@ -6,7 +6,7 @@ import copy
 import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -148,7 +148,7 @@ class Held:
         """
         return self._taken(iter(windows), grouped) if self._active else iter(windows)
 
-    def _taken(self, windows: Iterator[Any], grouped: bool) -> Iterator[Any]:
+    def _taken(self, windows: Iterator[Batch], grouped: bool) -> Iterator[Batch]:
         __tracebackhide__ = True
         for window in windows:
             self._compare()

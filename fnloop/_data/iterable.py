@@ -6,7 +6,7 @@ import contextlib
 import copy
 import inspect
 from collections.abc import Iterable, Iterator
-from typing import Protocol, TypeGuard, TypeVar, cast
+from typing import TypeGuard, TypeVar, cast
 
 from torch.utils.data import DataLoader
 
@@ -16,7 +16,7 @@ from fnloop._core.runs import Position
 from fnloop._core.types import Batch, name_of
 from fnloop._data.loaders import NONE_LEFT, Loader, is_iterable, takes_position
 from fnloop._data.map_style import samplers_of, set_epoch, steady_workers
-from fnloop._data.position import Positions, is_next
+from fnloop._data.position import Keeper, Positions, is_next
 from fnloop._display.checks import describe
 from fnloop._display.screen import log, warn_once
 
@@ -188,14 +188,6 @@ def _call(loader: Loader, epoch: int, start: int) -> tuple[Iterable[Batch], int]
 # Streams that know where they are.
 
 Value = TypeVar("Value")
-
-
-class Keeper(Protocol):
-    """A loader or a dataset that knows where it is."""
-
-    def state_dict(self) -> object: ...
-
-    def load_state_dict(self, state: object, /) -> object: ...
 
 
 def is_keeper(owner: object) -> TypeGuard[Keeper]:

@@ -479,7 +479,7 @@ def batch_indices(
         complete: the batches of a complete round, if the loader drops an incomplete one.
         skipped: is told the indices before that.
     """
-    batched: Any = loader.batch_sampler
+    batched = cast(BatchSampler, loader.batch_sampler)
     if type(batched) is not BatchSampler:
         indices = _sampled(loader.sampler if batched is None else batched, seed)
         return _after(indices, start, skipped)

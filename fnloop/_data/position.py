@@ -10,7 +10,7 @@ import zlib
 from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ from fnloop._display.screen import log
 # read ahead: the position of a state is that of the last batch which the state has consumed. To
 # continue there, the position is given back, and nothing is read again.
 #
-# Any other loader is read again up to there. Then it may be elsewhere: its order comes from a
+# Other loaders are read again up to there. Then one may be elsewhere: its order comes from a
 # generator of its own, or its data have changed. Generators that are attributes are put back to
 # where they were when the epoch began. What a position cannot keep, it says. It has the length of
 # the data, a checksum of the batch that came next, and the indices that a sampler of the user's
@@ -47,6 +47,14 @@ _MEND = (
     "for each epoch; or define set_epoch(epoch), or state_dict() and load_state_dict(state). To "
     f"begin the next epoch at once, pass {_LEAVE}"
 )
+
+
+class Keeper(Protocol):
+    """A loader or a dataset that knows where it is."""
+
+    def state_dict(self) -> object: ...
+
+    def load_state_dict(self, state: object, /) -> object: ...
 
 
 class Positions:
@@ -69,7 +77,7 @@ class Positions:
         self,
         name: str = "",
         measure: Callable[[], tuple[int, str] | None] = lambda: None,
-        contents: Callable[[Any], object] | None = lambda batch: batch,
+        contents: Callable[[Batch], object] | None = lambda batch: batch,
         ahead: int = 0,
         listed: Sequence[Batch] | None = None,
         owners: Sequence[object] = (),
@@ -149,7 +157,7 @@ class Positions:
 
     # --- what is read
 
-    def note(self, n: int, batch: Batch, keeper: Any = None) -> bool:
+    def note(self, n: int, batch: Batch, keeper: Keeper | None = None) -> bool:
         """Note the batch number ``n``, and where the loader is. Return whether it says so."""
         state = None
         try:
@@ -173,8 +181,8 @@ class Positions:
         self._ended = n
 
     def noting(
-        self, items: Callable[[], Iterator[Any]], epoch: int | None, start: int
-    ) -> Iterator[Any]:
+        self, items: Callable[[], Iterator[Batch]], epoch: int | None, start: int
+    ) -> Iterator[Batch]:
         """Yield the items that ``items()`` gives, from a position on, noting each."""
         __tracebackhide__ = True
         self.open(epoch, start)
@@ -385,15 +393,15 @@ def _numbers(samples: list[int]) -> str:
 
 # --- generators of a loader's own
 
-_GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
+OwnGenerator = np.random.Generator | np.random.RandomState | random.Random | torch.Generator
 
 
-def own_generators(owners: Iterable[object]) -> dict[str, Any]:
+def own_generators(owners: Iterable[object]) -> dict[str, OwnGenerator]:
     """Return the generators that are attributes of loaders, samplers and streams, by their paths.
 
     ``generator``, if torch's, is not among them: fnloop replaces it.
     """
-    found: dict[str, Any] = {}
+    found: dict[str, OwnGenerator] = {}
     seen: set[int] = set()
 
     def look(owner: object, path: str) -> None:
@@ -401,7 +409,7 @@ def own_generators(owners: Iterable[object]) -> dict[str, Any]:
             return
         seen.add(id(owner))
         for name, value in attributes_of(owner):
-            if isinstance(value, _GENERATORS):
+            if isinstance(value, OwnGenerator):
                 if name != "generator" or not isinstance(value, torch.Generator):
                     found[f"{path}.{name}"] = value
             elif isinstance(value, Sampler | IterableDataset):
@@ -412,11 +420,11 @@ def own_generators(owners: Iterable[object]) -> dict[str, Any]:
     return found
 
 
-def _states_of(generators: Mapping[str, Any]) -> dict[str, object]:
+def _states_of(generators: Mapping[str, OwnGenerator]) -> dict[str, object]:
     return {name: _state_of(generator) for name, generator in generators.items()}
 
 
-def _state_of(generator: Any) -> object:
+def _state_of(generator: OwnGenerator) -> object:
     """Return the state of a generator as plain data; None if it has none, as that of the system."""
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator.state
@@ -431,7 +439,7 @@ def _state_of(generator: Any) -> object:
     return [version, np.array(words), gauss]
 
 
-def _put_back(generator: Any, state: Any) -> None:
+def _put_back(generator: OwnGenerator, state: Batch) -> None:
     if isinstance(generator, np.random.Generator):
         generator.bit_generator.state = state
     elif isinstance(generator, np.random.RandomState | torch.Generator):
