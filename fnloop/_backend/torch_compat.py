@@ -235,6 +235,17 @@ def version_of(tensor: Tensor) -> int:
     return version
 
 
+def versions_of(values: Sequence[object]) -> list[int | None]:
+    """Return the numbers of :func:`version_of`; None where there is none, as of an array."""
+    try:
+        return [value._version for value in values]  # type: ignore[attr-defined]
+    except (AttributeError, RuntimeError):
+        return [
+            version_of(value) if isinstance(value, Tensor) and not value.is_inference() else None
+            for value in values
+        ]
+
+
 def local_tensor(tensor: DTensor) -> Tensor:
     """Return this process's part of a DTensor, in its memory. Fallback: the public method."""
     local = getattr(tensor, "_local_tensor", None)

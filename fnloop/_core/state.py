@@ -286,7 +286,7 @@ class TrainState:
             the run; nearly always empty.
         generators: the state of Python's and NumPy's generators in mid-epoch; None at the start
             of an epoch. All other randomness is a function of the seed and the counters.
-        position: where the training loader is in mid-epoch, by its ``state_dict``; or None.
+        position: where the training loader is, and how to tell whether it is there again; or None.
 
     Example:
         >>> import attrs, torch
@@ -955,12 +955,12 @@ def detached_from_run(state: TrainState) -> TrainState:
     if state.run is None:
         return state
     ownership_of(state).seconds = state.run.stopwatch.spent()
-    generators = position = None
+    generators = None
     if state.batch:
         # Those of the state are not installed yet, if the first fetch of a run has failed.
         generators = state.generators or HostGenerators.capture()
-        # A state that a hook went back to has its own.
-        position = state.position or state.run.position_at(state.epoch, state.batch)
+    # A state that a hook went back to has its own.
+    position = state.position or state.run.position_at(state.epoch, state.batch)
     return changed(state, run=None, generators=generators, position=position)
 
 

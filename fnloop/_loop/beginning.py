@@ -312,22 +312,23 @@ def precision_hint(precision: str, has: Mapping[str, object]) -> str | None:
     )
 
 
-def check_length(source: Source, epoch: int, first: int, batches: int) -> None:
+def check_length(source: Source, epoch: int, first: int, samples: int, batches: int) -> None:
     """Log once if a loader has given more or fewer batches in an epoch than its length says.
 
     Args:
         source: the training loader.
         epoch: the number of the epoch, from 0.
-        first: the batches of the epoch that were consumed before.
+        first: the batches of the epoch that were consumed before, which may have had another size.
+        samples: their samples, if known.
         batches: the batches of the epoch, in all processes, with the padding of the last round.
     """
-    said = source.length_in(epoch)
-    if said is None or first > said:
+    said = source.left(epoch, first, samples)
+    if said is None or (given := batches - first) == source.padded(said):
         return
-    if batches == first + source.padded(source.left(epoch, first, 0) or 0):
-        return
+    length = source.length_in(epoch)
+    left = f" from batch {first} on, where {said} were left" if first else ""
     warn_once(
-        f"fit: the length of the training loader is {said}, but an epoch of it had {batches} "
-        f"batches. Schedules, and the number of updates, are made for {said}: let __len__ return "
-        "the number of batches, or leave it out"
+        f"fit: the length of the training loader is {length}, but an epoch of it had {given} "
+        f"batches{left}. Schedules, and the number of updates, are made for {length}: let __len__ "
+        "return the number of batches, or leave it out"
     )

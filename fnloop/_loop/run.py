@@ -66,6 +66,7 @@ from fnloop._loop.beginning import check_length, complete, first_state, suggest_
 from fnloop._loop.boundary import Action, Answers, Append, Collect, Leave, ask, due
 from fnloop._loop.errors import (
     check_counters,
+    check_not_empty,
     check_returned,
     explain,
     explain_no_batches,
@@ -224,6 +225,7 @@ class Run:
         due = [name for _, names in plan.evaluations for name in names]
         loaders = plan.loaders.evaluated
         self.evaluated = {k: open_loader(loaders[k], state) for k in due if k in loaders}
+        check_not_empty(self.evaluated)
         self.peers = peers_of(state)
         self.info = describe(plan, state, self.source, tuple(self.evaluated), self.peers.clock)
         plan.check(self.info, state.history)
@@ -237,7 +239,11 @@ class Run:
         self.phase: object = None  # what it is doing; None: the step, whose layers name themselves
         self.taken = 0  # batches that the update takes, in all processes
         self.left_out: str | None = None  # why the newest update was left out, if it was
-        self.begun = (0, 0)  # the epoch, and the batch with which the run began or continued it
+        self.begun = (
+            0,
+            0,
+            0,
+        )  # the epoch, and the batch and sample where the run began or continued it
         self.first_update = state.step + state.skipped
         self.batches_in_epoch = 0  # of the epoch that has just ended
         self.unfinished: object = None  # what a failure would leave: BOUNDARY, END or FLUSH
@@ -268,9 +274,10 @@ class Run:
         self.stopwatch.newest = None
         if self.plan.step.window > 1 or self.source.lengths is not None:
             self._count_windows()
-        self.begun, self.batches_in_epoch = (self.state.epoch, self.state.batch), 0
+        self.begun = (self.state.epoch, self.state.batch, self.state.samples)
+        self.batches_in_epoch = 0
         ahead = self.plan.prefetch * self.info.window
-        self.source.positions.begin(self.state.position, ahead)
+        self.source.begin(self.state.position, ahead, self.begun)
         self.state = self._leave_end(
             changed(
                 self.state, events=_events(self.state), position=None,

@@ -25,6 +25,7 @@ from fnloop._core.serialize import find_difference
 from fnloop._core.state import TrainState, check_not_stale, snapshot
 from fnloop._core.types import EPOCH, Batch, Middleware, Output, Step, Wrap, name_of
 from fnloop._data.composed import unmarked
+from fnloop._data.held import own_copy
 from fnloop._data.loaders import Loaders, Padding, check_loader, sharded
 from fnloop._data.source import batch_size_of, open_source, windows
 from fnloop._display import tables
@@ -282,7 +283,7 @@ def _read_one(state: TrainState, name: str, loader: object) -> tuple[str, Batch,
         reading = windows(source, None, state.backend.device, None)
         for batch in itertools.islice(reading, 2):
             seconds.append(time.perf_counter() - began)
-            batches.append(batch)
+            batches.append(own_copy(batch))
             began = time.perf_counter()
         if (close := getattr(reading, "close", None)) is not None:
             close()

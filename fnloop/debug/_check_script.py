@@ -22,6 +22,7 @@ from fnloop._core.rng import isolated
 from fnloop._core.serialize import find_difference
 from fnloop._core.state import TrainState, check_not_stale
 from fnloop._core.types import Batch, name_of
+from fnloop._data.held import own_copy
 from fnloop._data.source import windows
 from fnloop._display.tables import format_number
 from fnloop._graphs.guards import HostReads
@@ -350,7 +351,7 @@ _NO_GRADIENTS = "the update is skipped, so there is no gradient"
 def _read(loader: object, state: TrainState) -> list[Batch]:
     """Return the first two batches of a loader."""
     reading = windows(open_loader(loader, state), None, state.backend.device, None)
-    found = [to_device(b, state.backend.device) for b in itertools.islice(reading, 2)]
+    found = [own_copy(to_device(b, state.backend.device)) for b in itertools.islice(reading, 2)]
     if (close := getattr(reading, "close", None)) is not None:
         close()
     return found

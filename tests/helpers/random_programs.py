@@ -32,7 +32,7 @@ import torch
 from loop_cases import generators
 from sample_hooks import start_again
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 import fnloop as fl
 from fnloop._core.serialize import Pending
@@ -254,6 +254,25 @@ class Located:
         self.begin = state["at"]
 
 
+class Drawn(Sampler):
+    """Draws its order from a generator of its own."""
+
+    def __init__(self, n, by):
+        self.n = n
+        make = {"numpy": np.random.default_rng, "python": random.Random}
+        self.own = make[by](0) if by in make else torch.Generator().manual_seed(0)
+
+    def __len__(self):
+        return self.n
+
+    def __iter__(self):
+        if isinstance(self.own, torch.Generator):
+            return iter(torch.randperm(self.n, generator=self.own).tolist())
+        if isinstance(self.own, random.Random):
+            return iter(self.own.sample(range(self.n), self.n))
+        return iter(self.own.permutation(self.n).tolist())
+
+
 class CutHook:
     """A hook at whose calls a run may be cut."""
 
@@ -341,6 +360,22 @@ class World:
     def shuffled(self, n, size=2, noise=None, drop_last=False, **marks):
         samples = Samples(self, n, _marks(marks), noise)
         return DataLoader(samples, size, shuffle=True, drop_last=drop_last)
+
+    def sampled(self, n, size=2, by="numpy", **marks):
+        """Samples in an order that a generator of the sampler's own draws."""
+        return DataLoader(Samples(self, n, _marks(marks), None), size, sampler=Drawn(n, by))
+
+    def refilled(self, n, **marks):
+        """As ``again``, in one buffer."""
+
+        def read():
+            x, mark = np.empty((2, 3), np.float32), np.empty(2, np.float32)
+            for i in range(n):
+                self.point("loader")
+                x[:], mark[:] = self.batch(i, marks=_marks(marks))
+                yield torch.from_numpy(x), torch.from_numpy(mark)
+
+        return read
 
     def checked(self, n, first=50):
         """Batches to evaluate, with a point before each."""
@@ -632,7 +667,10 @@ def compare_calls(cuts, whole, runs):
 
 # --- drawing programs
 
-LENGTHS = {"batches": True, "stream": False, "again": False, "located": False, "shuffled": True}
+LENGTHS = {
+    "batches": True, "stream": False, "again": False, "located": False, "shuffled": True,
+    "sampled": True, "refilled": False,
+}  # fmt: skip
 
 
 def draw_moment(r, has_length, deep=2):
@@ -670,6 +708,9 @@ def draw_train(r, marks, deep=1):
         noise = r.choice([None, None, "torch", "python", "numpy"])
         more = f", size={r.randint(2, 3)}" + (f", noise={noise!r}" if noise else "")
         more += ", drop_last=True" if r.random() < 0.3 else ""
+    elif kind == "sampled":
+        n = r.randint(4, 11)
+        more = f", size={r.randint(2, 3)}, by={r.choice(['numpy', 'python', 'torch'])!r}"
     elif kind == "stream":
         more = r.choice(["", "", ", grow=1", ", grow=2"])
     text = f"{kind}({n}{draw_marks(r, n, marks)}{more})"
@@ -842,7 +883,8 @@ def draw(seed, number):
         turns = r.choice([split, dict.fromkeys("ab", tuple(inside))])
         order = r.choice(["ab", "aab", "ba", "abb"]), r.choice(["same", "next"])
     pieces = any("microbatch" in m or "retry" in m for m in (*members, *sum(turns.values(), ())))
-    if pieces or "shuffled" in train:  # BatchNorm takes no piece of one sample
+    if pieces or any(kind in train for kind in ("shuffled", "sampled")):
+        # BatchNorm takes no piece of one sample.
         model = [part for part in model if part != "norm"]
     replacements = draw_replacements(random.Random(f"{seed}/{number}/replaced"))
     return Program(
@@ -1077,6 +1119,9 @@ def try_program(seed, number, counts, cuts):
         with quiet():
             whole, world = whole_run(program)
             check_replaced(program, whole)
+            if "refilled(" in program.train:
+                fresh_ones = program.train.replace("refilled(", "again(")
+                compare((), whole_run(attrs.evolve(program, train=fresh_ones))[0], whole)
             for _ in range(cuts):
                 given = draw_cuts(r, program, whole, world)
                 if is_known(program, given):
@@ -1087,6 +1132,9 @@ def try_program(seed, number, counts, cuts):
     except (Exception, Killed, KeyboardInterrupt) as error:
         if "gave no batch" in str(error):
             counts["empty epochs"] += 1
+            return None
+        if "reuses a tensor" in str(error) and "refilled(" in program.train:
+            counts["refused: the loader reuses a tensor"] += 1
             return None
         program, given, error = shrink(program, given, error)
         notes = "; ".join(getattr(error, "__notes__", ()))
