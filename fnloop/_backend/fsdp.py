@@ -1,4 +1,4 @@
-"""Models whose parameters are sharded over processes (``torch.distributed.fsdp.fully_shard``)."""
+"""Models whose parameters are sharded over processes, by ``fully_shard`` or tensor parallelism."""
 
 from __future__ import annotations
 
@@ -46,10 +46,14 @@ def check_sharded(model: nn.Module) -> tuple[int, list[int]]:
     Raises:
         ValueError: some parameters are not sharded.
         NotImplementedError: a parameter is placed in another way than by ``fully_shard``, alone or
-            after ``parallelize_module`` on the second dimension of a mesh.
+            after ``parallelize_module`` on the second dimension of a mesh; or than by
+            ``parallelize_module`` alone, over all processes.
     """
     kind = _dtensor()
     assert kind is not None
+    if is_split_alone(model):
+        _check_split_alone(model, kind)
+        return 0, [0]
     whole = [
         name for name, p in model.named_parameters() if p.requires_grad and not isinstance(p, kind)
     ]
@@ -74,6 +78,31 @@ def check_sharded(model: nn.Module) -> tuple[int, list[int]]:
                 "of two dimensions (replicate, shard)"
             )
     return share, firsts
+
+
+def is_split_alone(model: nn.Module) -> bool:
+    """Return whether a model is split by tensor parallelism, and not by ``fully_shard``.
+
+    Then all processes have the same data, and the same gradients of what is not split.
+    """
+    return is_sharded(model) and not roots(model)
+
+
+def _check_split_alone(model: nn.Module, kind: type[DTensor]) -> None:
+    size = dist.get_world_size()
+    for name, p in model.named_parameters():
+        if isinstance(p, kind) and not spans_all(p):
+            raise NotImplementedError(
+                f"parallelize_module has split the parameter {name} over {p.device_mesh.size()} of "
+                f"{size} processes, and nothing averages its gradient over the others. On a mesh "
+                "of two dimensions (data, tensor), call parallelize_module(model, mesh["
+                '"tensor"], plan), and then fully_shard(model, mesh=mesh["data"])'
+            )
+
+
+def spans_all(tensor: Tensor) -> bool:
+    """Return whether the mesh of a sharded tensor has all processes."""
+    return tensor.device_mesh.size() == dist.get_world_size()  # type: ignore[attr-defined]
 
 
 def _check_meshes(meshes: set[DeviceMesh], split: list[DeviceMesh]) -> tuple[int, list[int]]:

@@ -201,6 +201,26 @@ def loads_by_itself(module: nn.Module) -> bool:
     return own is not usual and not hooked
 
 
+def is_extra_state(name: str) -> bool:
+    """Return whether a name in a state_dict is that of what ``get_extra_state`` returned."""
+    return name.rpartition(".")[2] == "_extra_state"
+
+
+def loads_other_names(module: nn.Module, name: str) -> bool:
+    """Return whether a tensor may be saved under another name, or loaded in another way.
+
+    So it may where a module that it is in loads in a way of its own, or where a hook takes part.
+    Fallback: yes.
+    """
+    inside, usual = module, getattr(nn.Module, "_load_from_state_dict", None)
+    for part in (None, *name.split(".")[:-1]):
+        inside = inside if part is None else getattr(inside, part, None)
+        own = getattr(type(inside), "_load_from_state_dict", None)
+        if own is not usual or getattr(inside, "_load_state_dict_pre_hooks", True):
+            return True
+    return False
+
+
 def base_of(view: Tensor) -> Tensor | None:
     """Return the tensor that a view was made of; None if it is not a view, or cannot be known."""
     return getattr(view, "_base", None)
@@ -213,6 +233,17 @@ def version_of(tensor: Tensor) -> int:
         flat = tensor.detach().cpu().contiguous().reshape(-1)
         version = zlib.crc32(flat.view(torch.uint8).numpy().tobytes())
     return version
+
+
+def versions_of(values: Sequence[object]) -> list[int | None]:
+    """Return the numbers of :func:`version_of`; None where there is none, as of an array."""
+    try:
+        return [value._version for value in values]  # type: ignore[attr-defined]
+    except (AttributeError, RuntimeError):
+        return [
+            version_of(value) if isinstance(value, Tensor) and not value.is_inference() else None
+            for value in values
+        ]
 
 
 def local_tensor(tensor: DTensor) -> Tensor:
@@ -404,6 +435,49 @@ def broadcast_coalesced(group: dist.ProcessGroup | None, tensors: list[Tensor]) 
         dense = t.contiguous()
         dist.broadcast(dense, 0, group=group)
         t.copy_(dense)
+
+
+def ignored_by_ddp(module: nn.Module) -> list[str]:
+    """Return the parameters and buffers that DDP is told to ignore. Fallback: none."""
+    return sorted(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+
+
+def settings_of_ddp(ddp: DistributedDataParallel) -> dict[str, object]:
+    """Return the settings of a DDP by the names of its arguments. Fallback: defaults."""
+    held = vars(ddp)
+    given: dict[str, object] = {name: held[name] for name in _DDP_SETTINGS if name in held}
+    given["delay_all_reduce_named_params"] = held.get("_delay_all_reduce_params")
+    given["bucket_cap_mb_list"] = held.get("bucket_bytes_cap_list")
+    if not held.get("bucket_bytes_cap_default", True):
+        given["bucket_cap_mb"] = held["bucket_bytes_cap"] / 2**20
+    return given
+
+
+_DDP_SETTINGS = (  # attributes that have the names of arguments
+    *("broadcast_buffers", "forward_sync_buffers", "find_unused_parameters", "static_graph"),
+    *("gradient_as_bucket_view", "batched_grad_copy", "skip_all_reduce_unused_params"),
+    *("mixed_precision", "process_group"),
+)
+
+
+def hooks_of_ddp(ddp: DistributedDataParallel) -> list[tuple[Callable[..., object], object]]:
+    """Return the communication hooks of a DDP, each with its state.
+
+    Raises:
+        RuntimeError: torch does not tell.
+        NotImplementedError: a hook is one of torch's own in C++, which has no object.
+    """
+    hooks = getattr(ddp, "_comm_hooks", None)
+    if hooks is None:
+        raise _missing("DistributedDataParallel._comm_hooks", "to keep your communication hook")
+    tell = getattr(ddp, "_get_ddp_logging_data", dict)
+    if not hooks and (builtin := tell().get("comm_hook")):
+        raise NotImplementedError(
+            f"this model is in DistributedDataParallel with the hook {builtin}, which cannot be "
+            "taken over. Register a function: model.register_comm_hook(None, "
+            "torch.distributed.algorithms.ddp_comm_hooks.default_hooks.fp16_compress_hook)"
+        )
+    return [*hooks]
 
 
 def reduce_in_backward(ddp: DistributedDataParallel, loss: Tensor) -> Any:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fnloop._backend.collectives import counts_here, gather_from_all
 from fnloop._backend.containers import has_room, is_out_of_memory
-from fnloop._backend.fsdp import extent_in, full, has_sharded, local_part, split_dim
+from fnloop._backend.fsdp import extent_in, full, has_sharded, local_part, spans_all, split_dim
 from fnloop._backend.processes import Backend
 from fnloop._core.history import SINCE
 from fnloop._core.serialize import Json
@@ -156,6 +156,7 @@ STATE_SHAPE: Shape = {
         "complex?": NAMES,
         "frozen?": NAMES,
         "evaluating?": NAMES,
+        "grown?": {"*": (None, [COUNT])},
     },
     "optimizer?": ({"several": {"*": _OPTIMIZER}}, _OPTIMIZER),
     "apart?": {"own": dict, "used": bool, "outer": (None, dict)},
@@ -445,7 +446,8 @@ def _share_of(
         else:
             own, entry["dim"] = local_part(tensor).detach(), dim
             offsets[dim], stop, first = extent_in(tensor, tensor.shape[dim])
-            writes = first and counts_here()
+            # The first of a mesh of some processes holds what the first of its neighbors holds.
+            writes = first and (spans_all(tensor) or counts_here())
             if own.shape[dim] != stop - offsets[dim]:
                 raise TypeError(
                     f"{name} is split over processes in another way than by fully_shard: this "

@@ -23,7 +23,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fnloop._backend.collectives import gather_from_all
-from fnloop._backend.containers import map_leaves, pairs_of, parts_of, with_parts
+from fnloop._backend.containers import (
+    is_out_of_memory,
+    map_leaves,
+    pairs_of,
+    parts_of,
+    with_parts,
+)
 from fnloop._backend.fsdp import is_sharded, like_sharded
 from fnloop._backend.torch_compat import (
     has_state_dict_hooks,
@@ -34,14 +40,20 @@ from fnloop._checkpoint.format import COLLECTED, CheckpointError
 from fnloop._core.freeze import Groups, add_group, split_group
 from fnloop._core.optimizers import (
     BEFORE,
+    EXECUTION,
     SCHEDULED,
     SET,
     UNFROZEN,
     Group,
+    drop_schedule,
+    initial_setting,
     number_in,
     optimizers_in,
+    set_by_torch,
+    settings_of,
 )
 from fnloop._core.serialize import (
+    PAIRS,
     Json,
     Pending,
     as_number,
@@ -123,12 +135,18 @@ def prepare_loads(state: TrainState, saved: SavedOptimizer, strict: bool) -> lis
     same = saved.processes == state.backend.contributors
     facts = {name: _own_facts(own, state.backend.rank, same) for name, own in facts.items()}
     held = {name: {*one.parameters()} for name, one in named.items()}
+    groups = {name: len(one.optimizer.param_groups) for name, one in named.items()}
     for name, one in named.items():
         others = {p for other, names in held.items() if other != name for p in names}
         regroup(one, facts[name]["param_groups"], others)
-    return [
-        prepare_load(one, _part(saved, name, facts[name]), strict) for name, one in named.items()
-    ]
+    loads = []
+    for name, one in named.items():
+        part = _part(saved, name, facts[name])
+        if saved.settings is not None:
+            own = attrs.evolve(saved.settings, owner=name, groups=groups[name])
+            part = attrs.evolve(part, settings=own)
+        loads.append(prepare_load(one, part, strict))
+    return loads
 
 
 def templates_of_optimizers(state: TrainState, facts: Mapping[str, Json]) -> dict[str, Tensor]:
@@ -469,7 +487,6 @@ def copies_in(state: TrainState, facts: Mapping[str, Json]) -> dict[Entry, str]:
 #
 # Neither shows whether its updates depend on anything else: see the module `trial`.
 
-EXECUTION = ("foreach", "fused", "capturable")  # how to compute, which does not change the result
 UNSAVED = ("params", "param_names", *EXECUTION)
 
 
@@ -608,6 +625,7 @@ class SavedOptimizer:
         path: the checkpoint, for messages.
         processes: how many processes saved it; None if that is not known.
         mismatched: the names of the parameters that have another shape here.
+        settings: compares settings of groups, and says which are taken from the state.
     """
 
     facts: Mapping[str, Json]
@@ -616,6 +634,7 @@ class SavedOptimizer:
     path: object = "the checkpoint"
     processes: int | None = None
     mismatched: Collection[str] = ()
+    settings: Settings | None = None
 
 
 Load = Callable[[], None]
@@ -700,7 +719,7 @@ def _check_parameters(named: NamedOptimizer, saved: SavedOptimizer, strict: bool
     parameters, shape_of = named.parameters(), dict(saved.shapes)
     for name, p in parameters.items():
         if (value := saved.tensors.get(f"parameter.{name}")) is not None:
-            shape_of[name] = value.shape[:-1] if p.dtype is torch.complex128 else value.shape
+            shape_of[name] = value.shape[:-1] if p.dtype in PAIRS else value.shape
     mismatched = [
         name for name, p in parameters.items() if name in shape_of and shape_of[name] != p.shape
     ]
@@ -745,9 +764,10 @@ def _prepare_groups(named: NamedOptimizer, saved: SavedOptimizer) -> Load:
     if "state_dict" in saved.facts:
         return _load_nothing
     groups = named.optimizer.param_groups
+    pairs = zip(groups, saved.facts["param_groups"], strict=False)
     settings = [
-        decode_group(values, group, saved.tensors, _device_of([group]), saved.path)
-        for group, values in zip(groups, saved.facts["param_groups"], strict=False)
+        _decode_for(i, group, values, saved, _device_of([group]))
+        for i, (group, values) in enumerate(pairs)
     ]
 
     def load() -> None:
@@ -788,6 +808,18 @@ def _encode_scalar(
     if value.device.type == "cpu" and any(p.device.type != "cpu" for p in parameters):
         encoded["on_host"] = True
     return encoded
+
+
+def _decode_for(
+    i: int,
+    group: Group,
+    values: Mapping[str, Json],
+    saved: SavedOptimizer,
+    device: torch.device,
+) -> Group:
+    """Return the settings that the group at index i gets."""
+    found = decode_group(values, group, saved.tensors, device, saved.path)
+    return found if saved.settings is None else saved.settings.choose(i, group, found, saved.path)
 
 
 def decode_group(
@@ -915,6 +947,101 @@ def share_scheduled_values(group: Group) -> None:
             group[key] = used
 
 
+# --- settings of the state that a run continues with, instead of those that were saved
+
+
+_OF_TORCH = (
+    "A scheduler of torch has set {key} from the value that the run began with, and continues from "
+    'it. To change it, set group["{key}"] after the resume, and begin a phase, which makes another '
+    'scheduler: fit(..., phase="second")'
+)
+
+
+class _Change(NamedTuple):
+    """A setting of a group whose initial value is another one than that of the checkpoint."""
+
+    key: str
+    group: str
+    saved: object
+    here: object
+    by_torch: bool
+
+    def __str__(self) -> str:
+        one, other = (describe_value(as_number(value)) for value in (self.saved, self.here))
+        return f"{self.key}{self.group} is {one} there, and {other} here"
+
+
+@attrs.frozen
+class Settings:
+    """Says which settings of groups a resumed run takes from the state that it was given.
+
+    What a schedule has moved is compared by its initial value, and taken as such.
+
+    Args:
+        given: the keys of these settings.
+        left: receives what differs and is as it was saved.
+        owner: the name of the optimizer.
+        groups: how many groups it has in the state. Others, which ``unfreeze`` has made in the run,
+            are as they were saved.
+    """
+
+    given: Collection[str]
+    left: list[_Change] = attrs.field(factory=list)
+    owner: str = ""
+    groups: int = 0
+
+    def choose(self, i: int, group: Group, saved: Group, path: object) -> Group:
+        """Return the settings that a group gets, out of its own and those that were saved.
+
+        Raises:
+            CheckpointError: a scheduler of torch, which was saved too, has set what is to be taken.
+        """
+        if i >= self.groups:
+            return saved
+        chosen = {**saved}
+        for key in filter(saved.__contains__, settings_of(group)):
+            was, here = initial_setting(saved, key), initial_setting(group, key)
+            if _are_same(was, here):
+                continue
+            by_torch = set_by_torch(saved, key)
+            if key not in self.given:
+                self.left.append(_Change(key, self._label(i, group), was, here, by_torch))
+            elif by_torch:
+                raise CheckpointError(
+                    f'{path}: given=("{key}",) would not last. {_OF_TORCH.format(key=key)}'
+                )
+            else:
+                drop_schedule(chosen, key)
+                chosen[key] = here.clone() if isinstance(here, Tensor) else here
+        return chosen
+
+    def _label(self, i: int, group: Group) -> str:
+        owner = f" of {self.owner!r}" if self.owner else ""
+        return f" of group {group.get('name', i)!r}{owner}" if self.groups > 1 else owner
+
+    def explain(self) -> str | None:
+        """Return what differs, and how to take what the state has; None if nothing does."""
+        if not self.left:
+            return None
+        text = (
+            "the optimizer has other settings in the checkpoint than in this state, and the run "
+            f"continues with those of the checkpoint: {join_names([*map(str, self.left)], 5)}. "
+        )
+        fixed = [change.key for change in self.left if change.by_torch]
+        keys = dict.fromkeys(change.key for change in self.left if not change.by_torch)
+        if not keys:
+            return text + _OF_TORCH.format(key=fixed[0])
+        keys = dict.fromkeys((*self.given, *keys))
+        given = ", ".join(f'"{key}"' for key in keys) + ("," if len(keys) == 1 else "")
+        return f"{text}To take those of this state, write resume(folder, state, given=({given}))"
+
+
+def _are_same(one: object, other: object) -> bool:
+    one, other = as_number(one), as_number(other)
+    numbers = isinstance(one, Real) and isinstance(other, Real)
+    return (numbers and one == other) or find_difference(one, other, "") is None
+
+
 # --------------------------------------------------------------------------------------------------
 # The state of each parameter by name, and what the optimizer keeps for all of them.
 
@@ -1005,6 +1132,8 @@ def _templates_for(named: NamedOptimizer, saved: SavedOptimizer) -> Mapping[str,
     try:
         made = tensors_of_copy(named, {min(each)[1] for each in found.values()})
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         raise CheckpointError(
             f"{saved.path} has an optimizer's state in {_class_names(found)}, and a trial update "
             f"of {named.class_name}, which would make such tensors, raises "
@@ -1135,6 +1264,8 @@ def _prepare_state_dict(named: NamedOptimizer, saved: SavedOptimizer) -> Load:
             _restore_dtypes(expected, optimizer.state_dict())
             difference = find_difference(expected, optimizer.state_dict(), "state_dict")
         except Exception as error:
+            if is_out_of_memory(error):
+                raise
             raise CheckpointError(
                 f"{saved.path}: {class_name}.load_state_dict does not accept what its state_dict "
                 f"returned: {type(error).__name__}: {error}"
@@ -1200,9 +1331,9 @@ def _decode_state_dict(
             groups += [{}] * (len(value) - len(groups))
             decoded[key] = [
                 {name: now for name, now in group.items() if name in UNSAVED or name in settings}
-                | decode_group(settings, group, saved.tensors, device, saved.path)
+                | _decode_for(i, group, settings, saved, device)
                 | {"params": list(settings["params"])}
-                for settings, group in zip(value, groups, strict=False)
+                for i, (settings, group) in enumerate(zip(value, groups, strict=False))
             ]
         else:
             decoded[key] = _decode_state_dict(value, held.get(key), saved, device)
@@ -1248,7 +1379,7 @@ def _keep_group_objects(optimizer: Optimizer, groups: list[Group], objects: list
 def _save_beside(named: NamedOptimizer, tensors: dict[str, Tensor]) -> dict[str, Json]:
     for name, p in named.parameters().items():
         if name in named.foreign:
-            tensors[f"parameter.{name}"] = as_safetensor(p)
+            tensors[f"parameter.{name}"] = as_safetensor(p, name)
     return {}
 
 
@@ -1257,7 +1388,7 @@ def _prepare_beside(named: NamedOptimizer, saved: SavedOptimizer) -> Load:
         for name, p in named.parameters().items():
             value = saved.tensors.get(f"parameter.{name}")
             if value is not None and name not in saved.mismatched:
-                value = from_safetensor(value) if p.dtype is torch.complex128 else value
+                value = from_safetensor(value) if p.dtype in PAIRS else value
                 p.data.copy_(like_sharded(value, p))
 
     return load

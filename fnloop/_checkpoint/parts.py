@@ -11,6 +11,7 @@ import contextlib
 import copy
 import functools
 import math
+import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,10 +20,17 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from fnloop._backend.collectives import gather_objects, gather_shares
-from fnloop._backend.fsdp import like_sharded, local_part
+from fnloop._backend.collectives import gather_from_all, gather_objects, gather_shares
+from fnloop._backend.containers import is_out_of_memory
+from fnloop._backend.fsdp import is_sharded, like_sharded, local_part
 from fnloop._backend.processes import Backend
-from fnloop._backend.torch_compat import loads_by_itself, strip_compile_prefix
+from fnloop._backend.torch_compat import (
+    buffers_of,
+    is_extra_state,
+    loads_by_itself,
+    loads_other_names,
+    strip_compile_prefix,
+)
 from fnloop._checkpoint.files import (
     EncodedHistory,
     chain,
@@ -48,7 +56,9 @@ from fnloop._checkpoint.format import (
 )
 from fnloop._checkpoint.optimizer import (
     SavedOptimizer,
+    Settings,
     copies_in,
+    encode_optimizers,
     encode_own_optimizers,
     merge_processes,
     optimizers_kept_on_error,
@@ -58,6 +68,7 @@ from fnloop._core.apart import Apart, apart_of, mark_of, own_tensors
 from fnloop._core.averages import Average, named_tensors
 from fnloop._core.history import History, decode_phases, encode_phases
 from fnloop._core.metrics import ITEMS, Sum, restored, sent
+from fnloop._core.optimizers import groups_in
 from fnloop._core.rng import SEED_BITS, HostGenerators
 from fnloop._core.runs import (
     Position,
@@ -70,17 +81,28 @@ from fnloop._core.runs import (
     todo_of_before,
 )
 from fnloop._core.serialize import (
+    PAIRS,
     AsParts,
     Json,
     as_parts,
     as_safetensor,
     decode,
     encode,
+    flattened_kind,
     from_safetensor,
     has_pending,
     plain_only,
 )
-from fnloop._core.state import LOCAL_SGD, TrainState, has_moved, ownership_of, unwrap, with_slot
+from fnloop._core.state import (
+    LOCAL_SGD,
+    TrainState,
+    has_moved,
+    note_buffers,
+    ownership_of,
+    shapes_of_buffers,
+    unwrap,
+    with_slot,
+)
 from fnloop._core.types import Metric
 from fnloop._display.checks import describe, join_names
 from fnloop._display.screen import log
@@ -205,6 +227,7 @@ class Restoring:
         path: the checkpoint, for messages.
         undone: what changes something in place enters here how that is put back if there is an
             exception.
+        settings: compares settings of the optimizers, and says which are not restored.
     """
 
     contents: Contents
@@ -213,6 +236,7 @@ class Restoring:
     strict: bool
     path: Path
     undone: contextlib.ExitStack
+    settings: Settings | None = None
 
     @functools.cached_property
     def tensors(self) -> dict[str, Tensor]:
@@ -261,11 +285,14 @@ class Part(NamedTuple):
         prepare: checks and decodes what was saved. It returns the function that loads it:
             ``state -> state``. Most only set fields. Where one of the two functions changes
             something in place, that can be undone (see :class:`Restoring`).
+        encode: encodes what ``save`` may refuse, in this process alone, without its contents; None
+            if it refuses nothing.
     """
 
     name: str
     save: Callable[[Saving], dict[str, Json]]
     prepare: Callable[[Restoring], Load] = _load_nothing
+    encode: Callable[[Saving], object] | None = None
 
 
 # --------------------------------------------------------------------------------------------------
@@ -493,7 +520,7 @@ def _save_model(saving: Saving) -> dict[str, Json]:
     module, model, trained = unwrap(saving.state), saving.groups["model"], TRAINED in saving.parts
     saving.learning = {strip_compile_prefix(k) for k, p in _parameters(module) if p.requires_grad}
     with evaluation_weights(saving.state) as others:
-        facts = {"model": _encode_model(module, model, saving.tensors, trained)}
+        facts = _encode_module(saving)
         if not others:
             return facts
         own = {id(t) for t in (*module.parameters(), *module.buffers())}
@@ -513,6 +540,43 @@ def _save_model(saving: Saving) -> dict[str, Json]:
     return facts | {TRAINING: True}
 
 
+def _encode_module(saving: Saving) -> dict[str, Json]:
+    """Return the facts of the model with the weights that it has now.
+
+    Raises:
+        TypeError, ValueError: something cannot be saved, or what is trained would be missing.
+    """
+    module, model, trained = unwrap(saving.state), saving.groups["model"], TRAINED in saving.parts
+    facts = _encode_model(module, model, saving.tensors, trained)
+    if "optimizer" in saving.parts:
+        _check_complete(saving.state, model)
+    grown = {} if trained else _grown_buffers(saving.state, model)
+    return {"model": {**facts, **({"grown": grown} if grown else {})}}
+
+
+def _check_complete(state: TrainState, saved: Mapping[str, Tensor]) -> None:
+    """Raise ValueError if a parameter that is trained is not among the tensors of its model."""
+    module = unwrap(state)
+    names = [(strip_compile_prefix(name), p) for name, p in module.named_parameters()]
+    missing = [(name, p) for name, p in names if name not in saved and p.requires_grad]
+    if not missing:
+        return
+    trained = {id(p) for group in groups_in(state.optimizer) for p in group["params"]}
+    storages = {local_part(t).untyped_storage().data_ptr() for t in saved.values()}
+    left = [
+        name
+        for name, p in missing
+        if id(p) in trained and local_part(p).untyped_storage().data_ptr() not in storages
+        if not loads_other_names(module, name)
+    ]
+    if left:
+        raise ValueError(
+            f"the state_dict of {type(module).__name__} leaves out {join_names(left)}, which is "
+            "trained, so a run could not be resumed: let it return all that is trained, or save "
+            'without the optimizer, only=("model", ...)'
+        )
+
+
 def _encode_model(
     module: nn.Module, tensors: dict[str, Tensor], others: dict[str, Tensor], trained: bool
 ) -> dict[str, Json]:
@@ -521,7 +585,7 @@ def _encode_model(
     With ``trained``, only the parameters that require gradients are saved.
     """
     extra, pairs = {}, []
-    learning = {name for name, p in _parameters(module) if p.requires_grad}
+    learning = {name for name, p in _parameters(module) if p.requires_grad} if trained else ()
     if trained and not learning:
         raise ValueError('only=("trained",) saves the parameters that require gradients; none does')
     for spelled, value in module.state_dict().items():
@@ -529,7 +593,8 @@ def _encode_model(
             continue
         name = strip_compile_prefix(spelled)
         if isinstance(value, Tensor):
-            pairs += [name] if encode(value, tensors, name).get("complex") else []
+            tensors[name] = as_safetensor(value, f"model.{name}")
+            pairs += [name] if value.dtype in PAIRS else []
         else:  # from the module's get_extra_state
             extra[name] = encode(value, others, f"model.{name}")
     facts = {
@@ -539,7 +604,7 @@ def _encode_model(
     }
     if trained:
         return facts
-    frozen = [name for name, p in module.named_parameters() if not p.requires_grad]
+    frozen = [name for name, p in _parameters(module) if not p.requires_grad]
     evaluating = [name for name, m in module.named_modules() if not m.training]
     return {
         **facts,
@@ -567,8 +632,13 @@ def _prepare_model(saved: Restoring) -> Load:
     theirs = {**model_tensors(saved.contents, training="optimizer" in saved.parts), **extra}
     if trained:
         theirs = _trained_parts(theirs, saved.facts, module)
+    grown = _grown_alike(saved, theirs)
     resized = {k for k, here in mine.items() if _resizes(module, spelled[k], theirs.get(k), here)}
-    rest = ({k: v for k, v in tensors.items() if k not in resized} for tensors in (theirs, mine))
+    resized |= grown.keys()
+    rest = (  # extra state may be of any shape: only its module knows what it takes
+        {k: None if is_extra_state(k) else v for k, v in tensors.items() if k not in resized}
+        for tensors in (theirs, mine)
+    )
     faults = _compare_models(*rest, dtypes=flags)
     if trained:
         _warn_of_untrained(module, faults.pop("missing in the checkpoint"))
@@ -582,12 +652,16 @@ def _prepare_model(saved: Restoring) -> Load:
     if found:
         log.warning("restore: left unchanged: %s", found)
     fitting = {
-        spelled[name]: _shard_like(value, mine[name])
+        spelled.get(name, name): _shard_like(value, mine.get(name))
         for name, value in theirs.items()
-        if name in resized or (name in mine and not _differ_in_shape(value, mine[name]))
+        if name in resized
+        or (name in mine and (is_extra_state(name) or not _differ_in_shape(value, mine[name])))
     }
+    _check_ties(saved, module, fitting)
 
     def load(state: TrainState) -> TrainState:
+        note_buffers(state)
+        saved.undone.enter_context(_buffers_made(module, grown, state.backend.device))
         saved.undone.enter_context(weights_kept_on_error(module, fitting))
         missing = module.load_state_dict(fitting, strict=False).missing_keys
         if trained:
@@ -605,6 +679,141 @@ def _prepare_model(saved: Restoring) -> Load:
         return state
 
     return load
+
+
+# --- buffers that have another shape than when the run began, or that were not there
+#
+# As a memory that grows, or a cache that the first batch makes: a new model of the same program has
+# them as they were when the run began. So a checkpoint says how that was, and a restore into a
+# model that has them so takes them from the file.
+
+
+def _grown_buffers(state: TrainState, saved: Mapping[str, Tensor]) -> dict[str, Json]:
+    """Return the saved buffers that had another shape, and which; None for those not there."""
+    if (before := ownership_of(state).buffers) is None:
+        return {}
+    now = shapes_of_buffers(unwrap(state))
+    grown = [name for name, shape in now.items() if name in saved and before.get(name) != shape]
+    return {name: [*before[name]] if name in before else None for name in grown}
+
+
+def _grown_alike(saved: Restoring, theirs: Mapping[str, object]) -> dict[str, Tensor]:
+    """Return the buffers that have grown in the saved run, if those here were as they were."""
+    was: Mapping[str, Json] = saved.facts["model"].get("grown", {})
+    module, before = unwrap(saved.state), ownership_of(saved.state).buffers
+    before = shapes_of_buffers(module) if before is None else before
+    return {
+        name: value
+        for name, shape in was.items()
+        if isinstance(value := theirs.get(name), Tensor)
+        and before.get(name) == (None if shape is None else torch.Size(shape))
+        and not loads_other_names(module, name)
+    }
+
+
+_ABSENT = torch.empty(0)  # what stands for no buffer, where None is one without a value
+
+
+@contextlib.contextmanager
+def _buffers_made(
+    module: nn.Module, values: Mapping[str, Tensor], device: torch.device
+) -> Iterator[None]:
+    """Give a module buffers of the shapes of values. Take them back if there is an exception."""
+    owners = {strip_compile_prefix(name): owner for name, owner in module.named_modules()}
+    before: list[tuple[nn.Module, str, Tensor | None]] = []
+    try:
+        for name, value in values.items():
+            prefix, _, own = name.rpartition(".")
+            owner, was = owners[prefix], buffers_of(owners[prefix]).get(own, _ABSENT)
+            place = device if was is None or was is _ABSENT else was.device
+            made = torch.empty(value.shape, dtype=value.dtype, device=place)
+            owner.register_buffer(own, made)
+            before.append((owner, own, was))
+        yield
+    except BaseException:
+        for owner, own, was in before:
+            if was is _ABSENT:
+                delattr(owner, own)
+            else:
+                owner.register_buffer(own, was)
+        raise
+
+
+def _check_ties(saved: Restoring, module: nn.Module, values: Mapping[str, object]) -> None:
+    """Raise CheckpointError if tensors of the model that share memory have different values.
+
+    Args:
+        saved: what is restored.
+        module: the model.
+        values: what is to be loaded into it, by name.
+    """
+    shared = _shared_memory(module, values)
+    torn = [names for names, pairs in shared if not _fit_together(pairs)]
+    if is_sharded(module):  # each process compares what it holds
+        torn = sorted({names for each in gather_from_all(torn) for names in each})
+    if torn:
+        names = [*map(strip_compile_prefix, torn[0])]
+        copied = f"model.{names[-1]}.detach().clone()"
+        if isinstance(operator.attrgetter(names[-1])(module), nn.Parameter):
+            copied = f"nn.Parameter({copied})"
+        others = f", and so do {len(torn) - 1} more groups of tensors" if torn[1:] else ""
+        raise CheckpointError(
+            f"{saved.path} has different values for {join_names(names)}, which share memory in "
+            f"this {type(module).__name__}{others}: only one of the values could be kept. Restore "
+            "into a model that does not tie them. To make one, write model."
+            f"{names[-1]} = {copied} before you make the optimizer"
+        )
+
+
+_Pair = tuple[Tensor, Tensor]  # a tensor of the model, and its new value
+
+
+def _shared_memory(
+    module: nn.Module, values: Mapping[str, object]
+) -> list[tuple[tuple[str, ...], list[_Pair]]]:
+    """Return the names of tensors of a model that overlap in memory, and their new values."""
+    storages: dict[object, list[tuple[int, int, str, _Pair]]] = {}
+    for name, whole in module.state_dict().items():
+        new = values.get(name)
+        if not (isinstance(whole, Tensor) and isinstance(new, Tensor)):
+            continue
+        here, there = local_part(whole), local_part(new)
+        has_memory = here.layout is torch.strided and flattened_kind(here) is None
+        if not has_memory or here.shape != there.shape or not here.numel() or 0 in here.stride():
+            continue
+        first, size = here.storage_offset(), here.element_size()
+        last = first + sum((n - 1) * by for n, by in zip(here.shape, here.stride(), strict=True))
+        memory = here.untyped_storage().data_ptr(), here.device
+        found = first * size, (last + 1) * size, name, (here, there)
+        storages.setdefault(memory, []).append(found)
+    groups: list[tuple[tuple[str, ...], list[_Pair]]] = []
+    for tensors in storages.values():
+        end = 0
+        for start, stop, name, pair in sorted(tensors, key=lambda found: found[0]):
+            if start < end:
+                names, pairs = groups.pop()
+                groups.append(((*names, name), [*pairs, pair]))
+            else:
+                groups.append(((name,), [pair]))
+            end = max(end, stop)
+    return [group for group in groups if len(group[1]) > 1]
+
+
+def _fit_together(pairs: Sequence[_Pair]) -> bool:
+    """Return whether each tensor has its value, bit for bit, after all are put in one memory."""
+    here, there = pairs[0]
+    size = here.untyped_storage().nbytes()
+    memory = torch.empty(size, dtype=torch.uint8, device=there.device).untyped_storage()
+    placed: list[_Pair] = []
+    for here, there in pairs:
+        view = torch.empty(0, dtype=here.dtype, device=there.device)
+        view.set_(memory, here.storage_offset(), here.shape, here.stride())
+        placed.append((view.copy_(there), there.to(here.dtype)))
+    return all(torch.equal(_bits(view), _bits(value)) for view, value in placed)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
 
 
 def _check_sizes(module: nn.Module, path: Path) -> None:
@@ -633,8 +842,10 @@ def _resizes(module: nn.Module, name: str, there: object, here: object) -> bool:
     try:
         trial = copy.deepcopy(owner, {id(p): p for p in owner.parameters()})
         trial.load_state_dict({own: there}, strict=False)
-    except Exception:  # it is refused, by name
-        return False
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        return False  # it is refused, by name
     return trial.get_buffer(own).shape == there.shape  # type: ignore[attr-defined]
 
 
@@ -686,7 +897,7 @@ def _differ_in_shape(a: object, b: object) -> bool:
 
 
 def model_tensors(contents: Contents, training: bool = False) -> dict[str, Tensor]:
-    """Return the saved tensors of the model, those of complex128 as such.
+    """Return the saved tensors of the model, those of pairs as complex numbers.
 
     Args:
         contents: what was read.
@@ -804,7 +1015,9 @@ def _prepare_optimizers(saved: Restoring) -> Load:
     processes, rank = saved.facts.get("processes"), saved.state.backend.rank
     if rank and "own_optimizers" in saved.facts and saved.is_of_as_many:
         facts, tensors = saved.facts["own_optimizers"][rank], saved.own("optimizer/")
-    optimizers = SavedOptimizer(facts, tensors, shapes, saved.path, processes)
+    optimizers = SavedOptimizer(
+        facts, tensors, shapes, saved.path, processes, settings=saved.settings
+    )
     # Before the check, which makes groups as they were.
     saved.undone.enter_context(optimizers_kept_on_error(saved.state))
     loads = prepare_loads(saved.state, optimizers, saved.strict)
@@ -818,6 +1031,10 @@ def _prepare_optimizers(saved: Restoring) -> Load:
         return state
 
     return load
+
+
+def _encode_optimizers(saving: Saving) -> None:
+    encode_optimizers(saving.state, saving.groups["optimizer"])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -891,25 +1108,30 @@ def _save_averages(saving: Saving) -> dict[str, Json]:
 def _encode_average(
     average: Average, module: nn.Module, tensors: dict[str, Tensor]
 ) -> dict[str, Json]:
-    names = {id(tensor): name for name, tensor in named_tensors(module)}
+    here = dict(named_tensors(module))
+    names = {id(tensor): name for name, tensor in here.items()}
+    # What is new to the average is that of the model in the file, and begins after a resume too.
+    kept = {k: t for k, t in average.items() if k in here and average.fits(k, here[k])}
     places: dict[str, str] = {}  # of a tied tensor every name is in the file, and one is here
     for spelled, value in module.state_dict(keep_vars=True).items():
         if isinstance(value, Tensor):
             key = strip_compile_prefix(spelled)
             name = names.get(id(value), key)
-            tensors[key] = as_safetensor(average.get(name, value))
+            tensors[key] = as_safetensor(kept.get(name, value), key)
             places[name] = key
-    for name, tensor in average.items():
+    for name, tensor in kept.items():
         if name not in places:  # the module does not save it
-            tensors[name], places[name] = as_safetensor(tensor), name
-    pairs = [name for name, tensor in average.items() if tensor.dtype is torch.complex128]
-    kept = {name: places[name] for name in average}
-    return {"count": average.count, "tensors": kept, "complex": pairs}
+            tensors[name], places[name] = as_safetensor(tensor, name), name
+    pairs = [name for name, tensor in kept.items() if tensor.dtype in PAIRS]
+    found = {name: places[name] for name in kept}
+    return {"count": average.count, "tensors": found, "complex": pairs}
 
 
 def _prepare_averages(saved: Restoring) -> Load:
     """Return how to put averages in their slots. The log names those that do not fit the model."""
     here, found = dict(named_tensors(unwrap(saved.state))), {}
+    if "model" in saved.parts:
+        here |= _grown_alike(saved, model_tensors(saved.contents))
     for slot, facts in saved.facts.get("averages", {}).items():
         group = saved.contents.groups[slot]
         count, places, pairs = facts["count"], facts["tensors"], facts["complex"]
@@ -1001,6 +1223,10 @@ def _save_metrics(saving: Saving) -> dict[str, Json]:
     }
 
 
+def _encode_metrics(saving: Saving) -> None:
+    encode(dict(saving.state.metrics), saving.tensors, "metrics")
+
+
 def _metrics_by_rank(state: TrainState) -> list[tuple[list[str], Mapping[str, Metric]]]:
     """Return the metrics of each process, so that as many processes resume bit for bit.
 
@@ -1070,14 +1296,14 @@ EVERY_PART = (
     Part("counters", _save_generators, _prepare_generators),
     Part("counters", _save_position, _prepare_position),
     Part("counters", _save_targets),  # not loaded: see `decode_targets`
-    Part("model", _save_model, _prepare_model),
-    Part(TRAINED, _save_model, _prepare_model),
-    Part("optimizer", _save_optimizers, _prepare_optimizers),
+    Part("model", _save_model, _prepare_model, _encode_module),
+    Part(TRAINED, _save_model, _prepare_model, _encode_module),
+    Part("optimizer", _save_optimizers, _prepare_optimizers, _encode_optimizers),
     Part("counters", _save_seconds, _prepare_seconds),
-    Part("slots", _save_slots, _prepare_slots),
-    Part("slots", _save_averages, _prepare_averages),
+    Part("slots", _save_slots, _prepare_slots, _save_slots),
+    Part("slots", _save_averages, _prepare_averages, _save_averages),
     Part("slots", _save_apart, _prepare_apart),
-    Part("metrics", _save_metrics, _prepare_metrics),
-    Part("extra", _save_extra, _prepare_extra),
+    Part("metrics", _save_metrics, _prepare_metrics, _encode_metrics),
+    Part("extra", _save_extra, _prepare_extra, _save_extra),
     Part("history", _save_history, _prepare_history),
 )

@@ -41,7 +41,7 @@ from fnloop._checkpoint.format import (
     decode_index,
     is_share,
 )
-from fnloop._checkpoint.optimizer import templates_of_optimizers
+from fnloop._checkpoint.optimizer import Settings, templates_of_optimizers
 from fnloop._checkpoint.parts import (
     EVERY_PART,
     Restoring,
@@ -65,6 +65,7 @@ from fnloop._checkpoint.retention import (
 from fnloop._core.averages import named_tensors
 from fnloop._core.freeze import remember_restored
 from fnloop._core.history import SINCE, better
+from fnloop._core.optimizers import groups_in, settings_of
 from fnloop._core.serialize import Json
 from fnloop._core.state import (
     TrainState,
@@ -74,7 +75,8 @@ from fnloop._core.state import (
     take_ownership,
     unwrap,
 )
-from fnloop._display.checks import choice, flag, metric_name
+from fnloop._display.checks import choice, describe, flag, join_names, metric_name
+from fnloop._display.screen import log
 
 
 def restore(
@@ -103,8 +105,8 @@ def restore(
 
     Raises:
         CheckpointError: it is not a checkpoint, is damaged, was written by a newer fnloop, does not
-            match the model or the optimizer, or does not hold a part; or another machine of the
-            run does not see it.
+            match the model or the optimizer, has two values for what the model ties, or does not
+            hold a part; or another machine of the run does not see it.
         OSError, MemoryError: it cannot be read, or there is no memory for it.
         StaleStateError: the state has been advanced.
         TypeError, ValueError: an argument is not what it should be.
@@ -135,7 +137,12 @@ def restore(
 
 
 def restore_contents(
-    contents: Contents, state: TrainState, parts: Sequence[str], strict: bool, path: Path
+    contents: Contents,
+    state: TrainState,
+    parts: Sequence[str],
+    strict: bool,
+    path: Path,
+    settings: Settings | None = None,
 ) -> TrainState:
     """Restore parts of the contents of a checkpoint into a state.
 
@@ -146,6 +153,7 @@ def restore_contents(
         state, strict: as in :func:`restore`.
         parts: the parts to restore.
         path: the checkpoint, for messages.
+        settings: compares settings of the optimizers, and says which are not restored.
 
     Raises:
         CheckpointError: the contents are not valid, or do not match the state.
@@ -153,7 +161,7 @@ def restore_contents(
     try:
         check_held(path, contents.facts, parts)
         with contextlib.ExitStack() as undone:
-            saved = Restoring(contents, state, parts, strict, path, undone)
+            saved = Restoring(contents, state, parts, strict, path, undone, settings)
             loads = [part.prepare(saved) for part in EVERY_PART if part.name in parts]
             for load in loads:
                 state = load(state)
@@ -425,7 +433,9 @@ def best(
     return next((path for path, _ in valid), None)
 
 
-def resume(folder: str | os.PathLike[str], state: TrainState) -> TrainState:
+def resume(
+    folder: str | os.PathLike[str], state: TrainState, given: Sequence[str] = ()
+) -> TrainState:
     """Return the state of the newest valid checkpoint in a folder, or ``state`` if it has none.
 
     One line makes a training script restartable:
@@ -442,6 +452,9 @@ def resume(folder: str | os.PathLike[str], state: TrainState) -> TrainState:
             ``"s3://bucket/run"``. What an earlier process on this machine could not upload to the
             address is uploaded first.
         state: a new state of the same model and optimizer.
+        given: the settings of parameter groups, such as ``("lr", "weight_decay")``, to take from
+            ``state`` instead of the checkpoint. Under a schedule, it is the initial value that is
+            taken. Of other settings that differ, one line of the log says so.
 
     Returns:
         The state to continue with.
@@ -449,8 +462,9 @@ def resume(folder: str | os.PathLike[str], state: TrainState) -> TrainState:
     Raises:
         CheckpointError: the newest valid checkpoint is of another model or optimizer, all
             checkpoints are damaged, partial or not finite, a newer fnloop wrote the newest one, or
-            the machines of the run do not share the folder.
-        TypeError, ValueError: it is not a path.
+            the machines of the run do not share the folder. A scheduler of torch has set what is
+            ``given``.
+        TypeError, ValueError: it is not a path, or no group has a setting that is ``given``.
         OSError, MemoryError: a file cannot be read for a reason other than that it does not exist,
             or there is no memory for it. This is not damage: no older checkpoint is taken instead.
 
@@ -462,15 +476,22 @@ def resume(folder: str | os.PathLike[str], state: TrainState) -> TrainState:
     Replaces: keras.BackupAndRestore, accelerate.load_state, transformers.resume_from_checkpoint
     """
     check_not_stale(state, "resume")
-    return resume_at(place_at("resume", "folder", folder), state)
+    settings = Settings(_read_given(given, state))
+    restored = resume_at(place_at("resume", "folder", folder), state, settings)
+    if state.backend.main and (text := settings.explain()) is not None:
+        log.warning("resume: %s", text)
+    return restored
 
 
-def resume_at(place: Place, state: TrainState, nonfinite: bool = False) -> TrainState:
+def resume_at(
+    place: Place, state: TrainState, settings: Settings | None = None, nonfinite: bool = False
+) -> TrainState:
     """Return the state of the newest valid checkpoint of a place, as :func:`resume` does.
 
     Args:
         place: the place.
         state: the state to read for.
+        settings: those of parameter groups to take from the state, and what becomes of the others.
         nonfinite: whether to take checkpoints whose weights are not finite.
     """
     with place.reading():
@@ -483,7 +504,23 @@ def resume_at(place: Place, state: TrainState, nonfinite: bool = False) -> Train
             place.check_all_empty()
             return state if claimed_by is None else attrs.evolve(state, run_id=claimed_by)
         path, contents = newest
-        return restore_contents(contents, state, PARTS, True, path)
+        return restore_contents(contents, state, PARTS, True, path, settings)
+
+
+def _read_given(given: Sequence[str], state: TrainState) -> tuple[str, ...]:
+    """Return the settings to take from a state, checked."""
+    expected = 'resume expects given as a tuple of settings of parameter groups, such as ("lr",)'
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        raise TypeError(f"{expected}; got {describe(given)}")
+    groups = groups_in(state.optimizer)
+    known = dict.fromkeys(key for group in groups for key in settings_of(group))
+    for key in given:
+        if key not in known:
+            raise ValueError(
+                f"{expected}; got {describe(key)}, which no group has. They have "
+                f"{join_names([*known], 12)}"
+            )
+    return tuple(given)
 
 
 def fetch_by(place: Place) -> Callable[[Path], dict[str, Json]]:

@@ -25,14 +25,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fnloop._backend import torch_compat
-from fnloop._backend.collectives import gather_from_all
-from fnloop._backend.containers import map_leaves, pairs_of, parts_of
+from fnloop._backend.collectives import gather_from_all, on_every_process
+from fnloop._backend.containers import is_out_of_memory, map_leaves, pairs_of, parts_of
 from fnloop._backend.processes import Backend
 from fnloop._checkpoint.files import EncodedHistory, write_by_all
 from fnloop._checkpoint.format import (
     COLLECTED,
     NEWER_FORMAT,
     PARTS,
+    TRAINED,
     CheckpointError,
     Contents,
     keep_own_share,
@@ -58,7 +59,7 @@ from fnloop._core.history import History, metrics_here
 from fnloop._core.optimizers import optimizers_in, wants_closure
 from fnloop._core.rng import isolated, seed_host, torch_seeder
 from fnloop._core.serialize import Json, copy_flattened, find_difference, flattened_kind
-from fnloop._core.state import TrainState, check_not_stale, detached_from_run
+from fnloop._core.state import TrainState, check_not_stale, detached_from_run, unwrap
 from fnloop._display.screen import log, warn_once
 from fnloop._step.engine import engine_of
 from fnloop._version import __version__
@@ -84,8 +85,9 @@ def save(
     state and the optimizer, it holds which parameters are frozen and which submodules are in
     evaluation mode, slots, running metrics, history, counters, generators, and ``state.extra``, for
     your own plain data. A slot may be plain data, tensors, an attrs record, or an object with a
-    ``state_dict``. The records of a long history are written once, in the folder ``.records``
-    beside the checkpoints.
+    ``state_dict``. A buffer that the run has made, or whose shape it has changed, is restored into
+    a model that has it as it was when the run began. The records of a long history are written
+    once, in the folder ``.records`` beside the checkpoints.
 
     Args:
         state: the newest state; it may be in the middle of an epoch.
@@ -178,7 +180,7 @@ def collect_contents(
     engine_of(state).check_alike(state, COLLECTED)
     encode_history = encode_history or encode_whole_history
     saving = Saving(detached_from_run(state), state.run, parts, encode_history)
-    try:
+    with _refusing():
         check_mapping("slots", state.slots)  # which the other parts look into
         facts = _encode_identity(saving)
         for part in EVERY_PART:
@@ -187,8 +189,66 @@ def collect_contents(
         facts |= {"format_version": saving.version, "blocks": list(saving.history.blocks)}
         contents = Contents(saving.groups, facts, saving.history.rest, learning=saving.learning)
         return keep_own_share(contents, state.backend, saving.local)
+
+
+def check_saveable(state: TrainState, parts: Sequence[str] = PARTS) -> None:
+    """Raise if a state has something that no checkpoint can hold, or could not be resumed from one.
+
+    Everything is encoded, and nothing is copied. With several processes, all of them must call it.
+
+    Args:
+        state: the state, with the slots of its run.
+        parts: the parts of the state that will be saved.
+
+    Raises:
+        CheckpointError: it has; the message says where, in the words of a save.
+
+    Example:
+        >>> from pathlib import Path
+        >>> import attrs
+        >>> from fnloop.testing import toy
+        >>> check_saveable(attrs.evolve(toy(), extra={"data": Path("a")}))
+        Traceback (most recent call last):
+        ...
+        fnloop._checkpoint.format.CheckpointError: the state cannot be saved: extra.data is a ...
+    """
+    if "optimizer" in parts:
+        check_resumable(state)
+    check_encodable(state, parts)
+
+
+def check_encodable(state: TrainState, parts: Collection[str]) -> None:
+    """Do what :func:`check_saveable` does, without a trial of the optimizers.
+
+    Raises:
+        CheckpointError: there is something that no checkpoint can hold.
+    """
+    on_every_process(lambda: _encode_parts(state, [*parts]), COLLECTED)
+
+
+def _encode_parts(state: TrainState, parts: Sequence[str]) -> None:
+    saving = Saving(state, state.run, parts, encode_whole_history)
+    unfinished = any(map(nn.parameter.is_lazy, unwrap(state).parameters()))  # until a first batch
+    with _refusing():
+        check_mapping("slots", state.slots)
+        for part in EVERY_PART:
+            later = unfinished and part.name in ("model", TRAINED)
+            if part.encode is not None and part.name in parts and not later:
+                part.encode(saving)
+
+
+@contextlib.contextmanager
+def _refusing() -> Iterator[None]:
+    """Raise CheckpointError for what a checkpoint cannot hold."""
+    try:
+        yield
     except (TypeError, ValueError, NotImplementedError) as error:
         raise CheckpointError(f"the state cannot be saved: {error}") from error
+    except RecursionError as error:
+        raise CheckpointError(
+            "the state cannot be saved: it holds something that contains itself, or is nested too "
+            "deeply"
+        ) from error
 
 
 def _encode_identity(saving: Saving) -> dict[str, Json]:
@@ -357,6 +417,8 @@ def _try(named: NamedOptimizer, device: torch.device, kept: dict[str, _Kept]) ->
         try:
             _update(two, number, device)
         except Exception as error:
+            if is_out_of_memory(error):
+                raise
             text = f"an update after a restore raises {type(error).__name__}: {error}"
             raise _Fault(text) from error
         if number == BEFORE:  # as a schedule does; the change must reach the updates

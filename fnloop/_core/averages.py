@@ -24,6 +24,9 @@ from fnloop._display import checks
 # with the module, floating and finite when the average is made: the running statistics of a
 # BatchNorm, but not its counter of batches, and not a mask of infinities, of which there is no
 # mean. All other buffers are those of the model, and so is what `only=` does not choose.
+#
+# A parameter that a run has added, or replaced by one of another shape, is new to an average. It is
+# that of the model until the next update, at whose beginning its average begins.
 
 AVERAGED = "averaged"  # the slot that marks a state whose model holds an average: its name
 
@@ -48,6 +51,12 @@ class Average(dict[str, Tensor]):
         super().__init__(tensors)
         self.count = count
         self.blended: object = None
+
+    def fits(self, name: str, tensor: Tensor) -> bool:
+        """Return whether it has the average of a tensor. One of another shape is new to it."""
+        own = self.get(name)
+        same = own is not None and own.shape == tensor.shape
+        return same and own.is_complex() == tensor.is_complex()
 
     def __deepcopy__(self, memo: dict[int, object]) -> Average:
         made = memo[id(self)] = Average(copy.deepcopy(dict(self), memo), self.count)
@@ -86,19 +95,24 @@ def make_average(module: nn.Module, chosen: Container[str] | None = None) -> Ave
                 continue
             is_parameter = isinstance(tensor, nn.Parameter)
             if is_parameter or bool(torch.isfinite(tensor).all()):
-                wide = torch.promote_types(tensor.dtype, torch.float32)
-                found[name] = tensor.detach().to(wide, copy=True)
+                found[name] = begin_at(tensor)
     return found
+
+
+def begin_at(tensor: Tensor) -> Tensor:
+    """Return the average of a tensor that begins at its value."""
+    wide = torch.promote_types(tensor.dtype, torch.float32)
+    return tensor.detach().to(wide, copy=True)
 
 
 # --- models with an average
 
 
-def load_average(module: nn.Module, average: Mapping[str, Tensor]) -> None:
+def load_average(module: nn.Module, average: Average) -> None:
     """Copy an average into a module."""
     with torch.no_grad():
         for name, tensor in named_tensors(module):
-            if name in average:
+            if average.fits(name, tensor):
                 tensor.copy_(average[name])
 
 
@@ -116,10 +130,10 @@ def view_with_average(model: nn.Module, module: nn.Module, average: Average) -> 
     memo: dict[int, object] = {}
     with torch.no_grad():
         for name, tensor in named_tensors(module):
+            averaged = average.fits(name, tensor)
             if isinstance(tensor, nn.Parameter):
-                averaged = name in average
                 memo[id(tensor)] = _parameter_like(tensor, average[name]) if averaged else tensor
-            elif name in average:
+            elif averaged:
                 memo[id(tensor)] = average[name].to(tensor.dtype, copy=True)
         for part in module.modules():
             inside = (*buffers_of(part).values(), *vars(part).values())

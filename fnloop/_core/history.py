@@ -795,14 +795,14 @@ def watcher_name(hook: object) -> str:
     return getattr(hook, "__name__", type(hook).__name__)
 
 
-def check_evaluated(owner: str, key: str, names: Collection[str]) -> None:
-    """Raise unless an evaluation makes a metric, before there is any.
+def check_made(owner: str, key: str, names: Collection[str]) -> None:
+    """Raise unless training, or an evaluation, makes a metric, before there is any.
 
     Args:
         owner: what watches the metric, for messages.
         key: the metric, "valid/accuracy".
-        names: the names of all metrics of its loader, or what they begin with: a metric of several
-            values has their names after its own.
+        names: the names of all metrics of training, or of its loader, or what they begin with: a
+            metric of several values has their names after its own.
 
     Raises:
         KeyError: it does not; the message says what does.
@@ -810,12 +810,13 @@ def check_evaluated(owner: str, key: str, names: Collection[str]) -> None:
     loader, _, metric = key.partition("/")
     if metric in names or any(metric.startswith(f"{name}/") for name in names):
         return
-    made = [f"{loader}/{name}" for name in names]
+    made = [f"{loader}/{name}" for name in dict.fromkeys(names)]
+    makes = "reports" if loader in TRAINED else "evaluates"
     advice = ""
     if metric.isidentifier():
         advice = f". To add it, list metric({metric}=fn) in the pipeline, fn(aux, batch) -> scalar"
     raise KeyError(
-        f"{owner}: there is no metric {key!r}: this pipeline evaluates {', '.join(made)}{advice}"
+        f"{owner}: there is no metric {key!r}: this pipeline {makes} {', '.join(made)}{advice}"
         f"{_suggestion(key, made)}"
     )
 
@@ -886,8 +887,10 @@ def check_monitored(owner: str, key: str, state: Any) -> bool:
 
 def _suggestion(key: str, metrics: Collection[str]) -> str:
     """Return the question for the nearest metric, or how to get this one if it is of an average."""
-    near = suggestion(key, metrics)
     loader, name, rest = (*key.split("/", 2), "", "")[:3]
+    own = f"{loader}/"
+    alike = [each.removeprefix(own) for each in metrics if each.startswith(own)]
+    near = suggestion(key.removeprefix(own), alike, of=own)
     beside = f"{loader}/{rest}"
     if beside not in metrics or near not in ("", suggestion(key, [beside], 0)):
         return near  # there is an average, and its name is misspelled
@@ -897,10 +900,10 @@ def _suggestion(key: str, metrics: Collection[str]) -> str:
     )
 
 
-def suggestion(key: str, names: Iterable[str], cutoff: float = 0.6) -> str:
-    """Return the question for the nearest name, or an empty str if none is near."""
+def suggestion(key: str, names: Iterable[str], cutoff: float = 0.6, of: str = "") -> str:
+    """Return the question for the nearest name, after ``of``, or an empty str if none is near."""
     near = difflib.get_close_matches(key, [*names], 1, cutoff)
-    return f". Did you mean {near[0]!r}?" if near else ""
+    return f". Did you mean {of + near[0]!r}?" if near else ""
 
 
 # --------------------------------------------------------------------------------------------------

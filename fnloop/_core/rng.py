@@ -220,12 +220,15 @@ def mark_generators(device: torch.device) -> Callable[[], None]:
 
 @contextlib.contextmanager
 def seeded_generator(owner: object, seed: int) -> Iterator[None]:
-    """Replace the ``generator`` of a sampler or a loader, if it has one, by one with this seed."""
-    if not hasattr(owner, "generator"):
+    """Replace torch's ``generator`` of a sampler or a loader, if it has one, by one with this seed.
+
+    None stands for torch's; one of NumPy or Python stays.
+    """
+    before = getattr(owner, "generator", owner)
+    if not (before is None or isinstance(before, torch.Generator)):
         yield
         return
     attributes: Any = owner
-    before = attributes.generator
     attributes.generator = torch.Generator().manual_seed(seed)
     try:
         yield

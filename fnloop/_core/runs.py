@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypedDict, TypeVar, cast
 
 import attrs
+from torch import Tensor
 
 from fnloop._core.metrics import Mark
 from fnloop._display import tables
@@ -581,24 +582,42 @@ def todo_of_before(facts: Mapping[str, object]) -> tuple[frozenset[str], Todo]:
 # The position of a stream in the middle of an epoch, as plain data.
 
 
-class Position(TypedDict):
-    """Where the training loader was after a batch. A checkpoint holds it.
+UNKNOWN = -1  # in the place of a checksum
 
-    Args:
-        epoch: the epoch.
-        batch: how many batches were drawn; with ``shards`` above 1, by this process.
-        shards: how many processes read a part of their own; 1 if each reads the whole stream.
-        keeper: the name of the class that knows it.
-        state: what its ``state_dict`` returned.
-        next: a checksum of the batch that came next; None if there was none.
-    """
 
+class _Known(TypedDict):
     epoch: int
     batch: int
     shards: int
     keeper: str
     state: object
     next: int | None
+
+
+class Position(_Known, total=False):
+    """Where the training loader was after a batch. A checkpoint holds it.
+
+    Args:
+        epoch: the epoch.
+        batch: how many batches were drawn; with ``shards`` above 1, by this process.
+        shards: how many processes read a part of their own; 1 if each reads the whole stream.
+        keeper: the name of the class that knows it; empty if the loader is read again up to there.
+        state: what its ``state_dict`` returned.
+        next: a checksum of the batch that came next; None if there was none, ``UNKNOWN`` if that
+            was not known yet.
+        size: how many samples or batches the loader has, and of which of the two; None if that is
+            not known. Positions of older versions do not have it, nor what follows.
+        own: the states of generators of its own when the epoch began, by their paths.
+        later: their states at the position.
+        order: a checksum of the indices that a sampler of the user's has given so far.
+        indices: these indices, unless there are too many.
+    """
+
+    size: list[int | str] | None
+    own: dict[str, object]
+    later: dict[str, object]
+    order: int
+    indices: Tensor
 
 
 def check_position(value: object) -> Position:
@@ -608,9 +627,14 @@ def check_position(value: object) -> Position:
         TypeError: it cannot be a position.
     """
     kinds = {"epoch": int, "batch": int, "shards": int, "keeper": str, "next": int | None}
-    if not isinstance(value, dict) or {*value} != {*kinds, "state"}:
+    newer = {"size": list | None, "own": dict, "later": dict, "order": int, "indices": Tensor}
+    if not isinstance(value, dict) or not {*kinds, "state"} <= {*value} <= {
+        *kinds, "state", *newer
+    }:  # fmt: skip
         raise TypeError(f"a position of the loader is {value!r:.60}")
-    for name, kind in kinds.items():
-        if not isinstance(value[name], kind):
+    for name, kind in {**kinds, **newer}.items():
+        if name in value and not isinstance(value[name], kind):
             raise TypeError(f"{name} of a position of the loader is {value[name]!r:.60}")
+    if (size := value.get("size")) is not None and [*map(type, size)] != [int, str]:
+        raise TypeError(f"size of a position of the loader is {size!r:.60}")
     return cast(Position, value)

@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fnloop._backend.containers import SEQUENCES, pairs_of, parts_of, with_parts
 from fnloop._backend.fsdp import WHOLE, local_part
@@ -75,11 +75,21 @@ def as_parts(value: Any, path: str) -> Pending:
 
 def plain_only(value: object, path: str) -> Pending:
     """Raise TypeError: for what is read without an instance of its class that takes its parts."""
-    kind = as_parts(value, path).kind
+    if isinstance(value, Tensor) or _has_parts(value):
+        kind = as_parts(value, path).kind
+        raise TypeError(
+            f"{path} is a {kind}, an object, which could not be reconstructed: keep plain data and "
+            "tensors there"
+        )
     raise TypeError(
-        f"{path} is a {kind}, an object, which could not be reconstructed: keep plain data and "
+        f"{path} is a {type(value).__name__}, which a checkpoint cannot hold. Keep plain data and "
         "tensors there"
     )
+
+
+def _has_parts(value: object) -> bool:
+    to_parts, state_dict = (getattr(value, name, None) for name in ("to_parts", "state_dict"))
+    return to_parts is not None or callable(state_dict) or attrs.has(type(value))
 
 
 def plain_or_flattened(value: object, path: str) -> Pending:
@@ -205,20 +215,14 @@ def _encode_array(value: np.ndarray, tensors: dict[str, Tensor], path: str) -> J
 def _encode_tensor(value: Tensor, tensors: dict[str, Tensor], path: str) -> Json:
     """Add a tensor. A sharded one is gathered later.
 
-    Its facts are what a file does not say: whether it is complex128, and its strides if they are
+    Its facts are what a file does not say: whether it is of pairs, and its strides if they are
     dense but not contiguous.
     """
-    if value.__class__ not in WHOLE and flattened_kind(part := local_part(value)) is not None:
-        raise TypeError(f"{path} is a tensor ({type(part).__name__}), {_NOT_A_FILE}")
-    if value.is_meta or value.layout is not torch.strided:
-        obstacle = "meta" if value.is_meta else f"{value.layout} {value.dtype}"
-        raise TypeError(f"{path} is a tensor ({obstacle}), {_NOT_A_FILE}")
     name = path if path not in tensors else _free_name(path, tensors)
     facts: dict[str, Json] = {"$tensor": name}
-    if value.dtype is torch.complex128:
-        tensors[name], facts["complex"] = as_safetensor(value), True
-    else:
-        tensors[name] = value.detach()
+    tensors[name] = as_safetensor(value, path)
+    if value.dtype in PAIRS:
+        facts["complex"] = True
     if not value.is_contiguous():
         # Contiguous, unless the tensor fills its memory.
         strides = torch.empty_like(value, device="meta").stride()
@@ -315,20 +319,68 @@ def copy_flattened(value: object) -> Tensor | None:
 
 # --- tensors
 
+PAIRS = (torch.complex32, torch.complex128)  # which safetensors lacks: pairs of numbers in a file
+_FLOAT8 = ("e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu")
+_HELD = frozenset(  # the dtypes of torch that safetensors writes and reads
+    getattr(torch, name, torch.bool)  # an older torch lacks some
+    for name in (
+        *("bool", "float16", "bfloat16", "float32", "float64", "complex64"),
+        *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),
+        *(f"float8_{kind}" for kind in _FLOAT8),
+    )
+)
 
-def as_safetensor(tensor: Tensor) -> Tensor:
-    """Return a tensor that safetensors can hold: of complex128, which it lacks, pairs of float64.
+
+def as_safetensor(tensor: Tensor, path: str = "it") -> Tensor:
+    """Return a tensor that safetensors can hold: of complex numbers that it lacks, pairs.
+
+    Args:
+        tensor: the tensor. A sharded one is gathered later.
+        path: where it is, for messages.
+
+    Raises:
+        TypeError: safetensors cannot hold it.
 
     Example:
         >>> as_safetensor(torch.tensor([1 + 2j], dtype=torch.complex128))
         tensor([[1., 2.]], dtype=torch.float64)
     """
+    if (obstacle := _find_obstacle(tensor)) is not None:
+        raise TypeError(f"{path} is a tensor ({obstacle}), {_NOT_A_FILE}")
     tensor = tensor.detach()
-    return torch.view_as_real(tensor.resolve_conj()) if tensor.dtype is torch.complex128 else tensor
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.dtype in PAIRS else tensor
+
+
+def _find_obstacle(tensor: Tensor) -> str | None:
+    """Return what of a tensor safetensors cannot hold; None if nothing."""
+    plain = tensor.__class__ in WHOLE
+    if not plain and nn.parameter.is_lazy(tensor):
+        return "whose size is not known yet"
+    if tensor.is_meta:
+        return "meta"
+    if tensor.layout is not torch.strided:
+        return f"{tensor.layout} {tensor.dtype}"
+    if tensor.dtype not in _HELD and tensor.dtype not in PAIRS:
+        return str(tensor.dtype)
+    if plain:
+        return None
+    part = local_part(tensor)
+    if flattened_kind(part) is not None or not _has_memory(part):
+        return type(part).__name__
+    return None
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """Return whether a tensor has its own elements, and does not only wrap others."""
+    try:
+        tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
 
 
 def from_safetensor(tensor: Tensor) -> Tensor:
-    """Return the complex128 tensor that :func:`as_safetensor` was given.
+    """Return the complex tensor that :func:`as_safetensor` was given.
 
     Example:
         >>> from_safetensor(as_safetensor(torch.tensor([1 + 2j], dtype=torch.complex128))).tolist()

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import itertools
 import math
+import operator
 import secrets
 import warnings
 from collections import defaultdict
@@ -17,6 +18,10 @@ from weakref import WeakKeyDictionary
 import attrs
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.optim import Optimizer
 
 from fnloop._backend import torch_compat
@@ -78,10 +83,13 @@ class Ownership(Generic[State]):
         seconds: the seconds that runs of this state have taken, until it last left one.
         copies: checksums of what was restored of the state of optimizers, where another process may
             be the one that continues it: the module ``optimizers`` of checkpoints uses them.
+        buffers: name to shape of the buffers of the model before its first run or restore; None
+            before that.
     """
 
     __slots__ = (
         "__weakref__",
+        "buffers",
         "compared",
         "copies",
         "equal_at",
@@ -97,9 +105,10 @@ class Ownership(Generic[State]):
         own_metrics: Iterable[str] = (),
         seconds: float = 0.0,
         copies: Mapping[tuple[str, ...], str] = MappingProxyType({}),
+        buffers: Mapping[str, torch.Size] | None = None,
     ) -> None:
         self.own_metrics, self.seconds = set(own_metrics), seconds
-        self.copies = dict(copies)
+        self.copies, self.buffers = dict(copies), buffers
         self.generation: int | None = 0  # None while an optimizer changes the parameters
         self.newest: State | None = None  # what the last update made, until it is counted
         # Where the weights of all processes were last compared, and how far norms were apart.
@@ -109,38 +118,75 @@ class Ownership(Generic[State]):
 
     def for_copy(self, generation: int) -> Ownership[State]:
         """Return the ownership of a copy of the state of a generation, whose own begins at 0."""
-        made: Ownership[State] = Ownership(self.own_metrics, self.seconds, self.copies)
+        made: Ownership[State] = Ownership(
+            self.own_metrics, self.seconds, self.copies, self.buffers
+        )
         made.compared = self.compared[0] - generation, self.compared[1]
         made.equal_at = self.equal_at
         return made
 
 
+def _ids(tensors: Iterable[Tensor]) -> list[int]:
+    return [*map(id, tensors)]
+
+
+_registered = [0]  # how often any module was given a parameter, or a module in it
+
+
+def _note_registration(*_: object) -> None:
+    _registered[0] += 1
+
+
+register_module_parameter_registration_hook(_note_registration)
+register_module_module_registration_hook(_note_registration)
+
+
 class ParameterCache:
-    """The parameters of a model and its optimizers, looked up once.
+    """The parameters of a model and its optimizers, looked up again where they have changed.
+
+    :func:`current_parameters` brings it up to date. Nothing else remembers which parameters there
+    are, but by ``found``, which is the same list for as long as nothing has changed.
 
     Attributes:
         found: every parameter that backward may leave a gradient in, each once.
         trained: those of them that an optimizer updates, in the order of the model.
-        groups: how many parameter groups there were; -1 before the first look.
+        model: the model that they are of; None: look again.
+        groups: the parameters of each group.
+        registered: how often modules were given parameters until then.
+        checked: whether an update of them has shown that optimizers get gradients.
+        has_changed: whether others were found before, in the same run.
     """
 
-    __slots__ = ("found", "groups", "trained")
+    __slots__ = (
+        "checked", "found", "groups", "has_changed", "model", "registered", "trained",
+    )  # fmt: skip
 
     def __init__(self) -> None:
-        self.found: list[torch.Tensor] = []
-        self.trained: list[torch.Tensor] = []
-        self.groups = -1
+        self.found: list[Tensor] = []
+        self.trained: list[Tensor] = []
+        self.groups: list[list[Tensor]] = []
+        self.registered = 0
+        self.clear()
 
     def clear(self) -> None:
-        """Look again at the next use: the model or a group may have changed."""
-        self.groups = -1
+        """Look again at the next use, and make what is made of the parameters again."""
+        self.model: nn.Module | None = None
+        self.checked = self.has_changed = False
 
     def look_up(self, model: nn.Module, groups: Sequence[Group]) -> None:
         """Look the parameters up."""
-        trained = [p for group in groups for p in group["params"]]
+        before, self.registered = (self.found, *self.groups), _registered[0]
+        self.groups = [[*group["params"]] for group in groups]
+        trained = [p for params in self.groups for p in params]
         ids = {id(p) for p in trained}
-        self.found = list({id(p): p for p in (*model.parameters(), *trained)}.values())
-        self.trained, self.groups = [p for p in self.found if id(p) in ids], len(groups)
+        found = [*{id(p): p for p in (*model.parameters(), *trained)}.values()]
+        if self.model is not None:
+            if [*map(_ids, before)] == [*map(_ids, (found, *self.groups))]:
+                self.model = model
+                return
+            self.checked, self.has_changed = False, True
+        self.model, self.found = model, found
+        self.trained = [p for p in found if id(p) in ids]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -152,6 +198,38 @@ class ParameterCache:
 
 _NOTHING: frozenset[str] = frozenset()
 _UPDATED = frozenset({UPDATE})
+
+
+_EVOLVED = "attrs.evolve(state, optimizer=...) expects"
+
+
+def _handle(given: object) -> Handle:
+    """Return what ``state.optimizer`` is, given what ``attrs.evolve`` was.
+
+    Raises:
+        TypeError: it is neither an optimizer nor several by name.
+    """
+    if type(given) is Optimizers or isinstance(given, Optimizer):
+        return given
+    named = given if isinstance(given, Mapping) else {}
+    if named and all(isinstance(one, Optimizer) for one in named.values()):
+        return Optimizers(named)
+    raise TypeError(
+        f"{_EVOLVED} an optimizer, or several by name where the state has them; got "
+        f"{describe(given)}"
+    )
+
+
+def _check_names(state: TrainState, _: object, optimizer: Handle) -> None:
+    """Raise ValueError if a state is given other optimizers than those that it counts."""
+    names = [*optimizer] if type(optimizer) is Optimizers else []
+    if {*names} != state.updates.keys() - {""}:  # one alone has the name ""
+        known = f"the names {join_names([*state.updates])}" if state.updates else "one optimizer"
+        given = f"the names {join_names(names)}" if names else type(optimizer).__name__
+        raise ValueError(
+            f"{_EVOLVED} {known}, as the state has; got {given}. For others make a new state: "
+            "TrainState.create(model, optimizer)"
+        )
 
 
 def _refuse() -> Ownership[TrainState]:
@@ -169,6 +247,10 @@ class TrainState:
     Change a value with ``attrs.evolve(state, stop=None)``. The newest state owns the model, the
     optimizer, and the tensors in ``slots`` and ``metrics``, which a step updates in place.
     Everything else in it is plain data.
+
+    A hook, a middleware or a script may replace, add or drop parameters, in the model and in the
+    groups of its optimizers: they count from the next update on as any other. So do those of
+    ``attrs.evolve(state, model=..., optimizer=...)``.
 
     Args:
         model: the module.
@@ -208,7 +290,7 @@ class TrainState:
         generators: the state of Python's and NumPy's generators in mid-epoch, or where hooks are
             still to be called; None at the start of an epoch. All other randomness is a function of
             the seed and the counters.
-        position: where the training loader is in mid-epoch, by its ``state_dict``; or None.
+        position: where the training loader is, and how to tell whether it is there again; or None.
 
     Example:
         >>> import attrs, torch
@@ -220,7 +302,7 @@ class TrainState:
     """
 
     model: nn.Module
-    optimizer: Handle
+    optimizer: Handle = attrs.field(converter=_handle, validator=_check_names)
     step: int = 0
     epoch: int = 0
     batch: int = 0
@@ -266,7 +348,10 @@ class TrainState:
         Args:
             model: any module. A single process uses it as it is, on the device of its parameters.
                 With several processes (``torchrun``, ``accelerate launch``) it is moved to the
-                device of its process; a model sharded with ``fully_shard`` stays as it is.
+                device of its process; a model sharded with ``fully_shard``, or split with
+                ``parallelize_module`` over all processes, stays as it is. A
+                ``DistributedDataParallel`` is taken off, and its settings and its communication
+                hook are kept.
             optimizer: a torch.optim optimizer of its parameters; or a mapping of several by name,
                 each with parameters of its own, which update in the order given. Together they must
                 have every parameter that is not frozen. ``clip`` is over all of these, and an
@@ -314,7 +399,9 @@ class TrainState:
                 name, the seed is out of range, or ``data`` is not one dimension of a mesh of all
                 processes. With several optimizers: a parameter is in two of them, or in none.
             NotImplementedError: accelerate is configured for an engine that hides the gradients
-                (DeepSpeed, FSDP 1); ``exact``, and the model is sharded, or there is ``data``; or
+                (DeepSpeed, FSDP 1), or the model is in a wrapper that keeps parts of parameters or
+                averages gradients by itself; a setting of ``DistributedDataParallel`` would not be
+                kept; ``exact``, and the model is sharded, or there is ``data``; or
                 ``data``, and tensor parallelism has split the model.
 
         Example:
@@ -338,11 +425,11 @@ class TrainState:
         agreed, run_id = broadcast(drawn) if facts.world_size > 1 else drawn
         made = cls(
             model, in_form(optimizer, joined), seed=agreed, run_id=run_id, backend=facts,
-            ownership=Ownership(),
+            updates={name: 0 for name in named if name}, ownership=Ownership(),
         )  # fmt: skip
         if facts.main:
             warn_of_others(model, made.optimizer)
-        return attrs.evolve(made, updates={name: 0 for name in named if name})
+        return made
 
     @property
     def news(self) -> frozenset[str]:
@@ -417,20 +504,6 @@ def owns_handles(state: TrainState) -> bool:
 def is_half_updated(state: TrainState) -> bool:
     """Return whether an update of this model was begun and has not ended: no state owns it."""
     return state._ownership.generation is None
-
-
-def begin_update(state: TrainState) -> list[Tensor]:
-    """Return all parameters of a state that an update may begin with.
-
-    Raises:
-        StaleStateError: the state has been advanced already.
-    """
-    __tracebackhide__ = True
-    if state._ownership.generation != state._generation:
-        check_not_stale(state)
-    cache, optimizer = state._parameters, state.optimizer
-    groups = groups_in(optimizer) if type(optimizer) is Optimizers else optimizer.param_groups
-    return cache.found if cache.groups == len(groups) else all_parameters(state)
 
 
 def give_up_ownership(state: TrainState) -> None:
@@ -545,13 +618,45 @@ def newest(state: TrainState, batches: int, samples: int) -> TrainState:
 # --- what belongs to a state
 
 
+def current_parameters(state: TrainState, beginning: bool = False) -> ParameterCache:
+    """Return the parameters of a state as they are now.
+
+    The model and the groups of its optimizers may have others at each call: a hook, a middleware or
+    the script may have replaced or added some.
+
+    Args:
+        state: the state.
+        beginning: whether an update begins with it.
+
+    Raises:
+        StaleStateError: an update would begin, and the state has been advanced already.
+    """
+    __tracebackhide__ = True
+    if beginning and state._ownership.generation != state._generation:
+        check_not_stale(state)
+    cache, optimizer = state._parameters, state.optimizer
+    groups = groups_in(optimizer) if type(optimizer) is Optimizers else optimizer.param_groups
+    if (
+        cache.registered == _registered[0]
+        and cache.model is state.model
+        and len(groups) == len(cache.groups)
+    ):
+        for group, known in zip(groups, cache.groups, strict=True):
+            params = group["params"]  # == would compare elements
+            if len(params) != len(known) or not all(map(operator.is_, params, known)):
+                break
+        else:
+            return cache
+    cache.look_up(state.model, groups)
+    return cache
+
+
 def parameters(state: TrainState) -> list[Any]:
     """Return the parameters that the optimizers update; of several, in the order of the model."""
     optimizer = state.optimizer
     if type(optimizer) is Optimizers:
-        all_parameters(state)
-        return state._parameters.trained
-    found: list[Any] = []  # at each call: a user may take a parameter out of a group
+        return current_parameters(state).trained
+    found: list[Any] = []
     for group in optimizer.param_groups:
         found += group["params"]
     return found
@@ -560,28 +665,41 @@ def parameters(state: TrainState) -> list[Any]:
 def all_parameters(state: TrainState) -> list[Tensor]:
     """Return the parameters of the model and of the optimizers, each once.
 
-    A change in the number of parameter groups is noticed. For any other, call
-    :func:`clear_parameter_cache`.
+    It is the same list as before unless they have changed, or :func:`clear_parameter_cache` was
+    called.
     """
-    cache = state._parameters
-    if cache.groups != len(groups := groups_in(state.optimizer)):
-        cache.look_up(state.model, groups)
-    return cache.found
+    return current_parameters(state).found
 
 
 def trains_all(state: TrainState) -> bool:
     """Return whether an optimizer updates every parameter of the model."""
-    return len(all_parameters(state)) == len(state._parameters.trained)
+    found = current_parameters(state)
+    return len(found.found) == len(found.trained)
 
 
 def clear_parameter_cache(state: TrainState) -> None:
-    """Look the parameters up again: the model or a parameter group may have changed."""
+    """Make what is made of the parameters again: which of them are trained may have changed."""
     state._parameters.clear()
 
 
 def ownership_of(state: TrainState) -> Ownership[TrainState]:
     """Return what the states of one model and one optimizer share."""
     return state._ownership
+
+
+def shapes_of_buffers(module: nn.Module) -> dict[str, torch.Size]:
+    """Return the shapes of the buffers of a module by name."""
+    return {
+        torch_compat.strip_compile_prefix(name): buffer.shape
+        for name, buffer in module.named_buffers(remove_duplicate=False)
+        if not nn.parameter.is_lazy(buffer)
+    }
+
+
+def note_buffers(state: TrainState) -> None:
+    """Note the shapes of buffers before the first run or restore of a state."""
+    if state._ownership.buffers is None:
+        state._ownership.buffers = shapes_of_buffers(unwrap(state))
 
 
 def generation_of(state: TrainState) -> int:
@@ -662,7 +780,8 @@ def exact_backend(model: nn.Module, backend: Backend) -> Backend:
     if backend.settings or backend.prepare is not None:
         raise ValueError(
             "exact=True sums gradients without DistributedDataParallel, so its settings and its "
-            "communication hook would do nothing: leave DistributedDataParallelKwargs out"
+            "communication hook would do nothing: leave DistributedDataParallelKwargs, or the "
+            "settings of your own, out"
         )
     return attrs.evolve(backend, exact=True)
 
@@ -855,13 +974,12 @@ def detached_from_run(state: TrainState) -> TrainState:
     if state.run is None:
         return state
     ownership_of(state).seconds = state.run.stopwatch.spent()
-    generators = position = None
+    generators = None
     if state.batch or pending(state.todo):
         # Those of the state are not installed yet, if the first fetch of a run has failed.
         generators = state.generators or HostGenerators.capture()
-    if state.batch:
-        # A state that a hook went back to has its own.
-        position = state.position or state.run.position_at(state.epoch, state.batch)
+    # A state that a hook went back to has its own.
+    position = state.position or state.run.position_at(state.epoch, state.batch)
     return changed(state, run=None, generators=generators, position=position)
 
 
@@ -1319,9 +1437,11 @@ def _raise_apart(state: TrainState, name: str, norm: float, what: str) -> NoRetu
 
 def _norms(state: TrainState) -> dict[str, float]:
     """Return the norm of each parameter that every process has the same copy of."""
-    if is_sharded(state.model) or has_moved(state):
+    if has_moved(state):
         return {}
-    named = {name: p.detach() for name, p in state.model.named_parameters() if _has_norm(p)}
+    every, sharded = state.model.named_parameters(), is_sharded(state.model)
+    chosen = ((k, p) for k, p in every if _has_norm(p) and (p.requires_grad or not sharded))
+    named = {name: p.detach() for name, p in chosen if local_part(p) is p}
     if not named:
         return {}
     norms = torch.stack([norm.double() for norm in torch_compat.foreach_norm([*named.values()])])

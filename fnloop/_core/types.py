@@ -218,7 +218,9 @@ class Middleware:
             for each loader of a report: "train", "recent", "valid", ..., or None in a bare
             ``evaluate``; ``numbers`` are those of the loader, without the prefix. Names that are
             there already are refused.
-        adds: the names of the metrics that it adds to an evaluation, if all of them are known.
+        adds: the names of the metrics that it adds to reports, if all of them are known: to those
+            of evaluations, if it acts in them, and to those of training. A name stands for all that
+            begin with it and a slash, too. Of numbers in ``passes``, those of training have each.
         monitors: the metric that it looks at, such as "valid/loss", or None.
         loaders: names of loaders that it is for; a run without one of them is refused.
         per_phase: whether its slot is made again when a phase of a run begins.

@@ -15,7 +15,8 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from fnloop._core.rng import isolated, new_seed
 from fnloop._core.types import Batch
 from fnloop._data import map_style
-from fnloop._data.iterable import Positions, as_torch_reads_it, is_keeper, iterate
+from fnloop._data.held import Held
+from fnloop._data.iterable import as_torch_reads_it, is_keeper, iterate
 from fnloop._data.loaders import (
     NONE_LEFT,
     Loader,
@@ -28,9 +29,9 @@ from fnloop._data.loaders import (
     in_whole_rounds,
     sharded,
     sharing_among,
-    version,
 )
-from fnloop._data.map_style import index_in, only_seen, requests
+from fnloop._data.map_style import index_in, makes_new, only_seen, requests
+from fnloop._data.position import Positions
 
 # --------------------------------------------------------------------------------------------------
 # Loaders made of loaders: the base of what `fnloop.data` returns, and how they are read.
@@ -106,7 +107,10 @@ class Composed(abc.ABC):
         return self._one_pass(new_seed(), None)
 
     def _one_pass(self, seed: int, epoch: int | None) -> Iterator[Batch]:
-        batches = fetch(self.items(seed, epoch, 0, SingleProcess()))
+        sharing = SingleProcess()
+        sharing.held.begin_pass(active=True)
+        items = sharing.split(self.items(seed, epoch, 0, sharing), size_of, counts=True)
+        batches = sharing.held.taken(fetch(items, sharing.held), grouped=False)
         while True:
             with isolated(torch.device("cpu")):
                 batch = next(batches, NONE_LEFT)
@@ -125,12 +129,16 @@ def unmarked(loader: Loader) -> tuple[Loader, bool]:
     return loader, isinstance(loader, Composed) and loader.even
 
 
-def fetch(items: Iterator[PartItem | Padding]) -> Iterator[Batch]:
+def fetch(items: Iterator[PartItem | Padding], held: Held) -> Iterator[Batch]:
     """Yield the batches of items.
 
     Loaders with workers are asked for several batches at once, each for its own.
+
+    Args:
+        items: this process's items.
+        held: notes the batches that are made.
     """
-    return _Fetching(items).batches()
+    return _Fetching(items, held).batches()
 
 
 def seen(item: PartItem | Padding) -> PartItem:
@@ -147,11 +155,12 @@ class _Fetching:
     """Items that are being fetched.
 
     Args:
-        items: this process's items.
+        items, held: the arguments of :func:`fetch`.
     """
 
-    def __init__(self, items: Iterator[PartItem | Padding]) -> None:
-        self._items = items
+    def __init__(self, items: Iterator[PartItem | Padding], held: Held) -> None:
+        self._items, self._held = items, held
+        self._made = 0  # rounds
         self._ahead: deque[PartItem | Padding] = deque()
         self._requests: defaultdict[MapStyle, deque[object]] = defaultdict(deque)
         self._fetched: dict[MapStyle, Iterator[Batch]] = {}
@@ -160,7 +169,9 @@ class _Fetching:
         __tracebackhide__ = True
         with contextlib.ExitStack() as self._pools:  # the workers end, or are kept for later
             while self._ahead or self._advance():
-                yield self._make(self._ahead.popleft())
+                batch = self._make(self._ahead.popleft())
+                self._made += 1
+                yield batch
 
     def _advance(self) -> bool:
         """Take an item, and pass on what it asks for. Return whether there was one."""
@@ -195,7 +206,10 @@ class _Fetching:
             if item.part not in self._fetched:
                 fetched = item.part.fetch(self._asked_of(item.part))
                 self._fetched[item.part] = self._pools.enter_context(contextlib.closing(fetched))
-            return next(self._fetched[item.part])
+            batch = next(self._fetched[item.part])
+            if not item.part.makes_new:
+                self._held.note(batch, self._made)
+            return batch
         if isinstance(item, Padding):
             return Padding(self._make(item.batch))
         if isinstance(item, Together):
@@ -204,11 +218,6 @@ class _Fetching:
                 batches[name] = self._make(one)
             return batches
         assert isinstance(item, Given)
-        if item.version is not None and version(item.batch) != item.version:
-            raise ValueError(
-                "the loader reuses a tensor for its next batch, but several batches are needed at "
-                "once: let it make a new one for each (yield x.clone())"
-            )
         return item.batch
 
 
@@ -235,15 +244,9 @@ class Request(NamedTuple):
 
 
 class Given(NamedTuple):
-    """A batch that is there already.
-
-    Args:
-        batch: the batch.
-        version: that of its first tensor when the batch was read; None if it is not checked.
-    """
+    """A batch that is there already."""
 
     batch: Batch
-    version: int | None = None
 
 
 class Together(NamedTuple):
@@ -291,6 +294,7 @@ class MapStyle:
 
     def __init__(self, loader: DataLoader[object]) -> None:
         self.loader = loader
+        self.makes_new = map_style.makes_new(loader)
 
     def length_in(self, epoch: int) -> int | None:
         return map_style.length_of(self.loader)
@@ -339,8 +343,9 @@ class _Iterated(NamedTuple):
         self, seed: int, epoch: int | None, start: int, sharing: SingleProcess
     ) -> Iterator[PartItem]:
         __tracebackhide__ = True
-        for batch in iterate(self.loader, seed, epoch, start, Positions()):
-            yield Given(batch, version(batch))
+        batches = iterate(self.loader, seed, epoch, start, Positions())
+        for batch in batches if makes_new(self.loader) else sharing.held.watched(batches):
+            yield Given(batch)
 
 
 def is_map_style(loader: object) -> TypeGuard[DataLoader[object]]:
@@ -369,13 +374,20 @@ def no_indices(epoch: int, batch: int, samples: int) -> Iterator[object]:
     return iter(())
 
 
+def contents_of(item: PartItem) -> object:
+    """Return what tells an item from another: a batch, or the indices that one is made from."""
+    if isinstance(item, Request):
+        return index_in(item.request)
+    if isinstance(item, Together):
+        return {name: contents_of(one) for name, one in item.items.items()}
+    return item.batch
+
+
 def indices_of(
     loader: Loader,
     seed: int,
-    rank: int,
-    processes: int,
-    window: int | None = None,
-    even: bool = False,
+    sharings: tuple[int, int, int | None, bool],
+    positions: Positions,
 ) -> Indices:
     """Return what says which samples the batches of a loader have.
 
@@ -386,11 +398,8 @@ def indices_of(
     Args:
         loader: the loader.
         seed: the run's.
-        rank: the number of this process.
-        processes: how many processes share the batches.
-        window: the batches of an update, of all processes together; None if each process takes a
-            number of its own.
-        even: whether an incomplete round is left out.
+        sharings: the arguments of :func:`sharing_among`.
+        positions: know what a sampler of the user's has given, which may not give it again.
     """
     leaves = [*loader.leaves()] if isinstance(loader, Composed) else [loader]
     if not any(map(is_map_style, leaves)):
@@ -399,11 +408,12 @@ def indices_of(
         return no_indices  # to know what comes next, a stream would have to be read
 
     def indices(epoch: int, batch: int, samples: int) -> Iterator[object]:
-        sharing = sharing_among(processes, rank, window, even)  # the run's own notes what it reads
+        sharing = sharing_among(*sharings)  # the run's own notes what it reads
+        found = positions.indices_from(epoch, batch)
         if isinstance(loader, Composed):
             items = loader.items(seed, epoch, batch, sharing)
             found = map(_index_of, items)
-        else:
+        elif found is None:
             asked = requests(loader, seed, epoch, batch, samples, sharing, sharing.complete)
             found = map(index_in, asked)
         for index in sharing.split(found, lambda index: 0):

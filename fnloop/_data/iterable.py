@@ -1,27 +1,22 @@
-"""Loaders that are not map-style, from a position, and the position as data."""
+"""Loaders that are not map-style, read from a position."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import inspect
-import zlib
-from collections import deque
 from collections.abc import Iterable, Iterator
-from typing import Protocol, TypeGuard, TypeVar, cast
+from typing import TypeGuard, TypeVar, cast
 
-import numpy as np
-import torch
-from torch import Tensor
 from torch.utils.data import DataLoader
 
 from fnloop._backend import torch_compat
-from fnloop._backend.containers import parts_of
 from fnloop._core.rng import FETCH, ORDER, fold_in, seed_all, seeded_generator
 from fnloop._core.runs import Position
 from fnloop._core.types import Batch, name_of
 from fnloop._data.loaders import NONE_LEFT, Loader, is_iterable, takes_position
-from fnloop._data.map_style import samplers_of, set_epoch, sigterm_resistant_workers
+from fnloop._data.map_style import samplers_of, set_epoch, steady_workers
+from fnloop._data.position import Keeper, Positions, is_next
 from fnloop._display.checks import describe
 from fnloop._display.screen import log, warn_once
 
@@ -45,7 +40,7 @@ def iterate(
     """
     __tracebackhide__ = True
     position = positions.given(epoch, start)
-    if position is not None:
+    if position is not None and position["keeper"]:
         try:
             yield from _iterate(loader, seed, epoch, start, positions, position)
             return
@@ -90,6 +85,8 @@ def _iterate(
                 made = stack.enter_context(reading(made, position is not None))
             keeper = keeper_of(made) if positions.wanted else None
             found = position if n < start and fits(position, keeper) else None
+            owners = owners_of(made) if made is not loader else None
+            positions.open(epoch, start, owners, keeper, found is not None)
             with _explained(found):
                 if keeper is not None and found is not None:
                     keeper.load_state_dict(copy.deepcopy(found["state"]))
@@ -105,15 +102,17 @@ def _iterate(
                     )
                 seed_all(fold_in(fetch, n))
                 batch = next(batches, NONE_LEFT)
-        positions.restart(epoch, keeper)
         while True:
-            if n == start and found is not None and checksum(batch) != found["next"]:
+            if n == start and found is not None and not is_next(batch, found):
                 raise _cannot_restart(found) if made is given else _ElsewhereError
+            if found is None and (n == start or (n < start and batch is NONE_LEFT)):
+                positions.compare(epoch, start, batch)
             if batch is NONE_LEFT:
+                positions.end(n)
                 return
             n += 1
             if n > start:
-                if keeper is not None and not positions.note(n, batch, keeper):
+                if not positions.note(n, batch, keeper):
                     keeper = None
                 yield batch
             seed_all(fold_in(fetch, n))
@@ -146,6 +145,11 @@ def _explained(position: Position | None) -> Iterator[None]:
         raise
 
 
+def owners_of(loader: object) -> list[object]:
+    """Return the objects whose generators may decide the order of a loader."""
+    return [loader, getattr(loader, "dataset", None), *samplers_of(loader)]
+
+
 @contextlib.contextmanager
 def _ordered_by(seed: int, loader: Loader) -> Iterator[None]:
     """Let a loader and its samplers draw their order from a seed.
@@ -160,7 +164,7 @@ def _ordered_by(seed: int, loader: Loader) -> Iterator[None]:
         if isinstance(loader, DataLoader):
             # Persistent workers would continue with the generators of the epoch before.
             torch_compat.forget_workers(loader)
-            stack.enter_context(sigterm_resistant_workers(loader))
+            stack.enter_context(steady_workers(loader))
         seed_all(seed)
         yield
 
@@ -181,25 +185,9 @@ def _call(loader: Loader, epoch: int, start: int) -> tuple[Iterable[Batch], int]
 
 
 # --------------------------------------------------------------------------------------------------
-# The position of a stream: what its `state_dict` said after each of its newest batches.
-#
-# A stream that has `state_dict` and `load_state_dict` is asked after every batch, because it is
-# read ahead: the position of a state is that of the last batch which the state has consumed. To
-# continue there, the position is given back, and nothing is read again.
-#
-# The position also has a checksum of the batch that came next. If another batch comes there
-# (because a shuffle buffer is not in the position, say), the stream is read again from its
-# beginning.
+# Streams that know where they are.
 
 Value = TypeVar("Value")
-
-
-class Keeper(Protocol):
-    """A loader or a dataset that knows where it is."""
-
-    def state_dict(self) -> object: ...
-
-    def load_state_dict(self, state: object, /) -> object: ...
 
 
 def is_keeper(owner: object) -> TypeGuard[Keeper]:
@@ -232,77 +220,6 @@ def keeper_of(loader: object) -> Keeper | None:
     if as_torch_reads_it(loader) and not loader.num_workers and is_keeper(loader.dataset):
         return loader.dataset
     return loader if is_keeper(loader) else None
-
-
-class Positions:
-    """Where a stream was after each of its newest batches.
-
-    Args:
-        shards: how many processes read a part of their own; 1 if each reads the whole stream.
-    """
-
-    def __init__(self, shards: int = 1) -> None:
-        self.shards = shards
-        self._given: Position | None = None
-        self._noted: deque[tuple[int, Batch, object]] = deque(maxlen=0)
-        self._epoch: int | None = None
-        self._kind = ""
-
-    @property
-    def wanted(self) -> bool:
-        """Whether anything asks for them: a run does, an evaluation does not."""
-        return self._noted.maxlen != 0
-
-    def begin(self, given: Position | None, ahead: int) -> None:
-        """Begin an epoch.
-
-        Args:
-            given: the position to continue at, or None.
-            ahead: the most batches that are read ahead of those consumed.
-        """
-        self._given = given
-        self._noted = deque(maxlen=ahead + 1)
-
-    def given(self, epoch: int | None, start: int) -> Position | None:
-        """Return the position from which an epoch can continue at a batch, or None."""
-        given = self._given
-        if given is None or not start or given["batch"] > start:
-            return None
-        return given if (given["epoch"], given["shards"]) == (epoch, self.shards) else None
-
-    def restart(self, epoch: int | None, keeper: Keeper | None) -> None:
-        """Forget what was noted: the epoch is read from another position."""
-        self._noted.clear()
-        self._epoch, self._kind = epoch, type(keeper).__name__
-
-    def note(self, n: int, batch: Batch, keeper: Keeper) -> bool:
-        """Note where a stream is after its batch number ``n``. Return whether it says so."""
-        try:
-            state = keeper.state_dict()
-        except Exception as error:
-            log.warning(
-                "fit: %s.state_dict() raised %s: %s. A run that continues in the middle of an "
-                "epoch reads the loader again up to there",
-                *(type(keeper).__name__, type(error).__name__, error),
-            )
-            state = None
-        if state is not None:
-            self._noted.append((n, batch, _copied(state)))
-        return state is not None
-
-    def at(self, epoch: int, batch: int) -> Position | None:
-        """Return the position after a number of batches of an epoch, of all processes together."""
-        n = batch // self.shards
-        known = [i for i, (number, _, _) in enumerate(self._noted) if number <= n]
-        if not known or epoch != self._epoch:
-            return self.given(epoch, n)
-        at = known[-1]
-        number, _, state = self._noted[at]
-        following = self._noted[at + 1][1] if at + 1 < len(self._noted) else NONE_LEFT
-        return {
-            "epoch": epoch, "batch": number, "shards": self.shards, "keeper": self._kind,
-            "state": state, "next": checksum(following),
-        }  # fmt: skip
 
 
 def fits(position: Position | None, keeper: Keeper | None) -> TypeGuard[Position]:
@@ -364,42 +281,3 @@ def _copy(loader: Value, keeper: Keeper) -> Value:
         return loader
     vars(made)["dataset"] = copied  # a DataLoader forbids to set it
     return made
-
-
-def _copied(state: object) -> object:
-    """Return a copy of what ``state_dict`` returned, which the stream may change."""
-    if isinstance(state, dict):
-        return {key: _copied(value) for key, value in state.items()}
-    if type(state) in (list, tuple):
-        return type(state)(map(_copied, state))  # type: ignore[call-arg, arg-type]
-    if isinstance(state, Tensor):
-        return state.detach().clone()
-    return state if isinstance(state, int | float | str | None) else copy.deepcopy(state)
-
-
-def checksum(batch: object) -> int | None:
-    """Return a checksum of the tensors, arrays, texts and numbers in a batch; None for no batch.
-
-    Example:
-        >>> a, b = torch.zeros(2), torch.ones(2)
-        >>> checksum((a, b)) == checksum((a.clone(), b)) != checksum((b, a))
-        True
-    """
-    return None if batch is NONE_LEFT else _add(batch, 0)
-
-
-def _add(value: object, crc: int) -> int:
-    if isinstance(value, Tensor):
-        if type(value) is not Tensor or value.layout is not torch.strided:
-            return crc
-        value = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-        return zlib.crc32(value.view(torch.uint8).numpy().data, crc)
-    if isinstance(value, np.ndarray) and value.dtype.kind in "biufcSU":
-        return zlib.crc32(value.tobytes(), crc)
-    if isinstance(value, bytes):
-        return zlib.crc32(value, crc)
-    if isinstance(value, int | float | str):
-        return zlib.crc32(repr(value).encode(errors="replace"), crc)
-    for key, part in parts_of(value) or ():
-        crc = _add(part, _add(key, crc))
-    return crc

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from fnloop._backend import torch_compat
 from fnloop._backend.collectives import (
     DIVERGED,
     ORDER_MISMATCH,
@@ -27,6 +26,7 @@ from fnloop._backend.collectives import (
 )
 from fnloop._backend.containers import parts_of, tensors_in
 from fnloop._core.types import Batch
+from fnloop._data.held import Held
 from fnloop._display.checks import describe, function
 from fnloop._display.screen import log
 
@@ -342,26 +342,30 @@ class SingleProcess:
             incomplete round with them.
         order: a checksum of the indices of an epoch's samples, where they are known.
         first: what was seen of the first batch of a pass, when there are several processes.
+        reads_ahead: whether batches are read before the one that this process takes next.
+        held: what was read, and is not used yet.
     """
 
     processes = complete = 1
     order = 0
     first: First | None = None
+    reads_ahead = False
 
     def __init__(self, window: int | None = None) -> None:
         self.window = window
+        self.held = Held()
 
     def split(
-        self, items: Iterable[Item], size_of: Callable[[Item], int], reused: bool = False
+        self, items: Iterable[Item], size_of: Callable[[Item], int], counts: bool = False
     ) -> Iterator[Item | Padding]:
         """Return this process's items.
 
         Args:
             items: what is distributed.
             size_of: how many samples an item has, or 0 if that is not known.
-            reused: whether items are made on demand, and may reuse the memory of the last one.
+            counts: whether items are batches that were given; else they are still to be made.
         """
-        return iter(items)
+        return self.held.counted(iter(items)) if counts else iter(items)
 
     def kept(self, batches: int) -> int:
         """Return how many of the batches that follow are distributed; others are left out."""
@@ -383,12 +387,15 @@ class SingleProcess:
         """
         return 0
 
-    def check_order(self, read_again: Callable[[First], Glimpse | None], indices: bool) -> None:
+    def check_order(
+        self, read_again: Callable[[First], Glimpse | None], indices: bool, what: str
+    ) -> None:
         """Raise if the processes have read different data, or in different orders. A collective.
 
         Args:
             read_again: returns a glimpse of the first batch of a pass that is read once more.
             indices: whether a whole pass was read, so that the order of all indices is known.
+            what: what it is for, as errors name it.
         """
 
 
@@ -417,6 +424,8 @@ class RoundRobin(SingleProcess):
         ValueError: an incomplete round is left out, and each update would have one.
     """
 
+    reads_ahead = True
+
     def __init__(
         self, rank: int, processes: int, window: int | None = None, even: bool = False
     ) -> None:
@@ -435,25 +444,21 @@ class RoundRobin(SingleProcess):
         self._sizes: deque[int] = deque()  # of rounds ahead: their batch size, or 0 if it differs
 
     def split(
-        self, items: Iterable[Item], size_of: Callable[[Item], int], reused: bool = False
+        self, items: Iterable[Item], size_of: Callable[[Item], int], counts: bool = False
+    ) -> Iterator[Item | Padding]:
+        rounds = self._rounds(items, size_of)
+        return self.held.counted(rounds) if counts else rounds
+
+    def _rounds(
+        self, items: Iterable[Item], size_of: Callable[[Item], int]
     ) -> Iterator[Item | Padding]:
         __tracebackhide__ = True
         self._sizes.clear()
         self.order, self.head, self.first = 0, None, None
         items, sizes = iter(items), itertools.cycle(self._round_sizes())
-        while round_ := [
-            (item, version(item) if reused else None)
-            for item in itertools.islice(items, next(sizes))
-        ]:
-            if self.even and len(round_) < self.processes:
+        while batches := [*itertools.islice(items, next(sizes))]:
+            if self.even and len(batches) < self.processes:
                 return
-            if reused and any(version(item) != before for item, before in round_):
-                raise ValueError(
-                    f"the loader reuses a tensor for its next batch, but {self.processes} "
-                    "processes need that many batches at once: let it make a new one for each "
-                    "(yield x.clone())"
-                )
-            batches = [item for item, _ in round_]
             if self.head is None:
                 self.head = batches[0]
             self._sizes.append(_common([*map(size_of, batches)], self.processes))
@@ -479,21 +484,25 @@ class RoundRobin(SingleProcess):
     def uniform_batch_size(self, rounds: int) -> int:
         return _common([self._sizes.popleft() if self._sizes else 0 for _ in range(rounds)], rounds)
 
-    def check_order(self, read_again: Callable[[First], Glimpse | None], indices: bool) -> None:
+    def check_order(
+        self, read_again: Callable[[First], Glimpse | None], indices: bool, what: str
+    ) -> None:
         __tracebackhide__ = True
         first = self.first if self._compares else None
         self.first, self.samples = None, self.samples and first is None
         order = self.order if indices else 0
         mark = -1 if first is None or first.glimpse is None else _checksum(first.glimpse)
         order_max, order_min, mark_max, mark_min = all_reduce_max(
-            [order, -order, mark, -mark], "a comparison of the data"
+            [order, -order, mark, -mark], what
         )
         if order_max != -order_min:
             raise RuntimeError(f"{DIVERGED}: {ORDER_MISMATCH}")
         if mark_max != -mark_min:
-            self._compare(first, read_again)
+            self._compare(first, read_again, what)
 
-    def _compare(self, first: First | None, read_again: Callable[[First], Glimpse | None]) -> None:
+    def _compare(
+        self, first: First | None, read_again: Callable[[First], Glimpse | None], what: str
+    ) -> None:
         """Raise if the first batches differ, and each process reads its own one again."""
         __tracebackhide__ = True
         seen = again = None
@@ -501,7 +510,7 @@ class RoundRobin(SingleProcess):
             seen = first.glimpse
             with contextlib.suppress(Exception):  # no other process may wait for this one
                 again = read_again(first)
-        everywhere = gather_from_all((seen, again), "a comparison of the data")
+        everywhere = gather_from_all((seen, again), what)
         if any(glimpse is None for glimpse, _ in everywhere):
             return
         own = everywhere[0][0]
@@ -521,11 +530,13 @@ class OwnStreams(RoundRobin):
     The arguments are those of :class:`RoundRobin`.
     """
 
-    def check_order(self, read_again: Callable[[First], Glimpse | None], indices: bool) -> None:
+    def check_order(
+        self, read_again: Callable[[First], Glimpse | None], indices: bool, what: str
+    ) -> None:
         __tracebackhide__ = True
         first, self.first = self.first, None
         seen = None if first is None else first.glimpse
-        everywhere = gather_from_all((self.rank, seen), "a comparison of the data")
+        everywhere = gather_from_all((self.rank, seen), what)
         heads: dict[int, tuple[int, Glimpse]] = {}  # by share, of the first process that has it
         for process, (share, found) in enumerate(everywhere):
             if found is None:
@@ -682,12 +693,6 @@ def _close(x: Tensor, y: Tensor) -> bool:
     x, y = x.double(), y.double()
     scale = x.nan_to_num(0, 0, 0).abs().mean().item() if len(x) else 0.0
     return torch.allclose(x, y, _TOLERANCE, _TOLERANCE * scale, equal_nan=True)
-
-
-def version(item: object) -> int | None:
-    """Return how often the first tensor of a batch has been changed in place."""
-    first = next(tensors_in(item), None)
-    return None if first is None or first.is_inference() else torch_compat.version_of(first)
 
 
 # --------------------------------------------------------------------------------------------------

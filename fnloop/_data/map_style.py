@@ -54,6 +54,7 @@ from fnloop._data.loaders import (
     glimpse,
     sampling_first,
 )
+from fnloop._data.position import Positions
 from fnloop._display import checks
 
 # --------------------------------------------------------------------------------------------------
@@ -233,6 +234,12 @@ def samplers_of(loader: object) -> list[object]:
     return [sampler for sampler in found if sampler is not None]
 
 
+def samplers_of_user(loader: object) -> list[object]:
+    """Return the samplers of a loader whose order may be another one when it is read again."""
+    known = (*_TORCH_SAMPLERS, BatchSampler)
+    return [sampler for sampler in samplers_of(loader) if type(sampler) not in known]
+
+
 def set_epoch(epoch: int | None, *owners: object) -> None:
     """Call ``set_epoch`` of a loader, its dataset and its samplers, where there is one."""
     if epoch is None:
@@ -343,6 +350,7 @@ def map_style(
     batch: int,
     samples: int,
     sharing: SingleProcess,
+    positions: Positions,
 ) -> Iterator[Batch]:
     """Yield this process's batches.
 
@@ -353,20 +361,40 @@ def map_style(
         batch: the batches of the epoch that were consumed already, by all processes.
         samples: their samples, if the loader's batches have one known size; else 0.
         sharing: how batches are distributed to the processes.
+        positions: are told which samples are read.
     """
-    made = requests(loader, seed, epoch, batch, samples, sharing, sharing.complete)
-    if not isinstance(sharing, RoundRobin):
-        return fetched(loader, made)
-    shared, make = _shared(made, sharing), functools.partial(fetched, loader)
-    if not loader.in_order:  # the first result may be of another request
-        return make(shared)
-    return sampling_first(shared, sharing, (epoch, batch, samples), only_seen, make)
+    batches: Iterator[Batch]
+    given = (loader, seed, epoch, batch, samples, sharing, sharing.complete)
+    made = requests(*given, positions=positions)
+    if isinstance(sharing, RoundRobin):
+        shared, make = _shared(made, sharing), functools.partial(fetched, loader)
+        batches = sampling_first(shared, sharing, (epoch, batch, samples), only_seen, make)
+    else:
+        batches = fetched(loader, made)
+    if makes_new(loader):
+        return batches
+    return sharing.held.counted(sharing.held.watched(batches))
 
 
 def _shared(requests: Iterator[_BatchRequest], sharing: RoundRobin) -> Iterator[_BatchRequest]:
     __tracebackhide__ = True
     for given in sharing.split(requests, lambda request: request.size):
         yield given.batch._replace(is_padding=True) if isinstance(given, Padding) else given
+
+
+def makes_new(loader: object) -> bool:
+    """Return whether a loader surely gives new memory with each batch.
+
+    Workers send it, and ``default_collate`` stacks samples. Any other loader may fill a buffer.
+    """
+    return (
+        isinstance(loader, DataLoader)
+        and type(loader).__iter__ is DataLoader.__iter__
+        and bool(
+            loader.num_workers
+            or (loader.batch_sampler is not None and loader.collate_fn is default_collate)
+        )
+    )
 
 
 def fetched(loader: DataLoader[object], requests: Iterator[object]) -> Generator[Batch, None, None]:
@@ -389,6 +417,7 @@ def requests(
     sharing: SingleProcess,
     complete: int = 1,
     indices: Iterable[Index] | None = None,
+    positions: Positions | None = None,
 ) -> Iterator[_BatchRequest]:
     """Yield a request for each batch that is left of an epoch, whichever process fetches it.
 
@@ -400,16 +429,25 @@ def requests(
         sharing: what is to note the order of the samples.
         complete: the batches of a complete round, if the loader drops an incomplete one.
         indices: those of all batches of the epoch; None takes them from the loader's sampler.
+        positions: are told which samples are read, if they are wanted.
     """
     __tracebackhide__ = True
     seeds = fold_in(seed, FETCH, epoch or 0)
     stride = loader.batch_sampler.batch_size if is_sized(loader) else 1  # type: ignore[union-attr]
     start = (samples or batch * stride) if is_sized(loader) else batch
     if indices is None:
+        set_epoch(epoch, loader.dataset, *samplers_of(loader))
+    owns = positions is None or not positions.wanted or not samplers_of_user(loader)
+    if positions is not None:
+        positions.open(epoch, batch)
+    if indices is None:
         order_seed = fold_in(seed, ORDER, epoch or 0)
-        left = batch_indices(loader, order_seed, epoch, start, complete)
+        skipped = None if owns else positions.skipped  # type: ignore[union-attr]
+        left = batch_indices(loader, order_seed, start, complete, skipped)
     else:
         left = itertools.islice(indices, batch, None)
+    if not owns:
+        left = positions.noted_indices(left)  # type: ignore[union-attr]
     left = sharing.note_order(left, batched=loader.batch_sampler is not None)
     is_known = loader.batch_sampler is not None and _keeps_all(loader)
     for n, index in enumerate(left):
@@ -426,26 +464,39 @@ def _keeps_all(loader: DataLoader[object]) -> bool:
 
 
 def batch_indices(
-    loader: DataLoader[object], seed: int, epoch: int | None, start: int, complete: int
+    loader: DataLoader[object],
+    seed: int,
+    start: int,
+    complete: int,
+    skipped: Callable[[list[Index]], object] | None = None,
 ) -> Iterator[Index]:
     """Return the indices of each batch that is left of an epoch.
 
     Args:
         loader: the loader.
         seed: what the order is a function of.
-        epoch: the epoch, or None for an evaluation.
         start: the samples to skip; the batches, if their size is not known.
         complete: the batches of a complete round, if the loader drops an incomplete one.
+        skipped: is told the indices before that.
     """
-    batched: Any = loader.batch_sampler
-    set_epoch(epoch, loader.dataset, *samplers_of(loader))
+    batched = cast(BatchSampler, loader.batch_sampler)
     if type(batched) is not BatchSampler:
         indices = _sampled(loader.sampler if batched is None else batched, seed)
-        return itertools.islice(indices, start, None)
+        return _after(indices, start, skipped)
     indices = _sampled(batched.sampler, seed)
     if is_sized(loader):
-        return _batched(itertools.islice(indices, start, None), batched, complete)
-    return itertools.islice(_batched(indices, batched, complete), start, None)
+        return _batched(_after(indices, start, skipped), batched, complete)
+    return _after(_batched(indices, batched, complete), start, skipped)
+
+
+def _after(
+    indices: Iterator[Index], start: int, skipped: Callable[[list[Index]], object] | None
+) -> Iterator[Index]:
+    """Return what follows the first ones."""
+    if skipped is None:
+        return itertools.islice(indices, start, None)
+    skipped([*itertools.islice(indices, start)])
+    return indices
 
 
 def _batched(
@@ -533,7 +584,7 @@ def _worker_loader(loader: DataLoader[object]) -> tuple[DataLoader[object], _Req
         generator=torch.Generator().manual_seed(0),
         prefetch_factor=loader.prefetch_factor,
         persistent_workers=loader.persistent_workers,
-        in_order=loader.in_order,
+        in_order=True,  # as in `steady_workers`
     )
     return pool, sampler
 
@@ -565,14 +616,17 @@ class _IgnoreFirstSigterm(NamedTuple):
 
 
 @contextlib.contextmanager
-def sigterm_resistant_workers(loader: DataLoader[object]) -> Iterator[None]:
-    """Let the workers that a loader starts in this block ignore their first SIGTERM."""
-    init = loader.worker_init_fn
-    loader.worker_init_fn = _IgnoreFirstSigterm(init)
+def steady_workers(loader: DataLoader[object]) -> Iterator[None]:
+    """Let the workers that a loader starts in this block ignore their first SIGTERM.
+
+    Their batches come in order, as a position is a number of batches.
+    """
+    init, in_order = loader.worker_init_fn, loader.in_order
+    loader.worker_init_fn, loader.in_order = _IgnoreFirstSigterm(init), True
     try:
         yield
     finally:
-        loader.worker_init_fn = init
+        loader.worker_init_fn, loader.in_order = init, in_order
 
 
 def _identity(batch: Batch) -> Batch:

@@ -16,10 +16,12 @@ from torch.utils.data import BatchSampler, DistributedSampler
 from fnloop._backend.collectives import all_reduce_max, any_rank
 from fnloop._backend.containers import copy_on_side_stream, may_need_transfer, to_device
 from fnloop._core.rng import Generators, fold_in, isolated, saved_before_seeding, seed_all_count
-from fnloop._core.types import Batch
+from fnloop._core.runs import Position
+from fnloop._core.types import Batch, name_of
 from fnloop._data.composed import (
     Composed,
     Indices,
+    contents_of,
     fetch,
     indices_of,
     is_map_style,
@@ -29,7 +31,7 @@ from fnloop._data.composed import (
     unmarked,
     window_of,
 )
-from fnloop._data.iterable import Positions, iterate
+from fnloop._data.iterable import as_torch_reads_it, iterate, owners_of
 from fnloop._data.loaders import (
     NONE_LEFT,
     First,
@@ -41,12 +43,22 @@ from fnloop._data.loaders import (
     Window,
     batch_size_of,
     glimpse,
+    is_iterable,
     noting_first,
     sampling_first,
     sharded,
     sharing_among,
 )
-from fnloop._data.map_style import Bucketed, is_sized, length_of, map_style, samplers_of
+from fnloop._data.map_style import (
+    Bucketed,
+    is_sized,
+    length_of,
+    makes_new,
+    map_style,
+    samplers_of,
+    samplers_of_user,
+)
+from fnloop._data.position import Positions
 
 # --------------------------------------------------------------------------------------------------
 # Sources: loaders opened so that what they yield is a function of (seed, epoch, position).
@@ -61,8 +73,8 @@ class Source:
     """A loader opened for a run.
 
     Args:
-        batches: ``(epoch, batch, samples) -> this process's batches of that epoch``, from that
-            position on.
+        read: ``(epoch, batch, samples) -> this process's batches of that epoch``, from that
+            position on. :meth:`batches` gives the same, and :func:`windows` what a step takes.
         length: batches that the loader has in an epoch, for all processes together; None if unknown
             before its end. If epochs differ, that of epoch 0.
         sharing: how the batches are distributed to the processes.
@@ -74,9 +86,10 @@ class Source:
         positions: where the loader is, if it says so.
         indices: which samples the batches of this process have, where they are taken by index.
         reopen: opens the same loader once more.
+        what: whose data they are, as errors name them when the processes compare what they read.
     """
 
-    batches: Callable[[int | None, int, int], Iterator[Batch]]
+    read: Callable[[int | None, int, int], Iterator[Batch]]
     length: int | None
     sharing: SingleProcess
     batch_size: int | None = None
@@ -86,11 +99,22 @@ class Source:
     positions: Positions = attrs.field(factory=Positions)
     indices: Indices = no_indices
     reopen: Callable[[], Source] | None = None
+    what: str = "the data"
 
     @property
     def processes(self) -> int:
         """How many processes the batches are distributed to."""
         return self.sharing.processes
+
+    def batches(self, epoch: int | None, batch: int, samples: int) -> Iterator[Batch]:
+        """Return this process's batches of an epoch, from a position on, each to be used at once.
+
+        Raises:
+            ValueError: while they are taken: the loader reuses the memory of one that is held.
+        """
+        held = self.sharing.held
+        held.begin_pass(self.sharing.reads_ahead)
+        return held.taken(self.read(epoch, batch, samples), grouped=False)
 
     @property
     def order(self) -> int:
@@ -113,6 +137,16 @@ class Source:
             return self.sharing.kept(self.batches_of(max(self.samples - samples, 0)))
         length = self._length_of_loader(epoch)
         return None if length is None else self.sharing.kept(max(length - batch, 0))
+
+    def begin(self, position: Position | None, ahead: int, at: tuple[int, int, int]) -> None:
+        """Begin an epoch, or continue it.
+
+        Args:
+            position: where it was, or None.
+            ahead: the most batches that are read ahead of those consumed.
+            at: the epoch, and the batches and samples of it that were consumed already.
+        """
+        self.positions.begin(position, ahead, self.left(*at))
 
     def batches_of(self, samples: int) -> int:
         """Return how many batches a number of samples makes."""
@@ -176,7 +210,7 @@ class Source:
             whole: whether all of a pass was read.
         """
         __tracebackhide__ = True
-        self.sharing.check_order(self._first_again, whole)
+        self.sharing.check_order(self._first_again, whole, f"a comparison of {self.what}")
 
     def _first_again(self, first: First) -> Glimpse | None:
         """Return a glimpse of the first batch of a pass that is read once more."""
@@ -223,37 +257,55 @@ def open_source(
     _check_not_nested(loader)
     loader = _unprepared(loader)
     sharing = sharing_among(processes, rank, window, even, alike)
-    indices = indices_of(loader, seed, rank, processes, window, even)
+    sharings = (processes, rank, window, even)
     reopen = functools.partial(open_source, given, seed, rank, processes, total, alike)
     if isinstance(loader, Composed):
         source = _open_composed(loader, seed, sharing)
+        indices = indices_of(loader, seed, sharings, source.positions)
         return attrs.evolve(source, indices=indices, reopen=reopen)
     if is_map_style(loader):
 
         def indexed(epoch: int | None, batch: int, samples: int) -> Iterator[Batch]:
-            return map_style(loader, seed, epoch, batch, samples, sharing)
+            return map_style(loader, seed, epoch, batch, samples, sharing, positions)
 
+        users = samplers_of_user(loader)
+        name = type(users[0] if users else loader).__name__
+        measure, owners = functools.partial(_size_of, loader), samplers_of(loader)
+        positions = Positions(name, measure, contents=None, owners=owners)
+        indices = indices_of(loader, seed, sharings, positions)
+        source = Source(
+            indexed, length_of(loader), sharing, positions=positions, indices=indices, reopen=reopen
+        )
         if not is_sized(loader):
-            return Source(indexed, length_of(loader), sharing, indices=indices, reopen=reopen)
+            return source
         batched = cast(BatchSampler, loader.batch_sampler)
-        n = len(batched.sampler)  # type: ignore[arg-type]
-        source = Source(indexed, None, sharing, batched.batch_size, n, batched.drop_last)
-        length = source.batches_of(n)
-        return attrs.evolve(source, length=length, indices=indices, reopen=reopen)
+        source = attrs.evolve(
+            source, batch_size=batched.batch_size, samples=len(batched.sampler),  # type: ignore[arg-type]
+            drop_last=batched.drop_last,
+        )  # fmt: skip
+        return attrs.evolve(source, length=source.batches_of(source.samples))
     if type(loader) in (list, tuple):  # no code of the user's runs: there is nothing to position
         listed = cast("list[Batch]", loader)
 
         def sliced(epoch: int | None, batch: int, samples: int) -> Iterator[Batch]:
+            positions.open(epoch, batch)
+            positions.compare(epoch, batch, listed[batch] if batch < len(listed) else NONE_LEFT)
             share = sharing.split(itertools.islice(listed, batch, None), batch_size_of)
             return noting_first(share, sharing, (epoch, batch, samples))
 
-        return Source(sliced, len(listed), sharing, reopen=reopen)
+        positions = Positions("a list", functools.partial(_size_of, listed), listed=listed)
+        return Source(sliced, len(listed), sharing, positions=positions, reopen=reopen)
 
-    positions = Positions()
+    read = loader.dataset if as_torch_reads_it(loader) else loader
+    name = type(read).__name__ if is_iterable(read) else name_of(read)
+    owners = owners_of(loader) if is_iterable(loader) else ()
+    positions = Positions(name, functools.partial(_size_of, loader), owners=owners)
 
     def iterated(epoch: int | None, batch: int, samples: int) -> Iterator[Batch]:
         batches = iterate(loader, seed, epoch, batch, positions)
-        share = sharing.split(batches, batch_size_of, reused=True)
+        if not makes_new(loader):
+            batches = sharing.held.watched(batches)
+        share = sharing.split(batches, batch_size_of, counts=True)
         return noting_first(share, sharing, (epoch, batch, samples))
 
     return Source(iterated, length_of(loader), sharing, positions=positions, reopen=reopen)
@@ -265,15 +317,34 @@ def _open_composed(loader: Composed, seed: int, sharing: SingleProcess) -> Sourc
         _check_not_nested(leaf)
         if isinstance(sharing, RoundRobin):
             _check_not_split(leaf)
-    in_order = all(leaf.in_order for leaf in loader.leaves() if is_map_style(leaf))
 
     def composed(epoch: int | None, batch: int, samples: int) -> Iterator[Batch]:
-        share = sharing.split(loader.items(seed, epoch, batch, sharing), size_of)
-        if not isinstance(sharing, RoundRobin) or not in_order:
-            return fetch(share)
-        return sampling_first(share, sharing, (epoch, batch, samples), seen, fetch)
+        items = lambda: loader.items(seed, epoch, batch, sharing)
+        noted = positions.noting(items, epoch, batch)
+        share = sharing.split(noted, size_of, counts=True)
+        make = functools.partial(fetch, held=sharing.held)
+        if not isinstance(sharing, RoundRobin):
+            return make(share)
+        return sampling_first(share, sharing, (epoch, batch, samples), seen, make)
 
-    return Source(composed, loader.length_in(0), sharing, lengths=loader.length_in)
+    sharing.reads_ahead = True
+    asked = [each for each in loader.leaves() if is_map_style(each) and each.num_workers]
+    ahead = sum((each.prefetch_factor or 0) * each.num_workers + 1 for each in asked)
+    name = f"{loader.call}(...)"
+    ahead = sharing.processes * (ahead + 1)
+    owners = [*filter(is_iterable, loader.leaves())]
+    positions = Positions(name, contents=contents_of, ahead=ahead, owners=owners)
+    length = loader.length_in(0)
+    return Source(composed, length, sharing, lengths=loader.length_in, positions=positions)
+
+
+def _size_of(loader: object) -> tuple[int, str] | None:
+    """Return how many samples or batches a loader has, and of which of the two, if it is known."""
+    if is_map_style(loader) and is_sized(loader):
+        batched = cast(BatchSampler, loader.batch_sampler)
+        return len(batched.sampler), "samples"  # type: ignore[arg-type]
+    length = length_of(loader)
+    return None if length is None else (length, "batches")
 
 
 def _unprepared(loader: object) -> object:
@@ -320,15 +391,16 @@ def _open_sharded(
 ) -> Source:
     if processes == 1 and not alike:
         return open_source(loader, seed)
-    source = open_source(loader, fold_in(seed, rank) if processes > 1 else seed)
+    reopen = functools.partial(open_source, loader, fold_in(seed, rank) if processes > 1 else seed)
+    source = reopen()
 
     def batches(epoch: int | None, batch: int, samples: int) -> Iterator[Batch]:
-        own = source.batches(epoch, batch // processes, 0)
+        own = source.read(epoch, batch // processes, 0)
         if alike:
             own = _noting_head(own, sharing, (epoch, batch, samples))
         if even:
             return _until_shortest(own)
-        return _pad_to_longest(own, lambda: source.batches(epoch, 0, 0))
+        return _pad_to_longest(own, lambda: reopen().read(epoch, 0, 0))
 
     own = 0 if source.length is None else source.length
     longest, minus_shortest, some_unknown = all_reduce_max(
@@ -341,6 +413,7 @@ def _open_sharded(
 
     source.positions.shards = processes
     sharing = (OwnStreams if alike else RoundRobin)(rank, processes, even=even)
+    sharing.held, sharing.reads_ahead = source.sharing.held, source.sharing.reads_ahead
     return Source(batches, length, sharing, positions=source.positions, indices=indices)
 
 
@@ -416,13 +489,22 @@ def windows(
         batch: the batches of the epoch that were consumed already.
         samples: their samples, if known.
         prefetch: how many windows are fetched ahead. It changes no number.
+
+    Raises:
+        ValueError: while they are taken: the loader reuses the memory of one that is held.
     """
-    batches = source.batches(epoch, batch, samples)
+    held, copies = source.sharing.held, device.type != "cpu"
+    holds = not copies and (sizes is not None or prefetch > 1)
+    held.begin_pass(holds or source.sharing.reads_ahead)
+    batches = iter(source.read(epoch, batch, samples))
+    if copies:  # what the loader gave is used at once
+        batches = held.taken(batches, grouped=False)
     if may_need_transfer(device):
         batches = map(_transfer_to(device), batches)
-    own = None if sizes is None else map(source.rounds_of, sizes)
-    fed = iter(batches) if own is None else _grouped(iter(batches), own)
-    return fed if prefetch == 1 else _prefetched(fed, prefetch)
+    if sizes is not None:
+        batches = _grouped(batches, map(source.rounds_of, sizes))
+    fed = batches if prefetch == 1 else _prefetched(batches, prefetch)
+    return fed if copies else held.taken(fed, grouped=sizes is not None)
 
 
 def _grouped(batches: Iterator[Batch], sizes: Iterator[int]) -> Iterator[Batch]:

@@ -138,6 +138,28 @@ def text(owner: str, name: str, value: str, meaning: str) -> str:
     return value
 
 
+LONGEST_NAME = 200  # a file system takes 255 bytes, of which a checkpoint adds some
+
+
+def name_of_file(owner: str, name: str, value: str, written: str | None = None) -> str:
+    """Return a text if a file can have it in its name.
+
+    Args:
+        owner, name: what was given it, for messages.
+        value: the text.
+        written: how it is written in the name of the file, if in another way.
+
+    Raises:
+        ValueError: it is too long.
+    """
+    if (length := len((written or value).encode())) > LONGEST_NAME:
+        raise ValueError(
+            f"{owner} expects {name} of at most {LONGEST_NAME} characters, because the name of a "
+            f"file has it; got {length}: {value:.20}..."
+        )
+    return value
+
+
 def mapping(
     owner: str, name: str, value: Mapping[str, object], meaning: str
 ) -> Mapping[str, object]:
@@ -218,13 +240,17 @@ def metric_name(owner: str, name: str, value: str) -> str:
 
     Raises:
         TypeError: it is not a str.
-        ValueError: it is empty.
+        ValueError: it is empty, or no file can hold it.
     """
     expected = f'{owner} expects {name} as the name of a metric, such as "valid/loss"'
     if not isinstance(value, str):
         raise TypeError(f"{expected}; got {describe(value)}")
     if not value:
         raise ValueError(f"{expected}; got an empty name")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{expected}; got a lone surrogate: {describe(value)}") from None
     return value
 
 

@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 
 import attrs
@@ -20,7 +21,7 @@ from fnloop._backend import torch_compat
 from fnloop._backend.containers import map_leaves, parts_of
 from fnloop._core.optimizers import SCHEDULED, groups_in, optimizers_in
 from fnloop._core.rng import HostGenerators
-from fnloop._core.state import TrainState
+from fnloop._core.state import TrainState, all_parameters
 from fnloop._core.types import Output
 
 # --------------------------------------------------------------------------------------------------
@@ -301,7 +302,7 @@ class HostReads(torch_compat.DispatchMode):
 
 
 def _reader() -> str | None:
-    """Return the line of the user that reads to the host, unless it is a loader or a hook."""
+    """Return the line of the user that reads to the host in an update, and in nothing else."""
     frame, place = sys._getframe(2), None
     while frame is not None:
         code = frame.f_code
@@ -310,12 +311,21 @@ def _reader() -> str | None:
             return None  # fnloop itself reads, where it may
         if inside:
             in_update = "_step" in code.co_filename or "_middleware" in code.co_filename
-            return place if in_update else None
+            return place if in_update and not _in_evaluation(frame) else None
         if place is None and "/torch/" not in code.co_filename:
             where = f"{Path(code.co_filename).name}, line {frame.f_lineno}, in {code.co_name}"
             place = f"reads a tensor to the host ({where}): cuda_graph cannot capture that"
         frame = frame.f_back
     return None
+
+
+def _in_evaluation(frame: FrameType | None) -> bool:
+    """Return whether a frame is within an evaluation of a run."""
+    while frame is not None:
+        if frame.f_code.co_filename.endswith("_loop/evaluate.py"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 # --------------------------------------------------------------------------------------------------
@@ -328,17 +338,17 @@ def _reader() -> str | None:
 class GuardSet:
     """What the graphs of a model and its optimizers assume.
 
-    New modules and parameters are looked for when a run starts, and before each call of a step
-    outside of a run. A learning rate may be replaced: its value is copied into the tensor that
-    graphs read.
+    New modules are looked for when a run starts, before each call of a step outside of a run, and
+    where parameters are others. A learning rate may be replaced: its value is copied into the
+    tensor that graphs read.
     """
 
     def __init__(self, state: TrainState) -> None:
         self.model, self.optimizer = state.model, state.optimizer
         self.seed, self.run = state.seed, state.run
         self.optimizers = [*optimizers_in(state.optimizer).values()]
+        self.parameters = all_parameters(state)
         groups = groups_in(state.optimizer)
-        self.groups = len(groups)
         self.rates = [
             (group, group["lr"]) for group in groups if isinstance(group.get("lr"), Tensor)
         ]
@@ -405,16 +415,15 @@ class GuardSet:
             or state.seed != self.seed
         ):
             return "the model, the optimizer or the seed"
-        if state.run is not self.run or state.run is None:
+        params = all_parameters(state)
+        if state.run is not self.run or state.run is None or params is not self.parameters:
             if GuardSet(state).structure() != self.structure():
                 return "the model's modules or the optimizer's groups"
-            self.run = state.run
+            self.run, self.parameters = state.run, params
         for group, rate in self.rates:
             if group["lr"] is not rate:
                 rate.fill_(group["lr"])
                 group["lr"] = rate
-        if len(groups_in(state.optimizer)) != self.groups:
-            return "the optimizer's groups"
         if (key := self._changed_setting()) is not None:
             return f"a setting of the optimizer ({key})"
         try:

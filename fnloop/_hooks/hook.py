@@ -99,6 +99,7 @@ class Hook:
     ends_run_on_usr1: bool = False
     untried: str | None = None
     moments: tuple[Moment, ...] = ()
+    _saves: tuple[str, ...] = ()  # the parts of a state that it saves, which are tried beforehand
     _seen: History = History()
     _of_user: bool = False
 
@@ -293,6 +294,10 @@ class Wrapper(Hook):
         """As the hook itself."""
         return self.hook.ends_run_on_usr1
 
+    @property
+    def _saves(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.hook._saves
+
     def take_back(self, state: TrainState) -> TrainState:
         """Take back a stop."""
         return self.hook.take_back(state)
@@ -376,6 +381,11 @@ def every_layer(hooks: Iterable[Hook]) -> list[Hook]:
 def number_of(hooks: Iterable[Hook], hook: Hook) -> int:
     """Return the number of a hook among those of a run and the hooks inside them."""
     return next(n for n, layer in enumerate(every_layer(hooks)) if layer is hook)
+
+
+def parts_saved(hooks: Iterable[Hook]) -> frozenset[str]:
+    """Return the parts of a state that hooks save."""
+    return frozenset(part for hook in hooks for part in hook._saves)
 
 
 def place_in(hooks: Sequence[Hook], hook: Hook) -> int:

@@ -7,7 +7,7 @@ import math
 import os
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,7 @@ from fnloop._checkpoint.retention import (
     release_claim,
     warn_unless_shared,
 )
-from fnloop._checkpoint.save import check_resumable, collect_contents, position_of
+from fnloop._checkpoint.save import check_saveable, collect_contents, position_of
 from fnloop._core.apart import average_inside, begin_again
 from fnloop._core.averages import Average
 from fnloop._core.history import (
@@ -65,7 +65,7 @@ from fnloop._core.runs import pending
 from fnloop._core.serialize import Json
 from fnloop._core.state import TrainState, differ_only, take_ownership, unwrap, with_slot
 from fnloop._core.types import END, RECORD, Call
-from fnloop._display.checks import choice, describe, flag, integer, metric_name
+from fnloop._display.checks import choice, describe, flag, integer, metric_name, name_of_file
 from fnloop._display.screen import log
 from fnloop._display.tables import format_metric
 from fnloop._hooks.hook import Hook, every_layer
@@ -120,9 +120,9 @@ class checkpoint(Hook):
 
     Raises:
         TypeError, ValueError: an argument is not what it should be.
-        CheckpointError: when a run begins: another run has checkpoints in the folder, or the
-            optimizer cannot be saved and restored exactly. When it saves: something in the state
-            cannot be saved.
+        CheckpointError: when a run begins: another run has checkpoints in the folder, something in
+            the state cannot be saved, or the optimizer cannot be restored exactly. When it saves:
+            something that the run has put into the state cannot be saved.
         ImportError: the package for such addresses is not installed.
         OSError: when a run begins: an address cannot be read or written. When it saves: the disk is
             full, or a checkpoint could not be uploaded.
@@ -147,9 +147,11 @@ class checkpoint(Hook):
         ``resume``, ``latest`` and ``best``. Those of older versions pass for finite.
 
         A folder belongs to one run (``state.run_id``). A run that was not resumed from it is
-        refused before its first update, and nothing in the folder is touched. Before this update, a
-        tiny copy of an optimizer that is not torch's is saved, restored and updated; one that does
-        not resume exactly is refused. Where that cannot be tried, a warning says so.
+        refused before its first update, and nothing in the folder is touched. Before this update,
+        all that is known to be saved is tried: what no checkpoint can hold is refused, by its place
+        in the state. A tiny copy of an optimizer that is not torch's is saved, restored and
+        updated; one that does not resume exactly is refused. Where that cannot be tried, a warning
+        says so.
 
         An address is one of fsspec, such as ``"s3://bucket/run"``. It needs the extra ``remote``,
         and the package of the address, such as s3fs. A checkpoint is written to a local folder,
@@ -212,6 +214,10 @@ class checkpoint(Hook):
         self._buffers: Contents | None = None  # host memory of the last copy, for reuse
 
     @property
+    def _saves(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.parts
+
+    @property
     def monitors(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The metrics that rank and name the checkpoints."""
         return self.named if self.best is None else (self.best, *self.named)
@@ -240,13 +246,12 @@ class checkpoint(Hook):
             )
 
     def begin(self, state: TrainState) -> TrainState:
-        """Claim the folder for this run, and check that the optimizer can be resumed.
+        """Claim the folder for this run, and check that its state can be saved and resumed.
 
         Raises:
-            CheckpointError: another run has checkpoints there, or the optimizer cannot be resumed.
+            CheckpointError: another run has checkpoints there, or the state cannot be.
         """
-        if "optimizer" in self.parts:
-            check_resumable(state)
+        check_saveable(state, self.parts)
         if state.run is not None:  # now, as the files of the code may be edited while it trains
             state.run.made_with()
         if self._remote is not None:
@@ -508,16 +513,22 @@ def _read_names(named: Sequence[str]) -> tuple[str, ...]:
             'checkpoint expects named as a tuple of metrics, such as ("valid/loss",); got '
             f"{describe(named)}"
         )
-    return tuple(metric_name("checkpoint", "named", name) for name in named)
+    names = tuple(metric_name("checkpoint", "named", name) for name in named)
+    longest = _spell(dict.fromkeys(names, -1.234e-300))
+    name_of_file("checkpoint", "names and values of the metrics in named", longest)
+    return names
 
 
 def _name_metrics(state: TrainState, named: Sequence[str]) -> str:
     """Return the part of a name that shows metrics, those that were recorded at this boundary."""
     values = metrics_here(state)
+    return _spell({name: values[name] for name in named if name in values})
+
+
+def _spell(values: Mapping[str, float]) -> str:
+    """Return metrics as names of checkpoints have them."""
     return "".join(
-        f"-{re.sub(r'[^A-Za-z0-9_.]+', '-', name)}={values[name]:.4g}"
-        for name in named
-        if name in values
+        f"-{re.sub(r'[^A-Za-z0-9_.]+', '-', name)}={value:.4g}" for name, value in values.items()
     )
 
 

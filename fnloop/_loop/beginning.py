@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import attrs
 import torch
@@ -16,14 +16,14 @@ from fnloop._core.metrics import RECENT, Elapsed, without_recent
 from fnloop._core.optimizers import explain_untrained, optimizers_in
 from fnloop._core.runs import pending
 from fnloop._core.serialize import Pending, materialize
-from fnloop._core.state import TrainState, changed, trains_all
+from fnloop._core.state import TrainState, changed, note_buffers, trains_all
 from fnloop._core.types import Metric, Middleware, name_of
 from fnloop._data.loaders import Loaders, even, sharded
 from fnloop._data.source import Source
 from fnloop._display.checks import join_names
 from fnloop._display.screen import warn_once
 from fnloop._display.tables import format_count
-from fnloop._hooks.hook import Hook, begin_records
+from fnloop._hooks.hook import Hook, begin_records, parts_saved
 from fnloop._loop.errors import check_returned, explain, warn_on_main
 from fnloop._loop.plan import Plan
 from fnloop._step.alternate import AlternateStep
@@ -52,7 +52,18 @@ def first_state(plan: Plan, state: TrainState) -> TrainState:
         raise
     if pending(state.todo) or state.ends is not None:
         _warn_of_unknown(state)
+    note_buffers(state)
+    if parts := parts_saved(plan.hooks) & {"slots", "metrics"}:  # hooks have tried the others
+        _try_to_save(plan.step, state, parts)
     return state
+
+
+def _try_to_save(step: PipelineStep, state: TrainState, parts: Collection[str]) -> None:
+    """Raise CheckpointError if no checkpoint could hold slots, or metrics as far as known."""
+    from fnloop._checkpoint.save import check_encodable
+
+    known = {**_unseen_metrics(step), **state.metrics}
+    check_encodable(attrs.evolve(state, metrics=known), parts)
 
 
 def complete(step: PipelineStep, state: TrainState) -> TrainState:
@@ -301,22 +312,23 @@ def precision_hint(precision: str, has: Mapping[str, object]) -> str | None:
     )
 
 
-def check_length(source: Source, epoch: int, first: int, batches: int) -> None:
+def check_length(source: Source, epoch: int, first: int, samples: int, batches: int) -> None:
     """Log once if a loader has given more or fewer batches in an epoch than its length says.
 
     Args:
         source: the training loader.
         epoch: the number of the epoch, from 0.
-        first: the batches of the epoch that were consumed before.
+        first: the batches of the epoch that were consumed before, which may have had another size.
+        samples: their samples, if known.
         batches: the batches of the epoch, in all processes, with the padding of the last round.
     """
-    said = source.length_in(epoch)
-    if said is None or first > said:
+    said = source.left(epoch, first, samples)
+    if said is None or (given := batches - first) == source.padded(said):
         return
-    if batches == first + source.padded(source.left(epoch, first, 0) or 0):
-        return
+    length = source.length_in(epoch)
+    left = f" from batch {first} on, where {said} were left" if first else ""
     warn_once(
-        f"fit: the length of the training loader is {said}, but an epoch of it had {batches} "
-        f"batches. Schedules, and the number of updates, are made for {said}: let __len__ return "
-        "the number of batches, or leave it out"
+        f"fit: the length of the training loader is {length}, but an epoch of it had {given} "
+        f"batches{left}. Schedules, and the number of updates, are made for {length}: let __len__ "
+        "return the number of batches, or leave it out"
     )

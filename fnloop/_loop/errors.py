@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from fnloop._core.averages import check_not_averaged
 from fnloop._core.history import Record
@@ -148,14 +148,22 @@ def check_counters(hook: Hook, before: TrainState, new: TrainState) -> None:
 
 def explain_no_batches(state: TrainState, source: Source) -> str:
     """Return why the training loader may have given no batch."""
-    why = ""
-    if (source.drop_last and source.batch_size) or source.sharing.kept(1) == 0:
-        why = f" {source.why_empty()}"
-    elif source.length == 0:
-        why = NO_LENGTH
-    elif state.epoch:
-        why = READ_ONCE
+    why = why_empty(source) or (READ_ONCE if state.epoch else "")
     return f"the training loader gave no batch in epoch {state.epoch + 1}.{why}"
+
+
+def why_empty(source: Source) -> str:
+    """Return why a loader has no batch, if that is known; else nothing."""
+    if (source.drop_last and source.batch_size) or source.sharing.kept(1) == 0:
+        return f" {source.why_empty()}"
+    return NO_LENGTH if source.length == 0 else ""
+
+
+def check_not_empty(sources: Mapping[str, Source]) -> None:
+    """Raise ValueError if one of the loaders to evaluate has no batch, as far as that is known."""
+    for name, source in sources.items():
+        if source.length_in(0) == 0:
+            raise ValueError(f"the {name} loader gave no batch.{why_empty(source)}")
 
 
 def explain_no_updates(state: TrainState, reason: str | None) -> str | None:

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
+import attrs
 import toolz
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ from fnloop._core.types import Batch, Metric, Output, name_of
 from fnloop._data.loaders import NONE_LEFT, Padding, check_loader
 from fnloop._data.source import Source, open_source, windows
 from fnloop._display import checks
-from fnloop._loop.errors import NO_LENGTH, READ_ONCE
+from fnloop._loop.errors import READ_ONCE, why_empty
 from fnloop._loop.plan import check_step
 from fnloop._step.engine import engine_of, evaluating_model, in_evaluation_mode
 from fnloop._step.pipeline import PipelineStep
@@ -31,18 +32,23 @@ Result = TypeVar("Result")
 EXCHANGED = 16  # batches whose outputs are exchanged at once
 
 
-def open_loader(loader: object, state: TrainState, total: int | None = None) -> Source:
+def open_loader(
+    loader: object, state: TrainState, total: int | None = None, reader: str = ""
+) -> Source:
     """Open a loader for the processes that train a state.
 
     Args:
         loader: the loader.
         state: the state.
         total: the samples of an update, of all processes together, if they are given.
+        reader: the function that reads it, outside of a run. Then processes that are elsewhere are
+            told so when they compare what they have read.
     """
     __tracebackhide__ = True
     backend = state.backend
     alike = backend.data_size < backend.world_size  # others have the same share as this process
-    return open_source(loader, state.seed, backend.data_rank, backend.data_size, total, alike)
+    source = open_source(loader, state.seed, backend.data_rank, backend.data_size, total, alike)
+    return attrs.evolve(source, what=f"the data that {reader} reads") if reader else source
 
 
 def measure(
@@ -91,8 +97,8 @@ def measure(
                     error.add_note(f"while in {layer}, evaluate, batch {n}")
                 raise
     if not n:
-        why = NO_LENGTH if source.length == 0 else READ_ONCE
-        raise ValueError("the loader to evaluate gave no batch." + why)
+        name = f"{state.run.loader} loader" if in_run and state.run else "loader to evaluate"
+        raise ValueError(f"the {name} gave no batch.{why_empty(source) or READ_ONCE}")
     evaluation.finish(source)
     return evaluation.own_metrics()
 
@@ -150,7 +156,7 @@ def evaluate(step: PipelineStep, state: TrainState, loader: object) -> dict[str,
     check_loader(loader, "evaluation", alone=True)
     with isolated(state.backend.device), reusing_pages(state.backend.device):
         state = step.init_slots(state, evaluation=True)
-        metrics = measure(step, state, open_loader(loader, state), in_run=False)
+        metrics = measure(step, state, open_loader(loader, state, reader="evaluate"), False)
         return step.derive(read(engine_of(state).merge_metrics(metrics), vectors=True))
 
 
@@ -209,7 +215,7 @@ def _predict(
 ) -> Iterator[Result]:
     __tracebackhide__ = True
     backend = state.backend
-    source = open_loader(loader, state)
+    source = open_loader(loader, state, reader="predict")
     batches = windows(source, None, backend.device, None)
     position, seed = torch_seeder(backend.device), fold_in(state.seed, COMPUTE)
     prediction = engine_of(state).start_evaluation(state, name_of(fn))
@@ -321,7 +327,7 @@ def _forward(step: PipelineStep, state: TrainState, loader: object, norms: Norms
     position = torch_seeder(backend.device)
     seed_all(seed)
     evaluation = engine_of(state).start_evaluation(state, step.evaluates)
-    source = open_loader(loader, state)
+    source = open_loader(loader, state, reader="update_batchnorm")
     batches = windows(source, None, backend.device, None)
     while True:
         where: str | None = "the loader"

@@ -67,8 +67,11 @@ def fit(
             returns one; it may take (epoch, batch), where to begin. One with ``state_dict`` and
             ``load_state_dict`` (torchdata's ``StatefulDataLoader``), or such a dataset in a
             DataLoader without workers (Hugging Face's), continues in mid-epoch where it was, and
-            reads nothing again. Any other stream is read again up to there. A ``TensorDataset``,
-            an array, or a subset of one, is read a batch at a time.
+            reads nothing again. Any other stream is read again up to there. Generators that are
+            attributes of a sampler or a loader are put back. Where the order still differs, or the
+            data have another length, one warning says so. ``in_order=False`` of a DataLoader has
+            no effect. A ``TensorDataset``, an array, or a subset of one, is read a batch at a time.
+            A loader that fills one buffer again is refused where two of its batches would be held.
         epochs: train until ``state.epoch`` is this number. Absolute: calling again with the same
             number trains no further.
         steps: train until ``state.step`` is this number. Absolute too; the smaller of the two wins.

@@ -3,27 +3,37 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
+import itertools
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Set
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import attrs
+import torch
 
 from fnloop._backend.collectives import (
     DIVERGED,
     ORDER_MISMATCH,
+    all_reduce_max,
     explain_lost,
+    gather_from_all,
     here,
     start_all_reduce_max,
     waiting_for_all,
 )
 from fnloop._core.runs import INTERRUPTED, REQUEUED, TERMINATED, Stop, is_interruption
 from fnloop._core.state import TrainState, check_alike, check_counters_alike
+from fnloop._core.types import RINGS, Call, Middleware
 from fnloop._display.screen import log
 from fnloop._display.tables import is_interactive
+from fnloop._loop.made_with import members_of
+from fnloop._step.pipeline import PipelineStep
 
 # --------------------------------------------------------------------------------------------------
 # The other processes of a run, or their absence. Chosen once, when the run begins.
@@ -78,6 +88,87 @@ def is_alone(state: TrainState) -> bool:
 def peers_of(state: TrainState) -> Peers:
     """Return the other processes of a run that begins with this state."""
     return Alone() if is_alone(state) else Consensus(state)
+
+
+# --- the pipelines of all processes
+
+_SAME = "the comparison of the pipelines"
+
+
+def check_same_step(step: PipelineStep, state: TrainState) -> None:
+    """Raise in every process if they have different steps. A collective.
+
+    It is the first exchange of a run: what follows depends on the settings of middleware.
+
+    Raises:
+        RuntimeError: the settings of a middleware differ, or a process lacks one.
+    """
+    if is_alone(state):
+        return
+    made = [("step", type(step).__name__, f"a {type(step).__name__}")]
+    for member in members_of(step):
+        if (settings := _settings_of(member)) is not None:
+            made.append((member.name, repr(settings), f"{member!r:.200}"))
+    mark = zlib.crc32(repr([each[:2] for each in made]).encode())
+    most, least = all_reduce_max([mark, -mark], _SAME)
+    if most == -least:
+        return
+    first, *others = gather_from_all(made, _SAME)
+    for rank, every in enumerate(others, 1):
+        for mine, theirs in itertools.zip_longest(first, every):
+            if mine is None or theirs is None or mine[:2] != theirs[:2]:
+                _raise_different(rank, mine, theirs)
+
+
+def _settings_of(member: Middleware) -> object | None:
+    """Return what can be compared of a middleware; None of a user's that acts around updates only.
+
+    Settings of a user's middleware may be those of its process, such as a path.
+    """
+    if member.call is not None and member.call.factory.__module__.startswith("fnloop."):
+        return comparable(member.call)
+    inside = any(getattr(member, ring) is not None for ring in RINGS if ring != "step")
+    return member.name if inside else None
+
+
+def comparable(value: object) -> object:
+    """Return what of a setting is the same in all processes: plain data, of the rest the names."""
+    call = value if isinstance(value, Call) else getattr(value, "call", None)
+    if isinstance(value, functools.partial):
+        call = Call(value.func, value.args, value.keywords)
+    if isinstance(call, Call):
+        with contextlib.suppress(TypeError, ValueError):  # it has no signature
+            bound = inspect.signature(call.factory).bind(*call.args, **call.kwargs)
+            bound.apply_defaults()
+            call = Call(call.factory, (), bound.arguments)
+        return [comparable(call.factory), comparable(call.args), comparable(call.kwargs)]
+    if isinstance(value, int | float):  # 1 is 1.0
+        return float(value)
+    if value is None or isinstance(value, str | torch.dtype):
+        return value
+    if isinstance(value, Mapping):
+        return [[comparable(key), comparable(part)] for key, part in value.items()]
+    if isinstance(value, list | tuple):
+        return [*map(comparable, value)]
+    if isinstance(value, Set):  # of strings, in another order in each process
+        return sorted(repr(comparable(part)) for part in value)
+    return getattr(value, "__qualname__", type(value).__qualname__)
+
+
+_Made = tuple[str, str, str]  # the name of a middleware, what is compared, and what is shown
+
+
+def _raise_different(rank: int, first: _Made | None, other: _Made | None) -> NoReturn:
+    if made := first if other is None else other if first is None else None:
+        has, lacks = (rank, 0) if first is None else (0, rank)
+        said = f"process {has} has {made[2]}, and process {lacks} does not"
+    else:
+        assert first is not None and other is not None
+        shown = 1 if first[2] == other[2] else 2
+        said = f"process {rank} has {other[shown]} where process 0 has {first[shown]}"
+    raise RuntimeError(
+        f"{DIVERGED}: {said}. All processes must make the same pipeline, with the same settings"
+    )
 
 
 # --------------------------------------------------------------------------------------------------

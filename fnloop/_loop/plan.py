@@ -15,7 +15,7 @@ from fnloop._core.freeze import put_back_restored
 from fnloop._core.history import (
     History,
     Phase,
-    check_evaluated,
+    check_made,
     check_names,
     keys_of,
     unfinished,
@@ -65,6 +65,7 @@ from fnloop._loop.made_with import describe_making
 from fnloop._step.alternate import AlternateStep
 from fnloop._step.averages import EvaluateAverage
 from fnloop._step.pipeline import LossStep, Pipeline, PipelineStep, total_in
+from fnloop._step.update import ALWAYS
 
 
 @attrs.frozen
@@ -608,7 +609,7 @@ def watched_in(step: PipelineStep, hooks: Sequence[Hook]) -> list[tuple[str, str
 def check_metrics(
     step: PipelineStep, hooks: Sequence[Hook], loaders: Collection[str], history: History
 ) -> None:
-    """Raise for a metric of an evaluation that is watched and that the pipeline cannot make.
+    """Raise for a metric that is watched and that the pipeline cannot make.
 
     Only where all names are known. A middleware or a step of the user's own may add others, and a
     hook may add to the records that the hooks after it see.
@@ -633,10 +634,12 @@ def check_metrics(
         watched += step.watched
     for owner, key in watched:
         loader, _, name = key.partition("/")
-        if not name or loader not in loaders or key in reported or key in history:
+        trained = loader in ALWAYS
+        if not name or not (trained or loader in loaders) or key in reported or key in history:
             continue
-        if (names := _evaluated_names(step, loader)) is not None:
-            check_evaluated(owner, key, names)
+        names = _trained_names(step) if trained else _evaluated_names(step, loader)
+        if names is not None:
+            check_made(owner, key, names)
 
 
 def _evaluated_names(step: PipelineStep, loader: str) -> list[str] | None:
@@ -655,6 +658,21 @@ def _evaluated_names(step: PipelineStep, loader: str) -> list[str] | None:
             names += member.adds
     names = [f"{average}{name}" for average in averages for name in names]
     return [*names, "time/evaluate"] if step.is_timed else names
+
+
+def _trained_names(step: PipelineStep) -> list[str] | None:
+    """Return the names of the metrics of training; None if they are not known."""
+    if type(step) is not LossStep:
+        return None
+    names = ["loss", "lr"]
+    for member in step.pipeline.middleware:
+        rings = (member.forward, member.loss, member.gradient, member.update, member.step)
+        if all(part is None for part in (*rings, member.device, member.report)):
+            continue
+        if member.adds is None:
+            return None
+        names += (*member.adds, *member.passes)
+    return names
 
 
 def _default_hooks() -> tuple[Hook, ...]:

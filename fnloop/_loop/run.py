@@ -76,6 +76,7 @@ from fnloop._loop.beginning import check_length, complete, first_state, suggest_
 from fnloop._loop.boundary import Answers, ask, due, ends_apart, onward
 from fnloop._loop.errors import (
     check_counters,
+    check_not_empty,
     check_returned,
     explain,
     explain_no_batches,
@@ -85,7 +86,14 @@ from fnloop._loop.errors import (
     warn_on_main,
 )
 from fnloop._loop.evaluate import gather_outputs, measure, open_loader
-from fnloop._loop.peers import Abandoned, Interrupts, handling, is_alone, peers_of
+from fnloop._loop.peers import (
+    Abandoned,
+    Interrupts,
+    check_same_step,
+    handling,
+    is_alone,
+    peers_of,
+)
 from fnloop._loop.plan import Plan, describe, end_phase, is_newest, names_made
 from fnloop._step.engine import engine_of
 from fnloop._step.pipeline import STEP, PipelineStep
@@ -194,11 +202,13 @@ class World:
     def __init__(self, plan: Plan, state: TrainState) -> None:
         __tracebackhide__ = True
         plan.check_position(state)
+        check_same_step(plan.step, state)
         self.plan = plan
         self.source = open_loader(plan.loaders.train, state, plan.total)
         due = [name for _, names in plan.evaluations for name in names]
         loaders = plan.loaders.evaluated
         self.evaluated = {k: open_loader(loaders[k], state) for k in due if k in loaders}
+        check_not_empty(self.evaluated)
         self.peers = peers_of(state)
         self.info = describe(plan, state, self.source, tuple(self.evaluated), self.peers.clock)
         plan.check(self.info, state.history)
@@ -220,7 +230,7 @@ class World:
         self.rests = False  # whether an epoch has ended, and the next one is to begin
         self.taken = 0  # batches that the update takes, in all processes
         self.left_out: str | None = None  # why the newest update was left out, if it was
-        self.opened_at = (0, 0)  # epoch and batch where the run has begun to read the feed
+        self.opened_at = (0, 0, 0)  # epoch, batch and sample where the run has begun to read
         self.batches_in_epoch = 0  # of the epoch that has just ended
         self.read_whole = False  # whether the loader had no further batch then
         self.first_update = state.step + state.skipped
@@ -349,10 +359,10 @@ class World:
         self.stopwatch.resumed = time.perf_counter()
         if plan.step.window > 1 or source.lengths is not None:
             state = self._count_windows(state)
-        self.opened_at, self.batches_in_epoch = (state.epoch, state.batch), 0
+        self.opened_at = at = state.epoch, state.batch, state.samples
+        self.batches_in_epoch = 0
         self.read_whole = False
-        source.positions.begin(state.position, plan.prefetch * self.info.window)
-        at = state.epoch, state.batch, state.samples
+        source.begin(state.position, plan.prefetch * self.info.window, at)
         sizes = None if plan.step.window == 1 else self.info.windows.sizes(state.batch)
         self.feed = windows(source, sizes, state.backend.device, *at, plan.prefetch)
         self.fetch()

@@ -186,7 +186,7 @@ def _accumulate(n: int, dtype: torch.dtype | None, typed: str | None = None) -> 
             return step.insert_inside(in_place)
         return _averaged(step, n, call, dtype)
 
-    return Middleware("accumulate", gradient=gradient, window=n)
+    return Middleware("accumulate", gradient=gradient, window=n, adds=())
 
 
 def _in_place(n: int, call: str) -> Callable[[Backward], Step]:
@@ -279,7 +279,7 @@ def microbatch(size: int) -> Middleware:
     def gradient(step: Step) -> Step:
         return _instead_of(step, lambda backward: InPieces(backward.loss, size))
 
-    return Middleware("microbatch", gradient=gradient, check=_check_pieces)
+    return Middleware("microbatch", gradient=gradient, check=_check_pieces, adds=())
 
 
 @middleware("gradient")
@@ -328,7 +328,9 @@ def retry_on_oom() -> Middleware:
     def gradient(step: Step) -> Step:
         return _instead_of(step, Retrying)
 
-    return Middleware("retry_on_oom", gradient=gradient, init=_whole_batches, check=_check_pieces)
+    return Middleware(
+        "retry_on_oom", gradient=gradient, init=_whole_batches, check=_check_pieces, adds=()
+    )
 
 
 def _instead_of(step: Step, replace: Callable[[Backward], Backward]) -> Step:

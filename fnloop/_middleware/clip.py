@@ -110,6 +110,7 @@ def clip(
         gradient=wrap,
         check=_check_clips,
         check_state=None if selectors is None else _check_overlap,
+        adds=(_NORM,),
     )
 
 
@@ -166,8 +167,8 @@ def grad_norm(norm_type: float = 2.0, by: str | None = None) -> Middleware:
 
     wrap = Commuting(gradient)
     if by is None:
-        return Middleware(_NORM, gradient=wrap, check=check)
-    return Middleware(f"{_NORM}/{by}", gradient=wrap)
+        return Middleware(_NORM, gradient=wrap, check=check, adds=(_NORM,))
+    return Middleware(f"{_NORM}/{by}", gradient=wrap, adds=(_NORM,))
 
 
 def _measuring(step: Step, owner: str, measure: _Measure) -> Step:
@@ -279,7 +280,7 @@ def clip_value(limit: float) -> Middleware:
 
         return clamped
 
-    return Middleware("clip_value", gradient=gradient)
+    return Middleware("clip_value", gradient=gradient, adds=())
 
 
 def _check_limit(owner: str, name: str, value: float, meaning: str) -> None:
@@ -354,7 +355,10 @@ def clip_adaptive(ratio: float = 0.01, only: Selectors | None = None) -> Middlew
         Chosen("clip_adaptive", selectors).check(state)
 
     return Middleware(
-        "clip_adaptive", gradient=gradient, check_state=None if selectors is None else check
+        "clip_adaptive",
+        gradient=gradient,
+        check_state=None if selectors is None else check,
+        adds=(),
     )
 
 
@@ -432,7 +436,7 @@ def sam(rho: float = 0.05) -> Middleware:
 
         return sharpened
 
-    return Middleware("sam", gradient=gradient, check=_check)
+    return Middleware("sam", gradient=gradient, check=_check, adds=())
 
 
 def _check(listed: Sequence[Middleware]) -> None:

@@ -99,6 +99,7 @@ def compiled(*, update: bool = False, **options: Any) -> Middleware:
         loss_fn=compile_,
         check=_check_members,
         check_state=_check_optimizers,
+        adds=(),
     )
 
 
@@ -275,7 +276,7 @@ def cuda_graph(warmup: int = 3, *, fallback: bool = False, limit: int = 8) -> Mi
 
         return graph
 
-    return Middleware("cuda_graph", device=device, check=_check_members_of_graph)
+    return Middleware("cuda_graph", device=device, check=_check_members_of_graph, adds=())
 
 
 def _check_members_of_graph(members: Sequence[Middleware]) -> None:

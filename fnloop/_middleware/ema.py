@@ -11,7 +11,8 @@ from fnloop._core.freeze import Selectors, check_selectors
 from fnloop._core.state import LOCAL_SGD, TBPTT, TrainState, explain_unknown_length
 from fnloop._core.types import Middleware, middleware, name_of
 from fnloop._display import checks
-from fnloop._display.screen import log
+from fnloop._display.screen import warn_once
+from fnloop._display.tables import format_count
 from fnloop._step.averages import (
     Choice,
     EvaluateAverage,
@@ -66,7 +67,7 @@ def ema(
         TypeError, ValueError: an argument is not what it should be. When composing: two averages
             have ``evaluate="only"``. When it runs: ``start`` is a fraction, and the length of the
             run is unknown; the function ``decay`` returns something else than a number from 0 to 1;
-            a selector is for nothing in the model; or the slot is of another model.
+            a selector is for nothing in the model; or the slot is of other parts of it.
         NotImplementedError: when a run starts: the average would be evaluated, and the model is
             under ``fully_shard``. At an evaluation: the model cannot be copied.
 
@@ -88,6 +89,10 @@ def ema(
         statistics of a BatchNorm) by name, in float32 or wider; all other buffers are those of the
         model. :func:`averaged` returns a state with the average in its model. A checkpoint has
         ``ema.safetensors``, which loads into the plain module as ``model.safetensors`` does.
+
+        A parameter that is added during the run, or replaced by one of another shape, is averaged
+        from its value before its first update on. One that is replaced by another of its shape
+        continues the average of its name.
 
         In a middleware of the forward ring, ``state.slots["ema"]`` is the average after the update
         before: a teacher. ``torch.func.functional_call(state.model, dict(state.slots["ema"]),
@@ -199,11 +204,12 @@ def _make(
     choose = _choice(owner, weight_of, start, every)
     return Middleware(
         name,
-        update=blend(name),
+        update=blend(name, only),
         step=choose_weight(name, choose, only),
         init=lambda state: first_average(state, name, bool(evaluate), only),
         evaluation=EvaluateAverage(name, evaluate == "only") if evaluate else None,
         check=_check_members,
+        adds=(),
     )
 
 
@@ -211,15 +217,12 @@ def _choice(owner: str, weight_of: Callable[[int], float], start: float, every: 
     def choose(state: TrainState, average: Average) -> tuple[float | None, int]:
         __tracebackhide__ = True
         begin = start if isinstance(start, int) else _updates_in(owner, start, state)
-        after = state.step + 1 - begin
+        after, count = state.step + 1 - begin, average.count
+        more = count - max(after - 1, 0) // every
+        if more and isinstance(start, float) and state.backend.main:
+            _warn_of_total(owner, start, begin, more, after > 0)
         if after > 0:
-            count = average.count
             return (0.0, count) if after % every else (weight_of(count), count + 1)
-        if average.count and state.backend.main:
-            log.warning(
-                f"{owner}: the run has another length now: the average is the weights again "
-                f"through update {begin}"
-            )
         return None, 0
 
     return choose
@@ -237,6 +240,25 @@ def _updates_in(owner: str, start: float, state: TrainState) -> int:
     return updates_in(start, total or 0)
 
 
+def _warn_of_total(owner: str, start: float, begin: int, more: int, begun: bool) -> None:
+    """Warn that an average is not of the updates that the total of its run says.
+
+    Args:
+        owner: the name of the factory.
+        start: from which fraction of the run it is an average, and
+        begin: how many updates that is.
+        more: how many updates too many it is of; too few if below 0.
+        begun: whether that many were made.
+    """
+    has = f"is of {format_count(abs(more), 'update')} too {'many' if more > 0 else 'few'}"
+    has = has if begun else f"is the weights again through update {begin}"
+    warn_once(
+        f"{owner}: start={start} is update {begin} of this run, and the average {has}: the run had "
+        f"another length before, or {owner} was listed later. To begin at the same update in a run "
+        "of any length, write start as a number of updates"
+    )
+
+
 def _check_name(owner: str, name: str) -> None:
     checks.text(owner, "name", name, "the name of its slot, its file and its metrics")
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_-]*", name) or name.lower() in _FILES:
@@ -244,6 +266,7 @@ def _check_name(owner: str, name: str) -> None:
             f"{owner} expects name as letters, digits, _ and -, and none of "
             f"{', '.join(_FILES)}, because a checkpoint has a file of this name; got {name!r}"
         )
+    checks.name_of_file(owner, "name", name)
     if name in _KNOWN:
         raise ValueError(
             f"{owner} expects name as another one than {', '.join(_KNOWN)}, which are names of "

@@ -60,7 +60,7 @@ def skip_nonfinite(limit: int = 10) -> Middleware:
     Raises:
         TypeError: the limit is not an int.
         ValueError: it is below 1. When composing: ``amp("fp16")`` or ``sam`` is listed after it, or
-            ``accumulate`` after it and another middleware of gradients.
+            ``accumulate`` after it with a dtype, or after another middleware of gradients.
 
     Example:
         >>> import fnloop as fl, torch
@@ -77,6 +77,7 @@ def skip_nonfinite(limit: int = 10) -> Middleware:
         step=_stop_after(limit),
         init=lambda state: Streak(),
         check=sees_whole_updates("skip_nonfinite"),
+        adds=(),
     )
 
 
@@ -178,7 +179,8 @@ def spike_guard(window: int = 100, ratio: float = 2.0, then: str = "skip") -> Mi
     Raises:
         TypeError: the window is not an int, or the ratio not a number.
         ValueError: a setting is out of its range. When composing: ``amp("fp16")`` or ``sam`` is
-            listed after it, or ``accumulate`` after it and another middleware of gradients. In a
+            listed after it, or ``accumulate`` after it with a dtype, or after another middleware of
+            gradients. In a
             run: it goes back, and the model or the optimizers have other parameters by now.
         NotImplementedError: "back", and the model is sharded over processes.
 
@@ -220,6 +222,7 @@ def spike_guard(window: int = 100, ratio: float = 2.0, then: str = "skip") -> Mi
         init=init,
         check=sees_whole_updates("spike_guard"),
         check_state=_check_whole if then == "back" else None,
+        adds=(),
     )
 
 

@@ -94,6 +94,7 @@ def local_sgd(every: int = 8, outer: Outer | None = None) -> Middleware:
         init=lambda state: Apart(),
         check=_check_members,
         check_state=_check_state,
+        adds=(),
     )
 
 
@@ -178,11 +179,13 @@ def _make_outer(slot: Apart, outer: Outer | None) -> None:
     if outer is None:
         slot.shared, slot.outer, slot.saved = {}, None, None
         return
-    missing = [name for name in slot.tensors if name not in slot.shared]
+    known = {name: shared.shape for name, shared in slot.shared.items()}
+    missing = [name for name, p in slot.tensors.items() if known.get(name) != p.shape]
     if slot.shared and missing:
         raise NotImplementedError(
-            f"local_sgd(outer=...) began when {missing[0]} was frozen, and its outer optimizer "
-            "cannot get more parameters: unfreeze before the first update, or leave outer out"
+            f"local_sgd(outer=...) began when {missing[0]} was frozen, not there or of another "
+            "shape, and its outer optimizer cannot get more parameters: unfreeze, add or replace "
+            "them before the first update, or leave outer out"
         )
     if slot.outer is not None:
         return

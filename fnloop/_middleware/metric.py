@@ -425,7 +425,7 @@ def timings() -> Middleware:
 
         return timed
 
-    return Middleware("timings", step=wrap)
+    return Middleware("timings", step=wrap, adds=("time",))
 
 
 @middleware("step")
@@ -504,7 +504,7 @@ def throughput(
         return timed
 
     init = (lambda state: 0.0) if counts else None
-    return Middleware(name, loss=_counting(of, name), step=wrap, init=init)
+    return Middleware(name, loss=_counting(of, name), step=wrap, init=init, adds=("throughput",))
 
 
 def _counting_flops(
@@ -625,7 +625,7 @@ def device_memory() -> Middleware:
 
         return measured
 
-    return Middleware("device_memory", step=wrap)
+    return Middleware("device_memory", step=wrap, adds=(NAME,))
 
 
 def _reset(device: torch.device) -> None:

@@ -149,10 +149,14 @@ def schedule(
                 set_number(group, field, number, name, absolute)
             used = numbers_used(groups, field)
             numbers = [number_in(group, field) for group in groups.values()]
-            if total != state.slots.get(name, total):
+            if total is not None and total != state.slots.get(name, total):
                 group = next(iter(groups.values()))
                 base = 1.0 if absolute else group[initial]
-                state = _replan(state, name, fn, of_state, field, base, factor)
+                unit = f" × {initial}" if isinstance(base, Tensor) else ""
+                show = lambda rate: f"{rate * (1 if unit else base):.3g}{unit}"
+                call, before = f"schedule({name_of(fn)})", state.slots[name]
+                _warn_of_total(state, call, field, fn, before, factor, show)
+                state = with_slot(state, name, total)
             try:
                 new, out = step(state, batch)
             except BaseException:
@@ -172,7 +176,9 @@ def schedule(
                 group[SCHEDULED + field] = number_in(group, field)
         return _stretch(state)[1]
 
-    return Middleware(name, step=wrap, init=init, check=_check_overlap, per_phase=True)
+    return Middleware(
+        name, step=wrap, init=init, check=_check_overlap, per_phase=True, adds=(field,)
+    )
 
 
 def _names(only: str | Sequence[str] | None) -> tuple[str, ...] | None:
@@ -249,41 +255,38 @@ def _compute_factor(
     return factor
 
 
-def _replan(
+def _warn_of_total(
     state: TrainState,
-    slot: str,
-    fn: Callable[..., Rate],
-    of_state: bool,
+    call: str,
     field: str,
-    initial: Rate,
-    factor: Rate,
-) -> TrainState:
-    """Return the state with the new total, and warn if the value depends on the total.
+    fn: Callable[..., Rate],
+    planned_for: int | None,
+    value: Rate,
+    show: Callable[[Rate], str] = "{:.3g}".format,
+) -> None:
+    """Warn if the run has another number of updates than it was planned for, which a number shows.
 
     Args:
         state: the state.
-        slot: the name of the slot.
-        fn: the schedule.
-        of_state: whether it is a function of the state, which knows the new total only.
+        call: the schedule, as it is written.
         field: what it sets.
-        initial: what the factor is of, in the first group.
-        factor: what the schedule returns with the new total.
+        fn: its function.
+        planned_for: the number of updates that it was called with before, if that was known.
+        value: what it returns now.
+        show: returns a number as text.
     """
-    before, (first, total) = state.slots[slot], _stretch(state)
-    if total is None or of_state:
-        return state if total is None else with_slot(state, slot, total)
+    first, total = _stretch(state)
+    if planned_for is None or takes_state(fn):  # a function of the state knows the new total only
+        return
     planned: Rate | None = None
     with contextlib.suppress(Exception):  # the function may be undefined after the planned end
-        planned = fn(state.step - first, before)
-    if before is not None and planned != factor and state.backend.main:
-        unit = f" × initial_{field}" if isinstance(initial, Tensor) else ""
-        scale = 1 if unit else initial
-        otherwise = "" if planned is None else f" instead of {planned * scale:.3g}{unit}"
+        planned = fn(state.step - first, planned_for)
+    if planned != value and state.backend.main:
+        otherwise = "" if planned is None else f" instead of {show(planned)}"
         log.warning(
-            f"schedule({name_of(fn)}): the run was planned for {before} updates and now has "
-            f"{total}: at step {state.step} {field} is {factor * scale:.3g}{unit}{otherwise}"
+            f"{call}: the run was planned for {planned_for} updates and now has {total}: at step "
+            f"{state.step} {field} is {show(value)}{otherwise}"
         )
-    return with_slot(state, slot, total)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -328,6 +331,8 @@ def scheduled(**functions: _Fn) -> Middleware:
         The loss function gets a float. Where ``compiled`` or ``cuda_graph`` is listed, it gets a
         tensor without dimensions, on the device, which is filled before each update: so nothing is
         compiled or captured again.
+
+        A run with another total than before logs one warning for each number that this changes.
     """
     if not functions:
         raise TypeError("scheduled expects names and functions: scheduled(beta=schedules.linear())")
@@ -353,9 +358,13 @@ def scheduled(**functions: _Fn) -> Middleware:
     def wrap(step: Step) -> Step:
         def with_numbers(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
             __tracebackhide__ = True
-            if state.run is not None and _stretch(state) != state.slots[slot]:
-                state = with_slot(state, slot, _stretch(state))
-            found = {name: Last(copy_number(value)) for name, value in compute(state).items()}
+            numbers, stretch = compute(state), _stretch(state)
+            if stretch[1] is not None and stretch != state.slots[slot]:
+                for name, value in numbers.items():
+                    call, before = f"scheduled({name_of(functions[name])})", state.slots[slot][1]
+                    _warn_of_total(state, call, name, functions[name], before, value)
+                state = with_slot(state, slot, stretch)
+            found = {name: Last(copy_number(value)) for name, value in numbers.items()}
             state, out = step(state, batch)
             return state, report(out, found, "scheduled")
 
@@ -534,7 +543,7 @@ def torch_scheduler(
 
         return scheduled
 
-    return Middleware(slot, step=wrap, init=init, per_phase=True)
+    return Middleware(slot, step=wrap, init=init, per_phase=True, adds=("lr",))
 
 
 def _optimizer_of(state: TrainState, only: str | None) -> Optimizer:
@@ -623,8 +632,9 @@ def _check_scheduler(scheduler: object, optimizer: Optimizer, name: str) -> None
     """Raise if this is not a scheduler of this optimizer that steps by updates alone."""
     if isinstance(scheduler, ReduceLROnPlateau):
         raise TypeError(
-            "torch_scheduler steps once per update, but ReduceLROnPlateau steps by a metric: use "
-            "it in a hook under every(epochs=1)"
+            "torch_scheduler steps once per update, but ReduceLROnPlateau steps by a metric. List "
+            f'plateau("valid/loss", factor={scheduler.factor}, patience={scheduler.patience + 1}) '
+            "in its place, whose patience counts the evaluation that lowers the rate too"
         )
     by_updates = all(callable(getattr(scheduler, method, None)) for method in _BY_UPDATES)
     if not isinstance(scheduler, LRScheduler) and not by_updates:
@@ -816,7 +826,7 @@ def plateau(
 
         return lowered
 
-    return Middleware("plateau", step=wrap, check=_check, monitors=key)
+    return Middleware("plateau", step=wrap, check=_check, monitors=key, adds=())
 
 
 def _check(listed: Sequence[Middleware]) -> None:

@@ -29,7 +29,7 @@ from fnloop._core.state import (
     TrainState,
     advance,
     all_parameters,
-    begin_update,
+    check_not_stale,
     give_up_ownership,
     ownership_of,
     owns_handles,
@@ -215,7 +215,7 @@ class AlternateStep(PipelineStep):
 
     def _take_turns(self, state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
         __tracebackhide__ = True
-        begin_update(state)  # raises if the state is stale
+        check_not_stale(state)
         steps, done = self.settings.steps, Round()
         window = self._window(batch)
         for turn in waiting_once(state.run, self.settings.turns):

@@ -15,6 +15,7 @@ import toolz
 import torch
 from torch import Tensor, nn
 
+from fnloop._backend.containers import is_out_of_memory
 from fnloop._backend.fsdp import is_sharded, local_part
 from fnloop._backend.torch_compat import (
     buffers_of,
@@ -22,7 +23,15 @@ from fnloop._backend.torch_compat import (
     foreach_lerp_,
     strip_compile_prefix,
 )
-from fnloop._core.averages import AVERAGED, Average, make_average, view_with_average, viewed_model
+from fnloop._core.averages import (
+    AVERAGED,
+    Average,
+    begin_at,
+    make_average,
+    named_tensors,
+    view_with_average,
+    viewed_model,
+)
 from fnloop._core.freeze import Selector, select
 from fnloop._core.metrics import update_evaluated_
 from fnloop._core.rng import isolated
@@ -170,13 +179,13 @@ def _pair(module: nn.Module, average: Average, name: str, only: Only) -> list[_G
     """Return the tensors of an average with those of a module, by device and dtype.
 
     Raises:
-        ValueError: the average is of another module, or of other parts of it.
+        ValueError: the average is of other parts of the module than are chosen.
     """
+    _follow(module, average, name, only)
     parameters: dict[str, nn.Parameter] = {
         strip_compile_prefix(key): p for key, p in module.named_parameters()
     }
     buffers = _buffers(module)
-    _check_fits(module, average, name, parameters, buffers, only)
     groups = toolz.groupby(lambda key: (average[key].device, average[key].dtype), average)
     made = []
     for (device, dtype), names in groups.items():
@@ -193,31 +202,30 @@ def _pair(module: nn.Module, average: Average, name: str, only: Only) -> list[_G
     return made
 
 
-def _check_fits(
-    module: nn.Module,
-    average: Average,
-    name: str,
-    parameters: dict[str, nn.Parameter],
-    buffers: dict[str, Place],
-    only: Only,
-) -> None:
-    shapes = {key: p.shape for key, p in parameters.items()}
-    shapes |= {k: _buffer_at(place).shape for k, place in buffers.items() if k in average}
-    wanted = {key for key, p in parameters.items() if p.is_floating_point() or p.is_complex()}
-    faults = [key for key in average if shapes.get(key) != average[key].shape]
-    of = f"another model than this {type(module).__name__}"
-    if only is not None:
-        chosen = chosen_in(module, name, only)
-        wanted &= chosen
-        if others := [key for key in average if key not in chosen]:
-            faults, of = others, "other parts of the model than only= chooses"
-    faults += [key for key in parameters if key in wanted and key not in average]
-    if faults:
+def _follow(module: nn.Module, average: Average, name: str, only: Only) -> None:
+    """Begin the average of what is new in a module at its value, and drop that of what is gone."""
+    here = dict(named_tensors(module))
+    for key in average.keys() - here.keys():
+        del average[key]
+    chosen = here.keys() if only is None else chosen_in(module, name, only)
+    if others := [key for key in average if key not in chosen]:
         raise ValueError(
-            f'{name}: the average in state.slots["{name}"] is of {of} '
-            f"({faults[0]} differs). To begin a new average, take it out: "
+            f'{name}: the average in state.slots["{name}"] is of other parts of the model than '
+            f"only= chooses ({others[0]} differs). To begin a new average, take it out: "
             f'attrs.evolve(state, slots={{k: v for k, v in state.slots.items() if k != "{name}"}})'
         )
+    for key, tensor in here.items():
+        wanted = key in average or (key in chosen and isinstance(tensor, nn.Parameter))
+        if wanted and not average.fits(key, tensor):
+            average[key] = begin_at(tensor)
+
+
+def _blended(state: TrainState, average: Average, name: str, only: Only) -> _Blended:
+    """Return the tensors of an average beside those that the model has now."""
+    blended = average.blended
+    if not isinstance(blended, _Blended) or blended.parameters is not all_parameters(state):
+        blended = average.blended = _Blended(state, average, name, only)
+    return blended
 
 
 def choose_weight(name: str, choose: Choice, only: Only = None) -> Wrap:
@@ -227,11 +235,8 @@ def choose_weight(name: str, choose: Choice, only: Only = None) -> Wrap:
         def averaging(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
             __tracebackhide__ = True
             average: Average = state.slots[name]
-            blended = average.blended
-            if not isinstance(blended, _Blended) or blended.parameters is not all_parameters(state):
-                blended = average.blended = _Blended(state, average, name, only)
             weight, count = choose(state, average)
-            blended.fill(weight)
+            _blended(state, average, name, only).fill(weight)
             state, out = step(state, batch)
             if out.skip is None:
                 average.count = count
@@ -242,7 +247,7 @@ def choose_weight(name: str, choose: Choice, only: Only = None) -> Wrap:
     return wrap
 
 
-def blend(name: str) -> Wrap:
+def blend(name: str, only: Only = None) -> Wrap:
     """Return the wrap of the update ring: blend the new weights into the average."""
 
     def wrap(step: Step) -> Step:
@@ -250,7 +255,11 @@ def blend(name: str) -> Wrap:
             __tracebackhide__ = True
             state, out = step(state, batch)
             if out.skip is None:
-                state.slots[name].blended.blend()
+                average = state.slots[name]
+                weight = average.blended.weight
+                blended = _blended(state, average, name, only)  # the update may have replaced some
+                blended.fill(weight)
+                blended.blend()
             return state, out
 
         return blending
@@ -331,6 +340,12 @@ class EvaluateAverage:
         try:
             view = view_with_average(state.model, unwrap(state), state.slots[self.name])
         except Exception as error:
+            if is_out_of_memory(error):
+                error.add_note(
+                    f"{self.name}: an evaluation needs memory for one more copy of the model. "
+                    f"{self.name}(..., evaluate=False) makes none"
+                )
+                raise
             raise NotImplementedError(
                 f"{self.name}: this {type(unwrap(state)).__name__} cannot be copied, so its "
                 f"average cannot be evaluated ({type(error).__name__}: {error}). Write "

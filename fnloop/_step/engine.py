@@ -8,7 +8,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, ParamSpec, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, NoReturn, ParamSpec, Protocol, Self, TypeVar
 from weakref import WeakKeyDictionary
 
 import attrs
@@ -36,11 +36,13 @@ from fnloop._core.metrics import (
     update_,
     update_evaluated_,
 )
+from fnloop._core.optimizers import explain_untrained, optimizers_in
 from fnloop._core.rng import fold_in, seed_host
 from fnloop._core.state import (
     Buffers,
     Ownership,
     TrainState,
+    current_parameters,
     moved,
     ownership_of,
     parameters,
@@ -799,6 +801,31 @@ def _fail_without_gradient(state: TrainState) -> None:
     else:
         hint = "every parameter of the model has requires_grad=False"
     raise ValueError(f"{NO_GRADIENT}: {hint}")
+
+
+def fail_to_train(state: TrainState, name: str, uses_others: bool) -> NoReturn:
+    """Raise ValueError: no parameter of the optimizers has a gradient.
+
+    Args:
+        state: the state.
+        name: the name of the loss function.
+        uses_others: whether other parameters of the model have one.
+    """
+    cache, optimizers = current_parameters(state), optimizers_in(state.optimizer).values()
+    untrained = explain_untrained(state.model, optimizers)
+    if untrained is not None and uses_others:
+        why = untrained
+    elif not any(p.requires_grad for p in cache.trained):
+        why = "each of them has requires_grad=False"
+    else:
+        why = (
+            f"{name} probably uses another model than the one that it is given, such as a global "
+            "variable. Compute the loss with its first argument, which is the model that is trained"
+        )
+    of = "the optimizer" if len(optimizers) == 1 else "the optimizers"
+    raise ValueError(
+        f"{NO_GRADIENT} for any parameter of {of}, so {name} would train nothing: {why}"
+    )
 
 
 def total_norm(grads: Sequence[Tensor], norm_type: float) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -16,6 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointFunction
 
 from fnloop._backend.collectives import (
+    ADVICE,
+    DIVERGED,
     all_reduce_max,
     all_reduce_max_tensor,
     any_rank,
@@ -36,6 +39,7 @@ from fnloop._core.state import (
     TrainState,
     all_parameters,
     check_alike,
+    current_parameters,
     generation_of,
     has_moved,
     merge_metrics,
@@ -57,6 +61,7 @@ from fnloop._step.engine import (
     WeightedSum,
     divide,
     drop_last_metrics,
+    fail_to_train,
     restore_gradients,
     stash_gradients,
     weight_on_device,
@@ -344,7 +349,9 @@ class Reducer(Protocol):
     def start_window(self) -> None: ...
     def start_microbatch(self, last: bool, /) -> None: ...
     def zero_loss(self, state: TrainState, loss: Tensor, /) -> Tensor: ...
-    def attach(self, state: TrainState, root: Tensor, kept: int, touch: bool) -> Tensor: ...
+    def attach(
+        self, state: TrainState, root: Tensor, kept: int, touch: bool, name: str
+    ) -> Tensor: ...
     def counted(self) -> Weight: ...
     def finish_window(self, state: TrainState, touched: bool) -> None: ...
 
@@ -476,7 +483,8 @@ class DistributedWindow:
             weight = 0 if self._total.weight is None else self._total.weight
             weight = weight_on_device(out, weight)
             self._items = start_all_reduce_sum(weight, "the sum of the items of an update")
-        return self._engine.reducer.attach(state, root, self._kept, touch=self._touches)
+        name, reducer = self._loss.name, self._engine.reducer
+        return reducer.attach(state, root, self._kept, self._touches, name)
 
     def finish(self, state: TrainState) -> Output:
         engine, total, out = self._engine, self._total, self._out
@@ -626,6 +634,8 @@ class BucketReducer:
         # Its gradient is the mean, over the processes, of how many of their batches count. DDP
         # averages it with those of the parameters.
         self._count: Tensor | None = None
+        # With a communication hook, which may do anything to a gradient, they are counted apart.
+        self._counted: Callable[[], Tensor] | None = None
         self._has_buffers = any(True for _ in model.buffers())
         self._ddp: _FixedBucketDDP | None = None
         self._params: list[Tensor] = []
@@ -651,12 +661,13 @@ class BucketReducer:
     def zero_loss(self, state: TrainState, loss: Tensor) -> Tensor:
         """Return a root for backward that adds zero to every gradient."""
         params = all_parameters(state)
-        known = self._used and [p.requires_grad for p in params] == self._flags
-        # If not: some may have been frozen since, or the window so far tells which are used.
+        known = self._used and params is self._params
+        known = known and [p.requires_grad for p in params] == self._flags
+        # If not: some may have been frozen or replaced, or the window so far tells which are used.
         used = self._used if known else [p for p in params if p.grad is not None] or params
         return torch.stack([p.flatten()[:1].sum() * 0 for p in used if p.requires_grad]).sum()
 
-    def attach(self, state: TrainState, root: Tensor, kept: int, touch: bool) -> Tensor:
+    def attach(self, state: TrainState, root: Tensor, kept: int, touch: bool, name: str) -> Tensor:
         """Return the root for the last backward of a window, which averages the gradients.
 
         Args:
@@ -665,17 +676,25 @@ class BucketReducer:
             kept: how many of this process's batches count.
             touch: whether to make every parameter reachable from it. Otherwise
                 :meth:`finish_window` gives DDP the gradients that it still expects.
+            name: the name of the loss function.
+
+        Raises:
+            ValueError: the loss uses no parameter that is trained, in any process.
+            RuntimeError: the processes have replaced or added other parameters than each other.
         """
-        if self._count is None:
-            self._count = torch.zeros((), device=root.device, requires_grad=True)
-        self._count.grad = None
-        root = torch.add(root, self._count.to(root.dtype), alpha=kept)  # adds 0
+        if state.backend.prepare is not None:
+            self._counted = _start_count(root, kept)
+        else:
+            if self._count is None:
+                self._count = torch.zeros((), device=root.device, requires_grad=True)
+            self._count.grad = None
+            root = torch.add(root, self._count.to(root.dtype), alpha=kept)  # adds 0
         params = all_parameters(state)
         flags = [p.requires_grad for p in params]
         if params is not self._params or flags != self._flags:
             trainable = [p for p in params if p.requires_grad]
             if [*map(id, trainable)] != [*map(id, self._trainable)]:
-                self._make_ddp(state, root, trainable)
+                self._make_ddp(state, root, trainable, name)
             self._params, self._flags, self._trainable = params, flags, trainable
         assert self._ddp is not None
         self._waits_for_all = not self._ddp.find_unused_parameters
@@ -685,20 +704,34 @@ class BucketReducer:
 
     def counted(self) -> Weight:
         """Return how many batches of the window count, in all processes: on a GPU, as a tensor."""
+        if self._counted is not None:
+            return to_accumulator_dtype(self._counted())
         assert self._count is not None and self._count.grad is not None
         mean = self._count.grad
         if mean.device.type == "cpu":  # reading it waits for nothing
             return round(mean.item() * self._processes)
         return (to_accumulator_dtype(mean) * self._processes).round()
 
-    def _make_ddp(self, state: TrainState, root: Tensor, trainable: list[Tensor]) -> None:
+    def _make_ddp(
+        self, state: TrainState, root: Tensor, trainable: list[Tensor], name: str
+    ) -> None:
         nodes = list(_graph_nodes(root))
         reached = {id(leaf_of(node)) for node in nodes}
         self._hides_parameters = any(CheckpointFunction.__name__ in node.name() for node in nodes)
         self._used = [p for p in trainable if self._hides_parameters or id(p) in reached]
-        assert self._count is not None
-        unused = len(self._used) < len(trainable)
-        self._ddp = _ddp_of(state, [*trainable, self._count], unused)
+        counts = [] if self._count is None else [self._count]
+        trained = {id(p) for p in current_parameters(state).trained}
+        used = any(id(p) in trained for p in self._used)
+        used = used or any(p.grad is not None for p in trainable)  # by a batch before this one
+        mark = zlib.crc32(repr([tuple(p.shape) for p in trainable]).encode())
+        unused, any_used, most, least = all_reduce_max(
+            [len(self._used) < len(trainable), used, mark, -mark], "which parameters the loss uses"
+        )
+        if most != -least:
+            raise RuntimeError(f"{DIVERGED}: they have parameters of different shapes. {ADVICE}")
+        if not any_used:
+            fail_to_train(state, name, bool(self._used))
+        self._ddp = _ddp_of(state, [*trainable, *counts], unused > 0)
 
     def finish_window(self, state: TrainState, touched: bool) -> None:
         """Give DDP the gradients that it still expects after the last backward of a window."""
@@ -715,6 +748,7 @@ class BucketReducer:
         self._warned = True
         is_unused = {id(p) for p in unused}
         names = [name for name, p in self._model.named_parameters() if id(p) in is_unused]
+        names += ["those beside the model"] * (len(names) < len(unused))
         log.warning(
             "the loss uses some parameters in some updates but not in others (%s). With several "
             "processes they get a zero gradient when unused, so weight decay and momentum still "
@@ -800,7 +834,6 @@ def _ddp_of(state: TrainState, trainable: list[Tensor], unused: bool) -> _FixedB
     own = {id(p) for p in state.model.parameters()}
     settings = dict(state.backend.settings)
     settings.pop("broadcast_buffers", None)  # done once per window, before forward
-    unused = any_rank(unused, "which parameters the loss uses")
     settings.setdefault("find_unused_parameters", unused)
     ddp = _FixedBucketDDP(
         _Trainable(state.model, [p for p in trainable if id(p) not in own]),
@@ -834,6 +867,12 @@ def _graph_nodes(loss: Tensor) -> Iterator[Node]:
 # The average of gradients of a model under `fully_shard`, which does most of it by itself.
 
 
+def _start_count(root: Tensor, kept: int) -> Callable[[], Tensor]:
+    """Start to sum how many batches of an update count. Return what waits for the sum."""
+    kept_here = torch.tensor(float(kept), device=root.device)
+    return start_all_reduce_sum(kept_here, "the sum of the batches of an update")
+
+
 class ShardReducer:
     """Lets ``fully_shard`` average its gradients, and averages those of all other parameters.
 
@@ -859,10 +898,8 @@ class ShardReducer:
     def zero_loss(self, state: TrainState, loss: Tensor) -> Tensor:
         return loss * 0
 
-    def attach(self, state: TrainState, root: Tensor, kept: int, touch: bool) -> Tensor:
-        self._counted = start_all_reduce_sum(
-            torch.tensor(float(kept), device=root.device), "the sum of the batches of an update"
-        )
+    def attach(self, state: TrainState, root: Tensor, kept: int, touch: bool, name: str) -> Tensor:
+        self._counted = _start_count(root, kept)
         return root
 
     def counted(self) -> Tensor:

@@ -67,13 +67,19 @@ def sees_whole_updates(name: str) -> Callable[[Sequence[Middleware]], None]:
         at = next(i for i, member in enumerate(listed) if member.name == name)
         for i, member in enumerate(listed[at + 1 :], at + 1):
             scales = member.name in ("amp", "sam") and member.gradient is not None
-            if scales or (member.window > 1 and not all(map(_lets_through, listed[:i]))):
+            is_inside = _adds_in_place(member) and all(map(_lets_through, listed[:i]))
+            if scales or (member.window > 1 and not is_inside):
                 raise ValueError(
                     f"{listed[at]!r} judges whole updates: list it after {member!r}, which acts "
                     "more than once in each, or scales its gradients"
                 )
 
     return check
+
+
+def _adds_in_place(member: Middleware) -> bool:
+    """Return whether ``accumulate`` adds gradients up in ``.grad``, if it is inserted there."""
+    return member.call is None or member.call.kwargs.get("dtype") is None
 
 
 def _lets_through(member: Middleware) -> bool:
@@ -135,7 +141,8 @@ def go_back(state: TrainState, kept: Kept) -> TrainState:
     memo, tensors = _shared(state), dict(_tensors(state))
     groups, optimizers = groups_in(state.optimizer), list(optimizers_in(state.optimizer).values())
     if (
-        tensors.keys() != kept["model"].keys()
+        {name: t.shape for name, t in tensors.items()}
+        != {name: t.shape for name, t in kept["model"].items()}
         or len(groups) != len(kept["groups"])
         or [len(saved) for saved in kept["optimizers"]] != [len(_updated(o)) for o in optimizers]
     ):

@@ -36,10 +36,10 @@ from fnloop._core.state import (
     TrainState,
     advance,
     all_parameters,
-    begin_update,
     check_not_stale,
     clear_parameter_cache,
     consume,
+    current_parameters,
     give_up_ownership,
     parameters,
     unwrap,
@@ -476,7 +476,9 @@ class LossStep(PipelineStep):
         by_closure = any(m.name in (CLOSURE, CREATE_GRAPH) for m in self.pipeline.middleware)
         skips = self._may_skip("forward", "loss", "gradient")
         guarded = skips or any(map(is_guard, self.pipeline.middleware)) or self._leaves_out
-        updating = update(step, self._may_skip("gradient"), by_closure, guarded)
+        updating = update(
+            step, name_of(self._trains_by), self._may_skip("gradient"), by_closure, guarded
+        )
         self._layers.add(updating, OPTIMIZER)
         return updating
 
@@ -744,7 +746,7 @@ def _counted(fn: RawFn) -> Step:
 
     def counted(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
         __tracebackhide__ = True
-        params = begin_update(state)
+        params = current_parameters(state, beginning=True).found
         for p in params:
             p.grad = None
         give_up_ownership(state)  # the function may change the parameters at any time

@@ -23,6 +23,7 @@ from fnloop._core.history import suggestion
 from fnloop._core.optimizers import (
     Group,
     Optimizers,
+    explain_untrained,
     optimizers_in,
     wants_closure,
 )
@@ -32,15 +33,16 @@ from fnloop._core.state import (
     KeptBuffers,
     TrainState,
     advance,
-    begin_update,
     check_not_stale,
+    current_parameters,
     give_up_ownership,
     parameters,
     with_slots,
 )
 from fnloop._core.types import BY_ANOTHER, Batch, Metric, Middleware, Output, Step
 from fnloop._display import checks
-from fnloop._step.engine import LossRoot, engine_of, evaluating_model
+from fnloop._display.screen import log
+from fnloop._step.engine import LossRoot, engine_of, evaluating_model, fail_to_train
 
 # --------------------------------------------------------------------------------------------------
 # The outermost of the three steps, that of the optimizers, and what becomes of its output.
@@ -72,12 +74,17 @@ def replace_apply(
 
 
 def update(
-    step: Step, may_skip: bool = False, by_closure: bool = False, guarded: bool = False
+    step: Step,
+    name: str,
+    may_skip: bool = False,
+    by_closure: bool = False,
+    guarded: bool = False,
 ) -> Step:
     """Return the step that applies the gradients and then clears them.
 
     Args:
         step: the gradient step.
+        name: the name of the loss function.
         may_skip: whether an inner step may skip an update on some processes only. Then all skip it.
         by_closure: whether to give the optimizer a closure that it could do without.
         guarded: whether an inner step may leave an update out. Then buffers are put back, such as
@@ -87,7 +94,8 @@ def update(
 
     def update(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
         __tracebackhide__ = True
-        params = begin_update(state)
+        cache = current_parameters(state, beginning=True)
+        params = cache.found
         for p in params:
             p.grad = None  # of an earlier batch, if any
         try:
@@ -106,6 +114,8 @@ def update(
             if before is not None and not applied and not is_recorded():  # a graph does it itself
                 before.buffers.put_back(unseen=True)
             if applied:
+                if not cache.checked:
+                    _check_gradients(new, out, name)
                 give_up_ownership(new)  # until all of the parameters have changed
                 apply, optimizer = _applying.apply, new.optimizer
                 for one in optimizer.values() if type(optimizer) is Optimizers else (optimizer,):
@@ -116,6 +126,25 @@ def update(
         return advance(new, applied), out
 
     return update
+
+
+def _check_gradients(state: TrainState, out: Output, name: str) -> None:
+    """Check which parameters have a gradient, in the first update and after each change of them.
+
+    Raises:
+        ValueError: none of those that the optimizers update has one.
+    """
+    __tracebackhide__ = True
+    if out.weight.__class__ is int and not out.weight:  # this process had no batch
+        return
+    cache, optimizers = current_parameters(state), optimizers_in(state.optimizer).values()
+    if all(p.grad is None for p in cache.trained):
+        fail_to_train(state, name, any(p.grad is not None for p in cache.found))
+    cache.checked = True
+    if not cache.has_changed or not state.backend.main:  # a run says it when it begins
+        return
+    if (untrained := explain_untrained(state.model, optimizers)) is not None:
+        log.warning("update %d: %s", state.step + 1, untrained)
 
 
 def _buffers_of(

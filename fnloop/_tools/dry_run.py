@@ -20,11 +20,12 @@ from fnloop._checkpoint.save import check_resumable, save
 from fnloop._core.history import History, Record, check_names
 from fnloop._core.optimizers import optimizers_in
 from fnloop._core.rng import isolated
-from fnloop._core.runs import INTERRUPTED
+from fnloop._core.runs import INTERRUPTED, TERMINATED
 from fnloop._core.serialize import find_difference
 from fnloop._core.state import TrainState, check_not_stale, snapshot
 from fnloop._core.types import EPOCH, Batch, Middleware, Output, Step, Wrap, name_of
 from fnloop._data.composed import unmarked
+from fnloop._data.held import own_copy
 from fnloop._data.loaders import Loaders, Padding, check_loader, sharded
 from fnloop._data.source import batch_size_of, open_source, windows
 from fnloop._display import tables
@@ -39,7 +40,15 @@ from fnloop._hooks.send import TableWriter
 from fnloop._loop.errors import NO_LENGTH, check_counters, check_returned
 from fnloop._loop.evaluate import open_loader
 from fnloop._loop.peers import Interrupts, is_alone
-from fnloop._loop.plan import check_metrics, check_step, make_plan, names_made, watched_in
+from fnloop._loop.plan import (
+    Plan,
+    check_metrics,
+    check_step,
+    describe,
+    make_plan,
+    names_made,
+    watched_in,
+)
 from fnloop._loop.run import fold
 from fnloop._middleware.ema import ema, swa
 from fnloop._middleware.metric import derive, metric, throughput, timings
@@ -120,7 +129,8 @@ def dry_run(
     Returns:
         What was seen: the batches of each loader, how many items a loss is the mean of, times,
         records, what each hook did, whether the run resumes, and whether ``cuda_graph`` could
-        capture its update. It prints as a table; ``problems`` is a tuple of what would not work.
+        capture its update, which is a problem only if it is listed. It prints as a table;
+        ``problems`` is a tuple of what would not work.
 
     Raises:
         StaleStateError: the state has been advanced.
@@ -163,18 +173,20 @@ def dry_run(
     check_names(watched, (*named, *names_made(checked)))
     check_metrics(step, checked, found.evaluated, state.history)
     step, failed = _tried_metrics(step)
-    findings, first = _read(step, state, named)
+    findings, first = _read(step, state, plan, named)
     if "train" not in first:
         return Report(_of_all([*findings, *failed.values()]))
+    # Hooks may need the numbers of a loader that raises: a training batch stands in for its batch.
+    evaluated = {name: sharded([first.get(name, first["train"])]) for name in found.evaluated}
+    loaders = {"train": found.train, **evaluated}
     with _temporary_folder(state) as folder:
-        findings += _train(step, state, found, first, checked, folder)
-        findings += _resume(step, state, found, folder)
-    findings += failed.values()
-    problems = [f for f in findings if f.kind == "graph"] + _capture(state, first["train"])
-    if not problems:
-        text = "nothing was seen that cuda_graph could not capture"
-        findings.append(Finding("graph", "update", text))
-    findings += [f for f in problems if f not in findings]
+        findings += _train(step, state, loaders, first, checked, folder)
+        resumed, obstacles = _resume(step, state, loaders, folder)
+    obstacles += _obstacles(state, first["train"])
+    findings += [*resumed, *failed.values()]
+    problem = bool(obstacles) and _must_be_captured(step)
+    texts = obstacles or ["nothing was seen that cuda_graph could not capture"]
+    findings += [Finding("graph", "update", text, problem) for text in texts]
     return Report(_of_all(findings))
 
 
@@ -214,7 +226,7 @@ def _naming_processes(problem: Finding, seen: Sequence[Sequence[Finding]]) -> Fi
 
 
 def _read(
-    step: PipelineStep, state: TrainState, loaders: Mapping[str, object]
+    step: PipelineStep, state: TrainState, plan: Plan, loaders: Mapping[str, object]
 ) -> tuple[list[Finding], dict[str, Batch]]:
     """Read two batches of each loader, and evaluate the first one.
 
@@ -238,11 +250,20 @@ def _read(
 
     def evaluate(name: str, seen: tuple[str, Batch, str]) -> Batch:
         before, batch, after = seen
-        items = _items(step, at_start_of_epoch(state), batch)
+        try:
+            items = _items(step, begun, batch)
+        except Exception:
+            if name != "train":
+                raise
+            # A run evaluates no batch of it, and a loss function may be for training only.
+            loader = sharded([batch])
+            advance_copy(step, at_start_of_epoch(state), {"train": loader}, 1, state.epoch + 2)
+            items = f"{batch_size_of(batch)} items, its leading dimension"
         found[name] = Finding("loader", name, f"{before}; {items}; {after}")
         return batch
 
     read = without_those_that_raise(loaders, lambda name, one: _read_one(state, name, one))
+    begun = at_start_of_run(plan, state, step) if "train" in read else state
     first = without_those_that_raise(read, evaluate)
     return [found[name] for name in loaders if name in found], first
 
@@ -262,7 +283,7 @@ def _read_one(state: TrainState, name: str, loader: object) -> tuple[str, Batch,
         reading = windows(source, None, state.backend.device, None)
         for batch in itertools.islice(reading, 2):
             seconds.append(time.perf_counter() - began)
-            batches.append(batch)
+            batches.append(own_copy(batch))
             began = time.perf_counter()
         if (close := getattr(reading, "close", None)) is not None:
             close()
@@ -376,6 +397,10 @@ class _Tried(Wrapper):
     def __init__(self, hook: Hook) -> None:
         self.hook, self.error = hook, None
 
+    @property
+    def _saves(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return ()  # what cannot be saved is a problem of the hook, and ends no run
+
     def _try(self, call: Callable[[], Result], otherwise: Result) -> Result:
         if self.error is not None:
             return otherwise
@@ -434,7 +459,7 @@ class _Tried(Wrapper):
 def _train(
     step: PipelineStep,
     state: TrainState,
-    loaders: Loaders,
+    loaders: Mapping[str, object],
     first: Mapping[str, Batch],
     hooks: Sequence[Hook],
     folder: Path,
@@ -451,12 +476,7 @@ def _train(
 
     tried = [_safe(unwrap_hook(hook), folder / f"hook-{i}") for i, hook in enumerate(hooks)]
     called = [safe for safe, _ in tried if safe is not None]
-    # Hooks may need the numbers of a loader that raises: a training batch stands in for its batch.
-    evaluated = {name: sharded([first.get(name, first["train"])]) for name in loaders.evaluated}
-    reached = train_trial(
-        step, copied, {"train": loaders.train, **evaluated}, epochs=copied.epoch + 1,
-        hooks=(end, *called), evaluate_every=every(epochs=1),
-    )  # fmt: skip
+    reached = train_trial(step, copied, loaders, epochs=copied.epoch + 1, hooks=(end, *called))
     updates = [
         Finding("update", str(i), f"{format_milliseconds(after - before)}, with its batches")
         for i, (before, after) in enumerate(itertools.pairwise(times), 1)
@@ -500,18 +520,22 @@ def _safe(hook: Hook, place: Path) -> tuple[_Tried | None, str]:
 # --- resuming
 
 
-def _resume(step: PipelineStep, state: TrainState, loaders: Loaders, folder: Path) -> list[Finding]:
-    """Compare a run that was saved and restored after its first update with one that was not."""
+def _resume(
+    step: PipelineStep, state: TrainState, loaders: Mapping[str, object], folder: Path
+) -> tuple[list[Finding], list[str]]:
+    """Compare a run that was saved and restored after its first update with one that was not.
+
+    Return what was seen, and what its updates read to the host.
+    """
     __tracebackhide__ = True
     target = state.epoch + 2  # the same for all, as a schedule may depend on it
     compiles = any(m.name == "compiled" for m in step.pipeline.middleware)
-    watch, train = HostReads(), {"train": loaders.train}
+    watch = HostReads()
     with contextlib.nullcontext() if compiles else watch:
-        straight = advance_copy(step, at_start_of_epoch(state), train, UPDATES, target)
-    graph = [Finding("graph", "update", text, problem=True) for text in watch.places]
+        straight = advance_copy(step, at_start_of_epoch(state), loaders, UPDATES, target)
     try:
         check_resumable(state)
-        half = advance_copy(step, at_start_of_epoch(state), train, 1, target)
+        half = advance_copy(step, at_start_of_epoch(state), loaders, 1, target)
         began = time.perf_counter()
         save(half, folder / "checkpoint")
         saved = time.perf_counter()
@@ -520,34 +544,39 @@ def _resume(step: PipelineStep, state: TrainState, loaders: Loaders, folder: Pat
             format_milliseconds(saved - began),
             format_milliseconds(time.perf_counter() - saved),
         ]
-        resumed = advance_copy(step, resumed, train, UPDATES - 1, target)
+        resumed = advance_copy(step, resumed, loaders, UPDATES - 1, target)
     except CheckpointError as error:
-        return [Finding("resume", "checkpoint", str(error), problem=True), *graph]
+        return [Finding("resume", "checkpoint", str(error), problem=True)], watch.places
     times = Finding("save", "checkpoint", f"saved in {took[0]}, restored in {took[1]}")
     if (where := find_difference(contents_of(straight), contents_of(resumed), "state")) is None:
         text = "bit for bit, in the middle of an epoch"
-        return [times, Finding("resume", "checkpoint", text), *graph]
+        return [times, Finding("resume", "checkpoint", text)], watch.places
     text = (
         f"one update after a restore, {where}: a loader whose batches differ each time, a kernel "
         "that is not deterministic, or something that no checkpoint holds"
     )
-    return [times, Finding("resume", "checkpoint", text, problem=True), *graph]
+    return [times, Finding("resume", "checkpoint", text, problem=True)], watch.places
 
 
 # --- graphs
 
 
-def _capture(state: TrainState, batch: Batch) -> list[Finding]:
+def _must_be_captured(step: PipelineStep) -> bool:
+    """Return whether a step lists ``cuda_graph``, which raises where it cannot capture."""
+    listed = (m.call for m in step.pipeline.middleware if m.name == "cuda_graph")
+    return any(call is None or not call.kwargs.get("fallback") for call in listed)
+
+
+def _obstacles(state: TrainState, batch: Batch) -> list[str]:
     """Return why an update could not be captured, apart from what it reads to the host."""
-    findings = []
     try:
         signature(batch, [])
         make_capturable(
             [*optimizers_in(at_start_of_epoch(state).optimizer).values()], state.backend.device
         )
     except CaptureError as error:
-        findings.append(Finding("graph", "update", str(error), problem=True))
-    return findings
+        return [str(error)]
+    return []
 
 
 # --------------------------------------------------------------------------------------------------
@@ -556,6 +585,7 @@ def _capture(state: TrainState, batch: Batch) -> list[Finding]:
 RATES = (schedule, torch_scheduler, plateau)  # they need the length or the records of a run
 AVERAGES = (ema, swa)
 REPORTS = (metric, derive, timings, throughput)  # they change no update
+EVALUATED = every(epochs=1)  # when a run evaluates by default
 
 
 def at_start_of_epoch(state: TrainState) -> TrainState:
@@ -565,6 +595,20 @@ def at_start_of_epoch(state: TrainState) -> TrainState:
         ends=None, phases=(), generators=None, saved_on=None, events=frozenset(),
         todo=(),
     )  # fmt: skip
+
+
+def at_start_of_run(plan: Plan, state: TrainState, step: PipelineStep | None = None) -> TrainState:
+    """Return a copy of a state as a run begins with it: with the facts about it, and all slots.
+
+    Args:
+        plan: the plan of the run.
+        state: the state.
+        step: the step that makes the slots; that of the plan by default.
+    """
+    copied = at_start_of_epoch(state)
+    source = open_loader(plan.loaders.train, copied, plan.total)
+    run = describe(plan, copied, source, (*plan.loaders.evaluated,), None)
+    return (step or plan.step).init_slots(attrs.evolve(copied, run=run))
 
 
 def with_members(
@@ -596,7 +640,7 @@ def train_trial(
     epochs: int | None = None,
     steps: int | None = None,
     hooks: Sequence[HookFn] = (),
-    evaluate_every: Trigger | None = None,
+    evaluate_every: Trigger = EVALUATED,
 ) -> TrainState:
     """Train a copy, as ``fit`` does, but let Ctrl-C and signals end the program as they usually do.
 
@@ -638,14 +682,17 @@ def advance_copy(
     loaders: Mapping[str, object],
     updates: int,
     epochs: int,
-    evaluate_every: Trigger | None = None,
+    evaluate_every: Trigger = EVALUATED,
 ) -> TrainState:
-    """Make a number of updates of a longer run; those of one batch count as one."""
+    """Make a number of updates of a longer run; those of one batch count as one.
+
+    It leaves the run as a signal does: nothing is evaluated or recorded only because it ends.
+    """
     __tracebackhide__ = True
     counted = itertools.count(1)
 
     def stop(state: TrainState) -> TrainState:
-        return attrs.evolve(state, stop="enough") if next(counted) >= updates else state
+        return attrs.evolve(state, stop=TERMINATED) if next(counted) >= updates else state
 
     reached = train_trial(
         step, copied, loaders, epochs=epochs, hooks=(stop,), evaluate_every=evaluate_every

@@ -250,7 +250,7 @@ class Trial:
     ) -> None:
         self.name, self._source, self._step, self._loaders = name, source, step, loaders
         self._rungs, self._hooks = rungs, hooks
-        self._folder = None if folder is None else folder / quote(name, safe="=,.+- ")
+        self._folder = None if folder is None else folder / _name_of_folder(name)
         self._state: TrainState | None = None  # where it is held in memory
         self.history = History()
         self.is_main = True
@@ -319,12 +319,17 @@ def _kept_in(folder: str | Path | None, states: Mapping[str, Source]) -> Iterato
 # Arguments, and the ranking.
 
 
+def _name_of_folder(name: str) -> str:
+    return quote(name, safe="=,.+- ")
+
+
 def _check(states: object, rungs: object, keep: float) -> Sequence[int]:
     checks.mapping(OWNER, "states", cast("Mapping[str, object]", states), EXAMPLE)
     if not states:
         raise ValueError(f"search expects at least one state, {EXAMPLE}; got none")
     for name, source in cast("Mapping[str, object]", states).items():
         checks.text(OWNER, "states", name, "names of runs")
+        checks.name_of_file(OWNER, "names in states", name, _name_of_folder(name))
         if isinstance(source, TrainState):
             check_not_stale(source, OWNER)
         elif not callable(source):

@@ -21,6 +21,7 @@ from fnloop._core.optimizers import optimizers_in
 from fnloop._core.rng import isolated
 from fnloop._core.state import TrainState, check_not_stale, snapshot
 from fnloop._core.types import Middleware
+from fnloop._data.held import own_copy
 from fnloop._data.loaders import check_loader
 from fnloop._display import checks
 from fnloop._display.screen import log
@@ -302,7 +303,7 @@ class _Bench:
             source = open_loader(self.now.loader, self.state, total)
             batches = source.batches(self.state.epoch, 0, 0)
             each = source.rounds_of(source.batches_in_update(step.window))
-            return list(itertools.islice(batches, 4 * each))
+            return [*map(own_copy, itertools.islice(batches, 4 * each))]
 
 
 def _losses(state: TrainState) -> dict[str, float]:

@@ -634,7 +634,7 @@ class _Fixed(Composed):
         """Return the indices of the first batches that the loader has in an epoch."""
         loader = part.loader
         set_epoch(epoch, *samplers_of(loader))
-        indices = batch_indices(loader, fold_in(seed, ORDER, epoch), None, 0, 1)
+        indices = batch_indices(loader, fold_in(seed, ORDER, epoch), 0, 1)
         return list(itertools.islice(indices, self.n))
 
     def __iter__(self) -> Iterator[Batch]:

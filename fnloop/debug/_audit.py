@@ -141,6 +141,7 @@ def audit(every: int = 1000, against: str | None = None) -> Middleware:
         forward=members.note_forward if against == FLOAT64 else None,
         step=wrap,
         check_state=members.note,
+        adds=(),
     )
 
 

@@ -22,22 +22,24 @@ from fnloop._core.rng import isolated
 from fnloop._core.serialize import find_difference
 from fnloop._core.state import TrainState, check_not_stale
 from fnloop._core.types import Batch, name_of
+from fnloop._data.held import own_copy
 from fnloop._data.source import windows
 from fnloop._display.tables import format_number
 from fnloop._graphs.guards import HostReads
 from fnloop._hooks.hook import every
 from fnloop._loop.evaluate import open_loader
-from fnloop._loop.plan import check_step, make_plan
+from fnloop._loop.plan import Plan, check_step, make_plan
 from fnloop._middleware.accumulate import accumulate, microbatch
 from fnloop._step.pipeline import LossStep, PipelineStep, RawStep
 from fnloop._tools.dry_run import (
-    AVERAGES,
+    EVALUATED,
     RATES,
     REPORTS,
     Finding,
     Report,
     advance_copy,
     at_start_of_epoch,
+    at_start_of_run,
     contents_of,
     loaders_to_try,
     with_members,
@@ -106,8 +108,8 @@ def check_script(step: PipelineStep, state: TrainState, loaders: object) -> Repo
     check_step(step, "check_script")
     check_not_stale(state, "check_script")
     given = (step, at_start_of_epoch(state), loaders, None, None, (), None, None, 1, None)
-    found = make_plan(*given).loaders
-    named = loaders_to_try("check_script", state, found)
+    plan = make_plan(*given)
+    named = loaders_to_try("check_script", state, plan.loaders)
     script = _Script(step, state, named)
     try:
         straight = script.run().contents
@@ -123,7 +125,7 @@ def check_script(step: PipelineStep, state: TrainState, loaders: object) -> Repo
             text = "not checked, because the problems above change gradients too"
             findings.append(Finding("accumulation", "update", text))
         else:
-            findings.append(check_accumulation(step, state, found.train))
+            findings.append(check_accumulation(step, state, plan))
         findings += script.check_host_reads()
     finally:
         script.reset()
@@ -175,15 +177,14 @@ class _Script:
         """Make updates with a copy of the state, or with one that was begun."""
         __tracebackhide__ = True
         copied = at_start_of_epoch(self.state) if begun is None else begun
-        loaders = {"train": self.loaders["train"]}
-        if evaluates:
-            others = {k: v for k, v in self.loaders.items() if k != "train"} or {
-                "valid": self.loaders["train"]
-            }
-            loaders |= {name: take(loader, 1) for name, loader in others.items()}
+        train = self.loaders["train"]
+        others = {k: v for k, v in self.loaders.items() if k != "train"}
+        if evaluates and not others:
+            others = {"valid": train}
+        loaders = {"train": train, **{name: take(loader, 1) for name, loader in others.items()}}
         roots = {"the model": copied.model, **self._roots}
         before = find_sources(roots)
-        moment = every(steps=1) if evaluates else None
+        moment = every(steps=1) if evaluates else EVALUATED
         target = self.state.epoch + UPDATES + 1  # the same for all, as schedules depend on it
         reached = advance_copy(self.step, copied, loaders, updates, target, moment)
         after = find_sources(roots)
@@ -294,30 +295,40 @@ def _named(changed: tuple[Source, ...]) -> str:
 # Whether accumulated batches give the gradient of one batch of all their items.
 
 KIND, NAME = "accumulation", "update"
-_LEFT_OUT = (*RATES, *AVERAGES, *REPORTS, accumulate, microbatch, audit, watch)
+_LEFT_OUT = (*RATES, *REPORTS, accumulate, microbatch, audit, watch)
 _Made = dict[str, Tensor]
 
 
-def check_accumulation(step: PipelineStep, state: TrainState, loader: object) -> Finding:
+def check_accumulation(step: PipelineStep, state: TrainState, plan: Plan) -> Finding:
     """Compare the gradient of two batches, accumulated, with that of both joined.
 
     Args:
         step: the step.
         state: the newest state.
-        loader: the training loader.
+        plan: what a run of it would do.
     """
     __tracebackhide__ = True
     if not isinstance(step, LossStep) or isinstance(step, RawStep) or step.carries:
         return Finding(KIND, NAME, f"not checked: {type(step).__name__} takes no accumulate(2)")
     with isolated(state.backend.device):
-        batches = _read(loader, state)
+        batches, copied = _read(plan.loaders.train, state), lambda: at_start_of_run(plan, state)
         if len(batches) < 2:
             return Finding(KIND, NAME, "not checked: the loader has only one batch")
         try:
             joined = join(batches)
         except ValueError as error:
             return Finding(KIND, NAME, f"not checked: {error}")
-        compare = _comparing(step, state, batches, joined)
+        rough = step.precision_in(state) is not None
+        compare = _comparing(step, copied, batches, joined, rough)
+        whole = with_members(step, _LEFT_OUT)
+        try:
+            one, other = (_gradients(whole, copied(), joined, _without_dropout) for _ in range(2))
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+            return Finding(KIND, NAME, f"not checked: two batches joined in one raise {text}")
+        if _difference(one, other, rough) is not None:
+            text = "not checked: the gradient of one batch differs with what is drawn"
+            return Finding(KIND, NAME, text)
         found = compare(_without_dropout)
         if found is None:
             return Finding(KIND, NAME, "two batches give the gradient of one with all their items")
@@ -330,7 +341,7 @@ def check_accumulation(step: PipelineStep, state: TrainState, loader: object) ->
                 "usual; a GroupNorm or a LayerNorm does not"
             )
         else:
-            why = _explain_loss(step, state, batches, joined)
+            why = _explain_loss(step, copied(), batches, joined)
     return Finding(KIND, NAME, f"accumulate(2) is not one large batch: {found}; {why}", True)
 
 
@@ -340,7 +351,7 @@ _NO_GRADIENTS = "the update is skipped, so there is no gradient"
 def _read(loader: object, state: TrainState) -> list[Batch]:
     """Return the first two batches of a loader."""
     reading = windows(open_loader(loader, state), None, state.backend.device, None)
-    found = [to_device(b, state.backend.device) for b in itertools.islice(reading, 2)]
+    found = [own_copy(to_device(b, state.backend.device)) for b in itertools.islice(reading, 2)]
     if (close := getattr(reading, "close", None)) is not None:
         close()
     return found
@@ -370,34 +381,39 @@ def join(batches: Sequence[Batch]) -> Batch:
 
 
 def _comparing(
-    step: LossStep, state: TrainState, batches: Sequence[Batch], joined: Batch
+    step: LossStep,
+    copied: Callable[[], TrainState],
+    batches: Sequence[Batch],
+    joined: Batch,
+    rough: bool,
 ) -> Callable[[Callable[[nn.Module], None]], str | None]:
     """Return a function that compares the gradients, after a change of the model's modes."""
     parts = with_members(step, _LEFT_OUT, [accumulate(2)])
     whole = with_members(step, _LEFT_OUT)
-    rough = step.precision_in(state) is not None
 
     def compare(change: Callable[[nn.Module], None]) -> str | None:
-        a = _gradients(parts, state, batches, change)
-        b = _gradients(whole, state, joined, change)
-        if not a or not b:
-            return _NO_GRADIENTS
-        least = SMALL * math.hypot(*map(_norm, b.values()))
-        for name, grad in b.items():
-            off = _norm(a[name] - grad) / max(_norm(grad), least, 1e-300)
-            if not off <= tolerance_of(grad.dtype, rough):
-                return f"the gradient of {name} differs by {off:.3g} of its norm"
-        return None
+        a = _gradients(parts, copied(), batches, change)
+        b = _gradients(whole, copied(), joined, change)
+        return _NO_GRADIENTS if not a or not b else _difference(a, b, rough)
 
     return compare
 
 
+def _difference(a: _Made, b: _Made, rough: bool) -> str | None:
+    """Return which gradient of a differs from that of b by more than rounding, or None."""
+    least = SMALL * math.hypot(*map(_norm, b.values()))
+    for name, grad in b.items():
+        off = _norm(a[name] - grad) / max(_norm(grad), least, 1e-300)
+        if not off <= tolerance_of(grad.dtype, rough):
+            return f"the gradient of {name} differs by {off:.3g} of its norm"
+    return None
+
+
 def _gradients(
-    step: PipelineStep, state: TrainState, batch: Batch, change: Callable[[nn.Module], None]
+    step: PipelineStep, copied: TrainState, batch: Batch, change: Callable[[nn.Module], None]
 ) -> _Made:
     """Return the gradients of an update of a copy, by the names of parameters."""
     __tracebackhide__ = True
-    copied = at_start_of_epoch(state)
     copied.model.train()
     change(copied.model)
     with Gradients(copied) as seen:
@@ -428,14 +444,13 @@ def _norms(model: nn.Module) -> list[str]:
 
 
 def _explain_loss(
-    step: LossStep, state: TrainState, batches: Sequence[Batch], joined: Batch
+    step: LossStep, copied: TrainState, batches: Sequence[Batch], joined: Batch
 ) -> str:
     """Return what the loss of a batch may be, if it is not a mean over its items."""
     name, line = name_of(step.loss_fn), ""
     if inspect.isfunction(step.loss_fn):
         code = step.loss_fn.__code__
         line = f" ({Path(code.co_filename).name}, line {code.co_firstlineno})"
-    copied = at_start_of_epoch(state)
     outs = [step.evaluate(copied, batch) for batch in (*batches, joined)]
     if any(out.loss is None for out in outs):
         return f"{name}{line} returns a loss that is not a mean over the items of a batch"

@@ -41,8 +41,8 @@ from fnloop._core.rng import isolated, reserved_generators
 from fnloop._core.runs import INTERRUPTED, Stop, is_interruption
 from fnloop._core.state import TrainState, check_not_stale, snapshot, unwrap
 from fnloop._core.types import RECORD, Batch, Middleware, Output, Step, middleware
-from fnloop._data.iterable import checksum
 from fnloop._data.loaders import read_loaders
+from fnloop._data.position import checksum
 from fnloop._display import checks, tables
 from fnloop._display.checks import join_names
 from fnloop._hooks.hook import Moment, when

@@ -147,6 +147,7 @@ def watch(every: int = 50, only: Selectors | None = None) -> Middleware:
         update=update,
         check=_check,
         check_state=lambda state, listed: _check_state(state, selectors),
+        adds=(WATCH,),
     )
 
 
@@ -705,8 +706,11 @@ class _Putting:
     def _put_inside(self, now: object, saved: object) -> object:
         if isinstance(now, Average) and isinstance(saved, Average):
             now.count = saved.count
-            for key, tensor in saved.items():
-                self.put(now[key], tensor)
+            values = {key: self.put(now.get(key), tensor) for key, tensor in saved.items()}
+            if any(now.get(key) is not value for key, value in values.items()):
+                now.blended = None  # the update had begun the average of some again
+            now.clear()
+            now.update(values)
             return now
         if isinstance(now, MutableMapping) and isinstance(saved, MutableMapping):
             values = {key: self.put(now.get(key), part) for key, part in saved.items()}

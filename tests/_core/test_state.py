@@ -113,3 +113,35 @@ def test_an_optimizer_or_a_module_that_wraps_another_is_kept():
     optimizer.optimizer = torch.optim.SGD(model.parameters(), lr=1.0)  # as a Lookahead does
     state = fl.TrainState.create(model, optimizer)
     assert state.optimizer is optimizer and state.model is model
+
+
+SGD = torch.optim.SGD
+ONE_OPTIMIZER = "expects one optimizer, as the state has; got the names a. For others make a new"
+NAMES = "expects the names a, b, as the state has; got"
+
+
+@pytest.mark.parametrize(("several", "given", "error", "message"), [
+    (False, lambda m: {"a": SGD(m.parameters(), lr=1.0)}, ValueError, ONE_OPTIMIZER),
+    (False, lambda m: {}, TypeError, "expects an optimizer, or several by name"),
+    (False, lambda m: None, TypeError, "several by name where the state has them; got None"),
+    (True, lambda m: SGD(m.parameters(), lr=1.0), ValueError, f"{NAMES} SGD"),
+    (True, lambda m: {"a": SGD(m.parameters(), lr=1.0)}, ValueError, f"{NAMES} the names a"),
+    (True, lambda m: {"a": 1, "b": 2}, TypeError, "got {'a': 1, 'b': 2}"),
+])  # fmt: skip
+def test_a_state_is_given_optimizers_in_the_form_that_it_has(several, given, error, message):
+    model = nn.Linear(1, 1)
+    optimizer = SGD(model.parameters(), lr=1.0)
+    if several:
+        optimizer = {"a": SGD([model.weight], lr=1.0), "b": SGD([model.bias], lr=1.0)}
+    state = fl.TrainState.create(model, optimizer)
+    with pytest.raises(error, match=r"attrs.evolve\(state, optimizer=...\) expects") as raised:
+        attrs.evolve(state, optimizer=given(model))
+    assert message in str(raised.value)
+
+
+def test_a_state_takes_other_optimizers_of_the_same_names():
+    nn.init.zeros_((model := nn.Linear(1, 1)).bias)
+    make = lambda lr: {"a": SGD([model.weight], lr=lr), "b": SGD([model.bias], lr=lr)}
+    state = attrs.evolve(fl.TrainState.create(model, make(0.0)), optimizer=make(2.0))
+    fl.fit(fl.pipeline()(lambda m, x: m.bias.sum()), state, [ONE], hooks=())
+    assert model.bias.item() == -2.0 and repr(state.optimizer) == "{'a': SGD, 'b': SGD}"

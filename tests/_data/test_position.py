@@ -11,8 +11,10 @@ from streams import READ, Batches, Forgetful, Stream, restored, train
 from torch.utils.data import DataLoader
 
 import fnloop as fl
-from fnloop._data.iterable import Positions, checksum, hint_at_stateful_loader, keeper_of, reading
+from fnloop._core.runs import UNKNOWN
+from fnloop._data.iterable import hint_at_stateful_loader, keeper_of, reading
 from fnloop._data.loaders import takes_position
+from fnloop._data.position import Positions, checksum
 from fnloop._data.source import open_source
 from fnloop.testing import assert_same, toy, toy_loss
 
@@ -226,7 +228,7 @@ def test_a_position_that_is_not_plain_data_is_left_out_of_checkpoints(caplog, tm
 def test_a_loader_that_cannot_say_where_it_is_is_read_again(caplog, monkeypatch):
     whole = train(Batches())
     monkeypatch.setattr(Batches, "state_dict", lambda self: None)
-    assert train(Batches(), steps=3).position is None and not caplog.messages
+    assert train(Batches(), steps=3).position["keeper"] == "" and not caplog.messages
     monkeypatch.setattr(Batches, "state_dict", lambda self: {}["yielded"])
     state = train(Batches(), steps=3)
     (line,) = caplog.messages
@@ -277,19 +279,22 @@ def test_workers_without_a_position_are_told_what_would_be_faster(caplog):
 def test_no_more_is_kept_than_what_is_ahead():
     positions, batches = Positions(), Batches()
     positions.begin(None, ahead=2)
-    positions.restart(0, batches)
+    positions.open(0, 0, keeper=batches)
     for n in range(1, 9):
         assert positions.note(n, torch.tensor([n]), batches)
     assert positions.at(0, 5) is positions.at(1, 6) is None
     found = [positions.at(0, n) for n in (6, 7, 8, 9)]
     sums = [checksum(torch.tensor([n])) for n in (7, 8)]
     assert [at["batch"] for at in found] == [6, 7, 8, 8]
-    assert [at["next"] for at in found] == [*sums, None, None]
+    assert [at["next"] for at in found] == [*sums, UNKNOWN, UNKNOWN]
+    positions.end(8)
+    assert [positions.at(0, n)["next"] for n in (7, 8)] == [sums[1], None]
 
 
 def test_which_position_is_given_back():
     at = {"epoch": 1, "batch": 4, "shards": 2, "keeper": "Batches", "state": {}, "next": 0}
-    positions = Positions(shards=2)
+    positions = Positions()
+    positions.shards = 2
     assert positions.given(1, 4) is None
     positions.begin(at, ahead=1)
     assert positions.given(1, 4) == positions.given(1, 5) == positions.at(1, 8) == at
@@ -297,7 +302,7 @@ def test_which_position_is_given_back():
     positions.shards = 1
     assert positions.given(1, 4) is None
     positions.shards = 2
-    positions.restart(1, Batches())
+    positions.open(1, 4, keeper=Batches())
     assert positions.note(5, torch.ones(1), Batches())
     assert [positions.at(1, n)["batch"] for n in (8, 10, 11)] == [4, 5, 5]
 

@@ -103,7 +103,7 @@ def test_a_tensor_that_the_loader_reuses_is_refused():
             yield batch.fill_(i)
 
     source = open_source(loader, seed=0, rank=0, processes=2)
-    with pytest.raises(ValueError, match="reuses a tensor for its next batch, but 2 processes"):
+    with pytest.raises(ValueError, match="reuses a tensor for its next batch, but several"):
         [*source.batches(0, 0, 0)]
     assert len([*open_source(loader, seed=0).batches(0, 0, 0)]) == 4
 

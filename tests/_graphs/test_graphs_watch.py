@@ -61,6 +61,17 @@ def other_optimizer_state(state):
     return state
 
 
+def replaced_parameter(state):
+    layer, optimizer = state.model[0], state.optimizer
+    old, layer.weight = layer.weight, nn.Parameter(layer.weight.detach() * 2)
+    params = optimizer.param_groups[0]["params"]
+    params[:] = [layer.weight if p is old else p for p in params]
+    held = {layer.weight if p is old else p: values for p, values in optimizer.state.items()}
+    optimizer.state.clear()
+    optimizer.state.update(held)  # in the same order
+    return state
+
+
 def other_tensors_in_a_slot(state):
     state.slots["average"][:] = [torch.zeros_like(t) for t in state.slots["average"]]
     return state
@@ -81,7 +92,7 @@ def test_a_learning_rate_that_a_hook_sets_is_filled_in(recorders):
 
 
 @pytest.mark.parametrize("change", [
-    momentum, freeze, evaluation_mode, other_memory, other_memory_of_the_rate,
+    momentum, freeze, evaluation_mode, other_memory, other_memory_of_the_rate, replaced_parameter,
     other_optimizer_state, other_tensors_in_a_slot, another_slot,
 ])  # fmt: skip
 def test_a_change_between_two_updates_makes_new_graphs(change, recorders):

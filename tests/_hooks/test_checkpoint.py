@@ -231,6 +231,17 @@ def test_any_number_and_any_name_is_in_a_name(tmp_path, name, value, shown):
     assert names(tmp_path) == [f"step-00000002-valid-{shown}"]
 
 
+def test_names_that_no_disk_takes_are_refused_at_once(tmp_path):
+    # A name has "step-00000001", and for each metric at most "-", its name, "=" and "-1.234e-300".
+    longest, one_more = (f"x/{'a' * n}" for n in (185, 186))
+    number = fl.measure(lambda state: {"a" * 185: -1.234e-300}, name="x")
+    fit(number, saves(tmp_path, named=(longest,)), train=1, epochs=1)
+    assert names(tmp_path) == [f"step-00000001-x-{'a' * 185}=-1.234e-300"]
+    for names_of in ((one_more,), (longest, "b"), tuple(f"valid/class_{i}" * 3 for i in range(8))):
+        with pytest.raises(ValueError, match="named of at most 200 characters"):
+            saves(tmp_path, named=names_of)
+
+
 def test_a_name_is_only_for_the_metrics_of_its_own_boundary(tmp_path):
     named(tmp_path / "a", train=2, epochs=1, keep=None)
     assert names(tmp_path / "a") == ["step-00000001", "step-00000002-valid-loss=-2"]

@@ -72,8 +72,12 @@ def watching(watcher, key, folder):
     ("vali/loss", {"evaluate_every": None}, 0, f"{NO_LOADER}train. Did you mean 'train/loss'?"),
     *(("valid/loss", {"evaluate_every": never}, 0, NOT_MADE) for never in (None, {"valid": None})),
     ("valid/lss", {}, 0, f": this pipeline evaluates valid/loss. To add it, {ADD_IT}"),
-    # of training: known after the first epoch
-    ("train/lss", {}, 1, f"{MADE} 'train/loss'?"),
+    ("train/lss", {}, 0, f": this pipeline reports train/loss, train/lr. To add it, {ADD_IT}"
+     .replace("valid/loss", "train/loss")),
+    ("train/f1", {}, 0, ": this pipeline reports train/loss, train/lr. To add it, list "
+     "metric(f1=fn) in the pipeline, fn(aux, batch) -> scalar"),
+    # where another hook might add it: known after the first epoch
+    ("train/lss", {"other": lambda state: state}, 1, f"{MADE} 'train/loss'?"),
     # where another hook might add it: known after the first evaluation
     *((key, {"other": lambda state: state, "evaluate_every": fl.every(epochs=every)}, every,
        f"{MADE} 'valid/loss'?") for key, every in (("valid/lss", 1), ("valid/los", 2))),
@@ -157,3 +161,74 @@ def test_what_watches_the_loss_of_an_evaluation_without_one_is_told(watcher, tmp
     members = (*members, fl.metric(mean=lambda aux, batch: aux["output"].mean()))
     with pytest.raises(KeyError, match=message):
         fit(*hooks, step=fl.pipeline(*members)(loss_fn), **{**RUN, "epochs": 2})
+
+
+# --- metrics of training, which are known beforehand
+
+REPORTING = [  # every middleware of the library that may report in training
+    fl.clip(1.0),
+    fl.clip(1.0, only="w", name="w"),
+    fl.grad_norm(),
+    fl.grad_norm(by="module"),
+    fl.metric(value=lambda aux, batch: batch.mean()),
+    fl.metric(value=lambda aux, batch: batch.mean(), on="training"),
+    fl.metric(value=lambda aux, batch: batch.mean(), loaders=("train",)),
+    fl.derive(double=lambda m: 2 * m["loss"]),
+    fl.schedule(lambda i, total: 1.0),
+    fl.schedule(lambda i, total: 1.0, field="weight_decay"),
+    fl.torch_scheduler(lambda opt, run: torch.optim.lr_scheduler.ExponentialLR(opt, 0.5)),
+    fl.timings(),
+    fl.throughput(),
+    fl.throughput(of="weight", flops=1.0, peak=1.0),
+    fl.device_memory(),
+    fl.debug.watch(every=1),
+]
+SILENT = [
+    *(fl.accumulate(1), fl.accumulate(2), fl.microbatch(2), fl.retry_on_oom(), fl.sam(0.1)),
+    *(fl.clip_value(1.0), fl.clip_adaptive(0.1), fl.closure(), fl.amp("bf16"), fl.amp(None)),
+    *(fl.amp("fp16"), fl.channels_last(), fl.skip_nonfinite(), fl.spike_guard(), fl.ema(0.9)),
+    *(fl.swa(0.5), fl.local_sgd(2), fl.debug.audit(every=2), fl.compiled(backend="eager")),
+    *(fl.plateau("train/loss"), fl.metric(value=lambda aux, batch: batch.mean(), on="evaluation")),
+]
+
+
+@pytest.mark.parametrize("member", REPORTING, ids=repr)
+def test_what_a_middleware_reports_in_training_may_be_watched(member):
+    made = fit(step=fl.pipeline(member)(toy_loss), train=2, epochs=1).history[-1].metrics
+    for key in made:
+        stop = fl.early_stop(key, mode="min")
+        assert key in fit(stop, step=fl.pipeline(member)(toy_loss), train=2, epochs=1).history
+
+
+@pytest.mark.parametrize("member", [*REPORTING, *SILENT], ids=repr)
+def test_what_no_middleware_of_the_library_reports_is_refused_before_the_first_update(member):
+    state = toy()
+    with pytest.raises(KeyError, match="this pipeline reports train/loss, train/lr"):
+        step = fl.pipeline(member)(toy_loss)
+        fit(fl.early_stop("train/other", mode="min"), step=step, state=state, train=1, epochs=1)
+    assert state.step == 0 and state.model.w.item() == 0
+
+
+def test_a_middleware_of_ones_own_may_report_anything_unless_it_says_what():
+    def wrap(step):
+        def counted(state, batch):
+            state, out = step(state, batch)
+            return state, attrs.evolve(out, metrics={**out.metrics, "mine": fl.Last(3.0)})
+
+        return counted
+
+    stop = fl.early_stop("train/mine", mode="max")
+    for says in ({}, {"adds": ("mine",)}):
+        step = fl.pipeline(fl.Middleware("own", step=wrap, **says))(toy_loss)
+        assert fit(stop, step=step, train=1, epochs=1).history["train/mine"] == (3.0,)
+    step = fl.pipeline(fl.Middleware("own", step=wrap, adds=()))(toy_loss)
+    with pytest.raises(KeyError, match="there is no metric 'train/mine'"):
+        fit(stop, step=step, train=1, epochs=1)
+
+
+def test_scheduled_numbers_may_be_watched():
+    step = fl.pipeline(fl.scheduled(beta=lambda i, total: 0.5))(
+        lambda model, batch, *, beta: beta * toy_loss(model, batch)[0]
+    )
+    stop = fl.early_stop("train/beta", mode="max")
+    assert fit(stop, step=step, train=1, epochs=1).history["train/beta"] == (0.5,)

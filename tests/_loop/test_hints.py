@@ -81,8 +81,10 @@ def test_a_length_that_is_right_needs_no_hint(target, caplog):
         for loader in (Lying(5, 5), data, DataLoader(torch.ones(11), 3), shorter):
             fl.fit(step, toy(), loader, hooks=hooks, **target)
     state = fl.fit(step, toy(), Lying(8, 8), steps=6, hooks=())
-    fl.fit(step, state, Lying(4, 4), epochs=1, hooks=())
     assert not caplog.messages
+    fl.fit(step, state, Lying(4, 4), epochs=1, hooks=())
+    (line,) = caplog.messages
+    assert "(Lying) had 8 batches when epoch 1 began, and has 4 batches now" in line
 
 
 def hints(device=CPU, **settings):

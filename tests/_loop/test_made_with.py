@@ -8,6 +8,8 @@ from torch import nn
 
 import fnloop as fl
 from fnloop._core import code
+from fnloop._core.types import Call
+from fnloop._loop.peers import comparable
 from fnloop.testing import toy, toy_loss
 
 ONE = torch.ones(1)
@@ -79,3 +81,19 @@ def test_nothing_is_looked_at_where_no_checkpoint_is_saved(monkeypatch):
 ])  # fmt: skip
 def test_a_function_without_a_source_is_known_by_its_code(a, b, same):
     assert (code.hash_of(eval(a)) == code.hash_of(eval(b))) is same
+
+
+def test_a_setting_is_compared_by_what_is_the_same_in_every_process():
+    """Plain data, and the names of functions and classes: no address, no order of a set."""
+    one, other = (
+        Call(fl.metric, (), {"a": lambda aux, batch: 0, "loaders": ("valid",)}) for _ in range(2)
+    )
+    assert comparable(one) == comparable(other)
+    assert comparable(fl.clip(1).call) == comparable(fl.clip(max_norm=1.0).call)
+    assert comparable(fl.clip(1).call) != comparable(fl.clip(2).call)
+    assert comparable(nn.Linear(1, 1)) == comparable(nn.Linear(1, 1)) == "Linear"
+    assert comparable({"b", "a"}) == ["'a'", "'b'"]
+    assert comparable({1: [2, None, torch.float16]}) == [[1.0, [2.0, None, torch.float16]]]
+    linear = fl.schedules.linear
+    assert comparable(linear(warmup=2)) == comparable(linear(warmup=2))
+    assert comparable(linear(warmup=2)) != comparable(linear(warmup=3))

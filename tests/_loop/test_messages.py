@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import lr_scheduler
+from torch.utils.data import DataLoader
 
 import fnloop as fl
 from fnloop._hooks.hook import Hook
@@ -274,6 +275,15 @@ def test_a_loader_without_a_batch_has_the_hint(loader, epochs, hint):
     ):
         with pytest.raises(ValueError, match=rf"gave no batch{where}\. {hint}"):
             fl.fit(STEP, toy(), loaders, epochs=epochs, hooks=())
+
+
+@pytest.mark.parametrize("empty", [[], DataLoader(torch.ones(3), 4, drop_last=True)])
+def test_a_loader_to_evaluate_of_length_0_is_refused_before_the_first_update(empty):
+    seen = []
+    step = fl.pipeline()(lambda model, batch: seen.append(batch) or toy_loss(model, batch))
+    with pytest.raises(ValueError, match="the valid loader gave no batch"):
+        fl.fit(step, toy(), (TRAIN, empty), epochs=1, hooks=())
+    assert seen == []
 
 
 # --- where

@@ -5,6 +5,7 @@ import logging
 import attrs
 import pytest
 import torch
+from saved import stop_at
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 from toy_runs import ONE, assert_same_weights, fitted, noting, of, of_timm
@@ -51,10 +52,25 @@ def test_a_longer_run_begins_its_average_again(caplog):
     assert (state.slots["swa"]["w"].item(), state.slots["swa"].count) == (-3.5, 2)
     with caplog.at_level(logging.WARNING):
         state = fitted([1] * 4, fl.swa(0.5), state=state, epochs=4)
-    assert caplog.messages == [
-        "swa: the run has another length now: the average is the weights again through update 8"
-    ]
+    (said,) = caplog.messages
+    assert "start=0.5 is update 8 of this run, and the average is the weights again through" in said
     assert (state.slots["swa"]["w"].item(), state.slots["swa"].count) == (-12.5, 8)
+
+
+@pytest.mark.parametrize(("planned", "then", "said"), [
+    (1, 2, "start=0.5 is update 4 of this run, and the average is of 2 updates too many: "),
+    (3, 2, "start=0.5 is update 4 of this run, and the average is of 1 update too few: "),
+    (2, 2, None),
+])  # fmt: skip
+def test_an_average_of_other_updates_than_the_total_says_is_named(caplog, planned, then, said):
+    """Of 4 updates the average begins with update 3, of 8 with update 5, of 12 with update 7."""
+    hooks = (stop_at(5),)
+    state = fitted([1] * 4, fl.swa(0.5, evaluate=False), epochs=planned, hooks=hooks)
+    state = attrs.evolve(state, stop=None)
+    caplog.clear()
+    fitted([1] * 4, fl.swa(0.5, evaluate=False), state=state, epochs=then)
+    found = [message for message in caplog.messages if message.startswith("swa")]
+    assert len(found) == (said is not None) and all(said in message for message in found)
 
 
 class AsOfTimm:
@@ -186,16 +202,17 @@ def test_a_fraction_needs_the_length_of_the_run():
     assert fitted(endless, fl.swa(0.0), epochs=1).slots["swa"]["w"].item() == -5.0
 
 
-COMPLEX = nn.Linear(1, 1, bias=False, dtype=torch.complex64)
-
-
-@pytest.mark.parametrize(("model", "names", "differs"), [
-    (nn.Linear(1, 2), ("weight", "bias"), "weight"), (nn.Linear(1, 1), ("weight",), "bias"),
-    (COMPLEX, (), "weight"),
-])  # fmt: skip
-def test_an_average_of_another_model_is_named(model, names, differs):
+@pytest.mark.parametrize(("n", "names"), [(2, ("weight", "bias")), (1, ("weight",)), (1, ())])
+def test_what_is_new_to_an_average_begins_at_its_value(n, names):
+    """It has been averaged of a model with one output. A weight of another shape is new to it."""
     _, slot = averaged_in(nn.Linear(1, 1), torch.ones(1, 1))
-    other = attrs.evolve(of(model), slots={"ema": Average({k: slot[k] for k in names})})
-    match = rf"is of another model than this Linear \({differs} differs\)"
-    with pytest.raises(ValueError, match=match):
-        fitted([torch.ones(1, 1)], fl.ema(0.5), loss_fn=mean_output, state=other)
+    model = nn.Linear(1, n)
+    before = {k: p.detach().clone() for k, p in model.named_parameters()}
+    kept = {k: slot[k].clone() for k in names if slot[k].shape == before[k].shape}
+    other = attrs.evolve(
+        of(model), slots={"ema": Average({k: slot[k] for k in names} | {"x": ONE})}
+    )
+    found = fitted([torch.ones(1, 1)], fl.ema(0.5), loss_fn=mean_output, state=other).slots["ema"]
+    assert found.keys() == before.keys()
+    for k, p in model.named_parameters():
+        assert torch.equal(found[k], (before | kept)[k].lerp(p.detach(), 0.5)), k

@@ -197,16 +197,25 @@ def test_an_error_in_the_evaluation_of_an_average_is_placed():
 
 
 class Single(nn.Linear):
+    error = OSError("there is one of it")
+
     def __deepcopy__(self, memo):
-        raise OSError("there is one of it")
+        raise self.error
 
 
-def test_a_model_that_cannot_be_copied():
+def test_a_model_that_cannot_be_copied(monkeypatch):
     def run(member):
         data, loss_fn = [torch.ones(1, 1)], lambda model, batch: model(batch).mean()
         loaders = {"train": data, "valid": data}
         return fitted(loaders, member, loss_fn=loss_fn, state=of(Single(1, 1)))
 
+    for error in (MemoryError(), RuntimeError("CUDA out of memory")):
+        monkeypatch.setattr(Single, "error", error)
+        with pytest.raises(type(error)) as caught:
+            run(fl.ema())
+        note = "ema: an evaluation needs memory for one more copy of the model. ema(..., evaluate="
+        assert any(note in each for each in caught.value.__notes__)
+    monkeypatch.undo()
     message = r"Single cannot be copied.*there is one of it.*ema\(..., evaluate=False\)"
     with pytest.raises(NotImplementedError, match=message):
         run(fl.ema())

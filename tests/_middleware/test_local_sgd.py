@@ -112,3 +112,16 @@ def test_a_parameter_that_is_trained_later_has_no_outer_step():
     state = fl.fit(step, fl.freeze(state, "bias"), [torch.ones(1, 2)], hooks=())
     with pytest.raises(NotImplementedError, match=r"began when bias was frozen"):
         fl.fit(step, fl.unfreeze(state, "bias"), [torch.ones(1, 2)], hooks=())
+
+
+def test_a_parameter_of_another_shape_has_no_outer_step():
+    state = fl.TrainState.create(model := torch.nn.Linear(2, 1), SGD(model.parameters(), lr=0.1))
+
+    def lengthen(state):
+        model.bias = torch.nn.Parameter(torch.zeros(2))
+        state.optimizer.param_groups[0]["params"][1] = model.bias
+        return state
+
+    step = fl.pipeline(fl.local_sgd(2, halfway))(lambda m, x: (x @ m.weight.T + m.bias).mean())
+    with pytest.raises(NotImplementedError, match="bias was frozen, not there or of another shape"):
+        fl.fit(step, state, [torch.ones(1, 2)] * 2, hooks=(lengthen,))

@@ -74,6 +74,7 @@ def test_a_value_that_is_not_a_metric_is_an_error(value, message):
 @pytest.mark.parametrize(("value", "error", "message"), [
     ({"loss": 1.0}, ValueError, "would replace the loss"),
     ({"n": 1.0}, ValueError, "reports 'n' twice"), ({"": 1.0}, ValueError, "empty name"),
+    ({"a\ud800": 1.0}, ValueError, r"lone surrogate: 'a\\ud800'"),
     (1.0, TypeError, r"must return a mapping of names to metrics; got 1.0.*metric\(name"),
 ], ids=str)  # fmt: skip
 def test_what_a_function_of_several_may_not_return(value, error, message):

@@ -5,6 +5,7 @@ import pickle
 
 import attrs
 import pytest
+import torch
 from sample_middleware import double_loss, own_guard
 from toy_runs import ONE
 
@@ -103,6 +104,8 @@ COMPANY = [  # a pipeline of these is refused
             *((guard, fl.amp("fp16")), (guard, fl.sam())),
             *((fl.clip(1.0), guard, fl.accumulate(2)), (guard, fl.clip(1.0), fl.accumulate(2))),
             *((fl.sam(), guard, fl.accumulate(2)), (own_guard(), guard, fl.accumulate(2))),
+            (guard, fl.accumulate(2, dtype=torch.float32)),
+            (guard, fl.accumulate(total=4, dtype=torch.float32)),
         )
     ),
 ]

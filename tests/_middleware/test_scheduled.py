@@ -51,6 +51,27 @@ def test_a_phase_counts_from_where_it_began():
     assert state.history["train/beta"] == (0.5, 0.75)
 
 
+def test_a_run_of_another_length_warns_once_with_both_numbers(caplog):
+    falling = fl.scheduled(beta=lambda i, total: 1 - i / total, gamma=lambda state: 0.0, b=rest)
+    step = fl.pipeline(falling)(lambda m, x, *, beta, gamma, b: (beta + gamma + b) * m.w)
+    state = fit(step, toy(), [ONE] * 4, epochs=1)
+    assert fl.evaluate(step, state, [ONE]) == {"loss": 0.0}  # 1 - 4 / 4, of the same total
+    assert caplog.messages == []
+    state = fit(step, state, [ONE] * 4, epochs=2)
+    assert caplog.messages == [
+        "scheduled(<lambda>): the run was planned for 4 updates and now has 8: at step 4 beta is "
+        "0.5 instead of 0"
+    ]
+    state = fit(step, attrs.evolve(state, epoch=1, step=4), [ONE] * 4, epochs=2)
+    assert len(caplog.messages) == 1
+    assert fit(step, state, [ONE] * 2, phase="next").step == 10
+    assert len(caplog.messages) == 1
+
+
+def rest(step, total):
+    return 1.0 * (step < 0)
+
+
 def test_a_turn_has_numbers_of_its_own():
     model = torch.nn.ModuleDict({"d": toy().model, "g": toy().model})
     steps = {name: fl.pipeline(share)(lambda m, x, *, beta, n=name: beta * m[n].w) for name in "dg"}

@@ -152,6 +152,24 @@ def test_a_snapshot_of_other_parameters_is_not_gone_back_to():
         fitted([9], guard, state=state, epochs=2)
 
 
+def test_nor_one_of_parameters_of_another_shape():
+    """A weight of one element would go into each of two."""
+    model = torch.nn.Module()
+    model.w = torch.nn.Parameter(torch.zeros(1))
+    loss_fn = lambda model, batch: (model.w - model.w.detach()).sum() + batch.mean()
+
+    def lengthen(state):
+        if state.step == 2:
+            model.w = torch.nn.Parameter(torch.zeros(2))
+            state.optimizer.param_groups[0]["params"] = [model.w]
+        return state
+
+    step = fl.pipeline(fl.spike_guard(2, then="back"))(loss_fn)
+    state = fl.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    with pytest.raises(ValueError, match="the snapshot is of a state with other parameters"):
+        fl.fit(step, state, xs(1, 1, 9), hooks=(lengthen,))
+
+
 def test_the_best_weights_since_the_snapshot_are_kept():
     """w is -1, -2, -3, then -2 again: of |w + 3|, the best is that of -3."""
     loss_fn = lambda model, batch: is_batch(model, batch) if model.training else (model.w + 3).abs()

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 import fnloop as fl
 from fnloop._display.tables import shorten
 from fnloop._hooks.hook import Hook
+from fnloop.debug import check_script
 from fnloop.testing import Toy, assert_same, toy, toy_loss
 
 ONES = [torch.ones(2)] * 4
@@ -113,17 +114,110 @@ def reads(model, batch):
     (STEP, toy(), DataLoader(Noise(), batch_size=2),
         r"resume: one update after a restore, state\.model\.w differs"),
     (STEP, state_of(Forgets), ONES, ".*Forgets cannot be resumed bit for bit: its attribute calls"),
-    (fl.pipeline(fl.clip(1.0))(reads), toy(), ONES,
-     r"graph: reads a tensor to the host \(test_dry_run\.py, line \d+, in reads\): cuda_graph "
-     "cannot capture that$"),
-    (STEP, state_of(torch.optim.SGD, foreach=True), ONES,
-        "graph: SGD reads its learning rate to the host"),
-], ids=["data", "optimizer", "host read", "rate"])  # fmt: skip
-def test_what_would_not_resume_or_not_be_captured(step, state, loader, problem):
+], ids=["data", "optimizer"])  # fmt: skip
+def test_what_would_not_resume(step, state, loader, problem):
     (found,) = fl.dry_run(step, state, loader).problems
     assert re.match(problem, found)
     assert state.model.w.item() == 0.0
     assert state.optimizer.param_groups[0]["lr"] in (0.1, 1.0)
+
+
+@pytest.mark.filterwarnings("ignore:cuda_graph runs eagerly")
+@pytest.mark.parametrize(("loss_fn", "make", "text"), [
+    (reads, toy, r"reads a tensor to the host \(test_dry_run\.py, line \d+, in reads\): cuda_graph "
+     "cannot capture that$"),
+    (toy_loss, lambda: state_of(torch.optim.SGD, foreach=True),
+     "SGD reads its learning rate to the host"),
+    (toy_loss, lambda: state_of(torch.optim.LBFGS), "LBFGS reads numbers to the host"),
+])  # fmt: skip
+def test_what_cannot_be_captured_is_a_problem_only_where_it_is_to_be(
+    recorders, loss_fn, make, text
+):
+    def report(*members):
+        return fl.dry_run(fl.pipeline(*members)(loss_fn), make(), ONES)
+
+    if loss_fn is reads:  # otherwise fit refuses the optimizer at once
+        (found,) = report(fl.cuda_graph()).problems
+        assert re.match(f"graph: {text}", found)
+    for members in ((), (fl.cuda_graph(fallback=True),)):
+        plain = report(*members)
+        assert plain.problems == () and re.match(text, seen(plain, "graph")[0])
+
+
+def falling(model, batch, *, beta):
+    return toy_loss(model, batch)[0] * (1 + beta)
+
+
+LINEAR = fl.schedules.linear()
+MEAN = lambda aux, batch: aux["output"].mean()
+VALID = {  # steps of programs that fit runs
+    "a schedule of the whole run": fl.pipeline(fl.schedule(LINEAR))(toy_loss),
+    "a number of the whole run": fl.pipeline(fl.scheduled(beta=LINEAR))(falling),
+    "a plateau": fl.pipeline(fl.plateau("valid/loss", patience=1))(toy_loss),
+    "a metric of another loader": fl.pipeline(fl.metric(mean=MEAN, loaders=("valid",)))(toy_loss),
+    "a plateau of it": fl.pipeline(
+        fl.plateau("valid/mean", mode="max"), fl.metric(mean=MEAN, loaders=("valid",)))(toy_loss),
+    "the average of the whole run": fl.pipeline(fl.swa(0.5), fl.scheduled(beta=LINEAR))(falling),
+    "turns": fl.alternate({"a": fl.pipeline(fl.scheduled(beta=LINEAR))(falling)}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("length", [1, 2, 8])
+@pytest.mark.parametrize("name", VALID)
+def test_a_trial_knows_of_the_run_what_fit_does(name, length, caplog):
+    """With fewer batches than its updates, an epoch ends within the trial."""
+    state = lambda: toy() if name != "turns" else turning()
+    loaders = {"train": [torch.ones(2)] * length, "valid": ONES[:1]}
+    assert fl.fit(VALID[name], state(), loaders, epochs=2, hooks=()).epoch == 2
+    assert fl.dry_run(VALID[name], state(), loaders).problems == ()
+    assert check_script(VALID[name], state(), loaders).problems == ()
+
+
+def test_a_loss_function_may_be_for_training_only():
+    """A gradient penalty has no gradient in an evaluation, and a teacher is a slot of the run."""
+
+    def penalty(model, batch):
+        x = batch.clone().requires_grad_()
+        (slope,) = torch.autograd.grad((model.w * x).sum(), x, create_graph=True)
+        return (slope - 1).square().mean()
+
+    report = fl.dry_run(fl.pipeline()(penalty), toy(), ONES)
+    (train,) = seen(report, "loader", "train")
+    assert "; 2 items, its leading dimension; " in train and report.problems == ()
+
+    @fl.middleware("forward")
+    def with_teacher():
+        def wrap(step):
+            return lambda state, batch: step(state, batch + 0 * state.slots["ema"]["w"])
+
+        return wrap
+
+    taught = fl.pipeline(fl.ema(0.9), with_teacher())(toy_loss)
+    assert fl.dry_run(taught, toy(), ONES).problems == ()
+    assert check_script(taught, toy(), ONES).problems == ()
+
+    def fails(model, batch):
+        raise OSError("no such file")
+
+    (problem,) = fl.dry_run(fl.pipeline()(fails), toy(), ONES).problems
+    assert problem.startswith("loader train: OSError: no such file")
+
+
+def turning():
+    model = Toy()
+    return fl.TrainState.create(model, {"a": torch.optim.SGD(model.parameters(), lr=1.0)})
+
+
+def test_what_an_evaluation_reads_is_not_read_in_an_update():
+    def loss_fn(model, batch):
+        loss, aux = toy_loss(model, batch)
+        return (loss, aux) if model.training or loss.item() < 9 else (0 * loss, aux)
+
+    given = fl.pipeline()(loss_fn), toy(), (ONES[:1], ONES[:1])
+    assert seen(fl.dry_run(*given), "graph") == [
+        "nothing was seen that cuda_graph could not capture"
+    ]
+    assert check_script(*given).problems == ()
 
 
 def test_what_a_loader_and_a_loss_scale_read_is_not_a_problem():

@@ -217,6 +217,7 @@ def test_it_is_a_table_and_a_picture(capsys):
     (TypeError, {"states": [toy()]}, "expects states as"),
     (TypeError, {"states": {"a": 1}}, "a TrainState for 'a', or a function"),
     (TypeError, {"states": {"a": lambda: 1}}, "the function of 'a' to return a TrainState"),
+    (ValueError, {"states": {"a": toy(), "é" * 34: toy()}}, "at most 200 characters, .* got 204"),
     (ValueError, {"rungs": (3, 1)}, "rungs that grow"),
     (ValueError, {"rungs": ()}, "rungs that grow"),
     (TypeError, {"rungs": 3}, "rungs as epochs that grow"),

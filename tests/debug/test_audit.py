@@ -201,6 +201,24 @@ def test_only_each_n_th_update_is_made_twice_and_the_others_read_nothing(skips):
     assert made == [2, 3, 4, 6, 7, 8, 10]
 
 
+def test_an_average_of_parameters_that_a_hook_has_replaced_is_made_twice_alike():
+    """It is 0 after update 2, and falls by 1. The average is (0 - 1) / 2, then (-0.5 - 2) / 2."""
+    model = nn.Module()
+    model.w = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+
+    def lengthen(state):
+        if state.step == 2:
+            model.w = nn.Parameter(torch.zeros(2))
+            optimizer.param_groups[0]["params"] = [model.w]
+        return state
+
+    step = fl.pipeline(fl.ema(0.5), audit(every=1))(lambda model, x: (model.w * x).sum())
+    state = fl.fit(step, fl.TrainState.create(model, optimizer), ONES[:1] * 4, hooks=(lengthen,))
+    assert model.w.tolist() == [-2.0, -2.0]
+    assert state.slots["ema"]["w"].tolist() == [-1.25, -1.25]
+
+
 def trained(problem, *members):
     return fl.fit(
         fl.pipeline(*members)(problem.loss_fn), problem.state(), problem.batches, hooks=()

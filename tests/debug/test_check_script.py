@@ -229,6 +229,24 @@ def test_other_kinds_of_steps_are_checked_as_far_as_they_can_be():
     assert seen(report)["accumulation"] == ["not checked: the loader has only one batch"]
 
 
+def of_pairs(model, batch):
+    return (model(batch) * torch.ones(2)).mean()  # no other number of items will do
+
+
+def drawing(model, batch):
+    return model(batch * torch.rand(())).mean()
+
+
+@pytest.mark.parametrize(("loss_fn", "why"), [
+    (of_pairs, "two batches joined in one raise RuntimeError: The size of tensor a (4) must"),
+    (drawing, "the gradient of one batch differs with what is drawn"),
+])  # fmt: skip
+def test_what_cannot_be_told_about_accumulation_is_not_a_problem(loss_fn, why):
+    report = check_script(fl.pipeline()(loss_fn), toy(), [torch.ones(2), 3 * torch.ones(2)] * 2)
+    (found,) = [f for f in report.findings if f.kind == "accumulation"]
+    assert found.text.startswith(f"not checked: {why}") and report.problems == ()
+
+
 def test_wrong_arguments_are_refused():
     step, state, ones = PLAIN(toy_loss), toy(), [torch.ones(2)]
     with pytest.raises(ValueError, match="would use up the train loader"):

@@ -5,9 +5,10 @@
     python tests/helpers/random_programs.py --seed 7 --only 221  # one program, as a report names it
 
 A program is plain data: the source text of a model, loaders, a pipeline, hooks, moments and
-targets. It is run whole. Then it is run again with cuts, and continued after each: in memory, with
-a snapshot, or with new objects from the disk. A program that differs, or that raises, is made
-smaller while it still does, and printed so that it can be pasted.
+targets. It is run whole. If it has hooks that put copies in the place of parameters, it is run once
+more without them, and must come to the same. Then it is run again with cuts, and continued after
+each: in memory, with a snapshot, or with new objects from the disk. A program that differs, or that
+raises, is made smaller while it still does, and printed so that it can be pasted.
 """
 
 import argparse
@@ -31,7 +32,7 @@ import torch
 from loop_cases import generators
 from sample_hooks import start_again
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 import fnloop as fl
 from fnloop._core.serialize import Pending
@@ -246,6 +247,25 @@ class Located:
         self.begin = state["at"]
 
 
+class Drawn(Sampler):
+    """Draws its order from a generator of its own."""
+
+    def __init__(self, n, by):
+        self.n = n
+        make = {"numpy": np.random.default_rng, "python": random.Random}
+        self.own = make[by](0) if by in make else torch.Generator().manual_seed(0)
+
+    def __len__(self):
+        return self.n
+
+    def __iter__(self):
+        if isinstance(self.own, torch.Generator):
+            return iter(torch.randperm(self.n, generator=self.own).tolist())
+        if isinstance(self.own, random.Random):
+            return iter(self.own.sample(range(self.n), self.n))
+        return iter(self.own.permutation(self.n).tolist())
+
+
 class CutHook:
     """A hook at whose calls a run may be cut."""
 
@@ -334,6 +354,22 @@ class World:
         samples = Samples(self, n, _marks(marks), noise)
         return DataLoader(samples, size, shuffle=True, drop_last=drop_last)
 
+    def sampled(self, n, size=2, by="numpy", **marks):
+        """Samples in an order that a generator of the sampler's own draws."""
+        return DataLoader(Samples(self, n, _marks(marks), None), size, sampler=Drawn(n, by))
+
+    def refilled(self, n, **marks):
+        """As ``again``, in one buffer."""
+
+        def read():
+            x, mark = np.empty((2, 3), np.float32), np.empty(2, np.float32)
+            for i in range(n):
+                self.point("loader")
+                x[:], mark[:] = self.batch(i, marks=_marks(marks))
+                yield torch.from_numpy(x), torch.from_numpy(mark)
+
+        return read
+
     def checked(self, n, first=50):
         """Batches to evaluate, with a point before each."""
 
@@ -420,6 +456,25 @@ class World:
 
     def end_epoch(self):
         return lambda state: attrs.evolve(state, ends="epoch")
+
+    def replace(self, n):
+        """A hook that puts a copy in the place of the n-th parameter, which changes no number."""
+
+        def replace(state):
+            named = [*state.model.named_parameters()]
+            name, old = named[n % len(named)]
+            owner, _, own = name.rpartition(".")
+            new = nn.Parameter(old.detach().clone(), old.requires_grad)
+            setattr(state.model.get_submodule(owner), own, new)
+            several = isinstance(state.optimizer, Mapping)
+            for one in state.optimizer.values() if several else (state.optimizer,):
+                for group in one.param_groups:
+                    group["params"] = [new if p is old else p for p in group["params"]]
+                if old in one.state:
+                    one.state[new] = one.state.pop(old)
+            return state
+
+        return replace
 
     @staticmethod
     def decay(i, total):
@@ -605,7 +660,10 @@ def compare_calls(cuts, whole, runs):
 
 # --- drawing programs
 
-LENGTHS = {"batches": True, "stream": False, "again": False, "located": False, "shuffled": True}
+LENGTHS = {
+    "batches": True, "stream": False, "again": False, "located": False, "shuffled": True,
+    "sampled": True, "refilled": False,
+}  # fmt: skip
 
 
 def draw_moment(r, has_length, deep=2):
@@ -643,6 +701,9 @@ def draw_train(r, marks, deep=1):
         noise = r.choice([None, None, "torch", "python", "numpy"])
         more = f", size={r.randint(2, 3)}" + (f", noise={noise!r}" if noise else "")
         more += ", drop_last=True" if r.random() < 0.3 else ""
+    elif kind == "sampled":
+        n = r.randint(4, 11)
+        more = f", size={r.randint(2, 3)}, by={r.choice(['numpy', 'python', 'torch'])!r}"
     elif kind == "stream":
         more = r.choice(["", "", ", grow=1", ", grow=2"])
     text = f"{kind}({n}{draw_marks(r, n, marks)}{more})"
@@ -737,6 +798,16 @@ def draw_hooks(r, has_length, key, evaluates):
     return found
 
 
+def draw_replacements(r):
+    """Draw hooks that replace parameters."""
+    moments = [
+        f"fl.every(steps={r.randint(1, 4)})",
+        f"fl.when(lambda s: s.step == {r.randint(1, 6)})",
+    ]
+    chosen = r.sample([*moments, "fl.every(epochs=1)"], r.choice([0, 0, 0, 1, 2]))
+    return [f"{moment}(replace({r.randrange(8)}))" for moment in chosen]
+
+
 def draw_fits(r):
     def target():
         epochs, steps = {"epochs": r.randint(1, 4)}, {"steps": r.randint(1, 10)}
@@ -805,12 +876,14 @@ def draw(seed, number):
         turns = r.choice([split, dict.fromkeys("ab", tuple(inside))])
         order = r.choice(["ab", "aab", "ba", "abb"]), r.choice(["same", "next"])
     pieces = any("microbatch" in m or "retry" in m for m in (*members, *sum(turns.values(), ())))
-    if pieces or "shuffled" in train:  # BatchNorm takes no piece of one sample
+    if pieces or any(kind in train for kind in ("shuffled", "sampled")):
+        # BatchNorm takes no piece of one sample.
         model = [part for part in model if part != "norm"]
+    replacements = draw_replacements(random.Random(f"{seed}/{number}/replaced"))
     return Program(
         model=tuple(model), optimizer=optimizer, loss=tuple(loss), train=train, valid=loaders,
         members=tuple(members), turns=turns, order=order,
-        hooks=tuple(draw_hooks(r, has_length, key, evaluates)),
+        hooks=(*draw_hooks(r, has_length, key, evaluates), *replacements),
         evaluate_every=evaluated if evaluates else "None",
         record_every=draw_moment(r, has_length) if r.random() < 0.35 else "None",
         prefetch=r.choice([1, 1, 1, 2, 3]),
@@ -877,8 +950,16 @@ def check(program, cuts=()):
     """Raise if a program fails, whole or with these cuts, or differs with them."""
     with quiet():
         whole, world = whole_run(program)
+        check_replaced(program, whole)
         if cuts:
             check_cuts(program, cuts, whole, world)
+
+
+def check_replaced(program, whole):
+    """Raise Fault if it matters that copies have taken the place of parameters."""
+    hooks = tuple(hook for hook in program.hooks if "(replace(" not in hook)
+    if hooks != program.hooks:
+        compare((), whole_run(attrs.evolve(program, hooks=hooks))[0], whole)
 
 
 def check_cuts(program, cuts, whole, world):
@@ -1007,6 +1088,7 @@ SMALLEST = {
     "twice": (
         Program(loss=("draws",), train="again(5)"),
         Cut("fail", "loader", 1), Cut("interrupt", "loader", 0)),
+    "replaced": (Program(train="batches(3)", hooks=("fl.every(epochs=1)(replace(0))",)),),
     "rebound": (
         Program(("rebound",), train="batches(3, nan=(1,))", members=("fl.skip_nonfinite(100)",)),),
 }  # fmt: skip
@@ -1029,6 +1111,10 @@ def try_program(seed, number, counts, cuts):
     try:
         with quiet():
             whole, world = whole_run(program)
+            check_replaced(program, whole)
+            if "refilled(" in program.train:
+                fresh_ones = program.train.replace("refilled(", "again(")
+                compare((), whole_run(attrs.evolve(program, train=fresh_ones))[0], whole)
             for _ in range(cuts):
                 given = draw_cuts(r, program, whole, world)
                 if is_known(program, given):
@@ -1039,6 +1125,9 @@ def try_program(seed, number, counts, cuts):
     except (Exception, Killed, KeyboardInterrupt) as error:
         if "gave no batch" in str(error):
             counts["empty epochs"] += 1
+            return None
+        if "reuses a tensor" in str(error) and "refilled(" in program.train:
+            counts["refused: the loader reuses a tensor"] += 1
             return None
         program, given, error = shrink(program, given, error)
         notes = "; ".join(getattr(error, "__notes__", ()))

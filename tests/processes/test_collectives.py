@@ -1,5 +1,6 @@
 """The public collectives, and what is refused when there are several processes."""
 
+import inspect
 import math
 from functools import partial
 from pathlib import Path
@@ -10,16 +11,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from joined import rank, said, world
+from accelerate.utils import DistributedDataParallelKwargs
+from joined import difference, flat, rank, said, world
 from process_data import SIZE, batches, loader, samples
-from process_problems import adam_sgd, created, entropy, fitted
+from process_problems import adam_sgd, created, entropy, fitted, network, sgd
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, Sampler
 
 import fnloop as fl
 from fnloop._backend.collectives import all_reduce_max, start_all_reduce_sum
+from fnloop.schedules import linear
 
 pytestmark = pytest.mark.slow
 
@@ -46,6 +50,12 @@ def exchange(folder):
         **refused,
         "running": fl.gather(running),
         "no folder": said(lambda: fl.save(created(), Path(__file__) / "checkpoint")),
+        "hooked": trained(hooked, 0.5),
+        "without": trained(network, 0.25),
+        "in DDP": trained(lambda: DistributedDataParallel(network()), 0.25),
+        "own settings": made_by(lambda: writing("1"), lambda: writing("0"))().step,
+        "own logs": made_by(lambda: writing("1"))().step,
+        "same settings": made_by(lambda: fl.clip(max_norm=1), lambda: fl.clip(1.0))().step,
         "fit": fitted(batches(3)).step,  # after all that, it still works
     }
 
@@ -106,6 +116,92 @@ def tree(found):
 made = lambda make: lambda: created(make=make)
 
 
+def made_by(one, others=None, turns=False):
+    """Train with a middleware that process 1 makes in another way."""
+
+    def train():
+        member = one() if rank() == 1 else others and others()
+        step = fl.pipeline(*([member] if member else []))(entropy)
+        step = fl.alternate({"matrices": STEP, "rest": step}) if turns else step
+        return fl.fit(step, created(optimizer=adam_sgd if turns else sgd), batches(3), hooks=())
+
+    return train
+
+
+class Sharding(nn.Module):
+    """It keeps a part of its weight in each process, and saves the whole."""
+
+    def __init__(self):
+        super().__init__()
+        self.flat = nn.Parameter(torch.ones(24 // world()))
+
+    def whole(self):
+        parts = [torch.empty_like(self.flat) for _ in range(world())]
+        dist.all_gather(parts, self.flat.detach())
+        return torch.cat(parts).view(4, 6)
+
+    def forward(self, x):
+        return x @ self.whole().T
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        destination[f"{prefix}weight"] = self.whole()
+
+
+def ignoring():
+    model = nn.Linear(6, 3)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["weight"])
+    return model
+
+
+def apart():
+    handler = DistributedDataParallelKwargs(broadcast_buffers=False)
+    return Accelerator(cpu=True, kwargs_handlers=[handler])
+
+
+def hooked(builtin=False):
+    """Return a model in a DDP whose hook halves the gradients, with some settings."""
+    settings = {"find_unused_parameters": True, "gradient_as_bucket_view": True}
+    model = DistributedDataParallel(network(), bucket_cap_mb=1, **settings)
+    if builtin:
+        model._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+    else:
+        model.register_comm_hook(2, divide_by)
+    return model
+
+
+def divide_by(number, bucket):
+    total = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+    return total.then(lambda done: done.value()[0] / (world() * number))
+
+
+def flattened(weights):
+    return [
+        x for each in weights for row in each for x in (row if isinstance(row, list) else [row])
+    ]
+
+
+def trained(make, lr):
+    """Return the weights after some updates, and the settings of DDP that were used."""
+    state = created(optimizer=lambda ps: torch.optim.SGD(ps, lr=lr), make=make)
+    state = fl.fit(fl.pipeline(fl.accumulate(2))(entropy), state, batches(4), hooks=())
+    return flat(state.model.parameters()), dict(state.backend.settings), type(state.model).__name__
+
+
+@fl.middleware("gradient")
+def halve(_):
+    return lambda step: step
+
+
+@fl.middleware("step")
+def writing(_):
+    return lambda step: step
+
+
+# Torch 2.13 has another name for it, and warns of the old one.
+_known = inspect.signature(DistributedDataParallel).parameters
+buffers_apart = {
+    next(k for k in ("forward_sync_buffers", "broadcast_buffers") if k in _known): False
+}
 DIVERGED = "RuntimeError: the processes have diverged: "
 STRUCTURES = "ValueError: the structures of the processes differ"
 ORDER = f"{DIVERGED}each has the data in another order"
@@ -173,6 +269,46 @@ REFUSED = {
     "a parameter that the loss function moves": (
         lambda: fitted(batches(3), loss=moves_a_parameter),
         f"{DIVERGED}the norm of the weight mean is from "),
+    "a setting of a middleware": (
+        made_by(lambda: fl.local_sgd(3), lambda: fl.local_sgd(2, sgd)),
+        f"{DIVERGED}process 1 has local_sgd(3) where process 0 has local_sgd(2, sgd). "),
+    "a setting of a schedule": (
+        made_by(lambda: fl.schedule(linear(warmup=3)), lambda: fl.schedule(linear(warmup=2))),
+        f"{DIVERGED}process 1 has schedule(linear(warmup=3)) where process 0 has schedule(linear("),
+    "a middleware of one process": (
+        made_by(lambda: fl.clip(1.0)),
+        f"{DIVERGED}process 1 has clip(1.0), and process 0 does not. All processes must make"),
+    "gradients of one process": (
+        made_by(lambda: halve(2)), f"{DIVERGED}process 1 has halve(2), and process 0 does not. "),
+    "turns of one process": (
+        made_by(lambda: fl.clip(1.0), turns=True), f"{DIVERGED}process 1 has clip(1.0), and "),
+    "FSDP 1": (
+        made(lambda: FullyShardedDataParallel(network(), device_id=torch.device("cpu"))),
+        "NotImplementedError: this model is in FSDP 1 (FullyShardedDataParallel) of torch, which "),
+    "FSDP 1 of a part": (
+        made(lambda: nn.Sequential(FullyShardedDataParallel(
+            network(), device_id=torch.device("cpu"), use_orig_params=True))),
+        "NotImplementedError: the part 0 of this model is in FSDP 1 (FullyShardedDataParallel) of"),
+    "a wrapper of one's own": (
+        made(Sharding),
+        "NotImplementedError: the parameter flat has the shape ("),
+    "DDP within the model": (
+        made(lambda: nn.Sequential(DistributedDataParallel(network()))),
+        "NotImplementedError: the part 0 of this model is in DistributedDataParallel of torch.nn."),
+    "ignored by DDP": (
+        made(ignoring), "NotImplementedError: this model tells DistributedDataParallel to ignore "),
+    "mixed precision of DDP": (
+        made(lambda: DistributedDataParallel(network(), mixed_precision=MixedPrecision())),
+        "NotImplementedError: DistributedDataParallel has mixed_precision here, which "),
+    "buffers of one process": (
+        made(lambda: DistributedDataParallel(nn.BatchNorm1d(6), **buffers_apart)),
+        "NotImplementedError: DistributedDataParallel has broadcast_buffers=False here, which "),
+    "buffers of one process, by accelerate": (
+        lambda: created(make=lambda: nn.BatchNorm1d(6), backend=apart()),
+        "NotImplementedError: DistributedDataParallel has broadcast_buffers=False here, which "),
+    "a hook of torch": (
+        made(lambda: hooked(builtin=True)),
+        "NotImplementedError: this model is in DistributedDataParallel with the hook BuiltinComm"),
     "nothing to evaluate": (
         lambda: fl.evaluate(STEP, created(), []),
         "ValueError: the loader to evaluate gave no batch"),
@@ -200,7 +336,19 @@ def test_collectives(launched, n):
     }
     for mine in launched(exchange, n):
         assert {name: mine[name] for name in expected} == expected
+        assert mine["own settings"] == mine["own logs"] == mine["same settings"] == mine["fit"] > 0
         assert len({*mine["running"]}) == 1 and mine["running"][0] > 0
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_settings_and_the_hook_of_a_user_s_ddp_are_kept(launched, n):
+    """Half of the gradient at a rate of 0.5 is the gradient at 0.25."""
+    for mine in launched(exchange, n):
+        (hooked, settings, kind), (without, *none) = mine["hooked"], mine["without"]
+        assert difference(hooked, without) < 1e-6 and kind == "Sequential"
+        passed = {"find_unused_parameters": True, "gradient_as_bucket_view": True}
+        assert settings == {**passed, "bucket_cap_mb": 1.0}
+        assert mine["in DDP"] == [without, {}, "Sequential"] and none == [{}, "Sequential"]
 
 
 @pytest.mark.parametrize("n", [2, 3])
@@ -242,11 +390,11 @@ def spread(folder):
     return {name: said(lambda shard=shard: created(shard).step) for name, shard in ways.items()}
 
 
-def test_tensor_parallelism_alone_is_refused_and_hybrid_sharding_is_not(tmp_path):
-    """For both together see test_tensor_parallel.py; here other models share the data otherwise."""
+def test_another_sharing_of_the_data_in_one_program_is_refused_and_hybrid_sharding_is_not(tmp_path):
+    """For each of them in a program of its own see test_tensor_parallel.py."""
     for found in launch.results(tmp_path, 4, spread):
         assert found["data"] == found["data in two groups"] == 0
         alone, both = str(found["tensor"]), str(found["tensor and data"])
-        assert alone.startswith("NotImplementedError: the parameter 0.weight is placed as "), alone
-        assert 'and then fully_shard(model, mesh=mesh["data"])' in alone
+        assert alone.startswith("NotImplementedError: this model shares the data among 1 pr"), alone
+        assert "Or train each in a program of its own" in alone
         assert both.startswith("NotImplementedError: this model shares the data among 2"), both

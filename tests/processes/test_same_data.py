@@ -157,3 +157,22 @@ def test_one_sample_is_read_to_compare_for_each_loader_of_a_run(launched):
     for process, mine in enumerate(launched(outcomes, 2)):
         own = [i for i in range(20) if i // 2 % 2 == process] * 6  # three epochs of each loader
         assert sorted(mine["read"]) == sorted([*own, *[0] * 4])
+
+
+def evaluated_alone(folder):
+    """Process 0 evaluates by itself first; both loaders are DataLoaders."""
+    step, state = fl.pipeline()(loss), toy()
+
+    def both():
+        if rank() == 0:
+            fl.evaluate(step, state, read(torch.arange(8.0)))
+        fl.fit(step, state, read(torch.arange(8.0), shuffle=True), epochs=1, hooks=())
+
+    return said(both)
+
+
+def test_an_evaluation_by_one_process_alone_is_named(launched):
+    for text in launched(evaluated_alone, 2):
+        assert "process 0 waits in a comparison of the data that evaluate reads" in text
+        assert "process 1 waits in a comparison of the data before the first update" in text
+        assert "in another order" not in text

@@ -256,9 +256,23 @@ def faults(folder):
         dist.barrier()
         found[f"damaged {name}"] = said(lambda: fl.restore(damaged, other))
         dist.barrier()
+    fl.save(untied(), path.parent / "untied", only=("model",))
+    torn = lambda: fl.restore(path.parent / "untied", other, only=("model",))
+    found["two values of a tied tensor"] = said(torn)
     found["unchanged"] = numbers(other) == unchanged
     found["kept"] = numbers(fl.restore(path, other)) == right
     return found
+
+
+def untied():
+    """Return a sharded state in which what is tied elsewhere differs in process 1 only."""
+    model = Parts()
+    model.tied.weight = nn.Parameter(model.first.weight.detach().clone())
+    with torch.no_grad():
+        model.tied.weight[-1] += 1
+    return fl.TrainState.create(
+        sharded(model), torch.optim.SGD(model.small.parameters(), lr=0.1), seed=0
+    )
 
 
 def test_a_fault_in_one_process_is_raised_in_all_and_nothing_changes(launched):
@@ -270,6 +284,8 @@ def test_a_fault_in_one_process_is_raised_in_all_and_nothing_changes(launched):
             assert mine[f"{who} cannot write: left"] == ["a"]
         damaged = {name for name in mine if name.startswith("damaged")}
         assert len(damaged) == 8
+        torn = mine["two values of a tied tensor"]
+        assert "different values for first.weight, tied.weight" in torn
         assert all(mine[name].startswith("CheckpointError") for name in damaged)
         assert mine["unchanged"] and mine["kept"]
 

@@ -1,4 +1,4 @@
-"""Data parallel and tensor parallel on a mesh of 2 x 2: the same run as on 2 processes."""
+"""Tensor parallelism, with data parallelism and alone: the same run as without it."""
 
 import functools
 
@@ -104,3 +104,101 @@ def test_a_second_layout_is_refused_and_an_error_of_any_process_is_raised_in_all
     refused = "NotImplementedError: this model shares the data among 4 processes, and another"
     assert all(mine["other mesh"].startswith(refused) for mine in four)
     assert [mine["failed"] for mine in four + two] == ["OSError: no space left"] * 6
+
+
+# --- tensor parallelism alone: all processes have the same data
+
+
+def split(model):
+    mesh = dist.device_mesh.init_device_mesh("cpu", (world(),))
+    return parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+
+
+def without_dropout():
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3), nn.LayerNorm(3))
+
+
+def split_alone(make=torch.optim.AdamW, lr=0.1, shard=split, model=without_dropout):
+    return created_alone(world() > 1 and shard, lambda ps: make(ps, lr=lr), model)
+
+
+def own_head():
+    model = without_dropout()
+    with torch.no_grad():
+        model[3].weight.fill_(1.0 + rank())  # not split: that of process 0 counts
+    return model
+
+
+def on_a_row(model):
+    """Shard it over a mesh of 1 x 2, whose first dimension is of the data."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    fully_shard(parallelize_module(model, mesh["tensor"], plan), mesh=mesh["data"])
+
+
+def between():
+    """A parameter that is not split sees other numbers in each process."""
+    return nn.Sequential(nn.Linear(6, 8), nn.PReLU(), nn.Linear(8, 3))
+
+
+def train_alone(folder):
+    loaders = {"train": loader(size=2 * BATCH, shuffle=True), "valid": loader(size=BATCH)}
+    step = fl.pipeline(kinds(), fl.clip(0.5), fl.skip_nonfinite(), fl.ema(0.9, evaluate=False))
+    state = split_alone(model=own_head)
+    found = {"backend": [state.backend.data_rank, state.backend.data_size]}
+    state = fl.fit(step(entropy), state, loaders, epochs=2, hooks=())
+    records = [dict(record.metrics) for record in state.history]
+    found["clipped"] = come_to(state) | {"records": records}
+    seen = fl.predict(lambda model, batch: batch[-1], state, loaders["valid"])
+    found["predicted"] = [int(i) for part in seen for i in part]
+    step, hooks = fl.pipeline(fl.accumulate(2))(by_tokens), (fl.checkpoint(folder / "run"),)
+    state = fl.fit(step, split_alone(), loaders["train"], steps=2, hooks=hooks)
+    found["weighed"] = come_to(fl.fit(step, state, loaders["train"], epochs=2, hooks=()))
+    again = fl.resume(folder / "run", split_alone(lr=9.0))
+    found["resumed"] = [again.step, *come_to(again)["weights"]]
+    found["continued"] = come_to(fl.fit(step, again, loaders["train"], epochs=2, hooks=()))
+    if world() > 1:
+        row = split_alone(shard=on_a_row)
+        fl.save(fl.fit(step, row, loaders["train"], steps=2, hooks=()), folder / "row")
+        found["row"] = come_to(fl.restore(folder / "row", split_alone(lr=9.0, shard=on_a_row)))[
+            "weights"
+        ]
+        found["torn"] = said(
+            lambda: fl.fit(fl.pipeline()(entropy), split_alone(model=between), loaders, hooks=())
+        )
+    return found
+
+
+@reads(train_alone, (2,))
+def continue_alone(folder):
+    state = fl.resume(written_by(train_alone, 2, folder) / "run", split_alone(lr=9.0))
+    return [state.step, *come_to(state)["weights"]]
+
+
+def test_two_processes_that_split_every_layer_train_as_one(launched):
+    two, one = launched(train_alone, 2), launched(train_alone, 1)[0]
+    for mine in two:
+        assert mine["backend"] == [0, 1]
+        for name in ("clipped", "weighed"):
+            assert close(mine[name], one[name]), name
+        assert mine["predicted"] == [*range(SIZE)]
+        assert mine["continued"] == mine["weighed"]
+        assert mine["resumed"][0] == 2 and close(mine["resumed"], one["resumed"])
+        assert close(mine["row"], one["resumed"][1:])
+        assert "the norm of the weight 1.weight is from " in mine["torn"]
+    assert close(launched(continue_alone, 1)[0], one["resumed"])
+
+
+def split_over_some(folder):
+    mesh = lambda: dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    shard = lambda model: parallelize_module(model, mesh()["b"], plan)
+    return said(lambda: split_alone(shard=shard))
+
+
+def test_a_split_over_some_processes_needs_fully_shard(launched):
+    for said_here in launched(split_over_some, 4):
+        assert said_here.startswith(
+            "NotImplementedError: parallelize_module has split the parameter 0.weight over 2 of 4"
+        )
+        assert 'and then fully_shard(model, mesh=mesh["data"])' in said_here

@@ -1,0 +1,505 @@
+"""Where a training loader is in an epoch, and whether it is there again after a resume."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import random
+import zlib
+from array import array
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset, Sampler
+
+from fnloop._backend.collectives import rank_and_size
+from fnloop._backend.containers import attributes_of, has_parts, parts_of
+from fnloop._core.runs import UNKNOWN, Position
+from fnloop._core.types import Batch
+from fnloop._data.loaders import NONE_LEFT, Index
+from fnloop._display.screen import log
+
+# --------------------------------------------------------------------------------------------------
+# The position of a training loader: what a state has of it in mid-epoch.
+#
+# A stream that has `state_dict` and `load_state_dict` is asked after every batch, because it is
+# read ahead: the position of a state is that of the last batch which the state has consumed. To
+# continue there, the position is given back, and nothing is read again.
+#
+# Other loaders are read again up to there. Then one may be elsewhere: its order comes from a
+# generator of its own, or its data have changed. Generators that are attributes are put back to
+# where they were when the epoch began. What a position cannot keep, it says. It has the length of
+# the data, a checksum of the batch that came next, and the indices that a sampler of the user's
+# has given. Where they differ, there is one warning.
+
+_KEPT = 10_000  # indices, to name the samples that are affected
+_NAMED = 8  # samples in a message
+_SOME = "Samples may be trained twice in this epoch, and others not at all."
+_LEAVE = 'attrs.evolve(state, ends="epoch")'
+_MEND = (
+    "Its order comes from a generator of its own, or its data or settings have changed. To "
+    "continue exactly, draw from the global generators of torch, NumPy or Python, which are seeded "
+    "for each epoch; or define set_epoch(epoch), or state_dict() and load_state_dict(state). To "
+    f"begin the next epoch at once, pass {_LEAVE}"
+)
+
+
+class Keeper(Protocol):
+    """A loader or a dataset that knows where it is."""
+
+    def state_dict(self) -> object: ...
+
+    def load_state_dict(self, state: object, /) -> object: ...
+
+
+class Positions:
+    """Where a loader was after each of its newest batches, and what is known of its epoch.
+
+    Args:
+        name: the loader, as messages name it.
+        measure: returns how many samples or batches it has in the epoch that it was set to, and of
+            which of the two; None if that is not known.
+        contents: what is compared of a batch, or of what one is made from; None: nothing.
+        ahead: how many batches are read ahead of those that a window takes.
+        listed: all batches, if they are at hand: then they need not be noted.
+        owners: whose generators decide the order of each epoch.
+
+    Attributes:
+        shards: how many processes read a part of their own; 1 if each reads the whole.
+    """
+
+    def __init__(
+        self,
+        name: str = "",
+        measure: Callable[[], tuple[int, str] | None] = lambda: None,
+        contents: Callable[[Batch], object] | None = lambda batch: batch,
+        ahead: int = 0,
+        listed: Sequence[Batch] | None = None,
+        owners: Sequence[object] = (),
+    ) -> None:
+        self._owners = owners
+        self.name, self.shards, self._measure, self._listed = name, 1, measure, listed
+        self._contents, self._ahead = contents, ahead
+        self._given: Position | None = None
+        self._left: int | None = None
+        self._told = False  # whether it was said that the loader is elsewhere
+        self._noted: deque[tuple[int, Batch, object]] = deque(maxlen=0)
+        self._forget(None, 0)
+
+    def _forget(self, epoch: int | None, first: int) -> None:
+        self._noted.clear()
+        self._epoch, self._first, self._kind = epoch, first, ""
+        self._ended: int | None = None
+        self._size: tuple[int, str] | None = None
+        self._own: dict[str, object] = {}  # their states when the epoch began
+        self._indices: _Indices | None = None
+
+    @property
+    def wanted(self) -> bool:
+        """Whether anything asks for them: a run does, an evaluation does not."""
+        return self._noted.maxlen != 0
+
+    def begin(self, given: Position | None, ahead: int, left: int | None = None) -> None:
+        """Begin an epoch, or continue it.
+
+        Args:
+            given: the position to continue at, or None.
+            ahead: the most batches that are read ahead of those consumed.
+            left: how many batches are left, if that is known.
+        """
+        self._given, self._left, self._told = given, left, False
+        self._noted = deque(maxlen=ahead + self._ahead + 1)
+
+    def given(self, epoch: int | None, start: int) -> Position | None:
+        """Return the position from which an epoch can continue at a batch, or None."""
+        given = self._given
+        if given is None or not start or given["batch"] > start:
+            return None
+        return given if (given["epoch"], given["shards"]) == (epoch, self.shards) else None
+
+    def open(
+        self,
+        epoch: int | None,
+        start: int,
+        owners: Sequence[object] | None = None,
+        keeper: object = None,
+        continues: bool = False,
+    ) -> None:
+        """Begin to read an epoch from a batch on, before the loader is asked for anything.
+
+        Args:
+            epoch: the epoch.
+            start: the batches that were consumed already.
+            owners: whose generators decide the order, if they are made for this epoch alone.
+            keeper: what is asked for its position, or None.
+            continues: whether it is given its position, and continues from there by itself.
+        """
+        self._forget(epoch, start)
+        if not self.wanted:
+            return
+        self._kind = "" if keeper is None else type(keeper).__name__
+        self._size, given = self._measure(), self._given
+        own = own_generators(self._owners if owners is None else owners)
+        if given is not None and given["shards"] == self.shards:
+            states = given.get("later", {})  # a phase has left the epoch of the position
+            if given["epoch"] == epoch:
+                self._check_size(given, start)
+                states = {} if bool(given["batch"]) != bool(start) else given.get("own", {})
+            for name in own.keys() & states.keys() if not continues else ():
+                with contextlib.suppress(Exception):  # of another kind
+                    _put_back(own[name], states[name])
+        self._own = _states_of(own)
+
+    # --- what is read
+
+    def note(self, n: int, batch: Batch, keeper: Keeper | None = None) -> bool:
+        """Note the batch number ``n``, and where the loader is. Return whether it says so."""
+        state = None
+        try:
+            state = None if keeper is None else keeper.state_dict()
+        except Exception as error:
+            log.warning(
+                "fit: %s.state_dict() raised %s: %s. A run that continues in the middle of an "
+                "epoch reads the loader again up to there",
+                *(type(keeper).__name__, type(error).__name__, error),
+            )
+        if state is None:
+            self._kind = ""
+            if len(self._noted) + 1 == self._noted.maxlen:
+                self._noted.popleft()  # consumed, and not to be kept alive
+        if self.wanted:
+            self._noted.append((n, batch, state if state is None else _copied(state)))
+        return state is not None
+
+    def end(self, n: int) -> None:
+        """Note that the epoch has no batch after the one numbered ``n``."""
+        self._ended = n
+
+    def noting(
+        self, items: Callable[[], Iterator[Batch]], epoch: int | None, start: int
+    ) -> Iterator[Batch]:
+        """Yield the items that ``items()`` gives, from a position on, noting each."""
+        __tracebackhide__ = True
+        self.open(epoch, start)
+        n = start
+        for n, item in enumerate(items(), start + 1):
+            if n == start + 1:
+                self.compare(epoch, start, item)
+            self.note(n, item)
+            yield item
+        if n == start:
+            self.compare(epoch, start, NONE_LEFT)
+        self.end(n)
+
+    def skipped(self, indices: list[Index]) -> None:
+        """Note the indices that a sampler gives before the position. Compare them with those then.
+
+        A sampler of the user's is meant, so that those which follow are noted too.
+        """
+        given = self.given(self._epoch, self._first)
+        known = None if given is None else given.get("indices")
+        self._indices = _Indices(indices if known is None else known.tolist())
+        if given is None or "order" not in given or self._told:
+            return
+        now = _Indices(indices)
+        if given["order"] != now.up_to(0)["order"]:
+            known = given.get("indices")
+            self._tell(
+                given, "samples", _affected(known.tolist(), now) if known is not None else _SOME
+            )
+
+    def indices_from(self, epoch: int, batch: int) -> Iterator[Index] | None:
+        """Return what a sampler of the user's has given from a position on, if it was noted."""
+        if self._indices is None or epoch != self._epoch or batch < self._first:
+            return None
+        return itertools.islice(self._indices.batches, batch - self._first, None)
+
+    def noted_indices(self, batches: Iterator[Index]) -> Iterator[Index]:
+        """Return the indices of batches, noting them."""
+        __tracebackhide__ = True
+        assert self._indices is not None
+        for index in batches:
+            self._indices.batches.append(index)
+            yield index
+
+    # --- what is asked
+
+    def at(self, epoch: int, batch: int) -> Position | None:
+        """Return the position after a number of batches of an epoch, of all processes together."""
+        n = batch // self.shards
+        if not batch:
+            return self._between(epoch)
+        if epoch != self._epoch or n <= self._first:
+            return self.given(epoch, n)
+        state: object = None
+        if self._kind:
+            known = [(number, state) for number, _, state in self._noted if number <= n]
+            if not known:
+                return self.given(epoch, n)
+            n, state = known[-1]
+        following = next((batch for number, batch, _ in self._noted if number == n + 1), NONE_LEFT)
+        ended = self._ended is not None and n >= self._ended
+        if self._listed is not None:
+            following = self._listed[n] if n < len(self._listed) else NONE_LEFT
+        position: Position = {
+            "epoch": epoch, "batch": n, "shards": self.shards, "keeper": self._kind,
+            "state": state,
+            "next": UNKNOWN if following is NONE_LEFT and not ended else self._mark(following),
+            "size": None if self._size is None else [*self._size],
+        }  # fmt: skip
+        if self._own:
+            position["own"] = self._own
+            position["later"] = _states_of(own_generators(self._owners))
+        if self._indices is not None:
+            position |= self._indices.up_to(n - self._first)  # type: ignore[typeddict-item]
+        says = self._kind or self._size or self._own or self._indices or following is not NONE_LEFT
+        return position if says else None
+
+    def _between(self, epoch: int) -> Position | None:
+        """Return the position at the beginning of an epoch: of that which is read, or a later one.
+
+        There is one if generators of the loader's own decide the order.
+        """
+        own = self._own if epoch == self._epoch else _states_of(own_generators(self._owners))
+        if not own or not self._owners:
+            return None
+        return {
+            "epoch": epoch, "batch": 0, "shards": self.shards, "keeper": "", "state": None,
+            "next": UNKNOWN, "size": None, "own": own,
+        }  # fmt: skip
+
+    def _mark(self, batch: object) -> int | None:
+        if batch is NONE_LEFT:
+            return None
+        return UNKNOWN if self._contents is None else checksum(self._contents(batch), objects=True)
+
+    # --- what has changed
+
+    def _check_size(self, given: Position, start: int) -> None:
+        """Warn if the data have another length than when the epoch began."""
+        size = given.get("size")
+        if not start or size is None or self._size is None or tuple(size) == self._size:
+            return
+        self._told, batch = True, start * self.shards
+        then = (
+            f"after batch {batch} it continues in the data as they are now, so that samples may be "
+            "trained twice, and others not at all"
+            if self._left != 0
+            else f"no batch is left, so it ends here, having been trained on {batch} batches"
+        )
+        self._warn(
+            f"the training loader ({self.name}) had {_in_words(*size)} when epoch "
+            f"{given['epoch'] + 1} began, and has {_in_words(*self._size)} now. Of this epoch, "
+            f"{then}. To train each sample once, resume with the data as they were; to begin the "
+            f"next epoch at once, pass {_LEAVE}"
+        )
+
+    def compare(self, epoch: int | None, start: int, batch: object) -> None:
+        """Warn if the batch that follows a position is not the one that followed it before.
+
+        Args:
+            epoch: the epoch.
+            start: the position.
+            batch: the batch, or ``NONE_LEFT``.
+        """
+        given = self.given(epoch, start)
+        if given is None or self._told or given["batch"] != start or "size" not in given:
+            return
+        if given["next"] != UNKNOWN and given["next"] != (mark := self._mark(batch)) != UNKNOWN:
+            self._tell(given, "batches", "It has no batch there." if mark is None else _SOME)
+
+    def _tell(self, given: Position, what: str, affected: str) -> None:
+        self._told = True
+        n = given["batch"] * self.shards
+        self._warn(
+            f"the training loader ({self.name}) does not resume where it was: after batch {n} "
+            f"of epoch {given['epoch'] + 1} it gives other {what} than before. {affected} {_MEND}"
+        )
+
+    def _warn(self, text: str) -> None:
+        if self.shards > 1 or rank_and_size()[0] == 0:
+            log.warning("fit: %s", text)
+
+
+def _in_words(n: int, what: str) -> str:
+    return f"{n:,} {what.removesuffix('es' if what == 'batches' else 's') if n == 1 else what}"
+
+
+class _Indices:
+    """The indices that a sampler has given in an epoch.
+
+    Args:
+        before: those before the position where it is read: of samples, or lists of them.
+    """
+
+    def __init__(self, before: list[Index]) -> None:
+        self.before = [*_flat(before)]
+        self.batches: list[Index] = []  # those after it
+        self._summed, self._order = 0, _sum_of(self.before, 0)
+
+    def up_to(self, n: int) -> dict[str, object]:
+        """Return what a position has of the indices up to a batch, from where they are read on."""
+        if n < self._summed:
+            self._summed, self._order = 0, _sum_of(self.before, 0)
+        for index in self.batches[self._summed : n]:
+            self._order = _sum_of(index, self._order)
+        self._summed = n
+        found: dict[str, object] = {"order": self._order}
+        every = itertools.chain(self.before, _flat(self.batches[:n]))
+        few = [*itertools.islice(every, _KEPT + 1)]
+        with contextlib.suppress(TypeError, OverflowError):  # they are not numbers
+            if len(few) <= _KEPT:
+                found["indices"] = torch.tensor(array("q", few), dtype=torch.int64)
+        return found
+
+
+def _flat(indices: Iterable[Index]) -> Iterator[Index]:
+    for index in indices:
+        if isinstance(index, list | tuple):
+            yield from _flat(index)
+        else:
+            yield index
+
+
+def _sum_of(index: Index, crc: int) -> int:
+    """Return a checksum of indices that does not depend on how they are cut into batches."""
+    flat = index if isinstance(index, list) else [index]
+    try:
+        return zlib.crc32(array("q", flat), crc)
+    except (TypeError, OverflowError):  # they are not numbers
+        for each in _flat(flat):
+            crc = zlib.crc32(repr(each).encode(errors="replace"), crc)
+        return crc
+
+
+def _affected(before: list[int], now: _Indices) -> str:
+    """Return which samples are trained twice and not at all, in words."""
+    then, here = Counter(before), Counter(now.before)
+    parts = (then - here, "trained twice"), (here - then, "not trained")
+    said = [f"{_numbers(sorted(found))} {what}" for found, what in parts if found]
+    return f"In this epoch, {', and '.join(said)}." if said else _SOME
+
+
+def _numbers(samples: list[int]) -> str:
+    named = [str(sample) for sample in samples[:_NAMED]]
+    named += [f"{len(samples) - _NAMED} more"] if len(samples) > _NAMED else []
+    return f"sample {named[0]} is" if len(named) == 1 else f"samples {', '.join(named)} are"
+
+
+# --- generators of a loader's own
+
+OwnGenerator = np.random.Generator | np.random.RandomState | random.Random | torch.Generator
+
+
+def own_generators(owners: Iterable[object]) -> dict[str, OwnGenerator]:
+    """Return the generators that are attributes of loaders, samplers and streams, by their paths.
+
+    ``generator``, if torch's, is not among them: fnloop replaces it.
+    """
+    found: dict[str, OwnGenerator] = {}
+    seen: set[int] = set()
+
+    def look(owner: object, path: str) -> None:
+        if id(owner) in seen:
+            return
+        seen.add(id(owner))
+        for name, value in attributes_of(owner):
+            if isinstance(value, OwnGenerator):
+                if name != "generator" or not isinstance(value, torch.Generator):
+                    found[f"{path}.{name}"] = value
+            elif isinstance(value, Sampler | IterableDataset):
+                look(value, f"{path}.{name}")
+
+    for i, owner in enumerate(owners):
+        look(owner, str(i))
+    return found
+
+
+def _states_of(generators: Mapping[str, OwnGenerator]) -> dict[str, object]:
+    return {name: _state_of(generator) for name, generator in generators.items()}
+
+
+def _state_of(generator: OwnGenerator) -> object:
+    """Return the state of a generator as plain data; None if it has none, as that of the system."""
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    if isinstance(generator, np.random.RandomState):
+        return generator.get_state(legacy=False)
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    try:
+        version, words, gauss = generator.getstate()
+    except NotImplementedError:
+        return None
+    return [version, np.array(words), gauss]
+
+
+def _put_back(generator: OwnGenerator, state: Batch) -> None:
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, np.random.RandomState | torch.Generator):
+        generator.set_state(state)
+    elif state is not None:
+        version, words, gauss = state
+        generator.setstate((version, tuple(map(int, words)), gauss))
+
+
+# --- copies and checksums
+
+
+def is_next(batch: object, position: Position) -> bool:
+    """Return whether a batch is the one that followed a position, as far as that is known."""
+    found = checksum(batch, objects="size" in position)
+    return position["next"] in (UNKNOWN, found)
+
+
+def _copied(state: object) -> object:
+    """Return a copy of what ``state_dict`` returned, which the stream may change."""
+    if isinstance(state, dict):
+        return {key: _copied(value) for key, value in state.items()}
+    if type(state) in (list, tuple):
+        return type(state)(map(_copied, state))  # type: ignore[call-arg, arg-type]
+    if isinstance(state, Tensor):
+        return state.detach().clone()
+    return state if isinstance(state, int | float | str | None) else copy.deepcopy(state)
+
+
+def checksum(batch: object, objects: bool = False) -> int | None:
+    """Return a checksum of the tensors, arrays, texts and numbers in a batch; None for no batch.
+
+    Args:
+        batch: the batch, or ``NONE_LEFT``.
+        objects: whether the attributes of other objects count.
+
+    Example:
+        >>> a, b = torch.zeros(2), torch.ones(2)
+        >>> checksum((a, b)) == checksum((a.clone(), b)) != checksum((b, a))
+        True
+    """
+    return None if batch is NONE_LEFT else _add(batch, 0, set() if objects else None)
+
+
+def _add(value: object, crc: int, seen: set[int] | None) -> int:
+    if isinstance(value, Tensor):
+        if type(value) is not Tensor or value.layout is not torch.strided:
+            return crc
+        value = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+        return zlib.crc32(value.view(torch.uint8).numpy().data, crc)
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufcSU":
+        return zlib.crc32(value.tobytes(), crc)
+    if isinstance(value, bytes):
+        return zlib.crc32(value, crc)
+    if isinstance(value, int | float | str):
+        return zlib.crc32(repr(value).encode(errors="replace"), crc)
+    parts = parts_of(value)
+    if parts is None and seen is not None and has_parts(value) and id(value) not in seen:
+        seen.add(id(value))
+        parts = attributes_of(value)
+    for key, part in parts or ():
+        crc = _add(part, _add(key, crc, seen), seen)
+    return crc
