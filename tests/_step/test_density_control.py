@@ -101,9 +101,9 @@ def control(seen, kill_at=None):
         return state
 
     def note(state):
-        seen.append(weights(state.model))
         if state.step == kill_at:
             raise Killed
+        seen.append(weights(state.model))
         return state
 
     return densify, note
