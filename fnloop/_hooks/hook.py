@@ -512,7 +512,7 @@ class Clock:
     zero: float = 0.0
 
     def has_passed(self, seconds: float, now: float) -> bool:
-        """Return whether so many seconds have passed since it was last due. If so, it is now."""
+        """Return whether a number of seconds has passed since it was last due. If so, it is now."""
         if self.last is None:
             self.last = now
         if now - self.last < seconds:

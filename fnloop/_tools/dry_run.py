@@ -233,6 +233,7 @@ def _read(
     Return what was seen, and the first batches, but those of loaders that raise.
     """
     found: dict[str, Finding] = {}
+    raised_everywhere: set[str] = set()
 
     def without_those_that_raise(
         given: Mapping[str, Value], do: Callable[[str, Value], Result]
@@ -245,26 +246,32 @@ def _read(
             except Exception as error:
                 raised.add(name)
                 found[name] = Finding("loader", name, _in_words(error), problem=True)
-        raised = set().union(*gather_from_all(raised))
+        every = gather_from_all(raised)
+        raised_everywhere.update(set.intersection(*every))
+        raised = set().union(*every)
         return {name: result for name, result in done.items() if name not in raised}
 
     def evaluate(name: str, seen: tuple[str, Batch, str]) -> Batch:
+        return note(name, seen, _items(step, begun, seen[1]))
+
+    def update(name: str, seen: tuple[str, Batch, str]) -> Batch:
+        _, batch, _ = seen
+        loader = sharded([batch])
+        advance_copy(step, at_start_of_epoch(state), {name: loader}, 1, state.epoch + 2)
+        return note(name, seen, f"{batch_size_of(batch)} items, its leading dimension")
+
+    def note(name: str, seen: tuple[str, Batch, str], items: str) -> Batch:
         before, batch, after = seen
-        try:
-            items = _items(step, begun, batch)
-        except Exception:
-            if name != "train":
-                raise
-            # A run evaluates no batch of it, and a loss function may be for training only.
-            loader = sharded([batch])
-            advance_copy(step, at_start_of_epoch(state), {"train": loader}, 1, state.epoch + 2)
-            items = f"{batch_size_of(batch)} items, its leading dimension"
         found[name] = Finding("loader", name, f"{before}; {items}; {after}")
         return batch
 
     read = without_those_that_raise(loaders, lambda name, one: _read_one(state, name, one))
     begun = at_start_of_run(plan, state, step) if "train" in read else state
     first = without_those_that_raise(read, evaluate)
+    if "train" in read and "train" in raised_everywhere:
+        # A run evaluates no batch of it, and a loss function may be for training only. An update
+        # exchanges gradients, so all processes try one, or none.
+        first = without_those_that_raise({"train": read["train"]}, update) | first
     return [found[name] for name in loaders if name in found], first
 
 

@@ -174,5 +174,5 @@ def evaluated_alone(folder):
 def test_an_evaluation_by_one_process_alone_is_named(launched):
     for text in launched(evaluated_alone, 2):
         assert "process 0 waits in a comparison of the data that evaluate reads" in text
-        assert "process 1 waits in a comparison of the data before the first update" in text
+        assert "process 1 waits in the comparison of the pipelines" in text
         assert "in another order" not in text
