@@ -840,7 +840,8 @@ except ImportError:  # Windows has none: what a killed process leaves behind sta
     fcntl = None
 
 
-Item, Result = TypeVar("Item"), TypeVar("Result")
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 def map_with_help(

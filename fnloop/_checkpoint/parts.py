@@ -784,7 +784,7 @@ def _shared_memory(
         first, size = here.storage_offset(), here.element_size()
         last = first + sum((n - 1) * by for n, by in zip(here.shape, here.stride(), strict=True))
         memory = here.untyped_storage().data_ptr(), here.device
-        found = first * size, (last + 1) * size, name, (here, there)
+        found = int(first) * size, (int(last) + 1) * size, name, (here, there)
         storages.setdefault(memory, []).append(found)
     groups: list[tuple[tuple[str, ...], list[_Pair]]] = []
     for tensors in storages.values():

@@ -233,8 +233,9 @@ def prune(
         others = [(path, manifest) for path, manifest in valid if path not in replaced]
         finite = [pair for pair in others if explain_nonfinite(*pair) is None]
         kept = {written, *(path for path, _ in (*others[-keep:], *finite[-1:]))}
-        for group in by_phase(finite, since) if key is not None else ():
-            kept |= {path for path, _ in rank(group, key, mode)[:keep_best]}
+        if key is not None:
+            for group in by_phase(finite, since):
+                kept |= {path for path, _ in rank(group, key, mode)[:keep_best]}
         unwanted = [*replaced, *(path for path, _ in others if path not in kept)]
     manifests = dict(valid)
     for path in unwanted:

@@ -55,8 +55,9 @@ class Average(dict[str, Tensor]):
     def fits(self, name: str, tensor: Tensor) -> bool:
         """Return whether it has the average of a tensor. One of another shape is new to it."""
         own = self.get(name)
-        same = own is not None and own.shape == tensor.shape
-        return same and own.is_complex() == tensor.is_complex()
+        if own is None or own.shape != tensor.shape:
+            return False
+        return own.is_complex() == tensor.is_complex()
 
     def __deepcopy__(self, memo: dict[int, object]) -> Average:
         made = memo[id(self)] = Average(copy.deepcopy(dict(self), memo), self.count)

@@ -6,7 +6,7 @@ import bisect
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypedDict, TypeVar, cast
 
 import attrs
@@ -508,9 +508,13 @@ def decode_todo(saved: object) -> Todo:
     Raises:
         TypeError: it was not written by :func:`encode_todo`.
     """
+    return tuple(map(_decode_action, _as_list(saved)))
+
+
+def _as_list(saved: object) -> list[object]:
     if not isinstance(saved, list):
-        raise TypeError(f"todo is {saved!r:.60}")
-    return tuple(map(_decode_action, saved))
+        raise TypeError(f"what a run does next is {saved!r:.60}")
+    return saved
 
 
 def _decode_action(saved: object) -> Action:
@@ -521,11 +525,11 @@ def _decode_action(saved: object) -> Action:
             return Update()
         case {"do": "Boundary", "ended": bool(ended)}:
             return Boundary(ended)
-        case {"do": "Append", "kind": kind, "names": [*names]} if kind in RECORDS and _are_names(
+        case {"do": "Append", "kind": kind, "names": list(names)} if kind in RECORDS and _are_names(
             names
         ):
             return Append(kind, tuple(names))
-        case {"do": "Collect", "loaders": [*names]} if _are_names(names):
+        case {"do": "Collect", "loaders": list(names)} if _are_names(names):
             return Collect(tuple(names))
         case {"do": "Call", "stage": ("start" | "boundary" | "end") as stage, "nth": int(nth)} if (
             type(nth) is int and nth >= 0
@@ -540,7 +544,7 @@ def _decode_action(saved: object) -> Action:
     raise TypeError(f"todo has {saved!r:.60}")
 
 
-def _are_names(names: Sequence[object]) -> bool:
+def _are_names(names: Iterable[object]) -> bool:
     return all(isinstance(name, str) for name in names)
 
 
@@ -553,10 +557,7 @@ def todo_of_before(facts: Mapping[str, object]) -> tuple[frozenset[str], Todo]:
     Raises:
         TypeError: it says something else.
     """
-    events, left = facts.get("news", []), facts.get("left", [])
-    for known in (events, left):
-        if not isinstance(known, list):
-            raise TypeError(f"left is {known!r:.60}")
+    events, left = _as_list(facts.get("news", [])), _as_list(facts.get("left", []))
     todo: Todo = ()
     for each in (*events, *left):
         match each:
@@ -573,7 +574,8 @@ def todo_of_before(facts: Mapping[str, object]) -> tuple[frozenset[str], Todo]:
                 pass
             case _:
                 raise TypeError(f"left has {each!r:.60}")
-    named = frozenset(each for each in events if each != "pending" and each[:6] != "stop: ")
+    told = [each for each in events if isinstance(each, str)]
+    named = frozenset(each for each in told if each != "pending" and each[:6] != "stop: ")
     # An update alone comes before its boundary.
     return named & {"update"} if todo[:1] == (Boundary(),) else named, todo
 

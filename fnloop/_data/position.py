@@ -10,7 +10,7 @@ import zlib
 from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, cast
 
 import numpy as np
 import torch
@@ -293,8 +293,8 @@ class Positions:
             else f"no batch is left, so it ends here, having been trained on {batch} batches"
         )
         self._warn(
-            f"the training loader ({self.name}) had {_in_words(*size)} when epoch "
-            f"{given['epoch'] + 1} began, and has {_in_words(*self._size)} now. Of this epoch, "
+            f"the training loader ({self.name}) had {_in_words(size)} when epoch "
+            f"{given['epoch'] + 1} began, and has {_in_words(self._size)} now. Of this epoch, "
             f"{then}. To train each sample once, resume with the data as they were; to begin the "
             f"next epoch at once, pass {_LEAVE}"
         )
@@ -326,7 +326,8 @@ class Positions:
             log.warning("fit: %s", text)
 
 
-def _in_words(n: int, what: str) -> str:
+def _in_words(size: Sequence[int | str]) -> str:
+    n, what = cast(tuple[int, str], tuple(size))
     return f"{n:,} {what.removesuffix('es' if what == 'batches' else 's') if n == 1 else what}"
 
 

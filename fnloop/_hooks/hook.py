@@ -369,8 +369,9 @@ def call_hook(hook: Hook, state: TrainState) -> TrainState:
 
 def _is_same(state: TrainState, new: object) -> bool:
     """Return whether a state has the weights of another one, and nothing else was restored."""
-    same = isinstance(new, TrainState) and new.model is state.model
-    return same and generation_of(new) == generation_of(state)
+    if not isinstance(new, TrainState) or new.model is not state.model:
+        return False
+    return generation_of(new) == generation_of(state)
 
 
 def every_layer(hooks: Iterable[Hook]) -> list[Hook]:

@@ -266,14 +266,14 @@ class checkpoint(Hook):
         self._complete_shared()
         self._wait()
         self._check_metric(state)
-        same = self._holds(state)
-        if not same:
+        saved = self._saved if self._holds(state) else None
+        if saved is None:
             self._awaits_metric = not self._has_metric(state)
             self._position = position_of(state)
             if state.run is not None:  # before it is saved: then a run that is killed has told it
                 state.run.notices.tell(state, "save", folder=str(self.folder))
         # A run that is resumed would call the hooks again that were still to be called.
-        if not same or (pending(self._saved.todo) and not pending(state.todo)):
+        if saved is None or (pending(saved.todo) and not pending(state.todo)):
             self._saved = state
             self._save(state)
         return state

@@ -22,6 +22,7 @@ from collections.abc import (
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import attrs
 import numpy as np
@@ -706,11 +707,11 @@ class _Putting:
     def _put_inside(self, now: object, saved: object) -> object:
         if isinstance(now, Average) and isinstance(saved, Average):
             now.count = saved.count
-            values = {key: self.put(now.get(key), tensor) for key, tensor in saved.items()}
-            if any(now.get(key) is not value for key, value in values.items()):
+            tensors = {key: self.put(now.get(key), tensor) for key, tensor in saved.items()}
+            if any(now.get(key) is not tensor for key, tensor in tensors.items()):
                 now.blended = None  # the update had begun the average of some again
             now.clear()
-            now.update(values)
+            now.update(cast("dict[str, Tensor]", tensors))
             return now
         if isinstance(now, MutableMapping) and isinstance(saved, MutableMapping):
             values = {key: self.put(now.get(key), part) for key, part in saved.items()}
