@@ -103,7 +103,9 @@ def ask(
     return Answers(sum(now, ()) if now else None, sum(at_end, ()), record, numbers)
 
 
-def due(stage: str, state: TrainState, answers: Answers, evaluated: Iterable[str]) -> Todo:
+def due(
+    stage: str, state: TrainState, answers: Answers, evaluated: Iterable[str], apart: bool = False
+) -> Todo:
     """Return what happens at a stage of a boundary, in its order.
 
     Args:
@@ -111,6 +113,7 @@ def due(stage: str, state: TrainState, answers: Answers, evaluated: Iterable[str
         state: the state: its events say whether an epoch, or the run, ends here.
         answers: what the moments say.
         evaluated: the names of all loaders that the run evaluates.
+        apart: whether the run ends here, and its end is made after this boundary.
     """
     ends, epoch = END in state.events, EPOCH in state.events
     known = tuple(evaluated)
@@ -125,7 +128,7 @@ def due(stage: str, state: TrainState, answers: Answers, evaluated: Iterable[str
         names = answers.now or ()
         rest = tuple(name for name in known if name not in names)
         record = Append(_kind(state, answers), names)
-        return (record, *([Collect(rest)] if ends else ()), Call("boundary"))
+        return (record, *([Collect(rest)] if ends and not apart else ()), Call("boundary"))
     recent = [Append("recent")] if answers.record else []
     closing = _closing(answers, False, None, known) if ends else []
     return (*recent, *closing, Call("boundary"))

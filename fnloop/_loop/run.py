@@ -54,6 +54,7 @@ from fnloop._core.runs import (
     is_interruption,
     now,
     pending,
+    reason_of,
 )
 from fnloop._core.state import (
     TrainState,
@@ -305,8 +306,10 @@ class World:
         if isinstance(state.todo[0], Flush):  # the run has ended, but for that
             self.state = changed(state, todo=())
         else:  # the end of the run is not made, and hooks are not to see it
-            stop = self.interrupts.stop or state.stop
-            self.state = changed(state, stop=stop, events=state.events - {END})
+            stop, todo = self.interrupts.stop or state.stop, state.todo
+            if ends_run(state.stop) and reason_of(todo) is None:  # a guard, before the boundary
+                todo = (*todo, Flush(state.stop))
+            self.state = changed(state, stop=stop, todo=todo, events=state.events - {END})
         self.flush_hooks()
 
     def flush_hooks(self) -> None:
@@ -445,8 +448,8 @@ class World:
             answers = self._ask(state)
             for clock in self._clocks:
                 state = clock.noted(state)
-            apart = ends_apart(state, answers, self._adds_at_end)
-            actions = due("boundary", state, answers, self.evaluated)
+            apart = reached and ends_apart(state, answers, self._adds_at_end)
+            actions = due("boundary", state, answers, self.evaluated, apart)
         return changed(state, todo=(*actions, *onward(state, reached, ended, apart)))
 
     def _complete_epoch(self, state: TrainState) -> TrainState:
