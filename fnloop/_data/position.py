@@ -112,6 +112,7 @@ class Positions:
             ahead: the most batches that are read ahead of those consumed.
             left: how many batches are left, if that is known.
         """
+        self._settle()
         self._given, self._left, self._told = given, left, False
         self._noted = deque(maxlen=ahead + self._ahead + 1)
 
@@ -150,9 +151,8 @@ class Positions:
             if given["epoch"] == epoch:
                 self._check_size(given, start)
                 states = {} if bool(given["batch"]) != bool(start) else given.get("own", {})
-            for name in own.keys() & states.keys() if not continues else ():
-                with contextlib.suppress(Exception):  # of another kind
-                    _put_back(own[name], states[name])
+            if not continues:
+                _put_all_back(own, states)
         self._own = _states_of(own)
 
     # --- what is read
@@ -179,6 +179,7 @@ class Positions:
     def end(self, n: int) -> None:
         """Note that the epoch has no batch after the one numbered ``n``."""
         self._ended = n
+        self._settle()
 
     def noting(
         self, items: Callable[[], Iterator[Batch]], epoch: int | None, start: int
@@ -254,11 +255,34 @@ class Positions:
         }  # fmt: skip
         if self._own:
             position["own"] = self._own
-            position["later"] = _states_of(own_generators(self._owners))
+            position["later"] = self._later()
         if self._indices is not None:
             position |= self._indices.up_to(n - self._first)  # type: ignore[typeddict-item]
         says = self._kind or self._size or self._own or self._indices or following is not NONE_LEFT
         return position if says else None
+
+    def _later(self) -> dict[str, object]:
+        """Return the states of generators of the loader's own at the newest batch.
+
+        A loader of loaders does not read those again of which nothing is left after a resume. So
+        what stands where the epoch has begun is where it was when the position was noted.
+        """
+        now = _states_of(own_generators(self._owners))
+        if self._given is None or self._given["epoch"] != self._epoch or not self._first:
+            return now
+        then, begun = self._given.get("later", {}), self._own
+        mark = lambda state: checksum(state, objects=True)
+        return {
+            name: then[name]
+            if name in then and name in begun and mark(state) == mark(begun[name])
+            else state
+            for name, state in now.items()
+        }
+
+    def _settle(self) -> None:
+        """Put generators of the loader's own where they are after what was read of the epoch."""
+        if self._own and self._given is not None:
+            _put_all_back(own_generators(self._owners), self._later())
 
     def _between(self, epoch: int) -> Position | None:
         """Return the position at the beginning of an epoch: of that which is read, or a later one.
@@ -324,6 +348,12 @@ class Positions:
     def _warn(self, text: str) -> None:
         if self.shards > 1 or rank_and_size()[0] == 0:
             log.warning("fit: %s", text)
+
+
+def _put_all_back(own: Mapping[str, object], states: Mapping[str, object]) -> None:
+    for name in own.keys() & states.keys():
+        with contextlib.suppress(Exception):  # of another kind
+            _put_back(own[name], states[name])
 
 
 def _in_words(size: Sequence[int | str]) -> str:
