@@ -154,6 +154,18 @@ def test_generators_of_its_own_are_put_back(make, tmp_path, caplog):
     assert not caplog.messages
 
 
+@pytest.mark.parametrize("at", range(1, 9))
+def test_a_loader_of_loaders_continues_twice_where_one_of_them_has_nothing_left(at, tmp_path):
+    """Then that one is not read again. An epoch has 6 batches of it and 3 others."""
+    make = lambda: fl.data.interleave({"a": [X[:1]] * 3, "b": sampled(DRAWN["numpy"]())})
+    whole, _ = trained(make(), epochs=3)
+    state, found = None, []
+    for steps in (at, at + 1, 27):
+        part, state = trained(make(), state, steps=steps)
+        found, state = found + part, on_disk(state, tmp_path)
+    assert found == whole
+
+
 def test_an_epoch_that_a_function_makes_a_loader_for_begins_as_it_did(tmp_path):
     make = lambda: Loader()
     whole, _ = trained(make, epochs=2)
