@@ -289,7 +289,7 @@ class Positions:
 
         There is one if generators of the loader's own decide the order.
         """
-        own = self._own if epoch == self._epoch else _states_of(own_generators(self._owners))
+        own = self._own if epoch == self._epoch else self._later()
         if not own or not self._owners:
             return None
         return {

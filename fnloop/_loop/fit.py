@@ -142,9 +142,8 @@ def fit(
             an evaluation failed, a run that continues from it repeats the evaluation. An update
             that failed may have changed buffers of the model, such as the statistics of BatchNorm,
             and what it drew from the generators of Python and NumPy stays drawn.
-            The hooks after one that raised do not see that boundary, also not in a run that
-            continues. If it was the last one, the run that continues still makes the end: the hooks
-            ``at_end()`` and the last save. If ``optimizer.step()`` itself failed, the weights are
+            If a hook failed, a run that continues from it calls this hook again, and those after
+            it, and not those before. If ``optimizer.step()`` itself failed, the weights are
             between two updates, the states of the model are stale, and there is no such attribute.
             Notebooks and pytest show your frames of the traceback, and not those of fnloop;
             ``%xmode Plain`` shows all.
