@@ -79,13 +79,14 @@ HOOK = "the hook checkpoint"  # its name in messages about processes that wait
 class checkpoint(Hook):
     """Save a checkpoint: ``every(epochs=1)(checkpoint("runs/a", best="valid/loss"))``.
 
-    List it after the other hooks, but before ``requeue``: what a later hook changes at that
-    boundary is not in the checkpoint. The state is also saved when a run ends, for any reason
-    except an exception (see ``on_exception``), and on SIGUSR1. Each checkpoint is a folder such as
-    ``step-00000812`` in ``folder``, which is either complete or absent. Pruning looks at the
-    folder, so it also works after a resume. :func:`fnloop.resume` continues from the newest
-    checkpoint. With several processes the main process writes; of a sharded model each process
-    writes its own part.
+    List it after the other hooks, but before ``requeue``. Hooks that are listed after it are still
+    to be called in what it saves, so a run that is resumed calls them. Then the last state of a run
+    is written twice, because they have been called at its end. The state is also saved when a run
+    ends, for any reason except an exception (see ``on_exception``), and on SIGUSR1. Each checkpoint
+    is a folder such as ``step-00000812`` in ``folder``, which is either complete or absent. Pruning
+    looks at the folder, so it also works after a resume. :func:`fnloop.resume` continues from the
+    newest checkpoint. With several processes the main process writes; of a sharded model each
+    process writes its own part.
 
     Args:
         folder: where to save; created if it does not exist. It is made absolute at once, with ``~``

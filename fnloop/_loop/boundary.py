@@ -199,7 +199,9 @@ def resumed(state: TrainState, reached: bool, starts: bool) -> TrainState:
         ended = EPOCH in state.events and not state.batch
         return changed(state, todo=(*left, *onward(state, reached, ended, apart)))
     if over:
-        of_end = any(isinstance(action, End | Flush) for action in state.todo)
+        # Where `Meet` and `Flush` alone are next, the last hook of the last boundary has saved the
+        # state, and the run has ended: what a kill has left there, hooks settle.
+        of_end = End() in state.todo or isinstance(next(iter(state.todo), None), Flush)
         return state if of_end else changed(state, todo=())
     if state.todo:
         return changed(state, todo=onward(state, False, False), events=frozenset())

@@ -157,6 +157,7 @@ def _settle_hooks(plan: Plan, state: TrainState) -> TrainState:
     if not is_newest(state, plan.phase):
         return state
     state = end_phase(state, plan.phase)
+    state = changed(state, todo=()) if state.todo else state
     for hook in plan.hooks:
         state = check_returned(hook, state, hook.settle(state), "settle")
     return state

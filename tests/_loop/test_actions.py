@@ -71,6 +71,22 @@ def test_what_was_left_is_done_first(todo, reached, first):
     assert resumed(state, reached, starts=False).todo == first
 
 
+@pytest.mark.parametrize("order", ["checkpoint last", "checkpoint first"])
+def test_a_script_that_has_ended_has_nothing_to_do(order, tmp_path, caplog):
+    def script():
+        rows = fl.to_jsonl(tmp_path / "rows.jsonl", events=True)
+        hooks = (rows, fl.every(epochs=1)(fl.checkpoint(tmp_path / "run")))
+        hooks = hooks if order == "checkpoint last" else hooks[::-1]
+        state = fl.resume(tmp_path / "run", toy())
+        state = fl.fit(fl.pipeline()(toy_loss), state, [ONE] * 3, epochs=2, hooks=hooks)
+        return state.step, state.todo, (tmp_path / "rows.jsonl").read_text()
+
+    first = script()
+    assert first[:2] == (6, ()) and not caplog.messages
+    assert script() == script() == first
+    assert len(caplog.messages) == 2 and "nothing to do" in caplog.text
+
+
 def test_a_clock_counts_on_where_a_run_was_left(clock, tmp_path):
     """An update takes a second. The hook is due every 5 seconds from the first boundary on."""
     seen = []
