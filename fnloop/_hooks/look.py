@@ -225,19 +225,22 @@ class inspect(Hook):
         waits, ends = self._now.mark in state.noted, END in state.events
         if ends and self._now.received_at == _place_of(state):
             return False  # it has those of the model with which the run ends
+        if ends and self._now.alone and self._was_evaluated(state, closing=True):
+            return False  # likewise, before the run was left here
         (due, only_at_end), self._now.asked = due_at(self.every, state), True
         if ends and self._now.alone and self._was_evaluated(state):
             due = False  # the function was called for that record, maybe in another process
         self._now.late = only_at_end and not (waits or due)
         return waits or due or self._now.late
 
-    def _was_evaluated(self, state: TrainState) -> bool:
-        """Return whether a record of this boundary has an evaluation of the loader."""
+    def _was_evaluated(self, state: TrainState, closing: bool = False) -> bool:
+        """Return whether a record of this boundary, or a closing one, has the loader evaluated."""
         if RECORD not in state.events:
             return False
         here = itertools.takewhile(
             lambda r: (r.step, r.epoch) == (state.step, state.epoch), reversed(state.history)
         )
+        here = (record for record in here if record.closing or not closing)
         return any(name.startswith(f"{self.loader}/") for r in here for name in r.metrics)
 
     def receive(self, state: TrainState, outputs: Sequence[Output]) -> None:

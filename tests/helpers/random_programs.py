@@ -119,12 +119,14 @@ KNOWN = {
     # The host's generators are as a fetch left them that failed after some samples, or batches.
     "half-a-fetch": lambda program, cuts: (
         "draws" in program.loss
-        and ("shuffled" in program.train or program.has("accumulate"))
+        and ("shuffled" in program.train or program.has("accumulate") or program.order[1] == "next")
         and any(c.at == "loader" and c.how in ("fail", "interrupt") for c in cuts)
     ),
     # A loader shorter than ``take`` has announced: the planned total depends on the cut.
     "shorter": lambda program, cuts: (
-        bool(cuts) and "fl.data.take(stream" in program.train and program.has("fl.schedule(")
+        bool(cuts)
+        and any(f"fl.data.take({kind}" in program.train for kind in ("stream", "again"))
+        and program.has("fl.schedule(")
     ),
 }
 
@@ -1125,6 +1127,9 @@ def try_program(seed, number, counts, cuts):
     except (Exception, Killed, KeyboardInterrupt) as error:
         if "gave no batch" in str(error):
             counts["empty epochs"] += 1
+            return None
+        if "none is valid" in str(error) and "are not finite" in str(error):
+            counts["refused: no checkpoint is finite"] += 1
             return None
         if "reuses a tensor" in str(error) and "refilled(" in program.train:
             counts["refused: the loader reuses a tensor"] += 1
