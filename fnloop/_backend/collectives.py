@@ -1014,9 +1014,13 @@ def on_every_process(do: Callable[[], Tree], what: str) -> Tree:
     errors = gather_from_all(None if error is None else _portable(error, what, rank), what)
     if error is not None:
         raise error
-    for failed in errors:
-        if failed is not None:
+    for other, failed in enumerate(errors):
+        if isinstance(failed, BaseException):
             raise failed
+        if failed is not None:  # that process is elsewhere, and has exchanged something else
+            raise RuntimeError(
+                f"{DIVERGED}: process {rank} is in {what}, and process {other} is not. {ADVICE}"
+            )
     return result  # type: ignore[return-value]
 
 

@@ -577,15 +577,13 @@ def _read_newest(
         with place.reading(path):
             return read_whole_checkpoint(path, state)
 
-    def fetch_and_read(path: Path) -> tuple[Path, Contents | None]:
-        here = place.fetch_on_all(path)
-        return here, read(here)
-
-    main = state.backend.main
-    for path, (here, contents) in _skip_unfit(found, fetch_and_read, faults, main, depth=5):
-        if contents is not None:
-            return here, contents
-        partial.append(path)
+    for path, unfit in found:
+        here = path if unfit is not None else place.fetch_on_all(path)
+        checkpoint = ((here, unfit),)
+        for _, contents in _skip_unfit(checkpoint, read, faults, state.backend.main, depth=5):
+            if contents is not None:
+                return here, contents
+            partial.append(path)
     if partial:
         raise CheckpointError(_explain_not_resumable(partial[0]))
     if faults:

@@ -107,10 +107,13 @@ APART = r"process 0 waits in {} before the first update, and process 1 waits in 
 COMPARED = "a comparison of the data before the first update"
 EARLY = {
     "hook of one": APART.format("(the hook|the collecting of a) checkpoint", COMPARED),
-    "number of hooks": APART.format("(the hook|the collecting of a) checkpoint", COMPARED),
+    "number of hooks": APART.format("(the hook|the collecting of a) checkpoint", COMPARED)
+    + "|process [01] is in the collecting of a checkpoint, and process [01] is not",
     "table of one": APART.format(r".*a\.csv.*", COMPARED),
-    "broadcasts alone": APART.format("a comparison of the data", "fnloop.broadcast from process 1"),
-    "evaluates alone": "each has the data in another order",
+    "broadcasts alone": "process 0 waits in the comparison of the pipelines, and process 1 waits "
+    "in fnloop.broadcast from process 1",
+    "evaluates alone": "process 0 waits in the comparison of the pipelines, and process 1 waits "
+    "in a comparison of the data that evaluate reads",
     "loaders": "process 1 waits in ",
 }
 
