@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from types import FrameType
 from typing import Any, NoReturn, Protocol
 
@@ -32,6 +32,7 @@ from fnloop._core.state import TrainState, check_alike, check_counters_alike
 from fnloop._core.types import RINGS, Call, Middleware
 from fnloop._display.screen import log
 from fnloop._display.tables import is_interactive
+from fnloop._hooks.hook import Hook
 from fnloop._loop.made_with import members_of
 from fnloop._step.pipeline import PipelineStep
 
@@ -95,13 +96,14 @@ def peers_of(state: TrainState) -> Peers:
 _SAME = "the comparison of the pipelines"
 
 
-def check_same_step(step: PipelineStep, state: TrainState) -> None:
-    """Raise in every process if they have different steps. A collective.
+def check_same_run(step: PipelineStep, hooks: Iterable[Hook], state: TrainState) -> None:
+    """Raise in every process if they have different steps, or hooks that save. A collective.
 
-    It is the first exchange of a run: what follows depends on the settings of middleware.
+    It is the first exchange of a run: what follows depends on the settings of middleware, and all
+    processes take part in a save.
 
     Raises:
-        RuntimeError: the settings of a middleware differ, or a process lacks one.
+        RuntimeError: the settings of a middleware differ, or a process lacks one, or such a hook.
     """
     if is_alone(state):
         return
@@ -109,6 +111,8 @@ def check_same_step(step: PipelineStep, state: TrainState) -> None:
     for member in members_of(step):
         if (settings := _settings_of(member)) is not None:
             made.append((member.name, repr(settings), f"{member!r:.200}"))
+    # Their folders may differ, on machines of their own.
+    made += [("hook", type(hook).__name__, f"{hook!r:.200}") for hook in hooks if hook._saves]
     mark = zlib.crc32(repr([each[:2] for each in made]).encode())
     most, least = all_reduce_max([mark, -mark], _SAME)
     if most == -least:
@@ -167,7 +171,8 @@ def _raise_different(rank: int, first: _Made | None, other: _Made | None) -> NoR
         shown = 1 if first[2] == other[2] else 2
         said = f"process {rank} has {other[shown]} where process 0 has {first[shown]}"
     raise RuntimeError(
-        f"{DIVERGED}: {said}. All processes must make the same pipeline, with the same settings"
+        f"{DIVERGED}: {said}. All processes must make the same pipeline, with the same settings, "
+        "and list the same hooks"
     )
 
 

@@ -90,7 +90,7 @@ from fnloop._loop.evaluate import gather_outputs, measure, open_loader
 from fnloop._loop.peers import (
     Abandoned,
     Interrupts,
-    check_same_step,
+    check_same_run,
     handling,
     is_alone,
     peers_of,
@@ -204,7 +204,7 @@ class World:
     def __init__(self, plan: Plan, state: TrainState) -> None:
         __tracebackhide__ = True
         plan.check_position(state)
-        check_same_step(plan.step, state)
+        check_same_run(plan.step, plan.hooks, state)
         self.plan = plan
         self.source = open_loader(plan.loaders.train, state, plan.total)
         due = [name for _, names in plan.evaluations for name in names]

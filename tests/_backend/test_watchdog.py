@@ -106,9 +106,8 @@ def part_early(folder, way, hold=2):
 APART = r"process 0 waits in {} before the first update, and process 1 waits in {}"
 COMPARED = "a comparison of the data before the first update"
 EARLY = {
-    "hook of one": APART.format("(the hook|the collecting of a) checkpoint", COMPARED),
-    "number of hooks": APART.format("(the hook|the collecting of a) checkpoint", COMPARED)
-    + "|process [01] is in the collecting of a checkpoint, and process [01] is not",
+    "hook of one": r"process 0 has checkpoint\(.*\), and process 1 does not",
+    "number of hooks": r"process 0 has checkpoint\(.*/b.*\), and process 1 does not",
     "table of one": APART.format(r".*a\.csv.*", COMPARED),
     "broadcasts alone": "process 0 waits in the comparison of the pipelines, and process 1 waits "
     "in fnloop.broadcast from process 1",
