@@ -350,7 +350,7 @@ class Positions:
             log.warning("fit: %s", text)
 
 
-def _put_all_back(own: Mapping[str, object], states: Mapping[str, object]) -> None:
+def _put_all_back(own: Mapping[str, OwnGenerator], states: Mapping[str, object]) -> None:
     for name in own.keys() & states.keys():
         with contextlib.suppress(Exception):  # of another kind
             _put_back(own[name], states[name])

@@ -225,6 +225,8 @@ class World:
         self._in_windows, self._share = plan.step.window > 1, state.backend.data_size
         self._size, self._recent = self.source.batch_size or 0, plan.record_every is not None
         self._calls_always = bool(plan.hooks) or not is_alone(state)
+        calls = [Call("boundary", n) for n in range(max(len(plan.hooks), 1))]
+        self._hooks_then_update: list[Todo] = [*((each, Update()) for each in calls), (Update(),)]
         self.interrupts = Interrupts()
         self.doing: object = None  # for messages; None: the step, whose layers name themselves
         self.feed: Iterator[Any] | None = None  # the batches, or windows, of the running epoch
@@ -324,6 +326,8 @@ class World:
 
     def obey(self, state: TrainState) -> TrainState:
         """Return the state with what signals ask for: to stop, or to save it first."""
+        if self.interrupts.stop is None and not self.interrupts.save:
+            return state
         state = self.interrupts.apply(state)
         if not self.interrupts.save or any(isinstance(action, Flush) for action in state.todo):
             return state
@@ -427,9 +431,9 @@ class World:
         ended = self.batch is NONE_LEFT
         asked = self.interrupts.stop is not None or self.interrupts.save
         quiet = self._asked_at <= state.step < self._quiet_until
-        if quiet and not (ended or self._calls_always or asked or state.stop is not None):
-            return state
-        return changed(state, todo=(Boundary(ended),))
+        if not quiet or ended or asked or state.stop is not None or state.noted:
+            return changed(state, todo=(Boundary(ended),))
+        return changed(state, todo=self._hooks_then_update[0]) if self._calls_always else state
 
     # --- a boundary
 
@@ -494,19 +498,24 @@ class World:
         if nth >= len(hooks):
             return self.obey(changed(state, todo=todo))
         hook = self.doing = hooks[nth]
-        calls = (Call(stage, nth + 1),) if nth + 1 < len(hooks) else ()
-        given = changed(state, todo=(*calls, *todo))
+        is_last = nth + 1 == len(hooks)
+        if stage == "boundary" and type(todo[0]) is Update:
+            after = self._hooks_then_update[nth + 1]
+        else:
+            after = todo if is_last else (Call(stage, nth + 1), *todo)
+        given = changed(state, todo=after)
         new = check_returned(hook, given, call_hook(hook, given))
         if new is not given:
             check_counters(hook, given, new)
-            new = self._as_continued(given, new, stage, calls, todo)
-        return new if calls else self.obey(new)
+            new = self._as_continued(given, new, stage, after[: len(after) - len(todo)], todo)
+        return self.obey(new) if is_last else new
 
     def _before_hooks(self, state: TrainState, todo: Todo) -> TrainState:
         """Exchange signals before the hooks of an update are called: they see a stop."""
         self.doing = "the exchange between processes"
         self.peers.poll(state, self.interrupts)
-        state = self.interrupts.apply(state)
+        if self.interrupts.stop is not None:
+            state = self.interrupts.apply(state)
         if END in state.events and End() in todo:  # they are called again then
             state = changed(state, events=state.events - {END})
         return state
