@@ -301,6 +301,8 @@ class World:
     def leave(self, together: bool = True) -> None:
         """End the run for now, and save it. ``together``: all processes do."""
         __tracebackhide__ = True
+        if not self.state.todo:  # it has ended
+            return
         self.doing = "the exchange between processes"
         if together:
             self.peers.barrier(self.state, self.interrupts, 0)
