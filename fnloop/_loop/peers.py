@@ -32,7 +32,7 @@ from fnloop._core.state import TrainState, check_alike, check_counters_alike
 from fnloop._core.types import RINGS, Call, Middleware
 from fnloop._display.screen import log
 from fnloop._display.tables import is_interactive
-from fnloop._hooks.hook import Hook
+from fnloop._hooks.hook import Hook, parts_saved
 from fnloop._loop.made_with import members_of
 from fnloop._step.pipeline import PipelineStep
 
@@ -112,7 +112,9 @@ def check_same_run(step: PipelineStep, hooks: Iterable[Hook], state: TrainState)
         if (settings := _settings_of(member)) is not None:
             made.append((member.name, repr(settings), f"{member!r:.200}"))
     # Their folders may differ, on machines of their own.
-    made += [("hook", type(hook).__name__, f"{hook!r:.200}") for hook in hooks if hook._saves]
+    made += [
+        ("hook", type(hook).__name__, f"{hook!r:.200}") for hook in hooks if parts_saved([hook])
+    ]
     mark = zlib.crc32(repr([each[:2] for each in made]).encode())
     most, least = all_reduce_max([mark, -mark], _SAME)
     if most == -least:

@@ -90,7 +90,7 @@ def part_early(folder, way, hold=2):
         "hook of one": saves[:1] if first else [],
         "number of hooks": saves if first else saves[:1],
         "table of one": [fl.to_csv(folder / "a.csv")] if first else [],
-        "begin raises": saves[:1] if first else [Broken()],
+        "begin raises": saves[:1] if first else [Broken(), *saves[:1]],
     }
     if way == "loaders" and not first:
         loaders["valid"] = loader(size=2)
