@@ -134,10 +134,6 @@ class Plan:
         phase = None if self.phase is None else phase_of(state, self.phase)
         return phase is not None and phase.done and not phase.named and phase != state.phases[-1]
 
-    def is_over(self, state: TrainState) -> bool:
-        """Return whether a run that has reached this state is at its end."""
-        return state.stop is not None or self.is_reached(state)
-
     def is_reached(self, state: TrainState) -> bool:
         """Return whether a state is at the target of the run."""
         return (
