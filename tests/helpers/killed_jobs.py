@@ -170,7 +170,8 @@ def train(folder, run, row, number, moment, at, victims):
 
     def note(state):
         """Note that the checkpoint before this hook is whole."""
-        (run / "saved").write_text(str(state.step))
+        (run / "saved.new").write_text(str(state.step))
+        (run / "saved.new").replace(run / "saved")  # a kill leaves one of the two, whole
         return state
 
     saves = [fl.checkpoint(where, KEEP, background=row == "uploading")]
