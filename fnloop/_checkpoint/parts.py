@@ -13,8 +13,9 @@ import functools
 import importlib
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import attrs
@@ -482,72 +483,151 @@ def _encode_model(
     }
 
 
-def _prepare_model(saved: Restoring) -> Load:
-    """Check that the saved model fits, and return how to load it.
+@attrs.frozen(eq=False)
+class Difference:
+    """How what was saved of a model differs from the model, by names without prefixes.
 
-    With the counters, it restores which parameters are frozen and which modules are in evaluation
-    mode. Then the dtypes must be the same too; weights alone may be cast.
+    Args:
+        theirs: what was saved.
+        mine: what the model has.
+        made: what is to be given to the model first, because it takes its shape from the file.
+        resized: the names of what the model takes in any shape by itself.
+        missing: the names that are only in the model.
+        unknown: the names that are only in the checkpoint.
+        shapes: the names of tensors of another shape, but those above.
+        dtypes: the names of tensors of another dtype.
     """
-    module, facts, strict = unwrap(saved.state), saved.facts["model"], saved.strict
-    _check_sizes(module, saved.path)
-    trained = TRAINED in saved.parts
-    flags = "counters" in saved.parts and not trained
-    frozen, evaluating = (facts[k] if flags else [] for k in ("frozen", "evaluating"))
-    spelled = {strip_compile_prefix(key): key for key in module.state_dict()}
-    mine = {strip_compile_prefix(key): value for key, value in module.state_dict().items()}
-    # Not those that are on the device: the module may expect its extra state where it made it.
-    kept = saved.groups["slots"]
-    extra = {name: decode(value, kept) for name, value in facts["extra_state"].items()}
-    theirs = {**model_tensors(saved, training="optimizer" in saved.parts), **extra}
-    if trained:
-        theirs = _trained_parts(theirs, saved.facts, module)
-    grown = _grown_alike(saved, theirs)
-    resized = {k for k, here in mine.items() if _resizes(module, spelled[k], theirs.get(k), here)}
-    resized |= grown.keys()
-    rest = (  # extra state may be of any shape: only its module knows what it takes
-        {k: None if is_extra_state(k) else v for k, v in tensors.items() if k not in resized}
-        for tensors in (theirs, mine)
-    )
-    faults = _compare_models(*rest, dtypes=flags)
-    if trained:
-        _warn_of_untrained(module, faults.pop("missing in the checkpoint"))
-    found = "; ".join(f"{what}: {join_names(which)}" for what, which in faults.items() if which)
-    if found and strict:
-        part = TRAINED if trained else "model"
+
+    theirs: Mapping[str, Any]
+    mine: Mapping[str, Any]
+    made: Mapping[str, Tensor]
+    resized: Collection[str]
+    missing: Sequence[str]
+    unknown: Sequence[str]
+    shapes: Sequence[str]
+    dtypes: Sequence[str]
+
+    @property
+    def fitting(self) -> dict[str, Any]:
+        """What was saved and can be loaded, by name."""
+        known = {*self.mine, *self.made} - {*self.shapes}
+        return {name: value for name, value in self.theirs.items() if name in known}
+
+    def explain(self, *kinds: str) -> str:
+        """Return what differs of some kinds, in words; an empty text if nothing does."""
+        texts = {
+            "missing": ("missing in the checkpoint", self.missing),
+            "unknown": ("not in the model", self.unknown),
+            "shapes": ("of another shape", self._both(self.shapes, lambda t: tuple(t.shape))),
+            "dtypes": ("of another dtype", self._both(self.dtypes, lambda t: t.dtype)),
+        }
+        found = (texts[kind] for kind in kinds)
+        return "; ".join(f"{what}: {join_names(which)}" for what, which in found if which)
+
+    def _both(self, names: Sequence[str], fact: Callable[[Tensor], object]) -> list[str]:
+        return [f"{k}: {fact(self.theirs[k])} saved, {fact(self.mine[k])} here" for k in names]
+
+
+def diff(
+    theirs: Mapping[str, Any],
+    mine: Mapping[str, Any],
+    made: Mapping[str, Tensor] = MappingProxyType({}),
+    resizes: Callable[[str], bool] = lambda name: False,
+) -> Difference:
+    """Return how what was saved of a model differs from the model.
+
+    Args:
+        theirs, mine: name to tensor, or to what an extra state is.
+        made: the tensors whose shapes the model takes from the file.
+        resizes: whether the model takes a tensor of this name in another shape by itself.
+    """
+    compared = [
+        name
+        for name, here in mine.items()
+        # Extra state may be of any shape: only its module knows what it takes.
+        if isinstance(here, Tensor) and isinstance(theirs.get(name), Tensor)
+        if name not in made and not is_extra_state(name)
+    ]
+    others = [name for name in compared if theirs[name].shape != mine[name].shape]
+    resized = {name for name in others if resizes(name)}
+    return Difference(
+        theirs, mine, made, resized,
+        missing=[name for name in mine if name not in theirs],
+        unknown=[name for name in theirs if name not in mine and name not in made],
+        shapes=[name for name in others if name not in resized],
+        dtypes=[k for k in compared if k not in resized and theirs[k].dtype != mine[k].dtype],
+    )  # fmt: skip
+
+
+def judge(found: Difference, saved: Restoring) -> None:
+    """Raise CheckpointError if a model differs too much; say what is left as it is.
+
+    With the counters, the dtypes must be the same too; weights alone may be cast.
+    """
+    part = TRAINED if TRAINED in saved.parts else "model"
+    kinds = ["unknown", "shapes"]
+    if part == TRAINED:
+        _warn_of_untrained(unwrap(saved.state), found.missing)
+    else:
+        kinds = ["missing", *kinds, *(["dtypes"] if "counters" in saved.parts else [])]
+    text = found.explain(*kinds)
+    if text and saved.strict:
         raise CheckpointError(
-            f"{saved.path} is of another model ({facts['class']}). {found}. Create the same model, "
-            f"or restore what matches: restore(path, state, only=('{part}',), strict=False)"
+            f"{saved.path} is of another model ({saved.facts['model']['class']}). {text}. Create "
+            "the same model, or restore what matches: "
+            f"restore(path, state, only=('{part}',), strict=False)"
         )
-    if found:
-        log.warning("restore: left unchanged: %s", found)
-    fitting = {
-        spelled.get(name, name): _shard_like(value, mine.get(name))
-        for name, value in theirs.items()
-        if name in resized
-        or (name in mine and (is_extra_state(name) or not _differ_in_shape(value, mine[name])))
-    }
-    _check_ties(saved, module, fitting)
+    if text:
+        log.warning("restore: left unchanged: %s", text)
 
-    def load(state: TrainState) -> TrainState:
-        note_buffers(state)
-        saved.undone.enter_context(_buffers_made(module, grown, state.backend.device))
-        saved.undone.enter_context(weights_kept_on_error(module, fitting))
-        missing = module.load_state_dict(fitting, strict=False).missing_keys
-        if trained:
-            missing = [name for name in missing if name in fitting]
-        if strict and missing:
-            raise CheckpointError(
-                f"{saved.path}: the model took no value for {join_names(missing)}: "
-                "its hooks rename keys"
-            )
-        if flags:
-            for name, p in module.named_parameters():
-                p.requires_grad_(strip_compile_prefix(name) not in frozen)
-            for name, submodule in module.named_modules():
-                submodule.training = strip_compile_prefix(name) not in evaluating
-        return state
 
-    return load
+def _prepare_model(saved: Restoring) -> Load:
+    """Check that the saved model fits, and return how to load it."""
+    module = unwrap(saved.state)
+    _check_sizes(module, saved.path)
+    own = module.state_dict()
+    spelled = {strip_compile_prefix(key): key for key in own}
+    mine, theirs = {name: own[key] for name, key in spelled.items()}, _saved_model(saved)
+    found = diff(
+        theirs, mine, _grown_alike(saved, theirs),
+        lambda name: _resizes(module, spelled[name], theirs[name]),
+    )  # fmt: skip
+    judge(found, saved)
+    values = {spelled.get(k, k): _shard_like(v, mine.get(k)) for k, v in found.fitting.items()}
+    _check_ties(saved, module, values)
+    return functools.partial(_load_model, saved, found.made, values)
+
+
+def _load_model(
+    saved: Restoring, made: Mapping[str, Tensor], values: dict[str, Any], state: TrainState
+) -> TrainState:
+    """Load a model. With the counters, which parameters are frozen, and which modules evaluate."""
+    module, facts, trained = unwrap(state), saved.facts["model"], TRAINED in saved.parts
+    note_buffers(state)
+    saved.undone.enter_context(_buffers_made(module, made, state.backend.device))
+    saved.undone.enter_context(weights_kept_on_error(module, values))
+    missing = module.load_state_dict(values, strict=False).missing_keys
+    missing = [name for name in missing if name in values or not trained]
+    if saved.strict and missing:
+        raise CheckpointError(
+            f"{saved.path}: the model took no value for {join_names(missing)}: "
+            "its hooks rename keys"
+        )
+    if "counters" in saved.parts and not trained:
+        for name, p in module.named_parameters():
+            p.requires_grad_(strip_compile_prefix(name) not in facts["frozen"])
+        for name, submodule in module.named_modules():
+            submodule.training = strip_compile_prefix(name) not in facts["evaluating"]
+    return state
+
+
+def _saved_model(saved: Restoring) -> dict[str, Any]:
+    """Return what is to be restored of a model, by name."""
+    # Not those that are on the device: the module may expect its extra state where it made it.
+    kept, extra = saved.groups["slots"], saved.facts["model"]["extra_state"]
+    found: dict[str, Any] = model_tensors(saved, training="optimizer" in saved.parts)
+    found |= {name: decode(value, kept) for name, value in extra.items()}
+    return _trained_parts(found, saved) if TRAINED in saved.parts else found
 
 
 # --- buffers that have another shape than when the run began, or that were not there
@@ -695,13 +775,11 @@ def _check_sizes(module: nn.Module, path: Path) -> None:
         )
 
 
-def _resizes(module: nn.Module, name: str, there: object, here: object) -> bool:
+def _resizes(module: nn.Module, name: str, there: Tensor) -> bool:
     """Return whether the owner of a buffer takes one of another shape, as fake quantization does.
 
     It is tried on a copy, which shares the parameters.
     """
-    if not _differ_in_shape(there, here):
-        return False
     prefix, _, own = name.rpartition(".")
     owner = dict(module.named_modules()).get(prefix)
     if owner is None or not loads_by_itself(owner):  # None: state_dict has names of its own
@@ -715,18 +793,16 @@ def _resizes(module: nn.Module, name: str, there: object, here: object) -> bool:
         if is_out_of_memory(error):
             raise
         return False  # it is refused, by name
-    return trial.get_buffer(own).shape == there.shape  # type: ignore[attr-defined]
+    return trial.get_buffer(own).shape == there.shape
 
 
-def _trained_parts(
-    saved: Mapping[str, object], facts: Mapping[str, Json], module: nn.Module
-) -> dict[str, object]:
+def _trained_parts(found: dict[str, Any], saved: Restoring) -> dict[str, Any]:
     """Return what a checkpoint holds of the parameters that required gradients."""
-    if "model" not in held_parts(facts):
-        return dict(saved)
-    names = {strip_compile_prefix(name) for name, _ in _parameters(module)}
-    names -= {*facts["model"]["frozen"]}
-    return {name: value for name, value in saved.items() if name in names}
+    if "model" not in held_parts(saved.facts):
+        return found
+    names = {strip_compile_prefix(name) for name, _ in _parameters(unwrap(saved.state))}
+    names -= {*saved.facts["model"]["frozen"]}
+    return {name: value for name, value in found.items() if name in names}
 
 
 def _warn_of_untrained(module: nn.Module, missing: Sequence[str]) -> None:
@@ -738,31 +814,6 @@ def _warn_of_untrained(module: nn.Module, missing: Sequence[str]) -> None:
 
 def _parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return list(module.named_parameters(remove_duplicate=False))
-
-
-def _compare_models(
-    saved: Mapping[str, object], mine: Mapping[str, object], dtypes: bool
-) -> dict[str, list[str]]:
-    """Return the differences between two models, by kind; dtypes only if asked for."""
-    faults: dict[str, list[str]] = {
-        "missing in the checkpoint": [name for name in mine if name not in saved],
-        "not in the model": [name for name in saved if name not in mine],
-        "of another shape": [],
-        "of another dtype": [],
-    }
-    for name, here in mine.items():
-        there = saved.get(name)
-        if isinstance(there, Tensor) and isinstance(here, Tensor):
-            if there.shape != here.shape:
-                shapes = f"{tuple(there.shape)} saved, {tuple(here.shape)} here"
-                faults["of another shape"].append(f"{name}: {shapes}")
-            if there.dtype != here.dtype and dtypes:
-                faults["of another dtype"].append(f"{name}: {there.dtype} saved, {here.dtype} here")
-    return faults
-
-
-def _differ_in_shape(a: object, b: object) -> bool:
-    return isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape != b.shape
 
 
 def model_tensors(saved: Restoring, training: bool = False) -> dict[str, Tensor]:
