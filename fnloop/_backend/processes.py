@@ -93,6 +93,11 @@ class Backend:
         """How many processes count in sums: not those that only repeat what another computes."""
         return self.data_size * self.parts
 
+    @property
+    def reporters(self) -> int:
+        """How many processes have running metrics of their own."""
+        return 1 if self.exact else self.contributors
+
     def own_part(self, samples: int) -> float:
         """Return for how many of the samples of a batch this process counts, if it has a part."""
         return samples if self.parts == 1 else samples / self.parts

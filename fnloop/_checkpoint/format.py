@@ -22,6 +22,7 @@ from fnloop._backend.containers import has_room, is_out_of_memory
 from fnloop._backend.fsdp import extent_in, full, has_sharded, local_part, spans_all, split_dim
 from fnloop._backend.processes import Backend
 from fnloop._core.history import SINCE
+from fnloop._core.parts import COLLECTED, OWN, SHARDED_FORMAT, TENSORS
 from fnloop._core.serialize import Json
 from fnloop._display.checks import describe
 
@@ -57,22 +58,13 @@ from fnloop._display.checks import describe
 #
 # Nothing is pickled, so reading a checkpoint cannot run code.
 
-FORMAT = 1  # of a checkpoint of all parts with one optimizer, without averages and phases
-NEWER_FORMAT = 2  # of others, so that an older fnloop does not take them for damaged checkpoints
-SHARDED_FORMAT = 3  # of those with an index
-TRAINING_FORMAT = 4  # of those with weights to train with, which an older fnloop would not look for
-OWN_FORMAT = 5  # of those with what each process has of its own
-NEWEST_FORMAT = OWN_FORMAT
-TENSORS = ("model", "optimizer", "slots")
 STATE = "state.json"
 FILES = (*(f"{name}.safetensors" for name in TENSORS), STATE)
 MANIFEST = "manifest.json"
 INDEX = "index.json"
 LARGEST_MANIFEST = 16 << 20  # bytes; a crafted manifest must not fill the memory
-COLLECTED = "the collecting of a checkpoint"  # as messages about processes that wait name it
 PARTS = ("model", "optimizer", "slots", "counters", "metrics", "history", "extra")
 TRAINING = "training"  # the group of the weights to train with
-OWN = "own"  # the group of what each process has of its own: names begin with its rank and a slash
 TRAINED = "trained"  # a part of the model: the parameters that require gradients
 COUNTERS = ("step", "epoch", "batch", "samples", "skipped", "seed", "stop")
 
@@ -143,6 +135,7 @@ STATE_SHAPE: Shape = {
     "data_shares?": COUNT,  # if there are fewer than processes
     "stop?": (None, str),
     "exact?": bool,
+    "brought?": {"*": {"all?": ANY, "each?": list}},
     "seconds?": NUMBER,
     "updates?": {"*": COUNT},
     "phases?": [_PHASE],

@@ -7,7 +7,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import attrs
 from torch import Tensor
@@ -29,9 +29,7 @@ from fnloop._checkpoint.files import (
 )
 from fnloop._checkpoint.format import (
     INDEX,
-    OWN,
     PARTS,
-    TENSORS,
     TRAINING,
     CheckpointError,
     Contents,
@@ -43,12 +41,12 @@ from fnloop._checkpoint.format import (
 )
 from fnloop._checkpoint.optimizer import Settings, templates_of_optimizers
 from fnloop._checkpoint.parts import (
-    EVERY_PART,
-    Restoring,
     check_held,
+    every_part,
     explain_partial,
     held_parts,
     is_partial,
+    parts_in,
     read_parts,
 )
 from fnloop._checkpoint.remote import READING, Place, place_at
@@ -62,10 +60,10 @@ from fnloop._checkpoint.retention import (
     read_claim,
     with_manifests,
 )
-from fnloop._core.averages import named_tensors
 from fnloop._core.freeze import remember_restored
 from fnloop._core.history import SINCE, better
 from fnloop._core.optimizers import groups_in, settings_of
+from fnloop._core.parts import OWN, TENSORS, Restoring
 from fnloop._core.serialize import Json
 from fnloop._core.state import (
     TrainState,
@@ -161,8 +159,10 @@ def restore_contents(
     try:
         check_held(path, contents.facts, parts)
         with contextlib.ExitStack() as undone:
-            saved = Restoring(contents, state, parts, strict, path, undone, settings)
-            loads = [part.prepare(saved) for part in EVERY_PART if part.name in parts]
+            facts, groups = contents.facts, contents.groups
+            saved = Restoring(facts, groups, state, parts, strict, path, undone, settings)
+            every = every_part(parts, parts_in(facts, state))
+            loads = [part.prepare(saved) for part in every]
             for load in loads:
                 state = load(state)
     except (CheckpointError, OSError):
@@ -328,13 +328,11 @@ def templates_of(state: TrainState, facts: Mapping[str, Json]) -> dict[str, dict
         for name, value in module.state_dict().items()
         if isinstance(value, Tensor)
     }
-    own = dict(named_tensors(module))
-    averages = {
-        slot: model | {key: own[name] for name, key in kept["tensors"].items() if name in own}
-        for slot, kept in facts.get("averages", {}).items()
-    }
     optimizer = templates_of_optimizers(state, facts.get("optimizer", {}))
-    return {**averages, TRAINING: model, "model": model, "optimizer": optimizer}
+    found: dict[str, Any] = {TRAINING: model, "model": model, "optimizer": optimizer}
+    for part in parts_in(facts, state):
+        found |= {} if part.templates is None else part.templates(state, facts)
+    return found
 
 
 # --------------------------------------------------------------------------------------------------

@@ -30,8 +30,6 @@ from fnloop._backend.containers import is_out_of_memory, map_leaves, pairs_of, p
 from fnloop._backend.processes import Backend
 from fnloop._checkpoint.files import EncodedHistory, write_by_all
 from fnloop._checkpoint.format import (
-    COLLECTED,
-    NEWER_FORMAT,
     PARTS,
     TRAINED,
     CheckpointError,
@@ -48,15 +46,17 @@ from fnloop._checkpoint.optimizer import (
     walk_optimizers,
 )
 from fnloop._checkpoint.parts import (
-    EVERY_PART,
-    Saving,
+    Collecting,
     check_mapping,
     encode_whole_history,
+    every_part,
+    open_parts,
     read_parts,
 )
 from fnloop._checkpoint.remote import Remote, place_at, save_at
 from fnloop._core.history import History, metrics_here
 from fnloop._core.optimizers import optimizers_in, wants_closure
+from fnloop._core.parts import COLLECTED, NEWER_FORMAT, Saving
 from fnloop._core.rng import isolated, seed_host, torch_seeder
 from fnloop._core.serialize import Json, copy_flattened, find_difference, flattened_kind
 from fnloop._core.state import TrainState, check_not_stale, detached_from_run, unwrap
@@ -179,13 +179,15 @@ def collect_contents(
     check_not_stale(state)
     engine_of(state).check_alike(state, COLLECTED)
     encode_history = encode_history or encode_whole_history
-    saving = Saving(detached_from_run(state), state.run, parts, encode_history)
+    saving = Collecting(
+        state=detached_from_run(state), run=state.run, parts=parts, encode_history=encode_history
+    )
     with _refusing():
         check_mapping("slots", state.slots)  # which the other parts look into
         facts = _encode_identity(saving)
-        for part in EVERY_PART:
-            if part.name in parts:
-                facts |= part.save(saving)
+        for part in every_part(parts, open_parts(state).values()):
+            facts |= part.save(saving)
+        facts |= {"brought": saving.brought} if saving.brought else {}
         facts |= {"format_version": saving.version, "blocks": list(saving.history.blocks)}
         contents = Contents(saving.groups, facts, saving.history.rest, learning=saving.learning)
         return keep_own_share(contents, state.backend, saving.local)
@@ -227,13 +229,12 @@ def check_encodable(state: TrainState, parts: Collection[str]) -> None:
 
 
 def _encode_parts(state: TrainState, parts: Sequence[str]) -> None:
-    saving = Saving(state, state.run, parts, encode_whole_history)
+    saving = Saving(state, state.run, parts)
     unfinished = any(map(nn.parameter.is_lazy, unwrap(state).parameters()))  # until a first batch
     with _refusing():
         check_mapping("slots", state.slots)
-        for part in EVERY_PART:
-            later = unfinished and part.name in ("model", TRAINED)
-            if part.encode is not None and part.name in parts and not later:
+        for part in every_part(parts, open_parts(state).values()):
+            if part.encode is not None and not (unfinished and part.of in ("model", TRAINED)):
                 part.encode(saving)
 
 
@@ -268,7 +269,6 @@ def _encode_identity(saving: Saving) -> dict[str, Json]:
         **({"data_shares": state.backend.data_size} if state.backend.parts > 1 else {}),
         "measured": _measured(state),
         **({"phase": state.phases[-1].name} if state.phases else {}),
-        **({"exact": True} if state.backend.exact else {}),
     }
 
 

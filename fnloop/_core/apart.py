@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Set
-from typing import TypedDict
+from typing import ClassVar, TypedDict
 
 import attrs
 import torch
@@ -13,7 +13,16 @@ from torch.optim import Optimizer
 
 from fnloop._backend.collectives import any_rank, mean_over_processes_, sync_buffers
 from fnloop._backend.torch_compat import strip_compile_prefix
-from fnloop._core.state import LOCAL_SGD, Buffers, TrainState, all_parameters, unwrap
+from fnloop._core.parts import OWN, Load, Part, Restoring, Saving
+from fnloop._core.serialize import Json, decode, encode
+from fnloop._core.state import (
+    LOCAL_SGD,
+    Buffers,
+    TrainState,
+    all_parameters,
+    unwrap,
+    with_slot,
+)
 from fnloop._display.screen import log
 
 # --------------------------------------------------------------------------------------------------
@@ -55,6 +64,7 @@ class Apart:
         tensors: the parameters that may differ between processes, by name.
     """
 
+    brings: ClassVar[tuple[Part, ...]]
     own: dict[str, Tensor] | None = None
     mark: int = 0
     moved: bool = False
@@ -231,3 +241,56 @@ def mark_of(state: TrainState) -> int:
         bits = flat.view(kinds[flat.element_size()]).to(torch.int64)
         sums.append(bits.sum() * (2 * n + 1))  # it wraps around, and so does the sum below
     return int(torch.stack(sums).sum()) if sums else 0  # a host read, outside of updates
+
+
+# --------------------------------------------------------------------------------------------------
+# In a checkpoint: the weights and buffers of each process, and what the processes share.
+
+
+def _save(saving: Saving) -> dict[str, Json]:
+    if (slot := apart_of(saving.state)) is None:
+        return {}
+    own: dict[str, Tensor] = {}
+    names = encode({k: t.detach() for k, t in own_tensors(saving.state).items()}, own, OWN)
+    if own or slot.used:  # the same in every process
+        saving.add_own(own, "")
+    outer = encode(slot.outer_state(), saving.tensors, LOCAL_SGD)
+    return {"apart": {"own": names, "used": slot.used, "outer": outer}}
+
+
+def _prepare(saved: Restoring) -> Load:
+    """Return how to put back what is this process's own, beside the average in the model.
+
+    On another number of processes all continue from the average.
+    """
+    facts, same, own = saved.facts["apart"], saved.is_of_as_many, {}
+    outer = decode(facts["outer"], saved.tensors)
+    if same and "model" in saved.parts:
+        here = saved.state.backend.device
+        own = decode(facts["own"], {k: t.to(here) for k, t in saved.own("").items()})
+    elif not same and facts["used"] and saved.state.backend.main:
+        log.warning(
+            "restore: local_sgd trained on %s processes, and this run has %d: each continues from "
+            "the average of their weights, with the optimizer's state of the main process",
+            *(saved.facts.get("processes"), saved.state.backend.data_size),
+        )
+
+    def load(state: TrainState) -> TrainState:
+        slot = Apart(used=same and facts["used"])
+        slot.take_outer(outer)
+        if own or slot.shared:  # otherwise nothing is to be taken back
+            slot.own, slot.mark = own, mark_of(state)
+        return with_slot(state, LOCAL_SGD, slot)
+
+    return load
+
+
+def _note_optimizers(saving: Saving) -> dict[str, Json]:
+    """Say that each process has optimizers with a state of its own, if updates were made apart."""
+    slot = apart_of(saving.state)
+    saving.own_optimizers = slot is not None and slot.used
+    return {}
+
+
+APART = Part("apart", _save, _prepare)
+Apart.brings = (APART, Part("apart optimizers", _note_optimizers, of="optimizer"))

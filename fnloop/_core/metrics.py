@@ -539,6 +539,11 @@ def items_so_far(running: Mapping[str, Metric], in_first_epoch: bool) -> Sum:
     return Sum(cast(Sum, before).value + here)
 
 
+def without_seen(running: Mapping[str, object]) -> dict[str, object]:
+    """Return the running metrics of a process that begins where another continues with all."""
+    return {ITEMS: Sum(0)} if ITEMS in running else {}
+
+
 def update_(running: Mapping[str, Metric], new: Mapping[str, Metric]) -> dict[str, Metric]:
     """Combine ``new`` into ``running``, in place where a metric can.
 

@@ -50,6 +50,7 @@ from fnloop._core.optimizers import (
     in_form,
     optimizers_in,
 )
+from fnloop._core.parts import Held, Part
 from fnloop._core.rng import SEED_BITS, HostGenerators, new_seed
 from fnloop._core.runs import Position, RunInfo, Todo, pending
 from fnloop._core.serialize import Pending, copy_flattened
@@ -85,10 +86,12 @@ class Ownership(Generic[State]):
             be the one that continues it: the module ``optimizers`` of checkpoints uses them.
         buffers: name to shape of the buffers of the model before its first run or restore; None
             before that.
+        brought: the parts of checkpoints that a run has brought, by name.
     """
 
     __slots__ = (
         "__weakref__",
+        "brought",
         "buffers",
         "compared",
         "copies",
@@ -106,9 +109,10 @@ class Ownership(Generic[State]):
         seconds: float = 0.0,
         copies: Mapping[tuple[str, ...], str] = MappingProxyType({}),
         buffers: Mapping[str, torch.Size] | None = None,
+        brought: Mapping[str, Part] = MappingProxyType({}),
     ) -> None:
         self.own_metrics, self.seconds = set(own_metrics), seconds
-        self.copies, self.buffers = dict(copies), buffers
+        self.copies, self.buffers, self.brought = dict(copies), buffers, dict(brought)
         self.generation: int | None = 0  # None while an optimizer changes the parameters
         self.newest: State | None = None  # what the last update made, until it is counted
         # Where the weights of all processes were last compared, and how far norms were apart.
@@ -119,7 +123,7 @@ class Ownership(Generic[State]):
     def for_copy(self, generation: int) -> Ownership[State]:
         """Return the ownership of a copy of the state of a generation, whose own begins at 0."""
         made: Ownership[State] = Ownership(
-            self.own_metrics, self.seconds, self.copies, self.buffers
+            self.own_metrics, self.seconds, self.copies, self.buffers, self.brought
         )
         made.compared = self.compared[0] - generation, self.compared[1]
         made.equal_at = self.equal_at
@@ -1000,6 +1004,15 @@ def with_slot(state: TrainState, name: str, value: object) -> TrainState:
 def with_slots(state: TrainState, slots: Mapping[str, object]) -> TrainState:
     """Return the state with these slots."""
     return state if slots is state.slots else attrs.evolve(state, slots=slots)
+
+
+def bring(state: TrainState, parts: Iterable[Part]) -> TrainState:
+    """Return the state with what a checkpoint has of these parts. They are saved from here on."""
+    for part in parts:
+        ownership_of(state).brought[part.name] = part
+        if isinstance(kept := state.slots.get(part.name), Held):
+            state = kept.restored_by(part, state)
+    return state
 
 
 # --- buffers

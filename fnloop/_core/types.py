@@ -12,6 +12,7 @@ import attrs
 from torch import Tensor, nn
 
 from fnloop._core.code import is_of_library, names_in, walk
+from fnloop._core.parts import Part
 from fnloop._display import checks, tables
 
 # --------------------------------------------------------------------------------------------------
@@ -224,6 +225,8 @@ class Middleware:
         monitors: the metric that it looks at, such as "valid/loss", or None.
         loaders: names of loaders that it is for; a run without one of them is refused.
         per_phase: whether its slot is made again when a phase of a run begins.
+        brings: the parts of checkpoints that are its own: how its slot is saved, if not as plain
+            data, attrs records and objects with a ``state_dict`` are.
         call: the call that made it, set by :func:`middleware`; decides equality, repr and pickling.
 
     Raises:
@@ -266,6 +269,7 @@ class Middleware:
     monitors: str | None = attrs.field(default=None, kw_only=True)
     loaders: tuple[str, ...] = attrs.field(default=(), kw_only=True)
     per_phase: bool = attrs.field(default=False, kw_only=True)
+    brings: tuple[Part, ...] = attrs.field(default=(), kw_only=True)
     call: Call | None = attrs.field(default=None, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
@@ -287,6 +291,8 @@ class Middleware:
                 continue
             for name in checks.instance(owner, part, given, tuple, "a tuple of names"):
                 checks.text(owner, part, name, f"names of {of}")
+        for part in checks.instance(owner, "brings", self.brings, tuple, "a tuple of parts"):
+            checks.instance(owner, "brings", part, Part, "parts, such as Part.of_slot(...)")
         if self.monitors is not None:
             checks.text(owner, "monitors", self.monitors, "the name of a metric, or None")
         checks.integer(owner, "window", self.window, "the batches that one call of the step takes")
@@ -299,7 +305,7 @@ class Middleware:
     def __repr__(self) -> str:
         if self.call:
             return repr(self.call)
-        defaults: dict[str, object] = {"name": self.name, "window": 1, "windows": {}}
+        defaults: dict[str, object] = {"name": self.name, "window": 1, "windows": {}, "brings": ()}
         defaults |= {"windows_by": "epoch", "loaders": (), "passes": (), "per_phase": False}
         given = {k: v for k, v in self._fields().items() if v is not None and v != defaults.get(k)}
         return repr(Call(Middleware, (self.name,), given))

@@ -24,6 +24,7 @@ from fnloop._core.history import (
     mode_of,
     new_records,
 )
+from fnloop._core.parts import Part
 from fnloop._core.runs import RAN, RunInfo, now
 from fnloop._core.state import (
     TrainState,
@@ -67,6 +68,8 @@ class Hook:
         ends_run_on_usr1: whether SIGUSR1 stops the run, and does not only save it.
         untried: why ``dry_run`` does not call it, such as "it would send records"; None: it does.
         moments: those that it asks itself. The run keeps their clocks.
+        brings: the parts of checkpoints that are its own: how its slot is saved, if not as plain
+            data, attrs records and objects with a ``state_dict`` are.
 
     Raises:
         TypeError: when it is given to ``fit``, or to another hook: it does not define ``__call__``.
@@ -99,6 +102,7 @@ class Hook:
     ends_run_on_usr1: bool = False
     untried: str | None = None
     moments: tuple[Moment, ...] = ()
+    brings: tuple[Part, ...] = ()
     _saves: tuple[str, ...] = ()  # the parts of a state that it saves, which are tried beforehand
     _seen: History = History()
     _of_user: bool = False

@@ -16,14 +16,14 @@ from fnloop._core.metrics import RECENT, Elapsed, without_recent
 from fnloop._core.optimizers import explain_untrained, optimizers_in
 from fnloop._core.runs import pending
 from fnloop._core.serialize import Pending, materialize
-from fnloop._core.state import TrainState, changed, note_buffers, trains_all
+from fnloop._core.state import TrainState, bring, changed, note_buffers, trains_all
 from fnloop._core.types import Metric, Middleware, name_of
 from fnloop._data.loaders import Loaders, even, sharded
 from fnloop._data.source import Source
 from fnloop._display.checks import join_names
 from fnloop._display.screen import warn_once
 from fnloop._display.tables import format_count
-from fnloop._hooks.hook import Hook, begin_records, parts_saved
+from fnloop._hooks.hook import Hook, begin_records, every_layer, parts_saved
 from fnloop._loop.errors import check_returned, explain, warn_on_main
 from fnloop._loop.plan import Plan
 from fnloop._step.alternate import AlternateStep
@@ -39,6 +39,8 @@ ELAPSED = "fnloop.Elapsed"  # the class of times, as a checkpoint names it
 def first_state(plan: Plan, state: TrainState) -> TrainState:
     """Return the state with which a run begins, given one that knows the facts about the run."""
     __tracebackhide__ = True
+    by = (*plan.step.pipeline.middleware, *every_layer(plan.hooks))
+    state = bring(state, [part for one in by for part in one.brings])
     state = _begin_hooks(plan.hooks, state)
     _to_training_mode(state)
     if plan.record_every is None:

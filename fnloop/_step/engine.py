@@ -37,6 +37,7 @@ from fnloop._core.metrics import (
     update_evaluated_,
 )
 from fnloop._core.optimizers import explain_untrained, optimizers_in
+from fnloop._core.parts import Part
 from fnloop._core.rng import fold_in, seed_host
 from fnloop._core.state import (
     Buffers,
@@ -347,6 +348,7 @@ class LocalEngine:
     """
 
     calls_every_batch = True
+    brings: tuple[Part, ...] = ()
 
     def begin_run(self, state: TrainState) -> None: ...
 
@@ -575,6 +577,11 @@ class GradientEngine(Protocol):
     @property
     def calls_every_batch(self) -> bool:
         """Whether every batch passes through the loss function; padding may not."""
+        ...
+
+    @property
+    def brings(self) -> tuple[Part, ...]:
+        """The parts of checkpoints that are this engine's."""
         ...
 
     def begin_run(self, state: TrainState, /) -> None:

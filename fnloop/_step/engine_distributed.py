@@ -98,6 +98,7 @@ class DistributedEngine:
     """
 
     calls_every_batch = False
+    brings = ()
 
     def __init__(self, state: TrainState) -> None:
         self.model, self.processes = state.model, state.backend.contributors

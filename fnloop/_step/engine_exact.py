@@ -24,6 +24,8 @@ from fnloop._backend.collectives import (
 )
 from fnloop._backend.torch_compat import batch_norms
 from fnloop._core.metrics import Max, Min, Reduced, combine, is_per_process
+from fnloop._core.parts import Load, Restoring, set_fields
+from fnloop._core.parts import Part as CheckpointPart
 from fnloop._core.rng import COMPUTE, fold_in, seed_host, torch_seeder
 from fnloop._core.state import (
     TrainState,
@@ -35,6 +37,7 @@ from fnloop._core.state import (
 )
 from fnloop._core.types import BY_ANOTHER, Batch, Metric, Output, Step
 from fnloop._data.source import Source
+from fnloop._display.screen import log
 from fnloop._step.engine import (
     CollectiveProbe,
     ExactEvaluation,
@@ -66,6 +69,25 @@ _SPARSE = (
     "exact=True cannot sum sparse gradients: make the embedding without sparse=True, or leave "
     "exact=True out"
 )
+
+
+def _warn_of_other(saved: Restoring) -> Load:
+    """Warn if a run continues with another setting of ``exact`` than it had."""
+    was, backend = saved.facts.get("exact", False) is True, saved.state.backend
+    if was and not backend.exact and backend.main:
+        log.warning(
+            "restore: this run had exact=True, and continues without: from here on, its bits "
+            "depend on the number of processes. Write TrainState.create(..., exact=True)"
+        )
+    if backend.exact and not was and backend.main:
+        log.warning(
+            "restore: this run had no exact=True until here, so what it has come to depends on the "
+            "number of processes that it had"
+        )
+    return set_fields()
+
+
+EXACT = CheckpointPart("exact", lambda saving: {"exact": True}, _warn_of_other, of="counters")
 Others = list[dict[str, Metric] | None]
 Gradients = list[Tensor | None]
 
@@ -313,6 +335,7 @@ class ExactEngine:
     """
 
     calls_every_batch = True
+    brings = (EXACT,)
 
     def __init__(self, state: TrainState) -> None:
         self.rank, self.processes = state.backend.rank, state.backend.world_size

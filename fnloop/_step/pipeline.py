@@ -36,6 +36,7 @@ from fnloop._core.state import (
     TrainState,
     advance,
     all_parameters,
+    bring,
     check_not_stale,
     clear_parameter_cache,
     consume,
@@ -1202,6 +1203,9 @@ def init_slots(state: TrainState, members: Sequence[Middleware]) -> TrainState:
         if member.init is None:
             continue
         name = member.name
+        if name in state.slots and not has_pending(state.slots[name]):
+            continue
+        state = bring(state, member.brings)
         if name not in state.slots:
             state = with_slot(state, name, _make(member.init, name, state))
         elif has_pending(saved := state.slots[name]):
