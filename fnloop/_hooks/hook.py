@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -341,6 +342,12 @@ class Wrapper(Hook):
     def close(self) -> None:
         """Release what the hook holds."""
         self.hook.close()
+
+
+def defines(hook: Hook, name: str) -> bool:
+    """Return whether a hook has a method of its own instead of that of :class:`Hook`."""
+    own = itertools.takewhile(lambda cls: cls is not Hook, type(hook).__mro__)
+    return name in vars(hook) or any(name in vars(cls) for cls in own)
 
 
 def is_of_user(hook: Hook) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor, profiler
 from fnloop._backend.collectives import broadcast, on_main_process
 from fnloop._backend.fsdp import is_sharded
 from fnloop._core.history import TRAINED, History, Record, check_plot, suggestion
-from fnloop._core.runs import WAITS, is_interruption
+from fnloop._core.runs import RAN, WAITS, is_interruption
 from fnloop._core.state import TrainState, with_note
 from fnloop._core.types import END, RECORD, Call, Output, name_of
 from fnloop._display import checks, figures, tables
@@ -49,19 +49,19 @@ class _Inspection:
 
     Args:
         late: whether the outputs are kept only because the run ends.
-        asked: whether the trigger was asked at this boundary already.
         outputs: those of an evaluation, until the function is called; or None.
         received_at: the place of the last evaluation that was kept.
         alone: whether the hook is within no other one.
-        mark: what the state notes while the hook waits for an evaluation.
+        waits: what the state notes while the hook waits for an evaluation.
+        ran: what it notes while the newest boundary is one at which the function was called.
     """
 
     late: bool = False
-    asked: bool = False
     outputs: list[Output] | None = None
     received_at: tuple[int, ...] | None = None
     alone: bool = True
-    mark: str = ""
+    waits: str = ""
+    ran: str = ""
 
 
 @attrs.frozen(repr=False)
@@ -208,7 +208,8 @@ class inspect(Hook):
             TypeError: it does.
         """
         self._now.alone = hooks[place_in(hooks, self)] is self
-        self._now.mark = f"{WAITS} {number_of(hooks, self)}"
+        number = number_of(hooks, self)
+        self._now.waits, self._now.ran = f"{WAITS} {number}", f"{RAN} {number}"
         if not {*self.reports} <= {*hooks[place_in(hooks, self)].reports}:
             raise TypeError(f"{self!r} {self._no_numbers()}")
 
@@ -222,14 +223,12 @@ class inspect(Hook):
         """Return whether the outputs of the evaluation that begins are to be kept."""
         if loader != self.loader:
             return False
-        waits, ends = self._now.mark in state.noted, END in state.events
-        if ends and self._now.received_at == _place_of(state):
+        waits, ends = self._now.waits in state.noted, END in state.events
+        if ends and (self._is_given(state) or self._now.ran in state.noted):
             return False  # it has those of the model with which the run ends
         if ends and self._now.alone and self._was_evaluated(state, closing=True):
             return False  # likewise, before the run was left here
-        (due, only_at_end), self._now.asked = due_at(self.every, state), True
-        if ends and self._now.alone and self._was_evaluated(state):
-            due = False  # the function was called for that record, maybe in another process
+        due, only_at_end = due_at(self.every, state)
         self._now.late = only_at_end and not (waits or due)
         return waits or due or self._now.late
 
@@ -272,23 +271,29 @@ class inspect(Hook):
 
     def __call__(self, state: TrainState) -> TrainState:
         __tracebackhide__ = True
-        asked, self._now.asked = self._now.asked, False
-        if self._was_evaluated(state):
-            state = self._noting(state, waits=False)
-        elif not asked and self.every.due(state):
-            state = self._noting(state, waits=True)
-        if self._now.late and END not in state.events:
+        now, given, ends = self._now, self._is_given(state), END in state.events
+        for_end = END in self.every.outside
+        if given or self._was_evaluated(state):
+            if for_end and not (ends or now.late):
+                waited = given or now.waits in state.noted
+                ran = waited or self.every.due(state)  # in the process that evaluated
+                state = with_note(state, now.ran, 1.0 if ran else None)
+            state = with_note(state, now.waits, None)
+        elif not (ends and for_end) and self.every.due(state):
+            state = with_note(state, now.waits)
+        if now.late and not ends:
             return state  # the end of the run comes after this boundary
         return self._show(state)
 
+    def _is_given(self, state: TrainState) -> bool:
+        """Return whether it was given the outputs of this boundary."""
+        return self._now.received_at == _place_of(state)
+
     def poll(self, state: TrainState) -> TrainState:
         """Drop what was kept: a wrapper has decided that the hook is not called."""
-        self._now.asked, self._now.outputs, self._now.received_at = False, None, None
-        return self._noting(state, waits=False) if self._was_evaluated(state) else state
-
-    def _noting(self, state: TrainState, waits: bool) -> TrainState:
-        """Return the state that knows whether the hook waits for an evaluation."""
-        return with_note(state, self._now.mark, 1.0 if waits else None)
+        self._now.outputs, self._now.received_at = None, None
+        evaluated = self._was_evaluated(state)
+        return with_note(state, self._now.waits, None) if evaluated else state
 
     def flush(self, state: TrainState) -> TrainState:
         """Call the function, if there are outputs. Drop those of an evaluation that was cut."""
@@ -305,8 +310,7 @@ class inspect(Hook):
 
     def close(self) -> None:
         """Drop what was kept."""
-        self._now.late, self._now.asked = False, False
-        self._now.outputs, self._now.received_at = None, None
+        self._now.late, self._now.outputs, self._now.received_at = False, None, None
 
 
 def _place_of(state: TrainState) -> tuple[int, int, int, int]:

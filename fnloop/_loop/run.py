@@ -21,7 +21,7 @@ import attrs
 
 from fnloop._backend.containers import reusing_pages
 from fnloop._core.apart import rest
-from fnloop._core.history import Record
+from fnloop._core.history import Record, split_name
 from fnloop._core.metrics import (
     ITEMS,
     RECENT,
@@ -72,7 +72,7 @@ from fnloop._core.state import (
 from fnloop._core.types import END, EPOCH, RECORD, START, Metric, Output, name_of
 from fnloop._data.loaders import NONE_LEFT
 from fnloop._data.source import Source, windows
-from fnloop._hooks.hook import Hook, Wrapper, call_hook
+from fnloop._hooks.hook import Hook, Wrapper, call_hook, defines
 from fnloop._loop.beginning import check_length, complete, first_state, suggest_fused
 from fnloop._loop.boundary import Answers, ask, due, ends_apart, onward
 from fnloop._loop.errors import (
@@ -251,6 +251,7 @@ class World:
         if ends_run(begun.stop) and state.stop is None:
             todo = (*pending(todo), *onward(begun, plan.is_reached(begun), ended=False))
         self.state = changed(begun, todo=todo)
+        self._collects_again = bool(self._collectors) and type(todo[0]) is Call
 
     def next(self) -> Action | None:
         """Return what is next; None where the run is left, or another epoch is to begin.
@@ -499,6 +500,8 @@ class World:
             hooks = plan.hooks if every else plan.hooks_at(stage)
         if nth >= len(hooks):
             return self.obey(changed(state, todo=todo))
+        if self._collects_again:
+            self._collect_again(state, hooks[nth:])
         hook = self.doing = hooks[nth]
         is_last = nth + 1 == len(hooks)
         if stage == "boundary" and type(todo[0]) is Update:
@@ -588,16 +591,35 @@ class World:
     def collect(self, state: TrainState, action: Collect, todo: Todo) -> TrainState:
         """Evaluate loaders for the hooks that ask for outputs at the end."""
         __tracebackhide__ = True
-        hooks = [hook for hook in self.plan.hooks_at(END) if hook in self._collectors]
-        for loader in action.loaders:
-            if asking(hooks, state, loader):
-                self._evaluate(state, loader)
+        hooks = [hook for hook in self._collectors if hook in self.plan.hooks_at(END)]
+        self._collect_for(hooks, state, action.loaders)
         items = next((each.items for each in state.history[-1:] if each.step == state.step), None)
         record = Record(state.epoch, state.step, {}, self.seconds, closing=True, items=items)
         full = self._with_numbers(state, record, state.metrics, (), hooks)
         if full is not record:
             state = with_record(state, state.history.append(full), state.metrics)
         return changed(state, todo=todo)
+
+    def _collect_for(self, hooks: Sequence[Hook], state: TrainState, names: Iterable[str]) -> None:
+        """Evaluate loaders for those of some hooks that ask for the outputs."""
+        __tracebackhide__ = True
+        for name in names:
+            if receivers := asking(hooks, state, name):
+                self._evaluate(state, name, receivers)
+
+    def _collect_again(self, state: TrainState, hooks: Sequence[Hook]) -> None:
+        """Evaluate again what an earlier process has evaluated at this boundary.
+
+        The hooks that are still to be called have lost the outputs with it. Those that add numbers
+        have added them.
+        """
+        __tracebackhide__ = True
+        self._collects_again = False
+        made = state.history[-1].metrics if RECORD in state.events else ()
+        loaders = {split_name(name)[0] for name in made}
+        names = [name for name in self.evaluated if END in state.events or name in loaders]
+        late = [each for each in hooks if each.wants_outputs and not defines(each, "numbers")]
+        self._collect_for(late, state, names)
 
     def append(self, state: TrainState, action: Append, todo: Todo) -> TrainState:
         """Append a record, unless there is nothing to record."""
@@ -610,7 +632,7 @@ class World:
         began = time.perf_counter()
         loaders = [name for name in action.names if name in self.evaluated]
         for loader in loaders:
-            report |= self._evaluate(state, loader)
+            report |= self._evaluate(state, loader, asking(self._collectors, state, loader))
         self.doing = "the record"
         seconds = max(self.stopwatch.spent(), self.seconds)  # another process may be ahead
         if not is_alone(state):
@@ -670,13 +692,15 @@ class World:
                 record = attrs.evolve(record, metrics={**record.metrics, **numbers})
         return record
 
-    def _evaluate(self, state: TrainState, loader: str) -> dict[str, Metric]:
-        """Return the metrics of a loader by their names in a record."""
+    def _evaluate(
+        self, state: TrainState, loader: str, receivers: Sequence[Hook]
+    ) -> dict[str, Metric]:
+        """Return the metrics of a loader by their names in a record. Hand out the outputs."""
         __tracebackhide__ = True
         self.doing, source = loader, self.evaluated[loader]
         self.peers.hurry()  # its batches may take longer than updates
         given = (self.plan.step, state, loader, source, self._watch)
-        found = evaluation_metrics(*given, self._collectors)
+        found = evaluation_metrics(*given, receivers)
         self.peers.hurry()  # or updates longer than its batches
         return found
 
@@ -734,21 +758,20 @@ def evaluation_metrics(
     loader: str,
     source: Source,
     watch: Callable[[TrainState, str, int, int | None], object],
-    collectors: Sequence[Any] = (),
+    receivers: Sequence[Hook] = (),
 ) -> dict[str, Metric]:
     """Evaluate a loader. Return its metrics by their names in a record.
 
     ``watch`` is called with the state, the name, the number of batches that this process has
-    evaluated, from 0, and how many there are, if that is known. ``collectors`` are the hooks that
-    may ask for the outputs.
+    evaluated, from 0, and how many there are, if that is known. ``receivers`` are the hooks that
+    ask for the outputs.
     """
     __tracebackhide__ = True
     run = None if state.run is None else attrs.evolve(state.run, loader=loader)
     length = source.length_in(0)
     share = None if length is None else -(-length // state.backend.data_size)
     tell = lambda done: watch(state, loader, done, share)
-    asked_by = asking(collectors, state, loader)
-    outputs: list[list[Output]] | None = [] if asked_by else None
+    outputs: list[list[Output]] | None = [] if receivers else None
     device = state.backend.device
     began = wait_and_read_clock(device) if step.is_timed else 0.0
     with isolated(device):
@@ -761,12 +784,12 @@ def evaluation_metrics(
             )
         found["time/evaluate"] = Max(wait_and_read_clock(device) - began)
     gathered = [] if outputs is None else gather_outputs(outputs)
-    for hook in asked_by:
+    for hook in receivers:
         hook.receive(state, gathered)
     return {f"{loader}/{name}": metric for name, metric in found.items()}
 
 
-def asking(collectors: Sequence[Any], state: TrainState, loader: str) -> list[Any]:
+def asking(collectors: Sequence[Hook], state: TrainState, loader: str) -> list[Hook]:
     """Return the hooks that ask for the outputs of a loader."""
     found = []
     for hook in collectors:

@@ -1,10 +1,12 @@
 """What a run does next: each action, and runs that are cut between any two of them."""
 
+import itertools
+
 import attrs
 import pytest
-from cut_actions import run_in_parts, try_programs
+from cut_actions import check_parts, run_in_parts, try_programs
 from loop_cases import ONE
-from random_programs import Program, quiet
+from random_programs import Program, quiet, whole_run
 
 import fnloop as fl
 from fnloop._core.runs import Boundary, Call, End, Flush, Meet, Stop, Update
@@ -111,6 +113,28 @@ def test_random_programs_may_be_cut_after_every_action(seed):
     found, counts = try_programs(seed, range(30))
     assert not found, "\n\n".join(found)
     assert counts["programs"] > 20
+
+
+AT_END, WITHIN = "fl.inspect(see('see'), every=fl.at_end())", "fl.inspect(see('see'))"
+
+
+@pytest.mark.parametrize(("hook", "steps"), [
+    (AT_END, [4]), (f"fl.on_main({AT_END})", [4]), (f"fl.at_end()({WITHIN})", [4]),
+    (f"fl.every(epochs=1)({WITHIN})", [2, 4]), (f"fl.when_improved('train/loss')({WITHIN})", [2, 4]),
+    (f"fl.every(epochs=1)(fl.once({WITHIN}, name='once'))", [2]),
+    # It waits from the third update on, and is called once.
+    ("fl.inspect(see('see'), every=fl.every(steps=3) | fl.at_end())", [4]),
+    ("fl.inspect(see('see'), every=fl.every(epochs=1) | fl.at_end())", [2, 4]),
+    ("fl.on_main(fl.inspect(see('see'), every=fl.every(steps=3) | fl.at_end()))", [4]),
+])  # fmt: skip
+@pytest.mark.parametrize("evaluate_every", ["fl.every(epochs=1)", "fl.every(steps=2)"])
+def test_outputs_that_a_cut_run_has_lost_are_made_again(hook, steps, evaluate_every):
+    """Two epochs of two updates. A hook holds outputs until it is called, or until the end."""
+    program = Program(train="batches(2)", hooks=(hook,), evaluate_every=evaluate_every)
+    check_parts(program, itertools.repeat(1))
+    with quiet():
+        _, world = whole_run(program)
+    assert [call[1] for call in world.calls] == steps
 
 
 def test_a_program_is_cut_after_each_of_its_actions(tmp_path):
