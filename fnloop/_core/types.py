@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -423,6 +424,49 @@ def middleware(
         return make
 
     return decorate
+
+
+# --------------------------------------------------------------------------------------------------
+# Views: weights that a reader of a state sees instead of those that are trained.
+
+
+class View:
+    """Weights that a reader of a state sees instead of those that are trained.
+
+    What reads a model to evaluate it or to save it reads it through the views of its state. Those
+    are the slots of middleware that are one, and optimizers with modes.
+
+    Write :meth:`changes` and :meth:`show`. The other methods are for weights that each process has
+    by itself, and for what continues from other weights.
+    """
+
+    apart = False  # whether the model has other weights in each process
+
+    def changes(self, state: Any) -> Sequence[Tensor]:
+        """Return the parameters and buffers of the model that :meth:`show` gives other values.
+
+        They get back their own bit for bit. With none, readers see the model as it is.
+        """
+        return ()
+
+    def show(self, state: Any) -> contextlib.AbstractContextManager[nn.Module]:
+        """Show the weights within a ``with`` block. It gives the model that has them.
+
+        If the model is :attr:`apart`, every process is here, so they may exchange weights.
+        """
+        return contextlib.nullcontext(state.model)
+
+    def hand_over(self, state: Any) -> None:
+        """Leave in the model what the caller of a run is to see. Every process is here."""
+
+    def take_back(self, state: Any) -> None:
+        """Undo :meth:`hand_over`, because training continues. Every process is here."""
+
+    def begin_again(self, state: Any) -> None:
+        """Prepare for weights that are put into the model next, such as the best ones.
+
+        Readers see those then, and training continues from them.
+        """
 
 
 # --------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from fnloop._core.averages import check_not_averaged
 from fnloop._core.freeze import Selector, select
 from fnloop._core.history import check_loaders
 from fnloop._core.metrics import COLLECTION_HINT, names_in
-from fnloop._core.optimizers import groups_in
+from fnloop._core.optimizers import groups_in, to_training
 from fnloop._core.rng import fold_in, isolated, seed_all, torch_seeder
 from fnloop._core.runs import Windows
 from fnloop._core.serialize import has_pending, materialize
@@ -58,6 +58,7 @@ from fnloop._core.types import (
     may_skip,
     name_of,
 )
+from fnloop._core.view import view
 from fnloop._display import checks, tables
 from fnloop._display.checks import describe, join_names
 from fnloop._step.engine import (
@@ -65,7 +66,6 @@ from fnloop._step.engine import (
     NoGradientError,
     check_not_exact,
     engine_of,
-    evaluating_model,
 )
 from fnloop._step.forward import RawFn, carrying, check_output, forward, own_gradients
 from fnloop._step.guard import RETRY
@@ -75,8 +75,6 @@ from fnloop._step.update import (
     OPTIMIZER,
     Backward,
     add_reported,
-    evaluation_weights,
-    to_training,
     update,
 )
 
@@ -283,7 +281,7 @@ class PipelineStep(abc.ABC):
         """Forget what was found out in an earlier run, and prepare the optimizers for training."""
         clear_parameter_cache(state)
         engine_of(state).begin_run(state)
-        to_training(state)
+        to_training(state.optimizer)
 
     def init_slots(self, state: TrainState, *, evaluation: bool = False) -> TrainState:
         """Return the state with the slots that the middleware need, for an evaluation or at all."""
@@ -336,8 +334,8 @@ class PipelineStep(abc.ABC):
             state: the state, with its slots.
             together: whether every process is here.
         """
-        weights = evaluation_weights(state, together)
-        with evaluating_model(state.model), weights, contextlib.ExitStack() as stack:
+        seen = view(state, "evaluation", together=together)
+        with seen, contextlib.ExitStack() as stack:
             for evaluation_pass in self._passes:
                 stack.enter_context(evaluation_pass(state, together))
             yield with_carry(state, None) if self.carries else state
@@ -381,7 +379,7 @@ class PipelineStep(abc.ABC):
         """
         __tracebackhide__ = True
         check_not_stale(state, "step")
-        to_training(state)
+        to_training(state.optimizer)
         check_not_averaged("step", state)
         try:
             state, out = self.train(self.init_slots(state), to_device(batch, state.backend.device))
