@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator, Sequence, Set
 from typing import Literal
 
@@ -26,6 +27,12 @@ from fnloop._core.types import View
 # There is no other way to the weights of an evaluation.
 
 Reader = Literal["train", "evaluation", "save"]
+_NOT_YET = (
+    'state.slots["{0}"] is from a checkpoint, and says which weights an evaluation uses. Only its '
+    "step can read it: write evaluate(step, state, loader), or restore the model alone, which has "
+    'these weights: restore(path, state, only=("model",)). To leave them out: '
+    'attrs.evolve(state, slots={{k: v for k, v in state.slots.items() if k != "{0}"}})'
+)
 
 
 def views_of(state: TrainState) -> list[View]:
@@ -33,15 +40,17 @@ def views_of(state: TrainState) -> list[View]:
     return [*modes_of(state.optimizer), *(v for v in state.slots.values() if isinstance(v, View))]
 
 
-Changes = Sequence[Tensor]  # the parameters and buffers of a model that a view changes
+def _views_for(state: TrainState, reader: Reader, together: bool) -> list[View]:
+    """Return the views that a reader sees.
 
-
-def _views_for(state: TrainState, reader: Reader, together: bool) -> list[tuple[View, Changes]]:
-    """Return the views that a reader sees, and what each changes."""
+    Raises:
+        ValueError: a slot was restored that its step has to make a view first.
+    """
     if reader == "train":
         return []
-    found = [(each, each.changes(state)) for each in views_of(state)]
-    return [(each, tensors) for each, tensors in found if tensors and (together or not each.apart)]
+    if pending := [name for name, slot in state.slots.items() if View.is_pending(slot)]:
+        raise ValueError(_NOT_YET.format(pending[0]))
+    return [v for v in views_of(state) if v.changes(state) and (together or not v.apart)]
 
 
 def changed_for(state: TrainState, reader: Reader) -> Set[int]:
@@ -49,7 +58,8 @@ def changed_for(state: TrainState, reader: Reader) -> Set[int]:
 
     Every process is here.
     """
-    return {id(t) for _, tensors in _views_for(state, reader, together=True) for t in tensors}
+    views = _views_for(state, reader, together=True)
+    return {id(tensor) for each in views for tensor in each.changes(state)}
 
 
 def is_apart(state: TrainState) -> bool:
@@ -74,14 +84,32 @@ def view(
         if reader == "evaluation":
             stack.enter_context(_evaluating(state.model, buffers))
         model = state.model
-        for each, tensors in _views_for(state, reader, together):
-            stack.enter_context(_put_back(state.model, tensors))
-            model = stack.enter_context(each.show(state))
+        for each in _views_for(state, reader, together):
+            model = stack.enter_context(shown(each, state))
         yield model
 
 
 @contextlib.contextmanager
-def _put_back(model: nn.Module, tensors: Changes) -> Iterator[None]:
+def shown(each: View, state: TrainState) -> Iterator[nn.Module]:
+    """Show a view, within a ``with`` block, which gives the model that has its weights."""
+    with _put_back(state.model, each.changes(state)), each.show(state) as model:
+        if model is not state.model:
+            _trained[model] = weakref.ref(state.model)
+        yield model
+
+
+# The model of a state, by the models that show its views.
+_trained: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
+
+
+def trained_model(model: nn.Module) -> nn.Module | None:
+    """Return the model of the state, for a model that shows one of its views or is it."""
+    found = _trained.get(model)
+    return model if found is None else found()
+
+
+@contextlib.contextmanager
+def _put_back(model: nn.Module, tensors: Sequence[Tensor]) -> Iterator[None]:
     """Put the values of tensors of a model back, bit for bit, after a ``with`` block."""
     own = {*map(id, model.buffers())}
     params = [tensor for tensor in tensors if id(tensor) not in own]

@@ -24,7 +24,6 @@ from fnloop._backend.collectives import (
     to_device_of,
 )
 from fnloop._backend.fsdp import around_sharded, by_mesh, full, is_sharded, local_part
-from fnloop._core.averages import viewed_model
 from fnloop._core.metrics import (
     Last,
     Mean,
@@ -45,6 +44,7 @@ from fnloop._core.state import (
     parameters,
 )
 from fnloop._core.types import BY_ANOTHER, Batch, Metric, Output, Step
+from fnloop._core.view import trained_model
 from fnloop._data.loaders import Padding
 from fnloop._data.source import Source
 from fnloop._display.screen import log
@@ -417,9 +417,7 @@ def engine_of(state: TrainState) -> GradientEngine:
         return _LOCAL
     owner = ownership_of(state)
     engine = _engines.get(owner)
-    if engine is not None and engine.model is not state.model:
-        engine = engine if viewed_model(state.model) is engine.model else None
-    if engine is None:
+    if engine is None or engine.model is not trained_model(state.model):
         # Imported here, since a run in one process has no use for it.
         from fnloop._step.engine_distributed import DistributedEngine
 
