@@ -53,6 +53,7 @@ from fnloop._core.metrics import Last, Max, Mean, Min, Sum, from_torchmetrics
 from fnloop._core.runs import RunInfo
 from fnloop._core.state import StaleStateError, TrainState, fork, snapshot, unwrap
 from fnloop._core.types import Middleware, Output, middleware, skip
+from fnloop._core.view import evaluating
 from fnloop._data.loaders import sharded
 from fnloop._hooks.hook import Hook, at_end, at_start, every, once, when, when_improved
 from fnloop._loop.evaluate import evaluate, predict, update_batchnorm
@@ -60,7 +61,7 @@ from fnloop._loop.fit import fit, run
 from fnloop._step.alternate import alternate
 from fnloop._step.forward import supervised
 from fnloop._step.pipeline import pipeline, raw
-from fnloop._step.update import decide, evaluating
+from fnloop._step.update import decide
 from fnloop._version import __version__ as __version__
 
 if _typing.TYPE_CHECKING:

@@ -98,17 +98,16 @@ from fnloop._core.serialize import (
 )
 from fnloop._core.state import (
     TrainState,
-    has_moved,
     note_buffers,
     ownership_of,
     shapes_of_buffers,
     unwrap,
 )
 from fnloop._core.types import Metric
+from fnloop._core.view import changed_for, is_apart, view
 from fnloop._display.checks import describe, join_names
 from fnloop._display.screen import log
 from fnloop._step.engine import engine_of
-from fnloop._step.update import evaluation_weights
 
 # --------------------------------------------------------------------------------------------------
 # The parts of a state, and which of them a checkpoint holds.
@@ -389,7 +388,8 @@ def _save_model(saving: Saving) -> dict[str, Json]:
     """
     module, model, trained = unwrap(saving.state), saving.groups["model"], TRAINED in saving.parts
     saving.learning = {strip_compile_prefix(k) for k, p in _parameters(module) if p.requires_grad}
-    with evaluation_weights(saving.state) as others:
+    others = changed_for(saving.state, "save")
+    with view(saving.state, "save"):
         facts = _encode_module(saving)
         if not others:
             return facts
@@ -401,10 +401,11 @@ def _save_model(saving: Saving) -> dict[str, Json]:
             and (id(value) in others or id(value) not in own)
         ]
         model |= {name: model[name].clone() for name in names}
-    if "optimizer" not in saving.parts or has_moved(saving.state):  # each process has its own
+    if "optimizer" not in saving.parts or is_apart(saving.state):  # each process has its own
         return facts
     found: dict[str, Tensor] = {}
-    _encode_model(module, found, {}, trained)
+    with view(saving.state, "train"):
+        _encode_model(module, found, {}, trained)
     saving.groups[TRAINING] = {name: found[name] for name in names}
     saving.require(TRAINING_FORMAT)
     return facts | {TRAINING: True}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Set
+from collections.abc import Iterator
 from typing import ClassVar, TypedDict
 
 import attrs
@@ -17,12 +17,12 @@ from fnloop._core.parts import OWN, Load, Part, Restoring, Saving
 from fnloop._core.serialize import Json, decode, encode
 from fnloop._core.state import (
     LOCAL_SGD,
-    Buffers,
     TrainState,
     all_parameters,
     unwrap,
     with_slot,
 )
+from fnloop._core.types import View
 from fnloop._display.screen import log
 
 # --------------------------------------------------------------------------------------------------
@@ -46,7 +46,7 @@ class Shared(TypedDict):
 
 
 @attrs.define(eq=False)
-class Apart:
+class Apart(View):
     """The slot of ``local_sgd``: what is this process's own.
 
     Args:
@@ -111,6 +111,67 @@ class Apart:
         """Note that the processes have the same weights: from here on, nothing has changed."""
         self.moved, self.tensors, self._seen = False, {}, None
 
+    # --- what readers see
+
+    @property
+    def apart(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether the model has other weights in each process."""
+        return self.moved
+
+    def changes(self, state: TrainState) -> list[Tensor]:
+        return [*self.tensors.values(), *state.model.buffers()] if self.moved else []
+
+    @contextlib.contextmanager
+    def show(self, state: TrainState) -> Iterator[nn.Module]:
+        self.average(state)
+        yield state.model
+
+    def average(self, state: TrainState) -> None:
+        """Put the average over all processes into the model of a state. A collective."""
+        mean_over_processes_([p.detach() for p in self.tensors.values()], _WHAT)
+        sync_buffers(state.model)
+
+    # --- at rest
+
+    def hand_over(self, state: TrainState) -> None:
+        """Leave the average in the model, and what is this process's own here. A collective."""
+        if not (self.moved or self.shared) or self.own is not None:
+            return
+        own = {name: t.detach().clone() for name, t in own_tensors(state).items()}
+        if self.moved:
+            self.average(state)
+            self.forget()
+        self.own, self.mark = own, mark_of(state)
+
+    def take_back(self, state: TrainState) -> None:
+        """Put what is this process's own back into the model, before an update. A collective.
+
+        If the model was given other weights meanwhile, every process continues from those.
+        """
+        if self.own is None:
+            return
+        here = {**named_parameters(state), **_named_buffers(state)}
+        own, self.own = self.own, None
+        fits = all(k in here and here[k].shape == t.shape for k, t in own.items())
+        if any_rank(not fits or mark_of(state) != self.mark, "a comparison of the weights"):
+            if state.backend.main:
+                log.warning(
+                    "local_sgd: the model was given other weights since the last update, so every "
+                    "process continues from them"
+                )
+            self.begin_again(state)
+            return
+        with torch.no_grad():
+            for name, value in own.items():
+                here[name].copy_(value)
+        params = named_parameters(state)
+        self.moved, self.tensors = bool(own), {k: params[k] for k in own if k in params}
+
+    def begin_again(self, state: TrainState) -> None:
+        """Continue from the weights in the model, which are the same in every process."""
+        self.own, self.shared, self.outer, self.saved = None, {}, None, None
+        self.forget()
+
 
 def apart_of(state: TrainState) -> Apart | None:
     """Return the slot of ``local_sgd``, if the state has one."""
@@ -151,84 +212,6 @@ def own_tensors(state: TrainState) -> dict[str, Tensor]:
 
 def _named_buffers(state: TrainState) -> dict[str, Tensor]:
     return {strip_compile_prefix(name): b for name, b in unwrap(state).named_buffers()}
-
-
-def average(state: TrainState) -> None:
-    """Put the average over all processes into the model of a state. A collective."""
-    slot = apart_of(state)
-    assert slot is not None
-    mean_over_processes_([p.detach() for p in slot.tensors.values()], _WHAT)
-    sync_buffers(state.model)
-
-
-@contextlib.contextmanager
-def average_inside(state: TrainState) -> Iterator[Set[int]]:
-    """Put the average into the model within a ``with`` block, if it has moved. A collective.
-
-    It gives the identities of the parameters and buffers that are others there.
-    """
-    slot = apart_of(state)
-    if slot is None or not slot.moved:
-        yield frozenset()
-        return
-    tensors, buffers = [*slot.tensors.values()], Buffers(state.model).keep()
-    kept = [p.detach().clone() for p in tensors]
-    try:
-        average(state)
-        yield {*map(id, tensors), *map(id, state.model.buffers())}
-    finally:
-        with torch.no_grad():
-            for p, value in zip(tensors, kept, strict=True):
-                p.copy_(value)
-        buffers.put_back(unseen=True)
-
-
-# --- at rest
-
-
-def rest(state: TrainState) -> None:
-    """Leave the average in the model, and what is this process's own in the slot. A collective."""
-    slot = apart_of(state)
-    if slot is None or not (slot.moved or slot.shared) or slot.own is not None:
-        return
-    own = {name: t.detach().clone() for name, t in own_tensors(state).items()}
-    if slot.moved:
-        average(state)
-        slot.forget()
-    slot.own, slot.mark = own, mark_of(state)
-
-
-def take_back(state: TrainState) -> None:
-    """Put what is this process's own back into the model, before an update. A collective.
-
-    If the model was given other weights meanwhile, every process continues from those.
-    """
-    slot = apart_of(state)
-    if slot is None or slot.own is None:
-        return
-    here = {**named_parameters(state), **_named_buffers(state)}
-    own, slot.own = slot.own, None
-    fits = all(k in here and here[k].shape == t.shape for k, t in own.items())
-    if any_rank(not fits or mark_of(state) != slot.mark, "a comparison of the weights"):
-        if state.backend.main:
-            log.warning(
-                "local_sgd: the model was given other weights since the last update, so every "
-                "process continues from them"
-            )
-        begin_again(state)
-        return
-    with torch.no_grad():
-        for name, value in own.items():
-            here[name].copy_(value)
-    params = named_parameters(state)
-    slot.moved, slot.tensors = bool(own), {k: params[k] for k in own if k in params}
-
-
-def begin_again(state: TrainState) -> None:
-    """Continue from the weights in the model, which are the same in every process."""
-    if (slot := apart_of(state)) is not None:
-        slot.own, slot.shared, slot.outer, slot.saved = None, {}, None, None
-        slot.forget()
 
 
 def mark_of(state: TrainState) -> int:

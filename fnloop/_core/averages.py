@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import weakref
 from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import ClassVar
@@ -33,9 +32,6 @@ from fnloop._display.screen import log
 # that of the model until the next update, at whose beginning its average begins.
 
 AVERAGED = "averaged"  # the slot that marks a state whose model holds an average: its name
-
-# The model of a state, by its views.
-_viewed: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
 
 
 class Average(dict[str, Tensor]):
@@ -123,15 +119,14 @@ def load_average(module: nn.Module, average: Average) -> None:
                 tensor.copy_(average[name])
 
 
-def view_with_average(model: nn.Module, module: nn.Module, average: Average) -> nn.Module:
+def copy_with_average(module: nn.Module, average: Average) -> nn.Module:
     """Return a copy of a module whose weights are an average.
 
     Its parameters are in the memory of the average where the dtypes are the same, or else in that
     of the module if they are not averaged, so it is not to be trained. Its buffers are its own.
 
     Args:
-        model: the model of the state.
-        module: the user's module in it.
+        module: the user's module in the model of a state.
         average: the average.
     """
     memo: dict[int, object] = {}
@@ -147,9 +142,7 @@ def view_with_average(model: nn.Module, module: nn.Module, average: Average) -> 
             for value in inside:  # torch refuses to copy what was computed from parameters
                 if isinstance(value, Tensor) and not value.is_leaf:
                     memo.setdefault(id(value), value.detach().clone())
-        view = copy.deepcopy(module, memo)
-    _viewed[view] = weakref.ref(model)
-    return view
+        return copy.deepcopy(module, memo)
 
 
 def _parameter_like(parameter: nn.Parameter, value: Tensor) -> nn.Parameter:
@@ -158,12 +151,6 @@ def _parameter_like(parameter: nn.Parameter, value: Tensor) -> nn.Parameter:
     made = copy.deepcopy(parameter)  # a class of the user's, which may need more than a tensor
     made.copy_(value)
     return made
-
-
-def viewed_model(model: nn.Module) -> nn.Module | None:
-    """Return the model of a state of which this is a view; None if it is not a view."""
-    found = _viewed.get(model)
-    return None if found is None else found()
 
 
 def check_not_averaged(owner: str, state: TrainState) -> None:

@@ -6,18 +6,20 @@ are.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from numbers import Real
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
+import attrs
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fnloop._backend.torch_compat import strip_compile_prefix
 from fnloop._core.metrics import Last
-from fnloop._core.types import Metric
+from fnloop._core.types import Metric, View
 from fnloop._display.checks import describe, join_names
 
 Group = dict[str, Any]  # a parameter group of an optimizer
@@ -523,3 +525,65 @@ def put_number(group: Group, field: str, value: Rate) -> None:
         group[key] = type(kept)(value if i == int(part) else v for i, v in enumerate(kept))
     else:
         group[field] = value
+
+
+# --------------------------------------------------------------------------------------------------
+# Optimizers with modes, such as schedule-free ones: other weights in evaluation than in training.
+#
+# Their method `eval` replaces the weights by averages, and `train` goes back, but only up to
+# rounding. So what reads the weights of an evaluation has those of training restored exactly.
+
+
+class Modal(Protocol):
+    """An optimizer with modes."""
+
+    param_groups: list[Group]
+    state: Mapping[Tensor, dict[str, object]]
+
+    def train(self) -> object: ...
+
+    def eval(self) -> object: ...
+
+
+@attrs.frozen
+class Modes(View):
+    """The view of an optimizer with modes: its weights for an evaluation."""
+
+    optimizer: Modal
+
+    def changes(self, state: Any) -> Sequence[Tensor]:
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    @contextlib.contextmanager
+    def show(self, state: Any) -> Iterator[nn.Module]:
+        """Switch to the mode of evaluation. Afterwards the optimizer is as it was."""
+        optimizer = self.optimizer
+        held = [(own, {*own}) for own in optimizer.state.values()]
+        settings = [(group, dict(group)) for group in optimizer.param_groups]
+        flags = {name: value for name, value in vars(optimizer).items() if isinstance(value, bool)}
+        try:
+            optimizer.eval()
+            yield state.model
+        finally:
+            for own, names in held:  # eval may keep the weights to train with there
+                for name in own.keys() - names:
+                    del own[name]
+            for group, before in settings:
+                group.update(before)
+            vars(optimizer).update(flags)
+
+
+def modes_of(optimizer: Handle) -> list[Modes]:
+    """Return the views of the optimizers that have modes."""
+    return [Modes(one) for one in optimizers_in(optimizer).values() if _has_modes(type(one))]  # type: ignore[arg-type]
+
+
+@functools.cache
+def _has_modes(optimizer: type) -> bool:
+    return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
+
+
+def to_training(optimizer: Handle) -> None:
+    """Switch the optimizers that have modes to that of training."""
+    for modes in modes_of(optimizer):
+        modes.optimizer.train()

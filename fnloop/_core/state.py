@@ -54,7 +54,7 @@ from fnloop._core.parts import Held, Part
 from fnloop._core.rng import SEED_BITS, HostGenerators, new_seed
 from fnloop._core.runs import Position, RunInfo, Todo, pending
 from fnloop._core.serialize import Pending, copy_flattened
-from fnloop._core.types import RECORD, UPDATE, Metric, Output
+from fnloop._core.types import RECORD, UPDATE, Metric, Output, View
 from fnloop._display import checks, tables
 from fnloop._display.checks import describe, flag, instance, join_names
 from fnloop._display.screen import log
@@ -1417,11 +1417,6 @@ def check_alike(state: TrainState, what: str) -> None:
     owner.equal_at = owner.equal_at if worst else state.step
 
 
-def has_moved(state: TrainState) -> bool:
-    """Return whether the model holds weights of this process's own, by ``local_sgd``."""
-    return LOCAL_SGD in state.slots and state.slots[LOCAL_SGD].moved
-
-
 def check_counters_alike(most: Sequence[float], least: Sequence[float]) -> None:
     """Raise unless the largest and the smallest of each counter agree."""
     if [*most] != [*least]:
@@ -1447,7 +1442,7 @@ def _raise_apart(state: TrainState, name: str, norm: float, what: str) -> NoRetu
 
 def _norms(state: TrainState) -> dict[str, float]:
     """Return the norm of each parameter that every process has the same copy of."""
-    if has_moved(state):
+    if any(isinstance(slot, View) and slot.apart for slot in state.slots.values()):
         return {}
     every, sharded = state.model.named_parameters(), is_sharded(state.model)
     chosen = ((k, p) for k, p in every if _has_norm(p) and (p.requires_grad or not sharded))

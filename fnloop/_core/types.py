@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
 from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType
-from typing import Any, Protocol, Self, TypeVar, cast
+from typing import Any, ClassVar, Protocol, Self, TypeVar, cast
 
 import attrs
 from torch import Tensor, nn
 
 from fnloop._core.code import is_of_library, names_in, walk
 from fnloop._core.parts import Part
+from fnloop._core.serialize import Pending, kind_name
 from fnloop._display import checks, tables
 
 # --------------------------------------------------------------------------------------------------
@@ -164,6 +166,65 @@ def _as_number(weight: float | Tensor) -> float:
 
 
 # --------------------------------------------------------------------------------------------------
+# Views: weights that a reader of a state sees instead of those that are trained.
+
+
+class View:
+    """Weights that a reader of a state sees instead of those that are trained.
+
+    If the slot of a middleware is one, everything that evaluates or saves the model sees it. If it
+    is the middleware's field ``view``, the evaluations of its step do.
+
+    Write :meth:`changes` and :meth:`show`. The other methods are for weights that each process has
+    by itself, and for what continues from other weights.
+
+    Attributes:
+        apart: whether the model has other weights in each process.
+        beside: whether an evaluation evaluates the model too, for the field ``view``. Then the
+            metrics of the view are those of the middleware's name, such as "valid/ema/loss", and
+            :meth:`show` gives a model of its own.
+    """
+
+    apart: bool = False
+    beside: bool = False
+    _kinds: ClassVar[set[str]] = set()
+
+    def __init_subclass__(cls) -> None:
+        View._kinds.add(kind_name(cls))
+
+    @staticmethod
+    def is_pending(slot: object) -> bool:
+        """Return whether a slot that was restored will be a view."""
+        return isinstance(slot, Pending) and slot.kind in View._kinds
+
+    def changes(self, state: Any) -> Sequence[Tensor]:
+        """Return the parameters and buffers of the model that :meth:`show` gives other values.
+
+        They get back their own bit for bit. With none, readers see the model as it is.
+        """
+        return ()
+
+    def show(self, state: Any) -> contextlib.AbstractContextManager[nn.Module]:
+        """Show the weights within a ``with`` block. It gives the model that has them.
+
+        If the model is :attr:`apart`, every process is here, so they may exchange weights.
+        """
+        return contextlib.nullcontext(state.model)
+
+    def hand_over(self, state: Any) -> None:
+        """Leave in the model what the caller of a run is to see. Every process is here."""
+
+    def take_back(self, state: Any) -> None:
+        """Undo :meth:`hand_over`, because training continues. Every process is here."""
+
+    def begin_again(self, state: Any) -> None:
+        """Prepare for weights that are put into the model next, such as the best ones.
+
+        Readers see those then, and training continues from them.
+        """
+
+
+# --------------------------------------------------------------------------------------------------
 # Middleware: a transform of steps as a record, and the decorator that makes one.
 
 Report = Callable[[str | None, Mapping[str, float]], Mapping[str, float]]
@@ -215,6 +276,7 @@ class Middleware:
         check_state: called with a state and all middleware of the pipeline, when a step first meets
             the state's model; raises if they are incompatible; or None.
         evaluation: ``step -> step`` around the forward ring, in evaluation only, or None.
+        view: the weights that its evaluations see instead of the model, or beside it; or None.
         report: ``(loader, numbers) -> more numbers``, by name, for a report; or None. It is called
             for each loader of a report: "train", "recent", "valid", ..., or None in a bare
             ``evaluate``; ``numbers`` are those of the loader, without the prefix. Names that are
@@ -264,6 +326,7 @@ class Middleware:
     check: Callable[[Sequence[Middleware]], None] | None = attrs.field(default=None, kw_only=True)
     check_state: Callable[..., None] | None = attrs.field(default=None, kw_only=True)
     evaluation: Wrap | None = attrs.field(default=None, kw_only=True)
+    view: View | None = attrs.field(default=None, kw_only=True)
     report: Report | None = attrs.field(default=None, kw_only=True)
     adds: tuple[str, ...] | None = attrs.field(default=None, kw_only=True)
     monitors: str | None = attrs.field(default=None, kw_only=True)
@@ -285,6 +348,8 @@ class Middleware:
         if self.call is not None:
             meaning = "the call that made it, which middleware() sets, or None"
             checks.instance(owner, "call", self.call, Call, meaning)
+        if self.view is not None:
+            checks.instance(owner, "view", self.view, View, "a View, or None")
         for part, of in (("loaders", "loaders"), ("passes", "arguments"), ("adds", "metrics")):
             given = getattr(self, part)
             if part == "adds" and given is None:  # they are not known

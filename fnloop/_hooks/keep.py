@@ -50,7 +50,6 @@ from fnloop._checkpoint.retention import (
     warn_unless_shared,
 )
 from fnloop._checkpoint.save import check_saveable, collect_contents, position_of
-from fnloop._core.apart import average_inside, begin_again
 from fnloop._core.averages import Average
 from fnloop._core.history import (
     SINCE,
@@ -65,6 +64,7 @@ from fnloop._core.runs import pending
 from fnloop._core.serialize import Json
 from fnloop._core.state import TrainState, differ_only, take_ownership, unwrap, with_slot
 from fnloop._core.types import END, RECORD, Call
+from fnloop._core.view import begin_again, view
 from fnloop._display.checks import choice, describe, flag, integer, metric_name, name_of_file
 from fnloop._display.screen import log
 from fnloop._display.tables import format_metric
@@ -670,7 +670,7 @@ class restore_best(Hook):
         if value is None or not self._improves(state, value):
             return state
         first = first_record(state.phases, self.since)
-        with average_inside(state):  # what was evaluated, where each process has its own weights
+        with view(state, "save"):
             copies = _copy_weights(state)
         best = {"value": value, "step": state.step, "first": first, **copies}
         best["ended"] = None

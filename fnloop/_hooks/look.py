@@ -20,6 +20,7 @@ from fnloop._core.history import TRAINED, History, Record, check_plot, suggestio
 from fnloop._core.runs import RAN, WAITS, is_interruption
 from fnloop._core.state import TrainState, with_note
 from fnloop._core.types import END, RECORD, Call, Output, name_of
+from fnloop._core.view import as_evaluated
 from fnloop._display import checks, figures, tables
 from fnloop._hooks.hook import (
     Hook,
@@ -32,7 +33,6 @@ from fnloop._hooks.hook import (
 )
 from fnloop._hooks.hook import every as periodically
 from fnloop._step.engine import engine_of
-from fnloop._step.update import as_evaluated
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

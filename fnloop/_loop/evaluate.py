@@ -19,14 +19,14 @@ from fnloop._core.metrics import read
 from fnloop._core.rng import COMPUTE, fold_in, isolated, mix, seed_all, torch_seeder
 from fnloop._core.state import Buffers, TrainState, check_not_stale, take_ownership
 from fnloop._core.types import Batch, Metric, Output, name_of
+from fnloop._core.view import in_evaluation_mode, view
 from fnloop._data.loaders import NONE_LEFT, Padding, check_loader
 from fnloop._data.source import Source, open_source, windows
 from fnloop._display import checks
 from fnloop._loop.errors import READ_ONCE, why_empty
 from fnloop._loop.plan import check_step
-from fnloop._step.engine import engine_of, evaluating_model, in_evaluation_mode
+from fnloop._step.engine import engine_of
 from fnloop._step.pipeline import PipelineStep
-from fnloop._step.update import evaluation_weights
 
 Result = TypeVar("Result")
 EXCHANGED = 16  # batches whose outputs are exchanged at once
@@ -227,8 +227,7 @@ def _predict(
             with (
                 isolated(backend.device),
                 reusing_pages(backend.device),
-                evaluating_model(state.model, buffers),
-                evaluation_weights(state),
+                view(state, "evaluation", buffers=buffers) as model,
             ):
                 batch = next(batches, NONE_LEFT)
                 if batch is NONE_LEFT:
@@ -237,7 +236,7 @@ def _predict(
                     return
                 where = name_of(fn)
                 position(fold_in(seed, n * backend.data_size + backend.data_rank))
-                results = prediction.call(fn, state.model, batch)
+                results = prediction.call(fn, model, batch)
         except Exception as error:
             error.add_note(f"while in {where}, predict, batch {n}")
             raise

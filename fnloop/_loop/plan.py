@@ -63,7 +63,6 @@ from fnloop._loop.boundary import Moments, check_moment, own_clock, read_moments
 from fnloop._loop.errors import warn_on_main
 from fnloop._loop.made_with import describe_making
 from fnloop._step.alternate import AlternateStep
-from fnloop._step.averages import EvaluateAverage
 from fnloop._step.pipeline import LossStep, Pipeline, PipelineStep, total_in
 from fnloop._step.update import ALWAYS
 
@@ -642,17 +641,17 @@ def _evaluated_names(step: PipelineStep, loader: str) -> list[str] | None:
     """Return the names of the metrics of a loader's evaluation; None if they are not known."""
     if type(step) is not LossStep:
         return None
-    names, averages = ["loss"], [""]
+    names, views = ["loss"], [""]
     for member in step.pipeline.middleware:
+        if member.view is not None and member.view.beside:
+            views.append(f"{member.name}/")
         if member.forward is None and member.evaluation is None and member.report is None:
             continue
-        if isinstance(member.evaluation, EvaluateAverage):
-            averages += () if member.evaluation.only else (f"{member.name}/",)
-        elif member.adds is None:
+        if member.adds is None:
             return None
-        elif not member.loaders or loader in member.loaders:
+        if not member.loaders or loader in member.loaders:
             names += member.adds
-    names = [f"{average}{name}" for average in averages for name in names]
+    names = [f"{view}{name}" for view in views for name in names]
     return [*names, "time/evaluate"] if step.is_timed else names
 
 

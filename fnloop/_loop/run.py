@@ -20,7 +20,6 @@ from typing import Any
 import attrs
 
 from fnloop._backend.containers import reusing_pages
-from fnloop._core.apart import rest
 from fnloop._core.history import Record, split_name
 from fnloop._core.metrics import (
     ITEMS,
@@ -70,6 +69,7 @@ from fnloop._core.state import (
     with_record,
 )
 from fnloop._core.types import END, EPOCH, RECORD, START, Metric, Output, name_of
+from fnloop._core.view import hand_over
 from fnloop._data.loaders import NONE_LEFT
 from fnloop._data.source import Source, windows
 from fnloop._hooks.hook import Hook, Wrapper, call_hook, defines
@@ -125,7 +125,7 @@ def fold(
     state = plan.begin(state)
     if not (begun := plan.resumed(state)).todo:
         tell(state, plan.why_nothing_to_do(state))
-        rest(state)
+        hand_over(state)
         yield state if plan.is_past(state) else _settle_hooks(plan, state)
         return
     world = World(plan, begun)
@@ -146,7 +146,7 @@ def fold(
                 state = detached_from_run(world.state)
             over = not state.todo or is_interruption(state.stop)
             if interrupts is None or over:  # fit shows its caller the last one alone
-                rest(state)
+                hand_over(state)
             yield state
             check_not_stale(state)  # the caller may have advanced it
             world.state = changed(state, run=world.info)

@@ -48,7 +48,6 @@ from fnloop._core.types import (
 from fnloop._display import checks, tables
 from fnloop._display.checks import describe, join_names
 from fnloop._display.screen import log
-from fnloop._step.averages import EvaluateAverage
 from fnloop._step.engine import NO_GRADIENT, NoGradientError, check_not_exact, engine_of
 from fnloop._step.pipeline import (
     STEP,
@@ -409,7 +408,7 @@ def _check_in_turn(name: str, step: PipelineStep) -> None:
             why = 'goes back with the whole model: write then="skip" or then="stop"'
         elif member.name == LOCAL_SGD:
             why = "averages weights over processes, and alternate gradients: leave one out"
-        elif member.update is not None and is_ours(member) and member.name != "compiled":
+        elif member.view or (member.update and is_ours(member) and member.name != "compiled"):
             why = "averages the whole model: list it around all turns, "
             why += f"pipeline({member!r})(alternate(...))"
         else:
@@ -573,8 +572,7 @@ def check_with_turns(around: Sequence[Middleware], steps: Mapping[str, PipelineS
                 f"alternate averages the gradients of each turn over processes, and {member!r} the "
                 "weights: leave one of them out"
             )
-        average = member.evaluation
-        if isinstance(average, EvaluateAverage) and not average.only and member.name in steps:
+        if member.view is not None and member.view.beside and member.name in steps:
             raise ValueError(
                 f"alternate: {member!r} has the name of a step, and the metrics of both would be "
                 f'"valid/{member.name}/loss": give it another one, name="..."'

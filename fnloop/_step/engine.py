@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import abc
-import contextlib
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn, ParamSpec, Protocol, Self, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -24,9 +23,7 @@ from fnloop._backend.collectives import (
     gather_shares,
     to_device_of,
 )
-from fnloop._backend.fsdp import around_sharded, by_mesh, full, is_sharded, local_part, reshard
-from fnloop._backend.processes import delaying_interrupts
-from fnloop._core.averages import viewed_model
+from fnloop._backend.fsdp import around_sharded, by_mesh, full, is_sharded, local_part
 from fnloop._core.metrics import (
     Last,
     Mean,
@@ -40,16 +37,15 @@ from fnloop._core.optimizers import explain_untrained, optimizers_in
 from fnloop._core.parts import Part
 from fnloop._core.rng import fold_in, seed_host
 from fnloop._core.state import (
-    Buffers,
     Ownership,
     TrainState,
     current_parameters,
     moved,
     ownership_of,
     parameters,
-    unwatched,
 )
 from fnloop._core.types import BY_ANOTHER, Batch, Metric, Output, Step
+from fnloop._core.view import trained_model
 from fnloop._data.loaders import Padding
 from fnloop._data.source import Source
 from fnloop._display.screen import log
@@ -59,7 +55,7 @@ if TYPE_CHECKING:
     from fnloop._step.engine_exact import ExactEngine
 
 # --------------------------------------------------------------------------------------------------
-# Evaluation mode, and evaluation and prediction when there are several processes.
+# Evaluation and prediction when there are several processes.
 
 Subject = TypeVar("Subject")
 Result = TypeVar("Result")
@@ -72,55 +68,6 @@ _GIVEN_AGAIN = (
     "for training and for evaluation (logged once)"
 )
 _said: set[str] = set()  # the names of loss functions of which the warning was logged
-_NO_GRADIENTS = (
-    "an evaluation runs without gradients. A loss function that needs them, such as that of a "
-    "gradient penalty, switches them on for itself: with torch.enable_grad(): ..."
-)
-
-
-@contextlib.contextmanager
-def evaluating_model(model: nn.Module, buffers: Buffers | None = None) -> Iterator[None]:
-    """Evaluation mode without gradients. Afterwards flags and buffers are those from before.
-
-    Buffers may change in evaluation mode too: those of an observer, or the centre of a teacher.
-
-    Args:
-        model: the model.
-        buffers: its buffers, if they are kept again and again.
-    """
-    with unwatched(model):
-        kept = (buffers or Buffers(model)).keep()
-        try:
-            with in_evaluation_mode(model):
-                yield
-        finally:
-            kept.put_back()
-
-
-@contextlib.contextmanager
-def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients. Afterwards every submodule has the flag that it had.
-
-    A function that needs gradients in it switches them on, as torch does: ``torch.enable_grad()``.
-    """
-    modes = [(module, module.training) for module in model.modules()]
-    sharded, gradients = is_sharded(model), torch.is_grad_enabled()
-    try:
-        model.eval()
-        torch.set_grad_enabled(False)
-        yield
-    except RuntimeError as error:
-        if "does not require grad" in str(error):
-            error.add_note(_NO_GRADIENTS)
-        raise
-    finally:
-        with delaying_interrupts():
-            torch.set_grad_enabled(gradients)
-            model.train(modes[0][1])  # a module may do something in its method train
-            for module, training in modes:
-                module.training = training
-            if sharded:
-                reshard(model)
 
 
 class Fold:
@@ -472,9 +419,7 @@ def engine_of(state: TrainState) -> GradientEngine:
         return _LOCAL
     owner = ownership_of(state)
     engine = _engines.get(owner)
-    if engine is not None and engine.model is not state.model:
-        engine = engine if viewed_model(state.model) is engine.model else None
-    if engine is None:
+    if engine is None or engine.model is not trained_model(state.model):
         # Imported here, since a run in one process has no use for it.
         from fnloop._step.engine_distributed import DistributedEngine
 

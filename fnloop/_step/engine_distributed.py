@@ -41,12 +41,12 @@ from fnloop._core.state import (
     check_alike,
     current_parameters,
     generation_of,
-    has_moved,
     merge_metrics,
     ownership_of,
     parameters,
 )
 from fnloop._core.types import BY_ANOTHER, Batch, Metric, Output, Step
+from fnloop._core.view import is_apart
 from fnloop._data.loaders import Padding, Window
 from fnloop._data.source import Source
 from fnloop._display.screen import log
@@ -262,7 +262,7 @@ class DistributedEngine:
     # --- evaluation and reports
 
     def start_evaluation(self, state: TrainState, name: str) -> DistributedEvaluation:
-        if not has_moved(state):  # otherwise they come with the average
+        if not is_apart(state):  # otherwise they come with the average
             sync_buffers(state.model)
         return DistributedEvaluation(state, name)
 

@@ -24,8 +24,8 @@ from fnloop._backend.fsdp import is_sharded
 from fnloop._core.averages import check_not_averaged
 from fnloop._core.freeze import Selector, select
 from fnloop._core.history import check_loaders
-from fnloop._core.metrics import COLLECTION_HINT, names_in
-from fnloop._core.optimizers import groups_in
+from fnloop._core.metrics import COLLECTION_HINT, names_in, update_evaluated_
+from fnloop._core.optimizers import groups_in, to_training
 from fnloop._core.rng import fold_in, isolated, seed_all, torch_seeder
 from fnloop._core.runs import Windows
 from fnloop._core.serialize import has_pending, materialize
@@ -37,6 +37,7 @@ from fnloop._core.state import (
     advance,
     all_parameters,
     bring,
+    carry_of,
     check_not_stale,
     clear_parameter_cache,
     consume,
@@ -46,6 +47,7 @@ from fnloop._core.state import (
     unwrap,
     with_carry,
     with_slot,
+    with_slots,
 )
 from fnloop._core.types import (
     EVALUATION,
@@ -56,9 +58,11 @@ from fnloop._core.types import (
     Middleware,
     Output,
     Step,
+    View,
     may_skip,
     name_of,
 )
+from fnloop._core.view import shown, view
 from fnloop._display import checks, tables
 from fnloop._display.checks import describe, join_names
 from fnloop._step.engine import (
@@ -66,7 +70,6 @@ from fnloop._step.engine import (
     NoGradientError,
     check_not_exact,
     engine_of,
-    evaluating_model,
 )
 from fnloop._step.forward import RawFn, carrying, check_output, forward, own_gradients
 from fnloop._step.guard import RETRY
@@ -76,8 +79,7 @@ from fnloop._step.update import (
     OPTIMIZER,
     Backward,
     add_reported,
-    evaluation_weights,
-    to_training,
+    report,
     update,
 )
 
@@ -189,9 +191,11 @@ class PipelineStep(abc.ABC):
             None if all(map(is_ours, pipeline.middleware)) else functools.partial(innermost)
         )
         self.forward = self._ring("forward", self._innermost or innermost)
-        self._passes: list[Callable[[TrainState, bool], AbstractContextManager[object]]] = []
         # Of a loader that is evaluated, without the checks of a bare call.
         self.evaluation = self._ring(EVALUATION, self.forward)
+        if beside := [m for m in pipeline.middleware if m.view is not None and m.view.beside]:
+            self.evaluation = evaluate_beside(self.evaluation)
+            self._layers.add(self.evaluation, join_names([*map(repr, beside)]), in_training=False)
         self._reporting = tuple(m for m in pipeline.middleware if m.report is not None)
         # Without the checks of a bare call: what the loop calls.
         self.train = self._compose_training()
@@ -237,15 +241,10 @@ class PipelineStep(abc.ABC):
         """Raise ValueError if it cannot evaluate these loaders."""
 
     def _ring(self, ring: str, step: Step) -> Step:
-        members = self.pipeline.middleware
-        if ring == EVALUATION:  # what evaluates more than once is around all others
-            members = sorted(members, key=lambda m: getattr(m.evaluation, "around", 0))
-        for member in in_order(members, ring):
+        for member in in_order(self.pipeline.middleware, ring):
             wrap = getattr(member, ring)
             if wrap is not None:
                 inside, step = step, wrap(step)
-                if (evaluation_pass := getattr(wrap, "evaluation_pass", None)) is not None:
-                    self._passes.append(evaluation_pass)
                 if not callable(step):
                     raise TypeError(
                         f"{member!r} must wrap a step into a step, but its {ring} ring returned "
@@ -284,14 +283,18 @@ class PipelineStep(abc.ABC):
         """Forget what was found out in an earlier run, and prepare the optimizers for training."""
         clear_parameter_cache(state)
         engine_of(state).begin_run(state)
-        to_training(state)
+        to_training(state.optimizer)
 
     def init_slots(self, state: TrainState, *, evaluation: bool = False) -> TrainState:
         """Return the state with the slots that the middleware need, for an evaluation or at all."""
         __tracebackhide__ = True
         members = self.pipeline.middleware
         if evaluation:
-            members = tuple(m for m in members if m.forward is not None or m.evaluation is not None)
+            members = tuple(
+                m
+                for m in members
+                if m.forward or m.evaluation or m.view or View.is_pending(state.slots.get(m.name))
+            )
         return init_slots(state, members)
 
     def windows(self, epoch: int, update: int, batch: int, in_all: Callable[[int], int]) -> Windows:
@@ -329,19 +332,30 @@ class PipelineStep(abc.ABC):
 
     @contextlib.contextmanager
     def evaluating(self, state: TrainState, *, together: bool) -> Iterator[TrainState]:
-        """Evaluation mode, within a ``with`` block; middleware prepare what they evaluate.
+        """View the model as in an evaluation, and the views of middleware, in a ``with`` block.
 
         It gives the state with which a pass over a loader begins: nothing is carried into it.
 
         Args:
             state: the state, with its slots.
-            together: whether every process is here.
+            together: whether every process is here. Then all evaluate the main one's buffers.
         """
-        weights = evaluation_weights(state, together)
-        with evaluating_model(state.model), weights, contextlib.ExitStack() as stack:
-            for evaluation_pass in self._passes:
-                stack.enter_context(evaluation_pass(state, together))
-            yield with_carry(state, None) if self.carries else state
+        with contextlib.ExitStack() as stack:
+            seen = stack.enter_context(view(state, "evaluation", together=together))
+            beside: dict[str, nn.Module] = {}
+            for member in self.pipeline.middleware:
+                if member.view is None:
+                    continue
+                model = stack.enter_context(shown(member.view, state))
+                if together and model is not state.model:
+                    engine_of(state).share_buffers(model)
+                if not member.view.beside:
+                    seen = model
+                elif model is not state.model:
+                    beside[member.name] = model
+            evaluated = attrs.evolve(state, model=seen)
+            evaluated = with_slot(evaluated, BESIDE, beside) if beside else evaluated
+            yield with_carry(evaluated, None) if self.carries else evaluated
 
     def derive(
         self,
@@ -382,7 +396,7 @@ class PipelineStep(abc.ABC):
         """
         __tracebackhide__ = True
         check_not_stale(state, "step")
-        to_training(state)
+        to_training(state.optimizer)
         check_not_averaged("step", state)
         try:
             state, out = self.train(self.init_slots(state), to_device(batch, state.backend.device))
@@ -770,6 +784,33 @@ def _counted(fn: RawFn) -> Step:
 
 
 # --------------------------------------------------------------------------------------------------
+# Views that an evaluation evaluates beside the model, such as an average of its weights.
+
+BESIDE = "beside"  # the slot of the models that show them, in an evaluation: by name of middleware
+
+
+def evaluate_beside(step: Step) -> Step:
+    """Return the step that evaluates a batch with the model, and with each view beside it."""
+
+    def evaluated(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
+        __tracebackhide__ = True
+        carries, found, kept = TBPTT in state.slots, {}, {}
+        for name, model in state.slots.get(BESIDE, {}).items():
+            seen, carry = attrs.evolve(state, model=model), f"{name}/carry"
+            seen = with_carry(seen, state.slots.get(carry)) if carries else seen
+            with isolated(state.backend.device):  # all draw the same
+                made, found[name] = step(seen, batch)
+            kept |= {carry: carry_of(made)} if carries else {}
+        state, out = step(state, batch)
+        for name, of in found.items():
+            metrics = {"loss": update_evaluated_(None, of.loss, of.weight), **of.metrics}
+            out = report(out, {f"{name}/{key}": value for key, value in metrics.items()}, name)
+        return with_slots(state, {**state.slots, **kept}) if kept else state, out
+
+    return evaluated
+
+
+# --------------------------------------------------------------------------------------------------
 # What can be known to be wrong when a step is composed, or from the first reply of a step.
 
 
@@ -792,7 +833,7 @@ def rings_of(listed: Sequence[Middleware]) -> list[tuple[str, list[str]]]:
         ring: [repr(m) for m in in_order(listed, ring) if getattr(m, ring) is not None]
         for ring in RINGS
     }
-    acting["forward"] += [f"{m!r} in evaluation" for m in listed if m.evaluation is not None]
+    acting["forward"] += [f"{m!r} in evaluation" for m in listed if m.evaluation or m.view]
     return [
         (ring, own.get(ring, []) + names) for ring, names in acting.items() if names or ring in own
     ]
@@ -852,6 +893,12 @@ def check_middleware(listed: Sequence[Middleware]) -> None:
         raise ValueError(
             f"{' and '.join(map(repr, windowed))} both take several batches at once. Leave one out."
         )
+    alone = [m for m in listed if m.view is not None and not m.view.beside]
+    if len(alone) > 1:
+        raise ValueError(
+            f"{' and '.join(map(repr, alone))} would both be evaluated alone, under the same "
+            'names: leave out evaluate="only" in one of them'
+        )
     for a, b in itertools.combinations(listed, 2):
         _check_names(a, b)
     for member in listed:
@@ -889,7 +936,7 @@ def _loaders_of(member: Middleware) -> set[str]:
     """Return the names of the loaders that a middleware is for; "" is any that is evaluated."""
     if member.loaders:
         return {*member.loaders}
-    if member.evaluation is not None:
+    if member.evaluation is not None or member.view is not None:
         return {""}
     return {"train"} if member.loss is not None else {"train", ""}
 

@@ -7,33 +7,28 @@ import copy
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from numbers import Real
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
 
 import attrs
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fnloop._backend.torch_compat import apply_optimizer
-from fnloop._core.apart import average_inside
 from fnloop._core.history import suggestion
 from fnloop._core.optimizers import (
-    Group,
     Optimizers,
     explain_untrained,
     optimizers_in,
     wants_closure,
 )
-from fnloop._core.rng import COMPUTE, fold_in, isolated, seed_all
 from fnloop._core.state import (
     Buffers,
     KeptBuffers,
     TrainState,
     advance,
-    check_not_stale,
     current_parameters,
     give_up_ownership,
     parameters,
@@ -42,7 +37,7 @@ from fnloop._core.state import (
 from fnloop._core.types import BY_ANOTHER, Batch, Metric, Middleware, Output, Step
 from fnloop._display import checks
 from fnloop._display.screen import log
-from fnloop._step.engine import LossRoot, engine_of, evaluating_model, fail_to_train
+from fnloop._step.engine import LossRoot, engine_of, fail_to_train
 
 # --------------------------------------------------------------------------------------------------
 # The outermost of the three steps, that of the optimizers, and what becomes of its output.
@@ -462,146 +457,6 @@ def without_graphs() -> Iterator[None]:
         yield
     finally:
         _current.eager = before
-
-
-# --------------------------------------------------------------------------------------------------
-# Optimizers with modes, such as schedule-free ones: other weights in evaluation than in training.
-#
-# Their method `eval` replaces the weights by averages, and `train` goes back, but only up to
-# rounding. So an evaluation keeps the weights of training, and restores them exactly.
-
-
-class _Modal(Protocol):
-    """An optimizer with modes."""
-
-    param_groups: list[Group]
-    state: Mapping[Tensor, dict[str, object]]
-
-    def train(self) -> object: ...
-
-    def eval(self) -> object: ...
-
-
-def to_training(state: TrainState) -> None:
-    """Switch the optimizers that have modes to that of training."""
-    for optimizer in _with_modes(state):
-        optimizer.train()
-
-
-@contextlib.contextmanager
-def evaluation_weights(state: TrainState, together: bool = True) -> Iterator[Set[int]]:
-    """Evaluate with the weights that there are for it, within a ``with`` block.
-
-    Those are the weights of an optimizer with modes; or the average over the processes, where each
-    has its own. Afterwards the weights and the modes of the optimizers are those from before. It
-    gives the identities of the parameters and buffers that may be others than in training.
-
-    Args:
-        state: the state.
-        together: whether every process is here. Otherwise each evaluates its own weights.
-    """
-    optimizers = _with_modes(state)
-    if not optimizers:
-        with average_inside(state) if together else contextlib.nullcontext(frozenset()) as others:
-            yield others
-        return
-    params = parameters(state)
-    kept = [p.detach().clone() for p in params]
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    held = [(own, {*own}) for one in optimizers for own in one.state.values()]
-    settings = [dict(group) for group in groups]
-    flags = [
-        {name: value for name, value in vars(optimizer).items() if isinstance(value, bool)}
-        for optimizer in optimizers
-    ]
-    try:
-        for optimizer in optimizers:
-            optimizer.eval()
-        yield {*map(id, params)}
-    finally:
-        with torch.no_grad():
-            for p, value in zip(params, kept, strict=True):
-                p.copy_(value)
-        for own, names in held:  # eval may keep the weights to train with there
-            for name in own.keys() - names:
-                del own[name]
-        for group, before in zip(groups, settings, strict=True):
-            group.update(before)
-        for optimizer, before in zip(optimizers, flags, strict=True):
-            vars(optimizer).update(before)
-
-
-def has_modes(state: TrainState) -> bool:
-    """Return whether an optimizer has other weights in evaluation than in training."""
-    return bool(_with_modes(state))
-
-
-@contextlib.contextmanager
-def as_evaluated(state: TrainState, together: bool) -> Iterator[nn.Module]:
-    """Let the model be as in an evaluation, within a ``with`` block. Afterwards all is as before.
-
-    It gives the model.
-
-    Args:
-        state: the state.
-        together: whether every process is here.
-    """
-    device = state.backend.device
-    weights = evaluation_weights(state, together)
-    with isolated(device), evaluating_model(state.model), weights:
-        seed_all(fold_in(state.seed, COMPUTE))
-        yield state.model
-
-
-def evaluating(state: TrainState) -> contextlib.AbstractContextManager[nn.Module]:
-    """Look at the model within a run, and change nothing: ``with evaluating(state) as model:``.
-
-    Hooks are called in training mode. There a call of the model uses dropout, and moves the
-    statistics of BatchNorm. In this block the model is in evaluation mode, without gradients, and
-    has the weights that an evaluation uses, also with an optimizer that trains others. Afterwards
-    these weights, the flag ``training`` of every module, the buffers, and all random generators are
-    as they were before, also after an exception. What is drawn in the block is a function of the
-    seed of the state.
-
-    Args:
-        state: the newest state: in a hook the one that it is called with.
-
-    Returns:
-        A context manager, which gives ``state.model``.
-
-    Raises:
-        StaleStateError: the state has been advanced.
-        RuntimeError: another thread is inside ``fit``, ``run``, ``evaluate`` or ``predict``.
-
-    Example:
-        >>> import fnloop as fl, torch
-        >>> model = torch.nn.Sequential(torch.nn.BatchNorm1d(1), torch.nn.Dropout(0.5))
-        >>> state = fl.TrainState.create(model, torch.optim.SGD(model.parameters()), seed=0)
-        >>> with evaluating(state) as model:
-        ...     model(torch.tensor([[1.0], [3.0]])).round().tolist()
-        [[1.0], [3.0]]
-        >>> model.training, model[0].running_mean.item()
-        (True, 0.0)
-
-    Notes:
-        Nothing is exchanged between processes, so one of them may enter the block alone
-        (:func:`fnloop.on_main`). Each has its own buffers, and with ``local_sgd`` its own weights.
-        For the average of ``ema`` or ``swa``, use the model of :func:`fnloop.averaged`. Numbers
-        that belong in a record are for :func:`fnloop.measure`, which calls its function as in this
-        block.
-    """
-    check_not_stale(state, "evaluating")
-    return as_evaluated(state, together=False)
-
-
-def _with_modes(state: TrainState) -> list[_Modal]:
-    found = optimizers_in(state.optimizer).values()
-    return [one for one in found if _has_modes(type(one))]  # type: ignore[misc]
-
-
-@functools.cache
-def _has_modes(optimizer: type) -> bool:
-    return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
 
 
 # --------------------------------------------------------------------------------------------------

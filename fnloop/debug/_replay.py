@@ -26,7 +26,6 @@ from fnloop._checkpoint.parts import Targets, decode_targets
 from fnloop._checkpoint.restore import restore
 from fnloop._checkpoint.retention import Saved, read_history, saved_in
 from fnloop._checkpoint.save import collect_contents
-from fnloop._core.apart import take_back
 from fnloop._core.history import (
     History,
     Phase,
@@ -41,6 +40,7 @@ from fnloop._core.rng import isolated, reserved_generators
 from fnloop._core.runs import INTERRUPTED, Stop, is_interruption
 from fnloop._core.state import TrainState, check_not_stale, snapshot, unwrap
 from fnloop._core.types import RECORD, Batch, Middleware, Output, Step, middleware
+from fnloop._core.view import take_back
 from fnloop._data.loaders import read_loaders
 from fnloop._data.position import checksum
 from fnloop._display import checks, tables
