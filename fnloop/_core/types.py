@@ -171,6 +171,7 @@ Report = Callable[[str | None, Mapping[str, float]], Mapping[str, float]]
 _PARTS = {
     "init": ("a function state -> what its slot holds, or None", 1),
     "loss_fn": ("a function loss function -> loss function, or None", 1),
+    "keep": ("a function state -> put back, or None", 1),
     "check": ("a function of all middleware of a pipeline, or None", 1),
     "check_state": ("a function (state, all middleware of a pipeline), or None", 2),
     "report": ("a function (loader, numbers) -> more numbers by name, or None", 2),
@@ -224,6 +225,11 @@ class Middleware:
         monitors: the metric that it looks at, such as "valid/loss", or None.
         loaders: names of loaders that it is for; a run without one of them is refused.
         per_phase: whether its slot is made again when a phase of a run begins.
+        keep: ``state -> put_back``, called before each update that may be left out; or None. It
+            keeps what the rings of the middleware change in place, and ``put_back()`` gives it back
+            if the update is left out, or fails before a weight has changed. What it keeps is a
+            copy: ``before = t.clone()``, then ``return lambda: t.copy_(before)``. With a step ring
+            it is called before that, and else before the forward pass, within ``cuda_graph`` too.
         call: the call that made it, set by :func:`middleware`; decides equality, repr and pickling.
 
     Raises:
@@ -266,6 +272,7 @@ class Middleware:
     monitors: str | None = attrs.field(default=None, kw_only=True)
     loaders: tuple[str, ...] = attrs.field(default=(), kw_only=True)
     per_phase: bool = attrs.field(default=False, kw_only=True)
+    keep: Callable[[Any], Callable[[], object]] | None = attrs.field(default=None, kw_only=True)
     call: Call | None = attrs.field(default=None, kw_only=True)
 
     def __attrs_post_init__(self) -> None:

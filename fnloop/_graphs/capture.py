@@ -7,7 +7,7 @@ import copy
 import functools
 import gc
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import attrs
@@ -19,7 +19,7 @@ from fnloop._backend import torch_compat
 from fnloop._backend.containers import IN_BATCHES, map_leaves, parts_of
 from fnloop._core.optimizers import SCHEDULED, Group, optimizers_in, wants_closure
 from fnloop._core.serialize import as_number
-from fnloop._core.state import KeptBuffers, TrainState, advance, give_up_ownership, tracing_copy
+from fnloop._core.state import TrainState, advance, give_up_ownership, tracing_copy
 from fnloop._core.types import Batch, Metric, Output, Step
 from fnloop._display.screen import log
 from fnloop._graphs.guards import (
@@ -37,7 +37,7 @@ from fnloop._graphs.guards import (
     identity_of,
     make_rollback,
 )
-from fnloop._step.update import Judge, before_update, replace_host
+from fnloop._step.update import Judge, PutBack, current_attempt, replace_host, undo
 
 # A graph is the device's work of one update, recorded once and started as a whole from then on. No
 # Python runs inside it. What changes with every update is copied into tensors that stay in place:
@@ -148,20 +148,19 @@ class _RecordingHost:
         self._decisions, self._split = decisions, split
 
     def decide(self, state: TrainState, out: Output, flag: Tensor, judge: Judge) -> None:
-        before = before_update()
-        if before is not None and before.buffers.tensors:  # copied in the part that ends here
-            judge = functools.partial(_judge_and_put_back, judge, before.buffers)
+        if (attempt := current_attempt()) is not None:  # kept in the part that ends here
+            judge = functools.partial(_judge_and_put_back, judge, attempt.put_back)
         self._decisions.append((out, flag, judge))
         self._split()
 
 
 def _judge_and_put_back(
-    judge: Judge, buffers: KeptBuffers, state: TrainState, flag: bool
+    judge: Judge, put_back: Sequence[PutBack], state: TrainState, flag: bool
 ) -> str | None:
-    """Ask the judge. If the update is left out, put back the buffers that its replay changed."""
+    """Ask the judge. If the update is left out, put back what its replay changed."""
     skip = judge(state, flag)
     if skip is not None:
-        buffers.put_back(unseen=True)
+        undo(put_back)
     return skip
 
 

@@ -75,8 +75,11 @@ from fnloop._step.update import (
     OPTIMIZER,
     Backward,
     add_reported,
+    around,
     evaluation_weights,
+    keeping_buffers,
     to_training,
+    transaction,
     update,
 )
 
@@ -188,7 +191,10 @@ class PipelineStep(abc.ABC):
             None if all(map(is_ours, pipeline.middleware)) else functools.partial(innermost)
         )
         self.forward = self._ring("forward", self._innermost or innermost)
-        self._passes: list[Callable[[TrainState, bool], AbstractContextManager[object]]] = []
+        wraps: list[Any] = [m.evaluation for m in acting_in(pipeline.middleware, EVALUATION)]
+        self._passes: list[Callable[[TrainState, bool], AbstractContextManager[object]]] = [
+            wrap.evaluation_pass for wrap in wraps if hasattr(wrap, "evaluation_pass")
+        ]
         # Of a loader that is evaluated, without the checks of a bare call.
         self.evaluation = self._ring(EVALUATION, self.forward)
         self._reporting = tuple(m for m in pipeline.middleware if m.report is not None)
@@ -236,26 +242,26 @@ class PipelineStep(abc.ABC):
         """Raise ValueError if it cannot evaluate these loaders."""
 
     def _ring(self, ring: str, step: Step) -> Step:
-        members = self.pipeline.middleware
-        if ring == EVALUATION:  # what evaluates more than once is around all others
-            members = sorted(members, key=lambda m: getattr(m.evaluation, "around", 0))
-        for member in in_order(members, ring):
-            wrap = getattr(member, ring)
-            if wrap is not None:
-                inside, step = step, wrap(step)
-                if (evaluation_pass := getattr(wrap, "evaluation_pass", None)) is not None:
-                    self._passes.append(evaluation_pass)
-                if not callable(step):
-                    raise TypeError(
-                        f"{member!r} must wrap a step into a step, but its {ring} ring returned "
-                        f"{describe(step)}. Did you forget to return the inner function?"
-                    )
-                if step is not inside:
-                    is_users = not is_ours(member)
-                    self._layers.add(step, repr(member), is_users, ring != EVALUATION)
-                    if is_users:
-                        step = checked_once(step, member, ring, self._calls_noted)
+        """Return a step with a ring of middleware around it."""
+        for member in acting_in(self.pipeline.middleware, ring):
+            step = self._layer(member, ring, step)
         return step
+
+    def _layer(self, member: Middleware, ring: str, inside: Step) -> Step:
+        """Return a step with one middleware around it, which errors know as a layer."""
+        step: Any = getattr(member, ring)(inside)
+        if not callable(step):
+            raise TypeError(
+                f"{member!r} must wrap a step into a step, but its {ring} ring returned "
+                f"{describe(step)}. Did you forget to return the inner function?"
+            )
+        if step is inside:
+            return step
+        is_users = not is_ours(member)
+        self._layers.add(step, repr(member), is_users, ring != EVALUATION)
+        if is_users:
+            step = checked_once(step, member, ring, self._calls_noted)
+        return around(step, member.keep) if ring == "step" and member.keep else step
 
     def _calls_noted(self) -> AbstractContextManager[list[int]]:
         """Note the calls of the loss function, within a ``with`` block."""
@@ -429,10 +435,10 @@ class LossStep(PipelineStep):
         return name_of(self.loss_fn)
 
     def _compose_innermost(self) -> Step:
-        members = in_order(self.pipeline.middleware, "step")
+        members, last = self.pipeline.middleware, _ORDER["step"]
         # What passes values to the loss function is next to it: tbptt and compiled know none.
-        members.sort(key=lambda member: not member.passes)
-        wraps = [m.loss_fn for m in members if m.loss_fn is not None]
+        ordered = sorted(members, key=lambda m: (not m.passes, last.get(m.name, 0)))
+        wraps = [m.loss_fn for m in ordered if m.loss_fn is not None]
         name, amp_listed = name_of(self.loss_fn), any(m.name == "amp" for m in members)
         innermost = forward(toolz.pipe(self.loss_fn, *wraps), name, amp_listed)
         innermost = carrying(innermost) if self.carries else innermost
@@ -473,12 +479,13 @@ class LossStep(PipelineStep):
         return backward
 
     def _update(self, step: Step) -> Step:
-        by_closure = any(m.name in (CLOSURE, CREATE_GRAPH) for m in self.pipeline.middleware)
-        skips = self._may_skip("forward", "loss", "gradient")
-        guarded = skips or any(map(is_guard, self.pipeline.middleware)) or self._leaves_out
-        updating = update(
-            step, name_of(self._trains_by), self._may_skip("gradient"), by_closure, guarded
-        )
+        members = self.pipeline.middleware
+        keep = [m.keep for m in members if m.keep is not None and m.step is None]
+        skips = self._may_skip("forward", "loss", "gradient") or self._leaves_out
+        if keep or skips or any(map(is_guard, members)):
+            step = transaction(step, [keeping_buffers(), *keep], self._may_skip("gradient"))
+        by_closure = any(m.name in (CLOSURE, CREATE_GRAPH) for m in members)
+        updating = update(step, name_of(self._trains_by), by_closure)
         self._layers.add(updating, OPTIMIZER)
         return updating
 
@@ -787,10 +794,7 @@ def is_guard(member: Middleware) -> bool:
 def rings_of(listed: Sequence[Middleware]) -> list[tuple[str, list[str]]]:
     """Return what acts in each ring of a pipeline, in its order, the innermost ring first."""
     own = {"gradient": ["backward"], "update": [OPTIMIZER]}
-    acting = {
-        ring: [repr(m) for m in in_order(listed, ring) if getattr(m, ring) is not None]
-        for ring in RINGS
-    }
+    acting = {ring: [*map(repr, acting_in(listed, ring))] for ring in RINGS}
     acting["forward"] += [f"{m!r} in evaluation" for m in listed if m.evaluation is not None]
     return [
         (ring, own.get(ring, []) + names) for ring, names in acting.items() if names or ring in own
@@ -996,13 +1000,15 @@ _ORDER = {
 }
 
 
-def in_order(members: Sequence[Middleware], ring: str) -> list[Middleware]:
-    """Return middleware in their order in a ring: as listed, but for some that come first or last.
+def acting_in(members: Iterable[Middleware], ring: str) -> list[Middleware]:
+    """Return the middleware that act in a ring, the innermost first.
 
-    Only those of them that act in the ring matter.
+    They are as listed, but for some that come first or last.
     """
-    order = _ORDER.get(ring, {})
-    return sorted(members, key=lambda member: order.get(member.name, 0))
+    acting, order = [m for m in members if getattr(m, ring) is not None], _ORDER.get(ring, {})
+    if ring == EVALUATION:  # what evaluates more than once is around all others
+        return sorted(acting, key=lambda m: getattr(m.evaluation, "around", 0))
+    return sorted(acting, key=lambda m: order.get(m.name, 0))
 
 
 def total_in(members: Iterable[Middleware]) -> int | None:

@@ -30,16 +30,16 @@ from fnloop._core.optimizers import (
 from fnloop._core.rng import COMPUTE, fold_in, isolated, seed_all
 from fnloop._core.state import (
     Buffers,
-    KeptBuffers,
     TrainState,
     advance,
     check_not_stale,
     current_parameters,
     give_up_ownership,
+    owns_handles,
     parameters,
     with_slots,
 )
-from fnloop._core.types import BY_ANOTHER, Batch, Metric, Middleware, Output, Step
+from fnloop._core.types import BY_ANOTHER, Batch, Metric, Middleware, Output, Step, Wrap
 from fnloop._display import checks
 from fnloop._display.screen import log
 from fnloop._step.engine import LossRoot, engine_of, evaluating_model, fail_to_train
@@ -73,24 +73,14 @@ def replace_apply(
         _applying.apply = before
 
 
-def update(
-    step: Step,
-    name: str,
-    may_skip: bool = False,
-    by_closure: bool = False,
-    guarded: bool = False,
-) -> Step:
-    """Return the step that applies the gradients and then clears them.
+def update(step: Step, name: str, by_closure: bool = False) -> Step:
+    """Return the step that applies the gradients, unless they are left out, and then clears them.
 
     Args:
-        step: the gradient step.
+        step: the gradient step: a :func:`transaction`, if it may leave an update out.
         name: the name of the loss function.
-        may_skip: whether an inner step may skip an update on some processes only. Then all skip it.
         by_closure: whether to give the optimizer a closure that it could do without.
-        guarded: whether an inner step may leave an update out. Then buffers are put back, such as
-            running statistics, which its forward has changed.
     """
-    known: WeakKeyDictionary[nn.Module, tuple[list[Tensor], Buffers]] = WeakKeyDictionary()
 
     def update(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
         __tracebackhide__ = True
@@ -101,19 +91,8 @@ def update(
         try:
             if by_closure or wants_closure(type(state.optimizer)):  # then there is only one
                 return _by_closure(step, state, batch)
-            if guarded:
-                before = Before(state, _buffers_of(state, params, known).keep())
-                with within_update(before):
-                    new, out = step(state, batch)
-            else:
-                before = None
-                new, out = step(state, batch)
-            if may_skip:
-                out = skip_together(state, out)
-            applied = out.skip is None
-            if before is not None and not applied and not is_recorded():  # a graph does it itself
-                before.buffers.put_back(unseen=True)
-            if applied:
+            new, out = step(state, batch)
+            if out.skip is None:
                 if not cache.checked:
                     _check_gradients(new, out, name)
                 give_up_ownership(new)  # until all of the parameters have changed
@@ -123,7 +102,7 @@ def update(
         finally:
             for p in params:
                 p.grad = None
-        return advance(new, applied), out
+        return advance(new, out.skip is None), out
 
     return update
 
@@ -145,26 +124,6 @@ def _check_gradients(state: TrainState, out: Output, name: str) -> None:
         return
     if (untrained := explain_untrained(state.model, optimizers)) is not None:
         log.warning("update %d: %s", state.step + 1, untrained)
-
-
-def _buffers_of(
-    state: TrainState,
-    params: list[Tensor],
-    known: WeakKeyDictionary[nn.Module, tuple[list[Tensor], Buffers]],
-) -> Buffers:
-    """Return the buffers of a model, looked up again when its parameters are."""
-    found, buffers = known.get(state.model, (None, None))
-    if buffers is None or found is not params:
-        buffers = Buffers(state.model)
-        known[state.model] = params, buffers
-    return buffers
-
-
-def skip_together(state: TrainState, out: Output) -> Output:
-    """Return an output that is skipped if it is skipped on any process. A collective."""
-    if engine_of(state).any(out.skip is not None) and out.skip is None:
-        return attrs.evolve(out, skip=BY_ANOTHER)
-    return out
 
 
 @functools.cache
@@ -290,6 +249,137 @@ class Commuting:
 
 
 # --------------------------------------------------------------------------------------------------
+# An update is a transaction. It is attempted; then it is applied, or what the attempt has changed
+# is put back. What leaves an update out sets `out.skip`, and undoes nothing by itself.
+
+PutBack = Callable[[], object]
+
+
+class Attempt(NamedTuple):
+    """What an update that is left out goes back to.
+
+    Args:
+        slots: the slots of the state that the update was given.
+        put_back: functions that undo what the update has changed.
+    """
+
+    slots: Mapping[str, object]
+    put_back: Sequence[PutBack]
+
+
+def transaction(
+    step: Step, keep: Sequence[Callable[[TrainState], PutBack]], together: bool = False
+) -> Step:
+    """Return a gradient step that leaves nothing changed where it leaves an update out.
+
+    Args:
+        step: the gradient step.
+        keep: functions that keep what the step may change, and return what puts it back.
+        together: whether the step may leave an update out on some processes only. Then all do.
+    """
+
+    def transacted(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
+        __tracebackhide__ = True
+        put_back = [each(state) for each in keep]
+        _current.attempt = Attempt(state.slots, put_back)
+        try:
+            return attempt(agreeing if together else step, state, batch, put_back)
+        finally:
+            _current.attempt = None
+
+    def agreeing(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
+        __tracebackhide__ = True
+        state, out = step(state, batch)
+        return state, skip_together(state, out)
+
+    return transacted
+
+
+def attempt(
+    step: Step, state: TrainState, batch: Batch, put_back: Sequence[PutBack]
+) -> tuple[TrainState, Output]:
+    """Return what a step returns. If it makes no update of the weights, put back what it changed.
+
+    That is so if the update is left out, and if the step raises before a weight has changed.
+
+    Args:
+        step: the step.
+        state: the state.
+        batch: the batch, or the window of batches.
+        put_back: functions that undo what the step changes besides the weights.
+    """
+    __tracebackhide__ = True
+    try:
+        new, out = step(state, batch)
+    except BaseException:
+        if owns_handles(state):
+            with contextlib.suppress(RuntimeError):  # the device may be lost
+                undo(put_back)
+        raise
+    if out.skip is not None:
+        undo(put_back)
+    return new, out
+
+
+def undo(put_back: Sequence[PutBack]) -> None:
+    """Put back what an update has changed that was left out."""
+    if is_recorded():  # nothing was computed: a replay does
+        return
+    for each in put_back:
+        each()
+
+
+def around(step: Step, keep: Callable[[TrainState], PutBack]) -> Step:
+    """Return a step of the step ring, with what it keeps as in a transaction."""
+
+    def kept(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
+        __tracebackhide__ = True
+        return attempt(step, state, batch, [keep(state)])
+
+    return kept
+
+
+def then(act: Callable[[TrainState, Batch, Output], tuple[TrainState, Output]]) -> Wrap:
+    """Return the wrap that acts after a step, unless that leaves its update or its batch out.
+
+    Args:
+        act: ``(state, batch, out) -> (state, out)``, with what the step has returned.
+    """
+
+    def wrap(step: Step) -> Step:
+        def acting(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
+            __tracebackhide__ = True
+            state, out = step(state, batch)
+            return (state, out) if out.skip is not None else act(state, batch, out)
+
+        return acting
+
+    return wrap
+
+
+def keeping_buffers() -> Callable[[TrainState], PutBack]:
+    """Return what keeps the buffers of a model, such as running statistics, for a transaction."""
+    known: WeakKeyDictionary[nn.Module, tuple[list[Tensor], Buffers]] = WeakKeyDictionary()
+
+    def keep(state: TrainState) -> PutBack:
+        params = current_parameters(state).found
+        found, buffers = known.get(state.model, (None, None))
+        if buffers is None or found is not params:  # its parameters were looked up again
+            buffers = Buffers(state.model)
+            known[state.model] = params, buffers
+        return functools.partial(buffers.keep().put_back, unseen=True)
+
+    return keep
+
+
+def skip_together(state: TrainState, out: Output) -> Output:
+    """Return an output that is skipped if it is skipped on any process. A collective."""
+    if engine_of(state).any(out.skip is not None) and out.skip is None:
+        return attrs.evolve(out, skip=BY_ANOTHER)
+    return out
+
+
+# --------------------------------------------------------------------------------------------------
 # Decisions of the host about an update, and who makes them.
 
 Judge = Callable[[TrainState, bool], str | None]
@@ -303,18 +393,6 @@ class Host(Protocol):
         ...
 
 
-class Before(NamedTuple):
-    """What an update that is left out goes back to.
-
-    Args:
-        state: the state that the update was given.
-        buffers: the buffers of the model.
-    """
-
-    state: TrainState
-    buffers: KeptBuffers
-
-
 class EagerHost:
     """Reads the flag and decides at once."""
 
@@ -326,7 +404,7 @@ class EagerHost:
 class _Current(threading.local):
     host: Host = EagerHost()
     eager: bool = False
-    before: Before | None = None  # of the update that is being made, if it may be left out
+    attempt: Attempt | None = None  # of the update that is being made, if it may be left out
     in_part: bool = False  # whether a batch of a window is being taken for itself
 
 
@@ -404,24 +482,9 @@ def decide_any(
     skip = _current.host.decide(state, out, flag, judge)
     if skip is None:
         return state, out
-    if _current.before is not None and not _current.in_part:
-        state = with_slots(state, _current.before.state.slots)
+    if _current.attempt is not None and not _current.in_part:
+        state = with_slots(state, _current.attempt.slots)
     return state, attrs.evolve(out, skip=skip)
-
-
-def before_update() -> Before | None:
-    """Return what the update that is being made goes back to; None if nothing was kept."""
-    return _current.before
-
-
-@contextlib.contextmanager
-def within_update(before: Before) -> Iterator[None]:
-    """Note what an update goes back to if it is left out, within a ``with`` block."""
-    _current.before = before
-    try:
-        yield
-    finally:
-        _current.before = None
 
 
 @contextlib.contextmanager
@@ -432,6 +495,11 @@ def in_parts() -> Iterator[None]:
         yield
     finally:
         _current.in_part = outer
+
+
+def current_attempt() -> Attempt | None:
+    """Return the attempt of the update that is being made; None if it cannot be left out."""
+    return _current.attempt
 
 
 def is_recorded() -> bool:
