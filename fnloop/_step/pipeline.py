@@ -249,12 +249,8 @@ class PipelineStep(abc.ABC):
 
     def _layer(self, member: Middleware, ring: str, inside: Step) -> Step:
         """Return a step with one middleware around it, which errors know as a layer."""
-        step: Any = getattr(member, ring)(inside)
-        if not callable(step):
-            raise TypeError(
-                f"{member!r} must wrap a step into a step, but its {ring} ring returned "
-                f"{describe(step)}. Did you forget to return the inner function?"
-            )
+        step = getattr(member, ring)(inside)
+        check_wrapped(step, member, ring)
         if step is inside:
             return step
         is_users = not is_ours(member)
@@ -973,6 +969,15 @@ def check_loss_fn(loss_fn: object, carries: bool = False, passed: Sequence[str] 
                 f"a loss function takes (model, batch), but {name_of(loss_fn)} takes {signature}: "
                 f"write ({second}, {first})"
             )
+
+
+def check_wrapped(step: object, member: Middleware, ring: str) -> None:
+    """Raise TypeError unless a middleware has made a step in a ring."""
+    if not callable(step):
+        raise TypeError(
+            f"{member!r} must wrap a step into a step, but its {ring} ring returned "
+            f"{describe(step)}. Did you forget to return the inner function?"
+        )
 
 
 def check_step_reply(reply: object, name: str) -> None:
