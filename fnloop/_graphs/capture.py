@@ -126,42 +126,35 @@ class GraphBreak(NamedTuple):
     Args:
         captured: what has been computed at this point.
         flag: what the host decides by, on the device.
-        on_flag: ``(state, flag) -> why the update is to be skipped, or None``.
+        judge: ``(state, flag) -> why the update is to be skipped, or None``.
+        put_back: functions that undo what the graph has changed, if it is.
     """
 
     captured: CapturedOutput
     flag: Tensor
-    on_flag: Callable[[TrainState, bool], str | None]
+    judge: Judge
+    put_back: Sequence[PutBack]
 
 
 class _RecordingHost:
     """Splits the record where the host decides, and lets the update be applied.
 
     Args:
-        decisions: a list to which ``(out, flag, judge)`` is added, one for each.
+        decisions: a list to which ``(out, flag, judge, put_back)`` is added, one for each.
         split: what splits the record.
     """
 
     def __init__(
-        self, decisions: list[tuple[Output, Tensor, Judge]], split: Callable[[], None]
+        self,
+        decisions: list[tuple[Output, Tensor, Judge, Sequence[PutBack]]],
+        split: Callable[[], None],
     ) -> None:
         self._decisions, self._split = decisions, split
 
     def decide(self, state: TrainState, out: Output, flag: Tensor, judge: Judge) -> None:
-        if (attempt := current_attempt()) is not None:  # kept in the part that ends here
-            judge = functools.partial(_judge_and_put_back, judge, attempt.put_back)
-        self._decisions.append((out, flag, judge))
+        attempt = current_attempt()
+        self._decisions.append((out, flag, judge, attempt.put_back if attempt else ()))
         self._split()
-
-
-def _judge_and_put_back(
-    judge: Judge, put_back: Sequence[PutBack], state: TrainState, flag: bool
-) -> str | None:
-    """Ask the judge. If the update is left out, put back what its replay changed."""
-    skip = judge(state, flag)
-    if skip is not None:
-        undo(put_back)
-    return skip
 
 
 class _SkippingHost:
@@ -206,11 +199,12 @@ class Graph(NamedTuple):
             tensors = [t.detach() for t in tensors]
         copy_all(self.inputs, tensors)
         *first, last = self.parts
-        for replay, (captured, flag, on_flag) in zip(first, self.breaks, strict=True):
+        for replay, (captured, flag, judge, put_back) in zip(first, self.breaks, strict=True):
             replay()
             # The host read of an eager update: see decide.
-            skip = on_flag(state, bool(flag))
+            skip = judge(state, bool(flag))
             if skip is not None:
+                undo(put_back)
                 return attrs.evolve(captured.clone_results(), skip=skip)
         give_up_ownership(state)  # the last part changes the parameters
         last()

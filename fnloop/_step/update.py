@@ -39,10 +39,10 @@ from fnloop._core.state import (
     parameters,
     with_slots,
 )
-from fnloop._core.types import BY_ANOTHER, Batch, Metric, Middleware, Output, Step, Wrap
+from fnloop._core.types import Batch, Metric, Middleware, Output, Step, Wrap
 from fnloop._display import checks
 from fnloop._display.screen import log
-from fnloop._step.engine import LossRoot, engine_of, evaluating_model, fail_to_train
+from fnloop._step.engine import LossRoot, engine_of, evaluating_model, fail_to_train, skipped_with
 
 # --------------------------------------------------------------------------------------------------
 # The outermost of the three steps, that of the optimizers, and what becomes of its output.
@@ -352,6 +352,8 @@ def then(act: Callable[[TrainState, Batch, Output], tuple[TrainState, Output]]) 
             state, out = step(state, batch)
             return (state, out) if out.skip is not None else act(state, batch, out)
 
+        # A code of its own, by which errors name the middleware.
+        acting.__code__ = acting.__code__.replace(co_name=act.__name__)
         return acting
 
     return wrap
@@ -374,9 +376,7 @@ def keeping_buffers() -> Callable[[TrainState], PutBack]:
 
 def skip_together(state: TrainState, out: Output) -> Output:
     """Return an output that is skipped if it is skipped on any process. A collective."""
-    if engine_of(state).any(out.skip is not None) and out.skip is None:
-        return attrs.evolve(out, skip=BY_ANOTHER)
-    return out
+    return skipped_with(engine_of(state).any(out.skip is not None), out)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -677,18 +677,20 @@ def _has_modes(optimizer: type) -> bool:
 
 
 def report(out: Output, metrics: Mapping[str, Metric], by: str) -> Output:
-    """Return an output with more metrics.
+    """Return an output with more metrics. One that is left out reports nothing.
 
     Raises:
         ValueError: it has a metric of that name already.
     """
+    if out.skip is not None:
+        return out
     if clash := out.metrics.keys() & metrics.keys():
         name = min(clash)
         raise ValueError(
             f"{by} reports the metric {name!r}, which another middleware inside it reports "
             "already: rename one"
         )
-    return Output(out.loss, out.weight, out.aux, {**out.metrics, **metrics}, out.skip)
+    return Output(out.loss, out.weight, out.aux, {**out.metrics, **metrics})
 
 
 ALWAYS = ("train", "recent")  # what the names of numbers may begin with in every run

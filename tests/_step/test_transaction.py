@@ -101,3 +101,22 @@ def test_keep_is_a_function_of_the_state():
     same = lambda step: step
     one = fl.Middleware("mine", gradient=same, keep=len)
     assert one == attrs.evolve(one) and one != fl.Middleware("mine", gradient=same)
+
+
+def test_an_error_names_the_middleware_that_acts_after_a_step():
+    """All of them act through one wrap."""
+
+    def fail(aux, batch):
+        raise ValueError("no metric")
+
+    step = fl.pipeline(fl.metric(failing=fail), fl.clip_value(1.0), fl.clip(1.0))(toy_loss)
+    with pytest.raises(ValueError, match="no metric") as raised:
+        step(toy(), torch.ones(1))
+    assert step.layer_of(raised.value) == "metric(failing=fail)"
+
+
+def test_an_output_that_is_left_out_reports_nothing():
+    step = fl.pipeline(fl.clip(9.0), fl.schedule(fl.schedules.constant()))(no_nan)
+    state, out = step(toy(), torch.tensor([NAN]))
+    assert (out.skip, out.metrics) == ("it is nan", {})
+    assert [*step(state, torch.ones(1))[1].metrics] == ["grad_norm", "lr"]
