@@ -226,10 +226,11 @@ class Middleware:
         loaders: names of loaders that it is for; a run without one of them is refused.
         per_phase: whether its slot is made again when a phase of a run begins.
         keep: ``state -> put_back``, called before each update that may be left out; or None. It
-            keeps what the rings of the middleware change in place, and ``put_back()`` gives it back
-            if the update is left out, or fails before a weight has changed. What it keeps is a
-            copy: ``before = t.clone()``, then ``return lambda: t.copy_(before)``. With a step ring
-            it is called before that, and else before the forward pass, within ``cuda_graph`` too.
+            copies what the rings of the middleware change in place, and ``put_back()`` gives that
+            back: if the update is left out, if it fails before a weight has changed, or before
+            ``retry_on_oom`` repeats it. For a tensor it is ``before = t.clone()``, then
+            ``return lambda: t.copy_(before)``. It is called before the step ring if the middleware
+            acts there, and else before the forward pass, within ``cuda_graph`` too.
         call: the call that made it, set by :func:`middleware`; decides equality, repr and pickling.
 
     Raises:
@@ -327,6 +328,11 @@ class Middleware:
 
 def _remake(fields: Mapping[str, Any]) -> Middleware:
     return Middleware(**fields)
+
+
+def is_ours(member: Middleware) -> bool:
+    """Return whether a middleware comes with fnloop."""
+    return member.call is not None and (member.call.factory.__module__ or "").startswith("fnloop.")
 
 
 def middleware(

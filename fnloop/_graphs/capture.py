@@ -37,7 +37,7 @@ from fnloop._graphs.guards import (
     identity_of,
     make_rollback,
 )
-from fnloop._step.update import Judge, PutBack, current_attempt, replace_host, undo
+from fnloop._step.transaction import Judge, PutBack, current_attempt, replace_host, undo
 
 # A graph is the device's work of one update, recorded once and started as a whole from then on. No
 # Python runs inside it. What changes with every update is copied into tensors that stay in place:

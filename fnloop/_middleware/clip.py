@@ -28,7 +28,8 @@ from fnloop._step.engine import (
     total_norm,
 )
 from fnloop._step.pipeline import Chosen
-from fnloop._step.update import CLOSURE, CREATE_GRAPH, Commuting, report, skip_together, then
+from fnloop._step.transaction import skip_together, then
+from fnloop._step.update import CLOSURE, CREATE_GRAPH, Commuting, report
 
 # --------------------------------------------------------------------------------------------------
 # Gradient clipping, by norm and by value, and the norm alone.

@@ -43,7 +43,8 @@ from fnloop._display import checks
 from fnloop._display.checks import join_names
 from fnloop._display.screen import warn_once
 from fnloop._step.forward import items_in
-from fnloop._step.update import MissingNumberError, Numbers, as_number, report, then
+from fnloop._step.transaction import then
+from fnloop._step.update import MissingNumberError, Numbers, as_number, report
 
 # --------------------------------------------------------------------------------------------------
 # Add metrics to the loss, in training, in evaluation, or both.

@@ -15,7 +15,8 @@ from fnloop._core.optimizers import optimizers_in
 from fnloop._core.state import TrainState, parameters
 from fnloop._core.types import Batch, Middleware, Output, Step, Wrap, middleware
 from fnloop._display.checks import describe, integer, number
-from fnloop._step.update import Commuting, Insertable, decide_any, then
+from fnloop._step.transaction import decide_any, then
+from fnloop._step.update import Commuting, Insertable
 
 # --------------------------------------------------------------------------------------------------
 # Mixed precision: autocast, and for fp16 a loss scale.

@@ -60,7 +60,8 @@ from fnloop._core.types import (
 )
 from fnloop._display import checks
 from fnloop._display.screen import log
-from fnloop._step.update import attempt, report
+from fnloop._step.transaction import attempt
+from fnloop._step.update import report
 from fnloop.schedules import check_schedule, refuse_torch_scheduler, takes_state
 
 # --------------------------------------------------------------------------------------------------

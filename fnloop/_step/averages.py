@@ -46,7 +46,8 @@ from fnloop._core.state import (
 )
 from fnloop._core.types import Batch, Metric, Output, Step, Wrap
 from fnloop._step.engine import engine_of
-from fnloop._step.update import is_recorded, report, then
+from fnloop._step.transaction import is_recorded, then
+from fnloop._step.update import report
 
 Place = tuple[dict[str, Tensor | None], str]  # a table of buffers, and a name in it
 # (state, average) -> how much of the weights is blended in, from 0 to 1, or None: they are copied;

@@ -55,6 +55,7 @@ from fnloop._core.types import (
     Middleware,
     Output,
     Step,
+    is_ours,
     may_skip,
     name_of,
 )
@@ -69,17 +70,15 @@ from fnloop._step.engine import (
 )
 from fnloop._step.forward import RawFn, carrying, check_output, forward, own_gradients
 from fnloop._step.guard import RETRY
+from fnloop._step.transaction import around, may_skip_in, transaction
 from fnloop._step.update import (
     CLOSURE,
     CREATE_GRAPH,
     OPTIMIZER,
     Backward,
     add_reported,
-    around,
     evaluation_weights,
-    keeping_buffers,
     to_training,
-    transaction,
     update,
 )
 
@@ -191,9 +190,9 @@ class PipelineStep(abc.ABC):
             None if all(map(is_ours, pipeline.middleware)) else functools.partial(innermost)
         )
         self.forward = self._ring("forward", self._innermost or innermost)
-        wraps: list[Any] = [m.evaluation for m in acting_in(pipeline.middleware, EVALUATION)]
+        evaluating = [m.evaluation for m in acting_in(pipeline.middleware, EVALUATION)]
         self._passes: list[Callable[[TrainState, bool], AbstractContextManager[object]]] = [
-            wrap.evaluation_pass for wrap in wraps if hasattr(wrap, "evaluation_pass")
+            found for wrap in evaluating if (found := getattr(wrap, "evaluation_pass", None))
         ]
         # Of a loader that is evaluated, without the checks of a bare call.
         self.evaluation = self._ring(EVALUATION, self.forward)
@@ -263,15 +262,6 @@ class PipelineStep(abc.ABC):
         """Note the calls of the loss function, within a ``with`` block."""
         assert self._innermost is not None
         return calls_noted(self._innermost)
-
-    def _may_skip(self, *rings: str) -> bool:
-        """Return whether third-party middleware in these rings may skip a batch or an update."""
-        return any(
-            getattr(m, ring) is not None
-            for ring in rings
-            for m in self.pipeline.middleware
-            if not is_ours(m)
-        )
 
     def layer_of(self, error: BaseException) -> str:
         """Return the name of the layer in which an exception was raised."""
@@ -469,19 +459,16 @@ class LossStep(PipelineStep):
 
     def _backward(self, step: Step) -> Step:
         again = any(m.name == CREATE_GRAPH for m in self.pipeline.middleware)
-        skips = self._may_skip("forward", "loss")
+        skips = may_skip_in(self.pipeline.middleware, "forward", "loss")
         backward = Backward(LossRoot(step, None, skips, again, name_of(self._trains_by)))
         self._layers.add(backward, "backward")
         return backward
 
     def _update(self, step: Step) -> Step:
         members = self.pipeline.middleware
-        keep = [m.keep for m in members if m.keep is not None and m.step is None]
-        skips = self._may_skip("forward", "loss", "gradient") or self._leaves_out
-        if keep or skips or any(map(is_guard, members)):
-            step = transaction(step, [keeping_buffers(), *keep], self._may_skip("gradient"))
         by_closure = any(m.name in (CLOSURE, CREATE_GRAPH) for m in members)
-        updating = update(step, name_of(self._trains_by), by_closure)
+        transacted = transaction(step, members, self._leaves_out)
+        updating = update(transacted, name_of(self._trains_by), by_closure)
         self._layers.add(updating, OPTIMIZER)
         return updating
 
@@ -703,7 +690,7 @@ class GradientStep(RawStep):
                 why = f"replaces the loss function, and {name_of(self.fn)} takes its place"
             elif member.device is not None:
                 why = f"would capture what {name_of(self.fn)} does, and not call it again"
-            elif member.name == "amp" and is_guard(member):
+            elif member.name == "amp" and member.gradient is not None:  # in fp16
                 why = "scales the loss, which does not reach a backward inside "
                 why += f'{name_of(self.fn)}: write amp("bf16")'
             elif member.name == RETRY:
@@ -773,18 +760,6 @@ def _counted(fn: RawFn) -> Step:
 
 # --------------------------------------------------------------------------------------------------
 # What can be known to be wrong when a step is composed, or from the first reply of a step.
-
-
-def is_ours(member: Middleware) -> bool:
-    """Return whether a middleware comes with fnloop."""
-    return member.call is not None and (member.call.factory.__module__ or "").startswith("fnloop.")
-
-
-def is_guard(member: Middleware) -> bool:
-    """Return whether a middleware of fnloop's may leave updates out."""
-    return member.name in ("skip_nonfinite", "spike_guard") or (
-        member.name == "amp" and member.gradient is not None  # in fp16
-    )
 
 
 def rings_of(listed: Sequence[Middleware]) -> list[tuple[str, list[str]]]:

@@ -9,8 +9,7 @@ import inspect
 import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
 from numbers import Real
-from typing import Any, NamedTuple, Protocol, runtime_checkable
-from weakref import WeakKeyDictionary
+from typing import Any, Protocol, runtime_checkable
 
 import attrs
 import torch
@@ -29,20 +28,17 @@ from fnloop._core.optimizers import (
 )
 from fnloop._core.rng import COMPUTE, fold_in, isolated, seed_all
 from fnloop._core.state import (
-    Buffers,
     TrainState,
     advance,
     check_not_stale,
     current_parameters,
     give_up_ownership,
-    owns_handles,
     parameters,
-    with_slots,
 )
-from fnloop._core.types import Batch, Metric, Middleware, Output, Step, Wrap
+from fnloop._core.types import Batch, Metric, Middleware, Output, Step
 from fnloop._display import checks
 from fnloop._display.screen import log
-from fnloop._step.engine import LossRoot, engine_of, evaluating_model, fail_to_train, skipped_with
+from fnloop._step.engine import LossRoot, engine_of, evaluating_model, fail_to_train
 
 # --------------------------------------------------------------------------------------------------
 # The outermost of the three steps, that of the optimizers, and what becomes of its output.
@@ -246,290 +242,6 @@ class Commuting:
         if isinstance(step, Insertable):
             made.insert_inside = lambda inner: self(step.insert_inside(inner))
         return made
-
-
-# --------------------------------------------------------------------------------------------------
-# An update is a transaction. It is attempted; then it is applied, or what the attempt has changed
-# is put back. What leaves an update out sets `out.skip`, and undoes nothing by itself.
-
-PutBack = Callable[[], object]
-
-
-class Attempt(NamedTuple):
-    """What an update that is left out goes back to.
-
-    Args:
-        slots: the slots of the state that the update was given.
-        put_back: functions that undo what the update has changed.
-    """
-
-    slots: Mapping[str, object]
-    put_back: Sequence[PutBack]
-
-
-def transaction(
-    step: Step, keep: Sequence[Callable[[TrainState], PutBack]], together: bool = False
-) -> Step:
-    """Return a gradient step that leaves nothing changed where it leaves an update out.
-
-    Args:
-        step: the gradient step.
-        keep: functions that keep what the step may change, and return what puts it back.
-        together: whether the step may leave an update out on some processes only. Then all do.
-    """
-
-    def transacted(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
-        __tracebackhide__ = True
-        put_back = [each(state) for each in keep]
-        _current.attempt = Attempt(state.slots, put_back)
-        try:
-            return attempt(agreeing if together else step, state, batch, put_back)
-        finally:
-            _current.attempt = None
-
-    def agreeing(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
-        __tracebackhide__ = True
-        state, out = step(state, batch)
-        return state, skip_together(state, out)
-
-    return transacted
-
-
-def attempt(
-    step: Step, state: TrainState, batch: Batch, put_back: Sequence[PutBack]
-) -> tuple[TrainState, Output]:
-    """Return what a step returns. If it makes no update of the weights, put back what it changed.
-
-    That is so if the update is left out, and if the step raises before a weight has changed.
-
-    Args:
-        step: the step.
-        state: the state.
-        batch: the batch, or the window of batches.
-        put_back: functions that undo what the step changes besides the weights.
-    """
-    __tracebackhide__ = True
-    try:
-        new, out = step(state, batch)
-    except BaseException:
-        if owns_handles(state):
-            with contextlib.suppress(RuntimeError):  # the device may be lost
-                undo(put_back)
-        raise
-    if out.skip is not None:
-        undo(put_back)
-    return new, out
-
-
-def undo(put_back: Sequence[PutBack]) -> None:
-    """Put back what an update has changed that was left out."""
-    if is_recorded():  # nothing was computed: a replay does
-        return
-    for each in put_back:
-        each()
-
-
-def around(step: Step, keep: Callable[[TrainState], PutBack]) -> Step:
-    """Return a step of the step ring, with what it keeps as in a transaction."""
-
-    def kept(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
-        __tracebackhide__ = True
-        return attempt(step, state, batch, [keep(state)])
-
-    return kept
-
-
-def then(act: Callable[[TrainState, Batch, Output], tuple[TrainState, Output]]) -> Wrap:
-    """Return the wrap that acts after a step, unless that leaves its update or its batch out.
-
-    Args:
-        act: ``(state, batch, out) -> (state, out)``, with what the step has returned.
-    """
-
-    def wrap(step: Step) -> Step:
-        def acting(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
-            __tracebackhide__ = True
-            state, out = step(state, batch)
-            return (state, out) if out.skip is not None else act(state, batch, out)
-
-        # A code of its own, by which errors name the middleware.
-        acting.__code__ = acting.__code__.replace(co_name=act.__name__)
-        return acting
-
-    return wrap
-
-
-def keeping_buffers() -> Callable[[TrainState], PutBack]:
-    """Return what keeps the buffers of a model, such as running statistics, for a transaction."""
-    known: WeakKeyDictionary[nn.Module, tuple[list[Tensor], Buffers]] = WeakKeyDictionary()
-
-    def keep(state: TrainState) -> PutBack:
-        params = current_parameters(state).found
-        found, buffers = known.get(state.model, (None, None))
-        if buffers is None or found is not params:  # its parameters were looked up again
-            buffers = Buffers(state.model)
-            known[state.model] = params, buffers
-        return functools.partial(buffers.keep().put_back, unseen=True)
-
-    return keep
-
-
-def skip_together(state: TrainState, out: Output) -> Output:
-    """Return an output that is skipped if it is skipped on any process. A collective."""
-    return skipped_with(engine_of(state).any(out.skip is not None), out)
-
-
-# --------------------------------------------------------------------------------------------------
-# Decisions of the host about an update, and who makes them.
-
-Judge = Callable[[TrainState, bool], str | None]
-
-
-class Host(Protocol):
-    """What decides whether to apply an update."""
-
-    def decide(self, state: TrainState, out: Output, flag: Tensor, judge: Judge, /) -> str | None:
-        """Return why to skip the update, or None. See :func:`decide`."""
-        ...
-
-
-class EagerHost:
-    """Reads the flag and decides at once."""
-
-    def decide(self, state: TrainState, out: Output, flag: Tensor, judge: Judge) -> str | None:
-        # A host read: whether this update counts decides the step counter, and schedules with it.
-        return judge(state, bool(flag))
-
-
-class _Current(threading.local):
-    host: Host = EagerHost()
-    eager: bool = False
-    attempt: Attempt | None = None  # of the update that is being made, if it may be left out
-    in_part: bool = False  # whether a batch of a window is being taken for itself
-
-
-_current = _Current()
-
-
-def decide(state: TrainState, out: Output, flag: Tensor, judge: Judge) -> tuple[TrainState, Output]:
-    """Decide on the host whether an update is applied, by a flag that was computed on the device.
-
-    It is for guards of your own, in the gradient ring: a middleware that leaves an update out. An
-    update that is left out changes nothing but the position in the data and ``state.skipped``: the
-    buffers of the model, such as running statistics, and slots are put back. The flag is read once,
-    and any process that has it set sets it for all. Within ``cuda_graph`` the graph is split here:
-    its first part is replayed, the host decides, and the rest is replayed only if the update is
-    applied.
-
-    Args:
-        state: the state.
-        out: the output so far.
-        flag: a scalar tensor.
-        judge: ``(state, flag) -> why the update is left out, or None``, with the flag as a bool. It
-            may change its slot, in place, only if it leaves the update out: an applied one may
-            still fail.
-
-    Returns:
-        What a step returns. ``out.skip`` is what the judge has said.
-
-    Raises:
-        TypeError: the flag is not a scalar tensor, or the judge is not such a function.
-        ValueError: it is called for each batch of a window of ``accumulate``.
-
-    Example:
-        >>> import fnloop as fl, torch
-        >>> from fnloop.testing import toy, toy_loss
-        >>> @fl.middleware("gradient")
-        ... def at_most(limit):
-        ...     def judge(state, flag):
-        ...         return "the loss is too large" if flag else None
-        ...     def wrap(step):
-        ...         def guarded(state, batch):
-        ...             state, out = step(state, batch)
-        ...             return decide(state, out, out.loss > limit, judge)
-        ...         return guarded
-        ...     return wrap
-        >>> state, out = fl.pipeline(at_most(1.0))(toy_loss)(toy(w=2.0), torch.ones(1))
-        >>> out.skip, state.step, state.skipped
-        ('the loss is too large', 0, 1)
-
-    Notes:
-        An update that is left out already stays so, and the judge is not asked. With several
-        processes each of them has to call this in every update. List the middleware after
-        ``accumulate``.
-    """
-    if not isinstance(flag, Tensor) or flag.numel() != 1:
-        raise TypeError(f"decide expects flag as a scalar tensor; got {checks.describe(flag)}")
-    if not callable(judge):
-        meaning = "judge as a function (state, flag) -> reason, or None"
-        raise TypeError(f"decide expects {meaning}; got {checks.describe(judge)}")
-    if _current.in_part:
-        raise ValueError(
-            "decide is about whole updates, but here it is called for each batch of a window: list "
-            "the middleware that calls it after accumulate. To leave a batch out of its window, "
-            "return skip(reason) from the loss function"
-        )
-    return decide_any(state, out, flag, judge)
-
-
-def decide_any(
-    state: TrainState, out: Output, flag: Tensor, judge: Judge
-) -> tuple[TrainState, Output]:
-    """Decide as :func:`decide` does, also about a batch of a window."""
-    flag, out = engine_of(state).agree(flag, out)
-    if out.skip is not None:
-        return state, out
-    skip = _current.host.decide(state, out, flag, judge)
-    if skip is None:
-        return state, out
-    if _current.attempt is not None and not _current.in_part:
-        state = with_slots(state, _current.attempt.slots)
-    return state, attrs.evolve(out, skip=skip)
-
-
-@contextlib.contextmanager
-def in_parts() -> Iterator[None]:
-    """Take each batch of a window for itself, within a ``with`` block."""
-    outer, _current.in_part = _current.in_part, True
-    try:
-        yield
-    finally:
-        _current.in_part = outer
-
-
-def current_attempt() -> Attempt | None:
-    """Return the attempt of the update that is being made; None if it cannot be left out."""
-    return _current.attempt
-
-
-def is_recorded() -> bool:
-    """Return whether the update is being recorded: then numbers of the host become constants."""
-    return not isinstance(_current.host, EagerHost)
-
-
-@contextlib.contextmanager
-def replace_host(host: Host) -> Iterator[None]:
-    """Let another host decide in this thread, within a ``with`` block."""
-    before, _current.host = _current.host, host
-    try:
-        yield
-    finally:
-        _current.host = before
-
-
-def leaves_graphs_out() -> bool:
-    """Return whether updates are made without CUDA graphs."""
-    return _current.eager
-
-
-@contextlib.contextmanager
-def without_graphs() -> Iterator[None]:
-    """Make updates without CUDA graphs in this thread, within a ``with`` block."""
-    before, _current.eager = _current.eager, True
-    try:
-        yield
-    finally:
-        _current.eager = before
 
 
 # --------------------------------------------------------------------------------------------------

@@ -46,7 +46,8 @@ from fnloop._core.state import TrainState, generation_of, ownership_of, paramete
 from fnloop._core.types import Batch, Metric, Middleware, Output, Step, middleware
 from fnloop._display import checks
 from fnloop._step.engine import engine_of
-from fnloop._step.update import Commuting, report, then
+from fnloop._step.transaction import then
+from fnloop._step.update import Commuting, report
 
 # --------------------------------------------------------------------------------------------------
 # Activations, gradients and updates by module, in some updates.

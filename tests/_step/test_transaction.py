@@ -120,3 +120,17 @@ def test_an_output_that_is_left_out_reports_nothing():
     state, out = step(toy(), torch.tensor([NAN]))
     assert (out.skip, out.metrics) == ("it is nan", {})
     assert [*step(state, torch.ones(1))[1].metrics] == ["grad_norm", "lr"]
+
+
+@pytest.mark.parametrize(("keeps", "counted"), [(True, 2), (False, 3)])
+def test_what_retry_on_oom_repeats_is_put_back_before(keeps, counted):
+    """A batch of 2 does not fit, so it is made in two pieces, each of which is a call."""
+
+    def greedy(model, batch):
+        if len(batch) > 1:
+            raise torch.OutOfMemoryError("out of memory")
+        return toy_loss(model, batch)
+
+    step = fl.pipeline(fl.retry_on_oom(), calls("forward", keeps=keeps))(greedy)
+    state, _ = step(toy(), torch.tensor([1.0, 3.0]))
+    assert (state.model.w.item(), state.slots["calls"].item()) == (-2.0, counted)
