@@ -61,7 +61,7 @@ from fnloop._loop.fit import fit, run
 from fnloop._step.alternate import alternate
 from fnloop._step.forward import supervised
 from fnloop._step.pipeline import pipeline, raw
-from fnloop._step.update import decide
+from fnloop._step.transaction import decide
 from fnloop._version import __version__ as __version__
 
 if _typing.TYPE_CHECKING:

@@ -233,6 +233,7 @@ Report = Callable[[str | None, Mapping[str, float]], Mapping[str, float]]
 _PARTS = {
     "init": ("a function state -> what its slot holds, or None", 1),
     "loss_fn": ("a function loss function -> loss function, or None", 1),
+    "keep": ("a function state -> put back, or None", 1),
     "check": ("a function of all middleware of a pipeline, or None", 1),
     "check_state": ("a function (state, all middleware of a pipeline), or None", 2),
     "report": ("a function (loader, numbers) -> more numbers by name, or None", 2),
@@ -289,6 +290,12 @@ class Middleware:
         per_phase: whether its slot is made again when a phase of a run begins.
         brings: the parts of checkpoints that are its own: how its slot is saved, if not as plain
             data, attrs records and objects with a ``state_dict`` are.
+        keep: ``state -> put_back``, called before each update that may be left out; or None. It
+            copies what the rings of the middleware change in place, and ``put_back()`` gives that
+            back: if the update is left out, if it fails before a weight has changed, or before
+            ``retry_on_oom`` repeats it. For a tensor it is ``before = t.clone()``, then
+            ``return lambda: t.copy_(before)``. It is called before the step ring if the middleware
+            acts there, and else before the forward pass, within ``cuda_graph`` too.
         call: the call that made it, set by :func:`middleware`; decides equality, repr and pickling.
 
     Raises:
@@ -333,6 +340,7 @@ class Middleware:
     loaders: tuple[str, ...] = attrs.field(default=(), kw_only=True)
     per_phase: bool = attrs.field(default=False, kw_only=True)
     brings: tuple[Part, ...] = attrs.field(default=(), kw_only=True)
+    keep: Callable[[Any], Callable[[], object]] | None = attrs.field(default=None, kw_only=True)
     call: Call | None = attrs.field(default=None, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
@@ -391,6 +399,11 @@ class Middleware:
 
 def _remake(fields: Mapping[str, Any]) -> Middleware:
     return Middleware(**fields)
+
+
+def is_ours(member: Middleware) -> bool:
+    """Return whether a middleware comes with fnloop."""
+    return member.call is not None and (member.call.factory.__module__ or "").startswith("fnloop.")
 
 
 def middleware(

@@ -7,7 +7,7 @@ import copy
 import functools
 import gc
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import attrs
@@ -19,7 +19,7 @@ from fnloop._backend import torch_compat
 from fnloop._backend.containers import IN_BATCHES, map_leaves, parts_of
 from fnloop._core.optimizers import SCHEDULED, Group, optimizers_in, wants_closure
 from fnloop._core.serialize import as_number
-from fnloop._core.state import KeptBuffers, TrainState, advance, give_up_ownership, tracing_copy
+from fnloop._core.state import TrainState, advance, give_up_ownership, tracing_copy
 from fnloop._core.types import Batch, Metric, Output, Step
 from fnloop._display.screen import log
 from fnloop._graphs.guards import (
@@ -37,7 +37,7 @@ from fnloop._graphs.guards import (
     identity_of,
     make_rollback,
 )
-from fnloop._step.update import Judge, before_update, replace_host
+from fnloop._step.transaction import Judge, PutBack, current_attempt, replace_host, undo
 
 # A graph is the device's work of one update, recorded once and started as a whole from then on. No
 # Python runs inside it. What changes with every update is copied into tensors that stay in place:
@@ -126,43 +126,35 @@ class GraphBreak(NamedTuple):
     Args:
         captured: what has been computed at this point.
         flag: what the host decides by, on the device.
-        on_flag: ``(state, flag) -> why the update is to be skipped, or None``.
+        judge: ``(state, flag) -> why the update is to be skipped, or None``.
+        put_back: functions that undo what the graph has changed, if it is.
     """
 
     captured: CapturedOutput
     flag: Tensor
-    on_flag: Callable[[TrainState, bool], str | None]
+    judge: Judge
+    put_back: Sequence[PutBack]
 
 
 class _RecordingHost:
     """Splits the record where the host decides, and lets the update be applied.
 
     Args:
-        decisions: a list to which ``(out, flag, judge)`` is added, one for each.
+        decisions: a list to which ``(out, flag, judge, put_back)`` is added, one for each.
         split: what splits the record.
     """
 
     def __init__(
-        self, decisions: list[tuple[Output, Tensor, Judge]], split: Callable[[], None]
+        self,
+        decisions: list[tuple[Output, Tensor, Judge, Sequence[PutBack]]],
+        split: Callable[[], None],
     ) -> None:
         self._decisions, self._split = decisions, split
 
     def decide(self, state: TrainState, out: Output, flag: Tensor, judge: Judge) -> None:
-        before = before_update()
-        if before is not None and before.buffers.tensors:  # copied in the part that ends here
-            judge = functools.partial(_judge_and_put_back, judge, before.buffers)
-        self._decisions.append((out, flag, judge))
+        attempt = current_attempt()
+        self._decisions.append((out, flag, judge, attempt.put_back if attempt else ()))
         self._split()
-
-
-def _judge_and_put_back(
-    judge: Judge, buffers: KeptBuffers, state: TrainState, flag: bool
-) -> str | None:
-    """Ask the judge. If the update is left out, put back the buffers that its replay changed."""
-    skip = judge(state, flag)
-    if skip is not None:
-        buffers.put_back(unseen=True)
-    return skip
 
 
 class _SkippingHost:
@@ -207,11 +199,12 @@ class Graph(NamedTuple):
             tensors = [t.detach() for t in tensors]
         copy_all(self.inputs, tensors)
         *first, last = self.parts
-        for replay, (captured, flag, on_flag) in zip(first, self.breaks, strict=True):
+        for replay, (captured, flag, judge, put_back) in zip(first, self.breaks, strict=True):
             replay()
             # The host read of an eager update: see decide.
-            skip = on_flag(state, bool(flag))
+            skip = judge(state, bool(flag))
             if skip is not None:
+                undo(put_back)
                 return attrs.evolve(captured.clone_results(), skip=skip)
         give_up_ownership(state)  # the last part changes the parameters
         last()

@@ -29,7 +29,8 @@ from fnloop._display import checks
 from fnloop._step.engine import WeightedSum, check_not_exact, engine_of
 from fnloop._step.forward import takes_carry
 from fnloop._step.guard import InPieces, Retrying
-from fnloop._step.update import CREATE_GRAPH, Backward, Commuting, Insertable, in_parts
+from fnloop._step.transaction import in_parts
+from fnloop._step.update import CREATE_GRAPH, Backward, Commuting, Insertable
 
 # --------------------------------------------------------------------------------------------------
 # Gradient accumulation: n batches of b make the same update as one batch of n·b.
@@ -314,7 +315,8 @@ def retry_on_oom() -> Middleware:
         (-3.0, 2)
 
     Notes:
-        Whatever else forward and backward have changed, such as a list in a closure, is not undone.
+        Whatever else forward and backward have changed, such as a list in a closure, is not undone,
+        unless a middleware keeps it (``Middleware(keep=...)``).
         The optimizer's step and evaluations are not repeated. On several processes, gradients are
         averaged after backward instead of during it, because a process that runs out of memory
         half-way must not leave the others waiting. Buffers are copied before each update.

@@ -20,7 +20,7 @@ from fnloop._display import checks
 from fnloop._display.tables import format_count
 from fnloop._step.engine import engine_of
 from fnloop._step.guard import Kept, go_back, guarding, keep, sees_whole_updates
-from fnloop._step.update import Judge
+from fnloop._step.transaction import Judge
 
 # --------------------------------------------------------------------------------------------------
 # Leave out updates whose loss or gradients are not finite.

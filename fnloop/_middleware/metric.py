@@ -43,6 +43,7 @@ from fnloop._display import checks
 from fnloop._display.checks import join_names
 from fnloop._display.screen import warn_once
 from fnloop._step.forward import items_in
+from fnloop._step.transaction import then
 from fnloop._step.update import MissingNumberError, Numbers, as_number, report
 
 # --------------------------------------------------------------------------------------------------
@@ -194,33 +195,27 @@ def _measure(
     """Return the wrap that adds metrics, for all loaders or for some."""
     label = "" if shared is None else _label(shared)
 
-    def wrap(step: Step) -> Step:
-        def measured(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
-            __tracebackhide__ = True
-            state, out = step(state, batch)
-            if out.skip is not None:
-                return state, out
-            if only is not None and _is_for_another(state, only):
-                return state, out
-            with torch.no_grad():
-                found: dict[str, Metric] = {}
-                name = label
-                try:  # a comprehension would add a frame to the traceback
-                    if shared is not None:
-                        found = _by_name(name, shared(out.aux, batch), out.weight)
-                        _check_names(found, functions)
-                    for name, compute in functions.items():
-                        found[name] = _to_metric(name, compute(out.aux, batch), out.weight)
-                except Exception as error:
-                    error.add_note(f"while in the metric {name!r}")
-                    if isinstance(error, KeyError) and error.args:
-                        _explain_missing(error, error.args[0], out.aux, batch)
-                    raise
-            return state, report(out, found, "metric")
+    def measure(state: TrainState, batch: Batch, out: Output) -> tuple[TrainState, Output]:
+        __tracebackhide__ = True
+        if only is not None and _is_for_another(state, only):
+            return state, out
+        with torch.no_grad():
+            found: dict[str, Metric] = {}
+            name = label
+            try:  # a comprehension would add a frame to the traceback
+                if shared is not None:
+                    found = _by_name(name, shared(out.aux, batch), out.weight)
+                    _check_names(found, functions)
+                for name, compute in functions.items():
+                    found[name] = _to_metric(name, compute(out.aux, batch), out.weight)
+            except Exception as error:
+                error.add_note(f"while in the metric {name!r}")
+                if isinstance(error, KeyError) and error.args:
+                    _explain_missing(error, error.args[0], out.aux, batch)
+                raise
+        return state, report(out, found, "metric")
 
-        return measured
-
-    return wrap
+    return then(measure)
 
 
 def _explain_missing(error: KeyError, key: object, aux: Aux, batch: Batch) -> None:
@@ -517,7 +512,7 @@ def _counting_flops(
     with FlopCounterMode(display=False) as counter:
         new, out = step(state, batch)
     trained = out.metrics.get(name)
-    if out.skip is not None or not isinstance(trained, Elapsed):
+    if not isinstance(trained, Elapsed):  # the update was left out
         return new, out
     # A host read, once: of how many items the update had.
     operations, items = counter.get_total_flops(), float(trained.amount)

@@ -15,7 +15,8 @@ from fnloop._core.optimizers import optimizers_in
 from fnloop._core.state import TrainState, parameters
 from fnloop._core.types import Batch, Middleware, Output, Step, Wrap, middleware
 from fnloop._display.checks import describe, integer, number
-from fnloop._step.update import Commuting, Insertable, decide_any
+from fnloop._step.transaction import decide_any, then
+from fnloop._step.update import Commuting, Insertable
 
 # --------------------------------------------------------------------------------------------------
 # Mixed precision: autocast, and for fp16 a loss scale.
@@ -129,16 +130,11 @@ def _scale_around(step: Step) -> Step:
     return Commuting(_unscale_after)(scaled)
 
 
-def _unscale_after(step: Step) -> Step:
-    def unscaled(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
-        __tracebackhide__ = True
-        state, out = step(state, batch)
-        if out.skip is not None:
-            return state, out
-        gradients = [p.grad for p in parameters(state) if p.grad is not None]
-        return decide_any(state, out, _unscale(gradients, _scale_of(state)), _judge)
-
-    return unscaled
+@then
+def _unscale_after(state: TrainState, batch: Batch, out: Output) -> tuple[TrainState, Output]:
+    __tracebackhide__ = True
+    gradients = [p.grad for p in parameters(state) if p.grad is not None]
+    return decide_any(state, out, _unscale(gradients, _scale_of(state)), _judge)
 
 
 def _judge(state: TrainState, overflowed: bool) -> str | None:
@@ -158,20 +154,15 @@ def _judge(state: TrainState, overflowed: bool) -> str | None:
 
 
 def _grow_after(growth_interval: int) -> Wrap:
-    def grow(step: Step) -> Step:
-        def growing(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
-            __tracebackhide__ = True
-            state, out = step(state, batch)
-            if out.skip is None:  # after the update has been applied, not before
-                now: LossScale = state.slots["amp"]
-                now.streak = (now.streak + 1) % growth_interval
-                if now.streak == 0:
-                    now.scale.mul_(2).clamp_(max=LARGEST)
-            return state, out
+    def grow(state: TrainState, batch: Batch, out: Output) -> tuple[TrainState, Output]:
+        __tracebackhide__ = True
+        now: LossScale = state.slots["amp"]
+        now.streak = (now.streak + 1) % growth_interval
+        if now.streak == 0:
+            now.scale.mul_(2).clamp_(max=LARGEST)
+        return state, out
 
-        return growing
-
-    return grow
+    return then(grow)  # after the update has been applied, not before
 
 
 def _scale_of(state: TrainState) -> Tensor:

@@ -47,7 +47,7 @@ from fnloop._core.optimizers import (
     was_scheduled,
 )
 from fnloop._core.runs import RunInfo
-from fnloop._core.state import TrainState, explain_unknown_length, owns_handles, with_slot
+from fnloop._core.state import TrainState, explain_unknown_length, with_slot
 from fnloop._core.types import (
     UPDATE,
     Batch,
@@ -60,6 +60,7 @@ from fnloop._core.types import (
 )
 from fnloop._display import checks
 from fnloop._display.screen import log
+from fnloop._step.transaction import attempt
 from fnloop._step.update import report
 from fnloop.schedules import check_schedule, refuse_torch_scheduler, takes_state
 
@@ -157,14 +158,8 @@ def schedule(
                 call, before = f"schedule({name_of(fn)})", state.slots[name]
                 _warn_of_total(state, call, field, fn, before, factor, show)
                 state = with_slot(state, name, total)
-            try:
-                new, out = step(state, batch)
-            except BaseException:
-                if owns_handles(state):  # nothing was updated, as where an update is left out
-                    put_settings_back(kept, field, numbers)
-                raise
-            if out.skip is not None:
-                put_settings_back(kept, field, numbers)
+            put_back = functools.partial(put_settings_back, kept, field, numbers)
+            new, out = attempt(step, state, batch, [put_back])
             return new, report(out, used, "schedule")
 
         return scheduled
@@ -811,18 +806,12 @@ def plateau(
                 set_number(group, "lr", ratio, "plateau")
                 group[RATIO] = ratio
             numbers = [group["lr"] for group in groups]
+            put_back = functools.partial(put_settings_back, kept, "lr", numbers)
             try:
-                new, out = step(state, batch)
-            except BaseException:
-                if owns_handles(state):  # nothing was updated, as where an update is left out
-                    put_settings_back(kept, "lr", numbers)
-                raise
+                return attempt(step, state, batch, [put_back])
             finally:
                 for group in groups:
                     group.pop(RATIO, None)
-            if out.skip is not None:
-                put_settings_back(kept, "lr", numbers)
-            return new, out
 
         return lowered
 

@@ -32,9 +32,13 @@ from fnloop._core.averages import (
     named_tensors,
 )
 from fnloop._core.freeze import Selector, select
-from fnloop._core.state import TrainState, all_parameters, unwrap
+from fnloop._core.state import (
+    TrainState,
+    all_parameters,
+    unwrap,
+)
 from fnloop._core.types import Batch, Output, Step, View, Wrap
-from fnloop._step.update import is_recorded
+from fnloop._step.transaction import is_recorded, then
 
 Place = tuple[dict[str, Tensor | None], str]  # a table of buffers, and a name in it
 # (state, average) -> how much of the weights is blended in, from 0 to 1, or None: they are copied;
@@ -238,21 +242,16 @@ def choose_weight(name: str, choose: Choice, only: Only = None) -> Wrap:
 def blend(name: str, only: Only = None) -> Wrap:
     """Return the wrap of the update ring: blend the new weights into the average."""
 
-    def wrap(step: Step) -> Step:
-        def blending(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
-            __tracebackhide__ = True
-            state, out = step(state, batch)
-            if out.skip is None:
-                average = state.slots[name]
-                weight = average.blended.weight
-                blended = _blended(state, average, name, only)  # the update may have replaced some
-                blended.fill(weight)
-                blended.blend()
-            return state, out
+    def blending(state: TrainState, batch: Batch, out: Output) -> tuple[TrainState, Output]:
+        __tracebackhide__ = True
+        average = state.slots[name]
+        weight = average.blended.weight
+        blended = _blended(state, average, name, only)  # the update may have replaced some
+        blended.fill(weight)
+        blended.blend()
+        return state, out
 
-        return blending
-
-    return wrap
+    return then(blending)
 
 
 # --- evaluation

@@ -931,6 +931,11 @@ class WeightedSum:
         return Output(self._loss / items, weight, self._last.aux, self._metrics)
 
 
+def skipped_with(others: bool, out: Output) -> Output:
+    """Return an output, which is left out if other processes leave it out."""
+    return attrs.evolve(out, skip=BY_ANOTHER) if others and out.skip is None else out
+
+
 def weight_on_device(out: Output, weight: Weight | None = None) -> Tensor:
     """Return a weight, by default that of the output, as a float64 tensor on the loss's device."""
     given = torch.as_tensor(out.weight if weight is None else weight, device=out.loss.device)
@@ -1025,8 +1030,7 @@ class SumInOrder(GradientSum):
 
     def add(self, state: TrainState, out: Output) -> None:
         __tracebackhide__ = True
-        if self._engine.any(out.skip is not None) and out.skip is None:
-            out = attrs.evolve(out, skip=BY_ANOTHER)
+        out = skipped_with(self._engine.any(out.skip is not None), out)
         if out.skip is None:
             relative = self._total.relative_weight(out)
             pairs = zip(self._sums, self._engine.gradients(self._params), strict=True)

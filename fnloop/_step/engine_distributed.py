@@ -45,7 +45,7 @@ from fnloop._core.state import (
     ownership_of,
     parameters,
 )
-from fnloop._core.types import BY_ANOTHER, Batch, Metric, Output, Step
+from fnloop._core.types import Batch, Metric, Output, Step
 from fnloop._core.view import is_apart
 from fnloop._data.loaders import Padding, Window
 from fnloop._data.source import Source
@@ -63,6 +63,7 @@ from fnloop._step.engine import (
     drop_last_metrics,
     fail_to_train,
     restore_gradients,
+    skipped_with,
     stash_gradients,
     weight_on_device,
 )
@@ -297,13 +298,10 @@ class DistributedEngine:
 
 def agree_on_skip(flag: Tensor, out: Output) -> tuple[Tensor, Output]:
     """Return a flag as it is in any process, and an output that is skipped if it is in any."""
-    skipped = out.skip is not None
-    both = torch.stack([flag.reshape(()).float(), flag.new_tensor(skipped).float()])
+    both = torch.stack([flag.reshape(()).float(), flag.new_tensor(out.skip is not None).float()])
     agreed = all_reduce_max_tensor(both, "a decision of a middleware")
     flagged, any_skipped = agreed.tolist()  # the host read of ``decide``
-    if any_skipped and not skipped:
-        out = attrs.evolve(out, skip=BY_ANOTHER)
-    return torch.tensor(flagged), out
+    return torch.tensor(flagged), skipped_with(any_skipped, out)
 
 
 class _SumOfMeans(WeightedSum):

@@ -371,11 +371,8 @@ def own_gradients(fn: RawFn, name: str, amp_listed: bool) -> Step:
             for p, gradient in zip(params, before, strict=True):
                 p.grad = gradient
         check_output(out, name, whole=True)
-        skip = out.skip
-        if skip is None and out.weight.__class__ is int and not out.weight:
-            skip = _NO_ITEMS
-        if skip is not None:
-            return state, _left_out(state, Skip(skip), name, said)
+        if out.skip is not None or (out.weight.__class__ is int and not out.weight):
+            return state, _left_out(state, Skip(out.skip or _NO_ITEMS), name, said)
         if not made:
             raise ValueError(
                 f"{name} made no gradient. With updates=False it leaves gradients in .grad: it "

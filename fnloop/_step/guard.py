@@ -27,7 +27,8 @@ from fnloop._core.state import LEFT_OUT, TrainState, all_parameters, with_slot
 from fnloop._core.types import Batch, Middleware, Output, Step, Wrap
 from fnloop._display.screen import log
 from fnloop._step.engine import LossRoot, engine_of, restore_gradients, stash_gradients
-from fnloop._step.update import Backward, Commuting, Judge, decide
+from fnloop._step.transaction import Judge, decide, kept_again, undo
+from fnloop._step.update import Backward, Commuting
 
 # --------------------------------------------------------------------------------------------------
 # Guards: they look at an update before it is applied, and may leave it out.
@@ -423,7 +424,7 @@ def _mark(state: TrainState) -> Callable[[], None]:
     The gradients must not be there yet.
     """
     restore_generators = mark_generators(state.backend.device)
-    repeat_draws = engine_of(state).mark_draws()
+    repeat_draws, put_back = engine_of(state).mark_draws(), kept_again(state)
     buffers = [*state.model.buffers()]
     with torch.no_grad():
         kept: list[Tensor] = [buffer.detach().clone() for buffer in buffers]
@@ -436,6 +437,7 @@ def _mark(state: TrainState) -> Callable[[], None]:
                 buffer.copy_(value)
         restore_generators()
         repeat_draws()
+        undo(put_back)
 
     return restore
 

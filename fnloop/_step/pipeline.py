@@ -59,6 +59,7 @@ from fnloop._core.types import (
     Output,
     Step,
     View,
+    is_ours,
     may_skip,
     name_of,
 )
@@ -73,6 +74,7 @@ from fnloop._step.engine import (
 )
 from fnloop._step.forward import RawFn, carrying, check_output, forward, own_gradients
 from fnloop._step.guard import RETRY
+from fnloop._step.transaction import around, may_skip_in, transaction
 from fnloop._step.update import (
     CLOSURE,
     CREATE_GRAPH,
@@ -241,35 +243,27 @@ class PipelineStep(abc.ABC):
         """Raise ValueError if it cannot evaluate these loaders."""
 
     def _ring(self, ring: str, step: Step) -> Step:
-        for member in in_order(self.pipeline.middleware, ring):
-            wrap = getattr(member, ring)
-            if wrap is not None:
-                inside, step = step, wrap(step)
-                if not callable(step):
-                    raise TypeError(
-                        f"{member!r} must wrap a step into a step, but its {ring} ring returned "
-                        f"{describe(step)}. Did you forget to return the inner function?"
-                    )
-                if step is not inside:
-                    is_users = not is_ours(member)
-                    self._layers.add(step, repr(member), is_users, ring != EVALUATION)
-                    if is_users:
-                        step = checked_once(step, member, ring, self._calls_noted)
+        """Return a step with a ring of middleware around it."""
+        for member in acting_in(self.pipeline.middleware, ring):
+            step = self._layer(member, ring, step)
         return step
+
+    def _layer(self, member: Middleware, ring: str, inside: Step) -> Step:
+        """Return a step with one middleware around it, which errors know as a layer."""
+        step = getattr(member, ring)(inside)
+        check_wrapped(step, member, ring)
+        if step is inside:
+            return step
+        is_users = not is_ours(member)
+        self._layers.add(step, repr(member), is_users, ring != EVALUATION)
+        if is_users:
+            step = checked_once(step, member, ring, self._calls_noted)
+        return around(step, member.keep) if ring == "step" and member.keep else step
 
     def _calls_noted(self) -> AbstractContextManager[list[int]]:
         """Note the calls of the loss function, within a ``with`` block."""
         assert self._innermost is not None
         return calls_noted(self._innermost)
-
-    def _may_skip(self, *rings: str) -> bool:
-        """Return whether third-party middleware in these rings may skip a batch or an update."""
-        return any(
-            getattr(m, ring) is not None
-            for ring in rings
-            for m in self.pipeline.middleware
-            if not is_ours(m)
-        )
 
     def layer_of(self, error: BaseException) -> str:
         """Return the name of the layer in which an exception was raised."""
@@ -444,10 +438,10 @@ class LossStep(PipelineStep):
         return name_of(self.loss_fn)
 
     def _compose_innermost(self) -> Step:
-        members = in_order(self.pipeline.middleware, "step")
+        members, last = self.pipeline.middleware, _ORDER["step"]
         # What passes values to the loss function is next to it: tbptt and compiled know none.
-        members.sort(key=lambda member: not member.passes)
-        wraps = [m.loss_fn for m in members if m.loss_fn is not None]
+        ordered = sorted(members, key=lambda m: (not m.passes, last.get(m.name, 0)))
+        wraps = [m.loss_fn for m in ordered if m.loss_fn is not None]
         name, amp_listed = name_of(self.loss_fn), any(m.name == "amp" for m in members)
         innermost = forward(toolz.pipe(self.loss_fn, *wraps), name, amp_listed)
         innermost = carrying(innermost) if self.carries else innermost
@@ -482,18 +476,16 @@ class LossStep(PipelineStep):
 
     def _backward(self, step: Step) -> Step:
         again = any(m.name == CREATE_GRAPH for m in self.pipeline.middleware)
-        skips = self._may_skip("forward", "loss")
+        skips = may_skip_in(self.pipeline.middleware, "forward", "loss")
         backward = Backward(LossRoot(step, None, skips, again, name_of(self._trains_by)))
         self._layers.add(backward, "backward")
         return backward
 
     def _update(self, step: Step) -> Step:
-        by_closure = any(m.name in (CLOSURE, CREATE_GRAPH) for m in self.pipeline.middleware)
-        skips = self._may_skip("forward", "loss", "gradient")
-        guarded = skips or any(map(is_guard, self.pipeline.middleware)) or self._leaves_out
-        updating = update(
-            step, name_of(self._trains_by), self._may_skip("gradient"), by_closure, guarded
-        )
+        members = self.pipeline.middleware
+        by_closure = any(m.name in (CLOSURE, CREATE_GRAPH) for m in members)
+        transacted = transaction(step, members, self._leaves_out)
+        updating = update(transacted, name_of(self._trains_by), by_closure)
         self._layers.add(updating, OPTIMIZER)
         return updating
 
@@ -715,7 +707,7 @@ class GradientStep(RawStep):
                 why = f"replaces the loss function, and {name_of(self.fn)} takes its place"
             elif member.device is not None:
                 why = f"would capture what {name_of(self.fn)} does, and not call it again"
-            elif member.name == "amp" and is_guard(member):
+            elif member.name == "amp" and member.gradient is not None:  # in fp16
                 why = "scales the loss, which does not reach a backward inside "
                 why += f'{name_of(self.fn)}: write amp("bf16")'
             elif member.name == RETRY:
@@ -814,25 +806,10 @@ def evaluate_beside(step: Step) -> Step:
 # What can be known to be wrong when a step is composed, or from the first reply of a step.
 
 
-def is_ours(member: Middleware) -> bool:
-    """Return whether a middleware comes with fnloop."""
-    return member.call is not None and (member.call.factory.__module__ or "").startswith("fnloop.")
-
-
-def is_guard(member: Middleware) -> bool:
-    """Return whether a middleware of fnloop's may leave updates out."""
-    return member.name in ("skip_nonfinite", "spike_guard") or (
-        member.name == "amp" and member.gradient is not None  # in fp16
-    )
-
-
 def rings_of(listed: Sequence[Middleware]) -> list[tuple[str, list[str]]]:
     """Return what acts in each ring of a pipeline, in its order, the innermost ring first."""
     own = {"gradient": ["backward"], "update": [OPTIMIZER]}
-    acting = {
-        ring: [repr(m) for m in in_order(listed, ring) if getattr(m, ring) is not None]
-        for ring in RINGS
-    }
+    acting = {ring: [*map(repr, acting_in(listed, ring))] for ring in RINGS}
     acting["forward"] += [f"{m!r} in evaluation" for m in listed if m.evaluation or m.view]
     return [
         (ring, own.get(ring, []) + names) for ring, names in acting.items() if names or ring in own
@@ -1019,6 +996,15 @@ def check_loss_fn(loss_fn: object, carries: bool = False, passed: Sequence[str] 
             )
 
 
+def check_wrapped(step: object, member: Middleware, ring: str) -> None:
+    """Raise TypeError unless a middleware has made a step in a ring."""
+    if not callable(step):
+        raise TypeError(
+            f"{member!r} must wrap a step into a step, but its {ring} ring returned "
+            f"{describe(step)}. Did you forget to return the inner function?"
+        )
+
+
 def check_step_reply(reply: object, name: str) -> None:
     """Raise TypeError unless a step has returned ``(state, out)``."""
     match reply:
@@ -1044,13 +1030,15 @@ _ORDER = {
 }
 
 
-def in_order(members: Sequence[Middleware], ring: str) -> list[Middleware]:
-    """Return middleware in their order in a ring: as listed, but for some that come first or last.
+def acting_in(members: Iterable[Middleware], ring: str) -> list[Middleware]:
+    """Return the middleware that act in a ring, the innermost first.
 
-    Only those of them that act in the ring matter.
+    They are as listed, but for some that come first or last.
     """
-    order = _ORDER.get(ring, {})
-    return sorted(members, key=lambda member: order.get(member.name, 0))
+    acting, order = [m for m in members if getattr(m, ring) is not None], _ORDER.get(ring, {})
+    if ring == EVALUATION:  # what evaluates more than once is around all others
+        return sorted(acting, key=lambda m: getattr(m.evaluation, "around", 0))
+    return sorted(acting, key=lambda m: order.get(m.name, 0))
 
 
 def total_in(members: Iterable[Middleware]) -> int | None:

@@ -21,7 +21,7 @@ from fnloop._core.types import Batch, Middleware, Output, Step, middleware
 from fnloop._display import checks
 from fnloop._display.tables import format_number
 from fnloop._step.engine import engine_of
-from fnloop._step.update import without_graphs
+from fnloop._step.transaction import without_graphs
 from fnloop.debug._watch import (
     BUFFER,
     GRADIENT,

@@ -46,6 +46,7 @@ from fnloop._core.state import TrainState, generation_of, ownership_of, paramete
 from fnloop._core.types import Batch, Metric, Middleware, Output, Step, middleware
 from fnloop._display import checks
 from fnloop._step.engine import engine_of
+from fnloop._step.transaction import then
 from fnloop._step.update import Commuting, report
 
 # --------------------------------------------------------------------------------------------------
@@ -112,20 +113,14 @@ def watch(every: int = 50, only: Selectors | None = None) -> Middleware:
                 state, out = step(state, batch)
             means = {name: torch.stack(values).mean() for name, values in found.items()}
             metrics = {name: Mean(value * out.weight, out.weight) for name, value in means.items()}
-            return state, out if out.skip is not None else report(out, metrics, WATCH)
+            return state, report(out, metrics, WATCH)
 
         return activations
 
-    def gradient(step: Step) -> Step:
-        def gradients(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
-            __tracebackhide__ = True
-            watched = is_watched(state)
-            state, out = step(state, batch)
-            if not watched or out.skip is not None:
-                return state, out
-            return state, report(out, _gradients(_parameters(state, selectors)), WATCH)
-
-        return gradients
+    def gradient(state: TrainState, batch: Batch, out: Output) -> tuple[TrainState, Output]:
+        __tracebackhide__ = True
+        found = _gradients(_parameters(state, selectors)) if is_watched(state) else {}
+        return state, report(out, found, WATCH)
 
     def update(step: Step) -> Step:
         def updates(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
@@ -135,16 +130,14 @@ def watch(every: int = 50, only: Selectors | None = None) -> Middleware:
             chosen = _parameters(state, selectors)
             before = {name: [p.detach().clone() for p in ps] for name, ps in chosen.items()}
             state, out = step(state, batch)
-            return state, out if out.skip is not None else report(
-                out, _updates(before, chosen), WATCH
-            )
+            return state, report(out, _updates(before, chosen), WATCH)
 
         return updates
 
     return Middleware(
         WATCH,
         loss=loss,
-        gradient=Commuting(gradient),
+        gradient=Commuting(then(gradient)),
         update=update,
         check=_check,
         check_state=lambda state, listed: _check_state(state, selectors),
