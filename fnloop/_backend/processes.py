@@ -58,6 +58,8 @@ class Backend:
         parts: how many processes compute parts of the same batches; see ``TrainState.create``.
         exact: whether a run has the same bits on any number of processes; see
             ``TrainState.create``.
+        engine: ``state -> engine``, which makes the gradients (``fnloop._step.engine.Engine``);
+            None: the one for the number of processes.
 
     Example:
         >>> from fnloop.testing import toy
@@ -82,6 +84,7 @@ class Backend:
     )
     parts: int = attrs.field(default=1, repr=False)
     exact: bool = attrs.field(default=False, repr=False)
+    engine: Callable[..., Any] | None = attrs.field(default=None, repr=False)
 
     @property
     def main(self) -> bool:

@@ -20,7 +20,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from fnloop._backend.collectives import gather_from_all, gather_objects, gather_shares
+from fnloop._backend.collectives import gather_from_all, gather_shares
 from fnloop._backend.containers import is_out_of_memory
 from fnloop._backend.fsdp import is_sharded, like_sharded, local_part
 from fnloop._backend.processes import Backend
@@ -67,7 +67,7 @@ from fnloop._checkpoint.optimizer import (
 from fnloop._core.apart import Apart, apart_of, mark_of, own_tensors
 from fnloop._core.averages import Average, named_tensors
 from fnloop._core.history import History, decode_phases, encode_phases
-from fnloop._core.metrics import ITEMS, Sum, restored, sent
+from fnloop._core.metrics import restored
 from fnloop._core.optimizers import groups_in
 from fnloop._core.rng import SEED_BITS, HostGenerators
 from fnloop._core.runs import (
@@ -103,7 +103,6 @@ from fnloop._core.state import (
     unwrap,
     with_slot,
 )
-from fnloop._core.types import Metric
 from fnloop._display.checks import describe, join_names
 from fnloop._display.screen import log
 from fnloop._step.engine import engine_of
@@ -1207,12 +1206,8 @@ def _prepare_apart(saved: Restoring) -> Load:
 
 
 def _save_metrics(saving: Saving) -> dict[str, Json]:
-    """Save the metrics over all processes, and those of each process ("shares")."""
-    state = saving.state
-    merged = {**state.metrics}
-    if not state.backend.exact:  # then every process has those of all
-        merged |= engine_of(state).reduce_report(state.metrics)
-    every = _metrics_by_rank(state)
+    """Save the metrics over all processes, and those of each ("shares"), so that as many resume."""
+    merged, every = engine_of(saving.state).gather(saving.state, COLLECTED)
     names = {name for own, _ in every for name in own}
     return {
         "metrics": encode(merged, saving.tensors, "metrics"),
@@ -1227,19 +1222,6 @@ def _encode_metrics(saving: Saving) -> None:
     encode(dict(saving.state.metrics), saving.tensors, "metrics")
 
 
-def _metrics_by_rank(state: TrainState) -> list[tuple[list[str], Mapping[str, Metric]]]:
-    """Return the metrics of each process, so that as many processes resume bit for bit.
-
-    Each comes with the names of those that are of the process's own share of the data. The only
-    process of a run has nothing but the merged metrics, which are saved anyway.
-    """
-    if state.backend.exact:
-        return []
-    names = engine_of(state).own_names(state.metrics)
-    every = gather_objects((names, sent(state.metrics)), COLLECTED)
-    return every if len(every) > 1 else []
-
-
 def _prepare_metrics(saved: Restoring) -> Load:
     facts, backend = saved.facts, saved.state.backend
     merged = _decode_metrics(_decode_mapping("metrics", saved), backend.device)
@@ -1247,12 +1229,7 @@ def _prepare_metrics(saved: Restoring) -> Load:
         _decode_metrics(decode(own, saved.tensors), backend.device)
         for own in facts.get("shares", ())
     ]
-    rank = backend.data_rank if backend.parts == 1 else backend.rank  # as ``gather_objects`` orders
-    metrics = merged  # with exact=True, every process has those of all
-    if not backend.exact and len(shares) == backend.contributors:
-        metrics = shares[rank]
-    elif not backend.exact and rank != 0:  # of another number of processes, one continues with all
-        metrics = {ITEMS: Sum(0)} if ITEMS in merged else {}
+    metrics = engine_of(saved.state).continued(saved.state, merged, shares)
 
     def load(state: TrainState) -> TrainState:
         ownership_of(state).own_metrics.update(map(str, facts.get("own", ())))

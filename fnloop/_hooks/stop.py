@@ -459,7 +459,7 @@ class halt_on_nonfinite(Hook):
                 return recent
         if UPDATE in state.events and state.step % self.steps == 0 and "loss" in state.metrics:
             running = {"loss": state.metrics["loss"]}
-            return engine_of(state).merge_metrics(running)["loss"].compute()  # a host read
+            return engine_of(state).reduce(running)["loss"].compute()  # a host read
         return None
 
     def _interval(self, state: TrainState) -> str:

@@ -24,7 +24,8 @@ from fnloop._data.source import Source, open_source, windows
 from fnloop._display import checks
 from fnloop._loop.errors import READ_ONCE, why_empty
 from fnloop._loop.plan import check_step
-from fnloop._step.engine import engine_of, evaluating_model, in_evaluation_mode
+from fnloop._step.engine import engine_of
+from fnloop._step.forward import evaluating_model, in_evaluation_mode
 from fnloop._step.pipeline import PipelineStep
 from fnloop._step.update import evaluation_weights
 
@@ -157,7 +158,7 @@ def evaluate(step: PipelineStep, state: TrainState, loader: object) -> dict[str,
     with isolated(state.backend.device), reusing_pages(state.backend.device):
         state = step.init_slots(state, evaluation=True)
         metrics = measure(step, state, open_loader(loader, state, reader="evaluate"), False)
-        return step.derive(read(engine_of(state).merge_metrics(metrics), vectors=True))
+        return step.derive(read(engine_of(state).reduce(metrics), vectors=True))
 
 
 def predict(

@@ -619,7 +619,7 @@ class World:
         report["items"] = items_so_far(state.metrics, in_first_epoch)
         if loaders:
             report["evaluated"] = Max(time.perf_counter() - began)
-        values = read(engine_of(state).reduce_report(report, "train/"))
+        values = read(engine_of(state).reduce(report, "train/"))
         self.seconds = seconds = values.pop("seconds", seconds)
         items = values.pop("items")
         state = changed(state, todo=todo)

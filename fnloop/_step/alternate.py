@@ -49,7 +49,8 @@ from fnloop._display import checks, tables
 from fnloop._display.checks import describe, join_names
 from fnloop._display.screen import log
 from fnloop._step.averages import EvaluateAverage
-from fnloop._step.engine import NO_GRADIENT, NoGradientError, check_not_exact, engine_of
+from fnloop._step.engine import engine_of, refuse
+from fnloop._step.gradients import NO_GRADIENT, NoGradientError
 from fnloop._step.pipeline import (
     STEP,
     Pipeline,
@@ -311,7 +312,7 @@ class AlternateStep(PipelineStep):
 
     def _check_state(self, state: TrainState) -> None:
         """Raise ValueError if the state lacks an optimizer."""
-        check_not_exact(state, "alternate", "its turns share a window. Leave exact=True out")
+        refuse(state, "alternate", exact="its turns share a window. Leave exact=True out")
         found = optimizers_in(state.optimizer)
         missing = [name for name in self.settings.steps if name not in found]
         if not missing:

@@ -15,17 +15,21 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fnloop._backend.containers import map_leaves, tensors_in
-from fnloop._backend.fsdp import is_sharded
+from fnloop._backend.fsdp import is_sharded, reshard
+from fnloop._backend.processes import delaying_interrupts
 from fnloop._backend.torch_compat import version_of
+from fnloop._core.metrics import Mean, NoLoss, update_, update_evaluated_
 from fnloop._core.optimizers import optimizers_in
 from fnloop._core.state import (
+    Buffers,
     TrainState,
     all_parameters,
     carry_of,
     give_up_ownership,
+    unwatched,
     with_carry,
 )
-from fnloop._core.types import Aux, Batch, LossFn, Output, Skip, Step, name_of
+from fnloop._core.types import Aux, Batch, LossFn, Metric, Output, Skip, Step, name_of
 from fnloop._display.checks import describe, function
 from fnloop._display.screen import log
 from fnloop._display.tables import shorten
@@ -522,3 +526,79 @@ class _Supervised:
             "a loss function: def loss_fn(model, batch): return criterion(model(batch"
             f"[{x}]), batch[{y}])"
         )
+
+
+# --------------------------------------------------------------------------------------------------
+# Evaluations: the mode of a model, and the loss and the metrics of their batches.
+
+_NO_GRADIENTS = (
+    "an evaluation runs without gradients. A loss function that needs them, such as that of a "
+    "gradient penalty, switches them on for itself: with torch.enable_grad(): ..."
+)
+
+
+@contextlib.contextmanager
+def evaluating_model(model: nn.Module, buffers: Buffers | None = None) -> Iterator[None]:
+    """Evaluation mode without gradients. Afterwards flags and buffers are those from before.
+
+    Buffers may change in evaluation mode too: those of an observer, or the centre of a teacher.
+
+    Args:
+        model: the model.
+        buffers: its buffers, if they are kept again and again.
+    """
+    with unwatched(model):
+        kept = (buffers or Buffers(model)).keep()
+        try:
+            with in_evaluation_mode(model):
+                yield
+        finally:
+            kept.put_back()
+
+
+@contextlib.contextmanager
+def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients. Afterwards every submodule has the flag that it had.
+
+    A function that needs gradients in it switches them on, as torch does: ``torch.enable_grad()``.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    sharded, gradients = is_sharded(model), torch.is_grad_enabled()
+    try:
+        model.eval()
+        torch.set_grad_enabled(False)
+        yield
+    except RuntimeError as error:
+        if "does not require grad" in str(error):
+            error.add_note(_NO_GRADIENTS)
+        raise
+    finally:
+        with delaying_interrupts():
+            torch.set_grad_enabled(gradients)
+            model.train(modes[0][1])  # a module may do something in its method train
+            for module, training in modes:
+                module.training = training
+            if sharded:
+                reshard(model)
+
+
+class Fold:
+    """The loss and the metrics of the batches of an evaluation, in their order."""
+
+    def __init__(self) -> None:
+        self._metrics: dict[str, Metric] = {}
+        self._loss: Mean | NoLoss | None = None
+
+    def add(self, out: Output) -> None:
+        """Combine those of one more batch, unless it has no item."""
+        __tracebackhide__ = True
+        if out.weight.__class__ is int and not out.weight:
+            return
+        self._loss = update_evaluated_(self._loss, out.loss, out.weight)
+        if out.metrics:
+            self._metrics = update_(self._metrics, out.metrics)
+
+    def metrics(self) -> dict[str, Metric]:
+        """Return all metrics, the loss first."""
+        found = {**self._metrics} if self._loss is None else {"loss": self._loss, **self._metrics}
+        return {"loss": found.pop("loss", Mean(0.0, 0)), **found}

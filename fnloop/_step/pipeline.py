@@ -60,14 +60,16 @@ from fnloop._core.types import (
 )
 from fnloop._display import checks, tables
 from fnloop._display.checks import describe, join_names
-from fnloop._step.engine import (
-    LossRoot,
-    NoGradientError,
-    check_not_exact,
-    engine_of,
+from fnloop._step.engine import engine_of, refuse
+from fnloop._step.forward import (
+    RawFn,
+    carrying,
+    check_output,
     evaluating_model,
+    forward,
+    own_gradients,
 )
-from fnloop._step.forward import RawFn, carrying, check_output, forward, own_gradients
+from fnloop._step.gradients import LossRoot, NoGradientError
 from fnloop._step.guard import RETRY
 from fnloop._step.update import (
     CLOSURE,
@@ -282,7 +284,7 @@ class PipelineStep(abc.ABC):
     def begin_run(self, state: TrainState) -> None:
         """Forget what was found out in an earlier run, and prepare the optimizers for training."""
         clear_parameter_cache(state)
-        engine_of(state).begin_run(state)
+        engine_of(state).begin(state)
         to_training(state)
 
     def init_slots(self, state: TrainState, *, evaluation: bool = False) -> TrainState:
@@ -662,11 +664,12 @@ class RawStep(LossStep):
         __tracebackhide__ = True
         if not evaluation:
             its = "it runs its own backward, so no other step can sum its gradients in a tree"
-            check_not_exact(state, repr(self), f"{its}. Leave exact=True out")
-        if not (evaluation or engine_of(state).calls_every_batch):
-            raise NotImplementedError(
-                f"{self!r} works in one process only: {name_of(self.fn)} runs its own backward, so "
-                "the gradients of several would not be averaged"
+            refuse(
+                state,
+                repr(self),
+                exact=f"{its}. Leave exact=True out",
+                several=f"{name_of(self.fn)} runs its own backward, so the gradients of several "
+                "would not be averaged",
             )
         return super().init_slots(state, evaluation=evaluation)
 

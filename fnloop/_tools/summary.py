@@ -14,7 +14,7 @@ from fnloop._core.state import TrainState, check_not_stale, unwrap
 from fnloop._core.types import Batch
 from fnloop._display import checks
 from fnloop._display.tables import Column, Shown, Table, format_bytes
-from fnloop._step.engine import evaluating_model
+from fnloop._step.forward import evaluating_model
 
 SHAPES = 2  # outputs of a module that are shown
 _HINT = (

@@ -52,7 +52,7 @@ from fnloop._loop.peers import Interrupts, is_alone
 from fnloop._loop.plan import Plan, check_step, make_plan
 from fnloop._loop.run import fold
 from fnloop._step.alternate import AlternateStep
-from fnloop._step.guard import pieces_of
+from fnloop._step.gradients import pieces_of
 from fnloop._step.pipeline import LossStep, Pipeline, PipelineStep, RawStep
 from fnloop.debug._diff import (
     BITS,
