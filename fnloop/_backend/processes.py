@@ -96,6 +96,10 @@ class Backend:
         """How many processes count in sums: not those that only repeat what another computes."""
         return self.data_size * self.parts
 
+    def position_of(self, n: int) -> int:
+        """Return the position, among the batches of all shares, of this process's n-th one."""
+        return n * self.data_size + self.data_rank
+
     def own_part(self, samples: int) -> float:
         """Return for how many of the samples of a batch this process counts, if it has a part."""
         return samples if self.parts == 1 else samples / self.parts

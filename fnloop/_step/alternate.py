@@ -15,7 +15,6 @@ import toolz
 import torch
 from torch import Tensor
 
-from fnloop._backend.fsdp import is_sharded
 from fnloop._core.history import unfinished
 from fnloop._core.metrics import RECENT, Mean, NoLoss, combine, update_evaluated_
 from fnloop._core.optimizers import optimizers_in
@@ -291,11 +290,10 @@ class AlternateStep(PipelineStep):
     def init_slots(self, state: TrainState, *, evaluation: bool = False) -> TrainState:
         __tracebackhide__ = True
         self._check_state(state)
-        if not evaluation and is_sharded(state.model):
-            raise NotImplementedError(
-                "alternate does not work with fully_shard, which takes the parameters that need "
-                "gradients as they are at first: leave fully_shard out"
-            )
+        if not evaluation:
+            takes = "takes the parameters that need gradients as they are at first"
+            why = f"does not work with fully_shard, which {takes}: leave fully_shard out"
+            refuse(state, "alternate", sharded=why)
         state = super().init_slots(state, evaluation=evaluation)
         for name in self.settings.evaluated if evaluation else self.settings.steps:
             own = self._turns.state_of(state, name)

@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from fnloop._backend.fsdp import is_sharded
 from fnloop._core.averages import viewed_model
 from fnloop._core.metrics import Shares
 from fnloop._core.state import Ownership, TrainState, ownership_of
@@ -362,7 +363,12 @@ def make_engine(state: TrainState) -> Engine:
 
 
 def refuse(
-    state: TrainState, what: str, *, exact: str | None = None, several: str | None = None
+    state: TrainState,
+    what: str,
+    *,
+    exact: str | None = None,
+    several: str | None = None,
+    sharded: str | None = None,
 ) -> None:
     """Raise where something cannot work with the engine of a state.
 
@@ -371,6 +377,7 @@ def refuse(
         what: the name of what cannot.
         exact: why it cannot with ``exact=True``, and what to write instead; None if it can.
         several: why it cannot with several processes; None if it can.
+        sharded: what it does that it cannot to a model under ``fully_shard``; None if it can.
 
     Raises:
         NotImplementedError: it cannot.
@@ -381,3 +388,5 @@ def refuse(
         )
     if several is not None and not engine_of(state).calls_every_batch:
         raise NotImplementedError(f"{what} works in one process only: {several}")
+    if sharded is not None and is_sharded(state.model):
+        raise NotImplementedError(f"{what} {sharded}")

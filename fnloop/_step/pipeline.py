@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from fnloop._backend.containers import to_device
-from fnloop._backend.fsdp import is_sharded
 from fnloop._core.averages import check_not_averaged
 from fnloop._core.freeze import Selector, select
 from fnloop._core.history import check_loaders
@@ -733,11 +732,10 @@ class GradientStep(RawStep):
 
     def init_slots(self, state: TrainState, *, evaluation: bool = False) -> TrainState:
         __tracebackhide__ = True
-        if not evaluation and is_sharded(state.model):
-            raise NotImplementedError(
-                f"{self!r} does not work with fully_shard, which averages gradients in a backward, "
-                "before they can be weighed: leave fully_shard out"
-            )
+        if not evaluation:
+            averages = "averages gradients in a backward, before they can be weighed"
+            why = f"does not work with fully_shard, which {averages}: leave fully_shard out"
+            refuse(state, repr(self), sharded=why)
         return LossStep.init_slots(self, state, evaluation=evaluation)
 
     def _shown(self) -> tuple[str, list[tuple[str, list[str]]]]:
