@@ -64,8 +64,9 @@ from fnloop._checkpoint.retention import (
 )
 from fnloop._core.averages import named_tensors
 from fnloop._core.freeze import remember_restored
-from fnloop._core.history import SINCE, better
+from fnloop._core.history import SINCE
 from fnloop._core.optimizers import groups_in, settings_of
+from fnloop._core.records import better
 from fnloop._core.serialize import Json
 from fnloop._core.state import (
     TrainState,

@@ -55,12 +55,12 @@ from fnloop._core.averages import Average
 from fnloop._core.history import (
     SINCE,
     History,
-    better,
     check_monitored,
     first_record,
     metrics_here,
     mode_of,
 )
+from fnloop._core.records import better
 from fnloop._core.runs import pending
 from fnloop._core.serialize import Json
 from fnloop._core.state import TrainState, differ_only, take_ownership, unwrap, with_slot

@@ -21,7 +21,6 @@ import attrs
 
 from fnloop._backend.containers import reusing_pages
 from fnloop._core.apart import rest
-from fnloop._core.history import Record
 from fnloop._core.metrics import (
     ITEMS,
     RECENT,
@@ -32,6 +31,7 @@ from fnloop._core.metrics import (
     without_recent,
 )
 from fnloop._core.optimizers import labelled_groups, numbers_used, optimizers_in
+from fnloop._core.records import Record
 from fnloop._core.rng import COMPUTE, fold_in, isolated, mix, seed_host, torch_seeder
 from fnloop._core.runs import (
     CLOCK,

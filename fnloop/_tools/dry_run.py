@@ -17,8 +17,9 @@ from fnloop._backend.collectives import gather_from_all
 from fnloop._checkpoint.format import CheckpointError
 from fnloop._checkpoint.restore import restore
 from fnloop._checkpoint.save import check_resumable, save
-from fnloop._core.history import History, Record, check_names
+from fnloop._core.history import History, check_names
 from fnloop._core.optimizers import optimizers_in
+from fnloop._core.records import Record
 from fnloop._core.rng import isolated
 from fnloop._core.runs import INTERRUPTED, TERMINATED
 from fnloop._core.serialize import find_difference

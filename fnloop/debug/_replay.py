@@ -27,16 +27,10 @@ from fnloop._checkpoint.restore import restore
 from fnloop._checkpoint.retention import Saved, read_history, saved_in
 from fnloop._checkpoint.save import collect_contents
 from fnloop._core.apart import take_back
-from fnloop._core.history import (
-    History,
-    Phase,
-    Record,
-    decode_phases,
-    records_since,
-    unfinished,
-)
+from fnloop._core.history import History, Phase, decode_phases, records_since, unfinished
 from fnloop._core.metrics import RECENT
 from fnloop._core.optimizers import optimizers_in
+from fnloop._core.records import Record
 from fnloop._core.rng import isolated, reserved_generators
 from fnloop._core.runs import INTERRUPTED, Stop, is_interruption
 from fnloop._core.state import TrainState, check_not_stale, snapshot, unwrap
