@@ -1,9 +1,9 @@
-"""The gradient engine: what a step asks of it, which one a state has, and that of one process."""
+"""The gradient engine: what a step asks of it, and which one a state has."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, TypeVar
+from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -15,16 +15,9 @@ from fnloop._core.metrics import Shares
 from fnloop._core.state import Ownership, TrainState, ownership_of
 from fnloop._core.types import Batch, Metric, Output, Step
 from fnloop._data.source import Source
-from fnloop._step.forward import Fold
-from fnloop._step.gradients import (
-    GradientSum,
-    LocalWindow,
-    LossRoot,
-    SumInOrder,
-    WeightedSum,
-    pieces_of,
-    run,
-)
+from fnloop._step.engine_local import LocalEngine
+from fnloop._step.forward import EvaluationPass
+from fnloop._step.gradients import GradientSum, LossRoot
 
 # --------------------------------------------------------------------------------------------------
 # The gradient engine: what depends on the number of processes in training and evaluation.
@@ -32,9 +25,6 @@ from fnloop._step.gradients import (
 # There are three: `LocalEngine` for one process, `DistributedEngine` for several, and `ExactEngine`
 # for any number, with the same bits. `engine_of` chooses. Nothing else in the steps and the
 # middleware branches on the number of processes.
-
-Subject = TypeVar("Subject")
-Result = TypeVar("Result")
 
 
 class Engine(Protocol):
@@ -199,128 +189,6 @@ class Engine(Protocol):
             shares: those of each of these processes, or none.
         """
         ...
-
-
-class EvaluationPass(Protocol):
-    """An evaluation of a loader, or a prediction for it."""
-
-    def call(
-        self, fn: Callable[[Subject, Batch], Result], subject: Subject, batch: Batch, /
-    ) -> list[Result]:
-        """Call ``fn(subject, batch)``. Return its result in a list, which is empty for padding."""
-        ...
-
-    def finish(self, source: Source, /) -> None:
-        """Raise if the processes have read the data in different orders."""
-        ...
-
-    def add(self, out: Output, /) -> None:
-        """Combine the loss and the metrics of a batch with those before it."""
-        ...
-
-    def own_metrics(self) -> dict[str, Metric]:
-        """Return the metrics that this process contributes, the loss first."""
-        ...
-
-    def gather(self, results: list[Result], /) -> list[Result]:
-        """Return the results of the last batch of every share of the data, in their order."""
-        ...
-
-
-# --------------------------------------------------------------------------------------------------
-# The engine of a single process: gradients add up in `.grad`, as autograd does.
-
-
-class LocalEngine:
-    """A single process: most methods return their argument unchanged.
-
-    The methods are those of :class:`fnloop._step.engine.Engine`.
-    """
-
-    calls_every_batch = True
-
-    def begin(self, state: TrainState) -> None: ...
-
-    def read_from(self, source: Source, step: Step, window: int) -> Step:
-        return step
-
-    def start_turn(
-        self, name: str, engine: object, turn: TrainState, state: TrainState, batches: slice
-    ) -> None: ...
-
-    def gradients(
-        self,
-        loss: LossRoot,
-        state: TrainState,
-        window: Sequence[Batch],
-        size: int | None = None,
-        *,
-        alone: bool = False,
-        guarded: bool = False,
-    ) -> tuple[TrainState, Output]:
-        __tracebackhide__ = True
-        if size is not None:
-            window = [piece for batch in window for piece in pieces_of(batch, size)]
-        if not alone or len(window) > 1:
-            return run(LocalWindow(loss, state), state, window)
-        state, out = loss.forward(state, window[0])
-        return state, loss.backward(state, out)
-
-    def start_sum(self, state: TrainState, batches: int, dtype: torch.dtype | None) -> GradientSum:
-        return SumInOrder(state, WeightedSum(), dtype)
-
-    def mark_draws(self) -> Callable[[], None]:
-        return lambda: None  # they draw from where the generators are
-
-    def agree(self, flag: Tensor, out: Output) -> tuple[Tensor, Output]:
-        return flag, out
-
-    def largest(self, number: int) -> int:
-        return number
-
-    def mean_loss(self, out: Output) -> Tensor:
-        return out.loss
-
-    def start_evaluation(self, state: TrainState, name: str) -> EvaluationPass:
-        return LocalEvaluation()
-
-    def share_buffers(self, model: nn.Module) -> None: ...
-
-    def check_alike(self, state: TrainState, what: str) -> None: ...
-
-    def reduce(
-        self, metrics: Mapping[str, Metric], training: str | None = None
-    ) -> dict[str, Metric]:
-        return dict(metrics)
-
-    def gather(self, state: TrainState, what: str) -> tuple[dict[str, Metric], Shares]:
-        return dict(state.metrics), ()
-
-    def continued(
-        self,
-        state: TrainState,
-        merged: Mapping[str, object],
-        shares: Sequence[Mapping[str, object]],
-    ) -> Mapping[str, object]:
-        return merged
-
-
-class LocalEvaluation(Fold):
-    """An evaluation or a prediction in one process."""
-
-    def call(
-        self, fn: Callable[[Subject, Batch], Result], subject: Subject, batch: Batch
-    ) -> list[Result]:
-        __tracebackhide__ = True
-        return [fn(subject, batch)]
-
-    def finish(self, source: Source) -> None: ...
-
-    def own_metrics(self) -> dict[str, Metric]:
-        return self.metrics()
-
-    def gather(self, results: list[Result]) -> list[Result]:
-        return results
 
 
 # --------------------------------------------------------------------------------------------------

@@ -6,8 +6,8 @@ import functools
 import inspect
 import itertools
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ParamSpec, Protocol, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, ParamSpec, Protocol
 
 import attrs
 import torch
@@ -64,7 +64,7 @@ from fnloop._core.types import BY_ANOTHER, Batch, Metric, Output, Step
 from fnloop._data.loaders import Padding, Window
 from fnloop._data.source import Source
 from fnloop._display.screen import log
-from fnloop._step.forward import Fold
+from fnloop._step.forward import Fold, Result, Subject
 from fnloop._step.gradients import (
     GradientSum,
     LossRoot,
@@ -75,7 +75,6 @@ from fnloop._step.gradients import (
     fail_to_train,
     pieces_of,
     restore_gradients,
-    run,
     stash_gradients,
     weight_on_device,
 )
@@ -391,6 +390,35 @@ _TOO_LATE = (
     "there was no memory left to average the gradients, which all processes have begun: that "
     "cannot be repeated with smaller pieces. List microbatch(size) with a size that fits"
 )
+
+
+class Pass(Protocol):
+    """Forward and backward of a window, whose batches may come in pieces.
+
+    In one process ``forward`` is the step inside itself, so that no frame is added to a traceback.
+    """
+
+    @property
+    def forward(self) -> Step:
+        """``(state, batch) -> (state, out)``."""
+        ...
+
+    def add(self, state: TrainState, out: Output, /) -> None:
+        """Add the gradient of a piece, by its weight, given the output of ``forward``."""
+        ...
+
+    def finish(self, state: TrainState, /) -> Output:
+        """Turn the sum of the gradients into the mean. Return what to report of the window."""
+        ...
+
+
+def run(making: Pass, state: TrainState, pieces: Iterable[Batch]) -> tuple[TrainState, Output]:
+    """Run forward and backward of the pieces of a window, one after the other."""
+    __tracebackhide__ = True
+    for piece in pieces:
+        state, out = making.forward(state, piece)
+        making.add(state, out)
+    return state, making.finish(state)
 
 
 class Reducer(Protocol):
@@ -1015,8 +1043,6 @@ class WeightAgreement:
 # --------------------------------------------------------------------------------------------------
 # Evaluation and prediction when there are several processes.
 
-Subject = TypeVar("Subject")
-Result = TypeVar("Result")
 Arguments = ParamSpec("Arguments")
 _GIVEN_AGAIN = (
     "%s exchanges data with the other processes, and process %d has no batch left in %s. It was "

@@ -28,7 +28,6 @@ from fnloop._core.metrics import (
     Mean,
     Min,
     Reduced,
-    Shares,
     combine,
     is_per_process,
     to_host,
@@ -51,14 +50,16 @@ from fnloop._step.engine_distributed import (
     DistributedEvaluation,
     agree_on_skip,
     largest,
+    run,
 )
+from fnloop._step.engine_local import LocalEngine
+from fnloop._step.forward import EvaluationPass, Result, Subject
 from fnloop._step.gradients import (
     GradientSum,
     LocalWindow,
     LossRoot,
     pieces_of,
     restore_gradients,
-    run,
     stash_gradients,
     valid_weight,
 )
@@ -308,7 +309,7 @@ _SHARDED = (
 )
 
 
-class ExactEngine:
+class ExactEngine(LocalEngine):
     """Makes the gradients of one model in one process, with the bits that several would get.
 
     The methods are those of :class:`fnloop._step.engine.Engine`.
@@ -316,8 +317,6 @@ class ExactEngine:
     Args:
         state: a state of the model.
     """
-
-    calls_every_batch = True
 
     def __init__(self, state: TrainState) -> None:
         self.rank, self.processes = state.backend.rank, state.backend.world_size
@@ -360,10 +359,6 @@ class ExactEngine:
         if generation == generation_of(state) and len(order) == n:
             return order, padding
         return range(n), (False,) * n  # a bare step: in the order given
-
-    def start_turn(
-        self, name: str, engine: object, turn: TrainState, state: TrainState, batches: slice
-    ) -> None: ...
 
     # --- random draws
 
@@ -432,40 +427,11 @@ class ExactEngine:
         """End the sum that was started last."""
         self._sum = None
 
-    def largest(self, number: int) -> int:
-        return number
-
-    def agree(self, flag: Tensor, out: Output) -> tuple[Tensor, Output]:
-        return flag, out
-
-    def mean_loss(self, out: Output) -> Tensor:
-        return out.loss
-
     # --- evaluation and reports
 
-    def start_evaluation(self, state: TrainState, name: str) -> ExactEvaluation:
+    def start_evaluation(self, state: TrainState, name: str) -> EvaluationPass:
         self.share_buffers(state.model)
         return ExactEvaluation(state, name, fold_in(state.seed, COMPUTE))
-
-    def share_buffers(self, model: nn.Module) -> None: ...
-
-    def check_alike(self, state: TrainState, what: str) -> None: ...
-
-    def reduce(
-        self, metrics: Mapping[str, Metric], training: str | None = None
-    ) -> dict[str, Metric]:
-        return dict(metrics)  # every process has those of all
-
-    def gather(self, state: TrainState, what: str) -> tuple[dict[str, Metric], Shares]:
-        return dict(state.metrics), ()
-
-    def continued(
-        self,
-        state: TrainState,
-        merged: Mapping[str, object],
-        shares: Sequence[Mapping[str, object]],
-    ) -> Mapping[str, object]:
-        return merged
 
     # --- what windows exchange
 
@@ -614,8 +580,6 @@ class _Sum(ExactSum, GradientSum):
 # --------------------------------------------------------------------------------------------------
 # Evaluation and prediction with the same bits on any number of processes.
 
-Subject = TypeVar("Subject")
-Result = TypeVar("Result")
 ROUNDS = 16  # batches of each process that are exchanged at once
 
 

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import attrs
 import torch
@@ -30,6 +30,7 @@ from fnloop._core.state import (
     with_carry,
 )
 from fnloop._core.types import Aux, Batch, LossFn, Metric, Output, Skip, Step, name_of
+from fnloop._data.source import Source
 from fnloop._display.checks import describe, function
 from fnloop._display.screen import log
 from fnloop._display.tables import shorten
@@ -531,6 +532,8 @@ class _Supervised:
 # --------------------------------------------------------------------------------------------------
 # Evaluations: the mode of a model, and the loss and the metrics of their batches.
 
+Subject = TypeVar("Subject")
+Result = TypeVar("Result")
 _NO_GRADIENTS = (
     "an evaluation runs without gradients. A loss function that needs them, such as that of a "
     "gradient penalty, switches them on for itself: with torch.enable_grad(): ..."
@@ -580,6 +583,32 @@ def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
                 module.training = training
             if sharded:
                 reshard(model)
+
+
+class EvaluationPass(Protocol):
+    """An evaluation of a loader, or a prediction for it."""
+
+    def call(
+        self, fn: Callable[[Subject, Batch], Result], subject: Subject, batch: Batch, /
+    ) -> list[Result]:
+        """Call ``fn(subject, batch)``. Return its result in a list, which is empty for padding."""
+        ...
+
+    def finish(self, source: Source, /) -> None:
+        """Raise if the processes have read the data in different orders."""
+        ...
+
+    def add(self, out: Output, /) -> None:
+        """Combine the loss and the metrics of a batch with those before it."""
+        ...
+
+    def own_metrics(self) -> dict[str, Metric]:
+        """Return the metrics that this process contributes, the loss first."""
+        ...
+
+    def gather(self, results: list[Result], /) -> list[Result]:
+        """Return the results of the last batch of every share of the data, in their order."""
+        ...
 
 
 class Fold:

@@ -13,9 +13,10 @@ import torch
 
 import fnloop as fl
 from fnloop._backend.processes import Backend
-from fnloop._step.engine import Engine, LocalEngine, engine_of
+from fnloop._step.engine import Engine, engine_of
 from fnloop._step.engine_distributed import DistributedEngine
 from fnloop._step.engine_exact import ExactDistributedEngine, ExactEngine
+from fnloop._step.engine_local import LocalEngine
 from fnloop._step.gradients import WeightedSum
 from fnloop.testing import toy, toy_loss
 
