@@ -31,6 +31,9 @@ class Engine(Protocol):
     """What depends on the number of processes: gradients, decisions, and what is reported.
 
     Unless a method says otherwise, it may be a collective: every process calls it.
+
+    Another engine is made of one of those here, whose methods it replaces or calls. ``state ->
+    engine`` is in the backend of its states: ``attrs.evolve(state.backend, engine=...)``.
     """
 
     @property
