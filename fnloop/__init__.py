@@ -48,8 +48,9 @@ from importlib import import_module as _import_module
 from fnloop._backend.collectives import broadcast, gather, reduce
 from fnloop._core.averages import averaged
 from fnloop._core.freeze import freeze, layers, unfreeze
-from fnloop._core.history import History, Phase, Record, compare
+from fnloop._core.history import History, Phase, compare
 from fnloop._core.metrics import Last, Max, Mean, Min, Sum, from_torchmetrics
+from fnloop._core.records import Record
 from fnloop._core.runs import RunInfo
 from fnloop._core.state import StaleStateError, TrainState, fork, snapshot, unwrap
 from fnloop._core.types import Middleware, Output, middleware, skip

@@ -165,18 +165,9 @@ def test_imports_only_point_down():
             assert theirs <= ours, f"{module} imports {other}"
 
 
-# Imports within a function, of what is seldom needed and needs this file itself.
-LATE = {
-    "fnloop._step.engine": {"fnloop._step.engine_distributed", "fnloop._step.engine_exact"},
-    "fnloop._checkpoint.optimizer": {"fnloop._checkpoint.save"},  # its trial copies
-    "fnloop._core.history": {"fnloop._core.views"},
-}
-
-
-def test_imports_make_no_circle():
-    graph = {name: used - LATE.get(name, set()) for name, used in import_graph().items()}
+def test_imports_make_no_circle_not_even_those_within_a_function():
     try:
-        graphlib.TopologicalSorter(graph).prepare()
+        graphlib.TopologicalSorter(import_graph()).prepare()
     except graphlib.CycleError as error:
         pytest.fail(" imports ".join(reversed(error.args[1])))
 

@@ -22,7 +22,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from fnloop._backend.collectives import gather_from_all, gather_objects, gather_shares
+from fnloop._backend.collectives import gather_from_all, gather_shares
 from fnloop._backend.containers import is_out_of_memory
 from fnloop._backend.fsdp import is_sharded, like_sharded, local_part
 from fnloop._backend.processes import Backend
@@ -58,7 +58,7 @@ from fnloop._checkpoint.optimizer import (
     prepare_loads,
 )
 from fnloop._core.history import History, decode_phases, encode_phases
-from fnloop._core.metrics import restored, sent, without_seen
+from fnloop._core.metrics import restored
 from fnloop._core.optimizers import groups_in
 from fnloop._core.parts import (
     COLLECTED,
@@ -103,7 +103,6 @@ from fnloop._core.state import (
     shapes_of_buffers,
     unwrap,
 )
-from fnloop._core.types import Metric
 from fnloop._core.view import changed_for, is_apart, view
 from fnloop._display.checks import describe, join_names
 from fnloop._display.screen import log
@@ -1022,12 +1021,8 @@ def _decode_mapping(part: str, saved: Restoring) -> dict[str, Any]:
 
 
 def _save_metrics(saving: Saving) -> dict[str, Json]:
-    """Save the metrics over all processes, and those of each process ("shares")."""
-    state = saving.state
-    merged = {**state.metrics}
-    if state.backend.reporters > 1:
-        merged |= engine_of(state).reduce_report(state.metrics)
-    every = _metrics_by_rank(state)
+    """Save the metrics over all processes, and those of each ("shares"), so that as many resume."""
+    merged, every = engine_of(saving.state).gather(saving.state, COLLECTED)
     names = {name for own, _ in every for name in own}
     return {
         "metrics": encode(merged, saving.tensors, "metrics"),
@@ -1042,18 +1037,6 @@ def _encode_metrics(saving: Saving) -> None:
     encode(dict(saving.state.metrics), saving.tensors, "metrics")
 
 
-def _metrics_by_rank(state: TrainState) -> list[tuple[list[str], Mapping[str, Metric]]]:
-    """Return the metrics of each process, so that as many processes resume bit for bit.
-
-    Each comes with the names of those that are of the process's own share of the data. The only
-    process of a run has nothing but the merged metrics, which are saved anyway.
-    """
-    if state.backend.reporters == 1:
-        return []
-    names = engine_of(state).own_names(state.metrics)
-    return gather_objects((names, sent(state.metrics)), COLLECTED)
-
-
 def _prepare_metrics(saved: Restoring) -> Load:
     facts, backend = saved.facts, saved.state.backend
     merged = _decode_metrics(_decode_mapping("metrics", saved), backend.device)
@@ -1061,12 +1044,7 @@ def _prepare_metrics(saved: Restoring) -> Load:
         _decode_metrics(decode(own, saved.tensors), backend.device)
         for own in facts.get("shares", ())
     ]
-    rank = backend.data_rank if backend.parts == 1 else backend.rank  # as ``gather_objects`` orders
-    metrics = merged
-    if backend.reporters > 1 and len(shares) == backend.reporters:
-        metrics = shares[rank]
-    elif backend.reporters > 1 and rank != 0:  # of another number, one continues with all
-        metrics = without_seen(merged)
+    metrics = engine_of(saved.state).continued(saved.state, merged, shares)
 
     def load(state: TrainState) -> TrainState:
         ownership_of(state).own_metrics.update(map(str, facts.get("own", ())))

@@ -61,9 +61,10 @@ from fnloop._checkpoint.retention import (
     with_manifests,
 )
 from fnloop._core.freeze import remember_restored
-from fnloop._core.history import SINCE, better
+from fnloop._core.history import SINCE
 from fnloop._core.optimizers import groups_in, settings_of
 from fnloop._core.parts import OWN, TENSORS, Restoring
+from fnloop._core.records import better
 from fnloop._core.serialize import Json
 from fnloop._core.state import (
     TrainState,

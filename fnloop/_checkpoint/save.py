@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import copy
-import functools
 import json
-import logging
 import math
 import os
 import platform
 import sys
-import types
-import warnings
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,9 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fnloop._backend import torch_compat
 from fnloop._backend.collectives import gather_from_all, on_every_process
-from fnloop._backend.containers import is_out_of_memory, map_leaves, pairs_of, parts_of
+from fnloop._backend.containers import is_out_of_memory, pairs_of
 from fnloop._backend.processes import Backend
 from fnloop._checkpoint.files import EncodedHistory, write_by_all
 from fnloop._checkpoint.format import (
@@ -36,14 +29,20 @@ from fnloop._checkpoint.format import (
     Contents,
     keep_own_share,
 )
-from fnloop._checkpoint.optimizer import (
+from fnloop._checkpoint.named import (
     NamedOptimizer,
+    begin_training,
+    copy_optimizer,
+    is_torch_optimizer,
+    update,
+    walk_optimizers,
+    without_side_effects,
+)
+from fnloop._checkpoint.optimizer import (
     SavedOptimizer,
     check_groups,
     encode_optimizer,
-    is_torch_optimizer,
     prepare_load,
-    walk_optimizers,
 )
 from fnloop._checkpoint.parts import (
     Collecting,
@@ -55,10 +54,9 @@ from fnloop._checkpoint.parts import (
 )
 from fnloop._checkpoint.remote import Remote, place_at, save_at
 from fnloop._core.history import History, metrics_here
-from fnloop._core.optimizers import optimizers_in, wants_closure
+from fnloop._core.optimizers import optimizers_in
 from fnloop._core.parts import COLLECTED, NEWER_FORMAT, Saving
-from fnloop._core.rng import isolated, seed_host, torch_seeder
-from fnloop._core.serialize import Json, copy_flattened, find_difference, flattened_kind
+from fnloop._core.serialize import Json, find_difference
 from fnloop._core.state import TrainState, check_not_stale, detached_from_run, unwrap
 from fnloop._display.screen import log, warn_once
 from fnloop._step.engine import engine_of
@@ -336,7 +334,7 @@ def _check_resumable(named: NamedOptimizer, label: str, backend: Backend) -> Non
     kept: dict[str, _Kept] = {}
     fault = obstacle = None
     try:
-        with _without_side_effects(backend.device):
+        with without_side_effects(backend.device):
             _try(named, backend.device, kept)
     except _Fault as found:
         fault = (
@@ -397,11 +395,11 @@ def _try(named: NamedOptimizer, device: torch.device, kept: dict[str, _Kept]) ->
         }
         only, edge = {*kinds.values()}, EDGE
     one, two = (copy_optimizer(named, only, edge) for _ in range(2))
-    _begin_training(one)
+    begin_training(one)
     saved = _save(one)
     before = _norms(saved)
     for number in range(BEFORE):
-        _update(one, number, device)
+        update(one, number, device)
         saved = _save(one)
     # What an update does not change may be a copy of what another process updates.
     kept |= {name: norm for name, norm in _norms(saved).items() if before.get(name) != norm}
@@ -413,9 +411,9 @@ def _try(named: NamedOptimizer, device: torch.device, kept: dict[str, _Kept]) ->
     except CheckpointError as error:
         raise _Fault(str(error).removeprefix("the checkpoint: ")) from error
     for number in range(BEFORE, BEFORE + AFTER):
-        _update(one, number, device)
+        update(one, number, device)
         try:
-            _update(two, number, device)
+            update(two, number, device)
         except Exception as error:
             if is_out_of_memory(error):
                 raise
@@ -471,141 +469,3 @@ def _find_lost(was: Any, now: Any, path: str) -> str | None:
     if len(was) > len(now):
         return f"{path} is of length {len(was)} in one, and {len(now)} in the other"
     return next(filter(None, found), None)
-
-
-# --- updates of a copy
-
-
-@contextlib.contextmanager
-def _without_side_effects(device: torch.device) -> Iterator[None]:
-    """Restore the global generators afterwards, hide warnings, and compile nothing."""
-    eager = contextlib.nullcontext()
-    if torch_compat.compiler_is_loaded():
-        eager = torch.compiler.set_stance("force_eager")
-    with isolated(device), warnings.catch_warnings(), eager, torch.enable_grad():
-        warnings.simplefilter("ignore")
-        yield
-
-
-def _begin_training(named: NamedOptimizer) -> None:
-    """Switch an optimizer to training, which schedule-free ones require for an update."""
-    getattr(named.optimizer, "train", bool)()
-
-
-def _update(named: NamedOptimizer, number: int, device: torch.device) -> None:
-    """Apply an update with random gradients, with the generators positioned as in a run."""
-    numbers = torch.Generator().manual_seed(number)
-    for p in named.parameters().values():
-        p.grad = _draw(p, list(p.shape), numbers) if p.requires_grad else None
-    torch_seeder(device)(number)
-    seed_host(number)
-    step: Any = named.optimizer.step
-    step(lambda: torch.ones(())) if wants_closure(type(named.optimizer)) else step()
-
-
-def _draw(like: Tensor, shape: list[int], numbers: torch.Generator) -> Tensor:
-    dtype = torch.complex64 if like.is_complex() else torch.float32
-    return torch.randn(shape, generator=numbers, dtype=dtype).to(like.device, like.dtype)
-
-
-def tensors_of_copy(named: NamedOptimizer, names: Collection[str]) -> dict[str, Tensor]:
-    """Return a tensor of each subclass that an optimizer keeps after an update, by its kind.
-
-    Args:
-        named: the optimizer, which stays as it is.
-        names: the parameters that a copy of it updates. They are whole, because the state of small
-            ones may be in ordinary tensors.
-    """
-    named = attrs.evolve(named, optimizer=named.holder)
-    device = next(p.device for p in named.parameters().values())
-    with _without_side_effects(device):
-        twin = copy_optimizer(named, names)
-        _begin_training(twin)
-        _update(twin, 0, device)
-    leaves: list[Any] = []
-    map_leaves(list(twin.optimizer.state.values()), leaves.append)
-    return {kind: leaf for leaf in leaves if (kind := flattened_kind(leaf)) is not None}
-
-
-# --- copies
-
-
-def copy_optimizer(
-    named: NamedOptimizer, only: Collection[str] | None = None, edge: int = sys.maxsize
-) -> NamedOptimizer:
-    """Return a copy of an optimizer and of all that it holds, with random parameters.
-
-    Args:
-        named: the optimizer.
-        only: the names of the parameters to copy; all of them by default.
-        edge: the largest size of a parameter in each dimension. Tensors of the state are cut too.
-
-    Raises:
-        NotImplementedError: a function in it might reach the optimizer itself.
-    """
-    optimizers, numbers = [*walk_optimizers(named.optimizer)], torch.Generator().manual_seed(0)
-    memo: dict[int, Any] = {}
-    names: dict[int, str] = {}
-    for params in [group["params"] for inner in optimizers for group in inner.param_groups]:
-        for p in params:
-            if id(p) not in memo and (only is None or named.names.get(id(p)) in only):
-                value = _draw(p, [min(size, edge) for size in p.shape], numbers)
-                twin = memo[id(p)] = nn.Parameter(value, p.requires_grad)
-                vars(twin).update({k: v for k, v in vars(p).items() if not isinstance(v, Tensor)})
-                names[id(twin)] = named.names.get(id(p), "?")
-        memo[id(params)] = [memo[id(p)] for p in params if id(p) in memo]
-        # Where something refers to the others, they are not copied either.
-        memo |= {id(p): torch.empty(0) for p in params if id(p) not in memo}
-    seen = {id(inner) for inner in optimizers}
-    for inner in optimizers:  # what attributes of the others may refer to
-        memo[id(inner)] = object.__new__(type(inner))
-        memo[id(inner.state)] = copy.copy(inner.state)
-        memo[id(inner.state)].clear()
-        for cls in type(inner).__mro__:
-            if not cls.__module__.startswith("torch."):
-                _reject_functions({**vars(cls)}, seen)
-    for inner in optimizers:
-        for p, held in inner.state.items():
-            if not isinstance(p, Tensor) or id(memo.get(id(p))) in names:
-                map_leaves(held, functools.partial(_copy_tensor, edge=edge, memo=memo))
-                memo[id(inner.state)][memo.get(id(p), p)] = copy.deepcopy(held, memo)
-        for name, value in vars(inner).items():
-            if torch_compat.is_hook_table(name):
-                vars(memo[id(inner)])[name] = OrderedDict()
-            elif name != "step":  # the method, as a schedule patches it
-                _reject_functions(value, seen)
-                vars(memo[id(inner)])[name] = copy.deepcopy(value, memo)
-    return NamedOptimizer(memo[id(named.optimizer)], names)
-
-
-def _copy_tensor(leaf: object, edge: int, memo: dict[int, Any]) -> None:
-    if isinstance(leaf, Tensor) and id(leaf) not in memo:
-        whole = copy_flattened(leaf)  # of a subclass, which may know neither deepcopy nor slices
-        part = leaf.detach()[tuple(slice(edge) for _ in leaf.shape)] if whole is None else whole
-        memo[id(leaf)] = part.clone() if whole is None else whole
-
-
-def _reject_functions(value: object, seen: set[int]) -> None:
-    """Raise if a function in a value keeps tensors around it, which a copy would share."""
-    if id(value) in seen or isinstance(value, type | types.ModuleType | Tensor | logging.Logger):
-        return
-    seen.add(id(value))
-    if isinstance(value, types.FunctionType):
-        for cell in value.__closure__ or ():
-            with contextlib.suppress(ValueError):  # it is empty
-                if _may_hold_tensors(cell.cell_contents):
-                    raise NotImplementedError(
-                        f"its function {value.__name__} keeps tensors, or might, in variables "
-                        "around it"
-                    )
-                if isinstance(cell.cell_contents, types.FunctionType):
-                    _reject_functions(cell.cell_contents, seen)
-    for _, part in parts_of(value) or getattr(value, "__dict__", {}).items():
-        _reject_functions(part, seen)
-
-
-def _may_hold_tensors(value: object) -> bool:
-    parts = parts_of(value)
-    if parts is None:
-        return isinstance(value, Tensor | nn.Module | Optimizer | set)
-    return not isinstance(value, tuple) or any(_may_hold_tensors(part) for _, part in parts)

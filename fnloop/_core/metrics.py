@@ -523,6 +523,8 @@ def without_recent(running: Mapping[str, Metric]) -> dict[str, Metric]:
 # up, saved and exchanged as those are, under a name that no metric can have.
 
 ITEMS = "/items"  # of the epochs before the running one
+# For each process: the names of the metrics of its own share of the data, and what it has of all.
+Shares = Sequence[tuple[Sequence[str], Mapping[str, "Metric"]]]
 
 
 def items_so_far(running: Mapping[str, Metric], in_first_epoch: bool) -> Sum:

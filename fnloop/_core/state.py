@@ -417,22 +417,18 @@ class TrainState:
             Several: ``TrainState.create(model, {"matrices": muon, "rest": adamw})``.
         """
         check_handles(model, optimizer)
-        check_settings(seed, backend, exact)
-        if data is not None:
-            _check_dimension(data, exact)
+        check_settings(seed, backend, exact, data)
         named = optimizers_in(
             Optimizers(optimizer) if isinstance(optimizer, Mapping) else optimizer
         )
         model, joined, facts = join(model, [*named.values()], backend, data)
         facts = exact_backend(model, facts) if exact else facts
-        drawn = new_seed() if seed is None else seed, secrets.token_hex(8)
-        agreed, run_id = broadcast(drawn) if facts.world_size > 1 else drawn
+        agreed, run_id = _drawn(seed, facts)
         made = cls(
             model, in_form(optimizer, joined), seed=agreed, run_id=run_id, backend=facts,
             updates={name: 0 for name in named if name}, ownership=Ownership(),
         )  # fmt: skip
-        if facts.main:
-            warn_of_others(model, made.optimizer)
+        warn_of_others(made)
         return made
 
     @property
@@ -752,20 +748,26 @@ def _check_belongs(model: nn.Module, optimizer: Optimizer) -> None:
         )
 
 
-def warn_of_others(model: nn.Module, optimizer: Handle) -> None:
-    """Warn of optimizers with parameters that are not in the model."""
-    theirs = {id(p) for p in model.parameters()}
+def _drawn(seed: int | None, backend: Backend) -> tuple[int, str]:
+    """Return the seed and the identity of a run, the same in every process."""
+    drawn = new_seed() if seed is None else seed, secrets.token_hex(8)
+    return broadcast(drawn) if backend.world_size > 1 else drawn
+
+
+def warn_of_others(state: TrainState) -> None:
+    """Warn once of optimizers with parameters that are not in the model."""
+    theirs = {id(p) for p in state.model.parameters()}
     others = [
         repr(name) if name else type(one).__name__
-        for name, one in optimizers_in(optimizer).items()
+        for name, one in optimizers_in(state.optimizer).items()
         if any(id(p) not in theirs for group in one.param_groups for p in group["params"])
     ]
-    if others:
+    if others and state.backend.main:
         log.warning(
             f"the optimizer {join_names(others)} has parameters that are not in this "
-            f"{type(model).__name__}, so they are not saved. If the model was changed since, make "
-            "the optimizer after that. If another module has them, put all modules into one, such "
-            "as nn.ModuleDict({...})"
+            f"{type(state.model).__name__}, so they are not saved. If the model was changed since, "
+            "make the optimizer after that. If another module has them, put all modules into one, "
+            "such as nn.ModuleDict({...})"
         )
 
 
@@ -790,12 +792,13 @@ def exact_backend(model: nn.Module, backend: Backend) -> Backend:
     return attrs.evolve(backend, exact=True)
 
 
-def check_settings(seed: object, backend: object, exact: object = False) -> None:
-    """Raise unless these are a seed and a backend, or None, and a flag.
+def check_settings(seed: object, backend: object, exact: object, data: object) -> None:
+    """Raise unless these are a seed and a backend, a flag, and one dimension of a mesh, or None.
 
     Raises:
-        ValueError: the seed is not one.
-        TypeError: the backend or the flag is not one.
+        ValueError: the seed is not one, or the mesh has several dimensions.
+        TypeError: the backend, the flag or the mesh is not one.
+        NotImplementedError: ``exact`` and ``data``.
     """
     meaning = "whether the run has the same bits on any number of processes"
     flag("TrainState.create", "exact", exact, meaning)
@@ -810,16 +813,16 @@ def check_settings(seed: object, backend: object, exact: object = False) -> None
         raise TypeError(
             f"backend expects an accelerate.Accelerator, or None; got {describe(backend)}"
         )
+    if data is not None:
+        _check_dimension(data)
+        if exact:
+            raise NotImplementedError(
+                "exact=True sums the gradients of whole batches, and with data= processes compute "
+                "parts of them, whose sum depends on the parts: leave one of them out"
+            )
 
 
-def _check_dimension(data: object, exact: bool) -> None:
-    """Raise unless this is one dimension of a mesh.
-
-    Raises:
-        TypeError: it is not a mesh.
-        ValueError: it has several dimensions.
-        NotImplementedError: the run is to have the same bits on any number of processes.
-    """
+def _check_dimension(data: object) -> None:
     from torch.distributed.device_mesh import DeviceMesh
 
     instance("TrainState.create", "data", data, DeviceMesh, 'a dimension of a mesh, mesh["data"]')
@@ -831,11 +834,6 @@ def _check_dimension(data: object, exact: bool) -> None:
         raise ValueError(
             f"data expects one dimension of a mesh, that along which the data are dealt; got a "
             f"mesh of {has}. Write data=mesh[{name!r}]"
-        )
-    if exact:
-        raise NotImplementedError(
-            "exact=True sums the gradients of whole batches, and with data= processes compute "
-            "parts of them, whose sum depends on the parts: leave one of them out"
         )
 
 

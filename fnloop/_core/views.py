@@ -11,25 +11,22 @@ from typing import TYPE_CHECKING
 import attrs
 from toolz import groupby
 
-from fnloop._core.history import (
+from fnloop._core.records import (
     COSTS,
     TRAINED,
-    History,
-    Mode,
     Record,
     best_record,
-    check_plot,
+    better,
     is_evaluated,
     is_row,
     metric_names,
-    mode_by_name,
     split_name,
     starred,
     turns_in,
     update_best,
 )
 from fnloop._display import checks, figures, tables
-from fnloop._display.tables import Column, Table, format_metric, shorten
+from fnloop._display.tables import Column, Table, format_metric, mode_by_name, shorten
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -250,6 +247,17 @@ MOST_NAMED, MOST_SHOWN = 2, 4  # best points of another axis: with their names, 
 HUGE = 1e100  # matplotlib fails on an axis of some more
 DECADES = 1000.0  # from the lowest to the highest value of a logarithmic axis, at least
 
+Mode = Mapping[str, str] | str | None
+
+
+def check_plot(mode: Mode, x: str) -> None:
+    """Raise ValueError unless these are arguments of ``History.plot``."""
+    if not isinstance(x, str) or x not in ("step", "epoch", "items"):
+        raise ValueError(f'x expects "step", "epoch" or "items"; got {checks.describe(x)}')
+    modes = mode.values() if isinstance(mode, Mapping) else () if mode is None else (mode,)
+    for given in modes:
+        better(0.0, 0.0, given)  # raises if it is not a mode
+
 
 def plot_records(records: Sequence[Record], mode: Mode, x: str) -> Figure:
     """Draw every metric; the arguments are those of ``History.plot``."""
@@ -430,10 +438,9 @@ MOST_VALUES = 4  # best values next to the title of another axis; of more, only 
 Series = Mapping[str, list[Record]]  # the records that have a metric
 
 
-def plot_runs(histories: Mapping[str, History], keys: Iterable[str] | None) -> Figure:
+def plot_runs(histories: Mapping[str, Iterable[Record]], keys: Iterable[str] | None) -> Figure:
     """Draw several runs; the arguments are those of ``compare``."""
     figures.require_matplotlib("compare")
-    _check(histories)
     histories = dict(zip(_short_names([*histories]), histories.values(), strict=True))
     series = {name: curves_of(history) for name, history in histories.items()}
     keys = _shared_keys(series) if keys is None else _given_keys(series, keys)
@@ -461,22 +468,6 @@ def plot_runs(histories: Mapping[str, History], keys: Iterable[str] | None) -> F
     return figure
 
 
-def _check(histories: Mapping[str, History]) -> None:
-    checks.mapping("compare", "histories", histories, 'such as {"a": history_a, "b": history_b}')
-    if not histories:
-        raise ValueError("compare expects at least one history; got none")
-    for name, history in histories.items():
-        checks.text("compare", "histories", name, "names of runs")
-        if not isinstance(history, History):
-            raise TypeError(
-                f"compare expects a History for {name!r}, such as state.history; "
-                f"got {checks.describe(history)}"
-            )
-        if not history.keys():
-            empty = "has no metric" if len(history) else "is empty"
-            raise ValueError(f"compare has nothing to draw for {name!r}: its history {empty}")
-
-
 def _short_names(names: Sequence[str]) -> Sequence[str]:
     """Return names of runs that fit a legend, unless some would be the same."""
     short = [shorten(name, LONGEST_NAME) for name in names]
@@ -491,7 +482,7 @@ def _best_records(series: Mapping[str, Series], key: str) -> dict[str, Record]:
 
 
 def _run_label(
-    name: str, best: Record, key: str, history: History, short: bool, known: bool
+    name: str, best: Record, key: str, history: Iterable[Record], short: bool, known: bool
 ) -> str:
     """Return the label of a run; a short one where its colour says which run it is.
 

@@ -17,15 +17,13 @@ from fnloop._core.history import (
     SINCE,
     Fold,
     History,
-    Record,
-    better,
     check_monitored,
-    counts,
     first_record,
     mode_of,
     new_records,
 )
 from fnloop._core.parts import Part
+from fnloop._core.records import Record, better, counts
 from fnloop._core.runs import RAN, RunInfo, now
 from fnloop._core.state import (
     TrainState,

@@ -19,6 +19,7 @@ from fnloop._backend.collectives import on_main_process
 from fnloop._backend.fsdp import like_sharded, local_part
 from fnloop._backend.torch_compat import strip_compile_prefix
 from fnloop._checkpoint.files import (
+    CHECKPOINT_NAME,
     SharedWrite,
     Writing,
     explain_nonfinite,
@@ -41,7 +42,6 @@ from fnloop._checkpoint.format import (
 from fnloop._checkpoint.parts import read_parts
 from fnloop._checkpoint.remote import Remote, Uploads, is_marked, place_at
 from fnloop._checkpoint.retention import (
-    CHECKPOINT_NAME,
     candidates,
     claim_folder,
     prune,
@@ -54,12 +54,12 @@ from fnloop._core.averages import Average
 from fnloop._core.history import (
     SINCE,
     History,
-    better,
     check_monitored,
     first_record,
     metrics_here,
     mode_of,
 )
+from fnloop._core.records import better
 from fnloop._core.runs import pending
 from fnloop._core.serialize import Json
 from fnloop._core.state import TrainState, differ_only, take_ownership, unwrap, with_slot

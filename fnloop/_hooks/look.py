@@ -16,11 +16,13 @@ from torch import Tensor, profiler
 
 from fnloop._backend.collectives import broadcast, on_main_process
 from fnloop._backend.fsdp import is_sharded
-from fnloop._core.history import TRAINED, History, Record, check_plot, suggestion
+from fnloop._core.history import History, suggestion
+from fnloop._core.records import TRAINED, Record
 from fnloop._core.runs import RAN, WAITS, is_interruption
 from fnloop._core.state import TrainState, with_note
 from fnloop._core.types import END, RECORD, Call, Output, name_of
 from fnloop._core.view import as_evaluated
+from fnloop._core.views import check_plot
 from fnloop._display import checks, figures, tables
 from fnloop._hooks.hook import (
     Hook,

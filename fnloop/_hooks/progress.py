@@ -19,22 +19,18 @@ import attrs
 from torch import Tensor
 from tqdm.utils import disp_len
 
-from fnloop._core.history import (
-    SINCE,
+from fnloop._core.history import SINCE, first_record, new_records, records_since, unfinished
+from fnloop._core.metrics import Last, read
+from fnloop._core.optimizers import labelled_groups, optimizers_in
+from fnloop._core.records import (
     Record,
-    first_record,
     is_evaluated,
     is_row,
     metric_names,
-    new_records,
     number_of_epoch,
-    records_since,
     starred,
-    unfinished,
     update_best,
 )
-from fnloop._core.metrics import Last, read
-from fnloop._core.optimizers import labelled_groups, optimizers_in
 from fnloop._core.runs import RunInfo, is_interruption
 from fnloop._core.state import TrainState, count_parameters
 from fnloop._core.types import EPOCH, RECORD, Call

@@ -27,7 +27,8 @@ from fnloop._backend.collectives import any_rank, on_main_process
 from fnloop._backend.processes import trackers
 from fnloop._checkpoint.files import make_folder, remove_parts, replace_file
 from fnloop._checkpoint.retention import read_run_id
-from fnloop._core.history import History, Record
+from fnloop._core.history import History
+from fnloop._core.records import Record
 from fnloop._core.runs import kind_of
 from fnloop._core.state import TrainState, differ_only
 from fnloop._core.types import END, RECORD, Call, Output, name_of

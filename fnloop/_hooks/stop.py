@@ -17,17 +17,9 @@ from torch import Tensor
 from fnloop._backend.collectives import broadcast, gather_objects, gather_shares
 from fnloop._backend.containers import map_leaves
 from fnloop._checkpoint.format import NUMBER, check_shape
-from fnloop._core.history import (
-    SINCE,
-    Fold,
-    Record,
-    better,
-    check_monitored,
-    counts,
-    first_record,
-    mode_of,
-)
+from fnloop._core.history import SINCE, Fold, check_monitored, first_record, mode_of
 from fnloop._core.metrics import Mean
+from fnloop._core.records import Record, better, counts
 from fnloop._core.rng import isolated
 from fnloop._core.runs import Stop, ends_job, kind_of, now
 from fnloop._core.state import TrainState, with_slot
@@ -459,7 +451,7 @@ class halt_on_nonfinite(Hook):
                 return recent
         if UPDATE in state.events and state.step % self.steps == 0 and "loss" in state.metrics:
             running = {"loss": state.metrics["loss"]}
-            return engine_of(state).merge_metrics(running)["loss"].compute()  # a host read
+            return engine_of(state).reduce(running)["loss"].compute()  # a host read
         return None
 
     def _interval(self, state: TrainState) -> str:

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Mapping, Sequence
 
 from fnloop._core.averages import check_not_averaged
-from fnloop._core.history import Record
+from fnloop._core.records import Record
 from fnloop._core.state import (
     TrainState,
     check_not_stale,

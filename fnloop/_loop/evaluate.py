@@ -82,7 +82,7 @@ def measure(
                     break
                 where = None
                 # A function of the batch, whichever process evaluates it.
-                position(mix(seed, n * backend.data_size + backend.data_rank))
+                position(mix(seed, backend.position_of(n)))
                 results = evaluation.call(step.evaluation, state, batch)
                 if outputs is not None:
                     outputs.append([_to_host(out) for _, out in results if out.skip is None])
@@ -157,7 +157,7 @@ def evaluate(step: PipelineStep, state: TrainState, loader: object) -> dict[str,
     with isolated(state.backend.device), reusing_pages(state.backend.device):
         state = step.init_slots(state, evaluation=True)
         metrics = measure(step, state, open_loader(loader, state, reader="evaluate"), False)
-        return step.derive(read(engine_of(state).merge_metrics(metrics), vectors=True))
+        return step.derive(read(engine_of(state).reduce(metrics), vectors=True))
 
 
 def predict(
@@ -235,7 +235,7 @@ def _predict(
                         prediction.finish(source)
                     return
                 where = name_of(fn)
-                position(fold_in(seed, n * backend.data_size + backend.data_rank))
+                position(fold_in(seed, backend.position_of(n)))
                 results = prediction.call(fn, model, batch)
         except Exception as error:
             error.add_note(f"while in {where}, predict, batch {n}")
@@ -334,7 +334,7 @@ def _forward(step: PipelineStep, state: TrainState, loader: object, norms: Norms
             if (batch := next(batches, NONE_LEFT)) is NONE_LEFT:
                 break
             where = None
-            position(mix(seed, n * backend.data_size + backend.data_rank))
+            position(mix(seed, backend.position_of(n)))
             before = _copied(norms) if type(batch) is Padding else None
             evaluation.call(step.forward, state, batch)
             if before is not None:

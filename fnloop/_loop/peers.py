@@ -46,6 +46,11 @@ class Peers(Protocol):
     """What a run does together with its other processes."""
 
     @property
+    def alone(self) -> bool:
+        """Whether there are none."""
+        ...
+
+    @property
     def clock(self) -> Callable[[], float] | None:
         """Seconds since the run began, the same in every process; None in a single process."""
         ...
@@ -70,7 +75,7 @@ class Peers(Protocol):
 class Alone:
     """A single process: there is nothing to exchange."""
 
-    clock = None
+    alone, clock = True, None
 
     def poll(self, state: TrainState, interrupts: Interrupts) -> None: ...
 
@@ -199,6 +204,8 @@ class Consensus:
     Args:
         state: the state at the beginning of the run.
     """
+
+    alone = False
 
     def __init__(self, state: TrainState) -> None:
         self._began = time.monotonic()

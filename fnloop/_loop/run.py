@@ -20,7 +20,6 @@ from typing import Any
 import attrs
 
 from fnloop._backend.containers import reusing_pages
-from fnloop._core.history import Record, split_name
 from fnloop._core.metrics import (
     ITEMS,
     RECENT,
@@ -31,6 +30,7 @@ from fnloop._core.metrics import (
     without_recent,
 )
 from fnloop._core.optimizers import labelled_groups, numbers_used, optimizers_in
+from fnloop._core.records import Record, split_name
 from fnloop._core.rng import COMPUTE, fold_in, isolated, mix, seed_host, torch_seeder
 from fnloop._core.runs import (
     CLOCK,
@@ -224,7 +224,7 @@ class World:
         self._position, self._seed = torch_seeder(state.backend.device), 0
         self._in_windows, self._share = plan.step.window > 1, state.backend.data_size
         self._size, self._recent = self.source.batch_size or 0, plan.record_every is not None
-        self._calls_always = bool(plan.hooks) or not is_alone(state)
+        self._calls_always = bool(plan.hooks) or not self.peers.alone
         calls = [Call("boundary", n) for n in range(max(len(plan.hooks), 1))]
         self._hooks_then_update: list[Todo] = [*((each, Update()) for each in calls), (Update(),)]
         self.interrupts = Interrupts()
@@ -635,14 +635,13 @@ class World:
             report |= self._evaluate(state, loader, asking(self._collectors, state, loader))
         self.doing = "the record"
         seconds = max(self.stopwatch.spent(), self.seconds)  # another process may be ahead
-        if not is_alone(state):
-            report["seconds"] = Max(seconds)
+        report["seconds"] = Max(seconds)
         in_first_epoch = state.epoch + bool(state.batch) <= 1
         report["items"] = items_so_far(state.metrics, in_first_epoch)
         if loaders:
             report["evaluated"] = Max(time.perf_counter() - began)
-        values = read(engine_of(state).reduce_report(report, "train/"))
-        self.seconds = seconds = values.pop("seconds", seconds)
+        values = read(engine_of(state).reduce(report, "train/"))
+        self.seconds = seconds = values.pop("seconds")
         items = values.pop("items")
         state = changed(state, todo=todo)
         if not (values or train or closing or action.names):
@@ -827,7 +826,7 @@ class Survival:
 def _survive(world: World, error: BaseException) -> bool:
     """Return whether the run ends as it would without this error: after a signal."""
     __tracebackhide__ = True
-    before, alone = world.state, is_alone(world.state)
+    before, alone = world.state, world.peers.alone
     if world.doing is None:  # the step may have applied its update already
         made = newest(before, world.taken, world.taken * (world.source.batch_size or 0))
         if made is not before:

@@ -26,9 +26,10 @@ from fnloop._core.types import (
     output_without_loss,
 )
 from fnloop._display import checks
-from fnloop._step.engine import WeightedSum, check_not_exact, engine_of
+from fnloop._step.engine import engine_of, refuse
 from fnloop._step.forward import takes_carry
-from fnloop._step.guard import InPieces, Retrying
+from fnloop._step.gradients import WeightedSum
+from fnloop._step.guard import Retrying
 from fnloop._step.transaction import in_parts
 from fnloop._step.update import CREATE_GRAPH, Backward, Commuting, Insertable
 
@@ -278,7 +279,7 @@ def microbatch(size: int) -> Middleware:
     checks.integer("microbatch", "size", size, "the most samples in a piece", wrong_type=TypeError)
 
     def gradient(step: Step) -> Step:
-        return _instead_of(step, lambda backward: InPieces(backward.loss, size))
+        return _instead_of(step, lambda backward: Backward(backward.loss, size))
 
     return Middleware("microbatch", gradient=gradient, check=_check_pieces, adds=())
 
@@ -342,11 +343,8 @@ def _instead_of(step: Step, replace: Callable[[Backward], Backward]) -> Step:
 
 
 def _whole_batches(state: TrainState) -> int:
-    name, why = (
-        "retry_on_oom",
-        "the size of pieces changes the last bits, and it follows the memory",
-    )
-    check_not_exact(state, name, f"{why}. List microbatch(size) instead")
+    why = "the size of pieces changes the last bits, and it follows the memory"
+    refuse(state, "retry_on_oom", exact=f"{why}. List microbatch(size) instead")
     exchanging = (
         is_sharded(state.model)
         or state.backend.parts > 1
@@ -457,12 +455,13 @@ def tbptt(length: int, dim: int = 1) -> Middleware:
 
 
 def _no_carry(state: TrainState) -> None:
-    check_not_exact(state, TBPTT, "it works in one process only. Leave one of them out")
-    if not engine_of(state).calls_every_batch:
-        raise NotImplementedError(
-            "tbptt works in one process only: several would share the batches of a loader, and "
-            "each would carry on from a batch that its next one does not continue"
-        )
+    refuse(
+        state,
+        TBPTT,
+        exact="it works in one process only. Leave one of them out",
+        several="several would share the batches of a loader, and each would carry on from a batch "
+        "that its next one does not continue",
+    )
 
 
 def _check_tbptt(listed: Sequence[Middleware]) -> None:

@@ -18,10 +18,9 @@ from fnloop._core.rng import isolated
 from fnloop._core.state import TrainState, parameters, unwrap
 from fnloop._core.types import Batch, Call, Middleware, Output, Step, middleware
 from fnloop._display import checks
-from fnloop._step.engine import (
-    check_not_exact,
+from fnloop._step.engine import engine_of, refuse
+from fnloop._step.gradients import (
     clip_to_norm_,
-    engine_of,
     nan_unless_finite,
     restore_gradients,
     stash_gradients,
@@ -511,13 +510,12 @@ def closure(*, create_graph: bool = False) -> Middleware:
 
 
 def _refuse_several(state: TrainState) -> None:
-    name = "closure(create_graph=True)"
-    check_not_exact(state, name, "it works in one process only. Leave one of them out")
-    if not engine_of(state).calls_every_batch:
-        raise NotImplementedError(
-            "closure(create_graph=True) works in one process only: the graph of a gradient does "
-            "not reach the other processes"
-        )
+    refuse(
+        state,
+        "closure(create_graph=True)",
+        exact="it works in one process only. Leave one of them out",
+        several="the graph of a gradient does not reach the other processes",
+    )
 
 
 def _scales(member: Middleware) -> bool:

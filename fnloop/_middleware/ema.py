@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from fnloop._checkpoint.format import OWN, TENSORS, TRAINING
+from fnloop._checkpoint.format import TRAINING
 from fnloop._core.averages import AVERAGED, Average
 from fnloop._core.freeze import Selectors, check_selectors
+from fnloop._core.parts import OWN, TENSORS
 from fnloop._core.state import LOCAL_SGD, TBPTT, TrainState, explain_unknown_length
 from fnloop._core.types import Middleware, middleware, name_of
 from fnloop._display import checks

@@ -15,7 +15,7 @@ from fnloop._core.optimizers import modes_of, optimizers_in, wants_closure
 from fnloop._core.state import LOCAL_SGD, TrainState, ownership_of
 from fnloop._core.types import Batch, Middleware, Output, Step, middleware, name_of
 from fnloop._display import checks
-from fnloop._step.engine import check_not_exact, engine_of
+from fnloop._step.engine import engine_of, refuse
 from fnloop._step.update import replace_apply
 
 Outer = Callable[[list[nn.Parameter]], Optimizer]
@@ -256,7 +256,7 @@ def _check_members(members: Sequence[Middleware]) -> None:
 
 def _check_state(state: TrainState, members: Sequence[Middleware]) -> None:
     """Raise NotImplementedError if the processes of a state cannot update by themselves."""
-    check_not_exact(state, "local_sgd", "its sums depend on the number of processes. Leave one out")
+    refuse(state, LOCAL_SGD, exact="its sums depend on the number of processes. Leave one out")
     optimizers, why = optimizers_in(state.optimizer).values(), None
     if is_sharded(state.model):
         why = (

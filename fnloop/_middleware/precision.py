@@ -10,11 +10,12 @@ from torch import Tensor
 
 from fnloop._backend import torch_compat
 from fnloop._backend.containers import map_leaves
-from fnloop._backend.fsdp import is_sharded, local_part
+from fnloop._backend.fsdp import local_part
 from fnloop._core.optimizers import optimizers_in
 from fnloop._core.state import TrainState, parameters
 from fnloop._core.types import Batch, Middleware, Output, Step, Wrap, middleware
 from fnloop._display.checks import describe, integer, number
+from fnloop._step.engine import refuse
 from fnloop._step.transaction import decide_any, then
 from fnloop._step.update import Commuting, Insertable
 
@@ -271,11 +272,9 @@ def _converted(tensor: Tensor) -> Tensor:
 
 def _convert_state(state: TrainState) -> Converted:
     """Convert the model and what the optimizers keep of its parameters, in place."""
-    if is_sharded(state.model):
-        raise NotImplementedError(
-            "channels_last() cannot convert a model that is sharded over processes: leave it out, "
-            "and write model.to(memory_format=torch.channels_last) before fully_shard(model)"
-        )
+    why = "cannot convert a model that is sharded over processes: leave it out, and write "
+    instead = "model.to(memory_format=torch.channels_last) before fully_shard(model)"
+    refuse(state, "channels_last()", sharded=why + instead)
     for tensor in (*state.model.parameters(), *state.model.buffers()):
         tensor.data = _converted(tensor.data)
         if tensor.grad is not None:

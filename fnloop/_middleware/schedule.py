@@ -16,17 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from fnloop._core.history import (
-    SINCE,
-    Fold,
-    Record,
-    better,
-    check_monitored,
-    counts,
-    first_record,
-    mode_of,
-    unfinished,
-)
+from fnloop._core.history import SINCE, Fold, check_monitored, first_record, mode_of, unfinished
 from fnloop._core.metrics import Last
 from fnloop._core.optimizers import (
     RATIO,
@@ -46,6 +36,7 @@ from fnloop._core.optimizers import (
     set_number,
     was_scheduled,
 )
+from fnloop._core.records import Record, better, counts
 from fnloop._core.runs import RunInfo
 from fnloop._core.state import TrainState, explain_unknown_length, with_slot
 from fnloop._core.types import (

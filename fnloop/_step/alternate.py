@@ -15,7 +15,6 @@ import toolz
 import torch
 from torch import Tensor
 
-from fnloop._backend.fsdp import is_sharded
 from fnloop._core.history import unfinished
 from fnloop._core.metrics import RECENT, Mean, NoLoss, combine, update_evaluated_
 from fnloop._core.optimizers import optimizers_in
@@ -43,12 +42,14 @@ from fnloop._core.types import (
     Middleware,
     Output,
     Step,
+    is_ours,
     output_without_loss,
 )
 from fnloop._display import checks, tables
 from fnloop._display.checks import describe, join_names
 from fnloop._display.screen import log
-from fnloop._step.engine import NO_GRADIENT, NoGradientError, check_not_exact, engine_of
+from fnloop._step.engine import engine_of, refuse
+from fnloop._step.gradients import NO_GRADIENT, NoGradientError
 from fnloop._step.pipeline import (
     STEP,
     Pipeline,
@@ -56,7 +57,6 @@ from fnloop._step.pipeline import (
     Replaceable,
     calls_noted,
     check_around,
-    is_ours,
     renew_slots,
 )
 from fnloop._step.update import of_turn, prefixed
@@ -289,11 +289,10 @@ class AlternateStep(PipelineStep):
     def init_slots(self, state: TrainState, *, evaluation: bool = False) -> TrainState:
         __tracebackhide__ = True
         self._check_state(state)
-        if not evaluation and is_sharded(state.model):
-            raise NotImplementedError(
-                "alternate does not work with fully_shard, which takes the parameters that need "
-                "gradients as they are at first: leave fully_shard out"
-            )
+        if not evaluation:
+            takes = "takes the parameters that need gradients as they are at first"
+            why = f"does not work with fully_shard, which {takes}: leave fully_shard out"
+            refuse(state, "alternate", sharded=why)
         state = super().init_slots(state, evaluation=evaluation)
         for name in self.settings.evaluated if evaluation else self.settings.steps:
             own = self._turns.state_of(state, name)
@@ -310,7 +309,7 @@ class AlternateStep(PipelineStep):
 
     def _check_state(self, state: TrainState) -> None:
         """Raise ValueError if the state lacks an optimizer."""
-        check_not_exact(state, "alternate", "its turns share a window. Leave exact=True out")
+        refuse(state, "alternate", exact="its turns share a window. Leave exact=True out")
         found = optimizers_in(state.optimizer)
         missing = [name for name in self.settings.steps if name not in found]
         if not missing:

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import attrs
 import torch
@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from fnloop._backend.containers import map_leaves, tensors_in
 from fnloop._backend.fsdp import is_sharded
 from fnloop._backend.torch_compat import version_of
+from fnloop._core.metrics import Mean, NoLoss, update_, update_evaluated_
 from fnloop._core.optimizers import optimizers_in
 from fnloop._core.state import (
     TrainState,
@@ -25,7 +26,8 @@ from fnloop._core.state import (
     give_up_ownership,
     with_carry,
 )
-from fnloop._core.types import Aux, Batch, LossFn, Output, Skip, Step, name_of
+from fnloop._core.types import Aux, Batch, LossFn, Metric, Output, Skip, Step, name_of
+from fnloop._data.source import Source
 from fnloop._display.checks import describe, function
 from fnloop._display.screen import log
 from fnloop._display.tables import shorten
@@ -519,3 +521,58 @@ class _Supervised:
             "a loss function: def loss_fn(model, batch): return criterion(model(batch"
             f"[{x}]), batch[{y}])"
         )
+
+
+# --------------------------------------------------------------------------------------------------
+# Evaluations: the loss and the metrics of their batches.
+
+Subject = TypeVar("Subject")
+Result = TypeVar("Result")
+
+
+class EvaluationPass(Protocol):
+    """An evaluation of a loader, or a prediction for it."""
+
+    def call(
+        self, fn: Callable[[Subject, Batch], Result], subject: Subject, batch: Batch, /
+    ) -> list[Result]:
+        """Call ``fn(subject, batch)``. Return its result in a list, which is empty for padding."""
+        ...
+
+    def finish(self, source: Source, /) -> None:
+        """Raise if the processes have read the data in different orders."""
+        ...
+
+    def add(self, out: Output, /) -> None:
+        """Combine the loss and the metrics of a batch with those before it."""
+        ...
+
+    def own_metrics(self) -> dict[str, Metric]:
+        """Return the metrics that this process contributes, the loss first."""
+        ...
+
+    def gather(self, results: list[Result], /) -> list[Result]:
+        """Return the results of the last batch of every share of the data, in their order."""
+        ...
+
+
+class Fold:
+    """The loss and the metrics of the batches of an evaluation, in their order."""
+
+    def __init__(self) -> None:
+        self._metrics: dict[str, Metric] = {}
+        self._loss: Mean | NoLoss | None = None
+
+    def add(self, out: Output) -> None:
+        """Combine those of one more batch, unless it has no item."""
+        __tracebackhide__ = True
+        if out.weight.__class__ is int and not out.weight:
+            return
+        self._loss = update_evaluated_(self._loss, out.loss, out.weight)
+        if out.metrics:
+            self._metrics = update_(self._metrics, out.metrics)
+
+    def metrics(self) -> dict[str, Metric]:
+        """Return all metrics, the loss first."""
+        found = {**self._metrics} if self._loss is None else {"loss": self._loss, **self._metrics}
+        return {"loss": found.pop("loss", Mean(0.0, 0)), **found}

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from fnloop._backend.containers import to_device
-from fnloop._backend.fsdp import is_sharded
 from fnloop._core.averages import check_not_averaged
 from fnloop._core.freeze import Selector, select
 from fnloop._core.history import check_loaders
@@ -66,13 +65,15 @@ from fnloop._core.types import (
 from fnloop._core.view import shown, view
 from fnloop._display import checks, tables
 from fnloop._display.checks import describe, join_names
-from fnloop._step.engine import (
-    LossRoot,
-    NoGradientError,
-    check_not_exact,
-    engine_of,
+from fnloop._step.engine import engine_of, refuse
+from fnloop._step.forward import (
+    RawFn,
+    carrying,
+    check_output,
+    forward,
+    own_gradients,
 )
-from fnloop._step.forward import RawFn, carrying, check_output, forward, own_gradients
+from fnloop._step.gradients import LossRoot, NoGradientError
 from fnloop._step.guard import RETRY
 from fnloop._step.transaction import around, may_skip_in, transaction
 from fnloop._step.update import (
@@ -276,7 +277,7 @@ class PipelineStep(abc.ABC):
     def begin_run(self, state: TrainState) -> None:
         """Forget what was found out in an earlier run, and prepare the optimizers for training."""
         clear_parameter_cache(state)
-        engine_of(state).begin_run(state)
+        engine_of(state).begin(state)
         to_training(state.optimizer)
 
     def init_slots(self, state: TrainState, *, evaluation: bool = False) -> TrainState:
@@ -669,11 +670,12 @@ class RawStep(LossStep):
         __tracebackhide__ = True
         if not evaluation:
             its = "it runs its own backward, so no other step can sum its gradients in a tree"
-            check_not_exact(state, repr(self), f"{its}. Leave exact=True out")
-        if not (evaluation or engine_of(state).calls_every_batch):
-            raise NotImplementedError(
-                f"{self!r} works in one process only: {name_of(self.fn)} runs its own backward, so "
-                "the gradients of several would not be averaged"
+            refuse(
+                state,
+                repr(self),
+                exact=f"{its}. Leave exact=True out",
+                several=f"{name_of(self.fn)} runs its own backward, so the gradients of several "
+                "would not be averaged",
             )
         return super().init_slots(state, evaluation=evaluation)
 
@@ -737,11 +739,10 @@ class GradientStep(RawStep):
 
     def init_slots(self, state: TrainState, *, evaluation: bool = False) -> TrainState:
         __tracebackhide__ = True
-        if not evaluation and is_sharded(state.model):
-            raise NotImplementedError(
-                f"{self!r} does not work with fully_shard, which averages gradients in a backward, "
-                "before they can be weighed: leave fully_shard out"
-            )
+        if not evaluation:
+            averages = "averages gradients in a backward, before they can be weighed"
+            why = f"does not work with fully_shard, which {averages}: leave fully_shard out"
+            refuse(state, repr(self), sharded=why)
         return LossStep.init_slots(self, state, evaluation=evaluation)
 
     def _shown(self) -> tuple[str, list[tuple[str, list[str]]]]:

@@ -21,7 +21,8 @@ from fnloop._core.state import (
 )
 from fnloop._core.types import Batch, Middleware, Output, Step, Wrap, is_ours
 from fnloop._display import checks
-from fnloop._step.engine import engine_of, skipped_with
+from fnloop._step.engine import engine_of
+from fnloop._step.gradients import skipped_with
 
 # --------------------------------------------------------------------------------------------------
 # An update is a transaction. It is attempted: the gradients are made. Then it is applied by
@@ -187,7 +188,7 @@ def keeping_buffers() -> Keep:
 
 def skip_together(state: TrainState, out: Output) -> Output:
     """Return an output that is skipped if it is skipped on any process. A collective."""
-    return skipped_with(engine_of(state).any(out.skip is not None), out)
+    return skipped_with(engine_of(state).largest(out.skip is not None), out)
 
 
 # --------------------------------------------------------------------------------------------------

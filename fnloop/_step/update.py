@@ -33,7 +33,8 @@ from fnloop._core.state import (
 from fnloop._core.types import Batch, Metric, Middleware, Output, Step
 from fnloop._display import checks
 from fnloop._display.screen import log
-from fnloop._step.engine import LossRoot, engine_of, fail_to_train
+from fnloop._step.engine import engine_of
+from fnloop._step.gradients import LossRoot, fail_to_train
 
 # --------------------------------------------------------------------------------------------------
 # The outermost of the three steps, that of the optimizers, and what becomes of its output.
@@ -181,31 +182,21 @@ class Backward:
 
     Args:
         loss: the loss, and what backward starts from.
-
-    Attributes:
         size: the most samples in one forward and backward; None: those of a batch.
     """
 
-    size: int | None = None
-
-    def __init__(self, loss: LossRoot) -> None:
-        self.loss = loss
+    def __init__(self, loss: LossRoot, size: int | None = None) -> None:
+        self.loss, self.size = loss, size
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
         """Run forward and backward of one batch."""
         __tracebackhide__ = True
-        single = engine_of(state).start_batch(self.loss, state)
-        state, out = single.forward(state, batch)
-        return state, single.backward(state, out)
+        return engine_of(state).gradients(self.loss, state, (batch,), self.size, alone=True)
 
     def accumulate(self, state: TrainState, window: Sequence[Batch]) -> tuple[TrainState, Output]:
         """Run forward and backward of a window. The gradient is that of the mean over its items."""
         __tracebackhide__ = True
-        training = engine_of(state).start_window(self.loss, state, [1] * len(window))
-        for batch in window:
-            state, out = training.forward(state, batch)
-            training.add(state, out)
-        return state, training.finish(state)
+        return engine_of(state).gradients(self.loss, state, window, self.size)
 
     def scaled_by(self, scale: Callable[[TrainState], Tensor]) -> Backward:
         """Return the same step with gradients multiplied by ``scale(state)``."""

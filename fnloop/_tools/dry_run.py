@@ -17,8 +17,9 @@ from fnloop._backend.collectives import gather_from_all
 from fnloop._checkpoint.format import CheckpointError
 from fnloop._checkpoint.restore import restore
 from fnloop._checkpoint.save import check_resumable, save
-from fnloop._core.history import History, Record, check_names
+from fnloop._core.history import History, check_names
 from fnloop._core.optimizers import optimizers_in
+from fnloop._core.records import Record
 from fnloop._core.rng import isolated
 from fnloop._core.runs import INTERRUPTED, TERMINATED
 from fnloop._core.serialize import find_difference
@@ -26,8 +27,8 @@ from fnloop._core.state import TrainState, check_not_stale, snapshot
 from fnloop._core.types import EPOCH, Batch, Middleware, Output, Step, Wrap, name_of
 from fnloop._data.composed import unmarked
 from fnloop._data.held import own_copy
-from fnloop._data.loaders import Loaders, Padding, check_loader, sharded
-from fnloop._data.source import batch_size_of, open_source, windows
+from fnloop._data.loaders import Loaders, Padding, batch_size_of, check_loader, sharded
+from fnloop._data.source import open_source, windows
 from fnloop._display import tables
 from fnloop._display.checks import join_names
 from fnloop._display.tables import Column, Shown, Table, format_milliseconds, shorten

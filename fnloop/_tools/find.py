@@ -15,7 +15,7 @@ from fnloop._backend.containers import is_out_of_memory
 from fnloop._core.optimizers import Group, Rate, copy_number, groups_in, initial_value, put_number
 from fnloop._core.state import TrainState, check_not_stale
 from fnloop._core.types import Batch, Middleware, Output, Step, middleware
-from fnloop._data.source import batch_size_of
+from fnloop._data.loaders import batch_size_of
 from fnloop._display import checks
 from fnloop._display.tables import Column, Shown, Table, format_metric
 from fnloop._loop.evaluate import open_loader

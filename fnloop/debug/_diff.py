@@ -19,7 +19,8 @@ from fnloop._checkpoint.format import COUNTERS, Contents
 from fnloop._checkpoint.restore import read_alone
 from fnloop._checkpoint.retention import Saved, is_one_checkpoint, read_history, saved_in
 from fnloop._checkpoint.save import collect_contents
-from fnloop._core.history import COSTS, History, Record
+from fnloop._core.history import History
+from fnloop._core.records import COSTS, Record
 from fnloop._core.serialize import Measured, describe_value, find_difference, measure
 from fnloop._core.state import TrainState, check_not_stale
 from fnloop._display import checks, tables

@@ -26,16 +26,10 @@ from fnloop._checkpoint.parts import Targets, decode_targets
 from fnloop._checkpoint.restore import restore
 from fnloop._checkpoint.retention import Saved, read_history, saved_in
 from fnloop._checkpoint.save import collect_contents
-from fnloop._core.history import (
-    History,
-    Phase,
-    Record,
-    decode_phases,
-    records_since,
-    unfinished,
-)
+from fnloop._core.history import History, Phase, decode_phases, records_since, unfinished
 from fnloop._core.metrics import RECENT
 from fnloop._core.optimizers import optimizers_in
+from fnloop._core.records import Record
 from fnloop._core.rng import isolated, reserved_generators
 from fnloop._core.runs import INTERRUPTED, Stop, is_interruption
 from fnloop._core.state import TrainState, check_not_stale, snapshot, unwrap
@@ -52,7 +46,7 @@ from fnloop._loop.peers import Interrupts, is_alone
 from fnloop._loop.plan import Plan, check_step, make_plan
 from fnloop._loop.run import fold
 from fnloop._step.alternate import AlternateStep
-from fnloop._step.guard import pieces_of
+from fnloop._step.gradients import pieces_of
 from fnloop._step.pipeline import LossStep, Pipeline, PipelineStep, RawStep
 from fnloop.debug._diff import (
     BITS,

@@ -34,7 +34,7 @@ from torch.utils.hooks import RemovableHandle
 from fnloop._backend import torch_compat
 from fnloop._backend.containers import parts_of, tensors_in, with_parts
 from fnloop._backend.fsdp import is_sharded, local_part
-from fnloop._checkpoint.optimizer import walk_optimizers
+from fnloop._checkpoint.named import walk_optimizers
 from fnloop._core.averages import Average
 from fnloop._core.code import INSTALLED, PACKAGE, codes_of, is_users
 from fnloop._core.freeze import Selector, Selectors, check_selectors, select

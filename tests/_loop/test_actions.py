@@ -120,7 +120,8 @@ AT_END, WITHIN = "fl.inspect(see('see'), every=fl.at_end())", "fl.inspect(see('s
 
 @pytest.mark.parametrize(("hook", "steps"), [
     (AT_END, [4]), (f"fl.on_main({AT_END})", [4]), (f"fl.at_end()({WITHIN})", [4]),
-    (f"fl.every(epochs=1)({WITHIN})", [2, 4]), (f"fl.when_improved('train/loss')({WITHIN})", [2, 4]),
+    (f"fl.every(epochs=1)({WITHIN})", [2, 4]),
+    (f"fl.when_improved('train/loss')({WITHIN})", [2, 4]),
     (f"fl.every(epochs=1)(fl.once({WITHIN}, name='once'))", [2]),
     # It waits from the third update on, and is called once.
     ("fl.inspect(see('see'), every=fl.every(steps=3) | fl.at_end())", [4]),
