@@ -260,7 +260,7 @@ def _encode_identity(saving: Saving) -> dict[str, Json]:
         "format_version": saving.version,
         **({"parts": list(saving.parts)} if partial else {}),
         "versions": versions(),
-        **({"made_with": dict(saving.run.made_with())} if saving.run is not None else {}),
+        **({"made_with": dict(saving.run.live.made_with())} if saving.run is not None else {}),
         "run": state.run_id,
         "position": position_of(state),
         "stop": state.stop,

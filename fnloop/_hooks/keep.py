@@ -254,7 +254,7 @@ class checkpoint(Hook):
         """
         check_saveable(state, self.parts)
         if state.run is not None:  # now, as the files of the code may be edited while it trains
-            state.run.made_with()
+            state.run.live.made_with()
         if self._remote is not None:
             self.folder = self._remote.staging(state.run_id)
         with self._place.reading():
@@ -272,7 +272,7 @@ class checkpoint(Hook):
             self._awaits_metric = not self._has_metric(state)
             self._position = position_of(state)
             if state.run is not None:  # before it is saved: then a run that is killed has told it
-                state.run.notices.tell(state, "save", folder=str(self.folder))
+                state.run.live.notices.tell(state, "save", folder=str(self.folder))
         # A run that is resumed would call the hooks again that were still to be called.
         if saved is None or (pending(saved.todo) and not pending(state.todo)):
             self._saved = state

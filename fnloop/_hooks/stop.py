@@ -124,7 +124,7 @@ def _indices(state: TrainState, before: _Mark, after: _Mark) -> list[object] | N
         batches = run.window
     rounds = -(-batches // state.backend.data_size)
     with isolated(state.backend.device):
-        own = run.indices_at(before.epoch, before.batch, before.samples)
+        own = run.live.indices_at(before.epoch, before.batch, before.samples)
         mine = [map_leaves(index, _plain) for index in itertools.islice(own, rounds)]
     every = gather_shares(mine, "the hook halt_on_nonfinite")
     found = [index for round_ in itertools.zip_longest(*every) for index in round_]

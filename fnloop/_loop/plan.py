@@ -23,6 +23,7 @@ from fnloop._core.history import (
 )
 from fnloop._core.optimizers import forget_schedules, groups_in
 from fnloop._core.runs import (
+    Live,
     RunInfo,
     Windows,
     ends_phase,
@@ -362,14 +363,13 @@ def describe(
         total = state.step + lost + left
         total = total if plan.steps is None else min(total, plan.steps)
     making = plan.step, unwrap(state), state.backend.device, plan.hooks
+    made_with = functools.cache(functools.partial(describe_making, *making))
     return RunInfo(
-        plan.epochs, total, per_epoch, batches, windows.largest, evaluated, clock,
+        plan.epochs, total, per_epoch, batches, windows.largest, evaluated,
         precision=plan.step.precision_in(state), first_step=0 if phase is None else phase.step,
-        position_at=source.positions.at, indices_at=source.indices,
-        hook_slots=slots_of(plan.hooks), reported=names_reported(plan.hooks),
         turns=tuple(plan.step.settings.steps) if isinstance(plan.step, AlternateStep) else (),
-        windows=windows,
-        made_with=functools.cache(functools.partial(describe_making, *making)),
+        hook_slots=slots_of(plan.hooks), reported=names_reported(plan.hooks), windows=windows,
+        live=Live(clock, source.positions.at, source.indices, made_with),
     )  # fmt: skip
 
 

@@ -420,7 +420,7 @@ def timings() -> Middleware:
             new, out = step(state, batch)
             times: dict[str, Metric] = {"time/step": elapsed(1, start, mark(state.backend.device))}
             if state.run is not None:
-                times["time/data"] = Elapsed(1, state.run.stopwatch.waited)
+                times["time/data"] = Elapsed(1, state.run.live.stopwatch.waited)
             return new, report(out, times, "timings")
 
         return timed
@@ -560,7 +560,7 @@ def _training_time(state: TrainState, start: Mark) -> Elapsed:
     end = mark(state.backend.device)
     if state.run is None:
         return elapsed(0, start, end, is_rate=True)
-    watch = state.run.stopwatch
+    watch = state.run.live.stopwatch
     before, watch.newest = watch.newest, end
     if before is None or isinstance(end, float):
         return elapsed(0, start, end, more=watch.waited, is_rate=True)
@@ -614,8 +614,8 @@ def device_memory() -> Middleware:
         def measured(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
             __tracebackhide__ = True
             device = state.backend.device
-            if state.run is not None and state.run.stopwatch.recorded:
-                state.run.stopwatch.recorded = False
+            if state.run is not None and state.run.live.stopwatch.recorded:
+                state.run.live.stopwatch.recorded = False
                 running: object = state.metrics.get(NAME)
                 if isinstance(running, Peak):
                     running.compute()  # keeps the peak until now
