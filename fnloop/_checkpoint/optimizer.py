@@ -47,6 +47,7 @@ from fnloop._core.optimizers import (
     Group,
     drop_schedule,
     initial_setting,
+    is_torch_optimizer,
     number_in,
     optimizers_in,
     set_by_torch,
@@ -559,11 +560,6 @@ class NamedOptimizer:
         """Return each parameter by name, with its group."""
         groups = self.optimizer.param_groups
         return {self.names[id(p)]: (p, group) for group in groups for p in group["params"]}
-
-
-def is_torch_optimizer(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer is one of torch's own, not of a class derived from it."""
-    return getattr(torch.optim, type(optimizer).__name__, None) is type(optimizer)
 
 
 def has_own_state_dict(optimizer: Optimizer) -> bool:

@@ -26,7 +26,13 @@ from torch.optim import Optimizer
 
 from fnloop._backend import torch_compat
 from fnloop._backend.collectives import gather_from_all, on_every_process
-from fnloop._backend.containers import is_out_of_memory, map_leaves, pairs_of, parts_of
+from fnloop._backend.containers import (
+    attributes_of,
+    is_out_of_memory,
+    map_leaves,
+    pairs_of,
+    parts_of,
+)
 from fnloop._backend.processes import Backend
 from fnloop._checkpoint.files import EncodedHistory, write_by_all
 from fnloop._checkpoint.format import (
@@ -43,7 +49,6 @@ from fnloop._checkpoint.optimizer import (
     SavedOptimizer,
     check_groups,
     encode_optimizer,
-    is_torch_optimizer,
     prepare_load,
     walk_optimizers,
 )
@@ -56,7 +61,7 @@ from fnloop._checkpoint.parts import (
 )
 from fnloop._checkpoint.remote import Remote, place_at, save_at
 from fnloop._core.history import History, metrics_here
-from fnloop._core.optimizers import optimizers_in, wants_closure
+from fnloop._core.optimizers import is_torch_optimizer, optimizers_in, wants_closure
 from fnloop._core.rng import isolated, seed_host, torch_seeder
 from fnloop._core.serialize import Json, copy_flattened, find_difference, flattened_kind
 from fnloop._core.state import TrainState, check_not_stale, detached_from_run, unwrap
@@ -455,9 +460,10 @@ def _norms(saved: SavedOptimizer) -> dict[str, _Kept]:
 def _unrestored(one: NamedOptimizer, two: NamedOptimizer) -> str | None:
     """Return which attribute differs between two optimizers, and how; None if none does."""
     for a, b in zip(walk_optimizers(one.optimizer), walk_optimizers(two.optimizer), strict=True):
+        restored = vars(b)
         for name, was in vars(a).items():
             kept = name in ("state", "param_groups")
-            if not kept and (fault := _find_lost(was, getattr(b, name, None), name)):
+            if not kept and (fault := _find_lost(was, restored.get(name), name)):
                 return fault
     return None
 
@@ -600,7 +606,7 @@ def _reject_functions(value: object, seen: set[int]) -> None:
                     )
                 if isinstance(cell.cell_contents, types.FunctionType):
                     _reject_functions(cell.cell_contents, seen)
-    for _, part in parts_of(value) or getattr(value, "__dict__", {}).items():
+    for _, part in parts_of(value) or attributes_of(value):
         _reject_functions(part, seen)
 
 

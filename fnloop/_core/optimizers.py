@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from numbers import Real
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -287,6 +288,11 @@ def note_set(groups: Iterable[Group]) -> None:
         for key in _CYCLED:
             if key in group:
                 group[key + SET] = group[key]
+
+
+def is_torch_optimizer(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer is one of torch's own, not of a class derived from it."""
+    return getattr(torch.optim, type(optimizer).__name__, None) is type(optimizer)
 
 
 # --- what may be given

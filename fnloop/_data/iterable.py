@@ -106,7 +106,7 @@ def _open_at(
         RuntimeError: it is elsewhere, and the loader cannot be put back to its beginning.
     """
     __tracebackhide__ = True
-    set_epoch(epoch, loader, getattr(loader, "dataset", None))
+    set_epoch(epoch, loader, _dataset_of(loader))
     fetch, given = fold_in(seed, FETCH, epoch or 0), loader
     if is_iterable(loader):
         loader = stack.enter_context(reading(loader, position is not None))
@@ -175,7 +175,11 @@ def _explained(position: Position | None) -> Iterator[None]:
 
 def owners_of(loader: object) -> list[object]:
     """Return the objects whose generators may decide the order of a loader."""
-    return [loader, getattr(loader, "dataset", None), *samplers_of(loader)]
+    return [loader, _dataset_of(loader), *samplers_of(loader)]
+
+
+def _dataset_of(loader: object) -> object:
+    return getattr(loader, "dataset", None)
 
 
 @contextlib.contextmanager
@@ -220,12 +224,11 @@ Value = TypeVar("Value")
 
 def is_keeper(owner: object) -> TypeGuard[Keeper]:
     """Return whether an object can be asked for its position, without arguments, and given it."""
-    ask = getattr(owner, "state_dict", None)
-    if not callable(ask) or not callable(getattr(owner, "load_state_dict", None)):
+    if not isinstance(owner, Keeper):
         return False
     with contextlib.suppress(ValueError):  # a builtin without a signature
         try:
-            inspect.signature(ask).bind()
+            inspect.signature(owner.state_dict).bind()
         except TypeError:
             return False
     return True

@@ -171,8 +171,9 @@ def _replace(name: str, old: Any, new: Any) -> None:
     """Replace a stream of ``sys``, also in the handlers of ``logging`` that write to it."""
     if getattr(sys, name) is old:  # otherwise it was replaced meanwhile
         setattr(sys, name, new)
-    loggers = [logging.root, *logging.root.manager.loggerDict.values()]
-    for handler in {each for logger in loggers for each in getattr(logger, "handlers", ())}:
+    known = [logging.root, *logging.root.manager.loggerDict.values()]
+    loggers = [each for each in known if isinstance(each, logging.Logger)]
+    for handler in {handler for logger in loggers for handler in logger.handlers}:
         # A handler whose stream is a property, as that of logging.lastResort, follows ``sys``.
         if isinstance(handler, logging.StreamHandler) and vars(handler).get("stream") is old:
             handler.setStream(new)

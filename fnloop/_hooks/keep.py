@@ -422,8 +422,8 @@ class checkpoint(Hook):
                 f"another run has begun in {self.folder}: give each run a folder of its own"
             )
         write_blocks(self.folder, contents.facts["blocks"], history, self._known_blocks)
-        names = ("best", "mode", "since")
-        return path, {name: getattr(self, name) for name in names} if self.best else {}
+        ranking = {"best": self.best, "mode": self.mode, "since": self.since}
+        return path, ranking if self.best else {}
 
     def _keep(self, written: Path, contents: Contents, at: str | None = None) -> None:
         """Upload a checkpoint that was written, if it is for an address. Remove what it replaces.
@@ -795,7 +795,8 @@ def _fit_to(state: TrainState, weights: _Weights, slot: str) -> _Weights:
     found: _Weights = {}
     for spelled, here in mine.items():
         kept = weights.get(strip_compile_prefix(spelled))
-        if isinstance(here, Tensor) and getattr(kept, "shape", None) != here.shape:
+        fits = isinstance(kept, Tensor) and isinstance(here, Tensor) and kept.shape == here.shape
+        if isinstance(here, Tensor) and not fits:
             other = f", but of {tuple(kept.shape)}" if isinstance(kept, Tensor) else ""
             raise ValueError(
                 f'state.slots["{slot}"] has no weights for {spelled} of shape {tuple(here.shape)}'

@@ -824,7 +824,7 @@ def _collect_arguments(
 
 
 def _name_of(tracker: object) -> str:
-    return getattr(tracker, "name", None) or getattr(tracker, "__name__", type(tracker).__name__)
+    return getattr(tracker, "name", None) or checks.known_as(tracker)
 
 
 def _check_installed(name: str) -> None:

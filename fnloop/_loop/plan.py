@@ -19,7 +19,6 @@ from fnloop._core.history import (
     check_names,
     keys_of,
     unfinished,
-    watcher_name,
 )
 from fnloop._core.optimizers import forget_schedules, groups_in
 from fnloop._core.runs import (
@@ -598,7 +597,7 @@ def names_made(hooks: Iterable[Hook]) -> list[str]:
 def watched_in(step: PipelineStep, hooks: Sequence[Hook]) -> list[tuple[str, str]]:
     """Return who watches which metric, without those that a hook says it adds to records."""
     reported = names_reported(hooks)
-    found = [(watcher_name(one), key) for one in every_layer(hooks) for key in keys_of(one)]
+    found = [(checks.known_as(one), key) for one in every_layer(hooks) for key in keys_of(one)]
     return [(owner, key) for owner, key in (*found, *step.watched) if key not in reported]
 
 
@@ -623,7 +622,7 @@ def check_metrics(
     reported = names_reported(hooks)
     for hook in hooks:
         of_library = (layer for layer in layers(hook) if not is_of_user(layer))
-        watched += [(watcher_name(layer), key) for layer in of_library for key in keys_of(layer)]
+        watched += [(checks.known_as(layer), key) for layer in of_library for key in keys_of(layer)]
         if is_of_user(unwrap_hook(hook)):
             break
     else:

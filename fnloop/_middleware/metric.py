@@ -36,6 +36,7 @@ from fnloop._core.types import (
     Output,
     Step,
     Wrap,
+    collection_key,
     middleware,
     name_of,
 )
@@ -118,7 +119,7 @@ def metric(
 
 def _known_names(shared: object, functions: Mapping[str, object]) -> tuple[str, ...] | None:
     """Return the names of the metrics, unless a collection brings names of its own."""
-    several = [each for each in functions.values() if getattr(each, "key", None) is not None]
+    several = any(collection_key(each) is not None for each in functions.values())
     return tuple(functions) if shared is None and not several else None
 
 
@@ -126,7 +127,7 @@ def unseen_metrics(members: Iterable[Middleware]) -> dict[str, Metric]:
     """Return the metrics of torchmetrics that training reports, by name, before any batch."""
     trained = [m for m in members if m.forward is not None or m.loss is not None]
     calls = [m.call for m in trained if m.call is not None and m.call.factory is metric]
-    given = [(getattr(each, "key", None) or "", each) for call in calls for each in call.args]
+    given = [(collection_key(each) or "", each) for call in calls for each in call.args]
     given += [named for call in calls for named in call.kwargs.items()]
     functions = {name: each for name, each in given if isinstance(each, from_torchmetrics)}
     return {name: function.unseen for name, function in functions.items()}
@@ -247,7 +248,7 @@ def _by_name(label: str, value: object, weight: float | Tensor) -> dict[str, Met
     """Return the metrics that a function for several has returned, by name."""
     if isinstance(value, Mapping):
         return {name: _to_metric(name, part, weight) for name, part in value.items()}
-    if (key := getattr(value, "key", None)) is not None:
+    if (key := collection_key(value)) is not None:
         return {key: _to_metric(key, value, weight)}
     raise TypeError(
         f"{label} must return a mapping of names to metrics; got {checks.describe(value)}. A "

@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import CodeType, MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
 import attrs
@@ -57,6 +57,7 @@ from fnloop._core.types import (
     Step,
     may_skip,
     name_of,
+    wraps_of,
 )
 from fnloop._display import checks, tables
 from fnloop._display.checks import describe, join_names
@@ -240,12 +241,11 @@ class PipelineStep(abc.ABC):
         if ring == EVALUATION:  # what evaluates more than once is around all others
             members = sorted(members, key=lambda m: getattr(m.evaluation, "around", 0))
         for member in in_order(members, ring):
-            wrap = getattr(member, ring)
-            if wrap is not None:
+            if (wrap := wraps_of(member).get(ring)) is not None:
                 inside, step = step, wrap(step)
                 if (evaluation_pass := getattr(wrap, "evaluation_pass", None)) is not None:
                     self._passes.append(evaluation_pass)
-                if not callable(step):
+                if not callable(cast(object, step)):
                     raise TypeError(
                         f"{member!r} must wrap a step into a step, but its {ring} ring returned "
                         f"{describe(step)}. Did you forget to return the inner function?"
@@ -264,12 +264,8 @@ class PipelineStep(abc.ABC):
 
     def _may_skip(self, *rings: str) -> bool:
         """Return whether third-party middleware in these rings may skip a batch or an update."""
-        return any(
-            getattr(m, ring) is not None
-            for ring in rings
-            for m in self.pipeline.middleware
-            if not is_ours(m)
-        )
+        theirs = (m for m in self.pipeline.middleware if not is_ours(m))
+        return any(ring in wraps_of(m) for m in theirs for ring in rings)
 
     def layer_of(self, error: BaseException) -> str:
         """Return the name of the layer in which an exception was raised."""
@@ -788,8 +784,7 @@ def rings_of(listed: Sequence[Middleware]) -> list[tuple[str, list[str]]]:
     """Return what acts in each ring of a pipeline, in its order, the innermost ring first."""
     own = {"gradient": ["backward"], "update": [OPTIMIZER]}
     acting = {
-        ring: [repr(m) for m in in_order(listed, ring) if getattr(m, ring) is not None]
-        for ring in RINGS
+        ring: [repr(m) for m in in_order(listed, ring) if ring in wraps_of(m)] for ring in RINGS
     }
     acting["forward"] += [f"{m!r} in evaluation" for m in listed if m.evaluation is not None]
     return [
@@ -813,7 +808,8 @@ def check_around(
         ValueError: it would.
     """
     for member in listed:
-        found = [part for part in ignored if getattr(member, part) is not None]
+        parts = attrs.asdict(member, recurse=False)
+        found = [part for part in ignored if parts[part] is not None]
         acts = None
         if "loss_fn" in found:
             acts = "replaces the loss function"
@@ -898,7 +894,7 @@ def _loaders_meet(a: set[str], b: set[str]) -> bool:
 
 
 def _fail_as_member(member: object) -> None:
-    name = getattr(member, "__name__", type(member).__name__)
+    name = checks.known_as(member)
     if getattr(member, "is_middleware_factory", False):
         raise TypeError(
             f"pipeline expects middleware; {name} is a function that makes one. "

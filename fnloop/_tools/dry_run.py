@@ -390,8 +390,12 @@ def _tried_metrics(step: PipelineStep) -> tuple[PipelineStep, dict[str, Finding]
             return derived(member)
         if factory is not metric:
             return member
-        rings = ("forward", "loss", "evaluation")
-        return attrs.evolve(member, **{r: tried(member, getattr(member, r)) for r in rings})
+        return attrs.evolve(
+            member,
+            forward=tried(member, member.forward),
+            loss=tried(member, member.loss),
+            evaluation=tried(member, member.evaluation),
+        )
 
     if type(step) is not LossStep:  # raw and alternate have steps of their own inside
         return step, failed

@@ -18,6 +18,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FunctionType
 from typing import TYPE_CHECKING, ParamSpec
 
 import attrs
@@ -130,15 +131,13 @@ def schedule_factory(make: Callable[P, Factor]) -> Callable[P, Schedule]:
     def made(*args: P.args, **kwargs: P.kwargs) -> Schedule:
         return Schedule(Call(made, args, kwargs), make(*args, **kwargs))
 
-    # schedule(cosine) looks for this to say that the call is missing
-    vars(made)["is_schedule_factory"] = True
     return made
 
 
 def check_schedule(owner: str, schedule: object) -> None:
     """Raise TypeError unless something can be called as ``schedule(step, total_steps)``."""
     wanted = "a function (step, total_steps) -> factor, such as cosine()"
-    if hasattr(schedule, "is_schedule_factory"):
+    if isinstance(schedule, FunctionType) and schedule.__module__ == __name__:
         name = name_of(schedule)
         raise TypeError(f"{owner} expects {wanted}; got {name}. Call it: {name}()")
     refuse_torch_scheduler(owner, wanted, schedule)
@@ -147,7 +146,7 @@ def check_schedule(owner: str, schedule: object) -> None:
 
 def takes_state(given: object) -> bool:
     """Return whether something is a function of one argument, the state, and not a schedule."""
-    ours = hasattr(given, "is_schedule_factory") or getattr(given, "__module__", "") == __name__
+    ours = getattr(given, "__module__", "") == __name__
     if not callable(given) or isinstance(given, type) or ours:  # warmup(2) takes a schedule
         return False
     try:
