@@ -21,6 +21,7 @@ from fnloop._core.types import Batch, name_of
 from fnloop._data.composed import (
     Composed,
     Indices,
+    Pass,
     contents_of,
     fetch,
     indices_of,
@@ -319,7 +320,7 @@ def _open_composed(loader: Composed, seed: int, sharing: SingleProcess) -> Sourc
             _check_not_split(leaf)
 
     def composed(epoch: int | None, batch: int, samples: int) -> Iterator[Batch]:
-        items = lambda: loader.items(seed, epoch, batch, sharing)
+        items = lambda: loader.items(Pass(seed, epoch, batch, sharing))
         noted = positions.noting(items, epoch, batch)
         share = sharing.split(noted, size_of, counts=True)
         make = functools.partial(fetch, held=sharing.held)
