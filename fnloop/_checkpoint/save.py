@@ -393,30 +393,50 @@ def _try(named: NamedOptimizer, device: torch.device, kept: dict[str, _Kept]) ->
     Raises:
         _Fault: they differ. Any other exception: that cannot be tried.
     """
+    one, two = _two_copies(named)
+    saved = _begin(one, device, kept)
+    _restore(two, saved, one.parameters())
+    _continue(one, two, device)
+    _compare(one, two)
+
+
+def _two_copies(named: NamedOptimizer) -> tuple[NamedOptimizer, NamedOptimizer]:
+    """Return two copies of an optimizer; of a large one, of the last parameter of each kind."""
     groups, only, edge = named.optimizer.param_groups, None, sys.maxsize
     if sum(p.numel() for group in groups for p in group["params"]) > MANY:
-        kinds = {  # of each kind the last one
+        kinds = {
             (i, p.ndim, p.dtype, p.requires_grad): named.names[id(p)]
             for i, group in enumerate(groups)
             for p in group["params"]
         }
         only, edge = {*kinds.values()}, EDGE
-    one, two = (copy_optimizer(named, only, edge) for _ in range(2))
-    _begin_training(one)
-    saved = _save(one)
+    return copy_optimizer(named, only, edge), copy_optimizer(named, only, edge)
+
+
+def _begin(named: NamedOptimizer, device: torch.device, kept: dict[str, _Kept]) -> SavedOptimizer:
+    """Make the updates before the save, and return what is saved after them."""
+    _begin_training(named)
+    saved = _save(named)
     before = _norms(saved)
     for number in range(BEFORE):
-        _update(one, number, device)
-        saved = _save(one)
+        _update(named, number, device)
+        saved = _save(named)
     # What an update does not change may be a copy of what another process updates.
     kept |= {name: norm for name, norm in _norms(saved).items() if before.get(name) != norm}
-    weights = one.parameters()
-    for name, p in two.parameters().items():
+    return saved
+
+
+def _restore(named: NamedOptimizer, saved: SavedOptimizer, weights: Mapping[str, Tensor]) -> None:
+    for name, p in named.parameters().items():
         p.data.copy_(weights[name])
     try:
-        prepare_load(two, saved)()
+        prepare_load(named, saved)()
     except CheckpointError as error:
         raise _Fault(str(error).removeprefix("the checkpoint: ")) from error
+
+
+def _continue(one: NamedOptimizer, two: NamedOptimizer, device: torch.device) -> None:
+    """Make the updates after the restore, with both."""
     for number in range(BEFORE, BEFORE + AFTER):
         _update(one, number, device)
         try:
@@ -430,7 +450,10 @@ def _try(named: NamedOptimizer, device: torch.device, kept: dict[str, _Kept]) ->
             for group in (*one.optimizer.param_groups, *two.optimizer.param_groups):
                 if isinstance(group.get("lr"), float | Tensor):
                     group["lr"] /= 2
-    # A cache has filled up again by now, so what differs is what a restore has lost.
+
+
+def _compare(one: NamedOptimizer, two: NamedOptimizer) -> None:
+    """Raise if they differ. Caches have filled up again by now: what differs was not restored."""
     if fault := _unrestored(one, two):
         name, _, how = fault.partition(" ")
         text = f"its attribute {name} is not in its state_dict: a few updates after a restore, it "
