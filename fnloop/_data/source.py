@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import NamedTuple, cast
 
 import attrs
@@ -506,6 +506,15 @@ def windows(
         batches = _grouped(batches, map(source.rounds_of, sizes))
     fed = batches if prefetch == 1 else _prefetched(batches, prefetch)
     return fed if copies else held.taken(fed, grouped=sizes is not None)
+
+
+def first_batches(source: Source, device: torch.device, n: int) -> Iterator[Batch]:
+    """Yield the first batches of a pass on a device, and leave the others unread."""
+    __tracebackhide__ = True
+    reading = windows(source, None, device, None)
+    yield from itertools.islice(reading, n)
+    if isinstance(reading, Generator):
+        reading.close()
 
 
 def _grouped(batches: Iterator[Batch], sizes: Iterator[int]) -> Iterator[Batch]:
