@@ -57,18 +57,18 @@ AsParts = Callable[[object, str], Pending]
 class HasParts(Protocol):
     """An object of fnloop that says what a checkpoint holds of it."""
 
-    def to_parts(self) -> Mapping[str, Any]: ...
+    def to_parts(self) -> Mapping[str, object]: ...
 
-    def from_parts(self, parts: Any, /) -> object: ...
+    def from_parts(self, parts: object, /) -> object: ...
 
 
 @runtime_checkable
 class HasStateDict(Protocol):
     """An object that says what a checkpoint holds of it, as torch's do."""
 
-    def state_dict(self) -> Mapping[str, Any]: ...
+    def state_dict(self) -> Mapping[str, object]: ...
 
-    def load_state_dict(self, state: Any, /) -> object: ...
+    def load_state_dict(self, state: object, /) -> object: ...
 
 
 def as_parts(value: Any, path: str) -> Pending:
@@ -449,7 +449,7 @@ def decode(value: Json, tensors: Mapping[str, Tensor]) -> Any:
         tensor = from_safetensor(tensor) if value.get("complex") else tensor
         return _with_strides(tensor, value.get("strides"))
     if "$dtype" in value:
-        return dtype_of(value["$dtype"])
+        return _dtype_of(value["$dtype"])
     if "$deque" in value:
         return deque(decode(value["$deque"], tensors), value["most"])
     if "$array" in value:
@@ -495,7 +495,7 @@ def kinds_in(value: Json) -> Iterator[str]:
             yield from kinds_in(inner)
 
 
-def dtype_of(name: str) -> torch.dtype:
+def _dtype_of(name: str) -> torch.dtype:
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"this version of torch has no dtype torch.{name}")

@@ -18,7 +18,6 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import FunctionType
 from typing import TYPE_CHECKING, ParamSpec
 
 import attrs
@@ -131,13 +130,15 @@ def schedule_factory(make: Callable[P, Factor]) -> Callable[P, Schedule]:
     def made(*args: P.args, **kwargs: P.kwargs) -> Schedule:
         return Schedule(Call(made, args, kwargs), make(*args, **kwargs))
 
+    # schedule(cosine) looks for this to say that the call is missing
+    vars(made)["is_schedule_factory"] = True
     return made
 
 
 def check_schedule(owner: str, schedule: object) -> None:
     """Raise TypeError unless something can be called as ``schedule(step, total_steps)``."""
     wanted = "a function (step, total_steps) -> factor, such as cosine()"
-    if isinstance(schedule, FunctionType) and schedule.__module__ == __name__:
+    if hasattr(schedule, "is_schedule_factory"):
         name = name_of(schedule)
         raise TypeError(f"{owner} expects {wanted}; got {name}. Call it: {name}()")
     refuse_torch_scheduler(owner, wanted, schedule)
