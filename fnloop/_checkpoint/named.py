@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fnloop._backend import torch_compat
-from fnloop._backend.containers import map_leaves, parts_of
+from fnloop._backend.containers import attributes_of, map_leaves, parts_of
 from fnloop._backend.fsdp import is_sharded
 from fnloop._backend.torch_compat import has_state_dict_hooks, local_optimizer, strip_compile_prefix
 from fnloop._core.optimizers import (
@@ -120,11 +120,6 @@ class NamedOptimizer:
         """Return each parameter by name, with its group."""
         groups = self.optimizer.param_groups
         return {self.names[id(p)]: (p, group) for group in groups for p in group["params"]}
-
-
-def is_torch_optimizer(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer is one of torch's own, not of a class derived from it."""
-    return getattr(torch.optim, type(optimizer).__name__, None) is type(optimizer)
 
 
 def has_own_state_dict(optimizer: Optimizer) -> bool:
@@ -296,7 +291,7 @@ def _reject_functions(value: object, seen: set[int]) -> None:
                     )
                 if isinstance(cell.cell_contents, types.FunctionType):
                     _reject_functions(cell.cell_contents, seen)
-    for _, part in parts_of(value) or getattr(value, "__dict__", {}).items():
+    for _, part in parts_of(value) or attributes_of(value):
         _reject_functions(part, seen)
 
 

@@ -36,7 +36,6 @@ from fnloop._checkpoint.named import (
     UNSAVED,
     NamedOptimizer,
     is_list_of_groups,
-    is_torch_optimizer,
     tensors_of_copy,
     walk_optimizers,
 )
@@ -49,6 +48,7 @@ from fnloop._core.optimizers import (
     Group,
     drop_schedule,
     initial_setting,
+    is_torch_optimizer,
     number_in,
     set_by_torch,
     settings_of,

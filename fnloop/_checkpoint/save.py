@@ -19,7 +19,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fnloop._backend.collectives import gather_from_all, on_every_process
-from fnloop._backend.containers import is_out_of_memory, pairs_of
+from fnloop._backend.containers import (
+    is_out_of_memory,
+    pairs_of,
+)
 from fnloop._backend.processes import Backend
 from fnloop._checkpoint.files import EncodedHistory, write_by_all
 from fnloop._checkpoint.format import (
@@ -33,7 +36,6 @@ from fnloop._checkpoint.named import (
     NamedOptimizer,
     begin_training,
     copy_optimizer,
-    is_torch_optimizer,
     update,
     walk_optimizers,
     without_side_effects,
@@ -54,7 +56,7 @@ from fnloop._checkpoint.parts import (
 )
 from fnloop._checkpoint.remote import Remote, place_at, save_at
 from fnloop._core.history import History, metrics_here
-from fnloop._core.optimizers import optimizers_in
+from fnloop._core.optimizers import is_torch_optimizer, optimizers_in
 from fnloop._core.parts import COLLECTED, NEWER_FORMAT, Saving
 from fnloop._core.serialize import Json, find_difference
 from fnloop._core.state import TrainState, check_not_stale, detached_from_run, unwrap
@@ -259,7 +261,7 @@ def _encode_identity(saving: Saving) -> dict[str, Json]:
         "format_version": saving.version,
         **({"parts": list(saving.parts)} if partial else {}),
         "versions": versions(),
-        **({"made_with": dict(saving.run.made_with())} if saving.run is not None else {}),
+        **({"made_with": dict(saving.run.live.made_with())} if saving.run is not None else {}),
         "run": state.run_id,
         "position": position_of(state),
         "stop": state.stop,
@@ -386,30 +388,50 @@ def _try(named: NamedOptimizer, device: torch.device, kept: dict[str, _Kept]) ->
     Raises:
         _Fault: they differ. Any other exception: that cannot be tried.
     """
+    one, two = _two_copies(named)
+    saved = _begin(one, device, kept)
+    _restore(two, saved, one.parameters())
+    _continue(one, two, device)
+    _compare(one, two)
+
+
+def _two_copies(named: NamedOptimizer) -> tuple[NamedOptimizer, NamedOptimizer]:
+    """Return two copies of an optimizer; of a large one, of the last parameter of each kind."""
     groups, only, edge = named.optimizer.param_groups, None, sys.maxsize
     if sum(p.numel() for group in groups for p in group["params"]) > MANY:
-        kinds = {  # of each kind the last one
+        kinds = {
             (i, p.ndim, p.dtype, p.requires_grad): named.names[id(p)]
             for i, group in enumerate(groups)
             for p in group["params"]
         }
         only, edge = {*kinds.values()}, EDGE
-    one, two = (copy_optimizer(named, only, edge) for _ in range(2))
-    begin_training(one)
-    saved = _save(one)
+    return copy_optimizer(named, only, edge), copy_optimizer(named, only, edge)
+
+
+def _begin(named: NamedOptimizer, device: torch.device, kept: dict[str, _Kept]) -> SavedOptimizer:
+    """Make the updates before the save, and return what is saved after them."""
+    begin_training(named)
+    saved = _save(named)
     before = _norms(saved)
     for number in range(BEFORE):
-        update(one, number, device)
-        saved = _save(one)
+        update(named, number, device)
+        saved = _save(named)
     # What an update does not change may be a copy of what another process updates.
     kept |= {name: norm for name, norm in _norms(saved).items() if before.get(name) != norm}
-    weights = one.parameters()
-    for name, p in two.parameters().items():
+    return saved
+
+
+def _restore(named: NamedOptimizer, saved: SavedOptimizer, weights: Mapping[str, Tensor]) -> None:
+    for name, p in named.parameters().items():
         p.data.copy_(weights[name])
     try:
-        prepare_load(two, saved)()
+        prepare_load(named, saved)()
     except CheckpointError as error:
         raise _Fault(str(error).removeprefix("the checkpoint: ")) from error
+
+
+def _continue(one: NamedOptimizer, two: NamedOptimizer, device: torch.device) -> None:
+    """Make the updates after the restore, with both."""
     for number in range(BEFORE, BEFORE + AFTER):
         update(one, number, device)
         try:
@@ -423,7 +445,10 @@ def _try(named: NamedOptimizer, device: torch.device, kept: dict[str, _Kept]) ->
             for group in (*one.optimizer.param_groups, *two.optimizer.param_groups):
                 if isinstance(group.get("lr"), float | Tensor):
                     group["lr"] /= 2
-    # A cache has filled up again by now, so what differs is what a restore has lost.
+
+
+def _compare(one: NamedOptimizer, two: NamedOptimizer) -> None:
+    """Raise if they differ. Caches have filled up again by now: what differs was not restored."""
     if fault := _unrestored(one, two):
         name, _, how = fault.partition(" ")
         text = f"its attribute {name} is not in its state_dict: a few updates after a restore, it "
@@ -453,9 +478,10 @@ def _norms(saved: SavedOptimizer) -> dict[str, _Kept]:
 def _unrestored(one: NamedOptimizer, two: NamedOptimizer) -> str | None:
     """Return which attribute differs between two optimizers, and how; None if none does."""
     for a, b in zip(walk_optimizers(one.optimizer), walk_optimizers(two.optimizer), strict=True):
+        restored = vars(b)
         for name, was in vars(a).items():
             kept = name in ("state", "param_groups")
-            if not kept and (fault := _find_lost(was, getattr(b, name, None), name)):
+            if not kept and (fault := _find_lost(was, restored.get(name), name)):
                 return fault
     return None
 

@@ -450,7 +450,8 @@ def _decode(saved: object) -> Phase:
         raise TypeError(f"a phase is {saved!r:.60}")
     phase = Phase(**{**saved, "named": False})
     checks.text("Phase", "name", phase.name, "its name")
-    counts = {name: getattr(phase, name) for name in ("step", "epoch", "records", "skipped")}
+    counted = attrs.filters.include("step", "epoch", "records", "skipped")
+    counts = attrs.asdict(phase, recurse=False, filter=counted)
     for name, count in (*counts.items(), *phase.updates.items()):
         checks.integer("Phase", name, count, "a number", least=0)
     if type(phase.done) is not bool or not isinstance(phase.stop, str | None):
@@ -535,10 +536,6 @@ def keys_of(hook: Watcher) -> tuple[str, ...]:
     """Return the metrics that a hook watches."""
     found = hook.monitors
     return () if found is None else (found,) if isinstance(found, str) else tuple(found)
-
-
-def watcher_name(hook: object) -> str:
-    return getattr(hook, "__name__", type(hook).__name__)
 
 
 def check_made(owner: str, key: str, names: Collection[str]) -> None:

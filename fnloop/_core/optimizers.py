@@ -14,6 +14,7 @@ from numbers import Real
 from typing import Any, NoReturn, Protocol
 
 import attrs
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -289,6 +290,11 @@ def note_set(groups: Iterable[Group]) -> None:
         for key in _CYCLED:
             if key in group:
                 group[key + SET] = group[key]
+
+
+def is_torch_optimizer(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer is one of torch's own, not of a class derived from it."""
+    return getattr(torch.optim, type(optimizer).__name__, None) is type(optimizer)
 
 
 # --- what may be given

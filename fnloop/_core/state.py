@@ -975,13 +975,13 @@ def detached_from_run(state: TrainState) -> TrainState:
     """Return the state as it is outside of its run, with the generators that the run would use."""
     if state.run is None:
         return state
-    ownership_of(state).seconds = state.run.stopwatch.spent()
+    ownership_of(state).seconds = state.run.live.stopwatch.spent()
     generators = None
     if state.batch or pending(state.todo):
         # Those of the state are not installed yet, if the first fetch of a run has failed.
         generators = state.generators or HostGenerators.capture()
     # A state that a hook went back to has its own.
-    position = state.position or state.run.position_at(state.epoch, state.batch)
+    position = state.position or state.run.live.position_at(state.epoch, state.batch)
     return changed(state, run=None, generators=generators, position=position)
 
 

@@ -82,6 +82,11 @@ class Metric(Protocol):
         ...
 
 
+def collection_key(value: object) -> str | None:
+    """Return what a metric of several values, or what makes one, says is its name; or None."""
+    return getattr(value, "key", None)
+
+
 def values_of(name: str, metric: Metric) -> Mapping[str, Any]:
     """Compute a metric. Return its values by the names under which they are reported.
 
@@ -92,7 +97,7 @@ def values_of(name: str, metric: Metric) -> Mapping[str, Any]:
     value: object = metric.compute()
     if isinstance(value, float) or not isinstance(value, Mapping):
         return {name: value}
-    key = getattr(metric, "key", None)
+    key = collection_key(metric)
     prefix = f"{name}/"
     if key is not None and f"/{name}".endswith(f"/{key}"):
         prefix = name.removesuffix(key)
@@ -346,20 +351,20 @@ class Middleware:
     def __attrs_post_init__(self) -> None:
         checks.text("Middleware", "name", self.name, "the name of its slot, used in errors too")
         owner = f"Middleware({self.name!r})"
-        for ring in (*RINGS, EVALUATION):
-            if (wrap := getattr(self, ring)) is not None:
-                checks.function(owner, ring, wrap, "a function step -> step, or None", 1, also=type)
+        for ring, wrap in wraps_of(self).items():
+            checks.function(owner, ring, wrap, "a function step -> step, or None", 1, also=type)
+        parts = attrs.asdict(self, recurse=False)
         for part, (meaning, arguments) in _PARTS.items():
-            if (given := getattr(self, part)) is not None:
+            if parts[part] is not None:
                 also = () if part.startswith("check") else type
-                checks.function(owner, part, given, meaning, arguments, also=also)
+                checks.function(owner, part, parts[part], meaning, arguments, also=also)
         if self.call is not None:
             meaning = "the call that made it, which middleware() sets, or None"
             checks.instance(owner, "call", self.call, Call, meaning)
         if self.view is not None:
             checks.instance(owner, "view", self.view, View, "a View, or None")
         for part, of in (("loaders", "loaders"), ("passes", "arguments"), ("adds", "metrics")):
-            given = getattr(self, part)
+            given = parts[part]
             if part == "adds" and given is None:  # they are not known
                 continue
             for name in checks.instance(owner, part, given, tuple, "a tuple of names"):
@@ -373,7 +378,7 @@ class Middleware:
             checks.integer(owner, "total", self.total, "the samples of one update, or None")
 
     def _fields(self) -> dict[str, Any]:
-        return {f.name: getattr(self, f.name) for f in attrs.fields(Middleware) if f.name != "call"}
+        return attrs.asdict(self, recurse=False, filter=attrs.filters.exclude("call"))
 
     def __repr__(self) -> str:
         if self.call:
@@ -404,6 +409,13 @@ def _remake(fields: Mapping[str, Any]) -> Middleware:
 def is_ours(member: Middleware) -> bool:
     """Return whether a middleware comes with fnloop."""
     return member.call is not None and (member.call.factory.__module__ or "").startswith("fnloop.")
+
+
+def wraps_of(member: Middleware) -> dict[str, Any]:
+    """Return what a middleware does in each ring that it acts in, by the name of the ring."""
+    rings = attrs.filters.include(*RINGS, EVALUATION)
+    found = attrs.asdict(member, recurse=False, filter=rings)
+    return {ring: wrap for ring, wrap in found.items() if wrap is not None}
 
 
 def middleware(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
+import operator
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -237,9 +238,6 @@ def _importance(name: str) -> int:
 
 
 # --------------------------------------------------------------------------------------------------
-# The curves of a history as a figure, and those of several histories.
-
-# --------------------------------------------------------------------------------------------------
 # The curves of a history as a figure.
 
 MOST_LABELS = 8  # of a legend within the first axis; a longer one is below the figure
@@ -265,44 +263,73 @@ def plot_records(records: Sequence[Record], mode: Mode, x: str) -> Figure:
     figures.require_matplotlib("History.plot")
     if x == "items" and not (records := [each for each in records if each.items is not None]):
         raise ValueError('plot(x="items"): no record says how many items there were before it')
-    series = curves_of(records)
-    if not series:
+    if not any(record.metrics for record in records):
         empty = "has no metric" if records else "is empty"
         raise ValueError(f"there is nothing to plot: the history {empty}")
-    of = {key: _split(key, series) for key in series}
-    groups: dict[str, list[str]] = groupby(lambda key: _panel_of(of[key][1]), series)
-    titles = sorted(groups, key=lambda title: panel_rank(title, groups[title]))
-    colors = _colors(owner for owner, _ in of.values())
     if not any(record.epoch for record in records):
         x = "step"  # no epoch has ended, and its length is unknown
-    place = epochs_of(records) if x == "epoch" else lambda record: getattr(record, x)
-    sizes = [panel_size(title, i) for i, title in enumerate(titles)]
+    panels = _panels_of(records, mode, x)
+    sizes = [panel_size(panel.title, i) for i, panel in enumerate(panels)]
     figure, axes = figures.panels("History.plot", sizes)
+    below = panels[0].entries > MOST_LABELS
     known: set[str] = set()  # labels in a legend
-    crowded = False  # whether the legend of the first axis is below the figure
-    for axis, title in zip(axes, titles, strict=True):
-        curves, keys = [], sorted(groups[title], key=lambda key: _order(of[key][0]))
-        evaluated = [key for key in keys if of[key][0] not in TRAINED]
-        crowded |= axis is axes[0] and len(keys) + len(evaluated) > MOST_LABELS
-        for key in keys:
-            (owner, metric), having, best = of[key], series[key], None
-            wanted = _mode_of(metric, groups[title], mode)
-            if key in evaluated and (record := _best_finite(having, key, wanted)):
-                value = record.metrics[key]
-                label = f"{_label(owner, metric)} {best_label(record, key, records)}"
-                if axis is not axes[0] and len(evaluated) > MOST_NAMED:  # told by its colour
-                    label = f"{value:.4g}" if len(evaluated) <= MOST_SHOWN else ""
-                best = place(record), value, label
-            points = [(place(record), record.metrics[key]) for record in having]
-            thin = owner == "recent"
-            curves.append(figures.Curve(points, _label(owner, metric), colors[owner], thin, best))
-        figures.draw(axis, title, x, curves, None if crowded and axis is axes[0] else known)
-        if _mode_of(title, groups[title], mode) == "min" and _spans_decades(curves):
+    for axis, panel in zip(axes, panels, strict=True):
+        own_legend = not (below and axis is axes[0])
+        figures.draw(axis, panel.title, x, panel.curves, known if own_legend else None)
+        if panel.is_logarithmic:
             axis.set_yscale("log")
-        known |= {curve.label for curve in curves}
-    if crowded:
+        known |= {curve.label for curve in panel.curves}
+    if below:
         figures.add_legend_below(figure, axes[0])
     return figure
+
+
+@attrs.frozen
+class _Panel:
+    """One axis of a figure.
+
+    Args:
+        title: its title.
+        curves: what is drawn in it.
+        entries: the lines that its legend may have.
+        is_logarithmic: whether its scale is.
+    """
+
+    title: str
+    curves: Sequence[figures.Curve]
+    entries: int
+    is_logarithmic: bool
+
+
+def _panels_of(records: Sequence[Record], mode: Mode, x: str) -> list[_Panel]:
+    """Return what ``History.plot`` shows of records, in the order of its axes."""
+    series = curves_of(records)
+    of = {key: _split(key, series) for key in series}
+    groups: dict[str, list[str]] = groupby(lambda key: _panel_of(of[key][1]), series)
+    colors = _colors(owner for owner, _ in of.values())
+    place = epochs_of(records) if x == "epoch" else operator.attrgetter(x)
+
+    panels: list[_Panel] = []
+    for title in sorted(groups, key=lambda title: panel_rank(title, groups[title])):
+        keys = sorted(groups[title], key=lambda key: _order(of[key][0]))
+        evaluated = [key for key in keys if of[key][0] not in TRAINED]
+        curves = []
+        for key in keys:
+            (owner, metric), best = of[key], None
+            wanted = _mode_of(metric, groups[title], mode)
+            if key in evaluated and (record := _best_finite(series[key], key, wanted)):
+                value = record.metrics[key]
+                label = f"{_label(owner, metric)} {best_label(record, key, records)}"
+                if panels and len(evaluated) > MOST_NAMED:  # told by its colour
+                    label = f"{value:.4g}" if len(evaluated) <= MOST_SHOWN else ""
+                best = place(record), value, label
+            points = [(place(record), record.metrics[key]) for record in series[key]]
+            thin = owner == "recent"
+            curves.append(figures.Curve(points, _label(owner, metric), colors[owner], thin, best))
+        falls = _mode_of(title, groups[title], mode) == "min"
+        entries = len(keys) + len(evaluated)
+        panels.append(_Panel(title, curves, entries, falls and _spans_decades(curves)))
+    return panels
 
 
 def _best_finite(records: Iterable[Record], key: str, mode: str | None) -> Record | None:

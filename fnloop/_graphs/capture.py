@@ -17,7 +17,13 @@ from torch.optim import Optimizer
 
 from fnloop._backend import torch_compat
 from fnloop._backend.containers import IN_BATCHES, map_leaves, parts_of
-from fnloop._core.optimizers import SCHEDULED, Group, optimizers_in, wants_closure
+from fnloop._core.optimizers import (
+    SCHEDULED,
+    Group,
+    is_torch_optimizer,
+    optimizers_in,
+    wants_closure,
+)
 from fnloop._core.serialize import as_number
 from fnloop._core.state import TrainState, advance, give_up_ownership, tracing_copy
 from fnloop._core.types import Batch, Metric, Output, Step
@@ -69,8 +75,8 @@ def _map_metric(metric: Any, change: Callable[[Tensor], Tensor]) -> Any:
             return change(leaf)
         kind = type(leaf)
         if attrs.has(kind):
-            fields = attrs.fields(kind)
-            return kind(**{f.alias: map_leaves(getattr(leaf, f.name), change_leaf) for f in fields})
+            fields = zip(attrs.fields(kind), attrs.astuple(leaf, recurse=False), strict=True)
+            return kind(**{field.alias: map_leaves(value, change_leaf) for field, value in fields})
         return copy.deepcopy(leaf) if hasattr(leaf, "combine") else leaf
 
     return map_leaves(metric, change_leaf)
@@ -657,8 +663,7 @@ def _move_counts(optimizer: Optimizer, keys: Iterable[Tensor], device: torch.dev
 def _check_fused(optimizer: Optimizer) -> None:
     name = type(optimizer).__name__
     for group in optimizer.param_groups:
-        of_torch = getattr(torch.optim, name, None) is type(optimizer)
-        if of_torch and "capturable" not in group and "fused" not in group:
+        if is_torch_optimizer(optimizer) and "capturable" not in group and "fused" not in group:
             raise CaptureError(f"{name} reads numbers to the host in every update")
         fused = group.get("fused", True)
         if fused is None:

@@ -138,8 +138,8 @@ def _named_parts(value: object) -> Iterator[tuple[object, object]]:
         yield from parts
     elif isinstance(value, nn.Module):
         yield from value.state_dict(keep_vars=True).items()
-    elif attrs.has(kind := type(value)):
-        yield from ((f.name, getattr(value, f.name)) for f in attrs.fields(kind))
+    elif attrs.has(type(value)):
+        yield from attrs.asdict(value, recurse=False).items()
 
 
 def check_host_state(before: Mapping[str, object], after: Mapping[str, object]) -> None:
@@ -459,9 +459,8 @@ def identity_of(value: object) -> list[int]:
         inside = [part for _, part in parts]
         nested = [identity_of(part) for part in inside if not isinstance(part, Tensor)]
         return [*map(id, inside), *itertools.chain.from_iterable(nested)]
-    if attrs.has(kind := type(value)):
-        parts = (getattr(value, field.name) for field in attrs.fields(kind))
-        return [id(part) for part in parts if isinstance(part, Tensor)]
+    if attrs.has(type(value)):
+        return [id(p) for p in attrs.astuple(value, recurse=False) if isinstance(p, Tensor)]
     return []
 
 

@@ -254,7 +254,7 @@ class checkpoint(Hook):
         """
         check_saveable(state, self.parts)
         if state.run is not None:  # now, as the files of the code may be edited while it trains
-            state.run.made_with()
+            state.run.live.made_with()
         if self._remote is not None:
             self.folder = self._remote.staging(state.run_id)
         with self._place.reading():
@@ -272,7 +272,7 @@ class checkpoint(Hook):
             self._awaits_metric = not self._has_metric(state)
             self._position = position_of(state)
             if state.run is not None:  # before it is saved: then a run that is killed has told it
-                state.run.notices.tell(state, "save", folder=str(self.folder))
+                state.run.live.notices.tell(state, "save", folder=str(self.folder))
         # A run that is resumed would call the hooks again that were still to be called.
         if saved is None or (pending(saved.todo) and not pending(state.todo)):
             self._saved = state
@@ -422,8 +422,8 @@ class checkpoint(Hook):
                 f"another run has begun in {self.folder}: give each run a folder of its own"
             )
         write_blocks(self.folder, contents.facts["blocks"], history, self._known_blocks)
-        names = ("best", "mode", "since")
-        return path, {name: getattr(self, name) for name in names} if self.best else {}
+        ranking = {"best": self.best, "mode": self.mode, "since": self.since}
+        return path, ranking if self.best else {}
 
     def _keep(self, written: Path, contents: Contents, at: str | None = None) -> None:
         """Upload a checkpoint that was written, if it is for an address. Remove what it replaces.
@@ -795,7 +795,8 @@ def _fit_to(state: TrainState, weights: _Weights, slot: str) -> _Weights:
     found: _Weights = {}
     for spelled, here in mine.items():
         kept = weights.get(strip_compile_prefix(spelled))
-        if isinstance(here, Tensor) and getattr(kept, "shape", None) != here.shape:
+        fits = isinstance(kept, Tensor) and isinstance(here, Tensor) and kept.shape == here.shape
+        if isinstance(here, Tensor) and not fits:
             other = f", but of {tuple(kept.shape)}" if isinstance(kept, Tensor) else ""
             raise ValueError(
                 f'state.slots["{slot}"] has no weights for {spelled} of shape {tuple(here.shape)}'

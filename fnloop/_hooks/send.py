@@ -331,7 +331,7 @@ class EventWriter(TableWriter):
             self._cut_off(state, self._now + 1)
             fresh = not (state.step or state.skipped or len(state.history))
             self._tell(state, "begin" if fresh else "resume", {})
-            state.run.notices.listeners.append(self._tell)
+            state.run.live.notices.listeners.append(self._tell)
         return state
 
     def __call__(self, state: TrainState) -> TrainState:
@@ -825,7 +825,7 @@ def _collect_arguments(
 
 
 def _name_of(tracker: object) -> str:
-    return getattr(tracker, "name", None) or getattr(tracker, "__name__", type(tracker).__name__)
+    return getattr(tracker, "name", None) or checks.known_as(tracker)
 
 
 def _check_installed(name: str) -> None:

@@ -116,7 +116,7 @@ def _indices(state: TrainState, before: _Mark, after: _Mark) -> list[object] | N
         batches = run.window
     rounds = -(-batches // state.backend.data_size)
     with isolated(state.backend.device):
-        own = run.indices_at(before.epoch, before.batch, before.samples)
+        own = run.live.indices_at(before.epoch, before.batch, before.samples)
         mine = [map_leaves(index, _plain) for index in itertools.islice(own, rounds)]
     every = gather_shares(mine, "the hook halt_on_nonfinite")
     found = [index for round_ in itertools.zip_longest(*every) for index in round_]
@@ -248,8 +248,13 @@ class early_stop(Hook):
         choice(owner, "reference", self.reference, ("accepted", "best"))
         flag(owner, "relative", self.relative)
         integer(owner, "start_from_epoch", self.start_from_epoch, "a number of epochs", least=0)
-        for name in ("baseline", "stopping_threshold", "divergence_threshold"):
-            if (value := getattr(self, name)) is not None:
+        values = {
+            "baseline": self.baseline,
+            "stopping_threshold": self.stopping_threshold,
+            "divergence_threshold": self.divergence_threshold,
+        }
+        for name, value in values.items():
+            if value is not None:
                 number(owner, name, value, "a value of the metric, or None", finite=False)
         integer(owner, "min_epochs", self.min_epochs, "a number of epochs", least=0)
         integer(owner, "min_steps", self.min_steps, "a number of updates", least=0)
@@ -264,10 +269,9 @@ class early_stop(Hook):
         return self.key
 
     def __repr__(self) -> str:
-        fields = [f for f in attrs.fields(early_stop) if f.init]
-        changed = {
-            f.name: getattr(self, f.name) for f in fields if getattr(self, f.name) != f.default
-        }
+        changed = attrs.asdict(
+            self, recurse=False, filter=lambda field, value: field.init and value != field.default
+        )
         key = changed.pop("key")
         return repr(Call(early_stop, (key,), changed))
 
@@ -410,8 +414,9 @@ class halt_on_nonfinite(Hook):
         flag("halt_on_nonfinite", "raises", self.raises)
 
     def __repr__(self) -> str:
-        flags = {name: True for name in ("keep", "raises") if getattr(self, name)}
-        return repr(Call(halt_on_nonfinite, (), {"steps": self.steps, **flags}))
+        flags = {"keep": self.keep, "raises": self.raises}
+        given = {name: True for name, flag in flags.items() if flag}
+        return repr(Call(halt_on_nonfinite, (), {"steps": self.steps, **given}))
 
     def begin(self, state: TrainState) -> TrainState:
         """Note where the run begins."""
@@ -550,8 +555,9 @@ class time_limit(Hook):
         self.__attrs_init__(**settings)  # type: ignore[attr-defined]
 
     def __attrs_post_init__(self) -> None:
-        for name in ("hours", "minutes", "seconds"):
-            checks.number("time_limit", name, getattr(self, name), "a time", least=0)
+        given = {"hours": self.hours, "minutes": self.minutes, "seconds": self.seconds}
+        for name, value in given.items():
+            checks.number("time_limit", name, value, "a time", least=0)
         checks.choice("time_limit", "per", self.per, ("run", "job"))
         if not self.limit and self.per == "run":
             raise TypeError(
@@ -570,9 +576,10 @@ class time_limit(Hook):
         return 3600 * self.hours + 60 * self.minutes + self.seconds
 
     def __repr__(self) -> str:
-        fields = [f for f in attrs.fields(time_limit) if f.init]
-        given = {f.name: getattr(self, f.name) for f in fields}
-        return repr(Call(time_limit, (), {k: v for k, v in given.items() if v not in (0.0, "run")}))
+        given = attrs.asdict(
+            self, filter=lambda field, value: field.init and value not in (0.0, "run")
+        )
+        return repr(Call(time_limit, (), given))
 
     def take_back(self, state: TrainState) -> TrainState:
         """Return the state without a stop of this hook, if the limit was raised since."""

@@ -24,7 +24,7 @@ from fnloop._display.checks import join_names
 from fnloop._display.screen import warn_once
 from fnloop._display.tables import format_count
 from fnloop._hooks.hook import Hook, begin_records, every_layer, parts_saved
-from fnloop._loop.errors import check_returned, explain, warn_on_main
+from fnloop._loop.errors import check_returned, explain, first_change, warn_on_main
 from fnloop._loop.plan import Plan
 from fnloop._step.alternate import AlternateStep
 from fnloop._step.pipeline import PipelineStep
@@ -77,7 +77,7 @@ def complete(step: PipelineStep, state: TrainState) -> TrainState:
     unseen, made = _unseen_metrics(step), {}
     for name, metric in state.metrics.items():
         like = unseen.get(name.removeprefix(RECENT))
-        if like is None and getattr(metric, "kind", None) == ELAPSED:
+        if like is None and isinstance(metric, Pending) and metric.kind == ELAPSED:
             like = Elapsed(0.0, is_rate="throughput/" in name)
         if like is not None and _is_pending(metric):
             made[name] = materialize(like, metric)
@@ -131,12 +131,11 @@ def _begin_hooks(hooks: Iterable[Hook], state: TrainState) -> TrainState:
 
 
 def _check_position(hook: Hook, before: TrainState, new: TrainState) -> None:
-    for name in ("step", "epoch", "batch"):
-        if (found := getattr(new, name)) != (known := getattr(before, name)):
-            raise ValueError(
-                f"the method begin of {name_of(hook)} changed state.{name} from {known} to "
-                f"{found}, but the run is planned already: restore before fit"
-            )
+    if changed := first_change(before, new, ("step", "epoch", "batch")):
+        raise ValueError(
+            f"the method begin of {name_of(hook)} changed {changed}, but the run is planned "
+            "already: restore before fit"
+        )
 
 
 def _to_training_mode(state: TrainState) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from fnloop._core.averages import check_not_averaged
 from fnloop._core.records import Record
@@ -138,12 +138,20 @@ def check_counters(hook: Hook, before: TrainState, new: TrainState) -> None:
         _check_run(name, before, new)
         return
     _check_run(name, before, new)
-    for field in ("step", "epoch", "batch", "samples", "skipped", "updates", "phases", "seed"):
+    counted = ("step", "epoch", "batch", "samples", "skipped", "updates", "phases", "seed")
+    if changed := first_change(before, new, counted):
+        raise ValueError(
+            f"{name} changed {changed}, but a run counts by itself. To end the epoch, return "
+            f"{advice}; to go back, return a snapshot"
+        )
+
+
+def first_change(before: TrainState, new: TrainState, fields: Iterable[str]) -> str | None:
+    """Return which field of a state differs first, and how, in words; None if none does."""
+    for field in fields:
         if (found := getattr(new, field)) != (known := getattr(before, field)):
-            raise ValueError(
-                f"{name} changed state.{field} from {known} to {found}, but a run counts by "
-                f"itself. To end the epoch, return {advice}; to go back, return a snapshot"
-            )
+            return f"state.{field} from {known} to {found}"
+    return None
 
 
 def explain_no_batches(state: TrainState, source: Source) -> str:

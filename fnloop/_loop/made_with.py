@@ -12,7 +12,7 @@ from torch import nn
 
 from fnloop._core.code import hash_of, is_of_library, is_users, walk
 from fnloop._core.serialize import Json
-from fnloop._core.types import RINGS, Middleware, name_of
+from fnloop._core.types import EVALUATION, Middleware, name_of, wraps_of
 from fnloop._hooks.hook import Hook, LiftedHook, every_layer, slots_of, unwrap_hook
 from fnloop._step.alternate import AlternateStep
 from fnloop._step.pipeline import LossStep, PipelineStep, RawStep
@@ -81,7 +81,7 @@ def _given(step: PipelineStep) -> Iterator[object]:
     for member in members_of(step):
         call = member.call
         if call is None:  # not made by a factory
-            yield from (getattr(member, ring) for ring in RINGS)
+            yield from (wrap for ring, wrap in wraps_of(member).items() if ring != EVALUATION)
         else:
             yield from (call.factory, *call.args, *call.kwargs.values())
 

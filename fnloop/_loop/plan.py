@@ -19,10 +19,10 @@ from fnloop._core.history import (
     check_names,
     keys_of,
     unfinished,
-    watcher_name,
 )
 from fnloop._core.optimizers import forget_schedules, groups_in
 from fnloop._core.runs import (
+    Live,
     RunInfo,
     Windows,
     ends_phase,
@@ -361,14 +361,13 @@ def describe(
         total = state.step + lost + left
         total = total if plan.steps is None else min(total, plan.steps)
     making = plan.step, unwrap(state), state.backend.device, plan.hooks
+    made_with = functools.cache(functools.partial(describe_making, *making))
     return RunInfo(
-        plan.epochs, total, per_epoch, batches, windows.largest, evaluated, clock,
+        plan.epochs, total, per_epoch, batches, windows.largest, evaluated,
         precision=plan.step.precision_in(state), first_step=0 if phase is None else phase.step,
-        position_at=source.positions.at, indices_at=source.indices,
-        hook_slots=slots_of(plan.hooks), reported=names_reported(plan.hooks),
         turns=tuple(plan.step.settings.steps) if isinstance(plan.step, AlternateStep) else (),
-        windows=windows,
-        made_with=functools.cache(functools.partial(describe_making, *making)),
+        hook_slots=slots_of(plan.hooks), reported=names_reported(plan.hooks), windows=windows,
+        live=Live(clock, source.positions.at, source.indices, made_with),
     )  # fmt: skip
 
 
@@ -597,7 +596,7 @@ def names_made(hooks: Iterable[Hook]) -> list[str]:
 def watched_in(step: PipelineStep, hooks: Sequence[Hook]) -> list[tuple[str, str]]:
     """Return who watches which metric, without those that a hook says it adds to records."""
     reported = names_reported(hooks)
-    found = [(watcher_name(one), key) for one in every_layer(hooks) for key in keys_of(one)]
+    found = [(checks.known_as(one), key) for one in every_layer(hooks) for key in keys_of(one)]
     return [(owner, key) for owner, key in (*found, *step.watched) if key not in reported]
 
 
@@ -622,7 +621,7 @@ def check_metrics(
     reported = names_reported(hooks)
     for hook in hooks:
         of_library = (layer for layer in layers(hook) if not is_of_user(layer))
-        watched += [(watcher_name(layer), key) for layer in of_library for key in keys_of(layer)]
+        watched += [(checks.known_as(layer), key) for layer in of_library for key in keys_of(layer)]
         if is_of_user(unwrap_hook(hook)):
             break
     else:

@@ -240,7 +240,7 @@ class World:
         self.first_update = state.step + state.skipped
         known = state.history[-1].seconds if len(state.history) else 0.0
         self.seconds = max(known, ownership_of(state).seconds)  # of all runs, at the newest record
-        self.stopwatch = self.info.stopwatch
+        self.stopwatch = self.info.live.stopwatch
         self.stopwatch.begin(self.seconds)
         begun = first_state(plan, changed(state, run=self.info))
         self._usr1_stops = any(hook.ends_run_on_usr1 for hook in plan.hooks)
@@ -425,7 +425,7 @@ class World:
         state = self.state = consume(new, out, self.taken, self.taken * self._size, self._recent)
         self.doing, self.left_out = LOADER, out.skip
         if out.skip is not None:
-            self.info.notices.tell(state, "skip", reason=out.skip)
+            self.info.live.notices.tell(state, "skip", reason=out.skip)
         try:
             self.fetch()
         except BaseException:

@@ -36,6 +36,7 @@ from fnloop._core.types import (
     Output,
     Step,
     Wrap,
+    collection_key,
     middleware,
     name_of,
 )
@@ -119,7 +120,7 @@ def metric(
 
 def _known_names(shared: object, functions: Mapping[str, object]) -> tuple[str, ...] | None:
     """Return the names of the metrics, unless a collection brings names of its own."""
-    several = [each for each in functions.values() if getattr(each, "key", None) is not None]
+    several = any(collection_key(each) is not None for each in functions.values())
     return tuple(functions) if shared is None and not several else None
 
 
@@ -127,7 +128,7 @@ def unseen_metrics(members: Iterable[Middleware]) -> dict[str, Metric]:
     """Return the metrics of torchmetrics that training reports, by name, before any batch."""
     trained = [m for m in members if m.forward is not None or m.loss is not None]
     calls = [m.call for m in trained if m.call is not None and m.call.factory is metric]
-    given = [(getattr(each, "key", None) or "", each) for call in calls for each in call.args]
+    given = [(collection_key(each) or "", each) for call in calls for each in call.args]
     given += [named for call in calls for named in call.kwargs.items()]
     functions = {name: each for name, each in given if isinstance(each, from_torchmetrics)}
     return {name: function.unseen for name, function in functions.items()}
@@ -242,7 +243,7 @@ def _by_name(label: str, value: object, weight: float | Tensor) -> dict[str, Met
     """Return the metrics that a function for several has returned, by name."""
     if isinstance(value, Mapping):
         return {name: _to_metric(name, part, weight) for name, part in value.items()}
-    if (key := getattr(value, "key", None)) is not None:
+    if (key := collection_key(value)) is not None:
         return {key: _to_metric(key, value, weight)}
     raise TypeError(
         f"{label} must return a mapping of names to metrics; got {checks.describe(value)}. A "
@@ -415,7 +416,7 @@ def timings() -> Middleware:
             new, out = step(state, batch)
             times: dict[str, Metric] = {"time/step": elapsed(1, start, mark(state.backend.device))}
             if state.run is not None:
-                times["time/data"] = Elapsed(1, state.run.stopwatch.waited)
+                times["time/data"] = Elapsed(1, state.run.live.stopwatch.waited)
             return new, report(out, times, "timings")
 
         return timed
@@ -555,7 +556,7 @@ def _training_time(state: TrainState, start: Mark) -> Elapsed:
     end = mark(state.backend.device)
     if state.run is None:
         return elapsed(0, start, end, is_rate=True)
-    watch = state.run.stopwatch
+    watch = state.run.live.stopwatch
     before, watch.newest = watch.newest, end
     if before is None or isinstance(end, float):
         return elapsed(0, start, end, more=watch.waited, is_rate=True)
@@ -609,8 +610,8 @@ def device_memory() -> Middleware:
         def measured(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
             __tracebackhide__ = True
             device = state.backend.device
-            if state.run is not None and state.run.stopwatch.recorded:
-                state.run.stopwatch.recorded = False
+            if state.run is not None and state.run.live.stopwatch.recorded:
+                state.run.live.stopwatch.recorded = False
                 running: object = state.metrics.get(NAME)
                 if isinstance(running, Peak):
                     running.compute()  # keeps the peak until now

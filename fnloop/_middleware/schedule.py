@@ -194,7 +194,7 @@ def _check_overlap(listed: Sequence[Middleware]) -> None:
         if member.call is None:
             continue
         factory = member.call.factory
-        if factory is not schedule and getattr(factory, "__name__", "") != "torch_scheduler":
+        if factory not in (schedule, torch_scheduler):
             continue
         settings = inspect.signature(factory).bind(*member.call.args, **member.call.kwargs)
         settings.apply_defaults()

@@ -833,7 +833,8 @@ def check_around(
         ValueError: it would.
     """
     for member in listed:
-        found = [part for part in ignored if getattr(member, part) is not None]
+        parts = attrs.asdict(member, recurse=False)
+        found = [part for part in ignored if parts[part] is not None]
         acts = None
         if "loss_fn" in found:
             acts = "replaces the loss function"
@@ -924,7 +925,7 @@ def _loaders_meet(a: set[str], b: set[str]) -> bool:
 
 
 def _fail_as_member(member: object) -> None:
-    name = getattr(member, "__name__", type(member).__name__)
+    name = checks.known_as(member)
     if getattr(member, "is_middleware_factory", False):
         raise TypeError(
             f"pipeline expects middleware; {name} is a function that makes one. "

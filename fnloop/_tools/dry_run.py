@@ -28,7 +28,7 @@ from fnloop._core.types import EPOCH, Batch, Middleware, Output, Step, Wrap, nam
 from fnloop._data.composed import unmarked
 from fnloop._data.held import own_copy
 from fnloop._data.loaders import Loaders, Padding, batch_size_of, check_loader, sharded
-from fnloop._data.source import open_source, windows
+from fnloop._data.source import first_batches, open_source
 from fnloop._display import tables
 from fnloop._display.checks import join_names
 from fnloop._display.tables import Column, Shown, Table, format_milliseconds, shorten
@@ -288,13 +288,10 @@ def _read_one(state: TrainState, name: str, loader: object) -> tuple[str, Batch,
     batches: list[Batch] = []
     with isolated(state.backend.device):
         began = time.perf_counter()
-        reading = windows(source, None, state.backend.device, None)
-        for batch in itertools.islice(reading, 2):
+        for batch in first_batches(source, state.backend.device, 2):
             seconds.append(time.perf_counter() - began)
             batches.append(own_copy(batch))
             began = time.perf_counter()
-        if (close := getattr(reading, "close", None)) is not None:
-            close()
     if not batches:
         why = NO_LENGTH if source.length == 0 else ""
         why = f" {source.why_empty()}" if source.drop_last and source.batch_size else why
@@ -391,8 +388,12 @@ def _tried_metrics(step: PipelineStep) -> tuple[PipelineStep, dict[str, Finding]
             return derived(member)
         if factory is not metric:
             return member
-        rings = ("forward", "loss", "evaluation")
-        return attrs.evolve(member, **{r: tried(member, getattr(member, r)) for r in rings})
+        return attrs.evolve(
+            member,
+            forward=tried(member, member.forward),
+            loss=tried(member, member.loss),
+            evaluation=tried(member, member.evaluation),
+        )
 
     if type(step) is not LossStep:  # raw and alternate have steps of their own inside
         return step, failed

@@ -458,8 +458,11 @@ class _Follow:
         """Return the state that a run has reached as it was before the run was ended."""
         if self.reached is None:
             return state
-        names = ("stop", "history", "events", "todo", "phases", "ends", "slots")
-        return attrs.evolve(state, **{name: getattr(self.reached, name) for name in names})
+        reached = self.reached
+        return attrs.evolve(
+            state, stop=reached.stop, history=reached.history, events=reached.events,
+            todo=reached.todo, phases=reached.phases, ends=reached.ends, slots=reached.slots,
+        )  # fmt: skip
 
 
 # --- what is known of the update

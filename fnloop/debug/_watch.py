@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from fnloop._backend import torch_compat
-from fnloop._backend.containers import parts_of, tensors_in, with_parts
+from fnloop._backend.containers import attributes_of, parts_of, tensors_in, with_parts
 from fnloop._backend.fsdp import is_sharded, local_part
 from fnloop._checkpoint.named import walk_optimizers
 from fnloop._core.averages import Average
@@ -634,8 +634,8 @@ def tensors_of(value: object, path: str = "") -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
         yield path, value
         return
-    if (parts := parts_of(value)) is None and attrs.has(kind := type(value)):
-        parts = [(f.name, getattr(value, f.name)) for f in attrs.fields(kind)]
+    if (parts := parts_of(value)) is None and attrs.has(type(value)):
+        parts = attrs.asdict(value, recurse=False).items()
     for key, part in parts or ():
         if not isinstance(part, _PLAIN):
             yield from tensors_of(part, f"{path}.{key}" if path else str(key))
@@ -964,9 +964,7 @@ class _Walk:
 
 def _attributes(value: object) -> dict[str, object]:
     """Return what an object holds, in its ``__dict__`` and in slots."""
-    slots = [name for base in type(value).__mro__ for name in vars(base).get("__slots__", ())]
-    held = {name: getattr(value, name) for name in slots if hasattr(value, name)}
-    return {**held, **getattr(value, "__dict__", {})}
+    return dict(attributes_of(value))
 
 
 def _state_of(

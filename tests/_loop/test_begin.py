@@ -1,5 +1,7 @@
 """The method ``begin`` of a hook: when it is called, and what a run starts with."""
 
+import pickle
+
 import attrs
 import pytest
 from loop_cases import ONE, fit
@@ -160,3 +162,14 @@ def test_a_hook_has_to_be_called_too(make, message):
     with pytest.raises(TypeError, match=message):
         fit(state, hooks=(make(),))
     assert state.model.w.item() == 0.0
+
+
+def test_facts_about_a_run_are_plain_values_and_what_moves_is_apart():
+    """So they can be compared, and sent to another process."""
+    seen = []
+    fit(hooks=[lambda state: (seen.append(state.run), state)[1]])
+    first, *_, last = seen
+    facts = attrs.asdict(first, recurse=False, filter=attrs.filters.exclude("live"))
+    assert pickle.loads(pickle.dumps(facts)) == facts
+    assert first == last and first.live is last.live
+    assert first == attrs.evolve(first, live=fl.RunInfo().live)  # which has other clocks
