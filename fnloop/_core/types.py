@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import abc
 import functools
 import types
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import FunctionType
 from typing import Any, Protocol, Self, TypeVar, cast
 
@@ -224,6 +226,12 @@ class Middleware:
         monitors: the metric that it looks at, such as "valid/loss", or None.
         loaders: names of loaders that it is for; a run without one of them is refused.
         per_phase: whether its slot is made again when a phase of a run begins.
+        order: by ring, where it comes: below 0 inside of all that are listed, above 0 around them.
+        carries: whether the loss function takes and returns a carry, and each batch is as many
+            updates as it has windows.
+        precision: what it computes in, "bf16" or "fp16"; "" is that of the model, and None that of
+            the run.
+        timed: whether the times of evaluations are measured: "time/evaluate".
         call: the call that made it, set by :func:`middleware`; decides equality, repr and pickling.
 
     Raises:
@@ -266,6 +274,10 @@ class Middleware:
     monitors: str | None = attrs.field(default=None, kw_only=True)
     loaders: tuple[str, ...] = attrs.field(default=(), kw_only=True)
     per_phase: bool = attrs.field(default=False, kw_only=True)
+    order: Mapping[str, int] = attrs.field(factory=dict, kw_only=True)
+    carries: bool = attrs.field(default=False, kw_only=True)
+    precision: str | None = attrs.field(default=None, kw_only=True)
+    timed: bool = attrs.field(default=False, kw_only=True)
     call: Call | None = attrs.field(default=None, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
@@ -299,9 +311,8 @@ class Middleware:
     def __repr__(self) -> str:
         if self.call:
             return repr(self.call)
-        defaults: dict[str, object] = {"name": self.name, "window": 1, "windows": {}}
-        defaults |= {"windows_by": "epoch", "loaders": (), "passes": (), "per_phase": False}
-        given = {k: v for k, v in self._fields().items() if v is not None and v != defaults.get(k)}
+        plain = Middleware(self.name)._fields()
+        given = {name: value for name, value in self._fields().items() if value != plain[name]}
         return repr(Call(Middleware, (self.name,), given))
 
     def __eq__(self, other: object) -> bool:
@@ -320,6 +331,33 @@ class Middleware:
 
 def _remake(fields: Mapping[str, Any]) -> Middleware:
     return Middleware(**fields)
+
+
+class EvaluationPass(abc.ABC):
+    """A wrap of the ring "evaluation" that prepares each pass over a loader.
+
+    Attributes:
+        prefix: what the names of all metrics have in front once more, if it evaluates twice.
+    """
+
+    prefix: str | None = None
+
+    @abc.abstractmethod
+    def __call__(self, step: Step) -> Step: ...
+
+    @abc.abstractmethod
+    def evaluation_pass(self, state: Any, together: bool) -> AbstractContextManager[None]:
+        """Prepare a pass, and clear up after it. ``together``: whether every process is here."""
+
+
+class Searching:
+    """A value of a slot that leaves updates out until it has found its number.
+
+    Attributes:
+        overflowed: the epoch of the newest update that it has left out; -1 if none.
+    """
+
+    overflowed: int
 
 
 def middleware(

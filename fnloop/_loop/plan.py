@@ -39,7 +39,7 @@ from fnloop._core.state import (
     unwrap,
     updates_of_call,
 )
-from fnloop._core.types import START, Middleware, name_of
+from fnloop._core.types import START, EvaluationPass, Middleware, name_of
 from fnloop._data.loaders import Loaders, read_loaders, sharded
 from fnloop._data.source import Source
 from fnloop._display import checks
@@ -62,8 +62,6 @@ from fnloop._hooks.hook import (
 from fnloop._loop.boundary import Moments, check_moment, own_clock, read_moments, resumed
 from fnloop._loop.errors import warn_on_main
 from fnloop._loop.made_with import describe_making
-from fnloop._step.alternate import AlternateStep
-from fnloop._step.averages import EvaluateAverage
 from fnloop._step.pipeline import LossStep, Pipeline, PipelineStep, total_in
 from fnloop._step.update import ALWAYS
 
@@ -145,7 +143,7 @@ class Plan:
     def is_past(self, state: TrainState) -> bool:
         """Return whether a state is further than this run would have got.
 
-        Its last call of the step may have gone beyond the target, with the windows of ``tbptt``.
+        Its last call of the step may have gone beyond the target, with several updates of a batch.
         """
         before = state.step - updates_of_call(state)
         return (self.steps is not None and before >= self.steps) or (
@@ -186,7 +184,7 @@ class Plan:
         )
 
     def updates_in(self, batches: int | None, windows: Windows) -> int | None:
-        """Return how many updates an epoch has, if that is known: tbptt makes more."""
+        """Return how many updates an epoch has, if that is known: one that carries makes more."""
         return None if self.step.carries or batches is None else windows.updates(batches)
 
     def updates_later(self, state: TrainState, source: Source, updates: int, epochs: int) -> int:
@@ -351,7 +349,7 @@ def describe(
     phase = None if plan.phase is None else phase_of(state, plan.phase)
     batches = source.length_in(state.epoch)
     per_epoch = plan.updates_in(batches, windows)
-    total = plan.steps  # tbptt makes as many updates as a batch has windows
+    total = plan.steps  # a step that carries makes as many updates as a batch has windows
     if plan.epochs is not None and per_epoch is not None:
         batches_left = source.left(state.epoch, state.batch, state.samples) or 0
         left = windows.updates_of(batches_left, state.batch)
@@ -367,7 +365,7 @@ def describe(
         precision=plan.step.precision_in(state), first_step=0 if phase is None else phase.step,
         position_at=source.positions.at, indices_at=source.indices,
         hook_slots=slots_of(plan.hooks), reported=names_reported(plan.hooks),
-        turns=tuple(plan.step.settings.steps) if isinstance(plan.step, AlternateStep) else (),
+        turns=tuple(plan.step.turns),
         windows=windows,
         made_with=functools.cache(functools.partial(describe_making, *making)),
     )  # fmt: skip
@@ -642,17 +640,17 @@ def _evaluated_names(step: PipelineStep, loader: str) -> list[str] | None:
     """Return the names of the metrics of a loader's evaluation; None if they are not known."""
     if type(step) is not LossStep:
         return None
-    names, averages = ["loss"], [""]
+    names, again = ["loss"], [""]
     for member in step.pipeline.middleware:
         if member.forward is None and member.evaluation is None and member.report is None:
             continue
-        if isinstance(member.evaluation, EvaluateAverage):
-            averages += () if member.evaluation.only else (f"{member.name}/",)
+        if isinstance(member.evaluation, EvaluationPass):
+            again += () if member.evaluation.prefix is None else (member.evaluation.prefix,)
         elif member.adds is None:
             return None
         elif not member.loaders or loader in member.loaders:
             names += member.adds
-    names = [f"{average}{name}" for average in averages for name in names]
+    names = [f"{prefix}{name}" for prefix in again for name in names]
     return [*names, "time/evaluate"] if step.is_timed else names
 
 

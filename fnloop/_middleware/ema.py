@@ -9,7 +9,7 @@ from fnloop._checkpoint.format import OWN, TENSORS, TRAINING
 from fnloop._core.averages import AVERAGED, Average
 from fnloop._core.freeze import Selectors, check_selectors
 from fnloop._core.state import LOCAL_SGD, TBPTT, TrainState, explain_unknown_length
-from fnloop._core.types import Middleware, middleware, name_of
+from fnloop._core.types import EVALUATION, Middleware, middleware, name_of
 from fnloop._display import checks
 from fnloop._display.screen import warn_once
 from fnloop._display.tables import format_count
@@ -208,6 +208,7 @@ def _make(
         step=choose_weight(name, choose, only),
         init=lambda state: first_average(state, name, bool(evaluate), only),
         evaluation=EvaluateAverage(name, evaluate == "only") if evaluate else None,
+        order={EVALUATION: 1 if evaluate == "only" else 2},  # the metrics of others are of both
         check=_check_members,
         adds=(),
     )

@@ -23,7 +23,6 @@ from fnloop._core.rng import fold_in
 from fnloop._core.runs import RunInfo, waiting_once
 from fnloop._core.state import (
     LOCAL_SGD,
-    TBPTT,
     Ownership,
     ParameterCache,
     TrainState,
@@ -39,6 +38,7 @@ from fnloop._core.types import (
     Aux,
     Batch,
     Call,
+    EvaluationPass,
     Metric,
     Middleware,
     Output,
@@ -48,7 +48,6 @@ from fnloop._core.types import (
 from fnloop._display import checks, tables
 from fnloop._display.checks import describe, join_names
 from fnloop._display.screen import log
-from fnloop._step.averages import EvaluateAverage
 from fnloop._step.engine import NO_GRADIENT, NoGradientError, check_not_exact, engine_of
 from fnloop._step.pipeline import (
     STEP,
@@ -255,6 +254,13 @@ class AlternateStep(PipelineStep):
 
     # --- a run
 
+    @property
+    def turns(self) -> Mapping[str, PipelineStep]:
+        return self.settings.steps
+
+    def with_turns(self, steps: Mapping[str, PipelineStep]) -> PipelineStep:
+        return self.settings.call.factory(steps, **self.settings.call.kwargs)
+
     def precision_in(self, state: TrainState) -> str | None:
         found = {step.precision_in(state): None for step in self.settings.steps.values()}
         return ", ".join(name for name in found if name is not None) or None
@@ -400,7 +406,7 @@ def _check_in_turn(name: str, step: PipelineStep) -> None:
         if member.windows or member.total is not None:
             by = "epoch" if member.windows else "number of processes"
             why = f"changes its window with the {by}: write accumulate(n)"
-        elif member.name == TBPTT:
+        elif member.carries:
             why = "makes several updates in one turn: leave it out"
         elif member.name == "cuda_graph":
             why = "would capture which parameters need gradients, and that changes with each turn"
@@ -574,7 +580,7 @@ def check_with_turns(around: Sequence[Middleware], steps: Mapping[str, PipelineS
                 "weights: leave one of them out"
             )
         average = member.evaluation
-        if isinstance(average, EvaluateAverage) and not average.only and member.name in steps:
+        if isinstance(average, EvaluationPass) and average.prefix in map("{}/".format, steps):
             raise ValueError(
                 f"alternate: {member!r} has the name of a step, and the metrics of both would be "
                 f'"valid/{member.name}/loss": give it another one, name="..."'

@@ -44,7 +44,7 @@ from fnloop._core.state import (
     with_carry,
     with_slot,
 )
-from fnloop._core.types import Batch, Metric, Output, Step, Wrap
+from fnloop._core.types import Batch, EvaluationPass, Metric, Output, Step, Wrap
 from fnloop._step.engine import engine_of
 from fnloop._step.update import is_recorded, report
 
@@ -271,7 +271,7 @@ def blend(name: str, only: Only = None) -> Wrap:
 
 
 @attrs.frozen(eq=False)
-class EvaluateAverage:
+class EvaluateAverage(EvaluationPass):
     """The wrap around the forward ring in evaluation: evaluate an average beside the model.
 
     It is around all other middleware, so that their metrics are there of both. It does nothing
@@ -287,9 +287,8 @@ class EvaluateAverage:
     _views: list[nn.Module] = attrs.field(factory=list, init=False)
 
     @property
-    def around(self) -> int:
-        """How far out it is among the wraps of evaluation, which are at 0."""
-        return 1 if self.only else 2
+    def prefix(self) -> str | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return None if self.only else f"{self.name}/"
 
     def __call__(self, step: Step) -> Step:
         def evaluated(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:

@@ -20,7 +20,6 @@ from fnloop._display import checks
 from fnloop._display.tables import Column, Shown, Table, format_metric
 from fnloop._loop.evaluate import open_loader
 from fnloop._loop.plan import check_step
-from fnloop._step.alternate import AlternateStep
 from fnloop._step.engine import engine_of
 from fnloop._step.pipeline import PipelineStep
 from fnloop._tools.dry_run import AVERAGES, RATES, REPORTS, train_copy, with_members
@@ -171,7 +170,7 @@ def find_lr(
     __tracebackhide__ = True
     check_step(step, "find_lr")
     check_not_stale(state, "find_lr")
-    if isinstance(step, AlternateStep):
+    if step.turns:
         raise ValueError(
             "find_lr varies one learning rate and looks at one loss, but alternate(...) has those "
             "of several steps: try the learning rates of each with fork(state, ...)"
@@ -452,7 +451,7 @@ class _Trial:
         if length == 0:  # with drop_last, the data have fewer samples
             return False
         step = self.step
-        if not isinstance(step, AlternateStep):
+        if not step.turns:
             step = with_members(step, (*RATES, *REPORTS), [_noted(self)])
         first = self.state.step + self.state.skipped
 
