@@ -51,7 +51,7 @@ from fnloop._checkpoint.parts import (
     is_partial,
     read_parts,
 )
-from fnloop._checkpoint.remote import READING, Place, place_at
+from fnloop._checkpoint.place import READING, Place, place_at
 from fnloop._checkpoint.retention import (
     Listed,
     by_phase,

@@ -28,7 +28,7 @@ from fnloop._backend import torch_compat
 from fnloop._backend.collectives import gather_from_all, on_every_process
 from fnloop._backend.containers import is_out_of_memory, map_leaves, pairs_of, parts_of
 from fnloop._backend.processes import Backend
-from fnloop._checkpoint.files import EncodedHistory, write_by_all
+from fnloop._checkpoint.files import EncodedHistory
 from fnloop._checkpoint.format import (
     COLLECTED,
     NEWER_FORMAT,
@@ -54,7 +54,7 @@ from fnloop._checkpoint.parts import (
     encode_whole_history,
     read_parts,
 )
-from fnloop._checkpoint.remote import Remote, place_at, save_at
+from fnloop._checkpoint.place import place_at
 from fnloop._core.history import History, metrics_here
 from fnloop._core.optimizers import optimizers_in, wants_closure
 from fnloop._core.rng import isolated, seed_host, torch_seeder
@@ -139,10 +139,7 @@ def save(
     parts = read_parts("save", only)
     if "optimizer" in parts:
         _warn_unless_resumable(state)
-    contents = collect_contents(state, parts=parts)
-    if isinstance(place, Remote):
-        return save_at(place, contents, "fnloop.save")
-    return write_by_all(contents, place.folder, "fnloop.save")
+    return place.save(collect_contents(state, parts=parts), "fnloop.save")
 
 
 def _warn_unless_resumable(state: TrainState) -> None:

@@ -43,6 +43,7 @@ from fnloop._core.types import START, EvaluationPass, Middleware, name_of
 from fnloop._data.loaders import Loaders, read_loaders, sharded
 from fnloop._data.source import Source
 from fnloop._display import checks
+from fnloop._extensions import extensions
 from fnloop._hooks.hook import (
     Clock,
     ConditionalHook,
@@ -316,7 +317,9 @@ def make_plan(
             meaning = f"the target for state.{name[:-1]}, or None"
             checks.integer("fit", name, target, meaning, least=0)
     checks.integer("fit", "prefetch", prefetch, "the windows that are fetched ahead")
-    checked = read_hooks(_default_hooks() if hooks is None else hooks)
+    if hooks is None:
+        hooks = [make() for make in extensions("hooks of a run by default")]
+    checked = read_hooks(hooks)
     evaluations = read_moments(evaluate_every, tuple(found.evaluated))
     for hook in checked:
         evaluations += tuple((own_clock(at), (name,)) for name, at in hook.makes_records.items())
@@ -667,13 +670,6 @@ def _trained_names(step: PipelineStep) -> list[str] | None:
             return None
         names += (*member.adds, *member.passes)
     return names
-
-
-def _default_hooks() -> tuple[Hook, ...]:
-    from fnloop._hooks.progress import progress
-    from fnloop._hooks.stop import halt_on_nonfinite
-
-    return progress(), halt_on_nonfinite()
 
 
 def _check_hook(hook: object) -> None:

@@ -259,7 +259,7 @@ class AlternateStep(PipelineStep):
         return self.settings.steps
 
     def with_turns(self, steps: Mapping[str, PipelineStep]) -> PipelineStep:
-        return self.settings.call.factory(steps, **self.settings.call.kwargs)
+        return alternate(steps, **self.settings.call.kwargs)
 
     def precision_in(self, state: TrainState) -> str | None:
         found = {step.precision_in(state): None for step in self.settings.steps.values()}
@@ -580,7 +580,7 @@ def check_with_turns(around: Sequence[Middleware], steps: Mapping[str, PipelineS
                 "weights: leave one of them out"
             )
         average = member.evaluation
-        if isinstance(average, EvaluationPass) and average.prefix in map("{}/".format, steps):
+        if isinstance(average, EvaluationPass) and average.prefix in [f"{name}/" for name in steps]:
             raise ValueError(
                 f"alternate: {member!r} has the name of a step, and the metrics of both would be "
                 f'"valid/{member.name}/loss": give it another one, name="..."'
