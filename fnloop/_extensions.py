@@ -17,9 +17,16 @@ _ROWS: dict[str, dict[str, str]] = {
     "checkpoints at an address": {
         "._checkpoint.remote": "Remote",
     },
+    "averages of the weights": {
+        "._middleware.ema": "ema swa",
+    },
+    "graphs of an update": {
+        "._graphs.capture": "explain_uncapturable",
+    },
 }
 
 
 def extensions(task: str) -> list:
     """Return what does a task."""
-    return [getattr(import_module(at, "fnloop"), name) for at, name in _ROWS[task].items()]
+    rows = ((import_module(at, "fnloop"), names) for at, names in _ROWS[task].items())
+    return [getattr(module, name) for module, names in rows for name in names.split()]

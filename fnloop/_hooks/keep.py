@@ -243,6 +243,14 @@ class checkpoint(Hook):
                 "give each its own folder"
             )
 
+    def tried(self, place: Path) -> tuple[Hook, str]:
+        """Return a hook that saves to another folder."""
+        copied = checkpoint(
+            place, self.keep, self.best, self.mode if self.best else None,
+            keep_best=self.keep_best, only=self.parts, named=self.named,
+        )  # fmt: skip
+        return copied, "folder"
+
     def begin(self, state: TrainState) -> TrainState:
         """Claim the folder for this run, and check that its state can be saved and resumed.
 
