@@ -156,8 +156,8 @@ class Names:
             local: the names that are gone of this file.
         """
         match node:
-            case ast.Attribute(value=ast.Name(id=module), attr=name) if module in self.helpers:
-                return name in self.helpers[module]
+            case ast.Attribute(value=ast.Name(id=module), attr=name) if f"{module}.{name}" in local:
+                return True
             case ast.Attribute(attr=name) if name in self.public:
                 return ast.unparse(node).split(".")[0] in ALIASES
             case ast.Name(id=name) | ast.arg(arg=name):
@@ -243,9 +243,14 @@ class Pruned:
         self.tree = ast.parse(path.read_text())
         self.local = names.helpers.setdefault(path.stem, set())
         self.tests, self.rows = [], 0
+        imports = (node for node in self.tree.body if isinstance(node, ast.Import))
+        names = (alias for node in imports for alias in node.names)
+        self.aliases = {alias.asname or alias.name: alias.name for alias in names}
 
     def prune(self):
         """Take out what names it. Return whether anything is gone that was not before."""
+        for alias, module in self.aliases.items():
+            self.local |= {f"{alias}.{name}" for name in self.names.helpers.get(module, ())}
         before = len(self.local), len(self.tests), self.rows
         self.tree.body = [node for node in self.tree.body if self._is_kept(node)]
         return before != (len(self.local), len(self.tests), self.rows)
@@ -285,8 +290,11 @@ class Pruned:
                 )
                 return bool(value.elts)
             case ast.Assign(value=value) | ast.AnnAssign(value=value) if value is not None:
-                for table in tables_in(value):
-                    self.rows += without_rows(table, gone)[0]
+                counts = [without_rows(table, gone) for table in tables_in(value)]
+                self.rows += sum(count for count, _ in counts)
+                if counts and not any(left for _, left in counts):
+                    self.local |= {n.id for n in ast.walk(node) if is_stored(n)}
+                    return False
         if not self.names.mentions(node, self.local):
             return True
         self.local |= {n.id for n in ast.walk(node) if is_stored(n)}
