@@ -189,7 +189,7 @@ class Names:
     def without_words(self, text):
         """Return a text that is a list of words without the names."""
         words = text.split()
-        if len(words) < 3 or not all(word.isidentifier() for word in words):
+        if not {*words} & self.public or not all(word.isidentifier() for word in words):
             return text
         return " ".join(word for word in words if word not in self.public)
 
