@@ -49,7 +49,7 @@ from fnloop._checkpoint.parts import (
     parts_in,
     read_parts,
 )
-from fnloop._checkpoint.remote import READING, Place, place_at
+from fnloop._checkpoint.place import READING, Place, place_at
 from fnloop._checkpoint.retention import (
     Listed,
     by_phase,

@@ -24,7 +24,7 @@ from fnloop._backend.containers import (
     pairs_of,
 )
 from fnloop._backend.processes import Backend
-from fnloop._checkpoint.files import EncodedHistory, write_by_all
+from fnloop._checkpoint.files import EncodedHistory
 from fnloop._checkpoint.format import (
     PARTS,
     TRAINED,
@@ -54,7 +54,7 @@ from fnloop._checkpoint.parts import (
     open_parts,
     read_parts,
 )
-from fnloop._checkpoint.remote import Remote, place_at, save_at
+from fnloop._checkpoint.place import place_at
 from fnloop._core.history import History, metrics_here
 from fnloop._core.optimizers import is_torch_optimizer, optimizers_in
 from fnloop._core.parts import COLLECTED, NEWER_FORMAT, Saving
@@ -139,10 +139,7 @@ def save(
     parts = read_parts("save", only)
     if "optimizer" in parts:
         _warn_unless_resumable(state)
-    contents = collect_contents(state, parts=parts)
-    if isinstance(place, Remote):
-        return save_at(place, contents, "fnloop.save")
-    return write_by_all(contents, place.folder, "fnloop.save")
+    return place.save(collect_contents(state, parts=parts), "fnloop.save")
 
 
 def _warn_unless_resumable(state: TrainState) -> None:

@@ -301,6 +301,12 @@ class Middleware:
             ``retry_on_oom`` repeats it. For a tensor it is ``before = t.clone()``, then
             ``return lambda: t.copy_(before)``. It is called before the step ring if the middleware
             acts there, and else before the forward pass, within ``cuda_graph`` too.
+        order: by ring, where it comes: below 0 inside of all that are listed, above 0 around them.
+        carries: whether the loss function takes and returns a carry, and each batch is as many
+            updates as it has windows.
+        precision: what it computes in, "bf16" or "fp16"; "" is that of the model, and None that of
+            the run.
+        timed: whether the times of evaluations are measured: "time/evaluate".
         call: the call that made it, set by :func:`middleware`; decides equality, repr and pickling.
 
     Raises:
@@ -346,6 +352,10 @@ class Middleware:
     per_phase: bool = attrs.field(default=False, kw_only=True)
     brings: tuple[Part, ...] = attrs.field(default=(), kw_only=True)
     keep: Callable[[Any], Callable[[], object]] | None = attrs.field(default=None, kw_only=True)
+    order: Mapping[str, int] = attrs.field(factory=dict, kw_only=True)
+    carries: bool = attrs.field(default=False, kw_only=True)
+    precision: str | None = attrs.field(default=None, kw_only=True)
+    timed: bool = attrs.field(default=False, kw_only=True)
     call: Call | None = attrs.field(default=None, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
@@ -383,9 +393,8 @@ class Middleware:
     def __repr__(self) -> str:
         if self.call:
             return repr(self.call)
-        defaults: dict[str, object] = {"name": self.name, "window": 1, "windows": {}, "brings": ()}
-        defaults |= {"windows_by": "epoch", "loaders": (), "passes": (), "per_phase": False}
-        given = {k: v for k, v in self._fields().items() if v is not None and v != defaults.get(k)}
+        plain = Middleware(self.name)._fields()
+        given = {name: value for name, value in self._fields().items() if value != plain[name]}
         return repr(Call(Middleware, (self.name,), given))
 
     def __eq__(self, other: object) -> bool:
@@ -416,6 +425,16 @@ def wraps_of(member: Middleware) -> dict[str, Any]:
     rings = attrs.filters.include(*RINGS, EVALUATION)
     found = attrs.asdict(member, recurse=False, filter=rings)
     return {ring: wrap for ring, wrap in found.items() if wrap is not None}
+
+
+class Searching:
+    """A value of a slot that leaves updates out until it has found its number.
+
+    Attributes:
+        overflowed: the epoch of the newest update that it has left out; -1 if none.
+    """
+
+    overflowed: int
 
 
 def middleware(

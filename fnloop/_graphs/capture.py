@@ -547,6 +547,21 @@ def signature(batch: Batch, tensors: list[Tensor]) -> Hashable:
     )
 
 
+def explain_uncapturable(copied: TrainState, batch: Batch) -> list[str]:
+    """Return why an update could not be captured, apart from what it reads to the host.
+
+    Args:
+        copied: a copy of the state, whose optimizers are changed.
+        batch: a batch.
+    """
+    try:
+        signature(batch, [])
+        make_capturable([*optimizers_in(copied.optimizer).values()], copied.backend.device)
+    except CaptureError as error:
+        return [str(error)]
+    return []
+
+
 def rebuild(batch: Batch, tensors: Iterator[Tensor]) -> Batch:
     """Return a copy of a batch with these tensors in place of its own."""
     return map_leaves(batch, lambda leaf: next(tensors) if isinstance(leaf, Tensor) else leaf)

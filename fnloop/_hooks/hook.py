@@ -7,6 +7,7 @@ import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import NoReturn, Protocol, Self
 
@@ -119,6 +120,14 @@ class Hook:
 
     def check_beside(self, hooks: Sequence[Hook]) -> None:
         """Raise if it cannot work beside the hooks of a run, of which it is one, in their order."""
+
+    def tried(self, place: Path) -> tuple[Hook, str]:
+        """Return the hook as ``dry_run`` calls it, and whether it has a "file" or a "folder" then.
+
+        Args:
+            place: the path of a file or a folder that may be written instead of its own.
+        """
+        return self, ""
 
     def take_back(self, state: TrainState) -> TrainState:
         """Return the state without a stop of this hook that does not hold any more.

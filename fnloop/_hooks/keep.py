@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import os
 import re
@@ -40,14 +41,12 @@ from fnloop._checkpoint.format import (
     check_shape,
 )
 from fnloop._checkpoint.parts import read_parts
-from fnloop._checkpoint.remote import Remote, Uploads, is_marked, place_at
+from fnloop._checkpoint.place import place_at
 from fnloop._checkpoint.retention import (
     candidates,
-    claim_folder,
     prune,
     read_claim,
     release_claim,
-    warn_unless_shared,
 )
 from fnloop._checkpoint.save import check_saveable, collect_contents, position_of
 from fnloop._core.averages import Average
@@ -183,7 +182,6 @@ class checkpoint(Hook):
         named: Sequence[str] = (),
     ) -> None:
         self._place, self._typed = place_at("checkpoint", "folder", folder), os.fspath(folder)
-        self._remote = self._place if isinstance(self._place, Remote) else None
         self.folder = self._place.folder  # of an address, the local one, once the run is known
         if keep is not None:
             integer("checkpoint", "keep", keep, "a number of checkpoints, or None for all")
@@ -205,7 +203,6 @@ class checkpoint(Hook):
         self.mode = "min" if self.best is None else mode_of("checkpoint", self.best, mode)
         self._awaits_metric = False  # whether a save since the last evaluation lacks ``best``
         self._writer: threading.Thread | None = None
-        self._uploads = Uploads()
         self._shared: SharedWrite | None = None  # which all processes write in the background
         self._error: BaseException | None = None  # of the writer
         self._saved: TrainState | None = None  # the state that was saved at this boundary
@@ -246,6 +243,14 @@ class checkpoint(Hook):
                 "give each its own folder"
             )
 
+    def tried(self, place: Path) -> tuple[Hook, str]:
+        """Return a hook that saves to another folder."""
+        copied = checkpoint(
+            place, self.keep, self.best, self.mode if self.best else None,
+            keep_best=self.keep_best, only=self.parts, named=self.named,
+        )  # fmt: skip
+        return copied, "folder"
+
     def begin(self, state: TrainState) -> TrainState:
         """Claim the folder for this run, and check that its state can be saved and resumed.
 
@@ -255,12 +260,10 @@ class checkpoint(Hook):
         check_saveable(state, self.parts)
         if state.run is not None:  # now, as the files of the code may be edited while it trains
             state.run.live.made_with()
-        if self._remote is not None:
-            self.folder = self._remote.staging(state.run_id)
+        self.folder = self._place.staging(state.run_id)
         with self._place.reading():
             self._awaits_metric = on_main_process(lambda: self._claim(state), HOOK)
-        if self._remote is None:
-            warn_unless_shared(self.folder)
+        self._place.warn_unless_shared()
         return state
 
     def __call__(self, state: TrainState) -> TrainState:
@@ -291,7 +294,7 @@ class checkpoint(Hook):
             self._complete_shared()
         if self._error is not None:
             self._wait()
-        self._uploads.check()
+        self._place.check()
         self._check_metric(state)
         return self(state) if self._awaits_metric and self._has_metric(state) else state
 
@@ -325,8 +328,7 @@ class checkpoint(Hook):
         except Exception as error:
             log.error("checkpoint: the last checkpoint could not be written: %s", error)
         finally:
-            if self._remote is not None:
-                self._remote.end()
+            self._place.end()
 
     # --- the metric that ranks
 
@@ -342,11 +344,7 @@ class checkpoint(Hook):
 
     def _claim(self, state: TrainState) -> bool:
         """Claim the folder. Return whether its newest checkpoint lacks the metric that ranks."""
-        if self._remote is not None:
-            self._remote.mirror(self.folder)
-        claim_folder(self.folder, state.run_id)
-        if self._remote is not None:
-            self._remote.begin(state.run_id)
+        self._place.claim(self.folder, state.run_id)
         manifests = ((path, manifest_or_none(path)) for path in candidates(self.folder))
         finite = (m for path, m in manifests if m is not None and not explain_nonfinite(path, m))
         if (newest := next(finite, None)) is None:
@@ -383,7 +381,7 @@ class checkpoint(Hook):
         try:
             self._wait()
         finally:
-            self._uploads.wait()
+            self._place.wait()
 
     def _start(self, write: Callable[[], None]) -> None:
         """Write while training continues."""
@@ -411,7 +409,7 @@ class checkpoint(Hook):
         """Return where to write, and what the manifest says in addition. Write the history."""
         run, path = contents.facts["run"], self.folder / name
         if path.exists():  # it may be the one that is being uploaded
-            self._uploads.wait()
+            self._place.wait()
         existing = manifest_or_none(path)
         if existing is not None and run_of(path, existing) != run:
             raise CheckpointError(
@@ -433,24 +431,11 @@ class checkpoint(Hook):
             contents: what was written.
             at: the folder of its files at the address, if they are there already.
         """
-        remote, run = self._remote, contents.facts["run"]
-        if remote is None:
-            self._tidy(written, run)
-            return
+        run = contents.facts["run"]
+        tidy = functools.partial(self._tidy, written, run)
+        self._place.keep(written, run, at, tidy, self.background)
 
-        def upload() -> None:
-            remote.send(written, run, at)
-            self._tidy(written, run, is_marked)
-            remote.remove_pruned(self.folder)
-
-        if self.background:
-            self._uploads.add(upload)
-        else:
-            upload()
-
-    def _tidy(
-        self, written: Path, run: str, counts: Callable[[Path], bool] = lambda path: True
-    ) -> None:
+    def _tidy(self, written: Path, run: str, counts: Callable[[Path], bool]) -> None:
         """Remove what a checkpoint that was written replaces."""
         release_claim(self.folder)
         best = self.best, self.mode, self.keep_best, self.since
@@ -467,9 +452,8 @@ class checkpoint(Hook):
 
         if self.background:
             contents = self._buffers = contents.copied(self._buffers)
-        remote = self._remote
-        send = None if remote is None else remote.sender(name)
-        shared = self._shared = SharedWrite(contents, begin, HOOK, send)
+        sender = self._place.sender(name)
+        shared = self._shared = SharedWrite(contents, begin, HOOK, sender)
         if self.background:
             shared.start()
         else:

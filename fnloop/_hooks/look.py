@@ -159,6 +159,10 @@ class inspect(Hook):
                     f"{short!r}"
                 )
 
+    def tried(self, place: Path) -> tuple[Hook, str]:
+        """Return a hook that is due after each epoch."""
+        return attrs.evolve(self, every=periodically(epochs=1)), ""
+
     @property
     def reports(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The names of its numbers in records, as far as they were said."""

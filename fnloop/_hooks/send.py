@@ -205,6 +205,10 @@ class TableWriter(Hook):
 
     begins_everywhere = True  # all processes learn of a file that is refused
 
+    def tried(self, place: Path) -> tuple[Hook, str]:
+        """Return a hook that writes to another file."""
+        return attrs.evolve(self, path=place.with_suffix(self.path.suffix)), "file"
+
     def begin(self, state: TrainState) -> TrainState:
         """Claim the file for this run.
 

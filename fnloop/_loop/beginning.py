@@ -26,7 +26,6 @@ from fnloop._display.tables import format_count
 from fnloop._hooks.hook import Hook, begin_records, every_layer, parts_saved
 from fnloop._loop.errors import check_returned, explain, first_change, warn_on_main
 from fnloop._loop.plan import Plan
-from fnloop._step.alternate import AlternateStep
 from fnloop._step.pipeline import PipelineStep
 from fnloop._step.update import prefixed
 
@@ -93,7 +92,7 @@ def _unseen_metrics(step: PipelineStep) -> dict[str, Metric]:
     from fnloop._middleware.metric import unseen_metrics
 
     found = unseen_metrics(step.pipeline.middleware)
-    for turn, inner in step.settings.steps.items() if isinstance(step, AlternateStep) else ():
+    for turn, inner in step.turns.items():
         found |= {prefixed(turn, name): metric for name, metric in _unseen_metrics(inner).items()}
     return found
 

@@ -15,7 +15,7 @@ from fnloop._core.state import (
     owns_handles,
     went_back,
 )
-from fnloop._core.types import EPOCH, name_of
+from fnloop._core.types import EPOCH, Searching, name_of
 from fnloop._data.source import Source
 from fnloop._display.screen import log
 from fnloop._hooks.hook import Hook
@@ -198,10 +198,8 @@ def explain_no_updates(state: TrainState, reason: str | None) -> str | None:
     newest = [ends[n] for n in (epoch - 1, epoch) if n in ends]
     if before != state.step or len(newest) < 2 or any(TRAIN_LOSS in r.metrics for r in newest):
         return None
-    from fnloop._middleware.precision import LossScale
-
-    scales = [slot for slot in state.slots.values() if isinstance(slot, LossScale)]
-    if any(slot.overflowed >= epoch - 2 for slot in scales):
+    searching = (slot for slot in state.slots.values() if isinstance(slot, Searching))
+    if any(slot.overflowed >= epoch - 2 for slot in searching):
         return None
     why = "" if reason is None else f" ({reason})"
     return (

@@ -43,6 +43,7 @@ from fnloop._core.types import START, Middleware, name_of
 from fnloop._data.loaders import Loaders, read_loaders, sharded
 from fnloop._data.source import Source
 from fnloop._display import checks
+from fnloop._extensions import extensions
 from fnloop._hooks.hook import (
     Clock,
     ConditionalHook,
@@ -62,7 +63,6 @@ from fnloop._hooks.hook import (
 from fnloop._loop.boundary import Moments, check_moment, own_clock, read_moments, resumed
 from fnloop._loop.errors import warn_on_main
 from fnloop._loop.made_with import describe_making
-from fnloop._step.alternate import AlternateStep
 from fnloop._step.pipeline import LossStep, Pipeline, PipelineStep, total_in
 from fnloop._step.update import ALWAYS
 
@@ -144,7 +144,7 @@ class Plan:
     def is_past(self, state: TrainState) -> bool:
         """Return whether a state is further than this run would have got.
 
-        Its last call of the step may have gone beyond the target, with the windows of ``tbptt``.
+        Its last call of the step may have gone beyond the target, with several updates of a batch.
         """
         before = state.step - updates_of_call(state)
         return (self.steps is not None and before >= self.steps) or (
@@ -185,7 +185,7 @@ class Plan:
         )
 
     def updates_in(self, batches: int | None, windows: Windows) -> int | None:
-        """Return how many updates an epoch has, if that is known: tbptt makes more."""
+        """Return how many updates an epoch has, if that is known: one that carries makes more."""
         return None if self.step.carries or batches is None else windows.updates(batches)
 
     def updates_later(self, state: TrainState, source: Source, updates: int, epochs: int) -> int:
@@ -317,7 +317,9 @@ def make_plan(
             meaning = f"the target for state.{name[:-1]}, or None"
             checks.integer("fit", name, target, meaning, least=0)
     checks.integer("fit", "prefetch", prefetch, "the windows that are fetched ahead")
-    checked = read_hooks(_default_hooks() if hooks is None else hooks)
+    if hooks is None:
+        hooks = [make() for make in extensions("hooks of a run by default")]
+    checked = read_hooks(hooks)
     evaluations = read_moments(evaluate_every, tuple(found.evaluated))
     for hook in checked:
         evaluations += tuple((own_clock(at), (name,)) for name, at in hook.makes_records.items())
@@ -350,7 +352,7 @@ def describe(
     phase = None if plan.phase is None else phase_of(state, plan.phase)
     batches = source.length_in(state.epoch)
     per_epoch = plan.updates_in(batches, windows)
-    total = plan.steps  # tbptt makes as many updates as a batch has windows
+    total = plan.steps  # a step that carries makes as many updates as a batch has windows
     if plan.epochs is not None and per_epoch is not None:
         batches_left = source.left(state.epoch, state.batch, state.samples) or 0
         left = windows.updates_of(batches_left, state.batch)
@@ -365,7 +367,7 @@ def describe(
     return RunInfo(
         plan.epochs, total, per_epoch, batches, windows.largest, evaluated,
         precision=plan.step.precision_in(state), first_step=0 if phase is None else phase.step,
-        turns=tuple(plan.step.settings.steps) if isinstance(plan.step, AlternateStep) else (),
+        turns=tuple(plan.step.turns),
         hook_slots=slots_of(plan.hooks), reported=names_reported(plan.hooks), windows=windows,
         live=Live(clock, source.positions.at, source.indices, made_with),
     )  # fmt: skip
@@ -667,13 +669,6 @@ def _trained_names(step: PipelineStep) -> list[str] | None:
             return None
         names += (*member.adds, *member.passes)
     return names
-
-
-def _default_hooks() -> tuple[Hook, ...]:
-    from fnloop._hooks.progress import progress
-    from fnloop._hooks.stop import halt_on_nonfinite
-
-    return progress(), halt_on_nonfinite()
 
 
 def _check_hook(hook: object) -> None:

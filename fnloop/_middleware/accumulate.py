@@ -281,7 +281,8 @@ def microbatch(size: int) -> Middleware:
     def gradient(step: Step) -> Step:
         return _instead_of(step, lambda backward: Backward(backward.loss, size))
 
-    return Middleware("microbatch", gradient=gradient, check=_check_pieces, adds=())
+    order = {"gradient": -2}  # it is about backward alone: first
+    return Middleware("microbatch", gradient=gradient, check=_check_pieces, adds=(), order=order)
 
 
 @middleware("gradient")
@@ -332,7 +333,12 @@ def retry_on_oom() -> Middleware:
         return _instead_of(step, Retrying)
 
     return Middleware(
-        "retry_on_oom", gradient=gradient, init=_whole_batches, check=_check_pieces, adds=()
+        "retry_on_oom",
+        gradient=gradient,
+        init=_whole_batches,
+        check=_check_pieces,
+        adds=(),
+        order={"gradient": -1},  # after the pieces that it repeats
     )
 
 
@@ -451,6 +457,8 @@ def tbptt(length: int, dim: int = 1) -> Middleware:
         loss_fn=loss_fn,
         check=_check_tbptt,
         adds=(),
+        order={"step": 2},  # all others act once for each update
+        carries=True,
     )
 
 

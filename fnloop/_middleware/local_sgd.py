@@ -95,6 +95,7 @@ def local_sgd(every: int = 8, outer: Outer | None = None) -> Middleware:
         check=_check_members,
         check_state=_check_state,
         adds=(),
+        order={"update": -1},  # what others see of an update is the average, if there is one
     )
 
 

@@ -421,7 +421,7 @@ def timings() -> Middleware:
 
         return timed
 
-    return Middleware("timings", step=wrap, adds=("time",))
+    return Middleware("timings", step=wrap, adds=("time",), timed=True)
 
 
 @middleware("step")

@@ -13,7 +13,7 @@ from fnloop._backend.containers import map_leaves
 from fnloop._backend.fsdp import local_part
 from fnloop._core.optimizers import optimizers_in
 from fnloop._core.state import TrainState, parameters
-from fnloop._core.types import Batch, Middleware, Output, Step, Wrap, middleware
+from fnloop._core.types import Batch, Middleware, Output, Searching, Step, Wrap, middleware
 from fnloop._display.checks import describe, integer, number
 from fnloop._step.engine import refuse
 from fnloop._step.transaction import decide_any, then
@@ -33,7 +33,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @attrs.define
-class LossScale:
+class LossScale(Searching):
     """The slot of ``amp("fp16")``, changed in place.
 
     Args:
@@ -87,10 +87,10 @@ def amp(
     meaning = "the updates without overflow after which the scale doubles"
     integer("amp", "growth_interval", growth_interval, meaning)
     if precision is None:
-        return Middleware("amp")
+        return Middleware("amp", precision="")
     forward = _autocast(_DTYPES[precision])
     if precision == "bf16":
-        return Middleware("amp", forward=forward, adds=())
+        return Middleware("amp", forward=forward, adds=(), precision=precision)
 
     def init(state: TrainState) -> LossScale:
         return LossScale(torch.tensor(float(init_scale), device=state.backend.device))
@@ -102,6 +102,7 @@ def amp(
         step=_grow_after(growth_interval),
         init=init,
         adds=(),
+        precision=precision,
     )
 
 

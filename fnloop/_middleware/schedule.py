@@ -806,7 +806,8 @@ def plateau(
 
         return lowered
 
-    return Middleware("plateau", step=wrap, check=_check, monitors=key, adds=())
+    order = {"step": 1}  # it says to others what to do, once for each update
+    return Middleware("plateau", step=wrap, check=_check, monitors=key, adds=(), order=order)
 
 
 def _check(listed: Sequence[Middleware]) -> None:

@@ -22,7 +22,6 @@ from fnloop._core.rng import fold_in
 from fnloop._core.runs import RunInfo, waiting_once
 from fnloop._core.state import (
     LOCAL_SGD,
-    TBPTT,
     Ownership,
     ParameterCache,
     TrainState,
@@ -254,6 +253,13 @@ class AlternateStep(PipelineStep):
 
     # --- a run
 
+    @property
+    def turns(self) -> Mapping[str, PipelineStep]:
+        return self.settings.steps
+
+    def with_turns(self, steps: Mapping[str, PipelineStep]) -> PipelineStep:
+        return alternate(steps, **self.settings.call.kwargs)
+
     def precision_in(self, state: TrainState) -> str | None:
         found = {step.precision_in(state): None for step in self.settings.steps.values()}
         return ", ".join(name for name in found if name is not None) or None
@@ -398,7 +404,7 @@ def _check_in_turn(name: str, step: PipelineStep) -> None:
         if member.windows or member.total is not None:
             by = "epoch" if member.windows else "number of processes"
             why = f"changes its window with the {by}: write accumulate(n)"
-        elif member.name == TBPTT:
+        elif member.carries:
             why = "makes several updates in one turn: leave it out"
         elif member.name == "cuda_graph":
             why = "would capture which parameters need gradients, and that changes with each turn"

@@ -40,14 +40,14 @@ _LONGEST = 200  # characters that tell of a batch
 _NO_ITEMS = "the batch has no item: its weight is 0"
 
 
-def forward(loss_fn: LossFn, name: str, amp_listed: bool = True) -> Step:
+def forward(loss_fn: LossFn, name: str, own_precision: bool = True) -> Step:
     """Return the innermost step: call the loss function and read its reply.
 
     Args:
         loss_fn: the loss function.
         name: its name in messages.
-        amp_listed: whether the pipeline lists ``amp``. If not, the mixed precision that
-            accelerate is configured for is used.
+        own_precision: whether the pipeline says what it computes in. If not, the mixed precision
+            that the run is configured for is used.
     """
     checked = False
     said: set[str] = set()  # reasons to leave a batch out that were logged
@@ -56,7 +56,7 @@ def forward(loss_fn: LossFn, name: str, amp_listed: bool = True) -> Step:
         nonlocal checked
         __tracebackhide__ = True
         try:
-            if amp_listed or state.backend.precision is None:
+            if own_precision or state.backend.precision is None:
                 reply = loss_fn(state.model, batch)
             else:
                 with _configured_autocast(state):
@@ -340,13 +340,13 @@ RawFn = Callable[[TrainState, Batch], Output]
 _EXPECTED = "Output(loss, weight=items), with the loss as a scalar tensor"
 
 
-def own_gradients(fn: RawFn, name: str, amp_listed: bool) -> Step:
+def own_gradients(fn: RawFn, name: str, own_precision: bool) -> Step:
     """Return the forward step of a function ``(state, batch) -> Output`` that fills ``.grad``.
 
     Args:
         fn: the function.
         name: its name in messages.
-        amp_listed: as in :func:`forward`.
+        own_precision: as in :func:`forward`.
     """
     said: set[str] = set()
 
@@ -357,7 +357,7 @@ def own_gradients(fn: RawFn, name: str, amp_listed: bool) -> Step:
         versions = [*map(version_of, params)]
         for p in params:
             p.grad = None
-        configured = not amp_listed and state.backend.precision is not None
+        configured = not own_precision and state.backend.precision is not None
         try:
             with (
                 _no_update(state, name),

@@ -29,7 +29,6 @@ from fnloop._core.rng import fold_in, isolated, seed_all, torch_seeder
 from fnloop._core.runs import Windows
 from fnloop._core.serialize import has_pending, materialize
 from fnloop._core.state import (
-    LOCAL_SGD,
     TBPTT,
     StaleStateError,
     TrainState,
@@ -128,7 +127,8 @@ class Pipeline:
         if isinstance(loss_fn, PipelineStep):
             return loss_fn.inside(self)
         passed = [name for m in self.middleware for name in m.passes]
-        check_loss_fn(loss_fn, any(m.name == TBPTT for m in self.middleware), passed)
+        carrying = [m.name for m in self.middleware if m.carries]
+        check_loss_fn(loss_fn, carrying, passed)
         return LossStep(self, loss_fn)
 
 
@@ -187,8 +187,8 @@ class PipelineStep(abc.ABC):
         self.pipeline = pipeline
         self.window = max((m.window for m in pipeline.middleware), default=1)
         self._layers = Layers()
-        self.is_timed = any(m.name == "timings" for m in pipeline.middleware)
-        self.carries = any(m.name == TBPTT for m in pipeline.middleware)
+        self.is_timed = any(m.timed for m in pipeline.middleware)
+        self.carries = any(m.carries for m in pipeline.middleware)
         innermost = self._compose_innermost()
         self._innermost: Replaceable | None = (
             None if all(map(is_ours, pipeline.middleware)) else functools.partial(innermost)
@@ -224,11 +224,25 @@ class PipelineStep(abc.ABC):
     def _repr_html_(self) -> str: ...
 
     def precision_in(self, state: TrainState) -> str | None:
-        """Return what ``amp`` computes in, or else accelerate: "bf16" or "fp16"; None: neither."""
-        for m in self.pipeline.middleware:
-            if m.name == "amp" and m.call is not None:
-                return str((*m.call.args, m.call.kwargs.get("precision"))[0] or "") or None
-        return state.backend.precision
+        """Return what it computes in, "bf16" or "fp16"; None: in the precision of the model."""
+        own = self._own_precision
+        return state.backend.precision if own is None else own or None
+
+    @property
+    def _own_precision(self) -> str | None:
+        """What a middleware computes in, whatever the run is configured for; None: none says so."""
+        return next(
+            (m.precision for m in self.pipeline.middleware if m.precision is not None), None
+        )
+
+    @property
+    def turns(self) -> Mapping[str, PipelineStep]:
+        """The steps that it calls in turn, by the names of their optimizers."""
+        return {}
+
+    def with_turns(self, steps: Mapping[str, PipelineStep]) -> PipelineStep:
+        """Return the same step with other steps in turn, without middleware around them."""
+        return self
 
     @property
     def watched(self) -> list[tuple[str, str]]:
@@ -439,12 +453,12 @@ class LossStep(PipelineStep):
         return name_of(self.loss_fn)
 
     def _compose_innermost(self) -> Step:
-        members, last = self.pipeline.middleware, _ORDER["step"]
-        # What passes values to the loss function is next to it: tbptt and compiled know none.
-        ordered = sorted(members, key=lambda m: (not m.passes, last.get(m.name, 0)))
-        wraps = [m.loss_fn for m in ordered if m.loss_fn is not None]
-        name, amp_listed = name_of(self.loss_fn), any(m.name == "amp" for m in members)
-        innermost = forward(toolz.pipe(self.loss_fn, *wraps), name, amp_listed)
+        members = in_order(self.pipeline.middleware, "step")
+        # What passes values to the loss function is next to it: the others know none.
+        members.sort(key=lambda member: not member.passes)
+        wraps = [m.loss_fn for m in members if m.loss_fn is not None]
+        name, own_precision = name_of(self.loss_fn), self._own_precision is not None
+        innermost = forward(toolz.pipe(self.loss_fn, *wraps), name, own_precision)
         innermost = carrying(innermost) if self.carries else innermost
         self._layers.add(innermost, f"the loss function {name}")
         return innermost
@@ -729,8 +743,7 @@ class GradientStep(RawStep):
         return True  # by its output
 
     def _training_forward(self) -> Step:
-        amp_listed = any(m.name == "amp" for m in self.pipeline.middleware)
-        making = own_gradients(self.fn, name_of(self.fn), amp_listed)
+        making = own_gradients(self.fn, name_of(self.fn), self._own_precision is not None)
         self._layers.add(self.fn, name_of(self.fn))
         return self._ring("forward", making)
 
@@ -953,12 +966,14 @@ def _fail_as_member(member: object) -> None:
 _MODELS, _BATCHES = ("model", "net", "network", "module"), ("batch", "data", "inputs", "sample")
 
 
-def check_loss_fn(loss_fn: object, carries: bool = False, passed: Sequence[str] = ()) -> None:
+def check_loss_fn(
+    loss_fn: object, carrying: Sequence[str] = (), passed: Sequence[str] = ()
+) -> None:
     """Raise TypeError unless this is a function of a model and a batch.
 
     Args:
         loss_fn: the loss function.
-        carries: whether it takes a carry too.
+        carrying: the name of the middleware with which it takes a carry too, if there is one.
         passed: names of keyword arguments that it takes too.
     """
     if isinstance(loss_fn, Middleware):
@@ -982,10 +997,10 @@ def check_loss_fn(loss_fn: object, carries: bool = False, passed: Sequence[str] 
     with contextlib.suppress(ValueError):  # a builtin without a signature
         signature = inspect.signature(loss_fn)
         try:
-            signature.bind(*(None,) * (3 if carries else 2), **dict.fromkeys(passed))
+            signature.bind(*(None,) * (2 + len(carrying)), **dict.fromkeys(passed))
         except TypeError as error:
-            given = ["model", "batch", *["carry"] * carries, *["*"] * bool(passed), *passed]
-            by = [*["tbptt"] * carries, *["scheduled"] * bool(passed)]
+            given = ["model", "batch", *["carry"] * len(carrying), *["*"] * bool(passed), *passed]
+            by = [*carrying, *["scheduled"] * bool(passed)]
             taken = f"a loss function takes ({', '.join(given)})"
             taken = f"with {' and '.join(by)} {taken}" if by else taken
             name = name_of(loss_fn)
@@ -1024,23 +1039,14 @@ def check_step_reply(reply: object, name: str) -> None:
     )
 
 
-_ORDER = {
-    # They say to others what to do: last, once for each update; and replay looks at that.
-    "step": {"plateau": 1, "replay": 1, TBPTT: 2},
-    "gradient": {"microbatch": -2, RETRY: -1},  # they are about backward alone: first
-    "update": {LOCAL_SGD: -1},  # what others see of an update is the average, if there is one
-}
+def in_order(members: Sequence[Middleware], ring: str) -> list[Middleware]:
+    """Return middleware in their order in a ring: as listed, but some come first or last."""
+    return sorted(members, key=lambda member: member.order.get(ring, 0))
 
 
-def acting_in(members: Iterable[Middleware], ring: str) -> list[Middleware]:
-    """Return the middleware that act in a ring, the innermost first.
-
-    They are as listed, but for some that come first or last.
-    """
-    acting, order = [m for m in members if getattr(m, ring) is not None], _ORDER.get(ring, {})
-    if ring == EVALUATION:  # what evaluates more than once is around all others
-        return sorted(acting, key=lambda m: getattr(m.evaluation, "around", 0))
-    return sorted(acting, key=lambda m: order.get(m.name, 0))
+def acting_in(members: Sequence[Middleware], ring: str) -> list[Middleware]:
+    """Return the middleware that act in a ring, in their order, the innermost first."""
+    return [m for m in in_order(members, ring) if getattr(m, ring) is not None]
 
 
 def total_in(members: Iterable[Middleware]) -> int | None:

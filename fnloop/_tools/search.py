@@ -15,7 +15,7 @@ from urllib.parse import quote
 import attrs
 
 from fnloop._backend.collectives import broadcast
-from fnloop._checkpoint.remote import Place
+from fnloop._checkpoint.place import Place
 from fnloop._checkpoint.restore import resume_at
 from fnloop._core.history import History, mode_of
 from fnloop._core.records import Record, better, counts

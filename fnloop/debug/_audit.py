@@ -406,9 +406,7 @@ class Members:
     def note(self, state: TrainState, listed: Sequence[Middleware]) -> None:
         """Note what is listed. It is called when a step first meets a state's model."""
         names = {m.name for m in listed}
-        amps = [m.call for m in listed if m.name == "amp" and m.call is not None]
-        given = [(*call.args, call.kwargs.get("precision"), None)[0] for call in amps]
-        rough = any(given) or state.backend.precision is not None
+        rough = any(m.precision for m in listed) or state.backend.precision is not None
         window = max(m.window for m in listed)
         loaded = any(torch_compat.uncompiled(m) is not None for m in state.model.modules())
         compiles = "compiled" in names or loaded

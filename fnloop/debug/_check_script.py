@@ -24,7 +24,6 @@ from fnloop._core.types import Batch, name_of
 from fnloop._data.held import own_copy
 from fnloop._data.source import first_batches
 from fnloop._display.tables import format_number
-from fnloop._graphs.guards import HostReads
 from fnloop._hooks.hook import every
 from fnloop._loop.evaluate import open_loader
 from fnloop._loop.plan import Plan, check_step, make_plan
@@ -35,6 +34,7 @@ from fnloop._tools.dry_run import (
     RATES,
     REPORTS,
     Finding,
+    HostReads,
     Report,
     advance_copy,
     at_start_of_epoch,

@@ -45,7 +45,6 @@ from fnloop._loop.made_with import members_of
 from fnloop._loop.peers import Interrupts, is_alone
 from fnloop._loop.plan import Plan, check_step, make_plan
 from fnloop._loop.run import fold
-from fnloop._step.alternate import AlternateStep
 from fnloop._step.gradients import pieces_of
 from fnloop._step.pipeline import LossStep, Pipeline, PipelineStep, RawStep
 from fnloop.debug._diff import (
@@ -1065,14 +1064,10 @@ def recording(step: PipelineStep, recorder: Recorder) -> PipelineStep:
 
     A graph makes the same numbers, but what is replayed calls no Python.
     """
-    if isinstance(step, AlternateStep):
-        given = step.settings.call
-        steps = {
-            name: _listing(one, (_losses(recorder),)) for name, one in step.settings.steps.items()
-        }
-        turns = given.factory(steps, **given.kwargs)
-        assert isinstance(turns, AlternateStep)
-        return Pipeline((*step.pipeline.middleware, _updates(recorder)))(turns)
+    if step.turns:
+        steps = {name: _listing(one, (_losses(recorder),)) for name, one in step.turns.items()}
+        around = Pipeline((*step.pipeline.middleware, _updates(recorder)))
+        return around(step.with_turns(steps))
     if isinstance(step, RawStep):
         return _listing(step, (_updates(recorder),))
     return _listing(step, (_losses(recorder), _updates(recorder)))
@@ -1094,4 +1089,4 @@ def _losses(recorder: Recorder) -> Middleware:
 
 @middleware("step")
 def _updates(recorder: Recorder) -> Middleware:
-    return Middleware("replay", step=recorder.around)
+    return Middleware("replay", step=recorder.around, order={"step": 1})

@@ -25,7 +25,7 @@ from fnloop._checkpoint.files import (
     read_state_file,
 )
 from fnloop._checkpoint.format import STATE, CheckpointError, Contents, is_share, shares_in
-from fnloop._checkpoint.remote import Place, place_at
+from fnloop._checkpoint.place import Place, place_at
 from fnloop._checkpoint.restore import SUFFIX, fetch_by, read_written
 from fnloop._checkpoint.retention import Saved, saved_in
 from fnloop._checkpoint.save import collect_contents, position_of, versions
