@@ -1002,7 +1002,7 @@ def in_order(members: Sequence[Middleware], ring: str) -> list[Middleware]:
     Only those of them that act in the ring matter.
     """
     order = _ORDER.get(ring, {})
-    return sorted(members, key=lambda member: order.get(member.name, 0))
+    return sorted(members, key=lambda member: order.get(member.name.partition("(")[0], 0))
 
 
 def total_in(members: Iterable[Middleware]) -> int | None:
