@@ -866,7 +866,7 @@ def plateau(
     torch's ``ReduceLROnPlateau(patience=n, cooldown=m, threshold=t, min_lr=r)`` is
     ``plateau(key, patience=n + 1, cooldown=m + 1, min_delta=t, relative=True, min_value=r)``.
 
-    Replaces: keras.ReduceLROnPlateau, torch.ReduceLROnPlateau
+    Replaces: keras.ReduceLROnPlateau, by_hand.ReduceLROnPlateau
     """
     checks.metric_name("plateau", "key", key)
     mode_of("plateau", key, mode)  # checks it
