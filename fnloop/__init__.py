@@ -24,8 +24,7 @@ is carried from batch to batch is one immutable record, the *state*, which `eval
   `closure`; of rates `schedule`, `torch_scheduler`, `plateau`; of the loss `scheduled`; of speed
   `amp`, `compiled`, `channels_last`, `cuda_graph`, `CaptureError`; guards `skip_nonfinite`,
   `spike_guard`
-- **Averages of the weights**: `ema`, `swa`, `averaged`, `update_batchnorm`; over processes
-  `local_sgd`
+- **Averages**: `ema`, `swa`, `averaged`, `update_batchnorm`; over processes `local_sgd`
 - **Metrics**: `metric`, `derive`, `Mean`, `Sum`, `Min`, `Max`, `Last`, `from_torchmetrics`,
   `timings`, `throughput`, `device_memory`, `History`, `Record`, `Phase`, `compare`
 - **Runs**: `fit`, `run`, `evaluate`, `evaluating`, `predict`, `dry_run`, `summary`, `find_lr`,
