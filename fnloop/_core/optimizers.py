@@ -95,29 +95,57 @@ def in_form(given: object, optimizers: Collection[Optimizer]) -> Handle:
     return only
 
 
-def selected(
-    optimizer: Handle, only: Collection[str] | None, owner: str
-) -> Mapping[str, Optimizer]:
-    """Return optimizers by name, all of them or those that are named.
+def chosen_groups(optimizer: Handle, only: Collection[str] | None, owner: str) -> dict[str, Group]:
+    """Return parameter groups by what follows the name of a number of them in a report.
+
+    Args:
+        optimizer: what ``state.optimizer`` is.
+        only: names of optimizers, each of which stands for all of its groups, or of groups
+            (``group["name"]``). None: all groups.
+        owner: the middleware, for messages.
 
     Raises:
-        ValueError: there is no optimizer of such a name.
+        ValueError: there is no optimizer and no group of such a name, or there are both.
     """
     named = optimizers_in(optimizer)
+    groups = labelled_groups(named)
     if only is None:
-        return named
+        return groups
+    chosen: set[int] = set()
     for name in only:
-        if "" in named:
+        own = [group for group in groups.values() if group.get("name") == name]
+        if name in named and own:
             raise ValueError(
-                f"{owner} names the optimizer {name!r}, but this state, or this turn of alternate, "
-                "has one optimizer, without a name: leave out only="
+                f"{owner} names {name!r}, which is an optimizer and a parameter group: give one of "
+                "them another name"
             )
-        if name not in named:
-            raise ValueError(
-                f"{owner} names the optimizer {name!r}, but this state has "
-                f"{join_names([*named], 5)}"
-            )
-    return {name: named[name] for name in only}
+        if name not in named and not own:
+            raise ValueError(_explain_unknown(owner, name, named, groups.values()))
+        chosen.update(map(id, own or named[name].param_groups))
+    return {label: group for label, group in groups.items() if id(group) in chosen}
+
+
+def _explain_unknown(
+    owner: str, name: str, named: Mapping[str, Optimizer], groups: Iterable[Group]
+) -> str:
+    """Return why no optimizer and no group has a name."""
+    labels = [*dict.fromkeys(str(g["name"]) for g in groups if g.get("name"))]
+    there = f", and groups named {join_names(labels, 5)}" if labels else ""
+    if "" not in named:
+        return (
+            f"{owner} names the optimizer {name!r}, but this state has "
+            f"{join_names([*named], 5)}{there}"
+        )
+    if labels:
+        return (
+            f"{owner} names the parameter group {name!r}, but the groups with a name are "
+            f"{join_names(labels, 5)}"
+        )
+    return (
+        f"{owner} names the optimizer {name!r}, but this state, or this turn of alternate, has one "
+        "optimizer, without a name: leave out only=, or give a parameter group this name: "
+        f'{{"params": ..., "name": "{name}"}}'
+    )
 
 
 def labelled_groups(named: Mapping[str, Optimizer]) -> dict[str, Group]:
@@ -387,7 +415,7 @@ def explain_untrained(model: nn.Module, optimizers: Iterable[Optimizer]) -> str 
 
 Rate = float | Tensor
 _TUPLES = ("betas",)  # settings whose parts are numbers
-RATIO = f"{SCHEDULED}ratio"  # what plateau multiplies the learning rate of a group by
+RATIO = f"{SCHEDULED}ratio"  # what plateau multiplies a learning rate by, and its lowest rate
 
 
 def number_in(group: Mapping[str, Any], field: str) -> Any:
@@ -424,8 +452,20 @@ def set_number(group: Group, field: str, factor: Rate, owner: str, absolute: boo
             group[initial] = copy_number(initial_value(group, field))
         else:
             _check_unchanged(group, field, owner)
-    put_number(group, field, factor if absolute else group[initial] * factor)
+    number = factor if absolute else group[initial] * factor
+    if field == "lr" and RATIO in group:
+        ratio, lowest = group[RATIO]
+        lowered = factor * ratio if absolute else group[initial] * (factor * ratio)
+        number = lowered if lowest is None else _at_least(lowered, number, lowest)
+    put_number(group, field, number)
     group[last], group[SCHEDULED + initial] = number_in(group, field), group[initial]
+
+
+def _at_least(lowered: Rate, rate: Rate, lowest: float) -> Rate:
+    """Return a lowered rate that is at least ``lowest``, unless the rate was lower already."""
+    if isinstance(lowered, Tensor):  # which no comparison may read
+        return lowered.maximum(torch.as_tensor(rate).clamp(max=lowest))
+    return max(lowered, min(rate, lowest))
 
 
 Kept = tuple[Group, Group]
