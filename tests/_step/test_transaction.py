@@ -9,7 +9,7 @@ from sample_middleware import calls, own_guard
 from toy_runs import xs
 
 import fnloop as fl
-from fnloop.testing import toy, toy_loss
+from fnloop.testing import law_skipped_updates, small, toy, toy_loss
 
 NAN = float("nan")
 
@@ -134,3 +134,9 @@ def test_what_retry_on_oom_repeats_is_put_back_before(keeps, counted):
     step = fl.pipeline(fl.retry_on_oom(), calls("forward", keeps=keeps))(greedy)
     state, _ = step(toy(), torch.tensor([1.0, 3.0]))
     assert (state.model.w.item(), state.slots["calls"].item()) == (-2.0, counted)
+
+
+def test_the_law_of_skipped_updates_holds_with_keep_and_tells_where_it_is_missing():
+    law_skipped_updates(fl.pipeline(fl.accumulate(2), calls()), small())
+    with pytest.raises(AssertionError, match="slots"):
+        law_skipped_updates(fl.pipeline(calls(keeps=False)), small())
