@@ -68,11 +68,11 @@ def transaction(step: Step, members: Sequence[Middleware], leaves_out: bool) -> 
     def transacted(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
         __tracebackhide__ = True
         put_back = [each(state) for each in every]
-        _current.attempt = Attempt(state.slots, put_back, keep)
+        outer, _current.attempt = _current.attempt, Attempt(state.slots, put_back, keep)
         try:
             return attempt(judged, state, batch, put_back)
         finally:
-            _current.attempt = None
+            _current.attempt = outer  # a middleware may call a step of another state
 
     return transacted
 
