@@ -51,7 +51,7 @@ from fnloop._core.types import (
 )
 from fnloop._display import checks
 from fnloop._display.screen import log
-from fnloop._step.transaction import attempt
+from fnloop._step.transaction import settle
 from fnloop._step.update import report
 from fnloop.schedules import check_schedule, refuse_torch_scheduler, takes_state
 
@@ -150,7 +150,12 @@ def schedule(
                 _warn_of_total(state, call, field, fn, before, factor, show)
                 state = with_slot(state, name, total)
             put_back = functools.partial(put_settings_back, kept, field, numbers)
-            new, out = attempt(step, state, batch, [put_back])
+            made = None
+            try:
+                new, out = step(state, batch)
+                made = out
+            finally:
+                settle(state, made, [put_back])
             return new, report(out, used, "schedule")
 
         return scheduled
@@ -904,11 +909,15 @@ def plateau(
                 set_number(group, "lr", 1.0, "plateau")
             numbers = [group["lr"] for group in groups]
             put_back = functools.partial(put_settings_back, kept, "lr", numbers)
+            made = None
             try:
-                return attempt(step, state, batch, [put_back])
+                new, out = step(state, batch)
+                made = out
             finally:
+                settle(state, made, [put_back])
                 for group in groups:
                     group.pop(RATIO, None)
+            return new, out
 
         return lowered
 

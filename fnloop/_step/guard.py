@@ -21,7 +21,7 @@ from fnloop._core.types import Batch, Middleware, Output, Step, Wrap
 from fnloop._display.screen import log
 from fnloop._step.engine import engine_of
 from fnloop._step.gradients import restore_gradients, samples_in, stash_gradients
-from fnloop._step.transaction import Judge, decide, kept_again, undo
+from fnloop._step.transaction import Judge, Keep, decide, keeping_buffers, kept_again, undo
 from fnloop._step.update import Backward, Commuting
 
 # --------------------------------------------------------------------------------------------------
@@ -227,6 +227,7 @@ class Retrying(Backward):
 
     def __init__(self, backward: Backward) -> None:
         super().__init__(backward.loss, backward.size)
+        self._keep_buffers = keeping_buffers()
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
         __tracebackhide__ = True
@@ -241,7 +242,7 @@ class Retrying(Backward):
     ) -> tuple[TrainState, Output]:
         __tracebackhide__ = True
         size: int | None = state.slots[RETRY] or self.size
-        stashed, repeat = stash_gradients(state), _mark(state)
+        stashed, repeat = stash_gradients(state), _mark(state, self._keep_buffers)
         while True:
             try:
                 given = (self.loss, state, window, size)
@@ -286,25 +287,18 @@ def _smaller(state: TrainState, window: Sequence[Batch], size: int | None, error
     return half
 
 
-def _mark(state: TrainState) -> Callable[[], None]:
+def _mark(state: TrainState, keep_buffers: Keep) -> Callable[[], None]:
     """Return a function that restores what forward and backward change, as it is now.
 
     The gradients must not be there yet.
     """
     restore_generators = mark_generators(state.backend.device)
-    repeat_draws, put_back = engine_of(state).mark_draws(), kept_again(state)
-    buffers = [*state.model.buffers()]
-    with torch.no_grad():
-        kept: list[Tensor] = [buffer.detach().clone() for buffer in buffers]
+    repeat_draws = engine_of(state).mark_draws()
+    put_back = [keep_buffers(state), *kept_again(state), restore_generators, repeat_draws]
 
     def restore() -> None:
         for p in all_parameters(state):
             p.grad = None
-        with torch.no_grad():
-            for buffer, value in zip(buffers, kept, strict=True):
-                buffer.copy_(value)
-        restore_generators()
-        repeat_draws()
         undo(put_back)
 
     return restore

@@ -69,11 +69,15 @@ def transaction(step: Step, members: Sequence[Middleware], leaves_out: bool) -> 
     def transacted(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
         __tracebackhide__ = True
         put_back = [each(state) for each in every]
-        _current.attempt = Attempt(state.slots, put_back, keep)
+        outer, _current.attempt = _current.attempt, Attempt(state.slots, put_back, keep)
+        made = None
         try:
-            return attempt(judged, state, batch, put_back)
+            new, out = judged(state, batch)
+            made = out
         finally:
-            _current.attempt = None
+            _current.attempt = outer  # a middleware may call a step of another state
+            settle(state, made, put_back)
+        return new, out
 
     return transacted
 
@@ -102,30 +106,23 @@ def agreeing(step: Step) -> Step:
     return agreed
 
 
-def attempt(
-    step: Step, state: TrainState, batch: Batch, put_back: Sequence[PutBack]
-) -> tuple[TrainState, Output]:
-    """Return what a step returns. If it makes no update of the weights, put back what it changed.
+def settle(state: TrainState, out: Output | None, put_back: Sequence[PutBack]) -> None:
+    """Put back what a step has changed, unless it has made an update of the weights.
 
-    That is so if the update is left out, and if the step raises before a weight has changed.
+    It has made none if it leaves the update out, or if it raised before a weight had changed. It
+    is called after the step, in ``finally``, so that it adds no frame to a traceback.
 
     Args:
-        step: the step.
-        state: the state.
-        batch: the batch, or the window of batches.
+        state: the state that the step was given.
+        out: the output of the step; None if it raised.
         put_back: functions that undo what the step changes besides the weights.
     """
-    __tracebackhide__ = True
-    try:
-        new, out = step(state, batch)
-    except BaseException:
-        if owns_handles(state):
-            with contextlib.suppress(RuntimeError):  # the device may be lost
-                undo(put_back)
-        raise
-    if out.skip is not None:
-        undo(put_back)
-    return new, out
+    if out is not None:
+        if out.skip is not None:
+            undo(put_back)
+    elif owns_handles(state):
+        with contextlib.suppress(RuntimeError):  # the device may be lost
+            undo(put_back)
 
 
 def undo(put_back: Sequence[PutBack]) -> None:
@@ -146,7 +143,13 @@ def around(step: Step, keep: Keep) -> Step:
 
     def kept(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
         __tracebackhide__ = True
-        return attempt(step, state, batch, [keep(state)])
+        put_back, made = keep(state), None
+        try:
+            new, out = step(state, batch)
+            made = out
+        finally:
+            settle(state, made, [put_back])
+        return new, out
 
     return kept
 

@@ -9,7 +9,7 @@ from sample_middleware import calls, own_guard
 from toy_runs import xs
 
 import fnloop as fl
-from fnloop.testing import toy, toy_loss
+from fnloop.testing import law_skipped_updates, small, toy, toy_loss
 
 NAN = float("nan")
 
@@ -134,3 +134,29 @@ def test_what_retry_on_oom_repeats_is_put_back_before(keeps, counted):
     step = fl.pipeline(fl.retry_on_oom(), calls("forward", keeps=keeps))(greedy)
     state, _ = step(toy(), torch.tensor([1.0, 3.0]))
     assert (state.model.w.item(), state.slots["calls"].item()) == (-2.0, counted)
+
+
+def test_the_law_of_skipped_updates_holds_with_keep_and_tells_where_it_is_missing():
+    law_skipped_updates(fl.pipeline(fl.accumulate(2), calls()), small())
+    with pytest.raises(AssertionError, match="slots"):
+        law_skipped_updates(fl.pipeline(calls(keeps=False)), small())
+
+
+def test_a_step_within_a_step_has_a_transaction_of_its_own():
+    """The slot that is replaced is put back by decide, whatever the step inside has done."""
+    inner = fl.pipeline(calls(), fl.skip_nonfinite())(toy_loss)
+
+    @fl.middleware("gradient")
+    def nested():
+        def wrap(step):
+            def outer(state, batch):
+                state, out = step(state, batch)
+                inner(toy(), torch.ones(1))
+                return attrs.evolve(state, slots={**state.slots, "mine": 1}), out
+
+            return outer
+
+        return wrap
+
+    state, out = fl.pipeline(nested(), own_guard())(toy_loss)(toy(), torch.tensor([NAN]))
+    assert (out.skip, "mine" in state.slots) == ("a guard of one's own", False)
