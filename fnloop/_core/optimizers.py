@@ -572,6 +572,9 @@ class Modes(View):
                 group.update(before)
             vars(optimizer).update(flags)
 
+    def begin_again(self, state: Any) -> None:
+        self.optimizer.eval()  # so what comes next is what an evaluation uses
+
 
 def modes_of(optimizer: Handle) -> list[Modes]:
     """Return the views of the optimizers that have modes."""

@@ -216,11 +216,12 @@ class View:
     def take_back(self, state: Any) -> None:
         """Undo :meth:`hand_over`, because training continues. Every process is here."""
 
-    def begin_again(self, state: Any) -> None:
-        """Prepare for weights that are put into the model next, such as the best ones.
+    def begin_again(self, state: Any) -> View | None:
+        """Return what a slot holds when the model is given weights that readers have seen.
 
-        Readers see those then, and training continues from them.
+        Such as the best ones, from which training continues. None: its ``init`` makes it again.
         """
+        return None
 
 
 # --------------------------------------------------------------------------------------------------

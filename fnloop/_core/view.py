@@ -14,7 +14,7 @@ from fnloop._backend.fsdp import reshard
 from fnloop._backend.processes import delaying_interrupts
 from fnloop._core.optimizers import modes_of
 from fnloop._core.rng import COMPUTE, fold_in, isolated, seed_all
-from fnloop._core.state import Buffers, TrainState, check_not_stale, unwatched
+from fnloop._core.state import Buffers, TrainState, check_not_stale, unwatched, with_slots
 from fnloop._core.types import View
 
 # --------------------------------------------------------------------------------------------------
@@ -137,10 +137,14 @@ def hand_over(state: TrainState) -> None:
         each.hand_over(state)
 
 
-def begin_again(state: TrainState) -> None:
-    """Prepare for weights that are put into a model next, and that readers have seen before."""
-    for each in views_of(state):
-        each.begin_again(state)
+def begin_again(state: TrainState) -> TrainState:
+    """Return the state for weights that are put into its model next, as readers have seen them."""
+    for modes in modes_of(state.optimizer):
+        modes.begin_again(state)
+    views = {k: slot for k, slot in state.slots.items() if isinstance(slot, View)}
+    again = {k: each.begin_again(state) for k, each in views.items()}
+    slots = {**state.slots, **again}
+    return with_slots(state, {k: v for k, v in slots.items() if k not in views or v is not None})
 
 
 # --------------------------------------------------------------------------------------------------

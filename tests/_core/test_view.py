@@ -108,6 +108,17 @@ def test_a_restored_state_is_evaluated_with_it_and_refuses_readers_that_do_not_k
     assert weight(fl.restore(path, toy(), only=("model",)).model) == -1.5
 
 
+def test_the_best_weights_are_those_of_the_average_and_it_begins_again_from_them():
+    batches = [ONE, ONE, -ONE, -ONE]  # the weight is -1, -2, -1, 0, and half way -0.5, -1.5, -1.5
+    loaders, hooks = {"train": batches, "valid": [ONE]}, (fl.restore_best("valid/loss"),)
+    settings = {"evaluate_every": fl.every(steps=1), "hooks": hooks}
+    state = fl.fit(STEP, toy(w=0.0, lr=1.0), loaders, **settings)
+    assert state.history["valid/loss"] == (-0.5, -1.5, -1.5, -0.5)
+    assert fl.evaluate(STEP, state, [ONE]) == {"loss": -1.5} and weight(state.model) == -1.5
+    state, _ = STEP(state, ONE)
+    assert weight(state.model) == -2.5 and fl.evaluate(STEP, state, [ONE]) == {"loss": -2.0}
+
+
 def test_what_a_view_changes_is_put_back_bit_for_bit_also_after_an_error():
     state = trained()
     with torch.no_grad():
