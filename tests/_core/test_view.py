@@ -6,14 +6,15 @@ import attrs
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
 import fnloop as fl
 from fnloop._core.types import View
 from fnloop._core.view import is_apart, view
 from fnloop.testing import assert_same, toy, toy_loss
 
-# The toy has one weight w, and its loss is -w * mean(x) here: with x = 1 and a rate of 1 the
-# weight is 0, -1, -2, ... after updates 0, 1, 2, ...; the mean of the last two is half way between.
+# The loss of the toy is w * x. With x = 1 and a rate of 1 its weight is 0, -1, -2, ... after updates
+# 0, 1, 2, ...; the mean of the last two is half way between.
 ONE = torch.tensor([1.0])
 
 
@@ -172,3 +173,16 @@ def test_weights_that_each_process_has_are_shown_to_readers_that_are_together_al
         assert weight(model) == 2.0
     with view(state, "evaluation", together=False) as model, fl.evaluating(state) as other:
         assert weight(model) == weight(other) == 4.0
+
+
+def test_statistics_of_batchnorm_stay_where_a_view_puts_the_buffers_back():
+    class WithBuffers(Halfway):
+        def changes(self, state):
+            return [*state.model.parameters(), *state.model.buffers()]
+
+    norm = nn.BatchNorm1d(1)
+    state = fl.TrainState.create(norm, torch.optim.SGD(norm.parameters()), seed=0)
+    state = attrs.evolve(state, slots={"own": WithBuffers(copies(state))})
+    step = fl.pipeline()(lambda model, x: model(x).mean())
+    fl.update_batchnorm(step, state, [torch.tensor([[0.0], [2.0]]), torch.tensor([[4.0], [6.0]])])
+    assert norm.running_mean.item() == 3.0  # of 1 and 5
