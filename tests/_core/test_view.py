@@ -13,8 +13,8 @@ from fnloop._core.types import View
 from fnloop._core.view import is_apart, view
 from fnloop.testing import assert_same, toy, toy_loss
 
-# The loss of the toy is w * x. With x = 1 and a rate of 1 its weight is 0, -1, -2, ... after updates
-# 0, 1, 2, ...; the mean of the last two is half way between.
+# The loss of the toy is w * x. With x = 1 and a rate of 1 its weight is 0, -1, -2 after updates
+# 0, 1, 2, and so on; the mean of the last two is half way between.
 ONE = torch.tensor([1.0])
 
 
