@@ -11,7 +11,7 @@ import functools
 import inspect
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from numbers import Real
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import attrs
 from torch import Tensor, nn
@@ -534,22 +534,11 @@ def put_number(group: Group, field: str, value: Rate) -> None:
 # rounding. So what reads the weights of an evaluation has those of training restored exactly.
 
 
-class Modal(Protocol):
-    """An optimizer with modes."""
-
-    param_groups: list[Group]
-    state: Mapping[Tensor, dict[str, object]]
-
-    def train(self) -> object: ...
-
-    def eval(self) -> object: ...
-
-
 @attrs.frozen
 class Modes(View):
     """The view of an optimizer with modes: its weights for an evaluation."""
 
-    optimizer: Modal
+    optimizer: Any  # with the methods train and eval
 
     def changes(self, state: Any) -> Sequence[Tensor]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -578,7 +567,7 @@ class Modes(View):
 
 def modes_of(optimizer: Handle) -> list[Modes]:
     """Return the views of the optimizers that have modes."""
-    return [Modes(one) for one in optimizers_in(optimizer).values() if _has_modes(type(one))]  # type: ignore[arg-type]
+    return [Modes(one) for one in optimizers_in(optimizer).values() if _has_modes(type(one))]
 
 
 @functools.cache

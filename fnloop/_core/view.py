@@ -82,7 +82,10 @@ def view(
     """
     with contextlib.ExitStack() as stack:
         if reader == "evaluation":
-            stack.enter_context(_evaluating(state.model, buffers))
+            stack.enter_context(unwatched(state.model))
+            # They change in evaluation mode too, as those of an observer, or a teacher's centre.
+            stack.callback((buffers or Buffers(state.model)).keep().put_back)
+            stack.enter_context(in_evaluation_mode(state.model))
         model = state.model
         for each in _views_for(state, reader, together):
             model = stack.enter_context(shown(each, state))
@@ -154,21 +157,6 @@ _NO_GRADIENTS = (
     "an evaluation runs without gradients. A loss function that needs them, such as that of a "
     "gradient penalty, switches them on for itself: with torch.enable_grad(): ..."
 )
-
-
-@contextlib.contextmanager
-def _evaluating(model: nn.Module, buffers: Buffers | None) -> Iterator[None]:
-    """Evaluation mode without gradients. Afterwards flags and buffers are those from before.
-
-    Buffers may change in evaluation mode too: those of an observer, or the centre of a teacher.
-    """
-    with unwatched(model):
-        kept = (buffers or Buffers(model)).keep()
-        try:
-            with in_evaluation_mode(model):
-                yield
-        finally:
-            kept.put_back()
 
 
 @contextlib.contextmanager
