@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from fnloop._backend.torch_compat import strip_compile_prefix
 from fnloop._core.metrics import Last
-from fnloop._core.types import Metric, View
+from fnloop._core.types import Metric, Seen, View
 from fnloop._display.checks import describe, join_names
 
 Group = dict[str, Any]  # a parameter group of an optimizer
@@ -538,13 +538,13 @@ def put_number(group: Group, field: str, value: Rate) -> None:
 class Modes(View):
     """The view of an optimizer with modes: its weights for an evaluation."""
 
-    optimizer: Any  # with the methods train and eval
+    optimizer: Handle  # with the methods train and eval
 
-    def changes(self, state: Any) -> Sequence[Tensor]:
+    def changes(self, state: Seen) -> Sequence[Tensor]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     @contextlib.contextmanager
-    def show(self, state: Any) -> Iterator[nn.Module]:
+    def show(self, state: Seen) -> Iterator[nn.Module]:
         """Switch to the mode of evaluation. Afterwards the optimizer is as it was."""
         optimizer = self.optimizer
         held = [(own, {*own}) for own in optimizer.state.values()]
@@ -561,7 +561,7 @@ class Modes(View):
                 group.update(before)
             vars(optimizer).update(flags)
 
-    def begin_again(self, state: Any) -> None:
+    def begin_again(self, state: Seen) -> None:
         self.optimizer.eval()  # so what comes next is what an evaluation uses
 
 
