@@ -167,10 +167,11 @@ class Apart(View):
         params = named_parameters(state)
         self.moved, self.tensors = bool(own), {k: params[k] for k in own if k in params}
 
-    def begin_again(self, state: TrainState) -> None:
+    def begin_again(self, state: TrainState) -> Apart:
         """Continue from the weights in the model, which are the same in every process."""
         self.own, self.shared, self.outer, self.saved = None, {}, None, None
         self.forget()
+        return self
 
 
 def apart_of(state: TrainState) -> Apart | None:

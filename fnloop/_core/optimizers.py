@@ -11,7 +11,7 @@ import functools
 import inspect
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from numbers import Real
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import attrs
 import torch
@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from fnloop._backend.torch_compat import strip_compile_prefix
 from fnloop._core.metrics import Last
-from fnloop._core.types import Metric, View
+from fnloop._core.types import Metric, Seen, View
 from fnloop._display.checks import describe, join_names
 
 Group = dict[str, Any]  # a parameter group of an optimizer
@@ -580,28 +580,17 @@ def put_number(group: Group, field: str, value: Rate) -> None:
 # rounding. So what reads the weights of an evaluation has those of training restored exactly.
 
 
-class Modal(Protocol):
-    """An optimizer with modes."""
-
-    param_groups: list[Group]
-    state: Mapping[Tensor, dict[str, object]]
-
-    def train(self) -> object: ...
-
-    def eval(self) -> object: ...
-
-
 @attrs.frozen
 class Modes(View):
     """The view of an optimizer with modes: its weights for an evaluation."""
 
-    optimizer: Modal
+    optimizer: Handle  # with the methods train and eval
 
-    def changes(self, state: Any) -> Sequence[Tensor]:
+    def changes(self, state: Seen) -> Sequence[Tensor]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     @contextlib.contextmanager
-    def show(self, state: Any) -> Iterator[nn.Module]:
+    def show(self, state: Seen) -> Iterator[nn.Module]:
         """Switch to the mode of evaluation. Afterwards the optimizer is as it was."""
         optimizer = self.optimizer
         held = [(own, {*own}) for own in optimizer.state.values()]
@@ -618,10 +607,13 @@ class Modes(View):
                 group.update(before)
             vars(optimizer).update(flags)
 
+    def begin_again(self, state: Seen) -> None:
+        self.optimizer.eval()  # so what comes next is what an evaluation uses
+
 
 def modes_of(optimizer: Handle) -> list[Modes]:
     """Return the views of the optimizers that have modes."""
-    return [Modes(one) for one in optimizers_in(optimizer).values() if _has_modes(type(one))]  # type: ignore[arg-type]
+    return [Modes(one) for one in optimizers_in(optimizer).values() if _has_modes(type(one))]
 
 
 @functools.cache

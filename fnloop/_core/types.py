@@ -30,6 +30,7 @@ from fnloop._display import checks, tables
 Batch = Any  # a matter between a loader and a loss function
 Aux = Mapping[str, Any]  # what a loss function returns besides the loss
 State = TypeVar("State")
+Seen = Any  # a TrainState, which this module does not know
 RINGS = ("forward", "loss", "gradient", "update", "device", "step")
 EVALUATION = "evaluation"  # the ring that an update does not pass through
 
@@ -202,31 +203,32 @@ class View:
         """Return whether a slot that was restored will be a view."""
         return isinstance(slot, Pending) and slot.kind in View._kinds
 
-    def changes(self, state: Any) -> Sequence[Tensor]:
+    def changes(self, state: Seen) -> Sequence[Tensor]:
         """Return the parameters and buffers of the model that :meth:`show` gives other values.
 
         They get back their own bit for bit. With none, readers see the model as it is.
         """
         return ()
 
-    def show(self, state: Any) -> contextlib.AbstractContextManager[nn.Module]:
+    def show(self, state: Seen) -> contextlib.AbstractContextManager[nn.Module]:
         """Show the weights within a ``with`` block. It gives the model that has them.
 
         If the model is :attr:`apart`, every process is here, so they may exchange weights.
         """
         return contextlib.nullcontext(state.model)
 
-    def hand_over(self, state: Any) -> None:
+    def hand_over(self, state: Seen) -> None:
         """Leave in the model what the caller of a run is to see. Every process is here."""
 
-    def take_back(self, state: Any) -> None:
+    def take_back(self, state: Seen) -> None:
         """Undo :meth:`hand_over`, because training continues. Every process is here."""
 
-    def begin_again(self, state: Any) -> None:
-        """Prepare for weights that are put into the model next, such as the best ones.
+    def begin_again(self, state: Seen) -> View | None:
+        """Return what a slot holds when the model is given weights that readers have seen.
 
-        Readers see those then, and training continues from them.
+        Such as the best ones, from which training continues. None: its ``init`` makes it again.
         """
+        return None
 
 
 # --------------------------------------------------------------------------------------------------

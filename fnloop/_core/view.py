@@ -14,7 +14,7 @@ from fnloop._backend.fsdp import reshard
 from fnloop._backend.processes import delaying_interrupts
 from fnloop._core.optimizers import modes_of
 from fnloop._core.rng import COMPUTE, fold_in, isolated, seed_all
-from fnloop._core.state import Buffers, TrainState, check_not_stale, unwatched
+from fnloop._core.state import Buffers, TrainState, check_not_stale, unwatched, with_slots
 from fnloop._core.types import View
 
 # --------------------------------------------------------------------------------------------------
@@ -82,7 +82,10 @@ def view(
     """
     with contextlib.ExitStack() as stack:
         if reader == "evaluation":
-            stack.enter_context(_evaluating(state.model, buffers))
+            stack.enter_context(unwatched(state.model))
+            # They change in evaluation mode too, as those of an observer, or a teacher's centre.
+            stack.callback((buffers or Buffers(state.model)).keep().put_back)
+            stack.enter_context(in_evaluation_mode(state.model))
         model = state.model
         for each in _views_for(state, reader, together):
             model = stack.enter_context(shown(each, state))
@@ -137,10 +140,14 @@ def hand_over(state: TrainState) -> None:
         each.hand_over(state)
 
 
-def begin_again(state: TrainState) -> None:
-    """Prepare for weights that are put into a model next, and that readers have seen before."""
-    for each in views_of(state):
-        each.begin_again(state)
+def begin_again(state: TrainState) -> TrainState:
+    """Return the state for weights that are put into its model next, as readers have seen them."""
+    for modes in modes_of(state.optimizer):
+        modes.begin_again(state)
+    views = {k: slot for k, slot in state.slots.items() if isinstance(slot, View)}
+    again = {k: each.begin_again(state) for k, each in views.items()}
+    slots = {**state.slots, **again}
+    return with_slots(state, {k: v for k, v in slots.items() if k not in views or v is not None})
 
 
 # --------------------------------------------------------------------------------------------------
@@ -150,21 +157,6 @@ _NO_GRADIENTS = (
     "an evaluation runs without gradients. A loss function that needs them, such as that of a "
     "gradient penalty, switches them on for itself: with torch.enable_grad(): ..."
 )
-
-
-@contextlib.contextmanager
-def _evaluating(model: nn.Module, buffers: Buffers | None) -> Iterator[None]:
-    """Evaluation mode without gradients. Afterwards flags and buffers are those from before.
-
-    Buffers may change in evaluation mode too: those of an observer, or the centre of a teacher.
-    """
-    with unwatched(model):
-        kept = (buffers or Buffers(model)).keep()
-        try:
-            with in_evaluation_mode(model):
-                yield
-        finally:
-            kept.put_back()
 
 
 @contextlib.contextmanager

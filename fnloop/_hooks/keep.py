@@ -541,9 +541,10 @@ class restore_best(Hook):
     """End a run with its best weights: ``hooks=(restore_best("valid/loss"),)``.
 
     Whenever the metric is better than before, the hook copies the module's parameters and buffers,
-    and averages of them (``ema``, ``swa``), on their device. They are in ``state.slots``, so
-    checkpoints hold them, and a resumed run ends as an uninterrupted one. Each process copies its
-    own part of a sharded model.
+    and averages of them (``ema``, ``swa``), on their device. They are the weights that an
+    evaluation uses, also with an optimizer that trains others, which ends in its mode ``eval``.
+    They are in ``state.slots``, so checkpoints hold them, and a resumed run ends as an
+    uninterrupted one. Each process copies its own part of a sharded model.
 
     Args:
         key: the metric, such as "valid/loss". NaN is never the best. Of equals, the first is kept.
@@ -654,9 +655,7 @@ class restore_best(Hook):
         if value is None or not self._improves(state, value):
             return state
         first = first_record(state.phases, self.since)
-        with view(state, "save"):
-            copies = _copy_weights(state)
-        best = {"value": value, "step": state.step, "first": first, **copies}
+        best = {"value": value, "step": state.step, "first": first, **_copy_weights(state)}
         best["ended"] = None
         return with_slot(state, self.slot, best)
 
@@ -703,9 +702,9 @@ class restore_best(Hook):
             value, step = now, state.step
         else:
             weights = _fit_to(state, best["weights"], self.slot)
+            state = begin_again(state)
             unwrap(state).load_state_dict(weights, strict=False)
             _load_averages(state, best.get("averages", {}))
-            begin_again(state)
             state = take_ownership(state)
             if state.backend.main:
                 shown = format_metric(self.key, value)
@@ -732,13 +731,14 @@ class restore_best(Hook):
 
 
 def _copy_weights(state: TrainState) -> dict[str, _Weights]:
-    """Return copies of what a module saves and of its averages, as they are kept in the slot."""
+    """Return copies of what an evaluation uses and of the averages, as they are in the slot."""
     averages = {
         name: {"count": slot.count, "tensors": {k: v.detach().clone() for k, v in slot.items()}}
         for name, slot in state.slots.items()
         if isinstance(slot, Average)
     }
-    return {"weights": _copy_module(state), "averages": averages}
+    with view(state, "save"):
+        return {"weights": _copy_module(state), "averages": averages}
 
 
 def _load_averages(state: TrainState, kept: _Weights) -> None:

@@ -255,10 +255,11 @@ def update_batchnorm(step: PipelineStep, state: TrainState, loader: object) -> T
 
     Averaged weights need their own statistics: those of the run belong to other weights. The
     model is in training mode for the pass, without gradients, and each BatchNorm takes the mean of
-    the statistics of all batches, whatever its momentum. The parameters do not change. The
-    loss function is called with the step's forward ring (``amp``, ``compiled``). With several
-    processes each computes its share, and the statistics are averaged over all batches. Those of
-    frozen norm layers stay as they are, see :func:`fnloop.freeze`.
+    the statistics of all batches, whatever its momentum. The parameters are those that an
+    evaluation uses, also with an optimizer that trains others, and do not change. The loss function
+    is called with the step's forward ring (``amp``, ``compiled``). With several processes each
+    computes its share, and the statistics are averaged over all batches. Those of frozen norm
+    layers stay as they are, see :func:`fnloop.freeze`.
 
     Args:
         step: what ``pipeline(...)(loss_fn)`` returns.
@@ -301,7 +302,7 @@ def update_batchnorm(step: PipelineStep, state: TrainState, loader: object) -> T
     try:
         with isolated(state.backend.device):
             state = step.init_slots(state, evaluation=True)
-            with in_evaluation_mode(state.model):
+            with view(state, "save"), in_evaluation_mode(state.model):
                 state.model.train()
                 keep_statistics(state)
                 for norm in norms:
@@ -310,6 +311,8 @@ def update_batchnorm(step: PipelineStep, state: TrainState, loader: object) -> T
                 _forward(step, state, loader, norms)
                 if state.backend.world_size > 1:
                     _merge(norms)
+                made = _copied(norms)
+            _restore(norms, made)  # a view puts the buffers back that it has changed
     except BaseException:
         _restore(norms, before)
         raise

@@ -6,14 +6,15 @@ import attrs
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
 import fnloop as fl
 from fnloop._core.types import View
 from fnloop._core.view import is_apart, view
 from fnloop.testing import assert_same, toy, toy_loss
 
-# The toy has one weight w, and its loss is -w * mean(x) here: with x = 1 and a rate of 1 the
-# weight is 0, -1, -2, ... after updates 0, 1, 2, ...; the mean of the last two is half way between.
+# The loss of the toy is w * x. With x = 1 and a rate of 1 its weight is 0, -1, -2 after updates
+# 0, 1, 2, and so on; the mean of the last two is half way between.
 ONE = torch.tensor([1.0])
 
 
@@ -108,6 +109,17 @@ def test_a_restored_state_is_evaluated_with_it_and_refuses_readers_that_do_not_k
     assert weight(fl.restore(path, toy(), only=("model",)).model) == -1.5
 
 
+def test_the_best_weights_are_those_of_the_average_and_it_begins_again_from_them():
+    batches = [ONE, ONE, -ONE, -ONE]  # the weight is -1, -2, -1, 0, and half way -0.5, -1.5, -1.5
+    loaders, hooks = {"train": batches, "valid": [ONE]}, (fl.restore_best("valid/loss"),)
+    settings = {"evaluate_every": fl.every(steps=1), "hooks": hooks}
+    state = fl.fit(STEP, toy(w=0.0, lr=1.0), loaders, **settings)
+    assert state.history["valid/loss"] == (-0.5, -1.5, -1.5, -0.5)
+    assert fl.evaluate(STEP, state, [ONE]) == {"loss": -1.5} and weight(state.model) == -1.5
+    state, _ = STEP(state, ONE)
+    assert weight(state.model) == -2.5 and fl.evaluate(STEP, state, [ONE]) == {"loss": -2.0}
+
+
 def test_what_a_view_changes_is_put_back_bit_for_bit_also_after_an_error():
     state = trained()
     with torch.no_grad():
@@ -161,3 +173,16 @@ def test_weights_that_each_process_has_are_shown_to_readers_that_are_together_al
         assert weight(model) == 2.0
     with view(state, "evaluation", together=False) as model, fl.evaluating(state) as other:
         assert weight(model) == weight(other) == 4.0
+
+
+def test_statistics_of_batchnorm_stay_where_a_view_puts_the_buffers_back():
+    class WithBuffers(Halfway):
+        def changes(self, state):
+            return [*state.model.parameters(), *state.model.buffers()]
+
+    norm = nn.BatchNorm1d(1)
+    state = fl.TrainState.create(norm, torch.optim.SGD(norm.parameters()), seed=0)
+    state = attrs.evolve(state, slots={"own": WithBuffers(copies(state))})
+    step = fl.pipeline()(lambda model, x: model(x).mean())
+    fl.update_batchnorm(step, state, [torch.tensor([[0.0], [2.0]]), torch.tensor([[4.0], [6.0]])])
+    assert norm.running_mean.item() == 3.0  # of 1 and 5
