@@ -7,7 +7,7 @@ import functools
 import itertools
 import os
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,12 +16,13 @@ from torch import Tensor, profiler
 
 from fnloop._backend.collectives import broadcast, on_main_process
 from fnloop._backend.fsdp import is_sharded
-from fnloop._core.history import TRAINED, History, Record, check_plot, suggestion
+from fnloop._core.history import TRAINED, History, check_plot, suggestion
 from fnloop._core.runs import RAN, WAITS, is_interruption
 from fnloop._core.state import TrainState, with_note
 from fnloop._core.types import END, RECORD, Call, Output, name_of
 from fnloop._display import checks, figures, tables
 from fnloop._hooks.hook import (
+    BuiltIn,
     Hook,
     Moment,
     check_own_moment,
@@ -65,7 +66,7 @@ class _Inspection:
 
 
 @attrs.frozen(repr=False)
-class inspect(Hook):
+class inspect(BuiltIn):
     """Call a function with what the step returned for each batch of an evaluation.
 
     It is for what the mean over batches cannot say: an average precision, a confusion matrix,
@@ -162,18 +163,11 @@ class inspect(Hook):
         """The names of its numbers in records, as far as they were said."""
         return tuple(f"{self.loader}/{name}" for name in self.said)
 
-    @property
-    def outside(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Where else than after an update it runs."""
-        return self.every.outside
-
     def __repr__(self) -> str:
         given = {} if self.loader == "valid" else {"loader": self.loader}
         given |= {} if self.every == periodically(epochs=1) else {"every": self.every}
         given |= {"reports": self.said} if self.said else {}
         return repr(Call(inspect, (self.fn,), given))
-
-    wants_outputs = True
 
     @property
     def moments(self) -> tuple[Moment, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -197,8 +191,6 @@ class inspect(Hook):
                 f"inspect: the loader {self.loader!r} is not one that this run evaluates; {names}"
                 f"{hint}"
             )
-        if state.run is not None:
-            self.every.check(state.run)
         return state
 
     def check_beside(self, hooks: Sequence[Hook]) -> None:
@@ -246,20 +238,19 @@ class inspect(Hook):
         """Take the outputs of an evaluation."""
         self._now.outputs, self._now.received_at = list(outputs), _place_of(state)
 
-    def adds_numbers(self, state: TrainState, record: Record, names: Collection[str]) -> bool:
-        """Return whether it has outputs for a record: late ones are for a closing record."""
-        return self._now.outputs is not None and (record.closing or not self._now.late)
-
     def numbers(self, state: TrainState) -> Mapping[str, float]:
         """Call the function. Return what it returned, with the name of the loader.
+
+        Late outputs are for a closing record.
 
         Raises:
             TypeError: it returned something else than None or a mapping of numbers.
             ValueError: a number is missing that ``reports`` names.
         """
         __tracebackhide__ = True
+        if self._now.outputs is None or (self._now.late and not state.history[-1].closing):
+            return {}
         outputs, self._now.outputs = self._now.outputs, None
-        assert outputs is not None
         found = self.fn(state, outputs)
         numbers = {} if found is None else read_numbers(repr(self), self.loader, found)
         if missing := [name for name in self.reports if name not in numbers]:
@@ -414,10 +405,6 @@ class measure(Hook):
                 f"part of its weights: write measure(..., everywhere=True)"
             )
         return state
-
-    def adds_numbers(self, state: TrainState, record: Record, names: Collection[str]) -> bool:
-        """Return whether its numbers are due."""
-        return self.name in names
 
     def numbers(self, state: TrainState) -> Mapping[str, float]:
         """Call the function. Return its numbers, with the name of the hook."""

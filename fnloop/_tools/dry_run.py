@@ -17,7 +17,7 @@ from fnloop._backend.collectives import gather_from_all
 from fnloop._checkpoint.format import CheckpointError
 from fnloop._checkpoint.restore import restore
 from fnloop._checkpoint.save import check_resumable, save
-from fnloop._core.history import History, Record, check_names
+from fnloop._core.history import History, check_names
 from fnloop._core.optimizers import optimizers_in
 from fnloop._core.rng import isolated
 from fnloop._core.runs import INTERRUPTED, TERMINATED
@@ -404,10 +404,6 @@ class _Tried(Wrapper):
     def __init__(self, hook: Hook) -> None:
         self.hook, self.error = hook, None
 
-    @property
-    def _saves(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return ()  # what cannot be saved is a problem of the hook, and ends no run
-
     def _try(self, call: Callable[[], Result], otherwise: Result) -> Result:
         if self.error is not None:
             return otherwise
@@ -448,9 +444,6 @@ class _Tried(Wrapper):
     @property
     def makes_records(self) -> Mapping[str, Moment]:  # pyright: ignore[reportIncompatibleVariableOverride]
         return dict.fromkeys(self.hook.makes_records, every(epochs=1))
-
-    def adds_numbers(self, state: TrainState, record: Record, names: Collection[str]) -> bool:
-        return self._try(lambda: self.hook.adds_numbers(state, record, names), False)
 
     def numbers(self, state: TrainState) -> Mapping[str, float]:
         return self._try(lambda: self.hook.numbers(state), {})
@@ -515,6 +508,7 @@ def _safe(hook: Hook, place: Path) -> tuple[_Tried | None, str]:
             place, hook.keep, hook.best, hook.mode if hook.best else None,
             keep_best=hook.keep_best, only=hook.parts, named=hook.named,
         )  # fmt: skip
+        copied.saves = ()  # what cannot be saved is a problem of the hook, and ends no run
         return _Tried(copied), "called, with a temporary folder"
     if isinstance(hook, TableWriter):
         copied = attrs.evolve(hook, path=place.with_suffix(hook.path.suffix))

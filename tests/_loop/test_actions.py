@@ -120,7 +120,8 @@ AT_END, WITHIN = "fl.inspect(see('see'), every=fl.at_end())", "fl.inspect(see('s
 
 @pytest.mark.parametrize(("hook", "steps"), [
     (AT_END, [4]), (f"fl.on_main({AT_END})", [4]), (f"fl.at_end()({WITHIN})", [4]),
-    (f"fl.every(epochs=1)({WITHIN})", [2, 4]), (f"fl.when_improved('train/loss')({WITHIN})", [2, 4]),
+    (f"fl.every(epochs=1)({WITHIN})", [2, 4]),
+    (f"fl.when_improved('train/loss')({WITHIN})", [2, 4]),
     (f"fl.every(epochs=1)(fl.once({WITHIN}, name='once'))", [2]),
     # It waits from the third update on, and is called once.
     ("fl.inspect(see('see'), every=fl.every(steps=3) | fl.at_end())", [4]),
@@ -135,6 +136,28 @@ def test_outputs_that_a_cut_run_has_lost_are_made_again(hook, steps, evaluate_ev
     with quiet():
         _, world = whole_run(program)
     assert [call[1] for call in world.calls] == steps
+
+
+@pytest.mark.parametrize("every", ["fl.at_end()", "fl.every(epochs=2) | fl.at_end()"])
+@pytest.mark.parametrize(("test", "metrics"), [
+    ("fl.at_end()", ["ap", "loss"]), ("None", ["ap"]),
+])  # fmt: skip
+def test_numbers_of_outputs_that_a_cut_run_has_lost_are_in_the_same_record(every, test, metrics):
+    """Three epochs of two updates. The closing record has "valid/ap", and "test/loss" if asked."""
+    valid = {"valid": "batches(2, first=50)", "test": "batches(1, first=70)"}
+    program = Program(
+        train="batches(2)", valid=valid, fits=({"epochs": 3},),
+        hooks=(f"fl.inspect(numbers('ap'), every={every})",),
+        evaluate_every=f"{{'valid': fl.every(epochs=1), 'test': {test}}}",
+    )  # fmt: skip
+    check_parts(program, itertools.repeat(1))
+    with quiet():
+        state, _ = whole_run(program)
+    *_, last = state.history
+    assert last.closing and last.metrics["valid/ap"] == 3.0
+    assert [name for name in ("test/loss", "valid/loss") if name in last.metrics] == [
+        f"test/{name}" for name in metrics if name == "loss"
+    ]
 
 
 def test_a_program_is_cut_after_each_of_its_actions(tmp_path):
