@@ -151,7 +151,8 @@ class Hook:
 
         It is called for each record. With ``makes_records``, it is called only where that is due;
         with ``receive``, only where it has received outputs. ``state.history[-1]`` is the record as
-        it is so far. Every process has to return the same. A hook within another one adds none.
+        it is so far. It may return none. Every process has to return the same. A hook within
+        another one adds none.
         """
         return {}
 
@@ -616,7 +617,7 @@ class Moment(ABC):
         return _All((_check_trigger(other, "&"), self))
 
     def __invert__(self) -> Moment:
-        return _Not(self)
+        return _Not((self,))
 
 
 @attrs.frozen(repr=False, slots=False)
@@ -839,53 +840,40 @@ class _All(_Compound):
         return all(part.due(state) for part in parts)
 
 
-@attrs.frozen(repr=False)
-class _Not(Moment):
-    part: Moment
+class _Not(_Compound):
+    _symbol = "~"
 
     def __invert__(self) -> Moment:
-        return self.part
+        return self.parts[0]
 
     def __repr__(self) -> str:
-        return f"~({self.part!r})" if _is_compound(self.part) else f"~{self.part!r}"
+        (part,) = self.parts
+        return f"~({part!r})" if _is_compound(part) else f"~{part!r}"
+
+    @property
+    def outside(self) -> frozenset[str]:
+        """None: it is due at updates only."""
+        return frozenset()
 
     @property
     def excludes_end(self) -> bool:
         """Whether it is not due where the run ends, because the part is."""
-        return END in self.part.outside or self.part.excludes_end
-
-    @property
-    def monitors(self) -> tuple[str, ...]:
-        """The metrics that the part depends on."""
-        return self.part.monitors
-
-    def check(self, run: RunInfo) -> None:
-        """Begin a run."""
-        self.part.check(run)
-
-    @property
-    def clocks(self) -> tuple[Clock, ...]:
-        """Those of the part."""
-        return self.part.clocks
-
-    def renew(self) -> Moment:
-        """Return a moment with a clock of its own, if the part has one."""
-        return _Not(self.part.renew())
+        return END in self.parts[0].outside or self.parts[0].excludes_end
 
     def due(self, state: TrainState) -> bool:
         """Return whether the part is not due at this update; False at the start."""
         __tracebackhide__ = True
-        due = self.part.due(state)
+        due = self.parts[0].due(state)
         return not due and START not in state.events
 
 
 def _is_compound(trigger: object) -> bool:
-    return isinstance(trigger, _Compound)
+    return isinstance(trigger, _Any | _All)
 
 
 def show_call(trigger: object, hook: str) -> str:
     """Return what to type to call a hook at the boundaries of a trigger."""
-    alone = not isinstance(trigger, _Compound | _Not)  # a call binds tighter than ~
+    alone = not isinstance(trigger, _Compound)  # a call binds tighter than ~
     return f"{trigger!r}({hook})" if alone else f"({trigger!r})({hook})"
 
 

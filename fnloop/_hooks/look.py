@@ -74,7 +74,8 @@ class inspect(BuiltIn):
     evaluation. The evaluation is the one that the run makes anyway. Where the hook is due and the
     loader is not evaluated, it waits for the next evaluation. Only if it is due ``at_end()``, and
     the run ends where this loader is not evaluated, or because another hook has stopped it after an
-    evaluation, is the loader evaluated once more.
+    evaluation, is the loader evaluated once more. So it is where a run was cut before the function
+    was called: the outputs are not saved, and those of the second evaluation are the same.
 
     Args:
         fn: ``(state, outputs) -> None``, or ``-> {"ap": 0.5}``, which is "valid/ap" in the record.

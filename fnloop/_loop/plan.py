@@ -44,7 +44,6 @@ from fnloop._data.loaders import Loaders, read_loaders, sharded
 from fnloop._data.source import Source
 from fnloop._display import checks
 from fnloop._hooks.hook import (
-    Clock,
     ConditionalHook,
     Hook,
     HookFn,
@@ -227,7 +226,7 @@ class Plan:
         check_metrics(self.step, self.hooks, info.evaluated, history)
         self.step.check_loaders(("train", *self.loaders.evaluated))
         self.step.check_evaluation(info.evaluated)
-        for moment in self._moments:
+        for moment in self.moments:
             moment.check(info)
 
     @property
@@ -237,15 +236,10 @@ class Plan:
         return (*(trigger for trigger, _ in self.evaluations), *own)
 
     @property
-    def _moments(self) -> tuple[Moment, ...]:
+    def moments(self) -> tuple[Moment, ...]:
         """All that the run and its hooks ask."""
         of_hooks = (moment for layer in every_layer(self.hooks) for moment in layer.moments)
         return (*self.triggers, *of_hooks)
-
-    @property
-    def clocks(self) -> tuple[Clock, ...]:
-        """The clocks of all moments."""
-        return sum((moment.clocks for moment in self._moments), ())
 
     def hooks_at(self, event: str) -> list[Hook]:
         """Return the hooks that may be due at a boundary without an update: "start" or "end"."""

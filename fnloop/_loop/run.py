@@ -227,7 +227,6 @@ class World:
         self._collectors = [hook for hook in plan.hooks if collects_outputs(hook)]
         self._adders = [hook for hook in plan.hooks if defines(hook, "numbers")]
         self._given: list[Hook] = []  # those that have received outputs at this boundary
-        self._added: list[Hook] = []  # those that have added their numbers
         self._late = [hook for hook in self._collectors if may_be_due(hook, END)]
         self._makers = names_made(plan.hooks)
         self._adds_at_end = any(hook in self._adders for hook in self._late)
@@ -257,14 +256,15 @@ class World:
         self.stopwatch.begin(self.seconds)
         begun = first_state(plan, changed(state, run=self.info))
         self._usr1_stops = any(hook.ends_run_on_usr1 for hook in built_in(plan.hooks))
-        for n, clock in enumerate(plan.clocks):
+        for n, clock in enumerate(clock for moment in plan.moments for clock in moment.clocks):
             clock.begin(begun, f"{CLOCK} {n}", now(self.info) - self.seconds)
         self._clocks = tuple(clock for moment in plan.triggers for clock in moment.clocks)
         todo = state.todo  # also if a hook has gone to another state
         if ends_run(begun.stop) and state.stop is None:
             todo = (*pending(todo), *onward(begun, plan.is_reached(begun), ended=False))
         self.state = changed(begun, todo=todo)
-        self._collects_again = bool(self._collectors) and type(todo[0]) is Call
+        # Whether hooks that are still to be called have lost outputs with an earlier process.
+        self._lost = bool(self._collectors) and type(todo[0]) is Call
 
     def next(self) -> Action | None:
         """Return what is next; None where the run is left, or another epoch is to begin.
@@ -456,7 +456,7 @@ class World:
     def boundary(self, state: TrainState, action: Boundary, todo: Todo) -> TrainState:
         """Decide what is due after an update."""
         __tracebackhide__ = True
-        self._given, self._added = [], []
+        self._given = []
         if ended := action.ended or self.batch is NONE_LEFT:
             state = self._complete_epoch(state)
         reached = (ended or state.step >= self._last_step) and self.plan.is_reached(state)
@@ -514,8 +514,10 @@ class World:
             hooks = plan.hooks if every else plan.hooks_at(stage)
         if nth >= len(hooks):
             return self.obey(changed(state, todo=todo))
-        if self._collects_again:
-            self._collect_again(state, hooks[nth:])
+        if self._lost:
+            self._lost, late = False, [each for each in hooks[nth:] if each not in self._adders]
+            names = self.evaluated if END in state.events else self._evaluated_here(state)
+            self._collect_for(late, state, names)
         hook = self.doing = hooks[nth]
         is_last = nth + 1 == len(hooks)
         if stage == "boundary" and type(todo[0]) is Update:
@@ -617,21 +619,10 @@ class World:
     def _collect_for(self, hooks: Sequence[Hook], state: TrainState, names: Iterable[str]) -> None:
         """Evaluate loaders for those of some hooks that ask for the outputs."""
         __tracebackhide__ = True
+        hooks = [hook for hook in hooks if hook in self._collectors]
         for name in names:
             if receivers := asking(hooks, state, name):
                 self._evaluate(state, name, receivers)
-
-    def _collect_again(self, state: TrainState, hooks: Sequence[Hook]) -> None:
-        """Evaluate again what an earlier process has evaluated at this boundary.
-
-        The hooks that are still to be called have lost the outputs with it. Those that add numbers
-        have added them.
-        """
-        __tracebackhide__ = True
-        self._collects_again = False
-        names = self.evaluated if END in state.events else self._evaluated_here(state)
-        late = [each for each in hooks if each in self._collectors and each not in self._adders]
-        self._collect_for(late, state, names)
 
     def _evaluated_here(self, state: TrainState) -> list[str]:
         """Return the loaders that the record of this boundary is of."""
@@ -698,7 +689,9 @@ class World:
         """
         __tracebackhide__ = True
         for hook in hooks:
-            if not self._may_add(hook, names):
+            made = hook.makes_records
+            given = hook in self._given or hook not in self._collectors
+            if not (any(name in names for name in made) if made else given):
                 continue
             self.doing = hook
             self.peers.hurry()  # it may take longer than an update
@@ -710,17 +703,8 @@ class World:
                     "choose another name"
                 )
             if numbers:
-                self._added.append(hook)
                 record = attrs.evolve(record, metrics={**record.metrics, **numbers})
         return record
-
-    def _may_add(self, hook: Hook, names: Collection[str]) -> bool:
-        """Return whether a hook may have numbers for a record."""
-        if made := hook.makes_records:
-            return any(name in names for name in made)
-        if hook in self._collectors:
-            return hook in self._given and hook not in self._added
-        return True
 
     def _evaluate(
         self, state: TrainState, loader: str, receivers: Sequence[Hook]
@@ -731,7 +715,7 @@ class World:
         self.peers.hurry()  # its batches may take longer than updates
         given = (self.plan.step, state, loader, source, self._watch)
         found = evaluation_metrics(*given, receivers)
-        self._given = [*self._given, *receivers]
+        self._given += receivers
         self.peers.hurry()  # or updates longer than its batches
         return found
 

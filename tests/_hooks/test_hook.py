@@ -85,7 +85,6 @@ def test_collects_chooses_among_evaluations():
 @pytest.mark.parametrize(("members", "steps"), [
     ({}, [2, 3, 4, 6]), ({"makes_records": {"mine": fl.every(steps=6)}}, [6]),
     ({"receive": lambda self, state, outputs: None}, [3, 6]),
-    ({"receive": lambda self, state, outputs: None, "moments": (fl.at_end(),)}, [3, 6]),
 ])  # fmt: skip
 def test_numbers_is_called_where_a_record_may_have_some(members, steps):
     """Two epochs of three updates, a record every second update, and one for each epoch."""

@@ -4,7 +4,8 @@ import itertools
 
 import attrs
 import pytest
-from cut_actions import check_parts, run_in_parts, try_programs
+import torch
+from cut_actions import Paused, check_parts, pausing, run_in_parts, try_programs
 from loop_cases import ONE
 from random_programs import Program, quiet, whole_run
 
@@ -158,6 +159,30 @@ def test_numbers_of_outputs_that_a_cut_run_has_lost_are_in_the_same_record(every
     assert [name for name in ("test/loss", "valid/loss") if name in last.metrics] == [
         f"test/{name}" for name in metrics if name == "loss"
     ]
+
+
+@pytest.mark.parametrize("wrap", [fl.every(epochs=1), fl.on_main, lambda hook: hook])
+def test_outputs_that_are_made_again_are_the_same_bit_for_bit(wrap, tmp_path):
+    def drawing(model, batch):
+        loss, aux = toy_loss(model, batch)
+        return loss, {**aux, "drawn": torch.rand(())}
+
+    def run(size):
+        seen, state, is_cut = [], toy(), True
+        see = lambda state, outputs: seen.append([out.aux["drawn"].item() for out in outputs])
+        while is_cut:
+            hooks = (wrap(fl.inspect(see, every=fl.every(epochs=1) | fl.at_end())),)
+            try:
+                with pausing(size):
+                    fl.fit(fl.pipeline()(drawing), state, ([ONE], [ONE] * 2), epochs=2, hooks=hooks)
+                is_cut = False
+            except Paused as pause:
+                state = fl.restore(fl.save(pause.state, tmp_path / "cut"), toy())
+        return seen
+
+    whole = run(10**9)
+    assert len(whole) == 2 and len({*whole[0]}) == 2
+    assert run(1) == whole
 
 
 def test_a_program_is_cut_after_each_of_its_actions(tmp_path):
