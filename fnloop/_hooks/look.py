@@ -267,8 +267,9 @@ class inspect(BuiltIn):
         for_end = END in self.every.outside
         if given or self._was_evaluated(state):
             if for_end and not (ends or now.late):
-                waited = given or now.waits in state.noted
-                ran = waited or self.every.due(state)  # in the process that evaluated
+                ran = given or now.waits in state.noted  # the second in another process
+                if not ran and not self.every.clocks:  # a clock is asked once
+                    ran = self.every.due(state)
                 state = with_note(state, now.ran, 1.0 if ran else None)
             state = with_note(state, now.waits, None)
         elif not (ends and for_end) and self.every.due(state):
