@@ -219,20 +219,19 @@ class inspect(BuiltIn):
         waits, ends = self._now.waits in state.noted, END in state.events
         if ends and (self._is_given(state) or self._now.ran in state.noted):
             return False  # it has those of the model with which the run ends
-        if ends and self._now.alone and self._was_evaluated(state, closing=True):
-            return False  # likewise, before the run was left here
+        if ends and self._now.alone and self._was_evaluated(state) and state.history[-1].closing:
+            return False  # the function was called for the closing record, maybe elsewhere
         due, only_at_end = due_at(self.every, state)
         self._now.late = only_at_end and not (waits or due)
         return waits or due or self._now.late
 
-    def _was_evaluated(self, state: TrainState, closing: bool = False) -> bool:
-        """Return whether a record of this boundary, or a closing one, has the loader evaluated."""
+    def _was_evaluated(self, state: TrainState) -> bool:
+        """Return whether a record of this boundary has the loader evaluated."""
         if RECORD not in state.events:
             return False
         here = itertools.takewhile(
             lambda r: (r.step, r.epoch) == (state.step, state.epoch), reversed(state.history)
         )
-        here = (record for record in here if record.closing or not closing)
         return any(name.startswith(f"{self.loader}/") for r in here for name in r.metrics)
 
     def receive(self, state: TrainState, outputs: Sequence[Output]) -> None:

@@ -161,6 +161,20 @@ def test_numbers_of_outputs_that_a_cut_run_has_lost_are_in_the_same_record(every
     ]
 
 
+@pytest.mark.parametrize("halt", ["", "fl.when(lambda s: s.step == 4)(stop('enough'))"])
+def test_a_function_that_adds_no_numbers_is_called_once_at_a_cut_end(halt):
+    valid = {"valid": "batches(2, first=50)", "test": "batches(1, first=70)"}
+    program = Program(
+        train="batches(2)", valid=valid, hooks=(AT_END, halt) if halt else (AT_END,),
+        evaluate_every="{'valid': fl.every(epochs=1), 'test': fl.at_end()}",
+    )  # fmt: skip
+    check_parts(program, itertools.repeat(1))
+    with quiet():
+        state, world = whole_run(program)
+    assert [call[1] for call in world.calls] == [4]
+    assert [record.closing for record in state.history] == [False, False, True]
+
+
 @pytest.mark.parametrize("wrap", [fl.every(epochs=1), fl.on_main, lambda hook: hook])
 def test_outputs_that_are_made_again_are_the_same_bit_for_bit(wrap, tmp_path):
     def drawing(model, batch):
