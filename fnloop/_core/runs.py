@@ -397,7 +397,8 @@ class Collect:
     """Evaluate loaders for the hooks that ask for outputs at the end.
 
     What these evaluations come to is in no record. The numbers that hooks make of the outputs are
-    in a closing record.
+    in a closing record. Outputs that are kept until then are not saved: the run that continues
+    evaluates again.
     """
 
     loaders: tuple[str, ...]

@@ -67,7 +67,7 @@ from fnloop._core.view import begin_again, view
 from fnloop._display.checks import choice, describe, flag, integer, metric_name, name_of_file
 from fnloop._display.screen import log
 from fnloop._display.tables import format_metric
-from fnloop._hooks.hook import Hook, every_layer
+from fnloop._hooks.hook import BuiltIn, Hook, every_layer
 
 # --------------------------------------------------------------------------------------------------
 # The hook that saves a run while it trains.
@@ -75,7 +75,7 @@ from fnloop._hooks.hook import Hook, every_layer
 HOOK = "the hook checkpoint"  # its name in messages about processes that wait
 
 
-class checkpoint(Hook):
+class checkpoint(BuiltIn):
     """Save a checkpoint: ``every(epochs=1)(checkpoint("runs/a", best="valid/loss"))``.
 
     List it after the other hooks, but before ``requeue``. Hooks that are listed after it are still
@@ -191,7 +191,7 @@ class checkpoint(Hook):
         self.background = flag("checkpoint", "background", background)
         self.on_exception = flag("checkpoint", "on_exception", on_exception)
         self.best = None if best is None else metric_name("checkpoint", "best", best)
-        self.parts = read_parts("checkpoint", only)
+        self.parts = self.saves = read_parts("checkpoint", only)
         self.named = _read_names(named)
         if mode is not None:
             better(0.0, 0.0, mode)  # checks it
@@ -210,10 +210,6 @@ class checkpoint(Hook):
         self._encode_history = make_history_encoder()
         self._known_blocks: set[str] = set()
         self._buffers: Contents | None = None  # host memory of the last copy, for reuse
-
-    @property
-    def _saves(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.parts
 
     @property
     def monitors(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -249,6 +245,7 @@ class checkpoint(Hook):
             place, self.keep, self.best, self.mode if self.best else None,
             keep_best=self.keep_best, only=self.parts, named=self.named,
         )  # fmt: skip
+        copied.saves = ()  # what cannot be saved is a problem of the hook, and ends no run
         return copied, "folder"
 
     def begin(self, state: TrainState) -> TrainState:
@@ -269,7 +266,8 @@ class checkpoint(Hook):
     def __call__(self, state: TrainState) -> TrainState:
         self._complete_shared()
         self._wait()
-        self._check_metric(state)
+        for metric in self.monitors if RECORD in state.events else ():
+            check_monitored("checkpoint", metric, state)
         saved = self._saved if self._holds(state) else None
         if saved is None:
             self._awaits_metric = not self._has_metric(state)
@@ -295,7 +293,6 @@ class checkpoint(Hook):
         if self._error is not None:
             self._wait()
         self._place.check()
-        self._check_metric(state)
         return self(state) if self._awaits_metric and self._has_metric(state) else state
 
     def flush(self, state: TrainState) -> TrainState:
@@ -331,10 +328,6 @@ class checkpoint(Hook):
             self._place.end()
 
     # --- the metric that ranks
-
-    def _check_metric(self, state: TrainState) -> None:
-        for metric in self.monitors if RECORD in state.events else ():
-            check_monitored("checkpoint", metric, state)
 
     def _has_metric(self, state: TrainState) -> bool:
         """Return whether the metric was measured at this boundary, or none was asked for."""
@@ -537,7 +530,7 @@ _BEST: Shape = {
 
 
 @attrs.frozen(repr=False)
-class restore_best(Hook):
+class restore_best(BuiltIn):
     """End a run with its best weights: ``hooks=(restore_best("valid/loss"),)``.
 
     Whenever the metric is better than before, the hook copies the module's parameters and buffers,
@@ -658,11 +651,6 @@ class restore_best(Hook):
         best = {"value": value, "step": state.step, "first": first, **_copy_weights(state)}
         best["ended"] = None
         return with_slot(state, self.slot, best)
-
-    def poll(self, state: TrainState) -> TrainState:
-        """Check the name of the metric, even at a boundary where the hook itself is not called."""
-        self._measured(state)
-        return state
 
     def flush(self, state: TrainState) -> TrainState:
         """Restore the best weights if the run has ended by its target or by a hook."""

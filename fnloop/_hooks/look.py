@@ -7,7 +7,7 @@ import functools
 import itertools
 import os
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ from torch import Tensor, profiler
 from fnloop._backend.collectives import broadcast, on_main_process
 from fnloop._backend.fsdp import is_sharded
 from fnloop._core.history import History, suggestion
-from fnloop._core.records import TRAINED, Record
+from fnloop._core.records import TRAINED
 from fnloop._core.runs import RAN, WAITS, is_interruption
 from fnloop._core.state import TrainState, with_note
 from fnloop._core.types import END, RECORD, Call, Output, name_of
@@ -25,6 +25,7 @@ from fnloop._core.view import as_evaluated
 from fnloop._core.views import check_plot
 from fnloop._display import checks, figures, tables
 from fnloop._hooks.hook import (
+    BuiltIn,
     Hook,
     Moment,
     check_own_moment,
@@ -67,7 +68,7 @@ class _Inspection:
 
 
 @attrs.frozen(repr=False)
-class inspect(Hook):
+class inspect(BuiltIn):
     """Call a function with what the step returned for each batch of an evaluation.
 
     It is for what the mean over batches cannot say: an average precision, a confusion matrix,
@@ -75,7 +76,8 @@ class inspect(Hook):
     evaluation. The evaluation is the one that the run makes anyway. Where the hook is due and the
     loader is not evaluated, it waits for the next evaluation. Only if it is due ``at_end()``, and
     the run ends where this loader is not evaluated, or because another hook has stopped it after an
-    evaluation, is the loader evaluated once more.
+    evaluation, is the loader evaluated once more. So it is where a run was cut before the function
+    was called: the outputs are not saved, and those of the second evaluation are the same.
 
     Args:
         fn: ``(state, outputs) -> None``, or ``-> {"ap": 0.5}``, which is "valid/ap" in the record.
@@ -168,18 +170,11 @@ class inspect(Hook):
         """The names of its numbers in records, as far as they were said."""
         return tuple(f"{self.loader}/{name}" for name in self.said)
 
-    @property
-    def outside(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Where else than after an update it runs."""
-        return self.every.outside
-
     def __repr__(self) -> str:
         given = {} if self.loader == "valid" else {"loader": self.loader}
         given |= {} if self.every == periodically(epochs=1) else {"every": self.every}
         given |= {"reports": self.said} if self.said else {}
         return repr(Call(inspect, (self.fn,), given))
-
-    wants_outputs = True
 
     @property
     def moments(self) -> tuple[Moment, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -203,8 +198,6 @@ class inspect(Hook):
                 f"inspect: the loader {self.loader!r} is not one that this run evaluates; {names}"
                 f"{hint}"
             )
-        if state.run is not None:
-            self.every.check(state.run)
         return state
 
     def check_beside(self, hooks: Sequence[Hook]) -> None:
@@ -232,40 +225,38 @@ class inspect(Hook):
         waits, ends = self._now.waits in state.noted, END in state.events
         if ends and (self._is_given(state) or self._now.ran in state.noted):
             return False  # it has those of the model with which the run ends
-        if ends and self._now.alone and self._was_evaluated(state, closing=True):
-            return False  # likewise, before the run was left here
+        if ends and self._now.alone and self._was_evaluated(state) and state.history[-1].closing:
+            return False  # the function was called for the closing record, maybe elsewhere
         due, only_at_end = due_at(self.every, state)
         self._now.late = only_at_end and not (waits or due)
         return waits or due or self._now.late
 
-    def _was_evaluated(self, state: TrainState, closing: bool = False) -> bool:
-        """Return whether a record of this boundary, or a closing one, has the loader evaluated."""
+    def _was_evaluated(self, state: TrainState) -> bool:
+        """Return whether a record of this boundary has the loader evaluated."""
         if RECORD not in state.events:
             return False
         here = itertools.takewhile(
             lambda r: (r.step, r.epoch) == (state.step, state.epoch), reversed(state.history)
         )
-        here = (record for record in here if record.closing or not closing)
         return any(name.startswith(f"{self.loader}/") for r in here for name in r.metrics)
 
     def receive(self, state: TrainState, outputs: Sequence[Output]) -> None:
         """Take the outputs of an evaluation."""
         self._now.outputs, self._now.received_at = list(outputs), _place_of(state)
 
-    def adds_numbers(self, state: TrainState, record: Record, names: Collection[str]) -> bool:
-        """Return whether it has outputs for a record: late ones are for a closing record."""
-        return self._now.outputs is not None and (record.closing or not self._now.late)
-
     def numbers(self, state: TrainState) -> Mapping[str, float]:
         """Call the function. Return what it returned, with the name of the loader.
+
+        Late outputs are for a closing record.
 
         Raises:
             TypeError: it returned something else than None or a mapping of numbers.
             ValueError: a number is missing that ``reports`` names.
         """
         __tracebackhide__ = True
+        if self._now.outputs is None or (self._now.late and not state.history[-1].closing):
+            return {}
         outputs, self._now.outputs = self._now.outputs, None
-        assert outputs is not None
         found = self.fn(state, outputs)
         numbers = {} if found is None else read_numbers(repr(self), self.loader, found)
         if missing := [name for name in self.reports if name not in numbers]:
@@ -281,8 +272,9 @@ class inspect(Hook):
         for_end = END in self.every.outside
         if given or self._was_evaluated(state):
             if for_end and not (ends or now.late):
-                waited = given or now.waits in state.noted
-                ran = waited or self.every.due(state)  # in the process that evaluated
+                ran = given or now.waits in state.noted  # the second in another process
+                if not ran and not self.every.clocks:  # a clock is asked once
+                    ran = self.every.due(state)
                 state = with_note(state, now.ran, 1.0 if ran else None)
             state = with_note(state, now.waits, None)
         elif not (ends and for_end) and self.every.due(state):
@@ -420,10 +412,6 @@ class measure(Hook):
                 f"part of its weights: write measure(..., everywhere=True)"
             )
         return state
-
-    def adds_numbers(self, state: TrainState, record: Record, names: Collection[str]) -> bool:
-        """Return whether its numbers are due."""
-        return self.name in names
 
     def numbers(self, state: TrainState) -> Mapping[str, float]:
         """Call the function. Return its numbers, with the name of the hook."""

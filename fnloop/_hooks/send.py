@@ -35,7 +35,7 @@ from fnloop._core.types import END, RECORD, Call, Output, name_of
 from fnloop._display import checks
 from fnloop._display.checks import folder_path, typed_path
 from fnloop._display.screen import log
-from fnloop._hooks.hook import Hook, Wrapper, call_hook, check_hook, unwrap_hook
+from fnloop._hooks.hook import BuiltIn, Hook, Wrapper, call_hook, check_hook, unwrap_hook
 from fnloop._hooks.keep import checkpoint, restore_best
 
 # --------------------------------------------------------------------------------------------------
@@ -178,7 +178,7 @@ def _run_id_file(path: Path) -> Path:
 
 
 @attrs.define(repr=False, eq=False)
-class TableWriter(Hook):
+class TableWriter(BuiltIn):
     """A hook that keeps a file equal to the history, a line for each record.
 
     A hidden file next to the table holds the identity of its run, because the table has no place
@@ -202,8 +202,6 @@ class TableWriter(Hook):
 
     def __repr__(self) -> str:
         return repr(self.call)
-
-    begins_everywhere = True  # all processes learn of a file that is refused
 
     def tried(self, place: Path) -> tuple[Hook, str]:
         """Return a hook that writes to another file."""
@@ -891,30 +889,18 @@ class on_main(Wrapper):
         return f"on_main({name_of(self.hook)})"
 
     def __call__(self, state: TrainState) -> TrainState:
-        return self._observe(functools.partial(call_hook, self.hook), state)
+        return self.around(functools.partial(call_hook, self.hook), state)
 
     def begin(self, state: TrainState) -> TrainState:
         """Begin a run, on the main process; everywhere if the hook needs all processes for it."""
-        if self.begins_everywhere:
-            return super().begin(state)
-        return self._observe(super().begin, state)
+        if isinstance(unwrap_hook(self), TableWriter):  # all learn of a file that is refused
+            return self.hook.begin(state)
+        return super().begin(state)
 
     def evaluating(self, state: TrainState, loader: str, done: int, total: int | None) -> None:
         """Follow an evaluation, on the main process."""
         if state.backend.main:
             super().evaluating(state, loader, done, total)
-
-    def poll(self, state: TrainState) -> TrainState:
-        """Pass a boundary at which the hook itself is not called, on the main process."""
-        return self._observe(super().poll, state)
-
-    def flush(self, state: TrainState) -> TrainState:
-        """Finish pending work, on the main process."""
-        return self._observe(super().flush, state)
-
-    def settle(self, state: TrainState) -> TrainState:
-        """Tidy up after a run that has already reached its end, on the main process."""
-        return self._observe(super().settle, state)
 
     def collects(self, state: TrainState, loader: str) -> bool:
         """Return whether the hook asks for the outputs, on the main process. A collective."""
@@ -926,7 +912,7 @@ class on_main(Wrapper):
         if state.backend.main:
             super().receive(state, outputs)
 
-    def _observe(self, call: Callable[[TrainState], TrainState], state: TrainState) -> TrainState:
+    def around(self, call: Callable[[TrainState], TrainState], state: TrainState) -> TrainState:
         """Call a hook or its method on the main process, and raise if it returns another state.
 
         What the hook remembers of the run is its own.

@@ -28,7 +28,7 @@ from fnloop._display import checks
 from fnloop._display.checks import choice, flag, integer, metric_name, number
 from fnloop._display.screen import log
 from fnloop._display.tables import format_count, format_duration, format_metric
-from fnloop._hooks.hook import Hook, place_in, unwrap_hook
+from fnloop._hooks.hook import BuiltIn, Hook, place_in, unwrap_hook
 from fnloop._step.engine import engine_of
 
 # --------------------------------------------------------------------------------------------------
@@ -285,12 +285,6 @@ class early_stop(Hook):
             return state
         return attrs.evolve(state, stop=f"early_stop: {self.key} {reason}")
 
-    def poll(self, state: TrainState) -> TrainState:
-        """Check the name of the metric, even at a boundary where the hook itself is not called."""
-        if RECORD in state.events:
-            check_monitored("early_stop", self.key, state)
-        return state
-
     def _wait(self, before: _Wait | None, record: Record) -> _Wait | None:
         if not counts(record, self.key):
             return before
@@ -349,7 +343,7 @@ def _place(record: Record, state: TrainState) -> str:
 
 
 @attrs.frozen(repr=False)
-class halt_on_nonfinite(Hook):
+class halt_on_nonfinite(BuiltIn):
     """Stop when the training loss has become NaN or infinite.
 
     NaN propagates into the running mean of the epoch. The mean is read every ``steps`` updates and
@@ -490,7 +484,7 @@ _UNKNOWN = (
 
 
 @attrs.frozen(repr=False, eq=False)
-class time_limit(Hook):
+class time_limit(BuiltIn):
     """Stop when the run, or this job, has taken its time.
 
     The run ends after the update in which the time is up. Evaluations and hooks count, and so does
@@ -663,7 +657,7 @@ _OUTSIDE = "requeue: this is not a SLURM job (SLURM_JOB_ID is not set): SIGUSR1 
 
 
 @attrs.frozen(repr=False, eq=False)
-class requeue(Hook):
+class requeue(BuiltIn):
     """Requeue a SLURM job when its time is nearly over: ``#SBATCH --requeue --signal=USR1@120``.
 
     On SIGUSR1 the run ends as on SIGTERM, after the current update and with ``state.stop ==

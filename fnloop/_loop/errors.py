@@ -18,7 +18,7 @@ from fnloop._core.state import (
 from fnloop._core.types import EPOCH, Searching, name_of
 from fnloop._data.source import Source
 from fnloop._display.screen import log
-from fnloop._hooks.hook import Hook
+from fnloop._hooks.hook import Hook, unwrap_hook
 from fnloop._step.pipeline import STEP, PipelineStep
 
 NO_LENGTH = " Its length is 0: was it filled, and were the files found that it is made of?"
@@ -74,7 +74,7 @@ def tell_hooks(hooks: Sequence[Hook], state: TrainState, error: Exception) -> No
     """Tell the hooks with a method ``failed`` that the run has failed."""
     for hook in hooks:
         try:
-            hook.failed(state, error)
+            unwrap_hook(hook).failed(state, error)
         except Exception as another:
             kind = type(another).__name__
             error.add_note(f"then {name_of(hook)} failed too: {kind}: {another}")

@@ -45,17 +45,18 @@ from fnloop._data.source import Source
 from fnloop._display import checks
 from fnloop._extensions import extensions
 from fnloop._hooks.hook import (
-    Clock,
     ConditionalHook,
     Hook,
     HookFn,
     Moment,
     Trigger,
     as_hook,
+    built_in,
     every_layer,
     is_moment,
     is_of_user,
     layers,
+    may_be_due,
     show_call,
     slots_of,
     unwrap_hook,
@@ -101,7 +102,7 @@ class Plan:
         """
         if is_interruption(state.stop):
             state = attrs.evolve(state, stop=reason_of(state.todo))
-        for hook in self.hooks:
+        for hook in built_in(self.hooks):
             state = hook.take_back(state)
         state = put_back_restored(state, self.phase)
         if self.phase is None:
@@ -215,8 +216,8 @@ class Plan:
             KeyError: a hook monitors a metric that this run does not have, or a middleware is for
                 a loader that it does not have.
         """
-        for layer in every_layer(self.hooks):
-            layer.check_beside(self.hooks)
+        for hook in built_in(self.hooks):
+            hook.check_beside(self.hooks)
         recent = () if self.record_every is None else ("recent",)
         check_makers(self.hooks, ("train", "recent", *self.loaders.evaluated))
         known = ("train", *recent, *info.evaluated, *names_made(self.hooks))
@@ -224,8 +225,8 @@ class Plan:
         check_metrics(self.step, self.hooks, info.evaluated, history)
         self.step.check_loaders(("train", *self.loaders.evaluated))
         self.step.check_evaluation(info.evaluated)
-        for trigger in self.triggers:
-            trigger.check(info)
+        for moment in self.moments:
+            moment.check(info)
 
     @property
     def triggers(self) -> tuple[Moment, ...]:
@@ -234,16 +235,14 @@ class Plan:
         return (*(trigger for trigger, _ in self.evaluations), *own)
 
     @property
-    def clocks(self) -> tuple[Clock, ...]:
-        """The clocks of all moments."""
+    def moments(self) -> tuple[Moment, ...]:
+        """All that the run and its hooks ask."""
         of_hooks = (moment for layer in every_layer(self.hooks) for moment in layer.moments)
-        return sum((moment.clocks for moment in (*self.triggers, *of_hooks)), ())
+        return (*self.triggers, *of_hooks)
 
     def hooks_at(self, event: str) -> list[Hook]:
         """Return the hooks that may be due at a boundary without an update: "start" or "end"."""
-        return [
-            hook for hook in self.hooks if any(event in layer.outside for layer in layers(hook))
-        ]
+        return [hook for hook in self.hooks if may_be_due(hook, event)]
 
     def begins_before(self, state: TrainState) -> bool:
         """Return whether no update was tried yet, and something is due before the first."""

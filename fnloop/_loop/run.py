@@ -72,7 +72,16 @@ from fnloop._core.types import END, EPOCH, RECORD, START, Metric, Output, name_o
 from fnloop._core.view import hand_over
 from fnloop._data.loaders import NONE_LEFT
 from fnloop._data.source import Source, windows
-from fnloop._hooks.hook import Hook, Wrapper, call_hook, defines
+from fnloop._hooks.hook import (
+    BuiltIn,
+    Hook,
+    built_in,
+    call_hook,
+    collects_outputs,
+    defines,
+    may_be_due,
+    unwrap_hook,
+)
 from fnloop._loop.beginning import check_length, complete, first_state, suggest_fused
 from fnloop._loop.boundary import Answers, ask, due, ends_apart, onward
 from fnloop._loop.errors import (
@@ -159,7 +168,8 @@ def _settle_hooks(plan: Plan, state: TrainState) -> TrainState:
     state = end_phase(state, plan.phase)
     state = changed(state, todo=()) if state.todo else state
     for hook in plan.hooks:
-        state = check_returned(hook, state, hook.settle(state), "settle")
+        if isinstance(hook, BuiltIn):
+            state = check_returned(hook, state, hook.settle(state), "settle")
     return state
 
 
@@ -170,7 +180,7 @@ def _closing_hooks(hooks: Sequence[Hook], stopwatch: Stopwatch) -> Iterator[None
     with contextlib.ExitStack() as stack:
         stack.callback(stopwatch.end)
         for hook in reversed(hooks):  # the stack calls them back in the order listed
-            stack.callback(hook.close)
+            stack.callback(unwrap_hook(hook).close)
         yield
 
 
@@ -214,10 +224,12 @@ class World:
         self.peers = peers_of(state)
         self.info = describe(plan, state, self.source, tuple(self.evaluated), self.peers.clock)
         plan.check(self.info, state.history)
-        self._collectors = [hook for hook in plan.hooks if hook.wants_outputs]
-        late = [hook for hook in self._collectors if not isinstance(hook, Wrapper)]
+        self._collectors = [hook for hook in plan.hooks if collects_outputs(hook)]
+        self._adders = [hook for hook in plan.hooks if defines(hook, "numbers")]
+        self._given: list[Hook] = []  # those that have received outputs at this boundary
+        self._late = [hook for hook in self._collectors if may_be_due(hook, END)]
         self._makers = names_made(plan.hooks)
-        self._adds_at_end = any(END in hook.outside for hook in late)
+        self._adds_at_end = any(hook in self._adders for hook in self._late)
         self._last_step = math.inf if plan.steps is None else plan.steps
         self._quiet = [each.quiet_until for each in plan.triggers]
         self._asked_at = self._quiet_until = 0.0  # nothing is due in between, in mid-epoch
@@ -243,15 +255,16 @@ class World:
         self.stopwatch = self.info.live.stopwatch
         self.stopwatch.begin(self.seconds)
         begun = first_state(plan, changed(state, run=self.info))
-        self._usr1_stops = any(hook.ends_run_on_usr1 for hook in plan.hooks)
-        for n, clock in enumerate(plan.clocks):
+        self._usr1_stops = any(hook.ends_run_on_usr1 for hook in built_in(plan.hooks))
+        for n, clock in enumerate(clock for moment in plan.moments for clock in moment.clocks):
             clock.begin(begun, f"{CLOCK} {n}", now(self.info) - self.seconds)
         self._clocks = tuple(clock for moment in plan.triggers for clock in moment.clocks)
         todo = state.todo  # also if a hook has gone to another state
         if ends_run(begun.stop) and state.stop is None:
             todo = (*pending(todo), *onward(begun, plan.is_reached(begun), ended=False))
         self.state = changed(begun, todo=todo)
-        self._collects_again = bool(self._collectors) and type(todo[0]) is Call
+        # Whether hooks that are still to be called have lost outputs with an earlier process.
+        self._lost = bool(self._collectors) and type(todo[0]) is Call
 
     def next(self) -> Action | None:
         """Return what is next; None where the run is left, or another epoch is to begin.
@@ -443,6 +456,7 @@ class World:
     def boundary(self, state: TrainState, action: Boundary, todo: Todo) -> TrainState:
         """Decide what is due after an update."""
         __tracebackhide__ = True
+        self._given = []
         if ended := action.ended or self.batch is NONE_LEFT:
             state = self._complete_epoch(state)
         reached = (ended or state.step >= self._last_step) and self.plan.is_reached(state)
@@ -500,8 +514,10 @@ class World:
             hooks = plan.hooks if every else plan.hooks_at(stage)
         if nth >= len(hooks):
             return self.obey(changed(state, todo=todo))
-        if self._collects_again:
-            self._collect_again(state, hooks[nth:])
+        if self._lost:
+            self._lost, late = False, [each for each in hooks[nth:] if each not in self._adders]
+            names = self.evaluated if END in state.events else self._evaluated_here(state)
+            self._collect_for(late, state, names)
         hook = self.doing = hooks[nth]
         is_last = nth + 1 == len(hooks)
         if stage == "boundary" and type(todo[0]) is Update:
@@ -591,11 +607,11 @@ class World:
     def collect(self, state: TrainState, action: Collect, todo: Todo) -> TrainState:
         """Evaluate loaders for the hooks that ask for outputs at the end."""
         __tracebackhide__ = True
-        hooks = [hook for hook in self._collectors if hook in self.plan.hooks_at(END)]
-        self._collect_for(hooks, state, action.loaders)
+        self._collect_for(self._late, state, action.loaders)
         items = next((each.items for each in state.history[-1:] if each.step == state.step), None)
         record = Record(state.epoch, state.step, {}, self.seconds, closing=True, items=items)
-        full = self._with_numbers(state, record, state.metrics, (), hooks)
+        adders = [hook for hook in self._late if hook in self._adders]
+        full = self._with_numbers(state, record, state.metrics, (), adders)
         if full is not record:
             state = with_record(state, state.history.append(full), state.metrics)
         return changed(state, todo=todo)
@@ -603,29 +619,25 @@ class World:
     def _collect_for(self, hooks: Sequence[Hook], state: TrainState, names: Iterable[str]) -> None:
         """Evaluate loaders for those of some hooks that ask for the outputs."""
         __tracebackhide__ = True
+        hooks = [hook for hook in hooks if hook in self._collectors]
         for name in names:
             if receivers := asking(hooks, state, name):
                 self._evaluate(state, name, receivers)
 
-    def _collect_again(self, state: TrainState, hooks: Sequence[Hook]) -> None:
-        """Evaluate again what an earlier process has evaluated at this boundary.
-
-        The hooks that are still to be called have lost the outputs with it. Those that add numbers
-        have added them.
-        """
-        __tracebackhide__ = True
-        self._collects_again = False
+    def _evaluated_here(self, state: TrainState) -> list[str]:
+        """Return the loaders that the record of this boundary is of."""
         made = state.history[-1].metrics if RECORD in state.events else ()
         loaders = {split_name(name)[0] for name in made}
-        names = [name for name in self.evaluated if END in state.events or name in loaders]
-        late = [each for each in hooks if each.wants_outputs and not defines(each, "numbers")]
-        self._collect_for(late, state, names)
+        return [name for name in self.evaluated if name in loaders]
 
     def append(self, state: TrainState, action: Append, todo: Todo) -> TrainState:
         """Append a record, unless there is nothing to record."""
         __tracebackhide__ = True
         numbers, closing = action.kind == "numbers", action.kind == "closing"
         train = not numbers and action.kind != "recent"
+        if closing:  # it has the numbers of what was evaluated before, maybe in another process
+            lost = [each for each in self._late if each in self._adders and each not in self._given]
+            self._collect_for(lost, state, self._evaluated_here(state))
         report = train_metrics(state) if train else {}
         recent = self.plan.record_every is not None and not numbers
         report |= recent_metrics(state) if recent else {}
@@ -654,7 +666,7 @@ class World:
         known = None if math.isnan(items) else items
         record = Record(state.epoch, state.step, values, seconds, closing, known)
         metrics = state.metrics if closing or numbers else without_recent(state.metrics)
-        record = self._with_numbers(state, record, metrics, action.names, self.plan.hooks)
+        record = self._with_numbers(state, record, metrics, action.names, self._adders)
         return with_record(state, state.history.append(record), metrics)
 
     def _with_numbers(
@@ -676,9 +688,11 @@ class World:
         """
         __tracebackhide__ = True
         for hook in hooks:
-            self.doing = hook
-            if not hook.adds_numbers(state, record, names):
+            made = hook.makes_records
+            given = hook in self._given or hook not in self._collectors
+            if not (any(name in names for name in made) if made else given):
                 continue
+            self.doing = hook
             self.peers.hurry()  # it may take longer than an update
             # In a history of its own: that of the run does not have the record yet.
             numbers = hook.numbers(with_record(state, state.history[:].append(record), metrics))
@@ -700,6 +714,7 @@ class World:
         self.peers.hurry()  # its batches may take longer than updates
         given = (self.plan.step, state, loader, source, self._watch)
         found = evaluation_metrics(*given, receivers)
+        self._given += receivers
         self.peers.hurry()  # or updates longer than its batches
         return found
 

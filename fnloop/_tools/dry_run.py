@@ -22,7 +22,6 @@ from fnloop._checkpoint.restore import restore
 from fnloop._checkpoint.save import check_resumable, save
 from fnloop._core.history import History, check_names
 from fnloop._core.optimizers import optimizers_in
-from fnloop._core.records import Record
 from fnloop._core.rng import isolated
 from fnloop._core.runs import INTERRUPTED, TERMINATED
 from fnloop._core.serialize import find_difference
@@ -36,7 +35,7 @@ from fnloop._display import tables
 from fnloop._display.checks import join_names
 from fnloop._display.tables import Column, Shown, Table, format_milliseconds, shorten
 from fnloop._extensions import extensions
-from fnloop._hooks.hook import Hook, HookFn, Moment, Trigger, Wrapper, every, unwrap_hook
+from fnloop._hooks.hook import BuiltIn, Hook, HookFn, Moment, Trigger, Wrapper, every, unwrap_hook
 from fnloop._loop.errors import NO_LENGTH, check_counters, check_returned
 from fnloop._loop.evaluate import open_loader
 from fnloop._loop.peers import Interrupts, is_alone
@@ -405,10 +404,6 @@ class _Tried(Wrapper):
     def __init__(self, hook: Hook) -> None:
         self.hook, self.error = hook, None
 
-    @property
-    def _saves(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return ()  # what cannot be saved is a problem of the hook, and ends no run
-
     def _try(self, call: Callable[[], Result], otherwise: Result) -> Result:
         if self.error is not None:
             return otherwise
@@ -449,9 +444,6 @@ class _Tried(Wrapper):
     @property
     def makes_records(self) -> Mapping[str, Moment]:  # pyright: ignore[reportIncompatibleVariableOverride]
         return dict.fromkeys(self.hook.makes_records, every(epochs=1))
-
-    def adds_numbers(self, state: TrainState, record: Record, names: Collection[str]) -> bool:
-        return self._try(lambda: self.hook.adds_numbers(state, record, names), False)
 
     def numbers(self, state: TrainState) -> Mapping[str, float]:
         return self._try(lambda: self.hook.numbers(state), {})
@@ -511,7 +503,7 @@ def _safe(hook: Hook, place: Path) -> tuple[_Tried | None, str]:
     """Return a hook that leaves no trace in place of one, or None, and what is to be said."""
     if hook.untried is not None:
         return None, f"not called: {hook.untried}"
-    copied, where = hook.tried(place)
+    copied, where = hook.tried(place) if isinstance(hook, BuiltIn) else (hook, "")
     return _Tried(copied), "called" + (f", with a temporary {where}" if where else "")
 
 

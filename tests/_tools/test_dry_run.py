@@ -255,8 +255,6 @@ def test_it_raises_what_fit_would():
 
 
 class Late(Hook):
-    wants_outputs = True
-
     def receive(self, state, outputs):
         raise OSError("too late")
 
@@ -271,9 +269,6 @@ class Late(Hook):
 
 
 class Miscounted(Hook):
-    def adds_numbers(self, state, record, names):
-        return True
-
     def numbers(self, state):
         raise OverflowError("too many")
 
