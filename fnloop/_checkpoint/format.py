@@ -66,7 +66,6 @@ LARGEST_MANIFEST = 16 << 20  # bytes; a crafted manifest must not fill the memor
 PARTS = ("model", "optimizer", "slots", "counters", "metrics", "history", "extra")
 TRAINING = "training"  # the group of the weights to train with
 TRAINED = "trained"  # a part of the model: the parameters that require gradients
-COUNTERS = ("step", "epoch", "batch", "samples", "skipped", "seed", "stop")
 
 
 def _is_count(value: object) -> bool:

@@ -54,6 +54,7 @@ from fnloop._checkpoint.parts import (
     read_parts,
 )
 from fnloop._checkpoint.remote import Remote, place_at, save_at
+from fnloop._core.cursor import Cursor
 from fnloop._core.history import History, metrics_here
 from fnloop._core.optimizers import optimizers_in, wants_closure
 from fnloop._core.parts import COLLECTED, NEWER_FORMAT, Saving
@@ -229,7 +230,7 @@ def check_encodable(state: TrainState, parts: Collection[str]) -> None:
 
 
 def _encode_parts(state: TrainState, parts: Sequence[str]) -> None:
-    saving = Saving(state, state.run, parts)
+    saving = Saving(state, parts)
     unfinished = any(map(nn.parameter.is_lazy, unwrap(state).parameters()))  # until a first batch
     with _refusing():
         check_mapping("slots", state.slots)
@@ -252,7 +253,7 @@ def _refusing() -> Iterator[None]:
         ) from error
 
 
-def _encode_identity(saving: Saving) -> dict[str, Json]:
+def _encode_identity(saving: Collecting) -> dict[str, Json]:
     """Return what every checkpoint says about itself."""
     state, partial = saving.state, {*saving.parts} != {*PARTS}
     if partial:
@@ -264,7 +265,6 @@ def _encode_identity(saving: Saving) -> dict[str, Json]:
         **({"made_with": dict(saving.run.made_with())} if saving.run is not None else {}),
         "run": state.run_id,
         "position": position_of(state),
-        "stop": state.stop,
         "processes": state.backend.contributors,
         **({"data_shares": state.backend.data_size} if state.backend.parts > 1 else {}),
         "measured": _measured(state),
@@ -279,7 +279,7 @@ def versions() -> dict[str, str]:
 
 def position_of(state: TrainState) -> list[int]:
     """Return what orders the checkpoints of a run: updates tried, epochs, batches."""
-    return [state.step + state.skipped, state.epoch, state.batch]
+    return Cursor.of(state).place
 
 
 def _measured(state: TrainState) -> dict[str, str]:

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Mapping, Sequence
 
 from fnloop._core.averages import check_not_averaged
+from fnloop._core.cursor import COUNTERS
 from fnloop._core.history import Record
 from fnloop._core.state import (
     TrainState,
@@ -138,7 +139,7 @@ def check_counters(hook: Hook, before: TrainState, new: TrainState) -> None:
         _check_run(name, before, new)
         return
     _check_run(name, before, new)
-    for field in ("step", "epoch", "batch", "samples", "skipped", "updates", "phases", "seed"):
+    for field in (*COUNTERS, "phases"):
         if (found := getattr(new, field)) != (known := getattr(before, field)):
             raise ValueError(
                 f"{name} changed state.{field} from {known} to {found}, but a run counts by "

@@ -19,6 +19,7 @@ from torch.nn import functional
 from torch.optim import Optimizer
 
 from fnloop._backend.containers import SEQUENCES
+from fnloop._core.cursor import COUNTERS
 from fnloop._core.serialize import as_flattened
 from fnloop._core.state import TrainState, snapshot
 from fnloop._core.types import Batch, LossFn, Middleware, Output, Step
@@ -352,8 +353,6 @@ def _generators() -> tuple[object, ...]:
 # --------------------------------------------------------------------------------------------------
 # The comparison of states.
 
-COUNTERS = ("step", "epoch", "batch", "samples", "skipped", "updates", "seed", "stop")
-
 
 def assert_same(a: TrainState, b: TrainState, *, rtol: float = 0.0) -> None:
     """Assert that two states are the same: counters, weights, optimizer, slots, history.
@@ -374,7 +373,7 @@ def assert_same(a: TrainState, b: TrainState, *, rtol: float = 0.0) -> None:
     for name, state in (("a", a), ("b", b)):
         checks.instance("assert_same", name, state, TrainState, "a TrainState")
     checks.number("assert_same", "rtol", rtol, "the relative tolerance", least=0)
-    for field in COUNTERS:
+    for field in (*COUNTERS, "stop"):
         mine, other = getattr(a, field), getattr(b, field)
         assert mine == other, f"{field}: {mine!r} != {other!r}"
     phases = [[(p.name, p.step, p.epoch, p.stop, p.done) for p in s.phases] for s in (a, b)]
