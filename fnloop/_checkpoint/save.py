@@ -85,10 +85,11 @@ def save(
     checksums. There is no pickle in it, so loading it cannot execute code. Besides the module's
     state and the optimizer, it holds which parameters are frozen and which submodules are in
     evaluation mode, slots, running metrics, history, counters, generators, and ``state.extra``, for
-    your own plain data. A slot may be plain data, tensors, an attrs record, or an object with a
-    ``state_dict``. A buffer that the run has made, or whose shape it has changed, is restored into
-    a model that has it as it was when the run began. The records of a long history are written
-    once, in the folder ``.records`` beside the checkpoints.
+    your own plain data. A slot may be plain data, tensors, an attrs record, an object with a
+    ``state_dict``, or what a middleware or a hook saves with a part that it brings. A buffer that
+    the run has made, or whose shape it has changed, is restored into a model that has it as it was
+    when the run began. The records of a long history are written once, in the folder ``.records``
+    beside the checkpoints.
 
     Args:
         state: the newest state; it may be in the middle of an epoch.

@@ -274,6 +274,7 @@ def compare_contents(a: Contents, b: Contents, parts: Sequence[str] = _PARTS) ->
         names = (*COUNTERS, "stop", "phases", "ends")
         found.append(_first_setting("counter", a, b, names))
     held = [part for part in parts if part not in ("history", "counters")]
+    held += ["brought"] if "slots" in parts else []
     found.append(_first_setting("setting", a, b, held))
     tensors = [*compare_tensors(_tensors(a, parts), _tensors(b, parts))]
     found += tensors[:1]

@@ -170,6 +170,17 @@ def test_what_a_part_raises_names_the_checkpoint_and_leaves_the_state(tmp_path):
     assert seen(go(state, 5)) == ALL
 
 
+def test_states_are_compared_by_what_their_parts_save(tmp_path):
+    state = go(toy(), 3)
+    other = fl.snapshot(state)
+    assert not fl.debug.diff(state, other)
+    other.slots["seen"].places[2] = 7
+    (found,) = fl.debug.diff(state, other).findings
+    assert found.name == "brought.seen.all.places.2"
+    other.slots["seen"].places[2], other.slots["seen"].rows[0] = 2, 5.0
+    assert [f.name for f in fl.debug.diff(state, other).findings] == ["seen.seen.rows"]
+
+
 def test_a_middleware_refuses_what_is_not_a_part():
     with pytest.raises(TypeError, match=r"Middleware.*expects brings as parts, such as"):
         fl.Middleware("a", brings=(1,))
