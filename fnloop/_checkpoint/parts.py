@@ -71,6 +71,7 @@ from fnloop._core.parts import (
     Saving,
     held,
     load_nothing,
+    parts_of,
     set_fields,
 )
 from fnloop._core.runs import (
@@ -905,7 +906,7 @@ def _encode_optimizers(saving: Saving) -> None:
 def _save_slots(saving: Saving) -> dict[str, Json]:
     # What is in other slots is saved by the parts that were brought.
     names, slots = open_parts(saving.state), saving.state.slots.items()
-    plain = {k: None if k in names or hasattr(type(v), "brings") else v for k, v in slots}
+    plain = {k: None if k in names or parts_of(v) else v for k, v in slots}
     return {"slots": _encode_mapping("slots", plain, saving.tensors)}
 
 
@@ -1075,7 +1076,7 @@ def open_parts(state: TrainState) -> dict[str, Part]:
     for name, slot in slots.items():
         if isinstance(slot, Held):
             found[name] = held(name)
-        found |= {part.name: part for part in getattr(type(slot), "brings", ())}
+        found |= {part.name: part for part in parts_of(slot)}
     return found | {part.name: part for part in engine_of(state).brings}
 
 

@@ -282,6 +282,11 @@ def _is_of_others(entry: Json, saved: Restoring) -> bool:
     return "each" in entry and len(entry["each"]) != saved.state.backend.world_size
 
 
+def parts_of(slot: object) -> tuple[Part, ...]:
+    """Return the parts that the class of what is in a slot brings."""
+    return getattr(type(slot), "brings", ())
+
+
 def without_slot(state: State, name: str) -> State:
     """Return the state without a slot."""
     slots = {key: value for key, value in state.slots.items() if key != name}
