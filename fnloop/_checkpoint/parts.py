@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import importlib
 import math
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -56,6 +55,7 @@ from fnloop._checkpoint.optimizer import (
     optimizers_kept_on_error,
     prepare_loads,
 )
+from fnloop._checkpoint.shipped import shipped_in
 from fnloop._core.cursor import CURSOR, check_counts
 from fnloop._core.history import History, decode_phases, encode_phases
 from fnloop._core.metrics import restored, sent, without_seen
@@ -1080,20 +1080,9 @@ def open_parts(state: TrainState) -> dict[str, Part]:
     return found | {part.name: part for part in engine_of(state).brings}
 
 
-# The parts that extensions of fnloop bring, which a new state has not met: where each is.
-_SHIPPED = {
-    "averages": ("fnloop._core.averages", "AVERAGES"),
-    "apart": ("fnloop._core.apart", "APART"),
-    "exact": ("fnloop._step.engine_exact", "EXACT"),
-}
-
-
 def parts_in(facts: Mapping[str, Json], state: TrainState) -> list[Part]:
     """Return the parts beside those of every state that a checkpoint has, or a state brings."""
     known = {**ownership_of(state).brought, **open_parts(state)}
-    for name, (module, part) in _SHIPPED.items():
-        if name in facts:
-            known[name] = getattr(importlib.import_module(module), part)
-    names = [*facts.get("brought", ()), *(name for name in _SHIPPED if name in facts)]
-    found = {name: known.get(name) or held(name) for name in names}
-    return [*(found | {part.name: part for part in engine_of(state).brings}).values()]
+    found = {name: known.get(name) or held(name) for name in facts.get("brought", ())}
+    found |= shipped_in(facts) | {part.name: part for part in engine_of(state).brings}
+    return [*found.values()]

@@ -219,13 +219,7 @@ class Part:
             'replay'
         """
         owner = "Part.of_slot"
-        checks.text(owner, "name", name, "the name of the slot")
-        taken = name.lower() in (*TENSORS, "training", OWN)
-        if taken or not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_-]*", name):
-            raise ValueError(
-                f"{owner} expects name as a name for a file that no checkpoint has otherwise, of "
-                f'letters, digits, "-" and "_"; got {name!r}'
-            )
+        _check_name(owner, name)
         checks.function(owner, "save", save, "a function of what is in the slot", 1, also=type)
         checks.function(owner, "load", load, "a function of what was saved", 1, also=type)
         checks.flag(owner, "each", each)
@@ -234,6 +228,16 @@ class Part:
             functools.partial(_save_slot, name, save, each),
             functools.partial(_prepare_slot, name, load),
             lambda saving: _encode_slot(name, save, saving),
+        )
+
+
+def _check_name(owner: str, name: str) -> None:
+    checks.text(owner, "name", name, "the name of the slot")
+    taken = name.lower() in (*TENSORS, "training", OWN)
+    if taken or not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_-]*", name):
+        raise ValueError(
+            f"{owner} expects name as a name for a file that no checkpoint has otherwise, of "
+            f'letters, digits, "-" and "_"; got {name!r}'
         )
 
 
@@ -326,7 +330,12 @@ class Held(Pending):
 
 
 def held(name: str) -> Part:
-    """Return a part that keeps what a checkpoint has of the part of a name, as it is."""
+    """Return a part that keeps what a checkpoint has of the part of a name, as it is.
+
+    Raises:
+        ValueError: no part could have this name.
+    """
+    _check_name("a checkpoint", name)
 
     def save(saving: Saving) -> dict[str, Json]:
         kept: Json = saving.state.slots[name].parts

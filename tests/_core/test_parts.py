@@ -5,6 +5,7 @@ import json
 import attrs
 import pytest
 import torch
+from crafted import craft
 from safetensors.torch import load_file
 from saved import names
 
@@ -142,6 +143,13 @@ def test_a_part_is_among_the_slots_of_a_partial_checkpoint(tmp_path):
 def test_a_name_must_be_one_for_a_file(name):
     with pytest.raises(ValueError, match=r"Part\.of_slot expects name"):
         Part.of_slot(name, vars, dict)
+
+
+def test_a_checkpoint_that_names_a_part_as_no_part_can_be_named_is_refused(tmp_path):
+    path = fl.save(go(toy(), 1), tmp_path / "a")
+    craft(path, facts=lambda made: made["brought"].update(model={"all": {}}))
+    with pytest.raises(fl.CheckpointError, match=r"expects name as a name for a file.*'model'"):
+        fl.restore(path, toy())
 
 
 def test_a_slot_may_have_the_name_of_an_entry(tmp_path):
