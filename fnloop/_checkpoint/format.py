@@ -36,11 +36,12 @@ from fnloop._display.checks import describe
 #   training.safetensors    the weights to train with, if these are others: of an optimizer that has
 #                           modes, such as a schedule-free one
 #   optimizer.safetensors   the state of the optimizer, by parameter name
-#   own.safetensors         what processes that update by themselves have of their own (local_sgd):
-#                           weights, buffers and the state of optimizers; each writes a file
+#   own.safetensors         what each process has of its own, as with local_sgd: weights, buffers,
+#                           the state of optimizers, and slots; each process writes a file
 #   slots.safetensors       what middleware keep, running metrics, random generators
 #   ema.safetensors         an average of weights, by its name: a state_dict of the module with it,
-#                           which loads into the plain module too; one for each average
+#                           which loads into the plain module too; one for each average. And a
+#                           slot, by its name, that a middleware or a hook brings the part of
 #   state.json              counters, hyper-parameters, where the tensors belong, what the run was
 #                           made with, and the history with its digest (the module save makes it)
 #   manifest.json           size and SHA-256 of each of the others, and whether what is trained is
@@ -66,7 +67,6 @@ LARGEST_MANIFEST = 16 << 20  # bytes; a crafted manifest must not fill the memor
 PARTS = ("model", "optimizer", "slots", "counters", "metrics", "history", "extra")
 TRAINING = "training"  # the group of the weights to train with
 TRAINED = "trained"  # a part of the model: the parameters that require gradients
-COUNTERS = ("step", "epoch", "batch", "samples", "skipped", "seed", "stop")
 
 
 def _is_count(value: object) -> bool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import importlib
 import math
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -22,10 +21,9 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from fnloop._backend.collectives import gather_from_all, gather_shares
+from fnloop._backend.collectives import gather_from_all
 from fnloop._backend.containers import is_out_of_memory
 from fnloop._backend.fsdp import is_sharded, like_sharded, local_part
-from fnloop._backend.processes import Backend
 from fnloop._backend.torch_compat import (
     buffers_of,
     is_extra_state,
@@ -41,7 +39,6 @@ from fnloop._checkpoint.files import (
     run_of,
 )
 from fnloop._checkpoint.format import (
-    COUNTERS,
     PARTS,
     TRAINED,
     TRAINING,
@@ -50,6 +47,7 @@ from fnloop._checkpoint.format import (
 )
 from fnloop._checkpoint.optimizer import (
     SavedOptimizer,
+    Settings,
     copies_in,
     encode_optimizers,
     encode_own_optimizers,
@@ -57,13 +55,14 @@ from fnloop._checkpoint.optimizer import (
     optimizers_kept_on_error,
     prepare_loads,
 )
+from fnloop._checkpoint.shipped import shipped_in
+from fnloop._core.cursor import CURSOR, check_counts
 from fnloop._core.history import History, decode_phases, encode_phases
 from fnloop._core.metrics import restored
 from fnloop._core.optimizers import groups_in
 from fnloop._core.parts import (
     COLLECTED,
     NEWER_FORMAT,
-    POSITIONS,
     TRAINING_FORMAT,
     Held,
     Load,
@@ -71,12 +70,12 @@ from fnloop._core.parts import (
     Restoring,
     Saving,
     held,
+    load_nothing,
+    parts_of,
     set_fields,
 )
-from fnloop._core.rng import SEED_BITS, HostGenerators
 from fnloop._core.runs import (
-    Position,
-    check_position,
+    RunInfo,
     decode_stop,
     decode_todo,
     encode_stop,
@@ -93,7 +92,6 @@ from fnloop._core.serialize import (
     encode,
     flattened_kind,
     from_safetensor,
-    has_pending,
     plain_only,
 )
 from fnloop._core.state import (
@@ -167,6 +165,8 @@ def check_held(path: Path, facts: Mapping[str, Json], parts: Sequence[str]) -> N
         raise CheckpointError(explain_partial(path, held))
 
 
+Named = dict[str, Any]  # name to tensor, or to other values
+
 # --------------------------------------------------------------------------------------------------
 # Those parts that every state has. The tuples of all of them are at the end of this file.
 
@@ -176,136 +176,68 @@ class Collecting(Saving):
     """What is saved with the history of a state.
 
     Args:
+        run: facts about its run; None outside of one.
         encode_history: encodes the history.
         history: the encoded history.
     """
 
+    run: RunInfo | None
     encode_history: Callable[[History], EncodedHistory]
     history: EncodedHistory = attrs.field(factory=EncodedHistory)
 
 
+@attrs.frozen(eq=False, kw_only=True)
+class Reading(Restoring):
+    """What is restored of a whole state.
+
+    Args:
+        settings: compares settings of the optimizers, and says which are not restored; or None.
+    """
+
+    settings: Settings | None = None
+
+
 # --------------------------------------------------------------------------------------------------
-# The counters; the generators and the position of the training loader at this point of the run.
+# What a run does next, why it has ended, and its phases. Where it is, is in the cursor.
 
 
-def _save_counters(saving: Saving) -> dict[str, Json]:
+def _save_next(saving: Saving) -> dict[str, Json]:
     state = saving.state
-    if state.updates or state.phases:
+    if state.phases:
         saving.require(NEWER_FORMAT)
     return {
-        **{name: getattr(state, name) for name in COUNTERS},
-        **({"updates": dict(state.updates)} if state.updates else {}),
+        "stop": state.stop,
+        **encode_stop(state.stop),
         **({"phases": encode_phases(state.phases)} if state.phases else {}),
         **({"ends": state.ends} if state.ends else {}),
-        **encode_stop(state.stop),
         "todo": encode_todo(state.todo),
         **({"noted": dict(state.noted)} if state.noted else {}),
         "news": sorted(state.events) if state.todo else [],  # the old name of events
     }
 
 
-def _prepare_counters(saved: Restoring) -> Load:
+def _prepare_next(saved: Restoring) -> Load:
     facts = saved.facts
-    fields = check_counters(facts) | {"updates": _updates_by_name(facts, saved.state)}
     saved_on = shares_in(facts) if facts["batch"] else None
-    return set_fields(**fields, run_id=run_of(saved.path, facts), saved_on=saved_on)
+    return set_fields(**_decode_next(facts), run_id=run_of(saved.path, facts), saved_on=saved_on)
 
 
-def _updates_by_name(facts: Mapping[str, Json], state: TrainState) -> dict[str, int]:
-    """Return the updates of each optimizer of a state; those of all, if it had another name."""
-    saved = facts.get("updates", {})
-    return {name: _check_count(name, saved.get(name, facts["step"])) for name in state.updates}
-
-
-def _check_count(name: str, value: Json, most: int = 1 << 62) -> int:
-    if type(value) is not int or not 0 <= value <= most:
-        raise TypeError(f"{name} is {value!r:.60}")
-    return value
-
-
-def check_counters(facts: Mapping[str, Json]) -> dict[str, object]:
-    """Return the saved counters, the stop, and what the run does next.
-
-    Raises:
-        TypeError: one of them cannot be a counter.
-    """
-    counters: dict[str, object] = {name: facts[name] for name in COUNTERS if name != "stop"}
-    for name, value in counters.items():
-        # No epoch has more batches than 2**40. One that begins after them would train on nothing.
-        _check_count(name, value, {"seed": SEED_BITS, "batch": 1 << 40}.get(name, 1 << 62))
+def _decode_next(facts: Mapping[str, Json]) -> dict[str, object]:
     events, todo = todo_of_before(facts)
-    todo = decode_todo(facts["todo"]) if "todo" in facts else todo
-    return counters | {
+    return {
         "stop": decode_stop(facts["stop"], facts.get("stop_kind")),
         "events": events,
-        "todo": todo,
+        "todo": decode_todo(facts["todo"]) if "todo" in facts else todo,
         "noted": {name: float(value) for name, value in facts.get("noted", {}).items()},
         "phases": decode_phases(facts.get("phases", [])),
         "ends": "epoch" if facts.get("ends") else None,
     }
 
 
-def _save_generators(saving: Saving) -> dict[str, Json]:
-    """Return the generators of every process, by rank; None at the beginning of an epoch."""
-    own = saving.state.generators
-    every = gather_shares(own and own.to_parts(), COLLECTED)
-    return {"generators": encode(every if any(every) else None, saving.tensors, "generators")}
-
-
-def _prepare_generators(saved: Restoring) -> Load:
-    every = decode(saved.facts["generators"], saved.tensors) or ()
-    every = [own and HostGenerators.from_parts(own).checked() for own in every]
-    rank, processes = saved.state.backend.data_rank, saved.state.backend.data_size
-    # Of another number of processes, the main one continues its stream, and the others begin new.
-    mine = every and (rank == 0 or len(every) == processes)
-    return set_fields(generators=every[rank] if mine else None)
-
-
-def _save_position(saving: Saving) -> dict[str, Json]:
-    """Return the position of the loader as facts; those of all processes if each has its shard.
-
-    A position that is not plain data is left out, with a warning: the run can be resumed all the
-    same, by reading the loader again.
-    """
-    own = saving.state.position
-    every = gather_shares(own, COLLECTED)
-    if None in every:
-        return {}
-    if own is not None and own["shards"] == 1:
-        every = every[:1]
-    added: dict[str, Tensor] = {}
-    try:
-        encoded = encode(every, added, POSITIONS)
-        if has_pending(decode(encoded, added)):
-            raise TypeError(f"{POSITIONS} holds an object")
-    except (TypeError, RecursionError) as error:
-        log.warning(
-            "save: the position of the training loader is left out, and a run that is resumed here "
-            "reads the epoch again up to it: what state_dict() returns must be plain data (%s)",
-            error,
-        )
-        return {}
-    saving.tensors.update(added)
-    return {POSITIONS: encoded}
-
-
-def _prepare_position(saved: Restoring) -> Load:
-    position = _decode_position(saved.facts, saved.tensors, saved.state.backend)
-    return set_fields(position=position)
-
-
-def _decode_position(
-    facts: Mapping[str, Json], tensors: Mapping[str, Tensor], backend: Backend
-) -> Position | None:
-    """Return the position of this process's loader, or None if it is not known.
-
-    Raises:
-        TypeError: it cannot be a position.
-    """
-    every = [check_position(own) for own in decode(facts.get(POSITIONS, []), tensors)]
-    if not every or every[0]["shards"] not in (1, backend.data_size):
-        return None
-    return every[min(backend.data_rank, len(every) - 1)]
+def check_counters(facts: Mapping[str, Json]) -> None:
+    """Raise TypeError unless a checkpoint has the counters of a run, and what it does next."""
+    check_counts(facts)
+    _decode_next(facts)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -357,7 +289,7 @@ class Targets:
     steps: int | None
 
 
-def _save_targets(saving: Saving) -> dict[str, Json]:
+def _save_targets(saving: Collecting) -> dict[str, Json]:
     run = saving.run
     return {} if run is None else {TARGETS: {"epochs": run.epochs, "steps": run.total_steps}}
 
@@ -498,8 +430,8 @@ class Difference:
         dtypes: the names of tensors of another dtype.
     """
 
-    theirs: Mapping[str, Any]
-    mine: Mapping[str, Any]
+    theirs: Named
+    mine: Named
     made: Mapping[str, Tensor]
     resized: Collection[str]
     missing: Sequence[str]
@@ -508,7 +440,7 @@ class Difference:
     dtypes: Sequence[str]
 
     @property
-    def fitting(self) -> dict[str, Any]:
+    def fitting(self) -> Named:
         """What was saved and can be loaded, by name."""
         known = {*self.mine, *self.made} - {*self.shapes}
         return {name: value for name, value in self.theirs.items() if name in known}
@@ -529,8 +461,8 @@ class Difference:
 
 
 def diff(
-    theirs: Mapping[str, Any],
-    mine: Mapping[str, Any],
+    theirs: Named,
+    mine: Named,
     made: Mapping[str, Tensor] = MappingProxyType({}),
     resizes: Callable[[str], bool] = lambda name: False,
 ) -> Difference:
@@ -599,7 +531,7 @@ def _prepare_model(saved: Restoring) -> Load:
 
 
 def _load_model(
-    saved: Restoring, made: Mapping[str, Tensor], values: dict[str, Any], state: TrainState
+    saved: Restoring, made: Mapping[str, Tensor], values: Named, state: TrainState
 ) -> TrainState:
     """Load a model. With the counters, which parameters are frozen, and which modules evaluate."""
     module, facts, trained = unwrap(state), saved.facts["model"], TRAINED in saved.parts
@@ -621,11 +553,11 @@ def _load_model(
     return state
 
 
-def _saved_model(saved: Restoring) -> dict[str, Any]:
+def _saved_model(saved: Restoring) -> Named:
     """Return what is to be restored of a model, by name."""
     # Not those that are on the device: the module may expect its extra state where it made it.
     kept, extra = saved.groups["slots"], saved.facts["model"]["extra_state"]
-    found: dict[str, Any] = model_tensors(saved, training="optimizer" in saved.parts)
+    found: Named = model_tensors(saved, training="optimizer" in saved.parts)
     found |= {name: decode(value, kept) for name, value in extra.items()}
     return _trained_parts(found, saved) if TRAINED in saved.parts else found
 
@@ -796,7 +728,7 @@ def _resizes(module: nn.Module, name: str, there: Tensor) -> bool:
     return trial.get_buffer(own).shape == there.shape
 
 
-def _trained_parts(found: dict[str, Any], saved: Restoring) -> dict[str, Any]:
+def _trained_parts(found: Named, saved: Restoring) -> Named:
     """Return what a checkpoint holds of the parameters that required gradients."""
     if "model" not in held_parts(saved.facts):
         return found
@@ -927,7 +859,7 @@ def _save_optimizers(saving: Saving) -> dict[str, Json]:
     return {"optimizer": every[0], "own_optimizers": [None, *every[1:]]}
 
 
-def _prepare_optimizers(saved: Restoring) -> Load:
+def _prepare_optimizers(saved: Reading) -> Load:
     module = unwrap(saved.state)
     shapes = {name: tensor.shape for name, tensor in model_tensors(saved).items()}
     facts, tensors = saved.facts["optimizer"], saved.groups["optimizer"]
@@ -974,7 +906,7 @@ def _encode_optimizers(saving: Saving) -> None:
 def _save_slots(saving: Saving) -> dict[str, Json]:
     # What is in other slots is saved by the parts that were brought.
     names, slots = open_parts(saving.state), saving.state.slots.items()
-    plain = {k: None if k in names or hasattr(type(v), "brings") else v for k, v in slots}
+    plain = {k: None if k in names or parts_of(v) else v for k, v in slots}
     return {"slots": _encode_mapping("slots", plain, saving.tensors)}
 
 
@@ -1009,7 +941,7 @@ def _encode_mapping(
         ) from None
 
 
-def _decode_mapping(part: str, saved: Restoring) -> dict[str, Any]:
+def _decode_mapping(part: str, saved: Restoring) -> Named:
     value = decode(saved.facts[part], saved.tensors)
     if not isinstance(value, dict):
         raise TypeError(f"{part} is a {type(value).__name__}")
@@ -1084,14 +1016,18 @@ def _prepare_history(saved: Restoring) -> Load:
 # share (`Ownership`) are last, because nothing after them can fail.
 
 
-def _part(of: str, *functions: Any) -> Part:
-    return Part(of, *functions, of=of)
+def _part(
+    of: str,
+    save: Callable[..., Mapping[str, Json]],
+    prepare: Callable[..., Load] = load_nothing,
+    encode: Callable[..., object] | None = None,
+) -> Part:
+    return Part(of, save, prepare, encode, of)
 
 
 _FIRST = (
-    _part("counters", _save_counters, _prepare_counters),
-    _part("counters", _save_generators, _prepare_generators),
-    _part("counters", _save_position, _prepare_position),
+    CURSOR,
+    _part("counters", _save_next, _prepare_next),
     _part("counters", _save_targets),  # not loaded: see `decode_targets`
     _part("model", _save_model, _prepare_model, _encode_module),
     _part(TRAINED, _save_model, _prepare_model, _encode_module),
@@ -1119,24 +1055,13 @@ def open_parts(state: TrainState) -> dict[str, Part]:
     for name, slot in slots.items():
         if isinstance(slot, Held):
             found[name] = held(name)
-        found |= {part.name: part for part in getattr(type(slot), "brings", ())}
+        found |= {part.name: part for part in parts_of(slot)}
     return found | {part.name: part for part in engine_of(state).brings}
-
-
-# The parts that extensions of fnloop bring, which a new state has not met: where each is.
-_SHIPPED = {
-    "averages": ("fnloop._core.averages", "AVERAGES"),
-    "apart": ("fnloop._core.apart", "APART"),
-    "exact": ("fnloop._step.engine_exact", "EXACT"),
-}
 
 
 def parts_in(facts: Mapping[str, Json], state: TrainState) -> list[Part]:
     """Return the parts beside those of every state that a checkpoint has, or a state brings."""
     known = {**ownership_of(state).brought, **open_parts(state)}
-    for name, (module, part) in _SHIPPED.items():
-        if name in facts:
-            known[name] = getattr(importlib.import_module(module), part)
-    names = [*facts.get("brought", ()), *(name for name in _SHIPPED if name in facts)]
-    found = {name: known.get(name) or held(name) for name in names}
-    return [*(found | {part.name: part for part in engine_of(state).brings}).values()]
+    found = {name: known.get(name) or held(name) for name in facts.get("brought", ())}
+    found |= shipped_in(facts) | {part.name: part for part in engine_of(state).brings}
+    return [*found.values()]

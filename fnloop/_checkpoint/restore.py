@@ -7,7 +7,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import attrs
 from torch import Tensor
@@ -41,6 +41,7 @@ from fnloop._checkpoint.format import (
 )
 from fnloop._checkpoint.optimizer import Settings, templates_of_optimizers
 from fnloop._checkpoint.parts import (
+    Reading,
     check_held,
     every_part,
     explain_partial,
@@ -63,7 +64,7 @@ from fnloop._checkpoint.retention import (
 from fnloop._core.freeze import remember_restored
 from fnloop._core.history import SINCE
 from fnloop._core.optimizers import groups_in, settings_of
-from fnloop._core.parts import OWN, TENSORS, Restoring
+from fnloop._core.parts import OWN, TENSORS
 from fnloop._core.records import better
 from fnloop._core.serialize import Json
 from fnloop._core.state import (
@@ -161,7 +162,10 @@ def restore_contents(
         check_held(path, contents.facts, parts)
         with contextlib.ExitStack() as undone:
             facts, groups = contents.facts, contents.groups
-            saved = Restoring(facts, groups, state, parts, strict, path, undone, settings)
+            saved = Reading(
+                facts=facts, groups=groups, state=state, parts=parts, strict=strict, path=path,
+                undone=undone, settings=settings,
+            )  # fmt: skip
             every = every_part(parts, parts_in(facts, state))
             loads = [part.prepare(saved) for part in every]
             for load in loads:
@@ -274,7 +278,7 @@ class _Reader:
         self._own = None if state is None else f"{state.backend.rank}/"
         parameters = () if state is None else unwrap(state).parameters()
         self._like = next((p for p in parameters if split_dim(p) is not None), None)
-        self._templates: dict[str, dict[str, Tensor]] = {}
+        self._templates: dict[str, Mapping[str, Tensor]] = {}
         if state is not None and self._like is not None:
             self._templates = templates_of(state, facts)
 
@@ -314,7 +318,7 @@ class _Reader:
 # Which tensor of a state each tensor of a checkpoint is for, and so how it is to be sharded.
 
 
-def templates_of(state: TrainState, facts: Mapping[str, Json]) -> dict[str, dict[str, Tensor]]:
+def templates_of(state: TrainState, facts: Mapping[str, Json]) -> dict[str, Mapping[str, Tensor]]:
     """Return tensors of a state by the groups and names of those in a checkpoint.
 
     They are of the same shape, or have a prefix of the shape: a complex number may be a pair.
@@ -329,8 +333,8 @@ def templates_of(state: TrainState, facts: Mapping[str, Json]) -> dict[str, dict
         for name, value in module.state_dict().items()
         if isinstance(value, Tensor)
     }
-    optimizer = templates_of_optimizers(state, facts.get("optimizer", {}))
-    found: dict[str, Any] = {TRAINING: model, "model": model, "optimizer": optimizer}
+    found: dict[str, Mapping[str, Tensor]] = {TRAINING: model, "model": model}
+    found["optimizer"] = templates_of_optimizers(state, facts.get("optimizer", {}))
     for part in parts_in(facts, state):
         found |= {} if part.templates is None else part.templates(state, facts)
     return found

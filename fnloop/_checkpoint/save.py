@@ -55,6 +55,7 @@ from fnloop._checkpoint.parts import (
     read_parts,
 )
 from fnloop._checkpoint.place import place_at
+from fnloop._core.cursor import Cursor
 from fnloop._core.history import History, metrics_here
 from fnloop._core.optimizers import is_torch_optimizer, optimizers_in
 from fnloop._core.parts import COLLECTED, NEWER_FORMAT, Saving
@@ -84,10 +85,11 @@ def save(
     checksums. There is no pickle in it, so loading it cannot execute code. Besides the module's
     state and the optimizer, it holds which parameters are frozen and which submodules are in
     evaluation mode, slots, running metrics, history, counters, generators, and ``state.extra``, for
-    your own plain data. A slot may be plain data, tensors, an attrs record, or an object with a
-    ``state_dict``. A buffer that the run has made, or whose shape it has changed, is restored into
-    a model that has it as it was when the run began. The records of a long history are written
-    once, in the folder ``.records`` beside the checkpoints.
+    your own plain data. A slot may be plain data, tensors, an attrs record, an object with a
+    ``state_dict``, or what a middleware or a hook saves with a part that it brings. A buffer that
+    the run has made, or whose shape it has changed, is restored into a model that has it as it was
+    when the run began. The records of a long history are written once, in the folder ``.records``
+    beside the checkpoints.
 
     Args:
         state: the newest state; it may be in the middle of an epoch.
@@ -226,7 +228,7 @@ def check_encodable(state: TrainState, parts: Collection[str]) -> None:
 
 
 def _encode_parts(state: TrainState, parts: Sequence[str]) -> None:
-    saving = Saving(state, state.run, parts)
+    saving = Saving(state, parts)
     unfinished = any(map(nn.parameter.is_lazy, unwrap(state).parameters()))  # until a first batch
     with _refusing():
         check_mapping("slots", state.slots)
@@ -249,7 +251,7 @@ def _refusing() -> Iterator[None]:
         ) from error
 
 
-def _encode_identity(saving: Saving) -> dict[str, Json]:
+def _encode_identity(saving: Collecting) -> dict[str, Json]:
     """Return what every checkpoint says about itself."""
     state, partial = saving.state, {*saving.parts} != {*PARTS}
     if partial:
@@ -261,7 +263,6 @@ def _encode_identity(saving: Saving) -> dict[str, Json]:
         **({"made_with": dict(saving.run.live.made_with())} if saving.run is not None else {}),
         "run": state.run_id,
         "position": position_of(state),
-        "stop": state.stop,
         "processes": state.backend.contributors,
         **({"data_shares": state.backend.data_size} if state.backend.parts > 1 else {}),
         "measured": _measured(state),
@@ -276,7 +277,7 @@ def versions() -> dict[str, str]:
 
 def position_of(state: TrainState) -> list[int]:
     """Return what orders the checkpoints of a run: updates tried, epochs, batches."""
-    return [state.step + state.skipped, state.epoch, state.batch]
+    return Cursor.of(state).place
 
 
 def _measured(state: TrainState) -> dict[str, str]:

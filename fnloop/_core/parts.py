@@ -12,7 +12,7 @@ import functools
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 from torch import Tensor
@@ -20,10 +20,6 @@ from torch import Tensor
 from fnloop._backend.collectives import gather_from_all
 from fnloop._core.serialize import Json, Pending, decode, encode, plain_only
 from fnloop._display import checks
-
-if TYPE_CHECKING:
-    from fnloop._core.runs import RunInfo
-    from fnloop._core.state import TrainState
 
 FORMAT = 1  # of a checkpoint of all parts with one optimizer, without averages and phases
 NEWER_FORMAT = 2  # of others, so that an older fnloop does not take them for damaged checkpoints
@@ -35,6 +31,7 @@ NEWEST_FORMAT = BROUGHT_FORMAT
 TENSORS = ("model", "optimizer", "slots")  # the groups of tensors that every checkpoint has
 OWN = "own"  # the group of what each process has of its own: names begin with its rank and a slash
 COLLECTED = "the collecting of a checkpoint"  # as messages about processes that wait name it
+State = Any  # a TrainState, which knows the parts that were brought to it
 POSITIONS = "positions"  # a key of the facts, and what the names of their tensors begin with
 
 
@@ -44,7 +41,6 @@ class Saving:
 
     Args:
         state: the state, as it is outside of its run.
-        run: facts about that run; None outside of one.
         parts: the names of the parts to save.
         groups: name of a file to its tensors, by name.
         local: name to whether this process writes it, for tensors of optimizers that not all
@@ -55,8 +51,7 @@ class Saving:
         brought: the entries of slots that were brought, by their names.
     """
 
-    state: TrainState
-    run: RunInfo | None
+    state: State
     parts: Sequence[str]
     groups: dict[str, dict[str, Tensor]] = attrs.field(factory=lambda: {k: {} for k in TENSORS})
     local: Mapping[str, bool] = attrs.field(factory=dict)
@@ -105,17 +100,15 @@ class Restoring:
         path: the checkpoint, for messages.
         undone: what changes something in place enters here how that is put back if there is an
             exception.
-        settings: compares settings of the optimizers, and says which are not restored; or None.
     """
 
     facts: Mapping[str, Json]
     groups: Mapping[str, dict[str, Tensor]]
-    state: TrainState
+    state: State
     parts: Sequence[str]
     strict: bool
     path: Path
     undone: contextlib.ExitStack = attrs.field(factory=contextlib.ExitStack)
-    settings: Any = None
 
     @functools.cached_property
     def tensors(self) -> dict[str, Tensor]:
@@ -136,11 +129,11 @@ class Restoring:
         return {name.removeprefix(start): t for name, t in found if name.startswith(start)}
 
 
-Load = Callable[[Any], Any]  # state -> state
+Load = Callable[[State], State]
 Tensors = Mapping[str, Mapping[str, Tensor]]  # by group and name
 
 
-def set_fields(**fields: Any) -> Load:
+def set_fields(**fields: object) -> Load:
     """Return a function that returns a state with other values of fields."""
     return lambda state: attrs.evolve(state, **fields)
 
@@ -191,17 +184,17 @@ class Part:
     """
 
     name: str
-    save: Callable[[Any], Mapping[str, Json]]
-    prepare: Callable[[Any], Load] = load_nothing
-    encode: Callable[[Any], object] | None = None
+    save: Callable[..., Mapping[str, Json]]
+    prepare: Callable[..., Load] = load_nothing
+    encode: Callable[..., object] | None = None
     of: str = "slots"
-    templates: Callable[[Any, Mapping[str, Json]], Tensors] | None = None
+    templates: Callable[[State, Mapping[str, Json]], Tensors] | None = None
 
     @staticmethod
     def of_slot(
         name: str,
-        save: Callable[[Any], object],
-        load: Callable[[Any], object],
+        save: Callable[..., object],
+        load: Callable[..., object],
         *,
         each: bool = False,
     ) -> Part:
@@ -226,13 +219,7 @@ class Part:
             'replay'
         """
         owner = "Part.of_slot"
-        checks.text(owner, "name", name, "the name of the slot")
-        taken = name.lower() in (*TENSORS, "training", OWN)
-        if taken or not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_-]*", name):
-            raise ValueError(
-                f"{owner} expects name as a name for a file that no checkpoint has otherwise, of "
-                f'letters, digits, "-" and "_"; got {name!r}'
-            )
+        _check_name(owner, name)
         checks.function(owner, "save", save, "a function of what is in the slot", 1, also=type)
         checks.function(owner, "load", load, "a function of what was saved", 1, also=type)
         checks.flag(owner, "each", each)
@@ -244,15 +231,25 @@ class Part:
         )
 
 
+def _check_name(owner: str, name: str) -> None:
+    checks.text(owner, "name", name, "the name of the slot")
+    taken = name.lower() in (*TENSORS, "training", OWN)
+    if taken or not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_-]*", name):
+        raise ValueError(
+            f"{owner} expects name as a name for a file that no checkpoint has otherwise, of "
+            f'letters, digits, "-" and "_"; got {name!r}'
+        )
+
+
 def _encode_slot(
-    name: str, save: Callable[[Any], object], saving: Saving
+    name: str, save: Callable[..., object], saving: Saving
 ) -> tuple[Json, dict[str, Tensor]]:
     found: dict[str, Tensor] = {}
     return encode(save(saving.state.slots[name]), found, name, plain_only), found
 
 
 def _save_slot(
-    name: str, save: Callable[[Any], object], each: bool, saving: Saving
+    name: str, save: Callable[..., object], each: bool, saving: Saving
 ) -> dict[str, Json]:
     if not each:
         entry, found = _encode_slot(name, save, saving)
@@ -272,7 +269,7 @@ def _save_slot(
     return saving.bring(name, {"each": [one for one, _ in every]})
 
 
-def _prepare_slot(name: str, load: Callable[[Any], object], saved: Restoring) -> Load:
+def _prepare_slot(name: str, load: Callable[..., object], saved: Restoring) -> Load:
     entry = saved.facts["brought"][name]
     if _is_of_others(entry, saved):
         return lambda state: without_slot(state, name)
@@ -289,7 +286,12 @@ def _is_of_others(entry: Json, saved: Restoring) -> bool:
     return "each" in entry and len(entry["each"]) != saved.state.backend.world_size
 
 
-def without_slot(state: TrainState, name: str) -> TrainState:
+def parts_of(slot: object) -> tuple[Part, ...]:
+    """Return the parts that the class of what is in a slot brings."""
+    return getattr(type(slot), "brings", ())
+
+
+def without_slot(state: State, name: str) -> State:
     """Return the state without a slot."""
     slots = {key: value for key, value in state.slots.items() if key != name}
     return attrs.evolve(state, slots=slots)
@@ -308,13 +310,13 @@ class Held(Pending):
 
     path: Path
 
-    def restored_by(self, part: Part, state: TrainState) -> TrainState:
+    def restored_by(self, part: Part, state: State) -> State:
         """Return the state with what is held loaded by its part.
 
         Raises:
             Exception: what the part raises, with a note that names the checkpoint.
         """
-        kept: Any = self.parts
+        kept: Json = self.parts
         own = {f"{state.backend.rank}/{part.name}/{k}": t for k, t in kept["own"].items()}
         facts = {"brought": {part.name: kept["entry"]}}
         groups = {"slots": {}, part.name: kept["file"], OWN: own}
@@ -328,10 +330,15 @@ class Held(Pending):
 
 
 def held(name: str) -> Part:
-    """Return a part that keeps what a checkpoint has of the part of a name, as it is."""
+    """Return a part that keeps what a checkpoint has of the part of a name, as it is.
+
+    Raises:
+        ValueError: no part could have this name.
+    """
+    _check_name("a checkpoint", name)
 
     def save(saving: Saving) -> dict[str, Json]:
-        kept: Any = saving.state.slots[name].parts
+        kept: Json = saving.state.slots[name].parts
         if "each" in kept["entry"]:
             saving.add_own(kept["own"], f"{name}/")
         else:

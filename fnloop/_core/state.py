@@ -1335,7 +1335,6 @@ def _set(group: Group, key: str, value: float) -> None:
 TOLERANCE = 1e-3  # by which norms may differ between different kinds of processors
 # By which that may grow from one comparison to the next, and more in each update between them.
 GROWTH, GROWTH_PER_UPDATE = 1e-5, 1e-6
-COUNTERS = ("step", "skipped", "epoch")
 LOCAL_SGD = "local_sgd"  # the slot of what processes that update by themselves have as their own
 _BY_HOOK = (
     "What a hook or a middleware does to weights must be the same everywhere: draw from torch, "
@@ -1394,11 +1393,11 @@ def check_alike(state: TrainState, what: str) -> None:
         RuntimeError: they differ; the message names the weight and two processes.
     """
     norms = _norms(state)
-    same = [*(getattr(state, name) for name in COUNTERS), *norms.values()]
+    same = [state.step, state.skipped, state.epoch, *norms.values()]
     # The largest of -x is the smallest of x.
     found = all_reduce_max([*same, *(-value for value in same)], what)
     most, least = found[: len(same)], [-value for value in found[len(same) :]]
-    n = len(COUNTERS)
+    n = len(same) - len(norms)
     check_counters_alike(most[:n], least[:n])
     owner, now = ownership_of(state), generation_of(state)
     then, known = owner.compared
@@ -1420,7 +1419,7 @@ def check_counters_alike(most: Sequence[float], least: Sequence[float]) -> None:
     if [*most] != [*least]:
         low, high = ([*map(int, values)] for values in (least, most))
         raise RuntimeError(
-            f"{DIVERGED}: ({', '.join(COUNTERS)}) is {low} in one and {high} in another. {ADVICE}"
+            f"{DIVERGED}: (step, skipped, epoch) is {low} in one and {high} in another. {ADVICE}"
         )
 
 

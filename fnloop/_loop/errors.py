@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 
 from fnloop._core.averages import check_not_averaged
+from fnloop._core.cursor import COUNTERS
 from fnloop._core.records import Record
 from fnloop._core.state import (
     TrainState,
@@ -138,8 +139,7 @@ def check_counters(hook: Hook, before: TrainState, new: TrainState) -> None:
         _check_run(name, before, new)
         return
     _check_run(name, before, new)
-    counted = ("step", "epoch", "batch", "samples", "skipped", "updates", "phases", "seed")
-    if changed := first_change(before, new, counted):
+    if changed := first_change(before, new, (*COUNTERS, "phases")):
         raise ValueError(
             f"{name} changed {changed}, but a run counts by itself. To end the epoch, return "
             f"{advice}; to go back, return a snapshot"

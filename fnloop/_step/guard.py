@@ -93,7 +93,6 @@ def _lets_through(member: Middleware) -> bool:
 # and the optimizers stay the same objects.
 
 Kept = Group  # what keep returns: plain data by name
-COUNTERS = ("step", "updates")
 
 
 def keep(state: TrainState, without: str) -> Kept:
@@ -110,7 +109,7 @@ def keep(state: TrainState, without: str) -> Kept:
     left = {without, LEFT_OUT, *averages, *(state.run.hook_slots if state.run else ())}
     slots = {name: state.slots[name] for name in state.slots.keys() - left}
     return {
-        "counters": {name: copy.copy(getattr(state, name)) for name in COUNTERS},
+        "counters": {"step": state.step, "updates": dict(state.updates)},
         "model": {name: tensor.detach().clone() for name, tensor in _tensors(state)},
         "optimizers": [
             [copy.deepcopy(optimizer.state.get(p), memo) for p in _updated(optimizer)]

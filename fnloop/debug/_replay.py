@@ -25,7 +25,7 @@ from fnloop._checkpoint.format import CheckpointError, Contents, shares_in
 from fnloop._checkpoint.parts import Targets, decode_targets
 from fnloop._checkpoint.restore import restore
 from fnloop._checkpoint.retention import Saved, read_history, saved_in
-from fnloop._checkpoint.save import collect_contents
+from fnloop._checkpoint.save import collect_contents, position_of
 from fnloop._core.history import History, Phase, decode_phases, records_since, unfinished
 from fnloop._core.metrics import RECENT
 from fnloop._core.optimizers import optimizers_in
@@ -478,7 +478,7 @@ def _indices(loaders: object, state: TrainState, batches: int) -> tuple[object, 
 
 def _confirm(origin: Origin, state: TrainState) -> bool | None:
     """Return whether the checkpoint of a state has the same bits; None if there is none."""
-    at = (state.step + state.skipped, state.epoch, state.batch)
+    at = tuple(position_of(state))
     saved = next((one.path for one in origin.same if one.position == at), None)
     if saved is None:
         return None

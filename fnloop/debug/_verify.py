@@ -456,6 +456,7 @@ def _comparable(contents: Contents, hook_slots: Sequence[str]) -> Contents:
         for phase in facts.get("phases", ())
     ]
     facts["slots"] = _without(hook_slots, facts.get("slots"))
+    facts["brought"] = _without(hook_slots, facts.get("brought"))
     for name in ("metrics", "shares"):
         value = facts.get(name)
         times = [key for each in _mappings(value) for key in each if is_measured(key)]
@@ -469,6 +470,7 @@ def _comparable(contents: Contents, hook_slots: Sequence[str]) -> Contents:
             and not is_measured(re.sub(r"^(metrics|shares\.\d+)\.", "", name))
         }
         for group, tensors in contents.groups.items()
+        if group not in hook_slots
     }
     return attrs.evolve(contents, facts=facts, groups=groups)
 

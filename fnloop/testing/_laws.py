@@ -19,6 +19,7 @@ from torch.nn import functional
 from torch.optim import Optimizer
 
 from fnloop._backend.containers import SEQUENCES
+from fnloop._core.cursor import COUNTERS
 from fnloop._core.serialize import HasStateDict, as_flattened
 from fnloop._core.state import TrainState, snapshot
 from fnloop._core.types import Batch, LossFn, Middleware, Output, Step
@@ -350,8 +351,6 @@ def _generators() -> tuple[object, ...]:
 # --------------------------------------------------------------------------------------------------
 # The comparison of states.
 
-COUNTERS = ("step", "epoch", "batch", "samples", "skipped", "updates", "seed", "stop")
-
 
 def _facts(state: TrainState, names: Sequence[str]) -> dict[str, object]:
     return attrs.asdict(state, recurse=False, filter=attrs.filters.include(*names))
@@ -376,8 +375,9 @@ def assert_same(a: TrainState, b: TrainState, *, rtol: float = 0.0) -> None:
     for name, state in (("a", a), ("b", b)):
         checks.instance("assert_same", name, state, TrainState, "a TrainState")
     checks.number("assert_same", "rtol", rtol, "the relative tolerance", least=0)
-    its = _facts(b, COUNTERS)
-    for field, mine in _facts(a, COUNTERS).items():
+    compared = (*COUNTERS, "stop")
+    its = _facts(b, compared)
+    for field, mine in _facts(a, compared).items():
         assert mine == its[field], f"{field}: {mine!r} != {its[field]!r}"
     phases = [[(p.name, p.step, p.epoch, p.stop, p.done) for p in s.phases] for s in (a, b)]
     assert phases[0] == phases[1], f"phases: {a.phases} != {b.phases}"

@@ -5,6 +5,7 @@ import json
 import attrs
 import pytest
 import torch
+from crafted import craft
 from safetensors.torch import load_file
 from saved import names
 
@@ -144,6 +145,13 @@ def test_a_name_must_be_one_for_a_file(name):
         Part.of_slot(name, vars, dict)
 
 
+def test_a_checkpoint_that_names_a_part_as_no_part_can_be_named_is_refused(tmp_path):
+    path = fl.save(go(toy(), 1), tmp_path / "a")
+    craft(path, facts=lambda made: made["brought"].update(model={"all": {}}))
+    with pytest.raises(fl.CheckpointError, match=r"expects name as a name for a file.*'model'"):
+        fl.restore(path, toy())
+
+
 def test_a_slot_may_have_the_name_of_an_entry(tmp_path):
     part = Part.of_slot("history", vars, lambda saved: Seen(**saved))
     step = fl.pipeline(fl.Middleware("history", init=lambda state: Seen([1.0]), brings=(part,)))
@@ -168,6 +176,17 @@ def test_what_a_part_raises_names_the_checkpoint_and_leaves_the_state(tmp_path):
         go(state, 5, fl.pipeline(noted(part))(toy_loss))
     assert f"the part 'seen' of {path}" in "".join(caught.value.__notes__)
     assert seen(go(state, 5)) == ALL
+
+
+def test_states_are_compared_by_what_their_parts_save(tmp_path):
+    state = go(toy(), 3)
+    other = fl.snapshot(state)
+    assert not fl.debug.diff(state, other)
+    other.slots["seen"].places[2] = 7
+    (found,) = fl.debug.diff(state, other).findings
+    assert found.name == "brought.seen.all.places.2"
+    other.slots["seen"].places[2], other.slots["seen"].rows[0] = 2, 5.0
+    assert [f.name for f in fl.debug.diff(state, other).findings] == ["seen.seen.rows"]
 
 
 def test_a_middleware_refuses_what_is_not_a_part():
