@@ -1263,7 +1263,7 @@ def _compare(model: nn.Module, optimizers: Sequence[Optimizer], backend: Backend
 
 
 def _deal(model: nn.Module, backend: Backend, data: DeviceMesh | None) -> Backend:
-    """Return the backend with this process's share of the data. Each share has a first process."""
+    """Return the backend with which share of the data this process has. A collective."""
     size = backend.world_size
     share, ranks = check_sharded(model) if is_sharded(model) else (backend.rank, [*range(size)])
     row: list[int] = []
@@ -1284,14 +1284,14 @@ def _share(
     model: nn.Module, optimizers: Sequence[Optimizer], backend: Backend, found: Accelerator | None
 ) -> tuple[nn.Module, Sequence[Optimizer]]:
     """Give every process the main one's weights, as far as each has all of them. A collective."""
-    whole = [*model.parameters(), *model.buffers()]
-    if is_sharded(model):
-        whole = [t for t in whole if local_part(t) is t] if is_split_alone(model) else []
-    elif found is not None and found.distributed_type == "FSDP":
-        return fully_sharded(found, model, optimizers)
-    else:
+    if not is_sharded(model):
+        if found is not None and found.distributed_type == "FSDP":
+            return fully_sharded(found, model, optimizers)
         _move(model, optimizers, backend.device)
-        whole = [*model.parameters(), *model.buffers()]
+    # Under `fully_shard`, each process has a part of its own of every tensor.
+    alike = not is_sharded(model) or is_split_alone(model)
+    held = (*model.parameters(), *model.buffers()) if alike else ()
+    whole = (t for t in held if local_part(t) is t)
     weights = (*whole, *parameters_beside(model, optimizers))
     broadcast_tensors([t.detach() for t in weights], _WEIGHTS)
     return model, optimizers

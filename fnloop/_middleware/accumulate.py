@@ -29,7 +29,7 @@ from fnloop._display import checks
 from fnloop._step.engine import engine_of, refuse
 from fnloop._step.forward import takes_carry
 from fnloop._step.gradients import WeightedSum
-from fnloop._step.guard import Retrying
+from fnloop._step.guard import InPieces, Retrying
 from fnloop._step.transaction import in_parts
 from fnloop._step.update import CREATE_GRAPH, Backward, Commuting, Insertable
 
@@ -279,7 +279,7 @@ def microbatch(size: int) -> Middleware:
     checks.integer("microbatch", "size", size, "the most samples in a piece", wrong_type=TypeError)
 
     def gradient(step: Step) -> Step:
-        return _instead_of(step, lambda backward: Backward(backward.loss, size))
+        return _instead_of(step, lambda backward: InPieces(backward.loss, size))
 
     order = {"gradient": -2}  # it is about backward alone: first
     return Middleware("microbatch", gradient=gradient, check=_check_pieces, adds=(), order=order)

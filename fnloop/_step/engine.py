@@ -190,7 +190,7 @@ class Engine(Protocol):
         shares: Sequence[Mapping[str, object]],
         /,
     ) -> Mapping[str, object]:
-        """Return the running metrics that this process continues with. It is no collective.
+        """Return the running metrics that this process continues with. It is not a collective.
 
         Args:
             state: the state that a checkpoint is restored into.

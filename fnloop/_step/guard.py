@@ -215,6 +215,14 @@ RETRY = "retry_on_oom"  # the name of the middleware
 _ONE_SAMPLE = "retry_on_oom: a single sample does not fit into the memory that is left"
 
 
+class InPieces(Backward):
+    """Backward that takes each batch in pieces. It is a layer of its own, which messages name."""
+
+    def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
+        __tracebackhide__ = True
+        return engine_of(state).gradients(self.loss, state, (batch,), self.size, alone=True)
+
+
 class Retrying(Backward):
     """Backward that begins a window again, with pieces half as large, if it runs out of memory.
 

@@ -65,6 +65,7 @@ from fnloop._core.view import shown, view
 from fnloop._display import checks, tables
 from fnloop._display.checks import describe, join_names
 from fnloop._step.engine import engine_of, refuse
+from fnloop._step.engine_local import LocalEngine
 from fnloop._step.forward import (
     RawFn,
     carrying,
@@ -1128,14 +1129,15 @@ class Layers:
             error.args = (
                 f"{error}. Is {' or '.join(names)} under torch.no_grad()? Only its own work may be",
             )
-        raised_in = passed[-1].code if passed else None
+        # The engine unpacks what the layer inside backward returns.
+        unpacking = {passed[-1].code if passed else None, LocalEngine.gradients.__code__}
         if (
             isinstance(error, TypeError | ValueError)
             and "unpack" in str(error)
             and inside
             and inside[-1].is_users
             and codes
-            and (raised_in is None or codes[-1] is raised_in)
+            and (not passed or codes[-1] in unpacking)
         ):
             error.add_note(
                 f"{inside[-1].name} must return (state, out), and has returned something else: "
