@@ -1,6 +1,6 @@
 """Take one extension away at a time, and run the fast tests of all that is left.
 
-    python tests/deletion.py                     # each extension: 5 minutes each on two cores
+    python tests/deletion.py                     # each extension: some minutes for each
     python tests/deletion.py averages graphs
     python tests/deletion.py graphs --keep /tmp/without-graphs --only tests/_tools
 

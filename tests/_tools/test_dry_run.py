@@ -346,6 +346,20 @@ def test_without_training_batches_the_report_ends_with_the_loaders(train):
     assert found == [("loader", "train", True), ("loader", "valid", False)]
 
 
+def test_a_hook_may_say_which_one_is_called_instead():
+    class Writes(fl.Hook):
+        def __call__(self, state):
+            raise AssertionError("called")
+
+        def tried(self, place):
+            return fl.every(epochs=1)(lambda state: called.append(place.name) or state), "file"
+
+    called = []
+    report = fl.dry_run(STEP, toy(), ONES, hooks=(Writes(),))
+    assert called == ["hook-0"] and not report.problems
+    assert "called, with a temporary file" in str(report)
+
+
 def test_a_hook_may_say_why_it_is_not_called():
     class Webhook(fl.Hook):
         untried = "it would send records"
