@@ -214,9 +214,7 @@ def test_what_an_evaluation_reads_is_not_read_in_an_update():
         return (loss, aux) if model.training or loss.item() < 9 else (0 * loss, aux)
 
     given = fl.pipeline()(loss_fn), toy(), (ONES[:1], ONES[:1])
-    assert seen(fl.dry_run(*given), "graph") == [
-        "nothing was seen that cuda_graph could not capture"
-    ]
+    assert "reads a tensor" not in str(fl.dry_run(*given))
     assert check_script(*given).problems == ()
 
 
