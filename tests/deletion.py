@@ -343,7 +343,7 @@ def without_names(path, names):
     """Take the names out of a file of the package, and off its front page."""
     tree = OfPackage(names).visit(ast.parse(path.read_text()))
     text = ast.unparse(ast.fix_missing_locations(tree))
-    for name in names.public:
+    for name in names.public if not path.parent.name.startswith("_") else ():
         text = re.sub(rf"`(fnloop\.)?{name}`(, )?", "", text)
     path.write_text(text + "\n")
 
