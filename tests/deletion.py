@@ -88,15 +88,15 @@ BUILT_ON = {
 KERNEL = {
     "": "_version _extensions",
     "_backend": "collectives containers fsdp processes torch_compat wrappers",
-    "_checkpoint": "files format optimizer parts place restore retention save",
-    "_core": "apart averages code freeze history metrics optimizers rng runs serialize state types "
-    "views",
+    "_checkpoint": "files follow format named optimizer parts place restore retention save shipped",
+    "_core": "apart averages code cursor freeze history metrics optimizers parts records rng runs "
+    "serialize state types view views",
     "_data": "composed held iterable loaders map_style position source",
     "_display": "checks figures screen tables",
     "_hooks": "hook keep stop",
     "_loop": "beginning boundary errors evaluate fit made_with peers plan run",
     "_middleware": "accumulate clip metric precision schedule",
-    "_step": "engine forward guard pipeline update",
+    "_step": "engine engine_local forward gradients guard pipeline transaction update",
     "data": "_collate _combine",
     "schedules": "",
     "testing": "_laws _toys",

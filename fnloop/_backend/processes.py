@@ -84,7 +84,7 @@ class Backend:
     )
     parts: int = attrs.field(default=1, repr=False)
     exact: bool = attrs.field(default=False, repr=False)
-    engine: Callable[..., Any] | None = attrs.field(default=None, repr=False)
+    engine: Callable[..., object] | None = attrs.field(default=None, repr=False)
 
     @property
     def main(self) -> bool:

@@ -12,8 +12,7 @@ from fnloop._backend.collectives import on_main_process
 from fnloop._checkpoint.files import exists, locate
 from fnloop._checkpoint.format import CheckpointError, NewerFormatError
 from fnloop._checkpoint.parts import held_parts
-from fnloop._checkpoint.place import place_at
-from fnloop._checkpoint.remote import Place
+from fnloop._checkpoint.place import Place, place_at
 from fnloop._checkpoint.restore import read_checkpoint, restore_contents
 from fnloop._checkpoint.retention import with_manifests
 from fnloop._core.runs import Boundary, Start, Update, is_interruption

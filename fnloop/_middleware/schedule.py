@@ -168,7 +168,13 @@ def schedule(
         return _stretch(state)[1]
 
     return Middleware(
-        name, step=wrap, init=init, per_phase=True, adds=(field,), **_apart_from_others
+        name,
+        step=wrap,
+        init=init,
+        per_phase=True,
+        adds=(field,),
+        check=_check_names,
+        check_state=_check_groups_apart,
     )
 
 
@@ -261,9 +267,6 @@ def _check_groups_apart(state: TrainState, listed: Sequence[Middleware]) -> None
             if setter.conflicts(other) and own & taken:
                 setter.refuse(other, "parameter group")
         found.append((setter, own))
-
-
-_apart_from_others: Mapping[str, Any] = {"check": _check_names, "check_state": _check_groups_apart}
 
 
 def _stretch(state: TrainState) -> tuple[int, int | None]:
@@ -588,7 +591,13 @@ def torch_scheduler(
         return scheduled
 
     return Middleware(
-        slot, step=wrap, init=init, per_phase=True, adds=("lr",), **_apart_from_others
+        slot,
+        step=wrap,
+        init=init,
+        per_phase=True,
+        adds=("lr",),
+        check=_check_names,
+        check_state=_check_groups_apart,
     )
 
 
@@ -923,4 +932,12 @@ def plateau(
 
     name = _slot_name("plateau", names or ())
     order = {"step": 1}  # it says to others what to do, once for each update
-    return Middleware(name, step=wrap, monitors=key, adds=(), order=order, **_apart_from_others)
+    return Middleware(
+        name,
+        step=wrap,
+        monitors=key,
+        adds=(),
+        order=order,
+        check=_check_names,
+        check_state=_check_groups_apart,
+    )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,7 +18,7 @@ from fnloop._core.view import trained_model
 from fnloop._data.source import Source
 from fnloop._step.engine_local import LocalEngine
 from fnloop._step.forward import EvaluationPass
-from fnloop._step.gradients import GradientSum, LossRoot
+from fnloop._step.gradients import GradientSum, LossRoot, Pass
 
 # --------------------------------------------------------------------------------------------------
 # The gradient engine: what depends on the number of processes in training and evaluation.
@@ -77,7 +77,7 @@ class Engine(Protocol):
         """
         ...
 
-    def gradients(
+    def start(
         self,
         loss: LossRoot,
         state: TrainState,
@@ -87,8 +87,8 @@ class Engine(Protocol):
         *,
         alone: bool = False,
         guarded: bool = False,
-    ) -> tuple[TrainState, Output]:
-        """Run forward and backward of a window: ``.grad`` gets the gradient of its mean.
+    ) -> tuple[Pass, Iterable[Batch]]:
+        """Start forward and backward of a window: ``.grad`` gets the gradient of its mean.
 
         Args:
             loss: the loss, and what backward starts from.
@@ -100,7 +100,7 @@ class Engine(Protocol):
                 exchanged after the last backward only.
 
         Returns:
-            The state, and what to report of the window.
+            What makes the gradient, and the pieces to call it with.
         """
         ...
 
@@ -228,7 +228,7 @@ def make_engine(state: TrainState) -> Engine:
     """Return a new engine for the model of a state: the one that its backend asks for."""
     backend = state.backend
     if backend.engine is not None:
-        return backend.engine(state)
+        return cast(Engine, backend.engine(state))
     # Imported here, since a run in one process has no use for them.
     if not backend.exact:
         from fnloop._step.engine_distributed import DistributedEngine

@@ -68,6 +68,7 @@ from fnloop._step.forward import Fold, Result, Subject
 from fnloop._step.gradients import (
     GradientSum,
     LossRoot,
+    Pass,
     SumInOrder,
     Weight,
     WeightedSum,
@@ -220,7 +221,7 @@ class DistributedEngine:
 
     # --- gradients
 
-    def gradients(
+    def start(
         self,
         loss: LossRoot,
         state: TrainState,
@@ -229,8 +230,7 @@ class DistributedEngine:
         *,
         alone: bool = False,
         guarded: bool = False,
-    ) -> tuple[TrainState, Output]:
-        __tracebackhide__ = True
+    ) -> tuple[Pass, Iterable[Batch]]:
         own = trains_apart(state)
         pieces = [[batch] if size is None else pieces_of(batch, size) for batch in window]
         # With batches of one size, all processes have as many pieces.
@@ -242,7 +242,7 @@ class DistributedEngine:
             if own
             else DistributedWindow(self, loss, state, numbers, guarded)
         )
-        return run(making, state, itertools.chain.from_iterable(pieces))
+        return making, itertools.chain.from_iterable(pieces)
 
     def _equalized(self, pieces: list[list[Batch]]) -> list[list[Batch]]:
         """Return as many pieces in all processes, where the forward step performs collectives."""
@@ -388,35 +388,6 @@ _TOO_LATE = (
     "there was no memory left to average the gradients, which all processes have begun: that "
     "cannot be repeated with smaller pieces. List microbatch(size) with a size that fits"
 )
-
-
-class Pass(Protocol):
-    """Forward and backward of a window, whose batches may come in pieces.
-
-    In one process ``forward`` is the step inside itself, so that no frame is added to a traceback.
-    """
-
-    @property
-    def forward(self) -> Step:
-        """``(state, batch) -> (state, out)``."""
-        ...
-
-    def add(self, state: TrainState, out: Output, /) -> None:
-        """Add the gradient of a piece, by its weight, given the output of ``forward``."""
-        ...
-
-    def finish(self, state: TrainState, /) -> Output:
-        """Turn the sum of the gradients into the mean. Return what to report of the window."""
-        ...
-
-
-def run(making: Pass, state: TrainState, pieces: Iterable[Batch]) -> tuple[TrainState, Output]:
-    """Run forward and backward of the pieces of a window, one after the other."""
-    __tracebackhide__ = True
-    for piece in pieces:
-        state, out = making.forward(state, piece)
-        making.add(state, out)
-    return state, making.finish(state)
 
 
 class Reducer(Protocol):

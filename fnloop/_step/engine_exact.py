@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Generic, TypeVar
 
 import attrs
@@ -53,7 +53,6 @@ from fnloop._step.engine_distributed import (
     DistributedEvaluation,
     agree_on_skip,
     largest,
-    run,
 )
 from fnloop._step.engine_local import LocalEngine
 from fnloop._step.forward import EvaluationPass, Result, Subject
@@ -61,6 +60,7 @@ from fnloop._step.gradients import (
     GradientSum,
     LocalWindow,
     LossRoot,
+    Pass,
     pieces_of,
     restore_gradients,
     stash_gradients,
@@ -417,7 +417,7 @@ class ExactEngine(LocalEngine):
 
     # --- gradients
 
-    def gradients(
+    def start(
         self,
         loss: LossRoot,
         state: TrainState,
@@ -426,8 +426,7 @@ class ExactEngine(LocalEngine):
         *,
         alone: bool = False,
         guarded: bool = False,
-    ) -> tuple[TrainState, Output]:
-        __tracebackhide__ = True
+    ) -> tuple[Pass, Iterable[Batch]]:
         pieces = [[batch] if size is None else pieces_of(batch, size) for batch in window]
         numbers = [*map(len, pieces)]
         making = (
@@ -435,7 +434,7 @@ class ExactEngine(LocalEngine):
             if self._sum is None
             else self._start_leaf(self._sum, loss, state, numbers[0])
         )
-        return run(making, state, itertools.chain.from_iterable(pieces))
+        return making, itertools.chain.from_iterable(pieces)
 
     def _start_leaf(self, total: _Sum, loss: LossRoot, state: TrainState, pieces: int) -> Leaf:
         self.begin_pass(state, total.offset)

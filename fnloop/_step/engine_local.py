@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +15,10 @@ from fnloop._data.source import Source
 from fnloop._step.forward import EvaluationPass, Fold, Result, Subject
 from fnloop._step.gradients import (
     GradientSum,
+    LocalBatch,
     LocalWindow,
     LossRoot,
+    Pass,
     SumInOrder,
     WeightedSum,
     pieces_of,
@@ -41,7 +43,7 @@ class LocalEngine:
         self, name: str, engine: object, turn: TrainState, state: TrainState, batches: slice
     ) -> None: ...
 
-    def gradients(
+    def start(
         self,
         loss: LossRoot,
         state: TrainState,
@@ -50,18 +52,11 @@ class LocalEngine:
         *,
         alone: bool = False,
         guarded: bool = False,
-    ) -> tuple[TrainState, Output]:
-        __tracebackhide__ = True
+    ) -> tuple[Pass, Iterable[Batch]]:
         if size is not None:
             window = [piece for batch in window for piece in pieces_of(batch, size)]
-        if alone and len(window) == 1:
-            state, out = loss.forward(state, window[0])
-            return state, loss.backward(state, out)
-        making = LocalWindow(loss, state)
-        for piece in window:
-            state, out = making.forward(state, piece)
-            making.add(state, out)
-        return state, making.finish(state)
+        making = LocalBatch(loss) if alone and len(window) == 1 else LocalWindow(loss, state)
+        return making, window
 
     def start_sum(self, state: TrainState, batches: int, dtype: torch.dtype | None) -> GradientSum:
         return SumInOrder(state, WeightedSum(), dtype)

@@ -6,7 +6,7 @@ import abc
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NoReturn, Self
+from typing import NoReturn, Protocol, Self
 
 import attrs
 import numpy as np
@@ -349,6 +349,51 @@ def at_least_float32(loss: Tensor) -> Tensor:
 
 # --------------------------------------------------------------------------------------------------
 # Forward and backward of a window, piece by piece.
+
+
+class Pass(Protocol):
+    """Forward and backward of a window, whose batches may come in pieces.
+
+    In one process ``forward`` is the step inside itself, so that no frame is added to a traceback.
+    """
+
+    @property
+    def forward(self) -> Step:
+        """``(state, batch) -> (state, out)``."""
+        ...
+
+    def add(self, state: TrainState, out: Output, /) -> None:
+        """Add the gradient of a piece, by its weight, given the output of ``forward``."""
+        ...
+
+    def finish(self, state: TrainState, /) -> Output:
+        """Turn the sum of the gradients into the mean. Return what to report of the window."""
+        ...
+
+
+def run(making: Pass, state: TrainState, pieces: Iterable[Batch]) -> tuple[TrainState, Output]:
+    """Run forward and backward of the pieces of a window, one after the other."""
+    __tracebackhide__ = True
+    for piece in pieces:
+        state, out = making.forward(state, piece)
+        making.add(state, out)
+    return state, making.finish(state)
+
+
+class LocalBatch:
+    """Forward and backward of one batch in one piece, which need not be weighed."""
+
+    __slots__ = ("_loss", "_out", "forward")
+
+    def __init__(self, loss: LossRoot) -> None:
+        self._loss, self.forward = loss, loss.forward
+
+    def add(self, state: TrainState, out: Output) -> None:
+        __tracebackhide__ = True
+        self._out = self._loss.backward(state, out)
+
+    def finish(self, state: TrainState) -> Output:
+        return self._out
 
 
 class LocalWindow:

@@ -20,7 +20,7 @@ from fnloop._core.state import LEFT_OUT, TrainState, all_parameters, with_slot
 from fnloop._core.types import Batch, Middleware, Output, Step, Wrap
 from fnloop._display.screen import log
 from fnloop._step.engine import engine_of
-from fnloop._step.gradients import restore_gradients, samples_in, stash_gradients
+from fnloop._step.gradients import restore_gradients, run, samples_in, stash_gradients
 from fnloop._step.transaction import Judge, Keep, decide, keeping_buffers, kept_again, undo
 from fnloop._step.update import Backward, Commuting
 
@@ -220,7 +220,8 @@ class InPieces(Backward):
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
         __tracebackhide__ = True
-        return engine_of(state).gradients(self.loss, state, (batch,), self.size, alone=True)
+        making, pieces = engine_of(state).start(self.loss, state, (batch,), self.size, alone=True)
+        return run(making, state, pieces)
 
 
 class Retrying(Backward):
@@ -253,7 +254,8 @@ class Retrying(Backward):
         while True:
             try:
                 given = (self.loss, state, window, size)
-                new, out = engine_of(state).gradients(*given, alone=alone, guarded=True)
+                making, pieces = engine_of(state).start(*given, alone=alone, guarded=True)
+                new, out = run(making, state, pieces)
                 break
             except Exception as error:
                 if not is_out_of_memory(error):

@@ -65,7 +65,6 @@ from fnloop._core.view import shown, view
 from fnloop._display import checks, tables
 from fnloop._display.checks import describe, join_names
 from fnloop._step.engine import engine_of, refuse
-from fnloop._step.engine_local import LocalEngine
 from fnloop._step.forward import (
     RawFn,
     carrying,
@@ -73,7 +72,7 @@ from fnloop._step.forward import (
     forward,
     own_gradients,
 )
-from fnloop._step.gradients import LossRoot, NoGradientError
+from fnloop._step.gradients import LossRoot, NoGradientError, run
 from fnloop._step.guard import RETRY
 from fnloop._step.transaction import around, may_skip_in, transaction
 from fnloop._step.update import (
@@ -1129,8 +1128,9 @@ class Layers:
             error.args = (
                 f"{error}. Is {' or '.join(names)} under torch.no_grad()? Only its own work may be",
             )
-        # The engine unpacks what the layer inside backward returns.
-        unpacking = {passed[-1].code if passed else None, LocalEngine.gradients.__code__}
+        # Backward unpacks what the layer inside it returns.
+        loops = {Backward.accumulate.__code__, run.__code__}
+        unpacking = {*loops, passed[-1].code if passed else None}
         if (
             isinstance(error, TypeError | ValueError)
             and "unpack" in str(error)

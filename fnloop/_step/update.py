@@ -188,15 +188,25 @@ class Backward:
     def __init__(self, loss: LossRoot, size: int | None = None) -> None:
         self.loss, self.size = loss, size
 
+    # Both have the loop of `run`, which would be one more frame of each traceback.
+
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
         """Run forward and backward of one batch."""
         __tracebackhide__ = True
-        return engine_of(state).gradients(self.loss, state, (batch,), self.size, alone=True)
+        making, pieces = engine_of(state).start(self.loss, state, (batch,), self.size, alone=True)
+        for piece in pieces:
+            state, out = making.forward(state, piece)
+            making.add(state, out)
+        return state, making.finish(state)
 
     def accumulate(self, state: TrainState, window: Sequence[Batch]) -> tuple[TrainState, Output]:
         """Run forward and backward of a window. The gradient is that of the mean over its items."""
         __tracebackhide__ = True
-        return engine_of(state).gradients(self.loss, state, window, self.size)
+        making, pieces = engine_of(state).start(self.loss, state, window, self.size)
+        for piece in pieces:
+            state, out = making.forward(state, piece)
+            making.add(state, out)
+        return state, making.finish(state)
 
     def scaled_by(self, scale: Callable[[TrainState], Tensor]) -> Backward:
         """Return the same step with gradients multiplied by ``scale(state)``."""

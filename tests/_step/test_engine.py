@@ -113,7 +113,7 @@ def test_a_run_asks_the_engine_that_its_state_was_given(tmp_path):
     done = fl.fit(step, state, loaders, epochs=2, hooks=())
     assert engine_of(done) is engine
     assert engine_of(attrs.evolve(done, backend=Backend("cpu"))) is not engine
-    asked = {"begin": 1, "read_from": 2, "gradients": 4, "start_evaluation": 2, "reduce": 2}
+    asked = {"begin": 1, "read_from": 2, "start": 4, "start_evaluation": 2, "reduce": 2}
     assert engine.calls == asked
     assert done.model.w.item() == fl.fit(step, toy(), loaders, epochs=2, hooks=()).model.w.item()
     fl.save(done, tmp_path / "state")
