@@ -35,7 +35,7 @@ is carried from batch to batch is one immutable record, the *state*, which `eval
 - **Checkpoints**: `checkpoint`, `save`, `resume`, `restore`, `latest`, `best`, `follow`,
   `CheckpointError`
 - **Processes**: `gather`, `reduce`, `broadcast`, `sharded`
-- **Modules**: `fnloop.schedules`, `fnloop.data`, `fnloop.debug`, `fnloop.testing`
+- **Modules**: `fnloop.schedules`, `fnloop.data`, `fnloop.debug`, `fnloop.testing`, `fnloop.extend`
 
 `help(fnloop.clip)` describes a name, and the notebooks are guides by subject.
 """

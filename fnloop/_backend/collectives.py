@@ -968,6 +968,10 @@ def on_main_process(do: Callable[[], Tree], what: str) -> Tree:
     Raises:
         RuntimeError: in the other processes, if it failed on the main process, where its error is
             raised.
+
+    Example:
+        >>> on_main_process(lambda: 3, "a count of files")
+        3
     """
     __tracebackhide__ = True
     rank, size = rank_and_size()

@@ -471,6 +471,9 @@ def mode_of(owner: str, key: str, mode: str | None) -> str:
         key: the metric.
         mode: "min", "max", or None.
 
+    Returns:
+        "min" or "max".
+
     Raises:
         ValueError: it is something else; or it is None and the name suggests no mode.
 

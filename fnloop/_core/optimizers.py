@@ -419,7 +419,19 @@ RATIO = f"{SCHEDULED}ratio"  # what plateau multiplies a learning rate by, and i
 
 
 def number_in(group: Mapping[str, Any], field: str) -> Any:
-    """Return a number of a group, or None: ``betas.0`` is the first of the tuple ``betas``."""
+    """Return a number of a parameter group, or None if it has none.
+
+    Args:
+        group: the group.
+        field: the key of the number; "betas.0" is the first of the tuple ``group["betas"]``.
+
+    Returns:
+        The number: a float, or a tensor where the optimizer is capturable.
+
+    Example:
+        >>> number_in({"betas": (0.9, 0.99)}, "betas.1")
+        0.99
+    """
     key, _, part = field.partition(".")
     value = group.get(key)
     if not part:
@@ -441,6 +453,14 @@ def set_number(group: Group, field: str, factor: Rate, owner: str, absolute: boo
 
     Raises:
         ValueError: there is no such number, or it was changed although its initial value was not.
+
+    Example:
+        >>> group = {"lr": 0.5}
+        >>> for factor in (0.1, 2.0):
+        ...     set_number(group, "lr", factor, "halved")
+        ...     print(group["lr"], group["initial_lr"])
+        0.05 0.5
+        1.0 0.5
     """
     __tracebackhide__ = True
     initial, last = f"initial_{field}", SCHEDULED + field

@@ -252,6 +252,9 @@ def better(value: float, than: float, mode: str) -> bool:
         value, than: the two.
         mode: "min" or "max".
 
+    Returns:
+        Whether the first is better. Equal values are not.
+
     Raises:
         ValueError: the mode is something else.
 

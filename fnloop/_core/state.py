@@ -652,7 +652,19 @@ def current_parameters(state: TrainState, beginning: bool = False) -> ParameterC
 
 
 def parameters(state: TrainState) -> list[Any]:
-    """Return the parameters that the optimizers update; of several, in the order of the model."""
+    """Return the parameters that the optimizers update; of several, in the order of the model.
+
+    Args:
+        state: the state.
+
+    Returns:
+        The parameters, each once, frozen ones too if an optimizer has them.
+
+    Example:
+        >>> from fnloop.testing import toy
+        >>> [tuple(p.shape) for p in parameters(toy())]
+        [()]
+    """
     optimizer = state.optimizer
     if type(optimizer) is Optimizers:
         return current_parameters(state).trained
@@ -995,7 +1007,21 @@ def with_record(state: TrainState, history: History, metrics: Mapping[str, Metri
 
 
 def with_slot(state: TrainState, name: str, value: object) -> TrainState:
-    """Return the state with another value in a slot."""
+    """Return the state with another value in a slot.
+
+    Args:
+        state: the state, which stays as it is.
+        name: the name of the slot, such as that of a middleware.
+        value: what the slot holds from here on. A snapshot copies it, and a checkpoint saves it.
+
+    Returns:
+        The new state.
+
+    Example:
+        >>> from fnloop.testing import toy
+        >>> with_slot(toy(), "calls", 3).slots["calls"]
+        3
+    """
     return with_slots(state, {**state.slots, name: value})
 
 

@@ -189,6 +189,21 @@ class View:
         beside: whether an evaluation evaluates the model too, for the field ``view``. Then the
             metrics of the view are those of the middleware's name, such as "valid/ema/loss", and
             :meth:`show` gives a model of its own.
+
+    Example:
+        >>> import copy, fnloop as fl, torch
+        >>> from fnloop.testing import toy, toy_loss
+        >>> class Doubled(View):
+        ...     beside = True
+        ...     @contextlib.contextmanager
+        ...     def show(self, state):
+        ...         model = copy.deepcopy(state.model)
+        ...         model.w.data.mul_(2)
+        ...         yield model
+        >>> step = fl.pipeline(fl.Middleware("doubled", view=Doubled()))(toy_loss)
+        >>> state = fl.fit(step, toy(w=3.0), ([torch.ones(1)], [torch.ones(1)]), hooks=())
+        >>> state.history["valid/loss"], state.history["valid/doubled/loss"]
+        ((2.0,), (4.0,))
     """
 
     apart: bool = False
@@ -547,7 +562,18 @@ def middleware(
 
 
 def name_of(value: object) -> str:
-    """Return a setting as it was typed: the name of a function, the repr of anything else."""
+    """Return a setting as it was typed: the name of a function, the repr of anything else.
+
+    Args:
+        value: the setting.
+
+    Returns:
+        The text, for messages.
+
+    Example:
+        >>> name_of(print), name_of("lr"), name_of(functools.partial(int, base=2))
+        ('print', "'lr'", 'int(base=2)')
+    """
     if isinstance(value, types.FunctionType | types.BuiltinFunctionType | types.MethodType | type):
         return value.__name__
     if isinstance(value, functools.partial):

@@ -559,7 +559,26 @@ class Clock:
 
 
 class Moment(ABC):
-    """A trigger that can be called with a hook, and combined with others: ``|``, ``&``, ``~``."""
+    """A trigger that can be called with a hook, and combined with others: ``|``, ``&``, ``~``.
+
+    Write :meth:`due`. A moment that is not due until some update says so, by :meth:`quiet_until`:
+    then a run asks it no sooner.
+
+    Example:
+        >>> import fnloop as fl, torch
+        >>> from fnloop.testing import toy, toy_loss
+        >>> class powers_of_two(Moment):
+        ...     def due(self, state):
+        ...         return state.step.bit_count() == 1
+        >>> def show(state):
+        ...     print(state.step)
+        ...     return state
+        >>> hooks = (powers_of_two()(show),)
+        >>> state = fl.fit(fl.pipeline()(toy_loss), toy(), [torch.ones(1)] * 5, hooks=hooks)
+        1
+        2
+        4
+    """
 
     def __new__(cls, *given: object, **settings: object) -> Self:
         """Return a moment. Raise for ``every(2)`` and ``at_end(hook)``."""

@@ -916,6 +916,9 @@ class on_main(Wrapper):
         """Call a hook or its method on the main process, and raise if it returns another state.
 
         What the hook remembers of the run is its own.
+
+        Raises:
+            ValueError: it returns another state.
         """
         if state.backend.main and (new := call(state)) is not state:
             if isinstance(new, TrainState) and differ_only(new, state, "noted"):

@@ -35,6 +35,24 @@ class Engine(Protocol):
 
     Another engine is made of one of those here, whose methods it replaces or calls. ``state ->
     engine`` is in the backend of its states: ``attrs.evolve(state.backend, engine=...)``.
+
+    Example:
+        >>> import attrs, fnloop as fl, torch
+        >>> from fnloop.testing import toy, toy_loss
+        >>> class Counting:
+        ...     def __init__(self, state):
+        ...         self.inner, self.windows = engine_of(state), 0
+        ...     def __getattr__(self, name):
+        ...         return getattr(self.inner, name)
+        ...     def start(self, *given, **settings):
+        ...         self.windows += 1
+        ...         return self.inner.start(*given, **settings)
+        >>> engine, state = Counting(toy()), toy()
+        >>> backend = attrs.evolve(state.backend, engine=lambda state: engine)
+        >>> state = attrs.evolve(state, backend=backend)
+        >>> state = fl.fit(fl.pipeline()(toy_loss), state, [torch.ones(1)] * 3, hooks=())
+        >>> engine.windows
+        3
     """
 
     @property
@@ -212,6 +230,17 @@ def engine_of(state: TrainState) -> Engine:
 
     It lives as long as the states of its model. It may hold the model, but not what they own it
     by, which is its key.
+
+    Args:
+        state: the state.
+
+    Returns:
+        The engine: of one process, of several, or one of your own.
+
+    Example:
+        >>> from fnloop.testing import toy
+        >>> engine_of(toy()).largest(3)  # over all processes
+        3
     """
     backend = state.backend
     if backend.world_size == 1 and not backend.exact and backend.engine is None:

@@ -250,8 +250,23 @@ class Commuting:
 def report(out: Output, metrics: Mapping[str, Metric], by: str) -> Output:
     """Return an output with more metrics. One that is left out reports nothing.
 
+    Args:
+        out: the output of the step inside.
+        metrics: name to metric, such as ``fl.Mean(norm, 1)``. None may be read to the host.
+        by: who reports them, for messages.
+
+    Returns:
+        The new output.
+
     Raises:
         ValueError: it has a metric of that name already.
+
+    Example:
+        >>> import fnloop as fl, torch
+        >>> from fnloop.testing import spy, toy
+        >>> state, out = spy()(toy(), torch.ones(1))
+        >>> report(out, {"norm": fl.Mean(2.0, 1)}, "mine").metrics["norm"].compute()
+        2.0
     """
     if out.skip is not None:
         return out
