@@ -10,6 +10,7 @@ from sample_steps import by_hand, carried, in_turns
 from torch.utils.data import DataLoader, Dataset
 
 import fnloop as fl
+from fnloop._hooks.hook import BuiltIn
 from fnloop._display.tables import shorten
 from fnloop._hooks.hook import Hook
 from fnloop.debug import check_script
@@ -339,8 +340,8 @@ def test_without_training_batches_the_report_ends_with_the_loaders(train):
     assert found == [("loader", "train", True), ("loader", "valid", False)]
 
 
-def test_a_hook_may_say_which_one_is_called_instead():
-    class Writes(fl.Hook):
+def test_a_hook_of_the_library_may_say_which_one_is_called_instead():
+    class Writes(BuiltIn):
         def __call__(self, state):
             raise AssertionError("called")
 

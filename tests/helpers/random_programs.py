@@ -126,7 +126,10 @@ KNOWN = {
     # A loader shorter than ``take`` has announced: the planned total depends on the cut.
     "shorter": lambda program, cuts: (
         bool(cuts)
-        and any(f"fl.data.take({kind}" in program.train for kind in ("stream", "again"))
+        and any(
+            f"fl.data.take({kind}" in program.train
+            for kind in ("stream", "again", "located", "refilled")
+        )
         and program.has("fl.schedule(")
     ),
 }
