@@ -16,7 +16,7 @@ from fnloop._core.state import Ownership, TrainState, ownership_of
 from fnloop._core.types import Batch, Metric, Output, Step
 from fnloop._core.view import trained_model
 from fnloop._data.source import Source
-from fnloop._step.engine_local import LocalEngine
+from fnloop._step.engine_local import LOCAL
 from fnloop._step.forward import EvaluationPass
 from fnloop._step.gradients import GradientSum, LossRoot, Pass
 
@@ -221,7 +221,6 @@ class Engine(Protocol):
 # --------------------------------------------------------------------------------------------------
 # Which engine a state has, and what cannot work with some.
 
-_LOCAL = LocalEngine()
 _made: WeakKeyDictionary[Ownership, tuple[nn.Module, Engine]] = WeakKeyDictionary()
 
 
@@ -244,7 +243,7 @@ def engine_of(state: TrainState) -> Engine:
     """
     backend = state.backend
     if backend.world_size == 1 and not backend.exact and backend.engine is None:
-        return _LOCAL
+        return LOCAL
     owner, model = ownership_of(state), trained_model(state.model) or state.model
     made_for, engine = _made.get(owner, (None, None))
     if engine is None or made_for is not model:

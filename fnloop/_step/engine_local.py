@@ -113,3 +113,6 @@ class LocalEvaluation(Fold):
 
     def gather(self, results: list[Result]) -> list[Result]:
         return results
+
+
+LOCAL = LocalEngine()  # it keeps nothing, so all states share it

@@ -34,6 +34,7 @@ from fnloop._core.types import Batch, Metric, Middleware, Output, Step
 from fnloop._display import checks
 from fnloop._display.screen import log
 from fnloop._step.engine import engine_of
+from fnloop._step.engine_local import LOCAL
 from fnloop._step.gradients import LossRoot, fail_to_train
 
 # --------------------------------------------------------------------------------------------------
@@ -193,7 +194,11 @@ class Backward:
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
         """Run forward and backward of one batch."""
         __tracebackhide__ = True
-        making, pieces = engine_of(state).start(self.loss, state, (batch,), self.size, alone=True)
+        engine = engine_of(state)
+        if engine is LOCAL and self.size is None:  # a batch in one process needs no pass
+            state, out = self.loss.forward(state, batch)
+            return state, self.loss.backward(state, out)
+        making, pieces = engine.start(self.loss, state, (batch,), self.size, alone=True)
         for piece in pieces:
             state, out = making.forward(state, piece)
             making.add(state, out)
