@@ -89,8 +89,8 @@ KERNEL = {
     "": "_version _extensions",
     "_backend": "collectives containers fsdp processes torch_compat wrappers",
     "_checkpoint": "files format optimizer parts place restore retention save",
-    "_core": "apart averages code freeze history metrics optimizers rng runs serialize state types "
-    "views",
+    "_core": "apart averages code freeze history metrics optimizers rng runs serialize shapes "
+    "state types views",
     "_data": "composed held iterable loaders map_style position source",
     "_display": "checks figures screen tables",
     "_hooks": "hook keep stop",
