@@ -303,9 +303,11 @@ def grow_at(step):
 
     def grow(state):
         if state.step == step and "update" in state.events:
-            w, held = state.model.w, state.optimizer.state[state.model.w]
-            w.data, w.grad = torch.cat([w.data, torch.full((1,), 5.0)]), None
-            held["momentum_buffer"] = torch.cat([held["momentum_buffer"], torch.zeros(1)])
+            held = state.optimizer.state.pop(state.model.w)["momentum_buffer"]
+            w = torch.cat([state.model.w.detach(), torch.full((1,), 5.0)])
+            state.model.w = torch.nn.Parameter(w)
+            state.optimizer.param_groups[0]["params"] = [state.model.w]
+            state.optimizer.state[state.model.w]["momentum_buffer"] = torch.cat([held, held * 0])
         return state
 
     return grow
