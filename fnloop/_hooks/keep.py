@@ -718,7 +718,7 @@ class restore_best(BuiltIn):
                 if resized:
                     log.warning(
                         "%r: these have their shapes of step %d again: %s. The optimizer has no "
-                        "state for them, and begins anew if the run is continued",
+                        "state for them, and begins again if the run is continued",
                         *(self, step, join_names(resized)),
                     )
         ended = [state.step, state.skipped]

@@ -131,7 +131,7 @@ def test_what_trains_nothing_is_an_error_in_every_process(launched):
 
 
 def taking_shapes(folder):
-    """Train, restore a checkpoint of longer weights into the state that was trained, and continue."""
+    """Train, restore a checkpoint of longer weights into the trained state, and continue."""
     found = {}
     for exact in (False, True):
         path = f"{folder}/{exact}-{world()}"
