@@ -101,10 +101,10 @@ def restore(
             "trained": of the model, the parameters that required gradients when it was saved.
         strict: whether the names and shapes in the model must be the same. False restores those
             that match, and logs the others. The optimizer's state of the others is left out.
-        shapes: "file" gives parameters and buffers whose shapes differ those of the file, after a
-            run that has changed them: see :doc:`shapes that change </how_to/shapes_that_change>`.
-            They stay the objects that they are, so the optimizer's groups still hold them. "same"
-            refuses them.
+        shapes: "file" gives parameters and buffers whose shapes differ those of the file, as after
+            density control, or with a vocabulary that has grown. They stay the objects that they
+            are, so the optimizer's groups still hold them. With ``only=("model",)`` the optimizer
+            has to be new. A model that is sharded over processes is refused. "same" refuses them.
 
     Returns:
         The saved state; training from it is bit-identical to an uninterrupted run.
@@ -130,9 +130,10 @@ def restore(
     parts = read_parts("restore", only)
     flag("restore", "strict", strict)
     choice("restore", "shapes", shapes, SHAPES)
-    if shapes == "file" and not {"model", TRAINED, "optimizer"} & {*parts}:
+    if shapes == "file" and not {"model", TRAINED} & {*parts}:
         raise ValueError(
-            'restore: shapes="file" is for the model and the optimizer; only= names neither'
+            f'restore: shapes="file" gives the model the shapes of the file, and only={parts} '
+            'leaves the model out: add it, only=("model", ...)'
         )
     if path is None:
         check_visible(None)
