@@ -90,7 +90,7 @@ KERNEL = {
     "_backend": "collectives containers fsdp processes torch_compat wrappers",
     "_checkpoint": "files follow format named optimizer parts place restore retention save shipped",
     "_core": "apart averages code cursor freeze history metrics optimizers parts records rng runs "
-    "serialize state types view views",
+    "serialize shapes state types view views",
     "_data": "composed held iterable loaders map_style position source",
     "_display": "checks figures screen tables",
     "_hooks": "hook keep stop",

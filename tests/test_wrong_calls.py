@@ -229,7 +229,7 @@ FUNCTIONS = [
     (fl.save, lambda: {"state": toy(), "path": "x"},
      {"state": "", "path": "'x' path", "only": "None"}),
     (fl.restore, lambda: {"path": "x", "state": toy()},
-     dict.fromkeys(("path", "state", "only"), " | checkpoint")),
+     dict.fromkeys(("path", "state", "only", "shapes"), " | checkpoint")),
     (fl.resume, lambda: {"folder": "x", "state": toy()}, {"folder": "'x' path", "state": ""}),
     (fl.latest, {}, {"folder": "'x' path"}),
     (fl.follow, lambda: {"folder": "x", "state": toy()},

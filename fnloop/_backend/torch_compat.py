@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer
 from torch.utils.data import DataLoader
 
 from fnloop._display.screen import log
@@ -122,6 +122,15 @@ def local_optimizer(optimizer: Optimizer) -> Optimizer:
 def silence_capturable_warning(optimizer: Optimizer) -> None:
     """Let a capturable optimizer run eagerly without a warning. Fallback: torch warns once."""
     vars(optimizer)["_warned_capturable_if_run_uncaptured"] = True
+
+
+def forget_sizes(optimizer: Optimizer) -> bool:
+    """Make LBFGS count its parameters again. Return whether it is one, with one state for all."""
+    if not isinstance(optimizer, LBFGS):
+        return False
+    if hasattr(optimizer, "_numel_cache"):
+        optimizer._numel_cache = None
+    return True
 
 
 # --- CUDA
@@ -264,6 +273,15 @@ def seeder_of(index: int) -> Callable[[int], object]:
     """Return what seeds the generator of a CUDA device. Fallback: it seeds those of all devices."""
     generators = getattr(torch.cuda, "default_generators", None)
     return generators[index].manual_seed if generators else torch.cuda.manual_seed_all
+
+
+def drop_accumulator(leaf: Tensor) -> None:
+    """Make the node that adds up the gradients of a leaf again, before the leaf gets another shape.
+
+    A graph or DDP may hold the node. It would sum new gradients to the old shape, without an error.
+    """
+    other = torch.float32 if leaf.dtype == torch.float64 else torch.float64
+    leaf.data = torch.empty(0, dtype=other, device=leaf.device)  # torch makes it for a new dtype
 
 
 # --- operators

@@ -13,11 +13,11 @@ from fnloop._checkpoint.files import exists, locate
 from fnloop._checkpoint.format import CheckpointError, NewerFormatError
 from fnloop._checkpoint.parts import held_parts
 from fnloop._checkpoint.place import Place, place_at
-from fnloop._checkpoint.restore import read_checkpoint, restore_contents
+from fnloop._checkpoint.restore import SHAPES, read_checkpoint, restore_contents
 from fnloop._checkpoint.retention import with_manifests
 from fnloop._core.runs import Boundary, Start, Update, is_interruption
 from fnloop._core.state import TrainState, check_not_stale
-from fnloop._display.checks import flag, number
+from fnloop._display.checks import choice, flag, number
 
 
 def follow(
@@ -27,6 +27,7 @@ def follow(
     *,
     every: bool = False,
     timeout: float | None = None,
+    shapes: str = "same",
 ) -> Iterator[TrainState]:
     """Yield the state of each new checkpoint of a run, as it appears in a folder.
 
@@ -46,6 +47,8 @@ def follow(
         poll: seconds between two looks at the folder.
         every: whether to read every checkpoint, the oldest first, also where it lags.
         timeout: seconds without a new checkpoint after which to end; None waits for ever.
+        shapes: "file" gives parameters and buffers whose shapes differ those of each checkpoint, as
+            in :func:`restore`; "same" refuses them.
 
     Returns:
         An iterator of states, as :func:`restore` returns them. Of a partial checkpoint, what it
@@ -71,11 +74,17 @@ def follow(
     flag("follow", "every", every, "whether to read every checkpoint")
     if timeout is not None:
         number("follow", "timeout", timeout, "seconds without a new checkpoint", least=0)
-    return _follow(place_at("follow", "folder", folder), state, poll, every, timeout)
+    choice("follow", "shapes", shapes, SHAPES)
+    return _follow(place_at("follow", "folder", folder), state, poll, every, timeout, shapes)
 
 
 def _follow(
-    place: Place, state: TrainState, poll: float, every: bool, timeout: float | None
+    place: Place,
+    state: TrainState,
+    poll: float,
+    every: bool,
+    timeout: float | None,
+    shapes: str,
 ) -> Iterator[TrainState]:
     newest, began = -1, time.monotonic()
     while True:
@@ -90,7 +99,7 @@ def _follow(
         for path, serial, parts in found if every else found[-1:]:
             newest = serial
             check_not_stale(state, "follow")
-            if (restored := _read(place, path, state, parts)) is not None:
+            if (restored := _read(place, path, state, parts, shapes)) is not None:
                 state = restored
                 yield state
                 began = time.monotonic()
@@ -108,7 +117,9 @@ def _newer(place: Place, after: int) -> list[tuple[Path, int, tuple[str, ...]]]:
     return [(path, m["serial"], held_parts(m)) for path, m in found if m["serial"] > after]
 
 
-def _read(place: Place, path: Path, state: TrainState, parts: tuple[str, ...]) -> TrainState | None:
+def _read(
+    place: Place, path: Path, state: TrainState, parts: tuple[str, ...], shapes: str
+) -> TrainState | None:
     """Return a checkpoint's state; None if it was removed meanwhile, or is damaged."""
     try:
         with place.reading(path):
@@ -122,7 +133,7 @@ def _read(place: Place, path: Path, state: TrainState, parts: tuple[str, ...]) -
                 raise
             warnings.warn(f"skipped a damaged checkpoint: {error}", stacklevel=4)
         return None
-    return restore_contents(contents, state, parts, True, source)
+    return restore_contents(contents, state, parts, True, source, shapes=shapes)
 
 
 def has_ended(state: TrainState) -> bool:

@@ -72,6 +72,7 @@ from fnloop._core.serialize import (
     plain_or_flattened,
     tensors_in,
 )
+from fnloop._core.shapes import resized
 from fnloop._core.state import TrainState, ownership_of
 from fnloop._display.checks import join_names
 from fnloop._display.screen import log
@@ -495,6 +496,8 @@ class SavedOptimizer:
         processes: how many processes saved it; None if that is not known.
         mismatched: the names of the parameters that have another shape here.
         settings: compares settings of groups, and says which are taken from the state.
+        takes: undoes after an exception that parameters beside the model take the shapes of the
+            file; None if they do not take them.
     """
 
     facts: Mapping[str, Json]
@@ -504,6 +507,7 @@ class SavedOptimizer:
     processes: int | None = None
     mismatched: Collection[str] = ()
     settings: Settings | None = None
+    takes: contextlib.ExitStack | None = None
 
 
 Load = Callable[[], None]
@@ -589,6 +593,8 @@ def _check_parameters(named: NamedOptimizer, saved: SavedOptimizer, strict: bool
     for name, p in parameters.items():
         if (value := saved.tensors.get(f"parameter.{name}")) is not None:
             shape_of[name] = value.shape[:-1] if p.dtype in PAIRS else value.shape
+            if saved.takes is not None and shape_of[name] != p.shape:
+                saved.takes.enter_context(resized(p, shape_of[name]))
     mismatched = [
         name for name, p in parameters.items() if name in shape_of and shape_of[name] != p.shape
     ]
@@ -599,7 +605,8 @@ def _check_parameters(named: NamedOptimizer, saved: SavedOptimizer, strict: bool
         ]
         raise CheckpointError(
             f"{saved.path} has the optimizer's state of parameters of another shape: "
-            f"{join_names(both)}"
+            f"{join_names(both)}. Make them in the shapes that they had, or take the shapes of the "
+            'file, with shapes="file"'
         )
     if mine != theirs and "state_dict" in saved.facts:
         # A whole state_dict fits all parameters or none.

@@ -59,7 +59,7 @@ from fnloop._checkpoint.shipped import shipped_in
 from fnloop._core.cursor import CURSOR, check_counts
 from fnloop._core.history import History, decode_phases, encode_phases
 from fnloop._core.metrics import restored
-from fnloop._core.optimizers import groups_in
+from fnloop._core.optimizers import groups_in, optimizers_in
 from fnloop._core.parts import (
     COLLECTED,
     NEWER_FORMAT,
@@ -94,6 +94,7 @@ from fnloop._core.serialize import (
     from_safetensor,
     plain_only,
 )
+from fnloop._core.shapes import Shapes, forget_states, take_shapes
 from fnloop._core.state import (
     TrainState,
     note_buffers,
@@ -192,9 +193,13 @@ class Reading(Restoring):
 
     Args:
         settings: compares settings of the optimizers, and says which are not restored; or None.
+        shapes: "file" gives tensors of another shape that of the file; "same" refuses them.
+        resized: the tensors of the model that have the shape of the file since.
     """
 
     settings: Settings | None = None
+    shapes: str = "same"
+    resized: list[Tensor] = attrs.field(factory=list)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -504,30 +509,72 @@ def judge(found: Difference, saved: Restoring) -> None:
         kinds = ["missing", *kinds, *(["dtypes"] if "counters" in saved.parts else [])]
     text = found.explain(*kinds)
     if text and saved.strict:
+        take = ""
+        if found.explain("shapes") == text:
+            take = 'take the shapes of the file, with shapes="file", '
         raise CheckpointError(
             f"{saved.path} is of another model ({saved.facts['model']['class']}). {text}. Create "
-            "the same model, or restore what matches: "
+            f"the same model, {take}or restore what matches: "
             f"restore(path, state, only=('{part}',), strict=False)"
         )
     if text:
         log.warning("restore: left unchanged: %s", text)
 
 
-def _prepare_model(saved: Restoring) -> Load:
+def _prepare_model(saved: Reading) -> Load:
     """Check that the saved model fits, and return how to load it."""
     module = unwrap(saved.state)
     _check_sizes(module, saved.path)
-    own = module.state_dict()
-    spelled = {strip_compile_prefix(key): key for key in own}
-    mine, theirs = {name: own[key] for name, key in spelled.items()}, _saved_model(saved)
-    found = diff(
-        theirs, mine, _grown_alike(saved, theirs),
-        lambda name: _resizes(module, spelled[name], theirs[name]),
-    )  # fmt: skip
+    theirs = _saved_model(saved)
+    found = _compare(saved, module, theirs)
+    if saved.shapes == "file" and found.shapes:
+        _take_shapes(saved, module, {name: theirs[name].shape for name in found.shapes})
+        found = _compare(saved, module, theirs)
     judge(found, saved)
-    values = {spelled.get(k, k): _shard_like(v, mine.get(k)) for k, v in found.fitting.items()}
+    spelled = {strip_compile_prefix(key): key for key in module.state_dict()}
+    values = {
+        spelled.get(k, k): _shard_like(v, found.mine.get(k)) for k, v in found.fitting.items()
+    }
     _check_ties(saved, module, values)
     return functools.partial(_load_model, saved, found.made, values)
+
+
+def _compare(saved: Reading, module: nn.Module, theirs: Named) -> Difference:
+    """Return how what was saved of a model differs from it."""
+    own = module.state_dict()
+    spelled = {strip_compile_prefix(key): key for key in own}
+    return diff(
+        theirs,
+        {name: own[key] for name, key in spelled.items()},
+        _grown_alike(saved, theirs),
+        lambda name: _resizes(module, spelled[name], theirs[name]),
+    )
+
+
+def _take_shapes(saved: Reading, module: nn.Module, shapes: Shapes) -> None:
+    """Give tensors of the model the shapes of the file, until there is an exception.
+
+    Raises:
+        CheckpointError: they cannot take them, or an optimizer that is not restored keeps what
+            would not fit.
+    """
+    note_buffers(saved.state)
+    own = {strip_compile_prefix(name): value for name, value in module.state_dict().items()}
+    both = [f"{k}: {tuple(v)} saved, {tuple(own[k].shape)} here" for k, v in shapes.items()]
+    try:
+        saved.resized.extend(saved.undone.enter_context(take_shapes(module, shapes)))
+    except ValueError as error:
+        raise CheckpointError(f"{saved.path}: {error}") from error
+    if "optimizer" not in saved.parts:
+        ids = {id(tensor) for tensor in saved.resized}
+        for one in optimizers_in(saved.state.optimizer).values():
+            trained = {id(p) for group in one.param_groups for p in group["params"]}
+            if one.state and not ids.isdisjoint(trained):
+                raise CheckpointError(
+                    f"{saved.path} has parameters of another shape ({join_names(both)}), and "
+                    f"{type(one).__name__} has a state for those here. Restore the optimizer too, "
+                    "or make the state with a new optimizer"
+                )
 
 
 def _load_model(
@@ -867,10 +914,12 @@ def _prepare_optimizers(saved: Reading) -> Load:
     if rank and "own_optimizers" in saved.facts and saved.is_of_as_many:
         facts, tensors = saved.facts["own_optimizers"][rank], saved.own("optimizer/")
     optimizers = SavedOptimizer(
-        facts, tensors, shapes, saved.path, processes, settings=saved.settings
-    )
+        facts, tensors, shapes, saved.path, processes, settings=saved.settings,
+        takes=saved.undone if saved.shapes == "file" else None,
+    )  # fmt: skip
     # Before the check, which makes groups as they were.
     saved.undone.enter_context(optimizers_kept_on_error(saved.state))
+    forget_states(saved.state.optimizer, saved.resized)
     loads = prepare_loads(saved.state, optimizers, saved.strict)
 
     def load(state: TrainState) -> TrainState:

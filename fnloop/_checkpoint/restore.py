@@ -30,6 +30,7 @@ from fnloop._checkpoint.files import (
 from fnloop._checkpoint.format import (
     INDEX,
     PARTS,
+    TRAINED,
     TRAINING,
     CheckpointError,
     Contents,
@@ -85,6 +86,7 @@ def restore(
     *,
     only: Sequence[str] | None = None,
     strict: bool = True,
+    shapes: str = "same",
 ) -> TrainState:
     """Read a checkpoint into a state.
 
@@ -99,6 +101,10 @@ def restore(
             "trained": of the model, the parameters that required gradients when it was saved.
         strict: whether the names and shapes in the model must be the same. False restores those
             that match, and logs the others. The optimizer's state of the others is left out.
+        shapes: "file" gives parameters and buffers whose shapes differ those of the file, as after
+            density control, or with a vocabulary that has grown. They stay the objects that they
+            are, so the optimizer's groups still hold them. With ``only=("model",)`` the optimizer
+            has to be new. A model that is sharded over processes is refused. "same" refuses them.
 
     Returns:
         The saved state; training from it is bit-identical to an uninterrupted run.
@@ -123,6 +129,12 @@ def restore(
     check_not_stale(state, "restore")
     parts = read_parts("restore", only)
     flag("restore", "strict", strict)
+    choice("restore", "shapes", shapes, SHAPES)
+    if shapes == "file" and not {"model", TRAINED} & {*parts}:
+        raise ValueError(
+            f'restore: shapes="file" gives the model the shapes of the file, and only={parts} '
+            'leaves the model out: add it, only=("model", ...)'
+        )
     if path is None:
         check_visible(None)
         raise TypeError(
@@ -133,7 +145,10 @@ def restore(
     with place.reading(place.folder):
         source = place.fetch_on_all(place.folder)
         contents = read_checkpoint(source, state, history="history" in parts)
-        return restore_contents(contents, state, parts, strict, source)
+        return restore_contents(contents, state, parts, strict, source, shapes=shapes)
+
+
+SHAPES = ("same", "file")
 
 
 def restore_contents(
@@ -143,6 +158,7 @@ def restore_contents(
     strict: bool,
     path: Path,
     settings: Settings | None = None,
+    shapes: str = "same",
 ) -> TrainState:
     """Restore parts of the contents of a checkpoint into a state.
 
@@ -150,7 +166,7 @@ def restore_contents(
 
     Args:
         contents: what was read.
-        state, strict: as in :func:`restore`.
+        state, strict, shapes: as in :func:`restore`.
         parts: the parts to restore.
         path: the checkpoint, for messages.
         settings: compares settings of the optimizers, and says which are not restored.
@@ -164,7 +180,7 @@ def restore_contents(
             facts, groups = contents.facts, contents.groups
             saved = Reading(
                 facts=facts, groups=groups, state=state, parts=parts, strict=strict, path=path,
-                undone=undone, settings=settings,
+                undone=undone, settings=settings, shapes=shapes,
             )  # fmt: skip
             every = every_part(parts, parts_in(facts, state))
             loads = [part.prepare(saved) for part in every]
@@ -437,7 +453,11 @@ def best(
 
 
 def resume(
-    folder: str | os.PathLike[str], state: TrainState, given: Sequence[str] = ()
+    folder: str | os.PathLike[str],
+    state: TrainState,
+    given: Sequence[str] = (),
+    *,
+    shapes: str = "same",
 ) -> TrainState:
     """Return the state of the newest valid checkpoint in a folder, or ``state`` if it has none.
 
@@ -458,6 +478,8 @@ def resume(
         given: the settings of parameter groups, such as ``("lr", "weight_decay")``, to take from
             ``state`` instead of the checkpoint. Under a schedule, it is the initial value that is
             taken. Of other settings that differ, one line of the log says so.
+        shapes: "file" gives parameters and buffers whose shapes differ those of the checkpoint, as
+            in :func:`restore`; "same" refuses them.
 
     Returns:
         The state to continue with.
@@ -479,15 +501,20 @@ def resume(
     Replaces: keras.BackupAndRestore, accelerate.load_state, transformers.resume_from_checkpoint
     """
     check_not_stale(state, "resume")
+    choice("resume", "shapes", shapes, SHAPES)
     settings = Settings(_read_given(given, state))
-    restored = resume_at(place_at("resume", "folder", folder), state, settings)
+    restored = resume_at(place_at("resume", "folder", folder), state, settings, shapes=shapes)
     if state.backend.main and (text := settings.explain()) is not None:
         log.warning("resume: %s", text)
     return restored
 
 
 def resume_at(
-    place: Place, state: TrainState, settings: Settings | None = None, nonfinite: bool = False
+    place: Place,
+    state: TrainState,
+    settings: Settings | None = None,
+    nonfinite: bool = False,
+    shapes: str = "same",
 ) -> TrainState:
     """Return the state of the newest valid checkpoint of a place, as :func:`resume` does.
 
@@ -496,6 +523,7 @@ def resume_at(
         state: the state to read for.
         settings: those of parameter groups to take from the state, and what becomes of the others.
         nonfinite: whether to take checkpoints whose weights are not finite.
+        shapes: as in :func:`restore`.
     """
     with place.reading():
         # The main process looks, because the others may see other checkpoints.
@@ -507,7 +535,7 @@ def resume_at(
             place.check_all_empty()
             return state if claimed_by is None else attrs.evolve(state, run_id=claimed_by)
         path, contents = newest
-        return restore_contents(contents, state, PARTS, True, path, settings)
+        return restore_contents(contents, state, PARTS, True, path, settings, shapes)
 
 
 def _read_given(given: Sequence[str], state: TrainState) -> tuple[str, ...]:

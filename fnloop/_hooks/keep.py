@@ -61,10 +61,26 @@ from fnloop._core.history import (
 from fnloop._core.records import better
 from fnloop._core.runs import pending
 from fnloop._core.serialize import Json
-from fnloop._core.state import TrainState, differ_only, take_ownership, unwrap, with_slot
+from fnloop._core.shapes import forget_states, take_shapes
+from fnloop._core.state import (
+    TrainState,
+    clear_parameter_cache,
+    differ_only,
+    take_ownership,
+    unwrap,
+    with_slot,
+)
 from fnloop._core.types import END, RECORD, Call
 from fnloop._core.view import begin_again, view
-from fnloop._display.checks import choice, describe, flag, integer, metric_name, name_of_file
+from fnloop._display.checks import (
+    choice,
+    describe,
+    flag,
+    integer,
+    join_names,
+    metric_name,
+    name_of_file,
+)
 from fnloop._display.screen import log
 from fnloop._display.tables import format_metric
 from fnloop._hooks.hook import BuiltIn, Hook, every_layer
@@ -575,7 +591,9 @@ class restore_best(BuiltIn):
         counters and the optimizer's state stay those of the last update: a run that is continued
         afterwards starts from the best weights with the latest momentum. A checkpoint at the end
         has the best weights if ``checkpoint`` is listed after this hook. If it is listed before, it
-        has the last weights, and a run that continues from it starts there. An evaluation with
+        has the last weights, and a run that continues from it starts there. Where shapes have
+        changed since the best update, they go back too, and the optimizer loses its state of those
+        parameters: one line of the log names them. An evaluation with
         ``at_end()`` is of the last weights: to test the best ones, call ``evaluate`` with the state
         that ``fit`` returns.
 
@@ -691,12 +709,18 @@ class restore_best(BuiltIn):
         else:
             weights = _fit_to(state, best["weights"], self.slot)
             state = begin_again(state)
-            unwrap(state).load_state_dict(weights, strict=False)
+            resized = _load_weights(state, weights)
             _load_averages(state, best.get("averages", {}))
             state = take_ownership(state)
             if state.backend.main:
                 shown = format_metric(self.key, value)
                 log.info("%r: the weights are those of step %d (%s)", self, step, shown)
+                if resized:
+                    log.warning(
+                        "%r: these have their shapes of step %d again: %s. The optimizer has no "
+                        "state for them, and begins again if the run is continued",
+                        *(self, step, join_names(resized)),
+                    )
         ended = [state.step, state.skipped]
         best = {**best, "value": value, "step": step, "weights": None, "ended": ended}
         return with_slot(state, self.slot, best)
@@ -729,6 +753,24 @@ def _copy_weights(state: TrainState) -> dict[str, _Weights]:
         return {"weights": _copy_module(state), "averages": averages}
 
 
+def _load_weights(state: TrainState, weights: _Weights) -> list[str]:
+    """Load weights into a module. Return which of them have another shape since, in words."""
+    module = unwrap(state)
+    own = {k: v.shape for k, v in module.state_dict().items() if isinstance(v, Tensor)}
+    others = {k: weights[k].shape for k, shape in own.items() if weights[k].shape != shape}
+    with take_shapes(
+        module, {strip_compile_prefix(k): shape for k, shape in others.items()}
+    ) as new:
+        forget_states(state.optimizer, new)
+        module.load_state_dict(weights, strict=False)
+    if new:
+        clear_parameter_cache(state)
+    return [
+        f"{strip_compile_prefix(k)}: {tuple(shape)}, was {tuple(own[k])}"
+        for k, shape in others.items()
+    ]
+
+
 def _load_averages(state: TrainState, kept: _Weights) -> None:
     """Put copies of averages back into those that the state still has."""
     with torch.no_grad():
@@ -736,7 +778,11 @@ def _load_averages(state: TrainState, kept: _Weights) -> None:
             if not isinstance(average := state.slots.get(name), Average):
                 continue
             for key, tensor in average.items():
-                tensor.copy_(like_sharded(best["tensors"].get(key, tensor), tensor))
+                kept_one = best["tensors"].get(key, tensor)
+                if kept_one.shape == tensor.shape:
+                    tensor.copy_(like_sharded(kept_one, tensor))
+                else:
+                    average[key] = kept_one
             average.count = best["count"]
 
 
@@ -767,14 +813,17 @@ def _fit_to(state: TrainState, weights: _Weights, slot: str) -> _Weights:
     found: _Weights = {}
     for spelled, here in mine.items():
         kept = weights.get(strip_compile_prefix(spelled))
-        fits = isinstance(kept, Tensor) and isinstance(here, Tensor) and kept.shape == here.shape
+        # A run may have changed sizes, but no other number of dimensions.
+        fits = isinstance(kept, Tensor) and isinstance(here, Tensor) and kept.ndim == here.ndim
         if isinstance(here, Tensor) and not fits:
             other = f", but of {tuple(kept.shape)}" if isinstance(kept, Tensor) else ""
             raise ValueError(
                 f'state.slots["{slot}"] has no weights for {spelled} of shape {tuple(here.shape)}'
-                f"{other}. A buffer whose shape changes in training cannot be put back: register "
-                "it with persistent=False. If they are of another model, restore without them: "
+                f"{other}. A buffer that appears in training cannot be put back: register it with "
+                "persistent=False. If they are of another model, restore without them: "
                 'restore(path, state, only=("model", ...)) without "slots"'
             )
-        found[spelled] = like_sharded(kept, here) if isinstance(kept, Tensor) else kept
+        if isinstance(kept, Tensor) and kept.shape == here.shape:
+            kept = like_sharded(kept, here)
+        found[spelled] = kept
     return found

@@ -248,10 +248,29 @@ def blend(name: str, only: Only = None) -> Wrap:
         weight = average.blended.weight
         blended = _blended(state, average, name, only)  # the update may have replaced some
         blended.fill(weight)
-        blended.blend()
+        try:
+            blended.blend()
+        except RuntimeError as error:
+            _check_shapes(unwrap(state), average, name, error)
+            raise
         return state, out
 
     return then(blending)
+
+
+def _check_shapes(module: nn.Module, average: Average, name: str, error: Exception) -> None:
+    """Raise ValueError if something has another shape than its average."""
+    for key, tensor in named_tensors(module):
+        if key in average and average[key].shape != tensor.shape:
+            advice = (
+                "put a new nn.Parameter in its place, instead of other memory into p.data"
+                if isinstance(tensor, nn.Parameter)
+                else "leave the buffer out, with only=, or register it with persistent=False"
+            )
+            raise ValueError(
+                f"{name}: {key} has the shape {tuple(tensor.shape)}, and its average "
+                f"{tuple(average[key].shape)}: {advice}"
+            ) from error
 
 
 # --- evaluation

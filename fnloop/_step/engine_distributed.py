@@ -673,6 +673,7 @@ class BucketReducer:
         self._params: list[Tensor] = []
         self._flags: list[bool] = []
         self._trainable: list[Tensor] = []
+        self._shapes: list[torch.Size] = []
         self._used: list[Tensor] = []  # the parameters that the loss used when DDP was made
         self._hides_parameters = False  # whether the graph of the loss has graphs inside its nodes
         self._waits_for_all = False  # whether DDP waits for every parameter, used or not
@@ -725,9 +726,11 @@ class BucketReducer:
         flags = [p.requires_grad for p in params]
         if params is not self._params or flags != self._flags:
             trainable = [p for p in params if p.requires_grad]
-            if [*map(id, trainable)] != [*map(id, self._trainable)]:
+            shapes = [p.shape for p in trainable]  # DDP has buckets for them
+            if [*map(id, trainable)] != [*map(id, self._trainable)] or shapes != self._shapes:
                 self._make_ddp(state, root, trainable, name)
             self._params, self._flags, self._trainable = params, flags, trainable
+            self._shapes = shapes
         assert self._ddp is not None
         self._waits_for_all = not self._ddp.find_unused_parameters
         if touch and self._waits_for_all and not self._hides_parameters:

@@ -332,6 +332,8 @@ def compare_values(a: object, b: object) -> tuple[str, Measured | None] | None:
         if a.dtype == b.dtype and a.shape == b.shape:
             measured = measure(a, b)
             return None if measured is None else (str(measured), measured)
+        if a.dtype == b.dtype:
+            return f"shape {tuple(a.shape)} in one, and {tuple(b.shape)} in the other", None
         return f"{describe_value(a)} in one, and {describe_value(b)} in the other", None
     pairs, parts = pairs_of(a, b), [[*(parts_of(x) or ())] for x in (a, b)]
     if pairs is not None and len(pairs) == len(parts[0]) == len(parts[1]):

@@ -227,7 +227,7 @@ def restored_from(origin: Origin, state: TrainState) -> TrainState:
             f"replay: the update was made on {made_on} process{'es' * (made_on != 1)}, and here "
             f"are {state.backend.data_size}, which would take other batches for it: start as many"
         )
-    restored = restore(origin.start.path, state)
+    restored = restore(origin.start.path, state, shapes="file")
     take_back(restored)  # in a run the model holds what is this process's own
     if restored.stop is None or is_interruption(restored.stop):
         return restored

@@ -289,6 +289,72 @@ def test_a_copy_of_another_model_is_refused_before_the_first_update(tmp_path):
         trained(attrs.evolve(toy(), slots={KEY: kept_at(1.0, 2, [1.0, 1.0])}))
 
 
+# --- shapes that change
+
+
+class Row(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.zeros(1))
+
+
+def grow_at(step):
+    """A hook that appends 5 to the weights, and zero to their momentum."""
+
+    def grow(state):
+        if state.step == step and "update" in state.events:
+            held = state.optimizer.state.pop(state.model.w)["momentum_buffer"]
+            w = torch.cat([state.model.w.detach(), torch.full((1,), 5.0)])
+            state.model.w = torch.nn.Parameter(w)
+            state.optimizer.param_groups[0]["params"] = [state.model.w]
+            state.optimizer.state[state.model.w]["momentum_buffer"] = torch.cat([held, held * 0])
+        return state
+
+    return grow
+
+
+def row(members=(), steps=4, hooks=(), folder=None):
+    """Train a row of weights: its loss is the sum of them, and each update takes off 1."""
+    model = Row()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=1e-9)
+    state = fl.TrainState.create(model, optimizer, seed=0)
+    state = state if folder is None else fl.resume(folder, state, shapes="file")
+    step = fl.pipeline(*members)(lambda model, x: (model.w * x).sum())
+    ones = [torch.ones(1)]
+    return fl.fit(step, state, (ones, ones), epochs=steps, hooks=hooks)
+
+
+@pytest.mark.parametrize("members", [(), (fl.ema(0.0),)])
+def test_the_best_weights_go_back_in_the_shape_that_they_had(members, caplog):
+    """The losses are -1, -2, 5 - 3 - 1 = 1, and 4 - 5 = -1, with 5 after update 2."""
+    kept = {}
+
+    def hold(state):
+        kept[state.step] = state.model.w
+        return state
+
+    ended = row(members, hooks=(BEST, grow_at(2), hold))
+    assert ended.history["valid/loss"] == (-1.0, -2.0, 1.0, -1.0)
+    assert ended.model.w.tolist() == [-2.0] and ended.model.w is kept[4]
+    (group,) = ended.optimizer.param_groups
+    assert group["params"] == [ended.model.w] and not ended.optimizer.state
+    assert "w: (1,), was (2,). The optimizer has no state for them" in caplog.text
+    if members:
+        assert fl.averaged(ended).model.w.tolist() == [-2.0]
+    step = fl.pipeline(*members)(lambda model, x: (model.w * x).sum())
+    assert fl.fit(step, ended, [torch.ones(1)], epochs=5, hooks=()).model.w.tolist() == [-3.0]
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3])
+def test_a_run_that_was_cut_ends_with_the_best_weights_of_another_shape(tmp_path, cut):
+    hooks = (BEST, grow_at(2), fl.checkpoint(tmp_path))
+    assert row(hooks=(*hooks, signal_at(cut))).step == cut
+    start_again()
+    ended = row(hooks=hooks, folder=tmp_path)
+    assert ended.history["valid/loss"] == (-1.0, -2.0, 1.0, -1.0)
+    assert ended.model.w.tolist() == [-2.0]
+
+
 # --- as a hook
 
 

@@ -216,3 +216,27 @@ def test_what_is_new_to_an_average_begins_at_its_value(n, names):
     assert found.keys() == before.keys()
     for k, p in model.named_parameters():
         assert torch.equal(found[k], (before | kept)[k].lerp(p.detach(), 0.5)), k
+
+
+class Grows(nn.Module):
+    """A row of two weights, and a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(2))
+        self.register_buffer("seen", torch.zeros(2))
+
+
+@pytest.mark.parametrize(("name", "advice"), [("w", "new nn.Parameter"), ("seen", "with only=")])
+def test_what_gets_another_shape_in_place_is_named_with_both_shapes(name, advice):
+    def grow(state):
+        if state.step == 2:
+            getattr(state.model, name).data = torch.zeros(3)
+        return state
+
+    model = Grows()
+    state = fl.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    step = fl.pipeline(fl.ema(0.5))(lambda model, x: (model.w * x).sum())
+    message = rf"ema: {name} has the shape \(3,\), and its average \(2,\): .*{advice}"
+    with pytest.raises(ValueError, match=message):
+        fl.fit(step, state, [torch.ones(1)] * 4, hooks=(grow,))

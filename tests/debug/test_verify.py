@@ -424,3 +424,36 @@ def test_another_number_of_processes_cannot_make_it_again(run):
     with pytest.raises(ValueError, match="steps 0 to 2 were made on 1 process, and here are 2"):
         verify(run, step_of(), state, loaders())
     assert verify(run, step_of(), state, loaders(), spans=0).ok
+
+
+class Row(nn.Module):
+    def __init__(self, n=1):
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(n))
+
+
+def test_a_span_in_which_a_hook_changed_shapes_is_named_with_both(tmp_path):
+    """The state is that of the script, and takes the shapes of each checkpoint."""
+
+    def grow(state):
+        if state.step == 2:
+            state.model.w = nn.Parameter(torch.zeros(2))
+            state.optimizer.param_groups[0]["params"] = [state.model.w]
+        return state
+
+    def created():
+        model = Row()
+        return fl.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=1.0), seed=0)
+
+    step, ones = fl.pipeline()(lambda model, x: (model.w * x).sum()), [torch.ones(1)] * 4
+    saves = fl.every(steps=1)(fl.checkpoint(tmp_path, keep=None))
+    fl.fit(step, created(), ones, hooks=(grow, saves))
+    state = created()
+    report = verify(tmp_path, step, state, ones, spans=None)
+    assert [span.holds for span in report.spans] == [False, True, True]
+    wrong = report.spans[0]
+    assert wrong.name == "model.w"
+    assert wrong.text == "shape (2,) in one, and (1,) in the other"
+    assert "hooks are not called" in str(report) and state.model.w.shape == (1,)
+    update = fl.debug.replay(tmp_path, step, created(), ones, update=4)
+    assert update.confirmed

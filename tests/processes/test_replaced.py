@@ -128,3 +128,41 @@ def test_what_trains_nothing_is_an_error_in_every_process(launched):
         assert others == [first, first]
         assert "would train nothing: this parameter is in no optimizer: a. Give it" in lost
         assert "diverged: they have parameters of different shapes" in differ
+
+
+def taking_shapes(folder):
+    """Train, restore a checkpoint of longer weights into the trained state, and continue."""
+    found = {}
+    for exact in (False, True):
+        path = f"{folder}/{exact}-{world()}"
+
+        def start(exact=exact):
+            model = Net()
+            optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+            return fl.TrainState.create(model, optimizer, seed=0, exact=exact)
+
+        def longer(state, path=path):
+            if state.step == 2:
+                lengthen(state)
+            if state.step == 4:
+                fl.save(state, path)
+            return state
+
+        step = fl.pipeline(fl.accumulate(2 // world()), fl.ema(0.5))(loss_fn)
+        data = [torch.full((1,), 1.0 + 2 * (i % 2)) for i in range(12)]
+        whole = fl.fit(step, start(), data, hooks=(longer,))
+        used = fl.fit(step, start(), data, steps=3, hooks=())
+        a = used.model.a
+        again = fl.fit(step, fl.restore(path, used, shapes="file"), data, epochs=1, hooks=())
+        same = fl.unwrap(again).a is a
+        found[str(exact)] = [weights(whole), weights(again), weights(fl.averaged(again)), same]
+    return found
+
+
+def test_a_state_that_was_trained_takes_the_shapes_of_a_checkpoint(launched):
+    """As test_two_processes_come_to_what_one_does: "lengthen, ema"."""
+    (one,), both = launched(taking_shapes, 1), launched(taking_shapes, 2)
+    assert both[0] == both[1] == one
+    for whole, again, average, same in one.values():
+        assert whole == again and again["a"] == [-8.0, -4.0] and same
+        assert average["a"] == [-7.0625, -3.0625]

@@ -503,3 +503,22 @@ def test_nan_in_the_part_of_one_process_is_in_the_manifest_of_all(launched):
         said = "passed over.*worse are not finite .first.weight in model-00002-of-00002.safetensors"
         assert len(found["seen"]) == (0 if process else 2)
         assert process or re.search(said, found["seen"][0])
+
+
+def other_shapes(folder):
+    def made(rows):
+        model = nn.Linear(4, rows)
+        fully_shard(model)
+        return fl.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=1.0))
+
+    path = fl.save(made(6), f"{folder}/a")
+    state = made(8)
+    same = fl.restore(path, made(6), shapes="file").model.weight.shape == (6, 4)
+    return same, said(lambda: fl.restore(path, state, shapes="file")), [*state.model.weight.shape]
+
+
+def test_a_sharded_model_takes_no_other_shapes_and_says_so(launched):
+    for same, text, shape in launched(other_shapes, 2):
+        assert same and shape == [8, 4]
+        assert "sharded over processes cannot take other shapes" in text
+        assert "weight: (8, 4) here, (6, 4) there" in text and "before it is sharded" in text
