@@ -860,7 +860,8 @@ def evaluate_beside(step: Step) -> Step:
 
 def rings_of(listed: Sequence[Middleware]) -> list[tuple[str, list[str]]]:
     """Return what acts in each ring of a pipeline, in its order, the innermost ring first."""
-    own = {"gradient": ["backward"], "update": [OPTIMIZER]}
+    using = [repr(m) for m in listed if m.name == USING]
+    own = {"gradient": ["backward"], "update": [", ".join((OPTIMIZER, *using))]}
     acting = {ring: [*map(repr, acting_in(listed, ring))] for ring in RINGS}
     acting["forward"] += [f"{m!r} in evaluation" for m in listed if m.evaluation or m.view]
     return [

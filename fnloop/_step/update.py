@@ -125,7 +125,7 @@ def update(
 def _evaluates(optimizer: Handle) -> bool:
     """Return whether the only optimizer evaluates the loss by itself."""
     if type(optimizer) is Optimizers:
-        return any(wants_closure(type(one)) for one in optimizer.values())
+        return len(optimizer) == 1 and wants_closure(type(next(iter(optimizer.values()))))
     return wants_closure(type(optimizer))
 
 
