@@ -378,3 +378,58 @@ def test_a_middleware_may_replace_an_optimizer_meanwhile():
     state, _ = using("a", members=(replaced(),))(on_one_weight(a=1.0, b=1.0), ONE)
     assert state.model.w.item() == -10.0 and [*state.optimizer] == ["a", "b"]
     assert state.optimizer["a"].param_groups[0]["lr"] == 10.0
+
+
+# --- beside other kinds of steps
+
+
+def test_an_optimizer_that_was_replaced_between_updates_is_used():
+    state = on_one_weight(a=1.0, b=1.0)
+    state, _ = using("a")(state, ONE)
+    made = {name: SGD(state.model.parameters(), lr=10.0) for name in state.optimizer}
+    state, _ = using("a")(attrs.evolve(state, optimizer=made), ONE)
+    assert state.model.w.item() == -11.0 and state.optimizer["a"] is made["a"]
+
+
+def test_a_function_that_makes_gradients_leaves_those_that_are_used():
+    def gradients(state, batch):
+        state.model.head.grad, state.model.body.grad = torch.tensor(3.0), torch.tensor(4.0)
+        return fl.Output(torch.tensor(0.0), weight=1)
+
+    step = fl.pipeline(fl.using("body"), fl.clip(2.0))(fl.raw(gradients, updates=False))
+    state, out = step(head_and_body(), ONE)
+    assert weights(state) == (0.0, pytest.approx(-2.0)) and state.updates == {"head": 0, "body": 1}
+    assert out.metrics["grad_norm"].compute() == 4.0
+
+
+def test_a_function_that_updates_by_itself_may_call_any():
+    def both(state, batch):
+        for one in state.optimizer.values():
+            state.model.w.grad = torch.ones(())
+            one.step()
+        return fl.Output(torch.tensor(0.0), weight=1)
+
+    state = fl.fit(fl.raw(both), on_one_weight(a=1.0, b=2.0), [ONE], hooks=())
+    assert state.model.w.item() == -3.0 and state.updates == {"a": 1, "b": 1}
+
+
+def test_lbfgs_may_take_a_turn():
+    model = Parts()
+    optimizers = {"head": LBFGS([model.head]), "body": SGD([model.body], lr=0.5)}
+    state = fl.TrainState.create(model, optimizers, seed=0)
+    of_head = lambda model, batch: ((model.head - 2 * batch) ** 2).mean()
+    of_body = lambda model, batch: ((model.body - model.head * batch) ** 2).mean()
+    step = fl.alternate({"head": fl.pipeline()(of_head), "body": fl.pipeline()(of_body)})
+    state = fl.fit(step, state, [ONE], hooks=())
+    assert weights(state) == (2.0, 2.0) and state.updates == {"head": 1, "body": 1}
+
+
+def test_each_phase_has_schedulers_of_its_own():
+    halve = lambda optimizer, run: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    members = (fl.torch_scheduler(halve, "a"), fl.torch_scheduler(halve, "b"))
+    state, reached = on_one_weight(a=1.0, b=16.0), []
+    for phase, name in {"one": "a", "two": "b", "three": "a"}.items():
+        step = using(name, members=members)
+        state = fl.fit(step, state, [ONE] * 2, epochs=1, phase=phase, hooks=())
+        reached.append(state.model.w.item())
+    assert reached == [-1.5, -25.5, -27.0]  # 1 + 1/2, 16 + 8, 1 + 1/2
