@@ -21,9 +21,9 @@ is carried from batch to batch is one immutable record, the *state*, which `eval
 - **Steps**: `pipeline`, `supervised`, `skip`, `Output`, `alternate`, `raw`
 - **Middleware**: `middleware`, `Middleware`, `decide`; of batches `accumulate`, `microbatch`,
   `retry_on_oom`, `tbptt`; of gradients `clip`, `clip_value`, `clip_adaptive`, `grad_norm`, `sam`,
-  `closure`; of rates `schedule`, `torch_scheduler`, `plateau`; of the loss `scheduled`; of speed
-  `amp`, `compiled`, `channels_last`, `cuda_graph`, `CaptureError`; guards `skip_nonfinite`,
-  `spike_guard`
+  `closure`; of optimizers `using`; of rates `schedule`, `torch_scheduler`, `plateau`; of the loss
+  `scheduled`; of speed `amp`, `compiled`, `channels_last`, `cuda_graph`, `CaptureError`; guards
+  `skip_nonfinite`, `spike_guard`
 - **Averages**: `ema`, `swa`, `averaged`, `update_batchnorm`; over processes `local_sgd`
 - **Metrics**: `metric`, `derive`, `Mean`, `Sum`, `Min`, `Max`, `Last`, `from_torchmetrics`,
   `timings`, `throughput`, `device_memory`, `History`, `Record`, `Phase`, `compare`
@@ -86,6 +86,7 @@ if _typing.TYPE_CHECKING:
     from fnloop._middleware.metric import derive, device_memory, metric, throughput, timings
     from fnloop._middleware.precision import amp, channels_last
     from fnloop._middleware.schedule import plateau, schedule, scheduled, torch_scheduler
+    from fnloop._middleware.using import using
     from fnloop._tools.dry_run import dry_run
     from fnloop._tools.find import find_batch_size, find_lr
     from fnloop._tools.search import search
@@ -108,6 +109,7 @@ _LATER = {
     "._middleware.clip": "clip clip_adaptive clip_value closure grad_norm sam",
     "._middleware.compiled": "compiled cuda_graph",
     "._middleware.ema": "ema swa",
+    "._middleware.using": "using",
     "._middleware.guards": "skip_nonfinite spike_guard",
     "._middleware.local_sgd": "local_sgd",
     "._middleware.metric": "derive device_memory metric throughput timings",
@@ -135,7 +137,7 @@ __all__ = [
     "save", "schedule", "scheduled", "schedules", "search", "sharded", "skip", "skip_nonfinite",
     "snapshot", "spike_guard", "summary", "supervised", "swa", "tbptt", "throughput", "time_limit",
     "timings", "to_csv", "to_jsonl", "torch_scheduler", "track", "unfreeze", "unwrap",
-    "update_batchnorm", "when", "when_improved",
+    "update_batchnorm", "using", "when", "when_improved",
 ]
 # fmt: on
 

@@ -95,7 +95,7 @@ KERNEL = {
     "_display": "checks figures screen tables",
     "_hooks": "hook keep stop",
     "_loop": "beginning boundary errors evaluate fit made_with peers plan run",
-    "_middleware": "accumulate clip metric precision schedule",
+    "_middleware": "accumulate clip metric precision schedule using",
     "_step": "engine engine_local forward gradients guard pipeline transaction update",
     "data": "_collate _combine",
     "schedules": "",

@@ -256,6 +256,8 @@ SEVERAL = [
         fl.schedule(schedules.linear(), field="weight_decay"),
     ),
     fl.pipeline(fl.clip(0.05), fl.accumulate(3), fl.torch_scheduler(decay, only="rest")),
+    fl.pipeline(fl.using("rest"), fl.accumulate(2), fl.clip(0.05), warm_cosine, fl.ema(0.9)),
+    fl.pipeline(fl.clip(0.05), fl.using("matrices", "rest"), fl.torch_scheduler(decay, "rest")),
 ]
 
 

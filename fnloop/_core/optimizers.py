@@ -11,7 +11,7 @@ import functools
 import inspect
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from numbers import Real
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import attrs
 import torch
@@ -333,8 +333,7 @@ def check_optimizers(given: object) -> None:
 
     Raises:
         TypeError: it is something else.
-        ValueError: the mapping is empty, a name cannot be one, two groups have one name, or one of
-            several optimizers evaluates the loss by itself.
+        ValueError: the mapping is empty, a name cannot be one, or two groups have one name.
     """
     if isinstance(given, Optimizer):
         labelled_groups({"": given})
@@ -357,12 +356,6 @@ def check_optimizers(given: object) -> None:
                 f"TrainState.create expects optimizers in the mapping; got {describe(one)} under "
                 f"{name!r}"
             )
-        if wants_closure(type(one)):
-            kind = type(one).__name__
-            raise ValueError(
-                f"{kind} ({name!r}) evaluates the loss by itself, so it cannot be one of several "
-                f"optimizers: give all parameters to it, TrainState.create(model, {kind}(...))"
-            )
     labelled_groups(given)
 
 
@@ -378,20 +371,86 @@ def _check_name(name: object) -> None:
 
 
 def check_shares(model: nn.Module, named: Mapping[str, Optimizer]) -> None:
-    """Raise ValueError if a parameter is in two optimizers, or if one to be trained is in none."""
-    names = {id(p): name for name, p in model.named_parameters()}
+    """Raise ValueError if a parameter to be trained is in none of the optimizers.
+
+    One may be in several, such as those of ``using``, unless an evaluation sees other weights by
+    one of them.
+    """
+    for name, one in named.items():
+        if not _has_modes(type(one)):
+            continue
+        for other, theirs in named.items():
+            if other != name and (p := first_shared(model, {name: one, other: theirs})):
+                raise ValueError(
+                    f"the parameter {p.name} is in two optimizers, {p.one!r} and {p.other!r}, and "
+                    f"an evaluation would see the weights of {type(one).__name__} ({name!r}) while "
+                    f"{other!r} updates: leave it out of one"
+                )
+    if (message := explain_untrained(model, named.values())) is not None:
+        raise ValueError(message)
+
+
+class Shared(NamedTuple):
+    """A parameter that two optimizers have.
+
+    Args:
+        name: its name.
+        one: the name of the first optimizer.
+        other: that of the second.
+    """
+
+    name: str
+    one: str
+    other: str
+
+
+def first_shared(model: nn.Module, named: Mapping[str, Optimizer]) -> Shared | None:
+    """Return the first parameter that two optimizers have; None if there is none."""
+    names = {id(p): strip_compile_prefix(name) for name, p in model.named_parameters()}
     found: dict[int, str] = {}
     for owner, one in named.items():
         for i, group in enumerate(one.param_groups):
             for j, p in enumerate(group["params"]):
                 if (other := found.setdefault(id(p), owner)) != owner:
                     name = names.get(id(p), f"param_groups[{i}]['params'][{j}] of {owner!r}")
-                    raise ValueError(
-                        f"the parameter {name} is in two optimizers, {other!r} and {owner!r}, and "
-                        "both would change it: leave it out of one"
-                    )
-    if (message := explain_untrained(model, named.values())) is not None:
-        raise ValueError(message)
+                    return Shared(name, other, owner)
+    return None
+
+
+def check_used(model: nn.Module, optimizer: Handle, names: Sequence[str] | None) -> None:
+    """Raise ValueError unless one update can be made with these optimizers together.
+
+    Args:
+        model: the model.
+        optimizer: what ``state.optimizer`` is.
+        names: those that ``using`` names; None: all.
+    """
+    named = optimizers_in(optimizer)
+    if unknown := [name for name in names or () if not name or name not in named]:
+        has = join_names([*named], 5)
+        if "" in named:
+            listed = ", ".join(f'"{name}": ...' for name in names or ())
+            has = "one optimizer, without a name: leave using out, or give each a name, "
+            has += f"TrainState.create(model, {{{listed}}})"
+        raise ValueError(f"using names the optimizer {unknown[0]!r}, but this state has {has}")
+    used = {name: one for name, one in named.items() if names is None or name in names}
+    if len(used) < 2:
+        return
+    for name, one in used.items():
+        if wants_closure(type(one)):
+            raise ValueError(
+                f"{type(one).__name__} ({name!r}) evaluates the loss by itself, so an update "
+                f"cannot be made with another optimizer too, and this step updates with "
+                f'{join_names([*used], 5)}: list using("{name}") in the pipeline of one step, and '
+                "using(...) with the others in that of another"
+            )
+    if (shared := first_shared(model, used)) is not None:
+        raise ValueError(
+            f"the parameter {shared.name} is in two optimizers, {shared.one!r} and "
+            f"{shared.other!r}, and an update with both would change it twice: list "
+            f'using("{shared.one}") or using("{shared.other}") in the pipeline of this step, or '
+            "leave the parameter out of one"
+        )
 
 
 def explain_untrained(model: nn.Module, optimizers: Iterable[Optimizer]) -> str | None:

@@ -159,23 +159,33 @@ class ParameterCache:
         registered: how often modules were given parameters until then.
         checked: whether an update of them has shown that optimizers get gradients.
         has_changed: whether others were found before, in the same run.
+        apart: whether it was found that one update can be made with these optimizers together.
+        used: the names of the optimizers that the step that is running updates with; None: all.
+        parts: by names of optimizers, these optimizers alone, and their parameters.
+        resting: the names of the optimizers that a part leaves out.
+        others: the parameters in ``found`` that are not in ``trained``.
     """
 
     __slots__ = (
-        "checked", "found", "groups", "has_changed", "model", "registered", "trained",
+        "apart", "checked", "found", "groups", "has_changed", "model", "others", "parts",
+        "registered", "resting", "trained", "used",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self.found: list[Tensor] = []
         self.trained: list[Tensor] = []
+        self.others: list[Tensor] = []
         self.groups: list[list[Tensor]] = []
         self.registered = 0
+        self.used: tuple[str, ...] | None = None
+        self.resting: tuple[str, ...] = ()
         self.clear()
 
     def clear(self) -> None:
         """Look again at the next use, and make what is made of the parameters again."""
         self.model: nn.Module | None = None
-        self.checked = self.has_changed = False
+        self.parts: dict[tuple[str, ...], _Part] = {}
+        self.checked = self.has_changed = self.apart = False
 
     def look_up(self, model: nn.Module, groups: Sequence[Group]) -> None:
         """Look the parameters up."""
@@ -189,8 +199,23 @@ class ParameterCache:
                 self.model = model
                 return
             self.checked, self.has_changed = False, True
-        self.model, self.found = model, found
+        self.model, self.found, self.apart = model, found, False
         self.trained = [p for p in found if id(p) in ids]
+        self.others = [p for p in found if id(p) not in ids]
+
+
+class _Part(NamedTuple):
+    """Some of the optimizers of a state.
+
+    Args:
+        of: all of them.
+        chosen: those.
+        parameters: what they update.
+    """
+
+    of: Handle
+    chosen: Optimizers
+    parameters: ParameterCache
 
 
 # --------------------------------------------------------------------------------------------------
@@ -357,8 +382,9 @@ class TrainState:
                 ``DistributedDataParallel`` is taken off, and its settings and its communication
                 hook are kept.
             optimizer: a torch.optim optimizer of its parameters; or a mapping of several by name,
-                each with parameters of its own, which update in the order given. Together they must
-                have every parameter that is not frozen. ``clip`` is over all of these, and an
+                which update in the order given. Together they must have every parameter that is not
+                frozen. Two that have the same parameters, such as Adam and L-BFGS, need steps that
+                say which of them updates: see :func:`using`. ``clip`` is over all of these, and an
                 overflow in one optimizer skips the update of all. ``state.optimizer["rest"]`` is
                 one of them, and "train/lr/rest" its rate in records. A warning names optimizers
                 with other parameters, which are trained, but not saved. A parameter group may have
@@ -401,7 +427,8 @@ class TrainState:
             RuntimeError: the processes have models of different names, shapes or dtypes.
             ValueError: the optimizer was made for another model, two parameter groups have one
                 name, the seed is out of range, or ``data`` is not one dimension of a mesh of all
-                processes. With several optimizers: a parameter is in two of them, or in none.
+                processes. With several optimizers: a parameter is in none of them, or in one with
+                modes (``train`` and ``eval``) and in another.
             NotImplementedError: accelerate is configured for an engine that hides the gradients
                 (DeepSpeed, FSDP 1), or the model is in a wrapper that keeps parts of parameters or
                 averages gradients by itself; a setting of ``DistributedDataParallel`` would not be
@@ -694,6 +721,75 @@ def clear_parameter_cache(state: TrainState) -> None:
     state._parameters.clear()
 
 
+# --- which optimizers a step updates with, if not with all
+#
+# The step of `using` passes a state inwards that has only those. Around the update it is the whole
+# state, and what acts there asks `used_in`.
+
+RESTED = "using"  # the slot of the updates in which an optimizer rested, by name: see `rested`
+
+
+@contextlib.contextmanager
+def using_only(state: TrainState, names: tuple[str, ...]) -> Iterator[None]:
+    """Let a step that is running update with these optimizers only, within a ``with`` block."""
+    cache = state._parameters
+    before, cache.used = cache.used, names
+    try:
+        yield
+    finally:
+        cache.used = before
+
+
+def used_in(state: TrainState) -> tuple[str, ...] | None:
+    """Return the names of the optimizers that the running step updates with; None: all."""
+    return state._parameters.used
+
+
+def rested(state: TrainState, name: str) -> int:
+    """Return in how many updates an optimizer rested since the run began, or its newest phase."""
+    return state.slots.get(RESTED, {}).get(name, 0)
+
+
+def with_used(state: TrainState, names: tuple[str, ...] | None = None) -> TrainState:
+    """Return the state with only some of its optimizers.
+
+    Args:
+        state: the state.
+        names: their names; None: those that the running step updates with.
+    """
+    cache = state._parameters
+    names = cache.used if names is None else names
+    if names is None or cache.resting:  # it has only those already
+        return state
+    part = cache.parts.get(names)
+    if part is None or part.of is not state.optimizer:
+        chosen = {name: one for name, one in state.optimizer.items() if name in names}
+        part = cache.parts[names] = _Part(state.optimizer, Optimizers(chosen), ParameterCache())
+        part.parameters.resting = tuple(name for name in state.optimizer if name not in names)
+    updates = {name: n for name, n in state.updates.items() if name in names}
+    return changed(state, optimizer=part.chosen, updates=updates, _parameters=part.parameters)
+
+
+def advance_used(whole: TrainState, new: TrainState, applied: bool) -> TrainState:
+    """Return the whole state after an update of a part of its optimizers.
+
+    Args:
+        whole: the state that the step was given.
+        new: what the update made of :func:`with_used`.
+        applied: whether it was applied.
+    """
+    optimizer = whole.optimizer
+    if any(optimizer[name] is not one for name, one in new.optimizer.items()):  # as a step may
+        optimizer = Optimizers({**optimizer, **new.optimizer})
+    counts = {name: n + (applied and name in new.updates) for name, n in whole.updates.items()}
+    if applied and (resting := [name for name in counts if name not in new.updates]):
+        before = new.slots.get(RESTED, {})
+        more = {name: before.get(name, 0) + 1 for name in resting}
+        new = with_slot(new, RESTED, {**before, **more})
+    new = changed(new, optimizer=optimizer, updates=whole.updates, _parameters=whole._parameters)
+    return advance(new, applied, counts)
+
+
 def ownership_of(state: TrainState) -> Ownership[TrainState]:
     """Return what the states of one model and one optimizer share."""
     return state._ownership
@@ -728,8 +824,8 @@ def check_handles(model: object, optimizer: Handle) -> None:
 
     Raises:
         TypeError: one of them is something else.
-        ValueError: the model has no weights yet, or the optimizers are for another model, share a
-            parameter or leave one out.
+        ValueError: the model has no weights yet, or the optimizers are for another model, or leave
+            a parameter out.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
@@ -1550,9 +1646,10 @@ def count_left_out(state: TrainState, updates: int) -> TrainState:
 
 def begin_count(state: TrainState) -> TrainState:
     """Return the state with no update left out, as at the beginning of a phase."""
-    if LEFT_OUT not in state.slots:
+    counted = (LEFT_OUT, RESTED)
+    if not any(name in state.slots for name in counted):
         return state
-    slots = {name: slot for name, slot in state.slots.items() if name != LEFT_OUT}
+    slots = {name: slot for name, slot in state.slots.items() if name not in counted}
     return attrs.evolve(state, slots=slots)
 
 

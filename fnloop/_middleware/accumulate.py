@@ -279,7 +279,7 @@ def microbatch(size: int) -> Middleware:
     checks.integer("microbatch", "size", size, "the most samples in a piece", wrong_type=TypeError)
 
     def gradient(step: Step) -> Step:
-        return _instead_of(step, lambda backward: InPieces(backward.loss, size))
+        return _instead_of(step, lambda backward: InPieces(backward.loss, size, backward.drops))
 
     order = {"gradient": -2}  # it is about backward alone: first
     return Middleware("microbatch", gradient=gradient, check=_check_pieces, adds=(), order=order)

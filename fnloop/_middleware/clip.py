@@ -15,7 +15,7 @@ from fnloop._backend.fsdp import combined, local_part
 from fnloop._core.freeze import Selectors, check_selectors
 from fnloop._core.metrics import Mean
 from fnloop._core.rng import isolated
-from fnloop._core.state import TrainState, parameters, unwrap
+from fnloop._core.state import TrainState, parameters, unwrap, with_used
 from fnloop._core.types import Batch, Call, Middleware, Output, Step, middleware
 from fnloop._display import checks
 from fnloop._step.engine import engine_of, refuse
@@ -219,7 +219,7 @@ def _check_overlap(state: TrainState, listed: Sequence[Middleware]) -> None:
             continue
         only = _only_of(member.call)
         chosen = Chosen(repr(member), None if only is None else check_selectors("clip", only))
-        chosen.check(state)
+        chosen.check(with_used(state))
         for name in chosen.named(state):
             if (other := owners.setdefault(name, member)) is not member:
                 raise ValueError(
@@ -329,7 +329,7 @@ def clip_adaptive(ratio: float = 0.01, only: Selectors | None = None) -> Middlew
         return state, out
 
     def check(state: TrainState, listed: object) -> None:
-        chosen.check(state)
+        chosen.check(with_used(state))
 
     return Middleware(
         "clip_adaptive",

@@ -15,7 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 from fnloop._core.optimizers import optimizers_in, wants_closure
-from fnloop._core.state import TrainState
+from fnloop._core.state import TrainState, with_used
 from fnloop._core.types import Batch, Middleware, Output, Step, middleware
 from fnloop._display import checks
 from fnloop._graphs.capture import GraphedStep, read_from_tensors, recorder_on
@@ -144,7 +144,7 @@ def _check_members(members: Sequence[Middleware]) -> None:
 
 def _check_optimizers(state: TrainState, members: Sequence[Middleware]) -> None:
     """Raise if torch cannot compile the step of an optimizer."""
-    for optimizer in optimizers_in(state.optimizer).values():
+    for optimizer in optimizers_in(with_used(state).optimizer).values():
         name = type(optimizer).__name__
         if wants_closure(type(optimizer)):
             raise ValueError(

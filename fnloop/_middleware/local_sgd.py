@@ -12,7 +12,7 @@ from fnloop._backend.collectives import counted_collectives
 from fnloop._backend.fsdp import is_sharded
 from fnloop._core.apart import Apart, apart_of
 from fnloop._core.optimizers import modes_of, optimizers_in, wants_closure
-from fnloop._core.state import LOCAL_SGD, TrainState, ownership_of
+from fnloop._core.state import LOCAL_SGD, TrainState, ownership_of, with_used
 from fnloop._core.types import Batch, Middleware, Output, Step, middleware, name_of
 from fnloop._display import checks
 from fnloop._step.engine import engine_of, refuse
@@ -258,7 +258,7 @@ def _check_members(members: Sequence[Middleware]) -> None:
 def _check_state(state: TrainState, members: Sequence[Middleware]) -> None:
     """Raise NotImplementedError if the processes of a state cannot update by themselves."""
     refuse(state, LOCAL_SGD, exact="its sums depend on the number of processes. Leave one out")
-    optimizers, why = optimizers_in(state.optimizer).values(), None
+    optimizers, why = optimizers_in(with_used(state).optimizer).values(), None
     if is_sharded(state.model):
         why = (
             "needs the whole model in every process, and here each has a part of it: leave "

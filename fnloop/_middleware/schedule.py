@@ -38,7 +38,14 @@ from fnloop._core.optimizers import (
 )
 from fnloop._core.records import Record, better, counts
 from fnloop._core.runs import RunInfo
-from fnloop._core.state import TrainState, explain_unknown_length, with_slot
+from fnloop._core.state import (
+    RESTED,
+    TrainState,
+    explain_unknown_length,
+    rested,
+    used_in,
+    with_slot,
+)
 from fnloop._core.types import (
     UPDATE,
     Batch,
@@ -73,11 +80,11 @@ def schedule(
 
     The number is its initial value × ``fn(step, total_steps)``. Update i (from 0) uses
     ``fn(i, total)``. In a phase, i counts from where it began, and the total is its length. Skipped
-    updates do not count. Each group keeps its initial value as
-    ``initial_lr``, as torch's schedulers do: to change a learning rate under a schedule, set
-    ``group["initial_lr"]``. The value used is the metric "lr" (``lr/1``, ... for further groups,
-    ``lr/head`` for one with ``group["name"] = "head"``; ``lr/rest``, ``lr/rest/1``, ... with
-    several optimizers).
+    updates do not count, and neither do those in which the optimizer rested (see :func:`using`).
+    Each group keeps its initial value as ``initial_lr``, as torch's schedulers do: to change a
+    learning rate under a schedule, set ``group["initial_lr"]``. The value used is the metric "lr"
+    (``lr/1``, ... for further groups, ``lr/head`` for one with ``group["name"] = "head"``;
+    ``lr/rest``, ``lr/rest/1``, ... with several optimizers).
 
     Args:
         fn: ``(step, total_steps) -> factor``: one of ``fnloop.schedules``, or your own function.
@@ -134,20 +141,24 @@ def schedule(
         def scheduled(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
             __tracebackhide__ = True
             first, total = _stretch(state)
-            factor = _compute_factor(fn, of_state, state, state.step - first, total)
-            groups = chosen_groups(state.optimizer, names, "schedule")
-            kept = keep_settings(groups.values())
-            for group in groups.values():
-                set_number(group, field, factor, name, absolute)
+            groups = _used_groups(state, names, "schedule")
+            if not groups:
+                return step(state, batch)
+            kept, shares = keep_settings(groups.values()), _by_updates(state, groups)
+            for share in shares:
+                i, of = state.step - first - share.rested, total and total - share.rested
+                share.factor = factor = _compute_factor(fn, of_state, state, i, of)
+                for group in share.groups:
+                    set_number(group, field, factor, name, absolute)
             used = numbers_used(groups, field)
             numbers = [number_in(group, field) for group in groups.values()]
             if total is not None and total != state.slots.get(name, total):
-                group = next(iter(groups.values()))
+                group, factor = shares[0].groups[0], shares[0].factor
                 base = 1.0 if absolute else group[initial]
                 unit = f" × {initial}" if isinstance(base, Tensor) else ""
                 show = lambda rate: f"{rate * (1 if unit else base):.3g}{unit}"
                 call, before = f"schedule({name_of(fn)})", state.slots[name]
-                _warn_of_total(state, call, field, fn, before, factor, show)
+                _warn_of_total(state, call, field, fn, before, factor, show, shares[0].rested)
                 state = with_slot(state, name, total)
             put_back = functools.partial(put_settings_back, kept, field, numbers)
             made = None
@@ -192,6 +203,43 @@ def _names(owner: str, only: str | Sequence[str] | None) -> tuple[str, ...] | No
             f'("rest",), or None for all; got {checks.describe(only)}'
         )
     return tuple(names)
+
+
+def _used_groups(state: TrainState, only: Sequence[str] | None, owner: str) -> dict[str, Group]:
+    """Return the chosen groups of the optimizers that the step updates with, as ``using`` says."""
+    groups = chosen_groups(state.optimizer, only, owner)
+    names = used_in(state)
+    if names is None:
+        return groups
+    own = {id(group) for name in names for group in state.optimizer[name].param_groups}
+    return {label: group for label, group in groups.items() if id(group) in own}
+
+
+class _Share:
+    """Groups whose optimizers have made equally many updates.
+
+    Args:
+        rested: the updates of the run, or of its phase, in which they rested.
+        groups: the groups.
+    """
+
+    __slots__ = ("factor", "groups", "rested")
+
+    def __init__(self, rested: int, groups: list[Group]) -> None:
+        self.rested, self.groups = rested, groups
+        self.factor: Rate = 1.0
+
+
+def _by_updates(state: TrainState, groups: Mapping[str, Group]) -> list[_Share]:
+    """Return groups by the updates of their optimizers."""
+    if RESTED not in state.slots:
+        return [_Share(0, [*groups.values()])]
+    found: dict[int, list[Group]] = {}
+    for name, one in optimizers_in(state.optimizer).items():
+        own = {*map(id, one.param_groups)}
+        if ours := [group for group in groups.values() if id(group) in own]:
+            found.setdefault(rested(state, name), []).extend(ours)
+    return [_Share(count, ours) for count, ours in found.items()]
 
 
 def _slot_name(owner: str, given: Sequence[str]) -> str:
@@ -308,6 +356,7 @@ def _warn_of_total(
     planned_for: int | None,
     value: Rate,
     show: Callable[[Rate], str] = "{:.3g}".format,
+    rested: int = 0,
 ) -> None:
     """Warn if the run has another number of updates than it was planned for, which a number shows.
 
@@ -319,13 +368,14 @@ def _warn_of_total(
         planned_for: the number of updates that it was called with before, if that was known.
         value: what it returns now.
         show: returns a number as text.
+        rested: the updates of the stretch in which its optimizer rested.
     """
     first, total = _stretch(state)
     if planned_for is None or takes_state(fn):  # a function of the state knows the new total only
         return
     planned: Rate | None = None
     with contextlib.suppress(Exception):  # the function may be undefined after the planned end
-        planned = fn(state.step - first, planned_for)
+        planned = fn(state.step - first - rested, planned_for - rested)
     if planned != value and state.backend.main:
         otherwise = "" if planned is None else f" instead of {show(planned)}"
         log.warning(
@@ -556,7 +606,8 @@ def torch_scheduler(
         __tracebackhide__ = True
         optimizer = _optimizer_of(state, only)
         begin_again(optimizer.param_groups)
-        run = _RecordingRunInfo(**attrs.asdict(_stretch_of(state) or RunInfo(), recurse=False))
+        stretch = _stretch_of(state, _rested(state, only))
+        run = _RecordingRunInfo(**attrs.asdict(stretch or RunInfo(), recurse=False))
         try:
             scheduler = factory(optimizer, run)
         except TypeError as error:
@@ -568,23 +619,25 @@ def torch_scheduler(
         scheduler.made_for = run.lengths  # type: ignore[union-attr]
         if not isinstance(scheduler, LRScheduler):
             scheduler.made_for_groups = len(optimizer.param_groups)  # type: ignore[attr-defined]
-            if done := _updates(state):
+            if done := _updates(state, only):
                 scheduler.step_update(done)
         return scheduler
 
     def wrap(step: Step) -> Step:
         def scheduled(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
             __tracebackhide__ = True
+            chosen = _used_groups(state, only and (only,), "torch_scheduler")
+            if not chosen:
+                return step(state, batch)
             scheduler: LRScheduler | UpdateScheduler = state.slots[slot]
             if made_for := getattr(scheduler, "made_for", None):  # old checkpoints have none
-                _check_length(made_for, scheduler, state, name)
+                _check_length(made_for, scheduler, state, name, _rested(state, only))
             optimizer = _optimizer_of(state, only)
             _check_groups(scheduler, optimizer, name)
-            chosen = chosen_groups(state.optimizer, only and (only,), "torch_scheduler")
             used = numbers_used(chosen, "lr")
             state, out = step(state, batch)
             if UPDATE in state.events:
-                _advance(scheduler, _updates(state), name)
+                _advance(scheduler, _updates(state, only), name)
                 note_set(optimizer.param_groups)
             return state, report(out, used, "torch_scheduler")
 
@@ -639,14 +692,30 @@ class _OfGroup(Optimizer):
         """Do nothing, but let a scheduler note that an update was made."""
 
 
-def _updates(state: TrainState) -> int:
-    """Return the updates of a run so far; in a phase, those of the phase."""
-    return state.step - _stretch(state)[0]
+def _updates(state: TrainState, only: str | None) -> int:
+    """Return the updates of an optimizer in a run so far; in a phase, those of the phase."""
+    return state.step - _stretch(state)[0] - _rested(state, only)
 
 
-def _stretch_of(state: TrainState) -> RunInfo | None:
-    """Return the facts about a run; in a phase, those of a run that is the phase alone."""
+def _rested(state: TrainState, only: str | None) -> int:
+    """Return the updates of them in which the optimizer rested, or that of the group."""
+    if only is None or RESTED not in state.slots:
+        return 0
+    found = optimizers_in(state.optimizer)
+    if only in found:
+        return rested(state, only)
+    owners = (n for n, one in found.items() for g in one.param_groups if g.get("name") == only)
+    return rested(state, next(owners, ""))
+
+
+def _stretch_of(state: TrainState, rested: int) -> RunInfo | None:
+    """Return the facts about a run; in a phase, those of a run that is the phase alone.
+
+    Updates in which the optimizer rested are not in its length.
+    """
     run, phase = state.run, unfinished(state.phases)
+    if run is not None and rested and run.total_steps is not None:
+        run = attrs.evolve(run, total_steps=run.total_steps - rested)
     if run is None or phase is None:
         return run
     epochs = None if run.epochs is None else run.epochs - phase.epoch
@@ -768,10 +837,11 @@ def _check_length(
     scheduler: object,
     state: TrainState,
     name: str,
+    rested: int,
 ) -> None:
     """Raise if the run has other lengths than the scheduler was made for."""
     __tracebackhide__ = True
-    run = _stretch_of(state)
+    run = _stretch_of(state, rested)
     for length, value in made_for.items():
         now = getattr(run, length, value)  # a bare step has no lengths, so none that differ
         if now != value:
@@ -911,7 +981,7 @@ def plateau(
             if len(history) and key not in history[-1].metrics:
                 check_monitored("plateau", key, state)
             ratio = looked(history, first_record(state.phases, since)).ratio
-            groups = chosen_groups(state.optimizer, names, "plateau").values()
+            groups = _used_groups(state, names, "plateau").values()
             kept = keep_settings(groups)
             for group in groups:
                 group[RATIO] = ratio, min_value

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fnloop._core.history import unfinished
 from fnloop._core.metrics import RECENT, Mean, NoLoss, combine, update_evaluated_
-from fnloop._core.optimizers import optimizers_in
+from fnloop._core.optimizers import first_shared, optimizers_in
 from fnloop._core.rng import fold_in
 from fnloop._core.runs import RunInfo, waiting_once
 from fnloop._core.state import (
@@ -58,7 +58,7 @@ from fnloop._step.pipeline import (
     check_around,
     renew_slots,
 )
-from fnloop._step.update import of_turn, prefixed
+from fnloop._step.update import USING, of_turn, prefixed
 
 SAME, NEXT = "same", "next"
 # What acts on one backward or one forward: the steps list it themselves.
@@ -319,6 +319,12 @@ class AlternateStep(PipelineStep):
         found = optimizers_in(state.optimizer)
         missing = [name for name in self.settings.steps if name not in found]
         if not missing:
+            if (shared := first_shared(state.model, found)) is not None:
+                raise ValueError(
+                    f"the parameter {shared.name} is in two optimizers, {shared.one!r} and "
+                    f"{shared.other!r}, and a round of alternate would change it by both: leave it "
+                    "out of one"
+                )
             return
         has = "has one optimizer, without a name" if "" in found else f"has {join_names([*found])}"
         given = ", ".join(f"{name!r}: ..." for name in self.settings.steps)
@@ -413,6 +419,8 @@ def _check_in_turn(name: str, step: PipelineStep) -> None:
             why = 'goes back with the whole model: write then="skip" or then="stop"'
         elif member.name == LOCAL_SGD:
             why = "averages weights over processes, and alternate gradients: leave one out"
+        elif member.name == USING:
+            why = "names optimizers, and a turn has only its own: leave it out"
         elif member.view or (member.update and is_ours(member) and member.name != "compiled"):
             why = "averages the whole model: list it around all turns, "
             why += f"pipeline({member!r})(alternate(...))"

@@ -21,6 +21,7 @@ from fnloop._core.metrics import combine
 from fnloop._core.optimizers import explain_untrained, optimizers_in
 from fnloop._core.state import TrainState, current_parameters, parameters
 from fnloop._core.types import BY_ANOTHER, Batch, Metric, Output, Step
+from fnloop._display.checks import join_names
 
 # --------------------------------------------------------------------------------------------------
 # What backward starts from, and the gradients that a window finds and leaves.
@@ -134,11 +135,16 @@ def fail_to_train(state: TrainState, name: str, uses_others: bool) -> NoReturn:
         uses_others: whether other parameters of the model have one.
     """
     cache, optimizers = current_parameters(state), optimizers_in(state.optimizer).values()
-    untrained = explain_untrained(state.model, optimizers)
+    untrained = None if cache.resting else explain_untrained(state.model, optimizers)
     if untrained is not None and uses_others:
         why = untrained
     elif not any(p.requires_grad for p in cache.trained):
         why = "each of them has requires_grad=False"
+    elif cache.resting:
+        why = (
+            "the loss does not use them. If it uses those of other optimizers, name one of these "
+            f"in using(...): {join_names([*cache.resting], 5)}"
+        )
     else:
         why = (
             f"{name} probably uses another model than the one that it is given, such as a global "

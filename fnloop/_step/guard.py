@@ -221,7 +221,7 @@ class InPieces(Backward):
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
         __tracebackhide__ = True
         making, pieces = engine_of(state).start(self.loss, state, (batch,), self.size, alone=True)
-        return run(making, state, pieces)
+        return self.kept(*run(making, state, pieces))
 
 
 class Retrying(Backward):
@@ -234,7 +234,7 @@ class Retrying(Backward):
     """
 
     def __init__(self, backward: Backward) -> None:
-        super().__init__(backward.loss, backward.size)
+        super().__init__(backward.loss, backward.size, backward.drops)
         self._keep_buffers = keeping_buffers()
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
@@ -265,7 +265,7 @@ class Retrying(Backward):
             repeat()
             state = with_slot(state, RETRY, size)
         restore_gradients(new, stashed)
-        return new, out
+        return self.kept(new, out)
 
 
 def _smaller(state: TrainState, window: Sequence[Batch], size: int | None, error: Exception) -> int:

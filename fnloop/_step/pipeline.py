@@ -24,7 +24,7 @@ from fnloop._core.averages import check_not_averaged
 from fnloop._core.freeze import Selector, select
 from fnloop._core.history import check_loaders
 from fnloop._core.metrics import COLLECTION_HINT, names_in, update_evaluated_
-from fnloop._core.optimizers import groups_in, to_training
+from fnloop._core.optimizers import check_used, groups_in, to_training
 from fnloop._core.rng import fold_in, isolated, seed_all, torch_seeder
 from fnloop._core.runs import Windows
 from fnloop._core.serialize import has_pending, materialize
@@ -43,6 +43,7 @@ from fnloop._core.state import (
     give_up_ownership,
     parameters,
     unwrap,
+    using_only,
     with_carry,
     with_slot,
     with_slots,
@@ -79,10 +80,12 @@ from fnloop._step.update import (
     CLOSURE,
     CREATE_GRAPH,
     OPTIMIZER,
+    USING,
     Backward,
     add_reported,
     report,
     update,
+    used_by,
 )
 
 #     pipeline(a, b)(loss_fn) == pipe(
@@ -189,6 +192,7 @@ class PipelineStep(abc.ABC):
         self._layers = Layers()
         self.is_timed = any(m.timed for m in pipeline.middleware)
         self.carries = any(m.carries for m in pipeline.middleware)
+        self._used = used_by(pipeline.middleware)
         innermost = self._compose_innermost()
         self._innermost: Replaceable | None = (
             None if all(map(is_ours, pipeline.middleware)) else functools.partial(innermost)
@@ -304,6 +308,10 @@ class PipelineStep(abc.ABC):
                 for m in members
                 if m.forward or m.evaluation or m.view or View.is_pending(state.slots.get(m.name))
             )
+        elif self._used is not None:
+            check_used(state.model, state.optimizer, self._used)
+            with using_only(state, self._used):
+                return init_slots(state, members)
         return init_slots(state, members)
 
     def windows(self, epoch: int, update: int, batch: int, in_all: Callable[[int], int]) -> Windows:
@@ -487,12 +495,35 @@ class LossStep(PipelineStep):
             functools.partial(self._ring, "update"),
             functools.partial(self._ring, "device"),
             functools.partial(self._ring, "step"),
+            self._using,
         )
+
+    def _using(self, step: Step) -> Step:
+        """Return a step within which every middleware knows which optimizers update."""
+        names = self._used
+        if names is None:
+            return step
+
+        def using(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
+            __tracebackhide__ = True
+            with using_only(state, names):
+                return step(state, batch)
+
+        return using
+
+    def begin_run(self, state: TrainState) -> None:
+        super().begin_run(state)
+        self._check_optimizers(state)
+
+    def _check_optimizers(self, state: TrainState) -> None:
+        """Raise ValueError unless one update can be made with the optimizers together."""
+        check_used(state.model, state.optimizer, self._used)
 
     def _backward(self, step: Step) -> Step:
         again = any(m.name == CREATE_GRAPH for m in self.pipeline.middleware)
         skips = may_skip_in(self.pipeline.middleware, "forward", "loss")
-        backward = Backward(LossRoot(step, None, skips, again, name_of(self._trains_by)))
+        root = LossRoot(step, None, skips, again, name_of(self._trains_by))
+        backward = Backward(root, drops=self._used is not None)
         self._layers.add(backward, "backward")
         return backward
 
@@ -500,7 +531,7 @@ class LossStep(PipelineStep):
         members = self.pipeline.middleware
         by_closure = any(m.name in (CLOSURE, CREATE_GRAPH) for m in members)
         transacted = transaction(step, members, self._leaves_out)
-        updating = update(transacted, name_of(self._trains_by), by_closure)
+        updating = update(transacted, name_of(self._trains_by), by_closure, self._used)
         self._layers.add(updating, OPTIMIZER)
         return updating
 
@@ -665,6 +696,9 @@ class RawStep(LossStep):
         self._layers.add(self.fn, name_of(self.fn))
         return toolz.pipe(own, functools.partial(self._ring, "step"))
 
+    def _check_optimizers(self, state: TrainState) -> None:
+        """Do nothing: the function says which optimizers update."""
+
     @contextlib.contextmanager
     def _calls_noted(self) -> Iterator[list[int]]:
         yield [1]  # what calls the function need not call the loss function
@@ -750,6 +784,9 @@ class GradientStep(RawStep):
     def _compose_training(self) -> Step:
         return LossStep._compose_training(self)
 
+    def _check_optimizers(self, state: TrainState) -> None:
+        LossStep._check_optimizers(self, state)
+
     def init_slots(self, state: TrainState, *, evaluation: bool = False) -> TrainState:
         __tracebackhide__ = True
         if not evaluation:
@@ -822,7 +859,8 @@ def evaluate_beside(step: Step) -> Step:
 
 def rings_of(listed: Sequence[Middleware]) -> list[tuple[str, list[str]]]:
     """Return what acts in each ring of a pipeline, in its order, the innermost ring first."""
-    own = {"gradient": ["backward"], "update": [OPTIMIZER]}
+    using = [repr(m) for m in listed if m.name == USING]
+    own = {"gradient": ["backward"], "update": [", ".join((OPTIMIZER, *using))]}
     acting = {ring: [*map(repr, acting_in(listed, ring))] for ring in RINGS}
     acting["forward"] += [f"{m!r} in evaluation" for m in listed if m.evaluation or m.view]
     return [
@@ -857,6 +895,8 @@ def check_around(
             acts = "takes windows"
         elif member.name in (CLOSURE, CREATE_GRAPH):
             acts = "says how the optimizer is called"
+        elif member.name == USING:
+            acts = "says which optimizers update"
         if acts is not None:
             raise ValueError(explain(member, acts, found))
 

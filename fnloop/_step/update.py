@@ -18,7 +18,9 @@ from torch.optim import Optimizer
 from fnloop._backend.torch_compat import apply_optimizer
 from fnloop._core.history import suggestion
 from fnloop._core.optimizers import (
+    Handle,
     Optimizers,
+    check_used,
     explain_untrained,
     optimizers_in,
     wants_closure,
@@ -26,11 +28,13 @@ from fnloop._core.optimizers import (
 from fnloop._core.state import (
     TrainState,
     advance,
+    advance_used,
     current_parameters,
     give_up_ownership,
     parameters,
+    with_used,
 )
-from fnloop._core.types import Batch, Metric, Middleware, Output, Step
+from fnloop._core.types import Batch, Metric, Middleware, Output, Step, is_ours
 from fnloop._display import checks
 from fnloop._display.screen import log
 from fnloop._step.engine import engine_of
@@ -41,6 +45,7 @@ from fnloop._step.gradients import LossRoot, fail_to_train
 # The outermost of the three steps, that of the optimizers, and what becomes of its output.
 
 CLOSURE, CREATE_GRAPH = "closure", "closure(create_graph)"  # names of middleware
+USING = "using"  # likewise
 OPTIMIZER = "the optimizer's step"  # the name of that layer in messages
 
 
@@ -66,13 +71,24 @@ def replace_apply(
         _applying.apply = before
 
 
-def update(step: Step, name: str, by_closure: bool = False) -> Step:
+def used_by(members: Iterable[Middleware]) -> tuple[str, ...] | None:
+    """Return the names that ``using`` was given; None: there is none, so all optimizers update."""
+    for member in members:
+        if member.name == USING and is_ours(member) and member.call is not None:
+            return tuple(map(str, member.call.args))
+    return None
+
+
+def update(
+    step: Step, name: str, by_closure: bool = False, used: tuple[str, ...] | None = None
+) -> Step:
     """Return the step that applies the gradients, unless they are left out, and then clears them.
 
     Args:
         step: the gradient step: a :func:`transaction`, if it may leave an update out.
         name: the name of the loss function.
         by_closure: whether to give the optimizer a closure that it could do without.
+        used: the names of the optimizers to update with; None: all.
     """
 
     def update(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
@@ -82,25 +98,39 @@ def update(step: Step, name: str, by_closure: bool = False) -> Step:
         for p in params:
             p.grad = None  # of an earlier batch, if any
         try:
-            if by_closure or wants_closure(type(state.optimizer)):  # then there is only one
-                return _by_closure(step, state, batch)
-            new, out = step(state, batch)
-            if out.skip is None:
-                if not cache.checked:
-                    _check_gradients(new, out, name)
-                give_up_ownership(new)  # until all of the parameters have changed
-                apply, optimizer = _applying.apply, new.optimizer
-                for one in optimizer.values() if type(optimizer) is Optimizers else (optimizer,):
-                    apply(one)
+            own = state if used is None else with_used(state, used)
+            cache = cache if used is None else current_parameters(own)
+            if not cache.apart:
+                check_used(state.model, state.optimizer, used)
+                cache.apart = True
+            if by_closure or _evaluates(own.optimizer):  # then there is only one
+                new, out = _by_closure(step, own, batch)
+            else:
+                new, out = step(own, batch)
+                if out.skip is None:
+                    if not cache.checked:
+                        _check_gradients(new, out, name, state.optimizer)
+                    give_up_ownership(new)  # until all of the parameters have changed
+                    apply, given = _applying.apply, new.optimizer
+                    for one in given.values() if type(given) is Optimizers else (given,):
+                        apply(one)
         finally:
             for p in params:
                 p.grad = None
-        return advance(new, out.skip is None), out
+        applied = out.skip is None
+        return advance(new, applied) if used is None else advance_used(state, new, applied), out
 
     return update
 
 
-def _check_gradients(state: TrainState, out: Output, name: str) -> None:
+def _evaluates(optimizer: Handle) -> bool:
+    """Return whether the only optimizer evaluates the loss by itself."""
+    if type(optimizer) is Optimizers:
+        return len(optimizer) == 1 and wants_closure(type(next(iter(optimizer.values()))))
+    return wants_closure(type(optimizer))
+
+
+def _check_gradients(state: TrainState, out: Output, name: str, whole: Handle) -> None:
     """Check which parameters have a gradient, in the first update and after each change of them.
 
     Raises:
@@ -109,7 +139,7 @@ def _check_gradients(state: TrainState, out: Output, name: str) -> None:
     __tracebackhide__ = True
     if out.weight.__class__ is int and not out.weight:  # this process had no batch
         return
-    cache, optimizers = current_parameters(state), optimizers_in(state.optimizer).values()
+    cache, optimizers = current_parameters(state), optimizers_in(whole).values()
     if all(p.grad is None for p in cache.trained):
         fail_to_train(state, name, any(p.grad is not None for p in cache.found))
     cache.checked = True
@@ -119,13 +149,20 @@ def _check_gradients(state: TrainState, out: Output, name: str) -> None:
         log.warning("update %d: %s", state.step + 1, untrained)
 
 
-@functools.cache
-def _check_takes_closure(optimizer: type[Optimizer | Optimizers]) -> None:
-    if issubclass(optimizer, Optimizers):
+def _only(optimizer: Handle) -> Handle:
+    """Return the only optimizer of an update that calls it with a closure."""
+    if type(optimizer) is not Optimizers:
+        return optimizer
+    if len(optimizer) > 1:
         raise TypeError(
-            "closure() calls the step of one optimizer, but this state has several: give all "
-            "parameters to one, or leave closure() out of the pipeline"
+            "closure() calls the step of one optimizer, but this state has several: say which one, "
+            f'using("{next(iter(optimizer))}"), or leave closure() out of the pipeline'
         )
+    return next(iter(optimizer.values()))
+
+
+@functools.cache
+def _check_takes_closure(optimizer: type[Optimizer]) -> None:
     if "closure" not in inspect.signature(optimizer.step).parameters:
         raise TypeError(
             f"{optimizer.__name__}.step takes no closure: leave closure() out of the pipeline"
@@ -138,7 +175,8 @@ def _by_closure(step: Step, state: TrainState, batch: Batch) -> tuple[TrainState
     The first evaluation is reported.
     """
     __tracebackhide__ = True
-    _check_takes_closure(type(state.optimizer))
+    optimizer = _only(state.optimizer)
+    _check_takes_closure(type(optimizer))
     replies: list[tuple[TrainState, Output]] = []
 
     def closure() -> Tensor:
@@ -148,15 +186,14 @@ def _by_closure(step: Step, state: TrainState, batch: Batch) -> tuple[TrainState
         replies.append(step(state, batch))
         if replies[-1][1].skip is not None:
             raise ValueError(
-                f"{type(state.optimizer).__name__} cannot skip an update ({replies[-1][1].skip})"
+                f"{type(optimizer).__name__} cannot skip an update ({replies[-1][1].skip})"
             )
         return engine_of(state).mean_loss(replies[-1][1])
 
     # The optimizer may change the parameters before, between and after its evaluations.
     give_up_ownership(state)
-    state.optimizer.step(closure)
-    new, out = replies[0]
-    return advance(new, applied=True), out
+    optimizer.step(closure)
+    return replies[0]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -184,10 +221,11 @@ class Backward:
     Args:
         loss: the loss, and what backward starts from.
         size: the most samples in one forward and backward; None: those of a batch.
+        drops: whether to drop the gradients of what the state's optimizers do not update.
     """
 
-    def __init__(self, loss: LossRoot, size: int | None = None) -> None:
-        self.loss, self.size = loss, size
+    def __init__(self, loss: LossRoot, size: int | None = None, drops: bool = False) -> None:
+        self.loss, self.size, self.drops = loss, size, drops
 
     # Both have the loop of `run`, which would be one more frame of each traceback.
 
@@ -195,14 +233,14 @@ class Backward:
         """Run forward and backward of one batch."""
         __tracebackhide__ = True
         engine = engine_of(state)
-        if engine is LOCAL and self.size is None:  # a batch in one process needs no pass
+        if engine is LOCAL and self.size is None and not self.drops:  # it needs no pass
             state, out = self.loss.forward(state, batch)
             return state, self.loss.backward(state, out)
         making, pieces = engine.start(self.loss, state, (batch,), self.size, alone=True)
         for piece in pieces:
             state, out = making.forward(state, piece)
             making.add(state, out)
-        return state, making.finish(state)
+        return self.kept(state, making.finish(state))
 
     def accumulate(self, state: TrainState, window: Sequence[Batch]) -> tuple[TrainState, Output]:
         """Run forward and backward of a window. The gradient is that of the mean over its items."""
@@ -211,7 +249,14 @@ class Backward:
         for piece in pieces:
             state, out = making.forward(state, piece)
             making.add(state, out)
-        return state, making.finish(state)
+        return self.kept(state, making.finish(state))
+
+    def kept(self, state: TrainState, out: Output) -> tuple[TrainState, Output]:
+        """Return what it has made, without the gradients of what rests."""
+        if self.drops:
+            for p in current_parameters(state).others:
+                p.grad = None
+        return state, out
 
     def scaled_by(self, scale: Callable[[TrainState], Tensor]) -> Backward:
         """Return the same step with gradients multiplied by ``scale(state)``."""
