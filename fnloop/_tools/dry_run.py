@@ -25,7 +25,7 @@ from fnloop._core.optimizers import optimizers_in
 from fnloop._core.rng import isolated
 from fnloop._core.runs import INTERRUPTED, TERMINATED
 from fnloop._core.serialize import find_difference
-from fnloop._core.state import TrainState, check_not_stale, snapshot
+from fnloop._core.state import TrainState, check_not_stale, snapshot, without_metrics
 from fnloop._core.types import EPOCH, Batch, Middleware, Output, Step, Wrap, name_of
 from fnloop._data.composed import unmarked
 from fnloop._data.held import own_copy
@@ -623,7 +623,7 @@ EVALUATED = every(epochs=1)  # when a run evaluates by default
 def at_start_of_epoch(state: TrainState) -> TrainState:
     """Return a copy of a state, at the start of its epoch, without what it has measured."""
     return attrs.evolve(
-        snapshot(state), batch=0, samples=0, metrics={}, history=History(), stop=None,
+        without_metrics(snapshot(state)), batch=0, samples=0, history=History(), stop=None,
         ends=None, phases=(), generators=None, saved_on=None, events=frozenset(),
         todo=(),
     )  # fmt: skip
