@@ -635,15 +635,17 @@ def consume(
 
 def _begun(state: TrainState) -> dict[str, Metric]:
     """Return the running metrics with which an epoch begins: the items of those before it."""
-    if not state.epoch and ITEMS not in state.metrics:
-        return {}
+    return _only_items(state) if state.epoch or ITEMS in state.metrics else {}
+
+
+def _only_items(state: TrainState) -> dict[str, Metric]:
     ownership_of(state).own_metrics.add(ITEMS)  # those of each process add up
     return {ITEMS: items_so_far(state.metrics, _in_first_epoch(state))}
 
 
 def without_metrics(state: TrainState) -> TrainState:
     """Return the state without running metrics, in mid-epoch too. Items stay counted."""
-    return changed(state, metrics=_begun(state) if state.metrics else {})
+    return changed(state, metrics=_only_items(state) if state.metrics or state.epoch else {})
 
 
 # --- the items of all applied updates
@@ -691,8 +693,8 @@ def items_of_call(state: TrainState) -> tuple[float, float]:
     counted = state._counted
     if counted.now is None:
         raise RuntimeError(
-            "every(items=...) is asked in a run that does not count items: a hook of your own names "
-            "the moments that it asks, moments = (moment,)"
+            "every(items=...) is asked in a run that does not count items: a hook of your own that "
+            "asks it names it, moments = (moment,)"
         )
     return counted.now if counted.before is None else counted.before, counted.now
 
@@ -1636,12 +1638,13 @@ def explain_unknown_length(what: str, state: TrainState) -> str:
             f"{what} needs the length of the run, which a bare step does not know: call fit(step, "
             "state, loaders, ...), or give every length in steps"
         )
-    if state.run.total_items is not None:
+    run = state.run
+    if run.total_items is not None and (run.epochs is None or run.batches_per_epoch is not None):
         return (
             f"{what} needs the updates of the run, but items= ends it: write schedule(..., "
             'by="items"), or give every length in steps'
         )
-    varies = state.run.batches_per_epoch is not None
+    varies = run.batches_per_epoch is not None
     why = (
         "a batch makes an update for each of its windows"
         if varies

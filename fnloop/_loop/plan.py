@@ -87,6 +87,8 @@ class Plan:
         prefetch: how many windows are fetched ahead.
         phase: the name of the phase, or None.
         may_stall: whether all updates of two epochs may be left out before a target in steps.
+        assumed_items: what schedules see as the target for ``state.items`` where there is none, in
+            a trial of a run; or None.
     """
 
     step: PipelineStep
@@ -100,6 +102,7 @@ class Plan:
     phase: str | None
     may_stall: bool = False
     items: int | None = None
+    assumed_items: int | None = None
 
     def begin(self, state: TrainState) -> TrainState:
         """Return the state with which the run begins; a new phase begins here.
@@ -379,7 +382,9 @@ def describe(
     phase = None if plan.phase is None else phase_of(state, plan.phase)
     batches = source.length_in(state.epoch)
     per_epoch = plan.updates_in(batches, windows)
-    total = plan.steps if plan.items is None else None  # a step that carries makes as many updates as a batch has windows
+    total = (
+        plan.steps if plan.items is None else None
+    )  # a step that carries makes as many updates as a batch has windows
     if plan.epochs is not None and per_epoch is not None and plan.items is None:
         batches_left = source.left(state.epoch, state.batch, state.samples) or 0
         left = windows.updates_of(batches_left, state.batch)
@@ -394,7 +399,8 @@ def describe(
     return RunInfo(
         plan.epochs, total, per_epoch, batches, windows.largest, evaluated,
         precision=plan.step.precision_in(state), first_step=0 if phase is None else phase.step,
-        turns=tuple(plan.step.turns), total_items=plan.items,
+        turns=tuple(plan.step.turns),
+        total_items=plan.assumed_items if plan.items is None else plan.items,
         first_items=(None if phase is None else phase.items) or 0,
         hook_slots=slots_of(plan.hooks), reported=names_reported(plan.hooks), windows=windows,
         live=Live(clock, source.positions.at, source.indices, made_with),
@@ -529,7 +535,11 @@ def absolute_targets(
                 "items: give epochs= or steps= in place of items="
             )
         items = math.ceil(first + items)
-    return None if epochs is None else epoch + epochs, None if steps is None else step + steps, items
+    return (
+        None if epochs is None else epoch + epochs,
+        None if steps is None else step + steps,
+        items,
+    )
 
 
 def check_knows_items(state: TrainState) -> float:

@@ -162,7 +162,7 @@ def dry_run(
     check_step(step, "dry_run")
     check_not_stale(state, "dry_run")
     given = (step, at_start_of_epoch(state), loaders, None, None, hooks, None, None, 1, None)
-    plan = make_plan(*given)
+    plan = attrs.evolve(make_plan(*given), assumed_items=ASSUMED)
     del given  # the copy
     found, checked = plan.loaders, plan.hooks
     named = loaders_to_try("dry_run", state, found, several=True)
@@ -617,6 +617,7 @@ def _in_evaluation(frame: FrameType | None) -> bool:
 
 RATES = (schedule, torch_scheduler, plateau)  # they need the length or the records of a run
 REPORTS = (metric, derive, timings, throughput)  # they change no update
+ASSUMED = 1 << 30  # items of the run that is tried, which only its fit knows
 EVALUATED = every(epochs=1)  # when a run evaluates by default
 
 
@@ -681,7 +682,7 @@ def train_trial(
     __tracebackhide__ = True
     moments = evaluate_every, None
     plan = make_plan(step, copied, loaders, epochs, steps, hooks, *moments, prefetch=1, phase=None)
-    plan = attrs.evolve(plan, may_stall=True)  # its hooks end it
+    plan = attrs.evolve(plan, may_stall=True, assumed_items=ASSUMED)  # its hooks end it
     *_, reached = fold(plan, copied, Interrupts(is_alone(copied)))
     if reached.stop == INTERRUPTED:
         raise KeyboardInterrupt
