@@ -75,6 +75,7 @@ def schedule(
     only: str | Sequence[str] | None = None,
     *,
     absolute: bool = False,
+    by: str = "step",
 ) -> Middleware:
     """Set a number of every parameter group before each update.
 
@@ -96,13 +97,18 @@ def schedule(
             (``group["name"]``), such as ``("head",)``; all by default. A pipeline may have several
             schedules of one field for different groups.
         absolute: whether ``fn`` returns the number itself, and not a factor.
+        by: "step", or "items": then it is ``fn(items, total_items)``, with the items of the updates
+            before (``state.items``; samples, or tokens by ``aux["weight"]``) and the target of
+            ``fit(items=...)``, which is None without one. In a phase both count from where it
+            began.
 
     Returns:
         A middleware of the step ring.
 
     Raises:
         TypeError: ``fn`` is not a function, ``field`` is not a key, ``only`` has something else
-            than names, or ``absolute`` is not a bool. When it runs: ``fn`` returns something other
+            than names, ``absolute`` is not a bool, or with "items" ``fn`` is a function of the
+            state. When it runs: ``fn`` returns something other
             than a number.
         ValueError: when composing: two schedules name one optimizer or group, or this and a
             ``torch_scheduler`` set its learning rate. When it runs: there is no optimizer and no
@@ -134,20 +140,27 @@ def schedule(
             f"got {checks.describe(field)}"
         )
     checks.flag("schedule", "absolute", absolute, "whether fn returns the number itself")
+    checks.choice("schedule", "by", by, ("step", "items"))
+    if of_state and by == "items":
+        raise TypeError(
+            'schedule(..., by="items") expects fn as a function (items, total_items) -> number; '
+            f"got {name_of(fn)}, which takes the state: leave by= out, and use state.items in it"
+        )
     names = _names("schedule", only)
     name, initial = _slot_name("schedule", (field, *(names or ()))), f"initial_{field}"
 
     def wrap(step: Step) -> Step:
         def scheduled(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
             __tracebackhide__ = True
-            first, total = _stretch(state)
+            done, total = _progress(state, by)
             groups = _used_groups(state, names, "schedule")
             if not groups:
                 return step(state, batch)
             kept, shares = keep_settings(groups.values()), _by_updates(state, groups)
             for share in shares:
-                i, of = state.step - first - share.rested, total and total - share.rested
-                share.factor = factor = _compute_factor(fn, of_state, state, i, of)
+                rested = share.rested if by == "step" else 0
+                i, of = done - rested, total and total - rested
+                share.factor = factor = _compute_factor(fn, of_state, state, i, of, by=by)
                 for group in share.groups:
                     set_number(group, field, factor, name, absolute)
             used = numbers_used(groups, field)
@@ -158,7 +171,7 @@ def schedule(
                 unit = f" × {initial}" if isinstance(base, Tensor) else ""
                 show = lambda rate: f"{rate * (1 if unit else base):.3g}{unit}"
                 call, before = f"schedule({name_of(fn)})", state.slots[name]
-                _warn_of_total(state, call, field, fn, before, factor, show, shares[0].rested)
+                _warn_of_total(state, call, field, fn, before, factor, show, shares[0].rested, by)
                 state = with_slot(state, name, total)
             put_back = functools.partial(put_settings_back, kept, field, numbers)
             made = None
@@ -171,12 +184,12 @@ def schedule(
 
         return scheduled
 
-    def init(state: TrainState) -> int | None:
+    def init(state: TrainState) -> float | None:
         for group in chosen_groups(state.optimizer, names, "schedule").values():
             if was_scheduled(group, field):  # as in an earlier phase
                 group[initial] = initial_value(group, field)
                 group[SCHEDULED + field] = number_in(group, field)
-        return _stretch(state)[1]
+        return _total(state, by)
 
     return Middleware(
         name,
@@ -184,6 +197,7 @@ def schedule(
         init=init,
         per_phase=True,
         adds=(field,),
+        counts_items=by == "items",
         check=_check_names,
         check_state=_check_groups_apart,
     )
@@ -325,24 +339,47 @@ def _stretch(state: TrainState) -> tuple[int, int | None]:
     return run.first_step, run.total_steps - run.first_step
 
 
+def _total(state: TrainState, by: str) -> float | None:
+    """Return how many updates, or items, the run or its phase has, if that is known."""
+    if by == "step":
+        return _stretch(state)[1]
+    run = state.run
+    return None if run is None or run.total_items is None else run.total_items - run.first_items
+
+
+def _progress(state: TrainState, by: str) -> tuple[float, float | None]:
+    """Return the updates, or items, of the run or its phase so far, and how many it has."""
+    if by == "step":
+        first, total = _stretch(state)
+        return state.step - first, total
+    first = 0 if state.run is None else state.run.first_items
+    return (state.items or 0) - first, _total(state, by)
+
+
 def _compute_factor(
     fn: Callable[..., Rate],
     of_state: bool,
     state: TrainState,
-    step: int,
-    total: int | None,
+    step: float,
+    total: float | None,
     owner: str = "schedule",
+    by: str = "step",
 ) -> Rate:
     __tracebackhide__ = True
     try:
         factor = fn(state) if of_state else fn(step, total)
     except (TypeError, ValueError) as error:
+        if total is None and by == "items":
+            raise ValueError(
+                f'{owner}({name_of(fn)}, by="items") needs the items of the whole run: call fit('
+                "step, state, loaders, items=...), or give every length as a number of items"
+            ) from error
         if total is None:
             raise ValueError(explain_unknown_length(f"{owner}({name_of(fn)})", state)) from error
         raise
     if type(factor) is not float and not isinstance(factor, Real | Tensor):
         raise TypeError(
-            f"{owner}({name_of(fn)}) must return a number; at step {step} of {total} "
+            f"{owner}({name_of(fn)}) must return a number; at {by} {step} of {total} "
             f"it returned {checks.describe(factor)}"
         )
     return factor
@@ -353,10 +390,11 @@ def _warn_of_total(
     call: str,
     field: str,
     fn: Callable[..., Rate],
-    planned_for: int | None,
+    planned_for: float | None,
     value: Rate,
     show: Callable[[Rate], str] = "{:.3g}".format,
     rested: int = 0,
+    by: str = "step",
 ) -> None:
     """Warn if the run has another number of updates than it was planned for, which a number shows.
 
@@ -369,17 +407,20 @@ def _warn_of_total(
         value: what it returns now.
         show: returns a number as text.
         rested: the updates of the stretch in which its optimizer rested.
+        by: what it counts.
     """
-    first, total = _stretch(state)
+    done, total = _progress(state, by)
     if planned_for is None or takes_state(fn):  # a function of the state knows the new total only
         return
     planned: Rate | None = None
     with contextlib.suppress(Exception):  # the function may be undefined after the planned end
-        planned = fn(state.step - first - rested, planned_for - rested)
+        lost = rested if by == "step" else 0
+        planned = fn(done - lost, planned_for - lost)
     if planned != value and state.backend.main:
+        unit = "updates" if by == "step" else by
         otherwise = "" if planned is None else f" instead of {show(planned)}"
         log.warning(
-            f"{call}: the run was planned for {planned_for} updates and now has {total}: at step "
+            f"{call}: the run was planned for {planned_for} {unit} and now has {total}: at step "
             f"{state.step} {field} is {show(value)}{otherwise}"
         )
 
