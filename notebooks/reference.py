@@ -37,7 +37,8 @@ TYPES = {
     "_Fn": "Callable",
     "Skip": "object",
 }
-MADE_ELSEWHERE = ("TrainState", "RunInfo", "Hook")  # no caller makes one by the class
+# No caller makes one by the class.
+MADE_ELSEWHERE = ("TrainState", "RunInfo", "Hook", "Step", "LossFn")
 
 
 def subjects():

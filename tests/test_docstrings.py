@@ -42,6 +42,8 @@ def names_in(text):
 
 
 def parameters(value):
+    if getattr(value, "_is_protocol", False):  # a type for annotations, which no caller makes
+        return set()
     taken = set(inspect.signature(value).parameters) - {"self", "cls"}
     if attrs.has(value):
         taken -= {field.alias for field in attrs.fields(value) if field.name.startswith("_")}
