@@ -88,7 +88,7 @@ BUILT_ON = {
 KERNEL = {
     "": "_version _extensions",
     "_backend": "collectives containers fsdp processes slurm torch_compat wrappers",
-    "_checkpoint": "files format optimizer parts place restore retention save",
+    "_checkpoint": "files foreign format optimizer parts place restore retention save",
     "_core": "apart averages code freeze history metrics optimizers rng runs serialize state types "
     "views",
     "_data": "composed held iterable loaders map_style position source",

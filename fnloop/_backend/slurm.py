@@ -41,7 +41,7 @@ def join_tasks() -> None:
 def launch_variables(given: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that torchrun would have set in this task of SLURM.
 
-    There are none if this is no task, or one that is alone: in a shell of ``salloc``, or in the
+    There are none if this is not a task, or one that is alone: in a shell of ``salloc``, or in the
     script of a job. There are none either if a launcher has set them, or ``WORLD_SIZE`` is another
     number than that of the tasks.
 
