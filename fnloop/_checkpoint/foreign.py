@@ -1,4 +1,4 @@
-"""Tell whose file or folder it is that is no checkpoint of fnloop, so that an error can say so."""
+"""Tell which library has written a file or folder, so that an error can say so."""
 
 from __future__ import annotations
 
