@@ -18,7 +18,7 @@ is carried from batch to batch is one immutable record, the *state*, which `eval
 
 - **States**: `TrainState`, `RunInfo`, `StaleStateError`, `snapshot`, `fork`, `unwrap`, `freeze`,
   `unfreeze`, `layers`
-- **Steps**: `pipeline`, `supervised`, `skip`, `Output`, `alternate`, `raw`
+- **Steps**: `pipeline`, `supervised`, `skip`, `Output`, `alternate`, `raw`, `Step`, `LossFn`
 - **Middleware**: `middleware`, `Middleware`, `decide`; of batches `accumulate`, `microbatch`,
   `retry_on_oom`, `tbptt`; of gradients `clip`, `clip_value`, `clip_adaptive`, `grad_norm`, `sam`,
   `closure`; of optimizers `using`; of rates `schedule`, `torch_scheduler`, `plateau`; of the loss
@@ -53,7 +53,7 @@ from fnloop._core.metrics import Last, Max, Mean, Min, Sum, from_torchmetrics
 from fnloop._core.records import Record
 from fnloop._core.runs import RunInfo
 from fnloop._core.state import StaleStateError, TrainState, fork, snapshot, unwrap
-from fnloop._core.types import Middleware, Output, middleware, skip
+from fnloop._core.types import LossFn, Middleware, Output, Step, middleware, skip
 from fnloop._core.view import evaluating
 from fnloop._data.loaders import sharded
 from fnloop._hooks.hook import Hook, at_end, at_start, every, once, when, when_improved
@@ -124,8 +124,9 @@ _MODULES = {name: module for module, names in _LATER.items() for name in names.s
 
 # fmt: off
 __all__ = [
-    "CaptureError", "CheckpointError", "History", "Hook", "Last", "Max", "Mean", "Middleware",
-    "Min", "Output", "Phase", "Record", "RunInfo", "StaleStateError", "Sum", "TrainState",
+    "CaptureError", "CheckpointError", "History", "Hook", "Last", "LossFn", "Max", "Mean",
+    "Middleware", "Min", "Output", "Phase", "Record", "RunInfo", "StaleStateError", "Step", "Sum",
+    "TrainState",
     "accumulate", "alternate", "amp", "at_end", "at_start", "averaged", "best", "broadcast",
     "channels_last", "checkpoint", "clip", "clip_adaptive", "clip_value", "closure", "compare",
     "compiled", "cuda_graph", "data", "debug", "decide", "derive", "device_memory", "dry_run",
@@ -142,15 +143,17 @@ __all__ = [
 # fmt: on
 
 
-def __getattr__(name: str) -> object:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if module := _MODULES[name]:
-        found = getattr(_import_module(f"{__name__}{module}"), name)
-    else:
-        found = _import_module(f"{__name__}.{name}")
-    globals()[name] = found  # so that it is asked once
-    return found
+if not _typing.TYPE_CHECKING:  # for type checkers, any name would be right
+
+    def __getattr__(name: str) -> object:
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        if module := _MODULES[name]:
+            found = getattr(_import_module(f"{__name__}{module}"), name)
+        else:
+            found = _import_module(f"{__name__}.{name}")
+        globals()[name] = found  # so that it is asked once
+        return found
 
 
 def __dir__() -> list[str]:

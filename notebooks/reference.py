@@ -38,7 +38,7 @@ TYPES = {
     "Skip": "object",
 }
 # No caller makes one by the class.
-MADE_ELSEWHERE = ("TrainState", "RunInfo", "Hook", "Engine", "Moment", "View")
+MADE_ELSEWHERE = ("TrainState", "RunInfo", "Hook", "Step", "LossFn", "Engine", "Moment", "View")
 
 
 def subjects():

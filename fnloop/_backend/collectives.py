@@ -42,6 +42,7 @@ from fnloop._backend.processes import (
     Backend,
     accelerator,
     backend_of,
+    check_joined,
     choose_interface,
     fully_sharded,
     launched,
@@ -1231,7 +1232,11 @@ def _where(model: nn.Module, given: Accelerator | None) -> tuple[Backend, Accele
         # Without a launcher: the script has called init_process_group itself.
         if dist.is_initialized() and "LOCAL_RANK" not in os.environ:
             return Backend(_device_of(model), dist.get_rank(), dist.get_world_size()), None
-    found = accelerator() if given is None else given
+    if given is None:
+        found = accelerator()
+    else:
+        launched()
+        check_joined(found := given)
     return backend_of(found), found
 
 

@@ -26,6 +26,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from fnloop._backend.slurm import join_tasks
 from fnloop._display.screen import log
 
 if TYPE_CHECKING:
@@ -113,6 +114,7 @@ class Backend:
 
 def launched() -> bool:
     """Return whether this process is one of several, or was launched as such."""
+    join_tasks()
     return int(os.environ.get("WORLD_SIZE", "1")) > 1 or (
         dist.is_available() and dist.is_initialized()
     )
@@ -132,13 +134,24 @@ def accelerator() -> Accelerator:
         # The state is shared: Accelerator uses it.
         PartialState(cpu or _is_set("ACCELERATE_USE_CPU"), **settings)
     found = Accelerator(cpu=cpu)
-    if found.num_processes == 1 and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise RuntimeError(
-            f"this process is one of WORLD_SIZE={os.environ['WORLD_SIZE']}, but this script has "
-            "set up accelerate for a single process. Write Accelerator(cpu=True) where there is no "
-            "GPU, or leave it to TrainState.create"
-        )
+    check_joined(found)
     return found
+
+
+def check_joined(found: Accelerator) -> None:
+    """Raise RuntimeError if accelerate is set up for one process, and this is one of several."""
+    if found.num_processes > 1 or int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        return
+    said = "Write Accelerator(cpu=True) where there is no GPU, or leave it to TrainState.create"
+    if "SLURM_PROCID" in os.environ:
+        said = (
+            "Accelerate does not read what srun says: leave it to TrainState.create, or write "
+            "srun --export=ALL,WORLD_SIZE=1 for a run of its own in each task"
+        )
+    raise RuntimeError(
+        f"this process is one of WORLD_SIZE={os.environ['WORLD_SIZE']}, but this script has set up "
+        f"accelerate for a single process. {said}"
+    )
 
 
 def _is_set(variable: str) -> bool:

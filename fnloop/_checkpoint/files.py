@@ -34,6 +34,7 @@ from fnloop._backend.collectives import (
     on_main_process,
     start_all_reduce_max,
 )
+from fnloop._checkpoint.foreign import explain_foreign
 from fnloop._checkpoint.format import (
     COUNT,
     FILES,
@@ -162,14 +163,14 @@ def verify(
     """
     if not is_folder(path):
         what = "it is a link to nothing" if path.is_symlink() else "there is no such folder"
+        what = f"it is a file. {foreign}" if (foreign := explain_foreign(path)) else what
         raise CheckpointError(f"{path} is not a checkpoint: {what}")
     try:
         manifest = read_manifest(path)
     except FileNotFoundError:
-        raise CheckpointError(
-            f"{path} is not a checkpoint: it has no {MANIFEST} "
-            "(for a folder of checkpoints, see latest)"
-        ) from None
+        foreign = explain_foreign(path)
+        what = f". {foreign}" if foreign else " (for a folder of checkpoints, see latest)"
+        raise CheckpointError(f"{path} is not a checkpoint: it has no {MANIFEST}{what}") from None
     check_files(path, manifest, deep, share)
     if history:
         check_blocks(path, manifest.get("blocks", ()), deep)

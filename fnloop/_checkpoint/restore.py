@@ -27,6 +27,7 @@ from fnloop._checkpoint.files import (
     run_of,
     verify,
 )
+from fnloop._checkpoint.foreign import explain_foreign
 from fnloop._checkpoint.format import (
     INDEX,
     PARTS,
@@ -569,10 +570,18 @@ def _look_into(place: Place) -> tuple[bool, list[Listed], str | None]:
     place.settle()
     folder = place.look()
     if exists(folder) and not is_folder(folder):
-        raise CheckpointError(f"{folder} is a file: resume expects a folder of checkpoints")
+        foreign = explain_foreign(folder)
+        raise CheckpointError(
+            f"{folder} is a file: resume expects a folder of checkpoints"
+            f"{f'. {foreign}' if foreign else ''}"
+        )
     if is_one_checkpoint(folder):
         return True, [], None
     found = listed(folder)
+    if not found and (foreign := explain_foreign(folder)) is not None:
+        raise CheckpointError(
+            f"{folder} has no checkpoint of fnloop. {foreign}. For a new run, name another folder"
+        )
     return False, found, None if found else read_claim(folder)
 
 

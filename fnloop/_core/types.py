@@ -7,7 +7,7 @@ import functools
 import types
 from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType
-from typing import Any, ClassVar, Protocol, Self, TypeVar, cast
+from typing import Any, ClassVar, Literal, ParamSpec, Protocol, Self, cast
 
 import attrs
 from torch import Tensor, nn
@@ -29,22 +29,32 @@ from fnloop._display import checks, tables
 
 Batch = Any  # a matter between a loader and a loss function
 Aux = Mapping[str, Any]  # what a loss function returns besides the loss
-State = TypeVar("State")
 Seen = Any  # a TrainState, which this module does not know
+Settings = ParamSpec("Settings")  # the arguments of a factory, which what decorates it keeps
+Ring = Literal["forward", "evaluation", "loss", "gradient", "update", "device", "step"]
 RINGS = ("forward", "loss", "gradient", "update", "device", "step")
 EVALUATION = "evaluation"  # the ring that an update does not pass through
 
 
 class LossFn(Protocol):
-    """What a user writes: a function that returns the mean loss of a batch, or ``(loss, aux)``.
+    """The type of a loss function, ``(model, batch) -> loss`` or ``(loss, aux)``, for annotations.
 
-    To leave a batch out, it returns ``skip(reason)``. In an evaluation it may return
-    ``(None, aux)``, for every batch: then there are metrics, and no loss.
+    You write one, or :func:`supervised` makes it. It returns the mean loss of a batch, and may add
+    a mapping ``aux``. To leave a batch out, it returns ``skip(reason)``. In an evaluation it may
+    return ``(None, aux)``, for every batch: then there are metrics, and no loss.
+
+    Example:
+        >>> import fnloop as fl, torch
+        >>> def squared(model: torch.nn.Linear, batch: torch.Tensor) -> torch.Tensor:
+        ...     return model(batch).square().mean()
+        >>> def scaled(loss_fn: fl.LossFn, factor: float) -> fl.Step:
+        ...     return fl.pipeline(fl.clip(factor))(loss_fn)
+        >>> scaled(squared, 2.0)
+        pipeline(clip(2.0))(squared)
     """
 
-    def __call__(
-        self, model: nn.Module, batch: Batch, /
-    ) -> Tensor | tuple[Tensor | None, Aux] | Skip:
+    # Not nn.Module: a function may ask for a class of its own.
+    def __call__(self, model: Any, batch: Batch, /) -> Tensor | tuple[Tensor | None, Aux] | Skip:
         """Return the mean loss over the items of ``batch``, and optionally a mapping ``aux``.
 
         ``aux["weight"]`` overrides the number of items that the loss is the mean of. By default
@@ -59,10 +69,30 @@ class LossFn(Protocol):
         ...
 
 
-class Step(Protocol[State]):
-    """``(state, batch) -> (state, Output)``, at every layer of a pipeline."""
+class Step(Protocol):
+    """The type of a step, ``(state, batch) -> (state, Output)``, for annotations.
 
-    def __call__(self, state: State, batch: Batch, /) -> tuple[State, Output]: ...
+    What ``pipeline(...)(loss_fn)`` returns is one, and so is what a middleware wraps and what it
+    returns. A hook is a ``Callable[[TrainState], TrainState]``, or a :class:`Hook`.
+
+    Example:
+        >>> import fnloop as fl, torch
+        >>> @fl.middleware("gradient")
+        ... def halved(factor: float = 0.5):
+        ...     def wrap(step: fl.Step) -> fl.Step:
+        ...         def halving(state: fl.TrainState, batch: torch.Tensor):
+        ...             state, out = step(state, batch)
+        ...             for p in state.model.parameters():
+        ...                 if p.grad is not None:
+        ...                     p.grad.mul_(factor)
+        ...             return state, out
+        ...         return halving
+        ...     return wrap
+        >>> halved(factor=0.25)
+        halved(factor=0.25)
+    """
+
+    def __call__(self, state: Seen, batch: Batch, /) -> tuple[Seen, Output]: ...
 
 
 Wrap = Callable[[Step], Step]
@@ -352,7 +382,7 @@ class Middleware:
     update: Wrap | None = None
     device: Wrap | None = None
     step: Wrap | None = None
-    init: Callable[[Any], object] | None = None
+    init: Callable[[Seen], object] | None = None
     window: int = 1
     windows: Mapping[int, int] = attrs.field(factory=dict, kw_only=True)
     windows_by: str = attrs.field(default="epoch", kw_only=True)
@@ -369,7 +399,7 @@ class Middleware:
     loaders: tuple[str, ...] = attrs.field(default=(), kw_only=True)
     per_phase: bool = attrs.field(default=False, kw_only=True)
     brings: tuple[Part, ...] = attrs.field(default=(), kw_only=True)
-    keep: Callable[[Any], Callable[[], object]] | None = attrs.field(default=None, kw_only=True)
+    keep: Callable[[Seen], Callable[[], object]] | None = attrs.field(default=None, kw_only=True)
     order: Mapping[str, int] = attrs.field(factory=dict, kw_only=True)
     carries: bool = attrs.field(default=False, kw_only=True)
     precision: str | None = attrs.field(default=None, kw_only=True)
@@ -439,7 +469,7 @@ def is_ours(member: Middleware) -> bool:
     return member.call is not None and (member.call.factory.__module__ or "").startswith("fnloop.")
 
 
-def wraps_of(member: Middleware) -> dict[str, Any]:
+def wraps_of(member: Middleware) -> dict[str, Wrap]:
     """Return what a middleware does in each ring that it acts in, by the name of the ring."""
     rings = attrs.filters.include(*RINGS, EVALUATION)
     found = attrs.asdict(member, recurse=False, filter=rings)
@@ -457,8 +487,8 @@ class Searching:
 
 
 def middleware(
-    ring: str, *, init: Callable[..., object] | None = None
-) -> Callable[[Callable[..., object]], Callable[..., Middleware]]:
+    ring: Ring, *, init: Callable[[Seen], object] | None = None
+) -> Callable[[Callable[Settings, Middleware | Wrap]], Callable[Settings, Middleware]]:
     """Turn a function of settings into a factory of middleware for one ring.
 
     The function takes the settings and returns ``wrap``, which takes a step and returns one. It may
@@ -526,7 +556,9 @@ def middleware(
     if init is not None:
         checks.function(f'middleware("{ring}")', "init", init, _PARTS["init"][0], 1, also=type)
 
-    def decorate(factory: Callable[..., object]) -> Callable[..., Middleware]:
+    def decorate(
+        factory: Callable[Settings, Middleware | Wrap],
+    ) -> Callable[Settings, Middleware]:
         if not callable(factory) or isinstance(factory, type | nn.Module):
             raise TypeError(
                 f'middleware("{ring}") decorates a function of settings that returns step -> step; '
@@ -534,7 +566,7 @@ def middleware(
             )
 
         @functools.wraps(factory)
-        def make(*args: object, **kwargs: object) -> Middleware:
+        def make(*args: Settings.args, **kwargs: Settings.kwargs) -> Middleware:
             made = factory(*args, **kwargs)
             call = Call(make, args, kwargs)
             if isinstance(made, Middleware):

@@ -18,7 +18,7 @@ from fnloop._core.freeze import keep_statistics
 from fnloop._core.metrics import read
 from fnloop._core.rng import COMPUTE, fold_in, isolated, mix, seed_all, torch_seeder
 from fnloop._core.state import Buffers, TrainState, check_not_stale, take_ownership
-from fnloop._core.types import Batch, Metric, Output, name_of
+from fnloop._core.types import Batch, Metric, Output, Step, name_of
 from fnloop._core.view import in_evaluation_mode, view
 from fnloop._data.loaders import NONE_LEFT, Padding, check_loader
 from fnloop._data.source import Source, open_source, windows
@@ -118,7 +118,7 @@ def gather_outputs(outputs: Iterable[list[Output]]) -> list[Output]:
     return found
 
 
-def evaluate(step: PipelineStep, state: TrainState, loader: object) -> dict[str, float]:
+def evaluate(step: Step, state: TrainState, loader: object) -> dict[str, float]:
     """Evaluate a state on every batch of a loader: the loss and the metrics.
 
     The step's pipeline is used up to its forward ring.
@@ -151,7 +151,7 @@ def evaluate(step: PipelineStep, state: TrainState, loader: object) -> dict[str,
         {'loss': 3.0}
     """
     __tracebackhide__ = True
-    check_step(step, "evaluate")
+    step = check_step(step, "evaluate")
     check_not_stale(state, "evaluate")
     check_loader(loader, "evaluation", alone=True)
     with isolated(state.backend.device), reusing_pages(state.backend.device):
@@ -250,7 +250,7 @@ BATCHES, STATISTICS = "num_batches_tracked", ("running_mean", "running_var")
 Norms = Sequence[nn.BatchNorm1d]  # or another of its kind
 
 
-def update_batchnorm(step: PipelineStep, state: TrainState, loader: object) -> TrainState:
+def update_batchnorm(step: Step, state: TrainState, loader: object) -> TrainState:
     """Recompute the running statistics of every BatchNorm with one pass over a loader.
 
     Averaged weights need their own statistics: those of the run belong to other weights. The
@@ -290,7 +290,7 @@ def update_batchnorm(step: PipelineStep, state: TrainState, loader: object) -> T
     ``torch.optim.swa_utils.update_bn``.
     """
     __tracebackhide__ = True
-    check_step(step, "update_batchnorm")
+    step = check_step(step, "update_batchnorm")
     check_not_stale(state, "update_batchnorm")
     check_loader(loader, "update_batchnorm", alone=True)
     kept = keep_statistics(state)

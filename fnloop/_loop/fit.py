@@ -9,13 +9,13 @@ from typing import Any, ParamSpec, TypeVar
 
 from fnloop._core.rng import reserved_generators
 from fnloop._core.state import TrainState
+from fnloop._core.types import Step
 from fnloop._display.checks import describe
 from fnloop._hooks.hook import HookFn, Trigger, every
 from fnloop._loop.boundary import Moments
 from fnloop._loop.peers import check_may_begin, handling, is_alone, note_interruption
 from fnloop._loop.plan import make_plan
 from fnloop._loop.run import fold
-from fnloop._step.pipeline import PipelineStep
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -41,7 +41,7 @@ def _with_keywords(function: Callable[P, T]) -> Callable[P, T]:
 
 @_with_keywords
 def fit(
-    step: PipelineStep,
+    step: Step,
     state: TrainState,
     loaders: Any,
     *,
@@ -199,7 +199,7 @@ def fit(
 
 @_with_keywords
 def run(
-    step: PipelineStep,
+    step: Step,
     state: TrainState,
     loaders: Any,
     *,

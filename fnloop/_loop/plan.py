@@ -43,7 +43,7 @@ from fnloop._core.state import (
     updates_of_call,
     without_metrics,
 )
-from fnloop._core.types import START, Middleware, name_of
+from fnloop._core.types import START, Middleware, Step, name_of
 from fnloop._data.loaders import Loaders, read_loaders, sharded
 from fnloop._data.source import Source
 from fnloop._display import checks
@@ -316,7 +316,7 @@ class Plan:
 
 
 def make_plan(
-    step: PipelineStep,
+    step: Step,
     state: TrainState,
     loaders: object,
     epochs: int | None,
@@ -334,7 +334,7 @@ def make_plan(
         StaleStateError: the state has been advanced already.
         TypeError, ValueError: an argument is not what it should be.
     """
-    check_step(step, "fit")
+    step = check_step(step, "fit")
     check_not_stale(state, "fit")
     check_not_averaged("fit", state)
     check_phase(phase, state)
@@ -412,8 +412,8 @@ def describe(
     )  # fmt: skip
 
 
-def check_step(step: object, caller: str, before: str = "") -> None:
-    """Raise unless this is a step, as a pipeline makes it.
+def check_step(step: object, caller: str, before: str = "") -> PipelineStep:
+    """Return what was given if it is a step, as a pipeline makes it.
 
     Args:
         step: what was given.
@@ -424,7 +424,7 @@ def check_step(step: object, caller: str, before: str = "") -> None:
         TypeError: it is something else; the message says what to write.
     """
     if isinstance(step, PipelineStep):
-        return
+        return step
     name = name_of(step)
     if isinstance(step, TrainState):
         hint = f"The step comes before the state: {caller}({before}step, state, ...)"

@@ -68,7 +68,7 @@ _EXAMPLE = '{"d": pipeline()(d_loss), "g": pipeline()(g_loss)}'
 
 
 def alternate(
-    steps: Mapping[str, PipelineStep],
+    steps: Mapping[str, Step],
     order: Sequence[str] | None = None,
     batch: str | Mapping[str, str] = SAME,
     evaluate: str | Sequence[str] | None = None,
@@ -138,8 +138,8 @@ def alternate(
 
     Source: Goodfellow et al., 2014, https://arxiv.org/abs/1406.2661
     """
-    _check_steps(steps)
-    names = [*steps]
+    checked = _check_steps(steps)
+    names = [*checked]
     turns = _names("order", names if order is None else order, names)
     if idle := [name for name in names if name not in turns]:
         raise ValueError(
@@ -147,7 +147,7 @@ def alternate(
             "once, or leave it out of steps"
         )
     rules = _rules(batch, names)
-    _check_windows(steps, turns, rules)
+    _check_windows(checked, turns, rules)
     single = (evaluate,) if isinstance(evaluate, str) else evaluate
     evaluated = _names("evaluate", names if single is None else single, names)
     evaluated = tuple(dict.fromkeys(evaluated))
@@ -158,7 +158,7 @@ def alternate(
     }
     typed = {name: value for name, value in given.items() if value is not None}
     made = Call(alternate, (dict(steps),), typed)
-    return AlternateStep(Pipeline(()), Settings.of(steps, turns, rules, evaluated, made))
+    return AlternateStep(Pipeline(()), Settings.of(checked, turns, rules, evaluated, made))
 
 
 class AlternateStep(PipelineStep):
@@ -392,7 +392,7 @@ class AlternateStep(PipelineStep):
 # --- what may be given
 
 
-def _check_steps(steps: object) -> None:
+def _check_steps(steps: object) -> Mapping[str, PipelineStep]:
     if not isinstance(steps, Mapping) or not steps:
         raise TypeError(
             f"alternate expects steps as a mapping from names to steps, {_EXAMPLE}; got "
@@ -409,6 +409,7 @@ def _check_steps(steps: object) -> None:
                 f"alternate expects steps, {_EXAMPLE}; got {describe(step)} under {name!r}"
             )
         _check_in_turn(name, step)
+    return steps
 
 
 def _check_in_turn(name: str, step: PipelineStep) -> None:

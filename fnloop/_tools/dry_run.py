@@ -108,7 +108,7 @@ class Report(Shown):
 
 
 def dry_run(
-    step: PipelineStep, state: TrainState, loaders: object, hooks: Sequence[HookFn] | None = ()
+    step: Step, state: TrainState, loaders: object, hooks: Sequence[HookFn] | None = ()
 ) -> Report:
     """Try a run before it starts: everything once, on copies of the state.
 
@@ -159,7 +159,7 @@ def dry_run(
     Replaces: lightning.fast_dev_run
     """
     __tracebackhide__ = True
-    check_step(step, "dry_run")
+    step = check_step(step, "dry_run")
     check_not_stale(state, "dry_run")
     given = (step, at_start_of_epoch(state), loaders, None, None, hooks, None, None, 1, None)
     plan = attrs.evolve(make_plan(*given), assumed_items=ASSUMED)

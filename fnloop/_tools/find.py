@@ -110,7 +110,7 @@ class LrRange(Shown):
 
 
 def find_lr(
-    step: PipelineStep,
+    step: Step,
     state: TrainState,
     loader: object,
     *,
@@ -169,7 +169,7 @@ def find_lr(
     Replaces: lightning.LearningRateFinder
     """
     __tracebackhide__ = True
-    check_step(step, "find_lr")
+    step = check_step(step, "find_lr")
     check_not_stale(state, "find_lr")
     if step.turns:
         raise ValueError(
@@ -333,7 +333,7 @@ UPDATES = 3  # of a trial: from the second on, the state of the optimizer is the
 
 
 def find_batch_size(
-    step: PipelineStep,
+    step: Step,
     state: TrainState,
     make_loader: Callable[[int], object],
     *,
@@ -383,7 +383,7 @@ def find_batch_size(
     Replaces: lightning.BatchSizeFinder, accelerate.find_executable_batch_size
     """
     __tracebackhide__ = True
-    check_step(step, "find_batch_size")
+    step = check_step(step, "find_batch_size")
     check_not_stale(state, "find_batch_size")
     meaning = "a function batch_size -> loader"
     checks.function("find_batch_size", "make_loader", make_loader, meaning, 1)

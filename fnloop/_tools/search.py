@@ -21,6 +21,7 @@ from fnloop._core.history import History, mode_of
 from fnloop._core.records import Record, better, counts
 from fnloop._core.runs import ends_run, is_interruption
 from fnloop._core.state import TrainState, check_not_stale
+from fnloop._core.types import Step
 from fnloop._display import checks
 from fnloop._display.tables import (
     Column,
@@ -114,7 +115,7 @@ class Search(Shown):
 
 
 def search(
-    steps: PipelineStep | Mapping[str, PipelineStep],
+    steps: Step | Mapping[str, Step],
     states: Mapping[str, Source],
     loaders: object,
     *,
@@ -355,14 +356,11 @@ def _check(states: object, rungs: object, keep: float) -> Sequence[int]:
 
 def _steps(steps: object, states: Mapping[str, object]) -> Mapping[str, PipelineStep]:
     if not isinstance(steps, Mapping):
-        check_step(steps, OWNER)
-        return dict.fromkeys(states, cast(PipelineStep, steps))
+        return dict.fromkeys(states, check_step(steps, OWNER))
     if steps.keys() != states.keys():
         other = sorted(map(repr, steps.keys() ^ states.keys()))
         raise KeyError(f"search: steps and states have other names: {', '.join(other)}")
-    for step in steps.values():
-        check_step(step, OWNER)
-    return steps
+    return {name: check_step(step, OWNER) for name, step in steps.items()}
 
 
 def _value(history: History, name: str, key: str, epoch: int) -> float:

@@ -20,7 +20,7 @@ from fnloop._core.history import History
 from fnloop._core.optimizers import optimizers_in
 from fnloop._core.rng import isolated
 from fnloop._core.state import TrainState, check_not_stale, snapshot, without_metrics
-from fnloop._core.types import Middleware
+from fnloop._core.types import Middleware, Step
 from fnloop._data.held import own_copy
 from fnloop._data.iterable import is_keeper
 from fnloop._data.loaders import check_loader
@@ -81,7 +81,7 @@ class Advice(Shown):
         return [Table(columns, self.trials), "", *self.lines]
 
 
-def tune(step: PipelineStep, state: TrainState, loader: object, *, seconds: float = 10.0) -> Advice:
+def tune(step: Step, state: TrainState, loader: object, *, seconds: float = 10.0) -> Advice:
     """Find out what makes a run faster: time some changes, and print the code to use.
 
     These are tried where they are possible and not in use: a fused optimizer, ``channels_last()``,
@@ -119,7 +119,7 @@ def tune(step: PipelineStep, state: TrainState, loader: object, *, seconds: floa
         Every trial trains a snapshot: the state, the global generators and the position of the
         loader stay as they are. What a loss function keeps by itself is not copied.
     """
-    check_step(step, "tune")
+    step = check_step(step, "tune")
     check_not_stale(state, "tune")
     check_loader(loader, "tune", alone=True)
     checks.number("tune", "seconds", seconds, "how long to measure", above=0)

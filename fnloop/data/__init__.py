@@ -54,13 +54,15 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> object:
-    if name != "tune":  # which nothing below it needs
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from fnloop._tools.tune import tune
+if not _typing.TYPE_CHECKING:  # for type checkers, any name would be right
 
-    globals()[name] = tune
-    return tune
+    def __getattr__(name: str) -> object:
+        if name != "tune":  # which nothing below it needs
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from fnloop._tools.tune import tune
+
+        globals()[name] = tune
+        return tune
 
 
 def __dir__() -> list[str]:

@@ -20,7 +20,7 @@ from fnloop._checkpoint.save import check_resumable, save
 from fnloop._core.rng import isolated
 from fnloop._core.serialize import find_difference
 from fnloop._core.state import TrainState, check_not_stale
-from fnloop._core.types import Batch, name_of
+from fnloop._core.types import Batch, Step, name_of
 from fnloop._data.held import own_copy
 from fnloop._data.source import first_batches
 from fnloop._display.tables import format_number
@@ -61,7 +61,7 @@ MOST_SOURCES = 3
 _FOR_GRAPHS = ": cuda_graph cannot capture that"
 
 
-def check_script(step: PipelineStep, state: TrainState, loaders: object) -> Report:
+def check_script(step: Step, state: TrainState, loaders: object) -> Report:
     """Check the laws of a run on your own script, for three updates of copies.
 
     - same: the same snapshot gives the same bits twice. What breaks it is named: a counter or a
@@ -105,7 +105,7 @@ def check_script(step: PipelineStep, state: TrainState, loaders: object) -> Repo
         own objects, generators. What a worker of a DataLoader keeps cannot be seen.
     """
     __tracebackhide__ = True
-    check_step(step, "check_script")
+    step = check_step(step, "check_script")
     check_not_stale(state, "check_script")
     given = (step, at_start_of_epoch(state), loaders, None, None, (), None, None, 1, None)
     plan = attrs.evolve(make_plan(*given), assumed_items=ASSUMED)

@@ -64,7 +64,7 @@ from fnloop.debug._diff import (
 
 def replay(
     folder: str | os.PathLike[str],
-    step: PipelineStep,
+    step: Step,
     state: TrainState,
     loaders: object,
     *,
@@ -127,7 +127,7 @@ def replay(
         the run, which are taken from a checkpoint after the update.
     """
     __tracebackhide__ = True
-    check_step(step, "replay", "folder, ")
+    step = check_step(step, "replay", "folder, ")
     check_not_stale(state, "replay")
     where = checks.folder_path("replay", "folder", folder)
     checks.integer("replay", "update", update, "state.step after the update")
@@ -551,7 +551,7 @@ class Bisection:
 def bisect(
     a: str | os.PathLike[str],
     b: str | os.PathLike[str],
-    step: PipelineStep | tuple[PipelineStep, PipelineStep],
+    step: Step | tuple[Step, Step],
     state: TrainState,
     loaders: object,
 ) -> Bisection:

@@ -32,6 +32,7 @@ from fnloop._checkpoint.save import collect_contents, position_of, versions
 from fnloop._core.history import History, decode_phases
 from fnloop._core.serialize import Json
 from fnloop._core.state import TrainState, check_not_stale, snapshot, unwrap
+from fnloop._core.types import Step
 from fnloop._data.loaders import read_loaders
 from fnloop._display import checks, tables
 from fnloop._display.tables import Column, Shown, Table
@@ -46,7 +47,7 @@ WHAT = "fnloop.debug.verify"  # as messages about processes that wait name it
 
 def verify(
     folder: str | os.PathLike[str],
-    step: PipelineStep,
+    step: Step,
     state: TrainState,
     loaders: object,
     spans: int | None = 3,
@@ -121,7 +122,7 @@ def verify(
         afterwards.
     """
     __tracebackhide__ = True
-    check_step(step, "verify", "folder, ")
+    step = check_step(step, "verify", "folder, ")
     check_not_stale(state, "verify")
     place = place_at("verify", "folder", folder)
     if spans is not None:

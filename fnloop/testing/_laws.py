@@ -291,7 +291,7 @@ def _windows(step: PipelineStep, problem: Problem) -> list[Batch]:
     return list(windows(open_source(list(problem.batches), 0), sizes, torch.device("cpu")))
 
 
-def _skip_every_second(step: Step[TrainState]) -> Step[TrainState]:
+def _skip_every_second(step: Step) -> Step:
     def skipping(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
         state, out = step(state, batch)
         return state, attrs.evolve(out, skip="every second") if state.step > state.skipped else out
