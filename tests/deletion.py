@@ -87,7 +87,7 @@ BUILT_ON = {
 # The modules of the kernel, by their rooms: all of a room, or some.
 KERNEL = {
     "": "_version _extensions",
-    "_backend": "collectives containers fsdp processes torch_compat wrappers",
+    "_backend": "collectives containers fsdp host_generators processes torch_compat wrappers",
     "_checkpoint": "files format optimizer parts place restore retention save",
     "_core": "apart averages code freeze history metrics optimizers rng runs serialize state types "
     "views",

@@ -30,6 +30,7 @@ import numpy as np
 import torch
 
 from fnloop._backend import torch_compat
+from fnloop._backend.host_generators import mark_host
 
 SEED_BITS = (1 << 64) - 1
 # Purposes: each is folded into the seed and gives a stream of its own.
@@ -174,44 +175,72 @@ def reserved_generators() -> Iterator[None]:
     Raises:
         RuntimeError: another thread has reserved them.
     """
+    release = _reserve()
+    try:
+        yield
+    finally:
+        release()
+
+
+def _reserve() -> Callable[[], object]:
+    """Reserve the global generators for this thread, and return what releases them.
+
+    Raises:
+        RuntimeError: another thread has reserved them.
+    """
     process, thread = os.getpid(), threading.get_ident()
-    nested = _owners.get(process) == thread
-    if not nested and _owners.setdefault(process, thread) != thread:
+    if _owners.get(process) == thread:
+        return _keep_reserved
+    if _owners.setdefault(process, thread) != thread:
         raise RuntimeError(
             "fit, run, evaluate and predict seed the global random generators, and another thread "
             "of this process is inside one of them: each would change the numbers of the other. "
             "Call them one after the other, or each in a process of its own"
         )
-    try:
-        yield
-    finally:
-        if not nested:
-            del _owners[process]
+    return functools.partial(_owners.pop, process)
 
 
-@contextlib.contextmanager
-def isolated(device: torch.device) -> Iterator[None]:
-    """Restore the caller's global generators afterwards.
+def _keep_reserved() -> None:
+    """Release nothing: the generators were reserved further out."""
+
+
+class isolated:
+    """Restore the caller's global generators after a ``with`` block, each time that one is left.
+
+    Args:
+        device: the device, whose generator is restored too.
 
     Raises:
         RuntimeError: another thread has reserved them.
     """
-    with reserved_generators():
-        restore_generators = mark_generators(device)
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def __enter__(self) -> None:
+        self._release = _reserve()
         try:
-            yield
+            self._restore = mark_generators(self._device)
+        except BaseException:
+            self._release()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._restore()
         finally:
-            restore_generators()
+            self._release()
 
 
 def mark_generators(device: torch.device) -> Callable[[], None]:
     """Return a function that restores all global generators, the device's too, as they are now."""
+    cpu, restore_host = torch.default_generator.get_state(), mark_host()
     on_device = None if device.type == "cpu" else torch.get_device_module(device)
-    generators = Generators.capture()
     device_state = on_device.get_rng_state(device) if on_device else None
 
     def restore_generators() -> None:
-        generators.install()
+        torch.default_generator.set_state(cpu)
+        restore_host()
         if on_device:
             on_device.set_rng_state(device_state, device)
 
