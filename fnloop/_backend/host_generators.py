@@ -17,7 +17,7 @@ import functools
 import random
 import struct
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from numpy.random import MT19937, RandomState
@@ -25,87 +25,114 @@ from numpy.random import MT19937, RandomState
 _WORDS = 624  # of the state of a Mersenne Twister; the place of the next one follows in NumPy's
 _KEY = struct.Struct(f"={_WORDS}I")
 _INDEX = struct.Struct("=i")
-_NUMPY_SIZE = _KEY.size + _INDEX.size
+_NOTHING = b"\0"
 
+_random: Any = np.random  # its stubs lack the generators of bits
 _PYTHON: Any = getattr(random.random, "__self__", None)
 _NUMPY: Any = getattr(np.random.random_sample, "__self__", None)
+
+# Where the generators are: the memory of Python's, its normal number, NumPy's generator of bits,
+# the words of that, and whether NumPy keeps a normal number. Two are equal if nothing was drawn.
+Seen = tuple[bytes, float | None, MT19937, bytes, bytes]
 
 
 class _Layout(NamedTuple):
     """Where the states are in memory.
 
     Args:
-        python: the memory of Python's generator, after its head.
-        words: where its words begin there; the place of the next one lies before them.
-        numpy: the memory of NumPy's, which holds whether a normal number is kept.
-        kept: the number of the byte that says so.
+        begin: where the words begin in the memory of Python's generator, after its head. The place
+            of the next one lies before them.
+        python: that memory.
+        bits: NumPy's generator of bits.
+        words: the memory of its state.
+        kept: the byte that says whether NumPy keeps a normal number, which is not in the words.
     """
 
+    begin: int
     python: Any
-    words: int
-    numpy: Any
-    kept: int
+    bits: MT19937
+    words: Any
+    kept: Any
 
 
-def mark_host() -> Callable[[], None]:
+_layout: _Layout | None = None  # at the last look
+
+
+def look_at_host() -> Seen | None:
+    """Return where the generators of Python and NumPy are; None if that cannot be seen."""
+    global _layout
+    if _layout is None or _random.get_bit_generator() is not _layout.bits:
+        _layout = _find_layout()
+        if _layout is None:
+            return None
+    _, python, bits, words, kept = _layout
+    return python.raw, _PYTHON.gauss_next, bits, words.raw, kept.raw
+
+
+def mark_host() -> Callable[[], object]:
     """Return a function that puts the generators of Python and NumPy back where they are now."""
-    layout, bits = _layout(), np.random.get_bit_generator()
-    if layout is None or type(bits) is not MT19937:
-        return _marked_as_documented()
-    if layout.numpy.raw[layout.kept]:  # the number itself is not in the words
-        return _marked_as_documented()
-    python, gauss, words = layout.python.raw, _PYTHON.gauss_next, _words_of(bits)
-    own = words.raw
-
-    def put_back() -> None:
-        if layout.python.raw != python or _PYTHON.gauss_next is not gauss:
-            key = _KEY.unpack_from(python, layout.words)
-            index = _INDEX.unpack_from(python, layout.words - _INDEX.size)
-            random.setstate((random.Random.VERSION, (*key, *index), gauss))
-        if np.random.get_bit_generator() is not bits:
-            np.random.set_bit_generator(bits)
-        if layout.numpy.raw[layout.kept]:
-            np.random.seed(0)  # it forgets the number
-        if words.raw != own:
-            with bits.lock:
-                words.raw = own
-
-    return put_back
+    seen = look_at_host()
+    if seen is None or seen[-1] != _NOTHING:
+        bits = _random.get_bit_generator()
+        return functools.partial(_install, random.getstate(), bits, _random.get_state())
+    return functools.partial(_put_back, seen)
 
 
-def _marked_as_documented() -> Callable[[], None]:
-    python, numpy = random.getstate(), np.random.get_state()
-
-    def put_back() -> None:
-        random.setstate(python)
-        np.random.set_state(numpy)
-
-    return put_back
+def _install(python: tuple[Any, ...], bits: np.random.BitGenerator, numpy: Any) -> None:
+    random.setstate(python)
+    if _random.get_bit_generator() is not bits:
+        _random.set_bit_generator(bits)
+    _random.set_state(numpy)
 
 
-def _memory_of(generator: object) -> Any:
-    """Return the memory of an object after its head, as an array of bytes in the same place."""
+def _put_back(seen: Seen) -> None:
+    if look_at_host() == seen:
+        return
+    python, gauss, bits, words, _ = seen
+    if _random.get_bit_generator() is not bits:
+        _random.set_bit_generator(bits)
+    now, layout = look_at_host(), _layout
+    assert now is not None and layout is not None  # they were seen before
+    if now[:2] != seen[:2]:
+        key = _KEY.unpack_from(python, layout.begin)
+        index = _INDEX.unpack_from(python, layout.begin - _INDEX.size)
+        random.setstate((random.Random.VERSION, (*key, *index), gauss))
+    if now[-1] != _NOTHING:
+        _random.seed(0)  # it forgets the normal number
+    with bits.lock:
+        layout.words.raw = words
+
+
+def _find_layout() -> _Layout | None:
+    """Return where the states are; None if that is not as expected."""
+    bits, place = _random.get_bit_generator(), _find_places()
+    if place is None or type(bits) is not MT19937:
+        return None
+    begin, kept = place
+    return _Layout(begin, _memory_of(_PYTHON), bits, _words_of(bits), _memory_of(_NUMPY, kept, 1))
+
+
+def _memory_of(generator: object, begin: int = 0, size: int | None = None) -> Any:
+    """Return the memory of an object after its head, or a part of it, as an array of bytes."""
     head = object.__basicsize__
-    size = type(generator).__basicsize__ - head
-    return (ctypes.c_char * size).from_address(id(generator) + head)
+    size = type(generator).__basicsize__ - head if size is None else size
+    return (ctypes.c_char * size).from_address(id(generator) + head + begin)
 
 
-@functools.lru_cache(maxsize=2)
 def _words_of(bits: MT19937) -> Any:
-    """Return the memory of the state of a bit generator of NumPy, in the same place."""
-    return (ctypes.c_char * _NUMPY_SIZE).from_address(bits.ctypes.state_address)
+    """Return the memory of the state of a generator of bits of NumPy."""
+    return (ctypes.c_char * (_KEY.size + _INDEX.size)).from_address(bits.ctypes.state_address)
 
 
 @functools.cache
-def _layout() -> _Layout | None:
-    """Return where the states are; None if that is not as expected."""
+def _find_places() -> tuple[int, int] | None:
+    """Return where Python's words begin, and which byte of NumPy's generator says what it keeps."""
+    if type(_PYTHON) is not random.Random or type(_NUMPY) is not RandomState:
+        return None
     try:
-        words, kept = _find_words(), _find_kept()
-        if words is None or kept is None or not _can_be_put_back():
-            return None
-        if type(_PYTHON) is not random.Random or type(_NUMPY) is not RandomState:
-            return None
-        return _Layout(_memory_of(_PYTHON), words, _memory_of(_NUMPY), kept)
+        begin, kept = _find_words(), _find_kept()
+        found = None if begin is None or kept is None else (begin, kept)
+        return found if _can_be_put_back() else None
     except (AttributeError, TypeError, ValueError):
         return None
 
@@ -131,7 +158,7 @@ def _find_kept() -> int | None:
     """Return which byte of a generator of NumPy says whether it keeps a normal number."""
     made, seen = RandomState(1), []
     memory = _memory_of(made)
-    name, key, position, *_ = made.get_state()
+    name, key, position, *_ = cast("tuple[Any, ...]", made.get_state())
     for kept in (0, 1):
         made.set_state((name, key, position, kept, 0.0))
         seen.append(memory.raw)

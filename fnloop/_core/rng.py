@@ -168,44 +168,30 @@ _owners: dict[
 ] = {}  # process id to thread id; a forked process inherits the entry of its parent
 
 
-@contextlib.contextmanager
-def reserved_generators() -> Iterator[None]:
-    """Reserve the global generators for this thread. It may reserve them again within the context.
+class reserved_generators:
+    """Reserve the global generators for this thread, in a ``with`` block, maybe in another one.
 
     Raises:
         RuntimeError: another thread has reserved them.
     """
-    release = _reserve()
-    try:
-        yield
-    finally:
-        release()
+
+    def __enter__(self) -> None:
+        process, thread = os.getpid(), threading.get_ident()
+        self._reserved = None if _owners.get(process) == thread else process
+        if self._reserved is not None and _owners.setdefault(process, thread) != thread:
+            raise RuntimeError(
+                "fit, run, evaluate and predict seed the global random generators, and another "
+                "thread of this process is inside one of them: each would change the numbers of "
+                "the other. Call them one after the other, or each in a process of its own"
+            )
+
+    def __exit__(self, *_: object) -> None:
+        if self._reserved is not None:
+            del _owners[self._reserved]
 
 
-def _reserve() -> Callable[[], object]:
-    """Reserve the global generators for this thread, and return what releases them.
-
-    Raises:
-        RuntimeError: another thread has reserved them.
-    """
-    process, thread = os.getpid(), threading.get_ident()
-    if _owners.get(process) == thread:
-        return _keep_reserved
-    if _owners.setdefault(process, thread) != thread:
-        raise RuntimeError(
-            "fit, run, evaluate and predict seed the global random generators, and another thread "
-            "of this process is inside one of them: each would change the numbers of the other. "
-            "Call them one after the other, or each in a process of its own"
-        )
-    return functools.partial(_owners.pop, process)
-
-
-def _keep_reserved() -> None:
-    """Release nothing: the generators were reserved further out."""
-
-
-class isolated:
-    """Restore the caller's global generators after a ``with`` block, each time that one is left.
+class isolated(reserved_generators):
+    """Restore the caller's global generators after a ``with`` block, which may be entered again.
 
     Args:
         device: the device, whose generator is restored too.
@@ -218,18 +204,18 @@ class isolated:
         self._device = device
 
     def __enter__(self) -> None:
-        self._release = _reserve()
+        super().__enter__()
         try:
             self._restore = mark_generators(self._device)
         except BaseException:
-            self._release()
+            super().__exit__()
             raise
 
     def __exit__(self, *_: object) -> None:
         try:
             self._restore()
         finally:
-            self._release()
+            super().__exit__()
 
 
 def mark_generators(device: torch.device) -> Callable[[], None]:
