@@ -87,8 +87,9 @@ BUILT_ON = {
 # The modules of the kernel, by their rooms: all of a room, or some.
 KERNEL = {
     "": "_version _extensions",
-    "_backend": "collectives containers fsdp processes slurm torch_compat wrappers",
-    "_checkpoint": "files follow foreign format named optimizer parts place restore retention save shipped",
+    "_backend": "collectives containers fsdp host_generators processes slurm torch_compat wrappers",
+    "_checkpoint": "files follow foreign format named optimizer parts place restore retention save "
+    "shipped",
     "_core": "apart averages code cursor freeze history metrics optimizers parts records rng runs "
     "serialize shapes state types view views",
     "_data": "composed held iterable loaders map_style position source",

@@ -146,8 +146,17 @@ def has_only_its_files(path: Path, manifest: Mapping[str, Json]) -> bool:
     return {file.name for file in path.iterdir()} <= {*FILES, *manifest["files"], MANIFEST}
 
 
+MOST_KEPT = 8 << 20  # bytes of files that are kept after their checksums were compared
+
+
 def verify(
-    path: Path, *, deep: bool = True, history: bool = True, share: tuple[int, int] = (0, 1)
+    path: Path,
+    *,
+    deep: bool = True,
+    history: bool = True,
+    share: tuple[int, int] = (0, 1),
+    kept: dict[str, bytes] | None = None,
+    manifest: dict[str, Json] | None = None,
 ) -> dict[str, Json]:
     """Verify a checkpoint, and return its manifest.
 
@@ -156,6 +165,8 @@ def verify(
         deep: whether to compare the checksums of the files, not only their sizes.
         history: whether the files with the older records of the history must be there.
         share: of which files to compare the checksums: of every n-th, from the i-th on, as (i, n).
+        kept: receives the contents of small files whose checksums are right, by name.
+        manifest: what was read of the manifest already.
 
     Raises:
         CheckpointError: it is not a checkpoint, or is damaged; the message names file and fault.
@@ -166,27 +177,32 @@ def verify(
         what = f"it is a file. {foreign}" if (foreign := explain_foreign(path)) else what
         raise CheckpointError(f"{path} is not a checkpoint: {what}")
     try:
-        manifest = read_manifest(path)
+        manifest = read_manifest(path) if manifest is None else manifest
     except FileNotFoundError:
         foreign = explain_foreign(path)
         what = f". {foreign}" if foreign else " (for a folder of checkpoints, see latest)"
         raise CheckpointError(f"{path} is not a checkpoint: it has no {MANIFEST}{what}") from None
-    check_files(path, manifest, deep, share)
+    check_files(path, manifest, deep, share, kept)
     if history:
         check_blocks(path, manifest.get("blocks", ()), deep)
     return manifest
 
 
 def check_files(
-    path: Path, manifest: Mapping[str, Json], deep: bool = False, share: tuple[int, int] = (0, 1)
+    path: Path,
+    manifest: Mapping[str, Json],
+    deep: bool = False,
+    share: tuple[int, int] = (0, 1),
+    kept: dict[str, bytes] | None = None,
 ) -> None:
     """Raise CheckpointError unless the files of a checkpoint are as its manifest says.
 
     Args:
         path: the folder.
         manifest: what :func:`read_manifest` has returned.
-        deep, share: see :func:`verify`.
+        deep, share, kept: see :func:`verify`.
     """
+    room = 0 if kept is None else MOST_KEPT
     for i, (name, facts) in enumerate(manifest["files"].items()):
         file = path / name
         size = size_of_file(file)
@@ -198,9 +214,15 @@ def check_files(
             raise CheckpointError(
                 f"{path} is damaged: {name} has {size:,} bytes instead of {facts['bytes']:,}"
             )
-        mine = deep and i % share[1] == share[0]
-        if mine and checksum_of_file(file) != facts["sha256"]:
+        if not deep or i % share[1] != share[0]:
+            continue
+        content = file.read_bytes() if size <= room else None
+        found = checksum_of_file(file) if content is None else hashlib.sha256(content).hexdigest()
+        if found != facts["sha256"]:
             raise CheckpointError(f"{path} is damaged: the checksum of {name} is wrong")
+        if kept is not None and content is not None:
+            kept[name] = content
+            room -= size
 
 
 def read_manifest(path: Path) -> dict[str, Json]:
@@ -243,14 +265,18 @@ def read_manifest(path: Path) -> dict[str, Json]:
     return manifest
 
 
-def read_json(file: Path) -> Json:
+def read_json(file: Path, content: bytes | None = None) -> Json:
     """Return what a file of JSON holds.
+
+    Args:
+        file: the file.
+        content: what was read of it already.
 
     Raises:
         CheckpointError: it is not JSON.
         OSError: it cannot be read.
     """
-    return parse_json(file.read_bytes(), file)
+    return parse_json(file.read_bytes() if content is None else content, file)
 
 
 def parse_json(data: bytes, file: Path) -> Json:
@@ -261,18 +287,21 @@ def parse_json(data: bytes, file: Path) -> Json:
         raise CheckpointError(f"{file} is damaged: {type(error).__name__}: {error}") from error
 
 
-def read_state_file(path: Path, blocks: Iterable[str] = ()) -> dict[str, Json]:
+def read_state_file(
+    path: Path, blocks: Iterable[str] = (), content: bytes | None = None
+) -> dict[str, Json]:
     """Return the contents of ``state.json``, each value of the kind that it has to be.
 
     Args:
         path: the checkpoint.
         blocks: the blocks of older records, which are put before those that it has.
+        content: what was read of the file already.
 
     Raises:
         CheckpointError: it is something else.
         OSError: it cannot be read.
     """
-    facts = read_json(path / STATE)
+    facts = read_json(path / STATE, content)
     check_shape(facts, STATE_SHAPE, path / STATE)
     facts["history"] = [*read_blocks(path, blocks), *facts["history"]]
     return facts

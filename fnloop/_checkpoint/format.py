@@ -15,6 +15,7 @@ import attrs
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load
 from torch import Tensor
 
 from fnloop._backend.collectives import counts_here, gather_from_all
@@ -659,6 +660,25 @@ class Slices:
         """Release the files."""
         self._open.clear()
         self._mapped = self._most = 0
+
+
+def tensors_in(content: bytes, folder: Path, name: str) -> dict[str, Tensor] | None:
+    """Return the tensors of a file that was read already; None where it has to be read again.
+
+    Args:
+        content: that of the file, whose checksum is right.
+        folder, name: where it was, for messages.
+    """
+    with _explained(folder, name):
+        try:
+            found = load(content)
+        except (AssertionError, KeyError, ValueError):  # a dtype that only files are read in
+            return None
+    # In memory of torch's own, which begins where that of other tensors does.
+    made = {}
+    for key in sorted(found):
+        made[key] = _empty(found[key].shape, found[key].dtype, folder).copy_(found[key])
+    return made
 
 
 def _empty(shape: Sequence[int], dtype: torch.dtype, path: Path) -> Tensor:

@@ -31,6 +31,7 @@ from fnloop._checkpoint.foreign import explain_foreign
 from fnloop._checkpoint.format import (
     INDEX,
     PARTS,
+    STATE,
     TRAINED,
     TRAINING,
     CheckpointError,
@@ -40,6 +41,7 @@ from fnloop._checkpoint.format import (
     Slices,
     decode_index,
     is_share,
+    tensors_in,
 )
 from fnloop._checkpoint.optimizer import Settings, templates_of_optimizers
 from fnloop._checkpoint.parts import (
@@ -210,20 +212,29 @@ def restore_contents(
 SUFFIX = ".safetensors"
 
 
-def read_checkpoint(path: Path, state: TrainState, *, history: bool = True) -> Contents:
+def read_checkpoint(
+    path: Path,
+    state: TrainState,
+    *,
+    history: bool = True,
+    manifest: dict[str, Json] | None = None,
+) -> Contents:
     """Return the contents of a checkpoint, with or without the older records of its history.
 
     Every process must call it. Each compares the checksums of its share of the files, and reads of
-    a tensor what it holds of the same tensor in its state.
+    a tensor what it holds of the same tensor in its state. ``manifest`` is what the process has
+    read of it already.
 
     Raises:
         CheckpointError, OSError: as :func:`verify`, in every process.
         MemoryError: there is no memory for the tensors.
     """
     path, backend = locate(path), state.backend
-    share = (backend.rank, backend.world_size)
-    manifest = on_every_process(lambda: verify(path, history=history, share=share), READING)
-    return on_every_process(lambda: _read(path, manifest, state, history), READING)
+    share, kept = (backend.rank, backend.world_size), dict[str, bytes]()
+    checked = on_every_process(
+        lambda: verify(path, history=history, share=share, kept=kept, manifest=manifest), READING
+    )
+    return on_every_process(lambda: _read(path, checked, state, history, kept), READING)
 
 
 def read_alone(path: Path, *, history: bool = True) -> Contents:
@@ -232,8 +243,8 @@ def read_alone(path: Path, *, history: bool = True) -> Contents:
     Raises:
         CheckpointError, OSError, MemoryError: as :func:`read_checkpoint`.
     """
-    path = locate(path)
-    return _read(path, verify(path, history=history), None, history)
+    path, kept = locate(path), dict[str, bytes]()
+    return _read(path, verify(path, history=history, kept=kept), None, history, kept)
 
 
 def read_written(path: Path, files: Mapping[str, str | None]) -> Contents:
@@ -257,20 +268,25 @@ def read_whole_checkpoint(path: Path, state: TrainState) -> Contents | None:
     """Return the contents of a checkpoint, or None if it is partial. Every process must call it."""
     where = locate(path)
     manifest = on_every_process(lambda: verify(where, deep=False, history=False), READING)
-    return None if is_partial(manifest) else read_checkpoint(path, state)
+    return None if is_partial(manifest) else read_checkpoint(where, state, manifest=manifest)
 
 
 def _read(
-    path: Path, manifest: Mapping[str, Json], state: TrainState | None, history: bool
+    path: Path,
+    manifest: Mapping[str, Json],
+    state: TrainState | None,
+    history: bool,
+    kept: Mapping[str, bytes],
 ) -> Contents:
     # The checksums are right. So only what a file says can be wrong with it: an exception that is
     # not a CheckpointError is a fault of memory, of the disk, or of this program.
     files = manifest["files"]
-    facts = read_state_file(path, manifest.get("blocks", ()) if history else ())
+    blocks = manifest.get("blocks", ()) if history else ()
+    facts = read_state_file(path, blocks, kept.get(STATE))
     index: dict[str, dict[str, Entry]] = {}
     if INDEX in files:
-        index = decode_index(read_json(path / INDEX), files, path)
-    reader = _Reader(path, state, facts)
+        index = decode_index(read_json(path / INDEX, kept.get(INDEX)), files, path)
+    reader = _Reader(path, state, facts, kept)
     tensors = {group: reader.read_split(group, entries) for group, entries in index.items()}
     for file in files:
         group, suffix = os.path.splitext(file)
@@ -288,10 +304,17 @@ class _Reader:
         path: the folder.
         state: the state that they are for; None reads whole tensors.
         facts: the contents of ``state.json``.
+        kept: the contents of files that were read already, by name.
     """
 
-    def __init__(self, path: Path, state: TrainState | None, facts: Mapping[str, Json]) -> None:
-        self._path, self._slices = path, Slices(path)
+    def __init__(
+        self,
+        path: Path,
+        state: TrainState | None,
+        facts: Mapping[str, Json],
+        kept: Mapping[str, bytes],
+    ) -> None:
+        self._path, self._slices, self._kept = path, Slices(path), kept
         self._own = None if state is None else f"{state.backend.rank}/"
         parameters = () if state is None else unwrap(state).parameters()
         self._like = next((p for p in parameters if split_dim(p) is not None), None)
@@ -301,17 +324,26 @@ class _Reader:
 
     def read_whole(self, group: str, file: str) -> dict[str, Tensor]:
         """Return a group of tensors that is in one file."""
+        if file in self._kept and self._like is None:
+            found = tensors_in(self._kept[file], self._path, file)
+            if found is not None:
+                return {name: found[name] for name in self._own_of(group, found)}
         return self.read_split(group, self._slices.entries_in(file))
 
     def read_split(self, group: str, entries: Mapping[str, Entry]) -> dict[str, Tensor]:
         """Return a group of tensors, of each what this process holds of it."""
         templates = self._templates.get(group, {})
-        if group == OWN and self._own is not None:  # those of other processes are not for this one
-            entries = {name: each for name, each in entries.items() if name.startswith(self._own)}
+        names = self._own_of(group, entries)
         try:
-            return {name: self._read(entry, templates.get(name)) for name, entry in entries.items()}
+            return {name: self._read(entries[name], templates.get(name)) for name in names}
         finally:
             self._slices.close()
+
+    def _own_of(self, group: str, names: Iterable[str]) -> list[str]:
+        """Return those of the names of a group that are not of another process."""
+        if group != OWN or self._own is None:
+            return [*names]
+        return [name for name in names if name.startswith(self._own)]
 
     def _read(self, entry: Entry, template: Tensor | None) -> Tensor:
         """Return a tensor, sharded as its template is.

@@ -30,6 +30,7 @@ import numpy as np
 import torch
 
 from fnloop._backend import torch_compat
+from fnloop._backend.host_generators import mark_host
 
 SEED_BITS = (1 << 64) - 1
 # Purposes: each is folded into the seed and gives a stream of its own.
@@ -174,39 +175,35 @@ _owners: dict[
 ] = {}  # process id to thread id; a forked process inherits the entry of its parent
 
 
-@contextlib.contextmanager
-def reserved_generators() -> Iterator[None]:
-    """Reserve the global generators for this thread. It may reserve them again within the context.
+class reserved_generators:
+    """Reserve the global generators for this thread, in a ``with`` block, maybe in another one.
 
     Raises:
         RuntimeError: another thread has reserved them.
     """
-    process, thread = os.getpid(), threading.get_ident()
-    nested = _owners.get(process) == thread
-    if not nested and _owners.setdefault(process, thread) != thread:
-        raise RuntimeError(
-            "fit, run, evaluate and predict seed the global random generators, and another thread "
-            "of this process is inside one of them: each would change the numbers of the other. "
-            "Call them one after the other, or each in a process of its own"
-        )
-    try:
-        yield
-    finally:
-        if not nested:
-            del _owners[process]
+
+    def __enter__(self) -> None:
+        process, thread = os.getpid(), threading.get_ident()
+        self._reserved = None if _owners.get(process) == thread else process
+        if self._reserved is not None and _owners.setdefault(process, thread) != thread:
+            raise RuntimeError(
+                "fit, run, evaluate and predict seed the global random generators, and another "
+                "thread of this process is inside one of them: each would change the numbers of "
+                "the other. Call them one after the other, or each in a process of its own"
+            )
+
+    def __exit__(self, *_: object) -> None:
+        if self._reserved is not None:
+            del _owners[self._reserved]
 
 
-@contextlib.contextmanager
-def isolated(device: torch.device) -> Iterator[None]:
-    """Restore the caller's global generators after a ``with`` block.
+class isolated(reserved_generators):
+    """Restore the caller's global generators after a ``with`` block, which may be entered again.
 
     They are those of Python, NumPy and torch, on the host and on the device.
 
     Args:
         device: the device, such as ``state.backend.device``.
-
-    Returns:
-        A context manager.
 
     Raises:
         RuntimeError: another thread has reserved them.
@@ -218,22 +215,34 @@ def isolated(device: torch.device) -> Iterator[None]:
         >>> bool((a == torch.rand(3)).all())
         True
     """
-    with reserved_generators():
-        restore_generators = mark_generators(device)
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def __enter__(self) -> None:
+        super().__enter__()
         try:
-            yield
+            self._restore = mark_generators(self._device)
+        except BaseException:
+            super().__exit__()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._restore()
         finally:
-            restore_generators()
+            super().__exit__()
 
 
 def mark_generators(device: torch.device) -> Callable[[], None]:
     """Return a function that restores all global generators, the device's too, as they are now."""
+    cpu, restore_host = torch.default_generator.get_state(), mark_host()
     on_device = None if device.type == "cpu" else torch.get_device_module(device)
-    generators = Generators.capture()
     device_state = on_device.get_rng_state(device) if on_device else None
 
     def restore_generators() -> None:
-        generators.install()
+        torch.default_generator.set_state(cpu)
+        restore_host()
         if on_device:
             on_device.set_rng_state(device_state, device)
 

@@ -1243,6 +1243,7 @@ class KeptBuffers(NamedTuple):
         values: of each the part that can be written to: an expanded one has one element for many.
         copies: of the values.
         versions: numbers that have changed where a buffer was written to since.
+        contents: the names in the tables, and which tensors have them.
     """
 
     tables: Sequence[tuple[Table, Table, Sequence[int]]] = ()
@@ -1251,9 +1252,18 @@ class KeptBuffers(NamedTuple):
     marks: Sequence[object] = ()
     values: Sequence[Tensor] = ()
     copies: Sequence[Tensor] = ()
-    versions: Sequence[int] = ()
+    versions: Sequence[int | None] = ()
+    contents: object = None
 
-    def put_back(self, unseen: bool = False) -> None:
+    def are_as_kept(self, tables: Sequence[Table]) -> bool:
+        """Return whether these are the tables, and nothing in them was changed or replaced."""
+        return (
+            self.contents == _contents_of(tables)
+            and self.versions == torch_compat.versions_of(self.tensors)
+            and self.marks == [*map(_mark_of, self.tensors)]
+        )
+
+    def put_back(self, unseen: bool = False) -> bool:
         """Put back what has changed: replaced buffers, their shapes and their values.
 
         Buffers stay the same tensors at the same addresses, because a CUDA graph reads them there.
@@ -1261,10 +1271,19 @@ class KeptBuffers(NamedTuple):
         Args:
             unseen: whether any may have changed without a new version, as in a forward in training
                 mode or in a replay.
+
+        Returns:
+            Whether anything had changed.
         """
+        tables = [table for table, _, _ in self.tables]
+        if not tables or (not unseen and self.are_as_kept(tables)):
+            return False
+        versions = torch_compat.versions_of(self.tensors)
         moved = [
-            version_of(tensor) != version or _mark_of(tensor) != mark
-            for tensor, mark, version in zip(self.tensors, self.marks, self.versions, strict=True)
+            now != version or _mark_of(tensor) != mark
+            for tensor, mark, version, now in zip(
+                self.tensors, self.marks, self.versions, versions, strict=True
+            )
         ]
         chosen = {*range(len(moved))} if unseen else set()
         for table, before, positions in self.tables:
@@ -1280,6 +1299,12 @@ class KeptBuffers(NamedTuple):
                     # It was resized, or tensor.data was replaced.
                     tensor.set_(self.places[i])  # type: ignore[arg-type]
                 self.values[i].copy_(self.copies[i])
+        return True
+
+
+def _contents_of(tables: Sequence[Table]) -> tuple[list[str], list[int]]:
+    values = itertools.chain.from_iterable(map(dict.values, tables))
+    return [*itertools.chain.from_iterable(tables)], [*map(id, values)]
 
 
 class Buffers:
@@ -1294,9 +1319,20 @@ class Buffers:
         self._kept = KeptBuffers()
         self._groups: list[tuple[list[Tensor], list[Tensor]]] = []
 
-    @torch.no_grad()
-    def keep(self) -> KeptBuffers:
-        """Copy them as they are now. What was kept before is not valid any more."""
+    def keep(self, trusting: bool = False) -> KeptBuffers:
+        """Copy them as they are now. What was kept before is not valid any more.
+
+        Args:
+            trusting: whether those that torch has counted no change of need not be copied again.
+        """
+        if not self._tables:
+            return self._kept
+        if trusting and self._kept.are_as_kept(self._tables):
+            return self._kept
+        with torch.no_grad():
+            return self._copied()
+
+    def _copied(self) -> KeptBuffers:
         tables = [(own, dict(own)) for own in self._tables]
         held_by_all = (b for _, held in tables for b in held.values() if b is not None)
         found = {id(b): b for b in held_by_all if _has_values(b)}
@@ -1323,7 +1359,11 @@ class Buffers:
                 to.append(copy)
                 of.append(value)
             self._groups = [*groups.values()]
-        return self._kept._replace(versions=[version_of(t) for t in tensors])
+        versions = torch_compat.versions_of(tensors)
+        self._kept = self._kept._replace(
+            versions=versions, contents=_contents_of([own for own, _ in tables])
+        )
+        return self._kept
 
     def _fits(self, tensors: Sequence[Tensor], tables: Sequence[tuple[Table, Table]]) -> bool:
         """Return whether these are the buffers that were kept before, in the same places."""
@@ -1399,6 +1439,11 @@ def watch_of(model: nn.Module) -> BufferWatch:
     if (found := _watches.get(model)) is None:
         found = _watches[model] = BufferWatch(model)
     return found
+
+
+def is_watched(model: nn.Module) -> bool:
+    """Return whether something watches the buffers of a model."""
+    return bool(_watches) and model in _watches
 
 
 @contextlib.contextmanager

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import weakref
-from collections.abc import Iterator, Sequence, Set
-from typing import Literal
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence, Set
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from fnloop._backend.fsdp import reshard
+from fnloop._backend.fsdp import is_sharded, reshard
 from fnloop._backend.processes import delaying_interrupts
 from fnloop._core.optimizers import modes_of
 from fnloop._core.rng import COMPUTE, fold_in, isolated, seed_all
-from fnloop._core.state import Buffers, TrainState, check_not_stale, unwatched, with_slots
+from fnloop._core.state import (
+    Buffers,
+    TrainState,
+    check_not_stale,
+    is_watched,
+    unwatched,
+    with_slots,
+)
 from fnloop._core.types import View
 
 # --------------------------------------------------------------------------------------------------
@@ -67,10 +76,9 @@ def is_apart(state: TrainState) -> bool:
     return any(each.apart for each in views_of(state))
 
 
-@contextlib.contextmanager
 def view(
-    state: TrainState, reader: Reader, *, together: bool = True, buffers: Buffers | None = None
-) -> Iterator[nn.Module]:
+    state: TrainState, reader: Reader, *, together: bool = True
+) -> contextlib.AbstractContextManager[nn.Module]:
     """Read a model, within a ``with`` block, which gives it. Afterwards all is as before.
 
     Args:
@@ -78,16 +86,73 @@ def view(
         reader: what the weights are read for.
         together: whether every process is here. Otherwise each sees its own weights, where these
             are others in each process.
-        buffers: those of the model, if they are kept again and again.
     """
+    if reader == "evaluation":
+        return Visits(state, together).visit()
+    return _showing(state, _views_for(state, reader, together))
+
+
+class Visits:
+    """Looks at a model as in an evaluation, several times, with the caller in between.
+
+    The caller may then do with the model what they like. What is the same in all visits is found
+    out once.
+
+    Args:
+        state: the state.
+        together: as in :func:`view`.
+    """
+
+    def __init__(self, state: TrainState, together: bool = True) -> None:
+        self._state, self._views = state, _views_for(state, "evaluation", together)
+        self._unchanged = _unchanged(state.model)
+
+    def visit(self) -> contextlib.AbstractContextManager[nn.Module]:
+        """Return the context manager of a view."""
+        if self._views or is_watched(self._state.model):
+            return self._visit()
+        return self._unchanged
+
+    @contextlib.contextmanager
+    def _visit(self) -> Iterator[nn.Module]:
+        with unwatched(self._state.model), self._unchanged, _showing(self._state, self._views) as m:
+            yield m
+
+
+class _unchanged:
+    """A model in evaluation mode, in a ``with`` block, which may be entered again.
+
+    Afterwards its modes and its buffers are as before.
+
+    Args:
+        model: the model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self._mode, self._buffers = model, in_evaluation_mode(model), Buffers(model)
+        self._moves = False  # whether a block has moved any
+
+    def __enter__(self) -> nn.Module:
+        # They change in evaluation mode too, as those of an observer, or a teacher's centre.
+        # Those that stayed are copied once. That trusts torch's count of changes, which the caller
+        # may get round (buffer.data). So where they move at all, each block begins with a copy.
+        self._kept = self._buffers.keep(trusting=not self._moves)
+        self._mode.__enter__()
+        return self._model
+
+    def __exit__(self, *raised: Any) -> None:
+        try:
+            self._mode.__exit__(*raised)
+        finally:
+            self._moves |= self._kept.put_back()
+
+
+@contextlib.contextmanager
+def _showing(state: TrainState, views: Sequence[View]) -> Iterator[nn.Module]:
+    """Show some views, each in the one before it."""
     with contextlib.ExitStack() as stack:
-        if reader == "evaluation":
-            stack.enter_context(unwatched(state.model))
-            # They change in evaluation mode too, as those of an observer, or a teacher's centre.
-            stack.callback((buffers or Buffers(state.model)).keep().put_back)
-            stack.enter_context(in_evaluation_mode(state.model))
         model = state.model
-        for each in _views_for(state, reader, together):
+        for each in views:
             model = stack.enter_context(shown(each, state))
         yield model
 
@@ -159,29 +224,78 @@ _NO_GRADIENTS = (
 )
 
 
-@contextlib.contextmanager
-def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients. Afterwards every submodule has the flag that it had.
+class in_evaluation_mode:
+    """Evaluation mode without gradients, in a ``with`` block, which may be entered again.
 
-    A function that needs gradients in it switches them on, as torch does: ``torch.enable_grad()``.
+    Afterwards every submodule has the flag that it had. A function that needs gradients in the
+    block switches them on, as torch does: ``torch.enable_grad()``.
+
+    Args:
+        model: the model.
     """
-    modes = [(module, module.training) for module in model.modules()]
-    gradients = torch.is_grad_enabled()
-    try:
-        model.eval()
-        torch.set_grad_enabled(False)
-        yield
-    except RuntimeError as error:
-        if "does not require grad" in str(error):
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._look()
+
+    def _look(self) -> None:
+        """Note which modules there are, and whether their flags are all that their mode is."""
+        self._modules = [*self._model.modules()]
+        self._children = [vars(module).get("_modules", {}) for module in self._modules]
+        self._known = [dict(own) for own in self._children]
+        self._tables = [vars(module) for module in self._modules]
+        self._plain = all(map(_has_plain_mode, self._modules)) and not is_sharded(self._model)
+
+    def __enter__(self) -> None:
+        if self._children != self._known:  # modules were replaced since the last block
+            self._look()
+        if self._plain:
+            self._before = [table["training"] for table in self._tables]
+        else:
+            self._before = [module.training for module in self._modules]
+        self._gradients = torch.is_grad_enabled()
+        try:
+            if not self._plain:
+                self._model.eval()
+            elif any(self._before):
+                _set_flags(self._tables, itertools.repeat(False))
+            torch.set_grad_enabled(False)
+        except BaseException:
+            self._put_back()
+            raise
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, RuntimeError) and "does not require grad" in str(error):
             error.add_note(_NO_GRADIENTS)
-        raise
-    finally:
+        self._put_back()
+
+    def _put_back(self) -> None:
+        if self._plain and self._children == self._known:
+            _set_flags(self._tables, self._before)
+            torch.set_grad_enabled(self._gradients)
+            return
         with delaying_interrupts():
-            torch.set_grad_enabled(gradients)
-            model.train(modes[0][1])  # a module may do something in its method train
-            for module, training in modes:
-                module.training = training
-            reshard(model)
+            torch.set_grad_enabled(self._gradients)
+            self._model.train(self._before[0])  # a module may do something in its method train
+            for module, training in zip(self._modules, self._before, strict=True):
+                module.training = training  # type: ignore[assignment]
+            reshard(self._model)
+
+
+def _has_plain_mode(module: nn.Module) -> bool:
+    """Return whether the mode of a module is its flag, and nothing else is done about it."""
+    kind, own, names = type(module), vars(module), ("train", "eval", "__setattr__")
+    return (
+        all(getattr(kind, name) is getattr(nn.Module, name) for name in names)
+        and own.keys() >= {"training", "_modules"}
+        and own.keys().isdisjoint(names)
+        and not hasattr(kind, "training")
+    )
+
+
+def _set_flags(tables: Sequence[dict[str, object]], flags: Iterable[object]) -> None:
+    """Set the flags ``training`` in one call, which Ctrl-C cannot divide."""
+    deque(map(dict.__setitem__, tables, itertools.repeat("training"), flags), maxlen=0)
 
 
 # --------------------------------------------------------------------------------------------------

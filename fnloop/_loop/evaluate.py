@@ -17,9 +17,9 @@ from fnloop._backend.torch_compat import batch_norms
 from fnloop._core.freeze import keep_statistics
 from fnloop._core.metrics import read
 from fnloop._core.rng import COMPUTE, fold_in, isolated, mix, seed_all, torch_seeder
-from fnloop._core.state import Buffers, TrainState, check_not_stale, take_ownership
+from fnloop._core.state import TrainState, check_not_stale, take_ownership
 from fnloop._core.types import Batch, Metric, Output, Step, name_of
-from fnloop._core.view import in_evaluation_mode, view
+from fnloop._core.view import Visits, in_evaluation_mode, view
 from fnloop._data.loaders import NONE_LEFT, Padding, check_loader
 from fnloop._data.source import Source, open_source, windows
 from fnloop._display import checks
@@ -218,29 +218,27 @@ def _predict(
     source = open_loader(loader, state, reader="predict")
     batches = windows(source, None, backend.device, None)
     position, seed = torch_seeder(backend.device), fold_in(state.seed, COMPUTE)
-    prediction = engine_of(state).start_evaluation(state, name_of(fn))
-    buffers = Buffers(state.model)
-    for n in itertools.count():
-        check_not_stale(state, "predict")
-        where = "the loader"
-        try:
-            with (
-                isolated(backend.device),
-                reusing_pages(backend.device),
-                view(state, "evaluation", buffers=buffers) as model,
-            ):
-                batch = next(batches, NONE_LEFT)
-                if batch is NONE_LEFT:
-                    if gather:
-                        prediction.finish(source)
-                    return
-                where = name_of(fn)
-                position(fold_in(seed, backend.position_of(n)))
-                results = prediction.call(fn, model, batch)
-        except Exception as error:
-            error.add_note(f"while in {where}, predict, batch {n}")
-            raise
-        yield from prediction.gather(results) if gather else results
+    name = name_of(fn)
+    prediction = engine_of(state).start_evaluation(state, name)
+    apart, visits = isolated(backend.device), Visits(state)
+    with reusing_pages(backend.device):
+        for n in itertools.count():
+            check_not_stale(state, "predict")
+            where = "the loader"
+            try:
+                with apart, visits.visit() as model:
+                    batch = next(batches, NONE_LEFT)
+                    if batch is NONE_LEFT:
+                        if gather:
+                            prediction.finish(source)
+                        return
+                    where = name
+                    position(mix(seed, backend.position_of(n)))
+                    results = prediction.call(fn, model, batch)
+            except Exception as error:
+                error.add_note(f"while in {where}, predict, batch {n}")
+                raise
+            yield from prediction.gather(results) if gather else results
 
 
 # --------------------------------------------------------------------------------------------------

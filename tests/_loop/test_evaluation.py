@@ -2,7 +2,9 @@
 
 import contextlib
 import itertools
+import random
 
+import numpy as np
 import pytest
 import torch
 from evaluation_draws import CALLS, draws_in
@@ -73,6 +75,118 @@ def test_between_predictions_the_model_is_unchanged():
     for flags in fl.predict(lambda m, x: (m.training, torch.is_grad_enabled()), state, [ONE, ONE]):
         assert flags == (False, False)
         assert state.model.training and torch.is_grad_enabled()
+
+
+def kept_by_the_caller(state):
+    """Return what a prediction leaves as it is: modes, buffers, and where all generators are."""
+    model, numpy = state.model, np.random.get_state()
+    return (
+        [module.training for module in model.modules()], torch.is_grad_enabled(),
+        {name: b.tolist() for name, b in model.named_buffers()},
+        torch.get_rng_state().tolist(), random.getstate(), numpy[1].tolist(), numpy[2:],
+    )  # fmt: skip
+
+
+def draw_all(count=1):
+    return [(torch.rand(()).item(), random.random(), np.random.randn()) for _ in range(count)]
+
+
+def freeze_one(state):
+    state.model[0].eval()
+
+
+def evaluate_all(state):
+    state.model.eval()
+
+
+def replace_a_module(state):
+    state.model[1] = nn.Sequential(nn.Dropout(0.5), nn.BatchNorm1d(2)).eval()
+
+
+def move_statistics(state):
+    state.model(torch.randn(4, 2))
+
+
+def write_to_buffers(state):
+    with torch.no_grad():
+        state.model[0].running_mean += 1
+    state.model[0].running_var.data.fill_(3.0)  # torch counts no change
+
+
+def replace_a_buffer(state):
+    state.model[0].running_mean = torch.full((2,), 7.0)
+
+
+ACTS = {
+    "nothing": lambda state: None,
+    "draws": lambda state: draw_all(),
+    "seeds": lambda state: (torch.manual_seed(1), random.seed(1), np.random.seed(1)),
+    "switches gradients off": lambda state: torch.set_grad_enabled(False),
+    **{f.__name__: f for f in (freeze_one, evaluate_all, replace_a_module)},
+    **{f.__name__: f for f in (move_statistics, write_to_buffers, replace_a_buffer)},
+}
+
+
+@pytest.mark.parametrize("does", ["nothing", "draws", "moves buffers", "changes modes", "all"])
+@pytest.mark.parametrize("act", ACTS)
+def test_between_two_predictions_all_is_as_the_caller_has_left_it(does, act):
+    """Also where a prediction draws, moves buffers or changes modes, at every batch or at one."""
+
+    def predicted(model, batch):
+        n = int(batch)
+        assert not torch.is_grad_enabled() and not any(m.training for m in model.modules())
+        if does in ("draws", "all"):
+            draw_all(2)
+        if does in ("moves buffers", "all") and n:
+            model[0].train()(torch.ones(2, 2))
+        if does in ("changes modes", "all"):
+            model[1].train()
+            torch.set_grad_enabled(True)
+        return torch.rand(()).item()
+
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.Dropout(0.5), nn.Linear(2, 1))
+    state = fl.TrainState.create(model, torch.optim.SGD(model.parameters()), seed=0)
+    batches = [torch.tensor(float(n)) for n in range(6)]
+    draws = [*fl.predict(lambda model, batch: torch.rand(()).item(), state, batches)]
+    found, before = [], kept_by_the_caller(state)
+    for result in fl.predict(predicted, state, batches[:5]):
+        found.append(result)
+        assert kept_by_the_caller(state) == before
+        if len(found) != 2:
+            ACTS[act](state)
+        before = kept_by_the_caller(state)
+    assert kept_by_the_caller(state) == before
+    assert does in ("draws", "all") or found == draws[:5]
+    torch.set_grad_enabled(True)
+
+
+def test_a_prediction_that_is_left_in_the_middle_leaves_all_as_it_was():
+    state, drawn = watcher(), lambda model, batch: (draw_all(), model(batch))
+    before = kept_by_the_caller(state)
+    results = fl.predict(drawn, state, [*XS, *XS])
+    next(results), next(results)
+    assert kept_by_the_caller(state) == before
+    results.close()
+    assert kept_by_the_caller(state) == before
+
+
+class Counted(nn.Module):
+    """Counts how often its mode is set."""
+
+    def __init__(self):
+        super().__init__()
+        self.w, self.calls = nn.Parameter(torch.ones(())), []
+
+    def train(self, mode=True):
+        self.calls.append(mode)
+        return super().train(mode)
+
+
+def test_a_module_with_a_mode_of_its_own_is_told_before_and_after_each_batch():
+    model = Counted()
+    state = fl.TrainState.create(model, torch.optim.SGD(model.parameters()), seed=0)
+    assert [*fl.predict(lambda model, x: model.training, state, [ONE, ONE])] == [False, False]
+    assert model.calls == [False, True] * 3 and model.training  # and where the loader ends
 
 
 # --- buffers that a model updates in evaluation mode

@@ -222,6 +222,69 @@ def prediction() -> apart.Once:
     return once
 
 
+def small(number: int) -> tuple[Any, list[Any]]:
+    """Return the smallest model that is of use, and batches for it."""
+    import torch
+    from torch import nn
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 10))
+    return model, [torch.randn(32, 32) for _ in range(number)]
+
+
+def small_prediction_by_hand() -> apart.Once:
+    import torch
+
+    model, data = small(ROUNDS)
+
+    def once() -> None:
+        model.eval()
+        with torch.no_grad():
+            _ = [model(x) for x in data]
+
+    return once
+
+
+def small_prediction() -> apart.Once:
+    import torch
+
+    import fnloop as fl
+
+    model, data = small(ROUNDS)
+    state = fl.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=0.01), seed=0)
+    return lambda: list(fl.predict(lambda model, batch: model(batch), state, data)) and None
+
+
+FITS, BATCHES = 30, 3  # as in a search, in folds, in rounds, in active learning
+
+
+def many_fits_by_hand() -> apart.Once:
+    import by_hand
+
+    data, states = batches(BATCHES), [make() for _ in range(FITS)]
+
+    def once() -> None:
+        for model, optimizer in states:
+            model.train()
+            by_hand.train(model, optimizer, data)
+
+    return once
+
+
+def many_fits() -> apart.Once:
+    import fnloop as fl
+
+    data, step = batches(BATCHES), fl.pipeline()(loss_fn)
+    states = [fl.TrainState.create(*make(), seed=n) for n in range(FITS)]
+
+    def once() -> None:
+        for n, state in enumerate(states):
+            states[n] = fl.fit(step, state, data, hooks=())
+
+    return once
+
+
 def trained(*width: int) -> Any:
     import fnloop as fl
 
@@ -385,10 +448,14 @@ def contenders() -> Iterator[tuple[str, Callable[[], apart.Once]]]:
     yield "fit of one batch: fnloop", fitted(number=1)
     yield "fit of one batch, two to evaluate: by hand", one_update_by_hand(2)
     yield "fit of one batch, two to evaluate: fnloop", fitted(number=1, valid=2)
+    yield "30 fits of 3 batches: by hand", many_fits_by_hand
+    yield "30 fits of 3 batches: fnloop", many_fits
     yield "evaluate 200 batches: by hand", evaluation_by_hand
     yield "evaluate 200 batches: fnloop", evaluation
     yield "predict 200 batches: by hand", prediction_by_hand
     yield "predict 200 batches: fnloop", prediction
+    yield "predict 200 batches with a smaller model: by hand", small_prediction_by_hand
+    yield "predict 200 batches with a smaller model: fnloop", small_prediction
     yield "snapshot: by hand", snapshot_by_hand
     yield "snapshot: fnloop", snapshot
     yield "save: by hand", save_by_hand
