@@ -16,8 +16,8 @@ is carried from batch to batch is one immutable record, the *state*, which `eval
     >>> state.step, state.history["train/loss"][-1] < 1e-6
     (100, True)
 
-- **States**: `TrainState`, `RunInfo`, `StaleStateError`, `snapshot`, `fork`, `unwrap`, `freeze`,
-  `unfreeze`, `layers`
+- **States**: `TrainState`, `RunInfo`, `StaleStateError`, `snapshot`, `fork`, `stack`, `unstack`,
+  `unwrap`, `freeze`, `unfreeze`, `layers`
 - **Steps**: `pipeline`, `supervised`, `skip`, `Output`, `alternate`, `raw`
 - **Middleware**: `middleware`, `Middleware`, `decide`; of batches `accumulate`, `microbatch`,
   `retry_on_oom`, `tbptt`; of gradients `clip`, `clip_value`, `clip_adaptive`, `grad_norm`, `sam`,
@@ -51,6 +51,7 @@ from fnloop._core.freeze import freeze, layers, unfreeze
 from fnloop._core.history import History, Phase, Record, compare
 from fnloop._core.metrics import Last, Max, Mean, Min, Sum, from_torchmetrics
 from fnloop._core.runs import RunInfo
+from fnloop._core.stacks import stack, unstack
 from fnloop._core.state import StaleStateError, TrainState, fork, snapshot, unwrap
 from fnloop._core.types import Middleware, Output, middleware, skip
 from fnloop._data.loaders import sharded
@@ -129,9 +130,9 @@ __all__ = [
     "on_main", "once", "pipeline", "plateau", "predict", "profiled", "progress", "raw", "reduce",
     "requeue", "restore", "restore_best", "resume", "retry_on_oom", "run", "sam", "save",
     "schedule", "scheduled", "schedules", "search", "sharded", "skip", "skip_nonfinite", "snapshot",
-    "spike_guard", "summary", "supervised", "swa", "tbptt", "throughput", "time_limit", "timings",
-    "to_csv", "to_jsonl", "torch_scheduler", "track", "unfreeze", "unwrap", "update_batchnorm",
-    "when", "when_improved",
+    "spike_guard", "stack", "summary", "supervised", "swa", "tbptt", "throughput", "time_limit",
+    "timings", "to_csv", "to_jsonl", "torch_scheduler", "track", "unfreeze", "unstack", "unwrap",
+    "update_batchnorm", "when", "when_improved",
 ]
 # fmt: on
 

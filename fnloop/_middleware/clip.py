@@ -15,6 +15,7 @@ from fnloop._backend.fsdp import combined, local_part
 from fnloop._core.freeze import Selectors, check_selectors
 from fnloop._core.metrics import Mean
 from fnloop._core.rng import isolated
+from fnloop._core.stacked import Stack
 from fnloop._core.state import TrainState, parameters, unwrap
 from fnloop._core.types import Batch, Call, Metric, Middleware, Output, Step, middleware
 from fnloop._display import checks
@@ -28,6 +29,7 @@ from fnloop._step.engine import (
     total_norm,
 )
 from fnloop._step.pipeline import Chosen
+from fnloop._step.stacked import clip_models_, gradients, per_update, stacked_norms
 from fnloop._step.update import CLOSURE, CREATE_GRAPH, Commuting, report, skip_together
 
 # --------------------------------------------------------------------------------------------------
@@ -100,6 +102,9 @@ def clip(
         of = parameters if selectors is None else Chosen("clip", selectors).of
 
         def scale(state: TrainState) -> Mapping[str, Metric]:
+            if type(state.model) is Stack:
+                norms = clip_models_(state, max_norm, norm_type)
+                return {label: per_update(label, norms, state)}
             return {label: Mean(clip_to_norm_(of(state), max_norm, norm_type), 1)}
 
         return _measuring(step, "clip", scale)
@@ -155,6 +160,9 @@ def grad_norm(norm_type: float = 2.0, by: str | None = None) -> Middleware:
 
     def gradient(step: Step) -> Step:
         def measure(state: TrainState) -> Mapping[str, Metric]:
+            if type(state.model) is Stack:
+                norms = stacked_norms(gradients(state), norm_type)
+                return {_NORM: per_update(_NORM, norms, state)}
             groups = {_NORM: parameters(state)} if by is None else _by_module(state)
             found = {k: [p.grad for p in ps if p.grad is not None] for k, ps in groups.items()}
             return {

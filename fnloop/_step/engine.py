@@ -38,6 +38,7 @@ from fnloop._core.metrics import (
 )
 from fnloop._core.optimizers import explain_untrained, optimizers_in
 from fnloop._core.rng import fold_in, seed_host
+from fnloop._core.stacked import models_of
 from fnloop._core.state import (
     Buffers,
     Ownership,
@@ -123,9 +124,14 @@ def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 
 class Fold:
-    """The loss and the metrics of the batches of an evaluation, in their order."""
+    """The loss and the metrics of the batches of an evaluation, in their order.
 
-    def __init__(self) -> None:
+    Args:
+        models: the names of the models of a stack, each of which has a loss.
+    """
+
+    def __init__(self, models: tuple[str, ...] = ()) -> None:
+        self._models = models
         self._metrics: dict[str, Metric] = {}
         self._loss: Mean | NoLoss | None = None
 
@@ -134,7 +140,7 @@ class Fold:
         __tracebackhide__ = True
         if out.weight.__class__ is int and not out.weight:
             return
-        self._loss = update_evaluated_(self._loss, out.loss, out.weight)
+        self._loss = update_evaluated_(self._loss, out.loss, out.weight, self._models)
         if out.metrics:
             self._metrics = update_(self._metrics, out.metrics)
 
@@ -390,7 +396,7 @@ class LocalEngine:
         return out.loss
 
     def start_evaluation(self, state: TrainState, name: str) -> LocalEvaluation:
-        return LocalEvaluation()
+        return LocalEvaluation(models_of(state.model))
 
     def share_buffers(self, model: nn.Module) -> None: ...
 
@@ -737,6 +743,8 @@ class LossRoot:
         root = out.loss
         if not root.requires_grad:
             _fail_without_gradient(state)
+        if root.ndim:  # one loss for each model of a stack, whose gradients are its own
+            root = root.sum()
         if relative_weight is not None:
             root = root * relative_weight
         return root if self.scale is None else at_least_float32(root) * self.scale(state)

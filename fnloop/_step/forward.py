@@ -18,6 +18,7 @@ from fnloop._backend.containers import map_leaves, tensors_in
 from fnloop._backend.fsdp import is_sharded
 from fnloop._backend.torch_compat import version_of
 from fnloop._core.optimizers import optimizers_in
+from fnloop._core.stacked import INSTEAD, Shared, Stack, call_models
 from fnloop._core.state import (
     TrainState,
     all_parameters,
@@ -54,7 +55,11 @@ def forward(loss_fn: LossFn, name: str, amp_listed: bool = True) -> Step:
         nonlocal checked
         __tracebackhide__ = True
         try:
-            if amp_listed or state.backend.precision is None:
+            if type(state.model) is Stack:
+                reply = _of_all_models(loss_fn, state.model, batch, name)
+                if not isinstance(reply, Skip):
+                    return state, reply
+            elif amp_listed or state.backend.precision is None:
                 reply = loss_fn(state.model, batch)
             else:
                 with _configured_autocast(state):
@@ -80,6 +85,37 @@ def forward(loss_fn: LossFn, name: str, amp_listed: bool = True) -> Step:
         return state, Output(loss, weight, aux, {}, skip)
 
     return forward
+
+
+def _of_all_models(loss_fn: LossFn, stack: Stack, batch: Batch, name: str) -> Output | Skip:
+    """Call the loss function once for all models of a stack; its loss has one element for each."""
+    __tracebackhide__ = True
+
+    def of_one(model: nn.Module) -> Any:
+        __tracebackhide__ = True
+        reply = loss_fn(model, batch)
+        if isinstance(reply, Skip):
+            return reply
+        loss: Any
+        aux: Any
+        loss, aux = reply if reply.__class__ is tuple and len(reply) == 2 else (reply, {})
+        _check_reply(reply, loss, aux, name)
+        weight = aux["weight"] if "weight" in aux else items_in(batch, name, loss is None)
+        _check_weight(weight, name)
+        shared = Shared(weight)
+        if shared.differs:
+            raise ValueError(
+                f'the aux["weight"] of {name} depends on the model, and the models of a stack make '
+                f"every update with the same items. {INSTEAD}"
+            )
+        return loss, dict(aux), shared
+
+    reply = call_models(stack, name, of_one)
+    if isinstance(reply, Skip):
+        return reply
+    loss, aux, weight = reply[0], reply[1], reply[2].value
+    skip = _NO_ITEMS if weight.__class__ is int and not weight else None
+    return Output(loss, weight, aux, {}, skip)
 
 
 def _configured_autocast(state: TrainState) -> AbstractContextManager[object]:

@@ -29,6 +29,7 @@ from fnloop._core.optimizers import groups_in
 from fnloop._core.rng import fold_in, isolated, seed_all, torch_seeder
 from fnloop._core.runs import Windows
 from fnloop._core.serialize import has_pending, materialize
+from fnloop._core.stacked import Stack
 from fnloop._core.state import (
     LOCAL_SGD,
     TBPTT,
@@ -69,6 +70,7 @@ from fnloop._step.engine import (
 )
 from fnloop._step.forward import RawFn, carrying, check_output, forward, own_gradients
 from fnloop._step.guard import RETRY
+from fnloop._step.stacked import check_middleware
 from fnloop._step.update import (
     CLOSURE,
     CREATE_GRAPH,
@@ -1214,6 +1216,8 @@ def init_slots(state: TrainState, members: Sequence[Middleware]) -> TrainState:
 def _check(state: TrainState, members: Sequence[Middleware]) -> None:
     """Let middleware look at a state whose model or parameters they have not seen yet."""
     __tracebackhide__ = True
+    if type(state.model) is Stack:
+        check_middleware(members)
     if not (checking := [m.check_state for m in members if m.check_state is not None]):
         return
     known, listed = _checked.get(state.model, (None, None))

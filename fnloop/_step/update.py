@@ -28,6 +28,7 @@ from fnloop._core.optimizers import (
     wants_closure,
 )
 from fnloop._core.rng import COMPUTE, fold_in, isolated, seed_all
+from fnloop._core.stacked import Stack
 from fnloop._core.state import (
     Buffers,
     KeptBuffers,
@@ -43,6 +44,7 @@ from fnloop._core.types import BY_ANOTHER, Batch, Metric, Middleware, Output, St
 from fnloop._display import checks
 from fnloop._display.screen import log
 from fnloop._step.engine import LossRoot, engine_of, evaluating_model, fail_to_train
+from fnloop._step.stacked import update_models
 
 # --------------------------------------------------------------------------------------------------
 # The outermost of the three steps, that of the optimizers, and what becomes of its output.
@@ -118,6 +120,9 @@ def update(
                     _check_gradients(new, out, name)
                 give_up_ownership(new)  # until all of the parameters have changed
                 apply, optimizer = _applying.apply, new.optimizer
+                if type(new.model) is Stack:
+                    update_models(new, apply, apply is not apply_optimizer)
+                    return advance(new, applied), out
                 for one in optimizer.values() if type(optimizer) is Optimizers else (optimizer,):
                     apply(one)
         finally:
