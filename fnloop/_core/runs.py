@@ -214,6 +214,7 @@ class RunInfo:
         hook_slots: the names of the slots that hooks keep, and not the step.
         reported: the names of the numbers that hooks say they add to records.
         turns: the names of the turns of ``alternate``; none for another step.
+        models: the names of the models of a stack; none for another state.
         windows: how the batches of the running epoch are grouped into updates.
         notices: where parts of the run tell what happens in it.
         made_with: returns what the run is made with, as its checkpoints keep it.
@@ -247,6 +248,7 @@ class RunInfo:
     hook_slots: frozenset[str] = frozenset()
     reported: frozenset[str] = frozenset()
     turns: tuple[str, ...] = ()
+    models: tuple[str, ...] = ()
     windows: Windows = _OF_ONE_BATCH
     notices: Notices = attrs.field(factory=Notices, eq=False)
     made_with: Callable[[], Mapping[str, object]] = attrs.field(default=dict, eq=False)
@@ -271,7 +273,7 @@ class RunInfo:
             "reported",
             "stopwatch",
         )
-        rare = ("precision", "first_step", "turns")
+        rare = ("precision", "first_step", "turns", "models")
         facts = attrs.asdict(self, filter=lambda field, value: field.name not in hidden)
         return {name: fact for name, fact in facts.items() if fact or name not in rare}
 

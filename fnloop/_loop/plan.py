@@ -30,6 +30,7 @@ from fnloop._core.runs import (
     kind_of,
     reason_of,
 )
+from fnloop._core.stacked import models_of
 from fnloop._core.state import (
     TrainState,
     begin_count,
@@ -222,7 +223,7 @@ class Plan:
         check_makers(self.hooks, ("train", "recent", *self.loaders.evaluated))
         known = ("train", *recent, *info.evaluated, *names_made(self.hooks))
         check_names(watched_in(self.step, self.hooks), known, self.loaders.evaluated)
-        check_metrics(self.step, self.hooks, info.evaluated, history)
+        check_metrics(self.step, self.hooks, info.evaluated, history, info.models)
         self.step.check_loaders(("train", *self.loaders.evaluated))
         self.step.check_evaluation(info.evaluated)
         for trigger in self.triggers:
@@ -368,6 +369,7 @@ def describe(
         position_at=source.positions.at, indices_at=source.indices,
         hook_slots=slots_of(plan.hooks), reported=names_reported(plan.hooks),
         turns=tuple(plan.step.settings.steps) if isinstance(plan.step, AlternateStep) else (),
+        models=models_of(state.model),
         windows=windows,
         made_with=functools.cache(functools.partial(describe_making, *making)),
     )  # fmt: skip
@@ -603,7 +605,11 @@ def watched_in(step: PipelineStep, hooks: Sequence[Hook]) -> list[tuple[str, str
 
 
 def check_metrics(
-    step: PipelineStep, hooks: Sequence[Hook], loaders: Collection[str], history: History
+    step: PipelineStep,
+    hooks: Sequence[Hook],
+    loaders: Collection[str],
+    history: History,
+    models: Sequence[str] = (),
 ) -> None:
     """Raise for a metric that is watched and that the pipeline cannot make.
 
@@ -615,6 +621,7 @@ def check_metrics(
         hooks: the hooks.
         loaders: the names of the loaders that are evaluated.
         history: the records so far. What is in one of them may come from an earlier run.
+        models: the names of the models of a stack.
 
     Raises:
         KeyError: there will be no such metric; the message says what to list.
@@ -634,6 +641,10 @@ def check_metrics(
         if not name or not (trained or loader in loaders) or key in reported or key in history:
             continue
         names = _trained_names(step) if trained else _evaluated_names(step, loader)
+        if names is not None and models:
+            # What all models have in common, such as times, has no model in its name.
+            names += [f"{model}/{name}" for model in models for name in names]
+            names += [f"lr/{model}" for model in models]
         if names is not None:
             check_made(owner, key, names)
 

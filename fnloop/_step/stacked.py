@@ -29,7 +29,7 @@ from fnloop._display.checks import join_names
 
 WORKING = (
     *("accumulate", "clip", "clip_value", "grad_norm", "schedule", "scheduled", "skip_nonfinite"),
-    *("metric", "derive", "timings", "throughput"),
+    *("metric", "timings", "throughput"),
 )
 
 
