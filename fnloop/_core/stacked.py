@@ -116,6 +116,7 @@ class Leaves:
     Attributes:
         params: the stacked parameters; they get the gradients.
         owners: for each of them, that parameter of every model.
+        places: the numbers of the parameters by the identity of the first model's.
         buffers: the stacked buffers.
     """
 
@@ -126,7 +127,8 @@ class Leaves:
         self.buffers: list[Tensor] = []
         self.slots: list[Slot] = []
         self._held: list[list[tuple[dict[str, Tensor | None], str]]] = []  # of each buffer
-        self._places: list[int] = []
+        self.places: dict[int, int] = {}
+        self._addresses: list[int] = []
         self.look_up()
 
     def look_up(self) -> None:
@@ -140,9 +142,9 @@ class Leaves:
         self.owners = [[*each] for each in zip(*(m.parameters() for m in models), strict=True)]
         tables = [_tables(model, buffers_of) for model in models]
         self._held = [[*each] for each in zip(*tables, strict=True)]
-        known = {id(owners[0]): i for i, owners in enumerate(self.owners)}
+        self.places = {id(owners[0]): i for i, owners in enumerate(self.owners)}
         firsts = _tables(models[0], parameters_of)
-        self.slots = [Slot(table, key, known[id(table[key])]) for table, key in firsts]
+        self.slots = [Slot(table, key, self.places[id(table[key])]) for table, key in firsts]
         own = {id(t[k]): i for i, (t, k) in reversed([*enumerate(tables[0])])}
         first = len(self.owners)
         self.slots += [Slot(table, key, first + own[id(table[key])]) for table, key in tables[0]]
@@ -168,7 +170,7 @@ class Leaves:
             self.buffers[i] = torch.stack([table[key] for table, key in held])  # type: ignore[misc]
             for (table, key), part in zip(held, self.buffers[i].unbind(), strict=True):
                 table[key] = part
-        self._places = self._where()
+        self._addresses = self._where()
 
     def _where(self) -> list[int]:
         places = [p.data_ptr() for owners in self.owners for p in owners]
@@ -180,7 +182,7 @@ class Leaves:
 
     def refresh(self) -> None:
         """Stack again what is not a view of the stacked tensors any more, such as after a move."""
-        if self._where() != self._places:
+        if self._where() != self._addresses:
             self.look_up()
 
     def part(self, model: int) -> list[nn.Parameter]:

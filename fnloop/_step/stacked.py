@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -136,8 +137,11 @@ class Bank:
 
     def __init__(self, leaves: Leaves) -> None:
         self.leaves = leaves
-        self._held: dict[tuple[int, str], tuple[Tensor, list[Tensor]]] = {}
+        self._held: dict[tuple[object, str], tuple[Tensor, list[Tensor]]] = {}
         self._numbers: dict[tuple[int, str], tuple[tuple[float, ...], Tensor]] = {}
+        # Of each optimizer, what it keeps of each parameter; and by leaf, that of all optimizers.
+        self._seen: list[list[dict[str, Any]]] = []
+        self._own: dict[int, list[dict[str, Any]]] = {}
 
     @torch.no_grad()
     def update(self, optimizers: Sequence[Optimizer]) -> bool:
@@ -145,20 +149,40 @@ class Bank:
         rule = _RULES.get(type(optimizers[0]))
         if rule is None or any(map(has_step_hooks, optimizers)):
             return False
-        places = {id(owners[0]): i for i, owners in enumerate(self.leaves.owners)}
-        every = [*zip(*(one.param_groups for one in optimizers), strict=True)]
+        places, params = self.leaves.places, self.leaves.params
         made: list[Callable[[], None]] = []
-        for n, groups in enumerate(every):
-            chosen = [places[id(p)] for p in groups[0]["params"] if id(p) in places]
-            if len(chosen) != len(groups[0]["params"]):
+        for n, first in enumerate(optimizers[0].param_groups):
+            chosen = [places.get(id(p), -1) for p in first["params"]]
+            if -1 in chosen:
                 return False
-            chosen = [i for i in chosen if self.leaves.params[i].grad is not None]
-            if (made_ := rule(self, n, groups, chosen, optimizers)) is None:
+            groups = [one.param_groups[n] for one in optimizers]
+            chosen = [i for i in chosen if params[i].grad is not None]
+            self._look(optimizers, chosen)
+            if (make := rule(self, n, groups, chosen)) is None:
                 return False
-            made.append(made_)
-        for make in made:  # all or none of the groups
+            made.append(make)
+        for make in made:  # all of the groups, or none
             make()
         return True
+
+    def _look(self, optimizers: Sequence[Optimizer], chosen: Sequence[int]) -> None:
+        """Look up what optimizers keep, if they have others than before."""
+        # By identity: a look-up by a tensor takes as long as all of them together.
+        if len(self._seen) == len(optimizers) and all(
+            len(one.state) == len(seen) and all(map(operator.is_, one.state.values(), seen))
+            for one, seen in zip(optimizers, self._seen, strict=True)
+        ):
+            if self._own.keys() >= {*chosen}:
+                return
+        owners = self.leaves.owners
+        for i in chosen:
+            pairs = zip(optimizers, owners[i], strict=True)
+            self._own[i] = [one.state[p] for one, p in pairs]
+        known = {id(own) for one in optimizers for own in one.state.values()}
+        self._own = {
+            i: own for i, own in self._own.items() if known.issuperset(map(id, own))
+        }
+        self._seen = [[*one.state.values()] for one in optimizers]
 
     def numbers(self, n: int, key: str, groups: Sequence[Group]) -> float | Tensor | None:
         """Return a number of the groups: one float if it is the same for all, else a vector.
@@ -166,8 +190,8 @@ class Bank:
         None: it is not a number in all of them.
         """
         field, _, part = key.partition(".")
-        values = tuple(g[field][int(part)] if part else g[field] for g in groups)
-        if not all(isinstance(value, int | float) for value in values):
+        values = tuple([g[field][int(part)] for g in groups] if part else [g[field] for g in groups])
+        if not _NUMBERS.issuperset(map(type, values)):
             return None
         if values.count(values[0]) == len(values):
             return values[0]
@@ -176,47 +200,56 @@ class Bank:
             known = self._numbers[n, key] = values, torch.tensor(values, dtype=torch.float64)
         return known[1]
 
-    def has(self, leaf: int, key: str, optimizers: Sequence[Optimizer]) -> bool | None:
+    def has(self, leaf: int, key: str) -> bool | None:
         """Return whether the optimizers keep something of a parameter; None: only some of them."""
-        owners = self.leaves.owners[leaf]
-        found = [one.state.get(p, {}).get(key) is not None for one, p in zip(optimizers, owners)]
-        return found[0] if all(each is found[0] for each in found) else None
+        found = [own.get(key) is None for own in self._own[leaf]]
+        return None if True in found and False in found else not found[0]
 
-    def kept(
-        self,
-        leaf: int,
-        key: str,
-        optimizers: Sequence[Optimizer],
-        make: Callable[[Tensor], Tensor],
-    ) -> Tensor:
+    def kept(self, leaf: int, key: str, make: Callable[[Tensor], Tensor]) -> Tensor:
         """Return what the optimizers keep of a parameter as one tensor, of which theirs are views.
 
         Args:
             leaf: the number of the stacked parameter.
             key: the name of what they keep.
-            optimizers: the optimizers.
             make: makes it from the stacked parameter, if they do not have it.
         """
-        owners = self.leaves.owners[leaf]
-        own = [one.state[p] for one, p in zip(optimizers, owners, strict=True)]
-        stacked, parts = self._held.get((leaf, key), (None, []))
-        if stacked is not None and all(o.get(key) is part for o, part in zip(own, parts, strict=True)):
+        return self._stacked((leaf, key), key, self._own[leaf], self.leaves.params[leaf], make)
+
+    def counts(self, chosen: Sequence[int], make: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return how often each parameter was updated, of shape (parameters, models).
+
+        Args:
+            chosen: the numbers of the stacked parameters.
+            make: makes the zeros of shape (models,), if the optimizers do not count yet.
+        """
+        own = [each for i in chosen for each in self._own[i]]
+        several = lambda leaf: torch.cat([make(leaf) for _ in chosen])
+        found = self._stacked((*chosen,), "step", own, self.leaves.params[chosen[0]], several)
+        return found.view(len(chosen), -1)
+
+    def _stacked(
+        self,
+        place: object,
+        key: str,
+        own: Sequence[dict[str, Any]],
+        leaf: Tensor,
+        make: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        stacked, parts = self._held.get((place, key), (None, []))
+        now = [each.get(key) for each in own]
+        if stacked is not None and all(map(operator.is_, now, parts)):
             return stacked
-        if own[0].get(key) is None:
-            stacked = make(self.leaves.params[leaf])
-        else:
-            stacked = torch.stack([each[key] for each in own])
+        stacked = make(leaf) if now[0] is None else torch.stack(now)  # type: ignore[arg-type]
         parts = [*stacked.unbind()]
         for each, part in zip(own, parts, strict=True):
             each[key] = part
-        self._held[leaf, key] = stacked, parts
+        self._held[place, key] = stacked, parts
         return stacked
 
 
+_NUMBERS = {int, float}
 _banks: WeakKeyDictionary[Stack, Bank] = WeakKeyDictionary()
-Rule = Callable[
-    [Bank, int, Sequence[Group], Sequence[int], Sequence[Optimizer]], "Callable[[], None] | None"
-]
+Rule = Callable[[Bank, int, Sequence[Group], Sequence[int]], "Callable[[], None] | None"]
 
 
 def _flags(groups: Sequence[Group], *keys: str) -> bool:
@@ -234,11 +267,7 @@ def _is_zero(value: float | Tensor) -> bool:
 
 
 def _sgd(
-    bank: Bank,
-    n: int,
-    groups: Sequence[Group],
-    chosen: Sequence[int],
-    optimizers: Sequence[Optimizer],
+    bank: Bank, n: int, groups: Sequence[Group], chosen: Sequence[int]
 ) -> Callable[[], None] | None:
     if not _flags(groups, "differentiable"):
         return None
@@ -248,7 +277,7 @@ def _sgd(
     if None in read.values() or max(map(len, (nesterov, maximize, momenta))) > 1:
         return None
     lr, momentum, dampening, decay = read.values()
-    starts = {i: bank.has(i, "momentum_buffer", optimizers) for i in chosen}
+    starts = {i: bank.has(i, "momentum_buffer") for i in chosen}
     if True in momenta and None in starts.values():
         return None
 
@@ -260,7 +289,7 @@ def _sgd(
                 grad = torch.addcmul(grad, leaf, _tensor(decay, leaf))
             if True in momenta:
                 first = not starts[i]
-                buffer = bank.kept(i, "momentum_buffer", optimizers, lambda _, g=grad: g.clone())
+                buffer = bank.kept(i, "momentum_buffer", lambda _, g=grad: g.clone())
                 if not first:
                     buffer.mul_(_like(momentum, leaf)).add_(grad * (1 - _like(dampening, leaf)))
                 grad = grad + buffer * _like(momentum, leaf) if True in nesterov else buffer
@@ -277,11 +306,7 @@ def _tensor(value: float | Tensor, leaf: Tensor) -> Tensor:
 
 
 def _adam(
-    bank: Bank,
-    n: int,
-    groups: Sequence[Group],
-    chosen: Sequence[int],
-    optimizers: Sequence[Optimizer],
+    bank: Bank, n: int, groups: Sequence[Group], chosen: Sequence[int]
 ) -> Callable[[], None] | None:
     if not _flags(groups, "differentiable", "amsgrad", "capturable"):
         return None
@@ -298,18 +323,22 @@ def _adam(
     lr, beta1, beta2, eps, decay = read.values()
     (maximize,), (decoupled,), (fused,) = flags
     kept = ("step", "exp_avg", "exp_avg_sq")
-    if any(bank.has(i, key, optimizers) is None for i in chosen for key in kept):
+    if any(bank.has(i, key) is None for i in chosen for key in kept):
         return None
 
-    def count(leaf: Tensor) -> Tensor:
-        return torch.zeros(len(optimizers), device=leaf.device if fused else "cpu")
+    count = lambda leaf: torch.zeros(len(groups), device=leaf.device if fused else "cpu")
 
     def make() -> None:
-        for i, leaf in zip(chosen, params, strict=True):
+        if not chosen:
+            return
+        wide = bank.counts(chosen, count).add_(1).double()
+        # Of each parameter and each model: the size of the step, and what divides the root.
+        sizes = (-lr / (1 - beta1**wide)).unbind()
+        divisors = (1 - beta2**wide).sqrt_().unbind()
+        for i, leaf, size, divisor in zip(chosen, params, sizes, divisors, strict=True):
             assert leaf.grad is not None
-            steps = bank.kept(i, "step", optimizers, count).add_(1)
-            mean = bank.kept(i, "exp_avg", optimizers, torch.zeros_like)
-            square = bank.kept(i, "exp_avg_sq", optimizers, torch.zeros_like)
+            mean = bank.kept(i, "exp_avg", torch.zeros_like)
+            square = bank.kept(i, "exp_avg_sq", torch.zeros_like)
             grad = -leaf.grad if maximize else leaf.grad
             if not _is_zero(decay):
                 if decoupled:
@@ -321,11 +350,8 @@ def _adam(
                 square.mul_(_column(beta2, leaf)).addcmul_(grad, grad * _column(1 - beta2, leaf))
             else:
                 square.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-            wide = steps.double()
-            size = _column(-lr / (1 - beta1**wide), leaf)
-            correction = _column((1 - beta2**wide).sqrt_(), leaf)
-            root = square.sqrt().div_(correction).add_(_like(eps, leaf))
-            leaf.addcmul_(mean.div(root), size)
+            root = square.sqrt().div_(_column(divisor, leaf)).add_(_like(eps, leaf))
+            leaf.addcmul_(mean / root, _column(size, leaf))
 
     return make
 
