@@ -619,7 +619,9 @@ def stacked_in(names: Collection[str]) -> list[str]:
     return [name for name in dict.fromkeys(rates) if f"train/{name}/loss" in names]
 
 
-def records_of_model(records: Iterable[Record], model: str, models: Collection[str]) -> list[Record]:
+def records_of_model(
+    records: Iterable[Record], model: str, models: Collection[str]
+) -> list[Record]:
     """Return the records of one model of a stack, with the names that its metrics have alone.
 
     What belongs to no model, such as times, stays.

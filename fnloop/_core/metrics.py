@@ -235,7 +235,7 @@ class PerModel(Mean):
         """Return the mean of one model, which shares no tensor."""
         return mean_of(self.total[model].clone(), self.weight)
 
-    def _reduced(self, other: Self, in_place: bool) -> Self:
+    def _reduced(self, other: Self, in_place: bool) -> Self:  # pyright: ignore[reportIncompatibleMethodOverride]
         made = super()._reduced(other, in_place)
         return attrs.evolve(made, label=other.label, models=other.models)
 

@@ -26,6 +26,7 @@ from fnloop._backend.torch_compat import (
 )
 from fnloop._display.checks import describe, join_names
 
+Value = Any  # a nested value with tensors in it
 OWNER = "stack"
 INSTEAD = "Otherwise train these states one by one"
 
@@ -224,10 +225,8 @@ def leaves_of(stack: Stack, again: bool = False) -> Leaves:
 # --------------------------------------------------------------------------------------------------
 # A function of one model, called once for all.
 
-Fn = Callable[..., Any]
 
-
-def call_models(stack: Stack, name: str, fn: Callable[[nn.Module], Any]) -> Any:
+def call_models(stack: Stack, name: str, fn: Callable[[nn.Module], Value]) -> Value:
     """Call a function of a model for all models of a stack at once.
 
     Args:
@@ -249,7 +248,7 @@ def call_models(stack: Stack, name: str, fn: Callable[[nn.Module], Any]) -> Any:
     before = [table[key] for table, key, _ in slots]
     count = len(leaves.params)
 
-    def one(parts: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
+    def one(parts: Sequence[Tensor]) -> tuple[Value, list[Tensor]]:
         __tracebackhide__ = True
         try:
             for table, key, leaf in slots:
@@ -271,7 +270,7 @@ def call_models(stack: Stack, name: str, fn: Callable[[nn.Module], Any]) -> Any:
     return result
 
 
-def call_each(fn: Callable[[Any], Any], given: Any, name: str) -> Any:
+def call_each(fn: Callable[[Value], Value], given: Value, name: str) -> Value:
     """Call a function of one model's results for all models at once.
 
     Args:
@@ -283,7 +282,7 @@ def call_each(fn: Callable[[Any], Any], given: Any, name: str) -> Any:
     tensors: list[Tensor] = []
     map_leaves(given, lambda leaf: tensors.append(leaf) if isinstance(leaf, Tensor) else None)
 
-    def one(parts: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
+    def one(parts: Sequence[Tensor]) -> tuple[Value, list[Tensor]]:
         __tracebackhide__ = True
         left = iter(parts)
         take = lambda leaf: next(left) if isinstance(leaf, Tensor) else leaf
@@ -292,7 +291,7 @@ def call_each(fn: Callable[[Any], Any], given: Any, name: str) -> Any:
     return _vmapped(one, tensors, name, ())[0]
 
 
-def of_model(given: Any, model: int) -> Any:
+def of_model(given: Value, model: int) -> Value:
     """Return one model's part of a value whose tensors have a first dimension for the models."""
     return map_leaves(given, lambda leaf: leaf[model] if isinstance(leaf, Tensor) else leaf)
 
@@ -323,11 +322,11 @@ _PLACE = _Place()
 
 
 def _vmapped(
-    fn: Callable[[Sequence[Tensor]], tuple[Any, list[Tensor]]],
+    fn: Callable[[Sequence[Tensor]], tuple[Value, list[Tensor]]],
     given: Sequence[Tensor],
     name: str,
     same: Sequence[Tensor],
-) -> tuple[Any, list[Tensor | None]]:
+) -> tuple[Value, list[Tensor | None]]:
     """Return what a function returns for all models, and the further tensors that are new.
 
     Args:
@@ -337,7 +336,7 @@ def _vmapped(
         same: what the further tensors are where nothing else was put in their place.
     """
     __tracebackhide__ = True
-    shape: list[Any] = []  # of the result, and which of the further tensors are new
+    shape: list[Value] = []  # of the result, and which of the further tensors are new
     offset = len(given) - len(same)
 
     def one(*parts: Tensor) -> tuple[Tensor, ...]:
@@ -362,7 +361,9 @@ def _vmapped(
     except (RuntimeError, ValueError) as error:
         if (why := _refused(str(error))) is None:
             raise
-        raise NotImplementedError(f"{name} cannot be called for a stack of models: {why}") from error
+        raise NotImplementedError(
+            f"{name} cannot be called for a stack of models: {why}"
+        ) from error
     result, kept = shape
     filled = map_leaves(result, lambda leaf: next(found) if leaf is _PLACE else leaf)
     return filled, [None if is_kept else next(found) for is_kept in kept]
@@ -473,7 +474,7 @@ def _facts(tensor: Tensor | None) -> str:
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
-def _same(a: Any, b: Any, seen: set[int]) -> bool:
+def _same(a: Value, b: Value, seen: set[int]) -> bool:
     """Return whether two attributes of modules are the same setting."""
     if a is b or id(a) in seen:
         return True

@@ -5,15 +5,13 @@ from __future__ import annotations
 import copy
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
 
 import attrs
 import torch
-from torch.optim import Optimizer
 
 from fnloop._core.history import COSTS, History, Record, records_of_model
 from fnloop._core.metrics import Mean, PerModel
-from fnloop._core.optimizers import Group, Optimizers, optimizers_in, wants_closure
+from fnloop._core.optimizers import Optimizers, optimizers_in, wants_closure
 from fnloop._core.stacked import (
     INSTEAD,
     OWNER,
@@ -292,7 +290,7 @@ def _hint(field: str) -> str:
     return ""
 
 
-def _shared_slots(states: Mapping[str, TrainState]) -> dict[str, Any]:
+def _shared_slots(states: Mapping[str, TrainState]) -> dict[str, object]:
     """Return the slots, which all states have in common.
 
     Raises:

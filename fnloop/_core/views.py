@@ -73,7 +73,8 @@ def by_model(row: Row, models: Sequence[str]) -> list[Row]:
     """Return a row for each model of a stack, or the row itself if there are no models.
 
     Example:
-        >>> row = Row(Record(1, 10, {"valid/a/loss": 2.0, "valid/b/loss": 3.0}), 1.0, {"valid/a/loss"})
+        >>> record = Record(1, 10, {"valid/a/loss": 2.0, "valid/b/loss": 3.0})
+        >>> row = Row(record, 1.0, {"valid/a/loss"})
         >>> [(one.model, one.record.metrics, one.best) for one in by_model(row, ("a", "b"))]
         [('a', {'valid/loss': 2.0}, {'valid/loss'}), ('b', {'valid/loss': 3.0}, set())]
     """
@@ -570,7 +571,9 @@ def _curves(
     if key not in series:
         return []
     mark = None if best is None else (place(best), best.metrics[key], "")
-    curves = [figures.Curve(_points(series, key, place), label, color, key.startswith("recent/"), mark)]
+    curves = [
+        figures.Curve(_points(series, key, place), label, color, key.startswith("recent/"), mark)
+    ]
     recent = f"recent/{split_name(key)[1]}"
     if key.startswith("train/") and recent in series and recent not in keys:
         curves.append(figures.Curve(_points(series, recent, place), "", color, thin=True))

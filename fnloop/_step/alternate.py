@@ -60,6 +60,7 @@ from fnloop._step.pipeline import (
     is_ours,
     renew_slots,
 )
+from fnloop._step.stacked import check_loss_step
 from fnloop._step.update import of_turn, prefixed
 
 SAME, NEXT = "same", "next"
@@ -289,6 +290,7 @@ class AlternateStep(PipelineStep):
 
     def init_slots(self, state: TrainState, *, evaluation: bool = False) -> TrainState:
         __tracebackhide__ = True
+        check_loss_step(state, self)
         self._check_state(state)
         if not evaluation and is_sharded(state.model):
             raise NotImplementedError(

@@ -70,7 +70,7 @@ from fnloop._step.engine import (
 )
 from fnloop._step.forward import RawFn, carrying, check_output, forward, own_gradients
 from fnloop._step.guard import RETRY
-from fnloop._step.stacked import check_middleware
+from fnloop._step.stacked import check_loss_step, check_stackable
 from fnloop._step.update import (
     CLOSURE,
     CREATE_GRAPH,
@@ -665,6 +665,7 @@ class RawStep(LossStep):
         if not evaluation:
             its = "it runs its own backward, so no other step can sum its gradients in a tree"
             check_not_exact(state, repr(self), f"{its}. Leave exact=True out")
+        check_loss_step(state, self)
         if not (evaluation or engine_of(state).calls_every_batch):
             raise NotImplementedError(
                 f"{self!r} works in one process only: {name_of(self.fn)} runs its own backward, so "
@@ -732,6 +733,7 @@ class GradientStep(RawStep):
 
     def init_slots(self, state: TrainState, *, evaluation: bool = False) -> TrainState:
         __tracebackhide__ = True
+        check_loss_step(state, self)
         if not evaluation and is_sharded(state.model):
             raise NotImplementedError(
                 f"{self!r} does not work with fully_shard, which averages gradients in a backward, "
@@ -1217,7 +1219,7 @@ def _check(state: TrainState, members: Sequence[Middleware]) -> None:
     """Let middleware look at a state whose model or parameters they have not seen yet."""
     __tracebackhide__ = True
     if type(state.model) is Stack:
-        check_middleware(members)
+        check_stackable(members)
     if not (checking := [m.check_state for m in members if m.check_state is not None]):
         return
     known, listed = _checked.get(state.model, (None, None))

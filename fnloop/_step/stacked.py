@@ -6,6 +6,7 @@ tensors: its state becomes views of them. Every other one makes its own step.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 import operator
@@ -34,7 +35,7 @@ WORKING = (
 )
 
 
-def check_middleware(listed: Sequence[Middleware]) -> None:
+def check_stackable(listed: Sequence[Middleware]) -> None:
     """Raise NotImplementedError if a middleware does not work with a stack."""
     for member in listed:
         factory = None if member.call is None else member.call.factory
@@ -44,6 +45,28 @@ def check_middleware(listed: Sequence[Middleware]) -> None:
                 f"{member!r} does not work with a stack of models: leave it out. Those that do are "
                 f"{join_names(WORKING, len(WORKING))}. {INSTEAD}"
             )
+        if member.name.startswith("clip") and member.call is not None:
+            bound = inspect.signature(member.call.factory).bind(
+                *member.call.args, **member.call.kwargs
+            )
+            if bound.arguments.get("only") is not None:
+                raise NotImplementedError(
+                    f"{member!r} is for some parameters, and with a stack of models it is for all: "
+                    f"leave out only=. {INSTEAD}"
+                )
+        if member.name == "grad_norm/module":
+            raise NotImplementedError(
+                f"{member!r} does not work with a stack of models: write grad_norm(). {INSTEAD}"
+            )
+
+
+def check_loss_step(state: TrainState, step: object) -> None:
+    """Raise NotImplementedError if the models of a state are a stack, for another kind of step."""
+    if type(state.model) is Stack:
+        raise NotImplementedError(
+            f"{step!r} does not train a stack of models, whose loss function is called once for "
+            f"all: write pipeline(...)(loss_fn). {INSTEAD}"
+        )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -53,8 +76,12 @@ def check_middleware(listed: Sequence[Middleware]) -> None:
 def stacked_norms(grads: Sequence[Tensor], norm_type: float) -> Tensor:
     """Return the norm of each model's gradients, given the stacked gradients."""
     norms = [torch.linalg.vector_norm(g.flatten(1), norm_type, dim=1) for g in grads]
-    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(
-        torch.stack([norm.to(norms[0].dtype) for norm in norms]), norm_type, dim=0
+    return (
+        norms[0]
+        if len(norms) == 1
+        else torch.linalg.vector_norm(
+            torch.stack([norm.to(norms[0].dtype) for norm in norms]), norm_type, dim=0
+        )
     )
 
 
@@ -97,6 +124,7 @@ def _column(values: Tensor, like: Tensor) -> Tensor:
 # --------------------------------------------------------------------------------------------------
 # The optimizers' steps.
 
+Kept = dict[str, Any]  # what an optimizer keeps of a parameter
 Apply = Callable[[Optimizer], None]
 
 
@@ -140,8 +168,8 @@ class Bank:
         self._held: dict[tuple[object, str], tuple[Tensor, list[Tensor]]] = {}
         self._numbers: dict[tuple[int, str], tuple[tuple[float, ...], Tensor]] = {}
         # Of each optimizer, what it keeps of each parameter; and by leaf, that of all optimizers.
-        self._seen: list[list[dict[str, Any]]] = []
-        self._own: dict[int, list[dict[str, Any]]] = {}
+        self._seen: list[list[Kept]] = []
+        self._own: dict[int, list[Kept]] = {}
 
     @torch.no_grad()
     def update(self, optimizers: Sequence[Optimizer]) -> bool:
@@ -168,29 +196,36 @@ class Bank:
     def _look(self, optimizers: Sequence[Optimizer], chosen: Sequence[int]) -> None:
         """Look up what optimizers keep, if they have others than before."""
         # By identity: a look-up by a tensor takes as long as all of them together.
-        if len(self._seen) == len(optimizers) and all(
-            len(one.state) == len(seen) and all(map(operator.is_, one.state.values(), seen))
-            for one, seen in zip(optimizers, self._seen, strict=True)
+        if (
+            len(self._seen) == len(optimizers)
+            and all(
+                len(one.state) == len(seen) and all(map(operator.is_, one.state.values(), seen))
+                for one, seen in zip(optimizers, self._seen, strict=True)
+            )
+            and self._own.keys() >= {*chosen}
         ):
-            if self._own.keys() >= {*chosen}:
-                return
+            return
         owners = self.leaves.owners
         for i in chosen:
             pairs = zip(optimizers, owners[i], strict=True)
             self._own[i] = [one.state[p] for one, p in pairs]
         known = {id(own) for one in optimizers for own in one.state.values()}
-        self._own = {
-            i: own for i, own in self._own.items() if known.issuperset(map(id, own))
-        }
+        self._own = {i: own for i, own in self._own.items() if known.issuperset(map(id, own))}
         self._seen = [[*one.state.values()] for one in optimizers]
 
-    def numbers(self, n: int, key: str, groups: Sequence[Group]) -> float | Tensor | None:
-        """Return a number of the groups: one float if it is the same for all, else a vector.
+    def numbers(self, n: int, groups: Sequence[Group], *keys: str) -> list[float | Tensor] | None:
+        """Return numbers of the groups: one float if it is the same for all, else a vector.
 
-        None: it is not a number in all of them.
+        None: one is not a number in all of them.
         """
+        found = [self._number(n, key, groups) for key in keys]
+        return None if any(each is None for each in found) else found  # type: ignore[return-value]
+
+    def _number(self, n: int, key: str, groups: Sequence[Group]) -> float | Tensor | None:
         field, _, part = key.partition(".")
-        values = tuple([g[field][int(part)] for g in groups] if part else [g[field] for g in groups])
+        values = tuple(
+            [g[field][int(part)] for g in groups] if part else [g[field] for g in groups]
+        )
         if not _NUMBERS.issuperset(map(type, values)):
             return None
         if values.count(values[0]) == len(values):
@@ -231,7 +266,7 @@ class Bank:
         self,
         place: object,
         key: str,
-        own: Sequence[dict[str, Any]],
+        own: Sequence[Kept],
         leaf: Tensor,
         make: Callable[[Tensor], Tensor],
     ) -> Tensor:
@@ -271,12 +306,12 @@ def _sgd(
 ) -> Callable[[], None] | None:
     if not _flags(groups, "differentiable"):
         return None
-    read = {k: bank.numbers(n, k, groups) for k in ("lr", "momentum", "dampening", "weight_decay")}
+    read = bank.numbers(n, groups, "lr", "momentum", "dampening", "weight_decay")
     nesterov, maximize = ({bool(g[k]) for g in groups} for k in ("nesterov", "maximize"))
     momenta = {bool(group["momentum"]) for group in groups}
-    if None in read.values() or max(map(len, (nesterov, maximize, momenta))) > 1:
+    if read is None or max(map(len, (nesterov, maximize, momenta))) > 1:
         return None
-    lr, momentum, dampening, decay = read.values()
+    lr, momentum, dampening, decay = read
     starts = {i: bank.has(i, "momentum_buffer") for i in chosen}
     if True in momenta and None in starts.values():
         return None
@@ -284,7 +319,8 @@ def _sgd(
     def make() -> None:
         for i in chosen:
             leaf = bank.leaves.params[i]
-            grad: Any = -leaf.grad if True in maximize else leaf.grad  # type: ignore[operator]
+            assert leaf.grad is not None
+            grad = -leaf.grad if True in maximize else leaf.grad
             if not _is_zero(decay):
                 grad = torch.addcmul(grad, leaf, _tensor(decay, leaf))
             if True in momenta:
@@ -310,17 +346,16 @@ def _adam(
 ) -> Callable[[], None] | None:
     if not _flags(groups, "differentiable", "amsgrad", "capturable"):
         return None
-    keys = ("lr", "betas.0", "betas.1", "eps", "weight_decay")
-    read = {key: bank.numbers(n, key, groups) for key in keys}
+    read = bank.numbers(n, groups, "lr", "betas.0", "betas.1", "eps", "weight_decay")
     flags = [
         {bool(group.get(key)) for group in groups}
         for key in ("maximize", "decoupled_weight_decay", "fused")
     ]
     params = [bank.leaves.params[i] for i in chosen]
     real = all(p.is_floating_point() for p in params)
-    if None in read.values() or not real or max(map(len, flags)) > 1:
+    if read is None or not real or max(map(len, flags)) > 1:
         return None
-    lr, beta1, beta2, eps, decay = read.values()
+    lr, beta1, beta2, eps, decay = read
     (maximize,), (decoupled,), (fused,) = flags
     kept = ("step", "exp_avg", "exp_avg_sq")
     if any(bank.has(i, key) is None for i in chosen for key in kept):
