@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 import attrs
 import torch
 
+from fnloop._backend.containers import parts_of
 from fnloop._core.history import COSTS, History, Record, records_of_model
 from fnloop._core.metrics import Mean, PerModel
 from fnloop._core.optimizers import Optimizers, optimizers_in, wants_closure
@@ -299,13 +300,26 @@ def _shared_slots(states: Mapping[str, TrainState]) -> dict[str, object]:
     (first_name, first), *others = states.items()
     for name, state in others:
         for slot in {**first.slots, **state.slots}:
-            alike = slot in first.slots and slot in state.slots
-            if not alike or not _equal(first.slots[slot], state.slots[slot]):
+            mine, its = first.slots.get(slot, _MISSING), state.slots.get(slot, _MISSING)
+            if _holds_tensors(mine) or not _equal(mine, its):
                 raise NotImplementedError(
                     f"stack: what the middleware {slot!r} has kept is not the same for "
                     f"{first_name!r} and {name!r}, and a stack has it once. {INSTEAD}"
                 )
     return dict(first.slots)
+
+
+_MISSING = object()
+
+
+def _holds_tensors(value: object) -> bool:
+    """Return whether there is a tensor in what a middleware has kept: it would be of one model."""
+    if isinstance(value, torch.Tensor):
+        return True
+    if attrs.has(type(value)):
+        value = attrs.asdict(value, recurse=False)
+    parts = parts_of(value)
+    return parts is not None and any(_holds_tensors(part) for _, part in parts)
 
 
 def _equal(a: object, b: object) -> bool:

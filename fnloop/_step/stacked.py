@@ -75,7 +75,8 @@ def check_loss_step(state: TrainState, step: object) -> None:
 
 def stacked_norms(grads: Sequence[Tensor], norm_type: float) -> Tensor:
     """Return the norm of each model's gradients, given the stacked gradients."""
-    norms = [torch.linalg.vector_norm(g.flatten(1), norm_type, dim=1) for g in grads]
+    flat = [g.reshape(len(g), -1) for g in grads]
+    norms = [torch.linalg.vector_norm(g, norm_type, dim=1) for g in flat]
     return (
         norms[0]
         if len(norms) == 1
