@@ -328,7 +328,7 @@ def _trained(
     hooks: Sequence[HookFn],
     what: str,
 ) -> TrainState:
-    """Return a state that was trained to an epoch of a run of so many.
+    """Return a state that was trained to an epoch of a run, which has ``epochs`` in all.
 
     Raises:
         KeyboardInterrupt: ``what`` was interrupted.
