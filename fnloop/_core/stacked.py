@@ -23,6 +23,7 @@ from fnloop._backend.torch_compat import (
     has_forward_hooks,
     is_batched,
     parameters_of,
+    uncompiled,
 )
 from fnloop._display.checks import describe, join_names
 
@@ -175,6 +176,7 @@ class Leaves:
 
     def _where(self) -> list[int]:
         places = [p.data_ptr() for owners in self.owners for p in owners]
+        places += [p.requires_grad for owners in self.owners for p in owners]
         for held in self._held:
             for table, key in held:
                 tensor = table.get(key)
@@ -182,7 +184,7 @@ class Leaves:
         return places
 
     def refresh(self) -> None:
-        """Stack again what is not a view of the stacked tensors any more, such as after a move."""
+        """Stack again if a parameter is no view of the stacked ones any more, or was frozen."""
         if self._where() != self._addresses:
             self.look_up()
 
@@ -420,9 +422,23 @@ def check_architectures(models: Mapping[str, nn.Module]) -> None:
             )
 
 
-def check_hooks(models: Mapping[str, nn.Module]) -> None:
-    """Raise NotImplementedError if a module of a model has hooks: one call is for all models."""
+def check_modules(models: Mapping[str, nn.Module]) -> None:
+    """Raise if a model cannot be called for all: it has hooks, is compiled, or has no weights yet.
+
+    Raises:
+        NotImplementedError: a module has hooks, or is compiled.
+        ValueError: a model waits for its first batch.
+    """
     for name, model in models.items():
+        if uncompiled(model) is not None:
+            raise NotImplementedError(
+                f"stack: the model {name!r} is compiled. Stack the states of the models themselves"
+            )
+        if any(map(nn.parameter.is_lazy, model.parameters())):
+            raise ValueError(
+                f"stack: the first batch decides the shapes of the parameters of {name!r}: call "
+                "each model with one before"
+            )
         for path, module in model.named_modules():
             if has_forward_hooks(module):
                 raise NotImplementedError(

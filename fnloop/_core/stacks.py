@@ -18,7 +18,7 @@ from fnloop._core.stacked import (
     OWNER,
     Stack,
     check_architectures,
-    check_hooks,
+    check_modules,
     models_of,
 )
 from fnloop._core.state import (
@@ -101,8 +101,8 @@ def stack(states: Mapping[str, TrainState]) -> TrainState:
         _check_alone(name, state)
     _check_distinct(states)
     models = {name: state.model for name, state in states.items()}
+    check_modules(models)
     check_architectures(models)
-    check_hooks(models)
     _check_optimizers(states)
     _check_alike(states)
     copies = {name: snapshot(state) for name, state in states.items()}
