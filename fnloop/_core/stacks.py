@@ -160,6 +160,15 @@ def unstack(state: TrainState) -> dict[str, TrainState]:
     return {name: _taken_out(copied, i, name) for i, name in enumerate(names)}
 
 
+def check_one_model(state: TrainState, owner: str) -> None:
+    """Raise NotImplementedError if a state is that of a stack, which ``owner`` cannot work with."""
+    if names := models_of(state.model):
+        raise NotImplementedError(
+            f"{owner} works with one model, and this state has {len(names)}: take one of them, "
+            f"unstack(state)[{names[0]!r}]"
+        )
+
+
 def _taken_out(state: TrainState, place: int, name: str) -> TrainState:
     """Return the state of one model of a stack, whose copy is not used otherwise."""
     assert isinstance(state.model, Stack)

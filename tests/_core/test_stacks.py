@@ -232,6 +232,28 @@ def test_a_buffer_that_forward_replaces_belongs_to_its_model():
     assert [model.total.item() for model in state.model.models] == [0.0, 2.0, 4.0]
 
 
+def test_tokens_weigh_batches_as_they_do_alone():
+    def loss_fn(model, batch):
+        loss = nn.functional.cross_entropy(model(batch[0]), batch[1])
+        return loss, {"weight": (batch[1] > 0).sum()}
+
+    step = fl.pipeline(fl.accumulate(2))(loss_fn)
+    alone = {key: trained(step, state, 2) for key, state in states().items()}
+    for name, state in fl.unstack(trained(step, fl.stack(states()), 2)).items():
+        check_close(alone[name], state)
+
+
+def test_parameters_that_are_frozen_later_stay_as_they_are():
+    step, state = fl.pipeline()(LOSS), fl.stack(states())
+    state, _ = step(state, BATCHES[0])
+    for model in state.model.models:
+        model[0].requires_grad_(False)
+    before = state.model["a"][0].weight.clone(), state.model["a"][-1].weight.clone()
+    state, _ = step(state, BATCHES[1])
+    assert torch.equal(before[0], state.model["a"][0].weight)
+    assert not torch.equal(before[1], state.model["a"][-1].weight)
+
+
 # --- what belongs to a state
 
 
@@ -496,6 +518,10 @@ DIFFERENT = {
         "other parameters in their groups",
     ),
     "hooks": (states, {"make": _hooked}, "has a hook"),
+    "compiled": (states, {"make": lambda i: torch.compile(network(i))}, "'a' is compiled"),
+    "lazy": (
+        lambda: {"a": attrs.evolve(toy(), model=nn.LazyLinear(1))}, {}, "call each model with one"
+    ),
 }  # fmt: skip
 
 
@@ -543,6 +569,15 @@ def test_wrong_arguments_of_stack_say_what_to_write():
         fl.stack({"a": toy()}).model(1)
     with pytest.raises(KeyError, match="no model 'z'"):
         fl.stack({"a": toy()}).model["z"]
+
+
+def test_tools_for_one_model_say_which_to_take():
+    for call in (
+        lambda state: fl.find_lr(fl.pipeline()(toy_loss), state, ONES),
+        lambda state: fl.find_batch_size(fl.pipeline()(toy_loss), state, lambda n: ONES),
+    ):
+        with pytest.raises(NotImplementedError, match=r"unstack\(state\)\['a'\]"):
+            call(fl.stack({"a": toy(), "b": toy()}))
 
 
 def test_names_with_dots_are_kept():
