@@ -317,6 +317,25 @@ def test_weights_that_are_replaced_count_from_the_next_update_on():
     assert [state.model[name].w.item() for name in "ab"] == [6.0, 4.0]
 
 
+@pytest.mark.parametrize("replace", ["load_state_dict", "in the dict"])
+def test_what_an_optimizer_keeps_can_be_replaced(replace):
+    step, state = fl.pipeline()(LOSS), fl.stack(states(optimizer=OPTIMIZERS["Adam"]))
+    state, _ = step(state, BATCHES[0])
+    before = fl.snapshot(state)
+    state, _ = step(state, BATCHES[1])
+    for name in NAMES:
+        kept, now = before.optimizer[name], state.optimizer[name]
+        for p, old in zip(state.model[name].parameters(), before.model[name].parameters(, strict=True):
+            with torch.no_grad():
+                p.copy_(old)
+            if replace == "in the dict":
+                now.state[p].update({key: value.clone() for key, value in kept.state[old].items()})
+        if replace == "load_state_dict":
+            now.load_state_dict(kept.state_dict())
+    state, before = step(state, BATCHES[1])[0], step(before, BATCHES[1])[0]
+    check_same(state, before)
+
+
 def test_the_optimizers_of_a_stack_are_those_of_its_models():
     state = fl.stack(states(optimizer=OPTIMIZERS["AdamW"]))
     calls = []
@@ -404,6 +423,13 @@ def test_halt_on_nonfinite_names_the_models():
     state = fl.stack({"a": toy(), "b": toy(w=5.0)})
     state = fl.fit(fl.pipeline()(loss_of_batch), state, ONES, hooks=(fl.halt_on_nonfinite(1),))
     assert state.stop.startswith("halt_on_nonfinite: the training loss of b became inf")
+
+
+def test_halt_on_nonfinite_finds_the_update_of_a_stack():
+    state = fl.stack({"a": toy(), "b": toy(w=6.0)})  # 5 after one update
+    hooks = (fl.halt_on_nonfinite(keep=True),)
+    state = fl.fit(fl.pipeline()(loss_of_batch), state, ONES, hooks=hooks)
+    assert state.extra["nonfinite"]["step"] == 2 and "of b became" in state.stop
 
 
 def test_a_model_that_diverges_does_not_disturb_the_others():
