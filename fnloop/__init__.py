@@ -24,8 +24,7 @@ is carried from batch to batch is one immutable record, the *state*, which `eval
   `closure`; of rates `schedule`, `torch_scheduler`, `plateau`; of the loss `scheduled`; of speed
   `amp`, `compiled`, `channels_last`, `cuda_graph`, `CaptureError`; guards `skip_nonfinite`,
   `spike_guard`
-- **Averages of the weights**: `ema`, `swa`, `averaged`, `update_batchnorm`; over processes
-  `local_sgd`
+- **Averages**: `ema`, `swa`, `averaged`, `update_batchnorm`; over processes `local_sgd`
 - **Metrics**: `metric`, `derive`, `Mean`, `Sum`, `Min`, `Max`, `Last`, `from_torchmetrics`,
   `timings`, `throughput`, `device_memory`, `History`, `Record`, `Phase`, `compare`
 - **Runs**: `fit`, `run`, `evaluate`, `evaluating`, `predict`, `dry_run`, `summary`, `find_lr`,
@@ -33,9 +32,10 @@ is carried from batch to batch is one immutable record, the *state*, which `eval
 - **Hooks**: `Hook`; when `every`, `when`, `at_start`, `at_end`, `when_improved`, `once`, `on_main`;
   look `progress`, `live_plot`, `inspect`, `measure`, `profiled`; send `track`, `to_csv`,
   `to_jsonl`; stop `early_stop`, `restore_best`, `halt_on_nonfinite`, `time_limit`, `requeue`
-- **Checkpoints**: `checkpoint`, `save`, `resume`, `restore`, `latest`, `best`, `CheckpointError`
+- **Checkpoints**: `checkpoint`, `save`, `resume`, `restore`, `latest`, `best`, `follow`,
+  `CheckpointError`
 - **Processes**: `gather`, `reduce`, `broadcast`, `sharded`
-- **Modules**: `fnloop.schedules`, `fnloop.data`, `fnloop.debug`, `fnloop.testing`
+- **Modules**: `fnloop.schedules`, `fnloop.data`, `fnloop.debug`, `fnloop.testing`, `fnloop.extend`
 
 `help(fnloop.clip)` describes a name, and the notebooks are guides by subject.
 """
@@ -48,12 +48,14 @@ from importlib import import_module as _import_module
 from fnloop._backend.collectives import broadcast, gather, reduce
 from fnloop._core.averages import averaged
 from fnloop._core.freeze import freeze, layers, unfreeze
-from fnloop._core.history import History, Phase, Record, compare
+from fnloop._core.history import History, Phase, compare
 from fnloop._core.metrics import Last, Max, Mean, Min, Sum, from_torchmetrics
+from fnloop._core.records import Record
 from fnloop._core.runs import RunInfo
 from fnloop._core.stacks import stack, unstack
 from fnloop._core.state import StaleStateError, TrainState, fork, snapshot, unwrap
 from fnloop._core.types import Middleware, Output, middleware, skip
+from fnloop._core.view import evaluating
 from fnloop._data.loaders import sharded
 from fnloop._hooks.hook import Hook, at_end, at_start, every, once, when, when_improved
 from fnloop._loop.evaluate import evaluate, predict, update_batchnorm
@@ -61,11 +63,12 @@ from fnloop._loop.fit import fit, run
 from fnloop._step.alternate import alternate
 from fnloop._step.forward import supervised
 from fnloop._step.pipeline import pipeline, raw
-from fnloop._step.update import decide, evaluating
+from fnloop._step.transaction import decide
 from fnloop._version import __version__ as __version__
 
 if _typing.TYPE_CHECKING:
     from fnloop import data, debug, schedules
+    from fnloop._checkpoint.follow import follow
     from fnloop._checkpoint.format import CheckpointError
     from fnloop._checkpoint.restore import best, latest, restore, resume
     from fnloop._checkpoint.save import save
@@ -92,6 +95,7 @@ if _typing.TYPE_CHECKING:
 # What not every run uses is imported when it is first used: names by their modules.
 _LATER = {
     "": "data debug schedules",
+    "._checkpoint.follow": "follow",
     "._checkpoint.format": "CheckpointError",
     "._checkpoint.restore": "best latest restore resume",
     "._checkpoint.save": "save",
@@ -125,14 +129,14 @@ __all__ = [
     "channels_last", "checkpoint", "clip", "clip_adaptive", "clip_value", "closure", "compare",
     "compiled", "cuda_graph", "data", "debug", "decide", "derive", "device_memory", "dry_run",
     "early_stop", "ema", "evaluate", "evaluating", "every", "find_batch_size", "find_lr", "fit",
-    "fork", "freeze", "from_torchmetrics", "gather", "grad_norm", "halt_on_nonfinite", "inspect",
-    "latest", "layers", "live_plot", "local_sgd", "measure", "metric", "microbatch", "middleware",
-    "on_main", "once", "pipeline", "plateau", "predict", "profiled", "progress", "raw", "reduce",
-    "requeue", "restore", "restore_best", "resume", "retry_on_oom", "run", "sam", "save",
-    "schedule", "scheduled", "schedules", "search", "sharded", "skip", "skip_nonfinite", "snapshot",
-    "spike_guard", "stack", "summary", "supervised", "swa", "tbptt", "throughput", "time_limit",
-    "timings", "to_csv", "to_jsonl", "torch_scheduler", "track", "unfreeze", "unstack", "unwrap",
-    "update_batchnorm", "when", "when_improved",
+    "follow", "fork", "freeze", "from_torchmetrics", "gather", "grad_norm", "halt_on_nonfinite",
+    "inspect", "latest", "layers", "live_plot", "local_sgd", "measure", "metric", "microbatch",
+    "middleware", "on_main", "once", "pipeline", "plateau", "predict", "profiled", "progress",
+    "raw", "reduce", "requeue", "restore", "restore_best", "resume", "retry_on_oom", "run", "sam",
+    "save", "schedule", "scheduled", "schedules", "search", "sharded", "skip", "skip_nonfinite",
+    "snapshot", "spike_guard", "stack", "summary", "supervised", "swa", "tbptt", "throughput",
+    "time_limit", "timings", "to_csv", "to_jsonl", "torch_scheduler", "track", "unfreeze",
+    "unstack", "unwrap", "update_batchnorm", "when", "when_improved",
 ]
 # fmt: on
 

@@ -18,7 +18,7 @@ import fnloop
 
 HERE = Path(__file__).parent
 FOLDER = HERE / "reference"
-MODULES = ("schedules", "data", "debug", "testing")
+MODULES = ("schedules", "data", "debug", "testing", "extend")
 
 # What a private name is called in a signature.
 TYPES = {
@@ -37,7 +37,8 @@ TYPES = {
     "_Fn": "Callable",
     "Skip": "object",
 }
-MADE_ELSEWHERE = ("TrainState", "RunInfo", "Hook")  # no caller makes one by the class
+# No caller makes one by the class.
+MADE_ELSEWHERE = ("TrainState", "RunInfo", "Hook", "Engine", "Moment", "View")
 
 
 def subjects():

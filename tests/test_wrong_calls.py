@@ -232,6 +232,8 @@ FUNCTIONS = [
      dict.fromkeys(("path", "state", "only"), " | checkpoint")),
     (fl.resume, lambda: {"folder": "x", "state": toy()}, {"folder": "'x' path", "state": ""}),
     (fl.latest, {}, {"folder": "'x' path"}),
+    (fl.follow, lambda: {"folder": "x", "state": toy()},
+     {"folder": "'x' path", "state": "", "poll": "1.5", "timeout": "None 0 1.5"}),
     (fl.best, {}, {"folder": "'x' path"}),
     (fl.best, {"folder": "x", **KEY}, {"since": "None"}),
     # schedules

@@ -968,6 +968,10 @@ def on_main_process(do: Callable[[], Tree], what: str) -> Tree:
     Raises:
         RuntimeError: in the other processes, if it failed on the main process, where its error is
             raised.
+
+    Example:
+        >>> on_main_process(lambda: 3, "a count of files")
+        3
     """
     __tracebackhide__ = True
     rank, size = rank_and_size()
@@ -1207,36 +1211,69 @@ def join(
     optimizers = [*map(_without_wrapper, optimizers)]
     if isinstance(given, Backend):
         return model, optimizers, given
-    # The one setting that matters to a single process.
-    configured = os.environ.get("ACCELERATE_MIXED_PRECISION", "no") != "no"
-    if given is None and not (launched() or configured):
-        return model, optimizers, Backend(_device_of(model))
-    # Without a launcher: the script has called init_process_group itself.
-    if given is None and dist.is_initialized() and "LOCAL_RANK" not in os.environ:
-        found, backend = None, Backend(_device_of(model), dist.get_rank(), dist.get_world_size())
-    else:
-        found = given if given is not None else accelerator()
-        backend = backend_of(found)
+    backend, found = _where(model, given)
     if backend.world_size == 1:
         return model, optimizers, attrs.evolve(backend, device=_device_of(model))
+    backend = _seal(model, backend, wrapped)
+    _compare(model, optimizers, backend)
+    backend = _deal(model, backend, data)
+    model, optimizers = _share(model, optimizers, backend, found)
+    return model, optimizers, backend
+
+
+def _where(model: nn.Module, given: Accelerator | None) -> tuple[Backend, Accelerator | None]:
+    """Return where this process is, and accelerate's object if it says so."""
+    if given is None:
+        # The one setting that matters to a single process.
+        configured = os.environ.get("ACCELERATE_MIXED_PRECISION", "no") != "no"
+        if not (launched() or configured):
+            return Backend(_device_of(model)), None
+        # Without a launcher: the script has called init_process_group itself.
+        if dist.is_initialized() and "LOCAL_RANK" not in os.environ:
+            return Backend(_device_of(model), dist.get_rank(), dist.get_world_size()), None
+    found = accelerator() if given is None else given
+    return backend_of(found), found
+
+
+def _seal(
+    model: nn.Module, backend: Backend, wrapped: nn.parallel.DistributedDataParallel | None
+) -> Backend:
+    """Return the backend with the settings of a user's DDP.
+
+    Raises:
+        NotImplementedError: a wrapper averages gradients by itself, or a setting would not be kept.
+        ValueError: the model has lazy parameters.
+    """
     check_averages_once(model)
     check_settings_kept(backend.settings, model)
-    if wrapped is not None:
-        backend = _with_settings(backend, wrapped)
     if any(map(nn.parameter.is_lazy, model.parameters())):
         raise ValueError(
             "the model has lazy parameters, which have no shape yet: call it once, model(x), "
             "before this"
         )
+    if wrapped is None:
+        return backend
+    settings, register = settings_of(wrapped)
+    prepare = backend.prepare if register is None else register
+    return attrs.evolve(backend, settings={**backend.settings, **settings}, prepare=prepare)
+
+
+def _compare(model: nn.Module, optimizers: Sequence[Optimizer], backend: Backend) -> None:
+    """Raise in every process unless all of them have one model. The first collectives."""
     control_group()  # making it is a collective, and every process comes here
     check_collective_count(backend.device)
     on_every_process(lambda: check_whole(model), "the comparison of the models")
     _check_same_model(model, optimizers)
-    sharded, row = is_sharded(model), list[int]()
-    share, ranks = check_sharded(model) if sharded else (backend.rank, [*range(backend.world_size)])
+
+
+def _deal(model: nn.Module, backend: Backend, data: DeviceMesh | None) -> Backend:
+    """Return the backend with which share of the data this process has. A collective."""
+    size = backend.world_size
+    share, ranks = check_sharded(model) if is_sharded(model) else (backend.rank, [*range(size)])
+    row: list[int] = []
     if data is None:
         backend = attrs.evolve(backend, data_rank=share, data_size=len(ranks))
-    elif len(ranks) < backend.world_size:
+    elif len(ranks) < size:
         raise NotImplementedError(
             "the mesh of this model, which parallelize_module has split, says already which "
             "processes have the same data: leave data= out"
@@ -1244,28 +1281,24 @@ def join(
     else:
         backend, ranks, row = _dealt_along(data, backend)
     share_data(ranks, row)
-    if sharded:
-        alike = parameters_beside(model, optimizers)
-        if is_split_alone(model):
-            held = (*model.parameters(), *model.buffers())
-            alike += [tensor for tensor in held if local_part(tensor) is tensor]
-        broadcast_tensors([p.detach() for p in alike], _WEIGHTS)
-        return model, optimizers, backend
-    if found is not None and found.distributed_type == "FSDP":
-        model, optimizers = fully_sharded(found, model, optimizers)
-        return model, optimizers, backend
-    _move(model, optimizers, backend.device)
-    beside = parameters_beside(model, optimizers)
-    weights = [p.detach() for p in (*model.parameters(), *beside, *model.buffers())]
-    broadcast_tensors(weights, _WEIGHTS)
-    return model, optimizers, backend
+    return backend
 
 
-def _with_settings(backend: Backend, wrapped: nn.parallel.DistributedDataParallel) -> Backend:
-    """Return a backend with the settings and the communication hook of a user's DDP."""
-    settings, register = settings_of(wrapped)
-    prepare = backend.prepare if register is None else register
-    return attrs.evolve(backend, settings={**backend.settings, **settings}, prepare=prepare)
+def _share(
+    model: nn.Module, optimizers: Sequence[Optimizer], backend: Backend, found: Accelerator | None
+) -> tuple[nn.Module, Sequence[Optimizer]]:
+    """Give every process the main one's weights, as far as each has all of them. A collective."""
+    if not is_sharded(model):
+        if found is not None and found.distributed_type == "FSDP":
+            return fully_sharded(found, model, optimizers)
+        _move(model, optimizers, backend.device)
+    # Under `fully_shard`, each process has a part of its own of every tensor.
+    alike = not is_sharded(model) or is_split_alone(model)
+    held = (*model.parameters(), *model.buffers()) if alike else ()
+    whole = (t for t in held if local_part(t) is t)
+    weights = (*whole, *parameters_beside(model, optimizers))
+    broadcast_tensors([t.detach() for t in weights], _WEIGHTS)
+    return model, optimizers
 
 
 def _check_same_model(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:

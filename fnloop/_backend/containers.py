@@ -63,7 +63,12 @@ def with_parts(value: Value, parts: Iterable[object]) -> Value:
         return copied
     if isinstance(value, Mapping):
         return type(container)(dict(zip(container, parts, strict=True)))
-    return type(container)(*parts) if hasattr(value, "_fields") else type(container)(parts)
+    return type(container)(*parts) if is_named_tuple(value) else type(container)(parts)
+
+
+def is_named_tuple(value: object) -> bool:
+    """Return whether a value is a tuple whose class takes the parts as arguments."""
+    return isinstance(value, tuple) and hasattr(value, "_fields")
 
 
 def map_leaves(value: Any, change: Callable[[Any], object] = lambda leaf: leaf) -> Any:
@@ -344,7 +349,7 @@ def _forget_users() -> None:
         set_threshold(_TRIM_THRESHOLD, 2 * _LARGEST)
 
 
-if hasattr(os, "register_at_fork"):
+if sys.platform != "win32":
     os.register_at_fork(after_in_child=_forget_users)
 
 

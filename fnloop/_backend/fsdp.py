@@ -33,7 +33,19 @@ def has_sharded(tensors: Iterable[Tensor]) -> bool:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Return whether parameters of a model are sharded over processes."""
+    """Return whether parameters of a model are sharded over processes.
+
+    Args:
+        model: the model.
+
+    Returns:
+        Whether any parameter is a DTensor, as ``fully_shard`` makes them.
+
+    Example:
+        >>> import torch
+        >>> is_sharded(torch.nn.Linear(1, 1))
+        False
+    """
     return has_sharded(model.parameters())
 
 
@@ -217,7 +229,19 @@ def by_mesh(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return the part of a tensor that this process holds, in the same memory."""
+    """Return the part of a tensor that this process holds, in the same memory.
+
+    Args:
+        tensor: a tensor, such as a parameter or a gradient, sharded or not.
+
+    Returns:
+        A plain tensor: of a sharded one its local part, and else the tensor itself.
+
+    Example:
+        >>> import torch
+        >>> local_part(torch.ones(2))
+        tensor([1., 1.])
+    """
     kind = None if tensor.__class__ in WHOLE else _dtensor()
     return local_tensor(tensor) if kind is not None and isinstance(tensor, kind) else tensor
 

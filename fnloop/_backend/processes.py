@@ -58,6 +58,8 @@ class Backend:
         parts: how many processes compute parts of the same batches; see ``TrainState.create``.
         exact: whether a run has the same bits on any number of processes; see
             ``TrainState.create``.
+        engine: ``state -> engine``, which makes the gradients (``fnloop._step.engine.Engine``);
+            None: the one for the number of processes.
 
     Example:
         >>> from fnloop.testing import toy
@@ -82,6 +84,7 @@ class Backend:
     )
     parts: int = attrs.field(default=1, repr=False)
     exact: bool = attrs.field(default=False, repr=False)
+    engine: Callable[..., object] | None = attrs.field(default=None, repr=False)
 
     @property
     def main(self) -> bool:
@@ -92,6 +95,10 @@ class Backend:
     def contributors(self) -> int:
         """How many processes count in sums: not those that only repeat what another computes."""
         return self.data_size * self.parts
+
+    def position_of(self, n: int) -> int:
+        """Return the position, among the batches of all shares, of this process's n-th one."""
+        return n * self.data_size + self.data_rank
 
     def own_part(self, samples: int) -> float:
         """Return for how many of the samples of a batch this process counts, if it has a part."""

@@ -41,7 +41,6 @@ from fnloop._checkpoint.format import (
     LARGEST_MANIFEST,
     MANIFEST,
     MANIFEST_SHAPE,
-    NEWEST_FORMAT,
     STATE,
     STATE_SHAPE,
     CheckpointError,
@@ -50,7 +49,9 @@ from fnloop._checkpoint.format import (
     check_shape,
     is_file_name,
 )
-from fnloop._core.history import Fold, History, Record
+from fnloop._core.history import Fold, History
+from fnloop._core.parts import NEWEST_FORMAT
+from fnloop._core.records import Record
 from fnloop._core.serialize import Json, decode, encode
 from fnloop._display.checks import describe
 from fnloop._display.screen import warn_once

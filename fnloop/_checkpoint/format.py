@@ -22,6 +22,7 @@ from fnloop._backend.containers import has_room, is_out_of_memory
 from fnloop._backend.fsdp import extent_in, full, has_sharded, local_part, spans_all, split_dim
 from fnloop._backend.processes import Backend
 from fnloop._core.history import SINCE
+from fnloop._core.parts import COLLECTED, OWN, SHARDED_FORMAT, TENSORS
 from fnloop._core.serialize import Json
 from fnloop._display.checks import describe
 
@@ -35,11 +36,12 @@ from fnloop._display.checks import describe
 #   training.safetensors    the weights to train with, if these are others: of an optimizer that has
 #                           modes, such as a schedule-free one
 #   optimizer.safetensors   the state of the optimizer, by parameter name
-#   own.safetensors         what processes that update by themselves have of their own (local_sgd):
-#                           weights, buffers and the state of optimizers; each writes a file
+#   own.safetensors         what each process has of its own, as with local_sgd: weights, buffers,
+#                           the state of optimizers, and slots; each process writes a file
 #   slots.safetensors       what middleware keep, running metrics, random generators
 #   ema.safetensors         an average of weights, by its name: a state_dict of the module with it,
-#                           which loads into the plain module too; one for each average
+#                           which loads into the plain module too; one for each average. And a
+#                           slot, by its name, that a middleware or a hook brings the part of
 #   state.json              counters, hyper-parameters, where the tensors belong, what the run was
 #                           made with, and the history with its digest (the module save makes it)
 #   manifest.json           size and SHA-256 of each of the others, and whether what is trained is
@@ -57,24 +59,14 @@ from fnloop._display.checks import describe
 #
 # Nothing is pickled, so reading a checkpoint cannot run code.
 
-FORMAT = 1  # of a checkpoint of all parts with one optimizer, without averages and phases
-NEWER_FORMAT = 2  # of others, so that an older fnloop does not take them for damaged checkpoints
-SHARDED_FORMAT = 3  # of those with an index
-TRAINING_FORMAT = 4  # of those with weights to train with, which an older fnloop would not look for
-OWN_FORMAT = 5  # of those with what each process has of its own
-NEWEST_FORMAT = OWN_FORMAT
-TENSORS = ("model", "optimizer", "slots")
 STATE = "state.json"
 FILES = (*(f"{name}.safetensors" for name in TENSORS), STATE)
 MANIFEST = "manifest.json"
 INDEX = "index.json"
 LARGEST_MANIFEST = 16 << 20  # bytes; a crafted manifest must not fill the memory
-COLLECTED = "the collecting of a checkpoint"  # as messages about processes that wait name it
 PARTS = ("model", "optimizer", "slots", "counters", "metrics", "history", "extra")
 TRAINING = "training"  # the group of the weights to train with
-OWN = "own"  # the group of what each process has of its own: names begin with its rank and a slash
 TRAINED = "trained"  # a part of the model: the parameters that require gradients
-COUNTERS = ("step", "epoch", "batch", "samples", "skipped", "seed", "stop")
 
 
 def _is_count(value: object) -> bool:
@@ -143,6 +135,7 @@ STATE_SHAPE: Shape = {
     "data_shares?": COUNT,  # if there are fewer than processes
     "stop?": (None, str),
     "exact?": bool,
+    "brought?": {"*": {"all?": ANY, "each?": list}},
     "seconds?": NUMBER,
     "updates?": {"*": COUNT},
     "phases?": [_PHASE],

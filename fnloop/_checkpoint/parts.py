@@ -12,18 +12,18 @@ import copy
 import functools
 import math
 import operator
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import Any
 
 import attrs
 import torch
 from torch import Tensor, nn
 
-from fnloop._backend.collectives import gather_from_all, gather_objects, gather_shares
+from fnloop._backend.collectives import gather_from_all
 from fnloop._backend.containers import is_out_of_memory
 from fnloop._backend.fsdp import is_sharded, like_sharded, local_part
-from fnloop._backend.processes import Backend
 from fnloop._backend.torch_compat import (
     buffers_of,
     is_extra_state,
@@ -39,19 +39,10 @@ from fnloop._checkpoint.files import (
     run_of,
 )
 from fnloop._checkpoint.format import (
-    COLLECTED,
-    COUNTERS,
-    FORMAT,
-    NEWER_FORMAT,
-    OWN,
-    OWN_FORMAT,
     PARTS,
-    TENSORS,
     TRAINED,
     TRAINING,
-    TRAINING_FORMAT,
     CheckpointError,
-    Contents,
     shares_in,
 )
 from fnloop._checkpoint.optimizer import (
@@ -64,16 +55,27 @@ from fnloop._checkpoint.optimizer import (
     optimizers_kept_on_error,
     prepare_loads,
 )
-from fnloop._core.apart import Apart, apart_of, mark_of, own_tensors
-from fnloop._core.averages import Average, named_tensors
+from fnloop._checkpoint.shipped import shipped_in
+from fnloop._core.cursor import CURSOR, check_counts
 from fnloop._core.history import History, decode_phases, encode_phases
-from fnloop._core.metrics import ITEMS, Sum, restored, sent
+from fnloop._core.metrics import restored
 from fnloop._core.optimizers import groups_in
-from fnloop._core.rng import SEED_BITS, HostGenerators
+from fnloop._core.parts import (
+    COLLECTED,
+    NEWER_FORMAT,
+    TRAINING_FORMAT,
+    Held,
+    Load,
+    Part,
+    Restoring,
+    Saving,
+    held,
+    load_nothing,
+    parts_of,
+    set_fields,
+)
 from fnloop._core.runs import (
-    Position,
     RunInfo,
-    check_position,
     decode_stop,
     decode_todo,
     encode_stop,
@@ -90,24 +92,19 @@ from fnloop._core.serialize import (
     encode,
     flattened_kind,
     from_safetensor,
-    has_pending,
     plain_only,
 )
 from fnloop._core.state import (
-    LOCAL_SGD,
     TrainState,
-    has_moved,
     note_buffers,
     ownership_of,
     shapes_of_buffers,
     unwrap,
-    with_slot,
 )
-from fnloop._core.types import Metric
+from fnloop._core.view import changed_for, is_apart, view
 from fnloop._display.checks import describe, join_names
 from fnloop._display.screen import log
 from fnloop._step.engine import engine_of
-from fnloop._step.update import evaluation_weights
 
 # --------------------------------------------------------------------------------------------------
 # The parts of a state, and which of them a checkpoint holds.
@@ -168,276 +165,79 @@ def check_held(path: Path, facts: Mapping[str, Json], parts: Sequence[str]) -> N
         raise CheckpointError(explain_partial(path, held))
 
 
+Named = dict[str, Any]  # name to tensor, or to other values
+
 # --------------------------------------------------------------------------------------------------
-# What a part is: three things that it does. The tuple of all parts is at the end of this file.
+# Those parts that every state has. The tuples of all of them are at the end of this file.
 
 
-@attrs.define(eq=False)
-class Saving:
-    """What is saved, and the files that the parts put it into.
+@attrs.define(eq=False, kw_only=True)
+class Collecting(Saving):
+    """What is saved with the history of a state.
 
     Args:
-        state: the state, as it is outside of its run.
-        run: facts about that run; None outside of one.
-        parts: the names of the parts to save.
+        run: facts about its run; None outside of one.
         encode_history: encodes the history.
-        groups: name of a file to its tensors, by name.
-        local: name to whether this process writes it, for tensors of optimizers that not all
-            processes have.
         history: the encoded history.
-        version: the oldest format that has all that was saved.
-        learning: the names of the weights that are trained.
     """
 
-    state: TrainState
     run: RunInfo | None
-    parts: Sequence[str]
     encode_history: Callable[[History], EncodedHistory]
-    groups: dict[str, dict[str, Tensor]] = attrs.field(factory=lambda: {k: {} for k in TENSORS})
-    local: Mapping[str, bool] = attrs.field(factory=dict)
     history: EncodedHistory = attrs.field(factory=EncodedHistory)
-    version: int = FORMAT
-    learning: Collection[str] = ()
-
-    @property
-    def tensors(self) -> dict[str, Tensor]:
-        """The tensors of parts that have no file of their own."""
-        return self.groups["slots"]
-
-    def add_own(self, tensors: Mapping[str, Tensor], prefix: str) -> None:
-        """Add tensors that this process has of its own; it writes them itself."""
-        rank, own = self.state.backend.rank, self.groups.setdefault(OWN, {})
-        own.update({f"{rank}/{prefix}{name}": tensor for name, tensor in tensors.items()})
-        self.require(OWN_FORMAT)
-
-    def require(self, version: int) -> None:
-        """Make the checkpoint one of at least this format."""
-        self.version = max(self.version, version)
 
 
-@attrs.frozen(eq=False)
-class Restoring:
-    """What is restored, and into what.
+@attrs.frozen(eq=False, kw_only=True)
+class Reading(Restoring):
+    """What is restored of a whole state.
 
     Args:
-        contents: what was read.
-        state: the state to load into, as it is before that.
-        parts: the names of the parts to restore.
-        strict: whether names and shapes must be the same.
-        path: the checkpoint, for messages.
-        undone: what changes something in place enters here how that is put back if there is an
-            exception.
-        settings: compares settings of the optimizers, and says which are not restored.
+        settings: compares settings of the optimizers, and says which are not restored; or None.
     """
 
-    contents: Contents
-    state: TrainState
-    parts: Sequence[str]
-    strict: bool
-    path: Path
-    undone: contextlib.ExitStack
     settings: Settings | None = None
 
-    @functools.cached_property
-    def tensors(self) -> dict[str, Tensor]:
-        """The tensors of parts that have no file of their own, on the device."""
-        stay, device = ("generators", POSITIONS), self.state.backend.device
-        slots = self.contents.groups["slots"]
-        return {k: v if k.startswith(stay) else v.to(device) for k, v in slots.items()}
-
-    @property
-    def facts(self) -> Mapping[str, Json]:
-        """The contents of ``state.json``."""
-        return self.contents.facts
-
-    @property
-    def is_of_as_many(self) -> bool:
-        """Whether as many processes saved it, so that each gets back what was its own."""
-        return self.facts.get("processes") == self.state.backend.data_size
-
-    def own(self, prefix: str) -> dict[str, Tensor]:
-        """Return the tensors that this process added by :meth:`Saving.add_own`."""
-        start = f"{self.state.backend.rank}/{prefix}"
-        found = self.contents.groups.get(OWN, {}).items()
-        return {name.removeprefix(start): t for name, t in found if name.startswith(start)}
-
-
-Load = Callable[[TrainState], TrainState]
-
-
-def _set_fields(**fields: Any) -> Load:
-    return lambda state: attrs.evolve(state, **fields)
-
-
-def _load_nothing(saved: Restoring) -> Load:
-    return _set_fields()
-
-
-class Part(NamedTuple):
-    """A part of a state in a checkpoint.
-
-    There is no separate function that checks, since decoding is the check: what it finds is what is
-    loaded.
-
-    Args:
-        name: as ``only=`` names it; several parts may share one.
-        save: adds its tensors to the files, and returns its facts, the entries of ``state.json``.
-        prepare: checks and decodes what was saved. It returns the function that loads it:
-            ``state -> state``. Most only set fields. Where one of the two functions changes
-            something in place, that can be undone (see :class:`Restoring`).
-        encode: encodes what ``save`` may refuse, in this process alone, without its contents; None
-            if it refuses nothing.
-    """
-
-    name: str
-    save: Callable[[Saving], dict[str, Json]]
-    prepare: Callable[[Restoring], Load] = _load_nothing
-    encode: Callable[[Saving], object] | None = None
-
 
 # --------------------------------------------------------------------------------------------------
-# The counters; the generators and the position of the training loader at this point of the run.
+# What a run does next, why it has ended, and its phases. Where it is, is in the cursor.
 
 
-def _save_counters(saving: Saving) -> dict[str, Json]:
+def _save_next(saving: Saving) -> dict[str, Json]:
     state = saving.state
-    if state.updates or state.phases:
+    if state.phases:
         saving.require(NEWER_FORMAT)
     return {
-        **{name: getattr(state, name) for name in COUNTERS},
-        **({"updates": dict(state.updates)} if state.updates else {}),
+        "stop": state.stop,
+        **encode_stop(state.stop),
         **({"phases": encode_phases(state.phases)} if state.phases else {}),
         **({"ends": state.ends} if state.ends else {}),
-        **encode_stop(state.stop),
         "todo": encode_todo(state.todo),
         **({"noted": dict(state.noted)} if state.noted else {}),
         "news": sorted(state.events) if state.todo else [],  # the old name of events
     }
 
 
-def _prepare_counters(saved: Restoring) -> Load:
+def _prepare_next(saved: Restoring) -> Load:
     facts = saved.facts
-    fields = check_counters(facts) | {"updates": _updates_by_name(facts, saved.state)}
-    _warn_of_exact(facts, saved.state.backend)
     saved_on = shares_in(facts) if facts["batch"] else None
-    return _set_fields(**fields, run_id=run_of(saved.path, facts), saved_on=saved_on)
+    return set_fields(**_decode_next(facts), run_id=run_of(saved.path, facts), saved_on=saved_on)
 
 
-def _warn_of_exact(facts: Mapping[str, Json], backend: Backend) -> None:
-    """Warn if a run continues with another setting of ``exact`` than it had."""
-    was = facts.get("exact", False) is True
-    if was == backend.exact or not backend.main:
-        return
-    if was:
-        log.warning(
-            "restore: this run had exact=True, and continues without: from here on, its bits "
-            "depend on the number of processes. Write TrainState.create(..., exact=True)"
-        )
-    else:
-        log.warning(
-            "restore: this run had no exact=True until here, so what it has come to depends on the "
-            "number of processes that it had"
-        )
-
-
-def _updates_by_name(facts: Mapping[str, Json], state: TrainState) -> dict[str, int]:
-    """Return the updates of each optimizer of a state; those of all, if it had another name."""
-    saved = facts.get("updates", {})
-    return {name: _check_count(name, saved.get(name, facts["step"])) for name in state.updates}
-
-
-def _check_count(name: str, value: Json, most: int = 1 << 62) -> int:
-    if type(value) is not int or not 0 <= value <= most:
-        raise TypeError(f"{name} is {value!r:.60}")
-    return value
-
-
-def check_counters(facts: Mapping[str, Json]) -> dict[str, object]:
-    """Return the saved counters, the stop, and what the run does next.
-
-    Raises:
-        TypeError: one of them cannot be a counter.
-    """
-    counters: dict[str, object] = {name: facts[name] for name in COUNTERS if name != "stop"}
-    for name, value in counters.items():
-        # No epoch has more batches than 2**40. One that begins after them would train on nothing.
-        _check_count(name, value, {"seed": SEED_BITS, "batch": 1 << 40}.get(name, 1 << 62))
+def _decode_next(facts: Mapping[str, Json]) -> dict[str, object]:
     events, todo = todo_of_before(facts)
-    todo = decode_todo(facts["todo"]) if "todo" in facts else todo
-    return counters | {
+    return {
         "stop": decode_stop(facts["stop"], facts.get("stop_kind")),
         "events": events,
-        "todo": todo,
+        "todo": decode_todo(facts["todo"]) if "todo" in facts else todo,
         "noted": {name: float(value) for name, value in facts.get("noted", {}).items()},
         "phases": decode_phases(facts.get("phases", [])),
         "ends": "epoch" if facts.get("ends") else None,
     }
 
 
-def _save_generators(saving: Saving) -> dict[str, Json]:
-    """Return the generators of every process, by rank; None at the beginning of an epoch."""
-    own = saving.state.generators
-    every = gather_shares(own and own.to_parts(), COLLECTED)
-    return {"generators": encode(every if any(every) else None, saving.tensors, "generators")}
-
-
-def _prepare_generators(saved: Restoring) -> Load:
-    every = decode(saved.facts["generators"], saved.tensors) or ()
-    every = [own and HostGenerators.from_parts(own).checked() for own in every]
-    rank, processes = saved.state.backend.data_rank, saved.state.backend.data_size
-    # Of another number of processes, the main one continues its stream, and the others begin new.
-    mine = every and (rank == 0 or len(every) == processes)
-    return _set_fields(generators=every[rank] if mine else None)
-
-
-POSITIONS = "positions"  # a key of the facts, and what the names of their tensors begin with
-
-
-def _save_position(saving: Saving) -> dict[str, Json]:
-    """Return the position of the loader as facts; those of all processes if each has its shard.
-
-    A position that is not plain data is left out, with a warning: the run can be resumed all the
-    same, by reading the loader again.
-    """
-    own = saving.state.position
-    every = gather_shares(own, COLLECTED)
-    if None in every:
-        return {}
-    if own is not None and own["shards"] == 1:
-        every = every[:1]
-    added: dict[str, Tensor] = {}
-    try:
-        encoded = encode(every, added, POSITIONS)
-        if has_pending(decode(encoded, added)):
-            raise TypeError(f"{POSITIONS} holds an object")
-    except (TypeError, RecursionError) as error:
-        log.warning(
-            "save: the position of the training loader is left out, and a run that is resumed here "
-            "reads the epoch again up to it: what state_dict() returns must be plain data (%s)",
-            error,
-        )
-        return {}
-    saving.tensors.update(added)
-    return {POSITIONS: encoded}
-
-
-def _prepare_position(saved: Restoring) -> Load:
-    position = _decode_position(saved.facts, saved.tensors, saved.state.backend)
-    return _set_fields(position=position)
-
-
-def _decode_position(
-    facts: Mapping[str, Json], tensors: Mapping[str, Tensor], backend: Backend
-) -> Position | None:
-    """Return the position of this process's loader, or None if it is not known.
-
-    Raises:
-        TypeError: it cannot be a position.
-    """
-    every = [check_position(own) for own in decode(facts.get(POSITIONS, []), tensors)]
-    if not every or every[0]["shards"] not in (1, backend.data_size):
-        return None
-    return every[min(backend.data_rank, len(every) - 1)]
+def check_counters(facts: Mapping[str, Json]) -> None:
+    """Raise TypeError unless a checkpoint has the counters of a run, and what it does next."""
+    check_counts(facts)
+    _decode_next(facts)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -489,7 +289,7 @@ class Targets:
     steps: int | None
 
 
-def _save_targets(saving: Saving) -> dict[str, Json]:
+def _save_targets(saving: Collecting) -> dict[str, Json]:
     run = saving.run
     return {} if run is None else {TARGETS: {"epochs": run.epochs, "steps": run.total_steps}}
 
@@ -519,7 +319,8 @@ def _save_model(saving: Saving) -> dict[str, Json]:
     """
     module, model, trained = unwrap(saving.state), saving.groups["model"], TRAINED in saving.parts
     saving.learning = {strip_compile_prefix(k) for k, p in _parameters(module) if p.requires_grad}
-    with evaluation_weights(saving.state) as others:
+    others = changed_for(saving.state, "save")
+    with view(saving.state, "save"):
         facts = _encode_module(saving)
         if not others:
             return facts
@@ -531,10 +332,11 @@ def _save_model(saving: Saving) -> dict[str, Json]:
             and (id(value) in others or id(value) not in own)
         ]
         model |= {name: model[name].clone() for name in names}
-    if "optimizer" not in saving.parts or has_moved(saving.state):  # each process has its own
+    if "optimizer" not in saving.parts or is_apart(saving.state):  # each process has its own
         return facts
     found: dict[str, Tensor] = {}
-    _encode_model(module, found, {}, trained)
+    with view(saving.state, "train"):
+        _encode_model(module, found, {}, trained)
     saving.groups[TRAINING] = {name: found[name] for name in names}
     saving.require(TRAINING_FORMAT)
     return facts | {TRAINING: True}
@@ -613,72 +415,151 @@ def _encode_model(
     }
 
 
-def _prepare_model(saved: Restoring) -> Load:
-    """Check that the saved model fits, and return how to load it.
+@attrs.frozen(eq=False)
+class Difference:
+    """How what was saved of a model differs from the model, by names without prefixes.
 
-    With the counters, it restores which parameters are frozen and which modules are in evaluation
-    mode. Then the dtypes must be the same too; weights alone may be cast.
+    Args:
+        theirs: what was saved.
+        mine: what the model has.
+        made: what is to be given to the model first, because it takes its shape from the file.
+        resized: the names of what the model takes in any shape by itself.
+        missing: the names that are only in the model.
+        unknown: the names that are only in the checkpoint.
+        shapes: the names of tensors of another shape, but those above.
+        dtypes: the names of tensors of another dtype.
     """
-    module, facts, strict = unwrap(saved.state), saved.facts["model"], saved.strict
-    _check_sizes(module, saved.path)
-    trained = TRAINED in saved.parts
-    flags = "counters" in saved.parts and not trained
-    frozen, evaluating = (facts[k] if flags else [] for k in ("frozen", "evaluating"))
-    spelled = {strip_compile_prefix(key): key for key in module.state_dict()}
-    mine = {strip_compile_prefix(key): value for key, value in module.state_dict().items()}
-    # Not those that are on the device: the module may expect its extra state where it made it.
-    kept = saved.contents.groups["slots"]
-    extra = {name: decode(value, kept) for name, value in facts["extra_state"].items()}
-    theirs = {**model_tensors(saved.contents, training="optimizer" in saved.parts), **extra}
-    if trained:
-        theirs = _trained_parts(theirs, saved.facts, module)
-    grown = _grown_alike(saved, theirs)
-    resized = {k for k, here in mine.items() if _resizes(module, spelled[k], theirs.get(k), here)}
-    resized |= grown.keys()
-    rest = (  # extra state may be of any shape: only its module knows what it takes
-        {k: None if is_extra_state(k) else v for k, v in tensors.items() if k not in resized}
-        for tensors in (theirs, mine)
-    )
-    faults = _compare_models(*rest, dtypes=flags)
-    if trained:
-        _warn_of_untrained(module, faults.pop("missing in the checkpoint"))
-    found = "; ".join(f"{what}: {join_names(which)}" for what, which in faults.items() if which)
-    if found and strict:
-        part = TRAINED if trained else "model"
+
+    theirs: Named
+    mine: Named
+    made: Mapping[str, Tensor]
+    resized: Collection[str]
+    missing: Sequence[str]
+    unknown: Sequence[str]
+    shapes: Sequence[str]
+    dtypes: Sequence[str]
+
+    @property
+    def fitting(self) -> Named:
+        """What was saved and can be loaded, by name."""
+        known = {*self.mine, *self.made} - {*self.shapes}
+        return {name: value for name, value in self.theirs.items() if name in known}
+
+    def explain(self, *kinds: str) -> str:
+        """Return what differs of some kinds, in words; an empty text if nothing does."""
+        texts = {
+            "missing": ("missing in the checkpoint", self.missing),
+            "unknown": ("not in the model", self.unknown),
+            "shapes": ("of another shape", self._both(self.shapes, lambda t: tuple(t.shape))),
+            "dtypes": ("of another dtype", self._both(self.dtypes, lambda t: t.dtype)),
+        }
+        found = (texts[kind] for kind in kinds)
+        return "; ".join(f"{what}: {join_names(which)}" for what, which in found if which)
+
+    def _both(self, names: Sequence[str], fact: Callable[[Tensor], object]) -> list[str]:
+        return [f"{k}: {fact(self.theirs[k])} saved, {fact(self.mine[k])} here" for k in names]
+
+
+def diff(
+    theirs: Named,
+    mine: Named,
+    made: Mapping[str, Tensor] = MappingProxyType({}),
+    resizes: Callable[[str], bool] = lambda name: False,
+) -> Difference:
+    """Return how what was saved of a model differs from the model.
+
+    Args:
+        theirs, mine: name to tensor, or to what an extra state is.
+        made: the tensors whose shapes the model takes from the file.
+        resizes: whether the model takes a tensor of this name in another shape by itself.
+    """
+    compared = [
+        name
+        for name, here in mine.items()
+        # Extra state may be of any shape: only its module knows what it takes.
+        if isinstance(here, Tensor) and isinstance(theirs.get(name), Tensor)
+        if name not in made and not is_extra_state(name)
+    ]
+    others = [name for name in compared if theirs[name].shape != mine[name].shape]
+    resized = {name for name in others if resizes(name)}
+    return Difference(
+        theirs, mine, made, resized,
+        missing=[name for name in mine if name not in theirs],
+        unknown=[name for name in theirs if name not in mine and name not in made],
+        shapes=[name for name in others if name not in resized],
+        dtypes=[k for k in compared if k not in resized and theirs[k].dtype != mine[k].dtype],
+    )  # fmt: skip
+
+
+def judge(found: Difference, saved: Restoring) -> None:
+    """Raise CheckpointError if a model differs too much; say what is left as it is.
+
+    With the counters, the dtypes must be the same too; weights alone may be cast.
+    """
+    part = TRAINED if TRAINED in saved.parts else "model"
+    kinds = ["unknown", "shapes"]
+    if part == TRAINED:
+        _warn_of_untrained(unwrap(saved.state), found.missing)
+    else:
+        kinds = ["missing", *kinds, *(["dtypes"] if "counters" in saved.parts else [])]
+    text = found.explain(*kinds)
+    if text and saved.strict:
         raise CheckpointError(
-            f"{saved.path} is of another model ({facts['class']}). {found}. Create the same model, "
-            f"or restore what matches: restore(path, state, only=('{part}',), strict=False)"
+            f"{saved.path} is of another model ({saved.facts['model']['class']}). {text}. Create "
+            "the same model, or restore what matches: "
+            f"restore(path, state, only=('{part}',), strict=False)"
         )
-    if found:
-        log.warning("restore: left unchanged: %s", found)
-    fitting = {
-        spelled.get(name, name): _shard_like(value, mine.get(name))
-        for name, value in theirs.items()
-        if name in resized
-        or (name in mine and (is_extra_state(name) or not _differ_in_shape(value, mine[name])))
-    }
-    _check_ties(saved, module, fitting)
+    if text:
+        log.warning("restore: left unchanged: %s", text)
 
-    def load(state: TrainState) -> TrainState:
-        note_buffers(state)
-        saved.undone.enter_context(_buffers_made(module, grown, state.backend.device))
-        saved.undone.enter_context(weights_kept_on_error(module, fitting))
-        missing = module.load_state_dict(fitting, strict=False).missing_keys
-        if trained:
-            missing = [name for name in missing if name in fitting]
-        if strict and missing:
-            raise CheckpointError(
-                f"{saved.path}: the model took no value for {join_names(missing)}: "
-                "its hooks rename keys"
-            )
-        if flags:
-            for name, p in module.named_parameters():
-                p.requires_grad_(strip_compile_prefix(name) not in frozen)
-            for name, submodule in module.named_modules():
-                submodule.training = strip_compile_prefix(name) not in evaluating
-        return state
 
-    return load
+def _prepare_model(saved: Restoring) -> Load:
+    """Check that the saved model fits, and return how to load it."""
+    module = unwrap(saved.state)
+    _check_sizes(module, saved.path)
+    own = module.state_dict()
+    spelled = {strip_compile_prefix(key): key for key in own}
+    mine, theirs = {name: own[key] for name, key in spelled.items()}, _saved_model(saved)
+    found = diff(
+        theirs, mine, _grown_alike(saved, theirs),
+        lambda name: _resizes(module, spelled[name], theirs[name]),
+    )  # fmt: skip
+    judge(found, saved)
+    values = {spelled.get(k, k): _shard_like(v, mine.get(k)) for k, v in found.fitting.items()}
+    _check_ties(saved, module, values)
+    return functools.partial(_load_model, saved, found.made, values)
+
+
+def _load_model(
+    saved: Restoring, made: Mapping[str, Tensor], values: Named, state: TrainState
+) -> TrainState:
+    """Load a model. With the counters, which parameters are frozen, and which modules evaluate."""
+    module, facts, trained = unwrap(state), saved.facts["model"], TRAINED in saved.parts
+    note_buffers(state)
+    saved.undone.enter_context(_buffers_made(module, made, state.backend.device))
+    saved.undone.enter_context(weights_kept_on_error(module, values))
+    missing = module.load_state_dict(values, strict=False).missing_keys
+    missing = [name for name in missing if name in values or not trained]
+    if saved.strict and missing:
+        raise CheckpointError(
+            f"{saved.path}: the model took no value for {join_names(missing)}: "
+            "its hooks rename keys"
+        )
+    if "counters" in saved.parts and not trained:
+        for name, p in module.named_parameters():
+            p.requires_grad_(strip_compile_prefix(name) not in facts["frozen"])
+        for name, submodule in module.named_modules():
+            submodule.training = strip_compile_prefix(name) not in facts["evaluating"]
+    return state
+
+
+def _saved_model(saved: Restoring) -> Named:
+    """Return what is to be restored of a model, by name."""
+    # Not those that are on the device: the module may expect its extra state where it made it.
+    kept, extra = saved.groups["slots"], saved.facts["model"]["extra_state"]
+    found: Named = model_tensors(saved, training="optimizer" in saved.parts)
+    found |= {name: decode(value, kept) for name, value in extra.items()}
+    return _trained_parts(found, saved) if TRAINED in saved.parts else found
 
 
 # --- buffers that have another shape than when the run began, or that were not there
@@ -826,13 +707,11 @@ def _check_sizes(module: nn.Module, path: Path) -> None:
         )
 
 
-def _resizes(module: nn.Module, name: str, there: object, here: object) -> bool:
+def _resizes(module: nn.Module, name: str, there: Tensor) -> bool:
     """Return whether the owner of a buffer takes one of another shape, as fake quantization does.
 
     It is tried on a copy, which shares the parameters.
     """
-    if not _differ_in_shape(there, here):
-        return False
     prefix, _, own = name.rpartition(".")
     owner = dict(module.named_modules()).get(prefix)
     if owner is None or not loads_by_itself(owner):  # None: state_dict has names of its own
@@ -846,18 +725,16 @@ def _resizes(module: nn.Module, name: str, there: object, here: object) -> bool:
         if is_out_of_memory(error):
             raise
         return False  # it is refused, by name
-    return trial.get_buffer(own).shape == there.shape  # type: ignore[attr-defined]
+    return trial.get_buffer(own).shape == there.shape
 
 
-def _trained_parts(
-    saved: Mapping[str, object], facts: Mapping[str, Json], module: nn.Module
-) -> dict[str, object]:
+def _trained_parts(found: Named, saved: Restoring) -> Named:
     """Return what a checkpoint holds of the parameters that required gradients."""
-    if "model" not in held_parts(facts):
-        return dict(saved)
-    names = {strip_compile_prefix(name) for name, _ in _parameters(module)}
-    names -= {*facts["model"]["frozen"]}
-    return {name: value for name, value in saved.items() if name in names}
+    if "model" not in held_parts(saved.facts):
+        return found
+    names = {strip_compile_prefix(name) for name, _ in _parameters(unwrap(saved.state))}
+    names -= {*saved.facts["model"]["frozen"]}
+    return {name: value for name, value in found.items() if name in names}
 
 
 def _warn_of_untrained(module: nn.Module, missing: Sequence[str]) -> None:
@@ -871,41 +748,16 @@ def _parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return list(module.named_parameters(remove_duplicate=False))
 
 
-def _compare_models(
-    saved: Mapping[str, object], mine: Mapping[str, object], dtypes: bool
-) -> dict[str, list[str]]:
-    """Return the differences between two models, by kind; dtypes only if asked for."""
-    faults: dict[str, list[str]] = {
-        "missing in the checkpoint": [name for name in mine if name not in saved],
-        "not in the model": [name for name in saved if name not in mine],
-        "of another shape": [],
-        "of another dtype": [],
-    }
-    for name, here in mine.items():
-        there = saved.get(name)
-        if isinstance(there, Tensor) and isinstance(here, Tensor):
-            if there.shape != here.shape:
-                shapes = f"{tuple(there.shape)} saved, {tuple(here.shape)} here"
-                faults["of another shape"].append(f"{name}: {shapes}")
-            if there.dtype != here.dtype and dtypes:
-                faults["of another dtype"].append(f"{name}: {there.dtype} saved, {here.dtype} here")
-    return faults
-
-
-def _differ_in_shape(a: object, b: object) -> bool:
-    return isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape != b.shape
-
-
-def model_tensors(contents: Contents, training: bool = False) -> dict[str, Tensor]:
+def model_tensors(saved: Restoring, training: bool = False) -> dict[str, Tensor]:
     """Return the saved tensors of the model, those of pairs as complex numbers.
 
     Args:
-        contents: what was read.
+        saved: what is restored.
         training: whether to return the weights to train with, where these are others.
     """
-    tensors, pairs = contents.groups["model"], contents.facts.get("model", {}).get("complex", ())
-    if training and contents.facts.get(TRAINING, False):
-        others = contents.groups[TRAINING]
+    tensors, pairs = saved.groups["model"], saved.facts.get("model", {}).get("complex", ())
+    if training and saved.facts.get(TRAINING, False):
+        others = saved.groups[TRAINING]
         if unknown := others.keys() - tensors.keys():
             raise KeyError(f"{min(unknown)} is a weight to train with, but not one of the model")
         tensors = {**tensors, **others}
@@ -998,8 +850,7 @@ def _blocks_of(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 def _save_optimizers(saving: Saving) -> dict[str, Json]:
     state, tensors = saving.state, saving.groups["optimizer"]
-    slot = apart_of(state)
-    if slot is None or not slot.used:
+    if not saving.own_optimizers:
         facts, saving.local = merge_processes(state, tensors)
         return {"optimizer": facts}
     every = encode_own_optimizers(state, tensors)
@@ -1008,10 +859,10 @@ def _save_optimizers(saving: Saving) -> dict[str, Json]:
     return {"optimizer": every[0], "own_optimizers": [None, *every[1:]]}
 
 
-def _prepare_optimizers(saved: Restoring) -> Load:
-    contents, module = saved.contents, unwrap(saved.state)
-    shapes = {name: tensor.shape for name, tensor in model_tensors(contents).items()}
-    facts, tensors = saved.facts["optimizer"], contents.groups["optimizer"]
+def _prepare_optimizers(saved: Reading) -> Load:
+    module = unwrap(saved.state)
+    shapes = {name: tensor.shape for name, tensor in model_tensors(saved).items()}
+    facts, tensors = saved.facts["optimizer"], saved.groups["optimizer"]
     processes, rank = saved.facts.get("processes"), saved.state.backend.rank
     if rank and "own_optimizers" in saved.facts and saved.is_of_as_many:
         facts, tensors = saved.facts["own_optimizers"][rank], saved.own("optimizer/")
@@ -1027,6 +878,17 @@ def _prepare_optimizers(saved: Restoring) -> Load:
             saved.undone.enter_context(weights_kept_on_error(module, {}))
         for load_one in loads:
             load_one()
+        return state
+
+    return load
+
+
+def _save_nothing(saving: Saving) -> dict[str, Json]:
+    return {}
+
+
+def _prepare_copies(saved: Restoring) -> Load:
+    def load(state: TrainState) -> TrainState:
         ownership_of(state).copies = copies_in(state, saved.facts)
         return state
 
@@ -1042,16 +904,14 @@ def _encode_optimizers(saving: Saving) -> None:
 
 
 def _save_slots(saving: Saving) -> dict[str, Json]:
-    slots = saving.state.slots
-    if averages := _averages_in(slots):  # each is saved in a file of its own
-        slots = {**slots, **dict.fromkeys(averages)}
-    if apart_of(saving.state) is not None:  # so is what processes have of their own
-        slots = {**slots, LOCAL_SGD: None}
-    return {"slots": _encode_mapping("slots", slots, saving.tensors)}
+    # What is in other slots is saved by the parts that were brought.
+    names, slots = open_parts(saving.state), saving.state.slots.items()
+    plain = {k: None if k in names or parts_of(v) else v for k, v in slots}
+    return {"slots": _encode_mapping("slots", plain, saving.tensors)}
 
 
 def _prepare_slots(saved: Restoring) -> Load:
-    return _set_fields(slots=_decode_mapping("slots", saved))
+    return set_fields(slots=_decode_mapping("slots", saved))
 
 
 def _save_extra(saving: Saving) -> dict[str, Json]:
@@ -1059,7 +919,7 @@ def _save_extra(saving: Saving) -> dict[str, Json]:
 
 
 def _prepare_extra(saved: Restoring) -> Load:
-    return _set_fields(extra=_decode_mapping("extra", saved))
+    return set_fields(extra=_decode_mapping("extra", saved))
 
 
 def check_mapping(part: str, value: object) -> Mapping[str, object]:
@@ -1081,7 +941,7 @@ def _encode_mapping(
         ) from None
 
 
-def _decode_mapping(part: str, saved: Restoring) -> dict[str, Any]:
+def _decode_mapping(part: str, saved: Restoring) -> Named:
     value = decode(saved.facts[part], saved.tensors)
     if not isinstance(value, dict):
         raise TypeError(f"{part} is a {type(value).__name__}")
@@ -1089,130 +949,12 @@ def _decode_mapping(part: str, saved: Restoring) -> dict[str, Any]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Averages of weights: each has a file that loads into the plain module.
-
-
-def _averages_in(slots: Mapping[str, object]) -> dict[str, Average]:
-    """Return the averages among slots, by name."""
-    return {name: v for name, v in slots.items() if isinstance(v, Average)}
-
-
-def _save_averages(saving: Saving) -> dict[str, Json]:
-    module, groups, facts = unwrap(saving.state), saving.groups, {}
-    for name, average in _averages_in(saving.state.slots).items():
-        facts[name] = _encode_average(average, module, groups.setdefault(name, {}))
-        saving.require(NEWER_FORMAT)
-    return {"averages": facts} if facts else {}
-
-
-def _encode_average(
-    average: Average, module: nn.Module, tensors: dict[str, Tensor]
-) -> dict[str, Json]:
-    here = dict(named_tensors(module))
-    names = {id(tensor): name for name, tensor in here.items()}
-    # What is new to the average is that of the model in the file, and begins after a resume too.
-    kept = {k: t for k, t in average.items() if k in here and average.fits(k, here[k])}
-    places: dict[str, str] = {}  # of a tied tensor every name is in the file, and one is here
-    for spelled, value in module.state_dict(keep_vars=True).items():
-        if isinstance(value, Tensor):
-            key = strip_compile_prefix(spelled)
-            name = names.get(id(value), key)
-            tensors[key] = as_safetensor(kept.get(name, value), key)
-            places[name] = key
-    for name, tensor in kept.items():
-        if name not in places:  # the module does not save it
-            tensors[name], places[name] = as_safetensor(tensor, name), name
-    pairs = [name for name, tensor in kept.items() if tensor.dtype in PAIRS]
-    found = {name: places[name] for name in kept}
-    return {"count": average.count, "tensors": found, "complex": pairs}
-
-
-def _prepare_averages(saved: Restoring) -> Load:
-    """Return how to put averages in their slots. The log names those that do not fit the model."""
-    here, found = dict(named_tensors(unwrap(saved.state))), {}
-    if "model" in saved.parts:
-        here |= _grown_alike(saved, model_tensors(saved.contents))
-    for slot, facts in saved.facts.get("averages", {}).items():
-        group = saved.contents.groups[slot]
-        count, places, pairs = facts["count"], facts["tensors"], facts["complex"]
-        tensors = {
-            name: from_safetensor(group[key]) if name in pairs else group[key]
-            for name, key in places.items()
-        }
-        if any(name not in here or here[name].shape != t.shape for name, t in tensors.items()):
-            log.warning("restore: the average %r is of another model, and begins again", slot)
-            found[slot] = None
-        else:
-            placed = {name: _place(t, here[name]) for name, t in tensors.items()}
-            found[slot] = Average(placed, count)
-
-    def load(state: TrainState) -> TrainState:
-        slots = {name: found.get(name, value) for name, value in state.slots.items()}
-        left_out = {name for name, average in found.items() if average is None}
-        return attrs.evolve(state, slots={k: v for k, v in slots.items() if k not in left_out})
-
-    return load
-
-
-def _place(tensor: Tensor, like: Tensor) -> Tensor:
-    return like_sharded(tensor.to(like.device), like.detach())
-
-
-# --------------------------------------------------------------------------------------------------
-# The weights and buffers of processes that update by themselves, and what they share (`local_sgd`).
-
-
-def _save_apart(saving: Saving) -> dict[str, Json]:
-    slot = apart_of(saving.state)
-    if slot is None:
-        return {}
-    own: dict[str, Tensor] = {}
-    names = encode({k: t.detach() for k, t in own_tensors(saving.state).items()}, own, OWN)
-    if own or slot.used:  # the same in every process
-        saving.add_own(own, "")
-    outer = encode(slot.outer_state(), saving.tensors, LOCAL_SGD)
-    return {"apart": {"own": names, "used": slot.used, "outer": outer}}
-
-
-def _prepare_apart(saved: Restoring) -> Load:
-    """Return how to put back what is this process's own, beside the average in the model.
-
-    On another number of processes all continue from the average.
-    """
-    if (facts := saved.facts.get("apart")) is None:
-        return _set_fields()
-    outer, same, own = decode(facts["outer"], saved.tensors), saved.is_of_as_many, {}
-    if same and "model" in saved.parts:
-        here = saved.state.backend.device
-        own = decode(facts["own"], {k: t.to(here) for k, t in saved.own("").items()})
-    elif not same and facts["used"] and saved.state.backend.main:
-        log.warning(
-            "restore: local_sgd trained on %s processes, and this run has %d: each continues from "
-            "the average of their weights, with the optimizer's state of the main process",
-            *(saved.facts.get("processes"), saved.state.backend.data_size),
-        )
-
-    def load(state: TrainState) -> TrainState:
-        slot = Apart(used=same and facts["used"])
-        slot.take_outer(outer)
-        if own or slot.shared:  # otherwise nothing is to be taken back
-            slot.own, slot.mark = own, mark_of(state)
-        return with_slot(state, LOCAL_SGD, slot)
-
-    return load
-
-
-# --------------------------------------------------------------------------------------------------
 # The running metrics, and the history.
 
 
 def _save_metrics(saving: Saving) -> dict[str, Json]:
-    """Save the metrics over all processes, and those of each process ("shares")."""
-    state = saving.state
-    merged = {**state.metrics}
-    if not state.backend.exact:  # then every process has those of all
-        merged |= engine_of(state).reduce_report(state.metrics)
-    every = _metrics_by_rank(state)
+    """Save the metrics over all processes, and those of each ("shares"), so that as many resume."""
+    merged, every = engine_of(saving.state).gather(saving.state, COLLECTED)
     names = {name for own, _ in every for name in own}
     return {
         "metrics": encode(merged, saving.tensors, "metrics"),
@@ -1227,19 +969,6 @@ def _encode_metrics(saving: Saving) -> None:
     encode(dict(saving.state.metrics), saving.tensors, "metrics")
 
 
-def _metrics_by_rank(state: TrainState) -> list[tuple[list[str], Mapping[str, Metric]]]:
-    """Return the metrics of each process, so that as many processes resume bit for bit.
-
-    Each comes with the names of those that are of the process's own share of the data. The only
-    process of a run has nothing but the merged metrics, which are saved anyway.
-    """
-    if state.backend.exact:
-        return []
-    names = engine_of(state).own_names(state.metrics)
-    every = gather_objects((names, sent(state.metrics)), COLLECTED)
-    return every if len(every) > 1 else []
-
-
 def _prepare_metrics(saved: Restoring) -> Load:
     facts, backend = saved.facts, saved.state.backend
     merged = _decode_metrics(_decode_mapping("metrics", saved), backend.device)
@@ -1247,12 +976,7 @@ def _prepare_metrics(saved: Restoring) -> Load:
         _decode_metrics(decode(own, saved.tensors), backend.device)
         for own in facts.get("shares", ())
     ]
-    rank = backend.data_rank if backend.parts == 1 else backend.rank  # as ``gather_objects`` orders
-    metrics = merged  # with exact=True, every process has those of all
-    if not backend.exact and len(shares) == backend.contributors:
-        metrics = shares[rank]
-    elif not backend.exact and rank != 0:  # of another number of processes, one continues with all
-        metrics = {ITEMS: Sum(0)} if ITEMS in merged else {}
+    metrics = engine_of(saved.state).continued(saved.state, merged, shares)
 
     def load(state: TrainState) -> TrainState:
         ownership_of(state).own_metrics.update(map(str, facts.get("own", ())))
@@ -1265,7 +989,7 @@ def _decode_metrics(metrics: Mapping[str, object], device: torch.device) -> dict
     return {name: restored(value, device) for name, value in metrics.items()}
 
 
-def _save_history(saving: Saving) -> dict[str, Json]:
+def _save_history(saving: Collecting) -> dict[str, Json]:
     saving.history = saving.encode_history(saving.state.history)
     return {"digest": saving.history.digest}  # it is itself written record by record
 
@@ -1282,28 +1006,62 @@ def _prepare_history(saved: Restoring) -> Load:
     begun = max((phase.records for phase in phases), default=0)
     if begun > len(history):
         raise ValueError(f"a phase began with record {begun}, of {len(history)}")
-    return _set_fields(history=history)
+    return set_fields(history=history)
 
 
 # --------------------------------------------------------------------------------------------------
-# All parts, in the order of `state.json`.
+# The parts of every state, and those that were brought, in the order of loading.
 #
-# They are loaded in this order too. What is before the model only sets fields of a new state, and
-# nothing after the optimizers can fail: so only those may change what states share (`Ownership`).
+# What is before the model only sets fields of a new state. Those parts that change what states
+# share (`Ownership`) are last, because nothing after them can fail.
 
-EVERY_PART = (
-    Part("counters", _save_counters, _prepare_counters),
-    Part("counters", _save_generators, _prepare_generators),
-    Part("counters", _save_position, _prepare_position),
-    Part("counters", _save_targets),  # not loaded: see `decode_targets`
-    Part("model", _save_model, _prepare_model, _encode_module),
-    Part(TRAINED, _save_model, _prepare_model, _encode_module),
-    Part("optimizer", _save_optimizers, _prepare_optimizers, _encode_optimizers),
-    Part("counters", _save_seconds, _prepare_seconds),
-    Part("slots", _save_slots, _prepare_slots, _save_slots),
-    Part("slots", _save_averages, _prepare_averages, _save_averages),
-    Part("slots", _save_apart, _prepare_apart),
-    Part("metrics", _save_metrics, _prepare_metrics, _encode_metrics),
-    Part("extra", _save_extra, _prepare_extra, _save_extra),
-    Part("history", _save_history, _prepare_history),
+
+def _part(
+    of: str,
+    save: Callable[..., Mapping[str, Json]],
+    prepare: Callable[..., Load] = load_nothing,
+    encode: Callable[..., object] | None = None,
+) -> Part:
+    return Part(of, save, prepare, encode, of)
+
+
+_FIRST = (
+    CURSOR,
+    _part("counters", _save_next, _prepare_next),
+    _part("counters", _save_targets),  # not loaded: see `decode_targets`
+    _part("model", _save_model, _prepare_model, _encode_module),
+    _part(TRAINED, _save_model, _prepare_model, _encode_module),
+    _part("optimizer", _save_nothing, _prepare_optimizers, _encode_optimizers),
+    _part("slots", _save_slots, _prepare_slots, _save_slots),
+    _part("extra", _save_extra, _prepare_extra, _save_extra),
+    _part("history", _save_history, _prepare_history),
 )
+_LAST = (
+    _part("optimizer", _save_optimizers, _prepare_copies),  # after what is said of processes
+    _part("counters", _save_seconds, _prepare_seconds),
+    _part("metrics", _save_metrics, _prepare_metrics, _encode_metrics),
+)
+
+
+def every_part(parts: Sequence[str], brought: Iterable[Part]) -> list[Part]:
+    """Return all parts that belong to those which ``only=`` names, in the order of loading."""
+    return [part for part in (*_FIRST, *brought, *_LAST) if part.of in parts]
+
+
+def open_parts(state: TrainState) -> dict[str, Part]:
+    """Return the parts that were brought to a state by name, and those that nothing has brought."""
+    slots, brought = state.slots, ownership_of(state).brought
+    found = {name: part for name, part in brought.items() if name in slots}
+    for name, slot in slots.items():
+        if isinstance(slot, Held):
+            found[name] = held(name)
+        found |= {part.name: part for part in parts_of(slot)}
+    return found | {part.name: part for part in engine_of(state).brings}
+
+
+def parts_in(facts: Mapping[str, Json], state: TrainState) -> list[Part]:
+    """Return the parts beside those of every state that a checkpoint has, or a state brings."""
+    known = {**ownership_of(state).brought, **open_parts(state)}
+    found = {name: known.get(name) or held(name) for name in facts.get("brought", ())}
+    found |= shipped_in(facts) | {part.name: part for part in engine_of(state).brings}
+    return [*found.values()]

@@ -44,88 +44,17 @@ from fnloop._checkpoint.format import (
     Contents,
     is_file_name,
 )
-from fnloop._checkpoint.retention import CLAIM
+from fnloop._checkpoint.place import READING, Place, Tidy
+from fnloop._checkpoint.retention import CLAIM, claim_folder
 from fnloop._core.serialize import Json
-from fnloop._display.checks import folder_path, is_address
 from fnloop._display.screen import log
 
 # --------------------------------------------------------------------------------------------------
-# Where checkpoints are: in a folder on a disk, or at an address.
-#
 # What is at an address is mirrored in a local folder, which all other code reads and writes. There
 # a checkpoint is whole, or it is a stub: its manifest alone, with a mark beside it that says that
 # the files are at the address. `fetch` makes a stub whole.
 
 Result = TypeVar("Result")
-READING = "the reading of a checkpoint"
-
-
-class Place:
-    """A folder on a disk.
-
-    Args:
-        folder: the folder.
-
-    Attributes:
-        folder: where the checkpoints are seen on this machine.
-        name: the folder, as errors name it.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.name = folder, str(folder)
-
-    def look(self) -> Path:
-        """Return the folder, after making it show what is there."""
-        return self.folder
-
-    def settle(self) -> None:
-        """Complete what an earlier process has left undone. Only the main process calls it."""
-
-    def fetch(self, path: Path, only: Collection[str] | None = None) -> Path:
-        """Return a checkpoint in the folder, after downloading what it lacks.
-
-        Args:
-            path: the checkpoint.
-            only: the names of the files to download, besides the records; None for all.
-        """
-        return path
-
-    def fetch_on_all(self, path: Path) -> Path:
-        """Return a checkpoint that the main process has seen, on every process."""
-        retention.check_visible(path)
-        return path
-
-    def check_all_empty(self) -> None:
-        """Raise if another process sees checkpoints where the main process sees none."""
-        retention.check_all_empty(self.folder)
-
-    @contextlib.contextmanager
-    def reading(self, path: Path | None = None) -> Iterator[None]:
-        """Name the place in errors as the user does.
-
-        Args:
-            path: what is read. If it is a copy that is damaged, it is removed, and so the next
-                reader downloads it again.
-        """
-        yield
-
-
-def place_at(owner: str, argument: str, value: str | os.PathLike[str]) -> Place:
-    """Return the place that a path or an address means.
-
-    Args:
-        owner, argument: what was called, for messages.
-        value: what was given.
-
-    Raises:
-        TypeError, ValueError: it is neither a path nor an address.
-        ImportError: the package for such addresses is not installed.
-    """
-    if is_address(value):
-        if not (text := os.fspath(value)).partition("://")[2].strip("/"):
-            raise ValueError(f"{owner} expects the address of a folder; got {text!r}")
-        return Remote(owner, text)
-    return Place(folder_path(owner, argument, value))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -459,6 +388,7 @@ class Remote(Place):
         self.folder = self.home / "copies"
         self._lock: IO[str] | None = None
         self._blocks: set[str] = set()  # of records, that this process has uploaded or found there
+        self._uploads = Uploads()
 
     @property
     def parent(self) -> Remote:
@@ -603,6 +533,34 @@ class Remote(Place):
 
     # --- upload
 
+    def save(self, contents: Contents, what: str) -> str:
+        """Write one checkpoint to the address, by all processes if it has an index.
+
+        Raises:
+            OSError: it could not be uploaded. The error says where its local copy is.
+            CheckpointError: there is something else at the address.
+        """
+        parent, name = self.parent, self.name.rpartition("/")[2]
+        folder = on_main_process(parent.new_folder, what)
+        sent: list[str] = []
+
+        def send_files(files_in: Path, names: Collection[str], at: str) -> None:
+            sent.append(at)
+            parent.send_files(files_in, names, name, at)
+
+        def send() -> None:
+            parent.send(folder / name, None, sent[0] if sent else None)
+
+        try:
+            with parent.reading():
+                write_by_all(contents, folder / name, what, send_files)
+            on_main_process(send, what)
+        finally:
+            if contents.rank == 0 and not is_pending(folder / name):
+                shutil.rmtree(folder, ignore_errors=True)
+                lock_of(folder).unlink(missing_ok=True)
+        return self.name
+
     def new_folder(self) -> Path:
         """Return a new local folder that shows what is there, for one checkpoint."""
         folder = self.home / f"save-{secrets.token_hex(6)}"
@@ -632,6 +590,15 @@ class Remote(Place):
         except BaseException:
             self.end()
             raise
+
+    def warn_unless_shared(self) -> None:
+        """Warn of nothing: each machine has a local folder."""
+
+    def claim(self, folder: Path, run: str) -> None:
+        """Make the address that of a run, and show in its folder what is there."""
+        self.mirror(folder)
+        claim_folder(folder, run)
+        self.begin(run)
 
     def end(self) -> None:
         """Let another process of this machine continue the run."""
@@ -670,6 +637,29 @@ class Remote(Place):
                 if copies:
                     _link_files(path, self.folder / path.name)
                 self.send(path, run)
+
+    def keep(
+        self, written: Path, run: str, at: str | None, tidy: Tidy, background: bool = False
+    ) -> None:
+        """Upload a checkpoint that a run has written, and remove what it replaces."""
+
+        def upload() -> None:
+            self.send(written, run, at)
+            tidy(is_marked)
+            self.remove_pruned(written.parent)
+
+        if background:
+            self._uploads.add(upload)
+        else:
+            upload()
+
+    def check(self) -> None:
+        """Raise the error of an upload that has failed."""
+        self._uploads.check()
+
+    def wait(self) -> None:
+        """Wait until all uploads are finished. Raise the error of one that has failed."""
+        self._uploads.wait()
 
     def send(self, path: Path, run: str | None, at: str | None = None) -> None:
         """Upload a local checkpoint: its files, then its manifest. Then make it a stub.
@@ -887,7 +877,7 @@ def forget(path: Path) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Upload while training continues, and save once.
+# Upload while training continues.
 
 
 class Uploads:
@@ -916,43 +906,6 @@ class Uploads:
         for job in [*self._jobs]:
             job.exception()
         self.check()
-
-
-def save_at(place: Remote, contents: Contents, what: str) -> str:
-    """Write a checkpoint to an address, by all processes if it has an index.
-
-    Args:
-        place: the address of the checkpoint.
-        contents: what this process writes.
-        what: what waits for it, as errors name it.
-
-    Returns:
-        The address.
-
-    Raises:
-        OSError: it could not be uploaded. The error says where its local copy is.
-        CheckpointError: there is something else at the address.
-    """
-    parent, name = place.parent, place.name.rpartition("/")[2]
-    folder = on_main_process(lambda: parent.new_folder(), what)
-    sent: list[str] = []
-
-    def send_files(files_in: Path, names: Collection[str], at: str) -> None:
-        sent.append(at)
-        parent.send_files(files_in, names, name, at)
-
-    def send() -> None:
-        parent.send(folder / name, None, sent[0] if sent else None)
-
-    try:
-        with parent.reading():
-            write_by_all(contents, folder / name, what, send_files)
-        on_main_process(send, what)
-    finally:
-        if contents.rank == 0 and not is_pending(folder / name):
-            shutil.rmtree(folder, ignore_errors=True)
-            lock_of(folder).unlink(missing_ok=True)
-    return place.name
 
 
 def _training_lock(folder: Path) -> Path:

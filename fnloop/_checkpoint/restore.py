@@ -29,9 +29,7 @@ from fnloop._checkpoint.files import (
 )
 from fnloop._checkpoint.format import (
     INDEX,
-    OWN,
     PARTS,
-    TENSORS,
     TRAINING,
     CheckpointError,
     Contents,
@@ -43,15 +41,16 @@ from fnloop._checkpoint.format import (
 )
 from fnloop._checkpoint.optimizer import Settings, templates_of_optimizers
 from fnloop._checkpoint.parts import (
-    EVERY_PART,
-    Restoring,
+    Reading,
     check_held,
+    every_part,
     explain_partial,
     held_parts,
     is_partial,
+    parts_in,
     read_parts,
 )
-from fnloop._checkpoint.remote import READING, Place, place_at
+from fnloop._checkpoint.place import READING, Place, place_at
 from fnloop._checkpoint.retention import (
     Listed,
     by_phase,
@@ -62,10 +61,11 @@ from fnloop._checkpoint.retention import (
     read_claim,
     with_manifests,
 )
-from fnloop._core.averages import named_tensors
 from fnloop._core.freeze import remember_restored
-from fnloop._core.history import SINCE, better
+from fnloop._core.history import SINCE
 from fnloop._core.optimizers import groups_in, settings_of
+from fnloop._core.parts import OWN, TENSORS
+from fnloop._core.records import better
 from fnloop._core.serialize import Json
 from fnloop._core.state import (
     TrainState,
@@ -161,8 +161,13 @@ def restore_contents(
     try:
         check_held(path, contents.facts, parts)
         with contextlib.ExitStack() as undone:
-            saved = Restoring(contents, state, parts, strict, path, undone, settings)
-            loads = [part.prepare(saved) for part in EVERY_PART if part.name in parts]
+            facts, groups = contents.facts, contents.groups
+            saved = Reading(
+                facts=facts, groups=groups, state=state, parts=parts, strict=strict, path=path,
+                undone=undone, settings=settings,
+            )  # fmt: skip
+            every = every_part(parts, parts_in(facts, state))
+            loads = [part.prepare(saved) for part in every]
             for load in loads:
                 state = load(state)
     except (CheckpointError, OSError):
@@ -273,7 +278,7 @@ class _Reader:
         self._own = None if state is None else f"{state.backend.rank}/"
         parameters = () if state is None else unwrap(state).parameters()
         self._like = next((p for p in parameters if split_dim(p) is not None), None)
-        self._templates: dict[str, dict[str, Tensor]] = {}
+        self._templates: dict[str, Mapping[str, Tensor]] = {}
         if state is not None and self._like is not None:
             self._templates = templates_of(state, facts)
 
@@ -313,7 +318,7 @@ class _Reader:
 # Which tensor of a state each tensor of a checkpoint is for, and so how it is to be sharded.
 
 
-def templates_of(state: TrainState, facts: Mapping[str, Json]) -> dict[str, dict[str, Tensor]]:
+def templates_of(state: TrainState, facts: Mapping[str, Json]) -> dict[str, Mapping[str, Tensor]]:
     """Return tensors of a state by the groups and names of those in a checkpoint.
 
     They are of the same shape, or have a prefix of the shape: a complex number may be a pair.
@@ -328,13 +333,11 @@ def templates_of(state: TrainState, facts: Mapping[str, Json]) -> dict[str, dict
         for name, value in module.state_dict().items()
         if isinstance(value, Tensor)
     }
-    own = dict(named_tensors(module))
-    averages = {
-        slot: model | {key: own[name] for name, key in kept["tensors"].items() if name in own}
-        for slot, kept in facts.get("averages", {}).items()
-    }
-    optimizer = templates_of_optimizers(state, facts.get("optimizer", {}))
-    return {**averages, TRAINING: model, "model": model, "optimizer": optimizer}
+    found: dict[str, Mapping[str, Tensor]] = {TRAINING: model, "model": model}
+    found["optimizer"] = templates_of_optimizers(state, facts.get("optimizer", {}))
+    for part in parts_in(facts, state):
+        found |= {} if part.templates is None else part.templates(state, facts)
+    return found
 
 
 # --------------------------------------------------------------------------------------------------

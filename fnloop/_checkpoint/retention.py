@@ -42,7 +42,8 @@ from fnloop._checkpoint.files import (
 )
 from fnloop._checkpoint.format import FILES, MANIFEST, STATE, CheckpointError
 from fnloop._checkpoint.parts import check_counters, explain_partial, held_parts, is_partial
-from fnloop._core.history import History, better
+from fnloop._core.history import History
+from fnloop._core.records import better
 from fnloop._core.serialize import Json
 from fnloop._display.screen import log
 

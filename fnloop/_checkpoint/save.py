@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import copy
-import functools
 import json
-import logging
 import math
 import os
 import platform
 import sys
-import types
-import warnings
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,41 +18,48 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fnloop._backend import torch_compat
 from fnloop._backend.collectives import gather_from_all, on_every_process
-from fnloop._backend.containers import is_out_of_memory, map_leaves, pairs_of, parts_of
+from fnloop._backend.containers import (
+    is_out_of_memory,
+    pairs_of,
+)
 from fnloop._backend.processes import Backend
-from fnloop._checkpoint.files import EncodedHistory, write_by_all
+from fnloop._checkpoint.files import EncodedHistory
 from fnloop._checkpoint.format import (
-    COLLECTED,
-    NEWER_FORMAT,
     PARTS,
     TRAINED,
     CheckpointError,
     Contents,
     keep_own_share,
 )
-from fnloop._checkpoint.optimizer import (
+from fnloop._checkpoint.named import (
     NamedOptimizer,
+    begin_training,
+    copy_optimizer,
+    update,
+    walk_optimizers,
+    without_side_effects,
+)
+from fnloop._checkpoint.optimizer import (
     SavedOptimizer,
     check_groups,
     encode_optimizer,
-    is_torch_optimizer,
     prepare_load,
-    walk_optimizers,
 )
 from fnloop._checkpoint.parts import (
-    EVERY_PART,
-    Saving,
+    Collecting,
     check_mapping,
     encode_whole_history,
+    every_part,
+    open_parts,
     read_parts,
 )
-from fnloop._checkpoint.remote import Remote, place_at, save_at
+from fnloop._checkpoint.place import place_at
+from fnloop._core.cursor import Cursor
 from fnloop._core.history import History, metrics_here
-from fnloop._core.optimizers import optimizers_in, wants_closure
-from fnloop._core.rng import isolated, seed_host, torch_seeder
-from fnloop._core.serialize import Json, copy_flattened, find_difference, flattened_kind
+from fnloop._core.optimizers import is_torch_optimizer, optimizers_in
+from fnloop._core.parts import COLLECTED, NEWER_FORMAT, Saving
+from fnloop._core.serialize import Json, find_difference
 from fnloop._core.state import TrainState, check_not_stale, detached_from_run, unwrap
 from fnloop._display.screen import log, warn_once
 from fnloop._step.engine import engine_of
@@ -84,10 +85,11 @@ def save(
     checksums. There is no pickle in it, so loading it cannot execute code. Besides the module's
     state and the optimizer, it holds which parameters are frozen and which submodules are in
     evaluation mode, slots, running metrics, history, counters, generators, and ``state.extra``, for
-    your own plain data. A slot may be plain data, tensors, an attrs record, or an object with a
-    ``state_dict``. A buffer that the run has made, or whose shape it has changed, is restored into
-    a model that has it as it was when the run began. The records of a long history are written
-    once, in the folder ``.records`` beside the checkpoints.
+    your own plain data. A slot may be plain data, tensors, an attrs record, an object with a
+    ``state_dict``, or what a middleware or a hook saves with a part that it brings. A buffer that
+    the run has made, or whose shape it has changed, is restored into a model that has it as it was
+    when the run began. The records of a long history are written once, in the folder ``.records``
+    beside the checkpoints.
 
     Args:
         state: the newest state; it may be in the middle of an epoch.
@@ -139,10 +141,7 @@ def save(
     parts = read_parts("save", only)
     if "optimizer" in parts:
         _warn_unless_resumable(state)
-    contents = collect_contents(state, parts=parts)
-    if isinstance(place, Remote):
-        return save_at(place, contents, "fnloop.save")
-    return write_by_all(contents, place.folder, "fnloop.save")
+    return place.save(collect_contents(state, parts=parts), "fnloop.save")
 
 
 def _warn_unless_resumable(state: TrainState) -> None:
@@ -179,13 +178,15 @@ def collect_contents(
     check_not_stale(state)
     engine_of(state).check_alike(state, COLLECTED)
     encode_history = encode_history or encode_whole_history
-    saving = Saving(detached_from_run(state), state.run, parts, encode_history)
+    saving = Collecting(
+        state=detached_from_run(state), run=state.run, parts=parts, encode_history=encode_history
+    )
     with _refusing():
         check_mapping("slots", state.slots)  # which the other parts look into
         facts = _encode_identity(saving)
-        for part in EVERY_PART:
-            if part.name in parts:
-                facts |= part.save(saving)
+        for part in every_part(parts, open_parts(state).values()):
+            facts |= part.save(saving)
+        facts |= {"brought": saving.brought} if saving.brought else {}
         facts |= {"format_version": saving.version, "blocks": list(saving.history.blocks)}
         contents = Contents(saving.groups, facts, saving.history.rest, learning=saving.learning)
         return keep_own_share(contents, state.backend, saving.local)
@@ -227,13 +228,12 @@ def check_encodable(state: TrainState, parts: Collection[str]) -> None:
 
 
 def _encode_parts(state: TrainState, parts: Sequence[str]) -> None:
-    saving = Saving(state, state.run, parts, encode_whole_history)
+    saving = Saving(state, parts)
     unfinished = any(map(nn.parameter.is_lazy, unwrap(state).parameters()))  # until a first batch
     with _refusing():
         check_mapping("slots", state.slots)
-        for part in EVERY_PART:
-            later = unfinished and part.name in ("model", TRAINED)
-            if part.encode is not None and part.name in parts and not later:
+        for part in every_part(parts, open_parts(state).values()):
+            if part.encode is not None and not (unfinished and part.of in ("model", TRAINED)):
                 part.encode(saving)
 
 
@@ -251,7 +251,7 @@ def _refusing() -> Iterator[None]:
         ) from error
 
 
-def _encode_identity(saving: Saving) -> dict[str, Json]:
+def _encode_identity(saving: Collecting) -> dict[str, Json]:
     """Return what every checkpoint says about itself."""
     state, partial = saving.state, {*saving.parts} != {*PARTS}
     if partial:
@@ -260,15 +260,13 @@ def _encode_identity(saving: Saving) -> dict[str, Json]:
         "format_version": saving.version,
         **({"parts": list(saving.parts)} if partial else {}),
         "versions": versions(),
-        **({"made_with": dict(saving.run.made_with())} if saving.run is not None else {}),
+        **({"made_with": dict(saving.run.live.made_with())} if saving.run is not None else {}),
         "run": state.run_id,
         "position": position_of(state),
-        "stop": state.stop,
         "processes": state.backend.contributors,
         **({"data_shares": state.backend.data_size} if state.backend.parts > 1 else {}),
         "measured": _measured(state),
         **({"phase": state.phases[-1].name} if state.phases else {}),
-        **({"exact": True} if state.backend.exact else {}),
     }
 
 
@@ -279,7 +277,7 @@ def versions() -> dict[str, str]:
 
 def position_of(state: TrainState) -> list[int]:
     """Return what orders the checkpoints of a run: updates tried, epochs, batches."""
-    return [state.step + state.skipped, state.epoch, state.batch]
+    return Cursor.of(state).place
 
 
 def _measured(state: TrainState) -> dict[str, str]:
@@ -336,7 +334,7 @@ def _check_resumable(named: NamedOptimizer, label: str, backend: Backend) -> Non
     kept: dict[str, _Kept] = {}
     fault = obstacle = None
     try:
-        with _without_side_effects(backend.device):
+        with without_side_effects(backend.device):
             _try(named, backend.device, kept)
     except _Fault as found:
         fault = (
@@ -388,34 +386,54 @@ def _try(named: NamedOptimizer, device: torch.device, kept: dict[str, _Kept]) ->
     Raises:
         _Fault: they differ. Any other exception: that cannot be tried.
     """
+    one, two = _two_copies(named)
+    saved = _begin(one, device, kept)
+    _restore(two, saved, one.parameters())
+    _continue(one, two, device)
+    _compare(one, two)
+
+
+def _two_copies(named: NamedOptimizer) -> tuple[NamedOptimizer, NamedOptimizer]:
+    """Return two copies of an optimizer; of a large one, of the last parameter of each kind."""
     groups, only, edge = named.optimizer.param_groups, None, sys.maxsize
     if sum(p.numel() for group in groups for p in group["params"]) > MANY:
-        kinds = {  # of each kind the last one
+        kinds = {
             (i, p.ndim, p.dtype, p.requires_grad): named.names[id(p)]
             for i, group in enumerate(groups)
             for p in group["params"]
         }
         only, edge = {*kinds.values()}, EDGE
-    one, two = (copy_optimizer(named, only, edge) for _ in range(2))
-    _begin_training(one)
-    saved = _save(one)
+    return copy_optimizer(named, only, edge), copy_optimizer(named, only, edge)
+
+
+def _begin(named: NamedOptimizer, device: torch.device, kept: dict[str, _Kept]) -> SavedOptimizer:
+    """Make the updates before the save, and return what is saved after them."""
+    begin_training(named)
+    saved = _save(named)
     before = _norms(saved)
     for number in range(BEFORE):
-        _update(one, number, device)
-        saved = _save(one)
+        update(named, number, device)
+        saved = _save(named)
     # What an update does not change may be a copy of what another process updates.
     kept |= {name: norm for name, norm in _norms(saved).items() if before.get(name) != norm}
-    weights = one.parameters()
-    for name, p in two.parameters().items():
+    return saved
+
+
+def _restore(named: NamedOptimizer, saved: SavedOptimizer, weights: Mapping[str, Tensor]) -> None:
+    for name, p in named.parameters().items():
         p.data.copy_(weights[name])
     try:
-        prepare_load(two, saved)()
+        prepare_load(named, saved)()
     except CheckpointError as error:
         raise _Fault(str(error).removeprefix("the checkpoint: ")) from error
+
+
+def _continue(one: NamedOptimizer, two: NamedOptimizer, device: torch.device) -> None:
+    """Make the updates after the restore, with both."""
     for number in range(BEFORE, BEFORE + AFTER):
-        _update(one, number, device)
+        update(one, number, device)
         try:
-            _update(two, number, device)
+            update(two, number, device)
         except Exception as error:
             if is_out_of_memory(error):
                 raise
@@ -425,7 +443,10 @@ def _try(named: NamedOptimizer, device: torch.device, kept: dict[str, _Kept]) ->
             for group in (*one.optimizer.param_groups, *two.optimizer.param_groups):
                 if isinstance(group.get("lr"), float | Tensor):
                     group["lr"] /= 2
-    # A cache has filled up again by now, so what differs is what a restore has lost.
+
+
+def _compare(one: NamedOptimizer, two: NamedOptimizer) -> None:
+    """Raise if they differ. Caches have filled up again by now: what differs was not restored."""
     if fault := _unrestored(one, two):
         name, _, how = fault.partition(" ")
         text = f"its attribute {name} is not in its state_dict: a few updates after a restore, it "
@@ -455,9 +476,10 @@ def _norms(saved: SavedOptimizer) -> dict[str, _Kept]:
 def _unrestored(one: NamedOptimizer, two: NamedOptimizer) -> str | None:
     """Return which attribute differs between two optimizers, and how; None if none does."""
     for a, b in zip(walk_optimizers(one.optimizer), walk_optimizers(two.optimizer), strict=True):
+        restored = vars(b)
         for name, was in vars(a).items():
             kept = name in ("state", "param_groups")
-            if not kept and (fault := _find_lost(was, getattr(b, name, None), name)):
+            if not kept and (fault := _find_lost(was, restored.get(name), name)):
                 return fault
     return None
 
@@ -471,141 +493,3 @@ def _find_lost(was: Any, now: Any, path: str) -> str | None:
     if len(was) > len(now):
         return f"{path} is of length {len(was)} in one, and {len(now)} in the other"
     return next(filter(None, found), None)
-
-
-# --- updates of a copy
-
-
-@contextlib.contextmanager
-def _without_side_effects(device: torch.device) -> Iterator[None]:
-    """Restore the global generators afterwards, hide warnings, and compile nothing."""
-    eager = contextlib.nullcontext()
-    if torch_compat.compiler_is_loaded():
-        eager = torch.compiler.set_stance("force_eager")
-    with isolated(device), warnings.catch_warnings(), eager, torch.enable_grad():
-        warnings.simplefilter("ignore")
-        yield
-
-
-def _begin_training(named: NamedOptimizer) -> None:
-    """Switch an optimizer to training, which schedule-free ones require for an update."""
-    getattr(named.optimizer, "train", bool)()
-
-
-def _update(named: NamedOptimizer, number: int, device: torch.device) -> None:
-    """Apply an update with random gradients, with the generators positioned as in a run."""
-    numbers = torch.Generator().manual_seed(number)
-    for p in named.parameters().values():
-        p.grad = _draw(p, list(p.shape), numbers) if p.requires_grad else None
-    torch_seeder(device)(number)
-    seed_host(number)
-    step: Any = named.optimizer.step
-    step(lambda: torch.ones(())) if wants_closure(type(named.optimizer)) else step()
-
-
-def _draw(like: Tensor, shape: list[int], numbers: torch.Generator) -> Tensor:
-    dtype = torch.complex64 if like.is_complex() else torch.float32
-    return torch.randn(shape, generator=numbers, dtype=dtype).to(like.device, like.dtype)
-
-
-def tensors_of_copy(named: NamedOptimizer, names: Collection[str]) -> dict[str, Tensor]:
-    """Return a tensor of each subclass that an optimizer keeps after an update, by its kind.
-
-    Args:
-        named: the optimizer, which stays as it is.
-        names: the parameters that a copy of it updates. They are whole, because the state of small
-            ones may be in ordinary tensors.
-    """
-    named = attrs.evolve(named, optimizer=named.holder)
-    device = next(p.device for p in named.parameters().values())
-    with _without_side_effects(device):
-        twin = copy_optimizer(named, names)
-        _begin_training(twin)
-        _update(twin, 0, device)
-    leaves: list[Any] = []
-    map_leaves(list(twin.optimizer.state.values()), leaves.append)
-    return {kind: leaf for leaf in leaves if (kind := flattened_kind(leaf)) is not None}
-
-
-# --- copies
-
-
-def copy_optimizer(
-    named: NamedOptimizer, only: Collection[str] | None = None, edge: int = sys.maxsize
-) -> NamedOptimizer:
-    """Return a copy of an optimizer and of all that it holds, with random parameters.
-
-    Args:
-        named: the optimizer.
-        only: the names of the parameters to copy; all of them by default.
-        edge: the largest size of a parameter in each dimension. Tensors of the state are cut too.
-
-    Raises:
-        NotImplementedError: a function in it might reach the optimizer itself.
-    """
-    optimizers, numbers = [*walk_optimizers(named.optimizer)], torch.Generator().manual_seed(0)
-    memo: dict[int, Any] = {}
-    names: dict[int, str] = {}
-    for params in [group["params"] for inner in optimizers for group in inner.param_groups]:
-        for p in params:
-            if id(p) not in memo and (only is None or named.names.get(id(p)) in only):
-                value = _draw(p, [min(size, edge) for size in p.shape], numbers)
-                twin = memo[id(p)] = nn.Parameter(value, p.requires_grad)
-                vars(twin).update({k: v for k, v in vars(p).items() if not isinstance(v, Tensor)})
-                names[id(twin)] = named.names.get(id(p), "?")
-        memo[id(params)] = [memo[id(p)] for p in params if id(p) in memo]
-        # Where something refers to the others, they are not copied either.
-        memo |= {id(p): torch.empty(0) for p in params if id(p) not in memo}
-    seen = {id(inner) for inner in optimizers}
-    for inner in optimizers:  # what attributes of the others may refer to
-        memo[id(inner)] = object.__new__(type(inner))
-        memo[id(inner.state)] = copy.copy(inner.state)
-        memo[id(inner.state)].clear()
-        for cls in type(inner).__mro__:
-            if not cls.__module__.startswith("torch."):
-                _reject_functions({**vars(cls)}, seen)
-    for inner in optimizers:
-        for p, held in inner.state.items():
-            if not isinstance(p, Tensor) or id(memo.get(id(p))) in names:
-                map_leaves(held, functools.partial(_copy_tensor, edge=edge, memo=memo))
-                memo[id(inner.state)][memo.get(id(p), p)] = copy.deepcopy(held, memo)
-        for name, value in vars(inner).items():
-            if torch_compat.is_hook_table(name):
-                vars(memo[id(inner)])[name] = OrderedDict()
-            elif name != "step":  # the method, as a schedule patches it
-                _reject_functions(value, seen)
-                vars(memo[id(inner)])[name] = copy.deepcopy(value, memo)
-    return NamedOptimizer(memo[id(named.optimizer)], names)
-
-
-def _copy_tensor(leaf: object, edge: int, memo: dict[int, Any]) -> None:
-    if isinstance(leaf, Tensor) and id(leaf) not in memo:
-        whole = copy_flattened(leaf)  # of a subclass, which may know neither deepcopy nor slices
-        part = leaf.detach()[tuple(slice(edge) for _ in leaf.shape)] if whole is None else whole
-        memo[id(leaf)] = part.clone() if whole is None else whole
-
-
-def _reject_functions(value: object, seen: set[int]) -> None:
-    """Raise if a function in a value keeps tensors around it, which a copy would share."""
-    if id(value) in seen or isinstance(value, type | types.ModuleType | Tensor | logging.Logger):
-        return
-    seen.add(id(value))
-    if isinstance(value, types.FunctionType):
-        for cell in value.__closure__ or ():
-            with contextlib.suppress(ValueError):  # it is empty
-                if _may_hold_tensors(cell.cell_contents):
-                    raise NotImplementedError(
-                        f"its function {value.__name__} keeps tensors, or might, in variables "
-                        "around it"
-                    )
-                if isinstance(cell.cell_contents, types.FunctionType):
-                    _reject_functions(cell.cell_contents, seen)
-    for _, part in parts_of(value) or getattr(value, "__dict__", {}).items():
-        _reject_functions(part, seen)
-
-
-def _may_hold_tensors(value: object) -> bool:
-    parts = parts_of(value)
-    if parts is None:
-        return isinstance(value, Tensor | nn.Module | Optimizer | set)
-    return not isinstance(value, tuple) or any(_may_hold_tensors(part) for _, part in parts)

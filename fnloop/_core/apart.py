@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Set
-from typing import TypedDict
+from collections.abc import Iterator
+from typing import ClassVar, TypedDict
 
 import attrs
 import torch
@@ -13,7 +13,16 @@ from torch.optim import Optimizer
 
 from fnloop._backend.collectives import any_rank, mean_over_processes_, sync_buffers
 from fnloop._backend.torch_compat import strip_compile_prefix
-from fnloop._core.state import LOCAL_SGD, Buffers, TrainState, all_parameters, unwrap
+from fnloop._core.parts import OWN, Load, Part, Restoring, Saving
+from fnloop._core.serialize import Json, decode, encode
+from fnloop._core.state import (
+    LOCAL_SGD,
+    TrainState,
+    all_parameters,
+    unwrap,
+    with_slot,
+)
+from fnloop._core.types import View
 from fnloop._display.screen import log
 
 # --------------------------------------------------------------------------------------------------
@@ -37,7 +46,7 @@ class Shared(TypedDict):
 
 
 @attrs.define(eq=False)
-class Apart:
+class Apart(View):
     """The slot of ``local_sgd``: what is this process's own.
 
     Args:
@@ -55,6 +64,7 @@ class Apart:
         tensors: the parameters that may differ between processes, by name.
     """
 
+    brings: ClassVar[tuple[Part, ...]]
     own: dict[str, Tensor] | None = None
     mark: int = 0
     moved: bool = False
@@ -101,6 +111,68 @@ class Apart:
         """Note that the processes have the same weights: from here on, nothing has changed."""
         self.moved, self.tensors, self._seen = False, {}, None
 
+    # --- what readers see
+
+    @property
+    def apart(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether the model has other weights in each process."""
+        return self.moved
+
+    def changes(self, state: TrainState) -> list[Tensor]:
+        return [*self.tensors.values(), *state.model.buffers()] if self.moved else []
+
+    @contextlib.contextmanager
+    def show(self, state: TrainState) -> Iterator[nn.Module]:
+        self.average(state)
+        yield state.model
+
+    def average(self, state: TrainState) -> None:
+        """Put the average over all processes into the model of a state. A collective."""
+        mean_over_processes_([p.detach() for p in self.tensors.values()], _WHAT)
+        sync_buffers(state.model)
+
+    # --- at rest
+
+    def hand_over(self, state: TrainState) -> None:
+        """Leave the average in the model, and what is this process's own here. A collective."""
+        if not (self.moved or self.shared) or self.own is not None:
+            return
+        own = {name: t.detach().clone() for name, t in own_tensors(state).items()}
+        if self.moved:
+            self.average(state)
+            self.forget()
+        self.own, self.mark = own, mark_of(state)
+
+    def take_back(self, state: TrainState) -> None:
+        """Put what is this process's own back into the model, before an update. A collective.
+
+        If the model was given other weights meanwhile, every process continues from those.
+        """
+        if self.own is None:
+            return
+        here = {**named_parameters(state), **_named_buffers(state)}
+        own, self.own = self.own, None
+        fits = all(k in here and here[k].shape == t.shape for k, t in own.items())
+        if any_rank(not fits or mark_of(state) != self.mark, "a comparison of the weights"):
+            if state.backend.main:
+                log.warning(
+                    "local_sgd: the model was given other weights since the last update, so every "
+                    "process continues from them"
+                )
+            self.begin_again(state)
+            return
+        with torch.no_grad():
+            for name, value in own.items():
+                here[name].copy_(value)
+        params = named_parameters(state)
+        self.moved, self.tensors = bool(own), {k: params[k] for k in own if k in params}
+
+    def begin_again(self, state: TrainState) -> Apart:
+        """Continue from the weights in the model, which are the same in every process."""
+        self.own, self.shared, self.outer, self.saved = None, {}, None, None
+        self.forget()
+        return self
+
 
 def apart_of(state: TrainState) -> Apart | None:
     """Return the slot of ``local_sgd``, if the state has one."""
@@ -143,84 +215,6 @@ def _named_buffers(state: TrainState) -> dict[str, Tensor]:
     return {strip_compile_prefix(name): b for name, b in unwrap(state).named_buffers()}
 
 
-def average(state: TrainState) -> None:
-    """Put the average over all processes into the model of a state. A collective."""
-    slot = apart_of(state)
-    assert slot is not None
-    mean_over_processes_([p.detach() for p in slot.tensors.values()], _WHAT)
-    sync_buffers(state.model)
-
-
-@contextlib.contextmanager
-def average_inside(state: TrainState) -> Iterator[Set[int]]:
-    """Put the average into the model within a ``with`` block, if it has moved. A collective.
-
-    It gives the identities of the parameters and buffers that are others there.
-    """
-    slot = apart_of(state)
-    if slot is None or not slot.moved:
-        yield frozenset()
-        return
-    tensors, buffers = [*slot.tensors.values()], Buffers(state.model).keep()
-    kept = [p.detach().clone() for p in tensors]
-    try:
-        average(state)
-        yield {*map(id, tensors), *map(id, state.model.buffers())}
-    finally:
-        with torch.no_grad():
-            for p, value in zip(tensors, kept, strict=True):
-                p.copy_(value)
-        buffers.put_back(unseen=True)
-
-
-# --- at rest
-
-
-def rest(state: TrainState) -> None:
-    """Leave the average in the model, and what is this process's own in the slot. A collective."""
-    slot = apart_of(state)
-    if slot is None or not (slot.moved or slot.shared) or slot.own is not None:
-        return
-    own = {name: t.detach().clone() for name, t in own_tensors(state).items()}
-    if slot.moved:
-        average(state)
-        slot.forget()
-    slot.own, slot.mark = own, mark_of(state)
-
-
-def take_back(state: TrainState) -> None:
-    """Put what is this process's own back into the model, before an update. A collective.
-
-    If the model was given other weights meanwhile, every process continues from those.
-    """
-    slot = apart_of(state)
-    if slot is None or slot.own is None:
-        return
-    here = {**named_parameters(state), **_named_buffers(state)}
-    own, slot.own = slot.own, None
-    fits = all(k in here and here[k].shape == t.shape for k, t in own.items())
-    if any_rank(not fits or mark_of(state) != slot.mark, "a comparison of the weights"):
-        if state.backend.main:
-            log.warning(
-                "local_sgd: the model was given other weights since the last update, so every "
-                "process continues from them"
-            )
-        begin_again(state)
-        return
-    with torch.no_grad():
-        for name, value in own.items():
-            here[name].copy_(value)
-    params = named_parameters(state)
-    slot.moved, slot.tensors = bool(own), {k: params[k] for k in own if k in params}
-
-
-def begin_again(state: TrainState) -> None:
-    """Continue from the weights in the model, which are the same in every process."""
-    if (slot := apart_of(state)) is not None:
-        slot.own, slot.shared, slot.outer, slot.saved = None, {}, None, None
-        slot.forget()
-
-
 def mark_of(state: TrainState) -> int:
     """Return a checksum of the parameters, which every change of one bit changes."""
     kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -231,3 +225,56 @@ def mark_of(state: TrainState) -> int:
         bits = flat.view(kinds[flat.element_size()]).to(torch.int64)
         sums.append(bits.sum() * (2 * n + 1))  # it wraps around, and so does the sum below
     return int(torch.stack(sums).sum()) if sums else 0  # a host read, outside of updates
+
+
+# --------------------------------------------------------------------------------------------------
+# In a checkpoint: the weights and buffers of each process, and what the processes share.
+
+
+def _save(saving: Saving) -> dict[str, Json]:
+    if (slot := apart_of(saving.state)) is None:
+        return {}
+    own: dict[str, Tensor] = {}
+    names = encode({k: t.detach() for k, t in own_tensors(saving.state).items()}, own, OWN)
+    if own or slot.used:  # the same in every process
+        saving.add_own(own, "")
+    outer = encode(slot.outer_state(), saving.tensors, LOCAL_SGD)
+    return {"apart": {"own": names, "used": slot.used, "outer": outer}}
+
+
+def _prepare(saved: Restoring) -> Load:
+    """Return how to put back what is this process's own, beside the average in the model.
+
+    On another number of processes all continue from the average.
+    """
+    facts, same, own = saved.facts["apart"], saved.is_of_as_many, {}
+    outer = decode(facts["outer"], saved.tensors)
+    if same and "model" in saved.parts:
+        here = saved.state.backend.device
+        own = decode(facts["own"], {k: t.to(here) for k, t in saved.own("").items()})
+    elif not same and facts["used"] and saved.state.backend.main:
+        log.warning(
+            "restore: local_sgd trained on %s processes, and this run has %d: each continues from "
+            "the average of their weights, with the optimizer's state of the main process",
+            *(saved.facts.get("processes"), saved.state.backend.data_size),
+        )
+
+    def load(state: TrainState) -> TrainState:
+        slot = Apart(used=same and facts["used"])
+        slot.take_outer(outer)
+        if own or slot.shared:  # otherwise nothing is to be taken back
+            slot.own, slot.mark = own, mark_of(state)
+        return with_slot(state, LOCAL_SGD, slot)
+
+    return load
+
+
+def _note_optimizers(saving: Saving) -> dict[str, Json]:
+    """Say that each process has optimizers with a state of its own, if updates were made apart."""
+    slot = apart_of(saving.state)
+    saving.own_optimizers = slot is not None and slot.used
+    return {}
+
+
+APART = Part("apart", _save, _prepare)
+Apart.brings = (APART, Part("apart optimizers", _note_optimizers, of="optimizer"))

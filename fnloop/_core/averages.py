@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import copy
-import weakref
 from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping
+from typing import ClassVar
 
 import attrs
 import torch
 from torch import Tensor, nn
 
-from fnloop._backend.fsdp import is_sharded
+from fnloop._backend.fsdp import is_sharded, like_sharded
 from fnloop._backend.torch_compat import buffers_of, strip_compile_prefix
 from fnloop._core.optimizers import optimizers_in
+from fnloop._core.parts import Load, Part, Restoring, Saving
+from fnloop._core.serialize import PAIRS, Json, as_safetensor, from_safetensor
 from fnloop._core.state import TrainState, check_not_stale, copy_handles, detached_from_run, unwrap
 from fnloop._display import checks
+from fnloop._display.screen import log
 
 # --------------------------------------------------------------------------------------------------
 # Averages of a model's weights: what is averaged, copies and views of a model with its average.
@@ -30,9 +33,6 @@ from fnloop._display import checks
 
 AVERAGED = "averaged"  # the slot that marks a state whose model holds an average: its name
 
-# The model of a state, by its views.
-_viewed: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
-
 
 class Average(dict[str, Tensor]):
     """Averaged tensors, by the names of the parameters and buffers of a module.
@@ -44,6 +44,8 @@ class Average(dict[str, Tensor]):
     Attributes:
         blended: what an update uses of it; made again when it is needed.
     """
+
+    brings: ClassVar[tuple[Part, ...]]
 
     def __init__(
         self, tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] = (), count: int = 0
@@ -117,15 +119,14 @@ def load_average(module: nn.Module, average: Average) -> None:
                 tensor.copy_(average[name])
 
 
-def view_with_average(model: nn.Module, module: nn.Module, average: Average) -> nn.Module:
+def copy_with_average(module: nn.Module, average: Average) -> nn.Module:
     """Return a copy of a module whose weights are an average.
 
     Its parameters are in the memory of the average where the dtypes are the same, or else in that
     of the module if they are not averaged, so it is not to be trained. Its buffers are its own.
 
     Args:
-        model: the model of the state.
-        module: the user's module in it.
+        module: the user's module in the model of a state.
         average: the average.
     """
     memo: dict[int, object] = {}
@@ -141,9 +142,7 @@ def view_with_average(model: nn.Module, module: nn.Module, average: Average) -> 
             for value in inside:  # torch refuses to copy what was computed from parameters
                 if isinstance(value, Tensor) and not value.is_leaf:
                     memo.setdefault(id(value), value.detach().clone())
-        view = copy.deepcopy(module, memo)
-    _viewed[view] = weakref.ref(model)
-    return view
+        return copy.deepcopy(module, memo)
 
 
 def _parameter_like(parameter: nn.Parameter, value: Tensor) -> nn.Parameter:
@@ -152,12 +151,6 @@ def _parameter_like(parameter: nn.Parameter, value: Tensor) -> nn.Parameter:
     made = copy.deepcopy(parameter)  # a class of the user's, which may need more than a tensor
     made.copy_(value)
     return made
-
-
-def viewed_model(model: nn.Module) -> nn.Module | None:
-    """Return the model of a state of which this is a view; None if it is not a view."""
-    found = _viewed.get(model)
-    return None if found is None else found()
 
 
 def check_not_averaged(owner: str, state: TrainState) -> None:
@@ -238,3 +231,81 @@ def averaged(state: TrainState, name: str = "ema") -> TrainState:
     made = copy_handles(state, memo)
     load_average(unwrap(made), average)
     return made
+
+
+# --------------------------------------------------------------------------------------------------
+# Averages in a checkpoint: each has a file that loads into the plain module.
+
+
+def _save(saving: Saving) -> dict[str, Json]:
+    module, facts = unwrap(saving.state), {}
+    for name, average in saving.state.slots.items():
+        if isinstance(average, Average):
+            facts[name] = _encode(average, module, saving.file(name))
+    return {"averages": facts} if facts else {}
+
+
+def _encode(average: Average, module: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Json]:
+    here = dict(named_tensors(module))
+    names = {id(tensor): name for name, tensor in here.items()}
+    # What is new to the average is that of the model in the file, and begins after a resume too.
+    kept = {k: t for k, t in average.items() if k in here and average.fits(k, here[k])}
+    places: dict[str, str] = {}  # of a tied tensor every name is in the file, and one is here
+    for spelled, value in module.state_dict(keep_vars=True).items():
+        if isinstance(value, Tensor):
+            key = strip_compile_prefix(spelled)
+            name = names.get(id(value), key)
+            tensors[key] = as_safetensor(kept.get(name, value), key)
+            places[name] = key
+    for name, tensor in kept.items():
+        if name not in places:  # the module does not save it
+            tensors[name], places[name] = as_safetensor(tensor, name), name
+    pairs = [name for name, tensor in kept.items() if tensor.dtype in PAIRS]
+    found = {name: places[name] for name in kept}
+    return {"count": average.count, "tensors": found, "complex": pairs}
+
+
+def _prepare(saved: Restoring) -> Load:
+    """Return how to put averages in their slots, after the model: its buffers may have grown."""
+    found: dict[str, Average] = {}
+    for slot, facts in saved.facts["averages"].items():
+        group, pairs = saved.groups[slot], facts["complex"]
+        found[slot] = Average(count=facts["count"])
+        for name, key in facts["tensors"].items():
+            found[slot][name] = from_safetensor(group[key]) if name in pairs else group[key]
+
+    def load(state: TrainState) -> TrainState:
+        here, slots = dict(named_tensors(unwrap(state))), dict(state.slots)
+        for slot, average in found.items():
+            if any(k not in here or here[k].shape != t.shape for k, t in average.items()):
+                log.warning("restore: the average %r is of another model, and begins again", slot)
+                slots.pop(slot, None)
+            else:
+                placed = {k: _place(t, here[k]) for k, t in average.items()}
+                slots[slot] = Average(placed, average.count)
+        return attrs.evolve(state, slots=slots)
+
+    return load
+
+
+def _place(tensor: Tensor, like: Tensor) -> Tensor:
+    return like_sharded(tensor.to(like.device), like.detach())
+
+
+def _templates(state: TrainState, facts: Mapping[str, Json]) -> dict[str, dict[str, Tensor]]:
+    """Return the tensors of the model by the names of those in the file of each average."""
+    module = unwrap(state)
+    model = {
+        strip_compile_prefix(name): value
+        for name, value in module.state_dict().items()
+        if isinstance(value, Tensor)
+    }
+    own = dict(named_tensors(module))
+    return {
+        slot: model | {key: own[name] for name, key in kept["tensors"].items() if name in own}
+        for slot, kept in facts["averages"].items()
+    }
+
+
+AVERAGES = Part("averages", _save, _prepare, _save, templates=_templates)
+Average.brings = (AVERAGES,)

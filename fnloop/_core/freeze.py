@@ -597,38 +597,91 @@ def select(owner: str, model: nn.Module, selectors: Sequence[Selector]) -> Selec
             f'{owner} expects what to {owner} after the state, such as {owner}(state, "layer4.*") '
             f'or {owner}(state, state.model.layer4); "*" is all'
         )
-    names = {strip_compile_prefix(name): module for name, module in model.named_modules()}
-    parameters = {
-        strip_compile_prefix(name): p for name, p in model.named_parameters(remove_duplicate=False)
-    }
+    named = _Named(
+        owner,
+        model,
+        {strip_compile_prefix(n): module for n, module in model.named_modules()},
+        {strip_compile_prefix(n): p for n, p in model.named_parameters(remove_duplicate=False)},
+    )
     chosen: set[int] = set()
     modules: set[nn.Module] = set()
     for selector in selectors:
-        if isinstance(selector, str):
-            matching = (name for name in names if fnmatch.fnmatchcase(name, selector))
-            whole = [names[name] for name in matching if selector]  # the name of the model is ""
-            matched = [p for name, p in parameters.items() if fnmatch.fnmatchcase(name, selector)]
-        elif isinstance(selector, nn.Module):
-            _check_own(owner, selector, model)
-            whole, matched = [selector], []
-        elif callable(selector) and not isinstance(selector, type):
-            check_function(owner, "functions", selector, "(name, parameter) -> bool", 2)
-            whole, matched = [], [p for name, p in parameters.items() if selector(name, p)]
-        else:
-            raise TypeError(f"{owner} expects {_KINDS}; got {_advise(owner, selector)}")
-        below = {inner for module in whole for inner in module.modules()}
-        found = {id(p) for p in (*matched, *(p for module in whole for p in module.parameters()))}
-        is_module = isinstance(selector, nn.Module)  # it may be one of many, such as a Dropout
-        if not (found or is_module or _has_buffers(below)):
-            raise ValueError(_explain(owner, selector, model, [*names, *parameters]))
-        chosen |= found
-        modules |= below
-    if not chosen and not _has_buffers(modules):
-        raise ValueError(_explain(owner, selectors[-1], model, []))
-    first = {id(p): name for name, p in reversed(parameters.items())}
-    once = {name: p for name, p in parameters.items() if first[id(p)] == name}
+        whole, matched = _choose(named, selector)
+        modules |= {inner for module in whole for inner in module.modules()}
+        chosen |= {id(p) for p in (*matched, *(p for m in whole for p in m.parameters()))}
+    if not chosen and not _has_buffers(modules):  # each is a module, such as a Dropout
+        kinds = f"{type(selectors[-1]).__name__} of the {type(model).__name__}"
+        raise ValueError(f"{owner}: this {kinds} has no parameters")
+    first = {id(p): name for name, p in reversed(named.parameters.items())}
+    once = {name: p for name, p in named.parameters.items() if first[id(p)] == name}
     selected = {name: p for name, p in once.items() if id(p) in chosen}
     return Selected(selected, frozenset(modules))
+
+
+@attrs.frozen
+class _Named:
+    """What selectors choose from: the modules and parameters of a model, by name."""
+
+    owner: str  # for messages
+    model: nn.Module
+    modules: dict[str, nn.Module]
+    parameters: dict[str, nn.Parameter]
+
+
+_Chosen = tuple[list[nn.Module], list[nn.Parameter]]  # modules with all below them, and parameters
+
+
+def _choose(named: _Named, selector: Selector) -> _Chosen:
+    """Return what a selector is for."""
+    if isinstance(selector, str):
+        return _by_name(named, selector)
+    if isinstance(selector, nn.Module):
+        return _by_module(named, selector)
+    if callable(selector) and not isinstance(selector, type):
+        return _by_function(named, selector)
+    raise TypeError(f"{named.owner} expects {_KINDS}; got {_advise(named.owner, selector)}")
+
+
+def _by_name(named: _Named, glob: str) -> _Chosen:
+    def matching(names: Iterable[str]) -> list[str]:
+        return [name for name in names if fnmatch.fnmatchcase(name, glob)]
+
+    # The name of the model is "", which chooses nothing.
+    modules = [named.modules[name] for name in matching(named.modules) if glob]
+    parameters = [named.parameters[name] for name in matching(named.parameters)]
+    inside = any(True for module in modules for _ in module.parameters())
+    if not (parameters or inside or _has_buffers(modules)):
+        known = [name for name in (*named.modules, *named.parameters) if name]
+        bare = glob.rstrip(".*")
+        near = difflib.get_close_matches(bare, known, 3)
+        near = near or [name for name in known if bare and bare in name][:3]
+        hint = f"Did you mean {join_names(near)}?" if near else f"There are {join_names(known, 5)}"
+        kind = type(named.model).__name__
+        raise ValueError(f'{named.owner}: nothing in the {kind} has a name like "{glob}". {hint}')
+    return modules, parameters
+
+
+def _by_module(named: _Named, module: nn.Module) -> _Chosen:
+    if not any(module is own for own in named.model.modules()):
+        kind = type(module).__name__
+        raise ValueError(
+            f"{named.owner}: this {kind} is not a module of the state's "
+            f"{type(named.model).__name__}. Take it from there, state.model.<name>: a snapshot or "
+            "a compiled model has modules of its own"
+        )
+    return [module], []
+
+
+def _by_function(named: _Named, function: Callable[[str, nn.Parameter], object]) -> _Chosen:
+    check_function(named.owner, "functions", function, "(name, parameter) -> bool", 2)
+    chosen = [p for name, p in named.parameters.items() if function(name, p)]
+    if not chosen:
+        known = [name for name in (*named.modules, *named.parameters) if name]
+        raise ValueError(
+            f"{named.owner}: the function returned False for each parameter of the "
+            f"{type(named.model).__name__}: {join_names(known[::-1])}"
+        )
+    return [], chosen
 
 
 def _advise(owner: str, given: object) -> str:
@@ -644,29 +697,3 @@ def _advise(owner: str, given: object) -> str:
 
 def _has_buffers(modules: Iterable[nn.Module]) -> bool:
     return any(True for module in modules for _ in module.buffers())
-
-
-def _check_own(owner: str, module: nn.Module, model: nn.Module) -> None:
-    if not any(module is own for own in model.modules()):
-        kind = type(module).__name__
-        raise ValueError(
-            f"{owner}: this {kind} is not a module of the state's {type(model).__name__}. Take it "
-            "from there, state.model.<name>: a snapshot or a compiled model has modules of its own"
-        )
-
-
-def _explain(owner: str, selector: Selector, model: nn.Module, names: Sequence[str]) -> str:
-    """Return the message for a selector that is for nothing in a model."""
-    kind = type(model).__name__
-    if isinstance(selector, nn.Module):
-        return f"{owner}: this {type(selector).__name__} of the {kind} has no parameters"
-    known = [name for name in names if name]
-    if not isinstance(selector, str):
-        return (
-            f"{owner}: the function returned False for each parameter of the {kind}: "
-            f"{join_names(known[::-1])}"
-        )
-    bare = selector.rstrip(".*")
-    near = difflib.get_close_matches(bare, known, 3) or [n for n in known if bare and bare in n][:3]
-    hint = f"Did you mean {join_names(near)}?" if near else f"There are {join_names(known, 5)}"
-    return f'{owner}: nothing in the {kind} has a name like "{selector}". {hint}'

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import difflib
 import itertools
-import math
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, Protocol, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, overload
 
 import attrs
 
+from fnloop._core.records import (
+    TRAINED,
+    Record,
+    best_record,
+    better,
+    number_of_epoch,
+)
 from fnloop._core.types import RECORD
 from fnloop._display import checks, tables
 from fnloop._display.checks import describe
-from fnloop._display.tables import format_metric, mode_by_name
+from fnloop._display.tables import mode_by_name
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -369,282 +375,6 @@ class Fold(Generic[T]):
 
 
 # --------------------------------------------------------------------------------------------------
-# Records: the metrics at one point of a run.
-
-_FLOAT = {float}
-# First parts of names that are not those of evaluated loaders.
-TRAINED = ("train", "recent")
-COSTS = ("time", "throughput", "memory")
-
-
-class _FrozenDict(dict[str, float]):
-    """A dict that cannot be changed."""
-
-    def _refuse(self, *args: object, **kwargs: object) -> NoReturn:
-        raise TypeError("a record's metrics cannot be changed: append another record")
-
-    __setitem__ = __delitem__ = __ior__ = _refuse  # type: ignore[assignment]
-    update = pop = popitem = clear = setdefault = _refuse  # type: ignore[assignment]
-
-    def __reduce__(self) -> tuple[type[_FrozenDict], tuple[dict[str, float]]]:
-        return _FrozenDict, (dict(self),)
-
-
-def _floats(metrics: Mapping[str, object]) -> Mapping[str, float]:
-    if metrics.__class__ is not dict:
-        checks.mapping("Record", "metrics", metrics, 'such as {"valid/loss": 0.5}')
-    if {*map(type, metrics.values())} <= _FLOAT:
-        return _FrozenDict(metrics)  # type: ignore[arg-type]
-    return _FrozenDict({name: _float(name, value) for name, value in metrics.items()})
-
-
-def _float(name: str, value: object) -> float:
-    return float(checks.scalar("Record", f"metrics[{name!r}]", value))
-
-
-def _count(name: str) -> Callable[[object], int]:
-    def count(value: object) -> int:
-        if type(value) is int and value >= 0:
-            return value
-        return checks.integer("Record", name, value, least=0)
-
-    return count
-
-
-def _seconds(value: object) -> float:
-    if type(value) is float and 0 <= value < math.inf:
-        return value
-    return checks.number("Record", "seconds", value, least=0)
-
-
-def _items(value: object) -> float | None:
-    if value is None or (type(value) is int and value >= 0):
-        return value
-    items = checks.number("Record", "items", value, least=0)
-    return int(items) if items.is_integer() else items
-
-
-def _bits(metrics: Mapping[str, float]) -> dict[str, str]:
-    """Return the metrics as they are compared: NaN equals NaN, and 0.0 differs from -0.0."""
-    return {name: value.hex() for name, value in metrics.items()}
-
-
-@attrs.frozen
-class Record:
-    """The metrics at one point of a run.
-
-    Args:
-        epoch: epochs completed. Tables, logs, bars and the labels of figures show the number of the
-            epoch that it is of, from 1: the same at the end of an epoch, one more within one.
-        step: updates applied.
-        metrics: name to value: "train/loss", "train/grad_norm", "valid/loss", ...
-        seconds: time spent in runs so far; not compared.
-        closing: whether it was made only because the run ended here: between two reports, or after
-            the one of an epoch, for what is evaluated ``at_end()``. A run that continues makes its
-            reports as if this record did not exist, and folds over the history skip it.
-        items: the items of all updates that were applied so far, in all processes: samples, or what
-            the loss function counts in ``aux["weight"]``, such as tokens. A turn of ``alternate``
-            counts for itself. None: unknown, as in a history that an older version has begun.
-
-    Example:
-        >>> Record(1, 10, {"train/loss": 0.5}).metrics["train/loss"]
-        0.5
-    """
-
-    epoch: int = attrs.field(converter=_count("epoch"))
-    step: int = attrs.field(converter=_count("step"))
-    metrics: Mapping[str, float] = attrs.field(eq=_bits, converter=_floats)
-    seconds: float = attrs.field(default=0.0, eq=False, converter=_seconds)
-    closing: bool = False
-    items: float | None = attrs.field(default=None, converter=_items)
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def _repr_html_(self) -> str:
-        shown: dict[str, object] = {"epoch": self.epoch, "step": self.step}
-        shown |= {name: format_metric(name, value) for name, value in self.metrics.items()}
-        shown["seconds"] = f"{self.seconds:.1f}"
-        if self.closing:
-            shown["closing"] = True
-        if self.items is not None:
-            shown["items"] = f"{self.items:,}"
-        return tables.facts("Record", shown)
-
-
-def number_of_epoch(record: Record, ended: int, at: int) -> int:
-    """Return the number, from 1, of the epoch that a record is of; 0 before the first update.
-
-    Args:
-        record: the record.
-        ended: the epochs completed at the newest record before it that was made at an epoch's end.
-        at: the updates applied there. Each end of an epoch has one record, the first that counts
-            it.
-
-    Example:
-        >>> number_of_epoch(Record(3, 30, {}), 2, 20), number_of_epoch(Record(3, 35, {}), 3, 30)
-        (3, 4)
-    """
-    return record.epoch + (record.epoch <= ended and record.step > at)
-
-
-def metric_names(records: Iterable[Record]) -> tuple[str, ...]:
-    """Return the names of all metrics, in the order of their first appearance."""
-    return tuple(dict.fromkeys(name for record in records for name in record.metrics))
-
-
-def best_record(records: Iterable[Record], key: str, mode: str) -> Record:
-    """Return the record with the best value of a metric, which all have; of equals, the oldest.
-
-    Example:
-        >>> best_record([Record(1, 10, {"a": 2.0}), Record(2, 20, {"a": 1.0})], "a", "min").step
-        20
-    """
-    winner, *rest = records
-    for record in rest:
-        if better(record.metrics[key], winner.metrics[key], mode):
-            winner = record
-    return winner
-
-
-def counts(record: Record, key: str) -> bool:
-    """Return whether a record counts where one folds over the values of a metric.
-
-    A closing record does not, because the run that continues makes its reports as if it did not
-    exist. Only records of epochs and of evaluations have ``train/...``: those that ``measure`` or
-    ``record_every`` add do not.
-
-    Example:
-        >>> end = Record(1, 15, {"a": 2.0}, closing=True)
-        >>> counts(Record(1, 10, {"a": 2.0}), "a"), counts(end, "a")
-        (True, False)
-    """
-    return not record.closing and key in record.metrics
-
-
-def is_row(record: Record) -> bool:
-    """Return whether a record is a row of a table: not if it has nothing but ``recent/...``.
-
-    Example:
-        >>> is_row(Record(0, 5, {"recent/loss": 0.5})), is_row(Record(1, 10, {"train/loss": 0.5}))
-        (False, True)
-    """
-    metrics = record.metrics
-    return not metrics or any(not name.startswith("recent/") for name in metrics)
-
-
-def split_name(name: str) -> tuple[str, str]:
-    """Return the first part of the name of a metric, such as its loader, and the rest.
-
-    Example:
-        >>> split_name("valid/ema/loss"), split_name("loss")
-        (('valid', 'ema/loss'), ('', 'loss'))
-    """
-    group, _, title = name.partition("/")
-    return (group, title) if title else ("", name)
-
-
-def is_evaluated(name: str) -> bool:
-    """Return whether the name of a metric is that of a loader that is evaluated."""
-    group, _ = split_name(name)
-    return group not in ("", *TRAINED, *COSTS)
-
-
-def update_best(best: Mapping[str, Record], record: Record) -> dict[str, Record]:
-    """Return the best record of each evaluated metric, given the best so far and one more record.
-
-    Only metrics whose names say whether lower or higher is better are included. Of equal values,
-    the oldest is the best.
-
-    Example:
-        >>> best = update_best({}, Record(1, 10, {"valid/loss": 2.0, "train/loss": 1.0}))
-        >>> {name: record.step for name, record in best.items()}
-        {'valid/loss': 10}
-    """
-    updated = dict(best)
-    for name, value in record.metrics.items():
-        mode = mode_by_name(name) if is_evaluated(name) else None
-        if mode is None or not math.isfinite(value):
-            continue
-        if name not in best or better(value, best[name].metrics[name], mode):
-            updated[name] = record
-    return updated
-
-
-def starred(best: Mapping[str, Record], record: Record, turns: Collection[str]) -> set[str]:
-    """Return the metrics that have a star in a record, given the best that contain it.
-
-    A star says that a value is better than all above it, wherever records are shown. The mean of
-    the losses of turns has none: they may oppose each other.
-
-    Args:
-        best: the best record of each metric, after ``update_best`` with this record.
-        record: the record.
-        turns: the names of the turns of ``alternate``.
-
-    Example:
-        >>> record = Record(1, 10, {"valid/loss": 2.0, "valid/d/loss": 1.0, "train/loss": 1.0})
-        >>> starred(update_best({}, record), record, ("d", "g"))
-        {'valid/d/loss'}
-    """
-    found = {name for name in best if best[name] is record}
-    if turns:
-        losses = (name for name in found if name.endswith("/loss"))
-        found -= {name for name in losses if not {*name.split("/")} & {*turns}}
-    return found
-
-
-def turns_in(names: Collection[str]) -> set[str]:
-    """Return the turns of ``alternate`` that made some metrics: each has a loss and a rate.
-
-    Example:
-        >>> turns_in(["train/loss", "train/d/loss", "train/lr/d", "train/ema/loss"])
-        {'d'}
-    """
-    rates = {name.split("/")[2] for name in names if name.startswith("train/lr/")}
-    return {rate for rate in rates if f"train/{rate}/loss" in names}
-
-
-def stacked_in(names: Collection[str]) -> list[str]:
-    """Return the models of a stack whose metrics these are: a stack has no loss of its own.
-
-    Example:
-        >>> stacked_in(["train/a/loss", "train/lr/a", "train/b/loss", "train/lr/b"])
-        ['a', 'b']
-        >>> stacked_in(["train/loss", "train/d/loss", "train/lr/d"])      # turns of alternate
-        []
-    """
-    if "train/loss" in names or "recent/loss" in names:
-        return []
-    rates = [name.split("/")[2] for name in names if name.startswith("train/lr/")]
-    return [name for name in dict.fromkeys(rates) if f"train/{name}/loss" in names]
-
-
-def records_of_model(
-    records: Iterable[Record], model: str, models: Collection[str]
-) -> list[Record]:
-    """Return the records of one model of a stack, with the names that its metrics have alone.
-
-    What belongs to no model, such as times, stays.
-
-    Example:
-        >>> both = Record(1, 10, {"train/a/loss": 0.5, "train/lr/a": 0.1, "train/b/loss": 2.0})
-        >>> records_of_model([both], "a", ("a", "b"))[0].metrics
-        {'train/loss': 0.5, 'train/lr': 0.1}
-    """
-    found: list[Record] = []
-    for record in records:
-        metrics: dict[str, float] = {}
-        for name, value in record.metrics.items():
-            parts = name.split("/")
-            place = next((i for i, part in enumerate(parts) if i and part in models), None)
-            if place is None or parts[place] == model:
-                own = (part for i, part in enumerate(parts) if i != place)
-                metrics["/".join(own)] = value
-        found.append(attrs.evolve(record, metrics=metrics))
-    return found
-
-
-# --------------------------------------------------------------------------------------------------
 # The phases of a run: stretches with a name, which share one history.
 
 
@@ -720,7 +450,8 @@ def _decode(saved: object) -> Phase:
         raise TypeError(f"a phase is {saved!r:.60}")
     phase = Phase(**{**saved, "named": False})
     checks.text("Phase", "name", phase.name, "its name")
-    counts = {name: getattr(phase, name) for name in ("step", "epoch", "records", "skipped")}
+    counted = attrs.filters.include("step", "epoch", "records", "skipped")
+    counts = attrs.asdict(phase, recurse=False, filter=counted)
     for name, count in (*counts.items(), *phase.updates.items()):
         checks.integer("Phase", name, count, "a number", least=0)
     if type(phase.done) is not bool or not isinstance(phase.stop, str | None):
@@ -732,30 +463,6 @@ def _decode(saved: object) -> Phase:
 # Metrics that hooks monitor: whether they exist, and whether lower or higher values are better.
 
 
-def better(value: float, than: float, mode: str) -> bool:
-    """Return whether a value is strictly better than another. NaN is worse than anything.
-
-    Args:
-        value, than: the two.
-        mode: "min" or "max".
-
-    Raises:
-        ValueError: the mode is something else.
-
-    Example:
-        >>> better(1.0, 2.0, "min"), better(math.nan, math.inf, "min")
-        (True, False)
-    """
-    if not isinstance(mode, str) or mode not in ("min", "max"):
-        raise ValueError(
-            'mode expects "min" (lower is better) or "max" (higher is better); '
-            f"got {describe(mode)}"
-        )
-    if math.isnan(value):
-        return False
-    return math.isnan(than) or (value < than if mode == "min" else value > than)
-
-
 def mode_of(owner: str, key: str, mode: str | None) -> str:
     """Return the given mode, or the one that the name of the metric suggests.
 
@@ -763,6 +470,9 @@ def mode_of(owner: str, key: str, mode: str | None) -> str:
         owner: the name of the hook, for messages.
         key: the metric.
         mode: "min", "max", or None.
+
+    Returns:
+        "min" or "max".
 
     Raises:
         ValueError: it is something else; or it is None and the name suggests no mode.
@@ -829,10 +539,6 @@ def keys_of(hook: Watcher) -> tuple[str, ...]:
     """Return the metrics that a hook watches."""
     found = hook.monitors
     return () if found is None else (found,) if isinstance(found, str) else tuple(found)
-
-
-def watcher_name(hook: object) -> str:
-    return getattr(hook, "__name__", type(hook).__name__)
 
 
 def check_made(owner: str, key: str, names: Collection[str]) -> None:
@@ -949,17 +655,6 @@ def suggestion(key: str, names: Iterable[str], cutoff: float = 0.6, of: str = ""
 # --------------------------------------------------------------------------------------------------
 # Histories as figures, which curves.py draws.
 
-Mode = Mapping[str, str] | str | None
-
-
-def check_plot(mode: Mode, x: str) -> None:
-    """Raise ValueError unless these are arguments of ``History.plot``."""
-    if not isinstance(x, str) or x not in ("step", "epoch", "items"):
-        raise ValueError(f'x expects "step", "epoch" or "items"; got {checks.describe(x)}')
-    modes = mode.values() if isinstance(mode, Mapping) else () if mode is None else (mode,)
-    for given in modes:
-        better(0.0, 0.0, given)  # raises if it is not a mode
-
 
 def compare(histories: Mapping[str, History], keys: Iterable[str] | None = None) -> Figure:
     """Draw several runs in one figure: an axis for each metric, and a colour for each run.
@@ -992,4 +687,21 @@ def compare(histories: Mapping[str, History], keys: Iterable[str] | None = None)
     """
     from fnloop._core.views import plot_runs
 
+    _check(histories)
     return plot_runs(histories, keys)
+
+
+def _check(histories: Mapping[str, History]) -> None:
+    checks.mapping("compare", "histories", histories, 'such as {"a": history_a, "b": history_b}')
+    if not histories:
+        raise ValueError("compare expects at least one history; got none")
+    for name, history in histories.items():
+        checks.text("compare", "histories", name, "names of runs")
+        if not isinstance(history, History):
+            raise TypeError(
+                f"compare expects a History for {name!r}, such as state.history; "
+                f"got {checks.describe(history)}"
+            )
+        if not history.keys():
+            empty = "has no metric" if len(history) else "is empty"
+            raise ValueError(f"compare has nothing to draw for {name!r}: its history {empty}")

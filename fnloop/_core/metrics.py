@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, cast
 
 import attrs
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from fnloop._backend.containers import to_device
 from fnloop._backend.torch_compat import base_of
 from fnloop._core.serialize import Pending, kind_name, materialize
-from fnloop._core.types import Aux, Batch, Metric, Output, name_of, values_of
+from fnloop._core.types import Aux, Batch, Metric, Output, collection_key, name_of, values_of
 from fnloop._display.checks import describe, function, metric_name, scalar
 
 if TYPE_CHECKING:
@@ -376,17 +377,18 @@ def _is_zero(weight: Number) -> bool:
 def accumulator_of(metric: Any) -> Metric:
     """Return what further parts are combined into, in place where the metric can."""
     __tracebackhide__ = True
-    return metric.to_accumulator() if hasattr(metric, "to_accumulator") else metric
+    return metric.to_accumulator() if isinstance(metric, Reduced | TorchMetric) else metric
 
 
 def sent(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Return metrics as another process, or a file, gets them: on the host."""
-    return {name: m.to_cpu() if hasattr(m, "to_cpu") else m for name, m in metrics.items()}
+    kinds = Elapsed | Peak | TorchMetric
+    return {name: m.to_cpu() if isinstance(m, kinds) else m for name, m in metrics.items()}
 
 
 def is_per_process(metric: Metric) -> bool:
     """Return whether a metric is of this process alone, and not of its share of the data."""
-    return getattr(metric, "per_process", False)
+    return isinstance(metric, Elapsed | Peak)  # also if a step is outside of backward
 
 
 def restored(saved: object, device: torch.device) -> object:
@@ -461,8 +463,7 @@ def read(metrics: Mapping[str, Metric], vectors: bool = False) -> dict[str, floa
             found = {} if isinstance(metric, Pending) else values_of(name, metric)
             for part, value in found.items():
                 if part in values:
-                    collected = any(getattr(m, "key", None) for m in metrics.values())
-                    hint = COLLECTION_HINT if collected else ""
+                    hint = COLLECTION_HINT if any(map(collection_key, metrics.values())) else ""
                     raise ValueError(f"two metrics report {part!r}: rename one{hint}")
                 if not vectors and value.__class__ is not float:
                     _check_number(part, value)
@@ -481,8 +482,8 @@ def _check_number(name: str, value: object) -> None:
     try:
         float(value)  # type: ignore[arg-type]  # such as a number of numpy's
     except (TypeError, ValueError, RuntimeError) as error:
-        shape = getattr(value, "shape", None)
-        found = describe(value) if shape is None else f"shape {tuple(shape)}"
+        has_shape = isinstance(value, Tensor | np.ndarray)
+        found = f"shape {tuple(value.shape)}" if has_shape else describe(value)
         raise TypeError(
             f"a metric of a run such as {name!r} is one number, but it computes {found}. For what "
             "a number cannot say, inspect(fn) gives fn the outputs of an evaluation"
@@ -574,6 +575,8 @@ def without_recent(running: Mapping[str, Metric]) -> dict[str, Metric]:
 # up, saved and exchanged as those are, under a name that no metric can have.
 
 ITEMS = "/items"  # of the epochs before the running one
+# For each process: the names of the metrics of its own share of the data, and what it has of all.
+Shares = Sequence[tuple[Sequence[str], Mapping[str, "Metric"]]]
 
 
 def items_so_far(running: Mapping[str, Metric], in_first_epoch: bool) -> Sum:
@@ -588,6 +591,11 @@ def items_so_far(running: Mapping[str, Metric], in_first_epoch: bool) -> Sum:
     if before is None:
         return Sum(here if in_first_epoch else math.nan)
     return Sum(cast(Sum, before).value + here)
+
+
+def without_seen(running: Mapping[str, object]) -> dict[str, object]:
+    """Return the running metrics of a process that begins where another continues with all."""
+    return {ITEMS: Sum(0)} if ITEMS in running else {}
 
 
 def update_(running: Mapping[str, Metric], new: Mapping[str, Metric]) -> dict[str, Metric]:
@@ -629,7 +637,8 @@ def _updated(so_far: Any, metric: Any) -> Metric:
         so_far = materialize(metric, so_far)
     if so_far is None:
         return accumulator_of(metric)
-    return so_far.update_(metric) if hasattr(so_far, "update_") else so_far.combine(metric)
+    in_place = isinstance(so_far, Reduced | TorchMetric)
+    return so_far.update_(metric) if in_place else so_far.combine(metric)
 
 
 # --- the loss
@@ -785,7 +794,6 @@ class Elapsed:
     pending: tuple[Pair, ...] = ()
     is_rate: bool = False
 
-    per_process = True  # each process has its own, also if its step is outside of backward
     reductions = {"amount": "sum"}  # noqa: RUF012  # what is read with the fields of others
 
     def combine(self, other: Elapsed) -> Elapsed:
@@ -850,8 +858,6 @@ class Peak:
         gauge: returns the peak since it was last reset, without waiting for the device.
         value: the largest that was read so far.
     """
-
-    per_process = True
 
     def __init__(self, gauge: Callable[[], float] | None, value: float = 0.0) -> None:
         self.gauge, self.value = gauge, value

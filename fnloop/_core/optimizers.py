@@ -6,18 +6,21 @@ are.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from numbers import Real
 from typing import Any, NoReturn
 
+import attrs
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fnloop._backend.torch_compat import strip_compile_prefix
 from fnloop._core.metrics import Last
-from fnloop._core.types import Metric
+from fnloop._core.types import Metric, Seen, View
 from fnloop._display.checks import describe, join_names
 
 Group = dict[str, Any]  # a parameter group of an optimizer
@@ -92,29 +95,57 @@ def in_form(given: object, optimizers: Collection[Optimizer]) -> Handle:
     return only
 
 
-def selected(
-    optimizer: Handle, only: Collection[str] | None, owner: str
-) -> Mapping[str, Optimizer]:
-    """Return optimizers by name, all of them or those that are named.
+def chosen_groups(optimizer: Handle, only: Collection[str] | None, owner: str) -> dict[str, Group]:
+    """Return parameter groups by what follows the name of a number of them in a report.
+
+    Args:
+        optimizer: what ``state.optimizer`` is.
+        only: names of optimizers, each of which stands for all of its groups, or of groups
+            (``group["name"]``). None: all groups.
+        owner: the middleware, for messages.
 
     Raises:
-        ValueError: there is no optimizer of such a name.
+        ValueError: there is no optimizer and no group of such a name, or there are both.
     """
     named = optimizers_in(optimizer)
+    groups = labelled_groups(named)
     if only is None:
-        return named
+        return groups
+    chosen: set[int] = set()
     for name in only:
-        if "" in named:
+        own = [group for group in groups.values() if group.get("name") == name]
+        if name in named and own:
             raise ValueError(
-                f"{owner} names the optimizer {name!r}, but this state, or this turn of alternate, "
-                "has one optimizer, without a name: leave out only="
+                f"{owner} names {name!r}, which is an optimizer and a parameter group: give one of "
+                "them another name"
             )
-        if name not in named:
-            raise ValueError(
-                f"{owner} names the optimizer {name!r}, but this state has "
-                f"{join_names([*named], 5)}"
-            )
-    return {name: named[name] for name in only}
+        if name not in named and not own:
+            raise ValueError(_explain_unknown(owner, name, named, groups.values()))
+        chosen.update(map(id, own or named[name].param_groups))
+    return {label: group for label, group in groups.items() if id(group) in chosen}
+
+
+def _explain_unknown(
+    owner: str, name: str, named: Mapping[str, Optimizer], groups: Iterable[Group]
+) -> str:
+    """Return why no optimizer and no group has a name."""
+    labels = [*dict.fromkeys(str(g["name"]) for g in groups if g.get("name"))]
+    there = f", and groups named {join_names(labels, 5)}" if labels else ""
+    if "" not in named:
+        return (
+            f"{owner} names the optimizer {name!r}, but this state has "
+            f"{join_names([*named], 5)}{there}"
+        )
+    if labels:
+        return (
+            f"{owner} names the parameter group {name!r}, but the groups with a name are "
+            f"{join_names(labels, 5)}"
+        )
+    return (
+        f"{owner} names the optimizer {name!r}, but this state, or this turn of alternate, has one "
+        "optimizer, without a name: leave out only=, or give a parameter group this name: "
+        f'{{"params": ..., "name": "{name}"}}'
+    )
 
 
 def labelled_groups(named: Mapping[str, Optimizer]) -> dict[str, Group]:
@@ -289,6 +320,11 @@ def note_set(groups: Iterable[Group]) -> None:
                 group[key + SET] = group[key]
 
 
+def is_torch_optimizer(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer is one of torch's own, not of a class derived from it."""
+    return getattr(torch.optim, type(optimizer).__name__, None) is type(optimizer)
+
+
 # --- what may be given
 
 
@@ -379,11 +415,23 @@ def explain_untrained(model: nn.Module, optimizers: Iterable[Optimizer]) -> str 
 
 Rate = float | Tensor
 _TUPLES = ("betas",)  # settings whose parts are numbers
-RATIO = f"{SCHEDULED}ratio"  # what plateau multiplies the learning rate of a group by
+RATIO = f"{SCHEDULED}ratio"  # what plateau multiplies a learning rate by, and its lowest rate
 
 
 def number_in(group: Mapping[str, Any], field: str) -> Any:
-    """Return a number of a group, or None: ``betas.0`` is the first of the tuple ``betas``."""
+    """Return a number of a parameter group, or None if it has none.
+
+    Args:
+        group: the group.
+        field: the key of the number; "betas.0" is the first of the tuple ``group["betas"]``.
+
+    Returns:
+        The number: a float, or a tensor where the optimizer is capturable.
+
+    Example:
+        >>> number_in({"betas": (0.9, 0.99)}, "betas.1")
+        0.99
+    """
     key, _, part = field.partition(".")
     value = group.get(key)
     if not part:
@@ -405,6 +453,14 @@ def set_number(group: Group, field: str, factor: Rate, owner: str, absolute: boo
 
     Raises:
         ValueError: there is no such number, or it was changed although its initial value was not.
+
+    Example:
+        >>> group = {"lr": 0.5}
+        >>> for factor in (0.1, 2.0):
+        ...     set_number(group, "lr", factor, "halved")
+        ...     print(group["lr"], group["initial_lr"])
+        0.05 0.5
+        1.0 0.5
     """
     __tracebackhide__ = True
     initial, last = f"initial_{field}", SCHEDULED + field
@@ -416,8 +472,20 @@ def set_number(group: Group, field: str, factor: Rate, owner: str, absolute: boo
             group[initial] = copy_number(initial_value(group, field))
         else:
             _check_unchanged(group, field, owner)
-    put_number(group, field, factor if absolute else group[initial] * factor)
+    number = factor if absolute else group[initial] * factor
+    if field == "lr" and RATIO in group:
+        ratio, lowest = group[RATIO]
+        lowered = factor * ratio if absolute else group[initial] * (factor * ratio)
+        number = lowered if lowest is None else _at_least(lowered, number, lowest)
+    put_number(group, field, number)
     group[last], group[SCHEDULED + initial] = number_in(group, field), group[initial]
+
+
+def _at_least(lowered: Rate, rate: Rate, lowest: float) -> Rate:
+    """Return a lowered rate that is at least ``lowest``, unless the rate was lower already."""
+    if isinstance(lowered, Tensor):  # which no comparison may read
+        return lowered.maximum(torch.as_tensor(rate).clamp(max=lowest))
+    return max(lowered, min(rate, lowest))
 
 
 Kept = tuple[Group, Group]
@@ -523,3 +591,57 @@ def put_number(group: Group, field: str, value: Rate) -> None:
         group[key] = type(kept)(value if i == int(part) else v for i, v in enumerate(kept))
     else:
         group[field] = value
+
+
+# --------------------------------------------------------------------------------------------------
+# Optimizers with modes, such as schedule-free ones: other weights in evaluation than in training.
+#
+# Their method `eval` replaces the weights by averages, and `train` goes back, but only up to
+# rounding. So what reads the weights of an evaluation has those of training restored exactly.
+
+
+@attrs.frozen
+class Modes(View):
+    """The view of an optimizer with modes: its weights for an evaluation."""
+
+    optimizer: Handle  # with the methods train and eval
+
+    def changes(self, state: Seen) -> Sequence[Tensor]:
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    @contextlib.contextmanager
+    def show(self, state: Seen) -> Iterator[nn.Module]:
+        """Switch to the mode of evaluation. Afterwards the optimizer is as it was."""
+        optimizer = self.optimizer
+        held = [(own, {*own}) for own in optimizer.state.values()]
+        settings = [(group, dict(group)) for group in optimizer.param_groups]
+        flags = {name: value for name, value in vars(optimizer).items() if isinstance(value, bool)}
+        try:
+            optimizer.eval()
+            yield state.model
+        finally:
+            for own, names in held:  # eval may keep the weights to train with there
+                for name in own.keys() - names:
+                    del own[name]
+            for group, before in settings:
+                group.update(before)
+            vars(optimizer).update(flags)
+
+    def begin_again(self, state: Seen) -> None:
+        self.optimizer.eval()  # so what comes next is what an evaluation uses
+
+
+def modes_of(optimizer: Handle) -> list[Modes]:
+    """Return the views of the optimizers that have modes."""
+    return [Modes(one) for one in optimizers_in(optimizer).values() if _has_modes(type(one))]
+
+
+@functools.cache
+def _has_modes(optimizer: type) -> bool:
+    return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
+
+
+def to_training(optimizer: Handle) -> None:
+    """Switch the optimizers that have modes to that of training."""
+    for modes in modes_of(optimizer):
+        modes.optimizer.train()

@@ -47,6 +47,13 @@ def mix(seed: int, number: int) -> int:
 def fold_in(seed: int, *numbers: int) -> int:
     """Mix numbers into a seed, one after the other. Neighbours give unrelated 64-bit seeds.
 
+    Args:
+        seed: the seed, such as ``state.seed``.
+        *numbers: what makes the new seed another one: an epoch, a batch, a number of your own.
+
+    Returns:
+        The new seed.
+
     Example:
         >>> fold_in(0, 1) != fold_in(0, 2) != fold_in(1, 1)
         True
@@ -191,10 +198,25 @@ def reserved_generators() -> Iterator[None]:
 
 @contextlib.contextmanager
 def isolated(device: torch.device) -> Iterator[None]:
-    """Restore the caller's global generators afterwards.
+    """Restore the caller's global generators after a ``with`` block.
+
+    They are those of Python, NumPy and torch, on the host and on the device.
+
+    Args:
+        device: the device, such as ``state.backend.device``.
+
+    Returns:
+        A context manager.
 
     Raises:
         RuntimeError: another thread has reserved them.
+
+    Example:
+        >>> import torch
+        >>> with isolated(torch.device("cpu")):
+        ...     a = torch.rand(3)
+        >>> bool((a == torch.rand(3)).all())
+        True
     """
     with reserved_generators():
         restore_generators = mark_generators(device)

@@ -1,4 +1,4 @@
-"""What a run knows of itself: facts fixed at its start, where a stream is, why it stopped."""
+"""What a run knows of itself: its facts and clocks, where a stream is, why it stopped."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class Notices:
 
 
 # --------------------------------------------------------------------------------------------------
-# Facts about a run, fixed when it starts.
+# What moves while a run lasts, and the facts about it.
 
 Item = TypeVar("Item")
 
@@ -173,7 +173,7 @@ def waiting_once(run: RunInfo | None, parts: Sequence[Item]) -> Iterator[Item]:
     if run is None:
         yield from parts
         return
-    watch = run.stopwatch
+    watch = run.live.stopwatch
     waited = watch.waited
     for part in parts:
         yield part
@@ -189,35 +189,51 @@ def _no_indices(epoch: int, batch: int, samples: int) -> Iterator[object]:
     return iter(())
 
 
-@attrs.frozen(repr=False)
-class RunInfo:
-    """Facts about the current run, fixed when it starts.
+@attrs.frozen(eq=False)
+class Live:
+    """What moves while a run lasts: its clocks, and where its parts ask and tell each other.
 
     Args:
-        epochs: the target for ``state.epoch``, or None.
-        total_steps: what ``state.step`` will be at the end, or None if that cannot be known.
-        steps_per_epoch: updates in an epoch, or None if the training loader has no length.
-        batches_per_epoch: batches in an epoch, or None.
-        window: batches per update, of all processes together; where that varies within an epoch,
-            the most.
-        evaluated: the names of the loaders that are evaluated.
         clock: seconds since a moment of the run, the same in every process; None where there is one
             process, which has a clock of its own.
-        loader: the name of the loader that is being evaluated; None in training.
-        stopwatch: what the run has waited for.
-        first_step: ``state.step`` when the phase began; 0 without phases.
         position_at: ``(epoch, batch) -> where the training loader was after this batch``, or None.
         indices_at: ``(epoch, batch, samples) -> which samples of its dataset each batch of this
             process has``, from that position on; nothing where that is unknown. It may draw from
             the global generators.
+        made_with: returns what the run is made with, as its checkpoints keep it.
+        stopwatch: what the run has waited for.
+        notices: where parts of the run tell what happens in it.
+    """
+
+    clock: Callable[[], float] | None = None
+    position_at: Callable[[int, int], Position | None] = _unknown
+    indices_at: Callable[[int, int, int], Iterator[object]] = _no_indices
+    made_with: Callable[[], Mapping[str, object]] = dict
+    stopwatch: Stopwatch = attrs.field(factory=Stopwatch)
+    notices: Notices = attrs.field(factory=Notices)
+
+
+@attrs.frozen(repr=False)
+class RunInfo:
+    """Facts about the current run, and about the epoch that is running. None of them is a handle.
+
+    Args:
+        epochs: the target for ``state.epoch``, or None.
+        total_steps: what ``state.step`` will be at the end, or None if that cannot be known.
+        steps_per_epoch: updates in the epoch, or None if the training loader has no length.
+        batches_per_epoch: batches in the epoch, or None.
+        window: batches per update, of all processes together; where that varies within an epoch,
+            the most.
+        evaluated: the names of the loaders that are evaluated.
         precision: what ``amp`` computes in, or else accelerate: "bf16" or "fp16"; None: neither.
-        hook_slots: the names of the slots that hooks keep, and not the step.
-        reported: the names of the numbers that hooks say they add to records.
+        first_step: ``state.step`` when the phase began; 0 without phases.
         turns: the names of the turns of ``alternate``; none for another step.
         models: the names of the models of a stack; none for another state.
-        windows: how the batches of the running epoch are grouped into updates.
-        notices: where parts of the run tell what happens in it.
-        made_with: returns what the run is made with, as its checkpoints keep it.
+        loader: the name of the loader that is being evaluated; None in training.
+        hook_slots: the names of the slots that hooks keep, and not the step.
+        reported: the names of the numbers that hooks say they add to records.
+        windows: how the batches of the epoch are grouped into updates.
+        live: what moves while the run lasts, such as its stopwatch.
 
     Example:
         >>> import fnloop as fl, torch
@@ -236,22 +252,15 @@ class RunInfo:
     batches_per_epoch: int | None = None
     window: int = 1
     evaluated: tuple[str, ...] = ()
-    clock: Callable[[], float] | None = attrs.field(default=None, eq=False)
-    loader: str | None = None
-    stopwatch: Stopwatch = attrs.field(factory=Stopwatch, eq=False)
     precision: str | None = None
     first_step: int = 0
-    position_at: Callable[[int, int], Position | None] = attrs.field(default=_unknown, eq=False)
-    indices_at: Callable[[int, int, int], Iterator[object]] = attrs.field(
-        default=_no_indices, eq=False
-    )
-    hook_slots: frozenset[str] = frozenset()
-    reported: frozenset[str] = frozenset()
     turns: tuple[str, ...] = ()
     models: tuple[str, ...] = ()
-    windows: Windows = _OF_ONE_BATCH
-    notices: Notices = attrs.field(factory=Notices, eq=False)
-    made_with: Callable[[], Mapping[str, object]] = attrs.field(default=dict, eq=False)
+    loader: str | None = attrs.field(default=None, repr=False)
+    hook_slots: frozenset[str] = attrs.field(default=frozenset(), repr=False)
+    reported: frozenset[str] = attrs.field(default=frozenset(), repr=False)
+    windows: Windows = attrs.field(default=_OF_ONE_BATCH, repr=False)
+    live: Live = attrs.field(factory=Live, eq=False, repr=False)
 
     def __repr__(self) -> str:
         return tables.record_text("RunInfo", self._facts())
@@ -261,26 +270,14 @@ class RunInfo:
         return tables.facts("RunInfo", {k: v for k, v in facts.items() if v not in (None, "")})
 
     def _facts(self) -> dict[str, object]:
-        hidden = (
-            "clock",
-            "hook_slots",
-            "indices_at",
-            "loader",
-            "made_with",
-            "notices",
-            "position_at",
-            "windows",
-            "reported",
-            "stopwatch",
-        )
         rare = ("precision", "first_step", "turns", "models")
-        facts = attrs.asdict(self, filter=lambda field, value: field.name not in hidden)
+        facts = attrs.asdict(self, filter=lambda field, value: bool(field.repr))
         return {name: fact for name, fact in facts.items() if fact or name not in rare}
 
 
 def now(run: RunInfo | None) -> float:
     """Return a time in seconds, the same in every process of a run."""
-    clock = None if run is None else run.clock
+    clock = None if run is None else run.live.clock
     return time.monotonic() if clock is None else clock()
 
 
@@ -402,7 +399,8 @@ class Collect:
     """Evaluate loaders for the hooks that ask for outputs at the end.
 
     What these evaluations come to is in no record. The numbers that hooks make of the outputs are
-    in a closing record.
+    in a closing record. Outputs that are kept until then are not saved: the run that continues
+    evaluates again.
     """
 
     loaders: tuple[str, ...]

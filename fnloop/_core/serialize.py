@@ -6,14 +6,14 @@ import enum
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import attrs
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fnloop._backend.containers import SEQUENCES, pairs_of, parts_of, with_parts
+from fnloop._backend.containers import SEQUENCES, is_named_tuple, pairs_of, parts_of, with_parts
 from fnloop._backend.fsdp import WHOLE, local_part
 from fnloop._display.checks import describe, join_names
 
@@ -53,6 +53,24 @@ class Pending:
 AsParts = Callable[[object, str], Pending]
 
 
+@runtime_checkable
+class HasParts(Protocol):
+    """An object of fnloop that says what a checkpoint holds of it."""
+
+    def to_parts(self) -> Mapping[str, object]: ...
+
+    def from_parts(self, parts: object, /) -> object: ...
+
+
+@runtime_checkable
+class HasStateDict(Protocol):
+    """An object that says what a checkpoint holds of it, as torch's do."""
+
+    def state_dict(self) -> Mapping[str, object]: ...
+
+    def load_state_dict(self, state: object, /) -> object: ...
+
+
 def as_parts(value: Any, path: str) -> Pending:
     """Return an object as its parts: those of an attrs record, or those of a ``state_dict``.
 
@@ -61,9 +79,9 @@ def as_parts(value: Any, path: str) -> Pending:
     """
     if isinstance(value, Tensor):
         raise TypeError(f"{path} is a tensor ({type(value).__name__}), {_NOT_A_FILE}")
-    if hasattr(value, "to_parts"):
+    if isinstance(value, HasParts):
         return Pending(kind_name(type(value)), value.to_parts())
-    if callable(getattr(value, "state_dict", None)):
+    if isinstance(value, HasStateDict):
         return Pending(kind_name(type(value)), value.state_dict())
     if attrs.has(type(value)):
         return Pending(kind_name(type(value)), attrs.asdict(value, recurse=False))
@@ -75,7 +93,7 @@ def as_parts(value: Any, path: str) -> Pending:
 
 def plain_only(value: object, path: str) -> Pending:
     """Raise TypeError: for what is read without an instance of its class that takes its parts."""
-    if isinstance(value, Tensor) or _has_parts(value):
+    if isinstance(value, Tensor | HasParts | HasStateDict) or attrs.has(type(value)):
         kind = as_parts(value, path).kind
         raise TypeError(
             f"{path} is a {kind}, an object, which could not be reconstructed: keep plain data and "
@@ -85,11 +103,6 @@ def plain_only(value: object, path: str) -> Pending:
         f"{path} is a {type(value).__name__}, which a checkpoint cannot hold. Keep plain data and "
         "tensors there"
     )
-
-
-def _has_parts(value: object) -> bool:
-    to_parts, state_dict = (getattr(value, name, None) for name in ("to_parts", "state_dict"))
-    return to_parts is not None or callable(state_dict) or attrs.has(type(value))
 
 
 def plain_or_flattened(value: object, path: str) -> Pending:
@@ -155,7 +168,7 @@ def _encode_sequence(
     path: str,
     other: AsParts,
 ) -> Json:
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
+    if is_named_tuple(value):
         raise TypeError(
             f"{path} is a {type(value).__name__}, a named tuple, which would be restored as a "
             "plain tuple: keep a dict"
@@ -547,16 +560,16 @@ def _materialize_object(template: Any, value: Pending) -> object:
             "settings. Use those, or restore without it: "
             "restore(path, state, only=('model', 'optimizer', 'counters'))"
         )
-    if hasattr(template, "from_parts"):
+    if isinstance(template, HasParts):
         return template.from_parts(value.parts)
-    if hasattr(template, "load_state_dict"):
+    if isinstance(template, HasStateDict):
         template.load_state_dict(dict(value.parts))
         return template
     fields = {f.name: f.alias for f in attrs.fields(type(template)) if f.init}
-    parts = {}
+    mine, parts = attrs.asdict(template, recurse=False), {}
     for name, part in value.parts.items():
         if name in fields:
-            new = getattr(template, name)
+            new = mine[name]
             parts[fields[name]] = materialize(new, part)
             if not _may_stand_for(part, new):
                 raise ValueError(

@@ -10,9 +10,10 @@ import attrs
 import torch
 
 from fnloop._backend.containers import parts_of
-from fnloop._core.history import COSTS, History, Record, records_of_model
+from fnloop._core.history import History
 from fnloop._core.metrics import Mean, PerModel
 from fnloop._core.optimizers import Optimizers, optimizers_in, wants_closure
+from fnloop._core.records import COSTS, Record, records_of_model
 from fnloop._core.stacked import (
     INSTEAD,
     OWNER,
@@ -207,6 +208,11 @@ def _check_alone(name: str, state: TrainState) -> None:
         raise NotImplementedError(
             f"stack works in one process, without exact=True, but the state {name!r} has {what}. "
             f"{INSTEAD}"
+        )
+    if state.backend.precision is not None:
+        raise NotImplementedError(
+            f"stack computes in the dtypes of the models, and accelerate is configured for "
+            f"{state.backend.precision}: leave mixed_precision out. {INSTEAD}"
         )
     if type(state.model) is Stack:
         raise ValueError(f"stack: the state {name!r} is a stack already: unstack it first")

@@ -50,11 +50,12 @@ from fnloop._core.optimizers import (
     in_form,
     optimizers_in,
 )
+from fnloop._core.parts import Held, Part
 from fnloop._core.rng import SEED_BITS, HostGenerators, new_seed
 from fnloop._core.runs import Position, RunInfo, Todo, pending
 from fnloop._core.serialize import Pending, copy_flattened
 from fnloop._core.stacked import Stack, leaves_of, models_of
-from fnloop._core.types import RECORD, UPDATE, Metric, Output
+from fnloop._core.types import RECORD, UPDATE, Metric, Output, View
 from fnloop._display import checks, tables
 from fnloop._display.checks import describe, flag, instance, join_names
 from fnloop._display.screen import log
@@ -86,10 +87,12 @@ class Ownership(Generic[State]):
             be the one that continues it: the module ``optimizers`` of checkpoints uses them.
         buffers: name to shape of the buffers of the model before its first run or restore; None
             before that.
+        brought: the parts of checkpoints that a run has brought, by name.
     """
 
     __slots__ = (
         "__weakref__",
+        "brought",
         "buffers",
         "compared",
         "copies",
@@ -107,9 +110,10 @@ class Ownership(Generic[State]):
         seconds: float = 0.0,
         copies: Mapping[tuple[str, ...], str] = MappingProxyType({}),
         buffers: Mapping[str, torch.Size] | None = None,
+        brought: Mapping[str, Part] = MappingProxyType({}),
     ) -> None:
         self.own_metrics, self.seconds = set(own_metrics), seconds
-        self.copies, self.buffers = dict(copies), buffers
+        self.copies, self.buffers, self.brought = dict(copies), buffers, dict(brought)
         self.generation: int | None = 0  # None while an optimizer changes the parameters
         self.newest: State | None = None  # what the last update made, until it is counted
         # Where the weights of all processes were last compared, and how far norms were apart.
@@ -120,7 +124,7 @@ class Ownership(Generic[State]):
     def for_copy(self, generation: int) -> Ownership[State]:
         """Return the ownership of a copy of the state of a generation, whose own begins at 0."""
         made: Ownership[State] = Ownership(
-            self.own_metrics, self.seconds, self.copies, self.buffers
+            self.own_metrics, self.seconds, self.copies, self.buffers, self.brought
         )
         made.compared = self.compared[0] - generation, self.compared[1]
         made.equal_at = self.equal_at
@@ -424,22 +428,18 @@ class TrainState:
             Several: ``TrainState.create(model, {"matrices": muon, "rest": adamw})``.
         """
         check_handles(model, optimizer)
-        check_settings(seed, backend, exact)
-        if data is not None:
-            _check_dimension(data, exact)
+        check_settings(seed, backend, exact, data)
         named = optimizers_in(
             Optimizers(optimizer) if isinstance(optimizer, Mapping) else optimizer
         )
         model, joined, facts = join(model, [*named.values()], backend, data)
         facts = exact_backend(model, facts) if exact else facts
-        drawn = new_seed() if seed is None else seed, secrets.token_hex(8)
-        agreed, run_id = broadcast(drawn) if facts.world_size > 1 else drawn
+        agreed, run_id = _drawn(seed, facts)
         made = cls(
             model, in_form(optimizer, joined), seed=agreed, run_id=run_id, backend=facts,
             updates={name: 0 for name in named if name}, ownership=Ownership(),
         )  # fmt: skip
-        if facts.main:
-            warn_of_others(model, made.optimizer)
+        warn_of_others(made)
         return made
 
     @property
@@ -663,7 +663,19 @@ def current_parameters(state: TrainState, beginning: bool = False) -> ParameterC
 
 
 def parameters(state: TrainState) -> list[Any]:
-    """Return the parameters that the optimizers update; of several, in the order of the model."""
+    """Return the parameters that the optimizers update; of several, in the order of the model.
+
+    Args:
+        state: the state.
+
+    Returns:
+        The parameters, each once, frozen ones too if an optimizer has them.
+
+    Example:
+        >>> from fnloop.testing import toy
+        >>> [tuple(p.shape) for p in parameters(toy())]
+        [()]
+    """
     optimizer = state.optimizer
     if type(optimizer) is Optimizers:
         return current_parameters(state).trained
@@ -759,20 +771,26 @@ def _check_belongs(model: nn.Module, optimizer: Optimizer) -> None:
         )
 
 
-def warn_of_others(model: nn.Module, optimizer: Handle) -> None:
-    """Warn of optimizers with parameters that are not in the model."""
-    theirs = {id(p) for p in model.parameters()}
+def _drawn(seed: int | None, backend: Backend) -> tuple[int, str]:
+    """Return the seed and the identity of a run, the same in every process."""
+    drawn = new_seed() if seed is None else seed, secrets.token_hex(8)
+    return broadcast(drawn) if backend.world_size > 1 else drawn
+
+
+def warn_of_others(state: TrainState) -> None:
+    """Warn once of optimizers with parameters that are not in the model."""
+    theirs = {id(p) for p in state.model.parameters()}
     others = [
         repr(name) if name else type(one).__name__
-        for name, one in optimizers_in(optimizer).items()
+        for name, one in optimizers_in(state.optimizer).items()
         if any(id(p) not in theirs for group in one.param_groups for p in group["params"])
     ]
-    if others:
+    if others and state.backend.main:
         log.warning(
             f"the optimizer {join_names(others)} has parameters that are not in this "
-            f"{type(model).__name__}, so they are not saved. If the model was changed since, make "
-            "the optimizer after that. If another module has them, put all modules into one, such "
-            "as nn.ModuleDict({...})"
+            f"{type(state.model).__name__}, so they are not saved. If the model was changed since, "
+            "make the optimizer after that. If another module has them, put all modules into one, "
+            "such as nn.ModuleDict({...})"
         )
 
 
@@ -797,12 +815,13 @@ def exact_backend(model: nn.Module, backend: Backend) -> Backend:
     return attrs.evolve(backend, exact=True)
 
 
-def check_settings(seed: object, backend: object, exact: object = False) -> None:
-    """Raise unless these are a seed and a backend, or None, and a flag.
+def check_settings(seed: object, backend: object, exact: object, data: object) -> None:
+    """Raise unless these are a seed and a backend, a flag, and one dimension of a mesh, or None.
 
     Raises:
-        ValueError: the seed is not one.
-        TypeError: the backend or the flag is not one.
+        ValueError: the seed is not one, or the mesh has several dimensions.
+        TypeError: the backend, the flag or the mesh is not one.
+        NotImplementedError: ``exact`` and ``data``.
     """
     meaning = "whether the run has the same bits on any number of processes"
     flag("TrainState.create", "exact", exact, meaning)
@@ -817,16 +836,16 @@ def check_settings(seed: object, backend: object, exact: object = False) -> None
         raise TypeError(
             f"backend expects an accelerate.Accelerator, or None; got {describe(backend)}"
         )
+    if data is not None:
+        _check_dimension(data)
+        if exact:
+            raise NotImplementedError(
+                "exact=True sums the gradients of whole batches, and with data= processes compute "
+                "parts of them, whose sum depends on the parts: leave one of them out"
+            )
 
 
-def _check_dimension(data: object, exact: bool) -> None:
-    """Raise unless this is one dimension of a mesh.
-
-    Raises:
-        TypeError: it is not a mesh.
-        ValueError: it has several dimensions.
-        NotImplementedError: the run is to have the same bits on any number of processes.
-    """
+def _check_dimension(data: object) -> None:
     from torch.distributed.device_mesh import DeviceMesh
 
     instance("TrainState.create", "data", data, DeviceMesh, 'a dimension of a mesh, mesh["data"]')
@@ -838,11 +857,6 @@ def _check_dimension(data: object, exact: bool) -> None:
         raise ValueError(
             f"data expects one dimension of a mesh, that along which the data are dealt; got a "
             f"mesh of {has}. Write data=mesh[{name!r}]"
-        )
-    if exact:
-        raise NotImplementedError(
-            "exact=True sums the gradients of whole batches, and with data= processes compute "
-            "parts of them, whose sum depends on the parts: leave one of them out"
         )
 
 
@@ -984,13 +998,13 @@ def detached_from_run(state: TrainState) -> TrainState:
     """Return the state as it is outside of its run, with the generators that the run would use."""
     if state.run is None:
         return state
-    ownership_of(state).seconds = state.run.stopwatch.spent()
+    ownership_of(state).seconds = state.run.live.stopwatch.spent()
     generators = None
     if state.batch or pending(state.todo):
         # Those of the state are not installed yet, if the first fetch of a run has failed.
         generators = state.generators or HostGenerators.capture()
     # A state that a hook went back to has its own.
-    position = state.position or state.run.position_at(state.epoch, state.batch)
+    position = state.position or state.run.live.position_at(state.epoch, state.batch)
     return changed(state, run=None, generators=generators, position=position)
 
 
@@ -1004,13 +1018,36 @@ def with_record(state: TrainState, history: History, metrics: Mapping[str, Metri
 
 
 def with_slot(state: TrainState, name: str, value: object) -> TrainState:
-    """Return the state with another value in a slot."""
+    """Return the state with another value in a slot.
+
+    Args:
+        state: the state, which stays as it is.
+        name: the name of the slot, such as that of a middleware.
+        value: what the slot holds from here on. A snapshot copies it, and a checkpoint saves it.
+
+    Returns:
+        The new state.
+
+    Example:
+        >>> from fnloop.testing import toy
+        >>> with_slot(toy(), "calls", 3).slots["calls"]
+        3
+    """
     return with_slots(state, {**state.slots, name: value})
 
 
 def with_slots(state: TrainState, slots: Mapping[str, object]) -> TrainState:
     """Return the state with these slots."""
     return state if slots is state.slots else attrs.evolve(state, slots=slots)
+
+
+def bring(state: TrainState, parts: Iterable[Part]) -> TrainState:
+    """Return the state with what a checkpoint has of these parts. They are saved from here on."""
+    for part in parts:
+        ownership_of(state).brought[part.name] = part
+        if isinstance(kept := state.slots.get(part.name), Held):
+            state = kept.restored_by(part, state)
+    return state
 
 
 # --- buffers
@@ -1335,7 +1372,6 @@ def _set(group: Group, key: str, value: float) -> None:
 TOLERANCE = 1e-3  # by which norms may differ between different kinds of processors
 # By which that may grow from one comparison to the next, and more in each update between them.
 GROWTH, GROWTH_PER_UPDATE = 1e-5, 1e-6
-COUNTERS = ("step", "skipped", "epoch")
 LOCAL_SGD = "local_sgd"  # the slot of what processes that update by themselves have as their own
 _BY_HOOK = (
     "What a hook or a middleware does to weights must be the same everywhere: draw from torch, "
@@ -1394,11 +1430,11 @@ def check_alike(state: TrainState, what: str) -> None:
         RuntimeError: they differ; the message names the weight and two processes.
     """
     norms = _norms(state)
-    same = [*(getattr(state, name) for name in COUNTERS), *norms.values()]
+    same = [state.step, state.skipped, state.epoch, *norms.values()]
     # The largest of -x is the smallest of x.
     found = all_reduce_max([*same, *(-value for value in same)], what)
     most, least = found[: len(same)], [-value for value in found[len(same) :]]
-    n = len(COUNTERS)
+    n = len(same) - len(norms)
     check_counters_alike(most[:n], least[:n])
     owner, now = ownership_of(state), generation_of(state)
     then, known = owner.compared
@@ -1415,17 +1451,12 @@ def check_alike(state: TrainState, what: str) -> None:
     owner.equal_at = owner.equal_at if worst else state.step
 
 
-def has_moved(state: TrainState) -> bool:
-    """Return whether the model holds weights of this process's own, by ``local_sgd``."""
-    return LOCAL_SGD in state.slots and state.slots[LOCAL_SGD].moved
-
-
 def check_counters_alike(most: Sequence[float], least: Sequence[float]) -> None:
     """Raise unless the largest and the smallest of each counter agree."""
     if [*most] != [*least]:
         low, high = ([*map(int, values)] for values in (least, most))
         raise RuntimeError(
-            f"{DIVERGED}: ({', '.join(COUNTERS)}) is {low} in one and {high} in another. {ADVICE}"
+            f"{DIVERGED}: (step, skipped, epoch) is {low} in one and {high} in another. {ADVICE}"
         )
 
 
@@ -1445,7 +1476,7 @@ def _raise_apart(state: TrainState, name: str, norm: float, what: str) -> NoRetu
 
 def _norms(state: TrainState) -> dict[str, float]:
     """Return the norm of each parameter that every process has the same copy of."""
-    if has_moved(state):
+    if any(isinstance(slot, View) and slot.apart for slot in state.slots.values()):
         return {}
     every, sharded = state.model.named_parameters(), is_sharded(state.model)
     chosen = ((k, p) for k, p in every if _has_norm(p) and (p.requires_grad or not sharded))

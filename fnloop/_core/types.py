@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
 from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType
-from typing import Any, Protocol, Self, TypeVar, cast
+from typing import Any, ClassVar, Protocol, Self, TypeVar, cast
 
 import attrs
 from torch import Tensor, nn
 
 from fnloop._core.code import is_of_library, names_in, walk
+from fnloop._core.parts import Part
+from fnloop._core.serialize import Pending, kind_name
 from fnloop._display import checks, tables
 
 # --------------------------------------------------------------------------------------------------
@@ -27,6 +30,7 @@ from fnloop._display import checks, tables
 Batch = Any  # a matter between a loader and a loss function
 Aux = Mapping[str, Any]  # what a loss function returns besides the loss
 State = TypeVar("State")
+Seen = Any  # a TrainState, which this module does not know
 RINGS = ("forward", "loss", "gradient", "update", "device", "step")
 EVALUATION = "evaluation"  # the ring that an update does not pass through
 
@@ -79,6 +83,11 @@ class Metric(Protocol):
         ...
 
 
+def collection_key(value: object) -> str | None:
+    """Return what a metric of several values, or what makes one, says is its name; or None."""
+    return getattr(value, "key", None)
+
+
 def values_of(name: str, metric: Metric) -> Mapping[str, Any]:
     """Compute a metric. Return its values by the names under which they are reported.
 
@@ -89,7 +98,7 @@ def values_of(name: str, metric: Metric) -> Mapping[str, Any]:
     value: object = metric.compute()
     if isinstance(value, float) or not isinstance(value, Mapping):
         return {name: value}
-    key = getattr(metric, "key", None)
+    key = collection_key(metric)
     prefix = f"{name}/"
     if key is not None and f"/{name}".endswith(f"/{key}"):
         prefix = name.removesuffix(key)
@@ -170,6 +179,81 @@ def _as_number(weight: float | Tensor) -> float:
 
 
 # --------------------------------------------------------------------------------------------------
+# Views: weights that a reader of a state sees instead of those that are trained.
+
+
+class View:
+    """Weights that a reader of a state sees instead of those that are trained.
+
+    If the slot of a middleware is one, everything that evaluates or saves the model sees it. If it
+    is the middleware's field ``view``, the evaluations of its step do.
+
+    Write :meth:`changes` and :meth:`show`. The other methods are for weights that each process has
+    by itself, and for what continues from other weights.
+
+    Attributes:
+        apart: whether the model has other weights in each process.
+        beside: whether an evaluation evaluates the model too, for the field ``view``. Then the
+            metrics of the view are those of the middleware's name, such as "valid/ema/loss", and
+            :meth:`show` gives a model of its own.
+
+    Example:
+        >>> import copy, fnloop as fl, torch
+        >>> from fnloop.testing import toy, toy_loss
+        >>> class Doubled(View):
+        ...     beside = True
+        ...     @contextlib.contextmanager
+        ...     def show(self, state):
+        ...         model = copy.deepcopy(state.model)
+        ...         model.w.data.mul_(2)
+        ...         yield model
+        >>> step = fl.pipeline(fl.Middleware("doubled", view=Doubled()))(toy_loss)
+        >>> state = fl.fit(step, toy(w=3.0), ([torch.ones(1)], [torch.ones(1)]), hooks=())
+        >>> state.history["valid/loss"], state.history["valid/doubled/loss"]
+        ((2.0,), (4.0,))
+    """
+
+    apart: bool = False
+    beside: bool = False
+    _kinds: ClassVar[set[str]] = set()
+
+    def __init_subclass__(cls) -> None:
+        View._kinds.add(kind_name(cls))
+
+    @staticmethod
+    def is_pending(slot: object) -> bool:
+        """Return whether a slot that was restored will be a view."""
+        return isinstance(slot, Pending) and slot.kind in View._kinds
+
+    def changes(self, state: Seen) -> Sequence[Tensor]:
+        """Return the parameters and buffers of the model that :meth:`show` gives other values.
+
+        They get back their own bit for bit. With none, readers see the model as it is.
+        """
+        return ()
+
+    def show(self, state: Seen) -> contextlib.AbstractContextManager[nn.Module]:
+        """Show the weights within a ``with`` block. It gives the model that has them.
+
+        If the model is :attr:`apart`, every process is here, so they may exchange weights.
+        """
+        return contextlib.nullcontext(state.model)
+
+    def hand_over(self, state: Seen) -> None:
+        """Leave in the model what the caller of a run is to see. Every process is here."""
+
+    def take_back(self, state: Seen) -> None:
+        """Undo :meth:`hand_over`, because training continues. Every process is here."""
+
+    def begin_again(self, state: Seen) -> View | None:
+        """Return what a slot holds when the model is given weights that readers have seen.
+
+        Such as the best ones, from which training continues. None: its ``init`` makes it again.
+        """
+        return None
+
+
+# --------------------------------------------------------------------------------------------------
 # Middleware: a transform of steps as a record, and the decorator that makes one.
 
 Report = Callable[[str | None, Mapping[str, float]], Mapping[str, float]]
@@ -178,6 +262,7 @@ Report = Callable[[str | None, Mapping[str, float]], Mapping[str, float]]
 _PARTS = {
     "init": ("a function state -> what its slot holds, or None", 1),
     "loss_fn": ("a function loss function -> loss function, or None", 1),
+    "keep": ("a function state -> put back, or None", 1),
     "check": ("a function of all middleware of a pipeline, or None", 1),
     "check_state": ("a function (state, all middleware of a pipeline), or None", 2),
     "report": ("a function (loader, numbers) -> more numbers by name, or None", 2),
@@ -221,6 +306,7 @@ class Middleware:
         check_state: called with a state and all middleware of the pipeline, when a step first meets
             the state's model; raises if they are incompatible; or None.
         evaluation: ``step -> step`` around the forward ring, in evaluation only, or None.
+        view: the weights that its evaluations see instead of the model, or beside it; or None.
         report: ``(loader, numbers) -> more numbers``, by name, for a report; or None. It is called
             for each loader of a report: "train", "recent", "valid", ..., or None in a bare
             ``evaluate``; ``numbers`` are those of the loader, without the prefix. Names that are
@@ -231,6 +317,20 @@ class Middleware:
         monitors: the metric that it looks at, such as "valid/loss", or None.
         loaders: names of loaders that it is for; a run without one of them is refused.
         per_phase: whether its slot is made again when a phase of a run begins.
+        brings: the parts of checkpoints that are its own: how its slot is saved, if not as plain
+            data, attrs records and objects with a ``state_dict`` are.
+        keep: ``state -> put_back``, called before each update that may be left out; or None. It
+            copies what the rings of the middleware change in place, and ``put_back()`` gives that
+            back: if the update is left out, if it fails before a weight has changed, or before
+            ``retry_on_oom`` repeats it. For a tensor it is ``before = t.clone()``, then
+            ``return lambda: t.copy_(before)``. It is called before the step ring if the middleware
+            acts there, and else before the forward pass, within ``cuda_graph`` too.
+        order: by ring, where it comes: below 0 inside of all that are listed, above 0 around them.
+        carries: whether the loss function takes and returns a carry, and each batch is as many
+            updates as it has windows.
+        precision: what it computes in, "bf16" or "fp16"; "" is that of the model, and None that of
+            the run.
+        timed: whether the times of evaluations are measured: "time/evaluate".
         call: the call that made it, set by :func:`middleware`; decides equality, repr and pickling.
 
     Raises:
@@ -268,32 +368,43 @@ class Middleware:
     check: Callable[[Sequence[Middleware]], None] | None = attrs.field(default=None, kw_only=True)
     check_state: Callable[..., None] | None = attrs.field(default=None, kw_only=True)
     evaluation: Wrap | None = attrs.field(default=None, kw_only=True)
+    view: View | None = attrs.field(default=None, kw_only=True)
     report: Report | None = attrs.field(default=None, kw_only=True)
     adds: tuple[str, ...] | None = attrs.field(default=None, kw_only=True)
     monitors: str | None = attrs.field(default=None, kw_only=True)
     loaders: tuple[str, ...] = attrs.field(default=(), kw_only=True)
     per_phase: bool = attrs.field(default=False, kw_only=True)
+    brings: tuple[Part, ...] = attrs.field(default=(), kw_only=True)
+    keep: Callable[[Any], Callable[[], object]] | None = attrs.field(default=None, kw_only=True)
+    order: Mapping[str, int] = attrs.field(factory=dict, kw_only=True)
+    carries: bool = attrs.field(default=False, kw_only=True)
+    precision: str | None = attrs.field(default=None, kw_only=True)
+    timed: bool = attrs.field(default=False, kw_only=True)
     call: Call | None = attrs.field(default=None, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
         checks.text("Middleware", "name", self.name, "the name of its slot, used in errors too")
         owner = f"Middleware({self.name!r})"
-        for ring in (*RINGS, EVALUATION):
-            if (wrap := getattr(self, ring)) is not None:
-                checks.function(owner, ring, wrap, "a function step -> step, or None", 1, also=type)
+        for ring, wrap in wraps_of(self).items():
+            checks.function(owner, ring, wrap, "a function step -> step, or None", 1, also=type)
+        parts = attrs.asdict(self, recurse=False)
         for part, (meaning, arguments) in _PARTS.items():
-            if (given := getattr(self, part)) is not None:
+            if parts[part] is not None:
                 also = () if part.startswith("check") else type
-                checks.function(owner, part, given, meaning, arguments, also=also)
+                checks.function(owner, part, parts[part], meaning, arguments, also=also)
         if self.call is not None:
             meaning = "the call that made it, which middleware() sets, or None"
             checks.instance(owner, "call", self.call, Call, meaning)
+        if self.view is not None:
+            checks.instance(owner, "view", self.view, View, "a View, or None")
         for part, of in (("loaders", "loaders"), ("passes", "arguments"), ("adds", "metrics")):
-            given = getattr(self, part)
+            given = parts[part]
             if part == "adds" and given is None:  # they are not known
                 continue
             for name in checks.instance(owner, part, given, tuple, "a tuple of names"):
                 checks.text(owner, part, name, f"names of {of}")
+        for part in checks.instance(owner, "brings", self.brings, tuple, "a tuple of parts"):
+            checks.instance(owner, "brings", part, Part, "parts, such as Part.of_slot(...)")
         if self.monitors is not None:
             checks.text(owner, "monitors", self.monitors, "the name of a metric, or None")
         checks.integer(owner, "window", self.window, "the batches that one call of the step takes")
@@ -301,14 +412,13 @@ class Middleware:
             checks.integer(owner, "total", self.total, "the samples of one update, or None")
 
     def _fields(self) -> dict[str, Any]:
-        return {f.name: getattr(self, f.name) for f in attrs.fields(Middleware) if f.name != "call"}
+        return attrs.asdict(self, recurse=False, filter=attrs.filters.exclude("call"))
 
     def __repr__(self) -> str:
         if self.call:
             return repr(self.call)
-        defaults: dict[str, object] = {"name": self.name, "window": 1, "windows": {}}
-        defaults |= {"windows_by": "epoch", "loaders": (), "passes": (), "per_phase": False}
-        given = {k: v for k, v in self._fields().items() if v is not None and v != defaults.get(k)}
+        plain = Middleware(self.name)._fields()
+        given = {name: value for name, value in self._fields().items() if value != plain[name]}
         return repr(Call(Middleware, (self.name,), given))
 
     def __eq__(self, other: object) -> bool:
@@ -327,6 +437,28 @@ class Middleware:
 
 def _remake(fields: Mapping[str, Any]) -> Middleware:
     return Middleware(**fields)
+
+
+def is_ours(member: Middleware) -> bool:
+    """Return whether a middleware comes with fnloop."""
+    return member.call is not None and (member.call.factory.__module__ or "").startswith("fnloop.")
+
+
+def wraps_of(member: Middleware) -> dict[str, Any]:
+    """Return what a middleware does in each ring that it acts in, by the name of the ring."""
+    rings = attrs.filters.include(*RINGS, EVALUATION)
+    found = attrs.asdict(member, recurse=False, filter=rings)
+    return {ring: wrap for ring, wrap in found.items() if wrap is not None}
+
+
+class Searching:
+    """A value of a slot that leaves updates out until it has found its number.
+
+    Attributes:
+        overflowed: the epoch of the newest update that it has left out; -1 if none.
+    """
+
+    overflowed: int
 
 
 def middleware(
@@ -437,7 +569,18 @@ def middleware(
 
 
 def name_of(value: object) -> str:
-    """Return a setting as it was typed: the name of a function, the repr of anything else."""
+    """Return a setting as it was typed: the name of a function, the repr of anything else.
+
+    Args:
+        value: the setting.
+
+    Returns:
+        The text, for messages.
+
+    Example:
+        >>> name_of(print), name_of("lr"), name_of(functools.partial(int, base=2))
+        ('print', "'lr'", 'int(base=2)')
+    """
     if isinstance(value, types.FunctionType | types.BuiltinFunctionType | types.MethodType | type):
         return value.__name__
     if isinstance(value, functools.partial):

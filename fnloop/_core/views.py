@@ -5,24 +5,22 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
+import operator
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import attrs
 from toolz import groupby
 
-from fnloop._core.history import (
+from fnloop._core.records import (
     COSTS,
     TRAINED,
-    History,
-    Mode,
     Record,
     best_record,
-    check_plot,
+    better,
     is_evaluated,
     is_row,
     metric_names,
-    mode_by_name,
     records_of_model,
     split_name,
     stacked_in,
@@ -31,7 +29,7 @@ from fnloop._core.history import (
     update_best,
 )
 from fnloop._display import checks, figures, tables
-from fnloop._display.tables import Column, Table, format_metric, shorten
+from fnloop._display.tables import Column, Table, format_metric, mode_by_name, shorten
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -277,15 +275,23 @@ def _importance(name: str) -> int:
 
 
 # --------------------------------------------------------------------------------------------------
-# The curves of a history as a figure, and those of several histories.
-
-# --------------------------------------------------------------------------------------------------
 # The curves of a history as a figure.
 
 MOST_LABELS = 8  # of a legend within the first axis; a longer one is below the figure
 MOST_NAMED, MOST_SHOWN = 2, 4  # best points of another axis: with their names, or just the values
 HUGE = 1e100  # matplotlib fails on an axis of some more
 DECADES = 1000.0  # from the lowest to the highest value of a logarithmic axis, at least
+
+Mode = Mapping[str, str] | str | None
+
+
+def check_plot(mode: Mode, x: str) -> None:
+    """Raise ValueError unless these are arguments of ``History.plot``."""
+    if not isinstance(x, str) or x not in ("step", "epoch", "items"):
+        raise ValueError(f'x expects "step", "epoch" or "items"; got {checks.describe(x)}')
+    modes = mode.values() if isinstance(mode, Mapping) else () if mode is None else (mode,)
+    for given in modes:
+        better(0.0, 0.0, given)  # raises if it is not a mode
 
 
 def plot_records(records: Sequence[Record], mode: Mode, x: str) -> Figure:
@@ -294,47 +300,75 @@ def plot_records(records: Sequence[Record], mode: Mode, x: str) -> Figure:
     figures.require_matplotlib("History.plot")
     if x == "items" and not (records := [each for each in records if each.items is not None]):
         raise ValueError('plot(x="items"): no record says how many items there were before it')
-    series = curves_of(records)
-    if models := stacked_in(series):
-        alone = {name: History(records_of_model(records, name, models)) for name in models}
-        return plot_runs(alone, None, x)
-    if not series:
+    if not any(record.metrics for record in records):
         empty = "has no metric" if records else "is empty"
         raise ValueError(f"there is nothing to plot: the history {empty}")
-    of = {key: _split(key, series) for key in series}
-    groups: dict[str, list[str]] = groupby(lambda key: _panel_of(of[key][1]), series)
-    titles = sorted(groups, key=lambda title: panel_rank(title, groups[title]))
-    colors = _colors(owner for owner, _ in of.values())
     if not any(record.epoch for record in records):
         x = "step"  # no epoch has ended, and its length is unknown
-    place = _place_on(x, records)
-    sizes = [panel_size(title, i) for i, title in enumerate(titles)]
+    if models := stacked_in(metric_names(records)):
+        return plot_runs({m: records_of_model(records, m, models) for m in models}, None, x)
+    panels = _panels_of(records, mode, x)
+    sizes = [panel_size(panel.title, i) for i, panel in enumerate(panels)]
     figure, axes = figures.panels("History.plot", sizes)
+    below = panels[0].entries > MOST_LABELS
     known: set[str] = set()  # labels in a legend
-    crowded = False  # whether the legend of the first axis is below the figure
-    for axis, title in zip(axes, titles, strict=True):
-        curves, keys = [], sorted(groups[title], key=lambda key: _order(of[key][0]))
-        evaluated = [key for key in keys if of[key][0] not in TRAINED]
-        crowded |= axis is axes[0] and len(keys) + len(evaluated) > MOST_LABELS
-        for key in keys:
-            (owner, metric), having, best = of[key], series[key], None
-            wanted = _mode_of(metric, groups[title], mode)
-            if key in evaluated and (record := _best_finite(having, key, wanted)):
-                value = record.metrics[key]
-                label = f"{_label(owner, metric)} {best_label(record, key, records)}"
-                if axis is not axes[0] and len(evaluated) > MOST_NAMED:  # told by its colour
-                    label = f"{value:.4g}" if len(evaluated) <= MOST_SHOWN else ""
-                best = place(record), value, label
-            points = [(place(record), record.metrics[key]) for record in having]
-            thin = owner == "recent"
-            curves.append(figures.Curve(points, _label(owner, metric), colors[owner], thin, best))
-        figures.draw(axis, title, x, curves, None if crowded and axis is axes[0] else known)
-        if _mode_of(title, groups[title], mode) == "min" and _spans_decades(curves):
+    for axis, panel in zip(axes, panels, strict=True):
+        own_legend = not (below and axis is axes[0])
+        figures.draw(axis, panel.title, x, panel.curves, known if own_legend else None)
+        if panel.is_logarithmic:
             axis.set_yscale("log")
-        known |= {curve.label for curve in curves}
-    if crowded:
+        known |= {curve.label for curve in panel.curves}
+    if below:
         figures.add_legend_below(figure, axes[0])
     return figure
+
+
+@attrs.frozen
+class _Panel:
+    """One axis of a figure.
+
+    Args:
+        title: its title.
+        curves: what is drawn in it.
+        entries: the lines that its legend may have.
+        is_logarithmic: whether its scale is.
+    """
+
+    title: str
+    curves: Sequence[figures.Curve]
+    entries: int
+    is_logarithmic: bool
+
+
+def _panels_of(records: Sequence[Record], mode: Mode, x: str) -> list[_Panel]:
+    """Return what ``History.plot`` shows of records, in the order of its axes."""
+    series = curves_of(records)
+    of = {key: _split(key, series) for key in series}
+    groups: dict[str, list[str]] = groupby(lambda key: _panel_of(of[key][1]), series)
+    colors = _colors(owner for owner, _ in of.values())
+    place = _place_on(x, records)
+
+    panels: list[_Panel] = []
+    for title in sorted(groups, key=lambda title: panel_rank(title, groups[title])):
+        keys = sorted(groups[title], key=lambda key: _order(of[key][0]))
+        evaluated = [key for key in keys if of[key][0] not in TRAINED]
+        curves = []
+        for key in keys:
+            (owner, metric), best = of[key], None
+            wanted = _mode_of(metric, groups[title], mode)
+            if key in evaluated and (record := _best_finite(series[key], key, wanted)):
+                value = record.metrics[key]
+                label = f"{_label(owner, metric)} {best_label(record, key, records)}"
+                if panels and len(evaluated) > MOST_NAMED:  # told by its colour
+                    label = f"{value:.4g}" if len(evaluated) <= MOST_SHOWN else ""
+                best = place(record), value, label
+            points = [(place(record), record.metrics[key]) for record in series[key]]
+            thin = owner == "recent"
+            curves.append(figures.Curve(points, _label(owner, metric), colors[owner], thin, best))
+        falls = _mode_of(title, groups[title], mode) == "min"
+        entries = len(keys) + len(evaluated)
+        panels.append(_Panel(title, curves, entries, falls and _spans_decades(curves)))
+    return panels
 
 
 def _best_finite(records: Iterable[Record], key: str, mode: str | None) -> Record | None:
@@ -471,11 +505,10 @@ Series = Mapping[str, list[Record]]  # the records that have a metric
 
 
 def plot_runs(
-    histories: Mapping[str, History], keys: Iterable[str] | None, x: str = "step"
+    histories: Mapping[str, Iterable[Record]], keys: Iterable[str] | None, x: str = "step"
 ) -> Figure:
     """Draw several runs; the arguments are those of ``compare`` and of ``History.plot``."""
     figures.require_matplotlib("compare")
-    _check(histories)
     histories = dict(zip(_short_names([*histories]), histories.values(), strict=True))
     series = {name: curves_of(history) for name, history in histories.items()}
     keys = _shared_keys(series) if keys is None else _given_keys(series, keys)
@@ -494,8 +527,8 @@ def plot_runs(
             new, label = name not in explained, name
             if name in named:
                 label = _run_label(name, best[name], key, history, short and not new, not new)
-            place_of = _place_on(x, history)
-            curves += _curves(series[name], key, keys, label, color, best.get(name), place_of)
+            of_run = best.get(name), _place_on(x, history)
+            curves += _curves(series[name], key, keys, label, color, *of_run)
         known = explained if place else None if crowded else ()
         explained = explained or {name for name, found in series.items() if key in found}
         figures.draw(axis, key, x, curves, known)
@@ -506,23 +539,7 @@ def plot_runs(
 
 def _place_on(x: str, records: Iterable[Record]) -> Callable[[Record], float]:
     """Return a function that gives where a record is on the x axis."""
-    return epochs_of(records) if x == "epoch" else lambda record: getattr(record, x)
-
-
-def _check(histories: Mapping[str, History]) -> None:
-    checks.mapping("compare", "histories", histories, 'such as {"a": history_a, "b": history_b}')
-    if not histories:
-        raise ValueError("compare expects at least one history; got none")
-    for name, history in histories.items():
-        checks.text("compare", "histories", name, "names of runs")
-        if not isinstance(history, History):
-            raise TypeError(
-                f"compare expects a History for {name!r}, such as state.history; "
-                f"got {checks.describe(history)}"
-            )
-        if not history.keys():
-            empty = "has no metric" if len(history) else "is empty"
-            raise ValueError(f"compare has nothing to draw for {name!r}: its history {empty}")
+    return epochs_of(records) if x == "epoch" else operator.attrgetter(x)
 
 
 def _short_names(names: Sequence[str]) -> Sequence[str]:
@@ -539,7 +556,7 @@ def _best_records(series: Mapping[str, Series], key: str) -> dict[str, Record]:
 
 
 def _run_label(
-    name: str, best: Record, key: str, history: History, short: bool, known: bool
+    name: str, best: Record, key: str, history: Iterable[Record], short: bool, known: bool
 ) -> str:
     """Return the label of a run; a short one where its colour says which run it is.
 

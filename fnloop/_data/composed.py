@@ -78,9 +78,7 @@ class Composed(abc.ABC):
         """Return the number of batches in an epoch, or None if it is not known before its end."""
 
     @abc.abstractmethod
-    def items(
-        self, seed: int, epoch: int | None, start: int, sharing: SingleProcess
-    ) -> Iterator[PartItem]:
+    def items(self, at: Pass) -> Iterator[PartItem]:
         """Yield the items of an epoch from a position on, see `Part`."""
 
     def lengths_in(self, epoch: int) -> dict[str, int | None]:
@@ -109,7 +107,8 @@ class Composed(abc.ABC):
     def _one_pass(self, seed: int, epoch: int | None) -> Iterator[Batch]:
         sharing = SingleProcess()
         sharing.held.begin_pass(active=True)
-        items = sharing.split(self.items(seed, epoch, 0, sharing), size_of, counts=True)
+        found = self.items(Pass(seed, epoch, 0, sharing))
+        items = sharing.split(found, size_of, counts=True)
         batches = sharing.held.taken(fetch(items, sharing.held), grouped=False)
         while True:
             with isolated(torch.device("cpu")):
@@ -268,6 +267,22 @@ def size_of(item: PartItem) -> int:
     return batch_size_of(item.batch)
 
 
+class Pass(NamedTuple):
+    """From where on a loader is read.
+
+    Args:
+        seed: the run's, or one that was derived from it.
+        epoch: the epoch, or None for an evaluation.
+        start: how many items to pass over.
+        sharing: what notes the order of the samples.
+    """
+
+    seed: int
+    epoch: int | None
+    start: int
+    sharing: SingleProcess
+
+
 class Part(Protocol):
     """A loader that is read by its items."""
 
@@ -275,17 +290,8 @@ class Part(Protocol):
         """Return the number of batches in an epoch, or None if it is not known before its end."""
         ...
 
-    def items(
-        self, seed: int, epoch: int | None, start: int, sharing: SingleProcess
-    ) -> Iterator[PartItem]:
-        """Yield the items of an epoch, of all processes, from the one numbered ``start`` on.
-
-        Args:
-            seed: the run's, or one that was derived from it.
-            epoch: the epoch, or None for an evaluation.
-            start: how many items to pass over.
-            sharing: what notes the order of the samples.
-        """
+    def items(self, at: Pass) -> Iterator[PartItem]:
+        """Yield the items of an epoch, of all processes, from a position on."""
         ...
 
 
@@ -299,16 +305,10 @@ class MapStyle:
     def length_in(self, epoch: int) -> int | None:
         return map_style.length_of(self.loader)
 
-    def items(
-        self,
-        seed: int,
-        epoch: int | None,
-        start: int,
-        sharing: SingleProcess,
-        indices: list[object] | None = None,
-    ) -> Iterator[PartItem]:
+    def items(self, at: Pass, indices: list[object] | None = None) -> Iterator[PartItem]:
         __tracebackhide__ = True
-        found = map_style.requests(self.loader, seed, epoch, start, 0, sharing, indices=indices)
+        place = at.seed, at.epoch, at.start, 0
+        found = map_style.requests(self.loader, *place, at.sharing, indices=indices)
         for request in found:
             yield Request(self, request, request.size)
 
@@ -325,10 +325,8 @@ class _Listed(NamedTuple):
     def length_in(self, epoch: int) -> int | None:
         return len(self.batches)
 
-    def items(
-        self, seed: int, epoch: int | None, start: int, sharing: SingleProcess
-    ) -> Iterator[PartItem]:
-        return map(Given, itertools.islice(self.batches, start, None))
+    def items(self, at: Pass) -> Iterator[PartItem]:
+        return map(Given, itertools.islice(self.batches, at.start, None))
 
 
 class _Iterated(NamedTuple):
@@ -339,12 +337,10 @@ class _Iterated(NamedTuple):
     def length_in(self, epoch: int) -> int | None:
         return map_style.length_of(self.loader)
 
-    def items(
-        self, seed: int, epoch: int | None, start: int, sharing: SingleProcess
-    ) -> Iterator[PartItem]:
+    def items(self, at: Pass) -> Iterator[PartItem]:
         __tracebackhide__ = True
-        batches = iterate(self.loader, seed, epoch, start, Positions())
-        for batch in batches if makes_new(self.loader) else sharing.held.watched(batches):
+        batches = iterate(self.loader, at.seed, at.epoch, at.start, Positions())
+        for batch in batches if makes_new(self.loader) else at.sharing.held.watched(batches):
             yield Given(batch)
 
 
@@ -411,7 +407,7 @@ def indices_of(
         sharing = sharing_among(*sharings)  # the run's own notes what it reads
         found = positions.indices_from(epoch, batch)
         if isinstance(loader, Composed):
-            items = loader.items(seed, epoch, batch, sharing)
+            items = loader.items(Pass(seed, epoch, batch, sharing))
             found = map(_index_of, items)
         elif found is None:
             asked = requests(loader, seed, epoch, batch, samples, sharing, sharing.complete)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
 from collections.abc import Iterable, Iterator
-from typing import TypeGuard, TypeVar, cast
+from typing import NamedTuple, TypeGuard, TypeVar, cast
 
 from torch.utils.data import DataLoader
 
@@ -39,84 +40,111 @@ def iterate(
         positions: knows where the loader was then, and is told where it is.
     """
     __tracebackhide__ = True
-    position = positions.given(epoch, start)
-    if position is not None and position["keeper"]:
-        try:
-            yield from _iterate(loader, seed, epoch, start, positions, position)
-            return
-        except _ElsewhereError:
+    position, fetch = positions.given(epoch, start), fold_in(seed, FETCH, epoch or 0)
+    with contextlib.ExitStack() as stack:
+        open_at = functools.partial(_open_at, stack, loader, seed, epoch, start, positions)
+        opened = open_at(position if position is not None and position["keeper"] else None)
+        if opened is ELSEWHERE:
+            stack.close()
             log.warning(
                 "fit: %s.state_dict() does not lead back to the batch that followed: a shuffle "
                 "buffer, or what workers draw, is not in it, or the data have changed. The loader "
                 "is read again from the beginning of the epoch, which takes longer",
-                position["keeper"],
+                cast(Position, position)["keeper"],
             )
-    yield from _iterate(loader, seed, epoch, start, positions)
+            opened = open_at(None)
+        batches, n, batch, keeper = cast(Opened, opened)
+        while batch is not NONE_LEFT:
+            n += 1
+            if not positions.note(n, batch, keeper):
+                keeper = None
+            yield batch
+            seed_all(fold_in(fetch, n))
+            batch = next(batches, NONE_LEFT)
+        positions.end(n)
 
 
-class _ElsewhereError(Exception):
-    """The position that a loader was given leads to another batch than it did before."""
+class Opened(NamedTuple):
+    """A loader that is being read.
+
+    Args:
+        batches: its iterator.
+        n: how many batches were read before ``batch``.
+        batch: the next one, or ``NONE_LEFT``.
+        keeper: what knows where the loader is, or None.
+    """
+
+    batches: Iterator[Batch]
+    n: int
+    batch: Batch
+    keeper: Keeper | None
 
 
-def _iterate(
+ELSEWHERE = None  # a position leads to another batch than it did when the state was saved
+
+
+def _open_at(
+    stack: contextlib.ExitStack,
     loader: Loader,
     seed: int,
     epoch: int | None,
     start: int,
     positions: Positions,
-    position: Position | None = None,
-) -> Iterator[Batch]:
-    """Yield the batches from the one numbered ``start`` on. Begin at a position, if there is one.
+    position: Position | None,
+) -> Opened | None:
+    """Begin to read a loader, up to the batch after ``start`` others.
+
+    Args:
+        stack: closes what is opened.
+        loader, seed, epoch, start, positions: as in :func:`iterate`.
+        position: where to begin, if the loader can be given it; None: at the beginning.
+
+    Returns:
+        The loader there, or ``ELSEWHERE``.
 
     Raises:
-        _ElsewhereError: what is there is not the batch that was there.
-        RuntimeError: the same, and the loader cannot be put back to its beginning.
+        RuntimeError: it is elsewhere, and the loader cannot be put back to its beginning.
     """
     __tracebackhide__ = True
-    given = loader
-    set_epoch(epoch, loader, getattr(loader, "dataset", None))
-    fetch = fold_in(seed, FETCH, epoch or 0)
-    with contextlib.ExitStack() as stack:
-        if is_iterable(loader):
-            loader = stack.enter_context(reading(loader, position is not None))
-        with _ordered_by(fold_in(seed, ORDER, epoch or 0), loader):
-            made, n = _call(loader, epoch or 0, start)
-            if made is not loader:
-                made = stack.enter_context(reading(made, position is not None))
-            keeper = keeper_of(made) if positions.wanted else None
-            found = position if n < start and fits(position, keeper) else None
-            owners = owners_of(made) if made is not loader else None
-            positions.open(epoch, start, owners, keeper, found is not None)
-            with _explained(found):
-                if keeper is not None and found is not None:
-                    keeper.load_state_dict(copy.deepcopy(found["state"]))
-                    n = found["batch"]
-                elif n < start:
-                    hint_at_stateful_loader(made)
-                batches = torch_compat.make_killable(iter(made))
-                if n < start and batches is loader:
-                    raise ValueError(
-                        f"epoch {epoch} is to continue at batch {start}, but the loader is an "
-                        "iterator, which cannot start again: pass a function that makes it "
-                        "(fit(step, state, lambda: batches(...)))"
-                    )
-                seed_all(fold_in(fetch, n))
-                batch = next(batches, NONE_LEFT)
-        while True:
-            if n == start and found is not None and not is_next(batch, found):
-                raise _cannot_restart(found) if made is given else _ElsewhereError
-            if found is None and (n == start or (n < start and batch is NONE_LEFT)):
-                positions.compare(epoch, start, batch)
-            if batch is NONE_LEFT:
-                positions.end(n)
-                return
-            n += 1
-            if n > start:
-                if not positions.note(n, batch, keeper):
-                    keeper = None
-                yield batch
+    set_epoch(epoch, loader, _dataset_of(loader))
+    fetch, given = fold_in(seed, FETCH, epoch or 0), loader
+    if is_iterable(loader):
+        loader = stack.enter_context(reading(loader, position is not None))
+    with _ordered_by(fold_in(seed, ORDER, epoch or 0), loader):
+        made, n = _call(loader, epoch or 0, start)
+        owners = None
+        if made is not loader:
+            made = stack.enter_context(reading(made, position is not None))
+            owners = owners_of(made)
+        keeper = keeper_of(made) if positions.wanted else None
+        found = position if n < start and fits(position, keeper) else None
+        positions.open(epoch, start, owners, keeper, found is not None)
+        with _explained(found):
+            if keeper is not None and found is not None:
+                keeper.load_state_dict(copy.deepcopy(found["state"]))
+                n = found["batch"]
+            elif n < start:
+                hint_at_stateful_loader(made)
+            batches = torch_compat.make_killable(iter(made))
+            if n < start and batches is loader:
+                raise ValueError(
+                    f"epoch {epoch} is to continue at batch {start}, but the loader is an "
+                    "iterator, which cannot start again: pass a function that makes it "
+                    "(fit(step, state, lambda: batches(...)))"
+                )
             seed_all(fold_in(fetch, n))
             batch = next(batches, NONE_LEFT)
+    while n < start and batch is not NONE_LEFT:
+        n += 1
+        seed_all(fold_in(fetch, n))
+        batch = next(batches, NONE_LEFT)
+    if found is None:
+        positions.compare(epoch, start, batch)
+    elif n == start and not is_next(batch, found):
+        if made is given:
+            raise _cannot_restart(found)
+        return ELSEWHERE
+    return Opened(batches, n, batch, keeper)
 
 
 def _cannot_restart(position: Position) -> RuntimeError:
@@ -147,7 +175,11 @@ def _explained(position: Position | None) -> Iterator[None]:
 
 def owners_of(loader: object) -> list[object]:
     """Return the objects whose generators may decide the order of a loader."""
-    return [loader, getattr(loader, "dataset", None), *samplers_of(loader)]
+    return [loader, _dataset_of(loader), *samplers_of(loader)]
+
+
+def _dataset_of(loader: object) -> object:
+    return getattr(loader, "dataset", None)
 
 
 @contextlib.contextmanager
@@ -192,12 +224,11 @@ Value = TypeVar("Value")
 
 def is_keeper(owner: object) -> TypeGuard[Keeper]:
     """Return whether an object can be asked for its position, without arguments, and given it."""
-    ask = getattr(owner, "state_dict", None)
-    if not callable(ask) or not callable(getattr(owner, "load_state_dict", None)):
+    if not isinstance(owner, Keeper):
         return False
     with contextlib.suppress(ValueError):  # a builtin without a signature
         try:
-            inspect.signature(ask).bind()
+            inspect.signature(owner.state_dict).bind()
         except TypeError:
             return False
     return True

@@ -285,7 +285,7 @@ class _BatchDataset(Dataset[Batch]):
 
     def __init__(self, dataset: Any, collate: Callable[..., Batch], batched: bool) -> None:
         self.dataset, self.collate, self.batched = dataset, collate, batched
-        self.fetches_batches = batched and getattr(dataset, "__getitems__", None) is not None
+        self.fetches_batches = batched and gives_batches(dataset)
         self.collates_by_default = batched and collate is default_collate
 
     def __getitem__(self, request: _BatchRequest) -> Batch:
@@ -460,7 +460,12 @@ def _keeps_all(loader: DataLoader[object]) -> bool:
     dataset = loader.dataset
     while type(dataset) is Subset:
         dataset = dataset.dataset
-    return loader.collate_fn is default_collate and not hasattr(dataset, "__getitems__")
+    return loader.collate_fn is default_collate and not gives_batches(dataset)
+
+
+def gives_batches(dataset: object) -> bool:
+    """Return whether a dataset gives the samples of a batch at once, as torch asks for them."""
+    return getattr(dataset, "__getitems__", None) is not None
 
 
 def batch_indices(

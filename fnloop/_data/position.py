@@ -10,7 +10,7 @@ import zlib
 from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Protocol, cast
+from typing import Protocol, cast, runtime_checkable
 
 import numpy as np
 import torch
@@ -49,6 +49,7 @@ _MEND = (
 )
 
 
+@runtime_checkable
 class Keeper(Protocol):
     """A loader or a dataset that knows where it is."""
 

@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import NamedTuple, cast
 
 import attrs
@@ -21,6 +21,7 @@ from fnloop._core.types import Batch, name_of
 from fnloop._data.composed import (
     Composed,
     Indices,
+    Pass,
     contents_of,
     fetch,
     indices_of,
@@ -319,7 +320,7 @@ def _open_composed(loader: Composed, seed: int, sharing: SingleProcess) -> Sourc
             _check_not_split(leaf)
 
     def composed(epoch: int | None, batch: int, samples: int) -> Iterator[Batch]:
-        items = lambda: loader.items(seed, epoch, batch, sharing)
+        items = lambda: loader.items(Pass(seed, epoch, batch, sharing))
         noted = positions.noting(items, epoch, batch)
         share = sharing.split(noted, size_of, counts=True)
         make = functools.partial(fetch, held=sharing.held)
@@ -505,6 +506,15 @@ def windows(
         batches = _grouped(batches, map(source.rounds_of, sizes))
     fed = batches if prefetch == 1 else _prefetched(batches, prefetch)
     return fed if copies else held.taken(fed, grouped=sizes is not None)
+
+
+def first_batches(source: Source, device: torch.device, n: int) -> Iterator[Batch]:
+    """Yield the first batches of a pass on a device, and leave the others unread."""
+    __tracebackhide__ = True
+    reading = windows(source, None, device, None)
+    yield from itertools.islice(reading, n)
+    if isinstance(reading, Generator):
+        reading.close()
 
 
 def _grouped(batches: Iterator[Batch], sizes: Iterator[int]) -> Iterator[Batch]:

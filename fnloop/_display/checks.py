@@ -184,6 +184,11 @@ def instance(owner: str, name: str, value: object, kind: type[T], meaning: str) 
     return value
 
 
+def known_as(value: object) -> str:
+    """Return the name of a function or a class; of anything else, that of its class."""
+    return getattr(value, "__name__", type(value).__name__)
+
+
 def function(
     owner: str, name: str, value: F, meaning: str, arguments: int, *, also: _Types = ()
 ) -> F:
@@ -210,9 +215,8 @@ def function(
         try:
             signature.bind(*(None,) * arguments)
         except TypeError as error:
-            called = getattr(given, "__name__", type(given).__name__)
             raise TypeError(
-                f"{owner} expects {name} as {meaning}; {called} takes {signature}"
+                f"{owner} expects {name} as {meaning}; {known_as(given)} takes {signature}"
             ) from error
     return value
 

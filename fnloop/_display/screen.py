@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import itertools
 import logging
 import os
 import shutil
 import sys
+import threading
 from collections.abc import Iterable
 from typing import Any, TextIO
 
-from tqdm import tqdm
 from tqdm.utils import disp_len
 
 from fnloop._display.tables import printable, terminal_width, wrap
 
 # --------------------------------------------------------------------------------------------------
-# The bottom line of a terminal, which tqdm draws, and what is printed above it.
+# The bottom line of a terminal, and what is printed above it.
 
 _STYLES = {"bold": "1", "dim": "2", "green": "32", "yellow": "33", "cyan": "36"}
 
@@ -50,151 +49,131 @@ def paint(text: str, *styles: str) -> str:
 
 
 class Screen:
-    """A terminal whose bottom line is redrawn in place: a bar of tqdm.
+    """A terminal whose bottom line is redrawn in place.
 
     While the line is shown, what the program prints to the terminal appears above it: sys.stdout,
-    sys.stderr and the handlers of ``logging`` that write to them are redirected. :meth:`close`
-    restores them, and removes the line.
+    sys.stderr and the handlers of ``logging`` that write to them are redirected. A part of a line,
+    such as a bar of a hook, takes its place until it is drawn again. :meth:`close` gives the
+    streams back, and removes the line.
 
     Args:
         file: the terminal.
     """
 
     def __init__(self, file: TextIO) -> None:
-        self.file = file.stream if isinstance(file, _Above) else file
-        self._bar: _Bar | None = None
-        self._redirected = contextlib.ExitStack()
+        self.file = self._out = file
+        while isinstance(self.file, _Above):  # of a run in a hook, which makes room for this one
+            self.file = self.file.stream
+        self._line = ""
+        self._shown = 0  # the columns that it takes now
+        self._part = ""  # what the program has printed where it was, without an end of the line
+        self._lock, self._process = threading.RLock(), os.getpid()
+        self._redirected: contextlib.ExitStack | None = None
 
     def draw(self, line: str) -> None:
         """Show a line at the bottom, instead of the one that is there."""
-        with tqdm.get_lock():
-            if self._bar is None:
-                self._bar = _Bar(self.file)
+        with self._lock, contextlib.suppress(OSError):  # the terminal may be gone
+            if self._redirected is None:
+                self._redirected = contextlib.ExitStack()
                 for name in ("stdout", "stderr"):
-                    self._redirect(name, self._bar)
-            self._bar.set_description_str(printable(line, self.file))
+                    self._redirect(self._redirected, name)
+            self._line = printable(line, self.file)
+            self._show(self._line)
 
     def print(self, *lines: str) -> None:
         """Write lines above the bottom line."""
-        with contextlib.suppress(OSError):  # the terminal is gone, which must not end a run
-            tqdm.write(printable("\n".join(lines), self.file), file=self.file)
-            self.file.flush()
+        with self._lock, contextlib.suppress(OSError):
+            self._show("")
+            self.write(printable("\n".join([*lines, ""]), self.file), self._out)
 
     def close(self) -> None:
         """Remove the bottom line, and give the streams back."""
-        with contextlib.suppress(OSError):
-            self._redirected.close()
-        if self._bar is not None:
-            self._bar.close()
-        self._bar = None
+        with self._lock, contextlib.suppress(OSError):
+            if self._redirected is not None:
+                self._redirected.close()
+            self.make_room()
+            self._out.flush()
+        self._redirected, self._line = None, ""
 
-    def _redirect(self, name: str, bar: _Bar) -> None:
-        stream = getattr(sys, name)
-        if stream is not None and stream.isatty():
-            above = _Above(stream, bar)
-            _replace(name, stream, above)
-            self._redirected.callback(_replace, name, above, stream)
-            self._redirected.callback(above.flush)
+    def write(self, text: str, stream: TextIO) -> None:
+        """Write what the program prints, and the line below it again."""
+        if os.getpid() != self._process:  # a worker of a loader, which has a copy of this
+            stream.write(text if self._part else f"\r{_ERASE}{text}")
+            self._part = _open_part(self._part, text)
+            return
+        with self._lock:
+            self.make_room()
+            stream.write(text)
+            self._part = _open_part(self._part, text)
+            if self._line and not self._part:
+                stream.flush()
+                self._show(self._line)
 
-
-class _Bar(tqdm):
-    """A line of text. No thread watches it."""
-
-    monitor_interval = 0
-
-    def __init__(self, file: TextIO) -> None:
-        super().__init__(  # with what a variable TQDM_... could change
-            file=file, bar_format="{desc}", leave=False, disable=False, ncols=0, nrows=20
-        )
-        self.sp = self._show
-        self.is_cut = False  # whether a part of a line is where the bar was
-        self._shown = 0  # the columns that it takes
+    def make_room(self) -> None:
+        """Remove the line until it is drawn again."""
+        if self._shown and os.getpid() == self._process:
+            with self._lock:
+                self._show("")
 
     def _show(self, line: str) -> None:
-        rows = max(self._shown - 1, 0) // columns_of(self.fp)  # a narrower terminal has wrapped it
-        start = "\n" if self.is_cut else f"\x1b[{rows}A\r\x1b[J" if rows else "\r"
-        self.fp.write(f"{start}{line}\x1b[K")
-        self.fp.flush()
-        self.is_cut, self._shown = False, disp_len(line)
+        rows = max(self._shown - 1, 0) // columns_of(self.file)  # a narrower one has wrapped it
+        start = "\n" if self._part else f"\x1b[{rows}A\r\x1b[J" if rows else "\r"
+        if line or self._shown or self._part:
+            self._out.write(f"{start}{line}{_ERASE}")
+            self._out.flush()
+        self._shown, self._part = disp_len(line), ""
+
+    def _redirect(self, redirected: contextlib.ExitStack, name: str) -> None:
+        stream = getattr(sys, name)
+        if stream is not None and stream.isatty():
+            above = _Above(stream, self)
+            _replace(name, stream, above)
+            redirected.callback(_replace, name, above, stream)
+
+
+_ERASE = "\x1b[K"  # the rest of the line
+
+
+def _open_part(before: str, text: str) -> str:
+    """Return what stands in the last line after a text; "" if that is empty or has ended.
+
+    Example:
+        >>> _open_part("", "a\\nb"), _open_part("9 %", "\\r10 %"), _open_part("9 %", "\\r   \\r")
+        ('b', '10 %', '')
+    """
+    line = (before + text).rpartition("\n")[2].rpartition(f"\r{_ERASE}")[2].replace(_ERASE, "")
+    return next(filter(None, reversed(line.split("\r"))), "").strip(" ")
 
 
 class _Above:
-    """A stream whose lines appear above the bars.
+    """A stream whose lines appear above the bottom line of a screen."""
 
-    DummyTqdmFile of tqdm shows no prompt, and nothing of a bar that a hook draws.
-    """
-
-    def __init__(self, stream: TextIO, bar: _Bar) -> None:
-        self.stream, self._bar, self._process = stream, bar, os.getpid()
-        self._rest = ""  # a part of a line
+    def __init__(self, stream: TextIO, screen: Screen) -> None:
+        self.stream, self._screen = stream, screen
 
     def write(self, text: str) -> int:
-        if self._bar.disable or _is_called_by_tqdm():  # closed, or it has made room
-            self.stream.write(text)
-            return len(text)
-        in_worker = os.getpid() != self._process  # of a loader, with a copy of the bar
-        with contextlib.nullcontext() if in_worker else tqdm.get_lock():
-            lines, end, self._rest = (self._rest + text).rpartition("\n")
-            if end and in_worker:
-                self.stream.write(f"\r\x1b[K{lines}\n")
-            elif end and self._bar.is_cut:
-                self.stream.write(f"{lines}\n")
-                self._bar.is_cut = False
-                self._bar.refresh()
-            elif end:
-                tqdm.write(lines, file=self.stream)
-            if "\r" in self._rest:
-                self.flush()
+        self._screen.write(text, self.stream)
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
         self.write("".join(lines))
 
-    def flush(self) -> None:
-        if self._rest:
-            self._make_room()
-        self.stream.flush()
-
     def fileno(self) -> int:
         """Return the descriptor, which ``input`` and a debugger ask for to write a prompt."""
-        if not _is_called_by_tqdm():
-            self._make_room()
+        self._screen.make_room()
         return self.stream.fileno()
-
-    def _make_room(self) -> None:
-        """Remove the bar until it is drawn again, and write a part of a line, if there is one."""
-        if os.getpid() == self._process:
-            with tqdm.get_lock():
-                if not self._bar.is_cut:
-                    self._bar.clear(nolock=True)
-                self.stream.write(self._rest)
-                self._bar.is_cut |= bool(self._rest)
-                self._rest = ""
 
     def __getattr__(self, name: str) -> object:
         return getattr(self.stream, name)
-
-    def __eq__(self, other: object) -> bool:
-        return other is self or self.stream == other  # tells tqdm which bars are on this terminal
-
-    def __hash__(self) -> int:
-        return hash(self.stream)
-
-
-def _is_called_by_tqdm() -> bool:
-    """Return whether it is a bar, such as one of a hook, that calls the method that asks."""
-    here = inspect.currentframe()
-    method = here and here.f_back
-    caller = method and method.f_back
-    return caller is not None and caller.f_globals.get("__name__", "").startswith("tqdm.")
 
 
 def _replace(name: str, old: Any, new: Any) -> None:
     """Replace a stream of ``sys``, also in the handlers of ``logging`` that write to it."""
     if getattr(sys, name) is old:  # otherwise it was replaced meanwhile
         setattr(sys, name, new)
-    loggers = [logging.root, *logging.root.manager.loggerDict.values()]
-    for handler in {each for logger in loggers for each in getattr(logger, "handlers", ())}:
+    known = [logging.root, *logging.root.manager.loggerDict.values()]
+    loggers = [each for each in known if isinstance(each, logging.Logger)]
+    for handler in {handler for logger in loggers for handler in logger.handlers}:
         # A handler whose stream is a property, as that of logging.lastResort, follows ``sys``.
         if isinstance(handler, logging.StreamHandler) and vars(handler).get("stream") is old:
             handler.setStream(new)

@@ -7,7 +7,7 @@ import copy
 import functools
 import gc
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import attrs
@@ -17,9 +17,15 @@ from torch.optim import Optimizer
 
 from fnloop._backend import torch_compat
 from fnloop._backend.containers import IN_BATCHES, map_leaves, parts_of
-from fnloop._core.optimizers import SCHEDULED, Group, optimizers_in, wants_closure
+from fnloop._core.optimizers import (
+    SCHEDULED,
+    Group,
+    is_torch_optimizer,
+    optimizers_in,
+    wants_closure,
+)
 from fnloop._core.serialize import as_number
-from fnloop._core.state import KeptBuffers, TrainState, advance, give_up_ownership, tracing_copy
+from fnloop._core.state import TrainState, advance, give_up_ownership, tracing_copy
 from fnloop._core.types import Batch, Metric, Output, Step
 from fnloop._display.screen import log
 from fnloop._graphs.guards import (
@@ -37,7 +43,7 @@ from fnloop._graphs.guards import (
     identity_of,
     make_rollback,
 )
-from fnloop._step.update import Judge, before_update, replace_host
+from fnloop._step.transaction import Judge, PutBack, current_attempt, replace_host, undo
 
 # A graph is the device's work of one update, recorded once and started as a whole from then on. No
 # Python runs inside it. What changes with every update is copied into tensors that stay in place:
@@ -69,8 +75,8 @@ def _map_metric(metric: Any, change: Callable[[Tensor], Tensor]) -> Any:
             return change(leaf)
         kind = type(leaf)
         if attrs.has(kind):
-            fields = attrs.fields(kind)
-            return kind(**{f.alias: map_leaves(getattr(leaf, f.name), change_leaf) for f in fields})
+            fields = zip(attrs.fields(kind), attrs.astuple(leaf, recurse=False), strict=True)
+            return kind(**{field.alias: map_leaves(value, change_leaf) for field, value in fields})
         return copy.deepcopy(leaf) if hasattr(leaf, "combine") else leaf
 
     return map_leaves(metric, change_leaf)
@@ -126,43 +132,35 @@ class GraphBreak(NamedTuple):
     Args:
         captured: what has been computed at this point.
         flag: what the host decides by, on the device.
-        on_flag: ``(state, flag) -> why the update is to be skipped, or None``.
+        judge: ``(state, flag) -> why the update is to be skipped, or None``.
+        put_back: functions that undo what the graph has changed, if it is.
     """
 
     captured: CapturedOutput
     flag: Tensor
-    on_flag: Callable[[TrainState, bool], str | None]
+    judge: Judge
+    put_back: Sequence[PutBack]
 
 
 class _RecordingHost:
     """Splits the record where the host decides, and lets the update be applied.
 
     Args:
-        decisions: a list to which ``(out, flag, judge)`` is added, one for each.
+        decisions: a list to which ``(out, flag, judge, put_back)`` is added, one for each.
         split: what splits the record.
     """
 
     def __init__(
-        self, decisions: list[tuple[Output, Tensor, Judge]], split: Callable[[], None]
+        self,
+        decisions: list[tuple[Output, Tensor, Judge, Sequence[PutBack]]],
+        split: Callable[[], None],
     ) -> None:
         self._decisions, self._split = decisions, split
 
     def decide(self, state: TrainState, out: Output, flag: Tensor, judge: Judge) -> None:
-        before = before_update()
-        if before is not None and before.buffers.tensors:  # copied in the part that ends here
-            judge = functools.partial(_judge_and_put_back, judge, before.buffers)
-        self._decisions.append((out, flag, judge))
+        attempt = current_attempt()
+        self._decisions.append((out, flag, judge, attempt.put_back if attempt else ()))
         self._split()
-
-
-def _judge_and_put_back(
-    judge: Judge, buffers: KeptBuffers, state: TrainState, flag: bool
-) -> str | None:
-    """Ask the judge. If the update is left out, put back the buffers that its replay changed."""
-    skip = judge(state, flag)
-    if skip is not None:
-        buffers.put_back(unseen=True)
-    return skip
 
 
 class _SkippingHost:
@@ -207,11 +205,12 @@ class Graph(NamedTuple):
             tensors = [t.detach() for t in tensors]
         copy_all(self.inputs, tensors)
         *first, last = self.parts
-        for replay, (captured, flag, on_flag) in zip(first, self.breaks, strict=True):
+        for replay, (captured, flag, judge, put_back) in zip(first, self.breaks, strict=True):
             replay()
             # The host read of an eager update: see decide.
-            skip = on_flag(state, bool(flag))
+            skip = judge(state, bool(flag))
             if skip is not None:
+                undo(put_back)
                 return attrs.evolve(captured.clone_results(), skip=skip)
         give_up_ownership(state)  # the last part changes the parameters
         last()
@@ -548,6 +547,21 @@ def signature(batch: Batch, tensors: list[Tensor]) -> Hashable:
     )
 
 
+def explain_uncapturable(copied: TrainState, batch: Batch) -> list[str]:
+    """Return why an update could not be captured, apart from what it reads to the host.
+
+    Args:
+        copied: a copy of the state, whose optimizers are changed.
+        batch: a batch.
+    """
+    try:
+        signature(batch, [])
+        make_capturable([*optimizers_in(copied.optimizer).values()], copied.backend.device)
+    except CaptureError as error:
+        return [str(error)]
+    return []
+
+
 def rebuild(batch: Batch, tensors: Iterator[Tensor]) -> Batch:
     """Return a copy of a batch with these tensors in place of its own."""
     return map_leaves(batch, lambda leaf: next(tensors) if isinstance(leaf, Tensor) else leaf)
@@ -664,8 +678,7 @@ def _move_counts(optimizer: Optimizer, keys: Iterable[Tensor], device: torch.dev
 def _check_fused(optimizer: Optimizer) -> None:
     name = type(optimizer).__name__
     for group in optimizer.param_groups:
-        of_torch = getattr(torch.optim, name, None) is type(optimizer)
-        if of_torch and "capturable" not in group and "fused" not in group:
+        if is_torch_optimizer(optimizer) and "capturable" not in group and "fused" not in group:
             raise CaptureError(f"{name} reads numbers to the host in every update")
         fused = group.get("fused", True)
         if fused is None:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import itertools
 import operator
 import random
-import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import FrameType
 from typing import Any, NoReturn
 
 import attrs
@@ -138,8 +136,8 @@ def _named_parts(value: object) -> Iterator[tuple[object, object]]:
         yield from parts
     elif isinstance(value, nn.Module):
         yield from value.state_dict(keep_vars=True).items()
-    elif attrs.has(kind := type(value)):
-        yield from ((f.name, getattr(value, f.name)) for f in attrs.fields(kind))
+    elif attrs.has(type(value)):
+        yield from attrs.asdict(value, recurse=False).items()
 
 
 def check_host_state(before: Mapping[str, object], after: Mapping[str, object]) -> None:
@@ -274,61 +272,6 @@ def _dicts_in(value: object) -> Iterator[dict[object, object]]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Find where an update reads tensors to the host, which no graph can.
-
-_PACKAGE = str(Path(__file__).parents[1])
-
-
-class HostReads(torch_compat.DispatchMode):
-    """Notes where code of the user reads a tensor to the host during an update."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.places: list[str] = []
-
-    def __torch_dispatch__(
-        self,
-        func: object,
-        types: Sequence[type],
-        args: Sequence[object] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
-        assert callable(func)
-        if torch_compat.reads_to_host(func):
-            place = _reader()
-            if place is not None and place not in self.places:
-                self.places.append(place)
-        return func(*args, **(kwargs or {}))
-
-
-def _reader() -> str | None:
-    """Return the line of the user that reads to the host in an update, and in nothing else."""
-    frame, place = sys._getframe(2), None
-    while frame is not None:
-        code = frame.f_code
-        inside = code.co_filename.startswith(_PACKAGE)
-        if inside and place is None:
-            return None  # fnloop itself reads, where it may
-        if inside:
-            in_update = "_step" in code.co_filename or "_middleware" in code.co_filename
-            return place if in_update and not _in_evaluation(frame) else None
-        if place is None and "/torch/" not in code.co_filename:
-            where = f"{Path(code.co_filename).name}, line {frame.f_lineno}, in {code.co_name}"
-            place = f"reads a tensor to the host ({where}): cuda_graph cannot capture that"
-        frame = frame.f_back
-    return None
-
-
-def _in_evaluation(frame: FrameType | None) -> bool:
-    """Return whether a frame is within an evaluation of a run."""
-    while frame is not None:
-        if frame.f_code.co_filename.endswith("_loop/evaluate.py"):
-            return True
-        frame = frame.f_back
-    return False
-
-
-# --------------------------------------------------------------------------------------------------
 # Watch what a graph assumes to be constant: addresses, settings and flags.
 #
 # No Python runs in a replay, so a graph would not notice a change. Before each replay, everything
@@ -459,9 +402,8 @@ def identity_of(value: object) -> list[int]:
         inside = [part for _, part in parts]
         nested = [identity_of(part) for part in inside if not isinstance(part, Tensor)]
         return [*map(id, inside), *itertools.chain.from_iterable(nested)]
-    if attrs.has(kind := type(value)):
-        parts = (getattr(value, field.name) for field in attrs.fields(kind))
-        return [id(part) for part in parts if isinstance(part, Tensor)]
+    if attrs.has(type(value)):
+        return [id(p) for p in attrs.astuple(value, recurse=False) if isinstance(p, Tensor)]
     return []
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import NoReturn, Protocol, Self
 
@@ -16,14 +18,14 @@ from fnloop._core.history import (
     SINCE,
     Fold,
     History,
-    Record,
-    better,
     check_monitored,
-    counts,
     first_record,
+    keys_of,
     mode_of,
     new_records,
 )
+from fnloop._core.parts import Part
+from fnloop._core.records import Record, better, counts
 from fnloop._core.runs import RAN, RunInfo, now
 from fnloop._core.state import (
     TrainState,
@@ -43,6 +45,11 @@ from fnloop._display.screen import warn_once
 # What a hook is, and the base class of hooks that wrap another hook.
 
 
+def _is_elsewhere(definition: object) -> bool:
+    """Return whether a class or a function is not one of the library."""
+    return not str(getattr(definition, "__module__", None)).startswith("fnloop.")
+
+
 class Hook:
     """What a run calls after every update, ``state -> state``, and what else it may do.
 
@@ -58,15 +65,14 @@ class Hook:
         monitors: the name of the metric that it watches, such as "valid/loss", a tuple of several,
             or None. A name that the run cannot make is refused before the first update.
         reports: the names of the metrics that the hook itself adds to records.
-        slot: the name of the slot with what it keeps in the state, or None.
-        outside: at which boundaries without an update it is called too: "start", "end".
-        wants_outputs: whether it may ask for the outputs of an evaluation, by ``collects``.
-        makes_records: when a record is made for numbers of its own, by what their names begin with:
+        makes_records: when a record is made for its ``numbers``, by what their names begin with:
             ``{"bleu": every(epochs=1)}``. Such names are known before the first update.
-        begins_everywhere: whether ``begin`` needs all processes, within ``on_main`` too.
-        ends_run_on_usr1: whether SIGUSR1 stops the run, and does not only save it.
+        moments: those that it asks itself, ``moment.due(state)``. The run keeps their clocks. For
+            ``at_start()`` and ``at_end()`` it also calls the hook where there is no update.
+        slot: the name of the slot with what it keeps in the state, or None.
         untried: why ``dry_run`` does not call it, such as "it would send records"; None: it does.
-        moments: those that it asks itself. The run keeps their clocks.
+        brings: the parts of checkpoints that are its own: how its slot is saved, if not as plain
+            data, attrs records and objects with a ``state_dict`` are.
 
     Raises:
         TypeError: when it is given to ``fit``, or to another hook: it does not define ``__call__``.
@@ -91,38 +97,17 @@ class Hook:
 
     monitors: str | tuple[str, ...] | None = None
     reports: tuple[str, ...] = ()
-    slot: str | None = None
-    outside: frozenset[str] = frozenset()
-    wants_outputs: bool = False
     makes_records: Mapping[str, Moment] = MappingProxyType({})
-    begins_everywhere: bool = False
-    ends_run_on_usr1: bool = False
-    untried: str | None = None
     moments: tuple[Moment, ...] = ()
-    _saves: tuple[str, ...] = ()  # the parts of a state that it saves, which are tried beforehand
+    brings: tuple[Part, ...] = ()
+    slot: str | None = None
+    untried: str | None = None
     _seen: History = History()
     _of_user: bool = False
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         cls._of_user = _is_elsewhere(cls)
-
-    def __call__(self, state: TrainState, /) -> TrainState:
-        """Return the state to continue with: the same, or one with changes, such as ``stop``.
-
-        A snapshot of this run, or what is restored of it, is one to go back to.
-        """
-        raise NotImplementedError  # as_hook refuses a class that does not define it
-
-    def check_beside(self, hooks: Sequence[Hook]) -> None:
-        """Raise if it cannot work beside the hooks of a run, of which it is one, in their order."""
-
-    def take_back(self, state: TrainState) -> TrainState:
-        """Return the state without a stop of this hook that does not hold any more.
-
-        It is called first of all, for example with a time limit that was raised.
-        """
-        return state
 
     def begin(self, state: TrainState) -> TrainState:
         """Return the state to train with, before the first update of every run.
@@ -131,6 +116,13 @@ class Hook:
         parameters, but not another position. It may raise.
         """
         return state
+
+    def __call__(self, state: TrainState, /) -> TrainState:
+        """Return the state to continue with: the same, or one with changes, such as ``stop``.
+
+        A snapshot of this run, or what is restored of it, is one to go back to.
+        """
+        raise NotImplementedError  # as_hook refuses a class that does not define it
 
     def evaluating(self, state: TrainState, loader: str, done: int, total: int | None) -> None:
         """Follow an evaluation: before its first batch, with ``done=0``, and after each batch.
@@ -143,39 +135,42 @@ class Hook:
         """
 
     def collects(self, state: TrainState, loader: str) -> bool:
-        """Return whether it wants the outputs of the evaluation that begins.
+        """Return whether it wants the outputs of the evaluation that begins: by default, of each.
 
-        It is asked if ``wants_outputs``. Every process has to answer alike.
+        It is asked if the hook defines ``receive``. Every process has to answer alike.
         """
-        return False
+        return True
 
     def receive(self, state: TrainState, outputs: Sequence[Output]) -> None:
         """Take the ``Output`` of each batch of an evaluation, before its record is made.
 
-        They are those of all processes, in order, copied to the host.
+        They are those of all processes, in order, copied to the host. A run that is cut before it
+        has called the hook evaluates the loader once more, with the same outputs.
         """
-
-    def adds_numbers(self, state: TrainState, record: Record, names: Collection[str]) -> bool:
-        """Return whether it adds numbers to a record, which is not yet in the history.
-
-        Every process has to answer alike. A hook within another one is not asked, because that one
-        decides later whether the hook is called.
-
-        Args:
-            state: the state, without the record.
-            record: the record as it is so far.
-            names: the loaders that were evaluated for it, and the names of ``makes_records`` that
-                are due.
-        """
-        return False
 
     def numbers(self, state: TrainState) -> Mapping[str, float]:
         """Return the numbers that it adds to a record, by their names in it: "valid/ap".
 
-        It is called once, where ``adds_numbers`` returned True. ``state.history[-1]`` is the record
-        as it is so far. Every process has to return the same.
+        It is called for each record. With ``makes_records``, it is called only where that is due;
+        with ``receive``, only where it has received outputs. ``state.history[-1]`` is the record as
+        it is so far. It may return none. Every process has to return the same. A hook within
+        another one adds none.
         """
         return {}
+
+    def flush(self, state: TrainState) -> TrainState:
+        """Finish pending work: after the last boundary of a run, and on SIGUSR1."""
+        return state
+
+    def failed(self, state: TrainState, error: BaseException) -> None:
+        """Handle the exception that ends a run in one process.
+
+        ``state`` is the last consistent state. The error already has its note, and is raised
+        afterwards in any case.
+        """
+
+    def close(self) -> None:
+        """Release what it holds when a run ends, also after an exception."""
 
     def new_records(self, state: TrainState) -> tuple[Record, ...]:
         """Return the records since this was last called, at first since the run began.
@@ -199,20 +194,39 @@ class Hook:
         object.__setattr__(self, "_seen", state.history)  # a hook may be a frozen record
         return tuple(found)
 
+
+class BuiltIn(Hook):
+    """What a hook of the library may do besides: those that save, stop, or wrap another hook.
+
+    Attributes:
+        saves: the parts of a state that it saves, which are tried beforehand.
+        ends_run_on_usr1: whether SIGUSR1 stops the run, and does not only save it.
+    """
+
+    saves: tuple[str, ...] = ()
+    ends_run_on_usr1: bool = False
+
+    def check_beside(self, hooks: Sequence[Hook]) -> None:
+        """Raise if it cannot work beside the hooks of a run, of which it is one, in their order."""
+
+    def tried(self, place: Path) -> tuple[Hook, str]:
+        """Return the hook as ``dry_run`` calls it, and whether it has a "file" or a "folder" then.
+
+        Args:
+            place: the path of a file or a folder that may be written instead of its own.
+        """
+        return self, ""
+
+    def take_back(self, state: TrainState) -> TrainState:
+        """Return the state without a stop of this hook that does not hold any more.
+
+        It is called first of all, for example with a time limit that was raised.
+        """
+        return state
+
     def poll(self, state: TrainState) -> TrainState:
         """Return the state to continue with, where ``every`` or ``when`` skips the hook."""
         return state
-
-    def flush(self, state: TrainState) -> TrainState:
-        """Finish pending work: after the last boundary of a run, and on SIGUSR1."""
-        return state
-
-    def failed(self, state: TrainState, error: BaseException) -> None:
-        """Handle the exception that ends a run in one process.
-
-        ``state`` is the last consistent state. The error already has its note, and is raised
-        afterwards in any case.
-        """
 
     def settle(self, state: TrainState) -> TrainState:
         """Tidy up instead of all others, where a run has already reached its end.
@@ -221,13 +235,21 @@ class Hook:
         """
         return state
 
-    def close(self) -> None:
-        """Release what it holds when a run ends, also after an exception."""
 
-
-def _is_elsewhere(definition: object) -> bool:
-    """Return whether a class or a function is not one of the library."""
-    return not str(getattr(definition, "__module__", None)).startswith("fnloop.")
+_PLAIN = BuiltIn()
+# What hooks of users could define, and what to write instead.
+_GONE = {
+    "wants_outputs": "leave it out, because a hook that defines receive is asked by collects",
+    "adds_numbers": "return {} from numbers(state) where there are none",
+    "outside": "name the moments: moments = (fl.at_start(), fl.at_end())",
+    "poll": "list the hook without every(...) or when(...), and ask a moment in it, "
+    "moment.due(state), with moments = (moment,)",
+    "settle": "call it with the state that fit returns",
+    "take_back": "give fit the state without its stop: attrs.evolve(state, stop=None)",
+    "check_beside": "compare the hooks where you list them",
+    "begins_everywhere": "list the hook without on_main, and look at state.backend.main in it",
+    "ends_run_on_usr1": "list requeue(), which ends a SLURM job",
+}
 
 
 HookFn = Hook | Callable[[TrainState], TrainState]  # what a user may give
@@ -245,8 +267,6 @@ class LiftedHook(Hook):
             if hasattr(self.call, name):
                 object.__setattr__(self, name, getattr(self.call, name))
         object.__setattr__(self, "_of_user", _is_elsewhere(self.call))
-        if hasattr(self.call, "collects"):
-            object.__setattr__(self, "wants_outputs", True)
 
     def __repr__(self) -> str:
         return name_of(self.call)
@@ -264,47 +284,34 @@ def as_hook(given: HookFn) -> Hook:
     """Return a hook: a function, or an object that defines some of what :class:`Hook` does.
 
     Raises:
-        TypeError: a subclass of Hook does not define ``__call__``.
+        TypeError: a subclass of Hook does not define ``__call__``, or a hook defines what there is
+            no more.
     """
-    if not isinstance(given, Hook):
-        return LiftedHook(given)
-    if type(given).__call__ is Hook.__call__:
-        name = type(given).__name__
+    hook = given if isinstance(given, Hook) else LiftedHook(given)
+    if type(hook).__call__ is Hook.__call__:
+        name = type(hook).__name__
         raise TypeError(f"{name} is a Hook without a method __call__: define it, (state) -> state")
-    return given
+    for name in () if isinstance(hook, BuiltIn) else _GONE:
+        if hasattr(given, name):
+            raise TypeError(
+                f"{name_of(given)} defines {name}, which is not a member of a hook any more: "
+                f"{_GONE[name]}"
+            )
+    return hook
 
 
-class Wrapper(Hook):
-    """A hook around another one, ``hook``. It passes on everything but the call itself."""
+class Wrapper(BuiltIn):
+    """A hook around another one, ``hook``: it decides whether, and where, that is called."""
 
     hook: Hook
 
-    @property
-    def wants_outputs(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """As the hook itself."""
-        return self.hook.wants_outputs
-
-    @property
-    def begins_everywhere(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """As the hook itself."""
-        return self.hook.begins_everywhere
-
-    @property
-    def ends_run_on_usr1(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """As the hook itself."""
-        return self.hook.ends_run_on_usr1
-
-    @property
-    def _saves(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.hook._saves
-
-    def take_back(self, state: TrainState) -> TrainState:
-        """Take back a stop."""
-        return self.hook.take_back(state)
+    def around(self, call: Callable[[TrainState], TrainState], state: TrainState) -> TrainState:
+        """Call a method of the hook, from a state to a state."""
+        return call(state)
 
     def begin(self, state: TrainState) -> TrainState:
         """Begin a run."""
-        return self.hook.begin(state)
+        return self.around(self.hook.begin, state)
 
     def evaluating(self, state: TrainState, loader: str, done: int, total: int | None) -> None:
         """Follow an evaluation."""
@@ -320,23 +327,40 @@ class Wrapper(Hook):
 
     def poll(self, state: TrainState) -> TrainState:
         """Pass a boundary at which the hook itself is not called."""
-        return self.hook.poll(state)
+        return self.around(_as_built_in(self.hook).poll, state)
 
     def flush(self, state: TrainState) -> TrainState:
         """Finish pending work."""
-        return self.hook.flush(state)
-
-    def failed(self, state: TrainState, error: BaseException) -> None:
-        """Handle the failure of a run."""
-        self.hook.failed(state, error)
+        return self.around(self.hook.flush, state)
 
     def settle(self, state: TrainState) -> TrainState:
         """Tidy up after a run that has already reached its end."""
-        return self.hook.settle(state)
+        return self.around(_as_built_in(self.hook).settle, state)
 
-    def close(self) -> None:
-        """Release what the hook holds."""
-        self.hook.close()
+
+def _as_built_in(hook: Hook) -> BuiltIn:
+    return hook if isinstance(hook, BuiltIn) else _PLAIN
+
+
+def built_in(hooks: Iterable[Hook]) -> list[BuiltIn]:
+    """Return those of the library among hooks and the hooks inside them."""
+    return [layer for layer in every_layer(hooks) if isinstance(layer, BuiltIn)]
+
+
+def defines(hook: Hook, name: str) -> bool:
+    """Return whether a hook has a method of its own instead of that of :class:`Hook`."""
+    own = itertools.takewhile(lambda cls: cls is not Hook, type(hook).__mro__)
+    return name in vars(hook) or any(name in vars(cls) for cls in own)
+
+
+def collects_outputs(hook: Hook) -> bool:
+    """Return whether a hook may ask for the outputs of an evaluation."""
+    return defines(unwrap_hook(hook), "receive")
+
+
+def may_be_due(hook: Hook, event: str) -> bool:
+    """Return whether a hook may be due at a boundary without an update: "start" or "end"."""
+    return any(event in moment.outside for layer in layers(hook) for moment in layer.moments)
 
 
 def is_of_user(hook: Hook) -> bool:
@@ -386,7 +410,7 @@ def number_of(hooks: Iterable[Hook], hook: Hook) -> int:
 
 def parts_saved(hooks: Iterable[Hook]) -> frozenset[str]:
     """Return the parts of a state that hooks save."""
-    return frozenset(part for hook in hooks for part in hook._saves)
+    return frozenset(part for layer in built_in(hooks) for part in layer.saves)
 
 
 def place_in(hooks: Sequence[Hook], hook: Hook) -> int:
@@ -535,7 +559,26 @@ class Clock:
 
 
 class Moment(ABC):
-    """A trigger that can be called with a hook, and combined with others: ``|``, ``&``, ``~``."""
+    """A trigger that can be called with a hook, and combined with others: ``|``, ``&``, ``~``.
+
+    Write :meth:`due`. A moment that is not due until some update says so, by :meth:`quiet_until`:
+    then a run asks it no sooner.
+
+    Example:
+        >>> import fnloop as fl, torch
+        >>> from fnloop.testing import toy, toy_loss
+        >>> class powers_of_two(Moment):
+        ...     def due(self, state):
+        ...         return state.step.bit_count() == 1
+        >>> def show(state):
+        ...     print(state.step)
+        ...     return state
+        >>> hooks = (powers_of_two()(show),)
+        >>> state = fl.fit(fl.pipeline()(toy_loss), toy(), [torch.ones(1)] * 5, hooks=hooks)
+        1
+        2
+        4
+    """
 
     def __new__(cls, *given: object, **settings: object) -> Self:
         """Return a moment. Raise for ``every(2)`` and ``at_end(hook)``."""
@@ -603,7 +646,7 @@ class Moment(ABC):
         return _All((_check_trigger(other, "&"), self))
 
     def __invert__(self) -> Moment:
-        return _Not(self)
+        return _Not((self,))
 
 
 @attrs.frozen(repr=False, slots=False)
@@ -667,11 +710,6 @@ class ConditionalHook(Wrapper):
         """The metrics that the trigger depends on."""
         return self.trigger.monitors
 
-    @property
-    def outside(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Where else than after an update it runs."""
-        return self.trigger.outside
-
     def __repr__(self) -> str:
         return show_call(self.trigger, name_of(self.hook))
 
@@ -681,8 +719,10 @@ class ConditionalHook(Wrapper):
         for clock in self.trigger.clocks:
             state = clock.noted(state)
         if not due:
+            if RECORD in state.events:
+                self._check_metrics(state)
             return self.poll(state)
-        if END in self.outside and self._place:
+        if END in self.trigger.outside and self._place:
             mark = f"{RAN} {self._place[0]}"
             if END in state.events and mark in state.noted:
                 return state  # it ran at this boundary already, before a hook stopped the run
@@ -693,18 +733,11 @@ class ConditionalHook(Wrapper):
         """Find its place among the hooks of a run."""
         self._place[:] = [number_of(hooks, self)]
 
-    def poll(self, state: TrainState) -> TrainState:
-        """Pass a boundary, after a check of the metrics that the trigger depends on."""
-        if RECORD in state.events:
-            for key in self.monitors:
-                check_monitored(self.__name__, key, state)
-        return super().poll(state)
-
-    def begin(self, state: TrainState) -> TrainState:
-        """Begin a run: for the trigger too."""
-        if state.run is not None:
-            self.trigger.check(state.run)
-        return super().begin(state)
+    def _check_metrics(self, state: TrainState) -> None:
+        """Check the names that the trigger and the hook watch, although the hook is not called."""
+        for layer in layers(self):
+            for key in () if is_of_user(layer) else keys_of(layer):
+                check_monitored(checks.known_as(layer), key, state)
 
 
 @attrs.frozen(repr=False)
@@ -836,53 +869,40 @@ class _All(_Compound):
         return all(part.due(state) for part in parts)
 
 
-@attrs.frozen(repr=False)
-class _Not(Moment):
-    part: Moment
+class _Not(_Compound):
+    _symbol = "~"
 
     def __invert__(self) -> Moment:
-        return self.part
+        return self.parts[0]
 
     def __repr__(self) -> str:
-        return f"~({self.part!r})" if _is_compound(self.part) else f"~{self.part!r}"
+        (part,) = self.parts
+        return f"~({part!r})" if _is_compound(part) else f"~{part!r}"
+
+    @property
+    def outside(self) -> frozenset[str]:
+        """None: it is due at updates only."""
+        return frozenset()
 
     @property
     def excludes_end(self) -> bool:
         """Whether it is not due where the run ends, because the part is."""
-        return END in self.part.outside or self.part.excludes_end
-
-    @property
-    def monitors(self) -> tuple[str, ...]:
-        """The metrics that the part depends on."""
-        return self.part.monitors
-
-    def check(self, run: RunInfo) -> None:
-        """Begin a run."""
-        self.part.check(run)
-
-    @property
-    def clocks(self) -> tuple[Clock, ...]:
-        """Those of the part."""
-        return self.part.clocks
-
-    def renew(self) -> Moment:
-        """Return a moment with a clock of its own, if the part has one."""
-        return _Not(self.part.renew())
+        return END in self.parts[0].outside or self.parts[0].excludes_end
 
     def due(self, state: TrainState) -> bool:
         """Return whether the part is not due at this update; False at the start."""
         __tracebackhide__ = True
-        due = self.part.due(state)
+        due = self.parts[0].due(state)
         return not due and START not in state.events
 
 
 def _is_compound(trigger: object) -> bool:
-    return isinstance(trigger, _Compound)
+    return isinstance(trigger, _Any | _All)
 
 
 def show_call(trigger: object, hook: str) -> str:
     """Return what to type to call a hook at the boundaries of a trigger."""
-    alone = not isinstance(trigger, _Compound | _Not)  # a call binds tighter than ~
+    alone = not isinstance(trigger, _Compound)  # a call binds tighter than ~
     return f"{trigger!r}({hook})" if alone else f"({trigger!r})({hook})"
 
 
@@ -1181,7 +1201,7 @@ class once(Wrapper):
                 "once(hook, name=...)"
             )
         around = [type(layer) for layer in layers(hooks[place_in(hooks, self)])]
-        if unwrap_hook(self).wants_outputs and ConditionalHook not in around[: around.index(once)]:
+        if collects_outputs(self) and ConditionalHook not in around[: around.index(once)]:
             raise ValueError(
                 f"{self!r} would have its one call at the first update, where nothing is "
                 f"evaluated: write every(epochs=1)({self!r})"

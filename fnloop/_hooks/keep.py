@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import os
 import re
@@ -19,6 +20,7 @@ from fnloop._backend.collectives import on_main_process
 from fnloop._backend.fsdp import like_sharded, local_part
 from fnloop._backend.torch_compat import strip_compile_prefix
 from fnloop._checkpoint.files import (
+    CHECKPOINT_NAME,
     SharedWrite,
     Writing,
     explain_nonfinite,
@@ -39,36 +41,33 @@ from fnloop._checkpoint.format import (
     check_shape,
 )
 from fnloop._checkpoint.parts import read_parts
-from fnloop._checkpoint.remote import Remote, Uploads, is_marked, place_at
+from fnloop._checkpoint.place import place_at
 from fnloop._checkpoint.retention import (
-    CHECKPOINT_NAME,
     candidates,
-    claim_folder,
     prune,
     read_claim,
     release_claim,
-    warn_unless_shared,
 )
 from fnloop._checkpoint.save import check_saveable, collect_contents, position_of
-from fnloop._core.apart import average_inside, begin_again
 from fnloop._core.averages import Average
 from fnloop._core.history import (
     SINCE,
     History,
-    better,
     check_monitored,
     first_record,
     metrics_here,
     mode_of,
 )
+from fnloop._core.records import better
 from fnloop._core.runs import pending
 from fnloop._core.serialize import Json
 from fnloop._core.state import TrainState, differ_only, take_ownership, unwrap, with_slot
 from fnloop._core.types import END, RECORD, Call
+from fnloop._core.view import begin_again, view
 from fnloop._display.checks import choice, describe, flag, integer, metric_name, name_of_file
 from fnloop._display.screen import log
 from fnloop._display.tables import format_metric
-from fnloop._hooks.hook import Hook, every_layer
+from fnloop._hooks.hook import BuiltIn, Hook, every_layer
 
 # --------------------------------------------------------------------------------------------------
 # The hook that saves a run while it trains.
@@ -76,7 +75,7 @@ from fnloop._hooks.hook import Hook, every_layer
 HOOK = "the hook checkpoint"  # its name in messages about processes that wait
 
 
-class checkpoint(Hook):
+class checkpoint(BuiltIn):
     """Save a checkpoint: ``every(epochs=1)(checkpoint("runs/a", best="valid/loss"))``.
 
     List it after the other hooks, but before ``requeue``. Hooks that are listed after it are still
@@ -183,7 +182,6 @@ class checkpoint(Hook):
         named: Sequence[str] = (),
     ) -> None:
         self._place, self._typed = place_at("checkpoint", "folder", folder), os.fspath(folder)
-        self._remote = self._place if isinstance(self._place, Remote) else None
         self.folder = self._place.folder  # of an address, the local one, once the run is known
         if keep is not None:
             integer("checkpoint", "keep", keep, "a number of checkpoints, or None for all")
@@ -193,7 +191,7 @@ class checkpoint(Hook):
         self.background = flag("checkpoint", "background", background)
         self.on_exception = flag("checkpoint", "on_exception", on_exception)
         self.best = None if best is None else metric_name("checkpoint", "best", best)
-        self.parts = read_parts("checkpoint", only)
+        self.parts = self.saves = read_parts("checkpoint", only)
         self.named = _read_names(named)
         if mode is not None:
             better(0.0, 0.0, mode)  # checks it
@@ -205,7 +203,6 @@ class checkpoint(Hook):
         self.mode = "min" if self.best is None else mode_of("checkpoint", self.best, mode)
         self._awaits_metric = False  # whether a save since the last evaluation lacks ``best``
         self._writer: threading.Thread | None = None
-        self._uploads = Uploads()
         self._shared: SharedWrite | None = None  # which all processes write in the background
         self._error: BaseException | None = None  # of the writer
         self._saved: TrainState | None = None  # the state that was saved at this boundary
@@ -213,10 +210,6 @@ class checkpoint(Hook):
         self._encode_history = make_history_encoder()
         self._known_blocks: set[str] = set()
         self._buffers: Contents | None = None  # host memory of the last copy, for reuse
-
-    @property
-    def _saves(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.parts
 
     @property
     def monitors(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -246,6 +239,15 @@ class checkpoint(Hook):
                 "give each its own folder"
             )
 
+    def tried(self, place: Path) -> tuple[Hook, str]:
+        """Return a hook that saves to another folder."""
+        copied = checkpoint(
+            place, self.keep, self.best, self.mode if self.best else None,
+            keep_best=self.keep_best, only=self.parts, named=self.named,
+        )  # fmt: skip
+        copied.saves = ()  # what cannot be saved is a problem of the hook, and ends no run
+        return copied, "folder"
+
     def begin(self, state: TrainState) -> TrainState:
         """Claim the folder for this run, and check that its state can be saved and resumed.
 
@@ -254,25 +256,24 @@ class checkpoint(Hook):
         """
         check_saveable(state, self.parts)
         if state.run is not None:  # now, as the files of the code may be edited while it trains
-            state.run.made_with()
-        if self._remote is not None:
-            self.folder = self._remote.staging(state.run_id)
+            state.run.live.made_with()
+        self.folder = self._place.staging(state.run_id)
         with self._place.reading():
             self._awaits_metric = on_main_process(lambda: self._claim(state), HOOK)
-        if self._remote is None:
-            warn_unless_shared(self.folder)
+        self._place.warn_unless_shared()
         return state
 
     def __call__(self, state: TrainState) -> TrainState:
         self._complete_shared()
         self._wait()
-        self._check_metric(state)
+        for metric in self.monitors if RECORD in state.events else ():
+            check_monitored("checkpoint", metric, state)
         saved = self._saved if self._holds(state) else None
         if saved is None:
             self._awaits_metric = not self._has_metric(state)
             self._position = position_of(state)
             if state.run is not None:  # before it is saved: then a run that is killed has told it
-                state.run.notices.tell(state, "save", folder=str(self.folder))
+                state.run.live.notices.tell(state, "save", folder=str(self.folder))
         # A run that is resumed would call the hooks again that were still to be called.
         if saved is None or (pending(saved.todo) and not pending(state.todo)):
             self._saved = state
@@ -291,8 +292,7 @@ class checkpoint(Hook):
             self._complete_shared()
         if self._error is not None:
             self._wait()
-        self._uploads.check()
-        self._check_metric(state)
+        self._place.check()
         return self(state) if self._awaits_metric and self._has_metric(state) else state
 
     def flush(self, state: TrainState) -> TrainState:
@@ -325,14 +325,9 @@ class checkpoint(Hook):
         except Exception as error:
             log.error("checkpoint: the last checkpoint could not be written: %s", error)
         finally:
-            if self._remote is not None:
-                self._remote.end()
+            self._place.end()
 
     # --- the metric that ranks
-
-    def _check_metric(self, state: TrainState) -> None:
-        for metric in self.monitors if RECORD in state.events else ():
-            check_monitored("checkpoint", metric, state)
 
     def _has_metric(self, state: TrainState) -> bool:
         """Return whether the metric was measured at this boundary, or none was asked for."""
@@ -342,11 +337,7 @@ class checkpoint(Hook):
 
     def _claim(self, state: TrainState) -> bool:
         """Claim the folder. Return whether its newest checkpoint lacks the metric that ranks."""
-        if self._remote is not None:
-            self._remote.mirror(self.folder)
-        claim_folder(self.folder, state.run_id)
-        if self._remote is not None:
-            self._remote.begin(state.run_id)
+        self._place.claim(self.folder, state.run_id)
         manifests = ((path, manifest_or_none(path)) for path in candidates(self.folder))
         finite = (m for path, m in manifests if m is not None and not explain_nonfinite(path, m))
         if (newest := next(finite, None)) is None:
@@ -383,7 +374,7 @@ class checkpoint(Hook):
         try:
             self._wait()
         finally:
-            self._uploads.wait()
+            self._place.wait()
 
     def _start(self, write: Callable[[], None]) -> None:
         """Write while training continues."""
@@ -411,7 +402,7 @@ class checkpoint(Hook):
         """Return where to write, and what the manifest says in addition. Write the history."""
         run, path = contents.facts["run"], self.folder / name
         if path.exists():  # it may be the one that is being uploaded
-            self._uploads.wait()
+            self._place.wait()
         existing = manifest_or_none(path)
         if existing is not None and run_of(path, existing) != run:
             raise CheckpointError(
@@ -422,8 +413,8 @@ class checkpoint(Hook):
                 f"another run has begun in {self.folder}: give each run a folder of its own"
             )
         write_blocks(self.folder, contents.facts["blocks"], history, self._known_blocks)
-        names = ("best", "mode", "since")
-        return path, {name: getattr(self, name) for name in names} if self.best else {}
+        ranking = {"best": self.best, "mode": self.mode, "since": self.since}
+        return path, ranking if self.best else {}
 
     def _keep(self, written: Path, contents: Contents, at: str | None = None) -> None:
         """Upload a checkpoint that was written, if it is for an address. Remove what it replaces.
@@ -433,24 +424,11 @@ class checkpoint(Hook):
             contents: what was written.
             at: the folder of its files at the address, if they are there already.
         """
-        remote, run = self._remote, contents.facts["run"]
-        if remote is None:
-            self._tidy(written, run)
-            return
+        run = contents.facts["run"]
+        tidy = functools.partial(self._tidy, written, run)
+        self._place.keep(written, run, at, tidy, self.background)
 
-        def upload() -> None:
-            remote.send(written, run, at)
-            self._tidy(written, run, is_marked)
-            remote.remove_pruned(self.folder)
-
-        if self.background:
-            self._uploads.add(upload)
-        else:
-            upload()
-
-    def _tidy(
-        self, written: Path, run: str, counts: Callable[[Path], bool] = lambda path: True
-    ) -> None:
+    def _tidy(self, written: Path, run: str, counts: Callable[[Path], bool]) -> None:
         """Remove what a checkpoint that was written replaces."""
         release_claim(self.folder)
         best = self.best, self.mode, self.keep_best, self.since
@@ -467,9 +445,8 @@ class checkpoint(Hook):
 
         if self.background:
             contents = self._buffers = contents.copied(self._buffers)
-        remote = self._remote
-        send = None if remote is None else remote.sender(name)
-        shared = self._shared = SharedWrite(contents, begin, HOOK, send)
+        sender = self._place.sender(name)
+        shared = self._shared = SharedWrite(contents, begin, HOOK, sender)
         if self.background:
             shared.start()
         else:
@@ -553,13 +530,14 @@ _BEST: Shape = {
 
 
 @attrs.frozen(repr=False)
-class restore_best(Hook):
+class restore_best(BuiltIn):
     """End a run with its best weights: ``hooks=(restore_best("valid/loss"),)``.
 
     Whenever the metric is better than before, the hook copies the module's parameters and buffers,
-    and averages of them (``ema``, ``swa``), on their device. They are in ``state.slots``, so
-    checkpoints hold them, and a resumed run ends as an uninterrupted one. Each process copies its
-    own part of a sharded model.
+    and averages of them (``ema``, ``swa``), on their device. They are the weights that an
+    evaluation uses, also with an optimizer that trains others, which ends in its mode ``eval``.
+    They are in ``state.slots``, so checkpoints hold them, and a resumed run ends as an
+    uninterrupted one. Each process copies its own part of a sharded model.
 
     Args:
         key: the metric, such as "valid/loss". NaN is never the best. Of equals, the first is kept.
@@ -670,16 +648,9 @@ class restore_best(Hook):
         if value is None or not self._improves(state, value):
             return state
         first = first_record(state.phases, self.since)
-        with average_inside(state):  # what was evaluated, where each process has its own weights
-            copies = _copy_weights(state)
-        best = {"value": value, "step": state.step, "first": first, **copies}
+        best = {"value": value, "step": state.step, "first": first, **_copy_weights(state)}
         best["ended"] = None
         return with_slot(state, self.slot, best)
-
-    def poll(self, state: TrainState) -> TrainState:
-        """Check the name of the metric, even at a boundary where the hook itself is not called."""
-        self._measured(state)
-        return state
 
     def flush(self, state: TrainState) -> TrainState:
         """Restore the best weights if the run has ended by its target or by a hook."""
@@ -719,9 +690,9 @@ class restore_best(Hook):
             value, step = now, state.step
         else:
             weights = _fit_to(state, best["weights"], self.slot)
+            state = begin_again(state)
             unwrap(state).load_state_dict(weights, strict=False)
             _load_averages(state, best.get("averages", {}))
-            begin_again(state)
             state = take_ownership(state)
             if state.backend.main:
                 shown = format_metric(self.key, value)
@@ -748,13 +719,14 @@ class restore_best(Hook):
 
 
 def _copy_weights(state: TrainState) -> dict[str, _Weights]:
-    """Return copies of what a module saves and of its averages, as they are kept in the slot."""
+    """Return copies of what an evaluation uses and of the averages, as they are in the slot."""
     averages = {
         name: {"count": slot.count, "tensors": {k: v.detach().clone() for k, v in slot.items()}}
         for name, slot in state.slots.items()
         if isinstance(slot, Average)
     }
-    return {"weights": _copy_module(state), "averages": averages}
+    with view(state, "save"):
+        return {"weights": _copy_module(state), "averages": averages}
 
 
 def _load_averages(state: TrainState, kept: _Weights) -> None:
@@ -795,7 +767,8 @@ def _fit_to(state: TrainState, weights: _Weights, slot: str) -> _Weights:
     found: _Weights = {}
     for spelled, here in mine.items():
         kept = weights.get(strip_compile_prefix(spelled))
-        if isinstance(here, Tensor) and getattr(kept, "shape", None) != here.shape:
+        fits = isinstance(kept, Tensor) and isinstance(here, Tensor) and kept.shape == here.shape
+        if isinstance(here, Tensor) and not fits:
             other = f", but of {tuple(kept.shape)}" if isinstance(kept, Tensor) else ""
             raise ValueError(
                 f'state.slots["{slot}"] has no weights for {spelled} of shape {tuple(here.shape)}'

@@ -7,7 +7,7 @@ import functools
 import itertools
 import os
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,12 +16,16 @@ from torch import Tensor, profiler
 
 from fnloop._backend.collectives import broadcast, on_main_process
 from fnloop._backend.fsdp import is_sharded
-from fnloop._core.history import TRAINED, History, Record, check_plot, suggestion
-from fnloop._core.runs import WAITS, is_interruption
+from fnloop._core.history import History, suggestion
+from fnloop._core.records import TRAINED
+from fnloop._core.runs import RAN, WAITS, is_interruption
 from fnloop._core.state import TrainState, with_note
 from fnloop._core.types import END, RECORD, Call, Output, name_of
+from fnloop._core.view import as_evaluated
+from fnloop._core.views import check_plot
 from fnloop._display import checks, figures, tables
 from fnloop._hooks.hook import (
+    BuiltIn,
     Hook,
     Moment,
     check_own_moment,
@@ -32,7 +36,6 @@ from fnloop._hooks.hook import (
 )
 from fnloop._hooks.hook import every as periodically
 from fnloop._step.engine import engine_of
-from fnloop._step.update import as_evaluated
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -49,23 +52,23 @@ class _Inspection:
 
     Args:
         late: whether the outputs are kept only because the run ends.
-        asked: whether the trigger was asked at this boundary already.
         outputs: those of an evaluation, until the function is called; or None.
         received_at: the place of the last evaluation that was kept.
         alone: whether the hook is within no other one.
-        mark: what the state notes while the hook waits for an evaluation.
+        waits: what the state notes while the hook waits for an evaluation.
+        ran: what it notes while the newest boundary is one at which the function was called.
     """
 
     late: bool = False
-    asked: bool = False
     outputs: list[Output] | None = None
     received_at: tuple[int, ...] | None = None
     alone: bool = True
-    mark: str = ""
+    waits: str = ""
+    ran: str = ""
 
 
 @attrs.frozen(repr=False)
-class inspect(Hook):
+class inspect(BuiltIn):
     """Call a function with what the step returned for each batch of an evaluation.
 
     It is for what the mean over batches cannot say: an average precision, a confusion matrix,
@@ -73,7 +76,8 @@ class inspect(Hook):
     evaluation. The evaluation is the one that the run makes anyway. Where the hook is due and the
     loader is not evaluated, it waits for the next evaluation. Only if it is due ``at_end()``, and
     the run ends where this loader is not evaluated, or because another hook has stopped it after an
-    evaluation, is the loader evaluated once more.
+    evaluation, is the loader evaluated once more. So it is where a run was cut before the function
+    was called: the outputs are not saved, and those of the second evaluation are the same.
 
     Args:
         fn: ``(state, outputs) -> None``, or ``-> {"ap": 0.5}``, which is "valid/ap" in the record.
@@ -157,23 +161,20 @@ class inspect(Hook):
                     f"{short!r}"
                 )
 
+    def tried(self, place: Path) -> tuple[Hook, str]:
+        """Return a hook that is due after each epoch."""
+        return attrs.evolve(self, every=periodically(epochs=1)), ""
+
     @property
     def reports(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The names of its numbers in records, as far as they were said."""
         return tuple(f"{self.loader}/{name}" for name in self.said)
-
-    @property
-    def outside(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Where else than after an update it runs."""
-        return self.every.outside
 
     def __repr__(self) -> str:
         given = {} if self.loader == "valid" else {"loader": self.loader}
         given |= {} if self.every == periodically(epochs=1) else {"every": self.every}
         given |= {"reports": self.said} if self.said else {}
         return repr(Call(inspect, (self.fn,), given))
-
-    wants_outputs = True
 
     @property
     def moments(self) -> tuple[Moment, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -197,8 +198,6 @@ class inspect(Hook):
                 f"inspect: the loader {self.loader!r} is not one that this run evaluates; {names}"
                 f"{hint}"
             )
-        if state.run is not None:
-            self.every.check(state.run)
         return state
 
     def check_beside(self, hooks: Sequence[Hook]) -> None:
@@ -208,7 +207,8 @@ class inspect(Hook):
             TypeError: it does.
         """
         self._now.alone = hooks[place_in(hooks, self)] is self
-        self._now.mark = f"{WAITS} {number_of(hooks, self)}"
+        number = number_of(hooks, self)
+        self._now.waits, self._now.ran = f"{WAITS} {number}", f"{RAN} {number}"
         if not {*self.reports} <= {*hooks[place_in(hooks, self)].reports}:
             raise TypeError(f"{self!r} {self._no_numbers()}")
 
@@ -222,45 +222,41 @@ class inspect(Hook):
         """Return whether the outputs of the evaluation that begins are to be kept."""
         if loader != self.loader:
             return False
-        waits, ends = self._now.mark in state.noted, END in state.events
-        if ends and self._now.received_at == _place_of(state):
+        waits, ends = self._now.waits in state.noted, END in state.events
+        if ends and (self._is_given(state) or self._now.ran in state.noted):
             return False  # it has those of the model with which the run ends
-        if ends and self._now.alone and self._was_evaluated(state, closing=True):
-            return False  # likewise, before the run was left here
-        (due, only_at_end), self._now.asked = due_at(self.every, state), True
-        if ends and self._now.alone and self._was_evaluated(state):
-            due = False  # the function was called for that record, maybe in another process
+        if ends and self._now.alone and self._was_evaluated(state) and state.history[-1].closing:
+            return False  # the function was called for the closing record, maybe elsewhere
+        due, only_at_end = due_at(self.every, state)
         self._now.late = only_at_end and not (waits or due)
         return waits or due or self._now.late
 
-    def _was_evaluated(self, state: TrainState, closing: bool = False) -> bool:
-        """Return whether a record of this boundary, or a closing one, has the loader evaluated."""
+    def _was_evaluated(self, state: TrainState) -> bool:
+        """Return whether a record of this boundary has the loader evaluated."""
         if RECORD not in state.events:
             return False
         here = itertools.takewhile(
             lambda r: (r.step, r.epoch) == (state.step, state.epoch), reversed(state.history)
         )
-        here = (record for record in here if record.closing or not closing)
         return any(name.startswith(f"{self.loader}/") for r in here for name in r.metrics)
 
     def receive(self, state: TrainState, outputs: Sequence[Output]) -> None:
         """Take the outputs of an evaluation."""
         self._now.outputs, self._now.received_at = list(outputs), _place_of(state)
 
-    def adds_numbers(self, state: TrainState, record: Record, names: Collection[str]) -> bool:
-        """Return whether it has outputs for a record: late ones are for a closing record."""
-        return self._now.outputs is not None and (record.closing or not self._now.late)
-
     def numbers(self, state: TrainState) -> Mapping[str, float]:
         """Call the function. Return what it returned, with the name of the loader.
+
+        Late outputs are for a closing record.
 
         Raises:
             TypeError: it returned something else than None or a mapping of numbers.
             ValueError: a number is missing that ``reports`` names.
         """
         __tracebackhide__ = True
+        if self._now.outputs is None or (self._now.late and not state.history[-1].closing):
+            return {}
         outputs, self._now.outputs = self._now.outputs, None
-        assert outputs is not None
         found = self.fn(state, outputs)
         numbers = {} if found is None else read_numbers(repr(self), self.loader, found)
         if missing := [name for name in self.reports if name not in numbers]:
@@ -272,23 +268,30 @@ class inspect(Hook):
 
     def __call__(self, state: TrainState) -> TrainState:
         __tracebackhide__ = True
-        asked, self._now.asked = self._now.asked, False
-        if self._was_evaluated(state):
-            state = self._noting(state, waits=False)
-        elif not asked and self.every.due(state):
-            state = self._noting(state, waits=True)
-        if self._now.late and END not in state.events:
+        now, given, ends = self._now, self._is_given(state), END in state.events
+        for_end = END in self.every.outside
+        if given or self._was_evaluated(state):
+            if for_end and not (ends or now.late):
+                ran = given or now.waits in state.noted  # the second in another process
+                if not ran and not self.every.clocks:  # a clock is asked once
+                    ran = self.every.due(state)
+                state = with_note(state, now.ran, 1.0 if ran else None)
+            state = with_note(state, now.waits, None)
+        elif not (ends and for_end) and self.every.due(state):
+            state = with_note(state, now.waits)
+        if now.late and not ends:
             return state  # the end of the run comes after this boundary
         return self._show(state)
 
+    def _is_given(self, state: TrainState) -> bool:
+        """Return whether it was given the outputs of this boundary."""
+        return self._now.received_at == _place_of(state)
+
     def poll(self, state: TrainState) -> TrainState:
         """Drop what was kept: a wrapper has decided that the hook is not called."""
-        self._now.asked, self._now.outputs, self._now.received_at = False, None, None
-        return self._noting(state, waits=False) if self._was_evaluated(state) else state
-
-    def _noting(self, state: TrainState, waits: bool) -> TrainState:
-        """Return the state that knows whether the hook waits for an evaluation."""
-        return with_note(state, self._now.mark, 1.0 if waits else None)
+        self._now.outputs, self._now.received_at = None, None
+        evaluated = self._was_evaluated(state)
+        return with_note(state, self._now.waits, None) if evaluated else state
 
     def flush(self, state: TrainState) -> TrainState:
         """Call the function, if there are outputs. Drop those of an evaluation that was cut."""
@@ -305,8 +308,7 @@ class inspect(Hook):
 
     def close(self) -> None:
         """Drop what was kept."""
-        self._now.late, self._now.asked = False, False
-        self._now.outputs, self._now.received_at = None, None
+        self._now.late, self._now.outputs, self._now.received_at = False, None, None
 
 
 def _place_of(state: TrainState) -> tuple[int, int, int, int]:
@@ -410,10 +412,6 @@ class measure(Hook):
                 f"part of its weights: write measure(..., everywhere=True)"
             )
         return state
-
-    def adds_numbers(self, state: TrainState, record: Record, names: Collection[str]) -> bool:
-        """Return whether its numbers are due."""
-        return self.name in names
 
     def numbers(self, state: TrainState) -> Mapping[str, float]:
         """Call the function. Return its numbers, with the name of the hook."""

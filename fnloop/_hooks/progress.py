@@ -19,23 +19,19 @@ import attrs
 from torch import Tensor
 from tqdm.utils import disp_len
 
-from fnloop._core.history import (
-    SINCE,
+from fnloop._core.history import SINCE, first_record, new_records, records_since, unfinished
+from fnloop._core.metrics import Last, read
+from fnloop._core.optimizers import labelled_groups, optimizers_in
+from fnloop._core.records import (
     Record,
     better,
-    first_record,
     is_evaluated,
     is_row,
     metric_names,
-    new_records,
     number_of_epoch,
-    records_since,
     starred,
-    unfinished,
     update_best,
 )
-from fnloop._core.metrics import Last, read
-from fnloop._core.optimizers import labelled_groups, optimizers_in
 from fnloop._core.runs import RunInfo, is_interruption
 from fnloop._core.state import TrainState, count_parameters
 from fnloop._core.types import EPOCH, RECORD, Call
@@ -68,7 +64,7 @@ class progress(Hook):
     line that is not faint. A stream that evaluates nothing has a line for each record. The bar
     shows the running epoch: updates per second, without the time of evaluations and hooks; the
     running loss; and an estimate of the time left of the whole run. During an evaluation, it shows
-    that instead. What a hook prints appears above the bar, and a tqdm bar of a hook below it.
+    that instead. What a hook prints appears above the bar, and a tqdm bar of a hook in its place.
     Colors are left out if NO_COLOR is set.
 
     Args:
@@ -442,7 +438,7 @@ class Pace:
         """Measure the rate from here on; ``done`` updates of the epoch were made before."""
         self._epoch, self._initial = state.epoch, done
         self._epoch_first = self._count(state)
-        self._trained = _run(state).stopwatch.trained
+        self._trained = _run(state).live.stopwatch.trained
         self._epoch_began: float | None = None  # when it was, as far as hooks can know
         self._evaluations_before = self._evaluations
 
@@ -452,7 +448,7 @@ class Pace:
         On an accelerator, hooks count: the device may still be at work on updates, and it is a hook
         that waits for it.
         """
-        now, trained = time.monotonic(), _run(state).stopwatch.trained - self._trained
+        now, trained = time.monotonic(), _run(state).live.stopwatch.trained - self._trained
         if self._epoch_began is None:
             self._epoch_began = now - trained
         if state.backend.device.type == "cpu":
@@ -513,7 +509,7 @@ class Pace:
 
     def _note_evaluations(self, state: TrainState, loaders: list[str]) -> None:
         """Note when the loaders of a record were evaluated, and how long each of them took."""
-        took, now = _run(state).stopwatch.evaluated or 0.0, self._count(state)
+        took, now = _run(state).live.stopwatch.evaluated or 0.0, self._count(state)
         self._evaluations += took
         began = {loader: at for loader, at in self._began.items() if loader in loaders}
         self._began = {}

@@ -27,14 +27,15 @@ from fnloop._backend.collectives import any_rank, on_main_process
 from fnloop._backend.processes import trackers
 from fnloop._checkpoint.files import make_folder, remove_parts, replace_file
 from fnloop._checkpoint.retention import read_run_id
-from fnloop._core.history import History, Record
+from fnloop._core.history import History
+from fnloop._core.records import Record
 from fnloop._core.runs import kind_of
 from fnloop._core.state import TrainState, differ_only
 from fnloop._core.types import END, RECORD, Call, Output, name_of
 from fnloop._display import checks
 from fnloop._display.checks import folder_path, typed_path
 from fnloop._display.screen import log
-from fnloop._hooks.hook import Hook, Wrapper, call_hook, check_hook, unwrap_hook
+from fnloop._hooks.hook import BuiltIn, Hook, Wrapper, call_hook, check_hook, unwrap_hook
 from fnloop._hooks.keep import checkpoint, restore_best
 
 # --------------------------------------------------------------------------------------------------
@@ -177,7 +178,7 @@ def _run_id_file(path: Path) -> Path:
 
 
 @attrs.define(repr=False, eq=False)
-class TableWriter(Hook):
+class TableWriter(BuiltIn):
     """A hook that keeps a file equal to the history, a line for each record.
 
     A hidden file next to the table holds the identity of its run, because the table has no place
@@ -202,7 +203,9 @@ class TableWriter(Hook):
     def __repr__(self) -> str:
         return repr(self.call)
 
-    begins_everywhere = True  # all processes learn of a file that is refused
+    def tried(self, place: Path) -> tuple[Hook, str]:
+        """Return a hook that writes to another file."""
+        return attrs.evolve(self, path=place.with_suffix(self.path.suffix)), "file"
 
     def begin(self, state: TrainState) -> TrainState:
         """Claim the file for this run.
@@ -330,7 +333,7 @@ class EventWriter(TableWriter):
             self._cut_off(state, self._now + 1)
             fresh = not (state.step or state.skipped or len(state.history))
             self._tell(state, "begin" if fresh else "resume", {})
-            state.run.notices.listeners.append(self._tell)
+            state.run.live.notices.listeners.append(self._tell)
         return state
 
     def __call__(self, state: TrainState) -> TrainState:
@@ -824,7 +827,7 @@ def _collect_arguments(
 
 
 def _name_of(tracker: object) -> str:
-    return getattr(tracker, "name", None) or getattr(tracker, "__name__", type(tracker).__name__)
+    return getattr(tracker, "name", None) or checks.known_as(tracker)
 
 
 def _check_installed(name: str) -> None:
@@ -886,30 +889,18 @@ class on_main(Wrapper):
         return f"on_main({name_of(self.hook)})"
 
     def __call__(self, state: TrainState) -> TrainState:
-        return self._observe(functools.partial(call_hook, self.hook), state)
+        return self.around(functools.partial(call_hook, self.hook), state)
 
     def begin(self, state: TrainState) -> TrainState:
         """Begin a run, on the main process; everywhere if the hook needs all processes for it."""
-        if self.begins_everywhere:
-            return super().begin(state)
-        return self._observe(super().begin, state)
+        if isinstance(unwrap_hook(self), TableWriter):  # all learn of a file that is refused
+            return self.hook.begin(state)
+        return super().begin(state)
 
     def evaluating(self, state: TrainState, loader: str, done: int, total: int | None) -> None:
         """Follow an evaluation, on the main process."""
         if state.backend.main:
             super().evaluating(state, loader, done, total)
-
-    def poll(self, state: TrainState) -> TrainState:
-        """Pass a boundary at which the hook itself is not called, on the main process."""
-        return self._observe(super().poll, state)
-
-    def flush(self, state: TrainState) -> TrainState:
-        """Finish pending work, on the main process."""
-        return self._observe(super().flush, state)
-
-    def settle(self, state: TrainState) -> TrainState:
-        """Tidy up after a run that has already reached its end, on the main process."""
-        return self._observe(super().settle, state)
 
     def collects(self, state: TrainState, loader: str) -> bool:
         """Return whether the hook asks for the outputs, on the main process. A collective."""
@@ -921,10 +912,13 @@ class on_main(Wrapper):
         if state.backend.main:
             super().receive(state, outputs)
 
-    def _observe(self, call: Callable[[TrainState], TrainState], state: TrainState) -> TrainState:
+    def around(self, call: Callable[[TrainState], TrainState], state: TrainState) -> TrainState:
         """Call a hook or its method on the main process, and raise if it returns another state.
 
         What the hook remembers of the run is its own.
+
+        Raises:
+            ValueError: it returns another state.
         """
         if state.backend.main and (new := call(state)) is not state:
             if isinstance(new, TrainState) and differ_only(new, state, "noted"):

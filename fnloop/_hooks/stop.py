@@ -17,17 +17,9 @@ from torch import Tensor
 from fnloop._backend.collectives import broadcast, gather_objects, gather_shares
 from fnloop._backend.containers import map_leaves
 from fnloop._checkpoint.format import NUMBER, check_shape
-from fnloop._core.history import (
-    SINCE,
-    Fold,
-    Record,
-    better,
-    check_monitored,
-    counts,
-    first_record,
-    mode_of,
-)
+from fnloop._core.history import SINCE, Fold, check_monitored, first_record, mode_of
 from fnloop._core.metrics import Mean, read
+from fnloop._core.records import Record, better, counts
 from fnloop._core.rng import isolated
 from fnloop._core.runs import Stop, ends_job, kind_of, now
 from fnloop._core.stacked import models_of
@@ -37,7 +29,7 @@ from fnloop._display import checks
 from fnloop._display.checks import choice, flag, integer, join_names, metric_name, number
 from fnloop._display.screen import log
 from fnloop._display.tables import format_count, format_duration, format_metric
-from fnloop._hooks.hook import Hook, place_in, unwrap_hook
+from fnloop._hooks.hook import BuiltIn, Hook, place_in, unwrap_hook
 from fnloop._step.engine import engine_of
 
 # --------------------------------------------------------------------------------------------------
@@ -125,7 +117,7 @@ def _indices(state: TrainState, before: _Mark, after: _Mark) -> list[object] | N
         batches = run.window
     rounds = -(-batches // state.backend.data_size)
     with isolated(state.backend.device):
-        own = run.indices_at(before.epoch, before.batch, before.samples)
+        own = run.live.indices_at(before.epoch, before.batch, before.samples)
         mine = [map_leaves(index, _plain) for index in itertools.islice(own, rounds)]
     every = gather_shares(mine, "the hook halt_on_nonfinite")
     found = [index for round_ in itertools.zip_longest(*every) for index in round_]
@@ -257,8 +249,13 @@ class early_stop(Hook):
         choice(owner, "reference", self.reference, ("accepted", "best"))
         flag(owner, "relative", self.relative)
         integer(owner, "start_from_epoch", self.start_from_epoch, "a number of epochs", least=0)
-        for name in ("baseline", "stopping_threshold", "divergence_threshold"):
-            if (value := getattr(self, name)) is not None:
+        values = {
+            "baseline": self.baseline,
+            "stopping_threshold": self.stopping_threshold,
+            "divergence_threshold": self.divergence_threshold,
+        }
+        for name, value in values.items():
+            if value is not None:
                 number(owner, name, value, "a value of the metric, or None", finite=False)
         integer(owner, "min_epochs", self.min_epochs, "a number of epochs", least=0)
         integer(owner, "min_steps", self.min_steps, "a number of updates", least=0)
@@ -273,10 +270,9 @@ class early_stop(Hook):
         return self.key
 
     def __repr__(self) -> str:
-        fields = [f for f in attrs.fields(early_stop) if f.init]
-        changed = {
-            f.name: getattr(self, f.name) for f in fields if getattr(self, f.name) != f.default
-        }
+        changed = attrs.asdict(
+            self, recurse=False, filter=lambda field, value: field.init and value != field.default
+        )
         key = changed.pop("key")
         return repr(Call(early_stop, (key,), changed))
 
@@ -289,12 +285,6 @@ class early_stop(Hook):
         if reason is None or state.epoch < self.min_epochs or state.step < self.min_steps:
             return state
         return attrs.evolve(state, stop=f"early_stop: {self.key} {reason}")
-
-    def poll(self, state: TrainState) -> TrainState:
-        """Check the name of the metric, even at a boundary where the hook itself is not called."""
-        if RECORD in state.events:
-            check_monitored("early_stop", self.key, state)
-        return state
 
     def _wait(self, before: _Wait | None, record: Record) -> _Wait | None:
         if not counts(record, self.key):
@@ -354,7 +344,7 @@ def _place(record: Record, state: TrainState) -> str:
 
 
 @attrs.frozen(repr=False)
-class halt_on_nonfinite(Hook):
+class halt_on_nonfinite(BuiltIn):
     """Stop when the training loss has become NaN or infinite.
 
     NaN propagates into the running mean of the epoch. The mean is read every ``steps`` updates and
@@ -419,8 +409,9 @@ class halt_on_nonfinite(Hook):
         flag("halt_on_nonfinite", "raises", self.raises)
 
     def __repr__(self) -> str:
-        flags = {name: True for name in ("keep", "raises") if getattr(self, name)}
-        return repr(Call(halt_on_nonfinite, (), {"steps": self.steps, **flags}))
+        flags = {"keep": self.keep, "raises": self.raises}
+        given = {name: True for name, flag in flags.items() if flag}
+        return repr(Call(halt_on_nonfinite, (), {"steps": self.steps, **given}))
 
     def begin(self, state: TrainState) -> TrainState:
         """Note where the run begins."""
@@ -486,7 +477,7 @@ class halt_on_nonfinite(Hook):
                 return recent
         if UPDATE in state.events and state.step % self.steps == 0 and "loss" in state.metrics:
             running = {"loss": state.metrics["loss"]}
-            return engine_of(state).merge_metrics(running)["loss"].compute()  # a host read
+            return engine_of(state).reduce(running)["loss"].compute()  # a host read
         return None
 
     def _interval(self, state: TrainState) -> str:
@@ -520,7 +511,7 @@ _UNKNOWN = (
 
 
 @attrs.frozen(repr=False, eq=False)
-class time_limit(Hook):
+class time_limit(BuiltIn):
     """Stop when the run, or this job, has taken its time.
 
     The run ends after the update in which the time is up. Evaluations and hooks count, and so does
@@ -585,8 +576,9 @@ class time_limit(Hook):
         self.__attrs_init__(**settings)  # type: ignore[attr-defined]
 
     def __attrs_post_init__(self) -> None:
-        for name in ("hours", "minutes", "seconds"):
-            checks.number("time_limit", name, getattr(self, name), "a time", least=0)
+        given = {"hours": self.hours, "minutes": self.minutes, "seconds": self.seconds}
+        for name, value in given.items():
+            checks.number("time_limit", name, value, "a time", least=0)
         checks.choice("time_limit", "per", self.per, ("run", "job"))
         if not self.limit and self.per == "run":
             raise TypeError(
@@ -605,9 +597,10 @@ class time_limit(Hook):
         return 3600 * self.hours + 60 * self.minutes + self.seconds
 
     def __repr__(self) -> str:
-        fields = [f for f in attrs.fields(time_limit) if f.init]
-        given = {f.name: getattr(self, f.name) for f in fields}
-        return repr(Call(time_limit, (), {k: v for k, v in given.items() if v not in (0.0, "run")}))
+        given = attrs.asdict(
+            self, filter=lambda field, value: field.init and value not in (0.0, "run")
+        )
+        return repr(Call(time_limit, (), given))
 
     def take_back(self, state: TrainState) -> TrainState:
         """Return the state without a stop of this hook, if the limit was raised since."""
@@ -691,7 +684,7 @@ _OUTSIDE = "requeue: this is not a SLURM job (SLURM_JOB_ID is not set): SIGUSR1 
 
 
 @attrs.frozen(repr=False, eq=False)
-class requeue(Hook):
+class requeue(BuiltIn):
     """Requeue a SLURM job when its time is nearly over: ``#SBATCH --requeue --signal=USR1@120``.
 
     On SIGUSR1 the run ends as on SIGTERM, after the current update and with ``state.stop ==

@@ -16,17 +16,16 @@ from fnloop._core.metrics import RECENT, Elapsed, without_recent
 from fnloop._core.optimizers import explain_untrained, optimizers_in
 from fnloop._core.runs import pending
 from fnloop._core.serialize import Pending, materialize
-from fnloop._core.state import TrainState, changed, note_buffers, trains_all
+from fnloop._core.state import TrainState, bring, changed, note_buffers, trains_all
 from fnloop._core.types import Metric, Middleware, name_of
 from fnloop._data.loaders import Loaders, even, sharded
 from fnloop._data.source import Source
 from fnloop._display.checks import join_names
 from fnloop._display.screen import warn_once
 from fnloop._display.tables import format_count
-from fnloop._hooks.hook import Hook, begin_records, parts_saved
-from fnloop._loop.errors import check_returned, explain, warn_on_main
+from fnloop._hooks.hook import Hook, begin_records, every_layer, parts_saved
+from fnloop._loop.errors import check_returned, explain, first_change, warn_on_main
 from fnloop._loop.plan import Plan
-from fnloop._step.alternate import AlternateStep
 from fnloop._step.pipeline import PipelineStep
 from fnloop._step.update import prefixed
 
@@ -39,6 +38,8 @@ ELAPSED = "fnloop.Elapsed"  # the class of times, as a checkpoint names it
 def first_state(plan: Plan, state: TrainState) -> TrainState:
     """Return the state with which a run begins, given one that knows the facts about the run."""
     __tracebackhide__ = True
+    by = (*plan.step.pipeline.middleware, *every_layer(plan.hooks))
+    state = bring(state, [part for one in by for part in one.brings])
     state = _begin_hooks(plan.hooks, state)
     _to_training_mode(state)
     if plan.record_every is None:
@@ -75,7 +76,7 @@ def complete(step: PipelineStep, state: TrainState) -> TrainState:
     unseen, made = _unseen_metrics(step), {}
     for name, metric in state.metrics.items():
         like = unseen.get(name.removeprefix(RECENT))
-        if like is None and getattr(metric, "kind", None) == ELAPSED:
+        if like is None and isinstance(metric, Pending) and metric.kind == ELAPSED:
             like = Elapsed(0.0, is_rate="throughput/" in name)
         if like is not None and _is_pending(metric):
             made[name] = materialize(like, metric)
@@ -91,7 +92,7 @@ def _unseen_metrics(step: PipelineStep) -> dict[str, Metric]:
     from fnloop._middleware.metric import unseen_metrics
 
     found = unseen_metrics(step.pipeline.middleware)
-    for turn, inner in step.settings.steps.items() if isinstance(step, AlternateStep) else ():
+    for turn, inner in step.turns.items():
         found |= {prefixed(turn, name): metric for name, metric in _unseen_metrics(inner).items()}
     return found
 
@@ -129,12 +130,11 @@ def _begin_hooks(hooks: Iterable[Hook], state: TrainState) -> TrainState:
 
 
 def _check_position(hook: Hook, before: TrainState, new: TrainState) -> None:
-    for name in ("step", "epoch", "batch"):
-        if (found := getattr(new, name)) != (known := getattr(before, name)):
-            raise ValueError(
-                f"the method begin of {name_of(hook)} changed state.{name} from {known} to "
-                f"{found}, but the run is planned already: restore before fit"
-            )
+    if changed := first_change(before, new, ("step", "epoch", "batch")):
+        raise ValueError(
+            f"the method begin of {name_of(hook)} changed {changed}, but the run is planned "
+            "already: restore before fit"
+        )
 
 
 def _to_training_mode(state: TrainState) -> None:

@@ -25,7 +25,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import attrs
 
-from fnloop._core.history import Record, split_name
+from fnloop._core.records import Record, split_name
 from fnloop._core.runs import (
     CLOCK,
     Action,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from fnloop._core.averages import check_not_averaged
-from fnloop._core.history import Record
+from fnloop._core.cursor import COUNTERS
+from fnloop._core.records import Record
 from fnloop._core.state import (
     TrainState,
     check_not_stale,
@@ -15,10 +16,10 @@ from fnloop._core.state import (
     owns_handles,
     went_back,
 )
-from fnloop._core.types import EPOCH, name_of
+from fnloop._core.types import EPOCH, Searching, name_of
 from fnloop._data.source import Source
 from fnloop._display.screen import log
-from fnloop._hooks.hook import Hook
+from fnloop._hooks.hook import Hook, unwrap_hook
 from fnloop._step.pipeline import STEP, PipelineStep
 
 NO_LENGTH = " Its length is 0: was it filled, and were the files found that it is made of?"
@@ -74,7 +75,7 @@ def tell_hooks(hooks: Sequence[Hook], state: TrainState, error: Exception) -> No
     """Tell the hooks with a method ``failed`` that the run has failed."""
     for hook in hooks:
         try:
-            hook.failed(state, error)
+            unwrap_hook(hook).failed(state, error)
         except Exception as another:
             kind = type(another).__name__
             error.add_note(f"then {name_of(hook)} failed too: {kind}: {another}")
@@ -138,12 +139,19 @@ def check_counters(hook: Hook, before: TrainState, new: TrainState) -> None:
         _check_run(name, before, new)
         return
     _check_run(name, before, new)
-    for field in ("step", "epoch", "batch", "samples", "skipped", "updates", "phases", "seed"):
+    if changed := first_change(before, new, (*COUNTERS, "phases")):
+        raise ValueError(
+            f"{name} changed {changed}, but a run counts by itself. To end the epoch, return "
+            f"{advice}; to go back, return a snapshot"
+        )
+
+
+def first_change(before: TrainState, new: TrainState, fields: Iterable[str]) -> str | None:
+    """Return which field of a state differs first, and how, in words; None if none does."""
+    for field in fields:
         if (found := getattr(new, field)) != (known := getattr(before, field)):
-            raise ValueError(
-                f"{name} changed state.{field} from {known} to {found}, but a run counts by "
-                f"itself. To end the epoch, return {advice}; to go back, return a snapshot"
-            )
+            return f"state.{field} from {known} to {found}"
+    return None
 
 
 def explain_no_batches(state: TrainState, source: Source) -> str:
@@ -190,10 +198,8 @@ def explain_no_updates(state: TrainState, reason: str | None) -> str | None:
     newest = [ends[n] for n in (epoch - 1, epoch) if n in ends]
     if before != state.step or len(newest) < 2 or any(TRAIN_LOSS in r.metrics for r in newest):
         return None
-    from fnloop._middleware.precision import LossScale
-
-    scales = [slot for slot in state.slots.values() if isinstance(slot, LossScale)]
-    if any(slot.overflowed >= epoch - 2 for slot in scales):
+    searching = (slot for slot in state.slots.values() if isinstance(slot, Searching))
+    if any(slot.overflowed >= epoch - 2 for slot in searching):
         return None
     why = "" if reason is None else f" ({reason})"
     return (

@@ -19,14 +19,14 @@ from fnloop._core.metrics import read
 from fnloop._core.rng import COMPUTE, fold_in, isolated, mix, seed_all, torch_seeder
 from fnloop._core.state import Buffers, TrainState, check_not_stale, take_ownership
 from fnloop._core.types import Batch, Metric, Output, name_of
+from fnloop._core.view import in_evaluation_mode, view
 from fnloop._data.loaders import NONE_LEFT, Padding, check_loader
 from fnloop._data.source import Source, open_source, windows
 from fnloop._display import checks
 from fnloop._loop.errors import READ_ONCE, why_empty
 from fnloop._loop.plan import check_step
-from fnloop._step.engine import engine_of, evaluating_model, in_evaluation_mode
+from fnloop._step.engine import engine_of
 from fnloop._step.pipeline import PipelineStep
-from fnloop._step.update import evaluation_weights
 
 Result = TypeVar("Result")
 EXCHANGED = 16  # batches whose outputs are exchanged at once
@@ -82,7 +82,7 @@ def measure(
                     break
                 where = None
                 # A function of the batch, whichever process evaluates it.
-                position(mix(seed, n * backend.data_size + backend.data_rank))
+                position(mix(seed, backend.position_of(n)))
                 results = evaluation.call(step.evaluation, state, batch)
                 if outputs is not None:
                     outputs.append([_to_host(out) for _, out in results if out.skip is None])
@@ -157,7 +157,7 @@ def evaluate(step: PipelineStep, state: TrainState, loader: object) -> dict[str,
     with isolated(state.backend.device), reusing_pages(state.backend.device):
         state = step.init_slots(state, evaluation=True)
         metrics = measure(step, state, open_loader(loader, state, reader="evaluate"), False)
-        return step.derive(read(engine_of(state).merge_metrics(metrics), vectors=True))
+        return step.derive(read(engine_of(state).reduce(metrics), vectors=True))
 
 
 def predict(
@@ -227,8 +227,7 @@ def _predict(
             with (
                 isolated(backend.device),
                 reusing_pages(backend.device),
-                evaluating_model(state.model, buffers),
-                evaluation_weights(state),
+                view(state, "evaluation", buffers=buffers) as model,
             ):
                 batch = next(batches, NONE_LEFT)
                 if batch is NONE_LEFT:
@@ -236,8 +235,8 @@ def _predict(
                         prediction.finish(source)
                     return
                 where = name_of(fn)
-                position(fold_in(seed, n * backend.data_size + backend.data_rank))
-                results = prediction.call(fn, state.model, batch)
+                position(fold_in(seed, backend.position_of(n)))
+                results = prediction.call(fn, model, batch)
         except Exception as error:
             error.add_note(f"while in {where}, predict, batch {n}")
             raise
@@ -256,10 +255,11 @@ def update_batchnorm(step: PipelineStep, state: TrainState, loader: object) -> T
 
     Averaged weights need their own statistics: those of the run belong to other weights. The
     model is in training mode for the pass, without gradients, and each BatchNorm takes the mean of
-    the statistics of all batches, whatever its momentum. The parameters do not change. The
-    loss function is called with the step's forward ring (``amp``, ``compiled``). With several
-    processes each computes its share, and the statistics are averaged over all batches. Those of
-    frozen norm layers stay as they are, see :func:`fnloop.freeze`.
+    the statistics of all batches, whatever its momentum. The parameters are those that an
+    evaluation uses, also with an optimizer that trains others, and do not change. The loss function
+    is called with the step's forward ring (``amp``, ``compiled``). With several processes each
+    computes its share, and the statistics are averaged over all batches. Those of frozen norm
+    layers stay as they are, see :func:`fnloop.freeze`.
 
     Args:
         step: what ``pipeline(...)(loss_fn)`` returns.
@@ -302,7 +302,7 @@ def update_batchnorm(step: PipelineStep, state: TrainState, loader: object) -> T
     try:
         with isolated(state.backend.device):
             state = step.init_slots(state, evaluation=True)
-            with in_evaluation_mode(state.model):
+            with view(state, "save"), in_evaluation_mode(state.model):
                 state.model.train()
                 keep_statistics(state)
                 for norm in norms:
@@ -311,6 +311,8 @@ def update_batchnorm(step: PipelineStep, state: TrainState, loader: object) -> T
                 _forward(step, state, loader, norms)
                 if state.backend.world_size > 1:
                     _merge(norms)
+                made = _copied(norms)
+            _restore(norms, made)  # a view puts the buffers back that it has changed
     except BaseException:
         _restore(norms, before)
         raise
@@ -335,7 +337,7 @@ def _forward(step: PipelineStep, state: TrainState, loader: object, norms: Norms
             if (batch := next(batches, NONE_LEFT)) is NONE_LEFT:
                 break
             where = None
-            position(mix(seed, n * backend.data_size + backend.data_rank))
+            position(mix(seed, backend.position_of(n)))
             before = _copied(norms) if type(batch) is Padding else None
             evaluation.call(step.forward, state, batch)
             if before is not None:

@@ -12,9 +12,8 @@ from torch import nn
 
 from fnloop._core.code import hash_of, is_of_library, is_users, walk
 from fnloop._core.serialize import Json
-from fnloop._core.types import RINGS, Middleware, name_of
+from fnloop._core.types import EVALUATION, Middleware, name_of, wraps_of
 from fnloop._hooks.hook import Hook, LiftedHook, every_layer, slots_of, unwrap_hook
-from fnloop._step.alternate import AlternateStep
 from fnloop._step.pipeline import LossStep, PipelineStep, RawStep
 
 
@@ -64,16 +63,12 @@ def device_name(device: torch.device | str) -> str:
 
 def members_of(step: PipelineStep) -> list[Middleware]:
     """Return all middleware of a step, those of its turns too."""
-    return [member for one in (step, *_turns(step)) for member in one.pipeline.middleware]
-
-
-def _turns(step: PipelineStep) -> tuple[PipelineStep, ...]:
-    return tuple(step.settings.steps.values()) if isinstance(step, AlternateStep) else ()
+    return [member for one in (step, *step.turns.values()) for member in one.pipeline.middleware]
 
 
 def _given(step: PipelineStep) -> Iterator[object]:
     """Yield what a step was given: its functions, and the settings of its middleware."""
-    for one in (step, *_turns(step)):
+    for one in (step, *step.turns.values()):
         if isinstance(one, RawStep):
             yield from (one.fn, one.evaluated_by)
         elif isinstance(one, LossStep):
@@ -81,7 +76,7 @@ def _given(step: PipelineStep) -> Iterator[object]:
     for member in members_of(step):
         call = member.call
         if call is None:  # not made by a factory
-            yield from (getattr(member, ring) for ring in RINGS)
+            yield from (wrap for ring, wrap in wraps_of(member).items() if ring != EVALUATION)
         else:
             yield from (call.factory, *call.args, *call.kwargs.values())
 

@@ -7,6 +7,7 @@ import functools
 import inspect
 import itertools
 import signal
+import sys
 import threading
 import time
 import zlib
@@ -29,7 +30,7 @@ from fnloop._backend.collectives import (
 )
 from fnloop._core.runs import INTERRUPTED, REQUEUED, TERMINATED, Stop, is_interruption
 from fnloop._core.state import TrainState, check_alike, check_counters_alike
-from fnloop._core.types import RINGS, Call, Middleware
+from fnloop._core.types import EVALUATION, Call, Middleware, wraps_of
 from fnloop._display.screen import log
 from fnloop._display.tables import is_interactive
 from fnloop._hooks.hook import Hook, parts_saved
@@ -44,6 +45,11 @@ from fnloop._step.pipeline import PipelineStep
 
 class Peers(Protocol):
     """What a run does together with its other processes."""
+
+    @property
+    def alone(self) -> bool:
+        """Whether there are none."""
+        ...
 
     @property
     def clock(self) -> Callable[[], float] | None:
@@ -70,7 +76,7 @@ class Peers(Protocol):
 class Alone:
     """A single process: there is nothing to exchange."""
 
-    clock = None
+    alone, clock = True, None
 
     def poll(self, state: TrainState, interrupts: Interrupts) -> None: ...
 
@@ -133,7 +139,7 @@ def _settings_of(member: Middleware) -> object | None:
     """
     if member.call is not None and member.call.factory.__module__.startswith("fnloop."):
         return comparable(member.call)
-    inside = any(getattr(member, ring) is not None for ring in RINGS if ring != "step")
+    inside = {*wraps_of(member)} - {"step", EVALUATION}
     return member.name if inside else None
 
 
@@ -199,6 +205,8 @@ class Consensus:
     Args:
         state: the state at the beginning of the run.
     """
+
+    alone = False
 
     def __init__(self, state: TrainState) -> None:
         self._began = time.monotonic()
@@ -300,7 +308,8 @@ class Consensus:
 # A single process acts on a signal at the next boundary. Several processes agree first: see
 # `consensus`.
 
-_CHILD = getattr(signal, "SIGCHLD", None)  # sent to a process when one that it started has ended
+# Sent to a process when one that it started has ended.
+_CHILD = None if sys.platform == "win32" else signal.SIGCHLD
 
 
 class Abandoned(Exception):
@@ -420,7 +429,7 @@ def handling(single_process: bool = True) -> Iterator[Interrupts]:
     if single_process:  # the first to be installed, because it may come during the others
         usual[signal.SIGINT] = signal.default_int_handler
     usual[signal.SIGTERM] = signal.SIG_DFL
-    if hasattr(signal, "SIGUSR1"):
+    if sys.platform != "win32":
         usual[signal.SIGUSR1] = signal.SIG_DFL
     if threading.current_thread() is not threading.main_thread():
         usual = {}  # only the main thread may install handlers

@@ -19,10 +19,10 @@ from fnloop._core.history import (
     check_names,
     keys_of,
     unfinished,
-    watcher_name,
 )
 from fnloop._core.optimizers import forget_schedules, groups_in
 from fnloop._core.runs import (
+    Live,
     RunInfo,
     Windows,
     ends_phase,
@@ -44,18 +44,20 @@ from fnloop._core.types import START, Middleware, name_of
 from fnloop._data.loaders import Loaders, read_loaders, sharded
 from fnloop._data.source import Source
 from fnloop._display import checks
+from fnloop._extensions import extensions
 from fnloop._hooks.hook import (
-    Clock,
     ConditionalHook,
     Hook,
     HookFn,
     Moment,
     Trigger,
     as_hook,
+    built_in,
     every_layer,
     is_moment,
     is_of_user,
     layers,
+    may_be_due,
     show_call,
     slots_of,
     unwrap_hook,
@@ -63,8 +65,6 @@ from fnloop._hooks.hook import (
 from fnloop._loop.boundary import Moments, check_moment, own_clock, read_moments, resumed
 from fnloop._loop.errors import warn_on_main
 from fnloop._loop.made_with import describe_making
-from fnloop._step.alternate import AlternateStep
-from fnloop._step.averages import EvaluateAverage
 from fnloop._step.pipeline import LossStep, Pipeline, PipelineStep, total_in
 from fnloop._step.update import ALWAYS
 
@@ -103,7 +103,7 @@ class Plan:
         """
         if is_interruption(state.stop):
             state = attrs.evolve(state, stop=reason_of(state.todo))
-        for hook in self.hooks:
+        for hook in built_in(self.hooks):
             state = hook.take_back(state)
         state = put_back_restored(state, self.phase)
         if self.phase is None:
@@ -146,7 +146,7 @@ class Plan:
     def is_past(self, state: TrainState) -> bool:
         """Return whether a state is further than this run would have got.
 
-        Its last call of the step may have gone beyond the target, with the windows of ``tbptt``.
+        Its last call of the step may have gone beyond the target, with several updates of a batch.
         """
         before = state.step - updates_of_call(state)
         return (self.steps is not None and before >= self.steps) or (
@@ -187,7 +187,7 @@ class Plan:
         )
 
     def updates_in(self, batches: int | None, windows: Windows) -> int | None:
-        """Return how many updates an epoch has, if that is known: tbptt makes more."""
+        """Return how many updates an epoch has, if that is known: one that carries makes more."""
         return None if self.step.carries or batches is None else windows.updates(batches)
 
     def updates_later(self, state: TrainState, source: Source, updates: int, epochs: int) -> int:
@@ -217,8 +217,8 @@ class Plan:
             KeyError: a hook monitors a metric that this run does not have, or a middleware is for
                 a loader that it does not have.
         """
-        for layer in every_layer(self.hooks):
-            layer.check_beside(self.hooks)
+        for hook in built_in(self.hooks):
+            hook.check_beside(self.hooks)
         recent = () if self.record_every is None else ("recent",)
         check_makers(self.hooks, ("train", "recent", *self.loaders.evaluated))
         known = ("train", *recent, *info.evaluated, *names_made(self.hooks))
@@ -226,8 +226,8 @@ class Plan:
         check_metrics(self.step, self.hooks, info.evaluated, history, info.models)
         self.step.check_loaders(("train", *self.loaders.evaluated))
         self.step.check_evaluation(info.evaluated)
-        for trigger in self.triggers:
-            trigger.check(info)
+        for moment in self.moments:
+            moment.check(info)
 
     @property
     def triggers(self) -> tuple[Moment, ...]:
@@ -236,16 +236,14 @@ class Plan:
         return (*(trigger for trigger, _ in self.evaluations), *own)
 
     @property
-    def clocks(self) -> tuple[Clock, ...]:
-        """The clocks of all moments."""
+    def moments(self) -> tuple[Moment, ...]:
+        """All that the run and its hooks ask."""
         of_hooks = (moment for layer in every_layer(self.hooks) for moment in layer.moments)
-        return sum((moment.clocks for moment in (*self.triggers, *of_hooks)), ())
+        return (*self.triggers, *of_hooks)
 
     def hooks_at(self, event: str) -> list[Hook]:
         """Return the hooks that may be due at a boundary without an update: "start" or "end"."""
-        return [
-            hook for hook in self.hooks if any(event in layer.outside for layer in layers(hook))
-        ]
+        return [hook for hook in self.hooks if may_be_due(hook, event)]
 
     def begins_before(self, state: TrainState) -> bool:
         """Return whether no update was tried yet, and something is due before the first."""
@@ -319,7 +317,9 @@ def make_plan(
             meaning = f"the target for state.{name[:-1]}, or None"
             checks.integer("fit", name, target, meaning, least=0)
     checks.integer("fit", "prefetch", prefetch, "the windows that are fetched ahead")
-    checked = read_hooks(_default_hooks() if hooks is None else hooks)
+    if hooks is None:
+        hooks = [make() for make in extensions("hooks of a run by default")]
+    checked = read_hooks(hooks)
     evaluations = read_moments(evaluate_every, tuple(found.evaluated))
     for hook in checked:
         evaluations += tuple((own_clock(at), (name,)) for name, at in hook.makes_records.items())
@@ -352,7 +352,7 @@ def describe(
     phase = None if plan.phase is None else phase_of(state, plan.phase)
     batches = source.length_in(state.epoch)
     per_epoch = plan.updates_in(batches, windows)
-    total = plan.steps  # tbptt makes as many updates as a batch has windows
+    total = plan.steps  # a step that carries makes as many updates as a batch has windows
     if plan.epochs is not None and per_epoch is not None:
         batches_left = source.left(state.epoch, state.batch, state.samples) or 0
         left = windows.updates_of(batches_left, state.batch)
@@ -363,15 +363,14 @@ def describe(
         total = state.step + lost + left
         total = total if plan.steps is None else min(total, plan.steps)
     making = plan.step, unwrap(state), state.backend.device, plan.hooks
+    made_with = functools.cache(functools.partial(describe_making, *making))
     return RunInfo(
-        plan.epochs, total, per_epoch, batches, windows.largest, evaluated, clock,
+        plan.epochs, total, per_epoch, batches, windows.largest, evaluated,
         precision=plan.step.precision_in(state), first_step=0 if phase is None else phase.step,
-        position_at=source.positions.at, indices_at=source.indices,
-        hook_slots=slots_of(plan.hooks), reported=names_reported(plan.hooks),
-        turns=tuple(plan.step.settings.steps) if isinstance(plan.step, AlternateStep) else (),
+        turns=tuple(plan.step.turns),
         models=models_of(state.model),
-        windows=windows,
-        made_with=functools.cache(functools.partial(describe_making, *making)),
+        hook_slots=slots_of(plan.hooks), reported=names_reported(plan.hooks), windows=windows,
+        live=Live(clock, source.positions.at, source.indices, made_with),
     )  # fmt: skip
 
 
@@ -600,7 +599,7 @@ def names_made(hooks: Iterable[Hook]) -> list[str]:
 def watched_in(step: PipelineStep, hooks: Sequence[Hook]) -> list[tuple[str, str]]:
     """Return who watches which metric, without those that a hook says it adds to records."""
     reported = names_reported(hooks)
-    found = [(watcher_name(one), key) for one in every_layer(hooks) for key in keys_of(one)]
+    found = [(checks.known_as(one), key) for one in every_layer(hooks) for key in keys_of(one)]
     return [(owner, key) for owner, key in (*found, *step.watched) if key not in reported]
 
 
@@ -630,7 +629,7 @@ def check_metrics(
     reported = names_reported(hooks)
     for hook in hooks:
         of_library = (layer for layer in layers(hook) if not is_of_user(layer))
-        watched += [(watcher_name(layer), key) for layer in of_library for key in keys_of(layer)]
+        watched += [(checks.known_as(layer), key) for layer in of_library for key in keys_of(layer)]
         if is_of_user(unwrap_hook(hook)):
             break
     else:
@@ -653,17 +652,17 @@ def _evaluated_names(step: PipelineStep, loader: str) -> list[str] | None:
     """Return the names of the metrics of a loader's evaluation; None if they are not known."""
     if type(step) is not LossStep:
         return None
-    names, averages = ["loss"], [""]
+    names, views = ["loss"], [""]
     for member in step.pipeline.middleware:
+        if member.view is not None and member.view.beside:
+            views.append(f"{member.name}/")
         if member.forward is None and member.evaluation is None and member.report is None:
             continue
-        if isinstance(member.evaluation, EvaluateAverage):
-            averages += () if member.evaluation.only else (f"{member.name}/",)
-        elif member.adds is None:
+        if member.adds is None:
             return None
-        elif not member.loaders or loader in member.loaders:
+        if not member.loaders or loader in member.loaders:
             names += member.adds
-    names = [f"{average}{name}" for average in averages for name in names]
+    names = [f"{view}{name}" for view in views for name in names]
     return [*names, "time/evaluate"] if step.is_timed else names
 
 
@@ -680,13 +679,6 @@ def _trained_names(step: PipelineStep) -> list[str] | None:
             return None
         names += (*member.adds, *member.passes)
     return names
-
-
-def _default_hooks() -> tuple[Hook, ...]:
-    from fnloop._hooks.progress import progress
-    from fnloop._hooks.stop import halt_on_nonfinite
-
-    return progress(), halt_on_nonfinite()
 
 
 def _check_hook(hook: object) -> None:

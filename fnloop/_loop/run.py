@@ -20,8 +20,6 @@ from typing import Any
 import attrs
 
 from fnloop._backend.containers import reusing_pages
-from fnloop._core.apart import rest
-from fnloop._core.history import Record
 from fnloop._core.metrics import (
     ITEMS,
     RECENT,
@@ -32,6 +30,7 @@ from fnloop._core.metrics import (
     without_recent,
 )
 from fnloop._core.optimizers import labelled_groups, numbers_used, optimizers_in
+from fnloop._core.records import Record, split_name
 from fnloop._core.rng import COMPUTE, fold_in, isolated, mix, seed_host, torch_seeder
 from fnloop._core.runs import (
     CLOCK,
@@ -70,9 +69,19 @@ from fnloop._core.state import (
     with_record,
 )
 from fnloop._core.types import END, EPOCH, RECORD, START, Metric, Output, name_of
+from fnloop._core.view import hand_over
 from fnloop._data.loaders import NONE_LEFT
 from fnloop._data.source import Source, windows
-from fnloop._hooks.hook import Hook, Wrapper, call_hook
+from fnloop._hooks.hook import (
+    BuiltIn,
+    Hook,
+    built_in,
+    call_hook,
+    collects_outputs,
+    defines,
+    may_be_due,
+    unwrap_hook,
+)
 from fnloop._loop.beginning import check_length, complete, first_state, suggest_fused
 from fnloop._loop.boundary import Answers, ask, due, ends_apart, onward
 from fnloop._loop.errors import (
@@ -125,7 +134,7 @@ def fold(
     state = plan.begin(state)
     if not (begun := plan.resumed(state)).todo:
         tell(state, plan.why_nothing_to_do(state))
-        rest(state)
+        hand_over(state)
         yield state if plan.is_past(state) else _settle_hooks(plan, state)
         return
     world = World(plan, begun)
@@ -146,7 +155,7 @@ def fold(
                 state = detached_from_run(world.state)
             over = not state.todo or is_interruption(state.stop)
             if interrupts is None or over:  # fit shows its caller the last one alone
-                rest(state)
+                hand_over(state)
             yield state
             check_not_stale(state)  # the caller may have advanced it
             world.state = changed(state, run=world.info)
@@ -159,7 +168,8 @@ def _settle_hooks(plan: Plan, state: TrainState) -> TrainState:
     state = end_phase(state, plan.phase)
     state = changed(state, todo=()) if state.todo else state
     for hook in plan.hooks:
-        state = check_returned(hook, state, hook.settle(state), "settle")
+        if isinstance(hook, BuiltIn):
+            state = check_returned(hook, state, hook.settle(state), "settle")
     return state
 
 
@@ -170,7 +180,7 @@ def _closing_hooks(hooks: Sequence[Hook], stopwatch: Stopwatch) -> Iterator[None
     with contextlib.ExitStack() as stack:
         stack.callback(stopwatch.end)
         for hook in reversed(hooks):  # the stack calls them back in the order listed
-            stack.callback(hook.close)
+            stack.callback(unwrap_hook(hook).close)
         yield
 
 
@@ -214,17 +224,19 @@ class World:
         self.peers = peers_of(state)
         self.info = describe(plan, state, self.source, tuple(self.evaluated), self.peers.clock)
         plan.check(self.info, state.history)
-        self._collectors = [hook for hook in plan.hooks if hook.wants_outputs]
-        late = [hook for hook in self._collectors if not isinstance(hook, Wrapper)]
+        self._collectors = [hook for hook in plan.hooks if collects_outputs(hook)]
+        self._adders = [hook for hook in plan.hooks if defines(hook, "numbers")]
+        self._given: list[Hook] = []  # those that have received outputs at this boundary
+        self._late = [hook for hook in self._collectors if may_be_due(hook, END)]
         self._makers = names_made(plan.hooks)
-        self._adds_at_end = any(END in hook.outside for hook in late)
+        self._adds_at_end = any(hook in self._adders for hook in self._late)
         self._last_step = math.inf if plan.steps is None else plan.steps
         self._quiet = [each.quiet_until for each in plan.triggers]
         self._asked_at = self._quiet_until = 0.0  # nothing is due in between, in mid-epoch
         self._position, self._seed = torch_seeder(state.backend.device), 0
         self._in_windows, self._share = plan.step.window > 1, state.backend.data_size
         self._size, self._recent = self.source.batch_size or 0, plan.record_every is not None
-        self._calls_always = bool(plan.hooks) or not is_alone(state)
+        self._calls_always = bool(plan.hooks) or not self.peers.alone
         calls = [Call("boundary", n) for n in range(max(len(plan.hooks), 1))]
         self._hooks_then_update: list[Todo] = [*((each, Update()) for each in calls), (Update(),)]
         self.interrupts = Interrupts()
@@ -240,17 +252,19 @@ class World:
         self.first_update = state.step + state.skipped
         known = state.history[-1].seconds if len(state.history) else 0.0
         self.seconds = max(known, ownership_of(state).seconds)  # of all runs, at the newest record
-        self.stopwatch = self.info.stopwatch
+        self.stopwatch = self.info.live.stopwatch
         self.stopwatch.begin(self.seconds)
         begun = first_state(plan, changed(state, run=self.info))
-        self._usr1_stops = any(hook.ends_run_on_usr1 for hook in plan.hooks)
-        for n, clock in enumerate(plan.clocks):
+        self._usr1_stops = any(hook.ends_run_on_usr1 for hook in built_in(plan.hooks))
+        for n, clock in enumerate(clock for moment in plan.moments for clock in moment.clocks):
             clock.begin(begun, f"{CLOCK} {n}", now(self.info) - self.seconds)
         self._clocks = tuple(clock for moment in plan.triggers for clock in moment.clocks)
         todo = state.todo  # also if a hook has gone to another state
         if ends_run(begun.stop) and state.stop is None:
             todo = (*pending(todo), *onward(begun, plan.is_reached(begun), ended=False))
         self.state = changed(begun, todo=todo)
+        # Whether hooks that are still to be called have lost outputs with an earlier process.
+        self._lost = bool(self._collectors) and type(todo[0]) is Call
 
     def next(self) -> Action | None:
         """Return what is next; None where the run is left, or another epoch is to begin.
@@ -424,7 +438,7 @@ class World:
         state = self.state = consume(new, out, self.taken, self.taken * self._size, self._recent)
         self.doing, self.left_out = LOADER, out.skip
         if out.skip is not None:
-            self.info.notices.tell(state, "skip", reason=out.skip)
+            self.info.live.notices.tell(state, "skip", reason=out.skip)
         try:
             self.fetch()
         except BaseException:
@@ -442,6 +456,7 @@ class World:
     def boundary(self, state: TrainState, action: Boundary, todo: Todo) -> TrainState:
         """Decide what is due after an update."""
         __tracebackhide__ = True
+        self._given = []
         if ended := action.ended or self.batch is NONE_LEFT:
             state = self._complete_epoch(state)
         reached = (ended or state.step >= self._last_step) and self.plan.is_reached(state)
@@ -499,6 +514,10 @@ class World:
             hooks = plan.hooks if every else plan.hooks_at(stage)
         if nth >= len(hooks):
             return self.obey(changed(state, todo=todo))
+        if self._lost:
+            self._lost, late = False, [each for each in hooks[nth:] if each not in self._adders]
+            names = self.evaluated if END in state.events else self._evaluated_here(state)
+            self._collect_for(late, state, names)
         hook = self.doing = hooks[nth]
         is_last = nth + 1 == len(hooks)
         if stage == "boundary" and type(todo[0]) is Update:
@@ -588,39 +607,53 @@ class World:
     def collect(self, state: TrainState, action: Collect, todo: Todo) -> TrainState:
         """Evaluate loaders for the hooks that ask for outputs at the end."""
         __tracebackhide__ = True
-        hooks = [hook for hook in self.plan.hooks_at(END) if hook in self._collectors]
-        for loader in action.loaders:
-            if asking(hooks, state, loader):
-                self._evaluate(state, loader)
+        self._collect_for(self._late, state, action.loaders)
         items = next((each.items for each in state.history[-1:] if each.step == state.step), None)
         record = Record(state.epoch, state.step, {}, self.seconds, closing=True, items=items)
-        full = self._with_numbers(state, record, state.metrics, (), hooks)
+        adders = [hook for hook in self._late if hook in self._adders]
+        full = self._with_numbers(state, record, state.metrics, (), adders)
         if full is not record:
             state = with_record(state, state.history.append(full), state.metrics)
         return changed(state, todo=todo)
+
+    def _collect_for(self, hooks: Sequence[Hook], state: TrainState, names: Iterable[str]) -> None:
+        """Evaluate loaders for those of some hooks that ask for the outputs."""
+        __tracebackhide__ = True
+        hooks = [hook for hook in hooks if hook in self._collectors]
+        for name in names:
+            if receivers := asking(hooks, state, name):
+                self._evaluate(state, name, receivers)
+
+    def _evaluated_here(self, state: TrainState) -> list[str]:
+        """Return the loaders that the record of this boundary is of."""
+        made = state.history[-1].metrics if RECORD in state.events else ()
+        loaders = {split_name(name)[0] for name in made}
+        return [name for name in self.evaluated if name in loaders]
 
     def append(self, state: TrainState, action: Append, todo: Todo) -> TrainState:
         """Append a record, unless there is nothing to record."""
         __tracebackhide__ = True
         numbers, closing = action.kind == "numbers", action.kind == "closing"
         train = not numbers and action.kind != "recent"
+        if closing:  # it has the numbers of what was evaluated before, maybe in another process
+            lost = [each for each in self._late if each in self._adders and each not in self._given]
+            self._collect_for(lost, state, self._evaluated_here(state))
         report = train_metrics(state) if train else {}
         recent = self.plan.record_every is not None and not numbers
         report |= recent_metrics(state) if recent else {}
         began = time.perf_counter()
         loaders = [name for name in action.names if name in self.evaluated]
         for loader in loaders:
-            report |= self._evaluate(state, loader)
+            report |= self._evaluate(state, loader, asking(self._collectors, state, loader))
         self.doing = "the record"
         seconds = max(self.stopwatch.spent(), self.seconds)  # another process may be ahead
-        if not is_alone(state):
-            report["seconds"] = Max(seconds)
+        report["seconds"] = Max(seconds)
         in_first_epoch = state.epoch + bool(state.batch) <= 1
         report["items"] = items_so_far(state.metrics, in_first_epoch)
         if loaders:
             report["evaluated"] = Max(time.perf_counter() - began)
-        values = read(engine_of(state).reduce_report(report, "train/"))
-        self.seconds = seconds = values.pop("seconds", seconds)
+        values = read(engine_of(state).reduce(report, "train/"))
+        self.seconds = seconds = values.pop("seconds")
         items = values.pop("items")
         state = changed(state, todo=todo)
         if not (values or train or closing or action.names):
@@ -633,7 +666,7 @@ class World:
         known = None if math.isnan(items) else items
         record = Record(state.epoch, state.step, values, seconds, closing, known)
         metrics = state.metrics if closing or numbers else without_recent(state.metrics)
-        record = self._with_numbers(state, record, metrics, action.names, self.plan.hooks)
+        record = self._with_numbers(state, record, metrics, action.names, self._adders)
         return with_record(state, state.history.append(record), metrics)
 
     def _with_numbers(
@@ -655,9 +688,11 @@ class World:
         """
         __tracebackhide__ = True
         for hook in hooks:
-            self.doing = hook
-            if not hook.adds_numbers(state, record, names):
+            made = hook.makes_records
+            given = hook in self._given or hook not in self._collectors
+            if not (any(name in names for name in made) if made else given):
                 continue
+            self.doing = hook
             self.peers.hurry()  # it may take longer than an update
             # In a history of its own: that of the run does not have the record yet.
             numbers = hook.numbers(with_record(state, state.history[:].append(record), metrics))
@@ -670,13 +705,16 @@ class World:
                 record = attrs.evolve(record, metrics={**record.metrics, **numbers})
         return record
 
-    def _evaluate(self, state: TrainState, loader: str) -> dict[str, Metric]:
-        """Return the metrics of a loader by their names in a record."""
+    def _evaluate(
+        self, state: TrainState, loader: str, receivers: Sequence[Hook]
+    ) -> dict[str, Metric]:
+        """Return the metrics of a loader by their names in a record. Hand out the outputs."""
         __tracebackhide__ = True
         self.doing, source = loader, self.evaluated[loader]
         self.peers.hurry()  # its batches may take longer than updates
         given = (self.plan.step, state, loader, source, self._watch)
-        found = evaluation_metrics(*given, self._collectors)
+        found = evaluation_metrics(*given, receivers)
+        self._given += receivers
         self.peers.hurry()  # or updates longer than its batches
         return found
 
@@ -734,21 +772,20 @@ def evaluation_metrics(
     loader: str,
     source: Source,
     watch: Callable[[TrainState, str, int, int | None], object],
-    collectors: Sequence[Any] = (),
+    receivers: Sequence[Hook] = (),
 ) -> dict[str, Metric]:
     """Evaluate a loader. Return its metrics by their names in a record.
 
     ``watch`` is called with the state, the name, the number of batches that this process has
-    evaluated, from 0, and how many there are, if that is known. ``collectors`` are the hooks that
-    may ask for the outputs.
+    evaluated, from 0, and how many there are, if that is known. ``receivers`` are the hooks that
+    ask for the outputs.
     """
     __tracebackhide__ = True
     run = None if state.run is None else attrs.evolve(state.run, loader=loader)
     length = source.length_in(0)
     share = None if length is None else -(-length // state.backend.data_size)
     tell = lambda done: watch(state, loader, done, share)
-    asked_by = asking(collectors, state, loader)
-    outputs: list[list[Output]] | None = [] if asked_by else None
+    outputs: list[list[Output]] | None = [] if receivers else None
     device = state.backend.device
     began = wait_and_read_clock(device) if step.is_timed else 0.0
     with isolated(device):
@@ -761,12 +798,12 @@ def evaluation_metrics(
             )
         found["time/evaluate"] = Max(wait_and_read_clock(device) - began)
     gathered = [] if outputs is None else gather_outputs(outputs)
-    for hook in asked_by:
+    for hook in receivers:
         hook.receive(state, gathered)
     return {f"{loader}/{name}": metric for name, metric in found.items()}
 
 
-def asking(collectors: Sequence[Any], state: TrainState, loader: str) -> list[Any]:
+def asking(collectors: Sequence[Hook], state: TrainState, loader: str) -> list[Hook]:
     """Return the hooks that ask for the outputs of a loader."""
     found = []
     for hook in collectors:
@@ -804,7 +841,7 @@ class Survival:
 def _survive(world: World, error: BaseException) -> bool:
     """Return whether the run ends as it would without this error: after a signal."""
     __tracebackhide__ = True
-    before, alone = world.state, is_alone(world.state)
+    before, alone = world.state, world.peers.alone
     if world.doing is None:  # the step may have applied its update already
         made = newest(before, world.taken, world.taken * (world.source.batch_size or 0))
         if made is not before:

@@ -26,10 +26,12 @@ from fnloop._core.types import (
     output_without_loss,
 )
 from fnloop._display import checks
-from fnloop._step.engine import WeightedSum, check_not_exact, engine_of
+from fnloop._step.engine import engine_of, refuse
 from fnloop._step.forward import takes_carry
+from fnloop._step.gradients import WeightedSum
 from fnloop._step.guard import InPieces, Retrying
-from fnloop._step.update import CREATE_GRAPH, Backward, Commuting, Insertable, in_parts
+from fnloop._step.transaction import in_parts
+from fnloop._step.update import CREATE_GRAPH, Backward, Commuting, Insertable
 
 # --------------------------------------------------------------------------------------------------
 # Gradient accumulation: n batches of b make the same update as one batch of n·b.
@@ -279,7 +281,8 @@ def microbatch(size: int) -> Middleware:
     def gradient(step: Step) -> Step:
         return _instead_of(step, lambda backward: InPieces(backward.loss, size))
 
-    return Middleware("microbatch", gradient=gradient, check=_check_pieces, adds=())
+    order = {"gradient": -2}  # it is about backward alone: first
+    return Middleware("microbatch", gradient=gradient, check=_check_pieces, adds=(), order=order)
 
 
 @middleware("gradient")
@@ -314,7 +317,8 @@ def retry_on_oom() -> Middleware:
         (-3.0, 2)
 
     Notes:
-        Whatever else forward and backward have changed, such as a list in a closure, is not undone.
+        Whatever else forward and backward have changed, such as a list in a closure, is not undone,
+        unless a middleware keeps it (``Middleware(keep=...)``).
         The optimizer's step and evaluations are not repeated. On several processes, gradients are
         averaged after backward instead of during it, because a process that runs out of memory
         half-way must not leave the others waiting. Buffers are copied before each update.
@@ -329,7 +333,12 @@ def retry_on_oom() -> Middleware:
         return _instead_of(step, Retrying)
 
     return Middleware(
-        "retry_on_oom", gradient=gradient, init=_whole_batches, check=_check_pieces, adds=()
+        "retry_on_oom",
+        gradient=gradient,
+        init=_whole_batches,
+        check=_check_pieces,
+        adds=(),
+        order={"gradient": -1},  # after the pieces that it repeats
     )
 
 
@@ -340,11 +349,8 @@ def _instead_of(step: Step, replace: Callable[[Backward], Backward]) -> Step:
 
 
 def _whole_batches(state: TrainState) -> int:
-    name, why = (
-        "retry_on_oom",
-        "the size of pieces changes the last bits, and it follows the memory",
-    )
-    check_not_exact(state, name, f"{why}. List microbatch(size) instead")
+    why = "the size of pieces changes the last bits, and it follows the memory"
+    refuse(state, "retry_on_oom", exact=f"{why}. List microbatch(size) instead")
     exchanging = (
         is_sharded(state.model)
         or state.backend.parts > 1
@@ -451,16 +457,19 @@ def tbptt(length: int, dim: int = 1) -> Middleware:
         loss_fn=loss_fn,
         check=_check_tbptt,
         adds=(),
+        order={"step": 2},  # all others act once for each update
+        carries=True,
     )
 
 
 def _no_carry(state: TrainState) -> None:
-    check_not_exact(state, TBPTT, "it works in one process only. Leave one of them out")
-    if not engine_of(state).calls_every_batch:
-        raise NotImplementedError(
-            "tbptt works in one process only: several would share the batches of a loader, and "
-            "each would carry on from a batch that its next one does not continue"
-        )
+    refuse(
+        state,
+        TBPTT,
+        exact="it works in one process only. Leave one of them out",
+        several="several would share the batches of a loader, and each would carry on from a batch "
+        "that its next one does not continue",
+    )
 
 
 def _check_tbptt(listed: Sequence[Middleware]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
 import attrs
 import torch
@@ -17,12 +17,11 @@ from fnloop._core.metrics import Mean
 from fnloop._core.rng import isolated
 from fnloop._core.stacked import Stack
 from fnloop._core.state import TrainState, parameters, unwrap
-from fnloop._core.types import Batch, Call, Metric, Middleware, Output, Step, middleware
+from fnloop._core.types import Batch, Call, Middleware, Output, Step, middleware
 from fnloop._display import checks
-from fnloop._step.engine import (
-    check_not_exact,
+from fnloop._step.engine import engine_of, refuse
+from fnloop._step.gradients import (
     clip_to_norm_,
-    engine_of,
     nan_unless_finite,
     restore_gradients,
     stash_gradients,
@@ -30,7 +29,8 @@ from fnloop._step.engine import (
 )
 from fnloop._step.pipeline import Chosen
 from fnloop._step.stacked import clip_models_, gradients, per_update, stacked_norms
-from fnloop._step.update import CLOSURE, CREATE_GRAPH, Commuting, report, skip_together
+from fnloop._step.transaction import skip_together, then
+from fnloop._step.update import CLOSURE, CREATE_GRAPH, Commuting, report
 
 # --------------------------------------------------------------------------------------------------
 # Gradient clipping, by norm and by value, and the norm alone.
@@ -39,7 +39,6 @@ from fnloop._step.update import CLOSURE, CREATE_GRAPH, Commuting, report, skip_t
 
 _NORM = "grad_norm"  # the name of the metric
 # (state) -> the norms to report; it may scale the gradients.
-_Measure = Callable[[TrainState], Mapping[str, Metric]]
 
 
 @middleware("gradient")
@@ -98,18 +97,17 @@ def clip(
     selectors = None if only is None else check_selectors("clip", only)
     label = _NORM if name == "clip" else f"{_NORM}/{name}"
 
-    def gradient(step: Step) -> Step:
-        of = parameters if selectors is None else Chosen("clip", selectors).of
+    of = parameters if selectors is None else Chosen("clip", selectors).of
 
-        def scale(state: TrainState) -> Mapping[str, Metric]:
-            if type(state.model) is Stack:
-                norms = clip_models_(state, max_norm, norm_type)
-                return {label: per_update(label, norms, state)}
-            return {label: Mean(clip_to_norm_(of(state), max_norm, norm_type), 1)}
+    def scale(state: TrainState, batch: Batch, out: Output) -> tuple[TrainState, Output]:
+        __tracebackhide__ = True
+        if type(state.model) is Stack:
+            norms = clip_models_(state, max_norm, norm_type)
+            return state, report(out, {label: per_update(label, norms, state)}, "clip")
+        norm = clip_to_norm_(of(state), max_norm, norm_type)
+        return state, report(out, {label: Mean(norm, 1)}, "clip")
 
-        return _measuring(step, "clip", scale)
-
-    wrap = Commuting(gradient) if math.isinf(max_norm) else gradient
+    wrap = Commuting(then(scale)) if math.isinf(max_norm) else then(scale)
     return Middleware(
         name,
         gradient=wrap,
@@ -158,36 +156,24 @@ def grad_norm(norm_type: float = 2.0, by: str | None = None) -> Middleware:
                 "leave grad_norm out"
             )
 
-    def gradient(step: Step) -> Step:
-        def measure(state: TrainState) -> Mapping[str, Metric]:
-            if type(state.model) is Stack:
-                norms = stacked_norms(gradients(state), norm_type)
-                return {_NORM: per_update(_NORM, norms, state)}
-            groups = {_NORM: parameters(state)} if by is None else _by_module(state)
-            found = {k: [p.grad for p in ps if p.grad is not None] for k, ps in groups.items()}
-            return {
-                label: Mean(total_norm(grads, norm_type), 1)
-                for label, grads in found.items()
-                if grads or by is None
-            }
+    def measure(state: TrainState, batch: Batch, out: Output) -> tuple[TrainState, Output]:
+        __tracebackhide__ = True
+        if type(state.model) is Stack:
+            of_models = stacked_norms(gradients(state), norm_type)
+            return state, report(out, {_NORM: per_update(_NORM, of_models, state)}, "grad_norm")
+        groups = {_NORM: parameters(state)} if by is None else _by_module(state)
+        found = {k: [p.grad for p in ps if p.grad is not None] for k, ps in groups.items()}
+        norms = {
+            label: Mean(total_norm(grads, norm_type), 1)
+            for label, grads in found.items()
+            if grads or by is None
+        }
+        return state, report(out, norms, "grad_norm")
 
-        return _measuring(step, "grad_norm", measure)
-
-    wrap = Commuting(gradient)
+    wrap = Commuting(then(measure))
     if by is None:
         return Middleware(_NORM, gradient=wrap, check=check, adds=(_NORM,))
     return Middleware(f"{_NORM}/{by}", gradient=wrap, adds=(_NORM,))
-
-
-def _measuring(step: Step, owner: str, measure: _Measure) -> Step:
-    """Return the gradient step that reports what is measured of the gradients of another one."""
-
-    def measured(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
-        __tracebackhide__ = True
-        state, out = step(state, batch)
-        return (state, out) if out.skip is not None else (state, report(out, measure(state), owner))
-
-    return measured
 
 
 def _by_module(state: TrainState) -> dict[str, list[Tensor]]:
@@ -275,20 +261,16 @@ def clip_value(limit: float) -> Middleware:
     if math.isinf(limit):
         return Middleware("clip_value")
 
-    def gradient(step: Step) -> Step:
-        def clamped(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
-            __tracebackhide__ = True
-            state, out = step(state, batch)
-            grads = [local_part(p.grad) for p in parameters(state) if p.grad is not None]
-            if out.skip is None and grads:
-                with torch.no_grad():  # with create_graph the gradients have a graph
-                    torch_compat.foreach_clamp_min_(grads, -limit)
-                    torch_compat.foreach_clamp_max_(grads, limit)
-            return state, out
+    def clamp(state: TrainState, batch: Batch, out: Output) -> tuple[TrainState, Output]:
+        __tracebackhide__ = True
+        grads = [local_part(p.grad) for p in parameters(state) if p.grad is not None]
+        if grads:
+            with torch.no_grad():  # with create_graph the gradients have a graph
+                torch_compat.foreach_clamp_min_(grads, -limit)
+                torch_compat.foreach_clamp_max_(grads, limit)
+        return state, out
 
-        return clamped
-
-    return Middleware("clip_value", gradient=gradient, adds=())
+    return Middleware("clip_value", gradient=then(clamp), adds=())
 
 
 def _check_limit(owner: str, name: str, value: float, meaning: str) -> None:
@@ -344,27 +326,22 @@ def clip_adaptive(ratio: float = 0.01, only: Selectors | None = None) -> Middlew
     if math.isinf(ratio):
         return Middleware("clip_adaptive")
 
-    def gradient(step: Step) -> Step:
-        chosen = Chosen("clip_adaptive", selectors)
+    chosen = Chosen("clip_adaptive", selectors)
 
-        def clipped(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
-            __tracebackhide__ = True
-            state, out = step(state, batch)
-            if out.skip is None:
-                with torch.no_grad():  # with create_graph the gradients have a graph
-                    for p in chosen.of(state):
-                        if p.grad is not None:
-                            _clip_(p.grad, p, ratio)
-            return state, out
-
-        return clipped
+    def clip_units(state: TrainState, batch: Batch, out: Output) -> tuple[TrainState, Output]:
+        __tracebackhide__ = True
+        with torch.no_grad():  # with create_graph the gradients have a graph
+            for p in chosen.of(state):
+                if p.grad is not None:
+                    _clip_(p.grad, p, ratio)
+        return state, out
 
     def check(state: TrainState, listed: object) -> None:
-        Chosen("clip_adaptive", selectors).check(state)
+        chosen.check(state)
 
     return Middleware(
         "clip_adaptive",
-        gradient=gradient,
+        gradient=then(clip_units),
         check_state=None if selectors is None else check,
         adds=(),
     )
@@ -438,7 +415,7 @@ def sam(rho: float = 0.05) -> Middleware:
             if out.skip is None:
                 repeat()
                 again = _pass_nearby(step, state, batch, rho)
-                out = out if again.skip is None else attrs.evolve(out, skip=again.skip)
+                out = attrs.evolve(out, skip=again.skip)
             restore_gradients(state, stashed)
             return new, out
 
@@ -541,13 +518,12 @@ def closure(*, create_graph: bool = False) -> Middleware:
 
 
 def _refuse_several(state: TrainState) -> None:
-    name = "closure(create_graph=True)"
-    check_not_exact(state, name, "it works in one process only. Leave one of them out")
-    if not engine_of(state).calls_every_batch:
-        raise NotImplementedError(
-            "closure(create_graph=True) works in one process only: the graph of a gradient does "
-            "not reach the other processes"
-        )
+    refuse(
+        state,
+        "closure(create_graph=True)",
+        exact="it works in one process only. Leave one of them out",
+        several="the graph of a gradient does not reach the other processes",
+    )
 
 
 def _scales(member: Middleware) -> bool:

@@ -20,7 +20,8 @@ from fnloop._core.types import Batch, Middleware, Output, Step, middleware
 from fnloop._display import checks
 from fnloop._graphs.capture import GraphedStep, read_from_tensors, recorder_on
 from fnloop._graphs.guards import CaptureError
-from fnloop._step.update import CLOSURE, CREATE_GRAPH, leaves_graphs_out, replace_apply
+from fnloop._step.transaction import leaves_graphs_out
+from fnloop._step.update import CLOSURE, CREATE_GRAPH, replace_apply
 
 # --------------------------------------------------------------------------------------------------
 # Compile the loss function, and the optimizer, with `torch.compile`.

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from fnloop._checkpoint.format import OWN, TENSORS, TRAINING
+from fnloop._checkpoint.format import TRAINING
 from fnloop._core.averages import AVERAGED, Average
 from fnloop._core.freeze import Selectors, check_selectors
+from fnloop._core.parts import OWN, TENSORS
 from fnloop._core.state import LOCAL_SGD, TBPTT, TrainState, explain_unknown_length
 from fnloop._core.types import Middleware, middleware, name_of
 from fnloop._display import checks
 from fnloop._display.screen import warn_once
 from fnloop._display.tables import format_count
 from fnloop._step.averages import (
+    AverageView,
     Choice,
-    EvaluateAverage,
     Only,
     blend,
     choose_weight,
@@ -207,8 +208,7 @@ def _make(
         update=blend(name, only),
         step=choose_weight(name, choose, only),
         init=lambda state: first_average(state, name, bool(evaluate), only),
-        evaluation=EvaluateAverage(name, evaluate == "only") if evaluate else None,
-        check=_check_members,
+        view=AverageView(name, beside=evaluate is True) if evaluate else None,
         adds=(),
     )
 
@@ -271,14 +271,4 @@ def _check_name(owner: str, name: str) -> None:
         raise ValueError(
             f"{owner} expects name as another one than {', '.join(_KNOWN)}, which are names of "
             f"other middleware; got {name!r}"
-        )
-
-
-def _check_members(members: Sequence[Middleware]) -> None:
-    """Raise if two averages are to be evaluated under the names of the model."""
-    alone = [m for m in members if isinstance(m.evaluation, EvaluateAverage) and m.evaluation.only]
-    if len(alone) > 1:
-        raise ValueError(
-            f"{' and '.join(map(repr, alone))} would both be evaluated alone, under the same "
-            'names: leave out evaluate="only" in one of them'
         )

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from fnloop._backend import torch_compat
-from fnloop._backend.fsdp import is_sharded, local_part
+from fnloop._backend.fsdp import local_part
 from fnloop._core.runs import Stop
 from fnloop._core.stacked import Stack, models_of
 from fnloop._core.state import TrainState, parameters
@@ -20,10 +20,10 @@ from fnloop._core.types import Batch, Middleware, Output, Step, Wrap, middleware
 from fnloop._display import checks
 from fnloop._display.checks import join_names
 from fnloop._display.tables import format_count
-from fnloop._step.engine import engine_of
+from fnloop._step.engine import engine_of, refuse
 from fnloop._step.guard import Kept, go_back, guarding, keep, sees_whole_updates
 from fnloop._step.stacked import find_bad
-from fnloop._step.update import Judge
+from fnloop._step.transaction import Judge
 
 # --------------------------------------------------------------------------------------------------
 # Leave out updates whose loss or gradients are not finite.
@@ -257,11 +257,9 @@ def spike_guard(window: int = 100, ratio: float = 2.0, then: str = "skip") -> Mi
 
 def _check_whole(state: TrainState, listed: Sequence[Middleware]) -> None:
     """Raise if the model cannot be copied."""
-    if is_sharded(state.model):
-        raise NotImplementedError(
-            'spike_guard(then="back") keeps a copy of the model, and a model that is sharded over '
-            'processes cannot be copied: write then="stop", and restore a checkpoint'
-        )
+    why = "keeps a copy of the model, and a model that is sharded over processes cannot be copied"
+    instead = 'write then="stop", and restore a checkpoint'
+    refuse(state, 'spike_guard(then="back")', sharded=f"{why}: {instead}")
 
 
 def _examine_loss(ratio: float, state: TrainState, out: Output) -> tuple[Tensor, Judge]:

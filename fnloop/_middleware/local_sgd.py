@@ -10,13 +10,13 @@ from torch.optim import Optimizer
 
 from fnloop._backend.collectives import counted_collectives
 from fnloop._backend.fsdp import is_sharded
-from fnloop._core.apart import Apart, apart_of, average, take_back
-from fnloop._core.optimizers import optimizers_in, wants_closure
+from fnloop._core.apart import Apart, apart_of
+from fnloop._core.optimizers import modes_of, optimizers_in, wants_closure
 from fnloop._core.state import LOCAL_SGD, TrainState, ownership_of
 from fnloop._core.types import Batch, Middleware, Output, Step, middleware, name_of
 from fnloop._display import checks
-from fnloop._step.engine import check_not_exact, engine_of
-from fnloop._step.update import has_modes, replace_apply
+from fnloop._step.engine import engine_of, refuse
+from fnloop._step.update import replace_apply
 
 Outer = Callable[[list[nn.Parameter]], Optimizer]
 
@@ -95,6 +95,7 @@ def local_sgd(every: int = 8, outer: Outer | None = None) -> Middleware:
         check=_check_members,
         check_state=_check_state,
         adds=(),
+        order={"update": -1},  # what others see of an update is the average, if there is one
     )
 
 
@@ -105,7 +106,7 @@ def _wrap(every: int, outer: Outer | None) -> Callable[[Step], Step]:
             slot, several = apart_of(state), not engine_of(state).calls_every_batch
             if slot is None or not (several or outer):
                 return step(state, batch)
-            take_back(state)
+            slot.take_back(state)
             slot.track(state)
             _make_outer(slot, outer)
             if several:
@@ -114,7 +115,7 @@ def _wrap(every: int, outer: Outer | None) -> Callable[[Step], Step]:
                 state, out = step(state, batch)
             if out.skip is None and state.step % every == 0:
                 if several:
-                    average(state)
+                    slot.average(state)
                 _step_outer(slot)
                 slot.forget()
             return state, out
@@ -256,7 +257,7 @@ def _check_members(members: Sequence[Middleware]) -> None:
 
 def _check_state(state: TrainState, members: Sequence[Middleware]) -> None:
     """Raise NotImplementedError if the processes of a state cannot update by themselves."""
-    check_not_exact(state, "local_sgd", "its sums depend on the number of processes. Leave one out")
+    refuse(state, LOCAL_SGD, exact="its sums depend on the number of processes. Leave one out")
     optimizers, why = optimizers_in(state.optimizer).values(), None
     if is_sharded(state.model):
         why = (
@@ -265,7 +266,7 @@ def _check_state(state: TrainState, members: Sequence[Middleware]) -> None:
         )
     elif any(wants_closure(type(each)) for each in optimizers):
         why = "calls an optimizer once in an update, and this one evaluates the loss: take AdamW"
-    elif has_modes(state):
+    elif modes_of(state.optimizer):
         why = (
             "evaluates the average of the weights to train with, and this optimizer has others for "
             "an evaluation: take AdamW with a schedule"

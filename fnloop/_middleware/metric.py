@@ -38,6 +38,7 @@ from fnloop._core.types import (
     Output,
     Step,
     Wrap,
+    collection_key,
     middleware,
     name_of,
 )
@@ -45,6 +46,7 @@ from fnloop._display import checks
 from fnloop._display.checks import join_names
 from fnloop._display.screen import warn_once
 from fnloop._step.forward import items_in
+from fnloop._step.transaction import then
 from fnloop._step.update import MissingNumberError, Numbers, as_number, report
 
 # --------------------------------------------------------------------------------------------------
@@ -120,7 +122,7 @@ def metric(
 
 def _known_names(shared: object, functions: Mapping[str, object]) -> tuple[str, ...] | None:
     """Return the names of the metrics, unless a collection brings names of its own."""
-    several = [each for each in functions.values() if getattr(each, "key", None) is not None]
+    several = any(collection_key(each) is not None for each in functions.values())
     return tuple(functions) if shared is None and not several else None
 
 
@@ -128,7 +130,7 @@ def unseen_metrics(members: Iterable[Middleware]) -> dict[str, Metric]:
     """Return the metrics of torchmetrics that training reports, by name, before any batch."""
     trained = [m for m in members if m.forward is not None or m.loss is not None]
     calls = [m.call for m in trained if m.call is not None and m.call.factory is metric]
-    given = [(getattr(each, "key", None) or "", each) for call in calls for each in call.args]
+    given = [(collection_key(each) or "", each) for call in calls for each in call.args]
     given += [named for call in calls for named in call.kwargs.items()]
     functions = {name: each for name, each in given if isinstance(each, from_torchmetrics)}
     return {name: function.unseen for name, function in functions.items()}
@@ -195,43 +197,36 @@ def _measure(
 ) -> Wrap:
     """Return the wrap that adds metrics, for all loaders or for some."""
     label = "" if shared is None else _label(shared)
+    one_by_one: set[str] = set()  # metrics of a stack that are computed for each model alone
 
-    def wrap(step: Step) -> Step:
-        one_by_one: set[str] = set()  # metrics of a stack that are computed for each model alone
+    def measure(state: TrainState, batch: Batch, out: Output) -> tuple[TrainState, Output]:
+        __tracebackhide__ = True
+        if only is not None and _is_for_another(state, only):
+            return state, out
+        with torch.no_grad():
+            found: dict[str, Metric] = {}
+            name = label
+            try:  # a comprehension would add a frame to the traceback
+                if type(state.model) is Stack:
+                    names = state.model.names
+                    named = functions if shared is None else {label: shared, **functions}
+                    for name, compute in named.items():
+                        of = None if compute is shared else name
+                        found |= _of_models(of, compute, out, batch, names, one_by_one)
+                    return state, report(out, found, "metric")
+                if shared is not None:
+                    found = _by_name(name, shared(out.aux, batch), out.weight)
+                    _check_names(found, functions)
+                for name, compute in functions.items():
+                    found[name] = _to_metric(name, compute(out.aux, batch), out.weight)
+            except Exception as error:
+                error.add_note(f"while in the metric {name!r}")
+                if isinstance(error, KeyError) and error.args:
+                    _explain_missing(error, error.args[0], out.aux, batch)
+                raise
+        return state, report(out, found, "metric")
 
-        def measured(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
-            __tracebackhide__ = True
-            state, out = step(state, batch)
-            if out.skip is not None:
-                return state, out
-            if only is not None and _is_for_another(state, only):
-                return state, out
-            with torch.no_grad():
-                found: dict[str, Metric] = {}
-                name = label
-                try:  # a comprehension would add a frame to the traceback
-                    if type(state.model) is Stack:
-                        names = state.model.names
-                        named = functions if shared is None else {label: shared, **functions}
-                        for name, compute in named.items():
-                            of = None if compute is shared else name
-                            found |= _of_models(of, compute, out, batch, names, one_by_one)
-                        return state, report(out, found, "metric")
-                    if shared is not None:
-                        found = _by_name(name, shared(out.aux, batch), out.weight)
-                        _check_names(found, functions)
-                    for name, compute in functions.items():
-                        found[name] = _to_metric(name, compute(out.aux, batch), out.weight)
-                except Exception as error:
-                    error.add_note(f"while in the metric {name!r}")
-                    if isinstance(error, KeyError) and error.args:
-                        _explain_missing(error, error.args[0], out.aux, batch)
-                    raise
-            return state, report(out, found, "metric")
-
-        return measured
-
-    return wrap
+    return then(measure)
 
 
 def _of_models(
@@ -304,7 +299,7 @@ def _by_name(label: str, value: object, weight: float | Tensor) -> dict[str, Met
     """Return the metrics that a function for several has returned, by name."""
     if isinstance(value, Mapping):
         return {name: _to_metric(name, part, weight) for name, part in value.items()}
-    if (key := getattr(value, "key", None)) is not None:
+    if (key := collection_key(value)) is not None:
         return {key: _to_metric(key, value, weight)}
     raise TypeError(
         f"{label} must return a mapping of names to metrics; got {checks.describe(value)}. A "
@@ -477,12 +472,12 @@ def timings() -> Middleware:
             new, out = step(state, batch)
             times: dict[str, Metric] = {"time/step": elapsed(1, start, mark(state.backend.device))}
             if state.run is not None:
-                times["time/data"] = Elapsed(1, state.run.stopwatch.waited)
+                times["time/data"] = Elapsed(1, state.run.live.stopwatch.waited)
             return new, report(out, times, "timings")
 
         return timed
 
-    return Middleware("timings", step=wrap, adds=("time",))
+    return Middleware("timings", step=wrap, adds=("time",), timed=True)
 
 
 @middleware("step")
@@ -574,7 +569,7 @@ def _counting_flops(
     with FlopCounterMode(display=False) as counter:
         new, out = step(state, batch)
     trained = out.metrics.get(name)
-    if out.skip is not None or not isinstance(trained, Elapsed):
+    if not isinstance(trained, Elapsed):  # the update was left out
         return new, out
     # A host read, once: of how many items the update had.
     operations, items = counter.get_total_flops(), float(trained.amount)
@@ -617,7 +612,7 @@ def _training_time(state: TrainState, start: Mark) -> Elapsed:
     end = mark(state.backend.device)
     if state.run is None:
         return elapsed(0, start, end, is_rate=True)
-    watch = state.run.stopwatch
+    watch = state.run.live.stopwatch
     before, watch.newest = watch.newest, end
     if before is None or isinstance(end, float):
         return elapsed(0, start, end, more=watch.waited, is_rate=True)
@@ -671,8 +666,8 @@ def device_memory() -> Middleware:
         def measured(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
             __tracebackhide__ = True
             device = state.backend.device
-            if state.run is not None and state.run.stopwatch.recorded:
-                state.run.stopwatch.recorded = False
+            if state.run is not None and state.run.live.stopwatch.recorded:
+                state.run.live.stopwatch.recorded = False
                 running: object = state.metrics.get(NAME)
                 if isinstance(running, Peak):
                     running.compute()  # keeps the peak until now

@@ -10,12 +10,14 @@ from torch import Tensor
 
 from fnloop._backend import torch_compat
 from fnloop._backend.containers import map_leaves
-from fnloop._backend.fsdp import is_sharded, local_part
+from fnloop._backend.fsdp import local_part
 from fnloop._core.optimizers import optimizers_in
 from fnloop._core.state import TrainState, parameters
-from fnloop._core.types import Batch, Middleware, Output, Step, Wrap, middleware
+from fnloop._core.types import Batch, Middleware, Output, Searching, Step, Wrap, middleware
 from fnloop._display.checks import describe, integer, number
-from fnloop._step.update import Commuting, Insertable, decide_any
+from fnloop._step.engine import refuse
+from fnloop._step.transaction import decide_any, then
+from fnloop._step.update import Commuting, Insertable
 
 # --------------------------------------------------------------------------------------------------
 # Mixed precision: autocast, and for fp16 a loss scale.
@@ -31,7 +33,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @attrs.define
-class LossScale:
+class LossScale(Searching):
     """The slot of ``amp("fp16")``, changed in place.
 
     Args:
@@ -85,10 +87,10 @@ def amp(
     meaning = "the updates without overflow after which the scale doubles"
     integer("amp", "growth_interval", growth_interval, meaning)
     if precision is None:
-        return Middleware("amp")
+        return Middleware("amp", precision="")
     forward = _autocast(_DTYPES[precision])
     if precision == "bf16":
-        return Middleware("amp", forward=forward, adds=())
+        return Middleware("amp", forward=forward, adds=(), precision=precision)
 
     def init(state: TrainState) -> LossScale:
         return LossScale(torch.tensor(float(init_scale), device=state.backend.device))
@@ -100,6 +102,7 @@ def amp(
         step=_grow_after(growth_interval),
         init=init,
         adds=(),
+        precision=precision,
     )
 
 
@@ -129,16 +132,11 @@ def _scale_around(step: Step) -> Step:
     return Commuting(_unscale_after)(scaled)
 
 
-def _unscale_after(step: Step) -> Step:
-    def unscaled(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
-        __tracebackhide__ = True
-        state, out = step(state, batch)
-        if out.skip is not None:
-            return state, out
-        gradients = [p.grad for p in parameters(state) if p.grad is not None]
-        return decide_any(state, out, _unscale(gradients, _scale_of(state)), _judge)
-
-    return unscaled
+@then
+def _unscale_after(state: TrainState, batch: Batch, out: Output) -> tuple[TrainState, Output]:
+    __tracebackhide__ = True
+    gradients = [p.grad for p in parameters(state) if p.grad is not None]
+    return decide_any(state, out, _unscale(gradients, _scale_of(state)), _judge)
 
 
 def _judge(state: TrainState, overflowed: bool) -> str | None:
@@ -158,20 +156,15 @@ def _judge(state: TrainState, overflowed: bool) -> str | None:
 
 
 def _grow_after(growth_interval: int) -> Wrap:
-    def grow(step: Step) -> Step:
-        def growing(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
-            __tracebackhide__ = True
-            state, out = step(state, batch)
-            if out.skip is None:  # after the update has been applied, not before
-                now: LossScale = state.slots["amp"]
-                now.streak = (now.streak + 1) % growth_interval
-                if now.streak == 0:
-                    now.scale.mul_(2).clamp_(max=LARGEST)
-            return state, out
+    def grow(state: TrainState, batch: Batch, out: Output) -> tuple[TrainState, Output]:
+        __tracebackhide__ = True
+        now: LossScale = state.slots["amp"]
+        now.streak = (now.streak + 1) % growth_interval
+        if now.streak == 0:
+            now.scale.mul_(2).clamp_(max=LARGEST)
+        return state, out
 
-        return growing
-
-    return grow
+    return then(grow)  # after the update has been applied, not before
 
 
 def _scale_of(state: TrainState) -> Tensor:
@@ -280,11 +273,9 @@ def _converted(tensor: Tensor) -> Tensor:
 
 def _convert_state(state: TrainState) -> Converted:
     """Convert the model and what the optimizers keep of its parameters, in place."""
-    if is_sharded(state.model):
-        raise NotImplementedError(
-            "channels_last() cannot convert a model that is sharded over processes: leave it out, "
-            "and write model.to(memory_format=torch.channels_last) before fully_shard(model)"
-        )
+    why = "cannot convert a model that is sharded over processes: leave it out, and write "
+    instead = "model.to(memory_format=torch.channels_last) before fully_shard(model)"
+    refuse(state, "channels_last()", sharded=why + instead)
     for tensor in (*state.model.parameters(), *state.model.buffers()):
         tensor.data = _converted(tensor.data)
         if tensor.grad is not None:

@@ -6,9 +6,9 @@ import contextlib
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Real
-from typing import Any, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import attrs
 import torch
@@ -16,38 +16,29 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from fnloop._core.history import (
-    SINCE,
-    Fold,
-    Record,
-    better,
-    check_monitored,
-    counts,
-    first_record,
-    mode_of,
-    unfinished,
-)
+from fnloop._core.history import SINCE, Fold, check_monitored, first_record, mode_of, unfinished
 from fnloop._core.metrics import Last
 from fnloop._core.optimizers import (
     RATIO,
     SCHEDULED,
+    Group,
     Rate,
     begin_again,
+    chosen_groups,
     copy_number,
-    groups_in,
     initial_value,
     keep_settings,
-    labelled_groups,
     note_set,
     number_in,
     numbers_used,
+    optimizers_in,
     put_settings_back,
-    selected,
     set_number,
     was_scheduled,
 )
+from fnloop._core.records import Record, better, counts
 from fnloop._core.runs import RunInfo
-from fnloop._core.state import TrainState, explain_unknown_length, owns_handles, with_slot
+from fnloop._core.state import TrainState, explain_unknown_length, with_slot
 from fnloop._core.types import (
     UPDATE,
     Batch,
@@ -60,6 +51,7 @@ from fnloop._core.types import (
 )
 from fnloop._display import checks
 from fnloop._display.screen import log
+from fnloop._step.transaction import settle
 from fnloop._step.update import report
 from fnloop.schedules import check_schedule, refuse_torch_scheduler, takes_state
 
@@ -93,8 +85,9 @@ def schedule(
             gets the state: ``lambda state: 0.9**state.epoch`` is a rate by epoch.
         field: the key of the number in a parameter group: "lr", "weight_decay", "momentum", ...;
             "betas.0" is the first of the tuple ``group["betas"]``.
-        only: the names of the optimizers whose groups to set, such as ``("rest",)``; all by
-            default. A pipeline may have several schedules of one field for different optimizers.
+        only: the names of the optimizers whose groups to set, or of parameter groups
+            (``group["name"]``), such as ``("head",)``; all by default. A pipeline may have several
+            schedules of one field for different groups.
         absolute: whether ``fn`` returns the number itself, and not a factor.
 
     Returns:
@@ -104,9 +97,10 @@ def schedule(
         TypeError: ``fn`` is not a function, ``field`` is not a key, ``only`` has something else
             than names, or ``absolute`` is not a bool. When it runs: ``fn`` returns something other
             than a number.
-        ValueError: when composing: two schedules set one field of one optimizer, or this and a
-            ``torch_scheduler`` set its learning rate. When it runs: there is no optimizer of a name
-            in ``only``, the groups have no such number, ``fn`` needs a length that is unknown, or
+        ValueError: when composing: two schedules name one optimizer or group, or this and a
+            ``torch_scheduler`` set its learning rate. When it runs: there is no optimizer and no
+            group of a name in ``only``, or there are both; two schedules set one field of one
+            group; the groups have no such number, ``fn`` needs a length that is unknown, or
             the value of a group was changed although its initial value was not. A tensor that was
             changed in place is not noticed, because that would need a device read.
 
@@ -133,20 +127,18 @@ def schedule(
             f"got {checks.describe(field)}"
         )
     checks.flag("schedule", "absolute", absolute, "whether fn returns the number itself")
-    names = _names(only)
-    name, initial = _slot_name(field, names), f"initial_{field}"
+    names = _names("schedule", only)
+    name, initial = _slot_name("schedule", (field, *(names or ()))), f"initial_{field}"
 
     def wrap(step: Step) -> Step:
         def scheduled(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
             __tracebackhide__ = True
             first, total = _stretch(state)
             factor = _compute_factor(fn, of_state, state, state.step - first, total)
-            groups = labelled_groups(selected(state.optimizer, names, "schedule"))
+            groups = chosen_groups(state.optimizer, names, "schedule")
             kept = keep_settings(groups.values())
             for group in groups.values():
-                ratio = group.get(RATIO) if field == "lr" else None
-                number = factor if ratio is None else factor * ratio
-                set_number(group, field, number, name, absolute)
+                set_number(group, field, factor, name, absolute)
             used = numbers_used(groups, field)
             numbers = [number_in(group, field) for group in groups.values()]
             if total is not None and total != state.slots.get(name, total):
@@ -157,32 +149,37 @@ def schedule(
                 call, before = f"schedule({name_of(fn)})", state.slots[name]
                 _warn_of_total(state, call, field, fn, before, factor, show)
                 state = with_slot(state, name, total)
+            put_back = functools.partial(put_settings_back, kept, field, numbers)
+            made = None
             try:
                 new, out = step(state, batch)
-            except BaseException:
-                if owns_handles(state):  # nothing was updated, as where an update is left out
-                    put_settings_back(kept, field, numbers)
-                raise
-            if out.skip is not None:
-                put_settings_back(kept, field, numbers)
+                made = out
+            finally:
+                settle(state, made, [put_back])
             return new, report(out, used, "schedule")
 
         return scheduled
 
     def init(state: TrainState) -> int | None:
-        for group in labelled_groups(selected(state.optimizer, names, "schedule")).values():
+        for group in chosen_groups(state.optimizer, names, "schedule").values():
             if was_scheduled(group, field):  # as in an earlier phase
                 group[initial] = initial_value(group, field)
                 group[SCHEDULED + field] = number_in(group, field)
         return _stretch(state)[1]
 
     return Middleware(
-        name, step=wrap, init=init, check=_check_overlap, per_phase=True, adds=(field,)
+        name,
+        step=wrap,
+        init=init,
+        per_phase=True,
+        adds=(field,),
+        check=_check_names,
+        check_state=_check_groups_apart,
     )
 
 
-def _names(only: str | Sequence[str] | None) -> tuple[str, ...] | None:
-    """Return names of optimizers as a tuple; None is all of them."""
+def _names(owner: str, only: str | Sequence[str] | None) -> tuple[str, ...] | None:
+    """Return names of optimizers or groups as a tuple; None is all of them."""
     if only is None:
         return None
     given: object = only
@@ -191,37 +188,85 @@ def _names(only: str | Sequence[str] | None) -> tuple[str, ...] | None:
     )
     if not names or not all(isinstance(name, str) and name for name in names):
         raise TypeError(
-            'schedule expects only as names of optimizers, such as ("rest",), or None for all; got '
-            f"{checks.describe(only)}"
+            f"{owner} expects only as names of optimizers or of parameter groups, such as "
+            f'("rest",), or None for all; got {checks.describe(only)}'
         )
     return tuple(names)
 
 
-def _slot_name(field: str, names: tuple[str, ...] | None) -> str:
-    return f"schedule({', '.join((field, *(names or ())))})"
+def _slot_name(owner: str, given: Sequence[str]) -> str:
+    return f"{owner}({', '.join(given)})" if given else owner
 
 
-def _check_overlap(listed: Sequence[Middleware]) -> None:
-    """Raise if two schedules set one field of one optimizer."""
-    found: list[tuple[Middleware, str, set[str] | None]] = []
+class _Setter(NamedTuple):
+    """What a middleware of this module sets.
+
+    Args:
+        member: the middleware.
+        factory: what made it.
+        field: the key of the number.
+        names: its ``only``.
+    """
+
+    member: Middleware
+    factory: Callable[..., object]
+    field: str
+    names: tuple[str, ...] | None
+
+    def conflicts(self, other: _Setter) -> bool:
+        """Return whether two cannot act on one group. ``plateau`` multiplies a ``schedule``."""
+        both = {self.factory, other.factory}
+        return self.field == other.field and both != {schedule, plateau}
+
+    def refuse(self, other: _Setter, of: str) -> NoReturn:
+        if plateau in (self.factory, other.factory) and self.factory is not other.factory:
+            scheduler = self if other.factory is plateau else other
+            raise ValueError(
+                f"{scheduler.member!r} sets the learning rate from the one before, which plateau "
+                "would change: use schedule with plateau, or leave one out"
+            )
+        verb = "lower" if self.factory is plateau else "set"
+        raise ValueError(
+            f"{other.member!r} and {self.member!r} both {verb} {self.field} of one {of}: name "
+            "others with only=, or leave one out"
+        )
+
+
+def _setters(listed: Sequence[Middleware]) -> Iterator[_Setter]:
     for member in listed:
-        if member.call is None:
+        if member.call is None or member.call.factory not in (schedule, torch_scheduler, plateau):
             continue
-        factory = member.call.factory
-        if factory is not schedule and getattr(factory, "__name__", "") != "torch_scheduler":
-            continue
-        settings = inspect.signature(factory).bind(*member.call.args, **member.call.kwargs)
-        settings.apply_defaults()
-        names = _names(settings.arguments.get("only"))
-        field = settings.arguments.get("field", "lr")  # what a torch_scheduler sets
-        for other, its_field, its_names in found:
-            shared = names is None or its_names is None or its_names.intersection(names)
-            if field == its_field and shared:
-                raise ValueError(
-                    f"{other!r} and {member!r} both set {field} of one optimizer: name others with "
-                    "only=, or leave one out"
-                )
-        found.append((member, field, None if names is None else set(names)))
+        settings = inspect.signature(member.call.factory).bind(
+            *member.call.args, **member.call.kwargs
+        )
+        names = _names(member.name, settings.arguments.get("only"))
+        yield _Setter(member, member.call.factory, settings.arguments.get("field", "lr"), names)
+
+
+def _check_names(listed: Sequence[Middleware]) -> None:
+    """Raise if two set one field of all groups, or of one name."""
+    found: list[_Setter] = []
+    for setter in _setters(listed):
+        for other in found:
+            if setter.conflicts(other) and _overlap(setter.names, other.names):
+                setter.refuse(other, "optimizer")
+        found.append(setter)
+
+
+def _overlap(names: tuple[str, ...] | None, others: tuple[str, ...] | None) -> bool:
+    return names is None or others is None or not {*names}.isdisjoint(others)
+
+
+def _check_groups_apart(state: TrainState, listed: Sequence[Middleware]) -> None:
+    """Raise if two set one field of one group, which one names, and its optimizer the other."""
+    found: list[tuple[_Setter, set[int]]] = []
+    for setter in _setters(listed):
+        groups = chosen_groups(state.optimizer, setter.names, setter.factory.__name__)
+        own = {*map(id, groups.values())}
+        for other, taken in found:
+            if setter.conflicts(other) and own & taken:
+                setter.refuse(other, "parameter group")
+        found.append((setter, own))
 
 
 def _stretch(state: TrainState) -> tuple[int, int | None]:
@@ -465,8 +510,9 @@ def torch_scheduler(
     Args:
         factory: ``(optimizer, run) -> scheduler``, called when the run starts; ``run.total_steps``,
             ``run.steps_per_epoch`` and ``run.epochs`` give its length.
-        only: the name of the optimizer, such as "rest", if there are several: list one
-            ``torch_scheduler`` for each of them that needs one.
+        only: the name of an optimizer, such as "rest", or of a parameter group
+            (``group["name"]``): the factory gets an optimizer with this group alone. List one
+            ``torch_scheduler`` for each that needs one. With several optimizers, a name is needed.
 
     Returns:
         A middleware of the step ring; the scheduler is ``state.slots["torch_scheduler"]``, or
@@ -501,9 +547,10 @@ def torch_scheduler(
     refuse_torch_scheduler("torch_scheduler", wanted, factory)
     checks.function("torch_scheduler", "factory", factory, example, 2)
     if only is not None:
-        checks.text("torch_scheduler", "only", only, "the name of one optimizer")
+        meaning = "the name of one optimizer, or of one parameter group"
+        checks.text("torch_scheduler", "only", only, meaning)
     name = f"torch_scheduler({name_of(factory)})"
-    slot = "torch_scheduler" if only is None else f"torch_scheduler({only})"
+    slot = _slot_name("torch_scheduler", () if only is None else (only,))
 
     def init(state: TrainState) -> LRScheduler | UpdateScheduler:
         __tracebackhide__ = True
@@ -533,8 +580,8 @@ def torch_scheduler(
                 _check_length(made_for, scheduler, state, name)
             optimizer = _optimizer_of(state, only)
             _check_groups(scheduler, optimizer, name)
-            groups = labelled_groups({only or "": optimizer})
-            used = numbers_used(groups, "lr")
+            chosen = chosen_groups(state.optimizer, only and (only,), "torch_scheduler")
+            used = numbers_used(chosen, "lr")
             state, out = step(state, batch)
             if UPDATE in state.events:
                 _advance(scheduler, _updates(state), name)
@@ -543,20 +590,53 @@ def torch_scheduler(
 
         return scheduled
 
-    return Middleware(slot, step=wrap, init=init, per_phase=True, adds=("lr",))
+    return Middleware(
+        slot,
+        step=wrap,
+        init=init,
+        per_phase=True,
+        adds=("lr",),
+        check=_check_names,
+        check_state=_check_groups_apart,
+    )
 
 
 def _optimizer_of(state: TrainState, only: str | None) -> Optimizer:
-    """Return the only optimizer of a state, or the one that is named."""
+    """Return the only optimizer of a state, or the one or the group that is named."""
     __tracebackhide__ = True
-    found = selected(state.optimizer, None if only is None else (only,), "torch_scheduler")
+    found = optimizers_in(state.optimizer)
     if only is None and "" not in found:
         name = next(iter(found))
         raise ValueError(
             f"torch_scheduler is for one optimizer, but this state has {', '.join(found)}: name "
             f'one, torch_scheduler(factory, only="{name}"), or use schedule'
         )
-    return next(iter(found.values()))
+    if only is None or only in found:
+        return found[only or ""]
+    groups = chosen_groups(state.optimizer, (only,), "torch_scheduler").values()
+    owners = [one for one in found.values() for group in one.param_groups if group in groups]
+    if len(owners) > 1:
+        raise ValueError(
+            f"torch_scheduler names the parameter group {only!r}, which two optimizers have: give "
+            "each its own name"
+        )
+    return _OfGroup(owners[0], *groups)
+
+
+class _OfGroup(Optimizer):
+    """One group of an optimizer, as an optimizer for a scheduler. It never steps.
+
+    Args:
+        optimizer: the optimizer.
+        group: the group, which it shares with it.
+    """
+
+    def __init__(self, optimizer: Optimizer, group: Group) -> None:
+        super().__init__([{**group}], optimizer.defaults)
+        self.state, self.param_groups = optimizer.state, [group]
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        """Do nothing, but let a scheduler note that an update was made."""
 
 
 def _updates(state: TrainState) -> int:
@@ -617,6 +697,8 @@ def _advance(scheduler: LRScheduler | UpdateScheduler, updates: int, name: str) 
         # torch mistakes the copied optimizer of a snapshot for one whose step was overridden.
         warnings.filterwarnings("ignore", "Seems like `optimizer.step", UserWarning)
         try:
+            if isinstance(scheduler.optimizer, _OfGroup):
+                scheduler.optimizer.step()  # else torch warns that the optimizer made no step
             scheduler.step()
         except ValueError as error:  # OneCycleLR, after its end
             error.add_note(
@@ -631,10 +713,12 @@ _BY_UPDATES = ("step_update", "state_dict", "load_state_dict")
 def _check_scheduler(scheduler: object, optimizer: Optimizer, name: str) -> None:
     """Raise if this is not a scheduler of this optimizer that steps by updates alone."""
     if isinstance(scheduler, ReduceLROnPlateau):
+        relative = ", relative=True" if scheduler.threshold_mode == "rel" else ""
         raise TypeError(
             "torch_scheduler steps once per update, but ReduceLROnPlateau steps by a metric. List "
-            f'plateau("valid/loss", factor={scheduler.factor}, patience={scheduler.patience + 1}) '
-            "in its place, whose patience counts the evaluation that lowers the rate too"
+            f'plateau("valid/loss", factor={scheduler.factor}, patience={scheduler.patience + 1}, '
+            f"min_delta={scheduler.threshold}{relative}) in its place, whose patience counts the "
+            "evaluation that lowers the rate too"
         )
     by_updates = all(callable(getattr(scheduler, method, None)) for method in _BY_UPDATES)
     if not isinstance(scheduler, LRScheduler) and not by_updates:
@@ -729,6 +813,10 @@ def plateau(
     min_ratio: float = 0.0,
     cooldown: int = 0,
     since: str = "phase",
+    *,
+    relative: bool = False,
+    min_value: float | None = None,
+    only: str | Sequence[str] | None = None,
 ) -> Middleware:
     """Multiply the learning rate by a factor when a metric has not improved for some evaluations.
 
@@ -746,14 +834,23 @@ def plateau(
         cooldown: evaluations after each time that do not count as without improvement.
         since: which evaluations count: those of the "phase", if the run has phases, or of the whole
             "run".
+        relative: whether ``min_delta`` is a share of the best value, as in torch, where this is the
+            default: 0.01 is 1 % of its magnitude.
+        min_value: the lowest rate, as a number. A rate that a ``schedule`` sets below it, as in a
+            warm-up, is not raised. None: there is none.
+        only: the names of the optimizers whose rates to lower, or of parameter groups, as in
+            ``schedule``; all by default.
 
     Returns:
         A middleware of the step ring.
 
     Raises:
-        TypeError: key is not a str, or a number is something else.
+        TypeError: key is not a str, a number is something else, or ``only`` has something else than
+            names.
         ValueError: a setting is out of range, or mode is None and the name of the metric does not
-            imply one. When composing: ``torch_scheduler`` is listed too.
+            imply one. When composing: ``torch_scheduler`` is listed too, or another ``plateau`` of
+            one of the groups. When it runs: there is no optimizer and no group of a name in
+            ``only``.
         KeyError: when a run starts: there is no such loader, or the pipeline makes no such metric.
             At an evaluation: there is none, where your own code might have added it.
 
@@ -766,8 +863,10 @@ def plateau(
         [1.0, 1.0, 0.1, 0.01]
 
     Source: ``ReduceLROnPlateau`` of Keras, whose ``patience`` and ``cooldown`` count like this.
+    torch's ``ReduceLROnPlateau(patience=n, cooldown=m, threshold=t, min_lr=r)`` is
+    ``plateau(key, patience=n + 1, cooldown=m + 1, min_delta=t, relative=True, min_value=r)``.
 
-    Replaces: keras.ReduceLROnPlateau
+    Replaces: keras.ReduceLROnPlateau, by_hand.ReduceLROnPlateau
     """
     checks.metric_name("plateau", "key", key)
     mode_of("plateau", key, mode)  # checks it
@@ -779,15 +878,18 @@ def plateau(
     checks.number("plateau", "min_ratio", min_ratio, "a fraction of the rate", least=0, most=1)
     checks.integer("plateau", "cooldown", cooldown, "a number of evaluations", least=0)
     checks.choice("plateau", "since", since, SINCE)
+    checks.flag("plateau", "relative", relative, "whether min_delta is a share of the best value")
+    if min_value is not None:
+        checks.number("plateau", "min_value", min_value, "the lowest rate", least=0)
+    names = _names("plateau", only)
 
     def look(before: _Wait, record: Record) -> _Wait:
         if not counts(record, key):
             return before
         value, direction = record.metrics[key], mode_of("plateau", key, mode)
         resting = max(before.resting - 1, 0)
-        margin = -min_delta if direction == "min" else min_delta
         reference = before.reference
-        if reference is None or better(value, reference + margin, direction):
+        if reference is None or better(value, target(reference, direction), direction):
             return _Wait(before.ratio, value, 0, resting)
         if resting:
             return _Wait(before.ratio, reference, 0, resting)
@@ -795,6 +897,10 @@ def plateau(
         if waited < patience:
             return _Wait(before.ratio, reference, waited, 0)
         return _Wait(max(before.ratio * factor, min_ratio), reference, 0, cooldown)
+
+    def target(reference: float, direction: str) -> float:
+        margin = min_delta * abs(reference) if relative else min_delta
+        return reference - margin if direction == "min" else reference + margin
 
     looked = Fold(look, _Wait())
 
@@ -805,34 +911,33 @@ def plateau(
             if len(history) and key not in history[-1].metrics:
                 check_monitored("plateau", key, state)
             ratio = looked(history, first_record(state.phases, since)).ratio
-            groups = groups_in(state.optimizer)
+            groups = chosen_groups(state.optimizer, names, "plateau").values()
             kept = keep_settings(groups)
             for group in groups:
-                set_number(group, "lr", ratio, "plateau")
-                group[RATIO] = ratio
+                group[RATIO] = ratio, min_value
+                set_number(group, "lr", 1.0, "plateau")
             numbers = [group["lr"] for group in groups]
+            put_back = functools.partial(put_settings_back, kept, "lr", numbers)
+            made = None
             try:
                 new, out = step(state, batch)
-            except BaseException:
-                if owns_handles(state):  # nothing was updated, as where an update is left out
-                    put_settings_back(kept, "lr", numbers)
-                raise
+                made = out
             finally:
+                settle(state, made, [put_back])
                 for group in groups:
                     group.pop(RATIO, None)
-            if out.skip is not None:
-                put_settings_back(kept, "lr", numbers)
             return new, out
 
         return lowered
 
-    return Middleware("plateau", step=wrap, check=_check, monitors=key, adds=())
-
-
-def _check(listed: Sequence[Middleware]) -> None:
-    for member in listed:
-        if member.name.startswith("torch_scheduler"):
-            raise ValueError(
-                f"{member!r} sets the learning rate from the one before, which plateau would "
-                "change: use schedule with plateau, or leave one out"
-            )
+    name = _slot_name("plateau", names or ())
+    order = {"step": 1}  # it says to others what to do, once for each update
+    return Middleware(
+        name,
+        step=wrap,
+        monitors=key,
+        adds=(),
+        order=order,
+        check=_check_names,
+        check_state=_check_groups_apart,
+    )

@@ -15,7 +15,6 @@ import toolz
 import torch
 from torch import Tensor
 
-from fnloop._backend.fsdp import is_sharded
 from fnloop._core.history import unfinished
 from fnloop._core.metrics import RECENT, Mean, NoLoss, combine, update_evaluated_
 from fnloop._core.optimizers import optimizers_in
@@ -23,7 +22,6 @@ from fnloop._core.rng import fold_in
 from fnloop._core.runs import RunInfo, waiting_once
 from fnloop._core.state import (
     LOCAL_SGD,
-    TBPTT,
     Ownership,
     ParameterCache,
     TrainState,
@@ -43,13 +41,14 @@ from fnloop._core.types import (
     Middleware,
     Output,
     Step,
+    is_ours,
     output_without_loss,
 )
 from fnloop._display import checks, tables
 from fnloop._display.checks import describe, join_names
 from fnloop._display.screen import log
-from fnloop._step.averages import EvaluateAverage
-from fnloop._step.engine import NO_GRADIENT, NoGradientError, check_not_exact, engine_of
+from fnloop._step.engine import engine_of, refuse
+from fnloop._step.gradients import NO_GRADIENT, NoGradientError
 from fnloop._step.pipeline import (
     STEP,
     Pipeline,
@@ -57,7 +56,6 @@ from fnloop._step.pipeline import (
     Replaceable,
     calls_noted,
     check_around,
-    is_ours,
     renew_slots,
 )
 from fnloop._step.stacked import check_loss_step
@@ -256,6 +254,13 @@ class AlternateStep(PipelineStep):
 
     # --- a run
 
+    @property
+    def turns(self) -> Mapping[str, PipelineStep]:
+        return self.settings.steps
+
+    def with_turns(self, steps: Mapping[str, PipelineStep]) -> PipelineStep:
+        return alternate(steps, **self.settings.call.kwargs)
+
     def precision_in(self, state: TrainState) -> str | None:
         found = {step.precision_in(state): None for step in self.settings.steps.values()}
         return ", ".join(name for name in found if name is not None) or None
@@ -292,11 +297,10 @@ class AlternateStep(PipelineStep):
         __tracebackhide__ = True
         check_loss_step(state, self)
         self._check_state(state)
-        if not evaluation and is_sharded(state.model):
-            raise NotImplementedError(
-                "alternate does not work with fully_shard, which takes the parameters that need "
-                "gradients as they are at first: leave fully_shard out"
-            )
+        if not evaluation:
+            takes = "takes the parameters that need gradients as they are at first"
+            why = f"does not work with fully_shard, which {takes}: leave fully_shard out"
+            refuse(state, "alternate", sharded=why)
         state = super().init_slots(state, evaluation=evaluation)
         for name in self.settings.evaluated if evaluation else self.settings.steps:
             own = self._turns.state_of(state, name)
@@ -313,7 +317,7 @@ class AlternateStep(PipelineStep):
 
     def _check_state(self, state: TrainState) -> None:
         """Raise ValueError if the state lacks an optimizer."""
-        check_not_exact(state, "alternate", "its turns share a window. Leave exact=True out")
+        refuse(state, "alternate", exact="its turns share a window. Leave exact=True out")
         found = optimizers_in(state.optimizer)
         missing = [name for name in self.settings.steps if name not in found]
         if not missing:
@@ -402,7 +406,7 @@ def _check_in_turn(name: str, step: PipelineStep) -> None:
         if member.windows or member.total is not None:
             by = "epoch" if member.windows else "number of processes"
             why = f"changes its window with the {by}: write accumulate(n)"
-        elif member.name == TBPTT:
+        elif member.carries:
             why = "makes several updates in one turn: leave it out"
         elif member.name == "cuda_graph":
             why = "would capture which parameters need gradients, and that changes with each turn"
@@ -411,7 +415,7 @@ def _check_in_turn(name: str, step: PipelineStep) -> None:
             why = 'goes back with the whole model: write then="skip" or then="stop"'
         elif member.name == LOCAL_SGD:
             why = "averages weights over processes, and alternate gradients: leave one out"
-        elif member.update is not None and is_ours(member) and member.name != "compiled":
+        elif member.view or (member.update and is_ours(member) and member.name != "compiled"):
             why = "averages the whole model: list it around all turns, "
             why += f"pipeline({member!r})(alternate(...))"
         else:
@@ -575,8 +579,7 @@ def check_with_turns(around: Sequence[Middleware], steps: Mapping[str, PipelineS
                 f"alternate averages the gradients of each turn over processes, and {member!r} the "
                 "weights: leave one of them out"
             )
-        average = member.evaluation
-        if isinstance(average, EvaluateAverage) and not average.only and member.name in steps:
+        if member.view is not None and member.view.beside and member.name in steps:
             raise ValueError(
                 f"alternate: {member!r} has the name of a step, and the metrics of both would be "
                 f'"valid/{member.name}/loss": give it another one, name="..."'

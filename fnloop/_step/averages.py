@@ -27,26 +27,18 @@ from fnloop._core.averages import (
     AVERAGED,
     Average,
     begin_at,
+    copy_with_average,
     make_average,
     named_tensors,
-    view_with_average,
-    viewed_model,
 )
 from fnloop._core.freeze import Selector, select
-from fnloop._core.metrics import update_evaluated_
-from fnloop._core.rng import isolated
 from fnloop._core.state import (
-    TBPTT,
     TrainState,
     all_parameters,
-    carry_of,
     unwrap,
-    with_carry,
-    with_slot,
 )
-from fnloop._core.types import Batch, Metric, Output, Step, Wrap
-from fnloop._step.engine import engine_of
-from fnloop._step.update import is_recorded, report
+from fnloop._core.types import Batch, Output, Step, View, Wrap
+from fnloop._step.transaction import is_recorded, then
 
 Place = tuple[dict[str, Tensor | None], str]  # a table of buffers, and a name in it
 # (state, average) -> how much of the weights is blended in, from 0 to 1, or None: they are copied;
@@ -250,95 +242,46 @@ def choose_weight(name: str, choose: Choice, only: Only = None) -> Wrap:
 def blend(name: str, only: Only = None) -> Wrap:
     """Return the wrap of the update ring: blend the new weights into the average."""
 
-    def wrap(step: Step) -> Step:
-        def blending(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
-            __tracebackhide__ = True
-            state, out = step(state, batch)
-            if out.skip is None:
-                average = state.slots[name]
-                weight = average.blended.weight
-                blended = _blended(state, average, name, only)  # the update may have replaced some
-                blended.fill(weight)
-                blended.blend()
-            return state, out
+    def blending(state: TrainState, batch: Batch, out: Output) -> tuple[TrainState, Output]:
+        __tracebackhide__ = True
+        average = state.slots[name]
+        weight = average.blended.weight
+        blended = _blended(state, average, name, only)  # the update may have replaced some
+        blended.fill(weight)
+        blended.blend()
+        return state, out
 
-        return blending
-
-    return wrap
+    return then(blending)
 
 
 # --- evaluation
 
 
-@attrs.frozen(eq=False)
-class EvaluateAverage:
-    """The wrap around the forward ring in evaluation: evaluate an average beside the model.
-
-    It is around all other middleware, so that their metrics are there of both. It does nothing
-    where the model is the view of another average.
+@attrs.frozen
+class AverageView(View):
+    """The view of an average: a copy of the model that has it.
 
     Args:
-        name: the slot of the average, and the prefix of its metrics.
-        only: whether the average alone is evaluated, without a prefix.
+        name: the slot of the average.
+        beside: whether the model is evaluated too.
     """
 
     name: str
-    only: bool
-    _views: list[nn.Module] = attrs.field(factory=list, init=False)
-
-    @property
-    def around(self) -> int:
-        """How far out it is among the wraps of evaluation, which are at 0."""
-        return 1 if self.only else 2
-
-    def __call__(self, step: Step) -> Step:
-        def evaluated(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
-            __tracebackhide__ = True
-            if AVERAGED in state.slots or viewed_model(state.model) is not None:
-                return step(state, batch)
-            seen = attrs.evolve(state, model=self._views[-1])
-            if self.only:
-                made, out = step(seen, batch)
-                return attrs.evolve(made, model=state.model), out
-            if carries := TBPTT in state.slots:
-                seen = with_carry(seen, state.slots.get(self._carry))
-            with isolated(state.backend.device):  # both draw the same
-                made, out = step(seen, batch)
-            found = self._named(out)
-            state, out = step(state, batch)
-            if carries:
-                state = with_slot(state, self._carry, carry_of(made))
-            return state, report(out, found, self.name)
-
-        return evaluated
-
-    @property
-    def _carry(self) -> str:
-        """The slot of what a loss function carries on with the average, in an evaluation."""
-        return f"{self.name}/carry"
-
-    def _named(self, out: Output) -> dict[str, Metric]:
-        loss = update_evaluated_(None, out.loss, out.weight)
-        metrics = {"loss": loss, **out.metrics}
-        return {f"{self.name}/{name}": metric for name, metric in metrics.items()}
+    beside: bool
 
     @contextlib.contextmanager
-    def evaluation_pass(self, state: TrainState, together: bool) -> Iterator[None]:
+    def show(self, state: TrainState) -> Iterator[nn.Module]:
         """Make a model with the average, for one evaluation of a loader.
-
-        Args:
-            state: the state.
-            together: whether every process is here. Then all evaluate the main one's buffers.
 
         Raises:
             NotImplementedError: the model is sharded, or cannot be copied.
         """
         if AVERAGED in state.slots:
-            yield
+            yield state.model
             return
         _check_can_be_evaluated(state, self.name)
         try:
-            view = view_with_average(state.model, unwrap(state), state.slots[self.name])
+            made = copy_with_average(unwrap(state), state.slots[self.name])
         except Exception as error:
             if is_out_of_memory(error):
                 error.add_note(
@@ -351,13 +294,7 @@ class EvaluateAverage:
                 f"average cannot be evaluated ({type(error).__name__}: {error}). Write "
                 f"{self.name}(..., evaluate=False)"
             ) from error
-        if together:
-            engine_of(state).share_buffers(view)
-        self._views.append(view)
-        try:
-            yield
-        finally:
-            self._views.pop()
+        yield made
 
 
 def _check_can_be_evaluated(state: TrainState, name: str) -> None:

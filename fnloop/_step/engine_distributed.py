@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, ParamSpec, Protocol
 
 import attrs
 import torch
@@ -22,17 +23,30 @@ from fnloop._backend.collectives import (
     all_reduce_max,
     all_reduce_max_tensor,
     any_rank,
+    collective_count,
     counted_collectives,
+    gather_objects,
+    gather_shares,
     parameters_beside,
     shutdown_callbacks,
     start_all_reduce_sum,
     sync_buffers,
+    to_device_of,
 )
 from fnloop._backend.containers import is_out_of_memory
-from fnloop._backend.fsdp import is_sharded, roots
+from fnloop._backend.fsdp import around_sharded, is_sharded, roots
 from fnloop._backend.torch_compat import CHECKED, leaf_of, reduce_in_backward
 from fnloop._core.apart import apart_of, trains_apart
-from fnloop._core.metrics import RECENT, is_per_process, to_accumulator_dtype
+from fnloop._core.metrics import (
+    ITEMS,
+    RECENT,
+    Last,
+    Shares,
+    Sum,
+    is_per_process,
+    sent,
+    to_accumulator_dtype,
+)
 from fnloop._core.optimizers import optimizers_in
 from fnloop._core.rng import COMPUTE, fold_in, torch_seeder
 from fnloop._core.state import (
@@ -41,28 +55,28 @@ from fnloop._core.state import (
     check_alike,
     current_parameters,
     generation_of,
-    has_moved,
     merge_metrics,
     ownership_of,
     parameters,
 )
-from fnloop._core.types import BY_ANOTHER, Batch, Metric, Output, Step
+from fnloop._core.types import Batch, Metric, Output, Step
+from fnloop._core.view import is_apart
 from fnloop._data.loaders import Padding, Window
 from fnloop._data.source import Source
 from fnloop._display.screen import log
-from fnloop._step.engine import (
-    CollectiveProbe,
-    DistributedEvaluation,
+from fnloop._step.forward import Fold, Result, Subject
+from fnloop._step.gradients import (
     GradientSum,
-    LocalEngine,
     LossRoot,
+    Pass,
     SumInOrder,
     Weight,
     WeightedSum,
     divide,
-    drop_last_metrics,
     fail_to_train,
+    pieces_of,
     restore_gradients,
+    skipped_with,
     stash_gradients,
     weight_on_device,
 )
@@ -82,7 +96,7 @@ _UNKNOWN = Window()
 class DistributedEngine:
     """Makes the gradients of one model in several processes.
 
-    The methods are those of :class:`fnloop._step.engine.GradientEngine`.
+    The methods are those of :class:`fnloop._step.engine.Engine`.
 
     Args:
         state: a state of the model.
@@ -98,6 +112,7 @@ class DistributedEngine:
     """
 
     calls_every_batch = False
+    brings = ()
 
     def __init__(self, state: TrainState) -> None:
         self.model, self.processes = state.model, state.backend.contributors
@@ -123,7 +138,7 @@ class DistributedEngine:
 
     # --- a run
 
-    def begin_run(self, state: TrainState) -> None:
+    def begin(self, state: TrainState) -> None:
         self.weights = WeightAgreement()
 
     def read_from(self, source: Source, step: Step, window: int) -> Step:
@@ -206,25 +221,32 @@ class DistributedEngine:
 
     # --- gradients
 
-    def start_batch(
-        self, loss: LossRoot, state: TrainState, guarded: bool = False
-    ) -> DistributedBatch | OwnWindow:
-        if trains_apart(state):
-            return OwnWindow(self, loss, state, (1,))
-        return DistributedBatch(self, loss, state, (1,), guarded)
+    def start(
+        self,
+        loss: LossRoot,
+        state: TrainState,
+        window: Sequence[Batch],
+        size: int | None = None,
+        *,
+        alone: bool = False,
+        guarded: bool = False,
+    ) -> tuple[Pass, Iterable[Batch]]:
+        own = trains_apart(state)
+        pieces = [[batch] if size is None else pieces_of(batch, size) for batch in window]
+        # With batches of one size, all processes have as many pieces.
+        if not (own or size is None or self.window_of(state).batch_size > 0):
+            pieces = self._equalized(pieces)
+        numbers = [*map(len, pieces)]
+        making = (
+            OwnWindow(self, loss, state, numbers)
+            if own
+            else DistributedWindow(self, loss, state, numbers, guarded)
+        )
+        return making, itertools.chain.from_iterable(pieces)
 
-    def start_window(
-        self, loss: LossRoot, state: TrainState, pieces: Sequence[int], guarded: bool = False
-    ) -> DistributedWindow | OwnWindow:
-        if trains_apart(state):
-            return OwnWindow(self, loss, state, pieces)
-        return DistributedWindow(self, loss, state, pieces, guarded)
-
-    def equalize(
-        self, state: TrainState, pieces: list[list[Batch]]
-    ) -> Sequence[Sequence[Batch | Padding]]:
-        uniform = self.window_of(state).batch_size > 0  # then all have as many
-        if uniform or self.probe.uses_collectives is False or trains_apart(state):
+    def _equalized(self, pieces: list[list[Batch]]) -> list[list[Batch]]:
+        """Return as many pieces in all processes, where the forward step performs collectives."""
+        if self.probe.uses_collectives is False:
             return pieces
         most = all_reduce_max((len(part) for part in pieces), "the number of pieces")
         return [
@@ -232,23 +254,16 @@ class DistributedEngine:
             for part, n in zip(pieces, most, strict=True)
         ]
 
-    def largest(self, number: int) -> int:
-        return int(all_reduce_max([number], "the number of pieces")[0])
-
     def start_sum(self, state: TrainState, batches: int, dtype: torch.dtype | None) -> GradientSum:
         if trains_apart(state):
-            return SumInOrder(LocalEngine(), state, WeightedSum(), dtype)
-        return SumInOrder(self, state, _SumOfMeans(self), dtype)
-
-    def gradients(self, params: Sequence[Tensor]) -> list[Tensor | None]:
-        # Copies, because the gradients are views of DDP's buckets.
-        return [None if p.grad is None else p.grad.clone() for p in params]
-
-    def any(self, flag: bool) -> bool:
-        return any_rank(flag, "a decision of a middleware")
+            return SumInOrder(state, WeightedSum(), dtype)
+        return _SumTogether(state, _SumOfMeans(self), dtype)
 
     def agree(self, flag: Tensor, out: Output) -> tuple[Tensor, Output]:
         return agree_on_skip(flag, out)
+
+    def largest(self, number: int) -> int:
+        return largest(number)
 
     def mean_loss(self, out: Output) -> Tensor:
         loss = out.loss.double()
@@ -261,7 +276,7 @@ class DistributedEngine:
     # --- evaluation and reports
 
     def start_evaluation(self, state: TrainState, name: str) -> DistributedEvaluation:
-        if not has_moved(state):  # otherwise they come with the average
+        if not is_apart(state):  # otherwise they come with the average
             sync_buffers(state.model)
         return DistributedEvaluation(state, name)
 
@@ -271,38 +286,70 @@ class DistributedEngine:
     def check_alike(self, state: TrainState, what: str) -> None:
         check_alike(state, what)
 
-    def merge_metrics(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
-        return merge_metrics(metrics)
-
-    def own_names(self, names: Iterable[str]) -> list[str]:
-        bases = {name.removeprefix(RECENT) for name in names}
-        return [name for name in bases if self._is_own(name)]
-
-    def reduce_report(self, report: Mapping[str, Metric], prefix: str = "") -> dict[str, Metric]:
+    def reduce(
+        self, metrics: Mapping[str, Metric], training: str | None = None
+    ) -> dict[str, Metric]:
+        if training is None:
+            return merge_metrics(metrics)
         trained = {
-            name: name.removeprefix(prefix).removeprefix(RECENT)
-            for name in report
-            if name.startswith((prefix, RECENT))
+            name: name.removeprefix(training).removeprefix(RECENT)
+            for name in metrics
+            if name.startswith((training, RECENT))
         }
         own = {
             name
-            for name, metric in report.items()
+            for name, metric in metrics.items()
             if name not in trained or self._is_own(trained[name]) or is_per_process(metric)
         }
         padded = {name for name in own if name in trained and self._had_padding(trained[name])}
-        report = drop_last_metrics(report, padded.__contains__)
-        return merge_metrics(report, own)
+        metrics = drop_last_metrics(metrics, padded.__contains__)
+        return merge_metrics(metrics, own)
+
+    def gather(self, state: TrainState, what: str) -> tuple[dict[str, Metric], Shares]:
+        merged = {**state.metrics, **self.reduce(state.metrics, "")}
+        bases = {name.removeprefix(RECENT) for name in state.metrics}
+        own = [name for name in bases if self._is_own(name)]
+        every = gather_objects((own, sent(state.metrics)), what)
+        return merged, every if len(every) > 1 else ()
+
+    def continued(
+        self,
+        state: TrainState,
+        merged: Mapping[str, object],
+        shares: Sequence[Mapping[str, object]],
+    ) -> Mapping[str, object]:
+        backend = state.backend
+        # As `gather_objects` orders them.
+        rank = backend.data_rank if backend.parts == 1 else backend.rank
+        if len(shares) == self.processes:
+            return shares[rank]
+        # Of another number of processes, one continues with all.
+        return merged if rank == 0 else {ITEMS: Sum(0)} if ITEMS in merged else {}
+
+
+def largest(number: int) -> int:
+    """Return the largest of a number over all processes."""
+    return int(all_reduce_max([number], "a decision of a middleware")[0])
 
 
 def agree_on_skip(flag: Tensor, out: Output) -> tuple[Tensor, Output]:
     """Return a flag as it is in any process, and an output that is skipped if it is in any."""
-    skipped = out.skip is not None
-    both = torch.stack([flag.reshape(()).float(), flag.new_tensor(skipped).float()])
+    both = torch.stack([flag.reshape(()).float(), flag.new_tensor(out.skip is not None).float()])
     agreed = all_reduce_max_tensor(both, "a decision of a middleware")
     flagged, any_skipped = agreed.tolist()  # the host read of ``decide``
-    if any_skipped and not skipped:
-        out = attrs.evolve(out, skip=BY_ANOTHER)
-    return torch.tensor(flagged), out
+    return torch.tensor(flagged), skipped_with(any_skipped, out)
+
+
+class _SumTogether(SumInOrder):
+    """A sum of gradients that are means over all processes, each of a batch that all count."""
+
+    def add(self, state: TrainState, out: Output) -> None:
+        __tracebackhide__ = True
+        out = skipped_with(largest(out.skip is not None), out)
+        if out.skip is None:
+            for p in self._params:  # copies, because the gradients are views of DDP's buckets
+                p.grad = None if p.grad is None else p.grad.clone()
+        super().add(state, out)
 
 
 class _SumOfMeans(WeightedSum):
@@ -542,15 +589,6 @@ class DistributedWindow:
         divide((p.grad for p in parameters(state)), engine.items, reference)
 
 
-class DistributedBatch(DistributedWindow):
-    """Forward and backward of a single batch."""
-
-    def backward(self, state: TrainState, out: Output) -> Output:
-        __tracebackhide__ = True
-        self.add(state, out)
-        return self.finish(state)
-
-
 class OwnWindow:
     """Forward and backward of a window where processes update by themselves: no exchange.
 
@@ -609,12 +647,6 @@ class OwnWindow:
         out = self._total.output()
         # The other processes count this update, whatever this one had.
         return out if self._counted else Output(out.loss, 0, out.aux)
-
-    def backward(self, state: TrainState, out: Output) -> Output:
-        """Add the only batch, and finish."""
-        __tracebackhide__ = True
-        self.add(state, out)
-        return self.finish(state)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -975,3 +1007,153 @@ class WeightAgreement:
             largest = all_reduce_max_tensor(weight, "the weight of a batch").clamp(min=1)
             self._reference = torch.exp2(torch.floor(torch.log2(largest)))
         return self._reference
+
+
+# --------------------------------------------------------------------------------------------------
+# Evaluation and prediction when there are several processes.
+
+Arguments = ParamSpec("Arguments")
+_GIVEN_AGAIN = (
+    "%s exchanges data with the other processes, and process %d has no batch left in %s. It was "
+    "given a batch again, so that the others need not wait for it, and what it exchanged counts "
+    "twice. To leave out the rounds in which a process has no batch, write fl.data.even(loader), "
+    "for training and for evaluation (logged once)"
+)
+_said: set[str] = set()  # the names of loss functions of which the warning was logged
+
+
+class CollectiveProbe:
+    """Finds out in its first call whether a function performs collectives.
+
+    A module under ``fully_shard`` does, ``SyncBatchNorm`` in training, a contrastive loss that
+    gathers. Such a function has to be called for a padding batch too: the other processes would
+    wait for this one.
+
+    What it exchanges there counts twice, which a warning says once. What a sharded model gathers
+    does not count.
+
+    Args:
+        state: a state of the model that the function is called with.
+    """
+
+    def __init__(self, state: TrainState) -> None:
+        self._model, self._rank = state.model, state.backend.rank
+        self.uses_collectives: bool | None = True if is_sharded(state.model) else None
+
+    def call(
+        self,
+        fn: Callable[Arguments, Result],
+        *arguments: Arguments.args,
+        **settings: Arguments.kwargs,
+    ) -> Result:
+        """Call the function."""
+        __tracebackhide__ = True
+        if self.uses_collectives is not None:
+            return fn(*arguments, **settings)
+        before = collective_count()
+        result = fn(*arguments, **settings)
+        self.uses_collectives = collective_count() != before
+        return result
+
+    def call_again(
+        self,
+        name: str,
+        where: str,
+        fn: Callable[Arguments, Result],
+        *arguments: Arguments.args,
+        **settings: Arguments.kwargs,
+    ) -> Result:
+        """Call the function for a process that has no batch, with one that was taken already.
+
+        Args:
+            name: the name of the loss function.
+            where: which update it is, or which round of an evaluation.
+            fn: the function.
+            arguments: its arguments.
+            settings: its arguments by name.
+        """
+        __tracebackhide__ = True
+        # Processes of one row have no batch all together: what they exchange counts nothing twice.
+        spans: list[int | None] = []
+        note = lambda: spans.append(counted_collectives(between_shares=True))
+        note()
+        with around_sharded(self._model, note, note):
+            result = self.call(fn, *arguments, **settings)
+        note()
+        exchanges = any(
+            before != after for before, after in zip(spans[::2], spans[1::2], strict=False)
+        )
+        if exchanges and name not in _said:
+            _said.add(name)
+            log.warning(_GIVEN_AGAIN, name, self._rank, where)
+        return result
+
+    def can_skip(self, is_padding: bool) -> bool:
+        """Return whether the function need not be called for a batch."""
+        return is_padding and self.uses_collectives is False
+
+
+class DistributedEvaluation(Fold):
+    """An evaluation or a prediction of which each process computes its share.
+
+    The methods are those of :class:`fnloop._step.engine.EvaluationPass`.
+
+    Args:
+        state: a state of the model that is evaluated.
+        name: the name of the function that evaluates a batch.
+    """
+
+    def __init__(self, state: TrainState, name: str) -> None:
+        super().__init__()
+        self._probe, self._name, self._round = CollectiveProbe(state), name, 0
+        self._on_padding = False  # whether the last batch was padding
+        self._had_batch = False  # whether any batch was this process's own
+        self._latest: object = None
+
+    def call(
+        self, fn: Callable[[Subject, Batch], Result], subject: Subject, batch: Batch
+    ) -> list[Result]:
+        __tracebackhide__ = True
+        self._on_padding = type(batch) is Padding
+        self._latest = None
+        self._round += 1
+        if self._probe.can_skip(self._on_padding):
+            return []
+        if type(batch) is Padding:
+            where = f"round {self._round} of an evaluation"
+            given = (self._name, where, fn, subject, batch.batch)
+            self._latest = self._probe.call_again(*given)
+            return []
+        self._latest = result = self._probe.call(fn, subject, batch)
+        self._had_batch = True
+        return [result]
+
+    def finish(self, source: Source) -> None:
+        source.check_order()
+
+    def own_metrics(self) -> dict[str, Metric]:
+        if not self._had_batch:
+            return {}
+        found = self.metrics()
+        return drop_last_metrics(found) if self._on_padding else found
+
+    def gather(self, results: list[Result]) -> list[Result]:
+        return [
+            to_device_of(self._latest, result)
+            for share in gather_shares(results, "the results of a prediction")
+            for result in share
+        ]
+
+
+def drop_last_metrics(
+    metrics: Mapping[str, Metric], which: Callable[[str], bool] = lambda name: True
+) -> dict[str, Metric]:
+    """Return the metrics without those that keep the last value, by name.
+
+    A process that had padding in the last round has not seen the last batch; other processes have.
+    """
+    return {
+        name: metric
+        for name, metric in metrics.items()
+        if not (isinstance(metric, Last) and which(name))
+    }

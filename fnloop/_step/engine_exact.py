@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,12 +19,23 @@ from fnloop._backend.collectives import (
     all_gather_tensor,
     all_reduce_max,
     all_to_all_tensor,
-    any_rank,
     gather_objects,
     sync_buffers,
 )
 from fnloop._backend.torch_compat import batch_norms
-from fnloop._core.metrics import Max, Min, Reduced, combine, is_per_process
+from fnloop._core.metrics import (
+    Max,
+    Mean,
+    Min,
+    Reduced,
+    combine,
+    is_per_process,
+    to_host,
+    update_,
+    update_evaluated_,
+)
+from fnloop._core.parts import Load, Restoring, set_fields
+from fnloop._core.parts import Part as CheckpointPart
 from fnloop._core.rng import COMPUTE, fold_in, seed_host, torch_seeder
 from fnloop._core.state import (
     TrainState,
@@ -35,18 +47,25 @@ from fnloop._core.state import (
 )
 from fnloop._core.types import BY_ANOTHER, Batch, Metric, Output, Step
 from fnloop._data.source import Source
-from fnloop._step.engine import (
+from fnloop._display.screen import log
+from fnloop._step.engine_distributed import (
     CollectiveProbe,
-    ExactEvaluation,
+    DistributedEvaluation,
+    agree_on_skip,
+    largest,
+)
+from fnloop._step.engine_local import LocalEngine
+from fnloop._step.forward import EvaluationPass, Result, Subject
+from fnloop._step.gradients import (
     GradientSum,
     LocalWindow,
     LossRoot,
-    check_not_exact,
+    Pass,
+    pieces_of,
     restore_gradients,
     stash_gradients,
     valid_weight,
 )
-from fnloop._step.engine_distributed import agree_on_skip
 
 # --------------------------------------------------------------------------------------------------
 # Forward and backward of one window with the same bits on any number of processes.
@@ -66,6 +85,25 @@ _SPARSE = (
     "exact=True cannot sum sparse gradients: make the embedding without sparse=True, or leave "
     "exact=True out"
 )
+
+
+def _warn_of_other(saved: Restoring) -> Load:
+    """Warn if a run continues with another setting of ``exact`` than it had."""
+    was, backend = saved.facts.get("exact", False) is True, saved.state.backend
+    if was and not backend.exact and backend.main:
+        log.warning(
+            "restore: this run had exact=True, and continues without: from here on, its bits "
+            "depend on the number of processes. Write TrainState.create(..., exact=True)"
+        )
+    if backend.exact and not was and backend.main:
+        log.warning(
+            "restore: this run had no exact=True until here, so what it has come to depends on the "
+            "number of processes that it had"
+        )
+    return set_fields()
+
+
+EXACT = CheckpointPart("exact", lambda saving: {"exact": True}, _warn_of_other, of="counters")
 Others = list[dict[str, Metric] | None]
 Gradients = list[Tensor | None]
 
@@ -116,11 +154,6 @@ class Leaf:
             return self._pieces.finish(state)
         assert self._out is not None
         return self._out
-
-    def backward(self, state: TrainState, out: Output) -> Output:
-        __tracebackhide__ = True
-        self.add(state, out)
-        return self.finish(state)
 
 
 class ExactSum:
@@ -204,7 +237,7 @@ class ExactSum:
 
 
 class ExactWindow:
-    """Forward and backward of a window: see :class:`fnloop._step.engine.WindowPass`.
+    """Forward and backward of a window, over all processes.
 
     Args:
         engine: the engine.
@@ -251,15 +284,6 @@ class ExactWindow:
         return self._sum.finish(state)
 
 
-class ExactBatch(ExactWindow):
-    """Forward and backward of a single batch in each process."""
-
-    def backward(self, state: TrainState, out: Output) -> Output:
-        __tracebackhide__ = True
-        self.add(state, out)
-        return self.finish(state)
-
-
 def _versions(state: TrainState) -> list[tuple[Tensor, int]]:
     """Return the buffers of a model, with numbers that change when they do."""
     return [(buffer, torch_compat.version_of(buffer)) for buffer in state.model.buffers()]
@@ -297,22 +321,26 @@ _EXCHANGES = (
     "exact=True: the loss function exchanges something with the other processes, so its result "
     "depends on their number. Leave the exchange or exact=True out"
 )
+_DTYPE = (
+    "accumulate(dtype={}) does not work with TrainState.create(..., exact=True): its sums have the "
+    "dtype of the gradients. Leave the argument out"
+)
 _SHARDED = (
     "exact=True needs one order of all batches, and with sharded(loader) each process has its own: "
     "pass the loader itself"
 )
 
 
-class ExactEngine:
+class ExactEngine(LocalEngine):
     """Makes the gradients of one model in one process, with the bits that several would get.
 
-    The methods are those of :class:`fnloop._step.engine.GradientEngine`.
+    The methods are those of :class:`fnloop._step.engine.Engine`.
 
     Args:
         state: a state of the model.
     """
 
-    calls_every_batch = True
+    brings = (EXACT,)
 
     def __init__(self, state: TrainState) -> None:
         self.rank, self.processes = state.backend.rank, state.backend.world_size
@@ -325,7 +353,7 @@ class ExactEngine:
 
     # --- a run
 
-    def begin_run(self, state: TrainState) -> None:
+    def begin(self, state: TrainState) -> None:
         self._sum = None
         norms = {id(norm) for norm in batch_norms(state.model) if norm.training}
         for name, module in state.model.named_modules():
@@ -355,10 +383,6 @@ class ExactEngine:
         if generation == generation_of(state) and len(order) == n:
             return order, padding
         return range(n), (False,) * n  # a bare step: in the order given
-
-    def start_turn(
-        self, name: str, engine: object, turn: TrainState, state: TrainState, batches: slice
-    ) -> None: ...
 
     # --- random draws
 
@@ -393,19 +417,24 @@ class ExactEngine:
 
     # --- gradients
 
-    def start_batch(
-        self, loss: LossRoot, state: TrainState, guarded: bool = False
-    ) -> Leaf | ExactBatch:
-        if self._sum is not None:
-            return self._start_leaf(self._sum, loss, state, 1)
-        return ExactBatch(self, loss, state, (1,), *self._taken(state, 1))
-
-    def start_window(
-        self, loss: LossRoot, state: TrainState, pieces: Sequence[int], guarded: bool = False
-    ) -> Leaf | ExactWindow:
-        if self._sum is not None:
-            return self._start_leaf(self._sum, loss, state, pieces[0])
-        return ExactWindow(self, loss, state, pieces, *self._taken(state, len(pieces)))
+    def start(
+        self,
+        loss: LossRoot,
+        state: TrainState,
+        window: Sequence[Batch],
+        size: int | None = None,
+        *,
+        alone: bool = False,
+        guarded: bool = False,
+    ) -> tuple[Pass, Iterable[Batch]]:
+        pieces = [[batch] if size is None else pieces_of(batch, size) for batch in window]
+        numbers = [*map(len, pieces)]
+        making = (
+            ExactWindow(self, loss, state, numbers, *self._taken(state, len(window)))
+            if self._sum is None
+            else self._start_leaf(self._sum, loss, state, numbers[0])
+        )
+        return making, itertools.chain.from_iterable(pieces)
 
     def _start_leaf(self, total: _Sum, loss: LossRoot, state: TrainState, pieces: int) -> Leaf:
         self.begin_pass(state, total.offset)
@@ -413,8 +442,7 @@ class ExactEngine:
 
     def start_sum(self, state: TrainState, batches: int, dtype: torch.dtype | None) -> GradientSum:
         if dtype is not None:
-            instead = "its sums have the dtype of the gradients. Leave the argument out"
-            check_not_exact(state, f"accumulate(dtype={dtype})", instead)
+            raise NotImplementedError(_DTYPE.format(dtype))
         self._sum = _Sum(self, state, *self._taken(state, batches))
         return self._sum
 
@@ -422,39 +450,11 @@ class ExactEngine:
         """End the sum that was started last."""
         self._sum = None
 
-    def equalize(self, state: TrainState, pieces: list[list[Batch]]) -> list[list[Batch]]:
-        return pieces
-
-    def largest(self, number: int) -> int:
-        return number
-
-    def any(self, flag: bool) -> bool:
-        return flag
-
-    def agree(self, flag: Tensor, out: Output) -> tuple[Tensor, Output]:
-        return flag, out
-
-    def mean_loss(self, out: Output) -> Tensor:
-        return out.loss
-
     # --- evaluation and reports
 
-    def start_evaluation(self, state: TrainState, name: str) -> ExactEvaluation:
+    def start_evaluation(self, state: TrainState, name: str) -> EvaluationPass:
         self.share_buffers(state.model)
         return ExactEvaluation(state, name, fold_in(state.seed, COMPUTE))
-
-    def share_buffers(self, model: nn.Module) -> None: ...
-
-    def check_alike(self, state: TrainState, what: str) -> None: ...
-
-    def merge_metrics(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
-        return dict(metrics)  # every process has those of all
-
-    def own_names(self, names: Iterable[str]) -> list[str]:
-        return []
-
-    def reduce_report(self, report: Mapping[str, Metric], prefix: str = "") -> dict[str, Metric]:
-        return dict(report)
 
     # --- what windows exchange
 
@@ -512,10 +512,7 @@ class ExactDistributedEngine(ExactEngine):
         self._probe = CollectiveProbe(state)
 
     def largest(self, number: int) -> int:
-        return int(all_reduce_max([number], "the number of pieces")[0])
-
-    def any(self, flag: bool) -> bool:
-        return flag if self._sum is not None else any_rank(flag, "a decision of a middleware")
+        return number if self._sum is not None else largest(number)
 
     def agree(self, flag: Tensor, out: Output) -> tuple[Tensor, Output]:
         return (flag, out) if self._sum is not None else agree_on_skip(flag, out)
@@ -526,14 +523,18 @@ class ExactDistributedEngine(ExactEngine):
     def check_alike(self, state: TrainState, what: str) -> None:
         check_alike(state, what)
 
-    def reduce_report(self, report: Mapping[str, Metric], prefix: str = "") -> dict[str, Metric]:
+    def reduce(
+        self, metrics: Mapping[str, Metric], training: str | None = None
+    ) -> dict[str, Metric]:
+        if training is None:
+            return dict(metrics)
         # Those of the host differ between processes, such as times; of equal ones nothing changes.
         own = {
             name
-            for name, metric in report.items()
+            for name, metric in metrics.items()
             if isinstance(metric, Min | Max) or is_per_process(metric)
         }
-        return merge_metrics(report, own)
+        return merge_metrics(metrics, own)
 
     def call(self, loss: LossRoot, state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
         __tracebackhide__ = True
@@ -597,6 +598,67 @@ class _Sum(ExactSum, GradientSum):
 
     def close(self) -> None:
         self._ending.end_sum()
+
+
+# --------------------------------------------------------------------------------------------------
+# Evaluation and prediction with the same bits on any number of processes.
+
+ROUNDS = 16  # batches of each process that are exchanged at once
+
+
+class ExactEvaluation(DistributedEvaluation):
+    """An evaluation whose metrics are combined in the order of the batches, in every process.
+
+    What some batches come to is exchanged at once, on the host. What a function draws from Python's
+    and NumPy's generators is a function of the batch too.
+
+    Args:
+        state: a state of the model that is evaluated.
+        name: the name of the function that evaluates a batch.
+        seed: of the draws.
+    """
+
+    def __init__(self, state: TrainState, name: str, seed: int) -> None:
+        super().__init__(state, name)
+        self._backend, self._seed, self._n = state.backend, seed, 0
+        self._rounds: list[list[Output]] = []  # of this process: for each round, none or one
+        self._in_order: dict[str, Metric] = {}
+
+    def call(
+        self, fn: Callable[[Subject, Batch], Result], subject: Subject, batch: Batch
+    ) -> list[Result]:
+        __tracebackhide__ = True
+        if len(self._rounds) == ROUNDS:
+            self._exchange()
+        self._rounds.append([])
+        position = self._n * self._backend.world_size + self._backend.rank
+        seed_host(fold_in(self._seed, position))
+        self._n += 1
+        return super().call(fn, subject, batch)
+
+    def add(self, out: Output) -> None:
+        if out.weight.__class__ is not int or out.weight:
+            self._rounds[-1].append(out)
+
+    def _exchange(self) -> None:
+        """Combine the metrics of the rounds since the last time, of all processes."""
+        __tracebackhide__ = True
+        own = [[_on_host(out) for out in round_] for round_ in self._rounds]
+        self._rounds = []
+        for round_ in zip(*gather_objects(own, "the results of an evaluation"), strict=True):
+            for metrics in itertools.chain.from_iterable(round_):
+                self._in_order = update_(self._in_order, moved(metrics, self._backend.device))
+
+    def own_metrics(self) -> dict[str, Metric]:
+        __tracebackhide__ = True
+        self._exchange()
+        return {"loss": self._in_order.pop("loss", Mean(0.0, 0)), **self._in_order}
+
+
+def _on_host(out: Output) -> dict[str, Metric]:
+    """Return the loss and the metrics of a batch, which can be sent."""
+    found = {"loss": update_evaluated_(None, out.loss, out.weight), **out.metrics}
+    return moved(to_host(found), torch.device("cpu"))
 
 
 # --------------------------------------------------------------------------------------------------

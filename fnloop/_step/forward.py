@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import attrs
 import torch
@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from fnloop._backend.containers import map_leaves, tensors_in
 from fnloop._backend.fsdp import is_sharded
 from fnloop._backend.torch_compat import version_of
+from fnloop._core.metrics import Mean, NoLoss, update_, update_evaluated_
 from fnloop._core.optimizers import optimizers_in
 from fnloop._core.stacked import INSTEAD, Shared, Stack, call_models
 from fnloop._core.state import (
@@ -26,7 +27,8 @@ from fnloop._core.state import (
     give_up_ownership,
     with_carry,
 )
-from fnloop._core.types import Aux, Batch, LossFn, Output, Skip, Step, name_of
+from fnloop._core.types import Aux, Batch, LossFn, Metric, Output, Skip, Step, name_of
+from fnloop._data.source import Source
 from fnloop._display.checks import describe, function
 from fnloop._display.screen import log
 from fnloop._display.tables import shorten
@@ -39,14 +41,14 @@ _LONGEST = 200  # characters that tell of a batch
 _NO_ITEMS = "the batch has no item: its weight is 0"
 
 
-def forward(loss_fn: LossFn, name: str, amp_listed: bool = True) -> Step:
+def forward(loss_fn: LossFn, name: str, own_precision: bool = True) -> Step:
     """Return the innermost step: call the loss function and read its reply.
 
     Args:
         loss_fn: the loss function.
         name: its name in messages.
-        amp_listed: whether the pipeline lists ``amp``. If not, the mixed precision that
-            accelerate is configured for is used.
+        own_precision: whether the pipeline says what it computes in. If not, the mixed precision
+            that the run is configured for is used.
     """
     checked = False
     said: set[str] = set()  # reasons to leave a batch out that were logged
@@ -59,7 +61,7 @@ def forward(loss_fn: LossFn, name: str, amp_listed: bool = True) -> Step:
                 reply = _of_all_models(loss_fn, state.model, batch, name)
                 if not isinstance(reply, Skip):
                     return state, reply
-            elif amp_listed or state.backend.precision is None:
+            elif own_precision or state.backend.precision is None:
                 reply = loss_fn(state.model, batch)
             else:
                 with _configured_autocast(state):
@@ -374,13 +376,13 @@ RawFn = Callable[[TrainState, Batch], Output]
 _EXPECTED = "Output(loss, weight=items), with the loss as a scalar tensor"
 
 
-def own_gradients(fn: RawFn, name: str, amp_listed: bool) -> Step:
+def own_gradients(fn: RawFn, name: str, own_precision: bool) -> Step:
     """Return the forward step of a function ``(state, batch) -> Output`` that fills ``.grad``.
 
     Args:
         fn: the function.
         name: its name in messages.
-        amp_listed: as in :func:`forward`.
+        own_precision: as in :func:`forward`.
     """
     said: set[str] = set()
 
@@ -391,7 +393,7 @@ def own_gradients(fn: RawFn, name: str, amp_listed: bool) -> Step:
         versions = [*map(version_of, params)]
         for p in params:
             p.grad = None
-        configured = not amp_listed and state.backend.precision is not None
+        configured = not own_precision and state.backend.precision is not None
         try:
             with (
                 _no_update(state, name),
@@ -407,11 +409,8 @@ def own_gradients(fn: RawFn, name: str, amp_listed: bool) -> Step:
             for p, gradient in zip(params, before, strict=True):
                 p.grad = gradient
         check_output(out, name, whole=True)
-        skip = out.skip
-        if skip is None and out.weight.__class__ is int and not out.weight:
-            skip = _NO_ITEMS
-        if skip is not None:
-            return state, _left_out(state, Skip(skip), name, said)
+        if out.skip is not None or (out.weight.__class__ is int and not out.weight):
+            return state, _left_out(state, Skip(out.skip or _NO_ITEMS), name, said)
         if not made:
             raise ValueError(
                 f"{name} made no gradient. With updates=False it leaves gradients in .grad: it "
@@ -558,3 +557,63 @@ class _Supervised:
             "a loss function: def loss_fn(model, batch): return criterion(model(batch"
             f"[{x}]), batch[{y}])"
         )
+
+
+# --------------------------------------------------------------------------------------------------
+# Evaluations: the loss and the metrics of their batches.
+
+Subject = TypeVar("Subject")
+Result = TypeVar("Result")
+
+
+class EvaluationPass(Protocol):
+    """An evaluation of a loader, or a prediction for it."""
+
+    def call(
+        self, fn: Callable[[Subject, Batch], Result], subject: Subject, batch: Batch, /
+    ) -> list[Result]:
+        """Call ``fn(subject, batch)``. Return its result in a list, which is empty for padding."""
+        ...
+
+    def finish(self, source: Source, /) -> None:
+        """Raise if the processes have read the data in different orders."""
+        ...
+
+    def add(self, out: Output, /) -> None:
+        """Combine the loss and the metrics of a batch with those before it."""
+        ...
+
+    def own_metrics(self) -> dict[str, Metric]:
+        """Return the metrics that this process contributes, the loss first."""
+        ...
+
+    def gather(self, results: list[Result], /) -> list[Result]:
+        """Return the results of the last batch of every share of the data, in their order."""
+        ...
+
+
+class Fold:
+    """The loss and the metrics of the batches of an evaluation, in their order.
+
+    Args:
+        models: the names of the models of a stack, each of which has a loss.
+    """
+
+    def __init__(self, models: tuple[str, ...] = ()) -> None:
+        self._models = models
+        self._metrics: dict[str, Metric] = {}
+        self._loss: Mean | NoLoss | None = None
+
+    def add(self, out: Output) -> None:
+        """Combine those of one more batch, unless it has no item."""
+        __tracebackhide__ = True
+        if out.weight.__class__ is int and not out.weight:
+            return
+        self._loss = update_evaluated_(self._loss, out.loss, out.weight, self._models)
+        if out.metrics:
+            self._metrics = update_(self._metrics, out.metrics)
+
+    def metrics(self) -> dict[str, Metric]:
+        """Return all metrics, the loss first."""
+        found = {**self._metrics} if self._loss is None else {"loss": self._loss, **self._metrics}
+        return {"loss": found.pop("loss", Mean(0.0, 0)), **found}

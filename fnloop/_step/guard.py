@@ -8,17 +8,10 @@ import gc
 from collections.abc import Callable, Iterator, Sequence
 
 import attrs
-import numpy as np
 import torch
 from torch import Tensor
 
-from fnloop._backend.containers import (
-    IN_BATCHES,
-    is_out_of_memory,
-    parts_of,
-    tensors_in,
-    with_parts,
-)
+from fnloop._backend.containers import is_out_of_memory
 from fnloop._core.averages import Average
 from fnloop._core.optimizers import RATIO, Group, groups_in, optimizers_in
 from fnloop._core.rng import mark_generators
@@ -26,8 +19,10 @@ from fnloop._core.serialize import has_pending, materialize
 from fnloop._core.state import LEFT_OUT, TrainState, all_parameters, with_slot
 from fnloop._core.types import Batch, Middleware, Output, Step, Wrap
 from fnloop._display.screen import log
-from fnloop._step.engine import LossRoot, engine_of, restore_gradients, stash_gradients
-from fnloop._step.update import Backward, Commuting, Judge, decide
+from fnloop._step.engine import engine_of
+from fnloop._step.gradients import restore_gradients, run, samples_in, stash_gradients
+from fnloop._step.transaction import Judge, Keep, decide, keeping_buffers, kept_again, undo
+from fnloop._step.update import Backward, Commuting
 
 # --------------------------------------------------------------------------------------------------
 # Guards: they look at an update before it is applied, and may leave it out.
@@ -98,7 +93,6 @@ def _lets_through(member: Middleware) -> bool:
 # and the optimizers stay the same objects.
 
 Kept = Group  # what keep returns: plain data by name
-COUNTERS = ("step", "updates")
 
 
 def keep(state: TrainState, without: str) -> Kept:
@@ -115,7 +109,7 @@ def keep(state: TrainState, without: str) -> Kept:
     left = {without, LEFT_OUT, *averages, *(state.run.hook_slots if state.run else ())}
     slots = {name: state.slots[name] for name in state.slots.keys() - left}
     return {
-        "counters": {name: copy.copy(getattr(state, name)) for name in COUNTERS},
+        "counters": {"step": state.step, "updates": dict(state.updates)},
         "model": {name: tensor.detach().clone() for name, tensor in _tensors(state)},
         "optimizers": [
             [copy.deepcopy(optimizer.state.get(p), memo) for p in _updated(optimizer)]
@@ -215,136 +209,19 @@ def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Forward and backward of a batch in pieces: cut it along the leading dimension of its tensors.
-#
-# Each piece counts by its weight, as the batches of a window do. So the gradient is that of the
-# mean over all items of the window, however it is cut.
+# Forward and backward that are repeated with smaller pieces when there is no memory left.
 
 RETRY = "retry_on_oom"  # the name of the middleware
-_VALUES = (str, bytes, bool, int, float, type(None))
+_ONE_SAMPLE = "retry_on_oom: a single sample does not fit into the memory that is left"
 
 
 class InPieces(Backward):
-    """Backward that takes each batch in pieces.
-
-    Args:
-        loss: the loss, and what backward starts from.
-        size: the most samples in a piece.
-    """
-
-    def __init__(self, loss: LossRoot, size: int) -> None:
-        super().__init__(loss)
-        self.size = size
+    """Backward that takes each batch in pieces. It is a layer of its own, which messages name."""
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
         __tracebackhide__ = True
-        return make_gradients(self.loss, state, (batch,), self.size, alone=True)
-
-    def accumulate(self, state: TrainState, window: Sequence[Batch]) -> tuple[TrainState, Output]:
-        __tracebackhide__ = True
-        return make_gradients(self.loss, state, window, self.size, alone=False)
-
-
-def make_gradients(
-    loss: LossRoot,
-    state: TrainState,
-    window: Sequence[Batch],
-    size: int | None,
-    *,
-    alone: bool,
-    guarded: bool = False,
-) -> tuple[TrainState, Output]:
-    """Run forward and backward of a window in pieces.
-
-    Args:
-        loss: the loss, and what backward starts from.
-        state: the state that is trained.
-        window: the batches.
-        size: the most samples in a piece; None: whole batches.
-        alone: whether the window is a single batch, which is not weighed if it is one piece.
-        guarded: see :meth:`fnloop._step.engine.GradientEngine.start_window`.
-    """
-    __tracebackhide__ = True
-    engine = engine_of(state)
-    pieces = [[batch] if size is None else pieces_of(batch, size) for batch in window]
-    if size is not None:
-        pieces = engine.equalize(state, pieces)
-    if alone and len(pieces[0]) == 1:
-        single = engine.start_batch(loss, state, guarded)
-        state, out = single.forward(state, pieces[0][0])
-        return state, single.backward(state, out)
-    training = engine.start_window(loss, state, [*map(len, pieces)], guarded)
-    for part in pieces:
-        for piece in part:
-            state, out = training.forward(state, piece)
-            training.add(state, out)
-    return state, training.finish(state)
-
-
-# --- cutting a batch
-
-
-def samples_in(batch: Batch) -> int:
-    """Return the number of samples in a batch: the leading dimension of its tensors.
-
-    Raises:
-        ValueError: there is not one.
-    """
-    sizes = {t.size(0) for t in tensors_in(batch) if t.ndim}
-    if len(sizes) == 1:
-        return sizes.pop()
-    if sizes:
-        raise ValueError(
-            "a batch is cut into pieces along the first dimension of its tensors, but there they "
-            f"have the lengths {sorted(sizes)}. To give a tensor x to each piece whole, put "
-            "x.unbind() into the batch"
-        )
-    raise ValueError(
-        "a batch is cut into pieces along the first dimension of its tensors, but there is no "
-        f"tensor with a dimension in a {type(batch).__name__}. Put its tensors into a tuple, a "
-        "list or a mapping"
-    )
-
-
-def pieces_of(batch: Batch, size: int) -> list[Batch]:
-    """Return the pieces of a batch, which share its memory; the last one may be smaller.
-
-    Raises:
-        ValueError: its tensors do not have one length.
-
-    Example:
-        >>> import torch
-        >>> pieces_of((torch.tensor([1, 2, 3]), ["a", "b", "c"], "train"), 2)
-        [(tensor([1, 2]), ['a', 'b'], 'train'), (tensor([3]), ['c'], 'train')]
-    """
-    samples = samples_in(batch)
-    if samples <= size:
-        return [batch]
-    return [_cut(batch, samples, start, size) for start in range(0, samples, size)]
-
-
-def _cut(value: object, samples: int, start: int, size: int) -> object:
-    if isinstance(value, Tensor):
-        return value.narrow(0, start, min(size, samples - start)) if value.ndim else value
-    if isinstance(value, np.ndarray) and value.shape[:1] == (samples,):
-        return value[start : start + size]
-    parts = parts_of(value, IN_BATCHES)
-    if parts is None:
-        return value
-    if isinstance(value, IN_BATCHES) and len(value) == samples and _are_values(value):
-        return value[start : start + size]
-    return with_parts(value, [_cut(part, samples, start, size) for _, part in parts])
-
-
-def _are_values(values: Sequence[object]) -> bool:
-    """Return whether these are plain values of one kind, as collated for each sample."""
-    return isinstance(values[0], _VALUES) and len({type(value) for value in values}) == 1
-
-
-# --------------------------------------------------------------------------------------------------
-# Forward and backward that are repeated with smaller pieces when there is no memory left.
-
-_ONE_SAMPLE = "retry_on_oom: a single sample does not fit into the memory that is left"
+        making, pieces = engine_of(state).start(self.loss, state, (batch,), self.size, alone=True)
+        return run(making, state, pieces)
 
 
 class Retrying(Backward):
@@ -357,8 +234,8 @@ class Retrying(Backward):
     """
 
     def __init__(self, backward: Backward) -> None:
-        super().__init__(backward.loss)
-        self.size = backward.size
+        super().__init__(backward.loss, backward.size)
+        self._keep_buffers = keeping_buffers()
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
         __tracebackhide__ = True
@@ -373,10 +250,12 @@ class Retrying(Backward):
     ) -> tuple[TrainState, Output]:
         __tracebackhide__ = True
         size: int | None = state.slots[RETRY] or self.size
-        stashed, repeat = stash_gradients(state), _mark(state)
+        stashed, repeat = stash_gradients(state), _mark(state, self._keep_buffers)
         while True:
             try:
-                new, out = make_gradients(self.loss, state, window, size, alone=alone, guarded=True)
+                given = (self.loss, state, window, size)
+                making, pieces = engine_of(state).start(*given, alone=alone, guarded=True)
+                new, out = run(making, state, pieces)
                 break
             except Exception as error:
                 if not is_out_of_memory(error):
@@ -402,7 +281,7 @@ def _smaller(state: TrainState, window: Sequence[Batch], size: int | None, error
     except ValueError as cannot:
         samples, note = 0, f"retry_on_oom cannot repeat this with smaller pieces: {cannot}"
     engine = engine_of(state)
-    stuck = engine.any(samples == 0)
+    stuck = engine.largest(samples == 0)
     largest = engine.largest(min(samples, size or samples))
     if stuck or largest <= 1:
         error.add_note(note)
@@ -417,25 +296,19 @@ def _smaller(state: TrainState, window: Sequence[Batch], size: int | None, error
     return half
 
 
-def _mark(state: TrainState) -> Callable[[], None]:
+def _mark(state: TrainState, keep_buffers: Keep) -> Callable[[], None]:
     """Return a function that restores what forward and backward change, as it is now.
 
     The gradients must not be there yet.
     """
     restore_generators = mark_generators(state.backend.device)
     repeat_draws = engine_of(state).mark_draws()
-    buffers = [*state.model.buffers()]
-    with torch.no_grad():
-        kept: list[Tensor] = [buffer.detach().clone() for buffer in buffers]
+    put_back = [keep_buffers(state), *kept_again(state), restore_generators, repeat_draws]
 
     def restore() -> None:
         for p in all_parameters(state):
             p.grad = None
-        with torch.no_grad():
-            for buffer, value in zip(buffers, kept, strict=True):
-                buffer.copy_(value)
-        restore_generators()
-        repeat_draws()
+        undo(put_back)
 
     return restore
 

@@ -20,23 +20,23 @@ import torch
 from torch import Tensor, nn
 
 from fnloop._backend.containers import to_device
-from fnloop._backend.fsdp import is_sharded
 from fnloop._core.averages import check_not_averaged
 from fnloop._core.freeze import Selector, select
 from fnloop._core.history import check_loaders
-from fnloop._core.metrics import COLLECTION_HINT, names_in
-from fnloop._core.optimizers import groups_in
+from fnloop._core.metrics import COLLECTION_HINT, names_in, update_evaluated_
+from fnloop._core.optimizers import groups_in, to_training
 from fnloop._core.rng import fold_in, isolated, seed_all, torch_seeder
 from fnloop._core.runs import Windows
 from fnloop._core.serialize import has_pending, materialize
 from fnloop._core.stacked import Stack
 from fnloop._core.state import (
-    LOCAL_SGD,
     TBPTT,
     StaleStateError,
     TrainState,
     advance,
     all_parameters,
+    bring,
+    carry_of,
     check_not_stale,
     clear_parameter_cache,
     consume,
@@ -46,6 +46,7 @@ from fnloop._core.state import (
     unwrap,
     with_carry,
     with_slot,
+    with_slots,
 )
 from fnloop._core.types import (
     EVALUATION,
@@ -56,29 +57,33 @@ from fnloop._core.types import (
     Middleware,
     Output,
     Step,
+    View,
+    is_ours,
     may_skip,
     name_of,
 )
+from fnloop._core.view import shown, view
 from fnloop._display import checks, tables
 from fnloop._display.checks import describe, join_names
-from fnloop._step.engine import (
-    LossRoot,
-    NoGradientError,
-    check_not_exact,
-    engine_of,
-    evaluating_model,
+from fnloop._step.engine import engine_of, refuse
+from fnloop._step.forward import (
+    RawFn,
+    carrying,
+    check_output,
+    forward,
+    own_gradients,
 )
-from fnloop._step.forward import RawFn, carrying, check_output, forward, own_gradients
+from fnloop._step.gradients import LossRoot, NoGradientError, run
 from fnloop._step.guard import RETRY
 from fnloop._step.stacked import check_loss_step, check_stackable
+from fnloop._step.transaction import around, may_skip_in, transaction
 from fnloop._step.update import (
     CLOSURE,
     CREATE_GRAPH,
     OPTIMIZER,
     Backward,
     add_reported,
-    evaluation_weights,
-    to_training,
+    report,
     update,
 )
 
@@ -124,7 +129,8 @@ class Pipeline:
         if isinstance(loss_fn, PipelineStep):
             return loss_fn.inside(self)
         passed = [name for m in self.middleware for name in m.passes]
-        check_loss_fn(loss_fn, any(m.name == TBPTT for m in self.middleware), passed)
+        carrying = [m.name for m in self.middleware if m.carries]
+        check_loss_fn(loss_fn, carrying, passed)
         return LossStep(self, loss_fn)
 
 
@@ -183,16 +189,18 @@ class PipelineStep(abc.ABC):
         self.pipeline = pipeline
         self.window = max((m.window for m in pipeline.middleware), default=1)
         self._layers = Layers()
-        self.is_timed = any(m.name == "timings" for m in pipeline.middleware)
-        self.carries = any(m.name == TBPTT for m in pipeline.middleware)
+        self.is_timed = any(m.timed for m in pipeline.middleware)
+        self.carries = any(m.carries for m in pipeline.middleware)
         innermost = self._compose_innermost()
         self._innermost: Replaceable | None = (
             None if all(map(is_ours, pipeline.middleware)) else functools.partial(innermost)
         )
         self.forward = self._ring("forward", self._innermost or innermost)
-        self._passes: list[Callable[[TrainState, bool], AbstractContextManager[object]]] = []
         # Of a loader that is evaluated, without the checks of a bare call.
         self.evaluation = self._ring(EVALUATION, self.forward)
+        if beside := [m for m in pipeline.middleware if m.view is not None and m.view.beside]:
+            self.evaluation = evaluate_beside(self.evaluation)
+            self._layers.add(self.evaluation, join_names([*map(repr, beside)]), in_training=False)
         self._reporting = tuple(m for m in pipeline.middleware if m.report is not None)
         # Without the checks of a bare call: what the loop calls.
         self.train = self._compose_training()
@@ -218,11 +226,25 @@ class PipelineStep(abc.ABC):
     def _repr_html_(self) -> str: ...
 
     def precision_in(self, state: TrainState) -> str | None:
-        """Return what ``amp`` computes in, or else accelerate: "bf16" or "fp16"; None: neither."""
-        for m in self.pipeline.middleware:
-            if m.name == "amp" and m.call is not None:
-                return str((*m.call.args, m.call.kwargs.get("precision"))[0] or "") or None
-        return state.backend.precision
+        """Return what it computes in, "bf16" or "fp16"; None: in the precision of the model."""
+        own = self._own_precision
+        return state.backend.precision if own is None else own or None
+
+    @property
+    def _own_precision(self) -> str | None:
+        """What a middleware computes in, whatever the run is configured for; None: none says so."""
+        return next(
+            (m.precision for m in self.pipeline.middleware if m.precision is not None), None
+        )
+
+    @property
+    def turns(self) -> Mapping[str, PipelineStep]:
+        """The steps that it calls in turn, by the names of their optimizers."""
+        return {}
+
+    def with_turns(self, steps: Mapping[str, PipelineStep]) -> PipelineStep:
+        """Return the same step with other steps in turn, without middleware around them."""
+        return self
 
     @property
     def watched(self) -> list[tuple[str, str]]:
@@ -238,40 +260,27 @@ class PipelineStep(abc.ABC):
         """Raise ValueError if it cannot evaluate these loaders."""
 
     def _ring(self, ring: str, step: Step) -> Step:
-        members = self.pipeline.middleware
-        if ring == EVALUATION:  # what evaluates more than once is around all others
-            members = sorted(members, key=lambda m: getattr(m.evaluation, "around", 0))
-        for member in in_order(members, ring):
-            wrap = getattr(member, ring)
-            if wrap is not None:
-                inside, step = step, wrap(step)
-                if (evaluation_pass := getattr(wrap, "evaluation_pass", None)) is not None:
-                    self._passes.append(evaluation_pass)
-                if not callable(step):
-                    raise TypeError(
-                        f"{member!r} must wrap a step into a step, but its {ring} ring returned "
-                        f"{describe(step)}. Did you forget to return the inner function?"
-                    )
-                if step is not inside:
-                    is_users = not is_ours(member)
-                    self._layers.add(step, repr(member), is_users, ring != EVALUATION)
-                    if is_users:
-                        step = checked_once(step, member, ring, self._calls_noted)
+        """Return a step with a ring of middleware around it."""
+        for member in acting_in(self.pipeline.middleware, ring):
+            step = self._layer(member, ring, step)
         return step
+
+    def _layer(self, member: Middleware, ring: str, inside: Step) -> Step:
+        """Return a step with one middleware around it, which errors know as a layer."""
+        step = getattr(member, ring)(inside)
+        check_wrapped(step, member, ring)
+        if step is inside:
+            return step
+        is_users = not is_ours(member)
+        self._layers.add(step, repr(member), is_users, ring != EVALUATION)
+        if is_users:
+            step = checked_once(step, member, ring, self._calls_noted)
+        return around(step, member.keep) if ring == "step" and member.keep else step
 
     def _calls_noted(self) -> AbstractContextManager[list[int]]:
         """Note the calls of the loss function, within a ``with`` block."""
         assert self._innermost is not None
         return calls_noted(self._innermost)
-
-    def _may_skip(self, *rings: str) -> bool:
-        """Return whether third-party middleware in these rings may skip a batch or an update."""
-        return any(
-            getattr(m, ring) is not None
-            for ring in rings
-            for m in self.pipeline.middleware
-            if not is_ours(m)
-        )
 
     def layer_of(self, error: BaseException) -> str:
         """Return the name of the layer in which an exception was raised."""
@@ -284,15 +293,19 @@ class PipelineStep(abc.ABC):
     def begin_run(self, state: TrainState) -> None:
         """Forget what was found out in an earlier run, and prepare the optimizers for training."""
         clear_parameter_cache(state)
-        engine_of(state).begin_run(state)
-        to_training(state)
+        engine_of(state).begin(state)
+        to_training(state.optimizer)
 
     def init_slots(self, state: TrainState, *, evaluation: bool = False) -> TrainState:
         """Return the state with the slots that the middleware need, for an evaluation or at all."""
         __tracebackhide__ = True
         members = self.pipeline.middleware
         if evaluation:
-            members = tuple(m for m in members if m.forward is not None or m.evaluation is not None)
+            members = tuple(
+                m
+                for m in members
+                if m.forward or m.evaluation or m.view or View.is_pending(state.slots.get(m.name))
+            )
         return init_slots(state, members)
 
     def windows(self, epoch: int, update: int, batch: int, in_all: Callable[[int], int]) -> Windows:
@@ -330,19 +343,30 @@ class PipelineStep(abc.ABC):
 
     @contextlib.contextmanager
     def evaluating(self, state: TrainState, *, together: bool) -> Iterator[TrainState]:
-        """Evaluation mode, within a ``with`` block; middleware prepare what they evaluate.
+        """View the model as in an evaluation, and the views of middleware, in a ``with`` block.
 
         It gives the state with which a pass over a loader begins: nothing is carried into it.
 
         Args:
             state: the state, with its slots.
-            together: whether every process is here.
+            together: whether every process is here. Then all evaluate the main one's buffers.
         """
-        weights = evaluation_weights(state, together)
-        with evaluating_model(state.model), weights, contextlib.ExitStack() as stack:
-            for evaluation_pass in self._passes:
-                stack.enter_context(evaluation_pass(state, together))
-            yield with_carry(state, None) if self.carries else state
+        with contextlib.ExitStack() as stack:
+            seen = stack.enter_context(view(state, "evaluation", together=together))
+            beside: dict[str, nn.Module] = {}
+            for member in self.pipeline.middleware:
+                if member.view is None:
+                    continue
+                model = stack.enter_context(shown(member.view, state))
+                if together and model is not state.model:
+                    engine_of(state).share_buffers(model)
+                if not member.view.beside:
+                    seen = model
+                elif model is not state.model:
+                    beside[member.name] = model
+            evaluated = attrs.evolve(state, model=seen)
+            evaluated = with_slot(evaluated, BESIDE, beside) if beside else evaluated
+            yield with_carry(evaluated, None) if self.carries else evaluated
 
     def derive(
         self,
@@ -383,7 +407,7 @@ class PipelineStep(abc.ABC):
         """
         __tracebackhide__ = True
         check_not_stale(state, "step")
-        to_training(state)
+        to_training(state.optimizer)
         check_not_averaged("step", state)
         try:
             state, out = self.train(self.init_slots(state), to_device(batch, state.backend.device))
@@ -432,11 +456,11 @@ class LossStep(PipelineStep):
 
     def _compose_innermost(self) -> Step:
         members = in_order(self.pipeline.middleware, "step")
-        # What passes values to the loss function is next to it: tbptt and compiled know none.
+        # What passes values to the loss function is next to it: the others know none.
         members.sort(key=lambda member: not member.passes)
         wraps = [m.loss_fn for m in members if m.loss_fn is not None]
-        name, amp_listed = name_of(self.loss_fn), any(m.name == "amp" for m in members)
-        innermost = forward(toolz.pipe(self.loss_fn, *wraps), name, amp_listed)
+        name, own_precision = name_of(self.loss_fn), self._own_precision is not None
+        innermost = forward(toolz.pipe(self.loss_fn, *wraps), name, own_precision)
         innermost = carrying(innermost) if self.carries else innermost
         self._layers.add(innermost, f"the loss function {name}")
         return innermost
@@ -469,18 +493,16 @@ class LossStep(PipelineStep):
 
     def _backward(self, step: Step) -> Step:
         again = any(m.name == CREATE_GRAPH for m in self.pipeline.middleware)
-        skips = self._may_skip("forward", "loss")
+        skips = may_skip_in(self.pipeline.middleware, "forward", "loss")
         backward = Backward(LossRoot(step, None, skips, again, name_of(self._trains_by)))
         self._layers.add(backward, "backward")
         return backward
 
     def _update(self, step: Step) -> Step:
-        by_closure = any(m.name in (CLOSURE, CREATE_GRAPH) for m in self.pipeline.middleware)
-        skips = self._may_skip("forward", "loss", "gradient")
-        guarded = skips or any(map(is_guard, self.pipeline.middleware)) or self._leaves_out
-        updating = update(
-            step, name_of(self._trains_by), self._may_skip("gradient"), by_closure, guarded
-        )
+        members = self.pipeline.middleware
+        by_closure = any(m.name in (CLOSURE, CREATE_GRAPH) for m in members)
+        transacted = transaction(step, members, self._leaves_out)
+        updating = update(transacted, name_of(self._trains_by), by_closure)
         self._layers.add(updating, OPTIMIZER)
         return updating
 
@@ -662,14 +684,15 @@ class RawStep(LossStep):
 
     def init_slots(self, state: TrainState, *, evaluation: bool = False) -> TrainState:
         __tracebackhide__ = True
+        check_loss_step(state, self)
         if not evaluation:
             its = "it runs its own backward, so no other step can sum its gradients in a tree"
-            check_not_exact(state, repr(self), f"{its}. Leave exact=True out")
-        check_loss_step(state, self)
-        if not (evaluation or engine_of(state).calls_every_batch):
-            raise NotImplementedError(
-                f"{self!r} works in one process only: {name_of(self.fn)} runs its own backward, so "
-                "the gradients of several would not be averaged"
+            refuse(
+                state,
+                repr(self),
+                exact=f"{its}. Leave exact=True out",
+                several=f"{name_of(self.fn)} runs its own backward, so the gradients of several "
+                "would not be averaged",
             )
         return super().init_slots(state, evaluation=evaluation)
 
@@ -703,7 +726,7 @@ class GradientStep(RawStep):
                 why = f"replaces the loss function, and {name_of(self.fn)} takes its place"
             elif member.device is not None:
                 why = f"would capture what {name_of(self.fn)} does, and not call it again"
-            elif member.name == "amp" and is_guard(member):
+            elif member.name == "amp" and member.gradient is not None:  # in fp16
                 why = "scales the loss, which does not reach a backward inside "
                 why += f'{name_of(self.fn)}: write amp("bf16")'
             elif member.name == RETRY:
@@ -723,8 +746,7 @@ class GradientStep(RawStep):
         return True  # by its output
 
     def _training_forward(self) -> Step:
-        amp_listed = any(m.name == "amp" for m in self.pipeline.middleware)
-        making = own_gradients(self.fn, name_of(self.fn), amp_listed)
+        making = own_gradients(self.fn, name_of(self.fn), self._own_precision is not None)
         self._layers.add(self.fn, name_of(self.fn))
         return self._ring("forward", making)
 
@@ -734,11 +756,10 @@ class GradientStep(RawStep):
     def init_slots(self, state: TrainState, *, evaluation: bool = False) -> TrainState:
         __tracebackhide__ = True
         check_loss_step(state, self)
-        if not evaluation and is_sharded(state.model):
-            raise NotImplementedError(
-                f"{self!r} does not work with fully_shard, which averages gradients in a backward, "
-                "before they can be weighed: leave fully_shard out"
-            )
+        if not evaluation:
+            averages = "averages gradients in a backward, before they can be weighed"
+            why = f"does not work with fully_shard, which {averages}: leave fully_shard out"
+            refuse(state, repr(self), sharded=why)
         return LossStep.init_slots(self, state, evaluation=evaluation)
 
     def _shown(self) -> tuple[str, list[tuple[str, list[str]]]]:
@@ -773,29 +794,41 @@ def _counted(fn: RawFn) -> Step:
 
 
 # --------------------------------------------------------------------------------------------------
+# Views that an evaluation evaluates beside the model, such as an average of its weights.
+
+BESIDE = "beside"  # the slot of the models that show them, in an evaluation: by name of middleware
+
+
+def evaluate_beside(step: Step) -> Step:
+    """Return the step that evaluates a batch with the model, and with each view beside it."""
+
+    def evaluated(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
+        __tracebackhide__ = True
+        carries, found, kept = TBPTT in state.slots, {}, {}
+        for name, model in state.slots.get(BESIDE, {}).items():
+            seen, carry = attrs.evolve(state, model=model), f"{name}/carry"
+            seen = with_carry(seen, state.slots.get(carry)) if carries else seen
+            with isolated(state.backend.device):  # all draw the same
+                made, found[name] = step(seen, batch)
+            kept |= {carry: carry_of(made)} if carries else {}
+        state, out = step(state, batch)
+        for name, of in found.items():
+            metrics = {"loss": update_evaluated_(None, of.loss, of.weight), **of.metrics}
+            out = report(out, {f"{name}/{key}": value for key, value in metrics.items()}, name)
+        return with_slots(state, {**state.slots, **kept}) if kept else state, out
+
+    return evaluated
+
+
+# --------------------------------------------------------------------------------------------------
 # What can be known to be wrong when a step is composed, or from the first reply of a step.
-
-
-def is_ours(member: Middleware) -> bool:
-    """Return whether a middleware comes with fnloop."""
-    return member.call is not None and (member.call.factory.__module__ or "").startswith("fnloop.")
-
-
-def is_guard(member: Middleware) -> bool:
-    """Return whether a middleware of fnloop's may leave updates out."""
-    return member.name in ("skip_nonfinite", "spike_guard") or (
-        member.name == "amp" and member.gradient is not None  # in fp16
-    )
 
 
 def rings_of(listed: Sequence[Middleware]) -> list[tuple[str, list[str]]]:
     """Return what acts in each ring of a pipeline, in its order, the innermost ring first."""
     own = {"gradient": ["backward"], "update": [OPTIMIZER]}
-    acting = {
-        ring: [repr(m) for m in in_order(listed, ring) if getattr(m, ring) is not None]
-        for ring in RINGS
-    }
-    acting["forward"] += [f"{m!r} in evaluation" for m in listed if m.evaluation is not None]
+    acting = {ring: [*map(repr, acting_in(listed, ring))] for ring in RINGS}
+    acting["forward"] += [f"{m!r} in evaluation" for m in listed if m.evaluation or m.view]
     return [
         (ring, own.get(ring, []) + names) for ring, names in acting.items() if names or ring in own
     ]
@@ -817,7 +850,8 @@ def check_around(
         ValueError: it would.
     """
     for member in listed:
-        found = [part for part in ignored if getattr(member, part) is not None]
+        parts = attrs.asdict(member, recurse=False)
+        found = [part for part in ignored if parts[part] is not None]
         acts = None
         if "loss_fn" in found:
             acts = "replaces the loss function"
@@ -854,6 +888,12 @@ def check_middleware(listed: Sequence[Middleware]) -> None:
     if len(windowed) > 1:
         raise ValueError(
             f"{' and '.join(map(repr, windowed))} both take several batches at once. Leave one out."
+        )
+    alone = [m for m in listed if m.view is not None and not m.view.beside]
+    if len(alone) > 1:
+        raise ValueError(
+            f"{' and '.join(map(repr, alone))} would both be evaluated alone, under the same "
+            'names: leave out evaluate="only" in one of them'
         )
     for a, b in itertools.combinations(listed, 2):
         _check_names(a, b)
@@ -892,7 +932,7 @@ def _loaders_of(member: Middleware) -> set[str]:
     """Return the names of the loaders that a middleware is for; "" is any that is evaluated."""
     if member.loaders:
         return {*member.loaders}
-    if member.evaluation is not None:
+    if member.evaluation is not None or member.view is not None:
         return {""}
     return {"train"} if member.loss is not None else {"train", ""}
 
@@ -902,7 +942,7 @@ def _loaders_meet(a: set[str], b: set[str]) -> bool:
 
 
 def _fail_as_member(member: object) -> None:
-    name = getattr(member, "__name__", type(member).__name__)
+    name = checks.known_as(member)
     if getattr(member, "is_middleware_factory", False):
         raise TypeError(
             f"pipeline expects middleware; {name} is a function that makes one. "
@@ -930,12 +970,14 @@ def _fail_as_member(member: object) -> None:
 _MODELS, _BATCHES = ("model", "net", "network", "module"), ("batch", "data", "inputs", "sample")
 
 
-def check_loss_fn(loss_fn: object, carries: bool = False, passed: Sequence[str] = ()) -> None:
+def check_loss_fn(
+    loss_fn: object, carrying: Sequence[str] = (), passed: Sequence[str] = ()
+) -> None:
     """Raise TypeError unless this is a function of a model and a batch.
 
     Args:
         loss_fn: the loss function.
-        carries: whether it takes a carry too.
+        carrying: the name of the middleware with which it takes a carry too, if there is one.
         passed: names of keyword arguments that it takes too.
     """
     if isinstance(loss_fn, Middleware):
@@ -959,10 +1001,10 @@ def check_loss_fn(loss_fn: object, carries: bool = False, passed: Sequence[str] 
     with contextlib.suppress(ValueError):  # a builtin without a signature
         signature = inspect.signature(loss_fn)
         try:
-            signature.bind(*(None,) * (3 if carries else 2), **dict.fromkeys(passed))
+            signature.bind(*(None,) * (2 + len(carrying)), **dict.fromkeys(passed))
         except TypeError as error:
-            given = ["model", "batch", *["carry"] * carries, *["*"] * bool(passed), *passed]
-            by = [*["tbptt"] * carries, *["scheduled"] * bool(passed)]
+            given = ["model", "batch", *["carry"] * len(carrying), *["*"] * bool(passed), *passed]
+            by = [*carrying, *["scheduled"] * bool(passed)]
             taken = f"a loss function takes ({', '.join(given)})"
             taken = f"with {' and '.join(by)} {taken}" if by else taken
             name = name_of(loss_fn)
@@ -973,6 +1015,15 @@ def check_loss_fn(loss_fn: object, carries: bool = False, passed: Sequence[str] 
                 f"a loss function takes (model, batch), but {name_of(loss_fn)} takes {signature}: "
                 f"write ({second}, {first})"
             )
+
+
+def check_wrapped(step: object, member: Middleware, ring: str) -> None:
+    """Raise TypeError unless a middleware has made a step in a ring."""
+    if not callable(step):
+        raise TypeError(
+            f"{member!r} must wrap a step into a step, but its {ring} ring returned "
+            f"{describe(step)}. Did you forget to return the inner function?"
+        )
 
 
 def check_step_reply(reply: object, name: str) -> None:
@@ -992,21 +1043,14 @@ def check_step_reply(reply: object, name: str) -> None:
     )
 
 
-_ORDER = {
-    # They say to others what to do: last, once for each update; and replay looks at that.
-    "step": {"plateau": 1, "replay": 1, TBPTT: 2},
-    "gradient": {"microbatch": -2, RETRY: -1},  # they are about backward alone: first
-    "update": {LOCAL_SGD: -1},  # what others see of an update is the average, if there is one
-}
-
-
 def in_order(members: Sequence[Middleware], ring: str) -> list[Middleware]:
-    """Return middleware in their order in a ring: as listed, but for some that come first or last.
+    """Return middleware in their order in a ring: as listed, but some come first or last."""
+    return sorted(members, key=lambda member: member.order.get(ring, 0))
 
-    Only those of them that act in the ring matter.
-    """
-    order = _ORDER.get(ring, {})
-    return sorted(members, key=lambda member: order.get(member.name, 0))
+
+def acting_in(members: Sequence[Middleware], ring: str) -> list[Middleware]:
+    """Return the middleware that act in a ring, in their order, the innermost first."""
+    return [m for m in in_order(members, ring) if getattr(m, ring) is not None]
 
 
 def total_in(members: Iterable[Middleware]) -> int | None:
@@ -1088,14 +1132,16 @@ class Layers:
             error.args = (
                 f"{error}. Is {' or '.join(names)} under torch.no_grad()? Only its own work may be",
             )
-        raised_in = passed[-1].code if passed else None
+        # Backward unpacks what the layer inside it returns.
+        loops = {Backward.accumulate.__code__, run.__code__}
+        unpacking = {*loops, passed[-1].code if passed else None}
         if (
             isinstance(error, TypeError | ValueError)
             and "unpack" in str(error)
             and inside
             and inside[-1].is_users
             and codes
-            and (raised_in is None or codes[-1] is raised_in)
+            and (not passed or codes[-1] in unpacking)
         ):
             error.add_note(
                 f"{inside[-1].name} must return (state, out), and has returned something else: "
@@ -1206,6 +1252,9 @@ def init_slots(state: TrainState, members: Sequence[Middleware]) -> TrainState:
         if member.init is None:
             continue
         name = member.name
+        if name in state.slots and not has_pending(state.slots[name]):
+            continue
+        state = bring(state, member.brings)
         if name not in state.slots:
             state = with_slot(state, name, _make(member.init, name, state))
         elif has_pending(saved := state.slots[name]):

@@ -7,43 +7,35 @@ import copy
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from numbers import Real
-from typing import Any, NamedTuple, Protocol, runtime_checkable
-from weakref import WeakKeyDictionary
+from typing import Any, Protocol, runtime_checkable
 
 import attrs
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from fnloop._backend.torch_compat import apply_optimizer
-from fnloop._core.apart import average_inside
 from fnloop._core.history import suggestion
 from fnloop._core.optimizers import (
-    Group,
     Optimizers,
     explain_untrained,
     optimizers_in,
     wants_closure,
 )
-from fnloop._core.rng import COMPUTE, fold_in, isolated, seed_all
 from fnloop._core.stacked import Stack
 from fnloop._core.state import (
-    Buffers,
-    KeptBuffers,
     TrainState,
     advance,
-    check_not_stale,
     current_parameters,
     give_up_ownership,
     parameters,
-    with_slots,
 )
-from fnloop._core.types import BY_ANOTHER, Batch, Metric, Middleware, Output, Step
+from fnloop._core.types import Batch, Metric, Middleware, Output, Step
 from fnloop._display import checks
 from fnloop._display.screen import log
-from fnloop._step.engine import LossRoot, engine_of, evaluating_model, fail_to_train
+from fnloop._step.engine import engine_of
+from fnloop._step.gradients import LossRoot, fail_to_train
 from fnloop._step.stacked import update_models
 
 # --------------------------------------------------------------------------------------------------
@@ -75,24 +67,14 @@ def replace_apply(
         _applying.apply = before
 
 
-def update(
-    step: Step,
-    name: str,
-    may_skip: bool = False,
-    by_closure: bool = False,
-    guarded: bool = False,
-) -> Step:
-    """Return the step that applies the gradients and then clears them.
+def update(step: Step, name: str, by_closure: bool = False) -> Step:
+    """Return the step that applies the gradients, unless they are left out, and then clears them.
 
     Args:
-        step: the gradient step.
+        step: the gradient step: a :func:`transaction`, if it may leave an update out.
         name: the name of the loss function.
-        may_skip: whether an inner step may skip an update on some processes only. Then all skip it.
         by_closure: whether to give the optimizer a closure that it could do without.
-        guarded: whether an inner step may leave an update out. Then buffers are put back, such as
-            running statistics, which its forward has changed.
     """
-    known: WeakKeyDictionary[nn.Module, tuple[list[Tensor], Buffers]] = WeakKeyDictionary()
 
     def update(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
         __tracebackhide__ = True
@@ -103,32 +85,21 @@ def update(
         try:
             if by_closure or wants_closure(type(state.optimizer)):  # then there is only one
                 return _by_closure(step, state, batch)
-            if guarded:
-                before = Before(state, _buffers_of(state, params, known).keep())
-                with within_update(before):
-                    new, out = step(state, batch)
-            else:
-                before = None
-                new, out = step(state, batch)
-            if may_skip:
-                out = skip_together(state, out)
-            applied = out.skip is None
-            if before is not None and not applied and not is_recorded():  # a graph does it itself
-                before.buffers.put_back(unseen=True)
-            if applied:
+            new, out = step(state, batch)
+            if out.skip is None:
                 if not cache.checked:
                     _check_gradients(new, out, name)
                 give_up_ownership(new)  # until all of the parameters have changed
                 apply, optimizer = _applying.apply, new.optimizer
                 if type(new.model) is Stack:
                     update_models(new, apply, apply is not apply_optimizer)
-                    return advance(new, applied), out
+                    return advance(new, True), out
                 for one in optimizer.values() if type(optimizer) is Optimizers else (optimizer,):
                     apply(one)
         finally:
             for p in params:
                 p.grad = None
-        return advance(new, applied), out
+        return advance(new, out.skip is None), out
 
     return update
 
@@ -150,26 +121,6 @@ def _check_gradients(state: TrainState, out: Output, name: str) -> None:
         return
     if (untrained := explain_untrained(state.model, optimizers)) is not None:
         log.warning("update %d: %s", state.step + 1, untrained)
-
-
-def _buffers_of(
-    state: TrainState,
-    params: list[Tensor],
-    known: WeakKeyDictionary[nn.Module, tuple[list[Tensor], Buffers]],
-) -> Buffers:
-    """Return the buffers of a model, looked up again when its parameters are."""
-    found, buffers = known.get(state.model, (None, None))
-    if buffers is None or found is not params:
-        buffers = Buffers(state.model)
-        known[state.model] = params, buffers
-    return buffers
-
-
-def skip_together(state: TrainState, out: Output) -> Output:
-    """Return an output that is skipped if it is skipped on any process. A collective."""
-    if engine_of(state).any(out.skip is not None) and out.skip is None:
-        return attrs.evolve(out, skip=BY_ANOTHER)
-    return out
 
 
 @functools.cache
@@ -236,31 +187,31 @@ class Backward:
 
     Args:
         loss: the loss, and what backward starts from.
-
-    Attributes:
         size: the most samples in one forward and backward; None: those of a batch.
     """
 
-    size: int | None = None
+    def __init__(self, loss: LossRoot, size: int | None = None) -> None:
+        self.loss, self.size = loss, size
 
-    def __init__(self, loss: LossRoot) -> None:
-        self.loss = loss
+    # Both have the loop of `run`, which would be one more frame of each traceback.
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
         """Run forward and backward of one batch."""
         __tracebackhide__ = True
-        single = engine_of(state).start_batch(self.loss, state)
-        state, out = single.forward(state, batch)
-        return state, single.backward(state, out)
+        making, pieces = engine_of(state).start(self.loss, state, (batch,), self.size, alone=True)
+        for piece in pieces:
+            state, out = making.forward(state, piece)
+            making.add(state, out)
+        return state, making.finish(state)
 
     def accumulate(self, state: TrainState, window: Sequence[Batch]) -> tuple[TrainState, Output]:
         """Run forward and backward of a window. The gradient is that of the mean over its items."""
         __tracebackhide__ = True
-        training = engine_of(state).start_window(self.loss, state, [1] * len(window))
-        for batch in window:
-            state, out = training.forward(state, batch)
-            training.add(state, out)
-        return state, training.finish(state)
+        making, pieces = engine_of(state).start(self.loss, state, window, self.size)
+        for piece in pieces:
+            state, out = making.forward(state, piece)
+            making.add(state, out)
+        return state, making.finish(state)
 
     def scaled_by(self, scale: Callable[[TrainState], Tensor]) -> Backward:
         """Return the same step with gradients multiplied by ``scale(state)``."""
@@ -295,318 +246,6 @@ class Commuting:
 
 
 # --------------------------------------------------------------------------------------------------
-# Decisions of the host about an update, and who makes them.
-
-Judge = Callable[[TrainState, bool], str | None]
-
-
-class Host(Protocol):
-    """What decides whether to apply an update."""
-
-    def decide(self, state: TrainState, out: Output, flag: Tensor, judge: Judge, /) -> str | None:
-        """Return why to skip the update, or None. See :func:`decide`."""
-        ...
-
-
-class Before(NamedTuple):
-    """What an update that is left out goes back to.
-
-    Args:
-        state: the state that the update was given.
-        buffers: the buffers of the model.
-    """
-
-    state: TrainState
-    buffers: KeptBuffers
-
-
-class EagerHost:
-    """Reads the flag and decides at once."""
-
-    def decide(self, state: TrainState, out: Output, flag: Tensor, judge: Judge) -> str | None:
-        # A host read: whether this update counts decides the step counter, and schedules with it.
-        return judge(state, bool(flag))
-
-
-class _Current(threading.local):
-    host: Host = EagerHost()
-    eager: bool = False
-    before: Before | None = None  # of the update that is being made, if it may be left out
-    in_part: bool = False  # whether a batch of a window is being taken for itself
-
-
-_current = _Current()
-
-
-def decide(state: TrainState, out: Output, flag: Tensor, judge: Judge) -> tuple[TrainState, Output]:
-    """Decide on the host whether an update is applied, by a flag that was computed on the device.
-
-    It is for guards of your own, in the gradient ring: a middleware that leaves an update out. An
-    update that is left out changes nothing but the position in the data and ``state.skipped``: the
-    buffers of the model, such as running statistics, and slots are put back. The flag is read once,
-    and any process that has it set sets it for all. Within ``cuda_graph`` the graph is split here:
-    its first part is replayed, the host decides, and the rest is replayed only if the update is
-    applied.
-
-    Args:
-        state: the state.
-        out: the output so far.
-        flag: a scalar tensor.
-        judge: ``(state, flag) -> why the update is left out, or None``, with the flag as a bool. It
-            may change its slot, in place, only if it leaves the update out: an applied one may
-            still fail.
-
-    Returns:
-        What a step returns. ``out.skip`` is what the judge has said.
-
-    Raises:
-        TypeError: the flag is not a scalar tensor, or the judge is not such a function.
-        ValueError: it is called for each batch of a window of ``accumulate``.
-
-    Example:
-        >>> import fnloop as fl, torch
-        >>> from fnloop.testing import toy, toy_loss
-        >>> @fl.middleware("gradient")
-        ... def at_most(limit):
-        ...     def judge(state, flag):
-        ...         return "the loss is too large" if flag else None
-        ...     def wrap(step):
-        ...         def guarded(state, batch):
-        ...             state, out = step(state, batch)
-        ...             return decide(state, out, out.loss > limit, judge)
-        ...         return guarded
-        ...     return wrap
-        >>> state, out = fl.pipeline(at_most(1.0))(toy_loss)(toy(w=2.0), torch.ones(1))
-        >>> out.skip, state.step, state.skipped
-        ('the loss is too large', 0, 1)
-
-    Notes:
-        An update that is left out already stays so, and the judge is not asked. With several
-        processes each of them has to call this in every update. List the middleware after
-        ``accumulate``.
-    """
-    if not isinstance(flag, Tensor) or flag.numel() != 1:
-        raise TypeError(f"decide expects flag as a scalar tensor; got {checks.describe(flag)}")
-    if not callable(judge):
-        meaning = "judge as a function (state, flag) -> reason, or None"
-        raise TypeError(f"decide expects {meaning}; got {checks.describe(judge)}")
-    if _current.in_part:
-        raise ValueError(
-            "decide is about whole updates, but here it is called for each batch of a window: list "
-            "the middleware that calls it after accumulate. To leave a batch out of its window, "
-            "return skip(reason) from the loss function"
-        )
-    return decide_any(state, out, flag, judge)
-
-
-def decide_any(
-    state: TrainState, out: Output, flag: Tensor, judge: Judge
-) -> tuple[TrainState, Output]:
-    """Decide as :func:`decide` does, also about a batch of a window."""
-    flag, out = engine_of(state).agree(flag, out)
-    if out.skip is not None:
-        return state, out
-    skip = _current.host.decide(state, out, flag, judge)
-    if skip is None:
-        return state, out
-    if _current.before is not None and not _current.in_part:
-        state = with_slots(state, _current.before.state.slots)
-    return state, attrs.evolve(out, skip=skip)
-
-
-def before_update() -> Before | None:
-    """Return what the update that is being made goes back to; None if nothing was kept."""
-    return _current.before
-
-
-@contextlib.contextmanager
-def within_update(before: Before) -> Iterator[None]:
-    """Note what an update goes back to if it is left out, within a ``with`` block."""
-    _current.before = before
-    try:
-        yield
-    finally:
-        _current.before = None
-
-
-@contextlib.contextmanager
-def in_parts() -> Iterator[None]:
-    """Take each batch of a window for itself, within a ``with`` block."""
-    outer, _current.in_part = _current.in_part, True
-    try:
-        yield
-    finally:
-        _current.in_part = outer
-
-
-def is_recorded() -> bool:
-    """Return whether the update is being recorded: then numbers of the host become constants."""
-    return not isinstance(_current.host, EagerHost)
-
-
-@contextlib.contextmanager
-def replace_host(host: Host) -> Iterator[None]:
-    """Let another host decide in this thread, within a ``with`` block."""
-    before, _current.host = _current.host, host
-    try:
-        yield
-    finally:
-        _current.host = before
-
-
-def leaves_graphs_out() -> bool:
-    """Return whether updates are made without CUDA graphs."""
-    return _current.eager
-
-
-@contextlib.contextmanager
-def without_graphs() -> Iterator[None]:
-    """Make updates without CUDA graphs in this thread, within a ``with`` block."""
-    before, _current.eager = _current.eager, True
-    try:
-        yield
-    finally:
-        _current.eager = before
-
-
-# --------------------------------------------------------------------------------------------------
-# Optimizers with modes, such as schedule-free ones: other weights in evaluation than in training.
-#
-# Their method `eval` replaces the weights by averages, and `train` goes back, but only up to
-# rounding. So an evaluation keeps the weights of training, and restores them exactly.
-
-
-class _Modal(Protocol):
-    """An optimizer with modes."""
-
-    param_groups: list[Group]
-    state: Mapping[Tensor, dict[str, object]]
-
-    def train(self) -> object: ...
-
-    def eval(self) -> object: ...
-
-
-def to_training(state: TrainState) -> None:
-    """Switch the optimizers that have modes to that of training."""
-    for optimizer in _with_modes(state):
-        optimizer.train()
-
-
-@contextlib.contextmanager
-def evaluation_weights(state: TrainState, together: bool = True) -> Iterator[Set[int]]:
-    """Evaluate with the weights that there are for it, within a ``with`` block.
-
-    Those are the weights of an optimizer with modes; or the average over the processes, where each
-    has its own. Afterwards the weights and the modes of the optimizers are those from before. It
-    gives the identities of the parameters and buffers that may be others than in training.
-
-    Args:
-        state: the state.
-        together: whether every process is here. Otherwise each evaluates its own weights.
-    """
-    optimizers = _with_modes(state)
-    if not optimizers:
-        with average_inside(state) if together else contextlib.nullcontext(frozenset()) as others:
-            yield others
-        return
-    params = parameters(state)
-    kept = [p.detach().clone() for p in params]
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    held = [(own, {*own}) for one in optimizers for own in one.state.values()]
-    settings = [dict(group) for group in groups]
-    flags = [
-        {name: value for name, value in vars(optimizer).items() if isinstance(value, bool)}
-        for optimizer in optimizers
-    ]
-    try:
-        for optimizer in optimizers:
-            optimizer.eval()
-        yield {*map(id, params)}
-    finally:
-        with torch.no_grad():
-            for p, value in zip(params, kept, strict=True):
-                p.copy_(value)
-        for own, names in held:  # eval may keep the weights to train with there
-            for name in own.keys() - names:
-                del own[name]
-        for group, before in zip(groups, settings, strict=True):
-            group.update(before)
-        for optimizer, before in zip(optimizers, flags, strict=True):
-            vars(optimizer).update(before)
-
-
-def has_modes(state: TrainState) -> bool:
-    """Return whether an optimizer has other weights in evaluation than in training."""
-    return bool(_with_modes(state))
-
-
-@contextlib.contextmanager
-def as_evaluated(state: TrainState, together: bool) -> Iterator[nn.Module]:
-    """Let the model be as in an evaluation, within a ``with`` block. Afterwards all is as before.
-
-    It gives the model.
-
-    Args:
-        state: the state.
-        together: whether every process is here.
-    """
-    device = state.backend.device
-    weights = evaluation_weights(state, together)
-    with isolated(device), evaluating_model(state.model), weights:
-        seed_all(fold_in(state.seed, COMPUTE))
-        yield state.model
-
-
-def evaluating(state: TrainState) -> contextlib.AbstractContextManager[nn.Module]:
-    """Look at the model within a run, and change nothing: ``with evaluating(state) as model:``.
-
-    Hooks are called in training mode. There a call of the model uses dropout, and moves the
-    statistics of BatchNorm. In this block the model is in evaluation mode, without gradients, and
-    has the weights that an evaluation uses, also with an optimizer that trains others. Afterwards
-    these weights, the flag ``training`` of every module, the buffers, and all random generators are
-    as they were before, also after an exception. What is drawn in the block is a function of the
-    seed of the state.
-
-    Args:
-        state: the newest state: in a hook the one that it is called with.
-
-    Returns:
-        A context manager, which gives ``state.model``.
-
-    Raises:
-        StaleStateError: the state has been advanced.
-        RuntimeError: another thread is inside ``fit``, ``run``, ``evaluate`` or ``predict``.
-
-    Example:
-        >>> import fnloop as fl, torch
-        >>> model = torch.nn.Sequential(torch.nn.BatchNorm1d(1), torch.nn.Dropout(0.5))
-        >>> state = fl.TrainState.create(model, torch.optim.SGD(model.parameters()), seed=0)
-        >>> with evaluating(state) as model:
-        ...     model(torch.tensor([[1.0], [3.0]])).round().tolist()
-        [[1.0], [3.0]]
-        >>> model.training, model[0].running_mean.item()
-        (True, 0.0)
-
-    Notes:
-        Nothing is exchanged between processes, so one of them may enter the block alone
-        (:func:`fnloop.on_main`). Each has its own buffers, and with ``local_sgd`` its own weights.
-        For the average of ``ema`` or ``swa``, use the model of :func:`fnloop.averaged`. Numbers
-        that belong in a record are for :func:`fnloop.measure`, which calls its function as in this
-        block.
-    """
-    check_not_stale(state, "evaluating")
-    return as_evaluated(state, together=False)
-
-
-def _with_modes(state: TrainState) -> list[_Modal]:
-    found = optimizers_in(state.optimizer).values()
-    return [one for one in found if _has_modes(type(one))]  # type: ignore[misc]
-
-
-@functools.cache
-def _has_modes(optimizer: type) -> bool:
-    return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -614,18 +253,35 @@ def _has_modes(optimizer: type) -> bool:
 
 
 def report(out: Output, metrics: Mapping[str, Metric], by: str) -> Output:
-    """Return an output with more metrics.
+    """Return an output with more metrics. One that is left out reports nothing.
+
+    Args:
+        out: the output of the step inside.
+        metrics: name to metric, such as ``fl.Mean(norm, 1)``. None may be read to the host.
+        by: who reports them, for messages.
+
+    Returns:
+        The new output.
 
     Raises:
         ValueError: it has a metric of that name already.
+
+    Example:
+        >>> import fnloop as fl, torch
+        >>> from fnloop.testing import spy, toy
+        >>> state, out = spy()(toy(), torch.ones(1))
+        >>> report(out, {"norm": fl.Mean(2.0, 1)}, "mine").metrics["norm"].compute()
+        2.0
     """
+    if out.skip is not None:
+        return out
     if clash := out.metrics.keys() & metrics.keys():
         name = min(clash)
         raise ValueError(
             f"{by} reports the metric {name!r}, which another middleware inside it reports "
             "already: rename one"
         )
-    return Output(out.loss, out.weight, out.aux, {**out.metrics, **metrics}, out.skip)
+    return Output(out.loss, out.weight, out.aux, {**out.metrics, **metrics})
 
 
 ALWAYS = ("train", "recent")  # what the names of numbers may begin with in every run

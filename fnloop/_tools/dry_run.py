@@ -5,19 +5,22 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import TypeVar
 
 import attrs
 
+from fnloop._backend import torch_compat
 from fnloop._backend.collectives import gather_from_all
 from fnloop._checkpoint.format import CheckpointError
 from fnloop._checkpoint.restore import restore
 from fnloop._checkpoint.save import check_resumable, save
-from fnloop._core.history import History, Record, check_names
+from fnloop._core.history import History, check_names
 from fnloop._core.optimizers import optimizers_in
 from fnloop._core.rng import isolated
 from fnloop._core.runs import INTERRUPTED, TERMINATED
@@ -26,17 +29,13 @@ from fnloop._core.state import TrainState, check_not_stale, snapshot
 from fnloop._core.types import EPOCH, Batch, Middleware, Output, Step, Wrap, name_of
 from fnloop._data.composed import unmarked
 from fnloop._data.held import own_copy
-from fnloop._data.loaders import Loaders, Padding, check_loader, sharded
-from fnloop._data.source import batch_size_of, open_source, windows
+from fnloop._data.loaders import Loaders, Padding, batch_size_of, check_loader, sharded
+from fnloop._data.source import first_batches, open_source
 from fnloop._display import tables
 from fnloop._display.checks import join_names
 from fnloop._display.tables import Column, Shown, Table, format_milliseconds, shorten
-from fnloop._graphs.capture import make_capturable, signature
-from fnloop._graphs.guards import CaptureError, HostReads
-from fnloop._hooks.hook import Hook, HookFn, Moment, Trigger, Wrapper, every, unwrap_hook
-from fnloop._hooks.keep import checkpoint
-from fnloop._hooks.look import inspect
-from fnloop._hooks.send import TableWriter
+from fnloop._extensions import extensions
+from fnloop._hooks.hook import BuiltIn, Hook, HookFn, Moment, Trigger, Wrapper, every, unwrap_hook
 from fnloop._loop.errors import NO_LENGTH, check_counters, check_returned
 from fnloop._loop.evaluate import open_loader
 from fnloop._loop.peers import Interrupts, is_alone
@@ -50,7 +49,6 @@ from fnloop._loop.plan import (
     watched_in,
 )
 from fnloop._loop.run import fold
-from fnloop._middleware.ema import ema, swa
 from fnloop._middleware.metric import derive, metric, throughput, timings
 from fnloop._middleware.schedule import plateau, schedule, torch_scheduler
 from fnloop._step.pipeline import LossStep, PipelineStep, RawStep, pipeline
@@ -182,11 +180,12 @@ def dry_run(
     with _temporary_folder(state) as folder:
         findings += _train(step, state, loaders, first, checked, folder)
         resumed, obstacles = _resume(step, state, loaders, folder)
-    obstacles += _obstacles(state, first["train"])
     findings += [*resumed, *failed.values()]
-    problem = bool(obstacles) and _must_be_captured(step)
-    texts = obstacles or ["nothing was seen that cuda_graph could not capture"]
-    findings += [Finding("graph", "update", text, problem) for text in texts]
+    for explain_uncapturable in extensions("graphs of an update"):
+        obstacles += explain_uncapturable(at_start_of_epoch(state), first["train"])
+        problem = bool(obstacles) and _must_be_captured(step)
+        texts = obstacles or ["nothing was seen that cuda_graph could not capture"]
+        findings += [Finding("graph", "update", text, problem) for text in texts]
     return Report(_of_all(findings))
 
 
@@ -287,13 +286,10 @@ def _read_one(state: TrainState, name: str, loader: object) -> tuple[str, Batch,
     batches: list[Batch] = []
     with isolated(state.backend.device):
         began = time.perf_counter()
-        reading = windows(source, None, state.backend.device, None)
-        for batch in itertools.islice(reading, 2):
+        for batch in first_batches(source, state.backend.device, 2):
             seconds.append(time.perf_counter() - began)
             batches.append(own_copy(batch))
             began = time.perf_counter()
-        if (close := getattr(reading, "close", None)) is not None:
-            close()
     if not batches:
         why = NO_LENGTH if source.length == 0 else ""
         why = f" {source.why_empty()}" if source.drop_last and source.batch_size else why
@@ -390,8 +386,12 @@ def _tried_metrics(step: PipelineStep) -> tuple[PipelineStep, dict[str, Finding]
             return derived(member)
         if factory is not metric:
             return member
-        rings = ("forward", "loss", "evaluation")
-        return attrs.evolve(member, **{r: tried(member, getattr(member, r)) for r in rings})
+        return attrs.evolve(
+            member,
+            forward=tried(member, member.forward),
+            loss=tried(member, member.loss),
+            evaluation=tried(member, member.evaluation),
+        )
 
     if type(step) is not LossStep:  # raw and alternate have steps of their own inside
         return step, failed
@@ -403,10 +403,6 @@ class _Tried(Wrapper):
 
     def __init__(self, hook: Hook) -> None:
         self.hook, self.error = hook, None
-
-    @property
-    def _saves(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return ()  # what cannot be saved is a problem of the hook, and ends no run
 
     def _try(self, call: Callable[[], Result], otherwise: Result) -> Result:
         if self.error is not None:
@@ -448,9 +444,6 @@ class _Tried(Wrapper):
     @property
     def makes_records(self) -> Mapping[str, Moment]:  # pyright: ignore[reportIncompatibleVariableOverride]
         return dict.fromkeys(self.hook.makes_records, every(epochs=1))
-
-    def adds_numbers(self, state: TrainState, record: Record, names: Collection[str]) -> bool:
-        return self._try(lambda: self.hook.adds_numbers(state, record, names), False)
 
     def numbers(self, state: TrainState) -> Mapping[str, float]:
         return self._try(lambda: self.hook.numbers(state), {})
@@ -510,18 +503,8 @@ def _safe(hook: Hook, place: Path) -> tuple[_Tried | None, str]:
     """Return a hook that leaves no trace in place of one, or None, and what is to be said."""
     if hook.untried is not None:
         return None, f"not called: {hook.untried}"
-    if isinstance(hook, checkpoint):
-        copied = checkpoint(
-            place, hook.keep, hook.best, hook.mode if hook.best else None,
-            keep_best=hook.keep_best, only=hook.parts, named=hook.named,
-        )  # fmt: skip
-        return _Tried(copied), "called, with a temporary folder"
-    if isinstance(hook, TableWriter):
-        copied = attrs.evolve(hook, path=place.with_suffix(hook.path.suffix))
-        return _Tried(copied), "called, with a temporary file"
-    if isinstance(hook, inspect):
-        return _Tried(attrs.evolve(hook, every=every(epochs=1))), "called"
-    return _Tried(hook), "called"
+    copied, where = hook.tried(place) if isinstance(hook, BuiltIn) else (hook, "")
+    return _Tried(copied), "called" + (f", with a temporary {where}" if where else "")
 
 
 # --- resuming
@@ -574,23 +557,65 @@ def _must_be_captured(step: PipelineStep) -> bool:
     return any(call is None or not call.kwargs.get("fallback") for call in listed)
 
 
-def _obstacles(state: TrainState, batch: Batch) -> list[str]:
-    """Return why an update could not be captured, apart from what it reads to the host."""
-    try:
-        signature(batch, [])
-        make_capturable(
-            [*optimizers_in(at_start_of_epoch(state).optimizer).values()], state.backend.device
-        )
-    except CaptureError as error:
-        return [str(error)]
-    return []
+# --------------------------------------------------------------------------------------------------
+# Find where an update reads tensors to the host, which no graph can.
+
+_PACKAGE = str(Path(__file__).parents[1])
+
+
+class HostReads(torch_compat.DispatchMode):
+    """Notes where code of the user reads a tensor to the host during an update."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places: list[str] = []
+
+    def __torch_dispatch__(
+        self,
+        func: object,
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        assert callable(func)
+        if torch_compat.reads_to_host(func):
+            place = _reader()
+            if place is not None and place not in self.places:
+                self.places.append(place)
+        return func(*args, **(kwargs or {}))
+
+
+def _reader() -> str | None:
+    """Return the line of the user that reads to the host in an update, and in nothing else."""
+    frame, place = sys._getframe(2), None
+    while frame is not None:
+        code = frame.f_code
+        inside = code.co_filename.startswith(_PACKAGE)
+        if inside and place is None:
+            return None  # fnloop itself reads, where it may
+        if inside:
+            in_update = "_step" in code.co_filename or "_middleware" in code.co_filename
+            return place if in_update and not _in_evaluation(frame) else None
+        if place is None and "/torch/" not in code.co_filename:
+            where = f"{Path(code.co_filename).name}, line {frame.f_lineno}, in {code.co_name}"
+            place = f"reads a tensor to the host ({where}): cuda_graph cannot capture that"
+        frame = frame.f_back
+    return None
+
+
+def _in_evaluation(frame: FrameType | None) -> bool:
+    """Return whether a frame is within an evaluation of a run."""
+    while frame is not None:
+        if frame.f_code.co_filename.endswith("_loop/evaluate.py"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 # --------------------------------------------------------------------------------------------------
 # A few updates on a copy of a state, which leave the state and the generators as they are.
 
 RATES = (schedule, torch_scheduler, plateau)  # they need the length or the records of a run
-AVERAGES = (ema, swa)
 REPORTS = (metric, derive, timings, throughput)  # they change no update
 EVALUATED = every(epochs=1)  # when a run evaluates by default
 

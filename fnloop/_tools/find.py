@@ -16,15 +16,15 @@ from fnloop._core.optimizers import Group, Rate, copy_number, groups_in, initial
 from fnloop._core.stacks import check_one_model
 from fnloop._core.state import TrainState, check_not_stale
 from fnloop._core.types import Batch, Middleware, Output, Step, middleware
-from fnloop._data.source import batch_size_of
+from fnloop._data.loaders import batch_size_of
 from fnloop._display import checks
 from fnloop._display.tables import Column, Shown, Table, format_metric
+from fnloop._extensions import extensions
 from fnloop._loop.evaluate import open_loader
 from fnloop._loop.plan import check_step
-from fnloop._step.alternate import AlternateStep
 from fnloop._step.engine import engine_of
 from fnloop._step.pipeline import PipelineStep
-from fnloop._tools.dry_run import AVERAGES, RATES, REPORTS, train_copy, with_members
+from fnloop._tools.dry_run import RATES, REPORTS, train_copy, with_members
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -173,7 +173,7 @@ def find_lr(
     check_step(step, "find_lr")
     check_not_stale(state, "find_lr")
     check_one_model(state, "find_lr")
-    if isinstance(step, AlternateStep):
+    if step.turns:
         raise ValueError(
             "find_lr varies one learning rate and looks at one loss, but alternate(...) has those "
             "of several steps: try the learning rates of each with fork(state, ...)"
@@ -183,7 +183,8 @@ def find_lr(
     checks.integer("find_lr", "updates", updates, "those of the whole range", least=10)
     initial = _initial_rates(groups_in(state.optimizer))
     sweep = _Sweep([low * (high / low) ** (i / updates) for i in range(updates)], initial)
-    swept = with_members(step, (*RATES, *REPORTS, *AVERAGES), [_swept(sweep)])
+    left_out = *RATES, *REPORTS, *extensions("averages of the weights")
+    swept = with_members(step, left_out, [_swept(sweep)])
     # ``follow`` ends a sweep whose updates are all left out, with a message of its own.
     train_copy(swept, state, loader, updates, (sweep.follow,), epochs=updates * SKIPPED)
     return sweep.result()
@@ -455,7 +456,7 @@ class _Trial:
         if length == 0:  # with drop_last, the data have fewer samples
             return False
         step = self.step
-        if not isinstance(step, AlternateStep):
+        if not step.turns:
             step = with_members(step, (*RATES, *REPORTS), [_noted(self)])
         first = self.state.step + self.state.skipped
 

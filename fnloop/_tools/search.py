@@ -16,9 +16,10 @@ from urllib.parse import quote
 import attrs
 
 from fnloop._backend.collectives import broadcast
-from fnloop._checkpoint.remote import Place
+from fnloop._checkpoint.place import Place
 from fnloop._checkpoint.restore import resume_at
-from fnloop._core.history import History, Record, better, counts, mode_of
+from fnloop._core.history import History, mode_of
+from fnloop._core.records import Record, better, counts
 from fnloop._core.runs import ends_run, is_interruption
 from fnloop._core.stacks import stack, unstack
 from fnloop._core.state import TrainState, check_not_stale

@@ -12,9 +12,9 @@ from fnloop._backend.containers import tensors_in, to_device
 from fnloop._core.rng import isolated
 from fnloop._core.state import TrainState, check_not_stale, unwrap
 from fnloop._core.types import Batch
+from fnloop._core.view import view
 from fnloop._display import checks
 from fnloop._display.tables import Column, Shown, Table, format_bytes
-from fnloop._step.engine import evaluating_model
 
 SHAPES = 2  # outputs of a module that are shown
 _HINT = (
@@ -161,7 +161,8 @@ def summary(state: TrainState, batch: Batch, *, depth: int = 3) -> Summary:
             "a batch before TrainState.create"
         )
     device = state.backend.device
-    with isolated(device), evaluating_model(model), _watched(model) as calls:
+    seen = view(state, "evaluation", together=False)
+    with isolated(device), seen, _watched(model) as calls:
         try:
             _call(model, to_device(batch, device))
         except Exception as error:

@@ -22,6 +22,7 @@ from fnloop._core.rng import isolated
 from fnloop._core.state import TrainState, check_not_stale, snapshot
 from fnloop._core.types import Middleware
 from fnloop._data.held import own_copy
+from fnloop._data.iterable import is_keeper
 from fnloop._data.loaders import check_loader
 from fnloop._display import checks
 from fnloop._display.screen import log
@@ -137,21 +138,21 @@ def tune(step: PipelineStep, state: TrainState, loader: object, *, seconds: floa
 
 def iter_is_itself(loader: object) -> bool:
     """Return whether a loader is an iterator, which is used up by reading it."""
-    return hasattr(loader, "__next__")
+    return isinstance(loader, Iterator)
 
 
 @contextlib.contextmanager
 def _untouched(loader: object) -> Iterator[None]:
     """Put a loader that has a position back to it, and keep the logger silent meanwhile."""
-    load = getattr(loader, "load_state_dict", None)
-    position = copy.deepcopy(loader.state_dict()) if load else None  # type: ignore[attr-defined]
+    keeper = loader if is_keeper(loader) else None
+    position = copy.deepcopy(keeper.state_dict()) if keeper else None
     silent, log.disabled = log.disabled, True
     try:
         yield
     finally:
         log.disabled = silent
-        if load:
-            load(position)
+        if keeper:
+            keeper.load_state_dict(position)
 
 
 # --- measuring
@@ -259,7 +260,7 @@ class _Bench:
     def _time(self, setting: Setting) -> tuple[float, dict[str, float]]:
         """Return the seconds per update of a copy of the state, and its losses."""
         state, stamps, losses = self._copy(setting), [], {}
-        workers = getattr(setting.loader, "num_workers", 0)
+        workers = setting.loader.num_workers if isinstance(setting.loader, DataLoader) else 0
         left_out = 1 + 2 * workers  # the first, and those that workers had time to prepare
         device = state.backend.device
 

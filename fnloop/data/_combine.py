@@ -16,8 +16,8 @@ from torch.utils.data import BatchSampler
 
 from fnloop._core.rng import ORDER, PART, fold_in, new_seed
 from fnloop._core.types import Batch, name_of
-from fnloop._data.composed import Composed, MapStyle, Part, PartItem, Together
-from fnloop._data.loaders import Index, Loader, SingleProcess
+from fnloop._data.composed import Composed, MapStyle, PartItem, Pass, Together
+from fnloop._data.loaders import Index, Loader
 from fnloop._data.map_style import batch_indices, samplers_of, set_epoch
 from fnloop._display import checks
 
@@ -74,7 +74,7 @@ def zip_shortest(**loaders: Loader) -> Composed:
         >>> len(zip_shortest(a=[torch.ones(1)] * 3, b=[torch.ones(1)] * 2))
         2
     """
-    return _ZipShortest("zip_shortest", loaders)
+    return _ZipShortest("zip_shortest", loaders, min)
 
 
 def zip_longest(**loaders: Loader) -> Composed:
@@ -106,15 +106,23 @@ def zip_longest(**loaders: Loader) -> Composed:
 
 
 class _Zip(Composed):
-    def __init__(self, call: str, loaders: Mapping[str, Loader]) -> None:
+    def __init__(
+        self, call: str, loaders: Mapping[str, Loader], choose: Callable[[list[int]], int] = max
+    ) -> None:
         if not loaders:
             raise ValueError(f"{call} expects loaders by name, {call}(a=..., b=...); got none")
         super().__init__(call, loaders)
+        self.choose = choose  # the length, of those of its parts
 
-    def seeded_parts(self, seed: int) -> Iterator[tuple[str, Part, int]]:
-        """Yield each part with its name and a seed of its own."""
-        for i, (name, part) in enumerate(self.parts.items()):
-            yield name, part, fold_in(seed, PART, i)
+    def length_in(self, epoch: int) -> int | None:
+        __tracebackhide__ = True
+        lengths = [*self.lengths_in(epoch).values()]
+        known = [length for length in lengths if length is not None]
+        return self.choose(known) if len(known) == len(lengths) else None
+
+    def passes(self, at: Pass) -> dict[str, Pass]:
+        """Return a pass for each part, with a seed of its own."""
+        return {n: at._replace(seed=fold_in(at.seed, PART, i)) for i, n in enumerate(self.parts)}
 
     def __repr__(self) -> str:
         given = ", ".join(f"{name}={loader!r}" for name, loader in self.loaders.items())
@@ -135,38 +143,14 @@ def _together(parts: Mapping[str, Iterator[PartItem]]) -> Iterator[PartItem]:
 
 
 class _ZipShortest(_Zip):
-    def length_in(self, epoch: int) -> int | None:
-        __tracebackhide__ = True
-        lengths = [part.length_in(epoch) for part in self.parts.values()]
-        known = [length for length in lengths if length is not None]
-        return min(known) if len(known) == len(lengths) else None
-
-    def items(
-        self, seed: int, epoch: int | None, start: int, sharing: SingleProcess
-    ) -> Iterator[PartItem]:
-        return _together(
-            {
-                name: part.items(own, epoch, start, sharing)
-                for name, part, own in self.seeded_parts(seed)
-            }
-        )
+    def items(self, at: Pass) -> Iterator[PartItem]:
+        return _together({n: self.parts[n].items(own) for n, own in self.passes(at).items()})
 
 
 class _ZipLongest(_Zip):
-    def length_in(self, epoch: int) -> int | None:
+    def items(self, at: Pass) -> Iterator[PartItem]:
         __tracebackhide__ = True
-        lengths = [part.length_in(epoch) for part in self.parts.values()]
-        known = [length for length in lengths if length is not None]
-        return max(known) if len(known) == len(lengths) else None
-
-    def items(
-        self, seed: int, epoch: int | None, start: int, sharing: SingleProcess
-    ) -> Iterator[PartItem]:
-        __tracebackhide__ = True
-        left = {
-            name: part.items(own, epoch, start, sharing)
-            for name, part, own in self.seeded_parts(seed)
-        }
+        left = {n: self.parts[n].items(own) for n, own in self.passes(at).items()}
         while left:
             found = {name: next(items, None) for name, items in left.items()}
             left = {name: items for name, items in left.items() if found[name] is not None}
@@ -174,42 +158,30 @@ class _ZipLongest(_Zip):
                 yield Together({name: item for name, item in found.items() if item is not None})
 
 
-class _ZipCycle(_ZipLongest):
-    def items(
-        self, seed: int, epoch: int | None, start: int, sharing: SingleProcess
-    ) -> Iterator[PartItem]:
-        lengths = self.lengths_in(epoch or 0)
+class _ZipCycle(_Zip):
+    def items(self, at: Pass) -> Iterator[PartItem]:
+        lengths = self.lengths_in(at.epoch or 0)
         # The names of the parts whose first pass has ended.
-        ended = {name for name, length in lengths.items() if length and start >= length}
-        cycles = {
-            name: self._cycle(name, part, own, epoch, start, sharing, ended)
-            for name, part, own in self.seeded_parts(seed)
-        }
-        length = self.length_in(epoch or 0)
-        return islice(_together(cycles), None if length is None else max(length - start, 0))
+        ended = {name for name, length in lengths.items() if length and at.start >= length}
+        cycles = {name: self._cycle(name, own, ended) for name, own in self.passes(at).items()}
+        length = self.length_in(at.epoch or 0)
+        return islice(_together(cycles), None if length is None else max(length - at.start, 0))
 
-    def _cycle(
-        self,
-        name: str,
-        part: Part,
-        seed: int,
-        epoch: int | None,
-        start: int,
-        sharing: SingleProcess,
-        ended: set[str],
-    ) -> Iterator[PartItem]:
+    def _cycle(self, name: str, at: Pass, ended: set[str]) -> Iterator[PartItem]:
         """Yield the items of a part from a position on, again and again until all have ended.
 
         Args:
+            name: the part.
+            at: its position.
             ended: the names of the parts whose first pass has ended. This one is added.
         """
         __tracebackhide__ = True
-        length = part.length_in(epoch or 0)
-        again, first = divmod(start, length) if length else (0, 0)
-        left = 0 if length else start  # to be passed over, because passes have no known length
+        length = self.parts[name].length_in(at.epoch or 0)
+        again, first = divmod(at.start, length) if length else (0, 0)
+        left = 0 if length else at.start  # to be passed over: passes have no known length
         while True:
-            own, empty = fold_in(seed, PART, again) if again else seed, not first
-            for item in part.items(own, epoch, first, sharing):
+            own, empty = fold_in(at.seed, PART, again) if again else at.seed, not first
+            for item in self.parts[name].items(at._replace(seed=own, start=first)):
                 empty = False
                 if left:
                     left -= 1
@@ -309,20 +281,18 @@ class _Interleave(Composed):
         rest = [int(share * blocks) - share * whole for share in shares]
         return itertools.chain(_drawn(shares, whole, generator), _drawn(rest, 1, generator))
 
-    def items(
-        self, seed: int, epoch: int | None, start: int, sharing: SingleProcess
-    ) -> Iterator[PartItem]:
+    def items(self, at: Pass) -> Iterator[PartItem]:
         __tracebackhide__ = True
-        order = self._order(seed, epoch or 0)
-        taken = Counter(itertools.islice(order, start))
+        order = self._order(at.seed, at.epoch or 0)
+        taken = Counter(itertools.islice(order, at.start))
         parts = [
-            part.items(fold_in(seed, PART, i), epoch, taken[i], sharing)
+            part.items(at._replace(seed=fold_in(at.seed, PART, i), start=taken[i]))
             for i, part in enumerate(self.parts.values())
         ]
         for i in order:
             item = next(parts[i], None)
             if item is None:
-                self._check_ended(list(self.parts)[i], epoch or 0)
+                self._check_ended(list(self.parts)[i], at.epoch or 0)
                 return
             yield item
 
@@ -404,25 +374,31 @@ def take(loader: Loader, n: int) -> Composed:
     return _Take(loader, n)
 
 
-class _Take(Composed):
+class _OfOne(Composed):
+    """The base of loaders that are made of one, with one setting."""
+
+    def __init__(self, call: str, loader: Loader, setting: object) -> None:
+        super().__init__(call, {call: loader})
+        self.setting = setting
+        (self.part,) = self.parts.values()
+
+    def __repr__(self) -> str:
+        return f"{self.call}({self.loaders[self.call]!r}, {name_of(self.setting)})"
+
+
+class _Take(_OfOne):
     def __init__(self, loader: Loader, n: int) -> None:
         checks.integer("take", "n", n, "the batches of an epoch")
-        super().__init__("take", {"take": loader})
+        super().__init__("take", loader, n)
         self.n = n
 
     def length_in(self, epoch: int) -> int:
         __tracebackhide__ = True
-        length = self.parts["take"].length_in(epoch)
+        length = self.part.length_in(epoch)
         return self.n if length is None else min(self.n, length)
 
-    def items(
-        self, seed: int, epoch: int | None, start: int, sharing: SingleProcess
-    ) -> Iterator[PartItem]:
-        items = self.parts["take"].items(seed, epoch, start, sharing)
-        return itertools.islice(items, max(self.n - start, 0))
-
-    def __repr__(self) -> str:
-        return f"take({self.loaders['take']!r}, {self.n})"
+    def items(self, at: Pass) -> Iterator[PartItem]:
+        return itertools.islice(self.part.items(at), max(self.n - at.start, 0))
 
 
 def fraction(loader: Loader, f: float) -> Composed:
@@ -448,12 +424,12 @@ def fraction(loader: Loader, f: float) -> Composed:
     return _Fraction(loader, f)
 
 
-class _Fraction(Composed):
+class _Fraction(_OfOne):
     def __init__(self, loader: Loader, f: float) -> None:
         checks.number("fraction", "f", f, "the part of an epoch", above=0, most=1)
-        super().__init__("fraction", {"fraction": loader})
+        super().__init__("fraction", loader, f)
         self.f = f
-        length = self.parts["fraction"].length_in(0)
+        length = self.part.length_in(0)
         if length is None:
             raise ValueError(
                 f"fraction({f}) of a loader whose length is not known: say how many batches, "
@@ -466,17 +442,12 @@ class _Fraction(Composed):
 
     def length_in(self, epoch: int) -> int:
         __tracebackhide__ = True
-        length = self.parts["fraction"].length_in(epoch) or 0
+        length = self.part.length_in(epoch) or 0
         return math.floor(Fraction(str(self.f)) * length)
 
-    def items(
-        self, seed: int, epoch: int | None, start: int, sharing: SingleProcess
-    ) -> Iterator[PartItem]:
-        items = self.parts["fraction"].items(seed, epoch, start, sharing)
-        return itertools.islice(items, max(self.length_in(epoch or 0) - start, 0))
-
-    def __repr__(self) -> str:
-        return f"fraction({self.loaders['fraction']!r}, {self.f})"
+    def items(self, at: Pass) -> Iterator[PartItem]:
+        left = self.length_in(at.epoch or 0) - at.start
+        return itertools.islice(self.part.items(at), max(left, 0))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -509,11 +480,11 @@ def leave_out(loader: Loader, predicate: Callable[[int, int], bool]) -> Composed
     return _LeaveOut(loader, predicate)
 
 
-class _LeaveOut(Composed):
+class _LeaveOut(_OfOne):
     def __init__(self, loader: Loader, predicate: Callable[[int, int], bool]) -> None:
         meaning = "a function (epoch, batch) -> bool"
         self.predicate = checks.function("leave_out", "predicate", predicate, meaning, 2)
-        super().__init__("leave_out", {"leave_out": loader})
+        super().__init__("leave_out", loader, predicate)
         self._kept: dict[tuple[int, int], int] = {}  # (epoch, length) to the batches that are left
 
     def _keeps(self, epoch: int, batch: int) -> bool:
@@ -528,7 +499,7 @@ class _LeaveOut(Composed):
 
     def length_in(self, epoch: int) -> int | None:
         __tracebackhide__ = True
-        length = self.parts["leave_out"].length_in(epoch)
+        length = self.part.length_in(epoch)
         if length is None:
             return None
         if (epoch, length) not in self._kept:
@@ -538,21 +509,16 @@ class _LeaveOut(Composed):
             self._kept[epoch, length] = kept
         return self._kept[epoch, length]
 
-    def items(
-        self, seed: int, epoch: int | None, start: int, sharing: SingleProcess
-    ) -> Iterator[PartItem]:
+    def items(self, at: Pass) -> Iterator[PartItem]:
         __tracebackhide__ = True
-        number, part = epoch or 0, self.parts["leave_out"]
-        first, length = 0, part.length_in(number)
+        number, start = at.epoch or 0, at.start
+        first, length = 0, self.part.length_in(number)
         while start and (length is None or first < length):
             start -= self._keeps(number, first)
             first += 1
-        for batch, item in enumerate(part.items(seed, epoch, first, sharing), first):
+        for batch, item in enumerate(self.part.items(at._replace(start=first)), first):
             if self._keeps(number, batch):
                 yield item
-
-    def __repr__(self) -> str:
-        return f"leave_out({self.loaders['leave_out']!r}, {name_of(self.predicate)})"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -593,30 +559,27 @@ def fixed(loader: Loader, n: int) -> Composed:
     return _Fixed(loader, n)
 
 
-class _Fixed(Composed):
+class _Fixed(_OfOne):
     def __init__(self, loader: Loader, n: int) -> None:
         checks.integer("fixed", "n", n, "the batches of an epoch")
-        super().__init__("fixed", {"fixed": loader})
+        super().__init__("fixed", loader, n)
         self.n = n
         self._own: tuple[int, Iterator[int]] | None = None
 
     def length_in(self, epoch: int) -> int:
         __tracebackhide__ = True
-        length = self.parts["fixed"].length_in(0)
+        length = self.part.length_in(0)
         return self.n if length is None else min(self.n, length)
 
-    def items(
-        self, seed: int, epoch: int | None, start: int, sharing: SingleProcess
-    ) -> Iterator[PartItem]:
+    def items(self, at: Pass) -> Iterator[PartItem]:
         __tracebackhide__ = True
-        part = self.parts["fixed"]
-        if isinstance(part, MapStyle):
-            indices = self._indices(part, seed, epoch)
-            set_epoch(epoch, part.loader.dataset)
-            yield from part.items(seed, epoch, start, sharing, indices)
+        if isinstance(self.part, MapStyle):
+            indices = self._indices(self.part, at.seed, at.epoch)
+            set_epoch(at.epoch, self.part.loader.dataset)
+            yield from self.part.items(at, indices)
         else:
-            items = part.items(seed, None if epoch is None else 0, start, sharing)
-            yield from itertools.islice(items, max(self.n - start, 0))
+            items = self.part.items(at._replace(epoch=None if at.epoch is None else 0))
+            yield from itertools.islice(items, max(self.n - at.start, 0))
 
     def _indices(self, part: MapStyle, seed: int, epoch: int | None) -> list[Index]:
         """Return the indices of each batch of an epoch."""
@@ -643,9 +606,6 @@ class _Fixed(Composed):
             self._own = new_seed(), itertools.count()
         seed, epochs = self._own
         return self._one_pass(seed, next(epochs))
-
-    def __repr__(self) -> str:
-        return f"fixed({self.loaders['fixed']!r}, {self.n})"
 
 
 def _shuffled(values: list[Index], generator: torch.Generator) -> list[Index]:

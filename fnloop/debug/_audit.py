@@ -21,7 +21,7 @@ from fnloop._core.types import Batch, Middleware, Output, Step, middleware
 from fnloop._display import checks
 from fnloop._display.tables import format_number
 from fnloop._step.engine import engine_of
-from fnloop._step.update import without_graphs
+from fnloop._step.transaction import without_graphs
 from fnloop.debug._watch import (
     BUFFER,
     GRADIENT,
@@ -161,7 +161,7 @@ def _make_twice(
     new, out = step(state, batch)
     second = result_of(new, out, None, copied=False)
     found = find_differences(first, second)
-    if not engine_of(state).any(found is not None):
+    if not engine_of(state).largest(found is not None):
         return new, out
     second = [attrs.evolve(part, value=part.value.clone()) for part in second]
     before.put_back()
@@ -406,9 +406,7 @@ class Members:
     def note(self, state: TrainState, listed: Sequence[Middleware]) -> None:
         """Note what is listed. It is called when a step first meets a state's model."""
         names = {m.name for m in listed}
-        amps = [m.call for m in listed if m.name == "amp" and m.call is not None]
-        given = [(*call.args, call.kwargs.get("precision"), None)[0] for call in amps]
-        rough = any(given) or state.backend.precision is not None
+        rough = any(m.precision for m in listed) or state.backend.precision is not None
         window = max(m.window for m in listed)
         loaded = any(torch_compat.uncompiled(m) is not None for m in state.model.modules())
         compiles = "compiled" in names or loaded
@@ -440,7 +438,7 @@ def compare_with_eager(
     before.put_back()
     new, out, real = _make(step, state, batch, facts, copied=False)
     found = _largest_difference(real, eager, started, facts)
-    if not engine_of(state).any(found is not None):
+    if not engine_of(state).largest(found is not None):
         return new, out
     parameter, why = found or (None, "in another process, whose message says where")
     title = f"audit: update {state.step + 1} differs from the one that is made eagerly"
@@ -551,7 +549,7 @@ def compare_with_float64(inner: Step, state: TrainState, batch: Batch, members: 
         real.run(inner)
     repeat()
     found = _find_imprecise(real, exact, torch.finfo(torch.bfloat16).eps if facts.rough else 0.0)
-    if engine_of(state).any(found is not None):
+    if engine_of(state).largest(found is not None):
         name, why = found or (None, "in another process, whose message says where")
         title = f"audit: update {state.step + 1} differs from the one in float64"
         raise AuditError(f"{title}: {why}", name)

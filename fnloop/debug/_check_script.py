@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fnloop._backend import torch_compat
-from fnloop._backend.containers import parts_of, to_device, with_parts
+from fnloop._backend.containers import parts_of, with_parts
 from fnloop._checkpoint.format import CheckpointError
 from fnloop._checkpoint.restore import restore
 from fnloop._checkpoint.save import check_resumable, save
@@ -23,9 +22,8 @@ from fnloop._core.serialize import find_difference
 from fnloop._core.state import TrainState, check_not_stale
 from fnloop._core.types import Batch, name_of
 from fnloop._data.held import own_copy
-from fnloop._data.source import windows
+from fnloop._data.source import first_batches
 from fnloop._display.tables import format_number
-from fnloop._graphs.guards import HostReads
 from fnloop._hooks.hook import every
 from fnloop._loop.evaluate import open_loader
 from fnloop._loop.plan import Plan, check_step, make_plan
@@ -36,6 +34,7 @@ from fnloop._tools.dry_run import (
     RATES,
     REPORTS,
     Finding,
+    HostReads,
     Report,
     advance_copy,
     at_start_of_epoch,
@@ -311,7 +310,9 @@ def check_accumulation(step: PipelineStep, state: TrainState, plan: Plan) -> Fin
     if not isinstance(step, LossStep) or isinstance(step, RawStep) or step.carries:
         return Finding(KIND, NAME, f"not checked: {type(step).__name__} takes no accumulate(2)")
     with isolated(state.backend.device):
-        batches, copied = _read(plan.loaders.train, state), lambda: at_start_of_run(plan, state)
+        copied = lambda: at_start_of_run(plan, state)
+        source = open_loader(plan.loaders.train, state)
+        batches = [own_copy(batch) for batch in first_batches(source, state.backend.device, 2)]
         if len(batches) < 2:
             return Finding(KIND, NAME, "not checked: the loader has only one batch")
         try:
@@ -346,15 +347,6 @@ def check_accumulation(step: PipelineStep, state: TrainState, plan: Plan) -> Fin
 
 
 _NO_GRADIENTS = "the update is skipped, so there is no gradient"
-
-
-def _read(loader: object, state: TrainState) -> list[Batch]:
-    """Return the first two batches of a loader."""
-    reading = windows(open_loader(loader, state), None, state.backend.device, None)
-    found = [own_copy(to_device(b, state.backend.device)) for b in itertools.islice(reading, 2)]
-    if (close := getattr(reading, "close", None)) is not None:
-        close()
-    return found
 
 
 def join(batches: Sequence[Batch]) -> Batch:

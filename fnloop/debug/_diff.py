@@ -15,11 +15,13 @@ from torch import Tensor
 from fnloop._backend.collectives import on_main_process
 from fnloop._backend.containers import pairs_of, parts_of
 from fnloop._checkpoint.files import decode_history
-from fnloop._checkpoint.format import COUNTERS, Contents
+from fnloop._checkpoint.format import Contents
 from fnloop._checkpoint.restore import read_alone
 from fnloop._checkpoint.retention import Saved, is_one_checkpoint, read_history, saved_in
 from fnloop._checkpoint.save import collect_contents
-from fnloop._core.history import COSTS, History, Record
+from fnloop._core.cursor import COUNTERS
+from fnloop._core.history import History
+from fnloop._core.records import COSTS, Record
 from fnloop._core.serialize import Measured, describe_value, find_difference, measure
 from fnloop._core.state import TrainState, check_not_stale
 from fnloop._display import checks, tables
@@ -270,9 +272,10 @@ def compare_contents(a: Contents, b: Contents, parts: Sequence[str] = _PARTS) ->
     if "history" in parts:
         found.append(compare_histories(_records(a), _records(b)))
     if "counters" in parts:
-        names = (*COUNTERS, "updates", "phases", "ends")
+        names = (*COUNTERS, "stop", "phases", "ends")
         found.append(_first_setting("counter", a, b, names))
     held = [part for part in parts if part not in ("history", "counters")]
+    held += ["brought"] if "slots" in parts else []
     found.append(_first_setting("setting", a, b, held))
     tensors = [*compare_tensors(_tensors(a, parts), _tensors(b, parts))]
     found += tensors[:1]

@@ -25,22 +25,16 @@ from fnloop._checkpoint.format import CheckpointError, Contents, shares_in
 from fnloop._checkpoint.parts import Targets, decode_targets
 from fnloop._checkpoint.restore import restore
 from fnloop._checkpoint.retention import Saved, read_history, saved_in
-from fnloop._checkpoint.save import collect_contents
-from fnloop._core.apart import take_back
-from fnloop._core.history import (
-    History,
-    Phase,
-    Record,
-    decode_phases,
-    records_since,
-    unfinished,
-)
+from fnloop._checkpoint.save import collect_contents, position_of
+from fnloop._core.history import History, Phase, decode_phases, records_since, unfinished
 from fnloop._core.metrics import RECENT
 from fnloop._core.optimizers import optimizers_in
+from fnloop._core.records import Record
 from fnloop._core.rng import isolated, reserved_generators
 from fnloop._core.runs import INTERRUPTED, Stop, is_interruption
 from fnloop._core.state import TrainState, check_not_stale, snapshot, unwrap
 from fnloop._core.types import RECORD, Batch, Middleware, Output, Step, middleware
+from fnloop._core.view import take_back
 from fnloop._data.loaders import read_loaders
 from fnloop._data.position import checksum
 from fnloop._display import checks, tables
@@ -51,8 +45,7 @@ from fnloop._loop.made_with import members_of
 from fnloop._loop.peers import Interrupts, is_alone
 from fnloop._loop.plan import Plan, check_step, make_plan
 from fnloop._loop.run import fold
-from fnloop._step.alternate import AlternateStep
-from fnloop._step.guard import pieces_of
+from fnloop._step.gradients import pieces_of
 from fnloop._step.pipeline import LossStep, Pipeline, PipelineStep, RawStep
 from fnloop.debug._diff import (
     BITS,
@@ -293,7 +286,7 @@ def make_again(
 
 def _check_records(origin: Origin, step: PipelineStep, update: int) -> None:
     """Raise if the update depends on records that no checkpoint has."""
-    folding = [member for member in members_of(step) if member.name == "plateau"]
+    folding = [member for member in members_of(step) if member.name.partition("(")[0] == "plateau"]
     if folding and origin.later is None:
         raise ValueError(
             f"replay: {folding[0]!r} depends on the records of the run, and no checkpoint has "
@@ -464,8 +457,11 @@ class _Follow:
         """Return the state that a run has reached as it was before the run was ended."""
         if self.reached is None:
             return state
-        names = ("stop", "history", "events", "todo", "phases", "ends", "slots")
-        return attrs.evolve(state, **{name: getattr(self.reached, name) for name in names})
+        reached = self.reached
+        return attrs.evolve(
+            state, stop=reached.stop, history=reached.history, events=reached.events,
+            todo=reached.todo, phases=reached.phases, ends=reached.ends, slots=reached.slots,
+        )  # fmt: skip
 
 
 # --- what is known of the update
@@ -482,7 +478,7 @@ def _indices(loaders: object, state: TrainState, batches: int) -> tuple[object, 
 
 def _confirm(origin: Origin, state: TrainState) -> bool | None:
     """Return whether the checkpoint of a state has the same bits; None if there is none."""
-    at = (state.step + state.skipped, state.epoch, state.batch)
+    at = tuple(position_of(state))
     saved = next((one.path for one in origin.same if one.position == at), None)
     if saved is None:
         return None
@@ -1068,14 +1064,10 @@ def recording(step: PipelineStep, recorder: Recorder) -> PipelineStep:
 
     A graph makes the same numbers, but what is replayed calls no Python.
     """
-    if isinstance(step, AlternateStep):
-        given = step.settings.call
-        steps = {
-            name: _listing(one, (_losses(recorder),)) for name, one in step.settings.steps.items()
-        }
-        turns = given.factory(steps, **given.kwargs)
-        assert isinstance(turns, AlternateStep)
-        return Pipeline((*step.pipeline.middleware, _updates(recorder)))(turns)
+    if step.turns:
+        steps = {name: _listing(one, (_losses(recorder),)) for name, one in step.turns.items()}
+        around = Pipeline((*step.pipeline.middleware, _updates(recorder)))
+        return around(step.with_turns(steps))
     if isinstance(step, RawStep):
         return _listing(step, (_updates(recorder),))
     return _listing(step, (_losses(recorder), _updates(recorder)))
@@ -1097,4 +1089,4 @@ def _losses(recorder: Recorder) -> Middleware:
 
 @middleware("step")
 def _updates(recorder: Recorder) -> Middleware:
-    return Middleware("replay", step=recorder.around)
+    return Middleware("replay", step=recorder.around, order={"step": 1})

@@ -25,7 +25,7 @@ from fnloop._checkpoint.files import (
     read_state_file,
 )
 from fnloop._checkpoint.format import STATE, CheckpointError, Contents, is_share, shares_in
-from fnloop._checkpoint.remote import Place, place_at
+from fnloop._checkpoint.place import Place, place_at
 from fnloop._checkpoint.restore import SUFFIX, fetch_by, read_written
 from fnloop._checkpoint.retention import Saved, saved_in
 from fnloop._checkpoint.save import collect_contents, position_of, versions
@@ -456,6 +456,7 @@ def _comparable(contents: Contents, hook_slots: Sequence[str]) -> Contents:
         for phase in facts.get("phases", ())
     ]
     facts["slots"] = _without(hook_slots, facts.get("slots"))
+    facts["brought"] = _without(hook_slots, facts.get("brought"))
     for name in ("metrics", "shares"):
         value = facts.get(name)
         times = [key for each in _mappings(value) for key in each if is_measured(key)]
@@ -469,6 +470,7 @@ def _comparable(contents: Contents, hook_slots: Sequence[str]) -> Contents:
             and not is_measured(re.sub(r"^(metrics|shares\.\d+)\.", "", name))
         }
         for group, tensors in contents.groups.items()
+        if group not in hook_slots
     }
     return attrs.evolve(contents, facts=facts, groups=groups)
 

@@ -32,9 +32,9 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from fnloop._backend import torch_compat
-from fnloop._backend.containers import parts_of, tensors_in, with_parts
+from fnloop._backend.containers import attributes_of, parts_of, tensors_in, with_parts
 from fnloop._backend.fsdp import is_sharded, local_part
-from fnloop._checkpoint.optimizer import walk_optimizers
+from fnloop._checkpoint.named import walk_optimizers
 from fnloop._core.averages import Average
 from fnloop._core.code import INSTALLED, PACKAGE, codes_of, is_users
 from fnloop._core.freeze import Selector, Selectors, check_selectors, select
@@ -46,6 +46,7 @@ from fnloop._core.state import TrainState, generation_of, ownership_of, paramete
 from fnloop._core.types import Batch, Metric, Middleware, Output, Step, middleware
 from fnloop._display import checks
 from fnloop._step.engine import engine_of
+from fnloop._step.transaction import then
 from fnloop._step.update import Commuting, report
 
 # --------------------------------------------------------------------------------------------------
@@ -112,20 +113,14 @@ def watch(every: int = 50, only: Selectors | None = None) -> Middleware:
                 state, out = step(state, batch)
             means = {name: torch.stack(values).mean() for name, values in found.items()}
             metrics = {name: Mean(value * out.weight, out.weight) for name, value in means.items()}
-            return state, out if out.skip is not None else report(out, metrics, WATCH)
+            return state, report(out, metrics, WATCH)
 
         return activations
 
-    def gradient(step: Step) -> Step:
-        def gradients(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
-            __tracebackhide__ = True
-            watched = is_watched(state)
-            state, out = step(state, batch)
-            if not watched or out.skip is not None:
-                return state, out
-            return state, report(out, _gradients(_parameters(state, selectors)), WATCH)
-
-        return gradients
+    def gradient(state: TrainState, batch: Batch, out: Output) -> tuple[TrainState, Output]:
+        __tracebackhide__ = True
+        found = _gradients(_parameters(state, selectors)) if is_watched(state) else {}
+        return state, report(out, found, WATCH)
 
     def update(step: Step) -> Step:
         def updates(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
@@ -135,16 +130,14 @@ def watch(every: int = 50, only: Selectors | None = None) -> Middleware:
             chosen = _parameters(state, selectors)
             before = {name: [p.detach().clone() for p in ps] for name, ps in chosen.items()}
             state, out = step(state, batch)
-            return state, out if out.skip is not None else report(
-                out, _updates(before, chosen), WATCH
-            )
+            return state, report(out, _updates(before, chosen), WATCH)
 
         return updates
 
     return Middleware(
         WATCH,
         loss=loss,
-        gradient=Commuting(gradient),
+        gradient=Commuting(then(gradient)),
         update=update,
         check=_check,
         check_state=lambda state, listed: _check_state(state, selectors),
@@ -641,8 +634,8 @@ def tensors_of(value: object, path: str = "") -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
         yield path, value
         return
-    if (parts := parts_of(value)) is None and attrs.has(kind := type(value)):
-        parts = [(f.name, getattr(value, f.name)) for f in attrs.fields(kind)]
+    if (parts := parts_of(value)) is None and attrs.has(type(value)):
+        parts = attrs.asdict(value, recurse=False).items()
     for key, part in parts or ():
         if not isinstance(part, _PLAIN):
             yield from tensors_of(part, f"{path}.{key}" if path else str(key))
@@ -971,9 +964,7 @@ class _Walk:
 
 def _attributes(value: object) -> dict[str, object]:
     """Return what an object holds, in its ``__dict__`` and in slots."""
-    slots = [name for base in type(value).__mro__ for name in vars(base).get("__slots__", ())]
-    held = {name: getattr(value, name) for name in slots if hasattr(value, name)}
-    return {**held, **getattr(value, "__dict__", {})}
+    return dict(attributes_of(value))
 
 
 def _state_of(

@@ -19,7 +19,8 @@ from torch.nn import functional
 from torch.optim import Optimizer
 
 from fnloop._backend.containers import SEQUENCES
-from fnloop._core.serialize import as_flattened
+from fnloop._core.cursor import COUNTERS
+from fnloop._core.serialize import HasStateDict, as_flattened
 from fnloop._core.state import TrainState, snapshot
 from fnloop._core.types import Batch, LossFn, Middleware, Output, Step
 from fnloop._data.source import open_source, windows
@@ -121,12 +122,10 @@ def law_purity(pipe: Pipeline, problem: Problem) -> None:
 
     with _law("law_purity: the same snapshot gives the same run"):
         fields = ("step", "epoch", "batch", "skipped", "history", "stop", "events")
-        facts = {name: getattr(state, name) for name in fields}
+        facts = _facts(state, fields)
         one, two = _fit(pipe, problem, state), _fit(pipe, problem, again)
         assert_same(one, two)
-        assert all(getattr(state, name) == value for name, value in facts.items()), (
-            "a given record was changed"
-        )
+        assert _facts(state, fields) == facts, "a given record was changed"
         assert generators == _generators(), "the caller's generators were not restored"
 
 
@@ -352,7 +351,9 @@ def _generators() -> tuple[object, ...]:
 # --------------------------------------------------------------------------------------------------
 # The comparison of states.
 
-COUNTERS = ("step", "epoch", "batch", "samples", "skipped", "updates", "seed", "stop")
+
+def _facts(state: TrainState, names: Sequence[str]) -> dict[str, object]:
+    return attrs.asdict(state, recurse=False, filter=attrs.filters.include(*names))
 
 
 def assert_same(a: TrainState, b: TrainState, *, rtol: float = 0.0) -> None:
@@ -374,9 +375,10 @@ def assert_same(a: TrainState, b: TrainState, *, rtol: float = 0.0) -> None:
     for name, state in (("a", a), ("b", b)):
         checks.instance("assert_same", name, state, TrainState, "a TrainState")
     checks.number("assert_same", "rtol", rtol, "the relative tolerance", least=0)
-    for field in COUNTERS:
-        mine, other = getattr(a, field), getattr(b, field)
-        assert mine == other, f"{field}: {mine!r} != {other!r}"
+    compared = (*COUNTERS, "stop")
+    its = _facts(b, compared)
+    for field, mine in _facts(a, compared).items():
+        assert mine == its[field], f"{field}: {mine!r} != {its[field]!r}"
     phases = [[(p.name, p.step, p.epoch, p.stop, p.done) for p in s.phases] for s in (a, b)]
     assert phases[0] == phases[1], f"phases: {a.phases} != {b.phases}"
     assert_equal(a.model.state_dict(), b.model.state_dict(), "model", rtol)
@@ -404,15 +406,15 @@ def assert_equal(a: object, b: object, path: str, rtol: float = 0.0) -> None:
     elif isinstance(a, Tensor | float) and isinstance(b, Tensor | float):
         if not _is_equal(a, b):
             _assert_close(a, b, path, rtol)
-    elif callable(state_dict := getattr(a, "state_dict", None)):  # such as a scheduler
-        other = getattr(b, "state_dict", None)
-        assert callable(other), f"{path}: {a!r} != {b!r}"
-        assert_equal(state_dict(), other(), path, rtol)
+    elif isinstance(a, HasStateDict):  # such as a scheduler
+        assert isinstance(b, HasStateDict), f"{path}: {a!r} != {b!r}"
+        assert_equal(a.state_dict(), b.state_dict(), path, rtol)
     elif attrs.has(kind := type(a)) and kind is type(b):
+        mine, its = (attrs.asdict(each, recurse=False) for each in (a, b))
         for field in attrs.fields(kind):
             if field.eq:
-                mine, other = getattr(a, field.name), getattr(b, field.name)
-                assert_equal(mine, other, f"{path}.{field.name}", rtol)
+                name = field.name
+                assert_equal(mine[name], its[name], f"{path}.{name}", rtol)
     elif not callable(a):
         assert a == b, f"{path}: {a!r} != {b!r}"
 

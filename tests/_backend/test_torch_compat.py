@@ -36,7 +36,7 @@ OTHERS = {  # private names of other libraries, each in one file
     "_backend/processes.py": {"_shared_state", "_models", "_optimizers"},  # accelerate's
     "_core/metrics.py": {"_to_sync", "_update_count", "_defaults", "_reductions"},
     "_backend/collectives.py": {"_exit", "_current_frames"},  # documented, of os and sys
-    "_graphs/guards.py": {"_getframe"},  # documented, of sys
+    "_tools/dry_run.py": {"_getframe"},  # documented, of sys
     "debug/_watch.py": {"_getframe"},
 }
 

@@ -24,9 +24,9 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import fnloop as fl
-from fnloop._checkpoint import files, format
-from fnloop._checkpoint import optimizer as optimizer_save
-from fnloop._checkpoint.optimizer import NamedOptimizer, encode_optimizer
+from fnloop._checkpoint import files, format, named
+from fnloop._checkpoint.named import NamedOptimizer
+from fnloop._checkpoint.optimizer import encode_optimizer
 from fnloop._checkpoint.save import check_resumable
 from fnloop._core.serialize import find_difference
 from fnloop.testing import assert_same, small
@@ -195,7 +195,7 @@ def test_a_checkpoint_by_name_loads_into_one_with_its_own_state_dict(tmp_path, m
     whole, half = (fl.fit(toy_step, toy_state(Own), [ONE] * 4, steps=n, hooks=()) for n in (4, 2))
     with monkeypatch.context() as patch:
         # As older versions did
-        patch.setattr(optimizer_save, "has_own_state_dict", lambda optimizer: False)
+        patch.setattr(named, "has_own_state_dict", lambda optimizer: False)
         path = fl.save(half, tmp_path / "a")
     assert list(facts_of(path)) == ["class", "param_groups", "state"]
     restored = fl.restore(path, toy_state(Own))

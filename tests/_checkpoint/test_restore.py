@@ -217,11 +217,11 @@ def test_an_error_says_why_a_path_is_not_a_checkpoint(tmp_path, call, path, mess
 NUMBERED = lambda n: lambda made: made.update(format_version=n)
 
 
-@pytest.mark.parametrize("n", [6, 99])
+@pytest.mark.parametrize("n", [7, 99])
 def test_a_newer_format_asks_for_a_newer_fnloop_and_is_not_skipped(tmp_path, n):
     train(tmp_path, toy(), 2)
     path = craft(tmp_path / "step-00000002", NUMBERED(n))
-    message = rf"has format {n}, and this fnloop reads .* up to 5.*pip install -U fnloop"
+    message = rf"has format {n}, and this fnloop reads .* up to 6.*pip install -U fnloop"
     check_refused(path, toy(), message)
     for call in (lambda: fl.resume(tmp_path, toy()), lambda: fl.latest(tmp_path)):
         with pytest.raises(fl.CheckpointError, match="pip install -U fnloop"):

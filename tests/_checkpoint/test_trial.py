@@ -13,7 +13,8 @@ from torch import nn
 
 import fnloop as fl
 from fnloop._checkpoint import save
-from fnloop._checkpoint.save import check_resumable, copy_optimizer
+from fnloop._checkpoint.named import copy_optimizer
+from fnloop._checkpoint.save import check_resumable
 from fnloop._core.serialize import find_difference
 
 SGD, Adam = torch.optim.SGD, torch.optim.Adam

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from fnloop import History, Record, compare, early_stop, halt_on_nonfinite
-from fnloop._core.history import Fold, better, records_since
+from fnloop._core.history import Fold, records_since
+from fnloop._core.records import better
 from fnloop.testing import toy
 
 NAN, INF = math.nan, math.inf

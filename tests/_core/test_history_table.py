@@ -9,7 +9,7 @@ from tqdm.utils import disp_len
 
 from fnloop import History, Record
 from fnloop._core import views
-from fnloop._core.history import is_evaluated, is_row
+from fnloop._core.records import is_evaluated, is_row
 from fnloop._core.views import Row, table, table_of
 from fnloop._display.tables import format_metric
 

@@ -325,7 +325,8 @@ def test_what_an_optimizer_keeps_can_be_replaced(replace):
     state, _ = step(state, BATCHES[1])
     for name in NAMES:
         kept, now = before.optimizer[name], state.optimizer[name]
-        for p, old in zip(state.model[name].parameters(), before.model[name].parameters(, strict=True):
+        pairs = zip(state.model[name].parameters(), before.model[name].parameters(), strict=True)
+        for p, old in pairs:
             with torch.no_grad():
                 p.copy_(old)
             if replace == "in the dict":

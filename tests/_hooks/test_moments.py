@@ -74,7 +74,7 @@ def test_what_a_message_says_can_be_typed(make, said):
 def test_each_use_has_its_own_clock_and_a_subclass_may_take_what_it_likes():
     either, rest = every(seconds=2) | every(seconds=3), ~every(seconds=2)
     assert either(print).trigger.parts[0] is not either(print).trigger.parts[0]
-    assert rest(print).trigger.part is not rest(print).trigger.part
+    assert rest(print).trigger.parts[0] is not rest(print).trigger.parts[0]
 
     class often(every):
         def __init__(self, steps):

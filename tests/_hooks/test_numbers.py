@@ -386,9 +386,6 @@ def test_a_hook_of_ones_own_adds_numbers_by_the_same_rule():
         def __call__(self, state):
             return state
 
-        def adds_numbers(self, state, record, names):
-            return "norm" in names or record.closing
-
         def numbers(self, state):
             return {"norm/w": abs(state.model.w.item())}
 

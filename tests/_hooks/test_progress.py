@@ -124,7 +124,7 @@ class Timed:
     def update(self, updates, seconds, waits=0.0):
         """Make some updates, which take some time, and more in hooks."""
         self.clock.now += seconds + waits
-        self.state.run.stopwatch.trained += seconds
+        self.state.run.live.stopwatch.trained += seconds
         step, batch = self.state.step + updates, self.state.batch + updates
         self.state = attrs.evolve(self.state, step=step, batch=batch, events=frozenset({"update"}))
         return self
@@ -135,7 +135,7 @@ class Timed:
             self.pace.begin_evaluation(loader)
             self.clock.now += each
         self.clock.now += 0.0 if loaders else seconds
-        self.state.run.stopwatch.evaluated = seconds
+        self.state.run.live.stopwatch.evaluated = seconds
         metrics = {f"{loader}/loss": 1.0 for loader, _ in loaders or [("valid", 0)]}
         record = Record(self.state.epoch, self.state.step, metrics)
         self.state = attrs.evolve(

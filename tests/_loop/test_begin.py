@@ -1,10 +1,13 @@
 """The method ``begin`` of a hook: when it is called, and what a run starts with."""
 
+import pickle
+
 import attrs
 import pytest
 from loop_cases import ONE, fit
 
 import fnloop as fl
+from fnloop._hooks.hook import BuiltIn
 from fnloop.testing import toy, toy_loss
 
 
@@ -22,6 +25,10 @@ class Hook:
 
     def __repr__(self):
         return "hook"
+
+
+class InLibrary(Hook, BuiltIn):
+    pass
 
 
 WRAPS = {
@@ -107,7 +114,7 @@ def test_a_wrong_return_and_an_exception_name_the_hook(change, error, message):
 
 @pytest.mark.parametrize("method", ["flush", "settle"])
 def test_other_methods_are_named_too(method):
-    hook, state = Hook(), fit() if method == "settle" else toy()
+    hook, state = InLibrary(), fit() if method == "settle" else toy()
     setattr(hook, method, lambda state: None)
     with pytest.raises(TypeError, match=f"but the method {method} of hook returned None"):
         fit(state, hooks=(hook,), epochs=1)
@@ -117,7 +124,7 @@ METHODS = ("begin", "poll", "flush", "settle")
 
 
 def test_on_main_may_only_observe_and_calls_no_method_elsewhere():
-    hook, calls = Hook(lambda state: attrs.evolve(state, extra={"a": 1})), []
+    hook, calls = InLibrary(lambda state: attrs.evolve(state, extra={"a": 1})), []
     with pytest.raises(ValueError, match=r"on_main\(hook\) must return the state that it is given"):
         fit(hooks=(fl.on_main(hook),))
     for name in METHODS:
@@ -160,3 +167,14 @@ def test_a_hook_has_to_be_called_too(make, message):
     with pytest.raises(TypeError, match=message):
         fit(state, hooks=(make(),))
     assert state.model.w.item() == 0.0
+
+
+def test_facts_about_a_run_are_plain_values_and_what_moves_is_apart():
+    """So they can be compared, and sent to another process."""
+    seen = []
+    fit(hooks=[lambda state: (seen.append(state.run), state)[1]])
+    first, *_, last = seen
+    facts = attrs.asdict(first, recurse=False, filter=attrs.filters.exclude("live"))
+    assert pickle.loads(pickle.dumps(facts)) == facts
+    assert first == last and first.live is last.live
+    assert first == attrs.evolve(first, live=fl.RunInfo().live)  # which has other clocks

@@ -63,8 +63,8 @@ def rows():
     for n, (turn, name) in enumerate(itertools.product((0, 1), HOOKS)):
         program = Program(
             train="batches(5, skip=(1,))", valid=LOADERS, hooks=HOOKS[name],
-            record_every=RECORDS[n % 3], evaluate_every=EVALUATIONS[n % 4],
-            members=MEMBERS[n % 5], fits=(TARGETS[n // 2 % 3],),
+            record_every=RECORDS[n % 3], evaluate_every=EVALUATIONS[n % len(EVALUATIONS)],
+            members=MEMBERS[n % len(MEMBERS)], fits=(TARGETS[n // 2 % 3],),
         )  # fmt: skip
         first = n % len(HOOKS) + turn
         for i in (first % 4, (first + 2) % 4):

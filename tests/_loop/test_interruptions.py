@@ -14,6 +14,7 @@ from loop_cases import NUMBERS, ONE, fit, interrupting, press, raise_interrupt, 
 from sample_hooks import signal_at, start_again, stop_at
 
 import fnloop as fl
+from fnloop._hooks.hook import BuiltIn
 from fnloop._loop import peers as consensus
 from fnloop._loop.peers import Interrupts
 from fnloop.testing import assert_same, toy, toy_loss
@@ -383,7 +384,7 @@ def test_a_script_of_two_stages_that_is_started_again_comes_to_the_same(tmp_path
     assert script("cut") == script("whole") == 12.0
 
 
-class Requeues(fl.Hook):
+class Requeues(BuiltIn):
     """As ``requeue`` in a SLURM job."""
 
     ends_run_on_usr1 = True

@@ -6,7 +6,7 @@ from torch.nn import functional
 from toy_runs import fitted
 
 import fnloop as fl
-from fnloop._middleware import precision
+from fnloop._step import engine
 from fnloop.testing import Problem, check_laws, law_accumulation, toy_loss
 
 LAST = torch.channels_last
@@ -116,6 +116,6 @@ def test_convolutions_accumulate():
 
 
 def test_a_sharded_model_is_refused(monkeypatch):
-    monkeypatch.setattr(precision, "is_sharded", lambda model: True)
+    monkeypatch.setattr(engine, "is_sharded", lambda model: True)
     with pytest.raises(NotImplementedError, match="before fully_shard"):
         fl.pipeline(fl.channels_last())(toy_loss)(problem().state(), torch.ones(1))

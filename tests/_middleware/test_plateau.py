@@ -49,6 +49,109 @@ def test_the_rate_of_each_epoch(values, settings, expected):
     assert rates(values, **{"patience": 1, **settings}) == expected
 
 
+@pytest.mark.parametrize(("values", "settings", "expected"), [
+    # 10 % of 1 is 0.1, and 0.95 does not improve on it. Of 100 it is 10.
+    ([1, 0.95, 0.9], {"min_delta": 0.1, "relative": True}, [1, 1, 0.5]),
+    ([100, 95, 89, 81], {"min_delta": 0.1, "relative": True}, [1, 1, 0.5, 0.5]),
+    # A share of the magnitude: -0.95 is not above -1 + 0.1.
+    ([-1, -0.95, -0.85], {"min_delta": 0.1, "relative": True, "mode": "max"}, [1, 1, 0.5]),
+    ([1] * 5, {"min_value": 0.3}, [1, 1, 0.5, 0.3, 0.3]),
+    ([1] * 4, {"min_value": 0.3, "min_ratio": 0.4}, [1, 1, 0.5, 0.4]),  # whichever is higher
+])  # fmt: skip
+def test_shares_and_the_lowest_rate(values, settings, expected):
+    assert rates(values, **{"patience": 1, **settings}) == expected
+
+
+def test_the_lowest_rate_does_not_raise_what_a_warm_up_sets():
+    """Rates of 0.1, 0.2, 0.6 and 0.8 without plateau, which halves from the third on."""
+    warm_up = fl.schedule(lambda i, total: (0.1, 0.2, 0.6, 0.8)[i % 4])
+    found = rates([1.0] * 4, patience=1, min_value=0.3, members=(warm_up,))
+    assert found == [0.1, 0.2, 0.3, 0.3]
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+def test_the_lowest_rate_of_a_rate_on_the_device(capturable):
+    rate = torch.tensor(1.0) if capturable else 1.0
+    model = torch.nn.Linear(1, 1)
+    state = fl.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=rate))
+    loss_fn = lambda model, batch: model.weight.sum() * 0
+    lowest = lowers(min_value=0.4)
+    state = fitted([1], lowest, loss_fn=loss_fn, state=state, epochs=4)
+    assert state.history["train/lr"] == pytest.approx((1.0, 1.0, 0.5, 0.4))
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(("patience", "cooldown"), [(0, 0), (1, 0), (2, 1), (0, 3)])
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_it_equals_torch(mode, patience, cooldown, seed):
+    """Its patience and its cooldown are one less."""
+    generator = torch.Generator().manual_seed(seed)
+    values = (torch.rand(30, generator=generator) + 0.5).tolist()
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    given = {"factor": 0.5, "threshold": 0.05, "min_lr": 0.1, "eps": 0.0}
+    theirs = lr_scheduler.ReduceLROnPlateau(
+        optimizer, mode, patience=patience, cooldown=cooldown, **given
+    )
+    expected = []
+    for value in values:
+        expected.append(optimizer.param_groups[0]["lr"])
+        theirs.step(value)
+    ours = {"patience": patience + 1, "cooldown": cooldown + 1, "min_delta": 0.05}
+    found = rates(values, mode=mode, relative=True, min_value=0.1, **ours)
+    assert found == pytest.approx(expected, rel=1e-12)
+    assert len({*expected}) > 2  # it was lowered more than once
+
+
+# --- for some groups
+
+
+def in_groups(*, two=False):
+    """A model whose weight is in the group "body", and whose bias is in the group "head"."""
+    model = torch.nn.Linear(1, 1)
+    body, head = (
+        {"params": [model.weight], "name": "body"},
+        {"params": [model.bias], "name": "head"},
+    )
+    sgd = torch.optim.SGD
+    given = {"a": sgd([body], lr=1.0), "b": sgd([head], lr=1.0)} if two else sgd([body, head], 1.0)
+    return fl.TrainState.create(model, given)
+
+
+def zero(model, batch):
+    return (model.weight + model.bias).sum() * 0
+
+
+@pytest.mark.parametrize("two", [False, True])
+def test_it_lowers_the_groups_that_are_named(two):
+    state = fitted([1], lowers(only="head"), loss_fn=zero, state=in_groups(two=two), epochs=3)
+    names = ("train/lr/a/body", "train/lr/b/head") if two else ("train/lr/body", "train/lr/head")
+    assert [state.history[name] for name in names] == [(1.0, 1.0, 1.0), (1.0, 1.0, 0.5)]
+
+
+def test_two_of_them_lower_different_groups():
+    quick = fl.plateau("train/loss", factor=0.1, patience=1, mode="max", only=["body"])
+    step = (lowers(only="head"), quick)
+    state = fitted([1], *step, loss_fn=zero, state=in_groups(), epochs=3)
+    assert state.history["train/lr/body"] == (1.0, 1.0, 0.1)
+    assert state.history["train/lr/head"] == (1.0, 1.0, 0.5)
+
+
+@pytest.mark.parametrize(("members", "said"), [
+    ((lowers(only="head"), lowers(only=("body", "head"))), "both lower lr of one optimizer"),
+    ((lowers(only="head"), fl.plateau("train/loss")), "both lower lr of one optimizer"),
+    ((fl.torch_scheduler(lambda opt, run: None, only="head"), lowers()), "use schedule with plat"),
+])  # fmt: skip
+def test_what_would_act_twice_on_a_group_is_refused_when_composing(members, said):
+    with pytest.raises(ValueError, match=said):
+        fl.pipeline(*members)
+
+
+def test_a_group_that_one_names_and_its_optimizer_the_other_is_refused_when_a_run_starts():
+    step = fl.pipeline(lowers(only="b"), lowers(only="head"))(zero)
+    with pytest.raises(ValueError, match="both lower lr of one parameter group"):
+        fl.fit(step, in_groups(two=True), [1], epochs=1, hooks=())
+
+
 def by_keras(values, factor, patience, min_delta, cooldown):
     """The rates of Keras's ReduceLROnPlateau.on_epoch_end, line by line."""
     best, wait, resting, rate, found = math.inf, 0, 0, 1.0, []

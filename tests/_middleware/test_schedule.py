@@ -400,7 +400,7 @@ class TimmScheduler:
     (lambda opt, run: TimmScheduler(opt), TypeError,
         r"TimmScheduler, which is not one.* schedule\(lambda step, total_steps: ...\)"),
     (lambda opt, run: lr_scheduler.ReduceLROnPlateau(opt), TypeError,
-        r'by a metric. List plateau\("valid/loss", factor=0.1, patience=11\) in its place'),
+        r'plateau\("valid/loss", factor=0.1, patience=11, min_delta=0.0001, relative=True\)'),
     (lambda opt, run: None, TypeError, "must make a torch.optim.lr_scheduler; it made None"),
 ])  # fmt: skip
 def test_what_is_not_a_scheduler_of_the_state_is_refused_with_advice(factory, error, match):

@@ -360,7 +360,7 @@ def test_what_a_caller_does_between_two_epochs_does_not_count(on_a_device, clock
     if on_a_device:
         request.getfixturevalue("events")
     step, loaders = fl.pipeline(fl.throughput())(slow(clock)), (Data(clock, BATCHES), ONES)
-    note, watches = noting(lambda state: state.run.stopwatch)
+    note, watches = noting(lambda state: state.run.live.stopwatch)
     hooks = (note,) if on_a_device else (note, clock.takes(PAUSE))
     for state in fl.run(step, toy(), loaders, epochs=2, hooks=hooks):
         assert watches[-1].trained == state.epoch * 3 * (DATA + STEP)

@@ -1,8 +1,10 @@
 """The seam between one process and several: the answers of the engine for one process."""
 
 import gc
+import inspect
 import re
 import weakref
+from collections import Counter
 from pathlib import Path
 
 import attrs
@@ -11,8 +13,11 @@ import torch
 
 import fnloop as fl
 from fnloop._backend.processes import Backend
-from fnloop._step.engine import WeightedSum, engine_of
+from fnloop._step.engine import Engine, engine_of
 from fnloop._step.engine_distributed import DistributedEngine
+from fnloop._step.engine_exact import ExactDistributedEngine, ExactEngine
+from fnloop._step.engine_local import LocalEngine
+from fnloop._step.gradients import WeightedSum
 from fnloop.testing import toy, toy_loss
 
 ROOT = Path(fl.__file__).parent
@@ -26,10 +31,10 @@ def in_two_processes():
 def test_in_one_process_the_engine_returns_what_it_is_given():
     mine, out = engine_of(toy()), fl.Output(torch.tensor(2.0), 3)
     assert mine is engine_of(toy())
-    assert (mine.any(True), mine.any(False)) == (True, False)
+    assert (mine.largest(3), mine.largest(False)) == (3, False)
     assert mine.mean_loss(out) is out.loss
     metrics = {"loss": fl.Mean(6.0, 3)}
-    assert mine.merge_metrics(metrics) == mine.reduce_report(metrics, "train/") == metrics
+    assert mine.reduce(metrics) == mine.reduce(metrics, "train/") == metrics
 
 
 def test_a_window_is_the_weighted_mean_of_its_batches_and_combines_their_metrics():
@@ -74,5 +79,51 @@ def test_only_the_engine_looks_at_the_number_of_processes():
         for line in path.read_text().splitlines()
         if branch.search(line)
     ]
-    chosen = "state.backend.world_size == 1"
-    assert found == [f"engine.py: if {chosen}:", f"engine.py: alone = {chosen}"]
+    one = "backend.world_size == 1"
+    assert found == [
+        f"engine.py: if {one} and not backend.exact and backend.engine is None:",
+        f"engine.py: return ExactEngine(state) if {one} else ExactDistributedEngine(state)",
+    ]
+
+
+class Counting:
+    """An engine that counts what a run asks of the one that it wraps: any with these methods is."""
+
+    def __init__(self, state):
+        self.inner, self.calls = LocalEngine(), Counter()
+
+    def __getattr__(self, name):
+        found = getattr(self.inner, name)
+        if not callable(found):
+            return found
+
+        def counted(*args, **kwargs):
+            self.calls[name] += 1
+            return found(*args, **kwargs)
+
+        return counted
+
+
+def test_a_run_asks_the_engine_that_its_state_was_given(tmp_path):
+    """2 epochs of 3 batches in windows of 2: 2 updates each, and an evaluation after each epoch."""
+    loaders = {"train": [torch.ones(1)] * 3, "valid": [torch.ones(1)]}
+    step = fl.pipeline(fl.accumulate(2))(toy_loss)
+    state = attrs.evolve(toy(), backend=Backend("cpu", engine=Counting))
+    engine = engine_of(state)
+    done = fl.fit(step, state, loaders, epochs=2, hooks=())
+    assert engine_of(done) is engine
+    assert engine_of(attrs.evolve(done, backend=Backend("cpu"))) is not engine
+    asked = {"begin": 1, "read_from": 2, "start": 4, "start_evaluation": 2, "reduce": 2}
+    assert engine.calls == asked
+    assert done.model.w.item() == fl.fit(step, toy(), loaders, epochs=2, hooks=()).model.w.item()
+    fl.save(done, tmp_path / "state")
+    assert engine.calls == {**asked, "check_alike": 1, "gather": 1}
+
+
+def test_each_method_of_an_engine_is_documented_and_all_engines_have_it():
+    asked = [name for name in vars(Engine) if not name.startswith("_")]
+    assert len(asked) == 17
+    for name in asked:
+        assert inspect.getdoc(getattr(Engine, name)), name
+        for kind in (LocalEngine, DistributedEngine, ExactEngine, ExactDistributedEngine):
+            assert hasattr(kind, name), (kind, name)

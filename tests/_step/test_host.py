@@ -8,7 +8,7 @@ from sample_middleware import own_guard
 from toy_runs import fitted
 
 import fnloop as fl
-from fnloop._step.update import decide, replace_host
+from fnloop._step.transaction import decide, replace_host
 from fnloop.testing import toy
 
 OUT = fl.Output(torch.tensor(1.0), 1)

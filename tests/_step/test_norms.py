@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
-from fnloop._step.engine import clip_to_norm_, total_norm
+from fnloop._step.gradients import clip_to_norm_, total_norm
 
 
 def parameters(*kinds):

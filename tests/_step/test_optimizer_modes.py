@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 import fnloop as fl
 from fnloop._checkpoint import parts
-from fnloop.testing import assert_same, small
+from fnloop.testing import Toy, assert_same, small, toy_loss
 
 
 def weights(state):
@@ -156,7 +156,8 @@ def test_saved_weights_are_those_to_evaluate_and_training_continues_with_its_own
 
 def test_a_checkpoint_from_before_has_the_weights_of_training_alone(tmp_path, monkeypatch):
     _, state = trained(2)
-    monkeypatch.setattr(parts, "evaluation_weights", lambda _: contextlib.nullcontext(set()))
+    monkeypatch.setattr(parts, "changed_for", lambda *_: ())
+    monkeypatch.setattr(parts, "view", lambda *_: contextlib.nullcontext())
     path = fl.save(state, tmp_path / "a")
     assert json.loads((path / "manifest.json").read_text())["format_version"] == 1
     assert_same(fl.restore(path, new_state(small())), state)
@@ -196,3 +197,50 @@ def test_weights_that_a_module_computes_and_tied_ones_are_saved_as_they_are_trai
         assert torch.equal(found["c.weight"], found["b.weight"])
     assert not torch.equal(model["doubled"], training["doubled"])
     assert_same(fl.restore(path, new(), strict=False), state)
+
+
+class TenMore(torch.optim.SGD):
+    """SGD whose weights for an evaluation are those of training and ten."""
+
+    def __init__(self, params):
+        super().__init__(params, lr=1.0)
+        self.is_training = True
+
+    def _add(self, number):
+        for p in self.param_groups[0]["params"]:
+            p.data.add_(number)
+
+    def train(self):
+        self._add(0 if self.is_training else -10)
+        self.is_training = True
+
+    def eval(self):
+        self._add(10 if self.is_training else 0)
+        self.is_training = False
+
+
+def test_the_best_weights_are_those_that_were_evaluated_and_training_continues_from_them():
+    model = Toy(w=8.0)
+    state = fl.TrainState.create(model, TenMore(model.parameters()), seed=0)
+    step = fl.pipeline()(toy_loss)
+    up, down = torch.tensor([1.0]), torch.tensor([-1.0])
+    # The weight is 7, 6, 7, 8, and 10 more in evaluations; the loss of x = 1 is the weight.
+    loaders = {"train": [up, up, down, down], "valid": [up]}
+    hooks = (fl.restore_best("valid/loss"),)
+    state = fl.fit(step, state, loaders, evaluate_every=fl.every(steps=1), hooks=hooks)
+    assert state.history["valid/loss"] == (17.0, 16.0, 17.0, 18.0)
+    assert fl.evaluate(step, state, [up])["loss"] == 16.0
+    state, _ = step(state, up)
+    assert state.model.w.item() == 5.0
+
+
+def test_the_statistics_of_batchnorm_are_of_the_weights_that_an_evaluation_uses():
+    linear, norm = torch.nn.Linear(1, 1, bias=False), torch.nn.BatchNorm1d(1)
+    torch.nn.init.constant_(linear.weight, 1.0)
+    model = torch.nn.Sequential(linear, norm)
+    state = fl.TrainState.create(model, TenMore(linear.parameters()), seed=0)
+    step = fl.pipeline()(lambda model, x: model(x).mean())
+    # With a weight of 1 + 10, the batch of 1 and 3 has a mean of 22.
+    state = fl.update_batchnorm(step, state, [torch.tensor([[1.0], [3.0]])])
+    assert norm.running_mean.item() == 22.0
+    assert linear.weight.item() == 1.0

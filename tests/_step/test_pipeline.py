@@ -1,5 +1,6 @@
 import functools
 
+import attrs
 import pytest
 import torch
 from after_steps import after, skipping
@@ -235,3 +236,30 @@ def test_a_partial_loss_function_shows_its_settings(loss_fn, shown):
     step = fl.pipeline()(functools.partial(loss_fn, factor=2))
     assert step(toy(), ONE)[0].model.w.item() == -2.0
     assert repr(step).startswith(f"pipeline()({shown}") and "factor=2" in repr(step)
+
+
+def named(name, order=0):
+    """A middleware that adds its name to the list in ``state.extra``, before what it is around."""
+
+    def wrap(step):
+        def noted(state, batch):
+            state.extra["called"].append(name)
+            return step(state, batch)
+
+        return noted
+
+    return fl.Middleware(name, gradient=wrap, order={"gradient": order})
+
+
+def test_a_middleware_says_where_it_comes_in_a_ring():
+    """What is listed first is innermost, but for its order."""
+    step = fl.pipeline(named("a", 1), named("b"), named("c", -1), named("d"))(toy_loss)
+    state = attrs.evolve(toy(), extra={"called": []})
+    state, _ = step(state, torch.ones(1))
+    assert state.extra["called"] == ["a", "d", "b", "c"]
+
+
+@pytest.mark.parametrize(("precision", "computes"), [(None, None), ("", None), ("bf16", "bf16")])
+def test_a_middleware_says_what_it_computes_in(precision, computes):
+    step = fl.pipeline(fl.Middleware("mine", precision=precision))(toy_loss)
+    assert step.precision_in(toy()) == computes

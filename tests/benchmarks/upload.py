@@ -83,7 +83,7 @@ def train(options, who, folder):
             clock["began"] = now()
         elif at == 0:
             took = [b - a for a, b in zip(clock["began"], now(), strict=True)]
-            jobs = [] if saves is None else saves._uploads._jobs
+            jobs = [] if saves is None else saves._place._uploads._jobs
             busy = any(not job.done() for job in jobs)
             print(*took, int(busy), flush=True)
             sys.stdin.readline()

@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 import fnloop as fl
+from fnloop._core.cursor import COUNTERS
 from fnloop._core.serialize import Pending
 from fnloop._loop.beginning import complete
 
@@ -125,7 +126,10 @@ KNOWN = {
     # A loader shorter than ``take`` has announced: the planned total depends on the cut.
     "shorter": lambda program, cuts: (
         bool(cuts)
-        and any(f"fl.data.take({kind}" in program.train for kind in ("stream", "again"))
+        and any(
+            f"fl.data.take({kind}" in program.train
+            for kind in ("stream", "again", "located", "refilled")
+        )
         and program.has("fl.schedule(")
     ),
 }
@@ -597,12 +601,9 @@ def facts(value, path, found):
     return found
 
 
-COUNTERS = ("step", "epoch", "batch", "samples", "skipped", "updates", "seed", "stop", "ends")
-
-
 def describe(state):
     """Return what has to be equal, but for closing records."""
-    found = {name: repr(getattr(state, name)) for name in COUNTERS}
+    found = {name: repr(getattr(state, name)) for name in (*COUNTERS, "stop", "ends")}
     phases = [(p.name, p.step, p.epoch, p.stop, p.done, p.skipped) for p in state.phases]
     parts = {
         "model": state.model.state_dict(),

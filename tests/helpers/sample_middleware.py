@@ -171,3 +171,23 @@ def own_guard():
         return guarded
 
     return wrap
+
+
+@fl.middleware("gradient")
+def calls(ring="gradient", keeps=True):
+    """Count its calls in a tensor, in place. What an update that is left out adds is put back."""
+
+    def keep(state):
+        count = state.slots["calls"]
+        before = count.clone()
+        return lambda: count.copy_(before)
+
+    def wrap(step):
+        def counted(state, batch):
+            state.slots["calls"].add_(1)
+            return step(state, batch)
+
+        return counted
+
+    made = {"init": lambda state: torch.zeros(()), "keep": keep if keeps else None}
+    return fl.Middleware("calls", **{ring: wrap}, **made)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import fnloop as fl
-from fnloop._core.averages import view_with_average
+from fnloop._core.view import shown
 from fnloop._step.engine import engine_of
 
 pytestmark = pytest.mark.slow
@@ -47,8 +47,8 @@ def averages(folder):
         unseen = fl.pipeline(fl.ema(0.9, evaluate=False))(entropy)
         both = [fl.update_batchnorm(unseen, state_of(shard), loader(size=6)) for shard in (0, 1)]
         found["sharded var"] = [flat([s.model[1].running_var]) for s in both]
-        view = view_with_average(state.model, state.model, state.slots["ema"])
-        found["one engine"] = engine_of(attrs.evolve(state, model=view)) is engine_of(state)
+        with shown(EMA.view, state) as view:
+            found["one engine"] = engine_of(attrs.evolve(state, model=view)) is engine_of(state)
         sharded = fl.fit(unseen, created(True), loader(), steps=1, hooks=())
         found["refused"] = [
             said(lambda: fl.fit(fl.pipeline(EMA)(entropy), created(True), loader(), hooks=())),

@@ -2,12 +2,14 @@
 
 from itertools import pairwise
 
+import attrs
 import pytest
 import torch
 import torch.distributed as dist
 from joined import join, rank, said, world
 from process_data import loader
 from process_problems import created, entropy
+from sample_middleware import calls
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -90,6 +92,31 @@ def put_back(folder):
     return [state.skipped, same, state.model.calls.item(), len(outputs) > 0]
 
 
+def counted(folder):
+    """What a user's middleware counts, where one process leaves an update out, by either way."""
+
+    @fl.middleware("gradient")
+    def without(index):
+        def wrap(step):
+            def guarded(state, batch):
+                state, out = step(state, batch)
+                found = (batch[-1] == index).any()
+                return state, attrs.evolve(out, skip="it has the sample") if found else out
+
+            return guarded
+
+        return wrap
+
+    join()
+    found = []
+    for keeps in (True, False):
+        for guard in (no_sample(1), without(1)):
+            step = fl.pipeline(calls(keeps=keeps), guard)(entropy)
+            state = fl.fit(step, created(), loader(size=1), steps=3, hooks=())
+            found.append([state.step, state.skipped, state.slots["calls"].item()])
+    return found
+
+
 def all_left_out(folder):
     """Which process leaves out what is another one each time, so their reasons differ."""
     loss_fn = lambda model, batch: fl.skip(f"process {rank()}")
@@ -135,6 +162,11 @@ def test_buffers_are_put_back_in_every_process(found):
     skipped, same, calls, predicted = found["put_back"]
     assert (skipped, calls, predicted) == (1, 4.0, True)
     assert sum(same[:-1]) == 1 and same[-1]  # the update that was left out, and the prediction
+
+
+def test_what_a_middleware_keeps_is_put_back_on_both_processes(launched):
+    for found in launched(counted, 2):
+        assert found == [[3, 1, 3], [3, 1, 3], [3, 1, 4], [3, 1, 4]]
 
 
 def test_a_run_that_leaves_everything_out_ends_in_every_process(found):

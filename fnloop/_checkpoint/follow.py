@@ -1,0 +1,132 @@
+"""Read the checkpoints of a run as they appear: evaluation beside training."""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+from fnloop._backend.collectives import on_main_process
+from fnloop._checkpoint.files import exists, locate
+from fnloop._checkpoint.format import CheckpointError, NewerFormatError
+from fnloop._checkpoint.parts import held_parts
+from fnloop._checkpoint.place import Place, place_at
+from fnloop._checkpoint.restore import read_checkpoint, restore_contents
+from fnloop._checkpoint.retention import with_manifests
+from fnloop._core.runs import Boundary, Start, Update, is_interruption
+from fnloop._core.state import TrainState, check_not_stale
+from fnloop._display.checks import flag, number
+
+
+def follow(
+    folder: str | os.PathLike[str],
+    state: TrainState,
+    poll: float = 10.0,
+    *,
+    every: bool = False,
+    timeout: float | None = None,
+) -> Iterator[TrainState]:
+    """Yield the state of each new checkpoint of a run, as it appears in a folder.
+
+    This is for an evaluation that does not hold up training: in another process, on another GPU, or
+    on another machine. The states end when the run has ended: at its target, or by a hook that has
+    stopped it. An interrupted run is waited for.
+
+    A follower that is slower than the run continues with the newest checkpoint, and skips those
+    between. What is there already when it begins is read too. A folder that does not exist yet is
+    waited for. A checkpoint that the run removes meanwhile is skipped.
+
+    Args:
+        folder: what the hook ``checkpoint(folder)`` of the run writes to: a folder, or an address
+            such as ``"s3://bucket/run"``.
+        state: a new state of the same model and optimizer. Each checkpoint is restored into its
+            module, so each state that was yielded is stale after the next one.
+        poll: seconds between two looks at the folder.
+        every: whether to read every checkpoint, the oldest first, also where it lags.
+        timeout: seconds without a new checkpoint after which to end; None waits for ever.
+
+    Returns:
+        An iterator of states, as :func:`restore` returns them. Of a partial checkpoint, what it
+        holds is restored.
+
+    Raises:
+        CheckpointError, OSError, MemoryError: as :func:`restore`. A damaged checkpoint is skipped
+            with a warning.
+        StaleStateError: a state that was yielded has been trained further.
+        TypeError, ValueError: an argument is not what it should be.
+
+    Example:
+        >>> import tempfile, fnloop as fl, torch
+        >>> from fnloop.testing import toy, toy_loss
+        >>> step, folder = fl.pipeline()(toy_loss), tempfile.mkdtemp()
+        >>> hooks = (fl.every(steps=1)(fl.checkpoint(folder)),)
+        >>> state = fl.fit(step, toy(), [torch.ones(1)] * 3, hooks=hooks)
+        >>> [(seen.step, seen.model.w.item()) for seen in follow(folder, toy(), every=True)]
+        [(1, -1.0), (2, -2.0), (3, -3.0)]
+    """
+    check_not_stale(state, "follow")
+    number("follow", "poll", poll, "seconds between two looks", above=0)
+    flag("follow", "every", every, "whether to read every checkpoint")
+    if timeout is not None:
+        number("follow", "timeout", timeout, "seconds without a new checkpoint", least=0)
+    return _follow(place_at("follow", "folder", folder), state, poll, every, timeout)
+
+
+def _follow(
+    place: Place, state: TrainState, poll: float, every: bool, timeout: float | None
+) -> Iterator[TrainState]:
+    newest, began = -1, time.monotonic()
+    while True:
+        # The main process looks, because the others may see other checkpoints.
+        found, late = on_main_process(
+            lambda after=newest, began=began: (
+                _newer(place, after),
+                timeout is not None and time.monotonic() - began >= timeout,
+            ),
+            "fnloop.follow",
+        )
+        for path, serial, parts in found if every else found[-1:]:
+            newest = serial
+            check_not_stale(state, "follow")
+            if (restored := _read(place, path, state, parts)) is not None:
+                state = restored
+                yield state
+                began = time.monotonic()
+                if has_ended(state):
+                    return
+        if not found:
+            if late:
+                return
+            time.sleep(poll)
+
+
+def _newer(place: Place, after: int) -> list[tuple[Path, int, tuple[str, ...]]]:
+    """Return the checkpoints that were written after one, the oldest first, with their parts."""
+    found = with_manifests(place.look(), links=True)
+    return [(path, m["serial"], held_parts(m)) for path, m in found if m["serial"] > after]
+
+
+def _read(place: Place, path: Path, state: TrainState, parts: tuple[str, ...]) -> TrainState | None:
+    """Return a checkpoint's state; None if it was removed meanwhile, or is damaged."""
+    try:
+        with place.reading(path):
+            source = place.fetch_on_all(path)
+            contents = read_checkpoint(source, state, history="history" in parts)
+    except NewerFormatError:
+        raise
+    except (CheckpointError, FileNotFoundError) as error:
+        if exists(locate(path)):
+            if isinstance(error, FileNotFoundError):
+                raise
+            warnings.warn(f"skipped a damaged checkpoint: {error}", stacklevel=4)
+        return None
+    return restore_contents(contents, state, parts, True, source)
+
+
+def has_ended(state: TrainState) -> bool:
+    """Return whether the run of a state that was saved has no further update to make."""
+    if is_interruption(state.stop) or not state.step:
+        return False
+    return not any(isinstance(action, Start | Update | Boundary) for action in state.todo)

@@ -1,0 +1,168 @@
+"""What authors of middleware, hooks, parts of checkpoints and engines need besides fnloop itself.
+
+    >>> import fnloop as fl
+    >>> from fnloop import extend
+    >>> @fl.middleware("gradient")
+    ... def normalized():
+    ...     '''Give the gradient the norm 1, over all parameters and all processes.'''
+    ...     def wrap(step):
+    ...         def scaled(state, batch):
+    ...             state, out = step(state, batch)
+    ...             grads = extend.gradients(state)
+    ...             norm = extend.norm(grads)
+    ...             for grad in grads:
+    ...                 extend.local_part(grad).div_(norm)
+    ...             return state, extend.report(out, {"norm": fl.Mean(norm, 1)}, "normalized")
+    ...         return scaled
+    ...     return wrap
+    >>> from fnloop.testing import toy, toy_loss
+    >>> import torch
+    >>> state, out = fl.pipeline(normalized())(toy_loss)(toy(), torch.tensor([4.0]))
+    >>> state.model.w.item(), out.metrics["norm"].compute()
+    (-1.0, 4.0)
+
+The middleware and hooks of fnloop are written with these names too. *Write an extension* is a page
+of the book.
+
+- **Weights and gradients**: `parameters`, `gradients`, `norm`, `local_part`, `is_sharded`
+- **Optimizers**: `optimizers`, `groups`, `number_in`, `set_number`
+- **Steps**: `report`, `with_slot`
+- **What is saved, and what readers see**: `Part`, `View`
+- **Processes**: `Engine`, `engine_of`, `on_main_process`
+- **Random numbers**: `isolated`, `fold_in`
+- **Records and moments**: `Fold`, `better`, `mode_of`, `Moment`
+- **Messages**: `checks`, `name_of`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fnloop._backend.collectives import on_main_process
+from fnloop._backend.fsdp import is_sharded, local_part
+from fnloop._core.history import Fold, mode_of
+from fnloop._core.optimizers import Group, labelled_groups, number_in, optimizers_in, set_number
+from fnloop._core.parts import Part
+from fnloop._core.records import better
+from fnloop._core.rng import fold_in, isolated
+from fnloop._core.state import TrainState, parameters, with_slot
+from fnloop._core.types import View, name_of
+from fnloop._display import checks
+from fnloop._hooks.hook import Moment
+from fnloop._step.engine import Engine, engine_of
+from fnloop._step.gradients import total_norm
+from fnloop._step.update import report
+
+__docformat__ = "google"
+__all__ = [
+    "Engine",
+    "Fold",
+    "Moment",
+    "Part",
+    "View",
+    "better",
+    "checks",
+    "engine_of",
+    "fold_in",
+    "gradients",
+    "groups",
+    "is_sharded",
+    "isolated",
+    "local_part",
+    "mode_of",
+    "name_of",
+    "norm",
+    "number_in",
+    "on_main_process",
+    "optimizers",
+    "parameters",
+    "report",
+    "set_number",
+    "with_slot",
+]
+
+
+def gradients(state: TrainState) -> list[Tensor]:
+    """Return the gradients of the parameters that the optimizers update, without those of None.
+
+    They are ``p.grad`` itself, so what changes them in place changes the update. Under
+    ``fully_shard`` each is a DTensor: :func:`local_part` is what this process holds of it.
+
+    Args:
+        state: the state, in the gradient ring after the step inside has returned.
+
+    Returns:
+        The gradients, in the order of :func:`parameters`.
+
+    Example:
+        >>> import fnloop as fl, torch
+        >>> from fnloop.testing import spy, toy
+        >>> state, out = spy(grad=4.0)(toy(), torch.ones(1))
+        >>> gradients(state)
+        [tensor(4.)]
+    """
+    return [p.grad for p in parameters(state) if p.grad is not None]
+
+
+def norm(tensors: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
+    """Return the norm of tensors together, including what other processes hold of them.
+
+    It reads nothing to the host. If a tensor is sharded, every process has to call it.
+
+    Args:
+        tensors: such as the :func:`gradients`.
+        norm_type: the p of the norm, above 0; ``inf`` is the largest magnitude of an element.
+
+    Returns:
+        A tensor without dimensions.
+
+    Example:
+        >>> import torch
+        >>> norm([torch.tensor([3.0]), torch.tensor([4.0])])
+        tensor(5.)
+    """
+    return total_norm(tensors, norm_type)
+
+
+def optimizers(state: TrainState) -> Mapping[str, Optimizer]:
+    """Return the optimizers of a state by name. One alone has the name "".
+
+    Args:
+        state: the state.
+
+    Returns:
+        Name to optimizer, in the order in which they update.
+
+    Example:
+        >>> from fnloop.testing import toy
+        >>> [*optimizers(toy())]
+        ['']
+    """
+    return optimizers_in(state.optimizer)
+
+
+def groups(state: TrainState) -> Mapping[str, Group]:
+    """Return the parameter groups of all optimizers, by what names of numbers end with.
+
+    That is "" for the first group of the only optimizer, "/1" for the second, "/head" for one with
+    ``group["name"] = "head"``, and "/rest/1" where there are several optimizers.
+
+    Args:
+        state: the state.
+
+    Returns:
+        The end of a name to the group.
+
+    Example:
+        >>> from fnloop.testing import toy
+        >>> {f"lr{end}": group["lr"] for end, group in groups(toy(lr=0.5)).items()}
+        {'lr': 0.5}
+    """
+    return labelled_groups(optimizers_in(state.optimizer))
+
+
+def __dir__() -> list[str]:
+    return [*__all__, *(name for name in globals() if name.startswith("__"))]

@@ -1,0 +1,113 @@
+"""Count the branches of a capability elsewhere than at home: what the rest of the package pays.
+
+    python tests/benchmarks/branches.py                  # a line for each capability, and the sum
+    python tests/benchmarks/branches.py --show phases    # the lines themselves
+
+A branch is the test of an ``if``, of a conditional expression, of ``while`` or of a filter in a
+comprehension, or an operand of ``and`` and ``or``. It is one of a capability if a name or a string
+in it matches the words of that capability. A line counts once, whatever it tests.
+"""
+
+import argparse
+import ast
+import collections
+import re
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[2] / "fnloop"
+# The words of each capability, and the modules that are its home: files, or folders with a slash.
+CAPABILITIES = {
+    "closing records": (
+        r"closing|left_out|is_left|ends|ended|\w+_ends?|ends_\w+|END|unfinished|unfinished_\w+",
+        "boundary runs history",
+    ),
+    "guards": (r"skips?|skipped|\w*_skips?|is_guard|guard\w*|judge", "guard guards"),
+    "phases": (r"phases?|\w*_phase|phase_\w+|PHASE\w*|per_phase|turn_phase", "plan"),
+    "record_every": (r"record_every|recent|RECENT|\w*_recent", ""),
+    "data=": (
+        r"data_size|data_rank|backend\.parts|data_mesh|data_group|data_parts|Padding|is_padding|_is_padding",
+        "source",
+    ),
+    "fully_shard": (
+        r"is_sharded|sharded_\w+|DTensor|is_dtensor|local_part|fsdp|FSDPModule",
+        "fsdp",
+    ),
+    "local_sgd": (
+        r"local_sgd|LOCAL_SGD|apart|is_apart|\w+_apart|has_moved|moved",
+        "local_sgd apart",
+    ),
+    "averages": (
+        r"ema|swa|averaged?|averages|Average|EvaluateAverage|check_not_averaged|evaluation_weights",
+        "ema averages",
+    ),
+    "exact": (r"exact|is_exact|\w+_exact", "engine_exact"),
+    "alternate": (r"alternate|AlternateStep|turns?|\w+_turns?", "alternate"),
+    "cuda_graph": (
+        r"cuda_graph|compiled|compiles|captur\w+|graphs?|CaptureError",
+        "compiled _graphs/",
+    ),
+    "tbptt": (r"tbptt|TBPTT|carries|carry|\w+_carry", "tbptt"),
+    "raw": (r"raw|RawStep|GradientStep|updates_itself", ""),
+}
+
+
+def tests_in(tree):
+    """Yield each condition in a syntax tree."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If | ast.IfExp | ast.While):
+            yield node.test
+        elif isinstance(node, ast.comprehension):
+            yield from node.ifs
+        elif isinstance(node, ast.BoolOp):
+            yield from node.values
+
+
+def words_in(condition):
+    """Yield each name and each string in a condition, with its line."""
+    for node in ast.walk(condition):
+        match node:
+            case ast.Name(id=word) | ast.Constant(value=str(word)):
+                yield word, node.lineno
+            case ast.Attribute(attr=word):
+                yield word, node.lineno
+                yield ".".join(ast.unparse(node).split(".")[-2:]), node.lineno
+
+
+def is_home(path, home):
+    """Return whether a file is one of the modules of a capability, wherever it lies."""
+    return any(
+        f"/{name}" in f"/{path}" if name.endswith("/") else path.stem == name
+        for name in home.split()
+    )
+
+
+def branches(package=PACKAGE):
+    """Return for each capability the lines elsewhere that test it, as (file, line)."""
+    found = collections.defaultdict(set)
+    for file in sorted(package.rglob("*.py")):
+        path = file.relative_to(package)
+        words = [word for test in tests_in(ast.parse(file.read_text())) for word in words_in(test)]
+        for capability, (pattern, home) in CAPABILITIES.items():
+            if not is_home(path, home):
+                lines = {line for word, line in words if re.fullmatch(pattern, word)}
+                found[capability] |= {(str(path), line) for line in lines}
+    return found
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--show", choices=[*CAPABILITIES], help="print the lines of one")
+    parser.add_argument("--package", type=Path, default=PACKAGE, help="default: %(default)s")
+    args = parser.parse_args()
+    found = branches(args.package)
+    for path, line in sorted(found[args.show]) if args.show else ():
+        text = (args.package / path).read_text().splitlines()[line - 1].strip()
+        print(f"{path}:{line}: {text}")
+    for capability, places in sorted(found.items(), key=lambda item: -len(item[1])):
+        files = len({path for path, _ in places})
+        print(f"{capability:<16} {len(places):>4} lines in {files:>2} files")
+    print(f"{'all':<16} {len(set().union(*found.values())):>4} lines")
+
+
+if __name__ == "__main__":
+    main()

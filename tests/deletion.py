@@ -1,0 +1,463 @@
+"""Take one extension away at a time, and run the fast tests of all that is left.
+
+    python tests/deletion.py                     # each extension: some minutes for each
+    python tests/deletion.py averages graphs
+    python tests/deletion.py graphs --keep /tmp/without-graphs --only tests/_tools
+
+The kernel must not need an extension, and neither must another one, unless EXTENSIONS says that it
+builds on it. In a copy of the tree, these are taken away:
+
+- its modules, and their names in ``fnloop/__init__.py``, in public modules and in ``_extensions``;
+- the rows of tables of tests that name something of it, such as those of laws and of wrong calls;
+- its tests: files that the table below lists, and each test and each helper that names it.
+
+Pages, notebooks and examples are about everything, so their tests are left out.
+"""
+
+import argparse
+import ast
+import itertools
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+# The modules of each extension, the folders and files of tests that are about it alone, and the
+# arguments that ask for it.
+EXTENSIONS = {
+    "alternate": {"modules": "_step.alternate", "tests": "_step/test_alternate _step/test_gans"},
+    "averages": {
+        "modules": "_middleware.ema _step.averages",
+        "tests": "_middleware/test_ema _middleware/test_ema_evaluation _middleware/test_ema_rules "
+        "_checkpoint/test_saved_averages processes/test_averages",
+    },
+    "debug": {"modules": "debug.*", "tests": "debug"},
+    "distributed": {"modules": "_step.engine_distributed", "tests": "processes _step/test_engine"},
+    "exact": {
+        "modules": "_step.engine_exact",
+        "tests": "_step/test_exact processes/test_same_bits",
+        "arguments": "exact",
+    },
+    "find": {"modules": "_tools.find", "tests": "_tools/test_find_lr _tools/test_find_batch_size"},
+    "graphs": {
+        "modules": "_graphs.capture _graphs.guards _middleware.compiled",
+        "tests": "_graphs _middleware/test_compiled test_gpu test_gpu_laws",
+    },
+    "guards": {
+        "modules": "_middleware.guards",
+        "tests": "_middleware/test_skip_nonfinite _middleware/test_spike_guard "
+        "processes/test_guards",
+    },
+    "local_sgd": {
+        "modules": "_middleware.local_sgd",
+        "tests": "_middleware/test_local_sgd processes/test_apart",
+    },
+    "look": {
+        "modules": "_hooks.look",
+        "tests": "_hooks/test_inspect _hooks/test_live_plot _hooks/test_profiled",
+    },
+    "progress": {
+        "modules": "_hooks.progress",
+        "tests": "_hooks/test_progress _hooks/test_progress_log _hooks/test_progress_notebook "
+        "_hooks/test_progress_terminal",
+    },
+    "remote": {
+        "modules": "_checkpoint.remote",
+        "tests": "_checkpoint/test_remote _checkpoint/test_s3",
+    },
+    "search": {
+        "modules": "_tools.search",
+        "tests": "_tools/test_search _tools/test_killed_search processes/test_trials",
+    },
+    "summary": {"modules": "_tools.summary", "tests": "_tools/test_summary"},
+    "trackers": {"modules": "_hooks.send", "tests": "_hooks/test_table _hooks/test_track"},
+    "try": {"modules": "_tools.dry_run", "tests": "_tools/test_dry_run"},
+    "tune": {"modules": "_tools.tune", "tests": "_tools/test_tune"},
+}
+# What goes with an extension because it is made of it.
+BUILT_ON = {
+    "distributed": ["exact"],
+    "graphs": ["tune"],
+    "try": ["find", "debug"],
+}
+# The modules of the kernel, by their rooms: all of a room, or some.
+KERNEL = {
+    "": "_version _extensions",
+    "_backend": "collectives containers fsdp processes torch_compat wrappers",
+    "_checkpoint": "files follow format named optimizer parts place restore retention save shipped",
+    "_core": "apart averages code cursor freeze history metrics optimizers parts records rng runs "
+    "serialize state types view views",
+    "_data": "composed held iterable loaders map_style position source",
+    "_display": "checks figures screen tables",
+    "_hooks": "hook keep stop",
+    "_loop": "beginning boundary errors evaluate fit made_with peers plan run",
+    "_middleware": "accumulate clip metric precision schedule",
+    "_step": "engine engine_local forward gradients guard pipeline transaction update",
+    "data": "_collate _combine",
+    "schedules": "",
+    "testing": "_laws _toys",
+}
+# What is about all of fnloop: pages, examples, and the style of files.
+ABOUT_ALL = (
+    "test_book test_coming_from test_english test_examples test_notebook test_notebooks "
+    "test_deletion test_package test_readme test_random_programs whole_book"
+)
+ALIASES = ("fl", "fnloop")  # the names of the package in tests
+
+
+def module_of(path):
+    """Return the name of a module of the package without that of the package."""
+    parts = path.with_suffix("").parts
+    return ".".join(part for part in parts if part != "__init__")
+
+
+def modules_of(name, package=ROOT / "fnloop"):
+    """Return the paths of the modules of an extension, within the package."""
+    found = []
+    for pattern in EXTENSIONS[name]["modules"].split():
+        found += sorted(package.glob(pattern.replace(".", "/") + ".py"))
+    return [path.relative_to(package) for path in found]
+
+
+# --- what is named
+
+
+class Names:
+    """What is taken away: modules, public names, and helpers of tests that name them.
+
+    Args:
+        modules: the modules, such as "fnloop._step.alternate".
+        public: the names at the top level and in public modules.
+        arguments: the names of arguments that ask for it.
+    """
+
+    def __init__(self, modules, public, arguments=()):
+        self.modules, self.public, self.arguments = set(modules), set(public), set(arguments)
+        self.helpers = {}  # by the name of a file of tests
+
+    def is_import(self, module, name):
+        """Return whether ``from module import name`` is of what is taken away."""
+        of_package = module.split(".")[0] == "fnloop" and module.count("._") == 0
+        return (
+            bool({module, f"{module}.{name}"} & self.modules)
+            or (of_package and name in self.public)
+            or name in self.helpers.get(module, ())
+        )
+
+    def is_named(self, node, local):
+        """Return whether one node of code names something of it.
+
+        Args:
+            node: the node.
+            local: the names that are gone of this file.
+        """
+        match node:
+            case ast.Attribute(value=ast.Name(id=module), attr=name) if f"{module}.{name}" in local:
+                return True
+            case ast.Attribute(attr=name) if name in self.public:
+                return ast.unparse(node).split(".")[0] in ALIASES
+            case ast.Name(id=name) | ast.arg(arg=name):
+                return name in local
+            case ast.keyword(arg=name):
+                return name in self.arguments
+            case ast.ImportFrom(module=module, names=names):
+                return any(self.is_import(module or "", alias.name) for alias in names)
+            case ast.Import(names=names):
+                return any(alias.name in self.modules for alias in names)
+        return False
+
+    def mentions(self, node, local):
+        """Return whether code names something of it."""
+        return any(self.is_named(part, local) for part in ast.walk(node))
+
+    def is_row(self, node, local):
+        """Return whether a row of a table is of it: it names something, or has a name as text."""
+        texts = [n.value for n in ast.walk(node) if isinstance(n, ast.Constant)]
+        return self.mentions(node, local) or any(
+            isinstance(text, str) and self._is_text(text) for text in texts
+        )
+
+    def _is_text(self, text):
+        """Return whether a text begins with a name or is a module."""
+        first = re.split(r"[^\w.]", text.removeprefix("fnloop.").removeprefix("fl."))[0]
+        return first in self.public or f"fnloop{text}" in self.modules
+
+    def without_words(self, text):
+        """Return a text that is a list of words without the names."""
+        words = text.split()
+        if not {*words} & self.public or not all(word.isidentifier() for word in words):
+            return text
+        return " ".join(word for word in words if word not in self.public)
+
+
+TABLES = (ast.List, ast.Tuple, ast.Set, ast.Dict)
+
+
+def tables_in(node):
+    """Return the literals of rows that a value is made of."""
+    match node:
+        case ast.List() | ast.Tuple() | ast.Set() | ast.Dict():
+            return [node]
+        case ast.BinOp(left=left, right=right):
+            return [*tables_in(left), *tables_in(right)]
+        case ast.Call(args=[first, *_]):
+            return tables_in(first)
+    return []
+
+
+def rows_of(function):
+    """Return the tables of rows of a test: what its decorators are given, with their ``ids``."""
+    for call in (d for d in function.decorator_list if isinstance(d, ast.Call)):
+        ids = [k.value for k in call.keywords if k.arg == "ids"]
+        for table in (table for given in call.args[1:] for table in tables_in(given)):
+            yield table, [i.elts for i in ids if isinstance(i, ast.List)]
+
+
+def without_rows(table, gone, beside=()):
+    """Take rows out of a literal, and of lists beside it. Return how many, and if any is left."""
+    if isinstance(table, ast.Dict):
+        rows = [*zip(table.keys, table.values, strict=True)]
+        left = [(k, v) for k, v in rows if not gone(v) and not (k is not None and gone(k))]
+        table.keys, table.values = [k for k, _ in left], [v for _, v in left]
+    else:
+        rows, where = table.elts, [not gone(row) for row in table.elts]
+        for each in (other for other in beside if len(other) == len(rows)):
+            each[:] = itertools.compress(each, where)
+        left = table.elts = [*itertools.compress(rows, where)]
+    return len(rows) - len(left), bool(left) or not rows
+
+
+class Pruned:
+    """A file of tests without what names an extension.
+
+    Attributes:
+        tests, rows: the tests, and the rows of tables, that are gone.
+    """
+
+    def __init__(self, path, names):
+        self.path, self.names = path, names
+        self.tree = ast.parse(path.read_text())
+        self.local = names.helpers.setdefault(path.stem, set())
+        self.tests, self.rows = [], 0
+        imports = (node for node in self.tree.body if isinstance(node, ast.Import))
+        names = (alias for node in imports for alias in node.names)
+        self.aliases = {alias.asname or alias.name: alias.name for alias in names}
+
+    def prune(self):
+        """Take out what names it. Return whether anything is gone that was not before."""
+        for alias, module in self.aliases.items():
+            self.local |= {f"{alias}.{name}" for name in self.names.helpers.get(module, ())}
+        before = len(self.local), len(self.tests), self.rows
+        self.tree.body = [node for node in self.tree.body if self._is_kept(node)]
+        return before != (len(self.local), len(self.tests), self.rows)
+
+    def _is_kept(self, node):
+        gone = lambda part: self.names.is_row(part, self.local)
+        match node:
+            case ast.Import() | ast.ImportFrom():
+                module = getattr(node, "module", None) or ""
+                of_module = isinstance(node, ast.ImportFrom)
+                taken = [
+                    alias
+                    for alias in node.names
+                    if (of_module and self.names.is_import(module, alias.name))
+                    or (not of_module and alias.name in self.names.modules)
+                ]
+                self.local |= {alias.asname or alias.name for alias in taken}
+                node.names = [alias for alias in node.names if alias not in taken]
+                return bool(node.names)
+            case ast.FunctionDef() | ast.ClassDef():
+                counts = [without_rows(table, gone, ids) for table, ids in rows_of(node)]
+                self.rows += sum(count for count, _ in counts)
+                kept = all(left for _, left in counts)
+                kept = kept and not self.names.mentions(node, self.local)
+                if not kept:
+                    self.local.add(node.name)
+                    self.tests += [node.name] * node.name.startswith("test_")
+                return kept
+            case ast.Assign(targets=[ast.Tuple() as targets], value=ast.Tuple() as value):
+                self.local |= {
+                    target.id
+                    for target, row in zip(targets.elts, value.elts, strict=True)
+                    if self.names.mentions(row, self.local)
+                }
+                without_rows(
+                    value, lambda row: self.names.mentions(row, self.local), [targets.elts]
+                )
+                return bool(value.elts)
+            case ast.Assign(value=value) | ast.AnnAssign(value=value) if value is not None:
+                counts = [without_rows(table, gone) for table in tables_in(value)]
+                self.rows += sum(count for count, _ in counts)
+                if counts and not any(left for _, left in counts):
+                    self.local |= {n.id for n in ast.walk(node) if is_stored(n)}
+                    return False
+        if not self.names.mentions(node, self.local):
+            return True
+        self.local |= {n.id for n in ast.walk(node) if is_stored(n)}
+        return False
+
+
+def is_stored(node):
+    return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+
+
+# --- the copy
+
+
+class OfPackage(ast.NodeTransformer):
+    """Takes names out of ``__init__`` and ``_extensions``: imports, rows, and words of texts."""
+
+    def __init__(self, names):
+        self.names = names
+
+    def visit_ImportFrom(self, node):
+        return None if node.module in self.names.modules else node
+
+    def visit_If(self, node):
+        self.generic_visit(node)
+        node.body = node.body or [ast.Pass()]
+        return node
+
+    def visit_List(self, node):
+        without_rows(node, lambda row: self.names.is_row(row, ()))
+        return node
+
+    def visit_Dict(self, node):
+        is_module = lambda row: isinstance(row, ast.Constant) and self.names.is_row(row, ())
+        rows = zip(node.keys, node.values, strict=True)
+        left = [(k, v) for k, v in rows if not is_module(k)]
+        node.keys, node.values = [k for k, _ in left], [self.visit(v) for _, v in left]
+        return node
+
+    def visit_Constant(self, node):
+        if isinstance(node.value, str):
+            node.value = self.names.without_words(node.value)
+        return node
+
+
+def without_names(path, names):
+    """Take the names out of a file of the package, and off its front page."""
+    tree = OfPackage(names).visit(ast.parse(path.read_text()))
+    text = ast.unparse(ast.fix_missing_locations(tree))
+    for name in names.public if not path.parent.name.startswith("_") else ():
+        text = re.sub(rf"`(fnloop\.)?{name}`(, )?", "", text)
+    path.write_text(text + "\n")
+
+
+def names_taken(name, tree):
+    """Return what goes with an extension, from a copy of the tree."""
+    package = tree / "fnloop"
+    taken = (name, *BUILT_ON.get(name, ()))
+    paths = [path for each in taken for path in modules_of(each, package)]
+    modules = {"fnloop." + module_of(path) for path in paths}
+    public = {m.rpartition(".")[2] for m in modules if m.count(".") == 1}
+    for init in package.rglob("__init__.py"):
+        for node in ast.walk(ast.parse(init.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module in modules:
+                public |= {alias.asname or alias.name for alias in node.names}
+    arguments = [a for each in taken for a in EXTENSIONS[each].get("arguments", "").split()]
+    return paths, Names(modules, public, arguments)
+
+
+def files_about(name, tree):
+    """Return the files of tests that are about an extension alone, or about all of fnloop."""
+    listed = " ".join(EXTENSIONS[each]["tests"] for each in (name, *BUILT_ON.get(name, ())))
+    for one in [*listed.split(), *ABOUT_ALL.split()]:
+        place = tree / "tests" / one
+        yield from place.rglob("*.py") if place.is_dir() else [place.with_suffix(".py")]
+
+
+def take_away(name, tree):
+    """Take an extension out of a copy of the tree. Return what was taken, in words."""
+    package, tests = tree / "fnloop", tree / "tests"
+    paths, names = names_taken(name, tree)
+    lines = sum(len((package / path).read_text().splitlines()) for path in paths)
+    for path in paths:
+        (package / path).unlink()
+    for init in [package / "_extensions.py", *package.rglob("__init__.py")]:
+        without_names(init, names)
+    of_room = "|".join(module.rpartition(".")[2] for module in names.modules)
+    text = (tree / "CONTRIBUTING.md").read_text()
+    rooms = re.compile(rf"^\| `({of_room})` \|.*\n", re.M)
+    (tree / "CONTRIBUTING.md").write_text(rooms.sub("", text))
+    about = {*files_about(name, tree)}
+    files = [
+        Pruned(path, names) for path in sorted(tests.rglob("*.py")) if path != tests / "deletion.py"
+    ]
+    files = [file for file in files if "benchmarks" not in file.path.parts]
+    while sum(file.prune() for file in files):  # a helper that is gone takes tests along
+        pass
+    for file in files:
+        if file.path.stem == "test_public_api":
+            file.tree = OfPackage(names).visit(file.tree)
+        if file.local or file.rows or file.tests or file.path.stem == "test_public_api":
+            file.path.write_text(ast.unparse(ast.fix_missing_locations(file.tree)) + "\n")
+    elsewhere = sum(len(file.tests) for file in files)
+    return (
+        f"{lines:,} lines, {len(about)} files of tests; elsewhere {elsewhere} tests and "
+        f"{sum(file.rows for file in files)} rows"
+    ), names
+
+
+def examples_of(names, tree):
+    """Return the examples in docstrings that name what is gone, as pytest deselects them."""
+    words = re.compile(rf">>>.*\bfl\.({'|'.join(sorted(names.public))})\b")
+    for path in sorted((tree / "fnloop").rglob("*.py")):
+        place = path.relative_to(tree)
+        module = ast.parse(path.read_text())
+        for node in ast.walk(module):
+            of_name = isinstance(node, ast.FunctionDef | ast.ClassDef)
+            if of_name and words.search(ast.get_docstring(node) or ""):
+                yield f"--deselect={place}::{module_of(place)}.{node.name}"
+
+
+def copied_tree(folder):
+    """Copy what git knows of the tree, as it is now."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    ).stdout.splitlines()  # fmt: skip
+    for file in listed:
+        if (ROOT / file).is_file():
+            (folder / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / file, folder / file)
+    return folder
+
+
+def check(name, tree, only=(), options=()):
+    """Take an extension away, and run the fast tests of the rest. Return what pytest returns."""
+    taken, names = take_away(name, copied_tree(tree))
+    print(f"{name}: {taken}", flush=True)
+    command = [sys.executable, "-m", "pytest", "-m", "fast", "-q", "-p", "no:cacheprovider"]
+    command += [*options, *examples_of(names, tree), *only]
+    command += [f"--ignore={path.relative_to(tree)}" for path in files_about(name, tree)]
+    env = {**os.environ, "PYTHONPATH": str(tree)}
+    done = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True)
+    lines = done.stdout.splitlines()
+    failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+    print(*failed, f"{name}: {lines[-1] if lines else done.stderr}", sep="\n", flush=True)
+    return done.returncode
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("names", nargs="*", choices=[[], *EXTENSIONS], help="default: all")
+    parser.add_argument("--keep", type=Path, help="make the copy here, and keep it")
+    parser.add_argument("--only", nargs="+", default=[], help="files, or tests, to run")
+    parser.add_argument("-n", default="auto", help="processes of pytest, default: %(default)s")
+    args = parser.parse_args()
+    failed = []
+    for name in args.names or EXTENSIONS:
+        with tempfile.TemporaryDirectory() as folder:
+            tree = args.keep / name if args.keep else Path(folder)
+            if check(name, tree, args.only, ["-n", args.n]):
+                failed.append(name)
+    sys.exit(f"not without {', '.join(failed)}" if failed else 0)
+
+
+if __name__ == "__main__":
+    main()
