@@ -16,8 +16,8 @@ is carried from batch to batch is one immutable record, the *state*, which `eval
     >>> state.step, state.history["train/loss"][-1] < 1e-6
     (100, True)
 
-- **States**: `TrainState`, `RunInfo`, `StaleStateError`, `snapshot`, `fork`, `unwrap`, `freeze`,
-  `unfreeze`, `layers`
+- **States**: `TrainState`, `RunInfo`, `StaleStateError`, `snapshot`, `fork`, `stack`, `unstack`,
+  `unwrap`, `freeze`, `unfreeze`, `layers`
 - **Steps**: `pipeline`, `supervised`, `skip`, `Output`, `alternate`, `raw`, `Step`, `LossFn`
 - **Middleware**: `middleware`, `Middleware`, `decide`; of batches `accumulate`, `microbatch`,
   `retry_on_oom`, `tbptt`; of gradients `clip`, `clip_value`, `clip_adaptive`, `grad_norm`, `sam`,
@@ -52,6 +52,7 @@ from fnloop._core.history import History, Phase, compare
 from fnloop._core.metrics import Last, Max, Mean, Min, Sum, from_torchmetrics
 from fnloop._core.records import Record
 from fnloop._core.runs import RunInfo
+from fnloop._core.stacks import stack, unstack
 from fnloop._core.state import StaleStateError, TrainState, fork, snapshot, unwrap
 from fnloop._core.types import LossFn, Middleware, Output, Step, middleware, skip
 from fnloop._core.view import evaluating
@@ -126,19 +127,18 @@ _MODULES = {name: module for module, names in _LATER.items() for name in names.s
 __all__ = [
     "CaptureError", "CheckpointError", "History", "Hook", "Last", "LossFn", "Max", "Mean",
     "Middleware", "Min", "Output", "Phase", "Record", "RunInfo", "StaleStateError", "Step", "Sum",
-    "TrainState",
-    "accumulate", "alternate", "amp", "at_end", "at_start", "averaged", "best", "broadcast",
-    "channels_last", "checkpoint", "clip", "clip_adaptive", "clip_value", "closure", "compare",
-    "compiled", "cuda_graph", "data", "debug", "decide", "derive", "device_memory", "dry_run",
-    "early_stop", "ema", "evaluate", "evaluating", "every", "find_batch_size", "find_lr", "fit",
-    "follow", "fork", "freeze", "from_torchmetrics", "gather", "grad_norm", "halt_on_nonfinite",
-    "inspect", "latest", "layers", "live_plot", "local_sgd", "measure", "metric", "microbatch",
-    "middleware", "on_main", "once", "pipeline", "plateau", "predict", "profiled", "progress",
-    "raw", "reduce", "requeue", "restore", "restore_best", "resume", "retry_on_oom", "run", "sam",
-    "save", "schedule", "scheduled", "schedules", "search", "sharded", "skip", "skip_nonfinite",
-    "snapshot", "spike_guard", "summary", "supervised", "swa", "tbptt", "throughput", "time_limit",
-    "timings", "to_csv", "to_jsonl", "torch_scheduler", "track", "unfreeze", "unwrap",
-    "update_batchnorm", "using", "when", "when_improved",
+    "TrainState", "accumulate", "alternate", "amp", "at_end", "at_start", "averaged", "best",
+    "broadcast", "channels_last", "checkpoint", "clip", "clip_adaptive", "clip_value", "closure",
+    "compare", "compiled", "cuda_graph", "data", "debug", "decide", "derive", "device_memory",
+    "dry_run", "early_stop", "ema", "evaluate", "evaluating", "every", "find_batch_size", "find_lr",
+    "fit", "follow", "fork", "freeze", "from_torchmetrics", "gather", "grad_norm",
+    "halt_on_nonfinite", "inspect", "latest", "layers", "live_plot", "local_sgd", "measure",
+    "metric", "microbatch", "middleware", "on_main", "once", "pipeline", "plateau", "predict",
+    "profiled", "progress", "raw", "reduce", "requeue", "restore", "restore_best", "resume",
+    "retry_on_oom", "run", "sam", "save", "schedule", "scheduled", "schedules", "search", "sharded",
+    "skip", "skip_nonfinite", "snapshot", "spike_guard", "stack", "summary", "supervised", "swa",
+    "tbptt", "throughput", "time_limit", "timings", "to_csv", "to_jsonl", "torch_scheduler",
+    "track", "unfreeze", "unstack", "unwrap", "update_batchnorm", "using", "when", "when_improved",
 ]
 # fmt: on
 

@@ -360,6 +360,44 @@ def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
     return dict(module.named_buffers(recurse=False)) if own is None else own
 
 
+def parameters_of(module: nn.Module) -> dict[str, Tensor | None]:
+    """Return a module's own table of parameters, to put other tensors there for a call.
+
+    Raises:
+        RuntimeError: torch has no such table.
+    """
+    own = vars(module).get("_parameters")
+    if own is None:
+        raise _missing("Module._parameters", "to train a stack of models")
+    return own
+
+
+def has_forward_hooks(module: nn.Module) -> bool:
+    """Return whether hooks are called around a module's forward or backward. Fallback: none."""
+    return any(
+        held
+        for name, held in vars(module).items()
+        if name.startswith(("_forward_", "_backward_")) and name.endswith("hooks")
+    )
+
+
+def has_step_hooks(optimizer: Optimizer) -> bool:
+    """Return whether something else is called around an optimizer's step, or in its place."""
+    return bool(
+        "step" in vars(optimizer)
+        or getattr(optimizer, "_optimizer_step_pre_hooks", True)
+        or getattr(optimizer, "_optimizer_step_post_hooks", True)
+        or _pre_hooks
+        or _post_hooks
+    )
+
+
+def is_batched(value: object) -> bool:
+    """Return whether a tensor stands for one of each model, within ``vmap``. Fallback: it does."""
+    asked = getattr(getattr(torch._C, "_functorch", None), "is_batchedtensor", None)
+    return isinstance(value, Tensor) and (asked is None or bool(asked(value)))
+
+
 # --- data loaders
 
 

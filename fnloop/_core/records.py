@@ -245,6 +245,46 @@ def turns_in(names: Collection[str]) -> set[str]:
     return {rate for rate in rates if f"train/{rate}/loss" in names}
 
 
+def stacked_in(names: Collection[str]) -> list[str]:
+    """Return the models of a stack whose metrics these are: a stack has no loss of its own.
+
+    Example:
+        >>> stacked_in(["train/a/loss", "train/lr/a", "train/b/loss", "train/lr/b"])
+        ['a', 'b']
+        >>> stacked_in(["train/loss", "train/d/loss", "train/lr/d"])      # turns of alternate
+        []
+    """
+    if "train/loss" in names or "recent/loss" in names:
+        return []
+    rates = [name.split("/")[2] for name in names if name.startswith("train/lr/")]
+    return [name for name in dict.fromkeys(rates) if f"train/{name}/loss" in names]
+
+
+def records_of_model(
+    records: Iterable[Record], model: str, models: Collection[str]
+) -> list[Record]:
+    """Return the records of one model of a stack, with the names that its metrics have alone.
+
+    What belongs to no model, such as times, stays.
+
+    Example:
+        >>> both = Record(1, 10, {"train/a/loss": 0.5, "train/lr/a": 0.1, "train/b/loss": 2.0})
+        >>> records_of_model([both], "a", ("a", "b"))[0].metrics
+        {'train/loss': 0.5, 'train/lr': 0.1}
+    """
+    found: list[Record] = []
+    for record in records:
+        metrics: dict[str, float] = {}
+        for name, value in record.metrics.items():
+            parts = name.split("/")
+            place = next((i for i, part in enumerate(parts) if i and part in models), None)
+            if place is None or parts[place] == model:
+                own = (part for i, part in enumerate(parts) if i != place)
+                metrics["/".join(own)] = value
+        found.append(attrs.evolve(record, metrics=metrics))
+    return found
+
+
 def better(value: float, than: float, mode: str) -> bool:
     """Return whether a value is strictly better than another. NaN is worse than anything.
 

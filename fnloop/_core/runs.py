@@ -230,6 +230,7 @@ class RunInfo:
         total_items: the target for ``state.items``, or None.
         first_items: ``state.items`` when the phase began; 0 without phases.
         turns: the names of the turns of ``alternate``; none for another step.
+        models: the names of the models of a stack; none for another state.
         loader: the name of the loader that is being evaluated; None in training.
         hook_slots: the names of the slots that hooks keep, and not the step.
         reported: the names of the numbers that hooks say they add to records.
@@ -258,6 +259,7 @@ class RunInfo:
     turns: tuple[str, ...] = ()
     total_items: int | None = None
     first_items: float = 0
+    models: tuple[str, ...] = ()
     loader: str | None = attrs.field(default=None, repr=False)
     hook_slots: frozenset[str] = attrs.field(default=frozenset(), repr=False)
     reported: frozenset[str] = attrs.field(default=frozenset(), repr=False)
@@ -272,7 +274,7 @@ class RunInfo:
         return tables.facts("RunInfo", {k: v for k, v in facts.items() if v not in (None, "")})
 
     def _facts(self) -> dict[str, object]:
-        rare = ("precision", "first_step", "turns", "total_items", "first_items")
+        rare = ("precision", "first_step", "turns", "models", "total_items", "first_items")
         facts = attrs.asdict(self, filter=lambda field, value: bool(field.repr))
         return {name: fact for name, fact in facts.items() if fact or name not in rare}
 

@@ -56,6 +56,7 @@ from fnloop._core.parts import Held, Part
 from fnloop._core.rng import SEED_BITS, HostGenerators, new_seed
 from fnloop._core.runs import Position, RunInfo, Todo, pending
 from fnloop._core.serialize import Pending, copy_flattened
+from fnloop._core.stacked import Stack, leaves_of, models_of
 from fnloop._core.types import RECORD, UPDATE, Metric, Output, View
 from fnloop._display import checks, tables
 from fnloop._display.checks import describe, flag, instance, join_names
@@ -136,6 +137,12 @@ def _ids(tensors: Iterable[Tensor]) -> list[int]:
     return [*map(id, tensors)]
 
 
+def _counted(names: Iterable[str]) -> list[str]:
+    """Return names, those of which there are more than two in a row as one."""
+    runs = [(name, len([*same])) for name, same in itertools.groupby(names)]
+    return [text for name, n in runs for text in ([f"{n} × {name}"] if n > 2 else [name] * n)]
+
+
 _registered = [0]  # how often any module was given a parameter, or a module in it
 
 
@@ -195,15 +202,20 @@ class ParameterCache:
         self.groups = [[*group["params"]] for group in groups]
         trained = [p for params in self.groups for p in params]
         ids = {id(p) for p in trained}
-        found = [*{id(p): p for p in (*model.parameters(), *trained)}.values()]
+        if type(model) is Stack:  # their gradients are in stacked tensors
+            leaves = leaves_of(model, again=True)
+            owners, found = [each[0] for each in leaves.owners], leaves.params
+        else:
+            owners = found = [*{id(p): p for p in (*model.parameters(), *trained)}.values()]
         if self.model is not None:
             if [*map(_ids, before)] == [*map(_ids, (found, *self.groups))]:
                 self.model = model
                 return
             self.checked, self.has_changed = False, True
         self.model, self.found, self.apart = model, found, False
-        self.trained = [p for p in found if id(p) in ids]
-        self.others = [p for p in found if id(p) not in ids]
+        pairs = [*zip(found, owners, strict=True)]
+        self.trained = [p for p, owner in pairs if id(owner) in ids]
+        self.others = [p for p, owner in pairs if id(owner) not in ids]
 
 
 class _Part(NamedTuple):
@@ -500,7 +512,7 @@ class TrainState:
         facts: dict[str, object] = {
             "step": self.step, "epoch": self.epoch, "batch": self.batch,
             "model": f"{type(self.model).__name__} ({count_parameters(self.model)})",
-            "optimizer": ", ".join(type(each).__name__ for each in optimizers),
+            "optimizer": ", ".join(_counted(type(each).__name__ for each in optimizers)),
             "seed": self.seed,
         }  # fmt: skip
         if self.slots:
@@ -648,7 +660,7 @@ def consume(
     if out is not None and out.skip is None:
         if counted is not UNREAD or out.weight.__class__ is not int:
             counted = counted.after(out.weight, metrics, not state.epoch)
-        metrics = add_output_(metrics, out, recent)
+        metrics = add_output_(metrics, out, recent, models_of(state.model))
     state._ownership.newest = None  # only now: a metric may raise
     return changed(
         state,

@@ -163,7 +163,7 @@ class Output:
 
     def __repr__(self) -> str:
         facts = [
-            "loss=None" if self.loss is None else f"loss={float(self.loss):.6g}",
+            f"loss={', '.join(self._losses('{:.6g}'.format))}",
             f"weight={_as_number(self.weight)}",
             f"aux=[{', '.join(self.aux)}]",
             f"metrics=[{', '.join(self.metrics)}]",
@@ -172,10 +172,17 @@ class Output:
             facts.append(f"skip={self.skip!r}")
         return f"Output({', '.join(facts)})"
 
+    def _losses(self, show: Callable[[float], str]) -> list[str]:
+        """Return the loss as text: for a stack, that of each model."""
+        if self.loss is None:
+            return ["None"]
+        values = self.loss.detach().flatten()
+        return [*map(show, values[:8].tolist()), *["..."] * (len(values) > 8)]
+
     def _repr_html_(self) -> str:
-        loss = "None" if self.loss is None else tables.format_metric("loss", float(self.loss))
+        losses = self._losses(lambda value: tables.format_metric("loss", value))
         shown = {
-            "loss": loss,
+            "loss": ", ".join(losses),
             "weight": tables.format_number(_as_number(self.weight)),
         }
         for name, metric in self.metrics.items():

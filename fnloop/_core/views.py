@@ -21,7 +21,9 @@ from fnloop._core.records import (
     is_evaluated,
     is_row,
     metric_names,
+    records_of_model,
     split_name,
+    stacked_in,
     starred,
     turns_in,
     update_best,
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 # Whatever shows records in columns asks here, so that a terminal, a log and a notebook agree.
 
 LONG = 100.0  # seconds, from which on a column has times such as 1:40
+LONGEST_MODEL = 32  # characters of the name of a model
 
 
 @attrs.frozen
@@ -49,17 +52,39 @@ class Row:
         seconds: the time that passed since the one above it; None if that is unknown.
         best: the names of the metrics to be marked: each is better than in all rows above.
         epoch: the number of its epoch, from 1; 0 for what the record says.
+        model: the model of a stack whose metrics these are; or "".
     """
 
     record: Record
     seconds: float | None = None
     best: Collection[str] = frozenset()
     epoch: int = 0
+    model: str = ""
 
     @property
     def number(self) -> int:
         """The number of its epoch, which is shown."""
         return self.epoch or self.record.epoch
+
+
+def by_model(row: Row, models: Sequence[str]) -> list[Row]:
+    """Return a row for each model of a stack, or the row itself if there are no models.
+
+    Example:
+        >>> record = Record(1, 10, {"valid/a/loss": 2.0, "valid/b/loss": 3.0})
+        >>> row = Row(record, 1.0, {"valid/a/loss"})
+        >>> [(one.model, one.record.metrics, one.best) for one in by_model(row, ("a", "b"))]
+        [('a', {'valid/loss': 2.0}, {'valid/loss'}), ('b', {'valid/loss': 3.0}, set())]
+    """
+    if not models:
+        return [row]
+    found: list[Row] = []
+    marks = Record(0, 0, dict.fromkeys(row.best, 1.0))
+    for model in models:
+        (record,) = records_of_model([row.record], model, models)
+        (best,) = records_of_model([marks], model, models)
+        found.append(attrs.evolve(row, record=record, best={*best.metrics}, model=model))
+    return found
 
 
 def lay_out(
@@ -122,12 +147,16 @@ def table(records: Sequence[Record], width: float = math.inf, most: int = 40) ->
     names = [*metric_names(records)]
     if hidden:  # the few values of ``recent`` in the other rows would tell nothing
         names = [name for name in names if not name.startswith("recent/")]
-    turns = turns_in(names)
+    turns, models = turns_in(names), stacked_in(names)
     best: dict[str, Record] = {}
     rows: list[Row] = []
     for above, record in zip([None, *shown], shown, strict=False):
         best = update_best(best, record)
-        rows.append(Row(record, _passed(record, above), starred(best, record, turns)))
+        row = Row(record, _passed(record, above), starred(best, record, turns))
+        rows += by_model(row, models)
+    if models:
+        names = [*metric_names(row.record for row in rows)]
+        names = [n for n in names if not (hidden and n.startswith("recent/"))]
     count = tables.format_count(hidden, "record")
     remark = f"not shown: {count} with recent/... only" if hidden else ""
     return attrs.evolve(table_of(rows, names, width, most, items=True), remark=remark)
@@ -173,7 +202,15 @@ def _counters(rows: Sequence[Row], last_step: int) -> list[Column[Row]]:
     return [
         Column("epoch", lambda row: str(row.number), width=len(str(epoch))),
         Column("step", lambda row: str(row.record.step), width=len(str(step)), rank=rank),
+        *_models(rows),
     ]
+
+
+def _models(rows: Sequence[Row]) -> list[Column[Row]]:
+    """Return the column of the models, if the rows are those of a stack."""
+    width = max((len(shorten(row.model, LONGEST_MODEL)) for row in rows), default=0)
+    text = lambda row: shorten(row.model, LONGEST_MODEL)
+    return [Column("model", text, left=True, width=width, rank=(1, 0))] if width else []
 
 
 def _items(rows: Sequence[Row]) -> list[Column[Row]]:
@@ -268,6 +305,8 @@ def plot_records(records: Sequence[Record], mode: Mode, x: str) -> Figure:
         raise ValueError(f"there is nothing to plot: the history {empty}")
     if not any(record.epoch for record in records):
         x = "step"  # no epoch has ended, and its length is unknown
+    if models := stacked_in(metric_names(records)):
+        return plot_runs({m: records_of_model(records, m, models) for m in models}, None, x)
     panels = _panels_of(records, mode, x)
     sizes = [panel_size(panel.title, i) for i, panel in enumerate(panels)]
     figure, axes = figures.panels("History.plot", sizes)
@@ -307,7 +346,7 @@ def _panels_of(records: Sequence[Record], mode: Mode, x: str) -> list[_Panel]:
     of = {key: _split(key, series) for key in series}
     groups: dict[str, list[str]] = groupby(lambda key: _panel_of(of[key][1]), series)
     colors = _colors(owner for owner, _ in of.values())
-    place = epochs_of(records) if x == "epoch" else operator.attrgetter(x)
+    place = _place_on(x, records)
 
     panels: list[_Panel] = []
     for title in sorted(groups, key=lambda title: panel_rank(title, groups[title])):
@@ -465,8 +504,10 @@ MOST_VALUES = 4  # best values next to the title of another axis; of more, only 
 Series = Mapping[str, list[Record]]  # the records that have a metric
 
 
-def plot_runs(histories: Mapping[str, Iterable[Record]], keys: Iterable[str] | None) -> Figure:
-    """Draw several runs; the arguments are those of ``compare``."""
+def plot_runs(
+    histories: Mapping[str, Iterable[Record]], keys: Iterable[str] | None, x: str = "step"
+) -> Figure:
+    """Draw several runs; the arguments are those of ``compare`` and of ``History.plot``."""
     figures.require_matplotlib("compare")
     histories = dict(zip(_short_names([*histories]), histories.values(), strict=True))
     series = {name: curves_of(history) for name, history in histories.items()}
@@ -486,13 +527,19 @@ def plot_runs(histories: Mapping[str, Iterable[Record]], keys: Iterable[str] | N
             new, label = name not in explained, name
             if name in named:
                 label = _run_label(name, best[name], key, history, short and not new, not new)
-            curves += _curves(series[name], key, keys, label, color, best.get(name))
+            of_run = best.get(name), _place_on(x, history)
+            curves += _curves(series[name], key, keys, label, color, *of_run)
         known = explained if place else None if crowded else ()
         explained = explained or {name for name, found in series.items() if key in found}
-        figures.draw(axis, key, "step", curves, known)
+        figures.draw(axis, key, x, curves, known)
     if crowded:
         figures.add_legend_below(figure, axes[0])
     return figure
+
+
+def _place_on(x: str, records: Iterable[Record]) -> Callable[[Record], float]:
+    """Return a function that gives where a record is on the x axis."""
+    return epochs_of(records) if x == "epoch" else operator.attrgetter(x)
 
 
 def _short_names(names: Sequence[str]) -> Sequence[str]:
@@ -529,21 +576,29 @@ def _best_of_all(best: Mapping[str, Record], key: str) -> dict[str, Record]:
 
 
 def _curves(
-    series: Series, key: str, keys: list[str], label: str, color: str, best: Record | None
+    series: Series,
+    key: str,
+    keys: list[str],
+    label: str,
+    color: str,
+    best: Record | None,
+    place: Callable[[Record], float],
 ) -> list[figures.Curve]:
     """Return the curves of a run in the axis of a metric."""
     if key not in series:
         return []
-    mark = None if best is None else (best.step, best.metrics[key], "")
-    curves = [figures.Curve(_points(series, key), label, color, key.startswith("recent/"), mark)]
+    mark = None if best is None else (place(best), best.metrics[key], "")
+    curves = [
+        figures.Curve(_points(series, key, place), label, color, key.startswith("recent/"), mark)
+    ]
     recent = f"recent/{split_name(key)[1]}"
     if key.startswith("train/") and recent in series and recent not in keys:
-        curves.append(figures.Curve(_points(series, recent), "", color, thin=True))
+        curves.append(figures.Curve(_points(series, recent, place), "", color, thin=True))
     return curves
 
 
-def _points(series: Series, key: str) -> figures.Points:
-    return [(record.step, record.metrics[key]) for record in series[key]]
+def _points(series: Series, key: str, place: Callable[[Record], float]) -> figures.Points:
+    return [(place(record), record.metrics[key]) for record in series[key]]
 
 
 def _shared_keys(series: Mapping[str, Series]) -> list[str]:

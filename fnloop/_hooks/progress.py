@@ -24,6 +24,7 @@ from fnloop._core.metrics import Last, read
 from fnloop._core.optimizers import labelled_groups, optimizers_in
 from fnloop._core.records import (
     Record,
+    better,
     is_evaluated,
     is_row,
     metric_names,
@@ -34,10 +35,17 @@ from fnloop._core.records import (
 from fnloop._core.runs import RunInfo, is_interruption
 from fnloop._core.state import TrainState, count_parameters
 from fnloop._core.types import EPOCH, RECORD, Call
-from fnloop._core.views import Row, lay_out, table_of
+from fnloop._core.views import Row, by_model, lay_out, table_of
 from fnloop._display import checks, tables
 from fnloop._display.screen import WIDEST, Screen, columns_of, has_colors, paint
-from fnloop._display.tables import Table, format_count, format_duration, format_metric, printable
+from fnloop._display.tables import (
+    Table,
+    format_count,
+    format_duration,
+    format_metric,
+    mode_by_name,
+    printable,
+)
 from fnloop._hooks.hook import Hook
 
 
@@ -243,6 +251,8 @@ def _describe_best(best: Mapping[str, Record], run: RunInfo) -> str:
     def rank(name: str) -> tuple[bool, int]:
         return not name.endswith("/loss"), place.get(name.partition("/")[0], len(place))
 
+    if run.models:
+        best = _best_models(best)
     if run.turns or not best:  # a mean of losses that may oppose each other says nothing
         return ""
     name = min(best, key=rank)
@@ -265,6 +275,8 @@ def describe_values(state: TrainState) -> list[str]:
         for label, group in labelled
         if any(group is each for each in first)
     }
+    if _run(state).models:
+        return _describe_losses(state)
     losses = [f"{turn}/loss" for turn in _run(state).turns] or ["loss"]
     if RECORD in state.events:
         metrics = state.history[-1].metrics
@@ -281,6 +293,28 @@ def describe_values(state: TrainState) -> list[str]:
         of = {name: running.get(f"recent/{name}", running.get(name)) for name in losses}
         values = read({name: metric for name, metric in of.items() if metric is not None} | rates)
     return [f"{name} {format_metric(name, value)}" for name, value in values.items()]
+
+
+def _describe_losses(state: TrainState) -> list[str]:
+    """Return the lowest and the highest of the losses of a stack. One read from the device."""
+    running = state.metrics.get("recent/loss", state.metrics.get("loss"))
+    losses = [] if running is None else [*read({"loss": running}).values()]
+    if not losses:
+        return []
+    low, high = (format_metric("loss", value) for value in (min(losses), max(losses)))
+    return [f"losses {low} to {high}"]
+
+
+def _best_models(best: Mapping[str, Record]) -> dict[str, Record]:
+    """Return the best record of each metric of the models of a stack, of the best model only."""
+    found: dict[tuple[str, str], str] = {}
+    for name, record in best.items():
+        kind = name.split("/")[0], name.split("/")[-1]
+        other = found.get(kind)
+        mode = mode_by_name(name) or "min"
+        if other is None or better(record.metrics[name], best[other].metrics[other], mode):
+            found[kind] = name
+    return {name: best[name] for name in found.values()}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -619,7 +653,8 @@ class _View(ABC):
         self.state = state
         for row in self.pace.read_records(state):
             self.best = update_best(self.best, row.record)
-            self.add(self.marked(row))
+            for line in by_model(self.marked(row), _run(state).models):
+                self.add(line)
 
     def marked(self, row: Row) -> Row:
         """Return a row with the names of its metrics that are better than all above."""
@@ -912,7 +947,7 @@ class _Log(_View):
         )
         at = attrs.evolve(self.at(self.state), epoch=row.number, step=row.record.step)
         passed = format_duration(row.seconds or 0.0)
-        self.write(at.epoch_text, at.step_text, *values, at.skipped_text, passed)
+        self.write(at.epoch_text, at.step_text, row.model, *values, at.skipped_text, passed)
 
     def show(self, state: TrainState) -> float:
         """Write how far the run is, if it is time to."""

@@ -18,14 +18,15 @@ from fnloop._backend.collectives import broadcast, gather_objects, gather_shares
 from fnloop._backend.containers import map_leaves
 from fnloop._checkpoint.format import NUMBER, check_shape
 from fnloop._core.history import SINCE, Fold, check_monitored, first_record, mode_of
-from fnloop._core.metrics import Mean
+from fnloop._core.metrics import Mean, read
 from fnloop._core.records import Record, better, counts
 from fnloop._core.rng import isolated
 from fnloop._core.runs import Stop, ends_job, kind_of, now
+from fnloop._core.stacked import models_of
 from fnloop._core.state import TrainState, with_slot
 from fnloop._core.types import END, RECORD, UPDATE, Call
 from fnloop._display import checks
-from fnloop._display.checks import choice, flag, integer, metric_name, number
+from fnloop._display.checks import choice, flag, integer, join_names, metric_name, number
 from fnloop._display.screen import log
 from fnloop._display.tables import format_count, format_duration, format_metric
 from fnloop._hooks.hook import BuiltIn, Hook, place_in, unwrap_hook
@@ -73,7 +74,7 @@ class Trail:
         finite: bool | Tensor = True
         if isinstance(loss, Mean):
             total = loss.total
-            finite = total.isfinite() if isinstance(total, Tensor) else math.isfinite(total)
+            finite = total.isfinite().all() if isinstance(total, Tensor) else math.isfinite(total)
         self._marks.append(_mark(state, finite))
 
     def forget(self) -> None:
@@ -427,20 +428,46 @@ class halt_on_nonfinite(BuiltIn):
     def __call__(self, state: TrainState) -> TrainState:
         if self.keep:
             self._trail.note(state)
-        loss = self._read(state)
+        loss, which = self._read(state)
         if loss is None or math.isfinite(loss):
             if loss is not None:
                 self._trail.forget()
             return state
         place = self._trail.find(state) if self.keep else None
         where = self._interval(state) if place is None else describe_place(place)
-        reason = f"halt_on_nonfinite: the training loss became {loss} {where}"
+        reason = f"halt_on_nonfinite: the training loss{which} became {loss} {where}"
         if self.raises:
             raise FloatingPointError(reason)
         extra = state.extra if place is None else {**state.extra, KEY: place}
         return attrs.evolve(state, stop=reason, extra=extra)
 
-    def _read(self, state: TrainState) -> float | None:
+    def _read(self, state: TrainState) -> tuple[float | None, str]:
+        """Return the mean loss, and of which models it is. Of a stack it is a bad one, if any."""
+        models = models_of(state.model)
+        if not models:
+            return self._read_one(state), ""
+        losses = self._read_each(state, models)
+        bad = [name for name, loss in losses.items() if not math.isfinite(loss)]
+        if not bad:
+            return (0.0 if losses else None), ""
+        return losses[bad[0]], f" of {join_names(bad)}"
+
+    def _read_each(self, state: TrainState, models: Sequence[str]) -> dict[str, float]:
+        """Return the mean loss of each model of a stack; nothing if it is not read."""
+        if RECORD in state.events:
+            metrics, groups = state.history[-1].metrics, ("train", "recent")
+            return {
+                name: metrics[key]
+                for name in models
+                for key in [f"{group}/{name}/loss" for group in groups][::-1]
+                if key in metrics
+            }
+        if UPDATE in state.events and state.step % self.steps == 0 and "loss" in state.metrics:
+            found = read({"loss": state.metrics["loss"]})  # a host read
+            return {name: found[f"{name}/loss"] for name in models}
+        return {}
+
+    def _read_one(self, state: TrainState) -> float | None:
         """Return the mean loss of the epoch, or a bad one since the last record; None if unread."""
         if RECORD in state.events:
             metrics = state.history[-1].metrics

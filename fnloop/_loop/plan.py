@@ -31,6 +31,7 @@ from fnloop._core.runs import (
     kind_of,
     reason_of,
 )
+from fnloop._core.stacked import models_of
 from fnloop._core.state import (
     TrainState,
     begin_count,
@@ -246,7 +247,7 @@ class Plan:
         check_makers(self.hooks, ("train", "recent", *self.loaders.evaluated))
         known = ("train", *recent, *info.evaluated, *names_made(self.hooks))
         check_names(watched_in(self.step, self.hooks), known, self.loaders.evaluated)
-        check_metrics(self.step, self.hooks, info.evaluated, history)
+        check_metrics(self.step, self.hooks, info.evaluated, history, info.models)
         self.step.check_loaders(("train", *self.loaders.evaluated))
         self.step.check_evaluation(info.evaluated)
         for moment in self.moments:
@@ -407,6 +408,7 @@ def describe(
         turns=tuple(plan.step.turns),
         total_items=plan.assumed_items if plan.items is None else plan.items,
         first_items=(None if phase is None else phase.items) or 0,
+        models=models_of(state.model),
         hook_slots=slots_of(plan.hooks), reported=names_reported(plan.hooks), windows=windows,
         live=Live(clock, source.positions.at, source.indices, made_with),
     )  # fmt: skip
@@ -670,7 +672,11 @@ def watched_in(step: PipelineStep, hooks: Sequence[Hook]) -> list[tuple[str, str
 
 
 def check_metrics(
-    step: PipelineStep, hooks: Sequence[Hook], loaders: Collection[str], history: History
+    step: PipelineStep,
+    hooks: Sequence[Hook],
+    loaders: Collection[str],
+    history: History,
+    models: Sequence[str] = (),
 ) -> None:
     """Raise for a metric that is watched and that the pipeline cannot make.
 
@@ -682,6 +688,7 @@ def check_metrics(
         hooks: the hooks.
         loaders: the names of the loaders that are evaluated.
         history: the records so far. What is in one of them may come from an earlier run.
+        models: the names of the models of a stack.
 
     Raises:
         KeyError: there will be no such metric; the message says what to list.
@@ -701,6 +708,10 @@ def check_metrics(
         if not name or not (trained or loader in loaders) or key in reported or key in history:
             continue
         names = _trained_names(step) if trained else _evaluated_names(step, loader)
+        if names is not None and models:
+            # What all models have in common, such as times, has no model in its name.
+            names += [f"{model}/{name}" for model in models for name in names]
+            names += [f"lr/{model}" for model in models]
         if names is not None:
             check_made(owner, key, names)
 

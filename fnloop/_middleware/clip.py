@@ -15,6 +15,7 @@ from fnloop._backend.fsdp import combined, local_part
 from fnloop._core.freeze import Selectors, check_selectors
 from fnloop._core.metrics import Mean
 from fnloop._core.rng import isolated
+from fnloop._core.stacked import Stack
 from fnloop._core.state import TrainState, parameters, unwrap, with_used
 from fnloop._core.types import Batch, Call, Middleware, Output, Step, middleware
 from fnloop._display import checks
@@ -27,6 +28,7 @@ from fnloop._step.gradients import (
     total_norm,
 )
 from fnloop._step.pipeline import Chosen
+from fnloop._step.stacked import clip_models_, gradients, per_update, stacked_norms
 from fnloop._step.transaction import skip_together, then
 from fnloop._step.update import CLOSURE, CREATE_GRAPH, Commuting, report
 
@@ -99,6 +101,9 @@ def clip(
 
     def scale(state: TrainState, batch: Batch, out: Output) -> tuple[TrainState, Output]:
         __tracebackhide__ = True
+        if type(state.model) is Stack:
+            norms = clip_models_(state, max_norm, norm_type)
+            return state, report(out, {label: per_update(label, norms, state)}, "clip")
         norm = clip_to_norm_(of(state), max_norm, norm_type)
         return state, report(out, {label: Mean(norm, 1)}, "clip")
 
@@ -153,6 +158,9 @@ def grad_norm(norm_type: float = 2.0, by: str | None = None) -> Middleware:
 
     def measure(state: TrainState, batch: Batch, out: Output) -> tuple[TrainState, Output]:
         __tracebackhide__ = True
+        if type(state.model) is Stack:
+            of_models = stacked_norms(gradients(state), norm_type)
+            return state, report(out, {_NORM: per_update(_NORM, of_models, state)}, "grad_norm")
         groups = {_NORM: parameters(state)} if by is None else _by_module(state)
         found = {k: [p.grad for p in ps if p.grad is not None] for k, ps in groups.items()}
         norms = {

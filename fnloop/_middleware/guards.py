@@ -14,12 +14,15 @@ from torch.nn.utils import get_total_norm
 from fnloop._backend import torch_compat
 from fnloop._backend.fsdp import local_part
 from fnloop._core.runs import Stop
+from fnloop._core.stacked import Stack, models_of
 from fnloop._core.state import TrainState, parameters
 from fnloop._core.types import Batch, Middleware, Output, Step, Wrap, middleware
 from fnloop._display import checks
+from fnloop._display.checks import join_names
 from fnloop._display.tables import format_count
 from fnloop._step.engine import engine_of, refuse
 from fnloop._step.guard import Kept, go_back, guarding, keep, sees_whole_updates
+from fnloop._step.stacked import find_bad
 from fnloop._step.transaction import Judge
 
 # --------------------------------------------------------------------------------------------------
@@ -83,12 +86,38 @@ def skip_nonfinite(limit: int = 10) -> Middleware:
 
 def _examine_gradients(state: TrainState, out: Output) -> tuple[Tensor, Judge]:
     """Return whether the loss or a gradient is not finite, on the device, and who judges."""
+    if type(state.model) is Stack:
+        bad = find_bad(state, out.loss)
+        return bad.any(), functools.partial(_judge_models, out.loss, bad)
     found = out.loss.isfinite()
     gradients = [local_part(p.grad) for p in parameters(state) if p.grad is not None]
     values = [torch_compat.sparse_values(g) if g.is_sparse else g for g in gradients]
     if values:  # the largest magnitude is NaN if any element is
         found = found & get_total_norm(values, math.inf).isfinite().to(found.device)
     return ~found, functools.partial(_judge_gradients, out.loss)
+
+
+def _judge_models(losses: Tensor, bad: Tensor, state: TrainState, any_bad: bool) -> str | None:
+    """Judge the update of a stack: it is left out for all models, or for none.
+
+    Raises:
+        FloatingPointError: it is bad for some of them.
+    """
+    if not any_bad:
+        return None
+    flags = bad.tolist()  # host reads, of an update that is left out, or ends the run
+    if all(flags):
+        state.slots["skip_nonfinite"].skipped += 1
+        return "skip_nonfinite: the loss or a gradient of every model is not finite"
+    names = [name for name, flag in zip(models_of(state.model), flags, strict=True) if flag]
+    values = [loss for loss, flag in zip(losses.tolist(), flags, strict=True) if flag]
+    raise FloatingPointError(
+        f"skip_nonfinite: of the models of a stack, a loss or a gradient of {join_names(names)} is "
+        f"not finite (the losses are {', '.join(f'{value:g}' for value in values[:3])}), and the "
+        "others are. A stack has one state.step, so its models cannot skip separately: leave "
+        "skip_nonfinite out, which lets such a model diverge alone; or unstack(state) and train "
+        "the states one by one"
+    )
 
 
 def _judge_gradients(loss: Tensor, state: TrainState, bad: bool) -> str | None:

@@ -24,9 +24,11 @@ from fnloop._core.metrics import (
     from_torchmetrics,
     mark,
     names_in,
+    per_model,
     to_accumulator_dtype,
     weighted,
 )
+from fnloop._core.stacked import Stack, call_each, of_model
 from fnloop._core.state import TrainState, with_slot
 from fnloop._core.types import (
     Aux,
@@ -195,6 +197,7 @@ def _measure(
 ) -> Wrap:
     """Return the wrap that adds metrics, for all loaders or for some."""
     label = "" if shared is None else _label(shared)
+    one_by_one: set[str] = set()  # metrics of a stack that are computed for each model alone
 
     def measure(state: TrainState, batch: Batch, out: Output) -> tuple[TrainState, Output]:
         __tracebackhide__ = True
@@ -204,6 +207,13 @@ def _measure(
             found: dict[str, Metric] = {}
             name = label
             try:  # a comprehension would add a frame to the traceback
+                if type(state.model) is Stack:
+                    names = state.model.names
+                    named = functions if shared is None else {label: shared, **functions}
+                    for name, compute in named.items():
+                        of = None if compute is shared else name
+                        found |= _of_models(of, compute, out, batch, names, one_by_one)
+                    return state, report(out, found, "metric")
                 if shared is not None:
                     found = _by_name(name, shared(out.aux, batch), out.weight)
                     _check_names(found, functions)
@@ -217,6 +227,52 @@ def _measure(
         return state, report(out, found, "metric")
 
     return then(measure)
+
+
+def _of_models(
+    name: str | None,
+    compute: MetricFn,
+    out: Output,
+    batch: Batch,
+    models: tuple[str, ...],
+    one_by_one: set[str],
+) -> dict[str, Metric]:
+    """Return a metric of all models of a stack: computed at once if it is one tensor.
+
+    Args:
+        name: its name; None if it brings names of its own.
+        compute: the function.
+        out: the output of the loss function, for all models.
+        batch: the batch.
+        models: the names of the models.
+        one_by_one: the names of the metrics that are computed for one model after the other.
+    """
+    __tracebackhide__ = True
+    if name is not None and name not in one_by_one:
+        kept: list[object] = []
+
+        def of_one(aux: Aux) -> object:
+            __tracebackhide__ = True
+            kept.append(compute(aux, batch))
+            return kept[0] if isinstance(kept[0], Tensor) and kept[0].numel() == 1 else None
+
+        try:
+            values = call_each(of_one, out.aux, f"the metric {name!r}")
+        except NotImplementedError:
+            values = None
+        if isinstance(values, Tensor):
+            return {name: per_model(name, values.flatten(), out.weight, models)}
+        one_by_one.add(name)
+    found: dict[str, Metric] = {}
+    for i, model in enumerate(models):
+        value = compute(of_model(out.aux, i), batch)
+        made = (
+            _by_name("", value, out.weight)
+            if name is None
+            else {name: _to_metric(name, value, out.weight)}
+        )
+        found |= {f"{model}/{key}": each for key, each in made.items()}
+    return found
 
 
 def _explain_missing(error: KeyError, key: object, aux: Aux, batch: Batch) -> None:

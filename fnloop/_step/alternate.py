@@ -59,6 +59,7 @@ from fnloop._step.pipeline import (
     check_around,
     renew_slots,
 )
+from fnloop._step.stacked import check_loss_step
 from fnloop._step.update import USING, of_turn, prefixed
 
 SAME, NEXT, LATE = "same", "next", "late"
@@ -306,6 +307,7 @@ class AlternateStep(PipelineStep):
 
     def init_slots(self, state: TrainState, *, evaluation: bool = False) -> TrainState:
         __tracebackhide__ = True
+        check_loss_step(state, self)
         self._check_state(state)
         if not evaluation:
             takes = "takes the parameters that need gradients as they are at first"

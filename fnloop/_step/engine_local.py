@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from fnloop._core.metrics import Shares
 from fnloop._core.parts import Part
+from fnloop._core.stacked import models_of
 from fnloop._core.state import TrainState
 from fnloop._core.types import Batch, Metric, Output, Step
 from fnloop._data.source import Source
@@ -74,7 +75,7 @@ class LocalEngine:
         return out.loss
 
     def start_evaluation(self, state: TrainState, name: str) -> EvaluationPass:
-        return LocalEvaluation()
+        return LocalEvaluation(models_of(state.model))
 
     def share_buffers(self, model: nn.Module) -> None: ...
 

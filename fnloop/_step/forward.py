@@ -19,6 +19,7 @@ from fnloop._backend.fsdp import is_sharded
 from fnloop._backend.torch_compat import version_of
 from fnloop._core.metrics import Mean, NoLoss, update_, update_evaluated_
 from fnloop._core.optimizers import optimizers_in
+from fnloop._core.stacked import INSTEAD, Shared, Stack, call_models
 from fnloop._core.state import (
     TrainState,
     all_parameters,
@@ -56,7 +57,11 @@ def forward(loss_fn: LossFn, name: str, own_precision: bool = True) -> Step:
         nonlocal checked
         __tracebackhide__ = True
         try:
-            if own_precision or state.backend.precision is None:
+            if type(state.model) is Stack:
+                reply = _of_all_models(loss_fn, state.model, batch, name)
+                if not isinstance(reply, Skip):
+                    return state, reply
+            elif own_precision or state.backend.precision is None:
                 reply = loss_fn(state.model, batch)
             else:
                 with _configured_autocast(state):
@@ -82,6 +87,37 @@ def forward(loss_fn: LossFn, name: str, own_precision: bool = True) -> Step:
         return state, Output(loss, weight, aux, {}, skip)
 
     return forward
+
+
+def _of_all_models(loss_fn: LossFn, stack: Stack, batch: Batch, name: str) -> Output | Skip:
+    """Call the loss function once for all models of a stack; its loss has one element for each."""
+    __tracebackhide__ = True
+
+    def of_one(model: nn.Module) -> Any:
+        __tracebackhide__ = True
+        reply = loss_fn(model, batch)
+        if isinstance(reply, Skip):
+            return reply
+        loss: Any
+        aux: Any
+        loss, aux = reply if reply.__class__ is tuple and len(reply) == 2 else (reply, {})
+        _check_reply(reply, loss, aux, name)
+        weight = aux["weight"] if "weight" in aux else items_in(batch, name, loss is None)
+        _check_weight(weight, name)
+        shared = Shared(weight)
+        if shared.differs:
+            raise ValueError(
+                f'the aux["weight"] of {name} depends on the model, and the models of a stack make '
+                f"every update with the same items. {INSTEAD}"
+            )
+        return loss, dict(aux), shared
+
+    reply = call_models(stack, name, of_one)
+    if isinstance(reply, Skip):
+        return reply
+    loss, aux, weight = reply[0], reply[1], reply[2].value
+    skip = _NO_ITEMS if weight.__class__ is int and not weight else None
+    return Output(loss, weight, aux, {}, skip)
 
 
 def _configured_autocast(state: TrainState) -> AbstractContextManager[object]:
@@ -557,9 +593,14 @@ class EvaluationPass(Protocol):
 
 
 class Fold:
-    """The loss and the metrics of the batches of an evaluation, in their order."""
+    """The loss and the metrics of the batches of an evaluation, in their order.
 
-    def __init__(self) -> None:
+    Args:
+        models: the names of the models of a stack, each of which has a loss.
+    """
+
+    def __init__(self, models: tuple[str, ...] = ()) -> None:
+        self._models = models
         self._metrics: dict[str, Metric] = {}
         self._loss: Mean | NoLoss | None = None
 
@@ -568,7 +609,7 @@ class Fold:
         __tracebackhide__ = True
         if out.weight.__class__ is int and not out.weight:
             return
-        self._loss = update_evaluated_(self._loss, out.loss, out.weight)
+        self._loss = update_evaluated_(self._loss, out.loss, out.weight, self._models)
         if out.metrics:
             self._metrics = update_(self._metrics, out.metrics)
 

@@ -60,6 +60,8 @@ class LossRoot:
         root = out.loss
         if not root.requires_grad:
             _fail_without_gradient(state)
+        if root.ndim:  # one loss for each model of a stack, whose gradients are its own
+            root = root.sum()
         if relative_weight is not None:
             root = root * relative_weight
         return root if self.scale is None else at_least_float32(root) * self.scale(state)

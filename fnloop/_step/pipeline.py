@@ -28,6 +28,7 @@ from fnloop._core.optimizers import check_used, groups_in, to_training
 from fnloop._core.rng import fold_in, isolated, seed_all, torch_seeder
 from fnloop._core.runs import Windows
 from fnloop._core.serialize import has_pending, materialize
+from fnloop._core.stacked import Stack
 from fnloop._core.state import (
     TBPTT,
     StaleStateError,
@@ -75,6 +76,7 @@ from fnloop._step.forward import (
 )
 from fnloop._step.gradients import LossRoot, NoGradientError, run
 from fnloop._step.guard import RETRY
+from fnloop._step.stacked import check_loss_step, check_stackable
 from fnloop._step.transaction import around, may_skip_in, transaction
 from fnloop._step.update import (
     CLOSURE,
@@ -717,6 +719,7 @@ class RawStep(LossStep):
 
     def init_slots(self, state: TrainState, *, evaluation: bool = False) -> TrainState:
         __tracebackhide__ = True
+        check_loss_step(state, self)
         if not evaluation:
             its = "it runs its own backward, so no other step can sum its gradients in a tree"
             refuse(
@@ -790,6 +793,7 @@ class GradientStep(RawStep):
 
     def init_slots(self, state: TrainState, *, evaluation: bool = False) -> TrainState:
         __tracebackhide__ = True
+        check_loss_step(state, self)
         if not evaluation:
             averages = "averages gradients in a backward, before they can be weighed"
             why = f"does not work with fully_shard, which {averages}: leave fully_shard out"
@@ -1304,6 +1308,8 @@ def init_slots(state: TrainState, members: Sequence[Middleware]) -> TrainState:
 def _check(state: TrainState, members: Sequence[Middleware]) -> None:
     """Let middleware look at a state whose model or parameters they have not seen yet."""
     __tracebackhide__ = True
+    if type(state.model) is Stack:
+        check_stackable(members)
     if not (checking := [m.check_state for m in members if m.check_state is not None]):
         return
     known, listed = _checked.get(state.model, (None, None))

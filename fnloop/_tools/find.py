@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fnloop._backend.containers import is_out_of_memory
 from fnloop._core.optimizers import Group, Rate, copy_number, groups_in, initial_value, put_number
+from fnloop._core.stacks import check_one_model
 from fnloop._core.state import TrainState, check_not_stale
 from fnloop._core.types import Batch, Middleware, Output, Step, middleware
 from fnloop._data.loaders import batch_size_of
@@ -171,6 +172,7 @@ def find_lr(
     __tracebackhide__ = True
     step = check_step(step, "find_lr")
     check_not_stale(state, "find_lr")
+    check_one_model(state, "find_lr")
     if step.turns:
         raise ValueError(
             "find_lr varies one learning rate and looks at one loss, but alternate(...) has those "
@@ -385,6 +387,7 @@ def find_batch_size(
     __tracebackhide__ = True
     step = check_step(step, "find_batch_size")
     check_not_stale(state, "find_batch_size")
+    check_one_model(state, "find_batch_size")
     meaning = "a function batch_size -> loader"
     checks.function("find_batch_size", "make_loader", make_loader, meaning, 1)
     checks.integer("find_batch_size", "most", most, "the largest size to try")

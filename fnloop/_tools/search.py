@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 import math
 import tempfile
@@ -20,8 +21,9 @@ from fnloop._checkpoint.restore import resume_at
 from fnloop._core.history import History, mode_of
 from fnloop._core.records import Record, better, counts
 from fnloop._core.runs import ends_run, is_interruption
+from fnloop._core.stacks import stack, unstack
 from fnloop._core.state import TrainState, check_not_stale
-from fnloop._core.types import Step
+from fnloop._core.types import Middleware, Step
 from fnloop._display import checks
 from fnloop._display.tables import (
     Column,
@@ -39,7 +41,8 @@ from fnloop._hooks.keep import checkpoint
 from fnloop._loop.fit import run
 from fnloop._loop.peers import forget_interruption
 from fnloop._loop.plan import check_step, read_hooks
-from fnloop._step.pipeline import PipelineStep
+from fnloop._middleware.schedule import schedule
+from fnloop._step.pipeline import LossStep, PipelineStep, pipeline
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -125,6 +128,7 @@ def search(
     mode: str | None = None,
     folder: str | Path | None = None,
     hooks: Sequence[HookFn] = (),
+    stacked: bool = False,
 ) -> Search:
     """Train many states for a short time, the better part of them longer, and the best to the end.
 
@@ -147,6 +151,11 @@ def search(
             in memory, and those of functions wait in a temporary folder.
         hooks: the hooks of each run. A run that one of them stops keeps its last value, and is not
             trained any further.
+        stacked: whether all runs that are left train at once, as :func:`fnloop.stack` makes it
+            possible: K small models take little longer than one. Then memory holds all of them, a
+            run equals the one that it would have been alone up to rounding, and hooks see the
+            stack: its metrics are "valid/<name>/loss", and one that stops it stops all. Steps may
+            differ in their ``schedule`` only.
 
     Returns:
         The best run, with its state and the histories of all: :class:`Search`.
@@ -154,6 +163,7 @@ def search(
     Raises:
         TypeError: an argument is something else.
         ValueError: there is no state, rungs do not grow, or keep is out of range.
+        NotImplementedError: with ``stacked``: the steps differ, or cannot train a stack.
         KeyError: a run has no such metric, before its first update; or steps and states have other
             names.
         KeyboardInterrupt: a run was interrupted: by Ctrl-C, a signal, or the end of its job's time.
@@ -180,6 +190,7 @@ def search(
     Source: Jamieson and Talwalkar, 2016, https://arxiv.org/abs/1502.07943
     """
     rungs = _check(states, rungs, keep)
+    checks.flag(OWNER, "stacked", stacked, "whether all runs that are left train at once")
     chosen = mode_of(OWNER, checks.text(OWNER, "key", key, "a metric"), mode)
     made, checked = _steps(steps, states), read_hooks(hooks)
     with _kept_in(folder, states) as kept:
@@ -189,12 +200,16 @@ def search(
         }
         found, growing, left = list[Rung](), Growing([*states], key), [*trials.values()]
         for epoch in rungs:
+            began = time.monotonic()
+            if stacked:
+                train_together(left, epoch, loaders, rungs, checked, key, kept)
+            share = (time.monotonic() - began) / len(left)
             for trial in left:
                 began = time.monotonic()
                 value = _value(trial.train_to(epoch), trial.name, key, epoch)
                 values = [rung.value for rung in found if rung.epoch == epoch]
                 is_best = all(better(value, other, chosen) for other in values)
-                seconds = time.monotonic() - began
+                seconds = time.monotonic() - began + share
                 found.append(Rung(trial.name, epoch, value, seconds, is_best))
                 growing.show(found, trial.is_main)
             values = {rung.name: rung.value for rung in found if rung.epoch == epoch}
@@ -217,7 +232,7 @@ class Watched(Hook):
 
     __name__ = OWNER  # in messages about its metric
 
-    def __init__(self, key: str) -> None:
+    def __init__(self, key: str | tuple[str, ...]) -> None:
         self.monitors = key
 
     def __call__(self, state: TrainState) -> TrainState:
@@ -251,7 +266,7 @@ class Trial:
         folder: Path | None,
     ) -> None:
         self.name, self._source, self._step, self._loaders = name, source, step, loaders
-        self._rungs, self._hooks = rungs, hooks
+        self._rungs, self._hooks, self.step = rungs, hooks, step
         self._folder = None if folder is None else folder / _name_of_folder(name)
         self._state: TrainState | None = None  # where it is held in memory
         self.history = History()
@@ -278,24 +293,19 @@ class Trial:
         """Train to a rung, if it is not there yet, and return the history."""
         state = self.state()
         self.is_main = state.backend.main
-        if state.epoch < epoch and not ends_run(state.stop):
+        if is_left(state, epoch):
             saves = () if self._folder is None else (self._saves(self._folder),)
             hooks, whole = (*self._hooks, *saves), self._rungs[-1]
-            reached = run(self._step, state, self._loaders, epochs=whole, hooks=hooks)
-            with contextlib.closing(cast("Generator[TrainState]", reached)):
-                for state in reached:
-                    if state.epoch >= epoch:
-                        break
-            if is_interruption(state.stop):
-                forget_interruption()  # this says it
-                raise KeyboardInterrupt(
-                    f"search: the run {self.name!r} was interrupted at step {state.step} "
-                    f"({state.stop})"
-                )
+            what = f"the run {self.name!r}"
+            state = _trained(self._step, state, self._loaders, epoch, whole, hooks, what)
         is_given = isinstance(self._source, TrainState)
         self._state = state if is_given or self._folder is None else None
         self.history = state.history
         return self.history
+
+    def take(self, state: TrainState) -> None:
+        """Take the state that the run has come to with others."""
+        self._state, self.history = state, state.history
 
     def release(self) -> None:
         """Forget the state of a run that does not continue."""
@@ -303,6 +313,127 @@ class Trial:
 
     def _saves(self, folder: Path) -> HookFn:
         return every(epochs=1)(checkpoint(folder, keep=1))
+
+
+def is_left(state: TrainState, epoch: int) -> bool:
+    """Return whether a run is still to be trained to a rung."""
+    return state.epoch < epoch and not ends_run(state.stop)
+
+
+def _trained(
+    step: PipelineStep,
+    state: TrainState,
+    loaders: object,
+    epoch: int,
+    epochs: int,
+    hooks: Sequence[HookFn],
+    what: str,
+) -> TrainState:
+    """Return a state that was trained to an epoch of a run, which has ``epochs`` in all.
+
+    Raises:
+        KeyboardInterrupt: ``what`` was interrupted.
+    """
+    reached = run(step, state, loaders, epochs=epochs, hooks=hooks)
+    with contextlib.closing(cast("Generator[TrainState]", reached)):
+        for state in reached:
+            if state.epoch >= epoch:
+                break
+    if is_interruption(state.stop):
+        forget_interruption()  # this says it
+        raise KeyboardInterrupt(
+            f"search: {what} was interrupted at step {state.step} ({state.stop})"
+        )
+    return state
+
+
+# --- all that are left at once
+
+
+def train_together(
+    trials: Sequence[Trial],
+    epoch: int,
+    loaders: object,
+    rungs: Sequence[int],
+    hooks: Sequence[HookFn],
+    key: str,
+    folder: Path | None,
+) -> None:
+    """Train runs to a rung, stacked into one.
+
+    Args:
+        trials: the runs.
+        epoch: the epochs of the rung.
+        loaders: the loaders.
+        rungs: the rungs.
+        hooks: the hooks of the user.
+        key: the metric that ranks the runs.
+        folder: the folder of all runs, or None.
+    """
+    states = {trial.name: trial.state() for trial in trials}
+    left = {trial.name: trial for trial in trials if is_left(states[trial.name], epoch)}
+    if not left:
+        return
+    state = stack({name: states[name] for name in left})
+    step = joined_step({name: trial.step for name, trial in left.items()})
+    loader, _, rest = key.partition("/")
+    watched = tuple(f"{loader}/{name}/{rest}" for name in left)
+    hooks = (*hooks, Watched(watched))
+    if folder is not None:
+        own = folder / f"stacked to epoch {epoch}"
+        state = resume_at(Place(own), state, nonfinite=True)
+        hooks = (*hooks, every(epochs=1)(checkpoint(own, keep=1)))
+    if is_left(state, epoch):
+        what = f"a stack of {len(left)} runs"
+        state = _trained(step, state, loaders, epoch, rungs[-1], hooks, what)
+    for name, own_state in unstack(state).items():
+        left[name].take(own_state)
+
+
+def joined_step(steps: Mapping[str, PipelineStep]) -> PipelineStep:
+    """Return one step for several runs, whose steps may differ in their schedules.
+
+    Args:
+        steps: name to step.
+
+    Raises:
+        NotImplementedError: they differ in something else.
+    """
+    (first_name, first), *others = steps.items()
+    for name, step in others:
+        mine, its = first.pipeline.middleware, step.pipeline.middleware
+        pairs = [*itertools.zip_longest(mine, its)]
+        of = (getattr(each, "loss_fn", each) for each in (first, step))
+        differ = [(a, b) for a, b in pairs if a != b and not (_is_schedule(a) and _is_schedule(b))]
+        if differ or len({*map(id, of)}) > 1:
+            what = f"{differ[0][0]!r} and {differ[0][1]!r}" if differ else "their loss functions"
+            raise NotImplementedError(
+                f"search(stacked=True): the steps of {first_name!r} and {name!r} differ in {what}. "
+                "Runs that train at once may differ in their schedule only: leave stacked out"
+            )
+    columns = [*zip(*(step.pipeline.middleware for step in steps.values()), strict=True)]
+    listed: list[Middleware] = []
+    for members in columns:
+        distinct = [m for i, m in enumerate(members) if m not in members[:i]]
+        if len(distinct) == 1:
+            listed.append(distinct[0])
+            continue
+        for member in distinct:
+            call = member.call
+            assert call is not None
+            names = tuple(n for n, m in zip(steps, members, strict=True) if m == member)
+            listed.append(schedule(*call.args, **{**call.kwargs, "only": names}))
+    if len(others) == 0 or len(listed) == len(columns):
+        return first
+    return pipeline(*listed)(cast(LossStep, first).loss_fn)
+
+
+def _is_schedule(member: Middleware | None) -> bool:
+    """Return whether this is a schedule of all optimizers."""
+    if member is None or member.call is None or member.call.factory is not schedule:
+        return False
+    bound = inspect.signature(member.call.factory).bind(*member.call.args, **member.call.kwargs)
+    return bound.arguments.get("only") is None
 
 
 @contextlib.contextmanager

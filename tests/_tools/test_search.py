@@ -231,3 +231,89 @@ def test_what_makes_no_sense_is_refused(error, settings, message, capsys):
     given = {"steps": TOY_STEP, "states": {"a": toy()}, "loaders": TOYS, "mode": "min"} | settings
     with pytest.raises(error, match=message):
         fl.search(given.pop("steps"), given.pop("states"), given.pop("loaders"), **given)
+
+
+# --- all that are left at once
+
+DIGITS = [(torch.randn(8, 6, generator=torch.Generator().manual_seed(i)), torch.arange(8) % 3)
+          for i in range(5)]  # fmt: skip
+STACKED_LOADERS = {"train": DIGITS, "valid": DIGITS[:2]}
+CLASSES = fl.supervised(torch.nn.CrossEntropyLoss())
+STACKED_STEP = fl.pipeline(fl.clip(0.5), fl.schedule(schedules.cosine(warmup=2)))(CLASSES)
+
+
+def classifiers():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
+    optimizer = torch.optim.AdamW(model.parameters())
+    return fl.fork(fl.TrainState.create(model, optimizer, seed=3), RATES)
+
+
+def check_near(found, other):
+    """Two searches come to the same, up to rounding."""
+    assert found.best == other.best and shown(found) == shown(other)
+    for name, history in other.histories.items():
+        mine = found.histories[name]
+        assert [*history.keys()] == [*mine.keys()] and len(history) == len(mine)
+        for key in [*history.keys()]:
+            assert mine[key] == pytest.approx(history[key], rel=1e-5, abs=1e-7)
+
+
+def test_runs_that_train_at_once_are_those_that_they_would_have_been_alone():
+    found = fl.search(STACKED_STEP, classifiers(), STACKED_LOADERS, stacked=True, **SEARCHED)
+    check_near(found, fl.search(STACKED_STEP, classifiers(), STACKED_LOADERS, **SEARCHED))
+    assert [len(history) for history in found.histories.values()].count(1) == 6
+    alone = fl.fit(STACKED_STEP, found.state, STACKED_LOADERS, epochs=5, hooks=())
+    assert alone.epoch == 5 and "train/loss" in alone.history
+
+
+def test_runs_that_train_at_once_may_have_schedules_of_their_own():
+    fns = itertools.cycle([schedules.cosine(), schedules.linear(), schedules.constant()])
+    steps = {
+        name: fl.pipeline(fl.clip(1.0), fl.schedule(next(fns)))(CLASSES) for name in classifiers()
+    }
+    found = fl.search(steps, classifiers(), STACKED_LOADERS, stacked=True, **SEARCHED)
+    check_near(found, fl.search(steps, classifiers(), STACKED_LOADERS, **SEARCHED))
+
+
+def test_runs_that_train_at_once_may_differ_in_nothing_but_their_schedules():
+    names = [*classifiers()]
+    steps = {name: fl.pipeline(fl.clip(1.0 + i))(CLASSES) for i, name in enumerate(names)}
+    with pytest.raises(NotImplementedError, match=r"differ in clip\(1.0\) and clip\(2.0\)"):
+        fl.search(steps, classifiers(), STACKED_LOADERS, stacked=True, **SEARCHED)
+    steps = {
+        name: fl.pipeline()(lambda model, batch, n=name: CLASSES(model, batch)) for name in names
+    }
+    with pytest.raises(NotImplementedError, match="differ in their loss functions"):
+        fl.search(steps, classifiers(), STACKED_LOADERS, stacked=True, **SEARCHED)
+
+
+def test_a_search_of_runs_that_train_at_once_resumes_bit_for_bit(tmp_path):
+    given = {"stacked": True, **SEARCHED}
+    whole = fl.search(STACKED_STEP, classifiers(), STACKED_LOADERS, **given)
+    for cut in (1, 2, 3):
+        folder, calls = tmp_path / str(cut), []
+
+        def stops(state, calls=calls, cut=cut):
+            calls.append(state.epoch)
+            if len(calls) > cut:
+                raise KeyError("killed")
+            return state
+
+        with pytest.raises(KeyError, match="killed"):
+            hooks = (fl.every(epochs=1)(stops),)
+            fl.search(
+                STACKED_STEP, classifiers(), STACKED_LOADERS, folder=folder, hooks=hooks, **given
+            )
+        found = fl.search(STACKED_STEP, classifiers(), STACKED_LOADERS, folder=folder, **given)
+        check_near(found, whole)
+        pairs = zip(found.state.model.parameters(), whole.state.model.parameters(), strict=True)
+        assert all(torch.equal(mine, its) for mine, its in pairs)
+
+
+def test_a_metric_that_no_run_of_a_stack_has_is_refused_before_the_first_update():
+    with pytest.raises(KeyError, match=r"valid/lr=0\.003, weight_decay=0/accuracy"):
+        fl.search(
+            STACKED_STEP, classifiers(), STACKED_LOADERS, stacked=True, key="valid/accuracy",
+            **SEARCHED,
+        )  # fmt: skip
