@@ -228,7 +228,7 @@ class PerModel(Mean):
         """Its name, where the name of a model comes before it."""
         return self.label
 
-    def compute(self) -> Any:
+    def compute(self) -> Batch:
         """Return the mean of each model, by the name of its metric."""
         return {f"{name}/{self.label}": self.of(i).compute() for i, name in enumerate(self.models)}
 

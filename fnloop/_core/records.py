@@ -254,7 +254,7 @@ def stacked_in(names: Collection[str]) -> list[str]:
         >>> stacked_in(["train/loss", "train/d/loss", "train/lr/d"])      # turns of alternate
         []
     """
-    if "train/loss" in names or "recent/loss" in names:
+    if any(split_name(name)[1] == "loss" for name in names):
         return []
     rates = [name.split("/")[2] for name in names if name.startswith("train/lr/")]
     return [name for name in dict.fromkeys(rates) if f"train/{name}/loss" in names]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import BuiltinFunctionType, FunctionType
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,9 +25,10 @@ from fnloop._backend.torch_compat import (
     parameters_of,
     uncompiled,
 )
+from fnloop._core.types import Batch
 from fnloop._display.checks import describe, join_names
 
-Value = Any  # a nested value with tensors in it
+Value = Batch  # a nested value with tensors in it, of any kind
 OWNER = "stack"
 INSTEAD = "Otherwise train these states one by one"
 
@@ -184,7 +185,7 @@ class Leaves:
         return places
 
     def refresh(self) -> None:
-        """Stack again if a parameter is no view of the stacked ones any more, or was frozen."""
+        """Stack again what is not a view of the stacked tensors any more, or was frozen since."""
         if self._where() != self._addresses:
             self.look_up()
 

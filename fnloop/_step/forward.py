@@ -93,13 +93,13 @@ def _of_all_models(loss_fn: LossFn, stack: Stack, batch: Batch, name: str) -> Ou
     """Call the loss function once for all models of a stack; its loss has one element for each."""
     __tracebackhide__ = True
 
-    def of_one(model: nn.Module) -> Any:
+    def of_one(model: nn.Module) -> object:
         __tracebackhide__ = True
         reply = loss_fn(model, batch)
         if isinstance(reply, Skip):
             return reply
-        loss: Any
-        aux: Any
+        loss: Batch  # which may be anything, until it is checked
+        aux: Batch
         loss, aux = reply if reply.__class__ is tuple and len(reply) == 2 else (reply, {})
         _check_reply(reply, loss, aux, name)
         weight = aux["weight"] if "weight" in aux else items_in(batch, name, loss is None)

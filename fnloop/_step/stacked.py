@@ -11,7 +11,6 @@ import itertools
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,7 +22,7 @@ from fnloop._core.metrics import PerModel
 from fnloop._core.optimizers import Group
 from fnloop._core.stacked import INSTEAD, Leaves, Stack, leaves_of, models_of
 from fnloop._core.state import TrainState, parameters
-from fnloop._core.types import Middleware
+from fnloop._core.types import Batch, Middleware
 from fnloop._display.checks import join_names
 
 # --------------------------------------------------------------------------------------------------
@@ -125,7 +124,7 @@ def _column(values: Tensor, like: Tensor) -> Tensor:
 # --------------------------------------------------------------------------------------------------
 # The optimizers' steps.
 
-Kept = dict[str, Any]  # what an optimizer keeps of a parameter
+Kept = dict[str, Batch]  # what an optimizer keeps of a parameter
 Apply = Callable[[Optimizer], None]
 
 
@@ -293,7 +292,7 @@ def _flags(groups: Sequence[Group], *keys: str) -> bool:
     return not any(group.get(key) for group in groups for key in keys)
 
 
-def _like(value: float | Tensor, leaf: Tensor) -> Any:
+def _like(value: float | Tensor, leaf: Tensor) -> Batch:
     """Return a number, or a number of each model, to multiply a stacked tensor by."""
     return _column(value, leaf) if isinstance(value, Tensor) else value
 
