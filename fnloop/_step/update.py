@@ -230,16 +230,16 @@ class Backward:
         """Run forward and backward of one batch."""
         __tracebackhide__ = True
         made = engine_of(state).gradients(self.loss, state, (batch,), self.size, alone=True)
-        return self.kept(*made)
+        return self.kept(*made) if self.drops else made
 
     def accumulate(self, state: TrainState, window: Sequence[Batch]) -> tuple[TrainState, Output]:
         """Run forward and backward of a window. The gradient is that of the mean over its items."""
         __tracebackhide__ = True
         made = engine_of(state).gradients(self.loss, state, window, self.size)
-        return self.kept(*made)
+        return self.kept(*made) if self.drops else made
 
     def kept(self, state: TrainState, out: Output) -> tuple[TrainState, Output]:
-        """Return what it has made, without the gradients of what rests."""
+        """Return what it has made; without the gradients of what rests, if it drops them."""
         if self.drops:
             for p in current_parameters(state).others:
                 p.grad = None
