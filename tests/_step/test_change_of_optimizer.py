@@ -263,7 +263,7 @@ def rounds():
 
 
 def train_rounds(state, hooks=()):
-    """A script that is started again gives a new optimizer to the rounds that are still to begin."""
+    """When it is started again, only the rounds that are still to begin get a new optimizer."""
     for name in ("first", "second"):
         if name not in [phase.name for phase in state.phases]:
             state = attrs.evolve(state, optimizer=Adam(state.model.parameters(), lr=0.1))
