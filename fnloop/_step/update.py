@@ -257,7 +257,7 @@ class Backward:
         return self.kept(state, making.finish(state))
 
     def kept(self, state: TrainState, out: Output) -> tuple[TrainState, Output]:
-        """Return what it has made, without the gradients of what rests."""
+        """Return what it has made; without the gradients of what rests, if it drops them."""
         if self.drops:
             for p in current_parameters(state).others:
                 p.grad = None

@@ -254,6 +254,43 @@ def test_a_head_first_continues_from_every_update(tmp_path):
     check_cuts(parts, train_parts, tmp_path)
 
 
+# --- a new optimizer in each round
+
+
+def rounds():
+    model = seeded(network)
+    return fl.TrainState.create(model, Adam(model.parameters(), lr=0.1), seed=0)
+
+
+def train_rounds(state, hooks=()):
+    """When it is started again, only the rounds that are still to begin get a new optimizer."""
+    for name in ("first", "second"):
+        if name not in [phase.name for phase in state.phases]:
+            state = attrs.evolve(state, optimizer=Adam(state.model.parameters(), lr=0.1))
+        state = fl.fit(fl.pipeline()(regression), state, DATA, epochs=2, phase=name, hooks=hooks)
+    return state
+
+
+def test_a_new_optimizer_in_each_round_is_the_loop_by_hand():
+    model = seeded(network)
+    for _ in range(2):
+        adam = Adam(model.parameters(), lr=0.1)
+        for batch in 2 * DATA:
+            adam.zero_grad()
+            regression(model, batch).backward()
+            adam.step()
+    state = train_rounds(rounds())
+    for ours, theirs in zip(state.model.parameters(), model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_new_optimizer_in_each_round_is_made_once(tmp_path):
+    check_cuts(rounds, train_rounds, tmp_path)
+
+
+# --- a script that is killed and started again
+
+
 @pytest.mark.parametrize("updates", [1, 4, 6, 7, 10])
 def test_a_stopped_script_is_started_again(updates, tmp_path):
     """It is stopped in either half, resumes its folder, and reaches what a whole one reaches."""

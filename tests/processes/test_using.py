@@ -29,16 +29,16 @@ def loss_fn(model, batch):
 
 def loader():
     data = torch.randn(24, 6, generator=torch.Generator().manual_seed(1)).double()
-    return torch.utils.data.DataLoader(data, batch_size=8 // world())
+    return torch.utils.data.DataLoader(data, batch_size=4)
 
 
-def trained(names, optimizers, *members, state=None, folder=None, **settings):
+def trained(names, optimizers, state=None, folder=None, **settings):
     """Train two epochs with each optimizer in turn."""
     if state is None:
         state = created(optimizer=optimizers, make=network, **settings)
     hooks = () if folder is None else (fl.every(steps=4)(fl.checkpoint(folder, keep=9)),)
     for name in names:
-        step = fl.pipeline(fl.clip(0.5), *members, fl.using(name))(loss_fn)
+        step = fl.pipeline(fl.accumulate(2 // world()), fl.clip(0.5), fl.using(name))(loss_fn)
         state = fl.fit(step, state, loader(), epochs=2, phase=name, hooks=hooks)
     return state
 
