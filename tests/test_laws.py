@@ -92,6 +92,7 @@ COMBINATIONS = [
     fl.pipeline(fl.swa(0.5, evaluate="only"), fl.accumulate(2), fl.ema(0.9), MEAN),
     fl.pipeline(fl.schedule(lambda state: 0.5**state.epoch)),
     fl.pipeline(fl.schedule(lambda i, total: (1 + i) / 100, absolute=True)),
+    fl.pipeline(fl.accumulate(2), fl.schedule(lambda items, total: 9 / (9 + items), by="items")),
 ]
 UNFIT = ("noise", "amp", "closure")  # a closure cannot skip an update: it raises an error
 DETERMINISTIC = [p for p in COMBINATIONS if not any(m.name in UNFIT for m in p.middleware)]

@@ -283,15 +283,20 @@ class Targets:
     Args:
         epochs: the target for ``state.epoch``, or None.
         steps: what ``state.step`` was to be at the end, or None if that was not known.
+        items: the target for ``state.items``, or None.
     """
 
     epochs: int | None
     steps: int | None
+    items: int | None = None
 
 
 def _save_targets(saving: Collecting) -> dict[str, Json]:
     run = saving.run
-    return {} if run is None else {TARGETS: {"epochs": run.epochs, "steps": run.total_steps}}
+    if run is None:
+        return {}
+    by_items = {} if run.total_items is None else {"items": run.total_items}
+    return {TARGETS: {"epochs": run.epochs, "steps": run.total_steps, **by_items}}
 
 
 def decode_targets(facts: Mapping[str, Json]) -> Targets | None:
@@ -302,7 +307,7 @@ def decode_targets(facts: Mapping[str, Json]) -> Targets | None:
     saved = facts.get(TARGETS)
     if saved is None:
         return None
-    targets = Targets(saved["epochs"], saved["steps"])
+    targets = Targets(saved["epochs"], saved["steps"], saved.get("items"))
     return None if targets == Targets(None, None) else targets
 
 

@@ -8,6 +8,7 @@ import attrs
 from torch import Tensor
 
 from fnloop._backend.collectives import gather_shares
+from fnloop._core.items import NONE_YET, UNREAD, decode_counted, encode_counted
 from fnloop._core.parts import (
     COLLECTED,
     NEWER_FORMAT,
@@ -21,7 +22,7 @@ from fnloop._core.parts import (
 from fnloop._core.rng import SEED_BITS, HostGenerators
 from fnloop._core.runs import Position, check_position
 from fnloop._core.serialize import Json, decode, encode, has_pending
-from fnloop._core.state import TrainState
+from fnloop._core.state import TrainState, count_items, counted_of
 from fnloop._display.screen import log
 
 COUNTS = ("step", "epoch", "batch", "samples", "skipped", "seed")  # those that are one number
@@ -103,7 +104,15 @@ def _save(saving: Saving) -> dict[str, Json]:
     # Those of every process, by rank; None at the beginning of an epoch.
     every = gather_shares(cursor.generators and cursor.generators.to_parts(), COLLECTED)
     facts["generators"] = encode(every if any(every) else None, saving.tensors, "generators")
+    facts |= _encode_items(saving.state)
     return facts | _encode_positions(cursor.position, saving.tensors)
+
+
+def _encode_items(state: TrainState) -> dict[str, Json]:
+    """Return the items as facts, unless the running metrics say them. A collective."""
+    if state.backend.world_size == 1 and counted_of(state) in (UNREAD, NONE_YET):
+        return {}
+    return encode_counted(counted_of(count_items(state)))
 
 
 def _encode_positions(own: Position | None, tensors: dict[str, Tensor]) -> dict[str, Json]:
@@ -151,7 +160,8 @@ def _decode_position(saved: Restoring) -> Position | None:
 
 
 def _prepare(saved: Restoring) -> Load:
-    return set_fields(**attrs.asdict(Cursor.of_saved(saved), recurse=False))
+    fields = attrs.asdict(Cursor.of_saved(saved), recurse=False)
+    return set_fields(**fields, counted=decode_counted(saved.facts.get("items")))
 
 
 CURSOR = Part("counters", _save, _prepare, of="counters")

@@ -391,6 +391,7 @@ class Phase:
         done: whether it has ended, at its target or by a hook.
         skipped: ``state.skipped`` when it began.
         updates: ``state.updates`` when it began.
+        items: ``state.items`` when it began.
         named: whether a ``fit`` of this program has named it, since the state was restored. It is
             not saved, and does not matter to ``==``.
 
@@ -412,6 +413,7 @@ class Phase:
     done: bool = False
     skipped: int = attrs.field(default=0, repr=False)
     updates: Mapping[str, int] = attrs.field(factory=dict, repr=False)
+    items: float | None = attrs.field(default=None, repr=False)
     named: bool = attrs.field(default=False, repr=False, eq=False)
 
 
@@ -454,6 +456,8 @@ def _decode(saved: object) -> Phase:
     counts = attrs.asdict(phase, recurse=False, filter=counted)
     for name, count in (*counts.items(), *phase.updates.items()):
         checks.integer("Phase", name, count, "a number", least=0)
+    if phase.items is not None:
+        checks.number("Phase", "items", phase.items, "a number of items", least=0)
     if type(phase.done) is not bool or not isinstance(phase.stop, str | None):
         raise TypeError(f"a phase is {saved!r:.60}")
     return phase

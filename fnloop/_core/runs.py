@@ -227,6 +227,8 @@ class RunInfo:
         evaluated: the names of the loaders that are evaluated.
         precision: what ``amp`` computes in, or else accelerate: "bf16" or "fp16"; None: neither.
         first_step: ``state.step`` when the phase began; 0 without phases.
+        total_items: the target for ``state.items``, or None.
+        first_items: ``state.items`` when the phase began; 0 without phases.
         turns: the names of the turns of ``alternate``; none for another step.
         loader: the name of the loader that is being evaluated; None in training.
         hook_slots: the names of the slots that hooks keep, and not the step.
@@ -254,6 +256,8 @@ class RunInfo:
     precision: str | None = None
     first_step: int = 0
     turns: tuple[str, ...] = ()
+    total_items: int | None = None
+    first_items: float = 0
     loader: str | None = attrs.field(default=None, repr=False)
     hook_slots: frozenset[str] = attrs.field(default=frozenset(), repr=False)
     reported: frozenset[str] = attrs.field(default=frozenset(), repr=False)
@@ -268,7 +272,7 @@ class RunInfo:
         return tables.facts("RunInfo", {k: v for k, v in facts.items() if v not in (None, "")})
 
     def _facts(self) -> dict[str, object]:
-        rare = ("precision", "first_step", "turns")
+        rare = ("precision", "first_step", "turns", "total_items", "first_items")
         facts = attrs.asdict(self, filter=lambda field, value: bool(field.repr))
         return {name: fact for name, fact in facts.items() if fact or name not in rare}
 

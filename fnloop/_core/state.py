@@ -33,12 +33,14 @@ from fnloop._backend.collectives import (
     gather_from_all,
     gather_objects,
     join,
+    start_all_reduce_sum,
 )
 from fnloop._backend.containers import map_leaves
 from fnloop._backend.fsdp import is_sharded, local_part
 from fnloop._backend.processes import Backend
 from fnloop._backend.torch_compat import buffers_of, foreach_copy_, version_of
 from fnloop._core.history import History, Phase
+from fnloop._core.items import NONE_YET, UNREAD, Counted, as_count
 from fnloop._core.metrics import ITEMS, TorchMetric, add_output_, items_so_far, sent, to_host
 from fnloop._core.optimizers import (
     Group,
@@ -333,6 +335,7 @@ class TrainState:
     ends: str | None = None
     position: Position | None = None
     _parameters: ParameterCache = attrs.field(factory=ParameterCache)
+    _counted: Counted = NONE_YET
 
     @classmethod
     def create(
@@ -430,6 +433,34 @@ class TrainState:
         )  # fmt: skip
         warn_of_others(made)
         return made
+
+    @property
+    def items(self) -> float | None:
+        """The items of all applied updates, over all processes: samples, or ``aux["weight"]``.
+
+        Where weights are tensors, it is the count of the update before, because that of the newest
+        update would have to be waited for. ``Record.items`` has all. None: the state is that of an
+        older version, which did not count them.
+
+        A run that depends on it (``fit(items=)``, ``every(items=)``, ``schedule(by="items")``)
+        reads it after each update without waiting for the device. In another one, a tensor is read
+        here, and several processes know the sum between two epochs, after a restore and outside of
+        runs.
+
+        Raises:
+            RuntimeError: there are several processes, and they have not counted together since the
+                newest update.
+        """
+        known = self._counted.now
+        if known is None:
+            if _adds_up(self):
+                raise RuntimeError(
+                    "state.items is over all processes, which count together after each update "
+                    "only in a run that asks for it: fit(items=...), every(items=...) or "
+                    'schedule(..., by="items"). Record.items has it in any run'
+                )
+            known = as_count(own_items(self))
+        return None if math.isnan(known) else known
 
     @property
     def news(self) -> frozenset[str]:
@@ -586,12 +617,15 @@ def consume(
     """
     __tracebackhide__ = True
     # The first update of an epoch begins a new reduction: until then that of the last one is kept.
-    metrics = state.metrics if state.batch else _begun(state)
+    metrics, counted = state.metrics if state.batch else _begun(state), state._counted
     if out is not None and out.skip is None:
+        if counted is not UNREAD or out.weight.__class__ is not int:
+            counted = counted.after(out.weight, metrics, not state.epoch)
         metrics = add_output_(metrics, out, recent)
     state._ownership.newest = None  # only now: a metric may raise
     return changed(
         state,
+        _counted=counted,
         batch=state.batch + batches,
         samples=state.samples + samples,
         metrics=metrics,
@@ -601,10 +635,68 @@ def consume(
 
 def _begun(state: TrainState) -> dict[str, Metric]:
     """Return the running metrics with which an epoch begins: the items of those before it."""
-    if not state.epoch:
-        return {}
+    return _only_items(state) if state.epoch or ITEMS in state.metrics else {}
+
+
+def _only_items(state: TrainState) -> dict[str, Metric]:
     ownership_of(state).own_metrics.add(ITEMS)  # those of each process add up
-    return {ITEMS: items_so_far(state.metrics, state.epoch == 1)}
+    return {ITEMS: items_so_far(state.metrics, _in_first_epoch(state))}
+
+
+def without_metrics(state: TrainState) -> TrainState:
+    """Return the state without running metrics, in mid-epoch too. Items stay counted."""
+    return changed(state, metrics=_only_items(state) if state.metrics or state.epoch else {})
+
+
+# --- the items of all applied updates
+
+
+def _in_first_epoch(state: TrainState) -> bool:
+    return state.epoch + bool(state.batch) <= 1
+
+
+def _adds_up(state: TrainState) -> bool:
+    """Return whether each process counts the items of its own share of the data."""
+    return state.backend.world_size > 1 and not state.backend.exact
+
+
+def own_items(state: TrainState) -> float:
+    """Return the items of this process; NaN if they are unknown. They are read from the device."""
+    return state._counted.own(state.metrics, _in_first_epoch(state))
+
+
+def count_items(state: TrainState, follow: bool = False) -> TrainState:
+    """Return the state that knows its items. A collective, unless it knows them already.
+
+    Args:
+        state: the newest state.
+        follow: whether the next update is followed by another call.
+    """
+    counted, now = state._counted, state._counted.now
+    if now is None:
+        now = own_items(state)
+        if _adds_up(state):
+            now = start_all_reduce_sum(now, "the sum of the items of all updates")()
+    elif counted.copy is not None or not (follow and counted.is_late):
+        return state
+    first = _in_first_epoch(state)
+    return changed(state, _counted=counted.read(now, state.metrics, first, follow))
+
+
+def counted_of(state: TrainState) -> Counted:
+    """Return what is known of the items of a state."""
+    return state._counted
+
+
+def items_of_call(state: TrainState) -> tuple[float, float]:
+    """Return the items before the newest update and after it, as a run that follows them knows."""
+    counted = state._counted
+    if counted.now is None:
+        raise RuntimeError(
+            "every(items=...) is asked in a run that does not count items: a hook of your own that "
+            "asks it names it, moments = (moment,)"
+        )
+    return counted.now if counted.before is None else counted.before, counted.now
 
 
 def newest(state: TrainState, batches: int, samples: int) -> TrainState:
@@ -966,7 +1058,7 @@ def tracing_copy(
         *("step", "epoch", "batch", "samples", "skipped", "metrics", "history", "run", "stop"),
         *("events", "todo", "noted", "generators", "extra"),
     )
-    changing = {name: stand_in(name) for name in names}
+    changing = {name: stand_in(name) for name in names} | {"counted": stand_in("items")}
     changing["updates"] = {name: stand_in(f"updates[{name!r}]") for name in state.updates}
     return attrs.evolve(state, slots=slots, ownership=Ownership(), generation=0, **changing)
 
@@ -1546,7 +1638,13 @@ def explain_unknown_length(what: str, state: TrainState) -> str:
             f"{what} needs the length of the run, which a bare step does not know: call fit(step, "
             "state, loaders, ...), or give every length in steps"
         )
-    varies = state.run.batches_per_epoch is not None
+    run = state.run
+    if run.total_items is not None and (run.epochs is None or run.batches_per_epoch is not None):
+        return (
+            f"{what} needs the updates of the run, but items= ends it: write schedule(..., "
+            'by="items"), or give every length in steps'
+        )
+    varies = run.batches_per_epoch is not None
     why = (
         "a batch makes an update for each of its windows"
         if varies

@@ -309,6 +309,7 @@ class Middleware:
         precision: what it computes in, "bf16" or "fp16"; "" is that of the model, and None that of
             the run.
         timed: whether the times of evaluations are measured: "time/evaluate".
+        counts_items: whether it uses ``state.items``, which a run then reads after each update.
         call: the call that made it, set by :func:`middleware`; decides equality, repr and pickling.
 
     Raises:
@@ -358,6 +359,7 @@ class Middleware:
     carries: bool = attrs.field(default=False, kw_only=True)
     precision: str | None = attrs.field(default=None, kw_only=True)
     timed: bool = attrs.field(default=False, kw_only=True)
+    counts_items: bool = attrs.field(default=False, kw_only=True)
     call: Call | None = attrs.field(default=None, kw_only=True)
 
     def __attrs_post_init__(self) -> None:

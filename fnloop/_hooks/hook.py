@@ -31,6 +31,7 @@ from fnloop._core.state import (
     TrainState,
     changed,
     generation_of,
+    items_of_call,
     updates_of_call,
     watch_of,
     with_note,
@@ -605,6 +606,11 @@ class Moment(ABC):
         """The clocks of what counts seconds in it."""
         return ()
 
+    @property
+    def counts_items(self) -> bool:
+        """Whether it uses ``state.items``, which a run then reads after each update."""
+        return False
+
     def __bool__(self) -> bool:
         raise TypeError(
             f"{self!r} is neither true nor false: combine moments by |, & and ~, not by or, and "
@@ -820,6 +826,11 @@ class _Compound(Moment):
         """The metrics that a part depends on."""
         return sum((part.monitors for part in self.parts), ())
 
+    @property
+    def counts_items(self) -> bool:
+        """Whether a part does."""
+        return any(part.counts_items for part in self.parts)
+
     def check(self, run: RunInfo) -> None:
         """Begin a run: for every part."""
         for part in self.parts:
@@ -940,6 +951,8 @@ class every(Moment):
             n updates, and always at the end of the epoch. Epochs are counted over the whole run,
             also inside a phase.
         steps: a number of applied updates, counted over all epochs and phases.
+        items: a number of items, such as samples or tokens, over all processes: due after each
+            update with which ``state.items`` reaches a multiple, or several.
         seconds: seconds of wall time, counted from the first boundary. A run that is resumed
             counts on; the time in between does not count.
 
@@ -947,7 +960,7 @@ class every(Moment):
         A moment: a function from a hook to a hook, which composes with ``|``, ``&`` and ``~``.
 
     Raises:
-        TypeError: not exactly one of the three is given.
+        TypeError: not exactly one of the four is given.
         ValueError: the number is not above 0, or ``epochs`` is neither a whole number nor a
             fraction of at least 1e-6. When a run starts: ``epochs`` is a fraction, and the training
             loader has no length.
@@ -967,13 +980,14 @@ class every(Moment):
     epochs: float | None = attrs.field(default=None, kw_only=True)
     steps: int | None = attrs.field(default=None, kw_only=True)
     seconds: float | None = attrs.field(default=None, kw_only=True)
+    items: int | None = attrs.field(default=None, kw_only=True)
     _clock: Clock = attrs.field(factory=lambda: Clock(), init=False, eq=False)
 
     def __attrs_post_init__(self) -> None:
         given = self._given()
         if len(given) != 1:
             raise TypeError(
-                "every expects one of epochs=, steps= or seconds=; got "
+                "every expects one of epochs=, steps=, items= or seconds=; got "
                 f"{', '.join(given) or 'none'}"
             )
         ((name, value),) = given.items()
@@ -983,6 +997,8 @@ class every(Moment):
                 f"every expects steps as an int; got {value!r}. For a part of an epoch, write "
                 "every(epochs=0.25)"
             )
+        if name == "items" and not isinstance(value, int):
+            raise ValueError(f"every expects items as an int; got {value!r}")
         if name == "epochs" and value > 1 and value != int(value):
             raise ValueError(
                 f"every expects epochs as a whole number, or as a fraction below 1; got {value!r}"
@@ -994,7 +1010,8 @@ class every(Moment):
             )
 
     def _given(self) -> dict[str, float]:
-        settings = {"epochs": self.epochs, "steps": self.steps, "seconds": self.seconds}
+        names = ("epochs", "steps", "items", "seconds")
+        settings = {name: getattr(self, name) for name in names}
         return {name: value for name, value in settings.items() if value is not None}
 
     def __repr__(self) -> str:
@@ -1005,6 +1022,11 @@ class every(Moment):
     def clocks(self) -> tuple[Clock, ...]:
         """When it was last due, if it counts seconds."""
         return () if self.seconds is None else (self._clock,)
+
+    @property
+    def counts_items(self) -> bool:
+        """Whether it counts items."""
+        return self.items is not None
 
     def renew(self) -> every:
         """Return a copy with a clock of its own, if it has one."""
@@ -1029,6 +1051,11 @@ class every(Moment):
         if self.steps is not None:
             # Whether the updates of the last call have reached or passed a multiple.
             return UPDATE in state.events and state.step % self.steps < updates_of_call(state)
+        if self.items is not None:
+            if UPDATE not in state.events:
+                return False
+            before, items = items_of_call(state)
+            return items // self.items > before // self.items
         if self.seconds is not None:
             return self._clock.has_passed(self.seconds, now(state.run))
         if EPOCH in state.events:

@@ -204,6 +204,8 @@ def _describe_targets(state: TrainState) -> list[str]:
         parts += [epochs, *([f"{format_count(updates, 'update')} in all"] if known else [])]
     if run.total_steps is not None and not run.epochs:
         parts.append(f"to step {run.total_steps:,}")
+    if run.total_items is not None:
+        parts.append(f"to {run.total_items:,} items")
     if run.evaluated:
         parts.append(f"evaluated on {', '.join(run.evaluated)}")
     if state.step:
@@ -528,7 +530,8 @@ def is_over(state: TrainState) -> bool:
     run = _run(state)
     reached = run.epochs is not None and state.epoch >= run.epochs
     made = run.total_steps is not None and state.step >= run.total_steps
-    return state.stop is not None or reached or made
+    counted = run.total_items is not None and (state.items or 0) >= run.total_items
+    return state.stop is not None or reached or made or counted
 
 
 def _run(state: TrainState) -> RunInfo:

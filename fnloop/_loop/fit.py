@@ -47,13 +47,14 @@ def fit(
     *,
     epochs: int | None = None,
     steps: int | None = None,
+    items: int | None = None,
     hooks: Sequence[HookFn] | None = None,
     evaluate_every: Moments = every(epochs=1),
     record_every: Trigger | None = None,
     prefetch: int = 1,
     phase: str | None = None,
 ) -> TrainState:
-    """Train until a target number of epochs or updates is reached.
+    """Train until a target number of epochs, updates or items is reached.
 
     ``state = fit(step, state, loaders, epochs=8)`` calls the step on one batch after another. After
     each update it evaluates if that is due, and calls the hooks. Use the state that it returns.
@@ -75,7 +76,14 @@ def fit(
         epochs: train until ``state.epoch`` is this number. Absolute: calling again with the same
             number trains no further.
         steps: train until ``state.step`` is this number. Absolute too; the smaller of the two wins.
-            With neither, ``fit`` makes one pass: the rest of the current epoch, or one epoch more.
+            With no target, ``fit`` makes one pass: the rest of the current epoch, or one epoch
+            more.
+        items: train until ``state.items`` has reached this number, of samples, or of tokens if the
+            loss function returns their number as ``aux["weight"]``. Absolute too, and over all
+            processes. The update that reaches it is the last one; where weights are tensors, it is
+            the next one, because no update waits for the device. So it is after a resume, and on
+            any number of processes. How many updates that takes is not known: see
+            ``schedule(fn, by="items")``.
         hooks: functions ``state -> state``, called in this order after every update, and after any
             evaluation due then. ``every(epochs=1)(hook)`` calls one less often. One that returns
             ``attrs.evolve(state, stop="why")`` ends the run, ``ends="epoch"`` the epoch; to
@@ -105,8 +113,9 @@ def fit(
         prefetch: how many windows of batches are fetched, and copied to the device, ahead of the
             current one. It changes no number, unless batches are made with the model. With 1, a
             batch is fetched after the update before it.
-        phase: a name for this stretch of the run. Then ``epochs`` and ``steps`` count from where it
-            began, as schedules do; it begins with a new epoch, and with neither it is one epoch.
+        phase: a name for this stretch of the run. Then ``epochs``, ``steps`` and ``items`` count
+            from where it began, as schedules do; it begins with a new epoch, and with none of them
+            it is one epoch.
             Learning rates, and all else that a schedule, a scheduler of torch or ``plateau`` has
             set before, begin at their initial values again, or at what they were set to since.
             ``state.phases`` keeps what has begun. So a script of several phases can be started
@@ -170,8 +179,9 @@ def fit(
     """
     __tracebackhide__ = True
     plan = make_plan(
-        step, state, loaders, epochs, steps, hooks, evaluate_every, record_every, prefetch, phase
-    )
+        step, state, loaders, epochs, steps, hooks, evaluate_every, record_every, prefetch, phase,
+        items,
+    )  # fmt: skip
     check_may_begin(state)
     try:
         # Signals are recorded between two epochs too.
@@ -195,6 +205,7 @@ def run(
     *,
     epochs: int | None = None,
     steps: int | None = None,
+    items: int | None = None,
     hooks: Sequence[HookFn] | None = None,
     evaluate_every: Moments = every(epochs=1),
     record_every: Trigger | None = None,
@@ -204,7 +215,7 @@ def run(
     """Train as :func:`fit` does, yielding the state after every epoch and at the end.
 
     Args:
-        step, state, loaders, epochs, steps: as in :func:`fit`.
+        step, state, loaders, epochs, steps, items: as in :func:`fit`.
         hooks, evaluate_every, record_every, prefetch, phase: as in :func:`fit`.
 
     Returns:
@@ -222,8 +233,9 @@ def run(
         [-2.0, -4.0, -6.0]
     """
     plan = make_plan(
-        step, state, loaders, epochs, steps, hooks, evaluate_every, record_every, prefetch, phase
-    )
+        step, state, loaders, epochs, steps, hooks, evaluate_every, record_every, prefetch, phase,
+        items,
+    )  # fmt: skip
     check_may_begin(state)
     return _noting(fold(plan, state))
 

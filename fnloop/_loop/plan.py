@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 import attrs
@@ -35,9 +36,12 @@ from fnloop._core.state import (
     begin_count,
     changed,
     check_not_stale,
+    count_items,
+    items_of_call,
     left_out,
     unwrap,
     updates_of_call,
+    without_metrics,
 )
 from fnloop._core.types import START, Middleware, name_of
 from fnloop._data.loaders import Loaders, read_loaders, sharded
@@ -63,7 +67,7 @@ from fnloop._hooks.hook import (
 )
 from fnloop._loop.boundary import Moments, check_moment, own_clock, read_moments, resumed
 from fnloop._loop.errors import warn_on_main
-from fnloop._loop.made_with import describe_making
+from fnloop._loop.made_with import describe_making, members_of
 from fnloop._step.pipeline import LossStep, Pipeline, PipelineStep, total_in
 from fnloop._step.update import ALWAYS
 
@@ -75,13 +79,16 @@ class Plan:
     Args:
         step: the step.
         loaders: the loader to train on, and those to evaluate.
-        epochs, steps: the targets for ``state.epoch`` and ``state.step``; None: not a target.
+        epochs, steps, items: the targets for ``state.epoch``, ``state.step`` and ``state.items``;
+            None: not a target.
         hooks: the hooks, in the order in which they are called.
         evaluations: when to evaluate, and which loaders; and when to make the numbers of a hook.
         record_every: when to make a record in any case; None means never.
         prefetch: how many windows are fetched ahead.
         phase: the name of the phase, or None.
         may_stall: whether all updates of two epochs may be left out before a target in steps.
+        assumed_items: what schedules see as the target for ``state.items`` where there is none, in
+            a trial of a run; or None.
     """
 
     step: PipelineStep
@@ -94,6 +101,8 @@ class Plan:
     prefetch: int
     phase: str | None
     may_stall: bool = False
+    items: int | None = None
+    assumed_items: int | None = None
 
     def begin(self, state: TrainState) -> TrainState:
         """Return the state with which the run begins; a new phase begins here.
@@ -105,6 +114,9 @@ class Plan:
         for hook in built_in(self.hooks):
             state = hook.take_back(state)
         state = put_back_restored(state, self.phase)
+        if self.counts_items:
+            state = count_items(state)
+            check_knows_items(state)
         if self.phase is None:
             return state
         if phase_of(state, self.phase) is not None:
@@ -139,6 +151,7 @@ class Plan:
         return (
             (self.steps is not None and state.step >= self.steps)
             or (self.epochs is not None and state.epoch >= self.epochs)
+            or (self.items is not None and (state.items or 0) >= self.items)
             or self._is_done(state)
         )
 
@@ -148,13 +161,24 @@ class Plan:
         Its last call of the step may have gone beyond the target, with several updates of a batch.
         """
         before = state.step - updates_of_call(state)
-        return (self.steps is not None and before >= self.steps) or (
-            self.epochs is not None and (state.epoch, state.batch) > (self.epochs, 0)
+        return (
+            (self.steps is not None and before >= self.steps)
+            or (self.epochs is not None and (state.epoch, state.batch) > (self.epochs, 0))
+            or (self.items is not None and items_of_call(state)[0] >= self.items)
         )
 
     def _is_done(self, state: TrainState) -> bool:
         phase = None if self.phase is None else phase_of(state, self.phase)
         return phase is not None and phase.done
+
+    @property
+    def counts_items(self) -> bool:
+        """Whether something depends on ``state.items``, which is then read after each update."""
+        return (
+            self.items is not None
+            or any(moment.counts_items for moment in self.moments)
+            or any(member.counts_items for member in members_of(self.step))
+        )
 
     @property
     def total(self) -> int | None:
@@ -275,16 +299,19 @@ class Plan:
             return f"fit: nothing to do: the run was stopped ({state.stop}). {advice}"
         phase = None if self.phase is None else phase_of(state, self.phase)
         epoch, step = (0, 0) if phase is None else (phase.epoch, phase.step)
+        items = (None if phase is None else phase.items) or 0
         given = (("epochs", self.epochs, epoch), ("steps", self.steps, step))
+        given = (*given, ("items", self.items, items))
         targets = [f"{k}={target - first}" for k, target, first in given if target is not None]
         if phase is not None:
             return (
                 f"fit: nothing to do: the phase {phase.name!r} began at epoch {epoch}, step "
                 f"{step}, and is at its target, {', '.join(targets)}. It ends here"
             )
+        at = "" if self.items is None else f", {state.items} items"
         return (
-            f"fit: nothing to do: the state is at epoch {state.epoch}, step {state.step}, and the "
-            f"target is {', '.join(targets)}. Targets are absolute: increase one to continue"
+            f"fit: nothing to do: the state is at epoch {state.epoch}, step {state.step}{at}, and "
+            f"the target is {', '.join(targets)}. Targets are absolute: increase one to continue"
         )
 
 
@@ -299,6 +326,7 @@ def make_plan(
     record_every: Trigger | None,
     prefetch: int,
     phase: str | None,
+    items: int | None = None,
 ) -> Plan:
     """Check the arguments of ``fit`` and return the plan.
 
@@ -311,9 +339,10 @@ def make_plan(
     check_not_averaged("fit", state)
     check_phase(phase, state)
     found = read_loaders(loaders)
-    for name, target in (("epochs", epochs), ("steps", steps)):
+    for name, target in (("epochs", epochs), ("steps", steps), ("items", items)):
         if target is not None:
-            meaning = f"the target for state.{name[:-1]}, or None"
+            field = name if name == "items" else name[:-1]
+            meaning = f"the target for state.{field}, or None"
             checks.integer("fit", name, target, meaning, least=0)
     checks.integer("fit", "prefetch", prefetch, "the windows that are fetched ahead")
     if hooks is None:
@@ -324,11 +353,13 @@ def make_plan(
         evaluations += tuple((own_clock(at), (name,)) for name, at in hook.makes_records.items())
     check_moment("record_every", record_every)
     if phase is not None:
-        epochs, steps = absolute_targets(state, phase, epochs, steps)
-    elif epochs is None and steps is None:
+        epochs, steps, items = absolute_targets(state, phase, epochs, steps, items)
+    elif epochs is None and steps is None and items is None:
         epochs = state.epoch + 1
     moment = None if record_every is None else own_clock(record_every)
-    return Plan(step, found, epochs, steps, checked, evaluations, moment, prefetch, phase)
+    return Plan(
+        step, found, epochs, steps, checked, evaluations, moment, prefetch, phase, items=items
+    )
 
 
 def describe(
@@ -351,8 +382,10 @@ def describe(
     phase = None if plan.phase is None else phase_of(state, plan.phase)
     batches = source.length_in(state.epoch)
     per_epoch = plan.updates_in(batches, windows)
-    total = plan.steps  # a step that carries makes as many updates as a batch has windows
-    if plan.epochs is not None and per_epoch is not None:
+    total = (
+        plan.steps if plan.items is None else None
+    )  # a step that carries makes as many updates as a batch has windows
+    if plan.epochs is not None and per_epoch is not None and plan.items is None:
         batches_left = source.left(state.epoch, state.batch, state.samples) or 0
         left = windows.updates_of(batches_left, state.batch)
         left += plan.updates_later(state, source, left, plan.epochs - state.epoch)
@@ -367,6 +400,8 @@ def describe(
         plan.epochs, total, per_epoch, batches, windows.largest, evaluated,
         precision=plan.step.precision_in(state), first_step=0 if phase is None else phase.step,
         turns=tuple(plan.step.turns),
+        total_items=plan.assumed_items if plan.items is None else plan.items,
+        first_items=(None if phase is None else phase.items) or 0,
         hook_slots=slots_of(plan.hooks), reported=names_reported(plan.hooks), windows=windows,
         live=Live(clock, source.positions.at, source.indices, made_with),
     )  # fmt: skip
@@ -481,18 +516,45 @@ def phase_of(state: TrainState, name: str | None) -> Phase | None:
 
 
 def absolute_targets(
-    state: TrainState, name: str, epochs: int | None, steps: int | None
-) -> tuple[int | None, int | None]:
+    state: TrainState, name: str, epochs: int | None, steps: int | None, items: int | None
+) -> tuple[int | None, int | None, int | None]:
     """Return the targets of a phase, counted from where it began, as targets for the state.
 
-    With neither, it is one epoch.
+    With none, it is one epoch. With ``items`` this is a collective.
     """
     begun = phase_of(state, name)
     epoch = state.epoch + (state.batch > 0) if begun is None else begun.epoch
     step = state.step if begun is None else begun.step
-    if epochs is None and steps is None:
+    if epochs is None and steps is None and items is None:
         epochs = 1
-    return None if epochs is None else epoch + epochs, None if steps is None else step + steps
+    if items is not None:
+        first = check_knows_items(count_items(state)) if begun is None else begun.items
+        if first is None:
+            raise ValueError(
+                f"the phase {name!r} began in an older version of fnloop, which did not count its "
+                "items: give epochs= or steps= in place of items="
+            )
+        items = math.ceil(first + items)
+    return (
+        None if epochs is None else epoch + epochs,
+        None if steps is None else step + steps,
+        items,
+    )
+
+
+def check_knows_items(state: TrainState) -> float:
+    """Return the items of a state that has counted them.
+
+    Raises:
+        ValueError: they are unknown.
+    """
+    if (items := state.items) is None:
+        raise ValueError(
+            "this state does not know how many items it was trained on, because a version of "
+            "fnloop that did not count them began it, or a weight was negative or NaN: count "
+            "epochs= or steps= in place of items="
+        )
+    return items
 
 
 def begin_phase(state: TrainState, name: str) -> TrainState:
@@ -504,7 +566,8 @@ def begin_phase(state: TrainState, name: str) -> TrainState:
         state = end_phase(state, running.name)
     left = state.batch > 0
     epoch = state.epoch + left
-    counts = {"skipped": state.skipped, "updates": dict(state.updates)}
+    state = count_items(state)
+    counts = {"skipped": state.skipped, "updates": dict(state.updates), "items": state.items}
     phase = Phase(name, state.step, epoch, len(state.history), **counts, named=True)
     phases = (*state.phases, phase)
     state = attrs.evolve(
@@ -513,7 +576,7 @@ def begin_phase(state: TrainState, name: str) -> TrainState:
     if not left:
         return state
     return attrs.evolve(
-        state, epoch=epoch, batch=0, samples=0, metrics={}, generators=None, saved_on=None
+        without_metrics(state), epoch=epoch, batch=0, samples=0, generators=None, saved_on=None
     )
 
 

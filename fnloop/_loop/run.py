@@ -60,6 +60,7 @@ from fnloop._core.state import (
     changed,
     check_not_stale,
     consume,
+    count_items,
     count_left_out,
     detached_from_run,
     newest,
@@ -104,7 +105,7 @@ from fnloop._loop.peers import (
     is_alone,
     peers_of,
 )
-from fnloop._loop.plan import Plan, describe, end_phase, is_newest, names_made
+from fnloop._loop.plan import Plan, check_knows_items, describe, end_phase, is_newest, names_made
 from fnloop._step.engine import engine_of
 from fnloop._step.pipeline import STEP, PipelineStep
 
@@ -231,6 +232,9 @@ class World:
         self._makers = names_made(plan.hooks)
         self._adds_at_end = any(hook in self._adders for hook in self._late)
         self._last_step = math.inf if plan.steps is None else plan.steps
+        self._counts_items = plan.counts_items
+        if plan.items is not None:
+            self._last_step = 0  # any update may be the last
         self._quiet = [each.quiet_until for each in plan.triggers]
         self._asked_at = self._quiet_until = 0.0  # nothing is due in between, in mid-epoch
         self._position, self._seed = torch_seeder(state.backend.device), 0
@@ -255,6 +259,7 @@ class World:
         self.stopwatch = self.info.live.stopwatch
         self.stopwatch.begin(self.seconds)
         begun = first_state(plan, changed(state, run=self.info))
+        begun = self._count_items(begun)
         self._usr1_stops = any(hook.ends_run_on_usr1 for hook in built_in(plan.hooks))
         for n, clock in enumerate(clock for moment in plan.moments for clock in moment.clocks):
             clock.begin(begun, f"{CLOCK} {n}", now(self.info) - self.seconds)
@@ -320,6 +325,8 @@ class World:
         self.doing = "the exchange between processes"
         if together:
             self.peers.barrier(self.state, self.interrupts, 0)
+            if not self.peers.alone:
+                self.state = count_items(self.state)
         self.interrupts.done = True
         state = self.state
         if isinstance(state.todo[0], Flush):  # the run has ended, but for that
@@ -440,6 +447,8 @@ class World:
         if out.skip is not None:
             self.info.live.notices.tell(state, "skip", reason=out.skip)
         try:
+            if self._counts_items:
+                state = self.state = self._count_items(state)
             self.fetch()
         except BaseException:
             self.state = changed(state, todo=(Boundary(),))
@@ -450,6 +459,14 @@ class World:
         if not quiet or ended or asked or state.stop is not None or state.noted:
             return changed(state, todo=(Boundary(ended),))
         return changed(state, todo=self._hooks_then_update[0]) if self._calls_always else state
+
+    def _count_items(self, state: TrainState) -> TrainState:
+        """Return the state that knows its items, if the run depends on them."""
+        if not self._counts_items:
+            return state
+        state = count_items(state, follow=True)
+        check_knows_items(state)
+        return state
 
     # --- a boundary
 
@@ -552,6 +569,7 @@ class World:
         gone_back = went_back(given, new)
         if gone_back:
             self.close_feed()
+            new = self._count_items(new)
         stop = first_stop(given.stop, new.stop)
         # Where the epoch has just ended, there is none to end.
         new = changed(new, stop=stop, ends=new.ends if new.batch else None, run=self.info)
@@ -576,6 +594,8 @@ class World:
         made = state.step + state.skipped - self.first_update
         suggest_fused(plan.step.pipeline.middleware, state, self.stopwatch.trained, made)
         self.peers.barrier(state, self.interrupts, self.source.order if self.read_whole else 0)
+        if not self.peers.alone:
+            state = count_items(state)
         state = self.obey(changed(state, todo=todo))
         if action.ended and state.stop is None and not (plan.epochs or plan.may_stall):
             self.state, self.doing = state, "the end of the epoch"

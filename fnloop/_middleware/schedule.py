@@ -68,6 +68,7 @@ def schedule(
     only: str | Sequence[str] | None = None,
     *,
     absolute: bool = False,
+    by: str = "step",
 ) -> Middleware:
     """Set a number of every parameter group before each update.
 
@@ -89,13 +90,18 @@ def schedule(
             (``group["name"]``), such as ``("head",)``; all by default. A pipeline may have several
             schedules of one field for different groups.
         absolute: whether ``fn`` returns the number itself, and not a factor.
+        by: "step", or "items": then it is ``fn(items, total_items)``, with the items of the updates
+            before (``state.items``; samples, or tokens by ``aux["weight"]``) and the target of
+            ``fit(items=...)``, which is None without one. In a phase both count from where it
+            began.
 
     Returns:
         A middleware of the step ring.
 
     Raises:
         TypeError: ``fn`` is not a function, ``field`` is not a key, ``only`` has something else
-            than names, or ``absolute`` is not a bool. When it runs: ``fn`` returns something other
+            than names, ``absolute`` is not a bool, or with "items" ``fn`` is a function of the
+            state. When it runs: ``fn`` returns something other
             than a number.
         ValueError: when composing: two schedules name one optimizer or group, or this and a
             ``torch_scheduler`` set its learning rate. When it runs: there is no optimizer and no
@@ -127,14 +133,20 @@ def schedule(
             f"got {checks.describe(field)}"
         )
     checks.flag("schedule", "absolute", absolute, "whether fn returns the number itself")
+    checks.choice("schedule", "by", by, ("step", "items"))
+    if of_state and by == "items":
+        raise TypeError(
+            'schedule(..., by="items") expects fn as a function (items, total_items) -> number; '
+            f"got {name_of(fn)}, which takes the state: leave by= out, and use state.items in it"
+        )
     names = _names("schedule", only)
     name, initial = _slot_name("schedule", (field, *(names or ()))), f"initial_{field}"
 
     def wrap(step: Step) -> Step:
         def scheduled(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
             __tracebackhide__ = True
-            first, total = _stretch(state)
-            factor = _compute_factor(fn, of_state, state, state.step - first, total)
+            done, total = _progress(state, by)
+            factor = _compute_factor(fn, of_state, state, done, total, by=by)
             groups = chosen_groups(state.optimizer, names, "schedule")
             kept = keep_settings(groups.values())
             for group in groups.values():
@@ -147,7 +159,7 @@ def schedule(
                 unit = f" × {initial}" if isinstance(base, Tensor) else ""
                 show = lambda rate: f"{rate * (1 if unit else base):.3g}{unit}"
                 call, before = f"schedule({name_of(fn)})", state.slots[name]
-                _warn_of_total(state, call, field, fn, before, factor, show)
+                _warn_of_total(state, call, field, fn, before, factor, show, by)
                 state = with_slot(state, name, total)
             put_back = functools.partial(put_settings_back, kept, field, numbers)
             made = None
@@ -160,16 +172,17 @@ def schedule(
 
         return scheduled
 
-    def init(state: TrainState) -> int | None:
+    def init(state: TrainState) -> float | None:
         for group in chosen_groups(state.optimizer, names, "schedule").values():
             if was_scheduled(group, field):  # as in an earlier phase
                 group[initial] = initial_value(group, field)
                 group[SCHEDULED + field] = number_in(group, field)
-        return _stretch(state)[1]
+        return _total(state, by)
 
     return Middleware(
-        name, step=wrap, init=init, per_phase=True, adds=(field,), **_apart_from_others
-    )
+        name, step=wrap, init=init, per_phase=True, adds=(field,), counts_items=by == "items",
+        **_apart_from_others,
+    )  # fmt: skip
 
 
 def _names(owner: str, only: str | Sequence[str] | None) -> tuple[str, ...] | None:
@@ -274,24 +287,47 @@ def _stretch(state: TrainState) -> tuple[int, int | None]:
     return run.first_step, run.total_steps - run.first_step
 
 
+def _total(state: TrainState, by: str) -> float | None:
+    """Return how many updates, or items, the run or its phase has, if that is known."""
+    if by == "step":
+        return _stretch(state)[1]
+    run = state.run
+    return None if run is None or run.total_items is None else run.total_items - run.first_items
+
+
+def _progress(state: TrainState, by: str) -> tuple[float, float | None]:
+    """Return the updates, or items, of the run or its phase so far, and how many it has."""
+    if by == "step":
+        first, total = _stretch(state)
+        return state.step - first, total
+    first = 0 if state.run is None else state.run.first_items
+    return (state.items or 0) - first, _total(state, by)
+
+
 def _compute_factor(
     fn: Callable[..., Rate],
     of_state: bool,
     state: TrainState,
-    step: int,
-    total: int | None,
+    step: float,
+    total: float | None,
     owner: str = "schedule",
+    by: str = "step",
 ) -> Rate:
     __tracebackhide__ = True
     try:
         factor = fn(state) if of_state else fn(step, total)
     except (TypeError, ValueError) as error:
+        if total is None and by == "items":
+            raise ValueError(
+                f'{owner}({name_of(fn)}, by="items") needs the items of the whole run: call fit('
+                "step, state, loaders, items=...), or give every length as a number of items"
+            ) from error
         if total is None:
             raise ValueError(explain_unknown_length(f"{owner}({name_of(fn)})", state)) from error
         raise
     if type(factor) is not float and not isinstance(factor, Real | Tensor):
         raise TypeError(
-            f"{owner}({name_of(fn)}) must return a number; at step {step} of {total} "
+            f"{owner}({name_of(fn)}) must return a number; at {by} {step} of {total} "
             f"it returned {checks.describe(factor)}"
         )
     return factor
@@ -302,9 +338,10 @@ def _warn_of_total(
     call: str,
     field: str,
     fn: Callable[..., Rate],
-    planned_for: int | None,
+    planned_for: float | None,
     value: Rate,
     show: Callable[[Rate], str] = "{:.3g}".format,
+    by: str = "step",
 ) -> None:
     """Warn if the run has another number of updates than it was planned for, which a number shows.
 
@@ -316,17 +353,19 @@ def _warn_of_total(
         planned_for: the number of updates that it was called with before, if that was known.
         value: what it returns now.
         show: returns a number as text.
+        by: what it counts.
     """
-    first, total = _stretch(state)
+    done, total = _progress(state, by)
     if planned_for is None or takes_state(fn):  # a function of the state knows the new total only
         return
     planned: Rate | None = None
     with contextlib.suppress(Exception):  # the function may be undefined after the planned end
-        planned = fn(state.step - first, planned_for)
+        planned = fn(done, planned_for)
     if planned != value and state.backend.main:
+        unit = "updates" if by == "step" else by
         otherwise = "" if planned is None else f" instead of {show(planned)}"
         log.warning(
-            f"{call}: the run was planned for {planned_for} updates and now has {total}: at step "
+            f"{call}: the run was planned for {planned_for} {unit} and now has {total}: at step "
             f"{state.step} {field} is {show(value)}{otherwise}"
         )
 

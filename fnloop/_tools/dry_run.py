@@ -25,7 +25,7 @@ from fnloop._core.optimizers import optimizers_in
 from fnloop._core.rng import isolated
 from fnloop._core.runs import INTERRUPTED, TERMINATED
 from fnloop._core.serialize import find_difference
-from fnloop._core.state import TrainState, check_not_stale, snapshot
+from fnloop._core.state import TrainState, check_not_stale, snapshot, without_metrics
 from fnloop._core.types import EPOCH, Batch, Middleware, Output, Step, Wrap, name_of
 from fnloop._data.composed import unmarked
 from fnloop._data.held import own_copy
@@ -162,7 +162,7 @@ def dry_run(
     check_step(step, "dry_run")
     check_not_stale(state, "dry_run")
     given = (step, at_start_of_epoch(state), loaders, None, None, hooks, None, None, 1, None)
-    plan = make_plan(*given)
+    plan = attrs.evolve(make_plan(*given), assumed_items=ASSUMED)
     del given  # the copy
     found, checked = plan.loaders, plan.hooks
     named = loaders_to_try("dry_run", state, found, several=True)
@@ -617,13 +617,14 @@ def _in_evaluation(frame: FrameType | None) -> bool:
 
 RATES = (schedule, torch_scheduler, plateau)  # they need the length or the records of a run
 REPORTS = (metric, derive, timings, throughput)  # they change no update
+ASSUMED = 1 << 30  # items of the run that is tried, which only its fit knows
 EVALUATED = every(epochs=1)  # when a run evaluates by default
 
 
 def at_start_of_epoch(state: TrainState) -> TrainState:
     """Return a copy of a state, at the start of its epoch, without what it has measured."""
     return attrs.evolve(
-        snapshot(state), batch=0, samples=0, metrics={}, history=History(), stop=None,
+        without_metrics(snapshot(state)), batch=0, samples=0, history=History(), stop=None,
         ends=None, phases=(), generators=None, saved_on=None, events=frozenset(),
         todo=(),
     )  # fmt: skip
@@ -681,7 +682,7 @@ def train_trial(
     __tracebackhide__ = True
     moments = evaluate_every, None
     plan = make_plan(step, copied, loaders, epochs, steps, hooks, *moments, prefetch=1, phase=None)
-    plan = attrs.evolve(plan, may_stall=True)  # its hooks end it
+    plan = attrs.evolve(plan, may_stall=True, assumed_items=ASSUMED)  # its hooks end it
     *_, reached = fold(plan, copied, Interrupts(is_alone(copied)))
     if reached.stop == INTERRUPTED:
         raise KeyboardInterrupt

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from fnloop._core.history import History
 from fnloop._core.optimizers import optimizers_in
 from fnloop._core.rng import isolated
-from fnloop._core.state import TrainState, check_not_stale, snapshot
+from fnloop._core.state import TrainState, check_not_stale, snapshot, without_metrics
 from fnloop._core.types import Middleware
 from fnloop._data.held import own_copy
 from fnloop._data.iterable import is_keeper
@@ -287,7 +287,7 @@ class _Bench:
     def _copy(self, setting: Setting) -> TrainState:
         """Return a copy of the state, outside of any run, at the beginning of its epoch."""
         state = attrs.evolve(
-            snapshot(self.state), batch=0, samples=0, metrics={}, history=History(), run=None,
+            without_metrics(snapshot(self.state)), batch=0, samples=0, history=History(), run=None,
             stop=None, phases=(), events=frozenset(), ends=None, generators=None,
         )  # fmt: skip
         for optimizer in optimizers_in(state.optimizer).values() if setting.fused else ():

@@ -30,6 +30,7 @@ from fnloop._loop.plan import Plan, check_step, make_plan
 from fnloop._middleware.accumulate import accumulate, microbatch
 from fnloop._step.pipeline import LossStep, PipelineStep, RawStep
 from fnloop._tools.dry_run import (
+    ASSUMED,
     EVALUATED,
     RATES,
     REPORTS,
@@ -107,7 +108,7 @@ def check_script(step: PipelineStep, state: TrainState, loaders: object) -> Repo
     check_step(step, "check_script")
     check_not_stale(state, "check_script")
     given = (step, at_start_of_epoch(state), loaders, None, None, (), None, None, 1, None)
-    plan = make_plan(*given)
+    plan = attrs.evolve(make_plan(*given), assumed_items=ASSUMED)
     named = loaders_to_try("check_script", state, plan.loaders)
     script = _Script(step, state, named)
     try:

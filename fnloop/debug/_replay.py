@@ -358,7 +358,7 @@ def _plan(
     name = None if running is None else running.name
     # Targets of its own, which are replaced: those of a phase count from where it began.
     given = (step, state, loaders, 1, None, (follow,), None, None, 1, name)
-    return attrs.evolve(make_plan(*given), epochs=targets.epochs, steps=targets.steps)
+    return attrs.evolve(make_plan(*given), **attrs.asdict(targets))
 
 
 class _Follow:

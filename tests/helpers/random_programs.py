@@ -677,6 +677,7 @@ def draw_moment(r, has_length, deep=2):
         *("fl.every(epochs=1)", "fl.every(epochs=1)", "fl.every(epochs=2)"),
         *(f"fl.every(steps={r.randint(1, 4)})", "fl.at_start()", "fl.at_end()", "fl.at_end()"),
         f"fl.when(lambda s: s.step % {r.randint(2, 4)} == 1)",
+        f"fl.every(items={r.randint(3, 40)})",
         *(["fl.every(epochs=0.5)"] if has_length else []),
     ]
     return r.choice(kinds)
