@@ -391,7 +391,7 @@ class Phase:
         done: whether it has ended, at its target or by a hook.
         skipped: ``state.skipped`` when it began.
         updates: ``state.updates`` when it began.
-        items: ``state.items`` when it began.
+        items: ``state.items`` when it began; None if that is unknown. It does not matter to ``==``.
         named: whether a ``fit`` of this program has named it, since the state was restored. It is
             not saved, and does not matter to ``==``.
 
@@ -413,7 +413,7 @@ class Phase:
     done: bool = False
     skipped: int = attrs.field(default=0, repr=False)
     updates: Mapping[str, int] = attrs.field(factory=dict, repr=False)
-    items: float | None = attrs.field(default=None, repr=False)
+    items: float | None = attrs.field(default=None, repr=False, eq=False)
     named: bool = attrs.field(default=False, repr=False, eq=False)
 
 

@@ -979,8 +979,8 @@ class every(Moment):
 
     epochs: float | None = attrs.field(default=None, kw_only=True)
     steps: int | None = attrs.field(default=None, kw_only=True)
-    seconds: float | None = attrs.field(default=None, kw_only=True)
     items: int | None = attrs.field(default=None, kw_only=True)
+    seconds: float | None = attrs.field(default=None, kw_only=True)
     _clock: Clock = attrs.field(factory=lambda: Clock(), init=False, eq=False)
 
     def __attrs_post_init__(self) -> None:

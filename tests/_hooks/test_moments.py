@@ -61,7 +61,7 @@ WHOLE = r"Give the hook to all of them"
     (lambda: fl.inspect(print, every=fl.when_improved("valid/loss")),
         r"Write when_improved\('valid/loss'\)\(inspect\(print\)\)"),
     # what is given without a name
-    (lambda: every(2), r"of epochs=, steps=, seconds=; got 2: write every\(epochs=2\)"),
+    (lambda: every(2), r"of epochs=, steps=, items=, seconds=; got 2: write every\(epochs=2\)"),
     (lambda: every(print), r"seconds=; got print: write every\(epochs=1\)\(print\)"),
     (lambda: at_end(print), r"at_end expects no argument; got print: write at_end\(\)\(print\)"),
     (lambda: at_start(3), r"at_start expects no argument; got 3: write at_start\(\)"),

@@ -143,7 +143,7 @@ def test_a_hook_in_a_trigger_begins_is_flushed_and_is_closed_with_the_run(trigge
 
 
 @pytest.mark.parametrize(("make", "error", "message"), [
-    (lambda: every(), TypeError, r"one of epochs=, steps= or seconds=; got none"),
+    (lambda: every(), TypeError, r"one of epochs=, steps=, items= or seconds=; got none"),
     (lambda: every(epochs=1, steps=100), TypeError, r"or seconds=; got epochs, steps"),
     (lambda: every(steps=0.5), ValueError,
         r"steps as an int; got 0\.5\. For a part of an epoch, write every\(epochs=0\.25\)"),
