@@ -8,7 +8,7 @@ import itertools
 import zlib
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -727,4 +727,4 @@ class Window(NamedTuple):
     """
 
     batch_size: int = 0
-    padding: tuple[bool, ...] = ()
+    padding: Sequence[bool] = ()

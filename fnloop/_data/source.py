@@ -6,8 +6,8 @@ import functools
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
-from typing import NamedTuple, cast
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any, NamedTuple, cast
 
 import attrs
 import torch
@@ -182,6 +182,8 @@ class Source:
             batch: what the source gave: a batch, or a tuple of them. Call this once for each.
             window: the window of the step.
         """
+        if type(batch) is LateWindow:
+            return batch, Window(0, batch.padding)
         given = (batch,) if window == 1 else batch
         padding = tuple(type(b) is Padding for b in given)
         size = self.sharing.uniform_batch_size(len(given))
@@ -474,6 +476,7 @@ def windows(
     batch: int = 0,
     samples: int = 0,
     prefetch: int = 1,
+    late: bool = False,
 ) -> Iterator[Batch]:
     """Return what a step takes, call by call: a batch, or a tuple of several.
 
@@ -490,20 +493,25 @@ def windows(
         batch: the batches of the epoch that were consumed already.
         samples: their samples, if known.
         prefetch: how many windows are fetched ahead. It changes no number.
+        late: whether a call gets a :class:`LateWindow` in the place of a tuple, and uses up each
+            batch before it asks for the next one. Then ``prefetch`` is 1.
 
     Raises:
         ValueError: while they are taken: the loader reuses the memory of one that is held.
     """
     held, copies = source.sharing.held, device.type != "cpu"
-    holds = not copies and (sizes is not None or prefetch > 1)
+    holds = not copies and ((sizes is not None and not late) or prefetch > 1)
     held.begin_pass(holds or source.sharing.reads_ahead)
     batches = iter(source.read(epoch, batch, samples))
-    if copies:  # what the loader gave is used at once
+    if copies or late:  # what the loader gave is used at once
         batches = held.taken(batches, grouped=False)
     if may_need_transfer(device):
         batches = map(_transfer_to(device), batches)
     if sizes is not None:
-        batches = _grouped(batches, map(source.rounds_of, sizes))
+        numbers = map(source.rounds_of, sizes)
+        if late:
+            return _grouped_late(batches, numbers, source.sharing)
+        batches = _grouped(batches, numbers)
     fed = batches if prefetch == 1 else _prefetched(batches, prefetch)
     return fed if copies else held.taken(fed, grouped=sizes is not None)
 
@@ -525,6 +533,66 @@ def _grouped(batches: Iterator[Batch], sizes: Iterator[int]) -> Iterator[Batch]:
     """
     rest = itertools.repeat(batches)
     return itertools.takewhile(len, map(tuple, map(itertools.islice, rest, sizes)))
+
+
+class LateWindow(Sequence[Batch]):
+    """The batches of a window, each fetched when it is asked for; the first one is there already.
+
+    Its length is the number of batches that were fetched. A slice has fewer where the epoch ends.
+    The generators stay as they were if a fetch positions them.
+
+    Args:
+        first: the first batch.
+        rest: gives the others, and those of later windows.
+        size: how many batches the window has at most.
+        sharing: how batches are distributed to processes.
+
+    Attributes:
+        padding: for each batch, whether it is padding.
+    """
+
+    def __init__(
+        self, first: Batch, rest: Iterator[Batch], size: int, sharing: SingleProcess
+    ) -> None:
+        self._batches: list[Batch] = []
+        self._rest, self._size, self._sharing = rest, size, sharing
+        self.padding: list[bool] = []
+        self._add(first)
+
+    def _add(self, batch: Batch) -> None:
+        self._sharing.uniform_batch_size(1)  # it is called once for each round
+        self.padding.append(type(batch) is Padding)
+        self._batches.append(batch.batch if type(batch) is Padding else batch)
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __getitem__(self, index: Any) -> Any:
+        __tracebackhide__ = True
+        wanted = index.stop if isinstance(index, slice) else index + 1
+        while len(self) < min(wanted or 0, self._size):
+            with saved_before_seeding() as found:
+                try:
+                    batch = next(self._rest, NONE_LEFT)
+                finally:
+                    if found:
+                        found[0].install()
+            if batch is NONE_LEFT:
+                self._size = len(self)
+            else:
+                self._add(batch)
+        return self._batches[index]
+
+
+def _grouped_late(
+    batches: Iterator[Batch], sizes: Iterator[int], sharing: SingleProcess
+) -> Iterator[LateWindow]:
+    """Return an iterator of windows of batches, of which the first one alone is fetched."""
+    __tracebackhide__ = True
+    for size in sizes:
+        if (first := next(batches, NONE_LEFT)) is NONE_LEFT:
+            return
+        yield LateWindow(first, batches, size, sharing)
 
 
 class _Fetched(NamedTuple):

@@ -345,6 +345,11 @@ def make_plan(
             meaning = f"the target for state.{field}, or None"
             checks.integer("fit", name, target, meaning, least=0)
     checks.integer("fit", "prefetch", prefetch, "the windows that are fetched ahead")
+    if step.fetches_late and prefetch > 1:
+        raise ValueError(
+            'alternate(batch="late") fetches each batch when its turn comes, and '
+            f"prefetch={prefetch} would fetch it ahead: leave prefetch= out"
+        )
     if hooks is None:
         hooks = [make() for make in extensions("hooks of a run by default")]
     checked = read_hooks(hooks)

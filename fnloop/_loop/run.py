@@ -291,11 +291,15 @@ class World:
             if self.batch is NONE_LEFT:  # the run was left where a loader has come to its end
                 return Boundary(ended=True)
         self._position(mix(self._seed, self.state.batch))
-        batches = len(self.batch) if self._in_windows else 1
-        self.taken = min(self._share * batches, self.info.window)  # without padding, if known
+        self.count_taken()
         self.stopwatch.resumed = time.perf_counter()
         self.doing = None
         return todo[0]
+
+    def count_taken(self) -> None:
+        """Count the batches that an update takes, in all processes: without padding, if known."""
+        batches = len(self.batch) if self._in_windows else 1
+        self.taken = min(self._share * batches, self.info.window)
 
     # --- signals
 
@@ -395,7 +399,8 @@ class World:
         self.read_whole = False
         source.begin(state.position, plan.prefetch * self.info.window, at)
         sizes = None if plan.step.window == 1 else self.info.windows.sizes(state.batch)
-        self.feed = windows(source, sizes, state.backend.device, *at, plan.prefetch)
+        late = plan.step.fetches_late
+        self.feed = windows(source, sizes, state.backend.device, *at, plan.prefetch, late)
         self.fetch()
         if self.batch is NONE_LEFT and not state.batch:
             raise ValueError(explain_no_batches(state, source))
@@ -442,6 +447,8 @@ class World:
     def count(self, new: TrainState, out: Output) -> TrainState:
         """Return the state with an update counted, and what may be due after it. Fetch the next."""
         __tracebackhide__ = True
+        if self.plan.step.fetches_late:
+            self.count_taken()
         state = self.state = consume(new, out, self.taken, self.taken * self._size, self._recent)
         self.doing, self.left_out = LOADER, out.skip
         if out.skip is not None:
@@ -863,6 +870,8 @@ def _survive(world: World, error: BaseException) -> bool:
     __tracebackhide__ = True
     before, alone = world.state, world.peers.alone
     if world.doing is None:  # the step may have applied its update already
+        if world.plan.step.fetches_late:
+            world.count_taken()
         made = newest(before, world.taken, world.taken * (world.source.batch_size or 0))
         if made is not before:
             world.state = changed(made, todo=(Boundary(),))

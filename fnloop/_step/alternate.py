@@ -44,6 +44,7 @@ from fnloop._core.types import (
     is_ours,
     output_without_loss,
 )
+from fnloop._data.source import LateWindow
 from fnloop._display import checks, tables
 from fnloop._display.checks import describe, join_names
 from fnloop._display.screen import log
@@ -60,7 +61,7 @@ from fnloop._step.pipeline import (
 )
 from fnloop._step.update import of_turn, prefixed
 
-SAME, NEXT = "same", "next"
+SAME, NEXT, LATE = "same", "next", "late"
 # What acts on one backward or one forward: the steps list it themselves.
 _OF_STEPS = ("loss_fn", "forward", "loss", "gradient", "device")
 _EXAMPLE = '{"d": pipeline()(d_loss), "g": pipeline()(g_loss)}'
@@ -90,7 +91,10 @@ def alternate(
             one of both for each name: ``{"d": "next", "g": "same"}`` gives a turn of g the batch of
             the turn before it. The first turn of a round takes a new batch in any case. A round
             never crosses the end of an epoch: in the last one, turns without a batch are left out.
-            With ``accumulate(n)`` a turn takes up to n batches.
+            With ``accumulate(n)`` a turn takes up to n batches. The batches of a round are fetched
+            before its first turn. "late" is "next", but a batch is fetched when its turn comes, for
+            a loader that acts with the model as the turn before it has left it. In a mapping it
+            goes with "same".
         evaluate: the names whose losses are evaluated, in this order; by default all.
 
     Returns:
@@ -99,10 +103,11 @@ def alternate(
     Raises:
         TypeError: ``steps`` is not a mapping of steps, or a name is not a str.
         ValueError: ``order``, ``batch`` or ``evaluate`` has an unknown name, ``batch`` lacks one, a
-            step has no turn, turns of one batch have other windows, or a step has a middleware that
-            cannot be in a turn (``tbptt``, ``cuda_graph``, averages). When composing: a middleware
-            around it would be ignored, sets a rate that one in a step sets, or is an average with
-            the name of a step. When a run starts: the state has no optimizer of a name.
+            step has no turn, turns of one batch have other windows, "late" is beside "next" or has
+            ``accumulate``, or a step has a middleware that cannot be in a turn (``tbptt``,
+            ``cuda_graph``, averages). When composing: a middleware around it would be ignored, sets
+            a rate that one in a step sets, or is an average with the name of a step. When a run
+            starts: the state has no optimizer of a name, or "late" is given ``prefetch=2``.
         NotImplementedError: when a run starts: the model is under ``fully_shard``.
 
     Example:
@@ -168,7 +173,7 @@ class AlternateStep(PipelineStep):
         self.settings, self._turns = settings, Turns(settings.run_of)
         self._round: Replaceable = functools.partial(self._take_turns)
         super().__init__(pipeline)
-        self.window = settings.window
+        self.window, self.fetches_late = settings.window, settings.late
         inner = [
             of_turn(member, name)
             for name, step in settings.steps.items()
@@ -217,9 +222,14 @@ class AlternateStep(PipelineStep):
         steps, done = self.settings.steps, Round()
         window = self._window(batch)
         for turn in waiting_once(state.run, self.settings.turns):
-            if turn.batches.start < len(window):
-                step = steps[turn.name]
+            try:
                 part = window[turn.batches]
+            except BaseException:  # of a batch that is fetched now
+                if done.applied:
+                    give_up_ownership(state)  # the weights are between two rounds
+                raise
+            if part:
+                step = steps[turn.name]
                 given = part[0] if step.window == 1 else part
                 state = self._turns.take(turn, step.train, state, given, done)
         return advance(state, done.applied, state.updates), done.output()
@@ -228,6 +238,8 @@ class AlternateStep(PipelineStep):
         """Return the batches of a round."""
         if self.window == 1:
             return (batch,)
+        if type(batch) is LateWindow:
+            return batch
         if not isinstance(batch, list | tuple) or not 0 < len(batch) <= self.window:
             given = f"{len(batch)}" if isinstance(batch, list | tuple) else describe(batch)
             raise ValueError(
@@ -425,7 +437,8 @@ def _rules(batch: str | Mapping[str, str], names: Sequence[str]) -> dict[str, st
     """Return for each name whether its turns take the next batch, or that of the turn before."""
     if not isinstance(batch, Mapping):
         also = ", or a mapping from each name to one of them"
-        return dict.fromkeys(names, checks.choice("alternate", "batch", batch, (SAME, NEXT), also))
+        rule = checks.choice("alternate", "batch", batch, (SAME, NEXT, LATE), also)
+        return dict.fromkeys(names, rule)
     if unknown := [name for name in batch if name not in names]:
         raise ValueError(
             f"alternate expects batch with names of steps, which are {join_names([*names])}; got "
@@ -437,16 +450,29 @@ def _rules(batch: str | Mapping[str, str], names: Sequence[str]) -> dict[str, st
             f"alternate: batch lacks {join_names(missing)}: say for each name whether it takes the "
             f'"next" batch or the "same" as the turn before, batch={{{given}}}'
         )
-    return {
-        name: checks.choice("alternate", f"batch[{name!r}]", batch[name], (SAME, NEXT))
+    rules = {
+        name: checks.choice("alternate", f"batch[{name!r}]", batch[name], (SAME, NEXT, LATE))
         for name in names
     }
+    if {NEXT, LATE} <= {*rules.values()}:
+        late = [name for name, rule in rules.items() if rule == LATE]
+        raise ValueError(
+            f'alternate: batch has "late" for {join_names(late)} and "next" for another step, but '
+            'all take from one loader: write "late" for both'
+        )
+    return rules
 
 
 def _check_windows(
     steps: Mapping[str, PipelineStep], turns: Sequence[str], rules: Mapping[str, str]
 ) -> None:
     """Raise ValueError if a turn has another window than the turn whose batch it takes."""
+    for name in turns:
+        if rules[name] == LATE and steps[name].window > 1:
+            raise ValueError(
+                f'alternate: batch="late" gives a turn one batch, but {name} accumulates '
+                f'{steps[name].window}: write batch="next", or leave accumulate out'
+            )
     for before, name in itertools.pairwise(turns):
         one, other = steps[before].window, steps[name].window
         if rules[name] == SAME and one != other:
@@ -500,6 +526,7 @@ class Settings:
         window: how many batches a round takes.
         evaluated: the names whose losses are evaluated.
         call: the call that was typed.
+        late: whether the batch of a turn is fetched when the turn comes.
     """
 
     steps: Mapping[str, PipelineStep]
@@ -507,6 +534,7 @@ class Settings:
     window: int
     evaluated: tuple[str, ...]
     call: Call
+    late: bool = False
 
     @classmethod
     def of(
@@ -521,10 +549,11 @@ class Settings:
         turns: list[Turn] = []
         batches = slice(0)
         for i, name in enumerate(order):
-            if not i or rules[name] == NEXT:
+            if not i or rules[name] != SAME:
                 batches = slice(batches.stop, batches.stop + steps[name].window)
             turns.append(Turn(name, i, batches))
-        return cls(dict(steps), tuple(turns), batches.stop, evaluated, call)
+        late = LATE in rules.values()
+        return cls(dict(steps), tuple(turns), batches.stop, evaluated, call, late)
 
     @property
     def order(self) -> str:

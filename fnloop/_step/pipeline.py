@@ -188,6 +188,7 @@ class PipelineStep(abc.ABC):
         self.pipeline = pipeline
         self.window = max((m.window for m in pipeline.middleware), default=1)
         self._layers = Layers()
+        self.fetches_late = False
         self.is_timed = any(m.timed for m in pipeline.middleware)
         self.carries = any(m.carries for m in pipeline.middleware)
         innermost = self._compose_innermost()
