@@ -352,9 +352,10 @@ def test_steps_in_turn_keep_the_laws(pipe, each):
     check_laws(pipe, several.alternating(**each))
 
 
-def test_steps_in_turn_keep_the_laws_with_dropout_and_batch_norm():
+@pytest.mark.parametrize("batch", ["next", "late"])
+def test_steps_in_turn_keep_the_laws_with_dropout_and_batch_norm(batch):
     problem = attrs.evolve(stochastic(), optimizer=several.muon_and_sgd)
-    check_laws(fl.pipeline(fl.ema(0.9)), several.alternating(problem=problem, batch="next"))
+    check_laws(fl.pipeline(fl.ema(0.9)), several.alternating(problem=problem, batch=batch))
 
 
 def test_steps_in_turn_in_fp16_keep_the_laws_of_fold_and_purity():

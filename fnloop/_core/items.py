@@ -105,8 +105,10 @@ class Counted:
             running: the running metrics.
             in_first_epoch: whether there was no epoch before theirs.
         """
-        late = self.late
-        return (_Unread(running, in_first_epoch) if late is None else late).read()
+        if self.late is not None:
+            return self.late.read()
+        items = items_so_far(running, in_first_epoch).value
+        return items if items.__class__ is int else float(items)
 
     def read(
         self, now: float, running: Mapping[str, Metric], in_first_epoch: bool, follow: bool
@@ -132,6 +134,8 @@ NONE_YET = Counted(now=0)  # before the first update
 
 def as_count(number: float) -> float:
     """Return a number of items: an int if it is one."""
+    if number.__class__ is int:
+        return number
     return int(number) if float(number).is_integer() else number
 
 

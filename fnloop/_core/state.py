@@ -477,9 +477,9 @@ class TrainState:
     def items(self) -> float | None:
         """The items of all applied updates, over all processes: samples, or ``aux["weight"]``.
 
-        Where weights are tensors, it is the count of the update before, because that of the newest
-        update would have to be waited for. ``Record.items`` has all. None: the state is that of an
-        older version, which did not count them.
+        Where weights are tensors, and with ``exact=True``, it is the count of the update before,
+        because that of the newest update would have to be waited for. ``Record.items`` has all.
+        None: the state is that of an older version, which did not count them.
 
         A run that depends on it (``fit(items=)``, ``every(items=)``, ``schedule(by="items")``)
         reads it after each update without waiting for the device. In another one, a tensor is read

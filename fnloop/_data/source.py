@@ -6,8 +6,8 @@ import functools
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Generator, Iterator
+from typing import NamedTuple, cast
 
 import attrs
 import torch
@@ -535,11 +535,11 @@ def _grouped(batches: Iterator[Batch], sizes: Iterator[int]) -> Iterator[Batch]:
     return itertools.takewhile(len, map(tuple, map(itertools.islice, rest, sizes)))
 
 
-class LateWindow(Sequence[Batch]):
+class LateWindow:
     """The batches of a window, each fetched when it is asked for; the first one is there already.
 
-    Its length is the number of batches that were fetched. A slice has fewer where the epoch ends.
-    The generators stay as they were if a fetch positions them.
+    Its length is the number of batches that were fetched, and iterating gives these. A slice has
+    fewer where the epoch ends. The generators stay as they were if a fetch positions them.
 
     Args:
         first: the first batch.
@@ -567,7 +567,10 @@ class LateWindow(Sequence[Batch]):
     def __len__(self) -> int:
         return len(self._batches)
 
-    def __getitem__(self, index: Any) -> Any:
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(self._batches)
+
+    def __getitem__(self, index: int | slice) -> Batch:
         __tracebackhide__ = True
         wanted = index.stop if isinstance(index, slice) else index + 1
         while len(self) < min(wanted or 0, self._size):

@@ -62,6 +62,7 @@ from fnloop._core.state import (
     consume,
     count_items,
     count_left_out,
+    counted_of,
     detached_from_run,
     newest,
     ownership_of,
@@ -233,8 +234,7 @@ class World:
         self._adds_at_end = any(hook in self._adders for hook in self._late)
         self._last_step = math.inf if plan.steps is None else plan.steps
         self._counts_items = plan.counts_items
-        if plan.items is not None:
-            self._last_step = 0  # any update may be the last
+        self._last_item = math.inf if plan.items is None else plan.items
         self._quiet = [each.quiet_until for each in plan.triggers]
         self._asked_at = self._quiet_until = 0.0  # nothing is due in between, in mid-epoch
         self._position, self._seed = torch_seeder(state.backend.device), 0
@@ -462,17 +462,22 @@ class World:
             raise
         ended = self.batch is NONE_LEFT
         asked = self.interrupts.stop is not None or self.interrupts.save
-        quiet = self._asked_at <= state.step < self._quiet_until
+        quiet = self._asked_at <= state.step < self._quiet_until and not self._has_all_items(state)
         if not quiet or ended or asked or state.stop is not None or state.noted:
             return changed(state, todo=(Boundary(ended),))
         return changed(state, todo=self._hooks_then_update[0]) if self._calls_always else state
+
+    def _has_all_items(self, state: TrainState) -> bool:
+        """Return whether a state has reached the target in items."""
+        return self._counts_items and (counted_of(state).now or 0) >= self._last_item
 
     def _count_items(self, state: TrainState) -> TrainState:
         """Return the state that knows its items, if the run depends on them."""
         if not self._counts_items:
             return state
         state = count_items(state, follow=True)
-        check_knows_items(state)
+        if (now := counted_of(state).now) != now:  # NaN
+            check_knows_items(state)
         return state
 
     # --- a boundary
@@ -483,14 +488,15 @@ class World:
         self._given = []
         if ended := action.ended or self.batch is NONE_LEFT:
             state = self._complete_epoch(state)
-        reached = (ended or state.step >= self._last_step) and self.plan.is_reached(state)
+        may_be = ended or state.step >= self._last_step or self._has_all_items(state)
+        reached = may_be and self.plan.is_reached(state)
         if reached:
             state = changed(state, events=state.events | {END})
         if state.noted:
             noted = {mark: v for mark, v in state.noted.items() if not mark.startswith(RAN)}
             state = changed(state, noted=noted)
         actions, apart = (_CALL,), False
-        if ended or not self._asked_at <= state.step < self._quiet_until:
+        if ended or reached or not self._asked_at <= state.step < self._quiet_until:
             answers = self._ask(state)
             for clock in self._clocks:
                 state = clock.noted(state)
@@ -870,7 +876,7 @@ def _survive(world: World, error: BaseException) -> bool:
     __tracebackhide__ = True
     before, alone = world.state, world.peers.alone
     if world.doing is None:  # the step may have applied its update already
-        if world.plan.step.fetches_late:
+        if world.plan.step.fetches_late and world.batch is not NONE_LEFT:
             world.count_taken()
         made = newest(before, world.taken, world.taken * (world.source.batch_size or 0))
         if made is not before:

@@ -235,7 +235,7 @@ class AlternateStep(PipelineStep):
                 state = self._turns.take(turn, step.train, state, given, done)
         return advance(state, done.applied, state.updates), done.output()
 
-    def _window(self, batch: Batch) -> Sequence[Batch]:
+    def _window(self, batch: Batch) -> Sequence[Batch] | LateWindow:
         """Return the batches of a round."""
         if self.window == 1:
             return (batch,)

@@ -397,6 +397,8 @@ def changes_of(
         if "compiled" not in names and seconds >= WORTH_COMPILING and _has_compiler():
             found["compiled"] = lambda s: _with(s, last=(compiled(),))
     found |= _changes_of_loading(now.loader, state)
+    if now.step.fetches_late:
+        found.pop("prefetch=4", None)
     return found
 
 

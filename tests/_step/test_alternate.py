@@ -456,7 +456,7 @@ def takes_turns(member):
     (lambda: alternating(batch={"d": "next"}), ValueError, 'lacks g: .*, "g": "..."}'),
     (lambda: alternating(batch={"e": "next"}), ValueError, "which are d, g; got 'e'"),
     (lambda: alternating(batch={"d": "next", "g": "last"}), ValueError,
-     r"batch\['g'\] as one of \"same\", \"next\"; got 'last'"),
+     r"batch\['g'\] as one of \"same\", \"next\", \"late\"; got 'last'"),
     (lambda: alternating(evaluate="e"), ValueError, "evaluate as names of steps"),
     (lambda: fl.alternate({"d": alternating()}), ValueError, "in one alternate"),
     (lambda: alternating(d=(fl.accumulate(2),)), ValueError, 'd takes 2 and g takes 1.*"next"'),
