@@ -155,6 +155,7 @@ def verify(
     history: bool = True,
     share: tuple[int, int] = (0, 1),
     kept: dict[str, bytes] | None = None,
+    manifest: dict[str, Json] | None = None,
 ) -> dict[str, Json]:
     """Verify a checkpoint, and return its manifest.
 
@@ -164,6 +165,7 @@ def verify(
         history: whether the files with the older records of the history must be there.
         share: of which files to compare the checksums: of every n-th, from the i-th on, as (i, n).
         kept: receives the contents of small files whose checksums are right, by name.
+        manifest: what was read of the manifest already.
 
     Raises:
         CheckpointError: it is not a checkpoint, or is damaged; the message names file and fault.
@@ -173,7 +175,7 @@ def verify(
         what = "it is a link to nothing" if path.is_symlink() else "there is no such folder"
         raise CheckpointError(f"{path} is not a checkpoint: {what}")
     try:
-        manifest = read_manifest(path)
+        manifest = read_manifest(path) if manifest is None else manifest
     except FileNotFoundError:
         raise CheckpointError(
             f"{path} is not a checkpoint: it has no {MANIFEST} "

@@ -195,11 +195,18 @@ def restore_contents(
 SUFFIX = ".safetensors"
 
 
-def read_checkpoint(path: Path, state: TrainState, *, history: bool = True) -> Contents:
+def read_checkpoint(
+    path: Path,
+    state: TrainState,
+    *,
+    history: bool = True,
+    manifest: dict[str, Json] | None = None,
+) -> Contents:
     """Return the contents of a checkpoint, with or without the older records of its history.
 
     Every process must call it. Each compares the checksums of its share of the files, and reads of
-    a tensor what it holds of the same tensor in its state.
+    a tensor what it holds of the same tensor in its state. ``manifest`` is what the process has
+    read of it already.
 
     Raises:
         CheckpointError, OSError: as :func:`verify`, in every process.
@@ -207,10 +214,10 @@ def read_checkpoint(path: Path, state: TrainState, *, history: bool = True) -> C
     """
     path, backend = locate(path), state.backend
     share, kept = (backend.rank, backend.world_size), dict[str, bytes]()
-    manifest = on_every_process(
-        lambda: verify(path, history=history, share=share, kept=kept), READING
+    checked = on_every_process(
+        lambda: verify(path, history=history, share=share, kept=kept, manifest=manifest), READING
     )
-    return on_every_process(lambda: _read(path, manifest, state, history, kept), READING)
+    return on_every_process(lambda: _read(path, checked, state, history, kept), READING)
 
 
 def read_alone(path: Path, *, history: bool = True) -> Contents:
@@ -244,7 +251,7 @@ def read_whole_checkpoint(path: Path, state: TrainState) -> Contents | None:
     """Return the contents of a checkpoint, or None if it is partial. Every process must call it."""
     where = locate(path)
     manifest = on_every_process(lambda: verify(where, deep=False, history=False), READING)
-    return None if is_partial(manifest) else read_checkpoint(path, state)
+    return None if is_partial(manifest) else read_checkpoint(where, state, manifest=manifest)
 
 
 def _read(
