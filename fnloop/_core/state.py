@@ -1275,7 +1275,7 @@ class KeptBuffers(NamedTuple):
             and self.marks == [*map(_mark_of, self.tensors)]
         )
 
-    def put_back(self, unseen: bool = False) -> bool:
+    def put_back(self, unseen: bool = False) -> None:
         """Put back what has changed: replaced buffers, their shapes and their values.
 
         Buffers stay the same tensors at the same addresses, because a CUDA graph reads them there.
@@ -1283,13 +1283,10 @@ class KeptBuffers(NamedTuple):
         Args:
             unseen: whether any may have changed without a new version, as in a forward in training
                 mode or in a replay.
-
-        Returns:
-            Whether anything had changed.
         """
         tables = [table for table, _, _ in self.tables]
         if not tables or (not unseen and self.are_as_kept(tables)):
-            return False
+            return
         versions = torch_compat.versions_of(self.tensors)
         moved = [
             now != version or _mark_of(tensor) != mark
@@ -1311,7 +1308,6 @@ class KeptBuffers(NamedTuple):
                     # It was resized, or tensor.data was replaced.
                     tensor.set_(self.places[i])  # type: ignore[arg-type]
                 self.values[i].copy_(self.copies[i])
-        return True
 
 
 def _contents_of(tables: Sequence[Table]) -> tuple[list[str], list[int]]:

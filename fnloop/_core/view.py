@@ -130,13 +130,11 @@ class _unchanged:
 
     def __init__(self, model: nn.Module) -> None:
         self._model, self._mode, self._buffers = model, in_evaluation_mode(model), Buffers(model)
-        self._moves = False  # whether a block has moved any
 
     def __enter__(self) -> nn.Module:
         # They change in evaluation mode too, as those of an observer, or a teacher's centre.
-        # Those that stayed are copied once. That trusts torch's count of changes, which the caller
-        # may get round (buffer.data). So where they move at all, each block begins with a copy.
-        self._kept = self._buffers.keep(trusting=not self._moves)
+        # Those that stay are copied once. To put one back is a change too, so a copy follows it.
+        self._kept = self._buffers.keep(trusting=True)
         self._mode.__enter__()
         return self._model
 
@@ -144,7 +142,7 @@ class _unchanged:
         try:
             self._mode.__exit__(*raised)
         finally:
-            self._moves |= self._kept.put_back()
+            self._kept.put_back()
 
 
 @contextlib.contextmanager

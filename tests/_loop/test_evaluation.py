@@ -160,6 +160,15 @@ def test_between_two_predictions_all_is_as_the_caller_has_left_it(does, act):
     torch.set_grad_enabled(True)
 
 
+def test_what_torch_does_not_count_as_a_change_stays_too_where_predictions_move_buffers():
+    norm = nn.BatchNorm1d(2)
+    state = fl.TrainState.create(norm, torch.optim.SGD(norm.parameters()), seed=0)
+    results = fl.predict(lambda model, x: model.train()(x).sum(), state, [torch.eye(2)] * 3)
+    for n, _ in enumerate(results):
+        assert norm.running_var.tolist() == [float(n or 1)] * 2
+        norm.running_var.data.fill_(n + 1)
+
+
 def test_a_prediction_that_is_left_in_the_middle_leaves_all_as_it_was():
     state, drawn = watcher(), lambda model, batch: (draw_all(), model(batch))
     before = kept_by_the_caller(state)
