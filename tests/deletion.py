@@ -90,14 +90,14 @@ KERNEL = {
     "_backend": "collectives containers fsdp host_generators processes slurm torch_compat wrappers",
     "_checkpoint": "files follow foreign format named optimizer parts place restore retention save "
     "shipped",
-    "_core": "apart averages code cursor freeze history metrics optimizers parts records rng runs "
-    "serialize shapes state types view views",
+    "_core": "apart averages code cursor freeze history items metrics optimizers parts records rng "
+    "runs serialize shapes stacked stacks state types view views",
     "_data": "composed held iterable loaders map_style position source",
     "_display": "checks figures screen tables",
     "_hooks": "hook keep stop",
     "_loop": "beginning boundary errors evaluate fit made_with peers plan run",
     "_middleware": "accumulate clip metric precision schedule using",
-    "_step": "engine engine_local forward gradients guard pipeline transaction update",
+    "_step": "engine engine_local forward gradients guard pipeline stacked transaction update",
     "data": "_collate _combine",
     "schedules": "",
     "testing": "_laws _toys",

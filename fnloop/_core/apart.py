@@ -151,9 +151,10 @@ class Apart(View):
         if self.own is None:
             return
         here = {**named_parameters(state), **_named_buffers(state)}
-        own, self.own = self.own, None
+        own, mark = self.own, self.mark
+        self.own, self.mark = None, 0
         fits = all(k in here and here[k].shape == t.shape for k, t in own.items())
-        if any_rank(not fits or mark_of(state) != self.mark, "a comparison of the weights"):
+        if any_rank(not fits or mark_of(state) != mark, "a comparison of the weights"):
             if state.backend.main:
                 log.warning(
                     "local_sgd: the model was given other weights since the last update, so every "
