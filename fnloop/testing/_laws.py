@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from fnloop._backend.containers import SEQUENCES
 from fnloop._core.cursor import COUNTERS
-from fnloop._core.serialize import HasStateDict, as_flattened
+from fnloop._core.serialize import as_flattened
 from fnloop._core.state import TrainState, snapshot
 from fnloop._core.types import Batch, LossFn, Middleware, Output, Step
 from fnloop._data.source import open_source, windows
@@ -406,9 +406,10 @@ def assert_equal(a: object, b: object, path: str, rtol: float = 0.0) -> None:
     elif isinstance(a, Tensor | float) and isinstance(b, Tensor | float):
         if not _is_equal(a, b):
             _assert_close(a, b, path, rtol)
-    elif isinstance(a, HasStateDict):  # such as a scheduler
-        assert isinstance(b, HasStateDict), f"{path}: {a!r} != {b!r}"
-        assert_equal(a.state_dict(), b.state_dict(), path, rtol)
+    elif callable(state_dict := getattr(a, "state_dict", None)):  # such as a scheduler
+        other = getattr(b, "state_dict", None)
+        assert callable(other), f"{path}: {a!r} != {b!r}"
+        assert_equal(state_dict(), other(), path, rtol)
     elif attrs.has(kind := type(a)) and kind is type(b):
         mine, its = (attrs.asdict(each, recurse=False) for each in (a, b))
         for field in attrs.fields(kind):
