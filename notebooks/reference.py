@@ -54,7 +54,8 @@ def subjects():
             found.setdefault(subject, []).append((label, re.findall(r"`(\w+)`", part)))
     for name in MODULES:
         module = importlib.import_module(f"fnloop.{name}")
-        found[f"fnloop.{name}"] = [("", [f"{name}.{own}" for own in module.__all__])]
+        own = [one for one in module.__all__ if not inspect.ismodule(getattr(module, one))]
+        found[f"fnloop.{name}"] = [("", [f"{name}.{one}" for one in own])]
     return found
 
 

@@ -86,7 +86,7 @@ BUILT_ON = {
 }
 # The modules of the kernel, by their rooms: all of a room, or some.
 KERNEL = {
-    "": "_version _extensions",
+    "": "_version _extensions extend",
     "_backend": "collectives containers fsdp host_generators processes slurm torch_compat wrappers",
     "_checkpoint": "files follow foreign format named optimizer parts place restore retention save "
     "shipped",

@@ -182,6 +182,7 @@ ELSEWHERE = {  # where the laws need another problem, or hold but for the times:
     "tbptt": "_middleware/test_tbptt.py",
     "throughput": "_middleware/test_times.py",
     "timings": "_middleware/test_times.py",
+    "using": "_middleware/test_using.py",
 }
 
 

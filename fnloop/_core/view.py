@@ -7,7 +7,8 @@ import itertools
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence, Set
-from typing import Any, Literal
+from types import TracebackType
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -138,9 +139,14 @@ class _unchanged:
         self._mode.__enter__()
         return self._model
 
-    def __exit__(self, *raised: Any) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         try:
-            self._mode.__exit__(*raised)
+            self._mode.__exit__(kind, error, trace)
         finally:
             self._kept.put_back()
 
