@@ -16,8 +16,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from fnloop._backend.collectives import on_main_process
-from fnloop._backend.fsdp import like_sharded, local_part
+from fnloop._backend.fsdp import like_sharded
 from fnloop._backend.torch_compat import strip_compile_prefix
 from fnloop._checkpoint.files import (
     CHECKPOINT_NAME,
@@ -50,15 +49,7 @@ from fnloop._checkpoint.retention import (
 )
 from fnloop._checkpoint.save import check_saveable, collect_contents, position_of
 from fnloop._core.averages import Average
-from fnloop._core.history import (
-    SINCE,
-    History,
-    check_monitored,
-    first_record,
-    metrics_here,
-    mode_of,
-)
-from fnloop._core.records import better
+from fnloop._core.history import SINCE, History, check_monitored, first_record, metrics_here
 from fnloop._core.runs import pending
 from fnloop._core.serialize import Json
 from fnloop._core.shapes import forget_states, take_shapes
@@ -68,7 +59,6 @@ from fnloop._core.state import (
     differ_only,
     take_ownership,
     unwrap,
-    with_slot,
 )
 from fnloop._core.types import END, RECORD, Call
 from fnloop._core.view import begin_again, view
@@ -84,6 +74,7 @@ from fnloop._display.checks import (
 from fnloop._display.screen import log
 from fnloop._display.tables import format_metric
 from fnloop._hooks.hook import BuiltIn, Hook, every_layer
+from fnloop.extend import better, local_part, mode_of, on_main_process, with_slot
 
 # --------------------------------------------------------------------------------------------------
 # The hook that saves a run while it trains.

@@ -14,16 +14,15 @@ from typing import TYPE_CHECKING
 import attrs
 from torch import Tensor, profiler
 
-from fnloop._backend.collectives import broadcast, on_main_process
-from fnloop._backend.fsdp import is_sharded
+from fnloop._backend.collectives import broadcast
 from fnloop._core.history import History, suggestion
 from fnloop._core.records import TRAINED
 from fnloop._core.runs import RAN, WAITS, is_interruption
 from fnloop._core.state import TrainState, with_note
-from fnloop._core.types import END, RECORD, Call, Output, name_of
+from fnloop._core.types import END, RECORD, Call, Output
 from fnloop._core.view import as_evaluated
 from fnloop._core.views import check_plot
-from fnloop._display import checks, figures, tables
+from fnloop._display import figures, tables
 from fnloop._hooks.hook import (
     BuiltIn,
     Hook,
@@ -35,7 +34,7 @@ from fnloop._hooks.hook import (
     read_numbers,
 )
 from fnloop._hooks.hook import every as periodically
-from fnloop._step.engine import engine_of
+from fnloop.extend import checks, engine_of, is_sharded, name_of, on_main_process
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -24,7 +24,6 @@ from fnloop._core.metrics import Last, read
 from fnloop._core.optimizers import labelled_groups, optimizers_in
 from fnloop._core.records import (
     Record,
-    better,
     is_evaluated,
     is_row,
     metric_names,
@@ -36,7 +35,7 @@ from fnloop._core.runs import RunInfo, is_interruption
 from fnloop._core.state import TrainState, count_parameters
 from fnloop._core.types import EPOCH, RECORD, Call
 from fnloop._core.views import Row, by_model, lay_out, table_of
-from fnloop._display import checks, tables
+from fnloop._display import tables
 from fnloop._display.screen import WIDEST, Screen, columns_of, has_colors, paint
 from fnloop._display.tables import (
     Table,
@@ -47,6 +46,7 @@ from fnloop._display.tables import (
     printable,
 )
 from fnloop._hooks.hook import Hook
+from fnloop.extend import better, checks
 
 
 class progress(Hook):

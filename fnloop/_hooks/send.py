@@ -23,7 +23,7 @@ from typing import Any, TypedDict
 
 import attrs
 
-from fnloop._backend.collectives import any_rank, on_main_process
+from fnloop._backend.collectives import any_rank
 from fnloop._backend.processes import trackers
 from fnloop._checkpoint.files import make_folder, remove_parts, replace_file
 from fnloop._checkpoint.retention import read_run_id
@@ -31,12 +31,12 @@ from fnloop._core.history import History
 from fnloop._core.records import Record
 from fnloop._core.runs import kind_of
 from fnloop._core.state import TrainState, differ_only
-from fnloop._core.types import END, RECORD, Call, Output, name_of
-from fnloop._display import checks
+from fnloop._core.types import END, RECORD, Call, Output
 from fnloop._display.checks import folder_path, typed_path
 from fnloop._display.screen import log
 from fnloop._hooks.hook import BuiltIn, Hook, Wrapper, call_hook, check_hook, unwrap_hook
 from fnloop._hooks.keep import checkpoint, restore_best
+from fnloop.extend import checks, name_of, on_main_process
 
 # --------------------------------------------------------------------------------------------------
 # Keep a table of the history in a file that always equals it, also after a resume.

@@ -17,20 +17,18 @@ from torch import Tensor
 from fnloop._backend.collectives import broadcast, gather_objects, gather_shares
 from fnloop._backend.containers import map_leaves
 from fnloop._checkpoint.format import NUMBER, check_shape
-from fnloop._core.history import SINCE, Fold, check_monitored, first_record, mode_of
+from fnloop._core.history import SINCE, check_monitored, first_record
 from fnloop._core.metrics import Mean, read
-from fnloop._core.records import Record, better, counts
-from fnloop._core.rng import isolated
+from fnloop._core.records import Record, counts
 from fnloop._core.runs import Stop, ends_job, kind_of, now
 from fnloop._core.stacked import models_of
-from fnloop._core.state import TrainState, with_slot
+from fnloop._core.state import TrainState
 from fnloop._core.types import END, RECORD, UPDATE, Call
-from fnloop._display import checks
 from fnloop._display.checks import choice, flag, integer, join_names, metric_name, number
 from fnloop._display.screen import log
 from fnloop._display.tables import format_count, format_duration, format_metric
 from fnloop._hooks.hook import BuiltIn, Hook, place_in, unwrap_hook
-from fnloop._step.engine import engine_of
+from fnloop.extend import Fold, better, checks, engine_of, isolated, mode_of, with_slot
 
 # --------------------------------------------------------------------------------------------------
 # Which update made the training loss infinite or NaN, without a read from the device in between.

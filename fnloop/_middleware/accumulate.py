@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from fnloop._backend.containers import map_leaves, tensors_in
-from fnloop._backend.fsdp import is_sharded
 from fnloop._core.metrics import NoLoss, combine, to_accumulator_dtype, update_evaluated_
 from fnloop._core.runs import waiting_once
 from fnloop._core.state import TBPTT, TrainState, mark_half_done, note_call, with_carry
@@ -22,16 +21,15 @@ from fnloop._core.types import (
     Step,
     Wrap,
     middleware,
-    name_of,
     output_without_loss,
 )
-from fnloop._display import checks
-from fnloop._step.engine import engine_of, refuse
+from fnloop._step.engine import refuse
 from fnloop._step.forward import takes_carry
 from fnloop._step.gradients import WeightedSum
 from fnloop._step.guard import InPieces, Retrying
 from fnloop._step.transaction import in_parts
 from fnloop._step.update import CREATE_GRAPH, Backward, Commuting, Insertable
+from fnloop.extend import checks, engine_of, is_sharded, name_of
 
 # --------------------------------------------------------------------------------------------------
 # Gradient accumulation: n batches of b make the same update as one batch of n·b.

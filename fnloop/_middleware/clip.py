@@ -11,15 +11,13 @@ import torch
 from torch import Tensor
 
 from fnloop._backend import torch_compat
-from fnloop._backend.fsdp import combined, local_part
+from fnloop._backend.fsdp import combined
 from fnloop._core.freeze import Selectors, check_selectors
 from fnloop._core.metrics import Mean
-from fnloop._core.rng import isolated
 from fnloop._core.stacked import Stack
-from fnloop._core.state import TrainState, parameters, unwrap, with_used
+from fnloop._core.state import TrainState, unwrap, with_used
 from fnloop._core.types import Batch, Call, Middleware, Output, Step, middleware
-from fnloop._display import checks
-from fnloop._step.engine import engine_of, refuse
+from fnloop._step.engine import refuse
 from fnloop._step.gradients import (
     clip_to_norm_,
     nan_unless_finite,
@@ -30,7 +28,8 @@ from fnloop._step.gradients import (
 from fnloop._step.pipeline import Chosen
 from fnloop._step.stacked import clip_models_, gradients, per_update, stacked_norms
 from fnloop._step.transaction import skip_together, then
-from fnloop._step.update import CLOSURE, CREATE_GRAPH, Commuting, report
+from fnloop._step.update import CLOSURE, CREATE_GRAPH, Commuting
+from fnloop.extend import checks, engine_of, isolated, local_part, parameters, report
 
 # --------------------------------------------------------------------------------------------------
 # Gradient clipping, by norm and by value, and the norm alone.

@@ -17,11 +17,11 @@ from torch.optim import Optimizer
 from fnloop._core.optimizers import optimizers_in, wants_closure
 from fnloop._core.state import TrainState, with_used
 from fnloop._core.types import Batch, Middleware, Output, Step, middleware
-from fnloop._display import checks
 from fnloop._graphs.capture import GraphedStep, read_from_tensors, recorder_on
 from fnloop._graphs.guards import CaptureError
 from fnloop._step.transaction import leaves_graphs_out
 from fnloop._step.update import CLOSURE, CREATE_GRAPH, replace_apply
+from fnloop.extend import checks
 
 # --------------------------------------------------------------------------------------------------
 # Compile the loss function, and the optimizer, with `torch.compile`.

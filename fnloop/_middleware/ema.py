@@ -10,8 +10,7 @@ from fnloop._core.averages import AVERAGED, Average
 from fnloop._core.freeze import Selectors, check_selectors
 from fnloop._core.parts import OWN, TENSORS
 from fnloop._core.state import LOCAL_SGD, TBPTT, TrainState, explain_unknown_length
-from fnloop._core.types import Middleware, middleware, name_of
-from fnloop._display import checks
+from fnloop._core.types import Middleware, middleware
 from fnloop._display.screen import warn_once
 from fnloop._display.tables import format_count
 from fnloop._step.averages import (
@@ -22,6 +21,7 @@ from fnloop._step.averages import (
     choose_weight,
     first_average,
 )
+from fnloop.extend import checks, name_of
 from fnloop.schedules import check_length, updates_in
 
 _FILES = (*TENSORS, TRAINING, AVERAGED, OWN)

@@ -12,18 +12,17 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from fnloop._backend import torch_compat
-from fnloop._backend.fsdp import local_part
 from fnloop._core.runs import Stop
 from fnloop._core.stacked import Stack, models_of
-from fnloop._core.state import TrainState, parameters
+from fnloop._core.state import TrainState
 from fnloop._core.types import Batch, Middleware, Output, Step, Wrap, middleware
-from fnloop._display import checks
 from fnloop._display.checks import join_names
 from fnloop._display.tables import format_count
-from fnloop._step.engine import engine_of, refuse
+from fnloop._step.engine import refuse
 from fnloop._step.guard import Kept, go_back, guarding, keep, sees_whole_updates
 from fnloop._step.stacked import find_bad
 from fnloop._step.transaction import Judge
+from fnloop.extend import checks, engine_of, local_part, parameters
 
 # --------------------------------------------------------------------------------------------------
 # Leave out updates whose loss or gradients are not finite.

@@ -9,14 +9,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fnloop._backend.collectives import counted_collectives
-from fnloop._backend.fsdp import is_sharded
 from fnloop._core.apart import Apart, apart_of
 from fnloop._core.optimizers import modes_of, optimizers_in, wants_closure
 from fnloop._core.state import LOCAL_SGD, TrainState, ownership_of, with_used
-from fnloop._core.types import Batch, Middleware, Output, Step, middleware, name_of
-from fnloop._display import checks
-from fnloop._step.engine import engine_of, refuse
+from fnloop._core.types import Batch, Middleware, Output, Step, middleware
+from fnloop._step.engine import refuse
 from fnloop._step.update import replace_apply
+from fnloop.extend import checks, engine_of, is_sharded, name_of
 
 Outer = Callable[[list[nn.Parameter]], Optimizer]
 

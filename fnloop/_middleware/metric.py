@@ -29,7 +29,7 @@ from fnloop._core.metrics import (
     weighted,
 )
 from fnloop._core.stacked import Stack, call_each, of_model
-from fnloop._core.state import TrainState, with_slot
+from fnloop._core.state import TrainState
 from fnloop._core.types import (
     Aux,
     Batch,
@@ -40,14 +40,13 @@ from fnloop._core.types import (
     Wrap,
     collection_key,
     middleware,
-    name_of,
 )
-from fnloop._display import checks
 from fnloop._display.checks import join_names
 from fnloop._display.screen import warn_once
 from fnloop._step.forward import items_in
 from fnloop._step.transaction import then
-from fnloop._step.update import MissingNumberError, Numbers, as_number, report
+from fnloop._step.update import MissingNumberError, Numbers, as_number
+from fnloop.extend import checks, name_of, report, with_slot
 
 # --------------------------------------------------------------------------------------------------
 # Add metrics to the loss, in training, in evaluation, or both.

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from fnloop._backend import torch_compat
 from fnloop._backend.containers import map_leaves
-from fnloop._backend.fsdp import local_part
 from fnloop._core.optimizers import optimizers_in
-from fnloop._core.state import TrainState, parameters
+from fnloop._core.state import TrainState
 from fnloop._core.types import Batch, Middleware, Output, Searching, Step, Wrap, middleware
 from fnloop._display.checks import describe, integer, number
 from fnloop._step.engine import refuse
 from fnloop._step.transaction import decide_any, then
 from fnloop._step.update import Commuting, Insertable
+from fnloop.extend import local_part, parameters
 
 # --------------------------------------------------------------------------------------------------
 # Mixed precision: autocast, and for fp16 a loss scale.

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from fnloop._core.history import SINCE, Fold, check_monitored, first_record, mode_of, unfinished
+from fnloop._core.history import SINCE, check_monitored, first_record, unfinished
 from fnloop._core.metrics import Last
 from fnloop._core.optimizers import (
     RATIO,
@@ -29,37 +29,28 @@ from fnloop._core.optimizers import (
     initial_value,
     keep_settings,
     note_set,
-    number_in,
     numbers_used,
     optimizers_in,
     put_settings_back,
-    set_number,
     was_scheduled,
 )
-from fnloop._core.records import Record, better, counts
+from fnloop._core.records import Record, counts
 from fnloop._core.runs import RunInfo
-from fnloop._core.state import (
-    RESTED,
-    TrainState,
-    explain_unknown_length,
-    rested,
-    used_in,
-    with_slot,
-)
-from fnloop._core.types import (
-    UPDATE,
-    Batch,
-    LossFn,
-    Middleware,
-    Output,
-    Step,
-    middleware,
-    name_of,
-)
-from fnloop._display import checks
+from fnloop._core.state import RESTED, TrainState, explain_unknown_length, rested, used_in
+from fnloop._core.types import UPDATE, Batch, LossFn, Middleware, Output, Step, middleware
 from fnloop._display.screen import log
 from fnloop._step.transaction import settle
-from fnloop._step.update import report
+from fnloop.extend import (
+    Fold,
+    better,
+    checks,
+    mode_of,
+    name_of,
+    number_in,
+    report,
+    set_number,
+    with_slot,
+)
 from fnloop.schedules import check_schedule, refuse_torch_scheduler, takes_state
 
 # --------------------------------------------------------------------------------------------------

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fnloop._core.types import Middleware, middleware
-from fnloop._display import checks
 from fnloop._step.update import USING
+from fnloop.extend import checks
 
 
 @middleware("update")

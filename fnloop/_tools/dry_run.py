@@ -22,11 +22,10 @@ from fnloop._checkpoint.restore import restore
 from fnloop._checkpoint.save import check_resumable, save
 from fnloop._core.history import History, check_names
 from fnloop._core.optimizers import optimizers_in
-from fnloop._core.rng import isolated
 from fnloop._core.runs import INTERRUPTED, TERMINATED
 from fnloop._core.serialize import find_difference
 from fnloop._core.state import TrainState, check_not_stale, snapshot, without_metrics
-from fnloop._core.types import EPOCH, Batch, Middleware, Output, Step, Wrap, name_of
+from fnloop._core.types import EPOCH, Batch, Middleware, Output, Step, Wrap
 from fnloop._data.composed import unmarked
 from fnloop._data.held import own_copy
 from fnloop._data.loaders import Loaders, Padding, batch_size_of, check_loader, sharded
@@ -35,7 +34,7 @@ from fnloop._display import tables
 from fnloop._display.checks import join_names
 from fnloop._display.tables import Column, Shown, Table, format_milliseconds, shorten
 from fnloop._extensions import extensions
-from fnloop._hooks.hook import BuiltIn, Hook, HookFn, Moment, Trigger, Wrapper, every, unwrap_hook
+from fnloop._hooks.hook import BuiltIn, Hook, HookFn, Trigger, Wrapper, every, unwrap_hook
 from fnloop._loop.errors import NO_LENGTH, check_counters, check_returned
 from fnloop._loop.evaluate import open_loader
 from fnloop._loop.peers import Interrupts, is_alone
@@ -53,6 +52,7 @@ from fnloop._middleware.metric import derive, metric, throughput, timings
 from fnloop._middleware.schedule import plateau, schedule, torch_scheduler
 from fnloop._step.pipeline import LossStep, PipelineStep, RawStep, pipeline
 from fnloop._step.update import MissingNumberError
+from fnloop.extend import Moment, isolated, name_of
 
 Value = TypeVar("Value")
 Result = TypeVar("Result")

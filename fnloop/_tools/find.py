@@ -17,14 +17,13 @@ from fnloop._core.stacks import check_one_model
 from fnloop._core.state import TrainState, check_not_stale
 from fnloop._core.types import Batch, Middleware, Output, Step, middleware
 from fnloop._data.loaders import batch_size_of
-from fnloop._display import checks
 from fnloop._display.tables import Column, Shown, Table, format_metric
 from fnloop._extensions import extensions
 from fnloop._loop.evaluate import open_loader
 from fnloop._loop.plan import check_step
-from fnloop._step.engine import engine_of
 from fnloop._step.pipeline import PipelineStep
 from fnloop._tools.dry_run import RATES, REPORTS, train_copy, with_members
+from fnloop.extend import checks, engine_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

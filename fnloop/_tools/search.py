@@ -18,13 +18,12 @@ import attrs
 from fnloop._backend.collectives import broadcast
 from fnloop._checkpoint.place import Place
 from fnloop._checkpoint.restore import resume_at
-from fnloop._core.history import History, mode_of
-from fnloop._core.records import Record, better, counts
+from fnloop._core.history import History
+from fnloop._core.records import Record, counts
 from fnloop._core.runs import ends_run, is_interruption
 from fnloop._core.stacks import stack, unstack
 from fnloop._core.state import TrainState, check_not_stale
 from fnloop._core.types import Middleware, Step
-from fnloop._display import checks
 from fnloop._display.tables import (
     Column,
     Display,
@@ -43,6 +42,7 @@ from fnloop._loop.peers import forget_interruption
 from fnloop._loop.plan import check_step, read_hooks
 from fnloop._middleware.schedule import schedule
 from fnloop._step.pipeline import LossStep, PipelineStep, pipeline
+from fnloop.extend import better, checks, mode_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

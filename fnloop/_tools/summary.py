@@ -9,12 +9,11 @@ import attrs
 from torch import Tensor, nn
 
 from fnloop._backend.containers import tensors_in, to_device
-from fnloop._core.rng import isolated
 from fnloop._core.state import TrainState, check_not_stale, unwrap
 from fnloop._core.types import Batch
 from fnloop._core.view import view
-from fnloop._display import checks
 from fnloop._display.tables import Column, Shown, Table, format_bytes
+from fnloop.extend import checks, isolated
 
 SHAPES = 2  # outputs of a module that are shown
 _HINT = (

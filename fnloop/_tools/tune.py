@@ -18,13 +18,11 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from fnloop._core.history import History
 from fnloop._core.optimizers import optimizers_in
-from fnloop._core.rng import isolated
 from fnloop._core.state import TrainState, check_not_stale, snapshot, without_metrics
 from fnloop._core.types import Middleware, Step
 from fnloop._data.held import own_copy
 from fnloop._data.iterable import is_keeper
 from fnloop._data.loaders import check_loader
-from fnloop._display import checks
 from fnloop._display.screen import log
 from fnloop._display.tables import Column, Shown, Table
 from fnloop._loop.beginning import fused_hint
@@ -34,6 +32,7 @@ from fnloop._loop.plan import check_step
 from fnloop._middleware.compiled import compiled
 from fnloop._middleware.precision import amp, channels_last
 from fnloop._step.pipeline import LossStep, PipelineStep, pipeline, total_in
+from fnloop.extend import checks, isolated
 
 # --------------------------------------------------------------------------------------------------
 # Time what could be changed about a run, on snapshots of its state.

@@ -14,13 +14,10 @@ from torch import Tensor, nn
 
 from fnloop._backend import torch_compat
 from fnloop._backend.containers import map_leaves
-from fnloop._backend.fsdp import is_sharded
-from fnloop._core.rng import isolated, mark_generators
+from fnloop._core.rng import mark_generators
 from fnloop._core.state import TrainState, unwrap
 from fnloop._core.types import Batch, Middleware, Output, Step, middleware
-from fnloop._display import checks
 from fnloop._display.tables import format_number
-from fnloop._step.engine import engine_of
 from fnloop._step.transaction import without_graphs
 from fnloop.debug._watch import (
     BUFFER,
@@ -44,6 +41,7 @@ from fnloop.debug._watch import (
     result_of,
     without_gradients,
 )
+from fnloop.extend import checks, engine_of, is_sharded, isolated
 
 # --------------------------------------------------------------------------------------------------
 # Updates that are made twice, to compare their bits.

@@ -17,10 +17,9 @@ from fnloop._backend.containers import parts_of, with_parts
 from fnloop._checkpoint.format import CheckpointError
 from fnloop._checkpoint.restore import restore
 from fnloop._checkpoint.save import check_resumable, save
-from fnloop._core.rng import isolated
 from fnloop._core.serialize import find_difference
 from fnloop._core.state import TrainState, check_not_stale
-from fnloop._core.types import Batch, Step, name_of
+from fnloop._core.types import Batch, Step
 from fnloop._data.held import own_copy
 from fnloop._data.source import first_batches
 from fnloop._display.tables import format_number
@@ -55,6 +54,7 @@ from fnloop.debug._watch import (
     first_other_operator,
     watch,
 )
+from fnloop.extend import isolated, name_of
 
 UPDATES = 3
 MOST_SOURCES = 3

@@ -12,7 +12,6 @@ from pathlib import Path
 import attrs
 from torch import Tensor
 
-from fnloop._backend.collectives import on_main_process
 from fnloop._backend.containers import pairs_of, parts_of
 from fnloop._checkpoint.files import decode_history
 from fnloop._checkpoint.format import Contents
@@ -24,8 +23,9 @@ from fnloop._core.history import History
 from fnloop._core.records import COSTS, Record
 from fnloop._core.serialize import Measured, describe_value, find_difference, measure
 from fnloop._core.state import TrainState, check_not_stale
-from fnloop._display import checks, tables
+from fnloop._display import tables
 from fnloop._display.tables import Column, Shown, Table
+from fnloop.extend import checks, on_main_process
 
 
 def diff(

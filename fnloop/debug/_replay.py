@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
-from fnloop._backend.collectives import on_main_process
 from fnloop._backend.containers import map_leaves
 from fnloop._backend.torch_compat import strip_compile_prefix
 from fnloop._checkpoint.format import CheckpointError, Contents, shares_in
@@ -30,16 +29,16 @@ from fnloop._core.history import History, Phase, decode_phases, records_since, u
 from fnloop._core.metrics import RECENT
 from fnloop._core.optimizers import optimizers_in
 from fnloop._core.records import Record
-from fnloop._core.rng import isolated, reserved_generators
+from fnloop._core.rng import reserved_generators
 from fnloop._core.runs import INTERRUPTED, Stop, is_interruption
 from fnloop._core.state import TrainState, check_not_stale, snapshot, unwrap
 from fnloop._core.types import RECORD, Batch, Middleware, Output, Step, middleware
 from fnloop._core.view import take_back
 from fnloop._data.loaders import read_loaders
 from fnloop._data.position import checksum
-from fnloop._display import checks, tables
+from fnloop._display import tables
 from fnloop._display.checks import join_names
-from fnloop._hooks.hook import Moment, when
+from fnloop._hooks.hook import when
 from fnloop._loop.evaluate import open_loader
 from fnloop._loop.made_with import members_of
 from fnloop._loop.peers import Interrupts, is_alone
@@ -57,6 +56,7 @@ from fnloop.debug._diff import (
     contents_of,
     find_differing,
 )
+from fnloop.extend import Moment, checks, isolated, on_main_process
 
 # --------------------------------------------------------------------------------------------------
 # Make an update of a run again, bit for bit, from the nearest checkpoint before it.

@@ -13,8 +13,7 @@ from typing import NamedTuple
 
 import attrs
 
-from fnloop._backend.collectives import gather_from_all, on_every_process, on_main_process
-from fnloop._backend.fsdp import is_sharded
+from fnloop._backend.collectives import gather_from_all, on_every_process
 from fnloop._checkpoint.files import (
     chain,
     check_blocks,
@@ -34,13 +33,14 @@ from fnloop._core.serialize import Json
 from fnloop._core.state import TrainState, check_not_stale, snapshot, unwrap
 from fnloop._core.types import Step
 from fnloop._data.loaders import read_loaders
-from fnloop._display import checks, tables
+from fnloop._display import tables
 from fnloop._display.tables import Column, Shown, Table
 from fnloop._loop.made_with import describe_making
 from fnloop._loop.plan import check_step
 from fnloop._step.pipeline import PipelineStep
 from fnloop.debug._diff import Difference, Finding, compare_contents, compare_histories, is_measured
 from fnloop.debug._replay import Origin, Pair, continue_from, restored_from
+from fnloop.extend import checks, is_sharded, on_main_process
 
 WHAT = "fnloop.debug.verify"  # as messages about processes that wait name it
 

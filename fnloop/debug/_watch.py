@@ -33,7 +33,6 @@ from torch.utils.hooks import RemovableHandle
 
 from fnloop._backend import torch_compat
 from fnloop._backend.containers import attributes_of, parts_of, tensors_in, with_parts
-from fnloop._backend.fsdp import is_sharded, local_part
 from fnloop._checkpoint.named import walk_optimizers
 from fnloop._core.averages import Average
 from fnloop._core.code import INSTALLED, PACKAGE, codes_of, is_users
@@ -42,12 +41,11 @@ from fnloop._core.metrics import Mean
 from fnloop._core.optimizers import Group, optimizers_in
 from fnloop._core.rng import mark_generators
 from fnloop._core.serialize import INTEGER_OF_SIZE
-from fnloop._core.state import TrainState, generation_of, ownership_of, parameters, unwrap
+from fnloop._core.state import TrainState, generation_of, ownership_of, unwrap
 from fnloop._core.types import Batch, Metric, Middleware, Output, Step, middleware
-from fnloop._display import checks
-from fnloop._step.engine import engine_of
 from fnloop._step.transaction import then
-from fnloop._step.update import Commuting, report
+from fnloop._step.update import Commuting
+from fnloop.extend import checks, engine_of, is_sharded, local_part, parameters, report
 
 # --------------------------------------------------------------------------------------------------
 # Activations, gradients and updates by module, in some updates.
