@@ -159,7 +159,7 @@ def _find_kept() -> int | None:
     """Return which byte of a generator of NumPy says whether it keeps a normal number."""
     made, seen = RandomState(1), []
     memory = _memory_of(made)
-    name, key, position, *_ = cast("tuple[object, ...]", made.get_state())
+    name, key, position, *_ = cast("tuple[Any, ...]", made.get_state())
     for kept in (0, 1):
         made.set_state((name, key, position, kept, 0.0))
         seen.append(memory.raw)
