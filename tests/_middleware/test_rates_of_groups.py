@@ -1,9 +1,11 @@
 """Rates of parameter groups, by their names: a schedule, a scheduler of torch, plateau."""
 
+import attrs
 import pytest
 import torch
 
 import fnloop as fl
+from fnloop.testing import check_laws, small
 
 ONE = torch.ones(1)
 
@@ -93,3 +95,25 @@ def test_a_name_of_an_optimizer_and_of_a_group_is_refused():
     state = fl.TrainState.create(model, {"a": first, "b": torch.optim.SGD([model["b"]], lr=1.0)})
     with pytest.raises(ValueError, match="'b', which is an optimizer and a parameter group"):
         fl.fit(fl.pipeline(constant(only="b"))(add_up), state, [ONE], hooks=())
+
+
+# --- the laws
+
+
+def in_two_groups(parameters):
+    first, *rest = parameters
+    groups = [{"params": [first], "name": "first"}, {"params": rest, "name": "rest"}]
+    return torch.optim.SGD(groups, lr=0.05, momentum=0.9)
+
+
+def decay(optimizer, run):
+    return torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+
+
+@pytest.mark.parametrize("members", [
+    (fl.schedule(fl.schedules.exponential(0.9), only="first"),),
+    (fl.torch_scheduler(decay, "first"), fl.schedule(lambda i, total: 1 / (i + 1), only="rest")),
+    (fl.plateau("train/loss", patience=1, mode="max", relative=True, min_value=0.01, only="rest"),),
+], ids=repr)  # fmt: skip
+def test_rates_of_groups_keep_the_laws(members):
+    check_laws(fl.pipeline(*members), attrs.evolve(small(), optimizer=in_two_groups))
