@@ -1,8 +1,6 @@
 """Each module is of the kernel or of one extension, and each extension can be taken away."""
 
 import ast
-import subprocess
-import sys
 from pathlib import Path
 
 import deletion
@@ -90,13 +88,3 @@ def test_two(): fl.clip(2.0)
 def test_rows_helpers_and_tests_that_name_an_extension_are_taken_away(tmp_path):
     left = pruned(SOURCE, tmp_path, modules={"fnloop._middleware.ema"}, public={"ema"})
     assert ast.dump(ast.parse(left)) == ast.dump(ast.parse(LEFT))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", EXTENSIONS)
-def test_without_an_extension_all_other_tests_pass(name):
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tests" / "deletion.py"), name, "-n", "1"],
-        capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
