@@ -41,9 +41,11 @@ def take_shapes(module: nn.Module, shapes: Shapes) -> Iterator[list[Tensor]]:
     Raises:
         ValueError: the module is sharded over processes, or two names that share memory would not.
     """
-    found = _chosen(module, shapes)
+    if not (found := _chosen(module, shapes)):  # memory of sharded tensors cannot be compared
+        yield []
+        return
     texts = [f"{name}: {tuple(t.shape)} here, {tuple(shapes[name])} there" for name, t in found]
-    if found and is_sharded(module):
+    if is_sharded(module):
         raise ValueError(
             "a model that is sharded over processes cannot take other shapes: "
             f"{join_names(texts)}. Make it in these shapes before it is sharded"
