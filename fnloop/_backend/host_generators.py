@@ -17,10 +17,13 @@ import functools
 import random
 import struct
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 from numpy.random import MT19937, RandomState
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 _WORDS = 624  # of the state of a Mersenne Twister; the place of the next one follows in NumPy's
 _KEY = struct.Struct(f"={_WORDS}I")
@@ -30,7 +33,7 @@ _NOTHING = b"\0"
 _Memory = Any  # an array of bytes of ctypes, which has an attribute raw
 _random: Any = np.random  # its stubs lack the generators of bits
 _PYTHON: Any = getattr(random.random, "__self__", None)
-_NUMPY: Any = getattr(np.random.random_sample, "__self__", None)
+_NUMPY: object = getattr(np.random.random_sample, "__self__", None)
 
 # Where the generators are: the memory of Python's, its normal number, NumPy's generator of bits,
 # the words of that, and whether NumPy keeps a normal number. Two are equal if nothing was drawn.
@@ -159,7 +162,9 @@ def _find_kept() -> int | None:
     """Return which byte of a generator of NumPy says whether it keeps a normal number."""
     made, seen = RandomState(1), []
     memory = _memory_of(made)
-    name, key, position, *_ = cast("tuple[Any, ...]", made.get_state())
+    name, key, position, *_ = cast(
+        "tuple[str, NDArray[np.uint32], int, int, float]", made.get_state()
+    )
     for kept in (0, 1):
         made.set_state((name, key, position, kept, 0.0))
         seen.append(memory.raw)

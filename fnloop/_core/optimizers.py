@@ -20,7 +20,8 @@ from torch.optim import Optimizer
 
 from fnloop._backend.torch_compat import strip_compile_prefix
 from fnloop._core.metrics import Last
-from fnloop._core.types import Metric, Seen, View
+from fnloop._core.parts import State
+from fnloop._core.types import Metric, View
 from fnloop._display.checks import describe, join_names
 
 Group = dict[str, Any]  # a parameter group of an optimizer
@@ -665,11 +666,11 @@ class Modes(View):
 
     optimizer: Handle  # with the methods train and eval
 
-    def changes(self, state: Seen) -> Sequence[Tensor]:
+    def changes(self, state: State) -> Sequence[Tensor]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     @contextlib.contextmanager
-    def show(self, state: Seen) -> Iterator[nn.Module]:
+    def show(self, state: State) -> Iterator[nn.Module]:
         """Switch to the mode of evaluation. Afterwards the optimizer is as it was."""
         optimizer = self.optimizer
         held = [(own, {*own}) for own in optimizer.state.values()]
@@ -686,7 +687,7 @@ class Modes(View):
                 group.update(before)
             vars(optimizer).update(flags)
 
-    def begin_again(self, state: Seen) -> None:
+    def begin_again(self, state: State) -> None:
         self.optimizer.eval()  # so what comes next is what an evaluation uses
 
 

@@ -13,7 +13,7 @@ import attrs
 from torch import Tensor, nn
 
 from fnloop._core.code import is_of_library, names_in, walk
-from fnloop._core.parts import Part
+from fnloop._core.parts import Part, State
 from fnloop._core.serialize import Pending, kind_name
 from fnloop._display import checks, tables
 
@@ -29,7 +29,6 @@ from fnloop._display import checks, tables
 
 Batch = Any  # a matter between a loader and a loss function
 Aux = Mapping[str, Any]  # what a loss function returns besides the loss
-Seen = Any  # a TrainState, which this module does not know
 Settings = ParamSpec("Settings")  # the arguments of a factory, which what decorates it keeps
 Ring = Literal["forward", "evaluation", "loss", "gradient", "update", "device", "step"]
 RINGS = ("forward", "loss", "gradient", "update", "device", "step")
@@ -92,7 +91,7 @@ class Step(Protocol):
         halved(factor=0.25)
     """
 
-    def __call__(self, state: Seen, batch: Batch, /) -> tuple[Seen, Output]: ...
+    def __call__(self, state: State, batch: Batch, /) -> tuple[State, Output]: ...
 
 
 Wrap = Callable[[Step], Step]
@@ -255,27 +254,27 @@ class View:
         """Return whether a slot that was restored will be a view."""
         return isinstance(slot, Pending) and slot.kind in View._kinds
 
-    def changes(self, state: Seen) -> Sequence[Tensor]:
+    def changes(self, state: State) -> Sequence[Tensor]:
         """Return the parameters and buffers of the model that :meth:`show` gives other values.
 
         They get back their own bit for bit. With none, readers see the model as it is.
         """
         return ()
 
-    def show(self, state: Seen) -> contextlib.AbstractContextManager[nn.Module]:
+    def show(self, state: State) -> contextlib.AbstractContextManager[nn.Module]:
         """Show the weights within a ``with`` block. It gives the model that has them.
 
         If the model is :attr:`apart`, every process is here, so they may exchange weights.
         """
         return contextlib.nullcontext(state.model)
 
-    def hand_over(self, state: Seen) -> None:
+    def hand_over(self, state: State) -> None:
         """Leave in the model what the caller of a run is to see. Every process is here."""
 
-    def take_back(self, state: Seen) -> None:
+    def take_back(self, state: State) -> None:
         """Undo :meth:`hand_over`, because training continues. Every process is here."""
 
-    def begin_again(self, state: Seen) -> View | None:
+    def begin_again(self, state: State) -> View | None:
         """Return what a slot holds when the model is given weights that readers have seen.
 
         Such as the best ones, from which training continues. None: its ``init`` makes it again.
@@ -389,7 +388,7 @@ class Middleware:
     update: Wrap | None = None
     device: Wrap | None = None
     step: Wrap | None = None
-    init: Callable[[Seen], object] | None = None
+    init: Callable[[State], object] | None = None
     window: int = 1
     windows: Mapping[int, int] = attrs.field(factory=dict, kw_only=True)
     windows_by: str = attrs.field(default="epoch", kw_only=True)
@@ -406,7 +405,7 @@ class Middleware:
     loaders: tuple[str, ...] = attrs.field(default=(), kw_only=True)
     per_phase: bool = attrs.field(default=False, kw_only=True)
     brings: tuple[Part, ...] = attrs.field(default=(), kw_only=True)
-    keep: Callable[[Seen], Callable[[], object]] | None = attrs.field(default=None, kw_only=True)
+    keep: Callable[[State], Callable[[], object]] | None = attrs.field(default=None, kw_only=True)
     order: Mapping[str, int] = attrs.field(factory=dict, kw_only=True)
     carries: bool = attrs.field(default=False, kw_only=True)
     precision: str | None = attrs.field(default=None, kw_only=True)
@@ -494,7 +493,7 @@ class Searching:
 
 
 def middleware(
-    ring: Ring, *, init: Callable[[Seen], object] | None = None
+    ring: Ring, *, init: Callable[[State], object] | None = None
 ) -> Callable[[Callable[Settings, Middleware | Wrap]], Callable[Settings, Middleware]]:
     """Turn a function of settings into a factory of middleware for one ring.
 

@@ -15,7 +15,6 @@ from collections.abc import (
     Sequence,
 )
 from types import TracebackType
-from typing import Any
 
 import attrs
 
@@ -70,7 +69,7 @@ from fnloop._core.state import (
     went_back,
     with_record,
 )
-from fnloop._core.types import END, EPOCH, RECORD, START, Metric, Output, name_of
+from fnloop._core.types import END, EPOCH, RECORD, START, Batch, Metric, Output, name_of
 from fnloop._core.view import hand_over
 from fnloop._data.loaders import NONE_LEFT
 from fnloop._data.source import Source, windows
@@ -245,8 +244,8 @@ class World:
         self._hooks_then_update: list[Todo] = [*((each, Update()) for each in calls), (Update(),)]
         self.interrupts = Interrupts()
         self.doing: object = None  # for messages; None: the step, whose layers name themselves
-        self.feed: Iterator[Any] | None = None  # the batches, or windows, of the running epoch
-        self.batch: Any = NONE_LEFT  # the next of them
+        self.feed: Iterator[Batch] | None = None  # the batches, or windows, of the running epoch
+        self.batch: Batch = NONE_LEFT  # the next of them
         self.rests = False  # whether an epoch has ended, and the next one is to begin
         self.taken = 0  # batches that the update takes, in all processes
         self.left_out: str | None = None  # why the newest update was left out, if it was
