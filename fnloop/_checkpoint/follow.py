@@ -15,7 +15,7 @@ from fnloop._checkpoint.parts import held_parts
 from fnloop._checkpoint.place import Place, place_at
 from fnloop._checkpoint.restore import SHAPES, read_checkpoint, restore_contents
 from fnloop._checkpoint.retention import with_manifests
-from fnloop._core.runs import Boundary, Start, Update, is_interruption
+from fnloop._core.runs import Boundary, Start, Update
 from fnloop._core.state import TrainState, check_not_stale
 from fnloop._display.checks import choice, flag, number
 
@@ -137,7 +137,9 @@ def _read(
 
 
 def has_ended(state: TrainState) -> bool:
-    """Return whether the run of a state that was saved has no further update to make."""
-    if is_interruption(state.stop) or not state.step:
-        return False
-    return not any(isinstance(action, Start | Update | Boundary) for action in state.todo)
+    """Return whether the run of a state that was saved has no further update to make.
+
+    One that was interrupted has it on its list.
+    """
+    more = any(isinstance(action, Start | Update | Boundary) for action in state.todo)
+    return state.step > 0 and not more
