@@ -2,7 +2,7 @@
 
     python tests/deletion.py                     # each extension: some minutes for each
     python tests/deletion.py averages graphs
-    python tests/deletion.py graphs --keep /tmp/without-graphs --only tests/_tools
+    python tests/deletion.py graphs --keep /tmp/without-graphs --only tests/_extensions/tools
 
 The kernel must not need an extension, and neither must another one, unless EXTENSIONS says that it
 builds on it. In a copy of the tree, these are taken away:
@@ -26,81 +26,102 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-# The modules of each extension, the folders and files of tests that are about it alone, and the
-# arguments that ask for it.
+# The modules of each extension, in `_extensions` or beside it, the folders and files of tests that
+# are about it alone, and the arguments that ask for it.
 EXTENSIONS = {
-    "alternate": {"modules": "_step.alternate", "tests": "_step/test_alternate _step/test_gans"},
+    "accumulate": {
+        "modules": "middleware.accumulate",
+        "tests": "middleware/test_accumulate middleware/test_microbatch middleware/test_tbptt "
+        "middleware/test_windows",
+    },
+    "alternate": {"modules": "alternate", "tests": "alternate"},
     "averages": {
-        "modules": "_middleware.ema _step.averages",
-        "tests": "_middleware/test_ema _middleware/test_ema_evaluation _middleware/test_ema_rules "
+        "modules": "middleware.ema averages",
+        "tests": "middleware/test_ema middleware/test_ema_evaluation middleware/test_ema_rules "
         "_checkpoint/test_saved_averages processes/test_averages",
     },
+    "clip": {
+        "modules": "middleware.clip",
+        "tests": "middleware/test_clip middleware/test_closure middleware/test_sam",
+    },
     "debug": {"modules": "debug.*", "tests": "debug"},
-    "distributed": {"modules": "_step.engine_distributed", "tests": "processes _step/test_engine"},
+    "distributed": {
+        "modules": "engines.apart engines.distributed",
+        "tests": "processes engines/test_engine",
+    },
     "exact": {
-        "modules": "_step.engine_exact",
-        "tests": "_step/test_exact processes/test_same_bits",
+        "modules": "engines.exact",
+        "tests": "engines/test_exact processes/test_same_bits",
         "arguments": "exact",
     },
-    "find": {"modules": "_tools.find", "tests": "_tools/test_find_lr _tools/test_find_batch_size"},
+    "find": {"modules": "tools.find", "tests": "tools/test_find_lr tools/test_find_batch_size"},
+    "follow": {"modules": "checkpoints.follow", "tests": "checkpoints/test_follow"},
     "graphs": {
-        "modules": "_graphs.capture _graphs.guards _middleware.compiled",
-        "tests": "_graphs _middleware/test_compiled test_gpu test_gpu_laws",
+        "modules": "graphs.capture graphs.guards middleware.compiled",
+        "tests": "graphs middleware/test_compiled test_gpu test_gpu_laws",
     },
     "guards": {
-        "modules": "_middleware.guards",
-        "tests": "_middleware/test_skip_nonfinite _middleware/test_spike_guard "
-        "processes/test_guards",
+        "modules": "middleware.guards",
+        "tests": "middleware/test_skip_nonfinite middleware/test_spike_guard processes/test_guards",
     },
+    "keep": {"modules": "hooks.keep", "tests": "hooks/test_checkpoint hooks/test_restore_best"},
     "local_sgd": {
-        "modules": "_middleware.local_sgd",
-        "tests": "_middleware/test_local_sgd processes/test_apart",
+        "modules": "middleware.local_sgd",
+        "tests": "middleware/test_local_sgd processes/test_apart",
     },
     "look": {
-        "modules": "_hooks.look",
-        "tests": "_hooks/test_inspect _hooks/test_live_plot _hooks/test_profiled",
+        "modules": "hooks.look",
+        "tests": "hooks/test_inspect hooks/test_live_plot hooks/test_profiled",
+    },
+    "metric": {
+        "modules": "middleware.metric",
+        "tests": "middleware/test_metric middleware/test_derive middleware/test_device_memory "
+        "middleware/test_times",
+    },
+    "precision": {
+        "modules": "middleware.precision",
+        "tests": "middleware/test_amp middleware/test_channels_last",
     },
     "progress": {
-        "modules": "_hooks.progress",
-        "tests": "_hooks/test_progress _hooks/test_progress_log _hooks/test_progress_notebook "
-        "_hooks/test_progress_terminal",
+        "modules": "hooks.progress",
+        "tests": "hooks/test_progress hooks/test_progress_log hooks/test_progress_notebook "
+        "hooks/test_progress_terminal",
     },
     "remote": {
-        "modules": "_checkpoint.remote",
-        "tests": "_checkpoint/test_remote _checkpoint/test_s3",
+        "modules": "checkpoints.remote",
+        "tests": "checkpoints/test_remote checkpoints/test_s3",
+    },
+    "schedule": {
+        "modules": "middleware.schedule",
+        "tests": "middleware/test_schedule middleware/test_scheduled middleware/test_plateau",
     },
     "search": {
-        "modules": "_tools.search",
-        "tests": "_tools/test_search _tools/test_killed_search processes/test_trials",
+        "modules": "tools.search",
+        "tests": "tools/test_search tools/test_killed_search processes/test_trials",
     },
-    "summary": {"modules": "_tools.summary", "tests": "_tools/test_summary"},
-    "trackers": {"modules": "_hooks.send", "tests": "_hooks/test_table _hooks/test_track"},
-    "try": {"modules": "_tools.dry_run", "tests": "_tools/test_dry_run"},
-    "tune": {"modules": "_tools.tune", "tests": "_tools/test_tune"},
+    "stack": {"modules": "stacks", "tests": "stacks"},
+    "stop": {
+        "modules": "hooks.stop",
+        "tests": "hooks/test_early_stop hooks/test_halt_on_nonfinite hooks/test_requeue "
+        "hooks/test_time_limit",
+    },
+    "summary": {"modules": "tools.summary", "tests": "tools/test_summary"},
+    "trackers": {"modules": "hooks.send", "tests": "hooks/test_table hooks/test_track"},
+    "try": {"modules": "tools.dry_run", "tests": "tools/test_dry_run"},
+    "tune": {"modules": "tools.tune", "tests": "tools/test_tune"},
+    "using": {"modules": "middleware.using", "tests": "middleware/test_using"},
 }
 # What goes with an extension because it is made of it.
 BUILT_ON = {
-    "distributed": ["exact"],
+    "accumulate": ["debug"],
+    "distributed": ["exact", "local_sgd"],
     "graphs": ["tune"],
+    "keep": ["trackers", "search"],
+    "metric": ["try"],
+    "precision": ["tune"],
+    "schedule": ["try", "search"],
+    "stack": ["find", "search"],
     "try": ["find", "debug"],
-}
-# The modules of the kernel, by their rooms: all of a room, or some.
-KERNEL = {
-    "": "_version _extensions extend",
-    "_backend": "collectives containers fsdp host_generators processes slurm torch_compat wrappers",
-    "_checkpoint": "files follow foreign format named optimizer parts place restore retention save "
-    "shipped",
-    "_core": "apart averages code cursor freeze history items metrics optimizers parts records rng "
-    "runs serialize shapes stacked stacks state types view views",
-    "_data": "composed held iterable loaders map_style position source",
-    "_display": "checks figures screen tables",
-    "_hooks": "hook keep stop",
-    "_loop": "beginning boundary errors evaluate fit made_with peers plan run",
-    "_middleware": "accumulate clip metric precision schedule using",
-    "_step": "engine engine_local forward gradients guard pipeline stacked transaction update",
-    "data": "_collate _combine",
-    "schedules": "",
-    "testing": "_laws _toys",
 }
 # What is about all of fnloop: pages, examples, and the style of files.
 ABOUT_ALL = (
@@ -118,10 +139,9 @@ def module_of(path):
 
 def modules_of(name, package=ROOT / "fnloop"):
     """Return the paths of the modules of an extension, within the package."""
-    found = []
-    for pattern in EXTENSIONS[name]["modules"].split():
-        found += sorted(package.glob(pattern.replace(".", "/") + ".py"))
-    return [path.relative_to(package) for path in found]
+    patterns = [m.replace(".", "/") + ".py" for m in EXTENSIONS[name]["modules"].split()]
+    found = (path for at in ("_extensions/", "") for m in patterns for path in package.glob(at + m))
+    return sorted(path.relative_to(package) for path in found)
 
 
 # --- what is named
@@ -131,7 +151,7 @@ class Names:
     """What is taken away: modules, public names, and helpers of tests that name them.
 
     Args:
-        modules: the modules, such as "fnloop._step.alternate".
+        modules: the modules, such as "fnloop._extensions.alternate".
         public: the names at the top level and in public modules.
         arguments: the names of arguments that ask for it.
     """
@@ -349,10 +369,16 @@ def without_names(path, names):
     path.write_text(text + "\n")
 
 
+def going_with(name):
+    """Return an extension, and those that are made of it."""
+    built_on = (each for other in BUILT_ON.get(name, ()) for each in going_with(other))
+    return tuple(dict.fromkeys([name, *built_on]))
+
+
 def names_taken(name, tree):
     """Return what goes with an extension, from a copy of the tree."""
     package = tree / "fnloop"
-    taken = (name, *BUILT_ON.get(name, ()))
+    taken = going_with(name)
     paths = [path for each in taken for path in modules_of(each, package)]
     modules = {"fnloop." + module_of(path) for path in paths}
     public = {m.rpartition(".")[2] for m in modules if m.count(".") == 1}
@@ -366,9 +392,10 @@ def names_taken(name, tree):
 
 def files_about(name, tree):
     """Return the files of tests that are about an extension alone, or about all of fnloop."""
-    listed = " ".join(EXTENSIONS[each]["tests"] for each in (name, *BUILT_ON.get(name, ())))
+    listed = " ".join(EXTENSIONS[each]["tests"] for each in going_with(name))
     for one in [*listed.split(), *ABOUT_ALL.split()]:
-        place = tree / "tests" / one
+        places = (tree / "tests" / at / one for at in ("_extensions", "."))
+        place = next(path for path in places if path.is_dir() or path.with_suffix(".py").exists())
         yield from place.rglob("*.py") if place.is_dir() else [place.with_suffix(".py")]
 
 
@@ -379,9 +406,9 @@ def take_away(name, tree):
     lines = sum(len((package / path).read_text().splitlines()) for path in paths)
     for path in paths:
         (package / path).unlink()
-    for init in [package / "_extensions.py", *package.rglob("__init__.py")]:
+    for init in package.rglob("__init__.py"):
         without_names(init, names)
-    of_room = "|".join(module.rpartition(".")[2] for module in names.modules)
+    of_room = "|".join(module.removeprefix("fnloop.").replace(".", "/") for module in names.modules)
     text = (tree / "CONTRIBUTING.md").read_text()
     rooms = re.compile(rf"^\| `({of_room})` \|.*\n", re.M)
     (tree / "CONTRIBUTING.md").write_text(rooms.sub("", text))

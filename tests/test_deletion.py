@@ -1,30 +1,21 @@
 """Each module is of the kernel or of one extension, and each extension can be taken away."""
 
 import ast
-from pathlib import Path
 
 import deletion
 import pytest
-from deletion import EXTENSIONS, KERNEL, ROOT, Names, Pruned, modules_of
+from deletion import EXTENSIONS, ROOT, Names, Pruned, modules_of
 
 PACKAGE = ROOT / "fnloop"
 
 
-def of_kernel():
-    rooms = ((f"{room}/" if room else "", names) for room, names in KERNEL.items())
-    return [Path(f"{room}{name}.py") for room, names in rooms for name in names.split()]
-
-
-def test_each_module_is_of_the_kernel_or_of_one_extension():
-    goes_with = {each for others in deletion.BUILT_ON.values() for each in others}
-    assert goes_with <= {*EXTENSIONS}
-    found = of_kernel()
-    for name in EXTENSIONS:
-        modules = [path for path in modules_of(name) if path.name != "__init__.py"]
-        assert modules, name
-        found += modules
-    modules = [path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py")]
-    assert sorted(found) == sorted(path for path in modules if path.name != "__init__.py")
+def test_each_module_beside_the_kernel_is_of_one_extension():
+    assert {each for others in deletion.BUILT_ON.values() for each in others} <= {*EXTENSIONS}
+    found = [path for name in EXTENSIONS for path in modules_of(name)]
+    rooms = ("_extensions", "debug")
+    modules = [path.relative_to(PACKAGE) for r in rooms for path in (PACKAGE / r).rglob("*.py")]
+    modules = [path for path in modules if path.name != "__init__.py"]
+    assert sorted(path for path in found if path.name != "__init__.py") == sorted(modules)
 
 
 def test_the_tests_of_each_extension_are_there():
@@ -40,13 +31,7 @@ def imports_at_top(path):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-STILL_NAMED = ("distributed", "exact")  # by the engine of one process, which chooses another one
-
-
-@pytest.mark.parametrize("name", [
-    pytest.param(name, marks=[pytest.mark.xfail(strict=True)] * (name in STILL_NAMED))
-    for name in EXTENSIONS
-])  # fmt: skip
+@pytest.mark.parametrize("name", EXTENSIONS)
 def test_what_is_left_imports_nothing_of_an_extension(name):
     paths, names = deletion.names_taken(name, ROOT)
     left = [p for p in PACKAGE.rglob("*.py") if p.name != "__init__.py"]
@@ -66,7 +51,7 @@ def pruned(source, tmp_path, **gone):
 
 SOURCE = """
 import fnloop as fl
-from fnloop._middleware.ema import weights
+from fnloop._extensions.middleware.ema import weights
 A, B = fl.ema(0.5), fl.clip(1.0)
 ROWS = {"ema": A, "clip": B}
 def helper(): return weights
@@ -86,5 +71,5 @@ def test_two(): fl.clip(2.0)
 
 
 def test_rows_helpers_and_tests_that_name_an_extension_are_taken_away(tmp_path):
-    left = pruned(SOURCE, tmp_path, modules={"fnloop._middleware.ema"}, public={"ema"})
+    left = pruned(SOURCE, tmp_path, modules={"fnloop._extensions.middleware.ema"}, public={"ema"})
     assert ast.dump(ast.parse(left)) == ast.dump(ast.parse(LEFT))

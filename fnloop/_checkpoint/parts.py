@@ -55,7 +55,6 @@ from fnloop._checkpoint.optimizer import (
     optimizers_kept_on_error,
     prepare_loads,
 )
-from fnloop._checkpoint.shipped import shipped_in
 from fnloop._core.cursor import CURSOR, check_counts
 from fnloop._core.history import History, decode_phases, encode_phases
 from fnloop._core.metrics import restored
@@ -105,6 +104,7 @@ from fnloop._core.state import (
 from fnloop._core.view import changed_for, is_apart, view
 from fnloop._display.checks import describe, join_names
 from fnloop._display.screen import log
+from fnloop._extensions import extensions
 from fnloop._step.engine import engine_of
 
 # --------------------------------------------------------------------------------------------------
@@ -1117,5 +1117,6 @@ def parts_in(facts: Mapping[str, Json], state: TrainState) -> list[Part]:
     """Return the parts beside those of every state that a checkpoint has, or a state brings."""
     known = {**ownership_of(state).brought, **open_parts(state)}
     found = {name: known.get(name) or held(name) for name in facts.get("brought", ())}
-    found |= shipped_in(facts) | {part.name: part for part in engine_of(state).brings}
+    found |= {name: part for name in facts for part in extensions(f"part {name}")}
+    found |= {part.name: part for part in engine_of(state).brings}
     return [*found.values()]

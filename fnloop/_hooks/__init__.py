@@ -1,1 +1,1 @@
-"""The hooks, one file for each subject."""
+"""What a hook is, and the moments at which one is called."""

@@ -23,6 +23,7 @@ from fnloop._data.source import Source
 from fnloop._display.checks import join_names
 from fnloop._display.screen import warn_once
 from fnloop._display.tables import format_count
+from fnloop._extensions import extensions
 from fnloop._hooks.hook import Hook, begin_records, every_layer, parts_saved
 from fnloop._loop.errors import check_returned, explain, first_change, warn_on_main
 from fnloop._loop.plan import Plan
@@ -89,9 +90,9 @@ def _is_pending(metric: object) -> bool:
 
 def _unseen_metrics(step: PipelineStep) -> dict[str, Metric]:
     """Return the metrics of a step that are known before any batch, by the names of a report."""
-    from fnloop._middleware.metric import unseen_metrics
-
-    found = unseen_metrics(step.pipeline.middleware)
+    found: dict[str, Metric] = {}
+    for unseen_metrics in extensions("metrics known before any batch"):
+        found |= unseen_metrics(step.pipeline.middleware)
     for turn, inner in step.turns.items():
         found |= {prefixed(turn, name): metric for name, metric in _unseen_metrics(inner).items()}
     return found

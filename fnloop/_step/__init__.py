@@ -1,1 +1,1 @@
-"""One update: the pipeline, the loss function, backward, the optimizer, and its engines."""
+"""One update: the pipeline, the loss function, backward, the optimizer, and engines."""

@@ -16,6 +16,7 @@ from fnloop._core.state import Ownership, TrainState, ownership_of
 from fnloop._core.types import Batch, Metric, Output, Step
 from fnloop._core.view import trained_model
 from fnloop._data.source import Source
+from fnloop._extensions import extensions
 from fnloop._step.engine_local import LOCAL
 from fnloop._step.forward import EvaluationPass
 from fnloop._step.gradients import GradientSum, LossRoot, Pass
@@ -257,14 +258,9 @@ def make_engine(state: TrainState) -> Engine:
     backend = state.backend
     if backend.engine is not None:
         return cast(Engine, backend.engine(state))
-    # Imported here, since a run in one process has no use for them.
-    if not backend.exact:
-        from fnloop._step.engine_distributed import DistributedEngine
-
-        return DistributedEngine(state)
-    from fnloop._step.engine_exact import ExactDistributedEngine, ExactEngine
-
-    return ExactEngine(state) if backend.world_size == 1 else ExactDistributedEngine(state)
+    task = "engine that is exact" if backend.exact else "engine of several processes"
+    (make,) = extensions(task)
+    return make(state)
 
 
 def refuse(

@@ -40,11 +40,11 @@ CAPABILITIES = {
         r"ema|swa|averaged?|averages|Average|EvaluateAverage|check_not_averaged|evaluation_weights",
         "ema averages",
     ),
-    "exact": (r"exact|is_exact|\w+_exact", "engine_exact"),
+    "exact": (r"exact|is_exact|\w+_exact", "exact"),
     "alternate": (r"alternate|AlternateStep|turns?|\w+_turns?", "alternate"),
     "cuda_graph": (
         r"cuda_graph|compiled|compiles|captur\w+|graphs?|CaptureError",
-        "compiled _graphs/",
+        "compiled graphs/",
     ),
     "tbptt": (r"tbptt|TBPTT|carries|carry|\w+_carry", "tbptt"),
     "raw": (r"raw|RawStep|GradientStep|updates_itself", ""),

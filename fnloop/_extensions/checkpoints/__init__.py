@@ -1,0 +1,1 @@
+"""Checkpoints at an address, and those that another process is still writing."""
