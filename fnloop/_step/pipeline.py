@@ -7,6 +7,7 @@ import contextlib
 import functools
 import inspect
 import itertools
+import re
 import zlib
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -995,7 +996,7 @@ def _fail_as_member(member: object) -> None:
             "pipeline(*p.middleware, ...)"
         )
     kind = member if isinstance(member, type) else type(member)
-    if kind.__module__.startswith("fnloop._hooks."):
+    if re.match(r"fnloop\..*hooks\.", kind.__module__):
         typed = f"{name_of(member)}{'(...)' if isinstance(member, type) else ''}"
         raise TypeError(
             f"pipeline expects middleware; {typed} is a hook: write fit(..., hooks=({typed},))"

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 
 import fnloop
 from fnloop._backend import collectives, torch_compat
-from fnloop._extensions.engines import engine_distributed
+from fnloop._extensions.engines import distributed
 
 ROOT = Path(fnloop.__file__).parent
 COMPAT = Path(torch_compat.__file__)
@@ -417,7 +417,7 @@ def test_without_its_names_ddp_averages_by_its_own_forward(group, monkeypatch):
 def test_a_ddp_that_does_not_average_is_an_error(group, monkeypatch):
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
     monkeypatch.setattr(dist, "get_world_size", lambda: 3)  # the mean of the ranks is 1
-    engine_distributed._check_ddp.__wrapped__(torch.device("cpu"))
-    monkeypatch.setattr(engine_distributed, "reduce_in_backward", lambda ddp, loss: loss * 2)
+    distributed._check_ddp.__wrapped__(torch.device("cpu"))
+    monkeypatch.setattr(distributed, "reduce_in_backward", lambda ddp, loss: loss * 2)
     with pytest.raises(RuntimeError, match="does not average gradients"):
-        engine_distributed._check_ddp.__wrapped__(torch.device("cpu"))
+        distributed._check_ddp.__wrapped__(torch.device("cpu"))
