@@ -16,6 +16,7 @@ Pages, notebooks and examples are about everything, so their tests are left out.
 
 import argparse
 import ast
+import doctest
 import itertools
 import os
 import re
@@ -123,6 +124,10 @@ BUILT_ON = {
     "stack": ["find", "search"],
     "try": ["find", "debug"],
 }
+# All at once, which leaves the kernel alone.
+EVERY = "all"
+BUILT_ON[EVERY] = [*EXTENSIONS]
+EXTENSIONS[EVERY] = {"modules": "", "tests": "_extensions"}
 # What is about all of fnloop: pages, examples, and the style of files.
 ABOUT_ALL = (
     "test_book test_coming_from test_english test_examples test_notebook test_notebooks "
@@ -205,7 +210,8 @@ class Names:
     def _is_text(self, text):
         """Return whether a text begins with a name or is a module."""
         first = re.split(r"[^\w.]", text.removeprefix("fnloop.").removeprefix("fl."))[0]
-        return first in self.public or f"fnloop{text}" in self.modules
+        modules = {f"fnloop{text}", f"fnloop.{text}"}
+        return first in self.public or bool(modules & self.modules)
 
     def without_words(self, text):
         """Return a text that is a list of words without the names."""
@@ -433,14 +439,16 @@ def take_away(name, tree):
 
 def examples_of(names, tree):
     """Return the examples in docstrings that name what is gone, as pytest deselects them."""
-    words = re.compile(rf">>>.*\bfl\.({'|'.join(sorted(names.public))})\b")
+    words = re.compile(rf"\bfl\.({'|'.join(sorted(names.public))})\b")
     for path in sorted((tree / "fnloop").rglob("*.py")):
         place = path.relative_to(tree)
         module = ast.parse(path.read_text())
         for node in ast.walk(module):
-            of_name = isinstance(node, ast.FunctionDef | ast.ClassDef)
-            if of_name and words.search(ast.get_docstring(node) or ""):
-                yield f"--deselect={place}::{module_of(place)}.{node.name}"
+            if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module):
+                examples = doctest.DocTestParser().get_examples(ast.get_docstring(node) or "")
+                if any(words.search(example.source) for example in examples):
+                    name = [node.name] if hasattr(node, "name") else []
+                    yield f"--deselect={place}::{'.'.join([module_of(place), *name])}"
 
 
 def copied_tree(folder):
