@@ -29,8 +29,8 @@ is carried from batch to batch is one immutable record, the *state*, which `eval
   `timings`, `throughput`, `device_memory`, `History`, `Record`, `Phase`, `compare`
 - **Runs**: `fit`, `run`, `evaluate`, `evaluating`, `predict`, `dry_run`, `summary`, `find_lr`,
   `find_batch_size`, `search`
-- **Hooks**: `Hook`; when `every`, `when`, `at_start`, `at_end`, `when_improved`, `once`, `on_main`;
-  look `progress`, `live_plot`, `inspect`, `measure`, `profiled`; send `track`, `to_csv`,
+- **Hooks**: `Hook`; when `every`, `paced`, `when`, `at_start`, `at_end`, `when_improved`, `once`,
+  `on_main`; look `progress`, `live_plot`, `inspect`, `measure`, `profiled`; send `track`, `to_csv`,
   `to_jsonl`; stop `early_stop`, `restore_best`, `halt_on_nonfinite`, `time_limit`, `requeue`
 - **Checkpoints**: `checkpoint`, `save`, `resume`, `restore`, `latest`, `best`, `follow`,
   `CheckpointError`
@@ -75,6 +75,7 @@ if _typing.TYPE_CHECKING:
     from fnloop._extensions.graphs.guards import CaptureError
     from fnloop._extensions.hooks.keep import checkpoint, restore_best
     from fnloop._extensions.hooks.look import inspect, live_plot, measure, profiled
+    from fnloop._extensions.hooks.pace import paced
     from fnloop._extensions.hooks.progress import progress
     from fnloop._extensions.hooks.send import on_main, to_csv, to_jsonl, track
     from fnloop._extensions.hooks.stop import early_stop, halt_on_nonfinite, requeue, time_limit
@@ -116,6 +117,7 @@ _LATER = {
     "._extensions.graphs.guards": "CaptureError",
     "._extensions.hooks.keep": "checkpoint restore_best",
     "._extensions.hooks.look": "inspect live_plot measure profiled",
+    "._extensions.hooks.pace": "paced",
     "._extensions.hooks.progress": "progress",
     "._extensions.hooks.send": "on_main to_csv to_jsonl track",
     "._extensions.hooks.stop": "early_stop halt_on_nonfinite requeue time_limit",
@@ -146,12 +148,13 @@ __all__ = [
     "dry_run", "early_stop", "ema", "evaluate", "evaluating", "every", "find_batch_size", "find_lr",
     "fit", "follow", "fork", "freeze", "from_torchmetrics", "gather", "grad_norm",
     "halt_on_nonfinite", "inspect", "latest", "layers", "live_plot", "local_sgd", "measure",
-    "metric", "microbatch", "middleware", "on_main", "once", "pipeline", "plateau", "predict",
-    "profiled", "progress", "raw", "reduce", "requeue", "restore", "restore_best", "resume",
-    "retry_on_oom", "run", "sam", "save", "schedule", "scheduled", "schedules", "search", "sharded",
-    "skip", "skip_nonfinite", "snapshot", "spike_guard", "stack", "summary", "supervised", "swa",
-    "tbptt", "throughput", "time_limit", "timings", "to_csv", "to_jsonl", "torch_scheduler",
-    "track", "unfreeze", "unstack", "unwrap", "update_batchnorm", "using", "when", "when_improved",
+    "metric", "microbatch", "middleware", "on_main", "once", "paced", "pipeline", "plateau",
+    "predict", "profiled", "progress", "raw", "reduce", "requeue", "restore", "restore_best",
+    "resume", "retry_on_oom", "run", "sam", "save", "schedule", "scheduled", "schedules", "search",
+    "sharded", "skip", "skip_nonfinite", "snapshot", "spike_guard", "stack", "summary",
+    "supervised", "swa", "tbptt", "throughput", "time_limit", "timings", "to_csv", "to_jsonl",
+    "torch_scheduler", "track", "unfreeze", "unstack", "unwrap", "update_batchnorm", "using",
+    "when", "when_improved",
 ]
 # fmt: on
 

@@ -83,6 +83,7 @@ EXTENSIONS = {
         "modules": "middleware.precision",
         "tests": "middleware/test_amp middleware/test_channels_last",
     },
+    "pace": {"modules": "hooks.pace", "tests": "hooks/test_paced"},
     "progress": {
         "modules": "hooks.progress",
         "tests": "hooks/test_progress hooks/test_progress_log hooks/test_progress_notebook "

@@ -312,7 +312,7 @@ BEYOND = {
     "_extensions.stacks": 18,
     "_extensions.checkpoints": 43,
     "_extensions.middleware": 130,
-    "_extensions.hooks": 122,
+    "_extensions.hooks": 124,
     "_extensions.tools": 82,
     "debug": 112,
 }

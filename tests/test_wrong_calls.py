@@ -201,6 +201,7 @@ FUNCTIONS = [
     (fl.compare, {"histories": {"a": records()}}, {"keys": "None"}),
     # hooks
     (fl.every, {}, {"epochs": "", "steps": "", "seconds": "1.5"}),
+    (fl.paced, {}, {"failures_per_day": "1.5"}),
     (fl.inspect, {"fn": lambda state, outputs: None},
      {"fn": "", "loader": "'x'", "every": "", "reports": "()"}),
     (fl.measure, {"fn": lambda state: {}, "name": "two"},

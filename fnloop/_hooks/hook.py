@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -486,12 +487,22 @@ def check_own_moment(owner: str, moment: Trigger, hook: str) -> Moment:
             f"got {checks.describe(moment)}"
         )
     checked = as_moment(moment)
+    check_needs_no_hook(f"{owner} expects every as", checked)
     if checked.monitors:
         raise TypeError(
             f"{owner} is asked before the record is made, so every cannot depend on it; got "
             f"{moment!r}. Write {show_call(moment, hook)}"
         )
     return checked.renew()
+
+
+def check_needs_no_hook(expected: str, moment: Moment) -> None:
+    """Raise TypeError if a moment goes by what its hook takes."""
+    if any(clock.learns for clock in moment.clocks):
+        raise TypeError(
+            f"{expected} a moment that needs no hook; {moment!r} goes by what its hook takes: "
+            f"write {show_call(moment, 'checkpoint(...)')}"
+        )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -536,6 +547,15 @@ class Clock:
     last: float | None = None
     mark: str = ""
     zero: float = 0.0
+
+    @property
+    def learns(self) -> bool:
+        """Whether it goes by what its hook takes, so there has to be one."""
+        return False
+
+    def took(self, state: TrainState, seconds: float) -> TrainState:
+        """Learn how long the hook has taken. Return the state with what it knows."""
+        return state
 
     def has_passed(self, seconds: float, now: float) -> bool:
         """Return whether a number of seconds has passed since it was last due. If so, it is now."""
@@ -733,7 +753,11 @@ class ConditionalHook(Wrapper):
             if END in state.events and mark in state.noted:
                 return state  # it ran at this boundary already, before a hook stopped the run
             state = with_note(state, mark)
-        return call_hook(self.hook, state)
+        began = time.monotonic()
+        state = call_hook(self.hook, state)
+        for clock in self.trigger.clocks:
+            state = clock.took(state, time.monotonic() - began)
+        return state
 
     def check_beside(self, hooks: Sequence[Hook]) -> None:
         """Find its place among the hooks of a run."""

@@ -45,7 +45,7 @@ from fnloop._core.runs import (
 from fnloop._core.state import TrainState, changed
 from fnloop._core.types import END, EPOCH, RECORD
 from fnloop._display import checks
-from fnloop._hooks.hook import Moment, Trigger, as_moment, due_at, is_moment
+from fnloop._hooks.hook import Moment, Trigger, as_moment, check_needs_no_hook, due_at, is_moment
 
 # When to evaluate: all loaders together, or each by its name; None is never.
 Moments = Trigger | Mapping[str, Trigger | None] | None
@@ -293,6 +293,7 @@ def check_moment(argument: str, given: Trigger | None) -> None:
             "None, or as at_start(), at_end() or a combination by |, & and ~; got "
             f"{checks.describe(given)}"
         )
+    check_needs_no_hook(f"fit expects {argument} as", as_moment(given))
     if as_moment(given).monitors:
         raise TypeError(
             f"fit expects {argument} as a moment that does not depend on records, because it makes "

@@ -128,6 +128,16 @@ def clock(folder):
     return {**outcome(state), "due": due, "records": [r.step for r in state.history]}
 
 
+def pace(folder):
+    """What a call takes on the main process counts: sqrt(2 * 0.02 * 1) = 0.2 seconds."""
+    due = []
+    note = lambda state: (time.sleep(0.2 if rank() else 0.02), due.append(state.step), state)[2]
+    hooks = (fl.paced(failures_per_day=24 * 60 * 60)(note),)
+    state = fitted(Long(0.002), hooks=hooks)
+    costs = [value for mark, value in state.noted.items() if mark.endswith("cost")]
+    return {**outcome(state), "due": due, "costs": costs}
+
+
 def main_alone(folder):
     called, file = [], io.StringIO()
     note = lambda state: called.append(state.step) or state
@@ -148,6 +158,7 @@ DECISIONS = {
     "SIGTERM in an evaluation": terminate_evaluation,
     "requeue": requeue,
     "seconds": clock,
+    "paced": pace,
     "main": main_alone,
 }
 
@@ -204,6 +215,12 @@ def test_a_job_is_requeued_once_by_the_main_process_after_a_signal_to_one(decide
 def test_seconds_are_due_at_the_same_update_in_all_processes(decided):
     found = decided["seconds"]
     assert len(found["due"]) >= 2 and len(found["records"]) >= 2
+
+
+def test_a_hook_that_is_paced_is_due_at_the_same_update_in_all_processes(decided):
+    found = decided["paced"]
+    assert found["due"][0] == 1 and len(found["due"]) >= 2
+    assert 0.02 <= found["costs"][0] < 0.2
 
 
 def test_the_main_process_alone_prints(decided):

@@ -8,6 +8,7 @@ import math
 import os
 import re
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ from fnloop._checkpoint.retention import (
 from fnloop._checkpoint.save import check_saveable, collect_contents, position_of
 from fnloop._core.averages import Average
 from fnloop._core.history import SINCE, History, check_monitored, first_record, metrics_here
-from fnloop._core.runs import pending
+from fnloop._core.runs import Live, pending
 from fnloop._core.serialize import Json
 from fnloop._core.shapes import forget_states, take_shapes
 from fnloop._core.state import (
@@ -214,6 +215,7 @@ class checkpoint(BuiltIn):
         self._error: BaseException | None = None  # of the writer
         self._saved: TrainState | None = None  # the state that was saved at this boundary
         self._position: list[int] | None = None  # of the state that this run saved last
+        self._saved_at = self._took = 0.0  # in seconds of the run: the last save, and all of them
         self._encode_history = make_history_encoder()
         self._known_blocks: set[str] = set()
         self._buffers: Contents | None = None  # host memory of the last copy, for reuse
@@ -264,6 +266,7 @@ class checkpoint(BuiltIn):
         check_saveable(state, self.parts)
         if state.run is not None:  # now, as the files of the code may be edited while it trains
             state.run.live.made_with()
+            self._saved_at, self._took = state.run.live.stopwatch.spent(), 0.0
         self.folder = self._place.staging(state.run_id)
         with self._place.reading():
             self._awaits_metric = on_main_process(lambda: self._claim(state), HOOK)
@@ -280,12 +283,21 @@ class checkpoint(BuiltIn):
             self._awaits_metric = not self._has_metric(state)
             self._position = position_of(state)
             if state.run is not None:  # before it is saved: then a run that is killed has told it
-                state.run.live.notices.tell(state, "save", folder=str(self.folder))
+                self._tell(state, state.run.live)
         # A run that is resumed would call the hooks again that were still to be called.
         if saved is None or (pending(saved.todo) and not pending(state.todo)):
             self._saved = state
+            began = time.perf_counter()
             self._save(state)
+            self._took += time.perf_counter() - began
         return state
+
+    def _tell(self, state: TrainState, live: Live) -> None:
+        """Tell of a save: what a lost machine would have cost just before, and what saves cost."""
+        spent = live.stopwatch.spent()
+        unsaved, took = round(spent - self._saved_at, 3), round(self._took, 3)
+        self._saved_at = spent
+        live.notices.tell(state, "save", folder=str(self.folder), unsaved=unsaved, saves_took=took)
 
     def _holds(self, state: TrainState) -> bool:
         """Return whether a state was saved at this boundary, whatever is next."""

@@ -35,7 +35,7 @@ from fnloop._core.types import END, RECORD, Call, Output
 from fnloop._display.checks import folder_path, typed_path
 from fnloop._display.screen import log
 from fnloop._extensions.hooks.keep import checkpoint, restore_best
-from fnloop._hooks.hook import BuiltIn, Hook, Wrapper, call_hook, check_hook, unwrap_hook
+from fnloop._hooks.hook import BuiltIn, Hook, Wrapper, call_hook, check_hook, layers, unwrap_hook
 from fnloop.extend import checks, name_of, on_main_process
 
 # --------------------------------------------------------------------------------------------------
@@ -131,8 +131,11 @@ def to_jsonl(path: _Path, events: bool = False) -> TableWriter:
     Notes:
         The line of an event is ``{"event": "skip", "step": 812, "skipped": 1, "epoch": 2, "time":
         1790000000.0, "reason": ...}``: where the run is after it, and seconds since 1970. "save" is
-        told before a hook saves, so that a kill afterwards loses no line. A run that is resumed
-        from an earlier checkpoint cuts off the events after it, too. A power failure may lose some.
+        told before a hook saves, so that a kill afterwards loses no line. It has "unsaved", the
+        seconds of training that a lost machine would cost at this moment, and "saves_took", the
+        seconds that all saves before it have taken since the run began or was resumed. A run that
+        is resumed from an earlier checkpoint cuts off the events after it, too. A power failure may
+        lose some.
     """
     checks.flag("to_jsonl", "events", events, "whether it also has a line for each event")
     beginning = rb'{"(epoch": \d+, "step": \d+, "seconds": |event": ")'
@@ -880,6 +883,11 @@ class on_main(Wrapper):
 
     def __attrs_post_init__(self) -> None:
         object.__setattr__(self, "hook", check_hook(self.hook, "on_main"))
+        moments = [moment for layer in layers(self.hook) for moment in layer.moments]
+        if any(clock.learns for moment in moments for clock in moment.clocks):
+            raise TypeError(
+                f"{self.hook!r} tells all processes what its hook takes: list on_main inside it"
+            )
         inner = unwrap_hook(self.hook)
         if isinstance(inner, checkpoint | restore_best):
             writes = ", and writes only on the main one" if isinstance(inner, checkpoint) else ""
