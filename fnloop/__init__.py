@@ -52,15 +52,15 @@ from fnloop._core.history import History, Phase, compare
 from fnloop._core.metrics import Last, Max, Mean, Min, Sum, from_torchmetrics
 from fnloop._core.records import Record
 from fnloop._core.runs import RunInfo
-from fnloop._core.stacks import stack, unstack
 from fnloop._core.state import StaleStateError, TrainState, fork, snapshot, unwrap
 from fnloop._core.types import LossFn, Middleware, Output, Step, middleware, skip
 from fnloop._core.view import evaluating
 from fnloop._data.loaders import sharded
+from fnloop._extensions.alternate import alternate
+from fnloop._extensions.stacks import stack, unstack
 from fnloop._hooks.hook import Hook, at_end, at_start, every, once, when, when_improved
 from fnloop._loop.evaluate import evaluate, predict, update_batchnorm
 from fnloop._loop.fit import fit, run
-from fnloop._step.alternate import alternate
 from fnloop._step.forward import supervised
 from fnloop._step.pipeline import pipeline, raw
 from fnloop._step.transaction import decide
@@ -68,58 +68,71 @@ from fnloop._version import __version__ as __version__
 
 if _typing.TYPE_CHECKING:
     from fnloop import data, debug, schedules
-    from fnloop._checkpoint.follow import follow
     from fnloop._checkpoint.format import CheckpointError
     from fnloop._checkpoint.restore import best, latest, restore, resume
     from fnloop._checkpoint.save import save
-    from fnloop._graphs.guards import CaptureError
-    from fnloop._hooks.keep import checkpoint, restore_best
-    from fnloop._hooks.look import inspect, live_plot, measure, profiled
-    from fnloop._hooks.progress import progress
-    from fnloop._hooks.send import on_main, to_csv, to_jsonl, track
-    from fnloop._hooks.stop import early_stop, halt_on_nonfinite, requeue, time_limit
-    from fnloop._middleware.accumulate import accumulate, microbatch, retry_on_oom, tbptt
-    from fnloop._middleware.clip import clip, clip_adaptive, clip_value, closure, grad_norm, sam
-    from fnloop._middleware.compiled import compiled, cuda_graph
-    from fnloop._middleware.ema import ema, swa
-    from fnloop._middleware.guards import skip_nonfinite, spike_guard
-    from fnloop._middleware.local_sgd import local_sgd
-    from fnloop._middleware.metric import derive, device_memory, metric, throughput, timings
-    from fnloop._middleware.precision import amp, channels_last
-    from fnloop._middleware.schedule import plateau, schedule, scheduled, torch_scheduler
-    from fnloop._middleware.using import using
-    from fnloop._tools.dry_run import dry_run
-    from fnloop._tools.find import find_batch_size, find_lr
-    from fnloop._tools.search import search
-    from fnloop._tools.summary import summary
+    from fnloop._extensions.checkpoints.follow import follow
+    from fnloop._extensions.graphs.guards import CaptureError
+    from fnloop._extensions.hooks.keep import checkpoint, restore_best
+    from fnloop._extensions.hooks.look import inspect, live_plot, measure, profiled
+    from fnloop._extensions.hooks.progress import progress
+    from fnloop._extensions.hooks.send import on_main, to_csv, to_jsonl, track
+    from fnloop._extensions.hooks.stop import early_stop, halt_on_nonfinite, requeue, time_limit
+    from fnloop._extensions.middleware.accumulate import accumulate, microbatch, retry_on_oom, tbptt
+    from fnloop._extensions.middleware.clip import (
+        clip,
+        clip_adaptive,
+        clip_value,
+        closure,
+        grad_norm,
+        sam,
+    )
+    from fnloop._extensions.middleware.compiled import compiled, cuda_graph
+    from fnloop._extensions.middleware.ema import ema, swa
+    from fnloop._extensions.middleware.guards import skip_nonfinite, spike_guard
+    from fnloop._extensions.middleware.local_sgd import local_sgd
+    from fnloop._extensions.middleware.metric import (
+        derive,
+        device_memory,
+        metric,
+        throughput,
+        timings,
+    )
+    from fnloop._extensions.middleware.precision import amp, channels_last
+    from fnloop._extensions.middleware.schedule import plateau, schedule, scheduled, torch_scheduler
+    from fnloop._extensions.middleware.using import using
+    from fnloop._extensions.tools.dry_run import dry_run
+    from fnloop._extensions.tools.find import find_batch_size, find_lr
+    from fnloop._extensions.tools.search import search
+    from fnloop._extensions.tools.summary import summary
 
 # What not every run uses is imported when it is first used: names by their modules.
 _LATER = {
     "": "data debug schedules",
-    "._checkpoint.follow": "follow",
+    "._extensions.checkpoints.follow": "follow",
     "._checkpoint.format": "CheckpointError",
     "._checkpoint.restore": "best latest restore resume",
     "._checkpoint.save": "save",
-    "._graphs.guards": "CaptureError",
-    "._hooks.keep": "checkpoint restore_best",
-    "._hooks.look": "inspect live_plot measure profiled",
-    "._hooks.progress": "progress",
-    "._hooks.send": "on_main to_csv to_jsonl track",
-    "._hooks.stop": "early_stop halt_on_nonfinite requeue time_limit",
-    "._middleware.accumulate": "accumulate microbatch retry_on_oom tbptt",
-    "._middleware.clip": "clip clip_adaptive clip_value closure grad_norm sam",
-    "._middleware.compiled": "compiled cuda_graph",
-    "._middleware.ema": "ema swa",
-    "._middleware.using": "using",
-    "._middleware.guards": "skip_nonfinite spike_guard",
-    "._middleware.local_sgd": "local_sgd",
-    "._middleware.metric": "derive device_memory metric throughput timings",
-    "._middleware.precision": "amp channels_last",
-    "._middleware.schedule": "plateau schedule scheduled torch_scheduler",
-    "._tools.dry_run": "dry_run",
-    "._tools.find": "find_batch_size find_lr",
-    "._tools.search": "search",
-    "._tools.summary": "summary",
+    "._extensions.graphs.guards": "CaptureError",
+    "._extensions.hooks.keep": "checkpoint restore_best",
+    "._extensions.hooks.look": "inspect live_plot measure profiled",
+    "._extensions.hooks.progress": "progress",
+    "._extensions.hooks.send": "on_main to_csv to_jsonl track",
+    "._extensions.hooks.stop": "early_stop halt_on_nonfinite requeue time_limit",
+    "._extensions.middleware.accumulate": "accumulate microbatch retry_on_oom tbptt",
+    "._extensions.middleware.clip": "clip clip_adaptive clip_value closure grad_norm sam",
+    "._extensions.middleware.compiled": "compiled cuda_graph",
+    "._extensions.middleware.ema": "ema swa",
+    "._extensions.middleware.using": "using",
+    "._extensions.middleware.guards": "skip_nonfinite spike_guard",
+    "._extensions.middleware.local_sgd": "local_sgd",
+    "._extensions.middleware.metric": "derive device_memory metric throughput timings",
+    "._extensions.middleware.precision": "amp channels_last",
+    "._extensions.middleware.schedule": "plateau schedule scheduled torch_scheduler",
+    "._extensions.tools.dry_run": "dry_run",
+    "._extensions.tools.find": "find_batch_size find_lr",
+    "._extensions.tools.search": "search",
+    "._extensions.tools.summary": "summary",
 }
 _MODULES = {name: module for module, names in _LATER.items() for name in names.split()}
 

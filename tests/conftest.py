@@ -18,8 +18,8 @@ from fake_terminal import fake_clock
 
 import fnloop as fl
 from fnloop._display import screen
+from fnloop._extensions.middleware import compiled
 from fnloop._loop import peers
-from fnloop._middleware import compiled
 
 torch.set_num_threads(1)
 os.fsync = lambda descriptor: None  # no test pulls the plug; processes that tests start do flush

@@ -2,7 +2,7 @@
 
     python tests/deletion.py                     # each extension: some minutes for each
     python tests/deletion.py averages graphs
-    python tests/deletion.py graphs --keep /tmp/without-graphs --only tests/_tools
+    python tests/deletion.py graphs --keep /tmp/without-graphs --only tests/_extensions/tools
 
 The kernel must not need an extension, and neither must another one, unless EXTENSIONS says that it
 builds on it. In a copy of the tree, these are taken away:
@@ -29,54 +29,66 @@ ROOT = Path(__file__).parents[1]
 # The modules of each extension, the folders and files of tests that are about it alone, and the
 # arguments that ask for it.
 EXTENSIONS = {
-    "alternate": {"modules": "_step.alternate", "tests": "_step/test_alternate _step/test_gans"},
+    "alternate": {
+        "modules": "_extensions.alternate",
+        "tests": "_extensions/alternate/test_alternate _extensions/alternate/test_gans",
+    },
     "averages": {
-        "modules": "_middleware.ema _step.averages",
-        "tests": "_middleware/test_ema _middleware/test_ema_evaluation _middleware/test_ema_rules "
+        "modules": "_extensions.middleware.ema _extensions.averages",
+        "tests": "_extensions/middleware/test_ema _extensions/middleware/test_ema_evaluation _extensions/middleware/test_ema_rules "
         "_checkpoint/test_saved_averages processes/test_averages",
     },
     "debug": {"modules": "debug.*", "tests": "debug"},
-    "distributed": {"modules": "_step.engine_distributed", "tests": "processes _step/test_engine"},
+    "distributed": {
+        "modules": "_extensions.engines.distributed",
+        "tests": "processes _extensions/engines/test_engine",
+    },
     "exact": {
-        "modules": "_step.engine_exact",
-        "tests": "_step/test_exact processes/test_same_bits",
+        "modules": "_extensions.engines.exact",
+        "tests": "_extensions/engines/test_exact processes/test_same_bits",
         "arguments": "exact",
     },
-    "find": {"modules": "_tools.find", "tests": "_tools/test_find_lr _tools/test_find_batch_size"},
+    "find": {
+        "modules": "_extensions.tools.find",
+        "tests": "_extensions/tools/test_find_lr _extensions/tools/test_find_batch_size",
+    },
     "graphs": {
-        "modules": "_graphs.capture _graphs.guards _middleware.compiled",
-        "tests": "_graphs _middleware/test_compiled test_gpu test_gpu_laws",
+        "modules": "_extensions.graphs.capture _extensions.graphs.guards _extensions.middleware.compiled",
+        "tests": "_graphs _extensions/middleware/test_compiled test_gpu test_gpu_laws",
     },
     "guards": {
-        "modules": "_middleware.guards",
-        "tests": "_middleware/test_skip_nonfinite _middleware/test_spike_guard "
+        "modules": "_extensions.middleware.guards",
+        "tests": "_extensions/middleware/test_skip_nonfinite _extensions/middleware/test_spike_guard "
         "processes/test_guards",
     },
     "local_sgd": {
-        "modules": "_middleware.local_sgd",
-        "tests": "_middleware/test_local_sgd processes/test_apart",
+        "modules": "_extensions.middleware.local_sgd",
+        "tests": "_extensions/middleware/test_local_sgd processes/test_apart",
     },
     "look": {
-        "modules": "_hooks.look",
-        "tests": "_hooks/test_inspect _hooks/test_live_plot _hooks/test_profiled",
+        "modules": "_extensions.hooks.look",
+        "tests": "_extensions/hooks/test_inspect _extensions/hooks/test_live_plot _extensions/hooks/test_profiled",
     },
     "progress": {
-        "modules": "_hooks.progress",
-        "tests": "_hooks/test_progress _hooks/test_progress_log _hooks/test_progress_notebook "
-        "_hooks/test_progress_terminal",
+        "modules": "_extensions.hooks.progress",
+        "tests": "_extensions/hooks/test_progress _extensions/hooks/test_progress_log _extensions/hooks/test_progress_notebook "
+        "_extensions/hooks/test_progress_terminal",
     },
     "remote": {
-        "modules": "_checkpoint.remote",
-        "tests": "_checkpoint/test_remote _checkpoint/test_s3",
+        "modules": "_extensions.checkpoints.remote",
+        "tests": "_extensions/checkpoints/test_remote _extensions/checkpoints/test_s3",
     },
     "search": {
-        "modules": "_tools.search",
-        "tests": "_tools/test_search _tools/test_killed_search processes/test_trials",
+        "modules": "_extensions.tools.search",
+        "tests": "_extensions/tools/test_search _extensions/tools/test_killed_search processes/test_trials",
     },
-    "summary": {"modules": "_tools.summary", "tests": "_tools/test_summary"},
-    "trackers": {"modules": "_hooks.send", "tests": "_hooks/test_table _hooks/test_track"},
-    "try": {"modules": "_tools.dry_run", "tests": "_tools/test_dry_run"},
-    "tune": {"modules": "_tools.tune", "tests": "_tools/test_tune"},
+    "summary": {"modules": "_extensions.tools.summary", "tests": "_extensions/tools/test_summary"},
+    "trackers": {
+        "modules": "_extensions.hooks.send",
+        "tests": "_extensions/hooks/test_table _extensions/hooks/test_track",
+    },
+    "try": {"modules": "_extensions.tools.dry_run", "tests": "_extensions/tools/test_dry_run"},
+    "tune": {"modules": "_extensions.tools.tune", "tests": "_extensions/tools/test_tune"},
 }
 # What goes with an extension because it is made of it.
 BUILT_ON = {
@@ -131,7 +143,7 @@ class Names:
     """What is taken away: modules, public names, and helpers of tests that name them.
 
     Args:
-        modules: the modules, such as "fnloop._step.alternate".
+        modules: the modules, such as "fnloop._extensions.alternate".
         public: the names at the top level and in public modules.
         arguments: the names of arguments that ask for it.
     """

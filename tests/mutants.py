@@ -30,8 +30,8 @@ ROOT = Path(__file__).parent.parent
 DISPLAYS = (
     "fnloop/_version.py",
     "fnloop/_display/",
-    "fnloop/_hooks/progress.py",
-    "fnloop/_tools/summary.py",
+    "fnloop/_extensions/hooks/progress.py",
+    "fnloop/_extensions/tools/summary.py",
 )
 SHOWS = re.compile(r"__repr__|__str__|_repr_\w*|plot|.*html")  # functions that display
 TESTS = {  # of what has no folder of tests of its own
@@ -39,14 +39,18 @@ TESTS = {  # of what has no folder of tests of its own
     "fnloop/testing": "tests/test_laws.py",
 }
 ALSO = {  # where tests show, after its own, what a room is for
-    "fnloop/_core": ["tests/_loop", "tests/_middleware", "tests/_checkpoint"],
+    "fnloop/_core": ["tests/_loop", "tests/_extensions/middleware", "tests/_checkpoint"],
     "fnloop/_data": ["tests/data"],  # what it makes has its name there
-    "fnloop/_graphs": ["tests/_tools"],
+    "fnloop/_extensions/graphs": ["tests/_extensions/tools"],
     "fnloop/_loop": ["tests/_hooks"],
-    "fnloop/_step": ["tests/_middleware"],
+    "fnloop/_step": ["tests/_extensions/middleware"],
 }
 # What only several processes do; their tests are slow, so they run with --kind "not long".
-TOGETHER = ("fnloop/_backend/", "fnloop/_loop/peers.py", "fnloop/_step/engine_distributed.py")
+TOGETHER = (
+    "fnloop/_backend/",
+    "fnloop/_loop/peers.py",
+    "fnloop/_extensions/engines/distributed.py",
+)
 FLIPPED = {
     ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is,
     ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE,

@@ -66,7 +66,7 @@ def pruned(source, tmp_path, **gone):
 
 SOURCE = """
 import fnloop as fl
-from fnloop._middleware.ema import weights
+from fnloop._extensions.middleware.ema import weights
 A, B = fl.ema(0.5), fl.clip(1.0)
 ROWS = {"ema": A, "clip": B}
 def helper(): return weights
@@ -86,5 +86,5 @@ def test_two(): fl.clip(2.0)
 
 
 def test_rows_helpers_and_tests_that_name_an_extension_are_taken_away(tmp_path):
-    left = pruned(SOURCE, tmp_path, modules={"fnloop._middleware.ema"}, public={"ema"})
+    left = pruned(SOURCE, tmp_path, modules={"fnloop._extensions.middleware.ema"}, public={"ema"})
     assert ast.dump(ast.parse(left)) == ast.dump(ast.parse(LEFT))

@@ -172,7 +172,11 @@ def test_nothing_waits_for_the_device_between_two_reports(members, monkeypatch):
         with waits("default"):
             return read(*args, **kwargs)
 
-    for module in ("fnloop._loop.run", "fnloop._loop.evaluate", "fnloop._hooks.progress"):
+    for module in (
+        "fnloop._loop.run",
+        "fnloop._loop.evaluate",
+        "fnloop._extensions.hooks.progress",
+    ):
         monkeypatch.setattr(sys.modules[module], "read", reading)
     batches = data(*[8] * 40)
     members = fl.accumulate(2), fl.clip(1.0), fl.schedule(schedules.cosine()), *members

@@ -56,7 +56,7 @@ SINGLES = [
     fl.microbatch(100), fl.retry_on_oom(), fl.sam(0.05), fl.closure(),
     fl.clip(0.05), fl.clip(1.0, norm_type=math.inf), fl.clip_value(0.01), fl.grad_norm(),
     fl.amp(None), fl.amp("bf16"), warm_cosine,
-    fl.channels_last(),  # of convolutions: tests/_middleware/test_channels_last.py
+    fl.channels_last(),  # of convolutions: tests/_extensions/middleware/test_channels_last.py
     fl.schedule(schedules.linear(), field="weight_decay"),
     fl.plateau("train/loss", patience=1, mode="max"),  # the loss falls: it is lowered each time
     fl.torch_scheduler(decay), fl.torch_scheduler(halved),
@@ -176,13 +176,13 @@ def test_guards_keep_the_laws_in_turns_and_with_several_optimizers(pipe):
 
 
 ELSEWHERE = {  # where the laws need another problem, or hold but for the times: the file with them
-    "cuda_graph": "_graphs/test_same_numbers.py",
-    "device_memory": "_middleware/test_device_memory.py",
-    "scheduled": "_middleware/test_scheduled.py",
-    "tbptt": "_middleware/test_tbptt.py",
-    "throughput": "_middleware/test_times.py",
-    "timings": "_middleware/test_times.py",
-    "using": "_middleware/test_using.py",
+    "cuda_graph": "_extensions/graphs/test_same_numbers.py",
+    "device_memory": "_extensions/middleware/test_device_memory.py",
+    "scheduled": "_extensions/middleware/test_scheduled.py",
+    "tbptt": "_extensions/middleware/test_tbptt.py",
+    "throughput": "_extensions/middleware/test_times.py",
+    "timings": "_extensions/middleware/test_times.py",
+    "using": "_extensions/middleware/test_using.py",
 }
 
 

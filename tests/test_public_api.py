@@ -92,7 +92,7 @@ def test_what_can_be_imported_is_public():
 
 IMPORT = f"""
 import sys, fnloop
-late = ["debug", "data", "_tools.dry_run", "_tools.tune", "_hooks.send", "_hooks.look"]
+late = ["debug", "data", "_extensions.tools.dry_run", "_extensions.tools.tune", "_extensions.hooks.send", "_extensions.hooks.look"]
 print([name for name in late if f"fnloop.{{name}}" in sys.modules])
 print(sorted({OPTIONAL!r} & set(sys.modules)))
 print(fnloop.debug.replay.__name__, fnloop.data.tune.__name__, fnloop.track.__name__)

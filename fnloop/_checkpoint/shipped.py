@@ -11,8 +11,8 @@ from fnloop._core.serialize import Json
 # Where each is, by its entry in a checkpoint. It is imported if a checkpoint has that.
 _PLACES = {
     "averages": ("fnloop._core.averages", "AVERAGES"),
-    "apart": ("fnloop._core.apart", "APART"),
-    "exact": ("fnloop._step.engine_exact", "EXACT"),
+    "apart": ("fnloop._extensions.engines.apart", "APART"),
+    "exact": ("fnloop._extensions.engines.exact", "EXACT"),
 }
 
 

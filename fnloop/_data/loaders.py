@@ -706,7 +706,7 @@ class Padding:
 
     It contributes nothing to gradients or metrics. It is only run if the forward pass performs
     collectives, in which the other processes would otherwise wait: see
-    :class:`fnloop._step.engine_distributed.CollectiveProbe`.
+    :class:`fnloop._extensions.engines.distributed.CollectiveProbe`.
 
     Args:
         batch: a batch of another process.

@@ -89,7 +89,7 @@ def _is_pending(metric: object) -> bool:
 
 def _unseen_metrics(step: PipelineStep) -> dict[str, Metric]:
     """Return the metrics of a step that are known before any batch, by the names of a report."""
-    from fnloop._middleware.metric import unseen_metrics
+    from fnloop._extensions.middleware.metric import unseen_metrics
 
     found = unseen_metrics(step.pipeline.middleware)
     for turn, inner in step.turns.items():

@@ -259,10 +259,10 @@ def make_engine(state: TrainState) -> Engine:
         return cast(Engine, backend.engine(state))
     # Imported here, since a run in one process has no use for them.
     if not backend.exact:
-        from fnloop._step.engine_distributed import DistributedEngine
+        from fnloop._extensions.engines.distributed import DistributedEngine
 
         return DistributedEngine(state)
-    from fnloop._step.engine_exact import ExactDistributedEngine, ExactEngine
+    from fnloop._extensions.engines.exact import ExactDistributedEngine, ExactEngine
 
     return ExactEngine(state) if backend.world_size == 1 else ExactDistributedEngine(state)
 

@@ -33,7 +33,7 @@ from fnloop.data._combine import (
 )
 
 if _typing.TYPE_CHECKING:
-    from fnloop._tools.tune import tune
+    from fnloop._extensions.tools.tune import tune
 
 __docformat__ = "google"
 
@@ -59,7 +59,7 @@ if not _typing.TYPE_CHECKING:  # for type checkers, any name would be right
     def __getattr__(name: str) -> object:
         if name != "tune":  # which nothing below it needs
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from fnloop._tools.tune import tune
+        from fnloop._extensions.tools.tune import tune
 
         globals()[name] = tune
         return tune

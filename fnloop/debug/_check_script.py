@@ -23,12 +23,8 @@ from fnloop._core.types import Batch, Step
 from fnloop._data.held import own_copy
 from fnloop._data.source import first_batches
 from fnloop._display.tables import format_number
-from fnloop._hooks.hook import every
-from fnloop._loop.evaluate import open_loader
-from fnloop._loop.plan import Plan, check_step, make_plan
-from fnloop._middleware.accumulate import accumulate, microbatch
-from fnloop._step.pipeline import LossStep, PipelineStep, RawStep
-from fnloop._tools.dry_run import (
+from fnloop._extensions.middleware.accumulate import accumulate, microbatch
+from fnloop._extensions.tools.dry_run import (
     ASSUMED,
     EVALUATED,
     RATES,
@@ -43,6 +39,10 @@ from fnloop._tools.dry_run import (
     loaders_to_try,
     with_members,
 )
+from fnloop._hooks.hook import every
+from fnloop._loop.evaluate import open_loader
+from fnloop._loop.plan import Plan, check_step, make_plan
+from fnloop._step.pipeline import LossStep, PipelineStep, RawStep
 from fnloop.data import take
 from fnloop.debug._audit import DROPOUTS, SMALL, audit, tolerance_of
 from fnloop.debug._watch import (

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 
 import fnloop
 from fnloop._backend import collectives, torch_compat
-from fnloop._step import engine_distributed
+from fnloop._extensions.engines import distributed as engine_distributed
 
 ROOT = Path(fnloop.__file__).parent
 COMPAT = Path(torch_compat.__file__)
@@ -32,11 +32,11 @@ UNDOCUMENTED = {  # names of torch without an underscore that its reference does
 }
 OTHERS = {  # private names of other libraries, each in one file
     "_display/figures.py": {"_repr_png_"},  # IPython's protocol
-    "_middleware/schedule.py": {"_repr_html_"},
+    "_extensions/middleware/schedule.py": {"_repr_html_"},
     "_backend/processes.py": {"_shared_state", "_models", "_optimizers"},  # accelerate's
     "_core/metrics.py": {"_to_sync", "_update_count", "_defaults", "_reductions"},
     "_backend/collectives.py": {"_exit", "_current_frames"},  # documented, of os and sys
-    "_tools/dry_run.py": {"_getframe"},  # documented, of sys
+    "_extensions/tools/dry_run.py": {"_getframe"},  # documented, of sys
     "debug/_watch.py": {"_getframe"},
 }
 

@@ -5,7 +5,7 @@ import io
 import re
 from types import SimpleNamespace
 
-CLOCKED = ("_hooks.progress", "_core.runs", "_loop.run")
+CLOCKED = ("_extensions.hooks.progress", "_core.runs", "_loop.run")
 
 
 class Terminal(io.StringIO):

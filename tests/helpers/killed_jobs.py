@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader
 
 import fnloop as fl
 from fnloop._backend import collectives
-from fnloop._core import apart
+from fnloop._extensions.engines import apart
 from fnloop.data import bucketed, pack_collate
 
 # Seconds in which the others end. The workers of a killed process hold its connections open until

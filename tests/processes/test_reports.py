@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import fnloop as fl
-from fnloop._middleware import metric
+from fnloop._extensions.middleware import metric
 
 pytestmark = pytest.mark.slow
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanSquaredError, MetricCollection, SumMetric
 
 import fnloop as fl
-from fnloop._step.engine_distributed import DistributedEngine
+from fnloop._extensions.engines.distributed import DistributedEngine
 from fnloop.testing import toy, toy_loss
 
 pytestmark = pytest.mark.slow

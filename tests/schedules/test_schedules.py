@@ -199,7 +199,7 @@ def test_schedules_with_lengths_in_updates_do_not_need_the_length_of_the_run(sch
     join(constant(), constant(), at=[0.5]), join(constant(), linear(), at=[2]),
 ], ids=repr)  # fmt: skip
 def test_other_schedules_raise_without_the_length_of_the_run(schedule):
-    """In a run, before the first update: tests/_middleware/test_schedule.py."""
+    """In a run, before the first update: tests/_extensions/middleware/test_schedule.py."""
     with pytest.raises(ValueError, match=r"needs the length of the run: call it through fit\("):
         schedule(0, None)
 

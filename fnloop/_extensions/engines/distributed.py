@@ -1,0 +1,1162 @@
+"""The gradient engine of several processes."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, ParamSpec, Protocol
+
+import attrs
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import CheckpointFunction
+
+from fnloop._backend.collectives import (
+    ADVICE,
+    DIVERGED,
+    all_reduce_max,
+    all_reduce_max_tensor,
+    any_rank,
+    collective_count,
+    counted_collectives,
+    gather_objects,
+    gather_shares,
+    parameters_beside,
+    shutdown_callbacks,
+    start_all_reduce_sum,
+    sync_buffers,
+    to_device_of,
+)
+from fnloop._backend.containers import is_out_of_memory
+from fnloop._backend.fsdp import around_sharded, is_sharded, roots
+from fnloop._backend.torch_compat import CHECKED, leaf_of, reduce_in_backward
+from fnloop._core.metrics import (
+    ITEMS,
+    RECENT,
+    Last,
+    Shares,
+    Sum,
+    is_per_process,
+    sent,
+    to_accumulator_dtype,
+)
+from fnloop._core.optimizers import optimizers_in
+from fnloop._core.rng import COMPUTE, fold_in, torch_seeder
+from fnloop._core.state import (
+    TrainState,
+    all_parameters,
+    check_alike,
+    current_parameters,
+    generation_of,
+    merge_metrics,
+    ownership_of,
+    parameters,
+)
+from fnloop._core.types import Batch, Metric, Output, Step
+from fnloop._core.view import is_apart
+from fnloop._data.loaders import Padding, Window
+from fnloop._data.source import Source
+from fnloop._display.screen import log
+from fnloop._extensions.engines.apart import apart_of, trains_apart
+from fnloop._step.forward import Fold, Result, Subject
+from fnloop._step.gradients import (
+    GradientSum,
+    LossRoot,
+    Pass,
+    SumInOrder,
+    Weight,
+    WeightedSum,
+    divide,
+    fail_to_train,
+    pieces_of,
+    restore_gradients,
+    skipped_with,
+    stash_gradients,
+    weight_on_device,
+)
+
+# Each process runs the loss function on its share of a window, with the plain module. Gradients are
+# averaged in the last backward of a window only: by torch's DistributedDataParallel, or by the
+# module itself if it is under `fully_shard`. That is the mean over processes. The mean over items
+# is it times `processes × reference / items`. The number of items is summed over the processes,
+# unless all batches are known to weigh the same.
+#
+# Of n processes, one whose loss weighs w starts its backward from loss × w / reference. The mean
+# over them is Σ w g / (n × reference), and divided by Σ w / (n × reference) it is Σ w g / Σ w.
+
+_UNKNOWN = Window()
+
+
+class DistributedEngine:
+    """Makes the gradients of one model in several processes.
+
+    The methods are those of :class:`fnloop._step.engine.Engine`.
+
+    Args:
+        state: a state of the model.
+
+    Attributes:
+        reducer: what averages gradients.
+        weights: what the processes have agreed on about weights.
+        probe: whether the forward step performs collectives.
+        items: the items of the last window, over all processes.
+        own_parts: the names of the metrics that are of a process's own share of the data.
+        ended_on_padding: whether this process had padding in the last round.
+        empty_output: the output for padding that is not run; None before the first batch.
+    """
+
+    calls_every_batch = False
+    brings = ()
+
+    def __init__(self, state: TrainState) -> None:
+        self.model, self.processes = state.model, state.backend.contributors
+        kind = ShardReducer if is_sharded(state.model) else BucketReducer
+        self.reducer = kind(state.model, self.processes)
+        self.weights = WeightAgreement()
+        self.probe = CollectiveProbe(state)
+        self.items: Weight = 0
+        self.own_parts = ownership_of(state).own_metrics
+        self.own_parts.add("loss")
+        self.ended_on_padding = False
+        self.empty_output: Output | None = None
+        self._window: tuple[int, Window] = (-1, _UNKNOWN)  # by the version of its state
+        self._turns: dict[str, DistributedEngine] = {}  # of an alternating step
+        self._calls, self._generation = 0, -1  # of backward, in one update
+        self._seed = 0  # of the latest backward
+        self._position = torch_seeder(state.backend.device)
+        shutdown_callbacks.add(self)
+
+    def close(self) -> None:
+        """Release the process group, at the end of the script."""
+        self.reducer.close()
+
+    # --- a run
+
+    def begin(self, state: TrainState) -> None:
+        self.weights = WeightAgreement()
+
+    def read_from(self, source: Source, step: Step, window: int) -> Step:
+        def step_on_share(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
+            __tracebackhide__ = True
+            batch, taken = source.take(batch, window)
+            self._window = generation_of(state), taken
+            return step(state, batch)
+
+        return step_on_share
+
+    def window_of(self, state: TrainState) -> Window:
+        """Return what is known of the window that a step was given."""
+        version, window = self._window
+        return window if version == generation_of(state) else _UNKNOWN
+
+    def start_turn(
+        self,
+        name: str,
+        engine: object,
+        turn: TrainState,
+        state: TrainState,
+        batches: slice,
+    ) -> None:
+        assert isinstance(engine, DistributedEngine)
+        self._turns[name] = engine
+        whole = self.window_of(state)
+        part = Window(whole.batch_size, whole.padding[batches])
+        engine._window = generation_of(turn), part
+
+    def _is_own(self, name: str) -> bool:
+        """Return whether a metric of training is of this process's own share of the data."""
+        turn, _, part = name.partition("/")
+        if (engine := self._turns.get(turn)) is None:
+            return name in self.own_parts
+        if engine.empty_output is not None:
+            if own := engine._is_own(part):
+                self.own_parts.add(name)  # for a copy of the state
+            return own
+        # It had no turn yet. If no checkpoint has told, all may be, which changes no mean.
+        return name in self.own_parts or f"{turn}/loss" not in self.own_parts
+
+    def _had_padding(self, name: str) -> bool:
+        """Return whether this process had padding in the last round of a metric of training."""
+        return self._turns.get(name.partition("/")[0], self).ended_on_padding
+
+    def is_padding(self, window: Window, n: int, batches: int) -> bool:
+        """Return whether the n-th of the batches that backward was given is padding.
+
+        A step that takes them one by one has as many calls in an update.
+        """
+        if not window.padding:
+            return False
+        one_by_one = len(window.padding) != batches
+        return window.padding[min(self._calls, len(window.padding) - 1) if one_by_one else n]
+
+    def seed_own(self, state: TrainState) -> None:
+        """Position torch's generators before a forward and backward: each process draws its own."""
+        if state.run is None:
+            return  # a bare step draws from where the generators are
+        # A middleware may call the step inside it more than once.
+        again = self._generation == generation_of(state)
+        self._calls = self._calls + 1 if again else 0
+        self._generation = generation_of(state)
+        self._seed = fold_in(state.seed, COMPUTE, state.epoch, state.batch, self._calls)
+        self._position(fold_in(self._seed, 1 + state.backend.data_rank))
+
+    def seed_shared(self, state: TrainState) -> None:
+        """Position torch's generators after a backward: all processes draw the same."""
+        if state.run is not None:
+            self._position(fold_in(self._seed, 0))
+
+    def mark_draws(self) -> Callable[[], None]:
+        before = self._calls, self._generation
+
+        def repeat() -> None:
+            self._calls, self._generation = before
+
+        return repeat
+
+    # --- gradients
+
+    def start(
+        self,
+        loss: LossRoot,
+        state: TrainState,
+        window: Sequence[Batch],
+        size: int | None = None,
+        *,
+        alone: bool = False,
+        guarded: bool = False,
+    ) -> tuple[Pass, Iterable[Batch]]:
+        own = trains_apart(state)
+        pieces = [[batch] if size is None else pieces_of(batch, size) for batch in window]
+        # With batches of one size, all processes have as many pieces.
+        if not (own or size is None or self.window_of(state).batch_size > 0):
+            pieces = self._equalized(pieces)
+        numbers = [*map(len, pieces)]
+        making = (
+            OwnWindow(self, loss, state, numbers)
+            if own
+            else DistributedWindow(self, loss, state, numbers, guarded)
+        )
+        return making, itertools.chain.from_iterable(pieces)
+
+    def _equalized(self, pieces: list[list[Batch]]) -> list[list[Batch]]:
+        """Return as many pieces in all processes, where the forward step performs collectives."""
+        if self.probe.uses_collectives is False:
+            return pieces
+        most = all_reduce_max((len(part) for part in pieces), "the number of pieces")
+        return [
+            part + [Padding(part[-1])] * (int(n) - len(part))
+            for part, n in zip(pieces, most, strict=True)
+        ]
+
+    def start_sum(self, state: TrainState, batches: int, dtype: torch.dtype | None) -> GradientSum:
+        if trains_apart(state):
+            return SumInOrder(state, WeightedSum(), dtype)
+        return _SumTogether(state, _SumOfMeans(self), dtype)
+
+    def agree(self, flag: Tensor, out: Output) -> tuple[Tensor, Output]:
+        return agree_on_skip(flag, out)
+
+    def largest(self, number: int) -> int:
+        return largest(number)
+
+    def mean_loss(self, out: Output) -> Tensor:
+        loss = out.loss.double()
+        weight = torch.as_tensor(out.weight, dtype=torch.float64, device=loss.device)
+        what = "the mean loss of a batch"
+        total = start_all_reduce_sum(loss * weight, what)
+        items = start_all_reduce_sum(weight, what)
+        return (total() / items()).to(out.loss.dtype)
+
+    # --- evaluation and reports
+
+    def start_evaluation(self, state: TrainState, name: str) -> DistributedEvaluation:
+        if not is_apart(state):  # otherwise they come with the average
+            sync_buffers(state.model)
+        return DistributedEvaluation(state, name)
+
+    def share_buffers(self, model: nn.Module) -> None:
+        sync_buffers(model)
+
+    def check_alike(self, state: TrainState, what: str) -> None:
+        check_alike(state, what)
+
+    def reduce(
+        self, metrics: Mapping[str, Metric], training: str | None = None
+    ) -> dict[str, Metric]:
+        if training is None:
+            return merge_metrics(metrics)
+        trained = {
+            name: name.removeprefix(training).removeprefix(RECENT)
+            for name in metrics
+            if name.startswith((training, RECENT))
+        }
+        own = {
+            name
+            for name, metric in metrics.items()
+            if name not in trained or self._is_own(trained[name]) or is_per_process(metric)
+        }
+        padded = {name for name in own if name in trained and self._had_padding(trained[name])}
+        metrics = drop_last_metrics(metrics, padded.__contains__)
+        return merge_metrics(metrics, own)
+
+    def gather(self, state: TrainState, what: str) -> tuple[dict[str, Metric], Shares]:
+        merged = {**state.metrics, **self.reduce(state.metrics, "")}
+        bases = {name.removeprefix(RECENT) for name in state.metrics}
+        own = [name for name in bases if self._is_own(name)]
+        every = gather_objects((own, sent(state.metrics)), what)
+        return merged, every if len(every) > 1 else ()
+
+    def continued(
+        self,
+        state: TrainState,
+        merged: Mapping[str, object],
+        shares: Sequence[Mapping[str, object]],
+    ) -> Mapping[str, object]:
+        backend = state.backend
+        # As `gather_objects` orders them.
+        rank = backend.data_rank if backend.parts == 1 else backend.rank
+        if len(shares) == self.processes:
+            return shares[rank]
+        # Of another number of processes, one continues with all.
+        return merged if rank == 0 else {ITEMS: Sum(0)} if ITEMS in merged else {}
+
+
+def largest(number: int) -> int:
+    """Return the largest of a number over all processes."""
+    return int(all_reduce_max([number], "a decision of a middleware")[0])
+
+
+def agree_on_skip(flag: Tensor, out: Output) -> tuple[Tensor, Output]:
+    """Return a flag as it is in any process, and an output that is skipped if it is in any."""
+    both = torch.stack([flag.reshape(()).float(), flag.new_tensor(out.skip is not None).float()])
+    agreed = all_reduce_max_tensor(both, "a decision of a middleware")
+    flagged, any_skipped = agreed.tolist()  # the host read of ``decide``
+    return torch.tensor(flagged), skipped_with(any_skipped, out)
+
+
+class _SumTogether(SumInOrder):
+    """A sum of gradients that are means over all processes, each of a batch that all count."""
+
+    def add(self, state: TrainState, out: Output) -> None:
+        __tracebackhide__ = True
+        out = skipped_with(largest(out.skip is not None), out)
+        if out.skip is None:
+            for p in self._params:  # copies, because the gradients are views of DDP's buckets
+                p.grad = None if p.grad is None else p.grad.clone()
+        super().add(state, out)
+
+
+class _SumOfMeans(WeightedSum):
+    """The sum of a window whose gradients are means over all processes already.
+
+    Its losses and metrics are of this process. Its gradients count by the items of all processes.
+    """
+
+    def __init__(self, engine: DistributedEngine) -> None:
+        super().__init__()
+        self._engine, self._whole = engine, WeightedSum()
+
+    @property
+    def is_empty(self) -> bool:
+        return self._whole.is_empty
+
+    def relative_weight(self, out: Output) -> Weight | None:
+        return self._whole.relative_weight(self._over_processes(out))
+
+    def add(self, out: Output) -> None:
+        super().add(out)
+        self._whole.add(self._over_processes(out))
+
+    def divide(self, gradients: Sequence[Tensor | None]) -> None:
+        self._whole.divide(gradients)
+
+    def _over_processes(self, out: Output) -> Output:
+        return attrs.evolve(out, weight=self._engine.items)
+
+
+# --------------------------------------------------------------------------------------------------
+# Forward and backward of one window when there are several processes.
+
+_MEMORY = "an exchange about memory"
+_TOO_LATE = (
+    "there was no memory left to average the gradients, which all processes have begun: that "
+    "cannot be repeated with smaller pieces. List microbatch(size) with a size that fits"
+)
+
+
+class Reducer(Protocol):
+    """What averages the gradients of a window over processes."""
+
+    def start_window(self) -> None: ...
+    def start_microbatch(self, last: bool, /) -> None: ...
+    def zero_loss(self, state: TrainState, loss: Tensor, /) -> Tensor: ...
+    def attach(
+        self, state: TrainState, root: Tensor, kept: int, touch: bool, name: str
+    ) -> Tensor: ...
+    def counted(self) -> Weight: ...
+    def finish_window(self, state: TrainState, touched: bool) -> None: ...
+
+
+class DistributedWindow:
+    """Forward and backward of a window, averaged over processes in its last backward.
+
+    Args:
+        engine: the engine.
+        loss: the loss, and the root of backward.
+        state: the state that is trained.
+        pieces: for each batch of the window, in how many pieces it comes.
+        guarded: whether all processes raise if one runs out of memory, so that all can begin the
+            window again. Then no collective is in a backward that computes gradients.
+    """
+
+    def __init__(
+        self,
+        engine: DistributedEngine,
+        loss: LossRoot,
+        state: TrainState,
+        pieces: Sequence[int],
+        guarded: bool,
+    ) -> None:
+        self._engine, self._loss, self._guarded = engine, loss, guarded
+        self._batch_of = [batch for batch, n in enumerate(pieces) for _ in range(n)]
+        self._pieces, self._batches = len(self._batch_of), len(pieces)
+        self._taken = engine.window_of(state)
+        # What every piece weighs by its samples, in every process; 0 if that may differ.
+        size = self._taken.batch_size if self._pieces == self._batches else 0
+        self._size = state.backend.own_part(size)
+        self._total = WeightedSum()
+        self._out: Output | None = None  # the latest
+        self._n = 0  # pieces so far
+        self._kept = 0  # of them, those that are neither padding nor skipped
+        self._has_no_batch = self._is_padding = False
+        self._is_uniform = False  # whether all batches are known to weigh the same
+        self._stashed: list[Tensor | None] | None = None
+        self._items: Callable[[], Tensor] | None = None
+        engine.seed_own(state)
+        engine.reducer.start_window()
+
+    def forward(self, state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
+        __tracebackhide__ = True
+        engine = self._engine
+        self._has_no_batch = engine.is_padding(self._taken, self._batch_of[self._n], self._batches)
+        self._is_padding = self._has_no_batch or type(batch) is Padding
+        self._n += 1
+        engine.reducer.start_microbatch(self._n == self._pieces)
+        if engine.empty_output is not None and engine.probe.can_skip(self._is_padding):
+            return state, engine.empty_output
+        known = engine.probe.uses_collectives
+        own, loss = batch.batch if type(batch) is Padding else batch, self._loss
+        try:
+            if self._has_no_batch:
+                where = f"update {state.step + 1}"
+                state, out = engine.probe.call_again(loss.name, where, loss.forward, state, own)
+            else:
+                state, out = engine.probe.call(loss.forward, state, own)
+        except Exception as error:
+            self._tell_others(error)
+            raise
+        if is_left_out(out):
+            engine.probe.uses_collectives = known  # it does not show
+            if known:
+                raise RuntimeError(
+                    f"the loss function leaves a batch out ({out.skip}) in one process, but it "
+                    "exchanges something with the others, which wait for this one: compute the "
+                    'loss, and return loss, {"weight": 0}'
+                )
+        return state, out
+
+    def add(self, state: TrainState, out: Output) -> None:
+        __tracebackhide__ = True
+        engine = self._engine
+        self._out = out
+        if engine.empty_output is None:
+            engine.empty_output = Output(torch.zeros_like(out.loss), weight_on_device(out) * 0)
+        if self._n == 1:
+            if self._guarded and not engine.weights.is_settled(self._size):
+                self._check_memory()
+            self._agree_on_weights(state, out)
+        if self._is_uniform:
+            engine.weights.check(out, self._size)
+        root = self._root(state, out)
+        if self._n == self._pieces and not self._guarded:
+            root = self._start_averaging(state, out, root)
+        try:
+            root.backward()
+        except Exception as error:
+            self._tell_others(error)
+            raise
+
+    def _tell_others(self, error: Exception) -> None:
+        """Tell the other processes, which wait in _check_memory, if there is no memory left."""
+        if self._guarded and is_out_of_memory(error):
+            any_rank(True, _MEMORY)
+
+    def _check_memory(self) -> None:
+        """Raise if another process has run out of memory."""
+        if any_rank(False, _MEMORY):
+            raise torch.OutOfMemoryError("another process has run out of memory")
+
+    def _agree_on_weights(self, state: TrainState, out: Output) -> None:
+        weights = self._engine.weights
+        self._is_uniform = not self._loss.may_skip and weights.is_uniform(out, self._size)
+        self._stashed = stash_gradients(state)
+        if not self._is_uniform:
+            self._total.reference = weights.reference(weight_on_device(out))
+
+    def _root(self, state: TrainState, out: Output) -> Tensor:
+        """Return the root of this process's backward. Padding and skipped batches add zero."""
+        engine = self._engine
+        if self._is_padding and out is not engine.empty_output:
+            return out.loss * 0  # it was run, for its collectives: backward may have some too
+        if self._is_padding or out.skip is not None:
+            return engine.reducer.zero_loss(state, out.loss)
+        relative = None if self._is_uniform else self._total.relative_weight(out)
+        root = self._loss.root(state, out, relative)
+        engine.own_parts.update(out.metrics)
+        self._kept += 1
+        if self._pieces > 1 or not self._is_uniform:
+            self._total.add(out)
+        return root
+
+    def _start_averaging(self, state: TrainState, out: Output, root: Tensor) -> Tensor:
+        """Start to exchange what the mean depends on. Return the root of the last backward."""
+        if not self._is_uniform:
+            weight = 0 if self._total.weight is None else self._total.weight
+            weight = weight_on_device(out, weight)
+            self._items = start_all_reduce_sum(weight, "the sum of the items of an update")
+        name, reducer = self._loss.name, self._engine.reducer
+        return reducer.attach(state, root, self._kept, self._touches, name)
+
+    def finish(self, state: TrainState) -> Output:
+        engine, total, out = self._engine, self._total, self._out
+        assert out is not None
+        if self._guarded:
+            self._check_memory()
+            self._average_all(state, out)
+        engine.reducer.finish_window(state, self._touches)
+        engine.ended_on_padding = self._has_no_batch
+        engine.seed_shared(state)
+        counted = engine.reducer.counted()
+        # A host read, only where this process has no batch that counts: whether others have.
+        if not self._kept and not counted:
+            restore_gradients(state, self._stashed)
+            skip = out.skip or "left out by every process"
+            return Output(out.loss.detach(), 0, out.aux, {}, skip)
+        self._divide(state, counted)
+        if self._is_uniform and self._pieces == 1 and self._kept:
+            restore_gradients(state, self._stashed)
+            return Output(out.loss.detach(), out.weight, out.aux, out.metrics)
+        restore_gradients(state, self._stashed)
+        if total.is_empty:
+            return Output(torch.zeros_like(out.loss), 0, out.aux)
+        return total.output()
+
+    @property
+    def _touches(self) -> bool:
+        """Whether the last backward may compute the gradients of some parameters only."""
+        return self._guarded or self._pieces > 1
+
+    def _average_all(self, state: TrainState, out: Output) -> None:
+        """Average gradients that are complete in every process, by a backward that adds zero."""
+        try:
+            zero = self._engine.reducer.zero_loss(state, out.loss)
+            self._start_averaging(state, out, zero).backward()
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise RuntimeError(_TOO_LATE) from error
+            raise
+
+    def _divide(self, state: TrainState, counted: Weight) -> None:
+        """Turn the mean over processes of the sum over batches into the mean over items.
+
+        With P processes, N items in all, and batches that counted relative to the reference R, a
+        gradient is the sum of weight × gradient / (P·R). It is divided by N / (P·R).
+        """
+        engine = self._engine
+        if self._is_uniform:
+            engine.items = counted * self._size
+            divide((p.grad for p in parameters(state)), counted, engine.processes)
+            return
+        assert self._items is not None and self._total.reference is not None
+        engine.items = self._items()
+        reference = self._total.reference * engine.processes
+        divide((p.grad for p in parameters(state)), engine.items, reference)
+
+
+class OwnWindow:
+    """Forward and backward of a window where processes update by themselves: no exchange.
+
+    A process without a batch that counts has no gradient, and reports nothing.
+
+    Args:
+        engine: the engine.
+        loss: the loss, and the root of backward.
+        state: the state that is trained.
+        pieces: for each batch of the window, in how many pieces it comes.
+    """
+
+    def __init__(
+        self, engine: DistributedEngine, loss: LossRoot, state: TrainState, pieces: Sequence[int]
+    ) -> None:
+        slot = apart_of(state)
+        assert slot is not None
+        self._engine, self._loss, self._slot = engine, loss, slot
+        self._batch_of = [batch for batch, n in enumerate(pieces) for _ in range(n)]
+        self._batches, self._taken, self._n = len(pieces), engine.window_of(state), 0
+        self._total, self._stashed = WeightedSum(), stash_gradients(state)
+        self._counted = 0
+        engine.seed_own(state)
+
+    def forward(self, state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
+        __tracebackhide__ = True
+        engine = self._engine
+        padding = engine.is_padding(self._taken, self._batch_of[self._n], self._batches)
+        self._n += 1
+        engine.ended_on_padding = padding
+        if padding:
+            return state, Output(torch.zeros((), device=state.backend.device), 0, skip="padding")
+        known = engine.probe.uses_collectives
+        state, out = engine.probe.call(self._loss.forward, state, batch)
+        if is_left_out(out):
+            engine.probe.uses_collectives = known  # it does not show
+        if engine.probe.uses_collectives and counted_collectives() is not None:
+            raise NotImplementedError(
+                f"local_sgd: {self._loss.name} exchanges something with the other processes in "
+                "each update, as SyncBatchNorm does. Leave that out, or leave local_sgd out"
+            )
+        return state, out
+
+    def add(self, state: TrainState, out: Output) -> None:
+        __tracebackhide__ = True
+        if out.skip is None:
+            self._loss.root(state, out, self._total.relative_weight(out)).backward()
+            self._counted += 1
+        self._total.add(out)
+
+    def finish(self, state: TrainState) -> Output:
+        self._slot.counted += self._counted
+        self._engine.seed_shared(state)
+        self._total.divide([p.grad for p in parameters(state)])
+        restore_gradients(state, self._stashed)
+        out = self._total.output()
+        # The other processes count this update, whatever this one had.
+        return out if self._counted else Output(out.loss, 0, out.aux)
+
+
+# --------------------------------------------------------------------------------------------------
+# The average of gradients over processes, by torch's DistributedDataParallel.
+
+
+class BucketReducer:
+    """Averages gradients in DDP's buckets, while backward computes the next ones.
+
+    Args:
+        model: the model that is trained.
+        processes: the number of processes.
+    """
+
+    def __init__(self, model: nn.Module, processes: int) -> None:
+        self._model, self._processes = model, processes
+        # Its gradient is the mean, over the processes, of how many of their batches count. DDP
+        # averages it with those of the parameters.
+        self._count: Tensor | None = None
+        # With a communication hook, which may do anything to a gradient, they are counted apart.
+        self._counted: Callable[[], Tensor] | None = None
+        self._has_buffers = any(True for _ in model.buffers())
+        self._ddp: _FixedBucketDDP | None = None
+        self._params: list[Tensor] = []
+        self._flags: list[bool] = []
+        self._trainable: list[Tensor] = []
+        self._shapes: list[torch.Size] = []
+        self._used: list[Tensor] = []  # the parameters that the loss used when DDP was made
+        self._hides_parameters = False  # whether the graph of the loss has graphs inside its nodes
+        self._waits_for_all = False  # whether DDP waits for every parameter, used or not
+        self._warned = False
+
+    def close(self) -> None:
+        """Release the process group, at the end of the script."""
+        self._ddp = None
+
+    def start_window(self) -> None:
+        """Start a window: every process gets the main one's buffers."""
+        if self._has_buffers:
+            sync_buffers(self._model)
+
+    def start_microbatch(self, last: bool) -> None:
+        """Only the last micro-batch goes through DDP, so there is nothing to switch."""
+
+    def zero_loss(self, state: TrainState, loss: Tensor) -> Tensor:
+        """Return a root for backward that adds zero to every gradient."""
+        params = all_parameters(state)
+        known = self._used and params is self._params
+        known = known and [p.requires_grad for p in params] == self._flags
+        # If not: some may have been frozen or replaced, or the window so far tells which are used.
+        used = self._used if known else [p for p in params if p.grad is not None] or params
+        return torch.stack([p.flatten()[:1].sum() * 0 for p in used if p.requires_grad]).sum()
+
+    def attach(self, state: TrainState, root: Tensor, kept: int, touch: bool, name: str) -> Tensor:
+        """Return the root for the last backward of a window, which averages the gradients.
+
+        Args:
+            state: the state.
+            root: what backward would start from without DDP.
+            kept: how many of this process's batches count.
+            touch: whether to make every parameter reachable from it. Otherwise
+                :meth:`finish_window` gives DDP the gradients that it still expects.
+            name: the name of the loss function.
+
+        Raises:
+            ValueError: the loss uses no parameter that is trained, in any process.
+            RuntimeError: the processes have replaced or added other parameters than each other.
+        """
+        if state.backend.prepare is not None:
+            self._counted = _start_count(root, kept)
+        else:
+            if self._count is None:
+                self._count = torch.zeros((), device=root.device, requires_grad=True)
+            self._count.grad = None
+            root = torch.add(root, self._count.to(root.dtype), alpha=kept)  # adds 0
+        params = all_parameters(state)
+        flags = [p.requires_grad for p in params]
+        if params is not self._params or flags != self._flags:
+            trainable = [p for p in params if p.requires_grad]
+            shapes = [p.shape for p in trainable]  # DDP has buckets for them
+            if [*map(id, trainable)] != [*map(id, self._trainable)] or shapes != self._shapes:
+                self._make_ddp(state, root, trainable, name)
+            self._params, self._flags, self._trainable = params, flags, trainable
+            self._shapes = shapes
+        assert self._ddp is not None
+        self._waits_for_all = not self._ddp.find_unused_parameters
+        if touch and self._waits_for_all and not self._hides_parameters:
+            root = _TouchParameters.apply(root, *self._trainable)
+        return self._ddp.forward(root)
+
+    def counted(self) -> Weight:
+        """Return how many batches of the window count, in all processes: on a GPU, as a tensor."""
+        if self._counted is not None:
+            return to_accumulator_dtype(self._counted())
+        assert self._count is not None and self._count.grad is not None
+        mean = self._count.grad
+        if mean.device.type == "cpu":  # reading it waits for nothing
+            return round(mean.item() * self._processes)
+        return (to_accumulator_dtype(mean) * self._processes).round()
+
+    def _make_ddp(
+        self, state: TrainState, root: Tensor, trainable: list[Tensor], name: str
+    ) -> None:
+        nodes = list(_graph_nodes(root))
+        reached = {id(leaf_of(node)) for node in nodes}
+        self._hides_parameters = any(CheckpointFunction.__name__ in node.name() for node in nodes)
+        self._used = [p for p in trainable if self._hides_parameters or id(p) in reached]
+        counts = [] if self._count is None else [self._count]
+        trained = {id(p) for p in current_parameters(state).trained}
+        used = any(id(p) in trained for p in self._used)
+        used = used or any(p.grad is not None for p in trainable)  # by a batch before this one
+        mark = zlib.crc32(repr([tuple(p.shape) for p in trainable]).encode())
+        unused, any_used, most, least = all_reduce_max(
+            [len(self._used) < len(trainable), used, mark, -mark], "which parameters the loss uses"
+        )
+        if most != -least:
+            raise RuntimeError(f"{DIVERGED}: they have parameters of different shapes. {ADVICE}")
+        if not any_used:
+            fail_to_train(state, name, bool(self._used))
+        self._ddp = _ddp_of(state, [*trainable, *counts], unused > 0)
+
+    def finish_window(self, state: TrainState, touched: bool) -> None:
+        """Give DDP the gradients that it still expects after the last backward of a window."""
+        if not self._waits_for_all or touched:
+            return
+        unused = [p for p in self._trainable if p.grad is None]
+        if unused:
+            self._warn_of(unused)
+            torch.stack([p.flatten()[:1].sum() * 0 for p in unused]).sum().backward()
+
+    def _warn_of(self, unused: list[Tensor]) -> None:
+        if self._warned:
+            return
+        self._warned = True
+        is_unused = {id(p) for p in unused}
+        names = [name for name, p in self._model.named_parameters() if id(p) in is_unused]
+        names += ["those beside the model"] * (len(names) < len(unused))
+        log.warning(
+            "the loss uses some parameters in some updates but not in others (%s). With several "
+            "processes they get a zero gradient when unused, so weight decay and momentum still "
+            "apply; a single process would leave them untouched. For that, pass "
+            "backend=Accelerator(kwargs_handlers="
+            "[DistributedDataParallelKwargs(find_unused_parameters=True)])",
+            ", ".join(names[:3]) + (", ..." if len(names) > 3 else ""),
+        )
+
+
+class _TouchParameters(torch.autograd.Function):
+    """Identity on the loss that makes every parameter reachable in backward.
+
+    DDP waits for all parameters, and not each loss uses all of them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, *trainable: Tensor) -> Tensor:
+        ctx.count = len(trainable)
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return (grad, *(None,) * ctx.count)
+
+
+class _FixedBucketDDP(DistributedDataParallel):
+    """DDP without bucket rebuilding after the first backward.
+
+    A sum over three processes or more depends, in its last bit, on the position of a gradient in
+    its bucket. With rebuilt buckets a run resumed from a checkpoint would differ from one that
+    never stopped.
+    """
+
+    def forward(self, loss: Tensor) -> Tensor:
+        return reduce_in_backward(self, loss)
+
+
+class _Trainable(nn.Module):
+    """What DDP averages: the model's parameters, and others that the optimizer trains.
+
+    Args:
+        model: the model.
+        others: the other parameters. A leaf tensor need not be an ``nn.Parameter``, which is why
+            they do not pass through ``register_parameter``.
+    """
+
+    def __init__(self, model: nn.Module, others: list[Tensor]) -> None:
+        super().__init__()
+        self.model = model
+        self.others = others
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+        # Not registered: a leaf of an optimizer need not be an nn.Parameter.
+        yield from ((f"other{i}", p) for i, p in enumerate(self.others))
+        yield from super().named_parameters(*args, **kwargs)
+
+    def forward(self, loss: Tensor) -> Tensor:
+        return loss
+
+
+@functools.cache
+def _check_ddp(device: torch.device) -> None:
+    """Raise unless DDP averages gradients when it is called as here, which torch does not document.
+
+    Every process must call it. It runs once, before the first update.
+    """
+    probe = torch.zeros(1, device=device, requires_grad=True)
+    ddp = _FixedBucketDDP(_Trainable(nn.Module(), [probe]), init_sync=False)
+    ddp.forward((probe * dist.get_rank()).sum()).backward()
+    mean = (dist.get_world_size() - 1) / 2
+    # A host read, once per process and device: before the first update.
+    if probe.grad is None or probe.grad.item() != mean:
+        raise RuntimeError(
+            f"DistributedDataParallel of torch {torch.__version__} does not average gradients in "
+            f"the way that fnloop calls it. Install torch {CHECKED}, on which it was checked, or a "
+            "newer fnloop"
+        )
+
+
+def _ddp_of(state: TrainState, trainable: list[Tensor], unused: bool) -> _FixedBucketDDP:
+    _check_ddp(state.backend.device)
+    own = {id(p) for p in state.model.parameters()}
+    settings = dict(state.backend.settings)
+    settings.pop("broadcast_buffers", None)  # done once per window, before forward
+    settings.setdefault("find_unused_parameters", unused)
+    ddp = _FixedBucketDDP(
+        _Trainable(state.model, [p for p in trainable if id(p) not in own]),
+        init_sync=False,  # the graph exists already: the weights in it must not change
+        **{**_without_buffers(), **settings},
+    )
+    if state.backend.prepare is not None:
+        state.backend.prepare(ddp)
+    return ddp
+
+
+@functools.cache
+def _without_buffers() -> dict[str, bool]:
+    known = inspect.signature(DistributedDataParallel).parameters
+    name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    return {name: False}
+
+
+def _graph_nodes(loss: Tensor) -> Iterator[Node]:
+    """Yield the nodes of the autograd graph of a loss."""
+    seen, todo = set(), [loss.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            todo.extend(n for n, _ in node.next_functions)
+
+
+# --------------------------------------------------------------------------------------------------
+# The average of gradients of a model under `fully_shard`, which does most of it by itself.
+
+
+def _start_count(root: Tensor, kept: int) -> Callable[[], Tensor]:
+    """Start to sum how many batches of an update count. Return what waits for the sum."""
+    kept_here = torch.tensor(float(kept), device=root.device)
+    return start_all_reduce_sum(kept_here, "the sum of the batches of an update")
+
+
+class ShardReducer:
+    """Lets ``fully_shard`` average its gradients, and averages those of all other parameters.
+
+    The methods are those of :class:`fnloop._extensions.engines.distributed.BucketReducer`.
+
+    Args:
+        model: the model that is trained.
+        processes: the number of processes.
+    """
+
+    def __init__(self, model: nn.Module, processes: int) -> None:
+        self._roots, self._processes = roots(model), processes
+        self._counted: Callable[[], Tensor] | None = None
+
+    def close(self) -> None: ...
+
+    def start_window(self) -> None: ...
+
+    def start_microbatch(self, last: bool) -> None:
+        for root in self._roots:
+            root.set_requires_gradient_sync(last)
+
+    def zero_loss(self, state: TrainState, loss: Tensor) -> Tensor:
+        return loss * 0
+
+    def attach(self, state: TrainState, root: Tensor, kept: int, touch: bool, name: str) -> Tensor:
+        self._counted = _start_count(root, kept)
+        return root
+
+    def counted(self) -> Tensor:
+        assert self._counted is not None
+        return to_accumulator_dtype(self._counted())
+
+    def finish_window(self, state: TrainState, touched: bool) -> None:
+        for p in parameters_beside(state.model, optimizers_in(state.optimizer).values()):
+            if p.requires_grad:
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+                total = start_all_reduce_sum(p.grad, "a sum of gradients")()
+                p.grad.copy_(total / self._processes)
+
+
+# --------------------------------------------------------------------------------------------------
+# What the processes of a run agree on about the weights of its batches.
+
+
+def is_left_out(out: Output) -> bool:
+    """Return whether the loss function has left a batch out by ``skip``: it has no loss."""
+    return out.skip is not None and not out.loss.requires_grad
+
+
+class WeightAgreement:
+    """Facts about weights that are the same in every process, each exchanged once in a run."""
+
+    def __init__(self) -> None:
+        self._are_batch_sizes: bool | None = None
+        self._reference: Tensor | None = None
+
+    def is_settled(self, batch_size: float) -> bool:
+        """Return whether a window can be weighed without an exchange."""
+        if batch_size and self._are_batch_sizes is not False:
+            return self._are_batch_sizes is True
+        return self._reference is not None
+
+    def is_uniform(self, out: Output, batch_size: float) -> bool:
+        """Return whether all batches of a window weigh the same, in every process.
+
+        Args:
+            out: the output of its first batch.
+            batch_size: what every batch of it weighs by its samples, or 0 if that may differ.
+        """
+        if not batch_size:
+            return False
+        if self._are_batch_sizes is None:
+            known = not is_left_out(out)  # else it says nothing of the weights of others
+            # No host read: a weight that may be on the device is one in aux.
+            differs = known and ("weight" in out.aux or bool(out.weight != batch_size))
+            any_differs, any_known = all_reduce_max([differs, known], "how batches weigh")
+            if not any_known:
+                return False
+            self._are_batch_sizes = not any_differs
+        return self._are_batch_sizes
+
+    def check(self, out: Output, batch_size: float) -> None:
+        """Raise if a batch does not weigh what the processes have agreed on."""
+        if is_left_out(out):
+            return
+        if "weight" in out.aux or out.weight != batch_size:
+            given = "what aux says" if "weight" in out.aux else out.weight
+            raise ValueError(
+                f"so far each batch weighed {batch_size}, by its samples, and now one weighs "
+                f"{given}: return aux['weight'], the number of items, for every batch"
+            )
+
+    def reference(self, weight: Tensor) -> Tensor:
+        """Return the weight that others count relative to, the same in every process.
+
+        It is a power of two, so that it changes no bit of the mean.
+        """
+        if self._reference is None:
+            largest = all_reduce_max_tensor(weight, "the weight of a batch").clamp(min=1)
+            self._reference = torch.exp2(torch.floor(torch.log2(largest)))
+        return self._reference
+
+
+# --------------------------------------------------------------------------------------------------
+# Evaluation and prediction when there are several processes.
+
+Arguments = ParamSpec("Arguments")
+_GIVEN_AGAIN = (
+    "%s exchanges data with the other processes, and process %d has no batch left in %s. It was "
+    "given a batch again, so that the others need not wait for it, and what it exchanged counts "
+    "twice. To leave out the rounds in which a process has no batch, write fl.data.even(loader), "
+    "for training and for evaluation (logged once)"
+)
+_said: set[str] = set()  # the names of loss functions of which the warning was logged
+
+
+class CollectiveProbe:
+    """Finds out in its first call whether a function performs collectives.
+
+    A module under ``fully_shard`` does, ``SyncBatchNorm`` in training, a contrastive loss that
+    gathers. Such a function has to be called for a padding batch too: the other processes would
+    wait for this one.
+
+    What it exchanges there counts twice, which a warning says once. What a sharded model gathers
+    does not count.
+
+    Args:
+        state: a state of the model that the function is called with.
+    """
+
+    def __init__(self, state: TrainState) -> None:
+        self._model, self._rank = state.model, state.backend.rank
+        self.uses_collectives: bool | None = True if is_sharded(state.model) else None
+
+    def call(
+        self,
+        fn: Callable[Arguments, Result],
+        *arguments: Arguments.args,
+        **settings: Arguments.kwargs,
+    ) -> Result:
+        """Call the function."""
+        __tracebackhide__ = True
+        if self.uses_collectives is not None:
+            return fn(*arguments, **settings)
+        before = collective_count()
+        result = fn(*arguments, **settings)
+        self.uses_collectives = collective_count() != before
+        return result
+
+    def call_again(
+        self,
+        name: str,
+        where: str,
+        fn: Callable[Arguments, Result],
+        *arguments: Arguments.args,
+        **settings: Arguments.kwargs,
+    ) -> Result:
+        """Call the function for a process that has no batch, with one that was taken already.
+
+        Args:
+            name: the name of the loss function.
+            where: which update it is, or which round of an evaluation.
+            fn: the function.
+            arguments: its arguments.
+            settings: its arguments by name.
+        """
+        __tracebackhide__ = True
+        # Processes of one row have no batch all together: what they exchange counts nothing twice.
+        spans: list[int | None] = []
+        note = lambda: spans.append(counted_collectives(between_shares=True))
+        note()
+        with around_sharded(self._model, note, note):
+            result = self.call(fn, *arguments, **settings)
+        note()
+        exchanges = any(
+            before != after for before, after in zip(spans[::2], spans[1::2], strict=False)
+        )
+        if exchanges and name not in _said:
+            _said.add(name)
+            log.warning(_GIVEN_AGAIN, name, self._rank, where)
+        return result
+
+    def can_skip(self, is_padding: bool) -> bool:
+        """Return whether the function need not be called for a batch."""
+        return is_padding and self.uses_collectives is False
+
+
+class DistributedEvaluation(Fold):
+    """An evaluation or a prediction of which each process computes its share.
+
+    The methods are those of :class:`fnloop._step.engine.EvaluationPass`.
+
+    Args:
+        state: a state of the model that is evaluated.
+        name: the name of the function that evaluates a batch.
+    """
+
+    def __init__(self, state: TrainState, name: str) -> None:
+        super().__init__()
+        self._probe, self._name, self._round = CollectiveProbe(state), name, 0
+        self._on_padding = False  # whether the last batch was padding
+        self._had_batch = False  # whether any batch was this process's own
+        self._latest: object = None
+
+    def call(
+        self, fn: Callable[[Subject, Batch], Result], subject: Subject, batch: Batch
+    ) -> list[Result]:
+        __tracebackhide__ = True
+        self._on_padding = type(batch) is Padding
+        self._latest = None
+        self._round += 1
+        if self._probe.can_skip(self._on_padding):
+            return []
+        if type(batch) is Padding:
+            where = f"round {self._round} of an evaluation"
+            given = (self._name, where, fn, subject, batch.batch)
+            self._latest = self._probe.call_again(*given)
+            return []
+        self._latest = result = self._probe.call(fn, subject, batch)
+        self._had_batch = True
+        return [result]
+
+    def finish(self, source: Source) -> None:
+        source.check_order()
+
+    def own_metrics(self) -> dict[str, Metric]:
+        if not self._had_batch:
+            return {}
+        found = self.metrics()
+        return drop_last_metrics(found) if self._on_padding else found
+
+    def gather(self, results: list[Result]) -> list[Result]:
+        return [
+            to_device_of(self._latest, result)
+            for share in gather_shares(results, "the results of a prediction")
+            for result in share
+        ]
+
+
+def drop_last_metrics(
+    metrics: Mapping[str, Metric], which: Callable[[str], bool] = lambda name: True
+) -> dict[str, Metric]:
+    """Return the metrics without those that keep the last value, by name.
+
+    A process that had padding in the last round has not seen the last batch; other processes have.
+    """
+    return {
+        name: metric
+        for name, metric in metrics.items()
+        if not (isinstance(metric, Last) and which(name))
+    }

@@ -1,0 +1,1029 @@
+"""The gradient engine of a run that has the same bits on any number of processes."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Generic, TypeVar
+
+import attrs
+import toolz
+import torch
+from torch import Tensor, nn
+
+from fnloop._backend import torch_compat
+from fnloop._backend.collectives import (
+    all_gather_tensor,
+    all_reduce_max,
+    all_to_all_tensor,
+    gather_objects,
+    sync_buffers,
+)
+from fnloop._backend.torch_compat import batch_norms
+from fnloop._core.metrics import (
+    Max,
+    Mean,
+    Min,
+    Reduced,
+    combine,
+    is_per_process,
+    to_host,
+    update_,
+    update_evaluated_,
+)
+from fnloop._core.parts import Load, Restoring, set_fields
+from fnloop._core.parts import Part as CheckpointPart
+from fnloop._core.rng import COMPUTE, fold_in, seed_host, torch_seeder
+from fnloop._core.state import (
+    TrainState,
+    check_alike,
+    generation_of,
+    merge_metrics,
+    moved,
+    parameters,
+)
+from fnloop._core.types import BY_ANOTHER, Batch, Metric, Output, Step
+from fnloop._data.source import Source
+from fnloop._display.screen import log
+from fnloop._extensions.engines.distributed import (
+    CollectiveProbe,
+    DistributedEvaluation,
+    agree_on_skip,
+    largest,
+)
+from fnloop._step.engine_local import LocalEngine
+from fnloop._step.forward import EvaluationPass, Result, Subject
+from fnloop._step.gradients import (
+    GradientSum,
+    LocalWindow,
+    LossRoot,
+    Pass,
+    pieces_of,
+    restore_gradients,
+    stash_gradients,
+    valid_weight,
+)
+
+# --------------------------------------------------------------------------------------------------
+# Forward and backward of one window with the same bits on any number of processes.
+#
+# Each batch has a backward of its own. Its gradient is taken out, and the weighted mean over the
+# window is made in a tree: see `tree`. What goes into the tree are means and their numbers of
+# items, so that no product leaves the range of a dtype.
+
+PADDING = "there is no batch left for this process"
+_BUFFER = (
+    "exact=True: the loss function changes the buffer {!r} in training, as BatchNorm does with its "
+    "running statistics. Each process would change its own, with the batches that it has. Use a "
+    "layer without them (GroupNorm, LayerNorm, or track_running_stats=False), or freeze it: "
+    'freeze(state, "<name>", statistics="kept")'
+)
+_SPARSE = (
+    "exact=True cannot sum sparse gradients: make the embedding without sparse=True, or leave "
+    "exact=True out"
+)
+
+
+def _warn_of_other(saved: Restoring) -> Load:
+    """Warn if a run continues with another setting of ``exact`` than it had."""
+    was, backend = saved.facts.get("exact", False) is True, saved.state.backend
+    if was and not backend.exact and backend.main:
+        log.warning(
+            "restore: this run had exact=True, and continues without: from here on, its bits "
+            "depend on the number of processes. Write TrainState.create(..., exact=True)"
+        )
+    if backend.exact and not was and backend.main:
+        log.warning(
+            "restore: this run had no exact=True until here, so what it has come to depends on the "
+            "number of processes that it had"
+        )
+    return set_fields()
+
+
+EXACT = CheckpointPart("exact", lambda saving: {"exact": True}, _warn_of_other, of="counters")
+Others = list[dict[str, Metric] | None]
+Gradients = list[Tensor | None]
+
+
+class Leaf:
+    """Forward and backward of one batch in this process, maybe in pieces. Nothing is exchanged.
+
+    Args:
+        engine: the engine.
+        loss: the loss, and the root of backward.
+        state: the state that is trained.
+        offset: the position of the batch in its window, over all processes.
+        is_padding: whether it stands for a batch that is not there.
+        pieces: in how many pieces it comes.
+    """
+
+    def __init__(
+        self,
+        engine: ExactEngine,
+        loss: LossRoot,
+        state: TrainState,
+        offset: int,
+        is_padding: bool,
+        pieces: int,
+    ) -> None:
+        self._engine, self._loss, self._is_padding = engine, loss, is_padding
+        self._pieces = LocalWindow(loss, state) if pieces > 1 and not is_padding else None
+        self._out: Output | None = None
+        if not is_padding:
+            engine.seed_batch(state, offset)
+
+    def forward(self, state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
+        __tracebackhide__ = True
+        if self._is_padding:
+            loss = torch.zeros((), device=state.backend.device)
+            return state, Output(loss, 0, {}, {}, PADDING)
+        return self._engine.call(self._loss, state, batch)
+
+    def add(self, state: TrainState, out: Output) -> None:
+        __tracebackhide__ = True
+        if self._pieces is None:
+            self._out = self._loss.backward(state, out)
+        else:
+            self._pieces.add(state, out)
+
+    def finish(self, state: TrainState) -> Output:
+        if self._pieces is not None:
+            return self._pieces.finish(state)
+        assert self._out is not None
+        return self._out
+
+
+class ExactSum:
+    """The mean of the gradients of a window, over all processes.
+
+    Args:
+        engine: the engine.
+        state: the state that is trained.
+        order: for each call of :meth:`add`, which of this process's batches it is.
+    """
+
+    def __init__(self, engine: ExactEngine, state: TrainState, order: Sequence[int]) -> None:
+        self._engine, self._order, self._params = engine, order, parameters(state)
+        leaves = len(order) * engine.processes
+        self._tree: TreeSum[Part] = TreeSum(combine_parts, leaves, engine.processes)
+        self._outs: list[Output | None] = [None] * len(order)
+        self._n = 0  # batches so far
+        self._skipped: Output | None = None
+        self._used = [False] * len(self._params)
+        self._stashed = stash_gradients(state)
+        self._buffers = _versions(state)
+
+    @property
+    def offset(self) -> int:
+        """The position of the next batch in the window, over all processes."""
+        return self._order[self._n] * self._engine.processes + self._engine.rank
+
+    def add(self, state: TrainState, out: Output) -> None:
+        """Take the gradients of a batch out of ``.grad``, unless it is skipped."""
+        offset, place = self.offset, self._order[self._n]
+        self._n += 1
+        part = None
+        if out.skip is not None:
+            self._skipped = out
+        else:
+            self._outs[place] = out
+            part = self._take(out)
+        for p in self._params:
+            p.grad = None
+        self._tree.add(offset, part)
+
+    def _take(self, out: Output) -> Part:
+        grads = [p.grad for p in self._params]
+        for i, gradient in enumerate(grads):
+            if gradient is not None:
+                self._used[i] = True
+                if gradient.layout is not torch.strided:
+                    raise NotImplementedError(_SPARSE)
+        gradients = [g if g is None else g.to(wide_dtype(g)) for g in grads]
+        wide = torch.float32 if out.loss.device.type == "mps" else torch.float64
+        if isinstance(out.weight, Tensor):
+            weight = valid_weight(out.weight.detach().to(out.loss.device, wide))
+        else:
+            weight = torch.full((), out.weight, dtype=wide, device=out.loss.device)
+        return Part(gradients, weight)
+
+    def finish(self, state: TrainState) -> Output:
+        """Leave the mean in ``.grad``. Return what to report of the window."""
+        _check_buffers(state, self._buffers)
+        engine, device = self._engine, state.backend.device
+        layouts = {layout_of(out.metrics) for out in self._outs if out is not None}
+        own = next(iter(layouts), None)
+        layout, used = engine.agree_on_layout(own, len(layouts) > 1, self._used)
+        engine.seed_shared(state)
+        if layout is None:  # no process has a batch that counts
+            restore_gradients(state, self._stashed)
+            assert self._skipped is not None
+            reason = self._skipped.skip
+            reason = BY_ANOTHER if reason == PADDING else reason
+            return attrs.evolve(self._skipped, loss=self._skipped.loss.detach(), skip=reason)
+        rows = engine.gather_rows(rows_of(self._outs, layout, device))
+        total, weight, reported, metrics = sum_rows(rows, layout)
+        if layout.others:
+            metrics |= combine_others(engine.gather_others(others_of(self._outs, layout), state))
+        flat = Flat(self._params, used, engine.processes)
+        for p, gradient in zip(self._params, engine.join(self._tree, flat, weight), strict=True):
+            p.grad = None if gradient is None else gradient.to(p.dtype)
+        restore_gradients(state, self._stashed)
+        aux = next((out.aux for out in reversed(self._outs) if out is not None), {})
+        return Output(total / torch.where(weight == 0, 1, weight), reported, aux, metrics)
+
+
+class ExactWindow:
+    """Forward and backward of a window, over all processes.
+
+    Args:
+        engine: the engine.
+        loss: the loss, and the root of backward.
+        state: the state that is trained.
+        pieces: for each batch of the window, in how many pieces it comes.
+        order: for each batch, which of this process's batches it is.
+        padding: for each batch, whether it is padding.
+    """
+
+    def __init__(
+        self,
+        engine: ExactEngine,
+        loss: LossRoot,
+        state: TrainState,
+        pieces: Sequence[int],
+        order: Sequence[int],
+        padding: Sequence[bool],
+    ) -> None:
+        engine.begin_pass(state, 0)
+        self._engine, self._loss, self._sum = engine, loss, ExactSum(engine, state, order)
+        self._pieces, self._padding = list(zip(pieces, padding, strict=True))[::-1], padding
+        self._leaf: Leaf | None = None
+        self._left = 0  # pieces of the batch that are still to come
+
+    def forward(self, state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
+        __tracebackhide__ = True
+        if self._leaf is None:
+            self._left, is_padding = self._pieces.pop()
+            given = (self._loss, state, self._sum.offset, is_padding, self._left)
+            self._leaf = Leaf(self._engine, *given)
+        return self._leaf.forward(state, batch)
+
+    def add(self, state: TrainState, out: Output) -> None:
+        __tracebackhide__ = True
+        assert self._leaf is not None
+        self._leaf.add(state, out)
+        self._left -= 1
+        if self._left == 0:
+            self._sum.add(state, self._leaf.finish(state))
+            self._leaf = None
+
+    def finish(self, state: TrainState) -> Output:
+        return self._sum.finish(state)
+
+
+def _versions(state: TrainState) -> list[tuple[Tensor, int]]:
+    """Return the buffers of a model, with numbers that change when they do."""
+    return [(buffer, torch_compat.version_of(buffer)) for buffer in state.model.buffers()]
+
+
+def _check_buffers(state: TrainState, before: Sequence[tuple[Tensor, int]]) -> None:
+    """Raise if the loss function has changed a buffer."""
+    for buffer, version in before:
+        if torch_compat.version_of(buffer) != version:
+            named = state.model.named_buffers()
+            name = next((name for name, found in named if found is buffer), "?")
+            raise NotImplementedError(_BUFFER.format(name))
+
+
+# --------------------------------------------------------------------------------------------------
+# The gradient engine of a run that has the same bits on any number of processes.
+#
+# It is chosen by `TrainState.create(..., exact=True)`, for one process and for several alike. The
+# gradients of a window are the mean over its batches, made in a tree that follows from how many
+# there are: see `exact_window`. Losses, weights and metrics are summed in the same tree, so every
+# process has those of all. Random draws of the loss function are a function of the seed, the epoch
+# and the position of the batch in it.
+
+_BATCH, _SHARED = 1, 0  # streams of random numbers: of one batch, and of what all processes draw
+_BATCH_NORM = (
+    "exact=True: {} keeps running statistics, which each process would update with the batches "
+    "that it has. Use a layer without them (GroupNorm, LayerNorm, or track_running_stats=False), "
+    'or freeze it: freeze(state, "{}", statistics="kept")'
+)
+_LAYOUTS = (
+    "exact=True: every batch has to report the same metrics, and one of this update reports others "
+    "than the rest; this process has: {}"
+)
+_EXCHANGES = (
+    "exact=True: the loss function exchanges something with the other processes, so its result "
+    "depends on their number. Leave the exchange or exact=True out"
+)
+_DTYPE = (
+    "accumulate(dtype={}) does not work with TrainState.create(..., exact=True): its sums have the "
+    "dtype of the gradients. Leave the argument out"
+)
+_SHARDED = (
+    "exact=True needs one order of all batches, and with sharded(loader) each process has its own: "
+    "pass the loader itself"
+)
+
+
+class ExactEngine(LocalEngine):
+    """Makes the gradients of one model in one process, with the bits that several would get.
+
+    The methods are those of :class:`fnloop._step.engine.Engine`.
+
+    Args:
+        state: a state of the model.
+    """
+
+    brings = (EXACT,)
+
+    def __init__(self, state: TrainState) -> None:
+        self.rank, self.processes = state.backend.rank, state.backend.world_size
+        self._position = torch_seeder(state.backend.device)
+        # What is known of the window: the generation of its state, and for each batch which of this
+        # process's it is, and whether it is padding.
+        self._window: tuple[int, Sequence[int], Sequence[bool]] = (-1, (), ())
+        self._sum: _Sum | None = None  # the one in which a step takes its batches one by one
+        self._calls, self._pass = 0, (-1, 0)  # of backward, for one batch or window in one update
+
+    # --- a run
+
+    def begin(self, state: TrainState) -> None:
+        self._sum = None
+        norms = {id(norm) for norm in batch_norms(state.model) if norm.training}
+        for name, module in state.model.named_modules():
+            if id(module) in norms:
+                raise NotImplementedError(_BATCH_NORM.format(name or "the model", name or "*"))
+
+    def read_from(self, source: Source, step: Step, window: int) -> Step:
+        if source.positions.shards > 1:
+            raise NotImplementedError(_SHARDED)
+
+        def step_on_share(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
+            __tracebackhide__ = True
+            batch, taken = source.take(batch, window)
+            n = 1 if window == 1 else len(batch)
+            padding = taken.padding or (False,) * n
+            order = depth_first(n, self.rank, self.processes)
+            if window > 1:
+                batch, padding = tuple(batch[i] for i in order), tuple(padding[i] for i in order)
+            self._window = generation_of(state), order, padding
+            return step(state, batch)
+
+        return step_on_share
+
+    def _taken(self, state: TrainState, n: int) -> tuple[Sequence[int], Sequence[bool]]:
+        """Return the order and the padding of the n batches that a step was given."""
+        generation, order, padding = self._window
+        if generation == generation_of(state) and len(order) == n:
+            return order, padding
+        return range(n), (False,) * n  # a bare step: in the order given
+
+    # --- random draws
+
+    def begin_pass(self, state: TrainState, offset: int) -> None:
+        """Note that a window, or a batch of one, begins. It may not be the first in its update."""
+        now = generation_of(state), offset
+        self._calls, self._pass = self._calls + 1 if self._pass == now else 0, now
+
+    def seed_batch(self, state: TrainState, offset: int) -> None:
+        """Position all generators before the forward of a batch."""
+        if state.run is None:
+            return  # a bare step draws from where the generators are
+        seed = fold_in(state.seed, COMPUTE, state.epoch, state.batch + offset, self._calls)
+        self._position(fold_in(seed, _BATCH))
+        seed_host(fold_in(seed, _BATCH))
+
+    def seed_shared(self, state: TrainState) -> None:
+        """Position all generators after a window: all processes draw the same."""
+        if state.run is None:
+            return
+        seed = fold_in(state.seed, COMPUTE, state.epoch, state.batch, self._calls)
+        self._position(fold_in(seed, _SHARED))
+        seed_host(fold_in(seed, _SHARED))
+
+    def mark_draws(self) -> Callable[[], None]:
+        before = self._calls, self._pass
+
+        def repeat() -> None:
+            self._calls, self._pass = before
+
+        return repeat
+
+    # --- gradients
+
+    def start(
+        self,
+        loss: LossRoot,
+        state: TrainState,
+        window: Sequence[Batch],
+        size: int | None = None,
+        *,
+        alone: bool = False,
+        guarded: bool = False,
+    ) -> tuple[Pass, Iterable[Batch]]:
+        pieces = [[batch] if size is None else pieces_of(batch, size) for batch in window]
+        numbers = [*map(len, pieces)]
+        making = (
+            ExactWindow(self, loss, state, numbers, *self._taken(state, len(window)))
+            if self._sum is None
+            else self._start_leaf(self._sum, loss, state, numbers[0])
+        )
+        return making, itertools.chain.from_iterable(pieces)
+
+    def _start_leaf(self, total: _Sum, loss: LossRoot, state: TrainState, pieces: int) -> Leaf:
+        self.begin_pass(state, total.offset)
+        return Leaf(self, loss, state, total.offset, total.is_padding, pieces)
+
+    def start_sum(self, state: TrainState, batches: int, dtype: torch.dtype | None) -> GradientSum:
+        if dtype is not None:
+            raise NotImplementedError(_DTYPE.format(dtype))
+        self._sum = _Sum(self, state, *self._taken(state, batches))
+        return self._sum
+
+    def end_sum(self) -> None:
+        """End the sum that was started last."""
+        self._sum = None
+
+    # --- evaluation and reports
+
+    def start_evaluation(self, state: TrainState, name: str) -> EvaluationPass:
+        self.share_buffers(state.model)
+        return ExactEvaluation(state, name, fold_in(state.seed, COMPUTE))
+
+    # --- what windows exchange
+
+    def call(self, loss: LossRoot, state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
+        """Call the loss function."""
+        __tracebackhide__ = True
+        return loss.forward(state, batch)
+
+    def agree_on_layout(
+        self, layout: Layout | None, differ: bool, used: list[bool]
+    ) -> tuple[Layout | None, list[bool]]:
+        """Return what all batches report, and which parameters have gradients in any process.
+
+        Args:
+            layout: what those of this process report; None if it has none.
+            differ: whether they report different things.
+            used: which parameters have gradients here.
+        """
+        if differ:
+            raise ValueError(_LAYOUTS.format(layout))
+        return layout, used
+
+    def gather_rows(self, rows: Tensor) -> Tensor:
+        """Return the rows of all processes, by position, given those of this one."""
+        return rows
+
+    def gather_others(self, own: Others, state: TrainState) -> Others:
+        """Return the metrics of all processes, by position, given those of this one."""
+        return own
+
+    def join(self, tree: TreeSum[Part], flat: Flat, like: Tensor) -> Gradients:
+        """Return the mean gradients over all processes.
+
+        Args:
+            tree: the parts of this process.
+            flat: how gradients become vectors.
+            like: a scalar tensor of the kind of a weight.
+        """
+        (part,) = tree.parts.values()
+        assert part is not None
+        return part.gradients
+
+
+class ExactDistributedEngine(ExactEngine):
+    """Makes the gradients of one model in several processes, with the bits of a single one.
+
+    Args:
+        state: a state of the model.
+    """
+
+    calls_every_batch = False
+
+    def __init__(self, state: TrainState) -> None:
+        super().__init__(state)
+        self._probe = CollectiveProbe(state)
+
+    def largest(self, number: int) -> int:
+        return number if self._sum is not None else largest(number)
+
+    def agree(self, flag: Tensor, out: Output) -> tuple[Tensor, Output]:
+        return (flag, out) if self._sum is not None else agree_on_skip(flag, out)
+
+    def share_buffers(self, model: nn.Module) -> None:
+        sync_buffers(model)
+
+    def check_alike(self, state: TrainState, what: str) -> None:
+        check_alike(state, what)
+
+    def reduce(
+        self, metrics: Mapping[str, Metric], training: str | None = None
+    ) -> dict[str, Metric]:
+        if training is None:
+            return dict(metrics)
+        # Those of the host differ between processes, such as times; of equal ones nothing changes.
+        own = {
+            name
+            for name, metric in metrics.items()
+            if isinstance(metric, Min | Max) or is_per_process(metric)
+        }
+        return merge_metrics(metrics, own)
+
+    def call(self, loss: LossRoot, state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
+        __tracebackhide__ = True
+        reply = self._probe.call(loss.forward, state, batch)
+        if self._probe.uses_collectives:
+            raise NotImplementedError(_EXCHANGES)
+        return reply
+
+    def agree_on_layout(
+        self, layout: Layout | None, differ: bool, used: list[bool]
+    ) -> tuple[Layout | None, list[bool]]:
+        # A small exchange on the host. The largest of -x is the smallest of x.
+        mark, lacking = float(zlib.crc32(repr(layout).encode())), layout is None
+        marks = [-1.0, -(2.0**32)] if lacking else [mark, -mark]
+        users = float(zlib.crc32(bytes(used)))
+        what = "what the batches of an update report"
+        most, least, any_differ, any_lacks, *same = all_reduce_max(
+            [*marks, differ, lacking, users, -users], what
+        )
+        if any_differ or (most >= 0 and most != -least):
+            raise ValueError(_LAYOUTS.format(layout or "none"))
+        if any_lacks and most >= 0:
+            layout = next(found for found in gather_objects(layout) if found is not None)
+        if same[0] != -same[1]:
+            used = [value > 0 for value in all_reduce_max(used, "which parameters the loss uses")]
+        return layout, used
+
+    def gather_rows(self, rows: Tensor) -> Tensor:
+        return torch.stack(all_gather_tensor(rows), dim=1).flatten(0, 1)
+
+    def gather_others(self, own: Others, state: TrainState) -> Others:
+        host, device = torch.device("cpu"), state.backend.device
+        sent = [part and moved(part, host) for part in own]
+        rounds = zip(*gather_objects(sent, "an exchange of metrics"), strict=True)
+        return [part and moved(part, device) for round_ in rounds for part in round_]
+
+    def join(self, tree: TreeSum[Part], flat: Flat, like: Tensor) -> Gradients:
+        ranks, leaves = range(self.processes), tree.leaves
+        classes = [classes_of(rank, leaves, self.processes) for rank in ranks]
+        own = [tree.parts.pop(members) for members in classes[self.rank]]
+        return sum_over_processes(own, classes, leaves, flat, like)
+
+
+class _Sum(ExactSum, GradientSum):
+    """The sum of a window whose batches a step takes one by one."""
+
+    def __init__(
+        self,
+        engine: ExactEngine,
+        state: TrainState,
+        order: Sequence[int],
+        padding: Sequence[bool],
+    ) -> None:
+        super().__init__(engine, state, order)
+        self._ending, self._padding = engine, padding
+
+    @property
+    def is_padding(self) -> bool:
+        """Whether the next batch is padding."""
+        return self._padding[self._n]
+
+    def close(self) -> None:
+        self._ending.end_sum()
+
+
+# --------------------------------------------------------------------------------------------------
+# Evaluation and prediction with the same bits on any number of processes.
+
+ROUNDS = 16  # batches of each process that are exchanged at once
+
+
+class ExactEvaluation(DistributedEvaluation):
+    """An evaluation whose metrics are combined in the order of the batches, in every process.
+
+    What some batches come to is exchanged at once, on the host. What a function draws from Python's
+    and NumPy's generators is a function of the batch too.
+
+    Args:
+        state: a state of the model that is evaluated.
+        name: the name of the function that evaluates a batch.
+        seed: of the draws.
+    """
+
+    def __init__(self, state: TrainState, name: str, seed: int) -> None:
+        super().__init__(state, name)
+        self._backend, self._seed, self._n = state.backend, seed, 0
+        self._rounds: list[list[Output]] = []  # of this process: for each round, none or one
+        self._in_order: dict[str, Metric] = {}
+
+    def call(
+        self, fn: Callable[[Subject, Batch], Result], subject: Subject, batch: Batch
+    ) -> list[Result]:
+        __tracebackhide__ = True
+        if len(self._rounds) == ROUNDS:
+            self._exchange()
+        self._rounds.append([])
+        position = self._n * self._backend.world_size + self._backend.rank
+        seed_host(fold_in(self._seed, position))
+        self._n += 1
+        return super().call(fn, subject, batch)
+
+    def add(self, out: Output) -> None:
+        if out.weight.__class__ is not int or out.weight:
+            self._rounds[-1].append(out)
+
+    def _exchange(self) -> None:
+        """Combine the metrics of the rounds since the last time, of all processes."""
+        __tracebackhide__ = True
+        own = [[_on_host(out) for out in round_] for round_ in self._rounds]
+        self._rounds = []
+        for round_ in zip(*gather_objects(own, "the results of an evaluation"), strict=True):
+            for metrics in itertools.chain.from_iterable(round_):
+                self._in_order = update_(self._in_order, moved(metrics, self._backend.device))
+
+    def own_metrics(self) -> dict[str, Metric]:
+        __tracebackhide__ = True
+        self._exchange()
+        return {"loss": self._in_order.pop("loss", Mean(0.0, 0)), **self._in_order}
+
+
+def _on_host(out: Output) -> dict[str, Metric]:
+    """Return the loss and the metrics of a batch, which can be sent."""
+    found = {"loss": update_evaluated_(None, out.loss, out.weight), **out.metrics}
+    return moved(to_host(found), torch.device("cpu"))
+
+
+# --------------------------------------------------------------------------------------------------
+# A sum whose bits do not depend on which process has which part of it.
+#
+# The batches of an update have positions, 0 to n - 1. Their gradients are combined in a binary tree
+# over the positions: the root is made of the even and of the odd ones, each of them again of every
+# second one of its own, and so on. So the tree follows from n alone. Batches are distributed
+# round-robin. With 1, 2, 4, 8, ... processes, those of a process are a whole subtree: it exchanges
+# one sum. With another number it exchanges each of its batches by itself.
+#
+# A class of the tree is a `range` of positions, and `members[::2]` and `members[1::2]` are the two
+# that it is made of. Positions after the last batch change nothing, as their part is None.
+
+Node = TypeVar("Node")
+Combine = Callable[[Node | None, Node | None], Node | None]
+
+
+class TreeSum(Generic[Node]):
+    """The part of a sum in a tree that one process can make alone.
+
+    Parts are combined as soon as both halves of a class are there. If they come in the order of
+    :func:`depth_first`, and the number of processes is a power of two, no more are held than the
+    tree is deep, and one.
+
+    Args:
+        combine: combines the parts of two classes, the even half first. It may change both.
+        leaves: how many positions there are. Process r has those where position % processes is r.
+        processes: how many there are.
+    """
+
+    def __init__(self, combine: Combine[Node], leaves: int, processes: int = 1) -> None:
+        self._combine, self.leaves, self._processes = combine, leaves, processes
+        self.parts: dict[range, Node | None] = {}
+
+    def add(self, position: int, part: Node | None) -> None:
+        """Add the part of a position of this process; None if it adds nothing."""
+        leaf, *above = reversed([*_path(range(self.leaves), position)])
+        self.parts[leaf] = part
+        for members in above:
+            even, odd = members[::2], members[1::2]
+            both = even in self.parts and odd in self.parts
+            if not (both and _has_one_owner(members, self._processes)):
+                return
+            self.parts[members] = self._combine(self.parts.pop(even), self.parts.pop(odd))
+
+
+def _has_one_owner(members: range, processes: int) -> bool:
+    return len(members) == 1 or not members.step % processes
+
+
+def _path(members: range, position: int) -> Iterator[range]:
+    """Yield the classes that a position is in, from the root to the leaf."""
+    yield members
+    while len(members) > 1:
+        even, odd = members[::2], members[1::2]
+        members = even if position in even else odd
+        yield members
+
+
+@functools.lru_cache(maxsize=64)
+def classes_of(rank: int, leaves: int, processes: int) -> tuple[range, ...]:
+    """Return the classes of which a process has all positions, the largest ones.
+
+    Every process has as many, if all have as many positions.
+
+    Example:
+        >>> [[*members] for members in classes_of(0, 8, 2)]
+        [[0, 2, 4, 6]]
+        >>> [[*members] for members in classes_of(0, 6, 3)]
+        [[0], [3]]
+    """
+    found = _classes(range(leaves), processes)
+    return tuple(members for members in found if rank == members[0] % processes)
+
+
+def _classes(members: range, processes: int) -> Iterator[range]:
+    if _has_one_owner(members, processes):
+        yield members
+        return
+    yield from _classes(members[::2], processes)
+    yield from _classes(members[1::2], processes)
+
+
+def join(members: range, parts: Mapping[range, Node | None], combine: Combine[Node]) -> Node | None:
+    """Return the part of a class, given those of all processes."""
+    if members in parts:
+        return parts[members]
+    even, odd = members[::2], members[1::2]
+    return combine(join(even, parts, combine), join(odd, parts, combine))
+
+
+@functools.lru_cache(maxsize=64)
+def depth_first(own: int, rank: int = 0, processes: int = 1) -> tuple[int, ...]:
+    """Return the order in which a process computes its batches so that it holds the fewest parts.
+
+    Example:
+        >>> depth_first(8)
+        (0, 4, 2, 6, 1, 5, 3, 7)
+    """
+    leaves = _classes(range(own * processes), own * processes)
+    return tuple(p // processes for (p,) in leaves if rank == p % processes)
+
+
+# --------------------------------------------------------------------------------------------------
+# The losses, weights and metrics of the batches of an update, as rows of numbers.
+#
+# A row has the numbers of one batch, in float64, so that all processes can exchange them with one
+# collective on the device, without a host read. They are summed in the tree of `tree`. Metrics that
+# are not of fnloop's own kinds are exchanged on the host.
+
+_OWN_COLUMNS = 4  # whether there is a batch; loss × weight; the weight; the weight to report
+
+
+@attrs.frozen
+class Layout:
+    """What the metrics of a batch are.
+
+    Args:
+        columns: the name, the kind, and the shape of each field, of metrics whose fields are
+            numbers.
+        others: the names of those of other kinds.
+        width: how many columns a row has.
+    """
+
+    columns: tuple[tuple[str, type[Reduced], tuple[torch.Size, ...]], ...] = ()
+    others: tuple[str, ...] = ()
+    width: int = _OWN_COLUMNS
+
+    def __str__(self) -> str:
+        kinds = [f"{name} ({kind.__name__})" for name, kind, _ in self.columns]
+        return ", ".join((*kinds, *self.others)) or "none"
+
+
+def layout_of(metrics: Mapping[str, Metric]) -> Layout:
+    """Return what the metrics of a batch are."""
+    columns, others, width = [], [], _OWN_COLUMNS
+    for name, metric in metrics.items():
+        if isinstance(metric, Reduced):
+            values = [getattr(metric, field) for field in metric.reductions]
+            shapes = [v.shape if isinstance(v, Tensor) else torch.Size() for v in values]
+            columns.append((name, type(metric), tuple(shapes)))
+            width += sum(shape.numel() for shape in shapes)
+        else:
+            others.append(name)
+    return Layout(tuple(columns), tuple(others), width)
+
+
+def _dtype(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def _cell(value: object, device: torch.device) -> Tensor:
+    """Return numbers as a vector on a device, without a host read."""
+    if isinstance(value, Tensor):
+        return value.detach().reshape(-1).to(device, _dtype(device))
+    return torch.full((1,), float(value), dtype=_dtype(device), device=device)  # type: ignore[arg-type]
+
+
+def _row(out: Output, layout: Layout) -> Tensor:
+    device = out.loss.device
+    weight, loss = _cell(out.weight, device), _cell(out.loss, device)
+    valid = valid_weight(weight)
+    reported = torch.where(weight == valid, valid, math.nan)
+    cells = [_cell(1, device), loss * valid, valid, reported]
+    for name, kind, _ in layout.columns:
+        metric = out.metrics[name]
+        cells += [_cell(getattr(metric, field), device) for field in kind.reductions]
+    return torch.cat(cells)
+
+
+def rows_of(own: Sequence[Output | None], layout: Layout, device: torch.device) -> Tensor:
+    """Return the rows of this process, shape (positions, columns).
+
+    Args:
+        own: its outputs by position, None where it has no batch.
+        layout: what their metrics are.
+        device: where they are.
+    """
+    absent = torch.zeros(layout.width, dtype=_dtype(device), device=device)
+    return torch.stack([absent if out is None else _row(out, layout) for out in own])
+
+
+def sum_rows(rows: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor, dict[str, Metric]]:
+    """Return the loss × weight, the weight, the weight to report and the metrics of all rows."""
+    present = rows[:, :1] != 0
+    summed = torch.where(present, rows, -0.0)  # x + -0.0 is x, for every x
+    missing = (1 << (len(rows) - 1).bit_length()) - len(rows)
+    summed = torch.cat([summed, summed.new_full((missing, layout.width), -0.0)])
+    while len(summed) > 1:
+        half = len(summed) // 2
+        summed = summed[:half] + summed[half:]
+    total = summed[0]
+    metrics: dict[str, Metric] = {}
+    first = _OWN_COLUMNS
+    for name, kind, shapes in layout.columns:
+        values = []
+        for how, shape in zip(kind.reductions.values(), shapes, strict=True):
+            columns = slice(first, first + shape.numel())
+            if how == "sum":
+                found = total[columns]
+            elif how == "last":
+                order = torch.arange(1, len(rows) + 1, device=rows.device)
+                newest = (order * present[:, 0]).argmax(0, keepdim=True)
+                found = rows[:, columns].index_select(0, newest)[0]
+            else:
+                sign = {"min": 1, "max": -1}[how]
+                found = torch.where(present, rows[:, columns] * sign, math.inf).amin(0) * sign
+            values.append(found.reshape(shape))
+            first = columns.stop
+        metrics[name] = kind(*values)
+    return total[1], total[2], total[3], metrics
+
+
+def others_of(own: Sequence[Output | None], layout: Layout) -> list[dict[str, Metric] | None]:
+    """Return the metrics of other kinds by position, None where there is no batch."""
+    return [out and {name: out.metrics[name] for name in layout.others} for out in own]
+
+
+def combine_others(parts: Sequence[Mapping[str, Metric] | None]) -> dict[str, Metric]:
+    """Combine metrics in the order of the positions."""
+    found: dict[str, Metric] = {}
+    for part in parts:
+        if part is not None:
+            found = combine(found, part)
+    return found
+
+
+# --------------------------------------------------------------------------------------------------
+# Mean gradients of some of the batches of a window, and how they move between processes.
+
+
+def wide_dtype(gradient: Tensor) -> torch.dtype:
+    """Return the dtype in which gradients are summed: at least float32."""
+    return torch.promote_types(gradient.dtype, torch.float32)
+
+
+@attrs.define
+class Part:
+    """The mean gradient of some batches.
+
+    Args:
+        gradients: for each parameter, or None.
+        weight: their number of items, a scalar tensor.
+    """
+
+    gradients: list[Tensor | None]
+    weight: Tensor
+
+
+def _scale_(gradients: Sequence[Tensor], factor: Tensor) -> None:
+    for dtype, group in toolz.groupby(lambda g: g.dtype, gradients).items():
+        torch_compat.foreach_mul_(group, factor if dtype.is_complex else factor.to(dtype))
+
+
+def combine_parts(even: Part | None, odd: Part | None) -> Part | None:
+    """Return the mean over the items of two parts, which are changed.
+
+    Each product and each sum is rounded by itself, so the bits do not depend on how a kernel is
+    vectorized.
+    """
+    if even is None or odd is None:
+        return even or odd
+    weight = even.weight + odd.weight
+    items = torch.where(weight == 0, 1, weight)
+    for part in (even, odd):
+        _scale_([g for g in part.gradients if g is not None], part.weight / items)
+    pairs = list(zip(even.gradients, odd.gradients, strict=True))
+    both = [(a, b) for a, b in pairs if a is not None and b is not None]
+    if both:
+        torch_compat.foreach_add_([a for a, _ in both], [b for _, b in both])
+    return Part([b if a is None else a for a, b in pairs], weight)
+
+
+Kind = tuple[torch.device, torch.dtype]
+
+
+class Flat:
+    """The gradients of all parameters as vectors, one for each device and dtype.
+
+    Args:
+        params: the parameters.
+        used: for each of them, whether it has a gradient in any process.
+        slices: how many slices of one size a vector has.
+    """
+
+    def __init__(self, params: Sequence[Tensor], used: Sequence[bool], slices: int) -> None:
+        self._params, self._slices = params, slices
+        where = [i for i, is_used in enumerate(used) if is_used]
+        self._places: dict[Kind, list[int]] = toolz.groupby(self._kind_of, where)
+        self.kinds = [*self._places]
+
+    def _kind_of(self, place: int) -> Kind:
+        p = self._params[place]
+        return p.device, wide_dtype(p)
+
+    def vector(self, part: Part | None, kind: Kind) -> Tensor:
+        """Return the gradients of a kind, shape (slices, ...). What is not there becomes -0.0."""
+        places = self._places[kind]
+        sizes = [self._params[i].numel() for i in places]
+        padding = -sum(sizes) % self._slices
+        vector = torch.full((sum(sizes) + padding,), -0.0, dtype=kind[1], device=kind[0])
+        if part is not None:
+            for i, target in zip(places, vector.split([*sizes, padding]), strict=False):
+                if (gradient := part.gradients[i]) is not None:
+                    target.copy_(gradient.reshape(-1))
+        return vector.view(self._slices, -1)
+
+    def gradients(self, vectors: Sequence[Tensor]) -> list[Tensor | None]:
+        """Return the gradients for each parameter, given the vector of each kind."""
+        found: list[Tensor | None] = [None] * len(self._params)
+        for (_, dtype), places, vector in zip(
+            self.kinds, self._places.values(), vectors, strict=True
+        ):
+            flat, begin = vector.view(-1), 0
+            for i in places:
+                p = self._params[i]
+                part = flat[begin : begin + p.numel()].view(p.shape)
+                # In the layout of the parameter, as autograd makes it: a norm depends on it.
+                found[i] = torch.empty_like(p, dtype=dtype).copy_(part)
+                begin += p.numel()
+        return found
+
+
+def sum_over_processes(
+    own: Sequence[Part | None],
+    classes: Sequence[Sequence[range]],
+    leaves: int,
+    flat: Flat,
+    like: Tensor,
+) -> list[Tensor | None]:
+    """Return the mean gradients over the parts of all processes, in every one of them.
+
+    Each process gets a slice of all parts, joins these in the tree, and sends the result to all. So
+    it sends and receives as much as in an all-reduce, if there is one part in each process.
+
+    Args:
+        own: the parts of this process.
+        classes: which classes the processes have the parts of, by rank.
+        leaves: how many positions there are.
+        flat: how gradients become vectors.
+        like: a scalar tensor of the kind of a weight.
+    """
+    zero = torch.zeros_like(like)
+    mine = torch.stack([zero if part is None else part.weight for part in own])
+    weights = [weight for every in all_gather_tensor(mine) for weight in every]
+    slices: list[list[Tensor]] = [[] for _ in weights]
+    for kind in flat.kinds:
+        rows = torch.stack([flat.vector(part, kind) for part in own], dim=1)
+        theirs = all_to_all_tensor(_real(rows))
+        theirs = torch.view_as_complex(theirs) if kind[1].is_complex else theirs
+        for found, row in zip(slices, theirs.flatten(0, 1), strict=True):
+            found.append(row)
+    members = [one for every in classes for one in every]
+    pairs = zip(slices, weights, strict=True)
+    parts = [Part([*vectors], weight) for vectors, weight in pairs]
+    joined = join(range(leaves), dict(zip(members, parts, strict=True)), combine_parts)
+    assert joined is not None
+    vectors: list[Tensor] = []
+    for slice_ in joined.gradients:
+        assert slice_ is not None
+        whole = torch.stack(all_gather_tensor(_real(slice_)))
+        vectors.append(torch.view_as_complex(whole) if slice_.is_complex() else whole)
+    return flat.gradients(vectors)
+
+
+def _real(vector: Tensor) -> Tensor:
+    return torch.view_as_real(vector) if vector.is_complex() else vector

@@ -1,0 +1,441 @@
+"""What could make a run faster, and the time that each change saves."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import os
+import shutil
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import attrs
+import torch
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, IterableDataset
+
+from fnloop._core.history import History
+from fnloop._core.optimizers import optimizers_in
+from fnloop._core.state import TrainState, check_not_stale, snapshot, without_metrics
+from fnloop._core.types import Middleware, Step
+from fnloop._data.held import own_copy
+from fnloop._data.iterable import is_keeper
+from fnloop._data.loaders import check_loader
+from fnloop._display.screen import log
+from fnloop._display.tables import Column, Shown, Table
+from fnloop._extensions.middleware.compiled import compiled
+from fnloop._extensions.middleware.precision import amp, channels_last
+from fnloop._loop.beginning import fused_hint
+from fnloop._loop.evaluate import open_loader
+from fnloop._loop.fit import fit
+from fnloop._loop.plan import check_step
+from fnloop._step.pipeline import LossStep, PipelineStep, pipeline, total_in
+from fnloop.extend import checks, isolated
+
+# --------------------------------------------------------------------------------------------------
+# Time what could be changed about a run, on snapshots of its state.
+
+FASTER = 0.97  # a change that is not faster than this is noise
+AS_IT_IS, TOGETHER, AT_HAND = "as it is", "together", "batches at hand"
+
+
+@attrs.frozen
+class Trial:
+    """What a change has come to.
+
+    Args:
+        name: the change.
+        seconds: per update, the median of its rounds; None if it failed.
+        ratio: to the time of the run as it is, the median over rounds; None if it failed.
+        loss: how its losses compare with those of the run as it is, in words; or why it failed.
+    """
+
+    name: str
+    seconds: float | None
+    ratio: float | None
+    loss: str
+
+
+@attrs.frozen(repr=False)
+class Advice(Shown):
+    """What :func:`tune` has measured: it prints as a table, with the lines to write.
+
+    Args:
+        trials: one for each change, the first as it is.
+        lines: what to write for the fastest.
+    """
+
+    trials: tuple[Trial, ...]
+    lines: tuple[str, ...]
+
+    def _parts(self) -> list[str | Table[Trial]]:
+        columns: list[Column[Trial]] = [
+            Column("change", lambda t: t.name, left=True),
+            Column("ms/update", lambda t: "" if t.seconds is None else f"{t.seconds * 1e3:.3g}"),
+            Column("ratio", lambda t: "" if t.ratio is None else f"{t.ratio:.2f}"),
+            Column("losses", lambda t: t.loss, left=True),
+        ]
+        return [Table(columns, self.trials), "", *self.lines]
+
+
+def tune(step: Step, state: TrainState, loader: object, *, seconds: float = 10.0) -> Advice:
+    """Find out what makes a run faster: time some changes, and print the code to use.
+
+    These are tried where they are possible and not in use: a fused optimizer, ``channels_last()``,
+    ``amp("bf16")``, ``compiled()`` (if there is a compiler, and time: ``seconds`` of at least 5),
+    workers (or none), prefetching; and how fast the run would be if all batches were at hand, which
+    says what the loader costs. The changes take turns. Those that are 3 % faster are then tried
+    together. On a machine that others use too, give it more seconds.
+
+    Args:
+        step: what ``pipeline(...)(loss_fn)`` returns.
+        state: the newest state.
+        loader: the training loader, which can be read more than once.
+        seconds: how long to measure, about. Compiling comes on top, and each change makes two
+            updates at least.
+
+    Returns:
+        A value that prints as a table: for each change the time of an update, its ratio to that of
+        the run as it is, and whether the losses agree (a change of precision or of order rounds in
+        another way); and the lines to write. It has ``trials`` and ``lines``.
+
+    Raises:
+        StaleStateError: the state has been advanced already.
+        TypeError: an argument is not what it should be, or the loader is an iterator.
+        ValueError: ``seconds`` is not above 0.
+        NotImplementedError: there are several processes.
+
+    Example:
+        >>> import fnloop as fl, torch
+        >>> from fnloop.testing import toy, toy_loss
+        >>> advice = tune(fl.pipeline()(toy_loss), toy(), [torch.ones(1)] * 3, seconds=0.01)
+        >>> advice.trials[0].name, advice.trials[0].ratio
+        ('as it is', 1.0)
+
+    Notes:
+        Every trial trains a snapshot: the state, the global generators and the position of the
+        loader stay as they are. What a loss function keeps by itself is not copied.
+    """
+    step = check_step(step, "tune")
+    check_not_stale(state, "tune")
+    check_loader(loader, "tune", alone=True)
+    checks.number("tune", "seconds", seconds, "how long to measure", above=0)
+    if iter_is_itself(loader):
+        raise TypeError(
+            "tune reads the loader more than once; got an iterator, which can be read only once: "
+            "pass what it was made from, or list(itertools.islice(loader, 20))"
+        )
+    if state.backend.world_size > 1:
+        raise NotImplementedError(
+            "tune measures one process: call it in a script that is started without torchrun"
+        )
+    with _untouched(loader):
+        return _Bench(state, Setting(step, loader), seconds).measure()
+
+
+def iter_is_itself(loader: object) -> bool:
+    """Return whether a loader is an iterator, which is used up by reading it."""
+    return isinstance(loader, Iterator)
+
+
+@contextlib.contextmanager
+def _untouched(loader: object) -> Iterator[None]:
+    """Put a loader that has a position back to it, and keep the logger silent meanwhile."""
+    keeper = loader if is_keeper(loader) else None
+    position = copy.deepcopy(keeper.state_dict()) if keeper else None
+    silent, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = silent
+        if keeper:
+            keeper.load_state_dict(position)
+
+
+# --- measuring
+
+
+@attrs.define
+class _Contender:
+    """A setting that is timed, and its seconds per update, round by round."""
+
+    name: str
+    setting: Setting
+    times: list[float] = attrs.field(factory=list)
+    losses: dict[str, float] = attrs.field(factory=dict)
+    error: str = ""
+
+
+def _contender(
+    name: str, now: Setting, changes: Sequence[Callable[[Setting], Setting]]
+) -> _Contender:
+    """Return the contender of some changes, or that of an error if they cannot be made."""
+    setting = now
+    try:
+        for change in changes:
+            setting = change(setting)
+    except Exception as error:
+        return _Contender(name, now, error=_in_short(error))
+    return _Contender(name, setting)
+
+
+def _in_short(error: Exception) -> str:
+    message = str(error).strip().partition("\n")[0]
+    return f"fails: {type(error).__name__}: {message:.60}"
+
+
+class _Bench:
+    """Times settings in turn.
+
+    Args:
+        state: what every trial begins with a copy of.
+        now: the setting as it is.
+        seconds: how long to measure.
+    """
+
+    def __init__(self, state: TrainState, now: Setting, seconds: float) -> None:
+        self.state, self.now, self.seconds = state, now, seconds
+
+    def measure(self) -> Advice:
+        changes = changes_of(self.now, self.state, self.seconds)
+        base = _Contender(AS_IT_IS, self.now)
+        singles = [_contender(name, self.now, [change]) for name, change in changes.items()]
+        at_hand = _Contender(AT_HAND, attrs.evolve(self.now, loader=self._batches_at_hand()))
+        self.updates = 1
+        estimate, _ = self._time(base.setting)
+        share = self.seconds / (5 * (len(singles) + 2))  # at least five rounds, if time allows
+        self.updates = min(max(1, int(share / max(estimate, 1e-6)) - 2), 500)
+        self._rounds([base, *singles, at_hand], self.seconds * 2 / 3)
+        first = _ratios(singles, base)
+        faster = [c for c in singles if not c.error and first[c.name] < FASTER]
+        best = min(faster, key=lambda c: first[c.name], default=base)
+        contenders = [base, *singles, at_hand]
+        if len(faster) > 1:
+            both = _contender(TOGETHER, self.now, [changes[c.name] for c in faster])
+            again = _Contender(AS_IT_IS, self.now)
+            self._rounds([again, both], self.seconds / 3)
+            if not both.error:
+                first |= _ratios([both], again)
+                best = both if first[TOGETHER] < first[best.name] else best
+            contenders.append(both)
+        ratios = _ratios([base, *singles, at_hand], base) | first
+        trials = tuple(_trial(c, base, ratios) for c in contenders)
+        return Advice(trials, self._lines(best))
+
+    def _lines(self, best: _Contender) -> tuple[str, ...]:
+        """Return what to write for a setting."""
+        if best.name == AS_IT_IS:
+            return ("Nothing that was tried is faster.",)
+        changed = best.setting.step is not self.now.step
+        step = (f"step = {best.setting.step!r}",) if changed else ()
+        return (*step, *best.setting.lines)
+
+    def _rounds(self, contenders: Sequence[_Contender], seconds: float) -> None:
+        """Time contenders in turn for some seconds, one round at least."""
+        base = contenders[0]
+        for c in contenders:
+            self._try(c, warm_up=True)
+        ends = time.perf_counter() + seconds
+        while not base.times or time.perf_counter() < ends:
+            for c in contenders:
+                self._try(c)
+
+    def _try(self, contender: _Contender, warm_up: bool = False) -> None:
+        """Time a contender once. The run as it is may raise; that a change does is its result."""
+        if contender.error:
+            return
+        try:
+            taken, contender.losses = self._time(contender.setting)
+        except Exception as error:
+            if contender.setting is self.now:
+                raise
+            contender.error = _in_short(error)
+            return
+        if not warm_up:
+            contender.times.append(taken)
+
+    def _time(self, setting: Setting) -> tuple[float, dict[str, float]]:
+        """Return the seconds per update of a copy of the state, and its losses."""
+        state, stamps, losses = self._copy(setting), [], {}
+        workers = setting.loader.num_workers if isinstance(setting.loader, DataLoader) else 0
+        left_out = 1 + 2 * workers  # the first, and those that workers had time to prepare
+        device = state.backend.device
+
+        def stamp(state: TrainState) -> TrainState:
+            if device.type != "cpu" and len(stamps) in (left_out - 1, left_out + self.updates - 1):
+                torch.get_device_module(device).synchronize()
+            stamps.append(time.perf_counter())
+            if len(stamps) == 1 + self.updates:  # of the same updates in every trial
+                losses.update(_losses(state))
+            return state
+
+        target = state.step + left_out + self.updates
+        fit(
+            setting.step,
+            state,
+            setting.loader,
+            steps=target,
+            hooks=(stamp,),
+            evaluate_every=None,
+            prefetch=setting.prefetch,
+        )
+        return (stamps[-1] - stamps[left_out - 1]) / (len(stamps) - left_out), losses
+
+    def _copy(self, setting: Setting) -> TrainState:
+        """Return a copy of the state, outside of any run, at the beginning of its epoch."""
+        state = attrs.evolve(
+            without_metrics(snapshot(self.state)), batch=0, samples=0, history=History(), run=None,
+            stop=None, phases=(), events=frozenset(), ends=None, generators=None,
+        )  # fmt: skip
+        for optimizer in optimizers_in(state.optimizer).values() if setting.fused else ():
+            if could_be_fused(optimizer):
+                for group in optimizer.param_groups:
+                    group["fused"] = True
+        return state
+
+    def _batches_at_hand(self) -> list[object]:
+        """Return a few windows of batches."""
+        with isolated(self.state.backend.device):
+            step = self.now.step
+            total = total_in(step.pipeline.middleware)
+            source = open_loader(self.now.loader, self.state, total)
+            batches = source.batches(self.state.epoch, 0, 0)
+            each = source.rounds_of(source.batches_in_update(step.window))
+            return [*map(own_copy, itertools.islice(batches, 4 * each))]
+
+
+def _losses(state: TrainState) -> dict[str, float]:
+    """Return the mean losses of an epoch, so far or at its end."""
+    return {k: metric.compute() for k, metric in state.metrics.items() if k.endswith("loss")}
+
+
+def _ratios(contenders: Sequence[_Contender], base: _Contender) -> dict[str, float]:
+    """Return the medians of the ratios to a contender of the same rounds, by name."""
+    return {
+        c.name: statistics.median(
+            mine / theirs for mine, theirs in zip(c.times, base.times, strict=True)
+        )
+        for c in contenders
+        if not c.error
+    }
+
+
+def _trial(contender: _Contender, base: _Contender, ratios: dict[str, float]) -> Trial:
+    name = contender.name
+    if contender.error:
+        return Trial(name, None, None, contender.error)
+    losses = "" if name in (AS_IT_IS, AT_HAND) else _compared(contender.losses, base.losses)
+    return Trial(name, statistics.median(contender.times), ratios[name], losses)
+
+
+def _compared(mine: dict[str, float], theirs: dict[str, float]) -> str:
+    """Return how losses differ, in words."""
+    apart = max(
+        (abs(mine[name] - value) / max(abs(value), 1e-12) for name, value in theirs.items()),
+        default=0.0,
+    )
+    return f"apart by {apart:.1g}" if apart else "the same bits"
+
+
+# --------------------------------------------------------------------------------------------------
+# What could be changed about a run to make it faster, where it is possible and not in use.
+
+WORTH_COMPILING = 5.0  # seconds: a shorter measurement does not wait for a compiler
+
+
+@attrs.frozen
+class Setting:
+    """What a trial runs with.
+
+    Args:
+        step: the step.
+        loader: the loader.
+        fused: whether optimizers are fused, where they can be.
+        prefetch: how many windows are fetched ahead.
+        lines: what to write for all of it but the step.
+    """
+
+    step: PipelineStep
+    loader: object
+    fused: bool = False
+    prefetch: int = 1
+    lines: tuple[str, ...] = ()
+
+    def written(self, lines: Sequence[str], **changes: object) -> Setting:
+        """Return it with changes, and the lines that make them."""
+        changed: Setting = attrs.evolve(self, lines=(*self.lines, *lines), **changes)
+        return changed
+
+
+def changes_of(
+    now: Setting, state: TrainState, seconds: float
+) -> dict[str, Callable[[Setting], Setting]]:
+    """Return what could be changed, by name: functions from a setting to another.
+
+    Args:
+        now: the setting.
+        state: the state.
+        seconds: how long will be measured.
+    """
+    found: dict[str, Callable[[Setting], Setting]] = {}
+    lines = [
+        f"{type(optimizer).__name__}(..., fused=True)"
+        for optimizer in optimizers_in(state.optimizer).values()
+        if could_be_fused(optimizer)
+    ]
+    if lines:
+        found["fused"] = lambda s: s.written(lines, fused=True)
+    if type(now.step) is LossStep:
+        names = {m.name for m in now.step.pipeline.middleware}
+        if "amp" not in names and state.backend.precision is None:
+            found["bf16"] = lambda s: _with(s, first=(amp("bf16"),))
+        if "channels_last" not in names and any(p.ndim == 4 for p in state.model.parameters()):
+            found["channels_last"] = lambda s: _with(s, last=(channels_last(),))
+        if "compiled" not in names and seconds >= WORTH_COMPILING and _has_compiler():
+            found["compiled"] = lambda s: _with(s, last=(compiled(),))
+    found |= _changes_of_loading(now.loader, state)
+    if now.step.fetches_late:
+        found.pop("prefetch=4", None)
+    return found
+
+
+def _with(
+    now: Setting, first: tuple[Middleware, ...] = (), last: tuple[Middleware, ...] = ()
+) -> Setting:
+    step = now.step
+    assert isinstance(step, LossStep)
+    members = (*first, *step.pipeline.middleware, *last)
+    return attrs.evolve(now, step=pipeline(*members)(step.loss_fn))
+
+
+def could_be_fused(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer has a fused form that was not asked for, nor refused."""
+    return "fused=True" in (fused_hint(optimizer) or "")
+
+
+def _has_compiler() -> bool:
+    """Return whether ``torch.compile`` finds a compiler of C++, which it needs on any device."""
+    return any(map(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "clang++", "cl"))))
+
+
+def _changes_of_loading(
+    loader: object, state: TrainState
+) -> dict[str, Callable[[Setting], Setting]]:
+    found: dict[str, Callable[[Setting], Setting]] = {}
+    by_index = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+    workers = loader.num_workers if isinstance(loader, DataLoader) else 0
+    if by_index:
+        n = 0 if workers else min(4, os.cpu_count() or 1)
+        line = f"DataLoader(..., num_workers={n}{', persistent_workers=True' if n else ''})"
+        found[f"{n} workers"] = lambda s: s.written([line], loader=_with_workers(s.loader, n))
+    if workers or state.backend.device.type != "cpu":
+        found["prefetch=4"] = lambda s: s.written(["fit(..., prefetch=4)"], prefetch=4)
+    return found
+
+
+def _with_workers(loader: object, n: int) -> object:
+    changed = copy.copy(loader)
+    changed.num_workers = n  # type: ignore[attr-defined]
+    return changed
