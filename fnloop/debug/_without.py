@@ -59,7 +59,7 @@ def without(
     rows: Sequence[int] | None = None,
     until: int | None = None,
 ) -> Report:
-    """Make a run again without one of its batches, and compare: what was the batch worth?
+    """Make a run again without one of its batches, and say what the batch has changed.
 
     From the nearest checkpoint before the batch the run is made twice: as it was, and without the
     batch. Each other update has the batches, the rates and the draws of torch that it had. So what
@@ -686,7 +686,7 @@ class Apart:
 
 @attrs.frozen(repr=False)
 class Report(Shown):
-    """What :func:`without` has found: where two runs come apart, and by how much.
+    """What :func:`without` has found: where two runs diverge, and by how much.
 
     It is falsy if they are equal, bit for bit.
 
@@ -754,7 +754,7 @@ class Report(Shown):
             )
         else:
             why = f": {self.first}" if self.first else ""
-            parts.append(f"the weights come apart in update {self.apart}{why}")
+            parts.append(f"the weights diverge in update {self.apart}{why}")
             parts.append(Table(_WEIGHTS, self.weights))
         if self.metrics:
             parts.append(Table(_columns(self.changes), self.metrics))

@@ -53,7 +53,7 @@ def test_a_batch_is_left_out_and_the_others_are_the_same(tmp_path):
     assert report and report.confirmed is True
     text = repr(report)
     assert "without batch 2 of epoch 0 (update 3), up to step 4" in text
-    assert "the weights come apart in update 3\n" in text and "30.000%" in text
+    assert "the weights diverge in update 3\n" in text and "30.000%" in text
     assert "the run itself is made again, bit for bit" in text and "+3" in report._repr_html_()
 
 
@@ -227,7 +227,7 @@ def test_two_equal_steps_make_equal_runs_in_every_combination(pipe, problem, tmp
 # --- a change of the script
 
 
-def test_two_steps_come_apart_where_the_second_one_differs(tmp_path):
+def test_two_steps_diverge_where_the_second_one_differs(tmp_path):
     """The second loss is twice the first from 3 on: w is -1, -3, -6, -10 and -1, -3, -9, -17."""
 
     def other(model, batch):
@@ -244,7 +244,7 @@ def test_two_steps_come_apart_where_the_second_one_differs(tmp_path):
 
 
 def test_a_step_that_makes_other_updates_each_time_is_named(tmp_path):
-    """A counter of the script is no part of the state."""
+    """A counter of the script is not in the state."""
     calls = itertools.count()
 
     def counting(model, batch):
@@ -348,7 +348,7 @@ def test_a_damaged_checkpoint_says_nothing_of_the_run(tmp_path):
     assert report.confirmed is None and [s.model.w.item() for s in report.states] == [-6, -5]
 
 
-def test_python_draws_of_the_other_batches_go_on(tmp_path):
+def test_python_draws_of_the_other_batches_continue(tmp_path):
     def loss_fn(model, batch):
         return toy_loss(model, batch)[0] * (1 + random.random())
 
@@ -446,7 +446,7 @@ def test_a_phase_that_began_on_the_way_is_refused(tmp_path):
     assert [s.model.w.item() for s in report.states] == [-20, -17]
 
 
-def test_a_run_that_a_hook_had_stopped_and_that_went_on(tmp_path):
+def test_a_run_that_a_hook_had_stopped_and_that_was_continued(tmp_path):
     saves = (fl.at_start() | fl.every(steps=2))(fl.checkpoint(tmp_path, keep=None))
     state = fl.fit(STEP, toy(), BATCHES, epochs=2, hooks=(stop_at(2), saves))
     assert state.step == 2
