@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import attrs
@@ -80,8 +80,8 @@ def without(
             is.
         loaders: those of the run. All but "train" are evaluated where the run has recorded them,
             and at the end.
-        batch: the position of the batch, counted from 0 over the epochs of the run; or a pair of
-            the epoch and the position in it, as ``replay`` shows them.
+        batch: the position of the batch, counted from 0 over the epochs of the run, each of them
+            whole; or a pair of the epoch and the position in it, as ``replay`` shows them.
         rows: which of its samples to leave out, counted from 0; None: all. Those that are left make
             a smaller batch, and its loss is their mean.
         until: ``state.step`` where both end. None: that of the newest checkpoint.
@@ -98,8 +98,8 @@ def without(
             on several processes; or the training loader is an iterator, which cannot be read twice.
         TypeError: an argument is not what it should be.
         StaleStateError: the state has been advanced.
-        NotImplementedError: there are several processes; or a batch is to be left out of ``tbptt``,
-            or of turns with batches of their own.
+        NotImplementedError: there are several processes, or the state is a stack of models; or a
+            batch is to be left out of ``tbptt``, or of turns with batches of their own.
 
     Example:
         >>> import fnloop as fl, tempfile, torch
@@ -151,7 +151,7 @@ def without(
         )
     _check_steps(steps, changes)
     place = _place(batch, train, state)
-    runs = _Runs(_find_way(where, place, until, steps[0]), place, loaders, until)
+    runs = _Runs(_find_way(where, place, until, steps), place, loaders, until)
     return runs.compare(steps, changes, chosen, state)
 
 
@@ -224,7 +224,8 @@ def _place(batch: int | Place, loader: object, state: TrainState) -> Place:
         return batch
     epoch, left = 0, batch
     while (length := source.length_in(epoch)) is not None and left >= length > 0:
-        epoch, left = epoch + 1, left - length
+        same = 1 if source.lengths is not None else left // length  # epochs of this length
+        epoch, left = epoch + same, left - same * length
     return epoch, left
 
 
@@ -252,7 +253,7 @@ def _place_of(saved: Saved) -> Place:
     return saved.facts["epoch"], saved.facts["batch"]
 
 
-def _find_way(folder: Path, place: Place, until: int | None, step: PipelineStep) -> _Way:
+def _find_way(folder: Path, place: Place, until: int | None, steps: Iterable[PipelineStep]) -> _Way:
     """Return how a run is made again.
 
     Raises:
@@ -298,7 +299,8 @@ def _find_way(folder: Path, place: Place, until: int | None, step: PipelineStep)
             f"without: {start.path.name} does not say how long the run was to be, which schedules "
             "may depend on: it was saved outside of a run, or by an older fnloop"
         )
-    check_records("without", origin, step, end)
+    for step in steps:
+        check_records("without", origin, step, end)
     legs: list[tuple[Place, Targets]] = [(_END, origin.targets)]
     for before, one in zip((start, *later), later, strict=False):
         targets = decode_targets(one.facts)
@@ -312,7 +314,7 @@ def _find_way(folder: Path, place: Place, until: int | None, step: PipelineStep)
 # The update without the batch.
 
 
-@attrs.frozen
+@attrs.frozen(repr=False)
 class _Gap:
     """What is left out of a run.
 
@@ -328,6 +330,9 @@ class _Gap:
     rows: frozenset[int] | None
     of: PipelineStep
     counts: bool | None = None
+
+    def __repr__(self) -> str:
+        return f"batch={self.place}"
 
     def around(self, step: Step) -> Step:
         epoch, batch_out = self.place
@@ -559,7 +564,8 @@ class _Notes:
         if other is None:
             self._marks.append(_mark(state))
             if not (n + 1) & n:  # after 1, 2, 4, 8, ... updates
-                self._copies[n] = {k: p.clone() for k, p in _weights(state).items()}
+                weights = _weights(state)  # on the host: a device may have no room for them
+                self._copies[n] = {k: p.to("cpu", copy=True) for k, p in weights.items()}
             self._confirm(state)
             return
         if self.differs is None and n < len(other._marks) and _mark(state) != other._marks[n]:
@@ -614,7 +620,7 @@ def _distance(update: int, a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> 
 
 
 def _wide(p: Tensor) -> Tensor:
-    return p.to(torch.complex128 if p.is_complex() else torch.float64)
+    return p.cpu().to(torch.complex128 if p.is_complex() else torch.float64)
 
 
 def _norm(tensors: Iterator[Tensor]) -> float:

@@ -7,7 +7,9 @@ import random
 import attrs
 import pytest
 import several
+import streams
 import torch
+from composed_cases import CASES, contents, samples
 from loop_cases import generators
 from replayed import recorded
 from sample_hooks import stop_at
@@ -380,11 +382,48 @@ def test_a_plateau_sees_the_records_of_its_own_run(left_out, tmp_path):
     assert report.confirmed and found == [expected(None), expected(left_out)]
 
 
+@pytest.mark.parametrize("make", CASES.values(), ids=CASES)
+def test_every_loader_gives_all_other_batches_as_it_did(make, tmp_path):
+    seen = []
+
+    def loss(model, batch):
+        seen.append(contents(batch))
+        numbers = torch.tensor(samples(seen[-1]), dtype=torch.float32)
+        return toy_loss(model, numbers / 50)[0], {"weight": len(numbers)}
+
+    step, made = fl.pipeline()(loss), toy
+    saves = (fl.at_start() | fl.every(steps=2))(fl.checkpoint(tmp_path, keep=None))
+    fl.fit(step, made(), make(0), epochs=2, hooks=(saves,))
+    seen.clear()
+    report = without(tmp_path, step, made(), make(0), batch=(1, 1))
+    assert report.confirmed and report.apart == report.update
+    way = (report.update - 1) % 2 + 1  # up to where the batch is taken, from the checkpoint before
+    n = (len(seen) - way + 1) // 2
+    one, other = seen[way : way + n], seen[way + n :]
+    assert len(one) == len(other) + 1 and one[1:] == other
+
+
+@pytest.mark.parametrize("make", [
+    lambda: DataLoader(streams.Stream(), batch_size=2), streams.Batches,
+    lambda: DataLoader(streams.Forgetful(), batch_size=2),
+])  # fmt: skip
+def test_a_stream_that_knows_where_it_is_is_taken_there_for_each_run(make, tmp_path):
+    step = fl.pipeline()(toy_loss)
+    states = recorded(tmp_path, step, toy(lr=0.01), make(), (3,), epochs=2)
+    report = without(tmp_path, step, toy(lr=0.01), make(), batch=(0, 4))
+    assert report.confirmed and report.apart == 5
+    before, after = (next(s for s in states if s.step == n).model.w for n in (4, 5))
+    change = (after - before).item()
+    for state, its in zip(report.states, (0.0, change), strict=True):
+        assert state.model.w.item() == pytest.approx(states[-1].model.w.item() - its, abs=1e-6)
+
+
 # --- what is refused
 
 
 @pytest.mark.parametrize(("given", "message"), [
     ({"batch": 0}, r"no checkpoint before batch 0 of epoch 0 .* the first one is at batch 2"),
+    ({"batch": 10**15}, "the newest"),
     ({"batch": 8}, "the newest checkpoint, of step 8, is from before batch 0 of epoch 2"),
     ({"batch": 8, "until": 9}, "the run has no batch 0 in epoch 2: it ended at step 8"),
     ({"batch": (0, 4)}, "epoch 0 has no batch 4. It has 4"),
@@ -428,6 +467,12 @@ def test_what_cannot_be_left_out_is_refused(tmp_path):
     turns = fl.alternate(steps, batch="next")
     with pytest.raises(NotImplementedError, match="each turn of alternate takes batches"):
         without(tmp_path, turns, toy(), BATCHES, batch=1)
+    states = {name: fl.TrainState.create(m, torch.optim.SGD(m.parameters(), lr=1.0))
+              for name, m in (("a", nn.Linear(1, 1)), ("b", nn.Linear(1, 1)))}  # fmt: skip
+    stack, loss = fl.stack(states), lambda model, batch: model(batch[:, None]).mean()
+    saved(tmp_path / "stack", fl.pipeline()(loss), stack, BATCHES)
+    with pytest.raises(NotImplementedError, match="does not work with a stack of models"):
+        without(tmp_path / "stack", fl.pipeline()(loss), fl.stack(states), BATCHES, batch=1)
     with pytest.raises(ValueError, match="saved outside of a run"):
         fl.save(toy(), tmp_path / "alone")
         without(tmp_path / "alone", STEP, toy(), BATCHES, batch=1, until=2)
