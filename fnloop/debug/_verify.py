@@ -291,7 +291,7 @@ def _find_touched(
     made = [
         (begin, one.step, tuple(text for name, text in found.items() if name != "device"))
         for begin, one, found in rows
-        if begin < one.step
+        if begin != one.step
     ]
     for texts, stretch in itertools.groupby(made, lambda row: row[2]):
         steps = [*stretch]

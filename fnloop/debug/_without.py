@@ -82,8 +82,9 @@ def without(
             and at the end.
         batch: the position of the batch, counted from 0 over the epochs of the run, each of them
             whole; or a pair of the epoch and the position in it, as ``replay`` shows them.
-        rows: which of its samples to leave out, counted from 0; None: all. Those that are left make
-            a smaller batch, and its loss is their mean.
+        rows: which of its samples to leave out, counted from 0 in the batch; None: all. Those that
+            are left make a smaller batch, and its loss is their mean. ``replay`` has the index in
+            the dataset of each row.
         until: ``state.step`` where both end. None: that of the newest checkpoint.
 
     Returns:

@@ -428,6 +428,13 @@ def test_of_a_run_whose_code_has_not_changed_nothing_is_made_again(tmp_path):
     assert len(report.faults) == 1, "all files are read where no span is"
 
 
+def test_the_beginning_of_a_run_has_no_update_that_other_code_could_have_made(tmp_path):
+    made_by(tmp_path, mended)
+    edit(lambda facts: facts["versions"].update(torch="1.0"), (0,))(tmp_path)
+    report = verify(tmp_path, fl.pipeline()(mended), toy(), FOUR, spans="changed")
+    assert not report.touched and not report.spans and {*report.changed} == {"torch"}
+
+
 def test_another_setting_or_version_is_a_change_of_code_and_another_device_is_not(tmp_path):
     made_by(tmp_path, mended)
     edit(lambda facts: facts["versions"].update(torch="1.0"), (3, 4))(tmp_path)

@@ -205,6 +205,7 @@ ALL = [
     (fl.pipeline(), several.alternating()),
     (fl.pipeline(fl.ema(0.9)), several.alternating(order=("rest", "rest", "matrices"))),
     (fl.pipeline(), several.problem(several.muon_and_sgd)),
+    (fl.pipeline(fl.using("rest")), several.problem(several.muon_and_sgd)),
 ]
 
 
@@ -224,6 +225,7 @@ def test_two_equal_steps_make_equal_runs_in_every_combination(pipe, problem, tmp
     a, b = report.states
     for name in ("step", "epoch", "batch", "skipped", "updates"):
         assert getattr(a, name) == getattr(b, name)
+    assert a.slots.get("using") == b.slots.get("using")
 
 
 # --- a change of the script
@@ -276,11 +278,12 @@ def test_what_differs_once_is_said_not_to_depend_on_the_state(tmp_path):
 def test_an_update_that_one_step_skips_is_named(tmp_path):
     batches = [*BATCHES[:2], torch.tensor([torch.inf]), BATCHES[3]]
     steps = STEP, fl.pipeline(fl.skip_nonfinite())(toy_loss)
-    saved(tmp_path, STEP, toy(), batches)
-    report = without(tmp_path, steps, toy(), batches, batch=0)
+    saved(tmp_path, STEP, toy(), batches, epochs=2)
+    report = without(tmp_path, steps, toy(), batches, batch=0, until=5)
     assert report.apart == 3 and report.first == "update 3 was applied by one, and skipped by one"
     a, b = report.states
-    assert (a.step, b.step, b.skipped) == (4, 3, 1) and a.epoch == b.epoch == 1
+    assert (a.step, b.step, b.skipped) == (5, 4, 1), "both end at the same batch"
+    assert (a.epoch, a.batch) == (b.epoch, b.batch) == (1, 1)
 
 
 # --- from where to where
