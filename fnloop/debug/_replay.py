@@ -233,8 +233,8 @@ def restored_from(origin: Origin, state: TrainState, caller: str = "replay") -> 
         return restored
     if origin.later is None:
         raise ValueError(
-            f"{caller}: the run was stopped at step {restored.step} ({restored.stop}), and there "
-            "is no later checkpoint"
+            f"{caller}: the run was stopped at step {restored.step} ({restored.stop}), and "
+            "there is no later checkpoint"
         )
     return attrs.evolve(restored, stop=None)
 
