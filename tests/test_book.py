@@ -43,12 +43,20 @@ LONG = ("large_models", "how_to/slow_link", "how_to/two_gpus")
 MARKS = dict.fromkeys(SLOW, pytest.mark.slow) | dict.fromkeys(LONG, pytest.mark.long)
 # What the text of a page says of its results.
 SAID = {
+    "how_to/touched_by_a_bug": [
+        "[(t.start, t.stop) for t in report.touched] == [(0, 32)]",
+        "[span.holds for span in report.spans] == [True, True, True, False] * 2",
+        "not report.faults and not now.touched and not now.spans",
+        "(worth.update, worth.apart, worth.confirmed) == (16, 16, True)",
+        "worth.first.startswith('loss: ')",
+    ],
     "time_travel": [
         "(found.update, found.what) == (134, 'batch')",
         "worst.tolist() == [13, 14, 15, 16, 17]",
         "night.history['valid/loss'][-1] > 5 * mended.history['valid/loss'][-1]",
         "not diff(mended, never)",
         "report.ok",
+        "worth.confirmed and worth.apart == 134 and images_worth.apart == 134",
         "[span.holds for span in checked.spans] == [True] * 3 + [False] * 8",
     ],
 }

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -234,6 +235,10 @@ class AlternateStep(PipelineStep):
                 given = part[0] if step.window == 1 else part
                 state = self._turns.take(turn, step.train, state, given, done)
         return advance(state, done.applied, state.updates), done.output()
+
+    def _passed(self, state: TrainState, counts: bool) -> TrainState:
+        made = Counter(turn.name for turn in self.settings.turns if counts)
+        return advance(state, counts, {name: n + made[name] for name, n in state.updates.items()})
 
     def _window(self, batch: Batch) -> Sequence[Batch] | LateWindow:
         """Return the batches of a round."""

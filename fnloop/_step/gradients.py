@@ -472,20 +472,36 @@ def pieces_of(batch: Batch, size: int) -> list[Batch]:
     samples = samples_in(batch)
     if samples <= size:
         return [batch]
-    return [_cut(batch, samples, start, size) for start in range(0, samples, size)]
+    return [_cut(batch, samples, slice(start, start + size)) for start in range(0, samples, size)]
 
 
-def _cut(value: object, samples: int, start: int, size: int) -> object:
+def rows_of(batch: Batch, rows: Sequence[int]) -> Batch:
+    """Return a batch of some of the samples of a batch.
+
+    Raises:
+        ValueError: its tensors do not have one length.
+
+    Example:
+        >>> import torch
+        >>> rows_of((torch.tensor([1, 2, 3]), ["a", "b", "c"], "train"), [0, 2])
+        (tensor([1, 3]), ['a', 'c'], 'train')
+    """
+    return _cut(batch, samples_in(batch), [*rows])
+
+
+def _cut(value: object, samples: int, rows: slice | list[int]) -> object:
     if isinstance(value, Tensor):
-        return value.narrow(0, start, min(size, samples - start)) if value.ndim else value
+        return value[rows] if value.ndim else value
     if isinstance(value, np.ndarray) and value.shape[:1] == (samples,):
-        return value[start : start + size]
+        return value[rows]
     parts = parts_of(value, IN_BATCHES)
     if parts is None:
         return value
     if isinstance(value, IN_BATCHES) and len(value) == samples and _are_values(value):
-        return value[start : start + size]
-    return with_parts(value, [_cut(part, samples, start, size) for _, part in parts])
+        if isinstance(rows, slice):
+            return value[rows]
+        return type(value)(value[row] for row in rows)
+    return with_parts(value, [_cut(part, samples, rows) for _, part in parts])
 
 
 def _are_values(values: Sequence[object]) -> bool:

@@ -35,6 +35,7 @@ from fnloop._core.state import (
     StaleStateError,
     TrainState,
     advance,
+    advance_used,
     all_parameters,
     bring,
     carry_of,
@@ -49,6 +50,7 @@ from fnloop._core.state import (
     with_carry,
     with_slot,
     with_slots,
+    with_used,
 )
 from fnloop._core.types import (
     EVALUATION,
@@ -295,6 +297,23 @@ class PipelineStep(abc.ABC):
     def explain(self, error: BaseException) -> None:
         """Add to an exception what the layers know about it: which middleware is to blame."""
         self._layers.explain(error)
+
+    def without_batch(self, state: TrainState, counts: bool) -> tuple[TrainState, Output]:
+        """Return what an update of no batch gives: nothing is changed but the counters.
+
+        Args:
+            state: the newest state.
+            counts: whether it counts as applied, or as skipped.
+        """
+        models = len(state.model.names) if type(state.model) is Stack else ()
+        loss = torch.zeros(models, device=state.backend.device)
+        return self._passed(state, counts), Output(loss, 0, skip=None if counts else "no batch")
+
+    def _passed(self, state: TrainState, counts: bool) -> TrainState:
+        """Return the state after an update that changes counters only."""
+        if self._used is None:
+            return advance(state, counts)
+        return advance_used(state, with_used(state, self._used), counts)
 
     def begin_run(self, state: TrainState) -> None:
         """Forget what was found out in an earlier run, and prepare the optimizers for training."""

@@ -4,6 +4,7 @@
 - `diff`: the first difference between two states, checkpoints, histories or runs.
 - `bisect`: the first update at which two runs diverge, and what differs in it first.
 - `verify`: whether the checkpoints of a run are what its script makes of each other.
+- `without`: what a batch of a run was worth, or a change of its script.
 - `audit`, `AuditError`: make an update twice now and then, and compare the bits.
 - `check_script`: whether a script keeps the laws: resumed, accumulated, evaluated in between.
 - `watch`: activations, gradients and updates of each module, as metrics.
@@ -15,10 +16,21 @@ from fnloop.debug._diff import diff
 from fnloop.debug._replay import bisect, replay
 from fnloop.debug._verify import verify
 from fnloop.debug._watch import watch
+from fnloop.debug._without import without
 
 __docformat__ = "google"
 
-__all__ = ["AuditError", "audit", "bisect", "check_script", "diff", "replay", "verify", "watch"]
+__all__ = [
+    "AuditError",
+    "audit",
+    "bisect",
+    "check_script",
+    "diff",
+    "replay",
+    "verify",
+    "watch",
+    "without",
+]
 
 
 def __dir__() -> list[str]:

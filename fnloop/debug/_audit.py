@@ -17,7 +17,7 @@ from fnloop._backend.containers import map_leaves
 from fnloop._core.rng import mark_generators
 from fnloop._core.state import TrainState, unwrap
 from fnloop._core.types import Batch, Middleware, Output, Step, middleware
-from fnloop._display.tables import format_number
+from fnloop._display import tables
 from fnloop._step.transaction import without_graphs
 from fnloop.debug._watch import (
     BUFFER,
@@ -350,7 +350,7 @@ def _amount(one: Difference) -> str:
     bits = f"{one.bits} bit{'s' * (one.bits != 1)}"
     return (
         f"{what} differs in {one.elements} of {one.size} elements ({bits}), by at most "
-        f"{format_number(one.most)}"
+        f"{tables.format_number(one.most)}"
     )
 
 
@@ -634,8 +634,8 @@ def _find_imprecise(real: _Copy, exact: _Copy, eps: float) -> tuple[str | None, 
         if units > MOST_UNITS * before:
             what = name if name == "the loss" else f"the output of the module {name}"
             return name, (
-                f"{what} is off by {format_number(units)} units of rounding, and nothing before "
-                f"it by more than {format_number(before)}"
+                f"{what} is off by {tables.format_number(units)} units of rounding, and nothing "
+                f"before it by more than {tables.format_number(before)}"
             )
         before = max(before, units)
     total = SMALL * math.hypot(*map(_norm, exact.gradients.values()))
@@ -646,8 +646,9 @@ def _find_imprecise(real: _Copy, exact: _Copy, eps: float) -> tuple[str | None, 
         units = _distance(real.gradients[name], grad) / eps / max(_norm(grad), total, 1e-30)
         if units > MOST_UNITS * usual:
             return name, (
-                f"the gradient of {name} is off by {format_number(units)} units of rounding, and "
-                f"those of the parameters after it by at most {format_number(usual)}"
+                f"the gradient of {name} is off by {tables.format_number(units)} units of "
+                f"rounding, and those of the parameters after it by at most "
+                f"{tables.format_number(usual)}"
             )
         usual = max(usual, units)
     return None

@@ -22,7 +22,7 @@ from fnloop._core.state import TrainState, check_not_stale
 from fnloop._core.types import Batch, Step
 from fnloop._data.held import own_copy
 from fnloop._data.source import first_batches
-from fnloop._display.tables import format_number
+from fnloop._display import tables
 from fnloop._extensions.middleware.accumulate import accumulate, microbatch
 from fnloop._extensions.tools.dry_run import (
     ASSUMED,
@@ -454,8 +454,9 @@ def _explain_loss(
     mean = (a * v + b * w) / (v + w)
     if math.isclose(both, a + b, rel_tol=1e-4) and not math.isclose(both, mean, rel_tol=1e-4):
         return f"{name}{line} returns a sum over the items of a batch: return their mean"
+    found, expected = map(tables.format_number, (both, mean))
     return (
-        f"the loss that {name}{line} returns is {format_number(both)} for both batches together, "
-        f"and the mean of theirs by weight is {format_number(mean)}: return a mean over items, and "
+        f"the loss that {name}{line} returns is {found} for both batches together, and the mean of "
+        f"theirs by weight is {expected}: return a mean over items, and "
         'how many they are, if not the leading dimension: return loss, {"weight": n}'
     )

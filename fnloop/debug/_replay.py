@@ -37,7 +37,6 @@ from fnloop._core.view import take_back
 from fnloop._data.loaders import read_loaders
 from fnloop._data.position import checksum
 from fnloop._display import tables
-from fnloop._display.checks import join_names
 from fnloop._hooks.hook import when
 from fnloop._loop.evaluate import open_loader
 from fnloop._loop.made_with import members_of
@@ -209,12 +208,13 @@ def find_origin(folder: Path, update: int) -> Origin:
     return origin
 
 
-def restored_from(origin: Origin, state: TrainState) -> TrainState:
+def restored_from(origin: Origin, state: TrainState, caller: str = "replay") -> TrainState:
     """Return the state to begin with.
 
     Args:
         origin: where it begins.
         state: one of the same script, which is loaded in place.
+        caller: the function, for messages.
 
     Raises:
         CheckpointError: the checkpoint is of another model or optimizer.
@@ -233,8 +233,8 @@ def restored_from(origin: Origin, state: TrainState) -> TrainState:
         return restored
     if origin.later is None:
         raise ValueError(
-            f"replay: the run was stopped at step {restored.step} ({restored.stop}), and there is "
-            "no later checkpoint"
+            f"{caller}: the run was stopped at step {restored.step} ({restored.stop}), and "
+            "there is no later checkpoint"
         )
     return attrs.evolve(restored, stop=None)
 
@@ -262,34 +262,28 @@ def make_again(
     """
     __tracebackhide__ = True
     update = recorder.update
-    _check_records(origin, step, update)
+    check_records("replay", origin, step, update)
     restored = restored_from(origin, snapshot(state))
     watched = recording(step, recorder)
     reached = continue_from(origin, watched, restored, loaders, targets, until=update)
-    if recorder.output is None or recorder.before is None:
+    made = recorder.made(watched, loaders, reached)
+    if made is None:
         raise ValueError(
             f"replay: there is no update {update}: the run ended at step {reached.step}, epoch "
             f"{reached.epoch}" + (f" ({reached.stop})" if reached.stop is not None else "")
         )
-    window, before = recorder.window, recorder.before
-    batches: tuple[Batch, ...] = tuple(window) if watched.window > 1 else (window,)
-    indices = _indices(loaders, before, len(batches))
     bad: tuple[object, ...] | None = ()
-    if not all(bool(out.loss.isfinite()) for out in (*recorder.outputs, recorder.output)):
-        bad = find_bad_samples(step, before, batches, indices)
-    outputs = tuple(recorder.outputs) or (recorder.output,)
-    made = Update(
-        batches, indices, before, dict(recorder.grads), reached, outputs, recorder.output, bad
-    )
-    return attrs.evolve(made, confirmed=_confirm(origin, made.after))
+    if not all(bool(out.loss.isfinite()) for out in (*made.outputs, made.output)):
+        bad = find_bad_samples(step, made.before, made.batches, made.indices)
+    return attrs.evolve(made, nonfinite=bad, confirmed=_confirm(origin, made.after))
 
 
-def _check_records(origin: Origin, step: PipelineStep, update: int) -> None:
-    """Raise if the update depends on records that no checkpoint has."""
+def check_records(caller: str, origin: Origin, step: PipelineStep, update: int) -> None:
+    """Raise if an update depends on records that no checkpoint has."""
     folding = [member for member in members_of(step) if member.name.partition("(")[0] == "plateau"]
     if folding and origin.later is None:
         raise ValueError(
-            f"replay: {folding[0]!r} depends on the records of the run, and no checkpoint has "
+            f"{caller}: {folding[0]!r} depends on the records of the run, and no checkpoint has "
             f"those between step {origin.start.step}, the newest checkpoint, and update {update}"
         )
 
@@ -304,6 +298,7 @@ def continue_from(
     until: float,
     each: Callable[[TrainState], bool] = lambda state: False,
     made: list[Pair] | None = None,
+    ends: Callable[[TrainState], bool] | None = None,
 ) -> TrainState:
     """Continue a run that was restored. Return the state that it reaches.
 
@@ -316,16 +311,21 @@ def continue_from(
         each: called at every boundary; whether to end there.
         made: receives the records, which are made again too, each with that of the run. By default
             they are taken from the checkpoint, and nothing is evaluated.
+        ends: of a run that is to be another one: whether it ends at a boundary. It keeps the
+            records that it makes, where the run has made some, and evaluates every loader at its
+            end.
 
     Raises:
         ValueError: the targets are not known.
     """
     __tracebackhide__ = True
     records = None if origin.later is None else read_history(origin.newest.path)
+    if ends is not None and records is None:
+        records = state.history
     watched = tuple(key for _, key in step.watched)
-    follow = _Follow(until, records, each, state.history, watched, made)
+    follow = _Follow(until, records, each, state.history, watched, made, ends)
     plan = _plan(origin, step, state, loaders, targets or origin.targets, follow)
-    if made is not None and records is not None:
+    if (made is not None or ends is not None) and records is not None:
         plan = follow.with_records(plan, records)
     if not plan.resumed(state).todo:
         return state
@@ -371,6 +371,7 @@ class _Follow:
         history: that of the checkpoint.
         watched: the metrics that the step watches.
         made: receives the records that are made, each with that of the run; None: none is made.
+        ends: see :func:`continue_from`.
     """
 
     def __init__(
@@ -381,10 +382,14 @@ class _Follow:
         history: History,
         watched: tuple[str, ...],
         made: list[Pair] | None = None,
+        ends: Callable[[TrainState], bool] | None = None,
     ) -> None:
         self.until, self.records, self.each, self.made = until, records, each, made
         self.history = history  # as it was after the boundary before
         self.reached: TrainState | None = None
+        self.ends = ends
+        every = () if ends is None or records is None else records
+        self._moments = {(r.step, r.epoch): r for r in every if not r.closing}
         self.reports = watched  # these may come in a later record of the run
         self._again: tuple[str, ...] = ()  # what names of metrics begin with that are made again
 
@@ -395,7 +400,11 @@ class _Follow:
         def at(prefix: str) -> Moment:
             return when(lambda state: self._has_made(state, prefix))
 
-        loaders = [n for n in plan.loaders.evaluated if any(k.startswith(f"{n}/") for k in known)]
+        loaders = [
+            name
+            for name in plan.loaders.evaluated
+            if self.ends is not None or any(k.startswith(f"{name}/") for k in known)
+        ]
         evaluations = ((at("train/"), ()), *((at(f"{name}/"), (name,)) for name in loaders))
         recent = at(RECENT) if any(name.startswith(RECENT) for name in known) else None
         self._again = ("train/", RECENT, *(f"{name}/" for name in loaders))
@@ -408,6 +417,11 @@ class _Follow:
     def _has_made(self, state: TrainState, prefix: str) -> bool:
         """Return whether the run has made a record at a boundary, with some metrics."""
         assert self.records is not None
+        if self.ends is not None:
+            if prefix != RECENT and self.ends(state):
+                return True
+            record = self._moments.get((state.step, state.epoch))
+            return record is not None and any(name.startswith(prefix) for name in record.metrics)
         following = records_since(self.records, len(self.history))
         record = next((record for record in following if not record.closing), None)
         if record is None or (record.step, record.epoch) != (state.step, state.epoch):
@@ -417,7 +431,7 @@ class _Follow:
     def __call__(self, state: TrainState) -> TrainState:
         if self.reached is not None:  # the run has ended
             return state
-        if self.records is not None:
+        if self.records is not None and self.ends is None:
             before, self.history = self.history, self._records_at(state)
             if self.made is not None:
                 made, its = (
@@ -601,7 +615,7 @@ def bisect(
         not deterministic makes such a run, and so does a hook that changes weights.
     """
     __tracebackhide__ = True
-    steps, each_loaders = _pair(step, PipelineStep), _pair(loaders, Mapping)
+    steps, each_loaders = pair_of(step, PipelineStep), pair_of(loaders, Mapping)
     for one, given in zip(steps, each_loaders, strict=True):
         check_step(one, "bisect", "a, b, ")
         read_loaders(given)  # checks them
@@ -636,7 +650,7 @@ def bisect(
     return attrs.evolve(made, between=between, difference=found, restores=reads + made.restores)
 
 
-def _pair(given: object, kind: type) -> tuple:
+def pair_of(given: object, kind: type) -> tuple:
     """Return what is for the two runs: a pair of its kind, or one thing for both."""
     if isinstance(given, tuple) and len(given) == 2 and all(isinstance(x, kind) for x in given):
         return given
@@ -716,7 +730,7 @@ def _find_divergence(
         make_again(run.origin, run.step, run.state, run.loaders, recorder)
         for run, recorder in zip(runs, recorders, strict=True)
     ]
-    what = _first_difference(updates, recorders)
+    what = first_difference(updates, recorders)
     return Bisection(mine.step, *what, restores=4)
 
 
@@ -752,7 +766,7 @@ def _explain_not_made(reached: Sequence[TrainState], ends: tuple[Saved, Saved]) 
 # --- one update of both
 
 
-def _first_difference(
+def first_difference(
     updates: Sequence[Update], recorders: Sequence[Recorder]
 ) -> tuple[str, str, str]:
     """Return what differs first in an update, its name, and how."""
@@ -845,7 +859,7 @@ class Update:
     def _samples(self) -> str:
         """Return the indices of its samples in words; "" if they are not known."""
         known = [index for index in self.indices if index is not None]
-        return join_names([str(i) for index in known for i in _flat(index)], 8)
+        return checks.join_names([str(i) for index in known for i in _flat(index)], 8)
 
     def _facts(self) -> dict[str, object]:
         norm = get_total_norm(list(self.grads.values())) if self.grads else math.nan
@@ -859,7 +873,7 @@ class Update:
         if samples := self._samples():
             facts["samples"] = samples
         if self.nonfinite:
-            facts["not finite"] = "sample " + join_names([*map(str, self.nonfinite)], 8)
+            facts["not finite"] = "sample " + checks.join_names([*map(str, self.nonfinite)], 8)
         elif not _is_finite(self.before):
             facts["not finite"] = "the weights before the update"
         if self.confirmed is not None:
@@ -996,6 +1010,16 @@ class Recorder:
 
         return noted
 
+    def made(self, step: PipelineStep, loaders: object, reached: TrainState) -> Update | None:
+        """Return the update that was recorded, and the state after it; None: it was not applied."""
+        if self.output is None or self.before is None:
+            return None
+        batches: tuple[Batch, ...] = tuple(self.window) if step.window > 1 else (self.window,)
+        indices = _indices(loaders, self.before, len(batches))
+        outputs = tuple(self.outputs) or (self.output,)
+        grads = dict(self.grads)
+        return Update(batches, indices, self.before, grads, reached, outputs, self.output)
+
     @contextlib.contextmanager
     def _recording(self, state: TrainState) -> Iterator[None]:
         __tracebackhide__ = True
@@ -1064,22 +1088,27 @@ def recording(step: PipelineStep, recorder: Recorder) -> PipelineStep:
 
     A graph makes the same numbers, but what is replayed calls no Python.
     """
+    return listing(step, (_updates(recorder),), (_losses(recorder),))
+
+
+def listing(
+    step: PipelineStep, around: Sequence[Middleware], inside: Sequence[Middleware] = ()
+) -> PipelineStep:
+    """Return the same step with more middleware, listed last, and without CUDA graphs.
+
+    Args:
+        step: the step.
+        around: middleware of the step ring.
+        inside: middleware of the loss ring: of steps in turn, that of each of them.
+    """
     if step.turns:
-        steps = {name: _listing(one, (_losses(recorder),)) for name, one in step.turns.items()}
-        around = Pipeline((*step.pipeline.middleware, _updates(recorder)))
-        return around(step.with_turns(steps))
-    if isinstance(step, RawStep):
-        return _listing(step, (_updates(recorder),))
-    return _listing(step, (_losses(recorder), _updates(recorder)))
-
-
-def _listing(step: PipelineStep, others: Sequence[Middleware]) -> PipelineStep:
-    """Return the same step with more middleware, listed last."""
+        steps = {name: listing(one, inside) for name, one in step.turns.items()}
+        return Pipeline((*step.pipeline.middleware, *around))(step.with_turns(steps))
     kept = [member for member in step.pipeline.middleware if member.name != "cuda_graph"]
     if isinstance(step, RawStep):
-        return step.listing((*kept, *(m for m in others if m.loss is None)))
+        return step.listing((*kept, *around))
     assert isinstance(step, LossStep)
-    return Pipeline((*kept, *others))(step.loss_fn)
+    return Pipeline((*kept, *inside, *around))(step.loss_fn)
 
 
 @middleware("loss")

@@ -9,7 +9,7 @@ import random
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import attrs
 
@@ -50,7 +50,7 @@ def verify(
     step: Step,
     state: TrainState,
     loaders: object,
-    spans: int | None = 3,
+    spans: int | Literal["changed"] | None = 3,
 ) -> Report:
     """Make the updates between neighbouring checkpoints again, and compare every bit.
 
@@ -68,14 +68,16 @@ def verify(
             is.
         loaders: those of the run, also those that it evaluated.
         spans: how many pairs of neighbouring checkpoints to draw; None checks every pair. With 0
-            nothing is trained: the checksums of all files and the digests are compared.
+            nothing is trained: the checksums of all files and the digests are compared. With
+            "changed" it is every pair whose updates were made by code that has changed since: what
+            holds of them would have the same bits today.
 
     Returns:
         The report. ``report.ok`` is whether everything that was checked holds. ``report.spans`` has
         each span: whether it holds, the first record that differs, and the first tensor.
         ``report.faults`` names damaged files, edited records, and checkpoints that were changed.
         ``report.changed`` names what is not as it was when the run was made: the step, a function,
-        the device, a version.
+        the device, a version. ``report.touched`` has the updates that were made by other code.
 
     Raises:
         CheckpointError: there is no checkpoint, or it is of another model or optimizer.
@@ -114,6 +116,11 @@ def verify(
         device, or with another version of torch, bits may differ for good reason: the report says
         so, with the largest difference.
 
+        A checkpoint names the code that the updates before it were made by: the step, the functions
+        that it was given, what these refer to, and versions. What a function reads when it is
+        called, such as a number of another module or a file, is not code: to be sure of it, make
+        every span again.
+
         A digest is not a signature: an edit of all checkpoints can chain it again, and then only
         the spans show it. With spans drawn, the checksums of files are compared for their
         checkpoints only. The cost is that of the updates and evaluations of the spans. With several
@@ -125,8 +132,9 @@ def verify(
     step = check_step(step, "verify", "folder, ")
     check_not_stale(state, "verify")
     place = place_at("verify", "folder", folder)
-    if spans is not None:
-        checks.integer("verify", "spans", spans, "pairs of checkpoints, or None for all", least=0)
+    if spans not in (None, "changed"):
+        meaning = 'pairs of checkpoints, or None for all, or "changed"'
+        checks.integer("verify", "spans", spans, meaning, least=0)
     read_loaders(loaders)  # checks them
     with place.reading():
         looked = on_main_process(lambda: _look(place, step, state, spans), WHAT)
@@ -143,7 +151,8 @@ def verify(
     notes, found = [*looked.notes], tuple(span for span, _ in made)
     if again.not_made:
         notes.append(f"not compared in records: {checks.join_names([*again.not_made])}")
-    return Report(found, tuple(faults), looked.changed, tuple(notes), looked.elsewhere)
+    changed, touched = looked.changed, tuple(looked.touched)
+    return Report(found, tuple(faults), changed, tuple(notes), looked.elsewhere, touched)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -159,6 +168,7 @@ class _Looked(NamedTuple):
         changed: what is not as it was when the run was made, and how.
         elsewhere: where the run was made, if bits may differ here; or "".
         notes: what is not compared.
+        touched: the updates that other code has made.
     """
 
     drawn: Sequence[tuple[Saved, Saved, str | None]]
@@ -166,34 +176,45 @@ class _Looked(NamedTuple):
     changed: Mapping[str, str]
     elsewhere: str
     notes: Sequence[str]
+    touched: Sequence[Touched]
 
 
-def _look(place: Place, step: PipelineStep, state: TrainState, spans: int | None) -> _Looked:
+def _look(
+    place: Place,
+    step: PipelineStep,
+    state: TrainState,
+    spans: int | Literal["changed"] | None,
+) -> _Looked:
     damaged: list[str] = []
     saved = saved_in(place.look(), damaged, lambda path: place.fetch(path, (STATE,)))
+    here = {**versions(), **describe_making(step, unwrap(state), state.backend.device, ())}
+    changes = [_compare_making(one.facts, here) for one in saved]
+    touched = [*_find_touched(saved, changes)]
     pairs = [(a, b) for a, b in itertools.pairwise(saved) if a.position < b.position]
+    if spans == "changed":
+        pairs = [(a, b) for a, b in pairs if any(t.holds(a.step, b.step) for t in touched)]
     reasons = {} if spans == 0 else {b.position: _why_not(a, b, state) for a, b in pairs}
     possible = [(a, b) for a, b in pairs if reasons.get(b.position) is None]
-    if spans != 0 and not possible:
+    if spans not in (0, "changed") and not possible:
         raise ValueError(f"verify: no span of {place.name} can be made again: {_explain(reasons)}")
-    count = len(possible) if spans is None else min(spans, len(possible))
+    count = min(spans, len(possible)) if isinstance(spans, int) else len(possible)
     drawn = sorted(random.SystemRandom().sample(range(len(possible)), count))
     ends = [one for i in drawn for one in possible[i]]
     bad: dict[Path, str] = {}
-    for path in dict.fromkeys(one.path for one in (ends if spans else saved)):
+    for path in dict.fromkeys(one.path for one in ends or saved):
         try:
             fetch_by(place)(path)
         except CheckpointError as error:
             bad[path] = str(error)
     faults = [*damaged, *bad.values(), *_check_records([s for s in saved if s.path not in bad])]
-    here = {**versions(), **describe_making(step, unwrap(state), state.backend.device, ())}
-    changed: dict[str, str] = {}
-    for one in saved:
-        changed |= _compare_making(one.facts, here)
+    changed = {name: text for found in changes for name, text in found.items()}
     moved = [changed[name] for name in ("device", "torch") if name in changed]
     whole = lambda a, b: next((bad[one.path] for one in (a, b) if one.path in bad), None)
     spans_drawn = [(a, b, whole(a, b)) for a, b in map(possible.__getitem__, drawn)]
-    return _Looked(spans_drawn, faults, changed, "; ".join(moved), _notes(saved, reasons, drawn))
+    notes = _notes(saved, reasons, drawn)
+    if spans == "changed" and not touched:
+        notes.append("no update was made by code that has changed since")
+    return _Looked(spans_drawn, faults, changed, "; ".join(moved), notes, touched)
 
 
 def _explain(reasons: Mapping[tuple[int, int, int], str | None]) -> str:
@@ -257,6 +278,25 @@ def _compare_making(facts: Mapping[str, Json], here: Mapping[str, Json]) -> dict
             how = "has other code" if name in functions and name in own else "is not in both"
             found[name] = f"the function {name} {how}"
     return found
+
+
+def _find_touched(
+    saved: Sequence[Saved], changes: Sequence[Mapping[str, str]]
+) -> Iterator[Touched]:
+    """Yield the updates that other code has made, in stretches with the same changes.
+
+    A checkpoint names the code that has made the updates since the one before it.
+    """
+    rows = zip([0, *(one.step for one in saved)], saved, changes, strict=False)
+    made = [
+        (begin, one.step, tuple(text for name, text in found.items() if name != "device"))
+        for begin, one, found in rows
+        if begin != one.step
+    ]
+    for texts, stretch in itertools.groupby(made, lambda row: row[2]):
+        steps = [*stretch]
+        if texts:
+            yield Touched(steps[0][0], steps[-1][1], texts)
 
 
 # --- digests
@@ -578,6 +618,24 @@ class Span:
     difference: Difference = attrs.field(factory=Difference, repr=False)
 
 
+@attrs.frozen
+class Touched:
+    """Updates that were made by code that has changed since.
+
+    Args:
+        start, stop: ``state.step`` before the first and after the last of them.
+        changed: what has changed, in words.
+    """
+
+    start: int
+    stop: int
+    changed: tuple[str, ...]
+
+    def holds(self, start: int, stop: int) -> bool:
+        """Return whether the updates from one step to another are among them."""
+        return self.start <= start and stop <= self.stop
+
+
 @attrs.frozen(repr=False)
 class Report(Shown):
     """What :func:`verify` has found.
@@ -588,6 +646,7 @@ class Report(Shown):
         changed: what is not as it was when the run was made, by its name, and how.
         notes: what was left out, and what hooks may have changed.
         elsewhere: how the device or torch differs from where the run was made; or "".
+        touched: the updates that were made by code that has changed since.
 
     Example:
         >>> report = Report((Span(0, 4, True), Span(4, 8, False, None, "model.w", "1 and 2")))
@@ -600,6 +659,7 @@ class Report(Shown):
     changed: Mapping[str, str] = attrs.field(factory=dict)
     notes: tuple[str, ...] = ()
     elsewhere: str = ""
+    touched: tuple[Touched, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -623,8 +683,20 @@ class Report(Shown):
             ]
             parts.append(Table(columns, self.spans))
         parts += [f"fault: {fault}" for fault in self.faults]
-        parts += [f"changed: {text}" for text in self.changed.values()]
+        parts += [f"changed: {'; '.join(each.changed)}. {self._say(each)}" for each in self.touched]
+        said = {text for each in self.touched for text in each.changed}
+        parts += [f"changed: {text}" for text in self.changed.values() if text not in said]
         return [*parts, *self.notes]
+
+    def _say(self, touched: Touched) -> str:
+        """Return which updates were made by other code, and whether today's makes the same."""
+        text = f"Steps {touched.start} to {touched.stop} were made before that"
+        made = [s for s in self.spans if s.holds is not None and touched.holds(s.start, s.stop)]
+        if not made:
+            return f"{text}, and none of them was made again"
+        same = sum(bool(span.holds) for span in made)
+        spans = tables.format_count(len(made), "span")
+        return f"{text}: {same} of {spans} made again would have the same bits today"
 
     def _title(self) -> str:
         if not self.spans:

@@ -356,6 +356,102 @@ def test_spans_of_a_run_with_workers_hold(tmp_path):
     assert again(tmp_path, step_of(), created, given, (0, 2, 3)).ok
 
 
+# --- a run whose code was mended since: batches 1, 2, 3 and 4, of which 3 and 4 met the bug
+
+
+def named(function):
+    function.__name__ = function.__qualname__ = "loss"
+    return function
+
+
+@named
+def buggy(model, batch):
+    return toy_loss(model, batch)[0] * (2 if batch.item() > 2 else 1)
+
+
+@named
+def mended(model, batch):
+    return toy_loss(model, batch)[0]
+
+
+FOUR = [torch.tensor([x]) for x in (1.0, 2.0, 3.0, 4.0)]
+
+
+def made_by(folder, *losses, begins=True, steps=1):
+    """Make an epoch with each of the loss functions in turn, as a script that is edited does."""
+    moment = fl.at_start() | fl.every(steps=steps) if begins else fl.every(steps=steps)
+    saves = moment(fl.checkpoint(folder, keep=None))
+    for epoch, loss in enumerate(losses):
+        state = fl.resume(folder, toy())
+        fl.fit(fl.pipeline()(loss), state, FOUR, epochs=epoch + 1, hooks=(saves,))
+
+
+MENDED = "the function loss has other code"
+
+
+def test_updates_of_code_that_has_changed_are_named_and_made_again(tmp_path):
+    """The bug was mended after the first epoch: its last two updates would have other bits."""
+    made_by(tmp_path, buggy, mended)
+    step = fl.pipeline()(mended)
+    report = verify(tmp_path, step, toy(), FOUR, spans="changed")
+    assert [(t.start, t.stop, t.changed) for t in report.touched] == [(0, 4, (MENDED,))]
+    assert [(s.start, s.stop, s.holds) for s in report.spans] == [
+        (0, 1, True), (1, 2, True), (2, 3, False), (3, 4, False)
+    ]  # fmt: skip
+    assert not report.ok and not report.faults
+    line = "Steps 0 to 4 were made before that: 2 of 4 spans made again would have the same bits"
+    assert f"changed: {MENDED}. {line} today" in repr(report)
+    assert repr(report).count(MENDED) == 1
+    report = verify(tmp_path, step, toy(), FOUR, spans=0)
+    assert report.ok and [(t.start, t.stop) for t in report.touched] == [(0, 4)]
+    assert "made before that, and none of them was made again" in repr(report)
+
+
+def test_stretches_of_a_run_with_other_changes_are_told_apart(tmp_path):
+    """Checkpoints of every second step: with the middle epoch's code, the others are touched."""
+    made_by(tmp_path, mended, buggy, mended, begins=False, steps=2)
+    report = verify(tmp_path, fl.pipeline()(buggy), toy(), FOUR, spans="changed")
+    assert [(t.start, t.stop) for t in report.touched] == [(0, 4), (8, 12)]
+    assert [(s.start, s.stop, s.holds) for s in report.spans] == [
+        (2, 4, False), (8, 10, True), (10, 12, False)
+    ]  # fmt: skip
+
+
+def test_of_a_run_whose_code_has_not_changed_nothing_is_made_again(tmp_path):
+    made_by(tmp_path, mended)
+    report = verify(tmp_path, fl.pipeline()(mended), toy(), FOUR, spans="changed")
+    assert report.ok and not report.spans and not report.touched
+    assert "no update was made by code that has changed since" in repr(report)
+    file = at(tmp_path, 2) / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    report = verify(tmp_path, fl.pipeline()(mended), toy(), FOUR, spans="changed")
+    assert len(report.faults) == 1, "all files are read where no span is"
+
+
+def test_the_beginning_of_a_run_has_no_update_that_other_code_could_have_made(tmp_path):
+    made_by(tmp_path, mended)
+    edit(lambda facts: facts["versions"].update(torch="1.0"), (0,))(tmp_path)
+    report = verify(tmp_path, fl.pipeline()(mended), toy(), FOUR, spans="changed")
+    assert not report.touched and not report.spans and {*report.changed} == {"torch"}
+
+
+def test_another_setting_or_version_is_a_change_of_code_and_another_device_is_not(tmp_path):
+    made_by(tmp_path, mended)
+    edit(lambda facts: facts["versions"].update(torch="1.0"), (3, 4))(tmp_path)
+    edit(lambda facts: facts["made_with"].update(device="cpu of another"), (1, 2))(tmp_path)
+    report = verify(tmp_path, fl.pipeline()(mended), toy(), FOUR, spans="changed")
+    change = f"torch was 1.0, and is {torch.__version__}"
+    assert [(t.start, t.stop, t.changed) for t in report.touched] == [(2, 4, (change,))]
+    assert report.ok and len(report.spans) == 2 and {*report.changed} == {"torch", "device"}
+    other = fl.pipeline(fl.clip(9.0))(mended)
+    report = verify(tmp_path, other, toy(), FOUR, spans="changed")
+    assert [(t.start, t.stop) for t in report.touched] == [(0, 2), (2, 4)]
+    assert not any(s.holds for s in report.spans), "there is a metric more, the norm"
+    assert [len(t.changed) for t in report.touched] == [1, 2]
+    with pytest.raises(ValueError, match='or None for all, or "changed"; got'):
+        verify(tmp_path, other, toy(), FOUR, spans="all")
+
+
 # --- where checkpoints are, and what they lack
 
 
