@@ -250,7 +250,8 @@ class _Value(Reduced):
     value: Number
 
     def __attrs_post_init__(self) -> None:
-        if not isinstance(self.value, Tensor) or self.value.ndim:
+        value = self.value
+        if value.__class__ is not float and not (isinstance(value, Tensor) and not value.ndim):
             _check_value(self, "value", _Value)
 
     def compute(self) -> float:
