@@ -244,9 +244,10 @@ class Plan:
             hook.check_beside(self.hooks)
         recent = () if self.record_every is None else ("recent",)
         check_makers(self.hooks, ("train", "recent", *self.loaders.evaluated))
-        known = ("train", *recent, *info.evaluated, *names_made(self.hooks))
-        check_names(watched_in(self.step, self.hooks), known, self.loaders.evaluated)
-        check_metrics(self.step, self.hooks, info.evaluated, history, info.models)
+        if watched := watched_in(self.step, self.hooks):
+            known = ("train", *recent, *info.evaluated, *names_made(self.hooks))
+            check_names(watched, known, self.loaders.evaluated)
+            check_metrics(self.step, self.hooks, info.evaluated, history, info.models)
         self.step.check_loaders(("train", *self.loaders.evaluated))
         self.step.check_evaluation(info.evaluated)
         for moment in self.moments:
