@@ -612,7 +612,7 @@ class Fold:
         loss, weight = out.loss, out.weight
         if weight.__class__ is int and not weight:
             return
-        if self._total is not None and weight.__class__ is int and loss.__class__ is Tensor:
+        if self._total is not None and type(weight) is int and loss.__class__ is Tensor:
             self._total.add_(loss, alpha=weight)
             self._added += weight
         else:
