@@ -175,7 +175,7 @@ def templates_of_optimizers(state: TrainState, facts: Mapping[str, Json]) -> dic
 def _part(saved: SavedOptimizer, name: str, facts: Mapping[str, Json]) -> SavedOptimizer:
     """Return one of the saved optimizers."""
     if not name:
-        return attrs.evolve(saved, facts=facts)
+        return saved if facts is saved.facts else attrs.evolve(saved, facts=facts)
     prefix = _prefix(name)
     names = [name for name in saved.tensors if name.startswith(prefix)]
     # Popped, so that a tensor is freed as soon as the optimizer has a copy of it elsewhere.
