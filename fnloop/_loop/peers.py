@@ -12,7 +12,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any, NoReturn, Protocol
 
 import attrs
@@ -310,7 +310,7 @@ class Consensus:
 
 # What ``signal`` calls: it makes an enum of each number and of each handler, which takes 9 times
 # as long as to install one.
-_signals: Any = getattr(signal, "_signal", signal)
+_signals: ModuleType = getattr(signal, "_signal", signal)
 # Sent to a process when one that it started has ended.
 _CHILD = None if sys.platform == "win32" else signal.SIGCHLD
 
