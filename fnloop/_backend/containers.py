@@ -359,7 +359,9 @@ def _mallopt() -> Callable[[int, int], int] | None:
     return getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
 
 
+@functools.cache
 def _is_set_by_user() -> bool:
+    """Return whether the environment sets a threshold. The allocator has read it as well, once."""
     tunables = os.environ.get("GLIBC_TUNABLES", "")
     return any(
         f"MALLOC_{name.upper()}_" in os.environ or f"malloc.{name}=" in tunables

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 _WORDS = 624  # of the state of a Mersenne Twister; the place of the next one follows in NumPy's
 _KEY = struct.Struct(f"={_WORDS}I")
 _INDEX = struct.Struct("=i")
+_SIZE = _KEY.size + _INDEX.size
 _NOTHING = b"\0"
 
 _Memory = Any  # an array of bytes of ctypes, which has an attribute raw
@@ -47,6 +48,7 @@ class _Layout(NamedTuple):
         begin: where the words begin in the memory of Python's generator, after its head. The place
             of the next one lies before them.
         python: that memory.
+        python_words: the part of it with the place of the next word, and the words.
         bits: NumPy's generator of bits.
         words: the memory of its state.
         kept: the byte that says whether NumPy keeps a normal number, which is not in the words.
@@ -54,6 +56,7 @@ class _Layout(NamedTuple):
 
     begin: int
     python: _Memory
+    python_words: _Memory
     bits: MT19937
     words: _Memory
     kept: _Memory
@@ -69,7 +72,7 @@ def look_at_host() -> Seen | None:
         _layout = _find_layout()
         if _layout is None:
             return None
-    _, python, bits, words, kept = _layout
+    _, python, _, bits, words, kept = _layout
     return python.raw, _PYTHON.gauss_next, bits, words.raw, kept.raw
 
 
@@ -98,9 +101,9 @@ def _put_back(seen: Seen) -> None:
     now, layout = look_at_host(), _layout
     assert now is not None and layout is not None  # they were seen before
     if now[:2] != seen[:2]:
-        key = _KEY.unpack_from(python, layout.begin)
-        index = _INDEX.unpack_from(python, layout.begin - _INDEX.size)
-        random.setstate((random.Random.VERSION, (*key, *index), gauss))
+        begin = layout.begin - _INDEX.size
+        layout.python_words.raw = python[begin : begin + _SIZE]
+        _PYTHON.gauss_next = gauss
     if now[-1] != _NOTHING:
         _random.seed(0)  # it forgets the normal number
     with bits.lock:
@@ -113,7 +116,8 @@ def _find_layout() -> _Layout | None:
     if place is None or type(bits) is not MT19937:
         return None
     begin, kept = place
-    return _Layout(begin, _memory_of(_PYTHON), bits, _words_of(bits), _memory_of(_NUMPY, kept, 1))
+    python, its_words = _memory_of(_PYTHON), _memory_of(_PYTHON, begin - _INDEX.size, _SIZE)
+    return _Layout(begin, python, its_words, bits, _words_of(bits), _memory_of(_NUMPY, kept, 1))
 
 
 def _memory_of(generator: object, begin: int = 0, size: int | None = None) -> _Memory:
@@ -125,7 +129,7 @@ def _memory_of(generator: object, begin: int = 0, size: int | None = None) -> _M
 
 def _words_of(bits: MT19937) -> _Memory:
     """Return the memory of the state of a generator of bits of NumPy."""
-    return (ctypes.c_char * (_KEY.size + _INDEX.size)).from_address(bits.ctypes.state_address)
+    return (ctypes.c_char * _SIZE).from_address(bits.ctypes.state_address)
 
 
 @functools.cache
@@ -135,8 +139,14 @@ def _find_places() -> tuple[int, int] | None:
         return None
     try:
         begin, kept = _find_words(), _find_kept()
-        found = None if begin is None or kept is None else (begin, kept)
-        return found if _can_be_put_back() else None
+        if begin is None or kept is None:
+            return None
+        made, bits = random.Random(1), MT19937(1)
+        its_words = _memory_of(made, begin - _INDEX.size, _SIZE)
+        own = RandomState(bits)
+        can_be = _can_be_put_back(its_words, lambda: [made.random() for _ in range(700)])
+        can_be &= _can_be_put_back(_words_of(bits), lambda: own.random_sample(700).tolist())
+        return (begin, kept) if can_be else None
     except (AttributeError, TypeError, ValueError):
         return None
 
@@ -172,11 +182,9 @@ def _find_kept() -> int | None:
     return moved[0] if len(moved) == 1 and not seen[0][moved[0]] else None
 
 
-def _can_be_put_back() -> bool:
-    """Return whether a generator of NumPy continues from where its words were copied."""
-    made = MT19937(1)
-    own, words = RandomState(made), _words_of(made)
+def _can_be_put_back(words: _Memory, draw: Callable[[], list[float]]) -> bool:
+    """Return whether a generator continues from where its words were copied."""
     before = words.raw
-    first = own.random_sample(700).tolist()
+    first = draw()
     words.raw = before
-    return first == own.random_sample(700).tolist() != own.random_sample(700).tolist()
+    return first == draw() != draw()

@@ -172,7 +172,7 @@ def verify(
         CheckpointError: it is not a checkpoint, or is damaged; the message names file and fault.
         OSError: a file cannot be read for a reason other than that it does not exist.
     """
-    if not is_folder(path):
+    if manifest is None and not is_folder(path):
         what = "it is a link to nothing" if path.is_symlink() else "there is no such folder"
         what = f"it is a file. {foreign}" if (foreign := explain_foreign(path)) else what
         raise CheckpointError(f"{path} is not a checkpoint: {what}")

@@ -114,7 +114,12 @@ def encode_optimizers(state: TrainState, tensors: dict[str, Tensor]) -> dict[str
     return {_SEVERAL: facts}
 
 
-def prepare_loads(state: TrainState, saved: SavedOptimizer, strict: bool) -> list[Load]:
+def prepare_loads(
+    state: TrainState,
+    named: Mapping[str, NamedOptimizer],
+    saved: SavedOptimizer,
+    strict: bool,
+) -> list[Load]:
     """Check that the saved optimizers fit those of a state, and return how to load each.
 
     Their groups are made as they were where ``unfreeze`` had changed them. Neither that nor a load
@@ -122,13 +127,14 @@ def prepare_loads(state: TrainState, saved: SavedOptimizer, strict: bool) -> lis
 
     Args:
         state: the state.
+        named: its optimizers.
         saved: all that was saved, by :func:`encode_optimizers`.
         strict: whether the parameters must have the shapes that they had.
 
     Raises:
         CheckpointError: they are others, or do not fit.
     """
-    named, facts = NamedOptimizer.of_state(state), _by_name(saved.facts)
+    facts = _by_name(saved.facts)
     if named.keys() != facts.keys():
         raise CheckpointError(
             f"{saved.path} has {_describe({k: v['class'] for k, v in facts.items()})}, and this "
@@ -169,7 +175,7 @@ def templates_of_optimizers(state: TrainState, facts: Mapping[str, Json]) -> dic
 def _part(saved: SavedOptimizer, name: str, facts: Mapping[str, Json]) -> SavedOptimizer:
     """Return one of the saved optimizers."""
     if not name:
-        return attrs.evolve(saved, facts=facts)
+        return saved if facts is saved.facts else attrs.evolve(saved, facts=facts)
     prefix = _prefix(name)
     names = [name for name in saved.tensors if name.startswith(prefix)]
     # Popped, so that a tensor is freed as soon as the optimizer has a copy of it elsewhere.
@@ -1272,9 +1278,8 @@ def _prepare_beside(named: NamedOptimizer, saved: SavedOptimizer) -> Load:
 
 
 @contextlib.contextmanager
-def optimizers_kept_on_error(state: TrainState) -> Iterator[None]:
-    """Put all that the optimizers of a state hold back if there is an exception."""
-    named = NamedOptimizer.of_state(state).values()
+def optimizers_kept_on_error(named: Collection[NamedOptimizer]) -> Iterator[None]:
+    """Put all that optimizers hold back if there is an exception."""
     held = [_Held.by(inner) for one in named for inner in walk_optimizers(one.optimizer)]
     beside = [p for one in named for name, p in one.parameters().items() if name in one.foreign]
     weights = [(p, p.detach().clone()) for p in beside]

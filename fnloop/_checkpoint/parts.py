@@ -45,6 +45,7 @@ from fnloop._checkpoint.format import (
     CheckpointError,
     shares_in,
 )
+from fnloop._checkpoint.named import NamedOptimizer
 from fnloop._checkpoint.optimizer import (
     SavedOptimizer,
     Settings,
@@ -320,6 +321,7 @@ def decode_targets(facts: Mapping[str, Json]) -> Targets | None:
 # The model: saved with the weights that an evaluation uses, loaded as a whole or left as it was.
 
 BLOCK = 1 << 20  # elements that are exchanged at a time
+COPIED = 16 << 20  # bytes of a model of which a copy is kept, which takes half as long
 
 
 def _save_model(saving: Saving) -> dict[str, Json]:
@@ -530,23 +532,25 @@ def _prepare_model(saved: Reading) -> Load:
     """Check that the saved model fits, and return how to load it."""
     module = unwrap(saved.state)
     _check_sizes(module, saved.path)
-    theirs = _saved_model(saved)
-    found = _compare(saved, module, theirs)
+    theirs, own = _saved_model(saved), module.state_dict()
+    found = _compare(saved, module, theirs, own)
     if saved.shapes == "file" and found.shapes:
         _take_shapes(saved, module, {name: theirs[name].shape for name in found.shapes})
-        found = _compare(saved, module, theirs)
+        own = module.state_dict()
+        found = _compare(saved, module, theirs, own)
     judge(found, saved)
-    spelled = {strip_compile_prefix(key): key for key in module.state_dict()}
+    spelled = {strip_compile_prefix(key): key for key in own}
     values = {
         spelled.get(k, k): _shard_like(v, found.mine.get(k)) for k, v in found.fitting.items()
     }
-    _check_ties(saved, module, values)
+    _check_ties(saved, module, values, own)
     return functools.partial(_load_model, saved, found.made, values)
 
 
-def _compare(saved: Reading, module: nn.Module, theirs: Named) -> Difference:
-    """Return how what was saved of a model differs from it."""
-    own = module.state_dict()
+def _compare(
+    saved: Reading, module: nn.Module, theirs: Named, own: Mapping[str, object]
+) -> Difference:
+    """Return how what was saved of a model differs from it, and from its state_dict, ``own``."""
     spelled = {strip_compile_prefix(key): key for key in own}
     return diff(
         theirs,
@@ -599,9 +603,13 @@ def _load_model(
         )
     if "counters" in saved.parts and not trained:
         for name, p in module.named_parameters():
-            p.requires_grad_(strip_compile_prefix(name) not in facts["frozen"])
+            trains = strip_compile_prefix(name) not in facts["frozen"]
+            if trains != p.requires_grad:
+                p.requires_grad_(trains)
         for name, submodule in module.named_modules():
-            submodule.training = strip_compile_prefix(name) not in facts["evaluating"]
+            trains = strip_compile_prefix(name) not in facts["evaluating"]
+            if trains != submodule.training:
+                submodule.training = trains
     return state
 
 
@@ -652,7 +660,8 @@ def _buffers_made(
     module: nn.Module, values: Mapping[str, Tensor], device: torch.device
 ) -> Iterator[None]:
     """Give a module buffers of the shapes of values. Take them back if there is an exception."""
-    owners = {strip_compile_prefix(name): owner for name, owner in module.named_modules()}
+    named = module.named_modules() if values else ()
+    owners = {strip_compile_prefix(name): owner for name, owner in named}
     before: list[tuple[nn.Module, str, Tensor | None]] = []
     try:
         for name, value in values.items():
@@ -672,15 +681,21 @@ def _buffers_made(
         raise
 
 
-def _check_ties(saved: Restoring, module: nn.Module, values: Mapping[str, object]) -> None:
+def _check_ties(
+    saved: Restoring,
+    module: nn.Module,
+    values: Mapping[str, object],
+    own: Mapping[str, object],
+) -> None:
     """Raise CheckpointError if tensors of the model that share memory have different values.
 
     Args:
         saved: what is restored.
         module: the model.
         values: what is to be loaded into it, by name.
+        own: its state_dict.
     """
-    shared = _shared_memory(module, values)
+    shared = _shared_memory(own, values)
     torn = [names for names, pairs in shared if not _fit_together(pairs)]
     if is_sharded(module):  # each process compares what it holds
         torn = sorted({names for each in gather_from_all(torn) for names in each})
@@ -702,11 +717,13 @@ _Pair = tuple[Tensor, Tensor]  # a tensor of the model, and its new value
 
 
 def _shared_memory(
-    module: nn.Module, values: Mapping[str, object]
+    own: Mapping[str, object], values: Mapping[str, object]
 ) -> list[tuple[tuple[str, ...], list[_Pair]]]:
     """Return the names of tensors of a model that overlap in memory, and their new values."""
     storages: dict[object, list[tuple[int, int, str, _Pair]]] = {}
-    for name, whole in module.state_dict().items():
+    if _have_own_memory(own.values()):  # most models
+        return []
+    for name, whole in own.items():
         new = values.get(name)
         if not (isinstance(whole, Tensor) and isinstance(new, Tensor)):
             continue
@@ -730,6 +747,16 @@ def _shared_memory(
                 groups.append(((name,), [pair]))
             end = max(end, stop)
     return [group for group in groups if len(group[1]) > 1]
+
+
+def _have_own_memory(tensors: Iterable[object]) -> bool:
+    """Return whether no two tensors are in one memory, as far as a look shows."""
+    places: list[int] = []
+    for tensor in tensors:
+        if type(tensor) is not Tensor or tensor.layout is not torch.strided:
+            return False
+        places.append(tensor.untyped_storage().data_ptr())
+    return len({*places}) == len(places)
 
 
 def _fit_together(pairs: Sequence[_Pair]) -> bool:
@@ -832,8 +859,9 @@ def _shard_like(value: object, template: object) -> object:
 def weights_kept_on_error(module: nn.Module, values: dict[str, object]) -> Iterator[None]:
     """Put the tensors of a module back if there is an exception.
 
-    The memory of the new values keeps the old ones, where that is possible: both are exchanged, and
-    ``values`` then has the module's own tensors, to be loaded as if they were new.
+    Of a small module, copies are kept. Otherwise the memory of the new values keeps the old ones,
+    where that is possible: both are exchanged, and ``values`` then has the module's own tensors, to
+    be loaded as if they were new.
 
     Args:
         module: the module.
@@ -841,23 +869,29 @@ def weights_kept_on_error(module: nn.Module, values: dict[str, object]) -> Itera
     """
     # By the place in memory, because state_dict returns other tensors, of the same memory.
     own = {_place_of(t) for t in (*module.parameters(), *module.buffers())}
-    exchanged: list[tuple[Tensor, Tensor]] = []
+    undone: list[Callable[[], object]] = []
     before: dict[str, Tensor] = {}
+    room = COPIED
     try:
         for name, here in module.state_dict().items():
             new = values.get(name)
             if not isinstance(here, Tensor):
                 continue
-            if isinstance(new, Tensor) and _place_of(here) in own and _may_exchange(here, new):
+            if not (isinstance(new, Tensor) and _place_of(here) in own):
+                before[name] = here.clone()
+            elif type(here) is Tensor and here.nbytes <= room and here.is_contiguous():
+                undone.append(functools.partial(_put_back, here, here.clone()))
+                room -= here.nbytes
+            elif _may_exchange(here, new):
                 _exchange(here, new)
-                exchanged.append((here, new))
+                undone.append(functools.partial(_exchange, here, new))
                 values[name] = here
             else:
                 before[name] = here.clone()
         yield
     except BaseException:
-        for here, new in reversed(exchanged):
-            _exchange(here, new)
+        for undo in reversed(undone):
+            undo()
         module.load_state_dict(before, strict=False)
         raise
 
@@ -876,6 +910,11 @@ def _may_exchange(here: Tensor, new: Tensor) -> bool:
 def _fills_memory(tensor: Tensor) -> bool:
     """Return whether a tensor has its memory for itself, in any order of its dimensions."""
     return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+
+
+def _put_back(here: Tensor, was: Tensor) -> None:
+    with torch.no_grad():
+        here.copy_(was)
 
 
 def _exchange(a: Tensor, b: Tensor) -> None:
@@ -923,9 +962,10 @@ def _prepare_optimizers(saved: Reading) -> Load:
         takes=saved.undone if saved.shapes == "file" else None,
     )  # fmt: skip
     # Before the check, which makes groups as they were.
-    saved.undone.enter_context(optimizers_kept_on_error(saved.state))
+    named = NamedOptimizer.of_state(saved.state)
+    saved.undone.enter_context(optimizers_kept_on_error(named.values()))
     forget_states(saved.state.optimizer, saved.resized)
-    loads = prepare_loads(saved.state, optimizers, saved.strict)
+    loads = prepare_loads(saved.state, named, optimizers, saved.strict)
 
     def load(state: TrainState) -> TrainState:
         if not {"model", TRAINED} & {*saved.parts}:  # an optimizer may change them as it loads

@@ -24,6 +24,7 @@ from fnloop._checkpoint.files import (
     read_json,
     read_manifest,
     read_state_file,
+    readable_manifest,
     run_of,
     verify,
 )
@@ -267,8 +268,16 @@ def read_written(path: Path, files: Mapping[str, str | None]) -> Contents:
 def read_whole_checkpoint(path: Path, state: TrainState) -> Contents | None:
     """Return the contents of a checkpoint, or None if it is partial. Every process must call it."""
     where = locate(path)
-    manifest = on_every_process(lambda: verify(where, deep=False, history=False), READING)
+    manifest = on_every_process(lambda: _manifest_of(where), READING)
     return None if is_partial(manifest) else read_checkpoint(where, state, manifest=manifest)
+
+
+def _manifest_of(path: Path) -> dict[str, Json]:
+    """Return a manifest, which a listing has mostly read before. Raise as :func:`verify`."""
+    known = readable_manifest(path)
+    if known is None or is_partial(known):
+        return verify(path, deep=False, history=False)
+    return known
 
 
 def _read(

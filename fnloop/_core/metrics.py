@@ -245,13 +245,18 @@ class PerModel(Mean):
         return attrs.evolve(super().to_accumulator(), label=self.label, models=self.models)
 
 
+_NUMBERS = (int, float)
+
+
 @attrs.frozen(eq=False)
 class _Value(Reduced):
     value: Number
 
     def __attrs_post_init__(self) -> None:
-        if not isinstance(self.value, Tensor) or self.value.ndim:
-            _check_value(self, "value", _Value)
+        value = self.value
+        if value.__class__ in _NUMBERS or (isinstance(value, Tensor) and not value.ndim):
+            return
+        _check_value(self, "value", _Value)
 
     def compute(self) -> float:
         """Return the value."""

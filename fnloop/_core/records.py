@@ -61,8 +61,9 @@ def _seconds(value: object) -> float:
 def _items(value: object) -> float | None:
     if value is None or (type(value) is int and value >= 0):
         return value
-    items = checks.number("Record", "items", value, least=0)
-    return int(items) if items.is_integer() else items
+    if not (isinstance(value, float) and 0 <= value < math.inf):
+        value = checks.number("Record", "items", value, least=0)
+    return int(value) if value.is_integer() else float(value)
 
 
 def _bits(metrics: Mapping[str, float]) -> dict[str, str]:

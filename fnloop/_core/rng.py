@@ -19,7 +19,6 @@ https://doi.org/10.1145/2660193.2660195).
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import random
 import threading
@@ -59,7 +58,9 @@ def fold_in(seed: int, *numbers: int) -> int:
         >>> fold_in(0, 1) != fold_in(0, 2) != fold_in(1, 1)
         True
     """
-    return functools.reduce(mix, numbers, seed)
+    for number in numbers:
+        seed = mix(seed, number)
+    return seed
 
 
 def new_seed() -> int:

@@ -1154,7 +1154,11 @@ def unwrap(state: TrainState) -> nn.Module:
     """
     if not isinstance(state, TrainState):
         raise TypeError(f"unwrap expects state as a TrainState; got {describe(state)}")
-    model = state.model
+    return without_wrappers(state.model)
+
+
+def without_wrappers(model: nn.Module) -> nn.Module:
+    """Return a module without wrappers of distributed training or compilation."""
     while True:
         if (inner := torch_compat.uncompiled(model)) is not None:
             model = inner

@@ -290,8 +290,10 @@ class Positions:
 
         There is one if generators of the loader's own decide the order.
         """
+        if not self._owners:
+            return None
         own = self._own if epoch == self._epoch else self._later()
-        if not own or not self._owners:
+        if not own:
             return None
         return {
             "epoch": epoch, "batch": 0, "shards": self.shards, "keeper": "", "state": None,
@@ -428,12 +430,14 @@ def _numbers(samples: list[int]) -> str:
 OwnGenerator = np.random.Generator | np.random.RandomState | random.Random | torch.Generator
 
 
-def own_generators(owners: Iterable[object]) -> dict[str, OwnGenerator]:
+def own_generators(owners: Sequence[object]) -> dict[str, OwnGenerator]:
     """Return the generators that are attributes of loaders, samplers and streams, by their paths.
 
     ``generator``, if torch's, is not among them: fnloop replaces it.
     """
     found: dict[str, OwnGenerator] = {}
+    if not owners:
+        return found
     seen: set[int] = set()
 
     def look(owner: object, path: str) -> None:

@@ -191,7 +191,7 @@ def resumed(state: TrainState, reached: bool, starts: bool) -> TrainState:
     apart, ends = End() in state.todo, any(isinstance(each, Flush) for each in state.todo)
     if over and ends and left and (not apart or (reached and isinstance(left[0], Append))):
         state = changed(state, events=state.events | {END})
-    elif not over:
+    elif not over and left:
         state = changed(state, events=state.events - {END})
     if left and isinstance(left[-1], Call) and left[-1].stage == "end":
         return changed(state, todo=(*left, Flush(state.stop)))

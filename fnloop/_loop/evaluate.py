@@ -72,7 +72,9 @@ def measure(
     seed_all(seed)
     evaluation = engine_of(state).start_evaluation(state, step.evaluates)
     batches = windows(source, None, backend.device, None)
+    call, add, position_of = evaluation.call, evaluation.add, backend.position_of
     with step.evaluating(state, together=True) as state:
+        evaluate_batch, carries = step.evaluation, step.carries
         while True:
             where: str | None = "the loader"
             if watch is not None:
@@ -82,14 +84,14 @@ def measure(
                     break
                 where = None
                 # A function of the batch, whichever process evaluates it.
-                position(mix(seed, backend.position_of(n)))
-                results = evaluation.call(step.evaluation, state, batch)
+                position(mix(seed, position_of(n)))
+                results = call(evaluate_batch, state, batch)
                 if outputs is not None:
                     outputs.append([_to_host(out) for _, out in results if out.skip is None])
                 for made, out in results:
-                    if step.carries:
+                    if carries:
                         state = made
-                    evaluation.add(out)
+                    add(out)
                 n += 1
             except Exception as error:
                 if not in_run:

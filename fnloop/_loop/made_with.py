@@ -12,6 +12,7 @@ from torch import nn
 
 from fnloop._core.code import hash_of, is_of_library, is_users, walk
 from fnloop._core.serialize import Json
+from fnloop._core.state import without_wrappers
 from fnloop._core.types import EVALUATION, Middleware, name_of, wraps_of
 from fnloop._hooks.hook import Hook, LiftedHook, every_layer, slots_of, unwrap_hook
 from fnloop._step.pipeline import LossStep, PipelineStep, RawStep
@@ -33,6 +34,29 @@ def describe_making(
         "hooks": [_without_addresses(name_of(unwrap_hook(hook))) for hook in changing],
         "hook_slots": sorted(slots_of(hooks)),
     }
+
+
+class Making:
+    """Returns what a run is made with, which is found out at the first call.
+
+    Args:
+        step: the step.
+        model: the model, maybe in wrappers.
+        device: where it is.
+        hooks: the hooks.
+    """
+
+    def __init__(
+        self, step: PipelineStep, model: nn.Module, device: torch.device, hooks: Sequence[Hook]
+    ) -> None:
+        self._given = step, model, device, hooks
+        self._found: dict[str, Json] | None = None
+
+    def __call__(self) -> dict[str, Json]:
+        if self._found is None:
+            step, model, device, hooks = self._given
+            self._found = describe_making(step, without_wrappers(model), device, hooks)
+        return self._found
 
 
 def _without_addresses(text: str) -> str:

@@ -12,7 +12,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any, NoReturn, Protocol
 
 import attrs
@@ -308,6 +308,9 @@ class Consensus:
 # A single process acts on a signal at the next boundary. Several processes agree first: see
 # `consensus`.
 
+# What ``signal`` calls: it makes an enum of each number and of each handler, which takes 9 times
+# as long as to install one.
+_signals: ModuleType = getattr(signal, "_signal", signal)
 # Sent to a process when one that it started has ended.
 _CHILD = None if sys.platform == "win32" else signal.SIGCHLD
 
@@ -428,19 +431,19 @@ def handling(single_process: bool = True) -> Iterator[Interrupts]:
     usual: dict[int, Any] = {}
     if single_process:  # the first to be installed, because it may come during the others
         usual[signal.SIGINT] = signal.default_int_handler
-    usual[signal.SIGTERM] = signal.SIG_DFL
+    usual[signal.SIGTERM] = _signals.SIG_DFL
     if sys.platform != "win32":
-        usual[signal.SIGUSR1] = signal.SIG_DFL
+        usual[signal.SIGUSR1] = _signals.SIG_DFL
     if threading.current_thread() is not threading.main_thread():
         usual = {}  # only the main thread may install handlers
-    taken = {number: old for number, old in usual.items() if signal.getsignal(number) == old}
+    taken = {number: old for number, old in usual.items() if _signals.getsignal(number) == old}
     try:
         for number in taken:
-            signal.signal(number, interrupts)
+            _signals.signal(number, interrupts)
         yield interrupts
     finally:
         for number, old in taken.items():
-            signal.signal(number, old)
+            _signals.signal(number, old)
         interrupts.restore()
         terminated = interrupts.stop == TERMINATED or interrupts.requested[0]
         if terminated and not interrupts.done and signal.SIGTERM in taken:

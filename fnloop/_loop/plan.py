@@ -40,7 +40,6 @@ from fnloop._core.state import (
     count_items,
     items_of_call,
     left_out,
-    unwrap,
     updates_of_call,
     without_metrics,
 )
@@ -68,12 +67,12 @@ from fnloop._hooks.hook import (
 )
 from fnloop._loop.boundary import Moments, check_moment, own_clock, read_moments, resumed
 from fnloop._loop.errors import warn_on_main
-from fnloop._loop.made_with import describe_making, members_of
+from fnloop._loop.made_with import Making, members_of
 from fnloop._step.pipeline import LossStep, Pipeline, PipelineStep, total_in
 from fnloop._step.update import ALWAYS
 
 
-@attrs.frozen
+@attrs.frozen(slots=False)  # what is cached has its place among the attributes
 class Plan:
     """What a run is to do.
 
@@ -172,7 +171,7 @@ class Plan:
         phase = None if self.phase is None else phase_of(state, self.phase)
         return phase is not None and phase.done
 
-    @property
+    @functools.cached_property
     def counts_items(self) -> bool:
         """Whether something depends on ``state.items``, which is then read after each update."""
         return (
@@ -245,21 +244,22 @@ class Plan:
             hook.check_beside(self.hooks)
         recent = () if self.record_every is None else ("recent",)
         check_makers(self.hooks, ("train", "recent", *self.loaders.evaluated))
-        known = ("train", *recent, *info.evaluated, *names_made(self.hooks))
-        check_names(watched_in(self.step, self.hooks), known, self.loaders.evaluated)
-        check_metrics(self.step, self.hooks, info.evaluated, history, info.models)
+        if watched := watched_in(self.step, self.hooks):
+            known = ("train", *recent, *info.evaluated, *names_made(self.hooks))
+            check_names(watched, known, self.loaders.evaluated)
+            check_metrics(self.step, self.hooks, info.evaluated, history, info.models)
         self.step.check_loaders(("train", *self.loaders.evaluated))
         self.step.check_evaluation(info.evaluated)
         for moment in self.moments:
             moment.check(info)
 
-    @property
+    @functools.cached_property
     def triggers(self) -> tuple[Moment, ...]:
         """What says when to evaluate and to make a record."""
         own = () if self.record_every is None else (self.record_every,)
         return (*(trigger for trigger, _ in self.evaluations), *own)
 
-    @property
+    @functools.cached_property
     def moments(self) -> tuple[Moment, ...]:
         """All that the run and its hooks ask."""
         of_hooks = (moment for layer in every_layer(self.hooks) for moment in layer.moments)
@@ -400,8 +400,7 @@ def describe(
         lost = state.skipped + left_out(state) - (0 if phase is None else phase.skipped)
         total = state.step + lost + left
         total = total if plan.steps is None else min(total, plan.steps)
-    making = plan.step, unwrap(state), state.backend.device, plan.hooks
-    made_with = functools.cache(functools.partial(describe_making, *making))
+    made_with = Making(plan.step, state.model, state.backend.device, plan.hooks)
     return RunInfo(
         plan.epochs, total, per_epoch, batches, windows.largest, evaluated,
         precision=plan.step.precision_in(state), first_step=0 if phase is None else phase.step,

@@ -159,7 +159,8 @@ def fold(
                 hand_over(state)
             yield state
             check_not_stale(state)  # the caller may have advanced it
-            world.state = changed(state, run=world.info)
+            if not over:
+                world.state = changed(state, run=world.info)
 
 
 def _settle_hooks(plan: Plan, state: TrainState) -> TrainState:
@@ -174,15 +175,13 @@ def _settle_hooks(plan: Plan, state: TrainState) -> TrainState:
     return state
 
 
-@contextlib.contextmanager
-def _closing_hooks(hooks: Sequence[Hook], stopwatch: Stopwatch) -> Iterator[None]:
-    """Close all hooks at the end, even if one of them raises."""
-    __tracebackhide__ = True
-    with contextlib.ExitStack() as stack:
-        stack.callback(stopwatch.end)
-        for hook in reversed(hooks):  # the stack calls them back in the order listed
-            stack.callback(unwrap_hook(hook).close)
-        yield
+def _closing_hooks(hooks: Sequence[Hook], stopwatch: Stopwatch) -> contextlib.ExitStack:
+    """Return what closes all hooks at the end of a ``with`` block, even if one of them raises."""
+    stack = contextlib.ExitStack()
+    stack.callback(stopwatch.end)
+    for hook in reversed(hooks):  # the stack calls them back in the order listed
+        stack.callback(unwrap_hook(hook).close)
+    return stack
 
 
 def _listening(
@@ -640,12 +639,13 @@ class World:
         """Evaluate loaders for the hooks that ask for outputs at the end."""
         __tracebackhide__ = True
         self._collect_for(self._late, state, action.loaders)
-        items = next((each.items for each in state.history[-1:] if each.step == state.step), None)
-        record = Record(state.epoch, state.step, {}, self.seconds, closing=True, items=items)
-        adders = [hook for hook in self._late if hook in self._adders]
-        full = self._with_numbers(state, record, state.metrics, (), adders)
-        if full is not record:
-            state = with_record(state, state.history.append(full), state.metrics)
+        if adders := [hook for hook in self._late if hook in self._adders]:
+            last = state.history[-1] if len(state.history) else None
+            items = last.items if last is not None and last.step == state.step else None
+            record = Record(state.epoch, state.step, {}, self.seconds, closing=True, items=items)
+            full = self._with_numbers(state, record, state.metrics, (), adders)
+            if full is not record:
+                state = with_record(state, state.history.append(full), state.metrics)
         return changed(state, todo=todo)
 
     def _collect_for(self, hooks: Sequence[Hook], state: TrainState, names: Iterable[str]) -> None:

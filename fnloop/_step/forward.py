@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from numbers import Real
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import attrs
 import torch
@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from fnloop._backend.containers import map_leaves, tensors_in
 from fnloop._backend.fsdp import is_sharded
 from fnloop._backend.torch_compat import version_of
-from fnloop._core.metrics import Mean, NoLoss, update_, update_evaluated_
+from fnloop._core.metrics import Mean, NoLoss, mean_of, update_, update_evaluated_
 from fnloop._core.optimizers import optimizers_in
 from fnloop._core.stacked import INSTEAD, Shared, Stack, call_models
 from fnloop._core.state import (
@@ -602,18 +602,34 @@ class Fold:
     def __init__(self, models: tuple[str, ...] = ()) -> None:
         self._models = models
         self._metrics: dict[str, Metric] = {}
-        self._loss: Mean | NoLoss | None = None
+        self._loss: Mean | NoLoss | None = None  # without what was added since
+        self._total: Tensor | None = None  # its sum, where batches are added to that alone
+        self._added = 0  # the items of these
 
     def add(self, out: Output) -> None:
         """Combine those of one more batch, unless it has no item."""
         __tracebackhide__ = True
-        if out.weight.__class__ is int and not out.weight:
+        loss, weight = out.loss, out.weight
+        if weight.__class__ is int and not weight:
             return
-        self._loss = update_evaluated_(self._loss, out.loss, out.weight, self._models)
+        if self._total is not None and type(weight) is int and loss.__class__ is Tensor:
+            self._total.add_(loss, alpha=weight)
+            self._added += weight
+        else:
+            self._loss = found = update_evaluated_(self._so_far(), loss, weight, self._models)
+            total = found.total if type(found) is Mean else None
+            self._total = total if isinstance(total, Tensor) else None
         if out.metrics:
             self._metrics = update_(self._metrics, out.metrics)
 
+    def _so_far(self) -> Mean | NoLoss | None:
+        if self._added:
+            loss = cast(Mean, self._loss)
+            self._loss, self._added = mean_of(loss.total, loss.weight + self._added), 0
+        return self._loss
+
     def metrics(self) -> dict[str, Metric]:
         """Return all metrics, the loss first."""
-        found = {**self._metrics} if self._loss is None else {"loss": self._loss, **self._metrics}
+        loss = self._so_far()
+        found = {**self._metrics} if loss is None else {"loss": loss, **self._metrics}
         return {"loss": found.pop("loss", Mean(0.0, 0)), **found}

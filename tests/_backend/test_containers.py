@@ -126,6 +126,9 @@ DURING, AFTER = (containers._TRIM_THRESHOLD, 1 << 30), (containers._TRIM_THRESHO
 def _nothing_is_set(monkeypatch):
     for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"):
         monkeypatch.delenv(name, raising=False)
+    containers._is_set_by_user.cache_clear()
+    yield
+    containers._is_set_by_user.cache_clear()
 
 
 @pytest.fixture

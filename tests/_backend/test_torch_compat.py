@@ -38,6 +38,7 @@ OTHERS = {  # private names of other libraries, each in one file
     "_backend/collectives.py": {"_exit", "_current_frames"},  # documented, of os and sys
     "_extensions/tools/dry_run.py": {"_getframe"},  # documented, of sys
     "debug/_watch.py": {"_getframe"},
+    "_loop/peers.py": {"_signal"},  # Python's
 }
 
 

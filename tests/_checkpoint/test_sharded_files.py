@@ -10,7 +10,7 @@ from saved import check_refused, sgd
 from torch import nn
 
 import fnloop as fl
-from fnloop._checkpoint import files, format
+from fnloop._checkpoint import files, format, parts
 from fnloop._checkpoint.format import CheckpointError, Slices, decode_index
 from fnloop._checkpoint.parts import weights_kept_on_error
 
@@ -184,7 +184,38 @@ def load(module, values):
         module.load_state_dict(values)
 
 
-def test_weights_and_their_new_values_are_exchanged_and_back():
+@pytest.fixture
+def large(monkeypatch):
+    """No model is small enough to be copied."""
+    monkeypatch.setattr(parts, "COPIED", 0)
+
+
+def test_of_a_small_model_a_copy_is_kept_and_put_back():
+    module, new = nn.Linear(2, 1), {"weight": torch.tensor([[1.0, 2.0]]), "bias": torch.ones(2)}
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        load(module, new)
+    assert all(torch.equal(module.state_dict()[name], before[name]) for name in before)
+    assert new["weight"].tolist() == [[1.0, 2.0]]
+
+
+@pytest.mark.parametrize("room", [0, 4, 8, 12])
+def test_parts_of_one_memory_are_put_back_whether_they_are_copied_or_exchanged(monkeypatch, room):
+    monkeypatch.setattr(parts, "COPIED", room)
+    module = nn.Module()
+    memory = torch.tensor([1.0, 2.0])
+    for name, part in {"whole": memory, "first": memory[:1], "last": memory[1:]}.items():
+        module.register_buffer(name, part)
+    values = {
+        "whole": torch.tensor([3.0, 4.0]), "first": torch.tensor([5.0]), "last": torch.tensor([6.0])
+    }  # fmt: skip
+    with pytest.raises(OSError), weights_kept_on_error(module, values):
+        module.load_state_dict(values)
+        raise OSError
+    assert memory.tolist() == [1.0, 2.0]
+
+
+def test_weights_and_their_new_values_are_exchanged_and_back(large):
     module, new = nn.Linear(2, 1), {"weight": torch.tensor([[1.0, 2.0]]), "bias": torch.ones(2)}
     before = {name: value.clone() for name, value in module.state_dict().items()}
     with pytest.raises(RuntimeError, match="size mismatch"):
@@ -197,7 +228,7 @@ def test_weights_and_their_new_values_are_exchanged_and_back():
     assert torch.equal(kept, before["weight"])
 
 
-def test_weights_in_another_memory_format_are_exchanged_too():
+def test_weights_in_another_memory_format_are_exchanged_too(large):
     """A copy of all weights beside the new ones would double the memory that a restore takes."""
     module, new = nn.Conv2d(2, 3, 2, bias=False), torch.arange(24.0).view(3, 2, 2, 2)
     module.to(memory_format=torch.channels_last)
@@ -208,7 +239,7 @@ def test_weights_in_another_memory_format_are_exchanged_too():
     assert module.weight.is_contiguous(memory_format=torch.channels_last)
 
 
-def test_tied_weights_are_exchanged_once_for_each_name():
+def test_tied_weights_are_exchanged_once_for_each_name(large):
     module = nn.ModuleList([nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)])
     module[1].weight = module[0].weight
     before = module[0].weight.item()

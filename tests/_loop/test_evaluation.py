@@ -37,6 +37,20 @@ def test_evaluation_happens_when_it_is_due_and_each_epoch_has_a_record(when_to, 
     assert all(r.metrics["train/loss"] == mean[r.step % 3] for r in state.history)
 
 
+@pytest.mark.parametrize("weights", [
+    (2, 2, 4), (torch.tensor(2), 2, 4), (2, torch.tensor(2), 4), (2, 2, torch.tensor(4)),
+    (2, 0, 2, torch.tensor(0), 4), (torch.tensor(2.0), torch.tensor(2), torch.tensor(4)),
+], ids=repr)  # fmt: skip
+def test_an_evaluation_weighs_batches_by_numbers_and_by_tensors(weights):
+    """(1 × 2 + 3 × 2 + 5 × 4) / 8 = 3.5; a batch without items does not count."""
+    losses = iter([1.0, 3.0, 5.0])
+
+    def loss_fn(model, weight):
+        return torch.tensor(next(losses) if weight else 99.0), {"weight": weight}
+
+    assert fl.evaluate(fl.pipeline()(loss_fn), toy(), [*weights]) == {"loss": 3.5}
+
+
 def test_evaluating_a_new_state_does_not_create_a_scheduler():
     warm = fl.torch_scheduler(lambda opt, run: torch.optim.lr_scheduler.ConstantLR(opt, 0.1))
     state = toy(lr=1.0)

@@ -417,15 +417,16 @@ def test_in_an_interactive_session_another_run_begins(name, how, error, status, 
 
 def test_a_signal_while_the_handlers_are_installed_leaves_none(monkeypatch):
     """Ctrl-C is the first that has one. Then what comes raises, and those before are put back."""
-    installed, install = [], signal.signal
+    installed, own = [], types.SimpleNamespace(**vars(consensus._signals))
 
     def slow(number, handler):
         installed.append(number)
         if len(installed) == 2:
             raise KeyboardInterrupt
-        return install(number, handler)
+        return signal.signal(number, handler)
 
-    monkeypatch.setattr(signal, "signal", slow)
+    own.signal = slow
+    monkeypatch.setattr(consensus, "_signals", own)
     with pytest.raises(KeyboardInterrupt):
         fit()
     assert installed[0] == signal.SIGINT
