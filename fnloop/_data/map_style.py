@@ -692,7 +692,7 @@ def kind_of(dataset: object, by_sample: bool = False) -> object:
         kinds = {kind_of(part, by_sample=True) for part in parts}
         return kinds.pop() if len(kinds) == 1 else None
     if kind is StackDataset:
-        named = cast("StackDataset[Any]", dataset).datasets
+        named = cast("StackDataset[tuple[object, ...]]", dataset).datasets
         of = named.items() if isinstance(named, dict) else enumerate(named)
         kinds_of = tuple((name, kind_of(part, by_sample)) for name, part in of)
         return None if any(each is None for _, each in kinds_of) else (type(named), kinds_of)
@@ -703,22 +703,22 @@ def kind_of(dataset: object, by_sample: bool = False) -> object:
     return kind if kind.__qualname__ in _ARROW else None
 
 
-def reads_at_once(loader: DataLoader[object]) -> bool:
-    """Return whether the samples of a batch are read at once, as the first one tells."""
-    if loader.batch_sampler is None or loader.collate_fn is not default_collate:
-        return False
-    first = fetch_batch(loader.dataset, [0]) if kind_of(loader.dataset) is not None else None
-    return first is not None
+def how_read(loader: DataLoader[object]) -> tuple[str, bool] | None:
+    """Return the class of a loader's data, and whether a batch is read at once.
 
-
-def named(dataset: object) -> str:
-    """Return the classes of a dataset and of what it is a subset of, or begins with."""
-    names = [type(dataset).__name__]
+    The class says of what a subset is one, and with what datasets in a row begin. The first sample
+    tells whether it is read at once. With workers, which read beside the step, return None.
+    """
+    if loader.num_workers:
+        return None
+    dataset, names = loader.dataset, [type(loader.dataset).__name__]
     while type(dataset) in (Subset, ConcatDataset):
         parts = getattr(dataset, "datasets", None)
-        dataset = parts[0] if parts else dataset.dataset  # type: ignore[attr-defined]
+        dataset = parts[0] if parts else cast("Subset[object]", dataset).dataset
         names.append(type(dataset).__name__)
-    return " of ".join(names)
+    made = _BatchDataset(loader.dataset, loader.collate_fn, loader.batch_sampler is not None)
+    at_once = made.is_read_at_once and fetch_batch(loader.dataset, [0]) is not None
+    return " of ".join(names), at_once
 
 
 def fetch_batch(dataset: object, index: object) -> Batch | None:
@@ -888,7 +888,7 @@ def _arrow_rows(dataset: _ArrowDataset, index: list[int]) -> Batch | None:
     return {name: _stacked(rows) for name, rows in columns.items()}
 
 
-def _stacked(rows: Any) -> Batch:
+def _stacked(rows: Sequence[object]) -> Batch:
     __tracebackhide__ = True
     if type(rows) is Tensor and rows.is_contiguous() and not rows.requires_grad:
         return rows

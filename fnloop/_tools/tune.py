@@ -20,11 +20,9 @@ from fnloop._core.history import History
 from fnloop._core.optimizers import optimizers_in
 from fnloop._core.state import TrainState, check_not_stale, snapshot, without_metrics
 from fnloop._core.types import Middleware, Step
-from fnloop._data.composed import is_map_style
 from fnloop._data.held import own_copy
 from fnloop._data.iterable import is_keeper
 from fnloop._data.loaders import check_loader
-from fnloop._data.map_style import named, reads_at_once
 from fnloop._display.screen import log
 from fnloop._display.tables import Column, Shown, Table
 from fnloop._loop.beginning import fused_hint
@@ -104,13 +102,12 @@ class Advice(Shown):
     def _reading_parts(self) -> list[str | Table[Trial] | Table[Reading]]:
         if self.reading is None:
             return []
-        ratio = lambda r: f"{r.seconds / r.by_torch:.2f}" if r.by_torch else ""
         columns: list[Column[Reading]] = [
             Column("data", lambda r: r.data, left=True),
             Column("samples are read", lambda r: _HOW_READ[r.at_once], left=True),
             Column("µs/batch", lambda r: f"{r.seconds * 1e6:.3g}"),
             Column("by hand", lambda r: f"{r.by_torch * 1e6:.3g}"),
-            Column("ratio", ratio),
+            Column("ratio", lambda r: f"{r.seconds / r.by_torch:.2f}"),
         ]
         return [Table(columns, [self.reading]), ""]
 
@@ -270,15 +267,13 @@ class _Bench:
     def _reading(self) -> Reading | None:
         """Return how the batches are read, and what that costs by hand; None with workers."""
         loader = self.now.loader
-        if not is_map_style(loader) or loader.num_workers:
-            return None
         with isolated(self.state.backend.device):
             source = open_loader(loader, self.state, total_in(self.now.step.pipeline.middleware))
+            if (how := source.how_read()) is None or not isinstance(loader, DataLoader):
+                return None
             seconds = _seconds_per_batch(source.batches(self.state.epoch, 0, 0))
             by_torch = _seconds_per_batch(loader)
-        if seconds is None or by_torch is None:
-            return None
-        return Reading(named(loader.dataset), reads_at_once(loader), seconds, by_torch)
+        return Reading(*how, seconds, by_torch) if seconds and by_torch else None
 
     def _lines(self, best: _Contender) -> tuple[str, ...]:
         """Return what to write for a setting."""
