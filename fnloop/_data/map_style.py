@@ -17,6 +17,7 @@ from toolz import partition, partition_all
 from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
+    ConcatDataset,
     DataLoader,
     Dataset,
     RandomSampler,
@@ -286,14 +287,15 @@ class _BatchDataset(Dataset[Batch]):
     def __init__(self, dataset: Any, collate: Callable[..., Batch], batched: bool) -> None:
         self.dataset, self.collate, self.batched = dataset, collate, batched
         self.fetches_batches = batched and gives_batches(dataset)
-        self.collates_by_default = batched and collate is default_collate
+        collates_by_default = batched and collate is default_collate
+        self.is_read_at_once = collates_by_default and kind_of(dataset) is not None
 
     def __getitem__(self, request: _BatchRequest) -> Batch:
         __tracebackhide__ = True
         batch = None
         if request.only_seen:
             return self._see(request)
-        if self.collates_by_default:
+        if self.is_read_at_once:
             batch = fetch_batch(self.dataset, request.index)
         if batch is None:
             seed_all(mix(request.seeds, request.position))
@@ -650,6 +652,8 @@ def _identity(batch: Batch) -> Batch:
 _INDICES = {int, np.int64}
 # Of arrays: default_collate keeps these as they are.
 _DTYPES = frozenset(map(np.dtype, "?bBhHiIlqefdFD"))
+# Of a `datasets.Dataset`: in any other, a transform of the user's makes the samples.
+_FORMATS = ("torch", "numpy", None)
 
 
 class _ArrowDataset(Protocol):
@@ -660,23 +664,83 @@ class _ArrowDataset(Protocol):
     def __getitem__(self, index: list[int]) -> dict[str, Sequence[object]]: ...
 
 
+class _ArrowColumn(Protocol):
+    """One of its columns, ``dataset["x"]``."""
+
+    source: _ArrowDataset
+
+    def __getitem__(self, index: list[int]) -> object: ...
+
+
+def kind_of(dataset: object, by_sample: bool = False) -> object:
+    """Return what the samples of a dataset are made of; None if they are not read at once.
+
+    Samples of equal kinds are collated alike.
+
+    Args:
+        dataset: any. A TensorDataset, a tensor, a NumPy array or memmap is read at once, and so is
+            a ``datasets.Dataset`` that no transform makes, a column of one in torch format, and a
+            Subset, StackDataset or ConcatDataset of these.
+        by_sample: whether torch reads it sample by sample. A ``datasets.Dataset`` may give other
+            types then.
+    """
+    kind = type(dataset)
+    if kind is Subset:
+        return kind_of(cast("Subset[object]", dataset).dataset, by_sample)
+    if kind is ConcatDataset:
+        parts = cast("ConcatDataset[object]", dataset).datasets
+        kinds = {kind_of(part, by_sample=True) for part in parts}
+        return kinds.pop() if len(kinds) == 1 else None
+    if kind is StackDataset:
+        named = cast("StackDataset[tuple[object, ...]]", dataset).datasets
+        of = named.items() if isinstance(named, dict) else enumerate(named)
+        kinds_of = tuple((name, kind_of(part, by_sample)) for name, part in of)
+        return None if any(each is None for _, each in kinds_of) else (type(named), kinds_of)
+    if kind in _ROWS:
+        return np.ndarray if kind is np.memmap else kind
+    if by_sample or kind.__module__ != "datasets.arrow_dataset":
+        return None
+    return kind if kind.__qualname__ in _ARROW else None
+
+
+def how_read(loader: DataLoader[object]) -> tuple[str, bool] | None:
+    """Return the class of a loader's data, and whether a batch is read at once.
+
+    The class says of what a subset is one, and with what datasets in a row begin. The first sample
+    tells whether it is read at once. With workers, which read beside the step, return None.
+    """
+    if loader.num_workers:
+        return None
+    dataset, names = loader.dataset, [type(loader.dataset).__name__]
+    while type(dataset) in (Subset, ConcatDataset):
+        parts = getattr(dataset, "datasets", None)
+        dataset = parts[0] if parts else cast("Subset[object]", dataset).dataset
+        names.append(type(dataset).__name__)
+    made = _BatchDataset(loader.dataset, loader.collate_fn, loader.batch_sampler is not None)
+    at_once = made.is_read_at_once and fetch_batch(loader.dataset, [0]) is not None
+    return " of ".join(names), at_once
+
+
 def fetch_batch(dataset: object, index: object) -> Batch | None:
     """Return what ``default_collate`` makes of these samples, read at once; None if it may not.
 
     Nothing is drawn from any generator, and no memory is shared with the dataset.
 
     Args:
-        dataset: any. A TensorDataset, a tensor, a NumPy array, a StackDataset or a Subset of these,
-            or a ``datasets.Dataset`` in torch format, is read at once.
+        dataset: any; only what has a :func:`kind_of` its own is read.
         index: which samples; anything but a list of ints is left to the plain way.
     """
     __tracebackhide__ = True
     if type(index) is not list or not index or not {*map(type, index)} <= _INDICES:
         return None
-    read = _READERS.get(type(dataset))
-    if read is not None:
-        return read(dataset, index)
-    return _arrow_rows(cast(_ArrowDataset, dataset), index) if _is_arrow(dataset) else None
+    kind = type(dataset)
+    read = _ROWS.get(kind) or _COMPOSED.get(kind)
+    if read is None and kind.__module__ == "datasets.arrow_dataset":
+        read = _ARROW.get(kind.__qualname__)
+    return None if read is None else read(dataset, index)
+
+
+# --- rows of tensors
 
 
 def _tensors(dataset: TensorDataset, index: list[int]) -> list[Tensor] | None:
@@ -695,39 +759,11 @@ def _array(dataset: np.ndarray, index: list[int]) -> Tensor | None:
     return _tensor(torch.from_numpy(dataset), index)
 
 
-def _subset(dataset: Subset[object], index: list[int]) -> Batch | None:
-    __tracebackhide__ = True
-    indices = dataset.indices
-    try:
-        if type(indices) is Tensor:
-            chosen = indices[torch.tensor(index)].tolist()
-        else:
-            chosen = [indices[i] for i in index]
-    except IndexError:
-        return None
-    return fetch_batch(dataset.dataset, chosen)
-
-
-def _stack(dataset: StackDataset[tuple[object, ...]], index: list[int]) -> Batch | None:
-    __tracebackhide__ = True
-    named = dataset.datasets
-    parts = list(named.values() if isinstance(named, dict) else named)
-    # Not whole datasets that only their class can read: they would be read twice.
-    if not all(type(part) in (Tensor, np.ndarray, np.memmap) for part in parts):
-        return None
-    found = [fetch_batch(part, index) for part in parts]
-    if any(part is None for part in found):
-        return None
-    return dict(zip(named, found, strict=True)) if isinstance(named, dict) else found
-
-
-_READERS: dict[type, Callable[..., Batch | None]] = {
+_ROWS: dict[type, Callable[..., Batch | None]] = {
     TensorDataset: _tensors,
     Tensor: _tensor,
     np.ndarray: _array,
     np.memmap: _array,
-    Subset: _subset,
-    StackDataset: _stack,
 }
 
 
@@ -765,21 +801,113 @@ def _is_plain(tensor: Tensor) -> bool:
     )
 
 
-def _is_arrow(dataset: object) -> bool:
-    kind = type(dataset)
-    return kind.__qualname__ == "Dataset" and kind.__module__ == "datasets.arrow_dataset"
+# --- datasets of datasets
+
+
+def _subset(dataset: Subset[object], index: list[int]) -> Batch | None:
+    __tracebackhide__ = True
+    indices = dataset.indices
+    try:
+        if type(indices) is Tensor:
+            chosen = indices[torch.tensor(index)].tolist()
+        else:
+            chosen = [indices[i] for i in index]
+    except IndexError:
+        return None
+    return fetch_batch(dataset.dataset, chosen)
+
+
+def _stack(dataset: StackDataset[tuple[object, ...]], index: list[int]) -> Batch | None:
+    __tracebackhide__ = True
+    if kind_of(dataset) is None:
+        return None
+    named = dataset.datasets
+    found = []
+    for part in named.values() if isinstance(named, dict) else named:
+        found.append(fetch_batch(part, index))
+        if found[-1] is None:
+            return None
+    return dict(zip(named, found, strict=True)) if isinstance(named, dict) else found
+
+
+def _concat(dataset: ConcatDataset[object], index: list[int]) -> Batch | None:
+    __tracebackhide__ = True
+    ends, rows = dataset.cumulative_sizes, np.array(index)
+    if kind_of(dataset) is None or rows.dtype != np.int64 or rows.min() < 0:
+        return None
+    if rows.max() >= ends[-1]:
+        return None
+    which = np.searchsorted(ends, rows, side="right")
+    found: list[Batch] = []
+    for n in np.flatnonzero(np.bincount(which)):
+        own = rows[which == n] - (ends[n - 1] if n else 0)
+        found.append(fetch_batch(dataset.datasets[n], own.tolist()))
+        if found[-1] is None:
+            return None
+    if len(found) == 1:
+        return found[0]
+    return _mixed(found, torch.from_numpy(which.argsort(kind="stable").argsort()))
+
+
+def _mixed(batches: list[Any], rows: Tensor) -> Batch | None:
+    """Return these rows of batches in a row; None if stacking samples might give something else."""
+    first = batches[0]
+    if isinstance(first, Tensor):
+        alike = {(b.dtype, b.device, b.shape[1:]) for b in batches}
+        if len(alike) > 1:
+            return None
+        return torch.cat(batches).index_select(0, rows.to(first.device))
+    names = list(first) if isinstance(first, dict) else range(len(first))
+    if any(len(batch) != len(first) for batch in batches):
+        return None
+    parts = [_mixed([batch[name] for batch in batches], rows) for name in names]
+    if any(part is None for part in parts):
+        return None
+    return dict(zip(names, parts, strict=True)) if isinstance(first, dict) else parts
+
+
+_COMPOSED: dict[type, Callable[..., Batch | None]] = {
+    Subset: _subset,
+    StackDataset: _stack,
+    ConcatDataset: _concat,
+}
+
+# --- Hugging Face
 
 
 def _arrow_rows(dataset: _ArrowDataset, index: list[int]) -> Batch | None:
-    """Return rows of a ``datasets.Dataset`` as it gives them: in torch format, tensors."""
+    """Return rows of a ``datasets.Dataset``, of which torch makes samples, to stack them again."""
     __tracebackhide__ = True
-    if dataset.format["type"] != "torch":
+    if dataset.format["type"] not in _FORMATS:
         return None
-    return {
-        name: rows if _is_stacked(rows) else default_collate(list(rows))
-        for name, rows in dataset[index].items()
-    }
+    columns = dataset[index]
+    if not columns or any(
+        type(rows) not in (Tensor, np.ndarray, list) for rows in columns.values()
+    ):
+        return None
+    return {name: _stacked(rows) for name, rows in columns.items()}
 
 
-def _is_stacked(rows: object) -> bool:
-    return type(rows) is Tensor and rows.is_contiguous() and not rows.requires_grad
+def _stacked(rows: Sequence[object]) -> Batch:
+    __tracebackhide__ = True
+    if type(rows) is Tensor and rows.is_contiguous() and not rows.requires_grad:
+        return rows
+    # A copy: its memory may be that of a file.
+    found = _array(rows, [*range(len(rows))]) if type(rows) is np.ndarray else None
+    return default_collate(list(rows)) if found is None else found
+
+
+def _arrow_column(column: _ArrowColumn, index: list[int]) -> Tensor | None:
+    """Return rows of a column, which torch would read sample by sample."""
+    __tracebackhide__ = True
+    source = column.source
+    if type(source).__qualname__ != "Dataset" or source.format["type"] != "torch":
+        return None
+    rows = column[index]
+    if type(rows) is not Tensor or not rows.is_contiguous() or rows.requires_grad:
+        return None
+    # A sample that is missing is NaN among others, and has another type by itself.
+    return None if rows.is_floating_point() and bool(rows.isnan().any()) else rows
+
+
+_ARROW: dict[str, Callable[..., Batch | None]] = {"Dataset": _arrow_rows, "Column": _arrow_column}

@@ -52,6 +52,7 @@ from fnloop._data.loaders import (
 )
 from fnloop._data.map_style import (
     Bucketed,
+    how_read,
     is_sized,
     length_of,
     makes_new,
@@ -88,6 +89,8 @@ class Source:
         indices: which samples the batches of this process have, where they are taken by index.
         reopen: opens the same loader once more.
         what: whose data they are, as errors name them when the processes compare what they read.
+        how_read: the class of the data, and whether a batch of them is read at once; None where a
+            loader makes its batches itself, or in workers.
     """
 
     read: Callable[[int | None, int, int], Iterator[Batch]]
@@ -101,6 +104,7 @@ class Source:
     indices: Indices = no_indices
     reopen: Callable[[], Source] | None = None
     what: str = "the data"
+    how_read: Callable[[], tuple[str, bool] | None] = lambda: None
 
     @property
     def processes(self) -> int:
@@ -276,9 +280,11 @@ def open_source(
         measure, owners = functools.partial(_size_of, loader), samplers_of(loader)
         positions = Positions(name, measure, contents=None, owners=owners)
         indices = indices_of(loader, seed, sharings, positions)
+        how = functools.partial(how_read, loader)
         source = Source(
-            indexed, length_of(loader), sharing, positions=positions, indices=indices, reopen=reopen
-        )
+            indexed, length_of(loader), sharing, positions=positions, indices=indices,
+            reopen=reopen, how_read=how,
+        )  # fmt: skip
         if not is_sized(loader):
             return source
         batched = cast(BatchSampler, loader.batch_sampler)

@@ -71,7 +71,7 @@ def fit(
             reads nothing again. Any other stream is read again up to there. Generators that are
             attributes of a sampler or a loader are put back. Where the order still differs, or the
             data have another length, one warning says so. ``in_order=False`` of a DataLoader has
-            no effect. A ``TensorDataset``, an array, or a subset of one, is read a batch at a time.
+            no effect. Rows of tensors, arrays and tables are read a batch at a time.
             A loader that fills one buffer again is refused where two of its batches would be held.
         epochs: train until ``state.epoch`` is this number. Absolute: calling again with the same
             number trains no further.

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import copy
+import functools
 import hashlib
 import json
 import os
@@ -104,23 +105,69 @@ def fitted(
     return set_up
 
 
-def loader() -> Any:
+def _in_a_file(values: Any) -> Any:
+    import numpy as np
+
+    with tempfile.NamedTemporaryFile() as file:
+        found = np.memmap(file.name, values.dtype, "w+", shape=values.shape)
+    found[:] = values
+    return found
+
+
+def _table(form: str | None) -> Callable[[Any, Any], Any]:
+    def make(x: Any, y: Any) -> Any:
+        import datasets
+
+        datasets.disable_progress_bars()
+        return datasets.Dataset.from_dict({"x": x.numpy(), "y": y.numpy()}).with_format(form)
+
+    return make
+
+
+def _of_torch(name: str, *args: Any, **named: Any) -> Any:
+    import torch.utils.data
+
+    return getattr(torch.utils.data, name)(*args, **named)
+
+
+# Data sets of the same samples, whose batches are read at once.
+DATA: dict[str, Callable[[Any, Any], Any]] = {
+    "TensorDataset": lambda x, y: _of_torch("TensorDataset", x, y),
+    "Subset": lambda x, y: _of_torch("Subset", _of_torch("TensorDataset", x, y), range(len(x))),
+    "StackDataset": lambda x, y: _of_torch("StackDataset", x=x, y=y),
+    "ConcatDataset": lambda x, y: _of_torch(
+        "ConcatDataset",
+        [_of_torch("TensorDataset", x[i::2], y[i::2]) for i in range(2)],
+    ),
+    "memmaps": lambda x, y: _of_torch("StackDataset", _in_a_file(x.numpy()), _in_a_file(y.numpy())),
+    "datasets, torch": _table("torch"),
+    "datasets, numpy": _table("numpy"),
+    "datasets, python": _table(None),
+    "columns of datasets": lambda x, y: _of_torch(
+        "StackDataset", x=(rows := _table("torch")(x, y))["x"], y=rows["y"]
+    ),
+}
+SAMPLES, FEATURES, BATCH = 4096, 64, 64
+
+
+def loader(kind: str) -> Any:
     import torch
-    from torch.utils.data import DataLoader, TensorDataset
+    from torch.utils.data import DataLoader
 
-    data = TensorDataset(torch.randn(8192, 784), torch.arange(8192) % 10)
-    return DataLoader(data, 256, shuffle=True)
+    torch.set_num_threads(1)
+    x, y = torch.randn(SAMPLES, FEATURES), torch.arange(SAMPLES) % 10
+    return DataLoader(DATA[kind](x, y), BATCH, shuffle=True)
 
 
-def pass_by_torch() -> apart.Once:
-    data = loader()
+def pass_by_torch(kind: str) -> apart.Once:
+    data = loader(kind)
     return lambda: sum(1 for _ in data) and None
 
 
-def pass_by_fnloop() -> apart.Once:
+def pass_by_fnloop(kind: str) -> apart.Once:
     from fnloop._data.source import open_source
 
-    source = open_source(loader(), 0)
+    source = open_source(loader(kind), 0)
     return lambda: sum(1 for _ in source.batches(0, 0, 0)) and None
 
 
@@ -442,8 +489,10 @@ def contenders() -> Iterator[tuple[str, Callable[[], apart.Once]]]:
     yield "200 batches, accumulate and clip: fnloop", fitted(clipped)
     yield "200 updates with an average: by hand", trained_by_hand_by("train_averaged")
     yield "200 updates with an average: fnloop", fitted(lambda fl: (fl.ema(0.999),))
-    yield "a shuffled pass over 8,192 samples: by torch", pass_by_torch
-    yield "a shuffled pass over 8,192 samples: fnloop", pass_by_fnloop
+    for kind in DATA:
+        case = f"a shuffled pass over {SAMPLES // BATCH} batches of {kind}"
+        yield f"{case}: by torch", functools.partial(pass_by_torch, kind)
+        yield f"{case}: fnloop", functools.partial(pass_by_fnloop, kind)
     yield "fit of one batch: by hand", one_update_by_hand(0)
     yield "fit of one batch: fnloop", fitted(number=1)
     yield "fit of one batch, two to evaluate: by hand", one_update_by_hand(2)

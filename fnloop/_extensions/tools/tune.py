@@ -9,7 +9,7 @@ import os
 import shutil
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import attrs
 import torch
@@ -39,6 +39,7 @@ from fnloop.extend import checks, isolated
 
 FASTER = 0.97  # a change that is not faster than this is noise
 AS_IT_IS, TOGETHER, AT_HAND = "as it is", "together", "batches at hand"
+_HOW_READ = {True: "a batch at once", False: "one by one"}
 
 
 @attrs.frozen
@@ -58,6 +59,23 @@ class Trial:
     loss: str
 
 
+@attrs.frozen
+class Reading:
+    """How the batches of a loader are read.
+
+    Args:
+        data: the class of its data set.
+        at_once: whether the samples of a batch are read at once, as rows.
+        seconds: per batch.
+        by_torch: per batch, where torch's loader is read by hand.
+    """
+
+    data: str
+    at_once: bool
+    seconds: float
+    by_torch: float
+
+
 @attrs.frozen(repr=False)
 class Advice(Shown):
     """What :func:`tune` has measured: it prints as a table, with the lines to write.
@@ -65,19 +83,33 @@ class Advice(Shown):
     Args:
         trials: one for each change, the first as it is.
         lines: what to write for the fastest.
+        reading: how the batches are read, of a DataLoader without workers; else None.
     """
 
     trials: tuple[Trial, ...]
     lines: tuple[str, ...]
+    reading: Reading | None = None
 
-    def _parts(self) -> list[str | Table[Trial]]:
+    def _parts(self) -> list[str | Table[Trial] | Table[Reading]]:
         columns: list[Column[Trial]] = [
             Column("change", lambda t: t.name, left=True),
             Column("ms/update", lambda t: "" if t.seconds is None else f"{t.seconds * 1e3:.3g}"),
             Column("ratio", lambda t: "" if t.ratio is None else f"{t.ratio:.2f}"),
             Column("losses", lambda t: t.loss, left=True),
         ]
-        return [Table(columns, self.trials), "", *self.lines]
+        return [Table(columns, self.trials), "", *self._reading_parts(), *self.lines]
+
+    def _reading_parts(self) -> list[str | Table[Trial] | Table[Reading]]:
+        if self.reading is None:
+            return []
+        columns: list[Column[Reading]] = [
+            Column("data", lambda r: r.data, left=True),
+            Column("samples are read", lambda r: _HOW_READ[r.at_once], left=True),
+            Column("µs/batch", lambda r: f"{r.seconds * 1e6:.3g}"),
+            Column("by hand", lambda r: f"{r.by_torch * 1e6:.3g}"),
+            Column("ratio", lambda r: f"{r.seconds / r.by_torch:.2f}"),
+        ]
+        return [Table(columns, [self.reading]), ""]
 
 
 def tune(step: Step, state: TrainState, loader: object, *, seconds: float = 10.0) -> Advice:
@@ -99,7 +131,9 @@ def tune(step: Step, state: TrainState, loader: object, *, seconds: float = 10.0
     Returns:
         A value that prints as a table: for each change the time of an update, its ratio to that of
         the run as it is, and whether the losses agree (a change of precision or of order rounds in
-        another way); and the lines to write. It has ``trials`` and ``lines``.
+        another way); how the samples of a ``DataLoader`` without workers are read, with the time of
+        a batch beside that of torch's own loader; and the lines to write. It has ``trials``,
+        ``reading`` and ``lines``.
 
     Raises:
         StaleStateError: the state has been advanced already.
@@ -117,6 +151,12 @@ def tune(step: Step, state: TrainState, loader: object, *, seconds: float = 10.0
     Notes:
         Every trial trains a snapshot: the state, the global generators and the position of the
         loader stay as they are. What a loss function keeps by itself is not copied.
+
+        A batch is read at once where samples are rows, and ``collate_fn`` is torch's: of a
+        ``TensorDataset``, a tensor, a NumPy array or memmap, a Hugging Face ``Dataset`` without a
+        transform or its column in torch format, and of ``Subset``, ``StackDataset`` and
+        ``ConcatDataset`` of these. It has the same bits. A data set of your own is asked for each
+        sample, or for all of a batch if it has ``__getitems__``, as torch does.
     """
     step = check_step(step, "tune")
     check_not_stale(state, "tune")
@@ -222,7 +262,18 @@ class _Bench:
             contenders.append(both)
         ratios = _ratios([base, *singles, at_hand], base) | first
         trials = tuple(_trial(c, base, ratios) for c in contenders)
-        return Advice(trials, self._lines(best))
+        return Advice(trials, self._lines(best), self._reading())
+
+    def _reading(self) -> Reading | None:
+        """Return how the batches are read, and what that costs by hand; None with workers."""
+        loader = self.now.loader
+        with isolated(self.state.backend.device):
+            source = open_loader(loader, self.state, total_in(self.now.step.pipeline.middleware))
+            if (how := source.how_read()) is None or not isinstance(loader, DataLoader):
+                return None
+            seconds = _seconds_per_batch(source.batches(self.state.epoch, 0, 0))
+            by_torch = _seconds_per_batch(loader)
+        return Reading(*how, seconds, by_torch) if seconds and by_torch else None
 
     def _lines(self, best: _Contender) -> tuple[str, ...]:
         """Return what to write for a setting."""
@@ -304,6 +355,17 @@ class _Bench:
             batches = source.batches(self.state.epoch, 0, 0)
             each = source.rounds_of(source.batches_in_update(step.window))
             return [*map(own_copy, itertools.islice(batches, 4 * each))]
+
+
+def _seconds_per_batch(batches: Iterable[object]) -> float | None:
+    """Return the median of some, without the first, which opens the loader; None if too few."""
+    times, left = [], iter(batches)
+    for _ in range(20):
+        began = time.perf_counter()
+        if next(left, None) is None:
+            break
+        times.append(time.perf_counter() - began)
+    return statistics.median(times[1:]) if len(times) > 1 else None
 
 
 def _losses(state: TrainState) -> dict[str, float]:

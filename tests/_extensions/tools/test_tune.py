@@ -7,12 +7,12 @@ import torch
 from loop_cases import generators
 from sample_steps import by_hand
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
 
 import fnloop as fl
 from fnloop._extensions.tools import tune as module
 from fnloop.data import tune
-from fnloop.testing import assert_same, toy
+from fnloop.testing import assert_same, toy, toy_loss
 
 IMAGES = [torch.ones(2, 1, 4, 4)] * 3
 
@@ -122,6 +122,30 @@ class Positioned(list):
 
     def load_state_dict(self, state):
         self.at = state["at"]
+
+
+def test_how_the_samples_are_read_is_a_table_of_its_own(monkeypatch):
+    monkeypatch.setattr(module, "_changes_of_loading", lambda loader, state: {})  # no processes
+    x = torch.randn(80, 1)
+
+    class Own(TensorDataset):
+        pass
+
+    def advised(dataset, **settings):
+        loss = lambda model, batch: toy_loss(model, batch[0])
+        loader = DataLoader(dataset, 16, shuffle=True, **settings)
+        return tune(fl.pipeline()(loss), toy(), loader, seconds=0.01)
+
+    advice = advised(ConcatDataset([Subset(TensorDataset(x), range(80))]))
+    reading = advice.reading
+    assert reading is not None and reading.data == "ConcatDataset of Subset of TensorDataset"
+    assert reading.at_once and "a batch at once" in repr(advice)
+    assert reading.seconds > 0 and reading.by_torch > 0
+    assert "one by one" in repr(advised(Own(x)))
+    assert "one by one" in repr(advised(TensorDataset(x.clone().requires_grad_())))
+    stacked = lambda samples: [torch.stack([x for (x,) in samples])]
+    assert "one by one" in repr(advised(TensorDataset(x), collate_fn=stacked))
+    assert tune(STEP, convolution(), IMAGES, seconds=0.01).reading is None
 
 
 def test_it_touches_neither_the_state_nor_generators_nor_the_loader():
