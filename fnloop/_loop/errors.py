@@ -18,7 +18,7 @@ from fnloop._core.state import (
 )
 from fnloop._core.types import EPOCH, Searching, name_of
 from fnloop._data.source import Source
-from fnloop._display.screen import log
+from fnloop._display.screen import log, tell
 from fnloop._hooks.hook import Hook, unwrap_hook
 from fnloop._step.pipeline import STEP, PipelineStep
 
@@ -213,6 +213,12 @@ def inform_on_main(state: TrainState, message: str) -> None:
     """Log an information, on the main process."""
     if state.backend.main:
         log.info(message)
+
+
+def tell_on_main(state: TrainState, message: str) -> None:
+    """Show what is not a warning and must be seen, on the main process."""
+    if state.backend.main:
+        tell(message)
 
 
 def warn_on_main(state: TrainState, message: str) -> None:

@@ -11,6 +11,7 @@ from fnloop._core.rng import reserved_generators
 from fnloop._core.state import TrainState
 from fnloop._core.types import Step
 from fnloop._display.checks import describe
+from fnloop._display.frames import leave_out_frames, short_traceback
 from fnloop._hooks.hook import HookFn, Trigger, every
 from fnloop._loop.boundary import Moments
 from fnloop._loop.peers import check_may_begin, handling, is_alone, note_interruption
@@ -24,6 +25,7 @@ T = TypeVar("T")
 def _with_keywords(function: Callable[P, T]) -> Callable[P, T]:
     """Return ``fit`` or ``run``, which says what to write for a fourth positional argument."""
 
+    @short_traceback
     @functools.wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> T:
         __tracebackhide__ = True
@@ -154,8 +156,8 @@ def fit(
             If a hook failed, a run that continues from it calls this hook again, and those after
             it, and not those before. If ``optimizer.step()`` itself failed, the weights are
             between two updates, the states of the model are stale, and there is no such attribute.
-            Notebooks and pytest show your frames of the traceback, and not those of fnloop;
-            ``%xmode Plain`` shows all.
+            The traceback has your frames, and of fnloop only this call; with
+            FNLOOP_TRACEBACK=full in the environment it has all.
 
     Example:
         >>> import fnloop as fl, torch
@@ -243,7 +245,11 @@ def run(
 def _noting(states: Generator[TrainState]) -> Iterator[TrainState]:
     """Yield the states of a run. Note if it was interrupted."""
     __tracebackhide__ = True
-    with contextlib.closing(states):
-        for state in states:
-            note_interruption(state)
-            yield state
+    try:
+        with contextlib.closing(states):
+            for state in states:  # all frames: FNLOOP_TRACEBACK=full
+                note_interruption(state)
+                yield state
+    except BaseException as error:
+        leave_out_frames(error)
+        raise

@@ -94,7 +94,7 @@ from fnloop._loop.errors import (
     explain_no_updates,
     inform_on_main,
     tell_hooks,
-    warn_on_main,
+    tell_on_main,
 )
 from fnloop._loop.evaluate import gather_outputs, measure, open_loader
 from fnloop._loop.peers import (
@@ -131,7 +131,7 @@ def fold(
         interrupts: where signals are recorded; None handles them during each epoch only.
     """
     __tracebackhide__ = True
-    tell = inform_on_main if plan.passes_over(state) else warn_on_main
+    tell = inform_on_main if plan.passes_over(state) else tell_on_main
     state = plan.begin(state)
     if not (begun := plan.resumed(state)).todo:
         tell(state, plan.why_nothing_to_do(state))
