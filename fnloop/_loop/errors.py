@@ -71,6 +71,21 @@ def explain(
     return state
 
 
+def note_pair(error: BaseException, loader: object) -> None:
+    """Note in an exception if the batches were read from two lists that look like a pair."""
+    if not isinstance(loader, list) or len(loader) != 2:
+        return
+    if all(isinstance(each, list) and (len(each) > 2 or _is_of_batches(each)) for each in loader):
+        error.add_note(
+            "the training loader is a list of two lists, so each of these is a batch. If they are "
+            "the loaders, write a pair: fit(step, state, (train, valid))"
+        )
+
+
+def _is_of_batches(values: list[object]) -> bool:
+    return bool(values) and isinstance(values[0], list | tuple | dict)
+
+
 def tell_hooks(hooks: Sequence[Hook], state: TrainState, error: Exception) -> None:
     """Tell the hooks with a method ``failed`` that the run has failed."""
     for hook in hooks:

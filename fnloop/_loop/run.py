@@ -93,6 +93,7 @@ from fnloop._loop.errors import (
     explain_no_batches,
     explain_no_updates,
     inform_on_main,
+    note_pair,
     tell_hooks,
     tell_on_main,
 )
@@ -889,6 +890,8 @@ def _survive(world: World, error: BaseException) -> bool:
         world.leave(together=False)
         return True
     batch = world.batches_in_epoch if EPOCH in state.events else state.batch
+    if world.doing is None and not state.step:
+        note_pair(error, world.plan.loaders.train)
     last = explain(error, state, world.plan.step, world.doing, batch)
     world.peers.explain(error)
     if last is not None and state is not before:

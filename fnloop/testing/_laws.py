@@ -442,7 +442,15 @@ def _assert_close(a: Tensor | float, b: Tensor | float, path: str, rtol: float) 
             torch.as_tensor(a), torch.as_tensor(b), rtol=rtol, atol=rtol, equal_nan=True
         )
     except AssertionError as error:
-        raise AssertionError(f"{path}: {a} != {b}\n{error}") from None
+        values = f"{a} != {b}" if max(map(_size, (a, b))) <= SHOWN else "two tensors"
+        raise AssertionError(f"{path}: {values}\n{error}") from None
+
+
+SHOWN = 8  # elements of a tensor that a message shows
+
+
+def _size(value: Tensor | float) -> int:
+    return value.numel() if isinstance(value, Tensor) else 1
 
 
 # --------------------------------------------------------------------------------------------------
