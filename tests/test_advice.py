@@ -4,48 +4,12 @@ The program runs then. Each message of the sources that shows code is followed, 
 the reason why it is not.
 """
 
-import contextlib
 import re
 
 import pytest
 from advice import FOLLOWED, NOT_FOLLOWED
+from programs import run
 from shown_code import HOLE, fragments, messages_with_code
-
-PRELUDE = """
-import math
-from pathlib import Path
-import attrs, torch
-import fnloop as fl
-from fnloop import *
-from fnloop import data, debug, schedules, testing
-from fnloop.data import *
-from fnloop.schedules import *
-from fnloop.testing import *
-from torch import nn
-from torch.utils.data import DataLoader
-
-def loss_fn(model, batch):
-    return model(batch).mean()
-
-def sgd(model):
-    return torch.optim.SGD(model.parameters(), lr=0.1)
-
-def state_of(model):
-    return TrainState.create(model, sgd(model), seed=0)
-
-def adam_of(model):
-    return TrainState.create(model, torch.optim.Adam(model.parameters()), seed=0)
-
-def folder_exists(folder):
-    return Path(folder).exists()
-
-model = nn.Linear(2, 1)
-optimizer = sgd(model)
-state = TrainState.create(model, optimizer, seed=0)
-step = pipeline()(loss_fn)
-batch = torch.ones(3, 2)
-loader = loaders = train = valid = batches = [batch] * 4
-"""
 
 MESSAGES = messages_with_code()
 
@@ -54,24 +18,6 @@ def templates_with(words):
     """Return the templates of messages in which some words are."""
     every = {text for texts in MESSAGES.values() for text in texts if words in text}
     return {words} if words in every else every
-
-
-def run(program, folder, caplog):
-    """Run a program; return what it said: the messages of its log, and its error with the notes."""
-    caplog.clear()
-    names = {"folder": str(folder / "runs"), "path": str(folder / "saved"), "__name__": "__main__"}
-    exec(PRELUDE, names)
-    error = None
-    try:
-        with contextlib.redirect_stdout(None):
-            exec(compile(program, "program", "exec"), names)
-    except Exception as raised:
-        error = raised
-    said = [*caplog.messages]
-    if error is not None:
-        said += [str(error.args[0] if isinstance(error, KeyError) else error)]
-        said += getattr(error, "__notes__", [])
-    return said, error
 
 
 def pattern(template):

@@ -8,7 +8,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from numbers import Integral, Real
+from numbers import Real
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -51,14 +51,14 @@ def integer(
     least: int = 1,
     wrong_type: type[Exception] = ValueError,
 ) -> int:
-    """Return a value as an int if it is an integer (not a bool) of at least ``least``.
+    """Return a value if it is an int (not a bool) of at least ``least``.
 
     Raises:
         ValueError: it is too small; or it is not an int, unless ``wrong_type`` is another class.
     """
-    if isinstance(value, Integral) and not isinstance(value, bool):  # also an integer of NumPy
-        if (given := int(value)) >= least:
-            return given
+    if isinstance(value, int) and not isinstance(value, bool):
+        if value >= least:
+            return value
         wrong_type = ValueError
     of = f", {meaning}" if meaning else ""
     raise wrong_type(f"{owner} expects {name} as an int >= {least}{of}; got {describe(value)}")

@@ -7,7 +7,6 @@ import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from numbers import Integral
 from pathlib import Path
 from types import MappingProxyType
 from typing import NoReturn, Protocol, Self
@@ -1019,12 +1018,12 @@ class every(Moment):
             )
         ((name, value),) = given.items()
         checks.number("every", name, value, above=0)
-        if name == "steps" and not isinstance(value, Integral):
+        if name == "steps" and not isinstance(value, int):
             raise ValueError(
                 f"every expects steps as an int; got {value!r}. For a part of an epoch, write "
                 "every(epochs=0.25)"
             )
-        if name == "items" and not isinstance(value, Integral):
+        if name == "items" and not isinstance(value, int):
             raise ValueError(f"every expects items as an int; got {value!r}")
         if name == "epochs" and value > 1 and value != int(value):
             raise ValueError(

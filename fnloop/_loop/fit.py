@@ -77,8 +77,7 @@ def _with_keywords(function: Callable[P, T]) -> Callable[P, T]:
             write = _ELSEWHERE.get(wrong, "")
             if write.endswith("=..."):
                 write = f"{write[:-3]}{describe(kwargs[wrong])}"
-            near = suggestion(wrong, signature.parameters)
-            hint = f". Write {write}" if write else near and f"{near[:-1]}="
+            hint = f". Write {write}" if write else suggestion(wrong, signature.parameters)
             raise TypeError(f"{name} has no argument {wrong}={hint}")
         if missing := [each for each in first[len(args) :] if each not in kwargs]:
             raise TypeError(

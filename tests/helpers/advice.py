@@ -837,7 +837,7 @@ FOLLOWED = [
       "two = model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))\n"
       "step = alternate({'a': step, 'b': step})\n"
       "fit(step, «state_of(two)», batches)",
-      "TrainState.create", {'"a": ...': "'a': sgd(two[0])", '"b": ...': "'b': sgd(two[1])"}),
+      "TrainState.create", {"'a': ...": "'a': sgd(two[0])", "'b': ...": "'b': sgd(two[1])"}),
     F("is of other parts of the model than only= chooses",
       "state = fit(pipeline(ema(0.9))(loss_fn), state, batches)\n"
       "state = «state»\n"
