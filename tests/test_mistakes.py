@@ -155,7 +155,7 @@ TOLD = {  # what was found: a program, and words of what it is told
     "B L: a dataclass as a batch": (
         "import dataclasses\n@dataclasses.dataclass\nclass Pair:\n    x: object\n"
         "fit(pipeline()(lambda model, batch: model(batch.x).mean()), state, [Pair(batch)])",
-        "a Pair is no tensor, nor a tuple, a list or a mapping of tensors",
+        "a Pair is not a tensor, or a tuple, a list or a mapping of tensors",
     ),
 }
 

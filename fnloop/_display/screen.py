@@ -202,7 +202,7 @@ log.addFilter(_wrap)
 
 
 def tell(text: str) -> None:
-    """Show what a user has to know, although nothing is wrong: a log hides what is no warning.
+    """Show what a user has to know, although nothing is wrong. A log hides what is not a warning.
 
     A notebook shows warnings as it shows errors, so there it is the output of the cell, unless the
     program has said where its logs go.

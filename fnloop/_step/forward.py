@@ -272,7 +272,7 @@ def items_in(batch: Batch, name: str, without_loss: bool = False) -> int:
     found = (
         f"its tensors have leading dimensions {sorted(sizes)}"
         if sizes
-        else f"a {type(batch).__name__} is no tensor, nor a tuple, a list or a mapping of tensors"
+        else f"a {type(batch).__name__} is not a tensor, or a tuple, a list or a mapping of tensors"
     )
     if without_loss:
         raise ValueError(

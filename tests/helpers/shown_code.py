@@ -78,7 +78,7 @@ def template_of(node):
     if isinstance(node, ast.Constant):
         return re.sub("%[sdr]", HOLE, node.value) if isinstance(node.value, str) else None
     parts = node.values
-    return "".join(p.value if isinstance(p, ast.Constant) else HOLE for p in parts)
+    return "".join(str(p.value) if isinstance(p, ast.Constant) else HOLE for p in parts)
 
 
 class Messages(ast.NodeVisitor):
