@@ -180,7 +180,7 @@ def verify(
         manifest = read_manifest(path) if manifest is None else manifest
     except FileNotFoundError:
         foreign = explain_foreign(path)
-        what = f". {foreign}" if foreign else ""
+        what = f". {foreign}" if foreign else " (for a folder of checkpoints, see latest)"
         if any(exists(one / MANIFEST) for one in path.iterdir() if is_folder(one)):
             what = (
                 ". It is a folder of checkpoints. For the newest of them, write "
