@@ -105,7 +105,7 @@ KERNEL = {
     "_core": "apart averages code cursor freeze history items metrics optimizers parts records rng "
     "runs serialize shapes stacked stacks state types view views",
     "_data": "composed held iterable loaders map_style position source",
-    "_display": "checks figures screen tables",
+    "_display": "checks figures frames screen tables",
     "_hooks": "hook keep stop",
     "_loop": "beginning boundary errors evaluate fit made_with peers plan run",
     "_middleware": "accumulate clip metric precision schedule using",

@@ -37,7 +37,7 @@ from fnloop._core.view import take_back
 from fnloop._data.loaders import read_loaders
 from fnloop._data.position import checksum
 from fnloop._display import tables
-from fnloop._display.checks import join_names
+from fnloop._display.frames import short_traceback
 from fnloop._hooks.hook import when
 from fnloop._loop.evaluate import open_loader
 from fnloop._loop.made_with import members_of
@@ -62,6 +62,7 @@ from fnloop.extend import Moment, checks, isolated, on_main_process
 # Make an update of a run again, bit for bit, from the nearest checkpoint before it.
 
 
+@short_traceback
 def replay(
     folder: str | os.PathLike[str],
     step: Step,
@@ -548,6 +549,7 @@ class Bisection:
         return tables.stack(shown, self.difference._repr_html_()) if self.difference else shown
 
 
+@short_traceback
 def bisect(
     a: str | os.PathLike[str],
     b: str | os.PathLike[str],
@@ -845,7 +847,7 @@ class Update:
     def _samples(self) -> str:
         """Return the indices of its samples in words; "" if they are not known."""
         known = [index for index in self.indices if index is not None]
-        return join_names([str(i) for index in known for i in _flat(index)], 8)
+        return checks.join_names([str(i) for index in known for i in _flat(index)], 8)
 
     def _facts(self) -> dict[str, object]:
         norm = get_total_norm(list(self.grads.values())) if self.grads else math.nan
@@ -859,7 +861,7 @@ class Update:
         if samples := self._samples():
             facts["samples"] = samples
         if self.nonfinite:
-            facts["not finite"] = "sample " + join_names([*map(str, self.nonfinite)], 8)
+            facts["not finite"] = "sample " + checks.join_names([*map(str, self.nonfinite)], 8)
         elif not _is_finite(self.before):
             facts["not finite"] = "the weights before the update"
         if self.confirmed is not None:
