@@ -83,6 +83,19 @@ def test_running_a_cell_again_adds_no_output(notebook):
         assert [kind for kind, _ in shown(cell)] == ["display_data"]
 
 
+def test_a_run_that_has_nothing_to_do_says_so_and_not_as_an_error(notebook):
+    cell = notebook.run("state = fl.fit(step, state, loaders, epochs=state.epoch)")
+    (said,) = cell.outputs
+    assert (said.output_type, said.name) == ("stream", "stdout")
+    assert said.text.startswith("fit: nothing to do: the state is at epoch ")
+    cell = notebook.run(
+        "import logging; logging.basicConfig()\n"
+        "state = fl.fit(step, state, loaders, epochs=state.epoch)\n"
+        "logging.root.handlers.clear()"
+    )
+    assert [said.name for said in cell.outputs] == ["stderr"]  # where the program logs
+
+
 def test_live_plot_redraws_one_picture(notebook):
     cell = notebook.run(
         "state = fl.fit(step, toy(), loaders, epochs=5, hooks=(fl.live_plot(refresh=0),))"

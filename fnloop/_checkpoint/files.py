@@ -181,6 +181,11 @@ def verify(
     except FileNotFoundError:
         foreign = explain_foreign(path)
         what = f". {foreign}" if foreign else " (for a folder of checkpoints, see latest)"
+        if any(exists(one / MANIFEST) for one in path.iterdir() if is_folder(one)):
+            what = (
+                ". It is a folder of checkpoints. For the newest of them, write "
+                f'restore(latest("{path}"), state); to continue a run, resume("{path}", state)'
+            )
         raise CheckpointError(f"{path} is not a checkpoint: it has no {MANIFEST}{what}") from None
     check_files(path, manifest, deep, share, kept)
     if history:

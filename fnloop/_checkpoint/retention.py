@@ -305,6 +305,11 @@ def claim_folder(folder: Path, run: str) -> None:
             f"{folder} has checkpoints that cannot be read ({runs[None].name} is one), and this "
             "run would replace them: give it a folder of its own"
         )
+    if exists(folder) and not is_folder(folder):
+        raise CheckpointError(
+            f"{folder} is a file, and a run writes its checkpoints into a folder: give it another "
+            f'path, such as checkpoint("{folder}-checkpoints")'
+        )
     if is_folder(folder) and not os.access(folder, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
     remove_leftovers(folder, CHECKPOINT_NAME)

@@ -20,6 +20,7 @@ from fnloop._core.records import (
 from fnloop._core.types import RECORD
 from fnloop._display import checks, tables
 from fnloop._display.checks import describe
+from fnloop._display.screen import warn_once
 from fnloop._display.tables import mode_by_name
 
 if TYPE_CHECKING:
@@ -175,7 +176,10 @@ class History:
         found = tuple(record for record in self if key in record.metrics)
         if not found:
             known = ", ".join(self.keys()) or "none: the history is empty"
-            raise KeyError(f"no metric {key!r} in this history; there are: {known}")
+            raise KeyError(
+                f"no metric {key!r} in this history; there are: {known}"
+                f"{_suggest_loader(key, self.keys())}"
+            )
         return found
 
     def latest(self, key: str) -> float:
@@ -487,6 +491,12 @@ def mode_of(owner: str, key: str, mode: str | None) -> str:
     """
     if mode is not None:
         better(0.0, 0.0, mode)  # raises if it is not a mode
+        if mode_by_name(key) not in (None, mode) and owner != "History.best":
+            counted, said = ("lowest", "higher") if mode == "min" else ("highest", "lower")
+            warn_once(
+                f'{owner}("{key}", mode="{mode}"): the {counted} value counts as the best, and the '
+                f"name says that {said} is better. If it is, leave mode= out"
+            )
         return mode
     if (found := mode_by_name(key)) is None:
         raise ValueError(
@@ -648,6 +658,14 @@ def _suggestion(key: str, metrics: Collection[str]) -> str:
         f'. An average reports it beside "{beside}" if the pipeline has ema(name="{name}"), '
         "evaluated beside the model"
     )
+
+
+def _suggest_loader(key: str, names: Iterable[str]) -> str:
+    """Return the question for the names of loaders that a metric has, or for the nearest name."""
+    whole = [name for name in names if name.partition("/")[2] == key]
+    evaluated = [name for name in whole if not name.startswith(("train/", "recent/"))]
+    near = (evaluated or whole)[:1]
+    return f". Did you mean {near[0]!r}?" if near else suggestion(key, names)
 
 
 def suggestion(key: str, names: Iterable[str], cutoff: float = 0.6, of: str = "") -> str:

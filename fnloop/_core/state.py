@@ -536,6 +536,21 @@ class TrainState:
         return tables.facts(self._title(), facts | {"device": self.backend.device})
 
 
+def _refuse_change(state: TrainState, name: str, value: object) -> NoReturn:
+    plain = value is None or isinstance(value, str | int | float)
+    error = attrs.exceptions.FrozenInstanceError()
+    text = (
+        f"a state cannot be changed: write state = attrs.evolve(state, "
+        f"{name}={describe(value, 30) if plain else '...'}), which makes another one, and return "
+        "that from a hook"
+    )
+    AttributeError.__init__(error, text)  # that of attrs takes no text
+    raise error
+
+
+TrainState.__setattr__ = _refuse_change  # attrs would say no more than that it cannot be set
+
+
 # --- ownership
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import types
 from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType
@@ -570,6 +571,13 @@ def middleware(
                 f'middleware("{ring}") decorates a function of settings that returns step -> step; '
                 f"got {checks.describe(factory)}"
             )
+        if _takes_step(factory):
+            name = name_of(factory)
+            raise TypeError(
+                f'middleware("{ring}") decorates a function of settings that returns step -> step, '
+                f"but {name} takes the step itself. Put it into a function of its settings, of "
+                f"none for example: def {name}(): return wrap, where wrap takes the step"
+            )
 
         @functools.wraps(factory)
         def make(*args: Settings.args, **kwargs: Settings.kwargs) -> Middleware:
@@ -595,6 +603,17 @@ def middleware(
         return make
 
     return decorate
+
+
+def _takes_step(factory: Callable[..., object]) -> bool:
+    """Return whether the only argument that a function needs is named "step"."""
+    with contextlib.suppress(ValueError):  # without a signature
+        parameters = inspect.signature(factory).parameters.values()
+        needed = [
+            p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD
+        ]
+        return needed == ["step"]
+    return False
 
 
 # --------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from typing import Any, TextIO
 
 from tqdm.utils import disp_len
 
-from fnloop._display.tables import printable, terminal_width, wrap
+from fnloop._display.tables import in_notebook, printable, terminal_width, wrap
 
 # --------------------------------------------------------------------------------------------------
 # The bottom line of a terminal, and what is printed above it.
@@ -199,6 +199,18 @@ def _wrap(record: logging.LogRecord) -> bool:
 
 
 log.addFilter(_wrap)
+
+
+def tell(text: str) -> None:
+    """Show what a user has to know, although nothing is wrong. A log hides what is not a warning.
+
+    A notebook shows warnings as it shows errors, so there it is the output of the cell, unless the
+    program has said where its logs go.
+    """
+    if in_notebook() and not log.hasHandlers():
+        print("\n".join(wrap(text, WIDEST)))
+    else:
+        log.warning(text)
 
 
 @functools.cache

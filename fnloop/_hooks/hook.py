@@ -203,10 +203,12 @@ class BuiltIn(Hook):
     Attributes:
         saves: the parts of a state that it saves, which are tried beforehand.
         ends_run_on_usr1: whether SIGUSR1 stops the run, and does not only save it.
+        ranks: the metric whose best it keeps, its mode, and since when; None: it keeps no best.
     """
 
     saves: tuple[str, ...] = ()
     ends_run_on_usr1: bool = False
+    ranks: tuple[str, str, str] | None = None
 
     def check_beside(self, hooks: Sequence[Hook]) -> None:
         """Raise if it cannot work beside the hooks of a run, of which it is one, in their order."""
@@ -735,6 +737,11 @@ class ConditionalHook(Wrapper):
     def monitors(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The metrics that the trigger depends on."""
         return self.trigger.monitors
+
+    @property
+    def ranks(self) -> tuple[str, str, str] | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """What the trigger ranks by, if it is ``when_improved``."""
+        return self.trigger.ranks if isinstance(self.trigger, when_improved) else None
 
     def __repr__(self) -> str:
         return show_call(self.trigger, name_of(self.hook))
@@ -1343,6 +1350,11 @@ class when_improved(Moment):
     def monitors(self) -> tuple[str, ...]:
         """The metrics that this depends on."""
         return (self.key,)
+
+    @property
+    def ranks(self) -> tuple[str, str, str]:
+        """The metric, its mode, and since when its values count."""
+        return self.key, mode_of(OWNER, self.key, self.mode), self.since
 
     def due(self, state: TrainState) -> bool:
         """Return whether this boundary added a record with a new best value."""

@@ -18,7 +18,7 @@ from fnloop._core.state import (
 )
 from fnloop._core.types import EPOCH, Searching, name_of
 from fnloop._data.source import Source
-from fnloop._display.screen import log
+from fnloop._display.screen import log, tell
 from fnloop._hooks.hook import Hook, unwrap_hook
 from fnloop._step.pipeline import STEP, PipelineStep
 
@@ -69,6 +69,21 @@ def explain(
     with contextlib.suppress(AttributeError):
         error.state = state  # type: ignore[attr-defined]
     return state
+
+
+def note_pair(error: BaseException, loader: object) -> None:
+    """Note in an exception if the batches were read from two lists that look like a pair."""
+    if not isinstance(loader, list) or len(loader) != 2:
+        return
+    if all(isinstance(each, list) and (len(each) > 2 or _is_of_batches(each)) for each in loader):
+        error.add_note(
+            "the training loader is a list of two lists, so each of these is a batch. If they are "
+            "the loaders, write a pair: fit(step, state, (train, valid))"
+        )
+
+
+def _is_of_batches(values: list[object]) -> bool:
+    return bool(values) and isinstance(values[0], list | tuple | dict)
 
 
 def tell_hooks(hooks: Sequence[Hook], state: TrainState, error: Exception) -> None:
@@ -213,6 +228,12 @@ def inform_on_main(state: TrainState, message: str) -> None:
     """Log an information, on the main process."""
     if state.backend.main:
         log.info(message)
+
+
+def tell_on_main(state: TrainState, message: str) -> None:
+    """Show what is not a warning and must be seen, on the main process."""
+    if state.backend.main:
+        tell(message)
 
 
 def warn_on_main(state: TrainState, message: str) -> None:

@@ -23,6 +23,7 @@ from fnloop._core.view import Visits, in_evaluation_mode, view
 from fnloop._data.loaders import NONE_LEFT, Padding, check_loader
 from fnloop._data.source import Source, open_source, windows
 from fnloop._display import checks
+from fnloop._display.frames import leave_out_frames, short_traceback
 from fnloop._loop.errors import READ_ONCE, why_empty
 from fnloop._loop.plan import check_step
 from fnloop._step.engine import engine_of
@@ -120,6 +121,7 @@ def gather_outputs(outputs: Iterable[list[Output]]) -> list[Output]:
     return found
 
 
+@short_traceback
 def evaluate(step: Step, state: TrainState, loader: object) -> dict[str, float]:
     """Evaluate a state on every batch of a loader: the loss and the metrics.
 
@@ -239,6 +241,7 @@ def _predict(
                     results = prediction.call(fn, model, batch)
             except Exception as error:
                 error.add_note(f"while in {where}, predict, batch {n}")
+                leave_out_frames(error)
                 raise
             yield from prediction.gather(results) if gather else results
 
@@ -250,6 +253,7 @@ BATCHES, STATISTICS = "num_batches_tracked", ("running_mean", "running_var")
 Norms = Sequence[nn.BatchNorm1d]  # or another of its kind
 
 
+@short_traceback
 def update_batchnorm(step: Step, state: TrainState, loader: object) -> TrainState:
     """Recompute the running statistics of every BatchNorm with one pass over a loader.
 

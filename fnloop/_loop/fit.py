@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, ParamSpec, TypeVar
 
+from fnloop._core.history import suggestion
 from fnloop._core.rng import reserved_generators
 from fnloop._core.state import TrainState
 from fnloop._core.types import Step
-from fnloop._display.checks import describe
+from fnloop._display.checks import describe, join_names
+from fnloop._display.frames import leave_out_frames, short_traceback
 from fnloop._hooks.hook import HookFn, Trigger, every
 from fnloop._loop.boundary import Moments
 from fnloop._loop.peers import check_may_begin, handling, is_alone, note_interruption
@@ -21,18 +24,65 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def _with_keywords(function: Callable[P, T]) -> Callable[P, T]:
-    """Return ``fit`` or ``run``, which says what to write for a fourth positional argument."""
+# What others call it, and what to write here.
+_ELSEWHERE = {
+    **dict.fromkeys(("max_epochs", "num_epochs", "n_epochs", "nb_epoch"), "epochs=..."),
+    **dict.fromkeys(("max_steps", "num_steps", "total_steps", "iterations"), "steps=..."),
+    **dict.fromkeys(
+        ("loader", "train_loader", "train_dataloader", "train_dataloaders", "dataloader", "data"),
+        "fit(step, state, loaders)",
+    ),
+    **dict.fromkeys(
+        ("val_loader", "valid_loader", "val_dataloaders", "validation_data", "valid"),
+        "fit(step, state, (train, valid))",
+    ),
+    "callbacks": "hooks=(progress(), ...)",
+    "patience": 'hooks=(early_stop("valid/loss", patience=3), progress())',
+    **dict.fromkeys(("lr_scheduler", "scheduler"), "schedule(cosine()) in the pipeline"),
+    **dict.fromkeys(("clip", "gradient_clip_val", "max_grad_norm"), "clip(1.0) in the pipeline"),
+    **dict.fromkeys(
+        ("accumulate_grad_batches", "gradient_accumulation_steps"), "accumulate(4) in the pipeline"
+    ),
+    **dict.fromkeys(
+        ("precision", "mixed_precision", "fp16", "bf16"), 'amp("bf16") in the pipeline'
+    ),
+    **dict.fromkeys(("metrics", "metric"), "metric(accuracy=fn) in the pipeline"),
+    **dict.fromkeys(
+        ("model", "optimizer", "seed"), "state = TrainState.create(model, optimizer, seed=0)"
+    ),
+    **dict.fromkeys(("loss_fn", "criterion"), "step = pipeline()(loss_fn)"),
+    **dict.fromkeys(("ckpt_path", "resume_from_checkpoint"), "state = resume(folder, state)"),
+    **dict.fromkeys(("check_val_every_n_epoch", "eval_every"), "evaluate_every=every(epochs=2)"),
+    **dict.fromkeys(("log_every_n_steps", "logging_steps"), "record_every=every(steps=50)"),
+}
 
+
+def _with_keywords(function: Callable[P, T]) -> Callable[P, T]:
+    """Return ``fit`` or ``run``, which says what to write for arguments that it does not take."""
+    name, signature = function.__name__, inspect.signature(function)
+    first = [*signature.parameters][:3]
+
+    @short_traceback
     @functools.wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> T:
         __tracebackhide__ = True
         if len(args) > 3:
-            name, number = function.__name__, args[3]
+            number = args[3]
             wanted = f"epochs={number}" if type(number) is int else "epochs=3"
             raise TypeError(
                 f"{name} takes (step, state, loaders), and the rest by name: write {name}(step, "
                 f"state, loaders, {wanted}); got {describe(number)} as a fourth argument"
+            )
+        for wrong in kwargs.keys() - signature.parameters.keys():
+            write = _ELSEWHERE.get(wrong, "")
+            if write.endswith("=..."):
+                write = f"{write[:-3]}{describe(kwargs[wrong])}"
+            hint = f". Write {write}" if write else suggestion(wrong, signature.parameters)
+            raise TypeError(f"{name} has no argument {wrong}={hint}")
+        if missing := [each for each in first[len(args) :] if each not in kwargs]:
+            raise TypeError(
+                f"{name} lacks {join_names(missing)}: write state = {name}(step, state, loaders); "
+                f"got {', '.join(map(describe, args)) or 'no argument'}"
             )
         return function(*args, **kwargs)
 
@@ -154,8 +204,8 @@ def fit(
             If a hook failed, a run that continues from it calls this hook again, and those after
             it, and not those before. If ``optimizer.step()`` itself failed, the weights are
             between two updates, the states of the model are stale, and there is no such attribute.
-            Notebooks and pytest show your frames of the traceback, and not those of fnloop;
-            ``%xmode Plain`` shows all.
+            The traceback has your frames, and of fnloop only this call; with
+            FNLOOP_TRACEBACK=full in the environment it has all.
 
     Example:
         >>> import fnloop as fl, torch
@@ -243,7 +293,17 @@ def run(
 def _noting(states: Generator[TrainState]) -> Iterator[TrainState]:
     """Yield the states of a run. Note if it was interrupted."""
     __tracebackhide__ = True
-    with contextlib.closing(states):
-        for state in states:
-            note_interruption(state)
-            yield state
+    try:
+        with contextlib.closing(states):
+            for state in states:  # all frames: FNLOOP_TRACEBACK=full
+                note_interruption(state)
+                yield state
+    except BaseException as error:
+        leave_out_frames(error)
+        # Python makes this of a StopIteration that leaves a generator, as this is one.
+        if type(error) is RuntimeError and isinstance(cause := error.__cause__, StopIteration):
+            for note in getattr(cause, "__notes__", ()):
+                error.add_note(note)
+            if hasattr(cause, "state"):
+                error.state = cause.state  # type: ignore[attr-defined]
+        raise

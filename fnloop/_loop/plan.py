@@ -748,11 +748,18 @@ def _trained_names(step: PipelineStep) -> list[str] | None:
     return names
 
 
+_OF_HOOKS = ("begin", "evaluating", "receive", "numbers", "failed", "flush")
+
+
 def _check_hook(hook: object) -> None:
     if isinstance(hook, type | torch.nn.Module) or not callable(hook):
         hint = f". Call it: {hook.__name__}(...)" if isinstance(hook, type) else ""
-        if hasattr(hook, "begin") and not hint:
-            hint = ", which has a method begin, but no method __call__(state)"
+        members = [name for name in _OF_HOOKS if callable(getattr(hook, name, None))]
+        if members and not hint:
+            hint = (
+                f", which has a method {members[0]}, but no method __call__(state). Write one that "
+                "returns the state, or make it a subclass of Hook with one"
+            )
         if isinstance(hook, Middleware):
             hint = f", which is middleware: write pipeline({name_of(hook)})(loss_fn)"
         raise TypeError(f"a hook is a function state -> state; got {name_of(hook)}{hint}")

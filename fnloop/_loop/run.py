@@ -93,8 +93,9 @@ from fnloop._loop.errors import (
     explain_no_batches,
     explain_no_updates,
     inform_on_main,
+    note_pair,
     tell_hooks,
-    warn_on_main,
+    tell_on_main,
 )
 from fnloop._loop.evaluate import gather_outputs, measure, open_loader
 from fnloop._loop.peers import (
@@ -131,7 +132,7 @@ def fold(
         interrupts: where signals are recorded; None handles them during each epoch only.
     """
     __tracebackhide__ = True
-    tell = inform_on_main if plan.passes_over(state) else warn_on_main
+    tell = inform_on_main if plan.passes_over(state) else tell_on_main
     state = plan.begin(state)
     if not (begun := plan.resumed(state)).todo:
         tell(state, plan.why_nothing_to_do(state))
@@ -889,6 +890,8 @@ def _survive(world: World, error: BaseException) -> bool:
         world.leave(together=False)
         return True
     batch = world.batches_in_epoch if EPOCH in state.events else state.batch
+    if world.doing is None and not state.step:
+        note_pair(error, world.plan.loaders.train)
     last = explain(error, state, world.plan.step, world.doing, batch)
     world.peers.explain(error)
     if last is not None and state is not before:

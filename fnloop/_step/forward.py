@@ -183,6 +183,11 @@ def _check_reply(reply: object, loss: object, aux: object, name: str) -> None:
     if isinstance(loss, Skip):
         raise TypeError(f"{name} returned {loss!r} in a tuple: return it alone")
     in_pair = isinstance(reply, tuple)
+    if in_pair and isinstance(aux, Tensor) and not aux.ndim:
+        raise TypeError(
+            f"{name} must return a loss or (loss, aux); it returned a scalar tensor second. The "
+            'loss is first, and the rest in a mapping: return loss, {"output": output}'
+        )
     if not (loss is None and in_pair and not torch.is_grad_enabled()):  # in an evaluation
         _check_loss(loss, in_pair, name)
     if not isinstance(aux, Mapping):
@@ -267,7 +272,7 @@ def items_in(batch: Batch, name: str, without_loss: bool = False) -> int:
     found = (
         f"its tensors have leading dimensions {sorted(sizes)}"
         if sizes
-        else f"there is no tensor in a {type(batch).__name__}"
+        else f"a {type(batch).__name__} is not a tensor, or a tuple, a list or a mapping of tensors"
     )
     if without_loss:
         raise ValueError(

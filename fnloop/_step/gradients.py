@@ -449,7 +449,7 @@ def samples_in(batch: Batch) -> int:
         raise ValueError(
             "a batch is cut into pieces along the first dimension of its tensors, but there they "
             f"have the lengths {sorted(sizes)}. To give a tensor x to each piece whole, put "
-            "x.unbind() into the batch"
+            "x.expand(n, *x.shape) into the batch, where n is the number of samples, and take x[0]"
         )
     raise ValueError(
         "a batch is cut into pieces along the first dimension of its tensors, but there is no "

@@ -69,6 +69,7 @@ from fnloop._core.types import (
 from fnloop._core.view import shown, view
 from fnloop._display import checks, tables
 from fnloop._display.checks import describe, join_names
+from fnloop._display.frames import leave_out_frames
 from fnloop._step.engine import engine_of, refuse
 from fnloop._step.forward import (
     RawFn,
@@ -442,6 +443,7 @@ class PipelineStep(abc.ABC):
             state, out = self.train(self.init_slots(state), to_device(batch, state.backend.device))
         except Exception as error:
             self.explain(error)
+            leave_out_frames(error)
             raise
         batches = 1 if self.window == 1 else len(batch)
         return consume(state, out, batches * state.backend.data_size), out
@@ -460,10 +462,14 @@ class PipelineStep(abc.ABC):
         __tracebackhide__ = True
         check_not_stale(state, "step.evaluate")
         device = state.backend.device
-        with isolated(device):
-            ready = self.init_slots(state, evaluation=True)
-            with self.evaluating(ready, together=False) as ready:
-                out = self.evaluation(ready, to_device(batch, device))[1]
+        try:
+            with isolated(device):
+                ready = self.init_slots(state, evaluation=True)
+                with self.evaluating(ready, together=False) as ready:
+                    out = self.evaluation(ready, to_device(batch, device))[1]
+        except Exception as error:
+            leave_out_frames(error)
+            raise
         return out if out.loss is None else attrs.evolve(out, loss=out.loss.detach())
 
 

@@ -23,6 +23,7 @@ from fnloop._core.types import Batch, Step
 from fnloop._data.held import own_copy
 from fnloop._data.source import first_batches
 from fnloop._display import tables
+from fnloop._display.frames import short_traceback
 from fnloop._extensions.middleware.accumulate import accumulate, microbatch
 from fnloop._extensions.tools.dry_run import (
     ASSUMED,
@@ -61,6 +62,7 @@ MOST_SOURCES = 3
 _FOR_GRAPHS = ": cuda_graph cannot capture that"
 
 
+@short_traceback
 def check_script(step: Step, state: TrainState, loaders: object) -> Report:
     """Check the laws of a run on your own script, for three updates of copies.
 

@@ -37,6 +37,7 @@ from fnloop._core.view import take_back
 from fnloop._data.loaders import read_loaders
 from fnloop._data.position import checksum
 from fnloop._display import tables
+from fnloop._display.frames import short_traceback
 from fnloop._hooks.hook import when
 from fnloop._loop.evaluate import open_loader
 from fnloop._loop.made_with import members_of
@@ -61,6 +62,7 @@ from fnloop.extend import Moment, checks, isolated, on_main_process
 # Make an update of a run again, bit for bit, from the nearest checkpoint before it.
 
 
+@short_traceback
 def replay(
     folder: str | os.PathLike[str],
     step: Step,
@@ -562,6 +564,7 @@ class Bisection:
         return tables.stack(shown, self.difference._repr_html_()) if self.difference else shown
 
 
+@short_traceback
 def bisect(
     a: str | os.PathLike[str],
     b: str | os.PathLike[str],

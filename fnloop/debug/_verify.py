@@ -34,6 +34,7 @@ from fnloop._core.state import TrainState, check_not_stale, snapshot, unwrap
 from fnloop._core.types import Step
 from fnloop._data.loaders import read_loaders
 from fnloop._display import tables
+from fnloop._display.frames import short_traceback
 from fnloop._display.tables import Column, Shown, Table
 from fnloop._loop.made_with import describe_making
 from fnloop._loop.plan import check_step
@@ -45,6 +46,7 @@ from fnloop.extend import checks, is_sharded, on_main_process
 WHAT = "fnloop.debug.verify"  # as messages about processes that wait name it
 
 
+@short_traceback
 def verify(
     folder: str | os.PathLike[str],
     step: Step,

@@ -25,6 +25,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, StepLR
 
 from fnloop._core.types import Call, name_of
 from fnloop._display import checks, tables
+from fnloop._display.screen import warn_once
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -245,6 +246,17 @@ def _check_ratio(owner: str, name: str, value: object) -> None:
         )
 
 
+def _warmup_in(owner: str, warmup: Length, total: int | None) -> int:
+    """Return the updates of a warmup. Warn if they are more than the run has."""
+    up = updates_in(warmup, total)
+    if isinstance(total, int) and 0 < total < up:
+        warn_once(
+            f"{owner}: the warmup takes {up} updates, and the run has {total}, so it ends at "
+            f"{total / up:.0%} of the initial value: give a fraction of the run, such as 0.1"
+        )
+    return up
+
+
 def _phases(
     owner: str, decay: Callable[[float], float], warmup: Length, cooldown: Length, min_ratio: float
 ) -> Factor:
@@ -256,7 +268,7 @@ def _phases(
 
     def factor(step: int, total: int | None) -> float:
         total = known_total(total)
-        up, down = updates_in(warmup, total), updates_in(cooldown, total)
+        up, down = _warmup_in(owner, warmup, total), updates_in(cooldown, total)
         if step < up:
             return (step + 1) / up
         # Without a warmup the first update is not at the minimum, however long the cooldown.
@@ -449,7 +461,7 @@ def wsd(
     checks.choice("wsd", "kind", kind, _DECAYS)
 
     def factor(step: int, total: int | None) -> float:
-        up, total = updates_in(warmup, total), known_total(total)
+        up, total = _warmup_in("wsd", warmup, total), known_total(total)
         down = updates_in(decay, total)
         if step < up:
             return (step + 1) / up
@@ -599,7 +611,7 @@ def _warmed(n: Length, schedule: Factor) -> Factor:
 
     def factor(step: int, total: int | None) -> float:
         __tracebackhide__ = True
-        up = updates_in(n, total)
+        up = _warmup_in("warmup", n, total)
         rest = None if total is None else max(total - up, 1)
         return schedule(0, rest) * (step + 1) / up if step < up else schedule(step - up, rest)
 

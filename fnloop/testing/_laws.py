@@ -25,6 +25,7 @@ from fnloop._core.state import TrainState, snapshot
 from fnloop._core.types import Batch, LossFn, Middleware, Output, Step
 from fnloop._data.source import open_source, windows
 from fnloop._display import checks
+from fnloop._display.frames import short_traceback
 from fnloop._hooks.hook import every, when
 from fnloop._loop.evaluate import evaluate, predict
 from fnloop._loop.fit import fit
@@ -50,6 +51,7 @@ def _window(step: PipelineStep, problem: Problem) -> int:
     return open_source(list(problem.batches), 0, total=total).batches_in_update(step.window)
 
 
+@short_traceback
 def law_fold(pipe: Pipeline, problem: Problem) -> None:
     """Assert that a run stopped at any update and continued equals one never stopped, bit for bit.
 
@@ -90,6 +92,7 @@ def law_fold(pipe: Pipeline, problem: Problem) -> None:
             assert_same(resumed, whole)
 
 
+@short_traceback
 def law_purity(pipe: Pipeline, problem: Problem) -> None:
     """Assert that a run depends on its snapshot only, and changes nothing that it was given.
 
@@ -129,6 +132,7 @@ def law_purity(pipe: Pipeline, problem: Problem) -> None:
         assert generators == _generators(), "the caller's generators were not restored"
 
 
+@short_traceback
 def law_neutral(neutral: Middleware, pipe: Pipeline, problem: Problem) -> None:
     """Assert that a middleware at its neutral setting changes nothing but its own slot.
 
@@ -164,6 +168,7 @@ def law_neutral(neutral: Middleware, pipe: Pipeline, problem: Problem) -> None:
             assert_same(attrs.evolve(made, history=kept, slots=slots), plain)
 
 
+@short_traceback
 def law_accumulation(
     pipe: Pipeline,
     problem: Problem,
@@ -211,6 +216,7 @@ def law_accumulation(
         assert_same(parts, wholes, rtol=rtol)
 
 
+@short_traceback
 def law_no_host_reads(pipe: Pipeline, problem: Problem) -> None:
     """Assert that no update reads a tensor to the host.
 
@@ -239,6 +245,7 @@ def law_no_host_reads(pipe: Pipeline, problem: Problem) -> None:
     fit(step, problem.state(), problem.batches, epochs=1, hooks=())
 
 
+@short_traceback
 def law_skipped_updates(pipe: Pipeline, problem: Problem) -> None:
     """Assert that a skipped update advances only the position in the data.
 
@@ -307,6 +314,7 @@ def _law(name: str) -> Iterator[None]:
         raise AssertionError(f"{name}: {error}") from error
 
 
+@short_traceback
 def check_laws(pipe: Pipeline, problem: Problem | None = None) -> None:
     """Check every law that needs nothing but a pipeline.
 
@@ -434,7 +442,15 @@ def _assert_close(a: Tensor | float, b: Tensor | float, path: str, rtol: float) 
             torch.as_tensor(a), torch.as_tensor(b), rtol=rtol, atol=rtol, equal_nan=True
         )
     except AssertionError as error:
-        raise AssertionError(f"{path}: {a} != {b}\n{error}") from None
+        values = f"{a} != {b}" if max(map(_size, (a, b))) <= SHOWN else "two tensors"
+        raise AssertionError(f"{path}: {values}\n{error}") from None
+
+
+SHOWN = 8  # elements of a tensor that a message shows
+
+
+def _size(value: Tensor | float) -> int:
+    return value.numel() if isinstance(value, Tensor) else 1
 
 
 # --------------------------------------------------------------------------------------------------

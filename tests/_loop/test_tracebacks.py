@@ -1,8 +1,9 @@
 """A mistake of the user's is what the user sees: none of our frames between their call and their
 line, and a note of where.
 
-``__tracebackhide__`` is honoured by IPython (in its modes Context, which is the default, Docs and
-Verbose; Plain shows every frame) and by pytest.
+The one frame that is left, of the public function, has ``__tracebackhide__``, and so have all
+others for who sets FNLOOP_TRACEBACK=full. It is honoured by IPython (in its modes Context, which is
+the default, Docs and Verbose; Plain shows every frame) and by pytest.
 """
 
 import re
@@ -17,8 +18,9 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import fnloop as fl
-from fnloop import schedules
-from fnloop.testing import toy, toy_loss
+from fnloop import debug, schedules
+from fnloop._loop import run
+from fnloop.testing import check_laws, toy, toy_loss
 
 ROOT = str(Path(fl.__file__).parent)
 ONE = [torch.ones(1)] * 3
@@ -150,6 +152,15 @@ MISTAKES = {
 }
 
 
+def frames_of(error):
+    return [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+
+
+def names_of_ours(error):
+    codes = (code for code in frames_of(error) if code.co_filename.startswith(ROOT))
+    return [code.co_name for code in codes]
+
+
 def assert_hidden(error):
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     ours = [frame for frame in frames if frame.f_code.co_filename.startswith(ROOT)]
@@ -159,19 +170,21 @@ def assert_hidden(error):
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_no_frame_of_ours_is_shown(name):
+def test_no_frame_of_ours_is_shown(name, monkeypatch):
+    monkeypatch.setenv("FNLOOP_TRACEBACK", "full")
     with pytest.raises(Mistake) as caught:
         MISTAKES[name]()
     assert_hidden(caught.value)
 
 
-def test_frames_of_torchmetrics_are_called_from_hidden_ones():
+def test_frames_of_torchmetrics_are_called_from_hidden_ones(monkeypatch):
     torchmetrics = pytest.importorskip("torchmetrics")
 
     class Bad(torchmetrics.Metric):
         update = mistake
         compute = lambda self: torch.zeros(())
 
+    monkeypatch.setenv("FNLOOP_TRACEBACK", "full")
     for given in ((Bad(), lambda aux, batch: (batch,)), (torchmetrics.MeanMetric(), mistake)):
         with pytest.raises(Mistake) as caught:
             fit(fl.metric(bad=fl.from_torchmetrics(*given)))
@@ -184,6 +197,89 @@ def test_the_note_names_a_predicate_that_says_when_to_make_a_record(name):
         MISTAKES[name]()
     assert caught.value.__notes__ == ["while in when(mistake), train, epoch 1, batch 1, step 1"]
     assert caught.value.state.step == 1
+
+
+# --- what a traceback has
+
+TOOLS = {
+    "find_lr": lambda: fl.find_lr(PLAIN, toy(), ONE, updates=10),
+    "find_batch_size": lambda: fl.find_batch_size(PLAIN, toy(), lambda n: [torch.ones(n)]),
+    "search": lambda: fl.search({"a": PLAIN}, {"a": toy()}, ONE, rungs=(1,), key="train/loss"),
+    "tune": lambda: data.tune(PLAIN, toy(), ONE),
+    "check_script": lambda: debug.check_script(PLAIN, toy(), ONE),
+    "check_laws": lambda: check_laws(fl.pipeline(bad())),
+    "a fit in a hook": lambda: fit(hooks=(lambda state: MISTAKES["loss"](),)),
+    "an evaluation in a hook": lambda: fit(hooks=(lambda state: fl.evaluate(PLAIN, state, ONE),)),
+}
+
+
+@pytest.mark.parametrize("name", [*MISTAKES, *TOOLS])
+def test_one_frame_of_ours_is_left_and_all_frames_of_users(name, monkeypatch):
+    make = (MISTAKES | TOOLS)[name]
+    with pytest.raises(Mistake) as short:
+        make()
+    assert len(names_of_ours(short.value)) == 1
+    monkeypatch.setenv("FNLOOP_TRACEBACK", "full")
+    with pytest.raises(Mistake) as whole:
+        make()
+    assert len(names_of_ours(whole.value)) > 1
+    in_tests = lambda error: [code for code in frames_of(error) if code.co_filename == __file__]
+    assert in_tests(short.value) == in_tests(whole.value)
+
+
+def test_a_debugger_finds_what_the_frames_of_the_loss_function_and_of_its_caller_hold():
+    def loss_fn(model, batch):
+        doubled = 2 * batch
+        raise Mistake(doubled)
+
+    there = "the caller"
+    with pytest.raises(Mistake) as caught:
+        fl.fit(fl.pipeline()(loss_fn), toy(), ONE, hooks=())
+    first, *_, last = [frame for frame, _ in traceback.walk_tb(caught.value.__traceback__)]
+    assert first.f_locals["there"] is there and last.f_locals["doubled"].item() == 2.0
+
+
+def test_what_an_error_was_raised_from_is_short_too():
+    def loss_fn(model, batch):
+        try:
+            fl.evaluate(PLAIN, toy(), ONE)
+        except Mistake as error:
+            raise ValueError("wrong") from error
+
+    with pytest.raises(ValueError, match="wrong") as caught:
+        fit(loss=loss_fn)
+    assert len(names_of_ours(caught.value)) == 1
+    assert names_of_ours(caught.value.__cause__) == []
+    assert caught.value.__cause__ is caught.value.__context__
+
+
+def test_an_error_that_the_library_raises_keeps_the_frame_that_raised_it():
+    with pytest.raises(TypeError, match="must be a scalar tensor") as caught:
+        fit(loss=lambda model, batch: None)
+    assert len(names_of_ours(caught.value)) == 2
+    assert names_of_ours(caught.value)[-1] == "_check_loss"
+
+
+def test_an_error_in_the_library_itself_keeps_every_frame(monkeypatch):
+    monkeypatch.setattr(run.World, "count", lambda self, new: None)  # takes another argument
+    with pytest.raises(TypeError, match="positional arguments") as caught:
+        fit()
+    assert names_of_ours(caught.value)[-1] == "fold" and len(names_of_ours(caught.value)) > 2
+
+
+def test_the_error_is_the_one_that_was_raised_with_its_notes_and_its_state():
+    error = Mistake("mine")
+
+    def loss_fn(model, batch):
+        raise error
+
+    with pytest.raises(Mistake) as caught:
+        fit(loss=loss_fn)
+    assert caught.value is error and error.state.step == 0
+    assert error.__notes__[-1].endswith(
+        "the loss function loss_fn, train, epoch 1, batch 0, step 0"
+    )
+    assert error.__cause__ is None and error.__context__ is None
 
 
 # --- what is rendered
@@ -235,6 +331,45 @@ def test_ipython_shows_the_users_line_and_the_note(mode, tmp_path):
         "NameError: name 'undefined' is not defined\nwhile in the loss function loss_fn, train, "
         "epoch 1, batch 0, step 0"
     )
+
+
+SCRIPT = """
+import torch, fnloop as fl
+from fnloop.testing import toy
+
+def loss_fn(model, batch):
+    return model(batch).mean() + undefined
+
+step = fl.pipeline(fl.amp("bf16"), fl.clip(1.0))(loss_fn)
+state = fl.fit(step, toy(), [torch.ones(1)], hooks=())
+"""
+
+
+@pytest.mark.slow
+def test_a_terminal_shows_the_users_lines_and_one_of_ours_that_says_how_to_see_all(tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    given = {"capture_output": True, "text": True, "cwd": tmp_path}
+    environment = {"PATH": "", "HOME": str(tmp_path), "PYTHONPATH": str(Path(ROOT).parent)}
+    shown = {}
+    for setting in ("", "full"):
+        environment["FNLOOP_TRACEBACK"] = setting
+        command = [sys.executable, "train.py"]
+        shown[setting] = subprocess.run(command, env=environment, **given).stderr
+    lines = re.sub(r"\n +[\^~]+\n", "\n", shown[""]).splitlines()
+    place = rf'  File "{ROOT}/_display/frames.py", line '
+    assert lines[0:3] == [
+        "Traceback (most recent call last):",
+        f'  File "{tmp_path}/train.py", line 9, in <module>',
+        "    state = fl.fit(step, toy(), [torch.ones(1)], hooks=())",
+    ]
+    assert lines[3].startswith(place)
+    assert lines[4] == ("    return function(*args, **kwargs)  # all frames: FNLOOP_TRACEBACK=full")
+    assert lines[5:7] == [
+        f'  File "{tmp_path}/train.py", line 6, in loss_fn',
+        "    return model(batch).mean() + undefined",
+    ]
+    assert lines[7] == "NameError: name 'undefined' is not defined"
+    assert shown["full"].count(ROOT) > 8
 
 
 UNIT_TEST = """

@@ -103,8 +103,9 @@ def test_keep_is_a_function_of_the_state():
     assert one == attrs.evolve(one) and one != fl.Middleware("mine", gradient=same)
 
 
-def test_an_error_names_the_middleware_that_acts_after_a_step():
+def test_an_error_names_the_middleware_that_acts_after_a_step(monkeypatch):
     """All of them act through one wrap."""
+    monkeypatch.setenv("FNLOOP_TRACEBACK", "full")
 
     def fail(aux, batch):
         raise ValueError("no metric")

@@ -225,6 +225,11 @@ class checkpoint(BuiltIn):
         """The metrics that rank and name the checkpoints."""
         return self.named if self.best is None else (self.best, *self.named)
 
+    @property
+    def ranks(self) -> tuple[str, str, str] | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The metric that ranks the checkpoints, its mode, and since when its values count."""
+        return None if self.best is None else (self.best, self.mode, self.since)
+
     def __repr__(self) -> str:
         best = f", best={self.best!r}, mode={self.mode!r}" if self.best else ""
         since = f", since={self.since!r}" if self.since != "phase" else ""
@@ -622,6 +627,11 @@ class restore_best(BuiltIn):
     def monitors(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The metric that decides."""
         return self.key
+
+    @property
+    def ranks(self) -> tuple[str, str, str]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The metric that decides, its mode, and since when its values count."""
+        return self.key, mode_of(OWNER, self.key, self.mode), self.since
 
     @property
     def slot(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -11,7 +11,7 @@ import sys
 import textwrap
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar, TextIO
 from weakref import WeakValueDictionary
 
@@ -45,15 +45,17 @@ from fnloop._display.tables import (
     mode_by_name,
     printable,
 )
-from fnloop._hooks.hook import Hook
+from fnloop._hooks.hook import BuiltIn, Hook, every_layer
 from fnloop.extend import better, checks
 
 
-class progress(Hook):
+class progress(BuiltIn):
     """Show the progress of a run: in a terminal, a notebook or a log.
 
     The first line says what the run works with and how long it is. The last one says why it ended:
-    its target, the reason of a stop, Ctrl-C or a signal; and the best value.
+    its target, the reason of a stop, Ctrl-C or a signal; and the best value: of the metric by which
+    ``checkpoint(best=...)`` or ``restore_best`` keeps weights or ``early_stop`` stops, or else the
+    loss.
 
     In a terminal, a table grows above a bar. The table has a line for each evaluation and each end
     of an epoch. With ``record_every`` it has faint lines in between, at most one every 10 seconds:
@@ -123,12 +125,17 @@ class progress(Hook):
         self._view: _View | None = None  # a run, on its main process
         self._next = -math.inf  # when to show something, unless there is a record
         self._newest: TrainState | None = None  # the state at the newest boundary
+        self._ranked: _Ranked | None = None  # by what the hooks of this run rank
 
     def __repr__(self) -> str:
         given = {"refresh": self.refresh, "since": self.since}
         usual = {"refresh": 0.5, "since": "phase"}
         changed = {name: value for name, value in given.items() if value != usual[name]}
         return repr(Call(progress, (), changed))
+
+    def check_beside(self, hooks: Sequence[Hook]) -> None:
+        """Find the metric whose best value the last line names."""
+        self._ranked = _find_ranked(hooks)
 
     def begin(self, state: TrainState) -> TrainState:
         """Say what the run works with."""
@@ -138,6 +145,7 @@ class progress(Hook):
 
     def _follow(self, state: TrainState) -> _View:
         self._view = _make_view(self.file, self.refresh, state, self.since)
+        self._view.ranked = self._ranked
         self._view.start(describe_start(state))
         return self._view
 
@@ -235,16 +243,41 @@ def describe_failure(error: BaseException | None) -> str:
     return f"failed: {type(error).__name__}" + (f": {first}" if first else "")
 
 
-def describe_end(
-    reason: str, position: Position, seconds: float, best: Mapping[str, Record], run: RunInfo
-) -> str:
-    """Return the last line: why a run has ended, where, and what was best."""
+def describe_end(reason: str, position: Position, seconds: float) -> str:
+    """Return the last line, but for what was best: why a run has ended, and where."""
     parts = [position.epoch_text, position.step_text, position.skipped_text]
     where = ", ".join([*filter(None, parts), f"after {format_duration(seconds)}"])
-    return f"{reason}{';' if ':' in reason else ':'} {where}{_describe_best(best, run)}"
+    return f"{reason}{';' if ':' in reason else ':'} {where}"
 
 
-def _describe_best(best: Mapping[str, Record], run: RunInfo) -> str:
+_Ranked = tuple[str, str, str]  # a metric, its mode, and since when its values count
+
+
+def _find_ranked(hooks: Sequence[Hook]) -> _Ranked | None:
+    """Return by what hooks keep the best, or else what they watch; None if nothing is known."""
+    layers = every_layer(hooks)
+    kept = (layer.ranks for layer in layers if isinstance(layer, BuiltIn))
+    watched = (
+        (key, mode, getattr(layer, "since", "phase"))
+        for layer in layers
+        if not isinstance(layer, BuiltIn)
+        for key in ((layer.monitors,) if isinstance(layer.monitors, str) else layer.monitors or ())
+        if (mode := getattr(layer, "mode", None) or mode_by_name(key)) in ("min", "max")
+    )
+    return next(filter(None, (*kept, *watched)), None)
+
+
+def _best_ranked(ranked: _Ranked, state: TrainState) -> tuple[str, Record] | None:
+    """Return a metric and its best record; None if no record has it."""
+    key, mode, since = ranked
+    best: Record | None = None
+    for record in records_since(state.history, first_record(state.phases, since)):
+        if math.isfinite(value := record.metrics.get(key, math.nan)):
+            best = record if best is None or better(value, best.metrics[key], mode) else best
+    return None if best is None else (key, best)
+
+
+def _best_by_name(best: Mapping[str, Record], run: RunInfo) -> tuple[str, Record] | None:
     """Return the best loss of the first evaluated loader, or else its first other metric."""
     place = {loader: i for i, loader in enumerate(run.evaluated)}
 
@@ -254,10 +287,9 @@ def _describe_best(best: Mapping[str, Record], run: RunInfo) -> str:
     if run.models:
         best = _best_models(best)
     if run.turns or not best:  # a mean of losses that may oppose each other says nothing
-        return ""
+        return None
     name = min(best, key=rank)
-    record = best[name]
-    return f"; best {name} {format_metric(name, record.metrics[name])} at step {record.step:,}"
+    return name, best[name]
 
 
 def describe_values(state: TrainState) -> list[str]:
@@ -620,6 +652,7 @@ class _View(ABC):
         self.looked = self.evaluation_began = time.monotonic()
         self.quiet = 0.0  # until when nothing is shown of an evaluation
         self.finished = False
+        self.ranked: _Ranked | None = None
 
     @abstractmethod
     def start(self, parts: list[str]) -> None:
@@ -698,8 +731,17 @@ class _View(ABC):
     def tell(self, state: TrainState, reason: str) -> None:
         """Show the last line."""
         seconds = time.monotonic() - self.pace.began
-        line = describe_end(reason, self.at(state), seconds, self.best, _run(self.state))
+        line = describe_end(reason, self.at(state), seconds) + self.describe_best()
         self.end(line, *[HOW_TO_CONTINUE] * is_interruption(state.stop))
+
+    def describe_best(self) -> str:
+        """Return the best value that a run has made, by what its hooks rank, if they do."""
+        found = _best_ranked(self.ranked, self.state) if self.ranked else None
+        found = found or _best_by_name(self.best, _run(self.state))
+        if found is None:
+            return ""
+        name, record = found
+        return f"; best {name} {format_metric(name, record.metrics[name])} at step {record.step:,}"
 
     def parts_of_epoch(self, state: TrainState) -> list[str]:
         """Return what stands beside the bar of an epoch, the most important first."""

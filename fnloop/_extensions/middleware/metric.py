@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import inspect
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -55,6 +57,8 @@ TRAIN = "train"
 MOST_KEYS = 8  # of aux or of a batch, in a message
 MetricFn = Callable[[Aux, Batch], object]
 MEANING = "a function (aux, batch) -> scalar or Metric"
+# Metrics whose value over all batches is not the mean of those of the batches.
+NO_MEANS = {"f1", "f1_score", "auc", "auroc", "roc_auc", "average_precision", "r2", "r2_score"}
 
 
 @middleware("forward")
@@ -154,7 +158,38 @@ def _check_functions(shared: object, functions: Mapping[str, object]) -> None:
             raise ValueError(f"metric reports {min(twice)!r} twice: rename one{COLLECTION_HINT}")
     for name, function in functions.items():
         checks.own_metric_name("metric", name)
+        _refuse_torchmetrics(name, function)
         checks.function("metric", name, function, MEANING, 2)
+        _refuse_targets(name, function)
+
+
+_OUTPUTS = {"output", "outputs", "pred", "preds", "prediction", "predictions", "logits", "y_pred"}
+_TARGETS = {"target", "targets", "label", "labels", "y", "y_true", "true"}
+
+
+def _refuse_torchmetrics(name: str, function: object) -> None:
+    """Raise if a metric of torchmetrics is given in the place of a function."""
+    kinds = type(function).__mro__[:-1]
+    if any(kind.__module__.partition(".")[0] == "torchmetrics" for kind in kinds):
+        raise TypeError(
+            f"metric expects {name} as {MEANING}; got the torchmetrics {type(function).__name__}. "
+            f"Write metric({name}=from_torchmetrics({name}, lambda aux, batch: "
+            '(aux["output"], batch[1]))), and return loss, {"output": output} in the loss function'
+        )
+
+
+def _refuse_targets(name: str, function: Any) -> None:
+    """Raise if the arguments of a function are named as an output and a target."""
+    with contextlib.suppress(ValueError):  # a builtin without a signature
+        first, second, *_ = [*inspect.signature(function).parameters, "", ""]
+        if first in _OUTPUTS and second in _TARGETS:
+            typed = checks.known_as(function)
+            fn = typed if typed.isidentifier() else "fn"
+            raise TypeError(
+                f"metric expects {name} as {MEANING}; {typed} takes ({first}, {second}). Write "
+                f'metric({name}=lambda aux, batch: {fn}(aux["output"], batch[1])), '
+                'and return loss, {"output": output} in the loss function'
+            )
 
 
 def _check_loaders(on: str, loaders: Sequence[str] | None) -> tuple[str, ...] | None:
@@ -340,6 +375,12 @@ def _to_metric(name: str, value: object, weight: float | Tensor) -> Metric:
     if hasattr(value, "combine") and hasattr(value, "compute"):
         return _detach(value)
     if isinstance(value, int | float):
+        if name.lower() in NO_MEANS:
+            warn_once(
+                f"metric {name!r} is averaged over the batches, and the {name} of all of them is "
+                f"another number: give it a metric that sees all, metric({name}=from_torchmetrics("
+                "...)), or compute it from the outputs of an evaluation, inspect(fn)"
+            )
         return Mean(value * weight, weight)
     raise TypeError(
         f"metric {name!r} must return a scalar tensor or a Metric such as Sum(value); got "

@@ -125,6 +125,12 @@ def schedule(
     of_state = takes_state(fn)
     if not of_state:
         check_schedule("schedule", fn)
+    elif (counted := _counter_of(fn)) is not None:
+        raise TypeError(
+            f"schedule calls a function of one argument with the state; {name_of(fn)} takes "
+            f"{counted}. Write schedule(lambda state: ...) with state.{counted.rstrip('s')} in it, "
+            "or a function (step, total_steps) -> factor"
+        )
     if not isinstance(field, str) or not field:
         raise TypeError(
             'schedule expects field as the key of a number in the parameter groups, such as "lr"; '
@@ -192,6 +198,12 @@ def schedule(
         check=_check_names,
         check_state=_check_groups_apart,
     )
+
+
+def _counter_of(fn: Callable[..., object]) -> str | None:
+    """Return the name of the only argument of a function if it is that of a counter."""
+    name = next(iter(inspect.signature(fn).parameters))
+    return name if name in ("epoch", "epochs", "step", "steps") else None
 
 
 def _names(owner: str, only: str | Sequence[str] | None) -> tuple[str, ...] | None:

@@ -31,7 +31,6 @@ from fnloop._data.held import own_copy
 from fnloop._data.loaders import Loaders, Padding, batch_size_of, check_loader, sharded
 from fnloop._data.source import first_batches, open_source
 from fnloop._display import tables
-from fnloop._display.checks import join_names
 from fnloop._display.tables import Column, Shown, Table, format_milliseconds, shorten
 from fnloop._extensions import extensions
 from fnloop._extensions.middleware.metric import derive, metric, throughput, timings
@@ -52,7 +51,7 @@ from fnloop._loop.plan import (
 from fnloop._loop.run import fold
 from fnloop._step.pipeline import LossStep, PipelineStep, RawStep, pipeline
 from fnloop._step.update import MissingNumberError
-from fnloop.extend import Moment, isolated, name_of
+from fnloop.extend import Moment, checks, isolated, name_of
 
 Value = TypeVar("Value")
 Result = TypeVar("Result")
@@ -217,7 +216,7 @@ def _naming_processes(problem: Finding, seen: Sequence[Sequence[Finding]]) -> Fi
     ranks = [str(rank) for rank, findings in enumerate(seen) if problem in findings]
     if len(ranks) == len(seen):
         return problem
-    who = f"process{'es' * (len(ranks) > 1)} {join_names(ranks)}: "
+    who = f"process{'es' * (len(ranks) > 1)} {checks.join_names(ranks)}: "
     return attrs.evolve(problem, text=who + problem.text)
 
 

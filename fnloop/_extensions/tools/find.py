@@ -16,6 +16,7 @@ from fnloop._core.optimizers import Group, Rate, copy_number, groups_in, initial
 from fnloop._core.state import TrainState, check_not_stale
 from fnloop._core.types import Batch, Middleware, Output, Step, middleware
 from fnloop._data.loaders import batch_size_of
+from fnloop._display.frames import short_traceback
 from fnloop._display.tables import Column, Shown, Table, format_metric
 from fnloop._extensions import extensions
 from fnloop._extensions.stacks import check_one_model
@@ -109,6 +110,7 @@ class LrRange(Shown):
         return [title, Table(columns, rows, self.note)]
 
 
+@short_traceback
 def find_lr(
     step: Step,
     state: TrainState,
@@ -333,6 +335,7 @@ def _valley(losses: Sequence[float]) -> int | None:
 UPDATES = 3  # of a trial: from the second on, the state of the optimizer is there
 
 
+@short_traceback
 def find_batch_size(
     step: Step,
     state: TrainState,

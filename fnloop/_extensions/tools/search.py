@@ -23,6 +23,7 @@ from fnloop._core.records import Record, counts
 from fnloop._core.runs import ends_run, is_interruption
 from fnloop._core.state import TrainState, check_not_stale
 from fnloop._core.types import Middleware, Step
+from fnloop._display.frames import short_traceback
 from fnloop._display.tables import (
     Column,
     Display,
@@ -117,6 +118,7 @@ class Search(Shown):
         return figure
 
 
+@short_traceback
 def search(
     steps: Step | Mapping[str, Step],
     states: Mapping[str, Source],

@@ -23,6 +23,7 @@ from fnloop._core.types import Middleware, Step
 from fnloop._data.held import own_copy
 from fnloop._data.iterable import is_keeper
 from fnloop._data.loaders import check_loader
+from fnloop._display.frames import short_traceback
 from fnloop._display.screen import log
 from fnloop._display.tables import Column, Shown, Table
 from fnloop._extensions.middleware.compiled import compiled
@@ -112,6 +113,7 @@ class Advice(Shown):
         return [Table(columns, [self.reading]), ""]
 
 
+@short_traceback
 def tune(step: Step, state: TrainState, loader: object, *, seconds: float = 10.0) -> Advice:
     """Find out what makes a run faster: time some changes, and print the code to use.
 

@@ -95,6 +95,59 @@ def test_the_last_line_has_the_best_of_the_loader_that_was_given_first():
     assert last.endswith("; best valid/loss -2.0000 at step 2")
 
 
+def measured(state):
+    """Return numbers of a record: w is -1, -2, -3 after the updates, so 4, 1 and 4."""
+    return {"score": float(state.model.w + 2) ** 2 * 3 + 1}
+
+
+class Watching(fl.Hook):
+    monitors, mode = "score/score", "max"
+
+    def __call__(self, state):
+        return state
+
+
+BEST = {  # w is -1, -2, -3, so score is 4, 1, 4
+    "nothing": ((), "valid/loss -3.0000 at step 3"),
+    "kept": (
+        (lambda d: fl.checkpoint(d, best="score/score", mode="min"),),
+        "score/score 1 at step 2",
+    ),
+    "put back": (
+        (lambda d: fl.restore_best("score/score", mode="min"),),
+        "score/score 1 at step 2",
+    ),
+    "when improved": (
+        (lambda d: fl.when_improved("score/score", mode="max")(lambda state: state),),
+        "score/score 4 at step 1",
+    ),
+    "watched": (
+        (lambda d: fl.early_stop("score/score", mode="max", patience=9),),
+        "score/score 4 at step 1",
+    ),
+    "by a hook of one's own": ((lambda d: Watching(),), "score/score 4 at step 1"),
+    "kept rather than watched": (
+        (
+            lambda d: fl.early_stop("valid/loss", patience=9),
+            lambda d: fl.every(epochs=1)(fl.checkpoint(d, best="score/score", mode="min")),
+        ),
+        "score/score 1 at step 2",
+    ),
+    "a name of a folder": (
+        (lambda d: fl.checkpoint(d, named=("score/score",)),),
+        "valid/loss -3.0000 at step 3",
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "best"), BEST.values(), ids=BEST)
+def test_the_last_line_has_the_best_of_what_is_kept_or_else_watched(make, best, tmp_path):
+    score = fl.measure(measured, name="score", every=fl.every(epochs=1))
+    hooks = (score, progress, *(one(tmp_path) for one in make))
+    *_, last = logged(*hooks, train=1, valid=1, epochs=3)
+    assert last.endswith(f"; best {best}")
+
+
 def test_a_resumed_run_knows_the_best_of_before(clock):
     state, loaders = fit(train=2, valid=1), ([ONE] * 2, [-ONE])
     lines = logged(state=state, loaders=loaders, epochs=2)

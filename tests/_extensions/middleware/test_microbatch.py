@@ -48,7 +48,7 @@ def test_a_piece_has_its_part_of_every_tensor_array_and_list_of_values():
 
 
 @pytest.mark.parametrize(("batch", "message"), [
-    ((torch.ones(3), torch.ones(2)), r"the lengths \[2, 3\].*put x.unbind\(\) into the batch"),
+    ((torch.ones(3), torch.ones(2)), r"the lengths \[2, 3\].*put x.expand\(n, \*x.shape\)"),
     (torch.tensor(1.0), "no tensor with a dimension in a Tensor"),
     ({"text": "abc"}, "no tensor with a dimension in a dict.*tuple, a list or a mapping"),
 ])  # fmt: skip
