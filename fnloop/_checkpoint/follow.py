@@ -58,7 +58,7 @@ def follow(
         CheckpointError, OSError, MemoryError: as :func:`restore`. A damaged checkpoint is skipped
             with a warning.
         StaleStateError: a state that was yielded has been trained further.
-        TypeError, ValueError: an argument is not what it should be.
+        TypeError, ValueError: an argument has the wrong type or value.
 
     Example:
         >>> import tempfile, fnloop as fl, torch

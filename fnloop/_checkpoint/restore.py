@@ -118,7 +118,7 @@ def restore(
             hold a part; or another machine of the run does not see it.
         OSError, MemoryError: it cannot be read, or there is no memory for it.
         StaleStateError: the state has been advanced.
-        TypeError, ValueError: an argument is not what it should be.
+        TypeError, ValueError: an argument has the wrong type or value.
 
     Example:
         >>> import tempfile
@@ -432,7 +432,7 @@ def best(
     *,
     since: str | None = None,
 ) -> Path | None:
-    """Return the valid checkpoint with the best value of a metric, of the run of the newest one.
+    """Return the valid checkpoint with the best value of a metric, of the newest run in a folder.
 
     Damaged checkpoints, and those that are not finite, are skipped as by :func:`latest`.
 
@@ -450,7 +450,7 @@ def best(
     Raises:
         ValueError: no metric is given and the checkpoints name none; or there is no such mode or
             ``since``.
-        TypeError: an argument is not what it should be.
+        TypeError: an argument has the wrong type.
         CheckpointError, OSError: as :func:`latest`.
 
     Example:

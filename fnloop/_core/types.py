@@ -136,7 +136,7 @@ def values_of(name: str, metric: Metric) -> Mapping[str, Any]:
 
 @attrs.frozen(eq=False, repr=False, slots=False)
 class Output:
-    """What a step returns for a batch, or for a window of batches, besides the new state.
+    """What a step returns with the new state: loss, weight, aux and metrics of a batch or a window.
 
     Args:
         loss: the mean loss, a scalar tensor; detached once backward has run. None in an evaluation
@@ -666,7 +666,7 @@ class Skip:
 
 
 def skip(reason: str) -> Skip:
-    """Leave a batch out: a loss function returns this instead of a loss.
+    """Skip a batch: a loss function returns this instead of a loss.
 
     The batch is out of the window of ``accumulate`` and of its divisor, and its metrics do not
     count. If every batch of an update is left out, on all processes, there is no update:

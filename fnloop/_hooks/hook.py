@@ -52,7 +52,7 @@ def _is_elsewhere(definition: object) -> bool:
 
 
 class Hook:
-    """What a run calls after every update, ``state -> state``, and what else it may do.
+    """A callback: what a run calls after every update, ``state -> state``.
 
     A plain function is a hook too, and so is any object that can be called and has some of these
     methods. Subclass this for a hook with more than one of them: each does nothing by default.
@@ -1113,7 +1113,7 @@ def _completes_part(part: tuple[int, int], done: int, updates: int) -> bool:
 
 @attrs.frozen(repr=False)
 class when(Moment):
-    """Run a hook where a predicate holds: ``when(lambda state: state.step == 100)(hook)``.
+    """Run a hook when a predicate is true: ``when(lambda state: state.step == 100)(hook)``.
 
     Args:
         predicate: ``state -> bool``, called after every update.

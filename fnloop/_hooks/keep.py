@@ -126,7 +126,7 @@ class checkpoint(BuiltIn):
         A hook.
 
     Raises:
-        TypeError, ValueError: an argument is not what it should be.
+        TypeError, ValueError: an argument has the wrong type or value.
         CheckpointError: when a run begins: another run has checkpoints in the folder, something in
             the state cannot be saved, or the optimizer cannot be restored exactly. When it saves:
             something that the run has put into the state cannot be saved.

@@ -510,7 +510,7 @@ _UNKNOWN = (
 
 @attrs.frozen(repr=False, eq=False)
 class time_limit(BuiltIn):
-    """Stop when the run, or this job, has taken its time.
+    """Stop when the run, or this job, has used its time: ``time_limit(hours=8)``.
 
     The run ends after the update in which the time is up. Evaluations and hooks count, and so does
     what an earlier job of the run has taken; what lies between two runs does not.

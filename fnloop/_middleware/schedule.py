@@ -68,11 +68,13 @@ def schedule(
     absolute: bool = False,
     by: str = "step",
 ) -> Middleware:
-    """Set a number of every parameter group before each update.
+    """Change the learning rate, or another setting, during a run: ``schedule(cosine(warmup=0.1))``.
 
-    The number is its initial value × ``fn(step, total_steps)``. Update i (from 0) uses
-    ``fn(i, total)``. In a phase, i counts from where it began, and the total is its length. Skipped
-    updates do not count, and neither do those in which the optimizer rested (see :func:`using`).
+    Before each update, the setting becomes its initial value × ``fn(step, total_steps)`` in every
+    parameter group. Update i (from 0) uses ``fn(i, total)``. In a phase, i counts from where
+    it began, and the total is its length. Skipped updates do not count, and neither do updates in
+    which the optimizer rested (see :func:`using`).
+
     Each group keeps its initial value as ``initial_lr``, as torch's schedulers do: to change a
     learning rate under a schedule, set ``group["initial_lr"]``. The value used is the metric "lr"
     (``lr/1``, ... for further groups, ``lr/head`` for one with ``group["name"] = "head"``;

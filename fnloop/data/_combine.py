@@ -221,7 +221,7 @@ def interleave(loaders: Mapping[str, Loader], ratios: Mapping[str, int] | None =
         A loader, with a length if all of them have one. If not, ``take(interleave(...), n)`` has.
 
     Raises:
-        TypeError: an argument is not what it should be.
+        TypeError: an argument has the wrong type.
         ValueError: there is no loader; a ratio is missing, or is not an int of at least 1; or
             without ratios, a loader has no length.
 

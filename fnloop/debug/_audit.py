@@ -176,7 +176,7 @@ def _make_twice(
 
 
 class AuditError(RuntimeError):
-    """An update that was made twice has other bits the second time. ``state`` is that before it.
+    """An update gave other bits when it was made again. ``state`` is the state before it.
 
     Args:
         message: what differs, and what may be the cause.

@@ -81,7 +81,7 @@ def verify(
         CheckpointError: there is no checkpoint, or it is of another model or optimizer.
         ValueError: there is only one checkpoint; or no span can be made again, for the reason in
             the message, such as another number of processes.
-        TypeError: an argument is not what it should be.
+        TypeError: an argument has the wrong type.
         StaleStateError: the state has been advanced.
         ImportError: the package for such addresses is not installed.
 
