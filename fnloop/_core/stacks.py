@@ -85,7 +85,7 @@ def stack(states: Mapping[str, TrainState]) -> TrainState:
     Notes:
         Middleware that work with a stack are ``accumulate``, ``clip``, ``clip_value``,
         ``grad_norm``, ``schedule``, ``scheduled``, ``skip_nonfinite``, ``metric``,
-        ``timings`` and ``throughput``. ``skip_nonfinite`` leaves an update out if it is bad for all
+        ``timings`` and ``throughput``. ``skip_nonfinite`` skips an update if it is bad for all
         models, and raises if it is bad for some: a stack has one ``state.step``. Without it, a
         model that diverges does not disturb the others.
 

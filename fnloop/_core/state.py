@@ -1433,7 +1433,7 @@ class BufferWatch:
         return [self._places[i][0] for i in sorted(moved)]
 
     def pass_over(self, before: Marks) -> None:
-        """Forget what has moved since some marks, because it was put back."""
+        """Forget what has moved since some marks, because it was restored."""
         now = self.look()
         trio = zip(self._seen, before, now, strict=True)
         self._seen = [new if seen == old else seen for seen, old, new in trio]

@@ -1282,7 +1282,7 @@ class when_improved(Moment):
         ValueError: there is no such mode, or it is None and the name of the metric does not imply
             one.
         KeyError: when a run starts: there is no such loader, or the pipeline makes no such metric.
-            At its first evaluation: there is none, where a middleware or a hook of your own might
+            At its first evaluation: there is none, where your own middleware or hook might
             have added it. The message lists those that exist.
 
     Example:

@@ -201,7 +201,7 @@ class early_stop(Hook):
         ValueError: a setting is out of range, or mode is None and the name of the metric does not
             imply one.
         KeyError: when a run starts: there is no such loader, or the pipeline makes no such metric.
-            At its first evaluation: there is none, where a middleware or a hook of your own might
+            At its first evaluation: there is none, where your own middleware or hook might
             have added it. The message lists those that exist.
 
     Example:
@@ -711,7 +711,7 @@ class requeue(BuiltIn):
 
     Notes:
         Outside of SLURM, the hook only says so, and SIGUSR1 saves as usual. If ``scontrol`` fails,
-        an error is logged, and the run ends all the same: its checkpoint is kept.
+        an error is logged, and the run ends anyway: its checkpoint is kept.
     """
 
     _job: list[str] = attrs.field(factory=list, init=False)  # the id, until it is requeued

@@ -105,7 +105,7 @@ def accumulate(
         so it may change from one checkpoint to the next. The last update of an epoch has the
         samples that are left; an incomplete batch counts as a complete one. The batch size is that
         of the training loader, a ``DataLoader``, or that of the largest batch of a list. With
-        ``drop_last``, only an incomplete batch is left out. A bare step takes the batches that it
+        ``drop_last``, only an incomplete batch is skipped. A bare step takes the batches that it
         is given, and does not count samples.
 
         With a dtype, each batch's gradient is taken out of ``.grad``. So there is one more copy of

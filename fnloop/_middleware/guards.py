@@ -224,7 +224,7 @@ def spike_guard(window: int = 100, ratio: float = 2.0, then: str = "skip") -> Mi
         (4, 1, 9.0)
 
     Notes:
-        An update that is left out changes nothing but the position in the data and
+        A skipped update changes nothing but the position in the data and
         ``state.skipped``, as with ``skip_nonfinite``. The losses are those of whole windows of
         ``accumulate``, over all processes. Each spike is noted in ``state.extra["spikes"]``:
         ``{"epoch", "batch", "step", "loss", "median"}``, with the position of its first batch. This

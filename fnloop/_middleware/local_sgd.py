@@ -1,4 +1,4 @@
-"""Processes that update by themselves, and average their weights now and then."""
+"""Processes that update by themselves, and average their weights every few updates."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ def local_sgd(every: int = 8, outer: Outer | None = None) -> Middleware:
 
         Each process keeps optimizer state, and buffers such as the statistics of BatchNorm, of its
         own. The average has the buffers of the main process; :func:`update_batchnorm` computes
-        others for it. A process without a batch in an update, or whose batches are all left out,
-        does not call its optimizer. The update counts all the same.
+        others for it. A process without a batch in an update, or whose batches are all skipped,
+        does not call its optimizer. The update counts anyway.
 
         In a run ``state.model`` has the process's own weights, and after a bare ``step(state,
         batch)`` too. There ``step.evaluate(state, batch)``, which one process may call alone, uses

@@ -481,7 +481,7 @@ class LossStep(PipelineStep):
 
     @property
     def _leaves_out(self) -> bool:
-        """Whether that function may leave a batch out."""
+        """Whether that function may skip a batch."""
         return may_skip(self.loss_fn)
 
     def _training_forward(self) -> Step:

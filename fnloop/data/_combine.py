@@ -407,7 +407,7 @@ def fraction(loader: Loader, f: float) -> Composed:
     Args:
         loader: a loader with a length.
         f: how much of it, in batches, above 0 and at most 1. It is meant as it is typed: 0.29 of
-            100 batches are 29. What is not a whole batch is left out.
+            100 batches are 29. What is not a whole batch is skipped.
 
     Returns:
         A loader.
@@ -461,7 +461,7 @@ def leave_out(loader: Loader, predicate: Callable[[int, int], bool]) -> Composed
 
     Args:
         loader: any loader.
-        predicate: ``(epoch, batch) -> bool``: whether a batch is left out. It has to be a pure
+        predicate: ``(epoch, batch) -> bool``: whether a batch is skipped. It has to be a pure
             function. Epochs and batches are counted from 0, and batches as in the loader without
             this, over all processes. In an evaluation the epoch is 0.
 

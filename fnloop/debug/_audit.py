@@ -63,7 +63,7 @@ def audit(every: int = 1000, against: str | None = None) -> Middleware:
     - what changes with each call: a counter, a generator, an attribute of a module;
     - one disturbed making, such as by a flipped bit, if a third one agrees with the other.
 
-    Everything is put back first, so ``error.state`` is the state before the update.
+    Everything is restored first, so ``error.state`` is the state before the update.
 
     With ``against`` an update is compared with another way to compute it:
 

@@ -24,6 +24,7 @@ async function search() {
   const count = document.createElement("p");
   count.textContent = `${found.results.length} pages for “${query}”`;
   const own = document.createElement("div");
+  own.className = "found-here";
   own.append(count, list);
   place.replaceWith(own);
 }
