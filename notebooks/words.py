@@ -10,7 +10,6 @@ from pathlib import Path
 from docutils import nodes
 
 TABLES = Path(__file__).with_name("words.md")
-PAGE = "words"
 
 
 def words():
@@ -29,6 +28,7 @@ def add_words(app, doctree):
     """Add hidden words to a page that has been read."""
     typed = words().get(app.env.docname)
     if typed:
+        app.env.note_dependency(str(TABLES))
         text = f'<p hidden data-pagefind-weight="10">Other words: {html.escape(typed)}.</p>'
         next(doctree.findall(nodes.section)).append(nodes.raw("", text, format="html"))
 

@@ -41,7 +41,7 @@ _ALIKE = ("stop", "ends", "phases", "extra", "todo")
 
 
 def stack(states: Mapping[str, TrainState]) -> TrainState:
-    """Stack states of models of one architecture into one, whose steps train all of them at once.
+    """Stack states of the same architecture into one: each step trains all of them at once.
 
     ``fit``, ``evaluate``, ``checkpoint`` and the others take it as any state. A step calls the loss
     function once for all models, by ``torch.func.vmap``: K small models take little longer than

@@ -783,7 +783,7 @@ def current_parameters(state: TrainState, beginning: bool = False) -> ParameterC
 
 
 def parameters(state: TrainState) -> list[Any]:
-    """Return the parameters that the optimizers update; of several, in the order of the model.
+    """Return the parameters that the optimizers update; with several, in the order of the model.
 
     Args:
         state: the state.

@@ -143,7 +143,7 @@ class Output:
             whose loss function returns ``(None, aux)``.
         weight: the number of items that ``loss`` is the mean of; an int, or a scalar tensor on the
             device. Of samples that several processes compute parts of, it is a share.
-        aux: what the loss function returned besides the loss; for a window, that of its last batch.
+        aux: what the loss function returned with the loss; for a window, the aux of its last batch.
         metrics: name to metric.
         skip: why this update is skipped, or None. A middleware sets it. Such an update
             counts in ``state.skipped``, and changes no other counter.

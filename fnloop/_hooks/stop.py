@@ -201,8 +201,8 @@ class early_stop(Hook):
         ValueError: a setting is out of range, or mode is None and the name of the metric does not
             imply one.
         KeyError: when a run starts: there is no such loader, or the pipeline makes no such metric.
-            At its first evaluation: there is none, where your own middleware or hook might
-            have added it. The message lists those that exist.
+            At its first evaluation: your own middleware or hook, which might add it, has not
+            added it. The message lists the metrics that exist.
 
     Example:
         >>> import fnloop as fl, torch

@@ -373,7 +373,8 @@ def derive(**functions: Callable[[Mapping[str, float]], float]) -> Middleware:
 
     Raises:
         TypeError: something is not a function of a mapping. At a report: a value is not a number.
-        ValueError: there is none. When composing: another metric of the pipeline has the same name.
+        ValueError: no metric is given. When composing: another metric of the pipeline has the same
+            name.
             At a report: a function looks up a number that is derived after it.
         KeyError: at a report: no loader has a number that a function looks up.
 

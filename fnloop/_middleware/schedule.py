@@ -941,7 +941,7 @@ def plateau(
         relative: whether ``min_delta`` is a share of the best value, as in torch, where this is the
             default: 0.01 is 1 % of its magnitude.
         min_value: the lowest rate, as a number. A rate that a ``schedule`` sets below it, as in a
-            warm-up, is not raised. None: there is none.
+            warm-up, is not raised. None: no such limit.
         only: the names of the optimizers whose rates to lower, or of parameter groups, as in
             ``schedule``; all by default.
 
@@ -956,7 +956,7 @@ def plateau(
             one of the groups. When it runs: there is no optimizer and no group of a name in
             ``only``.
         KeyError: when a run starts: there is no such loader, or the pipeline makes no such metric.
-            At an evaluation: there is none, where your own code might have added it.
+            At an evaluation: your own code, which might add it, has not added it.
 
     Example:
         >>> import fnloop as fl, torch

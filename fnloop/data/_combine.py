@@ -40,7 +40,7 @@ def zip_cycle(**loaders: Loader) -> Composed:
 
     Raises:
         TypeError: one of them is not a loader.
-        ValueError: there is none.
+        ValueError: no loader is given.
 
     Example:
         >>> import torch
@@ -67,7 +67,7 @@ def zip_shortest(**loaders: Loader) -> Composed:
 
     Raises:
         TypeError: one of them is not a loader.
-        ValueError: there is none.
+        ValueError: no loader is given.
 
     Example:
         >>> import torch
@@ -92,7 +92,7 @@ def zip_longest(**loaders: Loader) -> Composed:
 
     Raises:
         TypeError: one of them is not a loader.
-        ValueError: there is none.
+        ValueError: no loader is given.
 
     Example:
         >>> import torch
@@ -402,7 +402,7 @@ class _Take(_OfOne):
 
 
 def fraction(loader: Loader, f: float) -> Composed:
-    """Return a loader of the first part of each epoch.
+    """Return a loader of the first part of each epoch, given as a fraction.
 
     Args:
         loader: a loader with a length.
@@ -526,7 +526,7 @@ class _LeaveOut(_OfOne):
 
 
 def fixed(loader: Loader, n: int) -> Composed:
-    """Return a loader of the same samples in every epoch: those of the first n batches of epoch 0.
+    """Return a loader that repeats the samples of the first n batches in every epoch.
 
     A map-style ``DataLoader`` that shuffles has them shuffled in each epoch, and its dataset
     augments them again. If your own batch sampler puts its batches together, they stay as
