@@ -438,7 +438,7 @@ class TrainState:
             A state at step 0.
 
         Raises:
-            TypeError: the model, the optimizer or the mesh is something else.
+            TypeError: the model, the optimizer or the mesh has the wrong type.
             RuntimeError: the processes have models of different names, shapes or dtypes.
             ValueError: the optimizer was made for another model, two parameter groups have one
                 name, the seed is out of range, or ``data`` is not one dimension of a mesh of all
