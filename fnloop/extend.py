@@ -86,7 +86,7 @@ __all__ = [
 
 
 def gradients(state: TrainState) -> list[Tensor]:
-    """Return the gradients of the parameters that the optimizers update, without those of None.
+    """Return the gradients of the parameters that the optimizers update, where there are any.
 
     They are ``p.grad`` itself, so what changes them in place changes the update. Under
     ``fully_shard`` each is a DTensor: :func:`local_part` is what this process holds of it.

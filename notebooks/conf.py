@@ -27,8 +27,10 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each page would compile what 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two pages run side by side
 os.environ.setdefault("MPLBACKEND", "module://matplotlib_inline.backend_inline")
 
-import kernels  # noqa: E402  # these two are beside this file
+import kernels  # noqa: E402  # these three are beside this file
 import reference  # noqa: E402
+import words  # noqa: E402
+from jupyter_cache import get_cache  # noqa: E402
 from nbclient import NotebookClient  # noqa: E402
 
 import fnloop  # noqa: E402
@@ -49,6 +51,10 @@ nb_execution_mode = "cache" if os.environ.get("FNLOOP_BOOK_CACHE") else "force"
 nb_execution_cache_path = os.environ.get(
     "FNLOOP_BOOK_CACHE", ""
 )  # a folder outside of the repository
+if nb_execution_cache_path:
+    get_cache(
+        nb_execution_cache_path
+    ).list_cache_records()  # made before pages are read side by side
 nb_execution_in_temp = True
 nb_execution_timeout = 600  # of a cell
 nb_execution_raise_on_error = True
@@ -64,6 +70,7 @@ add_module_names = False
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
 napoleon_use_ivar = True
+napoleon_custom_sections = ["Targets", "Loaders", "Hooks", "Evaluations and records", "Phases"]
 maximum_signature_line_length = 68
 default_role = "py:obj"
 
@@ -74,12 +81,13 @@ html_title = "fnloop"
 html_static_path = ["site"]
 html_css_files = ["book.css"]
 html_js_files = [("search.js", {"type": "module"})]
+html_use_index = html_domain_indices = False
 html_copy_source = html_show_sourcelink = False
 html_theme_options = {
     "logo": {"text": "fnloop"},
     "navbar_align": "left",
     "navbar_persistent": ["search-button"],
-    "header_links_before_dropdown": 5,
+    "header_links_before_dropdown": 7,
     "navigation_with_keys": False,
     "secondary_sidebar_items": ["page-toc"],
     "show_nav_level": 1,
@@ -90,12 +98,18 @@ html_theme_options = {
     ],
 }
 ALONE = ("index", "search", "install", "all_of_fnloop", "concepts", "errors", "large_models")
-ALONE += ("middleware_and_hooks", "benchmarks", "changelog")  # there is nothing to list beside them
+ALONE += (
+    "middleware_and_hooks",
+    "benchmarks",
+    "words",
+    "changelog",
+)  # there is nothing to list beside them
 html_sidebars = {page: [] for page in ALONE}
 project_copyright = "The fnloop authors, MIT License"
 
 
 LEFT_OUT = ".headerlink, .prev-next-footer, div.cell_output, div.guides, summary"
+LEFT_OUT += ", section#words-of-other-libraries"  # its words are on the pages that it names
 
 
 def make_search(app, exception):
@@ -113,4 +127,5 @@ def setup(app):
         app.parallel = min(4, os.cpu_count() or 1)
     reference.setup(app)
     kernels.setup(app)
+    words.setup(app)
     app.connect("build-finished", make_search)

@@ -3,11 +3,17 @@
 import asyncio
 import logging
 import os
+import re
 import signal
 import sys
+import tempfile
 import time
+import warnings
 
+from docutils import nodes
 from jupyter_client.provisioning import local_provisioner
+
+PLACE = re.compile(re.escape(tempfile.gettempdir()) + r"/tmp\w{8}/")  # where a page is run
 
 
 class Fork:
@@ -63,6 +69,7 @@ def _be_a_kernel(connection, env, cwd):
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
     sys.path.insert(0, "")
+    warnings.filterwarnings("ignore", "IProgress not found")  # of tqdm, which other packages import
     for logger in (logging.getLogger(), logging.getLogger("sphinx")):
         logger.handlers.clear()
     asyncio._set_running_loop(None)  # that of the parent
@@ -73,5 +80,14 @@ def _be_a_kernel(connection, env, cwd):
     IPKernelApp.launch_instance(argv=["-f", connection])
 
 
+def shorten_paths(app, doctree):
+    """Show the paths in what a page prints as a reader sees them: relative to the page's folder."""
+    for node in doctree.findall(lambda node: isinstance(node, nodes.literal_block | nodes.raw)):
+        text = PLACE.sub("", node.astext())
+        if text != node.astext():
+            node.rawsource, node.children = text, [nodes.Text(text)]
+
+
 def setup(app):
     local_provisioner.launch_kernel = launch
+    app.connect("doctree-read", shorten_paths)

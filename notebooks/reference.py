@@ -133,10 +133,13 @@ def _is_exception(value):
 def index():
     title = "Reference"
     lines = [title, "=" * len(title), ""]
-    lines += ["Each name has a page: its signature, its arguments, an example that the tests run,"]
+    lines += ["Each name has a page: its signature, an example that the tests run, its arguments,"]
     lines += ["and the guides that use it. :doc:`types` says what Step, Moment and Batch are.", ""]
-    lines += [".. toctree::", "   :hidden:", "", "   types"]
-    lines += [f"   {name} <{name}>" for name in all_names()]
+    lines += [".. toctree::", "   :hidden:", "", "   types", ""]
+    for subject, groups in subjects().items():
+        lines += [".. toctree::", "   :hidden:", f"   :caption: {subject}", ""]
+        lines += [f"   {name} <{name}>" for _, names in groups for name in names]
+        lines += [""]
     for subject, groups in subjects().items():
         lines += ["", subject, "-" * len(subject), ""]
         if subject.startswith("fnloop."):
@@ -233,6 +236,15 @@ def on_signature(app, what, name, value, options, given, result):
         return None
 
 
+def example_first(app, what, name, value, options, lines):
+    """Move the example of a docstring before its other sections."""
+    text = "\n".join(lines)
+    parts = re.split(r"^(?=[A-Z][\w ]*:\n(?= {4}))", text, flags=re.M)
+    examples = [part.rstrip() + "\n\n" for part in parts if part.startswith("Example:\n")]
+    others = [part for part in parts if not part.startswith("Example:\n")]
+    lines[:] = "".join([others[0].rstrip() + "\n\n", *examples, *others[1:]]).split("\n")
+
+
 def on_docstring(app, what, name, value, options, lines):
     """Turn tables of Markdown, which ``help`` shows well, into reStructuredText, and add links."""
     made = []
@@ -289,6 +301,7 @@ AMBIGUOUS = ("data", "debug", "schedules", "inspect", "reduce", "skip", "save", 
 def setup(app):
     write()
     app.connect("autodoc-process-signature", on_signature)
+    app.connect("autodoc-process-docstring", example_first, priority=400)  # before napoleon
     app.connect("autodoc-process-docstring", on_docstring)
     app.connect("doctree-resolved", link_names)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -30,6 +30,11 @@ BANNED = {
     "(come|comes|came) apart": "diverge",
     "(has|have) yet to": "does not ... yet",
     "into (its|their) own hands": "itself",
+    "not what (it|they) should be": "has the wrong type or value",
+    "stretch of (a|the|this) run": "phase, part",
+    "(guards?|hooks?|middleware|metrics?|functions?) of yours": "your own ...",
+    "now and then": "periodically, or give the number",
+    "on (the|a) disk as well": "too",
 }
 ALLOWED = (
     "(left|leaves?|leaving)( nothing)? behind|(fall|falls|lag|lags) behind",

@@ -131,6 +131,25 @@ def test_a_task_says_what_comes_next(name):
     assert "**Next:**" in text and name in PAGES["how_to/index"]
 
 
+def test_the_two_lists_of_tasks_agree():
+    """The list that is shown, and the one of the sidebar, have the same groups."""
+    text = PAGES["how_to/index"]
+    shown, sidebar = text.split("```{toctree}", 1)
+    of_cards = {
+        group: re.findall(r"\]\((.+?)\.(?:md|ipynb)\)", links)
+        for group, links in re.findall(r"^\* \*\*(.+?)\*\*\n((?:\n|  .*\n)*)", shown, re.M)
+    }
+    trees = re.findall(r":caption: (.+)\n\n((?:\S+\n)+)```", sidebar)
+    assert {group: entries.split() for group, entries in trees} == of_cards
+    assert len(of_cards) > 5
+
+
+def test_the_first_page_says_what_middleware_is():
+    text = " ".join(PAGES["index"].split())
+    assert "*middleware*: functions that wrap the update" in text
+    assert "(middleware_and_hooks.md)" in text and "(write_your_own_middleware.ipynb)" in text
+
+
 def test_every_public_name_is_in_a_guide():
     notebooks = [path.read_text(encoding="utf-8") for path in BOOK.glob("*.ipynb")]
     text = "\n".join([*PAGES.values(), *notebooks])
@@ -142,9 +161,24 @@ def test_every_public_name_is_in_a_guide():
 
 
 pytest.importorskip("sphinx")
-spec = importlib.util.spec_from_file_location("reference", BOOK / "reference.py")
-reference = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(reference)
+
+
+def beside_the_book(name):
+    """Return a module of the build."""
+    spec = importlib.util.spec_from_file_location(name, BOOK / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+reference, words = beside_the_book("reference"), beside_the_book("words")
+
+
+def test_words_lead_to_the_pages_of_their_rows():
+    found = words.words()
+    assert "sweep" in found["how_to/search_for_settings"] and "callback" in found["reference/Hook"]
+    known = {*PAGES, *(path.stem for path in BOOK.glob("*.ipynb"))}
+    assert set(found) <= known | {f"reference/{name}" for name in reference.all_names()}
 
 
 def test_the_subjects_have_each_public_name_once():
@@ -159,6 +193,26 @@ def test_a_signature_has_public_names(name):
         return
     text, returned = reference.signature(value)
     assert not re.search(r"fnloop\.|(?<![\w.])_[A-Za-z]|<", f"{text} {returned}")
+
+
+def test_an_example_is_first_on_a_page():
+    lines = [
+        "Do it.",
+        "",
+        "Args:",
+        "    a: one.",
+        "",
+        "Example:",
+        "    >>> 1",
+        "",
+        "Notes:",
+        "    n.",
+    ]
+    reference.example_first(None, "function", "f", None, None, lines)
+    assert [line for line in lines if line.endswith(":")] == ["Example:", "Args:", "Notes:"]
+    assert [line for line in lines if line] == [
+        *("Do it.", "Example:", "    >>> 1", "Args:", "    a: one.", "Notes:", "    n.")
+    ]
 
 
 def test_a_signature_is_that_of_the_source():

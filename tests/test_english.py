@@ -14,6 +14,9 @@ from english import SCOPE, checked, contractions, faults, report
         ("it is no checkpoint", "is no"),
         ('"""Say whether it is due."""', "Say whether"),
         ("the same to the bit", "to the bit"),
+        ("an argument is not what it should be", "not what it should be"),
+        ("a name for this stretch of the run", "stretch of the run"),
+        ("It is saved now and then.", "now and then"),
     ],
 )
 def test_a_banned_phrase_is_found(text, phrase):

@@ -51,6 +51,13 @@ def test_words_are_counted_as_they_are_read():
     ]
 
 
+def test_it_says_what_middleware_is():
+    assert "*Middleware* are functions that wrap this update" in TEXT
+    beginning = TEXT[: TEXT.index("## Install")]
+    assert "notebooks/middleware_and_hooks.md" in beginning
+    assert "notebooks/write_your_own_middleware.ipynb" in beginning
+
+
 def test_the_two_commands_are_there():
     plain = [block.strip() for block in blocks("")]
     assert plain == [

@@ -105,7 +105,7 @@ def restore(
             "trained": of the model, the parameters that required gradients when it was saved.
         strict: whether the names and shapes in the model must be the same. False restores those
             that match, and logs the others. The optimizer's state of the others is left out.
-        shapes: "file" gives parameters and buffers whose shapes differ those of the file, as after
+        shapes: with "file", parameters and buffers take on the shapes of the file, as after
             density control, or with a vocabulary that has grown. They stay the objects that they
             are, so the optimizer's groups still hold them. With ``only=("model",)`` the optimizer
             has to be new. A model that is sharded over processes is refused. "same" refuses them.
@@ -119,7 +119,7 @@ def restore(
             hold a part; or another machine of the run does not see it.
         OSError, MemoryError: it cannot be read, or there is no memory for it.
         StaleStateError: the state has been advanced.
-        TypeError, ValueError: an argument is not what it should be.
+        TypeError, ValueError: an argument has the wrong type or value.
 
     Example:
         >>> import tempfile
@@ -441,7 +441,7 @@ def best(
     *,
     since: str | None = None,
 ) -> Path | None:
-    """Return the valid checkpoint with the best value of a metric, of the run of the newest one.
+    """Return the valid checkpoint with the best value of a metric, of the newest run in a folder.
 
     Damaged checkpoints, and those that are not finite, are skipped as by :func:`latest`.
 
@@ -459,7 +459,7 @@ def best(
     Raises:
         ValueError: no metric is given and the checkpoints name none; or there is no such mode or
             ``since``.
-        TypeError: an argument is not what it should be.
+        TypeError: an argument has the wrong type.
         CheckpointError, OSError: as :func:`latest`.
 
     Example:
@@ -520,8 +520,8 @@ def resume(
         given: the settings of parameter groups, such as ``("lr", "weight_decay")``, to take from
             ``state`` instead of the checkpoint. Under a schedule, it is the initial value that is
             taken. Of other settings that differ, one line of the log says so.
-        shapes: "file" gives parameters and buffers whose shapes differ those of the checkpoint, as
-            in :func:`restore`; "same" refuses them.
+        shapes: with "file", parameters and buffers take on the shapes of the checkpoint, as in
+            :func:`restore`; "same" refuses them.
 
     Returns:
         The state to continue with.

@@ -384,7 +384,7 @@ class Fold(Generic[T]):
 
 @attrs.frozen
 class Phase:
-    """A stretch of a run, begun by ``fit(..., phase=name)``.
+    """A named part of a run, begun by ``fit(..., phase=name)``.
 
     Args:
         name: its name.

@@ -144,7 +144,7 @@ class Mean(Reduced):
         weight: the sum of weights, a number or a scalar tensor.
 
     Raises:
-        TypeError: one of them is something else, such as a vector.
+        TypeError: one of them is not a scalar, but a vector, for example.
 
     Example:
         >>> Mean(6.0, 2).combine(Mean(2.0, 2)).compute()
@@ -271,13 +271,13 @@ class Sum(_Value):
         value: a number or a scalar tensor.
 
     Raises:
-        TypeError: it is something else, such as a vector.
+        TypeError: it is not a scalar, but a vector, for example.
 
     Example:
         >>> Sum(3).combine(Sum(4)).compute()
         7.0
 
-        A metric of your own is a subclass. With a ``compute`` of its own, it may hold a tensor of
+        Your own metric is a subclass. With a ``compute`` of its own, it may hold a tensor of
         any shape:
 
         >>> class Recall(Sum):  # of [hits, positives] by class, shape (classes, 2)
@@ -299,7 +299,7 @@ class Min(_Value):
         value: a number or a scalar tensor.
 
     Raises:
-        TypeError: it is something else, such as a vector.
+        TypeError: it is not a scalar, but a vector, for example.
 
     Example:
         >>> Min(3).combine(Min(4)).compute()
@@ -317,7 +317,7 @@ class Max(_Value):
         value: a number or a scalar tensor.
 
     Raises:
-        TypeError: it is something else, such as a vector.
+        TypeError: it is not a scalar, but a vector, for example.
 
     Example:
         >>> Max(3).combine(Max(4)).compute()
@@ -335,7 +335,7 @@ class Last(_Value):
         value: a number or a scalar tensor.
 
     Raises:
-        TypeError: it is something else, such as a vector.
+        TypeError: it is not a scalar, but a vector, for example.
 
     Example:
         >>> Last(3).combine(Last(4)).compute()

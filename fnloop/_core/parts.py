@@ -98,7 +98,7 @@ class Restoring:
         parts: the names of the parts to restore.
         strict: whether names and shapes must be the same.
         path: the checkpoint, for messages.
-        undone: what changes something in place enters here how that is put back if there is an
+        undone: what changes something in place enters here how that is restored if there is an
             exception.
     """
 

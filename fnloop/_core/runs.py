@@ -215,7 +215,7 @@ class Live:
 
 @attrs.frozen(repr=False)
 class RunInfo:
-    """Facts about the current run, and about the epoch that is running. None of them is a handle.
+    """Facts about the current run and epoch, such as ``total_steps``. None of them is a handle.
 
     Args:
         epochs: the target for ``state.epoch``, or None.

@@ -438,7 +438,7 @@ class TrainState:
             A state at step 0.
 
         Raises:
-            TypeError: the model, the optimizer or the mesh is something else.
+            TypeError: the model, the optimizer or the mesh has the wrong type.
             RuntimeError: the processes have models of different names, shapes or dtypes.
             ValueError: the optimizer was made for another model, two parameter groups have one
                 name, the seed is out of range, or ``data`` is not one dimension of a mesh of all
@@ -798,7 +798,7 @@ def current_parameters(state: TrainState, beginning: bool = False) -> ParameterC
 
 
 def parameters(state: TrainState) -> list[Any]:
-    """Return the parameters that the optimizers update; of several, in the order of the model.
+    """Return the parameters that the optimizers update; with several, in the order of the model.
 
     Args:
         state: the state.
@@ -1452,7 +1452,7 @@ class BufferWatch:
         return [self._places[i][0] for i in sorted(moved)]
 
     def pass_over(self, before: Marks) -> None:
-        """Forget what has moved since some marks, because it was put back."""
+        """Forget what has moved since some marks, because it was restored."""
         now = self.look()
         trio = zip(self._seen, before, now, strict=True)
         self._seen = [new if seen == old else seen for seen, old, new in trio]

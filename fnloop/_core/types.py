@@ -40,7 +40,7 @@ class LossFn(Protocol):
     """The type of a loss function, ``(model, batch) -> loss`` or ``(loss, aux)``, for annotations.
 
     You write one, or :func:`supervised` makes it. It returns the mean loss of a batch, and may add
-    a mapping ``aux``. To leave a batch out, it returns ``skip(reason)``. In an evaluation it may
+    a mapping ``aux``. To skip a batch, it returns ``skip(reason)``. In an evaluation it may
     return ``(None, aux)``, for every batch: then there are metrics, and no loss.
 
     Example:
@@ -137,14 +137,14 @@ def values_of(name: str, metric: Metric) -> Mapping[str, Any]:
 
 @attrs.frozen(eq=False, repr=False, slots=False)
 class Output:
-    """What a step returns for a batch, or for a window of batches, besides the new state.
+    """What a step returns with the new state: loss, weight, aux and metrics of a batch or a window.
 
     Args:
         loss: the mean loss, a scalar tensor; detached once backward has run. None in an evaluation
             whose loss function returns ``(None, aux)``.
         weight: the number of items that ``loss`` is the mean of; an int, or a scalar tensor on the
             device. Of samples that several processes compute parts of, it is a share.
-        aux: what the loss function returned besides the loss; for a window, that of its last batch.
+        aux: what the loss function returned with the loss; for a window, the aux of its last batch.
         metrics: name to metric.
         skip: why this update is skipped, or None. A middleware sets it. Such an update
             counts in ``state.skipped``, and changes no other counter.
@@ -351,7 +351,7 @@ class Middleware:
             data, attrs records and objects with a ``state_dict`` are.
         keep: ``state -> put_back``, called before each update that may be left out; or None. It
             copies what the rings of the middleware change in place, and ``put_back()`` gives that
-            back: if the update is left out, if it fails before a weight has changed, or before
+            back: if the update is skipped, if it fails before a weight has changed, or before
             ``retry_on_oom`` repeats it. For a tensor it is ``before = t.clone()``, then
             ``return lambda: t.copy_(before)``. It is called before the step ring if the middleware
             acts there, and else before the forward pass, within ``cuda_graph`` too.
@@ -484,7 +484,7 @@ def wraps_of(member: Middleware) -> dict[str, Wrap]:
 
 
 class Searching:
-    """A value of a slot that leaves updates out until it has found its number.
+    """A value of a slot that skips updates until it has found its number.
 
     Attributes:
         overflowed: the epoch of the newest update that it has left out; -1 if none.
@@ -685,16 +685,16 @@ class Skip:
 
 
 def skip(reason: str) -> Skip:
-    """Leave a batch out: a loss function returns this instead of a loss.
+    """Skip a batch: a loss function returns this instead of a loss.
 
     The batch is out of the window of ``accumulate`` and of its divisor, and its metrics do not
-    count. If every batch of an update is left out, on all processes, there is no update:
+    count. If every batch of an update is skipped, on all processes, there is no update:
     ``state.skipped`` counts it, and ``state.step``, schedules, averages and the buffers of the
-    model stay. In an evaluation the batch is left out too. A warning is logged the first time that
+    model stay. In an evaluation the batch is skipped too. A warning is logged the first time that
     a reason is given.
 
     Args:
-        reason: why, in a few words, the same for all batches that are left out for it.
+        reason: why, in a few words, the same for all batches that are skipped for it.
 
     Returns:
         What the loss function returns, alone.
@@ -731,7 +731,7 @@ def may_skip(loss_fn: object) -> bool:
     """Return whether a loss function may call :func:`skip`, by the names in its code.
 
     The code of functions that it refers to is looked at too. What is known by this is whether
-    buffers have to be copied before each update, so that they can be put back: other loss functions
+    buffers have to be copied before each update, so that they can be restored: other loss functions
     do not pay for that.
     """
     return any(

@@ -103,7 +103,7 @@ def _open_at(
         The loader there, or ``ELSEWHERE``.
 
     Raises:
-        RuntimeError: it is elsewhere, and the loader cannot be put back to its beginning.
+        RuntimeError: it is elsewhere, and the loader cannot be reset to its beginning.
     """
     __tracebackhide__ = True
     set_epoch(epoch, loader, _dataset_of(loader))

@@ -244,9 +244,9 @@ def in_whole_rounds(batches: int) -> int:
 
 
 class even:
-    """Mark a loader of which only the rounds are read in which every process has a batch.
+    """Mark a loader: only rounds in which every process has a batch are read.
 
-    With 5 batches on 2 processes, the last round has one batch, and it is left out. Without this,
+    With 5 batches on 2 processes, the last round has one batch, and it is dropped. Without this,
     the process without a batch takes no part in that update. If the loss function exchanges
     something between processes (a contrastive loss that gathers, ``nn.SyncBatchNorm``), it has to
     take part. It is given a batch again, and what it exchanges counts twice.

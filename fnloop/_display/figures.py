@@ -246,7 +246,7 @@ def _suit_any_page(axis: Axes) -> None:
 def thin_out(points: Points, most: int = MOST_POINTS) -> Points:
     """Return at most that many points of a curve, which look the same when they are drawn.
 
-    Of each stretch of the curve, its lowest and its highest point are kept.
+    Of each part of the curve, its lowest and its highest point are kept.
 
     Example:
         >>> thin_out([(0, 1.0), (1, 5.0), (2, 0.0), (3, 2.0), (4, 2.0), (5, 2.0)], most=4)

@@ -92,7 +92,7 @@ def alternate(
         batch: "same" gives all turns of a round one batch; "next" gives each turn the next one. Or
             one of both for each name: ``{"d": "next", "g": "same"}`` gives a turn of g the batch of
             the turn before it. The first turn of a round takes a new batch in any case. A round
-            never crosses the end of an epoch: in the last one, turns without a batch are left out.
+            never crosses the end of an epoch: in the last one, turns without a batch are skipped.
             With ``accumulate(n)`` a turn takes up to n batches. The batches of a round are fetched
             before its first turn. "late" is "next", but a batch is fetched when its turn comes, for
             a loader that acts with the model as the turn before it has left it. In a mapping it

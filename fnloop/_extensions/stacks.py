@@ -41,7 +41,7 @@ _ALIKE = ("stop", "ends", "phases", "extra", "todo")
 
 
 def stack(states: Mapping[str, TrainState]) -> TrainState:
-    """Stack states of models of one architecture into one, whose steps train all of them at once.
+    """Stack states of the same architecture into one: each step trains all of them at once.
 
     ``fit``, ``evaluate``, ``checkpoint`` and the others take it as any state. A step calls the loss
     function once for all models, by ``torch.func.vmap``: K small models take little longer than
@@ -85,7 +85,7 @@ def stack(states: Mapping[str, TrainState]) -> TrainState:
     Notes:
         Middleware that work with a stack are ``accumulate``, ``clip``, ``clip_value``,
         ``grad_norm``, ``schedule``, ``scheduled``, ``skip_nonfinite``, ``metric``,
-        ``timings`` and ``throughput``. ``skip_nonfinite`` leaves an update out if it is bad for all
+        ``timings`` and ``throughput``. ``skip_nonfinite`` skips an update if it is bad for all
         models, and raises if it is bad for some: a stack has one ``state.step``. Without it, a
         model that diverges does not disturb the others.
 

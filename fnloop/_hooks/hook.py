@@ -53,7 +53,7 @@ def _is_elsewhere(definition: object) -> bool:
 
 
 class Hook:
-    """What a run calls after every update, ``state -> state``, and what else it may do.
+    """A callback: what a run calls after every update, ``state -> state``.
 
     A plain function is a hook too, and so is any object that can be called and has some of these
     methods. Subclass this for a hook with more than one of them: each does nothing by default.
@@ -1144,7 +1144,7 @@ def _completes_part(part: tuple[int, int], done: int, updates: int) -> bool:
 
 @attrs.frozen(repr=False)
 class when(Moment):
-    """Run a hook where a predicate holds: ``when(lambda state: state.step == 100)(hook)``.
+    """Run a hook when a predicate is true: ``when(lambda state: state.step == 100)(hook)``.
 
     Args:
         predicate: ``state -> bool``, called after every update.
@@ -1313,8 +1313,8 @@ class when_improved(Moment):
         ValueError: there is no such mode, or it is None and the name of the metric does not imply
             one.
         KeyError: when a run starts: there is no such loader, or the pipeline makes no such metric.
-            At its first evaluation: there is none, where a middleware or a hook of your own might
-            have added it. The message lists those that exist.
+            At its first evaluation: your own middleware or hook, which might add it, has not
+            added it. The message lists the metrics that exist.
 
     Example:
         >>> import fnloop as fl, torch

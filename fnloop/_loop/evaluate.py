@@ -128,9 +128,9 @@ def evaluate(step: Step, state: TrainState, loader: object) -> dict[str, float]:
     The step's pipeline is used up to its forward ring.
 
     The state stays unchanged: its parameters, buffers, history and training flags, and all
-    generators. Buffers that the model updates in evaluation mode are put back. There are no
-    gradients; a loss function that needs them, such as that of a gradient penalty, switches them
-    on: ``with torch.enable_grad():``.
+    generators. Buffers that the model updates in evaluation mode are restored. There are no
+    gradients. A loss function that needs them, such as a gradient penalty, switches them on:
+    ``with torch.enable_grad():``.
 
     Args:
         step: what ``pipeline(...)(loss_fn)`` returns.
@@ -142,7 +142,7 @@ def evaluate(step: Step, state: TrainState, loader: object) -> dict[str, float]:
 
     Raises:
         StaleStateError: the state has been advanced.
-        TypeError: an argument is not what it should be.
+        TypeError: an argument has the wrong type.
         ValueError: the loader gave no batch.
         Exception: any exception of the loss function, a metric or the loader, with a note of the
             batch.
@@ -189,7 +189,7 @@ def predict(
 
     Raises:
         StaleStateError: the state has been advanced.
-        TypeError: an argument is not what it should be.
+        TypeError: an argument has the wrong type.
         Exception: any exception of ``fn`` or the loader, with a note of the batch.
 
     Example:
@@ -276,7 +276,7 @@ def update_batchnorm(step: Step, state: TrainState, loader: object) -> TrainStat
 
     Raises:
         StaleStateError: the state has been advanced.
-        TypeError: an argument is not what it should be.
+        TypeError: an argument has the wrong type.
         ValueError: the loader gave no batch.
         Exception: any exception of the loss function or the loader, with a note of the batch. The
             statistics are then as they were.

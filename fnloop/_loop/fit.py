@@ -106,115 +106,137 @@ def fit(
 ) -> TrainState:
     """Train until a target number of epochs, updates or items is reached.
 
-    ``state = fit(step, state, loaders, epochs=8)`` calls the step on one batch after another. After
-    each update it evaluates if that is due, and calls the hooks. Use the state that it returns.
+    ``fit`` calls the step on one batch after another. After each update it evaluates if that is
+    due, and calls the hooks. Always write ``state = fit(step, state, ...)``: the state that it
+    returns is the only one that can be used afterwards.
+
+    Example:
+        >>> import torch
+        >>> import fnloop as fl
+        >>> x = torch.linspace(-1, 1, 64)[:, None]
+        >>> train = valid = [(x, 3 * x)]                 # or a DataLoader
+        >>> model = torch.nn.Linear(1, 1)
+        >>> state = fl.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=0.5))
+        >>> step = fl.pipeline(fl.clip(10.0))(fl.supervised(torch.nn.MSELoss()))
+        >>> state = fl.fit(step, state, {"train": train, "valid": valid}, epochs=50, hooks=())
+        >>> state.epoch, round(state.model.weight.item(), 2)
+        (50, 3.0)
+        >>> len(state.history["valid/loss"])             # one evaluation for each epoch
+        50
 
     Args:
         step: what ``pipeline(...)(loss_fn)`` returns.
-        state: the newest state; use what ``fit`` returns from here on.
-        loaders: a mapping with "train" and any others, a pair ``(train, valid)``, or one iterable
-            of batches. Every loader but "train" is evaluated, and its name is the prefix of its
-            metrics. A loader is a DataLoader, a list, any other iterable, or a function that
-            returns one; it may take (epoch, batch), where to begin. One with ``state_dict`` and
-            ``load_state_dict`` (torchdata's ``StatefulDataLoader``), or such a dataset in a
-            DataLoader without workers (Hugging Face's), continues in mid-epoch where it was, and
-            reads nothing again. Any other stream is read again up to there. Generators that are
-            attributes of a sampler or a loader are put back. Where the order still differs, or the
-            data have another length, one warning says so. ``in_order=False`` of a DataLoader has
-            no effect. Rows of tensors, arrays and tables are read a batch at a time.
-            A loader that fills one buffer again is refused where two of its batches would be held.
-        epochs: train until ``state.epoch`` is this number. Absolute: calling again with the same
-            number trains no further.
-        steps: train until ``state.step`` is this number. Absolute too; the smaller of the two wins.
-            With no target, ``fit`` makes one pass: the rest of the current epoch, or one epoch
-            more.
-        items: train until ``state.items`` has reached this number, of samples, or of tokens if the
-            loss function returns their number as ``aux["weight"]``. Absolute too, and over all
-            processes. The update that reaches it is the last one; where weights are tensors, it is
-            the next one, because no update waits for the device. So it is after a resume, and on
-            any number of processes. How many updates that takes is not known: see
-            ``schedule(fn, by="items")``.
-        hooks: functions ``state -> state``, called in this order after every update, and after any
-            evaluation due then. ``every(epochs=1)(hook)`` calls one less often. One that returns
-            ``attrs.evolve(state, stop="why")`` ends the run, ``ends="epoch"`` the epoch; to
-            continue a run that was stopped so, pass ``attrs.evolve(state, stop=None)``. One that
-            returns a snapshot of this run, or a checkpoint of it that it has restored, goes back
-            there. Hooks are called in training mode: to look at the model in one, write ``with
-            fl.evaluating(state):``. None is ``(progress(), halt_on_nonfinite())``. An object may
-            also have a method ``begin(state) -> state``. It is called before the first update of
-            every run, also of a resumed one, and training starts with what it returns: with a
-            frozen module, for example.
-        evaluate_every: when to evaluate the other loaders: ``every(epochs=1)``,
-            ``every(steps=100)``, ``when(predicate)``, ``at_start()``, ``at_end()``, a combination
-            such as ``every(epochs=2) | at_end()``, or None for never; or a mapping from each of
-            these loaders to its own. Each evaluation and each end of an epoch appends a record to
-            the history. Its "train/..." metrics are the means since the epoch began; "train/lr" is
-            the learning rate of the last update ("train/lr/1", ... of further parameter groups, and
-            "train/lr/head" of one with ``"name": "head"``). If the run ends between two records, at
-            its target or because a hook stops it, it appends a closing record, with an evaluation
-            unless ``evaluate_every`` is None. Ctrl-C and signals make none. What is evaluated only
-            because the run ends (``at_end()``) is in a closing record too. If the run continues,
-            closing records stay, and hooks such as ``early_stop`` ignore them.
-        record_every: when to make a record besides: ``every(steps=50)``, ``every(seconds=10)``.
-            Each record of the run then has "recent/..." metrics too: the means since the record
-            before it, weighted by the items of the batches. Records that only ``measure`` makes do
-            not count. A record costs one read from the device. There is none where every update
-            since the record before it was skipped.
+        state: the newest state.
+        loaders: a mapping such as ``{"train": train, "valid": valid}``, a pair ``(train, valid)``,
+            or one iterable of batches. Every loader except "train" is used for validation.
+        epochs: train until ``state.epoch`` is this number.
+        steps: train until ``state.step``, the number of updates, is this number.
+        items: train until ``state.items`` has reached this number of samples or tokens.
+        hooks: functions ``state -> state``, called in this order after every update. None is
+            ``(progress(), halt_on_nonfinite())``.
+        evaluate_every: when to evaluate: ``every(epochs=1)``, ``every(steps=100)``,
+            ``when(predicate)``, ``at_start()``, ``at_end()``, a combination such as
+            ``every(epochs=2) | at_end()``, or None for never. A mapping gives each loader its own.
+        record_every: when to make additional records: ``every(steps=50)``, ``every(seconds=10)``.
         prefetch: how many windows of batches are fetched, and copied to the device, ahead of the
             current one. It changes no number, unless batches are made with the model. With 1, a
-            batch is fetched after the update before it.
-        phase: a name for this stretch of the run. Then ``epochs``, ``steps`` and ``items`` count
-            from where it began, as schedules do; it begins with a new epoch, and with none of them
-            it is one epoch.
-            Learning rates, and all else that a schedule, a scheduler of torch or ``plateau`` has
-            set before, begin at their initial values again, or at what they were set to since.
-            ``state.phases`` keeps what has begun. So a script of several phases can be started
-            again: it passes over those that have ended, and continues the one that has not. It
-            names them in the order in which they began. A stop by a hook ends a phase; Ctrl-C and
-            signals do not, and then the next phase is refused.
+            batch is fetched after the previous update.
+        phase: name of this phase. Targets and schedules then count from where it began.
+
+    Targets:
+        ``epochs``, ``steps`` and ``items`` are absolute: a call with the same number trains no
+        further. If several are given, the run ends at the first that is reached. With none, ``fit``
+        makes one pass: the rest of the current epoch, or one more epoch.
+
+        ``items`` counts samples, or tokens if the loss function returns their number as
+        ``aux["weight"]``, over all processes. The update that reaches the target is the last one.
+        If weights are tensors, it is the next one, because no update waits for the device. The same
+        holds after a resume, and on any number of processes. The number of updates is not known
+        beforehand: see ``schedule(fn, by="items")``.
+
+    Loaders:
+        A loader is a DataLoader, a list, any other iterable, or a function that returns one. The
+        function may take ``(epoch, batch)``, where to begin. The name of a loader is the prefix of
+        its metrics. Rows of tensors, arrays and tables are read a batch at a time.
+
+        A loader with ``state_dict`` and ``load_state_dict`` (torchdata's ``StatefulDataLoader``)
+        continues in mid-epoch where it was. So does such a dataset (Hugging Face's) in a DataLoader
+        without workers. Any other stream is read again up to that batch. Generators that are
+        attributes of a sampler or a loader are restored. If the order still differs, or the data
+        have another length, one warning says so. ``in_order=False`` of a DataLoader has no effect.
+        A loader that refills one buffer is refused where two of its batches would be held.
+
+    Hooks:
+        A hook is called after every update, and after any evaluation that is due then.
+        ``every(epochs=1)(hook)`` calls it less often. A hook that returns
+        ``attrs.evolve(state, stop="why")`` ends the run; ``ends="epoch"`` ends the epoch. To
+        continue such a run, pass ``attrs.evolve(state, stop=None)``. A hook that returns a snapshot
+        of this run, or a checkpoint of it that it has restored, goes back there.
+
+        Hooks are called in training mode. To look at the model in a hook, write
+        ``with fl.evaluating(state):``. A hook may also have a method ``begin(state) -> state``. It
+        is called before the first update of every run, also of a resumed one, and training starts
+        with what it returns: with a frozen module, for example.
+
+    Evaluations and records:
+        Each evaluation and each end of an epoch appends a record to the history. Its "train/..."
+        metrics are means since the epoch began. "train/lr" is the learning rate of the last update;
+        further parameter groups have "train/lr/1", or "train/lr/head" with ``"name": "head"``.
+
+        If the run ends between two records, at its target or because a hook stops it, it appends a
+        closing record, with an evaluation unless ``evaluate_every`` is None. Ctrl-C and signals
+        make no closing record. What is evaluated only because the run ends (``at_end()``) is in a
+        closing record too. If the run continues, closing records stay, and hooks such as
+        ``early_stop`` ignore them.
+
+        With ``record_every``, each record also has "recent/..." metrics: the mean since the
+        previous record, weighted by the items of the batches. Records that only ``measure`` makes
+        do not count. A record costs one read from the device. No record is made if every update
+        since the last one was skipped.
+
+    Phases:
+        A phase begins with a new epoch. Without a target it is one epoch. Learning rates, and
+        everything else that a schedule, a scheduler of torch or ``plateau`` has set, begin at their
+        initial values again, or at what they were set to since.
+
+        ``state.phases`` keeps what has begun, so a script of several phases can be started again.
+        It skips the phases that have ended, and continues the one that has not. The script names
+        them in the order in which they began. A stop by a hook ends a phase. Ctrl-C and signals do
+        not, and then the next phase is refused.
 
     Returns:
         The state reached. If the run ended before its target, ``state.stop`` says why: the reason
         that a hook gave, or "interrupted" after Ctrl-C, which stops the run after the current
-        update, or "SIGTERM". A signal abandons an evaluation, which a run that continues makes.
-        After it no other run begins in this process: see SystemExit below. The model keeps its
+        update, or "SIGTERM". A signal abandons an evaluation; a run that continues makes it. No
+        other run begins in this process after a signal: see SystemExit below. The model keeps its
         training flags, except that a model in evaluation mode as a whole is put into training mode.
 
     Raises:
         StaleStateError: the state has been advanced already.
-        TypeError, ValueError: an argument is not what it should be, or the phase is not the one
-            that comes next. With a target in steps alone: two whole epochs in a row left out all of
-            their updates, so that it would never be reached. An epoch in which fp16 overflowed does
-            not count.
+        TypeError, ValueError: an argument has the wrong type or value, or the phase is not the one
+            that comes next. Also if only ``steps`` is given and all updates of two whole epochs in
+            a row were skipped, so that the target would never be reached. An epoch in which fp16
+            overflowed does not count.
         KeyError: a hook monitors a metric of a loader that this run neither trains on nor
             evaluates.
         RuntimeError: another thread is inside ``fit``, ``run``, ``evaluate`` or ``predict``.
         SystemExit: another run of this process was interrupted by SIGTERM (then the status is 143),
-            SIGUSR1 or the end of its job's time, and this one might need what that one has not
-            finished. The same script, started again, continues both. The run that was interrupted,
-            a snapshot of it and what is restored of it may continue, which takes that back.
-            ``evaluate`` and ``predict`` are not refused, and nothing is in an interactive session.
+            SIGUSR1 or the end of its job's time, and this run might need its result. The same
+            script, started again, continues both. The interrupted run, its snapshots and its
+            checkpoints may continue, which lifts the refusal. ``evaluate`` and ``predict`` are not
+            refused, and in an interactive session nothing is.
         KeyboardInterrupt: likewise, after Ctrl-C. Also after a second Ctrl-C, and with several
             processes.
-        Exception: any exception of the loss function, a loader or a hook, with a note of where in
-            the run it happened, and with the last consistent state as its attribute ``state``. If
-            an evaluation failed, a run that continues from it repeats the evaluation. An update
-            that failed may have changed buffers of the model, such as the statistics of BatchNorm,
-            and what it drew from the generators of Python and NumPy stays drawn.
-            If a hook failed, a run that continues from it calls this hook again, and those after
-            it, and not those before. If ``optimizer.step()`` itself failed, the weights are
-            between two updates, the states of the model are stale, and there is no such attribute.
-            The traceback has your frames, and of fnloop only this call; with
-            FNLOOP_TRACEBACK=full in the environment it has all.
-
-    Example:
-        >>> import fnloop as fl, torch
-        >>> from fnloop.testing import toy, toy_loss
-        >>> batches = [torch.tensor([x]) for x in (1.0, 2.0, 3.0, 4.0, 5.0)]
-        >>> step = fl.pipeline(fl.accumulate(2))(toy_loss)
-        >>> state = fit(step, toy(lr=1.0), batches, hooks=())
-        >>> state.model.w.item(), state.step, state.epoch           # 1.5 + 3.5 + 5
-        (-10.0, 3, 1)
+        Exception: any exception of the loss function, a loader or a hook. A note says where in the
+            run it happened, and its attribute ``state`` is the last consistent state. If an
+            evaluation failed, a run that continues from it repeats the evaluation. If a hook
+            failed, such a run calls this hook again and those after it, but not those before. An
+            update that failed may have changed buffers of the model, such as the statistics of
+            BatchNorm, and may have drawn from the generators of Python and NumPy. If
+            ``optimizer.step()`` itself failed, the weights are between two updates, the states of
+            the model are stale, and there is no such attribute. The traceback has your
+            frames, and of fnloop only this call; with FNLOOP_TRACEBACK=full in the environment it
+            has all.
 
     Notes:
         The order of a shuffling map-style DataLoader, the augmentation in its dataset and the

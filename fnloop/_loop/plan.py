@@ -310,9 +310,11 @@ class Plan:
                 f"{step}, and is at its target, {', '.join(targets)}. It ends here"
             )
         at = "" if self.items is None else f", {state.items} items"
+        now = {"epochs": state.epoch, "steps": state.step, "items": state.items or 0}
+        longer = [f"{k}={now[k] + n}" for k, n, _ in given if n is not None and n <= now[k]]
         return (
             f"fit: nothing to do: the state is at epoch {state.epoch}, step {state.step}{at}, and "
-            f"the target is {', '.join(targets)}. Targets are absolute: increase one to continue"
+            f"the target is {', '.join(targets)}. To train longer, raise it: {', '.join(longer)}"
         )
 
 
@@ -333,7 +335,7 @@ def make_plan(
 
     Raises:
         StaleStateError: the state has been advanced already.
-        TypeError, ValueError: an argument is not what it should be.
+        TypeError, ValueError: an argument has the wrong type or value.
     """
     step = check_step(step, "fit")
     check_not_stale(state, "fit")

@@ -51,7 +51,7 @@ def guarding(examine: Callable[[TrainState, Output], tuple[Tensor, Judge]]) -> W
 def sees_whole_updates(name: str) -> Callable[[Sequence[Middleware]], None]:
     """Return the check of a guard: that no middleware after it changes what it has judged.
 
-    ``accumulate`` may be listed after it where it is inserted inside of it all the same: where all
+    ``accumulate`` may be listed after it where it is inserted inside of it anyway: where all
     of the gradient ring that is listed before ``accumulate`` lets it through to backward.
 
     Args:

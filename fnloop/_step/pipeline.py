@@ -150,10 +150,10 @@ def pipeline(*middleware: Middleware) -> Pipeline:
     accumulate(4))`` clips every micro-batch, then averages.
 
     The loss function takes the module and a batch, and returns the mean loss, or ``(loss, aux)``,
-    where metrics find what else they need in the mapping ``aux``. If the loss is not the mean over
+    where the mapping ``aux`` has what else metrics need. If the loss is not the mean over
     the leading dimension of the batch, ``aux["weight"]`` is the number of items that it is the mean
     of, such as a token count on the device. Losses, gradients and metrics are averaged by this
-    weight. For a batch to leave out, the loss function returns ``skip(reason)``.
+    weight. To skip a batch, the loss function returns ``skip(reason)``.
 
     Args:
         *middleware: what ``accumulate(4)``, ``clip(1.0)``, ... return.
@@ -507,7 +507,7 @@ class LossStep(PipelineStep):
 
     @property
     def _leaves_out(self) -> bool:
-        """Whether that function may leave a batch out."""
+        """Whether that function may skip a batch."""
         return may_skip(self.loss_fn)
 
     def _training_forward(self) -> Step:
@@ -599,7 +599,7 @@ def raw(
     evaluate: LossFn | None = None,
     updates: bool = True,
 ) -> RawStep:
-    """Make a step of a function that does its own backward and updates, such as that of a GAN.
+    """Make a step of a function that does its own backward and updates, as some GANs need.
 
     A run counts, records, saves and restarts it as any other step: one call is one update, however
     many optimizers ``fn`` calls. Gradients are cleared before and after each call, because they are

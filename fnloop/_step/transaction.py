@@ -1,4 +1,4 @@
-"""An update is a transaction: whether it is left out is decided here, and what is put back."""
+"""An update is a transaction: whether it is left out is decided here, and what is restored."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Keep = Callable[[TrainState], PutBack]
 
 
 class Attempt(NamedTuple):
-    """What an update that is left out goes back to.
+    """What an update that is skipped goes back to.
 
     Args:
         slots: the slots of the state that the update was given.
@@ -50,14 +50,14 @@ class Attempt(NamedTuple):
 
 
 def transaction(step: Step, members: Sequence[Middleware], leaves_out: bool) -> Step:
-    """Return a gradient step that leaves nothing changed where it leaves an update out.
+    """Return a gradient step that leaves nothing changed where it skips an update.
 
     It is the step itself if nothing can leave one out, and costs nothing then.
 
     Args:
         step: the gradient step.
         members: the middleware of the pipeline.
-        leaves_out: whether the function that is trained may leave a batch out.
+        leaves_out: whether the function that is trained may skip a batch.
     """
     keep = [m.keep for m in members if m.keep is not None and m.step is None]
     leaves_out |= may_skip_in(members, "forward", "loss", "gradient")
@@ -96,7 +96,7 @@ def may_skip_in(members: Iterable[Middleware], *rings: str) -> bool:
 
 
 def agreeing(step: Step) -> Step:
-    """Return a step that leaves an update out on all processes if it does so on one."""
+    """Return a step that skips an update on all processes if it does so on one."""
 
     def agreed(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
         __tracebackhide__ = True
@@ -109,7 +109,7 @@ def agreeing(step: Step) -> Step:
 def settle(state: TrainState, out: Output | None, put_back: Sequence[PutBack]) -> None:
     """Put back what a step has changed, unless it has made an update of the weights.
 
-    It has made none if it leaves the update out, or if it raised before a weight had changed. It
+    It has made none if it skips the update, or if it raised before a weight had changed. It
     is called after the step, in ``finally``, so that it adds no frame to a traceback.
 
     Args:
@@ -229,9 +229,9 @@ _current = _Current()
 def decide(state: TrainState, out: Output, flag: Tensor, judge: Judge) -> tuple[TrainState, Output]:
     """Decide on the host whether an update is applied, by a flag that was computed on the device.
 
-    It is for guards of your own, in the gradient ring: a middleware that leaves an update out. An
-    update that is left out changes nothing but the position in the data and ``state.skipped``: the
-    buffers of the model, such as running statistics, and slots are put back. The flag is read once,
+    It is for your own guards, in the gradient ring: a middleware that skips an update. An
+    update that is skipped changes nothing but the position in the data and ``state.skipped``: the
+    buffers of the model, such as running statistics, and slots are restored. The flag is read once,
     and any process that has it set sets it for all. Within ``cuda_graph`` the graph is split here:
     its first part is replayed, the host decides, and the rest is replayed only if the update is
     applied.
@@ -240,8 +240,8 @@ def decide(state: TrainState, out: Output, flag: Tensor, judge: Judge) -> tuple[
         state: the state.
         out: the output so far.
         flag: a scalar tensor.
-        judge: ``(state, flag) -> why the update is left out, or None``, with the flag as a bool. It
-            may change its slot, in place, only if it leaves the update out: an applied one may
+        judge: ``(state, flag) -> why the update is skipped, or None``, with the flag as a bool. It
+            may change its slot, in place, only if it skips the update: an applied one may
             still fail.
 
     Returns:
@@ -269,7 +269,7 @@ def decide(state: TrainState, out: Output, flag: Tensor, judge: Judge) -> tuple[
         ('the loss is too large', 0, 1)
 
     Notes:
-        An update that is left out already stays so, and the judge is not asked. With several
+        An update that is skipped already stays so, and the judge is not asked. With several
         processes each of them has to call this in every update. List the middleware after
         ``accumulate``.
     """

@@ -87,7 +87,7 @@ def update(
     """Return the step that applies the gradients, unless they are left out, and then clears them.
 
     Args:
-        step: the gradient step: a :func:`transaction`, if it may leave an update out.
+        step: the gradient step: a :func:`transaction`, if it may skip an update.
         name: the name of the loss function.
         by_closure: whether to give the optimizer a closure that it could do without.
         used: the names of the optimizers to update with; None: all.

@@ -40,7 +40,7 @@ def zip_cycle(**loaders: Loader) -> Composed:
 
     Raises:
         TypeError: one of them is not a loader.
-        ValueError: there is none.
+        ValueError: no loader is given.
 
     Example:
         >>> import torch
@@ -67,7 +67,7 @@ def zip_shortest(**loaders: Loader) -> Composed:
 
     Raises:
         TypeError: one of them is not a loader.
-        ValueError: there is none.
+        ValueError: no loader is given.
 
     Example:
         >>> import torch
@@ -92,7 +92,7 @@ def zip_longest(**loaders: Loader) -> Composed:
 
     Raises:
         TypeError: one of them is not a loader.
-        ValueError: there is none.
+        ValueError: no loader is given.
 
     Example:
         >>> import torch
@@ -221,7 +221,7 @@ def interleave(loaders: Mapping[str, Loader], ratios: Mapping[str, int] | None =
         A loader, with a length if all of them have one. If not, ``take(interleave(...), n)`` has.
 
     Raises:
-        TypeError: an argument is not what it should be.
+        TypeError: an argument has the wrong type.
         ValueError: there is no loader; a ratio is missing, or is not an int of at least 1; or
             without ratios, a loader has no length.
 
@@ -402,12 +402,12 @@ class _Take(_OfOne):
 
 
 def fraction(loader: Loader, f: float) -> Composed:
-    """Return a loader of the first part of each epoch.
+    """Return a loader of the first part of each epoch, given as a fraction.
 
     Args:
         loader: a loader with a length.
         f: how much of it, in batches, above 0 and at most 1. It is meant as it is typed: 0.29 of
-            100 batches are 29. What is not a whole batch is left out.
+            100 batches are 29. What is not a whole batch is skipped.
 
     Returns:
         A loader.
@@ -461,7 +461,7 @@ def leave_out(loader: Loader, predicate: Callable[[int, int], bool]) -> Composed
 
     Args:
         loader: any loader.
-        predicate: ``(epoch, batch) -> bool``: whether a batch is left out. It has to be a pure
+        predicate: ``(epoch, batch) -> bool``: whether a batch is skipped. It has to be a pure
             function. Epochs and batches are counted from 0, and batches as in the loader without
             this, over all processes. In an evaluation the epoch is 0.
 
@@ -526,7 +526,7 @@ class _LeaveOut(_OfOne):
 
 
 def fixed(loader: Loader, n: int) -> Composed:
-    """Return a loader of the same samples in every epoch: those of the first n batches of epoch 0.
+    """Return a loader that repeats the samples of the first n batches in every epoch.
 
     A map-style ``DataLoader`` that shuffles has them shuffled in each epoch, and its dataset
     augments them again. If your own batch sampler puts its batches together, they stay as

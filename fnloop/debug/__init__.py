@@ -5,7 +5,7 @@
 - `bisect`: the first update at which two runs diverge, and what differs in it first.
 - `verify`: whether the checkpoints of a run are what its script makes of each other.
 - `without`: what a batch of a run was worth, or a change of its script.
-- `audit`, `AuditError`: make an update twice now and then, and compare the bits.
+- `audit`, `AuditError`: make some updates twice, and compare the bits.
 - `check_script`: whether a script keeps the laws: resumed, accumulated, evaluated in between.
 - `watch`: activations, gradients and updates of each module, as metrics.
 """

@@ -63,7 +63,7 @@ def audit(every: int = 1000, against: str | None = None) -> Middleware:
     - what changes with each call: a counter, a generator, an attribute of a module;
     - one disturbed making, such as by a flipped bit, if a third one agrees with the other.
 
-    Everything is put back first, so ``error.state`` is the state before the update.
+    Everything is restored first, so ``error.state`` is the state before the update.
 
     With ``against`` an update is compared with another way to compute it:
 
@@ -176,7 +176,7 @@ def _make_twice(
 
 
 class AuditError(RuntimeError):
-    """An update that was made twice has other bits the second time. ``state`` is that before it.
+    """An update gave other bits when it was made again. ``state`` is the state before it.
 
     Args:
         message: what differs, and what may be the cause.

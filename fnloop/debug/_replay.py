@@ -101,7 +101,7 @@ def replay(
             that began after the checkpoint, or was made on another number of processes; the
             checkpoints do not have the targets; or there is no checkpoint after the update, and
             ``plateau`` needs its records.
-        TypeError: an argument is not what it should be.
+        TypeError: an argument has the wrong type.
         StaleStateError: the state has been advanced.
         NotImplementedError: the model is sharded over processes, so it cannot be copied.
 
@@ -593,7 +593,7 @@ def bisect(
     Raises:
         ValueError: the runs have no checkpoint of the same step; or as :func:`replay`.
         CheckpointError: there is no checkpoint, or it is of another model or optimizer.
-        TypeError: an argument is not what it should be.
+        TypeError: an argument has the wrong type.
         StaleStateError: the state has been advanced.
         NotImplementedError: there are several processes.
 

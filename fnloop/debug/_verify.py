@@ -85,7 +85,7 @@ def verify(
         CheckpointError: there is no checkpoint, or it is of another model or optimizer.
         ValueError: there is only one checkpoint; or no span can be made again, for the reason in
             the message, such as another number of processes.
-        TypeError: an argument is not what it should be.
+        TypeError: an argument has the wrong type.
         StaleStateError: the state has been advanced.
         ImportError: the package for such addresses is not installed.
 
@@ -572,7 +572,7 @@ def _find_changed(again: _Again, made: Sequence[tuple[Span, Sequence[Saved]]]) -
 
     The run is made again across them: if it then comes to the last one, bit for bit, those on the
     way from which it differs are not of the run. The span after them is made too, because it may
-    hold: a bit that is lost in rounding was changed all the same.
+    hold: a bit that is lost in rounding was changed anyway.
     """
     __tracebackhide__ = True
     ends = [(span, *pair) for span, pair in made if pair]

@@ -1,14 +1,16 @@
 // Search of guides and reference by Pagefind. If its index cannot be loaded, as from a file on a
 // disk, Sphinx's own search stays.
+import {OPTIONS, find} from "./find.js";
+
 const place = document.getElementById("search-results");
 const query = new URLSearchParams(location.search).get("q");
 
 async function search() {
   const base = new URL("../", import.meta.url);
   const pagefind = await import(new URL("pagefind/pagefind.js", base));
-  await pagefind.options({ranking: {termFrequency: 0.6, pageLength: 0.6}});
-  const found = await pagefind.search(query);
-  const results = await Promise.all(found.results.slice(0, 15).map((result) => result.data()));
+  await pagefind.options(OPTIONS);
+  const found = await find(pagefind, query);
+  const results = await Promise.all(found.slice(0, 15).map((result) => result.data()));
   const list = document.createElement("ul");
   list.className = "found";
   for (const result of results) {
@@ -22,8 +24,9 @@ async function search() {
     list.append(item);
   }
   const count = document.createElement("p");
-  count.textContent = `${found.results.length} pages for “${query}”`;
+  count.textContent = `${found.length} pages for “${query}”`;
   const own = document.createElement("div");
+  own.className = "found-here";
   own.append(count, list);
   place.replaceWith(own);
 }

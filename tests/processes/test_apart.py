@@ -1,4 +1,4 @@
-"""Processes that update by themselves, and average their weights now and then."""
+"""Processes that update by themselves, and average their weights every few updates."""
 
 import itertools
 

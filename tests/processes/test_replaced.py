@@ -94,11 +94,11 @@ def warned(folder):
     """Train a loss that uses what was replaced in every second update only."""
     calls = iter(range(100))
 
-    def now_and_then(model, x):
+    def uses_it_at_first(model, x):
         return (model.b * x).mean() + ((model.a * x).mean() if next(calls) < 3 else 0.0)
 
     with logged() as lines:
-        trained(replace, loss_fn=now_and_then)
+        trained(replace, loss_fn=uses_it_at_first)
     return [line for line in lines if "uses some parameters in some updates" in line]
 
 

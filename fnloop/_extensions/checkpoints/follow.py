@@ -47,8 +47,8 @@ def follow(
         poll: seconds between two looks at the folder.
         every: whether to read every checkpoint, the oldest first, also where it lags.
         timeout: seconds without a new checkpoint after which to end; None waits for ever.
-        shapes: "file" gives parameters and buffers whose shapes differ those of each checkpoint, as
-            in :func:`restore`; "same" refuses them.
+        shapes: with "file", parameters and buffers take on the shapes of each checkpoint, as in
+            :func:`restore`; "same" refuses them.
 
     Returns:
         An iterator of states, as :func:`restore` returns them. Of a partial checkpoint, what it
@@ -58,7 +58,7 @@ def follow(
         CheckpointError, OSError, MemoryError: as :func:`restore`. A damaged checkpoint is skipped
             with a warning.
         StaleStateError: a state that was yielded has been trained further.
-        TypeError, ValueError: an argument is not what it should be.
+        TypeError, ValueError: an argument has the wrong type or value.
 
     Example:
         >>> import tempfile, fnloop as fl, torch

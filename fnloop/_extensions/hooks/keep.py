@@ -127,7 +127,7 @@ class checkpoint(BuiltIn):
         A hook.
 
     Raises:
-        TypeError, ValueError: an argument is not what it should be.
+        TypeError, ValueError: an argument has the wrong type or value.
         CheckpointError: when a run begins: another run has checkpoints in the folder, something in
             the state cannot be saved, or the optimizer cannot be restored exactly. When it saves:
             something that the run has put into the state cannot be saved.
@@ -168,7 +168,7 @@ class checkpoint(BuiltIn):
         request that fails is repeated for a minute. Then the error is raised at the next boundary.
         The local copy stays, the message names it, and the next ``resume`` on this machine uploads
         it. Local copies are in the folder ``FNLOOP_CACHE``, by default ``~/.cache/fnloop``, and are
-        removed when they are uploaded. The machines of a run need not share this folder. Of a
+        removed when they are uploaded. The machines of a run do not need to share this folder. Of a
         sharded model, each process uploads its own part.
 
     Replaces: lightning.ModelCheckpoint, keras.ModelCheckpoint,
@@ -576,8 +576,8 @@ class restore_best(BuiltIn):
         ValueError: there is no such mode, or it is None and the name of the metric does not imply
             one. When a run starts: the copy in the state is of another model.
         KeyError: when a run starts: there is no such loader, or the pipeline makes no such metric.
-            At its first evaluation: there is none, where a middleware or a hook of your own might
-            have added it. The message lists those that exist.
+            At its first evaluation: your own middleware or hook, which might add it, has not
+            added it. The message lists the metrics that exist.
 
     Example:
         >>> import fnloop as fl, torch

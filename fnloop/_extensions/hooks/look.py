@@ -91,7 +91,7 @@ class inspect(BuiltIn):
         A hook.
 
     Raises:
-        TypeError: an argument is not what it should be. In a run: ``fn`` returned something else
+        TypeError: an argument has the wrong type. In a run: ``fn`` returned something else
             than None or a mapping of numbers, or returned numbers within another hook.
         ValueError: in a run: the record has a number of that name already, or ``fn`` did not return
             what ``reports`` names.
@@ -321,7 +321,7 @@ def _place_of(state: TrainState) -> tuple[int, int, int, int]:
 
 @attrs.frozen(repr=False)
 class measure(Hook):
-    """Measure a model by a function of your own, and put its numbers into the record.
+    """Measure a model by your own function, and put the numbers into the record.
 
     It is for what an evaluation of batches cannot measure: a score of what the model generates, the
     accuracy of a converted model. The record is that of the evaluation at the same moment; if there
@@ -347,7 +347,7 @@ class measure(Hook):
         A hook.
 
     Raises:
-        TypeError: an argument is not what it should be. When a run starts: it is within another
+        TypeError: an argument has the wrong type. When a run starts: it is within another
             hook. In a run: ``fn`` did not return a mapping of numbers.
         ValueError: the name has a slash, or is "train" or "recent". When a run starts: it is that
             of a loader or of another ``measure``; or the model is sharded, and not

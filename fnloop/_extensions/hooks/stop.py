@@ -201,8 +201,8 @@ class early_stop(Hook):
         ValueError: a setting is out of range, or mode is None and the name of the metric does not
             imply one.
         KeyError: when a run starts: there is no such loader, or the pipeline makes no such metric.
-            At its first evaluation: there is none, where a middleware or a hook of your own might
-            have added it. The message lists those that exist.
+            At its first evaluation: your own middleware or hook, which might add it, has not
+            added it. The message lists the metrics that exist.
 
     Example:
         >>> import fnloop as fl, torch
@@ -510,7 +510,7 @@ _UNKNOWN = (
 
 @attrs.frozen(repr=False, eq=False)
 class time_limit(BuiltIn):
-    """Stop when the run, or this job, has taken its time.
+    """Stop when the run, or this job, has used its time: ``time_limit(hours=8)``.
 
     The run ends after the update in which the time is up. Evaluations and hooks count, and so does
     what an earlier job of the run has taken; what lies between two runs does not.
@@ -711,7 +711,7 @@ class requeue(BuiltIn):
 
     Notes:
         Outside of SLURM, the hook only says so, and SIGUSR1 saves as usual. If ``scontrol`` fails,
-        an error is logged, and the run ends all the same: its checkpoint is kept.
+        an error is logged, and the run ends anyway: its checkpoint is kept.
     """
 
     _job: list[str] = attrs.field(factory=list, init=False)  # the id, until it is requeued

@@ -67,13 +67,13 @@ def accumulate(
         n: batches per update in each process, at least 1; 1 changes nothing. Or a mapping from an
             epoch, of the run or of its phase, to the batches per update from then on: ``{0: 8, 4:
             4}``. Before its first key it is 1. A bare step takes up to the largest.
-        total: samples per update in all processes together, a multiple of the batch size; in the
-            place of n.
+        total: samples per update in all processes together, a multiple of the batch size.
+            Give it instead of n.
         by: what the keys of a mapping count: "epoch", or "step": with ``{0: 4, 1000: 16}`` each
             update has 4 batches, and 16 after 1,000 updates of the run or its phase. Updates that
             were skipped count too.
-        dtype: in which gradients are added up, such as ``torch.float32`` for weights in bfloat16:
-            the mean is rounded once. None: in their own.
+        dtype: the dtype in which gradients are added up, such as ``torch.float32`` for weights in
+            bfloat16: the mean is rounded once. None: their own dtype.
 
     Returns:
         A middleware of the gradient ring.
@@ -105,7 +105,7 @@ def accumulate(
         so it may change from one checkpoint to the next. The last update of an epoch has the
         samples that are left; an incomplete batch counts as a complete one. The batch size is that
         of the training loader, a ``DataLoader``, or that of the largest batch of a list. With
-        ``drop_last``, only an incomplete batch is left out. A bare step takes the batches that it
+        ``drop_last``, only an incomplete batch is skipped. A bare step takes the batches that it
         is given, and does not count samples.
 
         With a dtype, each batch's gradient is taken out of ``.grad``. So there is one more copy of
@@ -234,7 +234,7 @@ def _check_window(window: object, n: int, call: str) -> None:
 
 @middleware("gradient")
 def microbatch(size: int) -> Middleware:
-    """Run forward and backward of each batch in pieces of that many samples, for one update.
+    """Make one update from each batch, in pieces of ``size`` samples that fit into memory.
 
     The loss, the gradient and the length of the run are those of whole batches, up to rounding:
     each piece counts by its weight, the number of items that its loss is the mean of. Only the

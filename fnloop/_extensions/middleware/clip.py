@@ -52,7 +52,7 @@ def clip(
     The norm before clipping becomes the metric "grad_norm" (``history["train/grad_norm"]``).
 
     A gradient whose norm is infinite or NaN cannot be scaled: each element of it becomes NaN, so
-    that the damage shows. ``skip_nonfinite()``, listed after it, leaves such updates out;
+    that the damage shows. ``skip_nonfinite()``, listed after it, skips such updates.
     ``halt_on_nonfinite()`` stops the run.
 
     ``only`` restricts clipping to some parameters, and uses the norm of their gradients. List
@@ -62,8 +62,8 @@ def clip(
         max_norm: the largest norm, above 0. ``inf`` does not clip: it only measures, always the
             gradient of the whole update, and leaves one that is not finite as it is.
         norm_type: the p of the norm, above 0; ``inf`` is the largest magnitude of an element.
-        only: what it is for, as in ``freeze``: a module of the model, a glob of names, a function
-            ``(name, parameter) -> bool``, or a list of these. None: all that is updated.
+        only: the parameters to clip, as in ``freeze``: a module of the model, a glob of names, a
+            function ``(name, parameter) -> bool``, or a list of these. None: all that are updated.
         name: with another name than "clip", the metric is "grad_norm/<name>".
 
     Returns:
@@ -457,7 +457,7 @@ def _pass_nearby(step: Step, state: TrainState, batch: Batch, rho: float) -> Out
 
 @middleware("update")
 def closure(*, create_graph: bool = False) -> Middleware:
-    """Call ``optimizer.step(closure)``, for an optimizer that takes a closure by choice.
+    """Call ``optimizer.step(closure)``, for an optimizer that accepts a closure.
 
     The optimizer evaluates the loss and its gradient as often as it needs. Each evaluation passes
     through the rings inside of the update: accumulation, clipping, metrics. The first one is

@@ -65,7 +65,7 @@ def ema(
         A middleware of the update ring, and of the step and the evaluation ring.
 
     Raises:
-        TypeError, ValueError: an argument is not what it should be. When composing: two averages
+        TypeError, ValueError: an argument has the wrong type or value. When composing: two averages
             have ``evaluate="only"``. When it runs: ``start`` is a fraction, and the length of the
             run is unknown; the function ``decay`` returns something else than a number from 0 to 1;
             a selector is for nothing in the model; or the slot is of other parts of it.

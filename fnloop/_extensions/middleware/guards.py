@@ -41,7 +41,7 @@ class Streak:
 
 @middleware("gradient")
 def skip_nonfinite(limit: int = 10) -> Middleware:
-    """Leave out updates whose loss or gradients are infinite or NaN.
+    """Skip updates whose loss or gradients are infinite or NaN.
 
     Such an update changes nothing but the position in the data and ``state.skipped``: parameters,
     ``state.step``, schedules, averages and metrics stay as they are, and so do the buffers of the
@@ -181,7 +181,7 @@ class Losses:
 
 @middleware("gradient")
 def spike_guard(window: int = 100, ratio: float = 2.0, then: str = "skip") -> Middleware:
-    """Leave out updates whose loss is above ``ratio`` × the median of the last ``window`` updates.
+    """Skip updates whose loss is above ``ratio`` × the median of the last ``window`` updates.
 
     The median is that of the losses of applied updates (of an even number, the lower of the two in
     the middle), which one spike does not move. Only an update after ``window`` applied ones can be
@@ -224,7 +224,7 @@ def spike_guard(window: int = 100, ratio: float = 2.0, then: str = "skip") -> Mi
         (4, 1, 9.0)
 
     Notes:
-        An update that is left out changes nothing but the position in the data and
+        A skipped update changes nothing but the position in the data and
         ``state.skipped``, as with ``skip_nonfinite``. The losses are those of whole windows of
         ``accumulate``, over all processes. Each spike is noted in ``state.extra["spikes"]``:
         ``{"epoch", "batch", "step", "loss", "median"}``, with the position of its first batch. This

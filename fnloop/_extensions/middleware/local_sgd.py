@@ -1,4 +1,4 @@
-"""Processes that update by themselves, and average their weights now and then."""
+"""Processes that update by themselves, and average their weights every few updates."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Outer = Callable[[list[nn.Parameter]], Optimizer]
 
 @middleware("update")
 def local_sgd(every: int = 8, outer: Outer | None = None) -> Middleware:
-    """Let each process update by itself, and average the weights over processes now and then.
+    """Let each process update by itself, and average the weights of all every ``every`` updates.
 
     Gradients are not exchanged. After each applied update whose number is a multiple of ``every``,
     all processes continue from the mean of their weights. That is a message every 8 updates, for
@@ -45,7 +45,7 @@ def local_sgd(every: int = 8, outer: Outer | None = None) -> Middleware:
         A middleware of the update ring; the innermost there, so that others see the average.
 
     Raises:
-        TypeError: an argument is not what it should be; or ``outer`` did not return an optimizer of
+        TypeError: an argument has the wrong type; or ``outer`` did not return an optimizer of
             the parameters that it was given.
         ValueError: ``every`` is below 1. In a run: the state was trained with ``local_sgd``, and
             the step is without it.
@@ -70,8 +70,8 @@ def local_sgd(every: int = 8, outer: Outer | None = None) -> Middleware:
 
         Each process keeps optimizer state, and buffers such as the statistics of BatchNorm, of its
         own. The average has the buffers of the main process; :func:`update_batchnorm` computes
-        others for it. A process without a batch in an update, or whose batches are all left out,
-        does not call its optimizer. The update counts all the same.
+        others for it. A process without a batch in an update, or whose batches are all skipped,
+        does not call its optimizer. The update counts anyway.
 
         In a run ``state.model`` has the process's own weights, and after a bare ``step(state,
         batch)`` too. There ``step.evaluate(state, batch)``, which one process may call alone, uses

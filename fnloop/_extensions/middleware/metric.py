@@ -70,7 +70,9 @@ def metric(
     loaders: Sequence[str] | None = None,
     **functions: Callable[[Aux, Batch], Tensor | Metric],
 ) -> Middleware:
-    """Add metrics to the loss; batches of different sizes are averaged exactly.
+    """Report metrics such as accuracy, in training and in evaluation: ``metric(accuracy=fn)``.
+
+    Batches of different sizes are averaged exactly.
 
     Args:
         shared: one function for several metrics, which bring their own names:
@@ -394,7 +396,7 @@ def _to_metric(name: str, value: object, weight: float | Tensor) -> Metric:
 
 @middleware("step")
 def derive(**functions: Callable[[Mapping[str, float]], float]) -> Middleware:
-    """Add numbers that follow from those of a report, such as perplexity from the loss.
+    """Compute metrics from other metrics, such as perplexity from the loss.
 
     They are made when a report is, for each loader from its own numbers, and never for a batch. A
     loader that lacks a number which a function looks up is left out. If no loader of the run ever
@@ -412,7 +414,8 @@ def derive(**functions: Callable[[Mapping[str, float]], float]) -> Middleware:
 
     Raises:
         TypeError: something is not a function of a mapping. At a report: a value is not a number.
-        ValueError: there is none. When composing: another metric of the pipeline has the same name.
+        ValueError: no metric is given. When composing: another metric of the pipeline has the same
+            name.
             At a report: a function looks up a number that is derived after it.
         KeyError: at a report: no loader has a number that a function looks up.
 
@@ -524,7 +527,7 @@ def timings() -> Middleware:
 def throughput(
     of: str = "samples", *, flops: float | str | None = None, peak: float | None = None
 ) -> Middleware:
-    """Measure how much all processes together train in a second: "throughput/samples".
+    """Measure the samples per second of all processes together: "throughput/samples".
 
     A second of training is one in which an update runs or waits for its batches; evaluations do not
     count. On a GPU it is measured by CUDA events, which are read when a record is made, and a hook

@@ -68,11 +68,13 @@ def schedule(
     absolute: bool = False,
     by: str = "step",
 ) -> Middleware:
-    """Set a number of every parameter group before each update.
+    """Change the learning rate, or another setting, during a run: ``schedule(cosine(warmup=0.1))``.
 
-    The number is its initial value × ``fn(step, total_steps)``. Update i (from 0) uses
-    ``fn(i, total)``. In a phase, i counts from where it began, and the total is its length. Skipped
-    updates do not count, and neither do those in which the optimizer rested (see :func:`using`).
+    Before each update, the setting becomes its initial value × ``fn(step, total_steps)`` in every
+    parameter group. Update i (from 0) uses ``fn(i, total)``. In a phase, i counts from where
+    it began, and the total is its length. Skipped updates do not count, and neither do updates in
+    which the optimizer rested (see :func:`using`).
+
     Each group keeps its initial value as ``initial_lr``, as torch's schedulers do: to change a
     learning rate under a schedule, set ``group["initial_lr"]``. The value used is the metric "lr"
     (``lr/1``, ... for further groups, ``lr/head`` for one with ``group["name"] = "head"``;
@@ -951,7 +953,7 @@ def plateau(
         relative: whether ``min_delta`` is a share of the best value, as in torch, where this is the
             default: 0.01 is 1 % of its magnitude.
         min_value: the lowest rate, as a number. A rate that a ``schedule`` sets below it, as in a
-            warm-up, is not raised. None: there is none.
+            warm-up, is not raised. None: no such limit.
         only: the names of the optimizers whose rates to lower, or of parameter groups, as in
             ``schedule``; all by default.
 
@@ -966,7 +968,7 @@ def plateau(
             one of the groups. When it runs: there is no optimizer and no group of a name in
             ``only``.
         KeyError: when a run starts: there is no such loader, or the pipeline makes no such metric.
-            At an evaluation: there is none, where your own code might have added it.
+            At an evaluation: your own code, which might add it, has not added it.
 
     Example:
         >>> import fnloop as fl, torch

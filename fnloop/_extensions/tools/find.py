@@ -140,7 +140,7 @@ def find_lr(
 
     Raises:
         StaleStateError: the state has been advanced.
-        TypeError: an argument is not what it should be.
+        TypeError: an argument has the wrong type.
         ValueError: the range is empty, a group has no learning rate, that of the first group is 0,
             or the step is one of ``alternate``.
         NotImplementedError: the model is sharded over processes, so it cannot be copied.
@@ -362,7 +362,7 @@ def find_batch_size(
 
     Raises:
         StaleStateError: the state has been advanced.
-        TypeError: an argument is not what it should be.
+        TypeError: an argument has the wrong type.
         ValueError: the batches do not grow with the size.
         NotImplementedError: there are several processes, or the model is sharded.
         Exception: the memory error, if one sample does not fit; any other exception of the loss

@@ -135,9 +135,9 @@ def search(
     """Train many states for a short time, the better part of them longer, and the best to the end.
 
     This is successive halving. All runs train to the first rung. The best ``keep`` of them, and at
-    least one, continue to the next from where they are, and so on. A run that comes to the last
-    rung equals, bit for bit, the run that it would have been alone, ``fit(..., epochs=9)``: its
-    schedules see the length of the whole run from the beginning.
+    least one, continue to the next from where they are, and so on. The winner is bit for bit the
+    run you would get by training it alone, ``fit(..., epochs=9)``: its schedules see the length of
+    the whole run from the beginning.
 
     Args:
         steps: the step of all runs; or a mapping from their names to one each.
@@ -155,15 +155,15 @@ def search(
             trained any further.
         stacked: whether all runs that are left train at once, as :func:`fnloop.stack` makes it
             possible: K small models take little longer than one. Then memory holds all of them, a
-            run equals the one that it would have been alone up to rounding, and hooks see the
-            stack: its metrics are "valid/<name>/loss", and one that stops it stops all. Steps may
-            differ in their ``schedule`` only.
+            run equals one that is trained alone up to rounding, and hooks see the stack: its
+            metrics are "valid/<name>/loss", and a hook that stops it stops all. Steps may differ in
+            their ``schedule`` only.
 
     Returns:
         The best run, with its state and the histories of all: :class:`Search`.
 
     Raises:
-        TypeError: an argument is something else.
+        TypeError: an argument has the wrong type.
         ValueError: there is no state, rungs do not grow, or keep is out of range.
         NotImplementedError: with ``stacked``: the steps differ, or cannot train a stack.
         KeyError: a run has no such metric, before its first update; or steps and states have other

@@ -131,8 +131,8 @@ def summary(state: TrainState, batch: Batch, *, depth: int = 3) -> Summary:
 
     Raises:
         StaleStateError: the state has been advanced.
-        TypeError, ValueError: an argument is not what it should be, or a lazy module has not seen
-            a batch yet.
+        TypeError, ValueError: an argument has the wrong type or value, or a lazy module has not
+            seen a batch yet.
         Exception: any exception of the model, with a note of how it was called.
 
     Example:

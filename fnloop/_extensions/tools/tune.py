@@ -139,7 +139,7 @@ def tune(step: Step, state: TrainState, loader: object, *, seconds: float = 10.0
 
     Raises:
         StaleStateError: the state has been advanced already.
-        TypeError: an argument is not what it should be, or the loader is an iterator.
+        TypeError: an argument has the wrong type, or the loader is an iterator.
         ValueError: ``seconds`` is not above 0.
         NotImplementedError: there are several processes.
 
