@@ -55,17 +55,20 @@ def record_in(value: object) -> str:
 def plain(value: T) -> T:
     """Return a value as Python's own: a number of NumPy, and a list or a mapping of OmegaConf.
 
-    What is in a list, a tuple or a dict is looked at too. Anything else stays the same object.
+    What is in a list, a tuple or a dict is looked at too. Anything else stays the same object. A
+    number of few bits is the one that was typed, not the nearest that it can hold.
 
     Example:
-        >>> plain([np.int64(3), np.float32(0.5)])
-        [3, 0.5]
+        >>> plain([np.int64(3), np.float32(0.7)])
+        [3, 0.7]
     """
     return cast("T", _plain(value))
 
 
 def _plain(value: object) -> object:
     kind, foreign = type(value), of_omegaconf(value)
+    if isinstance(value, np.floating):
+        return float(str(value))
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, Sequence) and (kind is list or kind is tuple or foreign):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import attrs
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -340,7 +341,8 @@ def _to_metric(name: str, value: object, weight: float | Tensor) -> Metric:
         return Mean(weighted(value, weight), to_accumulator_dtype(weight))
     if hasattr(value, "combine") and hasattr(value, "compute"):
         return _detach(value)
-    value = checks.plain(value)
+    if isinstance(value, np.generic):
+        value = value.item()
     if isinstance(value, int | float):
         return Mean(value * weight, weight)
     raise TypeError(
