@@ -34,7 +34,8 @@ def cells(page):
 
 # They start processes, compile, import for seconds, or train until something can be seen.
 SLOW = (
-    *("how_to/active_learning", "how_to/average_as_teacher", "how_to/detection"),
+    *("how_to/active_learning", "how_to/average_as_teacher", "how_to/configure"),
+    "how_to/detection",
     *("how_to/evaluate_beside_training", "how_to/federated_averaging", "how_to/train_a_gan"),
     *("how_to/lbfgs_on_an_image", "how_to/maml", "how_to/quantization_aware_training"),
     *("how_to/reinforcement_learning", "how_to/why_is_it_slow", "time_travel"),
@@ -43,6 +44,7 @@ LONG = ("large_models", "how_to/slow_link", "how_to/two_gpus")
 MARKS = dict.fromkeys(SLOW, pytest.mark.slow) | dict.fromkeys(LONG, pytest.mark.long)
 # What the text of a page says of its results.
 SAID = {
+    "how_to/configure": ["one == other", "'PRUNED' in one[1]"],
     "time_travel": [
         "(found.update, found.what) == (134, 'batch')",
         "worst.tolist() == [13, 14, 15, 16, 17]",

@@ -126,7 +126,9 @@ def verify(
     check_not_stale(state, "verify")
     place = place_at("verify", "folder", folder)
     if spans is not None:
-        checks.integer("verify", "spans", spans, "pairs of checkpoints, or None for all", least=0)
+        spans = checks.integer(
+            "verify", "spans", spans, "pairs of checkpoints, or None for all", least=0
+        )
     read_loaders(loaders)  # checks them
     with place.reading():
         looked = on_main_process(lambda: _look(place, step, state, spans), WHAT)
