@@ -34,7 +34,8 @@ def cells(page):
 
 # They start processes, compile, import for seconds, or train until something can be seen.
 SLOW = (
-    *("how_to/active_learning", "how_to/average_as_teacher", "how_to/detection"),
+    *("how_to/active_learning", "how_to/average_as_teacher", "how_to/configure"),
+    "how_to/detection",
     *("how_to/evaluate_beside_training", "how_to/federated_averaging", "how_to/train_a_gan"),
     *("how_to/lbfgs_on_an_image", "how_to/maml", "how_to/quantization_aware_training"),
     *("how_to/reinforcement_learning", "how_to/why_is_it_slow", "time_travel"),
@@ -50,6 +51,7 @@ SAID = {
         "(worth.update, worth.apart, worth.confirmed) == (16, 16, True)",
         "worth.first.startswith('loss: ')",
     ],
+    "how_to/configure": ["one == other", "'PRUNED' in one[1]"],
     "time_travel": [
         "(found.update, found.what) == (134, 'batch')",
         "worst.tolist() == [13, 14, 15, 16, 17]",

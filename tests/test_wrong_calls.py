@@ -203,7 +203,7 @@ FUNCTIONS = [
     (fl.every, {}, {"epochs": "", "steps": "", "seconds": "1.5"}),
     (fl.paced, {}, {"failures_per_day": "1.5"}),
     (fl.inspect, {"fn": lambda state, outputs: None},
-     {"fn": "", "loader": "'x'", "every": "", "reports": "()"}),
+     {"fn": "", "loader": "'x'", "every": "", "reports": "() []"}),
     (fl.measure, {"fn": lambda state: {}, "name": "two"},
      {"fn": "", "name": "'x'", "every": "", "everywhere": "True"}),
     (fl.when, {}, {"predicate": ""}),

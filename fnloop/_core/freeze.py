@@ -37,7 +37,7 @@ from fnloop._core.state import (
     unwrap,
 )
 from fnloop._display import checks
-from fnloop._display.checks import describe, instance, join_names
+from fnloop._display.checks import describe, instance, is_list, join_names
 from fnloop._display.checks import function as check_function
 
 # --------------------------------------------------------------------------------------------------
@@ -146,6 +146,7 @@ def unfreeze(
     """
     check_not_stale(state, "unfreeze")
     check_not_averaged("unfreeze", state)
+    group = checks.plain(group)
     found = select("unfreeze", unwrap(state), selectors)
     trained = {
         name: p for name, p in found.parameters.items() if p.is_floating_point() or p.is_complex()
@@ -567,7 +568,7 @@ def check_selectors(owner: str, only: Selectors) -> tuple[Selector, ...]:
         TypeError: it is something else, or empty.
     """
     given: object = only
-    selectors = tuple(given) if isinstance(given, list | tuple) else (given,)
+    selectors = tuple(given) if is_list(given) else (given,)
     if not selectors:
         raise TypeError(f"{owner} expects only as at least one selector, {_KINDS}; got {only!r}")
     for one in selectors:

@@ -158,6 +158,7 @@ class History:
             part = History(self._log.records[i] for i in chosen)
             part._log.epochs[:] = (self._log.epochs[i] for i in chosen)  # as in the whole
             return part
+        key = checks.plain(key)
         if isinstance(key, int):
             if not -self._length <= key < self._length:
                 records = tables.format_count(self._length, "record")

@@ -459,6 +459,7 @@ class TrainState:
             Several: ``TrainState.create(model, {"matrices": muon, "rest": adamw})``.
         """
         check_handles(model, optimizer)
+        seed = checks.plain(seed)
         check_settings(seed, backend, exact, data)
         named = optimizers_in(
             Optimizers(optimizer) if isinstance(optimizer, Mapping) else optimizer
@@ -1561,7 +1562,7 @@ def fork(state: TrainState, settings: Mapping[str, Sequence[float]]) -> dict[str
     for key, values in settings.items():
         _check(key, values, groups_in(state.optimizer))
     made: dict[str, TrainState] = {}
-    for values in itertools.product(*settings.values()):
+    for values in itertools.product(*map(checks.plain, settings.values())):
         chosen = dict(zip(settings, values, strict=True))
         copied = attrs.evolve(snapshot(state), run_id=secrets.token_hex(8))
         for group in groups_in(copied.optimizer):
@@ -1573,7 +1574,7 @@ def fork(state: TrainState, settings: Mapping[str, Sequence[float]]) -> dict[str
 
 def _check(key: object, values: object, groups: Sequence[Group]) -> None:
     name = f"settings[{key!r}]"
-    if not isinstance(values, list | tuple):
+    if not checks.is_list(values):
         raise TypeError(
             f"fork expects {name} as a list of numbers, such as {EXAMPLE}; got "
             f"{checks.describe(values)}"

@@ -581,6 +581,7 @@ def middleware(
 
         @functools.wraps(factory)
         def make(*args: Settings.args, **kwargs: Settings.kwargs) -> Middleware:
+            args, kwargs = checks.plain(args), checks.plain(kwargs)
             made = factory(*args, **kwargs)
             call = Call(make, args, kwargs)
             if isinstance(made, Middleware):
@@ -665,6 +666,30 @@ class Call:
     def __call__(self) -> object:
         """Make the call again, and return what it returns."""
         return self.factory(*self.args, **self.kwargs)
+
+
+class _OfTheClass:
+    """The fields of an attrs class, which its instances do not have."""
+
+    def __init__(self, fields: object) -> None:
+        self.fields = fields
+
+    def __get__(self, instance: object, owner: type) -> object:
+        if instance is None:
+            return self.fields
+        raise AttributeError("__attrs_attrs__")
+
+
+def hide_fields(cls: type[attrs.AttrsInstance]) -> None:
+    """Let the instances of an attrs class look like those of any other class.
+
+    Hydra would make a DictConfig of each one in a list or a mapping, because OmegaConf takes what
+    shows fields for a configuration.
+    """
+    cls.__attrs_attrs__ = _OfTheClass(cls.__attrs_attrs__)  # type: ignore[assignment]
+
+
+hide_fields(Middleware)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -119,10 +119,12 @@ class Bucketed(Sampler[list[int]]):
                 "max_items=4096, its items with padding"
             )
         if batch_size is not None:
-            checks.integer("bucketed", "batch_size", batch_size, "the most samples in a batch")
+            batch_size = checks.integer(
+                "bucketed", "batch_size", batch_size, "the most samples in a batch"
+            )
         if max_items is not None:
             meaning = "the most items in a batch, with padding"
-            checks.number("bucketed", "max_items", max_items, meaning, above=0)
+            max_items = checks.number("bucketed", "max_items", max_items, meaning, above=0)
         self.batch_size, self.max_items = batch_size, max_items
         self.shuffle = checks.flag("bucketed", "shuffle", shuffle, "whether the order is drawn")
         self.generator: torch.Generator | None = None

@@ -5,13 +5,17 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
+import operator
 import os
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeGuard, TypeVar, cast
 
+import attrs
+import numpy as np
 from torch import Tensor, nn
 
 T = TypeVar("T")
@@ -24,12 +28,58 @@ def describe(value: object, most: int = 60) -> str:
     """Return a short line for any value: the name of a class, or else a repr and its type."""
     if isinstance(value, type):
         return f"the class {value.__name__}"
+    if kind := record_in(value):
+        return (
+            f"the DictConfig that Hydra makes of a {kind} in a list or a mapping: "
+            'write instantiate(config, _convert_="all")'
+        )
     try:
         text = " ".join(repr(value).split())
     except Exception:  # a repr that fails must not hide the message
         return f"a {type(value).__name__}"
     text = text if len(text) <= most else f"{text[: most - 3]}..."
     return text if isinstance(value, _PLAIN) else f"{text} ({type(value).__name__})"
+
+
+def of_omegaconf(value: object) -> bool:
+    """Return whether a value is a list or a mapping of OmegaConf."""
+    return type(value).__module__.startswith("omegaconf.")
+
+
+def record_in(value: object) -> str:
+    """Return the name of the class that a DictConfig was made of an instance of, or nothing."""
+    kind = sys.modules["omegaconf"].OmegaConf.get_type(value) if of_omegaconf(value) else None
+    return kind.__name__ if isinstance(kind, type) and kind not in (dict, list) else ""
+
+
+def plain(value: T) -> T:
+    """Return a value as Python's own: a number of NumPy, and a list or a mapping of OmegaConf.
+
+    What is in a list, a tuple or a dict is looked at too. Anything else stays the same object. A
+    number of few bits is the one that was typed, not the nearest that it can hold.
+
+    Example:
+        >>> plain([np.int64(3), np.float32(0.7)])
+        [3, 0.7]
+    """
+    return cast("T", _plain(value))
+
+
+def _plain(value: object) -> object:
+    kind, foreign = type(value), of_omegaconf(value)
+    if isinstance(value, np.floating):
+        return float(str(value))
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, Sequence) and (kind is list or kind is tuple or foreign):
+        items = [_plain(item) for item in value]
+        same = not foreign and all(map(operator.is_, items, value))
+        return value if same else tuple(items) if kind is tuple else items
+    if isinstance(value, Mapping) and (kind is dict or foreign):
+        parts = {key: _plain(item) for key, item in value.items()}
+        same = not foreign and all(map(operator.is_, parts.values(), value.values()))
+        return value if same else parts
+    return value
 
 
 def join_names(names: Sequence[str], most: int = 3) -> str:
@@ -42,6 +92,18 @@ def join_names(names: Sequence[str], most: int = 3) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
+def is_list(value: object) -> TypeGuard[Sequence[Any]]:
+    """Return whether a value is a sequence, such as a list, a tuple or a range, but no text."""
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
+def make_plain(record: attrs.AttrsInstance) -> None:
+    """Make the settings of an attrs record plain, which may be frozen."""
+    for field in attrs.fields(type(record)):
+        if field.init:
+            object.__setattr__(record, field.name, plain(getattr(record, field.name)))
+
+
 def integer(
     owner: str,
     name: str,
@@ -51,11 +113,12 @@ def integer(
     least: int = 1,
     wrong_type: type[Exception] = ValueError,
 ) -> int:
-    """Return a value if it is an int (not a bool) of at least ``least``.
+    """Return a value as an int if it is one, also of NumPy, but no bool, of at least ``least``.
 
     Raises:
         ValueError: it is too small; or it is not an int, unless ``wrong_type`` is another class.
     """
+    value = plain(value)
     if isinstance(value, int) and not isinstance(value, bool):
         if value >= least:
             return value
@@ -76,7 +139,7 @@ def number(
     finite: bool = True,
     wrong_type: type[Exception] = ValueError,
 ) -> float:
-    """Return a value if it is a number (not a bool, not NaN) in a range.
+    """Return a value as a number if it is one, also of NumPy, but no bool or NaN, in a range.
 
     Raises:
         ValueError: it is out of the range, or is not finite although it has to be; or it is not a
@@ -89,6 +152,7 @@ def number(
         "finite" if finite else "",
     ]
     wanted, of = " and ".join(filter(None, bounds)), f", {meaning}" if meaning else ""
+    value = plain(value)
     if isinstance(value, bool) or not isinstance(value, Real):
         kind = "a finite number" if wanted == "finite" else f"a number {wanted}".rstrip()
         raise wrong_type(f"{owner} expects {name} as {kind}{of}; got {describe(value)}")
@@ -100,11 +164,12 @@ def number(
 
 
 def flag(owner: str, name: str, value: object, meaning: str = "") -> bool:
-    """Return a value if it is a bool.
+    """Return a value as a bool if it is one, also of NumPy.
 
     Raises:
         TypeError: it is not.
     """
+    value = plain(value)
     if not isinstance(value, bool):
         of = f", {meaning}" if meaning else ""
         raise TypeError(f"{owner} expects {name} as True or False{of}; got {describe(value)}")
@@ -234,7 +299,7 @@ def scalar(owner: str, name: str, value: object) -> Any:
         if value.ndim or value.is_complex():
             found = f"shape {tuple(value.shape)}" if value.ndim else f"dtype {value.dtype}"
             raise TypeError(f"{expected}; got a tensor of {found}: add .sum()")
-    elif not isinstance(value, Real):  # also a number of NumPy
+    elif not isinstance(value, Real | np.bool_):  # also a number of NumPy
         raise TypeError(f"{expected}; got {describe(value)}")
     return value
 

@@ -47,7 +47,7 @@ from fnloop._core.types import (
 )
 from fnloop._data.source import LateWindow
 from fnloop._display import checks, tables
-from fnloop._display.checks import describe, join_names
+from fnloop._display.checks import describe, is_list, join_names
 from fnloop._display.screen import log
 from fnloop._step.engine import engine_of, refuse
 from fnloop._step.gradients import NO_GRADIENT, NoGradientError
@@ -500,7 +500,7 @@ def _check_windows(
 
 
 def _names(argument: str, given: object, known: Sequence[str]) -> tuple[str, ...]:
-    if not isinstance(given, list | tuple) or not given:
+    if not is_list(given) or not given:
         raise TypeError(
             f"alternate expects {argument} as names of steps, such as {(*known,)}; got "
             f"{describe(given)}"

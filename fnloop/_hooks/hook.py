@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import inspect
 import itertools
 import math
 import time
@@ -38,7 +40,17 @@ from fnloop._core.state import (
     with_note,
     with_slot,
 )
-from fnloop._core.types import END, EPOCH, RECORD, START, UPDATE, Call, Output, name_of
+from fnloop._core.types import (
+    END,
+    EPOCH,
+    RECORD,
+    START,
+    UPDATE,
+    Call,
+    Output,
+    hide_fields,
+    name_of,
+)
 from fnloop._display import checks
 from fnloop._display.checks import choice, metric_name
 from fnloop._display.screen import warn_once
@@ -110,6 +122,10 @@ class Hook:
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         cls._of_user = _is_elsewhere(cls)
+
+    @classmethod
+    def __attrs_init_subclass__(cls) -> None:
+        hide_fields(cls)
 
     def begin(self, state: TrainState) -> TrainState:
         """Return the state to train with, before the first update of every run.
@@ -603,13 +619,20 @@ class Moment(ABC):
         4
     """
 
+    @classmethod
+    def __attrs_init_subclass__(cls) -> None:
+        if _is_elsewhere(cls):
+            hide_fields(cls)
+        else:
+            # jsonargparse would take apart what is a default of a function: every(epochs=1).
+            del cls.__attrs_attrs__  # type: ignore[attr-defined]
+
     def __new__(cls, *given: object, **settings: object) -> Self:
         """Return a moment. Raise for ``every(2)`` and ``at_end(hook)``."""
-        fields = vars(cls).get("__attrs_attrs__")  # None: a subclass, which may take others
-        if given and fields is not None:
-            names = [field.name for field in fields if field.init]
-            if all(field.kw_only for field in fields if field.init):
-                _refuse_positional(cls.__name__, given[0], names)
+        if given and "__init__" in vars(cls):  # a subclass without may take others
+            taken = [*inspect.signature(cls.__init__).parameters.values()][1:]
+            if all(parameter.kind is parameter.KEYWORD_ONLY for parameter in taken):
+                _refuse_positional(cls.__name__, given[0], [each.name for each in taken])
         return super().__new__(cls)
 
     @property
@@ -1041,7 +1064,8 @@ class every(Moment):
                 f"{', '.join(given) or 'none'}"
             )
         ((name, value),) = given.items()
-        checks.number("every", name, value, above=0)
+        value = checks.number("every", name, value, above=0)
+        object.__setattr__(self, name, value)
         if name == "steps" and not isinstance(value, int):
             raise ValueError(
                 f"every expects steps as an int; got {value!r}. For a part of an epoch, write "
@@ -1080,7 +1104,11 @@ class every(Moment):
 
     def renew(self) -> every:
         """Return a copy with a clock of its own, if it has one."""
-        return attrs.evolve(self) if self.clocks else self
+        if not self.clocks:
+            return self
+        copied = copy.copy(self)
+        object.__setattr__(copied, "_clock", Clock())
+        return copied
 
     def check(self, run: RunInfo) -> None:
         """Begin a run.

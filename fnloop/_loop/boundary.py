@@ -22,6 +22,7 @@ target.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import cast
 
 import attrs
 
@@ -260,6 +261,8 @@ def read_moments(
         TypeError: it is something else.
         ValueError: it is a mapping, and a loader is missing or unknown.
     """
+    if checks.record_in(given):
+        check_moment("evaluate_every", cast("Trigger", given))  # raises
     if not isinstance(given, Mapping):
         check_moment("evaluate_every", given)
         return () if given is None else ((own_clock(given), loaders),)

@@ -342,12 +342,10 @@ def make_plan(
     check_not_averaged("fit", state)
     check_phase(phase, state)
     found = read_loaders(loaders)
-    for name, target in (("epochs", epochs), ("steps", steps), ("items", items)):
-        if target is not None:
-            field = name if name == "items" else name[:-1]
-            meaning = f"the target for state.{field}, or None"
-            checks.integer("fit", name, target, meaning, least=0)
-    checks.integer("fit", "prefetch", prefetch, "the windows that are fetched ahead")
+    epochs = _target("epochs", "epoch", epochs)
+    steps = _target("steps", "step", steps)
+    items = _target("items", "items", items)
+    prefetch = checks.integer("fit", "prefetch", prefetch, "the windows that are fetched ahead")
     if step.fetches_late and prefetch > 1:
         raise ValueError(
             'alternate(batch="late") fetches each batch when its turn comes, and '
@@ -368,6 +366,11 @@ def make_plan(
     return Plan(
         step, found, epochs, steps, checked, evaluations, moment, prefetch, phase, items=items
     )
+
+
+def _target(name: str, field: str, given: int | None) -> int | None:
+    meaning = f"the target for state.{field}, or None"
+    return None if given is None else checks.integer("fit", name, given, meaning, least=0)
 
 
 def describe(
@@ -764,7 +767,8 @@ def _check_hook(hook: object) -> None:
             )
         if isinstance(hook, Middleware):
             hint = f", which is middleware: write pipeline({name_of(hook)})(loss_fn)"
-        raise TypeError(f"a hook is a function state -> state; got {name_of(hook)}{hint}")
+        got = checks.describe(hook) if checks.record_in(hook) else name_of(hook)
+        raise TypeError(f"a hook is a function state -> state; got {got}{hint}")
     if is_moment(hook) and not isinstance(hook, ConditionalHook):
         raise TypeError(f"{hook!r} says when, but not what: write {show_call(hook, 'hook')}")
     with contextlib.suppress(ValueError):  # a builtin without a signature

@@ -54,16 +54,16 @@ def pad_collate(
             raise ValueError(
                 "pad_collate expects padding as a number, or as a mapping by key; got an empty one"
             )
-        for key, value in padding.items():
-            _number(f"padding[{key!r}]", value)
-        checked: float | dict[object, float] = dict(cast("Mapping[object, float]", padding))
+        checked: float | dict[object, float] = {
+            key: _number(f"padding[{key!r}]", value) for key, value in padding.items()
+        }
     else:
         checked = _number("padding", padding)
     return _PadCollate(checked, _fields("pad_collate", "leave", leave))
 
 
 def _fields(owner: str, name: str, given: object) -> tuple[object, ...]:
-    if not isinstance(given, list | tuple):
+    if not checks.is_list(given):
         raise TypeError(
             f'{owner} expects {name} as a list of fields, such as ["text"]; '
             f"got {checks.describe(given)}"
@@ -72,6 +72,7 @@ def _fields(owner: str, name: str, given: object) -> tuple[object, ...]:
 
 
 def _number(name: str, value: float) -> float:
+    value = checks.plain(value)
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(
             f"pad_collate expects {name} as a number, or padding as a mapping of numbers by key; "

@@ -317,10 +317,11 @@ def _check_ratios(loaders: Mapping[str, Loader], ratios: Mapping[str, int]) -> d
             "interleave expects ratios for each loader, "
             f"{checks.join_names(list(map(repr, loaders)))}; got {checks.describe(dict(ratios))}"
         )
-    for name, ratio in ratios.items():
-        meaning = "the batches of it in a block (for 0.7 and 0.3, write 7 and 3)"
-        checks.integer("interleave", f"ratios[{name!r}]", ratio, meaning)
-    return dict(ratios)
+    meaning = "the batches of it in a block (for 0.7 and 0.3, write 7 and 3)"
+    return {
+        name: checks.integer("interleave", f"ratios[{name!r}]", ratio, meaning)
+        for name, ratio in ratios.items()
+    }
 
 
 def _drawn(shares: list[int], blocks: int | None, generator: torch.Generator) -> Iterator[int]:
@@ -388,7 +389,7 @@ class _OfOne(Composed):
 
 class _Take(_OfOne):
     def __init__(self, loader: Loader, n: int) -> None:
-        checks.integer("take", "n", n, "the batches of an epoch")
+        n = checks.integer("take", "n", n, "the batches of an epoch")
         super().__init__("take", loader, n)
         self.n = n
 
@@ -426,7 +427,7 @@ def fraction(loader: Loader, f: float) -> Composed:
 
 class _Fraction(_OfOne):
     def __init__(self, loader: Loader, f: float) -> None:
-        checks.number("fraction", "f", f, "the part of an epoch", above=0, most=1)
+        f = checks.number("fraction", "f", f, "the part of an epoch", above=0, most=1)
         super().__init__("fraction", loader, f)
         self.f = f
         length = self.part.length_in(0)
@@ -561,7 +562,7 @@ def fixed(loader: Loader, n: int) -> Composed:
 
 class _Fixed(_OfOne):
     def __init__(self, loader: Loader, n: int) -> None:
-        checks.integer("fixed", "n", n, "the batches of an epoch")
+        n = checks.integer("fixed", "n", n, "the batches of an epoch")
         super().__init__("fixed", loader, n)
         self.n = n
         self._own: tuple[int, Iterator[int]] | None = None

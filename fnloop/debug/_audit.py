@@ -113,7 +113,9 @@ def audit(every: int = 1000, against: str | None = None) -> Middleware:
         nothing. Loss functions are called more often than without it. List it last, to audit all
         other middleware.
     """
-    checks.integer("audit", "every", every, "updates from one to the next", wrong_type=TypeError)
+    every = checks.integer(
+        "audit", "every", every, "updates from one to the next", wrong_type=TypeError
+    )
     if against is not None:
         checks.choice("audit", "against", against, (EAGER, FLOAT64), ", or None")
     members = Members()

@@ -131,10 +131,12 @@ def replay(
     step = check_step(step, "replay", "folder, ")
     check_not_stale(state, "replay")
     where = checks.folder_path("replay", "folder", folder)
-    checks.integer("replay", "update", update, "state.step after the update")
-    for name, target in (("epochs", epochs), ("steps", steps)):
-        if target is not None:
-            checks.integer("replay", name, target, "a target of the run, or None", least=0)
+    update = checks.integer("replay", "update", update, "state.step after the update")
+    meaning = "a target of the run, or None"
+    if epochs is not None:
+        epochs = checks.integer("replay", "epochs", epochs, meaning, least=0)
+    if steps is not None:
+        steps = checks.integer("replay", "steps", steps, meaning, least=0)
     read_loaders(loaders)  # checks them
     # The main process decides, because the others may see other checkpoints.
     origin = on_main_process(lambda: find_origin(where, update), "fnloop.debug.replay")

@@ -134,9 +134,9 @@ def verify(
     step = check_step(step, "verify", "folder, ")
     check_not_stale(state, "verify")
     place = place_at("verify", "folder", folder)
-    if spans not in (None, "changed"):
+    if spans is not None and spans != "changed":
         meaning = 'pairs of checkpoints, or None for all, or "changed"'
-        checks.integer("verify", "spans", spans, meaning, least=0)
+        spans = checks.integer("verify", "spans", spans, meaning, least=0)
     read_loaders(loaders)  # checks them
     with place.reading():
         looked = on_main_process(lambda: _look(place, step, state, spans), WHAT)

@@ -96,7 +96,9 @@ def watch(every: int = 50, only: Selectors | None = None) -> Middleware:
         Nothing is seen inside of what torch.compile has compiled, so there is no activation there.
         A functional call such as ``torch.relu(x)`` has no name: the next module shows what it does.
     """
-    checks.integer(WATCH, "every", every, "updates from one to the next", wrong_type=TypeError)
+    every = checks.integer(
+        WATCH, "every", every, "updates from one to the next", wrong_type=TypeError
+    )
     selectors = None if only is None else check_selectors(WATCH, only)
 
     def is_watched(state: TrainState) -> bool:

@@ -18,12 +18,12 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, ParamSpec
+from typing import TYPE_CHECKING, ParamSpec, cast
 
 import attrs
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, StepLR
 
-from fnloop._core.types import Call, name_of
+from fnloop._core.types import Call, hide_fields, name_of
 from fnloop._display import checks, tables
 from fnloop._display.screen import warn_once
 
@@ -78,11 +78,12 @@ class Schedule:
     def __call__(self, step: int, total_steps: int | None) -> float:
         __tracebackhide__ = True
         if step.__class__ is not int or step < 0:
-            checks.integer(repr(self), "step", step, "the updates applied before", least=0)
+            step = checks.integer(repr(self), "step", step, "the updates applied before", least=0)
         if total_steps is not None and total_steps.__class__ is not int:
-            checks.integer(
-                repr(self), "total_steps", total_steps, "the updates of the run, or None"
-            )
+            total_steps = checks.plain(total_steps)
+            if total_steps.__class__ is not int:
+                meaning = "the updates of the run, or None"
+                checks.integer(repr(self), "total_steps", total_steps, meaning)
         return self.factor(step, total_steps)
 
     def __repr__(self) -> str:
@@ -105,6 +106,9 @@ class Schedule:
         return (_remake, (self.call, self.text))
 
 
+hide_fields(Schedule)
+
+
 def _remake(call: Call, text: str | None) -> Schedule:
     made = call()
     assert isinstance(made, Schedule)
@@ -118,7 +122,7 @@ def _ints(call: Call) -> Iterator[int]:
         value = waiting.pop()
         if isinstance(value, Schedule):
             yield from _ints(value.call)
-        elif isinstance(value, list | tuple):
+        elif checks.is_list(value):
             waiting.extend(value)
         elif isinstance(value, int):
             yield value
@@ -129,6 +133,7 @@ def schedule_factory(make: Callable[P, Factor]) -> Callable[P, Schedule]:
 
     @functools.wraps(make)
     def made(*args: P.args, **kwargs: P.kwargs) -> Schedule:
+        args, kwargs = checks.plain(args), checks.plain(kwargs)
         return Schedule(Call(made, args, kwargs), make(*args, **kwargs))
 
     # schedule(cosine) looks for this to say that the call is missing
@@ -199,13 +204,14 @@ def check_length(owner: str, name: str, value: object) -> None:
 
 def check_lengths(owner: str, name: str, values: object) -> list[Length]:
     """Return lengths as a list of one's own, having checked each."""
-    if not isinstance(values, list | tuple):
+    if not checks.is_list(values):
         raise TypeError(
             f"{owner} expects {name} as a list of lengths; got {checks.describe(values)}"
         )
-    for value in values:
-        check_length(owner, name, value)
-    return list(values)
+    lengths = [checks.plain(value) for value in values]
+    for length in lengths:
+        check_length(owner, name, length)
+    return lengths
 
 
 def updates_in(length: Length, total: int | None) -> int:
@@ -599,6 +605,7 @@ def warmup(n: Length) -> Callable[[Factor], Schedule]:
         >>> f, [f(i, 6) for i in range(6)]
         (warmup(2)(linear()), [0.5, 1.0, 1.0, 0.75, 0.5, 0.25])
     """
+    n = checks.plain(n)
     check_length("warmup", "n", n)
     return lambda schedule: attrs.evolve(
         _warmed(n, schedule), text=f"warmup({n})({name_of(schedule)})"
@@ -693,7 +700,7 @@ def plot(schedules: Schedules, total_steps: int) -> Figure:
         >>> [line.get_label() for line in figure.axes[0].lines]
         ['short', 'long']
     """
-    checks.integer("plot", "total_steps", total_steps, "the updates of a run")
+    total_steps = checks.integer("plot", "total_steps", total_steps, "the updates of a run")
     named = _with_labels(schedules)
     if not named:
         raise ValueError("plot expects at least one schedule, such as cosine(); got none")
@@ -719,5 +726,5 @@ def _with_labels(
 ) -> Mapping[str, Factor]:
     if isinstance(schedules, Mapping):
         return schedules
-    several = schedules if isinstance(schedules, list | tuple) else [schedules]
+    several = cast("Sequence[Factor]", schedules if checks.is_list(schedules) else [schedules])
     return {name_of(schedule): schedule for schedule in several}

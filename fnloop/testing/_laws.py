@@ -195,11 +195,11 @@ def law_accumulation(
         >>> law_accumulation(pipeline(), small(), 3, fl.accumulate)
     """
     _check_arguments("law_accumulation", pipe, problem)
-    checks.integer("law_accumulation", "n", n, "the batches per update")
+    n = checks.integer("law_accumulation", "n", n, "the batches per update")
     checks.function(
         "law_accumulation", "accumulate", accumulate, "the factory of the middleware", 1
     )
-    checks.number("law_accumulation", "rtol", rtol, "the relative tolerance", least=0)
+    rtol = checks.number("law_accumulation", "rtol", rtol, "the relative tolerance", least=0)
     assert problem.cat is not None, "law_accumulation needs a problem with cat"
     joined = attrs.evolve(
         problem, batches=[problem.cat(part) for part in partition_all(n, problem.batches)]
@@ -382,7 +382,7 @@ def assert_same(a: TrainState, b: TrainState, *, rtol: float = 0.0) -> None:
     """
     for name, state in (("a", a), ("b", b)):
         checks.instance("assert_same", name, state, TrainState, "a TrainState")
-    checks.number("assert_same", "rtol", rtol, "the relative tolerance", least=0)
+    rtol = checks.number("assert_same", "rtol", rtol, "the relative tolerance", least=0)
     compared = (*COUNTERS, "stop")
     its = _facts(b, compared)
     for field, mine in _facts(a, compared).items():
@@ -492,7 +492,7 @@ class Problem:
         function = checks.function
         function("Problem", "model", self.model, "a function that makes the module", 0, also=type)
         function("Problem", "loss_fn", self.loss_fn, "a function (model, batch) -> loss", 2)
-        if not isinstance(self.batches, list | tuple) or not self.batches:
+        if not checks.is_list(self.batches) or not self.batches:
             raise TypeError(
                 "Problem expects batches as a list of batches, at least one; "
                 f"got {checks.describe(self.batches)}"

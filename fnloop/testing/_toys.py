@@ -54,7 +54,7 @@ def toy(w: float = 0.0, lr: float = 1.0) -> TrainState:
         0.0
     """
     check_real("toy", "w", w)
-    checks.number("toy", "lr", lr, "the learning rate", least=0)
+    lr = checks.number("toy", "lr", lr, "the learning rate", least=0)
     model = Toy(w)
     return TrainState.create(model, torch.optim.SGD(model.parameters(), lr=lr), seed=0)
 
@@ -150,7 +150,7 @@ def spy(
     if isinstance(weight, Tensor):
         checks.scalar("spy", "weight", weight)
     else:
-        checks.integer("spy", "weight", weight, "the number of items", least=0)
+        weight = checks.integer("spy", "weight", weight, "the number of items", least=0)
     if aux is not None:
         checks.mapping("spy", "aux", aux, 'such as {"output": output}')
     if skip is not None:

@@ -124,6 +124,10 @@ def examples(n=12):
         yield {"x": float(i)}
 
 
+def values(batch):  # Python 3.14 pickles it for a worker
+    return torch.stack([sample["x"] for sample in batch])
+
+
 @pytest.mark.slow
 def test_hugging_face(stateful, tmp_path, caplog):
     datasets = pytest.importorskip("datasets")
@@ -133,7 +137,6 @@ def test_hugging_face(stateful, tmp_path, caplog):
         return datasets.IterableDataset.from_generator(examples).with_format("torch")
 
     sharded = lambda: table.to_iterable_dataset(num_shards=3).with_format("torch")
-    values = lambda batch: torch.stack([sample["x"] for sample in batch])
     check(lambda: DataLoader(generated(), 2, collate_fn=values), tmp_path, (8,), first=lambda n: 0)
     check(lambda: stateful(generated(), 2, collate_fn=values), tmp_path, (3,), first=lambda n: 0)
     check(lambda: DataLoader(sharded(), 2, collate_fn=values), tmp_path, (5,), first=None)

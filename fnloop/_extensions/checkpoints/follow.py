@@ -70,10 +70,10 @@ def follow(
         [(1, -1.0), (2, -2.0), (3, -3.0)]
     """
     check_not_stale(state, "follow")
-    number("follow", "poll", poll, "seconds between two looks", above=0)
+    poll = number("follow", "poll", poll, "seconds between two looks", above=0)
     flag("follow", "every", every, "whether to read every checkpoint")
     if timeout is not None:
-        number("follow", "timeout", timeout, "seconds without a new checkpoint", least=0)
+        timeout = number("follow", "timeout", timeout, "seconds without a new checkpoint", least=0)
     choice("follow", "shapes", shapes, SHAPES)
     return _follow(place_at("follow", "folder", folder), state, poll, every, timeout, shapes)
 

@@ -192,7 +192,7 @@ class checkpoint(BuiltIn):
         self._place, self._typed = place_at("checkpoint", "folder", folder), os.fspath(folder)
         self.folder = self._place.folder  # of an address, the local one, once the run is known
         if keep is not None:
-            integer("checkpoint", "keep", keep, "a number of checkpoints, or None for all")
+            keep = integer("checkpoint", "keep", keep, "a number of checkpoints, or None for all")
         self.keep = keep
         self.keep_best = integer("checkpoint", "keep_best", keep_best, "a number of checkpoints")
         self.since = choice("checkpoint", "since", since, SINCE)

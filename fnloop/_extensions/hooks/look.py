@@ -141,7 +141,7 @@ class inspect(BuiltIn):
     fn: Callable[[TrainState, list[Output]], Mapping[str, Number] | None]
     loader: str = "valid"
     every: Moment = attrs.field(factory=lambda: periodically(epochs=1))
-    said: tuple[str, ...] = attrs.field(default=(), alias="reports")
+    said: Sequence[str] = attrs.field(default=(), alias="reports")
     _now: _Inspection = attrs.field(factory=_Inspection, init=False, eq=False)
 
     def __attrs_post_init__(self) -> None:
@@ -151,7 +151,11 @@ class inspect(BuiltIn):
         moment = check_own_moment("inspect", self.every, f"inspect({name_of(self.fn)})")
         object.__setattr__(self, "every", moment)
         meaning = 'a tuple of names without the loader, such as ("ap",)'
-        for name in checks.instance("inspect", "reports", self.said, tuple, meaning):
+        if not checks.is_list(self.said):
+            given = checks.describe(self.said)
+            raise TypeError(f"inspect expects reports as {meaning}; got {given}")
+        object.__setattr__(self, "said", tuple(self.said))
+        for name in self.said:
             checks.text("inspect", "reports", name, "names of numbers")
             if name.startswith(f"{self.loader}/"):
                 short = name.removeprefix(f"{self.loader}/")
@@ -494,7 +498,9 @@ class live_plot(Hook):
                 "live_plot() draws in a notebook, and this is not one. To draw into a file, write "
                 "live_plot('run.png')"
             )
-        checks.number("live_plot", "refresh", refresh, "the seconds between two drawings", least=0)
+        refresh = checks.number(
+            "live_plot", "refresh", refresh, "the seconds between two drawings", least=0
+        )
         self.file, self.mode, self.x, self.refresh = file, mode, x, refresh
         self._output = tables.Display()
         self._pending: History | None = None  # not drawn yet
@@ -625,6 +631,7 @@ class profiled(Hook):
     _running: list[profiler.profile] = attrs.field(factory=list, init=False)  # empty, or one
 
     def __attrs_post_init__(self) -> None:
+        checks.make_plain(self)
         meaning = "the updates before those that are measured"
         checks.integer("profiled", "start", self.start, meaning)
         checks.integer("profiled", "updates", self.updates, "the updates that are measured")

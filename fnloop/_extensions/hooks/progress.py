@@ -114,7 +114,7 @@ class progress(BuiltIn):
         self, refresh: float = 0.5, file: TextIO | None = None, *, since: str = "phase"
     ) -> None:
         meaning = "the seconds between two drawings, each of which reads from the device"
-        checks.number("progress", "refresh", refresh, meaning, least=0.5)
+        refresh = checks.number("progress", "refresh", refresh, meaning, least=0.5)
         if file is not None and not (hasattr(file, "write") and hasattr(file, "isatty")):
             raise TypeError(
                 "progress expects file as an open text file, such as sys.stdout, or None; "

@@ -664,7 +664,7 @@ def _to_plain(name: str, value: object) -> _Plain:
         return value
     if isinstance(value, Real):  # also a number of NumPy
         return int(value) if isinstance(value, Integral) else float(value)
-    if isinstance(value, list | tuple):
+    if checks.is_list(value):
         return str([_to_plain(name, item) for item in value])
     raise TypeError(
         f"track expects plain data in config; got {name}={value!r:.60} ({type(value).__name__}). "

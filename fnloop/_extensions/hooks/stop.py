@@ -237,6 +237,7 @@ class early_stop(Hook):
     _waited: Fold = attrs.field(init=False, eq=False)  # caches the last result, so copies are safe
 
     def __attrs_post_init__(self) -> None:
+        checks.make_plain(self)
         owner = "early_stop"
         metric_name(owner, "key", self.key)
         meaning = "a number of evaluations"
@@ -402,6 +403,7 @@ class halt_on_nonfinite(BuiltIn):
     _trail: Trail = attrs.field(init=False, eq=False, factory=Trail)
 
     def __attrs_post_init__(self) -> None:
+        checks.make_plain(self)
         integer("halt_on_nonfinite", "steps", self.steps, "the updates between two reads")
         flag("halt_on_nonfinite", "keep", self.keep)
         flag("halt_on_nonfinite", "raises", self.raises)
@@ -574,6 +576,7 @@ class time_limit(BuiltIn):
         self.__attrs_init__(**settings)  # type: ignore[attr-defined]
 
     def __attrs_post_init__(self) -> None:
+        checks.make_plain(self)
         given = {"hours": self.hours, "minutes": self.minutes, "seconds": self.seconds}
         for name, value in given.items():
             checks.number("time_limit", name, value, "a time", least=0)

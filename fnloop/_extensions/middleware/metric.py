@@ -6,11 +6,13 @@ import contextlib
 import functools
 import inspect
 import math
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import attrs
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -376,6 +378,8 @@ def _to_metric(name: str, value: object, weight: float | Tensor) -> Metric:
         return Mean(weighted(value, weight), to_accumulator_dtype(weight))
     if hasattr(value, "combine") and hasattr(value, "compute"):
         return _detach(value)
+    if isinstance(value, np.generic):
+        value = value.item()
     if isinstance(value, int | float):
         if name.lower() in NO_MEANS:
             warn_once(
@@ -464,6 +468,12 @@ def derive(**functions: Callable[[Mapping[str, float]], float]) -> Middleware:
     return Middleware(f"derive({', '.join(functions)})", report=report, adds=tuple(functions))
 
 
+# What the functions of math say where they have no value, since Python 3.14 in many words.
+_NO_VALUE = re.compile(
+    "math domain error|expected (a (positive|nonnegative|finite|number|noninteger)|argument value) "
+)
+
+
 def _apply(function: Callable[[Mapping[str, float]], object], numbers: Numbers) -> object:
     """Call a function; NaN if there is no value, so that a long run does not end for it."""
     __tracebackhide__ = True
@@ -472,7 +482,7 @@ def _apply(function: Callable[[Mapping[str, float]], object], numbers: Numbers) 
     except ArithmeticError:
         return math.nan
     except ValueError as error:
-        if "math domain error" in str(error):
+        if _NO_VALUE.match(str(error)):
             return math.nan
         raise
 

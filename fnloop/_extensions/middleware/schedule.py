@@ -213,9 +213,7 @@ def _names(owner: str, only: str | Sequence[str] | None) -> tuple[str, ...] | No
     if only is None:
         return None
     given: object = only
-    names = (
-        (only,) if isinstance(only, str) else tuple(only) if isinstance(given, tuple | list) else ()
-    )
+    names = (only,) if isinstance(only, str) else tuple(only) if checks.is_list(given) else ()
     if not names or not all(isinstance(name, str) and name for name in names):
         raise TypeError(
             f"{owner} expects only as names of optimizers or of parameter groups, such as "

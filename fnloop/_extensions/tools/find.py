@@ -179,9 +179,9 @@ def find_lr(
             "find_lr varies one learning rate and looks at one loss, but alternate(...) has those "
             "of several steps: try the learning rates of each with fork(state, ...)"
         )
-    checks.number("find_lr", "low", low, "the first learning rate", above=0)
-    checks.number("find_lr", "high", high, "the end of the range", above=low)
-    checks.integer("find_lr", "updates", updates, "those of the whole range", least=10)
+    low = checks.number("find_lr", "low", low, "the first learning rate", above=0)
+    high = checks.number("find_lr", "high", high, "the end of the range", above=low)
+    updates = checks.integer("find_lr", "updates", updates, "those of the whole range", least=10)
     initial = _initial_rates(groups_in(state.optimizer))
     sweep = _Sweep([low * (high / low) ** (i / updates) for i in range(updates)], initial)
     left_out = *RATES, *REPORTS, *extensions("averages of the weights")
@@ -392,7 +392,7 @@ def find_batch_size(
     check_one_model(state, "find_batch_size")
     meaning = "a function batch_size -> loader"
     checks.function("find_batch_size", "make_loader", make_loader, meaning, 1)
-    checks.integer("find_batch_size", "most", most, "the largest size to try")
+    most = checks.integer("find_batch_size", "most", most, "the largest size to try")
     if state.backend.world_size > 1:
         raise NotImplementedError(
             "find_batch_size works in one process: a process that runs out of memory would leave "

@@ -191,7 +191,7 @@ def search(
 
     Source: Jamieson and Talwalkar, 2016, https://arxiv.org/abs/1502.07943
     """
-    rungs = _check(states, rungs, keep)
+    rungs, keep = _check(states, rungs, keep)
     checks.flag(OWNER, "stacked", stacked, "whether all runs that are left train at once")
     chosen = mode_of(OWNER, checks.text(OWNER, "key", key, "a metric"), mode)
     made, checked = _steps(steps, states), read_hooks(hooks)
@@ -458,7 +458,7 @@ def _name_of_folder(name: str) -> str:
     return quote(name, safe="=,.+- ")
 
 
-def _check(states: object, rungs: object, keep: float) -> Sequence[int]:
+def _check(states: object, rungs: object, keep: float) -> tuple[Sequence[int], float]:
     checks.mapping(OWNER, "states", cast("Mapping[str, object]", states), EXAMPLE)
     if not states:
         raise ValueError(f"search expects at least one state, {EXAMPLE}; got none")
@@ -472,19 +472,19 @@ def _check(states: object, rungs: object, keep: float) -> Sequence[int]:
                 f"search expects a TrainState for {name!r}, or a function that makes one; "
                 f"got {checks.describe(source)}"
             )
-    if not isinstance(rungs, list | tuple):
+    if not checks.is_list(rungs):
         raise TypeError(
             f"search expects rungs as epochs that grow, such as (1, 3, 9); "
             f"got {checks.describe(rungs)}"
         )
-    for epoch in rungs:
-        checks.integer(OWNER, "rungs", epoch, "the epochs of a rung", wrong_type=TypeError)
+    meaning = "the epochs of a rung"
+    rungs = [checks.integer(OWNER, "rungs", n, meaning, wrong_type=TypeError) for n in rungs]
     if not rungs or any(a >= b for a, b in itertools.pairwise(rungs)):
         raise ValueError(f"search expects rungs that grow, such as (1, 3, 9); got {rungs}")
-    checks.number(OWNER, "keep", keep, "the part of the runs that continues", above=0)
+    keep = checks.number(OWNER, "keep", keep, "the part of the runs that continues", above=0)
     if keep >= 1:
         raise ValueError(f"search expects keep below 1, such as 1/3; got {keep}")
-    return tuple(rungs)
+    return tuple(rungs), keep
 
 
 def _steps(steps: object, states: Mapping[str, object]) -> Mapping[str, PipelineStep]:

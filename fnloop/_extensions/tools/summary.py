@@ -150,7 +150,7 @@ def summary(state: TrainState, batch: Batch, *, depth: int = 3) -> Summary:
     """
     __tracebackhide__ = True
     check_not_stale(state, "summary")
-    checks.integer("summary", "depth", depth, "the levels of modules to show")
+    depth = checks.integer("summary", "depth", depth, "the levels of modules to show")
     model = unwrap(state)
     weights = (*model.named_parameters(), *model.named_buffers())
     lazy = [name for name, t in weights if nn.parameter.is_lazy(t)]

@@ -163,7 +163,7 @@ def tune(step: Step, state: TrainState, loader: object, *, seconds: float = 10.0
     step = check_step(step, "tune")
     check_not_stale(state, "tune")
     check_loader(loader, "tune", alone=True)
-    checks.number("tune", "seconds", seconds, "how long to measure", above=0)
+    seconds = checks.number("tune", "seconds", seconds, "how long to measure", above=0)
     if iter_is_itself(loader):
         raise TypeError(
             "tune reads the loader more than once; got an iterator, which can be read only once: "
