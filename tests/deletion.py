@@ -440,14 +440,17 @@ def take_away(name, tree):
 
 def examples_of(names, tree):
     """Return the examples in docstrings that name what is gone, as pytest deselects them."""
-    words = re.compile(rf"\bfl\.({'|'.join(sorted(names.public))})\b")
+    either = "|".join(sorted(names.public))
+    words = re.compile(rf"\bfl\.({either})\b")
+    bare = re.compile(rf"\b({either})\b")  # as the front page has them
     for path in sorted((tree / "fnloop").rglob("*.py")):
         place = path.relative_to(tree)
         module = ast.parse(path.read_text())
         for node in ast.walk(module):
             if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module):
                 examples = doctest.DocTestParser().get_examples(ast.get_docstring(node) or "")
-                if any(words.search(example.source) for example in examples):
+                pattern = bare if place.as_posix() == "fnloop/__init__.py" else words
+                if any(pattern.search(example.source) for example in examples):
                     name = [node.name] if hasattr(node, "name") else []
                     yield f"--deselect={place}::{'.'.join([module_of(place), *name])}"
 

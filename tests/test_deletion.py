@@ -31,6 +31,11 @@ def imports_at_top(path):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
+@pytest.mark.long
+def test_the_kernel_alone_passes_its_fast_tests(tmp_path, capfd):
+    assert deletion.check(deletion.EVERY, tmp_path, options=["-n", "2"]) == 0, capfd.readouterr()
+
+
 @pytest.mark.parametrize("name", EXTENSIONS)
 def test_what_is_left_imports_nothing_of_an_extension(name):
     paths, names = deletion.names_taken(name, ROOT)

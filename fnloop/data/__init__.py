@@ -1,4 +1,4 @@
-"""Loaders made of loaders, and what would make a run faster: ``tune``.
+"""Loaders made of loaders, and advice on what would make a run faster.
 
     >>> import torch
     >>> batches = [torch.full((2,), float(i)) for i in range(5)]

@@ -1,1 +1,1 @@
-"""What tries a run: ``dry_run``, ``summary``, ``find_lr``, ``find_batch_size``, ``tune``."""
+"""What tries a run: a dry run, searches for settings, a table of the model, and advice."""
