@@ -26,12 +26,14 @@ of the book.
 
 - **Weights and gradients**: `parameters`, `gradients`, `norm`, `local_part`, `is_sharded`
 - **Optimizers**: `optimizers`, `groups`, `number_in`, `set_number`
-- **Steps**: `report`, `with_slot`
+- **Steps**: `report`, `then`, `with_slot`
 - **What is saved, and what readers see**: `Part`, `View`
-- **Processes**: `Engine`, `engine_of`, `on_main_process`
+- **Processes**: `Engine`, `engine_of`, `refuse`, `on_main_process`
 - **Random numbers**: `isolated`, `fold_in`
 - **Records and moments**: `Fold`, `better`, `mode_of`, `Moment`
+- **Batches**: `containers`
 - **Messages**: `checks`, `name_of`
+- **Types**: `Batch`, `Metric`, `Wrap`
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 from torch.optim import Optimizer
 
+from fnloop._backend import containers
 from fnloop._backend.collectives import on_main_process
 from fnloop._backend.fsdp import is_sharded, local_part
 from fnloop._core.history import Fold, mode_of
@@ -49,22 +52,27 @@ from fnloop._core.parts import Part
 from fnloop._core.records import better
 from fnloop._core.rng import fold_in, isolated
 from fnloop._core.state import TrainState, parameters, with_slot
-from fnloop._core.types import View, name_of
+from fnloop._core.types import Batch, Metric, View, Wrap, name_of
 from fnloop._display import checks
 from fnloop._hooks.hook import Moment
-from fnloop._step.engine import Engine, engine_of
+from fnloop._step.engine import Engine, engine_of, refuse
 from fnloop._step.gradients import total_norm
+from fnloop._step.transaction import then
 from fnloop._step.update import report
 
 __docformat__ = "google"
 __all__ = [
+    "Batch",
     "Engine",
     "Fold",
+    "Metric",
     "Moment",
     "Part",
     "View",
+    "Wrap",
     "better",
     "checks",
+    "containers",
     "engine_of",
     "fold_in",
     "gradients",
@@ -79,8 +87,10 @@ __all__ = [
     "on_main_process",
     "optimizers",
     "parameters",
+    "refuse",
     "report",
     "set_number",
+    "then",
     "with_slot",
 ]
 

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 import itertools
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from fnloop._core.history import unfinished
 from fnloop._core.metrics import RECENT, Mean, NoLoss, combine, update_evaluated_
-from fnloop._core.optimizers import first_shared, optimizers_in
+from fnloop._core.optimizers import first_shared
 from fnloop._core.rng import fold_in
 from fnloop._core.runs import RunInfo, waiting_once
 from fnloop._core.state import (
@@ -33,22 +34,10 @@ from fnloop._core.state import (
     owns_handles,
     parameters,
 )
-from fnloop._core.types import (
-    Aux,
-    Batch,
-    Call,
-    Metric,
-    Middleware,
-    Output,
-    Step,
-    is_ours,
-    output_without_loss,
-)
+from fnloop._core.types import Aux, Call, Middleware, Output, Step, is_ours, output_without_loss
 from fnloop._data.source import LateWindow
-from fnloop._display import checks, tables
-from fnloop._display.checks import describe, join_names
-from fnloop._display.screen import log
-from fnloop._step.engine import engine_of, refuse
+from fnloop._display import tables
+from fnloop._step.engine import engine_of
 from fnloop._step.gradients import NO_GRADIENT, NoGradientError
 from fnloop._step.pipeline import (
     STEP,
@@ -61,6 +50,9 @@ from fnloop._step.pipeline import (
 )
 from fnloop._step.stacked import check_loss_step
 from fnloop._step.update import USING, of_turn, prefixed
+from fnloop.extend import Batch, Metric, checks, optimizers, refuse
+
+log = logging.getLogger("fnloop")
 
 SAME, NEXT, LATE = "same", "next", "late"
 # What acts on one backward or one forward: the steps list it themselves.
@@ -144,8 +136,8 @@ def alternate(
     turns = _names("order", names if order is None else order, names)
     if idle := [name for name in names if name not in turns]:
         raise ValueError(
-            f"alternate: order={turns} leaves out {join_names(idle)}: name each step at least "
-            "once, or leave it out of steps"
+            f"alternate: order={turns} leaves out {checks.join_names(idle)}: name each step at "
+            "least once, or leave it out of steps"
         )
     rules = _rules(batch, names)
     _check_windows(checked, turns, rules)
@@ -195,7 +187,7 @@ class AlternateStep(PipelineStep):
         return AlternateStep(Pipeline(listed), self.settings)
 
     def _explain(self, member: Middleware, acts: str, ignored: Sequence[str]) -> str:
-        names, hint = join_names([*self.settings.steps]), ""
+        names, hint = checks.join_names([*self.settings.steps]), ""
         if [*ignored] == ["forward"] and member.name.startswith("metric"):
             hint = '; or write metric(..., on="evaluation") for the aux of all, by name'
         return (
@@ -206,7 +198,9 @@ class AlternateStep(PipelineStep):
 
     @property
     def evaluates(self) -> str:
-        return join_names([self.settings.steps[name].evaluates for name in self.settings.evaluated])
+        return checks.join_names(
+            [self.settings.steps[name].evaluates for name in self.settings.evaluated]
+        )
 
     def _compose_innermost(self) -> Step:
         return self._evaluate_each
@@ -242,7 +236,7 @@ class AlternateStep(PipelineStep):
         if type(batch) is LateWindow:
             return batch
         if not isinstance(batch, list | tuple) or not 0 < len(batch) <= self.window:
-            given = f"{len(batch)}" if isinstance(batch, list | tuple) else describe(batch)
+            given = f"{len(batch)}" if isinstance(batch, list | tuple) else checks.describe(batch)
             raise ValueError(
                 f"a round of {self!r} takes a list or a tuple of 1 to {self.window} batches; got "
                 f"{given}"
@@ -302,7 +296,7 @@ class AlternateStep(PipelineStep):
         if idle and state.backend.main:
             log.warning(
                 f"alternate: these optimizers have no turn, so their parameters stay as they are: "
-                f"{join_names(idle)}"
+                f"{checks.join_names(idle)}"
             )
 
     def init_slots(self, state: TrainState, *, evaluation: bool = False) -> TrainState:
@@ -330,7 +324,7 @@ class AlternateStep(PipelineStep):
     def _check_state(self, state: TrainState) -> None:
         """Raise ValueError if the state lacks an optimizer."""
         refuse(state, "alternate", exact="its turns share a window. Leave exact=True out")
-        found = optimizers_in(state.optimizer)
+        found = optimizers(state)
         missing = [name for name in self.settings.steps if name not in found]
         if not missing:
             if (shared := first_shared(state.model, found)) is not None:
@@ -340,10 +334,14 @@ class AlternateStep(PipelineStep):
                     "out of one"
                 )
             return
-        has = "has one optimizer, without a name" if "" in found else f"has {join_names([*found])}"
+        has = (
+            "has one optimizer, without a name"
+            if "" in found
+            else f"has {checks.join_names([*found])}"
+        )
         given = ", ".join(f"{name!r}: ..." for name in self.settings.steps)
         raise ValueError(
-            f"alternate has a step for {join_names(missing)}, but the state {has}. Name an "
+            f"alternate has a step for {checks.join_names(missing)}, but the state {has}. Name an "
             f"optimizer for each step: TrainState.create(model, {{{given}}})"
         )
 
@@ -398,7 +396,7 @@ def _check_steps(steps: object) -> Mapping[str, PipelineStep]:
     if not isinstance(steps, Mapping) or not steps:
         raise TypeError(
             f"alternate expects steps as a mapping from names to steps, {_EXAMPLE}; got "
-            f"{describe(steps)}"
+            f"{checks.describe(steps)}"
         )
     for name, step in steps.items():
         checks.text("alternate", "steps", name, "names of optimizers")
@@ -408,7 +406,7 @@ def _check_steps(steps: object) -> Mapping[str, PipelineStep]:
             )
         if not isinstance(step, PipelineStep):
             raise TypeError(
-                f"alternate expects steps, {_EXAMPLE}; got {describe(step)} under {name!r}"
+                f"alternate expects steps, {_EXAMPLE}; got {checks.describe(step)} under {name!r}"
             )
         _check_in_turn(name, step)
     return steps
@@ -452,14 +450,14 @@ def _rules(batch: str | Mapping[str, str], names: Sequence[str]) -> dict[str, st
         return dict.fromkeys(names, rule)
     if unknown := [name for name in batch if name not in names]:
         raise ValueError(
-            f"alternate expects batch with names of steps, which are {join_names([*names])}; got "
-            f"{describe(unknown[0])}"
+            "alternate expects batch with names of steps, which are "
+            f"{checks.join_names([*names])}; got {checks.describe(unknown[0])}"
         )
     if missing := [name for name in names if name not in batch]:
         given = ", ".join(f'"{name}": "{batch.get(name, "...")}"' for name in names)
         raise ValueError(
-            f"alternate: batch lacks {join_names(missing)}: say for each name whether it takes the "
-            f'"next" batch or the "same" as the turn before, batch={{{given}}}'
+            f"alternate: batch lacks {checks.join_names(missing)}: say for each name whether it "
+            f'takes the "next" batch or the "same" as the turn before, batch={{{given}}}'
         )
     rules = {
         name: checks.choice("alternate", f"batch[{name!r}]", batch[name], (SAME, NEXT, LATE))
@@ -468,8 +466,8 @@ def _rules(batch: str | Mapping[str, str], names: Sequence[str]) -> dict[str, st
     if {NEXT, LATE} <= {*rules.values()}:
         late = [name for name, rule in rules.items() if rule == LATE]
         raise ValueError(
-            f'alternate: batch has "late" for {join_names(late)} and "next" for another step, but '
-            'all take from one loader: write "late" for both'
+            f'alternate: batch has "late" for {checks.join_names(late)} and "next" for another '
+            'step, but all take from one loader: write "late" for both'
         )
     return rules
 
@@ -498,13 +496,13 @@ def _names(argument: str, given: object, known: Sequence[str]) -> tuple[str, ...
     if not isinstance(given, list | tuple) or not given:
         raise TypeError(
             f"alternate expects {argument} as names of steps, such as {(*known,)}; got "
-            f"{describe(given)}"
+            f"{checks.describe(given)}"
         )
     for name in given:
         if name not in known:
             raise ValueError(
                 f"alternate expects {argument} as names of steps, which are "
-                f"{join_names([*known])}; got {describe(name)}"
+                f"{checks.join_names([*known])}; got {checks.describe(name)}"
             )
     return tuple(given)
 

@@ -15,14 +15,8 @@ import toolz
 import torch
 from torch import Tensor, nn
 
-from fnloop._backend.containers import is_out_of_memory
+from fnloop._backend import torch_compat
 from fnloop._backend.fsdp import is_sharded, local_part
-from fnloop._backend.torch_compat import (
-    buffers_of,
-    foreach_copy_,
-    foreach_lerp_,
-    strip_compile_prefix,
-)
 from fnloop._core.averages import (
     AVERAGED,
     Average,
@@ -37,8 +31,9 @@ from fnloop._core.state import (
     all_parameters,
     unwrap,
 )
-from fnloop._core.types import Batch, Output, Step, View, Wrap
-from fnloop._step.transaction import is_recorded, then
+from fnloop._core.types import Output, Step, View
+from fnloop._step.transaction import is_recorded
+from fnloop.extend import Batch, Wrap, containers, then
 
 Place = tuple[dict[str, Tensor | None], str]  # a table of buffers, and a name in it
 # (state, average) -> how much of the weights is blended in, from 0 to 1, or None: they are copied;
@@ -91,9 +86,9 @@ def _buffers(module: nn.Module, among: Container[nn.Module] | None = None) -> di
     found: dict[str, Place] = {}
     for prefix, part in module.named_modules():
         if among is None or part in among:
-            for key in buffers_of(part):
-                path = strip_compile_prefix(f"{prefix}.{key}" if prefix else key)
-                found[path] = (buffers_of(part), key)
+            for key in torch_compat.buffers_of(part):
+                path = torch_compat.strip_compile_prefix(f"{prefix}.{key}" if prefix else key)
+                found[path] = (torch_compat.buffers_of(part), key)
     return found
 
 
@@ -156,15 +151,17 @@ class _Blended:
             for group in self.groups:
                 sources = group.sources(self.sharded)
                 if weight is None and not recorded:
-                    foreach_copy_(group.targets, sources)
+                    torch_compat.foreach_copy_(group.targets, sources)
                     continue
                 dtype = group.weight.dtype
                 if any(source.dtype != dtype for source in sources):
                     sources = [source.to(dtype) for source in sources]
                 if recorded or weight is None:
-                    foreach_lerp_(group.targets, sources, [group.weight] * len(sources))
+                    torch_compat.foreach_lerp_(
+                        group.targets, sources, [group.weight] * len(sources)
+                    )
                 else:
-                    foreach_lerp_(group.targets, sources, weight)
+                    torch_compat.foreach_lerp_(group.targets, sources, weight)
 
 
 def _pair(module: nn.Module, average: Average, name: str, only: Only) -> list[_Group]:
@@ -175,7 +172,7 @@ def _pair(module: nn.Module, average: Average, name: str, only: Only) -> list[_G
     """
     _follow(module, average, name, only)
     parameters: dict[str, nn.Parameter] = {
-        strip_compile_prefix(key): p for key, p in module.named_parameters()
+        torch_compat.strip_compile_prefix(key): p for key, p in module.named_parameters()
     }
     buffers = _buffers(module)
     groups = toolz.groupby(lambda key: (average[key].device, average[key].dtype), average)
@@ -302,7 +299,7 @@ class AverageView(View):
         try:
             made = copy_with_average(unwrap(state), state.slots[self.name])
         except Exception as error:
-            if is_out_of_memory(error):
+            if containers.is_out_of_memory(error):
                 error.add_note(
                     f"{self.name}: an evaluation needs memory for one more copy of the model. "
                     f"{self.name}(..., evaluate=False) makes none"

@@ -9,10 +9,9 @@ from collections.abc import Mapping, Sequence
 import attrs
 import torch
 
-from fnloop._backend.containers import parts_of
 from fnloop._core.history import History
 from fnloop._core.metrics import Mean, PerModel
-from fnloop._core.optimizers import Optimizers, optimizers_in, wants_closure
+from fnloop._core.optimizers import Optimizers, wants_closure
 from fnloop._core.records import COSTS, Record, records_of_model
 from fnloop._core.stacked import (
     INSTEAD,
@@ -28,9 +27,7 @@ from fnloop._core.state import (
     check_not_stale,
     snapshot,
 )
-from fnloop._core.types import Metric
-from fnloop._display import checks
-from fnloop._display.checks import describe
+from fnloop.extend import Metric, checks, containers, optimizers
 
 EXAMPLE = "such as fork(state, {'lr': [0.1, 0.01]})"
 _RESERVED = ("lr", "recent", *COSTS)  # what the names of numbers begin with after "train/"
@@ -155,7 +152,7 @@ def unstack(state: TrainState) -> dict[str, TrainState]:
     if not names:
         raise ValueError(
             f"unstack expects the state of a stack, as stack(states) makes it; got one of "
-            f"{describe(state.model)}"
+            f"{checks.describe(state.model)}"
         )
     copied = snapshot(state)
     return {name: _taken_out(copied, i, name) for i, name in enumerate(names)}
@@ -261,7 +258,7 @@ def _check_optimizers(states: Mapping[str, TrainState]) -> None:
 def _layout(state: TrainState) -> list[list[str | None]]:
     """Return the names of the parameters of each group."""
     names = {id(p): name for name, p in state.model.named_parameters()}
-    (only,) = optimizers_in(state.optimizer).values()
+    (only,) = optimizers(state).values()
     return [[names.get(id(p)) for p in group["params"]] for group in only.param_groups]
 
 
@@ -282,8 +279,8 @@ def _check_alike(states: Mapping[str, TrainState]) -> None:
             if getattr(first, field) != getattr(state, field):
                 raise ValueError(
                     f"stack expects states with the same {field}: that of {first_name!r} is "
-                    f"{describe(getattr(first, field))}, and that of {name!r} "
-                    f"{describe(getattr(state, field))}{_hint(field)}"
+                    f"{checks.describe(getattr(first, field))}, and that of {name!r} "
+                    f"{checks.describe(getattr(state, field))}{_hint(field)}"
                 )
         if state.batch and state.seed != first.seed:
             raise ValueError(
@@ -333,7 +330,7 @@ def _holds_tensors(value: object) -> bool:
         return True
     if attrs.has(type(value)):
         value = attrs.asdict(value, recurse=False)
-    parts = parts_of(value)
+    parts = containers.parts_of(value)
     return parts is not None and any(_holds_tensors(part) for _, part in parts)
 
 

@@ -158,7 +158,25 @@ def then(act: Callable[[TrainState, Batch, Output], tuple[TrainState, Output]]) 
     """Return the wrap that acts after a step, unless that leaves its update or its batch out.
 
     Args:
-        act: ``(state, batch, out) -> (state, out)``, with what the step has returned.
+        act: ``(state, batch, out) -> (state, out)``, with what the step has returned. Messages name
+            the layer by the name of the function.
+
+    Returns:
+        A wrap for any ring of a middleware.
+
+    Example:
+        >>> import fnloop as fl, torch
+        >>> from fnloop.testing import toy, toy_loss
+        >>> @fl.middleware("gradient")
+        ... def halved():
+        ...     def halve(state, batch, out):
+        ...         for p in state.model.parameters():
+        ...             p.grad.mul_(0.5)
+        ...         return state, out
+        ...     return then(halve)
+        >>> state, out = fl.pipeline(halved())(toy_loss)(toy(), torch.tensor([4.0]))
+        >>> state.model.w.item()
+        -2.0
     """
 
     def wrap(step: Step) -> Step:

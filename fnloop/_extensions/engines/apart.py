@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from typing import ClassVar, TypedDict
 
@@ -11,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fnloop._backend import torch_compat
 from fnloop._backend.collectives import any_rank, mean_over_processes_, sync_buffers
-from fnloop._backend.torch_compat import strip_compile_prefix
 from fnloop._core.parts import OWN, Load, Part, Restoring, Saving
 from fnloop._core.serialize import Json, decode, encode
 from fnloop._core.state import (
@@ -23,7 +24,8 @@ from fnloop._core.state import (
     with_slot,
 )
 from fnloop._core.types import View
-from fnloop._display.screen import log
+
+log = logging.getLogger("fnloop")
 
 # --------------------------------------------------------------------------------------------------
 # Between two averages each process has weights of its own. They are in one of two places:
@@ -199,7 +201,10 @@ def trains_apart(state: TrainState) -> bool:
 
 def named_parameters(state: TrainState) -> dict[str, Tensor]:
     """Return all parameters that an update may change, by name."""
-    names = {id(p): strip_compile_prefix(name) for name, p in unwrap(state).named_parameters()}
+    names = {
+        id(p): torch_compat.strip_compile_prefix(name)
+        for name, p in unwrap(state).named_parameters()
+    }
     found = all_parameters(state)
     return {names.get(id(p), f"beside the model, {i}"): p for i, p in enumerate(found)}
 
@@ -213,7 +218,7 @@ def own_tensors(state: TrainState) -> dict[str, Tensor]:
 
 
 def _named_buffers(state: TrainState) -> dict[str, Tensor]:
-    return {strip_compile_prefix(name): b for name, b in unwrap(state).named_buffers()}
+    return {torch_compat.strip_compile_prefix(name): b for name, b in unwrap(state).named_buffers()}
 
 
 def mark_of(state: TrainState) -> int:

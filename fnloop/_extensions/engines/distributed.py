@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import logging
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ParamSpec, Protocol
@@ -17,6 +18,7 @@ from torch.autograd.graph import Node
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointFunction
 
+from fnloop._backend import torch_compat
 from fnloop._backend.collectives import (
     ADVICE,
     DIVERGED,
@@ -33,9 +35,7 @@ from fnloop._backend.collectives import (
     sync_buffers,
     to_device_of,
 )
-from fnloop._backend.containers import is_out_of_memory
 from fnloop._backend.fsdp import around_sharded, is_sharded, roots
-from fnloop._backend.torch_compat import CHECKED, leaf_of, reduce_in_backward
 from fnloop._core.metrics import (
     ITEMS,
     RECENT,
@@ -46,7 +46,6 @@ from fnloop._core.metrics import (
     sent,
     to_accumulator_dtype,
 )
-from fnloop._core.optimizers import optimizers_in
 from fnloop._core.rng import COMPUTE, fold_in, torch_seeder
 from fnloop._core.state import (
     TrainState,
@@ -58,11 +57,10 @@ from fnloop._core.state import (
     ownership_of,
     parameters,
 )
-from fnloop._core.types import Batch, Metric, Output, Step
+from fnloop._core.types import Output, Step
 from fnloop._core.view import is_apart
 from fnloop._data.loaders import Padding, Window
 from fnloop._data.source import Source
-from fnloop._display.screen import log
 from fnloop._extensions.engines.apart import apart_of, trains_apart
 from fnloop._step.forward import Fold, Result, Subject
 from fnloop._step.gradients import (
@@ -80,6 +78,9 @@ from fnloop._step.gradients import (
     stash_gradients,
     weight_on_device,
 )
+from fnloop.extend import Batch, Metric, containers, optimizers
+
+log = logging.getLogger("fnloop")
 
 # Each process runs the loss function on its share of a window, with the plain module. Gradients are
 # averaged in the last backward of a window only: by torch's DistributedDataParallel, or by the
@@ -494,7 +495,7 @@ class DistributedWindow:
 
     def _tell_others(self, error: Exception) -> None:
         """Tell the other processes, which wait in _check_memory, if there is no memory left."""
-        if self._guarded and is_out_of_memory(error):
+        if self._guarded and containers.is_out_of_memory(error):
             any_rank(True, _MEMORY)
 
     def _check_memory(self) -> None:
@@ -568,7 +569,7 @@ class DistributedWindow:
             zero = self._engine.reducer.zero_loss(state, out.loss)
             self._start_averaging(state, out, zero).backward()
         except Exception as error:
-            if is_out_of_memory(error):
+            if containers.is_out_of_memory(error):
                 raise RuntimeError(_TOO_LATE) from error
             raise
 
@@ -751,7 +752,7 @@ class BucketReducer:
         self, state: TrainState, root: Tensor, trainable: list[Tensor], name: str
     ) -> None:
         nodes = list(_graph_nodes(root))
-        reached = {id(leaf_of(node)) for node in nodes}
+        reached = {id(torch_compat.leaf_of(node)) for node in nodes}
         self._hides_parameters = any(CheckpointFunction.__name__ in node.name() for node in nodes)
         self._used = [p for p in trainable if self._hides_parameters or id(p) in reached]
         counts = [] if self._count is None else [self._count]
@@ -819,7 +820,7 @@ class _FixedBucketDDP(DistributedDataParallel):
     """
 
     def forward(self, loss: Tensor) -> Tensor:
-        return reduce_in_backward(self, loss)
+        return torch_compat.reduce_in_backward(self, loss)
 
 
 class _Trainable(nn.Module):
@@ -859,8 +860,8 @@ def _check_ddp(device: torch.device) -> None:
     if probe.grad is None or probe.grad.item() != mean:
         raise RuntimeError(
             f"DistributedDataParallel of torch {torch.__version__} does not average gradients in "
-            f"the way that fnloop calls it. Install torch {CHECKED}, on which it was checked, or a "
-            "newer fnloop"
+            f"the way that fnloop calls it. Install torch {torch_compat.CHECKED}, on which it was "
+            "checked, or a newer fnloop"
         )
 
 
@@ -942,7 +943,7 @@ class ShardReducer:
         return to_accumulator_dtype(self._counted())
 
     def finish_window(self, state: TrainState, touched: bool) -> None:
-        for p in parameters_beside(state.model, optimizers_in(state.optimizer).values()):
+        for p in parameters_beside(state.model, optimizers(state).values()):
             if p.requires_grad:
                 p.grad = torch.zeros_like(p) if p.grad is None else p.grad
                 total = start_all_reduce_sum(p.grad, "a sum of gradients")()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,7 +23,6 @@ from fnloop._backend.collectives import (
     gather_objects,
     sync_buffers,
 )
-from fnloop._backend.torch_compat import batch_norms
 from fnloop._core.metrics import (
     Max,
     Mean,
@@ -45,9 +45,8 @@ from fnloop._core.state import (
     moved,
     parameters,
 )
-from fnloop._core.types import BY_ANOTHER, Batch, Metric, Output, Step
+from fnloop._core.types import BY_ANOTHER, Output, Step
 from fnloop._data.source import Source
-from fnloop._display.screen import log
 from fnloop._extensions.engines.distributed import (
     CollectiveProbe,
     DistributedEvaluation,
@@ -66,6 +65,9 @@ from fnloop._step.gradients import (
     stash_gradients,
     valid_weight,
 )
+from fnloop.extend import Batch, Metric
+
+log = logging.getLogger("fnloop")
 
 # --------------------------------------------------------------------------------------------------
 # Forward and backward of one window with the same bits on any number of processes.
@@ -355,7 +357,7 @@ class ExactEngine(LocalEngine):
 
     def begin(self, state: TrainState) -> None:
         self._sum = None
-        norms = {id(norm) for norm in batch_norms(state.model) if norm.training}
+        norms = {id(norm) for norm in torch_compat.batch_norms(state.model) if norm.training}
         for name, module in state.model.named_modules():
             if id(module) in norms:
                 raise NotImplementedError(_BATCH_NORM.format(name or "the model", name or "*"))

@@ -8,28 +8,26 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from fnloop._backend.containers import map_leaves, tensors_in
 from fnloop._core.metrics import NoLoss, combine, to_accumulator_dtype, update_evaluated_
 from fnloop._core.runs import waiting_once
 from fnloop._core.state import TBPTT, TrainState, mark_half_done, note_call, with_carry
-from fnloop._core.types import (
-    Batch,
-    LossFn,
-    Metric,
-    Middleware,
-    Output,
-    Step,
-    Wrap,
-    middleware,
-    output_without_loss,
-)
-from fnloop._step.engine import refuse
+from fnloop._core.types import LossFn, Middleware, Output, Step, middleware, output_without_loss
 from fnloop._step.forward import takes_carry
 from fnloop._step.gradients import WeightedSum
 from fnloop._step.guard import InPieces, Retrying
 from fnloop._step.transaction import in_parts
 from fnloop._step.update import CREATE_GRAPH, Backward, Commuting, Insertable
-from fnloop.extend import checks, engine_of, is_sharded, name_of
+from fnloop.extend import (
+    Batch,
+    Metric,
+    Wrap,
+    checks,
+    containers,
+    engine_of,
+    is_sharded,
+    name_of,
+    refuse,
+)
 
 # --------------------------------------------------------------------------------------------------
 # Gradient accumulation: n batches of b make the same update as one batch of n·b.
@@ -562,7 +560,7 @@ def _positions(batch: Batch, dim: int) -> int:
     Raises:
         ValueError: there is not one, or it is 0.
     """
-    lengths = {t.size(dim) for t in tensors_in(batch) if t.ndim > dim}
+    lengths = {t.size(dim) for t in containers.tensors_in(batch) if t.ndim > dim}
     if len(lengths) > 1:
         raise ValueError(
             f"tbptt cuts all tensors of a batch along dim={dim}, but there they have the lengths "
@@ -579,7 +577,7 @@ def _windows(batch: Batch, length: int, dim: int) -> list[Batch]:
     """Return the windows of a batch, which share its memory; the last one may be shorter."""
     positions = _positions(batch, dim)
     return [
-        map_leaves(batch, _cut(dim, start, min(length, positions - start)))
+        containers.map_leaves(batch, _cut(dim, start, min(length, positions - start)))
         for start in range(0, positions, length)
     ]
 

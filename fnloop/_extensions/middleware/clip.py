@@ -16,8 +16,7 @@ from fnloop._core.freeze import Selectors, check_selectors
 from fnloop._core.metrics import Mean
 from fnloop._core.stacked import Stack
 from fnloop._core.state import TrainState, unwrap, with_used
-from fnloop._core.types import Batch, Call, Middleware, Output, Step, middleware
-from fnloop._step.engine import refuse
+from fnloop._core.types import Call, Middleware, Output, Step, middleware
 from fnloop._step.gradients import (
     clip_to_norm_,
     nan_unless_finite,
@@ -27,9 +26,19 @@ from fnloop._step.gradients import (
 )
 from fnloop._step.pipeline import Chosen
 from fnloop._step.stacked import clip_models_, gradients, per_update, stacked_norms
-from fnloop._step.transaction import skip_together, then
+from fnloop._step.transaction import skip_together
 from fnloop._step.update import CLOSURE, CREATE_GRAPH, Commuting
-from fnloop.extend import checks, engine_of, isolated, local_part, parameters, report
+from fnloop.extend import (
+    Batch,
+    checks,
+    engine_of,
+    isolated,
+    local_part,
+    parameters,
+    refuse,
+    report,
+    then,
+)
 
 # --------------------------------------------------------------------------------------------------
 # Gradient clipping, by norm and by value, and the norm alone.

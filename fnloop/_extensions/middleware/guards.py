@@ -15,14 +15,12 @@ from fnloop._backend import torch_compat
 from fnloop._core.runs import Stop
 from fnloop._core.stacked import Stack, models_of
 from fnloop._core.state import TrainState
-from fnloop._core.types import Batch, Middleware, Output, Step, Wrap, middleware
-from fnloop._display.checks import join_names
+from fnloop._core.types import Middleware, Output, Step, middleware
 from fnloop._display.tables import format_count
-from fnloop._step.engine import refuse
 from fnloop._step.guard import Kept, go_back, guarding, keep, sees_whole_updates
 from fnloop._step.stacked import find_bad
 from fnloop._step.transaction import Judge
-from fnloop.extend import checks, engine_of, local_part, parameters
+from fnloop.extend import Batch, Wrap, checks, engine_of, local_part, parameters, refuse
 
 # --------------------------------------------------------------------------------------------------
 # Leave out updates whose loss or gradients are not finite.
@@ -111,11 +109,11 @@ def _judge_models(losses: Tensor, bad: Tensor, state: TrainState, any_bad: bool)
     names = [name for name, flag in zip(models_of(state.model), flags, strict=True) if flag]
     values = [loss for loss, flag in zip(losses.tolist(), flags, strict=True) if flag]
     raise FloatingPointError(
-        f"skip_nonfinite: of the models of a stack, a loss or a gradient of {join_names(names)} is "
-        f"not finite (the losses are {', '.join(f'{value:g}' for value in values[:3])}), and the "
-        "others are. A stack has one state.step, so its models cannot skip separately: leave "
-        "skip_nonfinite out, which lets such a model diverge alone; or unstack(state) and train "
-        "the states one by one"
+        "skip_nonfinite: of the models of a stack, a loss or a gradient of "
+        f"{checks.join_names(names)} is not finite (the losses are "
+        f"{', '.join(f'{value:g}' for value in values[:3])}), and the others are. A stack has "
+        "one state.step, so its models cannot skip separately: leave skip_nonfinite out, which "
+        "lets such a model diverge alone; or unstack(state) and train the states one by one"
     )
 
 

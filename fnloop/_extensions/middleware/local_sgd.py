@@ -9,13 +9,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fnloop._backend.collectives import counted_collectives
-from fnloop._core.optimizers import modes_of, optimizers_in, wants_closure
+from fnloop._core.optimizers import modes_of, wants_closure
 from fnloop._core.state import LOCAL_SGD, TrainState, ownership_of, with_used
-from fnloop._core.types import Batch, Middleware, Output, Step, middleware
+from fnloop._core.types import Middleware, Output, Step, middleware
 from fnloop._extensions.engines.apart import Apart, apart_of
-from fnloop._step.engine import refuse
 from fnloop._step.update import replace_apply
-from fnloop.extend import checks, engine_of, is_sharded, name_of
+from fnloop.extend import Batch, checks, engine_of, is_sharded, name_of, optimizers, refuse
 
 Outer = Callable[[list[nn.Parameter]], Optimizer]
 
@@ -257,13 +256,13 @@ def _check_members(members: Sequence[Middleware]) -> None:
 def _check_state(state: TrainState, members: Sequence[Middleware]) -> None:
     """Raise NotImplementedError if the processes of a state cannot update by themselves."""
     refuse(state, LOCAL_SGD, exact="its sums depend on the number of processes. Leave one out")
-    optimizers, why = optimizers_in(with_used(state).optimizer).values(), None
+    used, why = optimizers(with_used(state)).values(), None
     if is_sharded(state.model):
         why = (
             "needs the whole model in every process, and here each has a part of it: leave "
             "fully_shard or the mesh out, or leave local_sgd out"
         )
-    elif any(wants_closure(type(each)) for each in optimizers):
+    elif any(wants_closure(type(each)) for each in used):
         why = "calls an optimizer once in an update, and this one evaluates the loss: take AdamW"
     elif modes_of(state.optimizer):
         why = (

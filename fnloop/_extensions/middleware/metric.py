@@ -30,23 +30,11 @@ from fnloop._core.metrics import (
 )
 from fnloop._core.stacked import Stack, call_each, of_model
 from fnloop._core.state import TrainState
-from fnloop._core.types import (
-    Aux,
-    Batch,
-    Metric,
-    Middleware,
-    Output,
-    Step,
-    Wrap,
-    collection_key,
-    middleware,
-)
-from fnloop._display.checks import join_names
+from fnloop._core.types import Aux, Middleware, Output, Step, collection_key, middleware
 from fnloop._display.screen import warn_once
 from fnloop._step.forward import items_in
-from fnloop._step.transaction import then
 from fnloop._step.update import MissingNumberError, Numbers, as_number
-from fnloop.extend import checks, name_of, report, with_slot
+from fnloop.extend import Batch, Metric, Wrap, checks, name_of, report, then, with_slot
 
 # --------------------------------------------------------------------------------------------------
 # Add metrics to the loss, in training, in evaluation, or both.
@@ -279,9 +267,13 @@ def _explain_missing(error: KeyError, key: object, aux: Aux, batch: Batch) -> No
     of_batch = [*batch] if isinstance(batch, Mapping) else []
     if not isinstance(key, str) or key in aux or key in of_batch:
         return
-    has = f"has {join_names([*map(repr, aux)], MOST_KEYS)}" if aux else "is empty"
+    has = f"has {checks.join_names([*map(repr, aux)], MOST_KEYS)}" if aux else "is empty"
     value = key if key.isidentifier() else "..."
-    also = f". The batch has {join_names([*map(repr, of_batch)], MOST_KEYS)}" if of_batch else ""
+    also = (
+        f". The batch has {checks.join_names([*map(repr, of_batch)], MOST_KEYS)}"
+        if of_batch
+        else ""
+    )
     error.add_note(
         f"aux, which the loss function returns with the loss, {has}. To add {key!r}, write "
         f'return loss, {{"{key}": {value}}} there{suggestion(key, [*map(str, aux)])}{also}'

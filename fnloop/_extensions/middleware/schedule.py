@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Real
@@ -30,28 +31,30 @@ from fnloop._core.optimizers import (
     keep_settings,
     note_set,
     numbers_used,
-    optimizers_in,
     put_settings_back,
     was_scheduled,
 )
 from fnloop._core.records import Record, counts
 from fnloop._core.runs import RunInfo
 from fnloop._core.state import RESTED, TrainState, explain_unknown_length, rested, used_in
-from fnloop._core.types import UPDATE, Batch, LossFn, Middleware, Output, Step, middleware
-from fnloop._display.screen import log
+from fnloop._core.types import UPDATE, LossFn, Middleware, Output, Step, middleware
 from fnloop._step.transaction import settle
 from fnloop.extend import (
+    Batch,
     Fold,
     better,
     checks,
     mode_of,
     name_of,
     number_in,
+    optimizers,
     report,
     set_number,
     with_slot,
 )
 from fnloop.schedules import check_schedule, refuse_torch_scheduler, takes_state
+
+log = logging.getLogger("fnloop")
 
 # --------------------------------------------------------------------------------------------------
 # Set the learning rate, or another number of the parameter groups, before each update.
@@ -240,7 +243,7 @@ def _by_updates(state: TrainState, groups: Mapping[str, Group]) -> list[_Share]:
     if RESTED not in state.slots:
         return [_Share(0, [*groups.values()])]
     found: dict[int, list[Group]] = {}
-    for name, one in optimizers_in(state.optimizer).items():
+    for name, one in optimizers(state).items():
         own = {*map(id, one.param_groups)}
         if ours := [group for group in groups.values() if id(group) in own]:
             found.setdefault(rested(state, name), []).extend(ours)
@@ -689,7 +692,7 @@ def torch_scheduler(
 def _optimizer_of(state: TrainState, only: str | None) -> Optimizer:
     """Return the only optimizer of a state, or the one or the group that is named."""
     __tracebackhide__ = True
-    found = optimizers_in(state.optimizer)
+    found = optimizers(state)
     if only is None and "" not in found:
         name = next(iter(found))
         raise ValueError(
@@ -733,7 +736,7 @@ def _rested(state: TrainState, only: str | None) -> int:
     """Return the updates of them in which the optimizer rested, or that of the group."""
     if only is None or RESTED not in state.slots:
         return 0
-    found = optimizers_in(state.optimizer)
+    found = optimizers(state)
     if only in found:
         return rested(state, only)
     owners = (n for n, one in found.items() for g in one.param_groups if g.get("name") == only)
