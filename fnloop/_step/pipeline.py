@@ -75,7 +75,6 @@ from fnloop._step.forward import (
     own_gradients,
 )
 from fnloop._step.gradients import LossRoot, NoGradientError, run
-from fnloop._step.guard import RETRY
 from fnloop._step.stacked import check_loss_step, check_stackable
 from fnloop._step.transaction import around, may_skip_in, transaction
 from fnloop._step.update import (
@@ -764,7 +763,7 @@ class GradientStep(RawStep):
             elif member.name == "amp" and member.gradient is not None:  # in fp16
                 why = "scales the loss, which does not reach a backward inside "
                 why += f'{name_of(self.fn)}: write amp("bf16")'
-            elif member.name == RETRY:
+            elif member.name == "retry_on_oom":
                 why = f"would repeat {name_of(self.fn)}: list microbatch(size) instead"
             elif member.name == CREATE_GRAPH:
                 why = f"differentiates gradients, and those of {name_of(self.fn)} have no graph"

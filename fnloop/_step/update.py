@@ -40,7 +40,7 @@ from fnloop._display import checks
 from fnloop._display.screen import log
 from fnloop._step.engine import engine_of
 from fnloop._step.engine_local import LOCAL
-from fnloop._step.gradients import LossRoot, fail_to_train
+from fnloop._step.gradients import LossRoot, fail_to_train, run
 from fnloop._step.stacked import update_models
 
 # --------------------------------------------------------------------------------------------------
@@ -255,6 +255,21 @@ class Backward:
             state, out = making.forward(state, piece)
             making.add(state, out)
         return self.kept(state, making.finish(state))
+
+    def take(
+        self,
+        state: TrainState,
+        window: Sequence[Batch],
+        size: int | None,
+        *,
+        alone: bool,
+        guarded: bool = False,
+    ) -> tuple[TrainState, Output]:
+        """Run forward and backward of a window in pieces of a size, as ``Engine.start`` does."""
+        __tracebackhide__ = True
+        given = self.loss, state, window, size
+        making, pieces = engine_of(state).start(*given, alone=alone, guarded=guarded)
+        return run(making, state, pieces)
 
     def kept(self, state: TrainState, out: Output) -> tuple[TrainState, Output]:
         """Return what it has made; without the gradients of what rests, if it drops them."""

@@ -12,7 +12,7 @@ from toy_runs import ONE, assert_same_weights, fitted, noting, of, of_timm
 
 import fnloop as fl
 from fnloop._core.averages import Average
-from fnloop._extensions.middleware import averages as averaging
+from fnloop._extensions import averages as averaging
 from fnloop.testing import small, toy, toy_loss
 
 
