@@ -23,7 +23,6 @@ from fnloop._core.stacked import Stack, models_of
 from fnloop._core.state import LEFT_OUT, TrainState
 from fnloop._core.types import Middleware, Output, Step, middleware
 from fnloop._display.tables import format_count
-from fnloop._step.stacked import find_bad
 from fnloop._step.transaction import Judge
 from fnloop._step.update import Commuting
 from fnloop.extend import (
@@ -31,6 +30,7 @@ from fnloop.extend import (
     Wrap,
     checks,
     engine_of,
+    gradients,
     groups,
     local_part,
     optimizers,
@@ -162,11 +162,13 @@ def skip_nonfinite(limit: int = 10) -> Middleware:
 def _examine_gradients(state: TrainState, out: Output) -> tuple[Tensor, Judge]:
     """Return whether the loss or a gradient is not finite, on the device, and who judges."""
     if type(state.model) is Stack:
-        bad = find_bad(state, out.loss)
+        bad = ~out.loss.isfinite()
+        for g in gradients(state):  # stacked: a number of each model in the first dimension
+            bad |= ~torch.linalg.vector_norm(g.reshape(len(g), -1), math.inf, dim=1).isfinite()
         return bad.any(), functools.partial(_judge_models, out.loss, bad)
     found = out.loss.isfinite()
-    gradients = [local_part(p.grad) for p in parameters(state) if p.grad is not None]
-    values = [torch_compat.sparse_values(g) if g.is_sparse else g for g in gradients]
+    own = [local_part(p.grad) for p in parameters(state) if p.grad is not None]
+    values = [torch_compat.sparse_values(g) if g.is_sparse else g for g in own]
     if values:  # the largest magnitude is NaN if any element is
         found = found & get_total_norm(values, math.inf).isfinite().to(found.device)
     return ~found, functools.partial(_judge_gradients, out.loss)
