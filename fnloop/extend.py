@@ -28,7 +28,8 @@ of the book.
 - **Optimizers**: `optimizers`, `groups`, `number_in`, `set_number`
 - **Steps**: `report`, `then`, `with_slot`
 - **What is saved, and what readers see**: `Part`, `View`
-- **Processes**: `Engine`, `engine_of`, `refuse`, `on_main_process`
+- **Processes**: `Engine`, `engine_of`, `refuse`, `on_main_process`,
+  `collectives`
 - **Random numbers**: `isolated`, `fold_in`
 - **Records and moments**: `Fold`, `better`, `mode_of`, `Moment`
 - **Batches**: `containers`
@@ -43,7 +44,7 @@ from collections.abc import Mapping
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fnloop._backend import containers
+from fnloop._backend import collectives, containers
 from fnloop._backend.collectives import on_main_process
 from fnloop._backend.fsdp import is_sharded, local_part
 from fnloop._core.freeze import Chosen
@@ -74,6 +75,7 @@ __all__ = [
     "Wrap",
     "better",
     "checks",
+    "collectives",
     "containers",
     "engine_of",
     "fold_in",

@@ -24,7 +24,7 @@ KERNEL = [
     *("_hooks", "_loop"),
 ]
 EXTENSIONS = [
-    *("graphs", "engines", "alternate", "averages", "stacks", "checkpoints", "middleware", "hooks"),
+    *("graphs", "engines", "alternate", "stacks", "checkpoints", "middleware", "hooks"),
     "tools",
 ]
 BESIDE = ["testing", "data", "debug"]
@@ -304,7 +304,6 @@ BEYOND = {
     "_extensions.graphs": 24,
     "_extensions.engines": 84,
     "_extensions.alternate": 43,
-    "_extensions.averages": 18,
     "_extensions.stacks": 18,
     "_extensions.checkpoints": 43,
     "_extensions.middleware": 130,

@@ -38,8 +38,8 @@ def test_clipping_has_the_bits_of_torch(kinds, norm_type, limit):
 def test_gradients_with_a_graph_lose_it_in_the_norm():
     w = nn.Parameter(torch.tensor([3.0, 4.0]))
     (w.grad,) = torch.autograd.grad((w**2).sum() / 2, w, create_graph=True)
-    norm = norm([w.grad], 2.0)
-    assert (norm.item(), norm.requires_grad) == (5.0, False)
+    before = norm([w.grad], 2.0)
+    assert (before.item(), before.requires_grad) == (5.0, False)
 
 
 def test_sparse_gradients_are_left_to_torch():

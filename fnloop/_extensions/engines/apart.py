@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fnloop._backend import torch_compat
-from fnloop._backend.collectives import any_rank, mean_over_processes_, sync_buffers
 from fnloop._core.parts import OWN, Load, Part, Restoring, Saving
 from fnloop._core.serialize import Json, decode, encode
 from fnloop._core.state import (
@@ -24,6 +23,7 @@ from fnloop._core.state import (
     with_slot,
 )
 from fnloop._core.types import View
+from fnloop.extend import collectives
 
 log = logging.getLogger("fnloop")
 
@@ -130,8 +130,8 @@ class Apart(View):
 
     def average(self, state: TrainState) -> None:
         """Put the average over all processes into the model of a state. A collective."""
-        mean_over_processes_([p.detach() for p in self.tensors.values()], _WHAT)
-        sync_buffers(state.model)
+        collectives.mean_over_processes_([p.detach() for p in self.tensors.values()], _WHAT)
+        collectives.sync_buffers(state.model)
 
     # --- at rest
 
@@ -156,7 +156,7 @@ class Apart(View):
         own, mark = self.own, self.mark
         self.own, self.mark = None, 0
         fits = all(k in here and here[k].shape == t.shape for k, t in own.items())
-        if any_rank(not fits or mark_of(state) != mark, "a comparison of the weights"):
+        if collectives.any_rank(not fits or mark_of(state) != mark, "a comparison of the weights"):
             if state.backend.main:
                 log.warning(
                     "local_sgd: the model was given other weights since the last update, so every "
