@@ -849,9 +849,12 @@ def used_in(state: TrainState) -> tuple[str, ...] | None:
     return state._parameters.used
 
 
-def rested(state: TrainState, name: str) -> int:
-    """Return in how many updates an optimizer rested since the run began, or its newest phase."""
-    return state.slots.get(RESTED, {}).get(name, 0)
+def rested(state: TrainState) -> Mapping[str, int]:
+    """Return in how many updates optimizers rested since the run began, or its newest phase.
+
+    One that is not there has rested in none.
+    """
+    return state.slots.get(RESTED, {})
 
 
 def with_used(state: TrainState, names: tuple[str, ...] | None = None) -> TrainState:
@@ -887,7 +890,7 @@ def advance_used(whole: TrainState, new: TrainState, applied: bool) -> TrainStat
         optimizer = Optimizers({**optimizer, **new.optimizer})
     counts = {name: n + (applied and name in new.updates) for name, n in whole.updates.items()}
     if applied and (resting := [name for name in counts if name not in new.updates]):
-        before = new.slots.get(RESTED, {})
+        before = rested(new)
         more = {name: before.get(name, 0) + 1 for name in resting}
         new = with_slot(new, RESTED, {**before, **more})
     new = changed(new, optimizer=optimizer, updates=whole.updates, _parameters=whole._parameters)
@@ -1796,36 +1799,3 @@ def begin_count(state: TrainState) -> TrainState:
         return state
     slots = {name: slot for name, slot in state.slots.items() if name not in counted}
     return attrs.evolve(state, slots=slots)
-
-
-# --------------------------------------------------------------------------------------------------
-# The error for what needs the length of a run, if that is unknown.
-
-
-def explain_unknown_length(what: str, state: TrainState) -> str:
-    """Return why the length of the run is unknown, and what to do about it.
-
-    Args:
-        what: what needs the length, such as "schedule(cosine())".
-        state: a state of the run, or of a bare step.
-    """
-    if state.run is None:
-        return (
-            f"{what} needs the length of the run, which a bare step does not know: call fit(step, "
-            "state, loaders, ...), or give every length in steps"
-        )
-    run = state.run
-    if run.total_items is not None and (run.epochs is None or run.batches_per_epoch is not None):
-        return (
-            f"{what} needs the updates of the run, but items= ends it: write schedule(..., "
-            'by="items"), or give every length in steps'
-        )
-    varies = run.batches_per_epoch is not None
-    why = (
-        "a batch makes an update for each of its windows"
-        if varies
-        else "the training loader has none"
-    )
-    return (
-        f"{what} needs the length of the run, but {why}: call fit(step, state, loaders, steps=...)"
-    )

@@ -23,20 +23,13 @@ from fnloop._checkpoint.format import TRAINING
 from fnloop._core.averages import AVERAGED, Average, named_tensors
 from fnloop._core.freeze import Selectors
 from fnloop._core.parts import OWN, TENSORS
-from fnloop._core.state import (
-    LOCAL_SGD,
-    TBPTT,
-    TrainState,
-    all_parameters,
-    explain_unknown_length,
-    unwrap,
-)
+from fnloop._core.state import LOCAL_SGD, TBPTT, TrainState, all_parameters, unwrap
 from fnloop._core.types import Middleware, Output, Step, middleware
 from fnloop._display.screen import warn_once
 from fnloop._display.tables import format_count
 from fnloop._step.transaction import is_recorded
 from fnloop.extend import Batch, Chosen, View, Wrap, checks, containers, name_of, then
-from fnloop.schedules import check_length, updates_in
+from fnloop.schedules import check_length, explain_unknown_length, updates_in
 
 _FILES = (*TENSORS, TRAINING, AVERAGED, OWN)
 # Middleware that others know by their names.
