@@ -24,16 +24,16 @@
 The middleware and hooks of fnloop are written with these names too. *Write an extension* is a page
 of the book.
 
-- **Weights and gradients**: `parameters`, `Chosen`, `gradients`, `norm`, `local_part`, `is_sharded`
+- **Weights and gradients**: `parameters`, `all_parameters`, `Chosen`, `gradients`, `norm`,
+  `local_part`, `is_sharded`
 - **Optimizers**: `optimizers`, `groups`, `number_in`, `set_number`
 - **Steps**: `report`, `then`, `with_slot`
 - **What is saved, and what readers see**: `Part`, `View`
-- **Processes**: `Engine`, `engine_of`, `refuse`, `on_main_process`,
-  `collectives`
+- **Processes**: `Engine`, `engine_of`, `refuse`, `on_main_process`, `collectives`
 - **Random numbers**: `isolated`, `fold_in`
 - **Records and moments**: `Fold`, `better`, `mode_of`, `Moment`
 - **Batches**: `containers`
-- **Messages**: `checks`, `name_of`
+- **Messages**: `checks`, `check_not_stale`, `name_of`
 - **Types**: `Batch`, `Metric`, `Wrap`
 """
 
@@ -53,7 +53,7 @@ from fnloop._core.optimizers import Group, labelled_groups, number_in, optimizer
 from fnloop._core.parts import Part
 from fnloop._core.records import better
 from fnloop._core.rng import fold_in, isolated
-from fnloop._core.state import TrainState, parameters, with_slot
+from fnloop._core.state import TrainState, all_parameters, check_not_stale, parameters, with_slot
 from fnloop._core.types import Batch, Metric, View, Wrap, name_of
 from fnloop._display import checks
 from fnloop._hooks.hook import Moment
@@ -73,7 +73,9 @@ __all__ = [
     "Part",
     "View",
     "Wrap",
+    "all_parameters",
     "better",
+    "check_not_stale",
     "checks",
     "collectives",
     "containers",

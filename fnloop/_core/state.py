@@ -540,11 +540,19 @@ class TrainState:
 
 
 def check_not_stale(state: object, owner: str = "fnloop") -> None:
-    """Raise if a state has been advanced; ``owner`` is what was called with it.
+    """Raise if a state has been advanced, for a function that takes the newest one.
+
+    Args:
+        state: what was given.
+        owner: what was called with it, for messages.
 
     Raises:
-        StaleStateError: it has; the message says how to keep a copy.
+        StaleStateError: it has been advanced; the message says how to keep a copy.
         TypeError: it is not a state.
+
+    Example:
+        >>> from fnloop.testing import toy
+        >>> check_not_stale(toy(), "mine")
     """
     if not isinstance(state, TrainState):
         raise TypeError(
@@ -808,8 +816,18 @@ def parameters(state: TrainState) -> list[Any]:
 def all_parameters(state: TrainState) -> list[Tensor]:
     """Return the parameters of the model and of the optimizers, each once.
 
-    It is the same list as before unless they have changed, or :func:`clear_parameter_cache` was
-    called.
+    Args:
+        state: the state.
+
+    Returns:
+        The parameters, frozen ones too. It is the same list as before unless they have changed, so
+        what is computed from them can be kept for as long.
+
+    Example:
+        >>> from fnloop.testing import toy
+        >>> state = toy()
+        >>> len(all_parameters(state)), all_parameters(state) is all_parameters(state)
+        (1, True)
     """
     return current_parameters(state).found
 
@@ -1605,7 +1623,6 @@ def _set(group: Group, key: str, value: float) -> None:
 TOLERANCE = 1e-3  # by which norms may differ between different kinds of processors
 # By which that may grow from one comparison to the next, and more in each update between them.
 GROWTH, GROWTH_PER_UPDATE = 1e-5, 1e-6
-LOCAL_SGD = "local_sgd"  # the slot of what processes that update by themselves have as their own
 _BY_HOOK = (
     "What a hook or a middleware does to weights must be the same everywhere: draw from torch, "
     "whose generators agree after backward, or fnloop.broadcast(...) what was drawn"

@@ -7,7 +7,7 @@ import functools
 import types
 from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType
-from typing import Any, ClassVar, Literal, ParamSpec, Protocol, Self, cast
+from typing import Any, ClassVar, Literal, ParamSpec, Protocol, Self
 
 import attrs
 from torch import Tensor, nn
@@ -219,16 +219,6 @@ class Output:
             shown |= {part: tables.format_metric(part, value) for part, value in values.items()}
         shown |= {f"aux[{name!r}]": tables.summarize(value) for name, value in self.aux.items()}
         return tables.facts("Output", shown | ({"skip": self.skip} if self.skip else {}))
-
-
-def output_without_loss(
-    weight: float | Tensor, aux: Aux, metrics: Mapping[str, Metric], skip: str | None = None
-) -> Output:
-    """Return the output for a batch of an evaluation that has no loss.
-
-    The loss is typed as a tensor, because in training it always is one.
-    """
-    return Output(cast(Tensor, None), weight, aux, metrics, skip)
 
 
 def _as_number(weight: float | Tensor) -> float:

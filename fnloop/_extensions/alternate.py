@@ -8,7 +8,7 @@ import inspect
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 from weakref import WeakKeyDictionary
 
 import attrs
@@ -20,21 +20,18 @@ from fnloop._core.history import unfinished
 from fnloop._core.metrics import RECENT, Mean, NoLoss, combine, update_evaluated_
 from fnloop._core.optimizers import first_shared
 from fnloop._core.rng import fold_in
-from fnloop._core.runs import RunInfo, waiting_once
+from fnloop._core.runs import RunInfo
 from fnloop._core.state import (
-    LOCAL_SGD,
     Ownership,
     ParameterCache,
     TrainState,
     advance,
-    all_parameters,
-    check_not_stale,
     give_up_ownership,
     ownership_of,
     owns_handles,
     parameters,
 )
-from fnloop._core.types import Aux, Call, Middleware, Output, Step, is_ours, output_without_loss
+from fnloop._core.types import Call, Middleware, Output, Step, is_ours
 from fnloop._data.source import LateWindow
 from fnloop._display import tables
 from fnloop._step.engine import engine_of
@@ -43,14 +40,9 @@ from fnloop._step.pipeline import (
     STEP,
     Pipeline,
     PipelineStep,
-    Replaceable,
-    calls_noted,
-    check_around,
-    renew_slots,
 )
-from fnloop._step.stacked import check_loss_step
-from fnloop._step.update import USING, of_turn, prefixed
-from fnloop.extend import Batch, Metric, checks, optimizers, refuse
+from fnloop._step.update import Numbers, prefixed
+from fnloop.extend import Batch, Metric, all_parameters, check_not_stale, checks, optimizers, refuse
 
 log = logging.getLogger("fnloop")
 
@@ -164,11 +156,11 @@ class AlternateStep(PipelineStep):
 
     def __init__(self, pipeline: Pipeline, settings: Settings) -> None:
         self.settings, self._turns = settings, Turns(settings.run_of)
-        self._round: Replaceable = functools.partial(self._take_turns)
+        self._round = functools.partial(self._take_turns)
         super().__init__(pipeline)
         self.window, self.fetches_late = settings.window, settings.late
         inner = [
-            of_turn(member, name)
+            _of_turn(member, name)
             for name, step in settings.steps.items()
             for member in step.pipeline.middleware
             if member.report is not None
@@ -181,7 +173,7 @@ class AlternateStep(PipelineStep):
         Raises:
             ValueError: it would ignore one of them.
         """
-        check_around(pipeline.middleware, _OF_STEPS, self._explain)
+        self._check_around(pipeline.middleware, _OF_STEPS)
         check_with_turns(pipeline.middleware, self.settings.steps)
         listed = (*self.pipeline.middleware, *pipeline.middleware)
         return AlternateStep(Pipeline(listed), self.settings)
@@ -216,7 +208,8 @@ class AlternateStep(PipelineStep):
         check_not_stale(state)
         steps, done = self.settings.steps, Round()
         window = self._window(batch)
-        for turn in waiting_once(state.run, self.settings.turns):
+        turns = self.settings.turns
+        for turn in state.run.live.stopwatch.waiting_once(turns) if state.run else turns:
             try:
                 part = window[turn.batches]
             except BaseException:  # of a batch that is fetched now
@@ -254,7 +247,7 @@ class AlternateStep(PipelineStep):
     @contextlib.contextmanager
     def _calls_noted(self) -> Iterator[list[int]]:
         calls: list[int] = []
-        with calls_noted(self._round) as rounds, super()._calls_noted() as evaluations:
+        with self._noting(self._round) as rounds, super()._calls_noted() as evaluations:
             yield calls
         calls += rounds + evaluations
 
@@ -301,7 +294,7 @@ class AlternateStep(PipelineStep):
 
     def init_slots(self, state: TrainState, *, evaluation: bool = False) -> TrainState:
         __tracebackhide__ = True
-        check_loss_step(state, self)
+        self._refuse_stack(state)
         self._check_state(state)
         if not evaluation:
             takes = "takes the parameters that need gradients as they are at first"
@@ -315,10 +308,10 @@ class AlternateStep(PipelineStep):
                 state = self._turns.with_slots(state, name, made)
         return state
 
-    def renew_slots(self, state: TrainState) -> TrainState:
-        state = super().renew_slots(state)
+    def renew_slots(self, state: TrainState, prefix: str = "") -> TrainState:
+        state = super().renew_slots(state, prefix)
         for name, step in self.settings.steps.items():
-            state = renew_slots(state, step.pipeline.middleware, f"{name}/")
+            state = step.renew_slots(state, f"{prefix}{name}/")
         return state
 
     def _check_state(self, state: TrainState) -> None:
@@ -430,9 +423,9 @@ def _check_in_turn(name: str, step: PipelineStep) -> None:
             why += ": leave it out"
         elif member.name == "spike_guard" and member.check_state is not None:
             why = 'goes back with the whole model: write then="skip" or then="stop"'
-        elif member.name == LOCAL_SGD:
+        elif member.name == "local_sgd":
             why = "averages weights over processes, and alternate gradients: leave one out"
-        elif member.name == USING:
+        elif member.name == "using":
             why = "names optimizers, and a turn has only its own: leave it out"
         elif member.view or (member.update and is_ours(member) and member.name != "compiled"):
             why = "averages the whole model: list it around all turns, "
@@ -610,7 +603,7 @@ def check_with_turns(around: Sequence[Middleware], steps: Mapping[str, PipelineS
         if _sets_numbers(member)
     ]
     for member in around:
-        if member.name == LOCAL_SGD:
+        if member.name == "local_sgd":
             raise NotImplementedError(
                 f"alternate averages the gradients of each turn over processes, and {member!r} the "
                 "weights: leave one of them out"
@@ -752,6 +745,46 @@ def _merged(state: TrainState, name: str, own: TrainState) -> dict[str, object]:
     return {**state.slots, **{f"{name}/{key}": value for key, value in own.slots.items()}}
 
 
+# --- the numbers of a turn
+
+
+def _of_turn(member: Middleware, name: str) -> Middleware:
+    """Return a middleware that adds to the numbers of a turn what another one adds to all."""
+    given = member.report
+    assert given is not None
+
+    def report(loader: str | None, numbers: Mapping[str, float]) -> Mapping[str, float]:
+        __tracebackhide__ = True
+        more: object = given(loader, _OfTurn(loader, numbers, name))
+        if isinstance(more, Mapping):
+            return {prefixed(name, key): value for key, value in more.items()}
+        return more  # type: ignore[return-value]  # which is checked
+
+    return attrs.evolve(member, report=report)
+
+
+class _OfTurn(Numbers):
+    """The numbers of a turn, without its name. Those that it lacks are looked up among all.
+
+    Args:
+        loader: the name of the loader, or None.
+        numbers: all numbers of the loader.
+        name: the name of the turn.
+    """
+
+    def __init__(self, loader: str | None, numbers: Mapping[str, float], name: str) -> None:
+        prefix = f"{name}/"
+        own = {k.removeprefix(prefix): v for k, v in numbers.items() if k.startswith(prefix)}
+        super().__init__(loader, own)
+        self._all, self._name = numbers, name
+
+    def __missing__(self, key: str) -> float:
+        return self._all[prefixed(self._name, key)]
+
+
+# --- the outputs of turns
+
+
 class Round:
     """The turns that were taken of one round, and their outputs."""
 
@@ -759,7 +792,7 @@ class Round:
         self._losses: dict[str, Mean | NoLoss] = {}
         self._weight: float | Tensor = 0  # of the newest turn
         self._metrics: dict[str, Metric] = {}
-        self._aux: dict[str, Aux] = {}
+        self._aux: dict[str, Mapping[str, object]] = {}
         self._skipped: Output | None = None
 
     @property
@@ -788,7 +821,7 @@ class Round:
         metrics = {f"{name}/loss": loss for name, loss in self._losses.items()} | self._metrics
         losses = [loss for loss in self._losses.values() if isinstance(loss, Mean)]
         if len(losses) < len(self._losses):  # in an evaluation
-            return output_without_loss(self._weight, self._aux, metrics)
+            return Output(cast(Tensor, None), self._weight, self._aux, metrics)
         first, *others = losses
         total, weight = first.total, first.weight
         for loss in others:

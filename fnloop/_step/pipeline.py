@@ -27,7 +27,7 @@ from fnloop._core.optimizers import check_used, groups_in, to_training
 from fnloop._core.rng import fold_in, isolated, seed_all, torch_seeder
 from fnloop._core.runs import Windows
 from fnloop._core.serialize import has_pending, materialize
-from fnloop._core.stacked import Stack
+from fnloop._core.stacked import INSTEAD, Stack
 from fnloop._core.state import (
     TBPTT,
     StaleStateError,
@@ -72,7 +72,7 @@ from fnloop._step.forward import (
     own_gradients,
 )
 from fnloop._step.gradients import LossRoot, NoGradientError, run
-from fnloop._step.stacked import check_loss_step, check_stackable
+from fnloop._step.stacked import check_stackable
 from fnloop._step.transaction import around, may_skip_in, transaction
 from fnloop._step.update import (
     CLOSURE,
@@ -281,7 +281,50 @@ class PipelineStep(abc.ABC):
     def _calls_noted(self) -> AbstractContextManager[list[int]]:
         """Note the calls of the loss function, within a ``with`` block."""
         assert self._innermost is not None
-        return calls_noted(self._innermost)
+        return self._noting(self._innermost)
+
+    @staticmethod
+    def _noting(innermost: Replaceable) -> AbstractContextManager[list[int]]:
+        return _calls_noted(innermost)
+
+    def _check_around(self, listed: Sequence[Middleware], ignored: Sequence[str]) -> None:
+        """Raise if a step that makes its updates by itself would ignore a middleware around it.
+
+        Args:
+            listed: the middleware.
+            ignored: the rings, and other parts of a middleware, that it would ignore.
+
+        Raises:
+            ValueError: it would. The message is that of :meth:`_explain`.
+        """
+        for member in listed:
+            parts = attrs.asdict(member, recurse=False)
+            found = [part for part in ignored if parts[part] is not None]
+            acts = None
+            if "loss_fn" in found:
+                acts = "replaces the loss function"
+            elif found:
+                acts = f"acts in the {found[0]} ring"
+            elif member.window > 1:
+                acts = "takes windows"
+            elif member.name in (CLOSURE, CREATE_GRAPH):
+                acts = "says how the optimizer is called"
+            elif member.name == USING:
+                acts = "says which optimizers update"
+            if acts is not None:
+                raise ValueError(self._explain(member, acts, found))
+
+    def _explain(self, member: Middleware, acts: str, ignored: Sequence[str]) -> str:
+        """Return why the step would ignore a middleware that acts in these parts."""
+        raise NotImplementedError
+
+    def _refuse_stack(self, state: TrainState) -> None:
+        """Raise NotImplementedError for a stack, in a step that is not of one loss function."""
+        if type(state.model) is Stack:
+            raise NotImplementedError(
+                f"{self!r} does not train a stack of models, whose loss function is called once "
+                f"for all: write pipeline(...)(loss_fn). {INSTEAD}"
+            )
 
     def layer_of(self, error: BaseException) -> str:
         """Return the name of the layer in which an exception was raised."""
@@ -342,9 +385,16 @@ class PipelineStep(abc.ABC):
                 return {0: 1, **member.windows}, member.windows_by
         return {0: self.window}, "epoch"
 
-    def renew_slots(self, state: TrainState) -> TrainState:
-        """Return the state without the slots that are made again when a phase begins."""
-        return renew_slots(state, self.pipeline.middleware)
+    def renew_slots(self, state: TrainState, prefix: str = "") -> TrainState:
+        """Return the state without the slots that are made again when a phase begins.
+
+        Args:
+            state: the state.
+            prefix: what the names of its slots begin with.
+        """
+        old = {prefix + m.name for m in self.pipeline.middleware if m.per_phase}
+        kept = {name: slot for name, slot in state.slots.items() if name not in old}
+        return attrs.evolve(state, slots=kept)
 
     @contextlib.contextmanager
     def evaluating(self, state: TrainState, *, together: bool) -> Iterator[TrainState]:
@@ -668,15 +718,15 @@ class RawStep(LossStep):
         Raises:
             ValueError: it would ignore one of them.
         """
-        self._check_around(pipeline.middleware)
+        self._check_listed(pipeline.middleware)
         return self.listing((*self.pipeline.middleware, *pipeline.middleware))
 
     def listing(self, listed: Sequence[Middleware]) -> RawStep:
         """Return the same step with other middleware around it."""
         return type(self)(Pipeline(tuple(listed)), *self._given())
 
-    def _check_around(self, listed: Sequence[Middleware]) -> None:
-        check_around(listed, _IGNORED, self._explain)
+    def _check_listed(self, listed: Sequence[Middleware]) -> None:
+        self._check_around(listed, _IGNORED)
 
     def _explain(self, member: Middleware, acts: str, ignored: Sequence[str]) -> str:
         name, hint = name_of(self.fn), ""
@@ -715,7 +765,7 @@ class RawStep(LossStep):
 
     def init_slots(self, state: TrainState, *, evaluation: bool = False) -> TrainState:
         __tracebackhide__ = True
-        check_loss_step(state, self)
+        self._refuse_stack(state)
         if not evaluation:
             its = "it runs its own backward, so no other step can sum its gradients in a tree"
             refuse(
@@ -751,7 +801,7 @@ class GradientStep(RawStep):
 
     _settings = MappingProxyType({"updates": False})
 
-    def _check_around(self, listed: Sequence[Middleware]) -> None:
+    def _check_listed(self, listed: Sequence[Middleware]) -> None:
         for member in listed:
             if member.loss_fn is not None:
                 why = f"replaces the loss function, and {name_of(self.fn)} takes its place"
@@ -789,7 +839,7 @@ class GradientStep(RawStep):
 
     def init_slots(self, state: TrainState, *, evaluation: bool = False) -> TrainState:
         __tracebackhide__ = True
-        check_loss_step(state, self)
+        self._refuse_stack(state)
         if not evaluation:
             averages = "averages gradients in a backward, before they can be weighed"
             why = f"does not work with fully_shard, which {averages}: leave fully_shard out"
@@ -867,39 +917,6 @@ def rings_of(listed: Sequence[Middleware]) -> list[tuple[str, list[str]]]:
     return [
         (ring, own.get(ring, []) + names) for ring, names in acting.items() if names or ring in own
     ]
-
-
-def check_around(
-    listed: Sequence[Middleware],
-    ignored: Sequence[str],
-    explain: Callable[[Middleware, str, Sequence[str]], str],
-) -> None:
-    """Raise if a step that makes its updates by itself would ignore a middleware around it.
-
-    Args:
-        listed: the middleware.
-        ignored: the rings, and other parts of a middleware, that it would ignore.
-        explain: returns the message, from a middleware, what it does, and those of its parts.
-
-    Raises:
-        ValueError: it would.
-    """
-    for member in listed:
-        parts = attrs.asdict(member, recurse=False)
-        found = [part for part in ignored if parts[part] is not None]
-        acts = None
-        if "loss_fn" in found:
-            acts = "replaces the loss function"
-        elif found:
-            acts = f"acts in the {found[0]} ring"
-        elif member.window > 1:
-            acts = "takes windows"
-        elif member.name in (CLOSURE, CREATE_GRAPH):
-            acts = "says how the optimizer is called"
-        elif member.name == USING:
-            acts = "says which optimizers update"
-        if acts is not None:
-            raise ValueError(explain(member, acts, found))
 
 
 def check_middleware(listed: Sequence[Middleware]) -> None:
@@ -1251,7 +1268,7 @@ def checked_once(
 
 
 @contextlib.contextmanager
-def calls_noted(innermost: Replaceable) -> Iterator[list[int]]:
+def _calls_noted(innermost: Replaceable) -> Iterator[list[int]]:
     """Note the calls of a step, which is a ``functools.partial``, within a ``with`` block."""
     calls: list[int] = []
     called = innermost.func
@@ -1313,13 +1330,6 @@ def _check(state: TrainState, members: Sequence[Middleware]) -> None:
         for check in checking:
             check(state, members)
         _checked[state.model] = all_parameters(state), members
-
-
-def renew_slots(state: TrainState, members: Iterable[Middleware], prefix: str = "") -> TrainState:
-    """Return the state without the slots that are made again when a phase begins."""
-    old = {prefix + m.name for m in members if m.per_phase}
-    kept = {name: slot for name, slot in state.slots.items() if name not in old}
-    return attrs.evolve(state, slots=kept)
 
 
 def _make(init: Callable[[TrainState], object], name: str, state: TrainState) -> object:

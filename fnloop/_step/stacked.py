@@ -57,15 +57,6 @@ def check_stackable(listed: Sequence[Middleware]) -> None:
             )
 
 
-def check_loss_step(state: TrainState, step: object) -> None:
-    """Raise NotImplementedError if the models of a state are a stack, for another kind of step."""
-    if type(state.model) is Stack:
-        raise NotImplementedError(
-            f"{step!r} does not train a stack of models, whose loss function is called once for "
-            f"all: write pipeline(...)(loss_fn). {INSTEAD}"
-        )
-
-
 # --------------------------------------------------------------------------------------------------
 # The optimizers' steps.
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from numbers import Real
 from typing import Any, Protocol, runtime_checkable
 
-import attrs
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -509,37 +508,3 @@ def prefixed(name: str, metric: str) -> str:
     if metric == "lr" or metric.startswith("lr/"):
         return f"lr/{name}{metric.removeprefix('lr')}"
     return f"{name}/{metric}"
-
-
-def of_turn(member: Middleware, name: str) -> Middleware:
-    """Return a middleware that adds to the numbers of a turn what another one adds to all."""
-    given = member.report
-    assert given is not None
-
-    def report(loader: str | None, numbers: Mapping[str, float]) -> Mapping[str, float]:
-        __tracebackhide__ = True
-        more: object = given(loader, _OfTurn(loader, numbers, name))
-        if isinstance(more, Mapping):
-            return {prefixed(name, key): value for key, value in more.items()}
-        return more  # type: ignore[return-value]  # which is checked
-
-    return attrs.evolve(member, report=report)
-
-
-class _OfTurn(Numbers):
-    """The numbers of a turn, without its name. Those that it lacks are looked up among all.
-
-    Args:
-        loader: the name of the loader, or None.
-        numbers: all numbers of the loader.
-        name: the name of the turn.
-    """
-
-    def __init__(self, loader: str | None, numbers: Mapping[str, float], name: str) -> None:
-        prefix = f"{name}/"
-        own = {k.removeprefix(prefix): v for k, v in numbers.items() if k.startswith(prefix)}
-        super().__init__(loader, own)
-        self._all, self._name = numbers, name
-
-    def __missing__(self, key: str) -> float:
-        return self._all[prefixed(self._name, key)]

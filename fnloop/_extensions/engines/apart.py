@@ -16,14 +16,12 @@ from fnloop._backend import torch_compat
 from fnloop._core.parts import OWN, Load, Part, Restoring, Saving
 from fnloop._core.serialize import Json, decode, encode
 from fnloop._core.state import (
-    LOCAL_SGD,
     TrainState,
-    all_parameters,
     unwrap,
     with_slot,
 )
 from fnloop._core.types import View
-from fnloop.extend import collectives
+from fnloop.extend import all_parameters, collectives
 
 log = logging.getLogger("fnloop")
 
@@ -37,6 +35,7 @@ log = logging.getLogger("fnloop")
 #
 # Buffers are each process's own too. Those of the average are the main process's, as everywhere.
 
+LOCAL_SGD = "local_sgd"  # the slot of what processes that update by themselves have as their own
 _WHAT = "an average of the weights"
 
 

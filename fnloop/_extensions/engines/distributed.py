@@ -33,7 +33,6 @@ from fnloop._core.metrics import (
 from fnloop._core.rng import COMPUTE, fold_in, torch_seeder
 from fnloop._core.state import (
     TrainState,
-    all_parameters,
     check_alike,
     current_parameters,
     generation_of,
@@ -62,7 +61,7 @@ from fnloop._step.gradients import (
     stash_gradients,
     weight_on_device,
 )
-from fnloop.extend import Batch, Metric, collectives, containers, optimizers
+from fnloop.extend import Batch, Metric, all_parameters, collectives, containers, optimizers
 
 log = logging.getLogger("fnloop")
 

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from fnloop._backend import torch_compat
 from fnloop._core.optimizers import SCHEDULED, groups_in
 from fnloop._core.rng import HostGenerators
-from fnloop._core.state import TrainState, all_parameters
+from fnloop._core.state import TrainState
 from fnloop._core.types import Output
-from fnloop.extend import containers, optimizers
+from fnloop.extend import all_parameters, containers, optimizers
 
 # --------------------------------------------------------------------------------------------------
 # Guard a capture: find what must not happen while an update is recorded.

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from fnloop._core.metrics import NoLoss, combine, to_accumulator_dtype, update_evaluated_
-from fnloop._core.runs import waiting_once
-from fnloop._core.state import TBPTT, TrainState, mark_half_done, note_call, with_carry, with_slot
-from fnloop._core.types import LossFn, Middleware, Output, Step, middleware, output_without_loss
+from fnloop._core.state import TrainState, mark_half_done, note_call, with_carry, with_slot
+from fnloop._core.types import LossFn, Middleware, Output, Step, middleware
 from fnloop._step.forward import takes_carry
 from fnloop._step.gradients import WeightedSum, restore_gradients, samples_in, stash_gradients
 from fnloop._step.transaction import in_parts, repeating
@@ -459,7 +458,7 @@ def _whole_batches(state: TrainState) -> int:
 def _check_pieces(listed: Sequence[Middleware]) -> None:
     by = next(m for m in listed if m.name in ("microbatch", "retry_on_oom"))
     for member in listed:
-        if member.name == TBPTT:
+        if member.name == "tbptt":
             raise ValueError(
                 f"{by!r} cuts a batch into pieces of its samples, and what {member!r} carries on "
                 "belongs to all of them. Leave one out; to save memory, use smaller batches"
@@ -540,7 +539,7 @@ def tbptt(length: int, dim: int = 1) -> Middleware:
         return takes_carry(given, name_of(given), weigh)
 
     return Middleware(
-        TBPTT,
+        "tbptt",
         step=_each_window(length, dim),
         evaluation=_evaluate_each_window(length, dim),
         init=_no_carry,
@@ -555,7 +554,7 @@ def tbptt(length: int, dim: int = 1) -> Middleware:
 def _no_carry(state: TrainState) -> None:
     refuse(
         state,
-        TBPTT,
+        "tbptt",
         exact="it works in one process only. Leave one of them out",
         several="several would share the batches of a loader, and each would carry on from a batch "
         "that its next one does not continue",
@@ -616,7 +615,7 @@ def _fold(step: Step, state: TrainState, windows: Sequence[Batch]) -> tuple[Trai
     __tracebackhide__ = True
     total = WeightedSum()
     without_loss: list[Output] = []  # in an evaluation
-    for window in waiting_once(state.run, windows):
+    for window in state.run.live.stopwatch.waiting_once(windows) if state.run else windows:
         state, out = step(state, window)
         if out.loss is None:
             without_loss.append(out)
@@ -637,7 +636,7 @@ def _joined(outputs: Sequence[Output], others: WeightedSum) -> Output:
     for out in outputs:
         metrics = combine(metrics, out.metrics)
     weight = sum(out.weight for out in outputs)
-    return output_without_loss(weight, outputs[-1].aux, metrics)
+    return attrs.evolve(outputs[-1], weight=weight, metrics=metrics, skip=None)
 
 
 def _widened(out: Output) -> Output:

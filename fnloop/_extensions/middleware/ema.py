@@ -23,17 +23,27 @@ from fnloop._checkpoint.format import TRAINING
 from fnloop._core.averages import AVERAGED, Average, named_tensors
 from fnloop._core.freeze import Selectors
 from fnloop._core.parts import OWN, TENSORS
-from fnloop._core.state import LOCAL_SGD, TBPTT, TrainState, all_parameters, unwrap
+from fnloop._core.state import TrainState, unwrap
 from fnloop._core.types import Middleware, Output, Step, middleware
 from fnloop._display.screen import warn_once
 from fnloop._display.tables import format_count
 from fnloop._step.transaction import is_recorded
-from fnloop.extend import Batch, Chosen, View, Wrap, checks, containers, name_of, then
+from fnloop.extend import (
+    Batch,
+    Chosen,
+    View,
+    Wrap,
+    all_parameters,
+    checks,
+    containers,
+    name_of,
+    then,
+)
 from fnloop.schedules import check_length, explain_unknown_length, updates_in
 
 _FILES = (*TENSORS, TRAINING, AVERAGED, OWN)
 # Middleware that others know by their names.
-_KNOWN = ("amp", "clip", "closure", "cuda_graph", LOCAL_SGD, "plateau", TBPTT, "timings")
+_KNOWN = ("amp", "clip", "closure", "cuda_graph", "local_sgd", "plateau", "tbptt", "timings")
 
 
 # (state, average) -> how much of the weights is blended in, from 0 to 1, or None: they are copied;

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fnloop._core.optimizers import modes_of, wants_closure
-from fnloop._core.state import LOCAL_SGD, TrainState, ownership_of, with_used
+from fnloop._core.state import TrainState, ownership_of, with_used
 from fnloop._core.types import Middleware, Output, Step, middleware
 from fnloop._extensions.engines.apart import Apart, apart_of
 from fnloop._step.update import replace_apply
@@ -95,7 +95,7 @@ def local_sgd(every: int = 8, outer: Outer | None = None) -> Middleware:
         meaning = "a function from a list of parameters to an optimizer, or None"
         checks.function("local_sgd", "outer", outer, meaning, 1, also=type)
     return Middleware(
-        LOCAL_SGD,
+        "local_sgd",
         update=_wrap(every, outer),
         init=lambda state: Apart(),
         check=_check_members,
@@ -240,7 +240,7 @@ _REFUSED = {
 }
 _REFUSED["swa"] = _REFUSED["ema"]
 # Middleware with a slot that is the same in every process, because no gradient is in it.
-_ALIKE = (LOCAL_SGD, "schedule", "scheduled", "torch_scheduler", "channels_last")
+_ALIKE = ("local_sgd", "schedule", "scheduled", "torch_scheduler", "channels_last")
 
 
 def _check_members(members: Sequence[Middleware]) -> None:
@@ -263,7 +263,7 @@ def _check_members(members: Sequence[Middleware]) -> None:
 
 def _check_state(state: TrainState, members: Sequence[Middleware]) -> None:
     """Raise NotImplementedError if the processes of a state cannot update by themselves."""
-    refuse(state, LOCAL_SGD, exact="its sums depend on the number of processes. Leave one out")
+    refuse(state, "local_sgd", exact="its sums depend on the number of processes. Leave one out")
     used, why = optimizers(with_used(state)).values(), None
     if is_sharded(state.model):
         why = (
