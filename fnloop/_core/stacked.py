@@ -292,11 +292,6 @@ def call_each(fn: Callable[[Value], Value], given: Value, name: str) -> Value:
     return _vmapped(one, tensors, name, ())[0]
 
 
-def of_model(given: Value, model: int) -> Value:
-    """Return one model's part of a value whose tensors have a first dimension for the models."""
-    return map_leaves(given, lambda leaf: leaf[model] if isinstance(leaf, Tensor) else leaf)
-
-
 class Shared:
     """A tensor that all models have in common, in the result of a function of one model.
 

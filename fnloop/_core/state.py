@@ -31,7 +31,6 @@ from fnloop._backend.collectives import (
     all_reduce_max,
     broadcast,
     gather_from_all,
-    gather_objects,
     join,
     start_all_reduce_sum,
 )
@@ -41,7 +40,7 @@ from fnloop._backend.processes import Backend
 from fnloop._backend.torch_compat import buffers_of, foreach_copy_, version_of
 from fnloop._core.history import History, Phase
 from fnloop._core.items import NONE_YET, UNREAD, Counted, as_count
-from fnloop._core.metrics import ITEMS, TorchMetric, add_output_, items_so_far, sent, to_host
+from fnloop._core.metrics import ITEMS, TorchMetric, add_output_, items_so_far
 from fnloop._core.optimizers import (
     Group,
     Handle,
@@ -55,7 +54,7 @@ from fnloop._core.optimizers import (
 from fnloop._core.parts import Held, Part
 from fnloop._core.rng import SEED_BITS, HostGenerators, new_seed
 from fnloop._core.runs import Position, RunInfo, Todo, pending
-from fnloop._core.serialize import Pending, copy_flattened
+from fnloop._core.serialize import copy_flattened
 from fnloop._core.stacked import Stack, leaves_of, models_of
 from fnloop._core.types import RECORD, UPDATE, Metric, Output, View
 from fnloop._display import checks, tables
@@ -1631,34 +1630,6 @@ _BY_LOSS = (
     "It is in no optimizer, so the loss function changed it: make it a buffer "
     "(self.register_buffer), of which every process gets that of the main one"
 )
-
-
-def merge_metrics(
-    metrics: Mapping[str, Metric], own: Iterable[str] | None = None
-) -> dict[str, Metric]:
-    """Combine metrics over all processes, in the order of their ranks, with one exchange.
-
-    Args:
-        metrics: name to metric, as this process has seen them.
-        own: the names of those that are of this process's share of the data; by default all. The
-            others are the same in every process already.
-
-    Returns:
-        Name to metric, on the host; the same in every process.
-    """
-    mine = to_host({k: m for k, m in metrics.items() if not isinstance(m, Pending)})
-    parts = gather_objects(
-        (set(mine if own is None else own), sent(mine)), "an exchange of metrics"
-    )
-    shared = set().union(*(names for names, _ in parts))  # some may have had no batch
-    merged = dict(parts[0][1])
-    for _, part in parts[1:]:
-        for name, metric in part.items():
-            if name not in merged:
-                merged[name] = metric
-            elif name in shared:
-                merged[name] = merged[name].combine(metric)
-    return merged
 
 
 def moved(metrics: Mapping[str, Metric], device: torch.device) -> dict[str, Metric]:

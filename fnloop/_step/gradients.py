@@ -324,13 +324,6 @@ def skipped_with(others: object, out: Output) -> Output:
     return attrs.evolve(out, skip=BY_ANOTHER) if others and out.skip is None else out
 
 
-def weight_on_device(out: Output, weight: Weight | None = None) -> Tensor:
-    """Return a weight, by default that of the output, as a float64 tensor on the loss's device."""
-    given = torch.as_tensor(out.weight if weight is None else weight, device=out.loss.device)
-    wide = torch.float32 if given.device.type == "mps" else torch.float64
-    return valid_weight(given.detach().to(wide))
-
-
 def valid_weight(weight: Tensor) -> Tensor:
     """Return a weight, or 0 where it is NaN, infinite or negative."""
     return torch.nan_to_num(weight, 0.0, 0.0, 0.0).clamp_(min=0)

@@ -8,7 +8,6 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from numbers import Real
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -461,21 +460,8 @@ def _added(members: Sequence[Middleware], numbers: Numbers) -> dict[str, float]:
                     f"{numbers.missed[name]!r} looks up {name!r}, which {member!r} adds after it: "
                     f"list {member!r} first"
                 )
-            added[name] = numbers[name] = as_number(f"{member!r}: {name!r}", value)
+            added[name] = numbers[name] = checks.as_number(f"{member!r}: {name!r}", value)
     return added
-
-
-def as_number(owner: str, value: object) -> float:
-    """Return what a middleware reports as a float.
-
-    Raises:
-        TypeError: it is not a number.
-    """
-    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
-        return float(value)
-    if isinstance(value, Real) and not isinstance(value, bool):
-        return float(value)
-    raise TypeError(f"{owner} must be a number; got {checks.describe(value)}")
 
 
 def _check_missed(numbers: Sequence[Numbers], known: Container[str]) -> None:

@@ -29,14 +29,15 @@ from fnloop._core.metrics import (
     is_per_process,
     sent,
     to_accumulator_dtype,
+    to_host,
 )
 from fnloop._core.rng import COMPUTE, fold_in, torch_seeder
+from fnloop._core.serialize import Pending
 from fnloop._core.state import (
     TrainState,
     check_alike,
     current_parameters,
     generation_of,
-    merge_metrics,
     ownership_of,
     parameters,
 )
@@ -59,7 +60,7 @@ from fnloop._step.gradients import (
     restore_gradients,
     skipped_with,
     stash_gradients,
-    weight_on_device,
+    valid_weight,
 )
 from fnloop.extend import Batch, Metric, all_parameters, collectives, containers, optimizers
 
@@ -1153,3 +1154,38 @@ def drop_last_metrics(
         for name, metric in metrics.items()
         if not (isinstance(metric, Last) and which(name))
     }
+
+
+def merge_metrics(
+    metrics: Mapping[str, Metric], own: Iterable[str] | None = None
+) -> dict[str, Metric]:
+    """Combine metrics over all processes, in the order of their ranks, with one exchange.
+
+    Args:
+        metrics: name to metric, as this process has seen them.
+        own: the names of those that are of this process's share of the data; by default all. The
+            others are the same in every process already.
+
+    Returns:
+        Name to metric, on the host; the same in every process.
+    """
+    mine = to_host({k: m for k, m in metrics.items() if not isinstance(m, Pending)})
+    parts = collectives.gather_objects(
+        (set(mine if own is None else own), sent(mine)), "an exchange of metrics"
+    )
+    shared = set().union(*(names for names, _ in parts))  # some may have had no batch
+    merged = dict(parts[0][1])
+    for _, part in parts[1:]:
+        for name, metric in part.items():
+            if name not in merged:
+                merged[name] = metric
+            elif name in shared:
+                merged[name] = merged[name].combine(metric)
+    return merged
+
+
+def weight_on_device(out: Output, weight: Weight | None = None) -> Tensor:
+    """Return a weight, by default that of the output, as a float64 tensor on the loss's device."""
+    given = torch.as_tensor(out.weight if weight is None else weight, device=out.loss.device)
+    wide = torch.float32 if given.device.type == "mps" else torch.float64
+    return valid_weight(given.detach().to(wide))

@@ -30,14 +30,7 @@ from fnloop._core.metrics import (
 from fnloop._core.parts import Load, Restoring, set_fields
 from fnloop._core.parts import Part as CheckpointPart
 from fnloop._core.rng import COMPUTE, fold_in, seed_host, torch_seeder
-from fnloop._core.state import (
-    TrainState,
-    check_alike,
-    generation_of,
-    merge_metrics,
-    moved,
-    parameters,
-)
+from fnloop._core.state import TrainState, check_alike, generation_of, moved, parameters
 from fnloop._core.types import BY_ANOTHER, Output, Step
 from fnloop._data.source import Source
 from fnloop._extensions.engines.distributed import (
@@ -45,6 +38,7 @@ from fnloop._extensions.engines.distributed import (
     DistributedEvaluation,
     agree_on_skip,
     largest,
+    merge_metrics,
 )
 from fnloop._step.engine_local import LocalEngine
 from fnloop._step.forward import EvaluationPass, Result, Subject

@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 from fnloop._backend import torch_compat
 from fnloop._core.optimizers import (
     SCHEDULED,
-    Group,
     is_torch_optimizer,
     wants_closure,
 )
@@ -44,6 +43,7 @@ from fnloop._extensions.graphs.guards import (
 from fnloop._step.transaction import Judge, PutBack, current_attempt, replace_host, undo
 from fnloop.extend import Batch, Metric, containers, optimizers
 
+Group = dict[str, Any]  # a parameter group of an optimizer
 log = logging.getLogger("fnloop")
 
 # A graph is the device's work of one update, recorded once and started as a whole from then on. No

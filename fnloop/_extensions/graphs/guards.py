@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from fnloop._backend import torch_compat
-from fnloop._core.optimizers import SCHEDULED, groups_in
+from fnloop._core.optimizers import SCHEDULED
 from fnloop._core.rng import HostGenerators
 from fnloop._core.state import TrainState
 from fnloop._core.types import Output
-from fnloop.extend import all_parameters, containers, optimizers
+from fnloop.extend import all_parameters, containers, groups, optimizers
 
 # --------------------------------------------------------------------------------------------------
 # Guard a capture: find what must not happen while an update is recorded.
@@ -291,17 +291,17 @@ class GuardSet:
         self.seed, self.run = state.seed, state.run
         self.optimizers = [*optimizers(state).values()]
         self.parameters = all_parameters(state)
-        groups = groups_in(state.optimizer)
+        every = [*groups(state).values()]
         self.rates = [
-            (group, group["lr"]) for group in groups if isinstance(group.get("lr"), Tensor)
+            (group, group["lr"]) for group in every if isinstance(group.get("lr"), Tensor)
         ]
         self.modules = list(self.model.modules())
-        trained = (p for group in groups for p in group["params"])
+        trained = (p for group in every for p in group["params"])
         tensors = (*self.model.parameters(), *self.model.buffers(), *trained)
         self.tensors = list({id(t): t for t in tensors if t.layout is torch.strided}.values())
         self.settings = [
             (group, key)
-            for group in groups
+            for group in every
             for key in group
             if key != "params" and not key.startswith(SCHEDULED)
         ]

@@ -19,10 +19,9 @@ from torch import Tensor, nn
 
 from fnloop._backend import torch_compat
 from fnloop._backend.fsdp import is_sharded, local_part
-from fnloop._checkpoint.format import TRAINING
 from fnloop._core.averages import AVERAGED, Average, named_tensors
 from fnloop._core.freeze import Selectors
-from fnloop._core.parts import OWN, TENSORS
+from fnloop._core.parts import TAKEN
 from fnloop._core.state import TrainState, unwrap
 from fnloop._core.types import Middleware, Output, Step, middleware
 from fnloop._display.screen import warn_once
@@ -41,7 +40,7 @@ from fnloop.extend import (
 )
 from fnloop.schedules import check_length, explain_unknown_length, updates_in
 
-_FILES = (*TENSORS, TRAINING, AVERAGED, OWN)
+_FILES = (*TAKEN, AVERAGED)
 # Middleware that others know by their names.
 _KNOWN = ("amp", "clip", "closure", "cuda_graph", "local_sgd", "plateau", "tbptt", "timings")
 

@@ -6,7 +6,6 @@ import copy
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 import attrs
 import torch
@@ -438,7 +437,7 @@ def _resized(recent: Tensor, window: int) -> Tensor:
 # It is plain data, so that a checkpoint can hold it. Going back changes tensors in place: the model
 # and the optimizers stay the same objects.
 
-Kept = dict[str, Any]  # what keep returns: plain data by name
+Kept = dict[str, Batch]  # what keep returns: plain data by name
 
 
 def keep(state: TrainState, without: str) -> Kept:
@@ -533,7 +532,7 @@ def _updated(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+def _settings(group: Mapping[str, object]) -> dict[str, object]:
     """Return the settings of a group; its ratio is there during an update only."""
     return {name: value for name, value in group.items() if name not in ("params", RATIO)}
 
