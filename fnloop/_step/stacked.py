@@ -20,7 +20,7 @@ from fnloop._backend.torch_compat import has_step_hooks
 from fnloop._core.optimizers import Group
 from fnloop._core.stacked import INSTEAD, Leaves, Stack, leaves_of
 from fnloop._core.state import TrainState
-from fnloop._core.types import Batch, Middleware
+from fnloop._core.types import Batch, Middleware, is_ours, name_of
 from fnloop._display.checks import join_names
 
 # --------------------------------------------------------------------------------------------------
@@ -35,17 +35,14 @@ WORKING = (
 def check_stackable(listed: Sequence[Middleware]) -> None:
     """Raise NotImplementedError if a middleware does not work with a stack."""
     for member in listed:
-        factory = None if member.call is None else member.call.factory
-        known = (getattr(factory, "__module__", None) or "").startswith("fnloop.")
-        if not known or getattr(factory, "__name__", "") not in WORKING:
+        call = member.call if is_ours(member) else None
+        if call is None or name_of(call.factory) not in WORKING:
             raise NotImplementedError(
                 f"{member!r} does not work with a stack of models: leave it out. Those that do are "
                 f"{join_names(WORKING, len(WORKING))}. {INSTEAD}"
             )
-        if member.name.startswith("clip") and member.call is not None:
-            bound = inspect.signature(member.call.factory).bind(
-                *member.call.args, **member.call.kwargs
-            )
+        if member.name.startswith("clip"):
+            bound = inspect.signature(call.factory).bind(*call.args, **call.kwargs)
             if bound.arguments.get("only") is not None:
                 raise NotImplementedError(
                     f"{member!r} is for some parameters, and with a stack of models it is for all: "
