@@ -24,47 +24,61 @@
 The middleware and hooks of fnloop are written with these names too. *Write an extension* is a page
 of the book.
 
-- **Weights and gradients**: `parameters`, `gradients`, `norm`, `local_part`, `is_sharded`
+- **Weights and gradients**: `parameters`, `all_parameters`, `Chosen`, `gradients`, `norm`,
+  `local_part`, `is_sharded`
 - **Optimizers**: `optimizers`, `groups`, `number_in`, `set_number`
-- **Steps**: `report`, `with_slot`
+- **Steps**: `report`, `then`, `with_slot`
 - **What is saved, and what readers see**: `Part`, `View`
-- **Processes**: `Engine`, `engine_of`, `on_main_process`
+- **Processes**: `Engine`, `engine_of`, `refuse`, `on_main_process`, `collectives`
 - **Random numbers**: `isolated`, `fold_in`
 - **Records and moments**: `Fold`, `better`, `mode_of`, `Moment`
-- **Messages**: `checks`, `name_of`
+- **Batches**: `containers`
+- **Messages**: `checks`, `check_not_stale`, `name_of`
+- **Types**: `Batch`, `Metric`, `Wrap`
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from torch import Tensor
 from torch.optim import Optimizer
 
+from fnloop._backend import collectives, containers
 from fnloop._backend.collectives import on_main_process
 from fnloop._backend.fsdp import is_sharded, local_part
+from fnloop._core.freeze import Chosen
 from fnloop._core.history import Fold, mode_of
 from fnloop._core.optimizers import Group, labelled_groups, number_in, optimizers_in, set_number
 from fnloop._core.parts import Part
 from fnloop._core.records import better
 from fnloop._core.rng import fold_in, isolated
-from fnloop._core.state import TrainState, parameters, with_slot
-from fnloop._core.types import View, name_of
+from fnloop._core.state import TrainState, all_parameters, check_not_stale, parameters, with_slot
+from fnloop._core.types import Batch, Metric, View, Wrap, name_of
 from fnloop._display import checks
 from fnloop._hooks.hook import Moment
-from fnloop._step.engine import Engine, engine_of
-from fnloop._step.gradients import total_norm
+from fnloop._step.engine import Engine, engine_of, refuse
+from fnloop._step.gradients import norm
+from fnloop._step.transaction import then
 from fnloop._step.update import report
 
 __docformat__ = "google"
 __all__ = [
+    "Batch",
+    "Chosen",
     "Engine",
     "Fold",
+    "Metric",
     "Moment",
     "Part",
     "View",
+    "Wrap",
+    "all_parameters",
     "better",
+    "check_not_stale",
     "checks",
+    "collectives",
+    "containers",
     "engine_of",
     "fold_in",
     "gradients",
@@ -79,8 +93,10 @@ __all__ = [
     "on_main_process",
     "optimizers",
     "parameters",
+    "refuse",
     "report",
     "set_number",
+    "then",
     "with_slot",
 ]
 
@@ -105,26 +121,6 @@ def gradients(state: TrainState) -> list[Tensor]:
         [tensor(4.)]
     """
     return [p.grad for p in parameters(state) if p.grad is not None]
-
-
-def norm(tensors: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
-    """Return the norm of tensors together, including what other processes hold of them.
-
-    It reads nothing to the host. If a tensor is sharded, every process has to call it.
-
-    Args:
-        tensors: such as the :func:`gradients`.
-        norm_type: the p of the norm, above 0; ``inf`` is the largest magnitude of an element.
-
-    Returns:
-        A tensor without dimensions.
-
-    Example:
-        >>> import torch
-        >>> norm([torch.tensor([3.0]), torch.tensor([4.0])])
-        tensor(5.)
-    """
-    return total_norm(tensors, norm_type)
 
 
 def optimizers(state: TrainState) -> Mapping[str, Optimizer]:

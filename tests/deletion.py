@@ -37,7 +37,7 @@ EXTENSIONS = {
     },
     "alternate": {"modules": "alternate", "tests": "alternate"},
     "averages": {
-        "modules": "middleware.ema averages",
+        "modules": "middleware.ema",
         "tests": "middleware/test_ema middleware/test_ema_evaluation middleware/test_ema_rules "
         "_checkpoint/test_saved_averages processes/test_averages",
     },

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import ClassVar
 
 import attrs
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fnloop._backend.fsdp import is_sharded, like_sharded
-from fnloop._backend.torch_compat import buffers_of, strip_compile_prefix
+from fnloop._backend.torch_compat import strip_compile_prefix
 from fnloop._core.optimizers import optimizers_in
 from fnloop._core.parts import Load, Part, Restoring, Saving
 from fnloop._core.serialize import PAIRS, Json, as_safetensor, from_safetensor
@@ -84,30 +84,6 @@ def _is_inexact(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def make_average(module: nn.Module, chosen: Container[str] | None = None) -> Average:
-    """Return an average that is the weights of a module, in memory of its own.
-
-    Args:
-        module: the module.
-        chosen: the names of what is averaged; None is everything.
-    """
-    found = Average()
-    with torch.no_grad():
-        for name, tensor in named_tensors(module):
-            if chosen is not None and name not in chosen:
-                continue
-            is_parameter = isinstance(tensor, nn.Parameter)
-            if is_parameter or bool(torch.isfinite(tensor).all()):
-                found[name] = begin_at(tensor)
-    return found
-
-
-def begin_at(tensor: Tensor) -> Tensor:
-    """Return the average of a tensor that begins at its value."""
-    wide = torch.promote_types(tensor.dtype, torch.float32)
-    return tensor.detach().to(wide, copy=True)
-
-
 # --- models with an average
 
 
@@ -117,40 +93,6 @@ def load_average(module: nn.Module, average: Average) -> None:
         for name, tensor in named_tensors(module):
             if average.fits(name, tensor):
                 tensor.copy_(average[name])
-
-
-def copy_with_average(module: nn.Module, average: Average) -> nn.Module:
-    """Return a copy of a module whose weights are an average.
-
-    Its parameters are in the memory of the average where the dtypes are the same, or else in that
-    of the module if they are not averaged, so it is not to be trained. Its buffers are its own.
-
-    Args:
-        module: the user's module in the model of a state.
-        average: the average.
-    """
-    memo: dict[int, object] = {}
-    with torch.no_grad():
-        for name, tensor in named_tensors(module):
-            averaged = average.fits(name, tensor)
-            if isinstance(tensor, nn.Parameter):
-                memo[id(tensor)] = _parameter_like(tensor, average[name]) if averaged else tensor
-            elif averaged:
-                memo[id(tensor)] = average[name].to(tensor.dtype, copy=True)
-        for part in module.modules():
-            inside = (*buffers_of(part).values(), *vars(part).values())
-            for value in inside:  # torch refuses to copy what was computed from parameters
-                if isinstance(value, Tensor) and not value.is_leaf:
-                    memo.setdefault(id(value), value.detach().clone())
-        return copy.deepcopy(module, memo)
-
-
-def _parameter_like(parameter: nn.Parameter, value: Tensor) -> nn.Parameter:
-    if type(parameter) is nn.Parameter:
-        return nn.Parameter(value.to(parameter.dtype), parameter.requires_grad)
-    made = copy.deepcopy(parameter)  # a class of the user's, which may need more than a tensor
-    made.copy_(value)
-    return made
 
 
 def check_not_averaged(owner: str, state: TrainState) -> None:

@@ -30,9 +30,11 @@ from fnloop._core.optimizers import (
 from fnloop._core.state import (
     Ownership,
     TrainState,
+    all_parameters,
     check_not_stale,
     clear_parameter_cache,
     ownership_of,
+    parameters,
     take_ownership,
     unwrap,
 )
@@ -559,6 +561,111 @@ def layers(model: nn.Module) -> tuple[nn.Module, ...]:
 
 def _trained_children(module: nn.Module) -> tuple[nn.Module, ...]:
     return tuple(child for child in module.children() if any(True for _ in child.parameters()))
+
+
+class Chosen:
+    """The parameters that a middleware is for, as its argument ``only=`` says.
+
+    They are looked up once for each model, and again when it has other parameters.
+
+    Args:
+        owner: the factory of the middleware, for messages.
+        only: selectors as in ``freeze``: modules of the model, globs of names, or functions
+            ``(name, parameter) -> bool``; one or a list of them. None: all parameters.
+        name: the name of the middleware, which messages about a model begin with; None: ``owner``.
+
+    Raises:
+        TypeError: ``only`` is something else, or empty.
+
+    Example:
+        >>> import fnloop as fl, torch
+        >>> from fnloop.testing import toy, toy_loss
+        >>> @fl.middleware("gradient")
+        ... def halved(only=None):
+        ...     chosen = Chosen("halved", only)
+        ...     def halve(state, batch, out):
+        ...         for p in chosen.of(state):
+        ...             p.grad.mul_(0.5)
+        ...         return state, out
+        ...     check = lambda state, listed: chosen.check(state)
+        ...     return fl.Middleware("halved", gradient=fl.extend.then(halve), check_state=check)
+        >>> state, out = fl.pipeline(halved("w"))(toy_loss)(toy(), torch.tensor([4.0]))
+        >>> state.model.w.item()
+        -2.0
+    """
+
+    def __init__(self, owner: str, only: Selectors | None, name: str | None = None) -> None:
+        self._name = name or owner
+        self._selectors = None if only is None else check_selectors(owner, only)
+        # By model: all parameters when it was looked at, and those chosen.
+        self._found: WeakKeyDictionary[nn.Module, tuple[list[Tensor], list[Tensor]]] = (
+            WeakKeyDictionary()
+        )
+
+    def select(self, module: nn.Module) -> Selected:
+        """Return what is chosen in a module: ``parameters`` by name, and whole ``modules``.
+
+        Args:
+            module: the user's module, such as ``unwrap(state)``.
+
+        Returns:
+            The parameters, each once, and the set of modules.
+
+        Raises:
+            ValueError: a selector is for nothing in the module.
+
+        Example:
+            >>> found = Chosen("mine", "0.*").select(nn.Sequential(nn.Linear(1, 1), nn.ReLU()))
+            >>> [*found.parameters]
+            ['0.weight', '0.bias']
+        """
+        return select(self._name, module, ("*",) if self._selectors is None else self._selectors)
+
+    def of(self, state: TrainState) -> list[Tensor]:
+        """Return those of the parameters that a state's optimizers update that are chosen.
+
+        Args:
+            state: the state.
+
+        Returns:
+            The parameters, in the order of ``parameters(state)``.
+
+        Raises:
+            ValueError: a selector is for nothing in the model.
+
+        Example:
+            >>> from fnloop.testing import toy
+            >>> len(Chosen("mine", "w").of(toy()))
+            1
+        """
+        if self._selectors is None:
+            return parameters(state)
+        known, found = self._found.get(state.model, (None, []))
+        if known is not (now := all_parameters(state)):
+            ids = {id(p) for p in self.select(unwrap(state)).parameters.values()}
+            found = [p for p in parameters(state) if id(p) in ids]
+            self._found[state.model] = now, found
+        return found
+
+    def check(self, state: TrainState) -> None:
+        """Raise unless the state's optimizers update one of them, or all of them are frozen.
+
+        Args:
+            state: the state.
+
+        Raises:
+            ValueError: a selector is for nothing in the model, or all belong to other optimizers.
+
+        Example:
+            >>> from fnloop.testing import toy
+            >>> Chosen("mine", "w").check(toy())
+        """
+        named = self.select(unwrap(state)).parameters
+        if not self.of(state) and (trained := [n for n, p in named.items() if p.requires_grad]):
+            raise ValueError(
+                f"{self._name} is for parameters that no optimizer of this step updates: "
+                f"{join_names(trained)}. List it in the step of their optimizer"
+            )
 
 
 def check_selectors(owner: str, only: Selectors) -> tuple[Selector, ...]:

@@ -846,16 +846,6 @@ class Elapsed:
         return attrs.evolve(self, amount=amount, seconds=parts["seconds"], pending=())
 
 
-def elapsed(
-    amount: float | Tensor, start: Mark, end: Mark, *, more: float = 0.0, is_rate: bool = False
-) -> Elapsed:
-    """Return the seconds between two marks of one kind, and ``more``, by an amount."""
-    if isinstance(start, int | float) and isinstance(end, int | float):
-        return Elapsed(amount, end - start + more, (), is_rate)
-    assert not isinstance(start, int | float) and not isinstance(end, int | float)
-    return Elapsed(amount, more, ((start, end),), is_rate)
-
-
 class Peak:
     """The largest value of a gauge that keeps its own peak, read when a report is made.
 

@@ -96,59 +96,6 @@ def in_form(given: object, optimizers: Collection[Optimizer]) -> Handle:
     return only
 
 
-def chosen_groups(optimizer: Handle, only: Collection[str] | None, owner: str) -> dict[str, Group]:
-    """Return parameter groups by what follows the name of a number of them in a report.
-
-    Args:
-        optimizer: what ``state.optimizer`` is.
-        only: names of optimizers, each of which stands for all of its groups, or of groups
-            (``group["name"]``). None: all groups.
-        owner: the middleware, for messages.
-
-    Raises:
-        ValueError: there is no optimizer and no group of such a name, or there are both.
-    """
-    named = optimizers_in(optimizer)
-    groups = labelled_groups(named)
-    if only is None:
-        return groups
-    chosen: set[int] = set()
-    for name in only:
-        own = [group for group in groups.values() if group.get("name") == name]
-        if name in named and own:
-            raise ValueError(
-                f"{owner} names {name!r}, which is an optimizer and a parameter group: give one of "
-                "them another name"
-            )
-        if name not in named and not own:
-            raise ValueError(_explain_unknown(owner, name, named, groups.values()))
-        chosen.update(map(id, own or named[name].param_groups))
-    return {label: group for label, group in groups.items() if id(group) in chosen}
-
-
-def _explain_unknown(
-    owner: str, name: str, named: Mapping[str, Optimizer], groups: Iterable[Group]
-) -> str:
-    """Return why no optimizer and no group has a name."""
-    labels = [*dict.fromkeys(str(g["name"]) for g in groups if g.get("name"))]
-    there = f", and groups named {join_names(labels, 5)}" if labels else ""
-    if "" not in named:
-        return (
-            f"{owner} names the optimizer {name!r}, but this state has "
-            f"{join_names([*named], 5)}{there}"
-        )
-    if labels:
-        return (
-            f"{owner} names the parameter group {name!r}, but the groups with a name are "
-            f"{join_names(labels, 5)}"
-        )
-    return (
-        f"{owner} names the optimizer {name!r}, but this state, or this turn of alternate, has one "
-        "optimizer, without a name: leave out only=, or give a parameter group this name: "
-        f'{{"params": ..., "name": "{name}"}}'
-    )
-
-
 def labelled_groups(named: Mapping[str, Optimizer]) -> dict[str, Group]:
     """Return parameter groups by what follows the name of a number of them in a report.
 
@@ -224,6 +171,13 @@ def initial_value(group: Group, key: str) -> Any:
         if last is not None and (last is value or isinstance(value, Tensor) or last == value):
             return group[initial]
     return value
+
+
+def keep_initial(group: Group, key: str) -> None:
+    """Note what a number of a group was before an earlier schedule, for one that begins now."""
+    if was_scheduled(group, key):
+        group[f"initial_{key}"] = initial_value(group, key)
+        group[SCHEDULED + key] = number_in(group, key)
 
 
 def set_initial_value(group: Group, key: str, value: object) -> None:
@@ -546,32 +500,6 @@ def _at_least(lowered: Rate, rate: Rate, lowest: float) -> Rate:
     if isinstance(lowered, Tensor):  # which no comparison may read
         return lowered.maximum(torch.as_tensor(rate).clamp(max=lowest))
     return max(lowered, min(rate, lowest))
-
-
-Kept = tuple[Group, Group]
-
-
-def keep_settings(groups: Iterable[Group]) -> list[Kept]:
-    """Return groups with their settings as they are now, for :func:`put_settings_back`."""
-    return [(group, dict(group)) for group in groups]
-
-
-def put_settings_back(kept: Iterable[Kept], field: str, used: Iterable[Rate]) -> None:
-    """Give groups the settings from before an update that was left out.
-
-    A group that has gone back to other settings meanwhile has those. A tensor stays as it was set:
-    it is filled in place, and a copy of it would cost every update.
-
-    Args:
-        kept: what :func:`keep_settings` returned.
-        field: the key of the number that was set.
-        used: the number of each group in the update.
-    """
-    for (group, before), number in zip(kept, used, strict=True):
-        if number_in(group, field) is number and not isinstance(number, Tensor):
-            for name in group.keys() - before.keys():
-                del group[name]
-            group.update(before)
 
 
 def numbers_used(groups: Mapping[str, Group], field: str) -> dict[str, Metric]:

@@ -30,6 +30,7 @@ BROUGHT_FORMAT = 6  # of those with parts that were brought, which an older fnlo
 NEWEST_FORMAT = BROUGHT_FORMAT
 TENSORS = ("model", "optimizer", "slots")  # the groups of tensors that every checkpoint has
 OWN = "own"  # the group of what each process has of its own: names begin with its rank and a slash
+TAKEN = (*TENSORS, "training", OWN)  # the names of files that no part of another can have
 COLLECTED = "the collecting of a checkpoint"  # as messages about processes that wait name it
 State = Any  # a TrainState, which knows the parts that were brought to it
 POSITIONS = "positions"  # a key of the facts, and what the names of their tensors begin with
@@ -233,7 +234,7 @@ class Part:
 
 def _check_name(owner: str, name: str) -> None:
     checks.text(owner, "name", name, "the name of the slot")
-    taken = name.lower() in (*TENSORS, "training", OWN)
+    taken = name.lower() in TAKEN
     if taken or not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_-]*", name):
         raise ValueError(
             f"{owner} expects name as a name for a file that no checkpoint has otherwise, of "

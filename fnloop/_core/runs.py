@@ -155,6 +155,14 @@ class Stopwatch:
         self.resumed = time.perf_counter()
         self.begin(0.0)
 
+    def waiting_once(self, parts: Sequence[Item]) -> Iterator[Item]:
+        """Yield parts that came with one fetch. The time it took counts for the first of them."""
+        waited = self.waited
+        for part in parts:
+            yield part
+            self.waited = 0.0
+        self.waited = waited  # for what surrounds all of them
+
     def begin(self, spent: float) -> None:
         """Begin a run. ``spent`` is what was spent in those before it."""
         self._began, self._ended = time.monotonic() - spent, math.inf
@@ -166,19 +174,6 @@ class Stopwatch:
     def end(self) -> None:
         """End the run."""
         self._ended = time.monotonic()
-
-
-def waiting_once(run: RunInfo | None, parts: Sequence[Item]) -> Iterator[Item]:
-    """Yield parts that came with one fetch. The time it took counts for the first of them."""
-    if run is None:
-        yield from parts
-        return
-    watch = run.live.stopwatch
-    waited = watch.waited
-    for part in parts:
-        yield part
-        watch.waited = 0.0
-    watch.waited = waited  # for what surrounds all of them
 
 
 def _unknown(epoch: int, batch: int) -> Position | None:

@@ -20,10 +20,8 @@ from torch.func import vmap
 from fnloop._backend.containers import map_leaves
 from fnloop._backend.torch_compat import (
     buffers_of,
-    has_forward_hooks,
     is_batched,
     parameters_of,
-    uncompiled,
 )
 from fnloop._core.types import Batch
 from fnloop._display.checks import describe, join_names
@@ -294,11 +292,6 @@ def call_each(fn: Callable[[Value], Value], given: Value, name: str) -> Value:
     return _vmapped(one, tensors, name, ())[0]
 
 
-def of_model(given: Value, model: int) -> Value:
-    """Return one model's part of a value whose tensors have a first dimension for the models."""
-    return map_leaves(given, lambda leaf: leaf[model] if isinstance(leaf, Tensor) else leaf)
-
-
 class Shared:
     """A tensor that all models have in common, in the result of a function of one model.
 
@@ -421,32 +414,6 @@ def check_architectures(models: Mapping[str, nn.Module]) -> None:
                 f"stack expects models of one architecture, but {both} share parameters between "
                 f"their modules in different ways. {INSTEAD}"
             )
-
-
-def check_modules(models: Mapping[str, nn.Module]) -> None:
-    """Raise if a model cannot be called for all: it has hooks, is compiled, or has no weights yet.
-
-    Raises:
-        NotImplementedError: a module has hooks, or is compiled.
-        ValueError: a model waits for its first batch.
-    """
-    for name, model in models.items():
-        if uncompiled(model) is not None:
-            raise NotImplementedError(
-                f"stack: the model {name!r} is compiled. Stack the states of the models themselves"
-            )
-        if any(map(nn.parameter.is_lazy, model.parameters())):
-            raise ValueError(
-                f"stack: the first batch decides the shapes of the parameters of {name!r}: call "
-                "each model with one before"
-            )
-        for path, module in model.named_modules():
-            if has_forward_hooks(module):
-                raise NotImplementedError(
-                    f"stack: the module {path or type(module).__name__!r} of {name!r} has a hook "
-                    f"around its forward or backward, which would be called for one model only: "
-                    f"remove it. {INSTEAD}"
-                )
 
 
 def _described(model: nn.Module) -> dict[str, nn.Module]:

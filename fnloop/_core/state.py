@@ -31,7 +31,6 @@ from fnloop._backend.collectives import (
     all_reduce_max,
     broadcast,
     gather_from_all,
-    gather_objects,
     join,
     start_all_reduce_sum,
 )
@@ -41,7 +40,7 @@ from fnloop._backend.processes import Backend
 from fnloop._backend.torch_compat import buffers_of, foreach_copy_, version_of
 from fnloop._core.history import History, Phase
 from fnloop._core.items import NONE_YET, UNREAD, Counted, as_count
-from fnloop._core.metrics import ITEMS, TorchMetric, add_output_, items_so_far, sent, to_host
+from fnloop._core.metrics import ITEMS, TorchMetric, add_output_, items_so_far
 from fnloop._core.optimizers import (
     Group,
     Handle,
@@ -55,7 +54,7 @@ from fnloop._core.optimizers import (
 from fnloop._core.parts import Held, Part
 from fnloop._core.rng import SEED_BITS, HostGenerators, new_seed
 from fnloop._core.runs import Position, RunInfo, Todo, pending
-from fnloop._core.serialize import Pending, copy_flattened
+from fnloop._core.serialize import copy_flattened
 from fnloop._core.stacked import Stack, leaves_of, models_of
 from fnloop._core.types import RECORD, UPDATE, Metric, Output, View
 from fnloop._display import checks, tables
@@ -556,11 +555,19 @@ TrainState.__setattr__ = _refuse_change  # attrs would say no more than that it 
 
 
 def check_not_stale(state: object, owner: str = "fnloop") -> None:
-    """Raise if a state has been advanced; ``owner`` is what was called with it.
+    """Raise if a state has been advanced, for a function that takes the newest one.
+
+    Args:
+        state: what was given.
+        owner: what was called with it, for messages.
 
     Raises:
-        StaleStateError: it has; the message says how to keep a copy.
+        StaleStateError: it has been advanced; the message says how to keep a copy.
         TypeError: it is not a state.
+
+    Example:
+        >>> from fnloop.testing import toy
+        >>> check_not_stale(toy(), "mine")
     """
     if not isinstance(state, TrainState):
         raise TypeError(
@@ -824,8 +831,18 @@ def parameters(state: TrainState) -> list[Any]:
 def all_parameters(state: TrainState) -> list[Tensor]:
     """Return the parameters of the model and of the optimizers, each once.
 
-    It is the same list as before unless they have changed, or :func:`clear_parameter_cache` was
-    called.
+    Args:
+        state: the state.
+
+    Returns:
+        The parameters, frozen ones too. It is the same list as before unless they have changed, so
+        what is computed from them can be kept for as long.
+
+    Example:
+        >>> from fnloop.testing import toy
+        >>> state = toy()
+        >>> len(all_parameters(state)), all_parameters(state) is all_parameters(state)
+        (1, True)
     """
     return current_parameters(state).found
 
@@ -865,9 +882,12 @@ def used_in(state: TrainState) -> tuple[str, ...] | None:
     return state._parameters.used
 
 
-def rested(state: TrainState, name: str) -> int:
-    """Return in how many updates an optimizer rested since the run began, or its newest phase."""
-    return state.slots.get(RESTED, {}).get(name, 0)
+def rested(state: TrainState) -> Mapping[str, int]:
+    """Return in how many updates optimizers rested since the run began, or its newest phase.
+
+    One that is not there has rested in none.
+    """
+    return state.slots.get(RESTED, {})
 
 
 def with_used(state: TrainState, names: tuple[str, ...] | None = None) -> TrainState:
@@ -903,7 +923,7 @@ def advance_used(whole: TrainState, new: TrainState, applied: bool) -> TrainStat
         optimizer = Optimizers({**optimizer, **new.optimizer})
     counts = {name: n + (applied and name in new.updates) for name, n in whole.updates.items()}
     if applied and (resting := [name for name in counts if name not in new.updates]):
-        before = new.slots.get(RESTED, {})
+        before = rested(new)
         more = {name: before.get(name, 0) + 1 for name in resting}
         new = with_slot(new, RESTED, {**before, **more})
     new = changed(new, optimizer=optimizer, updates=whole.updates, _parameters=whole._parameters)
@@ -1622,7 +1642,6 @@ def _set(group: Group, key: str, value: float) -> None:
 TOLERANCE = 1e-3  # by which norms may differ between different kinds of processors
 # By which that may grow from one comparison to the next, and more in each update between them.
 GROWTH, GROWTH_PER_UPDATE = 1e-5, 1e-6
-LOCAL_SGD = "local_sgd"  # the slot of what processes that update by themselves have as their own
 _BY_HOOK = (
     "What a hook or a middleware does to weights must be the same everywhere: draw from torch, "
     "whose generators agree after backward, or fnloop.broadcast(...) what was drawn"
@@ -1631,34 +1650,6 @@ _BY_LOSS = (
     "It is in no optimizer, so the loss function changed it: make it a buffer "
     "(self.register_buffer), of which every process gets that of the main one"
 )
-
-
-def merge_metrics(
-    metrics: Mapping[str, Metric], own: Iterable[str] | None = None
-) -> dict[str, Metric]:
-    """Combine metrics over all processes, in the order of their ranks, with one exchange.
-
-    Args:
-        metrics: name to metric, as this process has seen them.
-        own: the names of those that are of this process's share of the data; by default all. The
-            others are the same in every process already.
-
-    Returns:
-        Name to metric, on the host; the same in every process.
-    """
-    mine = to_host({k: m for k, m in metrics.items() if not isinstance(m, Pending)})
-    parts = gather_objects(
-        (set(mine if own is None else own), sent(mine)), "an exchange of metrics"
-    )
-    shared = set().union(*(names for names, _ in parts))  # some may have had no batch
-    merged = dict(parts[0][1])
-    for _, part in parts[1:]:
-        for name, metric in part.items():
-            if name not in merged:
-                merged[name] = metric
-            elif name in shared:
-                merged[name] = merged[name].combine(metric)
-    return merged
 
 
 def moved(metrics: Mapping[str, Metric], device: torch.device) -> dict[str, Metric]:
@@ -1816,36 +1807,3 @@ def begin_count(state: TrainState) -> TrainState:
         return state
     slots = {name: slot for name, slot in state.slots.items() if name not in counted}
     return attrs.evolve(state, slots=slots)
-
-
-# --------------------------------------------------------------------------------------------------
-# The error for what needs the length of a run, if that is unknown.
-
-
-def explain_unknown_length(what: str, state: TrainState) -> str:
-    """Return why the length of the run is unknown, and what to do about it.
-
-    Args:
-        what: what needs the length, such as "schedule(cosine())".
-        state: a state of the run, or of a bare step.
-    """
-    if state.run is None:
-        return (
-            f"{what} needs the length of the run, which a bare step does not know: call fit(step, "
-            "state, loaders, ...), or give every length in steps"
-        )
-    run = state.run
-    if run.total_items is not None and (run.epochs is None or run.batches_per_epoch is not None):
-        return (
-            f"{what} needs the updates of the run, but items= ends it: write schedule(..., "
-            'by="items"), or give every length in steps'
-        )
-    varies = run.batches_per_epoch is not None
-    why = (
-        "a batch makes an update for each of its windows"
-        if varies
-        else "the training loader has none"
-    )
-    return (
-        f"{what} needs the length of the run, but {why}: call fit(step, state, loaders, steps=...)"
-    )

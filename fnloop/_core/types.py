@@ -8,7 +8,7 @@ import inspect
 import types
 from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType
-from typing import Any, ClassVar, Literal, ParamSpec, Protocol, Self, cast
+from typing import Any, ClassVar, Literal, ParamSpec, Protocol, Self
 
 import attrs
 from torch import Tensor, nn
@@ -95,11 +95,41 @@ class Step(Protocol):
     def __call__(self, state: State, batch: Batch, /) -> tuple[State, Output]: ...
 
 
-Wrap = Callable[[Step], Step]
+class Wrap(Protocol):
+    """The type of what a middleware has in a ring, a step to a step, for annotations.
+
+    Example:
+        >>> import fnloop as fl
+        >>> def noting(notes: list) -> Wrap:
+        ...     def wrap(step: fl.Step) -> fl.Step:
+        ...         def noted(state: fl.TrainState, batch: Batch):
+        ...             notes.append(state.step)
+        ...             return step(state, batch)
+        ...         return noted
+        ...     return wrap
+        >>> fl.Middleware("noting", step=noting([]))
+        Middleware('noting', step=wrap)
+    """
+
+    def __call__(self, step: Step, /) -> Step: ...
 
 
 class Metric(Protocol):
-    """A value that can be combined over batches, windows and processes in any grouping."""
+    """A value that can be combined over batches, windows and processes in any grouping.
+
+    Example:
+        >>> import attrs
+        >>> @attrs.frozen
+        ... class Largest:
+        ...     value: float
+        ...     def combine(self, other):
+        ...         return Largest(max(self.value, other.value))
+        ...     def compute(self):
+        ...         return self.value
+        >>> found: Metric = Largest(1.0)
+        >>> found.combine(Largest(3.0)).compute()
+        3.0
+    """
 
     def combine(self, other: Self, /) -> Self:
         """Return the metric of both parts. Neither is changed."""
@@ -190,16 +220,6 @@ class Output:
             shown |= {part: tables.format_metric(part, value) for part, value in values.items()}
         shown |= {f"aux[{name!r}]": tables.summarize(value) for name, value in self.aux.items()}
         return tables.facts("Output", shown | ({"skip": self.skip} if self.skip else {}))
-
-
-def output_without_loss(
-    weight: float | Tensor, aux: Aux, metrics: Mapping[str, Metric], skip: str | None = None
-) -> Output:
-    """Return the output for a batch of an evaluation that has no loss.
-
-    The loss is typed as a tensor, because in training it always is one.
-    """
-    return Output(cast(Tensor, None), weight, aux, metrics, skip)
 
 
 def _as_number(weight: float | Tensor) -> float:

@@ -304,6 +304,19 @@ def scalar(owner: str, name: str, value: object) -> Any:
     return value
 
 
+def as_number(owner: str, value: object) -> float:
+    """Return a number, or a tensor of one element, as a float. It reads a tensor to the host.
+
+    Raises:
+        TypeError: it is not a number.
+    """
+    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
+        return float(value)
+    if isinstance(value, Real) and not isinstance(value, bool):
+        return float(value)
+    raise TypeError(f"{owner} must be a number; got {describe(value)}")
+
+
 def metric_name(owner: str, name: str, value: str) -> str:
     """Return a value if it can be the name of a metric.
 

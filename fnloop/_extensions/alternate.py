@@ -6,9 +6,10 @@ import contextlib
 import functools
 import inspect
 import itertools
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 from weakref import WeakKeyDictionary
 
 import attrs
@@ -18,50 +19,33 @@ from torch import Tensor
 
 from fnloop._core.history import unfinished
 from fnloop._core.metrics import RECENT, Mean, NoLoss, combine, update_evaluated_
-from fnloop._core.optimizers import first_shared, optimizers_in
+from fnloop._core.optimizers import first_shared
 from fnloop._core.rng import fold_in
-from fnloop._core.runs import RunInfo, waiting_once
+from fnloop._core.runs import RunInfo
 from fnloop._core.state import (
-    LOCAL_SGD,
     Ownership,
     ParameterCache,
     TrainState,
     advance,
-    all_parameters,
-    check_not_stale,
     give_up_ownership,
     ownership_of,
     owns_handles,
     parameters,
 )
-from fnloop._core.types import (
-    Aux,
-    Batch,
-    Call,
-    Metric,
-    Middleware,
-    Output,
-    Step,
-    is_ours,
-    output_without_loss,
-)
+from fnloop._core.types import Call, Middleware, Output, Step, is_ours
 from fnloop._data.source import LateWindow
-from fnloop._display import checks, tables
-from fnloop._display.checks import describe, is_list, join_names
-from fnloop._display.screen import log
-from fnloop._step.engine import engine_of, refuse
+from fnloop._display import tables
+from fnloop._step.engine import engine_of
 from fnloop._step.gradients import NO_GRADIENT, NoGradientError
 from fnloop._step.pipeline import (
     STEP,
     Pipeline,
     PipelineStep,
-    Replaceable,
-    calls_noted,
-    check_around,
-    renew_slots,
 )
-from fnloop._step.stacked import check_loss_step
-from fnloop._step.update import USING, of_turn, prefixed
+from fnloop._step.update import Numbers, prefixed
+from fnloop.extend import Batch, Metric, all_parameters, check_not_stale, checks, optimizers, refuse
+
+log = logging.getLogger("fnloop")
 
 SAME, NEXT, LATE = "same", "next", "late"
 # What acts on one backward or one forward: the steps list it themselves.
@@ -145,8 +129,8 @@ def alternate(
     turns = _names("order", names if order is None else order, names)
     if idle := [name for name in names if name not in turns]:
         raise ValueError(
-            f"alternate: order={turns} leaves out {join_names(idle)}: name each step at least "
-            "once, or leave it out of steps"
+            f"alternate: order={turns} leaves out {checks.join_names(idle)}: name each step at "
+            "least once, or leave it out of steps"
         )
     rules = _rules(batch, names)
     _check_windows(checked, turns, rules)
@@ -173,11 +157,11 @@ class AlternateStep(PipelineStep):
 
     def __init__(self, pipeline: Pipeline, settings: Settings) -> None:
         self.settings, self._turns = settings, Turns(settings.run_of)
-        self._round: Replaceable = functools.partial(self._take_turns)
+        self._round = functools.partial(self._take_turns)
         super().__init__(pipeline)
         self.window, self.fetches_late = settings.window, settings.late
         inner = [
-            of_turn(member, name)
+            _of_turn(member, name)
             for name, step in settings.steps.items()
             for member in step.pipeline.middleware
             if member.report is not None
@@ -190,13 +174,13 @@ class AlternateStep(PipelineStep):
         Raises:
             ValueError: it would ignore one of them.
         """
-        check_around(pipeline.middleware, _OF_STEPS, self._explain)
+        self._check_around(pipeline.middleware, _OF_STEPS)
         check_with_turns(pipeline.middleware, self.settings.steps)
         listed = (*self.pipeline.middleware, *pipeline.middleware)
         return AlternateStep(Pipeline(listed), self.settings)
 
     def _explain(self, member: Middleware, acts: str, ignored: Sequence[str]) -> str:
-        names, hint = join_names([*self.settings.steps]), ""
+        names, hint = checks.join_names([*self.settings.steps]), ""
         if [*ignored] == ["forward"] and member.name.startswith("metric"):
             hint = '; or write metric(..., on="evaluation") for the aux of all, by name'
         return (
@@ -207,7 +191,9 @@ class AlternateStep(PipelineStep):
 
     @property
     def evaluates(self) -> str:
-        return join_names([self.settings.steps[name].evaluates for name in self.settings.evaluated])
+        return checks.join_names(
+            [self.settings.steps[name].evaluates for name in self.settings.evaluated]
+        )
 
     def _compose_innermost(self) -> Step:
         return self._evaluate_each
@@ -223,7 +209,8 @@ class AlternateStep(PipelineStep):
         check_not_stale(state)
         steps, done = self.settings.steps, Round()
         window = self._window(batch)
-        for turn in waiting_once(state.run, self.settings.turns):
+        turns = self.settings.turns
+        for turn in state.run.live.stopwatch.waiting_once(turns) if state.run else turns:
             try:
                 part = window[turn.batches]
             except BaseException:  # of a batch that is fetched now
@@ -247,7 +234,7 @@ class AlternateStep(PipelineStep):
         if type(batch) is LateWindow:
             return batch
         if not isinstance(batch, list | tuple) or not 0 < len(batch) <= self.window:
-            given = f"{len(batch)}" if isinstance(batch, list | tuple) else describe(batch)
+            given = f"{len(batch)}" if isinstance(batch, list | tuple) else checks.describe(batch)
             raise ValueError(
                 f"a round of {self!r} takes a list or a tuple of 1 to {self.window} batches; got "
                 f"{given}"
@@ -265,7 +252,7 @@ class AlternateStep(PipelineStep):
     @contextlib.contextmanager
     def _calls_noted(self) -> Iterator[list[int]]:
         calls: list[int] = []
-        with calls_noted(self._round) as rounds, super()._calls_noted() as evaluations:
+        with self._noting(self._round) as rounds, super()._calls_noted() as evaluations:
             yield calls
         calls += rounds + evaluations
 
@@ -307,12 +294,12 @@ class AlternateStep(PipelineStep):
         if idle and state.backend.main:
             log.warning(
                 f"alternate: these optimizers have no turn, so their parameters stay as they are: "
-                f"{join_names(idle)}"
+                f"{checks.join_names(idle)}"
             )
 
     def init_slots(self, state: TrainState, *, evaluation: bool = False) -> TrainState:
         __tracebackhide__ = True
-        check_loss_step(state, self)
+        self._refuse_stack(state)
         self._check_state(state)
         if not evaluation:
             takes = "takes the parameters that need gradients as they are at first"
@@ -326,16 +313,16 @@ class AlternateStep(PipelineStep):
                 state = self._turns.with_slots(state, name, made)
         return state
 
-    def renew_slots(self, state: TrainState) -> TrainState:
-        state = super().renew_slots(state)
+    def renew_slots(self, state: TrainState, prefix: str = "") -> TrainState:
+        state = super().renew_slots(state, prefix)
         for name, step in self.settings.steps.items():
-            state = renew_slots(state, step.pipeline.middleware, f"{name}/")
+            state = step.renew_slots(state, f"{prefix}{name}/")
         return state
 
     def _check_state(self, state: TrainState) -> None:
         """Raise ValueError if the state lacks an optimizer."""
         refuse(state, "alternate", exact="its turns share a window. Leave exact=True out")
-        found = optimizers_in(state.optimizer)
+        found = optimizers(state)
         missing = [name for name in self.settings.steps if name not in found]
         if not missing:
             if (shared := first_shared(state.model, found)) is not None:
@@ -345,10 +332,14 @@ class AlternateStep(PipelineStep):
                     "out of one"
                 )
             return
-        has = "has one optimizer, without a name" if "" in found else f"has {join_names([*found])}"
+        has = (
+            "has one optimizer, without a name"
+            if "" in found
+            else f"has {checks.join_names([*found])}"
+        )
         given = ", ".join(f"{name!r}: ..." for name in self.settings.steps)
         raise ValueError(
-            f"alternate has a step for {join_names(missing)}, but the state {has}. Name an "
+            f"alternate has a step for {checks.join_names(missing)}, but the state {has}. Name an "
             f"optimizer for each step: TrainState.create(model, {{{given}}})"
         )
 
@@ -403,7 +394,7 @@ def _check_steps(steps: object) -> Mapping[str, PipelineStep]:
     if not isinstance(steps, Mapping) or not steps:
         raise TypeError(
             f"alternate expects steps as a mapping from names to steps, {_EXAMPLE}; got "
-            f"{describe(steps)}"
+            f"{checks.describe(steps)}"
         )
     for name, step in steps.items():
         checks.text("alternate", "steps", name, "names of optimizers")
@@ -413,7 +404,7 @@ def _check_steps(steps: object) -> Mapping[str, PipelineStep]:
             )
         if not isinstance(step, PipelineStep):
             raise TypeError(
-                f"alternate expects steps, {_EXAMPLE}; got {describe(step)} under {name!r}"
+                f"alternate expects steps, {_EXAMPLE}; got {checks.describe(step)} under {name!r}"
             )
         _check_in_turn(name, step)
     return steps
@@ -437,9 +428,9 @@ def _check_in_turn(name: str, step: PipelineStep) -> None:
             why += ": leave it out"
         elif member.name == "spike_guard" and member.check_state is not None:
             why = 'goes back with the whole model: write then="skip" or then="stop"'
-        elif member.name == LOCAL_SGD:
+        elif member.name == "local_sgd":
             why = "averages weights over processes, and alternate gradients: leave one out"
-        elif member.name == USING:
+        elif member.name == "using":
             why = "names optimizers, and a turn has only its own: leave it out"
         elif member.view or (member.update and is_ours(member) and member.name != "compiled"):
             why = "averages the whole model: list it around all turns, "
@@ -457,14 +448,14 @@ def _rules(batch: str | Mapping[str, str], names: Sequence[str]) -> dict[str, st
         return dict.fromkeys(names, rule)
     if unknown := [name for name in batch if name not in names]:
         raise ValueError(
-            f"alternate expects batch with names of steps, which are {join_names([*names])}; got "
-            f"{describe(unknown[0])}"
+            "alternate expects batch with names of steps, which are "
+            f"{checks.join_names([*names])}; got {checks.describe(unknown[0])}"
         )
     if missing := [name for name in names if name not in batch]:
         given = ", ".join(f'"{name}": "{batch.get(name, "...")}"' for name in names)
         raise ValueError(
-            f"alternate: batch lacks {join_names(missing)}: say for each name whether it takes the "
-            f'"next" batch or the "same" as the turn before, batch={{{given}}}'
+            f"alternate: batch lacks {checks.join_names(missing)}: say for each name whether it "
+            f'takes the "next" batch or the "same" as the turn before, batch={{{given}}}'
         )
     rules = {
         name: checks.choice("alternate", f"batch[{name!r}]", batch[name], (SAME, NEXT, LATE))
@@ -473,8 +464,8 @@ def _rules(batch: str | Mapping[str, str], names: Sequence[str]) -> dict[str, st
     if {NEXT, LATE} <= {*rules.values()}:
         late = [name for name, rule in rules.items() if rule == LATE]
         raise ValueError(
-            f'alternate: batch has "late" for {join_names(late)} and "next" for another step, but '
-            'all take from one loader: write "late" for both'
+            f'alternate: batch has "late" for {checks.join_names(late)} and "next" for another '
+            'step, but all take from one loader: write "late" for both'
         )
     return rules
 
@@ -500,16 +491,16 @@ def _check_windows(
 
 
 def _names(argument: str, given: object, known: Sequence[str]) -> tuple[str, ...]:
-    if not is_list(given) or not given:
+    if not checks.is_list(given) or not given:
         raise TypeError(
             f"alternate expects {argument} as names of steps, such as {(*known,)}; got "
-            f"{describe(given)}"
+            f"{checks.describe(given)}"
         )
     for name in given:
         if name not in known:
             raise ValueError(
                 f"alternate expects {argument} as names of steps, which are "
-                f"{join_names([*known])}; got {describe(name)}"
+                f"{checks.join_names([*known])}; got {checks.describe(name)}"
             )
     return tuple(given)
 
@@ -617,7 +608,7 @@ def check_with_turns(around: Sequence[Middleware], steps: Mapping[str, PipelineS
         if _sets_numbers(member)
     ]
     for member in around:
-        if member.name == LOCAL_SGD:
+        if member.name == "local_sgd":
             raise NotImplementedError(
                 f"alternate averages the gradients of each turn over processes, and {member!r} the "
                 "weights: leave one of them out"
@@ -759,6 +750,46 @@ def _merged(state: TrainState, name: str, own: TrainState) -> dict[str, object]:
     return {**state.slots, **{f"{name}/{key}": value for key, value in own.slots.items()}}
 
 
+# --- the numbers of a turn
+
+
+def _of_turn(member: Middleware, name: str) -> Middleware:
+    """Return a middleware that adds to the numbers of a turn what another one adds to all."""
+    given = member.report
+    assert given is not None
+
+    def report(loader: str | None, numbers: Mapping[str, float]) -> Mapping[str, float]:
+        __tracebackhide__ = True
+        more: object = given(loader, _OfTurn(loader, numbers, name))
+        if isinstance(more, Mapping):
+            return {prefixed(name, key): value for key, value in more.items()}
+        return more  # type: ignore[return-value]  # which is checked
+
+    return attrs.evolve(member, report=report)
+
+
+class _OfTurn(Numbers):
+    """The numbers of a turn, without its name. Those that it lacks are looked up among all.
+
+    Args:
+        loader: the name of the loader, or None.
+        numbers: all numbers of the loader.
+        name: the name of the turn.
+    """
+
+    def __init__(self, loader: str | None, numbers: Mapping[str, float], name: str) -> None:
+        prefix = f"{name}/"
+        own = {k.removeprefix(prefix): v for k, v in numbers.items() if k.startswith(prefix)}
+        super().__init__(loader, own)
+        self._all, self._name = numbers, name
+
+    def __missing__(self, key: str) -> float:
+        return self._all[prefixed(self._name, key)]
+
+
+# --- the outputs of turns
+
+
 class Round:
     """The turns that were taken of one round, and their outputs."""
 
@@ -766,7 +797,7 @@ class Round:
         self._losses: dict[str, Mean | NoLoss] = {}
         self._weight: float | Tensor = 0  # of the newest turn
         self._metrics: dict[str, Metric] = {}
-        self._aux: dict[str, Aux] = {}
+        self._aux: dict[str, Mapping[str, object]] = {}
         self._skipped: Output | None = None
 
     @property
@@ -795,7 +826,7 @@ class Round:
         metrics = {f"{name}/loss": loss for name, loss in self._losses.items()} | self._metrics
         losses = [loss for loss in self._losses.values() if isinstance(loss, Mean)]
         if len(losses) < len(self._losses):  # in an evaluation
-            return output_without_loss(self._weight, self._aux, metrics)
+            return Output(cast(Tensor, None), self._weight, self._aux, metrics)
         first, *others = losses
         total, weight = first.total, first.weight
         for loss in others:

@@ -8,29 +8,20 @@ from collections.abc import Mapping, Sequence
 
 import attrs
 import torch
+from torch import nn
 
-from fnloop._backend.containers import parts_of
+from fnloop._backend import torch_compat
 from fnloop._core.history import History
 from fnloop._core.metrics import Mean, PerModel
-from fnloop._core.optimizers import Optimizers, optimizers_in, wants_closure
+from fnloop._core.optimizers import Optimizers, wants_closure
 from fnloop._core.records import COSTS, Record, records_of_model
-from fnloop._core.stacked import (
-    INSTEAD,
-    OWNER,
-    Stack,
-    check_architectures,
-    check_modules,
-    models_of,
-)
+from fnloop._core.stacked import INSTEAD, OWNER, Stack, check_architectures, models_of
 from fnloop._core.state import (
     Ownership,
     TrainState,
-    check_not_stale,
     snapshot,
 )
-from fnloop._core.types import Metric
-from fnloop._display import checks
-from fnloop._display.checks import describe
+from fnloop.extend import Metric, check_not_stale, checks, containers, optimizers
 
 EXAMPLE = "such as fork(state, {'lr': [0.1, 0.01]})"
 _RESERVED = ("lr", "recent", *COSTS)  # what the names of numbers begin with after "train/"
@@ -102,7 +93,7 @@ def stack(states: Mapping[str, TrainState]) -> TrainState:
         _check_alone(name, state)
     _check_distinct(states)
     models = {name: state.model for name, state in states.items()}
-    check_modules(models)
+    _check_modules(models)
     check_architectures(models)
     _check_optimizers(states)
     _check_alike(states)
@@ -155,7 +146,7 @@ def unstack(state: TrainState) -> dict[str, TrainState]:
     if not names:
         raise ValueError(
             f"unstack expects the state of a stack, as stack(states) makes it; got one of "
-            f"{describe(state.model)}"
+            f"{checks.describe(state.model)}"
         )
     copied = snapshot(state)
     return {name: _taken_out(copied, i, name) for i, name in enumerate(names)}
@@ -261,7 +252,7 @@ def _check_optimizers(states: Mapping[str, TrainState]) -> None:
 def _layout(state: TrainState) -> list[list[str | None]]:
     """Return the names of the parameters of each group."""
     names = {id(p): name for name, p in state.model.named_parameters()}
-    (only,) = optimizers_in(state.optimizer).values()
+    (only,) = optimizers(state).values()
     return [[names.get(id(p)) for p in group["params"]] for group in only.param_groups]
 
 
@@ -282,8 +273,8 @@ def _check_alike(states: Mapping[str, TrainState]) -> None:
             if getattr(first, field) != getattr(state, field):
                 raise ValueError(
                     f"stack expects states with the same {field}: that of {first_name!r} is "
-                    f"{describe(getattr(first, field))}, and that of {name!r} "
-                    f"{describe(getattr(state, field))}{_hint(field)}"
+                    f"{checks.describe(getattr(first, field))}, and that of {name!r} "
+                    f"{checks.describe(getattr(state, field))}{_hint(field)}"
                 )
         if state.batch and state.seed != first.seed:
             raise ValueError(
@@ -333,7 +324,7 @@ def _holds_tensors(value: object) -> bool:
         return True
     if attrs.has(type(value)):
         value = attrs.asdict(value, recurse=False)
-    parts = parts_of(value)
+    parts = containers.parts_of(value)
     return parts is not None and any(_holds_tensors(part) for _, part in parts)
 
 
@@ -433,3 +424,29 @@ def _joined_record(names: Sequence[str], records: Sequence[Record]) -> Record:
             if label in record.metrics:
                 metrics[f"{loader}/{_with_model(rest, name)}"] = record.metrics[label]
     return attrs.evolve(records[0], metrics=metrics)
+
+
+def _check_modules(models: Mapping[str, nn.Module]) -> None:
+    """Raise if a model cannot be called for all: it has hooks, is compiled, or has no weights yet.
+
+    Raises:
+        NotImplementedError: a module has hooks, or is compiled.
+        ValueError: a model waits for its first batch.
+    """
+    for name, model in models.items():
+        if torch_compat.uncompiled(model) is not None:
+            raise NotImplementedError(
+                f"stack: the model {name!r} is compiled. Stack the states of the models themselves"
+            )
+        if any(map(nn.parameter.is_lazy, model.parameters())):
+            raise ValueError(
+                f"stack: the first batch decides the shapes of the parameters of {name!r}: call "
+                "each model with one before"
+            )
+        for path, module in model.named_modules():
+            if torch_compat.has_forward_hooks(module):
+                raise NotImplementedError(
+                    f"stack: the module {path or type(module).__name__!r} of {name!r} has a hook "
+                    f"around its forward or backward, which would be called for one model only: "
+                    f"remove it. {INSTEAD}"
+                )

@@ -271,7 +271,9 @@ def refuse(
     several: str | None = None,
     sharded: str | None = None,
 ) -> None:
-    """Raise where something cannot work with the engine of a state.
+    """Raise where something cannot work with the processes of a state.
+
+    Call it when a run starts, such as in the ``check_state`` of a middleware.
 
     Args:
         state: the state.
@@ -282,6 +284,11 @@ def refuse(
 
     Raises:
         NotImplementedError: it cannot.
+
+    Example:
+        >>> from fnloop.testing import toy
+        >>> state = toy()
+        >>> refuse(state, "mine", several="it looks at one loss. Leave it out")  # there is one
     """
     if exact is not None and state.backend.exact:
         raise NotImplementedError(

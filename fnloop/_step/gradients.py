@@ -158,9 +158,24 @@ def fail_to_train(state: TrainState, name: str, uses_others: bool) -> NoReturn:
     )
 
 
-def total_norm(grads: Sequence[Tensor], norm_type: float) -> Tensor:
-    """Return the norm of all gradients together, including the parts in other processes."""
-    return _norm(grads, norm_type, _are_alike(grads))
+def norm(tensors: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
+    """Return the norm of tensors together, including what other processes hold of them.
+
+    It reads nothing to the host. If a tensor is sharded, every process has to call it.
+
+    Args:
+        tensors: such as the ``gradients`` of a state.
+        norm_type: the p of the norm, above 0; ``inf`` is the largest magnitude of an element.
+
+    Returns:
+        A tensor without dimensions.
+
+    Example:
+        >>> import torch
+        >>> norm([torch.tensor([3.0]), torch.tensor([4.0])])
+        tensor(5.)
+    """
+    return _norm(tensors, norm_type, _are_alike(tensors))
 
 
 def clip_to_norm_(params: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
@@ -174,17 +189,17 @@ def clip_to_norm_(params: Sequence[Tensor], max_norm: float, norm_type: float) -
     """
     grads = [p.grad for p in params if p.grad is not None]
     alike = _are_alike(grads)
-    norm = _norm(grads, norm_type, alike)
+    before = _norm(grads, norm_type, alike)
     if math.isinf(max_norm):
-        return norm
-    finite = nan_unless_finite(norm)
+        return before
+    finite = torch.fmod(before, math.inf)  # NaN if it is not, by which no gradient can be scaled
     if alike:  # in place, as each new tensor takes longer than what is computed
         factor = finite.add_(1e-6).reciprocal_().mul_(max_norm).clamp_(max=1.0)
         torch_compat.foreach_mul_(grads, factor)
-        return norm
+        return before
     for group in by_mesh([p for p in params if p.grad is not None]):
         utils.clip_grads_with_norm_(group, max_norm, finite)
-    return norm
+    return before
 
 
 def _norm(grads: Sequence[Tensor], norm_type: float, alike: bool) -> Tensor:
@@ -204,11 +219,6 @@ def _are_alike(grads: Sequence[Tensor]) -> bool:
         return False
     kind, _, _, layout, has_graph = kinds.pop()
     return kind is Tensor and layout is torch.strided and not has_graph
-
-
-def nan_unless_finite(norm: Tensor) -> Tensor:
-    """Return norms with NaN in the place of infinite ones, by which no gradient can be scaled."""
-    return torch.fmod(norm, math.inf)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -312,13 +322,6 @@ class WeightedSum:
 def skipped_with(others: object, out: Output) -> Output:
     """Return an output, which is left out if other processes leave it out."""
     return attrs.evolve(out, skip=BY_ANOTHER) if others and out.skip is None else out
-
-
-def weight_on_device(out: Output, weight: Weight | None = None) -> Tensor:
-    """Return a weight, by default that of the output, as a float64 tensor on the loss's device."""
-    given = torch.as_tensor(out.weight if weight is None else weight, device=out.loss.device)
-    wide = torch.float32 if given.device.type == "mps" else torch.float64
-    return valid_weight(given.detach().to(wide))
 
 
 def valid_weight(weight: Tensor) -> Tensor:

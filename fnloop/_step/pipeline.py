@@ -22,14 +22,13 @@ from torch import Tensor, nn
 
 from fnloop._backend.containers import to_device
 from fnloop._core.averages import check_not_averaged
-from fnloop._core.freeze import Selector, select
 from fnloop._core.history import check_loaders
 from fnloop._core.metrics import COLLECTION_HINT, names_in, update_evaluated_
 from fnloop._core.optimizers import check_used, groups_in, to_training
 from fnloop._core.rng import fold_in, isolated, seed_all, torch_seeder
 from fnloop._core.runs import Windows
 from fnloop._core.serialize import has_pending, materialize
-from fnloop._core.stacked import Stack
+from fnloop._core.stacked import INSTEAD, Stack
 from fnloop._core.state import (
     TBPTT,
     StaleStateError,
@@ -44,8 +43,6 @@ from fnloop._core.state import (
     consume,
     current_parameters,
     give_up_ownership,
-    parameters,
-    unwrap,
     using_only,
     with_carry,
     with_slot,
@@ -79,8 +76,7 @@ from fnloop._step.forward import (
     own_gradients,
 )
 from fnloop._step.gradients import LossRoot, NoGradientError, run
-from fnloop._step.guard import RETRY
-from fnloop._step.stacked import check_loss_step, check_stackable
+from fnloop._step.stacked import check_stackable
 from fnloop._step.transaction import around, may_skip_in, transaction
 from fnloop._step.update import (
     CLOSURE,
@@ -289,7 +285,50 @@ class PipelineStep(abc.ABC):
     def _calls_noted(self) -> AbstractContextManager[list[int]]:
         """Note the calls of the loss function, within a ``with`` block."""
         assert self._innermost is not None
-        return calls_noted(self._innermost)
+        return self._noting(self._innermost)
+
+    @staticmethod
+    def _noting(innermost: Replaceable) -> AbstractContextManager[list[int]]:
+        return _calls_noted(innermost)
+
+    def _check_around(self, listed: Sequence[Middleware], ignored: Sequence[str]) -> None:
+        """Raise if a step that makes its updates by itself would ignore a middleware around it.
+
+        Args:
+            listed: the middleware.
+            ignored: the rings, and other parts of a middleware, that it would ignore.
+
+        Raises:
+            ValueError: it would. The message is that of :meth:`_explain`.
+        """
+        for member in listed:
+            parts = attrs.asdict(member, recurse=False)
+            found = [part for part in ignored if parts[part] is not None]
+            acts = None
+            if "loss_fn" in found:
+                acts = "replaces the loss function"
+            elif found:
+                acts = f"acts in the {found[0]} ring"
+            elif member.window > 1:
+                acts = "takes windows"
+            elif member.name in (CLOSURE, CREATE_GRAPH):
+                acts = "says how the optimizer is called"
+            elif member.name == USING:
+                acts = "says which optimizers update"
+            if acts is not None:
+                raise ValueError(self._explain(member, acts, found))
+
+    def _explain(self, member: Middleware, acts: str, ignored: Sequence[str]) -> str:
+        """Return why the step would ignore a middleware that acts in these parts."""
+        raise NotImplementedError
+
+    def _refuse_stack(self, state: TrainState) -> None:
+        """Raise NotImplementedError for a stack, in a step that is not of one loss function."""
+        if type(state.model) is Stack:
+            raise NotImplementedError(
+                f"{self!r} does not train a stack of models, whose loss function is called once "
+                f"for all: write pipeline(...)(loss_fn). {INSTEAD}"
+            )
 
     def layer_of(self, error: BaseException) -> str:
         """Return the name of the layer in which an exception was raised."""
@@ -367,9 +406,16 @@ class PipelineStep(abc.ABC):
                 return {0: 1, **member.windows}, member.windows_by
         return {0: self.window}, "epoch"
 
-    def renew_slots(self, state: TrainState) -> TrainState:
-        """Return the state without the slots that are made again when a phase begins."""
-        return renew_slots(state, self.pipeline.middleware)
+    def renew_slots(self, state: TrainState, prefix: str = "") -> TrainState:
+        """Return the state without the slots that are made again when a phase begins.
+
+        Args:
+            state: the state.
+            prefix: what the names of its slots begin with.
+        """
+        old = {prefix + m.name for m in self.pipeline.middleware if m.per_phase}
+        kept = {name: slot for name, slot in state.slots.items() if name not in old}
+        return attrs.evolve(state, slots=kept)
 
     @contextlib.contextmanager
     def evaluating(self, state: TrainState, *, together: bool) -> Iterator[TrainState]:
@@ -698,15 +744,15 @@ class RawStep(LossStep):
         Raises:
             ValueError: it would ignore one of them.
         """
-        self._check_around(pipeline.middleware)
+        self._check_listed(pipeline.middleware)
         return self.listing((*self.pipeline.middleware, *pipeline.middleware))
 
     def listing(self, listed: Sequence[Middleware]) -> RawStep:
         """Return the same step with other middleware around it."""
         return type(self)(Pipeline(tuple(listed)), *self._given())
 
-    def _check_around(self, listed: Sequence[Middleware]) -> None:
-        check_around(listed, _IGNORED, self._explain)
+    def _check_listed(self, listed: Sequence[Middleware]) -> None:
+        self._check_around(listed, _IGNORED)
 
     def _explain(self, member: Middleware, acts: str, ignored: Sequence[str]) -> str:
         name, hint = name_of(self.fn), ""
@@ -745,7 +791,7 @@ class RawStep(LossStep):
 
     def init_slots(self, state: TrainState, *, evaluation: bool = False) -> TrainState:
         __tracebackhide__ = True
-        check_loss_step(state, self)
+        self._refuse_stack(state)
         if not evaluation:
             its = "it runs its own backward, so no other step can sum its gradients in a tree"
             refuse(
@@ -781,7 +827,7 @@ class GradientStep(RawStep):
 
     _settings = MappingProxyType({"updates": False})
 
-    def _check_around(self, listed: Sequence[Middleware]) -> None:
+    def _check_listed(self, listed: Sequence[Middleware]) -> None:
         for member in listed:
             if member.loss_fn is not None:
                 why = f"replaces the loss function, and {name_of(self.fn)} takes its place"
@@ -790,7 +836,7 @@ class GradientStep(RawStep):
             elif member.name == "amp" and member.gradient is not None:  # in fp16
                 why = "scales the loss, which does not reach a backward inside "
                 why += f'{name_of(self.fn)}: write amp("bf16")'
-            elif member.name == RETRY:
+            elif member.name == "retry_on_oom":
                 why = f"would repeat {name_of(self.fn)}: list microbatch(size) instead"
             elif member.name == CREATE_GRAPH:
                 why = f"differentiates gradients, and those of {name_of(self.fn)} have no graph"
@@ -819,7 +865,7 @@ class GradientStep(RawStep):
 
     def init_slots(self, state: TrainState, *, evaluation: bool = False) -> TrainState:
         __tracebackhide__ = True
-        check_loss_step(state, self)
+        self._refuse_stack(state)
         if not evaluation:
             averages = "averages gradients in a backward, before they can be weighed"
             why = f"does not work with fully_shard, which {averages}: leave fully_shard out"
@@ -897,39 +943,6 @@ def rings_of(listed: Sequence[Middleware]) -> list[tuple[str, list[str]]]:
     return [
         (ring, own.get(ring, []) + names) for ring, names in acting.items() if names or ring in own
     ]
-
-
-def check_around(
-    listed: Sequence[Middleware],
-    ignored: Sequence[str],
-    explain: Callable[[Middleware, str, Sequence[str]], str],
-) -> None:
-    """Raise if a step that makes its updates by itself would ignore a middleware around it.
-
-    Args:
-        listed: the middleware.
-        ignored: the rings, and other parts of a middleware, that it would ignore.
-        explain: returns the message, from a middleware, what it does, and those of its parts.
-
-    Raises:
-        ValueError: it would.
-    """
-    for member in listed:
-        parts = attrs.asdict(member, recurse=False)
-        found = [part for part in ignored if parts[part] is not None]
-        acts = None
-        if "loss_fn" in found:
-            acts = "replaces the loss function"
-        elif found:
-            acts = f"acts in the {found[0]} ring"
-        elif member.window > 1:
-            acts = "takes windows"
-        elif member.name in (CLOSURE, CREATE_GRAPH):
-            acts = "says how the optimizer is called"
-        elif member.name == USING:
-            acts = "says which optimizers update"
-        if acts is not None:
-            raise ValueError(explain(member, acts, found))
 
 
 def check_middleware(listed: Sequence[Middleware]) -> None:
@@ -1281,7 +1294,7 @@ def checked_once(
 
 
 @contextlib.contextmanager
-def calls_noted(innermost: Replaceable) -> Iterator[list[int]]:
+def _calls_noted(innermost: Replaceable) -> Iterator[list[int]]:
     """Note the calls of a step, which is a ``functools.partial``, within a ``with`` block."""
     calls: list[int] = []
     called = innermost.func
@@ -1345,13 +1358,6 @@ def _check(state: TrainState, members: Sequence[Middleware]) -> None:
         _checked[state.model] = all_parameters(state), members
 
 
-def renew_slots(state: TrainState, members: Iterable[Middleware], prefix: str = "") -> TrainState:
-    """Return the state without the slots that are made again when a phase begins."""
-    old = {prefix + m.name for m in members if m.per_phase}
-    kept = {name: slot for name, slot in state.slots.items() if name not in old}
-    return attrs.evolve(state, slots=kept)
-
-
 def _make(init: Callable[[TrainState], object], name: str, state: TrainState) -> object:
     """Make a middleware's slot. Its draws are a function of the seed, the same in every process."""
     __tracebackhide__ = True
@@ -1377,56 +1383,3 @@ def _kept_group_settings(state: TrainState) -> Iterator[None]:
     for group, settings in zip(groups, before, strict=True):
         for key, (held, value) in settings.items():
             group[key] = held.copy_(value) if isinstance(held, Tensor) else value
-
-
-# --------------------------------------------------------------------------------------------------
-# The parameters that a middleware is for, where selectors say which.
-
-
-class Chosen:
-    """The parameters that selectors choose, looked up once for each model.
-
-    Args:
-        owner: the middleware, for messages.
-        selectors: as in ``freeze``; None are all parameters.
-    """
-
-    def __init__(self, owner: str, selectors: Sequence[Selector] | None) -> None:
-        self._owner, self._selectors = owner, selectors
-        # By model: all parameters when it was looked at, and those chosen.
-        self._found: WeakKeyDictionary[nn.Module, tuple[list[Tensor], list[Tensor]]] = (
-            WeakKeyDictionary()
-        )
-
-    def named(self, state: TrainState) -> dict[str, nn.Parameter]:
-        """Return the parameters of a state's model that are chosen, by name.
-
-        Raises:
-            ValueError: a selector is for nothing in the model.
-        """
-        selectors = ("*",) if self._selectors is None else self._selectors
-        return select(self._owner, unwrap(state), selectors).parameters
-
-    def of(self, state: TrainState) -> list[Tensor]:
-        """Return those of the parameters that a state's optimizers update that are chosen."""
-        if self._selectors is None:
-            return parameters(state)
-        known, found = self._found.get(state.model, (None, []))
-        if known is not (now := all_parameters(state)):
-            ids = {id(p) for p in self.named(state).values()}
-            found = [p for p in parameters(state) if id(p) in ids]
-            self._found[state.model] = now, found
-        return found
-
-    def check(self, state: TrainState) -> None:
-        """Raise unless the state's optimizers update one of them, or all of them are frozen.
-
-        Raises:
-            ValueError: they are for nothing in the model, or all belong to other optimizers.
-        """
-        named = self.named(state)
-        if not self.of(state) and (trained := [n for n, p in named.items() if p.requires_grad]):
-            raise ValueError(
-                f"{self._owner} is for parameters that no optimizer of this step updates: "
-                f"{join_names(trained)}. List it in the step of their optimizer"
-            )

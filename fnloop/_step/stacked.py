@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from weakref import WeakKeyDictionary
@@ -18,11 +17,10 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from fnloop._backend.torch_compat import has_step_hooks
-from fnloop._core.metrics import PerModel
 from fnloop._core.optimizers import Group
-from fnloop._core.stacked import INSTEAD, Leaves, Stack, leaves_of, models_of
-from fnloop._core.state import TrainState, parameters
-from fnloop._core.types import Batch, Middleware
+from fnloop._core.stacked import INSTEAD, Leaves, Stack, leaves_of
+from fnloop._core.state import TrainState
+from fnloop._core.types import Batch, Middleware, is_ours, name_of
 from fnloop._display.checks import join_names
 
 # --------------------------------------------------------------------------------------------------
@@ -37,17 +35,14 @@ WORKING = (
 def check_stackable(listed: Sequence[Middleware]) -> None:
     """Raise NotImplementedError if a middleware does not work with a stack."""
     for member in listed:
-        factory = None if member.call is None else member.call.factory
-        known = (getattr(factory, "__module__", None) or "").startswith("fnloop.")
-        if not known or getattr(factory, "__name__", "") not in WORKING:
+        call = member.call if is_ours(member) else None
+        if call is None or name_of(call.factory) not in WORKING:
             raise NotImplementedError(
                 f"{member!r} does not work with a stack of models: leave it out. Those that do are "
                 f"{join_names(WORKING, len(WORKING))}. {INSTEAD}"
             )
-        if member.name.startswith("clip") and member.call is not None:
-            bound = inspect.signature(member.call.factory).bind(
-                *member.call.args, **member.call.kwargs
-            )
+        if member.name.startswith("clip"):
+            bound = inspect.signature(call.factory).bind(*call.args, **call.kwargs)
             if bound.arguments.get("only") is not None:
                 raise NotImplementedError(
                     f"{member!r} is for some parameters, and with a stack of models it is for all: "
@@ -57,68 +52,6 @@ def check_stackable(listed: Sequence[Middleware]) -> None:
             raise NotImplementedError(
                 f"{member!r} does not work with a stack of models: write grad_norm(). {INSTEAD}"
             )
-
-
-def check_loss_step(state: TrainState, step: object) -> None:
-    """Raise NotImplementedError if the models of a state are a stack, for another kind of step."""
-    if type(state.model) is Stack:
-        raise NotImplementedError(
-            f"{step!r} does not train a stack of models, whose loss function is called once for "
-            f"all: write pipeline(...)(loss_fn). {INSTEAD}"
-        )
-
-
-# --------------------------------------------------------------------------------------------------
-# Norms of gradients by model.
-
-
-def stacked_norms(grads: Sequence[Tensor], norm_type: float) -> Tensor:
-    """Return the norm of each model's gradients, given the stacked gradients."""
-    flat = [g.reshape(len(g), -1) for g in grads]
-    norms = [torch.linalg.vector_norm(g, norm_type, dim=1) for g in flat]
-    return (
-        norms[0]
-        if len(norms) == 1
-        else torch.linalg.vector_norm(
-            torch.stack([norm.to(norms[0].dtype) for norm in norms]), norm_type, dim=0
-        )
-    )
-
-
-def clip_models_(state: TrainState, max_norm: float, norm_type: float) -> Tensor:
-    """Scale each model's gradients so that their norm is at most ``max_norm``.
-
-    Returns:
-        The norms before, one for each model.
-    """
-    grads = gradients(state)
-    norms = stacked_norms(grads, norm_type)
-    if not math.isinf(max_norm):
-        # A norm that is not finite gives NaN, as for a single model.
-        factor = torch.fmod(norms, math.inf).add_(1e-6).reciprocal_().mul_(max_norm).clamp_(max=1.0)
-        for g in grads:
-            g.mul_(_column(factor, g))
-    return norms
-
-
-def per_update(label: str, values: Tensor, state: TrainState) -> PerModel:
-    """Return a metric of an update, of which each model has its own value."""
-    return PerModel(values.double() if values.is_cpu else values, 1, label, models_of(state.model))
-
-
-def find_bad(state: TrainState, losses: Tensor) -> Tensor:
-    """Return which models have a loss or a gradient that is not finite, as a vector of flags."""
-    return ~(losses.isfinite() & stacked_norms(gradients(state), math.inf).isfinite())
-
-
-def gradients(state: TrainState) -> list[Tensor]:
-    """Return the stacked gradients that there are."""
-    return [p.grad for p in parameters(state) if p.grad is not None]
-
-
-def _column(values: Tensor, like: Tensor) -> Tensor:
-    """Return a number of each model in a shape that multiplies a stacked tensor."""
-    return values.to(like.device, like.dtype).reshape(-1, *[1] * (like.ndim - 1))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -280,6 +213,11 @@ class Bank:
             each[key] = part
         self._held[place, key] = stacked, parts
         return stacked
+
+
+def _column(values: Tensor, like: Tensor) -> Tensor:
+    """Return a number of each model in a shape that multiplies a stacked tensor."""
+    return values.to(like.device, like.dtype).reshape(-1, *[1] * (like.ndim - 1))
 
 
 _NUMBERS = {int, float}

@@ -12,9 +12,11 @@ from weakref import WeakKeyDictionary
 import attrs
 from torch import Tensor, nn
 
+from fnloop._core.rng import mark_generators
 from fnloop._core.state import (
     Buffers,
     TrainState,
+    all_parameters,
     current_parameters,
     owns_handles,
     with_slots,
@@ -133,9 +135,27 @@ def undo(put_back: Sequence[PutBack]) -> None:
         each()
 
 
-def kept_again(state: TrainState) -> list[PutBack]:
-    """Return what undoes, for a part of an update that is repeated, what middleware keep."""
-    return [each(state) for each in _current.attempt.keep] if _current.attempt else []
+def repeating() -> Keep:
+    """Return what marks a state, for forward and backward that may have to begin again.
+
+    What it returns puts back what they have changed: buffers, what middleware keep, random draws,
+    and gradients, which must not be there when the state is marked.
+    """
+    keep_buffers = keeping_buffers()
+
+    def mark(state: TrainState) -> PutBack:
+        kept = [each(state) for each in _current.attempt.keep] if _current.attempt else []
+        generators = mark_generators(state.backend.device)
+        put_back = [keep_buffers(state), *kept, generators, engine_of(state).mark_draws()]
+
+        def begin_again() -> None:
+            for p in all_parameters(state):
+                p.grad = None
+            undo(put_back)
+
+        return begin_again
+
+    return mark
 
 
 def around(step: Step, keep: Keep) -> Step:
@@ -158,7 +178,25 @@ def then(act: Callable[[TrainState, Batch, Output], tuple[TrainState, Output]]) 
     """Return the wrap that acts after a step, unless that leaves its update or its batch out.
 
     Args:
-        act: ``(state, batch, out) -> (state, out)``, with what the step has returned.
+        act: ``(state, batch, out) -> (state, out)``, with what the step has returned. Messages name
+            the layer by the name of the function.
+
+    Returns:
+        A wrap for any ring of a middleware.
+
+    Example:
+        >>> import fnloop as fl, torch
+        >>> from fnloop.testing import toy, toy_loss
+        >>> @fl.middleware("gradient")
+        ... def halved():
+        ...     def halve(state, batch, out):
+        ...         for p in state.model.parameters():
+        ...             p.grad.mul_(0.5)
+        ...         return state, out
+        ...     return then(halve)
+        >>> state, out = fl.pipeline(halved())(toy_loss)(toy(), torch.tensor([4.0]))
+        >>> state.model.w.item()
+        -2.0
     """
 
     def wrap(step: Step) -> Step:

@@ -8,10 +8,8 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from numbers import Real
 from typing import Any, Protocol, runtime_checkable
 
-import attrs
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -40,7 +38,7 @@ from fnloop._display import checks
 from fnloop._display.screen import log
 from fnloop._step.engine import engine_of
 from fnloop._step.engine_local import LOCAL
-from fnloop._step.gradients import LossRoot, fail_to_train
+from fnloop._step.gradients import LossRoot, fail_to_train, run
 from fnloop._step.stacked import update_models
 
 # --------------------------------------------------------------------------------------------------
@@ -256,6 +254,21 @@ class Backward:
             making.add(state, out)
         return self.kept(state, making.finish(state))
 
+    def take(
+        self,
+        state: TrainState,
+        window: Sequence[Batch],
+        size: int | None,
+        *,
+        alone: bool,
+        guarded: bool = False,
+    ) -> tuple[TrainState, Output]:
+        """Run forward and backward of a window in pieces of a size, as ``Engine.start`` does."""
+        __tracebackhide__ = True
+        given = self.loss, state, window, size
+        making, pieces = engine_of(state).start(*given, alone=alone, guarded=guarded)
+        return run(making, state, pieces)
+
     def kept(self, state: TrainState, out: Output) -> tuple[TrainState, Output]:
         """Return what it has made; without the gradients of what rests, if it drops them."""
         if self.drops:
@@ -447,21 +460,8 @@ def _added(members: Sequence[Middleware], numbers: Numbers) -> dict[str, float]:
                     f"{numbers.missed[name]!r} looks up {name!r}, which {member!r} adds after it: "
                     f"list {member!r} first"
                 )
-            added[name] = numbers[name] = as_number(f"{member!r}: {name!r}", value)
+            added[name] = numbers[name] = checks.as_number(f"{member!r}: {name!r}", value)
     return added
-
-
-def as_number(owner: str, value: object) -> float:
-    """Return what a middleware reports as a float.
-
-    Raises:
-        TypeError: it is not a number.
-    """
-    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
-        return float(value)
-    if isinstance(value, Real) and not isinstance(value, bool):
-        return float(value)
-    raise TypeError(f"{owner} must be a number; got {checks.describe(value)}")
 
 
 def _check_missed(numbers: Sequence[Numbers], known: Container[str]) -> None:
@@ -494,37 +494,3 @@ def prefixed(name: str, metric: str) -> str:
     if metric == "lr" or metric.startswith("lr/"):
         return f"lr/{name}{metric.removeprefix('lr')}"
     return f"{name}/{metric}"
-
-
-def of_turn(member: Middleware, name: str) -> Middleware:
-    """Return a middleware that adds to the numbers of a turn what another one adds to all."""
-    given = member.report
-    assert given is not None
-
-    def report(loader: str | None, numbers: Mapping[str, float]) -> Mapping[str, float]:
-        __tracebackhide__ = True
-        more: object = given(loader, _OfTurn(loader, numbers, name))
-        if isinstance(more, Mapping):
-            return {prefixed(name, key): value for key, value in more.items()}
-        return more  # type: ignore[return-value]  # which is checked
-
-    return attrs.evolve(member, report=report)
-
-
-class _OfTurn(Numbers):
-    """The numbers of a turn, without its name. Those that it lacks are looked up among all.
-
-    Args:
-        loader: the name of the loader, or None.
-        numbers: all numbers of the loader.
-        name: the name of the turn.
-    """
-
-    def __init__(self, loader: str | None, numbers: Mapping[str, float], name: str) -> None:
-        prefix = f"{name}/"
-        own = {k.removeprefix(prefix): v for k, v in numbers.items() if k.startswith(prefix)}
-        super().__init__(loader, own)
-        self._all, self._name = numbers, name
-
-    def __missing__(self, key: str) -> float:
-        return self._all[prefixed(self._name, key)]

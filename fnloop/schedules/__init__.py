@@ -30,6 +30,8 @@ from fnloop._display.screen import warn_once
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from fnloop._core.state import TrainState
+
 __docformat__ = "google"
 
 __all__ = [
@@ -728,3 +730,32 @@ def _with_labels(
         return schedules
     several = cast("Sequence[Factor]", schedules if checks.is_list(schedules) else [schedules])
     return {name_of(schedule): schedule for schedule in several}
+
+
+def explain_unknown_length(what: str, state: TrainState) -> str:
+    """Return why the length of the run is unknown, and what to do about it.
+
+    Args:
+        what: what needs the length, such as "schedule(cosine())".
+        state: a state of the run, or of a bare step.
+    """
+    if state.run is None:
+        return (
+            f"{what} needs the length of the run, which a bare step does not know: call fit(step, "
+            "state, loaders, ...), or give every length in steps"
+        )
+    run = state.run
+    if run.total_items is not None and (run.epochs is None or run.batches_per_epoch is not None):
+        return (
+            f"{what} needs the updates of the run, but items= ends it: write schedule(..., "
+            'by="items"), or give every length in steps'
+        )
+    varies = run.batches_per_epoch is not None
+    why = (
+        "a batch makes an update for each of its windows"
+        if varies
+        else "the training loader has none"
+    )
+    return (
+        f"{what} needs the length of the run, but {why}: call fit(step, state, loaders, steps=...)"
+    )

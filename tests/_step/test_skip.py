@@ -10,7 +10,7 @@ from torch import nn
 from toy_runs import xs
 
 import fnloop as fl
-from fnloop._step.guard import _changed
+from fnloop._extensions.middleware.guards import _changed
 from fnloop.testing import assert_same, small, toy, toy_loss
 
 

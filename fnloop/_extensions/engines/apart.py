@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from typing import ClassVar, TypedDict
 
@@ -11,19 +12,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fnloop._backend.collectives import any_rank, mean_over_processes_, sync_buffers
-from fnloop._backend.torch_compat import strip_compile_prefix
+from fnloop._backend import torch_compat
 from fnloop._core.parts import OWN, Load, Part, Restoring, Saving
 from fnloop._core.serialize import Json, decode, encode
 from fnloop._core.state import (
-    LOCAL_SGD,
     TrainState,
-    all_parameters,
     unwrap,
     with_slot,
 )
 from fnloop._core.types import View
-from fnloop._display.screen import log
+from fnloop.extend import all_parameters, collectives
+
+log = logging.getLogger("fnloop")
 
 # --------------------------------------------------------------------------------------------------
 # Between two averages each process has weights of its own. They are in one of two places:
@@ -35,6 +35,7 @@ from fnloop._display.screen import log
 #
 # Buffers are each process's own too. Those of the average are the main process's, as everywhere.
 
+LOCAL_SGD = "local_sgd"  # the slot of what processes that update by themselves have as their own
 _WHAT = "an average of the weights"
 
 
@@ -128,8 +129,8 @@ class Apart(View):
 
     def average(self, state: TrainState) -> None:
         """Put the average over all processes into the model of a state. A collective."""
-        mean_over_processes_([p.detach() for p in self.tensors.values()], _WHAT)
-        sync_buffers(state.model)
+        collectives.mean_over_processes_([p.detach() for p in self.tensors.values()], _WHAT)
+        collectives.sync_buffers(state.model)
 
     # --- at rest
 
@@ -154,7 +155,7 @@ class Apart(View):
         own, mark = self.own, self.mark
         self.own, self.mark = None, 0
         fits = all(k in here and here[k].shape == t.shape for k, t in own.items())
-        if any_rank(not fits or mark_of(state) != mark, "a comparison of the weights"):
+        if collectives.any_rank(not fits or mark_of(state) != mark, "a comparison of the weights"):
             if state.backend.main:
                 log.warning(
                     "local_sgd: the model was given other weights since the last update, so every "
@@ -199,7 +200,10 @@ def trains_apart(state: TrainState) -> bool:
 
 def named_parameters(state: TrainState) -> dict[str, Tensor]:
     """Return all parameters that an update may change, by name."""
-    names = {id(p): strip_compile_prefix(name) for name, p in unwrap(state).named_parameters()}
+    names = {
+        id(p): torch_compat.strip_compile_prefix(name)
+        for name, p in unwrap(state).named_parameters()
+    }
     found = all_parameters(state)
     return {names.get(id(p), f"beside the model, {i}"): p for i, p in enumerate(found)}
 
@@ -213,7 +217,7 @@ def own_tensors(state: TrainState) -> dict[str, Tensor]:
 
 
 def _named_buffers(state: TrainState) -> dict[str, Tensor]:
-    return {strip_compile_prefix(name): b for name, b in unwrap(state).named_buffers()}
+    return {torch_compat.strip_compile_prefix(name): b for name, b in unwrap(state).named_buffers()}
 
 
 def mark_of(state: TrainState) -> int:

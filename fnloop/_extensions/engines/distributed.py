@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import logging
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ParamSpec, Protocol
@@ -17,25 +18,8 @@ from torch.autograd.graph import Node
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointFunction
 
-from fnloop._backend.collectives import (
-    ADVICE,
-    DIVERGED,
-    all_reduce_max,
-    all_reduce_max_tensor,
-    any_rank,
-    collective_count,
-    counted_collectives,
-    gather_objects,
-    gather_shares,
-    parameters_beside,
-    shutdown_callbacks,
-    start_all_reduce_sum,
-    sync_buffers,
-    to_device_of,
-)
-from fnloop._backend.containers import is_out_of_memory
+from fnloop._backend import torch_compat
 from fnloop._backend.fsdp import around_sharded, is_sharded, roots
-from fnloop._backend.torch_compat import CHECKED, leaf_of, reduce_in_backward
 from fnloop._core.metrics import (
     ITEMS,
     RECENT,
@@ -45,24 +29,22 @@ from fnloop._core.metrics import (
     is_per_process,
     sent,
     to_accumulator_dtype,
+    to_host,
 )
-from fnloop._core.optimizers import optimizers_in
 from fnloop._core.rng import COMPUTE, fold_in, torch_seeder
+from fnloop._core.serialize import Pending
 from fnloop._core.state import (
     TrainState,
-    all_parameters,
     check_alike,
     current_parameters,
     generation_of,
-    merge_metrics,
     ownership_of,
     parameters,
 )
-from fnloop._core.types import Batch, Metric, Output, Step
+from fnloop._core.types import Output, Step
 from fnloop._core.view import is_apart
 from fnloop._data.loaders import Padding, Window
 from fnloop._data.source import Source
-from fnloop._display.screen import log
 from fnloop._extensions.engines.apart import apart_of, trains_apart
 from fnloop._step.forward import Fold, Result, Subject
 from fnloop._step.gradients import (
@@ -78,8 +60,11 @@ from fnloop._step.gradients import (
     restore_gradients,
     skipped_with,
     stash_gradients,
-    weight_on_device,
+    valid_weight,
 )
+from fnloop.extend import Batch, Metric, all_parameters, collectives, containers, optimizers
+
+log = logging.getLogger("fnloop")
 
 # Each process runs the loss function on its share of a window, with the plain module. Gradients are
 # averaged in the last backward of a window only: by torch's DistributedDataParallel, or by the
@@ -130,7 +115,7 @@ class DistributedEngine:
         self._calls, self._generation = 0, -1  # of backward, in one update
         self._seed = 0  # of the latest backward
         self._position = torch_seeder(state.backend.device)
-        shutdown_callbacks.add(self)
+        collectives.shutdown_callbacks.add(self)
 
     def close(self) -> None:
         """Release the process group, at the end of the script."""
@@ -248,7 +233,7 @@ class DistributedEngine:
         """Return as many pieces in all processes, where the forward step performs collectives."""
         if self.probe.uses_collectives is False:
             return pieces
-        most = all_reduce_max((len(part) for part in pieces), "the number of pieces")
+        most = collectives.all_reduce_max((len(part) for part in pieces), "the number of pieces")
         return [
             part + [Padding(part[-1])] * (int(n) - len(part))
             for part, n in zip(pieces, most, strict=True)
@@ -269,19 +254,19 @@ class DistributedEngine:
         loss = out.loss.double()
         weight = torch.as_tensor(out.weight, dtype=torch.float64, device=loss.device)
         what = "the mean loss of a batch"
-        total = start_all_reduce_sum(loss * weight, what)
-        items = start_all_reduce_sum(weight, what)
+        total = collectives.start_all_reduce_sum(loss * weight, what)
+        items = collectives.start_all_reduce_sum(weight, what)
         return (total() / items()).to(out.loss.dtype)
 
     # --- evaluation and reports
 
     def start_evaluation(self, state: TrainState, name: str) -> DistributedEvaluation:
         if not is_apart(state):  # otherwise they come with the average
-            sync_buffers(state.model)
+            collectives.sync_buffers(state.model)
         return DistributedEvaluation(state, name)
 
     def share_buffers(self, model: nn.Module) -> None:
-        sync_buffers(model)
+        collectives.sync_buffers(model)
 
     def check_alike(self, state: TrainState, what: str) -> None:
         check_alike(state, what)
@@ -309,7 +294,7 @@ class DistributedEngine:
         merged = {**state.metrics, **self.reduce(state.metrics, "")}
         bases = {name.removeprefix(RECENT) for name in state.metrics}
         own = [name for name in bases if self._is_own(name)]
-        every = gather_objects((own, sent(state.metrics)), what)
+        every = collectives.gather_objects((own, sent(state.metrics)), what)
         return merged, every if len(every) > 1 else ()
 
     def continued(
@@ -329,13 +314,13 @@ class DistributedEngine:
 
 def largest(number: int) -> int:
     """Return the largest of a number over all processes."""
-    return int(all_reduce_max([number], "a decision of a middleware")[0])
+    return int(collectives.all_reduce_max([number], "a decision of a middleware")[0])
 
 
 def agree_on_skip(flag: Tensor, out: Output) -> tuple[Tensor, Output]:
     """Return a flag as it is in any process, and an output that is skipped if it is in any."""
     both = torch.stack([flag.reshape(()).float(), flag.new_tensor(out.skip is not None).float()])
-    agreed = all_reduce_max_tensor(both, "a decision of a middleware")
+    agreed = collectives.all_reduce_max_tensor(both, "a decision of a middleware")
     flagged, any_skipped = agreed.tolist()  # the host read of ``decide``
     return torch.tensor(flagged), skipped_with(any_skipped, out)
 
@@ -494,12 +479,12 @@ class DistributedWindow:
 
     def _tell_others(self, error: Exception) -> None:
         """Tell the other processes, which wait in _check_memory, if there is no memory left."""
-        if self._guarded and is_out_of_memory(error):
-            any_rank(True, _MEMORY)
+        if self._guarded and containers.is_out_of_memory(error):
+            collectives.any_rank(True, _MEMORY)
 
     def _check_memory(self) -> None:
         """Raise if another process has run out of memory."""
-        if any_rank(False, _MEMORY):
+        if collectives.any_rank(False, _MEMORY):
             raise torch.OutOfMemoryError("another process has run out of memory")
 
     def _agree_on_weights(self, state: TrainState, out: Output) -> None:
@@ -529,7 +514,9 @@ class DistributedWindow:
         if not self._is_uniform:
             weight = 0 if self._total.weight is None else self._total.weight
             weight = weight_on_device(out, weight)
-            self._items = start_all_reduce_sum(weight, "the sum of the items of an update")
+            self._items = collectives.start_all_reduce_sum(
+                weight, "the sum of the items of an update"
+            )
         name, reducer = self._loss.name, self._engine.reducer
         return reducer.attach(state, root, self._kept, self._touches, name)
 
@@ -568,7 +555,7 @@ class DistributedWindow:
             zero = self._engine.reducer.zero_loss(state, out.loss)
             self._start_averaging(state, out, zero).backward()
         except Exception as error:
-            if is_out_of_memory(error):
+            if containers.is_out_of_memory(error):
                 raise RuntimeError(_TOO_LATE) from error
             raise
 
@@ -625,7 +612,7 @@ class OwnWindow:
         state, out = engine.probe.call(self._loss.forward, state, batch)
         if is_left_out(out):
             engine.probe.uses_collectives = known  # it does not show
-        if engine.probe.uses_collectives and counted_collectives() is not None:
+        if engine.probe.uses_collectives and collectives.counted_collectives() is not None:
             raise NotImplementedError(
                 f"local_sgd: {self._loss.name} exchanges something with the other processes in "
                 "each update, as SyncBatchNorm does. Leave that out, or leave local_sgd out"
@@ -686,7 +673,7 @@ class BucketReducer:
     def start_window(self) -> None:
         """Start a window: every process gets the main one's buffers."""
         if self._has_buffers:
-            sync_buffers(self._model)
+            collectives.sync_buffers(self._model)
 
     def start_microbatch(self, last: bool) -> None:
         """Only the last micro-batch goes through DDP, so there is nothing to switch."""
@@ -751,7 +738,7 @@ class BucketReducer:
         self, state: TrainState, root: Tensor, trainable: list[Tensor], name: str
     ) -> None:
         nodes = list(_graph_nodes(root))
-        reached = {id(leaf_of(node)) for node in nodes}
+        reached = {id(torch_compat.leaf_of(node)) for node in nodes}
         self._hides_parameters = any(CheckpointFunction.__name__ in node.name() for node in nodes)
         self._used = [p for p in trainable if self._hides_parameters or id(p) in reached]
         counts = [] if self._count is None else [self._count]
@@ -759,11 +746,14 @@ class BucketReducer:
         used = any(id(p) in trained for p in self._used)
         used = used or any(p.grad is not None for p in trainable)  # by a batch before this one
         mark = zlib.crc32(repr([tuple(p.shape) for p in trainable]).encode())
-        unused, any_used, most, least = all_reduce_max(
+        unused, any_used, most, least = collectives.all_reduce_max(
             [len(self._used) < len(trainable), used, mark, -mark], "which parameters the loss uses"
         )
         if most != -least:
-            raise RuntimeError(f"{DIVERGED}: they have parameters of different shapes. {ADVICE}")
+            raise RuntimeError(
+                f"{collectives.DIVERGED}: they have parameters of different shapes. "
+                f"{collectives.ADVICE}"
+            )
         if not any_used:
             fail_to_train(state, name, bool(self._used))
         self._ddp = _ddp_of(state, [*trainable, *counts], unused > 0)
@@ -819,7 +809,7 @@ class _FixedBucketDDP(DistributedDataParallel):
     """
 
     def forward(self, loss: Tensor) -> Tensor:
-        return reduce_in_backward(self, loss)
+        return torch_compat.reduce_in_backward(self, loss)
 
 
 class _Trainable(nn.Module):
@@ -859,8 +849,8 @@ def _check_ddp(device: torch.device) -> None:
     if probe.grad is None or probe.grad.item() != mean:
         raise RuntimeError(
             f"DistributedDataParallel of torch {torch.__version__} does not average gradients in "
-            f"the way that fnloop calls it. Install torch {CHECKED}, on which it was checked, or a "
-            "newer fnloop"
+            f"the way that fnloop calls it. Install torch {torch_compat.CHECKED}, on which it was "
+            "checked, or a newer fnloop"
         )
 
 
@@ -905,7 +895,7 @@ def _graph_nodes(loss: Tensor) -> Iterator[Node]:
 def _start_count(root: Tensor, kept: int) -> Callable[[], Tensor]:
     """Start to sum how many batches of an update count. Return what waits for the sum."""
     kept_here = torch.tensor(float(kept), device=root.device)
-    return start_all_reduce_sum(kept_here, "the sum of the batches of an update")
+    return collectives.start_all_reduce_sum(kept_here, "the sum of the batches of an update")
 
 
 class ShardReducer:
@@ -942,10 +932,10 @@ class ShardReducer:
         return to_accumulator_dtype(self._counted())
 
     def finish_window(self, state: TrainState, touched: bool) -> None:
-        for p in parameters_beside(state.model, optimizers_in(state.optimizer).values()):
+        for p in collectives.parameters_beside(state.model, optimizers(state).values()):
             if p.requires_grad:
                 p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-                total = start_all_reduce_sum(p.grad, "a sum of gradients")()
+                total = collectives.start_all_reduce_sum(p.grad, "a sum of gradients")()
                 p.grad.copy_(total / self._processes)
 
 
@@ -984,7 +974,9 @@ class WeightAgreement:
             known = not is_left_out(out)  # else it says nothing of the weights of others
             # No host read: a weight that may be on the device is one in aux.
             differs = known and ("weight" in out.aux or bool(out.weight != batch_size))
-            any_differs, any_known = all_reduce_max([differs, known], "how batches weigh")
+            any_differs, any_known = collectives.all_reduce_max(
+                [differs, known], "how batches weigh"
+            )
             if not any_known:
                 return False
             self._are_batch_sizes = not any_differs
@@ -1007,7 +999,9 @@ class WeightAgreement:
         It is a power of two, so that it changes no bit of the mean.
         """
         if self._reference is None:
-            largest = all_reduce_max_tensor(weight, "the weight of a batch").clamp(min=1)
+            largest = collectives.all_reduce_max_tensor(weight, "the weight of a batch").clamp(
+                min=1
+            )
             self._reference = torch.exp2(torch.floor(torch.log2(largest)))
         return self._reference
 
@@ -1053,9 +1047,9 @@ class CollectiveProbe:
         __tracebackhide__ = True
         if self.uses_collectives is not None:
             return fn(*arguments, **settings)
-        before = collective_count()
+        before = collectives.collective_count()
         result = fn(*arguments, **settings)
-        self.uses_collectives = collective_count() != before
+        self.uses_collectives = collectives.collective_count() != before
         return result
 
     def call_again(
@@ -1078,7 +1072,7 @@ class CollectiveProbe:
         __tracebackhide__ = True
         # Processes of one row have no batch all together: what they exchange counts nothing twice.
         spans: list[int | None] = []
-        note = lambda: spans.append(counted_collectives(between_shares=True))
+        note = lambda: spans.append(collectives.counted_collectives(between_shares=True))
         note()
         with around_sharded(self._model, note, note):
             result = self.call(fn, *arguments, **settings)
@@ -1142,8 +1136,8 @@ class DistributedEvaluation(Fold):
 
     def gather(self, results: list[Result]) -> list[Result]:
         return [
-            to_device_of(self._latest, result)
-            for share in gather_shares(results, "the results of a prediction")
+            collectives.to_device_of(self._latest, result)
+            for share in collectives.gather_shares(results, "the results of a prediction")
             for result in share
         ]
 
@@ -1160,3 +1154,38 @@ def drop_last_metrics(
         for name, metric in metrics.items()
         if not (isinstance(metric, Last) and which(name))
     }
+
+
+def merge_metrics(
+    metrics: Mapping[str, Metric], own: Iterable[str] | None = None
+) -> dict[str, Metric]:
+    """Combine metrics over all processes, in the order of their ranks, with one exchange.
+
+    Args:
+        metrics: name to metric, as this process has seen them.
+        own: the names of those that are of this process's share of the data; by default all. The
+            others are the same in every process already.
+
+    Returns:
+        Name to metric, on the host; the same in every process.
+    """
+    mine = to_host({k: m for k, m in metrics.items() if not isinstance(m, Pending)})
+    parts = collectives.gather_objects(
+        (set(mine if own is None else own), sent(mine)), "an exchange of metrics"
+    )
+    shared = set().union(*(names for names, _ in parts))  # some may have had no batch
+    merged = dict(parts[0][1])
+    for _, part in parts[1:]:
+        for name, metric in part.items():
+            if name not in merged:
+                merged[name] = metric
+            elif name in shared:
+                merged[name] = merged[name].combine(metric)
+    return merged
+
+
+def weight_on_device(out: Output, weight: Weight | None = None) -> Tensor:
+    """Return a weight, by default that of the output, as a float64 tensor on the loss's device."""
+    given = torch.as_tensor(out.weight if weight is None else weight, device=out.loss.device)
+    wide = torch.float32 if given.device.type == "mps" else torch.float64
+    return valid_weight(given.detach().to(wide))

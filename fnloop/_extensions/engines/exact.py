@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,14 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from fnloop._backend import torch_compat
-from fnloop._backend.collectives import (
-    all_gather_tensor,
-    all_reduce_max,
-    all_to_all_tensor,
-    gather_objects,
-    sync_buffers,
-)
-from fnloop._backend.torch_compat import batch_norms
 from fnloop._core.metrics import (
     Max,
     Mean,
@@ -37,22 +30,15 @@ from fnloop._core.metrics import (
 from fnloop._core.parts import Load, Restoring, set_fields
 from fnloop._core.parts import Part as CheckpointPart
 from fnloop._core.rng import COMPUTE, fold_in, seed_host, torch_seeder
-from fnloop._core.state import (
-    TrainState,
-    check_alike,
-    generation_of,
-    merge_metrics,
-    moved,
-    parameters,
-)
-from fnloop._core.types import BY_ANOTHER, Batch, Metric, Output, Step
+from fnloop._core.state import TrainState, check_alike, generation_of, moved, parameters
+from fnloop._core.types import BY_ANOTHER, Output, Step
 from fnloop._data.source import Source
-from fnloop._display.screen import log
 from fnloop._extensions.engines.distributed import (
     CollectiveProbe,
     DistributedEvaluation,
     agree_on_skip,
     largest,
+    merge_metrics,
 )
 from fnloop._step.engine_local import LocalEngine
 from fnloop._step.forward import EvaluationPass, Result, Subject
@@ -66,6 +52,9 @@ from fnloop._step.gradients import (
     stash_gradients,
     valid_weight,
 )
+from fnloop.extend import Batch, Metric, collectives
+
+log = logging.getLogger("fnloop")
 
 # --------------------------------------------------------------------------------------------------
 # Forward and backward of one window with the same bits on any number of processes.
@@ -355,7 +344,7 @@ class ExactEngine(LocalEngine):
 
     def begin(self, state: TrainState) -> None:
         self._sum = None
-        norms = {id(norm) for norm in batch_norms(state.model) if norm.training}
+        norms = {id(norm) for norm in torch_compat.batch_norms(state.model) if norm.training}
         for name, module in state.model.named_modules():
             if id(module) in norms:
                 raise NotImplementedError(_BATCH_NORM.format(name or "the model", name or "*"))
@@ -518,7 +507,7 @@ class ExactDistributedEngine(ExactEngine):
         return (flag, out) if self._sum is not None else agree_on_skip(flag, out)
 
     def share_buffers(self, model: nn.Module) -> None:
-        sync_buffers(model)
+        collectives.sync_buffers(model)
 
     def check_alike(self, state: TrainState, what: str) -> None:
         check_alike(state, what)
@@ -551,24 +540,29 @@ class ExactDistributedEngine(ExactEngine):
         marks = [-1.0, -(2.0**32)] if lacking else [mark, -mark]
         users = float(zlib.crc32(bytes(used)))
         what = "what the batches of an update report"
-        most, least, any_differ, any_lacks, *same = all_reduce_max(
+        most, least, any_differ, any_lacks, *same = collectives.all_reduce_max(
             [*marks, differ, lacking, users, -users], what
         )
         if any_differ or (most >= 0 and most != -least):
             raise ValueError(_LAYOUTS.format(layout or "none"))
         if any_lacks and most >= 0:
-            layout = next(found for found in gather_objects(layout) if found is not None)
+            layout = next(
+                found for found in collectives.gather_objects(layout) if found is not None
+            )
         if same[0] != -same[1]:
-            used = [value > 0 for value in all_reduce_max(used, "which parameters the loss uses")]
+            used = [
+                value > 0
+                for value in collectives.all_reduce_max(used, "which parameters the loss uses")
+            ]
         return layout, used
 
     def gather_rows(self, rows: Tensor) -> Tensor:
-        return torch.stack(all_gather_tensor(rows), dim=1).flatten(0, 1)
+        return torch.stack(collectives.all_gather_tensor(rows), dim=1).flatten(0, 1)
 
     def gather_others(self, own: Others, state: TrainState) -> Others:
         host, device = torch.device("cpu"), state.backend.device
         sent = [part and moved(part, host) for part in own]
-        rounds = zip(*gather_objects(sent, "an exchange of metrics"), strict=True)
+        rounds = zip(*collectives.gather_objects(sent, "an exchange of metrics"), strict=True)
         return [part and moved(part, device) for round_ in rounds for part in round_]
 
     def join(self, tree: TreeSum[Part], flat: Flat, like: Tensor) -> Gradients:
@@ -650,7 +644,9 @@ class ExactEvaluation(DistributedEvaluation):
         __tracebackhide__ = True
         own = [[_on_host(out) for out in round_] for round_ in self._rounds]
         self._rounds = []
-        for round_ in zip(*gather_objects(own, "the results of an evaluation"), strict=True):
+        for round_ in zip(
+            *collectives.gather_objects(own, "the results of an evaluation"), strict=True
+        ):
             for metrics in itertools.chain.from_iterable(round_):
                 self._in_order = update_(self._in_order, moved(metrics, self._backend.device))
 
@@ -1009,11 +1005,11 @@ def sum_over_processes(
     """
     zero = torch.zeros_like(like)
     mine = torch.stack([zero if part is None else part.weight for part in own])
-    weights = [weight for every in all_gather_tensor(mine) for weight in every]
+    weights = [weight for every in collectives.all_gather_tensor(mine) for weight in every]
     slices: list[list[Tensor]] = [[] for _ in weights]
     for kind in flat.kinds:
         rows = torch.stack([flat.vector(part, kind) for part in own], dim=1)
-        theirs = all_to_all_tensor(_real(rows))
+        theirs = collectives.all_to_all_tensor(_real(rows))
         theirs = torch.view_as_complex(theirs) if kind[1].is_complex else theirs
         for found, row in zip(slices, theirs.flatten(0, 1), strict=True):
             found.append(row)
@@ -1025,7 +1021,7 @@ def sum_over_processes(
     vectors: list[Tensor] = []
     for slice_ in joined.gradients:
         assert slice_ is not None
-        whole = torch.stack(all_gather_tensor(_real(slice_)))
+        whole = torch.stack(collectives.all_gather_tensor(_real(slice_)))
         vectors.append(torch.view_as_complex(whole) if slice_.is_complex() else whole)
     return flat.gradients(vectors)
 

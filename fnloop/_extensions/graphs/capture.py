@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import gc
+import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -16,18 +17,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fnloop._backend import torch_compat
-from fnloop._backend.containers import IN_BATCHES, map_leaves, parts_of
 from fnloop._core.optimizers import (
     SCHEDULED,
-    Group,
     is_torch_optimizer,
-    optimizers_in,
     wants_closure,
 )
 from fnloop._core.serialize import as_number
 from fnloop._core.state import TrainState, advance, give_up_ownership, tracing_copy
-from fnloop._core.types import Batch, Metric, Output, Step
-from fnloop._display.screen import log
+from fnloop._core.types import Output, Step
 from fnloop._extensions.graphs.guards import (
     CaptureError,
     GuardSet,
@@ -44,6 +41,10 @@ from fnloop._extensions.graphs.guards import (
     make_rollback,
 )
 from fnloop._step.transaction import Judge, PutBack, current_attempt, replace_host, undo
+from fnloop.extend import Batch, Metric, containers, optimizers
+
+Group = dict[str, Any]  # a parameter group of an optimizer
+log = logging.getLogger("fnloop")
 
 # A graph is the device's work of one update, recorded once and started as a whole from then on. No
 # Python runs inside it. What changes with every update is copied into tensors that stay in place:
@@ -76,10 +77,15 @@ def _map_metric(metric: Any, change: Callable[[Tensor], Tensor]) -> Any:
         kind = type(leaf)
         if attrs.has(kind):
             fields = zip(attrs.fields(kind), attrs.astuple(leaf, recurse=False), strict=True)
-            return kind(**{field.alias: map_leaves(value, change_leaf) for field, value in fields})
+            return kind(
+                **{
+                    field.alias: containers.map_leaves(value, change_leaf)
+                    for field, value in fields
+                }
+            )
         return copy.deepcopy(leaf) if hasattr(leaf, "combine") else leaf
 
-    return map_leaves(metric, change_leaf)
+    return containers.map_leaves(metric, change_leaf)
 
 
 def _map_output(out: Output, change: Callable[[Tensor], Tensor]) -> Output:
@@ -283,7 +289,7 @@ class GraphedStep:
         self.eager_updates.clear()
         self.recorder = self.recorder_on(state.backend.device)
         _check_capturable(state)
-        original = make_capturable(optimizers_in(state.optimizer).values(), state.backend.device)
+        original = make_capturable(optimizers(state).values(), state.backend.device)
         if self.original and self.original[0].group is original[0].group:
             # It was made capturable here before; groups may have been added since.
             known = {id(one.group) for one in self.original}
@@ -535,7 +541,7 @@ def signature(batch: Batch, tensors: list[Tensor]) -> Hashable:
     if isinstance(batch, Tensor):
         tensors.append(batch)
         return batch.shape, batch.dtype
-    parts = parts_of(batch, IN_BATCHES)
+    parts = containers.parts_of(batch, containers.IN_BATCHES)
     if parts is not None:
         return type(batch), *[(key, signature(part, tensors)) for key, part in parts]
     if batch is None or isinstance(batch, bool | int | float | str):
@@ -556,7 +562,7 @@ def explain_uncapturable(copied: TrainState, batch: Batch) -> list[str]:
     """
     try:
         signature(batch, [])
-        make_capturable([*optimizers_in(copied.optimizer).values()], copied.backend.device)
+        make_capturable([*optimizers(copied).values()], copied.backend.device)
     except CaptureError as error:
         return [str(error)]
     return []
@@ -564,7 +570,9 @@ def explain_uncapturable(copied: TrainState, batch: Batch) -> list[str]:
 
 def rebuild(batch: Batch, tensors: Iterator[Tensor]) -> Batch:
     """Return a copy of a batch with these tensors in place of its own."""
-    return map_leaves(batch, lambda leaf: next(tensors) if isinstance(leaf, Tensor) else leaf)
+    return containers.map_leaves(
+        batch, lambda leaf: next(tensors) if isinstance(leaf, Tensor) else leaf
+    )
 
 
 def static_inputs(tensors: list[Tensor]) -> list[Tensor]:

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from fnloop._backend import torch_compat
-from fnloop._backend.containers import map_leaves, parts_of
-from fnloop._core.optimizers import SCHEDULED, groups_in, optimizers_in
+from fnloop._core.optimizers import SCHEDULED
 from fnloop._core.rng import HostGenerators
-from fnloop._core.state import TrainState, all_parameters
+from fnloop._core.state import TrainState
 from fnloop._core.types import Output
+from fnloop.extend import all_parameters, containers, groups, optimizers
 
 # --------------------------------------------------------------------------------------------------
 # Guard a capture: find what must not happen while an update is recorded.
@@ -97,7 +97,7 @@ def host_state(state: TrainState) -> dict[str, object]:
     """
     found: dict[str, object] = {}
     device = state.backend.device
-    for name, optimizer in optimizers_in(state.optimizer).items():
+    for name, optimizer in optimizers(state).items():
         owner = f"the optimizer {name!r}" if name else "the optimizer"
         for i, values in enumerate(optimizer.state.values()):
             _collect(f"the state of {owner} (parameter {i})", values, device, found, set())
@@ -131,7 +131,7 @@ def _collect(
 
 def _named_parts(value: object) -> Iterator[tuple[object, object]]:
     """Yield the parts of a container, a module or a record, each with its name."""
-    parts = parts_of(value)
+    parts = containers.parts_of(value)
     if parts is not None:
         yield from parts
     elif isinstance(value, nn.Module):
@@ -229,11 +229,11 @@ def make_rollback(state: TrainState) -> Callable[[], None]:
         (
             optimizer.state,
             {
-                p: map_leaves(held, lambda leaf: _copy_on_host(leaf, device))
+                p: containers.map_leaves(held, lambda leaf: _copy_on_host(leaf, device))
                 for p, held in optimizer.state.items()
             },
         )
-        for optimizer in optimizers_in(state.optimizer).values()
+        for optimizer in optimizers(state).values()
     ]
     attributes = [
         (vars(m), {k: v for k, v in vars(m).items() if isinstance(v, _PLAIN)}) for m in modules
@@ -267,7 +267,7 @@ def _copy_on_host(value: object, device: torch.device) -> object:
 def _dicts_in(value: object) -> Iterator[dict[object, object]]:
     if isinstance(value, dict):
         yield value
-    for _, part in parts_of(value) or ():
+    for _, part in containers.parts_of(value) or ():
         yield from _dicts_in(part)
 
 
@@ -289,19 +289,19 @@ class GuardSet:
     def __init__(self, state: TrainState) -> None:
         self.model, self.optimizer = state.model, state.optimizer
         self.seed, self.run = state.seed, state.run
-        self.optimizers = [*optimizers_in(state.optimizer).values()]
+        self.optimizers = [*optimizers(state).values()]
         self.parameters = all_parameters(state)
-        groups = groups_in(state.optimizer)
+        every = [*groups(state).values()]
         self.rates = [
-            (group, group["lr"]) for group in groups if isinstance(group.get("lr"), Tensor)
+            (group, group["lr"]) for group in every if isinstance(group.get("lr"), Tensor)
         ]
         self.modules = list(self.model.modules())
-        trained = (p for group in groups for p in group["params"])
+        trained = (p for group in every for p in group["params"])
         tensors = (*self.model.parameters(), *self.model.buffers(), *trained)
         self.tensors = list({id(t): t for t in tensors if t.layout is torch.strided}.values())
         self.settings = [
             (group, key)
-            for group in groups
+            for group in every
             for key in group
             if key != "params" and not key.startswith(SCHEDULED)
         ]
@@ -397,7 +397,7 @@ def _comparable(value: object) -> object:
 
 def identity_of(value: object) -> list[int]:
     """Return the identities of the objects in a slot: a graph keeps using the captured ones."""
-    parts = parts_of(value)
+    parts = containers.parts_of(value)
     if parts is not None:
         inside = [part for _, part in parts]
         nested = [identity_of(part) for part in inside if not isinstance(part, Tensor)]

@@ -2,34 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import logging
 from collections.abc import Callable, Mapping, Sequence
 
 import attrs
 import torch
 from torch import Tensor, nn
 
-from fnloop._backend.containers import map_leaves, tensors_in
 from fnloop._core.metrics import NoLoss, combine, to_accumulator_dtype, update_evaluated_
-from fnloop._core.runs import waiting_once
-from fnloop._core.state import TBPTT, TrainState, mark_half_done, note_call, with_carry
-from fnloop._core.types import (
-    Batch,
-    LossFn,
-    Metric,
-    Middleware,
-    Output,
-    Step,
-    Wrap,
-    middleware,
-    output_without_loss,
-)
-from fnloop._step.engine import refuse
+from fnloop._core.state import TrainState, mark_half_done, note_call, with_carry, with_slot
+from fnloop._core.types import LossFn, Middleware, Output, Step, middleware
 from fnloop._step.forward import takes_carry
-from fnloop._step.gradients import WeightedSum
-from fnloop._step.guard import InPieces, Retrying
-from fnloop._step.transaction import in_parts
+from fnloop._step.gradients import WeightedSum, restore_gradients, samples_in, stash_gradients
+from fnloop._step.transaction import in_parts, repeating
 from fnloop._step.update import CREATE_GRAPH, Backward, Commuting, Insertable
-from fnloop.extend import checks, engine_of, is_sharded, name_of
+from fnloop.extend import (
+    Batch,
+    Metric,
+    Wrap,
+    checks,
+    containers,
+    engine_of,
+    is_sharded,
+    name_of,
+    refuse,
+)
+
+log = logging.getLogger("fnloop")
 
 # --------------------------------------------------------------------------------------------------
 # Gradient accumulation: n batches of b make the same update as one batch of n·b.
@@ -340,6 +341,96 @@ def retry_on_oom() -> Middleware:
     )
 
 
+RETRY = "retry_on_oom"  # the name of the middleware, and of its slot
+_ONE_SAMPLE = "retry_on_oom: a single sample does not fit into the memory that is left"
+
+
+class InPieces(Backward):
+    """Backward that takes each batch in pieces. It is a layer of its own, which messages name."""
+
+    def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
+        __tracebackhide__ = True
+        return self.kept(*self.take(state, (batch,), self.size, alone=True))
+
+
+class Retrying(Backward):
+    """Backward that begins a window again, with pieces half as large, if it runs out of memory.
+
+    The size of the pieces is in a slot; 0 means whole batches. It is the same in all processes.
+
+    Args:
+        backward: what it is instead of. It may take batches in pieces already.
+    """
+
+    def __init__(self, backward: Backward) -> None:
+        super().__init__(backward.loss, backward.size, backward.drops)
+        self._mark = repeating()
+
+    def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
+        __tracebackhide__ = True
+        return self._try(state, (batch,), alone=True)
+
+    def accumulate(self, state: TrainState, window: Sequence[Batch]) -> tuple[TrainState, Output]:
+        __tracebackhide__ = True
+        return self._try(state, window, alone=False)
+
+    def _try(
+        self, state: TrainState, window: Sequence[Batch], *, alone: bool
+    ) -> tuple[TrainState, Output]:
+        __tracebackhide__ = True
+        size: int | None = state.slots[RETRY] or self.size
+        stashed, begin_again = stash_gradients(state), self._mark(state)
+        while True:
+            try:
+                new, out = self.take(state, window, size, alone=alone, guarded=True)
+                break
+            except Exception as error:
+                if not containers.is_out_of_memory(error):
+                    raise
+                size = _smaller(state, window, size, error)
+            _free(state.backend.device)  # what the error held is free now
+            begin_again()
+            state = with_slot(state, RETRY, size)
+        restore_gradients(new, stashed)
+        return self.kept(new, out)
+
+
+def _smaller(state: TrainState, window: Sequence[Batch], size: int | None, error: Exception) -> int:
+    """Return half the size of the largest piece in any process.
+
+    Raises:
+        Exception: the one given, with a note why pieces cannot be smaller.
+    """
+    __tracebackhide__ = True
+    note = _ONE_SAMPLE
+    try:
+        samples = max(map(samples_in, window))
+    except ValueError as cannot:
+        samples, note = 0, f"retry_on_oom cannot repeat this with smaller pieces: {cannot}"
+    engine = engine_of(state)
+    stuck = engine.largest(samples == 0)
+    largest = engine.largest(min(samples, size or samples))
+    if stuck or largest <= 1:
+        error.add_note(note)
+        raise error
+    half = (largest + 1) // 2
+    if state.backend.main:
+        log.warning(
+            "no memory left for %d samples at once: this update is repeated in pieces of %d, and "
+            "later ones begin with them. To begin a run so, list microbatch(%d)",
+            *(largest, half, half),
+        )
+    return half
+
+
+def _free(device: torch.device) -> None:
+    """Give memory that nothing refers to back to the device."""
+    gc.collect()
+    if device.type != "cpu":
+        with contextlib.suppress(AttributeError, NotImplementedError):
+            torch.get_device_module(device).empty_cache()
+
+
 def _instead_of(step: Step, replace: Callable[[Backward], Backward]) -> Step:
     # Both are first in the gradient ring: see composition.in_order.
     assert isinstance(step, Insertable)
@@ -367,7 +458,7 @@ def _whole_batches(state: TrainState) -> int:
 def _check_pieces(listed: Sequence[Middleware]) -> None:
     by = next(m for m in listed if m.name in ("microbatch", "retry_on_oom"))
     for member in listed:
-        if member.name == TBPTT:
+        if member.name == "tbptt":
             raise ValueError(
                 f"{by!r} cuts a batch into pieces of its samples, and what {member!r} carries on "
                 "belongs to all of them. Leave one out; to save memory, use smaller batches"
@@ -448,7 +539,7 @@ def tbptt(length: int, dim: int = 1) -> Middleware:
         return takes_carry(given, name_of(given), weigh)
 
     return Middleware(
-        TBPTT,
+        "tbptt",
         step=_each_window(length, dim),
         evaluation=_evaluate_each_window(length, dim),
         init=_no_carry,
@@ -463,7 +554,7 @@ def tbptt(length: int, dim: int = 1) -> Middleware:
 def _no_carry(state: TrainState) -> None:
     refuse(
         state,
-        TBPTT,
+        "tbptt",
         exact="it works in one process only. Leave one of them out",
         several="several would share the batches of a loader, and each would carry on from a batch "
         "that its next one does not continue",
@@ -524,7 +615,7 @@ def _fold(step: Step, state: TrainState, windows: Sequence[Batch]) -> tuple[Trai
     __tracebackhide__ = True
     total = WeightedSum()
     without_loss: list[Output] = []  # in an evaluation
-    for window in waiting_once(state.run, windows):
+    for window in state.run.live.stopwatch.waiting_once(windows) if state.run else windows:
         state, out = step(state, window)
         if out.loss is None:
             without_loss.append(out)
@@ -545,7 +636,7 @@ def _joined(outputs: Sequence[Output], others: WeightedSum) -> Output:
     for out in outputs:
         metrics = combine(metrics, out.metrics)
     weight = sum(out.weight for out in outputs)
-    return output_without_loss(weight, outputs[-1].aux, metrics)
+    return attrs.evolve(outputs[-1], weight=weight, metrics=metrics, skip=None)
 
 
 def _widened(out: Output) -> Output:
@@ -562,7 +653,7 @@ def _positions(batch: Batch, dim: int) -> int:
     Raises:
         ValueError: there is not one, or it is 0.
     """
-    lengths = {t.size(dim) for t in tensors_in(batch) if t.ndim > dim}
+    lengths = {t.size(dim) for t in containers.tensors_in(batch) if t.ndim > dim}
     if len(lengths) > 1:
         raise ValueError(
             f"tbptt cuts all tensors of a batch along dim={dim}, but there they have the lengths "
@@ -579,7 +670,7 @@ def _windows(batch: Batch, length: int, dim: int) -> list[Batch]:
     """Return the windows of a batch, which share its memory; the last one may be shorter."""
     positions = _positions(batch, dim)
     return [
-        map_leaves(batch, _cut(dim, start, min(length, positions - start)))
+        containers.map_leaves(batch, _cut(dim, start, min(length, positions - start)))
         for start in range(0, positions, length)
     ]
 

@@ -12,24 +12,32 @@ from torch import Tensor
 
 from fnloop._backend import torch_compat
 from fnloop._backend.fsdp import combined
-from fnloop._core.freeze import Selectors, check_selectors
-from fnloop._core.metrics import Mean
-from fnloop._core.stacked import Stack
+from fnloop._core.freeze import Selectors
+from fnloop._core.metrics import Mean, PerModel, per_model
+from fnloop._core.stacked import Stack, models_of
 from fnloop._core.state import TrainState, unwrap, with_used
-from fnloop._core.types import Batch, Call, Middleware, Output, Step, middleware
-from fnloop._step.engine import refuse
+from fnloop._core.types import Middleware, Output, Step, middleware
 from fnloop._step.gradients import (
     clip_to_norm_,
-    nan_unless_finite,
     restore_gradients,
     stash_gradients,
-    total_norm,
 )
-from fnloop._step.pipeline import Chosen
-from fnloop._step.stacked import clip_models_, gradients, per_update, stacked_norms
-from fnloop._step.transaction import skip_together, then
+from fnloop._step.transaction import skip_together
 from fnloop._step.update import CLOSURE, CREATE_GRAPH, Commuting
-from fnloop.extend import checks, engine_of, isolated, local_part, parameters, report
+from fnloop.extend import (
+    Batch,
+    Chosen,
+    checks,
+    engine_of,
+    gradients,
+    isolated,
+    local_part,
+    norm,
+    parameters,
+    refuse,
+    report,
+    then,
+)
 
 # --------------------------------------------------------------------------------------------------
 # Gradient clipping, by norm and by value, and the norm alone.
@@ -93,25 +101,23 @@ def clip(
     _check_limit("clip", "max_norm", max_norm, "where inf switches clipping off")
     _check_limit("clip", "norm_type", norm_type, "the p of the norm")
     _check_name(name)
-    selectors = None if only is None else check_selectors("clip", only)
+    of = parameters if only is None else Chosen("clip", only).of
     label = _NORM if name == "clip" else f"{_NORM}/{name}"
-
-    of = parameters if selectors is None else Chosen("clip", selectors).of
 
     def scale(state: TrainState, batch: Batch, out: Output) -> tuple[TrainState, Output]:
         __tracebackhide__ = True
         if type(state.model) is Stack:
-            norms = clip_models_(state, max_norm, norm_type)
-            return state, report(out, {label: per_update(label, norms, state)}, "clip")
-        norm = clip_to_norm_(of(state), max_norm, norm_type)
-        return state, report(out, {label: Mean(norm, 1)}, "clip")
+            norms = _clip_models_(state, max_norm, norm_type)
+            return state, report(out, {label: _of_models(label, norms, state)}, "clip")
+        before = clip_to_norm_(of(state), max_norm, norm_type)
+        return state, report(out, {label: Mean(before, 1)}, "clip")
 
     wrap = Commuting(then(scale)) if math.isinf(max_norm) else then(scale)
     return Middleware(
         name,
         gradient=wrap,
         check=_check_clips,
-        check_state=None if selectors is None else _check_overlap,
+        check_state=None if only is None else _check_overlap,
         adds=(_NORM,),
     )
 
@@ -158,16 +164,16 @@ def grad_norm(norm_type: float = 2.0, by: str | None = None) -> Middleware:
     def measure(state: TrainState, batch: Batch, out: Output) -> tuple[TrainState, Output]:
         __tracebackhide__ = True
         if type(state.model) is Stack:
-            of_models = stacked_norms(gradients(state), norm_type)
-            return state, report(out, {_NORM: per_update(_NORM, of_models, state)}, "grad_norm")
+            norms = _stacked_norms(gradients(state), norm_type)
+            return state, report(out, {_NORM: _of_models(_NORM, norms, state)}, "grad_norm")
         groups = {_NORM: parameters(state)} if by is None else _by_module(state)
         found = {k: [p.grad for p in ps if p.grad is not None] for k, ps in groups.items()}
-        norms = {
-            label: Mean(total_norm(grads, norm_type), 1)
+        of_groups = {
+            label: Mean(norm(grads, norm_type), 1)
             for label, grads in found.items()
             if grads or by is None
         }
-        return state, report(out, norms, "grad_norm")
+        return state, report(out, of_groups, "grad_norm")
 
     wrap = Commuting(then(measure))
     if by is None:
@@ -188,6 +194,38 @@ def _by_module(state: TrainState) -> dict[str, list[Tensor]]:
     return found
 
 
+# --- of a stack of models
+
+
+def _stacked_norms(grads: Sequence[Tensor], norm_type: float) -> Tensor:
+    """Return the norm of each model's gradients, given the stacked gradients."""
+    norms = [torch.linalg.vector_norm(g.reshape(len(g), -1), norm_type, dim=1) for g in grads]
+    if len(norms) == 1:
+        return norms[0]
+    alike = [each.to(norms[0].dtype) for each in norms]
+    return torch.linalg.vector_norm(torch.stack(alike), norm_type, dim=0)
+
+
+def _clip_models_(state: TrainState, max_norm: float, norm_type: float) -> Tensor:
+    """Scale each model's gradients so that their norm is at most ``max_norm``.
+
+    Returns:
+        The norms before, one for each model.
+    """
+    grads = gradients(state)
+    norms = _stacked_norms(grads, norm_type)
+    if not math.isinf(max_norm):
+        # A norm that is not finite gives NaN, as for a single model.
+        factor = torch.fmod(norms, math.inf).add_(1e-6).reciprocal_().mul_(max_norm).clamp_(max=1.0)
+        for g in grads:
+            g.mul_(factor.to(g.device, g.dtype).reshape(-1, *[1] * (g.ndim - 1)))
+    return norms
+
+
+def _of_models(label: str, norms: Tensor, state: TrainState) -> PerModel:
+    return per_model(label, norms, 1, models_of(state.model))
+
+
 # --- several of them
 
 
@@ -201,7 +239,9 @@ def _is_clip(member: Middleware) -> bool:
     return member.call is not None and member.call.factory is clip
 
 
-def _only_of(call: Call) -> Selectors | None:
+def _only_of(member: Middleware) -> Selectors | None:
+    call = member.call
+    assert call is not None
     bound = inspect.signature(call.factory).bind(*call.args, **call.kwargs)
     return bound.arguments.get("only")
 
@@ -210,7 +250,7 @@ def _check_clips(listed: Sequence[Middleware]) -> None:
     """Raise ValueError if there are several, and one of them is for all parameters."""
     clips = [m for m in listed if _is_clip(m)]
     for member in clips:
-        if len(clips) > 1 and member.call is not None and _only_of(member.call) is None:
+        if len(clips) > 1 and _only_of(member) is None:
             others = ", ".join(repr(m) for m in clips if m is not member)
             raise ValueError(
                 f"{member!r} clips all parameters, those of {others} too: say which it is for, "
@@ -222,12 +262,11 @@ def _check_overlap(state: TrainState, listed: Sequence[Middleware]) -> None:
     """Raise ValueError if a parameter is chosen twice, or a selector is for nothing."""
     owners: dict[str, Middleware] = {}
     for member in listed:
-        if member.call is None or not _is_clip(member):
+        if not _is_clip(member):
             continue
-        only = _only_of(member.call)
-        chosen = Chosen(repr(member), None if only is None else check_selectors("clip", only))
+        chosen = Chosen(repr(member), _only_of(member))
         chosen.check(with_used(state))
-        for name in chosen.named(state):
+        for name in chosen.select(unwrap(state)).parameters:
             if (other := owners.setdefault(name, member)) is not member:
                 raise ValueError(
                     f"{other!r} and {member!r} both clip {name}: choose parameters that do not "
@@ -321,11 +360,9 @@ def clip_adaptive(ratio: float = 0.01, only: Selectors | None = None) -> Middlew
     checks.number(
         "clip_adaptive", "ratio", ratio, meaning, above=0, finite=False, wrong_type=TypeError
     )
-    selectors = None if only is None else check_selectors("clip_adaptive", only)
+    chosen = Chosen("clip_adaptive", only)
     if math.isinf(ratio):
         return Middleware("clip_adaptive")
-
-    chosen = Chosen("clip_adaptive", selectors)
 
     def clip_units(state: TrainState, batch: Batch, out: Output) -> tuple[TrainState, Output]:
         __tracebackhide__ = True
@@ -341,14 +378,15 @@ def clip_adaptive(ratio: float = 0.01, only: Selectors | None = None) -> Middlew
     return Middleware(
         "clip_adaptive",
         gradient=then(clip_units),
-        check_state=None if selectors is None else check,
+        check_state=None if only is None else check,
         adds=(),
     )
 
 
 def _clip_(gradient: Tensor, weights: Tensor, ratio: float) -> None:
     most = _norms(weights).clamp(min=SMALLEST_WEIGHT).mul_(ratio)
-    norms, mine = nan_unless_finite(_norms(gradient)), local_part(gradient)
+    # No gradient can be scaled by an infinite norm: NaN takes its place.
+    norms, mine = torch.fmod(_norms(gradient), math.inf), local_part(gradient)
     scaled = mine * (most / norms.clamp(min=SMALLEST_GRADIENT))
     mine.copy_(torch.where(norms < most, mine, scaled))
 
@@ -439,9 +477,9 @@ def _pass_nearby(step: Step, state: TrainState, batch: Batch, rho: float) -> Out
     buffers = [*state.model.buffers()]
     with torch.no_grad():
         kept: list[Tensor] = [t.detach().clone() for t in (*moved, *buffers)]
-        norm = total_norm([p.grad for p in moved], 2.0)
+        length = norm([p.grad for p in moved])
         for p in moved:
-            p.add_(p.grad * (rho / (norm + SMALLEST)).to(p))
+            p.add_(p.grad * (rho / (length + SMALLEST)).to(p))
             p.grad = None
     try:
         return skip_together(state, step(state, batch)[1])

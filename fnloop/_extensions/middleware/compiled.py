@@ -14,14 +14,14 @@ from typing import Any, TypeVar
 import torch
 from torch.optim import Optimizer
 
-from fnloop._core.optimizers import optimizers_in, wants_closure
+from fnloop._core.optimizers import wants_closure
 from fnloop._core.state import TrainState, with_used
-from fnloop._core.types import Batch, Middleware, Output, Step, middleware
+from fnloop._core.types import Middleware, Output, Step, middleware
 from fnloop._extensions.graphs.capture import GraphedStep, read_from_tensors, recorder_on
 from fnloop._extensions.graphs.guards import CaptureError
 from fnloop._step.transaction import leaves_graphs_out
 from fnloop._step.update import CLOSURE, CREATE_GRAPH, replace_apply
-from fnloop.extend import checks
+from fnloop.extend import Batch, checks, optimizers
 
 # --------------------------------------------------------------------------------------------------
 # Compile the loss function, and the optimizer, with `torch.compile`.
@@ -144,7 +144,7 @@ def _check_members(members: Sequence[Middleware]) -> None:
 
 def _check_optimizers(state: TrainState, members: Sequence[Middleware]) -> None:
     """Raise if torch cannot compile the step of an optimizer."""
-    for optimizer in optimizers_in(with_used(state).optimizer).values():
+    for optimizer in optimizers(with_used(state)).values():
         name = type(optimizer).__name__
         if wants_closure(type(optimizer)):
             raise ValueError(

@@ -2,30 +2,105 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import attrs
 import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
+from fnloop import decide
 from fnloop._backend import torch_compat
+from fnloop._core.averages import Average
+from fnloop._core.optimizers import RATIO
 from fnloop._core.runs import Stop
+from fnloop._core.serialize import has_pending, materialize
 from fnloop._core.stacked import Stack, models_of
-from fnloop._core.state import TrainState
-from fnloop._core.types import Batch, Middleware, Output, Step, Wrap, middleware
-from fnloop._display.checks import join_names
+from fnloop._core.state import LEFT_OUT, TrainState
+from fnloop._core.types import Middleware, Output, Step, middleware
 from fnloop._display.tables import format_count
-from fnloop._step.engine import refuse
-from fnloop._step.guard import Kept, go_back, guarding, keep, sees_whole_updates
-from fnloop._step.stacked import find_bad
 from fnloop._step.transaction import Judge
-from fnloop.extend import checks, engine_of, local_part, parameters
+from fnloop._step.update import Commuting
+from fnloop.extend import (
+    Batch,
+    Wrap,
+    checks,
+    engine_of,
+    gradients,
+    groups,
+    local_part,
+    optimizers,
+    parameters,
+    refuse,
+)
 
 # --------------------------------------------------------------------------------------------------
 # Leave out updates whose loss or gradients are not finite.
+
+
+# --------------------------------------------------------------------------------------------------
+# Guards: they look at an update before it is applied, and may leave it out.
+
+
+def guarding(examine: Callable[[TrainState, Output], tuple[Tensor, Judge]]) -> Wrap:
+    """Return the wrap of the gradient ring that leaves out what a guard finds wrong.
+
+    Args:
+        examine: ``(state, out) -> flag, judge``, as ``decide`` takes them.
+    """
+
+    def wrap(step: Step) -> Step:
+        def guarded(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
+            __tracebackhide__ = True
+            state, out = step(state, batch)
+            if out.skip is not None and engine_of(state).calls_every_batch:
+                return state, out  # with several processes, others may have to decide
+            return decide(state, out, *examine(state, out))
+
+        return guarded
+
+    return Commuting(wrap)
+
+
+def sees_whole_updates(name: str) -> Callable[[Sequence[Middleware]], None]:
+    """Return the check of a guard: that no middleware after it changes what it has judged.
+
+    ``accumulate`` may be listed after it where it is inserted inside of it all the same: where all
+    of the gradient ring that is listed before ``accumulate`` lets it through to backward.
+
+    Args:
+        name: the name of the guard.
+    """
+
+    def check(listed: Sequence[Middleware]) -> None:
+        at = next(i for i, member in enumerate(listed) if member.name == name)
+        for i, member in enumerate(listed[at + 1 :], at + 1):
+            scales = member.name in ("amp", "sam") and member.gradient is not None
+            is_inside = _adds_in_place(member) and all(map(_lets_through, listed[:i]))
+            if scales or (member.window > 1 and not is_inside):
+                raise ValueError(
+                    f"{listed[at]!r} judges whole updates: list it after {member!r}, which acts "
+                    "more than once in each, or scales its gradients"
+                )
+
+    return check
+
+
+def _adds_in_place(member: Middleware) -> bool:
+    """Return whether ``accumulate`` adds gradients up in ``.grad``, if it is inserted there."""
+    return member.call is None or member.call.kwargs.get("dtype") is None
+
+
+def _lets_through(member: Middleware) -> bool:
+    """Return whether a later gradient step may be inserted between a middleware and backward."""
+    return (
+        member.gradient is None
+        or isinstance(member.gradient, Commuting)
+        or member.name in ("amp", "microbatch", "retry_on_oom")  # they are about backward alone
+    )
 
 
 @attrs.define
@@ -86,11 +161,13 @@ def skip_nonfinite(limit: int = 10) -> Middleware:
 def _examine_gradients(state: TrainState, out: Output) -> tuple[Tensor, Judge]:
     """Return whether the loss or a gradient is not finite, on the device, and who judges."""
     if type(state.model) is Stack:
-        bad = find_bad(state, out.loss)
+        bad = ~out.loss.isfinite()
+        for g in gradients(state):  # stacked: a number of each model in the first dimension
+            bad |= ~torch.linalg.vector_norm(g.reshape(len(g), -1), math.inf, dim=1).isfinite()
         return bad.any(), functools.partial(_judge_models, out.loss, bad)
     found = out.loss.isfinite()
-    gradients = [local_part(p.grad) for p in parameters(state) if p.grad is not None]
-    values = [torch_compat.sparse_values(g) if g.is_sparse else g for g in gradients]
+    own = [local_part(p.grad) for p in parameters(state) if p.grad is not None]
+    values = [torch_compat.sparse_values(g) if g.is_sparse else g for g in own]
     if values:  # the largest magnitude is NaN if any element is
         found = found & get_total_norm(values, math.inf).isfinite().to(found.device)
     return ~found, functools.partial(_judge_gradients, out.loss)
@@ -111,11 +188,11 @@ def _judge_models(losses: Tensor, bad: Tensor, state: TrainState, any_bad: bool)
     names = [name for name, flag in zip(models_of(state.model), flags, strict=True) if flag]
     values = [loss for loss, flag in zip(losses.tolist(), flags, strict=True) if flag]
     raise FloatingPointError(
-        f"skip_nonfinite: of the models of a stack, a loss or a gradient of {join_names(names)} is "
-        f"not finite (the losses are {', '.join(f'{value:g}' for value in values[:3])}), and the "
-        "others are. A stack has one state.step, so its models cannot skip separately: leave "
-        "skip_nonfinite out, which lets such a model diverge alone; or unstack(state) and train "
-        "the states one by one"
+        "skip_nonfinite: of the models of a stack, a loss or a gradient of "
+        f"{checks.join_names(names)} is not finite (the losses are "
+        f"{', '.join(f'{value:g}' for value in values[:3])}), and the others are. A stack has "
+        "one state.step, so its models cannot skip separately: leave skip_nonfinite out, which "
+        "lets such a model diverge alone; or unstack(state) and train the states one by one"
     )
 
 
@@ -352,3 +429,125 @@ def _resized(recent: Tensor, window: int) -> Tensor:
     """Return the newest losses, with NaN before them if there are not as many."""
     missing = recent.new_full((max(window - len(recent), 0),), math.nan)
     return torch.cat((missing, recent[-window:]))
+
+
+# --------------------------------------------------------------------------------------------------
+# A copy of what updates change, which a middleware keeps in its slot to go back to.
+#
+# It is plain data, so that a checkpoint can hold it. Going back changes tensors in place: the model
+# and the optimizers stay the same objects.
+
+Kept = dict[str, Batch]  # what keep returns: plain data by name
+
+
+def keep(state: TrainState, without: str) -> Kept:
+    """Return a copy of the weights, the optimizers, the slots of the step, and the counters.
+
+    What hooks keep is about records, which stay, as the updates left out of ended epochs do.
+
+    Args:
+        state: the state after an update.
+        without: the name of the slot that the copy will be part of.
+    """
+    memo = _shared(state)
+    averages = {name: slot for name, slot in state.slots.items() if isinstance(slot, Average)}
+    left = {without, LEFT_OUT, *averages, *(state.run.hook_slots if state.run else ())}
+    slots = {name: state.slots[name] for name in state.slots.keys() - left}
+    return {
+        "counters": {"step": state.step, "updates": dict(state.updates)},
+        "model": {name: tensor.detach().clone() for name, tensor in _tensors(state)},
+        "optimizers": [
+            [copy.deepcopy(optimizer.state.get(p), memo) for p in _updated(optimizer)]
+            for optimizer in optimizers(state).values()
+        ],
+        "groups": [copy.deepcopy(_settings(group), memo) for group in groups(state).values()],
+        "averages": {
+            name: {"tensors": {k: t.clone() for k, t in slot.items()}, "count": slot.count}
+            for name, slot in averages.items()
+        },
+        "slots": copy.deepcopy(slots, memo),
+    }
+
+
+def go_back(state: TrainState, kept: Kept) -> TrainState:
+    """Return the state with the values of a copy. The position in the data stays where it is.
+
+    Updates that were made since the copy count as skipped ones.
+
+    Raises:
+        ValueError: the state has other parameters than the copy.
+    """
+    memo, tensors = _shared(state), dict(_tensors(state))
+    found, named = [*groups(state).values()], [*optimizers(state).values()]
+    if (
+        {name: t.shape for name, t in tensors.items()}
+        != {name: t.shape for name, t in kept["model"].items()}
+        or len(found) != len(kept["groups"])
+        or [len(saved) for saved in kept["optimizers"]] != [len(_updated(o)) for o in named]
+    ):
+        raise ValueError("the snapshot is of a state with other parameters")
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            tensor.copy_(kept["model"][name])
+    for optimizer, saved in zip(named, kept["optimizers"], strict=True):
+        for p, values in zip(_updated(optimizer), saved, strict=True):
+            if values is None:
+                optimizer.state.pop(p, None)
+            else:
+                optimizer.state[p] = _changed(optimizer.state.get(p), values, memo)
+    for group, settings in zip(found, kept["groups"], strict=True):
+        for name in _settings(group).keys() - settings.keys():
+            del group[name]  # such as what a schedule had set, which it compares with what is there
+        for name, value in settings.items():
+            group[name] = _changed(group.get(name), value, memo)
+    slots = dict(state.slots)
+    for name, saved in kept["averages"].items():
+        average = slots.get(name)
+        if isinstance(average, Average):
+            average.count = saved["count"]
+            for k, tensor in average.items():
+                tensor.copy_(saved["tensors"][k])
+    for name, saved in kept["slots"].items():
+        if name in slots:
+            like, saved = copy.deepcopy((slots[name], saved), memo)
+            slots[name] = materialize(like, saved) if has_pending(saved) else saved
+    counters = {name: copy.copy(value) for name, value in kept["counters"].items()}
+    skipped = state.step + state.skipped - counters["step"]
+    return attrs.evolve(state, slots=slots, skipped=skipped, **counters)
+
+
+def _shared(state: TrainState) -> dict[int, object]:
+    """Return what copies refer to and do not copy: the model, its tensors and the optimizers."""
+    live = [state.model, *(t for _, t in _tensors(state)), *optimizers(state).values()]
+    live += [p for group in groups(state).values() for p in group["params"]]
+    return {id(one): one for one in live}
+
+
+def _tensors(state: TrainState) -> Iterator[tuple[str, Tensor]]:
+    yield from state.model.named_parameters()
+    yield from state.model.named_buffers()
+
+
+def _updated(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _settings(group: Mapping[str, object]) -> dict[str, object]:
+    """Return the settings of a group; its ratio is there during an update only."""
+    return {name: value for name, value in group.items() if name not in ("params", RATIO)}
+
+
+def _changed(now: object, value: object, memo: dict[int, object]) -> object:
+    """Return a value, in the tensors that are there now where they fit."""
+    if isinstance(value, Tensor):
+        if isinstance(now, Tensor) and id(now) not in memo and _kind(now) == _kind(value):
+            return now.copy_(value)
+        return value.clone()
+    if isinstance(value, dict):
+        held = now if isinstance(now, dict) else {}
+        return {name: _changed(held.get(name), part, memo) for name, part in value.items()}
+    return copy.deepcopy(value, memo)
+
+
+def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return tensor.shape, tensor.dtype, tensor.device

@@ -8,14 +8,21 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fnloop._backend.collectives import counted_collectives
-from fnloop._core.optimizers import modes_of, optimizers_in, wants_closure
-from fnloop._core.state import LOCAL_SGD, TrainState, ownership_of, with_used
-from fnloop._core.types import Batch, Middleware, Output, Step, middleware
+from fnloop._core.optimizers import modes_of, wants_closure
+from fnloop._core.state import TrainState, ownership_of, with_used
+from fnloop._core.types import Middleware, Output, Step, middleware
 from fnloop._extensions.engines.apart import Apart, apart_of
-from fnloop._step.engine import refuse
 from fnloop._step.update import replace_apply
-from fnloop.extend import checks, engine_of, is_sharded, name_of
+from fnloop.extend import (
+    Batch,
+    checks,
+    collectives,
+    engine_of,
+    is_sharded,
+    name_of,
+    optimizers,
+    refuse,
+)
 
 Outer = Callable[[list[nn.Parameter]], Optimizer]
 
@@ -88,7 +95,7 @@ def local_sgd(every: int = 8, outer: Outer | None = None) -> Middleware:
         meaning = "a function from a list of parameters to an optimizer, or None"
         checks.function("local_sgd", "outer", outer, meaning, 1, also=type)
     return Middleware(
-        LOCAL_SGD,
+        "local_sgd",
         update=_wrap(every, outer),
         init=lambda state: Apart(),
         check=_check_members,
@@ -131,11 +138,11 @@ def _update_apart(
     __tracebackhide__ = True
 
     def apply(optimizer: Optimizer) -> None:
-        began = None if slot.used else counted_collectives()
+        began = None if slot.used else collectives.counted_collectives()
         slot.moved = True
         if slot.counted:
             usual(optimizer)
-        if began is not None and counted_collectives() != began:
+        if began is not None and collectives.counted_collectives() != began:
             raise NotImplementedError(
                 f"local_sgd: {type(optimizer).__name__} exchanges something with the other "
                 "processes in each update. Take an optimizer that does not, or leave local_sgd out"
@@ -233,7 +240,7 @@ _REFUSED = {
 }
 _REFUSED["swa"] = _REFUSED["ema"]
 # Middleware with a slot that is the same in every process, because no gradient is in it.
-_ALIKE = (LOCAL_SGD, "schedule", "scheduled", "torch_scheduler", "channels_last")
+_ALIKE = ("local_sgd", "schedule", "scheduled", "torch_scheduler", "channels_last")
 
 
 def _check_members(members: Sequence[Middleware]) -> None:
@@ -256,14 +263,14 @@ def _check_members(members: Sequence[Middleware]) -> None:
 
 def _check_state(state: TrainState, members: Sequence[Middleware]) -> None:
     """Raise NotImplementedError if the processes of a state cannot update by themselves."""
-    refuse(state, LOCAL_SGD, exact="its sums depend on the number of processes. Leave one out")
-    optimizers, why = optimizers_in(with_used(state).optimizer).values(), None
+    refuse(state, "local_sgd", exact="its sums depend on the number of processes. Leave one out")
+    used, why = optimizers(with_used(state)).values(), None
     if is_sharded(state.model):
         why = (
             "needs the whole model in every process, and here each has a part of it: leave "
             "fully_shard or the mesh out, or leave local_sgd out"
         )
-    elif any(wants_closure(type(each)) for each in optimizers):
+    elif any(wants_closure(type(each)) for each in used):
         why = "calls an optimizer once in an update, and this one evaluates the loss: take AdamW"
     elif modes_of(state.optimizer):
         why = (

@@ -24,7 +24,6 @@ from fnloop._core.metrics import (
     Mean,
     Peak,
     Reduced,
-    elapsed,
     from_torchmetrics,
     mark,
     names_in,
@@ -32,25 +31,13 @@ from fnloop._core.metrics import (
     to_accumulator_dtype,
     weighted,
 )
-from fnloop._core.stacked import Stack, call_each, of_model
+from fnloop._core.stacked import Stack, call_each
 from fnloop._core.state import TrainState
-from fnloop._core.types import (
-    Aux,
-    Batch,
-    Metric,
-    Middleware,
-    Output,
-    Step,
-    Wrap,
-    collection_key,
-    middleware,
-)
-from fnloop._display.checks import join_names
+from fnloop._core.types import Aux, Middleware, Output, Step, collection_key, middleware
 from fnloop._display.screen import warn_once
 from fnloop._step.forward import items_in
-from fnloop._step.transaction import then
-from fnloop._step.update import MissingNumberError, Numbers, as_number
-from fnloop.extend import checks, name_of, report, with_slot
+from fnloop._step.update import MissingNumberError, Numbers
+from fnloop.extend import Batch, Metric, Wrap, checks, containers, name_of, report, then, with_slot
 
 # --------------------------------------------------------------------------------------------------
 # Add metrics to the loss, in training, in evaluation, or both.
@@ -303,7 +290,7 @@ def _of_models(
         one_by_one.add(name)
     found: dict[str, Metric] = {}
     for i, model in enumerate(models):
-        value = compute(of_model(out.aux, i), batch)
+        value = compute(_of_model(out.aux, i), batch)
         made = (
             _by_name("", value, out.weight)
             if name is None
@@ -313,14 +300,25 @@ def _of_models(
     return found
 
 
+def _of_model(aux: Aux, model: int) -> Aux:
+    """Return one model's part of a value whose tensors have a first dimension for the models."""
+    return containers.map_leaves(
+        aux, lambda leaf: leaf[model] if isinstance(leaf, Tensor) else leaf
+    )
+
+
 def _explain_missing(error: KeyError, key: object, aux: Aux, batch: Batch) -> None:
     """Note in a KeyError what the metric was given, if that lacks the key."""
     of_batch = [*batch] if isinstance(batch, Mapping) else []
     if not isinstance(key, str) or key in aux or key in of_batch:
         return
-    has = f"has {join_names([*map(repr, aux)], MOST_KEYS)}" if aux else "is empty"
+    has = f"has {checks.join_names([*map(repr, aux)], MOST_KEYS)}" if aux else "is empty"
     value = key if key.isidentifier() else "..."
-    also = f". The batch has {join_names([*map(repr, of_batch)], MOST_KEYS)}" if of_batch else ""
+    also = (
+        f". The batch has {checks.join_names([*map(repr, of_batch)], MOST_KEYS)}"
+        if of_batch
+        else ""
+    )
     error.add_note(
         f"aux, which the loss function returns with the loss, {has}. To add {key!r}, write "
         f'return loss, {{"{key}": {value}}} there{suggestion(key, [*map(str, aux)])}{also}'
@@ -454,7 +452,7 @@ def derive(**functions: Callable[[Mapping[str, float]], float]) -> Middleware:
                 )
             try:
                 value = _apply(function, known)
-                found[name] = as_number(f"derive: the value of {name!r}", value)
+                found[name] = checks.as_number(f"derive: the value of {name!r}", value)
             except MissingNumberError as error:
                 waiting.setdefault(error.name, name)
                 continue
@@ -523,7 +521,7 @@ def timings() -> Middleware:
             __tracebackhide__ = True
             start = mark(state.backend.device)
             new, out = step(state, batch)
-            times: dict[str, Metric] = {"time/step": elapsed(1, start, mark(state.backend.device))}
+            times: dict[str, Metric] = {"time/step": _elapsed(1, start, mark(state.backend.device))}
             if state.run is not None:
                 times["time/data"] = Elapsed(1, state.run.live.stopwatch.waited)
             return new, report(out, times, "timings")
@@ -664,12 +662,12 @@ def _training_time(state: TrainState, start: Mark) -> Elapsed:
     """
     end = mark(state.backend.device)
     if state.run is None:
-        return elapsed(0, start, end, is_rate=True)
+        return _elapsed(0, start, end, is_rate=True)
     watch = state.run.live.stopwatch
     before, watch.newest = watch.newest, end
     if before is None or isinstance(end, float):
-        return elapsed(0, start, end, more=watch.waited, is_rate=True)
-    return elapsed(0, before, end, is_rate=True)
+        return _elapsed(0, start, end, more=watch.waited, is_rate=True)
+    return _elapsed(0, before, end, is_rate=True)
 
 
 def _samples_in(batch: Batch) -> int:
@@ -755,3 +753,13 @@ def _peak_gib(device: torch.device) -> float:
         ) from error
     unit = 1 if sys.platform == "darwin" else 1024  # bytes or KiB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB
+
+
+def _elapsed(
+    amount: float | Tensor, start: Mark, end: Mark, *, more: float = 0.0, is_rate: bool = False
+) -> Elapsed:
+    """Return the seconds between two marks of one kind, and ``more``, by an amount."""
+    if isinstance(start, int | float) and isinstance(end, int | float):
+        return Elapsed(amount, end - start + more, (), is_rate)
+    assert not isinstance(start, int | float) and not isinstance(end, int | float)
+    return Elapsed(amount, more, ((start, end),), is_rate)

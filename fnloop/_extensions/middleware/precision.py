@@ -9,15 +9,21 @@ import torch
 from torch import Tensor
 
 from fnloop._backend import torch_compat
-from fnloop._backend.containers import map_leaves
-from fnloop._core.optimizers import optimizers_in
 from fnloop._core.state import TrainState
-from fnloop._core.types import Batch, Middleware, Output, Searching, Step, Wrap, middleware
-from fnloop._display.checks import describe, integer, number
-from fnloop._step.engine import refuse
-from fnloop._step.transaction import decide_any, then
+from fnloop._core.types import Middleware, Output, Searching, Step, middleware
+from fnloop._step.transaction import decide_any
 from fnloop._step.update import Commuting, Insertable
-from fnloop.extend import local_part, parameters
+from fnloop.extend import (
+    Batch,
+    Wrap,
+    checks,
+    containers,
+    local_part,
+    optimizers,
+    parameters,
+    refuse,
+    then,
+)
 
 # --------------------------------------------------------------------------------------------------
 # Mixed precision: autocast, and for fp16 a loss scale.
@@ -82,10 +88,12 @@ def amp(
     Replaces: by_hand.GradScaler, accelerate.autocast
     """
     if precision is not None and (not isinstance(precision, str) or precision not in _DTYPES):
-        raise ValueError(f'amp expects "bf16", "fp16" or None; got {describe(precision)}')
-    number("amp", "init_scale", init_scale, "the first loss scale", least=SMALLEST, most=LARGEST)
+        raise ValueError(f'amp expects "bf16", "fp16" or None; got {checks.describe(precision)}')
+    checks.number(
+        "amp", "init_scale", init_scale, "the first loss scale", least=SMALLEST, most=LARGEST
+    )
     meaning = "the updates without overflow after which the scale doubles"
-    integer("amp", "growth_interval", growth_interval, meaning)
+    checks.integer("amp", "growth_interval", growth_interval, meaning)
     if precision is None:
         return Middleware("amp", precision="")
     forward = _autocast(_DTYPES[precision])
@@ -250,7 +258,7 @@ def channels_last() -> Middleware:
 def _convert_batch(step: Step) -> Step:
     def with_images_converted(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
         __tracebackhide__ = True
-        return step(state, map_leaves(batch, _converted_image))
+        return step(state, containers.map_leaves(batch, _converted_image))
 
     return with_images_converted
 
@@ -282,7 +290,7 @@ def _convert_state(state: TrainState) -> Converted:
             tensor.grad.data = _converted(tensor.grad.data)
     # A fused optimizer reads parameters and what it keeps of them as they are in memory: both need
     # one format.
-    for optimizer in optimizers_in(state.optimizer).values():
+    for optimizer in optimizers(state).values():
         for parameter, kept in optimizer.state.items():
             for name, value in kept.items() if isinstance(parameter, Tensor) else ():
                 if isinstance(value, Tensor) and value.shape == parameter.shape:

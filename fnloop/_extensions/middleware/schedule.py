@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from numbers import Real
 from typing import Any, NamedTuple, NoReturn, Protocol
 
@@ -18,44 +19,40 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from fnloop._core.history import SINCE, check_monitored, first_record, unfinished
 from fnloop._core.metrics import Last
-from fnloop._core.optimizers import (
-    RATIO,
-    SCHEDULED,
-    Group,
-    Rate,
-    begin_again,
-    chosen_groups,
-    copy_number,
-    initial_value,
-    keep_settings,
-    note_set,
-    numbers_used,
-    optimizers_in,
-    put_settings_back,
-    was_scheduled,
-)
+from fnloop._core.optimizers import RATIO, begin_again, keep_initial, note_set, numbers_used
 from fnloop._core.records import Record, counts
 from fnloop._core.runs import RunInfo
-from fnloop._core.state import RESTED, TrainState, explain_unknown_length, rested, used_in
-from fnloop._core.types import UPDATE, Batch, LossFn, Middleware, Output, Step, middleware
-from fnloop._display.screen import log
+from fnloop._core.state import TrainState, rested, used_in
+from fnloop._core.types import UPDATE, LossFn, Middleware, Output, Step, middleware
 from fnloop._step.transaction import settle
 from fnloop.extend import (
+    Batch,
     Fold,
     better,
     checks,
+    groups,
     mode_of,
     name_of,
     number_in,
+    optimizers,
     report,
     set_number,
     with_slot,
 )
-from fnloop.schedules import check_schedule, refuse_torch_scheduler, takes_state
+from fnloop.schedules import (
+    check_schedule,
+    explain_unknown_length,
+    refuse_torch_scheduler,
+    takes_state,
+)
+
+log = logging.getLogger("fnloop")
 
 # --------------------------------------------------------------------------------------------------
 # Set the learning rate, or another number of the parameter groups, before each update.
 
+Group = dict[str, Any]  # a parameter group of an optimizer
+Rate = float | Tensor
 _Fn = Callable[[int, int | None], float] | Callable[[TrainState], float]
 
 
@@ -155,7 +152,7 @@ def schedule(
             groups = _used_groups(state, names, "schedule")
             if not groups:
                 return step(state, batch)
-            kept, shares = keep_settings(groups.values()), _by_updates(state, groups)
+            kept, shares = _keep_settings(groups.values()), _by_updates(state, groups)
             for share in shares:
                 rested = share.rested if by == "step" else 0
                 i, of = done - rested, total and total - rested
@@ -172,7 +169,7 @@ def schedule(
                 call, before = f"schedule({name_of(fn)})", state.slots[name]
                 _warn_of_total(state, call, field, fn, before, factor, show, shares[0].rested, by)
                 state = with_slot(state, name, total)
-            put_back = functools.partial(put_settings_back, kept, field, numbers)
+            put_back = functools.partial(_put_settings_back, kept, field, numbers)
             made = None
             try:
                 new, out = step(state, batch)
@@ -184,10 +181,8 @@ def schedule(
         return scheduled
 
     def init(state: TrainState) -> float | None:
-        for group in chosen_groups(state.optimizer, names, "schedule").values():
-            if was_scheduled(group, field):  # as in an earlier phase
-                group[initial] = initial_value(group, field)
-                group[SCHEDULED + field] = number_in(group, field)
+        for group in _chosen_groups(state, names, "schedule").values():
+            keep_initial(group, field)
         return _total(state, by)
 
     return Middleware(
@@ -222,14 +217,68 @@ def _names(owner: str, only: str | Sequence[str] | None) -> tuple[str, ...] | No
     return tuple(names)
 
 
-def _used_groups(state: TrainState, only: Sequence[str] | None, owner: str) -> dict[str, Group]:
+def _used_groups(state: TrainState, only: Sequence[str] | None, owner: str) -> Mapping[str, Group]:
     """Return the chosen groups of the optimizers that the step updates with, as ``using`` says."""
-    groups = chosen_groups(state.optimizer, only, owner)
+    found = groups(state) if only is None else _chosen_groups(state, only, owner)
     names = used_in(state)
     if names is None:
-        return groups
+        return found
     own = {id(group) for name in names for group in state.optimizer[name].param_groups}
-    return {label: group for label, group in groups.items() if id(group) in own}
+    return {label: group for label, group in found.items() if id(group) in own}
+
+
+def _chosen_groups(
+    state: TrainState, only: Collection[str] | None, owner: str
+) -> Mapping[str, Group]:
+    """Return parameter groups by what follows the name of a number of them in a report.
+
+    Args:
+        state: the state.
+        only: names of optimizers, each of which stands for all of its groups, or of groups
+            (``group["name"]``). None: all groups.
+        owner: the middleware, for messages.
+
+    Raises:
+        ValueError: there is no optimizer and no group of such a name, or there are both.
+    """
+    named, every = optimizers(state), groups(state)
+    if only is None:
+        return every
+    chosen: set[int] = set()
+    for name in only:
+        own = [group for group in every.values() if group.get("name") == name]
+        if name in named and own:
+            raise ValueError(
+                f"{owner} names {name!r}, which is an optimizer and a parameter group: give one of "
+                "them another name"
+            )
+        if name not in named and not own:
+            raise ValueError(_explain_unknown(owner, name, named, every.values()))
+        chosen.update(map(id, own or named[name].param_groups))
+    return {label: group for label, group in every.items() if id(group) in chosen}
+
+
+def _explain_unknown(
+    owner: str, name: str, named: Mapping[str, Optimizer], groups: Iterable[Group]
+) -> str:
+    """Return why no optimizer and no group has a name."""
+    labels = [*dict.fromkeys(str(g["name"]) for g in groups if g.get("name"))]
+    there = f", and groups named {checks.join_names(labels, 5)}" if labels else ""
+    if "" not in named:
+        return (
+            f"{owner} names the optimizer {name!r}, but this state has "
+            f"{checks.join_names([*named], 5)}{there}"
+        )
+    if labels:
+        return (
+            f"{owner} names the parameter group {name!r}, but the groups with a name are "
+            f"{checks.join_names(labels, 5)}"
+        )
+    return (
+        f"{owner} names the optimizer {name!r}, but this state, or this turn of alternate, has one "
+        "optimizer, without a name: leave out only=, or give a parameter group this name: "
+        f'{{"params": ..., "name": "{name}"}}'
+    )
 
 
 class _Share:
@@ -249,14 +298,40 @@ class _Share:
 
 def _by_updates(state: TrainState, groups: Mapping[str, Group]) -> list[_Share]:
     """Return groups by the updates of their optimizers."""
-    if RESTED not in state.slots:
+    if not (lost := rested(state)):
         return [_Share(0, [*groups.values()])]
     found: dict[int, list[Group]] = {}
-    for name, one in optimizers_in(state.optimizer).items():
+    for name, one in optimizers(state).items():
         own = {*map(id, one.param_groups)}
         if ours := [group for group in groups.values() if id(group) in own]:
-            found.setdefault(rested(state, name), []).extend(ours)
+            found.setdefault(lost.get(name, 0), []).extend(ours)
     return [_Share(count, ours) for count, ours in found.items()]
+
+
+_Kept = tuple[Group, Group]
+
+
+def _keep_settings(groups: Iterable[Group]) -> list[_Kept]:
+    """Return groups with their settings as they are now, for :func:`_put_settings_back`."""
+    return [(group, dict(group)) for group in groups]
+
+
+def _put_settings_back(kept: Iterable[_Kept], field: str, used: Iterable[Rate]) -> None:
+    """Give groups the settings from before an update that was left out.
+
+    A group that has gone back to other settings meanwhile has those. A tensor stays as it was set:
+    it is filled in place, and a copy of it would cost every update.
+
+    Args:
+        kept: what :func:`_keep_settings` returned.
+        field: the key of the number that was set.
+        used: the number of each group in the update.
+    """
+    for (group, before), number in zip(kept, used, strict=True):
+        if number_in(group, field) is number and not isinstance(number, Tensor):
+            for name in group.keys() - before.keys():
+                del group[name]
+            group.update(before)
 
 
 def _slot_name(owner: str, given: Sequence[str]) -> str:
@@ -326,8 +401,8 @@ def _check_groups_apart(state: TrainState, listed: Sequence[Middleware]) -> None
     """Raise if two set one field of one group, which one names, and its optimizer the other."""
     found: list[tuple[_Setter, set[int]]] = []
     for setter in _setters(listed):
-        groups = chosen_groups(state.optimizer, setter.names, setter.factory.__name__)
-        own = {*map(id, groups.values())}
+        chosen = _chosen_groups(state, setter.names, setter.factory.__name__)
+        own = {*map(id, chosen.values())}
         for other, taken in found:
             if setter.conflicts(other) and own & taken:
                 setter.refuse(other, "parameter group")
@@ -503,7 +578,10 @@ def scheduled(**functions: _Fn) -> Middleware:
                     call, before = f"scheduled({name_of(functions[name])})", state.slots[slot][1]
                     _warn_of_total(state, call, name, functions[name], before, value)
                 state = with_slot(state, slot, stretch)
-            found = {name: Last(copy_number(value)) for name, value in numbers.items()}
+            found = {
+                name: Last(value.clone() if isinstance(value, Tensor) else value)
+                for name, value in numbers.items()
+            }
             state, out = step(state, batch)
             return state, report(out, found, "scheduled")
 
@@ -701,7 +779,7 @@ def torch_scheduler(
 def _optimizer_of(state: TrainState, only: str | None) -> Optimizer:
     """Return the only optimizer of a state, or the one or the group that is named."""
     __tracebackhide__ = True
-    found = optimizers_in(state.optimizer)
+    found = optimizers(state)
     if only is None and "" not in found:
         name = next(iter(found))
         raise ValueError(
@@ -710,14 +788,14 @@ def _optimizer_of(state: TrainState, only: str | None) -> Optimizer:
         )
     if only is None or only in found:
         return found[only or ""]
-    groups = chosen_groups(state.optimizer, (only,), "torch_scheduler").values()
-    owners = [one for one in found.values() for group in one.param_groups if group in groups]
+    named = _chosen_groups(state, (only,), "torch_scheduler").values()
+    owners = [one for one in found.values() for group in one.param_groups if group in named]
     if len(owners) > 1:
         raise ValueError(
             f"torch_scheduler names the parameter group {only!r}, which two optimizers have: give "
             "each its own name"
         )
-    return _OfGroup(owners[0], *groups)
+    return _OfGroup(owners[0], *named)
 
 
 class _OfGroup(Optimizer):
@@ -743,13 +821,13 @@ def _updates(state: TrainState, only: str | None) -> int:
 
 def _rested(state: TrainState, only: str | None) -> int:
     """Return the updates of them in which the optimizer rested, or that of the group."""
-    if only is None or RESTED not in state.slots:
+    if only is None or not (lost := rested(state)):
         return 0
-    found = optimizers_in(state.optimizer)
+    found = optimizers(state)
     if only in found:
-        return rested(state, only)
+        return lost.get(only, 0)
     owners = (n for n, one in found.items() for g in one.param_groups if g.get("name") == only)
-    return rested(state, next(owners, ""))
+    return lost.get(next(owners, ""), 0)
 
 
 def _stretch_of(state: TrainState, rested: int) -> RunInfo | None:
@@ -1026,12 +1104,12 @@ def plateau(
                 check_monitored("plateau", key, state)
             ratio = looked(history, first_record(state.phases, since)).ratio
             groups = _used_groups(state, names, "plateau").values()
-            kept = keep_settings(groups)
+            kept = _keep_settings(groups)
             for group in groups:
                 group[RATIO] = ratio, min_value
                 set_number(group, "lr", 1.0, "plateau")
             numbers = [group["lr"] for group in groups]
-            put_back = functools.partial(put_settings_back, kept, "lr", numbers)
+            put_back = functools.partial(_put_settings_back, kept, "lr", numbers)
             made = None
             try:
                 new, out = step(state, batch)

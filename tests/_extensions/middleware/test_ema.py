@@ -11,8 +11,9 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_m
 from toy_runs import ONE, assert_same_weights, fitted, noting, of, of_timm
 
 import fnloop as fl
+from fnloop._backend import torch_compat
 from fnloop._core.averages import Average
-from fnloop._extensions import averages as averaging
+from fnloop._extensions.middleware import ema as averaging
 from fnloop.testing import small, toy, toy_loss
 
 
@@ -35,15 +36,15 @@ def test_the_average_after_each_update(member, expected):
 
 
 def test_an_update_that_is_not_blended_in_does_nothing(monkeypatch):
-    blends, lerp = [], averaging.foreach_lerp_
-    monkeypatch.setattr(averaging, "foreach_lerp_", lambda *a: blends.append(1) or lerp(*a))
+    blends, lerp = [], torch_compat.foreach_lerp_
+    monkeypatch.setattr(torch_compat, "foreach_lerp_", lambda *a: blends.append(1) or lerp(*a))
     state = fitted([1] * 6, fl.ema(0.5, every=3))
     assert state.slots["ema"]["w"].item() == (-3 / 2 - 6) / 2 and len(blends) == 2
 
 
 def test_the_model_of_averaged_needs_no_average(monkeypatch):
     state = fl.averaged(fitted([1], fl.ema(0.5)))
-    monkeypatch.delattr(averaging, "make_average")
+    monkeypatch.delattr(averaging, "_make_average")
     assert fl.evaluate(fl.pipeline(fl.ema(0.5))(toy_loss), state, [ONE]) == {"loss": -0.5}
 
 
