@@ -30,8 +30,9 @@ of the book.
 - **What is saved, and what readers see**: `Part`, `View`
 - **Processes**: `Engine`, `engine_of`, `on_main_process`
 - **Random numbers**: `isolated`, `fold_in`
-- **Records and moments**: `Fold`, `better`, `mode_of`, `Moment`
-- **Messages**: `checks`, `name_of`
+- **Records, moments and the end of a run**: `Fold`, `better`, `mode_of`, `Moment`, `Stop`
+- **Messages**: `checks`, `tables`, `name_of`
+- **Nested batches, and files**: `containers`, `disk`
 """
 
 from __future__ import annotations
@@ -41,16 +42,19 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 from torch.optim import Optimizer
 
+from fnloop._backend import containers
 from fnloop._backend.collectives import on_main_process
 from fnloop._backend.fsdp import is_sharded, local_part
+from fnloop._checkpoint import disk
 from fnloop._core.history import Fold, mode_of
 from fnloop._core.optimizers import Group, labelled_groups, number_in, optimizers_in, set_number
 from fnloop._core.parts import Part
 from fnloop._core.records import better
 from fnloop._core.rng import fold_in, isolated
+from fnloop._core.runs import Stop
 from fnloop._core.state import TrainState, parameters, with_slot
 from fnloop._core.types import View, name_of
-from fnloop._display import checks
+from fnloop._display import checks, tables
 from fnloop._hooks.hook import Moment
 from fnloop._step.engine import Engine, engine_of
 from fnloop._step.gradients import total_norm
@@ -62,9 +66,12 @@ __all__ = [
     "Fold",
     "Moment",
     "Part",
+    "Stop",
     "View",
     "better",
     "checks",
+    "containers",
+    "disk",
     "engine_of",
     "fold_in",
     "gradients",
@@ -81,6 +88,7 @@ __all__ = [
     "parameters",
     "report",
     "set_number",
+    "tables",
     "with_slot",
 ]
 

@@ -306,11 +306,11 @@ BEYOND = {
     "_extensions.alternate": 43,
     "_extensions.averages": 18,
     "_extensions.stacks": 18,
-    "_extensions.checkpoints": 43,
-    "_extensions.middleware": 130,
-    "_extensions.hooks": 122,
-    "_extensions.tools": 82,
-    "debug": 112,
+    "_extensions.checkpoints": 33,
+    "_extensions.middleware": 129,
+    "_extensions.hooks": 72,
+    "_extensions.tools": 45,
+    "debug": 90,
 }
 
 

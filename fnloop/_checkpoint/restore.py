@@ -16,10 +16,9 @@ from fnloop._backend.collectives import on_every_process, on_main_process
 from fnloop._backend.containers import is_out_of_memory
 from fnloop._backend.fsdp import extent_in, from_local_part, split_dim
 from fnloop._backend.torch_compat import strip_compile_prefix
+from fnloop._checkpoint.disk import exists, is_folder
 from fnloop._checkpoint.files import (
-    exists,
     explain_nonfinite,
-    is_folder,
     locate,
     read_json,
     read_manifest,

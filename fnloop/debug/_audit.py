@@ -13,11 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from fnloop._backend import torch_compat
-from fnloop._backend.containers import map_leaves
 from fnloop._core.rng import mark_generators
 from fnloop._core.state import TrainState, unwrap
 from fnloop._core.types import Batch, Middleware, Output, Step, middleware
-from fnloop._display.tables import format_number
 from fnloop._step.transaction import without_graphs
 from fnloop.debug._watch import (
     BUFFER,
@@ -41,7 +39,7 @@ from fnloop.debug._watch import (
     result_of,
     without_gradients,
 )
-from fnloop.extend import checks, engine_of, is_sharded, isolated
+from fnloop.extend import checks, containers, engine_of, is_sharded, isolated, tables
 
 # --------------------------------------------------------------------------------------------------
 # Updates that are made twice, to compare their bits.
@@ -350,7 +348,7 @@ def _amount(one: Difference) -> str:
     bits = f"{one.bits} bit{'s' * (one.bits != 1)}"
     return (
         f"{what} differs in {one.elements} of {one.size} elements ({bits}), by at most "
-        f"{format_number(one.most)}"
+        f"{tables.format_number(one.most)}"
     )
 
 
@@ -566,9 +564,9 @@ class _Copy:
         model, slots = copy.deepcopy((unwrap(state), dict(state.slots)), {})
         self.model = model.double() if exact else model
         self._state = attrs.evolve(
-            state, model=self.model, slots=map_leaves(slots, _widen) if exact else slots
+            state, model=self.model, slots=containers.map_leaves(slots, _widen) if exact else slots
         )
-        self._batch = map_leaves(batch, _widen) if exact else batch
+        self._batch = containers.map_leaves(batch, _widen) if exact else batch
         self.outputs: list[tuple[str, Tensor]] = []
         self.gradients: dict[str, Tensor] = {}
         for module in model.modules():
@@ -634,8 +632,8 @@ def _find_imprecise(real: _Copy, exact: _Copy, eps: float) -> tuple[str | None, 
         if units > MOST_UNITS * before:
             what = name if name == "the loss" else f"the output of the module {name}"
             return name, (
-                f"{what} is off by {format_number(units)} units of rounding, and nothing before "
-                f"it by more than {format_number(before)}"
+                f"{what} is off by {tables.format_number(units)} units of rounding, and nothing "
+                f"before it by more than {tables.format_number(before)}"
             )
         before = max(before, units)
     total = SMALL * math.hypot(*map(_norm, exact.gradients.values()))
@@ -646,8 +644,9 @@ def _find_imprecise(real: _Copy, exact: _Copy, eps: float) -> tuple[str | None, 
         units = _distance(real.gradients[name], grad) / eps / max(_norm(grad), total, 1e-30)
         if units > MOST_UNITS * usual:
             return name, (
-                f"the gradient of {name} is off by {format_number(units)} units of rounding, and "
-                f"those of the parameters after it by at most {format_number(usual)}"
+                f"the gradient of {name} is off by {tables.format_number(units)} units of "
+                "rounding, and those of the parameters after it by at most "
+                f"{tables.format_number(usual)}"
             )
         usual = max(usual, units)
     return None

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from fnloop._backend import torch_compat
-from fnloop._backend.containers import parts_of, with_parts
 from fnloop._checkpoint.format import CheckpointError
 from fnloop._checkpoint.restore import restore
 from fnloop._checkpoint.save import check_resumable, save
@@ -22,7 +21,6 @@ from fnloop._core.state import TrainState, check_not_stale
 from fnloop._core.types import Batch, Step
 from fnloop._data.held import own_copy
 from fnloop._data.source import first_batches
-from fnloop._display.tables import format_number
 from fnloop._extensions.middleware.accumulate import accumulate, microbatch
 from fnloop._extensions.tools.dry_run import (
     ASSUMED,
@@ -41,8 +39,8 @@ from fnloop._extensions.tools.dry_run import (
 )
 from fnloop._hooks.hook import every
 from fnloop._loop.evaluate import open_loader
-from fnloop._loop.plan import Plan, check_step, make_plan
-from fnloop._step.pipeline import LossStep, PipelineStep, RawStep
+from fnloop._loop.plan import Plan
+from fnloop._step.pipeline import PipelineStep
 from fnloop.data import take
 from fnloop.debug._audit import DROPOUTS, SMALL, audit, tolerance_of
 from fnloop.debug._watch import (
@@ -54,7 +52,7 @@ from fnloop.debug._watch import (
     first_other_operator,
     watch,
 )
-from fnloop.extend import isolated, name_of
+from fnloop.extend import containers, isolated, name_of, tables
 
 UPDATES = 3
 MOST_SOURCES = 3
@@ -105,10 +103,10 @@ def check_script(step: Step, state: TrainState, loaders: object) -> Report:
         own objects, generators. What a worker of a DataLoader keeps cannot be seen.
     """
     __tracebackhide__ = True
-    step = check_step(step, "check_script")
+    step = PipelineStep.checked(step, "check_script")
     check_not_stale(state, "check_script")
-    given = (step, at_start_of_epoch(state), loaders, None, None, (), None, None, 1, None)
-    plan = attrs.evolve(make_plan(*given), assumed_items=ASSUMED)
+    plan = Plan.of(step, at_start_of_epoch(state), loaders)
+    plan = attrs.evolve(plan, assumed_items=ASSUMED)
     named = loaders_to_try("check_script", state, plan.loaders)
     script = _Script(step, state, named)
     try:
@@ -308,7 +306,7 @@ def check_accumulation(step: PipelineStep, state: TrainState, plan: Plan) -> Fin
         plan: what a run of it would do.
     """
     __tracebackhide__ = True
-    if not isinstance(step, LossStep) or isinstance(step, RawStep) or step.carries:
+    if not step.has_all_rings or step.carries:
         return Finding(KIND, NAME, f"not checked: {type(step).__name__} takes no accumulate(2)")
     with isolated(state.backend.device):
         copied = lambda: at_start_of_run(plan, state)
@@ -367,14 +365,16 @@ def join(batches: Sequence[Batch]) -> Batch:
             raise ValueError("the first two batches cannot be joined, as their shapes differ")
         return torch.cat(list(batches))
     if all(isinstance(b, Mapping | list | tuple) for b in batches):
-        keyed = [dict(parts_of(b) or ()) for b in batches]
+        keyed = [dict(containers.parts_of(b) or ()) for b in batches]
         if all(one.keys() == keyed[0].keys() for one in keyed):
-            return with_parts(first, [join([one[key] for one in keyed]) for key in keyed[0]])
+            return containers.with_parts(
+                first, [join([one[key] for one in keyed]) for key in keyed[0]]
+            )
     raise ValueError(f"batches with a {type(first).__name__} cannot be joined")
 
 
 def _comparing(
-    step: LossStep,
+    step: PipelineStep,
     copied: Callable[[], TrainState],
     batches: Sequence[Batch],
     joined: Batch,
@@ -437,7 +437,7 @@ def _norms(model: nn.Module) -> list[str]:
 
 
 def _explain_loss(
-    step: LossStep, copied: TrainState, batches: Sequence[Batch], joined: Batch
+    step: PipelineStep, copied: TrainState, batches: Sequence[Batch], joined: Batch
 ) -> str:
     """Return what the loss of a batch may be, if it is not a mean over its items."""
     name, line = name_of(step.loss_fn), ""
@@ -455,7 +455,8 @@ def _explain_loss(
     if math.isclose(both, a + b, rel_tol=1e-4) and not math.isclose(both, mean, rel_tol=1e-4):
         return f"{name}{line} returns a sum over the items of a batch: return their mean"
     return (
-        f"the loss that {name}{line} returns is {format_number(both)} for both batches together, "
-        f"and the mean of theirs by weight is {format_number(mean)}: return a mean over items, and "
-        'how many they are, if not the leading dimension: return loss, {"weight": n}'
+        f"the loss that {name}{line} returns is {tables.format_number(both)} for both batches "
+        f"together, and the mean of theirs by weight is {tables.format_number(mean)}: return a "
+        "mean over items, and how many they are, if not the leading dimension: return loss, "
+        '{"weight": n}'
     )

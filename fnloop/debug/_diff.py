@@ -12,7 +12,6 @@ from pathlib import Path
 import attrs
 from torch import Tensor
 
-from fnloop._backend.containers import pairs_of, parts_of
 from fnloop._checkpoint.files import decode_history
 from fnloop._checkpoint.format import Contents
 from fnloop._checkpoint.restore import read_alone
@@ -23,9 +22,7 @@ from fnloop._core.history import History
 from fnloop._core.records import COSTS, Record
 from fnloop._core.serialize import Measured, describe_value, find_difference, measure
 from fnloop._core.state import TrainState, check_not_stale
-from fnloop._display import tables
-from fnloop._display.tables import Column, Shown, Table
-from fnloop.extend import checks, on_main_process
+from fnloop.extend import checks, containers, on_main_process, tables
 
 
 def diff(
@@ -157,7 +154,7 @@ class Finding:
 
 
 @attrs.frozen(repr=False)
-class Difference(Shown):
+class Difference(tables.Shown):
     """What differs, the first of each kind: a table. It is falsy if nothing does.
 
     Args:
@@ -203,15 +200,15 @@ class Difference(Shown):
         """The first tensor that differs, if one does."""
         return self._first("tensor")
 
-    def _parts(self) -> list[str | Table[Finding]]:
+    def _parts(self) -> list[str | tables.Table[Finding]]:
         title = f"{self.compared} {'differ' if self.findings else 'are equal, bit for bit'}"
-        columns: list[Column[Finding]] = [
-            Column("what", lambda f: f.kind, left=True),
-            Column("name", lambda f: f.name, left=True),
-            Column("difference", lambda f: f.text, left=True),
+        columns: list[tables.Column[Finding]] = [
+            tables.Column("what", lambda f: f.kind, left=True),
+            tables.Column("name", lambda f: f.name, left=True),
+            tables.Column("difference", lambda f: f.text, left=True),
         ]
         others = f"and {tables.format_count(self.others, 'more tensor')}" if self.others else ""
-        return [title, Table(columns, self.findings, others)] if self.findings else [title]
+        return [title, tables.Table(columns, self.findings, others)] if self.findings else [title]
 
 
 # --- records
@@ -335,7 +332,7 @@ def compare_values(a: object, b: object) -> tuple[str, Measured | None] | None:
         if a.dtype == b.dtype:
             return f"shape {tuple(a.shape)} in one, and {tuple(b.shape)} in the other", None
         return f"{describe_value(a)} in one, and {describe_value(b)} in the other", None
-    pairs, parts = pairs_of(a, b), [[*(parts_of(x) or ())] for x in (a, b)]
+    pairs, parts = containers.pairs_of(a, b), [[*(containers.parts_of(x) or ())] for x in (a, b)]
     if pairs is not None and len(pairs) == len(parts[0]) == len(parts[1]):
         found = (compare_values(x, y) for _, x, y in pairs)
         return next(filter(None, found), None)

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
-from fnloop._backend.containers import map_leaves
 from fnloop._backend.torch_compat import strip_compile_prefix
 from fnloop._checkpoint.format import CheckpointError, Contents, shares_in
 from fnloop._checkpoint.parts import Targets, decode_targets
@@ -30,22 +29,18 @@ from fnloop._core.metrics import RECENT
 from fnloop._core.optimizers import optimizers_in
 from fnloop._core.records import Record
 from fnloop._core.rng import reserved_generators
-from fnloop._core.runs import INTERRUPTED, Stop, is_interruption
 from fnloop._core.state import TrainState, check_not_stale, snapshot, unwrap
 from fnloop._core.types import RECORD, Batch, Middleware, Output, Step, middleware
 from fnloop._core.view import take_back
 from fnloop._data.loaders import read_loaders
 from fnloop._data.position import checksum
-from fnloop._display import tables
-from fnloop._display.checks import join_names
 from fnloop._hooks.hook import when
 from fnloop._loop.evaluate import open_loader
+from fnloop._loop.fit import train
 from fnloop._loop.made_with import members_of
-from fnloop._loop.peers import Interrupts, is_alone
-from fnloop._loop.plan import Plan, check_step, make_plan
-from fnloop._loop.run import fold
+from fnloop._loop.plan import Plan
 from fnloop._step.gradients import pieces_of
-from fnloop._step.pipeline import LossStep, Pipeline, PipelineStep, RawStep
+from fnloop._step.pipeline import PipelineStep, pipeline
 from fnloop.debug._diff import (
     BITS,
     Difference,
@@ -56,7 +51,7 @@ from fnloop.debug._diff import (
     contents_of,
     find_differing,
 )
-from fnloop.extend import Moment, checks, isolated, on_main_process
+from fnloop.extend import Moment, Stop, checks, containers, isolated, on_main_process, tables
 
 # --------------------------------------------------------------------------------------------------
 # Make an update of a run again, bit for bit, from the nearest checkpoint before it.
@@ -127,7 +122,7 @@ def replay(
         the run, which are taken from a checkpoint after the update.
     """
     __tracebackhide__ = True
-    step = check_step(step, "replay", "folder, ")
+    step = PipelineStep.checked(step, "replay", "folder, ")
     check_not_stale(state, "replay")
     where = checks.folder_path("replay", "folder", folder)
     checks.integer("replay", "update", update, "state.step after the update")
@@ -229,7 +224,7 @@ def restored_from(origin: Origin, state: TrainState) -> TrainState:
         )
     restored = restore(origin.start.path, state, shapes="file")
     take_back(restored)  # in a run the model holds what is this process's own
-    if restored.stop is None or is_interruption(restored.stop):
+    if restored.stop is None or Stop.interrupts(restored.stop):
         return restored
     if origin.later is None:
         raise ValueError(
@@ -329,12 +324,8 @@ def continue_from(
         plan = follow.with_records(plan, records)
     if not plan.resumed(state).todo:
         return state
-    reached = state
     with reserved_generators():
-        for reached in fold(plan, state, Interrupts(is_alone(state))):  # noqa: B007
-            pass
-    if reached.stop == INTERRUPTED:
-        raise KeyboardInterrupt
+        reached = train(plan, state)
     take_back(reached)  # the end of a run has put the average into the model
     return follow.restore(reached)
 
@@ -357,8 +348,8 @@ def _plan(
     running = unfinished(state.phases)
     name = None if running is None else running.name
     # Targets of its own, which are replaced: those of a phase count from where it began.
-    given = (step, state, loaders, 1, None, (follow,), None, None, 1, name)
-    return attrs.evolve(make_plan(*given), **attrs.asdict(targets))
+    plan = Plan.of(step, state, loaders, epochs=1, hooks=(follow,), phase=name)
+    return attrs.evolve(plan, **attrs.asdict(targets))
 
 
 class _Follow:
@@ -603,10 +594,10 @@ def bisect(
     __tracebackhide__ = True
     steps, each_loaders = _pair(step, PipelineStep), _pair(loaders, Mapping)
     for one, given in zip(steps, each_loaders, strict=True):
-        check_step(one, "bisect", "a, b, ")
+        PipelineStep.checked(one, "bisect", "a, b, ")
         read_loaders(given)  # checks them
     check_not_stale(state, "bisect")
-    if not is_alone(state):
+    if state.backend.world_size > 1:
         raise NotImplementedError(
             "bisect works in one process: call it in a script that is started without torchrun"
         )
@@ -845,7 +836,7 @@ class Update:
     def _samples(self) -> str:
         """Return the indices of its samples in words; "" if they are not known."""
         known = [index for index in self.indices if index is not None]
-        return join_names([str(i) for index in known for i in _flat(index)], 8)
+        return checks.join_names([str(i) for index in known for i in _flat(index)], 8)
 
     def _facts(self) -> dict[str, object]:
         norm = get_total_norm(list(self.grads.values())) if self.grads else math.nan
@@ -859,7 +850,7 @@ class Update:
         if samples := self._samples():
             facts["samples"] = samples
         if self.nonfinite:
-            facts["not finite"] = "sample " + join_names([*map(str, self.nonfinite)], 8)
+            facts["not finite"] = "sample " + checks.join_names([*map(str, self.nonfinite)], 8)
         elif not _is_finite(self.before):
             facts["not finite"] = "the weights before the update"
         if self.confirmed is not None:
@@ -1031,7 +1022,7 @@ class Recorder:
                 draws[name] = draws_now(model)
 
             def end(module: nn.Module, given: object, output: object, name: str = name) -> None:
-                kept = map_leaves(output, _copied)
+                kept = containers.map_leaves(output, _copied)
                 self.calls.append(Called(name, type(module).__name__, kept, draws[name]))
 
             stack.callback(module.register_forward_pre_hook(begin).remove)
@@ -1052,7 +1043,7 @@ def _copied(leaf: object) -> object:
 
 
 def _detached(out: Output) -> Output:
-    aux = {name: map_leaves(value, _copied) for name, value in out.aux.items()}
+    aux = {name: containers.map_leaves(value, _copied) for name, value in out.aux.items()}
     return attrs.evolve(out, loss=out.loss.detach().clone(), aux=aux)
 
 
@@ -1066,20 +1057,15 @@ def recording(step: PipelineStep, recorder: Recorder) -> PipelineStep:
     """
     if step.turns:
         steps = {name: _listing(one, (_losses(recorder),)) for name, one in step.turns.items()}
-        around = Pipeline((*step.pipeline.middleware, _updates(recorder)))
+        around = pipeline(*step.pipeline.middleware, _updates(recorder))
         return around(step.with_turns(steps))
-    if isinstance(step, RawStep):
-        return _listing(step, (_updates(recorder),))
     return _listing(step, (_losses(recorder), _updates(recorder)))
 
 
 def _listing(step: PipelineStep, others: Sequence[Middleware]) -> PipelineStep:
     """Return the same step with more middleware, listed last."""
     kept = [member for member in step.pipeline.middleware if member.name != "cuda_graph"]
-    if isinstance(step, RawStep):
-        return step.listing((*kept, *(m for m in others if m.loss is None)))
-    assert isinstance(step, LossStep)
-    return Pipeline((*kept, *others))(step.loss_fn)
+    return step.listing((*kept, *(m for m in others if m.loss is None or step.has_all_rings)))
 
 
 @middleware("loss")

@@ -33,14 +33,11 @@ from fnloop._core.serialize import Json
 from fnloop._core.state import TrainState, check_not_stale, snapshot, unwrap
 from fnloop._core.types import Step
 from fnloop._data.loaders import read_loaders
-from fnloop._display import tables
-from fnloop._display.tables import Column, Shown, Table
 from fnloop._loop.made_with import describe_making
-from fnloop._loop.plan import check_step
 from fnloop._step.pipeline import PipelineStep
 from fnloop.debug._diff import Difference, Finding, compare_contents, compare_histories, is_measured
 from fnloop.debug._replay import Origin, Pair, continue_from, restored_from
-from fnloop.extend import checks, is_sharded, on_main_process
+from fnloop.extend import checks, is_sharded, on_main_process, tables
 
 WHAT = "fnloop.debug.verify"  # as messages about processes that wait name it
 
@@ -122,7 +119,7 @@ def verify(
         afterwards.
     """
     __tracebackhide__ = True
-    step = check_step(step, "verify", "folder, ")
+    step = PipelineStep.checked(step, "verify", "folder, ")
     check_not_stale(state, "verify")
     place = place_at("verify", "folder", folder)
     if spans is not None:
@@ -579,7 +576,7 @@ class Span:
 
 
 @attrs.frozen(repr=False)
-class Report(Shown):
+class Report(tables.Shown):
     """What :func:`verify` has found.
 
     Args:
@@ -611,17 +608,17 @@ class Report(Shown):
         """The largest difference of all tensors of all spans."""
         return max((span.difference.largest for span in self.spans), default=0.0)
 
-    def _parts(self) -> list[str | Table[Span]]:
-        parts: list[str | Table[Span]] = [f"verify: {self._title()}"]
+    def _parts(self) -> list[str | tables.Table[Span]]:
+        parts: list[str | tables.Table[Span]] = [f"verify: {self._title()}"]
         if self.spans:
-            columns: list[Column[Span]] = [
-                Column("steps", lambda span: f"{span.start} to {span.stop}", left=True),
-                Column("holds", _verdict, left=True),
-                Column("record", lambda s: "" if s.update is None else str(s.update)),
-                Column("name", lambda span: span.name, left=True),
-                Column("of the run, and made again", lambda span: span.text, left=True),
+            columns: list[tables.Column[Span]] = [
+                tables.Column("steps", lambda span: f"{span.start} to {span.stop}", left=True),
+                tables.Column("holds", _verdict, left=True),
+                tables.Column("record", lambda s: "" if s.update is None else str(s.update)),
+                tables.Column("name", lambda span: span.name, left=True),
+                tables.Column("of the run, and made again", lambda span: span.text, left=True),
             ]
-            parts.append(Table(columns, self.spans))
+            parts.append(tables.Table(columns, self.spans))
         parts += [f"fault: {fault}" for fault in self.faults]
         parts += [f"changed: {text}" for text in self.changed.values()]
         return [*parts, *self.notes]

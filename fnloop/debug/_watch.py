@@ -32,7 +32,6 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from fnloop._backend import torch_compat
-from fnloop._backend.containers import attributes_of, parts_of, tensors_in, with_parts
 from fnloop._checkpoint.named import walk_optimizers
 from fnloop._core.averages import Average
 from fnloop._core.code import INSTALLED, PACKAGE, codes_of, is_users
@@ -45,7 +44,7 @@ from fnloop._core.state import TrainState, generation_of, ownership_of, unwrap
 from fnloop._core.types import Batch, Metric, Middleware, Output, Step, middleware
 from fnloop._step.transaction import then
 from fnloop._step.update import Commuting
-from fnloop.extend import checks, engine_of, is_sharded, local_part, parameters, report
+from fnloop.extend import checks, containers, engine_of, is_sharded, local_part, parameters, report
 
 # --------------------------------------------------------------------------------------------------
 # Activations, gradients and updates by module, in some updates.
@@ -297,7 +296,7 @@ class Trace(torch_compat.DispatchMode):
 def _checksum(results: object) -> object:
     if not isinstance(results, Tensor | list | tuple):
         return results
-    found = [t for t in tensors_in(results) if t.layout is torch.strided and t.numel()]
+    found = [t for t in containers.tensors_in(results) if t.layout is torch.strided and t.numel()]
     sums = [as_integers(t).sum(dtype=torch.int64) for t in found]
     return torch.stack([one.to(sums[0].device) for one in sums]) if sums else None
 
@@ -632,7 +631,7 @@ def tensors_of(value: object, path: str = "") -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
         yield path, value
         return
-    if (parts := parts_of(value)) is None and attrs.has(type(value)):
+    if (parts := containers.parts_of(value)) is None and attrs.has(type(value)):
         parts = attrs.asdict(value, recurse=False).items()
     for key, part in parts or ():
         if not isinstance(part, _PLAIN):
@@ -715,7 +714,7 @@ class _Putting:
             now.extend(values)
         elif isinstance(now, tuple) and isinstance(saved, tuple) and len(now) == len(saved):
             parts = [self.put(a, b) for a, b in zip(now, saved, strict=True)]
-            return with_parts(now, parts)
+            return containers.with_parts(now, parts)
         elif not _names_of(now):
             return self._copied(saved)
         for name in _names_of(saved):
@@ -733,7 +732,7 @@ def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
 
 def _names_of(value: object) -> list[str]:
     """Return the names of what an object holds: its attributes, or the fields of attrs."""
-    if parts_of(value) is None and attrs.has(kind := type(value)):
+    if containers.parts_of(value) is None and attrs.has(kind := type(value)):
         return [field.name for field in attrs.fields(kind)]
     return [*getattr(value, "__dict__", ())]
 
@@ -962,7 +961,7 @@ class _Walk:
 
 def _attributes(value: object) -> dict[str, object]:
     """Return what an object holds, in its ``__dict__`` and in slots."""
-    return dict(attributes_of(value))
+    return dict(containers.attributes_of(value))
 
 
 def _state_of(

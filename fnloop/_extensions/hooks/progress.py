@@ -31,22 +31,13 @@ from fnloop._core.records import (
     starred,
     update_best,
 )
-from fnloop._core.runs import RunInfo, is_interruption
+from fnloop._core.runs import RunInfo
 from fnloop._core.state import TrainState, count_parameters
 from fnloop._core.types import EPOCH, RECORD, Call
 from fnloop._core.views import Row, by_model, lay_out, table_of
-from fnloop._display import tables
 from fnloop._display.screen import WIDEST, Screen, columns_of, has_colors, paint
-from fnloop._display.tables import (
-    Table,
-    format_count,
-    format_duration,
-    format_metric,
-    mode_by_name,
-    printable,
-)
 from fnloop._hooks.hook import Hook
-from fnloop.extend import better, checks
+from fnloop.extend import Stop, better, checks, tables
 
 
 class progress(Hook):
@@ -201,7 +192,10 @@ def _describe_targets(state: TrainState) -> list[str]:
     if phase is not None:
         parts.append(f"phase {phase.name}")
     left = (run.epochs or 0) - (0 if phase is None else phase.epoch)
-    epochs, each = format_count(left, "epoch"), format_count(run.steps_per_epoch or 0, "update")
+    epochs, each = (
+        tables.format_count(left, "epoch"),
+        tables.format_count(run.steps_per_epoch or 0, "update"),
+    )
     updates = (run.total_steps or 0) - run.first_step
     if not left:
         parts += [f"{each} per epoch"] if run.steps_per_epoch else []
@@ -209,7 +203,7 @@ def _describe_targets(state: TrainState) -> list[str]:
         parts.append(f"{epochs} of {each}")
     else:  # of different lengths, or of an unknown one
         known = run.steps_per_epoch and updates > 0
-        parts += [epochs, *([f"{format_count(updates, 'update')} in all"] if known else [])]
+        parts += [epochs, *([f"{tables.format_count(updates, 'update')} in all"] if known else [])]
     if run.total_steps is not None and not run.epochs:
         parts.append(f"to step {run.total_steps:,}")
     if run.total_items is not None:
@@ -240,7 +234,7 @@ def describe_end(
 ) -> str:
     """Return the last line: why a run has ended, where, and what was best."""
     parts = [position.epoch_text, position.step_text, position.skipped_text]
-    where = ", ".join([*filter(None, parts), f"after {format_duration(seconds)}"])
+    where = ", ".join([*filter(None, parts), f"after {tables.format_duration(seconds)}"])
     return f"{reason}{';' if ':' in reason else ':'} {where}{_describe_best(best, run)}"
 
 
@@ -257,7 +251,9 @@ def _describe_best(best: Mapping[str, Record], run: RunInfo) -> str:
         return ""
     name = min(best, key=rank)
     record = best[name]
-    return f"; best {name} {format_metric(name, record.metrics[name])} at step {record.step:,}"
+    return (
+        f"; best {name} {tables.format_metric(name, record.metrics[name])} at step {record.step:,}"
+    )
 
 
 def describe_values(state: TrainState) -> list[str]:
@@ -292,7 +288,7 @@ def describe_values(state: TrainState) -> list[str]:
         running = state.metrics
         of = {name: running.get(f"recent/{name}", running.get(name)) for name in losses}
         values = read({name: metric for name, metric in of.items() if metric is not None} | rates)
-    return [f"{name} {format_metric(name, value)}" for name, value in values.items()]
+    return [f"{name} {tables.format_metric(name, value)}" for name, value in values.items()]
 
 
 def _describe_losses(state: TrainState) -> list[str]:
@@ -301,7 +297,7 @@ def _describe_losses(state: TrainState) -> list[str]:
     losses = [] if running is None else [*read({"loss": running}).values()]
     if not losses:
         return []
-    low, high = (format_metric("loss", value) for value in (min(losses), max(losses)))
+    low, high = (tables.format_metric("loss", value) for value in (min(losses), max(losses)))
     return [f"losses {low} to {high}"]
 
 
@@ -311,7 +307,7 @@ def _best_models(best: Mapping[str, Record]) -> dict[str, Record]:
     for name, record in best.items():
         kind = name.split("/")[0], name.split("/")[-1]
         other = found.get(kind)
-        mode = mode_by_name(name) or "min"
+        mode = tables.mode_by_name(name) or "min"
         if other is None or better(record.metrics[name], best[other].metrics[other], mode):
             found[kind] = name
     return {name: best[name] for name in found.values()}
@@ -699,7 +695,7 @@ class _View(ABC):
         """Show the last line."""
         seconds = time.monotonic() - self.pace.began
         line = describe_end(reason, self.at(state), seconds, self.best, _run(self.state))
-        self.end(line, *[HOW_TO_CONTINUE] * is_interruption(state.stop))
+        self.end(line, *[HOW_TO_CONTINUE] * Stop.interrupts(state.stop))
 
     def parts_of_epoch(self, state: TrainState) -> list[str]:
         """Return what stands beside the bar of an epoch, the most important first."""
@@ -739,7 +735,7 @@ class _Terminal(_View):
     def __init__(self, state: TrainState, since: str, refresh: float, file: TextIO) -> None:
         super().__init__(state, since)
         self.screen, self.refresh, self.colors = Screen(file), refresh, has_colors(file)
-        self.table: Table[Row] = Table(())  # the columns of the lines so far
+        self.table: tables.Table[Row] = tables.Table(())  # the columns of the lines so far
         self.made_for: tuple[int, list[str]] = 0, []  # the width of the terminal, and metrics
         self.names: dict[str, None] = {}  # of all metrics so far, in order
         self.next = 0.0  # when to draw the bar of an epoch again
@@ -772,7 +768,7 @@ class _Terminal(_View):
         line = self.paint(line, "dim") if faint else line
         self.screen.print(*(self.paint(title, "dim") for title in above), line)
 
-    def suit(self, row: Row) -> Table[Row]:
+    def suit(self, row: Row) -> tables.Table[Row]:
         """Return the columns for a row: those of the lines above it, if it fits them."""
         width = columns_of(self.screen.file) - 1
         self.names.update(dict.fromkeys(row.record.metrics))
@@ -942,11 +938,11 @@ class _Log(_View):
         names = [n for n in metrics if not n.startswith("recent/") and "/watch/" not in n]
         ordered = [column.name for column in lay_out([row], names).columns if column.name]
         values = (
-            f"{name} {format_metric(name, metrics[name])}{'*' if name in row.best else ''}"
+            f"{name} {tables.format_metric(name, metrics[name])}{'*' if name in row.best else ''}"
             for name in ordered
         )
         at = attrs.evolve(self.at(self.state), epoch=row.number, step=row.record.step)
-        passed = format_duration(row.seconds or 0.0)
+        passed = tables.format_duration(row.seconds or 0.0)
         self.write(at.epoch_text, at.step_text, row.model, *values, at.skipped_text, passed)
 
     def show(self, state: TrainState) -> float:
@@ -984,4 +980,4 @@ class _Log(_View):
                 lines.append("  ")
             lines[-1] += f"  {part}" if lines[-1] else part
         with contextlib.suppress(OSError, ValueError):  # a full disk or a closed file ends no run
-            print(printable("\n".join(lines), self.file), file=self.file, flush=True)
+            print(tables.printable("\n".join(lines), self.file), file=self.file, flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import os
 import subprocess
@@ -15,20 +16,29 @@ import torch
 from torch import Tensor
 
 from fnloop._backend.collectives import broadcast, gather_objects, gather_shares
-from fnloop._backend.containers import map_leaves
 from fnloop._checkpoint.format import NUMBER, check_shape
 from fnloop._core.history import SINCE, check_monitored, first_record
 from fnloop._core.metrics import Mean, read
 from fnloop._core.records import Record, counts
-from fnloop._core.runs import Stop, ends_job, kind_of, now
+from fnloop._core.runs import now
 from fnloop._core.stacked import models_of
 from fnloop._core.state import TrainState
 from fnloop._core.types import END, RECORD, UPDATE, Call
-from fnloop._display.checks import choice, flag, integer, join_names, metric_name, number
-from fnloop._display.screen import log
-from fnloop._display.tables import format_count, format_duration, format_metric
-from fnloop._hooks.hook import BuiltIn, Hook, parts_saved, place_in
-from fnloop.extend import Fold, better, checks, engine_of, isolated, mode_of, with_slot
+from fnloop._hooks.hook import BuiltIn, Hook
+from fnloop.extend import (
+    Fold,
+    Stop,
+    better,
+    checks,
+    containers,
+    engine_of,
+    isolated,
+    mode_of,
+    tables,
+    with_slot,
+)
+
+log = logging.getLogger("fnloop")
 
 # --------------------------------------------------------------------------------------------------
 # Which update made the training loss infinite or NaN, without a read from the device in between.
@@ -116,7 +126,7 @@ def _indices(state: TrainState, before: _Mark, after: _Mark) -> list[object] | N
     rounds = -(-batches // state.backend.data_size)
     with isolated(state.backend.device):
         own = run.live.indices_at(before.epoch, before.batch, before.samples)
-        mine = [map_leaves(index, _plain) for index in itertools.islice(own, rounds)]
+        mine = [containers.map_leaves(index, _plain) for index in itertools.islice(own, rounds)]
     every = gather_shares(mine, "the hook halt_on_nonfinite")
     found = [index for round_ in itertools.zip_longest(*every) for index in round_]
     known = [index for index in found if index is not None and index != []]
@@ -238,15 +248,17 @@ class early_stop(Hook):
 
     def __attrs_post_init__(self) -> None:
         owner = "early_stop"
-        metric_name(owner, "key", self.key)
+        checks.metric_name(owner, "key", self.key)
         meaning = "a number of evaluations"
         if type(self.patience) is int and self.patience == 0:
             meaning += " (1 stops at the first one without improvement; some libraries call that 0)"
-        integer(owner, "patience", self.patience, meaning)
-        number(owner, "min_delta", self.min_delta, "the least improvement", least=0)
-        choice(owner, "reference", self.reference, ("accepted", "best"))
-        flag(owner, "relative", self.relative)
-        integer(owner, "start_from_epoch", self.start_from_epoch, "a number of epochs", least=0)
+        checks.integer(owner, "patience", self.patience, meaning)
+        checks.number(owner, "min_delta", self.min_delta, "the least improvement", least=0)
+        checks.choice(owner, "reference", self.reference, ("accepted", "best"))
+        checks.flag(owner, "relative", self.relative)
+        checks.integer(
+            owner, "start_from_epoch", self.start_from_epoch, "a number of epochs", least=0
+        )
         values = {
             "baseline": self.baseline,
             "stopping_threshold": self.stopping_threshold,
@@ -254,11 +266,11 @@ class early_stop(Hook):
         }
         for name, value in values.items():
             if value is not None:
-                number(owner, name, value, "a value of the metric, or None", finite=False)
-        integer(owner, "min_epochs", self.min_epochs, "a number of epochs", least=0)
-        integer(owner, "min_steps", self.min_steps, "a number of updates", least=0)
-        flag(owner, "check_finite", self.check_finite)
-        choice(owner, "since", self.since, SINCE)
+                checks.number(owner, name, value, "a value of the metric, or None", finite=False)
+        checks.integer(owner, "min_epochs", self.min_epochs, "a number of epochs", least=0)
+        checks.integer(owner, "min_steps", self.min_steps, "a number of updates", least=0)
+        checks.flag(owner, "check_finite", self.check_finite)
+        checks.choice(owner, "since", self.since, SINCE)
         mode_of(owner, self.key, self.mode)  # checks it
         object.__setattr__(self, "_waited", Fold(self._wait, None))
 
@@ -312,10 +324,11 @@ class early_stop(Hook):
         good, bad = self.stopping_threshold, self.divergence_threshold
         if self.check_finite and not math.isfinite(newest):
             return f"is not finite: {newest}"
+        written = tables.format_metric(self.key, newest)
         if good is not None and better(newest, good, mode):
-            return f"reached {format_metric(self.key, newest)}, better than {good:g} {direction}"
+            return f"reached {written}, better than {good:g} {direction}"
         if bad is not None and better(bad, newest, mode):
-            return f"diverged to {format_metric(self.key, newest)}, worse than {bad:g} {direction}"
+            return f"diverged to {written}, worse than {bad:g} {direction}"
         wait = self._waited(state.history, first_record(state.phases, self.since))
         if wait is None or wait.evaluations < self.patience:
             return None
@@ -327,8 +340,8 @@ class early_stop(Hook):
             least = f" on the baseline {self.baseline:g}{least}"
         where = _place(wait.record, state)
         return (
-            f"has not improved{least} for {format_count(wait.evaluations, 'evaluation')} ({best} "
-            f"{format_metric(self.key, wait.reference)}, {where})"
+            f"has not improved{least} for {tables.format_count(wait.evaluations, 'evaluation')} "
+            f"({best} {tables.format_metric(self.key, wait.reference)}, {where})"
         )
 
 
@@ -402,9 +415,9 @@ class halt_on_nonfinite(BuiltIn):
     _trail: Trail = attrs.field(init=False, eq=False, factory=Trail)
 
     def __attrs_post_init__(self) -> None:
-        integer("halt_on_nonfinite", "steps", self.steps, "the updates between two reads")
-        flag("halt_on_nonfinite", "keep", self.keep)
-        flag("halt_on_nonfinite", "raises", self.raises)
+        checks.integer("halt_on_nonfinite", "steps", self.steps, "the updates between two reads")
+        checks.flag("halt_on_nonfinite", "keep", self.keep)
+        checks.flag("halt_on_nonfinite", "raises", self.raises)
 
     def __repr__(self) -> str:
         flags = {"keep": self.keep, "raises": self.raises}
@@ -448,7 +461,7 @@ class halt_on_nonfinite(BuiltIn):
         bad = [name for name, loss in losses.items() if not math.isfinite(loss)]
         if not bad:
             return (0.0 if losses else None), ""
-        return losses[bad[0]], f" of {join_names(bad)}"
+        return losses[bad[0]], f" of {checks.join_names(bad)}"
 
     def _read_each(self, state: TrainState, models: Sequence[str]) -> dict[str, float]:
         """Return the mean loss of each model of a stack; nothing if it is not read."""
@@ -602,7 +615,7 @@ class time_limit(BuiltIn):
 
     def take_back(self, state: TrainState) -> TrainState:
         """Return the state without a stop of this hook, if the limit was raised since."""
-        stopped = kind_of(state.stop) == "limit"
+        stopped = Stop.kind_of(state.stop) == "limit"
         raised = self.per == "run" and _taken_in(state)[0] < self.limit
         return attrs.evolve(state, stop=None) if stopped and raised else state
 
@@ -631,7 +644,7 @@ class time_limit(BuiltIn):
         if self._taken[0] < self.limit or state.stop is not None:
             return state
         what, kind = ("the run", "limit") if self.per == "run" else ("this job", "job")
-        reason = f"time_limit: {what} has taken its {format_duration(self.limit)}"
+        reason = f"time_limit: {what} has taken its {tables.format_duration(self.limit)}"
         return attrs.evolve(state, stop=Stop(reason, kind))
 
     def flush(self, state: TrainState) -> TrainState:
@@ -653,7 +666,7 @@ class time_limit(BuiltIn):
         left = self._end[0] - now(state.run)
         if left > SPARE + 2 * self._longest[0] or state.stop is not None:
             return state
-        reason = f"time_limit: this job ends in {format_duration(max(left, 0.0))}"
+        reason = f"time_limit: this job ends in {tables.format_duration(max(left, 0.0))}"
         return attrs.evolve(state, stop=Stop(reason, "job"))
 
 
@@ -732,8 +745,8 @@ class requeue(BuiltIn):
         """
         from fnloop._checkpoint.format import PARTS
 
-        before = hooks[: place_in(hooks, self)]
-        if not any(parts_saved([hook]) >= {*PARTS} for hook in before):
+        before = hooks[: self.place_in(hooks)]
+        if not any(self.parts_saved([hook]) >= {*PARTS} for hook in before):
             raise ValueError(
                 "requeue() saves nothing by itself, so each job would start from zero: list "
                 "checkpoint(folder) before it, of all parts"
@@ -753,7 +766,7 @@ class requeue(BuiltIn):
     def flush(self, state: TrainState) -> TrainState:
         """Requeue the job, if it ends before its run does."""
         over = END in state.events and not state.phases  # another phase may follow
-        if self._job and ends_job(state.stop) and not over:
+        if self._job and Stop.ends_job(state.stop) and not over:
             job = self._job.pop()
             if state.backend.main:
                 _requeue(job)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import logging
 import os
 import shutil
 import statistics
@@ -23,16 +24,15 @@ from fnloop._core.types import Middleware, Step
 from fnloop._data.held import own_copy
 from fnloop._data.iterable import is_keeper
 from fnloop._data.loaders import check_loader
-from fnloop._display.screen import log
-from fnloop._display.tables import Column, Shown, Table
 from fnloop._extensions.middleware.compiled import compiled
 from fnloop._extensions.middleware.precision import amp, channels_last
 from fnloop._loop.beginning import fused_hint
 from fnloop._loop.evaluate import open_loader
 from fnloop._loop.fit import fit
-from fnloop._loop.plan import check_step
-from fnloop._step.pipeline import LossStep, PipelineStep, pipeline, total_in
-from fnloop.extend import checks, isolated
+from fnloop._step.pipeline import PipelineStep, pipeline
+from fnloop.extend import checks, isolated, tables
+
+log = logging.getLogger("fnloop")
 
 # --------------------------------------------------------------------------------------------------
 # Time what could be changed about a run, on snapshots of its state.
@@ -59,7 +59,7 @@ class Trial:
 
 
 @attrs.frozen(repr=False)
-class Advice(Shown):
+class Advice(tables.Shown):
     """What :func:`tune` has measured: it prints as a table, with the lines to write.
 
     Args:
@@ -70,14 +70,16 @@ class Advice(Shown):
     trials: tuple[Trial, ...]
     lines: tuple[str, ...]
 
-    def _parts(self) -> list[str | Table[Trial]]:
-        columns: list[Column[Trial]] = [
-            Column("change", lambda t: t.name, left=True),
-            Column("ms/update", lambda t: "" if t.seconds is None else f"{t.seconds * 1e3:.3g}"),
-            Column("ratio", lambda t: "" if t.ratio is None else f"{t.ratio:.2f}"),
-            Column("losses", lambda t: t.loss, left=True),
+    def _parts(self) -> list[str | tables.Table[Trial]]:
+        columns: list[tables.Column[Trial]] = [
+            tables.Column("change", lambda t: t.name, left=True),
+            tables.Column(
+                "ms/update", lambda t: "" if t.seconds is None else f"{t.seconds * 1e3:.3g}"
+            ),
+            tables.Column("ratio", lambda t: "" if t.ratio is None else f"{t.ratio:.2f}"),
+            tables.Column("losses", lambda t: t.loss, left=True),
         ]
-        return [Table(columns, self.trials), "", *self.lines]
+        return [tables.Table(columns, self.trials), "", *self.lines]
 
 
 def tune(step: Step, state: TrainState, loader: object, *, seconds: float = 10.0) -> Advice:
@@ -118,7 +120,7 @@ def tune(step: Step, state: TrainState, loader: object, *, seconds: float = 10.0
         Every trial trains a snapshot: the state, the global generators and the position of the
         loader stay as they are. What a loss function keeps by itself is not copied.
     """
-    step = check_step(step, "tune")
+    step = PipelineStep.checked(step, "tune")
     check_not_stale(state, "tune")
     check_loader(loader, "tune", alone=True)
     checks.number("tune", "seconds", seconds, "how long to measure", above=0)
@@ -299,8 +301,7 @@ class _Bench:
         """Return a few windows of batches."""
         with isolated(self.state.backend.device):
             step = self.now.step
-            total = total_in(step.pipeline.middleware)
-            source = open_loader(self.now.loader, self.state, total)
+            source = open_loader(self.now.loader, self.state, step.total)
             batches = source.batches(self.state.epoch, 0, 0)
             each = source.rounds_of(source.batches_in_update(step.window))
             return [*map(own_copy, itertools.islice(batches, 4 * each))]
@@ -387,7 +388,7 @@ def changes_of(
     ]
     if lines:
         found["fused"] = lambda s: s.written(lines, fused=True)
-    if type(now.step) is LossStep:
+    if now.step.has_all_rings:
         names = {m.name for m in now.step.pipeline.middleware}
         if "amp" not in names and state.backend.precision is None:
             found["bf16"] = lambda s: _with(s, first=(amp("bf16"),))
@@ -404,10 +405,8 @@ def changes_of(
 def _with(
     now: Setting, first: tuple[Middleware, ...] = (), last: tuple[Middleware, ...] = ()
 ) -> Setting:
-    step = now.step
-    assert isinstance(step, LossStep)
-    members = (*first, *step.pipeline.middleware, *last)
-    return attrs.evolve(now, step=pipeline(*members)(step.loss_fn))
+    members = pipeline(*first, *now.step.pipeline.middleware, *last).middleware
+    return attrs.evolve(now, step=now.step.listing(members))
 
 
 def could_be_fused(optimizer: Optimizer) -> bool:
