@@ -31,7 +31,7 @@ of the book.
 - **Processes**: `Engine`, `engine_of`, `on_main_process`
 - **Random numbers**: `isolated`, `fold_in`
 - **Records, moments and the end of a run**: `Fold`, `better`, `mode_of`, `Moment`, `Stop`
-- **Messages**: `checks`, `tables`, `name_of`
+- **Arguments and messages**: `check_not_stale`, `checks`, `tables`, `name_of`
 - **Nested batches, and files**: `containers`, `disk`
 """
 
@@ -52,7 +52,7 @@ from fnloop._core.parts import Part
 from fnloop._core.records import better
 from fnloop._core.rng import fold_in, isolated
 from fnloop._core.runs import Stop
-from fnloop._core.state import TrainState, parameters, with_slot
+from fnloop._core.state import TrainState, check_not_stale, parameters, with_slot
 from fnloop._core.types import View, name_of
 from fnloop._display import checks, tables
 from fnloop._hooks.hook import Moment
@@ -69,6 +69,7 @@ __all__ = [
     "Stop",
     "View",
     "better",
+    "check_not_stale",
     "checks",
     "containers",
     "disk",

@@ -83,9 +83,9 @@ EXTENSIONS = {
         "tests": "middleware/test_amp middleware/test_channels_last",
     },
     "progress": {
-        "modules": "hooks.progress",
+        "modules": "hooks.progress hooks.terminal",
         "tests": "hooks/test_progress hooks/test_progress_log hooks/test_progress_notebook "
-        "hooks/test_progress_terminal",
+        "hooks/test_progress_terminal hooks/test_terminal",
     },
     "remote": {
         "modules": "checkpoints.remote",

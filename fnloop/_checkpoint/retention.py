@@ -12,8 +12,6 @@ from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
-import attrs
-
 from fnloop._backend.collectives import gather_from_all
 from fnloop._checkpoint.disk import (
     exists,
@@ -28,26 +26,22 @@ from fnloop._checkpoint.files import (
     Writing,
     check_files,
     count_blocks,
-    decode_history,
     explain_nonfinite,
     has_only_its_files,
     locate,
     make_history_encoder,
     manifest_or_none,
     read_manifest,
-    read_state_file,
     readable_manifest,
     remove_checkpoint,
     remove_leftovers,
     remove_other_blocks,
     run_of,
     serial_or_none,
-    verify,
     write_blocks,
     write_checkpoint,
 )
 from fnloop._checkpoint.format import FILES, MANIFEST, STATE, CheckpointError, Contents
-from fnloop._checkpoint.parts import check_counters, explain_partial, held_parts, is_partial
 from fnloop._core.history import History
 from fnloop._core.records import better
 from fnloop._core.serialize import Json
@@ -124,6 +118,12 @@ def _by_age(
             if (key := _sort_key(path, manifest)) is not None:
                 keyed.append((key, path, manifest))
     return [(path, manifest) for _, path, manifest in sorted(keyed, key=itemgetter(0))]
+
+
+def is_one_checkpoint(folder: Path) -> bool:
+    """Return whether a folder is a checkpoint, rather than a folder of checkpoints."""
+    where = locate(folder)
+    return may_be_checkpoint(where) or exists(where / MANIFEST)
 
 
 def may_be_checkpoint(path: Path) -> bool:
@@ -397,111 +397,6 @@ class RunFolder:
         remove_leftovers(written.parent, CHECKPOINT_NAME)
         if newest is not None:
             _prune_blocks(written.parent, newest)
-
-
-# --------------------------------------------------------------------------------------------------
-# The checkpoints of one run, in the order of the run, by what they say without their tensors.
-
-
-@attrs.frozen
-class Saved:
-    """A checkpoint of a run.
-
-    Args:
-        path: where it is.
-        facts: its ``state.json``, without the older records of its history.
-    """
-
-    path: Path
-    facts: Mapping[str, Json] = attrs.field(repr=False)
-
-    @property
-    def step(self) -> int:
-        """How many updates were applied."""
-        return self.facts["step"]
-
-    @property
-    def position(self) -> tuple[int, int, int]:
-        """What orders the checkpoints of a run: updates tried, epochs, batches."""
-        facts = self.facts
-        return facts["step"] + facts["skipped"], facts["epoch"], facts["batch"]
-
-
-def is_one_checkpoint(folder: Path) -> bool:
-    """Return whether a folder is a checkpoint, rather than a folder of checkpoints."""
-    where = locate(folder)
-    return may_be_checkpoint(where) or exists(where / MANIFEST)
-
-
-def saved_in(
-    folder: Path,
-    damaged: list[str] | None = None,
-    fetch: Callable[[Path], Path] = lambda path: path,
-) -> list[Saved]:
-    """Return the whole checkpoints of the newest run in a folder, in the order of the run.
-
-    A folder that is a checkpoint itself is the only one. Partial checkpoints are left out, and so
-    are damaged ones.
-
-    Args:
-        folder: the folder.
-        damaged: receives why they are left out; None: a warning says it.
-        fetch: makes their ``state.json`` available.
-
-    Raises:
-        CheckpointError: there is none.
-        OSError: a file cannot be read for a reason other than that it does not exist.
-    """
-    if is_one_checkpoint(folder):
-        return [Saved(folder, read_facts(fetch(folder)))]
-    found: list[Saved] = []
-    run: str | None = None
-    for path in candidates(folder, links=True):  # the newest first
-        try:
-            manifest = read_manifest(path)
-            run = run or run_of(path, manifest)
-            if run_of(path, manifest) == run and not is_partial(manifest):
-                found.append(Saved(path, read_facts(fetch(path))))
-        except (CheckpointError, FileNotFoundError) as error:
-            if damaged is None:
-                log.warning("skipped a damaged checkpoint: %s", error)
-            else:
-                damaged.append(str(error))
-    if not found:
-        what = "has no whole checkpoint" if exists(folder) else "does not exist"
-        raise CheckpointError(
-            f"{folder} {what}. Checkpoints are written by fit(..., hooks=(checkpoint(folder),))"
-        )
-    return sorted(found, key=lambda saved: saved.position)
-
-
-def read_facts(path: Path) -> Mapping[str, Json]:
-    """Return the facts of a checkpoint, without the older records of its history.
-
-    Raises:
-        CheckpointError: it is not a whole checkpoint, or is damaged.
-    """
-    path = locate(path)
-    manifest = verify(path, deep=False, history=False)
-    if is_partial(manifest):
-        raise CheckpointError(explain_partial(path, held_parts(manifest)))
-    facts = read_state_file(path)
-    try:
-        check_counters(facts)
-    except (TypeError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
-    return facts
-
-
-def read_history(path: Path) -> History:
-    """Return the whole history that a checkpoint has.
-
-    Raises:
-        CheckpointError: it is damaged, or lacks the older records.
-    """
-    path = locate(path)
-    manifest = verify(path)
-    return decode_history(read_state_file(path, manifest.get("blocks", ()))["history"], path)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -540,11 +540,19 @@ class TrainState:
 
 
 def check_not_stale(state: object, owner: str = "fnloop") -> None:
-    """Raise if a state has been advanced; ``owner`` is what was called with it.
+    """Raise if a state has been advanced.
+
+    Args:
+        state: the state that a function was given.
+        owner: the name of that function, for the message.
 
     Raises:
         StaleStateError: it has; the message says how to keep a copy.
         TypeError: it is not a state.
+
+    Example:
+        >>> from fnloop.testing import toy
+        >>> check_not_stale(toy(), "my_tool")
     """
     if not isinstance(state, TrainState):
         raise TypeError(

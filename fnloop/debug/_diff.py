@@ -15,14 +15,14 @@ from torch import Tensor
 from fnloop._checkpoint.files import decode_history
 from fnloop._checkpoint.format import Contents
 from fnloop._checkpoint.restore import read_alone
-from fnloop._checkpoint.retention import Saved, is_one_checkpoint, read_history, saved_in
 from fnloop._checkpoint.save import collect_contents
+from fnloop._checkpoint.saved import Saved
 from fnloop._core.cursor import COUNTERS
 from fnloop._core.history import History
 from fnloop._core.records import COSTS, Record
 from fnloop._core.serialize import Measured, describe_value, find_difference, measure
-from fnloop._core.state import TrainState, check_not_stale
-from fnloop.extend import checks, containers, on_main_process, tables
+from fnloop._core.state import TrainState
+from fnloop.extend import check_not_stale, checks, containers, on_main_process, tables
 
 
 def diff(
@@ -90,7 +90,7 @@ def _read(value: object, name: str) -> TrainState | History | Path | list[Saved]
             f"got {checks.describe(value)}"
         )
     path = checks.folder_path("diff", name, value)
-    return path if is_one_checkpoint(path) else saved_in(path)
+    return path if Saved.is_at(path) else Saved.all_in(path)
 
 
 def _kind(value: object) -> str:
@@ -102,7 +102,7 @@ def _kind(value: object) -> str:
 def _compare_runs(a: list[Saved], b: list[Saved]) -> Difference:
     """Return the first record, the first checkpoint, and what differs in it."""
     found: list[Finding] = []
-    record = compare_histories(*(read_history(run[-1].path) for run in (a, b)))
+    record = compare_histories(*(run[-1].history(verified=True) for run in (a, b)))
     found += [] if record is None else [record]
     both = common(a, b)
     for mine, its in both:

@@ -19,18 +19,17 @@ from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from fnloop._backend.torch_compat import strip_compile_prefix
-from fnloop._checkpoint.format import CheckpointError, Contents, shares_in
-from fnloop._checkpoint.parts import Targets, decode_targets
+from fnloop._checkpoint.format import CheckpointError, Contents
+from fnloop._checkpoint.parts import Targets
 from fnloop._checkpoint.restore import restore
-from fnloop._checkpoint.retention import Saved, read_history, saved_in
-from fnloop._checkpoint.save import collect_contents, position_of
-from fnloop._core.history import History, Phase, decode_phases, records_since, unfinished
+from fnloop._checkpoint.save import collect_contents
+from fnloop._checkpoint.saved import Saved
+from fnloop._core.history import History, Phase, records_since, unfinished
 from fnloop._core.metrics import RECENT
-from fnloop._core.optimizers import optimizers_in
 from fnloop._core.records import Record
 from fnloop._core.rng import reserved_generators
-from fnloop._core.state import TrainState, check_not_stale, snapshot, unwrap
-from fnloop._core.types import RECORD, Batch, Middleware, Output, Step, middleware
+from fnloop._core.state import TrainState, snapshot, unwrap
+from fnloop._core.types import Batch, Middleware, Output, Step, middleware
 from fnloop._core.view import take_back
 from fnloop._data.loaders import read_loaders
 from fnloop._data.position import checksum
@@ -51,7 +50,17 @@ from fnloop.debug._diff import (
     contents_of,
     find_differing,
 )
-from fnloop.extend import Moment, Stop, checks, containers, isolated, on_main_process, tables
+from fnloop.extend import (
+    Moment,
+    Stop,
+    check_not_stale,
+    checks,
+    containers,
+    isolated,
+    on_main_process,
+    optimizers,
+    tables,
+)
 
 # --------------------------------------------------------------------------------------------------
 # Make an update of a run again, bit for bit, from the nearest checkpoint before it.
@@ -158,17 +167,16 @@ class Origin:
     @property
     def phases(self) -> tuple[Phase, ...]:
         """The phases that had begun at the checkpoint."""
-        return decode_phases(self.start.facts.get("phases", []))
+        return self.start.phases
 
     @property
     def targets(self) -> Targets | None:
         """The targets of the run that made the update, if a checkpoint has them."""
-        own = decode_targets(self.start.facts)
+        own = self.start.targets
         if self.later is None:
             return own
-        phases = decode_phases(self.later.facts.get("phases", []))
-        in_one_phase = [p.name for p in phases] == [p.name for p in self.phases]
-        return (decode_targets(self.later.facts) if in_one_phase else None) or own
+        in_one_phase = [p.name for p in self.later.phases] == [p.name for p in self.phases]
+        return (self.later.targets if in_one_phase else None) or own
 
 
 def find_origin(folder: Path, update: int) -> Origin:
@@ -178,7 +186,7 @@ def find_origin(folder: Path, update: int) -> Origin:
         CheckpointError: there is no checkpoint.
         ValueError: all are after the update, or its phase began after the nearest one before it.
     """
-    saved = saved_in(folder)
+    saved = Saved.all_in(folder)
     earlier = [i for i, one in enumerate(saved) if one.step < update]
     if not earlier:
         raise ValueError(
@@ -192,8 +200,7 @@ def find_origin(folder: Path, update: int) -> Origin:
     same = tuple(one for one in saved[at + 1 :] if one.step == update)
     origin = Origin(saved[at], later, saved[-1], same)
     known = {phase.name for phase in origin.phases}
-    begun = () if later is None else decode_phases(later.facts.get("phases", []))
-    for phase in begun:
+    for phase in () if later is None else later.phases:
         if phase.name not in known and phase.step < update:
             raise ValueError(
                 f"replay: update {update} is of the phase {phase.name!r}, which began at step "
@@ -216,7 +223,7 @@ def restored_from(origin: Origin, state: TrainState) -> TrainState:
         ValueError: a hook had stopped the run there; or the update was made on another number of
             processes.
     """
-    made_on = shares_in((origin.later or origin.start).facts) or 1
+    made_on = (origin.later or origin.start).processes
     if made_on != state.backend.data_size:
         raise ValueError(
             f"replay: the update was made on {made_on} process{'es' * (made_on != 1)}, and here "
@@ -316,7 +323,7 @@ def continue_from(
         ValueError: the targets are not known.
     """
     __tracebackhide__ = True
-    records = None if origin.later is None else read_history(origin.newest.path)
+    records = None if origin.later is None else origin.newest.history(verified=True)
     watched = tuple(key for _, key in step.watched)
     follow = _Follow(until, records, each, state.history, watched, made)
     plan = _plan(origin, step, state, loaders, targets or origin.targets, follow)
@@ -419,7 +426,7 @@ class _Follow:
                     made = [attrs.evolve(x, metrics={}) for x in its if not self._is_made(x)]
                 self.made += itertools.zip_longest(made, its)
             here = any(record.step == state.step for record in self.history[-1:])
-            events = state.events if here else state.events - {RECORD}
+            events = state.events if here else state.events - {"record"}
             state = attrs.evolve(state, history=self.history, events=events)
         ended = self.each(state)
         if ended or state.step >= self.until:
@@ -469,7 +476,7 @@ def _indices(loaders: object, state: TrainState, batches: int) -> tuple[object, 
 
 def _confirm(origin: Origin, state: TrainState) -> bool | None:
     """Return whether the checkpoint of a state has the same bits; None if there is none."""
-    at = tuple(position_of(state))
+    at = Saved.position_of(state)
     saved = next((one.path for one in origin.same if one.position == at), None)
     if saved is None:
         return None
@@ -601,7 +608,7 @@ def bisect(
         raise NotImplementedError(
             "bisect works in one process: call it in a script that is started without torchrun"
         )
-    saved = [saved_in(checks.folder_path("bisect", n, f)) for n, f in (("a", a), ("b", b))]
+    saved = [Saved.all_in(checks.folder_path("bisect", n, f)) for n, f in (("a", a), ("b", b))]
     both = common(*saved)
     if not both:
         reached = [f"{run[0].step} to {run[-1].step}" for run in saved]
@@ -994,7 +1001,7 @@ class Recorder:
         self._active = True
         with contextlib.ExitStack() as stack:
             stack.callback(setattr, self, "_active", False)
-            for optimizer in optimizers_in(state.optimizer).values():
+            for optimizer in optimizers(state).values():
                 before = functools.partial(self._keep_gradients, names, True)
                 after = functools.partial(self._keep_gradients, names, False)
                 stack.callback(optimizer.register_step_pre_hook(before).remove)

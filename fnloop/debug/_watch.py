@@ -37,14 +37,23 @@ from fnloop._core.averages import Average
 from fnloop._core.code import INSTALLED, PACKAGE, codes_of, is_users
 from fnloop._core.freeze import Selector, Selectors, check_selectors, select
 from fnloop._core.metrics import Mean
-from fnloop._core.optimizers import Group, optimizers_in
+from fnloop._core.optimizers import Group
 from fnloop._core.rng import mark_generators
 from fnloop._core.serialize import INTEGER_OF_SIZE
 from fnloop._core.state import TrainState, generation_of, ownership_of, unwrap
 from fnloop._core.types import Batch, Metric, Middleware, Output, Step, middleware
 from fnloop._step.transaction import then
 from fnloop._step.update import Commuting
-from fnloop.extend import checks, containers, engine_of, is_sharded, local_part, parameters, report
+from fnloop.extend import (
+    checks,
+    containers,
+    engine_of,
+    is_sharded,
+    local_part,
+    optimizers,
+    parameters,
+    report,
+)
 
 # --------------------------------------------------------------------------------------------------
 # Activations, gradients and updates by module, in some updates.
@@ -395,7 +404,7 @@ class Gradients:
     """
 
     def __init__(self, state: TrainState) -> None:
-        self.optimizers = [*optimizers_in(state.optimizer).values()]
+        self.optimizers = [*optimizers(state).values()]
         self.found: dict[int, Tensor] = {}
         self._handles: list[RemovableHandle] = []
 
@@ -431,7 +440,7 @@ def result_of(state: TrainState, out: Output, gradients: Gradients | None, copie
     grads = [Part(GRADIENT, names[i], "", grad) for i, grad in found.items() if i in names]
     weights = [Part(WEIGHT, name, "", t) for name, t in named.items() if id(t) not in buffers]
     parts += weights
-    for optimizer in optimizers_in(state.optimizer).values():
+    for optimizer in optimizers(state).values():
         for key, held in optimizer.state.items():
             name = names.get(id(key), "")
             parts += [Part(OPTIMIZER, name, k, t) for k, t in tensors_of(held)]
@@ -541,21 +550,17 @@ class Before:
     def __init__(self, state: TrainState) -> None:
         self._state = state
         named = dict(named_tensors(state))
-        optimizers = [
-            o for one in optimizers_in(state.optimizer).values() for o in walk_optimizers(one)
-        ]
+        wrapped = [o for one in optimizers(state).values() for o in walk_optimizers(one)]
         # What copies refer to and do not copy.
-        live = (state.model, *optimizers, *named.values())
+        live = (state.model, *wrapped, *named.values())
         self._live: dict[int, object] = {id(one): one for one in live}
         self._tensors = dict(zip(named, clone_all([*map(local_part, named.values())]), strict=True))
         # Tensors are copied together: a deep copy of each takes many times as long.
-        inside = [
-            t for one in optimizers for held in one.state.values() for _, t in tensors_of(held)
-        ]
+        inside = [t for one in wrapped for held in one.state.values() for _, t in tensors_of(held)]
         inside += [t for _, t in tensors_of(state.slots)]
         inside = [t for t in inside if id(t) not in self._live]
         memo = self._live | dict(zip(map(id, inside), clone_all(inside), strict=True))
-        self._optimizers = [_OptimizerBefore(one, memo) for one in optimizers]
+        self._optimizers = [_OptimizerBefore(one, memo) for one in wrapped]
         self._slots = {name: copy.deepcopy(slot, memo) for name, slot in state.slots.items()}
         self._restore_generators = mark_generators(state.backend.device)
         self._repeat_draws = engine_of(state).mark_draws()
@@ -643,7 +648,7 @@ def named_tensors(state: TrainState) -> Iterator[tuple[str, Tensor]]:
     yield from state.model.named_parameters()
     yield from state.model.named_buffers()
     known = {id(p) for p in state.model.parameters()}
-    for optimizer in optimizers_in(state.optimizer).values():
+    for optimizer in optimizers(state).values():
         for i, group in enumerate(optimizer.param_groups):
             for j, p in enumerate(group["params"]):
                 if id(p) not in known:

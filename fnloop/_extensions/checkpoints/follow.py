@@ -16,8 +16,8 @@ from fnloop._checkpoint.place import Place, place_at
 from fnloop._checkpoint.restore import SHAPES, read_checkpoint, restore_contents
 from fnloop._checkpoint.retention import with_manifests
 from fnloop._core.runs import Boundary, Start, Update
-from fnloop._core.state import TrainState, check_not_stale
-from fnloop.extend import checks, disk
+from fnloop._core.state import TrainState
+from fnloop.extend import check_not_stale, checks, disk
 
 
 def follow(

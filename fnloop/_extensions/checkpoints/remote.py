@@ -31,7 +31,6 @@ from fnloop._checkpoint.files import (
     read_manifest,
     remove_checkpoint,
     verify,
-    write_by_all,
 )
 from fnloop._checkpoint.format import (
     LARGEST_MANIFEST,
@@ -41,7 +40,7 @@ from fnloop._checkpoint.format import (
     is_file_name,
 )
 from fnloop._checkpoint.place import READING, Place, Tidy
-from fnloop._checkpoint.retention import CLAIM, claim_folder
+from fnloop._checkpoint.retention import CLAIM
 from fnloop._core.serialize import Json
 from fnloop.extend import disk
 
@@ -531,7 +530,7 @@ class Remote(Place):
 
     # --- upload
 
-    def save(self, contents: Contents, what: str) -> str:
+    def save(self, contents: Contents, what: str, send: SendFiles | None = None) -> str:
         """Write one checkpoint to the address, by all processes if it has an index.
 
         Raises:
@@ -546,13 +545,13 @@ class Remote(Place):
             sent.append(at)
             parent.send_files(files_in, names, name, at)
 
-        def send() -> None:
+        def upload() -> None:
             parent.send(folder / name, None, sent[0] if sent else None)
 
         try:
             with parent.reading():
-                write_by_all(contents, folder / name, what, send_files)
-            on_main_process(send, what)
+                Place(folder / name).save(contents, what, send_files)
+            on_main_process(upload, what)
         finally:
             if contents.rank == 0 and not is_pending(folder / name):
                 shutil.rmtree(folder, ignore_errors=True)
@@ -595,7 +594,7 @@ class Remote(Place):
     def claim(self, folder: Path, run: str) -> None:
         """Make the address that of a run, and show in its folder what is there."""
         self.mirror(folder)
-        claim_folder(folder, run)
+        super().claim(folder, run)
         self.begin(run)
 
     def end(self) -> None:

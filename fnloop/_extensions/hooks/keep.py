@@ -44,7 +44,7 @@ from fnloop._core.state import (
     take_ownership,
     unwrap,
 )
-from fnloop._core.types import END, RECORD, Call
+from fnloop._core.types import Call
 from fnloop._core.view import begin_again, view
 from fnloop._hooks.hook import BuiltIn, Hook
 from fnloop.extend import (
@@ -257,7 +257,7 @@ class checkpoint(BuiltIn):
     def __call__(self, state: TrainState) -> TrainState:
         self._complete_shared()
         self._wait()
-        for metric in self.monitors if RECORD in state.events else ():
+        for metric in self.monitors if "record" in state.events else ():
             check_monitored("checkpoint", metric, state)
         saved = self._saved if self._holds(state) else None
         if saved is None:
@@ -626,7 +626,7 @@ class restore_best(BuiltIn):
 
     def flush(self, state: TrainState) -> TrainState:
         """Restore the best weights if the run has ended by its target or by a hook."""
-        return self._restore(state) if END in state.events else state
+        return self._restore(state) if "end" in state.events else state
 
     def settle(self, state: TrainState) -> TrainState:
         """Restore the best weights if a process was killed before it could."""
@@ -639,7 +639,7 @@ class restore_best(BuiltIn):
 
     def _measured(self, state: TrainState) -> float | None:
         """Return the value that was recorded at this boundary, if any."""
-        if RECORD not in state.events or not check_monitored(OWNER, self.key, state):
+        if "record" not in state.events or not check_monitored(OWNER, self.key, state):
             return None
         return state.history[-1].metrics[self.key]
 

@@ -18,7 +18,7 @@ from fnloop._backend.collectives import broadcast
 from fnloop._core.history import History, suggestion
 from fnloop._core.records import TRAINED
 from fnloop._core.state import TrainState, with_note
-from fnloop._core.types import END, RECORD, Call, Output
+from fnloop._core.types import Call, Output
 from fnloop._core.view import as_evaluated
 from fnloop._core.views import check_plot
 from fnloop._display import figures
@@ -211,7 +211,7 @@ class inspect(BuiltIn):
         """Return whether the outputs of the evaluation that begins are to be kept."""
         if loader != self.loader:
             return False
-        waits, ends = self._now.waits in state.noted, END in state.events
+        waits, ends = self._now.waits in state.noted, "end" in state.events
         if ends and (self._is_given(state) or self._now.ran in state.noted):
             return False  # it has those of the model with which the run ends
         if ends and self._now.alone and self._was_evaluated(state) and state.history[-1].closing:
@@ -222,7 +222,7 @@ class inspect(BuiltIn):
 
     def _was_evaluated(self, state: TrainState) -> bool:
         """Return whether a record of this boundary has the loader evaluated."""
-        if RECORD not in state.events:
+        if "record" not in state.events:
             return False
         here = itertools.takewhile(
             lambda r: (r.step, r.epoch) == (state.step, state.epoch), reversed(state.history)
@@ -257,8 +257,8 @@ class inspect(BuiltIn):
 
     def __call__(self, state: TrainState) -> TrainState:
         __tracebackhide__ = True
-        now, given, ends = self._now, self._is_given(state), END in state.events
-        for_end = END in self.every.outside
+        now, given, ends = self._now, self._is_given(state), "end" in state.events
+        for_end = "end" in self.every.outside
         if given or self._was_evaluated(state):
             if for_end and not (ends or now.late):
                 ran = given or now.waits in state.noted  # the second in another process

@@ -21,23 +21,14 @@ from tqdm.utils import disp_len
 
 from fnloop._core.history import SINCE, first_record, new_records, records_since, unfinished
 from fnloop._core.metrics import Last, read
-from fnloop._core.optimizers import labelled_groups, optimizers_in
-from fnloop._core.records import (
-    Record,
-    is_evaluated,
-    is_row,
-    metric_names,
-    number_of_epoch,
-    starred,
-    update_best,
-)
+from fnloop._core.records import Record, starred, update_best
 from fnloop._core.runs import RunInfo
 from fnloop._core.state import TrainState, count_parameters
-from fnloop._core.types import EPOCH, RECORD, Call
-from fnloop._core.views import Row, by_model, lay_out, table_of
-from fnloop._display.screen import WIDEST, Screen, columns_of, has_colors, paint
+from fnloop._core.types import Call
+from fnloop._core.views import Row
+from fnloop._extensions.hooks.terminal import Screen, columns_of, has_colors, paint
 from fnloop._hooks.hook import Hook
-from fnloop.extend import Stop, better, checks, tables
+from fnloop.extend import Stop, better, checks, groups, optimizers, tables
 
 
 class progress(Hook):
@@ -134,7 +125,7 @@ class progress(Hook):
 
     def __call__(self, state: TrainState) -> TrainState:
         self._newest = state
-        if time.monotonic() < self._next and RECORD not in state.events:
+        if time.monotonic() < self._next and "record" not in state.events:
             return state  # all that most updates cost
         if not state.backend.main:
             self._next = math.inf
@@ -263,18 +254,16 @@ def describe_values(state: TrainState) -> list[str]:
     With turns, the losses are "d/loss", ... in place of their mean.
     The running ones are read from the device: one read.
     """
-    optimizers = optimizers_in(state.optimizer)
-    first = [one.param_groups[0] for one in optimizers.values()]
-    labelled = labelled_groups(optimizers).items()
+    first = [one.param_groups[0] for one in optimizers(state).values()]
     rates = {
         f"lr{label}": Last(group["lr"])
-        for label, group in labelled
+        for label, group in groups(state).items()
         if any(group is each for each in first)
     }
     if _run(state).models:
         return _describe_losses(state)
     losses = [f"{turn}/loss" for turn in _run(state).turns] or ["loss"]
-    if RECORD in state.events:
+    if "record" in state.events:
         metrics = state.history[-1].metrics
         values = {
             name: metrics[f"{group}/{name}"]
@@ -401,7 +390,7 @@ class Pace:
         self._ended = state.epoch
         # Where the running epoch began, or a later step of it.
         self._ended_at = state.step - bool(state.batch)
-        rows = (record.seconds for record in reversed(state.history) if is_row(record))
+        rows = (record.seconds for record in reversed(state.history) if Row(record).is_whole)
         self._row_at = next(rows, 0.0)  # the seconds of the newest row
         self._length: int | None = None  # of an epoch, if it is not known beforehand
         self._evaluated: dict[str, _Evaluated] = {}  # by loader
@@ -411,7 +400,7 @@ class Pace:
 
     def look(self, state: TrainState) -> Position:
         """Return the position at a boundary. After the end of an epoch, measure the next one."""
-        run, ended = _run(state), EPOCH in state.events
+        run, ended = _run(state), "epoch" in state.events
         if state.epoch - ended != self._epoch or (not ended and _done(state) < self._initial):
             self._begin_epoch(state, 0 if ended else _done(state))  # of a snapshot, or not seen
         made = self._count(state) - self._epoch_first
@@ -486,7 +475,7 @@ class Pace:
             return max(left - passed, rest or 0.0)
         if rest is None:
             return None
-        updates = self._updates_left(state, 0 if EPOCH in state.events else _done(state)) or 0
+        updates = self._updates_left(state, 0 if "epoch" in state.events else _done(state)) or 0
         between = self._count(state) - self._first or self._usual_length(state) or math.inf
         return left + rest + updates // between * (passed + rest)
 
@@ -494,14 +483,14 @@ class Pace:
         """Return the new records, with the numbers of their epochs, from 1. Call it before look."""
         new = []
         for record in new_records(state.history, self._seen):
-            number = number_of_epoch(record, self._ended, self._ended_at)
             seconds = max(record.seconds - self._row_at, 0.0)
-            new.append(Row(record, seconds, epoch=number))
+            row = Row.of(record, seconds, self._ended, self._ended_at)
+            new.append(row)
             if record.epoch > self._ended:
                 self._ended, self._ended_at = record.epoch, record.step
-            self._row_at = record.seconds if is_row(record) or self._is_stream else self._row_at
-            if loaders := {k.partition("/")[0]: None for k in record.metrics if is_evaluated(k)}:
-                self._note_evaluations(state, [*loaders])
+            self._row_at = record.seconds if row.is_whole or self._is_stream else self._row_at
+            if row.evaluated:
+                self._note_evaluations(state, row.evaluated)
         self._seen = state.history
         return new
 
@@ -649,7 +638,7 @@ class _View(ABC):
         self.state = state
         for row in self.pace.read_records(state):
             self.best = update_best(self.best, row.record)
-            for line in by_model(self.marked(row), _run(state).models):
+            for line in self.marked(row).by_model(_run(state).models):
                 self.add(line)
 
     def marked(self, row: Row) -> Row:
@@ -676,7 +665,7 @@ class _View(ABC):
 
     def at(self, state: TrainState) -> Position:
         """Return the position that was looked at last, with the counters of a state."""
-        number = state.epoch + (EPOCH not in state.events)
+        number = state.epoch + ("epoch" not in state.events)
         return attrs.evolve(self.position, epoch=number, step=state.step, skipped=state.skipped)
 
     def finish(self, state: TrainState) -> None:
@@ -752,7 +741,7 @@ class _Terminal(_View):
         self.draw(self.position, [self.position.count_text])
 
     def add(self, row: Row) -> None:
-        if faint := not is_row(row.record) and not self.is_stream:
+        if faint := not row.is_whole and not self.is_stream:
             if time.monotonic() < self.written + RECENT:
                 return
             row = attrs.evolve(row, record=_as_training(row.record))
@@ -777,16 +766,16 @@ class _Terminal(_View):
             return self.table
         self.made_for = made_for
         last = max(_run(self.state).total_steps or 0, row.record.step)
-        return lay_out([row], made_for[1], width, last)
+        return Row.lay_out([row], made_for[1], width, last)
 
     def show(self, state: TrainState) -> float:
         """Draw the bar of the epoch, or that of the next one if it has ended."""
         now = time.monotonic()
         # The values of a row are known, and cost no read.
-        if now < self.next and not (RECORD in state.events and is_row(state.history[-1])):
+        if now < self.next and not ("record" in state.events and Row(state.history[-1]).is_whole):
             return self.next
         self.next = now + self.refresh
-        if EPOCH not in state.events:
+        if "epoch" not in state.events:
             self.draw(self.position, self.parts_of_epoch(state))
         elif not is_over(state):  # nothing is known of the next epoch yet
             self.draw(attrs.evolve(self.position, epoch=self.position.epoch + 1, done=0), [])
@@ -869,7 +858,7 @@ class _Notebook(_View):
         self.facts = ", ".join(parts)
 
     def add(self, row: Row) -> None:
-        if is_row(row.record) or self.is_stream:
+        if row.is_whole or self.is_stream:
             self.rows.append(row)
         if self.is_stream and len(self.rows) > 2 * ROWS:
             del self.rows[ROWS]  # which is never shown
@@ -901,8 +890,8 @@ class _Notebook(_View):
         """Show the facts, the table and a last part, which is given as HTML and as text."""
         parts, text = [tables.faint(self.facts)], [self.facts]
         if self.rows:
-            names = self.with_column(metric_names(row.record for row in self.rows))
-            table = table_of(self.rows, names, tables.HTML_WIDTH, ROWS)
+            names = self.with_column(Row.names(self.rows))
+            table = Row.table(self.rows, names, tables.HTML_WIDTH, ROWS)
             parts.append(table.html())
             text.append(table.text(tables.terminal_width()))
         shown = tables.stack(*parts, last)
@@ -932,11 +921,11 @@ class _Log(_View):
         self.write(", ".join(parts))
 
     def add(self, row: Row) -> None:
-        if not is_row(row.record):
+        if not row.is_whole:
             return
         metrics = row.record.metrics
         names = [n for n in metrics if not n.startswith("recent/") and "/watch/" not in n]
-        ordered = [column.name for column in lay_out([row], names).columns if column.name]
+        ordered = [column.name for column in Row.lay_out([row], names).columns if column.name]
         values = (
             f"{name} {tables.format_metric(name, metrics[name])}{'*' if name in row.best else ''}"
             for name in ordered
@@ -947,7 +936,7 @@ class _Log(_View):
 
     def show(self, state: TrainState) -> float:
         """Write how far the run is, if it is time to."""
-        position, pause = self.position, RECENT if RECORD in state.events else HEARTBEAT
+        position, pause = self.position, RECENT if "record" in state.events else HEARTBEAT
         if time.monotonic() >= self.written + pause:
             part = f"{position.done * 100 // position.total}%" if position.total else ""
             values = [position.skipped_text, *describe_values(state), position.rate_text()]
@@ -973,10 +962,10 @@ class _Log(_View):
         self.written = time.monotonic()
         lines = [""]
         for part in filter(None, parts):
-            if len(part) > WIDEST:  # a sentence: broken between two words
-                lines[-1:] = [*filter(str.strip, lines), *tables.wrap(part, WIDEST, "    ")]
+            if len(part) > tables.WIDEST:  # a sentence: broken between two words
+                lines[-1:] = [*filter(str.strip, lines), *tables.wrap(part, tables.WIDEST, "    ")]
                 continue
-            if lines[-1].strip() and len(lines[-1]) + 2 + len(part) > WIDEST:
+            if lines[-1].strip() and len(lines[-1]) + 2 + len(part) > tables.WIDEST:
                 lines.append("  ")
             lines[-1] += f"  {part}" if lines[-1] else part
         with contextlib.suppress(OSError, ValueError):  # a full disk or a closed file ends no run

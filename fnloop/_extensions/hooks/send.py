@@ -29,7 +29,7 @@ from fnloop._checkpoint.retention import read_run_id
 from fnloop._core.history import History
 from fnloop._core.records import Record
 from fnloop._core.state import TrainState, differ_only
-from fnloop._core.types import END, RECORD, Call, Output
+from fnloop._core.types import Call, Output
 from fnloop._extensions.hooks.keep import checkpoint, restore_best
 from fnloop._hooks.hook import BuiltIn, Hook, Wrapper
 from fnloop.extend import Stop, checks, disk, name_of, on_main_process
@@ -216,7 +216,7 @@ class TableWriter(BuiltIn):
         return state
 
     def __call__(self, state: TrainState) -> TrainState:
-        if self._count is None or RECORD in state.events:
+        if self._count is None or "record" in state.events:
             self._update(state)
         return state
 
@@ -352,7 +352,7 @@ class EventWriter(TableWriter):
         state = super().flush(state)
         if state.stop is not None:
             self._tell(state, "stop", {"kind": Stop.kind_of(state.stop), "reason": str(state.stop)})
-        if END in state.events:
+        if "end" in state.events:
             self._tell(state, "end", {})
         return state
 

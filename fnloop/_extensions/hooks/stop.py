@@ -23,7 +23,7 @@ from fnloop._core.records import Record, counts
 from fnloop._core.runs import now
 from fnloop._core.stacked import models_of
 from fnloop._core.state import TrainState
-from fnloop._core.types import END, RECORD, UPDATE, Call
+from fnloop._core.types import Call
 from fnloop._hooks.hook import BuiltIn, Hook
 from fnloop.extend import (
     Fold,
@@ -287,7 +287,7 @@ class early_stop(Hook):
         return repr(Call(early_stop, (key,), changed))
 
     def __call__(self, state: TrainState) -> TrainState:
-        if RECORD not in state.events or not check_monitored("early_stop", self.key, state):
+        if "record" not in state.events or not check_monitored("early_stop", self.key, state):
             return state
         if state.history[-1].closing:
             return state
@@ -465,7 +465,7 @@ class halt_on_nonfinite(BuiltIn):
 
     def _read_each(self, state: TrainState, models: Sequence[str]) -> dict[str, float]:
         """Return the mean loss of each model of a stack; nothing if it is not read."""
-        if RECORD in state.events:
+        if "record" in state.events:
             metrics, groups = state.history[-1].metrics, ("train", "recent")
             return {
                 name: metrics[key]
@@ -473,20 +473,20 @@ class halt_on_nonfinite(BuiltIn):
                 for key in [f"{group}/{name}/loss" for group in groups][::-1]
                 if key in metrics
             }
-        if UPDATE in state.events and state.step % self.steps == 0 and "loss" in state.metrics:
+        if "update" in state.events and state.step % self.steps == 0 and "loss" in state.metrics:
             found = read({"loss": state.metrics["loss"]})  # a host read
             return {name: found[f"{name}/loss"] for name in models}
         return {}
 
     def _read_one(self, state: TrainState) -> float | None:
         """Return the mean loss of the epoch, or a bad one since the last record; None if unread."""
-        if RECORD in state.events:
+        if "record" in state.events:
             metrics = state.history[-1].metrics
             if "train/loss" in metrics:
                 return metrics["train/loss"]
             if not math.isfinite(recent := metrics.get("recent/loss", 0.0)):
                 return recent
-        if UPDATE in state.events and state.step % self.steps == 0 and "loss" in state.metrics:
+        if "update" in state.events and state.step % self.steps == 0 and "loss" in state.metrics:
             running = {"loss": state.metrics["loss"]}
             return engine_of(state).reduce(running)["loss"].compute()  # a host read
         return None
@@ -765,7 +765,7 @@ class requeue(BuiltIn):
 
     def flush(self, state: TrainState) -> TrainState:
         """Requeue the job, if it ends before its run does."""
-        over = END in state.events and not state.phases  # another phase may follow
+        over = "end" in state.events and not state.phases  # another phase may follow
         if self._job and Stop.ends_job(state.stop) and not over:
             job = self._job.pop()
             if state.backend.main:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import os
 import sys
@@ -21,13 +22,11 @@ from fnloop._checkpoint.format import CheckpointError
 from fnloop._checkpoint.restore import restore
 from fnloop._checkpoint.save import check_resumable, save
 from fnloop._core.history import History
-from fnloop._core.optimizers import optimizers_in
 from fnloop._core.serialize import find_difference
-from fnloop._core.state import TrainState, check_not_stale, snapshot, without_metrics
-from fnloop._core.types import EPOCH, Batch, Middleware, Output, Step, Wrap
+from fnloop._core.state import TrainState, snapshot, without_metrics
+from fnloop._core.types import Batch, Middleware, Output, Step, Wrap
 from fnloop._data.composed import unmarked
-from fnloop._data.held import own_copy
-from fnloop._data.loaders import Loaders, Padding, batch_size_of, check_loader, sharded
+from fnloop._data.loaders import Padding, batch_size_of, check_loader, sharded
 from fnloop._data.source import first_batches, open_source
 from fnloop._extensions import extensions
 from fnloop._extensions.middleware.metric import derive, metric, throughput, timings
@@ -41,7 +40,16 @@ from fnloop._loop.plan import (
 )
 from fnloop._step.pipeline import PipelineStep, pipeline
 from fnloop._step.update import MissingNumberError
-from fnloop.extend import Moment, Stop, checks, isolated, name_of, tables
+from fnloop.extend import (
+    Moment,
+    Stop,
+    check_not_stale,
+    checks,
+    isolated,
+    name_of,
+    optimizers,
+    tables,
+)
 
 Value = TypeVar("Value")
 Result = TypeVar("Result")
@@ -148,15 +156,12 @@ def dry_run(
     Replaces: lightning.fast_dev_run
     """
     __tracebackhide__ = True
-    step = PipelineStep.checked(step, "dry_run")
-    check_not_stale(state, "dry_run")
-    plan = Plan.of(step, at_start_of_epoch(state), loaders, hooks=hooks)
-    plan = attrs.evolve(plan, assumed_items=ASSUMED)
+    trial = Trial.of("dry_run", step, state, loaders, hooks, several=True)
+    step, plan = trial.step, trial.plan
     found, checked = plan.loaders, plan.hooks
-    named = loaders_to_try("dry_run", state, found, several=True)
     plan.check_metrics(found.evaluated, state.history, tried=True)
     step, failed = _tried_metrics(step)
-    findings, first = _read(step, state, plan, named)
+    findings, first = _read(trial, step)
     if "train" not in first:
         return Report(_of_all([*findings, *failed.values()]))
     # Hooks may need the numbers of a loader that raises: a training batch stands in for its batch.
@@ -209,13 +214,12 @@ def _naming_processes(problem: Finding, seen: Sequence[Sequence[Finding]]) -> Fi
 # --- loaders
 
 
-def _read(
-    step: PipelineStep, state: TrainState, plan: Plan, loaders: Mapping[str, object]
-) -> tuple[list[Finding], dict[str, Batch]]:
+def _read(trial: Trial, step: PipelineStep) -> tuple[list[Finding], dict[str, Batch]]:
     """Read two batches of each loader, and evaluate the first one.
 
     Return what was seen, and the first batches, but those of loaders that raise.
     """
+    state, loaders = trial.state, trial.loaders
     found: dict[str, Finding] = {}
     raised_everywhere: set[str] = set()
 
@@ -250,7 +254,7 @@ def _read(
         return batch
 
     read = without_those_that_raise(loaders, lambda name, one: _read_one(state, name, one))
-    begun = at_start_of_run(plan, state, step) if "train" in read else state
+    begun = trial.begun(step) if "train" in read else state
     first = without_those_that_raise(read, evaluate)
     if "train" in read and "train" in raised_everywhere:
         # A run evaluates no batch of it, and a loss function may be for training only. An update
@@ -397,7 +401,7 @@ class _Tried(Wrapper):
             return otherwise
 
     def __call__(self, state: TrainState) -> TrainState:
-        if EPOCH not in state.events:
+        if "epoch" not in state.events:
             return state
 
         called = lambda: check_returned(self.hook, state, self.hook(state))
@@ -450,7 +454,7 @@ def _train(
     def end(state: TrainState) -> TrainState:
         if len(times) <= UPDATES:
             times.append(time.perf_counter())
-        ends = len(times) > UPDATES and EPOCH not in state.events
+        ends = len(times) > UPDATES and "epoch" not in state.events
         return attrs.evolve(state, ends="epoch") if ends else state
 
     innermost = [hook.innermost if isinstance(hook, Wrapper) else hook for hook in hooks]
@@ -615,34 +619,29 @@ def at_start_of_epoch(state: TrainState) -> TrainState:
     )  # fmt: skip
 
 
-def at_start_of_run(plan: Plan, state: TrainState, step: PipelineStep | None = None) -> TrainState:
-    """Return a copy of a state as a run begins with it: with the facts about it, and all slots.
-
-    Args:
-        plan: the plan of the run.
-        state: the state.
-        step: the step that makes the slots; that of the plan by default.
-    """
-    copied = at_start_of_epoch(state)
-    source = open_loader(plan.loaders.train, copied, plan.total)
-    run = plan.describe(copied, source, (*plan.loaders.evaluated,), None)
-    return (step or plan.step).init_slots(attrs.evolve(copied, run=run))
+def own_copy(batch: Batch) -> Batch:
+    """Return a copy of a batch, which stays as it is; the same batch if it cannot be copied."""
+    try:
+        return copy.deepcopy(batch)
+    except Exception:
+        return batch
 
 
 def with_members(
     step: PipelineStep,
-    left_out: Collection[Callable[..., object]],
+    left_out: Collection[Callable[..., object]] = (),
     inner: Sequence[Middleware] = (),
 ) -> PipelineStep:
-    """Return the same step without some of its middleware, and with others inside the rest.
+    """Return the same step without what a trial leaves out, and with other middleware inside.
 
     Args:
         step: the step of a loss function, or of ``raw``.
-        left_out: the factories whose middleware to leave out.
+        left_out: the factories whose middleware to leave out, besides those of rates and reports.
         inner: the middleware to list first.
     """
+    without = {*left_out, *RATES, *REPORTS}
     listed = step.pipeline.middleware
-    kept = [m for m in listed if m.call is None or m.call.factory not in left_out]
+    kept = [m for m in listed if m.call is None or m.call.factory not in without]
     return step.listing(pipeline(*inner, *kept).middleware)
 
 
@@ -713,38 +712,100 @@ def advance_copy(
 
 def contents_of(state: TrainState) -> dict[str, object]:
     """Return what two states that came to the same are compared by."""
-    optimizers = {name: one.state_dict() for name, one in optimizers_in(state.optimizer).items()}
+    saved = {name: one.state_dict() for name, one in optimizers(state).items()}
     return {
         "model": state.model.state_dict(),
-        "optimizer": optimizers if state.updates else optimizers[""],
+        "optimizer": saved if state.updates else saved[""],
         "slots": dict(state.slots), "counters": (state.step, state.epoch, state.batch),
     }  # fmt: skip
 
 
-def loaders_to_try(
-    owner: str, state: TrainState, loaders: Loaders, several: bool = False
-) -> dict[str, object]:
-    """Return the loaders of a run by name, where they can be tried without harm.
+@attrs.frozen(eq=False)
+class Trial:
+    """A step, a state and loaders, of which runs are tried without harm.
 
     Args:
-        owner: who tries them.
-        state: the state.
-        loaders: the loaders.
-        several: whether several processes may.
-
-    Raises:
-        ValueError: one of them is an iterator.
-        NotImplementedError: there are several processes, and only one may try them.
+        step, state: what is tried.
+        plan: what a run of it would do.
+        loaders: its loaders by name.
     """
-    named: dict[str, object] = {"train": loaders.train, **loaders.evaluated}
-    for name, loader in named.items():
-        if isinstance(loader, Iterator):
-            raise ValueError(
-                f"{owner} would use up the {name} loader, which is an iterator: give a function "
-                "that returns one, or a list"
+
+    step: PipelineStep
+    state: TrainState
+    plan: Plan
+    loaders: Mapping[str, object]
+
+    @staticmethod
+    def of(
+        owner: str,
+        step: Step,
+        state: TrainState,
+        loaders: object,
+        hooks: Sequence[HookFn] | None = (),
+        several: bool = False,
+    ) -> Trial:
+        """Check what was given, and return it.
+
+        Args:
+            owner: who tries it.
+            step, state, loaders, hooks: as in ``fit``.
+            several: whether several processes may.
+
+        Raises:
+            StaleStateError, TypeError, ValueError, KeyError: as ``fit``; or a loader is an
+                iterator.
+            NotImplementedError: there are several processes, and only one may try it.
+        """
+        checked = PipelineStep.checked(step, owner)
+        check_not_stale(state, owner)
+        plan = Plan.of(checked, at_start_of_epoch(state), loaders, hooks=hooks)
+        plan = attrs.evolve(plan, assumed_items=ASSUMED)
+        named: dict[str, object] = {"train": plan.loaders.train, **plan.loaders.evaluated}
+        for name, loader in named.items():
+            if isinstance(loader, Iterator):
+                raise ValueError(
+                    f"{owner} would use up the {name} loader, which is an iterator: give a "
+                    "function that returns one, or a list"
+                )
+        if state.backend.world_size > 1 and not several:
+            raise NotImplementedError(
+                f"{owner} works in one process: call it in a script that is started without "
+                "torchrun"
             )
-    if state.backend.world_size > 1 and not several:
-        raise NotImplementedError(
-            f"{owner} works in one process: call it in a script that is started without torchrun"
-        )
-    return named
+        return Trial(checked, state, plan, named)
+
+    def copy(self) -> TrainState:
+        """Return a copy of the state, at the start of its epoch."""
+        return at_start_of_epoch(self.state)
+
+    def begun(self, step: PipelineStep | None = None) -> TrainState:
+        """Return a copy of the state as a run begins: with the facts about it, and all slots.
+
+        Args:
+            step: the step that makes the slots; that of the run by default.
+        """
+        copied, plan = self.copy(), self.plan
+        source = open_loader(plan.loaders.train, copied, plan.total)
+        run = plan.describe(copied, source, (*plan.loaders.evaluated,), None)
+        return (step or plan.step).init_slots(attrs.evolve(copied, run=run))
+
+    def batches(self, n: int) -> list[Batch]:
+        """Return copies of the first batches of training, on the device of the state."""
+        source, device = open_loader(self.plan.loaders.train, self.state), self.state.backend.device
+        return [own_copy(batch) for batch in first_batches(source, device, n)]
+
+    def advance(
+        self,
+        copied: TrainState,
+        loaders: Mapping[str, object],
+        updates: int,
+        epochs: int,
+        evaluate_every: Moment,
+    ) -> TrainState:
+        """Make a number of updates of a longer run: see :func:`advance_copy`."""
+        return advance_copy(self.step, copied, loaders, updates, epochs, evaluate_every)
+
+    @staticmethod
+    def contents(state: TrainState) -> dict[str, object]:
+        """Return what two states that came to the same are compared by."""
+        return contents_of(state)

@@ -11,16 +11,16 @@ import attrs
 import torch
 from torch import Tensor
 
-from fnloop._core.optimizers import Group, Rate, copy_number, groups_in, initial_value, put_number
-from fnloop._core.state import TrainState, check_not_stale
+from fnloop._core.optimizers import Group, copy_number, groups_in, initial_value, put_number
+from fnloop._core.state import TrainState
 from fnloop._core.types import Batch, Middleware, Output, Step, middleware
 from fnloop._data.loaders import batch_size_of
 from fnloop._extensions import extensions
 from fnloop._extensions.stacks import check_one_model
-from fnloop._extensions.tools.dry_run import RATES, REPORTS, train_copy, with_members
+from fnloop._extensions.tools.dry_run import train_copy, with_members
 from fnloop._loop.evaluate import open_loader
 from fnloop._step.pipeline import PipelineStep
-from fnloop.extend import checks, containers, engine_of, tables
+from fnloop.extend import check_not_stale, checks, containers, engine_of, tables
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -179,14 +179,14 @@ def find_lr(
     checks.integer("find_lr", "updates", updates, "those of the whole range", least=10)
     initial = _initial_rates(groups_in(state.optimizer))
     sweep = _Sweep([low * (high / low) ** (i / updates) for i in range(updates)], initial)
-    left_out = *RATES, *REPORTS, *extensions("averages of the weights")
+    left_out = extensions("averages of the weights")
     swept = with_members(step, left_out, [_swept(sweep)])
     # ``follow`` ends a sweep whose updates are all left out, with a message of its own.
     train_copy(swept, state, loader, updates, (sweep.follow,), epochs=updates * SKIPPED)
     return sweep.result()
 
 
-def _initial_rates(groups: Sequence[Group]) -> list[Rate]:
+def _initial_rates(groups: Sequence[Group]) -> list[float | Tensor]:
     """Return the initial rate of each group."""
     for i, group in enumerate(groups):
         if "lr" not in group:
@@ -213,7 +213,7 @@ class _Sweep:
     """
 
     rates: list[float]
-    initial: list[Rate]
+    initial: list[float | Tensor]
     losses: list[float] = attrs.field(factory=list)
     smoothed: list[float] = attrs.field(factory=list)
     pending: list[Tensor | None] = attrs.field(factory=list)  # None: of a skipped update
@@ -453,7 +453,7 @@ class _Trial:
             return False
         step = self.step
         if not step.turns:
-            step = with_members(step, (*RATES, *REPORTS), [_noted(self)])
+            step = with_members(step, inner=[_noted(self)])
         first = self.state.step + self.state.skipped
 
         def stop(state: TrainState) -> TrainState:  # skipped updates count here

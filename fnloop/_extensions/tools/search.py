@@ -16,11 +16,10 @@ from urllib.parse import quote
 import attrs
 
 from fnloop._backend.collectives import broadcast
-from fnloop._checkpoint.place import Place
 from fnloop._checkpoint.restore import resume_at
 from fnloop._core.history import History
 from fnloop._core.records import Record, counts
-from fnloop._core.state import TrainState, check_not_stale
+from fnloop._core.state import TrainState
 from fnloop._core.types import Middleware, Step
 from fnloop._extensions.hooks.keep import checkpoint
 from fnloop._extensions.middleware.schedule import schedule
@@ -30,7 +29,7 @@ from fnloop._loop.fit import run
 from fnloop._loop.peers import forget_interruption
 from fnloop._loop.plan import read_hooks
 from fnloop._step.pipeline import PipelineStep, pipeline
-from fnloop.extend import Stop, better, checks, mode_of, tables
+from fnloop.extend import Stop, better, check_not_stale, checks, mode_of, tables
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -275,7 +274,7 @@ class Trial:
                 )
         if self._folder is None:
             return made
-        return resume_at(Place(self._folder), made, nonfinite=True)  # a run that diverged has lost
+        return resume_at(self._folder, made, nonfinite=True)  # a run that diverged has lost
 
     def train_to(self, epoch: int) -> History:
         """Train to a rung, if it is not there yet, and return the history."""
@@ -369,7 +368,7 @@ def train_together(
     hooks = (*hooks, Watched(watched))
     if folder is not None:
         own = folder / f"stacked to epoch {epoch}"
-        state = resume_at(Place(own), state, nonfinite=True)
+        state = resume_at(own, state, nonfinite=True)
         hooks = (*hooks, every(epochs=1)(checkpoint(own, keep=1)))
     if is_left(state, epoch):
         what = f"a stack of {len(left)} runs"

@@ -18,19 +18,18 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
 from fnloop._core.history import History
-from fnloop._core.optimizers import optimizers_in
-from fnloop._core.state import TrainState, check_not_stale, snapshot, without_metrics
+from fnloop._core.state import TrainState, snapshot, without_metrics
 from fnloop._core.types import Middleware, Step
-from fnloop._data.held import own_copy
 from fnloop._data.iterable import is_keeper
 from fnloop._data.loaders import check_loader
 from fnloop._extensions.middleware.compiled import compiled
 from fnloop._extensions.middleware.precision import amp, channels_last
+from fnloop._extensions.tools.dry_run import own_copy
 from fnloop._loop.beginning import fused_hint
 from fnloop._loop.evaluate import open_loader
 from fnloop._loop.fit import fit
 from fnloop._step.pipeline import PipelineStep, pipeline
-from fnloop.extend import checks, isolated, tables
+from fnloop.extend import check_not_stale, checks, isolated, optimizers, tables
 
 log = logging.getLogger("fnloop")
 
@@ -291,7 +290,7 @@ class _Bench:
             without_metrics(snapshot(self.state)), batch=0, samples=0, history=History(), run=None,
             stop=None, phases=(), events=frozenset(), ends=None, generators=None,
         )  # fmt: skip
-        for optimizer in optimizers_in(state.optimizer).values() if setting.fused else ():
+        for optimizer in optimizers(state).values() if setting.fused else ():
             if could_be_fused(optimizer):
                 for group in optimizer.param_groups:
                     group["fused"] = True
@@ -383,7 +382,7 @@ def changes_of(
     found: dict[str, Callable[[Setting], Setting]] = {}
     lines = [
         f"{type(optimizer).__name__}(..., fused=True)"
-        for optimizer in optimizers_in(state.optimizer).values()
+        for optimizer in optimizers(state).values()
         if could_be_fused(optimizer)
     ]
     if lines:
