@@ -306,7 +306,7 @@ BEYOND = {
     "_extensions.alternate": 42,
     "_extensions.averages": 18,
     "_extensions.stacks": 17,
-    "_extensions.checkpoints": 30,
+    "_extensions.checkpoints": 28,
     "_extensions.middleware": 129,
     "_extensions.hooks": 54,
     "_extensions.tools": 38,

@@ -470,6 +470,11 @@ def pending(todo: Todo) -> Todo:
     return tuple(itertools.takewhile(lambda action: isinstance(action, OF_BOUNDARY), todo))
 
 
+def has_updates(todo: Todo) -> bool:
+    """Return whether a further update is to be made."""
+    return any(isinstance(action, Start | Update | Boundary) for action in todo)
+
+
 def reason_of(todo: Todo) -> str | None:
     """Return why the run has ended, if its end is still to be made."""
     return todo[-1].stop if todo and isinstance(todo[-1], Flush) else None

@@ -15,7 +15,7 @@ from fnloop._checkpoint.parts import held_parts
 from fnloop._checkpoint.place import Place, place_at
 from fnloop._checkpoint.restore import SHAPES, read_checkpoint, restore_contents
 from fnloop._checkpoint.retention import with_manifests
-from fnloop._core.runs import Boundary, Start, Update
+from fnloop._core.runs import has_updates
 from fnloop._core.state import TrainState
 from fnloop.extend import check_not_stale, checks, disk
 
@@ -141,5 +141,4 @@ def has_ended(state: TrainState) -> bool:
 
     One that was interrupted has it on its list.
     """
-    more = any(isinstance(action, Start | Update | Boundary) for action in state.todo)
-    return state.step > 0 and not more
+    return state.step > 0 and not has_updates(state.todo)
