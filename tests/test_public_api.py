@@ -309,7 +309,7 @@ BEYOND = {
     "_extensions.checkpoints": 28,
     "_extensions.middleware": 129,
     "_extensions.hooks": 54,
-    "_extensions.tools": 38,
+    "_extensions.tools": 39,
     "debug": 59,
 }
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import itertools
 import os
 import sys
@@ -26,6 +25,7 @@ from fnloop._core.serialize import find_difference
 from fnloop._core.state import TrainState, snapshot, without_metrics
 from fnloop._core.types import Batch, Middleware, Output, Step, Wrap
 from fnloop._data.composed import unmarked
+from fnloop._data.held import own_copy
 from fnloop._data.loaders import Padding, batch_size_of, check_loader, sharded
 from fnloop._data.source import first_batches, open_source
 from fnloop._extensions import extensions
@@ -617,14 +617,6 @@ def at_start_of_epoch(state: TrainState) -> TrainState:
         ends=None, phases=(), generators=None, saved_on=None, events=frozenset(),
         todo=(),
     )  # fmt: skip
-
-
-def own_copy(batch: Batch) -> Batch:
-    """Return a copy of a batch, which stays as it is; the same batch if it cannot be copied."""
-    try:
-        return copy.deepcopy(batch)
-    except Exception:
-        return batch
 
 
 def with_members(

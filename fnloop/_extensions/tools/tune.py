@@ -20,11 +20,11 @@ from torch.utils.data import DataLoader, IterableDataset
 from fnloop._core.history import History
 from fnloop._core.state import TrainState, snapshot, without_metrics
 from fnloop._core.types import Middleware, Step
+from fnloop._data.held import own_copy
 from fnloop._data.iterable import is_keeper
 from fnloop._data.loaders import check_loader
 from fnloop._extensions.middleware.compiled import compiled
 from fnloop._extensions.middleware.precision import amp, channels_last
-from fnloop._extensions.tools.dry_run import own_copy
 from fnloop._loop.beginning import fused_hint
 from fnloop._loop.evaluate import open_loader
 from fnloop._loop.fit import fit
