@@ -31,9 +31,9 @@ of the book.
 - **What is saved, and what readers see**: `Part`, `View`
 - **Processes**: `Engine`, `engine_of`, `refuse`, `on_main_process`, `collectives`
 - **Random numbers**: `isolated`, `fold_in`
-- **Records and moments**: `Fold`, `better`, `mode_of`, `Moment`
-- **Batches**: `containers`
-- **Messages**: `checks`, `check_not_stale`, `name_of`
+- **Records, moments and the end of a run**: `Fold`, `better`, `mode_of`, `Moment`, `Stop`
+- **Arguments and messages**: `check_not_stale`, `checks`, `tables`, `name_of`
+- **Nested batches, and files**: `containers`, `disk`
 - **Types**: `Batch`, `Metric`, `Wrap`
 """
 
@@ -47,15 +47,17 @@ from torch.optim import Optimizer
 from fnloop._backend import collectives, containers
 from fnloop._backend.collectives import on_main_process
 from fnloop._backend.fsdp import is_sharded, local_part
+from fnloop._checkpoint import disk
 from fnloop._core.freeze import Chosen
 from fnloop._core.history import Fold, mode_of
 from fnloop._core.optimizers import Group, labelled_groups, number_in, optimizers_in, set_number
 from fnloop._core.parts import Part
 from fnloop._core.records import better
 from fnloop._core.rng import fold_in, isolated
+from fnloop._core.runs import Stop
 from fnloop._core.state import TrainState, all_parameters, check_not_stale, parameters, with_slot
 from fnloop._core.types import Batch, Metric, View, Wrap, name_of
-from fnloop._display import checks
+from fnloop._display import checks, tables
 from fnloop._hooks.hook import Moment
 from fnloop._step.engine import Engine, engine_of, refuse
 from fnloop._step.gradients import norm
@@ -71,6 +73,7 @@ __all__ = [
     "Metric",
     "Moment",
     "Part",
+    "Stop",
     "View",
     "Wrap",
     "all_parameters",
@@ -79,6 +82,7 @@ __all__ = [
     "checks",
     "collectives",
     "containers",
+    "disk",
     "engine_of",
     "fold_in",
     "gradients",
@@ -96,6 +100,7 @@ __all__ = [
     "refuse",
     "report",
     "set_number",
+    "tables",
     "then",
     "with_slot",
 ]

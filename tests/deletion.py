@@ -85,9 +85,9 @@ EXTENSIONS = {
     },
     "pace": {"modules": "hooks.pace", "tests": "hooks/test_paced"},
     "progress": {
-        "modules": "hooks.progress",
+        "modules": "hooks.progress hooks.terminal",
         "tests": "hooks/test_progress hooks/test_progress_log hooks/test_progress_notebook "
-        "hooks/test_progress_terminal",
+        "hooks/test_progress_terminal hooks/test_terminal",
     },
     "remote": {
         "modules": "checkpoints.remote",

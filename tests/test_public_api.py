@@ -217,8 +217,8 @@ PRIVATE_OF_OTHERS = {
     "_backend/processes.py": {"_shared_state", "_models", "_optimizers"},  # of accelerate
     "_core/metrics.py": {"_update_count", "_to_sync", "_defaults", "_reductions"},
 }
-DOCUMENTED = {  # of named tuples, os and sys
-    *("_fields", "_asdict", "_replace", "_make", "_exit", "_current_frames", "_getframe")
+DOCUMENTED = {  # of named tuples, os and sys, and a module
+    *("_fields", "_asdict", "_replace", "_make", "_exit", "_current_frames", "_getframe", "_thread")
 }
 
 

@@ -19,6 +19,18 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.utils.data import Dataset
 
+# What extensions use, as `extend.containers`; the rest is for loaders and steps.
+__all__ = [
+    "attributes_of",
+    "is_out_of_memory",
+    "map_leaves",
+    "pairs_of",
+    "parts_of",
+    "tensors_in",
+    "to_device",
+    "with_parts",
+]
+
 # --------------------------------------------------------------------------------------------------
 # The one place that knows what a container is: a mapping, a list, a tuple or a deque of any class.
 #

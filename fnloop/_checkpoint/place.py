@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
-from fnloop._checkpoint.files import SendFiles, write_by_all
+from fnloop._checkpoint.files import SendFiles, verify, write_by_all
 from fnloop._checkpoint.format import Contents
 from fnloop._checkpoint.retention import (
     check_all_empty,
@@ -15,6 +15,7 @@ from fnloop._checkpoint.retention import (
     claim_folder,
     warn_unless_shared,
 )
+from fnloop._core.serialize import Json
 from fnloop._display.checks import folder_path, is_address
 from fnloop._extensions import extensions
 
@@ -71,11 +72,22 @@ class Place:
         """
         yield
 
+    def verify(self, path: Path) -> dict[str, Json]:
+        """Verify a checkpoint, after downloading what is not here, and return its manifest."""
+        with self.reading(path):
+            return verify(self.fetch(path))
+
     # --- written to by a run, or once
 
-    def save(self, contents: Contents, what: str) -> Path | str:
-        """Write a checkpoint to this place. All processes must call it; ``what`` waits for it."""
-        return write_by_all(contents, self.folder, what)
+    def save(self, contents: Contents, what: str, send: SendFiles | None = None) -> Path | str:
+        """Write a checkpoint to this place. All processes must call it.
+
+        Args:
+            contents: what this process writes.
+            what: what waits for it.
+            send: sends files of this process elsewhere, as they are written.
+        """
+        return write_by_all(contents, self.folder, what, send)
 
     def staging(self, run: str) -> Path:
         """Return the folder to which a run writes its checkpoints first."""

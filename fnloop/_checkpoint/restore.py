@@ -16,10 +16,9 @@ from fnloop._backend.collectives import on_every_process, on_main_process
 from fnloop._backend.containers import is_out_of_memory
 from fnloop._backend.fsdp import extent_in, from_local_part, split_dim
 from fnloop._backend.torch_compat import strip_compile_prefix
+from fnloop._checkpoint.disk import exists, is_folder
 from fnloop._checkpoint.files import (
-    exists,
     explain_nonfinite,
-    is_folder,
     locate,
     read_json,
     read_manifest,
@@ -248,23 +247,6 @@ def read_alone(path: Path, *, history: bool = True) -> Contents:
     return _read(path, verify(path, history=history, kept=kept), None, history, kept)
 
 
-def read_written(path: Path, files: Mapping[str, str | None]) -> Contents:
-    """Return what some files of a checkpoint hold, as the process that wrote them had it.
-
-    Args:
-        path: the checkpoint, whose checksums are not compared.
-        files: the names of the files, with the group of tensors in each.
-    """
-    path = locate(path)
-    slices, tensors = Slices(path), {}
-    for file, group in files.items():
-        if group is not None and exists(path / file):
-            entries = slices.entries_in(file)
-            tensors[group] = {name: slices.read(entry) for name, entry in entries.items()}
-            slices.close()
-    return Contents(tensors, read_state_file(path))
-
-
 def read_whole_checkpoint(path: Path, state: TrainState) -> Contents | None:
     """Return the contents of a checkpoint, or None if it is partial. Every process must call it."""
     where = locate(path)
@@ -430,7 +412,7 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
         True
     """
     place = place_at("latest", "folder", folder)
-    valid = _skip_unfit(listed(place.look()), fetch_by(place))
+    valid = _skip_unfit(listed(place.look()), place.verify)
     return next((path for path, _ in valid), None)
 
 
@@ -490,7 +472,7 @@ def best(
     manifests = dict(found)
     ranked = [path for group in groups for path, _ in rank(group, key, mode)]
     ranked = [(path, explain_nonfinite(path, manifests[path])) for path in ranked]
-    valid = _skip_unfit(ranked, fetch_by(place))
+    valid = _skip_unfit(ranked, place.verify)
     return next((path for path, _ in valid), None)
 
 
@@ -552,7 +534,7 @@ def resume(
 
 
 def resume_at(
-    place: Place,
+    place: Place | Path,
     state: TrainState,
     settings: Settings | None = None,
     nonfinite: bool = False,
@@ -561,12 +543,13 @@ def resume_at(
     """Return the state of the newest valid checkpoint of a place, as :func:`resume` does.
 
     Args:
-        place: the place.
+        place: the place, or a folder.
         state: the state to read for.
         settings: those of parameter groups to take from the state, and what becomes of the others.
         nonfinite: whether to take checkpoints whose weights are not finite.
         shapes: as in :func:`restore`.
     """
+    place = Place(place) if isinstance(place, Path) else place
     with place.reading():
         # The main process looks, because the others may see other checkpoints.
         alone, found, claimed_by = on_main_process(lambda: _look_into(place), "fnloop.resume")
@@ -594,16 +577,6 @@ def _read_given(given: Sequence[str], state: TrainState) -> tuple[str, ...]:
                 f"{join_names([*known], 12)}"
             )
     return tuple(given)
-
-
-def fetch_by(place: Place) -> Callable[[Path], dict[str, Json]]:
-    """Return a function that verifies a checkpoint, after downloading what is not here."""
-
-    def fetch_and_verify(path: Path) -> dict[str, Json]:
-        with place.reading(path):
-            return verify(place.fetch(path))
-
-    return fetch_and_verify
 
 
 def _look_into(place: Place) -> tuple[bool, list[Listed], str | None]:

@@ -12,36 +12,36 @@ from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
-import attrs
-
 from fnloop._backend.collectives import gather_from_all, rank_and_size
+from fnloop._checkpoint.disk import (
+    exists,
+    is_folder,
+    make_folder,
+    replace_file,
+    size_of_file,
+    status,
+)
 from fnloop._checkpoint.files import (
     CHECKPOINT_NAME,
+    Writing,
     check_files,
     count_blocks,
-    decode_history,
-    exists,
     explain_nonfinite,
     has_only_its_files,
-    is_folder,
     locate,
-    make_folder,
+    make_history_encoder,
     manifest_or_none,
     read_manifest,
-    read_state_file,
     readable_manifest,
     remove_checkpoint,
     remove_leftovers,
     remove_other_blocks,
-    replace_file,
     run_of,
     serial_or_none,
-    size_of_file,
-    status,
-    verify,
+    write_blocks,
+    write_checkpoint,
 )
-from fnloop._checkpoint.format import FILES, MANIFEST, STATE, CheckpointError
-from fnloop._checkpoint.parts import check_counters, explain_partial, held_parts, is_partial
+from fnloop._checkpoint.format import FILES, MANIFEST, STATE, CheckpointError, Contents
 from fnloop._core.history import History
 from fnloop._core.records import better
 from fnloop._core.serialize import Json
@@ -120,6 +120,12 @@ def _by_age(
     return [(path, manifest) for _, path, manifest in sorted(keyed, key=itemgetter(0))]
 
 
+def is_one_checkpoint(folder: Path) -> bool:
+    """Return whether a folder is a checkpoint, rather than a folder of checkpoints."""
+    where = locate(folder)
+    return may_be_checkpoint(where) or exists(where / MANIFEST)
+
+
 def may_be_checkpoint(path: Path) -> bool:
     """Return whether a folder is or was a checkpoint, judged by its name and its files.
 
@@ -182,70 +188,6 @@ def rank(
             worse = (i for i, (_, other) in enumerate(ranked) if better(value, other, mode))
             ranked.insert(next(worse, len(ranked)), (path, value))
     return ranked
-
-
-def prune(
-    written: Path,
-    run: str,
-    keep: int | None,
-    key: str | None,
-    mode: str,
-    keep_best: int,
-    since: str,
-    counts: Callable[[Path], bool] = lambda path: True,
-) -> None:
-    """Remove the checkpoints of a run, except the newest and the best.
-
-    The decision depends only on what is on the disk. The checkpoint that was just written is always
-    kept, so one complete checkpoint always exists, and so is the newest whose weights are finite.
-    Others whose weights are not are never among the best. Damaged checkpoints do not count and are
-    not touched. Nor are checkpoints of other runs, those with names that the hook does not give, or
-    those that contain other files.
-
-    Args:
-        written: the checkpoint that was just written.
-        run: the run.
-        keep: how many of the newest to keep, or None for all.
-        key, mode: the metric that ranks them, and whether "min" or "max" is best.
-        keep_best: how many of the best to keep.
-        since: whether these are the best of each "phase", or of the "run".
-        counts: whether a checkpoint is there already. One that is to be uploaded is not, so it
-            neither replaces another nor is removed.
-    """
-    written = written.resolve()
-    # Only one of the same step can be of the same state under another name.
-    step = re.match(r"step-\d+", written.name)
-    beside = "" if keep is not None or step is None else step[0]
-    valid = [
-        (path, manifest)
-        for path, manifest in with_manifests(written.parent, beside=beside)
-        if re.fullmatch(CHECKPOINT_NAME, path.name) and run_of(path, manifest) == run
-        if counts(path)
-    ]
-    newest = next((manifest for path, manifest in valid if path == written), None)
-    replaced = [
-        path
-        for path, manifest in valid
-        if path != written and newest is not None and manifest["position"] == newest["position"]
-        if "=" in path.name + written.name  # the name shows metrics, which may be measured later
-    ]
-    unwanted = replaced
-    if keep is not None:
-        others = [(path, manifest) for path, manifest in valid if path not in replaced]
-        finite = [pair for pair in others if explain_nonfinite(*pair) is None]
-        kept = {written, *(path for path, _ in (*others[-keep:], *finite[-1:]))}
-        if key is not None:
-            for group in by_phase(finite, since):
-                kept |= {path for path, _ in rank(group, key, mode)[:keep_best]}
-        unwanted = [*replaced, *(path for path, _ in others if path not in kept)]
-    manifests = dict(valid)
-    for path in unwanted:
-        with contextlib.suppress(FileNotFoundError):  # another process was faster
-            if has_only_its_files(path, manifests[path]):
-                remove_checkpoint(path)
-    remove_leftovers(written.parent, CHECKPOINT_NAME)
-    if newest is not None:
-        _prune_blocks(written.parent, newest)
 
 
 def _prune_blocks(folder: Path, newest: Mapping[str, Json]) -> None:
@@ -333,114 +275,133 @@ def read_claim(folder: Path) -> str | None:
     return read_run_id(folder / CLAIM)
 
 
-def release_claim(folder: Path) -> None:
-    """Remove the claim on a folder. Its first checkpoint names the run from now on."""
-    (folder / CLAIM).unlink(missing_ok=True)
-
-
 # --------------------------------------------------------------------------------------------------
-# The checkpoints of one run, in the order of the run, by what they say without their tensors.
+# What a run does with the folder that it saves to.
 
 
-@attrs.frozen
-class Saved:
-    """A checkpoint of a run.
-
-    Args:
-        path: where it is.
-        facts: its ``state.json``, without the older records of its history.
-    """
-
-    path: Path
-    facts: Mapping[str, Json] = attrs.field(repr=False)
-
-    @property
-    def step(self) -> int:
-        """How many updates were applied."""
-        return self.facts["step"]
-
-    @property
-    def position(self) -> tuple[int, int, int]:
-        """What orders the checkpoints of a run: updates tried, epochs, batches."""
-        facts = self.facts
-        return facts["step"] + facts["skipped"], facts["epoch"], facts["batch"]
-
-
-def is_one_checkpoint(folder: Path) -> bool:
-    """Return whether a folder is a checkpoint, rather than a folder of checkpoints."""
-    where = locate(folder)
-    return may_be_checkpoint(where) or exists(where / MANIFEST)
-
-
-def saved_in(
-    folder: Path,
-    damaged: list[str] | None = None,
-    fetch: Callable[[Path], Path] = lambda path: path,
-) -> list[Saved]:
-    """Return the whole checkpoints of the newest run in a folder, in the order of the run.
-
-    A folder that is a checkpoint itself is the only one. Partial checkpoints are left out, and so
-    are damaged ones.
+class RunFolder:
+    """A folder that one run saves to, as the hook ``checkpoint`` does.
 
     Args:
-        folder: the folder.
-        damaged: receives why they are left out; None: a warning says it.
-        fetch: makes their ``state.json`` available.
-
-    Raises:
-        CheckpointError: there is none.
-        OSError: a file cannot be read for a reason other than that it does not exist.
+        path: the folder.
     """
-    if is_one_checkpoint(folder):
-        return [Saved(folder, read_facts(fetch(folder)))]
-    found: list[Saved] = []
-    run: str | None = None
-    for path in candidates(folder, links=True):  # the newest first
-        try:
-            manifest = read_manifest(path)
-            run = run or run_of(path, manifest)
-            if run_of(path, manifest) == run and not is_partial(manifest):
-                found.append(Saved(path, read_facts(fetch(path))))
-        except (CheckpointError, FileNotFoundError) as error:
-            if damaged is None:
-                log.warning("skipped a damaged checkpoint: %s", error)
-            else:
-                damaged.append(str(error))
-    if not found:
-        what = "has no whole checkpoint" if exists(folder) else "does not exist"
-        raise CheckpointError(
-            f"{folder} {what}. Checkpoints are written by fit(..., hooks=(checkpoint(folder),))"
-        )
-    return sorted(found, key=lambda saved: saved.position)
 
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.encode_history = make_history_encoder()
+        self._known_blocks: set[str] = set()
 
-def read_facts(path: Path) -> Mapping[str, Json]:
-    """Return the facts of a checkpoint, without the older records of its history.
+    def newest(self) -> dict[str, Json] | None:
+        """Return the manifest of the newest checkpoint whose weights are finite; None: none is."""
+        manifests = ((path, manifest_or_none(path)) for path in candidates(self.path))
+        return next((m for path, m in manifests if m and not explain_nonfinite(path, m)), None)
 
-    Raises:
-        CheckpointError: it is not a whole checkpoint, or is damaged.
-    """
-    path = locate(path)
-    manifest = verify(path, deep=False, history=False)
-    if is_partial(manifest):
-        raise CheckpointError(explain_partial(path, held_parts(manifest)))
-    facts = read_state_file(path)
-    try:
-        check_counters(facts)
-    except (TypeError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
-    return facts
+    def write(
+        self, contents: Contents, history: History, name: str, facts: Mapping[str, Json]
+    ) -> Path:
+        """Write a checkpoint of a name, and return its path.
 
+        Args:
+            contents: what to write.
+            history: the history, whose older records are written once.
+            name: the name.
+            facts: additional entries for the manifest.
 
-def read_history(path: Path) -> History:
-    """Return the whole history that a checkpoint has.
+        Raises:
+            CheckpointError: another run has begun in the folder.
+        """
+        self._prepare(contents, history, name)
+        return write_checkpoint(contents, self.path / name, facts, in_own_folder=True)
 
-    Raises:
-        CheckpointError: it is damaged, or lacks the older records.
-    """
-    path = locate(path)
-    manifest = verify(path)
-    return decode_history(read_state_file(path, manifest.get("blocks", ()))["history"], path)
+    def begin(
+        self, contents: Contents, history: History, name: str, facts: Mapping[str, Json]
+    ) -> Writing:
+        """Begin to write a checkpoint by all processes, on the main one: see :meth:`write`."""
+        self._prepare(contents, history, name)
+        return Writing(contents, self.path / name, facts, in_own_folder=True)
+
+    def _prepare(self, contents: Contents, history: History, name: str) -> None:
+        run, path = contents.facts["run"], self.path / name
+        existing = manifest_or_none(path)
+        if existing is not None and run_of(path, existing) != run:
+            raise CheckpointError(
+                f"{path} is a checkpoint of another run: give each run a folder of its own"
+            )
+        if read_claim(self.path) not in (None, run):
+            raise CheckpointError(
+                f"another run has begun in {self.path}: give each run a folder of its own"
+            )
+        write_blocks(self.path, contents.facts["blocks"], history, self._known_blocks)
+
+    def remove_leftovers(self) -> None:
+        """Remove what killed processes have left of checkpoints."""
+        remove_leftovers(self.path, CHECKPOINT_NAME)
+
+    @staticmethod
+    def prune(
+        written: Path,
+        run: str,
+        keep: int | None,
+        key: str | None,
+        mode: str,
+        keep_best: int,
+        since: str,
+        counts: Callable[[Path], bool] = lambda path: True,
+    ) -> None:
+        """Remove the checkpoints of a run, except the newest and the best.
+
+        The decision depends only on what is on the disk. The checkpoint that was just written is
+        always kept, so one complete checkpoint always exists, and so is the newest whose weights
+        are finite. Others whose weights are not are never among the best. Damaged checkpoints do
+        not count and are not touched. Nor are checkpoints of other runs, those with names that the
+        hook does not give, or those that contain other files.
+
+        Args:
+            written: the checkpoint that was just written. It names the run from now on, and not
+                the claim.
+            run: the run.
+            keep: how many of the newest to keep, or None for all.
+            key, mode: the metric that ranks them, and whether "min" or "max" is best.
+            keep_best: how many of the best to keep.
+            since: whether these are the best of each "phase", or of the "run".
+            counts: whether a checkpoint is there already. One that is to be uploaded is not, so it
+                neither replaces another nor is removed.
+        """
+        (written.parent / CLAIM).unlink(missing_ok=True)
+        written = written.resolve()
+        # Only one of the same step can be of the same state under another name.
+        step = re.match(r"step-\d+", written.name)
+        beside = "" if keep is not None or step is None else step[0]
+        valid = [
+            (path, manifest)
+            for path, manifest in with_manifests(written.parent, beside=beside)
+            if re.fullmatch(CHECKPOINT_NAME, path.name) and run_of(path, manifest) == run
+            if counts(path)
+        ]
+        newest = next((manifest for path, manifest in valid if path == written), None)
+        replaced = [
+            path
+            for path, manifest in valid
+            if path != written and newest is not None and manifest["position"] == newest["position"]
+            if "=" in path.name + written.name  # it shows metrics, which may be measured later
+        ]
+        unwanted = replaced
+        if keep is not None:
+            others = [(path, manifest) for path, manifest in valid if path not in replaced]
+            finite = [pair for pair in others if explain_nonfinite(*pair) is None]
+            kept = {written, *(path for path, _ in (*others[-keep:], *finite[-1:]))}
+            if key is not None:
+                for group in by_phase(finite, since):
+                    kept |= {path for path, _ in rank(group, key, mode)[:keep_best]}
+            unwanted = [*replaced, *(path for path, _ in others if path not in kept)]
+        manifests = dict(valid)
+        for path in unwanted:
+            with contextlib.suppress(FileNotFoundError):  # another process was faster
+                if has_only_its_files(path, manifests[path]):
+                    remove_checkpoint(path)
+        remove_leftovers(written.parent, CHECKPOINT_NAME)
+        if newest is not None:
+            _prune_blocks(written.parent, newest)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -296,6 +296,11 @@ class Stop(str):
             "limit": the time of the run is over. The others are interruptions: the same script,
             started again, continues the run. "interrupted": Ctrl-C or SIGTERM. "job": the time of
             the job is over. "requeued": SIGUSR1.
+
+    Example:
+        >>> stop = Stop("my_limit: the budget is spent", "limit")
+        >>> stop, Stop.kind_of(stop), Stop.kind_of("enough"), Stop.interrupts("SIGTERM")
+        ('my_limit: the budget is spent', 'limit', 'hook', True)
     """
 
     kind: str
@@ -308,6 +313,33 @@ class Stop(str):
     def __reduce__(self) -> tuple[type[Stop], tuple[str, str]]:
         return Stop, (str(self), self.kind)
 
+    @staticmethod
+    def kind_of(stop: str | None) -> str | None:
+        """Return the kind of a stop. A plain str is that of a hook, unless it is of a signal."""
+        if stop is None or isinstance(stop, Stop):
+            return None if stop is None else stop.kind
+        return _SIGNALS.get(stop, "hook")
+
+    @staticmethod
+    def interrupts(stop: str | None) -> bool:
+        """Return whether a run has only ended for now: the same script continues it."""
+        return Stop.kind_of(stop) in INTERRUPTIONS
+
+    @staticmethod
+    def ends_job(stop: str | None) -> bool:
+        """Return whether a run has only ended because the time of its job is over."""
+        return Stop.kind_of(stop) in ("job", "requeued")
+
+    @staticmethod
+    def ends_run(stop: str | None) -> bool:
+        """Return whether a run ends for this reason: what is due at its end is made."""
+        return stop is not None and not Stop.interrupts(stop)
+
+    @staticmethod
+    def ends_phase(stop: str | None) -> bool:
+        """Return whether a phase that ends for this reason, or at its target, is done."""
+        return stop is None or (Stop.ends_run(stop) and Stop.kind_of(stop) != "limit")
+
 
 INTERRUPTED, TERMINATED = Stop("interrupted", "interrupted"), Stop("SIGTERM", "interrupted")
 REQUEUED = Stop("SIGUSR1", "requeued")
@@ -316,40 +348,13 @@ _SIGNALS = {str(stop): stop.kind for stop in (INTERRUPTED, TERMINATED, REQUEUED)
 _LIMITS = {"time_limit: this job": "job", "time_limit: the run": "limit"}
 
 
-def kind_of(stop: str | None) -> str | None:
-    """Return the kind of a stop. A plain str is that of a hook, unless it is that of a signal."""
-    if stop is None or isinstance(stop, Stop):
-        return None if stop is None else stop.kind
-    return _SIGNALS.get(stop, "hook")
-
-
-def is_interruption(stop: str | None) -> bool:
-    """Return whether a run has only ended for now: the same script, started again, continues it."""
-    return kind_of(stop) in INTERRUPTIONS
-
-
-def ends_job(stop: str | None) -> bool:
-    """Return whether a run has only ended because the time of its job is over."""
-    return kind_of(stop) in ("job", "requeued")
-
-
-def ends_run(stop: str | None) -> bool:
-    """Return whether a run ends for this reason: what is due at its end is made."""
-    return stop is not None and not is_interruption(stop)
-
-
-def ends_phase(stop: str | None) -> bool:
-    """Return whether a phase that ends for this reason, or at its target, is done."""
-    return stop is None or (ends_run(stop) and kind_of(stop) != "limit")
-
-
 def first_stop(before: str | None, after: str | None) -> str | None:
     """Return the stop that stays, of that before a hook and that after it.
 
     The first reason to end the run stays. A hook may take it back, and it may end a run that was
     only interrupted, because it decides only once.
     """
-    return before if after is not None and ends_run(before) else after
+    return before if after is not None and Stop.ends_run(before) else after
 
 
 # --------------------------------------------------------------------------------------------------
@@ -460,6 +465,11 @@ def pending(todo: Todo) -> Todo:
     return tuple(itertools.takewhile(lambda action: isinstance(action, OF_BOUNDARY), todo))
 
 
+def has_updates(todo: Todo) -> bool:
+    """Return whether a further update is to be made."""
+    return any(isinstance(action, Start | Update | Boundary) for action in todo)
+
+
 def reason_of(todo: Todo) -> str | None:
     """Return why the run has ended, if its end is still to be made."""
     return todo[-1].stop if todo and isinstance(todo[-1], Flush) else None
@@ -470,7 +480,7 @@ def reason_of(todo: Todo) -> str | None:
 
 def encode_stop(stop: str | None) -> dict[str, str]:
     """Return the kind of a stop as JSON."""
-    return {} if stop is None else {"stop_kind": str(kind_of(stop))}
+    return {} if stop is None else {"stop_kind": str(Stop.kind_of(stop))}
 
 
 def decode_stop(reason: object, kind: object, name: str = "stop") -> Stop | None:
@@ -485,7 +495,7 @@ def decode_stop(reason: object, kind: object, name: str = "stop") -> Stop | None
         raise TypeError(f"{name} is {reason!r:.60}")
     if kind is None:
         limits = (kind for began, kind in _LIMITS.items() if reason.startswith(began))
-        kind = next(limits, kind_of(reason))
+        kind = next(limits, Stop.kind_of(reason))
     if kind not in KINDS:
         raise TypeError(f"the kind of {name} is {kind!r:.60}")
     return Stop(reason, str(kind))

@@ -21,6 +21,7 @@ from fnloop._core.records import (
     is_evaluated,
     is_row,
     metric_names,
+    number_of_epoch,
     records_of_model,
     split_name,
     stacked_in,
@@ -66,63 +67,106 @@ class Row:
         """The number of its epoch, which is shown."""
         return self.epoch or self.record.epoch
 
+    @classmethod
+    def of(cls, record: Record, seconds: float, ended: int, at: int) -> Row:
+        """Return the row of a record, with the number of its epoch: see ``number_of_epoch``."""
+        return cls(record, seconds, epoch=number_of_epoch(record, ended, at))
 
-def by_model(row: Row, models: Sequence[str]) -> list[Row]:
-    """Return a row for each model of a stack, or the row itself if there are no models.
+    @property
+    def is_whole(self) -> bool:
+        """Whether it has more than ``recent/...``, so that a table of a history shows it."""
+        return is_row(self.record)
 
-    Example:
-        >>> record = Record(1, 10, {"valid/a/loss": 2.0, "valid/b/loss": 3.0})
-        >>> row = Row(record, 1.0, {"valid/a/loss"})
-        >>> [(one.model, one.record.metrics, one.best) for one in by_model(row, ("a", "b"))]
-        [('a', {'valid/loss': 2.0}, {'valid/loss'}), ('b', {'valid/loss': 3.0}, set())]
-    """
-    if not models:
-        return [row]
-    found: list[Row] = []
-    marks = Record(0, 0, dict.fromkeys(row.best, 1.0))
-    for model in models:
-        (record,) = records_of_model([row.record], model, models)
-        (best,) = records_of_model([marks], model, models)
-        found.append(attrs.evolve(row, record=record, best={*best.metrics}, model=model))
-    return found
+    @property
+    def evaluated(self) -> list[str]:
+        """The names of the loaders that were evaluated for it."""
+        found = (name for name in self.record.metrics if is_evaluated(name))
+        return [*dict.fromkeys(name.partition("/")[0] for name in found)]
 
+    @staticmethod
+    def names(rows: Iterable[Row]) -> tuple[str, ...]:
+        """Return the names of all metrics of rows, in the order of their first appearance."""
+        return metric_names(row.record for row in rows)
 
-def lay_out(
-    rows: Sequence[Row],
-    names: Iterable[str] | None = None,
-    width: float = math.inf,
-    last_step: int = 0,
-    items: bool = False,
-) -> Table[Row]:
-    """Choose the columns for some rows, and their formats. Return a table without rows.
+    def by_model(self, models: Sequence[str]) -> list[Row]:
+        """Return a row for each model of a stack, or this one if there are no models.
 
-    The evaluated loaders come first, then ``train``, and ``recent`` last. If they do not fit, the
-    least important go: losses stay longest, and ``watch``, ``recent``, gradient norms and learning
-    rates go first. A later row may be shown with the same columns, if it has no other metrics.
+        Example:
+            >>> record = Record(1, 10, {"valid/a/loss": 2.0, "valid/b/loss": 3.0})
+            >>> row = Row(record, 1.0, {"valid/a/loss"})
+            >>> [(one.model, one.record.metrics, one.best) for one in row.by_model(("a", "b"))]
+            [('a', {'valid/loss': 2.0}, {'valid/loss'}), ('b', {'valid/loss': 3.0}, set())]
+        """
+        if not models:
+            return [self]
+        found: list[Row] = []
+        marks = Record(0, 0, dict.fromkeys(self.best, 1.0))
+        for model in models:
+            (record,) = records_of_model([self.record], model, models)
+            (best,) = records_of_model([marks], model, models)
+            found.append(attrs.evolve(self, record=record, best={*best.metrics}, model=model))
+        return found
 
-    Args:
-        rows: the rows so far.
-        names: the metrics to show; by default those of the rows.
-        width: how many characters a line may have.
-        last_step: the greatest step that is expected, if others follow; then there is more room.
-        items: whether to show the items, if they are known.
+    @staticmethod
+    def lay_out(
+        rows: Sequence[Row],
+        names: Iterable[str] | None = None,
+        width: float = math.inf,
+        last_step: int = 0,
+        items: bool = False,
+    ) -> Table[Row]:
+        """Choose the columns for some rows, and their formats. Return a table without rows.
 
-    Example:
-        >>> row = Row(Record(1, 10, {"train/loss": 2.0, "valid/loss": 3.0}), 12.5, {"valid/loss"})
-        >>> made = lay_out([row], width=80)
-        >>> print(*made.head(), made.line(row), sep="\\n")
-                    │ valid   │ train
-        epoch  step │   loss  │   loss │  time
-            1    10 │ 3.0000* │ 2.0000 │ 12.5s
-    """
-    records = [row.record for row in rows]
-    names = [*(metric_names(records) if names is None else names)]
-    groups = list(dict.fromkeys(split_name(name)[0] for name in names))
-    ordered = sorted(names, key=lambda name: (_place(name), groups.index(split_name(name)[0])))
-    least = 7 if last_step else 1  # characters: 2.0e-05
-    metrics = [_metric(records, name, least, names.index(name)) for name in ordered]
-    counters = _counters(rows, last_step) + (_items(rows) if items else [])
-    return Table([*counters, *metrics, _time(rows)]).fit(width)
+        The evaluated loaders come first, then ``train``, and ``recent`` last. If they do not fit,
+        the least important go: losses stay longest, and ``watch``, ``recent``, gradient norms and
+        learning rates go first. A later row may be shown with the same columns, if it has no other
+        metrics.
+
+        Args:
+            rows: the rows so far.
+            names: the metrics to show; by default those of the rows.
+            width: how many characters a line may have.
+            last_step: the greatest step that is expected, if others follow; then there is more
+                room.
+            items: whether to show the items, if they are known.
+
+        Example:
+            >>> record = Record(1, 10, {"train/loss": 2.0, "valid/loss": 3.0})
+            >>> row = Row(record, 12.5, {"valid/loss"})
+            >>> made = Row.lay_out([row], width=80)
+            >>> print(*made.head(), made.line(row), sep="\\n")
+                        │ valid   │ train
+            epoch  step │   loss  │   loss │  time
+                1    10 │ 3.0000* │ 2.0000 │ 12.5s
+        """
+        records = [row.record for row in rows]
+        names = [*(metric_names(records) if names is None else names)]
+        groups = list(dict.fromkeys(split_name(name)[0] for name in names))
+        ordered = sorted(names, key=lambda name: (_place(name), groups.index(split_name(name)[0])))
+        least = 7 if last_step else 1  # characters: 2.0e-05
+        metrics = [_metric(records, name, least, names.index(name)) for name in ordered]
+        counters = _counters(rows, last_step) + (_items(rows) if items else [])
+        return Table([*counters, *metrics, _time(rows)]).fit(width)
+
+    @staticmethod
+    def table(
+        rows: Sequence[Row],
+        names: Sequence[str],
+        width: float = math.inf,
+        most: int = 40,
+        items: bool = False,
+    ) -> Table[Row]:
+        """Return a table of rows: the arguments are those of :meth:`lay_out`, and ``most`` rows."""
+        made = Row.lay_out(rows, names, width, items=items)
+        shown = {column.name for column in made.columns}
+        first, last = most // 2, len(rows) - (most - most // 2)  # what is between may be cut
+        best = {name: i for i, row in enumerate(rows) for name in row.best if name in shown}
+        kept: list[Row | None] = []
+        stay = [not first <= i < last or i in best.values() for i in range(len(rows))]
+        for stays, pairs in itertools.groupby(zip(stay, rows, strict=True), lambda pair: pair[0]):
+            stretch = [row for _, row in pairs]
+            kept += stretch if stays or len(stretch) == 1 else [None]  # the sign takes a line too
+        return attrs.evolve(made, rows=kept)
 
 
 def table(records: Sequence[Record], width: float = math.inf, most: int = 40) -> Table[Row]:
@@ -153,33 +197,13 @@ def table(records: Sequence[Record], width: float = math.inf, most: int = 40) ->
     for above, record in zip([None, *shown], shown, strict=False):
         best = update_best(best, record)
         row = Row(record, _passed(record, above), starred(best, record, turns))
-        rows += by_model(row, models)
+        rows += row.by_model(models)
     if models:
         names = [*metric_names(row.record for row in rows)]
         names = [n for n in names if not (hidden and n.startswith("recent/"))]
     count = tables.format_count(hidden, "record")
     remark = f"not shown: {count} with recent/... only" if hidden else ""
-    return attrs.evolve(table_of(rows, names, width, most, items=True), remark=remark)
-
-
-def table_of(
-    rows: Sequence[Row],
-    names: Sequence[str],
-    width: float = math.inf,
-    most: int = 40,
-    items: bool = False,
-) -> Table[Row]:
-    """Return a table of rows; the arguments are those of :func:`table` and :func:`lay_out`."""
-    made = lay_out(rows, names, width, items=items)
-    shown = {column.name for column in made.columns}
-    first, last = most // 2, len(rows) - (most - most // 2)  # what is between may be cut
-    best = {name: i for i, row in enumerate(rows) for name in row.best if name in shown}
-    kept: list[Row | None] = []
-    stay = [not first <= i < last or i in best.values() for i in range(len(rows))]
-    for stays, pairs in itertools.groupby(zip(stay, rows, strict=True), lambda pair: pair[0]):
-        stretch = [row for _, row in pairs]
-        kept += stretch if stays or len(stretch) == 1 else [None]  # the sign takes a line too
-    return attrs.evolve(made, rows=kept)
+    return attrs.evolve(Row.table(rows, names, width, most, items=True), remark=remark)
 
 
 def _passed(record: Record, before: Record | None) -> float | None:

@@ -16,6 +16,27 @@ from tqdm.utils import disp_len
 
 from fnloop._display.checks import join_names
 
+# What extensions use, as `extend.tables`; the rest is for the reprs of the library.
+__all__ = [
+    "Column",
+    "Display",
+    "Rendered",
+    "Shown",
+    "Table",
+    "format_bytes",
+    "format_clock",
+    "format_count",
+    "format_duration",
+    "format_metric",
+    "format_milliseconds",
+    "format_number",
+    "in_notebook",
+    "printable",
+    "shorten",
+    "terminal_width",
+    "wrap",
+]
+
 # --------------------------------------------------------------------------------------------------
 # Numbers.
 
@@ -167,6 +188,7 @@ def format_metric(name: str, value: float) -> str:
 # at a time, asks for its head and for a line for each row.
 
 UNLIMITED = 10_000  # the width of what is not a terminal, for a table that may be long
+WIDEST = 120  # columns of a line in a log
 HTML_WIDTH = 100  # characters of a row that fits a cell of a notebook
 LONGEST_TITLE = 32
 NAMED = 8  # columns that are left out, in the note below a table; of more, their number is given

@@ -29,7 +29,7 @@ from fnloop._core.history import (
 )
 from fnloop._core.parts import Part
 from fnloop._core.records import Record, better, counts
-from fnloop._core.runs import RAN, RunInfo, now
+from fnloop._core.runs import RAN, WAITS, RunInfo, now
 from fnloop._core.state import (
     TrainState,
     changed,
@@ -226,6 +226,25 @@ class BuiltIn(Hook):
     ends_run_on_usr1: bool = False
     ranks: tuple[str, str, str] | None = None
 
+    @classmethod
+    def among(cls, hooks: Iterable[Hook]) -> list[Self]:
+        """Return those of this class among hooks and the hooks inside them."""
+        return [layer for layer in every_layer(hooks) if isinstance(layer, cls)]
+
+    @staticmethod
+    def parts_saved(hooks: Iterable[Hook]) -> frozenset[str]:
+        """Return the parts of a state that hooks save."""
+        return frozenset(part for layer in BuiltIn.among(hooks) for part in layer.saves)
+
+    def place_in(self, hooks: Sequence[Hook]) -> int:
+        """Return the number of the hook of a run that is this one, or has it inside."""
+        return next(n for n, each in enumerate(hooks) if any(la is self for la in layers(each)))
+
+    def notes_in(self, hooks: Iterable[Hook]) -> tuple[str, str]:
+        """Return the names of its notes in ``state.noted``: that it ran, and that it waits."""
+        number = next(n for n, layer in enumerate(every_layer(hooks)) if layer is self)
+        return f"{RAN} {number}", f"{WAITS} {number}"
+
     def check_beside(self, hooks: Sequence[Hook]) -> None:
         """Raise if it cannot work beside the hooks of a run, of which it is one, in their order."""
 
@@ -325,6 +344,20 @@ class Wrapper(BuiltIn):
 
     hook: Hook
 
+    def take(self, given: HookFn, owner: str) -> None:
+        """Check what was given as the hook, and keep it."""
+        object.__setattr__(self, "hook", check_hook(given, owner))
+
+    @property
+    def innermost(self) -> Hook:
+        """The hook inside all wrappers."""
+        return unwrap_hook(self)
+
+    def call(self, state: TrainState) -> TrainState:
+        """Call the hook. Warn once if it is the user's, and moves buffers that training moves."""
+        __tracebackhide__ = True
+        return call_hook(self.hook, state)
+
     def around(self, call: Callable[[TrainState], TrainState], state: TrainState) -> TrainState:
         """Call a method of the hook, from a state to a state."""
         return call(state)
@@ -360,11 +393,6 @@ class Wrapper(BuiltIn):
 
 def _as_built_in(hook: Hook) -> BuiltIn:
     return hook if isinstance(hook, BuiltIn) else _PLAIN
-
-
-def built_in(hooks: Iterable[Hook]) -> list[BuiltIn]:
-    """Return those of the library among hooks and the hooks inside them."""
-    return [layer for layer in every_layer(hooks) if isinstance(layer, BuiltIn)]
 
 
 def defines(hook: Hook, name: str) -> bool:
@@ -423,21 +451,6 @@ def every_layer(hooks: Iterable[Hook]) -> list[Hook]:
     return [layer for hook in hooks for layer in layers(hook)]
 
 
-def number_of(hooks: Iterable[Hook], hook: Hook) -> int:
-    """Return the number of a hook among those of a run and the hooks inside them."""
-    return next(n for n, layer in enumerate(every_layer(hooks)) if layer is hook)
-
-
-def parts_saved(hooks: Iterable[Hook]) -> frozenset[str]:
-    """Return the parts of a state that hooks save."""
-    return frozenset(part for layer in built_in(hooks) for part in layer.saves)
-
-
-def place_in(hooks: Sequence[Hook], hook: Hook) -> int:
-    """Return the number of the hook of a run that is this one, or has it inside."""
-    return next(n for n, each in enumerate(hooks) if any(la is hook for la in layers(each)))
-
-
 def layers(hook: Hook) -> Iterator[Hook]:
     """Yield a hook and the hooks inside it, the outermost first."""
     yield hook
@@ -463,57 +476,6 @@ def unwrap_hook(hook: Hook) -> Hook:
     return inner
 
 
-def read_numbers(owner: str, prefix: str, given: object) -> dict[str, float]:
-    """Return what a function of the user's own returned as numbers of a record, by their names.
-
-    Args:
-        owner: the hook, for messages.
-        prefix: what the names begin with.
-        given: what the function returned. Tensors are read from the device.
-
-    Raises:
-        TypeError: it is not a mapping from names to numbers.
-        ValueError: a name is empty.
-    """
-    if not isinstance(given, Mapping):
-        raise TypeError(
-            f"{owner}: its function must return a mapping from names to numbers, such as "
-            f'{{"ap": 0.5}}; it returned {checks.describe(given)}'
-        )
-    for name in given:
-        checks.text(owner, "the names of numbers", name, "the names of metrics")
-    return {
-        f"{prefix}/{name}": float(checks.scalar(owner, f"the number {name!r}", value))
-        for name, value in given.items()
-    }
-
-
-def check_own_moment(owner: str, moment: Trigger, hook: str) -> Moment:
-    """Return when a hook is due that is asked before a record is made, with a clock of its own.
-
-    Args:
-        owner: the class of the hook, for messages.
-        moment: what was given as ``every``.
-        hook: the call of the hook without it, for messages.
-
-    Raises:
-        TypeError: it is not a moment, or depends on records.
-    """
-    if not is_moment(moment):
-        raise TypeError(
-            f"{owner} expects every as every(epochs=1), every(steps=100) or when(predicate); "
-            f"got {checks.describe(moment)}"
-        )
-    checked = as_moment(moment)
-    check_needs_no_hook(f"{owner} expects every as", checked)
-    if checked.monitors:
-        raise TypeError(
-            f"{owner} is asked before the record is made, so every cannot depend on it; got "
-            f"{moment!r}. Write {show_call(moment, hook)}"
-        )
-    return checked.renew()
-
-
 def check_needs_no_hook(expected: str, moment: Moment) -> None:
     """Raise TypeError if a moment goes by what its hook takes."""
     if any(clock.learns for clock in moment.clocks):
@@ -525,20 +487,6 @@ def check_needs_no_hook(expected: str, moment: Moment) -> None:
 
 # --------------------------------------------------------------------------------------------------
 # Moments, which say when something is due, and how they compose.
-
-
-def due_at(moment: Moment, state: TrainState) -> tuple[bool, bool]:
-    """Return whether a moment is due in any case, and whether only because the run ends here.
-
-    Where the run ends, it is asked as if the run continued, and then whether the end makes a
-    difference. So a run that continues has the same records as one that never stopped.
-    """
-    __tracebackhide__ = True
-    ends = END in state.events
-    continued = changed(state, events=state.events - {END}) if ends else state
-    if moment.due(state if moment.excludes_end else continued):
-        return True, False
-    return False, ends and END in moment.outside and moment.due(state)
 
 
 class Trigger(Protocol):
@@ -654,6 +602,19 @@ class Moment(ABC):
     def due(self, state: TrainState) -> bool:
         """Return whether something is due at this boundary."""
 
+    def due_here(self, state: TrainState) -> tuple[bool, bool]:
+        """Return whether it is due in any case, and whether only because the run ends here.
+
+        Where the run ends, it is asked as if the run continued, and then whether the end makes a
+        difference. So a run that continues has the same records as one that never stopped.
+        """
+        __tracebackhide__ = True
+        ends = END in state.events
+        continued = changed(state, events=state.events - {END}) if ends else state
+        if self.due(state if self.excludes_end else continued):
+            return True, False
+        return False, ends and END in self.outside and self.due(state)
+
     def quiet_until(self, state: TrainState) -> float:
         """Return ``state.step`` before which it need not be asked, unless the epoch ends."""
         return 0
@@ -674,6 +635,31 @@ class Moment(ABC):
     def counts_items(self) -> bool:
         """Whether it uses ``state.items``, which a run then reads after each update."""
         return False
+
+    @staticmethod
+    def asked_first(owner: str, moment: Trigger, hook: str) -> Moment:
+        """Return when a hook is due that is asked before a record is made, with a clock of its own.
+
+        Args:
+            owner: the class of the hook, for messages.
+            moment: what was given as ``every``.
+            hook: the call of the hook without it, for messages.
+
+        Raises:
+            TypeError: it is not a moment, or depends on records.
+        """
+        if not is_moment(moment):
+            raise TypeError(
+                f"{owner} expects every as every(epochs=1), every(steps=100) or when(predicate); "
+                f"got {checks.describe(moment)}"
+            )
+        checked = as_moment(moment)
+        if checked.monitors:
+            raise TypeError(
+                f"{owner} is asked before the record is made, so every cannot depend on it; got "
+                f"{moment!r}. Write {show_call(moment, hook)}"
+            )
+        return checked.renew()
 
     def __bool__(self) -> bool:
         raise TypeError(
@@ -745,7 +731,7 @@ class ConditionalHook(Wrapper):
 
     trigger: Moment
     hook: Hook
-    _place: list[int] = attrs.field(factory=list, init=False, eq=False)  # among those of the run
+    _mark: list[str] = attrs.field(factory=list, init=False, eq=False)  # its note, in a run
 
     @property
     def moments(self) -> tuple[Moment, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -778,20 +764,19 @@ class ConditionalHook(Wrapper):
             if RECORD in state.events:
                 self._check_metrics(state)
             return self.poll(state)
-        if END in self.trigger.outside and self._place:
-            mark = f"{RAN} {self._place[0]}"
-            if END in state.events and mark in state.noted:
+        if END in self.trigger.outside and self._mark:
+            if END in state.events and self._mark[0] in state.noted:
                 return state  # it ran at this boundary already, before a hook stopped the run
-            state = with_note(state, mark)
+            state = with_note(state, self._mark[0])
         began = time.monotonic()
-        state = call_hook(self.hook, state)
+        state = self.call(state)
         for clock in self.trigger.clocks:
             state = clock.took(state, time.monotonic() - began)
         return state
 
     def check_beside(self, hooks: Sequence[Hook]) -> None:
         """Find its place among the hooks of a run."""
-        self._place[:] = [number_of(hooks, self)]
+        self._mark[:] = self.notes_in(hooks)[:1]
 
     def _check_metrics(self, state: TrainState) -> None:
         """Check the names that the trigger and the hook watch, although the hook is not called."""
@@ -1242,7 +1227,7 @@ class once(Wrapper):
     name: str | None = None
 
     def __attrs_post_init__(self) -> None:
-        object.__setattr__(self, "hook", check_hook(self.hook, "once"))
+        self.take(self.hook, "once")
         if self.name is not None:
             checks.text("once", "name", self.name, "the name that the hook is remembered by")
         if isinstance(self.hook, ConditionalHook):
@@ -1268,7 +1253,7 @@ class once(Wrapper):
         __tracebackhide__ = True
         if self.slot in state.slots:
             return state
-        new = call_hook(self.hook, state)
+        new = self.call(state)
         return with_slot(new, self.slot, True) if isinstance(new, TrainState) else new
 
     def begin(self, state: TrainState) -> TrainState:
@@ -1286,7 +1271,7 @@ class once(Wrapper):
                 f"two hooks would be remembered as {self.slot!r}, and one of them would never run: "
                 "once(hook, name=...)"
             )
-        around = [type(layer) for layer in layers(hooks[place_in(hooks, self)])]
+        around = [type(layer) for layer in layers(hooks[self.place_in(hooks)])]
         if collects_outputs(self) and ConditionalHook not in around[: around.index(once)]:
             raise ValueError(
                 f"{self!r} would have its one call at the first update, where nothing is "

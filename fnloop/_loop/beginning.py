@@ -24,7 +24,7 @@ from fnloop._display.checks import join_names
 from fnloop._display.screen import warn_once
 from fnloop._display.tables import format_count
 from fnloop._extensions import extensions
-from fnloop._hooks.hook import Hook, begin_records, every_layer, parts_saved
+from fnloop._hooks.hook import BuiltIn, Hook, begin_records, every_layer
 from fnloop._loop.errors import check_returned, explain, first_change, warn_on_main
 from fnloop._loop.plan import Plan
 from fnloop._step.pipeline import PipelineStep
@@ -55,7 +55,8 @@ def first_state(plan: Plan, state: TrainState) -> TrainState:
     if pending(state.todo) or state.ends is not None:
         _warn_of_unknown(state)
     note_buffers(state)
-    if parts := parts_saved(plan.hooks) & {"slots", "metrics"}:  # hooks have tried the others
+    # Hooks have tried the other parts.
+    if parts := BuiltIn.parts_saved(plan.hooks) & {"slots", "metrics"}:
         _try_to_save(plan.step, state, parts)
     return state
 

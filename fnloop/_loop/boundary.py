@@ -38,15 +38,15 @@ from fnloop._core.runs import (
     Flush,
     Meet,
     Start,
+    Stop,
     Todo,
     Update,
-    ends_run,
     pending,
 )
 from fnloop._core.state import TrainState, changed
 from fnloop._core.types import END, EPOCH, RECORD
 from fnloop._display import checks
-from fnloop._hooks.hook import Moment, Trigger, as_moment, check_needs_no_hook, due_at, is_moment
+from fnloop._hooks.hook import Moment, Trigger, as_moment, check_needs_no_hook, is_moment
 
 # When to evaluate: all loaders together, or each by its name; None is never.
 Moments = Trigger | Mapping[str, Trigger | None] | None
@@ -91,7 +91,7 @@ def ask(
     at_end: list[tuple[str, ...]] = []
     for moment, names in evaluations:
         note(moment)
-        in_any_case, only_at_end = due_at(moment, state)
+        in_any_case, only_at_end = moment.due_here(state)
         if in_any_case:
             now.append(names)
         elif only_at_end:
@@ -99,7 +99,7 @@ def ask(
     record = False
     if record_every is not None:
         note(record_every)
-        record, _ = due_at(record_every, state)
+        record, _ = record_every.due_here(state)
     numbers = bool(now) and all(names and {*names} <= {*makers} for names in now)
     return Answers(sum(now, ()) if now else None, sum(at_end, ()), record, numbers)
 
@@ -168,9 +168,9 @@ def onward(
         apart: whether the end is made after the boundary, though the state says that it ends here.
         gone_back: whether a hook has gone back to a snapshot.
     """
-    if reached or ends_run(state.stop):
+    if reached or Stop.ends_run(state.stop):
         end = () if END in state.events and not apart else (End(),)
-        return (Meet(ended), *end, Flush(state.stop if ends_run(state.stop) else None))
+        return (Meet(ended), *end, Flush(state.stop if Stop.ends_run(state.stop) else None))
     if state.ends is not None and not gone_back:
         return (Boundary(ended=True),)
     return (Meet(ended and not gone_back), Update()) if ended or gone_back else (Update(),)
@@ -187,7 +187,7 @@ def resumed(state: TrainState, reached: bool, starts: bool) -> TrainState:
         reached: whether the run is at its target.
         starts: whether something is due before the first update.
     """
-    over = reached or ends_run(state.stop)
+    over = reached or Stop.ends_run(state.stop)
     left = tuple(action for action in pending(state.todo) if over or not _is_of_end(action))
     apart, ends = End() in state.todo, any(isinstance(each, Flush) for each in state.todo)
     if over and ends and left and (not apart or (reached and isinstance(left[0], Append))):

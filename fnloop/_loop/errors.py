@@ -108,7 +108,8 @@ def check_returned(hook: Hook, before: TrainState, new: object, method: str = ""
     Raises:
         TypeError: it is not a state.
         StaleStateError: it has been advanced.
-        ValueError: it holds an average; or, at the end of a run, it is of another run.
+        ValueError: it holds an average; or, at the end of a run, it is of another run; or the hook
+            itself has changed what only a run may change.
     """
     __tracebackhide__ = True
     if new is before:
@@ -124,6 +125,8 @@ def check_returned(hook: Hook, before: TrainState, new: object, method: str = ""
     check_not_averaged(name, new)
     if method in ("flush", "settle"):
         _check_run(name, before, new)
+    elif not method:
+        _check_counters(hook, before, new)
     return new
 
 
@@ -136,7 +139,7 @@ def _check_run(name: str, before: TrainState, new: TrainState) -> None:
         )
 
 
-def check_counters(hook: Hook, before: TrainState, new: TrainState) -> None:
+def _check_counters(hook: Hook, before: TrainState, new: TrainState) -> None:
     """Raise if a hook has changed what only a run may change.
 
     Raises:

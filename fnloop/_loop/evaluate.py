@@ -25,7 +25,6 @@ from fnloop._data.source import Source, open_source, windows
 from fnloop._display import checks
 from fnloop._display.frames import leave_out_frames, short_traceback
 from fnloop._loop.errors import READ_ONCE, why_empty
-from fnloop._loop.plan import check_step
 from fnloop._step.engine import engine_of
 from fnloop._step.pipeline import PipelineStep
 
@@ -155,7 +154,7 @@ def evaluate(step: Step, state: TrainState, loader: object) -> dict[str, float]:
         {'loss': 3.0}
     """
     __tracebackhide__ = True
-    step = check_step(step, "evaluate")
+    step = PipelineStep.checked(step, "evaluate")
     check_not_stale(state, "evaluate")
     check_loader(loader, "evaluation", alone=True)
     with isolated(state.backend.device), reusing_pages(state.backend.device):
@@ -294,7 +293,7 @@ def update_batchnorm(step: Step, state: TrainState, loader: object) -> TrainStat
     ``torch.optim.swa_utils.update_bn``.
     """
     __tracebackhide__ = True
-    step = check_step(step, "update_batchnorm")
+    step = PipelineStep.checked(step, "update_batchnorm")
     check_not_stale(state, "update_batchnorm")
     check_loader(loader, "update_batchnorm", alone=True)
     kept = keep_statistics(state)

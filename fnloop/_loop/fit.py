@@ -10,14 +10,15 @@ from typing import Any, ParamSpec, TypeVar
 
 from fnloop._core.history import suggestion
 from fnloop._core.rng import reserved_generators
+from fnloop._core.runs import INTERRUPTED
 from fnloop._core.state import TrainState
 from fnloop._core.types import Step
 from fnloop._display.checks import describe, join_names
 from fnloop._display.frames import leave_out_frames, short_traceback
 from fnloop._hooks.hook import HookFn, Trigger, every
 from fnloop._loop.boundary import Moments
-from fnloop._loop.peers import check_may_begin, handling, is_alone, note_interruption
-from fnloop._loop.plan import make_plan
+from fnloop._loop.peers import Interrupts, check_may_begin, handling, is_alone, note_interruption
+from fnloop._loop.plan import Plan
 from fnloop._loop.run import fold
 
 P = ParamSpec("P")
@@ -250,7 +251,7 @@ def fit(
         to 32 MiB. Set ``MALLOC_TRIM_THRESHOLD_`` in the environment to prevent it.
     """
     __tracebackhide__ = True
-    plan = make_plan(
+    plan = Plan.of(
         step, state, loaders, epochs, steps, hooks, evaluate_every, record_every, prefetch, phase,
         items,
     )  # fmt: skip
@@ -304,7 +305,7 @@ def run(
         >>> [s.model.w.item() for s in run(step, toy(), batches, epochs=3, hooks=())]
         [-2.0, -4.0, -6.0]
     """
-    plan = make_plan(
+    plan = Plan.of(
         step, state, loaders, epochs, steps, hooks, evaluate_every, record_every, prefetch, phase,
         items,
     )  # fmt: skip
@@ -329,3 +330,14 @@ def _noting(states: Generator[TrainState]) -> Iterator[TrainState]:
             if hasattr(cause, "state"):
                 error.state = cause.state  # type: ignore[attr-defined]
         raise
+
+
+def train(plan: Plan, state: TrainState) -> TrainState:
+    """Carry out a plan, but let Ctrl-C and signals end the program as they usually do."""
+    __tracebackhide__ = True
+    reached = state
+    for reached in fold(plan, state, Interrupts(is_alone(state))):  # noqa: B007
+        pass
+    if reached.stop == INTERRUPTED:
+        raise KeyboardInterrupt
+    return reached

@@ -28,12 +28,12 @@ from fnloop._backend.collectives import (
     start_all_reduce_max,
     waiting_for_all,
 )
-from fnloop._core.runs import INTERRUPTED, REQUEUED, TERMINATED, Stop, is_interruption
+from fnloop._core.runs import INTERRUPTED, REQUEUED, TERMINATED, Stop
 from fnloop._core.state import TrainState, check_alike, check_counters_alike
 from fnloop._core.types import EVALUATION, Call, Middleware, wraps_of
 from fnloop._display.screen import log
 from fnloop._display.tables import is_interactive
-from fnloop._hooks.hook import Hook, parts_saved
+from fnloop._hooks.hook import BuiltIn, Hook
 from fnloop._loop.made_with import members_of
 from fnloop._step.pipeline import PipelineStep
 
@@ -119,7 +119,9 @@ def check_same_run(step: PipelineStep, hooks: Iterable[Hook], state: TrainState)
             made.append((member.name, repr(settings), f"{member!r:.200}"))
     # Their folders may differ, on machines of their own.
     made += [
-        ("hook", type(hook).__name__, f"{hook!r:.200}") for hook in hooks if parts_saved([hook])
+        ("hook", type(hook).__name__, f"{hook!r:.200}")
+        for hook in hooks
+        if BuiltIn.parts_saved([hook])
     ]
     mark = zlib.crc32(repr([each[:2] for each in made]).encode())
     most, least = all_reduce_max([mark, -mark], _SAME)
@@ -480,7 +482,7 @@ def note_interruption(state: TrainState) -> None:
 
     A hook that returns a reason of its own has ended a run for good.
     """
-    if isinstance(state.stop, Stop) and is_interruption(state.stop):
+    if isinstance(state.stop, Stop) and Stop.interrupts(state.stop):
         _interrupted[:] = [_Interrupted(state.run_id, state.step, state.stop)]
 
 

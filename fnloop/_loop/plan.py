@@ -22,15 +22,7 @@ from fnloop._core.history import (
     unfinished,
 )
 from fnloop._core.optimizers import forget_schedules, groups_in
-from fnloop._core.runs import (
-    Live,
-    RunInfo,
-    Windows,
-    ends_phase,
-    is_interruption,
-    kind_of,
-    reason_of,
-)
+from fnloop._core.runs import Live, RunInfo, Stop, Windows, reason_of
 from fnloop._core.stacked import models_of
 from fnloop._core.state import (
     TrainState,
@@ -49,13 +41,13 @@ from fnloop._data.source import Source
 from fnloop._display import checks
 from fnloop._extensions import extensions
 from fnloop._hooks.hook import (
+    BuiltIn,
     ConditionalHook,
     Hook,
     HookFn,
     Moment,
     Trigger,
     as_hook,
-    built_in,
     every_layer,
     is_moment,
     is_of_user,
@@ -68,7 +60,7 @@ from fnloop._hooks.hook import (
 from fnloop._loop.boundary import Moments, check_moment, own_clock, read_moments, resumed
 from fnloop._loop.errors import warn_on_main
 from fnloop._loop.made_with import Making, members_of
-from fnloop._step.pipeline import LossStep, Pipeline, PipelineStep, total_in
+from fnloop._step.pipeline import PipelineStep
 from fnloop._step.update import ALWAYS
 
 
@@ -104,14 +96,66 @@ class Plan:
     items: int | None = None
     assumed_items: int | None = None
 
+    @staticmethod
+    def of(
+        step: Step,
+        state: TrainState,
+        loaders: object,
+        epochs: int | None = None,
+        steps: int | None = None,
+        hooks: Sequence[HookFn] | None = (),
+        evaluate_every: Moments = None,
+        record_every: Trigger | None = None,
+        prefetch: int = 1,
+        phase: str | None = None,
+        items: int | None = None,
+    ) -> Plan:
+        """Check the arguments of ``fit`` and return the plan.
+
+        Raises:
+            StaleStateError: the state has been advanced already.
+            TypeError, ValueError: an argument is not what it should be.
+        """
+        step = PipelineStep.checked(step, "fit")
+        check_not_stale(state, "fit")
+        check_not_averaged("fit", state)
+        check_phase(phase, state)
+        found = read_loaders(loaders)
+        epochs = _target("epochs", "epoch", epochs)
+        steps = _target("steps", "step", steps)
+        items = _target("items", "items", items)
+        prefetch = checks.integer("fit", "prefetch", prefetch, "the windows that are fetched ahead")
+        if step.fetches_late and prefetch > 1:
+            raise ValueError(
+                'alternate(batch="late") fetches each batch when its turn comes, and '
+                f"prefetch={prefetch} would fetch it ahead: leave prefetch= out"
+            )
+        if hooks is None:
+            hooks = [make() for make in extensions("hooks of a run by default")]
+        checked = read_hooks(hooks)
+        evaluations = read_moments(evaluate_every, tuple(found.evaluated))
+        for hook in checked:
+            evaluations += tuple(
+                (own_clock(at), (name,)) for name, at in hook.makes_records.items()
+            )
+        check_moment("record_every", record_every)
+        if phase is not None:
+            epochs, steps, items = absolute_targets(state, phase, epochs, steps, items)
+        elif epochs is None and steps is None and items is None:
+            epochs = state.epoch + 1
+        moment = None if record_every is None else own_clock(record_every)
+        return Plan(
+            step, found, epochs, steps, checked, evaluations, moment, prefetch, phase, items=items
+        )
+
     def begin(self, state: TrainState) -> TrainState:
         """Return the state with which the run begins; a new phase begins here.
 
         What has only interrupted the run before is forgotten.
         """
-        if is_interruption(state.stop):
+        if Stop.interrupts(state.stop):
             state = attrs.evolve(state, stop=reason_of(state.todo))
-        for hook in built_in(self.hooks):
+        for hook in BuiltIn.among(self.hooks):
             state = hook.take_back(state)
         state = put_back_restored(state, self.phase)
         if self.counts_items:
@@ -183,7 +227,7 @@ class Plan:
     @property
     def total(self) -> int | None:
         """The samples of an update, of all processes together, if the step says so."""
-        return total_in(self.step.pipeline.middleware)
+        return self.step.total
 
     def windows(
         self, state: TrainState, source: Source, later: int = 0, updates: int = 0
@@ -231,6 +275,49 @@ class Plan:
             updates += length
         return updates - before
 
+    def describe(
+        self,
+        state: TrainState,
+        source: Source,
+        evaluated: tuple[str, ...],
+        clock: Callable[[], float] | None,
+    ) -> RunInfo:
+        """Return the facts about a run.
+
+        Args:
+            state: the state that it begins with.
+            source: the training loader.
+            evaluated: the names of the loaders that it evaluates.
+            clock: the time that all processes agree on, if there are several.
+        """
+        windows = self.windows(state, source)
+        phase = None if self.phase is None else phase_of(state, self.phase)
+        batches = source.length_in(state.epoch)
+        per_epoch = self.updates_in(batches, windows)
+        total = (
+            self.steps if self.items is None else None
+        )  # a step that carries makes as many updates as a batch has windows
+        if self.epochs is not None and per_epoch is not None and self.items is None:
+            batches_left = source.left(state.epoch, state.batch, state.samples) or 0
+            left = windows.updates_of(batches_left, state.batch)
+            left += self.updates_later(state, source, left, self.epochs - state.epoch)
+            # Skipped updates count, and those left out: so a run that is resumed after some has the
+            # same total. Those of earlier phases do not.
+            lost = state.skipped + left_out(state) - (0 if phase is None else phase.skipped)
+            total = state.step + lost + left
+            total = total if self.steps is None else min(total, self.steps)
+        made_with = Making(self.step, state.model, state.backend.device, self.hooks)
+        return RunInfo(
+            self.epochs, total, per_epoch, batches, windows.largest, evaluated,
+            precision=self.step.precision_in(state), first_step=0 if phase is None else phase.step,
+            turns=tuple(self.step.turns),
+            total_items=self.assumed_items if self.items is None else self.items,
+            first_items=(None if phase is None else phase.items) or 0,
+            models=models_of(state.model),
+            hook_slots=slots_of(self.hooks), reported=names_reported(self.hooks), windows=windows,
+            live=Live(clock, source.positions.at, source.indices, made_with),
+        )  # fmt: skip
+
     def check(self, info: RunInfo, history: History) -> None:
         """Raise if a hook or a trigger cannot work in this run.
 
@@ -240,18 +327,40 @@ class Plan:
             KeyError: a hook monitors a metric that this run does not have, or a middleware is for
                 a loader that it does not have.
         """
-        for hook in built_in(self.hooks):
+        for hook in BuiltIn.among(self.hooks):
             hook.check_beside(self.hooks)
-        recent = () if self.record_every is None else ("recent",)
         check_makers(self.hooks, ("train", "recent", *self.loaders.evaluated))
-        if watched := watched_in(self.step, self.hooks):
-            known = ("train", *recent, *info.evaluated, *names_made(self.hooks))
-            check_names(watched, known, self.loaders.evaluated)
-            check_metrics(self.step, self.hooks, info.evaluated, history, info.models)
+        self.check_metrics(info.evaluated, history, info.models)
         self.step.check_loaders(("train", *self.loaders.evaluated))
         self.step.check_evaluation(info.evaluated)
         for moment in self.moments:
             moment.check(info)
+
+    def check_metrics(
+        self,
+        evaluated: Collection[str],
+        history: History,
+        models: Sequence[str] = (),
+        tried: bool = False,
+    ) -> None:
+        """Raise KeyError for a metric that is watched, and that this run does not have.
+
+        Args:
+            evaluated: the names of the loaders that are evaluated.
+            history: the records so far. What is in one of them may come from an earlier run.
+            models: the names of the models of a stack.
+            tried: whether the run is only tried. Whether it has records of intervals, it is ``fit``
+                that is told.
+        """
+        watched = watched_in(self.step, self.hooks)
+        if not watched:
+            return
+        if tried:
+            watched = [one for one in watched if not one[1].startswith("recent/")]
+        recent = () if self.record_every is None else ("recent",)
+        known = ("train", *recent, *evaluated, *names_made(self.hooks))
+        check_names(watched, known, self.loaders.evaluated)
+        check_metrics(self.step, self.hooks, evaluated, history, models)
 
     @functools.cached_property
     def triggers(self) -> tuple[Moment, ...]:
@@ -295,7 +404,7 @@ class Plan:
             return f"fit: nothing to do: the phase {self.phase!r} has ended"
         if state.stop is not None:
             advice = "To continue anyway, pass attrs.evolve(state, stop=None)"
-            if kind_of(state.stop) == "limit":
+            if Stop.kind_of(state.stop) == "limit":
                 advice = "To continue, raise the limit: time_limit(...)"
             return f"fit: nothing to do: the run was stopped ({state.stop}). {advice}"
         phase = None if self.phase is None else phase_of(state, self.phase)
@@ -318,134 +427,9 @@ class Plan:
         )
 
 
-def make_plan(
-    step: Step,
-    state: TrainState,
-    loaders: object,
-    epochs: int | None,
-    steps: int | None,
-    hooks: Sequence[HookFn] | None,
-    evaluate_every: Moments,
-    record_every: Trigger | None,
-    prefetch: int,
-    phase: str | None,
-    items: int | None = None,
-) -> Plan:
-    """Check the arguments of ``fit`` and return the plan.
-
-    Raises:
-        StaleStateError: the state has been advanced already.
-        TypeError, ValueError: an argument has the wrong type or value.
-    """
-    step = check_step(step, "fit")
-    check_not_stale(state, "fit")
-    check_not_averaged("fit", state)
-    check_phase(phase, state)
-    found = read_loaders(loaders)
-    epochs = _target("epochs", "epoch", epochs)
-    steps = _target("steps", "step", steps)
-    items = _target("items", "items", items)
-    prefetch = checks.integer("fit", "prefetch", prefetch, "the windows that are fetched ahead")
-    if step.fetches_late and prefetch > 1:
-        raise ValueError(
-            'alternate(batch="late") fetches each batch when its turn comes, and '
-            f"prefetch={prefetch} would fetch it ahead: leave prefetch= out"
-        )
-    if hooks is None:
-        hooks = [make() for make in extensions("hooks of a run by default")]
-    checked = read_hooks(hooks)
-    evaluations = read_moments(evaluate_every, tuple(found.evaluated))
-    for hook in checked:
-        evaluations += tuple((own_clock(at), (name,)) for name, at in hook.makes_records.items())
-    check_moment("record_every", record_every)
-    if phase is not None:
-        epochs, steps, items = absolute_targets(state, phase, epochs, steps, items)
-    elif epochs is None and steps is None and items is None:
-        epochs = state.epoch + 1
-    moment = None if record_every is None else own_clock(record_every)
-    return Plan(
-        step, found, epochs, steps, checked, evaluations, moment, prefetch, phase, items=items
-    )
-
-
 def _target(name: str, field: str, given: int | None) -> int | None:
     meaning = f"the target for state.{field}, or None"
     return None if given is None else checks.integer("fit", name, given, meaning, least=0)
-
-
-def describe(
-    plan: Plan,
-    state: TrainState,
-    source: Source,
-    evaluated: tuple[str, ...],
-    clock: Callable[[], float] | None,
-) -> RunInfo:
-    """Return the facts about a run.
-
-    Args:
-        plan: what the run is to do.
-        state: the state that it begins with.
-        source: the training loader.
-        evaluated: the names of the loaders that it evaluates.
-        clock: the time that all processes agree on, if there are several.
-    """
-    windows = plan.windows(state, source)
-    phase = None if plan.phase is None else phase_of(state, plan.phase)
-    batches = source.length_in(state.epoch)
-    per_epoch = plan.updates_in(batches, windows)
-    total = (
-        plan.steps if plan.items is None else None
-    )  # a step that carries makes as many updates as a batch has windows
-    if plan.epochs is not None and per_epoch is not None and plan.items is None:
-        batches_left = source.left(state.epoch, state.batch, state.samples) or 0
-        left = windows.updates_of(batches_left, state.batch)
-        left += plan.updates_later(state, source, left, plan.epochs - state.epoch)
-        # Skipped updates count, and those left out: so a run that is resumed after some has the
-        # same total. Those of earlier phases do not.
-        lost = state.skipped + left_out(state) - (0 if phase is None else phase.skipped)
-        total = state.step + lost + left
-        total = total if plan.steps is None else min(total, plan.steps)
-    made_with = Making(plan.step, state.model, state.backend.device, plan.hooks)
-    return RunInfo(
-        plan.epochs, total, per_epoch, batches, windows.largest, evaluated,
-        precision=plan.step.precision_in(state), first_step=0 if phase is None else phase.step,
-        turns=tuple(plan.step.turns),
-        total_items=plan.assumed_items if plan.items is None else plan.items,
-        first_items=(None if phase is None else phase.items) or 0,
-        models=models_of(state.model),
-        hook_slots=slots_of(plan.hooks), reported=names_reported(plan.hooks), windows=windows,
-        live=Live(clock, source.positions.at, source.indices, made_with),
-    )  # fmt: skip
-
-
-def check_step(step: object, caller: str, before: str = "") -> PipelineStep:
-    """Return what was given if it is a step, as a pipeline makes it.
-
-    Args:
-        step: what was given.
-        caller: the function that it was given to.
-        before: the arguments of that function before the step, as in "folder, ".
-
-    Raises:
-        TypeError: it is something else; the message says what to write.
-    """
-    if isinstance(step, PipelineStep):
-        return step
-    name = name_of(step)
-    if isinstance(step, TrainState):
-        hint = f"The step comes before the state: {caller}({before}step, state, ...)"
-    elif isinstance(step, Pipeline):
-        hint = f"It lacks its loss function: write {name}(loss_fn)"
-    elif isinstance(step, Middleware):
-        hint = f"Write pipeline({name})(loss_fn)"
-    elif callable(step) and not isinstance(step, torch.nn.Module):
-        hint = f"If {name} is a loss function, write {caller}({before}pipeline()({name}), ...)"
-    else:
-        hint = "Write pipeline()(loss_fn)"
-    raise TypeError(
-        f"{caller} expects a step, as pipeline(...)(loss_fn) returns it; got {name:.60} "
-        f"({type(step).__name__}). {hint}"
-    )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -467,11 +451,12 @@ def check_phase(name: str | None, state: TrainState) -> None:
     if name is not None:
         checks.text("fit", "phase", name, "the name of a phase, or None")
         _check_order(state.phases, name)
-    running, ended = unfinished(state.phases), state.stop is not None and ends_phase(state.stop)
+    running = unfinished(state.phases)
+    ended = state.stop is not None and Stop.ends_phase(state.stop)
     if running is None or phase_of(state, name) is not None or (ended and name is not None):
         return
     why, advice = "" if state.stop is None else f" ({state.stop})", "To continue it, call"
-    if is_interruption(state.stop):
+    if Stop.interrupts(state.stop):
         why = f": it was interrupted at step {state.step} ({state.stop})"
         advice = "Start the script again to continue it, or, with this state, call"
     wanted = "fit was called without a phase" if name is None else f"{name!r} cannot begin"
@@ -600,7 +585,7 @@ def is_newest(state: TrainState, name: str | None) -> bool:
 def end_phase(state: TrainState, name: str | None) -> TrainState:
     """Return the state with a phase ended, unless the run was only interrupted."""
     running = unfinished(state.phases)
-    if running is None or running.name != name or not ends_phase(state.stop):
+    if running is None or running.name != name or not Stop.ends_phase(state.stop):
         return state
     ended = attrs.evolve(running, done=True, stop=state.stop)
     return attrs.evolve(state, phases=(*state.phases[:-1], ended))
@@ -722,7 +707,7 @@ def check_metrics(
 
 def _evaluated_names(step: PipelineStep, loader: str) -> list[str] | None:
     """Return the names of the metrics of a loader's evaluation; None if they are not known."""
-    if type(step) is not LossStep:
+    if not step.has_all_rings:
         return None
     names, views = ["loss"], [""]
     for member in step.pipeline.middleware:
@@ -740,7 +725,7 @@ def _evaluated_names(step: PipelineStep, loader: str) -> list[str] | None:
 
 def _trained_names(step: PipelineStep) -> list[str] | None:
     """Return the names of the metrics of training; None if they are not known."""
-    if type(step) is not LossStep:
+    if not step.has_all_rings:
         return None
     names = ["loss", "lr"]
     for member in step.pipeline.middleware:

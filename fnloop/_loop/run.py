@@ -44,12 +44,11 @@ from fnloop._core.runs import (
     Flush,
     Meet,
     Start,
+    Stop,
     Stopwatch,
     Todo,
     Update,
-    ends_run,
     first_stop,
-    is_interruption,
     now,
     pending,
     reason_of,
@@ -76,7 +75,6 @@ from fnloop._data.source import Source, windows
 from fnloop._hooks.hook import (
     BuiltIn,
     Hook,
-    built_in,
     call_hook,
     collects_outputs,
     defines,
@@ -86,7 +84,6 @@ from fnloop._hooks.hook import (
 from fnloop._loop.beginning import check_length, complete, first_state, suggest_fused
 from fnloop._loop.boundary import Answers, ask, due, ends_apart, onward
 from fnloop._loop.errors import (
-    check_counters,
     check_not_empty,
     check_returned,
     explain,
@@ -106,7 +103,7 @@ from fnloop._loop.peers import (
     is_alone,
     peers_of,
 )
-from fnloop._loop.plan import Plan, check_knows_items, describe, end_phase, is_newest, names_made
+from fnloop._loop.plan import Plan, check_knows_items, end_phase, is_newest, names_made
 from fnloop._step.engine import engine_of
 from fnloop._step.pipeline import STEP, PipelineStep
 
@@ -155,7 +152,7 @@ def fold(
                             world.state = DO[type(action)](world, world.state, action, todo)
                     world.leave_if_interrupted()
                 state = detached_from_run(world.state)
-            over = not state.todo or is_interruption(state.stop)
+            over = not state.todo or Stop.interrupts(state.stop)
             if interrupts is None or over:  # fit shows its caller the last one alone
                 hand_over(state)
             yield state
@@ -223,7 +220,7 @@ class World:
         self.evaluated = {k: open_loader(loaders[k], state) for k in due if k in loaders}
         check_not_empty(self.evaluated)
         self.peers = peers_of(state)
-        self.info = describe(plan, state, self.source, tuple(self.evaluated), self.peers.clock)
+        self.info = plan.describe(state, self.source, tuple(self.evaluated), self.peers.clock)
         plan.check(self.info, state.history)
         self._collectors = [hook for hook in plan.hooks if collects_outputs(hook)]
         self._adders = [hook for hook in plan.hooks if defines(hook, "numbers")]
@@ -259,12 +256,12 @@ class World:
         self.stopwatch.begin(self.seconds)
         begun = first_state(plan, changed(state, run=self.info))
         begun = self._count_items(begun)
-        self._usr1_stops = any(hook.ends_run_on_usr1 for hook in built_in(plan.hooks))
+        self._usr1_stops = any(hook.ends_run_on_usr1 for hook in BuiltIn.among(plan.hooks))
         for n, clock in enumerate(clock for moment in plan.moments for clock in moment.clocks):
             clock.begin(begun, f"{CLOCK} {n}", now(self.info) - self.seconds)
         self._clocks = tuple(clock for moment in plan.triggers for clock in moment.clocks)
         todo = state.todo  # also if a hook has gone to another state
-        if ends_run(begun.stop) and state.stop is None:
+        if Stop.ends_run(begun.stop) and state.stop is None:
             todo = (*pending(todo), *onward(begun, plan.is_reached(begun), ended=False))
         self.state = changed(begun, todo=todo)
         # Whether hooks that are still to be called have lost outputs with an earlier process.
@@ -308,7 +305,7 @@ class World:
         The hooks of a boundary that has begun are called first.
         """
         state = self.state
-        if self.interrupts.stop is None and not is_interruption(state.stop):
+        if self.interrupts.stop is None and not Stop.interrupts(state.stop):
             return False
         action = state.todo[0] if state.todo else None
         closing = isinstance(action, Append) and action.kind == "closing"
@@ -336,7 +333,8 @@ class World:
             self.state = changed(state, todo=())
         else:  # the end of the run is not made, and hooks are not to see it
             stop, todo = self.interrupts.stop or state.stop, state.todo
-            if ends_run(state.stop) and reason_of(todo) is None:  # a guard, before the boundary
+            # Of a guard, before the boundary.
+            if Stop.ends_run(state.stop) and reason_of(todo) is None:
                 todo = (*todo, Flush(state.stop))
             self.state = changed(state, stop=stop, todo=todo, events=state.events - {END})
         self.flush_hooks()
@@ -348,7 +346,7 @@ class World:
         for hook in self.plan.hooks:
             self.state = check_returned(hook, self.state, hook.flush(self.state), "flush")
         self.interrupts.save = False
-        self.interrupts.done &= is_interruption(self.state.stop)  # a hook may have changed it
+        self.interrupts.done &= Stop.interrupts(self.state.stop)  # a hook may have changed it
 
     def obey(self, state: TrainState) -> TrainState:
         """Return the state with what signals ask for: to stop, or to save it first."""
@@ -556,7 +554,6 @@ class World:
         given = changed(state, todo=after)
         new = check_returned(hook, given, call_hook(hook, given))
         if new is not given:
-            check_counters(hook, given, new)
             new = self._as_continued(given, new, stage, after[: len(after) - len(todo)], todo)
         return self.obey(new) if is_last else new
 

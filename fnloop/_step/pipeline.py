@@ -188,6 +188,9 @@ class PipelineStep(abc.ABC):
         pipeline: the middleware around what a kind of step does by itself.
     """
 
+    loss_fn: LossFn | None = None  # of a step that has one
+    has_all_rings = False  # whether it is a loss function with all rings of middleware around it
+
     def __init__(self, pipeline: Pipeline) -> None:
         self.pipeline = pipeline
         self.window = max((m.window for m in pipeline.middleware), default=1)
@@ -210,6 +213,36 @@ class PipelineStep(abc.ABC):
         # Without the checks of a bare call: what the loop calls.
         self.train = self._compose_training()
 
+    @staticmethod
+    def checked(step: object, caller: str, before: str = "") -> PipelineStep:
+        """Return what was given if it is a step, as a pipeline makes it.
+
+        Args:
+            step: what was given.
+            caller: the function that it was given to.
+            before: the arguments of that function before the step, as in "folder, ".
+
+        Raises:
+            TypeError: it is something else; the message says what to write.
+        """
+        if isinstance(step, PipelineStep):
+            return step
+        name = name_of(step)
+        if isinstance(step, TrainState):
+            hint = f"The step comes before the state: {caller}({before}step, state, ...)"
+        elif isinstance(step, Pipeline):
+            hint = f"It lacks its loss function: write {name}(loss_fn)"
+        elif isinstance(step, Middleware):
+            hint = f"Write pipeline({name})(loss_fn)"
+        elif callable(step) and not isinstance(step, nn.Module):
+            hint = f"If {name} is a loss function, write {caller}({before}pipeline()({name}), ...)"
+        else:
+            hint = "Write pipeline()(loss_fn)"
+        raise TypeError(
+            f"{caller} expects a step, as pipeline(...)(loss_fn) returns it; got {name:.60} "
+            f"({type(step).__name__}). {hint}"
+        )
+
     @property
     @abc.abstractmethod
     def evaluates(self) -> str:
@@ -227,8 +260,17 @@ class PipelineStep(abc.ABC):
     def inside(self, pipeline: Pipeline) -> PipelineStep:
         """Return the same step with more middleware around it, if it can have any."""
 
+    def listing(self, listed: Sequence[Middleware]) -> PipelineStep:
+        """Return the same step with other middleware around it, if it is one of a function."""
+        raise NotImplementedError
+
     @abc.abstractmethod
     def _repr_html_(self) -> str: ...
+
+    @property
+    def total(self) -> int | None:
+        """The samples of an update in all processes together, if a middleware says so."""
+        return next((m.total for m in self.pipeline.middleware if m.total is not None), None)
 
     def precision_in(self, state: TrainState) -> str | None:
         """Return what it computes in, "bf16" or "fp16"; None: in the precision of the model."""
@@ -527,9 +569,15 @@ class LossStep(PipelineStep):
         loss_fn: the loss function.
     """
 
+    has_all_rings = True
+
     def __init__(self, pipeline: Pipeline, loss_fn: LossFn) -> None:
-        self.loss_fn = loss_fn
+        self.loss_fn: LossFn = loss_fn  # pyright: ignore[reportIncompatibleVariableOverride]
         super().__init__(pipeline)
+
+    def listing(self, listed: Sequence[Middleware]) -> PipelineStep:
+        """Return the same step with other middleware around it."""
+        return Pipeline(tuple(listed))(self.loss_fn)
 
     @property
     def evaluates(self) -> str:
@@ -730,6 +778,7 @@ class RawStep(LossStep):
         evaluate: the loss function of an evaluation, or None.
     """
 
+    has_all_rings = False
     _settings: Mapping[str, object] = MappingProxyType(
         {}
     )  # of the call of raw, besides its functions
@@ -1131,11 +1180,6 @@ def in_order(members: Sequence[Middleware], ring: str) -> list[Middleware]:
 def acting_in(members: Sequence[Middleware], ring: str) -> list[Middleware]:
     """Return the middleware that act in a ring, in their order, the innermost first."""
     return [m for m in in_order(members, ring) if getattr(m, ring) is not None]
-
-
-def total_in(members: Iterable[Middleware]) -> int | None:
-    """Return the samples of an update in all processes together, if a middleware says so."""
-    return next((m.total for m in members if m.total is not None), None)
 
 
 # --------------------------------------------------------------------------------------------------

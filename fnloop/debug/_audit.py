@@ -13,11 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from fnloop._backend import torch_compat
-from fnloop._backend.containers import map_leaves
 from fnloop._core.rng import mark_generators
 from fnloop._core.state import TrainState, unwrap
 from fnloop._core.types import Batch, Middleware, Output, Step, middleware
-from fnloop._display import tables
 from fnloop._step.transaction import without_graphs
 from fnloop.debug._watch import (
     BUFFER,
@@ -41,7 +39,7 @@ from fnloop.debug._watch import (
     result_of,
     without_gradients,
 )
-from fnloop.extend import checks, engine_of, is_sharded, isolated
+from fnloop.extend import checks, containers, engine_of, is_sharded, isolated, tables
 
 # --------------------------------------------------------------------------------------------------
 # Updates that are made twice, to compare their bits.
@@ -568,9 +566,9 @@ class _Copy:
         model, slots = copy.deepcopy((unwrap(state), dict(state.slots)), {})
         self.model = model.double() if exact else model
         self._state = attrs.evolve(
-            state, model=self.model, slots=map_leaves(slots, _widen) if exact else slots
+            state, model=self.model, slots=containers.map_leaves(slots, _widen) if exact else slots
         )
-        self._batch = map_leaves(batch, _widen) if exact else batch
+        self._batch = containers.map_leaves(batch, _widen) if exact else batch
         self.outputs: list[tuple[str, Tensor]] = []
         self.gradients: dict[str, Tensor] = {}
         for module in model.modules():
@@ -649,7 +647,7 @@ def _find_imprecise(real: _Copy, exact: _Copy, eps: float) -> tuple[str | None, 
         if units > MOST_UNITS * usual:
             return name, (
                 f"the gradient of {name} is off by {tables.format_number(units)} units of "
-                f"rounding, and those of the parameters after it by at most "
+                "rounding, and those of the parameters after it by at most "
                 f"{tables.format_number(usual)}"
             )
         usual = max(usual, units)

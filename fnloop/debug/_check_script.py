@@ -13,37 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from fnloop._backend import torch_compat
-from fnloop._backend.containers import parts_of, with_parts
 from fnloop._checkpoint.format import CheckpointError
 from fnloop._checkpoint.restore import restore
 from fnloop._checkpoint.save import check_resumable, save
 from fnloop._core.serialize import find_difference
-from fnloop._core.state import TrainState, check_not_stale
+from fnloop._core.state import TrainState
 from fnloop._core.types import Batch, Step
-from fnloop._data.held import own_copy
-from fnloop._data.source import first_batches
-from fnloop._display import tables
 from fnloop._display.frames import short_traceback
 from fnloop._extensions.middleware.accumulate import accumulate, microbatch
-from fnloop._extensions.tools.dry_run import (
-    ASSUMED,
-    EVALUATED,
-    RATES,
-    REPORTS,
-    Finding,
-    HostReads,
-    Report,
-    advance_copy,
-    at_start_of_epoch,
-    at_start_of_run,
-    contents_of,
-    loaders_to_try,
-    with_members,
-)
+from fnloop._extensions.tools.dry_run import Finding, HostReads, Report, Trial, with_members
 from fnloop._hooks.hook import every
-from fnloop._loop.evaluate import open_loader
-from fnloop._loop.plan import Plan, check_step, make_plan
-from fnloop._step.pipeline import LossStep, PipelineStep, RawStep
+from fnloop._step.pipeline import PipelineStep
 from fnloop.data import take
 from fnloop.debug._audit import DROPOUTS, SMALL, audit, tolerance_of
 from fnloop.debug._watch import (
@@ -55,7 +35,7 @@ from fnloop.debug._watch import (
     first_other_operator,
     watch,
 )
-from fnloop.extend import isolated, name_of
+from fnloop.extend import containers, isolated, name_of, tables
 
 UPDATES = 3
 MOST_SOURCES = 3
@@ -107,12 +87,8 @@ def check_script(step: Step, state: TrainState, loaders: object) -> Report:
         own objects, generators. What a worker of a DataLoader keeps cannot be seen.
     """
     __tracebackhide__ = True
-    step = check_step(step, "check_script")
-    check_not_stale(state, "check_script")
-    given = (step, at_start_of_epoch(state), loaders, None, None, (), None, None, 1, None)
-    plan = attrs.evolve(make_plan(*given), assumed_items=ASSUMED)
-    named = loaders_to_try("check_script", state, plan.loaders)
-    script = _Script(step, state, named)
+    trial = Trial.of("check_script", step, state, loaders)
+    script = _Script(trial)
     try:
         straight = script.run().contents
         findings = [*script.check_same(straight)]
@@ -127,7 +103,7 @@ def check_script(step: Step, state: TrainState, loaders: object) -> Report:
             text = "not checked, because the problems above change gradients too"
             findings.append(Finding("accumulation", "update", text))
         else:
-            findings.append(check_accumulation(step, state, plan))
+            findings.append(check_accumulation(trial))
         findings += script.check_host_reads()
     finally:
         script.reset()
@@ -149,16 +125,15 @@ class _Reached:
     @property
     def contents(self) -> dict[str, object]:
         """What two runs are compared by."""
-        return contents_of(self.state)
+        return Trial.contents(self.state)
 
 
 class _Script:
-    """A step, a state and loaders, to make short runs with."""
+    """What is tried, to make short runs with."""
 
-    def __init__(
-        self, step: PipelineStep, state: TrainState, loaders: Mapping[str, object]
-    ) -> None:
-        self.step, self.state, self.loaders = step, state, loaders
+    def __init__(self, trial: Trial) -> None:
+        self.trial, self.state, self.loaders = trial, trial.state, trial.loaders
+        step, loaders = trial.step, trial.loaders
         self.compiles = any(m.name == "compiled" for m in step.pipeline.middleware)
         self._roots = {
             "the loss function": step,
@@ -178,7 +153,7 @@ class _Script:
     ) -> _Reached:
         """Make updates with a copy of the state, or with one that was begun."""
         __tracebackhide__ = True
-        copied = at_start_of_epoch(self.state) if begun is None else begun
+        copied = self.trial.copy() if begun is None else begun
         train = self.loaders["train"]
         others = {k: v for k, v in self.loaders.items() if k != "train"}
         if evaluates and not others:
@@ -186,9 +161,9 @@ class _Script:
         loaders = {"train": train, **{name: take(loader, 1) for name, loader in others.items()}}
         roots = {"the model": copied.model, **self._roots}
         before = find_sources(roots)
-        moment = every(steps=1) if evaluates else EVALUATED
+        moment = every(steps=1) if evaluates else every(epochs=1)
         target = self.state.epoch + UPDATES + 1  # the same for all, as schedules depend on it
-        reached = advance_copy(self.step, copied, loaders, updates, target, moment)
+        reached = self.trial.advance(copied, loaders, updates, target, moment)
         after = find_sources(roots)
         changed = [
             source
@@ -234,7 +209,7 @@ class _Script:
                     half = self.run(n)
                     save(half.state, Path(folder) / str(n))
                     self.reset()  # as in a new process
-                    resumed = restore(Path(folder) / str(n), at_start_of_epoch(self.state))
+                    resumed = restore(Path(folder) / str(n), self.trial.copy())
                 except CheckpointError as error:
                     yield Finding("resume", place, str(error), True)
                     return
@@ -297,25 +272,19 @@ def _named(changed: tuple[Source, ...]) -> str:
 # Whether accumulated batches give the gradient of one batch of all their items.
 
 KIND, NAME = "accumulation", "update"
-_LEFT_OUT = (*RATES, *REPORTS, accumulate, microbatch, audit, watch)
+_LEFT_OUT = (accumulate, microbatch, audit, watch)
 _Made = dict[str, Tensor]
 
 
-def check_accumulation(step: PipelineStep, state: TrainState, plan: Plan) -> Finding:
-    """Compare the gradient of two batches, accumulated, with that of both joined.
-
-    Args:
-        step: the step.
-        state: the newest state.
-        plan: what a run of it would do.
-    """
+def check_accumulation(trial: Trial) -> Finding:
+    """Compare the gradient of two batches, accumulated, with that of both joined."""
     __tracebackhide__ = True
-    if not isinstance(step, LossStep) or isinstance(step, RawStep) or step.carries:
+    step, state = trial.step, trial.state
+    if not step.has_all_rings or step.carries:
         return Finding(KIND, NAME, f"not checked: {type(step).__name__} takes no accumulate(2)")
     with isolated(state.backend.device):
-        copied = lambda: at_start_of_run(plan, state)
-        source = open_loader(plan.loaders.train, state)
-        batches = [own_copy(batch) for batch in first_batches(source, state.backend.device, 2)]
+        copied = trial.begun
+        batches = trial.batches(2)
         if len(batches) < 2:
             return Finding(KIND, NAME, "not checked: the loader has only one batch")
         try:
@@ -369,14 +338,16 @@ def join(batches: Sequence[Batch]) -> Batch:
             raise ValueError("the first two batches cannot be joined, as their shapes differ")
         return torch.cat(list(batches))
     if all(isinstance(b, Mapping | list | tuple) for b in batches):
-        keyed = [dict(parts_of(b) or ()) for b in batches]
+        keyed = [dict(containers.parts_of(b) or ()) for b in batches]
         if all(one.keys() == keyed[0].keys() for one in keyed):
-            return with_parts(first, [join([one[key] for one in keyed]) for key in keyed[0]])
+            return containers.with_parts(
+                first, [join([one[key] for one in keyed]) for key in keyed[0]]
+            )
     raise ValueError(f"batches with a {type(first).__name__} cannot be joined")
 
 
 def _comparing(
-    step: LossStep,
+    step: PipelineStep,
     copied: Callable[[], TrainState],
     batches: Sequence[Batch],
     joined: Batch,
@@ -439,7 +410,7 @@ def _norms(model: nn.Module) -> list[str]:
 
 
 def _explain_loss(
-    step: LossStep, copied: TrainState, batches: Sequence[Batch], joined: Batch
+    step: PipelineStep, copied: TrainState, batches: Sequence[Batch], joined: Batch
 ) -> str:
     """Return what the loss of a batch may be, if it is not a mean over its items."""
     name, line = name_of(step.loss_fn), ""

@@ -12,20 +12,17 @@ from pathlib import Path
 import attrs
 from torch import Tensor
 
-from fnloop._backend.containers import pairs_of, parts_of
 from fnloop._checkpoint.files import decode_history
 from fnloop._checkpoint.format import Contents
 from fnloop._checkpoint.restore import read_alone
-from fnloop._checkpoint.retention import Saved, is_one_checkpoint, read_history, saved_in
 from fnloop._checkpoint.save import collect_contents
+from fnloop._checkpoint.saved import Saved
 from fnloop._core.cursor import COUNTERS
 from fnloop._core.history import History
 from fnloop._core.records import COSTS, Record
 from fnloop._core.serialize import Measured, describe_value, find_difference, measure
-from fnloop._core.state import TrainState, check_not_stale
-from fnloop._display import tables
-from fnloop._display.tables import Column, Shown, Table
-from fnloop.extend import checks, on_main_process
+from fnloop._core.state import TrainState
+from fnloop.extend import check_not_stale, checks, containers, on_main_process, tables
 
 
 def diff(
@@ -93,7 +90,7 @@ def _read(value: object, name: str) -> TrainState | History | Path | list[Saved]
             f"got {checks.describe(value)}"
         )
     path = checks.folder_path("diff", name, value)
-    return path if is_one_checkpoint(path) else saved_in(path)
+    return path if Saved.is_at(path) else Saved.all_in(path)
 
 
 def _kind(value: object) -> str:
@@ -105,7 +102,7 @@ def _kind(value: object) -> str:
 def _compare_runs(a: list[Saved], b: list[Saved]) -> Difference:
     """Return the first record, the first checkpoint, and what differs in it."""
     found: list[Finding] = []
-    record = compare_histories(*(read_history(run[-1].path) for run in (a, b)))
+    record = compare_histories(*(run[-1].history(verified=True) for run in (a, b)))
     found += [] if record is None else [record]
     both = common(a, b)
     for mine, its in both:
@@ -157,7 +154,7 @@ class Finding:
 
 
 @attrs.frozen(repr=False)
-class Difference(Shown):
+class Difference(tables.Shown):
     """What differs, the first of each kind: a table. It is falsy if nothing does.
 
     Args:
@@ -203,15 +200,15 @@ class Difference(Shown):
         """The first tensor that differs, if one does."""
         return self._first("tensor")
 
-    def _parts(self) -> list[str | Table[Finding]]:
+    def _parts(self) -> list[str | tables.Table[Finding]]:
         title = f"{self.compared} {'differ' if self.findings else 'are equal, bit for bit'}"
-        columns: list[Column[Finding]] = [
-            Column("what", lambda f: f.kind, left=True),
-            Column("name", lambda f: f.name, left=True),
-            Column("difference", lambda f: f.text, left=True),
+        columns: list[tables.Column[Finding]] = [
+            tables.Column("what", lambda f: f.kind, left=True),
+            tables.Column("name", lambda f: f.name, left=True),
+            tables.Column("difference", lambda f: f.text, left=True),
         ]
         others = f"and {tables.format_count(self.others, 'more tensor')}" if self.others else ""
-        return [title, Table(columns, self.findings, others)] if self.findings else [title]
+        return [title, tables.Table(columns, self.findings, others)] if self.findings else [title]
 
 
 # --- records
@@ -335,7 +332,7 @@ def compare_values(a: object, b: object) -> tuple[str, Measured | None] | None:
         if a.dtype == b.dtype:
             return f"shape {tuple(a.shape)} in one, and {tuple(b.shape)} in the other", None
         return f"{describe_value(a)} in one, and {describe_value(b)} in the other", None
-    pairs, parts = pairs_of(a, b), [[*(parts_of(x) or ())] for x in (a, b)]
+    pairs, parts = containers.pairs_of(a, b), [[*(containers.parts_of(x) or ())] for x in (a, b)]
     if pairs is not None and len(pairs) == len(parts[0]) == len(parts[1]):
         found = (compare_values(x, y) for _, x, y in pairs)
         return next(filter(None, found), None)

@@ -18,34 +18,29 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
-from fnloop._backend.containers import map_leaves
 from fnloop._backend.torch_compat import strip_compile_prefix
-from fnloop._checkpoint.format import CheckpointError, Contents, shares_in
-from fnloop._checkpoint.parts import Targets, decode_targets
+from fnloop._checkpoint.format import CheckpointError, Contents
+from fnloop._checkpoint.parts import Targets
 from fnloop._checkpoint.restore import restore
-from fnloop._checkpoint.retention import Saved, read_history, saved_in
-from fnloop._checkpoint.save import collect_contents, position_of
-from fnloop._core.history import History, Phase, decode_phases, records_since, unfinished
+from fnloop._checkpoint.save import collect_contents
+from fnloop._checkpoint.saved import Saved
+from fnloop._core.history import History, Phase, records_since, unfinished
 from fnloop._core.metrics import RECENT
-from fnloop._core.optimizers import optimizers_in
 from fnloop._core.records import Record
 from fnloop._core.rng import reserved_generators
-from fnloop._core.runs import INTERRUPTED, Stop, is_interruption
-from fnloop._core.state import TrainState, check_not_stale, snapshot, unwrap
-from fnloop._core.types import RECORD, Batch, Middleware, Output, Step, middleware
+from fnloop._core.state import TrainState, snapshot, unwrap
+from fnloop._core.types import Batch, Middleware, Output, Step, middleware
 from fnloop._core.view import take_back
 from fnloop._data.loaders import read_loaders
 from fnloop._data.position import checksum
-from fnloop._display import tables
 from fnloop._display.frames import short_traceback
 from fnloop._hooks.hook import when
 from fnloop._loop.evaluate import open_loader
+from fnloop._loop.fit import train
 from fnloop._loop.made_with import members_of
-from fnloop._loop.peers import Interrupts, is_alone
-from fnloop._loop.plan import Plan, check_step, make_plan
-from fnloop._loop.run import fold
+from fnloop._loop.plan import Plan
 from fnloop._step.gradients import pieces_of
-from fnloop._step.pipeline import LossStep, Pipeline, PipelineStep, RawStep
+from fnloop._step.pipeline import PipelineStep, pipeline
 from fnloop.debug._diff import (
     BITS,
     Difference,
@@ -56,7 +51,17 @@ from fnloop.debug._diff import (
     contents_of,
     find_differing,
 )
-from fnloop.extend import Moment, checks, isolated, on_main_process
+from fnloop.extend import (
+    Moment,
+    Stop,
+    check_not_stale,
+    checks,
+    containers,
+    isolated,
+    on_main_process,
+    optimizers,
+    tables,
+)
 
 # --------------------------------------------------------------------------------------------------
 # Make an update of a run again, bit for bit, from the nearest checkpoint before it.
@@ -128,7 +133,7 @@ def replay(
         the run, which are taken from a checkpoint after the update.
     """
     __tracebackhide__ = True
-    step = check_step(step, "replay", "folder, ")
+    step = PipelineStep.checked(step, "replay", "folder, ")
     check_not_stale(state, "replay")
     where = checks.folder_path("replay", "folder", folder)
     update = checks.integer("replay", "update", update, "state.step after the update")
@@ -166,17 +171,16 @@ class Origin:
     @property
     def phases(self) -> tuple[Phase, ...]:
         """The phases that had begun at the checkpoint."""
-        return decode_phases(self.start.facts.get("phases", []))
+        return self.start.phases
 
     @property
     def targets(self) -> Targets | None:
         """The targets of the run that made the update, if a checkpoint has them."""
-        own = decode_targets(self.start.facts)
+        own = self.start.targets
         if self.later is None:
             return own
-        phases = decode_phases(self.later.facts.get("phases", []))
-        in_one_phase = [p.name for p in phases] == [p.name for p in self.phases]
-        return (decode_targets(self.later.facts) if in_one_phase else None) or own
+        in_one_phase = [p.name for p in self.later.phases] == [p.name for p in self.phases]
+        return (self.later.targets if in_one_phase else None) or own
 
 
 def find_origin(folder: Path, update: int) -> Origin:
@@ -186,7 +190,7 @@ def find_origin(folder: Path, update: int) -> Origin:
         CheckpointError: there is no checkpoint.
         ValueError: all are after the update, or its phase began after the nearest one before it.
     """
-    saved = saved_in(folder)
+    saved = Saved.all_in(folder)
     earlier = [i for i, one in enumerate(saved) if one.step < update]
     if not earlier:
         raise ValueError(
@@ -200,8 +204,7 @@ def find_origin(folder: Path, update: int) -> Origin:
     same = tuple(one for one in saved[at + 1 :] if one.step == update)
     origin = Origin(saved[at], later, saved[-1], same)
     known = {phase.name for phase in origin.phases}
-    begun = () if later is None else decode_phases(later.facts.get("phases", []))
-    for phase in begun:
+    for phase in () if later is None else later.phases:
         if phase.name not in known and phase.step < update:
             raise ValueError(
                 f"replay: update {update} is of the phase {phase.name!r}, which began at step "
@@ -225,7 +228,7 @@ def restored_from(origin: Origin, state: TrainState, caller: str = "replay") -> 
         ValueError: a hook had stopped the run there; or the update was made on another number of
             processes.
     """
-    made_on = shares_in((origin.later or origin.start).facts) or 1
+    made_on = (origin.later or origin.start).processes
     if made_on != state.backend.data_size:
         raise ValueError(
             f"replay: the update was made on {made_on} process{'es' * (made_on != 1)}, and here "
@@ -233,7 +236,7 @@ def restored_from(origin: Origin, state: TrainState, caller: str = "replay") -> 
         )
     restored = restore(origin.start.path, state, shapes="file")
     take_back(restored)  # in a run the model holds what is this process's own
-    if restored.stop is None or is_interruption(restored.stop):
+    if restored.stop is None or Stop.interrupts(restored.stop):
         return restored
     if origin.later is None:
         raise ValueError(
@@ -323,7 +326,7 @@ def continue_from(
         ValueError: the targets are not known.
     """
     __tracebackhide__ = True
-    records = None if origin.later is None else read_history(origin.newest.path)
+    records = None if origin.later is None else origin.newest.history(verified=True)
     if ends is not None and records is None:
         records = state.history
     watched = tuple(key for _, key in step.watched)
@@ -333,12 +336,8 @@ def continue_from(
         plan = follow.with_records(plan, records)
     if not plan.resumed(state).todo:
         return state
-    reached = state
     with reserved_generators():
-        for reached in fold(plan, state, Interrupts(is_alone(state))):  # noqa: B007
-            pass
-    if reached.stop == INTERRUPTED:
-        raise KeyboardInterrupt
+        reached = train(plan, state)
     take_back(reached)  # the end of a run has put the average into the model
     return follow.restore(reached)
 
@@ -361,8 +360,8 @@ def _plan(
     running = unfinished(state.phases)
     name = None if running is None else running.name
     # Targets of its own, which are replaced: those of a phase count from where it began.
-    given = (step, state, loaders, 1, None, (follow,), None, None, 1, name)
-    return attrs.evolve(make_plan(*given), **attrs.asdict(targets))
+    plan = Plan.of(step, state, loaders, epochs=1, hooks=(follow,), phase=name)
+    return attrs.evolve(plan, **attrs.asdict(targets))
 
 
 class _Follow:
@@ -446,7 +445,7 @@ class _Follow:
                     made = [attrs.evolve(x, metrics={}) for x in its if not self._is_made(x)]
                 self.made += itertools.zip_longest(made, its)
             here = any(record.step == state.step for record in self.history[-1:])
-            events = state.events if here else state.events - {RECORD}
+            events = state.events if here else state.events - {"record"}
             state = attrs.evolve(state, history=self.history, events=events)
         ended = self.each(state)
         if ended or state.step >= self.until:
@@ -496,7 +495,7 @@ def _indices(loaders: object, state: TrainState, batches: int) -> tuple[object, 
 
 def _confirm(origin: Origin, state: TrainState) -> bool | None:
     """Return whether the checkpoint of a state has the same bits; None if there is none."""
-    at = tuple(position_of(state))
+    at = Saved.position_of(state)
     saved = next((one.path for one in origin.same if one.position == at), None)
     if saved is None:
         return None
@@ -622,14 +621,14 @@ def bisect(
     __tracebackhide__ = True
     steps, each_loaders = pair_of(step, PipelineStep), pair_of(loaders, Mapping)
     for one, given in zip(steps, each_loaders, strict=True):
-        check_step(one, "bisect", "a, b, ")
+        PipelineStep.checked(one, "bisect", "a, b, ")
         read_loaders(given)  # checks them
     check_not_stale(state, "bisect")
-    if not is_alone(state):
+    if state.backend.world_size > 1:
         raise NotImplementedError(
             "bisect works in one process: call it in a script that is started without torchrun"
         )
-    saved = [saved_in(checks.folder_path("bisect", n, f)) for n, f in (("a", a), ("b", b))]
+    saved = [Saved.all_in(checks.folder_path("bisect", n, f)) for n, f in (("a", a), ("b", b))]
     both = common(*saved)
     if not both:
         reached = [f"{run[0].step} to {run[-1].step}" for run in saved]
@@ -1032,7 +1031,7 @@ class Recorder:
         self._active = True
         with contextlib.ExitStack() as stack:
             stack.callback(setattr, self, "_active", False)
-            for optimizer in optimizers_in(state.optimizer).values():
+            for optimizer in optimizers(state).values():
                 before = functools.partial(self._keep_gradients, names, True)
                 after = functools.partial(self._keep_gradients, names, False)
                 stack.callback(optimizer.register_step_pre_hook(before).remove)
@@ -1060,7 +1059,7 @@ class Recorder:
                 draws[name] = draws_now(model)
 
             def end(module: nn.Module, given: object, output: object, name: str = name) -> None:
-                kept = map_leaves(output, _copied)
+                kept = containers.map_leaves(output, _copied)
                 self.calls.append(Called(name, type(module).__name__, kept, draws[name]))
 
             stack.callback(module.register_forward_pre_hook(begin).remove)
@@ -1081,7 +1080,7 @@ def _copied(leaf: object) -> object:
 
 
 def _detached(out: Output) -> Output:
-    aux = {name: map_leaves(value, _copied) for name, value in out.aux.items()}
+    aux = {name: containers.map_leaves(value, _copied) for name, value in out.aux.items()}
     return attrs.evolve(out, loss=out.loss.detach().clone(), aux=aux)
 
 
@@ -1108,12 +1107,9 @@ def listing(
     """
     if step.turns:
         steps = {name: listing(one, inside) for name, one in step.turns.items()}
-        return Pipeline((*step.pipeline.middleware, *around))(step.with_turns(steps))
+        return pipeline(*step.pipeline.middleware, *around)(step.with_turns(steps))
     kept = [member for member in step.pipeline.middleware if member.name != "cuda_graph"]
-    if isinstance(step, RawStep):
-        return step.listing((*kept, *around))
-    assert isinstance(step, LossStep)
-    return Pipeline((*kept, *inside, *around))(step.loss_fn)
+    return step.listing((*kept, *(inside if step.has_all_rings else ()), *around))
 
 
 @middleware("loss")

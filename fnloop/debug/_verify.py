@@ -14,34 +14,20 @@ from typing import Literal, NamedTuple
 import attrs
 
 from fnloop._backend.collectives import gather_from_all, on_every_process
-from fnloop._checkpoint.files import (
-    chain,
-    check_blocks,
-    decode_history,
-    locate,
-    read_blocks,
-    read_manifest,
-    read_state_file,
-)
-from fnloop._checkpoint.format import STATE, CheckpointError, Contents, is_share, shares_in
+from fnloop._checkpoint.format import CheckpointError, Contents
 from fnloop._checkpoint.place import Place, place_at
-from fnloop._checkpoint.restore import SUFFIX, fetch_by, read_written
-from fnloop._checkpoint.retention import Saved, saved_in
-from fnloop._checkpoint.save import collect_contents, position_of, versions
-from fnloop._core.history import History, decode_phases
+from fnloop._checkpoint.save import collect_contents, versions
+from fnloop._checkpoint.saved import Saved
 from fnloop._core.serialize import Json
-from fnloop._core.state import TrainState, check_not_stale, snapshot, unwrap
+from fnloop._core.state import TrainState, snapshot, unwrap
 from fnloop._core.types import Step
 from fnloop._data.loaders import read_loaders
-from fnloop._display import tables
 from fnloop._display.frames import short_traceback
-from fnloop._display.tables import Column, Shown, Table
 from fnloop._loop.made_with import describe_making
-from fnloop._loop.plan import check_step
 from fnloop._step.pipeline import PipelineStep
 from fnloop.debug._diff import Difference, Finding, compare_contents, compare_histories, is_measured
 from fnloop.debug._replay import Origin, Pair, continue_from, restored_from
-from fnloop.extend import checks, is_sharded, on_main_process
+from fnloop.extend import check_not_stale, checks, is_sharded, on_main_process, tables
 
 WHAT = "fnloop.debug.verify"  # as messages about processes that wait name it
 
@@ -131,7 +117,7 @@ def verify(
         afterwards.
     """
     __tracebackhide__ = True
-    step = check_step(step, "verify", "folder, ")
+    step = PipelineStep.checked(step, "verify", "folder, ")
     check_not_stale(state, "verify")
     place = place_at("verify", "folder", folder)
     if spans is not None and spans != "changed":
@@ -188,7 +174,7 @@ def _look(
     spans: int | Literal["changed"] | None,
 ) -> _Looked:
     damaged: list[str] = []
-    saved = saved_in(place.look(), damaged, lambda path: place.fetch(path, (STATE,)))
+    saved = Saved.all_in(place, damaged)
     here = {**versions(), **describe_making(step, unwrap(state), state.backend.device, ())}
     changes = [_compare_making(one.facts, here) for one in saved]
     touched = [*_find_touched(saved, changes)]
@@ -205,7 +191,7 @@ def _look(
     bad: dict[Path, str] = {}
     for path in dict.fromkeys(one.path for one in ends or saved):
         try:
-            fetch_by(place)(path)
+            place.verify(path)
         except CheckpointError as error:
             bad[path] = str(error)
     faults = [*damaged, *bad.values(), *_check_records([s for s in saved if s.path not in bad])]
@@ -231,13 +217,13 @@ def _explain(reasons: Mapping[tuple[int, int, int], str | None]) -> str:
 def _why_not(start: Saved, stop: Saved, state: TrainState) -> str | None:
     """Return why the updates between two checkpoints cannot be made again; None if they can."""
     origin, where = Origin(start, stop, stop), f"steps {start.step} to {stop.step}"
-    if (made_on := shares_in(stop.facts) or 1) != state.backend.data_size:
+    if (made_on := stop.processes) != state.backend.data_size:
         return (
             f"{where} were made on {made_on} process{'es' * (made_on != 1)}, and here are "
             f"{state.backend.data_size}: start as many"
         )
     known = {phase.name for phase in origin.phases}
-    for phase in decode_phases(stop.facts.get("phases", [])):
+    for phase in stop.phases:
         if phase.name not in known and phase.step < stop.step:
             return (
                 f"the phase {phase.name!r} began within {where}, and what the script changed there "
@@ -352,36 +338,22 @@ class _Chains:
     def of(self, saved: Saved) -> list[str]:
         """Return the digest of the first records of a checkpoint: of none, of one, of two, ..."""
         found = [""]
-        path = locate(saved.path)
-        for block in read_manifest(path).get("blocks", ()):
+        for block in saved.blocks:
             key = (block, found[-1])
             if key not in self._known:
-                check_blocks(path, (block,), deep=True)
-                self._known[key] = _chained(found[-1], read_blocks(path, (block,)))
+                self._known[key] = saved.digests(found[-1], saved.rows_in(block))
             found += self._known[key]
-        return [*found, *_chained(found[-1], saved.facts["history"])]
-
-
-def _chained(digest: str, rows: Iterable[Json]) -> list[str]:
-    """Return the digests after each of some records."""
-    texts = (json.dumps(row, ensure_ascii=False) for row in rows)
-    return [*itertools.accumulate(texts, chain, initial=digest)][1:]
+        return [*found, *saved.digests(found[-1], saved.facts["history"])]
 
 
 def _differing(one: Saved, others: Sequence[Saved]) -> str:
     """Return the first record that differs from those of another checkpoint."""
     for other in others:
-        mine, its = (_records(each) for each in (one, other))
+        mine, its = (each.history() for each in (one, other))
         both = min(len(mine), len(its))
         if (found := compare_histories(mine[:both], its[:both])) is not None:
             return f". {found.name}: {found.text}"
     return ""
-
-
-def _records(saved: Saved) -> History:
-    path = locate(saved.path)
-    blocks = read_manifest(path).get("blocks", ())
-    return decode_history(read_state_file(path, blocks)["history"], path)
 
 
 def _groups(pairs: Iterable[tuple[int, int, bool]]) -> Iterator[tuple[int, int]]:
@@ -435,7 +407,7 @@ class _Again:
         restored = restored_from(origin, given)
 
         def compare(state: TrainState) -> bool:
-            if tuple(position_of(state)) >= waiting[0].position:
+            if Saved.position_of(state) >= waiting[0].position:
                 stop = waiting.pop(0)
                 difference = _compare_with(state, stop)
                 found.append(_span(start, stop, difference, made))
@@ -449,7 +421,7 @@ class _Again:
             known = () if one is None else one.metrics
             lost = () if its is None else (name for name in its.metrics if name not in known)
             self.not_made |= dict.fromkeys(name for name in lost if not is_measured(name))
-        left = [one for one in _records(stops[-1])[len(reached.history) :] if not one.closing]
+        left = [one for one in stops[-1].history()[len(reached.history) :] if not one.closing]
         if left and not waiting:
             record = f"record of step {left[0].step}"
             text = "is not at a boundary of the run"
@@ -474,13 +446,7 @@ _SAVED = ("model", "optimizer", "slots", "counters", "metrics")
 
 def _compare_own(state: TrainState, made: Contents, stop: Saved) -> Difference:
     """Return what differs between what this process would write, and what it has written."""
-    path = locate(stop.path)
-    files = dict(made.files) if made.index else {}
-    if state.backend.main:
-        whole = [name for name in read_manifest(path)["files"] if name.endswith(SUFFIX)]
-        groups = {name: name.removesuffix(SUFFIX) for name in whole}
-        files |= {k: v for k, v in groups.items() if not is_share(k, made.groups)}
-    its = read_written(path, files)
+    its = stop.written(made, state.backend.main)
     groups = {**{name: {} for name in made.groups}, **its.groups}
     mine = {**{name: {} for name in groups}, **made.groups}
     kept = its.facts.get("made_with", {}).get("hook_slots", ())
@@ -639,7 +605,7 @@ class Touched:
 
 
 @attrs.frozen(repr=False)
-class Report(Shown):
+class Report(tables.Shown):
     """What :func:`verify` has found.
 
     Args:
@@ -673,17 +639,17 @@ class Report(Shown):
         """The largest difference of all tensors of all spans."""
         return max((span.difference.largest for span in self.spans), default=0.0)
 
-    def _parts(self) -> list[str | Table[Span]]:
-        parts: list[str | Table[Span]] = [f"verify: {self._title()}"]
+    def _parts(self) -> list[str | tables.Table[Span]]:
+        parts: list[str | tables.Table[Span]] = [f"verify: {self._title()}"]
         if self.spans:
-            columns: list[Column[Span]] = [
-                Column("steps", lambda span: f"{span.start} to {span.stop}", left=True),
-                Column("holds", _verdict, left=True),
-                Column("record", lambda s: "" if s.update is None else str(s.update)),
-                Column("name", lambda span: span.name, left=True),
-                Column("of the run, and made again", lambda span: span.text, left=True),
+            columns: list[tables.Column[Span]] = [
+                tables.Column("steps", lambda span: f"{span.start} to {span.stop}", left=True),
+                tables.Column("holds", _verdict, left=True),
+                tables.Column("record", lambda s: "" if s.update is None else str(s.update)),
+                tables.Column("name", lambda span: span.name, left=True),
+                tables.Column("of the run, and made again", lambda span: span.text, left=True),
             ]
-            parts.append(Table(columns, self.spans))
+            parts.append(tables.Table(columns, self.spans))
         parts += [f"fault: {fault}" for fault in self.faults]
         parts += [f"changed: {'; '.join(each.changed)}. {self._say(each)}" for each in self.touched]
         said = {text for each in self.touched for text in each.changed}

@@ -32,20 +32,28 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from fnloop._backend import torch_compat
-from fnloop._backend.containers import attributes_of, parts_of, tensors_in, with_parts
 from fnloop._checkpoint.named import walk_optimizers
 from fnloop._core.averages import Average
 from fnloop._core.code import INSTALLED, PACKAGE, codes_of, is_users
 from fnloop._core.freeze import Selector, Selectors, check_selectors, select
 from fnloop._core.metrics import Mean
-from fnloop._core.optimizers import Group, optimizers_in
+from fnloop._core.optimizers import Group
 from fnloop._core.rng import mark_generators
 from fnloop._core.serialize import INTEGER_OF_SIZE
 from fnloop._core.state import TrainState, generation_of, ownership_of, unwrap
 from fnloop._core.types import Batch, Metric, Middleware, Output, Step, middleware
 from fnloop._step.transaction import then
 from fnloop._step.update import Commuting
-from fnloop.extend import checks, engine_of, is_sharded, local_part, parameters, report
+from fnloop.extend import (
+    checks,
+    containers,
+    engine_of,
+    is_sharded,
+    local_part,
+    optimizers,
+    parameters,
+    report,
+)
 
 # --------------------------------------------------------------------------------------------------
 # Activations, gradients and updates by module, in some updates.
@@ -299,7 +307,7 @@ class Trace(torch_compat.DispatchMode):
 def _checksum(results: object) -> object:
     if not isinstance(results, Tensor | list | tuple):
         return results
-    found = [t for t in tensors_in(results) if t.layout is torch.strided and t.numel()]
+    found = [t for t in containers.tensors_in(results) if t.layout is torch.strided and t.numel()]
     sums = [as_integers(t).sum(dtype=torch.int64) for t in found]
     return torch.stack([one.to(sums[0].device) for one in sums]) if sums else None
 
@@ -398,7 +406,7 @@ class Gradients:
     """
 
     def __init__(self, state: TrainState) -> None:
-        self.optimizers = [*optimizers_in(state.optimizer).values()]
+        self.optimizers = [*optimizers(state).values()]
         self.found: dict[int, Tensor] = {}
         self._handles: list[RemovableHandle] = []
 
@@ -434,7 +442,7 @@ def result_of(state: TrainState, out: Output, gradients: Gradients | None, copie
     grads = [Part(GRADIENT, names[i], "", grad) for i, grad in found.items() if i in names]
     weights = [Part(WEIGHT, name, "", t) for name, t in named.items() if id(t) not in buffers]
     parts += weights
-    for optimizer in optimizers_in(state.optimizer).values():
+    for optimizer in optimizers(state).values():
         for key, held in optimizer.state.items():
             name = names.get(id(key), "")
             parts += [Part(OPTIMIZER, name, k, t) for k, t in tensors_of(held)]
@@ -544,21 +552,17 @@ class Before:
     def __init__(self, state: TrainState) -> None:
         self._state = state
         named = dict(named_tensors(state))
-        optimizers = [
-            o for one in optimizers_in(state.optimizer).values() for o in walk_optimizers(one)
-        ]
+        wrapped = [o for one in optimizers(state).values() for o in walk_optimizers(one)]
         # What copies refer to and do not copy.
-        live = (state.model, *optimizers, *named.values())
+        live = (state.model, *wrapped, *named.values())
         self._live: dict[int, object] = {id(one): one for one in live}
         self._tensors = dict(zip(named, clone_all([*map(local_part, named.values())]), strict=True))
         # Tensors are copied together: a deep copy of each takes many times as long.
-        inside = [
-            t for one in optimizers for held in one.state.values() for _, t in tensors_of(held)
-        ]
+        inside = [t for one in wrapped for held in one.state.values() for _, t in tensors_of(held)]
         inside += [t for _, t in tensors_of(state.slots)]
         inside = [t for t in inside if id(t) not in self._live]
         memo = self._live | dict(zip(map(id, inside), clone_all(inside), strict=True))
-        self._optimizers = [_OptimizerBefore(one, memo) for one in optimizers]
+        self._optimizers = [_OptimizerBefore(one, memo) for one in wrapped]
         self._slots = {name: copy.deepcopy(slot, memo) for name, slot in state.slots.items()}
         self._restore_generators = mark_generators(state.backend.device)
         self._repeat_draws = engine_of(state).mark_draws()
@@ -634,7 +638,7 @@ def tensors_of(value: object, path: str = "") -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
         yield path, value
         return
-    if (parts := parts_of(value)) is None and attrs.has(type(value)):
+    if (parts := containers.parts_of(value)) is None and attrs.has(type(value)):
         parts = attrs.asdict(value, recurse=False).items()
     for key, part in parts or ():
         if not isinstance(part, _PLAIN):
@@ -646,7 +650,7 @@ def named_tensors(state: TrainState) -> Iterator[tuple[str, Tensor]]:
     yield from state.model.named_parameters()
     yield from state.model.named_buffers()
     known = {id(p) for p in state.model.parameters()}
-    for optimizer in optimizers_in(state.optimizer).values():
+    for optimizer in optimizers(state).values():
         for i, group in enumerate(optimizer.param_groups):
             for j, p in enumerate(group["params"]):
                 if id(p) not in known:
@@ -717,7 +721,7 @@ class _Putting:
             now.extend(values)
         elif isinstance(now, tuple) and isinstance(saved, tuple) and len(now) == len(saved):
             parts = [self.put(a, b) for a, b in zip(now, saved, strict=True)]
-            return with_parts(now, parts)
+            return containers.with_parts(now, parts)
         elif not _names_of(now):
             return self._copied(saved)
         for name in _names_of(saved):
@@ -735,7 +739,7 @@ def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
 
 def _names_of(value: object) -> list[str]:
     """Return the names of what an object holds: its attributes, or the fields of attrs."""
-    if parts_of(value) is None and attrs.has(kind := type(value)):
+    if containers.parts_of(value) is None and attrs.has(kind := type(value)):
         return [field.name for field in attrs.fields(kind)]
     return [*getattr(value, "__dict__", ())]
 
@@ -964,7 +968,7 @@ class _Walk:
 
 def _attributes(value: object) -> dict[str, object]:
     """Return what an object holds, in its ``__dict__`` and in slots."""
-    return dict(attributes_of(value))
+    return dict(containers.attributes_of(value))
 
 
 def _state_of(

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from fnloop._checkpoint.format import CheckpointError, shares_in
 from fnloop._checkpoint.parts import Targets, decode_targets
-from fnloop._checkpoint.retention import Saved, saved_in
-from fnloop._checkpoint.save import position_of
+from fnloop._checkpoint.saved import Saved
 from fnloop._core.history import History, decode_phases
 from fnloop._core.records import Record
 from fnloop._core.state import TrainState, check_not_stale, snapshot, unwrap
@@ -25,7 +24,6 @@ from fnloop._display import tables
 from fnloop._display.tables import Column, Shown, Table
 from fnloop._loop.evaluate import open_loader
 from fnloop._loop.peers import is_alone
-from fnloop._loop.plan import check_step
 from fnloop._step.gradients import rows_of, samples_in
 from fnloop._step.pipeline import PipelineStep
 from fnloop.debug._diff import (
@@ -132,7 +130,7 @@ def without(
     __tracebackhide__ = True
     steps = pair_of(step, PipelineStep)
     for one in steps:
-        check_step(one, "without", "folder, ")
+        PipelineStep.checked(one, "without", "folder, ")
     check_not_stale(state, "without")
     where = checks.folder_path("without", "folder", folder)
     if until is not None:
@@ -261,7 +259,7 @@ def _find_way(folder: Path, place: Place, until: int | None, steps: Iterable[Pip
         CheckpointError: there is no checkpoint.
         ValueError: it cannot be made again.
     """
-    saved = saved_in(folder)
+    saved = Saved.all_in(folder)
     earlier = [i for i, one in enumerate(saved) if _place_of(one) <= place]
     epoch, batch = place
     if not earlier:
@@ -586,7 +584,7 @@ class _Notes:
 
     def _confirm(self, state: TrainState) -> None:
         """Compare the state with the checkpoint, if it is the same place of the run."""
-        if self._confirms is None or tuple(position_of(state)) != self._confirms.position:
+        if self._confirms is None or tuple(Saved.position_of(state)) != self._confirms.position:
             return
         path, self._confirms = self._confirms.path, None
         try:

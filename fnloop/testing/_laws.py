@@ -29,7 +29,7 @@ from fnloop._display.frames import short_traceback
 from fnloop._hooks.hook import every, when
 from fnloop._loop.evaluate import evaluate, predict
 from fnloop._loop.fit import fit
-from fnloop._step.pipeline import Pipeline, PipelineStep, pipeline, total_in
+from fnloop._step.pipeline import Pipeline, PipelineStep, pipeline
 from fnloop.testing._toys import no_host_reads
 
 
@@ -47,8 +47,7 @@ def _fit(pipe: Pipeline, problem: Problem, state: TrainState, **kwargs: Any) -> 
 
 
 def _window(step: PipelineStep, problem: Problem) -> int:
-    total = total_in(step.pipeline.middleware)
-    return open_source(list(problem.batches), 0, total=total).batches_in_update(step.window)
+    return open_source(list(problem.batches), 0, total=step.total).batches_in_update(step.window)
 
 
 @short_traceback

@@ -8,9 +8,8 @@ import pytest
 from tqdm.utils import disp_len
 
 from fnloop import History, Record
-from fnloop._core import views
 from fnloop._core.records import is_evaluated, is_row
-from fnloop._core.views import Row, table, table_of
+from fnloop._core.views import Row, table
 from fnloop._display.tables import format_metric
 
 NAN, INF = math.nan, math.inf
@@ -27,7 +26,7 @@ def lines(*records, width=80, **settings):
 
 
 def lay_out(records, **settings):
-    return views.lay_out([Row(record) for record in records], **settings)
+    return Row.lay_out([Row(record) for record in records], **settings)
 
 
 def column(name, *values):
@@ -201,7 +200,7 @@ def test_the_middle_of_a_long_table_is_cut_but_for_its_best_row():
     assert firsts(made) == ["1", "2", "…", "25", "…", "49", "50"]
     assert [row.split()[0] for row in made if "*" in row] == ["1", "2", "25"]
     marks = [Row(record, best={"valid/loss"} if record is rise[0] else ()) for record in rise]
-    marked = table_of(marks, ["valid/loss"], most=4).text(80).splitlines()
+    marked = Row.table(marks, ["valid/loss"], most=4).text(80).splitlines()
     assert firsts(marked) == ["1", "2", "…", "49", "50"]
     assert [row.split()[0] for row in marked if "*" in row] == ["1"]
 

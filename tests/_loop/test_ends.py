@@ -24,7 +24,6 @@ from fnloop._core.runs import (
     decode_todo,
     encode_todo,
     first_stop,
-    kind_of,
     todo_of_before,
 )
 from fnloop._hooks.hook import Hook
@@ -190,7 +189,7 @@ def test_the_first_reason_to_stop_stays():
     step = program({2: Stop("guarded", "guard")})
     later = lambda state: attrs.evolve(state, stop="later") if state.stop else state
     state = fl.fit(step, toy(), {"train": TRAIN, "valid": VALID}, hooks=(later, later))
-    assert state.stop == "guarded" and kind_of(state.stop) == "guard"
+    assert state.stop == "guarded" and Stop.kind_of(state.stop) == "guard"
 
 
 def test_no_record_is_made_by_a_moment_that_excludes_the_end():
@@ -220,7 +219,7 @@ TODO = (
 
 def test_what_is_next_can_be_written():
     found = decode_todo(json.loads(json.dumps(encode_todo(TODO))))
-    assert found == TODO and kind_of(found[-1].stop) == "limit"
+    assert found == TODO and Stop.kind_of(found[-1].stop) == "limit"
 
 
 WRONG = [

@@ -9,15 +9,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fnloop._backend.collectives import on_main_process
-from fnloop._checkpoint.files import exists, locate
+from fnloop._checkpoint.files import locate
 from fnloop._checkpoint.format import CheckpointError, NewerFormatError
 from fnloop._checkpoint.parts import held_parts
 from fnloop._checkpoint.place import Place, place_at
 from fnloop._checkpoint.restore import SHAPES, read_checkpoint, restore_contents
 from fnloop._checkpoint.retention import with_manifests
-from fnloop._core.runs import Boundary, Start, Update
-from fnloop._core.state import TrainState, check_not_stale
-from fnloop._display.checks import choice, flag, number
+from fnloop._core.runs import has_updates
+from fnloop._core.state import TrainState
+from fnloop.extend import check_not_stale, checks, disk
 
 
 def follow(
@@ -70,11 +70,13 @@ def follow(
         [(1, -1.0), (2, -2.0), (3, -3.0)]
     """
     check_not_stale(state, "follow")
-    poll = number("follow", "poll", poll, "seconds between two looks", above=0)
-    flag("follow", "every", every, "whether to read every checkpoint")
+    poll = checks.number("follow", "poll", poll, "seconds between two looks", above=0)
+    checks.flag("follow", "every", every, "whether to read every checkpoint")
     if timeout is not None:
-        timeout = number("follow", "timeout", timeout, "seconds without a new checkpoint", least=0)
-    choice("follow", "shapes", shapes, SHAPES)
+        timeout = checks.number(
+            "follow", "timeout", timeout, "seconds without a new checkpoint", least=0
+        )
+    checks.choice("follow", "shapes", shapes, SHAPES)
     return _follow(place_at("follow", "folder", folder), state, poll, every, timeout, shapes)
 
 
@@ -128,7 +130,7 @@ def _read(
     except NewerFormatError:
         raise
     except (CheckpointError, FileNotFoundError) as error:
-        if exists(locate(path)):
+        if disk.exists(locate(path)):
             if isinstance(error, FileNotFoundError):
                 raise
             warnings.warn(f"skipped a damaged checkpoint: {error}", stacklevel=4)
@@ -141,5 +143,4 @@ def has_ended(state: TrainState) -> bool:
 
     One that was interrupted has it on its list.
     """
-    more = any(isinstance(action, Start | Update | Boundary) for action in state.todo)
-    return state.step > 0 and not more
+    return state.step > 0 and not has_updates(state.todo)

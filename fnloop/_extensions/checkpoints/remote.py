@@ -6,6 +6,7 @@ import contextlib
 import errno
 import hashlib
 import json
+import logging
 import os
 import random
 import re
@@ -26,16 +27,10 @@ from fnloop._checkpoint.files import (
     OBJECTS,
     SendFiles,
     checksum_of_manifest,
-    lock_file,
-    make_folder,
-    map_with_help,
     mark_of,
     read_manifest,
     remove_checkpoint,
-    replace_file,
-    try_lock,
     verify,
-    write_by_all,
 )
 from fnloop._checkpoint.format import (
     LARGEST_MANIFEST,
@@ -45,9 +40,11 @@ from fnloop._checkpoint.format import (
     is_file_name,
 )
 from fnloop._checkpoint.place import READING, Place, Tidy
-from fnloop._checkpoint.retention import CLAIM, claim_folder
+from fnloop._checkpoint.retention import CLAIM
 from fnloop._core.serialize import Json
-from fnloop._display.screen import log
+from fnloop.extend import disk
+
+log = logging.getLogger("fnloop")
 
 # --------------------------------------------------------------------------------------------------
 # What is at an address is mirrored in a local folder, which all other code reads and writes. There
@@ -414,7 +411,7 @@ class Remote(Place):
 
         A checkpoint in it that was never uploaded stays.
         """
-        make_folder(folder)
+        disk.make_folder(folder)
         run, names = self._read_catalogue()
         names |= set(filter(_is_name, self._storage.folders(self._root)))
         found = {name: data for name, data in self._manifests(names) if data is not None}
@@ -439,13 +436,13 @@ class Remote(Place):
                         remove_checkpoint(folder / name)
                     mark.unlink(missing_ok=True)
             if run is not None and not any(re.fullmatch(CHECKPOINT_NAME, name) for name in found):
-                replace_file(folder / CLAIM, run.encode())
+                disk.replace_file(folder / CLAIM, run.encode())
             else:
                 (folder / CLAIM).unlink(missing_ok=True)
 
     def _manifests(self, names: Iterable[str]) -> list[tuple[str, bytes | None]]:
         read = lambda name: (name, self._storage.read(f"{self._root}/{name}/{MANIFEST}"))
-        return map_with_help(read, sorted(names), 4 * AT_ONCE)
+        return disk.map_with_help(read, sorted(names), 4 * AT_ONCE)
 
     def _read_catalogue(self) -> tuple[str | None, set[str]]:
         """Return the run that has the folder, and the names that checkpoints may have."""
@@ -463,8 +460,8 @@ class Remote(Place):
     @contextlib.contextmanager
     def _locked(self, folder: Path) -> Iterator[None]:
         """Keep other processes of this machine out of a local folder."""
-        make_folder(folder.parent)
-        with lock_file(lock_of(folder)):
+        disk.make_folder(folder.parent)
+        with disk.lock_file(lock_of(folder)):
             yield
 
     @contextlib.contextmanager
@@ -518,9 +515,9 @@ class Remote(Place):
             above = base.rpartition("/")[0]
             for block in manifest.get("blocks", ()):
                 if not (file := path.parent / FOLDER / f"{block}.jsonl").exists():
-                    make_folder(file.parent)
+                    disk.make_folder(file.parent)
                     wanted[file] = f"{above}/{FOLDER}/{block}.jsonl"
-            map_with_help(self._receive, wanted.items(), AT_ONCE)
+            disk.map_with_help(self._receive, wanted.items(), AT_ONCE)
         return path
 
     def _receive(self, wanted: tuple[Path, str]) -> None:
@@ -533,7 +530,7 @@ class Remote(Place):
 
     # --- upload
 
-    def save(self, contents: Contents, what: str) -> str:
+    def save(self, contents: Contents, what: str, send: SendFiles | None = None) -> str:
         """Write one checkpoint to the address, by all processes if it has an index.
 
         Raises:
@@ -548,13 +545,13 @@ class Remote(Place):
             sent.append(at)
             parent.send_files(files_in, names, name, at)
 
-        def send() -> None:
+        def upload() -> None:
             parent.send(folder / name, None, sent[0] if sent else None)
 
         try:
             with parent.reading():
-                write_by_all(contents, folder / name, what, send_files)
-            on_main_process(send, what)
+                Place(folder / name).save(contents, what, send_files)
+            on_main_process(upload, what)
         finally:
             if contents.rank == 0 and not is_pending(folder / name):
                 shutil.rmtree(folder, ignore_errors=True)
@@ -580,7 +577,7 @@ class Remote(Place):
         folder = self.staging(run)
         if self._lock is None:
             self._lock = _training_lock(folder).open("w")
-            try_lock(self._lock)
+            disk.try_lock(self._lock)
         try:
             self._recover(folder, run)
             other, names = self._read_catalogue()
@@ -597,7 +594,7 @@ class Remote(Place):
     def claim(self, folder: Path, run: str) -> None:
         """Make the address that of a run, and show in its folder what is there."""
         self.mirror(folder)
-        claim_folder(folder, run)
+        super().claim(folder, run)
         self.begin(run)
 
     def end(self) -> None:
@@ -612,7 +609,7 @@ class Remote(Place):
         if run is None or not (folder := self.staging(run)).is_dir():
             return
         with _training_lock(folder).open("w") as lock:
-            if try_lock(lock):  # otherwise it is still training, and uploading
+            if disk.try_lock(lock):  # otherwise it is still training, and uploading
                 self.mirror(folder)
                 self._recover(folder, run, copies=True)
 
@@ -721,7 +718,7 @@ class Remote(Place):
         """
         target = "/".join(filter(None, (self._root, name, at)))
         send = lambda file: self._storage.send(folder / file, f"{target}/{file}")
-        map_with_help(send, names, AT_ONCE)
+        disk.map_with_help(send, names, AT_ONCE)
 
     def sender(self, name: str) -> SendFiles:
         """Return what uploads files of a checkpoint of that name."""
@@ -785,7 +782,7 @@ class Remote(Place):
     def _remove_files(self, base: str, manifest: Json) -> None:
         source = "/".join(filter(None, (base, manifest.get(OBJECTS))))
         files = [f"{source}/{name}" for name in manifest["files"]]
-        map_with_help(self._storage.remove, files, AT_ONCE)
+        disk.map_with_help(self._storage.remove, files, AT_ONCE)
         self._storage.remove_folder(source)
 
     def _sweep(self) -> None:
@@ -829,9 +826,9 @@ def _write_stub(path: Path, data: bytes) -> None:
         if not is_marked(path) and _serial(here) > _serial(data):
             return
         forget(path)
-    make_folder(path)
+    disk.make_folder(path)
     if here is None or identity_of(here) != identity:
-        replace_file(path / MANIFEST, data)
+        disk.replace_file(path / MANIFEST, data)
     if not is_marked(path):
         mark(path, data)
 
@@ -849,7 +846,7 @@ def _serial(data: bytes) -> int:
 
 def mark(path: Path, data: bytes) -> None:
     """Say that the checkpoint at a local path, with this manifest, is at the address too."""
-    replace_file(mark_of(path), identity_of(data).encode())
+    disk.replace_file(mark_of(path), identity_of(data).encode())
 
 
 def is_marked(path: Path) -> bool:
@@ -861,7 +858,7 @@ def is_marked(path: Path) -> bool:
 
 def _link_files(path: Path, copy: Path) -> None:
     """Make a local copy of a checkpoint, but for its manifest, which takes no room."""
-    make_folder(copy)
+    disk.make_folder(copy)
     forget(copy)
     for file in path.iterdir():
         if is_file_name(file.name):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
 import math
 import os
 import re
@@ -19,35 +20,18 @@ from torch import Tensor
 
 from fnloop._backend.fsdp import like_sharded
 from fnloop._backend.torch_compat import strip_compile_prefix
-from fnloop._checkpoint.files import (
-    CHECKPOINT_NAME,
-    SharedWrite,
-    Writing,
-    explain_nonfinite,
-    make_history_encoder,
-    manifest_or_none,
-    remove_leftovers,
-    run_of,
-    write_blocks,
-    write_checkpoint,
-)
+from fnloop._checkpoint.files import SharedWrite
 from fnloop._checkpoint.format import (
     COUNT,
     NUMBER,
     PARTS,
-    CheckpointError,
     Contents,
     Shape,
     check_shape,
 )
 from fnloop._checkpoint.parts import read_parts
 from fnloop._checkpoint.place import place_at
-from fnloop._checkpoint.retention import (
-    candidates,
-    prune,
-    read_claim,
-    release_claim,
-)
+from fnloop._checkpoint.retention import RunFolder
 from fnloop._checkpoint.save import check_saveable, collect_contents, position_of
 from fnloop._core.averages import Average
 from fnloop._core.history import SINCE, History, check_monitored, first_record, metrics_here
@@ -61,21 +45,20 @@ from fnloop._core.state import (
     take_ownership,
     unwrap,
 )
-from fnloop._core.types import END, RECORD, Call
+from fnloop._core.types import Call
 from fnloop._core.view import begin_again, view
-from fnloop._display.checks import (
-    choice,
-    describe,
-    flag,
-    integer,
-    join_names,
-    metric_name,
-    name_of_file,
+from fnloop._hooks.hook import BuiltIn, Hook
+from fnloop.extend import (
+    better,
+    checks,
+    local_part,
+    mode_of,
+    on_main_process,
+    tables,
+    with_slot,
 )
-from fnloop._display.screen import log
-from fnloop._display.tables import format_metric
-from fnloop._hooks.hook import BuiltIn, Hook, every_layer
-from fnloop.extend import better, local_part, mode_of, on_main_process, with_slot
+
+log = logging.getLogger("fnloop")
 
 # --------------------------------------------------------------------------------------------------
 # The hook that saves a run while it trains.
@@ -192,13 +175,17 @@ class checkpoint(BuiltIn):
         self._place, self._typed = place_at("checkpoint", "folder", folder), os.fspath(folder)
         self.folder = self._place.folder  # of an address, the local one, once the run is known
         if keep is not None:
-            keep = integer("checkpoint", "keep", keep, "a number of checkpoints, or None for all")
+            keep = checks.integer(
+                "checkpoint", "keep", keep, "a number of checkpoints, or None for all"
+            )
         self.keep = keep
-        self.keep_best = integer("checkpoint", "keep_best", keep_best, "a number of checkpoints")
-        self.since = choice("checkpoint", "since", since, SINCE)
-        self.background = flag("checkpoint", "background", background)
-        self.on_exception = flag("checkpoint", "on_exception", on_exception)
-        self.best = None if best is None else metric_name("checkpoint", "best", best)
+        self.keep_best = checks.integer(
+            "checkpoint", "keep_best", keep_best, "a number of checkpoints"
+        )
+        self.since = checks.choice("checkpoint", "since", since, SINCE)
+        self.background = checks.flag("checkpoint", "background", background)
+        self.on_exception = checks.flag("checkpoint", "on_exception", on_exception)
+        self.best = None if best is None else checks.metric_name("checkpoint", "best", best)
         self.parts = self.saves = read_parts("checkpoint", only)
         self.named = _read_names(named)
         if mode is not None:
@@ -216,8 +203,7 @@ class checkpoint(BuiltIn):
         self._saved: TrainState | None = None  # the state that was saved at this boundary
         self._position: list[int] | None = None  # of the state that this run saved last
         self._saved_at = self._took = 0.0  # in seconds of the run: the last save, and all of them
-        self._encode_history = make_history_encoder()
-        self._known_blocks: set[str] = set()
+        self._files = RunFolder(self.folder)
         self._buffers: Contents | None = None  # host memory of the last copy, for reuse
 
     @property
@@ -245,7 +231,7 @@ class checkpoint(BuiltIn):
         Raises:
             ValueError: it does.
         """
-        savers = [hook for hook in every_layer(hooks) if isinstance(hook, checkpoint)]
+        savers = checkpoint.among(hooks)
         places = [os.path.realpath(saver._place.folder) for saver in savers]
         if places.count(os.path.realpath(self._place.folder)) > 1:
             raise ValueError(
@@ -272,7 +258,7 @@ class checkpoint(BuiltIn):
         if state.run is not None:  # now, as the files of the code may be edited while it trains
             state.run.live.made_with()
             self._saved_at, self._took = state.run.live.stopwatch.spent(), 0.0
-        self.folder = self._place.staging(state.run_id)
+        self.folder = self._files.path = self._place.staging(state.run_id)
         with self._place.reading():
             self._awaits_metric = on_main_process(lambda: self._claim(state), HOOK)
         self._place.warn_unless_shared()
@@ -281,7 +267,7 @@ class checkpoint(BuiltIn):
     def __call__(self, state: TrainState) -> TrainState:
         self._complete_shared()
         self._wait()
-        for metric in self.monitors if RECORD in state.events else ():
+        for metric in self.monitors if "record" in state.events else ():
             check_monitored("checkpoint", metric, state)
         saved = self._saved if self._holds(state) else None
         if saved is None:
@@ -337,7 +323,7 @@ class checkpoint(BuiltIn):
     def settle(self, state: TrainState) -> TrainState:
         """Remove what a process left that was killed at the end of this run."""
         if state.backend.main and self.folder.is_dir():
-            remove_leftovers(self.folder, CHECKPOINT_NAME)
+            self._files.remove_leftovers()
         return state
 
     def close(self) -> None:
@@ -362,9 +348,7 @@ class checkpoint(BuiltIn):
     def _claim(self, state: TrainState) -> bool:
         """Claim the folder. Return whether its newest checkpoint lacks the metric that ranks."""
         self._place.claim(self.folder, state.run_id)
-        manifests = ((path, manifest_or_none(path)) for path in candidates(self.folder))
-        finite = (m for path, m in manifests if m is not None and not explain_nonfinite(path, m))
-        if (newest := next(finite, None)) is None:
+        if (newest := self._files.newest()) is None:
             self._position = None
             return False
         self._position = newest["position"]
@@ -382,7 +366,7 @@ class checkpoint(BuiltIn):
             self._start(lambda: self._write_copy(to_host, history, name))
 
     def _collect(self, state: TrainState) -> Contents:
-        return collect_contents(state, self._encode_history, self.parts)
+        return collect_contents(state, self._files.encode_history, self.parts)
 
     def _wait(self) -> None:
         """Wait for the writer, and raise its error."""
@@ -417,28 +401,15 @@ class checkpoint(BuiltIn):
         self._write(copied, history, name)
 
     def _write(self, contents: Contents, history: History, name: str) -> None:
-        path, ranking = self._prepare(contents, history, name)
-        self._keep(write_checkpoint(contents, path, ranking, in_own_folder=True), contents)
+        ranking = self._prepare(name)
+        self._keep(self._files.write(contents, history, name, ranking), contents)
 
-    def _prepare(
-        self, contents: Contents, history: History, name: str
-    ) -> tuple[Path, dict[str, object]]:
-        """Return where to write, and what the manifest says in addition. Write the history."""
-        run, path = contents.facts["run"], self.folder / name
-        if path.exists():  # it may be the one that is being uploaded
+    def _prepare(self, name: str) -> dict[str, object]:
+        """Return what the manifest of a checkpoint says in addition."""
+        if (self.folder / name).exists():  # it may be the one that is being uploaded
             self._place.wait()
-        existing = manifest_or_none(path)
-        if existing is not None and run_of(path, existing) != run:
-            raise CheckpointError(
-                f"{path} is a checkpoint of another run: give each run a folder of its own"
-            )
-        if read_claim(self.folder) not in (None, run):
-            raise CheckpointError(
-                f"another run has begun in {self.folder}: give each run a folder of its own"
-            )
-        write_blocks(self.folder, contents.facts["blocks"], history, self._known_blocks)
         ranking = {"best": self.best, "mode": self.mode, "since": self.since}
-        return path, ranking if self.best else {}
+        return ranking if self.best else {}
 
     def _keep(self, written: Path, contents: Contents, at: str | None = None) -> None:
         """Upload a checkpoint that was written, if it is for an address. Remove what it replaces.
@@ -454,23 +425,17 @@ class checkpoint(BuiltIn):
 
     def _tidy(self, written: Path, run: str, counts: Callable[[Path], bool]) -> None:
         """Remove what a checkpoint that was written replaces."""
-        release_claim(self.folder)
         best = self.best, self.mode, self.keep_best, self.since
-        prune(written, run, self.keep, *best, counts)
+        self._files.prune(written, run, self.keep, *best, counts)
 
     # --- writing by all processes
 
     def _save_shared(self, contents: Contents, history: History, name: str) -> None:
         """Write a checkpoint, each process its own files; in the background, begin to."""
-
-        def begin() -> Writing:
-            path, ranking = self._prepare(contents, history, name)
-            return Writing(contents, path, ranking, in_own_folder=True)
-
         if self.background:
             contents = self._buffers = contents.copied(self._buffers)
-        sender = self._place.sender(name)
-        shared = self._shared = SharedWrite(contents, begin, HOOK, sender)
+        begin = lambda: self._files.begin(contents, history, name, self._prepare(name))
+        shared = self._shared = SharedWrite(contents, begin, HOOK, self._place.sender(name))
         if self.background:
             shared.start()
         else:
@@ -513,11 +478,11 @@ def _read_names(named: Sequence[str]) -> tuple[str, ...]:
     if isinstance(named, str) or not isinstance(named, Sequence):
         raise TypeError(
             'checkpoint expects named as a tuple of metrics, such as ("valid/loss",); got '
-            f"{describe(named)}"
+            f"{checks.describe(named)}"
         )
-    names = tuple(metric_name("checkpoint", "named", name) for name in named)
+    names = tuple(checks.metric_name("checkpoint", "named", name) for name in named)
     longest = _spell(dict.fromkeys(names, -1.234e-300))
-    name_of_file("checkpoint", "names and values of the metrics in named", longest)
+    checks.name_of_file("checkpoint", "names and values of the metrics in named", longest)
     return names
 
 
@@ -614,9 +579,9 @@ class restore_best(BuiltIn):
     since: str = attrs.field(default="phase", kw_only=True)
 
     def __attrs_post_init__(self) -> None:
-        metric_name(OWNER, "key", self.key)
+        checks.metric_name(OWNER, "key", self.key)
         mode_of(OWNER, self.key, self.mode)  # checks it
-        choice(OWNER, "since", self.since, SINCE)
+        checks.choice(OWNER, "since", self.since, SINCE)
 
     def __repr__(self) -> str:
         given = {"mode": self.mode, "since": None if self.since == "phase" else self.since}
@@ -646,7 +611,7 @@ class restore_best(BuiltIn):
         Raises:
             ValueError: there is.
         """
-        found = [hook for hook in every_layer(hooks) if isinstance(hook, restore_best)]
+        found = restore_best.among(hooks)
         if len(found) > 1:
             raise ValueError(
                 f"{found[0]!r} and {found[1]!r}: a run ends with one set of weights. Leave one out"
@@ -685,7 +650,7 @@ class restore_best(BuiltIn):
 
     def flush(self, state: TrainState) -> TrainState:
         """Restore the best weights if the run has ended by its target or by a hook."""
-        return self._restore(state) if END in state.events else state
+        return self._restore(state) if "end" in state.events else state
 
     def settle(self, state: TrainState) -> TrainState:
         """Restore the best weights if a process was killed before it could."""
@@ -698,7 +663,7 @@ class restore_best(BuiltIn):
 
     def _measured(self, state: TrainState) -> float | None:
         """Return the value that was recorded at this boundary, if any."""
-        if RECORD not in state.events or not check_monitored(OWNER, self.key, state):
+        if "record" not in state.events or not check_monitored(OWNER, self.key, state):
             return None
         return state.history[-1].metrics[self.key]
 
@@ -726,13 +691,13 @@ class restore_best(BuiltIn):
             _load_averages(state, best.get("averages", {}))
             state = take_ownership(state)
             if state.backend.main:
-                shown = format_metric(self.key, value)
+                shown = tables.format_metric(self.key, value)
                 log.info("%r: the weights are those of step %d (%s)", self, step, shown)
                 if resized:
                     log.warning(
                         "%r: these have their shapes of step %d again: %s. The optimizer has no "
                         "state for them, and begins again if the run is continued",
-                        *(self, step, join_names(resized)),
+                        *(self, step, checks.join_names(resized)),
                     )
         ended = [state.step, state.skipped]
         best = {**best, "value": value, "step": step, "weights": None, "ended": ended}

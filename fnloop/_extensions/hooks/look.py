@@ -17,24 +17,14 @@ from torch import Tensor, profiler
 from fnloop._backend.collectives import broadcast
 from fnloop._core.history import History, suggestion
 from fnloop._core.records import TRAINED
-from fnloop._core.runs import RAN, WAITS, is_interruption
 from fnloop._core.state import TrainState, with_note
-from fnloop._core.types import END, RECORD, Call, Output
+from fnloop._core.types import Call, Output
 from fnloop._core.view import as_evaluated
 from fnloop._core.views import check_plot
-from fnloop._display import figures, tables
-from fnloop._hooks.hook import (
-    BuiltIn,
-    Hook,
-    Moment,
-    check_own_moment,
-    due_at,
-    number_of,
-    place_in,
-    read_numbers,
-)
+from fnloop._display import figures
+from fnloop._hooks.hook import BuiltIn, Hook, Moment
 from fnloop._hooks.hook import every as periodically
-from fnloop.extend import checks, engine_of, is_sharded, name_of, on_main_process
+from fnloop.extend import Stop, checks, engine_of, is_sharded, name_of, on_main_process, tables
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -148,7 +138,7 @@ class inspect(BuiltIn):
         meaning = "a function (state, outputs) -> None or a mapping of numbers"
         checks.function("inspect", "fn", self.fn, meaning, 2)
         checks.text("inspect", "loader", self.loader, "the name of a loader")
-        moment = check_own_moment("inspect", self.every, f"inspect({name_of(self.fn)})")
+        moment = Moment.asked_first("inspect", self.every, f"inspect({name_of(self.fn)})")
         object.__setattr__(self, "every", moment)
         meaning = 'a tuple of names without the loader, such as ("ap",)'
         if not checks.is_list(self.said):
@@ -209,10 +199,10 @@ class inspect(BuiltIn):
         Raises:
             TypeError: it does.
         """
-        self._now.alone = hooks[place_in(hooks, self)] is self
-        number = number_of(hooks, self)
-        self._now.waits, self._now.ran = f"{WAITS} {number}", f"{RAN} {number}"
-        if not {*self.reports} <= {*hooks[place_in(hooks, self)].reports}:
+        listed = hooks[self.place_in(hooks)]
+        self._now.alone = listed is self
+        self._now.ran, self._now.waits = self.notes_in(hooks)
+        if not {*self.reports} <= {*listed.reports}:
             raise TypeError(f"{self!r} {self._no_numbers()}")
 
     def _no_numbers(self) -> str:
@@ -225,18 +215,18 @@ class inspect(BuiltIn):
         """Return whether the outputs of the evaluation that begins are to be kept."""
         if loader != self.loader:
             return False
-        waits, ends = self._now.waits in state.noted, END in state.events
+        waits, ends = self._now.waits in state.noted, "end" in state.events
         if ends and (self._is_given(state) or self._now.ran in state.noted):
             return False  # it has those of the model with which the run ends
         if ends and self._now.alone and self._was_evaluated(state) and state.history[-1].closing:
             return False  # the function was called for the closing record, maybe elsewhere
-        due, only_at_end = due_at(self.every, state)
+        due, only_at_end = self.every.due_here(state)
         self._now.late = only_at_end and not (waits or due)
         return waits or due or self._now.late
 
     def _was_evaluated(self, state: TrainState) -> bool:
         """Return whether a record of this boundary has the loader evaluated."""
-        if RECORD not in state.events:
+        if "record" not in state.events:
             return False
         here = itertools.takewhile(
             lambda r: (r.step, r.epoch) == (state.step, state.epoch), reversed(state.history)
@@ -271,8 +261,8 @@ class inspect(BuiltIn):
 
     def __call__(self, state: TrainState) -> TrainState:
         __tracebackhide__ = True
-        now, given, ends = self._now, self._is_given(state), END in state.events
-        for_end = END in self.every.outside
+        now, given, ends = self._now, self._is_given(state), "end" in state.events
+        for_end = "end" in self.every.outside
         if given or self._was_evaluated(state):
             if for_end and not (ends or now.late):
                 ran = given or now.waits in state.noted  # the second in another process
@@ -299,7 +289,7 @@ class inspect(BuiltIn):
     def flush(self, state: TrainState) -> TrainState:
         """Call the function, if there are outputs. Drop those of an evaluation that was cut."""
         __tracebackhide__ = True
-        return state if is_interruption(state.stop) else self._show(state)
+        return state if Stop.interrupts(state.stop) else self._show(state)
 
     def _show(self, state: TrainState) -> TrainState:
         __tracebackhide__ = True
@@ -321,6 +311,31 @@ def _place_of(state: TrainState) -> tuple[int, int, int, int]:
 
 # --------------------------------------------------------------------------------------------------
 # Numbers that a function of the user's own measures: by generation, or of a converted model.
+
+
+def read_numbers(owner: str, prefix: str, given: object) -> dict[str, float]:
+    """Return what a function of the user's own returned as numbers of a record, by their names.
+
+    Args:
+        owner: the hook, for messages.
+        prefix: what the names begin with.
+        given: what the function returned. Tensors are read from the device.
+
+    Raises:
+        TypeError: it is not a mapping from names to numbers.
+        ValueError: a name is empty.
+    """
+    if not isinstance(given, Mapping):
+        raise TypeError(
+            f"{owner}: its function must return a mapping from names to numbers, such as "
+            f'{{"ap": 0.5}}; it returned {checks.describe(given)}'
+        )
+    for name in given:
+        checks.text(owner, "the names of numbers", name, "the names of metrics")
+    return {
+        f"{prefix}/{name}": float(checks.scalar(owner, f"the number {name!r}", value))
+        for name, value in given.items()
+    }
 
 
 @attrs.frozen(repr=False)
@@ -389,7 +404,7 @@ class measure(Hook):
             why = "without a slash" if "/" in self.name else "that is free"
             raise ValueError(f"measure expects name as a name {why}; got {self.name!r}")
         shown = repr(Call(measure, (self.fn,), {"name": self.name}))
-        object.__setattr__(self, "every", check_own_moment("measure", self.every, shown))
+        object.__setattr__(self, "every", Moment.asked_first("measure", self.every, shown))
         checks.flag("measure", "everywhere", self.everywhere, "whether every process calls fn")
 
     @property

@@ -21,32 +21,14 @@ from tqdm.utils import disp_len
 
 from fnloop._core.history import SINCE, first_record, new_records, records_since, unfinished
 from fnloop._core.metrics import Last, read
-from fnloop._core.optimizers import labelled_groups, optimizers_in
-from fnloop._core.records import (
-    Record,
-    is_evaluated,
-    is_row,
-    metric_names,
-    number_of_epoch,
-    starred,
-    update_best,
-)
-from fnloop._core.runs import RunInfo, is_interruption
+from fnloop._core.records import Record, starred, update_best
+from fnloop._core.runs import RunInfo
 from fnloop._core.state import TrainState, count_parameters
-from fnloop._core.types import EPOCH, RECORD, Call
-from fnloop._core.views import Row, by_model, lay_out, table_of
-from fnloop._display import tables
-from fnloop._display.screen import WIDEST, Screen, columns_of, has_colors, paint
-from fnloop._display.tables import (
-    Table,
-    format_count,
-    format_duration,
-    format_metric,
-    mode_by_name,
-    printable,
-)
+from fnloop._core.types import Call
+from fnloop._core.views import Row
+from fnloop._extensions.hooks.terminal import Screen, columns_of, has_colors, paint
 from fnloop._hooks.hook import BuiltIn, Hook, every_layer
-from fnloop.extend import better, checks
+from fnloop.extend import Stop, better, checks, groups, optimizers, tables
 
 
 class progress(BuiltIn):
@@ -151,7 +133,7 @@ class progress(BuiltIn):
 
     def __call__(self, state: TrainState) -> TrainState:
         self._newest = state
-        if time.monotonic() < self._next and RECORD not in state.events:
+        if time.monotonic() < self._next and "record" not in state.events:
             return state  # all that most updates cost
         if not state.backend.main:
             self._next = math.inf
@@ -209,7 +191,10 @@ def _describe_targets(state: TrainState) -> list[str]:
     if phase is not None:
         parts.append(f"phase {phase.name}")
     left = (run.epochs or 0) - (0 if phase is None else phase.epoch)
-    epochs, each = format_count(left, "epoch"), format_count(run.steps_per_epoch or 0, "update")
+    epochs, each = (
+        tables.format_count(left, "epoch"),
+        tables.format_count(run.steps_per_epoch or 0, "update"),
+    )
     updates = (run.total_steps or 0) - run.first_step
     if not left:
         parts += [f"{each} per epoch"] if run.steps_per_epoch else []
@@ -217,7 +202,7 @@ def _describe_targets(state: TrainState) -> list[str]:
         parts.append(f"{epochs} of {each}")
     else:  # of different lengths, or of an unknown one
         known = run.steps_per_epoch and updates > 0
-        parts += [epochs, *([f"{format_count(updates, 'update')} in all"] if known else [])]
+        parts += [epochs, *([f"{tables.format_count(updates, 'update')} in all"] if known else [])]
     if run.total_steps is not None and not run.epochs:
         parts.append(f"to step {run.total_steps:,}")
     if run.total_items is not None:
@@ -246,7 +231,7 @@ def describe_failure(error: BaseException | None) -> str:
 def describe_end(reason: str, position: Position, seconds: float) -> str:
     """Return the last line, but for what was best: why a run has ended, and where."""
     parts = [position.epoch_text, position.step_text, position.skipped_text]
-    where = ", ".join([*filter(None, parts), f"after {format_duration(seconds)}"])
+    where = ", ".join([*filter(None, parts), f"after {tables.format_duration(seconds)}"])
     return f"{reason}{';' if ':' in reason else ':'} {where}"
 
 
@@ -262,7 +247,7 @@ def _find_ranked(hooks: Sequence[Hook]) -> _Ranked | None:
         for layer in layers
         if not isinstance(layer, BuiltIn)
         for key in ((layer.monitors,) if isinstance(layer.monitors, str) else layer.monitors or ())
-        if (mode := getattr(layer, "mode", None) or mode_by_name(key)) in ("min", "max")
+        if (mode := getattr(layer, "mode", None) or tables.mode_by_name(key)) in ("min", "max")
     )
     return next(filter(None, (*kept, *watched)), None)
 
@@ -299,18 +284,16 @@ def describe_values(state: TrainState) -> list[str]:
     With turns, the losses are "d/loss", ... in place of their mean.
     The running ones are read from the device: one read.
     """
-    optimizers = optimizers_in(state.optimizer)
-    first = [one.param_groups[0] for one in optimizers.values()]
-    labelled = labelled_groups(optimizers).items()
+    first = [one.param_groups[0] for one in optimizers(state).values()]
     rates = {
         f"lr{label}": Last(group["lr"])
-        for label, group in labelled
+        for label, group in groups(state).items()
         if any(group is each for each in first)
     }
     if _run(state).models:
         return _describe_losses(state)
     losses = [f"{turn}/loss" for turn in _run(state).turns] or ["loss"]
-    if RECORD in state.events:
+    if "record" in state.events:
         metrics = state.history[-1].metrics
         values = {
             name: metrics[f"{group}/{name}"]
@@ -324,7 +307,7 @@ def describe_values(state: TrainState) -> list[str]:
         running = state.metrics
         of = {name: running.get(f"recent/{name}", running.get(name)) for name in losses}
         values = read({name: metric for name, metric in of.items() if metric is not None} | rates)
-    return [f"{name} {format_metric(name, value)}" for name, value in values.items()]
+    return [f"{name} {tables.format_metric(name, value)}" for name, value in values.items()]
 
 
 def _describe_losses(state: TrainState) -> list[str]:
@@ -333,7 +316,7 @@ def _describe_losses(state: TrainState) -> list[str]:
     losses = [] if running is None else [*read({"loss": running}).values()]
     if not losses:
         return []
-    low, high = (format_metric("loss", value) for value in (min(losses), max(losses)))
+    low, high = (tables.format_metric("loss", value) for value in (min(losses), max(losses)))
     return [f"losses {low} to {high}"]
 
 
@@ -343,7 +326,7 @@ def _best_models(best: Mapping[str, Record]) -> dict[str, Record]:
     for name, record in best.items():
         kind = name.split("/")[0], name.split("/")[-1]
         other = found.get(kind)
-        mode = mode_by_name(name) or "min"
+        mode = tables.mode_by_name(name) or "min"
         if other is None or better(record.metrics[name], best[other].metrics[other], mode):
             found[kind] = name
     return {name: best[name] for name in found.values()}
@@ -437,7 +420,7 @@ class Pace:
         self._ended = state.epoch
         # Where the running epoch began, or a later step of it.
         self._ended_at = state.step - bool(state.batch)
-        rows = (record.seconds for record in reversed(state.history) if is_row(record))
+        rows = (record.seconds for record in reversed(state.history) if Row(record).is_whole)
         self._row_at = next(rows, 0.0)  # the seconds of the newest row
         self._length: int | None = None  # of an epoch, if it is not known beforehand
         self._evaluated: dict[str, _Evaluated] = {}  # by loader
@@ -447,7 +430,7 @@ class Pace:
 
     def look(self, state: TrainState) -> Position:
         """Return the position at a boundary. After the end of an epoch, measure the next one."""
-        run, ended = _run(state), EPOCH in state.events
+        run, ended = _run(state), "epoch" in state.events
         if state.epoch - ended != self._epoch or (not ended and _done(state) < self._initial):
             self._begin_epoch(state, 0 if ended else _done(state))  # of a snapshot, or not seen
         made = self._count(state) - self._epoch_first
@@ -522,7 +505,7 @@ class Pace:
             return max(left - passed, rest or 0.0)
         if rest is None:
             return None
-        updates = self._updates_left(state, 0 if EPOCH in state.events else _done(state)) or 0
+        updates = self._updates_left(state, 0 if "epoch" in state.events else _done(state)) or 0
         between = self._count(state) - self._first or self._usual_length(state) or math.inf
         return left + rest + updates // between * (passed + rest)
 
@@ -530,14 +513,14 @@ class Pace:
         """Return the new records, with the numbers of their epochs, from 1. Call it before look."""
         new = []
         for record in new_records(state.history, self._seen):
-            number = number_of_epoch(record, self._ended, self._ended_at)
             seconds = max(record.seconds - self._row_at, 0.0)
-            new.append(Row(record, seconds, epoch=number))
+            row = Row.of(record, seconds, self._ended, self._ended_at)
+            new.append(row)
             if record.epoch > self._ended:
                 self._ended, self._ended_at = record.epoch, record.step
-            self._row_at = record.seconds if is_row(record) or self._is_stream else self._row_at
-            if loaders := {k.partition("/")[0]: None for k in record.metrics if is_evaluated(k)}:
-                self._note_evaluations(state, [*loaders])
+            self._row_at = record.seconds if row.is_whole or self._is_stream else self._row_at
+            if row.evaluated:
+                self._note_evaluations(state, row.evaluated)
         self._seen = state.history
         return new
 
@@ -686,7 +669,7 @@ class _View(ABC):
         self.state = state
         for row in self.pace.read_records(state):
             self.best = update_best(self.best, row.record)
-            for line in by_model(self.marked(row), _run(state).models):
+            for line in self.marked(row).by_model(_run(state).models):
                 self.add(line)
 
     def marked(self, row: Row) -> Row:
@@ -713,7 +696,7 @@ class _View(ABC):
 
     def at(self, state: TrainState) -> Position:
         """Return the position that was looked at last, with the counters of a state."""
-        number = state.epoch + (EPOCH not in state.events)
+        number = state.epoch + ("epoch" not in state.events)
         return attrs.evolve(self.position, epoch=number, step=state.step, skipped=state.skipped)
 
     def finish(self, state: TrainState) -> None:
@@ -732,7 +715,7 @@ class _View(ABC):
         """Show the last line."""
         seconds = time.monotonic() - self.pace.began
         line = describe_end(reason, self.at(state), seconds) + self.describe_best()
-        self.end(line, *[HOW_TO_CONTINUE] * is_interruption(state.stop))
+        self.end(line, *[HOW_TO_CONTINUE] * Stop.interrupts(state.stop))
 
     def describe_best(self) -> str:
         """Return the best value that a run has made, by what its hooks rank, if they do."""
@@ -741,7 +724,8 @@ class _View(ABC):
         if found is None:
             return ""
         name, record = found
-        return f"; best {name} {format_metric(name, record.metrics[name])} at step {record.step:,}"
+        value = tables.format_metric(name, record.metrics[name])
+        return f"; best {name} {value} at step {record.step:,}"
 
     def parts_of_epoch(self, state: TrainState) -> list[str]:
         """Return what stands beside the bar of an epoch, the most important first."""
@@ -781,7 +765,7 @@ class _Terminal(_View):
     def __init__(self, state: TrainState, since: str, refresh: float, file: TextIO) -> None:
         super().__init__(state, since)
         self.screen, self.refresh, self.colors = Screen(file), refresh, has_colors(file)
-        self.table: Table[Row] = Table(())  # the columns of the lines so far
+        self.table: tables.Table[Row] = tables.Table(())  # the columns of the lines so far
         self.made_for: tuple[int, list[str]] = 0, []  # the width of the terminal, and metrics
         self.names: dict[str, None] = {}  # of all metrics so far, in order
         self.next = 0.0  # when to draw the bar of an epoch again
@@ -798,7 +782,7 @@ class _Terminal(_View):
         self.draw(self.position, [self.position.count_text])
 
     def add(self, row: Row) -> None:
-        if faint := not is_row(row.record) and not self.is_stream:
+        if faint := not row.is_whole and not self.is_stream:
             if time.monotonic() < self.written + RECENT:
                 return
             row = attrs.evolve(row, record=_as_training(row.record))
@@ -814,7 +798,7 @@ class _Terminal(_View):
         line = self.paint(line, "dim") if faint else line
         self.screen.print(*(self.paint(title, "dim") for title in above), line)
 
-    def suit(self, row: Row) -> Table[Row]:
+    def suit(self, row: Row) -> tables.Table[Row]:
         """Return the columns for a row: those of the lines above it, if it fits them."""
         width = columns_of(self.screen.file) - 1
         self.names.update(dict.fromkeys(row.record.metrics))
@@ -823,16 +807,16 @@ class _Terminal(_View):
             return self.table
         self.made_for = made_for
         last = max(_run(self.state).total_steps or 0, row.record.step)
-        return lay_out([row], made_for[1], width, last)
+        return Row.lay_out([row], made_for[1], width, last)
 
     def show(self, state: TrainState) -> float:
         """Draw the bar of the epoch, or that of the next one if it has ended."""
         now = time.monotonic()
         # The values of a row are known, and cost no read.
-        if now < self.next and not (RECORD in state.events and is_row(state.history[-1])):
+        if now < self.next and not ("record" in state.events and Row(state.history[-1]).is_whole):
             return self.next
         self.next = now + self.refresh
-        if EPOCH not in state.events:
+        if "epoch" not in state.events:
             self.draw(self.position, self.parts_of_epoch(state))
         elif not is_over(state):  # nothing is known of the next epoch yet
             self.draw(attrs.evolve(self.position, epoch=self.position.epoch + 1, done=0), [])
@@ -915,7 +899,7 @@ class _Notebook(_View):
         self.facts = ", ".join(parts)
 
     def add(self, row: Row) -> None:
-        if is_row(row.record) or self.is_stream:
+        if row.is_whole or self.is_stream:
             self.rows.append(row)
         if self.is_stream and len(self.rows) > 2 * ROWS:
             del self.rows[ROWS]  # which is never shown
@@ -947,8 +931,8 @@ class _Notebook(_View):
         """Show the facts, the table and a last part, which is given as HTML and as text."""
         parts, text = [tables.faint(self.facts)], [self.facts]
         if self.rows:
-            names = self.with_column(metric_names(row.record for row in self.rows))
-            table = table_of(self.rows, names, tables.HTML_WIDTH, ROWS)
+            names = self.with_column(Row.names(self.rows))
+            table = Row.table(self.rows, names, tables.HTML_WIDTH, ROWS)
             parts.append(table.html())
             text.append(table.text(tables.terminal_width()))
         shown = tables.stack(*parts, last)
@@ -978,22 +962,22 @@ class _Log(_View):
         self.write(", ".join(parts))
 
     def add(self, row: Row) -> None:
-        if not is_row(row.record):
+        if not row.is_whole:
             return
         metrics = row.record.metrics
         names = [n for n in metrics if not n.startswith("recent/") and "/watch/" not in n]
-        ordered = [column.name for column in lay_out([row], names).columns if column.name]
+        ordered = [column.name for column in Row.lay_out([row], names).columns if column.name]
         values = (
-            f"{name} {format_metric(name, metrics[name])}{'*' if name in row.best else ''}"
+            f"{name} {tables.format_metric(name, metrics[name])}{'*' if name in row.best else ''}"
             for name in ordered
         )
         at = attrs.evolve(self.at(self.state), epoch=row.number, step=row.record.step)
-        passed = format_duration(row.seconds or 0.0)
+        passed = tables.format_duration(row.seconds or 0.0)
         self.write(at.epoch_text, at.step_text, row.model, *values, at.skipped_text, passed)
 
     def show(self, state: TrainState) -> float:
         """Write how far the run is, if it is time to."""
-        position, pause = self.position, RECENT if RECORD in state.events else HEARTBEAT
+        position, pause = self.position, RECENT if "record" in state.events else HEARTBEAT
         if time.monotonic() >= self.written + pause:
             part = f"{position.done * 100 // position.total}%" if position.total else ""
             values = [position.skipped_text, *describe_values(state), position.rate_text()]
@@ -1019,11 +1003,11 @@ class _Log(_View):
         self.written = time.monotonic()
         lines = [""]
         for part in filter(None, parts):
-            if len(part) > WIDEST:  # a sentence: broken between two words
-                lines[-1:] = [*filter(str.strip, lines), *tables.wrap(part, WIDEST, "    ")]
+            if len(part) > tables.WIDEST:  # a sentence: broken between two words
+                lines[-1:] = [*filter(str.strip, lines), *tables.wrap(part, tables.WIDEST, "    ")]
                 continue
-            if lines[-1].strip() and len(lines[-1]) + 2 + len(part) > WIDEST:
+            if lines[-1].strip() and len(lines[-1]) + 2 + len(part) > tables.WIDEST:
                 lines.append("  ")
             lines[-1] += f"  {part}" if lines[-1] else part
         with contextlib.suppress(OSError, ValueError):  # a full disk or a closed file ends no run
-            print(printable("\n".join(lines), self.file), file=self.file, flush=True)
+            print(tables.printable("\n".join(lines), self.file), file=self.file, flush=True)

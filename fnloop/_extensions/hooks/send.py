@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import csv
-import functools
 import importlib
 import importlib.util
 import inspect
 import io
 import itertools
 import json
+import logging
 import math
 import os
 import re
@@ -25,18 +25,16 @@ import attrs
 
 from fnloop._backend.collectives import any_rank
 from fnloop._backend.processes import trackers
-from fnloop._checkpoint.files import make_folder, remove_parts, replace_file
 from fnloop._checkpoint.retention import read_run_id
 from fnloop._core.history import History
 from fnloop._core.records import Record
-from fnloop._core.runs import kind_of
 from fnloop._core.state import TrainState, differ_only
-from fnloop._core.types import END, RECORD, Call, Output
-from fnloop._display.checks import folder_path, typed_path
-from fnloop._display.screen import log
+from fnloop._core.types import Call, Output
 from fnloop._extensions.hooks.keep import checkpoint, restore_best
-from fnloop._hooks.hook import BuiltIn, Hook, Wrapper, call_hook, check_hook, layers, unwrap_hook
-from fnloop.extend import checks, name_of, on_main_process
+from fnloop._hooks.hook import BuiltIn, Hook, Wrapper, layers
+from fnloop.extend import Stop, checks, disk, name_of, on_main_process
+
+log = logging.getLogger("fnloop")
 
 # --------------------------------------------------------------------------------------------------
 # Keep a table of the history in a file that always equals it, also after a resume.
@@ -153,8 +151,8 @@ def _make_writer(
 ) -> TableWriter:
     """Check the path and make a hook. ``beginning`` is the pattern of the file's first bytes."""
     name = factory.__name__
-    typed = typed_path(name, "path", path, f"runs/a.{name[3:]}")
-    file = folder_path(name, "path", path)
+    typed = checks.typed_path(name, "path", path, f"runs/a.{name[3:]}")
+    file = checks.folder_path(name, "path", path)
     folder = next(parent for parent in file.parents if parent.exists())
     found = _read_beginning(file) if file.is_file() else b""
     if found[:1] == b"\0" and read_run_id(_run_id_file(file)) is not None:
@@ -221,7 +219,7 @@ class TableWriter(BuiltIn):
         return state
 
     def __call__(self, state: TrainState) -> TrainState:
-        if self._count is None or RECORD in state.events:
+        if self._count is None or "record" in state.events:
             self._update(state)
         return state
 
@@ -233,7 +231,7 @@ class TableWriter(BuiltIn):
     def settle(self, state: TrainState) -> TrainState:
         """Make the file equal to the history of a run that has already ended, if it is its file."""
         if state.backend.rank == 0 and self._belongs_to(state):
-            remove_parts(self.path.resolve())
+            disk.remove_parts(self.path.resolve())
             self._count = None
             self._update(state)
         return state
@@ -245,11 +243,11 @@ class TableWriter(BuiltIn):
                 "its state first: state = resume(folder, state). To begin a new one, give it "
                 "another path, or move the file away"
             )
-        remove_parts(self.path.resolve())
+        disk.remove_parts(self.path.resolve())
         file = _run_id_file(self.path)
         if read_run_id(file) != state.run_id:
-            make_folder(file.parent)
-            replace_file(file, state.run_id.encode())
+            disk.make_folder(file.parent)
+            disk.replace_file(file, state.run_id.encode())
 
     def _belongs_to(self, state: TrainState) -> bool:
         """Return whether the file belongs to this run: by its hidden file, or by its first row."""
@@ -309,8 +307,8 @@ class TableWriter(BuiltIn):
         path = self.path.resolve()  # so that a link stays a link
         if path.exists() and path.read_bytes() == text:
             return
-        make_folder(path.parent)
-        replace_file(path, text)
+        disk.make_folder(path.parent)
+        disk.replace_file(path, text)
 
     def _lines(self, records: Sequence[str]) -> Sequence[str]:
         """Return the lines of the file, given those of the records."""
@@ -356,8 +354,8 @@ class EventWriter(TableWriter):
         self._tell_spikes(state)
         state = super().flush(state)
         if state.stop is not None:
-            self._tell(state, "stop", {"kind": kind_of(state.stop), "reason": str(state.stop)})
-        if END in state.events:
+            self._tell(state, "stop", {"kind": Stop.kind_of(state.stop), "reason": str(state.stop)})
+        if "end" in state.events:
             self._tell(state, "end", {})
         return state
 
@@ -882,13 +880,13 @@ class on_main(Wrapper):
     hook: Hook
 
     def __attrs_post_init__(self) -> None:
-        object.__setattr__(self, "hook", check_hook(self.hook, "on_main"))
+        self.take(self.hook, "on_main")
         moments = [moment for layer in layers(self.hook) for moment in layer.moments]
         if any(clock.learns for moment in moments for clock in moment.clocks):
             raise TypeError(
                 f"{self.hook!r} tells all processes what its hook takes: list on_main inside it"
             )
-        inner = unwrap_hook(self.hook)
+        inner = self.innermost
         if isinstance(inner, checkpoint | restore_best):
             writes = ", and writes only on the main one" if isinstance(inner, checkpoint) else ""
             raise TypeError(f"{self.hook!r} needs all processes{writes}: list it without on_main")
@@ -897,11 +895,11 @@ class on_main(Wrapper):
         return f"on_main({name_of(self.hook)})"
 
     def __call__(self, state: TrainState) -> TrainState:
-        return self.around(functools.partial(call_hook, self.hook), state)
+        return self.around(self.call, state)
 
     def begin(self, state: TrainState) -> TrainState:
         """Begin a run, on the main process; everywhere if the hook needs all processes for it."""
-        if isinstance(unwrap_hook(self), TableWriter):  # all learn of a file that is refused
+        if isinstance(self.innermost, TableWriter):  # all learn of a file that is refused
             return self.hook.begin(state)
         return super().begin(state)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import os
 import subprocess
@@ -15,20 +16,29 @@ import torch
 from torch import Tensor
 
 from fnloop._backend.collectives import broadcast, gather_objects, gather_shares
-from fnloop._backend.containers import map_leaves
 from fnloop._checkpoint.format import NUMBER, check_shape
 from fnloop._core.history import SINCE, check_monitored, first_record
 from fnloop._core.metrics import Mean, read
 from fnloop._core.records import Record, counts
-from fnloop._core.runs import Stop, ends_job, kind_of, now
+from fnloop._core.runs import now
 from fnloop._core.stacked import models_of
 from fnloop._core.state import TrainState
-from fnloop._core.types import END, RECORD, UPDATE, Call
-from fnloop._display.checks import choice, flag, integer, join_names, metric_name, number
-from fnloop._display.screen import log
-from fnloop._display.tables import format_count, format_duration, format_metric
-from fnloop._hooks.hook import BuiltIn, Hook, parts_saved, place_in
-from fnloop.extend import Fold, better, checks, engine_of, isolated, mode_of, with_slot
+from fnloop._core.types import Call
+from fnloop._hooks.hook import BuiltIn, Hook
+from fnloop.extend import (
+    Fold,
+    Stop,
+    better,
+    checks,
+    containers,
+    engine_of,
+    isolated,
+    mode_of,
+    tables,
+    with_slot,
+)
+
+log = logging.getLogger("fnloop")
 
 # --------------------------------------------------------------------------------------------------
 # Which update made the training loss infinite or NaN, without a read from the device in between.
@@ -116,7 +126,7 @@ def _indices(state: TrainState, before: _Mark, after: _Mark) -> list[object] | N
     rounds = -(-batches // state.backend.data_size)
     with isolated(state.backend.device):
         own = run.live.indices_at(before.epoch, before.batch, before.samples)
-        mine = [map_leaves(index, _plain) for index in itertools.islice(own, rounds)]
+        mine = [containers.map_leaves(index, _plain) for index in itertools.islice(own, rounds)]
     every = gather_shares(mine, "the hook halt_on_nonfinite")
     found = [index for round_ in itertools.zip_longest(*every) for index in round_]
     known = [index for index in found if index is not None and index != []]
@@ -239,15 +249,17 @@ class early_stop(Hook):
     def __attrs_post_init__(self) -> None:
         checks.make_plain(self)
         owner = "early_stop"
-        metric_name(owner, "key", self.key)
+        checks.metric_name(owner, "key", self.key)
         meaning = "a number of evaluations"
         if type(self.patience) is int and self.patience == 0:
             meaning += " (1 stops at the first one without improvement; some libraries call that 0)"
-        integer(owner, "patience", self.patience, meaning)
-        number(owner, "min_delta", self.min_delta, "the least improvement", least=0)
-        choice(owner, "reference", self.reference, ("accepted", "best"))
-        flag(owner, "relative", self.relative)
-        integer(owner, "start_from_epoch", self.start_from_epoch, "a number of epochs", least=0)
+        checks.integer(owner, "patience", self.patience, meaning)
+        checks.number(owner, "min_delta", self.min_delta, "the least improvement", least=0)
+        checks.choice(owner, "reference", self.reference, ("accepted", "best"))
+        checks.flag(owner, "relative", self.relative)
+        checks.integer(
+            owner, "start_from_epoch", self.start_from_epoch, "a number of epochs", least=0
+        )
         values = {
             "baseline": self.baseline,
             "stopping_threshold": self.stopping_threshold,
@@ -255,11 +267,11 @@ class early_stop(Hook):
         }
         for name, value in values.items():
             if value is not None:
-                number(owner, name, value, "a value of the metric, or None", finite=False)
-        integer(owner, "min_epochs", self.min_epochs, "a number of epochs", least=0)
-        integer(owner, "min_steps", self.min_steps, "a number of updates", least=0)
-        flag(owner, "check_finite", self.check_finite)
-        choice(owner, "since", self.since, SINCE)
+                checks.number(owner, name, value, "a value of the metric, or None", finite=False)
+        checks.integer(owner, "min_epochs", self.min_epochs, "a number of epochs", least=0)
+        checks.integer(owner, "min_steps", self.min_steps, "a number of updates", least=0)
+        checks.flag(owner, "check_finite", self.check_finite)
+        checks.choice(owner, "since", self.since, SINCE)
         mode_of(owner, self.key, self.mode)  # checks it
         object.__setattr__(self, "_waited", Fold(self._wait, None))
 
@@ -276,7 +288,7 @@ class early_stop(Hook):
         return repr(Call(early_stop, (key,), changed))
 
     def __call__(self, state: TrainState) -> TrainState:
-        if RECORD not in state.events or not check_monitored("early_stop", self.key, state):
+        if "record" not in state.events or not check_monitored("early_stop", self.key, state):
             return state
         if state.history[-1].closing:
             return state
@@ -313,10 +325,11 @@ class early_stop(Hook):
         good, bad = self.stopping_threshold, self.divergence_threshold
         if self.check_finite and not math.isfinite(newest):
             return f"is not finite: {newest}"
+        written = tables.format_metric(self.key, newest)
         if good is not None and better(newest, good, mode):
-            return f"reached {format_metric(self.key, newest)}, better than {good:g} {direction}"
+            return f"reached {written}, better than {good:g} {direction}"
         if bad is not None and better(bad, newest, mode):
-            return f"diverged to {format_metric(self.key, newest)}, worse than {bad:g} {direction}"
+            return f"diverged to {written}, worse than {bad:g} {direction}"
         wait = self._waited(state.history, first_record(state.phases, self.since))
         if wait is None or wait.evaluations < self.patience:
             return None
@@ -328,8 +341,8 @@ class early_stop(Hook):
             least = f" on the baseline {self.baseline:g}{least}"
         where = _place(wait.record, state)
         return (
-            f"has not improved{least} for {format_count(wait.evaluations, 'evaluation')} ({best} "
-            f"{format_metric(self.key, wait.reference)}, {where})"
+            f"has not improved{least} for {tables.format_count(wait.evaluations, 'evaluation')} "
+            f"({best} {tables.format_metric(self.key, wait.reference)}, {where})"
         )
 
 
@@ -404,9 +417,9 @@ class halt_on_nonfinite(BuiltIn):
 
     def __attrs_post_init__(self) -> None:
         checks.make_plain(self)
-        integer("halt_on_nonfinite", "steps", self.steps, "the updates between two reads")
-        flag("halt_on_nonfinite", "keep", self.keep)
-        flag("halt_on_nonfinite", "raises", self.raises)
+        checks.integer("halt_on_nonfinite", "steps", self.steps, "the updates between two reads")
+        checks.flag("halt_on_nonfinite", "keep", self.keep)
+        checks.flag("halt_on_nonfinite", "raises", self.raises)
 
     def __repr__(self) -> str:
         flags = {"keep": self.keep, "raises": self.raises}
@@ -450,11 +463,11 @@ class halt_on_nonfinite(BuiltIn):
         bad = [name for name, loss in losses.items() if not math.isfinite(loss)]
         if not bad:
             return (0.0 if losses else None), ""
-        return losses[bad[0]], f" of {join_names(bad)}"
+        return losses[bad[0]], f" of {checks.join_names(bad)}"
 
     def _read_each(self, state: TrainState, models: Sequence[str]) -> dict[str, float]:
         """Return the mean loss of each model of a stack; nothing if it is not read."""
-        if RECORD in state.events:
+        if "record" in state.events:
             metrics, groups = state.history[-1].metrics, ("train", "recent")
             return {
                 name: metrics[key]
@@ -462,20 +475,20 @@ class halt_on_nonfinite(BuiltIn):
                 for key in [f"{group}/{name}/loss" for group in groups][::-1]
                 if key in metrics
             }
-        if UPDATE in state.events and state.step % self.steps == 0 and "loss" in state.metrics:
+        if "update" in state.events and state.step % self.steps == 0 and "loss" in state.metrics:
             found = read({"loss": state.metrics["loss"]})  # a host read
             return {name: found[f"{name}/loss"] for name in models}
         return {}
 
     def _read_one(self, state: TrainState) -> float | None:
         """Return the mean loss of the epoch, or a bad one since the last record; None if unread."""
-        if RECORD in state.events:
+        if "record" in state.events:
             metrics = state.history[-1].metrics
             if "train/loss" in metrics:
                 return metrics["train/loss"]
             if not math.isfinite(recent := metrics.get("recent/loss", 0.0)):
                 return recent
-        if UPDATE in state.events and state.step % self.steps == 0 and "loss" in state.metrics:
+        if "update" in state.events and state.step % self.steps == 0 and "loss" in state.metrics:
             running = {"loss": state.metrics["loss"]}
             return engine_of(state).reduce(running)["loss"].compute()  # a host read
         return None
@@ -605,7 +618,7 @@ class time_limit(BuiltIn):
 
     def take_back(self, state: TrainState) -> TrainState:
         """Return the state without a stop of this hook, if the limit was raised since."""
-        stopped = kind_of(state.stop) == "limit"
+        stopped = Stop.kind_of(state.stop) == "limit"
         raised = self.per == "run" and _taken_in(state)[0] < self.limit
         return attrs.evolve(state, stop=None) if stopped and raised else state
 
@@ -634,7 +647,7 @@ class time_limit(BuiltIn):
         if self._taken[0] < self.limit or state.stop is not None:
             return state
         what, kind = ("the run", "limit") if self.per == "run" else ("this job", "job")
-        reason = f"time_limit: {what} has taken its {format_duration(self.limit)}"
+        reason = f"time_limit: {what} has taken its {tables.format_duration(self.limit)}"
         return attrs.evolve(state, stop=Stop(reason, kind))
 
     def flush(self, state: TrainState) -> TrainState:
@@ -656,7 +669,7 @@ class time_limit(BuiltIn):
         left = self._end[0] - now(state.run)
         if left > SPARE + 2 * self._longest[0] or state.stop is not None:
             return state
-        reason = f"time_limit: this job ends in {format_duration(max(left, 0.0))}"
+        reason = f"time_limit: this job ends in {tables.format_duration(max(left, 0.0))}"
         return attrs.evolve(state, stop=Stop(reason, "job"))
 
 
@@ -735,8 +748,8 @@ class requeue(BuiltIn):
         """
         from fnloop._checkpoint.format import PARTS
 
-        before = hooks[: place_in(hooks, self)]
-        if not any(parts_saved([hook]) >= {*PARTS} for hook in before):
+        before = hooks[: self.place_in(hooks)]
+        if not any(self.parts_saved([hook]) >= {*PARTS} for hook in before):
             raise ValueError(
                 "requeue() saves nothing by itself, so each job would start from zero: list "
                 "checkpoint(folder) before it, of all parts"
@@ -755,8 +768,8 @@ class requeue(BuiltIn):
 
     def flush(self, state: TrainState) -> TrainState:
         """Requeue the job, if it ends before its run does."""
-        over = END in state.events and not state.phases  # another phase may follow
-        if self._job and ends_job(state.stop) and not over:
+        over = "end" in state.events and not state.phases  # another phase may follow
+        if self._job and Stop.ends_job(state.stop) and not over:
             job = self._job.pop()
             if state.backend.main:
                 _requeue(job)

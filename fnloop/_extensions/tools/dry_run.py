@@ -20,38 +20,36 @@ from fnloop._backend.collectives import gather_from_all
 from fnloop._checkpoint.format import CheckpointError
 from fnloop._checkpoint.restore import restore
 from fnloop._checkpoint.save import check_resumable, save
-from fnloop._core.history import History, check_names
-from fnloop._core.optimizers import optimizers_in
-from fnloop._core.runs import INTERRUPTED, TERMINATED
+from fnloop._core.history import History
 from fnloop._core.serialize import find_difference
-from fnloop._core.state import TrainState, check_not_stale, snapshot, without_metrics
-from fnloop._core.types import EPOCH, Batch, Middleware, Output, Step, Wrap
+from fnloop._core.state import TrainState, snapshot, without_metrics
+from fnloop._core.types import Batch, Middleware, Output, Step, Wrap
 from fnloop._data.composed import unmarked
 from fnloop._data.held import own_copy
-from fnloop._data.loaders import Loaders, Padding, batch_size_of, check_loader, sharded
+from fnloop._data.loaders import Padding, batch_size_of, check_loader, sharded
 from fnloop._data.source import first_batches, open_source
-from fnloop._display import tables
-from fnloop._display.tables import Column, Shown, Table, format_milliseconds, shorten
 from fnloop._extensions import extensions
 from fnloop._extensions.middleware.metric import derive, metric, throughput, timings
 from fnloop._extensions.middleware.schedule import plateau, schedule, torch_scheduler
-from fnloop._hooks.hook import BuiltIn, Hook, HookFn, Trigger, Wrapper, every, unwrap_hook
-from fnloop._loop.errors import NO_LENGTH, check_counters, check_returned
+from fnloop._hooks.hook import BuiltIn, Hook, HookFn, Wrapper, every
+from fnloop._loop.errors import check_returned, why_empty
 from fnloop._loop.evaluate import open_loader
-from fnloop._loop.peers import Interrupts, is_alone
+from fnloop._loop.fit import train
 from fnloop._loop.plan import (
     Plan,
-    check_metrics,
-    check_step,
-    describe,
-    make_plan,
-    names_made,
-    watched_in,
 )
-from fnloop._loop.run import fold
-from fnloop._step.pipeline import LossStep, PipelineStep, RawStep, pipeline
+from fnloop._step.pipeline import PipelineStep, pipeline
 from fnloop._step.update import MissingNumberError
-from fnloop.extend import Moment, checks, isolated, name_of
+from fnloop.extend import (
+    Moment,
+    Stop,
+    check_not_stale,
+    checks,
+    isolated,
+    name_of,
+    optimizers,
+    tables,
+)
 
 Value = TypeVar("Value")
 Result = TypeVar("Result")
@@ -77,7 +75,7 @@ class Finding:
 
 
 @attrs.frozen(repr=False)
-class Report(Shown):
+class Report(tables.Shown):
     """What :func:`dry_run` has seen: a table as text, and in a notebook as HTML.
 
     Args:
@@ -95,15 +93,15 @@ class Report(Shown):
         by_name = ("loader", "metric", "hook")
         return tuple(f"{f.kind}{f' {f.name}' * (f.kind in by_name)}: {f.text}" for f in found)
 
-    def _parts(self) -> list[str | Table[Finding]]:
-        columns: list[Column[Finding]] = [
-            Column("what", lambda f: f.kind, left=True),
-            Column("name", lambda f: f.name, left=True),
-            Column("seen", lambda f: f"{'! ' * f.problem}{f.text}", left=True),
+    def _parts(self) -> list[str | tables.Table[Finding]]:
+        columns: list[tables.Column[Finding]] = [
+            tables.Column("what", lambda f: f.kind, left=True),
+            tables.Column("name", lambda f: f.name, left=True),
+            tables.Column("seen", lambda f: f"{'! ' * f.problem}{f.text}", left=True),
         ]
         count = len(self.problems)
         found = tables.format_count(count, "problem") if count else "no problem"
-        return [f"{self.title}: {found}", Table(columns, self.findings)]
+        return [f"{self.title}: {found}", tables.Table(columns, self.findings)]
 
 
 def dry_run(
@@ -158,19 +156,12 @@ def dry_run(
     Replaces: lightning.fast_dev_run
     """
     __tracebackhide__ = True
-    step = check_step(step, "dry_run")
-    check_not_stale(state, "dry_run")
-    given = (step, at_start_of_epoch(state), loaders, None, None, hooks, None, None, 1, None)
-    plan = attrs.evolve(make_plan(*given), assumed_items=ASSUMED)
-    del given  # the copy
+    trial = Trial.of("dry_run", step, state, loaders, hooks, several=True)
+    step, plan = trial.step, trial.plan
     found, checked = plan.loaders, plan.hooks
-    named = loaders_to_try("dry_run", state, found, several=True)
-    # Whether there are records of intervals, it is fit that is told.
-    watched = [one for one in watched_in(step, checked) if not one[1].startswith("recent/")]
-    check_names(watched, (*named, *names_made(checked)))
-    check_metrics(step, checked, found.evaluated, state.history)
+    plan.check_metrics(found.evaluated, state.history, tried=True)
     step, failed = _tried_metrics(step)
-    findings, first = _read(step, state, plan, named)
+    findings, first = _read(trial, step)
     if "train" not in first:
         return Report(_of_all([*findings, *failed.values()]))
     # Hooks may need the numbers of a loader that raises: a training batch stands in for its batch.
@@ -223,13 +214,12 @@ def _naming_processes(problem: Finding, seen: Sequence[Sequence[Finding]]) -> Fi
 # --- loaders
 
 
-def _read(
-    step: PipelineStep, state: TrainState, plan: Plan, loaders: Mapping[str, object]
-) -> tuple[list[Finding], dict[str, Batch]]:
+def _read(trial: Trial, step: PipelineStep) -> tuple[list[Finding], dict[str, Batch]]:
     """Read two batches of each loader, and evaluate the first one.
 
     Return what was seen, and the first batches, but those of loaders that raise.
     """
+    state, loaders = trial.state, trial.loaders
     found: dict[str, Finding] = {}
     raised_everywhere: set[str] = set()
 
@@ -264,7 +254,7 @@ def _read(
         return batch
 
     read = without_those_that_raise(loaders, lambda name, one: _read_one(state, name, one))
-    begun = at_start_of_run(plan, state, step) if "train" in read else state
+    begun = trial.begun(step) if "train" in read else state
     first = without_those_that_raise(read, evaluate)
     if "train" in read and "train" in raised_everywhere:
         # A run evaluates no batch of it, and a loss function may be for training only. An update
@@ -290,10 +280,8 @@ def _read_one(state: TrainState, name: str, loader: object) -> tuple[str, Batch,
             batches.append(own_copy(batch))
             began = time.perf_counter()
     if not batches:
-        why = NO_LENGTH if source.length == 0 else ""
-        why = f" {source.why_empty()}" if source.drop_last and source.batch_size else why
-        raise ValueError(f"the {name} loader gave no batch.{why}")
-    took = "first in " + ", next in ".join(map(format_milliseconds, seconds))
+        raise ValueError(f"the {name} loader gave no batch.{why_empty(source)}")
+    took = "first in " + ", next in ".join(map(tables.format_milliseconds, seconds))
     length = "unknown length"
     if source.length is not None:
         length = f"{source.length:,} batch{'es' * (source.length != 1)}"
@@ -340,7 +328,7 @@ def _tried_metrics(step: PipelineStep) -> tuple[PipelineStep, dict[str, Finding]
 
     def note(member: Middleware, error: Exception) -> None:
         name = repr(member)
-        finding = Finding("metric", shorten(name), _in_words(error), problem=True)
+        finding = Finding("metric", tables.shorten(name), _in_words(error), problem=True)
         failed.setdefault(name, finding)
 
     def tried(member: Middleware, wrap: Wrap | None) -> Wrap | None:
@@ -392,9 +380,9 @@ def _tried_metrics(step: PipelineStep) -> tuple[PipelineStep, dict[str, Finding]
             evaluation=tried(member, member.evaluation),
         )
 
-    if type(step) is not LossStep:  # raw and alternate have steps of their own inside
+    if not step.has_all_rings:  # raw and alternate have steps of their own inside
         return step, failed
-    return pipeline(*map(guarded, step.pipeline.middleware))(step.loss_fn), failed
+    return step.listing([*map(guarded, step.pipeline.middleware)]), failed
 
 
 class _Tried(Wrapper):
@@ -413,14 +401,10 @@ class _Tried(Wrapper):
             return otherwise
 
     def __call__(self, state: TrainState) -> TrainState:
-        if EPOCH not in state.events:
+        if "epoch" not in state.events:
             return state
 
-        def called() -> TrainState:
-            new = check_returned(self.hook, state, self.hook(state))
-            check_counters(self.hook, state, new)
-            return new
-
+        called = lambda: check_returned(self.hook, state, self.hook(state))
         return self._try(called, state)
 
     def begin(self, state: TrainState) -> TrainState:
@@ -470,14 +454,15 @@ def _train(
     def end(state: TrainState) -> TrainState:
         if len(times) <= UPDATES:
             times.append(time.perf_counter())
-        ends = len(times) > UPDATES and EPOCH not in state.events
+        ends = len(times) > UPDATES and "epoch" not in state.events
         return attrs.evolve(state, ends="epoch") if ends else state
 
-    tried = [_safe(unwrap_hook(hook), folder / f"hook-{i}") for i, hook in enumerate(hooks)]
+    innermost = [hook.innermost if isinstance(hook, Wrapper) else hook for hook in hooks]
+    tried = [_safe(hook, folder / f"hook-{i}") for i, hook in enumerate(innermost)]
     called = [safe for safe, _ in tried if safe is not None]
     reached = train_trial(step, copied, loaders, epochs=copied.epoch + 1, hooks=(end, *called))
     updates = [
-        Finding("update", str(i), f"{format_milliseconds(after - before)}, with its batches")
+        Finding("update", str(i), f"{tables.format_milliseconds(after - before)}, with its batches")
         for i, (before, after) in enumerate(itertools.pairwise(times), 1)
     ]
     if reached.skipped > state.skipped:
@@ -492,7 +477,9 @@ def _train(
     for hook, (safe, text) in zip(hooks, tried, strict=True):
         error = None if safe is None else safe.error
         seen = text if error is None else _in_words(error)
-        findings.append(Finding("hook", shorten(name_of(hook)), seen, problem=error is not None))
+        findings.append(
+            Finding("hook", tables.shorten(name_of(hook)), seen, problem=error is not None)
+        )
     if reached.stop is not None:
         findings.append(Finding("hook", "stop", f"a hook stopped the run: {reached.stop}"))
     return [*updates, *findings]
@@ -530,8 +517,8 @@ def _resume(
         saved = time.perf_counter()
         resumed = restore(folder / "checkpoint", at_start_of_epoch(state))
         took = [
-            format_milliseconds(saved - began),
-            format_milliseconds(time.perf_counter() - saved),
+            tables.format_milliseconds(saved - began),
+            tables.format_milliseconds(time.perf_counter() - saved),
         ]
         resumed = advance_copy(step, resumed, loaders, UPDATES - 1, target)
     except CheckpointError as error:
@@ -632,39 +619,22 @@ def at_start_of_epoch(state: TrainState) -> TrainState:
     )  # fmt: skip
 
 
-def at_start_of_run(plan: Plan, state: TrainState, step: PipelineStep | None = None) -> TrainState:
-    """Return a copy of a state as a run begins with it: with the facts about it, and all slots.
-
-    Args:
-        plan: the plan of the run.
-        state: the state.
-        step: the step that makes the slots; that of the plan by default.
-    """
-    copied = at_start_of_epoch(state)
-    source = open_loader(plan.loaders.train, copied, plan.total)
-    run = describe(plan, copied, source, (*plan.loaders.evaluated,), None)
-    return (step or plan.step).init_slots(attrs.evolve(copied, run=run))
-
-
 def with_members(
     step: PipelineStep,
-    left_out: Collection[Callable[..., object]],
+    left_out: Collection[Callable[..., object]] = (),
     inner: Sequence[Middleware] = (),
 ) -> PipelineStep:
-    """Return the same step without some of its middleware, and with others inside the rest.
+    """Return the same step without what a trial leaves out, and with other middleware inside.
 
     Args:
         step: the step of a loss function, or of ``raw``.
-        left_out: the factories whose middleware to leave out.
+        left_out: the factories whose middleware to leave out, besides those of rates and reports.
         inner: the middleware to list first.
     """
+    without = {*left_out, *RATES, *REPORTS}
     listed = step.pipeline.middleware
-    kept = [m for m in listed if m.call is None or m.call.factory not in left_out]
-    composed = pipeline(*inner, *kept)
-    if isinstance(step, RawStep):
-        return step.listing(composed.middleware)
-    assert isinstance(step, LossStep)
-    return composed(step.loss_fn)
+    kept = [m for m in listed if m.call is None or m.call.factory not in without]
+    return step.listing(pipeline(*inner, *kept).middleware)
 
 
 def train_trial(
@@ -675,20 +645,16 @@ def train_trial(
     epochs: int | None = None,
     steps: int | None = None,
     hooks: Sequence[HookFn] = (),
-    evaluate_every: Trigger = EVALUATED,
+    evaluate_every: Moment = EVALUATED,
 ) -> TrainState:
     """Train a copy, as ``fit`` does, but let Ctrl-C and signals end the program as they usually do.
 
     There is nothing to keep.
     """
     __tracebackhide__ = True
-    moments = evaluate_every, None
-    plan = make_plan(step, copied, loaders, epochs, steps, hooks, *moments, prefetch=1, phase=None)
+    plan = Plan.of(step, copied, loaders, epochs, steps, hooks, evaluate_every)
     plan = attrs.evolve(plan, may_stall=True, assumed_items=ASSUMED)  # its hooks end it
-    *_, reached = fold(plan, copied, Interrupts(is_alone(copied)))
-    if reached.stop == INTERRUPTED:
-        raise KeyboardInterrupt
-    return reached
+    return train(plan, copied)
 
 
 def train_copy(
@@ -717,7 +683,7 @@ def advance_copy(
     loaders: Mapping[str, object],
     updates: int,
     epochs: int,
-    evaluate_every: Trigger = EVALUATED,
+    evaluate_every: Moment = EVALUATED,
 ) -> TrainState:
     """Make a number of updates of a longer run; those of one batch count as one.
 
@@ -727,7 +693,8 @@ def advance_copy(
     counted = itertools.count(1)
 
     def stop(state: TrainState) -> TrainState:
-        return attrs.evolve(state, stop=TERMINATED) if next(counted) >= updates else state
+        over = next(counted) >= updates
+        return attrs.evolve(state, stop=Stop("tried", "interrupted")) if over else state
 
     reached = train_trial(
         step, copied, loaders, epochs=epochs, hooks=(stop,), evaluate_every=evaluate_every
@@ -737,38 +704,100 @@ def advance_copy(
 
 def contents_of(state: TrainState) -> dict[str, object]:
     """Return what two states that came to the same are compared by."""
-    optimizers = {name: one.state_dict() for name, one in optimizers_in(state.optimizer).items()}
+    saved = {name: one.state_dict() for name, one in optimizers(state).items()}
     return {
         "model": state.model.state_dict(),
-        "optimizer": optimizers if state.updates else optimizers[""],
+        "optimizer": saved if state.updates else saved[""],
         "slots": dict(state.slots), "counters": (state.step, state.epoch, state.batch),
     }  # fmt: skip
 
 
-def loaders_to_try(
-    owner: str, state: TrainState, loaders: Loaders, several: bool = False
-) -> dict[str, object]:
-    """Return the loaders of a run by name, where they can be tried without harm.
+@attrs.frozen(eq=False)
+class Trial:
+    """A step, a state and loaders, of which runs are tried without harm.
 
     Args:
-        owner: who tries them.
-        state: the state.
-        loaders: the loaders.
-        several: whether several processes may.
-
-    Raises:
-        ValueError: one of them is an iterator.
-        NotImplementedError: there are several processes, and only one may try them.
+        step, state: what is tried.
+        plan: what a run of it would do.
+        loaders: its loaders by name.
     """
-    named: dict[str, object] = {"train": loaders.train, **loaders.evaluated}
-    for name, loader in named.items():
-        if isinstance(loader, Iterator):
-            raise ValueError(
-                f"{owner} would use up the {name} loader, which is an iterator: give a function "
-                "that returns one, or a list"
+
+    step: PipelineStep
+    state: TrainState
+    plan: Plan
+    loaders: Mapping[str, object]
+
+    @staticmethod
+    def of(
+        owner: str,
+        step: Step,
+        state: TrainState,
+        loaders: object,
+        hooks: Sequence[HookFn] | None = (),
+        several: bool = False,
+    ) -> Trial:
+        """Check what was given, and return it.
+
+        Args:
+            owner: who tries it.
+            step, state, loaders, hooks: as in ``fit``.
+            several: whether several processes may.
+
+        Raises:
+            StaleStateError, TypeError, ValueError, KeyError: as ``fit``; or a loader is an
+                iterator.
+            NotImplementedError: there are several processes, and only one may try it.
+        """
+        checked = PipelineStep.checked(step, owner)
+        check_not_stale(state, owner)
+        plan = Plan.of(checked, at_start_of_epoch(state), loaders, hooks=hooks)
+        plan = attrs.evolve(plan, assumed_items=ASSUMED)
+        named: dict[str, object] = {"train": plan.loaders.train, **plan.loaders.evaluated}
+        for name, loader in named.items():
+            if isinstance(loader, Iterator):
+                raise ValueError(
+                    f"{owner} would use up the {name} loader, which is an iterator: give a "
+                    "function that returns one, or a list"
+                )
+        if state.backend.world_size > 1 and not several:
+            raise NotImplementedError(
+                f"{owner} works in one process: call it in a script that is started without "
+                "torchrun"
             )
-    if state.backend.world_size > 1 and not several:
-        raise NotImplementedError(
-            f"{owner} works in one process: call it in a script that is started without torchrun"
-        )
-    return named
+        return Trial(checked, state, plan, named)
+
+    def copy(self) -> TrainState:
+        """Return a copy of the state, at the start of its epoch."""
+        return at_start_of_epoch(self.state)
+
+    def begun(self, step: PipelineStep | None = None) -> TrainState:
+        """Return a copy of the state as a run begins: with the facts about it, and all slots.
+
+        Args:
+            step: the step that makes the slots; that of the run by default.
+        """
+        copied, plan = self.copy(), self.plan
+        source = open_loader(plan.loaders.train, copied, plan.total)
+        run = plan.describe(copied, source, (*plan.loaders.evaluated,), None)
+        return (step or plan.step).init_slots(attrs.evolve(copied, run=run))
+
+    def batches(self, n: int) -> list[Batch]:
+        """Return copies of the first batches of training, on the device of the state."""
+        source, device = open_loader(self.plan.loaders.train, self.state), self.state.backend.device
+        return [own_copy(batch) for batch in first_batches(source, device, n)]
+
+    def advance(
+        self,
+        copied: TrainState,
+        loaders: Mapping[str, object],
+        updates: int,
+        epochs: int,
+        evaluate_every: Moment,
+    ) -> TrainState:
+        """Make a number of updates of a longer run: see :func:`advance_copy`."""
+        return advance_copy(self.step, copied, loaders, updates, epochs, evaluate_every)
+
+    @staticmethod
+    def contents(state: TrainState) -> dict[str, object]:
+        """Return what two states that came to the same are compared by."""
+        return contents_of(state)

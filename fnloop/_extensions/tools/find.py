@@ -11,20 +11,17 @@ import attrs
 import torch
 from torch import Tensor
 
-from fnloop._backend.containers import is_out_of_memory
-from fnloop._core.optimizers import Group, Rate, copy_number, groups_in, initial_value, put_number
-from fnloop._core.state import TrainState, check_not_stale
+from fnloop._core.optimizers import Group, copy_number, groups_in, initial_value, put_number
+from fnloop._core.state import TrainState
 from fnloop._core.types import Batch, Middleware, Output, Step, middleware
 from fnloop._data.loaders import batch_size_of
 from fnloop._display.frames import short_traceback
-from fnloop._display.tables import Column, Shown, Table, format_metric
 from fnloop._extensions import extensions
 from fnloop._extensions.stacks import check_one_model
-from fnloop._extensions.tools.dry_run import RATES, REPORTS, train_copy, with_members
+from fnloop._extensions.tools.dry_run import train_copy, with_members
 from fnloop._loop.evaluate import open_loader
-from fnloop._loop.plan import check_step
 from fnloop._step.pipeline import PipelineStep
-from fnloop.extend import checks, engine_of
+from fnloop.extend import check_not_stale, checks, containers, engine_of, tables
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -40,7 +37,7 @@ SHOWN = 12  # rows of the table
 
 
 @attrs.frozen(repr=False)
-class LrRange(Shown):
+class LrRange(tables.Shown):
     """What :func:`find_lr` has found: a table, also in a notebook; ``plot()`` draws it.
 
     Args:
@@ -91,7 +88,7 @@ class LrRange(Shown):
             axis.set_ylim(low - 0.05 * (high - low), high + 0.15 * (high - low))
         return figure
 
-    def _parts(self) -> list[str | Table[int]]:
+    def _parts(self) -> list[str | tables.Table[int]]:
         title = "LrRange: no suggestion"
         if self.suggestion is not None:
             times = self.suggestion / self.initial
@@ -100,14 +97,14 @@ class LrRange(Shown):
             return [title, self.note]
         every = -(-len(self.rates) // SHOWN)
         found = -1 if self.suggestion is None else self.rates.index(self.suggestion)
-        columns: list[Column[int]] = [
-            Column("lr", lambda i: f"{self.rates[i]:.2e}"),
-            Column("loss", lambda i: format_metric("loss", self.losses[i])),
-            Column("smoothed", lambda i: format_metric("loss", self.smoothed[i])),
-            Column("", lambda i: "suggested" if i == found else "", left=True),
+        columns: list[tables.Column[int]] = [
+            tables.Column("lr", lambda i: f"{self.rates[i]:.2e}"),
+            tables.Column("loss", lambda i: tables.format_metric("loss", self.losses[i])),
+            tables.Column("smoothed", lambda i: tables.format_metric("loss", self.smoothed[i])),
+            tables.Column("", lambda i: "suggested" if i == found else "", left=True),
         ]
         rows = [i for i in range(len(self.rates)) if i % every == 0 or i == found]
-        return [title, Table(columns, rows, self.note)]
+        return [title, tables.Table(columns, rows, self.note)]
 
 
 @short_traceback
@@ -171,7 +168,7 @@ def find_lr(
     Replaces: lightning.LearningRateFinder
     """
     __tracebackhide__ = True
-    step = check_step(step, "find_lr")
+    step = PipelineStep.checked(step, "find_lr")
     check_not_stale(state, "find_lr")
     check_one_model(state, "find_lr")
     if step.turns:
@@ -184,14 +181,14 @@ def find_lr(
     updates = checks.integer("find_lr", "updates", updates, "those of the whole range", least=10)
     initial = _initial_rates(groups_in(state.optimizer))
     sweep = _Sweep([low * (high / low) ** (i / updates) for i in range(updates)], initial)
-    left_out = *RATES, *REPORTS, *extensions("averages of the weights")
+    left_out = extensions("averages of the weights")
     swept = with_members(step, left_out, [_swept(sweep)])
     # ``follow`` ends a sweep whose updates are all left out, with a message of its own.
     train_copy(swept, state, loader, updates, (sweep.follow,), epochs=updates * SKIPPED)
     return sweep.result()
 
 
-def _initial_rates(groups: Sequence[Group]) -> list[Rate]:
+def _initial_rates(groups: Sequence[Group]) -> list[float | Tensor]:
     """Return the initial rate of each group."""
     for i, group in enumerate(groups):
         if "lr" not in group:
@@ -218,7 +215,7 @@ class _Sweep:
     """
 
     rates: list[float]
-    initial: list[Rate]
+    initial: list[float | Tensor]
     losses: list[float] = attrs.field(factory=list)
     smoothed: list[float] = attrs.field(factory=list)
     pending: list[Tensor | None] = attrs.field(factory=list)  # None: of a skipped update
@@ -387,7 +384,7 @@ def find_batch_size(
     Replaces: lightning.BatchSizeFinder, accelerate.find_executable_batch_size
     """
     __tracebackhide__ = True
-    step = check_step(step, "find_batch_size")
+    step = PipelineStep.checked(step, "find_batch_size")
     check_not_stale(state, "find_batch_size")
     check_one_model(state, "find_batch_size")
     meaning = "a function batch_size -> loader"
@@ -442,7 +439,7 @@ class _Trial:
         try:
             return self._train(size)
         except Exception as error:
-            if not is_out_of_memory(error):
+            if not containers.is_out_of_memory(error):
                 raise
             if required:
                 error.add_note("find_batch_size: not even a batch of one sample fits")
@@ -459,7 +456,7 @@ class _Trial:
             return False
         step = self.step
         if not step.turns:
-            step = with_members(step, (*RATES, *REPORTS), [_noted(self)])
+            step = with_members(step, inner=[_noted(self)])
         first = self.state.step + self.state.skipped
 
         def stop(state: TrainState) -> TrainState:  # skipped updates count here

@@ -16,34 +16,21 @@ from urllib.parse import quote
 import attrs
 
 from fnloop._backend.collectives import broadcast
-from fnloop._checkpoint.place import Place
 from fnloop._checkpoint.restore import resume_at
 from fnloop._core.history import History
 from fnloop._core.records import Record, counts
-from fnloop._core.runs import ends_run, is_interruption
-from fnloop._core.state import TrainState, check_not_stale
+from fnloop._core.state import TrainState
 from fnloop._core.types import Middleware, Step
 from fnloop._display.frames import short_traceback
-from fnloop._display.tables import (
-    Column,
-    Display,
-    Rendered,
-    Shown,
-    Table,
-    format_clock,
-    format_metric,
-    in_notebook,
-    printable,
-)
 from fnloop._extensions.hooks.keep import checkpoint
 from fnloop._extensions.middleware.schedule import schedule
 from fnloop._extensions.stacks import stack, unstack
 from fnloop._hooks.hook import Hook, HookFn, every
 from fnloop._loop.fit import run
 from fnloop._loop.peers import forget_interruption
-from fnloop._loop.plan import check_step, read_hooks
-from fnloop._step.pipeline import LossStep, PipelineStep, pipeline
-from fnloop.extend import better, checks, mode_of
+from fnloop._loop.plan import read_hooks
+from fnloop._step.pipeline import PipelineStep, pipeline
+from fnloop.extend import Stop, better, check_not_stale, checks, mode_of, tables
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -74,7 +61,7 @@ class Rung:
 
 
 @attrs.frozen(repr=False)
-class Search(Shown):
+class Search(tables.Shown):
     """What :func:`search` has found: a table, also in a notebook; ``plot()`` draws all runs.
 
     Args:
@@ -91,7 +78,7 @@ class Search(Shown):
     rungs: tuple[Rung, ...]
     key: str
 
-    def _parts(self) -> Sequence[str | Table]:
+    def _parts(self) -> Sequence[str | tables.Table]:
         return [_table(self.rungs, self.key), f"best: {self.best}"]
 
     def plot(self) -> Figure:
@@ -289,7 +276,7 @@ class Trial:
                 )
         if self._folder is None:
             return made
-        return resume_at(Place(self._folder), made, nonfinite=True)  # a run that diverged has lost
+        return resume_at(self._folder, made, nonfinite=True)  # a run that diverged has lost
 
     def train_to(self, epoch: int) -> History:
         """Train to a rung, if it is not there yet, and return the history."""
@@ -319,7 +306,7 @@ class Trial:
 
 def is_left(state: TrainState, epoch: int) -> bool:
     """Return whether a run is still to be trained to a rung."""
-    return state.epoch < epoch and not ends_run(state.stop)
+    return state.epoch < epoch and not Stop.ends_run(state.stop)
 
 
 def _trained(
@@ -341,7 +328,7 @@ def _trained(
         for state in reached:
             if state.epoch >= epoch:
                 break
-    if is_interruption(state.stop):
+    if Stop.interrupts(state.stop):
         forget_interruption()  # this says it
         raise KeyboardInterrupt(
             f"search: {what} was interrupted at step {state.step} ({state.stop})"
@@ -383,7 +370,7 @@ def train_together(
     hooks = (*hooks, Watched(watched))
     if folder is not None:
         own = folder / f"stacked to epoch {epoch}"
-        state = resume_at(Place(own), state, nonfinite=True)
+        state = resume_at(own, state, nonfinite=True)
         hooks = (*hooks, every(epochs=1)(checkpoint(own, keep=1)))
     if is_left(state, epoch):
         what = f"a stack of {len(left)} runs"
@@ -405,7 +392,7 @@ def joined_step(steps: Mapping[str, PipelineStep]) -> PipelineStep:
     for name, step in others:
         mine, its = first.pipeline.middleware, step.pipeline.middleware
         pairs = [*itertools.zip_longest(mine, its)]
-        of = (getattr(each, "loss_fn", each) for each in (first, step))
+        of = (each.loss_fn or each for each in (first, step))
         differ = [(a, b) for a, b in pairs if a != b and not (_is_schedule(a) and _is_schedule(b))]
         if differ or len({*map(id, of)}) > 1:
             what = f"{differ[0][0]!r} and {differ[0][1]!r}" if differ else "their loss functions"
@@ -427,7 +414,7 @@ def joined_step(steps: Mapping[str, PipelineStep]) -> PipelineStep:
             listed.append(schedule(*call.args, **{**call.kwargs, "only": names}))
     if len(others) == 0 or len(listed) == len(columns):
         return first
-    return pipeline(*listed)(cast(LossStep, first).loss_fn)
+    return first.listing(pipeline(*listed).middleware)
 
 
 def _is_schedule(member: Middleware | None) -> bool:
@@ -489,11 +476,11 @@ def _check(states: object, rungs: object, keep: float) -> tuple[Sequence[int], f
 
 def _steps(steps: object, states: Mapping[str, object]) -> Mapping[str, PipelineStep]:
     if not isinstance(steps, Mapping):
-        return dict.fromkeys(states, check_step(steps, OWNER))
+        return dict.fromkeys(states, PipelineStep.checked(steps, OWNER))
     if steps.keys() != states.keys():
         other = sorted(map(repr, steps.keys() ^ states.keys()))
         raise KeyError(f"search: steps and states have other names: {', '.join(other)}")
-    return {name: check_step(step, OWNER) for name, step in steps.items()}
+    return {name: PipelineStep.checked(step, OWNER) for name, step in steps.items()}
 
 
 def _value(history: History, name: str, key: str, epoch: int) -> float:
@@ -531,17 +518,22 @@ def _best_of(
 # One table, which grows.
 
 
-def _table(rows: Sequence[Rung], key: str, names: Sequence[str] = ()) -> Table[Rung]:
+def _table(rows: Sequence[Rung], key: str, names: Sequence[str] = ()) -> tables.Table[Rung]:
     width = max((len(name) for name in names), default=1)
     columns = [
-        Column[Rung]("epoch", lambda row: str(row.epoch)),
-        Column[Rung]("run", lambda row: row.name, left=True, width=width),
-        Column[Rung](
-            key, lambda row: format_metric(key, row.value), best=lambda row: row.best, width=9
+        tables.Column[Rung]("epoch", lambda row: str(row.epoch)),
+        tables.Column[Rung]("run", lambda row: row.name, left=True, width=width),
+        tables.Column[Rung](
+            key,
+            lambda row: tables.format_metric(key, row.value),
+            best=lambda row: row.best,
+            width=9,
         ),
-        Column[Rung]("time", lambda row: format_clock(row.seconds, row.seconds < 60), width=4),
+        tables.Column[Rung](
+            "time", lambda row: tables.format_clock(row.seconds, row.seconds < 60), width=4
+        ),
     ]
-    return Table(columns, rows)
+    return tables.Table(columns, rows)
 
 
 class Growing:
@@ -554,8 +546,8 @@ class Growing:
 
     def __init__(self, names: Sequence[str], key: str) -> None:
         self._names, self._key = names, key
-        self._output = Display() if in_notebook() else None
-        self._fitted: Table[Rung] | None = None
+        self._output = tables.Display() if tables.in_notebook() else None
+        self._fitted: tables.Table[Rung] | None = None
 
     def show(self, rows: Sequence[Rung], is_main: bool) -> None:
         """Show the rows, of which the last is new."""
@@ -563,9 +555,9 @@ class Growing:
             return
         if self._output is not None:
             table = _table(rows, self._key)
-            self._output.show(Rendered(table.html(), table.text()))
+            self._output.show(tables.Rendered(table.html(), table.text()))
             return
         if self._fitted is None:
             self._fitted = _table(rows, self._key, self._names).fit()
-            print(*map(printable, self._fitted.head()), sep="\n")
-        print(printable(self._fitted.line(rows[-1])), flush=True)
+            print(*map(tables.printable, self._fitted.head()), sep="\n")
+        print(tables.printable(self._fitted.line(rows[-1])), flush=True)

@@ -8,12 +8,10 @@ from collections.abc import Callable, Iterator, Mapping
 import attrs
 from torch import Tensor, nn
 
-from fnloop._backend.containers import tensors_in, to_device
-from fnloop._core.state import TrainState, check_not_stale, unwrap
+from fnloop._core.state import TrainState, unwrap
 from fnloop._core.types import Batch
 from fnloop._core.view import view
-from fnloop._display.tables import Column, Shown, Table, format_bytes
-from fnloop.extend import checks, isolated
+from fnloop.extend import check_not_stale, checks, containers, isolated, tables
 
 SHAPES = 2  # outputs of a module that are shown
 _HINT = (
@@ -55,7 +53,7 @@ class ModuleRow:
 
 
 @attrs.frozen(repr=False)
-class Summary(Shown):
+class Summary(tables.Shown):
     """What :func:`summary` returns: a table as text, and in a notebook as HTML.
 
     Args:
@@ -68,12 +66,12 @@ class Summary(Shown):
     tied: Mapping[str, str]
     depth: int
 
-    def _parts(self) -> list[Table[ModuleRow]]:
+    def _parts(self) -> list[tables.Table[ModuleRow]]:
         shown = [row for row in self.rows if row.depth <= self.depth]
         notes = [f"{other} is {name}, and counts once" for other, name in self.tied.items()]
         if hidden := len(self.rows) - len(shown):
             notes.append(f"{hidden} inner modules are not shown: give depth={self.depth + 1}")
-        return [Table(_COLUMNS, shown, "; ".join(notes))]
+        return [tables.Table(_COLUMNS, shown, "; ".join(notes))]
 
 
 def _name(row: ModuleRow) -> str:
@@ -95,17 +93,17 @@ def _trained(row: ModuleRow) -> str:
 
 
 def _memory(nbytes: int) -> str:
-    return format_bytes(nbytes) if nbytes else ""
+    return tables.format_bytes(nbytes) if nbytes else ""
 
 
-_COLUMNS: list[Column[ModuleRow]] = [
-    Column("module", _name, left=True),
-    Column("class", lambda row: row.kind, left=True),
-    Column("output", _output, left=True),
-    Column("number", _number, "parameters", rank=(1, 1)),
-    Column("trained", _trained, "parameters", rank=(2, 2)),
-    Column("weights", lambda row: _memory(row.weight_bytes), "memory", rank=(3, 3)),
-    Column("outputs", lambda row: _memory(row.output_bytes), "memory", rank=(4, 4)),
+_COLUMNS: list[tables.Column[ModuleRow]] = [
+    tables.Column("module", _name, left=True),
+    tables.Column("class", lambda row: row.kind, left=True),
+    tables.Column("output", _output, left=True),
+    tables.Column("number", _number, "parameters", rank=(1, 1)),
+    tables.Column("trained", _trained, "parameters", rank=(2, 2)),
+    tables.Column("weights", lambda row: _memory(row.weight_bytes), "memory", rank=(3, 3)),
+    tables.Column("outputs", lambda row: _memory(row.output_bytes), "memory", rank=(4, 4)),
 ]
 
 
@@ -163,7 +161,7 @@ def summary(state: TrainState, batch: Batch, *, depth: int = 3) -> Summary:
     seen = view(state, "evaluation", together=False)
     with isolated(device), seen, _watched(model) as calls:
         try:
-            _call(model, to_device(batch, device))
+            _call(model, containers.to_device(batch, device))
         except Exception as error:
             error.add_note(_HINT)
             raise
@@ -190,7 +188,7 @@ class _Calls:
     nbytes: int = 0
 
     def add(self, output: object) -> None:
-        found = list(tensors_in(output))
+        found = list(containers.tensors_in(output))
         if not self.number:
             shapes = [str([*t.shape]) for t in found[:SHAPES]]
             more = [f"and {len(found) - SHAPES} more"] if len(found) > SHAPES else []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import logging
 import os
 import shutil
 import statistics
@@ -17,23 +18,21 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
 from fnloop._core.history import History
-from fnloop._core.optimizers import optimizers_in
-from fnloop._core.state import TrainState, check_not_stale, snapshot, without_metrics
+from fnloop._core.state import TrainState, snapshot, without_metrics
 from fnloop._core.types import Middleware, Step
 from fnloop._data.held import own_copy
 from fnloop._data.iterable import is_keeper
 from fnloop._data.loaders import check_loader
 from fnloop._display.frames import short_traceback
-from fnloop._display.screen import log
-from fnloop._display.tables import Column, Shown, Table
 from fnloop._extensions.middleware.compiled import compiled
 from fnloop._extensions.middleware.precision import amp, channels_last
 from fnloop._loop.beginning import fused_hint
 from fnloop._loop.evaluate import open_loader
 from fnloop._loop.fit import fit
-from fnloop._loop.plan import check_step
-from fnloop._step.pipeline import LossStep, PipelineStep, pipeline, total_in
-from fnloop.extend import checks, isolated
+from fnloop._step.pipeline import PipelineStep, pipeline
+from fnloop.extend import check_not_stale, checks, isolated, optimizers, tables
+
+log = logging.getLogger("fnloop")
 
 # --------------------------------------------------------------------------------------------------
 # Time what could be changed about a run, on snapshots of its state.
@@ -78,7 +77,7 @@ class Reading:
 
 
 @attrs.frozen(repr=False)
-class Advice(Shown):
+class Advice(tables.Shown):
     """What :func:`tune` has measured: it prints as a table, with the lines to write.
 
     Args:
@@ -91,26 +90,28 @@ class Advice(Shown):
     lines: tuple[str, ...]
     reading: Reading | None = None
 
-    def _parts(self) -> list[str | Table[Trial] | Table[Reading]]:
-        columns: list[Column[Trial]] = [
-            Column("change", lambda t: t.name, left=True),
-            Column("ms/update", lambda t: "" if t.seconds is None else f"{t.seconds * 1e3:.3g}"),
-            Column("ratio", lambda t: "" if t.ratio is None else f"{t.ratio:.2f}"),
-            Column("losses", lambda t: t.loss, left=True),
+    def _parts(self) -> list[str | tables.Table[Trial] | tables.Table[Reading]]:
+        columns: list[tables.Column[Trial]] = [
+            tables.Column("change", lambda t: t.name, left=True),
+            tables.Column(
+                "ms/update", lambda t: "" if t.seconds is None else f"{t.seconds * 1e3:.3g}"
+            ),
+            tables.Column("ratio", lambda t: "" if t.ratio is None else f"{t.ratio:.2f}"),
+            tables.Column("losses", lambda t: t.loss, left=True),
         ]
-        return [Table(columns, self.trials), "", *self._reading_parts(), *self.lines]
+        return [tables.Table(columns, self.trials), "", *self._reading_parts(), *self.lines]
 
-    def _reading_parts(self) -> list[str | Table[Trial] | Table[Reading]]:
+    def _reading_parts(self) -> list[str | tables.Table[Trial] | tables.Table[Reading]]:
         if self.reading is None:
             return []
-        columns: list[Column[Reading]] = [
-            Column("data", lambda r: r.data, left=True),
-            Column("samples are read", lambda r: _HOW_READ[r.at_once], left=True),
-            Column("µs/batch", lambda r: f"{r.seconds * 1e6:.3g}"),
-            Column("by hand", lambda r: f"{r.by_torch * 1e6:.3g}"),
-            Column("ratio", lambda r: f"{r.seconds / r.by_torch:.2f}"),
+        columns: list[tables.Column[Reading]] = [
+            tables.Column("data", lambda r: r.data, left=True),
+            tables.Column("samples are read", lambda r: _HOW_READ[r.at_once], left=True),
+            tables.Column("µs/batch", lambda r: f"{r.seconds * 1e6:.3g}"),
+            tables.Column("by hand", lambda r: f"{r.by_torch * 1e6:.3g}"),
+            tables.Column("ratio", lambda r: f"{r.seconds / r.by_torch:.2f}"),
         ]
-        return [Table(columns, [self.reading]), ""]
+        return [tables.Table(columns, [self.reading]), ""]
 
 
 @short_traceback
@@ -160,7 +161,7 @@ def tune(step: Step, state: TrainState, loader: object, *, seconds: float = 10.0
         ``ConcatDataset`` of these. It has the same bits. A data set of your own is asked for each
         sample, or for all of a batch if it has ``__getitems__``, as torch does.
     """
-    step = check_step(step, "tune")
+    step = PipelineStep.checked(step, "tune")
     check_not_stale(state, "tune")
     check_loader(loader, "tune", alone=True)
     seconds = checks.number("tune", "seconds", seconds, "how long to measure", above=0)
@@ -270,7 +271,7 @@ class _Bench:
         """Return how the batches are read, and what that costs by hand; None with workers."""
         loader = self.now.loader
         with isolated(self.state.backend.device):
-            source = open_loader(loader, self.state, total_in(self.now.step.pipeline.middleware))
+            source = open_loader(loader, self.state, self.now.step.total)
             if (how := source.how_read()) is None or not isinstance(loader, DataLoader):
                 return None
             seconds = _seconds_per_batch(source.batches(self.state.epoch, 0, 0))
@@ -342,7 +343,7 @@ class _Bench:
             without_metrics(snapshot(self.state)), batch=0, samples=0, history=History(), run=None,
             stop=None, phases=(), events=frozenset(), ends=None, generators=None,
         )  # fmt: skip
-        for optimizer in optimizers_in(state.optimizer).values() if setting.fused else ():
+        for optimizer in optimizers(state).values() if setting.fused else ():
             if could_be_fused(optimizer):
                 for group in optimizer.param_groups:
                     group["fused"] = True
@@ -352,8 +353,7 @@ class _Bench:
         """Return a few windows of batches."""
         with isolated(self.state.backend.device):
             step = self.now.step
-            total = total_in(step.pipeline.middleware)
-            source = open_loader(self.now.loader, self.state, total)
+            source = open_loader(self.now.loader, self.state, step.total)
             batches = source.batches(self.state.epoch, 0, 0)
             each = source.rounds_of(source.batches_in_update(step.window))
             return [*map(own_copy, itertools.islice(batches, 4 * each))]
@@ -446,12 +446,12 @@ def changes_of(
     found: dict[str, Callable[[Setting], Setting]] = {}
     lines = [
         f"{type(optimizer).__name__}(..., fused=True)"
-        for optimizer in optimizers_in(state.optimizer).values()
+        for optimizer in optimizers(state).values()
         if could_be_fused(optimizer)
     ]
     if lines:
         found["fused"] = lambda s: s.written(lines, fused=True)
-    if type(now.step) is LossStep:
+    if now.step.has_all_rings:
         names = {m.name for m in now.step.pipeline.middleware}
         if "amp" not in names and state.backend.precision is None:
             found["bf16"] = lambda s: _with(s, first=(amp("bf16"),))
@@ -468,10 +468,8 @@ def changes_of(
 def _with(
     now: Setting, first: tuple[Middleware, ...] = (), last: tuple[Middleware, ...] = ()
 ) -> Setting:
-    step = now.step
-    assert isinstance(step, LossStep)
-    members = (*first, *step.pipeline.middleware, *last)
-    return attrs.evolve(now, step=pipeline(*members)(step.loss_fn))
+    members = pipeline(*first, *now.step.pipeline.middleware, *last).middleware
+    return attrs.evolve(now, step=now.step.listing(members))
 
 
 def could_be_fused(optimizer: Optimizer) -> bool:

@@ -11,7 +11,8 @@ import pytest
 from fake_terminal import Terminal
 from tqdm import tqdm
 
-from fnloop._display.screen import Screen, columns_of, log
+from fnloop._display.screen import log
+from fnloop._extensions.hooks.terminal import Screen, columns_of
 
 
 @pytest.fixture
