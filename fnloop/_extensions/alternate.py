@@ -20,7 +20,6 @@ from torch import Tensor
 from fnloop._core.history import unfinished
 from fnloop._core.metrics import RECENT, Mean, NoLoss, combine, update_evaluated_
 from fnloop._core.optimizers import first_shared
-from fnloop._core.rng import fold_in
 from fnloop._core.runs import RunInfo
 from fnloop._core.state import (
     Ownership,
@@ -30,12 +29,9 @@ from fnloop._core.state import (
     give_up_ownership,
     ownership_of,
     owns_handles,
-    parameters,
 )
 from fnloop._core.types import Call, Middleware, Output, Step, is_ours
 from fnloop._data.source import LateWindow
-from fnloop._display import tables
-from fnloop._step.engine import engine_of
 from fnloop._step.gradients import NO_GRADIENT, NoGradientError
 from fnloop._step.pipeline import (
     STEP,
@@ -43,7 +39,19 @@ from fnloop._step.pipeline import (
     PipelineStep,
 )
 from fnloop._step.update import Numbers, prefixed
-from fnloop.extend import Batch, Metric, all_parameters, check_not_stale, checks, optimizers, refuse
+from fnloop.extend import (
+    Batch,
+    Metric,
+    all_parameters,
+    check_not_stale,
+    checks,
+    engine_of,
+    fold_in,
+    optimizers,
+    parameters,
+    refuse,
+    tables,
+)
 
 log = logging.getLogger("fnloop")
 

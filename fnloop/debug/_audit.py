@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fnloop._backend import torch_compat
 from fnloop._core.rng import mark_generators
 from fnloop._core.state import TrainState, unwrap
-from fnloop._core.types import Batch, Middleware, Output, Step, middleware
+from fnloop._core.types import Middleware, Output, Step, middleware
 from fnloop._step.transaction import without_graphs
 from fnloop.debug._watch import (
     BUFFER,
@@ -39,7 +39,7 @@ from fnloop.debug._watch import (
     result_of,
     without_gradients,
 )
-from fnloop.extend import checks, containers, engine_of, is_sharded, isolated, tables
+from fnloop.extend import Batch, checks, containers, engine_of, is_sharded, isolated, tables
 
 # --------------------------------------------------------------------------------------------------
 # Updates that are made twice, to compare their bits.

@@ -18,7 +18,7 @@ from fnloop._checkpoint.restore import restore
 from fnloop._checkpoint.save import check_resumable, save
 from fnloop._core.serialize import find_difference
 from fnloop._core.state import TrainState
-from fnloop._core.types import Batch, Step
+from fnloop._core.types import Step
 from fnloop._display.frames import short_traceback
 from fnloop._extensions.middleware.accumulate import accumulate, microbatch
 from fnloop._extensions.tools.dry_run import Finding, HostReads, Report, Trial, with_members
@@ -35,7 +35,7 @@ from fnloop.debug._watch import (
     first_other_operator,
     watch,
 )
-from fnloop.extend import containers, isolated, name_of, tables
+from fnloop.extend import Batch, containers, isolated, name_of, tables
 
 UPDATES = 3
 MOST_SOURCES = 3

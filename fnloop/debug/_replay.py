@@ -29,7 +29,7 @@ from fnloop._core.metrics import RECENT
 from fnloop._core.records import Record
 from fnloop._core.rng import reserved_generators
 from fnloop._core.state import TrainState, snapshot, unwrap
-from fnloop._core.types import Batch, Middleware, Output, Step, middleware
+from fnloop._core.types import Middleware, Output, Step, middleware
 from fnloop._core.view import take_back
 from fnloop._data.loaders import read_loaders
 from fnloop._data.position import checksum
@@ -52,6 +52,7 @@ from fnloop.debug._diff import (
     find_differing,
 )
 from fnloop.extend import (
+    Batch,
     Moment,
     Stop,
     check_not_stale,

@@ -41,10 +41,11 @@ from fnloop._core.optimizers import Group
 from fnloop._core.rng import mark_generators
 from fnloop._core.serialize import INTEGER_OF_SIZE
 from fnloop._core.state import TrainState, generation_of, ownership_of, unwrap
-from fnloop._core.types import Batch, Metric, Middleware, Output, Step, middleware
-from fnloop._step.transaction import then
+from fnloop._core.types import Middleware, Output, Step, middleware
 from fnloop._step.update import Commuting
 from fnloop.extend import (
+    Batch,
+    Metric,
     checks,
     containers,
     engine_of,
@@ -53,6 +54,7 @@ from fnloop.extend import (
     optimizers,
     parameters,
     report,
+    then,
 )
 
 # --------------------------------------------------------------------------------------------------

@@ -16,11 +16,10 @@ from fnloop._checkpoint.parts import Targets, decode_targets
 from fnloop._checkpoint.saved import Saved
 from fnloop._core.history import History, decode_phases
 from fnloop._core.records import Record
-from fnloop._core.state import TrainState, check_not_stale, snapshot, unwrap
-from fnloop._core.types import Batch, Middleware, Output, Step, middleware
+from fnloop._core.state import TrainState, snapshot, unwrap
+from fnloop._core.types import Middleware, Output, Step, middleware
 from fnloop._data.loaders import read_loaders
 from fnloop._data.position import checksum
-from fnloop._display import tables
 from fnloop._display.tables import Column, Shown, Table
 from fnloop._loop.evaluate import open_loader
 from fnloop._loop.peers import is_alone
@@ -44,7 +43,7 @@ from fnloop.debug._replay import (
     recording,
     restored_from,
 )
-from fnloop.extend import checks
+from fnloop.extend import Batch, check_not_stale, checks, tables
 
 
 def without(

@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from fnloop._backend.collectives import on_main_process
 from fnloop._checkpoint.files import locate
 from fnloop._checkpoint.format import CheckpointError, NewerFormatError
 from fnloop._checkpoint.parts import held_parts
@@ -17,7 +16,7 @@ from fnloop._checkpoint.restore import SHAPES, read_checkpoint, restore_contents
 from fnloop._checkpoint.retention import with_manifests
 from fnloop._core.runs import has_updates
 from fnloop._core.state import TrainState
-from fnloop.extend import check_not_stale, checks, disk
+from fnloop.extend import check_not_stale, checks, disk, on_main_process
 
 
 def follow(

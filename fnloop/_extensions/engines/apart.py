@@ -13,15 +13,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fnloop._backend import torch_compat
-from fnloop._core.parts import OWN, Load, Part, Restoring, Saving
+from fnloop._core.parts import OWN, Load, Restoring, Saving
 from fnloop._core.serialize import Json, decode, encode
-from fnloop._core.state import (
-    TrainState,
-    unwrap,
-    with_slot,
-)
-from fnloop._core.types import View
-from fnloop.extend import all_parameters, collectives
+from fnloop._core.state import TrainState, unwrap
+from fnloop.extend import Part, View, all_parameters, collectives, with_slot
 
 log = logging.getLogger("fnloop")
 

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointFunction
 
 from fnloop._backend import torch_compat
-from fnloop._backend.fsdp import around_sharded, is_sharded, roots
+from fnloop._backend.fsdp import around_sharded, roots
 from fnloop._core.metrics import (
     ITEMS,
     RECENT,
@@ -31,7 +31,7 @@ from fnloop._core.metrics import (
     to_accumulator_dtype,
     to_host,
 )
-from fnloop._core.rng import COMPUTE, fold_in, torch_seeder
+from fnloop._core.rng import COMPUTE, torch_seeder
 from fnloop._core.serialize import Pending
 from fnloop._core.state import (
     TrainState,
@@ -39,7 +39,6 @@ from fnloop._core.state import (
     current_parameters,
     generation_of,
     ownership_of,
-    parameters,
 )
 from fnloop._core.types import Output, Step
 from fnloop._core.view import is_apart
@@ -62,7 +61,17 @@ from fnloop._step.gradients import (
     stash_gradients,
     valid_weight,
 )
-from fnloop.extend import Batch, Metric, all_parameters, collectives, containers, optimizers
+from fnloop.extend import (
+    Batch,
+    Metric,
+    all_parameters,
+    collectives,
+    containers,
+    fold_in,
+    is_sharded,
+    optimizers,
+    parameters,
+)
 
 log = logging.getLogger("fnloop")
 

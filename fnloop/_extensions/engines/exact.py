@@ -29,8 +29,8 @@ from fnloop._core.metrics import (
 )
 from fnloop._core.parts import Load, Restoring, set_fields
 from fnloop._core.parts import Part as CheckpointPart
-from fnloop._core.rng import COMPUTE, fold_in, seed_host, torch_seeder
-from fnloop._core.state import TrainState, check_alike, generation_of, moved, parameters
+from fnloop._core.rng import COMPUTE, seed_host, torch_seeder
+from fnloop._core.state import TrainState, check_alike, generation_of, moved
 from fnloop._core.types import BY_ANOTHER, Output, Step
 from fnloop._data.source import Source
 from fnloop._extensions.engines.distributed import (
@@ -52,7 +52,7 @@ from fnloop._step.gradients import (
     stash_gradients,
     valid_weight,
 )
-from fnloop.extend import Batch, Metric, collectives
+from fnloop.extend import Batch, Metric, collectives, fold_in, parameters
 
 log = logging.getLogger("fnloop")
 

@@ -22,9 +22,18 @@ from fnloop._core.types import Call, Output
 from fnloop._core.view import as_evaluated
 from fnloop._core.views import check_plot
 from fnloop._display import figures
-from fnloop._hooks.hook import BuiltIn, Hook, Moment
+from fnloop._hooks.hook import BuiltIn, Hook
 from fnloop._hooks.hook import every as periodically
-from fnloop.extend import Stop, checks, engine_of, is_sharded, name_of, on_main_process, tables
+from fnloop.extend import (
+    Moment,
+    Stop,
+    checks,
+    engine_of,
+    is_sharded,
+    name_of,
+    on_main_process,
+    tables,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -9,8 +9,8 @@ import attrs
 from fnloop._backend.collectives import broadcast
 from fnloop._core.runs import RunInfo, now
 from fnloop._core.state import TrainState, with_note
-from fnloop._hooks.hook import Clock, Moment
-from fnloop.extend import checks
+from fnloop._hooks.hook import Clock
+from fnloop.extend import Moment, checks
 
 DAY = 24 * 60 * 60  # seconds
 

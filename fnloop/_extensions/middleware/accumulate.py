@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fnloop._core.metrics import NoLoss, combine, to_accumulator_dtype, update_evaluated_
-from fnloop._core.state import TrainState, mark_half_done, note_call, with_carry, with_slot
+from fnloop._core.state import TrainState, mark_half_done, note_call, with_carry
 from fnloop._core.types import LossFn, Middleware, Output, Step, middleware
 from fnloop._step.forward import takes_carry
 from fnloop._step.gradients import WeightedSum, restore_gradients, samples_in, stash_gradients
@@ -28,6 +28,7 @@ from fnloop.extend import (
     is_sharded,
     name_of,
     refuse,
+    with_slot,
 )
 
 log = logging.getLogger("fnloop")

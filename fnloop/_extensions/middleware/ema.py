@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from fnloop._backend import torch_compat
-from fnloop._backend.fsdp import is_sharded, local_part
 from fnloop._core.averages import AVERAGED, Average, named_tensors
 from fnloop._core.freeze import Selectors
 from fnloop._core.parts import TAKEN
@@ -35,6 +34,8 @@ from fnloop.extend import (
     all_parameters,
     checks,
     containers,
+    is_sharded,
+    local_part,
     name_of,
     then,
 )

@@ -16,7 +16,6 @@ from fnloop import decide
 from fnloop._backend import torch_compat
 from fnloop._core.averages import Average
 from fnloop._core.optimizers import RATIO
-from fnloop._core.runs import Stop
 from fnloop._core.serialize import has_pending, materialize
 from fnloop._core.stacked import Stack, models_of
 from fnloop._core.state import LEFT_OUT, TrainState
@@ -26,6 +25,7 @@ from fnloop._step.transaction import Judge
 from fnloop._step.update import Commuting
 from fnloop.extend import (
     Batch,
+    Stop,
     Wrap,
     checks,
     engine_of,

@@ -23,7 +23,7 @@ from fnloop._checkpoint.save import check_resumable, save
 from fnloop._core.history import History
 from fnloop._core.serialize import find_difference
 from fnloop._core.state import TrainState, snapshot, without_metrics
-from fnloop._core.types import Batch, Middleware, Output, Step, Wrap
+from fnloop._core.types import Middleware, Output, Step
 from fnloop._data.composed import unmarked
 from fnloop._data.held import own_copy
 from fnloop._data.loaders import Padding, batch_size_of, check_loader, sharded
@@ -41,8 +41,10 @@ from fnloop._loop.plan import (
 from fnloop._step.pipeline import PipelineStep, pipeline
 from fnloop._step.update import MissingNumberError
 from fnloop.extend import (
+    Batch,
     Moment,
     Stop,
+    Wrap,
     check_not_stale,
     checks,
     isolated,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fnloop._core.optimizers import Group, copy_number, groups_in, initial_value, put_number
 from fnloop._core.state import TrainState
-from fnloop._core.types import Batch, Middleware, Output, Step, middleware
+from fnloop._core.types import Middleware, Output, Step, middleware
 from fnloop._data.loaders import batch_size_of
 from fnloop._display.frames import short_traceback
 from fnloop._extensions import extensions
@@ -21,7 +21,7 @@ from fnloop._extensions.stacks import check_one_model
 from fnloop._extensions.tools.dry_run import train_copy, with_members
 from fnloop._loop.evaluate import open_loader
 from fnloop._step.pipeline import PipelineStep
-from fnloop.extend import check_not_stale, checks, containers, engine_of, tables
+from fnloop.extend import Batch, check_not_stale, checks, containers, engine_of, tables
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
