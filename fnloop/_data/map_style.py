@@ -851,7 +851,7 @@ def _concat(dataset: ConcatDataset[object], index: list[int]) -> Batch | None:
     return _mixed(found, torch.from_numpy(which.argsort(kind="stable").argsort()))
 
 
-def _mixed(batches: list[Any], rows: Tensor) -> Batch | None:
+def _mixed(batches: list[Batch], rows: Tensor) -> Batch | None:
     """Return these rows of batches in a row; None if stacking samples might give something else."""
     first = batches[0]
     if isinstance(first, Tensor):

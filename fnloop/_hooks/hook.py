@@ -654,6 +654,7 @@ class Moment(ABC):
                 f"got {checks.describe(moment)}"
             )
         checked = as_moment(moment)
+        check_needs_no_hook(f"{owner} expects every as", checked)
         if checked.monitors:
             raise TypeError(
                 f"{owner} is asked before the record is made, so every cannot depend on it; got "

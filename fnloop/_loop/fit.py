@@ -162,7 +162,7 @@ def fit(
 
         A loader with ``state_dict`` and ``load_state_dict`` (torchdata's ``StatefulDataLoader``)
         continues in mid-epoch where it was. So does such a dataset (Hugging Face's) in a DataLoader
-        without workers. Any other stream is read again up to that batch. Generators that are
+        without workers. Every other stream is read again up to that batch. Generators that are
         attributes of a sampler or a loader are restored. If the order still differs, or the data
         have another length, one warning says so. ``in_order=False`` of a DataLoader has no effect.
         A loader that refills one buffer is refused where two of its batches would be held.

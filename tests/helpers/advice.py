@@ -952,6 +952,15 @@ NOT_FOLLOWED = {
         'audit(against="float64")',
         "watch computes norms of",
     ],
+    "is followed in tests/test_configurations.py": [
+        "the DictConfig that Hydra makes",
+    ],
+    "is done in tests/debug/test_without.py, which makes runs of two steps and keeps all": [
+        "without leaves a batch out of one update,",
+        "without: the phase {} began",
+        "without: the run does not",
+        "without: there is no checkpoint",
+    ],
     "leaves to the user which value, layer or data to choose": [
         "the model has lazy parameters,",
         "a metric of a run such",

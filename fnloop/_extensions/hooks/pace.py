@@ -106,8 +106,9 @@ class paced(Moment):
     _pace: Pace = attrs.field(factory=Pace, init=False, eq=False)
 
     def __attrs_post_init__(self) -> None:
-        checks.number("paced", "failures_per_day", self.failures_per_day, above=0)
-        self._pace.failures = self.failures_per_day
+        rate = checks.number("paced", "failures_per_day", self.failures_per_day, above=0)
+        object.__setattr__(self, "failures_per_day", rate)
+        self._pace.failures = rate
 
     def __repr__(self) -> str:
         return f"paced(failures_per_day={self.failures_per_day})"
@@ -119,7 +120,7 @@ class paced(Moment):
 
     def renew(self) -> paced:
         """Return a copy with a clock of its own."""
-        return attrs.evolve(self)
+        return paced(failures_per_day=self.failures_per_day)
 
     def check(self, run: RunInfo) -> None:
         """Begin a run."""

@@ -9,7 +9,7 @@ import shutil
 import sys
 import threading
 from collections.abc import Iterable
-from typing import Any, TextIO
+from typing import TextIO
 
 from tqdm.utils import disp_len
 
@@ -162,7 +162,7 @@ class _Above:
         return getattr(self.stream, name)
 
 
-def _replace(name: str, old: Any, new: Any) -> None:
+def _replace(name: str, old: object, new: object) -> None:
     """Replace a stream of ``sys``, also in the handlers of ``logging`` that write to it."""
     if getattr(sys, name) is old:  # otherwise it was replaced meanwhile
         setattr(sys, name, new)
