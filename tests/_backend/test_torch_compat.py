@@ -419,6 +419,6 @@ def test_a_ddp_that_does_not_average_is_an_error(group, monkeypatch):
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
     monkeypatch.setattr(dist, "get_world_size", lambda: 3)  # the mean of the ranks is 1
     distributed._check_ddp.__wrapped__(torch.device("cpu"))
-    monkeypatch.setattr(distributed, "reduce_in_backward", lambda ddp, loss: loss * 2)
+    monkeypatch.setattr(torch_compat, "reduce_in_backward", lambda ddp, loss: loss * 2)
     with pytest.raises(RuntimeError, match="does not average gradients"):
         distributed._check_ddp.__wrapped__(torch.device("cpu"))
