@@ -42,7 +42,7 @@ SETTINGS = [  # whose messages say more than what was expected, or that are no s
     (ValueError, lambda: fl.derive(), "at least one name"),
     (ValueError, lambda: fl.derive(loss=double_loss), "choose another name"),
     (ValueError, lambda: fl.ema(name="a/b"), "ema expects name as letters, digits, _ and -"),
-    (ValueError, lambda: fl.swa(name="Model"), "none of model, optimizer, slots, training, own, aver"),
+    (ValueError, lambda: fl.swa(name="Model"), "none of model, optimizer, slots, training, own"),
     (ValueError, lambda: fl.ema(name="closure"), "other middleware; got 'closure'"),
     (ValueError, lambda: fl.metric(on="evaluation"), "at least one name"),
     *(
