@@ -22,10 +22,10 @@ from fnloop._core.parts import (
 from fnloop._core.rng import SEED_BITS, HostGenerators
 from fnloop._core.runs import Position, check_position
 from fnloop._core.serialize import Json, decode, encode, has_pending
-from fnloop._core.state import TrainState, count_items, counted_of
+from fnloop._core.state import PLACE, TrainState, count_items, counted_of
 from fnloop._display.screen import log
 
-COUNTS = ("step", "epoch", "batch", "samples", "skipped", "seed")  # those that are one number
+COUNTS = (*PLACE, "seed")  # those that are one number
 COUNTERS = (*COUNTS, "updates")
 
 

@@ -282,6 +282,9 @@ def _refuse() -> Ownership[TrainState]:
     )
 
 
+PLACE = ("step", "epoch", "batch", "samples", "skipped")  # the counters of a run, each a number
+
+
 @attrs.frozen(eq=False, repr=False, slots=False)  # without slots, a copy takes half the time
 class TrainState:
     """Everything that a run depends on. Make one with :meth:`create`.
@@ -1214,10 +1217,8 @@ def tracing_copy(
         slots: its slots.
         stand_in: makes the placeholder of each field that changes from update to update.
     """
-    names = (
-        *("step", "epoch", "batch", "samples", "skipped", "metrics", "history", "run", "stop"),
-        *("events", "todo", "noted", "generators", "extra"),
-    )
+    others = "metrics", "history", "run", "stop", "events", "todo", "noted", "generators", "extra"
+    names = (*PLACE, *others)
     changing = {name: stand_in(name) for name in names} | {"counted": stand_in("items")}
     changing["updates"] = {name: stand_in(f"updates[{name!r}]") for name in state.updates}
     return attrs.evolve(state, slots=slots, ownership=Ownership(), generation=0, **changing)

@@ -17,6 +17,7 @@ from fnloop._core.optimizers import Optimizers, wants_closure
 from fnloop._core.records import COSTS, Record, records_of_model
 from fnloop._core.stacked import INSTEAD, OWNER, Stack, check_architectures, models_of
 from fnloop._core.state import (
+    PLACE,
     Ownership,
     TrainState,
     snapshot,
@@ -27,7 +28,6 @@ EXAMPLE = "such as fork(state, {'lr': [0.1, 0.01]})"
 _RESERVED = ("lr", "recent", *COSTS)  # what the names of numbers begin with after "train/"
 
 # Where states are has to be the same, because a stack has it once.
-_PLACE = ("step", "epoch", "batch", "samples", "skipped")
 _ALIKE = ("stop", "ends", "phases", "extra", "todo")
 
 
@@ -105,7 +105,7 @@ def stack(states: Mapping[str, TrainState]) -> TrainState:
         seed=first.seed, run_id=secrets.token_hex(8), backend=first.backend,
         updates=dict.fromkeys(copies, first.step), ownership=Ownership(),
     )  # fmt: skip
-    kept = (*_PLACE, *_ALIKE, "events", "noted", "generators", "position", "saved_on")
+    kept = (*PLACE, *_ALIKE, "events", "noted", "generators", "position", "saved_on")
     return attrs.evolve(
         made,
         **{name: getattr(first, name) for name in kept},
@@ -168,7 +168,7 @@ def _taken_out(state: TrainState, place: int, name: str) -> TrainState:
         state.model[name], state.optimizer[name], seed=state.seed, run_id=secrets.token_hex(8),
         backend=state.backend, ownership=Ownership(),
     )  # fmt: skip
-    kept = (*_PLACE, *_ALIKE, "events", "noted", "generators", "position", "saved_on")
+    kept = (*PLACE, *_ALIKE, "events", "noted", "generators", "position", "saved_on")
     return attrs.evolve(
         made,
         **{field: copy.deepcopy(getattr(state, field)) for field in kept},
@@ -260,7 +260,7 @@ def _check_alike(states: Mapping[str, TrainState]) -> None:
     """Raise ValueError unless states are at the same place of the same run."""
     (first_name, first), *others = states.items()
     for name, state in others:
-        for field in _PLACE:
+        for field in PLACE:
             mine, its = getattr(first, field), getattr(state, field)
             if mine != its:
                 what = "step" if field == "step" else f"step {first.step}, but {field}"

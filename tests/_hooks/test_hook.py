@@ -1,11 +1,14 @@
 """A hook of a user's own: the members that it may define, and when a run calls them."""
 
+import inspect
+
 import attrs
 import pytest
 from toy_runs import ONE, fit
 
 import fnloop as fl
-from fnloop._hooks.hook import BuiltIn
+from fnloop._extensions.tools import dry_run
+from fnloop._hooks.hook import BuiltIn, Wrapper
 from fnloop.testing import toy
 
 VALUES = ["monitors", "reports", "makes_records", "moments", "brings", "slot", "untried"]
@@ -52,6 +55,18 @@ def test_hooks_of_the_library_have_them():
     asked = {"among", "notes_in", "parts_saved", "place_in"}  # what they do not define
     found = {name for name in vars(BuiltIn) if name[0] != "_"} - {"saves", "tried", "ranks", *asked}
     assert found == GONE.keys() - {"wants_outputs", "adds_numbers", "outside", "begins_everywhere"}
+
+
+# A run calls these of the hook inside too.
+OF_EACH_LAYER = {"close", "failed", "new_records", "numbers"}
+
+
+@pytest.mark.parametrize(("wrapper", "inherited"), [
+    (Wrapper, set()), (dry_run.Tried, set()), (fl.on_main, {"flush"}),
+])  # fmt: skip
+def test_what_wraps_a_hook_passes_each_member_on(wrapper, inherited):
+    members = {n for n, value in vars(fl.Hook).items() if n[0] != "_" and inspect.isfunction(value)}
+    assert members - OF_EACH_LAYER - inherited <= {*vars(wrapper)}
 
 
 # --- when they are called

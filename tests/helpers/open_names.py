@@ -61,7 +61,7 @@ OPEN = {
     "_core.state": (
         "advance check_alike clear_parameter_cache count_parameters current_parameters "
         "differ_only generation_of give_up_ownership LEFT_OUT mark_half_done moved note_call "
-        "Ownership ownership_of owns_handles ParameterCache rested take_ownership "
+        "Ownership ownership_of owns_handles ParameterCache PLACE rested take_ownership "
         "tracing_copy used_in with_carry with_note with_used without_metrics"
     ),
     "_core.types": "Aux BY_ANOTHER Call collection_key is_ours Searching UPDATE",

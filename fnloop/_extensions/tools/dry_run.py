@@ -387,7 +387,7 @@ def _tried_metrics(step: PipelineStep) -> tuple[PipelineStep, dict[str, Finding]
     return step.listing([*map(guarded, step.pipeline.middleware)]), failed
 
 
-class _Tried(Wrapper):
+class Tried(Wrapper):
     """A hook that is called at the end of an epoch, and never after it has raised: ``error``."""
 
     def __init__(self, hook: Hook) -> None:
@@ -487,12 +487,12 @@ def _train(
     return [*updates, *findings]
 
 
-def _safe(hook: Hook, place: Path) -> tuple[_Tried | None, str]:
+def _safe(hook: Hook, place: Path) -> tuple[Tried | None, str]:
     """Return a hook that leaves no trace in place of one, or None, and what is to be said."""
     if hook.untried is not None:
         return None, f"not called: {hook.untried}"
     copied, where = hook.tried(place) if isinstance(hook, BuiltIn) else (hook, "")
-    return _Tried(copied), "called" + (f", with a temporary {where}" if where else "")
+    return Tried(copied), "called" + (f", with a temporary {where}" if where else "")
 
 
 # --- resuming
