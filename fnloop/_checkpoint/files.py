@@ -463,7 +463,8 @@ class Writing:
                 warn_once(
                     f"a checkpoint is saved with NaN or inf in {entry['nonfinite']}: resume, "
                     "latest and best pass over it, and keep= does not remove the newest that is "
-                    "finite. To stop such a run: hooks=(halt_on_nonfinite(), ...)"
+                    "finite. To stop such a run: hooks=(halt_on_nonfinite(), ...). It looks every "
+                    "100 updates; to look more often, halt_on_nonfinite(steps=10)"
                 )
                 break
         return self.path

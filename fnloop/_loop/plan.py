@@ -114,7 +114,7 @@ class Plan:
 
         Raises:
             StaleStateError: the state has been advanced already.
-            TypeError, ValueError: an argument is not what it should be.
+            TypeError, ValueError: an argument has the wrong type or value.
         """
         step = PipelineStep.checked(step, "fit")
         check_not_stale(state, "fit")

@@ -49,6 +49,7 @@ from fnloop._core.runs import (
     Todo,
     Update,
     first_stop,
+    has_updates,
     now,
     pending,
     reason_of,
@@ -136,6 +137,8 @@ def fold(
         hand_over(state)
         yield state if plan.is_past(state) else _settle_hooks(plan, state)
         return
+    if not pending(begun.todo) and not has_updates(begun.todo):
+        tell(state, plan.why_nothing_to_do(state))  # only its end is left, such as a last flush
     world = World(plan, begun)
     device, over = state.backend.device, False
     with _closing_hooks(plan.hooks, world.stopwatch):

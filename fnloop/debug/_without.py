@@ -94,7 +94,7 @@ def without(
         ValueError: no checkpoint is from before the batch; the run has no such batch, or did not
             get to ``until``; the batch has no such row; a phase began on the way; the run was made
             on several processes; or the training loader is an iterator, which cannot be read twice.
-        TypeError: an argument is not what it should be.
+        TypeError: an argument has the wrong type or value.
         StaleStateError: the state has been advanced.
         NotImplementedError: there are several processes, or the state is a stack of models; or a
             batch is to be left out of ``tbptt``, or of turns with batches of their own.
