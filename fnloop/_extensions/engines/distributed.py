@@ -64,6 +64,7 @@ from fnloop._data.loaders import Padding, Window
 from fnloop._data.source import Source
 from fnloop._display.screen import log
 from fnloop._extensions.engines.apart import apart_of, trains_apart
+from fnloop._extensions.engines.one_message import OneMessage, fits
 from fnloop._step.forward import Fold, Result, Subject
 from fnloop._step.gradients import (
     GradientSum,
@@ -650,11 +651,14 @@ class OwnWindow:
 
 
 # --------------------------------------------------------------------------------------------------
-# The average of gradients over processes, by torch's DistributedDataParallel.
+# The average of gradients over processes, by torch's DistributedDataParallel. A small model on the
+# host does without: one message has all of its gradients.
 
 
 class BucketReducer:
     """Averages gradients in DDP's buckets, while backward computes the next ones.
+
+    Those that fit into one bucket are sent after backward anyway: :class:`OneMessage` does it.
 
     Args:
         model: the model that is trained.
@@ -670,6 +674,8 @@ class BucketReducer:
         self._counted: Callable[[], Tensor] | None = None
         self._has_buffers = any(True for _ in model.buffers())
         self._ddp: _FixedBucketDDP | None = None
+        self._small: OneMessage | None = None  # instead of it
+        self._kept, self._mean = 0, 0.0  # batches here that count, and their mean over processes
         self._params: list[Tensor] = []
         self._flags: list[bool] = []
         self._trainable: list[Tensor] = []
@@ -715,23 +721,24 @@ class BucketReducer:
             ValueError: the loss uses no parameter that is trained, in any process.
             RuntimeError: the processes have replaced or added other parameters than each other.
         """
-        if state.backend.prepare is not None:
-            self._counted = _start_count(root, kept)
-        else:
-            if self._count is None:
-                self._count = torch.zeros((), device=root.device, requires_grad=True)
-            self._count.grad = None
-            root = torch.add(root, self._count.to(root.dtype), alpha=kept)  # adds 0
+        self._kept = kept
         params = all_parameters(state)
         flags = [p.requires_grad for p in params]
         if params is not self._params or flags != self._flags:
             trainable = [p for p in params if p.requires_grad]
             shapes = [p.shape for p in trainable]  # DDP has buckets for them
             if [*map(id, trainable)] != [*map(id, self._trainable)] or shapes != self._shapes:
-                self._make_ddp(state, root, trainable, name)
+                self._prepare(state, root, trainable, name)
             self._params, self._flags, self._trainable = params, flags, trainable
             self._shapes = shapes
+        if self._small is not None:
+            return root
         assert self._ddp is not None
+        if self._count is None:
+            self._counted = _start_count(root, kept)
+        else:
+            self._count.grad = None
+            root = torch.add(root, self._count.to(root.dtype), alpha=kept)  # adds 0
         self._waits_for_all = not self._ddp.find_unused_parameters
         if touch and self._waits_for_all and not self._hides_parameters:
             root = _TouchParameters.apply(root, *self._trainable)
@@ -739,6 +746,8 @@ class BucketReducer:
 
     def counted(self) -> Weight:
         """Return how many batches of the window count, in all processes: on a GPU, as a tensor."""
+        if self._small is not None:
+            return round(self._mean * self._processes)
         if self._counted is not None:
             return to_accumulator_dtype(self._counted())
         assert self._count is not None and self._count.grad is not None
@@ -747,14 +756,11 @@ class BucketReducer:
             return round(mean.item() * self._processes)
         return (to_accumulator_dtype(mean) * self._processes).round()
 
-    def _make_ddp(
-        self, state: TrainState, root: Tensor, trainable: list[Tensor], name: str
-    ) -> None:
+    def _prepare(self, state: TrainState, root: Tensor, trainable: list[Tensor], name: str) -> None:
         nodes = list(_graph_nodes(root))
         reached = {id(leaf_of(node)) for node in nodes}
         self._hides_parameters = any(CheckpointFunction.__name__ in node.name() for node in nodes)
         self._used = [p for p in trainable if self._hides_parameters or id(p) in reached]
-        counts = [] if self._count is None else [self._count]
         trained = {id(p) for p in current_parameters(state).trained}
         used = any(id(p) in trained for p in self._used)
         used = used or any(p.grad is not None for p in trainable)  # by a batch before this one
@@ -766,10 +772,28 @@ class BucketReducer:
             raise RuntimeError(f"{DIVERGED}: they have parameters of different shapes. {ADVICE}")
         if not any_used:
             fail_to_train(state, name, bool(self._used))
+        backend = state.backend
+        plain = backend.prepare is None and not {*backend.settings} - {"broadcast_buffers"}
+        if plain and not unused and fits(state.model, trainable):
+            self._small, self._ddp = OneMessage(trainable), None
+            return
+        self._small = self._count = None
+        if backend.prepare is None:
+            self._count = torch.zeros((), device=root.device, requires_grad=True)
+        counts = [] if self._count is None else [self._count]
         self._ddp = _ddp_of(state, [*trainable, *counts], unused > 0)
 
     def finish_window(self, state: TrainState, touched: bool) -> None:
-        """Give DDP the gradients that it still expects after the last backward of a window."""
+        """Average what is not yet: all, or what DDP still expects after the last backward."""
+        if self._small is not None:
+            unused = [p for p in self._trainable if p.grad is None]
+            if unused:
+                if not touched:
+                    self._warn_of(unused)
+                for p in unused:
+                    p.grad = torch.zeros_like(p)
+            self._mean = self._small.average_(self._kept)
+            return
         if not self._waits_for_all or touched:
             return
         unused = [p for p in self._trainable if p.grad is None]
