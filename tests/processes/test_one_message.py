@@ -86,6 +86,26 @@ def test_one_message_has_the_bits_of_ddp(launched, case, n):
             assert small[2] == ddp[2]
 
 
+def doubled(folder):
+    """Return the dtype and the weight of a model that is made double between two calls of `fit`."""
+    state, step = created(make=lambda: nn.Linear(1, 1, bias=False)), fl.pipeline()(third)
+    ones = [torch.ones(1)] * 2
+    state = fl.fit(step, state, ones, hooks=())
+    state.model.double().weight.data.zero_()
+    state = fl.fit(step, state, ones, hooks=(), epochs=2)
+    return [str(state.model.weight.dtype), state.model.weight.item()]
+
+
+def third(model, batch):
+    return model.weight.sum() / 3
+
+
+def test_gradients_are_averaged_in_the_dtype_that_parameters_have_now(launched):
+    """The gradient is 1/3 and the rate 0.1: in double, 0.1 / 3 has 16 digits."""
+    for dtype, weight in launched(doubled, 2):
+        assert dtype == "torch.float64" and abs(weight + 0.1 / 3) < 1e-15
+
+
 def sent(folder):
     """Return what a second call of `fit` with 12 updates sends, by the names of its messages."""
     step, state, data = fl.pipeline()(entropy), created(), batches(3)[:12]

@@ -677,9 +677,9 @@ class BucketReducer:
         self._small: OneMessage | None = None  # instead of it
         self._kept, self._mean = 0, 0.0  # batches here that count, and their mean over processes
         self._params: list[Tensor] = []
-        self._flags: list[bool] = []
+        self._flags: list[object] = []
         self._trainable: list[Tensor] = []
-        self._shapes: list[torch.Size] = []
+        self._kinds: list[tuple[torch.Size, torch.dtype]] = []
         self._used: list[Tensor] = []  # the parameters that the loss used when DDP was made
         self._hides_parameters = False  # whether the graph of the loss has graphs inside its nodes
         self._waits_for_all = False  # whether DDP waits for every parameter, used or not
@@ -701,7 +701,7 @@ class BucketReducer:
         """Return a root for backward that adds zero to every gradient."""
         params = all_parameters(state)
         known = self._used and params is self._params
-        known = known and [p.requires_grad for p in params] == self._flags
+        known = known and _flags_of(params) == self._flags
         # If not: some may have been frozen or replaced, or the window so far tells which are used.
         used = self._used if known else [p for p in params if p.grad is not None] or params
         return torch.stack([p.flatten()[:1].sum() * 0 for p in used if p.requires_grad]).sum()
@@ -723,14 +723,14 @@ class BucketReducer:
         """
         self._kept = kept
         params = all_parameters(state)
-        flags = [p.requires_grad for p in params]
+        flags = _flags_of(params)
         if params is not self._params or flags != self._flags:
             trainable = [p for p in params if p.requires_grad]
-            shapes = [p.shape for p in trainable]  # DDP has buckets for them
-            if [*map(id, trainable)] != [*map(id, self._trainable)] or shapes != self._shapes:
+            kinds = [(p.shape, p.dtype) for p in trainable]  # there are buckets for them
+            if [*map(id, trainable)] != [*map(id, self._trainable)] or kinds != self._kinds:
                 self._prepare(state, root, trainable, name)
             self._params, self._flags, self._trainable = params, flags, trainable
-            self._shapes = shapes
+            self._kinds = kinds
         if self._small is not None:
             return root
         assert self._ddp is not None
@@ -816,6 +816,11 @@ class BucketReducer:
             "[DistributedDataParallelKwargs(find_unused_parameters=True)])",
             ", ".join(names[:3]) + (", ..." if len(names) > 3 else ""),
         )
+
+
+def _flags_of(params: Iterable[Tensor]) -> list[object]:
+    """Return what is compared before each update: whether each is trained, and in which dtype."""
+    return [p.requires_grad and p.dtype for p in params]
 
 
 class _TouchParameters(torch.autograd.Function):
