@@ -22,7 +22,6 @@ from fnloop._backend.collectives import (
     DIVERGED,
     all_reduce_max,
     all_reduce_max_tensor,
-    any_rank,
     collective_count,
     counted_collectives,
     gather_objects,
@@ -496,11 +495,11 @@ class DistributedWindow:
     def _tell_others(self, error: Exception) -> None:
         """Tell the other processes, which wait in _check_memory, if there is no memory left."""
         if self._guarded and is_out_of_memory(error):
-            any_rank(True, _MEMORY)
+            all_reduce_max([1], _MEMORY)
 
     def _check_memory(self) -> None:
         """Raise if another process has run out of memory."""
-        if any_rank(False, _MEMORY):
+        if all_reduce_max([0], _MEMORY)[0]:
             raise torch.OutOfMemoryError("another process has run out of memory")
 
     def _agree_on_weights(self, state: TrainState, out: Output) -> None:
