@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fnloop._backend.collectives import any_rank, mean_over_processes_, sync_buffers
+from fnloop._backend.collectives import all_reduce_max, mean_over_processes_, sync_buffers
 from fnloop._backend.torch_compat import strip_compile_prefix
 from fnloop._core.parts import OWN, Load, Part, Restoring, Saving
 from fnloop._core.serialize import Json, decode, encode
@@ -154,7 +154,7 @@ class Apart(View):
         own, mark = self.own, self.mark
         self.own, self.mark = None, 0
         fits = all(k in here and here[k].shape == t.shape for k, t in own.items())
-        if any_rank(not fits or mark_of(state) != mark, "a comparison of the weights"):
+        if all_reduce_max([not fits or mark_of(state) != mark], "a comparison of the weights")[0]:
             if state.backend.main:
                 log.warning(
                     "local_sgd: the model was given other weights since the last update, so every "
