@@ -47,7 +47,7 @@ EXTENSIONS = {
     },
     "debug": {"modules": "debug.*", "tests": "debug"},
     "distributed": {
-        "modules": "engines.apart engines.distributed",
+        "modules": "engines.apart engines.distributed engines.one_message",
         "tests": "processes engines/test_engine",
     },
     "exact": {

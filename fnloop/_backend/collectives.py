@@ -140,7 +140,7 @@ def share_data(ranks: Sequence[int], row: Sequence[int] = ()) -> None:
 
 def counts_here() -> bool:
     """Return whether this process counts in sums, and does not only repeat another."""
-    return bool(_row) or len(_sharing) == dist.get_world_size() or dist.get_rank() in _sharing
+    return bool(_row) or not _sharing or dist.get_rank() in _sharing
 
 
 def data_shares() -> int:
@@ -492,7 +492,7 @@ def start_all_reduce_sum(value: float | Tensor, what: str = "a sum") -> Callable
     """
     number = isinstance(value, Tensor)
     total = value.detach().clone() if number else torch.tensor(float(value), dtype=torch.float64)
-    if _sharing and not counts_here():
+    if not counts_here():
         total.zero_()
     mark = _mark(begin_exchange(what))
     if total.device.type != "cpu" or total.ndim:

@@ -28,8 +28,8 @@ from fnloop._backend import torch_compat
 from fnloop._backend.collectives import (
     ADVICE,
     DIVERGED,
-    all_reduce_max,
     broadcast,
+    counts_here,
     gather_from_all,
     join,
     start_all_reduce_sum,
@@ -730,18 +730,28 @@ def own_items(state: TrainState) -> float:
     return state._counted.own(state.metrics, _in_first_epoch(state))
 
 
-def count_items(state: TrainState, follow: bool = False) -> TrainState:
+def items_to_send(state: TrainState) -> float:
+    """Return the items that this process adds to what all processes count; 0 if that is known."""
+    sends = state._counted.now is None and _adds_up(state) and counts_here()
+    return own_items(state) if sends else 0.0
+
+
+def count_items(
+    state: TrainState, follow: bool = False, sent: Iterable[float] | None = None
+) -> TrainState:
     """Return the state that knows its items. A collective, unless it knows them already.
 
     Args:
         state: the newest state.
         follow: whether the next update is followed by another call.
+        sent: what each process has sent, if that is known: :func:`items_to_send`.
     """
     counted, now = state._counted, state._counted.now
     if now is None:
         now = own_items(state)
         if _adds_up(state):
-            now = start_all_reduce_sum(now, "the sum of the items of all updates")()
+            what = "the sum of the items of all updates"
+            now = start_all_reduce_sum(now, what)() if sent is None else sum(sent)
     elif counted.copy is not None or not (follow and counted.is_late):
         return state
     first = _in_first_epoch(state)
@@ -1671,39 +1681,65 @@ def check_alike(state: TrainState, what: str) -> None:
     Raises:
         RuntimeError: they differ; the message names the weight and two processes.
     """
-    norms = _norms(state)
-    same = [state.step, state.skipped, state.epoch, *norms.values()]
-    # The largest of -x is the smallest of x.
-    found = all_reduce_max([*same, *(-value for value in same)], what)
-    most, least = found[: len(same)], [-value for value in found[len(same) :]]
-    n = len(same) - len(norms)
-    check_counters_alike(most[:n], least[:n])
+    check_alike_in(state, gather_from_all(compared_of(state), what))
+
+
+@attrs.frozen
+class Compared:
+    """What has to be the same in every process.
+
+    Args:
+        counters: ``(step, skipped, epoch)``.
+        norms: name to norm, of each parameter that every process has the same copy of.
+    """
+
+    counters: tuple[int, int, int]
+    norms: dict[str, float]
+
+
+def compared_of(state: TrainState) -> Compared:
+    """Return what the other processes compare with theirs. It is read from the device."""
+    return Compared((state.step, state.skipped, state.epoch), _norms(state))
+
+
+def check_alike_in(state: TrainState, every: Sequence[Compared]) -> None:
+    """Raise, as :func:`check_alike` does, if what all processes have sent differs.
+
+    Args:
+        state: the newest state.
+        every: by rank, what each has sent.
+    """
+    check_counters_alike([each.counters for each in every])
+    norms = every[0].norms
+    if any(each.norms.keys() != norms.keys() for each in every):
+        raise RuntimeError(f"{DIVERGED}: they train different parameters. {ADVICE}")
+    found = [*zip(*(each.norms.values() for each in every), strict=True)]
+    most, least = [*map(max, found)], [*map(min, found)]
     owner, now = ownership_of(state), generation_of(state)
     then, known = owner.compared
     limit = min(TOLERANCE, known + GROWTH + GROWTH_PER_UPDATE * max(now - then, 0))
     apart = [
         (high - low) / max(abs(low), abs(high), 1e-300)
-        for low, high in zip(least[n:], most[n:], strict=True)
+        for low, high in zip(least, most, strict=True)
     ]
     worst = max(apart, default=0.0)
     if worst > limit:
-        name = [*norms][apart.index(worst)]
-        _raise_apart(state, name, norms[name], what)
+        at = apart.index(worst)
+        _raise_apart(state, [*norms][at], found[at])
     owner.compared = now, worst
     owner.equal_at = owner.equal_at if worst else state.step
 
 
-def check_counters_alike(most: Sequence[float], least: Sequence[float]) -> None:
-    """Raise unless the largest and the smallest of each counter agree."""
-    if [*most] != [*least]:
-        low, high = ([*map(int, values)] for values in (least, most))
+def check_counters_alike(every: Sequence[Sequence[float]]) -> None:
+    """Raise unless the counters agree: those of each process, or the smallest and the largest."""
+    if any([*each] != [*every[0]] for each in every):
+        low, high = ([*map(int, map(of, zip(*every, strict=True)))] for of in (min, max))
         raise RuntimeError(
             f"{DIVERGED}: (step, skipped, epoch) is {low} in one and {high} in another. {ADVICE}"
         )
 
 
-def _raise_apart(state: TrainState, name: str, norm: float, what: str) -> NoReturn:
-    every = gather_from_all(norm, what)
+def _raise_apart(state: TrainState, name: str, every: Sequence[float]) -> NoReturn:
     low, high = min(every), max(every)
     trained = {id(p) for group in groups_in(state.optimizer) for p in group["params"]}
     is_trained = id(state.model.get_parameter(name)) in trained

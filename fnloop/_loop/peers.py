@@ -26,10 +26,16 @@ from fnloop._backend.collectives import (
     gather_from_all,
     here,
     start_all_reduce_max,
-    waiting_for_all,
 )
 from fnloop._core.runs import INTERRUPTED, REQUEUED, TERMINATED, Stop
-from fnloop._core.state import TrainState, check_alike, check_counters_alike
+from fnloop._core.state import (
+    TrainState,
+    check_alike_in,
+    check_counters_alike,
+    compared_of,
+    count_items,
+    items_to_send,
+)
 from fnloop._core.types import EVALUATION, Call, Middleware, wraps_of
 from fnloop._display.screen import log
 from fnloop._display.tables import is_interactive
@@ -64,8 +70,11 @@ class Peers(Protocol):
         """Exchange requests soon: what follows may take longer than what came before."""
         ...
 
-    def barrier(self, state: TrainState, interrupts: Interrupts, order: int) -> None:
-        """Wait for all processes at the end of an epoch, and check that they have not diverged."""
+    def barrier(self, state: TrainState, interrupts: Interrupts, order: int) -> TrainState:
+        """Wait for all processes at the end of an epoch, and check that they have not diverged.
+
+        Returns the state; that of several processes knows its items.
+        """
         ...
 
     def explain(self, error: BaseException) -> None:
@@ -82,7 +91,8 @@ class Alone:
 
     def hurry(self) -> None: ...
 
-    def barrier(self, state: TrainState, interrupts: Interrupts, order: int) -> None: ...
+    def barrier(self, state: TrainState, interrupts: Interrupts, order: int) -> TrainState:
+        return state
 
     def explain(self, error: BaseException) -> None: ...
 
@@ -229,20 +239,23 @@ class Consensus:
         here.step = state.step
         if self._boundaries >= self._next:
             self._receive(interrupts)
-            self._send(state, interrupts, 0)
+            self._send(state, interrupts)
 
     def hurry(self) -> None:
         """Exchange at the next boundaries: those that follow may be further apart in time."""
         self._next, self._gap = self._boundaries + 1, 1
         self._last, self._since = self._next, 0  # what was measured before says nothing about them
 
-    def barrier(self, state: TrainState, interrupts: Interrupts, order: int) -> None:
-        """Wait for all processes at the end of an epoch, and compare them.
+    def barrier(self, state: TrainState, interrupts: Interrupts, order: int) -> TrainState:
+        """Wait for all processes at the end of an epoch, and compare them, in one message.
 
         Args:
             state: the state.
             interrupts: what was requested of this process.
             order: a checksum of the order of the data.
+
+        Returns:
+            The state, which knows its items.
 
         Raises:
             RuntimeError: this process has stopped while the others continued; or the processes have
@@ -250,29 +263,36 @@ class Consensus:
         """
         self._receive(interrupts)
         end = "the end of an epoch" if state.stop is None else f"the end of its run ({state.stop})"
-        with waiting_for_all(end):
-            self._send(state, interrupts, order)
-            self._receive(interrupts)
-            check_alike(state, "the comparison of the weights")
+        mine = self._requests(interrupts), order, compared_of(state), items_to_send(state)
+        every = gather_from_all(mine, end)
+        requests, orders, compared, items = zip(*every, strict=True)
+        check_counters_alike([each.counters for each in compared])
+        if {*orders} != {order}:
+            raise RuntimeError(f"{DIVERGED}: {ORDER_MISMATCH}")
+        check_alike_in(state, compared)
+        self._obey(interrupts, *map(max, zip(*requests, strict=True)))
         self.hurry()
+        return count_items(state, sent=items)
 
     def explain(self, error: BaseException) -> None:
         """Note in an error what is known about the other processes."""
         explain_lost(error)
 
-    def _send(self, state: TrainState, interrupts: Interrupts, order: int) -> None:
+    def _requests(self, interrupts: Interrupts) -> list[float]:
+        """Return the requests to pass on, and the time; note that they are sent."""
+        self._sent = [*interrupts.requested]
+        return [*self._sent, time.monotonic() - self._began]
+
+    def _send(self, state: TrainState, interrupts: Interrupts) -> None:
         """Begin an exchange.
 
         Args:
             state: its counters must be the same everywhere.
             interrupts: the requests to pass on.
-            order: the checksum of the order of the data, at the end of an epoch.
         """
-        same = (state.step, state.skipped, state.epoch, order)
-        self._sent = [*interrupts.requested]
-        elapsed = time.monotonic() - self._began
+        same = (state.step, state.skipped, state.epoch)
         # The largest of -x is the smallest of x: one reduction finds both.
-        facts = [*self._sent, elapsed, *same, *(-value for value in same)]
+        facts = [*self._requests(interrupts), *same, *(-value for value in same)]
         self._result = start_all_reduce_max(facts, "the exchange between two updates")
         self._last, self._since = self._boundaries, self._boundaries - self._last
         self._next = self._boundaries + self._gap
@@ -283,10 +303,12 @@ class Consensus:
             return
         (stop, save, now, *same), self._result = self._result(), None
         most, least = same[: len(same) // 2], [-value for value in same[len(same) // 2 :]]
-        check_counters_alike(most[:-1], least[:-1])
-        if most[-1] != least[-1]:
-            raise RuntimeError(f"{DIVERGED}: {ORDER_MISMATCH}")
+        check_counters_alike([least, most])
         self._adapt_gap(now - self._agreed_time)
+        self._obey(interrupts, stop, save, now)
+
+    def _obey(self, interrupts: Interrupts, stop: float, save: float, now: float) -> None:
+        """Do what was requested of any process, and set the clock."""
         self._agreed_time = now
         # A request that came during the exchange is not in it.
         pairs = zip(interrupts.requested, self._sent, strict=True)

@@ -327,9 +327,7 @@ class World:
             return
         self.doing = "the exchange between processes"
         if together:
-            self.peers.barrier(self.state, self.interrupts, 0)
-            if not self.peers.alone:
-                self.state = count_items(self.state)
+            self.state = self.peers.barrier(self.state, self.interrupts, 0)
         self.interrupts.done = True
         state = self.state
         if isinstance(state.todo[0], Flush):  # the run has ended, but for that
@@ -605,9 +603,8 @@ class World:
             check_length(self.source, *self.opened_at, self.batches_in_epoch)
         made = state.step + state.skipped - self.first_update
         suggest_fused(plan.step.pipeline.middleware, state, self.stopwatch.trained, made)
-        self.peers.barrier(state, self.interrupts, self.source.order if self.read_whole else 0)
-        if not self.peers.alone:
-            state = count_items(state)
+        order = self.source.order if self.read_whole else 0
+        state = self.peers.barrier(state, self.interrupts, order)
         state = self.obey(changed(state, todo=todo))
         if action.ended and state.stop is None and not (plan.epochs or plan.may_stall):
             self.state, self.doing = state, "the end of the epoch"

@@ -7,8 +7,10 @@ How it is measured is in ``apart.py``. A contender is a pair of processes (gloo,
 each on a core of its own. It trains on its half of one list of tensors. Before it is timed, its
 weights have to be those of the loop by hand, to 1e-6. A round's time is that of the slower process,
 between two barriers. What is timed is described in ``overhead.py``: of fnloop the whole call of
-``fit``, of lightning its epoch alone. A call of ``fit`` exchanges four messages beside those of its
-updates, a few milliseconds, which are spread over the batches of a round.
+``fit``, of lightning its epoch alone. A call of ``fit`` waits for five messages beside those of its
+updates: pipelines, data and weights are compared as it begins; as an epoch ends, metrics are
+gathered, and all else is compared. It does not wait for requests to stop or to save: three messages
+as it begins, and then one for each 0.1 s.
 
 Two models: a tiny one, in which the loop shows beside the latency of an exchange, and one whose
 batch takes milliseconds. Each plain, and with four batches to an update, of which only the last is
@@ -29,7 +31,7 @@ plus what is not hidden of the following.
   its start: 0.1 to 0.3 ms over gloo.
 * Buffers: a broadcast from the main process per update, before forward, so nothing hides it
   (ResNet-50: 0.2 MB).
-* Signals, the clock and the counters: 72 bytes every 0.1 seconds, on the host. The result of an
+* Signals, the clock and the counters: 128 bytes every 0.1 seconds, on the host. The result of an
   exchange is read one exchange later.
 * Metrics: those of a report are pickled (about 100 bytes each) and gathered by all processes,
   N · bytes to each process, per report and not per update.

@@ -45,6 +45,7 @@ from fnloop._core.view import is_apart
 from fnloop._data.loaders import Padding, Window
 from fnloop._data.source import Source
 from fnloop._extensions.engines.apart import apart_of, trains_apart
+from fnloop._extensions.engines.one_message import OneMessage, fits
 from fnloop._step.forward import Fold, Result, Subject
 from fnloop._step.gradients import (
     GradientSum,
@@ -646,11 +647,14 @@ class OwnWindow:
 
 
 # --------------------------------------------------------------------------------------------------
-# The average of gradients over processes, by torch's DistributedDataParallel.
+# The average of gradients over processes, by torch's DistributedDataParallel. A small model on the
+# host does without: one message has all of its gradients.
 
 
 class BucketReducer:
     """Averages gradients in DDP's buckets, while backward computes the next ones.
+
+    Those that fit into one bucket are sent after backward anyway: :class:`OneMessage` does it.
 
     Args:
         model: the model that is trained.
@@ -666,10 +670,12 @@ class BucketReducer:
         self._counted: Callable[[], Tensor] | None = None
         self._has_buffers = any(True for _ in model.buffers())
         self._ddp: _FixedBucketDDP | None = None
+        self._small: OneMessage | None = None  # instead of it
+        self._kept, self._mean = 0, 0.0  # batches here that count, and their mean over processes
         self._params: list[Tensor] = []
-        self._flags: list[bool] = []
+        self._flags: list[object] = []
         self._trainable: list[Tensor] = []
-        self._shapes: list[torch.Size] = []
+        self._kinds: list[tuple[torch.Size, torch.dtype]] = []
         self._used: list[Tensor] = []  # the parameters that the loss used when DDP was made
         self._hides_parameters = False  # whether the graph of the loss has graphs inside its nodes
         self._waits_for_all = False  # whether DDP waits for every parameter, used or not
@@ -691,7 +697,7 @@ class BucketReducer:
         """Return a root for backward that adds zero to every gradient."""
         params = all_parameters(state)
         known = self._used and params is self._params
-        known = known and [p.requires_grad for p in params] == self._flags
+        known = known and _flags_of(params) == self._flags
         # If not: some may have been frozen or replaced, or the window so far tells which are used.
         used = self._used if known else [p for p in params if p.grad is not None] or params
         return torch.stack([p.flatten()[:1].sum() * 0 for p in used if p.requires_grad]).sum()
@@ -711,23 +717,24 @@ class BucketReducer:
             ValueError: the loss uses no parameter that is trained, in any process.
             RuntimeError: the processes have replaced or added other parameters than each other.
         """
-        if state.backend.prepare is not None:
-            self._counted = _start_count(root, kept)
-        else:
-            if self._count is None:
-                self._count = torch.zeros((), device=root.device, requires_grad=True)
-            self._count.grad = None
-            root = torch.add(root, self._count.to(root.dtype), alpha=kept)  # adds 0
+        self._kept = kept
         params = all_parameters(state)
-        flags = [p.requires_grad for p in params]
+        flags = _flags_of(params)
         if params is not self._params or flags != self._flags:
             trainable = [p for p in params if p.requires_grad]
-            shapes = [p.shape for p in trainable]  # DDP has buckets for them
-            if [*map(id, trainable)] != [*map(id, self._trainable)] or shapes != self._shapes:
-                self._make_ddp(state, root, trainable, name)
+            kinds = [(p.shape, p.dtype) for p in trainable]  # there are buckets for them
+            if [*map(id, trainable)] != [*map(id, self._trainable)] or kinds != self._kinds:
+                self._prepare(state, root, trainable, name)
             self._params, self._flags, self._trainable = params, flags, trainable
-            self._shapes = shapes
+            self._kinds = kinds
+        if self._small is not None:
+            return root
         assert self._ddp is not None
+        if self._count is None:
+            self._counted = _start_count(root, kept)
+        else:
+            self._count.grad = None
+            root = torch.add(root, self._count.to(root.dtype), alpha=kept)  # adds 0
         self._waits_for_all = not self._ddp.find_unused_parameters
         if touch and self._waits_for_all and not self._hides_parameters:
             root = _TouchParameters.apply(root, *self._trainable)
@@ -735,6 +742,8 @@ class BucketReducer:
 
     def counted(self) -> Weight:
         """Return how many batches of the window count, in all processes: on a GPU, as a tensor."""
+        if self._small is not None:
+            return round(self._mean * self._processes)
         if self._counted is not None:
             return to_accumulator_dtype(self._counted())
         assert self._count is not None and self._count.grad is not None
@@ -743,14 +752,11 @@ class BucketReducer:
             return round(mean.item() * self._processes)
         return (to_accumulator_dtype(mean) * self._processes).round()
 
-    def _make_ddp(
-        self, state: TrainState, root: Tensor, trainable: list[Tensor], name: str
-    ) -> None:
+    def _prepare(self, state: TrainState, root: Tensor, trainable: list[Tensor], name: str) -> None:
         nodes = list(_graph_nodes(root))
         reached = {id(torch_compat.leaf_of(node)) for node in nodes}
         self._hides_parameters = any(CheckpointFunction.__name__ in node.name() for node in nodes)
         self._used = [p for p in trainable if self._hides_parameters or id(p) in reached]
-        counts = [] if self._count is None else [self._count]
         trained = {id(p) for p in current_parameters(state).trained}
         used = any(id(p) in trained for p in self._used)
         used = used or any(p.grad is not None for p in trainable)  # by a batch before this one
@@ -765,10 +771,28 @@ class BucketReducer:
             )
         if not any_used:
             fail_to_train(state, name, bool(self._used))
+        backend = state.backend
+        plain = backend.prepare is None and not {*backend.settings} - {"broadcast_buffers"}
+        if plain and not unused and fits(state.model, trainable):
+            self._small, self._ddp = OneMessage(trainable), None
+            return
+        self._small = self._count = None
+        if backend.prepare is None:
+            self._count = torch.zeros((), device=root.device, requires_grad=True)
+        counts = [] if self._count is None else [self._count]
         self._ddp = _ddp_of(state, [*trainable, *counts], unused > 0)
 
     def finish_window(self, state: TrainState, touched: bool) -> None:
-        """Give DDP the gradients that it still expects after the last backward of a window."""
+        """Average what is not yet: all, or what DDP still expects after the last backward."""
+        if self._small is not None:
+            unused = [p for p in self._trainable if p.grad is None]
+            if unused:
+                if not touched:
+                    self._warn_of(unused)
+                for p in unused:
+                    p.grad = torch.zeros_like(p)
+            self._mean = self._small.average_(self._kept)
+            return
         if not self._waits_for_all or touched:
             return
         unused = [p for p in self._trainable if p.grad is None]
@@ -791,6 +815,11 @@ class BucketReducer:
             "[DistributedDataParallelKwargs(find_unused_parameters=True)])",
             ", ".join(names[:3]) + (", ..." if len(names) > 3 else ""),
         )
+
+
+def _flags_of(params: Iterable[Tensor]) -> list[object]:
+    """Return what is compared before each update: whether each is trained, and in which dtype."""
+    return [p.requires_grad and p.dtype for p in params]
 
 
 class _TouchParameters(torch.autograd.Function):

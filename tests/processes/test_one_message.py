@@ -1,0 +1,145 @@
+"""A small model's gradients are averaged in one message, with the bits of DDP."""
+
+from collections import Counter
+
+import pytest
+import torch
+from joined import flat, logged
+from process_data import batches, loader
+from process_problems import adamw, by_tokens, created, entropy
+from torch import nn
+
+import fnloop as fl
+from fnloop._backend import collectives
+from fnloop._extensions.engines import distributed, one_message
+
+pytestmark = pytest.mark.slow
+COUNTS = (2, 3)
+calls = [0]
+
+
+class Branches(nn.Module):
+    """Two layers, of which the batch says whether the second is used."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(6, 3), nn.Linear(3, 3)
+
+    def forward(self, x):
+        calls[0] += 1
+        return self.second(self.first(x)) if calls[0] < 3 else self.first(x)
+
+
+def rarely(model, batch):
+    return fl.skip("left out") if int(batch[3][0]) % 3 else entropy(model, batch)
+
+
+CASES = {  # middleware, the loss function, arguments of `created`
+    "plain": ((), entropy, {}),
+    "window, clip": ((fl.accumulate(3), fl.clip(0.3)), entropy, {}),
+    "pieces": ((fl.microbatch(1),), entropy, {}),
+    "items": ((), by_tokens, {}),
+    "left out": ((), rarely, {}),
+    "unused": ((), entropy, {"make": Branches}),
+    "unused, window": ((fl.accumulate(2),), entropy, {"make": Branches}),
+    "in double": ((), lambda m, b: entropy(m, [b[0].double(), *b[1:]]),
+                  {"make": lambda: nn.Linear(6, 3).double()}),
+}  # fmt: skip
+
+
+def trained(case, steps=9):
+    """Return the weights after some updates, the losses, and what was logged."""
+    listed, loss, settings = CASES[case]
+    calls[0] = 0
+    torch.manual_seed(0)
+    state = created(optimizer=adamw, **settings)
+    with logged() as lines:
+        made = fl.fit(fl.pipeline(*listed)(loss), state, loader(), steps=steps, epochs=9, hooks=())
+    losses = [record.metrics["train/loss"] for record in made.history]
+    return [flat(made.model.parameters()), losses, [*lines]]
+
+
+def both(folder):
+    found, make_ddp = {}, distributed._ddp_of
+    for case in CASES:
+        made = []
+        distributed._ddp_of = lambda *given, made=made: made.append(1) or make_ddp(*given)
+        small, number = trained(case), len(made)
+        one_message.LARGEST, kept = 0, one_message.LARGEST
+        found[case] = {"small": small, "ddp": trained(case), "made": [number, len(made)]}
+        one_message.LARGEST = kept
+    return found
+
+
+@pytest.mark.parametrize("n", COUNTS)
+@pytest.mark.parametrize("case", CASES)
+def test_one_message_has_the_bits_of_ddp(launched, case, n):
+    """Of three processes the last bit depends on where a gradient is in its message."""
+    for found in launched(both, n):
+        small, ddp = found[case]["small"], found[case]["ddp"]
+        assert found[case]["made"] == [0, 1]
+        if n == 2:
+            assert small == ddp
+        else:
+            assert small[0] == pytest.approx(ddp[0], rel=1e-5, abs=1e-6)
+            assert small[2] == ddp[2]
+
+
+def doubled(folder):
+    """Return the dtype and the weight of a model that is made double between two calls of `fit`."""
+    state, step = created(make=lambda: nn.Linear(1, 1, bias=False)), fl.pipeline()(third)
+    ones = [torch.ones(1)] * 2
+    state = fl.fit(step, state, ones, hooks=())
+    state.model.double().weight.data.zero_()
+    state = fl.fit(step, state, ones, hooks=(), epochs=2)
+    return [str(state.model.weight.dtype), state.model.weight.item()]
+
+
+def third(model, batch):
+    return model.weight.sum() / 3
+
+
+def test_gradients_are_averaged_in_the_dtype_that_parameters_have_now(launched):
+    """The gradient is 1/3 and the rate 0.1: in double, 0.1 / 3 has 16 digits."""
+    for dtype, weight in launched(doubled, 2):
+        assert dtype == "torch.float64" and abs(weight + 0.1 / 3) < 1e-15
+
+
+def sent(folder):
+    """Return what a second call of `fit` with 12 updates sends, by the names of its messages."""
+    step, state, data = fl.pipeline()(entropy), created(), batches(3)[:12]
+    state = fl.fit(step, state, data, hooks=())
+    names, begin, before = [], collectives.begin_exchange, collectives.counted_collectives()
+    collectives.begin_exchange = lambda what: names.append(what) or begin(what)
+    state = fl.fit(step, state, data, epochs=3, hooks=())
+    collectives.begin_exchange = begin
+    return dict(Counter(names)), collectives.counted_collectives() - before, state.step
+
+
+def test_a_call_of_fit_sends_its_gradients_and_few_messages(launched):
+    """Two epochs, of 6 updates each."""
+    for names, gradients, step in launched(sent, 2):
+        assert step == 18 and gradients == 12
+        names.pop("the exchange between two updates", 0)  # as many as the time says
+        ends = {name: n for name, n in names.items() if name.startswith("the end of ")}
+        assert sum(ends.values()) == names.pop("an exchange of metrics") == 2
+        assert {name for name in names if name not in ends} == {
+            "the comparison of the pipelines", "a comparison of the data", "how batches weigh",
+        }  # fmt: skip
+
+
+def kinds(folder):
+    of = lambda model: one_message.fits(model, [*model.parameters()])
+    return {
+        "small": of(nn.Linear(500, 500)),
+        "large": of(nn.Linear(600, 500)),
+        "narrow": of(nn.Linear(3, 3).bfloat16()),
+        "mixed": of(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3).double())),
+        "sparse": of(nn.Embedding(3, 3, sparse=True)),
+    }
+
+
+def test_only_small_dense_gradients_of_one_dtype_are_sent_so():
+    """500 * 500 numbers are 1.0 MB and 600 * 500 are 1.2; a message has at most 1 MiB."""
+    assert {name for name, fit in kinds(None).items() if fit} == {"small"}
