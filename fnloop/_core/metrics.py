@@ -20,7 +20,7 @@ from fnloop._backend.containers import to_device
 from fnloop._backend.torch_compat import base_of
 from fnloop._core.serialize import Pending, kind_name, materialize
 from fnloop._core.types import Aux, Batch, Metric, Output, collection_key, name_of, values_of
-from fnloop._display.checks import describe, function, metric_name, scalar
+from fnloop._display.checks import describe, fields_of, function, metric_name, scalar
 
 if TYPE_CHECKING:
     from torchmetrics import Metric as ForeignMetric
@@ -129,8 +129,9 @@ class Reduced:
 
     def to_accumulator(self) -> Self:
         """Return a metric whose sums share no tensor, in a dtype wide enough to sum in."""
-        values = [(getattr(self, name), how) for name, how in self.reductions.items()]
-        return type(self)(*[to_accumulator_dtype(v) if how == "sum" else v for v, how in values])
+        values = fields_of(self, self.reductions).values()
+        pairs = zip(values, self.reductions.values(), strict=True)
+        return type(self)(*[to_accumulator_dtype(v) if how == "sum" else v for v, how in pairs])
 
 
 @attrs.frozen(eq=False)

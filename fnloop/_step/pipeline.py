@@ -20,7 +20,7 @@ import toolz
 import torch
 from torch import Tensor, nn
 
-from fnloop._backend.containers import to_device
+from fnloop._backend.containers import to_device, vars_of
 from fnloop._core.averages import check_not_averaged
 from fnloop._core.history import check_loaders
 from fnloop._core.metrics import COLLECTION_HINT, names_in, update_evaluated_
@@ -1333,7 +1333,7 @@ def checked_once(
         return reply
 
     checked: Replaceable = functools.partial(first)
-    vars(checked).update(getattr(step, "__dict__", {}))
+    vars(checked).update(vars_of(step))
     return checked
 
 

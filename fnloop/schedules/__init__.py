@@ -155,7 +155,7 @@ def check_schedule(owner: str, schedule: object) -> None:
 
 def takes_state(given: object) -> bool:
     """Return whether something is a function of one argument, the state, and not a schedule."""
-    ours = getattr(given, "__module__", "") == __name__
+    ours = checks.module_of(given) == __name__
     if not callable(given) or isinstance(given, type) or ours:  # warmup(2) takes a schedule
         return False
     try:

@@ -247,8 +247,8 @@ def _check_members(members: Sequence[Middleware]) -> None:
     """Raise NotImplementedError if a middleware needs what is the same in every process."""
     for member in members:
         factory = None if member.call is None else member.call.factory
-        ours = (getattr(factory, "__module__", "") or "").startswith("fnloop.")
-        name = getattr(factory, "__name__", "") if ours else ""
+        ours = checks.module_of(factory).startswith("fnloop.")
+        name = checks.known_as(factory) if ours else ""
         if name == "amp" and member.gradient is None:  # in bf16
             continue
         why = _REFUSED.get(name)
