@@ -222,7 +222,7 @@ def attributes_of(value: object) -> Iterator[tuple[str, object]]:
     yield from vars_of(value).items()
 
 
-def vars_of(value: object) -> dict[str, Any]:
+def vars_of(value: object) -> dict[str, object]:
     """Return the attributes of an object that are in its ``__dict__``; none if it has slots."""
     return getattr(value, "__dict__", {})
 

@@ -49,9 +49,9 @@ def _required(owner: object, name: str, known_as: str, why: str) -> Any:
         raise _missing(known_as, why) from None
 
 
-def _in_torch(name: str, fallback: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that torch may lack, or the fallback."""
-    return getattr(torch, name, fallback)
+def _found(owner: object, name: str, fallback: Item) -> Item:
+    """Return a function or a class that this version of torch may lack, or the fallback."""
+    return getattr(owner, name, fallback)
 
 
 # --- optimizers
@@ -75,7 +75,7 @@ _wrapper = _find_wrapper()
 _optim = sys.modules[Optimizer.__module__]
 _pre_hooks = getattr(_optim, "_global_optimizer_pre_hooks", True)
 _post_hooks = getattr(_optim, "_global_optimizer_post_hooks", True)
-_profiler_enabled = getattr(torch.autograd, "_profiler_enabled", lambda: True)
+_profiler_enabled = _found(torch.autograd, "_profiler_enabled", lambda: True)
 
 
 def apply_optimizer(optimizer: Optimizer) -> None:
@@ -139,14 +139,14 @@ def forget_sizes(optimizer: Optimizer) -> bool:
     """Make LBFGS count its parameters again. Return whether it is one, with one state for all."""
     if not isinstance(optimizer, LBFGS):
         return False
-    if hasattr(optimizer, "_numel_cache"):
+    if "_numel_cache" in vars(optimizer):
         optimizer._numel_cache = None
     return True
 
 
 # --- CUDA
 
-clear_cublas_workspaces: Callable[[], object] = getattr(  # Fallback: see CudaRecorder
+clear_cublas_workspaces: Callable[[], object] = _found(  # Fallback: see CudaRecorder
     torch._C, "_cuda_clearCublasWorkspaces", lambda: None
 )
 
@@ -162,7 +162,7 @@ def _foreach(name: str) -> Callable[..., object]:
         for tensor, value in zip(tensors, others, strict=True):
             operator.methodcaller(name, value, **options)(tensor)
 
-    return _in_torch(f"_foreach_{name}", one_by_one)
+    return _found(torch, f"_foreach_{name}", one_by_one)
 
 
 def _unscale_one_by_one(grads: Sequence[Tensor], found: Tensor, inverse: Tensor) -> None:
@@ -177,12 +177,13 @@ foreach_clamp_min_ = _foreach("clamp_min_")
 foreach_copy_ = _foreach("copy_")
 foreach_div_ = _foreach("div_")
 foreach_mul_ = _foreach("mul_")
-foreach_norm: Callable[..., Sequence[Tensor]] = _in_torch(
+foreach_norm: Callable[..., Sequence[Tensor]] = _found(
+    torch,
     "_foreach_norm",
     lambda tensors, norm_type=2.0: [torch.linalg.vector_norm(t, norm_type) for t in tensors],
 )
-unscale_: Callable[[Sequence[Tensor], Tensor, Tensor], object] = _in_torch(  # as GradScaler does
-    "_amp_foreach_non_finite_check_and_unscale_", _unscale_one_by_one
+unscale_: Callable[[Sequence[Tensor], Tensor, Tensor], object] = _found(  # as GradScaler does
+    torch, "_amp_foreach_non_finite_check_and_unscale_", _unscale_one_by_one
 )
 
 
@@ -196,7 +197,7 @@ def _lerp_one_by_one(
 
 # The weight: a number, or a list with a tensor for each.
 foreach_lerp_: Callable[[Sequence[Tensor], Sequence[Tensor], float | Sequence[Tensor]], object]
-foreach_lerp_ = _in_torch("_foreach_lerp_", _lerp_one_by_one)
+foreach_lerp_ = _found(torch, "_foreach_lerp_", _lerp_one_by_one)
 
 
 def sparse_values(grad: Tensor) -> Tensor:
@@ -351,7 +352,7 @@ def uncompiled(model: nn.Module) -> nn.Module | None:
     return inner if isinstance(inner, nn.Module) else None
 
 
-_batch_norm: type[nn.BatchNorm1d] = getattr(  # fallback: the class for vectors
+_batch_norm: type[nn.BatchNorm1d] = _found(  # fallback: the class for vectors
     nn.modules.batchnorm, "_BatchNorm", nn.BatchNorm1d
 )
 
@@ -536,7 +537,7 @@ def hooks_of_ddp(ddp: DistributedDataParallel) -> list[tuple[Callable[..., objec
     """
     known_as = "DistributedDataParallel._comm_hooks"
     hooks = _required(ddp, "_comm_hooks", known_as, "to keep your communication hook")
-    tell = getattr(ddp, "_get_ddp_logging_data", dict)
+    tell = _found(ddp, "_get_ddp_logging_data", dict)
     if not hooks and (builtin := tell().get("comm_hook")):
         raise NotImplementedError(
             f"this model is in DistributedDataParallel with the hook {builtin}, which cannot be "
@@ -546,7 +547,7 @@ def hooks_of_ddp(ddp: DistributedDataParallel) -> list[tuple[Callable[..., objec
     return [*hooks]
 
 
-def reduce_in_backward(ddp: DistributedDataParallel, loss: Tensor) -> Any:
+def reduce_in_backward(ddp: DistributedDataParallel, loss: Tensor) -> Tensor:
     """Return a loss whose backward averages gradients over processes, in buckets that stay as made.
 
     Fallback: DDP's own forward. It sorts the buckets again after the first update, so that a
@@ -555,7 +556,7 @@ def reduce_in_backward(ddp: DistributedDataParallel, loss: Tensor) -> Any:
     prepare = getattr(getattr(ddp, "reducer", None), "prepare_for_forward", None)
     finish = getattr(ddp, "_post_forward", None)
     if finish is None or prepare is None:
-        return DistributedDataParallel.forward(ddp, loss)
+        return cast(Tensor, DistributedDataParallel.forward(ddp, loss))
     prepare()
     return finish(loss)
 

@@ -198,9 +198,9 @@ def mean_of(total: Number, weight: Number) -> Mean:
     return made
 
 
-def _check_value(metric: Reduced, name: str, base: type) -> None:
+def _check_value(metric: Reduced, name: str, base: type[Reduced]) -> None:
     """Raise TypeError unless a value is a scalar, or a class computes something else of it."""
-    if getattr(type(metric), "compute", None) is base.compute:
+    if type(metric).compute is base.compute:
         scalar(type(metric).__name__, name, getattr(metric, name))
 
 
@@ -508,9 +508,9 @@ def _cells_of(metrics: Mapping[str, Metric]) -> list[Cell]:
     """Return the tensors of the metrics whose fields are known."""
     cells: list[Cell] = []
     for name, metric in metrics.items():
-        for field in metric.reductions if isinstance(metric, Reduced | Elapsed) else ():
-            if isinstance(value := getattr(metric, field), Tensor):
-                cells.append((name, field, value))
+        known = metric.reductions if isinstance(metric, Reduced | Elapsed) else ()
+        values = fields_of(metric, known).items()
+        cells += [(name, field, value) for field, value in values if isinstance(value, Tensor)]
     return cells
 
 

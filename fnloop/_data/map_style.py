@@ -230,17 +230,17 @@ def is_sized(loader: DataLoader[object]) -> bool:
     return type(loader.batch_sampler) is BatchSampler and length_of(loader.sampler) is not None
 
 
-def dataset_of(loader: object) -> Any:
+def dataset_of(loader: object) -> object:
     """Return the dataset of a loader; None if it has none."""
     return getattr(loader, "dataset", None)
 
 
-def sampler_in(owner: object) -> Any:
+def sampler_in(owner: object) -> object:
     """Return the sampler of a loader, or the one inside another sampler; None if it has none."""
     return getattr(owner, "sampler", None)
 
 
-def batch_sampler_of(loader: object) -> Any:
+def batch_sampler_of(loader: object) -> object:
     """Return what samples the batches of a loader; None if it has none."""
     return getattr(loader, "batch_sampler", None)
 

@@ -18,6 +18,7 @@ from typing import NoReturn, Protocol, Self
 import attrs
 
 from fnloop._backend.collectives import collective_count
+from fnloop._core.code import code_of
 from fnloop._core.history import (
     SINCE,
     Fold,
@@ -1298,7 +1299,7 @@ def _definition_of(hook: Callable[[TrainState], TrainState]) -> str | None:
     It is the same in every process that runs the same script.
     """
     hook = getattr(hook, "call", hook)
-    code = getattr(hook, "__code__", None)
+    code = code_of(hook)
     if code:
         return f"{hook.__module__}.{hook.__qualname__}:{code.co_firstlineno}"
     return None if " at 0x" in repr(hook) or isinstance(hook, functools.partial) else repr(hook)

@@ -206,7 +206,8 @@ def _make_outer(slot: Apart, outer: Outer | None) -> None:
 
 
 def _check_outer(made: object, outer: Outer, shared: Sequence[Tensor]) -> None:
-    given = [p for group in getattr(made, "param_groups", ()) for p in group["params"]]
+    groups = made.param_groups if isinstance(made, Optimizer) else ()
+    given = [p for group in groups for p in group["params"]]
     if not isinstance(made, Optimizer) or {*map(id, given)} != {*map(id, shared)}:
         raise TypeError(
             "local_sgd expects outer as a function that returns a torch optimizer of the "
