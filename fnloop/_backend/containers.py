@@ -28,6 +28,7 @@ __all__ = [
     "parts_of",
     "tensors_in",
     "to_device",
+    "vars_of",
     "with_parts",
 ]
 
@@ -40,6 +41,7 @@ __all__ = [
 Value = TypeVar("Value")
 SEQUENCES = (list, tuple, deque)
 IN_BATCHES = (list, tuple)  # the sequences whose tensors are moved to a device
+_UNSET = object()  # what stands for a slot that holds nothing
 
 
 def parts_of(
@@ -214,9 +216,15 @@ def attributes_of(value: object) -> Iterator[tuple[str, object]]:
     for kind in type(value).__mro__:
         slots = kind.__dict__.get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
-            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
-                yield name, getattr(value, name)
-    yield from getattr(value, "__dict__", {}).items()
+            held = getattr(value, name, _UNSET)
+            if held is not _UNSET and name not in ("__dict__", "__weakref__"):
+                yield name, held
+    yield from vars_of(value).items()
+
+
+def vars_of(value: object) -> dict[str, object]:
+    """Return the attributes of an object that are in its ``__dict__``; none if it has slots."""
+    return getattr(value, "__dict__", {})
 
 
 def _is_there(batch: object, device: torch.device) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import operator
 import sys
 import weakref
 import zlib
@@ -18,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer
 from torch.utils.data import DataLoader
 
+from fnloop._display.checks import has_methods
 from fnloop._display.screen import log
 
 if TYPE_CHECKING:
@@ -37,6 +39,19 @@ def _missing(name: str, why: str) -> RuntimeError:
         f"torch {torch.__version__} has no {name}, which fnloop needs {why}. Install torch "
         f"{CHECKED}, or a newer fnloop"
     )
+
+
+def _required(owner: object, name: str, known_as: str, why: str) -> Any:
+    """Return what is needed of torch under a name. Raise RuntimeError if there is no such name."""
+    try:
+        return getattr(owner, name)
+    except AttributeError:
+        raise _missing(known_as, why) from None
+
+
+def _found(owner: object, name: str, fallback: Item) -> Item:
+    """Return a function or a class that this version of torch may lack, or the fallback."""
+    return getattr(owner, name, fallback)
 
 
 # --- optimizers
@@ -60,7 +75,7 @@ _wrapper = _find_wrapper()
 _optim = sys.modules[Optimizer.__module__]
 _pre_hooks = getattr(_optim, "_global_optimizer_pre_hooks", True)
 _post_hooks = getattr(_optim, "_global_optimizer_post_hooks", True)
-_profiler_enabled = getattr(torch.autograd, "_profiler_enabled", lambda: True)
+_profiler_enabled = _found(torch.autograd, "_profiler_enabled", lambda: True)
 
 
 def apply_optimizer(optimizer: Optimizer) -> None:
@@ -75,11 +90,7 @@ def apply_optimizer(optimizer: Optimizer) -> None:
     if (
         bare is None
         or getattr(step, "__code__", None) is not _wrapper
-        or "step" in vars(optimizer)  # patched, as torch's schedulers do
-        or getattr(optimizer, "_optimizer_step_pre_hooks", True)
-        or getattr(optimizer, "_optimizer_step_post_hooks", True)
-        or _pre_hooks
-        or _post_hooks
+        or has_step_hooks(optimizer)
         or _profiler_enabled()
     ):
         optimizer.step()
@@ -128,14 +139,14 @@ def forget_sizes(optimizer: Optimizer) -> bool:
     """Make LBFGS count its parameters again. Return whether it is one, with one state for all."""
     if not isinstance(optimizer, LBFGS):
         return False
-    if hasattr(optimizer, "_numel_cache"):
+    if "_numel_cache" in vars(optimizer):
         optimizer._numel_cache = None
     return True
 
 
 # --- CUDA
 
-clear_cublas_workspaces: Callable[[], object] = getattr(  # Fallback: see CudaRecorder
+clear_cublas_workspaces: Callable[[], object] = _found(  # Fallback: see CudaRecorder
     torch._C, "_cuda_clearCublasWorkspaces", lambda: None
 )
 
@@ -149,9 +160,9 @@ def _foreach(name: str) -> Callable[..., object]:
     def one_by_one(tensors: Sequence[Tensor], other: object, **options: object) -> None:
         others = other if isinstance(other, list) else [other] * len(tensors)
         for tensor, value in zip(tensors, others, strict=True):
-            getattr(tensor, name)(value, **options)
+            operator.methodcaller(name, value, **options)(tensor)
 
-    return getattr(torch, f"_foreach_{name}", one_by_one)
+    return _found(torch, f"_foreach_{name}", one_by_one)
 
 
 def _unscale_one_by_one(grads: Sequence[Tensor], found: Tensor, inverse: Tensor) -> None:
@@ -166,12 +177,12 @@ foreach_clamp_min_ = _foreach("clamp_min_")
 foreach_copy_ = _foreach("copy_")
 foreach_div_ = _foreach("div_")
 foreach_mul_ = _foreach("mul_")
-foreach_norm: Callable[..., Sequence[Tensor]] = getattr(
+foreach_norm: Callable[..., Sequence[Tensor]] = _found(
     torch,
     "_foreach_norm",
     lambda tensors, norm_type=2.0: [torch.linalg.vector_norm(t, norm_type) for t in tensors],
 )
-unscale_: Callable[[Sequence[Tensor], Tensor, Tensor], object] = getattr(  # as GradScaler does
+unscale_: Callable[[Sequence[Tensor], Tensor, Tensor], object] = _found(  # as GradScaler does
     torch, "_amp_foreach_non_finite_check_and_unscale_", _unscale_one_by_one
 )
 
@@ -186,7 +197,7 @@ def _lerp_one_by_one(
 
 # The weight: a number, or a list with a tensor for each.
 foreach_lerp_: Callable[[Sequence[Tensor], Sequence[Tensor], float | Sequence[Tensor]], object]
-foreach_lerp_ = getattr(torch, "_foreach_lerp_", _lerp_one_by_one)
+foreach_lerp_ = _found(torch, "_foreach_lerp_", _lerp_one_by_one)
 
 
 def sparse_values(grad: Tensor) -> Tensor:
@@ -199,15 +210,19 @@ def cpu_capabilities() -> Mapping[str, object]:
     return torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
 
 
+def _loads_as_usual(module: object) -> bool:
+    own, usual = (getattr(c, "_load_from_state_dict", None) for c in (type(module), nn.Module))
+    return own is usual
+
+
 def loads_by_itself(module: nn.Module) -> bool:
     """Return whether a class loads its tensors in a way of its own, and no hook takes part.
 
     A hook may change other modules than the one that is loaded. Fallback: no.
     """
-    own, usual = (getattr(c, "_load_from_state_dict", None) for c in (type(module), nn.Module))
     hooks = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
     hooked = any(getattr(m, name, True) for m in module.modules() for name in hooks)
-    return own is not usual and not hooked
+    return not hooked and not _loads_as_usual(module)
 
 
 def is_extra_state(name: str) -> bool:
@@ -221,11 +236,10 @@ def loads_other_names(module: nn.Module, name: str) -> bool:
     So it may where a module that it is in loads in a way of its own, or where a hook takes part.
     Fallback: yes.
     """
-    inside, usual = module, getattr(nn.Module, "_load_from_state_dict", None)
+    inside = module
     for part in (None, *name.split(".")[:-1]):
         inside = inside if part is None else getattr(inside, part, None)
-        own = getattr(type(inside), "_load_from_state_dict", None)
-        if own is not usual or getattr(inside, "_load_state_dict_pre_hooks", True):
+        if not _loads_as_usual(inside) or getattr(inside, "_load_state_dict_pre_hooks", True):
             return True
     return False
 
@@ -338,7 +352,7 @@ def uncompiled(model: nn.Module) -> nn.Module | None:
     return inner if isinstance(inner, nn.Module) else None
 
 
-_batch_norm: type[nn.BatchNorm1d] = getattr(  # fallback: the class for vectors
+_batch_norm: type[nn.BatchNorm1d] = _found(  # fallback: the class for vectors
     nn.modules.batchnorm, "_BatchNorm", nn.BatchNorm1d
 )
 
@@ -384,7 +398,7 @@ def has_forward_hooks(module: nn.Module) -> bool:
 def has_step_hooks(optimizer: Optimizer) -> bool:
     """Return whether something else is called around an optimizer's step, or in its place."""
     return bool(
-        "step" in vars(optimizer)
+        "step" in vars(optimizer)  # patched, as torch's schedulers do
         or getattr(optimizer, "_optimizer_step_pre_hooks", True)
         or getattr(optimizer, "_optimizer_step_post_hooks", True)
         or _pre_hooks
@@ -418,7 +432,7 @@ def make_killable(batches: Iterator[Item]) -> Iterator[Item]:
     """
     for worker in getattr(batches, "_workers", ()):
         process = getattr(worker, "_popen", None)
-        if process is not None and hasattr(process, "terminate") and hasattr(process, "kill"):
+        if has_methods(process, "terminate", "kill"):
             process.terminate = functools.partial(_kill, weakref.ref(batches), process.kill)
     return batches
 
@@ -434,8 +448,9 @@ def _kill(iterator: Callable[[], Any], kill: Callable[[], object]) -> None:
 
 def forget_workers(loader: DataLoader[object]) -> None:
     """Make the next iterator of a DataLoader start its workers again, even persistent ones."""
-    if loader.persistent_workers and not hasattr(loader, "_iterator"):
-        raise _missing("DataLoader._iterator", "to restart persistent workers: leave them out")
+    if loader.persistent_workers:
+        why = "to restart persistent workers: leave them out"
+        _required(loader, "_iterator", "DataLoader._iterator", why)
     loader._iterator = None
 
 
@@ -452,18 +467,15 @@ def process_groups() -> list[Any]:
 
 def default_store() -> dist.Store:
     """Return the store in which the processes of the default group have met."""
-    store = getattr(_c10d, "_get_default_store", None)
-    if store is None:
-        raise _missing("_get_default_store", "when there are several processes")
-    return store()
+    name = "_get_default_store"
+    return _required(_c10d, name, name, "when there are several processes")()
 
 
 @contextlib.contextmanager
 def meeting_in(store: object) -> Iterator[None]:
     """Make new groups meet in this store instead of the default one."""
-    world, group = getattr(_c10d, "_world", None), dist.group.WORLD
-    if world is None:
-        raise _missing("distributed_c10d._world", "when there are several processes")
+    why = "when there are several processes"
+    world, group = _required(_c10d, "_world", "distributed_c10d._world", why), dist.group.WORLD
     backend, usual = world.pg_map[group]
     world.pg_map[group] = backend, store
     try:
@@ -523,10 +535,9 @@ def hooks_of_ddp(ddp: DistributedDataParallel) -> list[tuple[Callable[..., objec
         RuntimeError: torch does not tell.
         NotImplementedError: a hook is one of torch's own in C++, which has no object.
     """
-    hooks = getattr(ddp, "_comm_hooks", None)
-    if hooks is None:
-        raise _missing("DistributedDataParallel._comm_hooks", "to keep your communication hook")
-    tell = getattr(ddp, "_get_ddp_logging_data", dict)
+    known_as = "DistributedDataParallel._comm_hooks"
+    hooks = _required(ddp, "_comm_hooks", known_as, "to keep your communication hook")
+    tell = _found(ddp, "_get_ddp_logging_data", dict)
     if not hooks and (builtin := tell().get("comm_hook")):
         raise NotImplementedError(
             f"this model is in DistributedDataParallel with the hook {builtin}, which cannot be "
@@ -536,7 +547,7 @@ def hooks_of_ddp(ddp: DistributedDataParallel) -> list[tuple[Callable[..., objec
     return [*hooks]
 
 
-def reduce_in_backward(ddp: DistributedDataParallel, loss: Tensor) -> Any:
+def reduce_in_backward(ddp: DistributedDataParallel, loss: Tensor) -> Tensor:
     """Return a loss whose backward averages gradients over processes, in buckets that stay as made.
 
     Fallback: DDP's own forward. It sorts the buckets again after the first update, so that a
@@ -545,7 +556,7 @@ def reduce_in_backward(ddp: DistributedDataParallel, loss: Tensor) -> Any:
     prepare = getattr(getattr(ddp, "reducer", None), "prepare_for_forward", None)
     finish = getattr(ddp, "_post_forward", None)
     if finish is None or prepare is None:
-        return DistributedDataParallel.forward(ddp, loss)
+        return cast(Tensor, DistributedDataParallel.forward(ddp, loss))
     prepare()
     return finish(loss)
 

@@ -24,7 +24,7 @@ from fnloop._backend.fsdp import extent_in, full, has_sharded, local_part, spans
 from fnloop._backend.processes import Backend
 from fnloop._core.history import SINCE
 from fnloop._core.parts import COLLECTED, OWN, SHARDED_FORMAT, TENSORS
-from fnloop._core.serialize import Json
+from fnloop._core.serialize import Json, dtype_named
 from fnloop._display.checks import describe
 
 # --------------------------------------------------------------------------------------------------
@@ -539,9 +539,9 @@ def decode_index(index: Json, files: Collection[str], path: Path) -> dict[str, d
 
 def _decode_entry(name: str, entry: Json, files: Collection[str]) -> Entry:
     shape, dim, shards = tuple(entry["shape"]), entry.get("dim"), entry["shards"]
-    dtype = getattr(torch, entry["dtype"], None)
+    dtype = dtype_named(entry["dtype"])
     offsets = [shard["offsets"] for shard in shards]
-    if not isinstance(dtype, torch.dtype) or not (dim is None or dim < len(shape)):
+    if dtype is None or not (dim is None or dim < len(shape)):
         raise ValueError(f"the index does not say how {name} is split")
     if not {shard["file"] for shard in shards} <= {*files}:
         raise ValueError(f"the index names a file for {name} that the manifest does not list")

@@ -26,6 +26,7 @@ from fnloop._core.optimizers import (
     EXECUTION,
     Group,
     optimizers_in,
+    to_training,
     wants_closure,
 )
 from fnloop._core.rng import isolated, seed_host, torch_seeder
@@ -178,11 +179,6 @@ def without_side_effects(device: torch.device) -> Iterator[None]:
         yield
 
 
-def begin_training(named: NamedOptimizer) -> None:
-    """Switch an optimizer to training, which schedule-free ones require for an update."""
-    getattr(named.optimizer, "train", bool)()
-
-
 def update(named: NamedOptimizer, number: int, device: torch.device) -> None:
     """Apply an update with random gradients, with the generators positioned as in a run."""
     numbers = torch.Generator().manual_seed(number)
@@ -211,7 +207,7 @@ def tensors_of_copy(named: NamedOptimizer, names: Collection[str]) -> dict[str, 
     device = next(p.device for p in named.parameters().values())
     with without_side_effects(device):
         twin = copy_optimizer(named, names)
-        begin_training(twin)
+        to_training(twin.optimizer)
         update(twin, 0, device)
     leaves: list[Any] = []
     map_leaves(list(twin.optimizer.state.values()), leaves.append)

@@ -34,7 +34,6 @@ from fnloop._checkpoint.format import (
 )
 from fnloop._checkpoint.named import (
     NamedOptimizer,
-    begin_training,
     copy_optimizer,
     update,
     walk_optimizers,
@@ -57,7 +56,7 @@ from fnloop._checkpoint.parts import (
 from fnloop._checkpoint.place import place_at
 from fnloop._core.cursor import Cursor
 from fnloop._core.history import History, metrics_here
-from fnloop._core.optimizers import is_torch_optimizer, optimizers_in
+from fnloop._core.optimizers import is_torch_optimizer, optimizers_in, to_training
 from fnloop._core.parts import COLLECTED, NEWER_FORMAT, Saving
 from fnloop._core.serialize import Json, find_difference
 from fnloop._core.state import TrainState, check_not_stale, detached_from_run, unwrap
@@ -408,7 +407,7 @@ def _two_copies(named: NamedOptimizer) -> tuple[NamedOptimizer, NamedOptimizer]:
 
 def _begin(named: NamedOptimizer, device: torch.device, kept: dict[str, _Kept]) -> SavedOptimizer:
     """Make the updates before the save, and return what is saved after them."""
-    begin_training(named)
+    to_training(named.optimizer)
     saved = _save(named)
     before = _norms(saved)
     for number in range(BEFORE):

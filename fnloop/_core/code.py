@@ -28,6 +28,11 @@ def is_users(module: str | None) -> bool:
     return not file.startswith((*INSTALLED, PACKAGE))
 
 
+def code_of(function: object) -> CodeType | None:
+    """Return the code of a function or a method in Python; None of anything else."""
+    return getattr(function, "__code__", None)
+
+
 def is_of_library(value: type | FunctionType) -> bool:
     """Return whether a function or a class is one of Python, NumPy, torch or fnloop."""
     return (value.__module__ or "").partition(".")[0] in ("builtins", "fnloop", "numpy", "torch")

@@ -23,6 +23,7 @@ from fnloop._core.rng import SEED_BITS, HostGenerators
 from fnloop._core.runs import Position, check_position
 from fnloop._core.serialize import Json, decode, encode, has_pending
 from fnloop._core.state import PLACE, TrainState, count_items, counted_of
+from fnloop._display.checks import fields_of
 from fnloop._display.screen import log
 
 COUNTS = (*PLACE, "seed")  # those that are one number
@@ -50,7 +51,7 @@ class Cursor:
     @classmethod
     def of(cls, state: TrainState) -> Cursor:
         """Return that of a state."""
-        return cls(**{field.name: getattr(state, field.name) for field in attrs.fields(cls)})
+        return cls(**fields_of(state, [field.name for field in attrs.fields(cls)]))
 
     @classmethod
     def of_saved(cls, saved: Restoring) -> Cursor:
@@ -97,7 +98,7 @@ def _check_count(name: str, value: Json, most: int = 1 << 62) -> int:
 
 def _save(saving: Saving) -> dict[str, Json]:
     cursor = Cursor.of(saving.state)
-    facts: dict[str, Json] = {name: getattr(cursor, name) for name in COUNTS}
+    facts: dict[str, Json] = fields_of(cursor, COUNTS)
     if cursor.updates:
         saving.require(NEWER_FORMAT)
         facts["updates"] = dict(cursor.updates)

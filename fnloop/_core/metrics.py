@@ -20,7 +20,7 @@ from fnloop._backend.containers import to_device
 from fnloop._backend.torch_compat import base_of
 from fnloop._core.serialize import Pending, kind_name, materialize
 from fnloop._core.types import Aux, Batch, Metric, Output, collection_key, name_of, values_of
-from fnloop._display.checks import describe, function, metric_name, scalar
+from fnloop._display.checks import describe, fields_of, function, metric_name, scalar
 
 if TYPE_CHECKING:
     from torchmetrics import Metric as ForeignMetric
@@ -129,8 +129,9 @@ class Reduced:
 
     def to_accumulator(self) -> Self:
         """Return a metric whose sums share no tensor, in a dtype wide enough to sum in."""
-        values = [(getattr(self, name), how) for name, how in self.reductions.items()]
-        return type(self)(*[to_accumulator_dtype(v) if how == "sum" else v for v, how in values])
+        values = fields_of(self, self.reductions).values()
+        pairs = zip(values, self.reductions.values(), strict=True)
+        return type(self)(*[to_accumulator_dtype(v) if how == "sum" else v for v, how in pairs])
 
 
 @attrs.frozen(eq=False)
@@ -197,9 +198,9 @@ def mean_of(total: Number, weight: Number) -> Mean:
     return made
 
 
-def _check_value(metric: Reduced, name: str, base: type) -> None:
+def _check_value(metric: Reduced, name: str, base: type[Reduced]) -> None:
     """Raise TypeError unless a value is a scalar, or a class computes something else of it."""
-    if getattr(type(metric), "compute", None) is base.compute:
+    if type(metric).compute is base.compute:
         scalar(type(metric).__name__, name, getattr(metric, name))
 
 
@@ -507,9 +508,9 @@ def _cells_of(metrics: Mapping[str, Metric]) -> list[Cell]:
     """Return the tensors of the metrics whose fields are known."""
     cells: list[Cell] = []
     for name, metric in metrics.items():
-        for field in metric.reductions if isinstance(metric, Reduced | Elapsed) else ():
-            if isinstance(value := getattr(metric, field), Tensor):
-                cells.append((name, field, value))
+        known = metric.reductions if isinstance(metric, Reduced | Elapsed) else ()
+        values = fields_of(metric, known).items()
+        cells += [(name, field, value) for field, value in values if isinstance(value, Tensor)]
     return cells
 
 

@@ -22,7 +22,7 @@ from fnloop._backend.torch_compat import strip_compile_prefix
 from fnloop._core.metrics import Last
 from fnloop._core.parts import State
 from fnloop._core.types import Metric, View
-from fnloop._display.checks import describe, join_names
+from fnloop._display.checks import describe, has_methods, join_names
 
 Group = dict[str, Any]  # a parameter group of an optimizer
 Handle = Any  # what state.optimizer is: an Optimizer, or Optimizers
@@ -626,7 +626,7 @@ def modes_of(optimizer: Handle) -> list[Modes]:
 
 @functools.cache
 def _has_modes(optimizer: type) -> bool:
-    return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
+    return has_methods(optimizer, "train", "eval")
 
 
 def to_training(optimizer: Handle) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fnloop._backend.containers import SEQUENCES, is_named_tuple, pairs_of, parts_of, with_parts
 from fnloop._backend.fsdp import WHOLE, local_part
-from fnloop._display.checks import describe, join_names
+from fnloop._display.checks import describe, fields_of, join_names
 
 # --------------------------------------------------------------------------------------------------
 # Plain data and tensors to JSON and a flat mapping of tensors, and back.
@@ -283,7 +283,7 @@ def as_flattened(value: Any) -> object:
         return value
     names, context = value.__tensor_flatten__()
     parts = {
-        "inner": {name: as_flattened(getattr(value, name)) for name in names},
+        "inner": {name: as_flattened(part) for name, part in fields_of(value, names).items()},
         "context": context,
         "size": [*value.shape],
         "stride": [*value.stride()],
@@ -307,8 +307,8 @@ def from_flattened(
     names, _ = template.__tensor_flatten__()
     parts: Json = saved.parts
     inner, made = parts["inner"], {}
-    for name in names:
-        part, mine = inner.get(name), getattr(template, name)
+    for name, mine in fields_of(template, names).items():
+        part = inner.get(name)
         if isinstance(part, Pending) and flattened_kind(mine) == part.kind:
             made[name] = from_flattened(part, mine, move)
         elif isinstance(part, Tensor) and part.dtype == mine.dtype and part.ndim == mine.ndim:
@@ -333,9 +333,17 @@ def copy_flattened(value: object) -> Tensor | None:
 # --- tensors
 
 PAIRS = (torch.complex32, torch.complex128)  # which safetensors lacks: pairs of numbers in a file
+
+
+def dtype_named(name: str) -> torch.dtype | None:
+    """Return the dtype of torch that has this name; None if there is none."""
+    found = getattr(torch, name, None)
+    return found if isinstance(found, torch.dtype) else None
+
+
 _FLOAT8 = ("e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu")
 _HELD = frozenset(  # the dtypes of torch that safetensors writes and reads
-    getattr(torch, name, torch.bool)  # an older torch lacks some
+    dtype_named(name)  # an older torch lacks some
     for name in (
         *("bool", "float16", "bfloat16", "float32", "float64", "complex64"),
         *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),
@@ -496,8 +504,8 @@ def kinds_in(value: Json) -> Iterator[str]:
 
 
 def _dtype_of(name: str) -> torch.dtype:
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
+    dtype = dtype_named(name)
+    if dtype is None:
         raise ValueError(f"this version of torch has no dtype torch.{name}")
     return dtype
 

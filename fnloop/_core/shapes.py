@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fnloop._backend.fsdp import is_sharded
 from fnloop._backend.torch_compat import drop_accumulator, forget_sizes, strip_compile_prefix
 from fnloop._core.optimizers import Handle, optimizers_in
-from fnloop._display.checks import join_names
+from fnloop._display.checks import fields_of, join_names
 
 Shapes = Mapping[str, torch.Size]
 
@@ -144,7 +144,7 @@ def _sizes_noted(module: nn.Module, name: str, shape: torch.Size) -> Iterator[No
     owner = owners[prefix]
     kinds = [names for kind, names in _SIZES.items() if isinstance(owner, kind)]
     names = kinds[0].get(own, ()) if kinds else ()
-    before = {key: getattr(owner, key) for key in names}
+    before = fields_of(owner, names)
     for key, size in zip(names, shape, strict=False):
         setattr(owner, key, size)
     try:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import vmap
 
-from fnloop._backend.containers import map_leaves
+from fnloop._backend.containers import map_leaves, vars_of
 from fnloop._backend.torch_compat import (
     buffers_of,
     is_batched,
@@ -479,5 +479,4 @@ def _same(a: Value, b: Value, seen: set[int]) -> bool:
         return a.__code__ is b.__code__
     if isinstance(a, BuiltinFunctionType | type):
         return False
-    own = getattr(a, "__dict__", None)
-    return own is None or _same(own, b.__dict__, seen)
+    return _same(vars_of(a), vars_of(b), seen)

@@ -26,6 +26,7 @@ from fnloop._core.state import (
     with_slots,
 )
 from fnloop._core.types import View
+from fnloop._display.checks import fields_of
 
 # --------------------------------------------------------------------------------------------------
 # A reader says what it is, and the views of the state decide which weights it sees:
@@ -290,7 +291,7 @@ def _has_plain_mode(module: nn.Module) -> bool:
     """Return whether the mode of a module is its flag, and nothing else is done about it."""
     kind, own, names = type(module), vars(module), ("train", "eval", "__setattr__")
     return (
-        all(getattr(kind, name) is getattr(nn.Module, name) for name in names)
+        fields_of(kind, names) == fields_of(nn.Module, names)
         and own.keys() >= {"training", "_modules"}
         and own.keys().isdisjoint(names)
         and not hasattr(kind, "training")

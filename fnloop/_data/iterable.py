@@ -16,7 +16,7 @@ from fnloop._core.rng import FETCH, ORDER, fold_in, seed_all, seeded_generator
 from fnloop._core.runs import Position
 from fnloop._core.types import Batch, name_of
 from fnloop._data.loaders import NONE_LEFT, Loader, is_iterable, takes_position
-from fnloop._data.map_style import samplers_of, set_epoch, steady_workers
+from fnloop._data.map_style import dataset_of, samplers_of, set_epoch, steady_workers
 from fnloop._data.position import Keeper, Positions, is_next
 from fnloop._display.checks import describe
 from fnloop._display.screen import log, warn_once
@@ -106,7 +106,7 @@ def _open_at(
         RuntimeError: it is elsewhere, and the loader cannot be reset to its beginning.
     """
     __tracebackhide__ = True
-    set_epoch(epoch, loader, _dataset_of(loader))
+    set_epoch(epoch, loader, dataset_of(loader))
     fetch, given = fold_in(seed, FETCH, epoch or 0), loader
     if is_iterable(loader):
         loader = stack.enter_context(reading(loader, position is not None))
@@ -175,11 +175,7 @@ def _explained(position: Position | None) -> Iterator[None]:
 
 def owners_of(loader: object) -> list[object]:
     """Return the objects whose generators may decide the order of a loader."""
-    return [loader, _dataset_of(loader), *samplers_of(loader)]
-
-
-def _dataset_of(loader: object) -> object:
-    return getattr(loader, "dataset", None)
+    return [loader, dataset_of(loader), *samplers_of(loader)]
 
 
 @contextlib.contextmanager

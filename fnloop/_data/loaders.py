@@ -27,7 +27,7 @@ from fnloop._backend.collectives import (
 from fnloop._backend.containers import parts_of, tensors_in
 from fnloop._core.types import Batch
 from fnloop._data.held import Held
-from fnloop._display.checks import describe, function
+from fnloop._display.checks import describe, function, has_methods
 from fnloop._display.screen import log
 
 # --------------------------------------------------------------------------------------------------
@@ -182,7 +182,7 @@ def _loads(value: object) -> bool:
 def _is_loader(value: object) -> bool:
     """Return whether this is surely a loader. Those made of others have ``length_in``."""
     kinds = DataLoader | IterableDataset | sharded | even
-    return isinstance(value, kinds) or hasattr(value, "length_in")
+    return isinstance(value, kinds) or has_methods(value, "length_in")
 
 
 def _is_of_samples(loader: object) -> bool:

@@ -230,10 +230,25 @@ def is_sized(loader: DataLoader[object]) -> bool:
     return type(loader.batch_sampler) is BatchSampler and length_of(loader.sampler) is not None
 
 
+def dataset_of(loader: object) -> object:
+    """Return the dataset of a loader; None if it has none."""
+    return getattr(loader, "dataset", None)
+
+
+def sampler_in(owner: object) -> object:
+    """Return the sampler of a loader, or the one inside another sampler; None if it has none."""
+    return getattr(owner, "sampler", None)
+
+
+def batch_sampler_of(loader: object) -> object:
+    """Return what samples the batches of a loader; None if it has none."""
+    return getattr(loader, "batch_sampler", None)
+
+
 def samplers_of(loader: object) -> list[object]:
     """Return the samplers of a loader: its own, that of batches, and the one inside that."""
-    own, batched = (getattr(loader, name, None) for name in ("sampler", "batch_sampler"))
-    found = (own, batched, getattr(batched, "sampler", None))
+    batched = batch_sampler_of(loader)
+    found = (sampler_in(loader), batched, sampler_in(batched))
     return [sampler for sampler in found if sampler is not None]
 
 
@@ -248,9 +263,8 @@ def set_epoch(epoch: int | None, *owners: object) -> None:
     if epoch is None:
         return
     for owner in {id(owner): owner for owner in owners}.values():
-        method = getattr(owner, "set_epoch", None)
-        if method is not None:
-            method(epoch)
+        if checks.has_methods(owner, "set_epoch"):
+            owner.set_epoch(epoch)
 
 
 class _BatchRequest(NamedTuple):
@@ -469,7 +483,7 @@ def _keeps_all(loader: DataLoader[object]) -> bool:
 
 def gives_batches(dataset: object) -> bool:
     """Return whether a dataset gives the samples of a batch at once, as torch asks for them."""
-    return getattr(dataset, "__getitems__", None) is not None
+    return checks.has_methods(dataset, "__getitems__")
 
 
 def batch_indices(
@@ -715,8 +729,10 @@ def how_read(loader: DataLoader[object]) -> tuple[str, bool] | None:
         return None
     dataset, names = loader.dataset, [type(loader.dataset).__name__]
     while type(dataset) in (Subset, ConcatDataset):
-        parts = getattr(dataset, "datasets", None)
-        dataset = parts[0] if parts else cast("Subset[object]", dataset).dataset
+        if isinstance(dataset, ConcatDataset):
+            dataset = dataset.datasets[0]
+        else:
+            dataset = cast("Subset[object]", dataset).dataset
         names.append(type(dataset).__name__)
     made = _BatchDataset(loader.dataset, loader.collate_fn, loader.batch_sampler is not None)
     at_once = made.is_read_at_once and fetch_batch(loader.dataset, [0]) is not None

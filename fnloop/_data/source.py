@@ -52,11 +52,13 @@ from fnloop._data.loaders import (
 )
 from fnloop._data.map_style import (
     Bucketed,
+    batch_sampler_of,
     how_read,
     is_sized,
     length_of,
     makes_new,
     map_style,
+    sampler_in,
     samplers_of,
     samplers_of_user,
 )
@@ -368,7 +370,7 @@ def _unprepared(loader: object) -> object:
 
 def _check_not_nested(loader: object) -> None:
     """Raise if a DataLoader makes batches of batches."""
-    batches = getattr(loader, "batch_sampler", None)
+    batches = batch_sampler_of(loader)
     others = [sampler for sampler in samplers_of(loader) if sampler is not batches]
     if batches is not None and any(isinstance(each, Bucketed) for each in others):
         raise ValueError(
@@ -380,7 +382,7 @@ def _check_not_nested(loader: object) -> None:
 def _check_not_split(loader: object) -> None:
     """Raise if a loader gives each process a share already, in a way of its own."""
     samplers = samplers_of(loader)
-    samplers += [getattr(sampler, "sampler", None) for sampler in samplers]
+    samplers += [sampler_in(sampler) for sampler in samplers]
     if any(isinstance(s, DistributedSampler) and s.num_replicas > 1 for s in samplers):
         raise ValueError(
             "the loader has a DistributedSampler, which repeats samples so that every process gets "

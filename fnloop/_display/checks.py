@@ -99,9 +99,14 @@ def is_list(value: object) -> TypeGuard[Sequence[Any]]:
 
 def make_plain(record: attrs.AttrsInstance) -> None:
     """Make the settings of an attrs record plain, which may be frozen."""
-    for field in attrs.fields(type(record)):
-        if field.init:
-            object.__setattr__(record, field.name, plain(getattr(record, field.name)))
+    names = [field.name for field in attrs.fields(type(record)) if field.init]
+    for name, value in fields_of(record, names).items():
+        object.__setattr__(record, name, plain(value))
+
+
+def fields_of(record: object, names: Iterable[str]) -> dict[str, Any]:
+    """Return the fields of a record that have these names, each with its value."""
+    return {name: getattr(record, name) for name in names}
 
 
 def integer(
@@ -247,6 +252,21 @@ def instance(owner: str, name: str, value: object, kind: type[T], meaning: str) 
     if not isinstance(value, kind):
         raise TypeError(f"{owner} expects {name} as {meaning}; got {describe(value)}")
     return value
+
+
+def has_methods(value: object, *names: str) -> TypeGuard[Any]:
+    """Return whether a value has methods of all these names."""
+    return all(callable(getattr(value, name, None)) for name in names)
+
+
+def module_of(value: object) -> str:
+    """Return the name of the module that defines a function or a class; "" if there is none."""
+    return getattr(value, "__module__", None) or ""
+
+
+def notes_of(error: BaseException) -> list[str]:
+    """Return the notes that were added to an exception."""
+    return getattr(error, "__notes__", [])
 
 
 def known_as(value: object) -> str:

@@ -108,7 +108,7 @@ def stack(states: Mapping[str, TrainState]) -> TrainState:
     kept = (*PLACE, *_ALIKE, "events", "noted", "generators", "position", "saved_on")
     return attrs.evolve(
         made,
-        **{name: getattr(first, name) for name in kept},
+        **checks.fields_of(first, kept),
         slots=_shared_slots(copies),
         metrics=_stack_metrics({name: state.metrics for name, state in copies.items()}),
         history=_stack_histories({name: state.history for name, state in copies.items()}),
@@ -171,7 +171,7 @@ def _taken_out(state: TrainState, place: int, name: str) -> TrainState:
     kept = (*PLACE, *_ALIKE, "events", "noted", "generators", "position", "saved_on")
     return attrs.evolve(
         made,
-        **{field: copy.deepcopy(getattr(state, field)) for field in kept},
+        **{field: copy.deepcopy(value) for field, value in checks.fields_of(state, kept).items()},
         slots=copy.deepcopy(dict(state.slots)),
         metrics=_metrics_of(state.metrics, place, name),
         history=History(records_of_model(state.history, name, state.model.names)),
@@ -260,8 +260,9 @@ def _check_alike(states: Mapping[str, TrainState]) -> None:
     """Raise ValueError unless states are at the same place of the same run."""
     (first_name, first), *others = states.items()
     for name, state in others:
+        known, found = (checks.fields_of(each, (*PLACE, *_ALIKE)) for each in (first, state))
         for field in PLACE:
-            mine, its = getattr(first, field), getattr(state, field)
+            mine, its = known[field], found[field]
             if mine != its:
                 what = "step" if field == "step" else f"step {first.step}, but {field}"
                 raise ValueError(
@@ -270,11 +271,11 @@ def _check_alike(states: Mapping[str, TrainState]) -> None:
                     "them to the same one first: fit(..., steps=...)"
                 )
         for field in _ALIKE:
-            if getattr(first, field) != getattr(state, field):
+            if known[field] != found[field]:
                 raise ValueError(
                     f"stack expects states with the same {field}: that of {first_name!r} is "
-                    f"{checks.describe(getattr(first, field))}, and that of {name!r} "
-                    f"{checks.describe(getattr(state, field))}{_hint(field)}"
+                    f"{checks.describe(known[field])}, and that of {name!r} "
+                    f"{checks.describe(found[field])}{_hint(field)}"
                 )
         if state.batch and state.seed != first.seed:
             raise ValueError(

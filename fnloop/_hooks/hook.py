@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
@@ -17,6 +18,7 @@ from typing import NoReturn, Protocol, Self
 import attrs
 
 from fnloop._backend.collectives import collective_count
+from fnloop._core.code import code_of
 from fnloop._core.history import (
     SINCE,
     Fold,
@@ -61,7 +63,14 @@ from fnloop._display.screen import warn_once
 
 def _is_elsewhere(definition: object) -> bool:
     """Return whether a class or a function is not one of the library."""
-    return not str(getattr(definition, "__module__", None)).startswith("fnloop.")
+    return not checks.module_of(definition).startswith("fnloop.")
+
+
+def _adopt(lifted: object, given: object, names: Iterable[str]) -> None:
+    """Take over those members of what was given that it has."""
+    for name in names:
+        with contextlib.suppress(AttributeError):
+            object.__setattr__(lifted, name, getattr(given, name))
 
 
 class Hook:
@@ -302,9 +311,7 @@ class LiftedHook(Hook):
     call: Callable[[TrainState], TrainState]
 
     def __attrs_post_init__(self) -> None:
-        for name in _MEMBERS:
-            if hasattr(self.call, name):
-                object.__setattr__(self, name, getattr(self.call, name))
+        _adopt(self, self.call, _MEMBERS)
         object.__setattr__(self, "_of_user", _is_elsewhere(self.call))
 
     def __repr__(self) -> str:
@@ -694,9 +701,7 @@ class _LiftedMoment(Moment):
     trigger: Trigger
 
     def __attrs_post_init__(self) -> None:
-        for name in ("quiet_until", "check"):
-            if hasattr(self.trigger, name):
-                object.__setattr__(self, name, getattr(self.trigger, name))
+        _adopt(self, self.trigger, ("quiet_until", "check"))
 
     @property
     def outside(self) -> frozenset[str]:
@@ -718,7 +723,7 @@ class _LiftedMoment(Moment):
 
 def is_moment(given: object) -> bool:
     """Return whether this says when something is due: a moment, or an object like one."""
-    return not isinstance(given, type) and hasattr(given, "due")
+    return not isinstance(given, type) and checks.has_methods(given, "due")
 
 
 def as_moment(trigger: Trigger) -> Moment:
@@ -1071,8 +1076,8 @@ class every(Moment):
 
     def _given(self) -> dict[str, float]:
         names = ("epochs", "steps", "items", "seconds")
-        settings = {name: getattr(self, name) for name in names}
-        return {name: value for name, value in settings.items() if value is not None}
+        settings = checks.fields_of(self, names).items()
+        return {name: value for name, value in settings if value is not None}
 
     def __repr__(self) -> str:
         ((name, value),) = self._given().items()
@@ -1294,7 +1299,7 @@ def _definition_of(hook: Callable[[TrainState], TrainState]) -> str | None:
     It is the same in every process that runs the same script.
     """
     hook = getattr(hook, "call", hook)
-    code = getattr(hook, "__code__", None)
+    code = code_of(hook)
     if code:
         return f"{hook.__module__}.{hook.__qualname__}:{code.co_firstlineno}"
     return None if " at 0x" in repr(hook) or isinstance(hook, functools.partial) else repr(hook)

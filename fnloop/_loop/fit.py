@@ -13,7 +13,7 @@ from fnloop._core.rng import reserved_generators
 from fnloop._core.runs import INTERRUPTED
 from fnloop._core.state import TrainState
 from fnloop._core.types import Step
-from fnloop._display.checks import describe, join_names
+from fnloop._display.checks import describe, join_names, notes_of
 from fnloop._display.frames import leave_out_frames, short_traceback
 from fnloop._hooks.hook import HookFn, Trigger, every
 from fnloop._loop.boundary import Moments
@@ -264,8 +264,8 @@ def fit(
                 note_interruption(reached)
     except RuntimeError as error:
         # Python turns a StopIteration that leaves a generator into a RuntimeError.
-        if isinstance(error.__cause__, StopIteration) and hasattr(error.__cause__, "__notes__"):
-            raise error.__cause__ from None
+        if isinstance(cause := error.__cause__, StopIteration) and notes_of(cause):
+            raise cause from None
         raise
     return reached
 
@@ -325,7 +325,7 @@ def _noting(states: Generator[TrainState]) -> Iterator[TrainState]:
         leave_out_frames(error)
         # Python makes this of a StopIteration that leaves a generator, as this is one.
         if type(error) is RuntimeError and isinstance(cause := error.__cause__, StopIteration):
-            for note in getattr(cause, "__notes__", ()):
+            for note in notes_of(cause):
                 error.add_note(note)
             if hasattr(cause, "state"):
                 error.state = cause.state  # type: ignore[attr-defined]

@@ -744,7 +744,7 @@ _OF_HOOKS = ("begin", "evaluating", "receive", "numbers", "failed", "flush")
 def _check_hook(hook: object) -> None:
     if isinstance(hook, type | torch.nn.Module) or not callable(hook):
         hint = f". Call it: {hook.__name__}(...)" if isinstance(hook, type) else ""
-        members = [name for name in _OF_HOOKS if callable(getattr(hook, name, None))]
+        members = [name for name in _OF_HOOKS if checks.has_methods(hook, name)]
         if members and not hint:
             hint = (
                 f", which has a method {members[0]}, but no method __call__(state). Write one that "

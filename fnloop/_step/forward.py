@@ -29,7 +29,7 @@ from fnloop._core.state import (
 )
 from fnloop._core.types import Aux, Batch, LossFn, Metric, Output, Skip, Step, name_of
 from fnloop._data.source import Source
-from fnloop._display.checks import describe, function
+from fnloop._display.checks import describe, function, has_methods
 from fnloop._display.screen import log
 from fnloop._display.tables import shorten
 
@@ -494,7 +494,7 @@ def check_output(out: object, name: str, whole: bool = False) -> None:
         of = ", an int or a scalar tensor" if whole else ""
         raise TypeError(f"{name} must return {_EXPECTED}{of}; got weight={describe(weight)}")
     for key, metric in out.metrics.items():
-        if not callable(getattr(metric, "compute", None)):
+        if not has_methods(metric, "compute"):
             raise TypeError(
                 f"{name} must return metrics such as {{{key!r}: Mean(value, items)}}; got "
                 f"{describe(metric)}"

@@ -20,8 +20,9 @@ import toolz
 import torch
 from torch import Tensor, nn
 
-from fnloop._backend.containers import to_device
+from fnloop._backend.containers import to_device, vars_of
 from fnloop._core.averages import check_not_averaged
+from fnloop._core.code import code_of
 from fnloop._core.history import check_loaders
 from fnloop._core.metrics import COLLECTION_HINT, names_in, update_evaluated_
 from fnloop._core.optimizers import check_used, groups_in, to_training
@@ -62,6 +63,7 @@ from fnloop._core.types import (
     is_ours,
     may_skip,
     name_of,
+    wraps_of,
 )
 from fnloop._core.view import shown, view
 from fnloop._display import checks, tables
@@ -314,7 +316,7 @@ class PipelineStep(abc.ABC):
 
     def _layer(self, member: Middleware, ring: str, inside: Step) -> Step:
         """Return a step with one middleware around it, which errors know as a layer."""
-        step = getattr(member, ring)(inside)
+        step = wraps_of(member)[ring](inside)
         check_wrapped(step, member, ring)
         if step is inside:
             return step
@@ -1072,7 +1074,7 @@ def _loaders_meet(a: set[str], b: set[str]) -> bool:
 
 def _fail_as_member(member: object) -> None:
     name = checks.known_as(member)
-    if getattr(member, "is_middleware_factory", False):
+    if "is_middleware_factory" in vars_of(member):
         raise TypeError(
             f"pipeline expects middleware; {name} is a function that makes one. "
             f"Call it: {name}(...)"
@@ -1179,7 +1181,7 @@ def in_order(members: Sequence[Middleware], ring: str) -> list[Middleware]:
 
 def acting_in(members: Sequence[Middleware], ring: str) -> list[Middleware]:
     """Return the middleware that act in a ring, in their order, the innermost first."""
-    return [m for m in in_order(members, ring) if getattr(m, ring) is not None]
+    return [m for m in in_order(members, ring) if ring in wraps_of(m)]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1224,9 +1226,7 @@ class Layers:
         functions have the same code.
         """
         function = inspect.unwrap(step)
-        code = getattr(function, "__code__", None)
-        if code is None:
-            code = getattr(type(function).__call__, "__code__", None)
+        code = code_of(function) or code_of(type(function).__call__)
         if code is None:
             return
         known = self._names.get(code)  # two middleware of one factory share their code
@@ -1333,7 +1333,7 @@ def checked_once(
         return reply
 
     checked: Replaceable = functools.partial(first)
-    vars(checked).update(getattr(step, "__dict__", {}))
+    vars(checked).update(vars_of(step))
     return checked
 
 

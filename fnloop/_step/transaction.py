@@ -21,7 +21,7 @@ from fnloop._core.state import (
     owns_handles,
     with_slots,
 )
-from fnloop._core.types import Batch, Middleware, Output, Step, Wrap, is_ours
+from fnloop._core.types import Batch, Middleware, Output, Step, Wrap, is_ours, wraps_of
 from fnloop._display import checks
 from fnloop._step.engine import engine_of
 from fnloop._step.gradients import skipped_with
@@ -94,7 +94,7 @@ def is_guard(member: Middleware) -> bool:
 def may_skip_in(members: Iterable[Middleware], *rings: str) -> bool:
     """Return whether third-party middleware in these rings may skip a batch or an update."""
     users = [m for m in members if not is_ours(m)]
-    return any(getattr(m, ring) is not None for ring in rings for m in users)
+    return any(not wraps_of(m).keys().isdisjoint(rings) for m in users)
 
 
 def agreeing(step: Step) -> Step:

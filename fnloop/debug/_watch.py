@@ -743,7 +743,7 @@ def _names_of(value: object) -> list[str]:
     """Return the names of what an object holds: its attributes, or the fields of attrs."""
     if containers.parts_of(value) is None and attrs.has(kind := type(value)):
         return [field.name for field in attrs.fields(kind)]
-    return [*getattr(value, "__dict__", ())]
+    return [*containers.vars_of(value)]
 
 
 # --------------------------------------------------------------------------------------------------

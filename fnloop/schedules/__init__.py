@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, ParamSpec, cast
 import attrs
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, StepLR
 
+from fnloop._backend.containers import vars_of
 from fnloop._core.types import Call, hide_fields, name_of
 from fnloop._display import checks, tables
 from fnloop._display.screen import warn_once
@@ -146,7 +147,7 @@ def schedule_factory(make: Callable[P, Factor]) -> Callable[P, Schedule]:
 def check_schedule(owner: str, schedule: object) -> None:
     """Raise TypeError unless something can be called as ``schedule(step, total_steps)``."""
     wanted = "a function (step, total_steps) -> factor, such as cosine()"
-    if hasattr(schedule, "is_schedule_factory"):
+    if "is_schedule_factory" in vars_of(schedule):
         name = name_of(schedule)
         raise TypeError(f"{owner} expects {wanted}; got {name}. Call it: {name}()")
     refuse_torch_scheduler(owner, wanted, schedule)
@@ -155,7 +156,7 @@ def check_schedule(owner: str, schedule: object) -> None:
 
 def takes_state(given: object) -> bool:
     """Return whether something is a function of one argument, the state, and not a schedule."""
-    ours = getattr(given, "__module__", "") == __name__
+    ours = checks.module_of(given) == __name__
     if not callable(given) or isinstance(given, type) or ours:  # warmup(2) takes a schedule
         return False
     try:

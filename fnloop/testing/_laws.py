@@ -413,10 +413,9 @@ def assert_equal(a: object, b: object, path: str, rtol: float = 0.0) -> None:
     elif isinstance(a, Tensor | float) and isinstance(b, Tensor | float):
         if not _is_equal(a, b):
             _assert_close(a, b, path, rtol)
-    elif callable(state_dict := getattr(a, "state_dict", None)):  # such as a scheduler
-        other = getattr(b, "state_dict", None)
-        assert callable(other), f"{path}: {a!r} != {b!r}"
-        assert_equal(state_dict(), other(), path, rtol)
+    elif checks.has_methods(a, "state_dict"):  # such as a scheduler
+        assert checks.has_methods(b, "state_dict"), f"{path}: {a!r} != {b!r}"
+        assert_equal(a.state_dict(), b.state_dict(), path, rtol)
     elif attrs.has(kind := type(a)) and kind is type(b):
         mine, its = (attrs.asdict(each, recurse=False) for each in (a, b))
         for field in attrs.fields(kind):

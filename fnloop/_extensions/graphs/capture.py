@@ -41,7 +41,7 @@ from fnloop._extensions.graphs.guards import (
     make_rollback,
 )
 from fnloop._step.transaction import Judge, PutBack, current_attempt, replace_host, undo
-from fnloop.extend import Batch, Metric, containers, optimizers
+from fnloop.extend import Batch, Metric, checks, containers, optimizers
 
 Group = dict[str, Any]  # a parameter group of an optimizer
 log = logging.getLogger("fnloop")
@@ -83,7 +83,7 @@ def _map_metric(metric: Any, change: Callable[[Tensor], Tensor]) -> Any:
                     for field, value in fields
                 }
             )
-        return copy.deepcopy(leaf) if hasattr(leaf, "combine") else leaf
+        return copy.deepcopy(leaf) if checks.has_methods(leaf, "combine") else leaf
 
     return containers.map_leaves(metric, change_leaf)
 

@@ -97,7 +97,7 @@ class progress(BuiltIn):
     ) -> None:
         meaning = "the seconds between two drawings, each of which reads from the device"
         refresh = checks.number("progress", "refresh", refresh, meaning, least=0.5)
-        if file is not None and not (hasattr(file, "write") and hasattr(file, "isatty")):
+        if file is not None and not checks.has_methods(file, "write", "isatty"):
             raise TypeError(
                 "progress expects file as an open text file, such as sys.stdout, or None; "
                 f"got {checks.describe(file)}"

@@ -206,7 +206,8 @@ def _make_outer(slot: Apart, outer: Outer | None) -> None:
 
 
 def _check_outer(made: object, outer: Outer, shared: Sequence[Tensor]) -> None:
-    given = [p for group in getattr(made, "param_groups", ()) for p in group["params"]]
+    groups = made.param_groups if isinstance(made, Optimizer) else ()
+    given = [p for group in groups for p in group["params"]]
     if not isinstance(made, Optimizer) or {*map(id, given)} != {*map(id, shared)}:
         raise TypeError(
             "local_sgd expects outer as a function that returns a torch optimizer of the "
@@ -247,8 +248,8 @@ def _check_members(members: Sequence[Middleware]) -> None:
     """Raise NotImplementedError if a middleware needs what is the same in every process."""
     for member in members:
         factory = None if member.call is None else member.call.factory
-        ours = (getattr(factory, "__module__", "") or "").startswith("fnloop.")
-        name = getattr(factory, "__name__", "") if ours else ""
+        ours = checks.module_of(factory).startswith("fnloop.")
+        name = checks.known_as(factory) if ours else ""
         if name == "amp" and member.gradient is None:  # in bf16
             continue
         why = _REFUSED.get(name)

@@ -354,7 +354,7 @@ def _detach(metric: Any) -> Metric:
     """Return a built-in metric that owns its tensors, without a graph, in an accumulator dtype."""
     if not isinstance(metric, Reduced):
         return metric
-    values = [getattr(metric, field) for field in metric.reductions]
+    values = checks.fields_of(metric, metric.reductions).values()
     own = [v.detach().clone() if isinstance(v, Tensor) else v for v in values]
     return type(metric)(*own).to_accumulator()
 
@@ -374,7 +374,7 @@ def _to_metric(name: str, value: object, weight: float | Tensor) -> Metric:
                 ".real"
             )
         return Mean(weighted(value, weight), to_accumulator_dtype(weight))
-    if hasattr(value, "combine") and hasattr(value, "compute"):
+    if isinstance(value, Reduced) or checks.has_methods(value, "combine", "compute"):
         return _detach(value)
     if isinstance(value, np.generic):
         value = value.item()

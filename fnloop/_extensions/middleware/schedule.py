@@ -911,7 +911,7 @@ def _check_scheduler(scheduler: object, optimizer: Optimizer, name: str) -> None
             f"min_delta={scheduler.threshold}{relative}) in its place, whose patience counts the "
             "evaluation that lowers the rate too"
         )
-    by_updates = all(callable(getattr(scheduler, method, None)) for method in _BY_UPDATES)
+    by_updates = checks.has_methods(scheduler, *_BY_UPDATES)
     if not isinstance(scheduler, LRScheduler) and not by_updates:
         kind = type(scheduler)
         builtin = scheduler is None or kind.__module__ == "builtins"

@@ -293,7 +293,7 @@ def _read_one(state: TrainState, name: str, loader: object) -> tuple[str, Batch,
 
 def _in_words(error: Exception) -> str:
     """Return an exception in one line, with its notes."""
-    parts = [f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]
+    parts = [f"{type(error).__name__}: {error}", *checks.notes_of(error)]
     return "; ".join(" ".join(part.split()) for part in parts)
 
 
