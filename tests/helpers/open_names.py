@@ -11,7 +11,7 @@ OPEN = {
     ),
     "_backend.fsdp": "around_sharded combined like_sharded roots",
     "_backend.processes": "trackers",
-    "_backend.torch_compat": "strip_compile_prefix",
+    "_backend.torch_compat": "foreach_copy_ strip_compile_prefix",
     "_checkpoint": "retention",
     "_checkpoint.files": (
         "CHECKPOINT_NAME checksum_of_manifest decode_history FOLDER locate mark_of OBJECTS "
