@@ -131,8 +131,8 @@ BUILT_ON[EVERY] = [*EXTENSIONS]
 EXTENSIONS[EVERY] = {"modules": "", "tests": "_extensions"}
 # What is about all of fnloop: pages, examples, and the style of files.
 ABOUT_ALL = (
-    "test_book test_coming_from test_english test_examples test_notebook test_notebooks "
-    "test_deletion test_package test_readme test_random_programs whole_book"
+    "test_advice test_book test_coming_from test_deletion test_english test_examples test_mistakes "
+    "test_notebook test_notebooks test_package test_readme test_random_programs whole_book"
 )
 ALIASES = ("fl", "fnloop")  # the names of the package in tests
 

@@ -320,8 +320,11 @@ def first_other_operator(a: Trace, b: Trace) -> Called | None:
         if one.operator != other.operator or one.line != other.line:
             return other
         x, y = one.checksum, other.checksum
-        same = torch.equal(x, y) if isinstance(x, Tensor) and isinstance(y, Tensor) else x == y
-        if not same and not (x != x and y != y):
+        if isinstance(x, Tensor) and isinstance(y, Tensor):
+            same = torch.equal(x, y)
+        else:
+            same = x == y or (x != x and y != y)
+        if not same:
             return other
     shorter = min(len(a.calls), len(b.calls))
     left = [*a.calls[shorter:], *b.calls[shorter:]]

@@ -68,7 +68,7 @@ def private_uses(tree):
 
 def own_names(trees):
     """Return the private names that fnloop itself defines in functions, classes and slots."""
-    found = {"_fields"}  # of named tuples, documented
+    found = {"_fields", "_replace"}  # of named tuples, documented
     for node in (node for tree in trees for node in ast.walk(tree)):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             found.add(node.name)

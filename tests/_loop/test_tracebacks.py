@@ -208,7 +208,7 @@ TOOLS = {
     "tune": lambda: data.tune(PLAIN, toy(), ONE),
     "check_script": lambda: debug.check_script(PLAIN, toy(), ONE),
     "check_laws": lambda: check_laws(fl.pipeline(bad())),
-    "a fit in a hook": lambda: fit(hooks=(lambda state: MISTAKES["loss"](),)),
+    "a fit in a hook": lambda: fit(hooks=(lambda state: fit(loss=mistake),)),
     "an evaluation in a hook": lambda: fit(hooks=(lambda state: fl.evaluate(PLAIN, state, ONE),)),
 }
 

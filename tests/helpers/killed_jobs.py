@@ -104,7 +104,7 @@ def averaging(bomb):
         with bomb.event():
             mean(*arguments)
 
-    mean, apart.mean_over_processes_ = apart.mean_over_processes_, counted
+    mean, collectives.mean_over_processes_ = collectives.mean_over_processes_, counted
     collectives.PIECE = 10  # an average takes several messages
     model = lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), HEAD())
     outer = lambda params: Outer(params, lr=0.7, momentum=0.9, nesterov=True)

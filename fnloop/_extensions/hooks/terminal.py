@@ -92,10 +92,6 @@ class Screen:
 
     def write(self, text: str, stream: TextIO) -> None:
         """Write what the program prints, and the line below it again."""
-        if os.getpid() != self._process:  # a worker of a loader, which has a copy of this
-            stream.write(text if self._part else f"\r{_ERASE}{text}")
-            self._part = _open_part(self._part, text)
-            return
         with self._lock:
             self.make_room()
             stream.write(text)
@@ -104,9 +100,13 @@ class Screen:
                 stream.flush()
                 self._show(self._line)
 
+    def is_of_this_process(self) -> bool:
+        """Return whether this is the terminal of a run, and not the copy that a worker has."""
+        return os.getpid() == self._process
+
     def make_room(self) -> None:
         """Remove the line until it is drawn again."""
-        if self._shown and os.getpid() == self._process:
+        if self._shown and self.is_of_this_process():
             with self._lock:
                 self._show("")
 
@@ -145,10 +145,24 @@ class _Above:
 
     def __init__(self, stream: TextIO, screen: Screen) -> None:
         self.stream, self._screen = stream, screen
+        self._held, self._is_open = "", False  # of a worker: a text, and whether a line is begun
 
     def write(self, text: str) -> int:
-        self._screen.write(text, self.stream)
+        if self._screen.is_of_this_process():
+            self._screen.write(text, self.stream)
+        else:  # in one piece, because the run writes to the same terminal
+            self._held += text
+            if text.endswith("\n"):
+                self.flush()
         return len(text)
+
+    def flush(self) -> None:
+        if self._held:
+            start = "" if self._is_open else f"\r{_ERASE}"
+            text, self._held = self._held, ""
+            self._is_open = not text.endswith("\n")
+            self.stream.write(f"{start}{text}")
+        self.stream.flush()
 
     def writelines(self, lines: Iterable[str]) -> None:
         self.write("".join(lines))
