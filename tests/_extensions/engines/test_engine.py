@@ -72,10 +72,9 @@ def test_a_distributed_engine_dies_with_its_states():
 def test_only_the_engine_looks_at_the_number_of_processes():
     """A comparison elsewhere in steps, middleware or metrics is a branch to move there."""
     branch = re.compile(r"(world_size|processes)\s*(==|>|!=|<)|if .*\bworld_size\b")
-    rooms = "_step", "_extensions/middleware", "_extensions/engines"
-    files = [path for room in rooms for path in sorted(ROOT.glob(f"{room}/*.py"))]
-    others = "_extensions/alternate.py", "_core/metrics.py"
-    files += [ROOT / path for path in others]
+    rooms = "_step/*", "_extensions/middleware/*", "_extensions/engines/*", "_extensions/alternate"
+    files = [path for room in rooms for path in sorted(ROOT.glob(f"{room}.py"))]
+    files.append(ROOT / "_core/metrics.py")
     found = [
         f"{path.name}: {line.strip()}"
         for path in files
