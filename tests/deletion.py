@@ -1,6 +1,7 @@
 """Take one extension away at a time, and run the fast tests of all that is left.
 
-    python tests/deletion.py                     # each extension: some minutes for each
+    python tests/deletion.py                     # each extension: two or three minutes for each
+    python tests/deletion.py all                 # all at once: the kernel alone, half a minute
     python tests/deletion.py averages graphs
     python tests/deletion.py graphs --keep /tmp/without-graphs --only tests/_extensions/tools
 

@@ -13,7 +13,7 @@ from fnloop._core.stacked import models_of
 from fnloop._core.state import TrainState
 from fnloop._core.types import Batch, Metric, Output, Step
 from fnloop._data.source import Source
-from fnloop._step.forward import EvaluationPass, Fold, Result, Subject
+from fnloop._step.forward import EvaluationPass, Result, Subject, SumOfBatches
 from fnloop._step.gradients import (
     GradientSum,
     LocalBatch,
@@ -98,7 +98,7 @@ class LocalEngine:
         return merged
 
 
-class LocalEvaluation(Fold):
+class LocalEvaluation(SumOfBatches):
     """An evaluation or a prediction in one process."""
 
     def call(

@@ -597,7 +597,7 @@ class EvaluationPass(Protocol):
         ...
 
 
-class Fold:
+class SumOfBatches:
     """The loss and the metrics of the batches of an evaluation, in their order.
 
     Args:

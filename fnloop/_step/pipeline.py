@@ -884,7 +884,7 @@ class GradientStep(RawStep):
                 why = f"replaces the loss function, and {name_of(self.fn)} takes its place"
             elif member.device is not None:
                 why = f"would capture what {name_of(self.fn)} does, and not call it again"
-            elif member.name == "amp" and member.gradient is not None:  # in fp16
+            elif member.precision == "fp16":
                 why = "scales the loss, which does not reach a backward inside "
                 why += f'{name_of(self.fn)}: write amp("bf16")'
             elif member.name == "retry_on_oom":

@@ -86,9 +86,7 @@ def transaction(step: Step, members: Sequence[Middleware], leaves_out: bool) -> 
 
 def is_guard(member: Middleware) -> bool:
     """Return whether a middleware of fnloop's may leave updates out."""
-    return member.name in ("skip_nonfinite", "spike_guard") or (
-        member.name == "amp" and member.gradient is not None  # in fp16
-    )
+    return member.name in ("skip_nonfinite", "spike_guard") or member.precision == "fp16"
 
 
 def may_skip_in(members: Iterable[Middleware], *rings: str) -> bool:

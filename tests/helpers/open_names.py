@@ -86,7 +86,7 @@ OPEN = {
     "_loop.peers": "forget_interruption is_alone",
     "_loop.plan": "Plan read_hooks",
     "_step.engine_local": "LocalEngine",
-    "_step.forward": "EvaluationPass items_in Result Subject takes_carry",
+    "_step.forward": "EvaluationPass items_in Result Subject SumOfBatches takes_carry",
     "_step.gradients": (
         "clip_to_norm_ divide fail_to_train GradientSum LocalWindow LossRoot NO_GRADIENT "
         "NoGradientError Pass pieces_of restore_gradients rows_of samples_in skipped_with "

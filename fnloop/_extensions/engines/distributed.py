@@ -46,7 +46,7 @@ from fnloop._data.loaders import Padding, Window
 from fnloop._data.source import Source
 from fnloop._extensions.engines.apart import apart_of, trains_apart
 from fnloop._extensions.engines.one_message import OneMessage, fits
-from fnloop._step.forward import Fold, Result, Subject
+from fnloop._step.forward import Result, Subject, SumOfBatches
 from fnloop._step.gradients import (
     GradientSum,
     LossRoot,
@@ -1128,7 +1128,7 @@ class CollectiveProbe:
         return is_padding and self.uses_collectives is False
 
 
-class DistributedEvaluation(Fold):
+class DistributedEvaluation(SumOfBatches):
     """An evaluation or a prediction of which each process computes its share.
 
     The methods are those of :class:`fnloop._step.engine.EvaluationPass`.
