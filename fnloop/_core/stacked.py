@@ -27,7 +27,6 @@ from fnloop._core.types import Batch
 from fnloop._display.checks import describe, join_names
 
 Value = Batch  # a nested value with tensors in it, of any kind
-OWNER = "stack"
 INSTEAD = "Otherwise train these states one by one"
 
 # --------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from fnloop._core.history import History
 from fnloop._core.metrics import Mean, PerModel
 from fnloop._core.optimizers import Optimizers, wants_closure
 from fnloop._core.records import COSTS, Record, records_of_model
-from fnloop._core.stacked import INSTEAD, OWNER, Stack, check_architectures, models_of
+from fnloop._core.stacked import INSTEAD, Stack, check_architectures, models_of
 from fnloop._core.state import (
     PLACE,
     Ownership,
@@ -84,12 +84,12 @@ def stack(states: Mapping[str, TrainState]) -> TrainState:
         computed for all models at once. Those of other optimizers are made one model after the
         other.
     """
-    checks.mapping(OWNER, "states", states, EXAMPLE)
+    checks.mapping("stack", "states", states, EXAMPLE)
     if not states:
         raise ValueError(f"stack expects at least one state, {EXAMPLE}; got none")
     for name, state in states.items():
         _check_name(name)
-        check_not_stale(state, OWNER)
+        check_not_stale(state, "stack")
         _check_alone(name, state)
     _check_distinct(states)
     models = {name: state.model for name, state in states.items()}
@@ -183,7 +183,7 @@ def _taken_out(state: TrainState, place: int, name: str) -> TrainState:
 
 
 def _check_name(name: object) -> None:
-    checks.text(OWNER, "states", name, "names of models")  # type: ignore[arg-type]
+    checks.text("stack", "states", name, "names of models")  # type: ignore[arg-type]
     text = str(name)
     if "/" in text or text in _RESERVED:
         raise ValueError(

@@ -57,7 +57,7 @@ OPEN = {
         "Json materialize Measured Pending"
     ),
     "_core.shapes": "forget_states take_shapes",
-    "_core.stacked": "call_each check_architectures INSTEAD models_of OWNER Stack",
+    "_core.stacked": "call_each check_architectures INSTEAD models_of Stack",
     "_core.state": (
         "advance check_alike clear_parameter_cache count_parameters current_parameters "
         "differ_only generation_of give_up_ownership LEFT_OUT mark_half_done moved note_call "
