@@ -1086,7 +1086,7 @@ def names_in(function: object) -> list[str]:
 
 @attrs.frozen(repr=False)
 class from_torchmetrics:
-    """A metric function from a metric or a MetricCollection of torchmetrics, for ``metric``.
+    """Make a metric function for ``metric`` from a metric or a MetricCollection of torchmetrics.
 
     Right for metrics that are not a mean over batches (F1, AUROC, ...): the metric sees every batch
     and is computed once. The given object is a template: it is copied, never updated. Its argument

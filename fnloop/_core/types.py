@@ -96,7 +96,7 @@ class Step(Protocol):
 
 
 class Wrap(Protocol):
-    """The type of what a middleware has in a ring, a step to a step, for annotations.
+    """The type of a function that takes a step and returns a step, for annotations.
 
     Example:
         >>> import fnloop as fl
@@ -321,7 +321,7 @@ _PARTS = {
 
 @attrs.frozen(repr=False, eq=False)
 class Middleware:
-    """A transform of steps: for each ring that it acts in, a function from a step to a step.
+    """For each ring that it acts in, a function that takes a step and returns a step.
 
     Most are made with the decorator :func:`middleware`. Write the record itself for a middleware
     that acts in several rings, keeps something in ``state.slots[name]``, or takes several batches

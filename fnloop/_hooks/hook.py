@@ -799,7 +799,7 @@ class at_start(Moment):
     record at step 0. It is never due when a run is resumed.
 
     Returns:
-        A moment: a function from a hook to a hook, which composes with ``|``, ``&`` and ``~``.
+        A moment: call it with a hook; combine moments with ``|``, ``&`` and ``~``.
 
     Example:
         >>> import fnloop as fl, torch
@@ -833,7 +833,7 @@ class at_end(Moment):
     is not the end, because the run will continue.
 
     Returns:
-        A moment: a function from a hook to a hook, which composes with ``|``, ``&`` and ``~``.
+        A moment: call it with a hook; combine moments with ``|``, ``&`` and ``~``.
 
     Example:
         >>> import fnloop as fl, torch
@@ -1021,7 +1021,7 @@ class every(Moment):
             counts on; the time in between does not count.
 
     Returns:
-        A moment: a function from a hook to a hook, which composes with ``|``, ``&`` and ``~``.
+        A moment: call it with a hook; combine moments with ``|``, ``&`` and ``~``.
 
     Raises:
         TypeError: not exactly one of the four is given.
@@ -1169,7 +1169,7 @@ class when(Moment):
         predicate: ``state -> bool``, called after every update.
 
     Returns:
-        A moment: a function from a hook to a hook, which composes with ``|``, ``&`` and ``~``.
+        A moment: call it with a hook; combine moments with ``|``, ``&`` and ``~``.
 
     Raises:
         TypeError: the predicate is not a function.
@@ -1325,7 +1325,7 @@ class when_improved(Moment):
         since: which values count: those of the "phase", if there is one, or of the whole "run".
 
     Returns:
-        A moment: a function from a hook to a hook, which composes with ``|``, ``&`` and ``~``.
+        A moment: call it with a hook; combine moments with ``|``, ``&`` and ``~``.
 
     Raises:
         TypeError: key is not a str.

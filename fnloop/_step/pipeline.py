@@ -157,8 +157,8 @@ def pipeline(*middleware: Middleware) -> Pipeline:
         *middleware: what ``accumulate(4)``, ``clip(1.0)``, ... return.
 
     Returns:
-        A function from a loss function to a step. Its repr is the code that made it; it can be
-        compared and pickled.
+        A function that takes a loss function and returns a step. Its repr is the code that made it.
+        It can be compared and pickled.
 
     Raises:
         TypeError: something is not a middleware.
@@ -1152,7 +1152,7 @@ def check_wrapped(step: object, member: Middleware, ring: str) -> None:
     """Raise TypeError unless a middleware has made a step in a ring."""
     if not callable(step):
         raise TypeError(
-            f"{member!r} must wrap a step into a step, but its {ring} ring returned "
+            f"{member!r} must take a step and return a step, but its {ring} ring returned "
             f"{describe(step)}. Did you forget to return the inner function?"
         )
 

@@ -72,7 +72,7 @@ class paced(Moment):
             64 machines of which each fails once in 128 days, that is 0.5.
 
     Returns:
-        A moment: a function from a hook to a hook, which composes with ``|``, ``&`` and ``~``. It
+        A moment: call it with a hook; combine moments with ``|``, ``&`` and ``~``. It
         is for hooks alone, because it goes by what its hook takes.
 
     Raises:

@@ -42,9 +42,9 @@ def local_sgd(every: int = 8, outer: Outer | None = None) -> Middleware:
 
     Args:
         every: updates from one average to the next, at least 1.
-        outer: a function from a list of parameters to a torch optimizer. Its parameters are the
-            weights after the last average. Their gradient is what the processes have moved away
-            from them, in the mean, with its sign changed: SGD with a rate of 1 gives the average.
+        outer: a function that takes a list of parameters and returns a torch optimizer. These
+            parameters are the weights after the last average. Their gradient is minus the mean of
+            what the processes have moved away from them: SGD with a rate of 1 gives the average.
             DiLoCo uses ``lambda params: torch.optim.SGD(params, lr=0.7, momentum=0.9,
             nesterov=True)``. None: the average itself.
 
@@ -92,7 +92,7 @@ def local_sgd(every: int = 8, outer: Outer | None = None) -> Middleware:
     """
     checks.integer("local_sgd", "every", every, "updates from one average to the next")
     if outer is not None:
-        meaning = "a function from a list of parameters to an optimizer, or None"
+        meaning = "a function that takes a list of parameters and returns an optimizer, or None"
         checks.function("local_sgd", "outer", outer, meaning, 1, also=type)
     return Middleware(
         "local_sgd",
