@@ -730,13 +730,12 @@ class Skip:
 
 
 def skip(reason: str) -> Skip:
-    """Skip a batch: a loss function returns this instead of a loss.
+    """Skip a batch: return this from a loss function instead of a loss.
 
-    The batch is out of the window of ``accumulate`` and of its divisor, and its metrics do not
-    count. If every batch of an update is skipped, on all processes, there is no update:
-    ``state.skipped`` counts it, and ``state.step``, schedules, averages and the buffers of the
-    model stay. In an evaluation the batch is skipped too. A warning is logged the first time that
-    a reason is given.
+    The batch does not count in the window of ``accumulate``, in its divisor or in metrics. If every
+    batch of an update is skipped, on all processes, there is no update: ``state.skipped`` counts
+    it, and ``state.step``, schedules, averages and the buffers of the model stay as they are. In an
+    evaluation the batch is skipped too. A warning is logged the first time that a reason is given.
 
     Args:
         reason: why, in a few words, the same for all batches that are skipped for it.

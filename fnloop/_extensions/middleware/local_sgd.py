@@ -29,14 +29,14 @@ Outer = Callable[[list[nn.Parameter]], Optimizer]
 
 @middleware("update")
 def local_sgd(every: int = 8, outer: Outer | None = None) -> Middleware:
-    """Let each process update by itself, and average the weights of all every ``every`` updates.
+    """Let each process update its own weights, and average them every ``every`` updates.
 
     Gradients are not exchanged. After each applied update whose number is a multiple of ``every``,
-    all processes continue from the mean of their weights. That is a message every 8 updates, for
-    slow connections. With ``outer`` the step from one average to the next is made by another
+    all processes continue from the mean of their weights. So slow connections carry one message
+    every ``every`` updates. With ``outer`` the step from one average to the next is made by another
     optimizer, as in DiLoCo, where ``every`` is 100 to 500.
 
-    An evaluation, a record, a checkpoint, ``predict`` and the state that ``fit`` returns have the
+    Evaluations, records, checkpoints, ``predict`` and the state that ``fit`` returns use the
     average of the weights at that moment. Training continues from each process's own weights, also
     in a run that is resumed on as many processes. On another number, all continue from the average.
 

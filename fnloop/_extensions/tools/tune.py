@@ -116,7 +116,7 @@ class Advice(tables.Shown):
 
 @short_traceback
 def tune(step: Step, state: TrainState, loader: object, *, seconds: float = 10.0) -> Advice:
-    """Find out what makes a run faster: time some changes, and print the code to use.
+    """Find what makes a run faster: time some changes, and print the code to use.
 
     These are tried where they are possible and not in use: a fused optimizer, ``channels_last()``,
     ``amp("bf16")``, ``compiled()`` (if there is a compiler, and time: ``seconds`` of at least 5),
