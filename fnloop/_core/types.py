@@ -321,7 +321,7 @@ _PARTS = {
 
 @attrs.frozen(repr=False, eq=False)
 class Middleware:
-    """For each ring that it acts in, a function that takes a step and returns a step.
+    """A middleware: for each ring that it acts in, a function that takes a step and returns one.
 
     Most are made with the decorator :func:`middleware`. Write the record itself for a middleware
     that acts in several rings, keeps something in ``state.slots[name]``, or takes several batches
@@ -516,7 +516,7 @@ class Searching:
 def middleware(
     ring: Ring, *, init: Callable[[State], object] | None = None
 ) -> Callable[[Callable[Settings, Middleware | Wrap]], Callable[Settings, Middleware]]:
-    """Turn a function of settings into a factory of middleware for one ring.
+    """Make your own middleware for one ring: decorate a function of its settings.
 
     The function takes the settings and returns ``wrap``, which takes a step and returns one. It may
     also return a :class:`Middleware`, if it acts in several rings, or if the settings decide what

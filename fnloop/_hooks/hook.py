@@ -74,7 +74,7 @@ def _adopt(lifted: object, given: object, names: Iterable[str]) -> None:
 
 
 class Hook:
-    """A callback: what a run calls after every update, ``state -> state``.
+    """A callback: a function ``state -> state`` that a run calls after every update.
 
     A plain function is a hook too, and so is any object that can be called and has some of these
     methods. Subclass this for a hook with more than one of them: each does nothing by default.

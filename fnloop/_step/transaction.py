@@ -173,7 +173,7 @@ def around(step: Step, keep: Keep) -> Step:
 
 
 def then(act: Callable[[TrainState, Batch, Output], tuple[TrainState, Output]]) -> Wrap:
-    """Return the wrap that acts after a step, unless that leaves its update or its batch out.
+    """Return a wrap that acts after a step, unless the step skips its update or its batch.
 
     Args:
         act: ``(state, batch, out) -> (state, out)``, with what the step has returned. Messages name

@@ -67,7 +67,7 @@ class _Inspection:
 
 @attrs.frozen(repr=False)
 class inspect(BuiltIn):
-    """Call a function with what the step returned for each batch of an evaluation.
+    """Call a function with the outputs of an evaluation, one for each batch.
 
     Use it for what is not a mean over batches: an average precision, a confusion matrix, pictures
     of the worst samples. Numbers that the function returns join the record of that evaluation. It

@@ -29,7 +29,7 @@ Outer = Callable[[list[nn.Parameter]], Optimizer]
 
 @middleware("update")
 def local_sgd(every: int = 8, outer: Outer | None = None) -> Middleware:
-    """Let each process update its own weights, and average them every ``every`` updates.
+    """Let each process update its own weights, and average them from time to time.
 
     Gradients are not exchanged. After each applied update whose number is a multiple of ``every``,
     all processes continue from the mean of their weights. So slow connections carry one message
