@@ -1,4 +1,4 @@
-"""The same training twice: by hand, and with fnloop. Both end with the same weights, bit for bit.
+"""The same training twice, hand-written and with fnloop. The weights are equal, bit for bit.
 
     python examples/by_hand.py
 
@@ -67,7 +67,7 @@ def with_fnloop(model, optimizer, batches, epochs):
 
 
 def main():
-    parser = argparse.ArgumentParser(description="The same training by hand and with fnloop.")
+    parser = argparse.ArgumentParser(description="The same training, hand-written and with fnloop.")
     parser.add_argument("--epochs", type=int, default=5)
     args = parser.parse_args()
 

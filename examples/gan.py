@@ -2,9 +2,9 @@
 
     python examples/gan.py --out gan --resume runs/gan
 
-Discriminator and generator take turns on each batch. After each epoch a picture of what the
-generator draws is written to a file. With --resume you can kill it and start it again: it resumes
-where it left off, and the result is the same, bit for bit.
+Discriminator and generator take turns on each batch. After each epoch, a picture of new digits is
+written to a file. With --resume you can kill it and start it again: it resumes where it left off,
+and the result is the same, bit for bit.
 """
 
 import argparse

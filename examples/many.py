@@ -1,10 +1,11 @@
-"""Handwritten digits on several processes. The result does not depend on their number.
+"""Handwritten digits on one process or several: the same run, up to rounding.
 
     accelerate launch --multi_gpu --num_processes 2 examples/many.py    # two
     torchrun --nproc-per-node 2 examples/many.py                        # two
-    python examples/many.py                                             # one, the same accuracy
+    python examples/many.py                                             # one
 
-Without GPUs the processes run on the CPU.
+Without GPUs the processes run on the CPU. On another number of them sums are rounded differently.
+Where the bits must be the same, use ``TrainState.create(..., exact=True)``.
 
 With --resume FOLDER you can kill it and start it again, on any number of processes.
 """

@@ -1,4 +1,4 @@
-"""Handwritten digits: 4,000 MNIST images train a small CNN, 1,000 others say how good it is.
+"""Handwritten digits: a small CNN trains on 4,000 MNIST images, and is validated on 1,000 others.
 
     python examples/mnist.py --epochs 10 --out . --resume runs/mnist
 

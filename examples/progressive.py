@@ -2,8 +2,8 @@
 
     python examples/progressive.py --epochs 4 --resume runs/progressive
 
-Small images are cheap, and what they teach helps with larger ones. Each size is a phase, with a
-cycle of the learning rate of its own; all share one history. With --resume you can kill it in any
+Small images are cheap, and what the CNN learns from them helps with larger ones. Each size is a
+phase with its own learning rate cycle; all share one history. With --resume you can kill it in any
 phase and start it again: the result is the same, bit for bit.
 """
 

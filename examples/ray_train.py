@@ -1,7 +1,7 @@
-"""Train on the workers of Ray Train: ``pip install 'fnloop[ray]' && python examples/ray_train.py``.
+"""Train on the workers of Ray Train: ``pip install -e '.[ray]' && python examples/ray_train.py``.
 
-Ray starts the processes and their process group. ``TrainState.create`` joins it, and all else is as
-in any other script. If a worker is lost, Ray starts the function again, which resumes.
+Ray starts the processes and their process group, which ``TrainState.create`` joins. The rest is as
+in any other script. If a worker is lost, Ray starts the function again, and it resumes.
 """
 
 import sys

@@ -2,9 +2,9 @@
 
     state = fit(pipeline(accumulate(4), clip(1.0))(loss_fn), state, loaders, epochs=8)
 
-`fit` calls the *step* on one batch after another: your loss function, wrapped in *middleware*. What
-is carried from batch to batch is one immutable record, the *state*, which `evaluate`, `save` and
-*hooks*, functions of the state that are called between updates, take as well.
+The *step* is your loss function, wrapped in *middleware*. `fit` calls it on batch after batch. What
+a run depends on is in one immutable record, the *state*. `evaluate` and `save` take it too, and so
+do *hooks*, functions that are called between updates.
 
     >>> import torch
     >>> def loss_fn(model, batch):                   # plain PyTorch: the mean loss of a batch
@@ -37,7 +37,7 @@ is carried from batch to batch is one immutable record, the *state*, which `eval
 - **Processes**: `gather`, `reduce`, `broadcast`, `sharded`
 - **Modules**: `fnloop.schedules`, `fnloop.data`, `fnloop.debug`, `fnloop.testing`, `fnloop.extend`
 
-`help(fnloop.clip)` describes a name, and the notebooks are guides by subject.
+`help(fnloop.clip)` describes a name. The folder `notebooks` has the guides.
 """
 
 __docformat__ = "google"

@@ -146,7 +146,7 @@ def optimizers(state: TrainState) -> Mapping[str, Optimizer]:
 
 
 def groups(state: TrainState) -> Mapping[str, Group]:
-    """Return the parameter groups of all optimizers, by what names of numbers end with.
+    """Return the parameter groups of all optimizers, by the end of their names in records.
 
     That is "" for the first group of the only optimizer, "/1" for the second, "/head" for one with
     ``group["name"] = "head"``, and "/rest/1" where there are several optimizers.

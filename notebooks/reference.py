@@ -10,6 +10,7 @@ import inspect
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 from docutils import nodes
 from sphinx.util.nodes import make_refnode
@@ -70,6 +71,8 @@ def all_names():
 
 def summary(name):
     """Return the first sentence of a docstring, as one line."""
+    if value_of(name) is Any:
+        return "Anything that a loader yields, for annotations."
     first = (inspect.getdoc(value_of(name)) or "").split("\n\n")[0]
     return " ".join(first.split()).rstrip(":")
 

@@ -418,7 +418,7 @@ def take_away(name, tree):
         without_names(init, names)
     of_room = "|".join(module.removeprefix("fnloop.").replace(".", "/") for module in names.modules)
     text = (tree / "CONTRIBUTING.md").read_text()
-    rooms = re.compile(rf"^\| `({of_room})` \|.*\n", re.M)
+    rooms = re.compile(rf"^\| `({of_room})(\.py)?` \|.*\n", re.M)
     (tree / "CONTRIBUTING.md").write_text(rooms.sub("", text))
     about = {*files_about(name, tree)}
     files = [

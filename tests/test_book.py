@@ -119,6 +119,13 @@ def test_a_page_is_short_and_knows_no_machine(page):
 
 
 @pytest.mark.parametrize("page", PAGES)
+def test_a_list_has_no_gap(page):
+    """A blank line between two items sets the last one apart, and spreads all of them."""
+    gaps = re.findall(r"^\* (?:.+\n(?:  .*\n)*)\n(\* .*)", PAGES[page], re.M)
+    assert gaps == []
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_the_links_of_a_page_lead_somewhere(page):
     prose = re.sub(r"^```\{code-cell.*?^```$|`[^`\n]+`", "", PAGES[page], flags=re.S | re.M)
     links = re.findall(r"\]\(([^)#:\s]+)\)", prose)

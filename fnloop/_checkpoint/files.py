@@ -230,7 +230,7 @@ def read_manifest(path: Path) -> dict[str, Json]:
     if manifest["format_version"] > NEWEST_FORMAT:
         raise NewerFormatError(
             f"{path} has format {manifest['format_version']}, and this fnloop reads formats "
-            f"up to {NEWEST_FORMAT}: pip install -U fnloop"
+            f"up to {NEWEST_FORMAT}: install a newer fnloop"
         )
     check_shape(manifest, MANIFEST_SHAPE, file)
     files = manifest["files"]

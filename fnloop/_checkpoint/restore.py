@@ -397,9 +397,9 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
             ``"s3://bucket/run"``.
 
     Returns:
-        Its path, or None if there is none. Of an address, that of a local copy, in the folder
+        Its path, or None if there is none. For an address, the path of a local copy, in the folder
         ``FNLOOP_CACHE`` or ``~/.cache/fnloop``. It stays there until a later call finds that the
-        address has this checkpoint no longer.
+        address no longer has this checkpoint.
 
     Raises:
         TypeError, ValueError: it is neither a path nor an address.
@@ -435,8 +435,8 @@ def best(
             a value, or those of the whole "run"; as the hook's by default.
 
     Returns:
-        Its path, or None if no checkpoint has a value that is not NaN. Of equals, the oldest. Of an
-        address, the path of a local copy, as :func:`latest` returns it.
+        Its path, or None if no checkpoint has a value that is not NaN. If several are equal, the
+        oldest. For an address, the path of a local copy, as :func:`latest` returns it.
 
     Raises:
         ValueError: no metric is given and the checkpoints name none; or there is no such mode or

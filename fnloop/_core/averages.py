@@ -121,9 +121,9 @@ def check_not_averaged(owner: str, state: TrainState) -> None:
 def averaged(state: TrainState, name: str = "ema") -> TrainState:
     """Copy a state, with the averaged weights in its model.
 
-    The copy is there to evaluate, predict, save and export; ``fit`` refuses it. Its optimizer has
-    no state, and it has no slots but a mark. What is not averaged is that of the model. The given
-    state is not changed.
+    Use the copy to evaluate, predict, save and export; ``fit`` refuses it. Its optimizer has no
+    state, and it has no slots of middleware. What is not averaged is copied from the model. The
+    given state does not change.
 
     Args:
         state: the newest state of a run with ``ema`` or ``swa``.

@@ -49,7 +49,7 @@ from fnloop._display.checks import function as check_function
 def freeze(state: TrainState, *selectors: Selector, statistics: str = "kept") -> TrainState:
     """Freeze parameters: no update changes them until :func:`unfreeze`.
 
-    They get no gradient, so that weight decay and momentum do not move them either. The optimizer
+    They get no gradient, so weight decay and momentum do not change them either. The optimizer
     keeps their state. Dropout stays as it is.
 
     A norm layer with running statistics, such as BatchNorm, is frozen if all of its parameters are;
@@ -71,7 +71,7 @@ def freeze(state: TrainState, *selectors: Selector, statistics: str = "kept") ->
     Raises:
         StaleStateError: the state has been advanced.
         TypeError: there is no selector, or one is something else.
-        ValueError: a selector is for nothing in the model, or there is no such ``statistics``.
+        ValueError: a selector matches nothing in the model, or there is no such ``statistics``.
 
     Example:
         >>> import fnloop as fl, torch
@@ -102,11 +102,11 @@ def freeze(state: TrainState, *selectors: Selector, statistics: str = "kept") ->
 def unfreeze(
     state: TrainState, *selectors: Selector, optimizer: str | None = None, **group: object
 ) -> TrainState:
-    """Train frozen parameters again, also with their own settings: ``lr=1e-4``.
+    """Train frozen parameters again, with settings of their own if you like: ``lr=1e-4``.
 
-    Those that the optimizer does not have yet are added to it as a new group, with these settings
-    and its defaults. Those that it has keep their state in it. With settings, they
-    are moved from their group into a new one with its other settings, unless they are all of it.
+    Parameters that the optimizer does not have yet become a new group, with these settings and its
+    defaults. Those that it has keep their state. With settings, they move from their group into a
+    new one with the other settings of the old one, unless they are the whole group.
 
     Args:
         state: the newest state. It is stale afterwards.
@@ -124,8 +124,8 @@ def unfreeze(
         StaleStateError: the state has been advanced.
         TypeError: there is no selector, one is something else, or the optimizer has no such
             setting.
-        ValueError: a selector is for nothing in the model, a setting is out of range, another group
-            has the name, or it is open which optimizer takes a parameter.
+        ValueError: a selector matches nothing in the model, a setting is out of range, another
+            group has the name, or it is not clear which optimizer takes a parameter.
 
     Example:
         >>> import fnloop as fl, torch

@@ -1086,11 +1086,11 @@ def names_in(function: object) -> list[str]:
 
 @attrs.frozen(repr=False)
 class from_torchmetrics:
-    """A metric function from a metric or a MetricCollection of torchmetrics, for ``metric``.
+    """Make a metric function for ``metric`` from a metric or a MetricCollection of torchmetrics.
 
-    Right for metrics that are not a mean over batches (F1, AUROC, ...): the metric sees every batch
-    and is computed once. The given object is a template: it is copied, never updated. Its argument
-    checks read from the device; ``validate_args=False`` keeps a step free of host reads.
+    Use it for metrics that are not a mean over batches (F1, AUROC, ...): the metric sees every
+    batch and is computed once. The given object is a template: it is copied, never updated. Its
+    argument checks read from the device; ``validate_args=False`` keeps a step free of host reads.
 
     A MetricCollection is updated once per batch, and its compute groups are kept. Without a name,
     ``metric(from_torchmetrics(collection, inputs))``, its metrics have their own names.
@@ -1108,8 +1108,8 @@ class from_torchmetrics:
         ImportError: torchmetrics is not installed (the extra ``fnloop[torchmetrics]``).
         TypeError: ``metric`` is not a torchmetrics metric, ``inputs`` is not a function (aux,
             batch), or ``names`` are not names.
-        ValueError: there are no names, or two are equal. At a report: the metric computes another
-            number of elements.
+        ValueError: there are no names, or two are equal. At a report: the metric computes a
+            different number of elements.
 
     Example:
         >>> import torch

@@ -81,12 +81,12 @@ class Record:
         step: updates applied.
         metrics: name to value: "train/loss", "train/grad_norm", "valid/loss", ...
         seconds: time spent in runs so far; not compared.
-        closing: whether it was made only because the run ended here: between two reports, or after
-            the one of an epoch, for what is evaluated ``at_end()``. A run that continues makes its
-            reports as if this record did not exist, and folds over the history skip it.
+        closing: whether it was made only because the run ended here: between two records, or after
+            that of an epoch, for an evaluation by ``at_end()``. A run that continues makes its
+            records as if this one did not exist, and functions of the history ignore it.
         items: the items of all updates that were applied so far, in all processes: samples, or what
-            the loss function counts in ``aux["weight"]``, such as tokens. A turn of ``alternate``
-            counts for itself. None: unknown, as in a history that an older version has begun.
+            the loss function counts in ``aux["weight"]``, such as tokens. Each turn of
+            ``alternate`` counts. None: unknown, as in a history that an older version began.
 
     Example:
         >>> Record(1, 10, {"train/loss": 0.5}).metrics["train/loss"]

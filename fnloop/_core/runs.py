@@ -210,7 +210,7 @@ class Live:
 
 @attrs.frozen(repr=False)
 class RunInfo:
-    """Facts about the current run and epoch, such as ``total_steps``. None of them is a handle.
+    """Facts about the current run and epoch, such as ``total_steps``.
 
     Args:
         epochs: the target for ``state.epoch``, or None.

@@ -294,8 +294,8 @@ class TrainState:
     Everything else in it is plain data.
 
     A hook, a middleware or a script may replace, add or drop parameters, in the model and in the
-    groups of its optimizers: they count from the next update on as any other. So do those of
-    ``attrs.evolve(state, model=..., optimizer=...)``.
+    groups of its optimizers: from the next update on, they are trained like any other. So are those
+    of ``attrs.evolve(state, model=..., optimizer=...)``.
 
     Args:
         model: the module.
@@ -310,8 +310,8 @@ class TrainState:
             no name and has applied ``step``.
         seed: with the counters, it determines the order of the data and every random draw.
         slots: the state of each middleware, by name.
-        metrics: the running reduction of this epoch. Where an epoch has ended, that of the ended
-            epoch, until the next update. With ``record_every``, also that since the last record:
+        metrics: the metrics of this epoch so far. After the end of an epoch they are those of that
+            epoch, until the next update. With ``record_every``, also those since the last record:
             "recent/loss", ...
         history: the records so far.
         run: facts about the current run; None outside one.
@@ -1556,11 +1556,11 @@ EXAMPLE = '{"lr": [1e-3, 3e-4]}'
 def fork(state: TrainState, settings: Mapping[str, Sequence[float]]) -> dict[str, TrainState]:
     """Return copies of a state, one for each combination of settings of its optimizer.
 
-    Each is a run of its own, with a ``run_id`` of its own, so its checkpoints need a folder of
-    their own. The state that is given stays as it is.
+    Each is a separate run with its own ``run_id``, so its checkpoints need their own folder. The
+    given state stays as it is.
 
-    A setting is the initial value that ``schedule`` multiplies, too. A scheduler of torch keeps the
-    rate that it was made for: begin a phase, ``fit(..., phase="decay")``, which has a new one.
+    ``schedule`` multiplies the setting as the initial value. A scheduler of torch keeps the rate
+    that it was made for: begin a phase, ``fit(..., phase="decay")``, which makes a new scheduler.
 
     Args:
         state: the newest state, or one from a checkpoint.

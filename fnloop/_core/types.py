@@ -96,7 +96,7 @@ class Step(Protocol):
 
 
 class Wrap(Protocol):
-    """The type of what a middleware has in a ring, a step to a step, for annotations.
+    """The type of a function that takes a step and returns a step, for annotations.
 
     Example:
         >>> import fnloop as fl
@@ -321,7 +321,7 @@ _PARTS = {
 
 @attrs.frozen(repr=False, eq=False)
 class Middleware:
-    """A transform of steps: for each ring that it acts in, a function from a step to a step.
+    """A middleware: for each ring that it acts in, a function that takes a step and returns one.
 
     Most are made with the decorator :func:`middleware`. Write the record itself for a middleware
     that acts in several rings, keeps something in ``state.slots[name]``, or takes several batches
@@ -516,7 +516,7 @@ class Searching:
 def middleware(
     ring: Ring, *, init: Callable[[State], object] | None = None
 ) -> Callable[[Callable[Settings, Middleware | Wrap]], Callable[Settings, Middleware]]:
-    """Turn a function of settings into a factory of middleware for one ring.
+    """Make your own middleware for one ring: decorate a function of its settings.
 
     The function takes the settings and returns ``wrap``, which takes a step and returns one. It may
     also return a :class:`Middleware`, if it acts in several rings, or if the settings decide what
@@ -730,13 +730,12 @@ class Skip:
 
 
 def skip(reason: str) -> Skip:
-    """Skip a batch: a loss function returns this instead of a loss.
+    """Skip a batch: return this from a loss function instead of a loss.
 
-    The batch is out of the window of ``accumulate`` and of its divisor, and its metrics do not
-    count. If every batch of an update is skipped, on all processes, there is no update:
-    ``state.skipped`` counts it, and ``state.step``, schedules, averages and the buffers of the
-    model stay. In an evaluation the batch is skipped too. A warning is logged the first time that
-    a reason is given.
+    The batch does not count in the window of ``accumulate``, in its divisor or in metrics. If every
+    batch of an update is skipped, on all processes, there is no update: ``state.skipped`` counts
+    it, and ``state.step``, schedules, averages and the buffers of the model stay as they are. In an
+    evaluation the batch is skipped too. A warning is logged the first time that a reason is given.
 
     Args:
         reason: why, in a few words, the same for all batches that are skipped for it.

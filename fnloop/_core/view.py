@@ -322,14 +322,14 @@ def as_evaluated(state: TrainState, together: bool) -> Iterator[nn.Module]:
 
 
 def evaluating(state: TrainState) -> contextlib.AbstractContextManager[nn.Module]:
-    """Look at the model within a run, and change nothing: ``with evaluating(state) as model:``.
+    """Call the model within a run, and change nothing: ``with evaluating(state) as model:``.
 
-    Hooks are called in training mode. There a call of the model uses dropout, and moves the
+    Hooks are called in training mode. There a call of the model uses dropout, and changes the
     statistics of BatchNorm. In this block the model is in evaluation mode, without gradients, and
     has the weights that an evaluation uses, also with an optimizer that trains others. Afterwards
     these weights, the flag ``training`` of every module, the buffers, and all random generators are
-    as they were before, also after an exception. What is drawn in the block is a function of the
-    seed of the state.
+    as they were before, even after an exception. Random draws in the block depend on the seed of
+    the state.
 
     Args:
         state: the newest state: in a hook the one that it is called with.

@@ -70,12 +70,12 @@ def alternate(
     """Take whole steps in turn, each with its own optimizer, such as those of a GAN.
 
     Their names are those of the optimizers: ``TrainState.create(model, {"d": ..., "g": ...})``. In
-    a turn only the parameters of its optimizer need gradients; those of the others rest, and what
-    was frozen stays frozen. Each step has its own middleware, such as ``clip``, ``amp`` and
-    ``schedule``, with its own slots and metrics: "train/d/loss", "train/d/grad_norm". The rates are
-    "train/lr/d", ... as in every run with several optimizers. ``aux`` has that of each name. What a
-    middleware of a step is given is a state of that turn: ``state.optimizer`` is its optimizer,
-    ``state.step`` the updates of it, and ``state.slots`` its own.
+    a turn, only the parameters of its optimizer get gradients. What was frozen stays frozen. Each
+    step has its own middleware, such as ``clip``, ``amp`` and ``schedule``, with its own slots and
+    metrics: "train/d/loss", "train/d/grad_norm". The rates are "train/lr/d", ... as in every run
+    with several optimizers. ``aux`` has that of each name. A middleware of a step gets a state of
+    that turn: ``state.optimizer`` is its optimizer, ``state.step`` the number of its updates, and
+    ``state.slots`` its slots.
 
     Args:
         steps: name to step.
@@ -86,9 +86,9 @@ def alternate(
             the turn before it. The first turn of a round takes a new batch in any case. A round
             never crosses the end of an epoch: in the last one, turns without a batch are skipped.
             With ``accumulate(n)`` a turn takes up to n batches. The batches of a round are fetched
-            before its first turn. "late" is "next", but a batch is fetched when its turn comes, for
-            a loader that acts with the model as the turn before it has left it. In a mapping it
-            goes with "same".
+            before its first turn. "late" is like "next", but a batch is fetched when its turn
+            comes, for a loader that uses the model as the previous turn left it. In a mapping it
+            can be combined with "same".
         evaluate: the names whose losses are evaluated, in this order; by default all.
 
     Returns:
@@ -120,8 +120,8 @@ def alternate(
         One call is a *round*: all turns of ``order``. ``state.step`` counts rounds, and
         ``state.updates`` the updates of each optimizer; a schedule in a step counts those of its
         own. A skipped update is that of its turn. The round counts as skipped if all are. If a turn
-        fails after another one has updated, the weights are between two rounds, and the state
-        cannot be used any more.
+        fails after another one has updated, the weights are between two rounds, and the state can
+        no longer be used.
 
         The losses without a name, "train/loss" and "valid/loss", are means over the items of all
         turns, or of all names that are evaluated. Watch those with a name.

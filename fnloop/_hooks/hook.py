@@ -74,26 +74,27 @@ def _adopt(lifted: object, given: object, names: Iterable[str]) -> None:
 
 
 class Hook:
-    """A callback: what a run calls after every update, ``state -> state``.
+    """A callback: a function ``state -> state`` that a run calls after every update.
 
     A plain function is a hook too, and so is any object that can be called and has some of these
     methods. Subclass this for a hook with more than one of them: each does nothing by default.
 
     Hooks are called in training mode, with gradients. There a call of the model uses dropout, and
-    moves the statistics of BatchNorm, which a warning names. To look at the model, write
-    ``with fl.evaluating(state):``. To go back, return a snapshot of this run, or what
-    ``restore(path, state)`` returns of a checkpoint of it. A state of another run is an error.
+    changes the statistics of BatchNorm, which a warning names. Call the model in ``with
+    fl.evaluating(state) as model:``. To go back, return a snapshot of this run, or what
+    ``restore(path, state)`` returns for one of its checkpoints. A state of another run is an error.
 
     Attributes:
         monitors: the name of the metric that it watches, such as "valid/loss", a tuple of several,
             or None. A name that the run cannot make is refused before the first update.
         reports: the names of the metrics that the hook itself adds to records.
-        makes_records: when a record is made for its ``numbers``, by what their names begin with:
+        makes_records: when to make a record for its ``numbers``, by what their names begin with:
             ``{"bleu": every(epochs=1)}``. Such names are known before the first update.
-        moments: those that it asks itself, ``moment.due(state)``. The run keeps their clocks. For
-            ``at_start()`` and ``at_end()`` it also calls the hook where there is no update.
+        moments: the moments that it uses itself, ``moment.due(state)``. The run keeps their clocks.
+            For ``at_start()`` and ``at_end()``, the run calls the hook without an update too.
         slot: the name of the slot with what it keeps in the state, or None.
-        untried: why ``dry_run`` does not call it, such as "it would send records"; None: it does.
+        untried: the reason why ``dry_run`` must not call it, such as "it would send records"; or
+            None.
         brings: the parts of checkpoints that are its own: how its slot is saved, if not as plain
             data, attrs records and objects with a ``state_dict`` are.
 
@@ -799,7 +800,7 @@ class at_start(Moment):
     record at step 0. It is never due when a run is resumed.
 
     Returns:
-        A moment: a function from a hook to a hook, which composes with ``|``, ``&`` and ``~``.
+        A moment: call it with a hook; combine moments with ``|``, ``&`` and ``~``.
 
     Example:
         >>> import fnloop as fl, torch
@@ -833,7 +834,7 @@ class at_end(Moment):
     is not the end, because the run will continue.
 
     Returns:
-        A moment: a function from a hook to a hook, which composes with ``|``, ``&`` and ``~``.
+        A moment: call it with a hook; combine moments with ``|``, ``&`` and ``~``.
 
     Example:
         >>> import fnloop as fl, torch
@@ -1017,11 +1018,11 @@ class every(Moment):
         steps: a number of applied updates, counted over all epochs and phases.
         items: a number of items, such as samples or tokens, over all processes: due after each
             update with which ``state.items`` reaches a multiple, or several.
-        seconds: seconds of wall time, counted from the first boundary. A run that is resumed
-            counts on; the time in between does not count.
+        seconds: seconds of wall time, counted from the first boundary. A resumed run continues the
+            count; the time in between does not count.
 
     Returns:
-        A moment: a function from a hook to a hook, which composes with ``|``, ``&`` and ``~``.
+        A moment: call it with a hook; combine moments with ``|``, ``&`` and ``~``.
 
     Raises:
         TypeError: not exactly one of the four is given.
@@ -1169,7 +1170,7 @@ class when(Moment):
         predicate: ``state -> bool``, called after every update.
 
     Returns:
-        A moment: a function from a hook to a hook, which composes with ``|``, ``&`` and ``~``.
+        A moment: call it with a hook; combine moments with ``|``, ``&`` and ``~``.
 
     Raises:
         TypeError: the predicate is not a function.
@@ -1325,7 +1326,7 @@ class when_improved(Moment):
         since: which values count: those of the "phase", if there is one, or of the whole "run".
 
     Returns:
-        A moment: a function from a hook to a hook, which composes with ``|``, ``&`` and ``~``.
+        A moment: call it with a hook; combine moments with ``|``, ``&`` and ``~``.
 
     Raises:
         TypeError: key is not a str.

@@ -107,9 +107,9 @@ def fit(
 ) -> TrainState:
     """Train until a target number of epochs, updates or items is reached.
 
-    ``fit`` calls the step on one batch after another. After each update it evaluates if that is
-    due, and calls the hooks. Always write ``state = fit(step, state, ...)``: the state that it
-    returns is the only one that can be used afterwards.
+    ``fit`` calls the step on one batch after another. Between updates it calls the hooks, and at
+    the end of each epoch it evaluates. Always write ``state = fit(step, state, ...)``: only the
+    state that it returns can be used afterwards.
 
     Example:
         >>> import torch
@@ -133,84 +133,87 @@ def fit(
         epochs: train until ``state.epoch`` is this number.
         steps: train until ``state.step``, the number of updates, is this number.
         items: train until ``state.items`` has reached this number of samples or tokens.
-        hooks: functions ``state -> state``, called in this order after every update. None is
+        hooks: functions ``state -> state``, called in this order after every update. None means
             ``(progress(), halt_on_nonfinite())``.
         evaluate_every: when to evaluate: ``every(epochs=1)``, ``every(steps=100)``,
             ``when(predicate)``, ``at_start()``, ``at_end()``, a combination such as
             ``every(epochs=2) | at_end()``, or None for never. A mapping gives each loader its own.
         record_every: when to make additional records: ``every(steps=50)``, ``every(seconds=10)``.
-        prefetch: how many windows of batches are fetched, and copied to the device, ahead of the
-            current one. It changes no number, unless batches are made with the model. With 1, a
-            batch is fetched after the previous update.
+        prefetch: how many windows of batches to fetch, and copy to the device, ahead of the current
+            one. The result is the same, unless the loader uses the model. With 1, a batch is
+            fetched after the previous update.
         phase: name of this phase. Targets and schedules then count from where it began.
 
     Targets:
-        ``epochs``, ``steps`` and ``items`` are absolute: a call with the same number trains no
-        further. If several are given, the run ends at the first that is reached. With none, ``fit``
-        makes one pass: the rest of the current epoch, or one more epoch.
+        ``epochs``, ``steps`` and ``items`` count from the beginning of the run or its phase: a
+        second call with the same number trains no further. If several are given, the run ends at
+        the first that is reached. With none, ``fit`` trains for the rest of the current epoch, or
+        for one more epoch.
 
         ``items`` counts samples, or tokens if the loss function returns their number as
-        ``aux["weight"]``, over all processes. The update that reaches the target is the last one.
-        If weights are tensors, it is the next one, because no update waits for the device. The same
-        holds after a resume, and on any number of processes. The number of updates is not known
-        beforehand: see ``schedule(fn, by="items")``.
+        ``aux["weight"]``, over all processes. The run ends with the update that reaches the target.
+        If weights are tensors, it ends one update later, because no update waits for the device.
+        This holds after a resume too, and on any number of processes. The number of updates is not
+        known beforehand: see ``schedule(fn, by="items")``.
 
     Loaders:
         A loader is a DataLoader, a list, any other iterable, or a function that returns one. The
-        function may take ``(epoch, batch)``, where to begin. The name of a loader is the prefix of
-        its metrics. Rows of tensors, arrays and tables are read a batch at a time.
+        function may take ``(epoch, batch)``, the position at which to begin. The name of a loader
+        is the prefix of its metrics. Rows of tensors, arrays and tables are read a batch at a time.
 
-        A loader with ``state_dict`` and ``load_state_dict`` (torchdata's ``StatefulDataLoader``)
-        continues in mid-epoch where it was. So does such a dataset (Hugging Face's) in a DataLoader
-        without workers. Every other stream is read again up to that batch. Generators that are
-        attributes of a sampler or a loader are restored. If the order still differs, or the data
-        have another length, one warning says so. ``in_order=False`` of a DataLoader has no effect.
-        A loader that refills one buffer is refused where two of its batches would be held.
+        A loader with ``state_dict`` and ``load_state_dict``, such as torchdata's
+        ``StatefulDataLoader``, resumes mid-epoch without reading anything twice. So does a dataset
+        with these methods, such as Hugging Face's, in a DataLoader without workers. Other streams
+        are read again up to the next batch. Generators that are attributes of a sampler or a loader
+        are restored. If the order still differs, or the data have another length, a warning says
+        so. ``in_order=False`` of a DataLoader has no effect. A loader that refills one buffer is
+        refused where two of its batches would be held.
 
     Hooks:
-        A hook is called after every update, and after any evaluation that is due then.
-        ``every(epochs=1)(hook)`` calls it less often. A hook that returns
-        ``attrs.evolve(state, stop="why")`` ends the run; ``ends="epoch"`` ends the epoch. To
-        continue such a run, pass ``attrs.evolve(state, stop=None)``. A hook that returns a snapshot
-        of this run, or a checkpoint of it that it has restored, goes back there.
+        A hook is called after every update, and after the evaluation if one is due.
+        ``every(epochs=1)(hook)`` calls it less often. A hook ends the run by returning
+        ``attrs.evolve(state, stop="why")``, and the epoch by ``ends="epoch"``. To continue such a
+        run, pass ``attrs.evolve(state, stop=None)``. A hook that returns a snapshot of this run, or
+        a state restored from a checkpoint of it, goes back to that point.
 
-        Hooks are called in training mode. To look at the model in a hook, write
-        ``with fl.evaluating(state):``. A hook may also have a method ``begin(state) -> state``. It
-        is called before the first update of every run, also of a resumed one, and training starts
-        with what it returns: with a frozen module, for example.
+        Hooks are called in training mode. To call the model in a hook, write
+        ``with fl.evaluating(state) as model:``. A hook may also have a method
+        ``begin(state) -> state``. It is called before the first update of every run, also of a
+        resumed one, and training starts with the state that it returns, for example with a frozen
+        module.
 
     Evaluations and records:
         Each evaluation and each end of an epoch appends a record to the history. Its "train/..."
         metrics are means since the epoch began. "train/lr" is the learning rate of the last update;
-        further parameter groups have "train/lr/1", or "train/lr/head" with ``"name": "head"``.
+        other parameter groups have "train/lr/1", or "train/lr/head" with ``"name": "head"``.
 
         If the run ends between two records, at its target or because a hook stops it, it appends a
         closing record, with an evaluation unless ``evaluate_every`` is None. Ctrl-C and signals
-        make no closing record. What is evaluated only because the run ends (``at_end()``) is in a
-        closing record too. If the run continues, closing records stay, and hooks such as
-        ``early_stop`` ignore them.
+        make no closing record. An evaluation that is made only because the run ends, by
+        ``at_end()``, is in a closing record too. If the run continues, closing records stay, and
+        hooks such as ``early_stop`` ignore them.
 
-        With ``record_every``, each record also has "recent/..." metrics: the mean since the
-        previous record, weighted by the items of the batches. Records that only ``measure`` makes
-        do not count. A record costs one read from the device. No record is made if every update
-        since the last one was skipped.
+        With ``record_every``, each record also has "recent/..." metrics: means since the previous
+        record, weighted by the items of the batches. Records that only ``measure`` makes do not
+        count. A record costs one read from the device. No record is made if every update since the
+        last one was skipped.
 
     Phases:
-        A phase begins with a new epoch. Without a target it is one epoch. Learning rates, and
-        everything else that a schedule, a scheduler of torch or ``plateau`` has set, begin at their
-        initial values again, or at what they were set to since.
+        A phase begins with a new epoch. Without a target it is one epoch. Learning rates, and all
+        else that a schedule, a scheduler of torch or ``plateau`` has set, start again from their
+        initial values, or from what you have set them to since.
 
-        ``state.phases`` keeps what has begun, so a script of several phases can be started again.
-        It skips the phases that have ended, and continues the one that has not. The script names
-        them in the order in which they began. A stop by a hook ends a phase. Ctrl-C and signals do
-        not, and then the next phase is refused.
+        ``state.phases`` lists the phases that have begun, so a script of several phases can be
+        started again: it skips those that have ended, and continues the one that has not. The
+        script must keep their order. A stop by a hook ends a phase. Ctrl-C and signals do not, and
+        then the next phase is refused.
 
     Returns:
-        The state reached. If the run ended before its target, ``state.stop`` says why: the reason
-        that a hook gave, or "interrupted" after Ctrl-C, which stops the run after the current
-        update, or "SIGTERM". A signal abandons an evaluation; a run that continues makes it. No
-        other run begins in this process after a signal: see SystemExit below. The model keeps its
-        training flags, except that a model in evaluation mode as a whole is put into training mode.
+        The new state. If the run ended before its target, ``state.stop`` is the reason: that of a
+        hook, or "interrupted" after Ctrl-C, or "SIGTERM". Both stop the run after the current
+        update, and abandon an evaluation, which the continued run makes. No other run begins in
+        this process after a signal: see SystemExit below. Modules keep their training modes; a
+        model that is in evaluation mode as a whole is put into training mode.
 
     Raises:
         StaleStateError: the state has been advanced already.

@@ -271,7 +271,7 @@ def refuse(
     several: str | None = None,
     sharded: str | None = None,
 ) -> None:
-    """Raise where something cannot work with the processes of a state.
+    """Raise if something cannot work with the processes of a state.
 
     Call it when a run starts, such as in the ``check_state`` of a middleware.
 

@@ -157,8 +157,8 @@ def pipeline(*middleware: Middleware) -> Pipeline:
         *middleware: what ``accumulate(4)``, ``clip(1.0)``, ... return.
 
     Returns:
-        A function from a loss function to a step. Its repr is the code that made it; it can be
-        compared and pickled.
+        A function that takes a loss function and returns a step. Its repr is the code that made it.
+        It can be compared and pickled.
 
     Raises:
         TypeError: something is not a middleware.
@@ -695,18 +695,18 @@ def raw(
     evaluate: LossFn | None = None,
     updates: bool = True,
 ) -> RawStep:
-    """Make a step of a function that does its own backward and updates, as some GANs need.
+    """Make a step from a function that does its own backward and updates, as some GANs need.
 
-    A run counts, records, saves and restarts it as any other step: one call is one update, however
+    A run counts, records, saves and resumes it like any other step: one call is one update, however
     many optimizers ``fn`` calls. Gradients are cleared before and after each call, because they are
-    not saved. An optimizer that ``fn`` only closes over is not saved either: a run that is resumed
-    begins with a new one. If ``fn`` raises, the weights may be between two updates, so the state
-    cannot be used any more.
+    not saved. An optimizer that ``fn`` only closes over is not saved either: a resumed run begins
+    with a new one. If ``fn`` raises, the weights may be between two updates, so the state can no
+    longer be used.
 
-    With ``updates=False``, ``fn`` makes gradients only: it leaves them in ``.grad``, by calling
-    ``loss.backward()`` or by setting them. They are those of the mean over the items of its batch.
-    Everything else is as for a loss function: middleware of all rings but "device", and several
-    processes, whose gradients are averaged by weight.
+    With ``updates=False``, ``fn`` makes only the gradients: it leaves them in ``.grad``, by calling
+    ``loss.backward()`` or by setting them. They are gradients of the mean over the items of its
+    batch. Everything else is as for a loss function: middleware of all rings but "device", and
+    several processes, whose gradients are averaged by weight.
 
     Args:
         fn: ``(state, batch) -> Output``. It trains ``state.model`` with ``state.optimizer``, in
@@ -1152,7 +1152,7 @@ def check_wrapped(step: object, member: Middleware, ring: str) -> None:
     """Raise TypeError unless a middleware has made a step in a ring."""
     if not callable(step):
         raise TypeError(
-            f"{member!r} must wrap a step into a step, but its {ring} ring returned "
+            f"{member!r} must take a step and return a step, but its {ring} ring returned "
             f"{describe(step)}. Did you forget to return the inner function?"
         )
 

@@ -173,7 +173,7 @@ def around(step: Step, keep: Keep) -> Step:
 
 
 def then(act: Callable[[TrainState, Batch, Output], tuple[TrainState, Output]]) -> Wrap:
-    """Return the wrap that acts after a step, unless that leaves its update or its batch out.
+    """Return a wrap that acts after a step, unless the step skips its update or its batch.
 
     Args:
         act: ``(state, batch, out) -> (state, out)``, with what the step has returned. Messages name
@@ -265,11 +265,11 @@ _current = _Current()
 def decide(state: TrainState, out: Output, flag: Tensor, judge: Judge) -> tuple[TrainState, Output]:
     """Decide on the host whether an update is applied, by a flag that was computed on the device.
 
-    It is for your own guards, in the gradient ring: a middleware that skips an update. An
-    update that is skipped changes nothing but the position in the data and ``state.skipped``: the
-    buffers of the model, such as running statistics, and slots are restored. The flag is read once,
-    and any process that has it set sets it for all. Within ``cuda_graph`` the graph is split here:
-    its first part is replayed, the host decides, and the rest is replayed only if the update is
+    Use it in your own guards, that is, middleware of the gradient ring that skip updates. A skipped
+    update changes nothing but the position in the data and ``state.skipped``: the buffers of the
+    model, such as running statistics, and slots are restored. The flag is read once. If it is set
+    in one process, it counts as set in all. Within ``cuda_graph`` the graph is split here: its
+    first part is replayed, the host decides, and the rest is replayed only if the update is
     applied.
 
     Args:
@@ -281,7 +281,7 @@ def decide(state: TrainState, out: Output, flag: Tensor, judge: Judge) -> tuple[
             still fail.
 
     Returns:
-        What a step returns. ``out.skip`` is what the judge has said.
+        What a step returns. ``out.skip`` is what the judge returned.
 
     Raises:
         TypeError: the flag is not a scalar tensor, or the judge is not such a function.
@@ -305,9 +305,8 @@ def decide(state: TrainState, out: Output, flag: Tensor, judge: Judge) -> tuple[
         ('the loss is too large', 0, 1)
 
     Notes:
-        An update that is skipped already stays so, and the judge is not asked. With several
-        processes each of them has to call this in every update. List the middleware after
-        ``accumulate``.
+        An update that is skipped already stays skipped, and the judge is not called. With several
+        processes, each must call this in every update. List the middleware after ``accumulate``.
     """
     if not isinstance(flag, Tensor) or flag.numel() != 1:
         raise TypeError(f"decide expects flag as a scalar tensor; got {checks.describe(flag)}")

@@ -316,7 +316,7 @@ class Commuting:
 
 
 def report(out: Output, metrics: Mapping[str, Metric], by: str) -> Output:
-    """Return an output with more metrics. One that is left out reports nothing.
+    """Return an output with more metrics. A skipped update reports none.
 
     Args:
         out: the output of the step inside.

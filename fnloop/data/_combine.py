@@ -26,7 +26,7 @@ from fnloop._display import checks
 
 
 def zip_cycle(**loaders: Loader) -> Composed:
-    """Return a loader of mappings with one batch of each loader. Shorter ones begin again.
+    """Return a loader of mappings with one batch of each loader. Shorter ones start over.
 
     An epoch ends with the longest. A loader that shuffles and begins again has another order. The
     loaders are shuffled independently. If the batches of a mapping have different sizes, the loss

@@ -1,4 +1,4 @@
-"""Look into a run: make an update again, compare two runs, and check updates while they run.
+"""Look into a run: repeat an update, compare two runs, and check updates while they run.
 
 - `replay`: make an update of a run again, from its checkpoints, with all that it was made of.
 - `diff`: the first difference between two states, checkpoints, histories or runs.

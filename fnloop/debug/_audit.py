@@ -49,7 +49,7 @@ EAGER, FLOAT64 = "eager", "float64"
 
 @middleware("step")
 def audit(every: int = 1000, against: str | None = None) -> Middleware:
-    """Make every ``every``-th update twice from the same state, and compare the bits.
+    """Make some updates twice from the same state, and compare the bits.
 
     The first update is audited too. The bits are those of the loss, the buffers, the weights, the
     state of the optimizers and the slots. If they are equal, the run continues with exactly the
@@ -176,7 +176,7 @@ def _make_twice(
 
 
 class AuditError(RuntimeError):
-    """An update gave other bits when it was made again. ``state`` is the state before it.
+    """An update gave different bits when it was repeated. ``state`` is the state before it.
 
     Args:
         message: what differs, and what may be the cause.

@@ -79,12 +79,12 @@ def replay(
     epochs: int | None = None,
     steps: int | None = None,
 ) -> Update:
-    """Make an update of a run again, bit for bit, and look into it.
+    """Repeat an update of a run, bit for bit, and look into it.
 
-    A run is a function of its state: it is restored from the nearest checkpoint before the update,
-    and continued up to it. Hooks are not called, and nothing is evaluated. So what a hook of the
-    run has changed by itself since that checkpoint (weights, an epoch that it ended early) is not
-    made again; ``Update.confirmed`` says whether a checkpoint has the same bits.
+    The run is restored from the nearest checkpoint before the update, and continued up to it. Hooks
+    are not called, and nothing is evaluated. So what a hook has changed since that checkpoint, such
+    as weights, or an epoch that it ended early, is not repeated. ``Update.confirmed`` says whether
+    a checkpoint has the same bits.
 
     Args:
         folder: the folder of the run, which the hook ``checkpoint(folder)`` wrote to; or one
@@ -574,12 +574,12 @@ def bisect(
     state: TrainState,
     loaders: object,
 ) -> Bisection:
-    """Find the first update at which two runs diverge, and what differs in it first.
+    """Find the first update at which two runs diverge, and the first thing that differs in it.
 
-    Of the checkpoints that both runs have, the first that differ are found by bisection. From the
-    last equal ones both runs are continued, up to the first update that differs. That one is made
-    again in both, and compared: its batches, the outputs of modules in the order in which they
-    return, the losses, the gradients and the optimizer.
+    Bisection finds the first checkpoints that differ, of those that both runs have. From the last
+    equal ones, both runs are continued up to the first update that differs. This update is repeated
+    in both, and compared: its batches, the outputs of modules in the order in which they return,
+    the losses, the gradients and the optimizer.
 
     Args:
         a, b: the folders of the two runs, which ``checkpoint(folder)`` wrote to.
@@ -590,7 +590,7 @@ def bisect(
             ...})``.
 
     Returns:
-        The update, and the first module whose output differs, or what else does.
+        The update, and the first module whose output differs, or whatever else differs first.
 
     Raises:
         ValueError: the runs have no checkpoint of the same step; or as :func:`replay`.

@@ -40,11 +40,11 @@ def verify(
     loaders: object,
     spans: int | Literal["changed"] | None = 3,
 ) -> Report:
-    """Make the updates between neighbouring checkpoints again, and compare every bit.
+    """Repeat the updates between neighbouring checkpoints, and compare every bit.
 
-    So a run can be audited with its script and its data. Which spans are made again is drawn by the
-    system's generator, so it cannot be known before. Compared are the weights, the buffers, the
-    optimizers, the slots and the metrics of middleware, the counters, the generators, and the
+    So a run can be audited with its script and its data. The spans to repeat are drawn by the
+    system's generator, so they cannot be known beforehand. Compared are the weights, the buffers,
+    the optimizers, the slots and the metrics of middleware, the counters, the generators, and the
     records between the two checkpoints, with their evaluations. Each checkpoint also has a digest
     of its records, each chained to the one before it. It shows where a history was edited.
 

@@ -65,7 +65,7 @@ WATCH = "watch"
 
 @middleware("step")
 def watch(every: int = 50, only: Selectors | None = None) -> Middleware:
-    """Report activations, gradients and updates by module, of every ``every``-th update.
+    """Report activations, gradients and updates by module, at some updates.
 
     - "watch/<module>/activation": the root mean square of the module's output in training. It is 0
       for a ReLU that is dead, and grows with depth or time where activations explode. It is that of

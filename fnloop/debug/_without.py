@@ -56,13 +56,13 @@ def without(
     rows: Sequence[int] | None = None,
     until: int | None = None,
 ) -> Report:
-    """Make a run again without one of its batches, and say what the batch has changed.
+    """Repeat a run without one of its batches, and report what the batch has changed.
 
-    From the nearest checkpoint before the batch the run is made twice: as it was, and without the
-    batch. Each other update has the batches, the rates and the draws of torch that it had. So what
-    differs is what the batch has done. The update of the batch is left out: it changes nothing, but
-    it counts in ``state.step``, so that the updates after it keep their numbers. With
-    ``accumulate`` its window is made of the other batches, by their weights.
+    From the nearest checkpoint before the batch, the run is repeated twice: as it was, and without
+    the batch. All other updates keep their batches, rates and random draws of torch. So every
+    difference comes from the batch. The update of the batch is left out: it changes nothing, but it
+    counts in ``state.step``, so that the updates after it keep their numbers. With ``accumulate``
+    its window is made of the other batches, by their weights.
 
     With a pair of steps nothing is left out. The first one is that of the run, and from the update
     of the batch on the second one continues it: an A/B test of a change of the script. A pair of
@@ -85,9 +85,9 @@ def without(
         until: ``state.step`` where both end. None: that of the newest checkpoint.
 
     Returns:
-        The report: from which update on the weights differ, and how far they are apart after it,
-        after two, four, eight, ... updates and at the end; and the metrics that differ. It is falsy
-        if nothing does. ``report.states`` are both states at the end.
+        The report: from which update on the weights differ, by how much after one, two, four,
+        eight, ... updates and at the end, and which metrics differ. It is falsy if nothing does.
+        ``report.states`` are both states at the end.
 
     Raises:
         CheckpointError: there is no checkpoint, or it is of another model or optimizer.

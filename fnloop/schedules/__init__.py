@@ -596,7 +596,7 @@ def warmup(n: Length) -> Callable[[Factor], Schedule]:
         n: length of the warmup.
 
     Returns:
-        A function from a schedule to a schedule.
+        A function that takes a schedule and returns one.
 
     Raises:
         ValueError: n is below 0.

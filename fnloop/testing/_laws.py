@@ -315,7 +315,7 @@ def _law(name: str) -> Iterator[None]:
 
 @short_traceback
 def check_laws(pipe: Pipeline, problem: Problem | None = None) -> None:
-    """Check every law that needs nothing but a pipeline.
+    """Check every law that needs only a pipeline.
 
     Args:
         pipe: what ``pipeline(...)`` returns.
@@ -461,7 +461,7 @@ def _sgd(parameters: Iterable[nn.Parameter]) -> Optimizer:
 
 @attrs.frozen
 class Problem:
-    """A model, a loss function and batches that a law can be checked on.
+    """A model, a loss function and batches to check a law on.
 
     Args:
         model: a function that makes the module; the law seeds torch before the call.

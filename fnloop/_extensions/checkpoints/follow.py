@@ -30,13 +30,13 @@ def follow(
 ) -> Iterator[TrainState]:
     """Yield the state of each new checkpoint of a run, as it appears in a folder.
 
-    This is for an evaluation that does not hold up training: in another process, on another GPU, or
-    on another machine. The states end when the run has ended: at its target, or by a hook that has
-    stopped it. An interrupted run is waited for.
+    Use it for evaluations that do not hold up training: in another process, on another GPU, or on
+    another machine. The iterator ends when the run has ended, at its target or because a hook has
+    stopped it. It waits for an interrupted run to continue.
 
-    A follower that is slower than the run continues with the newest checkpoint, and skips those
-    between. What is there already when it begins is read too. A folder that does not exist yet is
-    waited for. A checkpoint that the run removes meanwhile is skipped.
+    If it is slower than the run, it continues with the newest checkpoint, and skips those between.
+    It also reads what is there when it begins, and waits for a folder that does not exist yet. A
+    checkpoint that the run removes meanwhile is skipped.
 
     Args:
         folder: what the hook ``checkpoint(folder)`` of the run writes to: a folder, or an address

@@ -69,14 +69,14 @@ HOOK = "the hook checkpoint"  # its name in messages about processes that wait
 class checkpoint(BuiltIn):
     """Save a checkpoint: ``every(epochs=1)(checkpoint("runs/a", best="valid/loss"))``.
 
-    List it after the other hooks, but before ``requeue``. Hooks that are listed after it are still
-    to be called in what it saves, so a run that is resumed calls them. Then the last state of a run
-    is written twice, because they have been called at its end. The state is also saved when a run
-    ends, for any reason except an exception (see ``on_exception``), and on SIGUSR1. Each checkpoint
-    is a folder such as ``step-00000812`` in ``folder``, which is either complete or absent. Pruning
-    looks at the folder, so it also works after a resume. :func:`fnloop.resume` continues from the
-    newest checkpoint. With several processes the main process writes; of a sharded model each
-    process writes its own part.
+    List it after the other hooks, but before ``requeue``. A resumed run calls the hooks that are
+    listed after it, which had not been called when it saved. With such hooks, the last state of a
+    run is written twice. The state is also saved when a run ends, for any reason except an
+    exception (see ``on_exception``), and on SIGUSR1. Each checkpoint is a folder such as
+    ``step-00000812`` in ``folder``, which is either complete or absent. Pruning looks at the
+    folder, so it also works after a resume. :func:`fnloop.resume` continues from the newest
+    checkpoint. With several processes the main process writes; of a sharded model each process
+    writes its own part.
 
     Args:
         folder: where to save; created if it does not exist. It is made absolute at once, with ``~``
@@ -522,11 +522,11 @@ _BEST: Shape = {
 class restore_best(BuiltIn):
     """End a run with its best weights: ``hooks=(restore_best("valid/loss"),)``.
 
-    Whenever the metric is better than before, the hook copies the module's parameters and buffers,
-    and averages of them (``ema``, ``swa``), on their device. They are the weights that an
-    evaluation uses, also with an optimizer that trains others, which ends in its mode ``eval``.
-    They are in ``state.slots``, so checkpoints hold them, and a resumed run ends as an
-    uninterrupted one. Each process copies its own part of a sharded model.
+    Whenever the metric is better than before, the hook copies the model's parameters and buffers,
+    and averages of them (``ema``, ``swa``), on their device. It copies the weights that an
+    evaluation uses, also with an optimizer that trains others, which ends in its mode ``eval``. The
+    copy is in ``state.slots``, so checkpoints hold it, and a resumed run ends like an uninterrupted
+    one. Each process copies its own part of a sharded model.
 
     Args:
         key: the metric, such as "valid/loss". NaN is never the best. Of equals, the first is kept.

@@ -67,15 +67,15 @@ class _Inspection:
 
 @attrs.frozen(repr=False)
 class inspect(BuiltIn):
-    """Call a function with what the step returned for each batch of an evaluation.
+    """Call a function with the outputs of an evaluation, one for each batch.
 
-    It is for what the mean over batches cannot say: an average precision, a confusion matrix,
-    pictures of the worst samples. Numbers that the function returns join the record of that
-    evaluation. The evaluation is the one that the run makes anyway. Where the hook is due and the
-    loader is not evaluated, it waits for the next evaluation. Only if it is due ``at_end()``, and
-    the run ends where this loader is not evaluated, or because another hook has stopped it after an
-    evaluation, is the loader evaluated once more. So it is where a run was cut before the function
-    was called: the outputs are not saved, and those of the second evaluation are the same.
+    Use it for what is not a mean over batches: an average precision, a confusion matrix, pictures
+    of the worst samples. Numbers that the function returns join the record of that evaluation. It
+    uses the evaluations that the run makes anyway. If the hook is due and the loader is not
+    evaluated, it waits for the next evaluation. The loader is evaluated once more only if the hook
+    is due ``at_end()`` and the run ends without evaluating this loader, or because another hook has
+    stopped it after an evaluation. The same happens if a run was cut before the function was
+    called: the outputs are not saved, and those of the second evaluation are the same.
 
     Args:
         fn: ``(state, outputs) -> None``, or ``-> {"ap": 0.5}``, which is "valid/ap" in the record.
@@ -90,8 +90,8 @@ class inspect(BuiltIn):
         A hook.
 
     Raises:
-        TypeError: an argument has the wrong type. In a run: ``fn`` returned something else
-            than None or a mapping of numbers, or returned numbers within another hook.
+        TypeError: an argument has the wrong type. In a run: ``fn`` returned something other than
+            None or a mapping of numbers, or returned numbers within another hook.
         ValueError: in a run: the record has a number of that name already, or ``fn`` did not return
             what ``reports`` names.
         KeyError: when a run starts: the loader is not evaluated.
@@ -349,9 +349,9 @@ def read_numbers(owner: str, prefix: str, given: object) -> dict[str, float]:
 
 @attrs.frozen(repr=False)
 class measure(Hook):
-    """Measure a model by your own function, and put the numbers into the record.
+    """Measure a model with your own function, and add the numbers to the record.
 
-    It is for what an evaluation of batches cannot measure: a score of what the model generates, the
+    Use it for what an evaluation of batches cannot measure: a score of generated text, or the
     accuracy of a converted model. The record is that of the evaluation at the same moment; if there
     is none, one is made, with these numbers alone. So what watches other metrics, such as
     ``plateau("train/loss")``, decides as it would without this hook. Every name that begins with
@@ -612,9 +612,9 @@ class profiled(Hook):
 
     It measures ``updates`` updates of this process, after the first ``start`` ones: with what comes
     between them, such as loading, hooks and evaluations. Then it writes a trace, and the main
-    process prints a table of the operators that took longest. If the run ends before that, also by
-    an exception, they are of the updates that were made. Otherwise nothing is measured, and nothing
-    costs time. The trace is a file such as ``updates-11-to-20-rank-0.pt.trace.json``, one for each
+    process prints a table of the operators that took longest. If the run ends earlier, even by an
+    exception, they cover the updates that were made. All other updates are not measured, and cost
+    nothing. The trace is a file such as ``updates-11-to-20-rank-0.pt.trace.json``, one for each
     process; open it in chrome://tracing, https://ui.perfetto.dev or TensorBoard.
     ``on_main(profiled(...))`` measures the main process only. It changes no number.
 

@@ -62,18 +62,18 @@ class Pace(Clock):
 class paced(Moment):
     """Save as often as it pays: ``paced(failures_per_day=1)(checkpoint("runs/a"))``.
 
-    A save costs time, and so does the training since the last save when a machine is lost. The sum
-    is least if a save is due each sqrt(2 · C · M) seconds, where C is how long a save takes and M
-    the mean time between failures. The hook is timed, so C is measured: one that takes 3 s is due
-    each 12 minutes if a machine is lost once a day. It is first due at the first boundary.
+    A save costs time, and so does the training since the last save when a machine is lost. Together
+    they cost least if a save is due every sqrt(2 · C · M) seconds, where C is the time of a save
+    and M the mean time between failures. The hook is timed to measure C: a save of 3 s is due every
+    12 minutes if a machine is lost once a day. It is first due at the first boundary.
 
     Args:
         failures_per_day: how often the run loses a machine, over all of its machines; above 0. For
-            64 machines of which each fails once in 128 days, that is 0.5.
+            64 machines, each of which fails once in 128 days, it is 0.5.
 
     Returns:
-        A moment: a function from a hook to a hook, which composes with ``|``, ``&`` and ``~``. It
-        is for hooks alone, because it goes by what its hook takes.
+        A moment: call it with a hook; combine moments with ``|``, ``&`` and ``~``. It is only for
+        hooks, because it measures the time of its hook.
 
     Raises:
         TypeError, ValueError: it is not a number above 0.
@@ -90,11 +90,11 @@ class paced(Moment):
         saves after update 1
 
     Notes:
-        The time that is measured is that of which the main process waits: a checkpoint that is
-        written in the background is cheap, and therefore more frequent. Half of C is the newest
-        call, so it follows a disk that becomes slower. A run that is resumed knows C, and counts
-        on; the time in between does not count. Only the first checkpoint cannot know C, so a run
-        that continues from it saves once more at once. With several processes all use the same C.
+        C is the time for which the main process waits: a checkpoint that is written in the
+        background is cheap, and therefore more frequent. The newest call makes half of C, so C
+        follows a disk that becomes slower. A resumed run knows C, and continues the count; the time
+        in between does not count. Only the first checkpoint does not hold C, so a run that
+        continues from it saves once more at once. With several processes all use the same C.
 
     Source:
         J. W. Young, "A first order approximation to the optimum checkpoint interval", CACM 17(9),

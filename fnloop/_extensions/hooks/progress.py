@@ -34,22 +34,21 @@ from fnloop.extend import Stop, better, checks, groups, optimizers, tables
 class progress(BuiltIn):
     """Show the progress of a run: in a terminal, a notebook or a log.
 
-    The first line says what the run works with and how long it is. The last one says why it ended:
-    its target, the reason of a stop, Ctrl-C or a signal; and the best value: of the metric by which
-    ``checkpoint(best=...)`` or ``restore_best`` keeps weights or ``early_stop`` stops, or else the
-    loss.
+    The first line describes the run and its length. The last line says why it ended: its target,
+    the reason of a stop, Ctrl-C or a signal. It also has the best value of the metric that
+    ``checkpoint(best=...)``, ``restore_best`` or ``early_stop`` watches, or else of the loss.
 
     In a terminal, a table grows above a bar. The table has a line for each evaluation and each end
     of an epoch. With ``record_every`` it has faint lines in between, at most one every 10 seconds:
     they have the means since the last record, in the columns of ``train``. The evaluated loaders
     come first. A star marks a value that is better than all above it: the last star of a column is
     at its best value. ``print(state.history)`` has the same stars. Columns that do not fit the
-    width are left out, gradient norms and learning rates first. The time is that since the last
+    width are left out, gradient norms and learning rates first. The time is counted from the last
     line that is not faint. A stream that evaluates nothing has a line for each record. The bar
     shows the running epoch: updates per second, without the time of evaluations and hooks; the
     running loss; and an estimate of the time left of the whole run. During an evaluation, it shows
-    that instead. What a hook prints appears above the bar, and a tqdm bar of a hook in its place.
-    Colors are left out if NO_COLOR is set.
+    the progress of the evaluation instead. What a hook prints appears above the bar, and a tqdm bar
+    of a hook takes its place. Colors are left out if NO_COLOR is set.
 
     Args:
         refresh: the least time between two drawings, in seconds, at least 0.5.

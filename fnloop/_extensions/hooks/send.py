@@ -92,7 +92,7 @@ def to_csv(path: _Path) -> TableWriter:
 
 
 def to_jsonl(path: _Path, events: bool = False) -> TableWriter:
-    """Keep a table of the history in a file of JSON lines, one for each record.
+    """Keep the history in a file of JSON lines, one for each record.
 
     A line has epoch, step, seconds, items and metrics.
     It works as :func:`to_csv` does, but a line has only the metrics of its own record. NaN is

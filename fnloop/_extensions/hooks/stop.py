@@ -528,7 +528,7 @@ class time_limit(BuiltIn):
     """Stop when the run, or this job, has used its time: ``time_limit(hours=8)``.
 
     The run ends after the update in which the time is up. Evaluations and hooks count, and so does
-    what an earlier job of the run has taken; what lies between two runs does not.
+    the time of earlier jobs of the run, but not the time between two jobs.
 
     Args:
         *given: nothing; it is an error to give a time without its unit.

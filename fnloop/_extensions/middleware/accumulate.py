@@ -483,7 +483,7 @@ def _check_pieces(listed: Sequence[Middleware]) -> None:
 
 @middleware("step")
 def tbptt(length: int, dim: int = 1) -> Middleware:
-    """Train on sequences in windows: one update for each ``length`` positions of a batch.
+    """Train on sequences in windows, with one update for each ``length`` positions of a batch.
 
     The loss function takes what it returned for the window before, such as the hidden state of a
     recurrent net: ``loss_fn(model, batch, carry) -> (loss, aux, carry)``. The carry holds tensors

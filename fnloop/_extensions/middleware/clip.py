@@ -80,8 +80,8 @@ def clip(
     Raises:
         TypeError: an argument is not a number, ``only`` is not a selector, or the name not a str.
         ValueError: a number is not above 0, or the name has a "/". When composing: it is listed
-            twice, and one of them is for all parameters. When a run starts: ``only`` is for nothing
-            in the model, or for parameters that another ``clip`` is for.
+            twice, and one of them is for all parameters. When a run starts: ``only`` matches
+            nothing in the model, or parameters that another ``clip`` is for.
 
     Example:
         >>> import fnloop as fl, torch

@@ -89,8 +89,8 @@ def ema(
     Raises:
         TypeError, ValueError: an argument has the wrong type or value. When composing: two averages
             have ``evaluate="only"``. When it runs: ``start`` is a fraction, and the length of the
-            run is unknown; the function ``decay`` returns something else than a number from 0 to 1;
-            a selector is for nothing in the model; or the slot is of other parts of it.
+            run is unknown; the function ``decay`` returns something other than a number from 0 to
+            1; a selector matches nothing in the model; or the slot is of other parts of it.
         NotImplementedError: when a run starts: the average would be evaluated, and the model is
             under ``fully_shard``. At an evaluation: the model cannot be copied.
 

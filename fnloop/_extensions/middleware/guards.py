@@ -121,15 +121,15 @@ def skip_nonfinite(limit: int = 10) -> Middleware:
     Such an update changes nothing but the position in the data and ``state.skipped``: parameters,
     ``state.step``, schedules, averages and metrics stay as they are, and so do the buffers of the
     model, such as running statistics. So a run equals one whose loader does not have these batches.
-    It looks at the whole window of ``accumulate``, on all processes, and at gradients that ``amp``
-    has unscaled. This needs one device-to-host read per update. An update that overflowed in fp16
-    is left out by ``amp`` already, and does not count here.
+    It checks the whole window of ``accumulate``, on all processes, and gradients that ``amp`` has
+    unscaled. This needs one device-to-host read per update. ``amp`` already skips updates that
+    overflow in fp16; they do not count here.
 
-    List it after what may make gradients that are not finite, such as ``clip``.
+    List it after middleware that may make gradients that are not finite, such as ``clip``.
 
     Args:
-        limit: updates in a row that may be left out; then the run stops, and ``state.stop`` says
-            so. To continue it, ``attrs.evolve(state, stop=None)``.
+        limit: how many updates in a row may be skipped before the run stops, with a reason in
+            ``state.stop``. To continue it: ``attrs.evolve(state, stop=None)``.
 
     Returns:
         A middleware of the gradient and the step ring.

@@ -29,22 +29,22 @@ Outer = Callable[[list[nn.Parameter]], Optimizer]
 
 @middleware("update")
 def local_sgd(every: int = 8, outer: Outer | None = None) -> Middleware:
-    """Let each process update by itself, and average the weights of all every ``every`` updates.
+    """Let each process update its own weights, and average them from time to time.
 
     Gradients are not exchanged. After each applied update whose number is a multiple of ``every``,
-    all processes continue from the mean of their weights. That is a message every 8 updates, for
-    slow connections. With ``outer`` the step from one average to the next is made by another
+    all processes continue from the mean of their weights. So slow connections carry one message
+    every ``every`` updates. With ``outer`` the step from one average to the next is made by another
     optimizer, as in DiLoCo, where ``every`` is 100 to 500.
 
-    An evaluation, a record, a checkpoint, ``predict`` and the state that ``fit`` returns have the
+    Evaluations, records, checkpoints, ``predict`` and the state that ``fit`` returns use the
     average of the weights at that moment. Training continues from each process's own weights, also
     in a run that is resumed on as many processes. On another number, all continue from the average.
 
     Args:
         every: updates from one average to the next, at least 1.
-        outer: a function from a list of parameters to a torch optimizer. Its parameters are the
-            weights after the last average. Their gradient is what the processes have moved away
-            from them, in the mean, with its sign changed: SGD with a rate of 1 gives the average.
+        outer: a function that takes a list of parameters and returns a torch optimizer. These
+            parameters are the weights after the last average. Their gradient is minus the mean of
+            what the processes have moved away from them: SGD with a rate of 1 gives the average.
             DiLoCo uses ``lambda params: torch.optim.SGD(params, lr=0.7, momentum=0.9,
             nesterov=True)``. None: the average itself.
 
@@ -92,7 +92,7 @@ def local_sgd(every: int = 8, outer: Outer | None = None) -> Middleware:
     """
     checks.integer("local_sgd", "every", every, "updates from one average to the next")
     if outer is not None:
-        meaning = "a function from a list of parameters to an optimizer, or None"
+        meaning = "a function that takes a list of parameters and returns an optimizer, or None"
         checks.function("local_sgd", "outer", outer, meaning, 1, also=type)
     return Middleware(
         "local_sgd",

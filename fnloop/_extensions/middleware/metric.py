@@ -400,10 +400,10 @@ def _to_metric(name: str, value: object, weight: float | Tensor) -> Metric:
 def derive(**functions: Callable[[Mapping[str, float]], float]) -> Middleware:
     """Compute metrics from other metrics, such as perplexity from the loss.
 
-    They are made when a report is, for each loader from its own numbers, and never for a batch. A
-    loader that lacks a number which a function looks up is left out. If no loader of the run ever
-    has it, that is an error at the first report of all loaders. A bare ``evaluate`` leaves out what
-    it cannot derive.
+    They are computed when a record is made, for each loader from its own numbers, and never for a
+    batch. A loader that lacks a number which a function needs is left out. If no loader of the run
+    ever has it, the first record of all loaders raises an error. A bare ``evaluate`` leaves out
+    what it cannot derive.
 
     Args:
         **functions: name to ``numbers -> number``. The numbers are a mapping without the loader's
@@ -688,10 +688,10 @@ NAME, GIB = "memory/peak_gib", 1 << 30
 
 @middleware("step")
 def device_memory() -> Middleware:
-    """Report the largest memory that was in use, in GiB: "memory/peak_gib".
+    """Report the peak memory use, in GiB: "memory/peak_gib".
 
-    On a GPU it is the peak of torch's allocations since the record before, with the evaluation that
-    the record made. Every record resets the peak that torch keeps
+    On a GPU it is the peak of torch's allocations since the previous record, including the
+    evaluation of that record. Every record resets the peak that torch keeps
     (``torch.cuda.max_memory_allocated``). On the CPU it is the peak of the resident memory of the
     process, which cannot be reset. Nothing waits for the device. With several processes it is the
     largest of all.

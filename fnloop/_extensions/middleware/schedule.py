@@ -96,10 +96,9 @@ def schedule(
         A middleware of the step ring.
 
     Raises:
-        TypeError: ``fn`` is not a function, ``field`` is not a key, ``only`` has something else
+        TypeError: ``fn`` is not a function, ``field`` is not a key, ``only`` has something other
             than names, ``absolute`` is not a bool, or with "items" ``fn`` is a function of the
-            state. When it runs: ``fn`` returns something other
-            than a number.
+            state. When it runs: ``fn`` returns something other than a number.
         ValueError: when composing: two schedules name one optimizer or group, or this and a
             ``torch_scheduler`` set its learning rate. When it runs: there is no optimizer and no
             group of a name in ``only``, or there are both; two schedules set one field of one
@@ -509,9 +508,9 @@ def _warn_of_total(
 
 @middleware("step")
 def scheduled(**functions: _Fn) -> Middleware:
-    """Pass numbers that change during a run to the loss function, by name.
+    """Pass numbers that change during a run to the loss function, as named arguments.
 
-    For teacher forcing, temperatures, the weight of a KL term, a curriculum:
+    Use it for teacher forcing, temperatures, the weight of a KL term or a curriculum:
     ``scheduled(beta=schedules.linear())`` with ``loss_fn(model, batch, *, beta)``. Update i (from
     0) gets ``fn(i, total)``, counted as by :func:`schedule`; an evaluation gets that of the next
     update. The number is the metric "beta", the last one of a record.
@@ -526,7 +525,7 @@ def scheduled(**functions: _Fn) -> Middleware:
 
     Raises:
         TypeError: there is no name, or something is not a function. When composing: the loss
-            function has no such argument. When it runs: a function returns something else than a
+            function has no such argument. When it runs: a function returns something other than a
             number.
         ValueError: when composing: a name is listed twice. When it runs: a function needs a length
             that is unknown.
@@ -1037,8 +1036,8 @@ def plateau(
         A middleware of the step ring.
 
     Raises:
-        TypeError: key is not a str, a number is something else, or ``only`` has something else than
-            names.
+        TypeError: key is not a str, a number is something else, or ``only`` has something other
+            than names.
         ValueError: a setting is out of range, or mode is None and the name of the metric does not
             imply one. When composing: ``torch_scheduler`` is listed too, or another ``plateau`` of
             one of the groups. When it runs: there is no optimizer and no group of a name in

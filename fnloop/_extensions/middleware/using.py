@@ -11,7 +11,7 @@ from fnloop.extend import checks
 
 @middleware("update")
 def using(*names: str) -> Middleware:
-    """Update with these optimizers of the state only, such as Adam first and L-BFGS later.
+    """Update with some optimizers of the state only, such as Adam first and L-BFGS later.
 
     All optimizers are in the state from the beginning, ``TrainState.create(model, {"adam": ...,
     "lbfgs": ...})``, so a checkpoint has all of them. Each step says which it updates with. The

@@ -112,10 +112,9 @@ def dry_run(
     """Try a run before it starts: everything once, on copies of the state.
 
     It makes two updates, evaluates one batch of every other loader, makes a record, calls every
-    hook once, whenever it would be due, saves, restores, and compares the restored run with the
-    uninterrupted one, bit for bit. What ``fit`` would raise before its first update, it raises. A
-    loader, a metric or a hook that raises later is a problem of the report, by its name, and the
-    rest is tried without it.
+    hook once, saves, restores, and compares the restored run with the uninterrupted one, bit for
+    bit. It raises what ``fit`` would raise before its first update. A loader, metric or hook that
+    raises later is named as a problem in the report, and the rest is tried without it.
 
     Args:
         step: as in ``fit``.
@@ -124,10 +123,10 @@ def dry_run(
         hooks: as in ``fit``, but none by default.
 
     Returns:
-        What was seen: the batches of each loader, how many items a loss is the mean of, times,
-        records, what each hook did, whether the run resumes, and whether ``cuda_graph`` could
-        capture its update, which is a problem only if it is listed. It prints as a table;
-        ``problems`` is a tuple of what would not work.
+        A report: the batches of each loader, how many items a loss is a mean of, times, records,
+        what each hook did, whether the run resumes, and whether ``cuda_graph`` could capture its
+        update, which is a problem only if it is listed. It prints as a table; ``problems`` is a
+        tuple of what would not work.
 
     Raises:
         StaleStateError: the state has been advanced.

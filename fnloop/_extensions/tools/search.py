@@ -119,12 +119,12 @@ def search(
     hooks: Sequence[HookFn] = (),
     stacked: bool = False,
 ) -> Search:
-    """Train many states for a short time, the better part of them longer, and the best to the end.
+    """Train many states for a short time, the better ones longer, and the best to the end.
 
     This is successive halving. All runs train to the first rung. The best ``keep`` of them, and at
-    least one, continue to the next from where they are, and so on. The winner is bit for bit the
-    run you would get by training it alone, ``fit(..., epochs=9)``: its schedules see the length of
-    the whole run from the beginning.
+    least one, continue to the next from where they are, and so on. The winner equals the same run
+    trained alone, ``fit(..., epochs=9)``, bit for bit: its schedules see the length of the whole
+    run from the beginning.
 
     Args:
         steps: the step of all runs; or a mapping from their names to one each.
@@ -140,11 +140,11 @@ def search(
             in memory, and those of functions wait in a temporary folder.
         hooks: the hooks of each run. A run that one of them stops keeps its last value, and is not
             trained any further.
-        stacked: whether all runs that are left train at once, as :func:`fnloop.stack` makes it
-            possible: K small models take little longer than one. Then memory holds all of them, a
-            run equals one that is trained alone up to rounding, and hooks see the stack: its
-            metrics are "valid/<name>/loss", and a hook that stops it stops all. Steps may differ in
-            their ``schedule`` only.
+        stacked: whether the remaining runs train at once, as in :func:`fnloop.stack`: K small
+            models take little longer than one. Then memory holds all of them, a run equals one that
+            is trained alone up to rounding, and hooks see the stack: its metrics are
+            "valid/<name>/loss", and a hook that stops it stops all. Steps may differ in their
+            ``schedule`` only.
 
     Returns:
         The best run, with its state and the histories of all: :class:`Search`.

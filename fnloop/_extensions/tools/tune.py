@@ -67,7 +67,7 @@ class Reading:
         data: the class of its data set.
         at_once: whether the samples of a batch are read at once, as rows.
         seconds: per batch.
-        by_torch: per batch, where torch's loader is read by hand.
+        by_torch: per batch, with torch's own loader.
     """
 
     data: str
@@ -108,7 +108,7 @@ class Advice(tables.Shown):
             tables.Column("data", lambda r: r.data, left=True),
             tables.Column("samples are read", lambda r: _HOW_READ[r.at_once], left=True),
             tables.Column("µs/batch", lambda r: f"{r.seconds * 1e6:.3g}"),
-            tables.Column("by hand", lambda r: f"{r.by_torch * 1e6:.3g}"),
+            tables.Column("torch", lambda r: f"{r.by_torch * 1e6:.3g}"),
             tables.Column("ratio", lambda r: f"{r.seconds / r.by_torch:.2f}"),
         ]
         return [tables.Table(columns, [self.reading]), ""]
@@ -116,7 +116,7 @@ class Advice(tables.Shown):
 
 @short_traceback
 def tune(step: Step, state: TrainState, loader: object, *, seconds: float = 10.0) -> Advice:
-    """Find out what makes a run faster: time some changes, and print the code to use.
+    """Find what makes a run faster: time some changes, and print the code to use.
 
     These are tried where they are possible and not in use: a fused optimizer, ``channels_last()``,
     ``amp("bf16")``, ``compiled()`` (if there is a compiler, and time: ``seconds`` of at least 5),
@@ -268,7 +268,7 @@ class _Bench:
         return Advice(trials, self._lines(best), self._reading())
 
     def _reading(self) -> Reading | None:
-        """Return how the batches are read, and what that costs by hand; None with workers."""
+        """Return how the batches are read, and the time of torch's loader; None with workers."""
         loader = self.now.loader
         with isolated(self.state.backend.device):
             source = open_loader(loader, self.state, self.now.step.total)
