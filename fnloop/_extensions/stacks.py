@@ -183,7 +183,8 @@ def _taken_out(state: TrainState, place: int, name: str) -> TrainState:
 
 
 def _check_name(name: object) -> None:
-    checks.text(OWNER, "states", name, "names of models")  # type: ignore[arg-type]
+    if not isinstance(name, str):
+        raise TypeError(f"stack expects the names of states as str; got {checks.describe(name)}")
     text = str(name)
     if "/" in text or text in _RESERVED:
         raise ValueError(

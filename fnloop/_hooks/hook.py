@@ -675,7 +675,10 @@ class Moment(ABC):
             "and not"
         )
 
-    def __call__(self, hook: HookFn) -> ConditionalHook:
+    def __call__(self, hook: HookFn, *others: HookFn) -> ConditionalHook:
+        if others:
+            calls = ", ".join(show_call(self, name_of(each)) for each in (hook, *others))
+            raise TypeError(f"{self!r} takes one hook: write {calls}")
         return ConditionalHook(as_moment(self.renew()), check_hook(hook, repr(self)))
 
     def __or__(self, other: Trigger) -> Moment:
@@ -691,6 +694,11 @@ class Moment(ABC):
         return _All((_check_trigger(other, "&"), self))
 
     def __invert__(self) -> Moment:
+        if any(clock.learns for clock in self.clocks):
+            raise TypeError(
+                f"~{self!r} is never due, because {self!r} goes by what its hook takes when it is "
+                "called: combine it by | and &"
+            )
         return _Not((self,))
 
 

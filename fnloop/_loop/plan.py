@@ -420,7 +420,8 @@ class Plan:
             )
         at = "" if self.items is None else f", {state.items} items"
         now = {"epochs": state.epoch, "steps": state.step, "items": state.items or 0}
-        longer = [f"{k}={now[k] + n}" for k, n, _ in given if n is not None and n <= now[k]]
+        more = {k: now[k] + max(n, 1) for k, n, _ in given if n is not None and n <= now[k]}
+        longer = [f"{name}={target}" for name, target in more.items()]
         return (
             f"fit: nothing to do: the state is at epoch {state.epoch}, step {state.step}{at}, and "
             f"the target is {', '.join(targets)}. To train longer, raise it: {', '.join(longer)}"

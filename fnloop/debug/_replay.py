@@ -657,8 +657,8 @@ def bisect(
 
 def pair_of(given: object, kind: type) -> tuple:
     """Return what is for the two runs: a pair of its kind, or one thing for both."""
-    if isinstance(given, tuple) and len(given) == 2 and all(isinstance(x, kind) for x in given):
-        return given
+    if isinstance(given, tuple | list) and len(given) == 2 and isinstance(given[0], kind):
+        return tuple(given)
     return given, given
 
 

@@ -133,9 +133,9 @@ def without(
     check_not_stale(state, "without")
     where = checks.folder_path("without", "folder", folder)
     if until is not None:
-        checks.integer("without", "until", until, "state.step where both end, or None")
-    changes = isinstance(step, tuple)
-    _check_batch(batch)
+        until = checks.integer("without", "until", until, "state.step where both end, or None")
+    changes = isinstance(step, tuple | list)
+    batch = _check_batch(batch)
     chosen = None if rows is None else _check_rows(rows, changes)
     if not is_alone(state):
         raise NotImplementedError(
@@ -159,13 +159,13 @@ def without(
 Place = tuple[int, int]  # an epoch, and a batch of it
 
 
-def _check_batch(batch: object) -> None:
-    if isinstance(batch, tuple) and len(batch) == 2:
-        for name, value in zip(("batch[0]", "batch[1]"), batch, strict=True):
-            checks.integer("without", name, value, "of (epoch, batch)", least=0)
-    else:
-        meaning = "a position in the run, or as a pair (epoch, batch)"
-        checks.integer("without", "batch", batch, meaning, least=0)
+def _check_batch(batch: object) -> int | Place:
+    if isinstance(batch, tuple | list) and len(batch) == 2:
+        meaning = "of (epoch, batch)"
+        epoch = checks.integer("without", "batch[0]", batch[0], meaning, least=0)
+        return epoch, checks.integer("without", "batch[1]", batch[1], meaning, least=0)
+    meaning = "a position in the run, or as a pair (epoch, batch)"
+    return checks.integer("without", "batch", batch, meaning, least=0)
 
 
 def _check_rows(rows: object, changes: bool) -> frozenset[int]:
@@ -577,8 +577,8 @@ class _Notes:
         if self._confirms is not None:
             self.confirmed = False
             self.texts.append(
-                "the run is not made again by this script: it does not come through its "
-                f"checkpoint of step {self._confirms.step}"
+                f"the script does not come through the checkpoint of step {self._confirms.step}: "
+                "are the step, the state and the loaders those of the run?"
             )
 
     def _confirm(self, state: TrainState) -> None:

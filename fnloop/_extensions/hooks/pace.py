@@ -72,11 +72,12 @@ class paced(Moment):
             64 machines of which each fails once in 128 days, that is 0.5.
 
     Returns:
-        A moment: a function from a hook to a hook, which composes with ``|``, ``&`` and ``~``. It
-        is for hooks alone, because it goes by what its hook takes.
+        A moment: a function from a hook to a hook, which composes with ``|`` and ``&``. It is for
+        hooks alone, because it goes by what its hook takes.
 
     Raises:
         TypeError, ValueError: it is not a number above 0.
+        TypeError: there is no hook to time: in ``fit(evaluate_every=...)``, or as ``~paced(...)``.
 
     Example:
         >>> import fnloop as fl, time, torch

@@ -236,8 +236,27 @@ class TableWriter(BuiltIn):
             self._update(state)
         return state
 
+    def check_beside(self, hooks: Sequence[Hook]) -> None:
+        """Raise if another one writes the same file.
+
+        Raises:
+            ValueError: it does.
+        """
+        paths = [os.path.realpath(writer.path) for writer in TableWriter.among(hooks)]
+        if paths.count(os.path.realpath(self.path)) > 1:
+            raise ValueError(
+                f"two hooks write {self.path}, and one would undo what the other writes: "
+                "give each its own path"
+            )
+
     def _claim(self, state: TrainState) -> None:
-        if self._read_first_row() is not None and not self._belongs_to(state):
+        first = self._read_first_row()
+        if first is not None and type(self) is TableWriter and _event_in(first.encode()):
+            raise ValueError(
+                f"{self!r}: {self.path} has events, which would be lost: write "
+                f"to_jsonl({str(self.path)!r}, events=True), or give another path"
+            )
+        if first is not None and not self._belongs_to(state):
             raise ValueError(
                 f"{self!r}: {self.path} has the rows of another run. To continue that run, restore "
                 "its state first: state = resume(folder, state). To begin a new one, give it "

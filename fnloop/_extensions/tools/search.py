@@ -395,7 +395,9 @@ def joined_step(steps: Mapping[str, PipelineStep]) -> PipelineStep:
         of = (each.loss_fn or each for each in (first, step))
         differ = [(a, b) for a, b in pairs if a != b and not (_is_schedule(a) and _is_schedule(b))]
         if differ or len({*map(id, of)}) > 1:
-            what = f"{differ[0][0]!r} and {differ[0][1]!r}" if differ else "their loss functions"
+            what = "their loss functions"
+            if differ:
+                what = " and ".join("nothing" if one is None else repr(one) for one in differ[0])
             raise NotImplementedError(
                 f"search(stacked=True): the steps of {first_name!r} and {name!r} differ in {what}. "
                 "Runs that train at once may differ in their schedule only: leave stacked out"
@@ -478,8 +480,8 @@ def _steps(steps: object, states: Mapping[str, object]) -> Mapping[str, Pipeline
     if not isinstance(steps, Mapping):
         return dict.fromkeys(states, PipelineStep.checked(steps, OWNER))
     if steps.keys() != states.keys():
-        other = sorted(map(repr, steps.keys() ^ states.keys()))
-        raise KeyError(f"search: steps and states have other names: {', '.join(other)}")
+        other = checks.join_names(sorted(map(str, steps.keys() ^ states.keys())))
+        raise KeyError(f"search expects a step for each state, by the same names; not so: {other}")
     return {name: PipelineStep.checked(step, OWNER) for name, step in steps.items()}
 
 
