@@ -193,15 +193,26 @@ class History:
         found = next((record for record in reversed(self) if key in record.metrics), None)
         return (found or self.having(key)[-1]).metrics[key]
 
-    def best(self, key: str, mode: str | None = "min") -> float:
+    def best(self, key: str, mode: str | None = None) -> float:
         """Return the best value of a metric; NaN only if it is always NaN.
 
-        With ``mode=None`` the name of the metric decides whether lower or higher is better.
+        Args:
+            key: the metric.
+            mode: "min" if lower is better, "max" if higher; None: by the name, as in
+                ``early_stop``. A name with "loss" or "error" falls, and one with "acc", "f1",
+                "auc", "precision" or "recall" rises.
+
+        Raises:
+            KeyError: no record has the metric.
+            ValueError: mode is something else, or None and the name does not imply one.
         """
         return self.best_record(key, mode).metrics[key]
 
-    def best_record(self, key: str, mode: str | None = "min") -> Record:
-        """Return the record with the best value of a metric; of equal values, the oldest."""
+    def best_record(self, key: str, mode: str | None = None) -> Record:
+        """Return the record with the best value of a metric; of equal values, the oldest.
+
+        ``mode`` is that of :meth:`best`.
+        """
         return best_record(self.having(key), key, mode_of("History.best", key, mode))
 
     def __len__(self) -> int:

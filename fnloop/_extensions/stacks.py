@@ -183,8 +183,7 @@ def _taken_out(state: TrainState, place: int, name: str) -> TrainState:
 
 
 def _check_name(name: object) -> None:
-    if not isinstance(name, str):
-        raise TypeError(f"stack expects the names of states as str; got {checks.describe(name)}")
+    checks.text(OWNER, "a name in states", name, "that of a model")  # type: ignore[arg-type]
     text = str(name)
     if "/" in text or text in _RESERVED:
         raise ValueError(

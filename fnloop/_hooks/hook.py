@@ -229,9 +229,11 @@ class BuiltIn(Hook):
         saves: the parts of a state that it saves, which are tried beforehand.
         ends_run_on_usr1: whether SIGUSR1 stops the run, and does not only save it.
         ranks: the metric whose best it keeps, its mode, and since when; None: it keeps no best.
+        is_of_one_run: whether it writes what belongs to one run, at a place that others cannot use.
     """
 
     saves: tuple[str, ...] = ()
+    is_of_one_run: bool = False
     ends_run_on_usr1: bool = False
     ranks: tuple[str, str, str] | None = None
 
@@ -558,6 +560,9 @@ class Moment(ABC):
     Write :meth:`due`. A moment that is not due until some update says so, by :meth:`quiet_until`:
     then a run asks it no sooner.
 
+    Raises:
+        TypeError: when called or combined: it gets something else than one hook, or than a moment.
+
     Example:
         >>> import fnloop as fl, torch
         >>> from fnloop.testing import toy, toy_loss
@@ -696,8 +701,8 @@ class Moment(ABC):
     def __invert__(self) -> Moment:
         if any(clock.learns for clock in self.clocks):
             raise TypeError(
-                f"~{self!r} is never due, because {self!r} goes by what its hook takes when it is "
-                "called: combine it by | and &"
+                f"{_Not((self,))!r} says nothing, because it goes by what its hook takes when it "
+                "is called: combine it by | and &"
             )
         return _Not((self,))
 
@@ -1058,9 +1063,13 @@ class every(Moment):
     def __attrs_post_init__(self) -> None:
         given = self._given()
         if len(given) != 1:
+            hint = ""
+            if given:
+                calls = " | ".join(f"every({name}={value!r})" for name, value in given.items())
+                hint = f". To be due at each of them, write {calls}"
             raise TypeError(
                 "every expects one of epochs=, steps=, items= or seconds=; got "
-                f"{', '.join(given) or 'none'}"
+                f"{', '.join(given) or 'none'}{hint}"
             )
         ((name, value),) = given.items()
         value = checks.number("every", name, value, above=0)

@@ -656,8 +656,12 @@ def bisect(
 
 
 def pair_of(given: object, kind: type) -> tuple:
-    """Return what is for the two runs: a pair of its kind, or one thing for both."""
-    if isinstance(given, tuple | list) and len(given) == 2 and isinstance(given[0], kind):
+    """Return what is for the two runs: a pair of its kind, or one thing for both.
+
+    A list of two mappings is one thing, a training loader of two batches.
+    """
+    pairs = tuple if kind is Mapping else (tuple, list)
+    if isinstance(given, pairs) and len(given) == 2 and all(isinstance(x, kind) for x in given):
         return tuple(given)
     return given, given
 

@@ -577,8 +577,8 @@ class _Notes:
         if self._confirms is not None:
             self.confirmed = False
             self.texts.append(
-                f"the script does not come through the checkpoint of step {self._confirms.step}: "
-                "are the step, the state and the loaders those of the run?"
+                f"the script does not come to the checkpoint of step {self._confirms.step}: are "
+                "the step, the state and the loaders those of the run? Hooks are not called"
             )
 
     def _confirm(self, state: TrainState) -> None:

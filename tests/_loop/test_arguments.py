@@ -92,6 +92,8 @@ def test_a_second_call_with_the_same_target_reports_nothing_to_do(caplog):
     assert fit(state, epochs=2) is state
     message = "nothing to do: the state is at epoch 2, step 6, and the target is epochs=2. To"
     assert f"{message} train longer, raise it: epochs=4" in caplog.text
+    fit(epochs=0)
+    assert "the target is epochs=0. To train longer, raise it: epochs=1" in caplog.text
 
 
 def test_run_yields_after_every_epoch_and_at_the_end():

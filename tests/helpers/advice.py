@@ -361,8 +361,11 @@ FOLLOWED = [
       "torch_scheduler("),
     F(". Call it: \0()",
       "schedule(«cosine»)"),
-    F("using expects names of optimizers",
+    F("using expects names of optimizers, such as",
       "«using()»",
+      "using("),
+    F("using expects names of optimizers: write",
+      "«using(['a', 'b'])»",
       "using("),
     F(". Call it: \0(...)",
       "fit(step, state, batches, hooks=(«early_stop»,))",
@@ -423,6 +426,21 @@ FOLLOWED = [
       "state = state_of(nn.Linear(2, 1))\n"
       "«»\n"
       "fit(step, state, batches, epochs=2, hooks=(to_csv(path),))"),
+    F("writes what belongs to one run, and all runs would share it",
+      "import shutil\n"
+      "shutil.rmtree('runs', ignore_errors=True)\n"
+      "states = {'a': state, 'b': snapshot(state)}\n"
+      "found = «search(step, states, (train, valid), rungs=(1, 2), hooks=(checkpoint(folder),))»\n"
+      "assert len(found.histories) == 2 and Path('runs').is_dir()",
+      "search(..., ", {"...": "step, states, (train, valid), rungs=(1, 2)"}),
+    F("has events, which would be lost: write",
+      "Path(path).unlink(missing_ok=True)\n"
+      "state = fit(step, state, batches, hooks=(to_jsonl(path, events=True),))\n"
+      "fit(step, state, batches, epochs=2, hooks=(«to_jsonl(path)»,))",
+      "to_jsonl("),
+    F(": write only=(",
+      "checkpoint(folder, «only='model'»)",
+      "only="),
     F("a checkpoint is saved with NaN or inf in",
       "import shutil\n"
       "shutil.rmtree(folder, ignore_errors=True)\n"

@@ -26,7 +26,6 @@ from fnloop._checkpoint.format import (
     NUMBER,
     PARTS,
     Contents,
-    Shape,
     check_shape,
 )
 from fnloop._checkpoint.parts import read_parts
@@ -157,6 +156,8 @@ class checkpoint(BuiltIn):
     Replaces: lightning.ModelCheckpoint, keras.ModelCheckpoint,
     pytorch_accelerated.SaveTrainingStateCallback, fastnlp.CheckpointCallback
     """
+
+    is_of_one_run = True
 
     def __init__(
         self,
@@ -508,7 +509,7 @@ def _name_of(state: TrainState) -> str:
 
 OWNER = "restore_best"
 _Weights = dict[str, Any]  # a state_dict, or the slot that holds one
-_BEST: Shape = {
+_BEST: object = {
     "value": NUMBER,
     "step": COUNT,
     "first?": COUNT,

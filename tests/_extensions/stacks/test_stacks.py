@@ -581,6 +581,10 @@ def test_wrong_arguments_of_stack_say_what_to_write():
         fl.stack({})
     with pytest.raises(ValueError, match='without "/"'):
         fl.stack({"a/b": toy()})
+    with pytest.raises(TypeError, match="a name in states as that of a model, a str; got 1"):
+        fl.stack({1: toy()})
+    with pytest.raises(ValueError, match="as that of a model; got an empty str"):
+        fl.stack({"": toy()})
     with pytest.raises(ValueError, match="a stack already"):
         fl.stack({"a": fl.stack({"a": toy()})})
     with pytest.raises(ValueError, match="expects the state of a stack"):
@@ -602,6 +606,7 @@ def test_tools_for_one_model_say_which_to_take():
     for call in (
         lambda state: fl.find_lr(fl.pipeline()(toy_loss), state, ONES),
         lambda state: fl.find_batch_size(fl.pipeline()(toy_loss), state, lambda n: ONES),
+        lambda state: fl.data.tune(fl.pipeline()(toy_loss), state, ONES),
     ):
         with pytest.raises(NotImplementedError, match=r"unstack\(state\)\['a'\]"):
             call(fl.stack({"a": toy(), "b": toy()}))
