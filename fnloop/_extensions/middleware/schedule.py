@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 import logging
+import math
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from numbers import Real
@@ -52,6 +53,8 @@ log = logging.getLogger("fnloop")
 # Set the learning rate, or another number of the parameter groups, before each update.
 
 Group = dict[str, Any]  # a parameter group of an optimizer
+# Settings that torch's optimizers refuse below 0 when they are made.
+_NOT_NEGATIVE = ("lr", "weight_decay", "momentum", "betas", "eps")
 Rate = float | Tensor
 _Fn = Callable[[int, int | None], float] | Callable[[TrainState], float]
 
@@ -104,8 +107,10 @@ def schedule(
             ``torch_scheduler`` set its learning rate. When it runs: there is no optimizer and no
             group of a name in ``only``, or there are both; two schedules set one field of one
             group; the groups have no such number, ``fn`` needs a length that is unknown, or
-            the value of a group was changed although its initial value was not. A tensor that was
-            changed in place is not noticed, because that would need a device read.
+            the value of a group was changed although its initial value was not; or ``fn`` returns
+            NaN or infinity, or for a learning rate, ``weight_decay``, ``momentum``, ``betas`` or
+            ``eps`` a number below 0. A tensor is not read, so what is wrong in one, or was changed
+            in place, is not noticed.
 
     Example:
         >>> import fnloop as fl, torch
@@ -157,6 +162,8 @@ def schedule(
                 rested = share.rested if by == "step" else 0
                 i, of = done - rested, total and total - rested
                 share.factor = factor = _compute_factor(fn, of_state, state, i, of, by=by)
+                if type(factor) is not float or not 0.0 <= factor < math.inf:
+                    _check_setting(f"schedule({name_of(fn)})", field, factor, f"{by} {i} of {of}")
                 for group in share.groups:
                     set_number(group, field, factor, name, absolute)
             used = numbers_used(groups, field)
@@ -460,7 +467,27 @@ def _compute_factor(
             f"{owner}({name_of(fn)}) must return a number; at {by} {step} of {total} "
             f"it returned {checks.describe(factor)}"
         )
+    if not isinstance(factor, Tensor) and factor != factor:
+        raise ValueError(
+            f"{owner}({name_of(fn)}) must return a number; at {by} {step} of {total} "
+            "it returned nan"
+        )
     return factor
+
+
+def _check_setting(owner: str, field: str, number: Rate, place: str) -> None:
+    """Raise if a number cannot be that of a group, or a factor on it. No tensor is read.
+
+    Raises:
+        ValueError: it is not finite; or it is below 0, with which no optimizer of torch is made.
+    """
+    __tracebackhide__ = True
+    if isinstance(number, Tensor):
+        return
+    signed = field.partition(".")[0] not in _NOT_NEGATIVE
+    if not (-math.inf if signed else 0) <= number < math.inf or number == -math.inf:
+        wanted = f"a finite number{'' if signed else ' >= 0'}"
+        raise ValueError(f"{owner} must give {wanted} for {field}; at {place} it gave {number}")
 
 
 def _warn_of_total(
@@ -529,7 +556,7 @@ def scheduled(**functions: _Fn) -> Middleware:
             function has no such argument. When it runs: a function returns something else than a
             number.
         ValueError: when composing: a name is listed twice. When it runs: a function needs a length
-            that is unknown.
+            that is unknown, or returns NaN.
 
     Example:
         >>> import fnloop as fl, torch
@@ -696,8 +723,8 @@ def torch_scheduler(
         ValueError: when composing: a ``schedule`` sets the learning rate of the same optimizer.
             When it runs: the factory needs the length of the run in a bare step; the scheduler
             belongs to another optimizer, or counts epochs; the run has another length than the
-            scheduler was made for; or there are several optimizers, and ``only`` is not the name of
-            one.
+            scheduler was made for; there are several optimizers, and ``only`` is not the name of
+            one; or the rate is NaN, infinite, or below 0.
 
     Example:
         >>> import fnloop as fl, torch
@@ -756,6 +783,8 @@ def torch_scheduler(
                 _check_length(made_for, scheduler, state, name, _rested(state, only))
             optimizer = _optimizer_of(state, only)
             _check_groups(scheduler, optimizer, name)
+            for group in chosen.values():
+                _check_setting(name, "lr", group["lr"], f"step {_updates(state, only)}")
             used = numbers_used(chosen, "lr")
             state, out = step(state, batch)
             if UPDATE in state.events:
