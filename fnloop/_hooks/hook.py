@@ -237,6 +237,11 @@ class BuiltIn(Hook):
     ends_run_on_usr1: bool = False
     ranks: tuple[str, str, str] | None = None
 
+    def __new__(cls, *given: object, **settings: object) -> Self:
+        """Return a hook. Raise for arguments that it does not take."""
+        checks.arguments(cls.__name__, cls.__init__, given, settings)
+        return super().__new__(cls)
+
     @classmethod
     def among(cls, hooks: Iterable[Hook]) -> list[Self]:
         """Return those of this class among hooks and the hooks inside them."""
@@ -593,6 +598,7 @@ class Moment(ABC):
             taken = [*inspect.signature(cls.__init__).parameters.values()][1:]
             if all(parameter.kind is parameter.KEYWORD_ONLY for parameter in taken):
                 _refuse_positional(cls.__name__, given[0], [each.name for each in taken])
+        checks.arguments(cls.__name__, cls.__init__, given, settings)
         return super().__new__(cls)
 
     @property
@@ -980,7 +986,8 @@ def _refuse_positional(owner: str, given: object, names: Sequence[str]) -> NoRet
     is_hook = callable(given)
     setting = f"{names[0]}={1 if is_hook else given}" if names else ""
     call = f"{owner}({setting})"
-    expected = f"one of {'=, '.join(names)}=" if names else "no argument"
+    expected = f"{'=, '.join(names)}=" if names else "no argument"
+    expected = f"one of {expected}" if len(names) > 1 else expected
     raise TypeError(
         f"{owner} expects {expected}; got {name_of(given) if is_hook else checks.describe(given)}: "
         f"write {f'{call}({name_of(given)})' if is_hook else call}"

@@ -660,10 +660,9 @@ def pair_of(given: object, kind: type) -> tuple:
 
     A list of two mappings is one thing, a training loader of two batches.
     """
-    pairs = tuple if kind is Mapping else (tuple, list)
-    if isinstance(given, pairs) and len(given) == 2 and all(isinstance(x, kind) for x in given):
-        return tuple(given)
-    return given, given
+    pairs, asked = (tuple, all) if kind is Mapping else ((tuple, list), any)
+    is_pair = isinstance(given, pairs) and len(given) == 2
+    return tuple(given) if is_pair and asked(isinstance(x, kind) for x in given) else (given, given)
 
 
 def _find_first(both: Sequence[tuple[Saved, Saved]]) -> tuple[int, Difference, int]:

@@ -20,6 +20,8 @@ from fnloop._core.state import TrainState, snapshot, unwrap
 from fnloop._core.types import Middleware, Output, Step, middleware
 from fnloop._data.loaders import read_loaders
 from fnloop._data.position import checksum
+from fnloop._data.source import Source
+from fnloop._display.frames import short_traceback
 from fnloop._display.tables import Column, Shown, Table
 from fnloop._loop.evaluate import open_loader
 from fnloop._loop.peers import is_alone
@@ -46,6 +48,7 @@ from fnloop.debug._replay import (
 from fnloop.extend import Batch, check_not_stale, checks, tables
 
 
+@short_traceback
 def without(
     folder: str | os.PathLike[str],
     step: Step | tuple[Step, Step],
@@ -148,8 +151,9 @@ def without(
             "once: give what makes it, such as a list, a DataLoader, or a function that returns it"
         )
     _check_steps(steps, changes)
-    place = _place(batch, train, state)
-    runs = _Runs(_find_way(where, place, until, steps), place, loaders, until)
+    source = open_loader(train, state)
+    place = _place(batch, source)
+    runs = _Runs(_find_way(where, place, until, steps, source), place, loaders, until)
     return runs.compare(steps, changes, chosen, state)
 
 
@@ -205,13 +209,12 @@ def _check_steps(steps: tuple[PipelineStep, PipelineStep], changes: bool) -> Non
         )
 
 
-def _place(batch: int | Place, loader: object, state: TrainState) -> Place:
+def _place(batch: int | Place, source: Source) -> Place:
     """Return the epoch of a batch, and its position there.
 
     Raises:
         ValueError: the epoch has no such batch.
     """
-    source = open_loader(loader, state)
     if isinstance(batch, tuple):
         length = source.length_in(batch[0])
         if length is not None and batch[1] >= length:
@@ -225,6 +228,14 @@ def _place(batch: int | Place, loader: object, state: TrainState) -> Place:
         same = 1 if source.lengths is not None else left // length  # epochs of this length
         epoch, left = epoch + same, left - same * length
     return epoch, left
+
+
+def _spell_batches(end: Place, source: Source) -> str:
+    """Return how many batches are before a place, or, of a stream, where it is."""
+    lengths = [source.length_in(epoch) for epoch in range(end[0])]
+    if None in lengths:
+        return f"{end[0]} epochs and {end[1]} batches"
+    return f"{sum(map(int, filter(None, lengths))) + end[1]:,} batches, counted from 0"
 
 
 @attrs.frozen
@@ -251,7 +262,9 @@ def _place_of(saved: Saved) -> Place:
     return saved.facts["epoch"], saved.facts["batch"]
 
 
-def _find_way(folder: Path, place: Place, until: int | None, steps: Iterable[PipelineStep]) -> _Way:
+def _find_way(
+    folder: Path, place: Place, until: int | None, steps: Iterable[PipelineStep], source: Source
+) -> _Way:
     """Return how a run is made again.
 
     Raises:
@@ -277,8 +290,9 @@ def _find_way(folder: Path, place: Place, until: int | None, steps: Iterable[Pip
         )
     if until is None and _place_of(saved[-1]) <= place:
         raise ValueError(
-            f"without: the newest checkpoint, of step {saved[-1].step}, is from before batch "
-            f"{batch} of epoch {epoch}, and both runs end where it is: give until=, a later step"
+            f"without: there is no batch {batch} of epoch {epoch} before the newest checkpoint, of "
+            f"step {saved[-1].step}, where both runs end: up to there the run has "
+            f"{_spell_batches(_place_of(saved[-1]), source)}. If it went further, give until="
         )
     end = saved[-1].step if until is None else until
     known = [phase.name for phase in decode_phases(start.facts.get("phases", []))]

@@ -36,7 +36,8 @@ LOADER, TENSORS = torch.utils.data.DataLoader([ONE]), torch.utils.data.TensorDat
 @pytest.mark.parametrize(("loaders", "error", "message"), [
     ({"valid": [ONE]}, ValueError, r"""one named "train" to train on; got \['valid'\]"""),
     ({"train": [ONE], "a/b": [ONE]}, ValueError, "without a slash"),
-    ((ONE, ONE), TypeError, r"fit\(step, state, \[batch\]\)"),
+    ((ONE, ONE), TypeError, r"a pair of tensors, .*: write \[batch\] for this batch alone"),
+    ({"x": ONE, "y": ONE}, ValueError, r"got \['x', 'y'\]. If this is one batch, write \[batch\]"),
     ([LOADER] * 2, TypeError, r"write a pair \(train, valid\)"),
     *(((loader,) * 3, TypeError, r'a tuple of 3\. Write \{"train": train, "valid": valid, "tes')
       for loader in ([ONE], LOADER)),

@@ -428,7 +428,8 @@ def test_a_stream_that_knows_where_it_is_is_taken_there_for_each_run(make, tmp_p
 @pytest.mark.parametrize(("given", "message"), [
     ({"batch": 0}, r"no checkpoint before batch 0 of epoch 0 .* the first one is at batch 2"),
     ({"batch": 10**15}, "the newest"),
-    ({"batch": 8}, "the newest checkpoint, of step 8, is from before batch 0 of epoch 2"),
+    ({"batch": 8}, "no batch 0 of epoch 2 before .* step 8, .* the run has 8 batches, co"),
+    ({"batch": 999}, "no batch 3 of epoch 249 before .* 8 batches, counted from 0. If it went fu"),
     ({"batch": 8, "until": 9}, "the run has no batch 0 in epoch 2: it ended at step 8"),
     ({"batch": (0, 4)}, "epoch 0 has no batch 4. It has 4"),
     ({"batch": (0, 3), "until": 3}, "in update 4, and both runs are to end at step 3"),

@@ -86,10 +86,16 @@ FOLLOWED = [
     F("fit expects hooks as a tuple",
       "fit(step, state, batches, «hooks=early_stop('train/loss')»)",
       "hooks=", {"...": "'train/loss'"}),
-    F("looks like one batch. To train on this batch alone",
+    F("a pair of tensors, which looks like one batch",
+      "from torch.utils.data import TensorDataset\n"
       "batch = torch.ones(3, 2), torch.ones(3, 1)\n"
       "step = pipeline()(supervised(nn.MSELoss()))\n"
-      "«fit(step, state, batch)»"),
+      "fit(step, state, «batch»)",
+      "DataLoader("),
+    F("whose rows would be taken as batches",
+      "x = batch.numpy()\n"
+      "fit(step, state, «x»)",
+      "list("),
     F("If they are the loaders, write a pair",
       "train = valid = [batch] * 4\n"
       "«fit(step, state, [train, valid])»"),

@@ -189,8 +189,6 @@ class checkpoint(BuiltIn):
         self.best = None if best is None else checks.metric_name("checkpoint", "best", best)
         self.parts = self.saves = read_parts("checkpoint", only)
         self.named = _read_names(named)
-        if mode is not None:
-            better(0.0, 0.0, mode)  # checks it
         if best is None and (mode is not None or keep_best != 1 or since != "phase"):
             raise ValueError(
                 "checkpoint ranks by nothing, so mode, keep_best and since mean nothing: add "

@@ -171,7 +171,7 @@ class _Wait:
 
 
 @attrs.frozen(repr=False)
-class early_stop(Hook):
+class early_stop(BuiltIn):
     """Stop when a metric has not improved for ``patience`` evaluations.
 
     The decision is a function of the history, so a resumed run stops where an uninterrupted one

@@ -25,6 +25,7 @@ from fnloop._core.records import Record, counts
 from fnloop._core.runs import RunInfo
 from fnloop._core.state import TrainState, rested, used_in
 from fnloop._core.types import UPDATE, LossFn, Middleware, Output, Step, middleware
+from fnloop._display.screen import warn_once
 from fnloop._step.transaction import settle
 from fnloop.extend import (
     Batch,
@@ -53,7 +54,7 @@ log = logging.getLogger("fnloop")
 # Set the learning rate, or another number of the parameter groups, before each update.
 
 Group = dict[str, Any]  # a parameter group of an optimizer
-# Settings that torch's optimizers refuse below 0 when they are made.
+# Settings that torch refuses below 0 when it makes an optimizer.
 _NOT_NEGATIVE = ("lr", "weight_decay", "momentum", "betas", "eps")
 Rate = float | Tensor
 _Fn = Callable[[int, int | None], float] | Callable[[TrainState], float]
@@ -108,9 +109,8 @@ def schedule(
             group of a name in ``only``, or there are both; two schedules set one field of one
             group; the groups have no such number, ``fn`` needs a length that is unknown, or
             the value of a group was changed although its initial value was not; or ``fn`` returns
-            NaN or infinity, or for a learning rate, ``weight_decay``, ``momentum``, ``betas`` or
-            ``eps`` a number below 0. A tensor is not read, so what is wrong in one, or was changed
-            in place, is not noticed.
+            NaN or infinity. A tensor is not read, so what is wrong in one, or was changed in place,
+            is not noticed. A rate below 0 logs one warning.
 
     Example:
         >>> import fnloop as fl, torch
@@ -478,16 +478,23 @@ def _compute_factor(
 def _check_setting(owner: str, field: str, number: Rate, place: str) -> None:
     """Raise if a number cannot be that of a group, or a factor on it. No tensor is read.
 
+    Warn once if it is below 0, with which torch makes no optimizer, although it takes steps.
+
     Raises:
-        ValueError: it is not finite; or it is below 0, with which no optimizer of torch is made.
+        ValueError: it is not finite.
     """
     __tracebackhide__ = True
     if isinstance(number, Tensor):
         return
-    signed = field.partition(".")[0] not in _NOT_NEGATIVE
-    if not (-math.inf if signed else 0) <= number < math.inf or number == -math.inf:
-        wanted = f"a finite number{'' if signed else ' >= 0'}"
-        raise ValueError(f"{owner} must give {wanted} for {field}; at {place} it gave {number}")
+    if not -math.inf < number < math.inf:
+        raise ValueError(
+            f"{owner} must give a finite number for {field}; at {place} it gave {number}"
+        )
+    if number < 0 and field.partition(".")[0] in _NOT_NEGATIVE:
+        warn_once(
+            f"{owner} gives a number below 0 for {field}, with which torch makes no optimizer: if "
+            "that is not meant, give at least 0 (logged once)"
+        )
 
 
 def _warn_of_total(
@@ -724,7 +731,7 @@ def torch_scheduler(
             When it runs: the factory needs the length of the run in a bare step; the scheduler
             belongs to another optimizer, or counts epochs; the run has another length than the
             scheduler was made for; there are several optimizers, and ``only`` is not the name of
-            one; or the rate is NaN, infinite, or below 0.
+            one; or the rate is NaN or infinite.
 
     Example:
         >>> import fnloop as fl, torch
