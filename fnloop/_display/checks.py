@@ -351,7 +351,7 @@ def no_argument(owner: str, name: str, names: Collection[str], hint: str = "") -
     import difflib
 
     if not hint and (near := difflib.get_close_matches(name, names, 1, 0.8)):
-        hint = f". Did you mean {near[0]}=?"
+        hint = f". Did you mean {near[0]!r}?"
     hint = hint or (f": it takes {', '.join(names)}" if names else "")
     raise TypeError(f"{owner} has no argument {name}={hint}")
 

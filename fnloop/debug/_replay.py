@@ -661,8 +661,10 @@ def pair_of(given: object, kind: type) -> tuple:
     A list of two mappings is one thing, a training loader of two batches.
     """
     pairs, asked = (tuple, all) if kind is Mapping else ((tuple, list), any)
-    is_pair = isinstance(given, pairs) and len(given) == 2
-    return tuple(given) if is_pair and asked(isinstance(x, kind) for x in given) else (given, given)
+    listed: Sequence[object] = given if checks.is_list(given) and isinstance(given, pairs) else ()
+    if len(listed) == 2 and asked(isinstance(one, kind) for one in listed):
+        return tuple(listed)
+    return given, given
 
 
 def _find_first(both: Sequence[tuple[Saved, Saved]]) -> tuple[int, Difference, int]:

@@ -16,7 +16,7 @@ def taking(a, b=1, *, near=2, other=3):
 
 
 @pytest.mark.parametrize(("args", "kwargs", "said"), [
-    ((), {"nearr": 1}, "f has no argument nearr=. Did you mean near=?"),
+    ((), {"nearr": 1}, "f has no argument nearr=. Did you mean 'near'?"),
     ((), {"nothing": 1}, "f has no argument nothing=: it takes a, b, near, other"),
     ((0,), {"nothing": 1, "near": 1}, "f has no argument nothing=: it takes b, other"),
     ((), {"nearr": 1, "near": 2}, "f has no argument nearr=: it takes a, b, other"),  # it is given
@@ -48,25 +48,25 @@ class Mine(fl.Hook):
 
 
 @pytest.mark.parametrize(("call", "said"), [
-    (lambda: fl.every(epoch=1), r"every has no argument epoch=\. Did you mean epochs=\?"),
-    (lambda: fl.when_improved("valid/loss", modes="min"), "Did you mean mode="),
+    (lambda: fl.every(epoch=1), r"every has no argument epoch=\. Did you mean 'epochs'\?"),
+    (lambda: fl.when_improved("valid/loss", modes="min"), "Did you mean 'mode'"),
     (lambda: fl.paced(failures=1), "paced has no argument failures=: it takes failures_per_day"),
     (lambda: fl.checkpoint("a", keep_last=3), "checkpoint has no argument keep_last=: it takes"),
     (lambda: fl.checkpoint("a", 3, "valid/loss", "min", 2),
      "checkpoint takes folder, keep, best, mode by position, and by name: keep_best, .* number 5"),
-    (lambda: fl.early_stop("valid/loss", patiance=3), "early_stop has .* Did you mean patience="),
+    (lambda: fl.early_stop("valid/loss", patiance=3), "early_stop has .* Did you mean 'patience'"),
     (lambda: fl.early_stop(monitor="valid/loss"), "no argument monitor=: it takes key, patience"),
     (lambda: fl.live_plot(path="a.png"), "live_plot has no argument path=: it takes"),
-    (lambda: fl.time_limit(hour=1), "time_limit has no argument hour=. Did you mean hours="),
+    (lambda: fl.time_limit(hour=1), "time_limit has no argument hour=. Did you mean 'hours'"),
     (lambda: fl.clip(max=1.0), "clip has no argument max=: it takes max_norm, norm_type"),
     (lambda: fl.accumulate(steps=4), "accumulate has no argument steps=: it takes n, total"),
     (lambda: fl.plateau("valid/loss", threshold=0.1), "plateau has no argument threshold=: it tak"),
     (lambda: fl.evaluate(STEP, toy(), [ONE], batches=3), "evaluate has no argument batches="),
     (lambda: fl.search(STEP, {"a": toy()}, [ONE], metric="valid/loss"), "no argument metric="),
-    (lambda: fl.fit(STEP, toy(), [ONE], epoch=1), "fit has no argument epoch=.* epochs"),
+    (lambda: fl.fit(STEP, toy(), [ONE], epoch=1), "fit has no argument epoch=.*'epochs'"),
     (lambda: without("a", STEP, toy(), [ONE], 3),
      "without takes folder, step, state, loaders by position, and by name: batch, rows, until; g"),
-    (lambda: verify("a", STEP, toy(), [ONE], span=1), "verify has .* Did you mean spans="),
+    (lambda: verify("a", STEP, toy(), [ONE], span=1), "verify has .* Did you mean 'spans'"),
     (lambda: Mine(m=1), r"__init__\(\) got an unexpected keyword argument 'm'"),
 ])  # fmt: skip
 def test_what_a_public_function_does_not_take_is_told(call, said):
