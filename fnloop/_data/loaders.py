@@ -86,7 +86,7 @@ def read_loaders(loaders: object) -> Loaders:
         )
     elif isinstance(loaders, tuple) and len(loaders) == 2:
         train, valid = loaders
-        _check_is_no_batch("a pair of loaders", loaders)
+        _refuse_batch("a pair of loaders", loaders)
         loaders, evaluated = {"train": train}, {} if valid is None else {"valid": valid}
     else:
         loaders, evaluated = {"train": loaders}, {}
@@ -134,7 +134,7 @@ def check_loader(loader: object, name: str, alone: bool = False) -> None:
             f"the {name} loader is a list of loaders: write a pair (train, valid), or a "
             "mapping with names"
         )
-    _check_is_no_batch(f"the {name} loader", loader)
+    _refuse_batch(f"the {name} loader", loader)
     if _has_rows(loader):
         made = "x" if isinstance(loader, Tensor) else "torch.tensor(x)"
         made = "torch.tensor(x.to_numpy())" if has_methods(loader, "to_numpy") else made
@@ -160,7 +160,7 @@ def _has_rows(value: object) -> bool:
     return isinstance(value, Tensor) or has_methods(type(value), "__array__")
 
 
-def _check_is_no_batch(what: str, given: object) -> None:
+def _refuse_batch(what: str, given: object) -> None:
     """Raise TypeError for a pair of tensors."""
     if isinstance(given, tuple) and len(given) == 2 and all(map(_has_rows, given)):
         raise TypeError(

@@ -303,7 +303,7 @@ def test_wrong_parts_are_an_error(tmp_path, call, only):
     assert not (tmp_path / "a").exists()
 
 
-def test_one_part_that_is_no_tuple_says_how_to_write_one():
+def test_one_part_without_a_tuple_says_how_to_write_one():
     with pytest.raises(ValueError, match=r"got 'model': write only=\('model',\)$"):
         fl.checkpoint("a", only="model")
     with pytest.raises(ValueError, match=r"got 'weights'$"):

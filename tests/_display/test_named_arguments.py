@@ -31,7 +31,7 @@ def test_what_a_function_does_not_take_is_told_with_what_it_takes(args, kwargs, 
 @pytest.mark.parametrize("function", [
     taking, lambda *args, **kwargs: None, dict, object.__init__, lambda a, **rest: None,
 ])  # fmt: skip
-def test_what_a_function_takes_is_no_error(function):
+def test_what_a_function_takes_is_accepted(function):
     checks.arguments("f", function, (1,), {"b": 2} if function is taking else {})
 
 

@@ -1,4 +1,4 @@
-"""A tensor, an array or a table is no loader: its rows would be taken as batches, in silence."""
+"""A tensor, an array or a table is not a loader: its rows would be taken as batches, in silence."""
 
 import collections
 
@@ -69,7 +69,7 @@ def test_rows_in_a_list_and_batches_in_a_tuple_are_the_users_own(loader):
     assert fl.fit(fl.pipeline()(loss), toy(), loader, hooks=()).step > 0
 
 
-def test_datasets_in_a_tuple_are_loaders_and_no_batch():
+def test_datasets_in_a_tuple_are_loaders():
     for call in ("evaluate", "predict"):
         with pytest.raises(TypeError, match="got a tuple of 2 loaders: take one of them"):
             CALLS[call]((TensorDataset(X), TensorDataset(X)))
