@@ -54,8 +54,6 @@ class Mine(fl.Hook):
     (lambda: fl.checkpoint("a", keep_last=3), "checkpoint has no argument keep_last=: it takes"),
     (lambda: fl.checkpoint("a", 3, "valid/loss", "min", 2),
      "checkpoint takes folder, keep, best, mode by position, and by name: keep_best, .* number 5"),
-    (lambda: fl.early_stop("valid/loss", patiance=3), "early_stop has .* Did you mean 'patience'"),
-    (lambda: fl.early_stop(monitor="valid/loss"), "no argument monitor=: it takes key, patience"),
     (lambda: fl.live_plot(path="a.png"), "live_plot has no argument path=: it takes"),
     (lambda: fl.time_limit(hour=1), "time_limit has no argument hour=. Did you mean 'hours'"),
     (lambda: fl.clip(max=1.0), "clip has no argument max=: it takes max_norm, norm_type"),

@@ -10,7 +10,6 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from numbers import Integral
-from typing import Self
 
 import attrs
 import torch
@@ -246,11 +245,6 @@ class early_stop(Hook):
     check_finite: bool = attrs.field(default=True, kw_only=True)
     since: str = attrs.field(default="phase", kw_only=True)
     _waited: Fold = attrs.field(init=False, eq=False)  # caches the last result, so copies are safe
-
-    def __new__(cls, *given: object, **settings: object) -> Self:
-        """Return a hook. Raise for arguments that it does not take."""
-        checks.arguments(cls.__name__, cls.__init__, given, settings)
-        return super().__new__(cls)
 
     def __attrs_post_init__(self) -> None:
         checks.make_plain(self)
