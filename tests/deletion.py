@@ -123,7 +123,7 @@ BUILT_ON = {
     "metric": ["try"],
     "precision": ["tune"],
     "schedule": ["try", "search"],
-    "stack": ["find", "search"],
+    "stack": ["find", "search", "tune"],
     "try": ["find", "debug"],
 }
 # All at once, which leaves the kernel alone.

@@ -132,8 +132,9 @@ def read_parts(owner: str, only: Sequence[str] | None) -> tuple[str, ...]:
     except TypeError:
         parts = ()
     if not parts or not all(isinstance(part, str) and part in _NAMES for part in parts):
+        hint = f": write only=({only!r},)" if isinstance(only, str) and only in _NAMES else ""
         raise ValueError(
-            f"{owner} expects only= as a tuple of {', '.join(_NAMES)}; got {describe(only)}"
+            f"{owner} expects only= as a tuple of {', '.join(_NAMES)}; got {describe(only)}{hint}"
         )
     return tuple(
         part for part in _NAMES if part in parts and not (part == TRAINED and "model" in parts)

@@ -69,7 +69,7 @@ from fnloop._core.freeze import remember_restored
 from fnloop._core.history import SINCE
 from fnloop._core.optimizers import groups_in, settings_of
 from fnloop._core.parts import OWN, TENSORS
-from fnloop._core.records import better
+from fnloop._core.records import MODES
 from fnloop._core.serialize import Json
 from fnloop._core.state import (
     TrainState,
@@ -452,7 +452,7 @@ def best(
     if key is not None:
         metric_name("best", "key", key)
     if mode is not None:
-        better(0.0, 0.0, mode)  # checks it
+        choice("best", "mode", mode, MODES)
     if since is not None:
         choice("best", "since", since, SINCE, ", or None for the hook's")
     found = with_manifests(place.look(), links=True)

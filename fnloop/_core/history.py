@@ -6,20 +6,21 @@ import difflib
 import itertools
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, overload
 
 import attrs
 
 from fnloop._core.records import (
+    MODES,
     TRAINED,
     Record,
     best_record,
-    better,
     number_of_epoch,
 )
 from fnloop._core.types import RECORD
 from fnloop._display import checks, tables
-from fnloop._display.checks import describe
+from fnloop._display.checks import describe, join_names
 from fnloop._display.screen import warn_once
 from fnloop._display.tables import mode_by_name
 
@@ -193,15 +194,28 @@ class History:
         found = next((record for record in reversed(self) if key in record.metrics), None)
         return (found or self.having(key)[-1]).metrics[key]
 
-    def best(self, key: str, mode: str | None = "min") -> float:
+    def best(self, key: str, mode: str | None = None) -> float:
         """Return the best value of a metric; NaN only if it is always NaN.
 
-        With ``mode=None`` the name of the metric decides whether lower or higher is better.
+        Args:
+            key: the metric.
+            mode: "min" if lower is better, "max" if higher; None: by the name, as in
+                ``early_stop``. A name with "loss" or "error" falls, and one with "acc", "f1",
+                "auc", "precision" or "recall" rises; of any other, lower is better.
+
+        Raises:
+            KeyError: no record has the metric.
+            ValueError: mode is something else.
         """
         return self.best_record(key, mode).metrics[key]
 
-    def best_record(self, key: str, mode: str | None = "min") -> Record:
-        """Return the record with the best value of a metric; of equal values, the oldest."""
+    def best_record(self, key: str, mode: str | None = None) -> Record:
+        """Return the record with the best value of a metric; of equal values, the oldest.
+
+        ``mode`` is that of :meth:`best`.
+        """
+        if mode is None:
+            mode = mode_by_name(key) or "min"
         return best_record(self.having(key), key, mode_of("History.best", key, mode))
 
     def __len__(self) -> int:
@@ -491,7 +505,7 @@ def mode_of(owner: str, key: str, mode: str | None) -> str:
         ('min', 'max')
     """
     if mode is not None:
-        better(0.0, 0.0, mode)  # raises if it is not a mode
+        checks.choice(owner, "mode", mode, MODES)
         if mode_by_name(key) not in (None, mode) and owner != "History.best":
             counted, said = ("lowest", "higher") if mode == "min" else ("highest", "lower")
             warn_once(
@@ -556,7 +570,12 @@ def keys_of(hook: Watcher) -> tuple[str, ...]:
     return () if found is None else (found,) if isinstance(found, str) else tuple(found)
 
 
-def check_made(owner: str, key: str, names: Collection[str]) -> None:
+def check_made(
+    owner: str,
+    key: str,
+    names: Collection[str],
+    of_models: Mapping[str, Sequence[str]] = MappingProxyType({}),
+) -> None:
     """Raise unless training, or an evaluation, makes a metric, before there is any.
 
     Args:
@@ -564,20 +583,29 @@ def check_made(owner: str, key: str, names: Collection[str]) -> None:
         key: the metric, "valid/accuracy".
         names: the names of all metrics of training, or of its loader, or what they begin with: a
             metric of several values has their names after its own.
+        of_models: of those that each model of a stack has, what they are called there.
 
     Raises:
         KeyError: it does not; the message says what does.
     """
     loader, _, metric = key.partition("/")
-    if metric in names or any(metric.startswith(f"{name}/") for name in names):
+    named = [name for each in dict.fromkeys(names) for name in of_models.get(each, (each,))]
+    if any(metric == name or metric.startswith(f"{name}/") for name in named):
         return
-    made = [f"{loader}/{name}" for name in dict.fromkeys(names)]
+    if own := of_models.get(metric):
+        raise KeyError(
+            f"{owner}: there is no metric {key!r}, because this state is a stack, in which each "
+            f"model has its own: {join_names([f'{loader}/{name}' for name in own])}"
+        )
+    made = [f"{loader}/{name}" for name in named]
     makes = "reports" if loader in TRAINED else "evaluates"
+    alone = metric.partition("/")[2] if of_models else metric
     advice = ""
-    if metric.isidentifier():
-        advice = f". To add it, list metric({metric}=fn) in the pipeline, fn(aux, batch) -> scalar"
+    if alone.isidentifier() and alone not in names:
+        advice = f". To add it, list metric({alone}=fn) in the pipeline, fn(aux, batch) -> scalar"
     raise KeyError(
-        f"{owner}: there is no metric {key!r}: this pipeline {makes} {', '.join(made)}{advice}"
+        f"{owner}: there is no metric {key!r}: this pipeline {makes} "
+        f"{join_names(made, 6 if of_models else len(made))}{advice}"
         f"{_suggestion(key, made)}"
     )
 

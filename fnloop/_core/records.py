@@ -9,12 +9,12 @@ from typing import NoReturn
 import attrs
 
 from fnloop._display import checks, tables
-from fnloop._display.checks import describe
 from fnloop._display.tables import format_metric, mode_by_name
 
 _FLOAT = {float}
 # First parts of names that are not those of evaluated loaders.
 TRAINED = ("train", "recent")
+MODES = ("min", "max")  # lower is better, or higher
 COSTS = ("time", "throughput", "memory")
 
 
@@ -303,11 +303,8 @@ def better(value: float, than: float, mode: str) -> bool:
         >>> better(1.0, 2.0, "min"), better(math.nan, math.inf, "min")
         (True, False)
     """
-    if not isinstance(mode, str) or mode not in ("min", "max"):
-        raise ValueError(
-            'mode expects "min" (lower is better) or "max" (higher is better); '
-            f"got {describe(mode)}"
-        )
+    if mode not in MODES:  # this is called for each record
+        checks.choice("better", "mode", mode, MODES)
     if math.isnan(value):
         return False
     return math.isnan(than) or (value < than if mode == "min" else value > than)

@@ -601,6 +601,7 @@ def middleware(
 
         @functools.wraps(factory)
         def make(*args: Settings.args, **kwargs: Settings.kwargs) -> Middleware:
+            checks.arguments(factory.__name__, factory, args, kwargs)
             args, kwargs = checks.plain(args), checks.plain(kwargs)
             made = factory(*args, **kwargs)
             call = Call(make, args, kwargs)

@@ -14,10 +14,10 @@ from toolz import groupby
 
 from fnloop._core.records import (
     COSTS,
+    MODES,
     TRAINED,
     Record,
     best_record,
-    better,
     is_evaluated,
     is_row,
     metric_names,
@@ -315,7 +315,7 @@ def check_plot(mode: Mode, x: str) -> None:
         raise ValueError(f'x expects "step", "epoch" or "items"; got {checks.describe(x)}')
     modes = mode.values() if isinstance(mode, Mapping) else () if mode is None else (mode,)
     for given in modes:
-        better(0.0, 0.0, given)  # raises if it is not a mode
+        checks.choice("plot", "mode", given, MODES)
 
 
 def plot_records(records: Sequence[Record], mode: Mode, x: str) -> Figure:

@@ -65,7 +65,7 @@ def read_loaders(loaders: object) -> Loaders:
         if "train" not in loaders:
             raise ValueError(
                 'fit expects loaders with one named "train" to train on; got '
-                f"{describe(list(loaders))}"
+                f"{describe(list(loaders))}{_batch_hint(loaders)}"
             )
         evaluated = {name: loader for name, loader in loaders.items() if name != "train"}
         for name in evaluated:
@@ -86,12 +86,7 @@ def read_loaders(loaders: object) -> Loaders:
         )
     elif isinstance(loaders, tuple) and len(loaders) == 2:
         train, valid = loaders
-        if isinstance(train, Tensor) or isinstance(valid, Tensor):
-            raise TypeError(
-                "a pair of loaders is (train, valid), each an iterable of batches; got a pair of "
-                "tensors, which looks like one batch. To train on this batch alone, write "
-                "fit(step, state, [batch])."
-            )
+        _refuse_batch("a pair of loaders", loaders)
         loaders, evaluated = {"train": train}, {} if valid is None else {"valid": valid}
     else:
         loaders, evaluated = {"train": loaders}, {}
@@ -109,6 +104,12 @@ def check_loader(loader: object, name: str, alone: bool = False) -> None:
         alone: whether the function takes one loader only.
     """
     if isinstance(loader, Mapping):
+        if hint := _batch_hint(loader):
+            given = describe(list(loader))
+            raise TypeError(
+                f"the {name} loader must be one iterable of batches; got a mapping with {given}"
+                f"{hint}"
+            )
         other = name if name != "train" else "other"
         hint = "take one of them" if alone else f'name each: {{"train": ..., "{other}": ...}}'
         raise TypeError(
@@ -133,6 +134,15 @@ def check_loader(loader: object, name: str, alone: bool = False) -> None:
             f"the {name} loader is a list of loaders: write a pair (train, valid), or a "
             "mapping with names"
         )
+    _refuse_batch(f"the {name} loader", loader)
+    if _has_rows(loader):
+        made = "x" if isinstance(loader, Tensor) else "torch.tensor(x)"
+        made = "torch.tensor(x.to_numpy())" if has_methods(loader, "to_numpy") else made
+        raise TypeError(
+            f"the {name} loader is a {type(loader).__name__}, whose rows would be taken as "
+            f"batches: write list({made}.split(32)) for batches of 32 rows, or [{made}] for one "
+            "batch"
+        )
     wanted = "an iterable of batches (a DataLoader, a list, ...) or a function that returns one"
     if isinstance(loader, str | bytes | type | nn.Module) or not (
         is_iterable(loader) or callable(loader)
@@ -143,6 +153,26 @@ def check_loader(loader: object, name: str, alone: bool = False) -> None:
         arguments = 2 if takes_position(loader) else 0
         wanted += ", called with nothing or with (epoch, batch)"
         function("fnloop", f"the {name} loader", loader, wanted, arguments)
+
+
+def _has_rows(value: object) -> bool:
+    """Return whether this is a tensor, an array, or a table of numbers, such as a DataFrame."""
+    return isinstance(value, Tensor) or has_methods(type(value), "__array__")
+
+
+def _refuse_batch(what: str, given: object) -> None:
+    """Raise TypeError for a pair of tensors."""
+    if isinstance(given, tuple) and len(given) == 2 and all(map(_has_rows, given)):
+        raise TypeError(
+            f"{what} is made of iterables of batches; got a pair of tensors, which looks like one "
+            "batch: write [batch] for this batch alone, or DataLoader(TensorDataset(*batch), "
+            "batch_size=32) for batches of 32 rows"
+        )
+
+
+def _batch_hint(given: Mapping[str, object]) -> str:
+    """Return what to write for a mapping that is a batch."""
+    return ". If this is one batch, write [batch]" if any(map(_has_rows, given.values())) else ""
 
 
 def is_iterable(loader: object) -> bool:
@@ -181,7 +211,7 @@ def _loads(value: object) -> bool:
 
 def _is_loader(value: object) -> bool:
     """Return whether this is surely a loader. Those made of others have ``length_in``."""
-    kinds = DataLoader | IterableDataset | sharded | even
+    kinds = DataLoader | Dataset | sharded | even
     return isinstance(value, kinds) or has_methods(value, "length_in")
 
 

@@ -9,10 +9,10 @@ import operator
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
-from typing import Any, TypeGuard, TypeVar, cast
+from typing import Any, NoReturn, TypeGuard, TypeVar, cast
 
 import attrs
 import numpy as np
@@ -304,6 +304,56 @@ def function(
                 f"{owner} expects {name} as {meaning}; {known_as(given)} takes {signature}"
             ) from error
     return value
+
+
+def arguments(
+    owner: str, function: object, args: Sequence[object], kwargs: Mapping[str, object]
+) -> None:
+    """Raise if a function does not take these arguments.
+
+    Args:
+        owner: the name of the function, or of a class.
+        function: the function, or the ``__init__`` of the class.
+        args: those that are given by position, without ``self``.
+        kwargs: those that are given by name.
+
+    Raises:
+        TypeError: it does not; the message says what it takes.
+    """
+    if (code := getattr(function, "__code__", None)) is None:
+        return
+    every = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    names = [name for name in every if name != "self"]
+    by_place = [name for name in every[: code.co_argcount] if name != "self"]
+    if not code.co_flags & inspect.CO_VARKEYWORDS:
+        for name in kwargs:
+            if name not in names:
+                left = [each for each in names[len(args) :] if each not in kwargs]
+                no_argument(owner, name, left)
+    if len(args) > len(by_place) and not code.co_flags & inspect.CO_VARARGS:
+        rest = ", ".join(names[len(by_place) :])
+        raise TypeError(
+            f"{owner} takes {', '.join(by_place) or 'nothing'} by position"
+            f"{rest and f', and by name: {rest}'}; got {describe(args[len(by_place)])} as number "
+            f"{len(by_place) + 1}"
+        )
+
+
+def no_argument(owner: str, name: str, names: Collection[str], hint: str = "") -> NoReturn:
+    """Raise TypeError for an argument that a function does not have.
+
+    Args:
+        owner: the name of the function.
+        name: that of the argument.
+        names: those of the arguments that it has, and that are not given.
+        hint: what to write, if that is known.
+    """
+    import difflib
+
+    if not hint and (near := difflib.get_close_matches(name, names, 1, 0.8)):
+        hint = f". Did you mean {near[0]!r}?"
+    hint = hint or (f": it takes {', '.join(names)}" if names else "")
+    raise TypeError(f"{owner} has no argument {name}={hint}")
 
 
 def scalar(owner: str, name: str, value: object) -> Any:

@@ -10,6 +10,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import ParamSpec, TypeVar
 
+from fnloop._display.checks import arguments
+
 P = ParamSpec("P")
 T = TypeVar("T")
 _ROOT = str(Path(__file__).parents[1]) + os.sep
@@ -25,6 +27,7 @@ def short_traceback(function: Callable[P, T]) -> Callable[P, T]:
     def called(*args: P.args, **kwargs: P.kwargs) -> T:
         __tracebackhide__ = True
         try:  # a traceback shows the next line in the place of all frames of fnloop
+            arguments(function.__name__, function, args, kwargs)
             return function(*args, **kwargs)  # all frames: FNLOOP_TRACEBACK=full
         except BaseException as error:
             leave_out_frames(error)

@@ -145,8 +145,8 @@ def unstack(state: TrainState) -> dict[str, TrainState]:
     names = models_of(state.model)
     if not names:
         raise ValueError(
-            f"unstack expects the state of a stack, as stack(states) makes it; got one of "
-            f"{checks.describe(state.model)}"
+            "unstack expects the state of a stack, as stack(states) makes it; the model of this "
+            f"one is a {type(state.model).__name__}"
         )
     copied = snapshot(state)
     return {name: _taken_out(copied, i, name) for i, name in enumerate(names)}
@@ -183,7 +183,7 @@ def _taken_out(state: TrainState, place: int, name: str) -> TrainState:
 
 
 def _check_name(name: object) -> None:
-    checks.text("stack", "states", name, "names of models")  # type: ignore[arg-type]
+    checks.text("stack", "a name in states", name, "that of a model")  # type: ignore[arg-type]
     text = str(name)
     if "/" in text or text in _RESERVED:
         raise ValueError(

@@ -230,11 +230,18 @@ class BuiltIn(Hook):
         saves: the parts of a state that it saves, which are tried beforehand.
         ends_run_on_usr1: whether SIGUSR1 stops the run, and does not only save it.
         ranks: the metric whose best it keeps, its mode, and since when; None: it keeps no best.
+        is_of_one_run: whether it writes what belongs to one run, at a place that others cannot use.
     """
 
     saves: tuple[str, ...] = ()
+    is_of_one_run: bool = False
     ends_run_on_usr1: bool = False
     ranks: tuple[str, str, str] | None = None
+
+    def __new__(cls, *given: object, **settings: object) -> Self:
+        """Return a hook. Raise for arguments that it does not take."""
+        checks.arguments(cls.__name__, cls.__init__, given, settings)
+        return super().__new__(cls)
 
     @classmethod
     def among(cls, hooks: Iterable[Hook]) -> list[Self]:
@@ -559,6 +566,9 @@ class Moment(ABC):
     Write :meth:`due`. A moment that is not due until some update says so, by :meth:`quiet_until`:
     then a run asks it no sooner.
 
+    Raises:
+        TypeError: when called or combined: it gets something else than one hook, or than a moment.
+
     Example:
         >>> import fnloop as fl, torch
         >>> from fnloop.testing import toy, toy_loss
@@ -589,6 +599,7 @@ class Moment(ABC):
             taken = [*inspect.signature(cls.__init__).parameters.values()][1:]
             if all(parameter.kind is parameter.KEYWORD_ONLY for parameter in taken):
                 _refuse_positional(cls.__name__, given[0], [each.name for each in taken])
+        checks.arguments(cls.__name__, cls.__init__, given, settings)
         return super().__new__(cls)
 
     @property
@@ -676,7 +687,10 @@ class Moment(ABC):
             "and not"
         )
 
-    def __call__(self, hook: HookFn) -> ConditionalHook:
+    def __call__(self, hook: HookFn, *others: HookFn) -> ConditionalHook:
+        if others:
+            calls = ", ".join(show_call(self, name_of(each)) for each in (hook, *others))
+            raise TypeError(f"{self!r} takes one hook: write {calls}")
         return ConditionalHook(as_moment(self.renew()), check_hook(hook, repr(self)))
 
     def __or__(self, other: Trigger) -> Moment:
@@ -692,6 +706,11 @@ class Moment(ABC):
         return _All((_check_trigger(other, "&"), self))
 
     def __invert__(self) -> Moment:
+        if any(clock.learns for clock in self.clocks):
+            raise TypeError(
+                f"{_Not((self,))!r} says nothing, because it goes by what its hook takes when it "
+                "is called: combine it by | and &"
+            )
         return _Not((self,))
 
 
@@ -968,7 +987,8 @@ def _refuse_positional(owner: str, given: object, names: Sequence[str]) -> NoRet
     is_hook = callable(given)
     setting = f"{names[0]}={1 if is_hook else given}" if names else ""
     call = f"{owner}({setting})"
-    expected = f"one of {'=, '.join(names)}=" if names else "no argument"
+    expected = f"{'=, '.join(names)}=" if names else "no argument"
+    expected = f"one of {expected}" if len(names) > 1 else expected
     raise TypeError(
         f"{owner} expects {expected}; got {name_of(given) if is_hook else checks.describe(given)}: "
         f"write {f'{call}({name_of(given)})' if is_hook else call}"
@@ -1051,9 +1071,13 @@ class every(Moment):
     def __attrs_post_init__(self) -> None:
         given = self._given()
         if len(given) != 1:
+            hint = ""
+            if given:
+                calls = " | ".join(f"every({name}={value!r})" for name, value in given.items())
+                hint = f". To be due at each of them, write {calls}"
             raise TypeError(
                 "every expects one of epochs=, steps=, items= or seconds=; got "
-                f"{', '.join(given) or 'none'}"
+                f"{', '.join(given) or 'none'}{hint}"
             )
         ((name, value),) = given.items()
         value = checks.number("every", name, value, above=0)

@@ -8,12 +8,11 @@ import inspect
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, ParamSpec, TypeVar
 
-from fnloop._core.history import suggestion
 from fnloop._core.rng import reserved_generators
 from fnloop._core.runs import INTERRUPTED
 from fnloop._core.state import TrainState
 from fnloop._core.types import Step
-from fnloop._display.checks import describe, join_names, notes_of
+from fnloop._display.checks import describe, join_names, no_argument, notes_of
 from fnloop._display.frames import leave_out_frames, short_traceback
 from fnloop._hooks.hook import HookFn, Trigger, every
 from fnloop._loop.boundary import Moments
@@ -78,8 +77,7 @@ def _with_keywords(function: Callable[P, T]) -> Callable[P, T]:
             write = _ELSEWHERE.get(wrong, "")
             if write.endswith("=..."):
                 write = f"{write[:-3]}{describe(kwargs[wrong])}"
-            hint = f". Write {write}" if write else suggestion(wrong, signature.parameters)
-            raise TypeError(f"{name} has no argument {wrong}={hint}")
+            no_argument(name, wrong, signature.parameters, f". Write {write}" if write else "")
         if missing := [each for each in first[len(args) :] if each not in kwargs]:
             raise TypeError(
                 f"{name} lacks {join_names(missing)}: write state = {name}(step, state, loaders); "

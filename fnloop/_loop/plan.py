@@ -22,6 +22,7 @@ from fnloop._core.history import (
     unfinished,
 )
 from fnloop._core.optimizers import forget_schedules, groups_in
+from fnloop._core.records import COSTS
 from fnloop._core.runs import Live, RunInfo, Stop, Windows, reason_of
 from fnloop._core.stacked import models_of
 from fnloop._core.state import (
@@ -340,7 +341,7 @@ class Plan:
         self,
         evaluated: Collection[str],
         history: History,
-        models: Sequence[str] = (),
+        models: Sequence[str],
         tried: bool = False,
     ) -> None:
         """Raise KeyError for a metric that is watched, and that this run does not have.
@@ -420,7 +421,8 @@ class Plan:
             )
         at = "" if self.items is None else f", {state.items} items"
         now = {"epochs": state.epoch, "steps": state.step, "items": state.items or 0}
-        longer = [f"{k}={now[k] + n}" for k, n, _ in given if n is not None and n <= now[k]]
+        more = {k: now[k] + max(n, 1) for k, n, _ in given if n is not None and n <= now[k]}
+        longer = [f"{name}={target}" for name, target in more.items()]
         return (
             f"fit: nothing to do: the state is at epoch {state.epoch}, step {state.step}{at}, and "
             f"the target is {', '.join(targets)}. To train longer, raise it: {', '.join(longer)}"
@@ -665,7 +667,7 @@ def check_metrics(
     hooks: Sequence[Hook],
     loaders: Collection[str],
     history: History,
-    models: Sequence[str] = (),
+    models: Sequence[str],
 ) -> None:
     """Raise for a metric that is watched and that the pipeline cannot make.
 
@@ -697,12 +699,34 @@ def check_metrics(
         if not name or not (trained or loader in loaders) or key in reported or key in history:
             continue
         names = _trained_names(step) if trained else _evaluated_names(step, loader)
-        if names is not None and models:
-            # What all models have in common, such as times, has no model in its name.
-            names += [f"{model}/{name}" for model in models for name in names]
-            names += [f"lr/{model}" for model in models]
         if names is not None:
-            check_made(owner, key, names)
+            check_made(owner, key, names, _names_of_models(step, names, models))
+
+
+def _names_of_models(
+    step: PipelineStep, names: Sequence[str], models: Sequence[str]
+) -> dict[str, list[str]]:
+    """Return what the metrics of one model are called in a stack of several.
+
+    Args:
+        step: the step.
+        names: the names of the metrics of one model.
+        models: the names of the models; none: there is no stack.
+
+    Returns:
+        By name, those of all models: "a/loss", and "lr/a" for a setting. What all models have in
+        common, such as times, is not there.
+    """
+    of_all = {*COSTS, *(name for member in step.pipeline.middleware for name in member.passes)}
+    settings = {"lr"}
+    for member in step.pipeline.middleware:
+        if member.step is not None:
+            settings.update(member.adds or ())
+    return {
+        name: [f"{name}/{each}" if name in settings else f"{each}/{name}" for each in models]
+        for name in names
+        if models and name.partition("/")[0] not in of_all
+    }
 
 
 def _evaluated_names(step: PipelineStep, loader: str) -> list[str] | None:

@@ -656,9 +656,14 @@ def bisect(
 
 
 def pair_of(given: object, kind: type) -> tuple:
-    """Return what is for the two runs: a pair of its kind, or one thing for both."""
-    if isinstance(given, tuple) and len(given) == 2 and all(isinstance(x, kind) for x in given):
-        return given
+    """Return what is for the two runs: a pair of its kind, or one thing for both.
+
+    A list of two mappings is one thing, a training loader of two batches.
+    """
+    pairs, asked = (tuple, all) if kind is Mapping else ((tuple, list), any)
+    listed: Sequence[object] = given if checks.is_list(given) and isinstance(given, pairs) else ()
+    if len(listed) == 2 and asked(isinstance(one, kind) for one in listed):
+        return tuple(listed)
     return given, given
 
 

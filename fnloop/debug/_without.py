@@ -20,6 +20,8 @@ from fnloop._core.state import TrainState, snapshot, unwrap
 from fnloop._core.types import Middleware, Output, Step, middleware
 from fnloop._data.loaders import read_loaders
 from fnloop._data.position import checksum
+from fnloop._data.source import Source
+from fnloop._display.frames import short_traceback
 from fnloop._display.tables import Column, Shown, Table
 from fnloop._loop.evaluate import open_loader
 from fnloop._loop.peers import is_alone
@@ -46,6 +48,7 @@ from fnloop.debug._replay import (
 from fnloop.extend import Batch, check_not_stale, checks, tables
 
 
+@short_traceback
 def without(
     folder: str | os.PathLike[str],
     step: Step | tuple[Step, Step],
@@ -133,9 +136,9 @@ def without(
     check_not_stale(state, "without")
     where = checks.folder_path("without", "folder", folder)
     if until is not None:
-        checks.integer("without", "until", until, "state.step where both end, or None")
-    changes = isinstance(step, tuple)
-    _check_batch(batch)
+        until = checks.integer("without", "until", until, "state.step where both end, or None")
+    changes = isinstance(step, tuple | list)
+    batch = _check_batch(batch)
     chosen = None if rows is None else _check_rows(rows, changes)
     if not is_alone(state):
         raise NotImplementedError(
@@ -148,8 +151,9 @@ def without(
             "once: give what makes it, such as a list, a DataLoader, or a function that returns it"
         )
     _check_steps(steps, changes)
-    place = _place(batch, train, state)
-    runs = _Runs(_find_way(where, place, until, steps), place, loaders, until)
+    source = open_loader(train, state)
+    place = _place(batch, source)
+    runs = _Runs(_find_way(where, place, until, steps, source), place, loaders, until)
     return runs.compare(steps, changes, chosen, state)
 
 
@@ -159,13 +163,13 @@ def without(
 Place = tuple[int, int]  # an epoch, and a batch of it
 
 
-def _check_batch(batch: object) -> None:
-    if isinstance(batch, tuple) and len(batch) == 2:
-        for name, value in zip(("batch[0]", "batch[1]"), batch, strict=True):
-            checks.integer("without", name, value, "of (epoch, batch)", least=0)
-    else:
-        meaning = "a position in the run, or as a pair (epoch, batch)"
-        checks.integer("without", "batch", batch, meaning, least=0)
+def _check_batch(batch: object) -> int | Place:
+    if isinstance(batch, tuple | list) and len(batch) == 2:
+        meaning = "of (epoch, batch)"
+        epoch = checks.integer("without", "batch[0]", batch[0], meaning, least=0)
+        return epoch, checks.integer("without", "batch[1]", batch[1], meaning, least=0)
+    meaning = "a position in the run, or as a pair (epoch, batch)"
+    return checks.integer("without", "batch", batch, meaning, least=0)
 
 
 def _check_rows(rows: object, changes: bool) -> frozenset[int]:
@@ -205,13 +209,12 @@ def _check_steps(steps: tuple[PipelineStep, PipelineStep], changes: bool) -> Non
         )
 
 
-def _place(batch: int | Place, loader: object, state: TrainState) -> Place:
+def _place(batch: int | Place, source: Source) -> Place:
     """Return the epoch of a batch, and its position there.
 
     Raises:
         ValueError: the epoch has no such batch.
     """
-    source = open_loader(loader, state)
     if isinstance(batch, tuple):
         length = source.length_in(batch[0])
         if length is not None and batch[1] >= length:
@@ -225,6 +228,14 @@ def _place(batch: int | Place, loader: object, state: TrainState) -> Place:
         same = 1 if source.lengths is not None else left // length  # epochs of this length
         epoch, left = epoch + same, left - same * length
     return epoch, left
+
+
+def _spell_batches(end: Place, source: Source) -> str:
+    """Return how many batches are before a place, or, of a stream, where it is."""
+    lengths = [source.length_in(epoch) for epoch in range(end[0])]
+    if None in lengths:
+        return f"{end[0]} epochs and {end[1]} batches"
+    return f"{sum(map(int, filter(None, lengths))) + end[1]:,} batches, counted from 0"
 
 
 @attrs.frozen
@@ -251,7 +262,9 @@ def _place_of(saved: Saved) -> Place:
     return saved.facts["epoch"], saved.facts["batch"]
 
 
-def _find_way(folder: Path, place: Place, until: int | None, steps: Iterable[PipelineStep]) -> _Way:
+def _find_way(
+    folder: Path, place: Place, until: int | None, steps: Iterable[PipelineStep], source: Source
+) -> _Way:
     """Return how a run is made again.
 
     Raises:
@@ -277,8 +290,9 @@ def _find_way(folder: Path, place: Place, until: int | None, steps: Iterable[Pip
         )
     if until is None and _place_of(saved[-1]) <= place:
         raise ValueError(
-            f"without: the newest checkpoint, of step {saved[-1].step}, is from before batch "
-            f"{batch} of epoch {epoch}, and both runs end where it is: give until=, a later step"
+            f"without: there is no batch {batch} of epoch {epoch} before the newest checkpoint, of "
+            f"step {saved[-1].step}, where both runs end: up to there the run has "
+            f"{_spell_batches(_place_of(saved[-1]), source)}. If it went further, give until="
         )
     end = saved[-1].step if until is None else until
     known = [phase.name for phase in decode_phases(start.facts.get("phases", []))]
@@ -577,8 +591,8 @@ class _Notes:
         if self._confirms is not None:
             self.confirmed = False
             self.texts.append(
-                "the run is not made again by this script: it does not come through its "
-                f"checkpoint of step {self._confirms.step}"
+                f"the script does not come to the checkpoint of step {self._confirms.step}: are "
+                "the step, the state and the loaders those of the run? Hooks are not called"
             )
 
     def _confirm(self, state: TrainState) -> None:

@@ -303,6 +303,13 @@ def test_wrong_parts_are_an_error(tmp_path, call, only):
     assert not (tmp_path / "a").exists()
 
 
+def test_one_part_without_a_tuple_says_how_to_write_one():
+    with pytest.raises(ValueError, match=r"got 'model': write only=\('model',\)$"):
+        fl.checkpoint("a", only="model")
+    with pytest.raises(ValueError, match=r"got 'weights'$"):
+        fl.checkpoint("a", only="weights")
+
+
 def test_the_repr_is_the_call(tmp_path):
     hook = fl.checkpoint("runs/a", only=["trained", "model"], named=["valid/loss"])
     assert repr(hook) == "checkpoint('runs/a', keep=3, only=('model',), named=('valid/loss',))"

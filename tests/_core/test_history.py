@@ -207,7 +207,7 @@ def test_the_values_of_a_metric_skip_records_without_it():
     assert (made.keys(), made["a"], made["b"]) == (("a", "b"), (1.0, 3.0), (7.0, 3.0))
     assert [record.step for record in made.having("a")] == [10, 20]
     assert made[:2].latest("a") == 1.0  # from the newest record that has it
-    assert made.best("b") == 3.0
+    assert made.best("b", "min") == 3.0
 
 
 @pytest.mark.parametrize("ask", ["__getitem__", "latest", "best", "having"])
@@ -237,6 +237,22 @@ def test_best_record_is_the_oldest_of_the_best(values, mode, step):
     made = history(*values)
     assert made.best_record("valid/loss", mode).step == step
     assert repr(made.best("valid/loss", mode)) == repr(float(values[step // 10 - 1]))
+
+
+@pytest.mark.parametrize(("key", "best"), [
+    ("valid/loss", 1.0), ("valid/error_rate", 1.0), ("valid/acc", 3.0), ("valid/Accuracy", 3.0),
+    ("valid/macro_f1", 3.0), ("valid/auc", 3.0), ("valid/top5/precision", 3.0),
+])  # fmt: skip
+def test_the_name_of_a_metric_says_which_value_is_the_best(key, best):
+    made = History([Record(i, i, {key: value}) for i, value in enumerate((2.0, 3.0, 1.0), 1)])
+    assert made.best(key) == made.best_record(key).metrics[key] == best
+    assert (made.best(key, "min"), made.best(key, mode="max")) == (1.0, 3.0)
+
+
+@pytest.mark.parametrize("key", ["valid/bleu", "valid/perplexity", "valid/loss_accuracy", "a"])
+def test_of_a_name_that_says_nothing_the_lowest_value_is_the_best(key):
+    made = History([Record(i, i, {key: value}) for i, value in enumerate((2.0, 1.0, 3.0), 1)])
+    assert (made.best(key), made.best_record(key).step, made.best(key, "max")) == (1.0, 2, 3.0)
 
 
 @pytest.mark.parametrize(("value", "than", "lower", "higher"), [

@@ -88,7 +88,7 @@ def test_a_plot_marks_the_lowest_or_the_highest_value_by_mode_or_name(metric, mo
 
 
 @pytest.mark.parametrize(("made", "settings", "message"), [
-    (history(1), {"mode": {"valid/loss": "low"}}, "mode expects \"min\" .*got 'low'"),
+    (history(1), {"mode": {"valid/loss": "low"}}, "plot expects mode as one of \"min\".*got 'low'"),
     (History(), {}, "nothing to plot: the history is empty"),
     (History([Record(1, 10, {})]), {}, "nothing to plot: the history has no metric"),
 ])  # fmt: skip

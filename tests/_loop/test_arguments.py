@@ -36,7 +36,8 @@ LOADER, TENSORS = torch.utils.data.DataLoader([ONE]), torch.utils.data.TensorDat
 @pytest.mark.parametrize(("loaders", "error", "message"), [
     ({"valid": [ONE]}, ValueError, r"""one named "train" to train on; got \['valid'\]"""),
     ({"train": [ONE], "a/b": [ONE]}, ValueError, "without a slash"),
-    ((ONE, ONE), TypeError, r"fit\(step, state, \[batch\]\)"),
+    ((ONE, ONE), TypeError, r"a pair of tensors, .*: write \[batch\] for this batch alone"),
+    ({"x": ONE, "y": ONE}, ValueError, r"got \['x', 'y'\]. If this is one batch, write \[batch\]"),
     ([LOADER] * 2, TypeError, r"write a pair \(train, valid\)"),
     *(((loader,) * 3, TypeError, r'a tuple of 3\. Write \{"train": train, "valid": valid, "tes')
       for loader in ([ONE], LOADER)),
@@ -92,6 +93,8 @@ def test_a_second_call_with_the_same_target_reports_nothing_to_do(caplog):
     assert fit(state, epochs=2) is state
     message = "nothing to do: the state is at epoch 2, step 6, and the target is epochs=2. To"
     assert f"{message} train longer, raise it: epochs=4" in caplog.text
+    fit(epochs=0)
+    assert "the target is epochs=0. To train longer, raise it: epochs=1" in caplog.text
 
 
 def test_run_yields_after_every_epoch_and_at_the_end():

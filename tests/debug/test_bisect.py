@@ -126,6 +126,17 @@ def test_the_samples_of_another_batch_are_named(changed, order, text, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_list_of_two_batches_that_are_mappings_is_one_loader(tmp_path):
+    def loss_fn(model, batch):
+        return toy_loss(model, batch["x"])
+
+    step, batches = fl.pipeline()(loss_fn), [{"x": torch.ones(1)}, {"x": torch.ones(1)}]
+    for name in ("a", "b"):
+        saves = fl.every(steps=1)(fl.checkpoint(tmp_path / name, keep=None))
+        fl.fit(step, toy(), batches, hooks=(saves,))
+    assert not bisect(tmp_path / "a", tmp_path / "b", [step, step], toy(), batches)
+
+
 def test_other_draws_are_found(tmp_path):
     """The other loss function draws once more before the model does."""
     net = Problem(

@@ -5,6 +5,7 @@ import math
 import random
 
 import attrs
+import numpy as np
 import pytest
 import several
 import streams
@@ -342,7 +343,7 @@ def test_the_rest_of_an_epoch_that_a_hook_ended_is_as_if_it_was_not(tmp_path):
     fl.fit(STEP, toy(), BATCHES, epochs=2, hooks=(ended, saves))
     report = without(tmp_path, STEP, toy(), BATCHES, batch=0)
     assert [s.model.w.item() for s in report.states] == [-13, -12] and report.confirmed is False
-    assert "it does not come through its checkpoint of step 6" in repr(report)
+    assert "the script does not come to the checkpoint of step 6: are the step" in repr(report)
 
 
 def test_a_damaged_checkpoint_says_nothing_of_the_run(tmp_path):
@@ -427,7 +428,8 @@ def test_a_stream_that_knows_where_it_is_is_taken_there_for_each_run(make, tmp_p
 @pytest.mark.parametrize(("given", "message"), [
     ({"batch": 0}, r"no checkpoint before batch 0 of epoch 0 .* the first one is at batch 2"),
     ({"batch": 10**15}, "the newest"),
-    ({"batch": 8}, "the newest checkpoint, of step 8, is from before batch 0 of epoch 2"),
+    ({"batch": 8}, "no batch 0 of epoch 2 before .* step 8, .* the run has 8 batches, co"),
+    ({"batch": 999}, "no batch 3 of epoch 249 before .* 8 batches, counted from 0. If it went fu"),
     ({"batch": 8, "until": 9}, "the run has no batch 0 in epoch 2: it ended at step 8"),
     ({"batch": (0, 4)}, "epoch 0 has no batch 4. It has 4"),
     ({"batch": (0, 3), "until": 3}, "in update 4, and both runs are to end at step 3"),
@@ -479,6 +481,14 @@ def test_what_cannot_be_left_out_is_refused(tmp_path):
     with pytest.raises(ValueError, match="saved outside of a run"):
         fl.save(toy(), tmp_path / "alone")
         without(tmp_path / "alone", STEP, toy(), BATCHES, batch=1, until=2)
+
+
+def test_a_pair_may_be_a_list_and_a_number_one_of_numpy(tmp_path):
+    saved(tmp_path, STEP, toy(), BATCHES)
+    for batch, until in ((1, 4), ([0, 1], np.int64(4)), (np.int64(1), np.int32(4))):
+        report = without(tmp_path, STEP, toy(), BATCHES, batch=batch, until=until)
+        assert [s.model.w.item() for s in report.states] == [-10, -8]
+    assert not without(tmp_path, [STEP, STEP], toy(), BATCHES, batch=1)
 
 
 def test_a_phase_that_began_on_the_way_is_refused(tmp_path):

@@ -86,10 +86,16 @@ FOLLOWED = [
     F("fit expects hooks as a tuple",
       "fit(step, state, batches, «hooks=early_stop('train/loss')»)",
       "hooks=", {"...": "'train/loss'"}),
-    F("looks like one batch. To train on this batch alone",
+    F("a pair of tensors, which looks like one batch",
+      "from torch.utils.data import TensorDataset\n"
       "batch = torch.ones(3, 2), torch.ones(3, 1)\n"
       "step = pipeline()(supervised(nn.MSELoss()))\n"
-      "«fit(step, state, batch)»"),
+      "fit(step, state, «batch»)",
+      "DataLoader("),
+    F("whose rows would be taken as batches",
+      "x = batch.numpy()\n"
+      "fit(step, state, «x»)",
+      "list("),
     F("If they are the loaders, write a pair",
       "train = valid = [batch] * 4\n"
       "«fit(step, state, [train, valid])»"),
@@ -361,8 +367,11 @@ FOLLOWED = [
       "torch_scheduler("),
     F(". Call it: \0()",
       "schedule(«cosine»)"),
-    F("using expects names of optimizers",
+    F("using expects names of optimizers, such as",
       "«using()»",
+      "using("),
+    F("using expects names of optimizers: write",
+      "«using(['a', 'b'])»",
       "using("),
     F(". Call it: \0(...)",
       "fit(step, state, batches, hooks=(«early_stop»,))",
@@ -423,6 +432,21 @@ FOLLOWED = [
       "state = state_of(nn.Linear(2, 1))\n"
       "«»\n"
       "fit(step, state, batches, epochs=2, hooks=(to_csv(path),))"),
+    F("writes what belongs to one run, and all runs would share it",
+      "import shutil\n"
+      "shutil.rmtree('runs', ignore_errors=True)\n"
+      "states = {'a': state, 'b': snapshot(state)}\n"
+      "found = «search(step, states, (train, valid), rungs=(1, 2), hooks=(checkpoint(folder),))»\n"
+      "assert len(found.histories) == 2 and Path('runs').is_dir()",
+      "search(..., ", {"...": "step, states, (train, valid), rungs=(1, 2)"}),
+    F("has events, which would be lost: write",
+      "Path(path).unlink(missing_ok=True)\n"
+      "state = fit(step, state, batches, hooks=(to_jsonl(path, events=True),))\n"
+      "fit(step, state, batches, epochs=2, hooks=(«to_jsonl(path)»,))",
+      "to_jsonl("),
+    F(": write only=(",
+      "checkpoint(folder, «only='model'»)",
+      "only="),
     F("a checkpoint is saved with NaN or inf in",
       "import shutil\n"
       "shutil.rmtree(folder, ignore_errors=True)\n"

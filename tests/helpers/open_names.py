@@ -19,7 +19,7 @@ OPEN = {
     ),
     "_checkpoint.format": (
         "check_shape Contents COUNT is_file_name LARGEST_MANIFEST MANIFEST NewerFormatError "
-        "NUMBER PARTS Shape shares_in"
+        "NUMBER PARTS shares_in"
     ),
     "_checkpoint.named": "walk_optimizers",
     "_checkpoint.parts": "decode_targets held_parts read_parts Targets",

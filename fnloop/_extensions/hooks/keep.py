@@ -26,7 +26,6 @@ from fnloop._checkpoint.format import (
     NUMBER,
     PARTS,
     Contents,
-    Shape,
     check_shape,
 )
 from fnloop._checkpoint.parts import read_parts
@@ -158,6 +157,8 @@ class checkpoint(BuiltIn):
     pytorch_accelerated.SaveTrainingStateCallback, fastnlp.CheckpointCallback
     """
 
+    is_of_one_run = True
+
     def __init__(
         self,
         folder: str | os.PathLike[str],
@@ -188,8 +189,6 @@ class checkpoint(BuiltIn):
         self.best = None if best is None else checks.metric_name("checkpoint", "best", best)
         self.parts = self.saves = read_parts("checkpoint", only)
         self.named = _read_names(named)
-        if mode is not None:
-            better(0.0, 0.0, mode)  # checks it
         if best is None and (mode is not None or keep_best != 1 or since != "phase"):
             raise ValueError(
                 "checkpoint ranks by nothing, so mode, keep_best and since mean nothing: add "
@@ -508,7 +507,7 @@ def _name_of(state: TrainState) -> str:
 
 OWNER = "restore_best"
 _Weights = dict[str, Any]  # a state_dict, or the slot that holds one
-_BEST: Shape = {
+_BEST: object = {
     "value": NUMBER,
     "step": COUNT,
     "first?": COUNT,

@@ -348,7 +348,7 @@ def read_numbers(owner: str, prefix: str, given: object) -> dict[str, float]:
 
 
 @attrs.frozen(repr=False)
-class measure(Hook):
+class measure(BuiltIn):
     """Measure a model with your own function, and add the numbers to the record.
 
     Use it for what an evaluation of batches cannot measure: a score of generated text, or the
@@ -463,7 +463,7 @@ class measure(Hook):
 PAUSE = 9  # the least time between two drawings, as a multiple of the time that the first one took
 
 
-class live_plot(Hook):
+class live_plot(BuiltIn):
     """Draw ``state.history.plot()`` at every record: in place in a notebook, or into a file.
 
     With ``fit(..., record_every=...)`` the curves grow within an epoch too. It uses only the
@@ -607,7 +607,7 @@ class _Position:
 
 
 @attrs.frozen(repr=False, eq=False)
-class profiled(Hook):
+class profiled(BuiltIn):
     """Profile some updates with ``torch.profiler``: a trace, and a table of what takes longest.
 
     It measures ``updates`` updates of this process, after the first ``start`` ones: with what comes

@@ -72,11 +72,12 @@ class paced(Moment):
             64 machines, each of which fails once in 128 days, it is 0.5.
 
     Returns:
-        A moment: call it with a hook; combine moments with ``|``, ``&`` and ``~``. It is only for
-        hooks, because it measures the time of its hook.
+        A moment: call it with a hook; combine moments with ``|`` and ``&``. It is only for hooks,
+        because it measures the time of its hook.
 
     Raises:
         TypeError, ValueError: it is not a number above 0.
+        TypeError: there is no hook to time: in ``fit(evaluate_every=...)``, or as ``~paced(...)``.
 
     Example:
         >>> import fnloop as fl, time, torch

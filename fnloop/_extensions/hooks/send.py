@@ -192,6 +192,8 @@ class TableWriter(BuiltIn):
         format_row: ``(record, names) -> line``.
     """
 
+    is_of_one_run = True
+
     call: Call
     path: Path
     format_header: Callable[[Sequence[str]], str]
@@ -236,12 +238,33 @@ class TableWriter(BuiltIn):
             self._update(state)
         return state
 
+    def check_beside(self, hooks: Sequence[Hook]) -> None:
+        """Raise if another one writes other lines to the same file. Two may write the same ones.
+
+        Raises:
+            ValueError: it does.
+        """
+        path = os.path.realpath(self.path)
+        sharing = [each for each in TableWriter.among(hooks) if os.path.realpath(each.path) == path]
+        if len(sharing) > 1 and {(type(w), w.format_row) for w in sharing} != {
+            (TableWriter, self.format_row)
+        }:
+            raise ValueError(
+                f"{sharing[0]!r} and {sharing[1]!r} write the same file, and one would undo what "
+                "the other writes: leave one out, or give each its own path"
+            )
+
     def _claim(self, state: TrainState) -> None:
         if self._read_first_row() is not None and not self._belongs_to(state):
             raise ValueError(
                 f"{self!r}: {self.path} has the rows of another run. To continue that run, restore "
                 "its state first: state = resume(folder, state). To begin a new one, give it "
                 "another path, or move the file away"
+            )
+        if type(self) is TableWriter and any(map(_event_in, self._written())):
+            raise ValueError(
+                f"{self!r}: {self.path} has events, which would be lost: write "
+                f"to_jsonl({self.call.args[0]!r}, events=True), or give another path"
             )
         disk.remove_parts(self.path.resolve())
         file = _run_id_file(self.path)
@@ -309,6 +332,9 @@ class TableWriter(BuiltIn):
             return
         disk.make_folder(path.parent)
         disk.replace_file(path, text)
+
+    def _written(self) -> Sequence[bytes]:
+        return self.path.read_bytes().splitlines() if self.path.exists() else ()
 
     def _lines(self, records: Sequence[str]) -> Sequence[str]:
         """Return the lines of the file, given those of the records."""
@@ -398,9 +424,6 @@ class EventWriter(TableWriter):
         self._count, self._end = None, end
         self._update(state)
         self._end = sys.maxsize
-
-    def _written(self) -> Sequence[bytes]:
-        return self.path.read_bytes().splitlines() if self.path.exists() else ()
 
     def _lines(self, records: Sequence[str]) -> Sequence[str]:
         found, left = list[str](), iter(records)
@@ -495,7 +518,7 @@ Also = Callable[[Any, TrainState], object]
 _Plain = str | bool | int | float | None
 
 
-class track(Hook):
+class track(BuiltIn):
     """Send every record to a tracker: ``track("tensorboard", folder="runs/a")``.
 
     Each metric is sent with the step of its record. The tracker is opened after the first update
@@ -558,6 +581,7 @@ class track(Hook):
     """
 
     untried = "it would send records to a tracker"
+    is_of_one_run = True
 
     def __init__(
         self,

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 import logging
+import math
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from numbers import Real
@@ -24,6 +25,7 @@ from fnloop._core.records import Record, counts
 from fnloop._core.runs import RunInfo
 from fnloop._core.state import TrainState, rested, used_in
 from fnloop._core.types import UPDATE, LossFn, Middleware, Output, Step, middleware
+from fnloop._display.screen import warn_once
 from fnloop._step.transaction import settle
 from fnloop.extend import (
     Batch,
@@ -52,6 +54,8 @@ log = logging.getLogger("fnloop")
 # Set the learning rate, or another number of the parameter groups, before each update.
 
 Group = dict[str, Any]  # a parameter group of an optimizer
+# Settings that torch refuses below 0 when it makes an optimizer.
+_NOT_NEGATIVE = ("lr", "weight_decay", "momentum", "betas", "eps")
 Rate = float | Tensor
 _Fn = Callable[[int, int | None], float] | Callable[[TrainState], float]
 
@@ -103,8 +107,9 @@ def schedule(
             ``torch_scheduler`` set its learning rate. When it runs: there is no optimizer and no
             group of a name in ``only``, or there are both; two schedules set one field of one
             group; the groups have no such number, ``fn`` needs a length that is unknown, or
-            the value of a group was changed although its initial value was not. A tensor that was
-            changed in place is not noticed, because that would need a device read.
+            the value of a group was changed although its initial value was not; or ``fn`` returns
+            NaN or infinity. A tensor is not read, so what is wrong in one, or was changed in place,
+            is not noticed. A rate below 0 logs one warning.
 
     Example:
         >>> import fnloop as fl, torch
@@ -156,6 +161,8 @@ def schedule(
                 rested = share.rested if by == "step" else 0
                 i, of = done - rested, total and total - rested
                 share.factor = factor = _compute_factor(fn, of_state, state, i, of, by=by)
+                if type(factor) is not float or not 0.0 <= factor < math.inf:
+                    _check_setting(f"schedule({name_of(fn)})", field, factor, f"{by} {i} of {of}")
                 for group in share.groups:
                     set_number(group, field, factor, name, absolute)
             used = numbers_used(groups, field)
@@ -459,7 +466,34 @@ def _compute_factor(
             f"{owner}({name_of(fn)}) must return a number; at {by} {step} of {total} "
             f"it returned {checks.describe(factor)}"
         )
+    if not isinstance(factor, Tensor) and factor != factor:
+        raise ValueError(
+            f"{owner}({name_of(fn)}) must return a number; at {by} {step} of {total} "
+            "it returned nan"
+        )
     return factor
+
+
+def _check_setting(owner: str, field: str, number: Rate, place: str) -> None:
+    """Raise if a number cannot be that of a group, or a factor on it. No tensor is read.
+
+    Warn once if it is below 0, with which torch makes no optimizer, although it takes steps.
+
+    Raises:
+        ValueError: it is not finite.
+    """
+    __tracebackhide__ = True
+    if isinstance(number, Tensor):
+        return
+    if not -math.inf < number < math.inf:
+        raise ValueError(
+            f"{owner} must give a finite number for {field}; at {place} it gave {number}"
+        )
+    if number < 0 and field.partition(".")[0] in _NOT_NEGATIVE:
+        warn_once(
+            f"{owner} gives a number below 0 for {field}, with which torch makes no optimizer: if "
+            "that is not meant, give at least 0 (logged once)"
+        )
 
 
 def _warn_of_total(
@@ -528,7 +562,7 @@ def scheduled(**functions: _Fn) -> Middleware:
             function has no such argument. When it runs: a function returns something other than a
             number.
         ValueError: when composing: a name is listed twice. When it runs: a function needs a length
-            that is unknown.
+            that is unknown, or returns NaN.
 
     Example:
         >>> import fnloop as fl, torch
@@ -695,8 +729,8 @@ def torch_scheduler(
         ValueError: when composing: a ``schedule`` sets the learning rate of the same optimizer.
             When it runs: the factory needs the length of the run in a bare step; the scheduler
             belongs to another optimizer, or counts epochs; the run has another length than the
-            scheduler was made for; or there are several optimizers, and ``only`` is not the name of
-            one.
+            scheduler was made for; there are several optimizers, and ``only`` is not the name of
+            one; or the rate is NaN or infinite.
 
     Example:
         >>> import fnloop as fl, torch
@@ -755,6 +789,8 @@ def torch_scheduler(
                 _check_length(made_for, scheduler, state, name, _rested(state, only))
             optimizer = _optimizer_of(state, only)
             _check_groups(scheduler, optimizer, name)
+            for group in chosen.values():
+                _check_setting(name, "lr", group["lr"], f"step {_updates(state, only)}")
             used = numbers_used(chosen, "lr")
             state, out = step(state, batch)
             if UPDATE in state.events:

@@ -59,8 +59,9 @@ def using(*names: str) -> Middleware:
             'using expects names of optimizers, such as using("adam"); got none: to update with '
             "all, leave using out"
         )
-    for name in names:
-        checks.text("using", "names", name, 'names of optimizers, such as "adam"')
+    if not all(isinstance(name, str) and name for name in names):
+        given = ", ".join(map(checks.describe, names))
+        raise TypeError(f'using expects names of optimizers: write using("a", "b"); got {given}')
     if len({*names}) < len(names):
         raise ValueError(f"using expects each name once; got {names!r}")
     return Middleware(USING, check=_check)

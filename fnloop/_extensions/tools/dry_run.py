@@ -22,6 +22,7 @@ from fnloop._checkpoint.restore import restore
 from fnloop._checkpoint.save import check_resumable, save
 from fnloop._core.history import History
 from fnloop._core.serialize import find_difference
+from fnloop._core.stacked import models_of
 from fnloop._core.state import TrainState, snapshot, without_metrics
 from fnloop._core.types import Middleware, Output, Step
 from fnloop._data.composed import unmarked
@@ -160,7 +161,7 @@ def dry_run(
     trial = Trial.of("dry_run", step, state, loaders, hooks, several=True)
     step, plan = trial.step, trial.plan
     found, checked = plan.loaders, plan.hooks
-    plan.check_metrics(found.evaluated, state.history, tried=True)
+    plan.check_metrics(found.evaluated, state.history, models_of(state.model), tried=True)
     step, failed = _tried_metrics(step)
     findings, first = _read(trial, step)
     if "train" not in first:

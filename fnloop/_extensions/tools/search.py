@@ -25,7 +25,7 @@ from fnloop._display.frames import short_traceback
 from fnloop._extensions.hooks.keep import checkpoint
 from fnloop._extensions.middleware.schedule import schedule
 from fnloop._extensions.stacks import stack, unstack
-from fnloop._hooks.hook import Hook, HookFn, every
+from fnloop._hooks.hook import BuiltIn, Hook, HookFn, every
 from fnloop._loop.fit import run
 from fnloop._loop.peers import forget_interruption
 from fnloop._loop.plan import read_hooks
@@ -151,7 +151,8 @@ def search(
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: there is no state, rungs do not grow, or keep is out of range.
+        ValueError: there is no state, rungs do not grow, or keep is out of range; or a hook writes
+            what belongs to one run (``checkpoint``, ``to_csv``, ``to_jsonl``, ``track``).
         NotImplementedError: with ``stacked``: the steps differ, or cannot train a stack.
         KeyError: a run has no such metric, before its first update; or steps and states have other
             names.
@@ -181,7 +182,7 @@ def search(
     rungs, keep = _check(states, rungs, keep)
     checks.flag(OWNER, "stacked", stacked, "whether all runs that are left train at once")
     chosen = mode_of(OWNER, checks.text(OWNER, "key", key, "a metric"), mode)
-    made, checked = _steps(steps, states), read_hooks(hooks)
+    made, checked = _steps(steps, states), _hooks(hooks)
     with _kept_in(folder, states) as kept:
         trials = {
             name: Trial(name, source, made[name], loaders, rungs, (*checked, Watched(key)), kept)
@@ -395,10 +396,13 @@ def joined_step(steps: Mapping[str, PipelineStep]) -> PipelineStep:
         of = (each.loss_fn or each for each in (first, step))
         differ = [(a, b) for a, b in pairs if a != b and not (_is_schedule(a) and _is_schedule(b))]
         if differ or len({*map(id, of)}) > 1:
-            what = f"{differ[0][0]!r} and {differ[0][1]!r}" if differ else "their loss functions"
+            what = "have other loss functions"
+            if differ:
+                mine, its = ("nothing" if one is None else repr(one) for one in differ[0])
+                what = f"differ, {mine} here and {its} there"
             raise NotImplementedError(
-                f"search(stacked=True): the steps of {first_name!r} and {name!r} differ in {what}. "
-                "Runs that train at once may differ in their schedule only: leave stacked out"
+                f"search(stacked=True): the steps of {first_name!r} and {name!r} {what}. Runs that "
+                "train at once may differ in their schedule only: leave stacked out"
             )
     columns = [*zip(*(step.pipeline.middleware for step in steps.values()), strict=True)]
     listed: list[Middleware] = []
@@ -478,9 +482,26 @@ def _steps(steps: object, states: Mapping[str, object]) -> Mapping[str, Pipeline
     if not isinstance(steps, Mapping):
         return dict.fromkeys(states, PipelineStep.checked(steps, OWNER))
     if steps.keys() != states.keys():
-        other = sorted(map(repr, steps.keys() ^ states.keys()))
-        raise KeyError(f"search: steps and states have other names: {', '.join(other)}")
+        other = checks.join_names(sorted(map(str, steps.keys() ^ states.keys())))
+        raise KeyError(f"search expects a step for each state, of its name; one lacks {other}")
     return {name: PipelineStep.checked(step, OWNER) for name, step in steps.items()}
+
+
+def _hooks(hooks: Sequence[HookFn]) -> tuple[Hook, ...]:
+    """Return the hooks of each run.
+
+    Raises:
+        ValueError: one of them writes what belongs to one run.
+    """
+    checked = read_hooks(hooks)
+    for hook in BuiltIn.among(checked):
+        if hook.is_of_one_run:
+            raise ValueError(
+                f"search: {hook!r} writes what belongs to one run, and all runs would share it: "
+                'leave it out. search(..., folder="runs") keeps the checkpoints of each run in a '
+                "folder of its own, and found.histories has all records"
+            )
+    return checked
 
 
 def _value(history: History, name: str, key: str, epoch: int) -> float:

@@ -26,6 +26,7 @@ from fnloop._data.loaders import check_loader
 from fnloop._display.frames import short_traceback
 from fnloop._extensions.middleware.compiled import compiled
 from fnloop._extensions.middleware.precision import amp, channels_last
+from fnloop._extensions.stacks import check_one_model
 from fnloop._loop.beginning import fused_hint
 from fnloop._loop.evaluate import open_loader
 from fnloop._loop.fit import fit
@@ -163,6 +164,7 @@ def tune(step: Step, state: TrainState, loader: object, *, seconds: float = 10.0
     """
     step = PipelineStep.checked(step, "tune")
     check_not_stale(state, "tune")
+    check_one_model(state, "tune")
     check_loader(loader, "tune", alone=True)
     seconds = checks.number("tune", "seconds", seconds, "how long to measure", above=0)
     if iter_is_itself(loader):

@@ -50,6 +50,36 @@ def test_events_are_at_their_place_between_the_records(tmp_path):
     assert save["folder"] == str(tmp_path / "run")
 
 
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_file_with_events_is_not_made_one_without(begun, tmp_path):
+    """Also where the first line is that of a record, because events were asked for later."""
+    path, hook = tmp_path / "a.jsonl", fl.to_jsonl(tmp_path / "a.jsonl", events=begun)
+    state = fitted([1], epochs=1, hooks=(hook,))
+    state = fitted([1], state=state, epochs=2, hooks=(fl.to_jsonl(path, events=True),))
+    before, lines = path.read_bytes(), told(path)
+    assert lines[0] == (("begin", 0) if begun else ("record", 1)) and lines[-1] == ("end", 2)
+    with pytest.raises(ValueError, match=r"has events, .*: write to_jsonl\(.*', events=True"):
+        fitted([1], state=state, epochs=3, hooks=(fl.to_jsonl(path),))
+    with pytest.raises(ValueError, match="has the rows of another run"):
+        fitted([1], hooks=(fl.to_jsonl(path),))
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("others", [
+    lambda path: [fl.to_jsonl(path, events=True)],
+    lambda path: [fl.to_csv(path)],
+    lambda path: [fl.every(epochs=2)(fl.to_jsonl(path, events=True))],
+    lambda path: [fl.to_jsonl(path), fl.to_jsonl(path, events=True)],
+])  # fmt: skip
+@pytest.mark.parametrize("events", [True, False])
+def test_two_hooks_that_write_other_lines_to_one_file_are_refused(others, events, tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "a.jsonl")
+    hooks = [fl.to_jsonl(tmp_path / "a.jsonl", events=events), *others(tmp_path / "link")]
+    with pytest.raises(ValueError, match="write the same file, and one would undo"):
+        fitted([1], hooks=hooks)
+    assert not (tmp_path / "a.jsonl").exists()
+
+
 class Killed(BaseException):
     pass
 

@@ -81,6 +81,8 @@ def test_a_new_run_forgets_the_pace_of_another(clock, step):
     (lambda: fl.measure(none, name="a", every=HOURLY), "measure expects every as a moment"),
     (lambda: fl.on_main(HOURLY(print)), "tells all processes what its hook takes: list on_main in"),
     (lambda: paced(2), r"paced\(failures_per_day=2\)"),
+    (lambda: ~HOURLY, r"~paced\(failures_per_day=24\) says nothing, because"),
+    (lambda: ~(HOURLY | every(steps=2)), r"~\(paced\(.*\) \| every\(steps=2\)\) says nothing"),
 ])  # fmt: skip
 def test_what_it_goes_by_is_a_hook(make, said):
     with pytest.raises(TypeError, match=said):

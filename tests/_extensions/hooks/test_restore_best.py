@@ -48,7 +48,7 @@ def kept_at(value, step, w):
     ({"rates": (-1.0, -1.0, -1.0), "epochs": 3}, (1.0, 2.0, 3.0), 1.0),  # the first is
     ({"rates": (1.0, 0.0, 0.0), "epochs": 3}, (-1.0, -1.0, -1.0), -1.0),
     # NaN is never the best, nor is there another
-    ({"rates": (math.nan, 1.0), "epochs": 2}, (math.nan, math.nan), math.nan),
+    ({"rates": (torch.tensor(math.nan), 1.0), "epochs": 2}, (math.nan, math.nan), math.nan),
     # which records count: those with the metric, at the start, between epochs, and at the end
     ({"evaluate_every": fl.every(epochs=2)}, (1.0, 2.0, 2.0), 1.0),
     ({"hooks": (fl.every(epochs=2)(BEST),)}, WEIGHTS, 1.0),  # of 1, 2 and 2

@@ -246,7 +246,9 @@ def test_plateau_lowers_what_is_used():
 
 @pytest.mark.parametrize(("make", "said"), [
     (lambda: fl.using(), "TypeError: using expects names of optimizers, .*; got none: .* leave"),
-    (lambda: fl.using(1), "TypeError: using expects names as names of optimizers, .*; got 1"),
+    (lambda: fl.using(1), r"TypeError: using expects names of optimizers: write using\(.*; got 1"),
+    (lambda: fl.using(["a", "b"]), r"TypeError: using expects names .*; got \['a', 'b'\]"),
+    (lambda: fl.using("a", ""), "TypeError: using expects names of optimizers: .*; got 'a', ''"),
     (lambda: fl.using("a", "a"), "ValueError: using expects each name once; got \\('a', 'a'\\)"),
     (lambda: fl.pipeline(fl.using("a"), fl.using("b")), "ValueError: using.* have one name"),
     (lambda: fl.pipeline(fl.using("a"), fl.cuda_graph()),

@@ -390,6 +390,52 @@ def test_hooks_watch_the_metrics_of_one_model():
         fl.fit(fl.pipeline()(LOSS), fl.stack(states()), LOADERS, epochs=1, hooks=(hook,))
 
 
+def test_a_dry_run_knows_the_names_of_a_stack():
+    step, state = fl.pipeline()(LOSS), fl.stack(states())
+    assert not fl.dry_run(step, state, LOADERS, hooks=(fl.early_stop("valid/b/loss"),)).problems
+    with pytest.raises(KeyError, match="valid/loss', because this state is a stack"):
+        fl.dry_run(step, state, LOADERS, hooks=(fl.early_stop("valid/loss"),))
+
+
+OWN = "because this state is a stack, in which each model has its own: "
+
+
+@pytest.mark.parametrize(("make", "said"), [
+    (lambda path: fl.early_stop("valid/loss"), f"{OWN}valid/a/loss, valid/b/loss, valid/c/loss"),
+    (lambda path: fl.checkpoint(path, best="valid/loss"), f"checkpoint: .*{OWN}valid/a/loss"),
+    (lambda path: fl.restore_best("train/loss"), f"restore_best: .*{OWN}train/a/loss"),
+    (lambda path: fl.when_improved("valid/up", "max")(print), f"{OWN}valid/a/up, valid/b/up"),
+    (lambda path: fl.early_stop("train/lr", mode="min"), f"{OWN}train/lr/a, train/lr/b"),
+    (lambda path: fl.early_stop("valid/a/los", mode="min"), r"\d more.*mean 'valid/a/loss'"),
+    (lambda path: fl.early_stop("valid/a/acc"), r"To add it, list metric\(acc=fn\)"),
+    (lambda path: fl.early_stop("valid/acc"), "evaluates valid/a/loss"),
+    (lambda path: fl.early_stop("valid/d/loss"), "no metric 'valid/d/loss'"),
+    (lambda path: fl.early_stop("train/loss/a"), "no metric 'train/loss/a'"),
+    (lambda path: fl.early_stop("train/a/lr", mode="min"), "no metric 'train/a/lr'"),
+])  # fmt: skip
+def test_a_name_that_no_model_has_is_refused_before_the_first_update(make, said, tmp_path):
+    step = fl.pipeline(fl.metric(up=lambda aux, batch: torch.ones(())), fl.timings())(LOSS)
+    state = fl.stack(states())
+    with pytest.raises(KeyError, match=said):
+        fl.fit(step, state, LOADERS, epochs=1, hooks=(make(tmp_path / "a"),))
+    assert state.step == 0
+
+
+@pytest.mark.parametrize("key", [
+    "train/a/loss", "train/lr/a", "valid/b/up", "train/beta", "train/time/step",
+    "train/a/grad_norm", "train/momentum/c", "valid/time/evaluate",
+])  # fmt: skip
+def test_a_name_that_a_record_of_a_stack_has_is_taken(key):
+    one = lambda i, total: 1.0
+    step = fl.pipeline(
+        fl.metric(up=lambda aux, batch: torch.ones(())), fl.timings(), fl.grad_norm(),
+        fl.scheduled(beta=one), fl.schedule(one, "momentum"),
+    )(lambda model, batch, beta: LOSS(model, batch))  # fmt: skip
+    hook = fl.early_stop(key, mode="min")
+    state = fl.fit(step, fl.stack(states()), LOADERS, epochs=1, hooks=(hook,))
+    assert key in state.history
+
+
 def test_a_table_has_a_line_for_each_model():
     history = trained(fl.pipeline()(LOSS), fl.stack(states()), 2).history
     lines = str(history).splitlines()
@@ -581,9 +627,13 @@ def test_wrong_arguments_of_stack_say_what_to_write():
         fl.stack({})
     with pytest.raises(ValueError, match='without "/"'):
         fl.stack({"a/b": toy()})
+    with pytest.raises(TypeError, match="a name in states as that of a model, a str; got 1"):
+        fl.stack({1: toy()})
+    with pytest.raises(ValueError, match="as that of a model; got an empty str"):
+        fl.stack({"": toy()})
     with pytest.raises(ValueError, match="a stack already"):
         fl.stack({"a": fl.stack({"a": toy()})})
-    with pytest.raises(ValueError, match="expects the state of a stack"):
+    with pytest.raises(ValueError, match=r"of a stack, .*; the model of this one is a Toy"):
         fl.unstack(toy())
     with pytest.raises(NotImplementedError, match="several: a, b"):
         model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
@@ -602,6 +652,7 @@ def test_tools_for_one_model_say_which_to_take():
     for call in (
         lambda state: fl.find_lr(fl.pipeline()(toy_loss), state, ONES),
         lambda state: fl.find_batch_size(fl.pipeline()(toy_loss), state, lambda n: ONES),
+        lambda state: fl.data.tune(fl.pipeline()(toy_loss), state, ONES),
     ):
         with pytest.raises(NotImplementedError, match=r"unstack\(state\)\['a'\]"):
             call(fl.stack({"a": toy(), "b": toy()}))

@@ -224,7 +224,8 @@ def test_it_is_a_table_and_a_picture(capsys):
     (ValueError, {"keep": 1.0}, "keep below 1"),
     (ValueError, {"keep": 0}, "keep"),
     (KeyError, {"key": "valid/lss"}, "search: there is no metric 'valid/lss'"),
-    (KeyError, {"steps": {"b": TOY_STEP}}, "have other names: 'a', 'b'"),
+    (KeyError, {"steps": {"b": TOY_STEP}}, "of its name; one lacks a, b"),
+    (KeyError, {"steps": {1: TOY_STEP}}, "of its name; one lacks 1, a"),
     (TypeError, {"steps": toy_loss}, "pipeline"),
 ])  # fmt: skip
 def test_what_makes_no_sense_is_refused(error, settings, message, capsys):
@@ -267,6 +268,21 @@ def test_runs_that_train_at_once_are_those_that_they_would_have_been_alone():
     assert alone.epoch == 5 and "train/loss" in alone.history
 
 
+@pytest.mark.parametrize("make", [
+    lambda path: fl.checkpoint(path), lambda path: fl.to_jsonl(path), lambda path: fl.to_csv(path),
+    lambda path: fl.every(epochs=1)(fl.checkpoint(path)),
+    lambda path: fl.track("tensorboard", path),
+])  # fmt: skip
+@pytest.mark.parametrize("stacked", [True, False])
+def test_a_hook_that_writes_what_belongs_to_one_run_is_refused(make, stacked, tmp_path):
+    made = []
+    given = {name: lambda: made.append(0) for name in "ab"}
+    message = r'belongs to one run, .* leave it out. search\(..., folder="runs"\)'
+    with pytest.raises(ValueError, match=message):
+        fl.search(TOY_STEP, given, TOYS, hooks=(make(tmp_path / "a"),), stacked=stacked)
+    assert made == [] and not (tmp_path / "a").exists()
+
+
 def test_runs_that_train_at_once_may_have_schedules_of_their_own():
     fns = itertools.cycle([schedules.cosine(), schedules.linear(), schedules.constant()])
     steps = {
@@ -279,12 +295,12 @@ def test_runs_that_train_at_once_may_have_schedules_of_their_own():
 def test_runs_that_train_at_once_may_differ_in_nothing_but_their_schedules():
     names = [*classifiers()]
     steps = {name: fl.pipeline(fl.clip(1.0 + i))(CLASSES) for i, name in enumerate(names)}
-    with pytest.raises(NotImplementedError, match=r"differ in clip\(1.0\) and clip\(2.0\)"):
+    with pytest.raises(NotImplementedError, match=r"differ, clip\(1.0\) here and clip\(2.0\)"):
         fl.search(steps, classifiers(), STACKED_LOADERS, stacked=True, **SEARCHED)
     steps = {
         name: fl.pipeline()(lambda model, batch, n=name: CLASSES(model, batch)) for name in names
     }
-    with pytest.raises(NotImplementedError, match="differ in their loss functions"):
+    with pytest.raises(NotImplementedError, match=r"of '.*' and '.*' have other loss functions"):
         fl.search(steps, classifiers(), STACKED_LOADERS, stacked=True, **SEARCHED)
 
 
