@@ -390,7 +390,7 @@ class Reducer(Protocol):
 
     def start_window(self) -> None: ...
     def start_microbatch(self, last: bool, /) -> None: ...
-    def zero_loss(self, state: TrainState, loss: Tensor, /) -> Tensor: ...
+    def zero_loss(self, state: TrainState, loss: Tensor, averages: bool, /) -> Tensor | None: ...
     def attach(
         self, state: TrainState, root: Tensor, kept: int, touch: bool, name: str
     ) -> Tensor: ...
@@ -478,8 +478,11 @@ class DistributedWindow:
             self._agree_on_weights(state, out)
         if self._is_uniform:
             engine.weights.check(out, self._size)
-        root = self._root(state, out)
-        if self._n == self._pieces and not self._guarded:
+        averages = self._n == self._pieces and not self._guarded
+        root = self._root(state, out, averages)
+        if root is None:
+            return
+        if averages:
             root = self._start_averaging(state, out, root)
         try:
             root.backward()
@@ -504,13 +507,13 @@ class DistributedWindow:
         if not self._is_uniform:
             self._total.reference = weights.reference(weight_on_device(out))
 
-    def _root(self, state: TrainState, out: Output) -> Tensor:
+    def _root(self, state: TrainState, out: Output, averages: bool) -> Tensor | None:
         """Return the root of this process's backward. Padding and skipped batches add zero."""
         engine = self._engine
         if self._is_padding and out is not engine.empty_output:
             return out.loss * 0  # it was run, for its collectives: backward may have some too
         if self._is_padding or out.skip is not None:
-            return engine.reducer.zero_loss(state, out.loss)
+            return engine.reducer.zero_loss(state, out.loss, averages)
         relative = None if self._is_uniform else self._total.relative_weight(out)
         root = self._loss.root(state, out, relative)
         engine.own_parts.update(out.metrics)
@@ -562,7 +565,8 @@ class DistributedWindow:
     def _average_all(self, state: TrainState, out: Output) -> None:
         """Average gradients that are complete in every process, by a backward that adds zero."""
         try:
-            zero = self._engine.reducer.zero_loss(state, out.loss)
+            zero = self._engine.reducer.zero_loss(state, out.loss, True)
+            assert zero is not None
             self._start_averaging(state, out, zero).backward()
         except Exception as error:
             if containers.is_out_of_memory(error):
@@ -672,6 +676,7 @@ class BucketReducer:
         self._ddp: _FixedBucketDDP | None = None
         self._small: OneMessage | None = None  # instead of it
         self._kept, self._mean = 0, 0.0  # batches here that count, and their mean over processes
+        self._zero: Tensor | None = None  # the root that was made for a batch that does not count
         self._params: list[Tensor] = []
         self._flags: list[object] = []
         self._trainable: list[Tensor] = []
@@ -693,14 +698,24 @@ class BucketReducer:
     def start_microbatch(self, last: bool) -> None:
         """Only the last micro-batch goes through DDP, so there is nothing to switch."""
 
-    def zero_loss(self, state: TrainState, loss: Tensor) -> Tensor:
-        """Return a root for backward that adds zero to every gradient."""
+    def zero_loss(self, state: TrainState, loss: Tensor, averages: bool) -> Tensor | None:
+        """Return a root for backward that adds zero to the gradients.
+
+        Args:
+            state: the state.
+            loss: the loss of what counts nothing.
+            averages: whether it is the last backward of a window, for :meth:`attach`. Others are
+                not needed: None.
+        """
+        if not averages:
+            return None
         params = all_parameters(state)
         known = self._used and params is self._params
         known = known and _flags_of(params) == self._flags
         # If not: some may have been frozen or replaced, or the window so far tells which are used.
         used = self._used if known else [p for p in params if p.grad is not None] or params
-        return torch.stack([p.flatten()[:1].sum() * 0 for p in used if p.requires_grad]).sum()
+        self._zero = torch.stack([p.flatten()[:1].sum() * 0 for p in used if p.requires_grad]).sum()
+        return self._zero
 
     def attach(self, state: TrainState, root: Tensor, kept: int, touch: bool, name: str) -> Tensor:
         """Return the root for the last backward of a window, which averages the gradients.
@@ -727,18 +742,22 @@ class BucketReducer:
                 self._prepare(state, root, trainable, name)
             self._params, self._flags, self._trainable = params, flags, trainable
             self._kinds = kinds
-        if self._small is not None:
+        ddp, zero, self._zero = self._ddp, self._zero, None
+        self._waits_for_all = ddp is not None and not ddp.find_unused_parameters
+        if root is zero and not self._waits_for_all and (ddp is None or self._count is not None):
+            root = torch.zeros_like(root, requires_grad=True)  # what it reaches is not used by it
+        if ddp is None:
             return root
-        assert self._ddp is not None
         if self._count is None:
             self._counted = _start_count(root, kept)
         else:
             self._count.grad = None
             root = torch.add(root, self._count.to(root.dtype), alpha=kept)  # adds 0
-        self._waits_for_all = not self._ddp.find_unused_parameters
-        if touch and self._waits_for_all and not self._hides_parameters:
-            root = _TouchParameters.apply(root, *self._trainable)
-        return self._ddp.forward(root)
+        if touch and not self._hides_parameters:
+            # DDP that finds out which are unused looks at this backward alone.
+            used = (p for p in self._trainable if self._waits_for_all or p.grad is not None)
+            root = _TouchParameters.apply(root, *used)
+        return ddp.forward(root)
 
     def counted(self) -> Weight:
         """Return how many batches of the window count, in all processes: on a GPU, as a tensor."""
@@ -773,7 +792,7 @@ class BucketReducer:
             fail_to_train(state, name, bool(self._used))
         backend = state.backend
         plain = backend.prepare is None and not {*backend.settings} - {"broadcast_buffers"}
-        if plain and not unused and fits(state.model, trainable):
+        if plain and fits(state.model, trainable):
             self._small, self._ddp = OneMessage(trainable), None
             return
         self._small = self._count = None
@@ -785,12 +804,6 @@ class BucketReducer:
     def finish_window(self, state: TrainState, touched: bool) -> None:
         """Average what is not yet: all, or what DDP still expects after the last backward."""
         if self._small is not None:
-            unused = [p for p in self._trainable if p.grad is None]
-            if unused:
-                if not touched:
-                    self._warn_of(unused)
-                for p in unused:
-                    p.grad = torch.zeros_like(p)
             self._mean = self._small.average_(self._kept)
             return
         if not self._waits_for_all or touched:
@@ -958,7 +971,7 @@ class ShardReducer:
         for root in self._roots:
             root.set_requires_gradient_sync(last)
 
-    def zero_loss(self, state: TrainState, loss: Tensor) -> Tensor:
+    def zero_loss(self, state: TrainState, loss: Tensor, averages: bool) -> Tensor:
         return loss * 0
 
     def attach(self, state: TrainState, root: Tensor, kept: int, touch: bool, name: str) -> Tensor:
