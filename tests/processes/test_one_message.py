@@ -109,16 +109,17 @@ def decaying(parameters):
     return torch.optim.SGD(parameters, lr=1.0, weight_decay=0.5)
 
 
+TWO = (fl.accumulate(2),)
 WINDOWS = {  # the batches of the two processes, in turn; what a window has, the loss function
-    "in a part of a window": ([(0, 1), (0, 2), (1, 3), (1, 4)], (fl.accumulate(2),), of_its_kind),
-    "in another part": ([(1, 3), (0, 2), (0, 1), (1, 4)], (fl.accumulate(2),), of_its_kind),
+    "in a part of a window": ([(0, 1), (0, 2), (1, 3), (1, 4)], TWO, of_its_kind),
+    "in another part": ([(1, 3), (0, 2), (0, 1), (1, 4)], TWO, of_its_kind),
     "where memory is asked for": ([(0, 1), (0, 2), (1, 3), (1, 4)],
                                   (fl.retry_on_oom(), fl.accumulate(2)), of_its_kind),
     "by one process": ([(0, 3), (1, 7)], (), of_its_kind),
     "beside padding": ([(0, 3), (1, 7), (1, 1)], (), of_its_kind),
-    "beside batches left out": ([(2, 10), (0, 3), (2, 10), (1, 7)], (fl.accumulate(2),), with_skips),
-    "after batches left out": ([(2, 10), (2, 10), (0, 3), (1, 7)], (fl.accumulate(2),), with_skips),
-    "before batches left out": ([(0, 3), (1, 7), (2, 10), (2, 10)], (fl.accumulate(2),), with_skips),
+    "beside batches left out": ([(2, 10), (0, 3), (2, 10), (1, 7)], TWO, with_skips),
+    "after batches left out": ([(2, 10), (2, 10), (0, 3), (1, 7)], TWO, with_skips),
+    "before batches left out": ([(0, 3), (1, 7), (2, 10), (2, 10)], TWO, with_skips),
 }  # fmt: skip
 
 
