@@ -152,6 +152,31 @@ def test_what_a_part_of_an_update_uses_is_averaged_and_the_rest_left_alone(launc
             assert (a, b, c) == (1 - 0.5 - 3 / 2, 1 - 0.5 - 7 / 2, 1.0)
 
 
+def warned(folder):
+    """Return b, which the second window does not use, and the warnings; in windows, and guarded."""
+
+    def less_and_less(model, batch):
+        return (model.a + (0 if batch > 5 else model.b + model.c)).sum()
+
+    data, found = [torch.tensor([x]) for x in (1.0, 1.0, 1.0, 1.0, 9.0, 9.0, 9.0, 9.0)], {}
+    one_message.LARGEST, kept = 0, one_message.LARGEST
+    for name, listed in {"windows": TWO, "guarded": (fl.retry_on_oom(), *TWO)}.items():
+        state = created(make=Three, optimizer=decaying)
+        with logged() as lines:
+            made = fl.fit(fl.pipeline(*listed)(less_and_less), state, data, hooks=())
+        found[name] = [made.model.b.item(), [line for line in lines if "uses some" in line]]
+    one_message.LARGEST = kept
+    return found
+
+
+@pytest.mark.parametrize("name", ["windows", "guarded"])
+def test_ddp_says_that_it_decays_what_a_window_did_not_use(launched, name):
+    """From 1 to 1 - 1/2 - 1, and to half of that."""
+    for found in launched(warned, 2):
+        b, lines = found[name]
+        assert b == -0.25 and len(lines) == 1 and "but not in others (b, c). With" in lines[0]
+
+
 def doubled(folder):
     """Return the dtype and the weight of a model that is made double between two calls of `fit`."""
     state, step = created(make=lambda: nn.Linear(1, 1, bias=False)), fl.pipeline()(third)

@@ -391,11 +391,9 @@ class Reducer(Protocol):
     def start_window(self) -> None: ...
     def start_microbatch(self, last: bool, /) -> None: ...
     def zero_loss(self, state: TrainState, loss: Tensor, averages: bool, /) -> Tensor | None: ...
-    def attach(
-        self, state: TrainState, root: Tensor, kept: int, touch: bool, name: str
-    ) -> Tensor: ...
+    def attach(self, state: TrainState, root: Tensor, kept: int, name: str) -> Tensor: ...
     def counted(self) -> Weight: ...
-    def finish_window(self, state: TrainState, touched: bool) -> None: ...
+    def finish_window(self, state: TrainState) -> None: ...
 
 
 class DistributedWindow:
@@ -530,8 +528,7 @@ class DistributedWindow:
             self._items = collectives.start_all_reduce_sum(
                 weight, "the sum of the items of an update"
             )
-        name, reducer = self._loss.name, self._engine.reducer
-        return reducer.attach(state, root, self._kept, self._touches, name)
+        return self._engine.reducer.attach(state, root, self._kept, self._loss.name)
 
     def finish(self, state: TrainState) -> Output:
         engine, total, out = self._engine, self._total, self._out
@@ -539,7 +536,7 @@ class DistributedWindow:
         if self._guarded:
             self._check_memory()
             self._average_all(state, out)
-        engine.reducer.finish_window(state, self._touches)
+        engine.reducer.finish_window(state)
         engine.ended_on_padding = self._has_no_batch
         engine.seed_shared(state)
         counted = engine.reducer.counted()
@@ -556,11 +553,6 @@ class DistributedWindow:
         if total.is_empty:
             return Output(torch.zeros_like(out.loss), 0, out.aux)
         return total.output()
-
-    @property
-    def _touches(self) -> bool:
-        """Whether the last backward may compute the gradients of some parameters only."""
-        return self._guarded or self._pieces > 1
 
     def _average_all(self, state: TrainState, out: Output) -> None:
         """Average gradients that are complete in every process, by a backward that adds zero."""
@@ -711,21 +703,22 @@ class BucketReducer:
             return None
         params = all_parameters(state)
         known = self._used and params is self._params
-        known = known and _flags_of(params) == self._flags
-        # If not: some may have been frozen or replaced, or the window so far tells which are used.
-        used = self._used if known else [p for p in params if p.grad is not None] or params
+        known = known and _flags_of(params) == self._flags  # none was frozen or replaced
+        # The window so far tells which are used.
+        used = [p for p in params if p.grad is not None] or (self._used if known else params)
         self._zero = torch.stack([p.flatten()[:1].sum() * 0 for p in used if p.requires_grad]).sum()
         return self._zero
 
-    def attach(self, state: TrainState, root: Tensor, kept: int, touch: bool, name: str) -> Tensor:
+    def attach(self, state: TrainState, root: Tensor, kept: int, name: str) -> Tensor:
         """Return the root for the last backward of a window, which averages the gradients.
+
+        What the window has used before is reachable from it. :meth:`finish_window` gives DDP the
+        gradients that it still expects.
 
         Args:
             state: the state.
             root: what backward would start from without DDP.
             kept: how many of this process's batches count.
-            touch: whether to make every parameter reachable from it. Otherwise
-                :meth:`finish_window` gives DDP the gradients that it still expects.
             name: the name of the loss function.
 
         Raises:
@@ -753,9 +746,8 @@ class BucketReducer:
         else:
             self._count.grad = None
             root = torch.add(root, self._count.to(root.dtype), alpha=kept)  # adds 0
-        if touch and not self._hides_parameters:
-            # DDP that finds out which are unused looks at this backward alone.
-            used = (p for p in self._trainable if self._waits_for_all or p.grad is not None)
+        used = [p for p in self._trainable if p.grad is not None]
+        if used and not self._hides_parameters:
             root = _TouchParameters.apply(root, *used)
         return ddp.forward(root)
 
@@ -801,14 +793,12 @@ class BucketReducer:
         counts = [] if self._count is None else [self._count]
         self._ddp = _ddp_of(state, [*trainable, *counts], unused > 0)
 
-    def finish_window(self, state: TrainState, touched: bool) -> None:
+    def finish_window(self, state: TrainState) -> None:
         """Average what is not yet: all, or what DDP still expects after the last backward."""
         if self._small is not None:
             self._mean = self._small.average_(self._kept)
             return
-        if not self._waits_for_all or touched:
-            return
-        unused = [p for p in self._trainable if p.grad is None]
+        unused = [p for p in self._trainable if p.grad is None] if self._waits_for_all else []
         if unused:
             self._warn_of(unused)
             torch.stack([p.flatten()[:1].sum() * 0 for p in unused]).sum().backward()
@@ -836,9 +826,9 @@ def _flags_of(params: Iterable[Tensor]) -> list[object]:
 
 
 class _TouchParameters(torch.autograd.Function):
-    """Identity on the loss that makes every parameter reachable in backward.
+    """Identity on the loss that makes parameters reachable in backward.
 
-    DDP waits for all parameters, and not each loss uses all of them.
+    DDP waits for parameters that it sees in the last backward, and averages no others.
     """
 
     @staticmethod
@@ -974,7 +964,7 @@ class ShardReducer:
     def zero_loss(self, state: TrainState, loss: Tensor, averages: bool) -> Tensor:
         return loss * 0
 
-    def attach(self, state: TrainState, root: Tensor, kept: int, touch: bool, name: str) -> Tensor:
+    def attach(self, state: TrainState, root: Tensor, kept: int, name: str) -> Tensor:
         self._counted = _start_count(root, kept)
         return root
 
@@ -982,7 +972,7 @@ class ShardReducer:
         assert self._counted is not None
         return to_accumulator_dtype(self._counted())
 
-    def finish_window(self, state: TrainState, touched: bool) -> None:
+    def finish_window(self, state: TrainState) -> None:
         for p in collectives.parameters_beside(state.model, optimizers(state).values()):
             if p.requires_grad:
                 p.grad = torch.zeros_like(p) if p.grad is None else p.grad
