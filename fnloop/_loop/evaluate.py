@@ -173,8 +173,9 @@ def predict(
     """Apply a function to every batch, lazily and in order, without gradients.
 
     The model is in evaluation mode during each call. Between results, the training flags, the
-    buffers and the random generators are restored for the caller. Middleware such as ``amp`` is not
-    applied. With several processes, each computes its share, and all have to iterate.
+    buffers and the random generators are restored for the caller. What ``fn`` draws is a function
+    of ``state.seed`` and the position of the batch. Middleware such as ``amp`` is not applied. With
+    several processes, each computes its share, and all have to iterate.
 
     Args:
         fn: ``(model, batch) -> anything``.
