@@ -540,12 +540,15 @@ def _sampled(sampler: Iterable[Index], seed: int) -> Iterator[Index]:
 def _parts_of(sampler: Iterable[Index], seed: int) -> Iterator[Iterable[Index]]:
     """Yield what a sampler yields in parts, so that no Python runs for each sample."""
     inner = getattr(sampler, "sampler", sampler)
+    draws_alone = type(sampler) in _TORCH_SAMPLERS  # from its own generator
     with seeded_generator(inner, seed), seeded_generator(sampler, seed):
-        seed_all(seed)
+        # Others see that they were set: a part of a loader may be opened in mid-epoch.
+        if not draws_alone:
+            seed_all(seed)
         indices = iter(sampler)
         # Within the block: torch's samplers take their generator when the first index is requested.
         index = next(indices, NONE_LEFT)
-    if type(sampler) in _TORCH_SAMPLERS:  # they draw from their own generator only
+    if draws_alone:
         yield () if index is NONE_LEFT else (index,)
         yield indices
         return
@@ -774,7 +777,11 @@ def _array(dataset: np.ndarray, index: list[int]) -> Tensor | None:
     # from_numpy takes no negative strides, and rows without a dimension are Python's business.
     if dataset.dtype not in _DTYPES or min(dataset.strides, default=-1) < 0:
         return None
-    return _tensor(torch.from_numpy(dataset), index)
+    if dataset.flags.writeable:
+        return _tensor(torch.from_numpy(dataset), index)
+    if min(index) < 0 or max(index) >= len(dataset):
+        return None
+    return torch.from_numpy(dataset.take(index, axis=0))  # of the array itself, torch would warn
 
 
 _ROWS: dict[type, Callable[..., Batch | None]] = {

@@ -16,7 +16,7 @@ from fnloop._backend.containers import copy_to_cpu, reusing_pages
 from fnloop._backend.torch_compat import batch_norms
 from fnloop._core.freeze import keep_statistics
 from fnloop._core.metrics import read
-from fnloop._core.rng import COMPUTE, fold_in, isolated, mix, seed_all, torch_seeder
+from fnloop._core.rng import COMPUTE, fold_in, isolated, mix, seed_all, seed_host, torch_seeder
 from fnloop._core.state import TrainState, check_not_stale, take_ownership
 from fnloop._core.types import Batch, Metric, Output, Step, name_of
 from fnloop._core.view import Visits, in_evaluation_mode, view
@@ -173,8 +173,9 @@ def predict(
     """Apply a function to every batch, lazily and in order, without gradients.
 
     The model is in evaluation mode during each call. Between results, the training flags, the
-    buffers and the random generators are restored for the caller. Middleware such as ``amp`` is not
-    applied. With several processes, each computes its share, and all have to iterate.
+    buffers and the random generators are restored for the caller. What ``fn`` draws is a function
+    of ``state.seed`` and the position of the batch. Middleware such as ``amp`` is not applied. With
+    several processes, each computes its share, and all have to iterate.
 
     Args:
         fn: ``(model, batch) -> anything``.
@@ -236,7 +237,9 @@ def _predict(
                             prediction.finish(source)
                         return
                     where = name
-                    position(mix(seed, backend.position_of(n)))
+                    draws = mix(seed, backend.position_of(n))
+                    position(draws)
+                    seed_host(draws)  # they are the caller's again before each batch
                     results = prediction.call(fn, model, batch)
             except Exception as error:
                 error.add_note(f"while in {where}, predict, batch {n}")

@@ -464,6 +464,8 @@ def _comparable(contents: Contents, hook_slots: Sequence[str]) -> Contents:
         {k: v for k, v in phase.items() if k not in ("stop", "done")}
         for phase in facts.get("phases", ())
     ]
+    if not facts["batch"]:  # those of Python and NumPy are for hooks that are still to be called
+        facts["generators"] = None
     facts["slots"] = _without(hook_slots, facts.get("slots"))
     facts["brought"] = _without(hook_slots, facts.get("brought"))
     for name in ("metrics", "shares"):
@@ -471,6 +473,7 @@ def _comparable(contents: Contents, hook_slots: Sequence[str]) -> Contents:
         times = [key for each in _mappings(value) for key in each if is_measured(key)]
         facts[name] = _without(times, value)
     left_out = [f"slots.{name}" for name in hook_slots]
+    left_out += [] if facts["batch"] else ["generators"]
     groups = {
         group: {
             name: tensor

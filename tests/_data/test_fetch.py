@@ -1,6 +1,8 @@
 """Batches that are read at once: those of DataLoader, bit for bit, or the plain way."""
 
 import random
+import subprocess
+import sys
 import tempfile
 
 import numpy as np
@@ -69,6 +71,13 @@ def mapped(values):
     return found
 
 
+def read_only(values):
+    """Return a view that is not to be written to, as a memmap is that was opened to be read."""
+    found = values.numpy().view()
+    found.setflags(write=False)
+    return found
+
+
 class Tripled(ConcatDataset):
     def __getitem__(self, i):
         return tuple(3 * part for part in super().__getitem__(i))
@@ -97,6 +106,7 @@ AT_ONCE = {
     "rows of rows": lambda: ConcatDataset([in_a_row(TensorDataset), TensorDataset(X, Y)]),
     "a subset of a row": lambda: Subset(in_a_row(TensorDataset), [8, 2, 1, 9, 0]),
     "a memmap": lambda: mapped(X),
+    "read-only arrays": lambda: StackDataset(read_only(Y), read_only(Y > 4)),
     "memmaps side by side and in a row": lambda: ConcatDataset(
         [StackDataset(mapped(X[:3]), mapped(Y[:3])), StackDataset(X[3:].numpy(), Y[3:].numpy())]
     ),
@@ -179,6 +189,21 @@ def test_a_batch_does_not_share_memory_with_the_dataset():
         for batch in open_source(DataLoader(array, 2), 0).batches(0, 0, 0):
             batch.zero_()
     assert values.sum() == 4
+
+
+@pytest.mark.slow
+def test_an_array_that_is_only_read_has_no_warning():
+    """Torch warns once in a process, of what is never written to."""
+    code = (
+        "import numpy as np, fnloop as fl; from fnloop.testing import toy;"
+        "from torch.utils import data;"
+        "y = np.arange(4.0); y.setflags(write=False);"
+        "print(*[b.tolist() for b in fl.predict(lambda m, b: b, toy(), data.DataLoader(y, 2))])"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], check=True, capture_output=True, text=True
+    )
+    assert ran.stdout == "[0.0, 1.0] [2.0, 3.0]\n"
 
 
 class Recording(list):

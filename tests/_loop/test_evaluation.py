@@ -10,6 +10,7 @@ import torch
 from evaluation_draws import CALLS, draws_in
 from loop_cases import ONE, fit
 from torch import nn
+from torch.utils.data import DataLoader
 from toy_runs import of
 
 import fnloop as fl
@@ -103,6 +104,15 @@ def kept_by_the_caller(state):
 
 def draw_all(count=1):
     return [(torch.rand(()).item(), random.random(), np.random.randn()) for _ in range(count)]
+
+
+@pytest.mark.parametrize("make", [list, DataLoader], ids=["a list", "rows read at once"])
+def test_each_prediction_draws_numbers_of_its_own(make):
+    """The caller's generators are put back after each, and the next one may not begin with them."""
+    batches = make(torch.zeros(4, 1))
+    found = [fl.predict(lambda model, batch: draw_all()[0], toy(), batches) for _ in range(2)]
+    drawn, again = map(list, found)
+    assert drawn == again and all(len({*each}) == 4 for each in zip(*drawn, strict=True))
 
 
 def freeze_one(state):

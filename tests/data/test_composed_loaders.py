@@ -1,6 +1,9 @@
 """The laws of loaders made of loaders, over a table of them."""
 
+import random
+
 import attrs
+import numpy as np
 import pytest
 import torch
 from composed_cases import ALWAYS_THE_SAME, CASES, contents, read, samples
@@ -67,7 +70,8 @@ def test_batches_are_distributed_to_processes_once(make, processes):
 
 def loss(model, batch):
     numbers = torch.tensor(samples(contents(batch)), dtype=torch.float64)
-    return toy_loss(model, numbers / 50)[0], {"weight": len(numbers)}
+    drawn = random.random() + np.random.rand()
+    return toy_loss(model, numbers / 50)[0] * drawn, {"weight": len(numbers)}
 
 
 @table

@@ -386,6 +386,15 @@ def made_by(folder, *losses, begins=True, steps=1):
         fl.fit(fl.pipeline()(loss), state, FOUR, epochs=epoch + 1, hooks=(saves,))
 
 
+def test_hooks_after_the_one_that_saves_change_nothing(tmp_path):
+    """At the end of an epoch a checkpoint has the generators of NumPy for those alone."""
+    saves = fl.every(epochs=1)(fl.checkpoint(tmp_path, keep=None))
+    hooks = saves, fl.early_stop("train/loss", patience=9)
+    fl.fit(fl.pipeline()(toy_loss), toy(), FOUR, epochs=3, hooks=hooks)
+    report = verify(tmp_path, fl.pipeline()(toy_loss), toy(), FOUR, spans=None)
+    assert report.ok and len(report.spans) == 2
+
+
 MENDED = "the function loss has other code"
 
 

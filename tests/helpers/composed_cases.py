@@ -46,6 +46,12 @@ def shuffled(n=13, first=0, workers=0, size=2, **settings):
     return DataLoader(Numbers(n, first), size, num_workers=workers, **settings)
 
 
+def rows(n, first=0):
+    """Return a loader that reads a batch at once, without a seed of its own."""
+    numbers = torch.arange(first, first + n, dtype=torch.float64).view(-1, 1)
+    return DataLoader(numbers, 2, shuffle=True)
+
+
 def stream(n=9, first=0, size=2):
     return DataLoader(Stream(n, first), size)
 
@@ -92,6 +98,9 @@ CASES = {  # workers -> a loader
     ),
     "interleave of streams": lambda w: interleave(
         {"a": stream(), "b": shuffled(40, 50, w), "c": plain(20)}, {"a": 2, "b": 3, "c": 1}
+    ),
+    "interleave of tensors": lambda w: interleave(  # "b" begins in the middle of an epoch
+        {"a": rows(40), "b": rows(9, 50)}, ratios={"a": 9, "b": 2}
     ),
     "zip_cycle": lambda w: zip_cycle(a=shuffled(workers=w), b=shuffled(5, 50, w), c=listed(2)),
     "zip_cycle of streams": lambda w: zip_cycle(a=stream(3), b=stream(9, 50), c=shuffled(5)),

@@ -64,7 +64,10 @@ def both(folder):
     found, make_ddp = {}, distributed._ddp_of
     for case in CASES:
         made = []
-        distributed._ddp_of = lambda *given, made=made: made.append(1) or make_ddp(*given)
+        finds = "unused" in case  # which parameters are: as in one message, they are left alone
+        distributed._ddp_of = lambda state, params, unused, made=made, finds=finds: (
+            made.append(1) or make_ddp(state, params, unused or finds)
+        )
         small, number = trained(case), len(made)
         one_message.LARGEST, kept = 0, one_message.LARGEST
         found[case] = {"small": small, "ddp": trained(case), "made": [number, len(made)]}
@@ -84,6 +87,94 @@ def test_one_message_has_the_bits_of_ddp(launched, case, n):
         else:
             assert small[0] == pytest.approx(ddp[0], rel=1e-5, abs=1e-6)
             assert small[2] == ddp[2]
+
+
+class Three(nn.Module):
+    def __init__(self):
+        super().__init__()
+        for name in "abc":
+            setattr(self, name, nn.Parameter(torch.ones(1)))
+
+
+def of_its_kind(model, batch):
+    """Use one parameter: a batch is its number, and a value."""
+    return (getattr(model, "abc"[int(batch[0])]) * batch[1]).sum()
+
+
+def with_skips(model, batch):
+    return fl.skip("left out") if batch[1] > 9 else of_its_kind(model, batch)
+
+
+def decaying(parameters):
+    return torch.optim.SGD(parameters, lr=1.0, weight_decay=0.5)
+
+
+TWO = (fl.accumulate(2),)
+WINDOWS = {  # the batches of the two processes, in turn; what a window has, the loss function
+    "in a part of a window": ([(0, 1), (0, 2), (1, 3), (1, 4)], TWO, of_its_kind),
+    "in another part": ([(1, 3), (0, 2), (0, 1), (1, 4)], TWO, of_its_kind),
+    "where memory is asked for": ([(0, 1), (0, 2), (1, 3), (1, 4)],
+                                  (fl.retry_on_oom(), fl.accumulate(2)), of_its_kind),
+    "by one process": ([(0, 3), (1, 7)], (), of_its_kind),
+    "beside padding": ([(0, 3), (1, 7), (1, 1)], (), of_its_kind),
+    "beside batches left out": ([(2, 10), (0, 3), (2, 10), (1, 7)], TWO, with_skips),
+    "after batches left out": ([(2, 10), (2, 10), (0, 3), (1, 7)], TWO, with_skips),
+    "before batches left out": ([(0, 3), (1, 7), (2, 10), (2, 10)], TWO, with_skips),
+}  # fmt: skip
+
+
+def windows(folder):
+    """Return the three parameters after one epoch, in one message and by DDP."""
+    found = {}
+    for largest in (one_message.LARGEST, 0):
+        one_message.LARGEST, kept = largest, one_message.LARGEST
+        for name, (data, listed, loss) in WINDOWS.items():
+            state = created(make=Three, optimizer=decaying)
+            data = [torch.tensor(each, dtype=torch.float32) for each in data]
+            made = fl.fit(fl.pipeline(*listed)(loss), state, data, hooks=())
+            found[f"{name}, {largest > 0}"] = [p.item() for p in made.model.parameters()]
+        one_message.LARGEST = kept
+    return found
+
+
+@pytest.mark.parametrize("way", [True, False], ids=["one message", "DDP"])
+@pytest.mark.parametrize("name", WINDOWS)
+def test_what_a_part_of_an_update_uses_is_averaged_and_the_rest_left_alone(launched, name, way):
+    """From 1, at a rate of 1 and a decay of 1/2: 1 - 1/2 - the mean over batches that count."""
+    for found in launched(windows, 2):
+        a, b, c = found[f"{name}, {way}"]
+        if "part" in name or "memory" in name:
+            assert (a, b, c) == (1 - 0.5 - 3 / 4, 1 - 0.5 - 7 / 4, 1.0)
+        elif name == "beside padding":
+            first = (1 - 0.5 - 3 / 2, 1 - 0.5 - 7 / 2)
+            assert (a, b, c) == (first[0], first[1] * 0.5 - 1, 1.0)
+        else:
+            assert (a, b, c) == (1 - 0.5 - 3 / 2, 1 - 0.5 - 7 / 2, 1.0)
+
+
+def warned(folder):
+    """Return b, which the second window does not use, and the warnings; in windows, and guarded."""
+
+    def less_and_less(model, batch):
+        return (model.a + (0 if batch > 5 else model.b + model.c)).sum()
+
+    data, found = [torch.tensor([x]) for x in (1.0, 1.0, 1.0, 1.0, 9.0, 9.0, 9.0, 9.0)], {}
+    one_message.LARGEST, kept = 0, one_message.LARGEST
+    for name, listed in {"windows": TWO, "guarded": (fl.retry_on_oom(), *TWO)}.items():
+        state = created(make=Three, optimizer=decaying)
+        with logged() as lines:
+            made = fl.fit(fl.pipeline(*listed)(less_and_less), state, data, hooks=())
+        found[name] = [made.model.b.item(), [line for line in lines if "uses some" in line]]
+    one_message.LARGEST = kept
+    return found
+
+
+@pytest.mark.parametrize("name", ["windows", "guarded"])
+def test_ddp_says_that_it_decays_what_a_window_did_not_use(launched, name):
+    """From 1 to 1 - 1/2 - 1, and to half of that."""
+    for found in launched(warned, 2):
+        b, lines = found[name]
+        assert b == -0.25 and len(lines) == 1 and "but not in others (b, c). With" in lines[0]
 
 
 def doubled(folder):

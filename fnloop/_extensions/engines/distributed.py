@@ -390,12 +390,10 @@ class Reducer(Protocol):
 
     def start_window(self) -> None: ...
     def start_microbatch(self, last: bool, /) -> None: ...
-    def zero_loss(self, state: TrainState, loss: Tensor, /) -> Tensor: ...
-    def attach(
-        self, state: TrainState, root: Tensor, kept: int, touch: bool, name: str
-    ) -> Tensor: ...
+    def zero_loss(self, state: TrainState, loss: Tensor, averages: bool, /) -> Tensor | None: ...
+    def attach(self, state: TrainState, root: Tensor, kept: int, name: str) -> Tensor: ...
     def counted(self) -> Weight: ...
-    def finish_window(self, state: TrainState, touched: bool) -> None: ...
+    def finish_window(self, state: TrainState) -> None: ...
 
 
 class DistributedWindow:
@@ -478,8 +476,11 @@ class DistributedWindow:
             self._agree_on_weights(state, out)
         if self._is_uniform:
             engine.weights.check(out, self._size)
-        root = self._root(state, out)
-        if self._n == self._pieces and not self._guarded:
+        averages = self._n == self._pieces and not self._guarded
+        root = self._root(state, out, averages)
+        if root is None:
+            return
+        if averages:
             root = self._start_averaging(state, out, root)
         try:
             root.backward()
@@ -504,13 +505,13 @@ class DistributedWindow:
         if not self._is_uniform:
             self._total.reference = weights.reference(weight_on_device(out))
 
-    def _root(self, state: TrainState, out: Output) -> Tensor:
+    def _root(self, state: TrainState, out: Output, averages: bool) -> Tensor | None:
         """Return the root of this process's backward. Padding and skipped batches add zero."""
         engine = self._engine
         if self._is_padding and out is not engine.empty_output:
             return out.loss * 0  # it was run, for its collectives: backward may have some too
         if self._is_padding or out.skip is not None:
-            return engine.reducer.zero_loss(state, out.loss)
+            return engine.reducer.zero_loss(state, out.loss, averages)
         relative = None if self._is_uniform else self._total.relative_weight(out)
         root = self._loss.root(state, out, relative)
         engine.own_parts.update(out.metrics)
@@ -527,8 +528,7 @@ class DistributedWindow:
             self._items = collectives.start_all_reduce_sum(
                 weight, "the sum of the items of an update"
             )
-        name, reducer = self._loss.name, self._engine.reducer
-        return reducer.attach(state, root, self._kept, self._touches, name)
+        return self._engine.reducer.attach(state, root, self._kept, self._loss.name)
 
     def finish(self, state: TrainState) -> Output:
         engine, total, out = self._engine, self._total, self._out
@@ -536,7 +536,7 @@ class DistributedWindow:
         if self._guarded:
             self._check_memory()
             self._average_all(state, out)
-        engine.reducer.finish_window(state, self._touches)
+        engine.reducer.finish_window(state)
         engine.ended_on_padding = self._has_no_batch
         engine.seed_shared(state)
         counted = engine.reducer.counted()
@@ -554,15 +554,11 @@ class DistributedWindow:
             return Output(torch.zeros_like(out.loss), 0, out.aux)
         return total.output()
 
-    @property
-    def _touches(self) -> bool:
-        """Whether the last backward may compute the gradients of some parameters only."""
-        return self._guarded or self._pieces > 1
-
     def _average_all(self, state: TrainState, out: Output) -> None:
         """Average gradients that are complete in every process, by a backward that adds zero."""
         try:
-            zero = self._engine.reducer.zero_loss(state, out.loss)
+            zero = self._engine.reducer.zero_loss(state, out.loss, True)
+            assert zero is not None
             self._start_averaging(state, out, zero).backward()
         except Exception as error:
             if containers.is_out_of_memory(error):
@@ -672,6 +668,7 @@ class BucketReducer:
         self._ddp: _FixedBucketDDP | None = None
         self._small: OneMessage | None = None  # instead of it
         self._kept, self._mean = 0, 0.0  # batches here that count, and their mean over processes
+        self._zero: Tensor | None = None  # the root that was made for a batch that does not count
         self._params: list[Tensor] = []
         self._flags: list[object] = []
         self._trainable: list[Tensor] = []
@@ -693,24 +690,35 @@ class BucketReducer:
     def start_microbatch(self, last: bool) -> None:
         """Only the last micro-batch goes through DDP, so there is nothing to switch."""
 
-    def zero_loss(self, state: TrainState, loss: Tensor) -> Tensor:
-        """Return a root for backward that adds zero to every gradient."""
+    def zero_loss(self, state: TrainState, loss: Tensor, averages: bool) -> Tensor | None:
+        """Return a root for backward that adds zero to the gradients.
+
+        Args:
+            state: the state.
+            loss: the loss of what counts nothing.
+            averages: whether it is the last backward of a window, for :meth:`attach`. Others are
+                not needed: None.
+        """
+        if not averages:
+            return None
         params = all_parameters(state)
         known = self._used and params is self._params
-        known = known and _flags_of(params) == self._flags
-        # If not: some may have been frozen or replaced, or the window so far tells which are used.
-        used = self._used if known else [p for p in params if p.grad is not None] or params
-        return torch.stack([p.flatten()[:1].sum() * 0 for p in used if p.requires_grad]).sum()
+        known = known and _flags_of(params) == self._flags  # none was frozen or replaced
+        # The window so far tells which are used.
+        used = [p for p in params if p.grad is not None] or (self._used if known else params)
+        self._zero = torch.stack([p.flatten()[:1].sum() * 0 for p in used if p.requires_grad]).sum()
+        return self._zero
 
-    def attach(self, state: TrainState, root: Tensor, kept: int, touch: bool, name: str) -> Tensor:
+    def attach(self, state: TrainState, root: Tensor, kept: int, name: str) -> Tensor:
         """Return the root for the last backward of a window, which averages the gradients.
+
+        What the window has used before is reachable from it. :meth:`finish_window` gives DDP the
+        gradients that it still expects.
 
         Args:
             state: the state.
             root: what backward would start from without DDP.
             kept: how many of this process's batches count.
-            touch: whether to make every parameter reachable from it. Otherwise
-                :meth:`finish_window` gives DDP the gradients that it still expects.
             name: the name of the loss function.
 
         Raises:
@@ -727,18 +735,21 @@ class BucketReducer:
                 self._prepare(state, root, trainable, name)
             self._params, self._flags, self._trainable = params, flags, trainable
             self._kinds = kinds
-        if self._small is not None:
+        ddp, zero, self._zero = self._ddp, self._zero, None
+        self._waits_for_all = ddp is not None and not ddp.find_unused_parameters
+        if root is zero and not self._waits_for_all and (ddp is None or self._count is not None):
+            root = torch.zeros_like(root, requires_grad=True)  # what it reaches is not used by it
+        if ddp is None:
             return root
-        assert self._ddp is not None
         if self._count is None:
             self._counted = _start_count(root, kept)
         else:
             self._count.grad = None
             root = torch.add(root, self._count.to(root.dtype), alpha=kept)  # adds 0
-        self._waits_for_all = not self._ddp.find_unused_parameters
-        if touch and self._waits_for_all and not self._hides_parameters:
-            root = _TouchParameters.apply(root, *self._trainable)
-        return self._ddp.forward(root)
+        used = [p for p in self._trainable if p.grad is not None]
+        if used and not self._hides_parameters:
+            root = _TouchParameters.apply(root, *used)
+        return ddp.forward(root)
 
     def counted(self) -> Weight:
         """Return how many batches of the window count, in all processes: on a GPU, as a tensor."""
@@ -773,7 +784,7 @@ class BucketReducer:
             fail_to_train(state, name, bool(self._used))
         backend = state.backend
         plain = backend.prepare is None and not {*backend.settings} - {"broadcast_buffers"}
-        if plain and not unused and fits(state.model, trainable):
+        if plain and fits(state.model, trainable):
             self._small, self._ddp = OneMessage(trainable), None
             return
         self._small = self._count = None
@@ -782,20 +793,12 @@ class BucketReducer:
         counts = [] if self._count is None else [self._count]
         self._ddp = _ddp_of(state, [*trainable, *counts], unused > 0)
 
-    def finish_window(self, state: TrainState, touched: bool) -> None:
+    def finish_window(self, state: TrainState) -> None:
         """Average what is not yet: all, or what DDP still expects after the last backward."""
         if self._small is not None:
-            unused = [p for p in self._trainable if p.grad is None]
-            if unused:
-                if not touched:
-                    self._warn_of(unused)
-                for p in unused:
-                    p.grad = torch.zeros_like(p)
             self._mean = self._small.average_(self._kept)
             return
-        if not self._waits_for_all or touched:
-            return
-        unused = [p for p in self._trainable if p.grad is None]
+        unused = [p for p in self._trainable if p.grad is None] if self._waits_for_all else []
         if unused:
             self._warn_of(unused)
             torch.stack([p.flatten()[:1].sum() * 0 for p in unused]).sum().backward()
@@ -823,9 +826,9 @@ def _flags_of(params: Iterable[Tensor]) -> list[object]:
 
 
 class _TouchParameters(torch.autograd.Function):
-    """Identity on the loss that makes every parameter reachable in backward.
+    """Identity on the loss that makes parameters reachable in backward.
 
-    DDP waits for all parameters, and not each loss uses all of them.
+    DDP waits for parameters that it sees in the last backward, and averages no others.
     """
 
     @staticmethod
@@ -958,10 +961,10 @@ class ShardReducer:
         for root in self._roots:
             root.set_requires_gradient_sync(last)
 
-    def zero_loss(self, state: TrainState, loss: Tensor) -> Tensor:
+    def zero_loss(self, state: TrainState, loss: Tensor, averages: bool) -> Tensor:
         return loss * 0
 
-    def attach(self, state: TrainState, root: Tensor, kept: int, touch: bool, name: str) -> Tensor:
+    def attach(self, state: TrainState, root: Tensor, kept: int, name: str) -> Tensor:
         self._counted = _start_count(root, kept)
         return root
 
@@ -969,7 +972,7 @@ class ShardReducer:
         assert self._counted is not None
         return to_accumulator_dtype(self._counted())
 
-    def finish_window(self, state: TrainState, touched: bool) -> None:
+    def finish_window(self, state: TrainState) -> None:
         for p in collectives.parameters_beside(state.model, optimizers(state).values()):
             if p.requires_grad:
                 p.grad = torch.zeros_like(p) if p.grad is None else p.grad

@@ -35,7 +35,8 @@ class OneMessage:
 
     DDP would send them in one bucket, at the same moment. Its hooks and its forward cost more than
     the copies here. The arithmetic is the same: each is divided by the number of processes, and
-    then they are summed.
+    then they are summed. A parameter that no process has used is left without a gradient, as in a
+    single process.
 
     Args:
         params: the parameters, the same in every process.
@@ -43,9 +44,9 @@ class OneMessage:
 
     def __init__(self, params: Sequence[Tensor]) -> None:
         self.params, self._part = params, 1 / dist.get_world_size()
-        sizes = [1, *(p.numel() for p in params)]
+        sizes = [1, len(params), *(p.numel() for p in params)]
         self._flat = torch.empty(sum(sizes), dtype=params[0].dtype)
-        self._count, *parts = self._flat.split(sizes)
+        self._count, self._used, *parts = self._flat.split(sizes)
         self._views = [part.view(p.shape) for part, p in zip(parts, params, strict=True)]
 
     def average_(self, count: int) -> float:
@@ -55,9 +56,16 @@ class OneMessage:
             count: a number of this process.
         """
         with torch.no_grad():
+            self._used.fill_(1)
+            unused = [(p, i) for i, p in enumerate(self.params) if p.grad is None]
+            for p, i in unused:
+                p.grad, self._used[i] = torch.zeros_like(p), 0
             gradients = [p.grad for p in self.params if p.grad is not None]  # all have one
             foreach_copy_(self._views, gradients)
             self._count.fill_(count)
             dist.all_reduce(self._flat.mul_(self._part))
             foreach_copy_(gradients, self._views)
+            for p, i in unused:
+                if not self._used[i]:
+                    p.grad = None
         return self._count.item()

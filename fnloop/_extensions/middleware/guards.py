@@ -168,6 +168,7 @@ def _examine_gradients(state: TrainState, out: Output) -> tuple[Tensor, Judge]:
     found = out.loss.isfinite()
     own = [local_part(p.grad) for p in parameters(state) if p.grad is not None]
     values = [torch_compat.sparse_values(g) if g.is_sparse else g for g in own]
+    values = [each for each in values if each.numel()]  # a shard may have none
     if values:  # the largest magnitude is NaN if any element is
         found = found & get_total_norm(values, math.inf).isfinite().to(found.device)
     return ~found, functools.partial(_judge_gradients, out.loss)

@@ -28,6 +28,15 @@ def test_the_loss_alone_and_a_gradient_alone_are_found(term, why):
     assert out.skip == f"skip_nonfinite: {why}" and state.model.w.item() == 0.0
 
 
+def test_a_gradient_without_elements_is_finite():
+    """A shard of a short parameter may have none."""
+    model = nn.ParameterList([torch.zeros(0, 2), torch.zeros(2)])
+    state = fl.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    step = fl.pipeline(fl.skip_nonfinite())(lambda m, x: sum((p * x).sum() for p in m))
+    state, out = step(state, torch.ones(2))
+    assert out.skip is None and state.model[1].tolist() == [-1.0, -1.0]
+
+
 def poisoned(problem, which):
     """Return the batches with NaN in some of them, and the batches without those."""
 
