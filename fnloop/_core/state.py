@@ -876,7 +876,7 @@ def clear_parameter_cache(state: TrainState) -> None:
 # The step of `using` passes a state inwards that has only those. Around the update it is the whole
 # state, and what acts there asks `used_in`.
 
-RESTED = "using"  # the slot of the updates in which an optimizer rested, by name: see `rested`
+RESTED = "rests"  # the slot of the updates in which an optimizer rested, by name: see `rested`
 
 
 @contextlib.contextmanager
@@ -1771,22 +1771,9 @@ def _has_norm(p: Tensor) -> bool:
 
 
 # --------------------------------------------------------------------------------------------------
-# What a step carries from one window of a sequence to the next, and the updates of one call.
-#
-# Most steps make one update in a call. One with `tbptt` makes one for each window of a batch.
+# The updates of one call: most steps make one, and others one for each window of a batch.
 
-TBPTT = "tbptt"  # the name of the middleware, and of the slot that holds the carry
-_CALL = "tbptt/call"  # the slot of state.step after the newest call, and the updates that it made
-
-
-def carry_of(state: TrainState) -> object:
-    """Return what the newest window has left for the next one; None where a pass begins."""
-    return state.slots.get(TBPTT)
-
-
-def with_carry(state: TrainState, carry: object) -> TrainState:
-    """Return the state with another carry."""
-    return with_slot(state, TBPTT, carry)
+_CALL = "step/call"  # the slot of state.step after the newest call, and the updates that it made
 
 
 def note_call(state: TrainState, before: int) -> TrainState:

@@ -23,9 +23,8 @@ from fnloop._core.stacked import INSTEAD, Shared, Stack, call_models
 from fnloop._core.state import (
     TrainState,
     all_parameters,
-    carry_of,
     give_up_ownership,
-    with_carry,
+    with_slot,
 )
 from fnloop._core.types import Aux, Batch, LossFn, Metric, Output, Skip, Step, name_of
 from fnloop._data.source import Source
@@ -348,15 +347,15 @@ def takes_carry(
     return with_carried
 
 
-def carrying(step: Step) -> Step:
+def carrying(step: Step, slot: str) -> Step:
     """Return the forward step that gives the carry to the loss function, and keeps the new one."""
 
     def carried(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
         __tracebackhide__ = True
-        state, out = step(state, _Fed(batch, carry_of(state)))
+        state, out = step(state, _Fed(batch, state.slots.get(slot)))
         if _CARRY not in out.aux:
             return state, out  # the loss function leaves the window out: the carry stays
-        state = with_carry(state, map_leaves(out.aux[_CARRY], _detached))
+        state = with_slot(state, slot, map_leaves(out.aux[_CARRY], _detached))
         return state, attrs.evolve(out, aux=out.aux[_AUX])
 
     return carried

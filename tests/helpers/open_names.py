@@ -62,7 +62,7 @@ OPEN = {
         "advance check_alike clear_parameter_cache count_parameters current_parameters "
         "differ_only generation_of give_up_ownership LEFT_OUT mark_half_done moved note_call "
         "Ownership ownership_of owns_handles ParameterCache PLACE rested take_ownership "
-        "tracing_copy used_in with_carry with_note with_used without_metrics"
+        "tracing_copy used_in with_note with_used without_metrics"
     ),
     "_core.types": "Aux BY_ANOTHER Call collection_key is_ours Searching UPDATE",
     "_core.view": "as_evaluated begin_again is_apart take_back view",
@@ -98,7 +98,6 @@ OPEN = {
         "repeating replace_host settle skip_together undo without_graphs"
     ),
     "_step.update": (
-        "Backward CLOSURE Commuting CREATE_GRAPH Insertable MissingNumberError Numbers "
-        "prefixed replace_apply USING"
+        "Backward Commuting Insertable MissingNumberError Numbers prefixed replace_apply"
     ),
 }

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from fnloop._core.metrics import NoLoss, combine, to_accumulator_dtype, update_evaluated_
-from fnloop._core.state import TrainState, mark_half_done, note_call, with_carry
+from fnloop._core.state import TrainState, mark_half_done, note_call
 from fnloop._core.types import LossFn, Middleware, Output, Step, middleware
 from fnloop._step.forward import takes_carry
 from fnloop._step.gradients import WeightedSum, restore_gradients, samples_in, stash_gradients
 from fnloop._step.transaction import in_parts, repeating
-from fnloop._step.update import CREATE_GRAPH, Backward, Commuting, Insertable
+from fnloop._step.update import Backward, Commuting, Insertable
 from fnloop.extend import (
     Batch,
     Metric,
@@ -188,7 +188,7 @@ def _accumulate(n: int, dtype: torch.dtype | None, typed: str | None = None) -> 
             return step.insert_inside(in_place)
         return _averaged(step, n, call, dtype)
 
-    return Middleware("accumulate", gradient=gradient, window=n, adds=())
+    return Middleware("accumulate", gradient=gradient, window=n, adds=(), traits=("stacks",))
 
 
 def _in_place(n: int, call: str) -> Callable[[Backward], Step]:
@@ -339,6 +339,7 @@ def retry_on_oom() -> Middleware:
         check=_check_pieces,
         adds=(),
         order={"gradient": -1},  # after the pieces that it repeats
+        traits=("repeats",),
     )
 
 
@@ -464,7 +465,7 @@ def _check_pieces(listed: Sequence[Middleware]) -> None:
                 f"{by!r} cuts a batch into pieces of its samples, and what {member!r} carries on "
                 "belongs to all of them. Leave one out; to save memory, use smaller batches"
             )
-        if member.name == CREATE_GRAPH:
+        if "create_graph" in member.traits:
             raise ValueError(
                 f"{by!r} changes gradients in place, which closure(create_graph=True) "
                 "differentiates: leave one out"
@@ -548,7 +549,7 @@ def tbptt(length: int, dim: int = 1) -> Middleware:
         check=_check_tbptt,
         adds=(),
         order={"step": 2},  # all others act once for each update
-        carries=True,
+        traits=("carries",),
     )
 
 
@@ -583,7 +584,7 @@ def _each_window(length: int, dim: int) -> Wrap:
             __tracebackhide__ = True
             given, windows = state, _windows(batch, length, dim)
             if not state.batch:  # a pass begins
-                state = with_carry(state, None)
+                state = with_slot(state, "tbptt", None)
             if len(windows) == 1:
                 state, out = step(state, batch)
                 return note_call(state, given.step), out

@@ -155,6 +155,7 @@ def skip_nonfinite(limit: int = 10) -> Middleware:
         init=lambda state: Streak(),
         check=sees_whole_updates("skip_nonfinite"),
         adds=(),
+        traits=("skips", "stacks"),
     )
 
 
@@ -328,6 +329,7 @@ def spike_guard(window: int = 100, ratio: float = 2.0, then: str = "skip") -> Mi
         check=sees_whole_updates("spike_guard"),
         check_state=_check_whole if then == "back" else None,
         adds=(),
+        traits=("skips",),
     )
 
 

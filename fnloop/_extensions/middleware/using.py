@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fnloop._core.types import Middleware, middleware
-from fnloop._step.update import USING
 from fnloop.extend import checks
 
 
@@ -63,7 +62,7 @@ def using(*names: str) -> Middleware:
         checks.text("using", "names", name, 'names of optimizers, such as "adam"')
     if len({*names}) < len(names):
         raise ValueError(f"using expects each name once; got {names!r}")
-    return Middleware(USING, check=_check)
+    return Middleware("using", uses=names, check=_check)
 
 
 def _check(listed: Sequence[Middleware]) -> None:
