@@ -660,12 +660,6 @@ def with_note(state: TrainState, mark: str, value: float | None = 1.0) -> TrainS
     return changed(state, noted=others if value is None else {**others, mark: value})
 
 
-def differ_only(one: TrainState, other: TrainState, *fields: str) -> bool:
-    """Return whether two states hold the same objects, but for some fields."""
-    mine = vars(one)
-    return all(mine[name] is value or name in fields for name, value in vars(other).items())
-
-
 def consume(
     state: TrainState, out: Output | None, batches: int, samples: int = 0, recent: bool = False
 ) -> TrainState:
@@ -1792,18 +1786,6 @@ def updates_of_call(state: TrainState) -> int:
     """Return how many updates the newest call of the step has applied, if it applied any."""
     step, made = state.slots.get(_CALL, (None, 1))
     return made if step == state.step else 1  # else another step was called since
-
-
-def mark_half_done(given: TrainState) -> None:
-    """Leave the model without an owner if a call has failed after the first of its updates.
-
-    Args:
-        given: the state that the call was given.
-    """
-    if owns_handles(given):
-        return
-    ownership: Ownership[TrainState] = ownership_of(given)
-    ownership.generation = ownership.newest = None
 
 
 # --------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fnloop._core.metrics import NoLoss, combine, to_accumulator_dtype, update_evaluated_
-from fnloop._core.state import TrainState, mark_half_done, note_call
+from fnloop._core.state import Ownership, TrainState, note_call, ownership_of, owns_handles
 from fnloop._core.types import LossFn, Middleware, Output, Step, middleware
 from fnloop._step.forward import takes_carry
 from fnloop._step.gradients import WeightedSum, restore_gradients, samples_in, stash_gradients
@@ -578,6 +578,18 @@ def _check_tbptt(listed: Sequence[Middleware]) -> None:
             )
 
 
+def _mark_half_done(given: TrainState) -> None:
+    """Leave the model without an owner if a call has failed after the first of its updates.
+
+    Args:
+        given: the state that the call was given.
+    """
+    if owns_handles(given):
+        return
+    ownership: Ownership[TrainState] = ownership_of(given)
+    ownership.generation = ownership.newest = None
+
+
 def _each_window(length: int, dim: int) -> Wrap:
     def wrap(step: Step) -> Step:
         def each_window(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
@@ -591,7 +603,7 @@ def _each_window(length: int, dim: int) -> Wrap:
             try:
                 state, out = _fold(step, state, windows)
             except BaseException:
-                mark_half_done(given)
+                _mark_half_done(given)
                 raise
             return note_call(state, given.step), out
 

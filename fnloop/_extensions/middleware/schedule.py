@@ -23,7 +23,7 @@ from fnloop._core.optimizers import RATIO, begin_again, keep_initial, note_set, 
 from fnloop._core.records import Record, counts
 from fnloop._core.runs import RunInfo
 from fnloop._core.state import TrainState, rested, used_in
-from fnloop._core.types import UPDATE, LossFn, Middleware, Output, Step, middleware
+from fnloop._core.types import LossFn, Middleware, Output, Step, middleware
 from fnloop._step.transaction import settle
 from fnloop.extend import (
     Batch,
@@ -757,7 +757,7 @@ def torch_scheduler(
             _check_groups(scheduler, optimizer, name)
             used = numbers_used(chosen, "lr")
             state, out = step(state, batch)
-            if UPDATE in state.events:
+            if "update" in state.events:
                 _advance(scheduler, _updates(state, only), name)
                 note_set(optimizer.param_groups)
             return state, report(out, used, "torch_scheduler")
