@@ -69,7 +69,6 @@ from fnloop._display.frames import leave_out_frames
 from fnloop._step.engine import engine_of, refuse
 from fnloop._step.forward import (
     RawFn,
-    carrying,
     check_output,
     forward,
     own_gradients,
@@ -590,8 +589,6 @@ class LossStep(PipelineStep):
         wraps = [m.loss_fn for m in members if m.loss_fn is not None]
         name, own_precision = name_of(self.loss_fn), self._own_precision is not None
         innermost = forward(toolz.pipe(self.loss_fn, *wraps), name, own_precision)
-        for slot in self._names_with("carries"):
-            innermost = carrying(innermost, slot)
         self._layers.add(innermost, f"the loss function {name}")
         return innermost
 

@@ -60,7 +60,7 @@ OPEN = {
         "owns_handles ParameterCache PLACE rested take_ownership tracing_copy used_in "
         "with_note with_used without_metrics"
     ),
-    "_core.types": "Aux BY_ANOTHER Call collection_key is_ours Searching",
+    "_core.types": "Aux BY_ANOTHER Call collection_key is_ours Searching Skip",
     "_core.view": "as_evaluated begin_again is_apart take_back view",
     "_core.views": "check_plot Row",
     "_data.composed": "unmarked",
@@ -81,7 +81,7 @@ OPEN = {
     "_loop.peers": "forget_interruption is_alone",
     "_loop.plan": "Plan read_hooks",
     "_step.engine_local": "LocalEngine",
-    "_step.forward": "EvaluationPass items_in Result Subject SumOfBatches takes_carry",
+    "_step.forward": "EvaluationPass items_in Result Subject SumOfBatches",
     "_step.gradients": (
         "clip_to_norm_ divide fail_to_train GradientSum LocalWindow LossRoot NO_GRADIENT "
         "NoGradientError Pass pieces_of restore_gradients rows_of samples_in skipped_with "

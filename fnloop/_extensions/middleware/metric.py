@@ -135,7 +135,7 @@ def unseen_metrics(members: Iterable[Middleware], read: Mapping[str, object]) ->
         members: the middleware of a step.
         read: the metrics of a checkpoint, as far as they are known, by name.
     """
-    times = {
+    times: dict[str, Metric] = {
         name.removeprefix(RECENT): Elapsed(0.0, is_rate="throughput/" in name)
         for name, metric in read.items()
         if isinstance(metric, Pending) and metric.kind == "fnloop.Elapsed"
