@@ -392,11 +392,6 @@ def sent(metrics: Mapping[str, Any]) -> dict[str, Any]:
     return {name: m.to_cpu() if isinstance(m, kinds) else m for name, m in metrics.items()}
 
 
-def is_per_process(metric: Metric) -> bool:
-    """Return whether a metric is of this process alone, and not of its share of the data."""
-    return isinstance(metric, Elapsed | Peak)  # also if a step is outside of backward
-
-
 def restored(saved: object, device: torch.device) -> object:
     """Return the metric that a checkpoint holds, if its class is known by its name.
 

@@ -660,12 +660,6 @@ def with_note(state: TrainState, mark: str, value: float | None = 1.0) -> TrainS
     return changed(state, noted=others if value is None else {**others, mark: value})
 
 
-def differ_only(one: TrainState, other: TrainState, *fields: str) -> bool:
-    """Return whether two states hold the same objects, but for some fields."""
-    mine = vars(one)
-    return all(mine[name] is value or name in fields for name, value in vars(other).items())
-
-
 def consume(
     state: TrainState, out: Output | None, batches: int, samples: int = 0, recent: bool = False
 ) -> TrainState:
@@ -876,7 +870,7 @@ def clear_parameter_cache(state: TrainState) -> None:
 # The step of `using` passes a state inwards that has only those. Around the update it is the whole
 # state, and what acts there asks `used_in`.
 
-RESTED = "using"  # the slot of the updates in which an optimizer rested, by name: see `rested`
+RESTED = "rests"  # the slot of the updates in which an optimizer rested, by name: see `rested`
 
 
 @contextlib.contextmanager
@@ -1771,22 +1765,9 @@ def _has_norm(p: Tensor) -> bool:
 
 
 # --------------------------------------------------------------------------------------------------
-# What a step carries from one window of a sequence to the next, and the updates of one call.
-#
-# Most steps make one update in a call. One with `tbptt` makes one for each window of a batch.
+# The updates of one call: most steps make one, and others one for each window of a batch.
 
-TBPTT = "tbptt"  # the name of the middleware, and of the slot that holds the carry
-_CALL = "tbptt/call"  # the slot of state.step after the newest call, and the updates that it made
-
-
-def carry_of(state: TrainState) -> object:
-    """Return what the newest window has left for the next one; None where a pass begins."""
-    return state.slots.get(TBPTT)
-
-
-def with_carry(state: TrainState, carry: object) -> TrainState:
-    """Return the state with another carry."""
-    return with_slot(state, TBPTT, carry)
+_CALL = "step/call"  # the slot of state.step after the newest call, and the updates that it made
 
 
 def note_call(state: TrainState, before: int) -> TrainState:
@@ -1805,18 +1786,6 @@ def updates_of_call(state: TrainState) -> int:
     """Return how many updates the newest call of the step has applied, if it applied any."""
     step, made = state.slots.get(_CALL, (None, 1))
     return made if step == state.step else 1  # else another step was called since
-
-
-def mark_half_done(given: TrainState) -> None:
-    """Leave the model without an owner if a call has failed after the first of its updates.
-
-    Args:
-        given: the state that the call was given.
-    """
-    if owns_handles(given):
-        return
-    ownership: Ownership[TrainState] = ownership_of(given)
-    ownership.generation = ownership.newest = None
 
 
 # --------------------------------------------------------------------------------------------------

@@ -317,6 +317,18 @@ _PARTS = {
     "check_state": ("a function (state, all middleware of a pipeline), or None", 2),
     "report": ("a function (loader, numbers) -> more numbers by name, or None", 2),
 }
+# Those that are names, and of what.
+_NAMES = {
+    "loaders": "loaders",
+    "passes": "arguments",
+    "adds": "metrics",
+    "uses": "optimizers",
+    "traits": "traits",
+}
+TRAITS = (
+    *("by_closure", "carries", "create_graph", "compiles", "counts_items"),
+    *("per_phase", "repeats", "skips", "stacks", "timed"),
+)
 
 
 @attrs.frozen(repr=False, eq=False)
@@ -366,7 +378,6 @@ class Middleware:
             begin with it and a slash, too. Of numbers in ``passes``, those of training have each.
         monitors: the metric that it looks at, such as "valid/loss", or None.
         loaders: names of loaders that it is for; a run without one of them is refused.
-        per_phase: whether its slot is made again when a phase of a run begins.
         brings: the parts of checkpoints that are its own: how its slot is saved, if not as plain
             data, attrs records and objects with a ``state_dict`` are.
         keep: ``state -> put_back``, called before each update that may be left out; or None. It
@@ -376,12 +387,22 @@ class Middleware:
             ``return lambda: t.copy_(before)``. It is called before the step ring if the middleware
             acts there, and else before the forward pass, within ``cuda_graph`` too.
         order: by ring, where it comes: below 0 inside of all that are listed, above 0 around them.
-        carries: whether the loss function takes and returns a carry, and each batch is as many
-            updates as it has windows.
         precision: what it computes in, "bf16" or "fp16"; "" is that of the model, and None that of
             the run.
-        timed: whether the times of evaluations are measured: "time/evaluate".
-        counts_items: whether it uses ``state.items``, which a run then reads after each update.
+        uses: the names of the optimizers that update; none are all of them.
+        traits: what else a run has to know of it, any of
+
+            - "carries": the loss function takes and returns a carry, which is its slot, and each
+              batch is as many updates as it has windows
+            - "by_closure": the optimizer is given a closure; "create_graph": whose gradients have a
+              graph too
+            - "compiles": the step of the optimizer is compiled
+            - "counts_items": it uses ``state.items``, which a run then reads after each update
+            - "per_phase": its slot is made again when a phase of a run begins
+            - "repeats": it may call the loss function again for one batch
+            - "skips": it may skip an update. One that is not of fnloop may in any case
+            - "stacks": it works with a stack of models
+            - "timed": the times of evaluations are measured: "time/evaluate"
         call: the call that made it, set by :func:`middleware`; decides equality, repr and pickling.
 
     Raises:
@@ -424,14 +445,12 @@ class Middleware:
     adds: tuple[str, ...] | None = attrs.field(default=None, kw_only=True)
     monitors: str | None = attrs.field(default=None, kw_only=True)
     loaders: tuple[str, ...] = attrs.field(default=(), kw_only=True)
-    per_phase: bool = attrs.field(default=False, kw_only=True)
     brings: tuple[Part, ...] = attrs.field(default=(), kw_only=True)
     keep: Callable[[State], Callable[[], object]] | None = attrs.field(default=None, kw_only=True)
     order: Mapping[str, int] = attrs.field(factory=dict, kw_only=True)
-    carries: bool = attrs.field(default=False, kw_only=True)
     precision: str | None = attrs.field(default=None, kw_only=True)
-    timed: bool = attrs.field(default=False, kw_only=True)
-    counts_items: bool = attrs.field(default=False, kw_only=True)
+    uses: tuple[str, ...] = attrs.field(default=(), kw_only=True)
+    traits: tuple[str, ...] = attrs.field(default=(), kw_only=True)
     call: Call | None = attrs.field(default=None, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
@@ -449,12 +468,14 @@ class Middleware:
             checks.instance(owner, "call", self.call, Call, meaning)
         if self.view is not None:
             checks.instance(owner, "view", self.view, View, "a View, or None")
-        for part, of in (("loaders", "loaders"), ("passes", "arguments"), ("adds", "metrics")):
+        for part, of in _NAMES.items():
             given = parts[part]
             if part == "adds" and given is None:  # they are not known
                 continue
             for name in checks.instance(owner, part, given, tuple, "a tuple of names"):
                 checks.text(owner, part, name, f"names of {of}")
+        for trait in self.traits:
+            checks.choice(owner, "traits", trait, TRAITS)
         for part in checks.instance(owner, "brings", self.brings, tuple, "a tuple of parts"):
             checks.instance(owner, "brings", part, Part, "parts, such as Part.of_slot(...)")
         if self.monitors is not None:

@@ -429,7 +429,7 @@ def _check_in_turn(name: str, step: PipelineStep) -> None:
         if member.windows or member.total is not None:
             by = "epoch" if member.windows else "number of processes"
             why = f"changes its window with the {by}: write accumulate(n)"
-        elif member.carries:
+        elif "carries" in member.traits:
             why = "makes several updates in one turn: leave it out"
         elif member.name == "cuda_graph":
             why = "would capture which parameters need gradients, and that changes with each turn"
@@ -438,9 +438,9 @@ def _check_in_turn(name: str, step: PipelineStep) -> None:
             why = 'goes back with the whole model: write then="skip" or then="stop"'
         elif member.name == "local_sgd":
             why = "averages weights over processes, and alternate gradients: leave one out"
-        elif member.name == "using":
+        elif member.uses:
             why = "names optimizers, and a turn has only its own: leave it out"
-        elif member.view or (member.update and is_ours(member) and member.name != "compiled"):
+        elif member.view or (member.update and is_ours(member) and "compiles" not in member.traits):
             why = "averages the whole model: list it around all turns, "
             why += f"pipeline({member!r})(alternate(...))"
         else:

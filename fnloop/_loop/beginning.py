@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from fnloop._backend.torch_compat import cpu_capabilities
 from fnloop._core.freeze import keep_statistics
-from fnloop._core.metrics import RECENT, Elapsed, without_recent
+from fnloop._core.metrics import RECENT, without_recent
 from fnloop._core.optimizers import explain_untrained, optimizers_in
 from fnloop._core.runs import pending
 from fnloop._core.serialize import Pending, materialize
@@ -32,8 +32,6 @@ from fnloop._step.update import prefixed
 
 # --------------------------------------------------------------------------------------------------
 # What happens before the first update of a run: hooks, modes of modules, slots, and metrics.
-
-ELAPSED = "fnloop.Elapsed"  # the class of times, as a checkpoint names it
 
 
 def first_state(plan: Plan, state: TrainState) -> TrainState:
@@ -65,7 +63,7 @@ def _try_to_save(step: PipelineStep, state: TrainState, parts: Collection[str]) 
     """Raise CheckpointError if no checkpoint could hold slots, or metrics as far as known."""
     from fnloop._checkpoint.save import check_encodable
 
-    known = {**_unseen_metrics(step), **state.metrics}
+    known = {**_unseen_metrics(step, {}), **state.metrics}
     check_encodable(attrs.evolve(state, metrics=known), parts)
 
 
@@ -75,13 +73,13 @@ def complete(step: PipelineStep, state: TrainState) -> TrainState:
     state = step.init_slots(state)
     if not any(map(_is_pending, state.metrics.values())):
         return state
-    unseen, made = _unseen_metrics(step), {}
-    for name, metric in state.metrics.items():
-        like = unseen.get(name.removeprefix(RECENT))
-        if like is None and isinstance(metric, Pending) and metric.kind == ELAPSED:
-            like = Elapsed(0.0, is_rate="throughput/" in name)
-        if like is not None and _is_pending(metric):
-            made[name] = materialize(like, metric)
+    read = {name: metric for name, metric in state.metrics.items() if _is_pending(metric)}
+    unseen = _unseen_metrics(step, read)
+    made = {
+        name: materialize(like, metric)
+        for name, metric in read.items()
+        if (like := unseen.get(name.removeprefix(RECENT))) is not None
+    }
     return attrs.evolve(state, metrics={**state.metrics, **made})
 
 
@@ -89,13 +87,20 @@ def _is_pending(metric: object) -> bool:
     return isinstance(metric, Pending)
 
 
-def _unseen_metrics(step: PipelineStep) -> dict[str, Metric]:
-    """Return the metrics of a step that are known before any batch, by the names of a report."""
+def _unseen_metrics(step: PipelineStep, read: Mapping[str, Metric]) -> dict[str, Metric]:
+    """Return the metrics of a step that are known before any batch, by the names of a report.
+
+    Args:
+        step: the step.
+        read: those of a checkpoint, as far as they are known, by name.
+    """
     found: dict[str, Metric] = {}
     for unseen_metrics in extensions("metrics known before any batch"):
-        found |= unseen_metrics(step.pipeline.middleware)
+        found |= unseen_metrics(step.pipeline.middleware, read)
     for turn, inner in step.turns.items():
-        found |= {prefixed(turn, name): metric for name, metric in _unseen_metrics(inner).items()}
+        found |= {
+            prefixed(turn, name): metric for name, metric in _unseen_metrics(inner, {}).items()
+        }
     return found
 
 
@@ -187,7 +192,7 @@ def suggest_fused(
         updates: how many there were.
     """
     device = state.backend.device.type
-    compiles = any(m.name == "compiled" and m.update for m in listed)
+    compiles = any("compiles" in m.traits for m in listed)
     if device not in ("cuda", "cpu") or compiles or not state.backend.main:
         return
     for optimizer in optimizers_in(state.optimizer).values():

@@ -222,7 +222,7 @@ class Plan:
         return (
             self.items is not None
             or any(moment.counts_items for moment in self.moments)
-            or any(member.counts_items for member in members_of(self.step))
+            or any("counts_items" in member.traits for member in members_of(self.step))
         )
 
     @property

@@ -24,28 +24,25 @@ from fnloop._backend.containers import to_device, vars_of
 from fnloop._core.averages import check_not_averaged
 from fnloop._core.code import code_of
 from fnloop._core.history import check_loaders
-from fnloop._core.metrics import COLLECTION_HINT, names_in, update_evaluated_
+from fnloop._core.metrics import update_evaluated_
 from fnloop._core.optimizers import check_used, groups_in, to_training
 from fnloop._core.rng import fold_in, isolated, seed_all, torch_seeder
 from fnloop._core.runs import Windows
 from fnloop._core.serialize import has_pending, materialize
 from fnloop._core.stacked import INSTEAD, Stack
 from fnloop._core.state import (
-    TBPTT,
     StaleStateError,
     TrainState,
     advance,
     advance_used,
     all_parameters,
     bring,
-    carry_of,
     check_not_stale,
     clear_parameter_cache,
     consume,
     current_parameters,
     give_up_ownership,
     using_only,
-    with_carry,
     with_slot,
     with_slots,
     with_used,
@@ -72,7 +69,6 @@ from fnloop._display.frames import leave_out_frames
 from fnloop._step.engine import engine_of, refuse
 from fnloop._step.forward import (
     RawFn,
-    carrying,
     check_output,
     forward,
     own_gradients,
@@ -81,15 +77,11 @@ from fnloop._step.gradients import LossRoot, NoGradientError, run
 from fnloop._step.stacked import check_stackable
 from fnloop._step.transaction import around, may_skip_in, transaction
 from fnloop._step.update import (
-    CLOSURE,
-    CREATE_GRAPH,
     OPTIMIZER,
-    USING,
     Backward,
     add_reported,
     report,
     update,
-    used_by,
 )
 
 #     pipeline(a, b)(loss_fn) == pipe(
@@ -133,9 +125,7 @@ class Pipeline:
             )
         if isinstance(loss_fn, PipelineStep):
             return loss_fn.inside(self)
-        passed = [name for m in self.middleware for name in m.passes]
-        carrying = [m.name for m in self.middleware if m.carries]
-        check_loss_fn(loss_fn, carrying, passed)
+        check_loss_fn(loss_fn, self.middleware)
         return LossStep(self, loss_fn)
 
 
@@ -198,9 +188,9 @@ class PipelineStep(abc.ABC):
         self.window = max((m.window for m in pipeline.middleware), default=1)
         self._layers = Layers()
         self.fetches_late = False
-        self.is_timed = any(m.timed for m in pipeline.middleware)
-        self.carries = any(m.carries for m in pipeline.middleware)
-        self._used = used_by(pipeline.middleware)
+        self.is_timed = bool(self._names_with("timed"))
+        self.carries = bool(self._names_with("carries"))
+        self._used = next((m.uses for m in pipeline.middleware if m.uses), None)
         innermost = self._compose_innermost()
         self._innermost: Replaceable | None = (
             None if all(map(is_ours, pipeline.middleware)) else functools.partial(innermost)
@@ -209,7 +199,8 @@ class PipelineStep(abc.ABC):
         # Of a loader that is evaluated, without the checks of a bare call.
         self.evaluation = self._ring(EVALUATION, self.forward)
         if beside := [m for m in pipeline.middleware if m.view is not None and m.view.beside]:
-            self.evaluation = evaluate_beside(self.evaluation)
+            carrying = self._names_with("carries")
+            self.evaluation = evaluate_beside(self.evaluation, *carrying)
             self._layers.add(self.evaluation, join_names([*map(repr, beside)]), in_training=False)
         self._reporting = tuple(m for m in pipeline.middleware if m.report is not None)
         # Without the checks of a bare call: what the loop calls.
@@ -300,6 +291,10 @@ class PipelineStep(abc.ABC):
         """Which metrics its middleware look at: (the middleware, the metric)."""
         return [(m.name, m.monitors) for m in self.pipeline.middleware if m.monitors is not None]
 
+    def _names_with(self, trait: str) -> list[str]:
+        """Return the names of the middleware that have a trait."""
+        return [m.name for m in self.pipeline.middleware if trait in m.traits]
+
     def check_loaders(self, loaders: Sequence[str]) -> None:
         """Raise KeyError if a middleware is for a loader that a run does not have."""
         for member in self.pipeline.middleware:
@@ -355,9 +350,9 @@ class PipelineStep(abc.ABC):
                 acts = f"acts in the {found[0]} ring"
             elif member.window > 1:
                 acts = "takes windows"
-            elif member.name in (CLOSURE, CREATE_GRAPH):
+            elif "by_closure" in member.traits:
                 acts = "says how the optimizer is called"
-            elif member.name == USING:
+            elif member.uses:
                 acts = "says which optimizers update"
             if acts is not None:
                 raise ValueError(self._explain(member, acts, found))
@@ -457,7 +452,7 @@ class PipelineStep(abc.ABC):
             state: the state.
             prefix: what the names of its slots begin with.
         """
-        old = {prefix + m.name for m in self.pipeline.middleware if m.per_phase}
+        old = {prefix + name for name in self._names_with("per_phase")}
         kept = {name: slot for name, slot in state.slots.items() if name not in old}
         return attrs.evolve(state, slots=kept)
 
@@ -486,7 +481,9 @@ class PipelineStep(abc.ABC):
                     beside[member.name] = model
             evaluated = attrs.evolve(state, model=seen)
             evaluated = with_slot(evaluated, BESIDE, beside) if beside else evaluated
-            yield with_carry(evaluated, None) if self.carries else evaluated
+            for name in self._names_with("carries"):
+                evaluated = with_slot(evaluated, name, None)
+            yield evaluated
 
     def derive(
         self,
@@ -592,7 +589,6 @@ class LossStep(PipelineStep):
         wraps = [m.loss_fn for m in members if m.loss_fn is not None]
         name, own_precision = name_of(self.loss_fn), self._own_precision is not None
         innermost = forward(toolz.pipe(self.loss_fn, *wraps), name, own_precision)
-        innermost = carrying(innermost) if self.carries else innermost
         self._layers.add(innermost, f"the loss function {name}")
         return innermost
 
@@ -645,7 +641,7 @@ class LossStep(PipelineStep):
         check_used(state.model, state.optimizer, self._used)
 
     def _backward(self, step: Step) -> Step:
-        again = any(m.name == CREATE_GRAPH for m in self.pipeline.middleware)
+        again = bool(self._names_with("create_graph"))
         skips = may_skip_in(self.pipeline.middleware, "forward", "loss")
         root = LossRoot(step, None, skips, again, name_of(self._trains_by))
         backward = Backward(root, drops=self._used is not None)
@@ -654,7 +650,7 @@ class LossStep(PipelineStep):
 
     def _update(self, step: Step) -> Step:
         members = self.pipeline.middleware
-        by_closure = any(m.name in (CLOSURE, CREATE_GRAPH) for m in members)
+        by_closure = bool(self._names_with("by_closure"))
         transacted = transaction(step, members, self._leaves_out)
         updating = update(transacted, name_of(self._trains_by), by_closure, self._used)
         self._layers.add(updating, OPTIMIZER)
@@ -807,8 +803,8 @@ class RawStep(LossStep):
 
     def _explain(self, member: Middleware, acts: str, ignored: Sequence[str]) -> str:
         name, hint = name_of(self.fn), ""
-        if [*ignored] == ["forward"] and member.name.startswith("metric"):
-            hint = ', or write metric(..., on="evaluation")'
+        if [*ignored] == ["forward"] and member.call and _takes(member.call, "on"):
+            hint = f', or write {name_of(member.call.factory)}(..., on="evaluation")'
         return (
             f"{member!r} {acts}, but {name} does its own forward, backward and updates, and would "
             f"ignore it: leave it out, and do its work in {name}{hint}"
@@ -887,9 +883,9 @@ class GradientStep(RawStep):
             elif member.precision == "fp16":
                 why = "scales the loss, which does not reach a backward inside "
                 why += f'{name_of(self.fn)}: write amp("bf16")'
-            elif member.name == "retry_on_oom":
+            elif "repeats" in member.traits:
                 why = f"would repeat {name_of(self.fn)}: list microbatch(size) instead"
-            elif member.name == CREATE_GRAPH:
+            elif "create_graph" in member.traits:
                 why = f"differentiates gradients, and those of {name_of(self.fn)} have no graph"
             else:
                 continue
@@ -960,18 +956,23 @@ def _counted(fn: RawFn) -> Step:
 BESIDE = "beside"  # the slot of the models that show them, in an evaluation: by name of middleware
 
 
-def evaluate_beside(step: Step) -> Step:
-    """Return the step that evaluates a batch with the model, and with each view beside it."""
+def evaluate_beside(step: Step, carried: str | None = None) -> Step:
+    """Return the step that evaluates a batch with the model, and with each view beside it.
+
+    Args:
+        step: the step that evaluates a batch.
+        carried: the slot of what it carries from window to window, if it does.
+    """
 
     def evaluated(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
         __tracebackhide__ = True
-        carries, found, kept = TBPTT in state.slots, {}, {}
+        found, kept = {}, {}
         for name, model in state.slots.get(BESIDE, {}).items():
             seen, carry = attrs.evolve(state, model=model), f"{name}/carry"
-            seen = with_carry(seen, state.slots.get(carry)) if carries else seen
+            seen = with_slot(seen, carried, state.slots.get(carry)) if carried else seen
             with isolated(state.backend.device):  # all draw the same
                 made, found[name] = step(seen, batch)
-            kept |= {carry: carry_of(made)} if carries else {}
+            kept |= {carry: made.slots.get(carried)} if carried else {}
         state, out = step(state, batch)
         for name, of in found.items():
             metrics = {"loss": update_evaluated_(None, of.loss, of.weight), **of.metrics}
@@ -987,7 +988,7 @@ def evaluate_beside(step: Step) -> Step:
 
 def rings_of(listed: Sequence[Middleware]) -> list[tuple[str, list[str]]]:
     """Return what acts in each ring of a pipeline, in its order, the innermost ring first."""
-    using = [repr(m) for m in listed if m.name == USING]
+    using = [repr(m) for m in listed if m.uses]
     own = {"gradient": ["backward"], "update": [", ".join((OPTIMIZER, *using))]}
     acting = {ring: [*map(repr, acting_in(listed, ring))] for ring in RINGS}
     acting["forward"] += [f"{m!r} in evaluation" for m in listed if m.evaluation or m.view]
@@ -1026,8 +1027,6 @@ def check_middleware(listed: Sequence[Middleware]) -> None:
             f"{' and '.join(map(repr, alone))} would both be evaluated alone, under the same "
             'names: leave out evaluate="only" in one of them'
         )
-    for a, b in itertools.combinations(listed, 2):
-        _check_names(a, b)
     for member in listed:
         if member.check is not None:
             member.check(listed)
@@ -1035,41 +1034,13 @@ def check_middleware(listed: Sequence[Middleware]) -> None:
 
 def _other_name(member: Middleware) -> str:
     """Return what else to do about a name, if the factory of the middleware takes one."""
-    if member.call is None or "name" not in inspect.signature(member.call.factory).parameters:
-        return ""
-    return ', or give one another name: name="..."'
+    named = member.call is not None and _takes(member.call, "name")
+    return ', or give one another name: name="..."' if named else ""
 
 
-def _check_names(a: Middleware, b: Middleware) -> None:
-    """Raise ValueError if two middleware are known to report one name, for one loader."""
-    mine, its = _names_of(a), _names_of(b)
-    if (both := mine.keys() & its.keys()) and _loaders_meet(_loaders_of(a), _loaders_of(b)):
-        name = min(both)
-        raise ValueError(
-            f"{a!r} and {b!r} both report {name!r}: rename one"
-            f"{COLLECTION_HINT if mine[name] or its[name] else ''}"
-        )
-
-
-def _names_of(member: Middleware) -> dict[str, bool]:
-    """Return the names that ``metric`` and ``derive`` were given: whether a collection has them."""
-    if member.call is None or not member.name.startswith(("metric(", "derive(")):
-        return {}
-    found = {name: True for shared in member.call.args for name in names_in(shared)}
-    return found | {name: False for name, value in member.call.kwargs.items() if callable(value)}
-
-
-def _loaders_of(member: Middleware) -> set[str]:
-    """Return the names of the loaders that a middleware is for; "" is any that is evaluated."""
-    if member.loaders:
-        return {*member.loaders}
-    if member.evaluation is not None or member.view is not None:
-        return {""}
-    return {"train"} if member.loss is not None else {"train", ""}
-
-
-def _loaders_meet(a: set[str], b: set[str]) -> bool:
-    return bool(a & b or ("" in a and b != {"train"}) or ("" in b and a != {"train"}))
+def _takes(call: Call, argument: str) -> bool:
+    """Return whether the function of a call has an argument of this name."""
+    return argument in inspect.signature(call.factory).parameters
 
 
 def _fail_as_member(member: object) -> None:
@@ -1101,15 +1072,12 @@ def _fail_as_member(member: object) -> None:
 _MODELS, _BATCHES = ("model", "net", "network", "module"), ("batch", "data", "inputs", "sample")
 
 
-def check_loss_fn(
-    loss_fn: object, carrying: Sequence[str] = (), passed: Sequence[str] = ()
-) -> None:
+def check_loss_fn(loss_fn: object, listed: Sequence[Middleware] = ()) -> None:
     """Raise TypeError unless this is a function of a model and a batch.
 
     Args:
         loss_fn: the loss function.
-        carrying: the name of the middleware with which it takes a carry too, if there is one.
-        passed: names of keyword arguments that it takes too.
+        listed: the middleware, with which it may take a carry or keyword arguments too.
     """
     if isinstance(loss_fn, Middleware):
         raise TypeError(
@@ -1129,13 +1097,16 @@ def check_loss_fn(
             "pipeline(...)(loss_fn) expects a function (model, batch) -> loss; got "
             f"{describe(loss_fn)}"
         )
+    carrying = [m for m in listed if "carries" in m.traits]
+    passing = [m for m in listed if m.passes]
+    passed = [name for m in passing for name in m.passes]
     with contextlib.suppress(ValueError):  # a builtin without a signature
         signature = inspect.signature(loss_fn)
         try:
             signature.bind(*(None,) * (2 + len(carrying)), **dict.fromkeys(passed))
         except TypeError as error:
             given = ["model", "batch", *["carry"] * len(carrying), *["*"] * bool(passed), *passed]
-            by = [*carrying, *["scheduled"] * bool(passed)]
+            by = dict.fromkeys(m.name.partition("(")[0] for m in (*carrying, *passing))
             taken = f"a loss function takes ({', '.join(given)})"
             taken = f"with {' and '.join(by)} {taken}" if by else taken
             name = name_of(loss_fn)

@@ -6,7 +6,6 @@ tensors: its state becomes views of them. Every other one makes its own step.
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -20,37 +19,18 @@ from fnloop._backend.torch_compat import has_step_hooks
 from fnloop._core.optimizers import Group
 from fnloop._core.stacked import INSTEAD, Leaves, Stack, leaves_of
 from fnloop._core.state import TrainState
-from fnloop._core.types import Batch, Middleware, is_ours, name_of
-from fnloop._display.checks import join_names
+from fnloop._core.types import Batch, Middleware
 
 # --------------------------------------------------------------------------------------------------
 # Which steps train a stack.
-
-WORKING = (
-    *("accumulate", "clip", "clip_value", "grad_norm", "schedule", "scheduled", "skip_nonfinite"),
-    *("metric", "timings", "throughput"),
-)
 
 
 def check_stackable(listed: Sequence[Middleware]) -> None:
     """Raise NotImplementedError if a middleware does not work with a stack."""
     for member in listed:
-        call = member.call if is_ours(member) else None
-        if call is None or name_of(call.factory) not in WORKING:
+        if "stacks" not in member.traits:
             raise NotImplementedError(
-                f"{member!r} does not work with a stack of models: leave it out. Those that do are "
-                f"{join_names(WORKING, len(WORKING))}. {INSTEAD}"
-            )
-        if member.name.startswith("clip"):
-            bound = inspect.signature(call.factory).bind(*call.args, **call.kwargs)
-            if bound.arguments.get("only") is not None:
-                raise NotImplementedError(
-                    f"{member!r} is for some parameters, and with a stack of models it is for all: "
-                    f"leave out only=. {INSTEAD}"
-                )
-        if member.name == "grad_norm/module":
-            raise NotImplementedError(
-                f"{member!r} does not work with a stack of models: write grad_norm(). {INSTEAD}"
+                f"{member!r} does not work with a stack of models: leave it out. {INSTEAD}"
             )
 
 

@@ -63,7 +63,7 @@ def transaction(step: Step, members: Sequence[Middleware], leaves_out: bool) -> 
     """
     keep = [m.keep for m in members if m.keep is not None and m.step is None]
     leaves_out |= may_skip_in(members, "forward", "loss", "gradient")
-    if not (leaves_out or keep or any(map(is_guard, members))):
+    if not (leaves_out or keep or any("skips" in m.traits for m in members)):
         return step
     judged = agreeing(step) if may_skip_in(members, "gradient") else step
     every = (keeping_buffers(), *keep)
@@ -82,11 +82,6 @@ def transaction(step: Step, members: Sequence[Middleware], leaves_out: bool) -> 
         return new, out
 
     return transacted
-
-
-def is_guard(member: Middleware) -> bool:
-    """Return whether a middleware of fnloop's may leave updates out."""
-    return member.name in ("skip_nonfinite", "spike_guard") or member.precision == "fp16"
 
 
 def may_skip_in(members: Iterable[Middleware], *rings: str) -> bool:

@@ -33,7 +33,7 @@ from fnloop._core.state import (
     parameters,
     with_used,
 )
-from fnloop._core.types import Batch, Metric, Middleware, Output, Step, is_ours
+from fnloop._core.types import Batch, Metric, Middleware, Output, Step
 from fnloop._display import checks
 from fnloop._display.screen import log
 from fnloop._step.engine import engine_of
@@ -44,8 +44,6 @@ from fnloop._step.stacked import update_models
 # --------------------------------------------------------------------------------------------------
 # The outermost of the three steps, that of the optimizers, and what becomes of its output.
 
-CLOSURE, CREATE_GRAPH = "closure", "closure(create_graph)"  # names of middleware
-USING = "using"  # likewise
 OPTIMIZER = "the optimizer's step"  # the name of that layer in messages
 
 
@@ -69,14 +67,6 @@ def replace_apply(
         yield before
     finally:
         _applying.apply = before
-
-
-def used_by(members: Iterable[Middleware]) -> tuple[str, ...] | None:
-    """Return the names that ``using`` was given; None: there is none, so all optimizers update."""
-    for member in members:
-        if member.name == USING and is_ours(member) and member.call is not None:
-            return tuple(map(str, member.call.args))
-    return None
 
 
 def update(

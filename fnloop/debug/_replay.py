@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
-from fnloop._backend.torch_compat import strip_compile_prefix
+from fnloop._backend import torch_compat
 from fnloop._checkpoint.format import CheckpointError, Contents
 from fnloop._checkpoint.parts import Targets
 from fnloop._checkpoint.restore import restore
@@ -1033,7 +1033,9 @@ class Recorder:
     @contextlib.contextmanager
     def _recording(self, state: TrainState) -> Iterator[None]:
         __tracebackhide__ = True
-        names = {id(p): strip_compile_prefix(n) for n, p in unwrap(state).named_parameters()}
+        names = {
+            id(p): torch_compat.strip_compile_prefix(n) for n, p in unwrap(state).named_parameters()
+        }
         self._active = True
         with contextlib.ExitStack() as stack:
             stack.callback(setattr, self, "_active", False)

@@ -13,7 +13,6 @@ from typing import Literal, NamedTuple
 
 import attrs
 
-from fnloop._backend.collectives import gather_from_all, on_every_process
 from fnloop._checkpoint.format import CheckpointError, Contents
 from fnloop._checkpoint.place import Place, place_at
 from fnloop._checkpoint.save import collect_contents, versions
@@ -27,7 +26,7 @@ from fnloop._loop.made_with import describe_making
 from fnloop._step.pipeline import PipelineStep
 from fnloop.debug._diff import Difference, Finding, compare_contents, compare_histories, is_measured
 from fnloop.debug._replay import Origin, Pair, continue_from, restored_from
-from fnloop.extend import check_not_stale, checks, is_sharded, on_main_process, tables
+from fnloop.extend import check_not_stale, checks, collectives, is_sharded, on_main_process, tables
 
 WHAT = "fnloop.debug.verify"  # as messages about processes that wait name it
 
@@ -434,8 +433,8 @@ class _Again:
 def _compare_with(state: TrainState, stop: Saved) -> Difference:
     """Return what differs between a checkpoint and a state, in any process: all of them call it."""
     made = collect_contents(state, parts=tuple(_SAVED))
-    found = on_every_process(lambda: _compare_own(state, made, stop), WHAT)
-    every = gather_from_all(found, WHAT)
+    found = collectives.on_every_process(lambda: _compare_own(state, made, stop), WHAT)
+    every = collectives.gather_from_all(found, WHAT)
     first = next((each for each in every if each), every[0])
     others = sum(each.others + bool(each.tensor) for each in every) - bool(first.tensor)
     return attrs.evolve(first, others=others, largest=max(each.largest for each in every))

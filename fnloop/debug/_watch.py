@@ -35,7 +35,7 @@ from fnloop._backend import torch_compat
 from fnloop._checkpoint.named import walk_optimizers
 from fnloop._core.averages import Average
 from fnloop._core.code import INSTALLED, PACKAGE, codes_of, is_users
-from fnloop._core.freeze import Selector, Selectors, check_selectors, select
+from fnloop._core.freeze import Selectors
 from fnloop._core.metrics import Mean
 from fnloop._core.optimizers import Group
 from fnloop._core.rng import mark_generators
@@ -45,6 +45,7 @@ from fnloop._core.types import Middleware, Output, Step, middleware
 from fnloop._step.update import Commuting
 from fnloop.extend import (
     Batch,
+    Chosen,
     Metric,
     checks,
     containers,
@@ -109,7 +110,7 @@ def watch(every: int = 50, only: Selectors | None = None) -> Middleware:
     every = checks.integer(
         WATCH, "every", every, "updates from one to the next", wrong_type=TypeError
     )
-    selectors = None if only is None else check_selectors(WATCH, only)
+    chosen = None if only is None else Chosen(WATCH, only)
 
     def is_watched(state: TrainState) -> bool:
         return not (state.step + state.skipped) % every
@@ -119,7 +120,7 @@ def watch(every: int = 50, only: Selectors | None = None) -> Middleware:
             __tracebackhide__ = True
             if not is_watched(state):
                 return step(state, batch)
-            with _noting(_modules(state, selectors)) as found:
+            with _noting(_modules(state, chosen)) as found:
                 state, out = step(state, batch)
             means = {name: torch.stack(values).mean() for name, values in found.items()}
             metrics = {name: Mean(value * out.weight, out.weight) for name, value in means.items()}
@@ -129,7 +130,7 @@ def watch(every: int = 50, only: Selectors | None = None) -> Middleware:
 
     def gradient(state: TrainState, batch: Batch, out: Output) -> tuple[TrainState, Output]:
         __tracebackhide__ = True
-        found = _gradients(_parameters(state, selectors)) if is_watched(state) else {}
+        found = _gradients(_parameters(state, chosen)) if is_watched(state) else {}
         return state, report(out, found, WATCH)
 
     def update(step: Step) -> Step:
@@ -137,10 +138,10 @@ def watch(every: int = 50, only: Selectors | None = None) -> Middleware:
             __tracebackhide__ = True
             if not is_watched(state):
                 return step(state, batch)
-            chosen = _parameters(state, selectors)
-            before = {name: [p.detach().clone() for p in ps] for name, ps in chosen.items()}
+            watched = _parameters(state, chosen)
+            before = {name: [p.detach().clone() for p in ps] for name, ps in watched.items()}
             state, out = step(state, batch)
-            return state, report(out, _updates(before, chosen), WATCH)
+            return state, report(out, _updates(before, watched), WATCH)
 
         return updates
 
@@ -150,7 +151,7 @@ def watch(every: int = 50, only: Selectors | None = None) -> Middleware:
         gradient=Commuting(then(gradient)),
         update=update,
         check=_check,
-        check_state=lambda state, listed: _check_state(state, selectors),
+        check_state=lambda state, listed: _check_state(state, chosen),
         adds=(WATCH,),
     )
 
@@ -181,39 +182,39 @@ def _check(listed: Sequence[Middleware]) -> None:
             )
 
 
-def _check_state(state: TrainState, selectors: Sequence[Selector] | None) -> None:
-    """Raise if the model cannot be watched, or the selectors are for nothing in it."""
+def _check_state(state: TrainState, chosen: Chosen | None) -> None:
+    """Raise if the model cannot be watched, or the chosen are for nothing in it."""
     if is_sharded(state.model):
         raise NotImplementedError(
             "watch computes norms of whole parameters, but this model is sharded over processes: "
             'write grad_norm(by="module") for its gradients'
         )
-    _modules(state, selectors)
+    _modules(state, chosen)
 
 
-def _modules(state: TrainState, selectors: Sequence[Selector] | None) -> dict[str, nn.Module]:
+def _modules(state: TrainState, chosen: Chosen | None) -> dict[str, nn.Module]:
     """Return the modules whose outputs are watched, by name."""
     model = unwrap(state)
-    chosen = None if selectors is None else select(WATCH, model, selectors)
-    wanted = None if chosen is None else {id(p) for p in chosen.parameters.values()}
+    selected = None if chosen is None else chosen.select(model)
+    wanted = None if selected is None else {id(p) for p in selected.parameters.values()}
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         own = [*module.parameters(recurse=False)]
         if not own and any(True for _ in module.children()):
             continue
-        if chosen is not None and wanted is not None:
-            named = module in chosen.modules
+        if selected is not None and wanted is not None:
+            named = module in selected.modules
             if not named and not any(id(p) in wanted for p in own):
                 continue
         found[torch_compat.strip_compile_prefix(name) or type(model).__name__] = module
     return found
 
 
-def _parameters(state: TrainState, selectors: Sequence[Selector] | None) -> dict[str, list[Tensor]]:
+def _parameters(state: TrainState, chosen: Chosen | None) -> dict[str, list[Tensor]]:
     """Return the parameters that optimizers update, by the name of their module."""
     trained = {id(p) for p in parameters(state)}
     found: dict[str, list[Tensor]] = {}
-    for name, module in _modules(state, selectors).items():
+    for name, module in _modules(state, chosen).items():
         if own := [p for p in module.parameters(recurse=False) if id(p) in trained]:
             found[name] = [*own]
             trained -= {id(p) for p in own}  # tied ones count once

@@ -22,7 +22,6 @@ from fnloop._data.loaders import read_loaders
 from fnloop._data.position import checksum
 from fnloop._data.source import Source
 from fnloop._display.frames import short_traceback
-from fnloop._display.tables import Column, Shown, Table
 from fnloop._loop.evaluate import open_loader
 from fnloop._loop.peers import is_alone
 from fnloop._step.gradients import rows_of, samples_in
@@ -703,7 +702,7 @@ class Apart:
 
 
 @attrs.frozen(repr=False)
-class Report(Shown):
+class Report(tables.Shown):
     """What :func:`without` has found: where two runs diverge, and by how much.
 
     It is falsy if they are equal, bit for bit.
@@ -760,8 +759,8 @@ class Report(Shown):
         rows = f"row{'s' * (len(self.rows) > 1)} {checks.join_names([*map(str, self.rows)], 8)}"
         return f"without {rows} of {which}, up to step {self.until}"
 
-    def _parts(self) -> list[str | Table]:
-        parts: list[str | Table] = [self._title()]
+    def _parts(self) -> list[str | tables.Table]:
+        parts: list[str | tables.Table] = [self._title()]
         if not self:
             parts.append("both runs are equal, bit for bit")
         elif self.apart is None:
@@ -773,9 +772,9 @@ class Report(Shown):
         else:
             why = f": {self.first}" if self.first else ""
             parts.append(f"the weights diverge in update {self.apart}{why}")
-            parts.append(Table(_WEIGHTS, self.weights))
+            parts.append(tables.Table(_WEIGHTS, self.weights))
         if self.metrics:
-            parts.append(Table(_columns(self.changes), self.metrics))
+            parts.append(tables.Table(_columns(self.changes), self.metrics))
         if self.confirmed:
             parts.append("the run itself is made again, bit for bit, as its checkpoint says")
         elif self.confirmed is None:
@@ -783,20 +782,20 @@ class Report(Shown):
         return [*parts, *self.notes]
 
 
-_WEIGHTS: list[Column[Distance]] = [
-    Column("after update", lambda d: str(d.update)),
-    Column("weights apart by", lambda d: tables.format_number(d.distance)),
-    Column("of their norm", lambda d: f"{d.share:.3%}"),
+_WEIGHTS: list[tables.Column[Distance]] = [
+    tables.Column("after update", lambda d: str(d.update)),
+    tables.Column("weights apart by", lambda d: tables.format_number(d.distance)),
+    tables.Column("of their norm", lambda d: f"{d.share:.3%}"),
 ]
 
 
-def _columns(changes: bool) -> list[Column[Apart]]:
+def _columns(changes: bool) -> list[tables.Column[Apart]]:
     a, b = ("first step", "second step") if changes else ("with it", "without it")
     return [
-        Column("metric", lambda m: m.name, left=True),
-        Column("differs from step", lambda m: str(m.since)),
-        Column("at step", lambda m: str(m.at)),
-        Column(a, lambda m: tables.format_metric(m.name, m.a)),
-        Column(b, lambda m: tables.format_metric(m.name, m.b)),
-        Column("difference", lambda m: f"{m.difference:+.3g}"),
+        tables.Column("metric", lambda m: m.name, left=True),
+        tables.Column("differs from step", lambda m: str(m.since)),
+        tables.Column("at step", lambda m: str(m.at)),
+        tables.Column(a, lambda m: tables.format_metric(m.name, m.a)),
+        tables.Column(b, lambda m: tables.format_metric(m.name, m.b)),
+        tables.Column("difference", lambda m: f"{m.difference:+.3g}"),
     ]

@@ -176,3 +176,14 @@ def test_an_output_is_frozen_and_changed_by_evolve():
         out.skip = "x"
     assert (attrs.evolve(out, skip="x").skip, out.skip) == ("x", None)
     assert out.aux is not Output(torch.tensor(0.0), 1).aux
+
+
+@pytest.mark.parametrize(("given", "error"), [
+    ({"traits": ("skips", "flies")}, "expects traits as .*'?by_closure.*got 'flies'"),
+    ({"traits": "skips"}, "expects traits as a tuple of names"),
+    ({"uses": ["adam"]}, "expects uses as a tuple of names"),
+    ({"uses": (1,)}, "expects uses as names of optimizers"),
+])  # fmt: skip
+def test_traits_and_names_of_optimizers_are_checked(given, error):
+    with pytest.raises((TypeError, ValueError), match=error):
+        Middleware("mine", **given)

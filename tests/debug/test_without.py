@@ -226,7 +226,7 @@ def test_two_equal_steps_make_equal_runs_in_every_combination(pipe, problem, tmp
     a, b = report.states
     for name in ("step", "epoch", "batch", "skipped", "updates"):
         assert getattr(a, name) == getattr(b, name)
-    assert a.slots.get("using") == b.slots.get("using")
+    assert a.slots.get("rests") == b.slots.get("rests")
 
 
 # --- a change of the script

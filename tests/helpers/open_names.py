@@ -6,12 +6,8 @@ it. One that no extension uses any more goes out. The table may only shrink.
 
 OPEN = {
     "_backend": "torch_compat",
-    "_backend.collectives": (
-        "any_rank gather_from_all gather_objects gather_shares on_every_process"
-    ),
     "_backend.fsdp": "around_sharded combined like_sharded roots",
     "_backend.processes": "trackers",
-    "_backend.torch_compat": "foreach_copy_ strip_compile_prefix",
     "_checkpoint": "retention",
     "_checkpoint.files": (
         "CHECKPOINT_NAME checksum_of_manifest decode_history FOLDER locate mark_of OBJECTS "
@@ -31,15 +27,15 @@ OPEN = {
     "_core.averages": "Average AVERAGED named_tensors",
     "_core.code": "codes_of INSTALLED is_users PACKAGE",
     "_core.cursor": "COUNTERS",
-    "_core.freeze": "check_selectors select Selector Selectors",
+    "_core.freeze": "Selectors",
     "_core.history": (
         "check_monitored decode_phases first_record metrics_here new_records records_since "
         "SINCE suggestion unfinished"
     ),
     "_core.metrics": (
-        "COLLECTION_HINT combine Elapsed is_per_process ITEMS Mark mark names_in NoLoss Peak "
-        "per_model PerModel read RECENT Reduced sent Shares to_accumulator_dtype to_host "
-        "update_ update_evaluated_ weighted"
+        "COLLECTION_HINT combine Elapsed ITEMS Mark mark names_in NoLoss Peak per_model "
+        "PerModel read RECENT Reduced sent Shares to_accumulator_dtype to_host update_ "
+        "update_evaluated_ weighted"
     ),
     "_core.optimizers": (
         "begin_again copy_number first_shared Group groups_in initial_value "
@@ -60,11 +56,11 @@ OPEN = {
     "_core.stacked": "call_each check_architectures INSTEAD models_of Stack",
     "_core.state": (
         "advance check_alike clear_parameter_cache count_parameters current_parameters "
-        "differ_only generation_of give_up_ownership LEFT_OUT mark_half_done moved note_call "
-        "Ownership ownership_of owns_handles ParameterCache PLACE rested take_ownership "
-        "tracing_copy used_in with_carry with_note with_used without_metrics"
+        "generation_of give_up_ownership LEFT_OUT moved note_call Ownership ownership_of "
+        "owns_handles ParameterCache PLACE rested take_ownership tracing_copy used_in "
+        "with_note with_used without_metrics"
     ),
-    "_core.types": "Aux BY_ANOTHER Call collection_key is_ours Searching UPDATE",
+    "_core.types": "Aux BY_ANOTHER Call collection_key is_ours Searching Skip",
     "_core.view": "as_evaluated begin_again is_apart take_back view",
     "_core.views": "check_plot Row",
     "_data.composed": "unmarked",
@@ -76,7 +72,6 @@ OPEN = {
     "_display": "figures",
     "_display.frames": "short_traceback",
     "_display.screen": "warn_once",
-    "_display.tables": "Column format_count Shown Table",
     "_hooks.hook": "BuiltIn Clock every_layer HookFn Wrapper",
     "_loop.beginning": "fused_hint",
     "_loop.errors": "check_returned why_empty",
@@ -86,7 +81,7 @@ OPEN = {
     "_loop.peers": "forget_interruption is_alone",
     "_loop.plan": "Plan read_hooks",
     "_step.engine_local": "LocalEngine",
-    "_step.forward": "EvaluationPass items_in Result Subject SumOfBatches takes_carry",
+    "_step.forward": "EvaluationPass items_in Result Subject SumOfBatches",
     "_step.gradients": (
         "clip_to_norm_ divide fail_to_train GradientSum LocalWindow LossRoot NO_GRADIENT "
         "NoGradientError Pass pieces_of restore_gradients rows_of samples_in skipped_with "
@@ -98,7 +93,6 @@ OPEN = {
         "repeating replace_host settle skip_together undo without_graphs"
     ),
     "_step.update": (
-        "Backward CLOSURE Commuting CREATE_GRAPH Insertable MissingNumberError Numbers "
-        "prefixed replace_apply USING"
+        "Backward Commuting Insertable MissingNumberError Numbers prefixed replace_apply"
     ),
 }

@@ -19,7 +19,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Protocol, TypeVar, cast
 
-from fnloop._backend.collectives import on_every_process
 from fnloop._checkpoint import retention
 from fnloop._checkpoint.files import (
     CHECKPOINT_NAME,
@@ -42,7 +41,7 @@ from fnloop._checkpoint.format import (
 from fnloop._checkpoint.place import READING, Place, Tidy
 from fnloop._checkpoint.retention import CLAIM
 from fnloop._core.serialize import Json
-from fnloop.extend import disk, on_main_process
+from fnloop.extend import collectives, disk, on_main_process
 
 log = logging.getLogger("fnloop")
 
@@ -526,7 +525,7 @@ class Remote(Place):
             self._storage.receive(source, file)
 
     def fetch_on_all(self, path: Path) -> Path:
-        return on_every_process(lambda: self.fetch(path), READING)
+        return collectives.on_every_process(lambda: self.fetch(path), READING)
 
     # --- upload
 

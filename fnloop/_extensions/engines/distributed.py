@@ -23,10 +23,11 @@ from fnloop._backend.fsdp import around_sharded, roots
 from fnloop._core.metrics import (
     ITEMS,
     RECENT,
+    Elapsed,
     Last,
+    Peak,
     Shares,
     Sum,
-    is_per_process,
     sent,
     to_accumulator_dtype,
     to_host,
@@ -1230,3 +1231,8 @@ def weight_on_device(out: Output, weight: Weight | None = None) -> Tensor:
     given = torch.as_tensor(out.weight if weight is None else weight, device=out.loss.device)
     wide = torch.float32 if given.device.type == "mps" else torch.float64
     return valid_weight(given.detach().to(wide))
+
+
+def is_per_process(metric: Metric) -> bool:
+    """Return whether a metric is of this process alone, and not of its share of the data."""
+    return isinstance(metric, Elapsed | Peak)  # also if a step is outside of backward

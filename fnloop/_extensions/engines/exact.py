@@ -22,7 +22,6 @@ from fnloop._core.metrics import (
     Min,
     Reduced,
     combine,
-    is_per_process,
     to_host,
     update_,
     update_evaluated_,
@@ -37,6 +36,7 @@ from fnloop._extensions.engines.distributed import (
     CollectiveProbe,
     DistributedEvaluation,
     agree_on_skip,
+    is_per_process,
     largest,
     merge_metrics,
 )

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fnloop._backend.torch_compat import foreach_copy_
+from fnloop._backend import torch_compat
 
 # DDP's first bucket is as large. What fits into it is sent after backward there too.
 LARGEST = 1 << 20  # bytes
@@ -61,10 +61,10 @@ class OneMessage:
             for p, i in unused:
                 p.grad, self._used[i] = torch.zeros_like(p), 0
             gradients = [p.grad for p in self.params if p.grad is not None]  # all have one
-            foreach_copy_(self._views, gradients)
+            torch_compat.foreach_copy_(self._views, gradients)
             self._count.fill_(count)
             dist.all_reduce(self._flat.mul_(self._part))
-            foreach_copy_(gradients, self._views)
+            torch_compat.foreach_copy_(gradients, self._views)
             for p, i in unused:
                 if not self._used[i]:
                     p.grad = None

@@ -18,8 +18,8 @@ import attrs
 import torch
 from torch import Tensor
 
+from fnloop._backend import torch_compat
 from fnloop._backend.fsdp import like_sharded
-from fnloop._backend.torch_compat import strip_compile_prefix
 from fnloop._checkpoint.files import SharedWrite
 from fnloop._checkpoint.format import (
     COUNT,
@@ -40,7 +40,6 @@ from fnloop._core.shapes import forget_states, take_shapes
 from fnloop._core.state import (
     TrainState,
     clear_parameter_cache,
-    differ_only,
     take_ownership,
     unwrap,
 )
@@ -736,14 +735,14 @@ def _load_weights(state: TrainState, weights: _Weights) -> list[str]:
     own = {k: v.shape for k, v in module.state_dict().items() if isinstance(v, Tensor)}
     others = {k: weights[k].shape for k, shape in own.items() if weights[k].shape != shape}
     with take_shapes(
-        module, {strip_compile_prefix(k): shape for k, shape in others.items()}
+        module, {torch_compat.strip_compile_prefix(k): shape for k, shape in others.items()}
     ) as new:
         forget_states(state.optimizer, new)
         module.load_state_dict(weights, strict=False)
     if new:
         clear_parameter_cache(state)
     return [
-        f"{strip_compile_prefix(k)}: {tuple(shape)}, was {tuple(own[k])}"
+        f"{torch_compat.strip_compile_prefix(k)}: {tuple(shape)}, was {tuple(own[k])}"
         for k, shape in others.items()
     ]
 
@@ -768,7 +767,7 @@ def _copy_module(state: TrainState) -> _Weights:
     copies: dict[object, Tensor] = {}
     weights: _Weights = {}
     for spelled, value in unwrap(state).state_dict().items():
-        name = strip_compile_prefix(spelled)
+        name = torch_compat.strip_compile_prefix(spelled)
         if isinstance(value, Tensor):
             memory = local_part(value)
             place = (memory.data_ptr(), memory.shape, memory.stride(), memory.dtype)
@@ -789,7 +788,7 @@ def _fit_to(state: TrainState, weights: _Weights, slot: str) -> _Weights:
     mine = unwrap(state).state_dict()
     found: _Weights = {}
     for spelled, here in mine.items():
-        kept = weights.get(strip_compile_prefix(spelled))
+        kept = weights.get(torch_compat.strip_compile_prefix(spelled))
         # A run may have changed sizes, but no other number of dimensions.
         fits = isinstance(kept, Tensor) and isinstance(here, Tensor) and kept.ndim == here.ndim
         if isinstance(here, Tensor) and not fits:
@@ -804,3 +803,9 @@ def _fit_to(state: TrainState, weights: _Weights, slot: str) -> _Weights:
             kept = like_sharded(kept, here)
         found[spelled] = kept
     return found
+
+
+def differ_only(one: TrainState, other: TrainState, *fields: str) -> bool:
+    """Return whether two states hold the same objects, but for some fields."""
+    mine = vars(one)
+    return all(mine[name] is value or name in fields for name, value in vars(other).items())

@@ -23,16 +23,15 @@ from typing import Any, TypedDict
 
 import attrs
 
-from fnloop._backend.collectives import any_rank
 from fnloop._backend.processes import trackers
 from fnloop._checkpoint.retention import read_run_id
 from fnloop._core.history import History
 from fnloop._core.records import Record
-from fnloop._core.state import TrainState, differ_only
+from fnloop._core.state import TrainState
 from fnloop._core.types import Call, Output
-from fnloop._extensions.hooks.keep import checkpoint, restore_best
+from fnloop._extensions.hooks.keep import checkpoint, differ_only, restore_best
 from fnloop._hooks.hook import BuiltIn, Hook, Wrapper, layers
-from fnloop.extend import Stop, checks, disk, name_of, on_main_process
+from fnloop.extend import Stop, checks, collectives, disk, name_of, on_main_process
 
 log = logging.getLogger("fnloop")
 
@@ -935,7 +934,7 @@ class on_main(Wrapper):
     def collects(self, state: TrainState, loader: str) -> bool:
         """Return whether the hook asks for the outputs, on the main process. A collective."""
         wanted = state.backend.main and super().collects(state, loader)
-        return any_rank(wanted, "what a hook collects")
+        return collectives.any_rank(wanted, "what a hook collects")
 
     def receive(self, state: TrainState, outputs: Sequence[Output]) -> None:
         """Take the outputs of an evaluation, on the main process."""

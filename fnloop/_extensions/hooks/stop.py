@@ -15,7 +15,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from fnloop._backend.collectives import broadcast, gather_objects, gather_shares
+from fnloop._backend.collectives import broadcast
 from fnloop._checkpoint.format import NUMBER, check_shape
 from fnloop._core.history import SINCE, check_monitored, first_record
 from fnloop._core.metrics import Mean, read
@@ -30,6 +30,7 @@ from fnloop.extend import (
     Stop,
     better,
     checks,
+    collectives,
     containers,
     engine_of,
     isolated,
@@ -103,7 +104,11 @@ class Trail:
         every = [torch.as_tensor(mark.finite, device=device) for mark in self._marks]
         flags = torch.stack(every).tolist() if every else []
         known = [i for i, finite in enumerate(flags) if not finite]
-        place = min(gather_objects(known[0] if known else len(flags), "the hook halt_on_nonfinite"))
+        place = min(
+            collectives.gather_objects(
+                known[0] if known else len(flags), "the hook halt_on_nonfinite"
+            )
+        )
         if not 0 < place < len(flags):
             return None
         before, after = self._marks[place - 1 : place + 1]
@@ -127,7 +132,7 @@ def _indices(state: TrainState, before: _Mark, after: _Mark) -> list[object] | N
     with isolated(state.backend.device):
         own = run.live.indices_at(before.epoch, before.batch, before.samples)
         mine = [containers.map_leaves(index, _plain) for index in itertools.islice(own, rounds)]
-    every = gather_shares(mine, "the hook halt_on_nonfinite")
+    every = collectives.gather_shares(mine, "the hook halt_on_nonfinite")
     found = [index for round_ in itertools.zip_longest(*every) for index in round_]
     known = [index for index in found if index is not None and index != []]
     return known or None

@@ -6,18 +6,19 @@ import contextlib
 import gc
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import attrs
 import torch
 from torch import Tensor, nn
 
 from fnloop._core.metrics import NoLoss, combine, to_accumulator_dtype, update_evaluated_
-from fnloop._core.state import TrainState, mark_half_done, note_call, with_carry
-from fnloop._core.types import LossFn, Middleware, Output, Step, middleware
-from fnloop._step.forward import takes_carry
+from fnloop._core.state import Ownership, TrainState, note_call, ownership_of, owns_handles
+from fnloop._core.types import Aux, LossFn, Middleware, Output, Skip, Step, middleware
+from fnloop._step.forward import items_in
 from fnloop._step.gradients import WeightedSum, restore_gradients, samples_in, stash_gradients
 from fnloop._step.transaction import in_parts, repeating
-from fnloop._step.update import CREATE_GRAPH, Backward, Commuting, Insertable
+from fnloop._step.update import Backward, Commuting, Insertable
 from fnloop.extend import (
     Batch,
     Metric,
@@ -188,7 +189,7 @@ def _accumulate(n: int, dtype: torch.dtype | None, typed: str | None = None) -> 
             return step.insert_inside(in_place)
         return _averaged(step, n, call, dtype)
 
-    return Middleware("accumulate", gradient=gradient, window=n, adds=())
+    return Middleware("accumulate", gradient=gradient, window=n, adds=(), traits=("stacks",))
 
 
 def _in_place(n: int, call: str) -> Callable[[Backward], Step]:
@@ -339,6 +340,7 @@ def retry_on_oom() -> Middleware:
         check=_check_pieces,
         adds=(),
         order={"gradient": -1},  # after the pieces that it repeats
+        traits=("repeats",),
     )
 
 
@@ -464,7 +466,7 @@ def _check_pieces(listed: Sequence[Middleware]) -> None:
                 f"{by!r} cuts a batch into pieces of its samples, and what {member!r} carries on "
                 "belongs to all of them. Leave one out; to save memory, use smaller batches"
             )
-        if member.name == CREATE_GRAPH:
+        if "create_graph" in member.traits:
             raise ValueError(
                 f"{by!r} changes gradients in place, which closure(create_graph=True) "
                 "differentiates: leave one out"
@@ -537,7 +539,7 @@ def tbptt(length: int, dim: int = 1) -> Middleware:
 
     def loss_fn(given: LossFn) -> LossFn:
         weigh = (lambda batch: _positions(batch, dim)) if dim else (lambda batch: 1)
-        return takes_carry(given, name_of(given), weigh)
+        return _takes_carry(given, name_of(given), weigh)
 
     return Middleware(
         "tbptt",
@@ -547,8 +549,9 @@ def tbptt(length: int, dim: int = 1) -> Middleware:
         loss_fn=loss_fn,
         check=_check_tbptt,
         adds=(),
-        order={"step": 2},  # all others act once for each update
-        carries=True,
+        forward=_carrying,
+        order={"step": 2, "forward": -1},  # all others act once for each update, and see no carry
+        traits=("carries",),
     )
 
 
@@ -577,20 +580,32 @@ def _check_tbptt(listed: Sequence[Middleware]) -> None:
             )
 
 
+def _mark_half_done(given: TrainState) -> None:
+    """Leave the model without an owner if a call has failed after the first of its updates.
+
+    Args:
+        given: the state that the call was given.
+    """
+    if owns_handles(given):
+        return
+    ownership: Ownership[TrainState] = ownership_of(given)
+    ownership.generation = ownership.newest = None
+
+
 def _each_window(length: int, dim: int) -> Wrap:
     def wrap(step: Step) -> Step:
         def each_window(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
             __tracebackhide__ = True
             given, windows = state, _windows(batch, length, dim)
             if not state.batch:  # a pass begins
-                state = with_carry(state, None)
+                state = with_slot(state, "tbptt", None)
             if len(windows) == 1:
                 state, out = step(state, batch)
                 return note_call(state, given.step), out
             try:
                 state, out = _fold(step, state, windows)
             except BaseException:
-                mark_half_done(given)
+                _mark_half_done(given)
                 raise
             return note_call(state, given.step), out
 
@@ -683,3 +698,74 @@ def _cut(dim: int, start: int, length: int) -> Callable[[object], object]:
         return leaf
 
     return cut
+
+
+# --------------------------------------------------------------------------------------------------
+# Loss functions with a carry, `(model, batch, carry) -> (loss, aux, carry)`, in a forward step.
+#
+# The carry goes in with the batch and comes out with aux, so that the step inside is the same as
+# for any other loss function. What wraps the forward step sees neither.
+
+_AUX, _CARRY = "aux", "carry"  # what the step inside gets as aux
+_MEANING = "with tbptt a loss function takes (model, batch, carry) and returns (loss, aux, carry)"
+
+
+class _Fed(NamedTuple):
+    """What the loss function is called with."""
+
+    batch: Batch
+    carry: object
+
+
+def _takes_carry(
+    loss_fn: Callable[..., object], name: str, positions: Callable[[Batch], int]
+) -> LossFn:
+    """Return the loss function for a forward step under :func:`_carrying`.
+
+    Args:
+        loss_fn: the loss function with a carry.
+        name: its name in messages.
+        positions: the number of positions of a window, which its weight is multiplied by, unless
+            the leading dimension counts them.
+    """
+
+    def with_carried(model: nn.Module, fed: Batch, /) -> tuple[Tensor, Aux] | Skip:
+        __tracebackhide__ = True
+        reply = loss_fn(model, fed.batch, fed.carry)
+        if isinstance(reply, Skip):
+            return reply
+        if not isinstance(reply, tuple) or len(reply) != 3:
+            raise TypeError(f"{_MEANING}; {name} returned {_describe(reply)}")
+        loss, aux, carry = reply
+        if not isinstance(aux, Mapping):
+            raise TypeError(
+                f"{_MEANING}, where aux is a mapping, such as {{}}; got {checks.describe(aux)}"
+            )
+        weight = aux.get("weight")
+        if weight is None:
+            weight = items_in(fed.batch, name) * positions(fed.batch)
+        return loss, {"weight": weight, _AUX: aux, _CARRY: carry}
+
+    return with_carried
+
+
+def _carrying(step: Step) -> Step:
+    """Return the forward step that gives the carry to the loss function, and keeps the new one."""
+
+    def carried(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
+        __tracebackhide__ = True
+        state, out = step(state, _Fed(batch, state.slots.get("tbptt")))
+        if _CARRY not in out.aux:
+            return state, out  # the loss function leaves the window out: the carry stays
+        state = with_slot(state, "tbptt", containers.map_leaves(out.aux[_CARRY], _detached))
+        return state, attrs.evolve(out, aux=out.aux[_AUX])
+
+    return carried
+
+
+def _detached(leaf: object) -> object:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
+
+
+def _describe(reply: object) -> str:
+    return f"a tuple of {len(reply)}" if isinstance(reply, tuple) else checks.describe(reply)

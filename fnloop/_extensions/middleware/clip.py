@@ -14,7 +14,7 @@ from fnloop._backend import torch_compat
 from fnloop._backend.fsdp import combined
 from fnloop._core.freeze import Selectors
 from fnloop._core.metrics import Mean, PerModel, per_model
-from fnloop._core.stacked import Stack, models_of
+from fnloop._core.stacked import INSTEAD, Stack, models_of
 from fnloop._core.state import TrainState, unwrap, with_used
 from fnloop._core.types import Middleware, Output, Step, middleware
 from fnloop._step.gradients import (
@@ -23,7 +23,7 @@ from fnloop._step.gradients import (
     stash_gradients,
 )
 from fnloop._step.transaction import skip_together
-from fnloop._step.update import CLOSURE, CREATE_GRAPH, Commuting
+from fnloop._step.update import Commuting
 from fnloop.extend import (
     Batch,
     Chosen,
@@ -119,6 +119,7 @@ def clip(
         check=_check_clips,
         check_state=None if only is None else _check_overlap,
         adds=(_NORM,),
+        traits=("stacks",),
     )
 
 
@@ -177,8 +178,18 @@ def grad_norm(norm_type: float = 2.0, by: str | None = None) -> Middleware:
 
     wrap = Commuting(then(measure))
     if by is None:
-        return Middleware(_NORM, gradient=wrap, check=check, adds=(_NORM,))
-    return Middleware(f"{_NORM}/{by}", gradient=wrap, adds=(_NORM,))
+        return Middleware(_NORM, gradient=wrap, check=check, adds=(_NORM,), traits=("stacks",))
+
+    def check_single(state: TrainState, listed: object) -> None:
+        _refuse_stack(state, f"grad_norm(by={by!r})", "write grad_norm()")
+
+    return Middleware(
+        f"{_NORM}/{by}",
+        gradient=wrap,
+        check_state=check_single,
+        adds=(_NORM,),
+        traits=("stacks",),
+    )
 
 
 def _by_module(state: TrainState) -> dict[str, list[Tensor]]:
@@ -220,6 +231,13 @@ def _clip_models_(state: TrainState, max_norm: float, norm_type: float) -> Tenso
         for g in grads:
             g.mul_(factor.to(g.device, g.dtype).reshape(-1, *[1] * (g.ndim - 1)))
     return norms
+
+
+def _refuse_stack(state: TrainState, owner: str, instead: str) -> None:
+    if type(state.model) is Stack:
+        raise NotImplementedError(
+            f"{owner} does not work with a stack of models: {instead}. {INSTEAD}"
+        )
 
 
 def _of_models(label: str, norms: Tensor, state: TrainState) -> PerModel:
@@ -264,7 +282,9 @@ def _check_overlap(state: TrainState, listed: Sequence[Middleware]) -> None:
     for member in listed:
         if not _is_clip(member):
             continue
-        chosen = Chosen(repr(member), _only_of(member))
+        if (only := _only_of(member)) is not None:
+            _refuse_stack(state, repr(member), "leave out only=, so that it is for all parameters")
+        chosen = Chosen(repr(member), only)
         chosen.check(with_used(state))
         for name in chosen.select(unwrap(state)).parameters:
             if (other := owners.setdefault(name, member)) is not member:
@@ -297,7 +317,7 @@ def clip_value(limit: float) -> Middleware:
     """
     _check_limit("clip_value", "limit", limit, "where inf switches clipping off")
     if math.isinf(limit):
-        return Middleware("clip_value")
+        return Middleware("clip_value", traits=("stacks",))
 
     def clamp(state: TrainState, batch: Batch, out: Output) -> tuple[TrainState, Output]:
         __tracebackhide__ = True
@@ -308,7 +328,7 @@ def clip_value(limit: float) -> Middleware:
                 torch_compat.foreach_clamp_max_(grads, limit)
         return state, out
 
-    return Middleware("clip_value", gradient=then(clamp), adds=())
+    return Middleware("clip_value", gradient=then(clamp), adds=(), traits=("stacks",))
 
 
 def _check_limit(owner: str, name: str, value: float, meaning: str) -> None:
@@ -532,7 +552,7 @@ def closure(*, create_graph: bool = False) -> Middleware:
     """
     checks.flag("closure", "create_graph", create_graph)
 
-    name = CREATE_GRAPH if create_graph else CLOSURE
+    name = "closure(create_graph)" if create_graph else "closure"
 
     def check(listed: Sequence[Middleware]) -> None:
         for member in listed:
@@ -541,7 +561,7 @@ def closure(*, create_graph: bool = False) -> Middleware:
                     f"{member!r} cannot capture an optimizer that evaluates the loss by itself: "
                     "leave one out"
                 )
-            if member.name in (CLOSURE, CREATE_GRAPH) and member.name != name:
+            if "by_closure" in member.traits and member.name != name:
                 raise ValueError(
                     "closure() and closure(create_graph=True) are both listed: leave closure() out"
                 )
@@ -551,7 +571,9 @@ def closure(*, create_graph: bool = False) -> Middleware:
                     "closure(create_graph=True) differentiates: leave one out"
                 )
 
-    return Middleware(name, check=check, init=_refuse_several if create_graph else None)
+    init = _refuse_several if create_graph else None
+    traits = ("by_closure", *["create_graph"] * create_graph)
+    return Middleware(name, check=check, init=init, traits=traits)
 
 
 def _refuse_several(state: TrainState) -> None:

@@ -20,7 +20,7 @@ from fnloop._core.types import Middleware, Output, Step, middleware
 from fnloop._extensions.graphs.capture import GraphedStep, read_from_tensors, recorder_on
 from fnloop._extensions.graphs.guards import CaptureError
 from fnloop._step.transaction import leaves_graphs_out
-from fnloop._step.update import CLOSURE, CREATE_GRAPH, replace_apply
+from fnloop._step.update import replace_apply
 from fnloop.extend import Batch, checks, optimizers
 
 # --------------------------------------------------------------------------------------------------
@@ -101,6 +101,7 @@ def compiled(*, update: bool = False, **options: Any) -> Middleware:
         check=_check_members,
         check_state=_check_optimizers,
         adds=(),
+        traits=("compiles",),
     )
 
 
@@ -135,7 +136,7 @@ def _step_of(optimizer: Optimizer) -> object:
 def _check_members(members: Sequence[Middleware]) -> None:
     """Raise if another middleware says how the optimizer is called."""
     for member in members:
-        if member.name in (CLOSURE, CREATE_GRAPH):
+        if "by_closure" in member.traits:
             raise ValueError(
                 f"{member!r} calls the optimizer with a closure, which compiled(update=True) does "
                 "not: leave one of them out, or write compiled()"

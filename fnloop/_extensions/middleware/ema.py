@@ -24,7 +24,6 @@ from fnloop._core.parts import TAKEN
 from fnloop._core.state import TrainState, unwrap
 from fnloop._core.types import Middleware, Output, Step, middleware
 from fnloop._display.screen import warn_once
-from fnloop._display.tables import format_count
 from fnloop._step.transaction import is_recorded
 from fnloop.extend import (
     Batch,
@@ -37,6 +36,7 @@ from fnloop.extend import (
     is_sharded,
     local_part,
     name_of,
+    tables,
     then,
 )
 from fnloop.schedules import check_length, explain_unknown_length, updates_in
@@ -272,7 +272,7 @@ def _warn_of_total(owner: str, start: float, begin: int, more: int, begun: bool)
         more: how many updates too many it is of; too few if below 0.
         begun: whether that many were made.
     """
-    has = f"is of {format_count(abs(more), 'update')} too {'many' if more > 0 else 'few'}"
+    has = f"is of {tables.format_count(abs(more), 'update')} too {'many' if more > 0 else 'few'}"
     has = has if begun else f"is the weights again through update {begin}"
     warn_once(
         f"{owner}: start={start} is update {begin} of this run, and the average {has}: the run had "

@@ -20,7 +20,6 @@ from fnloop._core.serialize import has_pending, materialize
 from fnloop._core.stacked import Stack, models_of
 from fnloop._core.state import LEFT_OUT, TrainState
 from fnloop._core.types import Middleware, Output, Step, middleware
-from fnloop._display.tables import format_count
 from fnloop._step.transaction import Judge
 from fnloop._step.update import Commuting
 from fnloop.extend import (
@@ -35,6 +34,7 @@ from fnloop.extend import (
     optimizers,
     parameters,
     refuse,
+    tables,
 )
 
 # --------------------------------------------------------------------------------------------------
@@ -155,6 +155,7 @@ def skip_nonfinite(limit: int = 10) -> Middleware:
         init=lambda state: Streak(),
         check=sees_whole_updates("skip_nonfinite"),
         adds=(),
+        traits=("skips", "stacks"),
     )
 
 
@@ -216,7 +217,7 @@ def _stop_after(limit: int) -> Wrap:
                 streak.skipped = 0
             elif streak.skipped >= limit:
                 streak.skipped = 0  # a run that is continued has as many again
-                count = format_count(limit, "update")
+                count = tables.format_count(limit, "update")
                 what = "had a loss or gradients that are not finite"
                 stop = Stop(f"skip_nonfinite: {count} in a row {what}", "guard")
                 state = attrs.evolve(state, stop=stop)
@@ -329,6 +330,7 @@ def spike_guard(window: int = 100, ratio: float = 2.0, then: str = "skip") -> Mi
         check=sees_whole_updates("spike_guard"),
         check_state=_check_whole if then == "back" else None,
         adds=(),
+        traits=("skips",),
     )
 
 
@@ -385,7 +387,7 @@ def _note(window: int, ratio: float, then: str) -> Wrap:
                     state = _go_back(state, losses)
                 elif losses.skipped >= window:
                     losses.skipped = 0  # a run that is continued has as many again
-                    count = format_count(window, "update")
+                    count = tables.format_count(window, "update")
                     reason = (
                         f"spike_guard: {count} in a row had a loss above {ratio:g} times the median"
                     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 import math
 import re
 import sys
@@ -19,6 +20,7 @@ from torch import Tensor
 from fnloop._core.history import suggestion
 from fnloop._core.metrics import (
     COLLECTION_HINT,
+    RECENT,
     Elapsed,
     Mark,
     Mean,
@@ -31,6 +33,7 @@ from fnloop._core.metrics import (
     to_accumulator_dtype,
     weighted,
 )
+from fnloop._core.serialize import Pending
 from fnloop._core.stacked import Stack, call_each
 from fnloop._core.state import TrainState
 from fnloop._core.types import Aux, Middleware, Output, Step, collection_key, middleware
@@ -100,17 +103,20 @@ def metric(
     names = [*([] if shared is None else [_label(shared)]), *functions]
     settings = [f"on={on!r}"] * (on != "both") + [f"loaders={only!r}"] * (only is not None)
     name = f"metric({', '.join(names + settings)})"
+    adds = _known_names(shared, functions)
     if only is None:
         ring = {"both": "forward", "training": "loss", "evaluation": "evaluation"}[on]
         rings: dict[str, Any] = {ring: _measure(shared, functions)}
-        return Middleware(name, **rings, adds=_known_names(shared, functions))
+        return Middleware(name, **rings, adds=adds, check=_check_reported, traits=("stacks",))
     evaluated = tuple(loader for loader in only if loader != TRAIN)
     return Middleware(
         name,
         loss=_measure(shared, functions) if TRAIN in only else None,
         evaluation=_measure(shared, functions, evaluated) if evaluated else None,
         loaders=only,
-        adds=_known_names(shared, functions),
+        adds=adds,
+        check=_check_reported,
+        traits=("stacks",),
     )
 
 
@@ -120,14 +126,26 @@ def _known_names(shared: object, functions: Mapping[str, object]) -> tuple[str, 
     return tuple(functions) if shared is None and not several else None
 
 
-def unseen_metrics(members: Iterable[Middleware]) -> dict[str, Metric]:
-    """Return the metrics of torchmetrics that training reports, by name, before any batch."""
+def unseen_metrics(members: Iterable[Middleware], read: Mapping[str, object]) -> dict[str, Metric]:
+    """Return metrics by name, before any batch: those of torchmetrics that training reports.
+
+    And the times of a checkpoint, whatever measured them.
+
+    Args:
+        members: the middleware of a step.
+        read: the metrics of a checkpoint, as far as they are known, by name.
+    """
+    times: dict[str, Metric] = {
+        name.removeprefix(RECENT): Elapsed(0.0, is_rate="throughput/" in name)
+        for name, metric in read.items()
+        if isinstance(metric, Pending) and metric.kind == "fnloop.Elapsed"
+    }
     trained = [m for m in members if m.forward is not None or m.loss is not None]
     calls = [m.call for m in trained if m.call is not None and m.call.factory is metric]
     given = [(collection_key(each) or "", each) for call in calls for each in call.args]
     given += [named for call in calls for named in call.kwargs.items()]
     functions = {name: each for name, each in given if isinstance(each, from_torchmetrics)}
-    return {name: function.unseen for name, function in functions.items()}
+    return times | {name: function.unseen for name, function in functions.items()}
 
 
 def _check_functions(shared: object, functions: Mapping[str, object]) -> None:
@@ -393,6 +411,43 @@ def _to_metric(name: str, value: object, weight: float | Tensor) -> Metric:
 
 
 # --------------------------------------------------------------------------------------------------
+# Two of them that report one name.
+
+
+def _check_reported(listed: Sequence[Middleware]) -> None:
+    """Raise ValueError if two are known to report one name, for one loader."""
+    for a, b in itertools.combinations(listed, 2):
+        mine, its = _names_of(a), _names_of(b)
+        if (both := mine.keys() & its.keys()) and _loaders_meet(_loaders_of(a), _loaders_of(b)):
+            name = min(both)
+            raise ValueError(
+                f"{a!r} and {b!r} both report {name!r}: rename one"
+                f"{COLLECTION_HINT if mine[name] or its[name] else ''}"
+            )
+
+
+def _names_of(member: Middleware) -> dict[str, bool]:
+    """Return the names that ``metric`` and ``derive`` were given: whether a collection has them."""
+    if member.call is None or member.call.factory not in (metric, derive):
+        return {}
+    found = {name: True for shared in member.call.args for name in names_in(shared)}
+    return found | {name: False for name, value in member.call.kwargs.items() if callable(value)}
+
+
+def _loaders_of(member: Middleware) -> set[str]:
+    """Return the names of the loaders that a middleware is for; "" is any that is evaluated."""
+    if member.loaders:
+        return {*member.loaders}
+    if member.evaluation is not None or member.view is not None:
+        return {""}
+    return {"train"} if member.loss is not None else {"train", ""}
+
+
+def _loaders_meet(a: set[str], b: set[str]) -> bool:
+    return bool(a & b or ("" in a and b != {"train"}) or ("" in b and a != {"train"}))
+
+
+# --------------------------------------------------------------------------------------------------
 # Add numbers that follow from others to the reports of a run.
 
 
@@ -463,7 +518,12 @@ def derive(**functions: Callable[[Mapping[str, float]], float]) -> Middleware:
             known.setdefault(name, found[name])
         return found
 
-    return Middleware(f"derive({', '.join(functions)})", report=report, adds=tuple(functions))
+    return Middleware(
+        f"derive({', '.join(functions)})",
+        report=report,
+        adds=tuple(functions),
+        check=_check_reported,
+    )
 
 
 # What the functions of math say where they have no value, since Python 3.14 in many words.
@@ -528,7 +588,7 @@ def timings() -> Middleware:
 
         return timed
 
-    return Middleware("timings", step=wrap, adds=("time",), timed=True)
+    return Middleware("timings", step=wrap, adds=("time",), traits=("timed", "stacks"))
 
 
 @middleware("step")
@@ -607,7 +667,14 @@ def throughput(
         return timed
 
     init = (lambda state: 0.0) if counts else None
-    return Middleware(name, loss=_counting(of, name), step=wrap, init=init, adds=("throughput",))
+    return Middleware(
+        name,
+        loss=_counting(of, name),
+        step=wrap,
+        init=init,
+        adds=("throughput",),
+        traits=("stacks",),
+    )
 
 
 def _counting_flops(

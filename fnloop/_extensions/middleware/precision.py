@@ -111,6 +111,7 @@ def amp(
         init=init,
         adds=(),
         precision=precision,
+        traits=("skips",),
     )
 
 
@@ -251,7 +252,11 @@ def channels_last() -> Middleware:
     Source: https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html
     """
     return Middleware(
-        "channels_last", forward=_convert_batch, init=_convert_state, per_phase=True, adds=()
+        "channels_last",
+        forward=_convert_batch,
+        init=_convert_state,
+        adds=(),
+        traits=("per_phase",),
     )
 
 

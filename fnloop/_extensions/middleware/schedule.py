@@ -24,7 +24,7 @@ from fnloop._core.optimizers import RATIO, begin_again, keep_initial, note_set, 
 from fnloop._core.records import Record, counts
 from fnloop._core.runs import RunInfo
 from fnloop._core.state import TrainState, rested, used_in
-from fnloop._core.types import UPDATE, LossFn, Middleware, Output, Step, middleware
+from fnloop._core.types import LossFn, Middleware, Output, Step, middleware
 from fnloop._display.screen import warn_once
 from fnloop._step.transaction import settle
 from fnloop.extend import (
@@ -195,9 +195,8 @@ def schedule(
         name,
         step=wrap,
         init=init,
-        per_phase=True,
         adds=(field,),
-        counts_items=by == "items",
+        traits=("stacks", "per_phase", *["counts_items"] * (by == "items")),
         check=_check_names,
         check_state=_check_groups_apart,
     )
@@ -649,7 +648,7 @@ def scheduled(**functions: _Fn) -> Middleware:
         step=wrap,
         evaluation=evaluation,
         init=_stretch,
-        per_phase=True,
+        traits=("per_phase", "stacks"),
         loss_fn=loss_fn,
         passes=tuple(functions),
         check=check,
@@ -793,7 +792,7 @@ def torch_scheduler(
                 _check_setting(name, "lr", group["lr"], f"step {_updates(state, only)}")
             used = numbers_used(chosen, "lr")
             state, out = step(state, batch)
-            if UPDATE in state.events:
+            if "update" in state.events:
                 _advance(scheduler, _updates(state, only), name)
                 note_set(optimizer.param_groups)
             return state, report(out, used, "torch_scheduler")
@@ -804,7 +803,7 @@ def torch_scheduler(
         slot,
         step=wrap,
         init=init,
-        per_phase=True,
+        traits=("per_phase",),
         adds=("lr",),
         check=_check_names,
         check_state=_check_groups_apart,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fnloop._core.types import Middleware, middleware
-from fnloop._step.update import USING
 from fnloop.extend import checks
 
 
@@ -64,7 +63,7 @@ def using(*names: str) -> Middleware:
         raise TypeError(f'using expects names of optimizers: write using("a", "b"); got {given}')
     if len({*names}) < len(names):
         raise ValueError(f"using expects each name once; got {names!r}")
-    return Middleware(USING, check=_check)
+    return Middleware("using", uses=names, check=_check)
 
 
 def _check(listed: Sequence[Middleware]) -> None:

@@ -16,7 +16,6 @@ from typing import TypeVar
 import attrs
 
 from fnloop._backend import torch_compat
-from fnloop._backend.collectives import gather_from_all
 from fnloop._checkpoint.format import CheckpointError
 from fnloop._checkpoint.restore import restore
 from fnloop._checkpoint.save import check_resumable, save
@@ -48,6 +47,7 @@ from fnloop.extend import (
     Wrap,
     check_not_stale,
     checks,
+    collectives,
     isolated,
     name_of,
     optimizers,
@@ -194,13 +194,13 @@ def _temporary_folder(state: TrainState) -> Iterator[Path]:
         if state.backend.main:
             made = tempfile.TemporaryDirectory(prefix="fnloop-dry-run-", dir=place)
             folder = stack.enter_context(made)
-        yield Path(gather_from_all(folder)[0])
-        gather_from_all(None)
+        yield Path(collectives.gather_from_all(folder)[0])
+        collectives.gather_from_all(None)
 
 
 def _of_all(findings: Sequence[Finding]) -> tuple[Finding, ...]:
     """Return what the main process has seen, and the problems of all processes."""
-    seen = gather_from_all(tuple(findings))
+    seen = collectives.gather_from_all(tuple(findings))
     found = dict.fromkeys(seen[0]) | dict.fromkeys(f for each in seen for f in each if f.problem)
     return tuple(_naming_processes(f, seen) if f.problem else f for f in found)
 
@@ -236,7 +236,7 @@ def _read(trial: Trial, step: PipelineStep) -> tuple[list[Finding], dict[str, Ba
             except Exception as error:
                 raised.add(name)
                 found[name] = Finding("loader", name, _in_words(error), problem=True)
-        every = gather_from_all(raised)
+        every = collectives.gather_from_all(raised)
         raised_everywhere.update(set.intersection(*every))
         raised = set().union(*every)
         return {name: result for name, result in done.items() if name not in raised}

@@ -120,7 +120,7 @@ def test_an_update_that_is_left_out_counts_for_none():
     state, _ = step(head_and_body(), ONE)
     state, out = step(state, ONE * float("nan"))
     assert out.skip and (state.step, state.skipped) == (1, 1)
-    assert state.updates == {"head": 1, "body": 0} and state.slots["using"] == {"body": 1}
+    assert state.updates == {"head": 1, "body": 0} and state.slots["rests"] == {"body": 1}
 
 
 def test_an_average_is_of_the_whole_model():

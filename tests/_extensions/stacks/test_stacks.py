@@ -545,6 +545,20 @@ def test_middleware_that_cannot_be_stacked_is_refused_by_name(member):
     assert state.step == 0 and state.model["a"].w.item() == 0.0
 
 
+def test_a_middleware_of_ones_own_can_say_that_it_works_with_a_stack():
+    """It multiplies the stacked gradients, which are 1, by 3."""
+
+    def tripled(state, batch, out):
+        for grad in fl.extend.gradients(state):
+            grad.mul_(3)
+        return state, out
+
+    mine = fl.Middleware("mine", gradient=fl.extend.then(tripled), traits=("stacks",))
+    state = fl.stack({"a": toy(), "b": toy()})
+    state = fl.fit(fl.pipeline(mine)(toy_loss), state, [torch.ones(1)], hooks=())
+    assert state.model["a"].w.item() == state.model["b"].w.item() == -3.0
+
+
 def test_steps_that_cannot_be_stacked_are_refused():
     state = fl.stack({"a": toy(), "b": toy()})
     step = fl.pipeline()(toy_loss)
