@@ -48,7 +48,7 @@ from importlib import import_module as _import_module
 from fnloop._backend.collectives import broadcast, gather, reduce
 from fnloop._core.averages import averaged
 from fnloop._core.freeze import freeze, layers, unfreeze
-from fnloop._core.history import History, Phase, compare
+from fnloop._core.history import History, Phase
 from fnloop._core.metrics import Last, Max, Mean, Min, Sum, from_torchmetrics
 from fnloop._core.records import Record
 from fnloop._core.runs import RunInfo
@@ -73,6 +73,7 @@ if _typing.TYPE_CHECKING:
     from fnloop._checkpoint.save import save
     from fnloop._extensions.checkpoints.follow import follow
     from fnloop._extensions.graphs.guards import CaptureError
+    from fnloop._extensions.histories.curves import compare
     from fnloop._extensions.hooks.keep import checkpoint, restore_best
     from fnloop._extensions.hooks.look import inspect, live_plot, measure, profiled
     from fnloop._extensions.hooks.pace import paced
@@ -115,6 +116,7 @@ _LATER = {
     "._checkpoint.restore": "best latest restore resume",
     "._checkpoint.save": "save",
     "._extensions.graphs.guards": "CaptureError",
+    "._extensions.histories.curves": "compare",
     "._extensions.hooks.keep": "checkpoint restore_best",
     "._extensions.hooks.look": "inspect live_plot measure profiled",
     "._extensions.hooks.pace": "paced",

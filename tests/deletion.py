@@ -29,7 +29,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 # The modules of each extension, in `_extensions` or beside it, the folders and files of tests that
-# are about it alone, and the arguments that ask for it.
+# are about it alone, and the arguments and methods that ask for it.
 EXTENSIONS = {
     "accumulate": {
         "modules": "middleware.accumulate",
@@ -66,6 +66,7 @@ EXTENSIONS = {
         "modules": "middleware.guards",
         "tests": "middleware/test_skip_nonfinite middleware/test_spike_guard processes/test_guards",
     },
+    "histories": {"modules": "histories.*", "tests": "histories", "methods": "plot"},
     "keep": {"modules": "hooks.keep", "tests": "hooks/test_checkpoint hooks/test_restore_best"},
     "local_sgd": {
         "modules": "middleware.local_sgd",
@@ -119,6 +120,7 @@ BUILT_ON = {
     "accumulate": ["debug"],
     "distributed": ["exact", "local_sgd"],
     "graphs": ["tune"],
+    "histories": ["find", "look", "progress", "search", "stack"],
     "keep": ["trackers", "search"],
     "metric": ["try"],
     "precision": ["tune"],
@@ -160,11 +162,12 @@ class Names:
     Args:
         modules: the modules, such as "fnloop._extensions.alternate".
         public: the names at the top level and in public modules.
-        arguments: the names of arguments that ask for it.
+        arguments, methods: the names of arguments, and of methods and functions, that ask for it.
     """
 
-    def __init__(self, modules, public, arguments=()):
-        self.modules, self.public, self.arguments = set(modules), set(public), set(arguments)
+    def __init__(self, modules, public, arguments=(), methods=()):
+        self.modules, self.public = set(modules), {*public, *methods}
+        self.arguments, self.methods = set(arguments), set(methods)
         self.helpers = {}  # by the name of a file of tests
 
     def is_import(self, module, name):
@@ -185,6 +188,8 @@ class Names:
         """
         match node:
             case ast.Attribute(value=ast.Name(id=module), attr=name) if f"{module}.{name}" in local:
+                return True
+            case ast.Attribute(attr=name) if name in self.methods:
                 return True
             case ast.Attribute(attr=name) if name in self.public:
                 return ast.unparse(node).split(".")[0] in ALIASES
@@ -394,8 +399,11 @@ def names_taken(name, tree):
         for node in ast.walk(ast.parse(init.read_text())):
             if isinstance(node, ast.ImportFrom) and node.module in modules:
                 public |= {alias.asname or alias.name for alias in node.names}
-    arguments = [a for each in taken for a in EXTENSIONS[each].get("arguments", "").split()]
-    return paths, Names(modules, public, arguments)
+    asked = {
+        kind: [a for each in taken for a in EXTENSIONS[each].get(kind, "").split()]
+        for kind in ("arguments", "methods")
+    }
+    return paths, Names(modules, public, **asked)
 
 
 def files_about(name, tree):
@@ -450,7 +458,11 @@ def examples_of(names, tree):
         for node in ast.walk(module):
             if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module):
                 examples = doctest.DocTestParser().get_examples(ast.get_docstring(node) or "")
-                pattern = bare if place.as_posix() == "fnloop/__init__.py" else words
+                own = (
+                    place.as_posix() == "fnloop/__init__.py"
+                    or getattr(node, "name", "") in names.methods
+                )
+                pattern = bare if own else words
                 if any(pattern.search(example.source) for example in examples):
                     name = [node.name] if hasattr(node, "name") else []
                     yield f"--deselect={place}::{'.'.join([module_of(place), *name])}"

@@ -14,7 +14,7 @@ from fnloop._backend import torch_compat
 from fnloop._core.history import History
 from fnloop._core.metrics import Mean, PerModel
 from fnloop._core.optimizers import Optimizers, wants_closure
-from fnloop._core.records import COSTS, Record, records_of_model
+from fnloop._core.records import COSTS, Record
 from fnloop._core.stacked import INSTEAD, Stack, check_architectures, models_of
 from fnloop._core.state import (
     PLACE,
@@ -22,6 +22,7 @@ from fnloop._core.state import (
     TrainState,
     snapshot,
 )
+from fnloop._extensions.histories.table import records_of_model
 from fnloop.extend import Metric, check_not_stale, checks, containers, optimizers
 
 EXAMPLE = "such as fork(state, {'lr': [0.1, 0.01]})"

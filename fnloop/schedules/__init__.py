@@ -27,6 +27,7 @@ from fnloop._backend.containers import vars_of
 from fnloop._core.types import Call, hide_fields, name_of
 from fnloop._display import checks, tables
 from fnloop._display.screen import warn_once
+from fnloop._extensions import extensions
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -709,19 +710,8 @@ def plot(schedules: Schedules, total_steps: int) -> Figure:
         raise ValueError("plot expects at least one schedule, such as cosine(); got none")
     for schedule in named.values():
         check_schedule("plot", schedule)
-    from fnloop._display import figures  # of which only a plot has need
-
-    figure, (axis,) = figures.panels("schedules.plot", [figures.LARGE])
-    colors = figures.palette("schedules.plot", len(named))
-    curves = [
-        figures.Curve([(i, schedule(i, total_steps)) for i in range(total_steps)], name, color)
-        for color, (name, schedule) in zip(colors, named.items(), strict=True)
-    ]
-    figures.draw(axis, "factor on the initial value", "update", curves, known=None)
-    figure.set_figheight(3.0 + 0.22 * len(curves))
-    # A schedule crosses the whole axis, so the legend goes below it.
-    figure.legend(loc="outside lower center", frameon=False, labelcolor=figures.GREY)
-    return figure
+    (plot_factors,) = extensions("figure of schedules")
+    return plot_factors(named, total_steps)
 
 
 def _with_labels(

@@ -47,7 +47,7 @@ OPEN = {
         "RATIO SCHEDULED wants_closure"
     ),
     "_core.parts": "Load OWN Restoring Saving set_fields TAKEN",
-    "_core.records": "COSTS counts records_of_model starred TRAINED update_best",
+    "_core.records": "COSTS counts number_of_epoch split_name TRAINED",
     "_core.rng": (
         "COMPUTE HostGenerators mark_generators reserved_generators seed_host torch_seeder"
     ),
@@ -66,14 +66,12 @@ OPEN = {
     ),
     "_core.types": "Aux BY_ANOTHER Call collection_key is_ours Searching UPDATE",
     "_core.view": "as_evaluated begin_again is_apart take_back view",
-    "_core.views": "check_plot Row",
     "_data.composed": "unmarked",
     "_data.held": "own_copy",
     "_data.iterable": "is_keeper",
     "_data.loaders": "batch_size_of check_loader Padding read_loaders Window",
     "_data.position": "checksum",
     "_data.source": "first_batches LateWindow open_source Source",
-    "_display": "figures",
     "_display.frames": "short_traceback",
     "_display.screen": "warn_once",
     "_display.tables": "Column format_count Shown Table",

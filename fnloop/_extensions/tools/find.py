@@ -67,7 +67,7 @@ class LrRange(tables.Shown):
             ImportError: matplotlib is not installed (the extra ``fnloop[plot]``).
             ValueError: there is no loss to draw; the message says why.
         """
-        from fnloop._display import figures
+        from fnloop._extensions.histories import figures
 
         figures.require_matplotlib("LrRange.plot")
         if not self.rates:

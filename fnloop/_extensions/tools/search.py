@@ -90,7 +90,7 @@ class Search(tables.Shown):
         Raises:
             ImportError: matplotlib is not installed (the extra ``fnloop[plot]``).
         """
-        from fnloop._display import figures
+        from fnloop._extensions.histories import figures
 
         figure, (axis,) = figures.panels("Search.plot", [figures.LARGE])
         last = {rung.name for rung in self.rungs if rung.epoch == self.rungs[-1].epoch}

@@ -8,9 +8,8 @@ import pytest
 from tqdm.utils import disp_len
 
 from fnloop import History, Record
-from fnloop._core.records import is_evaluated, is_row
-from fnloop._core.views import Row, table
 from fnloop._display.tables import format_metric
+from fnloop._extensions.histories.table import Row, is_evaluated, is_row, table
 
 NAN, INF = math.nan, math.inf
 METRICS = {
@@ -37,6 +36,18 @@ def column(name, *values):
 
 
 # --- columns
+
+
+def test_closing_records_are_rows_too():
+    closing = Record(0, 5, {"valid/loss": 2}, closing=True)
+    made = History([closing, Record(1, 10, {"valid/loss": 1})])
+    assert [row.split()[1] for row in repr(made).splitlines()[2:]] == ["5", "10"]
+
+
+def test_items_are_a_column():
+    made = History([Record(1, 1, {"train/loss": 1.0}, items=2)])
+    assert "epoch  step  items" in str(made) and "items" in made._repr_html_()
+    assert "items" not in str(History([Record(1, 1, {"train/loss": 1.0})]))
 
 
 def test_evaluated_loaders_come_first_then_train_then_recent_and_each_column_has_one_format():
