@@ -103,7 +103,7 @@ EXTENSIONS = {
         "modules": "tools.search",
         "tests": "tools/test_search tools/test_killed_search processes/test_trials",
     },
-    "stack": {"modules": "stacks", "tests": "stacks"},
+    "stack": {"modules": "stacks.*", "tests": "stacks"},
     "stop": {
         "modules": "hooks.stop",
         "tests": "hooks/test_early_stop hooks/test_halt_on_nonfinite hooks/test_requeue "

@@ -38,8 +38,8 @@ OPEN = {
     ),
     "_core.metrics": (
         "COLLECTION_HINT combine Elapsed is_per_process ITEMS Mark mark names_in NoLoss Peak "
-        "per_model PerModel read RECENT Reduced sent Shares to_accumulator_dtype to_host "
-        "update_ update_evaluated_ weighted"
+        "read RECENT Reduced sent Shares to_accumulator_dtype to_host update_ "
+        "update_evaluated_ valid_or_nan weighted"
     ),
     "_core.optimizers": (
         "begin_again copy_number first_shared Group groups_in initial_value "
@@ -56,15 +56,15 @@ OPEN = {
         "as_number decode describe_value encode find_difference has_pending INTEGER_OF_SIZE "
         "Json materialize Measured Pending"
     ),
+    "_core.several": "models_of Several",
     "_core.shapes": "forget_states take_shapes",
-    "_core.stacked": "call_each check_architectures INSTEAD models_of Stack",
     "_core.state": (
         "advance check_alike clear_parameter_cache count_parameters current_parameters "
         "differ_only generation_of give_up_ownership LEFT_OUT mark_half_done moved note_call "
         "Ownership ownership_of owns_handles ParameterCache PLACE rested take_ownership "
         "tracing_copy used_in with_carry with_note with_used without_metrics"
     ),
-    "_core.types": "Aux BY_ANOTHER Call collection_key is_ours Searching UPDATE",
+    "_core.types": "Aux BY_ANOTHER Call collection_key is_ours Searching Skip UPDATE",
     "_core.view": "as_evaluated begin_again is_apart take_back view",
     "_data.composed": "unmarked",
     "_data.held": "own_copy",
@@ -84,7 +84,10 @@ OPEN = {
     "_loop.peers": "forget_interruption is_alone",
     "_loop.plan": "Plan read_hooks",
     "_step.engine_local": "LocalEngine",
-    "_step.forward": "EvaluationPass items_in Result Subject SumOfBatches takes_carry",
+    "_step.forward": (
+        "check_reply check_weight EvaluationPass items_in NO_ITEMS Result Subject "
+        "SumOfBatches takes_carry"
+    ),
     "_step.gradients": (
         "clip_to_norm_ divide fail_to_train GradientSum LocalWindow LossRoot NO_GRADIENT "
         "NoGradientError Pass pieces_of restore_gradients rows_of samples_in skipped_with "
