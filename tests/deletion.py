@@ -29,7 +29,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 # The modules of each extension, in `_extensions` or beside it, the folders and files of tests that
-# are about it alone, and the arguments and methods that ask for it.
+# are about it alone, the arguments and methods that ask for it, and what has an example of it.
 EXTENSIONS = {
     "accumulate": {
         "modules": "middleware.accumulate",
@@ -66,7 +66,12 @@ EXTENSIONS = {
         "modules": "middleware.guards",
         "tests": "middleware/test_skip_nonfinite middleware/test_spike_guard processes/test_guards",
     },
-    "histories": {"modules": "histories.*", "tests": "histories", "methods": "plot"},
+    "histories": {
+        "modules": "histories.*",
+        "tests": "histories",
+        "methods": "plot",
+        "examples": "History History.plot plot",
+    },
     "keep": {"modules": "hooks.keep", "tests": "hooks/test_checkpoint hooks/test_restore_best"},
     "local_sgd": {
         "modules": "middleware.local_sgd",
@@ -99,6 +104,7 @@ EXTENSIONS = {
         "modules": "middleware.schedule",
         "tests": "middleware/test_schedule middleware/test_scheduled middleware/test_plateau",
     },
+    "schedules": {"modules": "schedules.*", "tests": "schedules"},
     "search": {
         "modules": "tools.search",
         "tests": "tools/test_search tools/test_killed_search processes/test_trials",
@@ -125,6 +131,7 @@ BUILT_ON = {
     "metric": ["try"],
     "precision": ["tune"],
     "schedule": ["try", "search"],
+    "schedules": ["averages", "schedule"],
     "stack": ["find", "search"],
     "try": ["find", "debug"],
 }
@@ -163,11 +170,13 @@ class Names:
         modules: the modules, such as "fnloop._extensions.alternate".
         public: the names at the top level and in public modules.
         arguments, methods: the names of arguments, and of methods and functions, that ask for it.
+        examples: the names of functions and classes whose examples show it.
     """
 
-    def __init__(self, modules, public, arguments=(), methods=()):
+    def __init__(self, modules, public, arguments=(), methods=(), examples=()):
         self.modules, self.public = set(modules), {*public, *methods}
         self.arguments, self.methods = set(arguments), set(methods)
+        self.examples = set(examples)
         self.helpers = {}  # by the name of a file of tests
 
     def is_import(self, module, name):
@@ -401,7 +410,7 @@ def names_taken(name, tree):
                 public |= {alias.asname or alias.name for alias in node.names}
     asked = {
         kind: [a for each in taken for a in EXTENSIONS[each].get(kind, "").split()]
-        for kind in ("arguments", "methods")
+        for kind in ("arguments", "methods", "examples")
     }
     return paths, Names(modules, public, **asked)
 
@@ -455,17 +464,20 @@ def examples_of(names, tree):
     for path in sorted((tree / "fnloop").rglob("*.py")):
         place = path.relative_to(tree)
         module = ast.parse(path.read_text())
-        for node in ast.walk(module):
-            if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module):
-                examples = doctest.DocTestParser().get_examples(ast.get_docstring(node) or "")
-                own = (
-                    place.as_posix() == "fnloop/__init__.py"
-                    or getattr(node, "name", "") in names.methods
-                )
-                pattern = bare if own else words
-                if any(pattern.search(example.source) for example in examples):
-                    name = [node.name] if hasattr(node, "name") else []
-                    yield f"--deselect={place}::{'.'.join([module_of(place), *name])}"
+        for name, node in documented(module):
+            examples = doctest.DocTestParser().get_examples(ast.get_docstring(node) or "")
+            pattern = bare if place.as_posix() == "fnloop/__init__.py" else words
+            found = any(pattern.search(example.source) for example in examples)
+            if found or ".".join(name) in names.examples:
+                yield f"--deselect={place}::{'.'.join([module_of(place), *name])}"
+
+
+def documented(node, name=()):
+    """Yield the parts of a module that may have a docstring, each with its name as words."""
+    yield name, node
+    for part in node.body:
+        if isinstance(part, ast.FunctionDef | ast.ClassDef):
+            yield from documented(part, (*name, part.name))
 
 
 def copied_tree(folder):

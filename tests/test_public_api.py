@@ -23,12 +23,12 @@ ROOT = Path(fnloop.__file__).parent
 # A room imports only from the rooms before it.
 # fmt: off
 KERNEL = [
-    "_display", "_backend", "_core", "schedules", "_data", "_step", "_checkpoint", "_hooks", "_loop"
+    "_display", "_backend", "_core", "_data", "_step", "_checkpoint", "_hooks", "_loop"
 ]
 EXTENSIONS = [
-    "_extensions.histories", "_extensions.graphs", "_extensions.engines", "_extensions.alternate",
-    "_extensions.stacks", "_extensions.checkpoints", "_extensions.middleware", "_extensions.hooks",
-    "_extensions.tools",
+    "_extensions.histories", "schedules", "_extensions.graphs", "_extensions.engines",
+    "_extensions.alternate", "_extensions.stacks", "_extensions.checkpoints",
+    "_extensions.middleware", "_extensions.hooks", "_extensions.tools",
 ]
 BESIDE = ["testing", "data", "debug"]
 MOST_OPEN = 282  # it may only fall

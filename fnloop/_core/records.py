@@ -158,15 +158,14 @@ def counts(record: Record, key: str) -> bool:
     return not record.closing and key in record.metrics
 
 
-def split_name(name: str) -> tuple[str, str]:
-    """Return the first part of the name of a metric, such as its loader, and the rest.
+def loaders_in(names: Iterable[str]) -> set[str]:
+    """Return the first parts of the names of metrics, such as their loaders.
 
     Example:
-        >>> split_name("valid/ema/loss"), split_name("loss")
-        (('valid', 'ema/loss'), ('', 'loss'))
+        >>> sorted(loaders_in(["valid/ema/loss", "train/loss", "loss"]))
+        ['train', 'valid']
     """
-    group, _, title = name.partition("/")
-    return (group, title) if title else ("", name)
+    return {name.partition("/")[0] for name in names if "/" in name}
 
 
 def better(value: float, than: float, mode: str) -> bool:

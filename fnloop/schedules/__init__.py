@@ -23,11 +23,10 @@ from typing import TYPE_CHECKING, ParamSpec, cast
 import attrs
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, StepLR
 
-from fnloop._backend.containers import vars_of
-from fnloop._core.types import Call, hide_fields, name_of
-from fnloop._display import checks, tables
+from fnloop._core.types import Call, hide_fields
 from fnloop._display.screen import warn_once
 from fnloop._extensions import extensions
+from fnloop.extend import checks, containers, name_of, tables
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -148,7 +147,7 @@ def schedule_factory(make: Callable[P, Factor]) -> Callable[P, Schedule]:
 def check_schedule(owner: str, schedule: object) -> None:
     """Raise TypeError unless something can be called as ``schedule(step, total_steps)``."""
     wanted = "a function (step, total_steps) -> factor, such as cosine()"
-    if "is_schedule_factory" in vars_of(schedule):
+    if "is_schedule_factory" in containers.vars_of(schedule):
         name = name_of(schedule)
         raise TypeError(f"{owner} expects {wanted}; got {name}. Call it: {name}()")
     refuse_torch_scheduler(owner, wanted, schedule)

@@ -47,7 +47,7 @@ OPEN = {
         "RATIO SCHEDULED wants_closure"
     ),
     "_core.parts": "Load OWN Restoring Saving set_fields TAKEN",
-    "_core.records": "COSTS counts number_of_epoch split_name TRAINED",
+    "_core.records": "COSTS counts number_of_epoch TRAINED",
     "_core.rng": (
         "COMPUTE HostGenerators mark_generators reserved_generators seed_host torch_seeder"
     ),
@@ -64,7 +64,7 @@ OPEN = {
         "Ownership ownership_of owns_handles ParameterCache PLACE rested take_ownership "
         "tracing_copy used_in with_carry with_note with_used without_metrics"
     ),
-    "_core.types": "Aux BY_ANOTHER Call collection_key is_ours Searching Skip UPDATE",
+    "_core.types": "Aux BY_ANOTHER Call collection_key hide_fields is_ours Searching Skip UPDATE",
     "_core.view": "as_evaluated begin_again is_apart take_back view",
     "_data.composed": "unmarked",
     "_data.held": "own_copy",

@@ -12,12 +12,13 @@ import attrs
 from toolz import groupby
 
 from fnloop._core.history import History
-from fnloop._core.records import TRAINED, Record, split_name
+from fnloop._core.records import TRAINED, Record
 from fnloop._extensions.histories import figures
 from fnloop._extensions.histories.table import (
     is_evaluated,
     metric_names,
     records_of_model,
+    split_name,
     stacked_in,
 )
 from fnloop.extend import better, checks, tables

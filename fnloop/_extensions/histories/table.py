@@ -13,7 +13,6 @@ from fnloop._core.records import (
     TRAINED,
     Record,
     number_of_epoch,
-    split_name,
 )
 from fnloop.extend import better, tables
 
@@ -30,6 +29,17 @@ def is_evaluated(name: str) -> bool:
     """Return whether the name of a metric is that of a loader that is evaluated."""
     group, _ = split_name(name)
     return group not in ("", *TRAINED, *COSTS)
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """Return the first part of the name of a metric, such as its loader, and the rest.
+
+    Example:
+        >>> split_name("valid/ema/loss"), split_name("loss")
+        (('valid', 'ema/loss'), ('', 'loss'))
+    """
+    group, _, title = name.partition("/")
+    return (group, title) if title else ("", name)
 
 
 def is_row(record: Record) -> bool:

@@ -1,10 +1,12 @@
 """Records as a table: columns, their order and formats, marks, and what is left out."""
 
 import math
+import re
 import shutil
 from os import terminal_size
 
 import pytest
+from pages import NASTY, check_html
 from tqdm.utils import disp_len
 
 from fnloop import History, Record
@@ -307,3 +309,13 @@ def test_html_has_a_head_of_groups_and_no_more_columns_than_fit():
     wide = History([Record(1, 10, {f"valid/metric_{i:02}": 1.0 for i in range(30)})])
     assert wide._repr_html_().count("<td") < 12
     assert "<small>left out: step, time, valid/metric_0" in wide._repr_html_()
+
+
+def test_the_html_of_a_history_is_well_formed_and_escaped():
+    check_html(History([Record(1, 10, {NASTY: 0.5})]))
+
+
+def test_a_long_history_leaves_out_the_middle_in_html():
+    made = History([Record(i, i, {"loss": i}) for i in range(1, 101)])
+    epochs = re.findall(r"<tr><td[^>]*>(.*?)</td>", made._repr_html_())
+    assert epochs == [*map(str, range(1, 21)), "…", *map(str, range(81, 101))]
