@@ -37,6 +37,7 @@ class PerModel(Mean):
         models: the names of the models.
 
     Example:
+        >>> import torch
         >>> PerModel(torch.tensor([6.0, 2.0]), 2, "loss", ("a", "b")).compute()
         {'a/loss': 3.0, 'b/loss': 1.0}
     """
