@@ -1,5 +1,7 @@
 """Records as a table: columns, their order and formats, marks, and what is left out."""
 
+import contextlib
+import io
 import math
 import re
 import shutil
@@ -309,6 +311,16 @@ def test_html_has_a_head_of_groups_and_no_more_columns_than_fit():
     wide = History([Record(1, 10, {f"valid/metric_{i:02}": 1.0 for i in range(30)})])
     assert wide._repr_html_().count("<td") < 12
     assert "<small>left out: step, time, valid/metric_0" in wide._repr_html_()
+
+
+@pytest.mark.parametrize(("encoding", "size"), [("ascii", "gr??e"), ("cp1252", "größe")])
+def test_lines_are_drawn_in_ascii_and_a_missing_letter_is_a_question_mark(encoding, size):
+    console = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    with contextlib.redirect_stdout(console):
+        print(History([Record(1, 10, {"valid/größe": 0.5})]))
+    console.flush()
+    shown = console.buffer.getvalue().decode(encoding)
+    assert shown.split()[:2] == ["|", "valid"] and size in shown
 
 
 def test_the_html_of_a_history_is_well_formed_and_escaped():
