@@ -48,7 +48,7 @@ from importlib import import_module as _import_module
 from fnloop._backend.collectives import broadcast, gather, reduce
 from fnloop._core.averages import averaged
 from fnloop._core.freeze import freeze, layers, unfreeze
-from fnloop._core.history import History, Phase, compare
+from fnloop._core.history import History, Phase
 from fnloop._core.metrics import Last, Max, Mean, Min, Sum, from_torchmetrics
 from fnloop._core.records import Record
 from fnloop._core.runs import RunInfo
@@ -57,7 +57,7 @@ from fnloop._core.types import LossFn, Middleware, Output, Step, middleware, ski
 from fnloop._core.view import evaluating
 from fnloop._data.loaders import sharded
 from fnloop._extensions.alternate import alternate
-from fnloop._extensions.stacks import stack, unstack
+from fnloop._extensions.stacks.states import stack, unstack
 from fnloop._hooks.hook import Hook, at_end, at_start, every, once, when, when_improved
 from fnloop._loop.evaluate import evaluate, predict, update_batchnorm
 from fnloop._loop.fit import fit, run
@@ -73,6 +73,7 @@ if _typing.TYPE_CHECKING:
     from fnloop._checkpoint.save import save
     from fnloop._extensions.checkpoints.follow import follow
     from fnloop._extensions.graphs.guards import CaptureError
+    from fnloop._extensions.histories.curves import compare
     from fnloop._extensions.hooks.keep import checkpoint, restore_best
     from fnloop._extensions.hooks.look import inspect, live_plot, measure, profiled
     from fnloop._extensions.hooks.pace import paced
@@ -115,6 +116,7 @@ _LATER = {
     "._checkpoint.restore": "best latest restore resume",
     "._checkpoint.save": "save",
     "._extensions.graphs.guards": "CaptureError",
+    "._extensions.histories.curves": "compare",
     "._extensions.hooks.keep": "checkpoint restore_best",
     "._extensions.hooks.look": "inspect live_plot measure profiled",
     "._extensions.hooks.pace": "paced",

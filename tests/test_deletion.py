@@ -12,7 +12,7 @@ PACKAGE = ROOT / "fnloop"
 def test_each_module_beside_the_kernel_is_of_one_extension():
     assert {each for others in deletion.BUILT_ON.values() for each in others} <= {*EXTENSIONS}
     found = [path for name in EXTENSIONS for path in modules_of(name)]
-    rooms = ("_extensions", "debug")
+    rooms = ("_extensions", "debug", "schedules")
     modules = [path.relative_to(PACKAGE) for r in rooms for path in (PACKAGE / r).rglob("*.py")]
     modules = [path for path in modules if path.name != "__init__.py"]
     assert sorted(path for path in found if path.name != "__init__.py") == sorted(modules)

@@ -23,6 +23,7 @@ from fnloop._display import checks, tables
 from fnloop._display.checks import describe, join_names
 from fnloop._display.screen import warn_once
 from fnloop._display.tables import mode_by_name
+from fnloop._extensions import extensions
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -280,19 +281,15 @@ class History:
         ]
 
     def __repr__(self) -> str:
-        if not len(self):
-            return "History()"
-        from fnloop._core.views import table
-
         width = tables.terminal_width()
-        return table(self._rows(), width).text(width)
+        for table in extensions("table of a history") if len(self) else ():
+            return table(self._rows(), width).text(width)
+        return f"History({tables.format_count(len(self), 'record') if len(self) else ''})"
 
     def _repr_html_(self) -> str:
-        if not len(self):
-            return "<code>History()</code>"
-        from fnloop._core.views import table
-
-        return table(self._rows(), tables.HTML_WIDTH).html()
+        for table in extensions("table of a history") if len(self) else ():
+            return table(self._rows(), tables.HTML_WIDTH).html()
+        return f"<code>{self!r}</code>"
 
     def plot(self, *, mode: Mapping[str, str] | str | None = None, x: str = "step") -> Figure:
         """Draw every metric: one axis per metric, one line per loader, the best evaluation marked.
@@ -325,8 +322,7 @@ class History:
             >>> [line.get_label() for line in figure.axes[0].lines]
             ['train', 'valid', 'valid best 1 (epoch 2)']
         """
-        from fnloop._core.views import plot_records
-
+        (plot_records,) = extensions("figure of a history")
         return plot_records(self.records, mode, x)
 
 
@@ -701,58 +697,3 @@ def suggestion(key: str, names: Iterable[str], cutoff: float = 0.6, of: str = ""
     """Return the question for the nearest name, after ``of``, or an empty str if none is near."""
     near = difflib.get_close_matches(key, [*names], 1, cutoff)
     return f". Did you mean {of + near[0]!r}?" if near else ""
-
-
-# --------------------------------------------------------------------------------------------------
-# Histories as figures, which curves.py draws.
-
-
-def compare(histories: Mapping[str, History], keys: Iterable[str] | None = None) -> Figure:
-    """Draw several runs in one figure: an axis for each metric, and a colour for each run.
-
-    The legend has the names of the runs. Where a metric is evaluated, and its name says whether
-    lower or higher values are better, the best value of each run is marked and shown.
-
-    Args:
-        histories: names of runs to their histories.
-        keys: the metrics to draw, such as ``["valid/loss"]``; a run that lacks one is not in its
-            axis. By default those that all histories have, with ``recent/...`` as thin lines in
-            the axes of ``train/...``.
-
-    Returns:
-        A matplotlib Figure; ``figure.savefig("runs.png")`` writes it. A notebook shows it once.
-
-    Raises:
-        TypeError: histories is not a mapping from names to histories, or keys are not names.
-        KeyError: no history has a metric of that name; the message lists the known ones.
-        ValueError: a history is empty, or there is no metric that all have.
-        ImportError: matplotlib is not installed (the extra ``fnloop[plot]``).
-
-    Example:
-        >>> from fnloop import History, Record
-        >>> first = History([Record(1, 10, {"valid/loss": 2.0})])
-        >>> second = History([Record(1, 10, {"valid/loss": 1.5})])
-        >>> figure = compare({"lr 0.1": first, "lr 0.01": second})
-        >>> [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
-        ['lr 0.1: best 2 (epoch 1)', 'lr 0.01: best 1.5 (epoch 1)']
-    """
-    from fnloop._core.views import plot_runs
-
-    _check(histories)
-    return plot_runs(histories, keys)
-
-
-def _check(histories: Mapping[str, History]) -> None:
-    checks.mapping("compare", "histories", histories, 'such as {"a": history_a, "b": history_b}')
-    if not histories:
-        raise ValueError("compare expects at least one history; got none")
-    for name, history in histories.items():
-        checks.text("compare", "histories", name, "names of runs")
-        if not isinstance(history, History):
-            raise TypeError(
-                f"compare expects a History for {name!r}, such as state.history; "
-                f"got {checks.describe(history)}"
-            )
-        if not history.keys():
-            empty = "has no metric" if len(history) else "is empty"
-            raise ValueError(f"compare has nothing to draw for {name!r}: its history {empty}")

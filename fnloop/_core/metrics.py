@@ -204,48 +204,6 @@ def _check_value(metric: Reduced, name: str, base: type[Reduced]) -> None:
         scalar(type(metric).__name__, name, getattr(metric, name))
 
 
-@attrs.frozen(eq=False)
-class PerModel(Mean):
-    """A mean of each model of a stack, in one vector.
-
-    Args:
-        total: the sums of value × weight, of shape (models,).
-        weight: the sum of weights, which all models have in common.
-        label: the name of the metric, such as "loss": that of model "a" is then "a/loss".
-        models: the names of the models.
-
-    Example:
-        >>> PerModel(torch.tensor([6.0, 2.0]), 2, "loss", ("a", "b")).compute()
-        {'a/loss': 3.0, 'b/loss': 1.0}
-    """
-
-    label: str = ""
-    models: tuple[str, ...] = attrs.field(default=(), converter=tuple)
-
-    constants = ("label", "models")
-
-    @property
-    def key(self) -> str:
-        """Its name, where the name of a model comes before it."""
-        return self.label
-
-    def compute(self) -> Batch:
-        """Return the mean of each model, by the name of its metric."""
-        return {f"{name}/{self.label}": self.of(i).compute() for i, name in enumerate(self.models)}
-
-    def of(self, model: int) -> Mean:
-        """Return the mean of one model, which shares no tensor."""
-        return mean_of(self.total[model].clone(), self.weight)
-
-    def _reduced(self, other: Self, in_place: bool) -> Self:  # pyright: ignore[reportIncompatibleMethodOverride]
-        made = super()._reduced(other, in_place)
-        return attrs.evolve(made, label=other.label, models=other.models)
-
-    def to_accumulator(self) -> Self:
-        """Return a metric whose sums share no tensor, in a dtype wide enough to sum in."""
-        return attrs.evolve(super().to_accumulator(), label=self.label, models=self.models)
-
-
 _NUMBERS = (int, float)
 
 
@@ -541,8 +499,12 @@ RECENT = "recent/"  # begins the names of the metrics of the interval
 _RECENT_LOSS = RECENT + "loss"
 
 
+# What makes a metric of several models of its name, their values in one vector, and the weight.
+OfModels = Callable[[str, Tensor, "float | Tensor"], "Metric"]
+
+
 def add_output_(
-    running: Any, out: Output, recent: bool, models: tuple[str, ...] = ()
+    running: Any, out: Output, recent: bool, per_model: OfModels | None = None
 ) -> dict[str, Metric]:
     """Combine the loss and the metrics of an update into ``running``.
 
@@ -550,12 +512,12 @@ def add_output_(
         running: the running metrics, which must not be used afterwards.
         out: the output of a step that was not skipped.
         recent: whether to combine them into those of the interval too.
-        models: the names of the models of a stack, each of which has a loss in ``out.loss``.
+        per_model: makes the metric of several models, each of which has a loss in ``out.loss``.
     """
     __tracebackhide__ = True
     loss, update = running.get("loss"), update_both_ if recent else update_
-    if models:
-        losses = {"loss": per_model("loss", out.loss, out.weight, models)}
+    if per_model is not None:
+        losses = {"loss": per_model("loss", out.loss, out.weight)}
         return update(running, losses | {**out.metrics})
     metrics = update(running, out.metrics) if out.metrics else {**running}
     if recent:
@@ -622,7 +584,7 @@ def update_both_(running: Mapping[str, Metric], new: Mapping[str, Metric]) -> di
         pair = None
         if isinstance(metric, TorchMetric):
             pair = metric.add_to_both_(epoch, recent)
-        elif isinstance(metric, Mean) and not isinstance(metric, PerModel) and recent is not None:
+        elif type(metric) is Mean and recent is not None:
             pair = _add_(epoch, recent, metric.total, 1, metric.weight)
         if pair is None:
             pair = _updated(epoch, metric), _updated(recent, metric)
@@ -648,7 +610,7 @@ def _updated(so_far: Any, metric: Any) -> Metric:
 def update_loss_(running: Mean | None, loss: Tensor, weight: float | Tensor) -> Mean:
     """Add a batch's mean loss to a running mean, with one kernel if the weight is a number."""
     if isinstance(weight, Tensor):
-        weight = _valid_or_nan(weight)
+        weight = valid_or_nan(weight)
     if running is None:
         return Mean(weighted(loss, weight), weight)
     if isinstance(weight, Tensor):
@@ -662,32 +624,23 @@ def update_evaluated_(
     running: Mean | NoLoss | None,
     loss: Tensor | None,
     weight: float | Tensor,
-    models: tuple[str, ...] = (),
+    per_model: OfModels | None = None,
 ) -> Mean | NoLoss:
     """Add the mean loss of a batch of an evaluation, which may be None, to a running mean.
 
-    ``models`` are the names of the models of a stack, each of which has a loss.
+    ``per_model`` makes the metric of several models, each of which has a loss.
 
     Raises:
         ValueError: some batches have a loss, and others have none.
     """
     if loss is None:
         return NoLoss() if running is None else NoLoss().combine(running)
-    if models:
-        of_batch = per_model("loss", loss, weight, models)
+    if per_model is not None:
+        of_batch = cast(Mean, per_model("loss", loss, weight))
         return of_batch.to_accumulator() if running is None else running.update_(of_batch)
     if isinstance(running, NoLoss):
         return running.combine(Mean(weighted(loss, weight), weight))
     return update_loss_(running, loss, weight)
-
-
-def per_model(
-    label: str, values: Tensor, weight: float | Tensor, models: tuple[str, ...]
-) -> PerModel:
-    """Return the mean of each model of a stack over a batch, given their values in one vector."""
-    if isinstance(weight, Tensor):
-        weight = _valid_or_nan(weight)
-    return PerModel(weighted(values, weight), weight, label, models)
 
 
 def update_losses_(
@@ -697,7 +650,7 @@ def update_losses_(
     if recent is None:  # the interval begins
         return update_loss_(epoch, loss, weight), update_loss_(None, loss, weight)
     if isinstance(weight, Tensor):
-        items = _valid_or_nan(weight)
+        items = valid_or_nan(weight)
         value, factor = weighted(loss, items), 1
     else:
         items, value, factor = weight, loss, weight
@@ -707,7 +660,7 @@ def update_losses_(
     return pair
 
 
-def _valid_or_nan(weight: Tensor) -> Tensor:
+def valid_or_nan(weight: Tensor) -> Tensor:
     """Return a weight to sum: NaN in place of a negative one, which a sum would hide."""
     given = to_accumulator_dtype(weight)
     return torch.where(given >= 0, given, math.nan)
@@ -734,7 +687,7 @@ def _add_(
 
 def _join(epoch: Metric, recent: Metric) -> tuple[Metric, Metric]:
     """Return two metrics; of two means of tensors, copies whose totals are in one tensor."""
-    if not (isinstance(epoch, Mean) and isinstance(recent, Mean)) or isinstance(epoch, PerModel):
+    if not (isinstance(epoch, Mean) and isinstance(recent, Mean)) or type(epoch) is not Mean:
         return epoch, recent
     if not (isinstance(epoch.total, Tensor) and isinstance(recent.total, Tensor)):
         return epoch, recent

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NoReturn
 
 import attrs
 
 from fnloop._display import checks, tables
-from fnloop._display.tables import format_metric, mode_by_name
+from fnloop._display.tables import format_metric
 
 _FLOAT = {float}
 # First parts of names that are not those of evaluated loaders.
@@ -129,11 +129,6 @@ def number_of_epoch(record: Record, ended: int, at: int) -> int:
     return record.epoch + (record.epoch <= ended and record.step > at)
 
 
-def metric_names(records: Iterable[Record]) -> tuple[str, ...]:
-    """Return the names of all metrics, in the order of their first appearance."""
-    return tuple(dict.fromkeys(name for record in records for name in record.metrics))
-
-
 def best_record(records: Iterable[Record], key: str, mode: str) -> Record:
     """Return the record with the best value of a metric, which all have; of equals, the oldest.
 
@@ -163,127 +158,14 @@ def counts(record: Record, key: str) -> bool:
     return not record.closing and key in record.metrics
 
 
-def is_row(record: Record) -> bool:
-    """Return whether a record is a row of a table: not if it has nothing but ``recent/...``.
+def loaders_in(names: Iterable[str]) -> set[str]:
+    """Return the first parts of the names of metrics, such as their loaders.
 
     Example:
-        >>> is_row(Record(0, 5, {"recent/loss": 0.5})), is_row(Record(1, 10, {"train/loss": 0.5}))
-        (False, True)
+        >>> sorted(loaders_in(["valid/ema/loss", "train/loss", "loss"]))
+        ['train', 'valid']
     """
-    metrics = record.metrics
-    return not metrics or any(not name.startswith("recent/") for name in metrics)
-
-
-def split_name(name: str) -> tuple[str, str]:
-    """Return the first part of the name of a metric, such as its loader, and the rest.
-
-    Example:
-        >>> split_name("valid/ema/loss"), split_name("loss")
-        (('valid', 'ema/loss'), ('', 'loss'))
-    """
-    group, _, title = name.partition("/")
-    return (group, title) if title else ("", name)
-
-
-def is_evaluated(name: str) -> bool:
-    """Return whether the name of a metric is that of a loader that is evaluated."""
-    group, _ = split_name(name)
-    return group not in ("", *TRAINED, *COSTS)
-
-
-def update_best(best: Mapping[str, Record], record: Record) -> dict[str, Record]:
-    """Return the best record of each evaluated metric, given the best so far and one more record.
-
-    Only metrics whose names say whether lower or higher is better are included. Of equal values,
-    the oldest is the best.
-
-    Example:
-        >>> best = update_best({}, Record(1, 10, {"valid/loss": 2.0, "train/loss": 1.0}))
-        >>> {name: record.step for name, record in best.items()}
-        {'valid/loss': 10}
-    """
-    updated = dict(best)
-    for name, value in record.metrics.items():
-        mode = mode_by_name(name) if is_evaluated(name) else None
-        if mode is None or not math.isfinite(value):
-            continue
-        if name not in best or better(value, best[name].metrics[name], mode):
-            updated[name] = record
-    return updated
-
-
-def starred(best: Mapping[str, Record], record: Record, turns: Collection[str]) -> set[str]:
-    """Return the metrics that have a star in a record, given the best that contain it.
-
-    A star says that a value is better than all above it, wherever records are shown. The mean of
-    the losses of turns has none: they may oppose each other.
-
-    Args:
-        best: the best record of each metric, after ``update_best`` with this record.
-        record: the record.
-        turns: the names of the turns of ``alternate``.
-
-    Example:
-        >>> record = Record(1, 10, {"valid/loss": 2.0, "valid/d/loss": 1.0, "train/loss": 1.0})
-        >>> starred(update_best({}, record), record, ("d", "g"))
-        {'valid/d/loss'}
-    """
-    found = {name for name in best if best[name] is record}
-    if turns:
-        losses = (name for name in found if name.endswith("/loss"))
-        found -= {name for name in losses if not {*name.split("/")} & {*turns}}
-    return found
-
-
-def turns_in(names: Collection[str]) -> set[str]:
-    """Return the turns of ``alternate`` that made some metrics: each has a loss and a rate.
-
-    Example:
-        >>> turns_in(["train/loss", "train/d/loss", "train/lr/d", "train/ema/loss"])
-        {'d'}
-    """
-    rates = {name.split("/")[2] for name in names if name.startswith("train/lr/")}
-    return {rate for rate in rates if f"train/{rate}/loss" in names}
-
-
-def stacked_in(names: Collection[str]) -> list[str]:
-    """Return the models of a stack whose metrics these are: a stack has no loss of its own.
-
-    Example:
-        >>> stacked_in(["train/a/loss", "train/lr/a", "train/b/loss", "train/lr/b"])
-        ['a', 'b']
-        >>> stacked_in(["train/loss", "train/d/loss", "train/lr/d"])      # turns of alternate
-        []
-    """
-    if any(split_name(name)[1] == "loss" for name in names):
-        return []
-    rates = [name.split("/")[2] for name in names if name.startswith("train/lr/")]
-    return [name for name in dict.fromkeys(rates) if f"train/{name}/loss" in names]
-
-
-def records_of_model(
-    records: Iterable[Record], model: str, models: Collection[str]
-) -> list[Record]:
-    """Return the records of one model of a stack, with the names that its metrics have alone.
-
-    What belongs to no model, such as times, stays.
-
-    Example:
-        >>> both = Record(1, 10, {"train/a/loss": 0.5, "train/lr/a": 0.1, "train/b/loss": 2.0})
-        >>> records_of_model([both], "a", ("a", "b"))[0].metrics
-        {'train/loss': 0.5, 'train/lr': 0.1}
-    """
-    found: list[Record] = []
-    for record in records:
-        metrics: dict[str, float] = {}
-        for name, value in record.metrics.items():
-            parts = name.split("/")
-            place = next((i for i, part in enumerate(parts) if i and part in models), None)
-            if place is None or parts[place] == model:
-                own = (part for i, part in enumerate(parts) if i != place)
-                metrics["/".join(own)] = value
-        found.append(attrs.evolve(record, metrics=metrics))
-    return found
+    return {name.partition("/")[0] for name in names if "/" in name}
 
 
 def better(value: float, than: float, mode: str) -> bool:

@@ -55,7 +55,7 @@ from fnloop._core.parts import Held, Part
 from fnloop._core.rng import SEED_BITS, HostGenerators, new_seed
 from fnloop._core.runs import Position, RunInfo, Todo, pending
 from fnloop._core.serialize import copy_flattened
-from fnloop._core.stacked import Stack, leaves_of, models_of
+from fnloop._core.several import Several
 from fnloop._core.types import RECORD, UPDATE, Metric, Output, View
 from fnloop._display import checks, tables
 from fnloop._display.checks import describe, flag, instance, join_names
@@ -201,9 +201,8 @@ class ParameterCache:
         self.groups = [[*group["params"]] for group in groups]
         trained = [p for params in self.groups for p in params]
         ids = {id(p) for p in trained}
-        if type(model) is Stack:  # their gradients are in stacked tensors
-            leaves = leaves_of(model, again=True)
-            owners, found = [each[0] for each in leaves.owners], leaves.params
+        if isinstance(model, Several):
+            found, owners = model.gradients_of()
         else:
             owners = found = [*{id(p): p for p in (*model.parameters(), *trained)}.values()]
         if self.model is not None:
@@ -680,7 +679,8 @@ def consume(
     if out is not None and out.skip is None:
         if counted is not UNREAD or out.weight.__class__ is not int:
             counted = counted.after(out.weight, metrics, not state.epoch)
-        metrics = add_output_(metrics, out, recent, models_of(state.model))
+        per_model = state.model.metric if isinstance(state.model, Several) else None
+        metrics = add_output_(metrics, out, recent, per_model)
     state._ownership.newest = None  # only now: a metric may raise
     return changed(
         state,

@@ -46,30 +46,9 @@ def format_number(value: float) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:.5g}"
 
 
-def format_short(value: float) -> str:
-    """Write a number of steps in few characters.
-
-    Example:
-        >>> format_short(20_000), format_short(1_250_000), format_short(0)
-        ('20k', '1.25M', '0')
-    """
-    for unit, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= unit:
-            return f"{value / unit:.10g}{letter}"
-    return f"{value:.10g}"
-
-
 def format_count(n: int, noun: str) -> str:
     """Format a count: ``1 record``, ``2 records``."""
     return f"{n:,} {noun}{'s' * (n != 1)}"
-
-
-def format_count_of(done: int, total: int | None) -> str:
-    """Format how many of how many, aligned; or, without a total, how many."""
-    if total is None:
-        return f"{done:,}"
-    of = f"{total:,}"
-    return f"{done:{len(of)},}/{of}"
 
 
 def format_bytes(n: int) -> str:
@@ -119,22 +98,6 @@ def format_clock(seconds: float, tenths: bool) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-def format_left(seconds: float) -> str:
-    """Format an estimate of the time left, which is not exact to a tenth of a second."""
-    return f"{format_duration(seconds) if seconds >= 9.95 else f'{math.ceil(seconds)}s'} left"
-
-
-def format_rate(rate: float, unit: str = "step") -> str:
-    """Format a rate: per second, or, if it is below 1, the seconds of each.
-
-    Example:
-        >>> format_rate(1234.5), format_rate(12.345), format_rate(0.25, "batch")
-        ('1,234 step/s', '12.3 step/s', '4.00 s/batch')
-    """
-    value, of = (rate, f"{unit}/s") if rate >= 1 else (1 / rate, f"s/{unit}")
-    return f"{value:,.{2 if value < 10 else 1 if value < 100 else 0}f} {of}"
 
 
 def is_learning_rate(name: str) -> bool:

@@ -10,6 +10,15 @@ from importlib import import_module
 
 # For each task, the names by their modules.
 _ROWS: dict[str, dict[str, str]] = {
+    "table of a history": {
+        "._extensions.histories.table": "table",
+    },
+    "figure of a history": {
+        "._extensions.histories.curves": "plot_records",
+    },
+    "figure of schedules": {
+        "._extensions.histories.curves": "plot_factors",
+    },
     "hooks of a run by default": {
         "._extensions.hooks.progress": "progress",
         "._extensions.hooks.stop": "halt_on_nonfinite",

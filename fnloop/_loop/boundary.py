@@ -26,7 +26,7 @@ from typing import cast
 
 import attrs
 
-from fnloop._core.records import Record, split_name
+from fnloop._core.records import Record, loaders_in
 from fnloop._core.runs import (
     CLOCK,
     Action,
@@ -237,10 +237,8 @@ def is_full(state: TrainState, evaluated: Collection[str]) -> bool:
     """
     if RECORD not in state.events:
         return False
-    known = ("train", *evaluated)
-    return EPOCH in state.events or any(
-        split_name(name)[0] in known for name in state.history[-1].metrics
-    )
+    found = loaders_in(state.history[-1].metrics)
+    return EPOCH in state.events or not found.isdisjoint(("train", *evaluated))
 
 
 def not_in(record: Record | None, names: Iterable[str]) -> list[str]:

@@ -24,7 +24,7 @@ from fnloop._core.history import (
 from fnloop._core.optimizers import forget_schedules, groups_in
 from fnloop._core.records import COSTS
 from fnloop._core.runs import Live, RunInfo, Stop, Windows, reason_of
-from fnloop._core.stacked import models_of
+from fnloop._core.several import models_of
 from fnloop._core.state import (
     TrainState,
     begin_count,

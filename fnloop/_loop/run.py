@@ -29,7 +29,7 @@ from fnloop._core.metrics import (
     without_recent,
 )
 from fnloop._core.optimizers import labelled_groups, numbers_used, optimizers_in
-from fnloop._core.records import Record, split_name
+from fnloop._core.records import Record, loaders_in
 from fnloop._core.rng import COMPUTE, fold_in, isolated, mix, seed_host, torch_seeder
 from fnloop._core.runs import (
     CLOCK,
@@ -657,7 +657,7 @@ class World:
     def _evaluated_here(self, state: TrainState) -> list[str]:
         """Return the loaders that the record of this boundary is of."""
         made = state.history[-1].metrics if RECORD in state.events else ()
-        loaders = {split_name(name)[0] for name in made}
+        loaders = loaders_in(made)
         return [name for name in self.evaluated if name in loaders]
 
     def append(self, state: TrainState, action: Append, todo: Todo) -> TrainState:

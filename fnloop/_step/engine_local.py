@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fnloop._core.metrics import Shares
 from fnloop._core.parts import Part
-from fnloop._core.stacked import models_of
+from fnloop._core.several import Several
 from fnloop._core.state import TrainState
 from fnloop._core.types import Batch, Metric, Output, Step
 from fnloop._data.source import Source
@@ -75,7 +75,7 @@ class LocalEngine:
         return out.loss
 
     def start_evaluation(self, state: TrainState, name: str) -> EvaluationPass:
-        return LocalEvaluation(models_of(state.model))
+        return LocalEvaluation(state.model.metric if isinstance(state.model, Several) else None)
 
     def share_buffers(self, model: nn.Module) -> None: ...
 

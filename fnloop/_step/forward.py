@@ -17,9 +17,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from fnloop._backend.containers import tensors_in
 from fnloop._backend.fsdp import is_sharded
 from fnloop._backend.torch_compat import version_of
-from fnloop._core.metrics import Mean, NoLoss, mean_of, update_, update_evaluated_
+from fnloop._core.metrics import Mean, NoLoss, OfModels, mean_of, update_, update_evaluated_
 from fnloop._core.optimizers import optimizers_in
-from fnloop._core.stacked import INSTEAD, Shared, Stack, call_models
+from fnloop._core.several import Several
 from fnloop._core.state import (
     TrainState,
     all_parameters,
@@ -36,7 +36,7 @@ MOST_REASONS = 20  # that are logged
 _OF_A_BATCH = (RuntimeError, ValueError, TypeError, LookupError, AttributeError)
 _MOST_PARTS = 8
 _LONGEST = 200  # characters that tell of a batch
-_NO_ITEMS = "the batch has no item: its weight is 0"
+NO_ITEMS = "the batch has no item: its weight is 0"
 
 
 def forward(loss_fn: LossFn, name: str, own_precision: bool = True) -> Step:
@@ -55,8 +55,8 @@ def forward(loss_fn: LossFn, name: str, own_precision: bool = True) -> Step:
         nonlocal checked
         __tracebackhide__ = True
         try:
-            if type(state.model) is Stack:
-                reply = _of_all_models(loss_fn, state.model, batch, name)
+            if isinstance(state.model, Several):
+                reply = state.model.call(loss_fn, batch, name)
                 if not isinstance(reply, Skip):
                     return state, reply
             elif own_precision or state.backend.precision is None:
@@ -73,49 +73,18 @@ def forward(loss_fn: LossFn, name: str, own_precision: bool = True) -> Step:
         aux: Any
         loss, aux = reply if reply.__class__ is tuple and len(reply) == 2 else (reply, {})
         if not checked or loss.__class__ is not Tensor or loss.ndim or aux.__class__ is not dict:
-            _check_reply(reply, loss, aux, name)
+            check_reply(reply, loss, aux, name)
             checked = True
         weight = aux["weight"] if "weight" in aux else items_in(batch, name, loss is None)
         if weight.__class__ is int and weight > 0:
             if state.backend.parts > 1 and "weight" not in aux:
                 weight = state.backend.own_part(weight)
             return state, Output(loss, weight, aux)
-        _check_weight(weight, name)
-        skip = None if isinstance(weight, Tensor) else _NO_ITEMS
+        check_weight(weight, name)
+        skip = None if isinstance(weight, Tensor) else NO_ITEMS
         return state, Output(loss, weight, aux, {}, skip)
 
     return forward
-
-
-def _of_all_models(loss_fn: LossFn, stack: Stack, batch: Batch, name: str) -> Output | Skip:
-    """Call the loss function once for all models of a stack; its loss has one element for each."""
-    __tracebackhide__ = True
-
-    def of_one(model: nn.Module) -> object:
-        __tracebackhide__ = True
-        reply = loss_fn(model, batch)
-        if isinstance(reply, Skip):
-            return reply
-        loss: Batch  # which may be anything, until it is checked
-        aux: Batch
-        loss, aux = reply if reply.__class__ is tuple and len(reply) == 2 else (reply, {})
-        _check_reply(reply, loss, aux, name)
-        weight = aux["weight"] if "weight" in aux else items_in(batch, name, loss is None)
-        _check_weight(weight, name)
-        shared = Shared(weight)
-        if shared.differs:
-            raise ValueError(
-                f'the aux["weight"] of {name} depends on the model, and the models of a stack make '
-                f"every update with the same items. {INSTEAD}"
-            )
-        return loss, dict(aux), shared
-
-    reply = call_models(stack, name, of_one)
-    if isinstance(reply, Skip):
-        return reply
-    loss, aux, weight = reply[0], reply[1], reply[2].value
-    skip = _NO_ITEMS if weight.__class__ is int and not weight else None
-    return Output(loss, weight, aux, {}, skip)
 
 
 def _configured_autocast(state: TrainState) -> AbstractContextManager[object]:
@@ -166,7 +135,7 @@ def _nested(part: object) -> str:
 # --- the reply of a loss function
 
 
-def _check_reply(reply: object, loss: object, aux: object, name: str) -> None:
+def check_reply(reply: object, loss: object, aux: object, name: str) -> None:
     """Check what a loss function returns: the first time, and whenever it looks unusual."""
     if isinstance(reply, tuple) and len(reply) != 2:
         raise TypeError(
@@ -217,7 +186,7 @@ def _check_loss(loss: object, in_pair: bool, name: str) -> None:
         )
 
 
-def _check_weight(weight: object, name: str) -> None:
+def check_weight(weight: object, name: str) -> None:
     """Raise unless this can be a number of items.
 
     The value of a tensor is on the device. The next report checks it.
@@ -342,7 +311,7 @@ def own_gradients(fn: RawFn, name: str, own_precision: bool) -> Step:
                 p.grad = gradient
         check_output(out, name, whole=True)
         if out.skip is not None or (out.weight.__class__ is int and not out.weight):
-            return state, _left_out(state, Skip(out.skip or _NO_ITEMS), name, said)
+            return state, _left_out(state, Skip(out.skip or NO_ITEMS), name, said)
         if not made:
             raise ValueError(
                 f"{name} made no gradient. With updates=False it leaves gradients in .grad: it "
@@ -528,11 +497,11 @@ class SumOfBatches:
     """The loss and the metrics of the batches of an evaluation, in their order.
 
     Args:
-        models: the names of the models of a stack, each of which has a loss.
+        per_model: makes the metric of several models, each of which has a loss.
     """
 
-    def __init__(self, models: tuple[str, ...] = ()) -> None:
-        self._models = models
+    def __init__(self, per_model: OfModels | None = None) -> None:
+        self._per_model = per_model
         self._metrics: dict[str, Metric] = {}
         self._loss: Mean | NoLoss | None = None  # without what was added since
         self._total: Tensor | None = None  # its sum, where batches are added to that alone
@@ -548,7 +517,7 @@ class SumOfBatches:
             self._total.add_(loss, alpha=weight)
             self._added += weight
         else:
-            self._loss = found = update_evaluated_(self._so_far(), loss, weight, self._models)
+            self._loss = found = update_evaluated_(self._so_far(), loss, weight, self._per_model)
             total = found.total if type(found) is Mean else None
             self._total = total if isinstance(total, Tensor) else None
         if out.metrics:

@@ -29,7 +29,7 @@ from fnloop._core.optimizers import check_used, groups_in, to_training
 from fnloop._core.rng import fold_in, isolated, seed_all, torch_seeder
 from fnloop._core.runs import Windows
 from fnloop._core.serialize import has_pending, materialize
-from fnloop._core.stacked import INSTEAD, Stack
+from fnloop._core.several import Several, models_of
 from fnloop._core.state import (
     StaleStateError,
     TrainState,
@@ -74,7 +74,6 @@ from fnloop._step.forward import (
     own_gradients,
 )
 from fnloop._step.gradients import LossRoot, NoGradientError, run
-from fnloop._step.stacked import check_stackable
 from fnloop._step.transaction import around, may_skip_in, transaction
 from fnloop._step.update import (
     OPTIMIZER,
@@ -362,12 +361,9 @@ class PipelineStep(abc.ABC):
         raise NotImplementedError
 
     def _refuse_stack(self, state: TrainState) -> None:
-        """Raise NotImplementedError for a stack, in a step that is not of one loss function."""
-        if type(state.model) is Stack:
-            raise NotImplementedError(
-                f"{self!r} does not train a stack of models, whose loss function is called once "
-                f"for all: write pipeline(...)(loss_fn). {INSTEAD}"
-            )
+        """Raise NotImplementedError for several models, in a step that is not of one function."""
+        if isinstance(state.model, Several):
+            state.model.refuse(repr(self))
 
     def layer_of(self, error: BaseException) -> str:
         """Return the name of the layer in which an exception was raised."""
@@ -384,8 +380,8 @@ class PipelineStep(abc.ABC):
             state: the newest state.
             counts: whether it counts as applied, or as skipped.
         """
-        models = len(state.model.names) if type(state.model) is Stack else ()
-        loss = torch.zeros(models, device=state.backend.device)
+        several = models_of(state.model)
+        loss = torch.zeros(len(several) if several else (), device=state.backend.device)
         return self._passed(state, counts), Output(loss, 0, skip=None if counts else "no batch")
 
     def _passed(self, state: TrainState, counts: bool) -> TrainState:
@@ -1362,8 +1358,8 @@ def init_slots(state: TrainState, members: Sequence[Middleware]) -> TrainState:
 def _check(state: TrainState, members: Sequence[Middleware]) -> None:
     """Let middleware look at a state whose model or parameters they have not seen yet."""
     __tracebackhide__ = True
-    if type(state.model) is Stack:
-        check_stackable(members)
+    if isinstance(state.model, Several):
+        state.model.check(members)
     if not (checking := [m.check_state for m in members if m.check_state is not None]):
         return
     known, listed = _checked.get(state.model, (None, None))

@@ -23,7 +23,7 @@ from fnloop._core.optimizers import (
     optimizers_in,
     wants_closure,
 )
-from fnloop._core.stacked import Stack
+from fnloop._core.several import Several
 from fnloop._core.state import (
     TrainState,
     advance,
@@ -39,7 +39,6 @@ from fnloop._display.screen import log
 from fnloop._step.engine import engine_of
 from fnloop._step.engine_local import LOCAL
 from fnloop._step.gradients import LossRoot, fail_to_train, run
-from fnloop._step.stacked import update_models
 
 # --------------------------------------------------------------------------------------------------
 # The outermost of the three steps, that of the optimizers, and what becomes of its output.
@@ -102,11 +101,12 @@ def update(
                         _check_gradients(new, out, name, state.optimizer)
                     give_up_ownership(new)  # until all of the parameters have changed
                     apply, given = _applying.apply, new.optimizer
-                    if type(new.model) is Stack:
-                        update_models(new, apply, apply is not apply_optimizer)
-                        return advance(new, True), out
-                    for one in given.values() if type(given) is Optimizers else (given,):
-                        apply(one)
+                    ones = [*given.values()] if type(given) is Optimizers else [given]
+                    if isinstance(new.model, Several):
+                        new.model.update(ones, apply, apply is not apply_optimizer)
+                    else:
+                        for one in ones:
+                            apply(one)
         finally:
             for p in params:
                 p.grad = None

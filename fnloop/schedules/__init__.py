@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, ParamSpec, cast
 import attrs
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, StepLR
 
-from fnloop._backend.containers import vars_of
-from fnloop._core.types import Call, hide_fields, name_of
-from fnloop._display import checks, tables
+from fnloop._core.types import Call, hide_fields
 from fnloop._display.screen import warn_once
+from fnloop._extensions import extensions
+from fnloop.extend import checks, containers, name_of, tables
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -147,7 +147,7 @@ def schedule_factory(make: Callable[P, Factor]) -> Callable[P, Schedule]:
 def check_schedule(owner: str, schedule: object) -> None:
     """Raise TypeError unless something can be called as ``schedule(step, total_steps)``."""
     wanted = "a function (step, total_steps) -> factor, such as cosine()"
-    if "is_schedule_factory" in vars_of(schedule):
+    if "is_schedule_factory" in containers.vars_of(schedule):
         name = name_of(schedule)
         raise TypeError(f"{owner} expects {wanted}; got {name}. Call it: {name}()")
     refuse_torch_scheduler(owner, wanted, schedule)
@@ -709,19 +709,8 @@ def plot(schedules: Schedules, total_steps: int) -> Figure:
         raise ValueError("plot expects at least one schedule, such as cosine(); got none")
     for schedule in named.values():
         check_schedule("plot", schedule)
-    from fnloop._display import figures  # of which only a plot has need
-
-    figure, (axis,) = figures.panels("schedules.plot", [figures.LARGE])
-    colors = figures.palette("schedules.plot", len(named))
-    curves = [
-        figures.Curve([(i, schedule(i, total_steps)) for i in range(total_steps)], name, color)
-        for color, (name, schedule) in zip(colors, named.items(), strict=True)
-    ]
-    figures.draw(axis, "factor on the initial value", "update", curves, known=None)
-    figure.set_figheight(3.0 + 0.22 * len(curves))
-    # A schedule crosses the whole axis, so the legend goes below it.
-    figure.legend(loc="outside lower center", frameon=False, labelcolor=figures.GREY)
-    return figure
+    (plot_factors,) = extensions("figure of schedules")
+    return plot_factors(named, total_steps)
 
 
 def _with_labels(

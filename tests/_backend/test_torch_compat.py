@@ -31,7 +31,7 @@ UNDOCUMENTED = {  # names of torch without an underscore that its reference does
     *("__wrapped__", "_popen"),
 }
 OTHERS = {  # private names of other libraries, each in one file
-    "_display/figures.py": {"_repr_png_"},  # IPython's protocol
+    "_extensions/histories/figures.py": {"_repr_png_"},  # IPython's protocol
     "_extensions/middleware/schedule.py": {"_repr_html_"},
     "_backend/processes.py": {"_shared_state", "_models", "_optimizers"},  # accelerate's
     "_core/metrics.py": {"_to_sync", "_update_count", "_defaults", "_reductions"},

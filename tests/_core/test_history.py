@@ -176,11 +176,10 @@ def test_the_cost_of_a_record_does_not_depend_on_the_number_of_records(n):
 # --- closing records
 
 
-def test_closing_records_are_shown_and_compared():
+def test_closing_records_are_compared_and_say_so():
     made = History(
         [Record(0, 5, {"valid/loss": 2}, closing=True), Record(1, 10, {"valid/loss": 1})]
     )
-    assert [row.split()[1] for row in repr(made).splitlines()[2:]] == ["5", "10"]
     assert [row.get("closing") for row in made.to_dicts()] == [True, None]
     assert Record(0, 5, {}) != Record(0, 5, {}, closing=True)
     assert "closing" in made[0]._repr_html_() and "closing" not in made[1]._repr_html_()

@@ -225,6 +225,20 @@ def test_within_an_interval_the_second_mean_takes_no_operation_of_its_own():
     assert (alone.count, together.count) == (1, 1)
 
 
+class Root(Mean):
+    """The root of a mean, a metric of a user's."""
+
+    def compute(self):
+        return (self.total / self.weight).item() ** 0.5
+
+
+def test_a_mean_that_computes_something_else_stays_one():
+    found = {}
+    for _ in range(3):
+        found = update_both_(found, {"root": Root(torch.tensor(32.0), 2)})
+    assert (found["root"].compute(), found[RECENT + "root"].compute()) == (4.0, 4.0)
+
+
 def test_an_interval_after_nan_or_of_other_tensors_is_continued():
     nan = update_both_({}, mean(float("nan")))
     assert update_both_(without_recent(nan), mean(6.0))[RECENT + "m"].compute() == 2.0

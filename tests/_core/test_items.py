@@ -72,16 +72,19 @@ def test_what_an_older_version_has_not_counted_is_unknown():
     assert items(fitted([1, 2], state=first, epochs=2)) == [2, 4]
 
 
-def test_items_are_a_column_and_an_axis():
-    state = fitted([1, 2], epochs=2)
-    assert "epoch  step  items" in str(state.history) and "items" in state.history._repr_html_()
-    assert [row["items"] for row in state.history.to_dicts()] == [2, 4]
-    (line,) = state.history.plot(x="items").axes[0].lines[:1]
+UNKNOWN = fl.History([fl.Record(1, 1, {"train/loss": 1.0})])
+
+
+def test_items_are_in_the_rows_of_a_history():
+    assert [row["items"] for row in fitted([1, 2], epochs=2).history.to_dicts()] == [2, 4]
+    assert "items" not in UNKNOWN.to_dicts()[0]
+
+
+def test_items_are_an_axis():
+    (line,) = fitted([1, 2], epochs=2).history.plot(x="items").axes[0].lines[:1]
     assert list(line.get_xdata()) == [2, 4]
-    unknown = fl.History([fl.Record(1, 1, {"train/loss": 1.0})])
-    assert "items" not in str(unknown) and "items" not in unknown.to_dicts()[0]
     with pytest.raises(ValueError, match="no record says how many items"):
-        unknown.plot(x="items")
+        UNKNOWN.plot(x="items")
 
 
 @pytest.mark.parametrize("items", [-1, "2", float("nan")])

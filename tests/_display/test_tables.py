@@ -78,14 +78,10 @@ def printed(encoding, make):
     return console.buffer.getvalue().decode(encoding)
 
 
-@pytest.mark.parametrize(("encoding", "size"), [("ascii", "gr??e"), ("cp1252", "größe")])
-def test_lines_and_arrows_are_drawn_in_ascii_and_a_missing_letter_is_a_question_mark(
-    encoding, size
-):
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
+def test_lines_and_arrows_are_drawn_in_ascii(encoding):
     size_of = fl.metric(größe=lambda aux, batch: 1.0)
     step = fl.pipeline(fl.clip(1.0), fl.accumulate(2), size_of)(toy_loss)
     state = fit(step=step, valid=1)
-    history = printed(encoding, lambda: state.history)
-    assert history.split()[:2] == ["|", "valid"] and size in history
     assert "| parameters " in printed(encoding, lambda: fl.summary(state, ONE))
     assert "backward > clip(1.0)" in printed(encoding, lambda: step)

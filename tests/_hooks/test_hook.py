@@ -33,7 +33,7 @@ GONE = {
     "poll": (lambda state: state, r"with moments = \(moment,\)"),
     "settle": (lambda state: state, "call it with the state that fit returns"),
     "take_back": (lambda state: state, r"attrs.evolve\(state, stop=None\)"),
-    "check_beside": (lambda hooks: None, "compare the hooks where you list them"),
+    "check_beside": (lambda hooks: None, "the hooks where you list them"),
     "begins_everywhere": (True, "look at state.backend.main in it"),
     "ends_run_on_usr1": (True, r"list requeue\(\)"),
 }

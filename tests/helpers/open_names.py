@@ -33,9 +33,9 @@ OPEN = {
         "SINCE suggestion unfinished"
     ),
     "_core.metrics": (
-        "COLLECTION_HINT combine Elapsed ITEMS Mark mark names_in NoLoss Peak per_model "
-        "PerModel read RECENT Reduced sent Shares to_accumulator_dtype to_host update_ "
-        "update_evaluated_ weighted"
+        "COLLECTION_HINT combine Elapsed ITEMS Mark mark names_in NoLoss Peak read RECENT "
+        "Reduced sent Shares to_accumulator_dtype to_host update_ update_evaluated_ "
+        "valid_or_nan weighted"
     ),
     "_core.optimizers": (
         "begin_again copy_number first_shared Group groups_in initial_value "
@@ -43,7 +43,7 @@ OPEN = {
         "RATIO SCHEDULED wants_closure"
     ),
     "_core.parts": "Load OWN Restoring Saving set_fields TAKEN",
-    "_core.records": "COSTS counts records_of_model starred TRAINED update_best",
+    "_core.records": "COSTS counts MODES number_of_epoch TRAINED",
     "_core.rng": (
         "COMPUTE HostGenerators mark_generators reserved_generators seed_host torch_seeder"
     ),
@@ -52,24 +52,22 @@ OPEN = {
         "as_number decode describe_value encode find_difference has_pending INTEGER_OF_SIZE "
         "Json materialize Measured Pending"
     ),
+    "_core.several": "models_of Several",
     "_core.shapes": "forget_states take_shapes",
-    "_core.stacked": "call_each check_architectures INSTEAD models_of Stack",
     "_core.state": (
         "advance check_alike clear_parameter_cache count_parameters current_parameters "
         "generation_of give_up_ownership LEFT_OUT moved note_call Ownership ownership_of "
         "owns_handles ParameterCache PLACE rested take_ownership tracing_copy used_in "
         "with_note with_used without_metrics"
     ),
-    "_core.types": "Aux BY_ANOTHER Call collection_key is_ours Searching Skip",
+    "_core.types": "Aux BY_ANOTHER Call collection_key hide_fields is_ours Searching Skip",
     "_core.view": "as_evaluated begin_again is_apart take_back view",
-    "_core.views": "check_plot Row",
     "_data.composed": "unmarked",
     "_data.held": "own_copy",
     "_data.iterable": "is_keeper",
     "_data.loaders": "batch_size_of check_loader Padding read_loaders Window",
     "_data.position": "checksum",
     "_data.source": "first_batches LateWindow open_source Source",
-    "_display": "figures",
     "_display.frames": "short_traceback",
     "_display.screen": "warn_once",
     "_hooks.hook": "BuiltIn Clock every_layer HookFn Wrapper",
@@ -81,7 +79,9 @@ OPEN = {
     "_loop.peers": "forget_interruption is_alone",
     "_loop.plan": "Plan read_hooks",
     "_step.engine_local": "LocalEngine",
-    "_step.forward": "EvaluationPass items_in Result Subject SumOfBatches",
+    "_step.forward": (
+        "check_reply check_weight EvaluationPass items_in NO_ITEMS Result Subject SumOfBatches"
+    ),
     "_step.gradients": (
         "clip_to_norm_ divide fail_to_train GradientSum LocalWindow LossRoot NO_GRADIENT "
         "NoGradientError Pass pieces_of restore_gradients rows_of samples_in skipped_with "

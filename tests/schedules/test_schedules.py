@@ -3,8 +3,10 @@
 import copy
 import math
 import pickle
+import re
 
 import pytest
+from pages import NASTY, check_html, texts
 
 import fnloop as fl
 from fnloop.schedules import (
@@ -324,3 +326,46 @@ def test_what_cannot_be_plotted_is_refused(given, total, message):
 ])  # fmt: skip
 def test_a_picture_shows_every_length_that_is_given_in_updates(schedule, updates):
     assert f"over {updates:,} updates" in schedule._repr_html_()
+
+
+# --- HTML
+
+
+def named(schedule):
+    schedule.__name__ = NASTY
+    return schedule
+
+
+ONE, FAILS = named(lambda step, total: 1.0), named(lambda step, total: step.mean())
+
+
+@pytest.mark.parametrize("schedule", [
+    warmup(2)(join(constant(), ONE, at=[1])),
+    warmup(2)(FAILS),
+], ids=["one", "one that fails"])  # fmt: skip
+def test_the_html_of_a_schedule_is_well_formed_and_escaped(schedule):
+    check_html(schedule)
+
+
+def points(schedule):
+    found = re.search(r'<polyline points="([^"]*)"', schedule._repr_html_())
+    return [tuple(map(float, pair.split(","))) for pair in found[1].split()]
+
+
+def test_a_schedule_is_drawn_over_a_run_from_0_to_its_maximum():
+    drawn = points(linear())
+    # y grows downwards: 60 is 0, and the last factor is 1/200
+    assert (drawn[0], drawn[-1]) == ((0.0, 0.0), (220.0, 59.7))
+    assert all(y == 0.0 for _, y in points(constant()))
+    below = join(constant(), lambda step, total: -1.0, at=[0.5])
+    assert {y for _, y in points(below)} == {0.0, 60.0}
+
+
+@pytest.mark.parametrize("schedule", [
+    *(join(constant(), lambda step, total, bad=bad: bad, at=[0.5])
+      for bad in (float("nan"), float("inf"))),
+    exponential(10.0**300),  # overflows
+])  # fmt: skip
+def test_a_schedule_that_cannot_be_drawn_shows_its_repr(schedule):
+    assert texts(schedule) == [repr(schedule)]
+    assert "<svg" not in schedule._repr_html_()

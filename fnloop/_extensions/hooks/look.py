@@ -20,8 +20,8 @@ from fnloop._core.records import TRAINED
 from fnloop._core.state import TrainState, with_note
 from fnloop._core.types import Call, Output
 from fnloop._core.view import as_evaluated
-from fnloop._core.views import check_plot
-from fnloop._display import figures
+from fnloop._extensions.histories import figures
+from fnloop._extensions.histories.curves import check_plot
 from fnloop._hooks.hook import BuiltIn, Hook
 from fnloop._hooks.hook import every as periodically
 from fnloop.extend import (

@@ -21,11 +21,11 @@ from tqdm.utils import disp_len
 
 from fnloop._core.history import SINCE, first_record, new_records, records_since, unfinished
 from fnloop._core.metrics import Last, read
-from fnloop._core.records import Record, starred, update_best
+from fnloop._core.records import Record
 from fnloop._core.runs import RunInfo
 from fnloop._core.state import TrainState, count_parameters
 from fnloop._core.types import Call
-from fnloop._core.views import Row
+from fnloop._extensions.histories.table import Row, starred, update_best
 from fnloop._extensions.hooks.terminal import Screen, columns_of, has_colors, paint
 from fnloop._hooks.hook import BuiltIn, Hook, every_layer
 from fnloop.extend import Stop, better, checks, groups, optimizers, tables
@@ -335,6 +335,31 @@ def _best_models(best: Mapping[str, Record]) -> dict[str, Record]:
 # How far a run is, how fast it is, and how long it will still take.
 
 
+def _format_count_of(done: int, total: int | None) -> str:
+    """Format how many of how many, aligned; or, without a total, how many."""
+    if total is None:
+        return f"{done:,}"
+    of = f"{total:,}"
+    return f"{done:{len(of)},}/{of}"
+
+
+def _format_left(seconds: float) -> str:
+    """Format an estimate of the time left, which is not exact to a tenth of a second."""
+    shown = tables.format_duration(seconds) if seconds >= 9.95 else f"{math.ceil(seconds)}s"
+    return f"{shown} left"
+
+
+def _format_rate(rate: float, unit: str = "step") -> str:
+    """Format a rate: per second, or, if it is below 1, the seconds of each.
+
+    Example:
+        >>> _format_rate(1234.5), _format_rate(12.345), _format_rate(0.25, "batch")
+        ('1,234 step/s', '12.3 step/s', '4.00 s/batch')
+    """
+    value, of = (rate, f"{unit}/s") if rate >= 1 else (1 / rate, f"s/{unit}")
+    return f"{value:,.{2 if value < 10 else 1 if value < 100 else 0}f} {of}"
+
+
 @attrs.frozen
 class Position:
     """Where a run is.
@@ -372,7 +397,7 @@ class Position:
     @property
     def count_text(self) -> str:
         """How many updates, or batches, of how many."""
-        return tables.format_count_of(self.done, self.total)
+        return _format_count_of(self.done, self.total)
 
     @property
     def skipped_text(self) -> str:
@@ -382,11 +407,11 @@ class Position:
     @property
     def left_text(self) -> str:
         """The time left, in words; "" if it is unknown."""
-        return "" if self.left is None else tables.format_left(self.left)
+        return "" if self.left is None else _format_left(self.left)
 
     def rate_text(self, unit: str = "step") -> str:
         """Return the rate in words; "" if it is unknown."""
-        return tables.format_rate(self.rate, unit) if self.rate else ""
+        return _format_rate(self.rate, unit) if self.rate else ""
 
 
 @attrs.frozen

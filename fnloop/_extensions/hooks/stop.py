@@ -21,7 +21,7 @@ from fnloop._core.history import SINCE, check_monitored, first_record
 from fnloop._core.metrics import Mean, read
 from fnloop._core.records import Record, counts
 from fnloop._core.runs import now
-from fnloop._core.stacked import models_of
+from fnloop._core.several import models_of
 from fnloop._core.state import TrainState
 from fnloop._core.types import Call
 from fnloop._hooks.hook import BuiltIn, Hook

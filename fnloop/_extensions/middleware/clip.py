@@ -13,8 +13,8 @@ from torch import Tensor
 from fnloop._backend import torch_compat
 from fnloop._backend.fsdp import combined
 from fnloop._core.freeze import Selectors
-from fnloop._core.metrics import Mean, PerModel, per_model
-from fnloop._core.stacked import INSTEAD, Stack, models_of
+from fnloop._core.metrics import Mean
+from fnloop._core.several import Several
 from fnloop._core.state import TrainState, unwrap, with_used
 from fnloop._core.types import Middleware, Output, Step, middleware
 from fnloop._step.gradients import (
@@ -106,9 +106,9 @@ def clip(
 
     def scale(state: TrainState, batch: Batch, out: Output) -> tuple[TrainState, Output]:
         __tracebackhide__ = True
-        if type(state.model) is Stack:
+        if isinstance(state.model, Several):
             norms = _clip_models_(state, max_norm, norm_type)
-            return state, report(out, {label: _of_models(label, norms, state)}, "clip")
+            return state, report(out, {label: state.model.metric(label, norms, 1)}, "clip")
         before = clip_to_norm_(of(state), max_norm, norm_type)
         return state, report(out, {label: Mean(before, 1)}, "clip")
 
@@ -164,9 +164,9 @@ def grad_norm(norm_type: float = 2.0, by: str | None = None) -> Middleware:
 
     def measure(state: TrainState, batch: Batch, out: Output) -> tuple[TrainState, Output]:
         __tracebackhide__ = True
-        if type(state.model) is Stack:
+        if isinstance(state.model, Several):
             norms = _stacked_norms(gradients(state), norm_type)
-            return state, report(out, {_NORM: _of_models(_NORM, norms, state)}, "grad_norm")
+            return state, report(out, {_NORM: state.model.metric(_NORM, norms, 1)}, "grad_norm")
         groups = {_NORM: parameters(state)} if by is None else _by_module(state)
         found = {k: [p.grad for p in ps if p.grad is not None] for k, ps in groups.items()}
         of_groups = {
@@ -234,14 +234,11 @@ def _clip_models_(state: TrainState, max_norm: float, norm_type: float) -> Tenso
 
 
 def _refuse_stack(state: TrainState, owner: str, instead: str) -> None:
-    if type(state.model) is Stack:
+    if isinstance(state.model, Several):
         raise NotImplementedError(
-            f"{owner} does not work with a stack of models: {instead}. {INSTEAD}"
+            f"{owner} does not work with a stack of models: {instead}. Otherwise train these "
+            "states one by one"
         )
-
-
-def _of_models(label: str, norms: Tensor, state: TrainState) -> PerModel:
-    return per_model(label, norms, 1, models_of(state.model))
 
 
 # --- several of them

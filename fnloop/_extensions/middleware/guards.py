@@ -17,7 +17,7 @@ from fnloop._backend import torch_compat
 from fnloop._core.averages import Average
 from fnloop._core.optimizers import RATIO
 from fnloop._core.serialize import has_pending, materialize
-from fnloop._core.stacked import Stack, models_of
+from fnloop._core.several import Several, models_of
 from fnloop._core.state import LEFT_OUT, TrainState
 from fnloop._core.types import Middleware, Output, Step, middleware
 from fnloop._step.transaction import Judge
@@ -161,7 +161,7 @@ def skip_nonfinite(limit: int = 10) -> Middleware:
 
 def _examine_gradients(state: TrainState, out: Output) -> tuple[Tensor, Judge]:
     """Return whether the loss or a gradient is not finite, on the device, and who judges."""
-    if type(state.model) is Stack:
+    if isinstance(state.model, Several):
         bad = ~out.loss.isfinite()
         for g in gradients(state):  # stacked: a number of each model in the first dimension
             bad |= ~torch.linalg.vector_norm(g.reshape(len(g), -1), math.inf, dim=1).isfinite()

@@ -29,12 +29,11 @@ from fnloop._core.metrics import (
     from_torchmetrics,
     mark,
     names_in,
-    per_model,
     to_accumulator_dtype,
     weighted,
 )
 from fnloop._core.serialize import Pending
-from fnloop._core.stacked import Stack, call_each
+from fnloop._core.several import Several
 from fnloop._core.state import TrainState
 from fnloop._core.types import Aux, Middleware, Output, Step, collection_key, middleware
 from fnloop._display.screen import warn_once
@@ -250,12 +249,11 @@ def _measure(
             found: dict[str, Metric] = {}
             name = label
             try:  # a comprehension would add a frame to the traceback
-                if type(state.model) is Stack:
-                    names = state.model.names
+                if isinstance(state.model, Several):
                     named = functions if shared is None else {label: shared, **functions}
                     for name, compute in named.items():
                         of = None if compute is shared else name
-                        found |= _of_models(of, compute, out, batch, names, one_by_one)
+                        found |= _of_models(of, compute, out, batch, state.model, one_by_one)
                     return state, report(out, found, "metric")
                 if shared is not None:
                     found = _by_name(name, shared(out.aux, batch), out.weight)
@@ -277,7 +275,7 @@ def _of_models(
     compute: MetricFn,
     out: Output,
     batch: Batch,
-    models: tuple[str, ...],
+    several: Several,
     one_by_one: set[str],
 ) -> dict[str, Metric]:
     """Return a metric of all models of a stack: computed at once if it is one tensor.
@@ -287,7 +285,7 @@ def _of_models(
         compute: the function.
         out: the output of the loss function, for all models.
         batch: the batch.
-        models: the names of the models.
+        several: the models.
         one_by_one: the names of the metrics that are computed for one model after the other.
     """
     __tracebackhide__ = True
@@ -300,14 +298,14 @@ def _of_models(
             return kept[0] if isinstance(kept[0], Tensor) and kept[0].numel() == 1 else None
 
         try:
-            values = call_each(of_one, out.aux, f"the metric {name!r}")
+            values = several.call_each(of_one, out.aux, f"the metric {name!r}")
         except NotImplementedError:
             values = None
         if isinstance(values, Tensor):
-            return {name: per_model(name, values.flatten(), out.weight, models)}
+            return {name: several.metric(name, values.flatten(), out.weight)}
         one_by_one.add(name)
     found: dict[str, Metric] = {}
-    for i, model in enumerate(models):
+    for i, model in enumerate(several.names):
         value = compute(_of_model(out.aux, i), batch)
         made = (
             _by_name("", value, out.weight)

@@ -21,7 +21,7 @@ from fnloop._checkpoint.restore import restore
 from fnloop._checkpoint.save import check_resumable, save
 from fnloop._core.history import History
 from fnloop._core.serialize import find_difference
-from fnloop._core.stacked import models_of
+from fnloop._core.several import models_of
 from fnloop._core.state import TrainState, snapshot, without_metrics
 from fnloop._core.types import Middleware, Output, Step
 from fnloop._data.composed import unmarked

@@ -17,7 +17,7 @@ from fnloop._core.types import Middleware, Output, Step, middleware
 from fnloop._data.loaders import batch_size_of
 from fnloop._display.frames import short_traceback
 from fnloop._extensions import extensions
-from fnloop._extensions.stacks import check_one_model
+from fnloop._extensions.stacks.states import check_one_model
 from fnloop._extensions.tools.dry_run import train_copy, with_members
 from fnloop._loop.evaluate import open_loader
 from fnloop._step.pipeline import PipelineStep
@@ -67,7 +67,7 @@ class LrRange(tables.Shown):
             ImportError: matplotlib is not installed (the extra ``fnloop[plot]``).
             ValueError: there is no loss to draw; the message says why.
         """
-        from fnloop._display import figures
+        from fnloop._extensions.histories import figures
 
         figures.require_matplotlib("LrRange.plot")
         if not self.rates:

@@ -24,7 +24,7 @@ from fnloop._core.types import Middleware, Step
 from fnloop._display.frames import short_traceback
 from fnloop._extensions.hooks.keep import checkpoint
 from fnloop._extensions.middleware.schedule import schedule
-from fnloop._extensions.stacks import stack, unstack
+from fnloop._extensions.stacks.states import stack, unstack
 from fnloop._hooks.hook import BuiltIn, Hook, HookFn, every
 from fnloop._loop.fit import run
 from fnloop._loop.peers import forget_interruption
@@ -90,7 +90,7 @@ class Search(tables.Shown):
         Raises:
             ImportError: matplotlib is not installed (the extra ``fnloop[plot]``).
         """
-        from fnloop._display import figures
+        from fnloop._extensions.histories import figures
 
         figure, (axis,) = figures.panels("Search.plot", [figures.LARGE])
         last = {rung.name for rung in self.rungs if rung.epoch == self.rungs[-1].epoch}

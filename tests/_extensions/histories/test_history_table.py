@@ -1,16 +1,19 @@
 """Records as a table: columns, their order and formats, marks, and what is left out."""
 
+import contextlib
+import io
 import math
+import re
 import shutil
 from os import terminal_size
 
 import pytest
+from pages import NASTY, check_html
 from tqdm.utils import disp_len
 
 from fnloop import History, Record
-from fnloop._core.records import is_evaluated, is_row
-from fnloop._core.views import Row, table
 from fnloop._display.tables import format_metric
+from fnloop._extensions.histories.table import Row, is_evaluated, is_row, table
 
 NAN, INF = math.nan, math.inf
 METRICS = {
@@ -37,6 +40,18 @@ def column(name, *values):
 
 
 # --- columns
+
+
+def test_closing_records_are_rows_too():
+    closing = Record(0, 5, {"valid/loss": 2}, closing=True)
+    made = History([closing, Record(1, 10, {"valid/loss": 1})])
+    assert [row.split()[1] for row in repr(made).splitlines()[2:]] == ["5", "10"]
+
+
+def test_items_are_a_column():
+    made = History([Record(1, 1, {"train/loss": 1.0}, items=2)])
+    assert "epoch  step  items" in str(made) and "items" in made._repr_html_()
+    assert "items" not in str(History([Record(1, 1, {"train/loss": 1.0})]))
 
 
 def test_evaluated_loaders_come_first_then_train_then_recent_and_each_column_has_one_format():
@@ -296,3 +311,23 @@ def test_html_has_a_head_of_groups_and_no_more_columns_than_fit():
     wide = History([Record(1, 10, {f"valid/metric_{i:02}": 1.0 for i in range(30)})])
     assert wide._repr_html_().count("<td") < 12
     assert "<small>left out: step, time, valid/metric_0" in wide._repr_html_()
+
+
+@pytest.mark.parametrize(("encoding", "size"), [("ascii", "gr??e"), ("cp1252", "größe")])
+def test_lines_are_drawn_in_ascii_and_a_missing_letter_is_a_question_mark(encoding, size):
+    console = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    with contextlib.redirect_stdout(console):
+        print(History([Record(1, 10, {"valid/größe": 0.5})]))
+    console.flush()
+    shown = console.buffer.getvalue().decode(encoding)
+    assert shown.split()[:2] == ["|", "valid"] and size in shown
+
+
+def test_the_html_of_a_history_is_well_formed_and_escaped():
+    check_html(History([Record(1, 10, {NASTY: 0.5})]))
+
+
+def test_a_long_history_leaves_out_the_middle_in_html():
+    made = History([Record(i, i, {"loss": i}) for i in range(1, 101)])
+    epochs = re.findall(r"<tr><td[^>]*>(.*?)</td>", made._repr_html_())
+    assert epochs == [*map(str, range(1, 21)), "…", *map(str, range(81, 101))]

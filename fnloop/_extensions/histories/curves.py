@@ -1,301 +1,30 @@
-"""A history as people see it: a table of its records, and its curves."""
+"""The curves of a history, or of several, as a figure."""
 
 from __future__ import annotations
 
 import bisect
-import itertools
 import math
 import operator
-from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import attrs
 from toolz import groupby
 
-from fnloop._core.records import (
-    COSTS,
-    MODES,
-    TRAINED,
-    Record,
-    best_record,
+from fnloop._core.history import History
+from fnloop._core.records import MODES, TRAINED, Record
+from fnloop._extensions.histories import figures
+from fnloop._extensions.histories.table import (
     is_evaluated,
-    is_row,
     metric_names,
-    number_of_epoch,
     records_of_model,
     split_name,
     stacked_in,
-    starred,
-    turns_in,
-    update_best,
 )
-from fnloop._display import checks, figures, tables
-from fnloop._display.tables import Column, Table, format_metric, mode_by_name, shorten
+from fnloop.extend import checks, tables
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-# --------------------------------------------------------------------------------------------------
-# Records as a table: which columns it has, in which order and format, and what is marked.
-#
-# Whatever shows records in columns asks here, so that a terminal, a log and a notebook agree.
-
-LONG = 100.0  # seconds, from which on a column has times such as 1:40
-LONGEST_MODEL = 32  # characters of the name of a model
-
-
-@attrs.frozen
-class Row:
-    """A row of a table of records.
-
-    Args:
-        record: the record.
-        seconds: the time that passed since the one above it; None if that is unknown.
-        best: the names of the metrics to be marked: each is better than in all rows above.
-        epoch: the number of its epoch, from 1; 0 for what the record says.
-        model: the model of a stack whose metrics these are; or "".
-    """
-
-    record: Record
-    seconds: float | None = None
-    best: Collection[str] = frozenset()
-    epoch: int = 0
-    model: str = ""
-
-    @property
-    def number(self) -> int:
-        """The number of its epoch, which is shown."""
-        return self.epoch or self.record.epoch
-
-    @classmethod
-    def of(cls, record: Record, seconds: float, ended: int, at: int) -> Row:
-        """Return the row of a record, with the number of its epoch: see ``number_of_epoch``."""
-        return cls(record, seconds, epoch=number_of_epoch(record, ended, at))
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether it has more than ``recent/...``, so that a table of a history shows it."""
-        return is_row(self.record)
-
-    @property
-    def evaluated(self) -> list[str]:
-        """The names of the loaders that were evaluated for it."""
-        found = (name for name in self.record.metrics if is_evaluated(name))
-        return [*dict.fromkeys(name.partition("/")[0] for name in found)]
-
-    @staticmethod
-    def names(rows: Iterable[Row]) -> tuple[str, ...]:
-        """Return the names of all metrics of rows, in the order of their first appearance."""
-        return metric_names(row.record for row in rows)
-
-    def by_model(self, models: Sequence[str]) -> list[Row]:
-        """Return a row for each model of a stack, or this one if there are no models.
-
-        Example:
-            >>> record = Record(1, 10, {"valid/a/loss": 2.0, "valid/b/loss": 3.0})
-            >>> row = Row(record, 1.0, {"valid/a/loss"})
-            >>> [(one.model, one.record.metrics, one.best) for one in row.by_model(("a", "b"))]
-            [('a', {'valid/loss': 2.0}, {'valid/loss'}), ('b', {'valid/loss': 3.0}, set())]
-        """
-        if not models:
-            return [self]
-        found: list[Row] = []
-        marks = Record(0, 0, dict.fromkeys(self.best, 1.0))
-        for model in models:
-            (record,) = records_of_model([self.record], model, models)
-            (best,) = records_of_model([marks], model, models)
-            found.append(attrs.evolve(self, record=record, best={*best.metrics}, model=model))
-        return found
-
-    @staticmethod
-    def lay_out(
-        rows: Sequence[Row],
-        names: Iterable[str] | None = None,
-        width: float = math.inf,
-        last_step: int = 0,
-        items: bool = False,
-    ) -> Table[Row]:
-        """Choose the columns for some rows, and their formats. Return a table without rows.
-
-        The evaluated loaders come first, then ``train``, and ``recent`` last. If they do not fit,
-        the least important go: losses stay longest, and ``watch``, ``recent``, gradient norms and
-        learning rates go first. A later row may be shown with the same columns, if it has no other
-        metrics.
-
-        Args:
-            rows: the rows so far.
-            names: the metrics to show; by default those of the rows.
-            width: how many characters a line may have.
-            last_step: the greatest step that is expected, if others follow; then there is more
-                room.
-            items: whether to show the items, if they are known.
-
-        Example:
-            >>> record = Record(1, 10, {"train/loss": 2.0, "valid/loss": 3.0})
-            >>> row = Row(record, 12.5, {"valid/loss"})
-            >>> made = Row.lay_out([row], width=80)
-            >>> print(*made.head(), made.line(row), sep="\\n")
-                        │ valid   │ train
-            epoch  step │   loss  │   loss │  time
-                1    10 │ 3.0000* │ 2.0000 │ 12.5s
-        """
-        records = [row.record for row in rows]
-        names = [*(metric_names(records) if names is None else names)]
-        groups = list(dict.fromkeys(split_name(name)[0] for name in names))
-        ordered = sorted(names, key=lambda name: (_place(name), groups.index(split_name(name)[0])))
-        least = 7 if last_step else 1  # characters: 2.0e-05
-        metrics = [_metric(records, name, least, names.index(name)) for name in ordered]
-        counters = _counters(rows, last_step) + (_items(rows) if items else [])
-        return Table([*counters, *metrics, _time(rows)]).fit(width)
-
-    @staticmethod
-    def table(
-        rows: Sequence[Row],
-        names: Sequence[str],
-        width: float = math.inf,
-        most: int = 40,
-        items: bool = False,
-    ) -> Table[Row]:
-        """Return a table of rows: the arguments are those of :meth:`lay_out`, and ``most`` rows."""
-        made = Row.lay_out(rows, names, width, items=items)
-        shown = {column.name for column in made.columns}
-        first, last = most // 2, len(rows) - (most - most // 2)  # what is between may be cut
-        best = {name: i for i, row in enumerate(rows) for name in row.best if name in shown}
-        kept: list[Row | None] = []
-        stay = [not first <= i < last or i in best.values() for i in range(len(rows))]
-        for stays, pairs in itertools.groupby(zip(stay, rows, strict=True), lambda pair: pair[0]):
-            stretch = [row for _, row in pairs]
-            kept += stretch if stays or len(stretch) == 1 else [None]  # the sign takes a line too
-        return attrs.evolve(made, rows=kept)
-
-
-def table(records: Sequence[Record], width: float = math.inf, most: int = 40) -> Table[Row]:
-    """Return a table of records. A value that is better than all above it is marked.
-
-    Records with nothing but ``recent/...`` are left out, unless all others are closing records.
-
-    Args:
-        records: the records.
-        width: how many characters a line may have.
-        most: how many rows to show; if there are more, the middle is cut, but for the best rows:
-            those with the last mark of a column.
-
-    Example:
-        >>> print(table([Record(1, 10, {"loss": 0.5}, 2.0)]).text(80))
-        epoch  step    loss  time
-            1    10  0.5000  2.0s
-    """
-    shown = [record for record in records if is_row(record)]
-    shown = records if all(record.closing for record in shown) else shown
-    hidden = len(records) - len(shown)
-    names = [*metric_names(records)]
-    if hidden:  # the few values of ``recent`` in the other rows would tell nothing
-        names = [name for name in names if not name.startswith("recent/")]
-    turns, models = turns_in(names), stacked_in(names)
-    best: dict[str, Record] = {}
-    rows: list[Row] = []
-    for above, record in zip([None, *shown], shown, strict=False):
-        best = update_best(best, record)
-        row = Row(record, _passed(record, above), starred(best, record, turns))
-        rows += row.by_model(models)
-    if models:
-        names = [*metric_names(row.record for row in rows)]
-        names = [n for n in names if not (hidden and n.startswith("recent/"))]
-    count = tables.format_count(hidden, "record")
-    remark = f"not shown: {count} with recent/... only" if hidden else ""
-    return attrs.evolve(Row.table(rows, names, width, most, items=True), remark=remark)
-
-
-def _passed(record: Record, before: Record | None) -> float | None:
-    """Return the seconds between two records; None if that is unknown."""
-    if before is not None:
-        return max(record.seconds - before.seconds, 0.0)
-    return record.seconds if record.epoch <= 1 else None  # the first of a part of a history
-
-
-# --- columns
-
-
-def _counters(rows: Sequence[Row], last_step: int) -> list[Column[Row]]:
-    epoch = max((row.number for row in rows), default=0)
-    step = max((last_step, *(row.record.step for row in rows)))
-    # Within an epoch, only the step tells one record from the next.
-    within = any(a.number == b.number for a, b in itertools.pairwise(rows))
-    within |= any(row.number != row.record.epoch for row in rows)
-    rank = (2 if within else 8, 0)
-    return [
-        Column("epoch", lambda row: str(row.number), width=len(str(epoch))),
-        Column("step", lambda row: str(row.record.step), width=len(str(step)), rank=rank),
-        *_models(rows),
-    ]
-
-
-def _models(rows: Sequence[Row]) -> list[Column[Row]]:
-    """Return the column of the models, if the rows are those of a stack."""
-    width = max((len(shorten(row.model, LONGEST_MODEL)) for row in rows), default=0)
-    text = lambda row: shorten(row.model, LONGEST_MODEL)
-    return [Column("model", text, left=True, width=width, rank=(1, 0))] if width else []
-
-
-def _items(rows: Sequence[Row]) -> list[Column[Row]]:
-    """Return the column of items, the first to go, if any are known."""
-
-    def text(row: Row) -> str:
-        return "" if row.record.items is None else f"{row.record.items:,}"
-
-    width = max((len(text(row)) for row in rows), default=0)
-    return [Column("items", text, width=max(5, width), rank=(14, 0))] if width else []
-
-
-def _time(rows: Sequence[Row]) -> Column[Row]:
-    tenths = max((row.seconds or 0.0 for row in rows), default=0.0) < LONG
-
-    def text(row: Row) -> str:
-        return "" if row.seconds is None else tables.format_clock(row.seconds, tenths)
-
-    width = max([4, *(len(text(row)) for row in rows)])
-    return Column("time", text, width=width, rank=(5, 0))
-
-
-def _metric(records: Sequence[Record], name: str, least: int, place: int) -> Column[Row]:
-    mode, (group, title) = mode_by_name(name), split_name(name)
-
-    def text(row: Row) -> str:
-        value = row.record.metrics.get(name)
-        return "" if value is None else format_metric(name, value)
-
-    width = max([least, *(len(text(Row(record))) for record in records)])
-    best = (lambda row: name in row.best) if is_evaluated(name) and mode is not None else None
-    rank = (_importance(name), place)
-    return Column(title, text, group, best=best, width=width, rank=rank, name=name)
-
-
-def _place(name: str) -> int:
-    """Return where the group of a metric stands: evaluated loaders, train, others, recent."""
-    if is_evaluated(name):
-        return 1
-    return {"": 0, "train": 2, "recent": 4}.get(split_name(name)[0], 3)
-
-
-def _importance(name: str) -> int:
-    """Return the importance of a metric: 1 is the greatest."""
-    group, title = split_name(name)
-    if title.startswith("watch/"):
-        return 13
-    if group == "recent":
-        return 12
-    if tables.is_learning_rate(name):
-        return 9 if title == "lr" else 11
-    if "grad_norm" in title:
-        return 10
-    if title.partition("/")[0] in COSTS:
-        return 8
-    if is_evaluated(name):
-        return 1 if title == "loss" else 3 if mode_by_name(name) else 4
-    if group == "train":
-        nested = 4 if title.endswith("/loss") else 6 if mode_by_name(name) else 7
-        return 2 if title == "loss" else nested
-    return 8 if group else 3
 
 
 # --------------------------------------------------------------------------------------------------
@@ -398,7 +127,7 @@ def _panels_of(records: Sequence[Record], mode: Mode, x: str) -> list[_Panel]:
 def _best_finite(records: Iterable[Record], key: str, mode: str | None) -> Record | None:
     """Return the record with the best finite value; None if there is none, or no mode."""
     finite = [record for record in records if math.isfinite(record.metrics[key])]
-    return best_record(finite, key, mode) if finite and mode else None
+    return History(finite).best_record(key, mode) if finite and mode else None
 
 
 def _spans_decades(curves: Iterable[figures.Curve]) -> bool:
@@ -514,7 +243,7 @@ def _mode_of(metric: str, keys: Iterable[str], mode: Mode) -> str | None:
     """Return the given mode of a metric, or the one that its name suggests, or None."""
     if isinstance(mode, Mapping):
         mode = next((mode[name] for name in (*keys, metric) if name in mode), None)
-    return mode_by_name(f"/{metric}") if mode is None else mode
+    return tables.mode_by_name(f"/{metric}") if mode is None else mode
 
 
 # --------------------------------------------------------------------------------------------------
@@ -526,6 +255,55 @@ LONGEST_BESIDE = 12  # of one next to a title
 LONGEST_NAME = 48  # of a longer one, the middle is left out
 MOST_VALUES = 4  # best values next to the title of another axis; of more, only the best one
 Series = Mapping[str, list[Record]]  # the records that have a metric
+
+
+def compare(histories: Mapping[str, History], keys: Iterable[str] | None = None) -> Figure:
+    """Draw several runs in one figure: an axis for each metric, and a colour for each run.
+
+    The legend has the names of the runs. Where a metric is evaluated, and its name says whether
+    lower or higher values are better, the best value of each run is marked and shown.
+
+    Args:
+        histories: names of runs to their histories.
+        keys: the metrics to draw, such as ``["valid/loss"]``; a run that lacks one is not in its
+            axis. By default those that all histories have, with ``recent/...`` as thin lines in
+            the axes of ``train/...``.
+
+    Returns:
+        A matplotlib Figure; ``figure.savefig("runs.png")`` writes it. A notebook shows it once.
+
+    Raises:
+        TypeError: histories is not a mapping from names to histories, or keys are not names.
+        KeyError: no history has a metric of that name; the message lists the known ones.
+        ValueError: a history is empty, or there is no metric that all have.
+        ImportError: matplotlib is not installed (the extra ``fnloop[plot]``).
+
+    Example:
+        >>> from fnloop import History, Record
+        >>> first = History([Record(1, 10, {"valid/loss": 2.0})])
+        >>> second = History([Record(1, 10, {"valid/loss": 1.5})])
+        >>> figure = compare({"lr 0.1": first, "lr 0.01": second})
+        >>> [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+        ['lr 0.1: best 2 (epoch 1)', 'lr 0.01: best 1.5 (epoch 1)']
+    """
+    _check(histories)
+    return plot_runs(histories, keys)
+
+
+def _check(histories: Mapping[str, History]) -> None:
+    checks.mapping("compare", "histories", histories, 'such as {"a": history_a, "b": history_b}')
+    if not histories:
+        raise ValueError("compare expects at least one history; got none")
+    for name, history in histories.items():
+        checks.text("compare", "histories", name, "names of runs")
+        if not isinstance(history, History):
+            raise TypeError(
+                f"compare expects a History for {name!r}, such as state.history; "
+                f"got {checks.describe(history)}"
+            )
+        if not history.keys():
+            empty = "has no metric" if len(history) else "is empty"
+            raise ValueError(f"compare has nothing to draw for {name!r}: its history {empty}")
 
 
 def plot_runs(
@@ -568,13 +346,13 @@ def _place_on(x: str, records: Iterable[Record]) -> Callable[[Record], float]:
 
 def _short_names(names: Sequence[str]) -> Sequence[str]:
     """Return names of runs that fit a legend, unless some would be the same."""
-    short = [shorten(name, LONGEST_NAME) for name in names]
+    short = [tables.shorten(name, LONGEST_NAME) for name in names]
     return short if len({*short}) == len(names) else names
 
 
 def _best_records(series: Mapping[str, Series], key: str) -> dict[str, Record]:
     """Return the best record of each run that has an evaluated metric, unless none is finite."""
-    mode = mode_by_name(key) if is_evaluated(key) else None
+    mode = tables.mode_by_name(key) if is_evaluated(key) else None
     best = {name: _best_finite(found.get(key, ()), key, mode) for name, found in series.items()}
     return {name: record for name, record in best.items() if record}
 
@@ -594,7 +372,7 @@ def _run_label(
 
 def _best_of_all(best: Mapping[str, Record], key: str) -> dict[str, Record]:
     """Return the best of the best records of some runs."""
-    winner = best_record(best.values(), key, mode_by_name(key) or "min")
+    winner = History(best.values()).best_record(key, tables.mode_by_name(key) or "min")
     name = next(name for name, record in best.items() if record is winner)
     return {name: winner}
 
@@ -656,3 +434,22 @@ def _given_keys(series: Mapping[str, Series], keys: Iterable[str]) -> list[str]:
         if key not in known:
             raise KeyError(f"no metric {key!r} in these histories; there are: {', '.join(known)}")
     return keys
+
+
+# --------------------------------------------------------------------------------------------------
+# Schedules in one figure.
+
+
+def plot_factors(schedules: Mapping[str, Callable[[int, int], float]], total_steps: int) -> Figure:
+    """Draw schedules; the arguments are those of ``schedules.plot``, which are right."""
+    figure, (axis,) = figures.panels("schedules.plot", [figures.LARGE])
+    colors = figures.palette("schedules.plot", len(schedules))
+    curves = [
+        figures.Curve([(i, schedule(i, total_steps)) for i in range(total_steps)], name, color)
+        for color, (name, schedule) in zip(colors, schedules.items(), strict=True)
+    ]
+    figures.draw(axis, "factor on the initial value", "update", curves, known=None)
+    figure.set_figheight(3.0 + 0.22 * len(curves))
+    # A schedule crosses the whole axis, so the legend goes below it.
+    figure.legend(loc="outside lower center", frameon=False, labelcolor=figures.GREY)
+    return figure

@@ -1,4 +1,4 @@
-"""Models of one architecture as one module, whose parameters are stacked in memory.
+"""The parameters of models of one architecture, stacked in memory.
 
 Each model keeps parameters and buffers of its own, which are views of stacked tensors. So whatever
 looks at them, such as a checkpoint or a hook, sees as many models. A step calls the loss function
@@ -8,85 +8,31 @@ stacked gradient for each parameter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import BuiltinFunctionType, FunctionType
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.func import vmap
 
-from fnloop._backend.containers import map_leaves, vars_of
-from fnloop._backend.torch_compat import (
-    buffers_of,
-    is_batched,
-    parameters_of,
-)
-from fnloop._core.types import Batch
-from fnloop._display.checks import describe, join_names
+from fnloop._backend import torch_compat
+from fnloop.extend import Batch, checks, containers
 
 Value = Batch  # a nested value with tensors in it, of any kind
 INSTEAD = "Otherwise train these states one by one"
 
-# --------------------------------------------------------------------------------------------------
-# The module of a stack.
 
+class Models(Protocol):
+    """What is asked of the module of a stack here."""
 
-class Stack(nn.Module):
-    """Models of one architecture, which train as one. See :func:`fnloop.stack`.
-
-    ``stack["a"]`` is one of the models, and ``[*stack]`` are their names.
-
-    Args:
-        models: name to model.
-    """
-
-    def __init__(self, models: Mapping[str, nn.Module]) -> None:
-        super().__init__()
-        self.names = tuple(models)
-        for name, model in models.items():
-            self.add_module(_module_name(name), model)
+    names: tuple[str, ...]
 
     @property
     def models(self) -> list[nn.Module]:
         """The models, in their order."""
-        return [*self.children()]
-
-    def __getitem__(self, name: str) -> nn.Module:
-        if name not in self.names:
-            raise KeyError(f"there is no model {name!r} in the stack; those are: {self._listed()}")
-        return self.get_submodule(_module_name(name))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.names)
-
-    def __len__(self) -> int:
-        return len(self.names)
-
-    def forward(self, *args: object, **settings: object) -> NoReturn:
-        """Raise TypeError: a stack has no output of its own."""
-        raise TypeError(
-            "a stack of models has no output of its own: call one of its models, "
-            f"state.model[{self.names[0]!r}](x)"
-        )
-
-    def extra_repr(self) -> str:
-        """Return the names of the models."""
-        return self._listed()
-
-    def _listed(self) -> str:
-        return join_names([*map(repr, self.names)], 8)
-
-
-def _module_name(name: str) -> str:
-    """Return the name of a model as the name of a module, which may have no dot."""
-    return name.replace("%", "%25").replace(".", "%2E")
-
-
-def models_of(model: nn.Module) -> tuple[str, ...]:
-    """Return the names of the models of a stack; none for any other module."""
-    return model.names if type(model) is Stack else ()
+        ...
 
 
 # --------------------------------------------------------------------------------------------------
@@ -120,7 +66,7 @@ class Leaves:
         buffers: the stacked buffers.
     """
 
-    def __init__(self, stack: Stack) -> None:
+    def __init__(self, stack: Models) -> None:
         self.stack = stack
         self.params: list[Tensor] = []
         self.owners: list[list[nn.Parameter]] = []
@@ -140,10 +86,10 @@ class Leaves:
         models = self.stack.models
         check_architectures(dict(zip(self.stack.names, models, strict=True)))
         self.owners = [[*each] for each in zip(*(m.parameters() for m in models), strict=True)]
-        tables = [_tables(model, buffers_of) for model in models]
+        tables = [_tables(model, torch_compat.buffers_of) for model in models]
         self._held = [[*each] for each in zip(*tables, strict=True)]
         self.places = {id(owners[0]): i for i, owners in enumerate(self.owners)}
-        firsts = _tables(models[0], parameters_of)
+        firsts = _tables(models[0], torch_compat.parameters_of)
         self.slots = [Slot(table, key, self.places[id(table[key])]) for table, key in firsts]
         own = {id(t[k]): i for i, (t, k) in reversed([*enumerate(tables[0])])}
         first = len(self.owners)
@@ -203,10 +149,10 @@ def _tables(
     return [(table, key) for table, _ in found for key, held in table.items() if held is not None]
 
 
-_leaves: WeakKeyDictionary[Stack, Leaves] = WeakKeyDictionary()
+_leaves: WeakKeyDictionary[Models, Leaves] = WeakKeyDictionary()
 
 
-def leaves_of(stack: Stack, again: bool = False) -> Leaves:
+def leaves_of(stack: Models, again: bool = False) -> Leaves:
     """Return the stacked tensors of a stack, made at the first call.
 
     Args:
@@ -226,7 +172,7 @@ def leaves_of(stack: Stack, again: bool = False) -> Leaves:
 # A function of one model, called once for all.
 
 
-def call_models(stack: Stack, name: str, fn: Callable[[nn.Module], Value]) -> Value:
+def call_models(stack: Models, name: str, fn: Callable[[nn.Module], Value]) -> Value:
     """Call a function of a model for all models of a stack at once.
 
     Args:
@@ -280,13 +226,15 @@ def call_each(fn: Callable[[Value], Value], given: Value, name: str) -> Value:
     """
     __tracebackhide__ = True
     tensors: list[Tensor] = []
-    map_leaves(given, lambda leaf: tensors.append(leaf) if isinstance(leaf, Tensor) else None)
+    containers.map_leaves(
+        given, lambda leaf: tensors.append(leaf) if isinstance(leaf, Tensor) else None
+    )
 
     def one(parts: Sequence[Tensor]) -> tuple[Value, list[Tensor]]:
         __tracebackhide__ = True
         left = iter(parts)
         take = lambda leaf: next(left) if isinstance(leaf, Tensor) else leaf
-        return fn(map_leaves(given, take)), []
+        return fn(containers.map_leaves(given, take)), []
 
     return _vmapped(one, tensors, name, ())[0]
 
@@ -306,7 +254,7 @@ class Shared:
     @property
     def differs(self) -> bool:
         """Whether it depends on the model; only within the call."""
-        return is_batched(self.value)
+        return torch_compat.is_batched(self.value)
 
 
 class _Place:
@@ -345,7 +293,7 @@ def _vmapped(
             outs.append(leaf)
             return _PLACE
 
-        shape.append(map_leaves(result, put))
+        shape.append(containers.map_leaves(result, put))
         kept = [new is parts[offset + i] for i, new in enumerate(further)]
         shape.append(kept)
         outs += [new for new, is_kept in zip(further, kept, strict=True) if not is_kept]
@@ -360,7 +308,7 @@ def _vmapped(
             f"{name} cannot be called for a stack of models: {why}"
         ) from error
     result, kept = shape
-    filled = map_leaves(result, lambda leaf: next(found) if leaf is _PLACE else leaf)
+    filled = containers.map_leaves(result, lambda leaf: next(found) if leaf is _PLACE else leaf)
     return filled, [None if is_kept else next(found) for is_kept in kept]
 
 
@@ -431,7 +379,7 @@ def _difference(a: nn.Module, b: nn.Module) -> str | None:
     """Return in what two modules differ, without those in them; None: in nothing."""
     if type(a) is not type(b):
         return f"their classes, {type(a).__name__} and {type(b).__name__}"
-    for tables in (parameters_of, buffers_of):
+    for tables in (torch_compat.parameters_of, torch_compat.buffers_of):
         mine, its = tables(a), tables(b)
         for key in {**mine, **its}:
             one, other = _facts(mine.get(key)), _facts(its.get(key))
@@ -442,7 +390,7 @@ def _difference(a: nn.Module, b: nn.Module) -> str | None:
         if key.startswith("_") or key == "training":
             continue
         if key not in mine or key not in its or not _same(mine[key], its[key], set()):
-            return f"{key}: {describe(mine.get(key))} and {describe(its.get(key))}"
+            return f"{key}: {checks.describe(mine.get(key))} and {checks.describe(its.get(key))}"
     return None
 
 
@@ -478,4 +426,4 @@ def _same(a: Value, b: Value, seen: set[int]) -> bool:
         return a.__code__ is b.__code__
     if isinstance(a, BuiltinFunctionType | type):
         return False
-    return _same(vars_of(a), vars_of(b), seen)
+    return _same(containers.vars_of(a), containers.vars_of(b), seen)

@@ -15,24 +15,10 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from fnloop._backend.torch_compat import has_step_hooks
+from fnloop._backend import torch_compat
 from fnloop._core.optimizers import Group
-from fnloop._core.stacked import INSTEAD, Leaves, Stack, leaves_of
-from fnloop._core.state import TrainState
-from fnloop._core.types import Batch, Middleware
-
-# --------------------------------------------------------------------------------------------------
-# Which steps train a stack.
-
-
-def check_stackable(listed: Sequence[Middleware]) -> None:
-    """Raise NotImplementedError if a middleware does not work with a stack."""
-    for member in listed:
-        if "stacks" not in member.traits:
-            raise NotImplementedError(
-                f"{member!r} does not work with a stack of models: leave it out. {INSTEAD}"
-            )
-
+from fnloop._extensions.stacks.leaves import Leaves, Models, leaves_of
+from fnloop.extend import Batch
 
 # --------------------------------------------------------------------------------------------------
 # The optimizers' steps.
@@ -41,17 +27,18 @@ Kept = dict[str, Batch]  # what an optimizer keeps of a parameter
 Apply = Callable[[Optimizer], None]
 
 
-def update_models(state: TrainState, apply: Apply, replaced: bool) -> None:
+def update_models(
+    stack: Models, optimizers: Sequence[Optimizer], apply: Apply, replaced: bool
+) -> None:
     """Update all models with their optimizers, by the stacked gradients.
 
     Args:
-        state: the state of a stack.
+        stack: the stack.
+        optimizers: the optimizers, one for each model.
         apply: makes the step of one optimizer.
         replaced: whether someone looks at each optimizer's step.
     """
     __tracebackhide__ = True
-    stack, optimizers = state.model, [*state.optimizer.values()]
-    assert isinstance(stack, Stack)
     leaves = leaves_of(stack)
     if (bank := _banks.get(stack)) is None or bank.leaves is not leaves:
         bank = _banks[stack] = Bank(leaves)
@@ -88,7 +75,7 @@ class Bank:
     def update(self, optimizers: Sequence[Optimizer]) -> bool:
         """Make the update of all models, if it can be made at once. Return whether it was."""
         rule = _RULES.get(type(optimizers[0]))
-        if rule is None or any(map(has_step_hooks, optimizers)):
+        if rule is None or any(map(torch_compat.has_step_hooks, optimizers)):
             return False
         places, params = self.leaves.places, self.leaves.params
         made: list[Callable[[], None]] = []
@@ -201,7 +188,7 @@ def _column(values: Tensor, like: Tensor) -> Tensor:
 
 
 _NUMBERS = {int, float}
-_banks: WeakKeyDictionary[Stack, Bank] = WeakKeyDictionary()
+_banks: WeakKeyDictionary[Models, Bank] = WeakKeyDictionary()
 Rule = Callable[[Bank, int, Sequence[Group], Sequence[int]], "Callable[[], None] | None"]
 
 

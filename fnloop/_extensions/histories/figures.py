@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from fnloop._display.tables import format_short, shorten
+from fnloop.extend import tables
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -179,7 +179,7 @@ def draw(
     places = {x for curve in curves for x, _ in curve.points}
     if len(places) == 1:  # otherwise the ticks would be hundredths of a step
         axis.set_xlim(min(places) - 1, min(places) + 1)
-    axis.set_title(shorten(title, LONGEST_TITLE), loc="left")
+    axis.set_title(tables.shorten(title, LONGEST_TITLE), loc="left")
     axis.set_xlabel(x)
     axis.xaxis.get_major_locator().set_params(integer=True)  # type: ignore[call-arg]
     if places and max(places) >= LONG_STEPS:
@@ -266,3 +266,16 @@ def thin_out(points: Points, most: int = MOST_POINTS) -> Points:
     low = starts + numpy.where(finite, values, numpy.inf).argmin(axis=1)
     high = starts + numpy.where(finite, values, -numpy.inf).argmax(axis=1)
     return [points[i] for i in numpy.union1d(low, high)]
+
+
+def format_short(value: float) -> str:
+    """Write a number of steps in few characters.
+
+    Example:
+        >>> format_short(20_000), format_short(1_250_000), format_short(0)
+        ('20k', '1.25M', '0')
+    """
+    for unit, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= unit:
+            return f"{value / unit:.10g}{letter}"
+    return f"{value:.10g}"

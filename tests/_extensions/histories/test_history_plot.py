@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from fnloop import History, Record, compare
-from fnloop._display.figures import thin_out
+from fnloop._extensions.histories.figures import thin_out
 from fnloop.testing import toy
 
 matplotlib = pytest.importorskip("matplotlib")

@@ -1,0 +1,72 @@
+"""A module that stands for several models, which one step trains at once.
+
+An extension makes it. The kernel asks it what it would otherwise do with a single model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fnloop._core.types import Batch, LossFn, Metric, Middleware, Output, Skip
+
+
+class Several(nn.Module):
+    """The base of modules that are several models, each with a loss and an optimizer of its own."""
+
+    names: tuple[str, ...] = ()
+
+    def gradients_of(self) -> tuple[list[Tensor], list[nn.Parameter]]:
+        """Return what backward leaves gradients in, and for each a parameter of an optimizer.
+
+        The first list is the same one each time.
+        """
+        raise NotImplementedError
+
+    def call(self, loss_fn: LossFn, batch: Batch, name: str) -> Output | Skip:
+        """Call the loss function, of this name, for all models: the loss has an element of each."""
+        raise NotImplementedError
+
+    def call_each(self, fn: Callable[[Batch], Batch], given: Batch, name: str) -> Batch:
+        """Call a function of one model's results for all models at once.
+
+        Args:
+            fn: a function of such a value as is given, but of one model.
+            given: the value: each tensor in it has a first dimension for the models.
+            name: the name of the function, for messages.
+        """
+        raise NotImplementedError
+
+    def metric(self, label: str, values: Tensor, weight: float | Tensor) -> Metric:
+        """Return the mean of each model over a batch, given their values in one vector."""
+        raise NotImplementedError
+
+    def update(
+        self,
+        optimizers: Sequence[Optimizer],
+        apply: Callable[[Optimizer], None],
+        replaced: bool,
+    ) -> None:
+        """Update all models by their gradients.
+
+        Args:
+            optimizers: the optimizers, one for each model.
+            apply: makes the step of one optimizer.
+            replaced: whether someone looks at each optimizer's step.
+        """
+        raise NotImplementedError
+
+    def check(self, listed: Sequence[Middleware]) -> None:
+        """Raise NotImplementedError if a middleware does not work with several models."""
+        raise NotImplementedError
+
+    def refuse(self, step: str) -> None:
+        """Raise NotImplementedError for a step that is not of one loss function."""
+        raise NotImplementedError
+
+
+def models_of(model: nn.Module) -> tuple[str, ...]:
+    """Return the names of the models that a module stands for; none for a single model."""
+    return model.names if isinstance(model, Several) else ()

@@ -1,0 +1,1 @@
+"""States of models of one architecture, stacked into one state, and taken apart again."""
