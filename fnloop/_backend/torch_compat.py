@@ -7,6 +7,7 @@ import functools
 import itertools
 import operator
 import sys
+import types
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -73,6 +74,8 @@ def _find_wrapper() -> object:
 
 _wrapper = _find_wrapper()
 _optim = sys.modules[Optimizer.__module__]
+_switch = _found(_optim, "_use_grad_for_differentiable", lambda _: None)(lambda: None)
+_grad_switch: object = getattr(_switch, "__code__", object())
 _pre_hooks = getattr(_optim, "_global_optimizer_pre_hooks", True)
 _post_hooks = getattr(_optim, "_global_optimizer_post_hooks", True)
 _profiler_enabled = _found(torch.autograd, "_profiler_enabled", lambda: True)
@@ -103,6 +106,34 @@ def apply_optimizer(optimizer: Optimizer) -> None:
         finally:
             for group in groups:
                 group["foreach"] = None
+
+
+def bare_step(optimizer: Optimizer) -> Callable[[Optimizer], object]:
+    """Return the code of an optimizer's step, for torch.compile, which stops at torch's wrappers.
+
+    It is a copy, as torch limits how often it compiles the same code. It is to be called without
+    gradients. Fallback: with the wrappers.
+
+    Raises:
+        RuntimeError: hooks are called around it.
+    """
+    # A scheduler of torch patches it, to note that there was a step.
+    noted = getattr(vars(optimizer).get("step"), "_wrapped_by_lr_sched", False)
+    if _calls_hooks(optimizer) if noted else has_step_hooks(optimizer):
+        raise RuntimeError("hooks are called around the optimizer's step")
+    step: Any = type(optimizer).step
+    for code in (_wrapper, _grad_switch):
+        if getattr(step, "__code__", None) is code:
+            step = step.__wrapped__
+    copied = types.FunctionType(
+        step.__code__.replace(),
+        step.__globals__,
+        step.__name__,
+        step.__defaults__,
+        step.__closure__,
+    )
+    copied.__kwdefaults__ = step.__kwdefaults__
+    return copied
 
 
 def is_hook_table(name: str) -> bool:
@@ -346,6 +377,35 @@ def draws_by_inductor() -> bool:
     return config is not None and not getattr(config, "fallback_random", False)
 
 
+def compile_operators(
+    module: torch.fx.GraphModule,
+    inputs: list[Tensor],
+    backend: Any = "inductor",
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[..., Sequence[Tensor]]:
+    """Compile a graph of operators for these inputs, which are the arguments of every call.
+
+    Inductor draws the random numbers of eager code, unless the options say otherwise. Fallback:
+    torch.compile, which looks at each argument before each call.
+    """
+    if callable(backend):
+        return cast(Callable[..., Sequence[Tensor]], backend(module, inputs))
+    exact = {"fallback_random": True, **(options or {})}
+    with contextlib.suppress(ImportError, AttributeError):
+        if backend != "inductor":
+            from torch._dynamo.backends.registry import lookup_backend
+
+            return lookup_backend(backend)(module, inputs)  # type: ignore[return-value]
+        import torch._inductor as inductor
+
+        of_mode = inductor.list_mode_options(mode) if mode else {}
+        compile_ = inductor.compile
+        return compile_(module, inputs, options={**of_mode, **exact})
+    given = {"mode": mode} if mode else {"options": exact} if backend == "inductor" else {}
+    return torch.compile(module, backend=backend, dynamic=False, **given)
+
+
 def uncompiled(model: nn.Module) -> nn.Module | None:
     """Return the module in torch.compile's wrapper, or None. Fallback: it stays wrapped."""
     inner = getattr(model, COMPILED, None)
@@ -399,7 +459,13 @@ def has_step_hooks(optimizer: Optimizer) -> bool:
     """Return whether something else is called around an optimizer's step, or in its place."""
     return bool(
         "step" in vars(optimizer)  # patched, as torch's schedulers do
-        or getattr(optimizer, "_optimizer_step_pre_hooks", True)
+        or _calls_hooks(optimizer)
+    )
+
+
+def _calls_hooks(optimizer: Optimizer) -> object:
+    return (
+        getattr(optimizer, "_optimizer_step_pre_hooks", True)
         or getattr(optimizer, "_optimizer_step_post_hooks", True)
         or _pre_hooks
         or _post_hooks

@@ -187,7 +187,7 @@ def suggest_fused(
         updates: how many there were.
     """
     device = state.backend.device.type
-    compiles = any(m.name == "compiled" and m.update for m in listed)
+    compiles = any(m.name == "compiled" and m.device for m in listed)
     if device not in ("cuda", "cpu") or compiles or not state.backend.main:
         return
     for optimizer in optimizers_in(state.optimizer).values():

@@ -246,6 +246,8 @@ class GraphedStep:
         recorder: ``device -> Recorder``.
     """
 
+    name = "cuda_graph"  # in messages
+
     def __init__(
         self, step: Step, warmup: int, limit: int, recorder: Callable[[torch.device], Recorder]
     ) -> None:
@@ -260,13 +262,7 @@ class GraphedStep:
         __tracebackhide__ = True
         tensors: list[Tensor] = []
         key = signature(batch, tensors)
-        violated = self.guards.violated(state) if self.guards else "nothing"
-        if violated:
-            self._reset(state, violated)
-        graph = self.graphs.pop(key, None)
-        if graph is not None and not graph.fits(state):
-            self._reset(state, "a slot that the update reads")
-            graph = None
+        graph = self._find(key, state)
         if graph is None and self.eager_updates[key] < self.warmup:
             return self._run_eagerly(key, state, batch)
         if graph is None:
@@ -280,6 +276,17 @@ class GraphedStep:
         out = graph(state, tensors)
         return advance(state, applied=out.skip is None), out
 
+    def _find(self, key: Hashable, state: TrainState) -> Graph | None:
+        """Take out the graph of a kind of batch. If it is for another state, drop all."""
+        violated = self.guards.violated(state) if self.guards else "nothing"
+        if violated:
+            self._reset(state, violated)
+        graph = self.graphs.pop(key, None)
+        if graph is not None and not graph.fits(state):
+            self._reset(state, "a slot that the update reads")
+            graph = None
+        return graph
+
     def _reset(self, state: TrainState, cause: str) -> None:
         """Drop all graphs, and prepare to capture the updates of this state."""
         if self.guards:
@@ -288,14 +295,17 @@ class GraphedStep:
         self.graphs.clear()
         self.eager_updates.clear()
         self.recorder = self.recorder_on(state.backend.device)
-        _check_capturable(state)
-        original = make_capturable(optimizers(state).values(), state.backend.device)
+        _check_capturable(state, self.name)
+        original = self._prepare(state)
         if self.original and self.original[0].group is original[0].group:
             # It was made capturable here before; groups may have been added since.
             known = {id(one.group) for one in self.original}
             original = [*self.original, *(o for o in original if id(o.group) not in known)]
         self.original = original
         self.guards = GuardSet(state)
+
+    def _prepare(self, state: TrainState) -> list[OriginalSettings]:
+        return make_capturable(optimizers(state).values(), state.backend.device)
 
     def _run_eagerly(
         self, key: Hashable, state: TrainState, batch: Batch
@@ -372,8 +382,8 @@ class GraphedStep:
         self.guards, self.original = None, []
 
 
-def _check_capturable(state: TrainState) -> None:
-    """Raise if no update of this state can be captured.
+def _check_capturable(state: TrainState, name: str) -> None:
+    """Raise if no update of this state can be captured by a middleware of this name.
 
     Raises:
         CaptureError: there are several processes or devices, the optimizer evaluates the loss
@@ -381,13 +391,13 @@ def _check_capturable(state: TrainState) -> None:
     """
     if state.backend.exact:
         raise CaptureError(
-            "cuda_graph cannot capture an update of TrainState.create(..., exact=True), whose host "
+            f"{name} cannot capture an update of TrainState.create(..., exact=True), whose host "
             "positions the random draws of each batch: leave one of them out"
         )
     if state.backend.world_size > 1:
         raise CaptureError(
-            "cuda_graph captures the updates of a single process; there are "
-            f"{state.backend.world_size}. Leave cuda_graph out"
+            f"{name} captures the updates of a single process; there are "
+            f"{state.backend.world_size}. Leave {name} out"
         )
     if wants_closure(type(state.optimizer)):
         raise CaptureError(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import gc
 import inspect
+import threading
 import types
 import warnings
 import weakref
@@ -14,11 +16,13 @@ from typing import Any, TypeVar
 import torch
 from torch.optim import Optimizer
 
+from fnloop._backend import torch_compat
 from fnloop._core.optimizers import wants_closure
 from fnloop._core.state import TrainState, with_used
 from fnloop._core.types import Middleware, Output, Step, middleware
 from fnloop._extensions.graphs.capture import GraphedStep, read_from_tensors, recorder_on
 from fnloop._extensions.graphs.guards import CaptureError
+from fnloop._extensions.graphs.operators import WholeStep
 from fnloop._step.transaction import leaves_graphs_out
 from fnloop._step.update import CLOSURE, CREATE_GRAPH, replace_apply
 from fnloop.extend import Batch, checks, optimizers
@@ -26,8 +30,10 @@ from fnloop.extend import Batch, checks, optimizers
 # --------------------------------------------------------------------------------------------------
 # Compile the loss function, and the optimizer, with `torch.compile`.
 
-Function = TypeVar("Function", bound=Callable[..., object])
 OptimizerStep = Callable[[Optimizer], object]
+Function = TypeVar("Function", bound=Callable[..., object])
+# With them an update is no graph: they do more than one pass, or updates of their own.
+_APART = "sam", "tbptt", "retry_on_oom", "using", "watch", "local_sgd"
 _MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs", "lite")
 
 
@@ -80,25 +86,59 @@ def compiled(*, update: bool = False, **options: Any) -> Middleware:
     def compile_(function: Function) -> Function:
         return torch.compile(function, **options)  # type: ignore[return-value]
 
-    if not checks.flag("compiled", "update", update, "whether to compile the optimizer's step"):
+    checks.flag("compiled", "update", update, "whether to compile the whole update")
+    if not update or options.get("disable"):
         return Middleware("compiled", loss_fn=compile_)
+    plain = _Plain()
+
+    def unless_whole(function: Function) -> Function:
+        compiled = compile_(function)
+
+        def chosen(*args: Any, **passed: Any) -> object:
+            __tracebackhide__ = True
+            return (function if plain.now else compiled)(*args, **passed)
+
+        return chosen  # type: ignore[return-value]
+
+    def check(members: Sequence[Middleware]) -> None:
+        plain.never |= any(member.name in _APART for member in members)
+        _check_members(members)
 
     def wrap(step: Step) -> Step:
         own = {name: value for name, value in options.items() if name != "fullgraph"}
         apply = _CompiledSteps(lambda function: torch.compile(function, **own))
+        given = {name: options[name] for name in ("backend", "mode", "options") if name in options}
 
-        def apply_compiled(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
+        def apart(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
             __tracebackhide__ = True
             with replace_apply(apply):
                 return step(state, batch)
 
-        return apply_compiled
+        def uncompiled(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
+            __tracebackhide__ = True
+            before, plain.now = plain.now, True
+            try:
+                return step(state, batch)
+            finally:
+                plain.now = before
+
+        backend = functools.partial(torch_compat.compile_operators, **given)
+        whole = WholeStep(uncompiled, apart, backend, options.get("fullgraph", False))
+
+        def compiled_update(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
+            __tracebackhide__ = True
+            if leaves_graphs_out():
+                return step(state, batch)
+            taken = apart if plain.never or state.backend.world_size > 1 else whole
+            return taken(state, batch)
+
+        return compiled_update
 
     return Middleware(
         "compiled",
-        update=wrap,
-        loss_fn=compile_,
-        check=_check_members,
+        device=wrap,
+        loss_fn=unless_whole,
+        check=check,
         check_state=_check_optimizers,
         adds=(),
     )
@@ -130,6 +170,13 @@ class _CompiledSteps:
 
 def _step_of(optimizer: Optimizer) -> object:
     return optimizer.step()
+
+
+class _Plain(threading.local):
+    """Whether the loss function is called as it is, and whether updates are never one graph."""
+
+    now = False
+    never = False
 
 
 def _check_members(members: Sequence[Middleware]) -> None:
