@@ -355,6 +355,49 @@ def computes(func: object) -> bool:
     return not view and getattr(func, "namespace", None) != "profiler"
 
 
+def _tags_of(func: object) -> Sequence[object]:
+    return getattr(func, "tags", ())
+
+
+def returns_values(func: object) -> bool:
+    """Return whether an operator returns what it reads of a tensor. Fallback: see its name."""
+    return torch.Tag.data_dependent_output in _tags_of(func) or reads_to_host(func)
+
+
+def shapes_by_values(func: object, args: Sequence[Any]) -> bool:
+    """Return whether the shape of what an operator returns depends on values. Fallback: no."""
+    if torch.Tag.dynamic_output_shape not in _tags_of(func):
+        return False
+    masks = torch.bool, torch.uint8
+    return str(func) != "aten.index.Tensor" or any(
+        t is not None and t.dtype in masks for t in args[1]
+    )
+
+
+def draws(func: object) -> bool:
+    """Return whether an operator draws random numbers. Fallback: no."""
+    return torch.Tag.nondeterministic_seeded in _tags_of(func)
+
+
+def is_foreach_norm(func: object) -> bool:
+    """Return whether an operator takes the norms of several tensors."""
+    return str(func) == "aten._foreach_norm.Scalar"
+
+
+def begins_constant(func: object) -> bool:
+    """Return whether an operator makes a tensor of Python's numbers a part of a computation."""
+    return str(func) == "aten.lift_fresh.default"
+
+
+def writes(func: object) -> bool:
+    """Return whether an operator may write to its arguments. Fallback: it may.
+
+    Those of batch norm write to the running statistics, of which their schemas say nothing.
+    """
+    mutable = getattr(getattr(func, "_schema", None), "is_mutable", True)
+    return mutable or "batch_norm" in str(func)
+
+
 def reads_to_host(func: object) -> bool:
     """Return whether an operator reads a tensor to the host."""
     return str(func) == "aten._local_scalar_dense.default"
@@ -391,19 +434,20 @@ def compile_operators(
     """
     if callable(backend):
         return cast(Callable[..., Sequence[Tensor]], backend(module, inputs))
-    exact = {"fallback_random": True, **(options or {})}
+    exact = {"fallback_random": True, "size_asserts": False, **(options or {})}
     with contextlib.suppress(ImportError, AttributeError):
         if backend != "inductor":
             from torch._dynamo.backends.registry import lookup_backend
 
-            return lookup_backend(backend)(module, inputs)  # type: ignore[return-value]
+            found: Any = lookup_backend(backend)
+            return found(module, inputs)
         import torch._inductor as inductor
 
         of_mode = inductor.list_mode_options(mode) if mode else {}
-        compile_ = inductor.compile
+        compile_: Any = inductor.compile
         return compile_(module, inputs, options={**of_mode, **exact})
-    given = {"mode": mode} if mode else {"options": exact} if backend == "inductor" else {}
-    return torch.compile(module, backend=backend, dynamic=False, **given)
+    wanted: Any = None if mode or backend != "inductor" else exact
+    return torch.compile(module, backend=backend, dynamic=False, mode=mode, options=wanted)
 
 
 def uncompiled(model: nn.Module) -> nn.Module | None:

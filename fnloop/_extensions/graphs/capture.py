@@ -41,7 +41,7 @@ from fnloop._extensions.graphs.guards import (
     make_rollback,
 )
 from fnloop._step.transaction import Judge, PutBack, current_attempt, replace_host, undo
-from fnloop.extend import Batch, Metric, checks, containers, optimizers
+from fnloop.extend import Batch, checks, containers, optimizers
 
 Group = dict[str, Any]  # a parameter group of an optimizer
 log = logging.getLogger("fnloop")
@@ -68,33 +68,34 @@ _TWICE = (
 # --- outputs
 
 
-def _map_metric(metric: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return a metric with every tensor in it replaced."""
+Maker = Callable[[Iterator[Tensor]], Any]
 
-    def change_leaf(leaf: Any) -> object:
+
+def _maker(value: Any, results: list[Tensor]) -> Maker:
+    """Return what makes a value again of other tensors, in the order of its own.
+
+    Args:
+        value: a metric, or a part of one.
+        results: its tensors are appended to it.
+    """
+
+    def of_leaf(leaf: Any) -> Maker:
         if isinstance(leaf, Tensor):
-            return change(leaf)
+            results.append(leaf.detach())
+            return next
         kind = type(leaf)
         if attrs.has(kind):
             fields = zip(attrs.fields(kind), attrs.astuple(leaf, recurse=False), strict=True)
-            return kind(
-                **{
-                    field.alias: containers.map_leaves(value, change_leaf)
-                    for field, value in fields
-                }
-            )
-        return copy.deepcopy(leaf) if checks.has_methods(leaf, "combine") else leaf
+            made = {field.alias: _maker(held, results) for field, held in fields}
+            return lambda others: kind(**{name: make(others) for name, make in made.items()})
+        if checks.has_methods(leaf, "combine"):
+            return lambda _: copy.deepcopy(leaf)
+        return lambda _: leaf
 
-    return containers.map_leaves(metric, change_leaf)
-
-
-def _map_output(out: Output, change: Callable[[Tensor], Tensor]) -> Output:
-    """Return an output with every tensor in it replaced, except those in ``aux``."""
-    metrics: dict[str, Metric] = {
-        name: _map_metric(metric, change) for name, metric in out.metrics.items()
-    }
-    weight = change(out.weight) if isinstance(out.weight, Tensor) else out.weight
-    return Output(change(out.loss), weight, out.aux, metrics)
+    if containers.parts_of(value) is None:
+        return of_leaf(value)
+    makers = containers.map_leaves(value, of_leaf)
+    return lambda others: containers.map_leaves(makers, lambda make: make(others))
 
 
 class CapturedOutput(NamedTuple):
@@ -102,31 +103,35 @@ class CapturedOutput(NamedTuple):
 
     Args:
         output: its tensors are overwritten by every replay.
-        results: the tensors of it that are copied.
+        results: the tensors of it that are copied: all but those in ``aux``.
+        loss, weight: make those of a copy.
+        metrics: name to what makes the metric of a copy.
     """
 
     output: Output
     results: list[Tensor]
+    loss: Maker
+    weight: Maker
+    metrics: dict[str, Maker]
 
     @classmethod
     def of(cls, out: Output) -> CapturedOutput:
         results: list[Tensor] = []
-
-        def collect(tensor: Tensor) -> Tensor:
-            results.append(tensor.detach())
-            return tensor
-
-        _map_output(out, collect)
-        return cls(out, results)
+        loss, weight = _maker(out.loss, results), _maker(out.weight, results)
+        metrics = {name: _maker(metric, results) for name, metric in out.metrics.items()}
+        return cls(out, results, loss, weight, metrics)
 
     def clone_results(self) -> Output:
         """Return the output with copies of its tensors, which no replay overwrites."""
-        if len(self.results) == 1 and not self.output.metrics:  # the loss: nearly always
-            return Output(self.results[0].clone(), self.output.weight, self.output.aux)
-        copied = [torch.empty_like(t) for t in self.results]
-        copy_all(copied, self.results)
+        if len(self.results) == 1:  # the loss: nearly always
+            copied = [self.results[0].clone()]
+        else:
+            copied = [torch.empty_like(t) for t in self.results]
+            copy_all(copied, self.results)
         copies = iter(copied)
-        return _map_output(self.output, lambda _: next(copies))
+        loss, weight = self.loss(copies), self.weight(copies)
+        metrics = {name: make(copies) for name, make in self.metrics.items()}
+        return Output(loss, weight, self.output.aux, metrics)
 
 
 # --- graphs

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import map_aggregate
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
@@ -89,8 +90,8 @@ class _Draws:
         """Raise if the generator has been moved since the last draw."""
         if not torch.equal(self._state(), self._last):
             raise RuntimeError(
-                "the update sets the state of the random generator, as activation checkpointing "
-                "does to draw again"
+                "the update sets the state of the random generator, as sam and activation "
+                "checkpointing do to draw again"
             )
 
 
@@ -123,21 +124,24 @@ class _Part(torch_compat.DispatchMode):
         kwargs = dict(kwargs or {})
         if func.namespace == "profiler":
             return func(*args, **kwargs)
+        if torch_compat.is_foreach_norm(func):  # Inductor fuses norms that are taken one by one
+            with self:
+                return [torch.linalg.vector_norm(t, *args[1:], **kwargs) for t in args[0]]
         _check_operator(func, args, kwargs)
-        given = fx.node.map_aggregate((args, kwargs), self._node_or_value)
-        if func.is_view is False and func._schema.is_mutable:
+        given = map_aggregate((args, kwargs), self._node_or_value)
+        if torch_compat.writes(func):
             self._keep_written(args, kwargs)
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        if torch_compat.draws(func):
             made = self._draws.made_by(lambda: func(*args, **kwargs))
         else:
             made = func(*args, **kwargs)
-        if func is torch.ops.aten.lift_fresh.default:  # a constant, which may be changed in place
-            func = torch.ops.aten.clone.default
-        node = self._graph.call_function(func, *given)
+        # A constant, such as torch.tensor(0.0), may be changed in place.
+        target = torch.clone if torch_compat.begins_constant(func) else func
+        node = self._graph.call_function(target, *given)
         self._note_made(made, node)
         return made
 
-    def _node_or_value(self, value: object) -> object:
+    def _node_or_value(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
         node = self._nodes.get(id(value))
@@ -222,12 +226,9 @@ def _tensors_in(values: object) -> Iterator[Tensor]:
 
 def _check_operator(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Raise if an operator cannot be a part of a graph."""
-    if torch.Tag.data_dependent_output in func.tags:
+    if torch_compat.returns_values(func):
         raise RuntimeError(_READ)
-    if torch.Tag.dynamic_output_shape in func.tags and (
-        func is not torch.ops.aten.index.Tensor
-        or any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1])
-    ):
+    if torch_compat.shapes_by_values(func, args):
         raise RuntimeError(f"the shape of what {func} returns depends on values")
     if isinstance(kwargs.get("generator"), torch.Generator):
         raise RuntimeError("random numbers are drawn from a generator of their own")
@@ -326,7 +327,7 @@ class WholeStep(GraphedStep):
         self._apart, self._backend, self._strict = apart, backend, strict
         self._refused: set[Hashable] = set()
         self._warned = self._changes = False
-        self._compiled_at = self._in_a_row = 0
+        self._changed_at = self._in_a_row = 0
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
         __tracebackhide__ = True
@@ -341,8 +342,8 @@ class WholeStep(GraphedStep):
             graph = self._find(key, state)
             if graph is None:
                 graph = self._compile(key, state, batch, tensors)
-        except CreatedError:
-            return self.recorder.run(lambda: self.step(state, batch))
+            if graph is None:  # what this update creates is there from now on
+                return self.step(state, batch)
         except CaptureError as error:
             self._refuse(key, error)
             return self._apart(state, batch)
@@ -357,29 +358,36 @@ class WholeStep(GraphedStep):
 
     def _reset(self, state: TrainState, cause: str) -> None:
         if self.guards:
-            few = state.step - self._compiled_at < FEW
-            self._in_a_row = self._in_a_row + 1 if few else 0
-            if self._in_a_row == LIMIT:
-                self._changes = True
-                raise CaptureError(f"{cause} keeps changing")
+            self._count_change(state, f"{cause} keeps changing")
         super()._reset(state, cause)
+
+    def _count_change(self, state: TrainState, message: str) -> None:
+        few = state.step - self._changed_at < FEW
+        self._in_a_row, self._changed_at = self._in_a_row * few + 1, state.step
+        if self._in_a_row > LIMIT:
+            self._changes = True
+            raise CaptureError(message)
 
     def _compile(
         self, key: Hashable, state: TrainState, batch: Batch, tensors: list[Tensor]
-    ) -> Graph:
+    ) -> Graph | None:
+        """Return the graph of an update, or None if it creates something."""
         __tracebackhide__ = True
         if len(self.graphs) == LIMIT:
             raise CaptureError(f"there are more than {LIMIT} kinds of batches. Pad them to a few")
-        guards, self._compiled_at = self.guards, state.step
+        guards = self.guards
         try:
             graph = self._capture(state, batch, tensors)
             for part in graph.parts:
-                part.compile_by(self._backend)
-        except CreatedError:
-            raise
+                if isinstance(part, _Part):
+                    part.compile_by(self._backend)
+        except CreatedError as error:
+            self._count_change(state, str(error))
+            return None
         except CaptureError:
             self.guards = guards  # of the other kinds of batches
-            guards.snapshot()
+            if guards is not None:
+                guards.snapshot()
             raise
         except Exception as error:
             raise explain(error) from error

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from fnloop._backend import torch_compat
 from fnloop._core.optimizers import wants_closure
-from fnloop._core.state import TrainState, with_used
+from fnloop._core.state import TrainState, used_in, with_used
 from fnloop._core.types import Middleware, Output, Step, middleware
 from fnloop._extensions.graphs.capture import GraphedStep, read_from_tensors, recorder_on
 from fnloop._extensions.graphs.guards import CaptureError
@@ -32,8 +32,8 @@ from fnloop.extend import Batch, checks, optimizers
 
 OptimizerStep = Callable[[Optimizer], object]
 Function = TypeVar("Function", bound=Callable[..., object])
-# With them an update is no graph: they do more than one pass, or updates of their own.
-_APART = "sam", "tbptt", "retry_on_oom", "using", "watch", "local_sgd"
+# With them an update is no graph: they decide on the host what it does.
+_APART = "tbptt", "retry_on_oom", "watch", "local_sgd"
 _MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs", "lite")
 
 
@@ -50,20 +50,19 @@ def compiled(*, update: bool = False, **options: Any) -> Middleware:
     ``dynamic=True`` compiles for any size at once.
 
     Args:
-        update: whether to compile the step of the optimizers, too. It pays for an optimizer that
-            has no fused form. Learning rates become tensors, whose values change in place, so that
-            a schedule compiles nothing again: keep ``float(group["lr"])``. Another optimizer, such
-            as that of a snapshot, is compiled again. ``fullgraph`` is for the loss function only.
+        update: whether to compile the whole update as one function: forward, backward, gradient
+            middleware and optimizers. A small model on the CPU then takes a third of the time.
         **options: the arguments of ``torch.compile``: mode, dynamic, fullgraph, backend, ...
 
     Returns:
-        A middleware of the forward ring, and of the update ring with ``update=True``.
+        A middleware of the forward ring, and of the device ring with ``update=True``.
 
     Raises:
         TypeError: torch.compile has no such argument, or the argument has the wrong type.
         ValueError: torch.compile has no such mode or backend. With ``update=True``, when composing:
-            ``closure`` is listed too; at the first update: an optimizer is fused, or evaluates the
-            loss itself.
+            ``closure`` or ``cuda_graph`` is listed too; at the first update: an optimizer is fused,
+            or evaluates the loss itself.
+        CaptureError: with ``update=True`` and ``fullgraph=True``, an update cannot be one function.
 
     Example:
         >>> import fnloop as fl, torch
@@ -72,6 +71,32 @@ def compiled(*, update: bool = False, **options: Any) -> Middleware:
         >>> state = fl.fit(step, toy(lr=1.0), [torch.tensor([1.0]), torch.tensor([2.0])], hooks=())
         >>> state.model.w.item()
         -1.5
+
+        The whole update; the first one is eager:
+
+        >>> step = fl.pipeline(compiled(update=True, backend="eager"), fl.clip(1.0))(toy_loss)
+        >>> state = fl.fit(step, toy(lr=1.0), [torch.tensor([2.0])] * 3, hooks=())
+        >>> state.model.w.item()
+        -3.0
+
+    Notes:
+        With ``update=True`` the numbers are those of eager updates, to rounding: 1e-12 in double
+        precision, 1e-4 for Adam and others that count their updates, because compiled code counts
+        in single precision. Random draws are the same. A run that is resumed has the same bits.
+        The first update of a run is eager, and so is one that creates state of an optimizer. Each
+        size of a batch is compiled for itself, at most 8, whatever ``dynamic`` says: that is for
+        evaluation. A changed setting of an optimizer, ``requires_grad`` or a training flag compiles
+        again. Learning rates do not: they become tensors that a schedule fills in place, so keep
+        ``float(group["lr"])``. Counters, hooks and schedules stay outside. What holds for
+        ``cuda_graph`` holds here: Python numbers from closures or globals are constants, the
+        tensors in ``Output.aux`` are overwritten by the next update, and inner middleware updates
+        its slots in place.
+
+        An update that reads a tensor to the host, or whose shapes depend on values, cannot be one
+        function, nor can one of several processes, of ``using``, ``tbptt``, ``retry_on_oom``,
+        ``local_sgd`` or ``debug.watch``. Then the loss function and the steps of the optimizers are
+        compiled apart, with a warning where that is found only during the run. With
+        ``fullgraph=True`` what is found is an error instead. On a GPU it was not tried.
 
     Source: https://docs.pytorch.org/docs/stable/generated/torch.compile.html
     """
@@ -129,8 +154,8 @@ def compiled(*, update: bool = False, **options: Any) -> Middleware:
             __tracebackhide__ = True
             if leaves_graphs_out():
                 return step(state, batch)
-            taken = apart if plain.never or state.backend.world_size > 1 else whole
-            return taken(state, batch)
+            some = plain.never or state.backend.world_size > 1 or used_in(state) is not None
+            return apart(state, batch) if some else whole(state, batch)
 
         return compiled_update
 
@@ -182,6 +207,11 @@ class _Plain(threading.local):
 def _check_members(members: Sequence[Middleware]) -> None:
     """Raise if another middleware says how the optimizer is called."""
     for member in members:
+        if member.name == "cuda_graph":
+            raise ValueError(
+                f"{member!r} captures the whole update, which compiled(update=True) compiles as "
+                "one function: leave cuda_graph out, or write compiled()"
+            )
         if member.name in (CLOSURE, CREATE_GRAPH):
             raise ValueError(
                 f"{member!r} calls the optimizer with a closure, which compiled(update=True) does "
