@@ -121,10 +121,10 @@ def bare_step(optimizer: Optimizer) -> Callable[[Optimizer], object]:
     noted = getattr(vars(optimizer).get("step"), "_wrapped_by_lr_sched", False)
     if _calls_hooks(optimizer) if noted else has_step_hooks(optimizer):
         raise RuntimeError("hooks are called around the optimizer's step")
-    step: Any = type(optimizer).step
+    step = cast(types.FunctionType, type(optimizer).step)
     for code in (_wrapper, _grad_switch):
         if getattr(step, "__code__", None) is code:
-            step = step.__wrapped__
+            step = vars(step)["__wrapped__"]
     copied = types.FunctionType(
         step.__code__.replace(),
         step.__globals__,
@@ -352,11 +352,16 @@ def computes(func: object) -> bool:
     """Return whether an operator is neither a view nor the profiler's. Fallback: it is not."""
     schema = getattr(func, "_schema", None)
     view = schema and all(r.alias_info for r in schema.returns) and not schema.is_mutable
-    return not view and getattr(func, "namespace", None) != "profiler"
+    return not view and not is_of_profiler(func)
 
 
 def _tags_of(func: object) -> Sequence[object]:
     return getattr(func, "tags", ())
+
+
+def is_of_profiler(func: object) -> bool:
+    """Return whether an operator marks something for a profiler."""
+    return getattr(func, "namespace", None) == "profiler"
 
 
 def returns_values(func: object) -> bool:
@@ -364,13 +369,13 @@ def returns_values(func: object) -> bool:
     return torch.Tag.data_dependent_output in _tags_of(func) or reads_to_host(func)
 
 
-def shapes_by_values(func: object, args: Sequence[Any]) -> bool:
+def shapes_by_values(func: object, args: Sequence[object]) -> bool:
     """Return whether the shape of what an operator returns depends on values. Fallback: no."""
     if torch.Tag.dynamic_output_shape not in _tags_of(func):
         return False
     masks = torch.bool, torch.uint8
     return str(func) != "aten.index.Tensor" or any(
-        t is not None and t.dtype in masks for t in args[1]
+        isinstance(t, Tensor) and t.dtype in masks for t in cast(Sequence[object], args[1])
     )
 
 
@@ -423,9 +428,9 @@ def draws_by_inductor() -> bool:
 def compile_operators(
     module: torch.fx.GraphModule,
     inputs: list[Tensor],
-    backend: Any = "inductor",
+    backend: object = "inductor",
     mode: str | None = None,
-    options: Mapping[str, Any] | None = None,
+    options: Mapping[str, object] | None = None,
 ) -> Callable[..., Sequence[Tensor]]:
     """Compile a graph of operators for these inputs, which are the arguments of every call.
 
@@ -439,15 +444,14 @@ def compile_operators(
         if backend != "inductor":
             from torch._dynamo.backends.registry import lookup_backend
 
-            found: Any = lookup_backend(backend)
-            return found(module, inputs)
+            return lookup_backend(str(backend))(module, inputs)  # type: ignore[return-value]
         import torch._inductor as inductor
 
         of_mode = inductor.list_mode_options(mode) if mode else {}
-        compile_: Any = inductor.compile
-        return compile_(module, inputs, options={**of_mode, **exact})
-    wanted: Any = None if mode or backend != "inductor" else exact
-    return torch.compile(module, backend=backend, dynamic=False, mode=mode, options=wanted)
+        settings = {**of_mode, **exact}
+        return inductor.compile(module, inputs, options=settings)  # type: ignore[return-value]
+    wanted = None if mode or backend != "inductor" else exact
+    return torch.compile(module, backend=backend, dynamic=False, mode=mode, options=wanted)  # type: ignore[arg-type]
 
 
 def uncompiled(model: nn.Module) -> nn.Module | None:

@@ -38,7 +38,7 @@ class CaptureError(RuntimeError):
 
 
 class CreatedError(CaptureError):
-    """An update creates something that the next ones find, so it is no example of them."""
+    """An update creates something that the next ones find, so they differ from it."""
 
 
 # --- while an update is recorded

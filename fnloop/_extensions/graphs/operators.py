@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor, fx
-from torch.fx.node import map_aggregate
+from torch.fx.node import Argument, map_aggregate
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
@@ -54,10 +55,10 @@ class _NoHostReads(TorchFunctionMode):
 
     def __torch_function__(
         self,
-        func: Any,
+        func: Callable[..., object],
         types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
     ) -> object:
         if getattr(func, "__name__", None) in _READS:
             raise RuntimeError(_READ)
@@ -110,25 +111,28 @@ class _Part(torch_compat.DispatchMode):
         self._nodes: dict[int, fx.Node] = {}
         self._noted: list[Tensor] = []  # keeps the tensors alive, as their ids are keys
         self._outside: set[int] = set()  # memory, by its address, that is not made here
-        self._before: dict[int, tuple[Any, Any]] = {}  # memory that was written to, and a copy
+        self._before: dict[
+            int, tuple[torch.UntypedStorage, torch.UntypedStorage]
+        ] = {}  # what is written to
         self._owners: dict[int, Tensor] = {}  # memory that was made here, and its first tensor
         self._function: Callable[[], Sequence[Tensor]] | None = None
 
     def __torch_dispatch__(
         self,
-        func: Any,
+        func: Callable[..., object],
         types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
     ) -> object:
         kwargs = dict(kwargs or {})
-        if func.namespace == "profiler":
+        if torch_compat.is_of_profiler(func):
             return func(*args, **kwargs)
         if torch_compat.is_foreach_norm(func):  # Inductor fuses norms that are taken one by one
             with self:
-                return [torch.linalg.vector_norm(t, *args[1:], **kwargs) for t in args[0]]
+                norm = functools.partial(torch.linalg.vector_norm, **kwargs)  # type: ignore[arg-type]
+                return [norm(t, *args[1:]) for t in cast(list[Tensor], args[0])]
         _check_operator(func, args, kwargs)
-        given = map_aggregate((args, kwargs), self._node_or_value)
+        given = map_aggregate((args, kwargs), self._node_or_value)  # type: ignore[type-var]
         if torch_compat.writes(func):
             self._keep_written(args, kwargs)
         if torch_compat.draws(func):
@@ -141,7 +145,7 @@ class _Part(torch_compat.DispatchMode):
         self._note_made(made, node)
         return made
 
-    def _node_or_value(self, value: Any) -> Any:
+    def _node_or_value(self, value: Argument) -> Argument:
         if not isinstance(value, Tensor):
             return value
         node = self._nodes.get(id(value))
@@ -160,7 +164,7 @@ class _Part(torch_compat.DispatchMode):
             self._top = self._graph.placeholder(f"input_{len(self.inputs)}")
         return self._top
 
-    def _keep_written(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _keep_written(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
         for tensor in _tensors_in((args, kwargs)):
             storage = tensor.untyped_storage()
             address = storage.data_ptr()
@@ -224,7 +228,7 @@ def _tensors_in(values: object) -> Iterator[Tensor]:
         yield from _tensors_in([*values.values()])
 
 
-def _check_operator(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+def _check_operator(func: object, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
     """Raise if an operator cannot be a part of a graph."""
     if torch_compat.returns_values(func):
         raise RuntimeError(_READ)

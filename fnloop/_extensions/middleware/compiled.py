@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from fnloop._backend import torch_compat
 from fnloop._core.optimizers import wants_closure
-from fnloop._core.state import TrainState, used_in, with_used
+from fnloop._core.state import TrainState, with_used
 from fnloop._core.types import Middleware, Output, Step, middleware
 from fnloop._extensions.graphs.capture import GraphedStep, read_from_tensors, recorder_on
 from fnloop._extensions.graphs.guards import CaptureError
@@ -32,8 +32,8 @@ from fnloop.extend import Batch, checks, optimizers
 
 OptimizerStep = Callable[[Optimizer], object]
 Function = TypeVar("Function", bound=Callable[..., object])
-# With them an update is no graph: they decide on the host what it does.
-_APART = "tbptt", "retry_on_oom", "watch", "local_sgd"
+# With them an update is not one function: they decide on the host what it does.
+_APART = "using", "tbptt", "retry_on_oom", "watch", "local_sgd"
 _MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs", "lite")
 
 
@@ -74,10 +74,10 @@ def compiled(*, update: bool = False, **options: Any) -> Middleware:
 
         The whole update; the first one is eager:
 
-        >>> step = fl.pipeline(compiled(update=True, backend="eager"), fl.clip(1.0))(toy_loss)
+        >>> step = fl.pipeline(compiled(update=True, backend="eager"), fl.clip(4.0))(toy_loss)
         >>> state = fl.fit(step, toy(lr=1.0), [torch.tensor([2.0])] * 3, hooks=())
         >>> state.model.w.item()
-        -3.0
+        -6.0
 
     Notes:
         With ``update=True`` the numbers are those of eager updates, to rounding: 1e-12 in double
@@ -119,7 +119,7 @@ def compiled(*, update: bool = False, **options: Any) -> Middleware:
     def unless_whole(function: Function) -> Function:
         compiled = compile_(function)
 
-        def chosen(*args: Any, **passed: Any) -> object:
+        def chosen(*args: object, **passed: object) -> object:
             __tracebackhide__ = True
             return (function if plain.now else compiled)(*args, **passed)
 
@@ -154,8 +154,8 @@ def compiled(*, update: bool = False, **options: Any) -> Middleware:
             __tracebackhide__ = True
             if leaves_graphs_out():
                 return step(state, batch)
-            some = plain.never or state.backend.world_size > 1 or used_in(state) is not None
-            return apart(state, batch) if some else whole(state, batch)
+            taken = apart if plain.never or state.backend.world_size > 1 else whole
+            return taken(state, batch)
 
         return compiled_update
 

@@ -136,7 +136,7 @@ def test_what_an_update_reports_is_its_own():
         assert norms[0] == pytest.approx(norms[1])
 
 
-def test_a_constant_that_is_changed_in_place_begins_anew_in_each_update():
+def test_a_constant_that_is_changed_in_place_begins_again_in_each_update():
     def loss_fn(model, x):
         total = torch.tensor(0.0)
         total += model(x).mean()
@@ -259,7 +259,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("loss_fn", REFUSED, ids=lambda f: f.__name__)
-def test_what_is_no_graph_runs_apart_with_one_warning_or_is_refused(loss_fn):
+def test_what_cannot_be_captured_runs_apart_with_one_warning_or_is_refused(loss_fn):
     def trained(*members):
         GENERATOR.manual_seed(0)
         return fitted(xs(*range(1, 7)), *members, loss_fn=loss_fn, state=toy(w=1.0, lr=0.1))
