@@ -89,6 +89,7 @@ COMBINATIONS = [
     fl.pipeline(weight_penalty(0.01), fl.accumulate(3), noise(0.01), MEAN),
     fl.pipeline(fl.accumulate(4), fl.torch_scheduler(decay), MEAN, fl.clip(0.05)),
     fl.pipeline(fl.compiled(backend="eager"), fl.accumulate(2), fl.clip(0.05)),
+    fl.pipeline(fl.compiled(update=True, backend="eager"), fl.accumulate(2), fl.clip(0.05)),
     fl.pipeline(fl.swa(0.5, evaluate="only"), fl.accumulate(2), fl.ema(0.9), MEAN),
     fl.pipeline(fl.schedule(lambda state: 0.5**state.epoch)),
     fl.pipeline(fl.schedule(lambda i, total: (1 + i) / 100, absolute=True)),
