@@ -89,7 +89,6 @@ COMBINATIONS = [
     fl.pipeline(weight_penalty(0.01), fl.accumulate(3), noise(0.01), MEAN),
     fl.pipeline(fl.accumulate(4), fl.torch_scheduler(decay), MEAN, fl.clip(0.05)),
     fl.pipeline(fl.compiled(backend="eager"), fl.accumulate(2), fl.clip(0.05)),
-    fl.pipeline(fl.compiled(update=True, backend="eager"), fl.accumulate(2), fl.clip(0.05)),
     fl.pipeline(fl.swa(0.5, evaluate="only"), fl.accumulate(2), fl.ema(0.9), MEAN),
     fl.pipeline(fl.schedule(lambda state: 0.5**state.epoch)),
     fl.pipeline(fl.schedule(lambda i, total: (1 + i) / 100, absolute=True)),
@@ -123,6 +122,15 @@ def test_batches_in_pieces_keep_the_laws(members):
     check_laws(fl.pipeline(fl.microbatch(2), *members), small())
     even = [batch for batch in stochastic().batches if len(batch["x"]) != 3]
     law_fold(fl.pipeline(*members, fl.microbatch(2)), attrs.evolve(stochastic(), batches=even))
+
+
+@pytest.mark.long
+def test_updates_that_are_one_function_keep_the_laws():
+    """That none reads to the host is found when they are recorded."""
+    whole = fl.compiled(update=True, backend="eager", fullgraph=True)
+    check_fold_and_purity(
+        fl.pipeline(whole, fl.accumulate(2), fl.clip(0.05)), small(), stochastic()
+    )
 
 
 SCALED = fl.amp("fp16", init_scale=2.0**17, growth_interval=3)
