@@ -276,6 +276,11 @@ def test_what_cannot_be_captured_runs_apart_with_one_warning_or_is_refused(loss_
         assert state.model.w.item() == pytest.approx(trained().model.w.item())
 
 
+def test_two_that_would_capture_the_update_are_refused_together():
+    with pytest.raises(ValueError, match="leave cuda_graph out, or write compiled"):
+        fl.pipeline(fl.compiled(update=True), fl.cuda_graph())
+
+
 def hooked(parameters):
     optimizer = PLAIN(parameters)
     optimizer.register_step_post_hook(lambda *_: None)
