@@ -85,8 +85,10 @@ def compiled(*, update: bool = False, **options: Any) -> Middleware:
         in single precision. Random draws are the same. A run that is resumed has the same bits.
         The first update of a run is eager, and so is one that creates state of an optimizer. Each
         size of a batch is compiled for itself, whatever ``dynamic`` says, which is for evaluation.
-        Beyond 8 sizes the others run apart, and then a resumed run may round differently. A changed setting of an optimizer, ``requires_grad`` or a training flag compiles
-        again. Learning rates do not: they become tensors that a schedule fills in place, so keep
+        Beyond 8 sizes the others run apart, and then a resumed run may round differently.
+
+        A changed setting of an optimizer, ``requires_grad`` or a training flag compiles again.
+        Learning rates do not: they become tensors that a schedule fills in place, so keep
         ``float(group["lr"])``. Counters, hooks and schedules stay outside. What holds for
         ``cuda_graph`` holds here: Python numbers from closures or globals are constants, the
         tensors in ``Output.aux`` are overwritten by the next update, and inner middleware updates
