@@ -72,7 +72,10 @@ ROWS = [
 
 
 @pytest.mark.parametrize(("optimizer", "members"), ROWS, ids=repr)
-@pytest.mark.parametrize("problem", [small(), stochastic()], ids=["small", "stochastic"])
+@pytest.mark.parametrize("problem", [
+    pytest.param(small(), id="small", marks=pytest.mark.long),
+    pytest.param(stochastic(), id="stochastic"),
+])  # fmt: skip
 def test_a_run_is_that_of_eager_updates_and_the_same_wherever_it_is_cut(
     problem, optimizer, members, tmp_path
 ):
