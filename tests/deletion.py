@@ -59,7 +59,7 @@ EXTENSIONS = {
     "find": {"modules": "tools.find", "tests": "tools/test_find_lr tools/test_find_batch_size"},
     "follow": {"modules": "checkpoints.follow", "tests": "checkpoints/test_follow"},
     "graphs": {
-        "modules": "graphs.capture graphs.guards middleware.compiled",
+        "modules": "graphs.capture graphs.guards graphs.operators middleware.compiled",
         "tests": "graphs middleware/test_compiled test_gpu test_gpu_laws",
     },
     "guards": {

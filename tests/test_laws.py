@@ -124,6 +124,15 @@ def test_batches_in_pieces_keep_the_laws(members):
     law_fold(fl.pipeline(*members, fl.microbatch(2)), attrs.evolve(stochastic(), batches=even))
 
 
+@pytest.mark.long
+def test_updates_that_are_one_function_keep_the_laws():
+    """That none reads to the host is found when they are recorded."""
+    whole = fl.compiled(update=True, backend="eager", fullgraph=True)
+    check_fold_and_purity(
+        fl.pipeline(whole, fl.accumulate(2), fl.clip(0.05)), small(), stochastic()
+    )
+
+
 SCALED = fl.amp("fp16", init_scale=2.0**17, growth_interval=3)
 
 

@@ -7,6 +7,7 @@ import functools
 import itertools
 import operator
 import sys
+import types
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -73,6 +74,8 @@ def _find_wrapper() -> object:
 
 _wrapper = _find_wrapper()
 _optim = sys.modules[Optimizer.__module__]
+_switch = _found(_optim, "_use_grad_for_differentiable", lambda _: None)(lambda: None)
+_grad_switch: object = getattr(_switch, "__code__", object())
 _pre_hooks = getattr(_optim, "_global_optimizer_pre_hooks", True)
 _post_hooks = getattr(_optim, "_global_optimizer_post_hooks", True)
 _profiler_enabled = _found(torch.autograd, "_profiler_enabled", lambda: True)
@@ -103,6 +106,34 @@ def apply_optimizer(optimizer: Optimizer) -> None:
         finally:
             for group in groups:
                 group["foreach"] = None
+
+
+def bare_step(optimizer: Optimizer) -> Callable[[Optimizer], object]:
+    """Return the code of an optimizer's step, for torch.compile, which stops at torch's wrappers.
+
+    It is a copy, as torch limits how often it compiles the same code. It is to be called without
+    gradients. Fallback: with the wrappers.
+
+    Raises:
+        RuntimeError: hooks are called around it.
+    """
+    # A scheduler of torch patches it, to note that there was a step.
+    noted = getattr(vars(optimizer).get("step"), "_wrapped_by_lr_sched", False)
+    if _calls_hooks(optimizer) if noted else has_step_hooks(optimizer):
+        raise RuntimeError("hooks are called around the optimizer's step")
+    step = cast(types.FunctionType, type(optimizer).step)
+    for code in (_wrapper, _grad_switch):
+        if getattr(step, "__code__", None) is code:
+            step = vars(step)["__wrapped__"]
+    copied = types.FunctionType(
+        step.__code__.replace(),
+        step.__globals__,
+        step.__name__,
+        step.__defaults__,
+        step.__closure__,
+    )
+    copied.__kwdefaults__ = step.__kwdefaults__
+    return copied
 
 
 def is_hook_table(name: str) -> bool:
@@ -321,7 +352,55 @@ def computes(func: object) -> bool:
     """Return whether an operator is neither a view nor the profiler's. Fallback: it is not."""
     schema = getattr(func, "_schema", None)
     view = schema and all(r.alias_info for r in schema.returns) and not schema.is_mutable
-    return not view and getattr(func, "namespace", None) != "profiler"
+    return not view and not is_of_profiler(func)
+
+
+def _tags_of(func: object) -> Sequence[object]:
+    return getattr(func, "tags", ())
+
+
+def is_of_profiler(func: object) -> bool:
+    """Return whether an operator marks something for a profiler."""
+    return getattr(func, "namespace", None) == "profiler"
+
+
+def returns_values(func: object) -> bool:
+    """Return whether an operator returns what it reads of a tensor. Fallback: see its name."""
+    return torch.Tag.data_dependent_output in _tags_of(func) or reads_to_host(func)
+
+
+def shapes_by_values(func: object, args: Sequence[object]) -> bool:
+    """Return whether the shape of what an operator returns depends on values. Fallback: no."""
+    if torch.Tag.dynamic_output_shape not in _tags_of(func):
+        return False
+    masks = torch.bool, torch.uint8
+    return str(func) != "aten.index.Tensor" or any(
+        isinstance(t, Tensor) and t.dtype in masks for t in cast(Sequence[object], args[1])
+    )
+
+
+def draws(func: object) -> bool:
+    """Return whether an operator draws random numbers. Fallback: no."""
+    return torch.Tag.nondeterministic_seeded in _tags_of(func)
+
+
+def is_foreach_norm(func: object) -> bool:
+    """Return whether an operator takes the norms of several tensors."""
+    return str(func) == "aten._foreach_norm.Scalar"
+
+
+def begins_constant(func: object) -> bool:
+    """Return whether an operator makes a tensor of Python's numbers a part of a computation."""
+    return str(func) == "aten.lift_fresh.default"
+
+
+def writes(func: object) -> bool:
+    """Return whether an operator may write to its arguments. Fallback: it may.
+
+    Those of batch norm write to the running statistics, of which their schemas say nothing.
+    """
+    mutable = getattr(getattr(func, "_schema", None), "is_mutable", True)
+    return mutable or "batch_norm" in str(func)
 
 
 def reads_to_host(func: object) -> bool:
@@ -344,6 +423,35 @@ def draws_by_inductor() -> bool:
     """
     config = sys.modules.get("torch._inductor.config")
     return config is not None and not getattr(config, "fallback_random", False)
+
+
+def compile_operators(
+    module: torch.fx.GraphModule,
+    inputs: list[Tensor],
+    backend: object = "inductor",
+    mode: str | None = None,
+    options: Mapping[str, object] | None = None,
+) -> Callable[..., Sequence[Tensor]]:
+    """Compile a graph of operators for these inputs, which are the arguments of every call.
+
+    Inductor draws the random numbers of eager code, unless the options say otherwise. Fallback:
+    torch.compile, which looks at each argument before each call.
+    """
+    if callable(backend):
+        return cast(Callable[..., Sequence[Tensor]], backend(module, inputs))
+    exact = {"fallback_random": True, "size_asserts": False, **(options or {})}
+    with contextlib.suppress(ImportError, AttributeError):
+        if backend != "inductor":
+            from torch._dynamo.backends.registry import lookup_backend
+
+            return lookup_backend(str(backend))(module, inputs)  # type: ignore[return-value]
+        import torch._inductor as inductor
+
+        of_mode = inductor.list_mode_options(mode) if mode else {}
+        settings = {**of_mode, **exact}
+        return inductor.compile(module, inputs, options=settings)  # type: ignore[return-value]
+    wanted = None if mode or backend != "inductor" else exact
+    return torch.compile(module, backend=backend, dynamic=False, mode=mode, options=wanted)  # type: ignore[arg-type]
 
 
 def uncompiled(model: nn.Module) -> nn.Module | None:
@@ -399,7 +507,13 @@ def has_step_hooks(optimizer: Optimizer) -> bool:
     """Return whether something else is called around an optimizer's step, or in its place."""
     return bool(
         "step" in vars(optimizer)  # patched, as torch's schedulers do
-        or getattr(optimizer, "_optimizer_step_pre_hooks", True)
+        or _calls_hooks(optimizer)
+    )
+
+
+def _calls_hooks(optimizer: Optimizer) -> object:
+    return (
+        getattr(optimizer, "_optimizer_step_pre_hooks", True)
         or getattr(optimizer, "_optimizer_step_post_hooks", True)
         or _pre_hooks
         or _post_hooks

@@ -440,7 +440,7 @@ def _check_in_turn(name: str, step: PipelineStep) -> None:
             why = "averages weights over processes, and alternate gradients: leave one out"
         elif member.uses:
             why = "names optimizers, and a turn has only its own: leave it out"
-        elif member.view or (member.update and is_ours(member) and "compiles" not in member.traits):
+        elif member.view or (member.update and is_ours(member)):
             why = "averages the whole model: list it around all turns, "
             why += f"pipeline({member!r})(alternate(...))"
         else:

@@ -374,7 +374,7 @@ class Facts:
 
     Args:
         compiles: whether ``compiled`` is listed.
-        captures: whether ``cuda_graph`` is.
+        captures: whether updates are graphs, by ``cuda_graph`` or ``compiled(update=True)``.
         rough: whether ``amp`` is, with 16 bits.
         window: the batches of an update.
     """
@@ -408,7 +408,8 @@ class Members:
         window = max(m.window for m in listed)
         loaded = any(torch_compat.uncompiled(m) is not None for m in state.model.modules())
         compiles = "compiled" in names or loaded
-        self._facts[state.model] = Facts(compiles, "cuda_graph" in names, rough, window)
+        captures = any(m.device is not None for m in listed)
+        self._facts[state.model] = Facts(compiles, captures, rough, window)
 
     def of(self, state: TrainState) -> Facts:
         """Return what is known about the pipeline."""

@@ -130,7 +130,8 @@ def replay(
         that a number was given twice, it is the first one after the newest checkpoint below that
         number; for another one, give the path of the checkpoint to begin with.
 
-        ``cuda_graph`` is left out, which changes no number. ``plateau`` depends on the records of
+        ``cuda_graph`` is left out, which changes no number. ``compiled(update=True)`` compiles the
+        loss function only, which rounds differently. ``plateau`` depends on the records of
         the run, which are taken from a checkpoint after the update.
     """
     __tracebackhide__ = True
@@ -1116,7 +1117,8 @@ def listing(
     if step.turns:
         steps = {name: listing(one, inside) for name, one in step.turns.items()}
         return pipeline(*step.pipeline.middleware, *around)(step.with_turns(steps))
-    kept = [member for member in step.pipeline.middleware if member.name != "cuda_graph"]
+    listed = (m for m in step.pipeline.middleware if m.name != "cuda_graph")
+    kept = [attrs.evolve(m, device=None) if m.name == "compiled" else m for m in listed]
     return step.listing((*kept, *(inside if step.has_all_rings else ()), *around))
 
 

@@ -1078,7 +1078,7 @@ NOT_FOLLOWED = {
     ],
     "tells the author of a middleware or hook, whose code only they know": [
         "parts, such as Part.of_slot(...)",
-        "cuda_graph cannot capture",
+        "{} cannot capture an update",
         "the update cannot be captured:",
         "Inside it nothing may be",
         "A tensor from outside the",
@@ -1103,6 +1103,8 @@ NOT_FOLLOWED = {
         "{} calls the optimizer with",
         "{} evaluates the loss itself,",
         "compiled(update=True) compiles",
+        "{} captures the whole update,",
+        "To compile the loss function",
         "To run such a step eagerly,",
         "{} makes CUDA graphs of its",
         "works in one process only:",

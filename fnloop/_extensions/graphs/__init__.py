@@ -1,1 +1,1 @@
-"""Updates captured as CUDA graphs, and what guards them."""
+"""Updates captured as CUDA graphs or compiled as one function, and what guards them."""

@@ -41,7 +41,7 @@ from fnloop._extensions.graphs.guards import (
     make_rollback,
 )
 from fnloop._step.transaction import Judge, PutBack, current_attempt, replace_host, undo
-from fnloop.extend import Batch, Metric, checks, containers, optimizers
+from fnloop.extend import Batch, checks, containers, optimizers
 
 Group = dict[str, Any]  # a parameter group of an optimizer
 log = logging.getLogger("fnloop")
@@ -68,33 +68,34 @@ _TWICE = (
 # --- outputs
 
 
-def _map_metric(metric: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return a metric with every tensor in it replaced."""
+Maker = Callable[[Iterator[Tensor]], Any]
 
-    def change_leaf(leaf: Any) -> object:
+
+def _maker(value: Any, results: list[Tensor]) -> Maker:
+    """Return what makes a value again of other tensors, in the order of its own.
+
+    Args:
+        value: a metric, or a part of one.
+        results: its tensors are appended to it.
+    """
+
+    def of_leaf(leaf: Any) -> Maker:
         if isinstance(leaf, Tensor):
-            return change(leaf)
+            results.append(leaf.detach())
+            return next
         kind = type(leaf)
         if attrs.has(kind):
             fields = zip(attrs.fields(kind), attrs.astuple(leaf, recurse=False), strict=True)
-            return kind(
-                **{
-                    field.alias: containers.map_leaves(value, change_leaf)
-                    for field, value in fields
-                }
-            )
-        return copy.deepcopy(leaf) if checks.has_methods(leaf, "combine") else leaf
+            made = {field.alias: _maker(held, results) for field, held in fields}
+            return lambda others: kind(**{name: make(others) for name, make in made.items()})
+        if checks.has_methods(leaf, "combine"):
+            return lambda _: copy.deepcopy(leaf)
+        return lambda _: leaf
 
-    return containers.map_leaves(metric, change_leaf)
-
-
-def _map_output(out: Output, change: Callable[[Tensor], Tensor]) -> Output:
-    """Return an output with every tensor in it replaced, except those in ``aux``."""
-    metrics: dict[str, Metric] = {
-        name: _map_metric(metric, change) for name, metric in out.metrics.items()
-    }
-    weight = change(out.weight) if isinstance(out.weight, Tensor) else out.weight
-    return Output(change(out.loss), weight, out.aux, metrics)
+    if containers.parts_of(value) is None:
+        return of_leaf(value)
+    makers = containers.map_leaves(value, of_leaf)
+    return lambda others: containers.map_leaves(makers, lambda make: make(others))
 
 
 class CapturedOutput(NamedTuple):
@@ -102,31 +103,35 @@ class CapturedOutput(NamedTuple):
 
     Args:
         output: its tensors are overwritten by every replay.
-        results: the tensors of it that are copied.
+        results: the tensors of it that are copied: all but those in ``aux``.
+        loss, weight: make those of a copy.
+        metrics: name to what makes the metric of a copy.
     """
 
     output: Output
     results: list[Tensor]
+    loss: Maker
+    weight: Maker
+    metrics: dict[str, Maker]
 
     @classmethod
     def of(cls, out: Output) -> CapturedOutput:
         results: list[Tensor] = []
-
-        def collect(tensor: Tensor) -> Tensor:
-            results.append(tensor.detach())
-            return tensor
-
-        _map_output(out, collect)
-        return cls(out, results)
+        loss, weight = _maker(out.loss, results), _maker(out.weight, results)
+        metrics = {name: _maker(metric, results) for name, metric in out.metrics.items()}
+        return cls(out, results, loss, weight, metrics)
 
     def clone_results(self) -> Output:
         """Return the output with copies of its tensors, which no replay overwrites."""
-        if len(self.results) == 1 and not self.output.metrics:  # the loss: nearly always
-            return Output(self.results[0].clone(), self.output.weight, self.output.aux)
-        copied = [torch.empty_like(t) for t in self.results]
-        copy_all(copied, self.results)
+        if len(self.results) == 1:  # the loss: nearly always
+            copied = [self.results[0].clone()]
+        else:
+            copied = [torch.empty_like(t) for t in self.results]
+            copy_all(copied, self.results)
         copies = iter(copied)
-        return _map_output(self.output, lambda _: next(copies))
+        loss, weight = self.loss(copies), self.weight(copies)
+        metrics = {name: make(copies) for name, make in self.metrics.items()}
+        return Output(loss, weight, self.output.aux, metrics)
 
 
 # --- graphs
@@ -246,6 +251,8 @@ class GraphedStep:
         recorder: ``device -> Recorder``.
     """
 
+    name = "cuda_graph"  # in messages
+
     def __init__(
         self, step: Step, warmup: int, limit: int, recorder: Callable[[torch.device], Recorder]
     ) -> None:
@@ -260,13 +267,7 @@ class GraphedStep:
         __tracebackhide__ = True
         tensors: list[Tensor] = []
         key = signature(batch, tensors)
-        violated = self.guards.violated(state) if self.guards else "nothing"
-        if violated:
-            self._reset(state, violated)
-        graph = self.graphs.pop(key, None)
-        if graph is not None and not graph.fits(state):
-            self._reset(state, "a slot that the update reads")
-            graph = None
+        graph = self._find(key, state)
         if graph is None and self.eager_updates[key] < self.warmup:
             return self._run_eagerly(key, state, batch)
         if graph is None:
@@ -280,6 +281,17 @@ class GraphedStep:
         out = graph(state, tensors)
         return advance(state, applied=out.skip is None), out
 
+    def _find(self, key: Hashable, state: TrainState) -> Graph | None:
+        """Take out the graph of a kind of batch. If it is for another state, drop all."""
+        violated = self.guards.violated(state) if self.guards else "nothing"
+        if violated:
+            self._reset(state, violated)
+        graph = self.graphs.pop(key, None)
+        if graph is not None and not graph.fits(state):
+            self._reset(state, "a slot that the update reads")
+            graph = None
+        return graph
+
     def _reset(self, state: TrainState, cause: str) -> None:
         """Drop all graphs, and prepare to capture the updates of this state."""
         if self.guards:
@@ -288,14 +300,17 @@ class GraphedStep:
         self.graphs.clear()
         self.eager_updates.clear()
         self.recorder = self.recorder_on(state.backend.device)
-        _check_capturable(state)
-        original = make_capturable(optimizers(state).values(), state.backend.device)
+        _check_capturable(state, self.name)
+        original = self._prepare(state)
         if self.original and self.original[0].group is original[0].group:
             # It was made capturable here before; groups may have been added since.
             known = {id(one.group) for one in self.original}
             original = [*self.original, *(o for o in original if id(o.group) not in known)]
         self.original = original
         self.guards = GuardSet(state)
+
+    def _prepare(self, state: TrainState) -> list[OriginalSettings]:
+        return make_capturable(optimizers(state).values(), state.backend.device)
 
     def _run_eagerly(
         self, key: Hashable, state: TrainState, batch: Batch
@@ -372,8 +387,8 @@ class GraphedStep:
         self.guards, self.original = None, []
 
 
-def _check_capturable(state: TrainState) -> None:
-    """Raise if no update of this state can be captured.
+def _check_capturable(state: TrainState, name: str) -> None:
+    """Raise if no update of this state can be captured by a middleware of this name.
 
     Raises:
         CaptureError: there are several processes or devices, the optimizer evaluates the loss
@@ -381,13 +396,13 @@ def _check_capturable(state: TrainState) -> None:
     """
     if state.backend.exact:
         raise CaptureError(
-            "cuda_graph cannot capture an update of TrainState.create(..., exact=True), whose host "
+            f"{name} cannot capture an update of TrainState.create(..., exact=True), whose host "
             "positions the random draws of each batch: leave one of them out"
         )
     if state.backend.world_size > 1:
         raise CaptureError(
-            "cuda_graph captures the updates of a single process; there are "
-            f"{state.backend.world_size}. Leave cuda_graph out"
+            f"{name} captures the updates of a single process; there are "
+            f"{state.backend.world_size}. Leave {name} out"
         )
     if wants_closure(type(state.optimizer)):
         raise CaptureError(

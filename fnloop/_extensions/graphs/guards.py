@@ -34,7 +34,11 @@ _MISSING = object()
 
 
 class CaptureError(RuntimeError):
-    """An update cannot be captured as a CUDA graph. The message says why, and what to do."""
+    """An update cannot be captured as a graph. The message says why, and what to do."""
+
+
+class CreatedError(CaptureError):
+    """An update creates something that the next ones find, so they differ from it."""
 
 
 # --- while an update is recorded
@@ -147,8 +151,11 @@ def check_host_state(before: Mapping[str, object], after: Mapping[str, object]) 
         if now == then:
             continue
         if then is _MISSING:
-            how = "is created during the capture, and would not be created again on replay"
-        elif isinstance(now, tuple) and isinstance(then, tuple) and now[0] != then[0]:
+            raise CreatedError(
+                f"the update cannot be captured: {path} is created during the capture, and would "
+                "not be created again on replay"
+            )
+        if isinstance(now, tuple) and isinstance(then, tuple) and now[0] != then[0]:
             how = (
                 "is replaced by another tensor, but a graph keeps using the captured one: change "
                 "it in place"
@@ -199,9 +206,9 @@ def check_output(state: TrainState, new: TrainState, out: Output) -> None:
 
 def explain(error: BaseException) -> CaptureError:
     """Return an error that names the line at which a capture failed."""
-    torch_folder = str(Path(torch.__file__).parent)
+    machinery = str(Path(torch.__file__).parent), str(Path(__file__).parent)
     trace = traceback.extract_tb(error.__traceback__)
-    frames = [frame for frame in trace if not frame.filename.startswith(torch_folder)]
+    frames = [frame for frame in trace if not frame.filename.startswith(machinery)]
     where = f"{frames[-1].filename}:{frames[-1].lineno}, {frames[-1].line}" if frames else "torch"
     what = (str(error).splitlines() or [""])[0]
     advice = (
@@ -214,7 +221,7 @@ def explain(error: BaseException) -> CaptureError:
             "weight.clone() in a hook: write weight.detach().clone()"
         )
     return CaptureError(
-        f"the update cannot be captured as a CUDA graph: {type(error).__name__}: {what} ({where}). "
+        f"the update cannot be captured as a graph: {type(error).__name__}: {what} ({where}). "
         f"{advice}"
     )
 
