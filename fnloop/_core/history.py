@@ -215,9 +215,10 @@ class History:
 
         ``mode`` is that of :meth:`best`.
         """
+        found = self.having(key)
         if mode is None:
             mode = mode_by_name(key) or "min"
-        return best_record(self.having(key), key, mode_of("History.best", key, mode))
+        return best_record(found, key, mode_of("History.best", key, mode))
 
     def __len__(self) -> int:
         return self._length

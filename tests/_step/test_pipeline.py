@@ -197,7 +197,7 @@ CLIP, STEP = fl.clip(1.0), fl.pipeline()(toy_loss)
     (lambda: fl.pipeline()(toy(), ONE), r"write pipeline\(\)\(loss_fn\)\(state, batch\)"),
     (lambda: fl.pipeline()(lambda a, x, y: 0), r"takes \(model, batch\), but <lambda> takes"),
     (lambda: fl.supervised(nn.MSELoss), r"Write supervised\(MSELoss\(\)\)"),
-    (lambda: fl.pipeline(NOTHING)(toy_loss), "must wrap a step"),
+    (lambda: fl.pipeline(NOTHING)(toy_loss), "must take a step and return a step"),
     (lambda: fl.fit(toy_loss, toy(), [ONE]), r"fit\(pipeline\(\)\(toy_loss\), ...\)"),
     (lambda: fl.evaluate(toy_loss, toy(), [ONE]), r"evaluate\(pipeline\(\)\(toy_loss\), ...\)"),
     (lambda: fl.fit(CLIP, toy(), [ONE]), r"Write pipeline\(clip\(1.0\)\)\(loss_fn\)"),

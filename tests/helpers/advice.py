@@ -867,7 +867,7 @@ FOLLOWED = [
       "state = «state»\n"
       "fit(pipeline(ema(0.9, only='weight'))(loss_fn), state, batches, epochs=2)",
       "attrs.evolve"),
-    F(', or write metric(..., on="evaluation")',
+    F(', or write \0(..., on="evaluation")',
       "fn = lambda aux, batch: batch.mean()\n"
       "update = lambda state, batch: Output(torch.zeros(()), len(batch))\n"
       "pipeline(«metric(a=fn)»)(raw(update, evaluate=loss_fn))",
@@ -879,7 +879,7 @@ FOLLOWED = [
       "    return Output(loss.detach(), 3)\n"
       "fit(pipeline(«amp('fp16')»)(raw(fn, updates=False)), state, batches)",
       'amp("bf16'),
-    F("does not work with a stack of models: write grad_norm()",
+    F("write grad_norm()",
       "state = stack({'a': state, 'b': snapshot(state)})\n"
       "fit(pipeline(«grad_norm(by='module')»)(loss_fn), state, batches)",
       "grad_norm()"),

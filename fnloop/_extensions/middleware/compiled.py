@@ -116,7 +116,7 @@ def compiled(*, update: bool = False, **options: Any) -> Middleware:
     checks.flag("compiled", "update", update, "whether to compile the whole update")
     if not update or options.get("disable"):
         return Middleware("compiled", loss_fn=compile_)
-    plain = _Plain()
+    plain, never_whole = _Plain(), False
 
     def unless_whole(function: Function) -> Function:
         compiled = compile_(function)
@@ -128,7 +128,8 @@ def compiled(*, update: bool = False, **options: Any) -> Middleware:
         return chosen  # type: ignore[return-value]
 
     def check(members: Sequence[Middleware]) -> None:
-        plain.never |= any(member.name in _APART for member in members)
+        nonlocal never_whole
+        never_whole = never_whole or any(member.name in _APART for member in members)
         _check_members(members)
 
     def wrap(step: Step) -> Step:
@@ -156,7 +157,7 @@ def compiled(*, update: bool = False, **options: Any) -> Middleware:
             __tracebackhide__ = True
             if leaves_graphs_out():
                 return step(state, batch)
-            taken = apart if plain.never or state.backend.world_size > 1 else whole
+            taken = apart if never_whole or state.backend.world_size > 1 else whole
             return taken(state, batch)
 
         return compiled_update
@@ -201,10 +202,9 @@ def _step_of(optimizer: Optimizer) -> object:
 
 
 class _Plain(threading.local):
-    """Whether the loss function is called as it is, and whether updates are never one graph."""
+    """Whether the loss function is called as it is, in this thread."""
 
     now = False
-    never = False
 
 
 def _check_members(members: Sequence[Middleware]) -> None:
