@@ -308,8 +308,12 @@ def _adam(
             return
         wide = bank.counts(chosen, count).add_(1).double()
         # Of each parameter and each model: the size of the step, and what divides the root.
-        sizes = (-lr / (1 - beta1**wide)).unbind()
-        divisors = (1 - beta2**wide).sqrt_().unbind()
+        rate, first, second = (
+            value.to(wide.device) if isinstance(value, Tensor) else value
+            for value in (lr, beta1, beta2)
+        )
+        sizes = (-rate / (1 - first**wide)).unbind()
+        divisors = (1 - second**wide).sqrt_().unbind()
         for i, leaf, size, divisor in zip(chosen, params, sizes, divisors, strict=True):
             assert leaf.grad is not None
             mean = bank.kept(i, "exp_avg", torch.zeros_like)

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 import fnloop as fl
+from fnloop._core.stacked import Stack, leaves_of
+from fnloop._step.stacked import Bank
 from fnloop.testing import no_host_reads, toy, toy_loss
 
 NAMES = ("a", "b", "c")
@@ -306,6 +308,23 @@ def test_a_stack_of_states_with_a_part_that_was_never_updated_counts_as_alone():
         check_close(trained(step, begun[key], 2), state)
         counts = [kept["step"].item() for kept in both.optimizer[key].state.values()]
         assert sorted(counts) == [25.0, 25.0, 50.0, 50.0]
+
+
+def test_rates_of_models_go_where_fused_optimizers_count():
+    # Without values: a GPU refuses vectors of two devices in one operation, and so does "meta".
+    models = {name: nn.Linear(2, 1, device="meta") for name in NAMES}
+    leaves = leaves_of(Stack(models))
+    optimizers = [
+        torch.optim.Adam(m.parameters(), lr=0.1 * i, betas=(0.1 * i, 0.2 * i))
+        for i, m in enumerate(models.values(), 1)
+    ]
+    for optimizer in optimizers:
+        optimizer.param_groups[0]["fused"] = True
+    for leaf in leaves.params:
+        leaf.grad = torch.empty_like(leaf)
+    assert Bank(leaves).update(optimizers)
+    counts = [kept["step"] for one in optimizers for kept in one.state.values()]
+    assert {count.device.type for count in counts} == {"meta"}
 
 
 def test_tokens_weigh_batches_as_they_do_alone():
