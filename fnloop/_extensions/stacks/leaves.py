@@ -8,7 +8,8 @@ stacked gradient for each parameter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import BuiltinFunctionType, FunctionType
 from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary
@@ -72,7 +73,8 @@ class Leaves:
         self.owners: list[list[nn.Parameter]] = []
         self.buffers: list[Tensor] = []
         self.slots: list[Slot] = []
-        self._held: list[list[tuple[dict[str, Tensor | None], str]]] = []  # of each buffer
+        # Of each buffer, and of each model: where it is. A buffer that is shared is in two places.
+        self._held: list[list[list[tuple[dict[str, Tensor | None], str]]]] = []
         self.places: dict[int, int] = {}
         self._addresses: list[int] = []
         self.look_up()
@@ -87,13 +89,15 @@ class Leaves:
         check_architectures(dict(zip(self.stack.names, models, strict=True)))
         self.owners = [[*each] for each in zip(*(m.parameters() for m in models), strict=True)]
         tables = [_tables(model, torch_compat.buffers_of) for model in models]
-        self._held = [[*each] for each in zip(*tables, strict=True)]
+        shared: dict[int, list[int]] = {}
+        for n, (table, key) in enumerate(tables[0]):
+            shared.setdefault(id(table[key]), []).append(n)
+        self._held = [[[own[n] for n in same] for own in tables] for same in shared.values()]
         self.places = {id(owners[0]): i for i, owners in enumerate(self.owners)}
         firsts = _tables(models[0], torch_compat.parameters_of)
         self.slots = [Slot(table, key, self.places[id(table[key])]) for table, key in firsts]
-        own = {id(t[k]): i for i, (t, k) in reversed([*enumerate(tables[0])])}
-        first = len(self.owners)
-        self.slots += [Slot(table, key, first + own[id(table[key])]) for table, key in tables[0]]
+        for leaf, (first, *_) in enumerate(self._held, len(self.owners)):
+            self.slots += [Slot(table, key, leaf) for table, key in first]
         if len(self.params) != len(self.owners):
             self.params[:] = [torch.empty(0) for _ in self.owners]  # others hold this list
         self.buffers = [torch.empty(0) for _ in self._held]
@@ -113,16 +117,18 @@ class Leaves:
             for p, part in zip(owners, leaf.detach().unbind(), strict=True):
                 p.data = part
         for i, held in enumerate(self._held):
-            self.buffers[i] = torch.stack([table[key] for table, key in held])  # type: ignore[misc]
-            for (table, key), part in zip(held, self.buffers[i].unbind(), strict=True):
-                table[key] = part
+            firsts = [table[key] for (table, key), *_ in held]
+            self.buffers[i] = torch.stack(firsts)  # type: ignore[arg-type]
+            for same, part in zip(held, self.buffers[i].unbind(), strict=True):
+                for table, key in same:
+                    table[key] = part
         self._addresses = self._where()
 
     def _where(self) -> list[int]:
         places = [p.data_ptr() for owners in self.owners for p in owners]
         places += [p.requires_grad for owners in self.owners for p in owners]
         for held in self._held:
-            for table, key in held:
+            for table, key in itertools.chain.from_iterable(held):
                 tensor = table.get(key)
                 places.append(0 if tensor is None else tensor.data_ptr())
         return places
@@ -201,7 +207,14 @@ def call_models(stack: Models, name: str, fn: Callable[[nn.Module], Value]) -> V
                 table[key] = parts[leaf]
             result = fn(first)
             # A module may put another tensor in the place of a buffer.
-            now = {leaf: table[key] for table, key, leaf in slots if leaf >= count}
+            now: dict[int, Tensor | None] = {}
+            for table, key, leaf in slots:
+                if leaf >= count and now.setdefault(leaf, table[key]) is not table[key]:
+                    raise NotImplementedError(
+                        f"{name} cannot be called for a stack of models: it puts another tensor in "
+                        f"the place of the buffer {key!r}, which two modules share, in one of them "
+                        f"only. Change it in place, {key}.copy_(...). {INSTEAD}"
+                    )
         finally:
             for (table, key, _), held in zip(slots, before, strict=True):
                 table[key] = held

@@ -148,7 +148,8 @@ class Bank:
             key: the name of what they keep.
             make: makes it from the stacked parameter, if they do not have it.
         """
-        return self._stacked((leaf, key), key, self._own[leaf], self.leaves.params[leaf], make)
+        own, stacked = self._own[leaf], self.leaves.params[leaf]
+        return self._stacked((leaf, key), key, own, lambda: make(stacked))
 
     def counts(self, chosen: Sequence[int], make: Callable[[Tensor], Tensor]) -> Tensor:
         """Return how often each parameter was updated, of shape (parameters, models).
@@ -158,23 +159,24 @@ class Bank:
             make: makes the zeros of shape (models,), if the optimizers do not count yet.
         """
         own = [each for i in chosen for each in self._own[i]]
-        several = lambda leaf: torch.cat([make(leaf) for _ in chosen])
-        found = self._stacked((*chosen,), "step", own, self.leaves.params[chosen[0]], several)
-        return found.view(len(chosen), -1)
+        leaf = self.leaves.params[chosen[0]]
+        several = lambda: torch.cat([make(leaf) for _ in chosen])
+        return self._stacked((*chosen,), "step", own, several).view(len(chosen), -1)
 
     def _stacked(
         self,
         place: object,
         key: str,
         own: Sequence[Kept],
-        leaf: Tensor,
-        make: Callable[[Tensor], Tensor],
+        make: Callable[[], Tensor],
     ) -> Tensor:
         stacked, parts = self._held.get((place, key), (None, []))
         now = [each.get(key) for each in own]
         if stacked is not None and all(map(operator.is_, now, parts)):
             return stacked
-        stacked = make(leaf) if now[0] is None else torch.stack(now)  # type: ignore[arg-type]
+        if any(part is None for part in now):  # some parameters may get their first gradient later
+            now = [new if old is None else old for old, new in zip(now, make(), strict=True)]
+        stacked = torch.stack(now)  # type: ignore[arg-type]
         parts = [*stacked.unbind()]
         for each, part in zip(own, parts, strict=True):
             each[key] = part
@@ -273,8 +275,12 @@ def _adam(
             return
         wide = bank.counts(chosen, count).add_(1).double()
         # Of each parameter and each model: the size of the step, and what divides the root.
-        sizes = (-lr / (1 - beta1**wide)).unbind()
-        divisors = (1 - beta2**wide).sqrt_().unbind()
+        rate, first, second = (
+            value.to(wide.device) if isinstance(value, Tensor) else value
+            for value in (lr, beta1, beta2)
+        )
+        sizes = (-rate / (1 - first**wide)).unbind()
+        divisors = (1 - second**wide).sqrt_().unbind()
         for i, leaf, size, divisor in zip(chosen, params, sizes, divisors, strict=True):
             assert leaf.grad is not None
             mean = bank.kept(i, "exp_avg", torch.zeros_like)

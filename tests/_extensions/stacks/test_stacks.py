@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 import fnloop as fl
+from fnloop._core.stacked import Stack, leaves_of
+from fnloop._step.stacked import Bank
 from fnloop.testing import no_host_reads, toy, toy_loss
 
 NAMES = ("a", "b", "c")
@@ -230,6 +232,99 @@ def test_a_buffer_that_forward_replaces_belongs_to_its_model():
     step = fl.pipeline()(lambda model, batch: 0 * model(batch).mean())
     state = fl.fit(step, fl.stack(states(Counts)), ONES, hooks=())
     assert [model.total.item() for model in state.model.models] == [0.0, 2.0, 4.0]
+
+
+class Shares(nn.Module):
+    """Two modules with one buffer, to which the first adds."""
+
+    def __init__(self, seed, in_place=True):
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor(float(seed)))
+        self.one, self.other, self.in_place = nn.Module(), nn.Module(), in_place
+        total = torch.zeros(())
+        self.one.register_buffer("total", total)
+        self.other.register_buffer("total", total)
+
+    def forward(self, x):
+        if self.in_place:
+            self.one.total += self.w.detach()
+        else:
+            self.one.total = self.one.total + self.w.detach()
+        return self.w * self.other.total * x
+
+
+def test_a_buffer_of_two_modules_stays_shared():
+    step = fl.pipeline()(lambda model, batch: 0 * model(batch).mean())
+    state = fl.fit(step, fl.stack(states(Shares)), ONES, hooks=())
+    for own in (state, fl.stack(fl.unstack(state))):
+        assert [model.other.total.item() for model in own.model.models] == [0.0, 2.0, 4.0]
+        assert all(model.one.total is model.other.total for model in own.model.models)
+
+
+def test_a_shared_buffer_that_forward_replaces_in_one_module_is_refused():
+    step = fl.pipeline()(lambda model, batch: 0 * model(batch).mean())
+    stacked = fl.stack(states(lambda seed: Shares(seed, in_place=False)))
+    with pytest.raises(NotImplementedError, match="'total', which two modules share, in one of"):
+        step(stacked, ONES[0])
+
+
+@pytest.mark.parametrize("first", ["early", "late"])
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD, momenta"])
+def test_a_part_that_gets_its_first_gradient_later_counts_its_own_updates(name, first):
+    def make(seed):
+        torch.manual_seed(seed)
+        parts = {"early": nn.Linear(8, 3), "late": nn.Linear(8, 3)}
+        return nn.ModuleDict({key: parts[key] for key in sorted(parts, reverse=first == "late")})
+
+    def loss_fn(model, batch, *, late):
+        used = ("early", "late") if late else ("early",)
+        return sum(nn.functional.cross_entropy(model[key](batch[0]), batch[1]) for key in used)
+
+    step = fl.pipeline(fl.scheduled(late=lambda i, total: float(i >= 30)))(loss_fn)
+    given = lambda: states(make, OPTIMIZERS[name])
+    alone = {
+        key: fl.fit(step, state, BATCHES, epochs=2, hooks=()) for key, state in given().items()
+    }
+    stacked = fl.fit(step, fl.stack(given()), BATCHES, epochs=2, hooks=())
+    for key, state in fl.unstack(stacked).items():
+        check_close(alone[key], state)
+
+
+def test_a_stack_of_states_with_a_part_that_was_never_updated_counts_as_alone():
+    def make(seed):
+        model = network(seed)
+        model[0].requires_grad_(False)
+        return model
+
+    def thawed(state):
+        state.model[0].requires_grad_(True)
+        return state
+
+    step = fl.pipeline()(LOSS)
+    begun = {k: trained(step, s, 1) for k, s in states(make, OPTIMIZERS["Adam"]).items()}
+    begun = {key: thawed(state) for key, state in begun.items()}
+    both = trained(step, fl.stack(begun), 2)
+    for key, state in fl.unstack(both).items():
+        check_close(trained(step, begun[key], 2), state)
+        counts = [kept["step"].item() for kept in both.optimizer[key].state.values()]
+        assert sorted(counts) == [25.0, 25.0, 50.0, 50.0]
+
+
+def test_rates_of_models_go_where_fused_optimizers_count():
+    # Without values: a GPU refuses vectors of two devices in one operation, and so does "meta".
+    models = {name: nn.Linear(2, 1, device="meta") for name in NAMES}
+    leaves = leaves_of(Stack(models))
+    optimizers = [
+        torch.optim.Adam(m.parameters(), lr=0.1 * i, betas=(0.1 * i, 0.2 * i))
+        for i, m in enumerate(models.values(), 1)
+    ]
+    for optimizer in optimizers:
+        optimizer.param_groups[0]["fused"] = True
+    for leaf in leaves.params:
+        leaf.grad = torch.empty_like(leaf)
+    assert Bank(leaves).update(optimizers)
+    counts = [kept["step"] for one in optimizers for kept in one.state.values()]
+    assert {count.device.type for count in counts} == {"meta"}
 
 
 def test_tokens_weigh_batches_as_they_do_alone():
