@@ -9,7 +9,7 @@ stacked gradient for each parameter.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import BuiltinFunctionType, FunctionType
 from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary

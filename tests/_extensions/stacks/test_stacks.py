@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 import fnloop as fl
-from fnloop._core.stacked import Stack, leaves_of
-from fnloop._step.stacked import Bank
+from fnloop._extensions.stacks.leaves import leaves_of
+from fnloop._extensions.stacks.module import Stack
+from fnloop._extensions.stacks.updates import Bank
 from fnloop.testing import no_host_reads, toy, toy_loss
 
 NAMES = ("a", "b", "c")
