@@ -123,7 +123,7 @@ def bare_step(optimizer: Optimizer) -> Callable[[Optimizer], object]:
         raise RuntimeError("hooks are called around the optimizer's step")
     step = cast(types.FunctionType, type(optimizer).step)
     for code in (_wrapper, _grad_switch):
-        if getattr(step, "__code__", None) is code:
+        if step.__code__ is code:
             step = vars(step)["__wrapped__"]
     copied = types.FunctionType(
         step.__code__.replace(),

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
+from types import FunctionType
 from typing import Any, NoReturn, TypeGuard, TypeVar, cast
 
 import attrs
@@ -320,8 +321,9 @@ def arguments(
     Raises:
         TypeError: it does not; the message says what it takes.
     """
-    if (code := getattr(function, "__code__", None)) is None:
+    if not isinstance(function, FunctionType):
         return
+    code = function.__code__
     every = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     names = [name for name in every if name != "self"]
     by_place = [name for name in every[: code.co_argcount] if name != "self"]
