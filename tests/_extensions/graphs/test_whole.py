@@ -1,7 +1,6 @@
 """compiled(update=True): an update as one function, equal to eager, resumed, refused."""
 
 import functools
-import itertools
 import math
 import shutil
 import warnings
@@ -297,11 +296,9 @@ def test_hooks_of_an_optimizer_are_refused():
 
 
 def test_a_failed_record_leaves_no_trace():
-    count = itertools.count()
-
     def loss_fn(model, x):
         loss = nn.functional.dropout(model(x), 0.5).mean()
-        return loss * (1.0 if next(count) >= 0 and loss.item() < math.inf else 0.0)
+        return loss * (1.0 if loss.item() < math.inf else 0.0)
 
     note, found = noting(lambda state: state.model.w.item())
     members = (fl.compiled(update=True, backend="eager"),)
