@@ -119,8 +119,8 @@ def law():
     return {"pipe": fl.pipeline(), "problem": testing.small()}
 
 
-LOADER, ONES, KEY = "[] () {1} generator", [ONE] * 4, {"key": "valid/loss"}
-LOSS = " | loader, loss of toy_loss"
+LOADER, ONES, KEY = "[] () {1} tensor generator", [ONE] * 4, {"key": "valid/loss"}
+LOSS = "tensor | loader, loss of toy_loss"
 FLOAT = f"{NUMBERS} nan inf"
 RUN = {
     "step": "",
@@ -182,10 +182,10 @@ FUNCTIONS = [
      {"step": "", "state": "", "loader": LOSS, "low": "1.5", "high": "1.5", "updates": ""}),
     (fl.dry_run, training,
      {"step": "", "state": " | fit", "hooks": "None [] ()",
-      "loaders": LOSS.replace(" |", "[] () {1} |")}),  # these are problems of the report
+      "loaders": LOSS.replace("tensor", "tensor [] () {1}")}),  # these are problems of the report
     (fl.summary, lambda: {"state": toy(), "batch": ONE}, {"state": "", "depth": ""}),
     (fl.find_batch_size, sizes, {"step": "", "state": "", "make_loader": "", "most": ""}),
-    (fl.evaluate, trial, {"step": "", "state": "", "loader": " | how many items"}),
+    (fl.evaluate, trial, {"step": "", "state": "", "loader": "tensor | how many items"}),
     (predict, lambda: {"fn": lambda model, batch: 0, "state": toy(), "loader": [ONE]},
      {"fn": "", "state": "", "loader": LOADER, "gather": "True"}),
     (fl.sharded, {}, {"loader": LOADER}),
@@ -252,7 +252,7 @@ FUNCTIONS = [
      {"schedules": " | plot", "total_steps": ""}),
     # loaders
     (data.take, {"loader": ONES, "n": 1}, {"loader": LOADER, "n": ""}),
-    (data.fraction, {"loader": ONES, "f": 1.0}, {"loader": "{1}", "f": ""}),
+    (data.fraction, {"loader": ONES, "f": 1.0}, {"loader": "{1} tensor", "f": ""}),
     (data.even, {}, {"loader": LOADER}),
     (data.fixed, {"loader": ONES, "n": 1}, {"loader": LOADER, "n": ""}),
     (data.interleave, {"loaders": {"a": ONES}}, {"loaders": "", "ratios": "None"}),
@@ -292,7 +292,7 @@ MOMENTS = (fl.every(steps=1), fl.at_start(), fl.at_end(), fl.when(lambda state: 
 RUNS = [  # a piece of an argument of a run
     ("loaders: train", lambda v: {"loaders": {"train": v}}, LOSS),
     ("loaders: valid", lambda v: {"loaders": {"train": [ONE], "valid": v}}, LOSS),
-    ("loaders: pair", lambda v: {"loaders": ([ONE], v)}, "None" + LOSS),
+    ("loaders: pair", lambda v: {"loaders": ([ONE], v)}, "None " + LOSS + ", pair of"),
     ("hooks: one", lambda v: {"hooks": (v,)}, " | a hook"),
     ("evaluate_every: one",
      lambda v: {"loaders": ([ONE], [ONE]), "evaluate_every": {"valid": v}}, "None"),
@@ -333,7 +333,7 @@ PIECES = [
     ("schedules.join(at)", lambda v: schedules.join(*[schedules.linear()] * 2, at=v), ""),
     ("linear()(step)", lambda v: schedules.linear()(v, 4), "0"),
     ("linear()(total_steps)", lambda v: schedules.linear()(0, v), "-1 0 | length of the run"),
-    ("interleave(a loader)", lambda v: data.interleave({"a": v}), "[] () {1} | loader"),
+    ("interleave(a loader)", lambda v: data.interleave({"a": v}), "[] () {1} tensor | loader"),
     ("interleave(ratios: one)", lambda v: data.interleave({"a": ONES}, {"a": v}), ""),
     ("zip_cycle(loader)", lambda v: data.zip_cycle(a=v), LOADER),
     ("zip_shortest(loader)", lambda v: data.zip_shortest(a=v), LOADER),

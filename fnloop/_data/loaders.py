@@ -28,7 +28,7 @@ from fnloop._backend.containers import parts_of, tensors_in
 from fnloop._core.types import Batch
 from fnloop._data.held import Held
 from fnloop._display.checks import describe, function, has_methods
-from fnloop._display.screen import log
+from fnloop._display.screen import log, warn_once
 
 # --------------------------------------------------------------------------------------------------
 # Read and check the loaders argument.
@@ -135,13 +135,17 @@ def check_loader(loader: object, name: str, alone: bool = False) -> None:
             "mapping with names"
         )
     _refuse_batch(f"the {name} loader", loader)
-    if _has_rows(loader):
-        made = "x" if isinstance(loader, Tensor) else "torch.tensor(x)"
-        made = "torch.tensor(x.to_numpy())" if has_methods(loader, "to_numpy") else made
+    if has_methods(type(loader), "to_numpy"):
         raise TypeError(
-            f"the {name} loader is a {type(loader).__name__}, whose rows would be taken as "
-            f"batches: write list({made}.split(32)) for batches of 32 rows, or [{made}] for one "
-            "batch"
+            f"the {name} loader is a {type(loader).__name__}, whose rows are no batches: write "
+            "list(torch.tensor(x.to_numpy()).split(32)) for batches of 32 rows"
+        )
+    if _has_rows(loader) and len(shape := tuple(loader.shape)) > 1:  # type: ignore[attr-defined]
+        made = "x" if isinstance(loader, Tensor) else "torch.tensor(x)"
+        warn_once(
+            f"the {name} loader is a {type(loader).__name__} of shape {shape}, of which each row "
+            f"is taken as a batch. If its rows are samples, write list({made}.split(32)) for "
+            "batches of 32"
         )
     wanted = "an iterable of batches (a DataLoader, a list, ...) or a function that returns one"
     if isinstance(loader, str | bytes | type | nn.Module) or not (
@@ -156,7 +160,7 @@ def check_loader(loader: object, name: str, alone: bool = False) -> None:
 
 
 def _has_rows(value: object) -> bool:
-    """Return whether this is a tensor, an array, or a table of numbers, such as a DataFrame."""
+    """Return whether this is a tensor, an array, or a table of numbers."""
     return isinstance(value, Tensor) or has_methods(type(value), "__array__")
 
 

@@ -1,6 +1,7 @@
-"""A tensor, an array or a table is not a loader: its rows would be taken as batches, in silence."""
+"""What looks like samples or like one batch is not taken as batches in silence."""
 
 import collections
+import re
 
 import numpy as np
 import pytest
@@ -32,9 +33,6 @@ def table():
 
 
 ROWS = {
-    "tensor": (lambda: X, r"a Tensor, whose rows .* write list\(x\.split\(32\)\) .* or \[x\] for"),
-    "parameter": (lambda: torch.nn.Parameter(X), "a Parameter, whose rows would be taken as batc"),
-    "array": (lambda: X.numpy(), r"a ndarray, .* write list\(torch\.tensor\(x\)\.split\(32\)\)"),
     "table": (table, r"a DataFrame, .* write list\(torch\.tensor\(x\.to_numpy\(\)\)\.split"),
     "column": (lambda: table()["x"], r"a Series, .* write list\(torch\.tensor\(x\.to_numpy"),
     "pair": (lambda: (X, X), "a pair of tensors, which looks like one batch: write .batch. for"),
@@ -53,12 +51,28 @@ def test_what_has_rows_is_refused_everywhere(call, name):
         CALLS[call](make())
 
 
-@pytest.mark.parametrize("name", ["tensor", "array", "table", "column"])
-def test_what_the_message_says_to_write_is_a_loader(name):
-    x = ROWS[name][0]()
-    values = x if isinstance(x, torch.Tensor) else torch.tensor(np.asarray(x))
+@pytest.mark.parametrize("call", ["fit", "valid", "evaluate", "predict", "tune", "take", "sharded"])
+def test_rows_of_a_tensor_are_batches_and_a_warning_says_so(call, caplog):
+    CALLS[call](torch.ones(3, 2))
+    (said,) = [r.getMessage() for r in caplog.records if "is taken as a batch" in r.getMessage()]
+    assert re.search(r"a Tensor of shape \(3, 2\), .* write list\(x\.split\(32\)\)", said)
+    assert call != "valid" or "the valid loader" in said
+
+
+def test_rows_of_an_array_are_batches_and_a_warning_says_so(caplog):
+    assert len([*fl.data.take(np.ones((3, 2)), 2)]) == 2
+    assert "of shape (3, 2)" in caplog.text and "list(torch.tensor(x).split(32))" in caplog.text
+
+
+def test_numbers_in_a_vector_are_batches_of_one(caplog):
+    assert fl.fit(STEP, toy(), X, hooks=()).step == 4
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("rows", [lambda: torch.ones(3, 2), lambda: np.ones((3, 2)), table])
+def test_what_the_message_says_to_write_is_a_loader(rows):
+    values = torch.tensor(np.asarray(rows()))
     assert fl.fit(STEP, toy(), list(values.split(32)), hooks=()).step == 1
-    assert fl.fit(STEP, toy(), [values], hooks=()).step == 1
 
 
 @pytest.mark.parametrize("loader", [
@@ -76,5 +90,5 @@ def test_datasets_in_a_tuple_are_loaders():
 
 
 def test_verify_reads_its_loaders_likewise():
-    with pytest.raises(TypeError, match="whose rows would be taken as batches"):
-        verify("runs/a", STEP, toy(), X)
+    with pytest.raises(TypeError, match="whose rows are no batches"):
+        verify("runs/a", STEP, toy(), table())

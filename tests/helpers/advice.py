@@ -92,8 +92,12 @@ FOLLOWED = [
       "step = pipeline()(supervised(nn.MSELoss()))\n"
       "fit(step, state, «batch»)",
       "DataLoader("),
-    F("whose rows would be taken as batches",
+    F("is taken as a batch. If its rows are samples, write list(\0",
       "x = batch.numpy()\n"
+      "fit(step, state, «x»)",
+      "list("),
+    F("whose rows are no batches: write list(",
+      "x = type('Table', (), {'to_numpy': lambda self: batch.numpy(), '__iter__': None})()\n"
       "fit(step, state, «x»)",
       "list("),
     F("If they are the loaders, write a pair",
@@ -1075,6 +1079,9 @@ NOT_FOLLOWED = {
         "alternate: order={} leaves",
         "leave the buffer out, with",
         "{}.step takes no closure:",
+    ],
+    "tells the author of a module, whose forward only they know": [
+        "{} cannot be called for a stack of models: it puts",
     ],
     "tells the author of a middleware or hook, whose code only they know": [
         "parts, such as Part.of_slot(...)",

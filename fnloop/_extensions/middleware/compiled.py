@@ -23,9 +23,10 @@ from fnloop._core.types import Middleware, Output, Step, middleware
 from fnloop._extensions.graphs.capture import GraphedStep, read_from_tensors, recorder_on
 from fnloop._extensions.graphs.guards import CaptureError
 from fnloop._extensions.graphs.operators import WholeStep
+from fnloop._step.engine_local import LocalEngine
 from fnloop._step.transaction import leaves_graphs_out
 from fnloop._step.update import replace_apply
-from fnloop.extend import Batch, checks, optimizers
+from fnloop.extend import Batch, checks, engine_of, optimizers
 
 # --------------------------------------------------------------------------------------------------
 # Compile the loss function, and the optimizer, with `torch.compile`.
@@ -157,8 +158,8 @@ def compiled(*, update: bool = False, **options: Any) -> Middleware:
             __tracebackhide__ = True
             if leaves_graphs_out():
                 return step(state, batch)
-            taken = apart if never_whole or state.backend.world_size > 1 else whole
-            return taken(state, batch)
+            local = isinstance(engine_of(state), LocalEngine)
+            return (whole if local and not never_whole else apart)(state, batch)
 
         return compiled_update
 
