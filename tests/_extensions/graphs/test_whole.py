@@ -4,6 +4,7 @@ import functools
 import math
 import shutil
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import attrs
 import numpy as np
@@ -17,7 +18,7 @@ from toy_runs import fitted, noting, xs
 import fnloop as fl
 from fnloop import CaptureError, schedules
 from fnloop._extensions.graphs.operators import FEW, LIMIT
-from fnloop.testing import assert_same, small, stochastic, toy
+from fnloop.testing import assert_same, small, stochastic, toy, toy_loss
 
 pytestmark = pytest.mark.slow
 WHOLE = fl.compiled(update=True, backend="eager", fullgraph=True)
@@ -155,6 +156,18 @@ def test_what_decides_on_the_host_runs_apart(members):
     problem = attrs.evolve(stochastic(), optimizer=SGD)
     compiled = fl.compiled(update=True, backend="eager")
     assert_close(run(problem, compiled, *members), run(problem, *members))
+
+
+def test_what_runs_apart_does_so_in_each_thread():
+    graphs = []
+    with ThreadPoolExecutor(1) as pool:
+        for call in (lambda fn: fn(), lambda fn: pool.submit(fn).result()):
+            backend = Counting()
+            compiled = fl.compiled(update=True, backend=backend)
+            step = fl.pipeline(compiled, fl.retry_on_oom())(toy_loss)
+            call(lambda step=step: fl.fit(step, toy(), [torch.ones(2)] * 4, hooks=()))
+            graphs.append(backend.graphs)
+    assert graphs[0] == graphs[1]
 
 
 def test_a_part_of_the_optimizers_may_rest():
