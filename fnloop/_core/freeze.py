@@ -17,7 +17,6 @@ from torch.optim import LBFGS, Optimizer
 
 from fnloop._backend.torch_compat import buffers_of, strip_compile_prefix
 from fnloop._core.averages import check_not_averaged
-from fnloop._core.history import suggestion
 from fnloop._core.optimizers import (
     SCHEDULED,
     UNFROZEN,
@@ -39,7 +38,7 @@ from fnloop._core.state import (
     unwrap,
 )
 from fnloop._display import checks
-from fnloop._display.checks import describe, instance, is_list, join_names
+from fnloop._display.checks import describe, instance, is_list, join_names, suggestion
 from fnloop._display.checks import function as check_function
 
 # --------------------------------------------------------------------------------------------------

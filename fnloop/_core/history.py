@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -20,7 +19,7 @@ from fnloop._core.records import (
 )
 from fnloop._core.types import RECORD
 from fnloop._display import checks, tables
-from fnloop._display.checks import describe, join_names
+from fnloop._display.checks import describe, join_names, suggestion
 from fnloop._display.screen import warn_once
 from fnloop._display.tables import mode_by_name
 from fnloop._extensions import extensions
@@ -692,9 +691,3 @@ def _suggest_loader(key: str, names: Iterable[str]) -> str:
     evaluated = [name for name in whole if not name.startswith(("train/", "recent/"))]
     near = (evaluated or whole)[:1]
     return f". Did you mean {near[0]!r}?" if near else suggestion(key, names)
-
-
-def suggestion(key: str, names: Iterable[str], cutoff: float = 0.6, of: str = "") -> str:
-    """Return the question for the nearest name, after ``of``, or an empty str if none is near."""
-    near = difflib.get_close_matches(key, [*names], 1, cutoff)
-    return f". Did you mean {of + near[0]!r}?" if near else ""

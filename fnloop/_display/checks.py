@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import inspect
 import math
 import operator
@@ -350,12 +351,15 @@ def no_argument(owner: str, name: str, names: Collection[str], hint: str = "") -
         names: those of the arguments that it has, and that are not given.
         hint: what to write, if that is known.
     """
-    import difflib
-
-    if not hint and (near := difflib.get_close_matches(name, names, 1, 0.8)):
-        hint = f". Did you mean {near[0]!r}?"
+    hint = hint or suggestion(name, names, 0.8)
     hint = hint or (f": it takes {', '.join(names)}" if names else "")
     raise TypeError(f"{owner} has no argument {name}={hint}")
+
+
+def suggestion(name: str, names: Iterable[str], cutoff: float = 0.6, of: str = "") -> str:
+    """Return the question for the nearest name, after ``of``, or an empty str if none is near."""
+    near = difflib.get_close_matches(name, [*names], 1, cutoff)
+    return f". Did you mean {of + near[0]!r}?" if near else ""
 
 
 def scalar(owner: str, name: str, value: object) -> Any:

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fnloop._backend.torch_compat import apply_optimizer
-from fnloop._core.history import suggestion
 from fnloop._core.optimizers import (
     Handle,
     Optimizers,
@@ -465,7 +464,7 @@ def _check_missed(numbers: Sequence[Numbers], known: Container[str]) -> None:
         names = {other: None for part in numbers for other in part}
         raise KeyError(
             f"{numbers[0].missed[name]!r}: no loader of this run has the metric {name!r}; there "
-            f"are, of {there}{suggestion(name, names)}"
+            f"are, of {there}{checks.suggestion(name, names)}"
         )
 
 

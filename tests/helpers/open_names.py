@@ -30,7 +30,7 @@ OPEN = {
     "_core.freeze": "Selectors",
     "_core.history": (
         "check_monitored decode_phases first_record metrics_here new_records records_since "
-        "SINCE suggestion unfinished"
+        "SINCE unfinished"
     ),
     "_core.metrics": (
         "COLLECTION_HINT combine Elapsed ITEMS Mark mark names_in NoLoss Peak read RECENT "

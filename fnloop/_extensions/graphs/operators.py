@@ -38,6 +38,7 @@ from fnloop.extend import Batch, optimizers
 # effect: what was written to is put back.
 
 T = TypeVar("T")
+Memory = torch.UntypedStorage
 Backend = Callable[[fx.GraphModule, list[Tensor]], Callable[..., Sequence[Tensor]]]
 _READS = "numpy", "tolist", "__array__", "__dlpack__"  # methods that no operator is called for
 _READ = "a tensor is read to the host"
@@ -111,9 +112,7 @@ class _Part(torch_compat.DispatchMode):
         self._nodes: dict[int, fx.Node] = {}
         self._noted: list[Tensor] = []  # keeps the tensors alive, as their ids are keys
         self._outside: set[int] = set()  # memory, by its address, that is not made here
-        self._before: dict[
-            int, tuple[torch.UntypedStorage, torch.UntypedStorage]
-        ] = {}  # what is written to
+        self._before: dict[int, tuple[Memory, Memory]] = {}  # what is written to, and its copy
         self._owners: dict[int, Tensor] = {}  # memory that was made here, and its first tensor
         self._function: Callable[[], Sequence[Tensor]] | None = None
 

@@ -15,7 +15,7 @@ import attrs
 from torch import Tensor, profiler
 
 from fnloop._backend.collectives import broadcast
-from fnloop._core.history import History, suggestion
+from fnloop._core.history import History
 from fnloop._core.records import TRAINED
 from fnloop._core.state import TrainState, with_note
 from fnloop._core.types import Call, Output
@@ -192,7 +192,7 @@ class inspect(BuiltIn):
         known = () if state.run is None else state.run.evaluated
         if self.loader not in known:
             names = f"those are: {', '.join(known)}" if known else "it evaluates none"
-            hint = suggestion(self.loader, known)
+            hint = checks.suggestion(self.loader, known)
             if self.loader == "train":
                 hint = '. To look at training data, give it to fit a second time: {"train": train, '
                 hint += '"seen": train}'

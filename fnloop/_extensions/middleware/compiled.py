@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import gc
 import inspect
@@ -246,11 +245,9 @@ def _check_optimizers(state: TrainState, members: Sequence[Middleware]) -> None:
 def _check_names(options: Mapping[str, object], known: Sequence[str]) -> None:
     for name in options:
         if name not in known:
-            close = difflib.get_close_matches(name, ("update", *known), 1)
-            hint = f" Did you mean {close[0]}?" if close else ""
             raise TypeError(
                 f"compiled takes the arguments of torch.compile ({', '.join(known)}), and update; "
-                f"got {name!r}.{hint}"
+                f"got {name!r}{checks.suggestion(name, ('update', *known))}"
             )
 
 

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fnloop._core.history import suggestion
 from fnloop._core.metrics import (
     COLLECTION_HINT,
     RECENT,
@@ -337,7 +336,7 @@ def _explain_missing(error: KeyError, key: object, aux: Aux, batch: Batch) -> No
     )
     error.add_note(
         f"aux, which the loss function returns with the loss, {has}. To add {key!r}, write "
-        f'return loss, {{"{key}": {value}}} there{suggestion(key, [*map(str, aux)])}{also}'
+        f'return loss, {{"{key}": {value}}} there{checks.suggestion(key, [*map(str, aux)])}{also}'
     )
 
 
