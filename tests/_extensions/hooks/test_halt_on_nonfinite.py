@@ -75,13 +75,17 @@ def test_the_interval_covers_the_steps_that_it_has_not_seen():
     assert (state.epoch, state.stop) == (2, reason("between steps 3 and 5"))
 
 
-def test_an_infinite_loss_of_training_halts_the_run_and_no_loss_of_evaluation_does(capsys):
+def test_an_infinite_loss_of_training_halts_the_run_and_no_loss_of_evaluation_does():
     state = fit(halt_on_nonfinite(), loaders=[math.inf * ONE], state=toy(w=1.0))
     assert state.stop == reason("at step 1", value="inf")
     loaders = {"train": [ONE] * 5, "valid": [BAD]}
     state = fit(halt_on_nonfinite(2), loaders=loaders, epochs=2)
     assert (state.epoch, state.stop) == (2, None)
     assert fl.fit(STEP, toy(), [BAD], epochs=2).stop == reason("at step 1")  # a default hook
+
+
+def test_the_line_of_the_epoch_shows_the_loss_that_halts_a_run(capsys):
+    fl.fit(STEP, toy(), [BAD], epochs=2, hooks=(fl.progress(), halt_on_nonfinite()))
     assert "epoch 1/2  step 1  train/loss nan" in capsys.readouterr().err
 
 

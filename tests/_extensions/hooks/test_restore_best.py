@@ -217,15 +217,16 @@ def trained_net(state, *hooks, epochs=4):
     return fit(*hooks, state=state, step=step, loaders=([x, x + 1], [x]), epochs=epochs)
 
 
-distance = fl.measure(lambda state: {"loss": abs(state.epoch - 2.0)}, name="mine")
-HOOKS = distance, restore_best("mine/loss")
+def by_distance():
+    distance = fl.measure(lambda state: {"loss": abs(state.epoch - 2.0)}, name="mine")
+    return distance, restore_best("mine/loss")
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_parameters_buffers_ties_and_extra_state_go_back(compiled):
     """The optimizer stays as it is."""
     theirs = trained_net(net(), epochs=2).model.state_dict()
-    ended = trained_net(net(compiled), *HOOKS)
+    ended = trained_net(net(compiled), *by_distance())
     model = fl.unwrap(ended)
     mine = {k.replace("_orig_mod.", ""): v for k, v in model.state_dict().items()}
     assert_equal(mine, dict(theirs), "model")
@@ -237,7 +238,7 @@ def test_parameters_buffers_ties_and_extra_state_go_back(compiled):
 def test_what_the_module_has_in_one_memory_is_copied_once():
     kept = []
     look = lambda state: kept.append(state.slots.get("restore_best(mine/loss)")) or state
-    trained_net(net(), *HOOKS, look)
+    trained_net(net(), *by_distance(), look)
     weights = kept[-1]["weights"]
     assert weights["first.weight"] is weights["last.weight"]
     assert weights["first.bias"] is not weights["last.bias"]
@@ -271,8 +272,8 @@ def test_views_of_one_memory_are_copied_as_they_are():
 def test_a_compiled_run_resumes_as_a_plain_one(tmp_path):
     path = tmp_path / "a"
     saving = fl.when(lambda state: state.step == 6)(lambda state: fl.save(state, path) and state)
-    whole = trained_net(net(True), *HOOKS, saving)
-    resumed = trained_net(fl.restore(path, net()), *HOOKS)
+    whole = trained_net(net(True), *by_distance(), saving)
+    resumed = trained_net(fl.restore(path, net()), *by_distance())
     for a, b in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
         assert torch.equal(a, b)
 
