@@ -284,7 +284,11 @@ FUNCTIONS = [
 def named(v):
     """Give an optimizer a name."""
     given = model_and_optimizer()
-    return fl.TrainState.create(given["model"], {v if v.__hash__ else 1: given["optimizer"]})
+    try:
+        named = {v: given["optimizer"]}
+    except TypeError:  # a key has a hash; one of another type stands for what has none
+        named = {1: given["optimizer"]}
+    return fl.TrainState.create(given["model"], named)
 
 
 VALUED, MEAN = (fl.Sum, fl.Min, fl.Max, fl.Last), {"a": lambda aux, batch: 0.0}
