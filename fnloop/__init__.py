@@ -68,10 +68,10 @@ from fnloop._version import __version__ as __version__
 
 if _typing.TYPE_CHECKING:
     from fnloop import data, debug, schedules
-    from fnloop._checkpoint.format import CheckpointError
-    from fnloop._checkpoint.restore import best, latest, restore, resume
-    from fnloop._checkpoint.save import save
     from fnloop._extensions.checkpoints.follow import follow
+    from fnloop._extensions.checkpoints.format import CheckpointError
+    from fnloop._extensions.checkpoints.restore import best, latest, restore, resume
+    from fnloop._extensions.checkpoints.save import save
     from fnloop._extensions.graphs.guards import CaptureError
     from fnloop._extensions.histories.curves import compare
     from fnloop._extensions.hooks.keep import checkpoint, restore_best
@@ -112,9 +112,9 @@ if _typing.TYPE_CHECKING:
 _LATER = {
     "": "data debug schedules",
     "._extensions.checkpoints.follow": "follow",
-    "._checkpoint.format": "CheckpointError",
-    "._checkpoint.restore": "best latest restore resume",
-    "._checkpoint.save": "save",
+    "._extensions.checkpoints.format": "CheckpointError",
+    "._extensions.checkpoints.restore": "best latest restore resume",
+    "._extensions.checkpoints.save": "save",
     "._extensions.graphs.guards": "CaptureError",
     "._extensions.histories.curves": "compare",
     "._extensions.hooks.keep": "checkpoint restore_best",

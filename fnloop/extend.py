@@ -44,10 +44,9 @@ from collections.abc import Mapping
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fnloop._backend import collectives, containers
+from fnloop._backend import collectives, containers, disk
 from fnloop._backend.collectives import on_main_process
 from fnloop._backend.fsdp import is_sharded, local_part
-from fnloop._checkpoint import disk
 from fnloop._core.freeze import Chosen
 from fnloop._core.history import Fold, mode_of
 from fnloop._core.optimizers import Group, labelled_groups, number_in, optimizers_in, set_number

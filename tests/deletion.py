@@ -40,7 +40,13 @@ EXTENSIONS = {
     "averages": {
         "modules": "middleware.ema",
         "tests": "middleware/test_ema middleware/test_ema_evaluation middleware/test_ema_rules "
-        "_checkpoint/test_saved_averages processes/test_averages",
+        "checkpoints/test_saved_averages processes/test_averages",
+    },
+    "checkpoints": {
+        "modules": "checkpoints.files checkpoints.foreign checkpoints.format checkpoints.named "
+        "checkpoints.optimizer checkpoints.parts checkpoints.place checkpoints.restore "
+        "checkpoints.retention checkpoints.save checkpoints.saved",
+        "tests": "checkpoints",
     },
     "clip": {
         "modules": "middleware.clip",
@@ -124,6 +130,7 @@ EXTENSIONS = {
 # What goes with an extension because it is made of it.
 BUILT_ON = {
     "accumulate": ["debug"],
+    "checkpoints": ["debug", "follow", "keep", "remote", "search", "stop", "trackers", "try"],
     "distributed": ["exact", "local_sgd"],
     "graphs": ["tune"],
     "histories": ["find", "look", "progress", "search", "stack"],

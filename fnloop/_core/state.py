@@ -73,6 +73,8 @@ State = TypeVar("State")
 class StaleStateError(RuntimeError):
     """A state was used after it had been advanced: a newer state owns its model and optimizer."""
 
+    __module__ = "fnloop"  # the name by which a traceback shows it
+
 
 class Ownership(Generic[State]):
     """Tracks which state owns the model and the optimizer: the state whose generation this is.

@@ -23,6 +23,9 @@ _ROWS: dict[str, dict[str, str]] = {
         "._extensions.hooks.progress": "progress",
         "._extensions.hooks.stop": "halt_on_nonfinite",
     },
+    "what a checkpoint can hold": {
+        "._extensions.checkpoints.save": "check_encodable",
+    },
     "checkpoints at an address": {
         "._extensions.checkpoints.remote": "Remote",
     },

@@ -61,10 +61,9 @@ def first_state(plan: Plan, state: TrainState) -> TrainState:
 
 def _try_to_save(step: PipelineStep, state: TrainState, parts: Collection[str]) -> None:
     """Raise CheckpointError if no checkpoint could hold slots, or metrics as far as known."""
-    from fnloop._checkpoint.save import check_encodable
-
     known = {**_unseen_metrics(step, {}), **state.metrics}
-    check_encodable(attrs.evolve(state, metrics=known), parts)
+    for check in extensions("what a checkpoint can hold"):
+        check(attrs.evolve(state, metrics=known), parts)
 
 
 def complete(step: PipelineStep, state: TrainState) -> TrainState:

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from fnloop._backend import torch_compat
-from fnloop._checkpoint.format import CheckpointError
-from fnloop._checkpoint.restore import restore
-from fnloop._checkpoint.save import check_resumable, save
 from fnloop._core.serialize import find_difference
 from fnloop._core.state import TrainState
 from fnloop._core.types import Step
 from fnloop._display.frames import short_traceback
+from fnloop._extensions.checkpoints.format import CheckpointError
+from fnloop._extensions.checkpoints.restore import restore
+from fnloop._extensions.checkpoints.save import check_resumable, save
 from fnloop._extensions.middleware.accumulate import accumulate, microbatch
 from fnloop._extensions.tools.dry_run import Finding, HostReads, Report, Trial, with_members
 from fnloop._hooks.hook import every

@@ -12,16 +12,16 @@ from pathlib import Path
 import attrs
 from torch import Tensor
 
-from fnloop._checkpoint.files import decode_history
-from fnloop._checkpoint.format import Contents
-from fnloop._checkpoint.restore import read_alone
-from fnloop._checkpoint.save import collect_contents
-from fnloop._checkpoint.saved import Saved
 from fnloop._core.cursor import COUNTERS
 from fnloop._core.history import History
 from fnloop._core.records import COSTS, Record
 from fnloop._core.serialize import Measured, describe_value, find_difference, measure
 from fnloop._core.state import TrainState
+from fnloop._extensions.checkpoints.files import decode_history
+from fnloop._extensions.checkpoints.format import Contents
+from fnloop._extensions.checkpoints.restore import read_alone
+from fnloop._extensions.checkpoints.save import collect_contents
+from fnloop._extensions.checkpoints.saved import Saved
 from fnloop.extend import check_not_stale, checks, containers, on_main_process, tables
 
 

@@ -19,11 +19,6 @@ from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from fnloop._backend import torch_compat
-from fnloop._checkpoint.format import CheckpointError, Contents
-from fnloop._checkpoint.parts import Targets
-from fnloop._checkpoint.restore import restore
-from fnloop._checkpoint.save import collect_contents
-from fnloop._checkpoint.saved import Saved
 from fnloop._core.history import History, Phase, records_since, unfinished
 from fnloop._core.metrics import RECENT
 from fnloop._core.records import Record
@@ -34,6 +29,11 @@ from fnloop._core.view import take_back
 from fnloop._data.loaders import read_loaders
 from fnloop._data.position import checksum
 from fnloop._display.frames import short_traceback
+from fnloop._extensions.checkpoints.format import CheckpointError, Contents
+from fnloop._extensions.checkpoints.parts import Targets
+from fnloop._extensions.checkpoints.restore import restore
+from fnloop._extensions.checkpoints.save import collect_contents
+from fnloop._extensions.checkpoints.saved import Saved
 from fnloop._hooks.hook import when
 from fnloop._loop.evaluate import open_loader
 from fnloop._loop.fit import train

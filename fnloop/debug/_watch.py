@@ -32,7 +32,6 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from fnloop._backend import torch_compat
-from fnloop._checkpoint.named import walk_optimizers
 from fnloop._core.averages import Average
 from fnloop._core.code import INSTALLED, PACKAGE, codes_of, is_users
 from fnloop._core.freeze import Selectors
@@ -42,6 +41,7 @@ from fnloop._core.rng import mark_generators
 from fnloop._core.serialize import INTEGER_OF_SIZE
 from fnloop._core.state import TrainState, generation_of, ownership_of, unwrap
 from fnloop._core.types import Middleware, Output, Step, middleware
+from fnloop._extensions.checkpoints.named import walk_optimizers
 from fnloop._step.update import Commuting
 from fnloop.extend import (
     Batch,

@@ -11,9 +11,6 @@ import attrs
 import torch
 from torch import Tensor
 
-from fnloop._checkpoint.format import CheckpointError, shares_in
-from fnloop._checkpoint.parts import Targets, decode_targets
-from fnloop._checkpoint.saved import Saved
 from fnloop._core.history import History, decode_phases
 from fnloop._core.records import Record
 from fnloop._core.state import TrainState, snapshot, unwrap
@@ -22,6 +19,9 @@ from fnloop._data.loaders import read_loaders
 from fnloop._data.position import checksum
 from fnloop._data.source import Source
 from fnloop._display.frames import short_traceback
+from fnloop._extensions.checkpoints.format import CheckpointError, shares_in
+from fnloop._extensions.checkpoints.parts import Targets, decode_targets
+from fnloop._extensions.checkpoints.saved import Saved
 from fnloop._loop.evaluate import open_loader
 from fnloop._loop.peers import is_alone
 from fnloop._step.gradients import rows_of, samples_in

@@ -94,7 +94,7 @@ def test_the_best_is_of_the_newest_phase_that_has_a_value(tmp_path):
 
 
 def test_a_checkpoint_names_its_phase_only_if_it_has_one(tmp_path):
-    from fnloop._checkpoint.files import read_manifest
+    from fnloop._extensions.checkpoints.files import read_manifest
 
     state = toy()
     assert "phase" not in read_manifest(fl.save(state, tmp_path / "a"))

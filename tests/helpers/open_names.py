@@ -6,70 +6,82 @@ it. One that no extension uses any more goes out. The table may only shrink.
 
 OPEN = {
     "_backend": "torch_compat",
-    "_backend.fsdp": "around_sharded combined like_sharded roots",
-    "_backend.processes": "trackers",
-    "_checkpoint": "retention",
-    "_checkpoint.files": (
-        "CHECKPOINT_NAME checksum_of_manifest decode_history FOLDER locate mark_of OBJECTS "
-        "read_manifest remove_checkpoint SendFiles SharedWrite"
+    "_backend.collectives": (
+        "counts_here gather_from_all on_every_process rank_and_size start_all_reduce_max"
     ),
-    "_checkpoint.format": (
-        "check_shape Contents COUNT is_file_name LARGEST_MANIFEST MANIFEST NewerFormatError "
-        "NUMBER PARTS shares_in"
+    "_backend.containers": (
+        "attributes_of has_room is_out_of_memory map_leaves pairs_of parts_of with_parts"
     ),
-    "_checkpoint.named": "walk_optimizers",
-    "_checkpoint.parts": "decode_targets held_parts read_parts Targets",
-    "_checkpoint.place": "Place place_at READING Tidy",
-    "_checkpoint.restore": "read_alone read_checkpoint restore_contents resume_at SHAPES",
-    "_checkpoint.retention": "CLAIM read_run_id RunFolder with_manifests",
-    "_checkpoint.save": "check_resumable check_saveable collect_contents position_of versions",
-    "_checkpoint.saved": "Saved",
+    "_backend.disk": (
+        "checksum_of_file exists flush flushed_file is_folder lock_file make_folder "
+        "map_with_help replace_file size_of_file status try_lock"
+    ),
+    "_backend.fsdp": (
+        "around_sharded combined extent_in from_local_part full has_sharded like_sharded "
+        "roots spans_all split_dim"
+    ),
+    "_backend.processes": "Backend trackers",
+    "_backend.torch_compat": (
+        "buffers_of has_state_dict_hooks is_extra_state loads_by_itself loads_other_names "
+        "local_optimizer strip_compile_prefix"
+    ),
     "_core.averages": "Average AVERAGED named_tensors",
     "_core.code": "codes_of INSTALLED is_users PACKAGE",
-    "_core.cursor": "COUNTERS",
-    "_core.freeze": "Selectors",
+    "_core.cursor": "check_counts COUNTERS CURSOR Cursor",
+    "_core.freeze": "add_group Groups remember_restored Selectors split_group",
     "_core.history": (
-        "check_monitored decode_phases first_record metrics_here new_records records_since "
-        "SINCE unfinished"
+        "check_monitored decode_phases encode_phases first_record metrics_here new_records "
+        "records_since SINCE unfinished"
     ),
     "_core.metrics": (
         "COLLECTION_HINT combine Elapsed ITEMS Mark mark names_in NoLoss Peak read RECENT "
-        "Reduced sent Shares to_accumulator_dtype to_host update_ update_evaluated_ "
+        "Reduced restored sent Shares to_accumulator_dtype to_host update_ update_evaluated_ "
         "valid_or_nan weighted"
     ),
     "_core.optimizers": (
-        "begin_again copy_number first_shared Group groups_in initial_value "
-        "is_torch_optimizer keep_initial modes_of note_set numbers_used Optimizers put_number "
-        "RATIO SCHEDULED wants_closure"
+        "BEFORE begin_again copy_number drop_schedule EXECUTION first_shared Group groups_in "
+        "initial_setting initial_value is_torch_optimizer keep_initial modes_of note_set "
+        "numbers_used Optimizers optimizers_in put_number RATIO SCHEDULED SET set_by_torch "
+        "settings_of to_training UNFROZEN wants_closure"
     ),
-    "_core.parts": "Load OWN Restoring Saving set_fields TAKEN",
+    "_core.parts": (
+        "COLLECTED Held held Load load_nothing NEWER_FORMAT NEWEST_FORMAT OWN parts_of "
+        "Restoring Saving set_fields SHARDED_FORMAT TAKEN TENSORS TRAINING_FORMAT"
+    ),
     "_core.records": "COSTS counts MODES number_of_epoch TRAINED",
     "_core.rng": (
         "COMPUTE HostGenerators mark_generators reserved_generators seed_host torch_seeder"
     ),
-    "_core.runs": "has_updates Live now pending",
+    "_core.runs": (
+        "decode_stop decode_todo encode_stop encode_todo has_updates Live now pending "
+        "todo_of_before"
+    ),
     "_core.serialize": (
-        "as_number decode describe_value encode find_difference has_pending INTEGER_OF_SIZE "
-        "Json materialize Measured Pending"
+        "as_number as_parts as_safetensor AsParts copy_flattened decode describe_value "
+        "dtype_named encode find_difference flattened_kind from_flattened from_safetensor "
+        "has_pending INTEGER_OF_SIZE is_flattened Json kinds_in materialize Measured PAIRS "
+        "Pending plain_only plain_or_flattened tensors_in"
     ),
     "_core.several": "models_of Several",
-    "_core.shapes": "forget_states take_shapes",
+    "_core.shapes": "forget_states resized Shapes take_shapes",
     "_core.state": (
         "advance check_alike clear_parameter_cache count_parameters current_parameters "
-        "generation_of give_up_ownership LEFT_OUT moved note_call Ownership ownership_of "
-        "owns_handles ParameterCache PLACE rested take_ownership tracing_copy used_in "
-        "with_note with_used without_metrics"
+        "detached_from_run generation_of give_up_ownership LEFT_OUT moved note_buffers "
+        "note_call note_restored Ownership ownership_of owns_handles ParameterCache PLACE "
+        "rested shapes_of_buffers take_ownership tracing_copy used_in with_note with_used "
+        "without_metrics"
     ),
     "_core.types": "Aux BY_ANOTHER Call collection_key hide_fields is_ours Searching Skip",
-    "_core.view": "as_evaluated begin_again is_apart take_back view",
+    "_core.view": "as_evaluated begin_again changed_for is_apart take_back view",
     "_data.composed": "unmarked",
     "_data.held": "own_copy",
     "_data.iterable": "is_keeper",
     "_data.loaders": "batch_size_of check_loader Padding read_loaders Window",
     "_data.position": "checksum",
     "_data.source": "first_batches LateWindow open_source Source",
+    "_display.checks": "choice describe flag folder_path is_address join_names metric_name",
     "_display.frames": "short_traceback",
-    "_display.screen": "warn_once",
+    "_display.screen": "log warn_once",
     "_hooks.hook": "BuiltIn Clock every_layer HookFn Wrapper",
     "_loop.beginning": "fused_hint",
     "_loop.errors": "check_returned why_empty",

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import fnloop as fl
-from fnloop._checkpoint.save import check_resumable
+from fnloop._extensions.checkpoints.save import check_resumable
 from fnloop.testing import Toy, assert_same, toy_loss
 
 ONE = torch.ones(1)

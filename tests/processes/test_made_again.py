@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch.utils.data import DataLoader, TensorDataset
 
 import fnloop as fl
-from fnloop._checkpoint import files
+from fnloop._extensions.checkpoints import files
 from fnloop.debug import AuditError, audit, diff, replay, verify, watch
 from fnloop.testing import assert_same
 

@@ -31,8 +31,8 @@ from torch.distributed.fsdp import fully_shard
 
 import fnloop as fl
 from fnloop._backend.fsdp import local_part
-from fnloop._checkpoint import files
-from fnloop._checkpoint.format import Slices
+from fnloop._extensions.checkpoints import files
+from fnloop._extensions.checkpoints.format import Slices
 
 pytestmark = pytest.mark.slow
 

@@ -1,1 +1,1 @@
-"""Checkpoints at an address, and those that another process is still writing."""
+"""A state on a disk or at an address, whole or not at all: format, saving, restoring, retention."""

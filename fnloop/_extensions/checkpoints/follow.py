@@ -8,14 +8,14 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from fnloop._checkpoint.files import locate
-from fnloop._checkpoint.format import CheckpointError, NewerFormatError
-from fnloop._checkpoint.parts import held_parts
-from fnloop._checkpoint.place import Place, place_at
-from fnloop._checkpoint.restore import SHAPES, read_checkpoint, restore_contents
-from fnloop._checkpoint.retention import with_manifests
 from fnloop._core.runs import has_updates
 from fnloop._core.state import TrainState
+from fnloop._extensions.checkpoints.files import locate
+from fnloop._extensions.checkpoints.format import CheckpointError, NewerFormatError
+from fnloop._extensions.checkpoints.parts import held_parts
+from fnloop._extensions.checkpoints.place import Place, place_at
+from fnloop._extensions.checkpoints.restore import SHAPES, read_checkpoint, restore_contents
+from fnloop._extensions.checkpoints.retention import with_manifests
 from fnloop.extend import check_not_stale, checks, disk, on_main_process
 
 

@@ -19,8 +19,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Protocol, TypeVar, cast
 
-from fnloop._checkpoint import retention
-from fnloop._checkpoint.files import (
+from fnloop._core.serialize import Json
+from fnloop._extensions.checkpoints import retention
+from fnloop._extensions.checkpoints.files import (
     CHECKPOINT_NAME,
     FOLDER,
     OBJECTS,
@@ -31,16 +32,15 @@ from fnloop._checkpoint.files import (
     remove_checkpoint,
     verify,
 )
-from fnloop._checkpoint.format import (
+from fnloop._extensions.checkpoints.format import (
     LARGEST_MANIFEST,
     MANIFEST,
     CheckpointError,
     Contents,
     is_file_name,
 )
-from fnloop._checkpoint.place import READING, Place, Tidy
-from fnloop._checkpoint.retention import CLAIM
-from fnloop._core.serialize import Json
+from fnloop._extensions.checkpoints.place import READING, Place, Tidy
+from fnloop._extensions.checkpoints.retention import CLAIM
 from fnloop.extend import collectives, disk, on_main_process
 
 log = logging.getLogger("fnloop")

@@ -36,6 +36,8 @@ _MISSING = object()
 class CaptureError(RuntimeError):
     """An update cannot be captured as a graph. The message says why, and what to do."""
 
+    __module__ = "fnloop"  # the name by which a traceback shows it
+
 
 class CreatedError(CaptureError):
     """An update creates something that the next ones find, so they differ from it."""

@@ -20,18 +20,6 @@ from torch import Tensor
 
 from fnloop._backend import torch_compat
 from fnloop._backend.fsdp import like_sharded
-from fnloop._checkpoint.files import SharedWrite
-from fnloop._checkpoint.format import (
-    COUNT,
-    NUMBER,
-    PARTS,
-    Contents,
-    check_shape,
-)
-from fnloop._checkpoint.parts import read_parts
-from fnloop._checkpoint.place import place_at
-from fnloop._checkpoint.retention import RunFolder
-from fnloop._checkpoint.save import check_saveable, collect_contents, position_of
 from fnloop._core.averages import Average
 from fnloop._core.history import SINCE, History, check_monitored, first_record, metrics_here
 from fnloop._core.runs import Live, pending
@@ -45,6 +33,18 @@ from fnloop._core.state import (
 )
 from fnloop._core.types import Call
 from fnloop._core.view import begin_again, view
+from fnloop._extensions.checkpoints.files import SharedWrite
+from fnloop._extensions.checkpoints.format import (
+    COUNT,
+    NUMBER,
+    PARTS,
+    Contents,
+    check_shape,
+)
+from fnloop._extensions.checkpoints.parts import read_parts
+from fnloop._extensions.checkpoints.place import place_at
+from fnloop._extensions.checkpoints.retention import RunFolder
+from fnloop._extensions.checkpoints.save import check_saveable, collect_contents, position_of
 from fnloop._hooks.hook import BuiltIn, Hook
 from fnloop.extend import (
     better,

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from fnloop._backend.collectives import broadcast
-from fnloop._checkpoint.format import NUMBER, check_shape
 from fnloop._core.history import SINCE, check_monitored, first_record
 from fnloop._core.metrics import Mean, read
 from fnloop._core.records import Record, counts
@@ -24,6 +23,7 @@ from fnloop._core.runs import now
 from fnloop._core.several import models_of
 from fnloop._core.state import TrainState
 from fnloop._core.types import Call
+from fnloop._extensions.checkpoints.format import NUMBER, check_shape
 from fnloop._hooks.hook import BuiltIn, Hook
 from fnloop.extend import (
     Fold,
@@ -751,7 +751,7 @@ class requeue(BuiltIn):
         Raises:
             ValueError: there is none.
         """
-        from fnloop._checkpoint.format import PARTS
+        from fnloop._extensions.checkpoints.format import PARTS
 
         before = hooks[: self.place_in(hooks)]
         if not any(self.parts_saved([hook]) >= {*PARTS} for hook in before):

@@ -16,9 +16,6 @@ from typing import TypeVar
 import attrs
 
 from fnloop._backend import torch_compat
-from fnloop._checkpoint.format import CheckpointError
-from fnloop._checkpoint.restore import restore
-from fnloop._checkpoint.save import check_resumable, save
 from fnloop._core.history import History
 from fnloop._core.serialize import find_difference
 from fnloop._core.several import models_of
@@ -29,6 +26,9 @@ from fnloop._data.held import own_copy
 from fnloop._data.loaders import Padding, batch_size_of, check_loader, sharded
 from fnloop._data.source import first_batches, open_source
 from fnloop._extensions import extensions
+from fnloop._extensions.checkpoints.format import CheckpointError
+from fnloop._extensions.checkpoints.restore import restore
+from fnloop._extensions.checkpoints.save import check_resumable, save
 from fnloop._extensions.middleware.metric import derive, metric, throughput, timings
 from fnloop._extensions.middleware.schedule import plateau, schedule, torch_scheduler
 from fnloop._hooks.hook import BuiltIn, Hook, HookFn, Wrapper, every

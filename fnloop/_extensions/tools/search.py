@@ -16,12 +16,12 @@ from urllib.parse import quote
 import attrs
 
 from fnloop._backend.collectives import broadcast
-from fnloop._checkpoint.restore import resume_at
 from fnloop._core.history import History
 from fnloop._core.records import Record, counts
 from fnloop._core.state import TrainState
 from fnloop._core.types import Middleware, Step
 from fnloop._display.frames import short_traceback
+from fnloop._extensions.checkpoints.restore import resume_at
 from fnloop._extensions.hooks.keep import checkpoint
 from fnloop._extensions.middleware.schedule import schedule
 from fnloop._extensions.stacks.states import stack, unstack

@@ -20,9 +20,8 @@ from saved import ONE, names, stop_at, train
 from torch import nn
 
 import fnloop as fl
-from fnloop._checkpoint import files
 from fnloop._display.checks import is_address
-from fnloop._extensions.checkpoints import remote
+from fnloop._extensions.checkpoints import files, remote
 from fnloop.testing import assert_same, toy
 
 RUN = "faulty://run"

@@ -9,7 +9,7 @@ from saved import ONE, sgd, step, stop_at
 from torch import nn
 
 import fnloop as fl
-from fnloop._checkpoint.save import check_saveable
+from fnloop._extensions.checkpoints.save import check_saveable
 from fnloop.testing import Toy, assert_same, toy, toy_loss
 
 PATH = pathlib.Path("a")

@@ -10,7 +10,7 @@ from crafted import craft
 from saved import ONE, check_refused, saved_steps
 
 import fnloop as fl
-from fnloop._checkpoint import files
+from fnloop._extensions.checkpoints import files
 from fnloop.testing import assert_same, toy, toy_loss
 
 step = fl.pipeline()(toy_loss)

@@ -14,57 +14,9 @@ from torch import Tensor
 
 from fnloop._backend.collectives import on_every_process, on_main_process
 from fnloop._backend.containers import is_out_of_memory
+from fnloop._backend.disk import exists, is_folder
 from fnloop._backend.fsdp import extent_in, from_local_part, split_dim
 from fnloop._backend.torch_compat import strip_compile_prefix
-from fnloop._checkpoint.disk import exists, is_folder
-from fnloop._checkpoint.files import (
-    explain_nonfinite,
-    locate,
-    read_json,
-    read_manifest,
-    read_state_file,
-    readable_manifest,
-    run_of,
-    verify,
-)
-from fnloop._checkpoint.foreign import explain_foreign
-from fnloop._checkpoint.format import (
-    INDEX,
-    PARTS,
-    STATE,
-    TRAINED,
-    TRAINING,
-    CheckpointError,
-    Contents,
-    Entry,
-    NewerFormatError,
-    Slices,
-    decode_index,
-    is_share,
-    tensors_in,
-)
-from fnloop._checkpoint.optimizer import Settings, templates_of_optimizers
-from fnloop._checkpoint.parts import (
-    Reading,
-    check_held,
-    every_part,
-    explain_partial,
-    held_parts,
-    is_partial,
-    parts_in,
-    read_parts,
-)
-from fnloop._checkpoint.place import READING, Place, place_at
-from fnloop._checkpoint.retention import (
-    Listed,
-    by_phase,
-    check_visible,
-    is_one_checkpoint,
-    listed,
-    rank,
-    read_claim,
-    with_manifests,
-)
 from fnloop._core.freeze import remember_restored
 from fnloop._core.history import SINCE
 from fnloop._core.optimizers import groups_in, settings_of
@@ -81,6 +33,54 @@ from fnloop._core.state import (
 )
 from fnloop._display.checks import choice, describe, flag, join_names, metric_name
 from fnloop._display.screen import log
+from fnloop._extensions.checkpoints.files import (
+    explain_nonfinite,
+    locate,
+    read_json,
+    read_manifest,
+    read_state_file,
+    readable_manifest,
+    run_of,
+    verify,
+)
+from fnloop._extensions.checkpoints.foreign import explain_foreign
+from fnloop._extensions.checkpoints.format import (
+    INDEX,
+    PARTS,
+    STATE,
+    TRAINED,
+    TRAINING,
+    CheckpointError,
+    Contents,
+    Entry,
+    NewerFormatError,
+    Slices,
+    decode_index,
+    is_share,
+    tensors_in,
+)
+from fnloop._extensions.checkpoints.optimizer import Settings, templates_of_optimizers
+from fnloop._extensions.checkpoints.parts import (
+    Reading,
+    check_held,
+    every_part,
+    explain_partial,
+    held_parts,
+    is_partial,
+    parts_in,
+    read_parts,
+)
+from fnloop._extensions.checkpoints.place import READING, Place, place_at
+from fnloop._extensions.checkpoints.retention import (
+    Listed,
+    by_phase,
+    check_visible,
+    is_one_checkpoint,
+    listed,
+    rank,
+    read_claim,
+    with_manifests,
+)
 
 
 def restore(

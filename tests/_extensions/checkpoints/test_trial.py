@@ -12,10 +12,10 @@ from sample_optimizers import ONE, Both, Counting, Modules, Objects, Slow, toy_s
 from torch import nn
 
 import fnloop as fl
-from fnloop._checkpoint import save
-from fnloop._checkpoint.named import copy_optimizer
-from fnloop._checkpoint.save import check_resumable
 from fnloop._core.serialize import find_difference
+from fnloop._extensions.checkpoints import save
+from fnloop._extensions.checkpoints.named import copy_optimizer
+from fnloop._extensions.checkpoints.save import check_resumable
 
 SGD, Adam = torch.optim.SGD, torch.optim.Adam
 every = lambda begin, count: type("Mine", (Every,), {"begin": begin, "count": count})

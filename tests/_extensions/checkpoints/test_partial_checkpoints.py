@@ -14,7 +14,7 @@ from saved import ONE, check_refused, names, saved_steps, stop_at
 from torch import nn
 
 import fnloop as fl
-from fnloop._checkpoint.format import PARTS
+from fnloop._extensions.checkpoints.format import PARTS
 from fnloop.testing import assert_same, toy, toy_loss
 
 step = fl.pipeline(fl.schedule(fl.schedules.linear()))(toy_loss)

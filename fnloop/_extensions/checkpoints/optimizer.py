@@ -31,14 +31,6 @@ from fnloop._backend.containers import (
     with_parts,
 )
 from fnloop._backend.fsdp import like_sharded
-from fnloop._checkpoint.format import CheckpointError
-from fnloop._checkpoint.named import (
-    UNSAVED,
-    NamedOptimizer,
-    is_list_of_groups,
-    tensors_of_copy,
-    walk_optimizers,
-)
 from fnloop._core.freeze import Groups, add_group, split_group
 from fnloop._core.optimizers import (
     BEFORE,
@@ -76,6 +68,14 @@ from fnloop._core.shapes import resized
 from fnloop._core.state import TrainState, ownership_of
 from fnloop._display.checks import join_names
 from fnloop._display.screen import log
+from fnloop._extensions.checkpoints.format import CheckpointError
+from fnloop._extensions.checkpoints.named import (
+    UNSAVED,
+    NamedOptimizer,
+    is_list_of_groups,
+    tensors_of_copy,
+    walk_optimizers,
+)
 
 # --------------------------------------------------------------------------------------------------
 # The optimizers of a state in a checkpoint: one, or several by name; in one process, or several.

@@ -16,7 +16,7 @@ from crafted import craft
 from saved import ONE, contents_of, names, saved_steps, step, train
 
 import fnloop as fl
-from fnloop._checkpoint import files
+from fnloop._extensions.checkpoints import files
 from fnloop.testing import toy
 
 # --- a folder belongs to one run, and no other replaces or removes its checkpoints

@@ -9,8 +9,13 @@ from pathlib import Path
 
 import attrs
 
-from fnloop._checkpoint.disk import exists
-from fnloop._checkpoint.files import (
+from fnloop._backend.disk import exists
+from fnloop._core.cursor import Cursor
+from fnloop._core.history import History, Phase, decode_phases
+from fnloop._core.serialize import Json
+from fnloop._core.state import TrainState
+from fnloop._display.screen import log
+from fnloop._extensions.checkpoints.files import (
     chain,
     check_blocks,
     decode_history,
@@ -21,7 +26,7 @@ from fnloop._checkpoint.files import (
     run_of,
     verify,
 )
-from fnloop._checkpoint.format import (
+from fnloop._extensions.checkpoints.format import (
     STATE,
     CheckpointError,
     Contents,
@@ -29,7 +34,7 @@ from fnloop._checkpoint.format import (
     is_share,
     shares_in,
 )
-from fnloop._checkpoint.parts import (
+from fnloop._extensions.checkpoints.parts import (
     Targets,
     check_counters,
     decode_targets,
@@ -37,14 +42,9 @@ from fnloop._checkpoint.parts import (
     held_parts,
     is_partial,
 )
-from fnloop._checkpoint.place import Place
-from fnloop._checkpoint.restore import SUFFIX
-from fnloop._checkpoint.retention import candidates, is_one_checkpoint
-from fnloop._core.cursor import Cursor
-from fnloop._core.history import History, Phase, decode_phases
-from fnloop._core.serialize import Json
-from fnloop._core.state import TrainState
-from fnloop._display.screen import log
+from fnloop._extensions.checkpoints.place import Place
+from fnloop._extensions.checkpoints.restore import SUFFIX
+from fnloop._extensions.checkpoints.retention import candidates, is_one_checkpoint
 
 
 @attrs.frozen

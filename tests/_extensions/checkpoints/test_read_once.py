@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fnloop as fl
-from fnloop._checkpoint import files, format
+from fnloop._extensions.checkpoints import files, format
 from fnloop.testing import assert_same, toy, toy_loss
 
 STEP = fl.pipeline(fl.ema(0.5))(toy_loss)

@@ -16,7 +16,7 @@ from torch import nn
 from toy_runs import STEP
 
 import fnloop as fl
-from fnloop._checkpoint import files
+from fnloop._extensions.checkpoints import files
 from fnloop.testing import assert_same, toy, toy_loss
 
 NAN, INF = math.nan, math.inf

@@ -170,6 +170,8 @@ def shares_in(facts: Mapping[str, Json]) -> int | None:
 class CheckpointError(Exception):
     """A checkpoint is missing, damaged, too new, or of another run, model or optimizer."""
 
+    __module__ = "fnloop"  # the name by which a traceback shows it
+
 
 class NewerFormatError(CheckpointError):
     """A newer fnloop wrote the checkpoint. It is not damaged, so no older one may replace it."""
@@ -190,7 +192,7 @@ def check_shape(value: Json, shape: Shape, path: Path | str) -> None:
         >>> check_shape({"a": [1, -2]}, {"a": [COUNT]}, Path("b.json"))
         Traceback (most recent call last):
         ...
-        fnloop._checkpoint.format.CheckpointError: b.json is damaged: a.1 is -2
+        fnloop.CheckpointError: b.json is damaged: a.1 is -2
     """
     if (fault := _find_fault(value, shape)) is not None:
         where, found = fault

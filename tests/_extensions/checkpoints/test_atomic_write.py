@@ -19,7 +19,7 @@ from killed_run import toy_fit
 from saved import ONE, contents_of, names, saved_steps, step, train
 
 import fnloop as fl
-from fnloop._checkpoint import files
+from fnloop._extensions.checkpoints import files
 from fnloop.testing import assert_same, stochastic, toy, toy_loss
 
 w_of = lambda path: fl.restore(path, toy()).model.w.item()

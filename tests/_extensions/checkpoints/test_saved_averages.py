@@ -10,8 +10,8 @@ from saved import ONE, check_continues, check_refused, names, sgd
 from torch import nn
 
 import fnloop as fl
-from fnloop._checkpoint.files import verify
-from fnloop._checkpoint.restore import read_checkpoint
+from fnloop._extensions.checkpoints.files import verify
+from fnloop._extensions.checkpoints.restore import read_checkpoint
 from fnloop.testing import assert_same, stochastic, toy, toy_loss
 
 BOTH = (fl.ema(0.9), fl.swa(0.5, every=2))

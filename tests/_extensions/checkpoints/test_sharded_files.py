@@ -10,9 +10,9 @@ from saved import check_refused, sgd
 from torch import nn
 
 import fnloop as fl
-from fnloop._checkpoint import files, format, parts
-from fnloop._checkpoint.format import CheckpointError, Slices, decode_index
-from fnloop._checkpoint.parts import weights_kept_on_error
+from fnloop._extensions.checkpoints import files, format, parts
+from fnloop._extensions.checkpoints.format import CheckpointError, Slices, decode_index
+from fnloop._extensions.checkpoints.parts import weights_kept_on_error
 
 NUMBERS = torch.arange(12.0).view(4, 3)
 state_of = lambda fill=0.0: sgd(Linear(fill))

@@ -17,9 +17,9 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import fnloop as fl
-from fnloop._checkpoint import format
-from fnloop._checkpoint.format import Contents
 from fnloop._core.serialize import find_difference
+from fnloop._extensions.checkpoints import format
+from fnloop._extensions.checkpoints.format import Contents
 from fnloop.testing import Toy, stochastic, toy, toy_loss
 
 largest = lambda aux, batch: fl.Max(aux["output"].max())

@@ -10,7 +10,7 @@ import pytest
 from saved import ONE, contents_of, names, saved_steps, step, train
 
 import fnloop as fl
-from fnloop._checkpoint import files
+from fnloop._extensions.checkpoints import files
 from fnloop.testing import toy
 
 stat = os.stat

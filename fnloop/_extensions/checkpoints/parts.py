@@ -31,31 +31,6 @@ from fnloop._backend.torch_compat import (
     loads_other_names,
     strip_compile_prefix,
 )
-from fnloop._checkpoint.files import (
-    EncodedHistory,
-    chain,
-    decode_history,
-    encode_record,
-    run_of,
-)
-from fnloop._checkpoint.format import (
-    PARTS,
-    TRAINED,
-    TRAINING,
-    CheckpointError,
-    shares_in,
-)
-from fnloop._checkpoint.named import NamedOptimizer
-from fnloop._checkpoint.optimizer import (
-    SavedOptimizer,
-    Settings,
-    copies_in,
-    encode_optimizers,
-    encode_own_optimizers,
-    merge_processes,
-    optimizers_kept_on_error,
-    prepare_loads,
-)
 from fnloop._core.cursor import CURSOR, check_counts
 from fnloop._core.history import History, decode_phases, encode_phases
 from fnloop._core.metrics import restored
@@ -106,6 +81,31 @@ from fnloop._core.view import changed_for, is_apart, view
 from fnloop._display.checks import describe, join_names
 from fnloop._display.screen import log
 from fnloop._extensions import extensions
+from fnloop._extensions.checkpoints.files import (
+    EncodedHistory,
+    chain,
+    decode_history,
+    encode_record,
+    run_of,
+)
+from fnloop._extensions.checkpoints.format import (
+    PARTS,
+    TRAINED,
+    TRAINING,
+    CheckpointError,
+    shares_in,
+)
+from fnloop._extensions.checkpoints.named import NamedOptimizer
+from fnloop._extensions.checkpoints.optimizer import (
+    SavedOptimizer,
+    Settings,
+    copies_in,
+    encode_optimizers,
+    encode_own_optimizers,
+    merge_processes,
+    optimizers_kept_on_error,
+    prepare_loads,
+)
 from fnloop._step.engine import engine_of
 
 # --------------------------------------------------------------------------------------------------

@@ -24,36 +24,6 @@ from fnloop._backend.containers import (
     pairs_of,
 )
 from fnloop._backend.processes import Backend
-from fnloop._checkpoint.files import EncodedHistory
-from fnloop._checkpoint.format import (
-    PARTS,
-    TRAINED,
-    CheckpointError,
-    Contents,
-    keep_own_share,
-)
-from fnloop._checkpoint.named import (
-    NamedOptimizer,
-    copy_optimizer,
-    update,
-    walk_optimizers,
-    without_side_effects,
-)
-from fnloop._checkpoint.optimizer import (
-    SavedOptimizer,
-    check_groups,
-    encode_optimizer,
-    prepare_load,
-)
-from fnloop._checkpoint.parts import (
-    Collecting,
-    check_mapping,
-    encode_whole_history,
-    every_part,
-    open_parts,
-    read_parts,
-)
-from fnloop._checkpoint.place import place_at
 from fnloop._core.cursor import Cursor
 from fnloop._core.history import History, metrics_here
 from fnloop._core.optimizers import is_torch_optimizer, optimizers_in, to_training
@@ -61,6 +31,36 @@ from fnloop._core.parts import COLLECTED, NEWER_FORMAT, Saving
 from fnloop._core.serialize import Json, find_difference
 from fnloop._core.state import TrainState, check_not_stale, detached_from_run, unwrap
 from fnloop._display.screen import log, warn_once
+from fnloop._extensions.checkpoints.files import EncodedHistory
+from fnloop._extensions.checkpoints.format import (
+    PARTS,
+    TRAINED,
+    CheckpointError,
+    Contents,
+    keep_own_share,
+)
+from fnloop._extensions.checkpoints.named import (
+    NamedOptimizer,
+    copy_optimizer,
+    update,
+    walk_optimizers,
+    without_side_effects,
+)
+from fnloop._extensions.checkpoints.optimizer import (
+    SavedOptimizer,
+    check_groups,
+    encode_optimizer,
+    prepare_load,
+)
+from fnloop._extensions.checkpoints.parts import (
+    Collecting,
+    check_mapping,
+    encode_whole_history,
+    every_part,
+    open_parts,
+    read_parts,
+)
+from fnloop._extensions.checkpoints.place import place_at
 from fnloop._step.engine import engine_of
 from fnloop._version import __version__
 
@@ -210,7 +210,7 @@ def check_saveable(state: TrainState, parts: Sequence[str] = PARTS) -> None:
         >>> check_saveable(attrs.evolve(toy(), extra={"data": Path("a")}))
         Traceback (most recent call last):
         ...
-        fnloop._checkpoint.format.CheckpointError: the state cannot be saved: extra.data is a ...
+        fnloop.CheckpointError: the state cannot be saved: extra.data is a ...
     """
     if "optimizer" in parts:
         check_resumable(state)

@@ -31,7 +31,7 @@ from fnloop._backend.collectives import (
     on_main_process,
     start_all_reduce_max,
 )
-from fnloop._checkpoint.disk import (
+from fnloop._backend.disk import (
     checksum_of_file,
     exists,
     flush,
@@ -45,8 +45,14 @@ from fnloop._checkpoint.disk import (
     status,
     try_lock,
 )
-from fnloop._checkpoint.foreign import explain_foreign
-from fnloop._checkpoint.format import (
+from fnloop._core.history import Fold, History
+from fnloop._core.parts import NEWEST_FORMAT
+from fnloop._core.records import Record
+from fnloop._core.serialize import Json, decode, encode
+from fnloop._display.checks import describe
+from fnloop._display.screen import warn_once
+from fnloop._extensions.checkpoints.foreign import explain_foreign
+from fnloop._extensions.checkpoints.format import (
     COUNT,
     FILES,
     INDEX,
@@ -61,12 +67,6 @@ from fnloop._checkpoint.format import (
     check_shape,
     is_file_name,
 )
-from fnloop._core.history import Fold, History
-from fnloop._core.parts import NEWEST_FORMAT
-from fnloop._core.records import Record
-from fnloop._core.serialize import Json, decode, encode
-from fnloop._display.checks import describe
-from fnloop._display.screen import warn_once
 
 # --------------------------------------------------------------------------------------------------
 # Find the files of checkpoints, and verify that they are complete.

@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 import fnloop as fl
-from fnloop._checkpoint.foreign import ADVICE, explain_foreign
+from fnloop._extensions.checkpoints.foreign import ADVICE, explain_foreign
 from fnloop.testing import toy
 
 WEIGHTS = {"w": torch.ones(1)}
@@ -72,7 +72,7 @@ def test_what_another_library_has_written_is_refused_by_what_it_seems_to_be(tmp_
 
 
 def test_the_page_that_is_named_is_there():
-    book = Path(__file__).parents[2] / "notebooks"
+    book = Path(__file__).parents[3] / "notebooks"
     page = (book / "how_to" / "foreign_checkpoints.md").read_text()
     assert "\n# Checkpoints of other libraries\n" in page
     assert "Checkpoints of other libraries" in ADVICE

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fnloop._backend.collectives import gather_from_all, rank_and_size
-from fnloop._checkpoint.disk import (
+from fnloop._backend.disk import (
     exists,
     is_folder,
     make_folder,
@@ -21,7 +21,11 @@ from fnloop._checkpoint.disk import (
     size_of_file,
     status,
 )
-from fnloop._checkpoint.files import (
+from fnloop._core.history import History
+from fnloop._core.records import better
+from fnloop._core.serialize import Json
+from fnloop._display.screen import log
+from fnloop._extensions.checkpoints.files import (
     CHECKPOINT_NAME,
     Writing,
     check_files,
@@ -41,11 +45,7 @@ from fnloop._checkpoint.files import (
     write_blocks,
     write_checkpoint,
 )
-from fnloop._checkpoint.format import FILES, MANIFEST, STATE, CheckpointError, Contents
-from fnloop._core.history import History
-from fnloop._core.records import better
-from fnloop._core.serialize import Json
-from fnloop._display.screen import log
+from fnloop._extensions.checkpoints.format import FILES, MANIFEST, STATE, CheckpointError, Contents
 
 # --------------------------------------------------------------------------------------------------
 # Folders of checkpoints: which are the newest and the best, which are removed, and their run.

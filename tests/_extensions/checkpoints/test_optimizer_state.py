@@ -26,11 +26,11 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import fnloop as fl
-from fnloop._checkpoint import files, format, named
-from fnloop._checkpoint.named import NamedOptimizer
-from fnloop._checkpoint.optimizer import encode_optimizer
-from fnloop._checkpoint.save import check_resumable
 from fnloop._core.serialize import find_difference
+from fnloop._extensions.checkpoints import files, format, named
+from fnloop._extensions.checkpoints.named import NamedOptimizer
+from fnloop._extensions.checkpoints.optimizer import encode_optimizer
+from fnloop._extensions.checkpoints.save import check_resumable
 from fnloop.testing import assert_same, small
 
 SGD, Adam = torch.optim.SGD, torch.optim.Adam

@@ -7,17 +7,17 @@ import os
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
-from fnloop._checkpoint.files import SendFiles, verify, write_by_all
-from fnloop._checkpoint.format import Contents
-from fnloop._checkpoint.retention import (
+from fnloop._core.serialize import Json
+from fnloop._display.checks import folder_path, is_address
+from fnloop._extensions import extensions
+from fnloop._extensions.checkpoints.files import SendFiles, verify, write_by_all
+from fnloop._extensions.checkpoints.format import Contents
+from fnloop._extensions.checkpoints.retention import (
     check_all_empty,
     check_visible,
     claim_folder,
     warn_unless_shared,
 )
-from fnloop._core.serialize import Json
-from fnloop._display.checks import folder_path, is_address
-from fnloop._extensions import extensions
 
 READING = "the reading of a checkpoint"
 Tidy = Callable[[Callable[[Path], bool]], None]

@@ -19,7 +19,7 @@ from killed_run import toy_fit
 from saved import contents_of, names
 
 import fnloop as fl
-from fnloop._checkpoint import files, format
+from fnloop._extensions.checkpoints import files, format
 from fnloop.testing import Toy, assert_same, stochastic, toy, toy_loss
 
 skipped = lambda: pytest.warns(UserWarning, match="skipped a damaged checkpoint")
