@@ -78,7 +78,10 @@ EXTENSIONS = {
         "methods": "plot",
         "examples": "History History.plot plot",
     },
-    "keep": {"modules": "hooks.keep", "tests": "hooks/test_checkpoint hooks/test_restore_best"},
+    "keep": {
+        "modules": "hooks.keep",
+        "tests": "hooks/test_checkpoint hooks/test_restore_best",
+    },
     "local_sgd": {
         "modules": "middleware.local_sgd",
         "tests": "middleware/test_local_sgd processes/test_apart",
@@ -466,6 +469,13 @@ def take_away(name, tree):
     ), names
 
 
+# Tests that call a function as its example does.
+BY_EXAMPLE = (
+    "test_wrong_calls.py::test_an_argument_that_is_not_in_the_table_raises_such_errors_too",
+    "test_given_values.py::test_so_does_an_argument_that_is_not_in_the_table",
+)
+
+
 def examples_of(names, tree):
     """Return the examples in docstrings that name what is gone, as pytest deselects them."""
     either = "|".join(sorted(names.public))
@@ -480,6 +490,7 @@ def examples_of(names, tree):
             found = any(pattern.search(example.source) for example in examples)
             if found or ".".join(name) in names.examples:
                 yield f"--deselect={place}::{'.'.join([module_of(place), *name])}"
+                yield from (f"--deselect=tests/{test}[{'.'.join(name)}(" for test in BY_EXAMPLE)
 
 
 def documented(node, name=()):
