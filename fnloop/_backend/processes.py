@@ -95,6 +95,7 @@ def join(
     optimizers: Sequence[Optimizer],
     given: Backend | Accelerator | None = None,
     data: DeviceMesh | None = None,
+    exact: bool = False,
 ) -> tuple[nn.Module, Sequence[Optimizer], Backend]:
     """Put a model and its optimizers on their device, with the same weights in every process.
 
@@ -104,6 +105,7 @@ def join(
         given: a Backend, which is used as it is; an ``accelerate.Accelerator`` with the user's
             settings; or None.
         data: the dimension of a mesh that the data are dealt along; None deals them to all.
+        exact: whether a run has the same bits on any number of processes.
 
     Returns:
         The module and the optimizers without wrappers, and the backend.
@@ -112,12 +114,15 @@ def join(
         RuntimeError: there are several processes, but they could not be joined, or they have
             different models.
         NotImplementedError: accelerate is configured for an engine that runs the training step; or
-            the model is in a wrapper that does, or has settings that would not be kept.
-        ValueError: the model has lazy parameters, and there are several processes; or ``data`` is
-            of another mesh.
+            the model is in a wrapper that does, or has settings that would not be kept; or
+            ``exact``, and the model is sharded, or ``data`` is given.
+        ValueError: the model has lazy parameters, and there are several processes; ``data`` is
+            of another mesh, or has several dimensions; or ``exact``, and there are settings of
+            DistributedDataParallel, which such a run does not use.
+        TypeError: ``data`` is not a mesh.
     """
     for join_all in extensions("several processes are joined"):
-        return join_all(model, optimizers, given, data)
+        return join_all(model, optimizers, given, data, exact)
     backend = given if isinstance(given, Backend) else Backend(device_of(model))
     return model, optimizers, backend
 

@@ -54,7 +54,7 @@ from fnloop._core.serialize import copy_flattened
 from fnloop._core.several import Several
 from fnloop._core.types import RECORD, UPDATE, Metric, Output
 from fnloop._display import checks, tables
-from fnloop._display.checks import describe, flag, instance, join_names
+from fnloop._display.checks import describe, flag, join_names
 from fnloop._display.screen import log
 
 if TYPE_CHECKING:
@@ -459,12 +459,11 @@ class TrainState:
         """
         check_handles(model, optimizer)
         seed = checks.plain(seed)
-        check_settings(seed, backend, exact, data)
+        check_settings(seed, backend, exact)
         named = optimizers_in(
             Optimizers(optimizer) if isinstance(optimizer, Mapping) else optimizer
         )
-        model, joined, facts = join(model, [*named.values()], backend, data)
-        facts = exact_backend(model, facts) if exact else facts
+        model, joined, facts = join(model, [*named.values()], backend, data, exact)
         agreed, run_id = _drawn(seed, facts)
         made = cls(
             model, in_form(optimizer, joined), seed=agreed, run_id=run_id, backend=facts,
@@ -1032,34 +1031,12 @@ def warn_of_others(state: TrainState) -> None:
         )
 
 
-def exact_backend(model: nn.Module, backend: Backend) -> Backend:
-    """Return a backend on which a run has the same bits on any number of processes.
+def check_settings(seed: object, backend: object, exact: object) -> None:
+    """Raise unless these are a seed, a backend or None, and a flag.
 
     Raises:
-        NotImplementedError: the model is sharded.
-        ValueError: there are settings of DistributedDataParallel, which such a run does not use.
-    """
-    if is_sharded(model):
-        raise NotImplementedError(
-            "exact=True needs the whole model in every process, and fully_shard gives each a part "
-            "of it: leave one of them out"
-        )
-    if backend.settings or backend.prepare is not None:
-        raise ValueError(
-            "exact=True sums gradients without DistributedDataParallel, so its settings and its "
-            "communication hook would do nothing: leave DistributedDataParallelKwargs, or the "
-            "settings of your own, out"
-        )
-    return attrs.evolve(backend, exact=True)
-
-
-def check_settings(seed: object, backend: object, exact: object, data: object) -> None:
-    """Raise unless these are a seed and a backend, a flag, and one dimension of a mesh, or None.
-
-    Raises:
-        ValueError: the seed is not one, or the mesh has several dimensions.
-        TypeError: the backend, the flag or the mesh is not one.
-        NotImplementedError: ``exact`` and ``data``.
+        ValueError: the seed is not one.
+        TypeError: the backend or the flag is not one.
     """
     meaning = "whether the run has the same bits on any number of processes"
     flag("TrainState.create", "exact", exact, meaning)
@@ -1073,28 +1050,6 @@ def check_settings(seed: object, backend: object, exact: object, data: object) -
     ):
         raise TypeError(
             f"backend expects an accelerate.Accelerator, or None; got {describe(backend)}"
-        )
-    if data is not None:
-        _check_dimension(data)
-        if exact:
-            raise NotImplementedError(
-                "exact=True sums the gradients of whole batches, and with data= processes compute "
-                "parts of them, whose sum depends on the parts: leave one of them out"
-            )
-
-
-def _check_dimension(data: object) -> None:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    instance("TrainState.create", "data", data, DeviceMesh, 'a dimension of a mesh, mesh["data"]')
-    assert isinstance(data, DeviceMesh)
-    if data.ndim != 1:
-        names = data.mesh_dim_names or ()
-        has = f"{data.ndim} dimensions" + (f" {names}" if names else "")
-        name = "data" if "data" in names else (names or ("data",))[0]
-        raise ValueError(
-            f"data expects one dimension of a mesh, that along which the data are dealt; got a "
-            f"mesh of {has}. Write data=mesh[{name!r}]"
         )
 
 

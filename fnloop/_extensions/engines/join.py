@@ -36,7 +36,7 @@ from fnloop._extensions.engines.wrappers import (
     check_whole,
     settings_of,
 )
-from fnloop.extend import collectives, is_sharded, local_part
+from fnloop.extend import checks, collectives, is_sharded, local_part
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -50,8 +50,21 @@ def join(
     optimizers: Sequence[Optimizer],
     given: Backend | Accelerator | None = None,
     data: DeviceMesh | None = None,
+    exact: bool = False,
 ) -> tuple[nn.Module, Sequence[Optimizer], Backend]:
     """Put a model in place, as :func:`fnloop._backend.processes.join` says."""
+    if data is not None:
+        _check_dimension(data, exact)
+    model, optimizers, backend = _join(model, optimizers, given, data)
+    return model, optimizers, _exact(model, backend) if exact else backend
+
+
+def _join(
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    given: Backend | Accelerator | None,
+    data: DeviceMesh | None,
+) -> tuple[nn.Module, Sequence[Optimizer], Backend]:
     wrapped = model if isinstance(model, nn.parallel.DistributedDataParallel) else None
     model = model if wrapped is None else wrapped.module
     check_engines(model)
@@ -243,3 +256,41 @@ def _dealt_along(mesh: DeviceMesh, backend: Backend) -> tuple[Backend, list[int]
     row = [rank for rank, share in enumerate(at) if share == own]
     dealt = attrs.evolve(backend, data_rank=own, data_size=shares, parts=len(row))
     return dealt, [*map(at.index, range(shares))], row if len(row) > 1 else []
+
+
+def _check_dimension(data: object, exact: bool) -> None:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    checks.instance(
+        "TrainState.create", "data", data, DeviceMesh, 'a dimension of a mesh, mesh["data"]'
+    )
+    assert isinstance(data, DeviceMesh)
+    if data.ndim != 1:
+        names = data.mesh_dim_names or ()
+        has = f"{data.ndim} dimensions" + (f" {names}" if names else "")
+        name = "data" if "data" in names else (names or ("data",))[0]
+        raise ValueError(
+            f"data expects one dimension of a mesh, that along which the data are dealt; got a "
+            f"mesh of {has}. Write data=mesh[{name!r}]"
+        )
+    if exact:
+        raise NotImplementedError(
+            "exact=True sums the gradients of whole batches, and with data= processes compute "
+            "parts of them, whose sum depends on the parts: leave one of them out"
+        )
+
+
+def _exact(model: nn.Module, backend: Backend) -> Backend:
+    """Return a backend on which a run has the same bits on any number of processes."""
+    if is_sharded(model):
+        raise NotImplementedError(
+            "exact=True needs the whole model in every process, and fully_shard gives each a part "
+            "of it: leave one of them out"
+        )
+    if backend.settings or backend.prepare is not None:
+        raise ValueError(
+            "exact=True sums gradients without DistributedDataParallel, so its settings and its "
+            "communication hook would do nothing: leave DistributedDataParallelKwargs, or the "
+            "settings of your own, out"
+        )
+    return attrs.evolve(backend, exact=True)
