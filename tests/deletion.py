@@ -45,7 +45,7 @@ EXTENSIONS = {
     "checkpoints": {
         "modules": "checkpoints.files checkpoints.foreign checkpoints.format checkpoints.named "
         "checkpoints.optimizer checkpoints.parts checkpoints.place checkpoints.restore "
-        "checkpoints.retention checkpoints.save checkpoints.saved",
+        "checkpoints.retention checkpoints.save checkpoints.saved checkpoints.split",
         "tests": "checkpoints",
     },
     "clip": {
@@ -54,8 +54,11 @@ EXTENSIONS = {
     },
     "debug": {"modules": "debug.*", "tests": "debug"},
     "distributed": {
-        "modules": "engines.apart engines.distributed engines.one_message",
-        "tests": "processes engines/test_engine",
+        "modules": "engines.alike engines.apart engines.consensus engines.distributed "
+        "engines.exchanges engines.join engines.launch engines.meshes engines.one_message "
+        "engines.slurm engines.wrappers",
+        "tests": "processes engines/test_engine engines/test_rendezvous engines/test_slurm "
+        "engines/test_watchdog",
     },
     "exact": {
         "modules": "engines.exact",

@@ -1,1 +1,1 @@
-"""Where a run lives: devices, processes, collectives, and what torch does not document."""
+"""Where a run lives: its device, what processes ask each other, what torch does not document."""

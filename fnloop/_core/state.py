@@ -26,17 +26,13 @@ from torch.optim import Optimizer
 
 from fnloop._backend import torch_compat
 from fnloop._backend.collectives import (
-    ADVICE,
-    DIVERGED,
+    all_reduce_sum,
     broadcast,
     counts_here,
-    gather_from_all,
-    join,
-    start_all_reduce_sum,
 )
 from fnloop._backend.containers import map_leaves
 from fnloop._backend.fsdp import is_sharded, local_part
-from fnloop._backend.processes import Backend
+from fnloop._backend.processes import Backend, join
 from fnloop._backend.torch_compat import buffers_of, foreach_copy_, version_of
 from fnloop._core.history import History, Phase
 from fnloop._core.items import NONE_YET, UNREAD, Counted, as_count
@@ -56,9 +52,9 @@ from fnloop._core.rng import SEED_BITS, HostGenerators, new_seed
 from fnloop._core.runs import Position, RunInfo, Todo, pending
 from fnloop._core.serialize import copy_flattened
 from fnloop._core.several import Several
-from fnloop._core.types import RECORD, UPDATE, Metric, Output, View
+from fnloop._core.types import RECORD, UPDATE, Metric, Output
 from fnloop._display import checks, tables
-from fnloop._display.checks import describe, flag, instance, join_names
+from fnloop._display.checks import describe, flag, join_names
 from fnloop._display.screen import log
 
 if TYPE_CHECKING:
@@ -463,12 +459,11 @@ class TrainState:
         """
         check_handles(model, optimizer)
         seed = checks.plain(seed)
-        check_settings(seed, backend, exact, data)
+        check_settings(seed, backend, exact)
         named = optimizers_in(
             Optimizers(optimizer) if isinstance(optimizer, Mapping) else optimizer
         )
-        model, joined, facts = join(model, [*named.values()], backend, data)
-        facts = exact_backend(model, facts) if exact else facts
+        model, joined, facts = join(model, [*named.values()], backend, data, exact)
         agreed, run_id = _drawn(seed, facts)
         made = cls(
             model, in_form(optimizer, joined), seed=agreed, run_id=run_id, backend=facts,
@@ -704,6 +699,14 @@ def _only_items(state: TrainState) -> dict[str, Metric]:
     return {ITEMS: items_so_far(state.metrics, _in_first_epoch(state))}
 
 
+def moved(metrics: Mapping[str, Metric], device: torch.device) -> dict[str, Metric]:
+    """Return metrics, those of torchmetrics with their inputs on a device."""
+    return {
+        name: metric.moved(device) if isinstance(metric, TorchMetric) else metric
+        for name, metric in metrics.items()
+    }
+
+
 def without_metrics(state: TrainState) -> TrainState:
     """Return the state without running metrics, in mid-epoch too. Items stay counted."""
     return changed(state, metrics=_only_items(state) if state.metrics or state.epoch else {})
@@ -747,7 +750,7 @@ def count_items(
         now = own_items(state)
         if _adds_up(state):
             what = "the sum of the items of all updates"
-            now = start_all_reduce_sum(now, what)() if sent is None else sum(sent)
+            now = all_reduce_sum(now, what) if sent is None else sum(sent)
     elif counted.copy is not None or not (follow and counted.is_late):
         return state
     first = _in_first_epoch(state)
@@ -1028,34 +1031,12 @@ def warn_of_others(state: TrainState) -> None:
         )
 
 
-def exact_backend(model: nn.Module, backend: Backend) -> Backend:
-    """Return a backend on which a run has the same bits on any number of processes.
+def check_settings(seed: object, backend: object, exact: object) -> None:
+    """Raise unless these are a seed, a backend or None, and a flag.
 
     Raises:
-        NotImplementedError: the model is sharded.
-        ValueError: there are settings of DistributedDataParallel, which such a run does not use.
-    """
-    if is_sharded(model):
-        raise NotImplementedError(
-            "exact=True needs the whole model in every process, and fully_shard gives each a part "
-            "of it: leave one of them out"
-        )
-    if backend.settings or backend.prepare is not None:
-        raise ValueError(
-            "exact=True sums gradients without DistributedDataParallel, so its settings and its "
-            "communication hook would do nothing: leave DistributedDataParallelKwargs, or the "
-            "settings of your own, out"
-        )
-    return attrs.evolve(backend, exact=True)
-
-
-def check_settings(seed: object, backend: object, exact: object, data: object) -> None:
-    """Raise unless these are a seed and a backend, a flag, and one dimension of a mesh, or None.
-
-    Raises:
-        ValueError: the seed is not one, or the mesh has several dimensions.
-        TypeError: the backend, the flag or the mesh is not one.
-        NotImplementedError: ``exact`` and ``data``.
+        ValueError: the seed is not one.
+        TypeError: the backend or the flag is not one.
     """
     meaning = "whether the run has the same bits on any number of processes"
     flag("TrainState.create", "exact", exact, meaning)
@@ -1069,28 +1050,6 @@ def check_settings(seed: object, backend: object, exact: object, data: object) -
     ):
         raise TypeError(
             f"backend expects an accelerate.Accelerator, or None; got {describe(backend)}"
-        )
-    if data is not None:
-        _check_dimension(data)
-        if exact:
-            raise NotImplementedError(
-                "exact=True sums the gradients of whole batches, and with data= processes compute "
-                "parts of them, whose sum depends on the parts: leave one of them out"
-            )
-
-
-def _check_dimension(data: object) -> None:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    instance("TrainState.create", "data", data, DeviceMesh, 'a dimension of a mesh, mesh["data"]')
-    assert isinstance(data, DeviceMesh)
-    if data.ndim != 1:
-        names = data.mesh_dim_names or ()
-        has = f"{data.ndim} dimensions" + (f" {names}" if names else "")
-        name = "data" if "data" in names else (names or ("data",))[0]
-        raise ValueError(
-            f"data expects one dimension of a mesh, that along which the data are dealt; got a "
-            f"mesh of {has}. Write data=mesh[{name!r}]"
         )
 
 
@@ -1637,133 +1596,6 @@ def _set(group: Group, key: str, value: float) -> None:
             current.fill_(value)
         elif name in group:
             group[name] = value
-
-
-# --------------------------------------------------------------------------------------------------
-# What all processes exchange about a state: metrics are merged, and weights are compared.
-#
-# All processes begin with the same weights and make the same updates, so their weights have the
-# same bits, or nearly so on processors of different kinds. Their norms are compared at the end of
-# each epoch and before each save, in one small exchange.
-
-TOLERANCE = 1e-3  # by which norms may differ between different kinds of processors
-# By which that may grow from one comparison to the next, and more in each update between them.
-GROWTH, GROWTH_PER_UPDATE = 1e-5, 1e-6
-_BY_HOOK = (
-    "What a hook or a middleware does to weights must be the same everywhere: draw from torch, "
-    "whose generators agree after backward, or fnloop.broadcast(...) what was drawn"
-)
-_BY_LOSS = (
-    "It is in no optimizer, so the loss function changed it: make it a buffer "
-    "(self.register_buffer), of which every process gets that of the main one"
-)
-
-
-def moved(metrics: Mapping[str, Metric], device: torch.device) -> dict[str, Metric]:
-    """Return metrics, those of torchmetrics with their inputs on a device."""
-    return {
-        name: metric.moved(device) if isinstance(metric, TorchMetric) else metric
-        for name, metric in metrics.items()
-    }
-
-
-def check_alike(state: TrainState, what: str) -> None:
-    """Raise in every process if the counters or the weights of the processes differ. A collective.
-
-    Args:
-        state: the newest state.
-        what: what it is for, as errors name it.
-
-    Raises:
-        RuntimeError: they differ; the message names the weight and two processes.
-    """
-    check_alike_in(state, gather_from_all(compared_of(state), what))
-
-
-@attrs.frozen
-class Compared:
-    """What has to be the same in every process.
-
-    Args:
-        counters: ``(step, skipped, epoch)``.
-        norms: name to norm, of each parameter that every process has the same copy of.
-    """
-
-    counters: tuple[int, int, int]
-    norms: dict[str, float]
-
-
-def compared_of(state: TrainState) -> Compared:
-    """Return what the other processes compare with theirs. It is read from the device."""
-    return Compared((state.step, state.skipped, state.epoch), _norms(state))
-
-
-def check_alike_in(state: TrainState, every: Sequence[Compared]) -> None:
-    """Raise, as :func:`check_alike` does, if what all processes have sent differs.
-
-    Args:
-        state: the newest state.
-        every: by rank, what each has sent.
-    """
-    check_counters_alike([each.counters for each in every])
-    norms = every[0].norms
-    if any(each.norms.keys() != norms.keys() for each in every):
-        raise RuntimeError(f"{DIVERGED}: they train different parameters. {ADVICE}")
-    found = [*zip(*(each.norms.values() for each in every), strict=True)]
-    most, least = [*map(max, found)], [*map(min, found)]
-    owner, now = ownership_of(state), generation_of(state)
-    then, known = owner.compared
-    limit = min(TOLERANCE, known + GROWTH + GROWTH_PER_UPDATE * max(now - then, 0))
-    apart = [
-        (high - low) / max(abs(low), abs(high), 1e-300)
-        for low, high in zip(least, most, strict=True)
-    ]
-    worst = max(apart, default=0.0)
-    if worst > limit:
-        at = apart.index(worst)
-        _raise_apart(state, [*norms][at], found[at])
-    owner.compared = now, worst
-    owner.equal_at = owner.equal_at if worst else state.step
-
-
-def check_counters_alike(every: Sequence[Sequence[float]]) -> None:
-    """Raise unless the counters agree: those of each process, or the smallest and the largest."""
-    if any([*each] != [*every[0]] for each in every):
-        low, high = ([*map(int, map(of, zip(*every, strict=True)))] for of in (min, max))
-        raise RuntimeError(
-            f"{DIVERGED}: (step, skipped, epoch) is {low} in one and {high} in another. {ADVICE}"
-        )
-
-
-def _raise_apart(state: TrainState, name: str, every: Sequence[float]) -> NoReturn:
-    low, high = min(every), max(every)
-    trained = {id(p) for group in groups_in(state.optimizer) for p in group["params"]}
-    is_trained = id(state.model.get_parameter(name)) in trained
-    step = ownership_of(state).equal_at
-    equal = "" if step is None else f"All norms were last equal at step {step}. "
-    raise RuntimeError(
-        f"{DIVERGED}: the norm of the weight {name} is from {low:.9g} in process "
-        f"{every.index(low)} to {high:.9g} in process {every.index(high)}. {equal}"
-        f"{_BY_HOOK if is_trained else _BY_LOSS}"
-    )
-
-
-def _norms(state: TrainState) -> dict[str, float]:
-    """Return the norm of each parameter that every process has the same copy of."""
-    if any(isinstance(slot, View) and slot.apart for slot in state.slots.values()):
-        return {}
-    every, sharded = state.model.named_parameters(), is_sharded(state.model)
-    chosen = ((k, p) for k, p in every if _has_norm(p) and (p.requires_grad or not sharded))
-    named = {name: p.detach() for name, p in chosen if local_part(p) is p}
-    if not named:
-        return {}
-    norms = torch.stack([norm.double() for norm in torch_compat.foreach_norm([*named.values()])])
-    return dict(zip(named, norms.nan_to_num(0.0).tolist(), strict=True))
-
-
-def _has_norm(p: Tensor) -> bool:
-    wide = p.is_floating_point() and p.dtype.itemsize > 1
-    return type(p) is nn.Parameter and wide and p.layout is torch.strided
 
 
 # --------------------------------------------------------------------------------------------------

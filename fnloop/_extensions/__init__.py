@@ -32,6 +32,15 @@ _ROWS: dict[str, dict[str, str]] = {
     "averages of the weights": {
         "._extensions.middleware.ema": "ema swa",
     },
+    "several processes": {
+        "._extensions.engines.exchanges": "several",
+    },
+    "several processes are joined": {
+        "._extensions.engines.join": "join",
+    },
+    "peers of a run": {
+        "._extensions.engines.consensus": "Consensus",
+    },
     "engine of several processes": {
         "._extensions.engines.distributed": "DistributedEngine",
     },

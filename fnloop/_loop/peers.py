@@ -3,50 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
-import itertools
 import signal
 import sys
 import threading
-import time
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType, ModuleType
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import attrs
-import torch
 
-from fnloop._backend.collectives import (
-    DIVERGED,
-    ORDER_MISMATCH,
-    all_reduce_max,
-    explain_lost,
-    gather_from_all,
-    here,
-    start_all_reduce_max,
-)
 from fnloop._core.runs import INTERRUPTED, REQUEUED, TERMINATED, Stop
-from fnloop._core.state import (
-    TrainState,
-    check_alike_in,
-    check_counters_alike,
-    compared_of,
-    count_items,
-    items_to_send,
-)
-from fnloop._core.types import EVALUATION, Call, Middleware, wraps_of
+from fnloop._core.state import TrainState
 from fnloop._display.screen import log
 from fnloop._display.tables import is_interactive
-from fnloop._hooks.hook import BuiltIn, Hook
-from fnloop._loop.made_with import members_of
+from fnloop._extensions import extensions
+from fnloop._hooks.hook import Hook
 from fnloop._step.pipeline import PipelineStep
 
 # --------------------------------------------------------------------------------------------------
 # The other processes of a run, or their absence. Chosen once, when the run begins.
 #
-# What several processes agree on, such as to stop, is in `consensus`.
+# What several processes agree on, such as to stop, is an extension.
 
 
 class Peers(Protocol):
@@ -60,6 +37,18 @@ class Peers(Protocol):
     @property
     def clock(self) -> Callable[[], float] | None:
         """Seconds since the run began, the same in every process; None in a single process."""
+        ...
+
+    def compare(self, step: PipelineStep, hooks: Iterable[Hook]) -> None:
+        """Raise in every process if they have different steps, or hooks that save.
+
+        It is the first exchange of a run: what follows depends on the settings of middleware, and
+        all processes take part in a save.
+        """
+        ...
+
+    def begin(self, state: TrainState) -> None:
+        """Start the clock: loaders are open, and the run begins with this state."""
         ...
 
     def poll(self, state: TrainState, interrupts: Interrupts) -> None:
@@ -87,6 +76,10 @@ class Alone:
 
     alone, clock = True, None
 
+    def compare(self, step: PipelineStep, hooks: Iterable[Hook]) -> None: ...
+
+    def begin(self, state: TrainState) -> None: ...
+
     def poll(self, state: TrainState, interrupts: Interrupts) -> None: ...
 
     def hurry(self) -> None: ...
@@ -104,233 +97,16 @@ def is_alone(state: TrainState) -> bool:
 
 def peers_of(state: TrainState) -> Peers:
     """Return the other processes of a run that begins with this state."""
-    return Alone() if is_alone(state) else Consensus(state)
-
-
-# --- the pipelines of all processes
-
-_SAME = "the comparison of the pipelines"
-
-
-def check_same_run(step: PipelineStep, hooks: Iterable[Hook], state: TrainState) -> None:
-    """Raise in every process if they have different steps, or hooks that save. A collective.
-
-    It is the first exchange of a run: what follows depends on the settings of middleware, and all
-    processes take part in a save.
-
-    Raises:
-        RuntimeError: the settings of a middleware differ, or a process lacks one, or such a hook.
-    """
     if is_alone(state):
-        return
-    made = [("step", type(step).__name__, f"a {type(step).__name__}")]
-    for member in members_of(step):
-        if (settings := _settings_of(member)) is not None:
-            made.append((member.name, repr(settings), f"{member!r:.200}"))
-    # Their folders may differ, on machines of their own.
-    made += [
-        ("hook", type(hook).__name__, f"{hook!r:.200}")
-        for hook in hooks
-        if BuiltIn.parts_saved([hook])
-    ]
-    mark = zlib.crc32(repr([each[:2] for each in made]).encode())
-    most, least = all_reduce_max([mark, -mark], _SAME)
-    if most == -least:
-        return
-    first, *others = gather_from_all(made, _SAME)
-    for rank, every in enumerate(others, 1):
-        for mine, theirs in itertools.zip_longest(first, every):
-            if mine is None or theirs is None or mine[:2] != theirs[:2]:
-                _raise_different(rank, mine, theirs)
-
-
-def _settings_of(member: Middleware) -> object | None:
-    """Return what can be compared of a middleware; None of a user's that acts around updates only.
-
-    Settings of a user's middleware may be those of its process, such as a path.
-    """
-    if member.call is not None and member.call.factory.__module__.startswith("fnloop."):
-        return comparable(member.call)
-    inside = {*wraps_of(member)} - {"step", EVALUATION}
-    return member.name if inside else None
-
-
-def comparable(value: object) -> object:
-    """Return what of a setting is the same in all processes: plain data, of the rest the names."""
-    call = value if isinstance(value, Call) else getattr(value, "call", None)
-    if isinstance(value, functools.partial):
-        call = Call(value.func, value.args, value.keywords)
-    if isinstance(call, Call):
-        with contextlib.suppress(TypeError, ValueError):  # it has no signature
-            bound = inspect.signature(call.factory).bind(*call.args, **call.kwargs)
-            bound.apply_defaults()
-            call = Call(call.factory, (), bound.arguments)
-        return [comparable(call.factory), comparable(call.args), comparable(call.kwargs)]
-    if isinstance(value, int | float):  # 1 is 1.0
-        return float(value)
-    if value is None or isinstance(value, str | torch.dtype):
-        return value
-    if isinstance(value, Mapping):
-        return [[comparable(key), comparable(part)] for key, part in value.items()]
-    if isinstance(value, list | tuple):
-        return [*map(comparable, value)]
-    if isinstance(value, Set):  # of strings, in another order in each process
-        return sorted(repr(comparable(part)) for part in value)
-    return getattr(value, "__qualname__", type(value).__qualname__)
-
-
-_Made = tuple[str, str, str]  # the name of a middleware, what is compared, and what is shown
-
-
-def _raise_different(rank: int, first: _Made | None, other: _Made | None) -> NoReturn:
-    if made := first if other is None else other if first is None else None:
-        has, lacks = (rank, 0) if first is None else (0, rank)
-        said = f"process {has} has {made[2]}, and process {lacks} does not"
-    else:
-        assert first is not None and other is not None
-        shown = 1 if first[2] == other[2] else 2
-        said = f"process {rank} has {other[shown]} where process 0 has {first[shown]}"
-    raise RuntimeError(
-        f"{DIVERGED}: {said}. All processes must make the same pipeline, with the same settings, "
-        "and list the same hooks"
-    )
-
-
-# --------------------------------------------------------------------------------------------------
-# What several processes of a run agree on between updates.
-#
-# They must stop after the same update, although a signal may reach any one of them at any time. So
-# they exchange pending requests periodically and read the result at a later boundary: no process
-# blocks.
-
-PERIOD = 0.1  # seconds between two exchanges, in the long run
-LONGEST_GAP = 1024  # boundaries between two exchanges
-
-
-class Consensus:
-    """The other processes of a run: all act on a request seen by one, after the same update.
-
-    They also share a clock. An exchange is begun at one boundary and read at a later one, so its
-    result is there by then. The number of boundaries between them follows from the time that they
-    took, which is exchanged too, so it is the same everywhere.
-
-    Args:
-        state: the state at the beginning of the run.
-    """
-
-    alone = False
-
-    def __init__(self, state: TrainState) -> None:
-        self._began = time.monotonic()
-        self._agreed_time = 0.0
-        self._boundaries, self._next, self._gap = 0, 1, 1
-        self._last, self._since = 0, 0  # the boundary of the last exchange; how many it spanned
-        self._result: Callable[[], list[float]] | None = None
-        self._sent = [False, False]  # the requests in the exchange that is under way
-        here.step, here.thread = state.step, threading.get_ident()
-
-    def clock(self) -> float:
-        """Return the seconds since the run began, as of the last exchange."""
-        return self._agreed_time
-
-    def poll(self, state: TrainState, interrupts: Interrupts) -> None:
-        """Read the last exchange and begin another, if it is time to."""
-        self._boundaries += 1
-        here.step = state.step
-        if self._boundaries >= self._next:
-            self._receive(interrupts)
-            self._send(state, interrupts)
-
-    def hurry(self) -> None:
-        """Exchange at the next boundaries: those that follow may be further apart in time."""
-        self._next, self._gap = self._boundaries + 1, 1
-        self._last, self._since = self._next, 0  # what was measured before says nothing about them
-
-    def barrier(self, state: TrainState, interrupts: Interrupts, order: int) -> TrainState:
-        """Wait for all processes at the end of an epoch, and compare them, in one message.
-
-        Args:
-            state: the state.
-            interrupts: what was requested of this process.
-            order: a checksum of the order of the data.
-
-        Returns:
-            The state, which knows its items.
-
-        Raises:
-            RuntimeError: this process has stopped while the others continued; or the processes have
-                different weights or different data.
-        """
-        self._receive(interrupts)
-        end = "the end of an epoch" if state.stop is None else f"the end of its run ({state.stop})"
-        mine = self._requests(interrupts), order, compared_of(state), items_to_send(state)
-        every = gather_from_all(mine, end)
-        requests, orders, compared, items = zip(*every, strict=True)
-        check_counters_alike([each.counters for each in compared])
-        if {*orders} != {order}:
-            raise RuntimeError(f"{DIVERGED}: {ORDER_MISMATCH}")
-        check_alike_in(state, compared)
-        self._obey(interrupts, *map(max, zip(*requests, strict=True)))
-        self.hurry()
-        return count_items(state, sent=items)
-
-    def explain(self, error: BaseException) -> None:
-        """Note in an error what is known about the other processes."""
-        explain_lost(error)
-
-    def _requests(self, interrupts: Interrupts) -> list[float]:
-        """Return the requests to pass on, and the time; note that they are sent."""
-        self._sent = [*interrupts.requested]
-        return [*self._sent, time.monotonic() - self._began]
-
-    def _send(self, state: TrainState, interrupts: Interrupts) -> None:
-        """Begin an exchange.
-
-        Args:
-            state: its counters must be the same everywhere.
-            interrupts: the requests to pass on.
-        """
-        same = (state.step, state.skipped, state.epoch)
-        # The largest of -x is the smallest of x: one reduction finds both.
-        facts = [*self._requests(interrupts), *same, *(-value for value in same)]
-        self._result = start_all_reduce_max(facts, "the exchange between two updates")
-        self._last, self._since = self._boundaries, self._boundaries - self._last
-        self._next = self._boundaries + self._gap
-
-    def _receive(self, interrupts: Interrupts) -> None:
-        """Read the result of the exchange that is under way."""
-        if self._result is None:
-            return
-        (stop, save, now, *same), self._result = self._result(), None
-        most, least = same[: len(same) // 2], [-value for value in same[len(same) // 2 :]]
-        check_counters_alike([least, most])
-        self._adapt_gap(now - self._agreed_time)
-        self._obey(interrupts, stop, save, now)
-
-    def _obey(self, interrupts: Interrupts, stop: float, save: float, now: float) -> None:
-        """Do what was requested of any process, and set the clock."""
-        self._agreed_time = now
-        # A request that came during the exchange is not in it.
-        pairs = zip(interrupts.requested, self._sent, strict=True)
-        interrupts.requested = [requested and not sent for requested, sent in pairs]
-        if save:
-            interrupts.ask_to_save()
-        if stop:
-            interrupts.terminate()
-
-    def _adapt_gap(self, took: float) -> None:
-        """Choose the number of boundaries to the next exchange, by the time of the last ones."""
-        if self._since and took > 0:
-            wanted = int(PERIOD * self._since / took)
-            # In steps, because the last ones may have been out of the ordinary.
-            self._gap = max(min(wanted, self._gap * 16, LONGEST_GAP), self._gap // 8, 1)
+        return Alone()
+    (make,) = extensions("peers of a run")
+    return make()
 
 
 # --------------------------------------------------------------------------------------------------
 # Signals: Ctrl-C and SIGTERM stop a run, SIGUSR1 saves it, or stops it if a hook requeues the job.
 #
-# A single process acts on a signal at the next boundary. Several processes agree first: see
-# `consensus`.
+# A single process acts on a signal at the next boundary. Several processes agree first.
 
 # What ``signal`` calls: it makes an enum of each number and of each handler, which takes 9 times
 # as long as to install one.

@@ -99,7 +99,6 @@ from fnloop._loop.evaluate import gather_outputs, measure, open_loader
 from fnloop._loop.peers import (
     Abandoned,
     Interrupts,
-    check_same_run,
     handling,
     is_alone,
     peers_of,
@@ -215,14 +214,15 @@ class World:
     def __init__(self, plan: Plan, state: TrainState) -> None:
         __tracebackhide__ = True
         plan.check_position(state)
-        check_same_run(plan.step, plan.hooks, state)
+        self.peers = peers_of(state)
+        self.peers.compare(plan.step, plan.hooks)
         self.plan = plan
         self.source = open_loader(plan.loaders.train, state, plan.total)
         due = [name for _, names in plan.evaluations for name in names]
         loaders = plan.loaders.evaluated
         self.evaluated = {k: open_loader(loaders[k], state) for k in due if k in loaders}
         check_not_empty(self.evaluated)
-        self.peers = peers_of(state)
+        self.peers.begin(state)
         self.info = plan.describe(state, self.source, tuple(self.evaluated), self.peers.clock)
         plan.check(self.info, state.history)
         self._collectors = [hook for hook in plan.hooks if collects_outputs(hook)]

@@ -21,8 +21,8 @@ from torch.optim import optimizer as optim
 from torch.utils.data import DataLoader
 
 import fnloop
-from fnloop._backend import collectives, torch_compat
-from fnloop._extensions.engines import distributed
+from fnloop._backend import torch_compat
+from fnloop._extensions.engines import distributed, exchanges
 
 ROOT = Path(fnloop.__file__).parent
 COMPAT = Path(torch_compat.__file__)
@@ -33,9 +33,10 @@ UNDOCUMENTED = {  # names of torch without an underscore that its reference does
 OTHERS = {  # private names of other libraries, each in one file
     "_extensions/histories/figures.py": {"_repr_png_"},  # IPython's protocol
     "_extensions/middleware/schedule.py": {"_repr_html_"},
-    "_backend/processes.py": {"_shared_state", "_models", "_optimizers"},  # accelerate's
+    "_extensions/engines/launch.py": {"_shared_state", "_models", "_optimizers"},  # accelerate's
+    "_extensions/hooks/send.py": {"_shared_state"},
     "_core/metrics.py": {"_to_sync", "_update_count", "_defaults", "_reductions"},
-    "_backend/collectives.py": {"_exit", "_current_frames"},  # documented, of os and sys
+    "_extensions/engines/exchanges.py": {"_exit", "_current_frames"},  # documented, of os and sys
     "_extensions/tools/dry_run.py": {"_getframe"},  # documented, of sys
     "debug/_watch.py": {"_getframe"},
     "_loop/peers.py": {"_signal"},  # Python's
@@ -368,12 +369,12 @@ def test_collectives_are_counted(group):
 
 
 def test_uncounted_collectives_are_suspected_everywhere(group, monkeypatch, caplog):
-    assert collectives.collective_count() == collectives.collective_count()
-    monkeypatch.setattr(collectives, "_counts", True)
-    monkeypatch.setattr(collectives, "collectives_begun", lambda group: 0)
-    collectives.check_collective_count(torch.device("cpu"))
+    assert exchanges.collective_count() == exchanges.collective_count()
+    monkeypatch.setattr(exchanges, "_counts", True)
+    monkeypatch.setattr(torch_compat, "collectives_begun", lambda group: 0)
+    exchanges.check_collective_count(torch.device("cpu"))
     assert "does not count the collectives of gloo" in caplog.text
-    assert collectives.collective_count() != collectives.collective_count()
+    assert exchanges.collective_count() != exchanges.collective_count()
 
 
 def test_without_names_of_groups_the_default_one_is_used_or_it_raises(group, without, monkeypatch):

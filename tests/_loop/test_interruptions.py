@@ -14,8 +14,10 @@ from loop_cases import NUMBERS, ONE, fit, interrupting, press, raise_interrupt, 
 from sample_hooks import signal_at, start_again, stop_at
 
 import fnloop as fl
+from fnloop._backend import collectives
+from fnloop._extensions.engines import consensus
 from fnloop._hooks.hook import BuiltIn
-from fnloop._loop import peers as consensus
+from fnloop._loop import peers
 from fnloop._loop.peers import Interrupts
 from fnloop.testing import assert_same, toy, toy_loss
 
@@ -258,18 +260,18 @@ def test_a_signal_is_obeyed_at_once_however_fast_the_updates_before_were(
     """An update takes 0.1 ms, and a batch 10 s after that. A scheduler waits for 30 s."""
     now = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(consensus, "start_all_reduce_max", lambda facts, what: lambda: facts)
+    monkeypatch.setattr(collectives, "start_all_reduce_max", lambda facts, what: lambda: facts)
     state, interrupts = toy(), Interrupts(single_process=False)
-    peers = consensus.Consensus(state)
+    others = consensus.Consensus()
     for _ in range(updates):
         now[0] += 1e-4
-        peers.poll(state, interrupts)
+        others.poll(state, interrupts)
     if then == "an evaluation":
-        peers.hurry()
+        others.hurry()
     else:
-        peers.barrier(state, interrupts, 0)
+        others.barrier(state, interrupts, 0)
     for batch in range(60):
-        peers.poll(state, interrupts)
+        others.poll(state, interrupts)
         if interrupts.stop is not None:
             break
         now[0] += 10.0
@@ -282,8 +284,8 @@ def test_a_signal_is_obeyed_soon_where_batches_become_slow(slow, monkeypatch):
     """There are 300 batches of 0.1 ms. Then each takes 10 s. The signal comes in the third."""
     now, batches = [0.0], {"training": 0, "evaluation": 0}
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(consensus, "start_all_reduce_max", lambda facts, what: lambda: facts)
-    monkeypatch.setattr("fnloop._loop.run.peers_of", consensus.Consensus)
+    monkeypatch.setattr(collectives, "start_all_reduce_max", lambda facts, what: lambda: facts)
+    monkeypatch.setattr("fnloop._loop.run.peers_of", lambda state: consensus.Consensus())
     ones, interrupts = [torch.ones(1)], Interrupts(single_process=False)
     monkeypatch.setattr(
         "fnloop._loop.run._listening", lambda *_: contextlib.nullcontext(interrupts)
@@ -417,7 +419,7 @@ def test_in_an_interactive_session_another_run_begins(name, how, error, status, 
 
 def test_a_signal_while_the_handlers_are_installed_leaves_none(monkeypatch):
     """Ctrl-C is the first that has one. Then what comes raises, and those before are put back."""
-    installed, own = [], types.SimpleNamespace(**vars(consensus._signals))
+    installed, own = [], types.SimpleNamespace(**vars(peers._signals))
 
     def slow(number, handler):
         installed.append(number)
@@ -426,7 +428,7 @@ def test_a_signal_while_the_handlers_are_installed_leaves_none(monkeypatch):
         return signal.signal(number, handler)
 
     own.signal = slow
-    monkeypatch.setattr(consensus, "_signals", own)
+    monkeypatch.setattr(peers, "_signals", own)
     with pytest.raises(KeyboardInterrupt):
         fit()
     assert installed[0] == signal.SIGINT

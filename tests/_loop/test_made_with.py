@@ -9,7 +9,7 @@ from torch import nn
 import fnloop as fl
 from fnloop._core import code
 from fnloop._core.types import Call
-from fnloop._loop.peers import comparable
+from fnloop._extensions.engines.consensus import comparable
 from fnloop.testing import toy, toy_loss
 
 ONE = torch.ones(1)

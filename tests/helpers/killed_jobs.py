@@ -31,8 +31,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import fnloop as fl
-from fnloop._backend import collectives
-from fnloop._extensions.engines import apart
+from fnloop._extensions.engines import apart, exchanges
 from fnloop.data import bucketed, pack_collate
 
 # Seconds in which the others end. The workers of a killed process hold its connections open until
@@ -104,8 +103,8 @@ def averaging(bomb):
         with bomb.event():
             mean(*arguments)
 
-    mean, collectives.mean_over_processes_ = collectives.mean_over_processes_, counted
-    collectives.PIECE = 10  # an average takes several messages
+    mean, exchanges.mean_over_processes_ = exchanges.mean_over_processes_, counted
+    exchanges.PIECE = 10  # an average takes several messages
     model = lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), HEAD())
     outer = lambda params: Outer(params, lr=0.7, momentum=0.9, nesterov=True)
     step = fl.pipeline(fl.accumulate(2), fl.local_sgd(2, outer))(entropy)

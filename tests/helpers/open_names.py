@@ -16,11 +16,8 @@ OPEN = {
         "checksum_of_file exists flush flushed_file is_folder lock_file make_folder "
         "map_with_help replace_file size_of_file status try_lock"
     ),
-    "_backend.fsdp": (
-        "around_sharded combined extent_in from_local_part full has_sharded like_sharded "
-        "roots spans_all split_dim"
-    ),
-    "_backend.processes": "Backend trackers",
+    "_backend.fsdp": "combined dtensor full has_sharded like_sharded",
+    "_backend.processes": "Backend device_of",
     "_backend.torch_compat": (
         "buffers_of has_state_dict_hooks is_extra_state loads_by_itself loads_other_names "
         "local_optimizer strip_compile_prefix"
@@ -65,13 +62,15 @@ OPEN = {
     "_core.several": "models_of Several",
     "_core.shapes": "forget_states resized Shapes take_shapes",
     "_core.state": (
-        "advance check_alike clear_parameter_cache count_parameters current_parameters "
-        "detached_from_run generation_of give_up_ownership LEFT_OUT moved note_buffers "
-        "note_call note_restored Ownership ownership_of owns_handles ParameterCache PLACE "
-        "rested shapes_of_buffers take_ownership tracing_copy used_in with_note with_used "
-        "without_metrics"
+        "advance clear_parameter_cache count_items count_parameters current_parameters "
+        "detached_from_run generation_of give_up_ownership items_to_send LEFT_OUT moved "
+        "note_buffers note_call note_restored Ownership ownership_of owns_handles "
+        "ParameterCache PLACE rested shapes_of_buffers take_ownership tracing_copy used_in "
+        "with_note with_used without_metrics"
     ),
-    "_core.types": "Aux BY_ANOTHER Call collection_key hide_fields is_ours Searching Skip",
+    "_core.types": (
+        "Aux BY_ANOTHER Call collection_key EVALUATION hide_fields is_ours Searching Skip wraps_of"
+    ),
     "_core.view": "as_evaluated begin_again changed_for is_apart take_back view",
     "_data.composed": "unmarked",
     "_data.held": "own_copy",
@@ -88,7 +87,7 @@ OPEN = {
     "_loop.evaluate": "open_loader",
     "_loop.fit": "train",
     "_loop.made_with": "describe_making members_of",
-    "_loop.peers": "forget_interruption is_alone",
+    "_loop.peers": "forget_interruption Interrupts is_alone",
     "_loop.plan": "Plan read_hooks",
     "_step.engine_local": "LocalEngine",
     "_step.forward": (

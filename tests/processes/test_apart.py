@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
 import fnloop as fl
-from fnloop._backend import collectives
+from fnloop._extensions.engines import exchanges
 
 pytestmark = pytest.mark.slow
 COUNTS = (2, 3)
@@ -127,7 +127,7 @@ def against_loops(folder):
     found = {}
     for case, (_, optimizer, *_) in CASES.items():
         # Of one tensor in a message, or of all: that must not matter.
-        collectives.PIECE = 10 if case == "momentum" else 1 << 25
+        exchanges.PIECE = 10 if case == "momentum" else 1 << 25
         step, state = step_of(case), created(optimizer=optimizer)
         state = fl.fit(step, state, data(), epochs=EPOCHS, hooks=())
         mean, losses = by_hand(case)
@@ -268,15 +268,15 @@ def test_on_another_number_of_processes_all_continue_from_the_average(launched, 
 
 def messages(step):
     """Return what 16 updates exchange: backward's collectives, and the names of all others."""
-    names, begin = [], collectives.begin_exchange
+    names, begin = [], exchanges.begin_exchange
     train, state = loader(size=2, drop_last=True), created(optimizer=adamw, make=normed)
-    before = collectives.counted_collectives()
-    collectives.begin_exchange = lambda what: names.append(what) or begin(what)
+    before = exchanges.counted_collectives()
+    exchanges.begin_exchange = lambda what: names.append(what) or begin(what)
     try:
         fl.fit(step, state, train, steps=16, epochs=9, hooks=())
     finally:
-        collectives.begin_exchange = begin
-    return collectives.counted_collectives() - before, names
+        exchanges.begin_exchange = begin
+    return exchanges.counted_collectives() - before, names
 
 
 def sent(folder):
@@ -325,7 +325,7 @@ def trained(state, hooks=(), step=step, **settings):
 
 def as_they_are(state):
     """Return the weights of every process."""
-    return collectives.gather_objects(flat(state.model.parameters()))
+    return exchanges.gather_objects(flat(state.model.parameters()))
 
 
 def look(state, path):

@@ -22,7 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, Sampler
 
 import fnloop as fl
-from fnloop._backend.collectives import all_reduce_max, start_all_reduce_sum
+from fnloop._backend.collectives import all_reduce_max
+from fnloop._extensions.engines.exchanges import start_all_reduce_sum
 from fnloop.schedules import linear
 
 pytestmark = pytest.mark.slow

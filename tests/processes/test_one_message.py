@@ -10,8 +10,7 @@ from process_problems import adamw, by_tokens, created, entropy
 from torch import nn
 
 import fnloop as fl
-from fnloop._backend import collectives
-from fnloop._extensions.engines import distributed, one_message
+from fnloop._extensions.engines import distributed, exchanges, one_message
 
 pytestmark = pytest.mark.slow
 COUNTS = (2, 3)
@@ -201,11 +200,11 @@ def sent(folder):
     """Return what a second call of `fit` with 12 updates sends, by the names of its messages."""
     step, state, data = fl.pipeline()(entropy), created(), batches(3)[:12]
     state = fl.fit(step, state, data, hooks=())
-    names, begin, before = [], collectives.begin_exchange, collectives.counted_collectives()
-    collectives.begin_exchange = lambda what: names.append(what) or begin(what)
+    names, begin, before = [], exchanges.begin_exchange, exchanges.counted_collectives()
+    exchanges.begin_exchange = lambda what: names.append(what) or begin(what)
     state = fl.fit(step, state, data, epochs=3, hooks=())
-    collectives.begin_exchange = begin
-    return dict(Counter(names)), collectives.counted_collectives() - before, state.step
+    exchanges.begin_exchange = begin
+    return dict(Counter(names)), exchanges.counted_collectives() - before, state.step
 
 
 def test_a_call_of_fit_sends_its_gradients_and_few_messages(launched):

@@ -20,12 +20,13 @@ from torch import Tensor
 
 from fnloop._backend.collectives import counts_here, gather_from_all
 from fnloop._backend.containers import has_room, is_out_of_memory
-from fnloop._backend.fsdp import extent_in, full, has_sharded, local_part, spans_all, split_dim
+from fnloop._backend.fsdp import full, has_sharded, local_part
 from fnloop._backend.processes import Backend
 from fnloop._core.history import SINCE
 from fnloop._core.parts import COLLECTED, OWN, SHARDED_FORMAT, TENSORS
 from fnloop._core.serialize import Json, dtype_named
 from fnloop._display.checks import describe
+from fnloop._extensions.checkpoints.split import extent_in, spans_all, split_dim
 
 # --------------------------------------------------------------------------------------------------
 # The format of a checkpoint: its files, what they hold, and the errors that reading them raises.

@@ -15,7 +15,6 @@ from torch import Tensor
 from fnloop._backend.collectives import on_every_process, on_main_process
 from fnloop._backend.containers import is_out_of_memory
 from fnloop._backend.disk import exists, is_folder
-from fnloop._backend.fsdp import extent_in, from_local_part, split_dim
 from fnloop._backend.torch_compat import strip_compile_prefix
 from fnloop._core.freeze import remember_restored
 from fnloop._core.history import SINCE
@@ -81,6 +80,7 @@ from fnloop._extensions.checkpoints.retention import (
     read_claim,
     with_manifests,
 )
+from fnloop._extensions.checkpoints.split import extent_in, from_local_part, split_dim
 
 
 def restore(

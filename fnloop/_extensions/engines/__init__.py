@@ -1,1 +1,1 @@
-"""Engines besides the one of a single process: several processes, and exact arithmetic."""
+"""Several processes: how they join, and what they exchange. Their engines, and the exact one."""

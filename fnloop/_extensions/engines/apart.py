@@ -16,6 +16,7 @@ from fnloop._backend import torch_compat
 from fnloop._core.parts import OWN, Load, Restoring, Saving
 from fnloop._core.serialize import Json, decode, encode
 from fnloop._core.state import TrainState, unwrap
+from fnloop._extensions.engines import exchanges
 from fnloop.extend import Part, View, all_parameters, collectives, with_slot
 
 log = logging.getLogger("fnloop")
@@ -124,8 +125,8 @@ class Apart(View):
 
     def average(self, state: TrainState) -> None:
         """Put the average over all processes into the model of a state. A collective."""
-        collectives.mean_over_processes_([p.detach() for p in self.tensors.values()], _WHAT)
-        collectives.sync_buffers(state.model)
+        exchanges.mean_over_processes_([p.detach() for p in self.tensors.values()], _WHAT)
+        exchanges.sync_buffers(state.model)
 
     # --- at rest
 

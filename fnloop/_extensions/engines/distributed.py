@@ -19,7 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointFunction
 
 from fnloop._backend import torch_compat
-from fnloop._backend.fsdp import around_sharded, roots
 from fnloop._core.metrics import (
     ITEMS,
     RECENT,
@@ -36,7 +35,6 @@ from fnloop._core.rng import COMPUTE, torch_seeder
 from fnloop._core.serialize import Pending
 from fnloop._core.state import (
     TrainState,
-    check_alike,
     current_parameters,
     generation_of,
     ownership_of,
@@ -45,7 +43,11 @@ from fnloop._core.types import Output, Step
 from fnloop._core.view import is_apart
 from fnloop._data.loaders import Padding, Window
 from fnloop._data.source import Source
+from fnloop._extensions.engines import exchanges
+from fnloop._extensions.engines.alike import check_alike
 from fnloop._extensions.engines.apart import apart_of, trains_apart
+from fnloop._extensions.engines.join import parameters_beside
+from fnloop._extensions.engines.meshes import around_sharded, roots
 from fnloop._extensions.engines.one_message import OneMessage, fits
 from fnloop._step.forward import Result, Subject, SumOfBatches
 from fnloop._step.gradients import (
@@ -126,7 +128,7 @@ class DistributedEngine:
         self._calls, self._generation = 0, -1  # of backward, in one update
         self._seed = 0  # of the latest backward
         self._position = torch_seeder(state.backend.device)
-        collectives.shutdown_callbacks.add(self)
+        exchanges.shutdown_callbacks.add(self)
 
     def close(self) -> None:
         """Release the process group, at the end of the script."""
@@ -265,19 +267,19 @@ class DistributedEngine:
         loss = out.loss.double()
         weight = torch.as_tensor(out.weight, dtype=torch.float64, device=loss.device)
         what = "the mean loss of a batch"
-        total = collectives.start_all_reduce_sum(loss * weight, what)
-        items = collectives.start_all_reduce_sum(weight, what)
+        total = exchanges.start_all_reduce_sum(loss * weight, what)
+        items = exchanges.start_all_reduce_sum(weight, what)
         return (total() / items()).to(out.loss.dtype)
 
     # --- evaluation and reports
 
     def start_evaluation(self, state: TrainState, name: str) -> DistributedEvaluation:
         if not is_apart(state):  # otherwise they come with the average
-            collectives.sync_buffers(state.model)
+            exchanges.sync_buffers(state.model)
         return DistributedEvaluation(state, name)
 
     def share_buffers(self, model: nn.Module) -> None:
-        collectives.sync_buffers(model)
+        exchanges.sync_buffers(model)
 
     def check_alike(self, state: TrainState, what: str) -> None:
         check_alike(state, what)
@@ -331,7 +333,7 @@ def largest(number: int) -> int:
 def agree_on_skip(flag: Tensor, out: Output) -> tuple[Tensor, Output]:
     """Return a flag as it is in any process, and an output that is skipped if it is in any."""
     both = torch.stack([flag.reshape(()).float(), flag.new_tensor(out.skip is not None).float()])
-    agreed = collectives.all_reduce_max_tensor(both, "a decision of a middleware")
+    agreed = exchanges.all_reduce_max_tensor(both, "a decision of a middleware")
     flagged, any_skipped = agreed.tolist()  # the host read of ``decide``
     return torch.tensor(flagged), skipped_with(any_skipped, out)
 
@@ -526,7 +528,7 @@ class DistributedWindow:
         if not self._is_uniform:
             weight = 0 if self._total.weight is None else self._total.weight
             weight = weight_on_device(out, weight)
-            self._items = collectives.start_all_reduce_sum(
+            self._items = exchanges.start_all_reduce_sum(
                 weight, "the sum of the items of an update"
             )
         return self._engine.reducer.attach(state, root, self._kept, self._loss.name)
@@ -619,7 +621,7 @@ class OwnWindow:
         state, out = engine.probe.call(self._loss.forward, state, batch)
         if is_left_out(out):
             engine.probe.uses_collectives = known  # it does not show
-        if engine.probe.uses_collectives and collectives.counted_collectives() is not None:
+        if engine.probe.uses_collectives and exchanges.counted_collectives() is not None:
             raise NotImplementedError(
                 f"local_sgd: {self._loss.name} exchanges something with the other processes in "
                 "each update, as SyncBatchNorm does. Leave that out, or leave local_sgd out"
@@ -686,7 +688,7 @@ class BucketReducer:
     def start_window(self) -> None:
         """Start a window: every process gets the main one's buffers."""
         if self._has_buffers:
-            collectives.sync_buffers(self._model)
+            exchanges.sync_buffers(self._model)
 
     def start_microbatch(self, last: bool) -> None:
         """Only the last micro-batch goes through DDP, so there is nothing to switch."""
@@ -778,8 +780,8 @@ class BucketReducer:
         )
         if most != -least:
             raise RuntimeError(
-                f"{collectives.DIVERGED}: they have parameters of different shapes. "
-                f"{collectives.ADVICE}"
+                f"{exchanges.DIVERGED}: they have parameters of different shapes. "
+                f"{exchanges.ADVICE}"
             )
         if not any_used:
             fail_to_train(state, name, bool(self._used))
@@ -937,7 +939,7 @@ def _graph_nodes(loss: Tensor) -> Iterator[Node]:
 def _start_count(root: Tensor, kept: int) -> Callable[[], Tensor]:
     """Start to sum how many batches of an update count. Return what waits for the sum."""
     kept_here = torch.tensor(float(kept), device=root.device)
-    return collectives.start_all_reduce_sum(kept_here, "the sum of the batches of an update")
+    return exchanges.start_all_reduce_sum(kept_here, "the sum of the batches of an update")
 
 
 class ShardReducer:
@@ -974,10 +976,10 @@ class ShardReducer:
         return to_accumulator_dtype(self._counted())
 
     def finish_window(self, state: TrainState) -> None:
-        for p in collectives.parameters_beside(state.model, optimizers(state).values()):
+        for p in parameters_beside(state.model, optimizers(state).values()):
             if p.requires_grad:
                 p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-                total = collectives.start_all_reduce_sum(p.grad, "a sum of gradients")()
+                total = exchanges.start_all_reduce_sum(p.grad, "a sum of gradients")()
                 p.grad.copy_(total / self._processes)
 
 
@@ -1041,9 +1043,7 @@ class WeightAgreement:
         It is a power of two, so that it changes no bit of the mean.
         """
         if self._reference is None:
-            largest = collectives.all_reduce_max_tensor(weight, "the weight of a batch").clamp(
-                min=1
-            )
+            largest = exchanges.all_reduce_max_tensor(weight, "the weight of a batch").clamp(min=1)
             self._reference = torch.exp2(torch.floor(torch.log2(largest)))
         return self._reference
 
@@ -1114,15 +1114,15 @@ class CollectiveProbe:
         __tracebackhide__ = True
         # Processes of one row have no batch all together: what they exchange counts nothing twice.
         spans: list[int | None] = []
-        note = lambda: spans.append(collectives.counted_collectives(between_shares=True))
+        note = lambda: spans.append(exchanges.counted_collectives(between_shares=True))
         note()
         with around_sharded(self._model, note, note):
             result = self.call(fn, *arguments, **settings)
         note()
-        exchanges = any(
+        has_sent = any(
             before != after for before, after in zip(spans[::2], spans[1::2], strict=False)
         )
-        if exchanges and name not in _said:
+        if has_sent and name not in _said:
             _said.add(name)
             log.warning(_GIVEN_AGAIN, name, self._rank, where)
         return result

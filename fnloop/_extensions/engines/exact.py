@@ -29,9 +29,11 @@ from fnloop._core.metrics import (
 from fnloop._core.parts import Load, Restoring, set_fields
 from fnloop._core.parts import Part as CheckpointPart
 from fnloop._core.rng import COMPUTE, seed_host, torch_seeder
-from fnloop._core.state import TrainState, check_alike, generation_of, moved
+from fnloop._core.state import TrainState, generation_of, moved
 from fnloop._core.types import BY_ANOTHER, Output, Step
 from fnloop._data.source import Source
+from fnloop._extensions.engines import exchanges
+from fnloop._extensions.engines.alike import check_alike
 from fnloop._extensions.engines.distributed import (
     CollectiveProbe,
     DistributedEvaluation,
@@ -507,7 +509,7 @@ class ExactDistributedEngine(ExactEngine):
         return (flag, out) if self._sum is not None else agree_on_skip(flag, out)
 
     def share_buffers(self, model: nn.Module) -> None:
-        collectives.sync_buffers(model)
+        exchanges.sync_buffers(model)
 
     def check_alike(self, state: TrainState, what: str) -> None:
         check_alike(state, what)
@@ -557,7 +559,7 @@ class ExactDistributedEngine(ExactEngine):
         return layout, used
 
     def gather_rows(self, rows: Tensor) -> Tensor:
-        return torch.stack(collectives.all_gather_tensor(rows), dim=1).flatten(0, 1)
+        return torch.stack(exchanges.all_gather_tensor(rows), dim=1).flatten(0, 1)
 
     def gather_others(self, own: Others, state: TrainState) -> Others:
         host, device = torch.device("cpu"), state.backend.device
@@ -1005,11 +1007,11 @@ def sum_over_processes(
     """
     zero = torch.zeros_like(like)
     mine = torch.stack([zero if part is None else part.weight for part in own])
-    weights = [weight for every in collectives.all_gather_tensor(mine) for weight in every]
+    weights = [weight for every in exchanges.all_gather_tensor(mine) for weight in every]
     slices: list[list[Tensor]] = [[] for _ in weights]
     for kind in flat.kinds:
         rows = torch.stack([flat.vector(part, kind) for part in own], dim=1)
-        theirs = collectives.all_to_all_tensor(_real(rows))
+        theirs = exchanges.all_to_all_tensor(_real(rows))
         theirs = torch.view_as_complex(theirs) if kind[1].is_complex else theirs
         for found, row in zip(slices, theirs.flatten(0, 1), strict=True):
             found.append(row)
@@ -1021,7 +1023,7 @@ def sum_over_processes(
     vectors: list[Tensor] = []
     for slice_ in joined.gradients:
         assert slice_ is not None
-        whole = torch.stack(collectives.all_gather_tensor(_real(slice_)))
+        whole = torch.stack(exchanges.all_gather_tensor(_real(slice_)))
         vectors.append(torch.view_as_complex(whole) if slice_.is_complex() else whole)
     return flat.gradients(vectors)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import importlib
 import importlib.util
@@ -15,7 +16,8 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from numbers import Integral, Real
 from pathlib import Path
 from types import ModuleType
@@ -23,7 +25,6 @@ from typing import Any, TypedDict
 
 import attrs
 
-from fnloop._backend.processes import trackers
 from fnloop._core.history import History
 from fnloop._core.records import Record
 from fnloop._core.state import TrainState
@@ -695,6 +696,30 @@ def _to_plain(name: str, value: object) -> _Plain:
 
 # --------------------------------------------------------------------------------------------------
 # Experiment trackers: those of accelerate, and the arguments that they need.
+
+
+@contextlib.contextmanager
+def trackers() -> Iterator[ModuleType]:
+    """Provide accelerate's trackers without its process-wide state, which their logger requires."""
+    with warnings.catch_warnings():
+        # Of tqdm in a notebook, though no bar was requested.
+        warnings.filterwarnings("ignore", "IProgress not found")
+        from accelerate import PartialState, tracking
+        from accelerate.logging import MultiProcessAdapter
+
+    class Plain(MultiProcessAdapter):
+        def log(self, level: int, msg: object, *args: object, **kwargs: object) -> None:
+            del kwargs  # accelerate's options of where to log
+            self.logger.log(level, msg, *args)
+
+    usual = tracking.logger
+    if not PartialState._shared_state:
+        tracking.logger = Plain(logging.getLogger("accelerate.tracking"), {})
+    try:
+        yield tracking
+    finally:
+        tracking.logger = usual
+
 
 _EXTRAS = ("tensorboard", "wandb", "mlflow")
 # By tracker, the argument that takes a folder.

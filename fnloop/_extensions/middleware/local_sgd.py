@@ -11,12 +11,12 @@ from torch.optim import Optimizer
 from fnloop._core.optimizers import modes_of, wants_closure
 from fnloop._core.state import TrainState, ownership_of, with_used
 from fnloop._core.types import Middleware, Output, Step, middleware
+from fnloop._extensions.engines import exchanges
 from fnloop._extensions.engines.apart import Apart, apart_of
 from fnloop._step.update import replace_apply
 from fnloop.extend import (
     Batch,
     checks,
-    collectives,
     engine_of,
     is_sharded,
     name_of,
@@ -138,11 +138,11 @@ def _update_apart(
     __tracebackhide__ = True
 
     def apply(optimizer: Optimizer) -> None:
-        began = None if slot.used else collectives.counted_collectives()
+        began = None if slot.used else exchanges.counted_collectives()
         slot.moved = True
         if slot.counted:
             usual(optimizer)
-        if began is not None and collectives.counted_collectives() != began:
+        if began is not None and exchanges.counted_collectives() != began:
             raise NotImplementedError(
                 f"local_sgd: {type(optimizer).__name__} exchanges something with the other "
                 "processes in each update. Take an optimizer that does not, or leave local_sgd out"

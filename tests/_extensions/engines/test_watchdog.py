@@ -15,20 +15,20 @@ from process_problems import by_tokens, created, entropy, network
 from torch import nn
 
 import fnloop as fl
-from fnloop._backend import collectives
 from fnloop._core import state as merge
+from fnloop._extensions.engines import exchanges
 
 pytestmark = pytest.mark.slow
 
 
 def hold_for(deadlock, notice, kill):
     """Set the seconds after which processes that wait are ended."""
-    collectives.DEADLOCK_SECONDS, collectives.NOTICE_SECONDS = deadlock, notice
-    collectives.KILL_SECONDS = kill
+    exchanges.DEADLOCK_SECONDS, exchanges.NOTICE_SECONDS = deadlock, notice
+    exchanges.KILL_SECONDS = kill
 
 
 def diverge(folder, way, hold=2):
-    notice, kill = collectives.NOTICE_SECONDS, collectives.KILL_SECONDS
+    notice, kill = exchanges.NOTICE_SECONDS, exchanges.KILL_SECONDS
     hold_for(hold, min(hold, notice), min(hold, kill))
 
     def hook(state):
@@ -211,15 +211,15 @@ WAITS = place("the end", "a b c end", {"0": 7})
     (works("a b c end", 7), works("a b c end", 9), True),  # no exchange of fnloop's
 ])  # fmt: skip
 def test_two_places_that_never_meet_are_found(first, second, meet):
-    assert collectives.never_meet({0: first, 1: second}) == (None if meet else (0, 1))
+    assert exchanges.never_meet({0: first, 1: second}) == (None if meet else (0, 1))
     third = place(None, "a b", {"0": 7})  # works, or has not been heard of
-    assert collectives.never_meet({0: first, 2: third, 1: second}) == (None if meet else (0, 1))
+    assert exchanges.never_meet({0: first, 2: third, 1: second}) == (None if meet else (0, 1))
 
 
 def test_exchanges_that_only_one_process_remembers_are_not_compared():
     first, second = WAITS, place("end", "a b c end", {"0": 7})
     second["begun"] = [(number + 64, name) for number, name in first["begun"]]
-    assert collectives.never_meet({0: first, 1: second}) is None
+    assert exchanges.never_meet({0: first, 1: second}) is None
 
 
 def test_weights_without_a_norm_are_not_compared():

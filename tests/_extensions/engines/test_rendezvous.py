@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 from joined import rank, world
 
-from fnloop._backend import processes
+from fnloop._extensions.engines import launch as processes
 
 
 @pytest.fixture

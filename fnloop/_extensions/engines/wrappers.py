@@ -8,12 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fnloop._backend.torch_compat import (
-    hooks_of_ddp,
-    ignored_by_ddp,
-    settings_of_ddp,
-    strip_compile_prefix,
-)
+from fnloop._backend import torch_compat
 
 # Wrappers that keep parts of the parameters in each process, or make backward or the update by
 # themselves, by the package that has them. Others that keep parts are told by `check_whole`.
@@ -69,7 +64,7 @@ def check_averages_once(model: nn.Module) -> None:
                 "what TrainState.create was given, so its gradients would be averaged twice. Give "
                 "the model without it: fnloop averages gradients by itself"
             )
-        if ignored := ignored_by_ddp(module):
+        if ignored := torch_compat.ignored_by_ddp(module):
             raise NotImplementedError(
                 f"{_part(name)} tells DistributedDataParallel to ignore {ignored[0]}, and "
                 "fnloop averages the gradients of all parameters that are trained: freeze it, "
@@ -98,9 +93,10 @@ def check_whole(model: nn.Module) -> None:
         if value is None or value.shape != p.shape:
             has = "lacks it" if value is None else f"has it in the shape {tuple(value.shape)}"
             raise NotImplementedError(
-                f"the parameter {strip_compile_prefix(name)} has the shape {tuple(p.shape)}, and "
-                f"the state_dict of this {type(model).__name__} {has}: it is a part of what the "
-                f"model computes with, as wrappers that shard a model make it. {_WITHOUT}"
+                f"the parameter {torch_compat.strip_compile_prefix(name)} has the shape "
+                f"{tuple(p.shape)}, and the state_dict of this {type(model).__name__} {has}: it is "
+                "a part of what the model computes with, as wrappers that shard a model make it. "
+                f"{_WITHOUT}"
             )
 
 
@@ -126,10 +122,10 @@ def settings_of(
     Raises:
         NotImplementedError: one of them would not be kept; the message names it.
     """
-    given = settings_of_ddp(wrapped)
+    given = torch_compat.settings_of_ddp(wrapped)
     check_settings_kept(given, wrapped.module)
     settings = {name: given[name] for name in _PASSED if given.get(name)}
-    hooks = hooks_of_ddp(wrapped)
+    hooks = torch_compat.hooks_of_ddp(wrapped)
 
     def register(ddp: DistributedDataParallel) -> None:
         for hook, state in hooks:

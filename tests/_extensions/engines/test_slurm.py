@@ -13,7 +13,7 @@ from process_data import loader
 from process_problems import created, entropy
 
 import fnloop as fl
-from fnloop._backend.slurm import first_of, launch_variables
+from fnloop._extensions.engines.slurm import first_of, launch_variables
 
 # What srun sets in the second of two tasks on one machine, of a job of two machines.
 TASK = {
