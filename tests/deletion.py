@@ -79,6 +79,10 @@ EXTENSIONS = {
         "examples": "History History.plot plot",
     },
     "keep": {"modules": "hooks.keep", "tests": "hooks/test_checkpoint hooks/test_restore_best"},
+    "loaders": {
+        "modules": "loaders.*",
+        "tests": "loaders",
+    },
     "local_sgd": {
         "modules": "middleware.local_sgd",
         "tests": "middleware/test_local_sgd processes/test_apart",

@@ -15,7 +15,7 @@ from toy_runs import fit
 
 import fnloop as fl
 from fnloop._data.source import open_source, windows
-from fnloop.data import bucketed, interleave, take
+from fnloop.data import bucketed, take, zip_cycle
 from fnloop.testing import assert_same, toy
 
 
@@ -268,9 +268,10 @@ def test_bucketed_batches_that_a_loader_would_batch_again_are_refused():
     data, batches = TensorDataset(torch.ones(4, 1)), bucketed([1, 1, 2, 2], batch_size=2)
     twice = DataLoader(data, batch_sampler=BatchSampler(batches, 2, False))
     single = DataLoader(data, sampler=batches)
-    for wrong in (single, twice, take(single, 2), interleave({"a": single, "b": [0]})):
+    made = (lambda: single, lambda: twice, lambda: take(single, 2), lambda: zip_cycle(a=single))
+    for wrong in made:
         with pytest.raises(ValueError, match=r"write DataLoader\(dataset, batch_sampler=bucketed"):
-            fit(loaders=wrong)
+            fit(loaders=wrong())
     step = fl.pipeline()(lambda model, batch: model(batch[0]).mean())
     for settings in ({"batch_sampler": batches}, {"batch_size": None, "sampler": batches}):
         assert fit(step=step, loaders=DataLoader(data, **settings)).step == 2
