@@ -291,7 +291,7 @@ def test_no_module_uses_a_private_name_of_another():
     ("getattr(torch, '_foreach_norm')", ["_foreach_norm"]),
     ("from torch.utils._python_dispatch import TorchDispatchMode", ["_python_dispatch"]),
     ("from fnloop._core.rng import _secret", ["_secret"]),
-    ("from fnloop.debug import _replay", []),
+    ("from fnloop.testing import _toys", []),
     ("self._x", []),
     ("super()._x", []),
     ("x.__dict__, figure._repr_png_, pair._fields, _", []),
