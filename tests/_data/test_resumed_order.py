@@ -176,10 +176,8 @@ ELSEWHERE = {
     "stream": (lambda: DataLoader(Turns(), 2), "Turns"),
     "kept iterator": (lambda: Passes(X[:4], 2, sampler=InTurn()), "Passes"),
     "take": (lambda: fl.data.take(DataLoader(X, 2, sampler=InTurn()), 2), r"take(...)"),
-    "zip": (
-        lambda: fl.data.zip_shortest(a=DataLoader(Turns(), 2), b=[X[:2]] * 2), "zip_",
-    ),
-}  # fmt: skip
+    "zip": (lambda: fl.data.zip_shortest(a=DataLoader(Turns(), 2), b=[X[:2]] * 2), "zip_"),
+}
 
 
 @pytest.mark.parametrize(("make", "name"), ELSEWHERE.values(), ids=ELSEWHERE)

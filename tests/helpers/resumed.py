@@ -1,4 +1,4 @@
-"""Runs over twelve numbers that are resumed, and samplers that draw from generators of their own."""
+"""Runs over twelve numbers that are resumed, and samplers whose order no seed decides."""
 
 import random
 
