@@ -85,6 +85,10 @@ EXTENSIONS = {
         "modules": "hooks.keep",
         "tests": "hooks/test_checkpoint hooks/test_restore_best",
     },
+    "loaders": {
+        "modules": "loaders.*",
+        "tests": "loaders",
+    },
     "local_sgd": {
         "modules": "middleware.local_sgd",
         "tests": "middleware/test_local_sgd processes/test_apart",
@@ -157,7 +161,7 @@ ABOUT_ALL = (
     "test_advice test_book test_coming_from test_deletion test_english test_examples test_mistakes "
     "test_notebook test_notebooks test_package test_readme test_random_programs whole_book"
 )
-ALIASES = ("fl", "fnloop")  # the names of the package in tests
+ALIASES = ("fl", "fnloop", "data")  # the names of the package, and of a room, in tests
 
 
 def module_of(path):
@@ -489,7 +493,7 @@ def examples_of(names, tree):
         module = ast.parse(path.read_text())
         for name, node in documented(module):
             examples = doctest.DocTestParser().get_examples(ast.get_docstring(node) or "")
-            pattern = bare if place.as_posix() == "fnloop/__init__.py" else words
+            pattern = bare if place.name == "__init__.py" else words
             found = any(pattern.search(example.source) for example in examples)
             if found or ".".join(name) in names.examples:
                 yield f"--deselect={place}::{'.'.join([module_of(place), *name])}"

@@ -188,7 +188,7 @@ def test_nothing_waits_for_the_device_between_two_reports(members, monkeypatch):
 
 
 def test_rows_of_a_dataset_on_the_device_are_selected_without_a_wait():
-    from fnloop._data.map_style import _select
+    from fnloop._extensions.loaders.rows import _select
 
     rows = torch.arange(8.0, device=DEVICE)
     with waits("error"):

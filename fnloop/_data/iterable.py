@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import inspect
-from collections.abc import Iterable, Iterator
+import signal
+from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import NamedTuple, TypeGuard, TypeVar, cast
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
 from fnloop._backend import torch_compat
-from fnloop._core.rng import FETCH, ORDER, fold_in, seed_all, seeded_generator
+from fnloop._core.rng import fold_in, seed_all, seeded_generator
 from fnloop._core.runs import Position
 from fnloop._core.types import Batch, name_of
 from fnloop._data.loaders import NONE_LEFT, Loader, is_iterable, takes_position
-from fnloop._data.map_style import dataset_of, samplers_of, set_epoch, steady_workers
-from fnloop._data.position import Keeper, Positions, is_next
+from fnloop._data.position import Keeper, Pass, is_next
 from fnloop._display.checks import describe
 from fnloop._display.screen import log, warn_once
 
@@ -25,25 +24,21 @@ from fnloop._display.screen import log, warn_once
 # Iterate a loader that is not map-style, from a position.
 
 
-def iterate(
-    loader: Loader, seed: int, epoch: int | None, start: int, positions: Positions
-) -> Iterator[Batch]:
-    """Yield the batches of an epoch, from the one numbered ``start`` on.
+def iterate(loader: Loader, at: Pass) -> Iterator[Batch]:
+    """Yield the batches of an epoch, from a position on.
 
     Each batch is fetched with generators positioned by (seed, epoch, its number).
 
     Args:
         loader: an iterable of batches, or a function that returns one.
-        seed: the run's.
-        epoch: the epoch, or None for an evaluation.
-        start: how many batches were consumed already.
-        positions: knows where the loader was then, and is told where it is.
+        at: the position.
     """
     __tracebackhide__ = True
-    position, fetch = positions.given(epoch, start), fold_in(seed, FETCH, epoch or 0)
+    position, fetch = at.positions.given(at.epoch, at.start), at.fetch
     with contextlib.ExitStack() as stack:
-        open_at = functools.partial(_open_at, stack, loader, seed, epoch, start, positions)
-        opened = open_at(position if position is not None and position["keeper"] else None)
+        opened = _open_at(
+            stack, loader, at, position if position is not None and position["keeper"] else None
+        )
         if opened is ELSEWHERE:
             stack.close()
             log.warning(
@@ -52,16 +47,16 @@ def iterate(
                 "is read again from the beginning of the epoch, which takes longer",
                 cast(Position, position)["keeper"],
             )
-            opened = open_at(None)
+            opened = _open_at(stack, loader, at)
         batches, n, batch, keeper = cast(Opened, opened)
         while batch is not NONE_LEFT:
             n += 1
-            if not positions.note(n, batch, keeper):
+            if not at.positions.note(n, batch, keeper):
                 keeper = None
             yield batch
             seed_all(fold_in(fetch, n))
             batch = next(batches, NONE_LEFT)
-        positions.end(n)
+        at.positions.end(n)
 
 
 class Opened(NamedTuple):
@@ -84,19 +79,13 @@ ELSEWHERE = None  # a position leads to another batch than it did when the state
 
 
 def _open_at(
-    stack: contextlib.ExitStack,
-    loader: Loader,
-    seed: int,
-    epoch: int | None,
-    start: int,
-    positions: Positions,
-    position: Position | None,
+    stack: contextlib.ExitStack, loader: Loader, at: Pass, position: Position | None = None
 ) -> Opened | None:
-    """Begin to read a loader, up to the batch after ``start`` others.
+    """Begin to read a loader, up to the batch that follows a position.
 
     Args:
         stack: closes what is opened.
-        loader, seed, epoch, start, positions: as in :func:`iterate`.
+        loader, at: as in :func:`iterate`.
         position: where to begin, if the loader can be given it; None: at the beginning.
 
     Returns:
@@ -106,11 +95,12 @@ def _open_at(
         RuntimeError: it is elsewhere, and the loader cannot be reset to its beginning.
     """
     __tracebackhide__ = True
-    set_epoch(epoch, loader, dataset_of(loader))
-    fetch, given = fold_in(seed, FETCH, epoch or 0), loader
+    epoch, start, positions = at.epoch, at.start, at.positions
+    at.set_epoch(*owners_of(loader))
+    fetch, given = at.fetch, loader
     if is_iterable(loader):
         loader = stack.enter_context(reading(loader, position is not None))
-    with _ordered_by(fold_in(seed, ORDER, epoch or 0), loader):
+    with _ordered_by(at.order, loader):
         made, n = _call(loader, epoch or 0, start)
         owners = None
         if made is not loader:
@@ -171,11 +161,6 @@ def _explained(position: Position | None) -> Iterator[None]:
                 "attrs.evolve(state, position=None)"
             )
         raise
-
-
-def owners_of(loader: object) -> list[object]:
-    """Return the objects whose generators may decide the order of a loader."""
-    return [loader, dataset_of(loader), *samplers_of(loader)]
 
 
 @contextlib.contextmanager
@@ -308,3 +293,90 @@ def _copy(loader: Value, keeper: Keeper) -> Value:
         return loader
     vars(made)["dataset"] = copied  # a DataLoader forbids to set it
     return made
+
+
+# --------------------------------------------------------------------------------------------------
+# What a loader is asked, which may be a DataLoader.
+
+
+def length_of(loader: object) -> int | None:
+    """Return the number of batches, or None if it is not known before the end."""
+    try:
+        return len(loader) if isinstance(loader, Sized) else None
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def makes_new(loader: object) -> bool:
+    """Return whether a loader surely gives new memory with each batch.
+
+    Workers send it, and ``default_collate`` stacks samples. A list has all batches already. Any
+    other loader may fill a buffer.
+    """
+    return type(loader) in (list, tuple) or (
+        isinstance(loader, DataLoader)
+        and type(loader).__iter__ is DataLoader.__iter__
+        and bool(
+            loader.num_workers
+            or (loader.batch_sampler is not None and loader.collate_fn is default_collate)
+        )
+    )
+
+
+def dataset_of(loader: object) -> object:
+    """Return the dataset of a loader; None if it has none."""
+    return getattr(loader, "dataset", None)
+
+
+def sampler_in(owner: object) -> object:
+    """Return the sampler of a loader, or the one inside another sampler; None if it has none."""
+    return getattr(owner, "sampler", None)
+
+
+def batch_sampler_of(loader: object) -> object:
+    """Return what samples the batches of a loader; None if it has none."""
+    return getattr(loader, "batch_sampler", None)
+
+
+def samplers_of(loader: object) -> list[object]:
+    """Return the samplers of a loader: its own, that of batches, and the one inside that."""
+    batched = batch_sampler_of(loader)
+    found = (sampler_in(loader), batched, sampler_in(batched))
+    return [sampler for sampler in found if sampler is not None]
+
+
+def owners_of(loader: object) -> list[object]:
+    """Return the objects whose generators may decide the order of a loader."""
+    return [loader, dataset_of(loader), *samplers_of(loader)]
+
+
+# --- workers
+
+
+class _IgnoreFirstSigterm(NamedTuple):
+    """The user's worker_init_fn, in a worker that ignores its first SIGTERM.
+
+    Schedulers often signal every process of a job, but a run that stops after the current update
+    still needs its workers.
+    """
+
+    init: Callable[[int], None] | None
+
+    def __call__(self, worker: int) -> None:
+        signal.signal(signal.SIGTERM, lambda number, frame: signal.signal(number, signal.SIG_DFL))
+        if self.init is not None:
+            self.init(worker)
+
+
+@contextlib.contextmanager
+def steady_workers(loader: DataLoader[object]) -> Iterator[None]:
+    """Let the workers that a loader starts in this block ignore their first SIGTERM.
+
+    Their batches come in order, as a position is a number of batches.
+    """
+    init, in_order = loader.worker_init_fn, loader.in_order
+    loader.worker_init_fn, loader.in_order = _IgnoreFirstSigterm(init), True
+    try:
+        yield
+    finally:
+        loader.worker_init_fn, loader.in_order = init, in_order

@@ -272,11 +272,6 @@ class sharded:
         return f"sharded({self.loader!r})"
 
 
-def in_whole_rounds(batches: int) -> int:
-    """Return how many of a number of batches are in rounds in which every process has one."""
-    return batches // data_shares() * data_shares()
-
-
 class even:
     """Mark a loader: only rounds in which every process has a batch are read.
 
@@ -318,10 +313,20 @@ class even:
 
     def __len__(self) -> int:
         """Return the number of batches, in all processes together."""
-        return in_whole_rounds(len(self.loader))
+        return len(self.loader) // data_shares() * data_shares()
 
     def __repr__(self) -> str:
         return f"even({self.loader!r})"
+
+
+def unmarked(loader: Loader) -> tuple[Loader, bool]:
+    """Return a loader without the mark of ``even``, and whether it had one."""
+    if isinstance(loader, even):
+        return unmarked(loader.loader)[0], True
+    if isinstance(loader, sharded):
+        inner, is_even = unmarked(loader.loader)
+        return (sharded(inner), True) if is_even else (loader, False)
+    return loader, False
 
 
 # --------------------------------------------------------------------------------------------------
@@ -360,6 +365,7 @@ _LEAVES, _NUMBERS = 16, 1024  # of a batch that are compared, and of each of its
 # The shape of each leaf that has numbers, and some of them.
 Glimpse = list[tuple[tuple[int, ...], Tensor]]
 Index = Any  # what a sampler yields: the index of a sample, or a list of them
+Place = tuple[int | None, int, int]  # the epoch, and the batches and samples of it before a place
 Item = TypeVar("Item")
 
 
@@ -401,9 +407,39 @@ class SingleProcess:
         """
         return self.held.counted(iter(items)) if counts else iter(items)
 
+    def again(self) -> SingleProcess:
+        """Return how another pass is distributed over the same batches. It notes nothing here."""
+        return SingleProcess(self.window)
+
     def kept(self, batches: int) -> int:
         """Return how many of the batches that follow are distributed; others are left out."""
         return batches
+
+    def noting_first(self, batches: Iterator[Batch], at: Place) -> Iterator[Batch]:
+        """Return this process's batches. Note the pass's first one, which every process has read.
+
+        Args:
+            batches: what :meth:`split` gives.
+            at: where the pass begins.
+        """
+        return batches
+
+    def sampling_first(
+        self,
+        items: Iterator[Item],
+        at: Place,
+        see: Callable[[Item], Item],
+        make: Callable[[Iterator[Item]], Iterator[Batch]],
+    ) -> Iterator[Batch]:
+        """Return this process's batches. Note a sample of the pass's first one, which another has.
+
+        Args:
+            items: what :meth:`split` gives: what this process's batches are made from.
+            at: where the pass begins.
+            see: returns the item whose batch is a glimpse of the batch of another item.
+            make: makes batches of items, in their order.
+        """
+        return make(items)
 
     def note_order(self, indices: Iterator[Index], batched: bool) -> Iterator[Index]:
         """Return the indices of samples, noting their order as they pass.
@@ -438,11 +474,11 @@ class First(NamedTuple):
 
     Args:
         glimpse: some of its numbers, or None if they are not the same whenever it is read.
-        at: the epoch, the batch and the samples where the pass began.
+        at: where the pass began.
     """
 
     glimpse: Glimpse | None
-    at: tuple[int | None, int, int]
+    at: Place
 
 
 class RoundRobin(SingleProcess):
@@ -471,7 +507,7 @@ class RoundRobin(SingleProcess):
             )
         super().__init__(window)
         self.rank, self.processes, self.even = rank, processes, even
-        self.head: Any = None  # the first item of the pass
+        self.head: Any = None  # the first item of the pass, if all processes read it
         self.samples = True  # whether to read a sample to compare; once is enough
         self._compares = True
         self.complete = processes if window is None else 1
@@ -497,6 +533,41 @@ class RoundRobin(SingleProcess):
                 self.head = batches[0]
             self._sizes.append(_common([*map(size_of, batches)], self.processes))
             yield batches[self.rank] if self.rank < len(batches) else Padding(batches[0])
+
+    def again(self) -> SingleProcess:
+        return type(self)(self.rank, self.processes, self.window, self.even)
+
+    def noting_first(self, batches: Iterator[Batch], at: Place) -> Iterator[Batch]:
+        __tracebackhide__ = True
+        for batch in batches:
+            self.first = First(glimpse(batch if self.head is None else self.head), at)
+            yield batch
+            break
+        yield from batches
+
+    def sampling_first(
+        self,
+        items: Iterator[Item],
+        at: Place,
+        see: Callable[[Item], Item],
+        make: Callable[[Iterator[Item]], Iterator[Batch]],
+    ) -> Iterator[Batch]:
+        __tracebackhide__ = True
+        if not self.samples:
+            yield from make(items)
+            return
+        batches = make(self._after_first(items, see))
+        if (found := next(batches, NONE_LEFT)) is not NONE_LEFT:
+            self.first = First(_joined(found), at)
+        yield from batches
+
+    def _after_first(self, items: Iterator[Item], see: Callable[[Item], Item]) -> Iterator[Item]:
+        __tracebackhide__ = True
+        for item in items:
+            yield see(self.head)
+            yield item
+            break
+        yield from items
 
     def kept(self, batches: int) -> int:
         return batches // self.processes * self.processes if self.even else batches
@@ -605,67 +676,6 @@ def _common(sizes: list[int], expected: int) -> int:
 
 
 # --- glimpses of the first batch of a pass
-
-
-def noting_first(
-    batches: Iterator[Batch], sharing: SingleProcess, at: tuple[int | None, int, int]
-) -> Iterator[Batch]:
-    """Return this process's batches. Note the pass's first batch, which every process has read.
-
-    Args:
-        batches: what ``sharing.split`` gives.
-        sharing: how the batches are distributed.
-        at: where the pass begins.
-    """
-    if not isinstance(sharing, RoundRobin):
-        return batches
-
-    def noting() -> Iterator[Batch]:
-        __tracebackhide__ = True
-        for batch in batches:
-            sharing.first = First(glimpse(sharing.head), at)
-            yield batch
-            break
-        yield from batches
-
-    return noting()
-
-
-def sampling_first(
-    items: Iterator[Item],
-    sharing: RoundRobin,
-    at: tuple[int | None, int, int],
-    see: Callable[[Item], Item],
-    make: Callable[[Iterator[Item]], Iterator[Batch]],
-) -> Iterator[Batch]:
-    """Yield this process's batches. Note a sample of the pass's first batch, which another has.
-
-    Args:
-        items: what ``sharing.split`` gives: what this process's batches are made from.
-        sharing: how they are distributed.
-        at: where the pass begins.
-        see: returns the item whose batch is a glimpse of the batch of another item.
-        make: makes batches of items, in their order.
-    """
-    __tracebackhide__ = True
-    if not sharing.samples:
-        yield from make(items)
-        return
-    batches = make(_after_first(items, sharing, see))
-    if (found := next(batches, NONE_LEFT)) is not NONE_LEFT:
-        sharing.first = First(_joined(found), at)
-    yield from batches
-
-
-def _after_first(
-    items: Iterator[Item], sharing: RoundRobin, see: Callable[[Item], Item]
-) -> Iterator[Item]:
-    __tracebackhide__ = True
-    for item in items:
-        yield see(sharing.head)
-        yield item
-        break
-    yield from items
 
 
 def _joined(found: Any) -> Glimpse | None:

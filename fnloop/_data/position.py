@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
 import random
 import zlib
-from array import array
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Protocol, cast, runtime_checkable
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol, cast, runtime_checkable
 
 import numpy as np
 import torch
@@ -19,9 +17,11 @@ from torch.utils.data import IterableDataset, Sampler
 
 from fnloop._backend.collectives import rank_and_size
 from fnloop._backend.containers import attributes_of, has_parts, parts_of
+from fnloop._core.rng import FETCH, ORDER, PART, fold_in
 from fnloop._core.runs import UNKNOWN, Position
 from fnloop._core.types import Batch
-from fnloop._data.loaders import NONE_LEFT, Index
+from fnloop._data.loaders import NONE_LEFT, SingleProcess
+from fnloop._display.checks import has_methods
 from fnloop._display.screen import log
 
 # --------------------------------------------------------------------------------------------------
@@ -37,8 +37,6 @@ from fnloop._display.screen import log
 # the data, a checksum of the batch that came next, and the indices that a sampler of the user's
 # has given. Where they differ, there is one warning.
 
-_KEPT = 10_000  # indices, to name the samples that are affected
-_NAMED = 8  # samples in a message
 _SOME = "Samples may be trained twice in this epoch, and others not at all."
 _LEAVE = 'attrs.evolve(state, ends="epoch")'
 _MEND = (
@@ -66,39 +64,40 @@ class Positions:
         measure: returns how many samples or batches it has in the epoch that it was set to, and of
             which of the two; None if that is not known.
         contents: what is compared of a batch, or of what one is made from; None: nothing.
-        ahead: how many batches are read ahead of those that a window takes.
         listed: all batches, if they are at hand: then they need not be noted.
         owners: whose generators decide the order of each epoch.
 
     Attributes:
         shards: how many processes read a part of their own; 1 if each reads the whole.
+        ahead: how many batches are read ahead of those that a window takes.
     """
+
+    shards, ahead = 1, 0
 
     def __init__(
         self,
         name: str = "",
         measure: Callable[[], tuple[int, str] | None] = lambda: None,
         contents: Callable[[Batch], object] | None = lambda batch: batch,
-        ahead: int = 0,
         listed: Sequence[Batch] | None = None,
         owners: Sequence[object] = (),
     ) -> None:
         self._owners = owners
-        self.name, self.shards, self._measure, self._listed = name, 1, measure, listed
-        self._contents, self._ahead = contents, ahead
+        self.name, self._measure, self._listed = name, measure, listed
+        self._contents = contents
         self._given: Position | None = None
         self._left: int | None = None
         self._told = False  # whether it was said that the loader is elsewhere
         self._noted: deque[tuple[int, Batch, object]] = deque(maxlen=0)
-        self._forget(None, 0)
+        self.forget(None, 0)
 
-    def _forget(self, epoch: int | None, first: int) -> None:
+    def forget(self, epoch: int | None, start: int) -> None:
+        """Forget what was noted: an epoch is read from a batch on."""
         self._noted.clear()
-        self._epoch, self._first, self._kind = epoch, first, ""
+        self._epoch, self._first, self._kind = epoch, start, ""
         self._ended: int | None = None
         self._size: tuple[int, str] | None = None
         self._own: dict[str, object] = {}  # their states when the epoch began
-        self._indices: _Indices | None = None
 
     @property
     def wanted(self) -> bool:
@@ -115,7 +114,7 @@ class Positions:
         """
         self._settle()
         self._given, self._left, self._told = given, left, False
-        self._noted = deque(maxlen=ahead + self._ahead + 1)
+        self._noted = deque(maxlen=ahead + self.ahead + 1)
 
     def given(self, epoch: int | None, start: int) -> Position | None:
         """Return the position from which an epoch can continue at a batch, or None."""
@@ -141,7 +140,7 @@ class Positions:
             keeper: what is asked for its position, or None.
             continues: whether it is given its position, and continues from there by itself.
         """
-        self._forget(epoch, start)
+        self.forget(epoch, start)
         if not self.wanted:
             return
         self._kind = "" if keeper is None else type(keeper).__name__
@@ -198,37 +197,6 @@ class Positions:
             self.compare(epoch, start, NONE_LEFT)
         self.end(n)
 
-    def skipped(self, indices: list[Index]) -> None:
-        """Note the indices that a sampler gives before the position. Compare them with those then.
-
-        A sampler of the user's is meant, so that those which follow are noted too.
-        """
-        given = self.given(self._epoch, self._first)
-        known = None if given is None else given.get("indices")
-        self._indices = _Indices(indices if known is None else known.tolist())
-        if given is None or "order" not in given or self._told:
-            return
-        now = _Indices(indices)
-        if given["order"] != now.up_to(0)["order"]:
-            known = given.get("indices")
-            self._tell(
-                given, "samples", _affected(known.tolist(), now) if known is not None else _SOME
-            )
-
-    def indices_from(self, epoch: int, batch: int) -> Iterator[Index] | None:
-        """Return what a sampler of the user's has given from a position on, if it was noted."""
-        if self._indices is None or epoch != self._epoch or batch < self._first:
-            return None
-        return itertools.islice(self._indices.batches, batch - self._first, None)
-
-    def noted_indices(self, batches: Iterator[Index]) -> Iterator[Index]:
-        """Return the indices of batches, noting them."""
-        __tracebackhide__ = True
-        assert self._indices is not None
-        for index in batches:
-            self._indices.batches.append(index)
-            yield index
-
     # --- what is asked
 
     def at(self, epoch: int, batch: int) -> Position | None:
@@ -257,10 +225,13 @@ class Positions:
         if self._own:
             position["own"] = self._own
             position["later"] = self._later()
-        if self._indices is not None:
-            position |= self._indices.up_to(n - self._first)  # type: ignore[typeddict-item]
-        says = self._kind or self._size or self._own or self._indices or following is not NONE_LEFT
+        position |= (more := self.more(n - self._first))  # type: ignore[typeddict-item]
+        says = self._kind or self._size or self._own or more or following is not NONE_LEFT
         return position if says else None
+
+    def more(self, n: int) -> Mapping[str, object]:
+        """Return what else a position has that is n batches after where the loader was opened."""
+        return {}
 
     def _later(self) -> dict[str, object]:
         """Return the states of generators of the loader's own at the newest batch.
@@ -338,19 +309,74 @@ class Positions:
         if given is None or self._told or given["batch"] != start or "size" not in given:
             return
         if given["next"] != UNKNOWN and given["next"] != (mark := self._mark(batch)) != UNKNOWN:
-            self._tell(given, "batches", "It has no batch there." if mark is None else _SOME)
+            self.tell(given, "batches", "" if mark is not None else "It has no batch there.")
 
-    def _tell(self, given: Position, what: str, affected: str) -> None:
+    def tell(self, given: Position, what: str, affected: str = "") -> None:
+        """Warn, once in an epoch, that the loader gives something else than before a resume."""
+        if self._told:
+            return
         self._told = True
         n = given["batch"] * self.shards
         self._warn(
             f"the training loader ({self.name}) does not resume where it was: after batch {n} "
-            f"of epoch {given['epoch'] + 1} it gives other {what} than before. {affected} {_MEND}"
+            f"of epoch {given['epoch'] + 1} it gives other {what} than before. "
+            f"{affected or _SOME} {_MEND}"
         )
 
     def _warn(self, text: str) -> None:
         if self.shards > 1 or rank_and_size()[0] == 0:
             log.warning("fit: %s", text)
+
+
+class Pass(NamedTuple):
+    """From where on a loader is read.
+
+    Args:
+        seed: the run's, or one that was derived from it.
+        epoch: the epoch, or None for an evaluation.
+        start: the batches of the epoch that were consumed already, by all processes.
+        samples: their samples, if the loader's batches have one known size; else 0.
+        sharing: how the batches are distributed to the processes.
+        positions: know where the loader was then, and are told where it is.
+    """
+
+    seed: int
+    epoch: int | None
+    start: int
+    samples: int
+    sharing: SingleProcess
+    positions: Positions
+
+    @property
+    def place(self) -> tuple[int | None, int, int]:
+        """The epoch, and the batches and samples of it that were consumed."""
+        return self.epoch, self.start, self.samples
+
+    @property
+    def order(self) -> int:
+        """The seed from which the order of the epoch is drawn."""
+        return fold_in(self.seed, ORDER, self.epoch or 0)
+
+    @property
+    def fetch(self) -> int:
+        """The seed from which those of the batches are made, each with its number."""
+        return fold_in(self.seed, FETCH, self.epoch or 0)
+
+    def set_epoch(self, *owners: object) -> None:
+        """Call ``set_epoch`` of a loader, its dataset and its samplers, where there is one."""
+        if self.epoch is None:
+            return
+        for owner in {id(owner): owner for owner in owners}.values():
+            if has_methods(owner, "set_epoch"):
+                owner.set_epoch(self.epoch)
+
+    def part(self, number: int) -> Pass:
+        """Return a pass over a loader that is a part of this one, with a seed of its own."""
+        return self._replace(seed=fold_in(self.seed, PART, number))
+
+    def apart(self) -> Pass:
+        """Return a pass that starts at a number of batches, and of which no position is kept."""
+        return self._replace(samples=0, positions=Positions())
 
 
 def _put_all_back(own: Mapping[str, OwnGenerator], states: Mapping[str, object]) -> None:
@@ -362,67 +388,6 @@ def _put_all_back(own: Mapping[str, OwnGenerator], states: Mapping[str, object])
 def _in_words(size: Sequence[int | str]) -> str:
     n, what = cast(tuple[int, str], tuple(size))
     return f"{n:,} {what.removesuffix('es' if what == 'batches' else 's') if n == 1 else what}"
-
-
-class _Indices:
-    """The indices that a sampler has given in an epoch.
-
-    Args:
-        before: those before the position where it is read: of samples, or lists of them.
-    """
-
-    def __init__(self, before: list[Index]) -> None:
-        self.before = [*_flat(before)]
-        self.batches: list[Index] = []  # those after it
-        self._summed, self._order = 0, _sum_of(self.before, 0)
-
-    def up_to(self, n: int) -> dict[str, object]:
-        """Return what a position has of the indices up to a batch, from where they are read on."""
-        if n < self._summed:
-            self._summed, self._order = 0, _sum_of(self.before, 0)
-        for index in self.batches[self._summed : n]:
-            self._order = _sum_of(index, self._order)
-        self._summed = n
-        found: dict[str, object] = {"order": self._order}
-        every = itertools.chain(self.before, _flat(self.batches[:n]))
-        few = [*itertools.islice(every, _KEPT + 1)]
-        with contextlib.suppress(TypeError, OverflowError):  # they are not numbers
-            if len(few) <= _KEPT:
-                found["indices"] = torch.tensor(array("q", few), dtype=torch.int64)
-        return found
-
-
-def _flat(indices: Iterable[Index]) -> Iterator[Index]:
-    for index in indices:
-        if isinstance(index, list | tuple):
-            yield from _flat(index)
-        else:
-            yield index
-
-
-def _sum_of(index: Index, crc: int) -> int:
-    """Return a checksum of indices that does not depend on how they are cut into batches."""
-    flat = index if isinstance(index, list) else [index]
-    try:
-        return zlib.crc32(array("q", flat), crc)
-    except (TypeError, OverflowError):  # they are not numbers
-        for each in _flat(flat):
-            crc = zlib.crc32(repr(each).encode(errors="replace"), crc)
-        return crc
-
-
-def _affected(before: list[int], now: _Indices) -> str:
-    """Return which samples are trained twice and not at all, in words."""
-    then, here = Counter(before), Counter(now.before)
-    parts = (then - here, "trained twice"), (here - then, "not trained")
-    said = [f"{_numbers(sorted(found))} {what}" for found, what in parts if found]
-    return f"In this epoch, {', and '.join(said)}." if said else _SOME
-
-
-def _numbers(samples: list[int]) -> str:
-    named = [str(sample) for sample in samples[:_NAMED]]
-    named += [f"{len(samples) - _NAMED} more"] if len(samples) > _NAMED else []
-    return f"sample {named[0]} is" if len(named) == 1 else f"samples {', '.join(named)} are"
 
 
 # --- generators of a loader's own

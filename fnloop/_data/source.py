@@ -7,32 +7,18 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import attrs
 import torch
-from torch.utils.data import BatchSampler, DistributedSampler
+from torch.utils.data import DistributedSampler
 
 from fnloop._backend.collectives import all_reduce_max, any_rank
 from fnloop._backend.containers import copy_on_side_stream, may_need_transfer, to_device
 from fnloop._core.rng import Generators, fold_in, isolated, saved_before_seeding, seed_all_count
 from fnloop._core.runs import Position
-from fnloop._core.types import Batch, name_of
-from fnloop._data.composed import (
-    Composed,
-    Indices,
-    Pass,
-    contents_of,
-    fetch,
-    indices_of,
-    is_map_style,
-    no_indices,
-    seen,
-    size_of,
-    unmarked,
-    window_of,
-)
-from fnloop._data.iterable import as_torch_reads_it, iterate, owners_of
+from fnloop._core.types import Batch
+from fnloop._data.iterable import sampler_in, samplers_of
 from fnloop._data.loaders import (
     NONE_LEFT,
     First,
@@ -42,34 +28,18 @@ from fnloop._data.loaders import (
     RoundRobin,
     SingleProcess,
     Window,
-    batch_size_of,
-    glimpse,
-    is_iterable,
-    noting_first,
-    sampling_first,
     sharded,
     sharing_among,
+    unmarked,
 )
-from fnloop._data.map_style import (
-    Bucketed,
-    batch_sampler_of,
-    how_read,
-    is_sized,
-    length_of,
-    makes_new,
-    map_style,
-    sampler_in,
-    samplers_of,
-    samplers_of_user,
-)
-from fnloop._data.position import Positions
+from fnloop._data.position import Pass, Positions
+from fnloop._data.reader import Reader, reader_of
 
 # --------------------------------------------------------------------------------------------------
 # Sources: loaders opened so that what they yield is a function of (seed, epoch, position).
 #
-# A map-style `DataLoader` is read by its parts, see `map_style`. Any other iterable is iterated,
-# see `iterable`; to continue in the middle, it is given the position that it had there, or else
-# consumed up to there. When there are several processes, the batches are distributed round-robin.
+# How a loader is read, its reader says. When there are several processes, the batches are
+# distributed round-robin.
 
 
 @attrs.frozen
@@ -77,36 +47,42 @@ class Source:
     """A loader opened for a run.
 
     Args:
-        read: ``(epoch, batch, samples) -> this process's batches of that epoch``, from that
-            position on. :meth:`batches` gives the same, and :func:`windows` what a step takes.
+        reader: how it is read.
+        seed: the run's, or one that was derived from it.
         length: batches that the loader has in an epoch, for all processes together; None if unknown
             before its end. If epochs differ, that of epoch 0.
         sharing: how the batches are distributed to the processes.
-        batch_size: samples in a batch, if all batches but the last have one known size. Then a
-            position may be given in samples.
-        samples: samples in an epoch, if ``batch_size`` is known.
-        drop_last: whether an incomplete last round is left out.
-        lengths: the length of an epoch by its number, if epochs may differ.
         positions: where the loader is, if it says so.
-        indices: which samples the batches of this process have, where they are taken by index.
         reopen: opens the same loader once more.
         what: whose data they are, as errors name them when the processes compare what they read.
-        how_read: the class of the data, and whether a batch of them is read at once; None where a
-            loader makes its batches itself, or in workers.
     """
 
-    read: Callable[[int | None, int, int], Iterator[Batch]]
+    reader: Reader
+    seed: int
     length: int | None
     sharing: SingleProcess
-    batch_size: int | None = None
-    samples: int = 0
-    drop_last: bool = False
-    lengths: Callable[[int], int | None] | None = None
-    positions: Positions = attrs.field(factory=Positions)
-    indices: Indices = no_indices
+    positions: Positions
     reopen: Callable[[], Source] | None = None
     what: str = "the data"
-    how_read: Callable[[], tuple[str, bool] | None] = lambda: None
+
+    def read(self, epoch: int | None, batch: int, samples: int) -> Iterator[Batch]:
+        """Return this process's batches of an epoch, from a position on.
+
+        :meth:`batches` gives the same, and :func:`windows` what a step takes.
+        """
+        at = Pass(self.seed, epoch, batch, samples, self.sharing, self.positions)
+        return self.reader.read(at)
+
+    def indices(self, epoch: int, batch: int, samples: int) -> Iterator[object]:
+        """Yield which samples the batches of this process have, from a position on.
+
+        It gives a list of indices for each batch; a mapping by name, if a batch is made of several;
+        None for a batch that is not taken by index; and nothing if no batch is. It fetches no
+        sample, but it seeds the global generators, as a sampler may draw from them.
+        """
+        sharing = self.sharing.again()  # the run's own notes what it reads
+        at = Pass(self.seed, epoch, batch, samples, sharing, self.positions)
+        return self.reader.indices(at)
 
     @property
     def processes(self) -> int:
@@ -136,12 +112,13 @@ class Source:
 
     def _length_of_loader(self, epoch: int) -> int | None:
         __tracebackhide__ = True
-        return self.length if self.lengths is None else self.lengths(epoch)
+        return self.reader.length_in(epoch) if self.reader.varies else self.length
 
     def left(self, epoch: int, batch: int, samples: int) -> int | None:
         """Return how many batches of an epoch are left at a position."""
-        if self.batch_size and samples:
-            return self.sharing.kept(self.batches_of(max(self.samples - samples, 0)))
+        if self.reader.batch_size and samples:
+            left = max(self.reader.samples - samples, 0)
+            return self.sharing.kept(_batches_of(left, self.reader, self.sharing))
         length = self._length_of_loader(epoch)
         return None if length is None else self.sharing.kept(max(length - batch, 0))
 
@@ -154,14 +131,6 @@ class Source:
             at: the epoch, and the batches and samples of it that were consumed already.
         """
         self.positions.begin(position, ahead, self.left(*at))
-
-    def batches_of(self, samples: int) -> int:
-        """Return how many batches a number of samples makes."""
-        assert self.batch_size is not None
-        if self.drop_last:
-            complete = self.sharing.complete
-            return samples // (self.batch_size * complete) * complete
-        return math.ceil(samples / self.batch_size)
 
     def batches_in_update(self, window: int) -> int:
         """Return how many batches an update takes, in all processes together.
@@ -199,17 +168,19 @@ class Source:
         return (batches[0] if window == 1 else batches), Window(size, padding)
 
     def why_empty(self) -> str:
-        """Return why an epoch has no batch, although the loader may have one."""
+        """Return why an epoch has no batch, although the loader may have one; else nothing."""
         if self.sharing.kept(1) == 0:
             return (
                 "With even(loader), an epoch has no batch unless each of "
                 f"{self.processes} processes has one: make batches smaller."
             )
-        per_process = f"{self.batch_size} on each of {self.sharing.complete} processes"
-        together = per_process if self.sharing.complete > 1 else f"{self.batch_size}"
+        size, complete = self.reader.batch_size, self.sharing.complete
+        if not self.reader.drop_last or not size:
+            return ""
+        together = f"{size} on each of {complete} processes" if complete > 1 else f"{size}"
         return (
-            f"It has {self.samples} samples, and with drop_last an update takes {together}: make "
-            "batches smaller."
+            f"It has {self.reader.samples} samples, and with drop_last an update takes {together}: "
+            "make batches smaller."
         )
 
     def check_order(self, whole: bool = True) -> None:
@@ -256,106 +227,59 @@ def open_source(
             make an update of ``total`` samples.
     """
     __tracebackhide__ = True
-    given = loader
+    reopen = functools.partial(open_source, loader, seed, rank, processes, total, alike)
     loader, even = unmarked(loader)
-    window = None if total is None else window_of(_unprepared(loader), total)
     if isinstance(loader, sharded):
-        return _open_sharded(loader.loader, seed, rank, processes, even, alike)
+        return _open_sharded(loader.loader, seed, rank, processes, total, even, alike)
+    reader = reader_of(_unprepared(loader))
     if processes > 1 or alike:
-        _check_not_split(loader)
-    _check_not_nested(loader)
-    loader = _unprepared(loader)
-    sharing = sharing_among(processes, rank, window, even, alike)
-    sharings = (processes, rank, window, even)
-    reopen = functools.partial(open_source, given, seed, rank, processes, total, alike)
-    if isinstance(loader, Composed):
-        source = _open_composed(loader, seed, sharing)
-        indices = indices_of(loader, seed, sharings, source.positions)
-        return attrs.evolve(source, indices=indices, reopen=reopen)
-    if is_map_style(loader):
-
-        def indexed(epoch: int | None, batch: int, samples: int) -> Iterator[Batch]:
-            return map_style(loader, seed, epoch, batch, samples, sharing, positions)
-
-        users = samplers_of_user(loader)
-        name = type(users[0] if users else loader).__name__
-        measure, owners = functools.partial(_size_of, loader), samplers_of(loader)
-        positions = Positions(name, measure, contents=None, owners=owners)
-        indices = indices_of(loader, seed, sharings, positions)
-        how = functools.partial(how_read, loader)
-        source = Source(
-            indexed, length_of(loader), sharing, positions=positions, indices=indices,
-            reopen=reopen, how_read=how,
-        )  # fmt: skip
-        if not is_sized(loader):
-            return source
-        batched = cast(BatchSampler, loader.batch_sampler)
-        source = attrs.evolve(
-            source, batch_size=batched.batch_size, samples=len(batched.sampler),  # type: ignore[arg-type]
-            drop_last=batched.drop_last,
-        )  # fmt: skip
-        return attrs.evolve(source, length=source.batches_of(source.samples))
-    if type(loader) in (list, tuple):  # no code of the user's runs: there is nothing to position
-        listed = cast("list[Batch]", loader)
-
-        def sliced(epoch: int | None, batch: int, samples: int) -> Iterator[Batch]:
-            positions.open(epoch, batch)
-            positions.compare(epoch, batch, listed[batch] if batch < len(listed) else NONE_LEFT)
-            share = sharing.split(itertools.islice(listed, batch, None), batch_size_of)
-            return noting_first(share, sharing, (epoch, batch, samples))
-
-        positions = Positions("a list", functools.partial(_size_of, listed), listed=listed)
-        return Source(sliced, len(listed), sharing, positions=positions, reopen=reopen)
-
-    read = loader.dataset if as_torch_reads_it(loader) else loader
-    name = type(read).__name__ if is_iterable(read) else name_of(read)
-    owners = owners_of(loader) if is_iterable(loader) else ()
-    positions = Positions(name, functools.partial(_size_of, loader), owners=owners)
-
-    def iterated(epoch: int | None, batch: int, samples: int) -> Iterator[Batch]:
-        batches = iterate(loader, seed, epoch, batch, positions)
-        if not makes_new(loader):
-            batches = sharing.held.watched(batches)
-        share = sharing.split(batches, batch_size_of, counts=True)
-        return noting_first(share, sharing, (epoch, batch, samples))
-
-    return Source(iterated, length_of(loader), sharing, positions=positions, reopen=reopen)
+        for each in (loader, *reader.leaves()):
+            _check_not_split(each)
+    window = None if total is None else _window_of(reader, total)
+    sharing = sharing_among(processes, rank, window, even or reader.even, alike)
+    sharing.reads_ahead |= reader.ahead > 0
+    positions = reader.positions()
+    positions.ahead = processes * reader.ahead
+    if reader.batch_size:
+        length = _batches_of(reader.samples, reader, sharing)
+    else:
+        length = reader.length_in(0)
+    return Source(reader, seed, length, sharing, positions, reopen)
 
 
-def _open_composed(loader: Composed, seed: int, sharing: SingleProcess) -> Source:
-    __tracebackhide__ = True
-    for leaf in loader.leaves():
-        _check_not_nested(leaf)
-        if isinstance(sharing, RoundRobin):
-            _check_not_split(leaf)
-
-    def composed(epoch: int | None, batch: int, samples: int) -> Iterator[Batch]:
-        items = lambda: loader.items(Pass(seed, epoch, batch, sharing))
-        noted = positions.noting(items, epoch, batch)
-        share = sharing.split(noted, size_of, counts=True)
-        make = functools.partial(fetch, held=sharing.held)
-        if not isinstance(sharing, RoundRobin):
-            return make(share)
-        return sampling_first(share, sharing, (epoch, batch, samples), seen, make)
-
-    sharing.reads_ahead = True
-    asked = [each for each in loader.leaves() if is_map_style(each) and each.num_workers]
-    ahead = sum((each.prefetch_factor or 0) * each.num_workers + 1 for each in asked)
-    name = f"{loader.call}(...)"
-    ahead = sharing.processes * (ahead + 1)
-    owners = [*filter(is_iterable, loader.leaves())]
-    positions = Positions(name, contents=contents_of, ahead=ahead, owners=owners)
-    length = loader.length_in(0)
-    return Source(composed, length, sharing, lengths=loader.length_in, positions=positions)
+def _batches_of(samples: int, reader: Reader, sharing: SingleProcess) -> int:
+    """Return how many batches a number of samples makes, where batches have one size."""
+    assert reader.batch_size is not None
+    if reader.drop_last:
+        return samples // (reader.batch_size * sharing.complete) * sharing.complete
+    return math.ceil(samples / reader.batch_size)
 
 
-def _size_of(loader: object) -> tuple[int, str] | None:
-    """Return how many samples or batches a loader has, and of which of the two, if it is known."""
-    if is_map_style(loader) and is_sized(loader):
-        batched = cast(BatchSampler, loader.batch_sampler)
-        return len(batched.sampler), "samples"  # type: ignore[arg-type]
-    length = length_of(loader)
-    return None if length is None else (length, "batches")
+def _window_of(reader: Reader, total: int) -> int:
+    """Return how many batches of a loader have ``total`` samples.
+
+    An incomplete batch, such as the last one of an epoch, counts as a complete one.
+
+    Raises:
+        ValueError: that is not known, or not a whole number.
+    """
+    typed = f"accumulate(total={total})"
+    sizes = reader.batch_sizes()
+    if sizes is None or len(sizes) != 1:
+        known = "does not say" if sizes is None else f"says differently, {sorted(sizes)}"
+        raise ValueError(
+            f"{typed} needs to know how many samples a batch has, which this training loader "
+            f"{known}: pass DataLoader(dataset, batch_size), or write accumulate(n), n batches on "
+            "each process"
+        )
+    (size,) = sizes
+    if total % size:
+        near = max(total // size, 1) * size
+        raise ValueError(
+            f"{typed} takes whole batches, and those of the training loader have {size} samples: "
+            f"write accumulate(total={near}), or make batches of a size that divides {total}"
+        )
+    return total // size
 
 
 def _unprepared(loader: object) -> object:
@@ -366,17 +290,6 @@ def _unprepared(loader: object) -> object:
     is_prepared = type(loader).__module__.startswith("accelerate.")
     skips = getattr(loader, "skip_batches", 0)
     return loader if skips or not is_prepared else getattr(loader, "base_dataloader", loader)
-
-
-def _check_not_nested(loader: object) -> None:
-    """Raise if a DataLoader makes batches of batches."""
-    batches = batch_sampler_of(loader)
-    others = [sampler for sampler in samplers_of(loader) if sampler is not batches]
-    if batches is not None and any(isinstance(each, Bucketed) for each in others):
-        raise ValueError(
-            "bucketed makes batches, and this DataLoader would make batches of them: write "
-            "DataLoader(dataset, batch_sampler=bucketed(...))"
-        )
 
 
 def _check_not_split(loader: object) -> None:
@@ -398,46 +311,76 @@ def _check_not_split(loader: object) -> None:
 
 
 def _open_sharded(
-    loader: object, seed: int, rank: int, processes: int, even: bool, alike: bool
+    loader: object,
+    seed: int,
+    rank: int,
+    processes: int,
+    total: int | None,
+    even: bool,
+    alike: bool,
 ) -> Source:
+    __tracebackhide__ = True
+    if total is not None:
+        raise ValueError(
+            f"accumulate(total={total}) distributes the batches of each update to as many "
+            "processes as there are, but sharded(...) gives each process its own: pass the loader "
+            "without sharded, or write accumulate(n)"
+        )
     if processes == 1 and not alike:
         return open_source(loader, seed)
     reopen = functools.partial(open_source, loader, fold_in(seed, rank) if processes > 1 else seed)
     source = reopen()
-
-    def batches(epoch: int | None, batch: int, samples: int) -> Iterator[Batch]:
-        own = source.read(epoch, batch // processes, 0)
-        if alike:
-            own = _noting_head(own, sharing, (epoch, batch, samples))
-        if even:
-            return _until_shortest(own)
-        return _pad_to_longest(own, lambda: reopen().read(epoch, 0, 0))
-
-    own = 0 if source.length is None else source.length
-    longest, minus_shortest, some_unknown = all_reduce_max(
-        [own, -own, source.length is None], "the length of a sharded loader"
-    )
-    length = None if some_unknown else int(-minus_shortest if even else longest) * processes
-
-    def indices(epoch: int, batch: int, samples: int) -> Iterator[object]:
-        return source.indices(epoch, batch // processes, 0)
-
-    source.positions.shards = processes
-    sharing = (OwnStreams if alike else RoundRobin)(rank, processes, even=even)
+    reader = _Share(source, reopen, even or source.reader.even, alike)
+    sharing = (OwnStreams if alike else RoundRobin)(rank, processes, even=reader.even)
     sharing.held, sharing.reads_ahead = source.sharing.held, source.sharing.reads_ahead
-    return Source(batches, length, sharing, positions=source.positions, indices=indices)
+    source.positions.shards = processes
+    length = reader.length_among(processes)
+    return Source(reader, seed, length, sharing, source.positions)
 
 
-def _noting_head(
-    own: Iterator[Batch], sharing: RoundRobin, at: tuple[int | None, int, int]
-) -> Iterator[Batch]:
-    """Yield the batches of a process's own stream, and note what is seen of the first one."""
-    __tracebackhide__ = True
-    for batch in own:
-        sharing.first = First(glimpse(batch), at)
-        yield batch
-        break
-    yield from own
+class _Share(Reader):
+    """How a loader is read that gives each process its own share.
+
+    Args:
+        source: this process's share.
+        reopen: opens it once more.
+        even: whether an epoch ends with the shortest share.
+        alike: whether other processes have the same share.
+    """
+
+    def __init__(
+        self, source: Source, reopen: Callable[[], Source], even: bool, alike: bool
+    ) -> None:
+        self._source, self._reopen, self.even, self._alike = source, reopen, even, alike
+
+    def length_in(self, epoch: int) -> int | None:
+        return self._source.length_in(epoch)
+
+    def length_among(self, processes: int) -> int | None:
+        """Return the number of batches in an epoch, of all shares together. A collective."""
+        own = self._source.length or 0
+        longest, minus_shortest, some_unknown = all_reduce_max(
+            [own, -own, self._source.length is None], "the length of a sharded loader"
+        )
+        return None if some_unknown else int(-minus_shortest if self.even else longest) * processes
+
+    def positions(self) -> Positions:
+        return self._source.positions
+
+    def items(self, at: Pass) -> Iterator[Batch]:
+        return self._source.read(at.epoch, at.start // at.sharing.processes, 0)
+
+    def read(self, at: Pass) -> Iterator[Batch]:
+        own = self.items(at)
+        if self._alike:
+            own = at.sharing.noting_first(own, at.place)
+        if self.even:
+            return _until_shortest(own)
+        return _pad_to_longest(own, lambda: self._reopen().read(at.epoch, 0, 0))
+
+    def indices(self, at: Pass) -> Iterator[object]:
+        assert at.epoch is not None
+        return self._source.indices(at.epoch, at.start // at.sharing.processes, 0)
 
 
 def _until_shortest(batches: Iterator[Batch]) -> Iterator[Batch]:

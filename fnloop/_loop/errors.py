@@ -180,8 +180,8 @@ def explain_no_batches(state: TrainState, source: Source) -> str:
 
 def why_empty(source: Source) -> str:
     """Return why a loader has no batch, if that is known; else nothing."""
-    if (source.drop_last and source.batch_size) or source.sharing.kept(1) == 0:
-        return f" {source.why_empty()}"
+    if why := source.why_empty():
+        return f" {why}"
     return NO_LENGTH if source.length == 0 else ""
 
 

@@ -271,7 +271,8 @@ class Plan:
         for later in range(1, epochs):
             windows = self.windows(state, source, later, updates)
             length = windows.updates_of(source.length_in(state.epoch + later) or 0)
-            if source.lengths is None and self.step.settles(*self._counted(state, later, updates)):
+            counted = self._counted(state, later, updates)
+            if not source.reader.varies and self.step.settles(*counted):
                 return updates - before + (epochs - later) * length  # the others are like this one
             updates += length
         return updates - before

@@ -238,7 +238,7 @@ class World:
         self._asked_at = self._quiet_until = 0.0  # nothing is due in between, in mid-epoch
         self._position, self._seed = torch_seeder(state.backend.device), 0
         self._in_windows, self._share = plan.step.window > 1, state.backend.data_size
-        self._size, self._recent = self.source.batch_size or 0, plan.record_every is not None
+        self._size, self._recent = self.source.reader.batch_size or 0, plan.record_every is not None
         self._calls_always = bool(plan.hooks) or not self.peers.alone
         calls = [Call("boundary", n) for n in range(max(len(plan.hooks), 1))]
         self._hooks_then_update: list[Todo] = [*((each, Update()) for each in calls), (Update(),)]
@@ -390,7 +390,7 @@ class World:
         self._quiet_until = 0.0
         self.stopwatch.newest = None
         self.stopwatch.resumed = time.perf_counter()
-        if plan.step.window > 1 or source.lengths is not None:
+        if plan.step.window > 1 or source.reader.varies:
             state = self._count_windows(state)
         self.opened_at = at = state.epoch, state.batch, state.samples
         self.batches_in_epoch = 0
@@ -875,7 +875,7 @@ def _survive(world: World, error: BaseException) -> bool:
     if world.doing is None:  # the step may have applied its update already
         if world.plan.step.fetches_late and world.batch is not NONE_LEFT:
             world.count_taken()
-        made = newest(before, world.taken, world.taken * (world.source.batch_size or 0))
+        made = newest(before, world.taken, world.taken * (world.source.reader.batch_size or 0))
         if made is not before:
             world.state = changed(made, todo=(Boundary(),))
     state = world.state

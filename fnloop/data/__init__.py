@@ -19,9 +19,9 @@ iterable, whose order torch's generator decides.
 import typing as _typing
 
 from fnloop._data.loaders import even
-from fnloop._data.map_style import bucketed
-from fnloop.data._collate import pack_collate, pad_collate
-from fnloop.data._combine import (
+from fnloop._extensions.loaders.bucketed import bucketed
+from fnloop._extensions.loaders.collate import pack_collate, pad_collate
+from fnloop._extensions.loaders.combine import (
     fixed,
     fraction,
     interleave,

@@ -224,7 +224,7 @@ def _place(batch: int | Place, source: Source) -> Place:
         return batch
     epoch, left = 0, batch
     while (length := source.length_in(epoch)) is not None and left >= length > 0:
-        same = 1 if source.lengths is not None else left // length  # epochs of this length
+        same = 1 if source.reader.varies else left // length  # epochs of this length
         epoch, left = epoch + same, left - same * length
     return epoch, left
 

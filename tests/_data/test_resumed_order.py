@@ -1,12 +1,12 @@
 """What comes after a resume: put back where it can be, compared, and said where it differs."""
 
-import random
 import time
 
 import attrs
 import numpy as np
 import pytest
 import torch
+from resumed import DRAWN, InTurn, Own, X, on_disk, permuted, trained, warning_of_a_resume
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -17,63 +17,11 @@ from torch.utils.data import (
 )
 
 import fnloop as fl
-from fnloop._backend.containers import memory_in
 from fnloop._data.source import open_source
 from fnloop._loop.beginning import check_length
 from fnloop.testing import toy
 
-X = torch.arange(12.0)
-SEEN = []
-
-
-def loss(model, batch):
-    found = torch.cat([part.flatten() for part in memory_in(batch)])
-    SEEN.extend(found.int().tolist())
-    return model.w * found.mean(), {"weight": 1}
-
-
-def trained(loader, state=None, **target):
-    """Return the samples that an epoch, or more, trains; and the state."""
-    SEEN.clear()
-    state = fl.fit(fl.pipeline()(loss), state or toy(lr=0.0), loader, hooks=(), **target)
-    return [*SEEN], state
-
-
-def on_disk(state, folder):
-    return fl.restore(fl.save(state, folder / "a"), toy(w=9.0))
-
-
 # --- generators of a loader's own
-
-
-class Own(Sampler):
-    def __init__(self, generator, draw):
-        self.own, self.draw = generator, draw
-
-    def __len__(self):
-        return 12
-
-    def __iter__(self):
-        return iter(self.draw(self.own))
-
-
-def by_python(generator):
-    order = [*range(12)]
-    generator.shuffle(order)
-    return order
-
-
-permuted = lambda generator: generator.permutation(12).tolist()
-DRAWN = {
-    "numpy": lambda: Own(np.random.default_rng(0), permuted),
-    "numpy, SFC64": lambda: Own(np.random.Generator(np.random.SFC64(0)), permuted),
-    "numpy, MT19937": lambda: Own(np.random.Generator(np.random.MT19937(0)), permuted),
-    "RandomState": lambda: Own(np.random.RandomState(0), permuted),
-    "random": lambda: Own(random.Random(0), by_python),
-    "torch": lambda: Own(
-        torch.Generator().manual_seed(0), lambda g: torch.randperm(12, generator=g).tolist()
-    ),
-}
 
 
 class Named(Own):
@@ -187,20 +135,6 @@ def test_an_epoch_that_a_function_makes_a_loader_for_begins_as_it_did(tmp_path):
 # --- what cannot be put back
 
 
-class InTurn(Sampler):
-    """Each pass has the order that follows, whatever the epoch is."""
-
-    def __init__(self):
-        self.passes = 0
-
-    def __len__(self):
-        return 4
-
-    def __iter__(self):
-        self.passes += 1
-        return iter([0, 1, 2, 3] if self.passes % 2 else [3, 2, 1, 0])
-
-
 class Turns(IterableDataset):
     def __init__(self):
         self.order = InTurn()
@@ -239,57 +173,18 @@ def with_a_generator():
 
 
 ELSEWHERE = {
-    "sampler": (lambda: DataLoader(X, 2, sampler=InTurn()), "InTurn", True),
-    "one sample in a batch": (lambda: DataLoader(X, None, sampler=InTurn()), "InTurn", True),
-    "sampler of batches": (
-        lambda: DataLoader(X, batch_sampler=BatchSampler(InTurn(), 2, False)), "InTurn", True,
-    ),
-    "stream": (lambda: DataLoader(Turns(), 2), "Turns", False),
-    "kept iterator": (lambda: Passes(X[:4], 2, sampler=InTurn()), "Passes", False),
-    "take": (lambda: fl.data.take(DataLoader(X, 2, sampler=InTurn()), 2), r"take(...)", False),
-    "zip": (
-        lambda: fl.data.zip_shortest(a=DataLoader(Turns(), 2), b=[X[:2]] * 2), "zip_", False,
-    ),
-}  # fmt: skip
+    "stream": (lambda: DataLoader(Turns(), 2), "Turns"),
+    "kept iterator": (lambda: Passes(X[:4], 2, sampler=InTurn()), "Passes"),
+    "take": (lambda: fl.data.take(DataLoader(X, 2, sampler=InTurn()), 2), r"take(...)"),
+    "zip": (lambda: fl.data.zip_shortest(a=DataLoader(Turns(), 2), b=[X[:2]] * 2), "zip_"),
+}
 
 
-@pytest.mark.parametrize(("make", "name", "by_index"), ELSEWHERE.values(), ids=ELSEWHERE)
-def test_another_order_after_a_resume_has_one_warning(make, name, by_index, tmp_path, caplog):
-    steps = 6 if name == "InTurn" and make().batch_sampler is None else 3
-    _, state = trained(make(), steps=steps)
-    state = on_disk(state, tmp_path)
-    assert state.epoch == 1
-    assert not caplog.messages
-    trained(make(), state, epochs=3)
-    (line,) = caplog.messages
+@pytest.mark.parametrize(("make", "name"), ELSEWHERE.values(), ids=ELSEWHERE)
+def test_another_order_after_a_resume_has_one_warning(make, name, tmp_path, caplog):
+    line = warning_of_a_resume(make, 3, tmp_path, caplog)
     assert f"fit: the training loader ({name}" in line
-    assert f"does not resume where it was: after batch {state.batch} of epoch 2 it gives" in line
-    assert 'attrs.evolve(state, ends="epoch")' in line
-    said = (
-        "In this epoch, samples 2, 3 are trained twice, and samples 0, 1 are not trained." in line
-    )
-    assert said is by_index
-
-
-def test_a_cell_that_is_run_again_has_the_warning_too(caplog):
-    loader = DataLoader(X, 2, sampler=InTurn())
-    first, state = trained(loader, steps=1)
-    rest, _ = trained(loader, state, epochs=1)
-    assert first == [0, 1] == rest[::-1]
-    (line,) = caplog.messages
-    assert "samples 0, 1 are trained twice, and samples 2, 3 are not trained" in line
-
-
-def test_a_resume_of_a_resume_compares_with_what_was_trained(tmp_path, caplog):
-    make = lambda: DataLoader(X, None, sampler=InTurn())
-    _, state = trained(make(), steps=5)  # 3
-    seen, state = trained(make(), on_disk(state, tmp_path), steps=6)
-    assert seen == [1]
-    caplog.clear()
-    seen, _ = trained(make(), on_disk(state, tmp_path), epochs=2)
-    assert seen == [2, 3]
-    (line,) = caplog.messages
-    assert "In this epoch, sample 3 is trained twice, and sample 0 is not trained." in line
+    assert "Samples may be trained twice in this epoch, and others not at all." in line
 
 
 def test_what_a_function_draws_by_itself_is_told(tmp_path, caplog):
@@ -363,19 +258,15 @@ def test_a_position_of_an_older_version_has_no_warning(tmp_path, caplog):
 
 
 def test_data_of_another_length_are_told_with_both_lengths(tmp_path, caplog):
-    """Of 12 samples 8 were trained. Where nothing is left, the epoch ends with these."""
-    make = lambda n, size=2: DataLoader(torch.arange(float(n)), size, shuffle=True)
+    """Of 6 batches 4 were trained. Where nothing is left, the epoch ends with these."""
     batches = lambda n: [torch.ones(2)] * n
-    _, state = trained(make(12), steps=4)
-    for loader, now, ends in (
-        (make(4), "has 4 samples now", True), (make(1), "has 1 sample now", True),
-        (make(10), "has 10 samples now", False), (make(20, 5), "has 20 samples now", False),
-        (batches(2), "has 2 batches now", True), (batches(8), "has 8 batches now", False),
-    ):  # fmt: skip
+    _, state = trained(batches(6), steps=4)
+    lengths = (2, "2 batches", True), (1, "1 batch", True), (8, "8 batches", False)
+    for n, now, ends in lengths:
         caplog.clear()
-        seen, reached = trained(loader, on_disk(state, tmp_path), epochs=1)
+        seen, reached = trained(batches(n), on_disk(state, tmp_path), epochs=1)
         (line,) = caplog.messages
-        assert f"had 12 samples when epoch 1 began, and {now}" in line
+        assert f"had 6 batches when epoch 1 began, and has {now} now" in line
         assert ("so it ends here, having been trained on 4 batches" in line) is ends
         assert bool(seen) is not ends
         assert reached.epoch == reached.history[-1].epoch == 1
@@ -396,16 +287,6 @@ def test_a_stream_that_is_shorter_now_is_told(tmp_path, caplog):
         assert ["It has no batch there." in line for line in caplog.messages] == [True] * told
 
 
-def test_another_batch_size_has_no_warning_and_trains_what_is_left(tmp_path, caplog):
-    make = lambda size: DataLoader(X, size, shuffle=True)
-    whole, _ = trained(make(2), epochs=2)
-    _, state = trained(make(2), steps=4)
-    for size in (1, 3, 4, 5, 12):
-        seen, _ = trained(make(size), on_disk(state, tmp_path), epochs=2)
-        assert seen == whole[8:]
-    assert not caplog.messages
-
-
 def test_another_number_of_processes_has_no_warning(caplog):
     """Of 12 batches 4 are consumed; on 5 processes, 8 are left, and 2 are padding."""
     source = open_source(DataLoader(torch.zeros(24), 2), 0, rank=0, processes=5)
@@ -415,28 +296,6 @@ def test_another_number_of_processes_has_no_warning(caplog):
     check_length(source, 0, first=4, samples=8, batches=4 + 5)
     (line,) = caplog.messages
     assert "is 12, but an epoch of it had 5 batches from batch 4 on, where 8 were left" in line
-
-
-# --- which samples
-
-
-def test_the_samples_of_a_batch_are_known_of_a_sampler_with_a_generator_of_its_own():
-    """Sample 5 is not a number; asking which samples a batch had moves no generator."""
-    data = X.clone()
-    data[5] = torch.nan
-    loader = DataLoader(data, 2, sampler=DRAWN["numpy"]())
-    seen = []
-
-    def noting(model, batch):
-        seen.append(batch.tolist())
-        return model.w * batch.mean()
-
-    hook = fl.halt_on_nonfinite(keep=True)
-    state = fl.fit(fl.pipeline()(noting), toy(), loader, epochs=1, hooks=(hook,))
-    (named,) = state.extra["nonfinite"]["indices"]
-    bad = next(batch for batch in seen if any(v != v for v in batch))
-    assert [data[i].item() for i in named if i != 5] == [v for v in bad if v == v]
-    assert 5 in named
 
 
 class Slow(Dataset):

@@ -186,10 +186,6 @@ def test_two_loaders_that_share_a_buffer_are_refused_where_both_are_in_a_batch()
     assert sorted(map(abs, told(in_turn))) == sorted(2 * VALUES)
 
 
-def test_processes_that_fetch_their_own_samples_hold_none_of_the_others():
-    assert [told(collated(), rank, 2) for rank in (0, 1)] == [[1.0, 3.0, 5.0], [2.0, 4.0, 6.0]]
-
-
 # --- not one buffer, and not from the beginning
 
 

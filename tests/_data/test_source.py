@@ -15,7 +15,6 @@ from toy_runs import fit
 
 import fnloop as fl
 from fnloop._data.source import open_source, windows
-from fnloop.data import bucketed, interleave, take
 from fnloop.testing import assert_same, toy
 
 
@@ -71,14 +70,6 @@ def test_persistent_workers_can_be_read_twice_at_once_and_evaluated_within_an_ep
     states = [fit(loaders=(both, both), **often) for both in (loader(), many)]
     assert [r.step for r in states[1].history if "valid/loss" in r.metrics] == [2, 4, 6, 8]
     assert_same(*states)
-
-
-def test_consumed_samples_are_skipped_by_index_without_loading_them():
-    data = loader(noisy=True)
-    whole = batches(data)
-    data.dataset.loaded.clear()
-    assert batches(data, start=2) == whole[2:]
-    assert len(data.dataset.loaded) == 4
 
 
 SAMPLERS = {
@@ -216,61 +207,8 @@ def test_a_stuck_worker_does_not_keep_python_from_exiting():
     assert subprocess.run(command, **streams, timeout=60, check=True).stdout == "2\n"
 
 
-# --- a dataset that raises StopIteration
-
-
-class AtItsEnd(Dataset):
-    """One that reads a handle, which is used up at one sample."""
-
-    def __init__(self, n=8):
-        self.n = n
-
-    def __len__(self):
-        return self.n
-
-    def __getitem__(self, i):
-        return next(iter(())) if i == 3 else torch.ones(())
-
-
-class AllAtOnce(AtItsEnd):
-    def __getitems__(self, indices):
-        return [self[i] for i in indices]
-
-
-def collate_none(samples):
-    return next(iter(()))
-
-
-@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("make", "message"), [
-    (lambda w: DataLoader(AtItsEnd(), 2, num_workers=w),
-        "AtItsEnd raised StopIteration for sample 3"),
-    (lambda w: DataLoader(AtItsEnd(), None, num_workers=w),
-        "AtItsEnd raised StopIteration for sample 3"),
-    (lambda w: DataLoader(AllAtOnce(), 2, num_workers=w),
-        r"AllAtOnce raised StopIteration for samples \[2, 3\]"),
-    (lambda w: DataLoader(AtItsEnd(3), 3, collate_fn=collate_none, num_workers=w),
-        r"the collate_fn of AtItsEnd raised StopIteration for samples \[0, 1, 2\]"),
-], ids=["dataset", "without batches", "__getitems__", "collate_fn"])  # fmt: skip
-def test_a_stop_iteration_in_a_dataset_is_an_error_with_any_workers(make, message, workers):
-    with pytest.raises(RuntimeError, match=message):
-        fit(loaders=make(workers))
-
-
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_a_loader_without_samples_gives_no_batch(shuffle):
     sampler = [] if shuffle else None  # torch shuffles no empty dataset
     loader = DataLoader(TensorDataset(torch.empty(0, 2)), 4, sampler=sampler)
     assert list(open_source(loader, 0).batches(0, 0, 0)) == []
-
-
-def test_bucketed_batches_that_a_loader_would_batch_again_are_refused():
-    data, batches = TensorDataset(torch.ones(4, 1)), bucketed([1, 1, 2, 2], batch_size=2)
-    twice = DataLoader(data, batch_sampler=BatchSampler(batches, 2, False))
-    single = DataLoader(data, sampler=batches)
-    for wrong in (single, twice, take(single, 2), interleave({"a": single, "b": [0]})):
-        with pytest.raises(ValueError, match=r"write DataLoader\(dataset, batch_sampler=bucketed"):
-            fit(loaders=wrong)
-    step = fl.pipeline()(lambda model, batch: model(batch[0]).mean())
-    for settings in ({"batch_sampler": batches}, {"batch_size": None, "sampler": batches}):
-        assert fit(step=step, loaders=DataLoader(data, **settings)).step == 2

@@ -2,7 +2,6 @@
 
 import attrs
 import pytest
-import torch
 from loop_cases import ONE, Boom, failing_once, fit
 from sample_hooks import stop_at
 
@@ -104,20 +103,6 @@ def test_the_seconds_of_records_never_fall(monkeypatch):
     clock = iter([100.0, 100.0, 109.0, 50.0, 60.0])
     monkeypatch.setattr("fnloop._core.runs.time.monotonic", lambda: next(clock, 61.0))
     assert [r.seconds for r in fit(epochs=3).history] == [9.0, 9.0, 9.0]
-
-
-def test_a_stop_iteration_in_a_dataset_does_not_end_the_epoch_silently():
-    class Short(torch.utils.data.Dataset):
-        def __len__(self):
-            return 4
-
-        def __getitem__(self, i):
-            if i == 2:
-                raise StopIteration
-            return torch.ones(1)
-
-    with pytest.raises(RuntimeError, match="StopIteration"):
-        fit(loaders=torch.utils.data.DataLoader(Short()))
 
 
 @pytest.fixture

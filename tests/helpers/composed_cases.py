@@ -132,9 +132,8 @@ CASES = {  # workers -> a loader
     ),
     "twice the same": lambda w: (lambda one: zip_cycle(a=one, b=one))(shuffled(workers=w)),
 }
-ALWAYS_THE_SAME = [
-    CASES[name] for name in ("fixed of a stream", "fixed of others", "even of a list")
-]
+_SAME = "fixed of a stream", "fixed of others", "even of a list"
+ALWAYS_THE_SAME = [make for name, make in CASES.items() if name in _SAME]
 
 
 def contents(batch):

@@ -47,7 +47,8 @@ OPEN = {
     ),
     "_core.records": "COSTS counts MODES number_of_epoch TRAINED",
     "_core.rng": (
-        "COMPUTE HostGenerators mark_generators reserved_generators seed_host torch_seeder"
+        "COMPUTE HostGenerators mark_generators new_seed reserved_generators seed_all "
+        "seed_host seeded_generator torch_seeder"
     ),
     "_core.runs": (
         "decode_stop decode_todo encode_stop encode_todo has_updates Live now pending "
@@ -72,11 +73,13 @@ OPEN = {
         "Aux BY_ANOTHER Call collection_key EVALUATION hide_fields is_ours Searching Skip wraps_of"
     ),
     "_core.view": "as_evaluated begin_again changed_for is_apart take_back view",
-    "_data.composed": "unmarked",
     "_data.held": "own_copy",
-    "_data.iterable": "is_keeper",
-    "_data.loaders": "batch_size_of check_loader Padding read_loaders Window",
-    "_data.position": "checksum",
+    "_data.iterable": "as_torch_reads_it is_keeper length_of steady_workers",
+    "_data.loaders": (
+        "alike batch_size_of check_loader glimpse is_iterable Padding read_loaders unmarked Window"
+    ),
+    "_data.position": "checksum Pass Positions",
+    "_data.reader": "Iterated Reader reader_of",
     "_data.source": "first_batches LateWindow open_source Source",
     "_display.checks": "choice describe flag folder_path is_address join_names metric_name",
     "_display.frames": "short_traceback",

@@ -21,9 +21,8 @@ from fnloop._core.serialize import find_difference
 from fnloop._core.several import models_of
 from fnloop._core.state import TrainState, snapshot, without_metrics
 from fnloop._core.types import Middleware, Output, Step
-from fnloop._data.composed import unmarked
 from fnloop._data.held import own_copy
-from fnloop._data.loaders import Padding, batch_size_of, check_loader, sharded
+from fnloop._data.loaders import Padding, batch_size_of, check_loader, sharded, unmarked
 from fnloop._data.source import first_batches, open_source
 from fnloop._extensions import extensions
 from fnloop._extensions.checkpoints.format import CheckpointError

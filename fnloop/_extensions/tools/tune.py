@@ -274,7 +274,7 @@ class _Bench:
         loader = self.now.loader
         with isolated(self.state.backend.device):
             source = open_loader(loader, self.state, self.now.step.total)
-            if (how := source.how_read()) is None or not isinstance(loader, DataLoader):
+            if (how := source.reader.how_read()) is None or not isinstance(loader, DataLoader):
                 return None
             seconds = _seconds_per_batch(source.batches(self.state.epoch, 0, 0))
             by_torch = _seconds_per_batch(loader)

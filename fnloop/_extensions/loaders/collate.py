@@ -12,9 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from fnloop._backend.containers import is_named_tuple
-from fnloop._core.types import Batch
-from fnloop._display import checks
+from fnloop.extend import Batch, checks, containers
 
 Padding = float | Mapping[str, float] | Mapping[int, float]
 
@@ -100,7 +98,7 @@ class _PadCollate:
                 for i, column in enumerate(self._columns(samples, len(first)))
             ]
             made = type(first)
-            return made(*collated) if is_named_tuple(first) else tuple(collated)
+            return made(*collated) if containers.is_named_tuple(first) else tuple(collated)
         if isinstance(self.padding, dict) or self.leave:
             by = "padding" if isinstance(self.padding, dict) else "fields"
             raise TypeError(

@@ -14,18 +14,18 @@ import torch
 from toolz import partition_all
 from torch.utils.data import BatchSampler
 
-from fnloop._core.rng import ORDER, PART, fold_in, new_seed
-from fnloop._core.types import Batch, name_of
-from fnloop._data.composed import Composed, MapStyle, PartItem, Pass, Together
-from fnloop._data.loaders import Index, Loader
-from fnloop._data.map_style import batch_indices, samplers_of, set_epoch
-from fnloop._display import checks
+from fnloop._core.rng import new_seed
+from fnloop._data.position import Pass
+from fnloop._extensions.loaders.composed import Composed, Item, Together, items_of
+from fnloop._extensions.loaders.map_style import MapStyle
+from fnloop._extensions.loaders.sampled import Index
+from fnloop.extend import Batch, checks, name_of
 
 # --------------------------------------------------------------------------------------------------
 # One batch of each of several loaders at a time.
 
 
-def zip_cycle(**loaders: Loader) -> Composed:
+def zip_cycle(**loaders: object) -> Composed:
     """Return a loader of mappings with one batch of each loader. Shorter ones start over.
 
     An epoch ends with the longest. A loader that shuffles and begins again has another order. The
@@ -53,7 +53,7 @@ def zip_cycle(**loaders: Loader) -> Composed:
     return _ZipCycle("zip_cycle", loaders)
 
 
-def zip_shortest(**loaders: Loader) -> Composed:
+def zip_shortest(**loaders: object) -> Composed:
     """Return a loader of mappings with one batch of each loader. The shortest ends an epoch.
 
     The loaders are shuffled independently. If the batches of a mapping have different sizes, the
@@ -77,7 +77,7 @@ def zip_shortest(**loaders: Loader) -> Composed:
     return _ZipShortest("zip_shortest", loaders, min)
 
 
-def zip_longest(**loaders: Loader) -> Composed:
+def zip_longest(**loaders: object) -> Composed:
     """Return a loader of mappings with one batch of each loader that has not ended.
 
     An epoch ends with the longest. From where a shorter one has ended, its name is not in the
@@ -107,7 +107,7 @@ def zip_longest(**loaders: Loader) -> Composed:
 
 class _Zip(Composed):
     def __init__(
-        self, call: str, loaders: Mapping[str, Loader], choose: Callable[[list[int]], int] = max
+        self, call: str, loaders: Mapping[str, object], choose: Callable[[list[int]], int] = max
     ) -> None:
         if not loaders:
             raise ValueError(f"{call} expects loaders by name, {call}(a=..., b=...); got none")
@@ -122,18 +122,18 @@ class _Zip(Composed):
 
     def passes(self, at: Pass) -> dict[str, Pass]:
         """Return a pass for each part, with a seed of its own."""
-        return {n: at._replace(seed=fold_in(at.seed, PART, i)) for i, n in enumerate(self.parts)}
+        return {name: at.part(i) for i, name in enumerate(self.parts)}
 
     def __repr__(self) -> str:
         given = ", ".join(f"{name}={loader!r}" for name, loader in self.loaders.items())
         return f"{self.call}({given})"
 
 
-def _together(parts: Mapping[str, Iterator[PartItem]]) -> Iterator[PartItem]:
+def _together(parts: Mapping[str, Iterator[Item]]) -> Iterator[Item]:
     """Yield one item of each, until one of them ends."""
     __tracebackhide__ = True
     while True:
-        found: dict[str, PartItem] = {}
+        found: dict[str, Item] = {}
         for name, items in parts.items():
             item = next(items, None)
             if item is None:
@@ -143,14 +143,14 @@ def _together(parts: Mapping[str, Iterator[PartItem]]) -> Iterator[PartItem]:
 
 
 class _ZipShortest(_Zip):
-    def items(self, at: Pass) -> Iterator[PartItem]:
-        return _together({n: self.parts[n].items(own) for n, own in self.passes(at).items()})
+    def items(self, at: Pass) -> Iterator[Item]:
+        return _together({n: items_of(self.parts[n], own) for n, own in self.passes(at).items()})
 
 
 class _ZipLongest(_Zip):
-    def items(self, at: Pass) -> Iterator[PartItem]:
+    def items(self, at: Pass) -> Iterator[Item]:
         __tracebackhide__ = True
-        left = {n: self.parts[n].items(own) for n, own in self.passes(at).items()}
+        left = {n: items_of(self.parts[n], own) for n, own in self.passes(at).items()}
         while left:
             found = {name: next(items, None) for name, items in left.items()}
             left = {name: items for name, items in left.items() if found[name] is not None}
@@ -159,7 +159,7 @@ class _ZipLongest(_Zip):
 
 
 class _ZipCycle(_Zip):
-    def items(self, at: Pass) -> Iterator[PartItem]:
+    def items(self, at: Pass) -> Iterator[Item]:
         lengths = self.lengths_in(at.epoch or 0)
         # The names of the parts whose first pass has ended.
         ended = {name for name, length in lengths.items() if length and at.start >= length}
@@ -167,7 +167,7 @@ class _ZipCycle(_Zip):
         length = self.length_in(at.epoch or 0)
         return islice(_together(cycles), None if length is None else max(length - at.start, 0))
 
-    def _cycle(self, name: str, at: Pass, ended: set[str]) -> Iterator[PartItem]:
+    def _cycle(self, name: str, at: Pass, ended: set[str]) -> Iterator[Item]:
         """Yield the items of a part from a position on, again and again until all have ended.
 
         Args:
@@ -180,8 +180,8 @@ class _ZipCycle(_Zip):
         again, first = divmod(at.start, length) if length else (0, 0)
         left = 0 if length else at.start  # to be passed over: passes have no known length
         while True:
-            own, empty = fold_in(at.seed, PART, again) if again else at.seed, not first
-            for item in self.parts[name].items(at._replace(seed=own, start=first)):
+            own, empty = at.part(again) if again else at, not first
+            for item in items_of(self.parts[name], own._replace(start=first)):
                 empty = False
                 if left:
                     left -= 1
@@ -205,7 +205,7 @@ class _ZipCycle(_Zip):
 _DRAWN_AT_ONCE = 4096  # positions
 
 
-def interleave(loaders: Mapping[str, Loader], ratios: Mapping[str, int] | None = None) -> Composed:
+def interleave(loaders: Mapping[str, object], ratios: Mapping[str, int] | None = None) -> Composed:
     """Return a loader of the batches of several loaders, mixed.
 
     Their order is drawn for each epoch. A batch is as its loader gives it; the loaders are shuffled
@@ -236,7 +236,7 @@ def interleave(loaders: Mapping[str, Loader], ratios: Mapping[str, int] | None =
 
 
 class _Interleave(Composed):
-    def __init__(self, loaders: Mapping[str, Loader], ratios: Mapping[str, int] | None) -> None:
+    def __init__(self, loaders: Mapping[str, object], ratios: Mapping[str, int] | None) -> None:
         example = 'such as {"a": loader, "b": other}'
         if not checks.mapping("interleave", "loaders", loaders, example):
             raise ValueError(f"interleave expects loaders as a mapping, {example}; got none")
@@ -271,22 +271,22 @@ class _Interleave(Composed):
             return None
         return sum(int(share * blocks) for share in shares)
 
-    def _order(self, seed: int, epoch: int) -> Iterator[int]:
+    def _order(self, at: Pass) -> Iterator[int]:
         """Yield the number of the loader at each position."""
-        shares, blocks = self._shares(epoch)
-        generator = torch.Generator().manual_seed(fold_in(seed, ORDER, epoch))
+        shares, blocks = self._shares(at.epoch or 0)
+        generator = torch.Generator().manual_seed(at.order)
         if blocks is None:
             return _drawn(shares, None, generator)
         whole = int(blocks)
         rest = [int(share * blocks) - share * whole for share in shares]
         return itertools.chain(_drawn(shares, whole, generator), _drawn(rest, 1, generator))
 
-    def items(self, at: Pass) -> Iterator[PartItem]:
+    def items(self, at: Pass) -> Iterator[Item]:
         __tracebackhide__ = True
-        order = self._order(at.seed, at.epoch or 0)
+        order = self._order(at)
         taken = Counter(itertools.islice(order, at.start))
         parts = [
-            part.items(at._replace(seed=fold_in(at.seed, PART, i), start=taken[i]))
+            items_of(part, at.part(i)._replace(start=taken[i]))
             for i, part in enumerate(self.parts.values())
         ]
         for i in order:
@@ -310,7 +310,7 @@ class _Interleave(Composed):
         return f"interleave({self.loaders}{ratios})"
 
 
-def _check_ratios(loaders: Mapping[str, Loader], ratios: Mapping[str, int]) -> dict[str, int]:
+def _check_ratios(loaders: Mapping[str, object], ratios: Mapping[str, int]) -> dict[str, int]:
     checks.mapping("interleave", "ratios", ratios, 'such as {"a": 3, "b": 1}')
     if set(ratios) != set(loaders):
         raise ValueError(
@@ -345,7 +345,7 @@ def _drawn(shares: list[int], blocks: int | None, generator: torch.Generator) ->
 # The first batches of a loader.
 
 
-def take(loader: Loader, n: int) -> Composed:
+def take(loader: object, n: int) -> Composed:
     """Return a loader of the first n batches of each epoch.
 
     A loader that shuffles gives other samples in each epoch; ``fixed`` keeps them.
@@ -378,7 +378,7 @@ def take(loader: Loader, n: int) -> Composed:
 class _OfOne(Composed):
     """The base of loaders that are made of one, with one setting."""
 
-    def __init__(self, call: str, loader: Loader, setting: object) -> None:
+    def __init__(self, call: str, loader: object, setting: object) -> None:
         super().__init__(call, {call: loader})
         self.setting = setting
         (self.part,) = self.parts.values()
@@ -388,7 +388,7 @@ class _OfOne(Composed):
 
 
 class _Take(_OfOne):
-    def __init__(self, loader: Loader, n: int) -> None:
+    def __init__(self, loader: object, n: int) -> None:
         n = checks.integer("take", "n", n, "the batches of an epoch")
         super().__init__("take", loader, n)
         self.n = n
@@ -398,11 +398,11 @@ class _Take(_OfOne):
         length = self.part.length_in(epoch)
         return self.n if length is None else min(self.n, length)
 
-    def items(self, at: Pass) -> Iterator[PartItem]:
-        return itertools.islice(self.part.items(at), max(self.n - at.start, 0))
+    def items(self, at: Pass) -> Iterator[Item]:
+        return itertools.islice(items_of(self.part, at), max(self.n - at.start, 0))
 
 
-def fraction(loader: Loader, f: float) -> Composed:
+def fraction(loader: object, f: float) -> Composed:
     """Return a loader of the first part of each epoch, given as a fraction.
 
     Args:
@@ -426,7 +426,7 @@ def fraction(loader: Loader, f: float) -> Composed:
 
 
 class _Fraction(_OfOne):
-    def __init__(self, loader: Loader, f: float) -> None:
+    def __init__(self, loader: object, f: float) -> None:
         f = checks.number("fraction", "f", f, "the part of an epoch", above=0, most=1)
         super().__init__("fraction", loader, f)
         self.f = f
@@ -446,16 +446,16 @@ class _Fraction(_OfOne):
         length = self.part.length_in(epoch) or 0
         return math.floor(Fraction(str(self.f)) * length)
 
-    def items(self, at: Pass) -> Iterator[PartItem]:
+    def items(self, at: Pass) -> Iterator[Item]:
         left = self.length_in(at.epoch or 0) - at.start
-        return itertools.islice(self.part.items(at), max(left, 0))
+        return itertools.islice(items_of(self.part, at), max(left, 0))
 
 
 # --------------------------------------------------------------------------------------------------
 # A loader without some of its batches.
 
 
-def leave_out(loader: Loader, predicate: Callable[[int, int], bool]) -> Composed:
+def leave_out(loader: object, predicate: Callable[[int, int], bool]) -> Composed:
     """Return a loader without the batches at some positions.
 
     A run that diverged at a batch can be continued from a checkpoint without that batch.
@@ -482,7 +482,7 @@ def leave_out(loader: Loader, predicate: Callable[[int, int], bool]) -> Composed
 
 
 class _LeaveOut(_OfOne):
-    def __init__(self, loader: Loader, predicate: Callable[[int, int], bool]) -> None:
+    def __init__(self, loader: object, predicate: Callable[[int, int], bool]) -> None:
         meaning = "a function (epoch, batch) -> bool"
         self.predicate = checks.function("leave_out", "predicate", predicate, meaning, 2)
         super().__init__("leave_out", loader, predicate)
@@ -510,14 +510,14 @@ class _LeaveOut(_OfOne):
             self._kept[epoch, length] = kept
         return self._kept[epoch, length]
 
-    def items(self, at: Pass) -> Iterator[PartItem]:
+    def items(self, at: Pass) -> Iterator[Item]:
         __tracebackhide__ = True
         number, start = at.epoch or 0, at.start
         first, length = 0, self.part.length_in(number)
         while start and (length is None or first < length):
             start -= self._keeps(number, first)
             first += 1
-        for batch, item in enumerate(self.part.items(at._replace(start=first)), first):
+        for batch, item in enumerate(items_of(self.part, at._replace(start=first)), first):
             if self._keeps(number, batch):
                 yield item
 
@@ -526,7 +526,7 @@ class _LeaveOut(_OfOne):
 # The same samples in every epoch.
 
 
-def fixed(loader: Loader, n: int) -> Composed:
+def fixed(loader: object, n: int) -> Composed:
     """Return a loader that repeats the samples of the first n batches in every epoch.
 
     A map-style ``DataLoader`` that shuffles has them shuffled in each epoch, and its dataset
@@ -561,7 +561,7 @@ def fixed(loader: Loader, n: int) -> Composed:
 
 
 class _Fixed(_OfOne):
-    def __init__(self, loader: Loader, n: int) -> None:
+    def __init__(self, loader: object, n: int) -> None:
         n = checks.integer("fixed", "n", n, "the batches of an epoch")
         super().__init__("fixed", loader, n)
         self.n = n
@@ -572,34 +572,32 @@ class _Fixed(_OfOne):
         length = self.part.length_in(0)
         return self.n if length is None else min(self.n, length)
 
-    def items(self, at: Pass) -> Iterator[PartItem]:
+    def items(self, at: Pass) -> Iterator[Item]:
         __tracebackhide__ = True
         if isinstance(self.part, MapStyle):
-            indices = self._indices(self.part, at.seed, at.epoch)
-            set_epoch(at.epoch, self.part.loader.dataset)
-            yield from self.part.items(at, indices)
+            indices = self._indices(self.part, at)
+            at.set_epoch(self.part.loader.dataset)
+            yield from items_of(self.part, at, indices)
         else:
-            items = self.part.items(at._replace(epoch=None if at.epoch is None else 0))
+            items = items_of(self.part, at._replace(epoch=None if at.epoch is None else 0))
             yield from itertools.islice(items, max(self.n - at.start, 0))
 
-    def _indices(self, part: MapStyle, seed: int, epoch: int | None) -> list[Index]:
+    def _indices(self, part: MapStyle, at: Pass) -> list[Index]:
         """Return the indices of each batch of an epoch."""
-        first = self._ordered(part, seed, 0)
-        if not epoch or first == self._ordered(part, seed, epoch):
+        first = self._ordered(part, at._replace(epoch=0))
+        if not at.epoch or first == self._ordered(part, at):
             return first  # a loader that shuffles would give others
-        generator = torch.Generator().manual_seed(fold_in(seed, ORDER, epoch))
+        generator = torch.Generator().manual_seed(at.order)
         batched = part.loader.batch_sampler
         if type(batched) is not BatchSampler:
             return _shuffled(first, generator)
         samples = _shuffled(list(itertools.chain.from_iterable(first)), generator)
         return [list(batch) for batch in partition_all(batched.batch_size, samples)]
 
-    def _ordered(self, part: MapStyle, seed: int, epoch: int) -> list[Index]:
+    def _ordered(self, part: MapStyle, at: Pass) -> list[Index]:
         """Return the indices of the first batches that the loader has in an epoch."""
-        loader = part.loader
-        set_epoch(epoch, *samplers_of(loader))
-        indices = batch_indices(loader, fold_in(seed, ORDER, epoch), 0, 1)
-        return list(itertools.islice(indices, self.n))
+        at.set_epoch(*part.samplers)
+        return list(itertools.islice(part.indices_from(at.order, 0), self.n))
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield the batches of a pass of its own. All passes have the samples of the first."""

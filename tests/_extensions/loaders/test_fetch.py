@@ -18,8 +18,8 @@ from torch.utils.data import (
 )
 
 import fnloop as fl
-from fnloop._data.map_style import fetch_batch
 from fnloop._data.source import open_source
+from fnloop._extensions.loaders.rows import fetch_batch
 from fnloop.testing import toy
 
 X = torch.arange(10 * 3 * 4 * 5).float().view(10, 3, 4, 5)
