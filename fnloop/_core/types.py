@@ -701,6 +701,15 @@ class Call:
     args: tuple[object, ...] = ()
     kwargs: Mapping[str, Any] = attrs.field(factory=dict)
 
+    @staticmethod
+    def of(made: object) -> Call:
+        """Return the call of a class that made an object, without settings that are as usual."""
+        _, *parameters = inspect.signature(type(made).__init__).parameters.values()
+        given = {each: getattr(made, each.name) for each in parameters}
+        changed = {each.name: value for each, value in given.items() if value != each.default}
+        args = [changed.pop(each.name) for each in parameters if each.default is each.empty]
+        return Call(type(made), (*args,), changed)
+
     def __repr__(self) -> str:
         keywords = (f"{name}={name_of(value)}" for name, value in self.kwargs.items())
         return f"{name_of(self.factory)}({', '.join([*map(name_of, self.args), *keywords])})"

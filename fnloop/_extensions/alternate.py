@@ -696,8 +696,7 @@ class Turns:
         found = self._handles.setdefault(ownership_of(state), {})
         handles = found.get(name) or found.setdefault(name, _Handles())
         if state.run is not handles.run[0]:
-            phase = unfinished(state.phases)
-            first = 0 if phase is None else phase.updates.get(name, 0)
+            first = unfinished(state.phases).updates.get(name, 0)
             own = None if state.run is None else self._run_of(state.run, name, first)
             handles.run = state.run, own
         prefix = f"{name}/"

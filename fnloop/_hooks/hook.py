@@ -1386,9 +1386,7 @@ class when_improved(Moment):
         object.__setattr__(self, "_best", Fold(self._better_of, None))
 
     def __repr__(self) -> str:
-        given = {"mode": self.mode, "since": None if self.since == "phase" else self.since}
-        given = {name: value for name, value in given.items() if value is not None}
-        return repr(Call(when_improved, (self.key,), given))
+        return repr(Call.of(self))
 
     @property
     def monitors(self) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ import itertools
 import math
 import os
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -205,16 +205,21 @@ def find_origin(folder: Path, update: int) -> Origin:
     later = saved[at + 1] if at + 1 < len(saved) else None
     same = tuple(one for one in saved[at + 1 :] if one.step == update)
     origin = Origin(saved[at], later, saved[-1], same)
-    known = {phase.name for phase in origin.phases}
-    for phase in () if later is None else later.phases:
-        if phase.name not in known and phase.step < update:
-            raise ValueError(
-                f"replay: update {update} is of the phase {phase.name!r}, which began at step "
-                f"{phase.step}, and the nearest checkpoint before it, of step {origin.start.step}, "
-                "is of before the phase. What the script changed between the two is not known: "
-                "give a later update, or save more often"
-            )
+    begun = begun_before(update, () if later is None else later.phases, origin.phases)
+    if begun is not None:
+        raise ValueError(
+            f"replay: update {update} is of the phase {begun.name!r}, which began at step "
+            f"{begun.step}, and the nearest checkpoint before it, of step {origin.start.step}, "
+            "is of before the phase. What the script changed between the two is not known: "
+            "give a later update, or save more often"
+        )
     return origin
+
+
+def begun_before(update: float, phases: Iterable[Phase], known: Sequence[Phase]) -> Phase | None:
+    """Return the first of some phases that began before an update, besides those of before."""
+    names = {phase.name for phase in known}
+    return next((p for p in phases if p.step < update and p.name not in names), None)
 
 
 def restored_from(origin: Origin, state: TrainState, caller: str = "replay") -> TrainState:
@@ -359,10 +364,9 @@ def _plan(
             "schedules may depend on: it was saved outside of a run, or by an older fnloop. Give "
             "the targets that fit had: replay(..., epochs=..., steps=...)"
         )
-    running = unfinished(state.phases)
-    name = None if running is None else running.name
     # Targets of its own, which are replaced: those of a phase count from where it began.
-    plan = Plan.of(step, state, loaders, epochs=1, hooks=(follow,), phase=name)
+    phase = unfinished(state.phases).name or None
+    plan = Plan.of(step, state, loaders, epochs=1, hooks=(follow,), phase=phase)
     return attrs.evolve(plan, **attrs.asdict(targets))
 
 
@@ -393,8 +397,8 @@ class _Follow:
         self.history = history  # as it was after the boundary before
         self.reached: TrainState | None = None
         self.ends = ends
-        every = () if ends is None or records is None else records
-        self._moments = {(r.step, r.epoch): r for r in every if not r.closing}
+        every = () if ends is None or records is None else records_since(records, closing=False)
+        self._moments = {(r.step, r.epoch): r for r in every}
         self.reports = watched  # these may come in a later record of the run
         self._again: tuple[str, ...] = ()  # what names of metrics begin with that are made again
 
@@ -427,8 +431,7 @@ class _Follow:
                 return True
             record = self._moments.get((state.step, state.epoch))
             return record is not None and any(name.startswith(prefix) for name in record.metrics)
-        following = records_since(self.records, len(self.history))
-        record = next((record for record in following if not record.closing), None)
+        record = next(iter(records_since(self.records, len(self.history), closing=False)), None)
         if record is None or (record.step, record.epoch) != (state.step, state.epoch):
             return False
         return any(name.startswith(prefix) for name in record.metrics)
@@ -440,7 +443,7 @@ class _Follow:
             before, self.history = self.history, self._records_at(state)
             if self.made is not None:
                 made, its = (
-                    [record for record in records_since(each, len(before)) if not record.closing]
+                    records_since(each, len(before), closing=False)
                     for each in (state.history, self.history)
                 )
                 if not made:  # it may have had the numbers of hooks alone

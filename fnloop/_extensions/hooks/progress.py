@@ -187,9 +187,9 @@ def describe_start(state: TrainState) -> list[str]:
 
 def _describe_targets(state: TrainState) -> list[str]:
     run, phase, parts = _run(state), unfinished(state.phases), []
-    if phase is not None:
+    if phase.name:
         parts.append(f"phase {phase.name}")
-    left = (run.epochs or 0) - (0 if phase is None else phase.epoch)
+    left = (run.epochs or 0) - phase.epoch
     epochs, each = (
         tables.format_count(left, "epoch"),
         tables.format_count(run.steps_per_epoch or 0, "update"),

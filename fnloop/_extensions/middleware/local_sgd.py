@@ -148,7 +148,7 @@ def _update_apart(
                 "processes in each update. Take an optimizer that does not, or leave local_sgd out"
             )
 
-    slot.training, slot.counted = True, 0
+    slot.training, slot.counted = True, False
     try:
         with replace_apply(apply) as usual:
             state, out = step(state, batch)
