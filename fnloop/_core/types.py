@@ -705,8 +705,8 @@ class Call:
     def of(made: object) -> Call:
         """Return the call of a class that made an object, without settings that are as usual."""
         _, *parameters = inspect.signature(type(made).__init__).parameters.values()
-        given = {each: getattr(made, each.name) for each in parameters}
-        changed = {each.name: value for each, value in given.items() if value != each.default}
+        given = checks.fields_of(made, [each.name for each in parameters])
+        changed = {p.name: given[p.name] for p in parameters if given[p.name] != p.default}
         args = [changed.pop(each.name) for each in parameters if each.default is each.empty]
         return Call(type(made), (*args,), changed)
 

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import NoReturn, Protocol, Self
+from typing import ClassVar, NoReturn, Protocol, Self
 
 import attrs
 
@@ -720,18 +720,11 @@ class _LiftedMoment(Moment):
 
     trigger: Trigger
 
+    outside: ClassVar[frozenset[str]] = frozenset()  # pyright: ignore[reportIncompatibleMethodOverride]
+    monitors: ClassVar[tuple[str, ...]] = ()  # pyright: ignore[reportIncompatibleMethodOverride]
+
     def __attrs_post_init__(self) -> None:
-        _adopt(self, self.trigger, ("quiet_until", "check"))
-
-    @property
-    def outside(self) -> frozenset[str]:
-        """The events at which this may be due besides those of an update."""
-        return frozenset(getattr(self.trigger, "outside", ()))
-
-    @property
-    def monitors(self) -> tuple[str, ...]:
-        """The metrics that this depends on."""
-        return getattr(self.trigger, "monitors", ())
+        _adopt(self, self.trigger, ("quiet_until", "check", "outside", "monitors"))
 
     def __repr__(self) -> str:
         return repr(self.trigger)

@@ -145,7 +145,7 @@ def without(
             "without works in one process: call it in a script that is started without torchrun"
         )
     train = read_loaders(loaders).train
-    if hasattr(train, "__next__"):
+    if isinstance(train, Iterator):
         raise ValueError(
             f"without reads the training loader twice, and {checks.describe(train)} can be read "
             "once: give what makes it, such as a list, a DataLoader, or a function that returns it"

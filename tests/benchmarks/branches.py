@@ -51,7 +51,7 @@ CAPABILITIES = {
         r"cuda_graph|compiled|compiles|captur(?!able)\w+|graphs?|leaves_graphs_out|CaptureError",
         "compiled graphs/",
     ),
-    "tbptt": (r"tbptt|TBPTT|carries|carry|\w+_carry", "tbptt"),
+    "tbptt": (r"tbptt|TBPTT|carries|carry|\w+_carry", "accumulate"),
     "raw": (r"raw|RawStep|GradientStep|updates_itself", ""),
 }
 # Where some of these words are of another subject, such as the ends of parts of a dataset.
@@ -78,6 +78,7 @@ OTHER_SUBJECTS = {
     "_loop/errors": "phase",
     "_loop/plan": "skipped_phase",
     "_loop/run": "apart ends_apart",
+    "_step/update": "apart",
     "data/_combine": "ended",
     "debug/_audit": "exact",
     "debug/_verify": "ends left_out",

@@ -505,8 +505,7 @@ class halt_on_nonfinite(BuiltIn):
             whole = "train/loss" in record.metrics  # of the epoch so far, not of an interval
             finite = (finite or whole) and all(map(math.isfinite, losses.values()))
             before = record.step if finite else before
-        if state.phases:
-            before = max(before, state.phases[-1].step)
+        before = max([before, *(phase.step for phase in state.phases)])
         if before + 1 == state.step:
             return f"at step {state.step}"
         offer = "; to stop at once: halt_on_nonfinite(steps=1)" if self.steps > 1 else ""

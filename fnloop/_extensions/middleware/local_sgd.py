@@ -154,8 +154,7 @@ def _update_apart(
             state, out = step(state, batch)
     finally:
         slot.training = False
-    if out.skip is None:
-        slot.used = True
+    slot.used |= out.skip is None
     if not slot.counted:  # what is reported of its gradient is of none
         return state, Output(out.loss, out.weight, out.aux, {}, out.skip)
     ownership_of(state).own_metrics.update(out.metrics)
