@@ -628,11 +628,12 @@ class Moment(ABC):
         difference. So a run that continues has the same records as one that never stopped.
         """
         __tracebackhide__ = True
-        ends = END in state.events
-        continued = changed(state, events=state.events - {END}) if ends else state
-        if self.due(state if self.excludes_end else continued):
+        continued = state
+        if END in state.events and not self.excludes_end:
+            continued = changed(state, events=state.events - {END})
+        if self.due(continued):
             return True, False
-        return False, ends and END in self.outside and self.due(state)
+        return False, END in state.events and END in self.outside and self.due(state)
 
     def quiet_until(self, state: TrainState) -> float:
         """Return ``state.step`` before which it need not be asked, unless the epoch ends."""

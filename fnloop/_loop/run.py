@@ -484,7 +484,7 @@ class World:
             noted = {mark: v for mark, v in state.noted.items() if not mark.startswith(RAN)}
             state = changed(state, noted=noted)
         actions, apart = (_CALL,), False
-        if ended or reached or not self._asked_at <= state.step < self._quiet_until:
+        if reached or not self._asked_at <= state.step < self._quiet_until:
             answers = self._ask(state)
             for clock in self._clocks:
                 state = clock.noted(state)
@@ -495,6 +495,7 @@ class World:
     def _complete_epoch(self, state: TrainState) -> TrainState:
         """Return the state with its epoch counted, and close what has read it."""
         self.batches_in_epoch, self.read_whole = state.batch, self.batch is NONE_LEFT
+        self._quiet_until = 0.0
         self.close_feed()
         events = state.events
         if state.ends is not None:  # a hook of this update has ended it, and saw its events
