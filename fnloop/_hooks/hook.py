@@ -1380,7 +1380,7 @@ class when_improved(Moment):
         object.__setattr__(self, "_best", Fold(self._better_of, None))
 
     def __repr__(self) -> str:
-        return repr(Call.of(self))
+        return repr(Call.of(when_improved, self))
 
     @property
     def monitors(self) -> tuple[str, ...]:

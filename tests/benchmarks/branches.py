@@ -23,7 +23,7 @@ CAPABILITIES = {
         "boundary runs history records",
     ),
     "guards": (
-        r"skips?|skipped|\w*_skips?|skip_together|skipped_with|may_skip_in|leaves_out|left_out"
+        r"skips?|skipped|(?!can_)\w*_skips?|skip_together|skipped_with|may_skip_in|leaves_out|left_out"
         r"|is_left_out|is_guard|guard\w*|judge",
         "guard guards transaction",
     ),
@@ -33,7 +33,8 @@ CAPABILITIES = {
     ),
     "record_every": (r'record_every|recent|RECENT|\w*_recent|"recent/\w*"', "metrics"),
     "data=": (
-        r"data_size|data_rank|backend\.parts|data_mesh|data_group|data_parts|Padding|is_padding|_is_padding",
+        r"data_size|data_rank|backend\.parts|data_mesh|data_group|data_parts|Padding|is_padding"
+        r"|_is_padding|can_skip",
         "source",
     ),
     "fully_shard": (
@@ -67,7 +68,7 @@ OTHER_SUBJECTS = {
     "_extensions/checkpoints/foreign": "ends",
     "_extensions/checkpoints/optimizer": "raw",
     "_extensions/checkpoints/save": "unfinished",
-    "_extensions/engines/distributed": "averages can_skip",
+    "_extensions/engines/distributed": "averages",
     "_extensions/graphs/capture": "guards",
     "_extensions/graphs/operators": "guards",
     "_extensions/hooks/progress": "RECENT",

@@ -582,7 +582,7 @@ class restore_best(BuiltIn):
         checks.choice(OWNER, "since", self.since, SINCE)
 
     def __repr__(self) -> str:
-        return repr(Call.of(self))
+        return repr(Call.of(restore_best, self))
 
     @property
     def monitors(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]

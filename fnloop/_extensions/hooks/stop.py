@@ -286,7 +286,7 @@ class early_stop(Hook):
         return self.key
 
     def __repr__(self) -> str:
-        return repr(Call.of(self))
+        return repr(Call.of(early_stop, self))
 
     def __call__(self, state: TrainState) -> TrainState:
         if "record" not in state.events or not check_monitored("early_stop", self.key, state):
