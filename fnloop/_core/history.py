@@ -326,15 +326,22 @@ class History:
         return plot_records(self.records, mode, x)
 
 
-def records_since(history: History, start: int) -> list[Record]:
+def records_since(history: History, start: int = 0, closing: bool = True) -> list[Record]:
     """Return the records from an index on. The cost does not depend on how many come before it.
 
+    Args:
+        history: the history.
+        start: the index of the first.
+        closing: whether to return closing records too, which a run makes only where it ends.
+
     Example:
-        >>> history = History([Record(1, 10, {}), Record(2, 20, {})])
-        >>> [record.step for record in records_since(history, 1)]
+        >>> history = History([Record(1, 10, {}), Record(2, 20, {}), Record(2, 25, {}, 0.0, True)])
+        >>> for given in ((history, 1), (history, 1, False)):
+        ...     print([record.step for record in records_since(*given)])
+        [20, 25]
         [20]
     """
-    return history._since(start)
+    return [record for record in history._since(start) if closing or not record.closing]
 
 
 def new_records(history: History, seen: History) -> list[Record]:
@@ -432,9 +439,12 @@ class Phase:
     named: bool = attrs.field(default=False, repr=False, eq=False)
 
 
-def unfinished(phases: Sequence[Phase]) -> Phase | None:
-    """Return the phase that has begun and has not ended; None if there is none."""
-    return phases[-1] if phases and not phases[-1].done else None
+_NO_PHASE = Phase("", 0, 0, 0)
+
+
+def unfinished(phases: Sequence[Phase]) -> Phase:
+    """Return the phase that has begun and has not ended; the whole run, without a name, if none."""
+    return phases[-1] if phases and not phases[-1].done else _NO_PHASE
 
 
 SINCE = ("phase", "run")

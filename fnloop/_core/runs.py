@@ -13,6 +13,7 @@ import attrs
 from torch import Tensor
 
 from fnloop._core.metrics import Mark
+from fnloop._core.records import TRAINED
 from fnloop._display import tables
 
 # --------------------------------------------------------------------------------------------------
@@ -453,7 +454,28 @@ class Flush:
 
 Action = Start | Update | Boundary | Append | Collect | Call | Meet | End | Flush
 Todo = tuple[Action, ...]
-RECORDS = ("epoch", "evaluation", "recent", "numbers", "closing")  # the kinds of Append
+
+
+class Kind(NamedTuple):
+    """A kind of records.
+
+    Args:
+        trained: what the names of the metrics of training begin with that it has: those of the
+            epoch, and those of the interval of ``record_every``.
+        begins_interval: whether the next interval begins with it.
+    """
+
+    trained: tuple[str, ...]
+    begins_interval: bool
+
+
+RECORDS = {
+    "epoch": Kind(TRAINED, True),
+    "evaluation": Kind(TRAINED, True),
+    "recent": Kind(TRAINED[1:], True),
+    "numbers": Kind((), False),
+    "closing": Kind(TRAINED, False),
+}
 OF_BOUNDARY = (Start, Boundary, Append, Collect, Call)  # what follows them depends on what they do
 
 
@@ -470,9 +492,26 @@ def has_updates(todo: Todo) -> bool:
     return any(isinstance(action, Start | Update | Boundary) for action in todo)
 
 
+def can_wait(todo: Todo) -> bool:
+    """Return whether an interrupted run leaves what is next to the one that continues it.
+
+    The records of a boundary that has begun are made, and its hooks are called, first.
+    """
+    first = todo[0] if todo else None
+    closing = isinstance(first, Append) and first.kind == "closing"
+    return closing or isinstance(first, Start | Update | Collect | End)
+
+
 def reason_of(todo: Todo) -> str | None:
     """Return why the run has ended, if its end is still to be made."""
     return todo[-1].stop if todo and isinstance(todo[-1], Flush) else None
+
+
+def with_reason(todo: Todo, stop: str | None) -> Todo:
+    """Return actions that say why the run has ended, if it has, as a guard ends it."""
+    if Stop.ends_run(stop) and reason_of(todo) is None:
+        return (*todo, Flush(stop))
+    return todo
 
 
 # --- in checkpoints

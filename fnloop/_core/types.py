@@ -701,6 +701,15 @@ class Call:
     args: tuple[object, ...] = ()
     kwargs: Mapping[str, Any] = attrs.field(factory=dict)
 
+    @staticmethod
+    def of(kind: type, made: object) -> Call:
+        """Return the call of a class that made an object, without settings that are as usual."""
+        _, *parameters = inspect.signature(kind.__init__).parameters.values()
+        given = checks.fields_of(made, [each.name for each in parameters])
+        changed = {p.name: given[p.name] for p in parameters if given[p.name] != p.default}
+        args = [changed.pop(each.name) for each in parameters if each.default is each.empty]
+        return Call(kind, (*args,), changed)
+
     def __repr__(self) -> str:
         keywords = (f"{name}={name_of(value)}" for name, value in self.kwargs.items())
         return f"{name_of(self.factory)}({', '.join([*map(name_of, self.args), *keywords])})"

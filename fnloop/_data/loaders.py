@@ -181,7 +181,7 @@ def _batch_hint(given: Mapping[str, object]) -> str:
 
 def is_iterable(loader: object) -> bool:
     """Return whether ``iter`` takes a loader."""
-    return hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")
+    return has_methods(loader, "__iter__") or has_methods(loader, "__getitem__")
 
 
 def takes_position(loader: object) -> bool:

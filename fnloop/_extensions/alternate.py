@@ -418,6 +418,15 @@ def _check_steps(steps: object) -> Mapping[str, PipelineStep]:
     return steps
 
 
+_NOT_IN_TURN = {
+    "cuda_graph": (
+        "would capture which parameters need gradients, and that changes with each turn: leave it "
+        "out"
+    ),
+    "local_sgd": "averages weights over processes, and alternate gradients: leave one out",
+}
+
+
 def _check_in_turn(name: str, step: PipelineStep) -> None:
     """Raise ValueError if a step cannot be that of a turn."""
     if isinstance(step, AlternateStep):
@@ -431,13 +440,10 @@ def _check_in_turn(name: str, step: PipelineStep) -> None:
             why = f"changes its window with the {by}: write accumulate(n)"
         elif "carries" in member.traits:
             why = "makes several updates in one turn: leave it out"
-        elif member.name == "cuda_graph":
-            why = "would capture which parameters need gradients, and that changes with each turn"
-            why += ": leave it out"
+        elif member.name in _NOT_IN_TURN:
+            why = _NOT_IN_TURN[member.name]
         elif member.name == "spike_guard" and member.check_state is not None:
             why = 'goes back with the whole model: write then="skip" or then="stop"'
-        elif member.name == "local_sgd":
-            why = "averages weights over processes, and alternate gradients: leave one out"
         elif member.uses:
             why = "names optimizers, and a turn has only its own: leave it out"
         elif member.view or (member.update and is_ours(member)):
@@ -696,8 +702,7 @@ class Turns:
         found = self._handles.setdefault(ownership_of(state), {})
         handles = found.get(name) or found.setdefault(name, _Handles())
         if state.run is not handles.run[0]:
-            phase = unfinished(state.phases)
-            first = 0 if phase is None else phase.updates.get(name, 0)
+            first = unfinished(state.phases).updates.get(name, 0)
             own = None if state.run is None else self._run_of(state.run, name, first)
             handles.run = state.run, own
         prefix = f"{name}/"

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import NoReturn, Protocol, Self
+from typing import ClassVar, NoReturn, Protocol, Self
 
 import attrs
 
@@ -628,11 +628,12 @@ class Moment(ABC):
         difference. So a run that continues has the same records as one that never stopped.
         """
         __tracebackhide__ = True
-        ends = END in state.events
-        continued = changed(state, events=state.events - {END}) if ends else state
-        if self.due(state if self.excludes_end else continued):
+        continued = state
+        if END in state.events and not self.excludes_end:
+            continued = changed(state, events=state.events - {END})
+        if self.due(continued):
             return True, False
-        return False, ends and END in self.outside and self.due(state)
+        return False, END in state.events and END in self.outside and self.due(state)
 
     def quiet_until(self, state: TrainState) -> float:
         """Return ``state.step`` before which it need not be asked, unless the epoch ends."""
@@ -720,18 +721,11 @@ class _LiftedMoment(Moment):
 
     trigger: Trigger
 
+    outside: ClassVar[frozenset[str]] = frozenset()  # pyright: ignore[reportIncompatibleMethodOverride]
+    monitors: ClassVar[tuple[str, ...]] = ()  # pyright: ignore[reportIncompatibleMethodOverride]
+
     def __attrs_post_init__(self) -> None:
-        _adopt(self, self.trigger, ("quiet_until", "check"))
-
-    @property
-    def outside(self) -> frozenset[str]:
-        """The events at which this may be due besides those of an update."""
-        return frozenset(getattr(self.trigger, "outside", ()))
-
-    @property
-    def monitors(self) -> tuple[str, ...]:
-        """The metrics that this depends on."""
-        return getattr(self.trigger, "monitors", ())
+        _adopt(self, self.trigger, ("quiet_until", "check", "outside", "monitors"))
 
     def __repr__(self) -> str:
         return repr(self.trigger)
@@ -1386,9 +1380,7 @@ class when_improved(Moment):
         object.__setattr__(self, "_best", Fold(self._better_of, None))
 
     def __repr__(self) -> str:
-        given = {"mode": self.mode, "since": None if self.since == "phase" else self.since}
-        given = {name: value for name, value in given.items() if value is not None}
-        return repr(Call(when_improved, (self.key,), given))
+        return repr(Call.of(when_improved, self))
 
     @property
     def monitors(self) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from fnloop._core.averages import check_not_averaged
 from fnloop._core.cursor import COUNTERS
+from fnloop._core.history import records_since
 from fnloop._core.records import Record
 from fnloop._core.state import (
     TrainState,
@@ -207,11 +208,10 @@ def explain_no_updates(state: TrainState, reason: str | None) -> str | None:
     if epoch < 2 or not len(history) or TRAIN_LOSS in history[-1].metrics:
         return None
     ends: dict[int, Record] = {}  # of each of the last epochs its first record, that of its end
-    for record in reversed(history):
+    for record in reversed(records_since(history, closing=False)):
         if record.epoch < epoch - 2:
             break
-        if not record.closing:
-            ends[record.epoch] = record
+        ends[record.epoch] = record
     before = ends[epoch - 2].step if epoch - 2 in ends else 0 if epoch == 2 else None
     newest = [ends[n] for n in (epoch - 1, epoch) if n in ends]
     if before != state.step or len(newest) < 2 or any(TRAIN_LOSS in r.metrics for r in newest):

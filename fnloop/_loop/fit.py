@@ -326,10 +326,7 @@ def _noting(states: Generator[TrainState]) -> Iterator[TrainState]:
         leave_out_frames(error)
         # Python makes this of a StopIteration that leaves a generator, as this is one.
         if type(error) is RuntimeError and isinstance(cause := error.__cause__, StopIteration):
-            for note in notes_of(cause):
-                error.add_note(note)
-            if hasattr(cause, "state"):
-                error.state = cause.state  # type: ignore[attr-defined]
+            vars(error).update(vars(cause))  # the state, and the notes
         raise
 
 

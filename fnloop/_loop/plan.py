@@ -22,7 +22,7 @@ from fnloop._core.history import (
     unfinished,
 )
 from fnloop._core.optimizers import forget_schedules, groups_in
-from fnloop._core.records import COSTS
+from fnloop._core.records import COSTS, TRAINED
 from fnloop._core.runs import Live, RunInfo, Stop, Windows, reason_of
 from fnloop._core.several import models_of
 from fnloop._core.state import (
@@ -62,7 +62,6 @@ from fnloop._loop.boundary import Moments, check_moment, own_clock, read_moments
 from fnloop._loop.errors import warn_on_main
 from fnloop._loop.made_with import Making, members_of
 from fnloop._step.pipeline import PipelineStep
-from fnloop._step.update import ALWAYS
 
 
 @attrs.frozen(slots=False)  # what is cached has its place among the attributes
@@ -359,10 +358,14 @@ class Plan:
             return
         if tried:
             watched = [one for one in watched if not one[1].startswith("recent/")]
-        recent = () if self.record_every is None else ("recent",)
-        known = ("train", *recent, *evaluated, *names_made(self.hooks))
+        known = (*self.trained, *evaluated, *names_made(self.hooks))
         check_names(watched, known, self.loaders.evaluated)
         check_metrics(self.step, self.hooks, evaluated, history, models)
+
+    @functools.cached_property
+    def trained(self) -> tuple[str, ...]:
+        """What the names of metrics of training begin with in records."""
+        return TRAINED if self.record_every is not None else TRAINED[:1]
 
     @functools.cached_property
     def triggers(self) -> tuple[Moment, ...]:
@@ -456,7 +459,7 @@ def check_phase(name: str | None, state: TrainState) -> None:
         _check_order(state.phases, name)
     running = unfinished(state.phases)
     ended = state.stop is not None and Stop.ends_phase(state.stop)
-    if running is None or phase_of(state, name) is not None or (ended and name is not None):
+    if not running.name or phase_of(state, name) is not None or (ended and name is not None):
         return
     why, advice = "" if state.stop is None else f" ({state.stop})", "To continue it, call"
     if Stop.interrupts(state.stop):
@@ -561,7 +564,7 @@ def begin_phase(state: TrainState, name: str) -> TrainState:
 
     A phase that was stopped is over, and so is an epoch that was left in the middle: it counts.
     """
-    if (running := unfinished(state.phases)) is not None:
+    if (running := unfinished(state.phases)).name:
         state = end_phase(state, running.name)
     left = state.batch > 0
     epoch = state.epoch + left
@@ -588,7 +591,7 @@ def is_newest(state: TrainState, name: str | None) -> bool:
 def end_phase(state: TrainState, name: str | None) -> TrainState:
     """Return the state with a phase ended, unless the run was only interrupted."""
     running = unfinished(state.phases)
-    if running is None or running.name != name or not Stop.ends_phase(state.stop):
+    if running.name != name or not Stop.ends_phase(state.stop):
         return state
     ended = attrs.evolve(running, done=True, stop=state.stop)
     return attrs.evolve(state, phases=(*state.phases[:-1], ended))
@@ -696,7 +699,7 @@ def check_metrics(
         watched += step.watched
     for owner, key in watched:
         loader, _, name = key.partition("/")
-        trained = loader in ALWAYS
+        trained = loader in TRAINED
         if not name or not (trained or loader in loaders) or key in reported or key in history:
             continue
         names = _trained_names(step) if trained else _evaluated_names(step, loader)

@@ -35,6 +35,7 @@ from fnloop._core.runs import (
     CLOCK,
     INTERRUPTED,
     RAN,
+    RECORDS,
     Action,
     Append,
     Boundary,
@@ -48,11 +49,12 @@ from fnloop._core.runs import (
     Stopwatch,
     Todo,
     Update,
+    can_wait,
     first_stop,
     has_updates,
     now,
     pending,
-    reason_of,
+    with_reason,
 )
 from fnloop._core.state import (
     TrainState,
@@ -303,16 +305,9 @@ class World:
     # --- signals
 
     def is_left(self) -> bool:
-        """Return whether the run ends here for now: what is next is left to the one that continues.
-
-        The hooks of a boundary that has begun are called first.
-        """
-        state = self.state
-        if self.interrupts.stop is None and not Stop.interrupts(state.stop):
-            return False
-        action = state.todo[0] if state.todo else None
-        closing = isinstance(action, Append) and action.kind == "closing"
-        return closing or isinstance(action, Start | Update | Collect | End)
+        """Return whether the run ends here for now: what is next is left to one that continues."""
+        interrupted = self.interrupts.stop is not None or Stop.interrupts(self.state.stop)
+        return interrupted and can_wait(self.state.todo)
 
     def leave_if_interrupted(self) -> None:
         """Leave the run, if a signal or the time of the job ends it for now."""
@@ -333,10 +328,7 @@ class World:
         if isinstance(state.todo[0], Flush):  # the run has ended, but for that
             self.state = changed(state, todo=())
         else:  # the end of the run is not made, and hooks are not to see it
-            stop, todo = self.interrupts.stop or state.stop, state.todo
-            # Of a guard, before the boundary.
-            if Stop.ends_run(state.stop) and reason_of(todo) is None:
-                todo = (*todo, Flush(state.stop))
+            stop, todo = self.interrupts.stop or state.stop, with_reason(state.todo, state.stop)
             self.state = changed(state, stop=stop, todo=todo, events=state.events - {END})
         self.flush_hooks()
 
@@ -486,15 +478,13 @@ class World:
         self._given = []
         if ended := action.ended or self.batch is NONE_LEFT:
             state = self._complete_epoch(state)
-        may_be = ended or state.step >= self._last_step or self._has_all_items(state)
-        reached = may_be and self.plan.is_reached(state)
-        if reached:
+        if reached := self.plan.is_reached(state):
             state = changed(state, events=state.events | {END})
         if state.noted:
             noted = {mark: v for mark, v in state.noted.items() if not mark.startswith(RAN)}
             state = changed(state, noted=noted)
         actions, apart = (_CALL,), False
-        if ended or reached or not self._asked_at <= state.step < self._quiet_until:
+        if reached or not self._asked_at <= state.step < self._quiet_until:
             answers = self._ask(state)
             for clock in self._clocks:
                 state = clock.noted(state)
@@ -505,6 +495,7 @@ class World:
     def _complete_epoch(self, state: TrainState) -> TrainState:
         """Return the state with its epoch counted, and close what has read it."""
         self.batches_in_epoch, self.read_whole = state.batch, self.batch is NONE_LEFT
+        self._quiet_until = 0.0
         self.close_feed()
         events = state.events
         if state.ends is not None:  # a hook of this update has ended it, and saw its events
@@ -564,7 +555,7 @@ class World:
         self.peers.poll(state, self.interrupts)
         if self.interrupts.stop is not None:
             state = self.interrupts.apply(state)
-        if END in state.events and End() in todo:  # they are called again then
+        if End() in todo:  # they are called again then
             state = changed(state, events=state.events - {END})
         return state
 
@@ -587,7 +578,7 @@ class World:
         if stage == "end":
             todo = (Flush(stop),) if reached or stop is not None else (Update(),)
         else:
-            ended = isinstance(todo[0], Meet) and todo[0].ended
+            ended = todo[0] == Meet(ended=True)
             gone_back = gone_back or todo[0] == Meet(ended=False)
             todo = onward(new, reached, ended, gone_back=gone_back)
         new = changed(new, todo=(*calls, *todo))
@@ -663,14 +654,13 @@ class World:
     def append(self, state: TrainState, action: Append, todo: Todo) -> TrainState:
         """Append a record, unless there is nothing to record."""
         __tracebackhide__ = True
-        numbers, closing = action.kind == "numbers", action.kind == "closing"
-        train = not numbers and action.kind != "recent"
+        kind, closing = RECORDS[action.kind], action.kind == "closing"
         if closing:  # it has the numbers of what was evaluated before, maybe in another process
             lost = [each for each in self._late if each in self._adders and each not in self._given]
             self._collect_for(lost, state, self._evaluated_here(state))
-        report = train_metrics(state) if train else {}
-        recent = self.plan.record_every is not None and not numbers
-        report |= recent_metrics(state) if recent else {}
+        report: dict[str, Metric] = {}
+        for name in self.plan.trained:
+            report |= _METRICS_OF[name](state) if name in kind.trained else {}
         began = time.perf_counter()
         loaders = [name for name in action.names if name in self.evaluated]
         for loader in loaders:
@@ -686,7 +676,7 @@ class World:
         self.seconds = seconds = values.pop("seconds")
         items = values.pop("items")
         state = changed(state, todo=todo)
-        if not (values or train or closing or action.names):
+        if not (values or action.names or "train" in kind.trained):
             return state  # since the last record, every update was skipped
         if loaders:
             self.stopwatch.evaluated = values.pop("evaluated")
@@ -695,7 +685,7 @@ class World:
         values = self.plan.step.derive(values, self.plan.loaders.evaluated, state.history)
         known = None if math.isnan(items) else items
         record = Record(state.epoch, state.step, values, seconds, closing, known)
-        metrics = state.metrics if closing or numbers else without_recent(state.metrics)
+        metrics = without_recent(state.metrics) if kind.begins_interval else state.metrics
         record = self._with_numbers(state, record, metrics, action.names, self._adders)
         return with_record(state, state.history.append(record), metrics)
 
@@ -780,6 +770,9 @@ def recent_metrics(state: TrainState) -> dict[str, Metric]:
     """Return the metrics since the last record, by their names in a record."""
     named = {name: m for name, m in state.metrics.items() if name.startswith(RECENT)}
     return _with_rates(RECENT, state, named)
+
+
+_METRICS_OF = {"train": train_metrics, "recent": recent_metrics}
 
 
 def _with_rates(prefix: str, state: TrainState, named: dict[str, Metric]) -> dict[str, Metric]:

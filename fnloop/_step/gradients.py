@@ -413,25 +413,28 @@ class LocalWindow:
     Args:
         loss: the loss, and the root of backward.
         state: the state that is trained.
+
+    Attributes:
+        total: the sum of the weights of the batches so far, with their losses and metrics.
     """
 
-    __slots__ = ("_loss", "_stashed", "_total", "forward")
+    __slots__ = ("_loss", "_stashed", "forward", "total")
 
     def __init__(self, loss: LossRoot, state: TrainState) -> None:
         self._loss, self.forward = loss, loss.forward
-        self._total, self._stashed = WeightedSum(), stash_gradients(state)
+        self.total, self._stashed = WeightedSum(), stash_gradients(state)
 
     def add(self, state: TrainState, out: Output) -> None:
         __tracebackhide__ = True
         if out.skip is None:
-            self._loss.root(state, out, self._total.relative_weight(out)).backward()
-        self._total.add(out)
+            self._loss.root(state, out, self.total.relative_weight(out)).backward()
+        self.total.add(out)
 
     def finish(self, state: TrainState) -> Output:
-        self._total.divide([p.grad for p in parameters(state)])
+        self.total.divide([p.grad for p in parameters(state)])
         if self._stashed is not None:
             restore_gradients(state, self._stashed)
-        return self._total.output()
+        return self.total.output()
 
 
 # --- cutting a batch

@@ -1046,7 +1046,7 @@ def _fail_as_member(member: object) -> None:
             f"pipeline expects middleware; {name} is a function that makes one. "
             f"Call it: {name}(...)"
         )
-    if isinstance(getattr(member, "middleware", None), tuple):
+    if isinstance(member, Pipeline):
         raise TypeError(
             f"pipeline expects middleware, got {member!r}. To join two, write "
             "pipeline(*p.middleware, ...)"

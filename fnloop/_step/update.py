@@ -22,6 +22,7 @@ from fnloop._core.optimizers import (
     optimizers_in,
     wants_closure,
 )
+from fnloop._core.records import TRAINED
 from fnloop._core.several import Several
 from fnloop._core.state import (
     TrainState,
@@ -336,9 +337,6 @@ def report(out: Output, metrics: Mapping[str, Metric], by: str) -> Output:
     return Output(out.loss, out.weight, out.aux, {**out.metrics, **metrics})
 
 
-ALWAYS = ("train", "recent")  # what the names of numbers may begin with in every run
-
-
 class MissingNumberError(KeyError):
     """Raised for a number that a loader does not have. Another loader may have it.
 
@@ -407,7 +405,7 @@ def add_reported(
     __tracebackhide__ = True
     if loaders is None:
         return {**values, **_added(members, Numbers(None, values))}
-    parts: dict[str, dict[str, float]] = {name: {} for name in (*ALWAYS, *loaders)}
+    parts: dict[str, dict[str, float]] = {name: {} for name in (*TRAINED, *loaders)}
     last: dict[str, str] = {}  # the last name of each loader
     for name, value in values.items():
         loader, _, rest = name.partition("/")

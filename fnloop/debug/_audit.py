@@ -234,9 +234,8 @@ class Makings:
         A replay of a graph calls no hooks, and a capture would record them.
         """
         __tracebackhide__ = True
-        with contextlib.nullcontext() if facts.captures else Gradients(self.state) as gradients:
-            new, out = self.step(self.state, self.batch)
-        return result_of(new, out, gradients, copied=True)
+        *_, result = _make(self.step, self.state, self.batch, facts, copied=True)
+        return result
 
 
 def explain(makings: Makings, found: Differences | None, facts: Facts) -> tuple[str, str | None]:
@@ -476,12 +475,10 @@ def _largest_difference(
         for p in real
         if p.kind in (wanted, LOSS) and (p.kind, p.name) in theirs
     ]
-    if facts.captures:
-        changes = [
-            (p, a - started[p.name], b - started[p.name]) if p.kind == WEIGHT else (p, a, b)
-            for p, a, b in pairs
-        ]
-        pairs = changes
+    pairs = [
+        (p, a - started[p.name], b - started[p.name]) if p.kind == WEIGHT else (p, a, b)
+        for p, a, b in pairs
+    ]
     norms = [_norm(b) for p, _, b in pairs if p.kind == wanted]
     floor = SMALL * math.hypot(*norms)
     most, worst, text, parameter = 1.0, 1.0, "", None
@@ -489,7 +486,7 @@ def _largest_difference(
         least = SMALL if p.kind == LOSS else floor
         off = _distance(a, b) / max(_norm(b), least, torch.finfo(torch.float64).tiny)
         allowed = tolerance_of(p.value.dtype, facts.rough)
-        if facts.captures and p.kind == WEIGHT:
+        if p.kind == WEIGHT:
             allowed = max(allowed, OF_CHANGES)
         if p.kind == wanted and off / allowed > worst:
             worst, parameter = off / allowed, p.name

@@ -13,7 +13,7 @@ import attrs
 from torch import Tensor
 
 from fnloop._core.cursor import COUNTERS
-from fnloop._core.history import History
+from fnloop._core.history import History, records_since
 from fnloop._core.records import COSTS, Record
 from fnloop._core.serialize import Measured, describe_value, find_difference, measure
 from fnloop._core.state import TrainState
@@ -221,7 +221,7 @@ def is_measured(name: str) -> bool:
 
 def compare_histories(a: Iterable[Record], b: Iterable[Record]) -> Finding | None:
     """Return the first record that differs. Times and closing records are not compared."""
-    one, other = ([record for record in each if not record.closing] for each in (a, b))
+    one, other = (records_since(History(each), closing=False) for each in (a, b))
     for i, (mine, its) in enumerate(zip(one, other, strict=False)):
         place = f"record {i}, step {mine.step}"
         if (mine.epoch, mine.step) != (its.epoch, its.step):

@@ -8,9 +8,9 @@ import itertools
 import math
 import os
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import attrs
 import torch
@@ -24,7 +24,7 @@ from fnloop._core.metrics import RECENT
 from fnloop._core.records import Record
 from fnloop._core.rng import reserved_generators
 from fnloop._core.state import TrainState, snapshot, unwrap
-from fnloop._core.types import Middleware, Output, Step, middleware
+from fnloop._core.types import Middleware, Output, Step, is_ours, middleware
 from fnloop._core.view import take_back
 from fnloop._data.loaders import read_loaders
 from fnloop._data.position import checksum
@@ -205,16 +205,21 @@ def find_origin(folder: Path, update: int) -> Origin:
     later = saved[at + 1] if at + 1 < len(saved) else None
     same = tuple(one for one in saved[at + 1 :] if one.step == update)
     origin = Origin(saved[at], later, saved[-1], same)
-    known = {phase.name for phase in origin.phases}
-    for phase in () if later is None else later.phases:
-        if phase.name not in known and phase.step < update:
-            raise ValueError(
-                f"replay: update {update} is of the phase {phase.name!r}, which began at step "
-                f"{phase.step}, and the nearest checkpoint before it, of step {origin.start.step}, "
-                "is of before the phase. What the script changed between the two is not known: "
-                "give a later update, or save more often"
-            )
+    begun = begun_before(update, () if later is None else later.phases, origin.phases)
+    if begun is not None:
+        raise ValueError(
+            f"replay: update {update} is of the phase {begun.name!r}, which began at step "
+            f"{begun.step}, and the nearest checkpoint before it, of step {origin.start.step}, "
+            "is of before the phase. What the script changed between the two is not known: "
+            "give a later update, or save more often"
+        )
     return origin
+
+
+def begun_before(update: float, phases: Iterable[Phase], known: Sequence[Phase]) -> Phase | None:
+    """Return the first of some phases that began before an update, besides those of before."""
+    names = {phase.name for phase in known}
+    return next((p for p in phases if p.step < update and p.name not in names), None)
 
 
 def restored_from(origin: Origin, state: TrainState, caller: str = "replay") -> TrainState:
@@ -329,13 +334,10 @@ def continue_from(
     """
     __tracebackhide__ = True
     records = None if origin.later is None else origin.newest.history(verified=True)
-    if ends is not None and records is None:
-        records = state.history
     watched = tuple(key for _, key in step.watched)
-    follow = _Follow(until, records, each, state.history, watched, made, ends)
-    plan = _plan(origin, step, state, loaders, targets or origin.targets, follow)
-    if (made is not None or ends is not None) and records is not None:
-        plan = follow.with_records(plan, records)
+    given = until, records, each, state.history, watched
+    follow = _Follow(*given, made) if ends is None else _Another(*given, ends=ends)
+    plan = follow.with_records(_plan(origin, step, state, loaders, targets, follow))
     if not plan.resumed(state).todo:
         return state
     with reserved_generators():
@@ -353,16 +355,15 @@ def _plan(
     follow: _Follow,
 ) -> Plan:
     """Return the plan of the run, as it was made at first."""
-    if targets is None:
+    if (targets := targets or origin.targets) is None:
         raise ValueError(
             f"replay: {origin.start.path.name} does not say how long the run was to be, which "
             "schedules may depend on: it was saved outside of a run, or by an older fnloop. Give "
             "the targets that fit had: replay(..., epochs=..., steps=...)"
         )
-    running = unfinished(state.phases)
-    name = None if running is None else running.name
     # Targets of its own, which are replaced: those of a phase count from where it began.
-    plan = Plan.of(step, state, loaders, epochs=1, hooks=(follow,), phase=name)
+    phase = unfinished(state.phases).name or None
+    plan = Plan.of(step, state, loaders, epochs=1, hooks=(follow,), phase=phase)
     return attrs.evolve(plan, **attrs.asdict(targets))
 
 
@@ -376,7 +377,6 @@ class _Follow:
         history: that of the checkpoint.
         watched: the metrics that the step watches.
         made: receives the records that are made, each with that of the run; None: none is made.
-        ends: see :func:`continue_from`.
     """
 
     def __init__(
@@ -387,29 +387,26 @@ class _Follow:
         history: History,
         watched: tuple[str, ...],
         made: list[Pair] | None = None,
-        ends: Callable[[TrainState], bool] | None = None,
     ) -> None:
         self.until, self.records, self.each, self.made = until, records, each, made
         self.history = history  # as it was after the boundary before
         self.reached: TrainState | None = None
-        self.ends = ends
-        every = () if ends is None or records is None else records
-        self._moments = {(r.step, r.epoch): r for r in every if not r.closing}
         self.reports = watched  # these may come in a later record of the run
         self._again: tuple[str, ...] = ()  # what names of metrics begin with that are made again
 
-    def with_records(self, plan: Plan, records: History) -> Plan:
+    def with_records(self, plan: Plan) -> Plan:
         """Return the plan with records, and evaluations, where the run has made some."""
-        known = records.keys()
+        if self.made is None or self.records is None:
+            return plan
+        known = self.records.keys()
+        evaluated = plan.loaders.evaluated
+        loaders = [name for name in evaluated if any(k.startswith(f"{name}/") for k in known)]
+        return self._at_records(plan, loaders, known)
 
+    def _at_records(self, plan: Plan, loaders: Sequence[str], known: Sequence[str]) -> Plan:
         def at(prefix: str) -> Moment:
             return when(lambda state: self._has_made(state, prefix))
 
-        loaders = [
-            name
-            for name in plan.loaders.evaluated
-            if self.ends is not None or any(k.startswith(f"{name}/") for k in known)
-        ]
         evaluations = ((at("train/"), ()), *((at(f"{name}/"), (name,)) for name in loaders))
         recent = at(RECENT) if any(name.startswith(RECENT) for name in known) else None
         self._again = ("train/", RECENT, *(f"{name}/" for name in loaders))
@@ -422,13 +419,7 @@ class _Follow:
     def _has_made(self, state: TrainState, prefix: str) -> bool:
         """Return whether the run has made a record at a boundary, with some metrics."""
         assert self.records is not None
-        if self.ends is not None:
-            if prefix != RECENT and self.ends(state):
-                return True
-            record = self._moments.get((state.step, state.epoch))
-            return record is not None and any(name.startswith(prefix) for name in record.metrics)
-        following = records_since(self.records, len(self.history))
-        record = next((record for record in following if not record.closing), None)
+        record = next(iter(records_since(self.records, len(self.history), closing=False)), None)
         if record is None or (record.step, record.epoch) != (state.step, state.epoch):
             return False
         return any(name.startswith(prefix) for name in record.metrics)
@@ -436,25 +427,30 @@ class _Follow:
     def __call__(self, state: TrainState) -> TrainState:
         if self.reached is not None:  # the run has ended
             return state
-        if self.records is not None and self.ends is None:
-            before, self.history = self.history, self._records_at(state)
-            if self.made is not None:
-                made, its = (
-                    [record for record in records_since(each, len(before)) if not record.closing]
-                    for each in (state.history, self.history)
-                )
-                if not made:  # it may have had the numbers of hooks alone
-                    made = [attrs.evolve(x, metrics={}) for x in its if not self._is_made(x)]
-                self.made += itertools.zip_longest(made, its)
-            here = any(record.step == state.step for record in self.history[-1:])
-            events = state.events if here else state.events - {"record"}
-            state = attrs.evolve(state, history=self.history, events=events)
+        state = self._with_records_of_run(state)
         ended = self.each(state)
         if ended or state.step >= self.until:
             self.reached = state
             # As a signal does: without the record with which a run ends, and its evaluation.
             return attrs.evolve(state, stop=Stop("replayed", "interrupted"))
         return state
+
+    def _with_records_of_run(self, state: TrainState) -> TrainState:
+        """Return the state with the records that the run had made, as far as they are known."""
+        if self.records is None:
+            return state
+        before, self.history = self.history, self._records_at(state)
+        if self.made is not None:
+            made, its = (
+                records_since(each, len(before), closing=False)
+                for each in (state.history, self.history)
+            )
+            if not made:  # it may have had the numbers of hooks alone
+                made = [attrs.evolve(x, metrics={}) for x in its if not self._is_made(x)]
+            self.made += itertools.zip_longest(made, its)
+        here = any(record.step == state.step for record in self.history[-1:])
+        events = state.events if here else state.events - {"record"}
+        return attrs.evolve(state, history=self.history, events=events)
 
     def _records_at(self, state: TrainState) -> History:
         """Return the records that the run had made at a boundary.
@@ -481,6 +477,34 @@ class _Follow:
             state, stop=reached.stop, history=reached.history, events=reached.events,
             todo=reached.todo, phases=reached.phases, ends=reached.ends, slots=reached.slots,
         )  # fmt: skip
+
+
+class _Another(_Follow):
+    """The same for a run that is to be another one, and keeps the records that it makes.
+
+    Args:
+        *given: as above.
+        ends: whether the run ends at a boundary.
+    """
+
+    def __init__(self, *given: Any, ends: Callable[[TrainState], bool]) -> None:
+        super().__init__(*given)
+        self.ends = ends
+        self._every = self.history if self.records is None else self.records
+        self._moments = {(r.step, r.epoch): r for r in records_since(self._every, closing=False)}
+
+    def with_records(self, plan: Plan) -> Plan:
+        """Return the plan with records where the run has made some, and at its end."""
+        return self._at_records(plan, [*plan.loaders.evaluated], self._every.keys())
+
+    def _has_made(self, state: TrainState, prefix: str) -> bool:
+        if prefix != RECENT and self.ends(state):
+            return True
+        record = self._moments.get((state.step, state.epoch))
+        return record is not None and any(name.startswith(prefix) for name in record.metrics)
+
+    def _with_records_of_run(self, state: TrainState) -> TrainState:
+        return state
 
 
 # --- what is known of the update
@@ -1117,8 +1141,8 @@ def listing(
     if step.turns:
         steps = {name: listing(one, inside) for name, one in step.turns.items()}
         return pipeline(*step.pipeline.middleware, *around)(step.with_turns(steps))
-    listed = (m for m in step.pipeline.middleware if m.name != "cuda_graph")
-    kept = [attrs.evolve(m, device=None) if m.name == "compiled" else m for m in listed]
+    listed = step.pipeline.middleware
+    kept = [attrs.evolve(m, device=None) if is_ours(m) else m for m in listed]
     return step.listing((*kept, *(inside if step.has_all_rings else ()), *around))
 
 

@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 
 import attrs
 
+from fnloop._core.history import records_since
 from fnloop._core.serialize import Json
 from fnloop._core.state import TrainState, snapshot, unwrap
 from fnloop._core.types import Step
@@ -25,7 +26,7 @@ from fnloop._extensions.checkpoints.saved import Saved
 from fnloop._loop.made_with import describe_making
 from fnloop._step.pipeline import PipelineStep
 from fnloop.debug._diff import Difference, Finding, compare_contents, compare_histories, is_measured
-from fnloop.debug._replay import Origin, Pair, continue_from, restored_from
+from fnloop.debug._replay import Origin, Pair, begun_before, continue_from, restored_from
 from fnloop.extend import check_not_stale, checks, collectives, is_sharded, on_main_process, tables
 
 WHAT = "fnloop.debug.verify"  # as messages about processes that wait name it
@@ -221,13 +222,12 @@ def _why_not(start: Saved, stop: Saved, state: TrainState) -> str | None:
             f"{where} were made on {made_on} process{'es' * (made_on != 1)}, and here are "
             f"{state.backend.data_size}: start as many"
         )
-    known = {phase.name for phase in origin.phases}
-    for phase in stop.phases:
-        if phase.name not in known and phase.step < stop.step:
-            return (
-                f"the phase {phase.name!r} began within {where}, and what the script changed there "
-                "is not known"
-            )
+    begun = begun_before(stop.step, stop.phases, start.phases)
+    if begun is not None:
+        return (
+            f"the phase {begun.name!r} began within {where}, and what the script changed there is "
+            "not known"
+        )
     if origin.targets is None:
         return f"{where} were saved outside of a run, or by an older fnloop"
     return None
@@ -420,7 +420,7 @@ class _Again:
             known = () if one is None else one.metrics
             lost = () if its is None else (name for name in its.metrics if name not in known)
             self.not_made |= dict.fromkeys(name for name in lost if not is_measured(name))
-        left = [one for one in stops[-1].history()[len(reached.history) :] if not one.closing]
+        left = records_since(stops[-1].history(), len(reached.history), closing=False)
         if left and not waiting:
             record = f"record of step {left[0].step}"
             text = "is not at a boundary of the run"

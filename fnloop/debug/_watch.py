@@ -150,7 +150,6 @@ def watch(every: int = 50, only: Selectors | None = None) -> Middleware:
         loss=loss,
         gradient=Commuting(then(gradient)),
         update=update,
-        check=_check,
         check_state=lambda state, listed: _check_state(state, chosen),
         adds=(WATCH,),
     )
@@ -171,15 +170,6 @@ def _updates(before: dict[str, list[Tensor]], chosen: dict[str, list[Tensor]]) -
             ratio = change / _norm(params).clamp_min(torch.finfo(torch.float32).tiny)
             found[f"{WATCH}/{name}/update"] = Mean(ratio, 1)
     return found
-
-
-def _check(listed: Sequence[Middleware]) -> None:
-    for member in listed:
-        if member.name == "cuda_graph":
-            raise ValueError(
-                f"watch looks at some updates only, but {member!r} replays each as it was "
-                "captured: leave one out"
-            )
 
 
 def _check_state(state: TrainState, chosen: Chosen | None) -> None:

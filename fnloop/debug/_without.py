@@ -11,7 +11,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from fnloop._core.history import History, decode_phases
+from fnloop._core.history import History, records_since
 from fnloop._core.records import Record
 from fnloop._core.state import TrainState, snapshot, unwrap
 from fnloop._core.types import Middleware, Output, Step, middleware
@@ -36,6 +36,7 @@ from fnloop.debug._diff import (
 from fnloop.debug._replay import (
     Origin,
     Recorder,
+    begun_before,
     check_records,
     continue_from,
     first_difference,
@@ -144,7 +145,7 @@ def without(
             "without works in one process: call it in a script that is started without torchrun"
         )
     train = read_loaders(loaders).train
-    if hasattr(train, "__next__"):
+    if isinstance(train, Iterator):
         raise ValueError(
             f"without reads the training loader twice, and {checks.describe(train)} can be read "
             "once: give what makes it, such as a list, a DataLoader, or a function that returns it"
@@ -294,16 +295,14 @@ def _find_way(
             f"{_spell_batches(_place_of(saved[-1]), source)}. If it went further, give until="
         )
     end = saved[-1].step if until is None else until
-    known = [phase.name for phase in decode_phases(start.facts.get("phases", []))]
-    for one in later:
-        for phase in decode_phases(one.facts.get("phases", [])):
-            if phase.name not in known and phase.step < end:
-                raise ValueError(
-                    f"without: the phase {phase.name!r} began at step {phase.step}, after the "
-                    f"checkpoint to begin with, of step {start.step}, and what the script changed "
-                    f"there is not known. End before it, until={phase.step}, or leave out a batch "
-                    "after a later checkpoint"
-                )
+    phases = (phase for one in later for phase in one.phases)
+    begun = begun_before(end, phases, start.phases)
+    if begun is not None:
+        raise ValueError(
+            f"without: the phase {begun.name!r} began at step {begun.step}, after the checkpoint "
+            f"to begin with, of step {start.step}, and what the script changed there is not known. "
+            f"End before it, until={begun.step}, or leave out a batch after a later checkpoint"
+        )
     origin = Origin(start, later[0] if later else None, saved[-1])
     if origin.targets is None:
         raise ValueError(
@@ -644,7 +643,7 @@ def _norm(tensors: Iterator[Tensor]) -> float:
 
 def _metrics(a: History, b: History) -> Iterator[Apart]:
     """Yield the metrics that differ: from which record on, and by how much in the last of both."""
-    both = [*zip(*([r for r in each if not r.closing] for each in (a, b)), strict=False)]
+    both = [*zip(*(records_since(each, closing=False) for each in (a, b)), strict=False)]
     names = dict.fromkeys(name for mine, its in both for name in (*mine.metrics, *its.metrics))
     for name in names:
         pairs = [(mine, its) for mine, its in both if name in mine.metrics and name in its.metrics]

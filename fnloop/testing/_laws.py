@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from fnloop._backend.containers import SEQUENCES
 from fnloop._core.cursor import COUNTERS
+from fnloop._core.history import History, records_since
 from fnloop._core.serialize import as_flattened
 from fnloop._core.state import TrainState, snapshot
 from fnloop._core.types import Batch, LossFn, Middleware, Output, Step
@@ -391,7 +392,7 @@ def assert_same(a: TrainState, b: TrainState, *, rtol: float = 0.0) -> None:
     assert_equal(a.model.state_dict(), b.model.state_dict(), "model", rtol)
     assert_equal(a.optimizer, b.optimizer, "optimizer", rtol)
     assert_equal(dict(a.slots), dict(b.slots), "slots", rtol)
-    one, two = ([record for record in state.history if not record.closing] for state in (a, b))
+    one, two = (records_since(History(state.history), closing=False) for state in (a, b))
     assert len(one) == len(two), f"history: {len(one)} records != {len(two)}"
     for i, (mine, other) in enumerate(zip(one, two, strict=True)):
         place = f"history[{i}]"

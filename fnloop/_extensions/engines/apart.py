@@ -57,7 +57,7 @@ class Apart(View):
         outer: the outer optimizer, which updates them; None before the first update.
         saved: what a checkpoint has of the outer optimizer, until it is made.
         training: whether an update is being made apart.
-        counted: how many batches of this process count in that update.
+        counted: whether a batch of this process counts in that update.
         tensors: the parameters that may differ between processes, by name.
     """
 
@@ -70,7 +70,7 @@ class Apart(View):
     outer: Optimizer | None = None
     saved: dict[str, object] | None = None
     training: bool = False
-    counted: int = 0
+    counted: bool = False
     tensors: dict[str, Tensor] = attrs.field(factory=dict)
     _seen: tuple[list[Tensor], list[bool]] | None = None
 

@@ -52,6 +52,7 @@ from fnloop._extensions.engines.one_message import OneMessage, fits
 from fnloop._step.forward import Result, Subject, SumOfBatches
 from fnloop._step.gradients import (
     GradientSum,
+    LocalWindow,
     LossRoot,
     Pass,
     SumInOrder,
@@ -344,9 +345,8 @@ class _SumTogether(SumInOrder):
     def add(self, state: TrainState, out: Output) -> None:
         __tracebackhide__ = True
         out = skipped_with(largest(out.skip is not None), out)
-        if out.skip is None:
-            for p in self._params:  # copies, because the gradients are views of DDP's buckets
-                p.grad = None if p.grad is None else p.grad.clone()
+        for p in self._params:  # copies, because the gradients are views of DDP's buckets
+            p.grad = None if p.grad is None else p.grad.clone()
         super().add(state, out)
 
 
@@ -605,8 +605,8 @@ class OwnWindow:
         self._engine, self._loss, self._slot = engine, loss, slot
         self._batch_of = [batch for batch, n in enumerate(pieces) for _ in range(n)]
         self._batches, self._taken, self._n = len(pieces), engine.window_of(state), 0
-        self._total, self._stashed = WeightedSum(), stash_gradients(state)
-        self._counted = 0
+        self._window = LocalWindow(loss, state)
+        self.add = self._window.add
         engine.seed_own(state)
 
     def forward(self, state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
@@ -628,21 +628,13 @@ class OwnWindow:
             )
         return state, out
 
-    def add(self, state: TrainState, out: Output) -> None:
-        __tracebackhide__ = True
-        if out.skip is None:
-            self._loss.root(state, out, self._total.relative_weight(out)).backward()
-            self._counted += 1
-        self._total.add(out)
-
     def finish(self, state: TrainState) -> Output:
-        self._slot.counted += self._counted
+        counted = not self._window.total.is_empty
+        self._slot.counted |= counted
         self._engine.seed_shared(state)
-        self._total.divide([p.grad for p in parameters(state)])
-        restore_gradients(state, self._stashed)
-        out = self._total.output()
+        out = self._window.finish(state)
         # The other processes count this update, whatever this one had.
-        return out if self._counted else Output(out.loss, 0, out.aux)
+        return out if counted else Output(out.loss, 0, out.aux)
 
 
 # --------------------------------------------------------------------------------------------------

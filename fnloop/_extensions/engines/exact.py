@@ -54,7 +54,7 @@ from fnloop._step.gradients import (
     stash_gradients,
     valid_weight,
 )
-from fnloop.extend import Batch, Metric, collectives, fold_in, parameters
+from fnloop.extend import Batch, Metric, checks, collectives, fold_in, parameters
 
 log = logging.getLogger("fnloop")
 
@@ -801,7 +801,7 @@ def layout_of(metrics: Mapping[str, Metric]) -> Layout:
     columns, others, width = [], [], _OWN_COLUMNS
     for name, metric in metrics.items():
         if isinstance(metric, Reduced):
-            values = [getattr(metric, field) for field in metric.reductions]
+            values = checks.fields_of(metric, metric.reductions).values()
             shapes = [v.shape if isinstance(v, Tensor) else torch.Size() for v in values]
             columns.append((name, type(metric), tuple(shapes)))
             width += sum(shape.numel() for shape in shapes)
@@ -828,8 +828,8 @@ def _row(out: Output, layout: Layout) -> Tensor:
     reported = torch.where(weight == valid, valid, math.nan)
     cells = [_cell(1, device), loss * valid, valid, reported]
     for name, kind, _ in layout.columns:
-        metric = out.metrics[name]
-        cells += [_cell(getattr(metric, field), device) for field in kind.reductions]
+        values = checks.fields_of(out.metrics[name], kind.reductions).values()
+        cells += [_cell(value, device) for value in values]
     return torch.cat(cells)
 
 

@@ -611,7 +611,7 @@ def explain_lost(error: BaseException) -> None:
     is_lost = isinstance(error, RuntimeError) and any(word in str(error) for word in words)
     found = verdict()
     note = f"{DIVERGED}: {found}. {ADVICE}" if found else _LOST
-    if is_lost and note not in getattr(error, "__notes__", ()):
+    if is_lost and note not in checks.notes_of(error):
         error.add_note(note)
 
 

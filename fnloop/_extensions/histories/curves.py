@@ -20,6 +20,7 @@ from fnloop._extensions.histories.table import (
     records_of_model,
     split_name,
     stacked_in,
+    without_intervals,
 )
 from fnloop.extend import checks, tables
 
@@ -408,7 +409,7 @@ def _shared_keys(series: Mapping[str, Series]) -> list[str]:
     first, *others = series.values()
     shared = [key for key in first if all(key in other for other in others)]
     # The intervals of ``recent`` are drawn in the axes of ``train``.
-    keys = [key for key in shared if not key.startswith("recent/")] or shared
+    keys = without_intervals(shared) or shared
     if not keys:
         known = "; ".join(f"{name}: {', '.join(found)}" for name, found in series.items())
         raise ValueError(f"compare found no metric that all histories have; there are: {known}")

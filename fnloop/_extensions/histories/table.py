@@ -49,8 +49,17 @@ def is_row(record: Record) -> bool:
         >>> is_row(Record(0, 5, {"recent/loss": 0.5})), is_row(Record(1, 10, {"train/loss": 0.5}))
         (False, True)
     """
-    metrics = record.metrics
-    return not metrics or any(not name.startswith("recent/") for name in metrics)
+    return not record.metrics or bool(without_intervals(record.metrics))
+
+
+def without_intervals(names: Iterable[str]) -> list[str]:
+    """Return the names of metrics without those of the intervals of ``record_every``.
+
+    Example:
+        >>> without_intervals(["train/loss", "recent/loss"])
+        ['train/loss']
+    """
+    return [name for name in names if not name.startswith("recent/")]
 
 
 def update_best(best: Mapping[str, Record], record: Record) -> dict[str, Record]:
@@ -301,9 +310,10 @@ def table(records: Sequence[Record], width: float = math.inf, most: int = 40) ->
     shown = [record for record in records if is_row(record)]
     shown = records if all(record.closing for record in shown) else shown
     hidden = len(records) - len(shown)
-    names = [*metric_names(records)]
-    if hidden:  # the few values of ``recent`` in the other rows would tell nothing
-        names = [name for name in names if not name.startswith("recent/")]
+
+    # If some are hidden, the few values of ``recent`` in the other rows would tell nothing.
+    chosen = without_intervals if hidden else list
+    names = chosen(metric_names(records))
     turns, models = turns_in(names), stacked_in(names)
     best: dict[str, Record] = {}
     rows: list[Row] = []
@@ -312,8 +322,7 @@ def table(records: Sequence[Record], width: float = math.inf, most: int = 40) ->
         row = Row(record, _passed(record, above), starred(best, record, turns))
         rows += row.by_model(models)
     if models:
-        names = [*metric_names(row.record for row in rows)]
-        names = [n for n in names if not (hidden and n.startswith("recent/"))]
+        names = chosen(metric_names(row.record for row in rows))
     count = tables.format_count(hidden, "record")
     remark = f"not shown: {count} with recent/... only" if hidden else ""
     return attrs.evolve(Row.table(rows, names, width, most, items=True), remark=remark)

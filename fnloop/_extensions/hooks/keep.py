@@ -582,9 +582,7 @@ class restore_best(BuiltIn):
         checks.choice(OWNER, "since", self.since, SINCE)
 
     def __repr__(self) -> str:
-        given = {"mode": self.mode, "since": None if self.since == "phase" else self.since}
-        given = {name: value for name, value in given.items() if value is not None}
-        return repr(Call(restore_best, (self.key,), given))
+        return repr(Call.of(restore_best, self))
 
     @property
     def monitors(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -224,14 +224,19 @@ class inspect(BuiltIn):
         """Return whether the outputs of the evaluation that begins are to be kept."""
         if loader != self.loader:
             return False
-        waits, ends = self._now.waits in state.noted, "end" in state.events
-        if ends and (self._is_given(state) or self._now.ran in state.noted):
-            return False  # it has those of the model with which the run ends
-        if ends and self._now.alone and self._was_evaluated(state) and state.history[-1].closing:
-            return False  # the function was called for the closing record, maybe elsewhere
+        if "end" in state.events and self._has_seen_end(state):
+            return False
+        waits = self._now.waits in state.noted
         due, only_at_end = self.every.due_here(state)
         self._now.late = only_at_end and not (waits or due)
         return waits or due or self._now.late
+
+    def _has_seen_end(self, state: TrainState) -> bool:
+        """Return whether it has the outputs of the model with which the run ends."""
+        if self._is_given(state) or self._now.ran in state.noted:
+            return True
+        # The function was called for the closing record, maybe elsewhere.
+        return self._now.alone and self._was_evaluated(state) and state.history[-1].closing
 
     def _was_evaluated(self, state: TrainState) -> bool:
         """Return whether a record of this boundary has the loader evaluated."""

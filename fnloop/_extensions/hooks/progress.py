@@ -25,7 +25,7 @@ from fnloop._core.records import Record
 from fnloop._core.runs import RunInfo
 from fnloop._core.state import TrainState, count_parameters
 from fnloop._core.types import Call
-from fnloop._extensions.histories.table import Row, starred, update_best
+from fnloop._extensions.histories.table import Row, starred, update_best, without_intervals
 from fnloop._extensions.hooks.terminal import Screen, columns_of, has_colors, paint
 from fnloop._hooks.hook import BuiltIn, Hook, every_layer
 from fnloop.extend import Stop, better, checks, groups, optimizers, tables
@@ -187,9 +187,9 @@ def describe_start(state: TrainState) -> list[str]:
 
 def _describe_targets(state: TrainState) -> list[str]:
     run, phase, parts = _run(state), unfinished(state.phases), []
-    if phase is not None:
+    if phase.name:
         parts.append(f"phase {phase.name}")
-    left = (run.epochs or 0) - (0 if phase is None else phase.epoch)
+    left = (run.epochs or 0) - phase.epoch
     epochs, each = (
         tables.format_count(left, "epoch"),
         tables.format_count(run.steps_per_epoch or 0, "update"),
@@ -454,26 +454,32 @@ class Pace:
 
     def look(self, state: TrainState) -> Position:
         """Return the position at a boundary. After the end of an epoch, measure the next one."""
-        run, ended = _run(state), "epoch" in state.events
-        if state.epoch - ended != self._epoch or (not ended and _done(state) < self._initial):
-            self._begin_epoch(state, 0 if ended else _done(state))  # of a snapshot, or not seen
-        made = self._count(state) - self._epoch_first
-        done = (run.steps_per_epoch or self._initial + made) if ended else _done(state)
-        made, seconds = done - self._initial, self._active(state)
-        position = Position(
-            state.epoch + (not ended),
-            run.epochs,
-            state.step,
-            done,
-            done if ended else self._total(state, done),
-            made / seconds if made > 0 and seconds > 0 else None,
-            self._left(state, 0 if ended else done),
-            state.skipped,
-        )
-        if ended:
-            self._length = self._length if self._initial else done
+        if "epoch" in state.events:
+            return self._at_end_of_epoch(state)
+        done = _done(state)
+        if state.epoch != self._epoch or done < self._initial:
+            self._begin_epoch(state, done)  # of a snapshot, or not seen
+        return self._position(state, state.epoch + 1, done, self._total(state, done), done)
+
+    def _at_end_of_epoch(self, state: TrainState) -> Position:
+        if state.epoch - 1 != self._epoch:
             self._begin_epoch(state, 0)
+        made = self._count(state) - self._epoch_first
+        done = _run(state).steps_per_epoch or self._initial + made
+        position = self._position(state, state.epoch, done, done, 0)
+        self._length = self._length if self._initial else done
+        self._begin_epoch(state, 0)
         return position
+
+    def _position(
+        self, state: TrainState, epoch: int, done: int, total: int | None, begun: int
+    ) -> Position:
+        made, seconds = done - self._initial, self._active(state)
+        rate = made / seconds if made > 0 and seconds > 0 else None
+        left = self._left(state, begun)
+        return Position(
+            epoch, _run(state).epochs, state.step, done, total, rate, left, state.skipped
+        )
 
     def _begin_epoch(self, state: TrainState, done: int) -> None:
         """Measure the rate from here on; ``done`` updates of the epoch were made before."""
@@ -759,7 +765,7 @@ class _View(ABC):
 
     def with_column(self, names: Iterable[str]) -> list[str]:
         """Return the metrics that have a column: the means of intervals only of a stream."""
-        return [name for name in names if self.is_stream or not name.startswith("recent/")]
+        return [*names] if self.is_stream else without_intervals(names)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -989,7 +995,7 @@ class _Log(_View):
         if not row.is_whole:
             return
         metrics = row.record.metrics
-        names = [n for n in metrics if not n.startswith("recent/") and "/watch/" not in n]
+        names = [name for name in without_intervals(metrics) if "/watch/" not in name]
         ordered = [column.name for column in Row.lay_out([row], names).columns if column.name]
         values = (
             f"{name} {tables.format_metric(name, metrics[name])}{'*' if name in row.best else ''}"

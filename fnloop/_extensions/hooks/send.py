@@ -321,9 +321,8 @@ class TableWriter(BuiltIn):
         self._size += len(text)
 
     def _rewrite(self, history: History) -> None:
-        items = ["items"] if any(record.items is not None for record in history) else []
-        closing = ["closing"] if any(record.closing for record in history) else []
-        self._names = _merge_names(items, history.keys(), closing)
+        found = {*itertools.chain.from_iterable(map(_cells_of, history))}
+        self._names = tuple(n for n in ("items", *history.keys(), "closing") if n in found)
         lines = self._lines([self.format_row(record, self._names) for record in history])
         text = (self.format_header(self._names) + "".join(lines)).encode()
         self._size = len(text)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fnloop._backend.collectives import broadcast
-from fnloop._core.history import SINCE, check_monitored, first_record
+from fnloop._core.history import SINCE, check_monitored, first_record, records_since
 from fnloop._core.metrics import Mean, read
 from fnloop._core.records import Record, counts
 from fnloop._core.runs import now
@@ -286,11 +286,7 @@ class early_stop(Hook):
         return self.key
 
     def __repr__(self) -> str:
-        changed = attrs.asdict(
-            self, recurse=False, filter=lambda field, value: field.init and value != field.default
-        )
-        key = changed.pop("key")
-        return repr(Call(early_stop, (key,), changed))
+        return repr(Call.of(early_stop, self))
 
     def __call__(self, state: TrainState) -> TrainState:
         if "record" not in state.events or not check_monitored("early_stop", self.key, state):
@@ -502,15 +498,14 @@ class halt_on_nonfinite(BuiltIn):
         """Return between which steps it was, as the records say."""
         # Only the records are certain: this hook may not have run at each of them.
         before, finite = 0, True
-        for record in state.history:
-            if record.closing or record.step >= state.step:
+        for record in records_since(state.history, closing=False):
+            if record.step >= state.step:
                 continue
             losses = {name: record.metrics.get(name, 0.0) for name in ("train/loss", "recent/loss")}
             whole = "train/loss" in record.metrics  # of the epoch so far, not of an interval
             finite = (finite or whole) and all(map(math.isfinite, losses.values()))
             before = record.step if finite else before
-        if state.phases:
-            before = max(before, state.phases[-1].step)
+        before = max([before, *(phase.step for phase in state.phases)])
         if before + 1 == state.step:
             return f"at step {state.step}"
         offer = "; to stop at once: halt_on_nonfinite(steps=1)" if self.steps > 1 else ""

@@ -471,12 +471,6 @@ def _check_pieces(listed: Sequence[Middleware]) -> None:
                 f"{by!r} changes gradients in place, which closure(create_graph=True) "
                 "differentiates: leave one out"
             )
-        if member.name == "cuda_graph" and any(m.name == "retry_on_oom" for m in listed):
-            raise ValueError(
-                f"{member!r} cannot capture retry_on_oom, which may repeat an update. Find the "
-                "size without cuda_graph, in state.slots['retry_on_oom'], then list "
-                "microbatch(size)"
-            )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -572,11 +566,6 @@ def _check_tbptt(listed: Sequence[Middleware]) -> None:
                 f"{member!r} makes one update from several batches, and tbptt several updates from "
                 "one batch. Leave one out; for a larger update, use larger batches or a larger "
                 "length"
-            )
-        if member.name == "cuda_graph":
-            raise ValueError(
-                f"{member!r} replays an update with the tensors that it was captured with, but "
-                "tbptt gives each update a new carry. Leave one out"
             )
 
 

@@ -475,16 +475,7 @@ def sam(rho: float = 0.05) -> Middleware:
 
         return sharpened
 
-    return Middleware("sam", gradient=gradient, check=_check, adds=())
-
-
-def _check(listed: Sequence[Middleware]) -> None:
-    for member in listed:
-        if member.name == "cuda_graph":
-            raise ValueError(
-                f"{member!r} cannot capture sam, which repeats the random draws of a pass: leave "
-                "one out"
-            )
+    return Middleware("sam", gradient=gradient, adds=())
 
 
 def _pass_nearby(step: Step, state: TrainState, batch: Batch, rho: float) -> Output:
@@ -553,11 +544,6 @@ def closure(*, create_graph: bool = False) -> Middleware:
 
     def check(listed: Sequence[Middleware]) -> None:
         for member in listed:
-            if member.name == "cuda_graph":
-                raise ValueError(
-                    f"{member!r} cannot capture an optimizer that evaluates the loss by itself: "
-                    "leave one out"
-                )
             if "by_closure" in member.traits and member.name != name:
                 raise ValueError(
                     "closure() and closure(create_graph=True) are both listed: leave closure() out"

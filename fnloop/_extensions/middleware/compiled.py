@@ -305,7 +305,7 @@ def cuda_graph(warmup: int = 3, *, fallback: bool = False, limit: int = 8) -> Mi
     Raises:
         TypeError: fallback is not a bool.
         ValueError: warmup or limit is below 1. When composing: ``compiled`` makes graphs of its
-            own.
+            own, or something is listed that cannot be captured, such as ``sam`` or ``tbptt``.
         CaptureError: at the first window: there is no CUDA device. At a capture: a value is read to
             the host or changed on it; the message names it.
 
@@ -358,9 +358,37 @@ def cuda_graph(warmup: int = 3, *, fallback: bool = False, limit: int = 8) -> Mi
     return Middleware("cuda_graph", device=device, check=_check_members_of_graph, adds=())
 
 
+# What a graph cannot replay, by the name of the middleware.
+_ALIKE = "{graph!r} cannot capture an optimizer that evaluates the loss by itself: leave one out"
+_NOT_CAPTURED = {
+    "closure": _ALIKE,
+    "closure(create_graph)": _ALIKE,
+    "retry_on_oom": (
+        "{graph!r} cannot capture retry_on_oom, which may repeat an update. Find the size without "
+        "cuda_graph, in state.slots['retry_on_oom'], then list microbatch(size)"
+    ),
+    "sam": "{graph!r} cannot capture sam, which repeats the random draws of a pass: leave one out",
+    "tbptt": (
+        "{graph!r} replays an update with the tensors that it was captured with, but tbptt gives "
+        "each update a new carry. Leave one out"
+    ),
+    "using": (
+        "{graph!r} counts an update for every optimizer, and using lets some rest: leave one of "
+        "them out"
+    ),
+    "watch": (
+        "watch looks at some updates only, but {graph!r} replays each as it was captured: leave "
+        "one out"
+    ),
+}
+
+
 def _check_members_of_graph(members: Sequence[Middleware]) -> None:
-    """Raise if another middleware of the pipeline makes CUDA graphs of its own."""
+    """Raise if a middleware cannot be captured, or makes CUDA graphs of its own."""
     for member in members:
+        if member.name in _NOT_CAPTURED:
+            graph = next(each for each in members if each.name == "cuda_graph")
+            raise ValueError(_NOT_CAPTURED[member.name].format(graph=graph))
         if member.name == "compiled" and _makes_graphs(member):
             raise ValueError(
                 f"{member!r} makes CUDA graphs of its own, inside the graph of cuda_graph: write "

@@ -148,14 +148,13 @@ def _update_apart(
                 "processes in each update. Take an optimizer that does not, or leave local_sgd out"
             )
 
-    slot.training, slot.counted = True, 0
+    slot.training, slot.counted = True, False
     try:
         with replace_apply(apply) as usual:
             state, out = step(state, batch)
     finally:
         slot.training = False
-    if out.skip is None:
-        slot.used = True
+    slot.used |= out.skip is None
     if not slot.counted:  # what is reported of its gradient is of none
         return state, Output(out.loss, out.weight, out.aux, {}, out.skip)
     ownership_of(state).own_metrics.update(out.metrics)

@@ -872,7 +872,7 @@ def _stretch_of(state: TrainState, rested: int) -> RunInfo | None:
     run, phase = state.run, unfinished(state.phases)
     if run is not None and rested and run.total_steps is not None:
         run = attrs.evolve(run, total_steps=run.total_steps - rested)
-    if run is None or phase is None:
+    if run is None or not phase.name:
         return run
     epochs = None if run.epochs is None else run.epochs - phase.epoch
     total = None if run.total_steps is None else run.total_steps - run.first_step

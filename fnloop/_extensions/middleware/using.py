@@ -69,10 +69,8 @@ def using(*names: str) -> Middleware:
 def _check(listed: Sequence[Middleware]) -> None:
     """Raise ValueError if another middleware is for all optimizers in any case."""
     for member in listed:
-        if member.name == "cuda_graph":
-            why = "counts an update for every optimizer"
-        elif member.name == "spike_guard" and member.check_state is not None:
-            why = 'goes back with every optimizer: write then="skip" or then="stop"'
-        else:
-            continue
-        raise ValueError(f"{member!r} {why}, and using lets some rest: leave one of them out")
+        if member.name == "spike_guard" and member.check_state is not None:
+            raise ValueError(
+                f'{member!r} goes back with every optimizer: write then="skip" or then="stop", '
+                "and using lets some rest: leave one of them out"
+            )

@@ -354,8 +354,8 @@ def _stack_metrics(metrics: Mapping[str, Mapping[str, Metric]]) -> dict[str, Met
         elif (joined := _joined(label, every, names)) is not None:
             found[label] = joined
         else:
-            prefix = "recent/" if label.startswith("recent/") else ""
-            own_label = label.removeprefix(prefix)
+            own_label = label.removeprefix("recent/")
+            prefix = label.removesuffix(own_label)
             found |= {
                 f"{prefix}{_with_model(own_label, name)}": metric
                 for name, metric in zip(names, every, strict=True)
