@@ -45,7 +45,7 @@ EXTENSIONS = {
     "checkpoints": {
         "modules": "checkpoints.files checkpoints.foreign checkpoints.format checkpoints.named "
         "checkpoints.optimizer checkpoints.parts checkpoints.place checkpoints.restore "
-        "checkpoints.retention checkpoints.save checkpoints.saved",
+        "checkpoints.retention checkpoints.save checkpoints.saved checkpoints.shapes",
         "tests": "checkpoints",
     },
     "clip": {

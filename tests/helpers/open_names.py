@@ -6,24 +6,14 @@ it. One that no extension uses any more goes out. The table may only shrink.
 
 OPEN = {
     "_backend": "torch_compat",
-    "_backend.collectives": (
-        "counts_here gather_from_all on_every_process rank_and_size start_all_reduce_max"
-    ),
-    "_backend.containers": (
-        "attributes_of has_room is_out_of_memory map_leaves pairs_of parts_of with_parts"
-    ),
-    "_backend.disk": (
-        "checksum_of_file exists flush flushed_file is_folder lock_file make_folder "
-        "map_with_help replace_file size_of_file status try_lock"
-    ),
     "_backend.fsdp": (
         "around_sharded combined extent_in from_local_part full has_sharded like_sharded "
         "roots spans_all split_dim"
     ),
     "_backend.processes": "Backend trackers",
     "_backend.torch_compat": (
-        "buffers_of has_state_dict_hooks is_extra_state loads_by_itself loads_other_names "
-        "local_optimizer strip_compile_prefix"
+        "buffers_of drop_accumulator forget_sizes has_state_dict_hooks is_extra_state "
+        "loads_by_itself loads_other_names local_optimizer strip_compile_prefix"
     ),
     "_core.averages": "Average AVERAGED named_tensors",
     "_core.code": "codes_of INSTALLED is_users PACKAGE",
@@ -40,9 +30,9 @@ OPEN = {
     ),
     "_core.optimizers": (
         "BEFORE begin_again copy_number drop_schedule EXECUTION first_shared Group groups_in "
-        "initial_setting initial_value is_torch_optimizer keep_initial modes_of note_set "
-        "numbers_used Optimizers optimizers_in put_number RATIO SCHEDULED SET set_by_torch "
-        "settings_of to_training UNFROZEN wants_closure"
+        "Handle initial_setting initial_value is_torch_optimizer keep_initial modes_of "
+        "note_set numbers_used Optimizers optimizers_in put_number RATIO SCHEDULED SET "
+        "set_by_torch settings_of to_training UNFROZEN wants_closure"
     ),
     "_core.parts": (
         "COLLECTED Held held Load load_nothing NEWER_FORMAT NEWEST_FORMAT OWN parts_of "
@@ -63,7 +53,6 @@ OPEN = {
         "Pending plain_only plain_or_flattened tensors_in"
     ),
     "_core.several": "models_of Several",
-    "_core.shapes": "forget_states resized Shapes take_shapes",
     "_core.state": (
         "advance check_alike clear_parameter_cache count_parameters current_parameters "
         "detached_from_run generation_of give_up_ownership LEFT_OUT moved note_buffers "
@@ -79,7 +68,7 @@ OPEN = {
     "_data.loaders": "batch_size_of check_loader Padding read_loaders Window",
     "_data.position": "checksum",
     "_data.source": "first_batches LateWindow open_source Source",
-    "_display.checks": "choice describe flag folder_path is_address join_names metric_name",
+    "_display.checks": "fields_of join_names",
     "_display.frames": "short_traceback",
     "_display.screen": "log warn_once",
     "_hooks.hook": "BuiltIn Clock every_layer HookFn Wrapper",

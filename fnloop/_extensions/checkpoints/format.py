@@ -18,14 +18,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load
 from torch import Tensor
 
-from fnloop._backend.collectives import counts_here, gather_from_all
-from fnloop._backend.containers import has_room, is_out_of_memory
 from fnloop._backend.fsdp import extent_in, full, has_sharded, local_part, spans_all, split_dim
 from fnloop._backend.processes import Backend
 from fnloop._core.history import SINCE
 from fnloop._core.parts import COLLECTED, OWN, SHARDED_FORMAT, TENSORS
 from fnloop._core.serialize import Json, dtype_named
-from fnloop._display.checks import describe
+from fnloop.extend import checks, collectives, containers
 
 # --------------------------------------------------------------------------------------------------
 # The format of a checkpoint: its files, what they hold, and the errors that reading them raises.
@@ -227,7 +225,7 @@ def _find_fault(value: Json, shape: Shape) -> tuple[tuple[str, ...], str] | None
     else:
         right = callable(shape) and bool(shape(value))
     if not right:
-        return (), f"is {describe(value)}"
+        return (), f"is {checks.describe(value)}"
     for key, item, one in inside:
         if one is type(item) or one is ANY or (isinstance(one, FunctionType) and one(item)):
             continue  # most values
@@ -310,7 +308,9 @@ class Contents:
         """
         tensors = [t for group in self.groups.values() for t in group.values() if t.is_cuda]
         devices = {t.device for t in tensors}
-        if len(devices) != 1 or not has_room(next(iter(devices)), sum(t.nbytes for t in tensors)):
+        if len(devices) != 1 or not containers.has_room(
+            next(iter(devices)), sum(t.nbytes for t in tensors)
+        ):
             copied = self.copied(buffers)
             return lambda: copied
         (device,), to_memory = devices, HostCopier()
@@ -404,7 +404,7 @@ def keep_own_share(
         return kept
     version = max(SHARDED_FORMAT, contents.facts["format_version"])
     facts = {**contents.facts, "format_version": version}
-    for theirs in gather_from_all(index, COLLECTED)[1:]:
+    for theirs in collectives.gather_from_all(index, COLLECTED)[1:]:
         for group, entries in theirs.items():
             for name, entry in entries.items():
                 mine = index[group].get(name)
@@ -443,7 +443,7 @@ def _share_of(
             own, entry["dim"] = local_part(tensor).detach(), dim
             offsets[dim], stop, first = extent_in(tensor, tensor.shape[dim])
             # The first of a mesh of some processes holds what the first of its neighbors holds.
-            writes = first and (spans_all(tensor) or counts_here())
+            writes = first and (spans_all(tensor) or collectives.counts_here())
             if own.shape[dim] != stop - offsets[dim]:
                 raise TypeError(
                     f"{name} is split over processes in another way than by fully_shard: this "
@@ -688,7 +688,7 @@ def _empty(shape: Sequence[int], dtype: torch.dtype, path: Path) -> Tensor:
     try:
         return torch.empty([*shape], dtype=dtype)
     except (RuntimeError, TypeError) as error:
-        if is_out_of_memory(error):
+        if containers.is_out_of_memory(error):
             raise MemoryError(f"no memory to read {path}: {error}") from error
         raise CheckpointError(f"{path} is damaged: no tensor has the shape {shape}") from error
 
@@ -707,7 +707,7 @@ def _explained(folder: Path, name: str) -> Iterator[None]:
     except (RuntimeError, FileNotFoundError) as error:
         # torch cannot map the file: it says so in a RuntimeError. Where safetensors cannot, it says
         # that there is no such file, but it was opened a moment ago.
-        if isinstance(error, FileNotFoundError) or is_out_of_memory(error):
+        if isinstance(error, FileNotFoundError) or containers.is_out_of_memory(error):
             raise MemoryError(f"no memory to read {folder / name}: {error}") from error
         raise OSError(f"{folder / name} cannot be read: {error}") from error
 

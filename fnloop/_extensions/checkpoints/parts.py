@@ -21,8 +21,6 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from fnloop._backend.collectives import gather_from_all
-from fnloop._backend.containers import is_out_of_memory
 from fnloop._backend.fsdp import is_sharded, like_sharded, local_part
 from fnloop._backend.torch_compat import (
     buffers_of,
@@ -69,7 +67,6 @@ from fnloop._core.serialize import (
     from_safetensor,
     plain_only,
 )
-from fnloop._core.shapes import Shapes, forget_states, take_shapes
 from fnloop._core.state import (
     TrainState,
     note_buffers,
@@ -78,7 +75,6 @@ from fnloop._core.state import (
     unwrap,
 )
 from fnloop._core.view import changed_for, is_apart, view
-from fnloop._display.checks import describe, join_names
 from fnloop._display.screen import log
 from fnloop._extensions import extensions
 from fnloop._extensions.checkpoints.files import (
@@ -106,7 +102,9 @@ from fnloop._extensions.checkpoints.optimizer import (
     optimizers_kept_on_error,
     prepare_loads,
 )
+from fnloop._extensions.checkpoints.shapes import Shapes, forget_states, take_shapes
 from fnloop._step.engine import engine_of
+from fnloop.extend import checks, collectives, containers
 
 # --------------------------------------------------------------------------------------------------
 # The parts of a state, and which of them a checkpoint holds.
@@ -134,7 +132,8 @@ def read_parts(owner: str, only: Sequence[str] | None) -> tuple[str, ...]:
     if not parts or not all(isinstance(part, str) and part in _NAMES for part in parts):
         hint = f": write only=({only!r},)" if isinstance(only, str) and only in _NAMES else ""
         raise ValueError(
-            f"{owner} expects only= as a tuple of {', '.join(_NAMES)}; got {describe(only)}{hint}"
+            f"{owner} expects only= as a tuple of {', '.join(_NAMES)}; got "
+            f"{checks.describe(only)}{hint}"
         )
     return tuple(
         part for part in _NAMES if part in parts and not (part == TRAINED and "model" in parts)
@@ -386,9 +385,9 @@ def _check_complete(state: TrainState, saved: Mapping[str, Tensor]) -> None:
     ]
     if left:
         raise ValueError(
-            f"the state_dict of {type(module).__name__} leaves out {join_names(left)}, which is "
-            "trained, so a run could not be resumed: let it return all that is trained, or save "
-            'without the optimizer, only=("model", ...)'
+            f"the state_dict of {type(module).__name__} leaves out {checks.join_names(left)}, "
+            "which is trained, so a run could not be resumed: let it return all that is trained, "
+            'or save without the optimizer, only=("model", ...)'
         )
 
 
@@ -467,7 +466,7 @@ class Difference:
             "dtypes": ("of another dtype", self._both(self.dtypes, lambda t: t.dtype)),
         }
         found = (texts[kind] for kind in kinds)
-        return "; ".join(f"{what}: {join_names(which)}" for what, which in found if which)
+        return "; ".join(f"{what}: {checks.join_names(which)}" for what, which in found if which)
 
     def _both(self, names: Sequence[str], fact: Callable[[Tensor], object]) -> list[str]:
         return [f"{k}: {fact(self.theirs[k])} saved, {fact(self.mine[k])} here" for k in names]
@@ -581,9 +580,9 @@ def _take_shapes(saved: Reading, module: nn.Module, shapes: Shapes) -> None:
             trained = {id(p) for group in one.param_groups for p in group["params"]}
             if one.state and not ids.isdisjoint(trained):
                 raise CheckpointError(
-                    f"{saved.path} has parameters of another shape ({join_names(both)}), and "
-                    f"{type(one).__name__} has a state for those here. Restore the optimizer too, "
-                    "or make the state with a new optimizer"
+                    f"{saved.path} has parameters of another shape ({checks.join_names(both)}), "
+                    f"and {type(one).__name__} has a state for those here. Restore the optimizer "
+                    "too, or make the state with a new optimizer"
                 )
 
 
@@ -599,7 +598,7 @@ def _load_model(
     missing = [name for name in missing if name in values or not trained]
     if saved.strict and missing:
         raise CheckpointError(
-            f"{saved.path}: the model took no value for {join_names(missing)}: "
+            f"{saved.path}: the model took no value for {checks.join_names(missing)}: "
             "its hooks rename keys"
         )
     if "counters" in saved.parts and not trained:
@@ -699,7 +698,7 @@ def _check_ties(
     shared = _shared_memory(own, values)
     torn = [names for names, pairs in shared if not _fit_together(pairs)]
     if is_sharded(module):  # each process compares what it holds
-        torn = sorted({names for each in gather_from_all(torn) for names in each})
+        torn = sorted({names for each in collectives.gather_from_all(torn) for names in each})
     if torn:
         names = [*map(strip_compile_prefix, torn[0])]
         copied = f"model.{names[-1]}.detach().clone()"
@@ -707,9 +706,9 @@ def _check_ties(
             copied = f"nn.Parameter({copied})"
         others = f", and so do {len(torn) - 1} more groups of tensors" if torn[1:] else ""
         raise CheckpointError(
-            f"{saved.path} has different values for {join_names(names)}, which share memory in "
-            f"this {type(module).__name__}{others}: only one of the values could be kept. Restore "
-            "into a model that does not tie them. To make one, write model."
+            f"{saved.path} has different values for {checks.join_names(names)}, which share memory "
+            f"in this {type(module).__name__}{others}: only one of the values could be kept. "
+            "Restore into a model that does not tie them. To make one, write model."
             f"{names[-1]} = {copied} before you make the optimizer"
         )
 
@@ -783,7 +782,8 @@ def _check_sizes(module: nn.Module, path: Path) -> None:
     if lazy := [name for name, t in tensors if nn.parameter.is_lazy(t)]:
         raise CheckpointError(
             f"{path} cannot be restored into this {type(module).__name__}: the sizes of "
-            f"{join_names(lazy)} are not known yet. Call the model on a batch first: model(x)"
+            f"{checks.join_names(lazy)} are not known yet. Call the model on a batch first: "
+            "model(x)"
         )
 
 
@@ -802,7 +802,7 @@ def _resizes(module: nn.Module, name: str, there: Tensor) -> bool:
         trial = copy.deepcopy(owner, {id(p): p for p in owner.parameters()})
         trial.load_state_dict({own: there}, strict=False)
     except Exception as error:
-        if is_out_of_memory(error):
+        if containers.is_out_of_memory(error):
             raise
         return False  # it is refused, by name
     return trial.get_buffer(own).shape == there.shape
@@ -821,7 +821,9 @@ def _warn_of_untrained(module: nn.Module, missing: Sequence[str]) -> None:
     """Warn if there are parameters to train that the checkpoint does not hold."""
     learning = {strip_compile_prefix(name) for name, p in _parameters(module) if p.requires_grad}
     if untrained := [name for name in missing if name in learning]:
-        log.warning("restore: not in the checkpoint, left unchanged: %s", join_names(untrained))
+        log.warning(
+            "restore: not in the checkpoint, left unchanged: %s", checks.join_names(untrained)
+        )
 
 
 def _parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -1020,7 +1022,7 @@ def _prepare_extra(saved: Restoring) -> Load:
 def check_mapping(part: str, value: object) -> Mapping[str, object]:
     """Return what a part of a state holds. Raise TypeError unless it is a mapping."""
     if not isinstance(value, Mapping):
-        raise TypeError(f"{part} must be a mapping; it is {describe(value)}")
+        raise TypeError(f"{part} must be a mapping; it is {checks.describe(value)}")
     return value
 
 

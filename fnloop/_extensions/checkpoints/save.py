@@ -18,11 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fnloop._backend.collectives import gather_from_all, on_every_process
-from fnloop._backend.containers import (
-    is_out_of_memory,
-    pairs_of,
-)
 from fnloop._backend.processes import Backend
 from fnloop._core.cursor import Cursor
 from fnloop._core.history import History, metrics_here
@@ -63,6 +58,7 @@ from fnloop._extensions.checkpoints.parts import (
 from fnloop._extensions.checkpoints.place import place_at
 from fnloop._step.engine import engine_of
 from fnloop._version import __version__
+from fnloop.extend import collectives, containers
 
 # --------------------------------------------------------------------------------------------------
 # Save a state: collect everything that a run depends on, and write it as a checkpoint.
@@ -223,7 +219,7 @@ def check_encodable(state: TrainState, parts: Collection[str]) -> None:
     Raises:
         CheckpointError: there is something that no checkpoint can hold.
     """
-    on_every_process(lambda: _encode_parts(state, [*parts]), COLLECTED)
+    collectives.on_every_process(lambda: _encode_parts(state, [*parts]), COLLECTED)
 
 
 def _encode_parts(state: TrainState, parts: Sequence[str]) -> None:
@@ -342,7 +338,7 @@ def _check_resumable(named: NamedOptimizer, label: str, backend: Backend) -> Non
         )
     except Exception as error:
         obstacle = " ".join(f"{type(error).__name__}: {error}".split())
-    fault = (_compare_kept(gather_from_all(kept)) if processes > 1 else None) or fault
+    fault = (_compare_kept(collectives.gather_from_all(kept)) if processes > 1 else None) or fault
     if fault:
         where = f" on {processes} processes" if processes > 1 else ""
         raise CheckpointError(
@@ -434,7 +430,7 @@ def _continue(one: NamedOptimizer, two: NamedOptimizer, device: torch.device) ->
         try:
             update(two, number, device)
         except Exception as error:
-            if is_out_of_memory(error):
+            if containers.is_out_of_memory(error):
                 raise
             text = f"an update after a restore raises {type(error).__name__}: {error}"
             raise _Fault(text) from error
@@ -484,7 +480,7 @@ def _unrestored(one: NamedOptimizer, two: NamedOptimizer) -> str | None:
 
 
 def _find_lost(was: Any, now: Any, path: str) -> str | None:
-    pairs = pairs_of(was, now)
+    pairs = containers.pairs_of(was, now)
     if pairs is None:
         return find_difference(was, now, path)
     found = (_find_lost(a, b, f"{path}.{key}") for key, a, b in pairs)

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import attrs
 
-from fnloop._backend.disk import exists
 from fnloop._core.cursor import Cursor
 from fnloop._core.history import History, Phase, decode_phases
 from fnloop._core.serialize import Json
@@ -45,6 +44,7 @@ from fnloop._extensions.checkpoints.parts import (
 from fnloop._extensions.checkpoints.place import Place
 from fnloop._extensions.checkpoints.restore import SUFFIX
 from fnloop._extensions.checkpoints.retention import candidates, is_one_checkpoint
+from fnloop.extend import disk
 
 
 @attrs.frozen
@@ -97,7 +97,7 @@ class Saved:
                 else:
                     damaged.append(str(error))
         if not found:
-            what = "has no whole checkpoint" if exists(folder) else "does not exist"
+            what = "has no whole checkpoint" if disk.exists(folder) else "does not exist"
             raise CheckpointError(
                 f"{folder} {what}. Checkpoints are written by fit(..., hooks=(checkpoint(folder),))"
             )
@@ -180,7 +180,7 @@ class Saved:
             files |= {k: v for k, v in groups.items() if not is_share(k, made.groups)}
         slices, tensors = Slices(path), {}
         for file, group in files.items():
-            if group is not None and exists(path / file):
+            if group is not None and disk.exists(path / file):
                 entries = slices.entries_in(file)
                 tensors[group] = {name: slices.read(entry) for name, entry in entries.items()}
                 slices.close()

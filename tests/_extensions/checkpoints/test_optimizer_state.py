@@ -124,7 +124,7 @@ def craft_tensor(path, name, change):
     tensors = load_file(file := path / "optimizer.safetensors")
     tensors[name] = change(tensors[name])
     save_file({k: v.contiguous() for k, v in tensors.items()}, file)
-    sizes = {"bytes": file.stat().st_size, "sha256": files.checksum_of_file(file)}
+    sizes = {"bytes": file.stat().st_size, "sha256": files.disk.checksum_of_file(file)}
     return craft(path, lambda made: made["files"].update({file.name: sizes}))
 
 

@@ -98,7 +98,7 @@ def test_weights_to_train_with_that_do_not_fit_are_damage(tmp_path, fault):
         name = min(found)
         found |= {"b": found.pop(name)} if fault == "another name" else {name: torch.zeros(9)}
         save_file(found, file)
-        sizes = {"bytes": file.stat().st_size, "sha256": files.checksum_of_file(file)}
+        sizes = {"bytes": file.stat().st_size, "sha256": files.disk.checksum_of_file(file)}
         craft(path, manifest=lambda made: made["files"].update({file.name: sizes}))
     new = problem.state() if fault == "not there" else schedule_free(problem)
     before = [p.clone() for p in new.model.parameters()]

@@ -248,7 +248,7 @@ def room(request, monkeypatch):
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    monkeypatch.setattr(format, "has_room", lambda device, size: request.param)
+    monkeypatch.setattr(format.containers, "has_room", lambda device, size: request.param)
     return request.param
 
 

@@ -40,7 +40,7 @@ def split_by_hand(folder, first, second, entries):
         save_file(tensors, path / f"model-0000{number}-of-00002.safetensors")
     (path / "index.json").write_text(json.dumps({"model": entries}))
     sizes = {
-        file.name: {"bytes": file.stat().st_size, "sha256": files.checksum_of_file(file)}
+        file.name: {"bytes": file.stat().st_size, "sha256": files.disk.checksum_of_file(file)}
         for file in path.iterdir() if file.name != "manifest.json"
     }  # fmt: skip
     return craft(path, lambda made: made.update(format_version=3, files=sizes))
