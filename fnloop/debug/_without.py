@@ -11,7 +11,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from fnloop._core.history import History, decode_phases
+from fnloop._core.history import History
 from fnloop._core.records import Record
 from fnloop._core.state import TrainState, snapshot, unwrap
 from fnloop._core.types import Middleware, Output, Step, middleware
@@ -19,8 +19,8 @@ from fnloop._data.loaders import read_loaders
 from fnloop._data.position import checksum
 from fnloop._data.source import Source
 from fnloop._display.frames import short_traceback
+from fnloop._extensions.checkpoints.counters import Targets, decode_phases, decode_targets
 from fnloop._extensions.checkpoints.format import CheckpointError, shares_in
-from fnloop._extensions.checkpoints.parts import Targets, decode_targets
 from fnloop._extensions.checkpoints.saved import Saved
 from fnloop._loop.evaluate import open_loader
 from fnloop._loop.peers import is_alone
@@ -294,9 +294,9 @@ def _find_way(
             f"{_spell_batches(_place_of(saved[-1]), source)}. If it went further, give until="
         )
     end = saved[-1].step if until is None else until
-    known = [phase.name for phase in decode_phases(start.facts.get("phases", []))]
+    known = [phase.name for phase in decode_phases(start.facts)]
     for one in later:
-        for phase in decode_phases(one.facts.get("phases", [])):
+        for phase in decode_phases(one.facts):
             if phase.name not in known and phase.step < end:
                 raise ValueError(
                     f"without: the phase {phase.name!r} began at step {phase.step}, after the "

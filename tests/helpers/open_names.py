@@ -6,9 +6,10 @@ it. One that no extension uses any more goes out. The table may only shrink.
 
 OPEN = {
     "_backend": "torch_compat",
+    "_backend.containers": "SEQUENCES",
     "_backend.fsdp": (
         "around_sharded combined extent_in from_local_part full has_sharded like_sharded "
-        "roots spans_all split_dim"
+        "roots spans_all split_dim WHOLE"
     ),
     "_backend.processes": "Backend trackers",
     "_backend.torch_compat": (
@@ -17,11 +18,9 @@ OPEN = {
     ),
     "_core.averages": "Average AVERAGED named_tensors",
     "_core.code": "codes_of INSTALLED is_users PACKAGE",
-    "_core.cursor": "check_counts COUNTERS CURSOR Cursor",
     "_core.freeze": "add_group Groups remember_restored Selectors split_group",
     "_core.history": (
-        "check_monitored decode_phases encode_phases first_record metrics_here new_records "
-        "records_since SINCE unfinished"
+        "check_monitored first_record metrics_here new_records records_since SINCE unfinished"
     ),
     "_core.metrics": (
         "COLLECTION_HINT combine Elapsed ITEMS Mark mark names_in NoLoss Peak read RECENT "
@@ -29,36 +28,25 @@ OPEN = {
         "valid_or_nan weighted"
     ),
     "_core.optimizers": (
-        "BEFORE begin_again copy_number drop_schedule EXECUTION first_shared Group groups_in "
-        "Handle initial_setting initial_value is_torch_optimizer keep_initial modes_of "
-        "note_set numbers_used Optimizers optimizers_in put_number RATIO SCHEDULED SET "
-        "set_by_torch settings_of to_training UNFROZEN wants_closure"
+        "as_number BEFORE begin_again copy_number drop_schedule EXECUTION first_shared Group "
+        "groups_in Handle initial_setting initial_value is_torch_optimizer keep_initial "
+        "modes_of note_set numbers_used Optimizers optimizers_in put_number RATIO SCHEDULED "
+        "SET set_by_torch settings_of to_training UNFROZEN wants_closure"
     ),
-    "_core.parts": (
-        "COLLECTED Held held Load load_nothing NEWER_FORMAT NEWEST_FORMAT OWN parts_of "
-        "Restoring Saving set_fields SHARDED_FORMAT TAKEN TENSORS TRAINING_FORMAT"
-    ),
+    "_core.parts": "check_name Held Load parts_of TAKEN",
     "_core.records": "COSTS counts MODES number_of_epoch TRAINED",
     "_core.rng": (
         "COMPUTE HostGenerators mark_generators reserved_generators seed_host torch_seeder"
     ),
-    "_core.runs": (
-        "decode_stop decode_todo encode_stop encode_todo has_updates Live now pending "
-        "todo_of_before"
-    ),
-    "_core.serialize": (
-        "as_number as_parts as_safetensor AsParts copy_flattened decode describe_value "
-        "dtype_named encode find_difference flattened_kind from_flattened from_safetensor "
-        "has_pending INTEGER_OF_SIZE is_flattened Json kinds_in materialize Measured PAIRS "
-        "Pending plain_only plain_or_flattened tensors_in"
-    ),
+    "_core.runs": "ACTIONS has_updates Live now pending",
+    "_core.saved": "has_pending materialize Pending",
     "_core.several": "models_of Several",
     "_core.state": (
-        "advance check_alike clear_parameter_cache count_parameters current_parameters "
-        "detached_from_run generation_of give_up_ownership LEFT_OUT moved note_buffers "
-        "note_call note_restored Ownership ownership_of owns_handles ParameterCache PLACE "
-        "rested shapes_of_buffers take_ownership tracing_copy used_in with_note with_used "
-        "without_metrics"
+        "advance check_alike clear_parameter_cache count_parameters COUNTED COUNTERS "
+        "current_parameters detached_from_run generation_of give_up_ownership LEFT_OUT moved "
+        "note_buffers note_call note_restored Ownership ownership_of owns_handles "
+        "ParameterCache PLACE rested shapes_of_buffers take_ownership tracing_copy used_in "
+        "with_note with_used without_metrics"
     ),
     "_core.types": "Aux BY_ANOTHER Call collection_key hide_fields is_ours Searching Skip",
     "_core.view": "as_evaluated begin_again changed_for is_apart take_back view",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import errno
+import functools
 import hashlib
 import itertools
 import json
@@ -26,9 +27,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fnloop._core.history import Fold, History
-from fnloop._core.parts import NEWEST_FORMAT
 from fnloop._core.records import Record
-from fnloop._core.serialize import Json, decode, encode
 from fnloop._display.screen import warn_once
 from fnloop._extensions.checkpoints.foreign import explain_foreign
 from fnloop._extensions.checkpoints.format import (
@@ -38,6 +37,7 @@ from fnloop._extensions.checkpoints.format import (
     LARGEST_MANIFEST,
     MANIFEST,
     MANIFEST_SHAPE,
+    NEWEST_FORMAT,
     STATE,
     STATE_SHAPE,
     CheckpointError,
@@ -46,6 +46,7 @@ from fnloop._extensions.checkpoints.format import (
     check_shape,
     is_file_name,
 )
+from fnloop._extensions.checkpoints.serialize import Json, decode, encode
 from fnloop.extend import checks, collectives, disk
 
 # --------------------------------------------------------------------------------------------------
@@ -941,6 +942,12 @@ class EncodedHistory:
     blocks: tuple[str, ...] = ()
     rest: tuple[str, ...] = ()
     digest: str = ""
+
+    @staticmethod
+    def of_all(history: History) -> EncodedHistory:
+        """Return a history as it is in a checkpoint that has no files next to it."""
+        rows = tuple(map(encode_record, history))
+        return EncodedHistory(rest=rows, digest=functools.reduce(chain, rows, ""))
 
 
 def make_history_encoder() -> Callable[[History], EncodedHistory]:

@@ -21,8 +21,7 @@ from torch import Tensor
 from fnloop._backend.fsdp import extent_in, full, has_sharded, local_part, spans_all, split_dim
 from fnloop._backend.processes import Backend
 from fnloop._core.history import SINCE
-from fnloop._core.parts import COLLECTED, OWN, SHARDED_FORMAT, TENSORS
-from fnloop._core.serialize import Json, dtype_named
+from fnloop._extensions.checkpoints.serialize import Json, dtype_named
 from fnloop.extend import checks, collectives, containers
 
 # --------------------------------------------------------------------------------------------------
@@ -58,7 +57,17 @@ from fnloop.extend import checks, collectives, containers
 #
 # Nothing is pickled, so reading a checkpoint cannot run code.
 
+FORMAT = 1  # of a checkpoint of all parts with one optimizer, without averages and phases
+NEWER_FORMAT = 2  # of others, so that an older fnloop does not take them for damaged checkpoints
+SHARDED_FORMAT = 3  # of those with an index
+TRAINING_FORMAT = 4  # of those with weights to train with, which an older fnloop would not look for
+OWN_FORMAT = 5  # of those with what each process has of its own
+BROUGHT_FORMAT = 6  # of those with parts that were brought, which an older fnloop would lose
+NEWEST_FORMAT = BROUGHT_FORMAT
+COLLECTED = "the collecting of a checkpoint"  # as messages about processes that wait name it
 STATE = "state.json"
+TENSORS = ("model", "optimizer", "slots")  # the groups of tensors that every checkpoint has
+OWN = "own"  # the group of what each process has of its own: names begin with its rank and a slash
 FILES = (*(f"{name}.safetensors" for name in TENSORS), STATE)
 MANIFEST = "manifest.json"
 INDEX = "index.json"
@@ -234,6 +243,30 @@ def _find_fault(value: Json, shape: Shape) -> tuple[tuple[str, ...], str] | None
     return None
 
 
+def gather_encoded(
+    encode: Callable[[], Json], what: str, error: type[Exception] = ValueError
+) -> list[Json]:
+    """Return what each process encodes, by rank. A collective.
+
+    Raises:
+        Exception: what this process raises.
+        error: another process cannot encode it.
+    """
+    entry, fault = None, None
+    try:
+        entry = encode()
+    except Exception as failure:  # the other processes wait for an answer
+        fault = failure
+    failed = fault and f"{type(fault).__name__}: {fault}"
+    every = collectives.gather_from_all((entry, failed), COLLECTED)
+    if fault is not None:
+        raise fault
+    for rank, (_, text) in enumerate(every):
+        if text is not None:
+            raise error(f"process {rank} cannot save {what}: {text}")
+    return [one for one, _ in every]
+
+
 @attrs.frozen(eq=False)
 class Contents:
     """The contents of a checkpoint: groups of tensors, and facts as JSON.
@@ -308,9 +341,7 @@ class Contents:
         """
         tensors = [t for group in self.groups.values() for t in group.values() if t.is_cuda]
         devices = {t.device for t in tensors}
-        if len(devices) != 1 or not containers.has_room(
-            next(iter(devices)), sum(t.nbytes for t in tensors)
-        ):
+        if len(devices) != 1 or not _has_room(next(iter(devices)), sum(t.nbytes for t in tensors)):
             copied = self.copied(buffers)
             return lambda: copied
         (device,), to_memory = devices, HostCopier()
@@ -330,6 +361,18 @@ class Contents:
                 return there.pop()._copied_by(copy_from_there, buffers)
 
         return to_host
+
+
+_SPARE = 0.1  # of the memory of a device, to leave free
+
+
+def _has_room(device: torch.device, size: int) -> bool:
+    """Return whether a GPU has memory for a copy of ``size`` bytes, and some to spare.
+
+    Memory that the allocator of this process holds does not count, because an update needs it.
+    """
+    free, total = torch.cuda.mem_get_info(device)
+    return free - size > _SPARE * total
 
 
 def name_of_share(group: str, rank: int, processes: int) -> str:

@@ -29,11 +29,8 @@ from fnloop._core.optimizers import (
     wants_closure,
 )
 from fnloop._core.rng import isolated, seed_host, torch_seeder
-from fnloop._core.serialize import (
-    copy_flattened,
-    flattened_kind,
-)
 from fnloop._core.state import TrainState, unwrap
+from fnloop._extensions.checkpoints.serialize import flattened_kind
 from fnloop.extend import containers
 
 # --------------------------------------------------------------------------------------------------
@@ -267,7 +264,8 @@ def copy_optimizer(
 
 def _copy_tensor(leaf: object, edge: int, memo: dict[int, object]) -> None:
     if isinstance(leaf, Tensor) and id(leaf) not in memo:
-        whole = copy_flattened(leaf)  # of a subclass, which may know neither deepcopy nor slices
+        # A tensor of a subclass may know neither deepcopy nor slices.
+        whole = containers.copy_flattened(leaf)
         part = leaf.detach()[tuple(slice(edge) for _ in leaf.shape)] if whole is None else whole
         memo[id(leaf)] = part.clone() if whole is None else whole
 

@@ -30,6 +30,7 @@ from fnloop._core.optimizers import (
     SET,
     UNFROZEN,
     Group,
+    as_number,
     drop_schedule,
     initial_setting,
     is_torch_optimizer,
@@ -37,17 +38,24 @@ from fnloop._core.optimizers import (
     set_by_torch,
     settings_of,
 )
-from fnloop._core.parts import COLLECTED
-from fnloop._core.serialize import (
+from fnloop._core.saved import Pending
+from fnloop._core.state import TrainState, ownership_of
+from fnloop._display.screen import log
+from fnloop._extensions.checkpoints.compare import describe_value, find_difference
+from fnloop._extensions.checkpoints.format import COLLECTED, CheckpointError, gather_encoded
+from fnloop._extensions.checkpoints.named import (
+    UNSAVED,
+    NamedOptimizer,
+    is_list_of_groups,
+    tensors_of_copy,
+    walk_optimizers,
+)
+from fnloop._extensions.checkpoints.serialize import (
     PAIRS,
     Json,
-    Pending,
-    as_number,
     as_safetensor,
     decode,
-    describe_value,
     encode,
-    find_difference,
     from_flattened,
     from_safetensor,
     is_flattened,
@@ -55,16 +63,6 @@ from fnloop._core.serialize import (
     plain_only,
     plain_or_flattened,
     tensors_in,
-)
-from fnloop._core.state import TrainState, ownership_of
-from fnloop._display.screen import log
-from fnloop._extensions.checkpoints.format import CheckpointError
-from fnloop._extensions.checkpoints.named import (
-    UNSAVED,
-    NamedOptimizer,
-    is_list_of_groups,
-    tensors_of_copy,
-    walk_optimizers,
 )
 from fnloop._extensions.checkpoints.shapes import resized
 from fnloop.extend import checks, collectives, containers
@@ -297,18 +295,8 @@ def encode_own_optimizers(state: TrainState, tensors: dict[str, Tensor]) -> list
     Raises:
         TypeError, CheckpointError: something cannot be saved; the message names it.
     """
-    facts, error = {}, None
-    try:
-        facts = encode_optimizers(state, tensors)
-    except Exception as failure:  # the other processes wait for an answer
-        error = failure
-    every = collectives.gather_from_all(
-        (facts, error and f"{type(error).__name__}: {error}"), COLLECTED
-    )
-    if error is not None:
-        raise error
-    _check_all_saved([failed for _, failed in every])
-    return [own for own, _ in every]
+    encode = lambda: encode_optimizers(state, tensors)
+    return gather_encoded(encode, "its optimizer", CheckpointError)
 
 
 def _check_all_saved(failures: Sequence[str | None]) -> None:

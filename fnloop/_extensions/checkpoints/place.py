@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
-from fnloop._core.serialize import Json
 from fnloop._extensions import extensions
 from fnloop._extensions.checkpoints.files import SendFiles, verify, write_by_all
 from fnloop._extensions.checkpoints.format import Contents
@@ -17,6 +16,7 @@ from fnloop._extensions.checkpoints.retention import (
     claim_folder,
     warn_unless_shared,
 )
+from fnloop._extensions.checkpoints.serialize import Json
 from fnloop.extend import checks
 
 READING = "the reading of a checkpoint"

@@ -17,9 +17,7 @@ from fnloop._backend.torch_compat import strip_compile_prefix
 from fnloop._core.freeze import remember_restored
 from fnloop._core.history import SINCE
 from fnloop._core.optimizers import groups_in, settings_of
-from fnloop._core.parts import OWN, TENSORS
 from fnloop._core.records import MODES
-from fnloop._core.serialize import Json
 from fnloop._core.state import (
     TrainState,
     check_not_stale,
@@ -42,8 +40,10 @@ from fnloop._extensions.checkpoints.files import (
 from fnloop._extensions.checkpoints.foreign import explain_foreign
 from fnloop._extensions.checkpoints.format import (
     INDEX,
+    OWN,
     PARTS,
     STATE,
+    TENSORS,
     TRAINED,
     TRAINING,
     CheckpointError,
@@ -56,16 +56,14 @@ from fnloop._extensions.checkpoints.format import (
     tensors_in,
 )
 from fnloop._extensions.checkpoints.optimizer import Settings, templates_of_optimizers
-from fnloop._extensions.checkpoints.parts import (
-    Reading,
+from fnloop._extensions.checkpoints.partial import (
     check_held,
-    every_part,
     explain_partial,
     held_parts,
     is_partial,
-    parts_in,
     read_parts,
 )
+from fnloop._extensions.checkpoints.parts import every_part, parts_in
 from fnloop._extensions.checkpoints.place import READING, Place, place_at
 from fnloop._extensions.checkpoints.retention import (
     Listed,
@@ -77,6 +75,8 @@ from fnloop._extensions.checkpoints.retention import (
     read_claim,
     with_manifests,
 )
+from fnloop._extensions.checkpoints.serialize import Json
+from fnloop._extensions.checkpoints.transfer import Reading
 from fnloop.extend import checks, collectives, containers, disk, on_main_process
 
 

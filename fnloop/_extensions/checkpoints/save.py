@@ -19,15 +19,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fnloop._backend.processes import Backend
-from fnloop._core.cursor import Cursor
 from fnloop._core.history import History, metrics_here
 from fnloop._core.optimizers import is_torch_optimizer, optimizers_in, to_training
-from fnloop._core.parts import COLLECTED, NEWER_FORMAT, Saving
-from fnloop._core.serialize import Json, find_difference
 from fnloop._core.state import TrainState, check_not_stale, detached_from_run, unwrap
 from fnloop._display.screen import log, warn_once
+from fnloop._extensions.checkpoints.compare import find_difference
+from fnloop._extensions.checkpoints.counters import Cursor
 from fnloop._extensions.checkpoints.files import EncodedHistory
 from fnloop._extensions.checkpoints.format import (
+    COLLECTED,
+    NEWER_FORMAT,
     PARTS,
     TRAINED,
     CheckpointError,
@@ -47,15 +48,15 @@ from fnloop._extensions.checkpoints.optimizer import (
     encode_optimizer,
     prepare_load,
 )
+from fnloop._extensions.checkpoints.partial import read_parts
 from fnloop._extensions.checkpoints.parts import (
-    Collecting,
     check_mapping,
-    encode_whole_history,
     every_part,
     open_parts,
-    read_parts,
 )
 from fnloop._extensions.checkpoints.place import place_at
+from fnloop._extensions.checkpoints.serialize import Json
+from fnloop._extensions.checkpoints.transfer import Collecting
 from fnloop._step.engine import engine_of
 from fnloop._version import __version__
 from fnloop.extend import collectives, containers
@@ -152,7 +153,7 @@ def _warn_unless_resumable(state: TrainState) -> None:
 
 def collect_contents(
     state: TrainState,
-    encode_history: Callable[[History], EncodedHistory] | None = None,
+    encode_history: Callable[[History], EncodedHistory] = EncodedHistory.of_all,
     parts: Sequence[str] = PARTS,
 ) -> Contents:
     """Return the contents of a checkpoint of a state. The tensors are shared with the state.
@@ -172,7 +173,6 @@ def collect_contents(
     """
     check_not_stale(state)
     engine_of(state).check_alike(state, COLLECTED)
-    encode_history = encode_history or encode_whole_history
     saving = Collecting(
         state=detached_from_run(state), run=state.run, parts=parts, encode_history=encode_history
     )
@@ -223,7 +223,7 @@ def check_encodable(state: TrainState, parts: Collection[str]) -> None:
 
 
 def _encode_parts(state: TrainState, parts: Sequence[str]) -> None:
-    saving = Saving(state, parts)
+    saving = Collecting(state, parts)
     unfinished = any(map(nn.parameter.is_lazy, unwrap(state).parameters()))  # until a first batch
     with _refusing():
         check_mapping("slots", state.slots)

@@ -26,8 +26,8 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import fnloop as fl
-from fnloop._core.serialize import find_difference
 from fnloop._extensions.checkpoints import files, format, named
+from fnloop._extensions.checkpoints.compare import find_difference
 from fnloop._extensions.checkpoints.named import NamedOptimizer
 from fnloop._extensions.checkpoints.optimizer import encode_optimizer
 from fnloop._extensions.checkpoints.save import check_resumable

@@ -12,9 +12,10 @@ from saved import ONE, check_continues, check_refused, sgd, step, train
 from torch import nn
 
 import fnloop as fl
-from fnloop._core.serialize import encode, find_difference
 from fnloop._extensions.checkpoints import files
+from fnloop._extensions.checkpoints.compare import find_difference
 from fnloop._extensions.checkpoints.parts import weights_kept_on_error
+from fnloop._extensions.checkpoints.serialize import encode
 from fnloop.testing import Toy, small, toy, toy_loss
 
 

@@ -10,7 +10,7 @@ from saved import check_refused, sgd
 from torch import nn
 
 import fnloop as fl
-from fnloop._extensions.checkpoints import files, format, parts
+from fnloop._extensions.checkpoints import files, format, model
 from fnloop._extensions.checkpoints.format import CheckpointError, Slices, decode_index
 from fnloop._extensions.checkpoints.parts import weights_kept_on_error
 
@@ -187,7 +187,7 @@ def load(module, values):
 @pytest.fixture
 def large(monkeypatch):
     """No model is small enough to be copied."""
-    monkeypatch.setattr(parts, "COPIED", 0)
+    monkeypatch.setattr(model, "COPIED", 0)
 
 
 def test_of_a_small_model_a_copy_is_kept_and_put_back():
@@ -201,7 +201,7 @@ def test_of_a_small_model_a_copy_is_kept_and_put_back():
 
 @pytest.mark.parametrize("room", [0, 4, 8, 12])
 def test_parts_of_one_memory_are_put_back_whether_they_are_copied_or_exchanged(monkeypatch, room):
-    monkeypatch.setattr(parts, "COPIED", room)
+    monkeypatch.setattr(model, "COPIED", room)
     module = nn.Module()
     memory = torch.tensor([1.0, 2.0])
     for name, part in {"whole": memory, "first": memory[:1], "last": memory[1:]}.items():
