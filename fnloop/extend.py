@@ -28,7 +28,7 @@ of the book.
   `local_part`, `is_sharded`
 - **Optimizers**: `optimizers`, `groups`, `number_in`, `set_number`
 - **Steps**: `report`, `then`, `with_slot`
-- **What is saved, and what readers see**: `Part`, `View`
+- **What is saved, and what readers see**: `Part`, `Saving`, `Restoring`, `View`
 - **Processes**: `Engine`, `engine_of`, `refuse`, `on_main_process`, `collectives`
 - **Random numbers**: `isolated`, `fold_in`
 - **Records, moments and the end of a run**: `Fold`, `better`, `mode_of`, `Moment`, `Stop`
@@ -50,7 +50,7 @@ from fnloop._backend.fsdp import is_sharded, local_part
 from fnloop._core.freeze import Chosen
 from fnloop._core.history import Fold, mode_of
 from fnloop._core.optimizers import Group, labelled_groups, number_in, optimizers_in, set_number
-from fnloop._core.parts import Part
+from fnloop._core.parts import Part, Restoring, Saving
 from fnloop._core.records import better
 from fnloop._core.rng import fold_in, isolated
 from fnloop._core.runs import Stop
@@ -72,6 +72,8 @@ __all__ = [
     "Metric",
     "Moment",
     "Part",
+    "Restoring",
+    "Saving",
     "Stop",
     "View",
     "Wrap",

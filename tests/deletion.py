@@ -43,9 +43,11 @@ EXTENSIONS = {
         "checkpoints/test_saved_averages processes/test_averages",
     },
     "checkpoints": {
-        "modules": "checkpoints.files checkpoints.foreign checkpoints.format checkpoints.named "
-        "checkpoints.optimizer checkpoints.parts checkpoints.place checkpoints.restore "
-        "checkpoints.retention checkpoints.save checkpoints.saved checkpoints.split",
+        "modules": "checkpoints.compare checkpoints.counters checkpoints.files checkpoints.foreign "
+        "checkpoints.format checkpoints.model checkpoints.named checkpoints.optimizer "
+        "checkpoints.partial checkpoints.parts checkpoints.place checkpoints.restore "
+        "checkpoints.retention checkpoints.save checkpoints.saved checkpoints.serialize "
+        "checkpoints.shapes checkpoints.split checkpoints.transfer",
         "tests": "checkpoints",
     },
     "clip": {

@@ -379,7 +379,9 @@ def test_a_checkpoint_in_the_background_holds_the_weights_of_its_update(
     members, room, tmp_path, monkeypatch
 ):
     """The updates after it overwrite them. A layer has 17 MB, more than what is copied at once."""
-    monkeypatch.setattr("fnloop._extensions.checkpoints.format.has_room", lambda device, size: room)
+    monkeypatch.setattr(
+        "fnloop._extensions.checkpoints.format._has_room", lambda device, size: room
+    )
     adamw = lambda parameters: torch.optim.AdamW(parameters, lr=0.01)
     problem, seen = wide(2100, 2048, 8, 6, adamw), {}
 

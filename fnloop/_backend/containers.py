@@ -12,7 +12,7 @@ import sys
 from collections import UserDict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from types import FunctionType, ModuleType
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 import numpy as np
 import torch
@@ -21,13 +21,20 @@ from torch.utils.data import Dataset
 
 # What extensions use, as `extend.containers`; the rest is for loaders and steps.
 __all__ = [
+    "IN_BATCHES",
+    "SEQUENCES",
     "attributes_of",
+    "copy_flattened",
+    "flattened",
+    "is_named_tuple",
     "is_out_of_memory",
+    "is_subclass",
     "map_leaves",
     "pairs_of",
     "parts_of",
     "tensors_in",
     "to_device",
+    "unflattened",
     "vars_of",
     "with_parts",
 ]
@@ -119,6 +126,59 @@ def pairs_of(a: object, b: object) -> list[tuple[object, Any, Any]] | None:
     if isinstance(a, SEQUENCES) and isinstance(b, SEQUENCES):
         return [(i, x, y) for i, (x, y) in enumerate(zip(a, b, strict=False))]
     return None
+
+
+# --------------------------------------------------------------------------------------------------
+# Tensors of subclasses that consist of others, such as those of 8 bits that torchao's optimizers
+# keep. Torch's protocol of such classes says what they consist of.
+
+
+class Flattened(TypedDict):
+    """What a tensor of a subclass consists of: its tensors by name, and what else makes it."""
+
+    inner: dict[str, Tensor]
+    context: object
+    size: list[int]
+    stride: list[int]
+
+
+def is_subclass(value: object) -> bool:
+    """Return whether a value is a tensor of a subclass that consists of other tensors."""
+    cls = type(value)
+    return hasattr(cls, "__tensor_flatten__") and cls.__name__ != "DTensor"
+
+
+def flattened(value: Any) -> Flattened | None:
+    """Return what a tensor of a subclass consists of; None for other values."""
+    if not is_subclass(value):
+        return None
+    names, context = value.__tensor_flatten__()
+    inner = {name: getattr(value, name) for name in names}
+    size, stride = [*value.shape], [*value.stride()]
+    return {"inner": inner, "context": context, "size": size, "stride": stride}
+
+
+def unflattened(like: Any, parts: Flattened, inner: Mapping[str, Tensor]) -> Tensor:
+    """Return a tensor of the class of another one, of what :func:`flattened` has returned.
+
+    Args:
+        like: a tensor of the same class.
+        parts: what was returned.
+        inner: the tensors to make it of, instead of those in ``parts``.
+    """
+    size, stride = torch.Size(parts["size"]), tuple(parts["stride"])
+    return type(like).__tensor_unflatten__(inner, parts["context"], size, stride)
+
+
+def copy_flattened(value: object) -> Tensor | None:
+    """Return a copy of a tensor of a subclass, whose own ``clone`` may lack; None for others."""
+    if (parts := flattened(value)) is None:
+        return None
+    copies = {
+        name: part.detach().clone() if (copied := copy_flattened(part)) is None else copied
+        for name, part in parts["inner"].items()
+    }
+    return unflattened(value, parts, copies)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -289,9 +349,7 @@ def to_cpu(tree: object) -> Any:
 
 
 # --------------------------------------------------------------------------------------------------
-# Memory: the errors of allocators, the room on a device, and pages that the CPU reuses.
-
-SPARE = 0.1  # of the memory of a device, to leave free
+# Memory: the errors of allocators, and pages that the CPU reuses.
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # numbers of settings of mallopt
 _LARGEST = 32 << 20  # bytes: glibc takes no higher threshold, nor does it choose one by itself
@@ -320,15 +378,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _WORDINGS)
-
-
-def has_room(device: torch.device, size: int) -> bool:
-    """Return whether a GPU has memory for a copy of ``size`` bytes, and some to spare.
-
-    Memory that the allocator of this process holds does not count, because an update needs it.
-    """
-    free, total = torch.cuda.mem_get_info(device)
-    return free - size > SPARE * total
 
 
 @contextlib.contextmanager

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from fnloop._backend.fsdp import is_sharded, like_sharded
 from fnloop._backend.torch_compat import strip_compile_prefix
 from fnloop._core.optimizers import optimizers_in
-from fnloop._core.parts import Load, Part, Restoring, Saving
-from fnloop._core.serialize import PAIRS, Json, as_safetensor, from_safetensor
+from fnloop._core.parts import Json, Load, Part, Restoring, Saving
 from fnloop._core.state import TrainState, check_not_stale, copy_handles, detached_from_run, unwrap
 from fnloop._display import checks
 from fnloop._display.screen import log
@@ -183,27 +182,30 @@ def _save(saving: Saving) -> dict[str, Json]:
     module, facts = unwrap(saving.state), {}
     for name, average in saving.state.slots.items():
         if isinstance(average, Average):
-            facts[name] = _encode(average, module, saving.file(name))
+            facts[name] = _encode(saving, average, module, saving.file(name))
     return {"averages": facts} if facts else {}
 
 
-def _encode(average: Average, module: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Json]:
+def _encode(
+    saving: Saving, average: Average, module: nn.Module, tensors: dict[str, Tensor]
+) -> dict[str, Json]:
     here = dict(named_tensors(module))
     names = {id(tensor): name for name, tensor in here.items()}
     # What is new to the average is that of the model in the file, and begins after a resume too.
     kept = {k: t for k, t in average.items() if k in here and average.fits(k, here[k])}
     places: dict[str, str] = {}  # of a tied tensor every name is in the file, and one is here
+    encoded: dict[str, Json] = {}
     for spelled, value in module.state_dict(keep_vars=True).items():
         if isinstance(value, Tensor):
             key = strip_compile_prefix(spelled)
             name = names.get(id(value), key)
-            tensors[key] = as_safetensor(kept.get(name, value), key)
+            encoded[key] = saving.encode(kept.get(name, value), tensors, key)
             places[name] = key
     for name, tensor in kept.items():
         if name not in places:  # the module does not save it
-            tensors[name], places[name] = as_safetensor(tensor, name), name
-    pairs = [name for name, tensor in kept.items() if tensor.dtype in PAIRS]
+            encoded[name], places[name] = saving.encode(tensor, tensors, name), name
     found = {name: places[name] for name in kept}
+    pairs = [name for name, key in found.items() if "complex" in encoded[key]]
     return {"count": average.count, "tensors": found, "complex": pairs}
 
 
@@ -214,7 +216,7 @@ def _prepare(saved: Restoring) -> Load:
         group, pairs = saved.groups[slot], facts["complex"]
         found[slot] = Average(count=facts["count"])
         for name, key in facts["tensors"].items():
-            found[slot][name] = from_safetensor(group[key]) if name in pairs else group[key]
+            found[slot][name] = saved.decode({"$tensor": key, "complex": name in pairs}, group)
 
     def load(state: TrainState) -> TrainState:
         here, slots = dict(named_tensors(unwrap(state))), dict(state.slots)

@@ -455,39 +455,6 @@ def first_record(phases: Sequence[Phase], since: str) -> int:
     return phases[-1].records if phases and since == "phase" else 0
 
 
-def encode_phases(phases: Sequence[Phase]) -> list[dict[str, object]]:
-    """Return phases as JSON."""
-    fields = attrs.filters.exclude(attrs.fields(Phase).named)
-    return [attrs.asdict(phase, filter=fields) for phase in phases]
-
-
-def decode_phases(saved: object) -> tuple[Phase, ...]:
-    """Return phases from JSON.
-
-    Raises:
-        TypeError, ValueError: they were not written by :func:`encode_phases`.
-    """
-    if not isinstance(saved, list):
-        raise TypeError(f"phases is {saved!r:.60}")
-    return tuple(map(_decode, saved))
-
-
-def _decode(saved: object) -> Phase:
-    if not isinstance(saved, Mapping):
-        raise TypeError(f"a phase is {saved!r:.60}")
-    phase = Phase(**{**saved, "named": False})
-    checks.text("Phase", "name", phase.name, "its name")
-    counted = attrs.filters.include("step", "epoch", "records", "skipped")
-    counts = attrs.asdict(phase, recurse=False, filter=counted)
-    for name, count in (*counts.items(), *phase.updates.items()):
-        checks.integer("Phase", name, count, "a number", least=0)
-    if phase.items is not None:
-        checks.number("Phase", "items", phase.items, "a number of items", least=0)
-    if type(phase.done) is not bool or not isinstance(phase.stop, str | None):
-        raise TypeError(f"a phase is {saved!r:.60}")
-    return phase
-
-
 # --------------------------------------------------------------------------------------------------
 # Metrics that hooks monitor: whether they exist, and whether lower or higher values are better.
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from fnloop._core.metrics import ITEMS, items_so_far
-from fnloop._core.serialize import Json
 from fnloop._core.types import Metric
 
 # The items of all applied updates are counted among the running metrics, see `items_so_far`. Where
@@ -142,7 +141,7 @@ def as_count(number: float) -> float:
 # --- in checkpoints
 
 
-def encode_counted(counted: Counted) -> dict[str, Json]:
+def encode_counted(counted: Counted) -> dict[str, object]:
     """Return what was read of the items as JSON."""
     numbers = [counted.now, counted.before]
     known = [None if number is None or math.isnan(number) else number for number in numbers]

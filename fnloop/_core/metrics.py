@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fnloop._backend.containers import to_device
 from fnloop._backend.torch_compat import base_of
-from fnloop._core.serialize import Pending, kind_name, materialize
+from fnloop._core.saved import Pending, kind_name, materialize
 from fnloop._core.types import Aux, Batch, Metric, Output, collection_key, name_of, values_of
 from fnloop._display.checks import describe, fields_of, function, metric_name, scalar
 

@@ -567,6 +567,23 @@ def copy_number(value: Any) -> Rate:
     return value.clone() if isinstance(value, Tensor) else value
 
 
+def as_number(value: object) -> object:
+    """Return a floating scalar tensor as a number, and any other value as it is.
+
+    Optimizers keep such numbers in tensors, so that they can be changed on the device. A float32
+    becomes the shortest number that converts back to it.
+
+    Example:
+        >>> torch.tensor(0.1).item(), as_number(torch.tensor(0.1))
+        (0.10000000149011612, 0.1)
+    """
+    if not isinstance(value, Tensor) or value.ndim or not value.is_floating_point():
+        return value
+    if value.dtype is not torch.float32:
+        return value.item()
+    return float(str(value.detach().cpu().numpy()))
+
+
 def put_number(group: Group, field: str, value: Rate) -> None:
     """Set a number of a group to a value; a tensor stays the same tensor."""
     current = number_in(group, field)

@@ -6,8 +6,8 @@ import bisect
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, TypedDict, TypeVar, cast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import ClassVar, NamedTuple, TypedDict, TypeVar, get_args
 
 import attrs
 from torch import Tensor
@@ -285,7 +285,6 @@ def now(run: RunInfo | None) -> float:
 # Why a run has ended before its target, and what it leaves to the run that continues it.
 
 INTERRUPTIONS = ("interrupted", "job", "requeued")
-KINDS = ("hook", "guard", "limit", *INTERRUPTIONS)
 
 
 class Stop(str):
@@ -303,6 +302,8 @@ class Stop(str):
         >>> stop, Stop.kind_of(stop), Stop.kind_of("enough"), Stop.interrupts("SIGTERM")
         ('my_limit: the budget is spent', 'limit', 'hook', True)
     """
+
+    KINDS: ClassVar[tuple[str, ...]] = ("hook", "guard", "limit", *INTERRUPTIONS)
 
     kind: str
 
@@ -345,8 +346,6 @@ class Stop(str):
 INTERRUPTED, TERMINATED = Stop("interrupted", "interrupted"), Stop("SIGTERM", "interrupted")
 REQUEUED = Stop("SIGUSR1", "requeued")
 _SIGNALS = {str(stop): stop.kind for stop in (INTERRUPTED, TERMINATED, REQUEUED)}
-# What the reasons of a time limit began with, in checkpoints without kinds.
-_LIMITS = {"time_limit: this job": "job", "time_limit: the run": "limit"}
 
 
 def first_stop(before: str | None, after: str | None) -> str | None:
@@ -453,6 +452,7 @@ class Flush:
 
 
 Action = Start | Update | Boundary | Append | Collect | Call | Meet | End | Flush
+ACTIONS = {action.__name__: action for action in get_args(Action)}  # by their names
 Todo = tuple[Action, ...]
 
 
@@ -514,120 +514,6 @@ def with_reason(todo: Todo, stop: str | None) -> Todo:
     return todo
 
 
-# --- in checkpoints
-
-
-def encode_stop(stop: str | None) -> dict[str, str]:
-    """Return the kind of a stop as JSON."""
-    return {} if stop is None else {"stop_kind": str(Stop.kind_of(stop))}
-
-
-def decode_stop(reason: object, kind: object, name: str = "stop") -> Stop | None:
-    """Return a stop from its reason and its kind, which checkpoints of before do not have.
-
-    Raises:
-        TypeError: they are something else.
-    """
-    if reason is None:
-        return None
-    if not isinstance(reason, str):
-        raise TypeError(f"{name} is {reason!r:.60}")
-    if kind is None:
-        limits = (kind for began, kind in _LIMITS.items() if reason.startswith(began))
-        kind = next(limits, Stop.kind_of(reason))
-    if kind not in KINDS:
-        raise TypeError(f"the kind of {name} is {kind!r:.60}")
-    return Stop(reason, str(kind))
-
-
-def encode_todo(todo: Todo) -> list[dict[str, object]]:
-    """Return actions as JSON."""
-    return [_encode_action(action) for action in todo]
-
-
-def _encode_action(action: Action) -> dict[str, object]:
-    facts = attrs.asdict(action) | (encode_stop(action.stop) if isinstance(action, Flush) else {})
-    return {"do": type(action).__name__, **facts}
-
-
-def decode_todo(saved: object) -> Todo:
-    """Return actions from JSON.
-
-    Raises:
-        TypeError: it was not written by :func:`encode_todo`.
-    """
-    return tuple(map(_decode_action, _as_list(saved)))
-
-
-def _as_list(saved: object) -> list[object]:
-    if not isinstance(saved, list):
-        raise TypeError(f"what a run does next is {saved!r:.60}")
-    return saved
-
-
-def _decode_action(saved: object) -> Action:
-    match saved:
-        case {"do": "Start"}:
-            return Start()
-        case {"do": "Update"}:
-            return Update()
-        case {"do": "Boundary", "ended": bool(ended)}:
-            return Boundary(ended)
-        case {"do": "Append", "kind": kind, "names": list(names)} if kind in RECORDS and _are_names(
-            names
-        ):
-            return Append(kind, tuple(names))
-        case {"do": "Collect", "loaders": list(names)} if _are_names(names):
-            return Collect(tuple(names))
-        case {"do": "Call", "stage": ("start" | "boundary" | "end") as stage, "nth": int(nth)} if (
-            type(nth) is int and nth >= 0
-        ):
-            return Call(stage, nth)
-        case {"do": "Meet", "ended": bool(ended)}:
-            return Meet(ended)
-        case {"do": "End"}:
-            return End()
-        case {"do": "Flush", "stop": reason, **more}:
-            return Flush(decode_stop(reason, more.get("stop_kind"), "the stop of Flush"))
-    raise TypeError(f"todo has {saved!r:.60}")
-
-
-def _are_names(names: Iterable[object]) -> bool:
-    return all(isinstance(name, str) for name in names)
-
-
-def todo_of_before(facts: Mapping[str, object]) -> tuple[frozenset[str], Todo]:
-    """Return the events and the actions of a checkpoint that was written before there were actions.
-
-    It says what was left: the boundary, the end and its reason, the last save. Before 0.2 this was
-    among the events: "pending" stood for the boundary, and "stop: ..." for the end.
-
-    Raises:
-        TypeError: it says something else.
-    """
-    events, left = _as_list(facts.get("news", [])), _as_list(facts.get("left", []))
-    todo: Todo = ()
-    for each in (*events, *left):
-        match each:
-            case "pending" | {"boundary": True}:
-                todo = (Boundary(), *todo)
-            case str(event) if event.startswith("stop: "):
-                todo = (*todo, End(), Flush(decode_stop(event.removeprefix("stop: "), None)))
-            case {"end": reason, **more}:
-                stop = decode_stop(reason, more.get("stop_kind"), "the end that is left")
-                todo = (*todo, End(), Flush(stop))
-            case {"flush": True}:
-                todo = (*todo, Flush())
-            case str():
-                pass
-            case _:
-                raise TypeError(f"left has {each!r:.60}")
-    told = [each for each in events if isinstance(each, str)]
-    named = frozenset(each for each in told if each != "pending" and each[:6] != "stop: ")
-    # An update alone comes before its boundary.
-    return named & {"update"} if todo[:1] == (Boundary(),) else named, todo
-
-
 # --------------------------------------------------------------------------------------------------
 # The position of a stream in the middle of an epoch, as plain data.
 
@@ -668,23 +554,3 @@ class Position(_Known, total=False):
     later: dict[str, object]
     order: int
     indices: Tensor
-
-
-def check_position(value: object) -> Position:
-    """Return what was read from a checkpoint.
-
-    Raises:
-        TypeError: it cannot be a position.
-    """
-    kinds = {"epoch": int, "batch": int, "shards": int, "keeper": str, "next": int | None}
-    newer = {"size": list | None, "own": dict, "later": dict, "order": int, "indices": Tensor}
-    if not isinstance(value, dict) or not {*kinds, "state"} <= {*value} <= {
-        *kinds, "state", *newer
-    }:  # fmt: skip
-        raise TypeError(f"a position of the loader is {value!r:.60}")
-    for name, kind in {**kinds, **newer}.items():
-        if name in value and not isinstance(value[name], kind):
-            raise TypeError(f"{name} of a position of the loader is {value[name]!r:.60}")
-    if (size := value.get("size")) is not None and [*map(type, size)] != [int, str]:
-        raise TypeError(f"size of a position of the loader is {size!r:.60}")
-    return cast(Position, value)

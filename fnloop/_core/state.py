@@ -30,12 +30,12 @@ from fnloop._backend.collectives import (
     broadcast,
     counts_here,
 )
-from fnloop._backend.containers import map_leaves
+from fnloop._backend.containers import copy_flattened, map_leaves
 from fnloop._backend.fsdp import is_sharded, local_part
 from fnloop._backend.processes import Backend, join
 from fnloop._backend.torch_compat import buffers_of, foreach_copy_, version_of
 from fnloop._core.history import History, Phase
-from fnloop._core.items import NONE_YET, UNREAD, Counted, as_count
+from fnloop._core.items import NONE_YET, UNREAD, Counted, as_count, decode_counted, encode_counted
 from fnloop._core.metrics import ITEMS, TorchMetric, add_output_, items_so_far
 from fnloop._core.optimizers import (
     Group,
@@ -47,10 +47,9 @@ from fnloop._core.optimizers import (
     in_form,
     optimizers_in,
 )
-from fnloop._core.parts import Held, Part
+from fnloop._core.parts import Held, Load, Part, Restoring, Saving
 from fnloop._core.rng import SEED_BITS, HostGenerators, new_seed
 from fnloop._core.runs import Position, RunInfo, Todo, pending
-from fnloop._core.serialize import copy_flattened
 from fnloop._core.several import Several
 from fnloop._core.types import RECORD, UPDATE, Metric, Output
 from fnloop._display import checks, tables
@@ -280,6 +279,7 @@ def _refuse() -> Ownership[TrainState]:
 
 
 PLACE = ("step", "epoch", "batch", "samples", "skipped")  # the counters of a run, each a number
+COUNTERS = (*PLACE, "seed", "updates")
 
 
 @attrs.frozen(eq=False, repr=False, slots=False)  # without slots, a copy takes half the time
@@ -760,6 +760,22 @@ def count_items(
 def counted_of(state: TrainState) -> Counted:
     """Return what is known of the items of a state."""
     return state._counted
+
+
+def _save_counted(saving: Saving) -> dict[str, object]:
+    """Return the items as facts, unless the running metrics say them. A collective."""
+    state = saving.state
+    if state.backend.world_size == 1 and counted_of(state) in (UNREAD, NONE_YET):
+        return {}
+    return encode_counted(counted_of(count_items(state)))
+
+
+def _prepare_counted(saved: Restoring) -> Load:
+    counted = decode_counted(saved.facts.get("items"))
+    return lambda state: changed(state, _counted=counted)
+
+
+COUNTED = Part("counters", _save_counted, _prepare_counted, of="counters")
 
 
 def items_of_call(state: TrainState) -> tuple[float, float]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fnloop._core.code import is_of_library, names_in, walk
 from fnloop._core.parts import Part, State
-from fnloop._core.serialize import Pending, kind_name
+from fnloop._core.saved import Pending, kind_name
 from fnloop._display import checks, tables
 
 # --------------------------------------------------------------------------------------------------

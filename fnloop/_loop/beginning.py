@@ -15,7 +15,7 @@ from fnloop._core.freeze import keep_statistics
 from fnloop._core.metrics import RECENT, without_recent
 from fnloop._core.optimizers import explain_untrained, optimizers_in
 from fnloop._core.runs import pending
-from fnloop._core.serialize import Pending, materialize
+from fnloop._core.saved import Pending, materialize
 from fnloop._core.state import TrainState, bring, changed, note_buffers, trains_all
 from fnloop._core.types import Metric, Middleware, name_of
 from fnloop._data.loaders import Loaders, even, sharded

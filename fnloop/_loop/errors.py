@@ -6,10 +6,10 @@ import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 
 from fnloop._core.averages import check_not_averaged
-from fnloop._core.cursor import COUNTERS
 from fnloop._core.history import records_since
 from fnloop._core.records import Record
 from fnloop._core.state import (
+    COUNTERS,
     TrainState,
     check_not_stale,
     detached_from_run,

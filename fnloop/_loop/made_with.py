@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from fnloop._core.code import hash_of, is_of_library, is_users, walk
-from fnloop._core.serialize import Json
 from fnloop._core.state import without_wrappers
 from fnloop._core.types import EVALUATION, Middleware, name_of, wraps_of
 from fnloop._hooks.hook import Hook, LiftedHook, every_layer, slots_of, unwrap_hook
@@ -20,7 +19,7 @@ from fnloop._step.pipeline import LossStep, PipelineStep, RawStep
 
 def describe_making(
     step: PipelineStep, model: nn.Module, device: torch.device | str, hooks: Sequence[Hook]
-) -> dict[str, Json]:
+) -> dict[str, object]:
     """Return what a run is made with, as its checkpoints keep it.
 
     Its functions are those that the step was given, the classes of the modules, and what these
@@ -50,9 +49,9 @@ class Making:
         self, step: PipelineStep, model: nn.Module, device: torch.device, hooks: Sequence[Hook]
     ) -> None:
         self._given = step, model, device, hooks
-        self._found: dict[str, Json] | None = None
+        self._found: dict[str, object] | None = None
 
-    def __call__(self) -> dict[str, Json]:
+    def __call__(self) -> dict[str, object]:
         if self._found is None:
             step, model, device, hooks = self._given
             self._found = describe_making(step, without_wrappers(model), device, hooks)

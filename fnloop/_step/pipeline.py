@@ -28,7 +28,7 @@ from fnloop._core.metrics import update_evaluated_
 from fnloop._core.optimizers import check_used, groups_in, to_training
 from fnloop._core.rng import fold_in, isolated, seed_all, torch_seeder
 from fnloop._core.runs import Windows
-from fnloop._core.serialize import has_pending, materialize
+from fnloop._core.saved import has_pending, materialize
 from fnloop._core.several import Several, models_of
 from fnloop._core.state import (
     StaleStateError,

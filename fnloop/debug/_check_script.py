@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from fnloop._backend import torch_compat
-from fnloop._core.serialize import find_difference
 from fnloop._core.state import TrainState
 from fnloop._core.types import Step
 from fnloop._display.frames import short_traceback
+from fnloop._extensions.checkpoints.compare import find_difference
 from fnloop._extensions.checkpoints.format import CheckpointError
 from fnloop._extensions.checkpoints.restore import restore
 from fnloop._extensions.checkpoints.save import check_resumable, save

@@ -12,11 +12,15 @@ from pathlib import Path
 import attrs
 from torch import Tensor
 
-from fnloop._core.cursor import COUNTERS
 from fnloop._core.history import History, records_since
 from fnloop._core.records import COSTS, Record
-from fnloop._core.serialize import Measured, describe_value, find_difference, measure
-from fnloop._core.state import TrainState
+from fnloop._core.state import COUNTERS, TrainState
+from fnloop._extensions.checkpoints.compare import (
+    Measured,
+    describe_value,
+    find_difference,
+    measure,
+)
 from fnloop._extensions.checkpoints.files import decode_history
 from fnloop._extensions.checkpoints.format import Contents
 from fnloop._extensions.checkpoints.restore import read_alone

@@ -29,8 +29,8 @@ from fnloop._core.view import take_back
 from fnloop._data.loaders import read_loaders
 from fnloop._data.position import checksum
 from fnloop._display.frames import short_traceback
+from fnloop._extensions.checkpoints.counters import Targets
 from fnloop._extensions.checkpoints.format import CheckpointError, Contents
-from fnloop._extensions.checkpoints.parts import Targets
 from fnloop._extensions.checkpoints.restore import restore
 from fnloop._extensions.checkpoints.save import collect_contents
 from fnloop._extensions.checkpoints.saved import Saved

@@ -14,7 +14,6 @@ from typing import Literal, NamedTuple
 import attrs
 
 from fnloop._core.history import records_since
-from fnloop._core.serialize import Json
 from fnloop._core.state import TrainState, snapshot, unwrap
 from fnloop._core.types import Step
 from fnloop._data.loaders import read_loaders
@@ -23,6 +22,7 @@ from fnloop._extensions.checkpoints.format import CheckpointError, Contents
 from fnloop._extensions.checkpoints.place import Place, place_at
 from fnloop._extensions.checkpoints.save import collect_contents, versions
 from fnloop._extensions.checkpoints.saved import Saved
+from fnloop._extensions.checkpoints.serialize import Json
 from fnloop._loop.made_with import describe_making
 from fnloop._step.pipeline import PipelineStep
 from fnloop.debug._diff import Difference, Finding, compare_contents, compare_histories, is_measured

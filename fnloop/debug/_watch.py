@@ -38,9 +38,9 @@ from fnloop._core.freeze import Selectors
 from fnloop._core.metrics import Mean
 from fnloop._core.optimizers import Group
 from fnloop._core.rng import mark_generators
-from fnloop._core.serialize import INTEGER_OF_SIZE
 from fnloop._core.state import TrainState, generation_of, ownership_of, unwrap
 from fnloop._core.types import Middleware, Output, Step, middleware
+from fnloop._extensions.checkpoints.compare import INTEGER_OF_SIZE
 from fnloop._extensions.checkpoints.named import walk_optimizers
 from fnloop._step.update import Commuting
 from fnloop.extend import (

@@ -19,8 +19,8 @@ from fnloop._data.loaders import read_loaders
 from fnloop._data.position import checksum
 from fnloop._data.source import Source
 from fnloop._display.frames import short_traceback
+from fnloop._extensions.checkpoints.counters import Targets, decode_targets
 from fnloop._extensions.checkpoints.format import CheckpointError, shares_in
-from fnloop._extensions.checkpoints.parts import Targets, decode_targets
 from fnloop._extensions.checkpoints.saved import Saved
 from fnloop._loop.evaluate import open_loader
 from fnloop._loop.peers import is_alone

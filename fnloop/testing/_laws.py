@@ -18,11 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
 
-from fnloop._backend.containers import SEQUENCES
-from fnloop._core.cursor import COUNTERS
+from fnloop._backend.containers import SEQUENCES, flattened
 from fnloop._core.history import History, records_since
-from fnloop._core.serialize import as_flattened
-from fnloop._core.state import TrainState, snapshot
+from fnloop._core.state import COUNTERS, TrainState, snapshot
 from fnloop._core.types import Batch, LossFn, Middleware, Output, Step
 from fnloop._data.source import open_source, windows
 from fnloop._display import checks
@@ -402,7 +400,8 @@ def assert_same(a: TrainState, b: TrainState, *, rtol: float = 0.0) -> None:
 
 def assert_equal(a: object, b: object, path: str, rtol: float = 0.0) -> None:
     """Assert that two nested values are equal. Functions are not compared."""
-    a, b = as_flattened(a), as_flattened(b)  # tensors of subclasses often cannot be compared
+    # Tensors of subclasses often cannot be compared.
+    a, b = (value if (parts := flattened(value)) is None else parts for value in (a, b))
     if isinstance(a, Mapping) and isinstance(b, Mapping):
         assert list(a) == list(b), f"{path}: keys {list(a)} != {list(b)}"
         for key in a:

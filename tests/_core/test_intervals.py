@@ -25,7 +25,7 @@ from fnloop._core.metrics import (
     update_losses_,
     without_recent,
 )
-from fnloop._core.serialize import Pending
+from fnloop._core.saved import Pending
 
 # of AUROC, in batches without one of the classes
 pytestmark = pytest.mark.filterwarnings("ignore:No (positive|negative) samples")

@@ -14,7 +14,7 @@ import fnloop as fl
 from fnloop import Last, Max, Mean, Min, Sum, from_torchmetrics
 from fnloop._core import metrics
 from fnloop._core.metrics import read, update_, update_loss_, weighted
-from fnloop._core.serialize import Pending
+from fnloop._core.saved import Pending
 from fnloop.testing import toy, toy_loss
 
 NAN = math.nan

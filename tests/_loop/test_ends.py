@@ -1,7 +1,6 @@
 """How a run ends, and what it leaves to the run that continues: a table of all ways."""
 
 import itertools
-import json
 
 import attrs
 import pytest
@@ -11,20 +10,12 @@ import fnloop as fl
 from fnloop._core.runs import (
     REQUEUED,
     TERMINATED,
-    Append,
-    Boundary,
     Call,
-    Collect,
-    End,
     Flush,
     Meet,
-    Start,
     Stop,
     Update,
-    decode_todo,
-    encode_todo,
     first_stop,
-    todo_of_before,
 )
 from fnloop._hooks.hook import Hook
 from fnloop.testing import assert_same, toy, toy_loss
@@ -209,47 +200,3 @@ def test_no_record_is_made_by_a_moment_that_excludes_the_end():
 ])  # fmt: skip
 def test_which_stop_stays(before, after, stays):
     assert first_stop(before, after) == stays
-
-
-TODO = (
-    Start(), Update(), Boundary(ended=True), Append("evaluation", ("valid", "bleu")),
-    Collect(("valid",)), Call("boundary", 2), Meet(ended=False), End(), Flush(Stop("a", "limit")),
-)  # fmt: skip
-
-
-def test_what_is_next_can_be_written():
-    found = decode_todo(json.loads(json.dumps(encode_todo(TODO))))
-    assert found == TODO and Stop.kind_of(found[-1].stop) == "limit"
-
-
-WRONG = [
-    None, {}, "End", 1, [{}], ["End"], [{"do": "Sing"}], [{"do": "Boundary"}],
-    [{"do": "Boundary", "ended": 0}], [{"do": "Append", "kind": "other", "names": []}],
-    [{"do": "Append", "kind": "epoch", "names": [1]}], [{"do": "Collect", "loaders": "valid"}],
-    [{"do": "Call", "stage": "end", "nth": True}], [{"do": "Call", "stage": "end", "nth": -1}],
-    [{"do": "Flush", "stop": 1}],
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("saved", WRONG, ids=str)
-def test_what_is_next_cannot_be_read_from_something_else(saved):
-    with pytest.raises(TypeError):
-        decode_todo(saved)
-
-
-@pytest.mark.parametrize(("facts", "events", "todo"), [
-    ({}, set(), ()), ({"news": []}, set(), ()),
-    ({"news": ["pending", "update"]}, {"update"}, (Boundary(),)),
-    ({"news": ["stop: enough", "record"]}, {"record"}, (End(), Flush("enough"))),
-    ({"news": ["pending", "stop: enough"]}, set(), (Boundary(), End(), Flush("enough"))),
-    ({"news": ["end"], "left": [{"flush": True}]}, {"end"}, (Flush(),)),
-    ({"left": [{"boundary": True}, {"end": None}]}, set(), (Boundary(), End(), Flush())),
-])  # fmt: skip
-def test_older_checkpoints_say_what_was_left(facts, events, todo):
-    assert todo_of_before(facts) == (events, todo)
-
-
-@pytest.mark.parametrize("left", [1, "end", [1], [{"boundary": 0}], [{"end": 1}]])
-def test_what_was_left_cannot_be_read_from_something_else(left):
-    with pytest.raises(TypeError):
-        todo_of_before({"left": left})

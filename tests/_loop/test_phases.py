@@ -10,7 +10,7 @@ from sample_hooks import stop_at
 from torch.optim import lr_scheduler
 
 import fnloop as fl
-from fnloop._core.history import decode_phases
+from fnloop._extensions.checkpoints.counters import decode_phases
 from fnloop.testing import assert_same, toy, toy_loss
 
 ONES = [torch.ones(1)] * 4  # the gradient is 1
@@ -246,8 +246,8 @@ def test_a_rolled_back_state_is_in_the_phase_of_its_snapshot():
 )
 def test_damaged_phases_are_refused(saved):
     with pytest.raises((TypeError, ValueError)):
-        decode_phases(saved)
-    assert decode_phases([ENDED]) == (fl.Phase("a", 0, 0, 0, done=True),)
+        decode_phases({"phases": saved})
+    assert decode_phases({"phases": [ENDED]}) == (fl.Phase("a", 0, 0, 0, done=True),)
 
 
 def test_progress_says_which_phase_it_is_and_how_long(capsys):

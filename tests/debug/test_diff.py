@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fnloop as fl
-from fnloop._core.serialize import measure
+from fnloop._extensions.checkpoints.compare import measure
 from fnloop.debug import diff
 from fnloop.testing import small, stochastic, toy, toy_loss
 

@@ -110,7 +110,7 @@ def flip(file, tensor, bit=16, step=4, kind=torch.int32):
         tensors = load_file(path)
         tensors[tensor].view(-1).view(kind)[:1] ^= 1 << bit
         save_file(tensors, path, metadata={"format": "pt"})
-        entry = {"bytes": path.stat().st_size, "sha256": files.checksum_of_file(path)}
+        entry = {"bytes": path.stat().st_size, "sha256": files.disk.checksum_of_file(path)}
         craft(at(folder, step), lambda made: made["files"].update({path.name: entry}))
 
     return plant

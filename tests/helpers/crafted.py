@@ -16,7 +16,7 @@ def craft(path, manifest=None, facts=None):
     file = path / "state.json"
     made["files"]["state.json"] = {
         "bytes": file.stat().st_size,
-        "sha256": files.checksum_of_file(file),
+        "sha256": files.disk.checksum_of_file(file),
     }
     if manifest:
         manifest(made)

@@ -6,29 +6,18 @@ it. One that no extension uses any more goes out. The table may only shrink.
 
 OPEN = {
     "_backend": "torch_compat",
-    "_backend.collectives": (
-        "counts_here gather_from_all on_every_process rank_and_size start_all_reduce_max"
-    ),
-    "_backend.containers": (
-        "attributes_of has_room is_out_of_memory map_leaves pairs_of parts_of with_parts"
-    ),
-    "_backend.disk": (
-        "checksum_of_file exists flush flushed_file is_folder lock_file make_folder "
-        "map_with_help replace_file size_of_file status try_lock"
-    ),
-    "_backend.fsdp": "combined dtensor full has_sharded like_sharded",
+    "_backend.containers": "SEQUENCES",
+    "_backend.fsdp": "combined dtensor full has_sharded like_sharded WHOLE",
     "_backend.processes": "Backend device_of",
     "_backend.torch_compat": (
-        "buffers_of has_state_dict_hooks is_extra_state loads_by_itself loads_other_names "
-        "local_optimizer strip_compile_prefix"
+        "buffers_of drop_accumulator forget_sizes has_state_dict_hooks is_extra_state "
+        "loads_by_itself loads_other_names local_optimizer strip_compile_prefix"
     ),
     "_core.averages": "Average AVERAGED named_tensors",
     "_core.code": "codes_of INSTALLED is_users PACKAGE",
-    "_core.cursor": "check_counts COUNTERS CURSOR Cursor",
     "_core.freeze": "add_group Groups remember_restored Selectors split_group",
     "_core.history": (
-        "check_monitored decode_phases encode_phases first_record metrics_here new_records "
-        "records_since SINCE unfinished"
+        "check_monitored first_record metrics_here new_records records_since SINCE unfinished"
     ),
     "_core.metrics": (
         "COLLECTION_HINT combine Elapsed ITEMS Mark mark names_in NoLoss Peak read RECENT "
@@ -36,38 +25,26 @@ OPEN = {
         "valid_or_nan weighted"
     ),
     "_core.optimizers": (
-        "BEFORE begin_again copy_number drop_schedule EXECUTION first_shared Group groups_in "
-        "initial_setting initial_value is_torch_optimizer keep_initial modes_of note_set "
-        "numbers_used Optimizers optimizers_in put_number RATIO SCHEDULED SET set_by_torch "
-        "settings_of to_training UNFROZEN wants_closure"
+        "as_number BEFORE begin_again copy_number drop_schedule EXECUTION first_shared Group "
+        "groups_in Handle initial_setting initial_value is_torch_optimizer keep_initial "
+        "modes_of note_set numbers_used Optimizers optimizers_in put_number RATIO SCHEDULED "
+        "SET set_by_torch settings_of to_training UNFROZEN wants_closure"
     ),
-    "_core.parts": (
-        "COLLECTED Held held Load load_nothing NEWER_FORMAT NEWEST_FORMAT OWN parts_of "
-        "Restoring Saving set_fields SHARDED_FORMAT TAKEN TENSORS TRAINING_FORMAT"
-    ),
+    "_core.parts": "check_name Held Load parts_of TAKEN",
     "_core.records": "COSTS counts MODES number_of_epoch TRAINED",
     "_core.rng": (
         "COMPUTE HostGenerators mark_generators new_seed reserved_generators seed_all "
         "seed_host seeded_generator torch_seeder"
     ),
-    "_core.runs": (
-        "decode_stop decode_todo encode_stop encode_todo has_updates Live now pending "
-        "todo_of_before"
-    ),
-    "_core.serialize": (
-        "as_number as_parts as_safetensor AsParts copy_flattened decode describe_value "
-        "dtype_named encode find_difference flattened_kind from_flattened from_safetensor "
-        "has_pending INTEGER_OF_SIZE is_flattened Json kinds_in materialize Measured PAIRS "
-        "Pending plain_only plain_or_flattened tensors_in"
-    ),
+    "_core.runs": "ACTIONS has_updates Live now pending",
+    "_core.saved": "has_pending materialize Pending",
     "_core.several": "models_of Several",
-    "_core.shapes": "forget_states resized Shapes take_shapes",
     "_core.state": (
-        "advance clear_parameter_cache count_items count_parameters current_parameters "
-        "detached_from_run generation_of give_up_ownership items_to_send LEFT_OUT moved "
-        "note_buffers note_call note_restored Ownership ownership_of owns_handles "
-        "ParameterCache PLACE rested shapes_of_buffers take_ownership tracing_copy used_in "
-        "with_note with_used without_metrics"
+        "advance clear_parameter_cache count_items count_parameters COUNTED COUNTERS "
+        "current_parameters detached_from_run generation_of give_up_ownership items_to_send "
+        "LEFT_OUT moved note_buffers note_call note_restored Ownership ownership_of "
+        "owns_handles ParameterCache PLACE rested shapes_of_buffers take_ownership "
+        "tracing_copy used_in with_note with_used without_metrics"
     ),
     "_core.types": (
         "Aux BY_ANOTHER Call collection_key EVALUATION hide_fields is_ours Searching Skip wraps_of"
@@ -81,7 +58,7 @@ OPEN = {
     "_data.position": "checksum Pass Positions",
     "_data.reader": "Iterated Reader reader_of",
     "_data.source": "first_batches LateWindow open_source Source",
-    "_display.checks": "choice describe flag folder_path is_address join_names metric_name",
+    "_display.checks": "fields_of join_names",
     "_display.frames": "short_traceback",
     "_display.screen": "log warn_once",
     "_hooks.hook": "BuiltIn Clock every_layer HookFn Wrapper",

@@ -35,8 +35,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 import fnloop as fl
-from fnloop._core.cursor import COUNTERS
-from fnloop._core.serialize import Pending
+from fnloop._core.saved import Pending
+from fnloop._core.state import COUNTERS
 from fnloop._loop.beginning import complete
 
 # --- what a program is

@@ -146,7 +146,7 @@ def flip_last(path):
     tensors = load_file(file)
     tensors["0.weight"].view(torch.int32)[-1, -1] ^= 1 << 16
     save_file(tensors, file, metadata={"format": "pt"})
-    entry = {"bytes": file.stat().st_size, "sha256": files.checksum_of_file(file)}
+    entry = {"bytes": file.stat().st_size, "sha256": files.disk.checksum_of_file(file)}
     craft(path, lambda made: made["files"].update({file.name: entry}))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import errno
+import functools
 import hashlib
 import itertools
 import json
@@ -25,31 +26,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fnloop._backend.collectives import (
-    gather_from_all,
-    on_every_process,
-    on_main_process,
-    start_all_reduce_max,
-)
-from fnloop._backend.disk import (
-    checksum_of_file,
-    exists,
-    flush,
-    flushed_file,
-    is_folder,
-    lock_file,
-    make_folder,
-    map_with_help,
-    replace_file,
-    size_of_file,
-    status,
-    try_lock,
-)
 from fnloop._core.history import Fold, History
-from fnloop._core.parts import NEWEST_FORMAT
 from fnloop._core.records import Record
-from fnloop._core.serialize import Json, decode, encode
-from fnloop._display.checks import describe
 from fnloop._display.screen import warn_once
 from fnloop._extensions.checkpoints.foreign import explain_foreign
 from fnloop._extensions.checkpoints.format import (
@@ -59,6 +37,7 @@ from fnloop._extensions.checkpoints.format import (
     LARGEST_MANIFEST,
     MANIFEST,
     MANIFEST_SHAPE,
+    NEWEST_FORMAT,
     STATE,
     STATE_SHAPE,
     CheckpointError,
@@ -67,6 +46,8 @@ from fnloop._extensions.checkpoints.format import (
     check_shape,
     is_file_name,
 )
+from fnloop._extensions.checkpoints.serialize import Json, decode, encode
+from fnloop.extend import checks, collectives, disk
 
 # --------------------------------------------------------------------------------------------------
 # Find the files of checkpoints, and verify that they are complete.
@@ -90,7 +71,7 @@ def backup_path(path: Path) -> Path:
 def locate(path: Path) -> Path:
     """Return where a checkpoint is: at its path, or at its backup if a replacement was killed."""
     backup = backup_path(path)
-    return backup if not exists(path) and exists(backup) else path
+    return backup if not disk.exists(path) and disk.exists(backup) else path
 
 
 def has_only_our_files(folder: Path) -> bool:
@@ -146,7 +127,7 @@ def verify(
         CheckpointError: it is not a checkpoint, or is damaged; the message names file and fault.
         OSError: a file cannot be read for a reason other than that it does not exist.
     """
-    if manifest is None and not is_folder(path):
+    if manifest is None and not disk.is_folder(path):
         what = "it is a link to nothing" if path.is_symlink() else "there is no such folder"
         what = f"it is a file. {foreign}" if (foreign := explain_foreign(path)) else what
         raise CheckpointError(f"{path} is not a checkpoint: {what}")
@@ -155,7 +136,7 @@ def verify(
     except FileNotFoundError:
         foreign = explain_foreign(path)
         what = f". {foreign}" if foreign else " (for a folder of checkpoints, see latest)"
-        if any(exists(one / MANIFEST) for one in path.iterdir() if is_folder(one)):
+        if any(disk.exists(one / MANIFEST) for one in path.iterdir() if disk.is_folder(one)):
             what = (
                 ". It is a folder of checkpoints. For the newest of them, write "
                 f'restore(latest("{path}"), state); to continue a run, resume("{path}", state)'
@@ -184,7 +165,7 @@ def check_files(
     room = 0 if kept is None else MOST_KEPT
     for i, (name, facts) in enumerate(manifest["files"].items()):
         file = path / name
-        size = size_of_file(file)
+        size = disk.size_of_file(file)
         if size is None:
             if not deep and is_stub(path, manifest):
                 continue
@@ -196,7 +177,9 @@ def check_files(
         if not deep or i % share[1] != share[0]:
             continue
         content = file.read_bytes() if size <= room else None
-        found = checksum_of_file(file) if content is None else hashlib.sha256(content).hexdigest()
+        found = (
+            disk.checksum_of_file(file) if content is None else hashlib.sha256(content).hexdigest()
+        )
         if found != facts["sha256"]:
             raise CheckpointError(f"{path} is damaged: the checksum of {name} is wrong")
         if kept is not None and content is not None:
@@ -212,7 +195,7 @@ def read_manifest(path: Path) -> dict[str, Json]:
         OSError: it cannot be read; FileNotFoundError if it does not exist.
     """
     file = path / MANIFEST
-    if (found := status(file)) is None:
+    if (found := disk.status(file)) is None:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(file))
     if not stat.S_ISREG(found.st_mode):
         raise CheckpointError(f"{file} is damaged: it is not a regular file")
@@ -364,7 +347,7 @@ def readable_manifest(path: Path) -> dict[str, Json] | None:
         OSError: it cannot be read.
     """
     file = path / MANIFEST
-    found = status(file)
+    found = disk.status(file)
     if found is None:
         _listed.pop(file, None)
         return None
@@ -432,10 +415,10 @@ class Writing:
         facts: Mapping[str, Json] | None = None,
         in_own_folder: bool = False,
     ) -> None:
-        dangling = path.is_symlink() and not exists(path)  # it is refused, and not followed
+        dangling = path.is_symlink() and not disk.exists(path)  # it is refused, and not followed
         self.path = path.parent.resolve() / path.name if dangling else path.resolve()
         _check_replaceable(self.path, in_own_folder, contents.all_files)
-        make_folder(self.path.parent)
+        disk.make_folder(self.path.parent)
         remove_leftovers(self.path.parent, re.escape(self.path.name))
         names = ("position", "stop", "measured", "phase", "run", "blocks", "parts")
         kept = {name: contents.facts[name] for name in names if name in contents.facts}
@@ -456,7 +439,7 @@ class Writing:
         manifest = {"format_version": version, **said, "files": {**files}}
         checked = {**manifest, "check": checksum_of_manifest(manifest)}
         _write_text(self.folder / MANIFEST, json.dumps(checked, indent=1))
-        flush(self.folder)
+        disk.flush(self.folder)
         _commit(self.folder, self.path)
         for entry in () if finite else files.values():
             if "nonfinite" in entry:
@@ -480,10 +463,10 @@ def write_files(contents: Contents, folder: Path) -> dict[str, Json]:
     Returns:
         The entry of each in the manifest.
     """
-    entries = map_with_help(
+    entries = disk.map_with_help(
         lambda name: _write_file(contents, folder / name), contents.files, helpers=1
     )
-    flush(folder)
+    disk.flush(folder)
     return dict(zip(contents.files, entries, strict=True))
 
 
@@ -495,10 +478,10 @@ def _check_replaceable(path: Path, even_damaged: bool = False, files: Collection
         even_damaged: whether a checkpoint with a damaged manifest may be replaced.
         files: the names of the files that such a checkpoint may have.
     """
-    if not (exists(path) or path.is_symlink()) or is_checkpoint(path):
+    if not (disk.exists(path) or path.is_symlink()) or is_checkpoint(path):
         return
-    if not is_folder(path):
-        reason = "it is a file" if exists(path) else "it is a link to nothing"
+    if not disk.is_folder(path):
+        reason = "it is a file" if disk.exists(path) else "it is a link to nothing"
     else:
         names = {file.name for file in path.iterdir()}
         known = {*FILES, MANIFEST, *files}
@@ -533,7 +516,7 @@ def _temporary_folder(path: Path) -> Iterator[Path]:
     """Yield a temporary folder, locked by this process, and remove it at the end."""
     temporary = path.with_name(f".{path.name}.writing-{secrets.token_hex(6)}")
     lock = _lock_path(temporary)
-    with lock_file(lock):
+    with disk.lock_file(lock):
         try:
             temporary.mkdir()
             yield temporary
@@ -559,7 +542,7 @@ def _write_file(contents: Contents, path: Path) -> dict[str, int | str]:
         _write_tensors(contents.groups[group], path)
         if group != "slots":  # metrics and the like, where NaN may be right
             return inspect_tensors(path, contents.learning)
-    return {"bytes": path.stat().st_size, "sha256": checksum_of_file(path)}
+    return {"bytes": path.stat().st_size, "sha256": disk.checksum_of_file(path)}
 
 
 def _write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
@@ -578,7 +561,7 @@ def _write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
             mode = os.fstat(file.fileno()).st_mode  # as the umask gives it
         save_file(plain, path, metadata={"format": "pt"})
         path.chmod(mode)  # safetensors renames a temporary file, which only its owner may read
-        flush(path)
+        disk.flush(path)
     except SafetensorError as error:
         raise OSError(f"{path} cannot be written: {error}") from error
     except OSError as error:
@@ -587,22 +570,22 @@ def _write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
 
 
 def _write_text(path: Path, text: str) -> None:
-    with flushed_file(path) as file:
+    with disk.flushed_file(path) as file:
         file.write(text.encode())
 
 
 def _commit(temporary: Path, path: Path) -> None:
     """Rename a complete temporary folder to its path, replacing what is there."""
     old = backup_path(path)
-    if exists(path):
-        if exists(old):
-            if not (is_folder(old) and has_only_our_files(old)):
+    if disk.exists(path):
+        if disk.exists(old):
+            if not (disk.is_folder(old) and has_only_our_files(old)):
                 _check_replaceable(old)  # raises
             remove_checkpoint(path, backup=True)
         # If the process is killed between the two renames, readers fall back to `old`.
         path.rename(old)
     temporary.rename(path)
-    flush(path.parent)
+    disk.flush(path.parent)
     with contextlib.suppress(OSError):  # it is written: the next save removes the backup
         if old.is_dir() and has_only_our_files(old):
             remove_checkpoint(path, backup=True)
@@ -658,7 +641,7 @@ def _remove_unlocked(temporary: Path) -> None:
             shutil.rmtree(temporary, ignore_errors=True)
         return
     with file:
-        if try_lock(file):
+        if disk.try_lock(file):
             shutil.rmtree(temporary, ignore_errors=True)
             lock.unlink(missing_ok=True)
 
@@ -698,12 +681,12 @@ def write_by_all(contents: Contents, path: Path, what: str, send: SendFiles | No
         send: as in :class:`SharedWrite`.
     """
     if not contents.index:
-        return on_main_process(lambda: write_checkpoint(contents, path), what)
+        return collectives.on_main_process(lambda: write_checkpoint(contents, path), what)
     shared = SharedWrite(contents, lambda: Writing(contents, path), what, send)
     try:
         shared.write()
         files = shared.agree()
-        written = on_main_process(lambda: shared.commit(files), what)
+        written = collectives.on_main_process(lambda: shared.commit(files), what)
         shared.check_sent()
         return written
     finally:
@@ -741,9 +724,9 @@ class SharedWrite:
         self._files: dict[str, Json] = {}
         self._error: BaseException | None = None
         self._unfinished: Callable[[], list[float]] | None = None
-        self._folder = on_main_process(lambda: self._begin(begin), what)
+        self._folder = collectives.on_main_process(lambda: self._begin(begin), what)
         self.at = self._folder.name[-12:]
-        self._is_elsewhere = send is not None and not exists(self._folder)
+        self._is_elsewhere = send is not None and not disk.exists(self._folder)
 
     def _begin(self, begin: Callable[[], Writing]) -> Path:
         self.writing = begin()
@@ -778,7 +761,7 @@ class SharedWrite:
             self._unfinished = None
             return True
         writes = self._thread is not None and self._thread.is_alive()
-        self._unfinished = start_all_reduce_max([writes], self._what)
+        self._unfinished = collectives.start_all_reduce_max([writes], self._what)
         return False
 
     def agree(self) -> dict[str, Json]:
@@ -788,8 +771,8 @@ class SharedWrite:
             Exception: one of them could not write; the error is raised in every process.
         """
         self._join()
-        own = on_every_process(self._outcome, self._what)
-        every = gather_from_all((own, self._fault), self._what)
+        own = collectives.on_every_process(self._outcome, self._what)
+        every = collectives.gather_from_all((own, self._fault), self._what)
         self.faults = [fault for _, fault in every if fault is not None]
         if self._is_elsewhere and not self.faults:
             self._remove_own()
@@ -960,6 +943,12 @@ class EncodedHistory:
     rest: tuple[str, ...] = ()
     digest: str = ""
 
+    @staticmethod
+    def of_all(history: History) -> EncodedHistory:
+        """Return a history as it is in a checkpoint that has no files next to it."""
+        rows = tuple(map(encode_record, history))
+        return EncodedHistory(rest=rows, digest=functools.reduce(chain, rows, ""))
+
 
 def make_history_encoder() -> Callable[[History], EncodedHistory]:
     """Return a function that encodes a history, and only the new records in later calls."""
@@ -1013,11 +1002,11 @@ def decode_history(rows: Iterable[Json], path: object = "the checkpoint") -> His
 def _decode_record(encoded: Json) -> Record:
     row = decode(encoded, {})
     if not isinstance(row, dict):
-        raise TypeError(f"a record is {describe(row)}")
+        raise TypeError(f"a record is {checks.describe(row)}")
     epoch, step, seconds = (row.pop(name) for name in ("epoch", "step", "seconds"))
     closing = row.pop("closing", False)
     if not isinstance(closing, bool):
-        raise TypeError(f"closing of a record is {describe(closing)}")
+        raise TypeError(f"closing of a record is {checks.describe(closing)}")
     items = row.pop("items", None)
     return Record(epoch, step, row, seconds, closing, items)
 
@@ -1045,13 +1034,13 @@ def write_blocks(folder: Path, blocks: Sequence[str], history: History, known: s
     """
     for i, block in enumerate(blocks):
         path = _block_path(folder, block)
-        if block in known and exists(path):
+        if block in known and disk.exists(path):
             continue
         known.add(block)
-        if size_of_file(path) is not None and _checksum(path.read_bytes()) == block:
+        if disk.size_of_file(path) is not None and _checksum(path.read_bytes()) == block:
             continue
-        make_folder(path.parent)
-        replace_file(
+        disk.make_folder(path.parent)
+        disk.replace_file(
             path, _join_lines(map(encode_record, history[i * IN_BLOCK : (i + 1) * IN_BLOCK]))
         )
 
@@ -1065,10 +1054,10 @@ def check_blocks(path: Path, blocks: Iterable[object], deep: bool) -> None:
     for block in blocks:
         if not (isinstance(block, str) and re.fullmatch(NAME, block)):
             raise CheckpointError(
-                f"{path} is damaged: {describe(block)} is not the name of a block of records"
+                f"{path} is damaged: {checks.describe(block)} is not the name of a block of records"
             )
         file = _block_path(path.resolve().parent, block)
-        if size_of_file(file) is None:
+        if disk.size_of_file(file) is None:
             raise CheckpointError(
                 f"{path} lacks the older records of its history: {FOLDER}/{file.name} is not next "
                 f"to it. Copy the folder {FOLDER} too, or restore without the history: "
@@ -1112,7 +1101,7 @@ def _list_blocks(folder: Path) -> list[Path]:
     records = folder / FOLDER
     return [
         file
-        for file in (records.iterdir() if is_folder(records) else ())
+        for file in (records.iterdir() if disk.is_folder(records) else ())
         if re.fullmatch(rf"{NAME}\.jsonl|{PART}", file.name) and file.is_file()
     ]
 

@@ -18,15 +18,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load
 from torch import Tensor
 
-from fnloop._backend.collectives import counts_here, gather_from_all
-from fnloop._backend.containers import has_room, is_out_of_memory
 from fnloop._backend.fsdp import full, has_sharded, local_part
 from fnloop._backend.processes import Backend
 from fnloop._core.history import SINCE
-from fnloop._core.parts import COLLECTED, OWN, SHARDED_FORMAT, TENSORS
-from fnloop._core.serialize import Json, dtype_named
-from fnloop._display.checks import describe
+from fnloop._extensions.checkpoints.serialize import Json, dtype_named
 from fnloop._extensions.checkpoints.split import extent_in, spans_all, split_dim
+from fnloop.extend import checks, collectives, containers
 
 # --------------------------------------------------------------------------------------------------
 # The format of a checkpoint: its files, what they hold, and the errors that reading them raises.
@@ -61,7 +58,17 @@ from fnloop._extensions.checkpoints.split import extent_in, spans_all, split_dim
 #
 # Nothing is pickled, so reading a checkpoint cannot run code.
 
+FORMAT = 1  # of a checkpoint of all parts with one optimizer, without averages and phases
+NEWER_FORMAT = 2  # of others, so that an older fnloop does not take them for damaged checkpoints
+SHARDED_FORMAT = 3  # of those with an index
+TRAINING_FORMAT = 4  # of those with weights to train with, which an older fnloop would not look for
+OWN_FORMAT = 5  # of those with what each process has of its own
+BROUGHT_FORMAT = 6  # of those with parts that were brought, which an older fnloop would lose
+NEWEST_FORMAT = BROUGHT_FORMAT
+COLLECTED = "the collecting of a checkpoint"  # as messages about processes that wait name it
 STATE = "state.json"
+TENSORS = ("model", "optimizer", "slots")  # the groups of tensors that every checkpoint has
+OWN = "own"  # the group of what each process has of its own: names begin with its rank and a slash
 FILES = (*(f"{name}.safetensors" for name in TENSORS), STATE)
 MANIFEST = "manifest.json"
 INDEX = "index.json"
@@ -228,13 +235,37 @@ def _find_fault(value: Json, shape: Shape) -> tuple[tuple[str, ...], str] | None
     else:
         right = callable(shape) and bool(shape(value))
     if not right:
-        return (), f"is {describe(value)}"
+        return (), f"is {checks.describe(value)}"
     for key, item, one in inside:
         if one is type(item) or one is ANY or (isinstance(one, FunctionType) and one(item)):
             continue  # most values
         if (fault := _find_fault(item, one)) is not None:
             return (str(key), *fault[0]), fault[1]
     return None
+
+
+def gather_encoded(
+    encode: Callable[[], Json], what: str, error: type[Exception] = ValueError
+) -> list[Json]:
+    """Return what each process encodes, by rank. A collective.
+
+    Raises:
+        Exception: what this process raises.
+        error: another process cannot encode it.
+    """
+    entry, fault = None, None
+    try:
+        entry = encode()
+    except Exception as failure:  # the other processes wait for an answer
+        fault = failure
+    failed = fault and f"{type(fault).__name__}: {fault}"
+    every = collectives.gather_from_all((entry, failed), COLLECTED)
+    if fault is not None:
+        raise fault
+    for rank, (_, text) in enumerate(every):
+        if text is not None:
+            raise error(f"process {rank} cannot save {what}: {text}")
+    return [one for one, _ in every]
 
 
 @attrs.frozen(eq=False)
@@ -311,7 +342,7 @@ class Contents:
         """
         tensors = [t for group in self.groups.values() for t in group.values() if t.is_cuda]
         devices = {t.device for t in tensors}
-        if len(devices) != 1 or not has_room(next(iter(devices)), sum(t.nbytes for t in tensors)):
+        if len(devices) != 1 or not _has_room(next(iter(devices)), sum(t.nbytes for t in tensors)):
             copied = self.copied(buffers)
             return lambda: copied
         (device,), to_memory = devices, HostCopier()
@@ -331,6 +362,18 @@ class Contents:
                 return there.pop()._copied_by(copy_from_there, buffers)
 
         return to_host
+
+
+_SPARE = 0.1  # of the memory of a device, to leave free
+
+
+def _has_room(device: torch.device, size: int) -> bool:
+    """Return whether a GPU has memory for a copy of ``size`` bytes, and some to spare.
+
+    Memory that the allocator of this process holds does not count, because an update needs it.
+    """
+    free, total = torch.cuda.mem_get_info(device)
+    return free - size > _SPARE * total
 
 
 def name_of_share(group: str, rank: int, processes: int) -> str:
@@ -405,7 +448,7 @@ def keep_own_share(
         return kept
     version = max(SHARDED_FORMAT, contents.facts["format_version"])
     facts = {**contents.facts, "format_version": version}
-    for theirs in gather_from_all(index, COLLECTED)[1:]:
+    for theirs in collectives.gather_from_all(index, COLLECTED)[1:]:
         for group, entries in theirs.items():
             for name, entry in entries.items():
                 mine = index[group].get(name)
@@ -444,7 +487,7 @@ def _share_of(
             own, entry["dim"] = local_part(tensor).detach(), dim
             offsets[dim], stop, first = extent_in(tensor, tensor.shape[dim])
             # The first of a mesh of some processes holds what the first of its neighbors holds.
-            writes = first and (spans_all(tensor) or counts_here())
+            writes = first and (spans_all(tensor) or collectives.counts_here())
             if own.shape[dim] != stop - offsets[dim]:
                 raise TypeError(
                     f"{name} is split over processes in another way than by fully_shard: this "
@@ -689,7 +732,7 @@ def _empty(shape: Sequence[int], dtype: torch.dtype, path: Path) -> Tensor:
     try:
         return torch.empty([*shape], dtype=dtype)
     except (RuntimeError, TypeError) as error:
-        if is_out_of_memory(error):
+        if containers.is_out_of_memory(error):
             raise MemoryError(f"no memory to read {path}: {error}") from error
         raise CheckpointError(f"{path} is damaged: no tensor has the shape {shape}") from error
 
@@ -708,7 +751,7 @@ def _explained(folder: Path, name: str) -> Iterator[None]:
     except (RuntimeError, FileNotFoundError) as error:
         # torch cannot map the file: it says so in a RuntimeError. Where safetensors cannot, it says
         # that there is no such file, but it was opened a moment ago.
-        if isinstance(error, FileNotFoundError) or is_out_of_memory(error):
+        if isinstance(error, FileNotFoundError) or containers.is_out_of_memory(error):
             raise MemoryError(f"no memory to read {folder / name}: {error}") from error
         raise OSError(f"{folder / name} cannot be read: {error}") from error
 

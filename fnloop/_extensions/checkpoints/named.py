@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fnloop._backend import torch_compat
-from fnloop._backend.containers import attributes_of, map_leaves, parts_of
 from fnloop._backend.fsdp import is_sharded
 from fnloop._backend.torch_compat import has_state_dict_hooks, local_optimizer, strip_compile_prefix
 from fnloop._core.optimizers import (
@@ -30,11 +29,9 @@ from fnloop._core.optimizers import (
     wants_closure,
 )
 from fnloop._core.rng import isolated, seed_host, torch_seeder
-from fnloop._core.serialize import (
-    copy_flattened,
-    flattened_kind,
-)
 from fnloop._core.state import TrainState, unwrap
+from fnloop._extensions.checkpoints.serialize import flattened_kind
+from fnloop.extend import containers
 
 # --------------------------------------------------------------------------------------------------
 # Optimizers as checkpoints see them: the names of their parameters, and how their state is kept.
@@ -159,7 +156,7 @@ def walk_optimizers(value: object, seen: set[int] | None = None) -> Iterator[Opt
         attributes = vars(value).items()
         inside = [part for name, part in attributes if name not in ("state", "param_groups")]
     else:
-        inside = [part for _, part in parts_of(value) or ()]
+        inside = [part for _, part in containers.parts_of(value) or ()]
     for part in inside:
         yield from walk_optimizers(part, seen)
 
@@ -210,7 +207,7 @@ def tensors_of_copy(named: NamedOptimizer, names: Collection[str]) -> dict[str, 
         to_training(twin.optimizer)
         update(twin, 0, device)
     leaves: list[Any] = []
-    map_leaves(list(twin.optimizer.state.values()), leaves.append)
+    containers.map_leaves(list(twin.optimizer.state.values()), leaves.append)
     return {kind: leaf for leaf in leaves if (kind := flattened_kind(leaf)) is not None}
 
 
@@ -254,7 +251,7 @@ def copy_optimizer(
     for inner in optimizers:
         for p, held in inner.state.items():
             if not isinstance(p, Tensor) or id(memo.get(id(p))) in names:
-                map_leaves(held, functools.partial(_copy_tensor, edge=edge, memo=memo))
+                containers.map_leaves(held, functools.partial(_copy_tensor, edge=edge, memo=memo))
                 memo[id(inner.state)][memo.get(id(p), p)] = copy.deepcopy(held, memo)
         for name, value in vars(inner).items():
             if torch_compat.is_hook_table(name):
@@ -267,7 +264,8 @@ def copy_optimizer(
 
 def _copy_tensor(leaf: object, edge: int, memo: dict[int, object]) -> None:
     if isinstance(leaf, Tensor) and id(leaf) not in memo:
-        whole = copy_flattened(leaf)  # of a subclass, which may know neither deepcopy nor slices
+        # A tensor of a subclass may know neither deepcopy nor slices.
+        whole = containers.copy_flattened(leaf)
         part = leaf.detach()[tuple(slice(edge) for _ in leaf.shape)] if whole is None else whole
         memo[id(leaf)] = part.clone() if whole is None else whole
 
@@ -287,12 +285,12 @@ def _reject_functions(value: object, seen: set[int]) -> None:
                     )
                 if isinstance(cell.cell_contents, types.FunctionType):
                     _reject_functions(cell.cell_contents, seen)
-    for _, part in parts_of(value) or attributes_of(value):
+    for _, part in containers.parts_of(value) or containers.attributes_of(value):
         _reject_functions(part, seen)
 
 
 def _may_hold_tensors(value: object) -> bool:
-    parts = parts_of(value)
+    parts = containers.parts_of(value)
     if parts is None:
         return isinstance(value, Tensor | nn.Module | Optimizer | set)
     return not isinstance(value, tuple) or any(_may_hold_tensors(part) for _, part in parts)

@@ -22,14 +22,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fnloop._backend.collectives import gather_from_all
-from fnloop._backend.containers import (
-    is_out_of_memory,
-    map_leaves,
-    pairs_of,
-    parts_of,
-    with_parts,
-)
 from fnloop._backend.fsdp import like_sharded
 from fnloop._core.freeze import Groups, add_group, split_group
 from fnloop._core.optimizers import (
@@ -38,6 +30,7 @@ from fnloop._core.optimizers import (
     SET,
     UNFROZEN,
     Group,
+    as_number,
     drop_schedule,
     initial_setting,
     is_torch_optimizer,
@@ -45,17 +38,24 @@ from fnloop._core.optimizers import (
     set_by_torch,
     settings_of,
 )
-from fnloop._core.parts import COLLECTED
-from fnloop._core.serialize import (
+from fnloop._core.saved import Pending
+from fnloop._core.state import TrainState, ownership_of
+from fnloop._display.screen import log
+from fnloop._extensions.checkpoints.compare import describe_value, find_difference
+from fnloop._extensions.checkpoints.format import COLLECTED, CheckpointError, gather_encoded
+from fnloop._extensions.checkpoints.named import (
+    UNSAVED,
+    NamedOptimizer,
+    is_list_of_groups,
+    tensors_of_copy,
+    walk_optimizers,
+)
+from fnloop._extensions.checkpoints.serialize import (
     PAIRS,
     Json,
-    Pending,
-    as_number,
     as_safetensor,
     decode,
-    describe_value,
     encode,
-    find_difference,
     from_flattened,
     from_safetensor,
     is_flattened,
@@ -64,18 +64,8 @@ from fnloop._core.serialize import (
     plain_or_flattened,
     tensors_in,
 )
-from fnloop._core.shapes import resized
-from fnloop._core.state import TrainState, ownership_of
-from fnloop._display.checks import join_names
-from fnloop._display.screen import log
-from fnloop._extensions.checkpoints.format import CheckpointError
-from fnloop._extensions.checkpoints.named import (
-    UNSAVED,
-    NamedOptimizer,
-    is_list_of_groups,
-    tensors_of_copy,
-    walk_optimizers,
-)
+from fnloop._extensions.checkpoints.shapes import resized
+from fnloop.extend import checks, collectives, containers
 
 # --------------------------------------------------------------------------------------------------
 # The optimizers of a state in a checkpoint: one, or several by name; in one process, or several.
@@ -220,7 +210,7 @@ class _Offer(NamedTuple):
 def check_groups(state: TrainState) -> None:
     """Raise CheckpointError if processes have other parameter groups. A collective."""
     groups = {name: one.group_names() for name, one in NamedOptimizer.of_state(state).items()}
-    every = gather_from_all(groups, COLLECTED)
+    every = collectives.gather_from_all(groups, COLLECTED)
     for rank, theirs in enumerate(every):
         for name, first in every[0].items():
             if first != (other := theirs.get(name, [])):
@@ -240,7 +230,7 @@ def _compare_names(
     """Return what differs in the names in groups, each named by its place, or ``same``."""
     one, other = ({*itertools.chain(*groups)} for groups in (mine, theirs))
     only = zip(places, (sorted(one - other), sorted(other - one)), strict=True)
-    return "; ".join(f"only {place}: {join_names(n)}" for place, n in only if n) or same
+    return "; ".join(f"only {place}: {checks.join_names(n)}" for place, n in only if n) or same
 
 
 def merge_processes(
@@ -268,20 +258,20 @@ def merge_processes(
     # A number, because this is gathered at every checkpoint, and nearly always all are alike.
     names = zlib.crc32(repr((groups, sorted(mine))).encode())
     failed = error and f"{type(error).__name__}: {error}"
-    marks = gather_from_all((names, bool(copies), failed), COLLECTED)
+    marks = collectives.gather_from_all((names, bool(copies), failed), COLLECTED)
     if error is not None:
         raise error
     _check_all_saved([failed for *_, failed in marks])
     if set(marks) == {(names, False, None)}:
         return facts, {}
     check_groups(state)
-    every = gather_from_all(([*mine], [*copies]), COLLECTED)
+    every = collectives.gather_from_all(([*mine], [*copies]), COLLECTED)
     holders = Counter(entry for own, _ in every for entry in own)
     unsure = {entry for _, restored in every for entry in restored}
     doubtful = [e for e, count in holders.items() if count < len(every) or e in unsure]
     for entry in doubtful:
         _check_mergeable(entry, named[entry[0]], [entry in own for own, _ in every])
-    offers = gather_from_all(
+    offers = collectives.gather_from_all(
         {
             entry: _Offer(
                 mine[entry],
@@ -305,16 +295,8 @@ def encode_own_optimizers(state: TrainState, tensors: dict[str, Tensor]) -> list
     Raises:
         TypeError, CheckpointError: something cannot be saved; the message names it.
     """
-    facts, error = {}, None
-    try:
-        facts = encode_optimizers(state, tensors)
-    except Exception as failure:  # the other processes wait for an answer
-        error = failure
-    every = gather_from_all((facts, error and f"{type(error).__name__}: {error}"), COLLECTED)
-    if error is not None:
-        raise error
-    _check_all_saved([failed for _, failed in every])
-    return [own for own, _ in every]
+    encode = lambda: encode_optimizers(state, tensors)
+    return gather_encoded(encode, "its optimizer", CheckpointError)
 
 
 def _check_all_saved(failures: Sequence[str | None]) -> None:
@@ -611,8 +593,8 @@ def _check_parameters(named: NamedOptimizer, saved: SavedOptimizer, strict: bool
         ]
         raise CheckpointError(
             f"{saved.path} has the optimizer's state of parameters of another shape: "
-            f"{join_names(both)}. Make them in the shapes that they had, or take the shapes of the "
-            'file, with shapes="file"'
+            f"{checks.join_names(both)}. Make them in the shapes that they had, or take the shapes "
+            'of the file, with shapes="file"'
         )
     if mine != theirs and "state_dict" in saved.facts:
         # A whole state_dict fits all parameters or none.
@@ -905,9 +887,10 @@ class Settings:
         """Return what differs, and how to take what the state has; None if nothing does."""
         if not self.left:
             return None
+        differing = checks.join_names([*map(str, self.left)], 5)
         text = (
             "the optimizer has other settings in the checkpoint than in this state, and the run "
-            f"continues with those of the checkpoint: {join_names([*map(str, self.left)], 5)}. "
+            f"continues with those of the checkpoint: {differing}. "
         )
         fixed = [change.key for change in self.left if change.by_torch]
         keys = dict.fromkeys(change.key for change in self.left if not change.by_torch)
@@ -1011,7 +994,7 @@ def _templates_for(named: NamedOptimizer, saved: SavedOptimizer) -> Mapping[str,
     try:
         made = tensors_of_copy(named, {min(each)[1] for each in found.values()})
     except Exception as error:
-        if is_out_of_memory(error):
+        if containers.is_out_of_memory(error):
             raise
         raise CheckpointError(
             f"{saved.path} has an optimizer's state in {_class_names(found)}, and a trial update "
@@ -1027,7 +1010,7 @@ def _templates_for(named: NamedOptimizer, saved: SavedOptimizer) -> Mapping[str,
 
 
 def _class_names(kinds: Iterable[str]) -> str:
-    return join_names([kind.split(".")[-1] for kind in kinds])
+    return checks.join_names([kind.split(".")[-1] for kind in kinds])
 
 
 def _move_state(
@@ -1044,9 +1027,9 @@ def _move_state(
     a way that needs it on the device. Tensors of subclasses are made as the templates are.
     """
     if isinstance(value, dict | list | tuple):
-        parts = parts_of(value) or ()
+        parts = containers.parts_of(value) or ()
         moved = [_move_state(v, parameter, group, stays, templates, k) for k, v in parts]
-        return with_parts(value, moved)
+        return containers.with_parts(value, moved)
     move = lambda part: part if id(part) in stays else part.to(parameter.device)
     if isinstance(value, Pending):
         return from_flattened(value, templates[value.kind], move)
@@ -1139,11 +1122,11 @@ def _prepare_state_dict(named: NamedOptimizer, saved: SavedOptimizer) -> Load:
             (one, one.param_groups, [*one.param_groups]) for one in walk_optimizers(optimizer)
         ]
         try:
-            optimizer.load_state_dict(map_leaves(expected))
+            optimizer.load_state_dict(containers.map_leaves(expected))
             _restore_dtypes(expected, optimizer.state_dict())
             difference = find_difference(expected, optimizer.state_dict(), "state_dict")
         except Exception as error:
-            if is_out_of_memory(error):
+            if containers.is_out_of_memory(error):
                 raise
             raise CheckpointError(
                 f"{saved.path}: {class_name}.load_state_dict does not accept what its state_dict "
@@ -1225,7 +1208,7 @@ def _restore_dtypes(expected: object, held: Any) -> None:
     The ``load_state_dict`` of torch does that. ``held`` is what ``state_dict`` returns. Its dicts
     and lists are those of the optimizer, unless the optimizer copies them.
     """
-    for key, value, now in pairs_of(expected, held) or ():
+    for key, value, now in containers.pairs_of(expected, held) or ():
         if not isinstance(value, Tensor) or not isinstance(now, Tensor):
             _restore_dtypes(value, now)
         elif value.dtype != now.dtype and value.shape == now.shape and not isinstance(held, tuple):
@@ -1286,7 +1269,7 @@ def optimizers_kept_on_error(named: Collection[NamedOptimizer]) -> Iterator[None
     # Their load_state_dict may load in place, into tensors that the copies above share.
     alone = [one.optimizer for one in named if one.has_own_state_dict]
     copied = lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf
-    reported = [(one, map_leaves(one.state_dict(), copied)) for one in alone]
+    reported = [(one, containers.map_leaves(one.state_dict(), copied)) for one in alone]
     try:
         yield
     except BaseException:
@@ -1312,7 +1295,7 @@ class _Held(NamedTuple):
     @classmethod
     def by(cls, optimizer: Optimizer) -> _Held:
         """Return what an optimizer holds now."""
-        state = {key: map_leaves(held) for key, held in optimizer.state.items()}
+        state = {key: containers.map_leaves(held) for key, held in optimizer.state.items()}
         return cls(optimizer, dict(vars(optimizer)), state, Groups.of(optimizer))
 
     def put_back(self) -> None:

@@ -7,8 +7,6 @@ import os
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
-from fnloop._core.serialize import Json
-from fnloop._display.checks import folder_path, is_address
 from fnloop._extensions import extensions
 from fnloop._extensions.checkpoints.files import SendFiles, verify, write_by_all
 from fnloop._extensions.checkpoints.format import Contents
@@ -18,6 +16,8 @@ from fnloop._extensions.checkpoints.retention import (
     claim_folder,
     warn_unless_shared,
 )
+from fnloop._extensions.checkpoints.serialize import Json
+from fnloop.extend import checks
 
 READING = "the reading of a checkpoint"
 Tidy = Callable[[Callable[[Path], bool]], None]
@@ -140,9 +140,9 @@ def place_at(owner: str, argument: str, value: str | os.PathLike[str]) -> Place:
         TypeError, ValueError: it is neither a path nor an address.
         ImportError: the package for such addresses is not installed.
     """
-    if is_address(value):
+    if checks.is_address(value):
         if not (text := os.fspath(value)).partition("://")[2].strip("/"):
             raise ValueError(f"{owner} expects the address of a folder; got {text!r}")
         for remote in extensions("checkpoints at an address"):
             return remote(owner, text)
-    return Place(folder_path(owner, argument, value))
+    return Place(checks.folder_path(owner, argument, value))

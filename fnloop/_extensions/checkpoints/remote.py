@@ -19,7 +19,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Protocol, TypeVar, cast
 
-from fnloop._core.serialize import Json
 from fnloop._extensions.checkpoints import retention
 from fnloop._extensions.checkpoints.files import (
     CHECKPOINT_NAME,
@@ -41,6 +40,7 @@ from fnloop._extensions.checkpoints.format import (
 )
 from fnloop._extensions.checkpoints.place import READING, Place, Tidy
 from fnloop._extensions.checkpoints.retention import CLAIM
+from fnloop._extensions.checkpoints.serialize import Json
 from fnloop.extend import collectives, disk, on_main_process
 
 log = logging.getLogger("fnloop")

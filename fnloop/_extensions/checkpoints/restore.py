@@ -12,16 +12,11 @@ from typing import TypeVar
 import attrs
 from torch import Tensor
 
-from fnloop._backend.collectives import on_every_process, on_main_process
-from fnloop._backend.containers import is_out_of_memory
-from fnloop._backend.disk import exists, is_folder
 from fnloop._backend.torch_compat import strip_compile_prefix
 from fnloop._core.freeze import remember_restored
 from fnloop._core.history import SINCE
 from fnloop._core.optimizers import groups_in, settings_of
-from fnloop._core.parts import OWN, TENSORS
 from fnloop._core.records import MODES
-from fnloop._core.serialize import Json
 from fnloop._core.state import (
     TrainState,
     check_not_stale,
@@ -30,7 +25,6 @@ from fnloop._core.state import (
     take_ownership,
     unwrap,
 )
-from fnloop._display.checks import choice, describe, flag, join_names, metric_name
 from fnloop._display.screen import log
 from fnloop._extensions.checkpoints.files import (
     explain_nonfinite,
@@ -45,8 +39,10 @@ from fnloop._extensions.checkpoints.files import (
 from fnloop._extensions.checkpoints.foreign import explain_foreign
 from fnloop._extensions.checkpoints.format import (
     INDEX,
+    OWN,
     PARTS,
     STATE,
+    TENSORS,
     TRAINED,
     TRAINING,
     CheckpointError,
@@ -59,16 +55,14 @@ from fnloop._extensions.checkpoints.format import (
     tensors_in,
 )
 from fnloop._extensions.checkpoints.optimizer import Settings, templates_of_optimizers
-from fnloop._extensions.checkpoints.parts import (
-    Reading,
+from fnloop._extensions.checkpoints.partial import (
     check_held,
-    every_part,
     explain_partial,
     held_parts,
     is_partial,
-    parts_in,
     read_parts,
 )
+from fnloop._extensions.checkpoints.parts import every_part, parts_in
 from fnloop._extensions.checkpoints.place import READING, Place, place_at
 from fnloop._extensions.checkpoints.retention import (
     Listed,
@@ -80,7 +74,10 @@ from fnloop._extensions.checkpoints.retention import (
     read_claim,
     with_manifests,
 )
+from fnloop._extensions.checkpoints.serialize import Json
 from fnloop._extensions.checkpoints.split import extent_in, from_local_part, split_dim
+from fnloop._extensions.checkpoints.transfer import Reading
+from fnloop.extend import checks, collectives, containers, disk, on_main_process
 
 
 def restore(
@@ -131,8 +128,8 @@ def restore(
     """
     check_not_stale(state, "restore")
     parts = read_parts("restore", only)
-    flag("restore", "strict", strict)
-    choice("restore", "shapes", shapes, SHAPES)
+    checks.flag("restore", "strict", strict)
+    checks.choice("restore", "shapes", shapes, SHAPES)
     if shapes == "file" and not {"model", TRAINED} & {*parts}:
         raise ValueError(
             f'restore: shapes="file" gives the model the shapes of the file, and only={parts} '
@@ -192,7 +189,7 @@ def restore_contents(
     except (CheckpointError, OSError):
         raise
     except Exception as error:  # the files may contain anything
-        if is_out_of_memory(error):  # on any device
+        if containers.is_out_of_memory(error):  # on any device
             raise
         raise CheckpointError(
             f"{path} cannot be restored: {type(error).__name__}: {error}"
@@ -231,10 +228,10 @@ def read_checkpoint(
     """
     path, backend = locate(path), state.backend
     share, kept = (backend.rank, backend.world_size), dict[str, bytes]()
-    checked = on_every_process(
+    checked = collectives.on_every_process(
         lambda: verify(path, history=history, share=share, kept=kept, manifest=manifest), READING
     )
-    return on_every_process(lambda: _read(path, checked, state, history, kept), READING)
+    return collectives.on_every_process(lambda: _read(path, checked, state, history, kept), READING)
 
 
 def read_alone(path: Path, *, history: bool = True) -> Contents:
@@ -250,7 +247,7 @@ def read_alone(path: Path, *, history: bool = True) -> Contents:
 def read_whole_checkpoint(path: Path, state: TrainState) -> Contents | None:
     """Return the contents of a checkpoint, or None if it is partial. Every process must call it."""
     where = locate(path)
-    manifest = on_every_process(lambda: _manifest_of(where), READING)
+    manifest = collectives.on_every_process(lambda: _manifest_of(where), READING)
     return None if is_partial(manifest) else read_checkpoint(where, state, manifest=manifest)
 
 
@@ -450,11 +447,11 @@ def best(
     """
     place = place_at("best", "folder", folder)
     if key is not None:
-        metric_name("best", "key", key)
+        checks.metric_name("best", "key", key)
     if mode is not None:
-        choice("best", "mode", mode, MODES)
+        checks.choice("best", "mode", mode, MODES)
     if since is not None:
-        choice("best", "since", since, SINCE, ", or None for the hook's")
+        checks.choice("best", "since", since, SINCE, ", or None for the hook's")
     found = with_manifests(place.look(), links=True)
     if not found:
         return None
@@ -525,7 +522,7 @@ def resume(
     Replaces: keras.BackupAndRestore, accelerate.load_state, transformers.resume_from_checkpoint
     """
     check_not_stale(state, "resume")
-    choice("resume", "shapes", shapes, SHAPES)
+    checks.choice("resume", "shapes", shapes, SHAPES)
     settings = Settings(_read_given(given, state))
     restored = resume_at(place_at("resume", "folder", folder), state, settings, shapes=shapes)
     if state.backend.main and (text := settings.explain()) is not None:
@@ -567,14 +564,14 @@ def _read_given(given: Sequence[str], state: TrainState) -> tuple[str, ...]:
     """Return the settings to take from a state, checked."""
     expected = 'resume expects given as a tuple of settings of parameter groups, such as ("lr",)'
     if isinstance(given, str) or not isinstance(given, Sequence):
-        raise TypeError(f"{expected}; got {describe(given)}")
+        raise TypeError(f"{expected}; got {checks.describe(given)}")
     groups = groups_in(state.optimizer)
     known = dict.fromkeys(key for group in groups for key in settings_of(group))
     for key in given:
         if key not in known:
             raise ValueError(
-                f"{expected}; got {describe(key)}, which no group has. They have "
-                f"{join_names([*known], 12)}"
+                f"{expected}; got {checks.describe(key)}, which no group has. They have "
+                f"{checks.join_names([*known], 12)}"
             )
     return tuple(given)
 
@@ -583,7 +580,7 @@ def _look_into(place: Place) -> tuple[bool, list[Listed], str | None]:
     """Return whether a place is one checkpoint; its checkpoints; and the run that claims it."""
     place.settle()
     folder = place.look()
-    if exists(folder) and not is_folder(folder):
+    if disk.exists(folder) and not disk.is_folder(folder):
         foreign = explain_foreign(folder)
         raise CheckpointError(
             f"{folder} is a file: resume expects a folder of checkpoints"

@@ -12,18 +12,8 @@ from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
-from fnloop._backend.collectives import gather_from_all, rank_and_size
-from fnloop._backend.disk import (
-    exists,
-    is_folder,
-    make_folder,
-    replace_file,
-    size_of_file,
-    status,
-)
 from fnloop._core.history import History
 from fnloop._core.records import better
-from fnloop._core.serialize import Json
 from fnloop._display.screen import log
 from fnloop._extensions.checkpoints.files import (
     CHECKPOINT_NAME,
@@ -46,6 +36,8 @@ from fnloop._extensions.checkpoints.files import (
     write_checkpoint,
 )
 from fnloop._extensions.checkpoints.format import FILES, MANIFEST, STATE, CheckpointError, Contents
+from fnloop._extensions.checkpoints.serialize import Json
+from fnloop.extend import collectives, disk
 
 # --------------------------------------------------------------------------------------------------
 # Folders of checkpoints: which are the newest and the best, which are removed, and their run.
@@ -106,12 +98,12 @@ def _by_age(
     The manifest is None if it is damaged. With ``beside``, only of names that begin so.
     """
     keyed = []
-    for path in folder.iterdir() if is_folder(folder) else ():
+    for path in folder.iterdir() if disk.is_folder(folder) else ():
         if not path.name.startswith(beside):
             continue
         # What was being replaced when a process was killed counts until there is another.
         whole = path.with_name(path.name.removeprefix(".").removesuffix(".old"))
-        if not may_be_checkpoint(path) or (path.name.startswith(".") and exists(whole)):
+        if not may_be_checkpoint(path) or (path.name.startswith(".") and disk.exists(whole)):
             continue
         if links or not path.is_symlink():
             manifest = readable_manifest(path)
@@ -123,7 +115,7 @@ def _by_age(
 def is_one_checkpoint(folder: Path) -> bool:
     """Return whether a folder is a checkpoint, rather than a folder of checkpoints."""
     where = locate(folder)
-    return may_be_checkpoint(where) or exists(where / MANIFEST)
+    return may_be_checkpoint(where) or disk.exists(where / MANIFEST)
 
 
 def may_be_checkpoint(path: Path) -> bool:
@@ -131,15 +123,15 @@ def may_be_checkpoint(path: Path) -> bool:
 
     A link to nothing is one whose disk is not mounted, for example.
     """
-    if not is_folder(path):
-        lost = path.is_symlink() and not exists(path)
+    if not disk.is_folder(path):
+        lost = path.is_symlink() and not disk.exists(path)
         return lost and re.fullmatch(CHECKPOINT_NAME, path.name) is not None
     if path.name.startswith(".") and not path.name.endswith(".old"):
         return False
     if re.fullmatch(rf"\.?{CHECKPOINT_NAME}(\.old)?", path.name) is None:
         names = ("slots.safetensors", STATE)
-        return serial_or_none(path) is not None or all(exists(path / name) for name in names)
-    return any(exists(path / name) for name in (MANIFEST, *FILES))
+        return serial_or_none(path) is not None or all(disk.exists(path / name) for name in names)
+    return any(disk.exists(path / name) for name in (MANIFEST, *FILES))
 
 
 def _sort_key(path: Path, manifest: Mapping[str, Json] | None) -> tuple[float, int, str] | None:
@@ -151,11 +143,11 @@ def _sort_key(path: Path, manifest: Mapping[str, Json] | None) -> tuple[float, i
     serial: float | None = None if manifest is None else manifest.get("serial")
     if serial is None:
         try:
-            changed = (status(path) or path.lstat()).st_mtime_ns
+            changed = (disk.status(path) or path.lstat()).st_mtime_ns
             before = [
                 serial_or_none(p)
                 for p in path.parent.iterdir()
-                if is_folder(p) and p.stat().st_mtime_ns <= changed
+                if disk.is_folder(p) and p.stat().st_mtime_ns <= changed
             ]
         except FileNotFoundError:  # another process has just removed a checkpoint
             return None
@@ -247,23 +239,23 @@ def claim_folder(folder: Path, run: str) -> None:
             f"{folder} has checkpoints that cannot be read ({runs[None].name} is one), and this "
             "run would replace them: give it a folder of its own"
         )
-    if exists(folder) and not is_folder(folder):
+    if disk.exists(folder) and not disk.is_folder(folder):
         raise CheckpointError(
             f"{folder} is a file, and a run writes its checkpoints into a folder: give it another "
             f'path, such as checkpoint("{folder}-checkpoints")'
         )
-    if is_folder(folder) and not os.access(folder, os.W_OK):
+    if disk.is_folder(folder) and not os.access(folder, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
     remove_leftovers(folder, CHECKPOINT_NAME)
     if not runs and read_claim(folder) != run:
-        make_folder(folder)
-        replace_file(folder / CLAIM, run.encode())
+        disk.make_folder(folder)
+        disk.replace_file(folder / CLAIM, run.encode())
 
 
 def read_run_id(file: Path) -> str | None:
     """Return the run that a file names, or None if it names none, or does not exist."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        if size_of_file(file) is not None:  # not a pipe, for example, which would block
+        if disk.size_of_file(file) is not None:  # not a pipe, for example, which would block
             text = file.read_text(encoding="utf-8", errors="replace")
             # A truncated one is none.
             return text if re.fullmatch(r"[0-9a-f]{16}", text) else None
@@ -433,16 +425,16 @@ def check_visible(path: Path | None) -> None:
     Args:
         path: the checkpoint; None in a process that has found none.
     """
-    if rank_and_size()[1] == 1:
+    if collectives.rank_and_size()[1] == 1:
         return
     if path is None:
         _check(_views(None, "it has found no checkpoint"))
         return
     where = path.absolute()
     lacks = f"its folder {where.parent} has no {where.name}"
-    if not is_folder(where.parent):
+    if not disk.is_folder(where.parent):
         lacks = f"it has no folder {where.parent}"
-    _check(_views(str(where) if exists(locate(where)) else None, lacks))
+    _check(_views(str(where) if disk.exists(locate(where)) else None, lacks))
 
 
 def check_all_empty(folder: Path) -> None:
@@ -451,9 +443,9 @@ def check_all_empty(folder: Path) -> None:
     It is called where the main process sees none.
     """
     where = folder.absolute()
-    found = [where] if exists(locate(where) / MANIFEST) else candidates(where, links=True)
+    found = [where] if disk.exists(locate(where) / MANIFEST) else candidates(where, links=True)
     newest = next(iter(found), None)
-    lacks = f"its folder {where} has none" if is_folder(where) else f"it has no folder {where}"
+    lacks = f"its folder {where} has none" if disk.is_folder(where) else f"it has no folder {where}"
     _check(_views(None if newest is None else str(newest), lacks))
 
 
@@ -463,7 +455,7 @@ def warn_unless_shared(folder: Path) -> None:
     It raises nothing, because a shared disk may need a moment to show a new folder everywhere.
     """
     where = folder.absolute()
-    views = _views(str(where) if is_folder(where) else None, f"it has no folder {where}")
+    views = _views(str(where) if disk.is_folder(where) else None, f"it has no folder {where}")
     if (blind := _first(views, sees=False)) is not None and views[0].seen is not None:
         log.warning(
             "checkpoint: process 0 on %s writes to %s; process %d on %s does not see it: %s. "
@@ -475,7 +467,7 @@ def warn_unless_shared(folder: Path) -> None:
 def _views(seen: str | None, missing: str) -> list[_View]:
     """Return what each process sees, by rank."""
     view = _View(seen, missing, socket.gethostname())
-    return gather_from_all(view, "a look at the folder of checkpoints")
+    return collectives.gather_from_all(view, "a look at the folder of checkpoints")
 
 
 def _first(views: Sequence[_View], sees: bool) -> int | None:

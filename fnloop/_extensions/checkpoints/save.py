@@ -18,21 +18,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fnloop._backend.collectives import gather_from_all, on_every_process
-from fnloop._backend.containers import (
-    is_out_of_memory,
-    pairs_of,
-)
 from fnloop._backend.processes import Backend
-from fnloop._core.cursor import Cursor
 from fnloop._core.history import History, metrics_here
 from fnloop._core.optimizers import is_torch_optimizer, optimizers_in, to_training
-from fnloop._core.parts import COLLECTED, NEWER_FORMAT, Saving
-from fnloop._core.serialize import Json, find_difference
 from fnloop._core.state import TrainState, check_not_stale, detached_from_run, unwrap
 from fnloop._display.screen import log, warn_once
+from fnloop._extensions.checkpoints.compare import find_difference
+from fnloop._extensions.checkpoints.counters import Cursor
 from fnloop._extensions.checkpoints.files import EncodedHistory
 from fnloop._extensions.checkpoints.format import (
+    COLLECTED,
+    NEWER_FORMAT,
     PARTS,
     TRAINED,
     CheckpointError,
@@ -52,17 +48,18 @@ from fnloop._extensions.checkpoints.optimizer import (
     encode_optimizer,
     prepare_load,
 )
+from fnloop._extensions.checkpoints.partial import read_parts
 from fnloop._extensions.checkpoints.parts import (
-    Collecting,
     check_mapping,
-    encode_whole_history,
     every_part,
     open_parts,
-    read_parts,
 )
 from fnloop._extensions.checkpoints.place import place_at
+from fnloop._extensions.checkpoints.serialize import Json
+from fnloop._extensions.checkpoints.transfer import Collecting
 from fnloop._step.engine import engine_of
 from fnloop._version import __version__
+from fnloop.extend import collectives, containers
 
 # --------------------------------------------------------------------------------------------------
 # Save a state: collect everything that a run depends on, and write it as a checkpoint.
@@ -156,7 +153,7 @@ def _warn_unless_resumable(state: TrainState) -> None:
 
 def collect_contents(
     state: TrainState,
-    encode_history: Callable[[History], EncodedHistory] | None = None,
+    encode_history: Callable[[History], EncodedHistory] = EncodedHistory.of_all,
     parts: Sequence[str] = PARTS,
 ) -> Contents:
     """Return the contents of a checkpoint of a state. The tensors are shared with the state.
@@ -176,7 +173,6 @@ def collect_contents(
     """
     check_not_stale(state)
     engine_of(state).check_alike(state, COLLECTED)
-    encode_history = encode_history or encode_whole_history
     saving = Collecting(
         state=detached_from_run(state), run=state.run, parts=parts, encode_history=encode_history
     )
@@ -223,11 +219,11 @@ def check_encodable(state: TrainState, parts: Collection[str]) -> None:
     Raises:
         CheckpointError: there is something that no checkpoint can hold.
     """
-    on_every_process(lambda: _encode_parts(state, [*parts]), COLLECTED)
+    collectives.on_every_process(lambda: _encode_parts(state, [*parts]), COLLECTED)
 
 
 def _encode_parts(state: TrainState, parts: Sequence[str]) -> None:
-    saving = Saving(state, parts)
+    saving = Collecting(state, parts)
     unfinished = any(map(nn.parameter.is_lazy, unwrap(state).parameters()))  # until a first batch
     with _refusing():
         check_mapping("slots", state.slots)
@@ -342,7 +338,7 @@ def _check_resumable(named: NamedOptimizer, label: str, backend: Backend) -> Non
         )
     except Exception as error:
         obstacle = " ".join(f"{type(error).__name__}: {error}".split())
-    fault = (_compare_kept(gather_from_all(kept)) if processes > 1 else None) or fault
+    fault = (_compare_kept(collectives.gather_from_all(kept)) if processes > 1 else None) or fault
     if fault:
         where = f" on {processes} processes" if processes > 1 else ""
         raise CheckpointError(
@@ -434,7 +430,7 @@ def _continue(one: NamedOptimizer, two: NamedOptimizer, device: torch.device) ->
         try:
             update(two, number, device)
         except Exception as error:
-            if is_out_of_memory(error):
+            if containers.is_out_of_memory(error):
                 raise
             text = f"an update after a restore raises {type(error).__name__}: {error}"
             raise _Fault(text) from error
@@ -484,7 +480,7 @@ def _unrestored(one: NamedOptimizer, two: NamedOptimizer) -> str | None:
 
 
 def _find_lost(was: Any, now: Any, path: str) -> str | None:
-    pairs = pairs_of(was, now)
+    pairs = containers.pairs_of(was, now)
     if pairs is None:
         return find_difference(was, now, path)
     found = (_find_lost(a, b, f"{path}.{key}") for key, a, b in pairs)

@@ -9,12 +9,16 @@ from pathlib import Path
 
 import attrs
 
-from fnloop._backend.disk import exists
-from fnloop._core.cursor import Cursor
-from fnloop._core.history import History, Phase, decode_phases
-from fnloop._core.serialize import Json
+from fnloop._core.history import History, Phase
 from fnloop._core.state import TrainState
 from fnloop._display.screen import log
+from fnloop._extensions.checkpoints.counters import (
+    Cursor,
+    Targets,
+    check_counters,
+    decode_phases,
+    decode_targets,
+)
 from fnloop._extensions.checkpoints.files import (
     chain,
     check_blocks,
@@ -34,17 +38,12 @@ from fnloop._extensions.checkpoints.format import (
     is_share,
     shares_in,
 )
-from fnloop._extensions.checkpoints.parts import (
-    Targets,
-    check_counters,
-    decode_targets,
-    explain_partial,
-    held_parts,
-    is_partial,
-)
+from fnloop._extensions.checkpoints.partial import explain_partial, held_parts, is_partial
 from fnloop._extensions.checkpoints.place import Place
 from fnloop._extensions.checkpoints.restore import SUFFIX
 from fnloop._extensions.checkpoints.retention import candidates, is_one_checkpoint
+from fnloop._extensions.checkpoints.serialize import Json
+from fnloop.extend import disk
 
 
 @attrs.frozen
@@ -97,7 +96,7 @@ class Saved:
                 else:
                     damaged.append(str(error))
         if not found:
-            what = "has no whole checkpoint" if exists(folder) else "does not exist"
+            what = "has no whole checkpoint" if disk.exists(folder) else "does not exist"
             raise CheckpointError(
                 f"{folder} {what}. Checkpoints are written by fit(..., hooks=(checkpoint(folder),))"
             )
@@ -122,7 +121,7 @@ class Saved:
     @property
     def phases(self) -> tuple[Phase, ...]:
         """The phases that had begun."""
-        return decode_phases(self.facts.get("phases", []))
+        return decode_phases(self.facts)
 
     @property
     def targets(self) -> Targets | None:
@@ -180,7 +179,7 @@ class Saved:
             files |= {k: v for k, v in groups.items() if not is_share(k, made.groups)}
         slices, tensors = Slices(path), {}
         for file, group in files.items():
-            if group is not None and exists(path / file):
+            if group is not None and disk.exists(path / file):
                 entries = slices.entries_in(file)
                 tensors[group] = {name: slices.read(entry) for name, entry in entries.items()}
                 slices.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import ClassVar, TypedDict
 
 import attrs
@@ -13,11 +13,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fnloop._backend import torch_compat
-from fnloop._core.parts import OWN, Load, Restoring, Saving
-from fnloop._core.serialize import Json, decode, encode
 from fnloop._core.state import TrainState, unwrap
 from fnloop._extensions.engines import exchanges
-from fnloop.extend import Part, View, all_parameters, collectives, with_slot
+from fnloop.extend import Part, Restoring, Saving, View, all_parameters, collectives, with_slot
 
 log = logging.getLogger("fnloop")
 
@@ -232,27 +230,27 @@ def mark_of(state: TrainState) -> int:
 # In a checkpoint: the weights and buffers of each process, and what the processes share.
 
 
-def _save(saving: Saving) -> dict[str, Json]:
+def _save(saving: Saving) -> dict[str, object]:
     if (slot := apart_of(saving.state)) is None:
         return {}
     own: dict[str, Tensor] = {}
-    names = encode({k: t.detach() for k, t in own_tensors(saving.state).items()}, own, OWN)
+    names = saving.encode(own_tensors(saving.state), own, "own")
     if own or slot.used:  # the same in every process
         saving.add_own(own, "")
-    outer = encode(slot.outer_state(), saving.tensors, LOCAL_SGD)
+    outer = saving.encode(slot.outer_state(), saving.tensors, LOCAL_SGD)
     return {"apart": {"own": names, "used": slot.used, "outer": outer}}
 
 
-def _prepare(saved: Restoring) -> Load:
+def _prepare(saved: Restoring) -> Callable[[TrainState], TrainState]:
     """Return how to put back what is this process's own, beside the average in the model.
 
     On another number of processes all continue from the average.
     """
     facts, same, own = saved.facts["apart"], saved.is_of_as_many, {}
-    outer = decode(facts["outer"], saved.tensors)
+    outer = saved.decode(facts["outer"], saved.tensors)
     if same and "model" in saved.parts:
         here = saved.state.backend.device
-        own = decode(facts["own"], {k: t.to(here) for k, t in saved.own("").items()})
+        own = saved.decode(facts["own"], {k: t.to(here) for k, t in saved.own("").items()})
     elif not same and facts["used"] and saved.state.backend.main:
         log.warning(
             "restore: local_sgd trained on %s processes, and this run has %d: each continues from "
@@ -270,7 +268,7 @@ def _prepare(saved: Restoring) -> Load:
     return load
 
 
-def _note_optimizers(saving: Saving) -> dict[str, Json]:
+def _note_optimizers(saving: Saving) -> dict[str, object]:
     """Say that each process has optimizers with a state of its own, if updates were made apart."""
     slot = apart_of(saving.state)
     saving.own_optimizers = slot is not None and slot.used

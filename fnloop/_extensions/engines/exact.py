@@ -26,8 +26,8 @@ from fnloop._core.metrics import (
     update_,
     update_evaluated_,
 )
-from fnloop._core.parts import Load, Restoring, set_fields
 from fnloop._core.parts import Part as CheckpointPart
+from fnloop._core.parts import Restoring
 from fnloop._core.rng import COMPUTE, seed_host, torch_seeder
 from fnloop._core.state import TrainState, generation_of, moved
 from fnloop._core.types import BY_ANOTHER, Output, Step
@@ -78,7 +78,7 @@ _SPARSE = (
 )
 
 
-def _warn_of_other(saved: Restoring) -> Load:
+def _warn_of_other(saved: Restoring) -> Callable[[TrainState], TrainState]:
     """Warn if a run continues with another setting of ``exact`` than it had."""
     was, backend = saved.facts.get("exact", False) is True, saved.state.backend
     if was and not backend.exact and backend.main:
@@ -91,7 +91,7 @@ def _warn_of_other(saved: Restoring) -> Load:
             "restore: this run had no exact=True until here, so what it has come to depends on the "
             "number of processes that it had"
         )
-    return set_fields()
+    return lambda state: state
 
 
 EXACT = CheckpointPart("exact", lambda saving: {"exact": True}, _warn_of_other, of="counters")

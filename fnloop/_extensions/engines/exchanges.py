@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from fnloop._backend import torch_compat
 from fnloop._display.screen import log
 from fnloop._extensions.engines.launch import accelerator, choose_interface, launched, own_store
-from fnloop.extend import collectives, containers, local_part
+from fnloop.extend import checks, collectives, containers, local_part
 
 Tree = TypeVar("Tree")
 DIVERGED, EXCHANGE = collectives.DIVERGED, collectives.EXCHANGE

@@ -19,10 +19,10 @@ from torch.optim import Optimizer
 from fnloop._backend import torch_compat
 from fnloop._core.optimizers import (
     SCHEDULED,
+    as_number,
     is_torch_optimizer,
     wants_closure,
 )
-from fnloop._core.serialize import as_number
 from fnloop._core.state import TrainState, advance, give_up_ownership, tracing_copy
 from fnloop._core.types import Output, Step
 from fnloop._extensions.graphs.guards import (

@@ -23,8 +23,6 @@ from fnloop._backend.fsdp import like_sharded
 from fnloop._core.averages import Average
 from fnloop._core.history import SINCE, History, check_monitored, first_record, metrics_here
 from fnloop._core.runs import Live, pending
-from fnloop._core.serialize import Json
-from fnloop._core.shapes import forget_states, take_shapes
 from fnloop._core.state import (
     TrainState,
     clear_parameter_cache,
@@ -41,10 +39,12 @@ from fnloop._extensions.checkpoints.format import (
     Contents,
     check_shape,
 )
-from fnloop._extensions.checkpoints.parts import read_parts
+from fnloop._extensions.checkpoints.partial import read_parts
 from fnloop._extensions.checkpoints.place import place_at
 from fnloop._extensions.checkpoints.retention import RunFolder
 from fnloop._extensions.checkpoints.save import check_saveable, collect_contents, position_of
+from fnloop._extensions.checkpoints.serialize import Json
+from fnloop._extensions.checkpoints.shapes import forget_states, take_shapes
 from fnloop._hooks.hook import BuiltIn, Hook
 from fnloop.extend import (
     better,

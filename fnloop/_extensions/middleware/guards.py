@@ -16,7 +16,7 @@ from fnloop import decide
 from fnloop._backend import torch_compat
 from fnloop._core.averages import Average
 from fnloop._core.optimizers import RATIO
-from fnloop._core.serialize import has_pending, materialize
+from fnloop._core.saved import has_pending, materialize
 from fnloop._core.several import Several, models_of
 from fnloop._core.state import LEFT_OUT, TrainState
 from fnloop._core.types import Middleware, Output, Step, middleware

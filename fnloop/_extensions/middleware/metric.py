@@ -31,7 +31,7 @@ from fnloop._core.metrics import (
     to_accumulator_dtype,
     weighted,
 )
-from fnloop._core.serialize import Pending
+from fnloop._core.saved import Pending
 from fnloop._core.several import Several
 from fnloop._core.state import TrainState
 from fnloop._core.types import Aux, Middleware, Output, Step, collection_key, middleware

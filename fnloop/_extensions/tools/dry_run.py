@@ -17,7 +17,6 @@ import attrs
 
 from fnloop._backend import torch_compat
 from fnloop._core.history import History
-from fnloop._core.serialize import find_difference
 from fnloop._core.several import models_of
 from fnloop._core.state import TrainState, snapshot, without_metrics
 from fnloop._core.types import Middleware, Output, Step
@@ -25,6 +24,7 @@ from fnloop._data.held import own_copy
 from fnloop._data.loaders import Padding, batch_size_of, check_loader, sharded, unmarked
 from fnloop._data.source import first_batches, open_source
 from fnloop._extensions import extensions
+from fnloop._extensions.checkpoints.compare import find_difference
 from fnloop._extensions.checkpoints.format import CheckpointError
 from fnloop._extensions.checkpoints.restore import restore
 from fnloop._extensions.checkpoints.save import check_resumable, save

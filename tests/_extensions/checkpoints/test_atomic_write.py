@@ -368,8 +368,8 @@ def test_a_save_needs_no_further_thread(tmp_path, monkeypatch, fault):
 
 @pytest.mark.parametrize("helpers", [0, 1, 3])
 def test_items_are_shared_with_helpers_in_order(helpers):
-    assert files.map_with_help(lambda x: x * 2, range(50), helpers) == [*range(0, 100, 2)]
-    assert files.map_with_help(lambda x: x, (), helpers) == []
+    assert files.disk.map_with_help(lambda x: x * 2, range(50), helpers) == [*range(0, 100, 2)]
+    assert files.disk.map_with_help(lambda x: x, (), helpers) == []
     begun = []
 
     def fail(item):
@@ -378,7 +378,7 @@ def test_items_are_shared_with_helpers_in_order(helpers):
             raise KeyError(item)
 
     with pytest.raises(KeyError):
-        files.map_with_help(fail, range(1000), helpers)
+        files.disk.map_with_help(fail, range(1000), helpers)
     assert 4 <= len(begun) < 1000
 
 
@@ -393,5 +393,5 @@ def test_an_error_is_raised_when_no_helper_works_any_more():
         ended.append(item)
 
     with pytest.raises(KeyError):
-        files.map_with_help(do, (0, 1), helpers=1)
+        files.disk.map_with_help(do, (0, 1), helpers=1)
     assert ended == [1]

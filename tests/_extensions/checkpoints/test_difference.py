@@ -2,7 +2,7 @@
 
 import torch
 
-from fnloop._extensions.checkpoints.parts import diff
+from fnloop._extensions.checkpoints.model import diff
 
 ZEROS = lambda *shape, dtype=torch.float32: torch.zeros(*shape, dtype=dtype)
 THEIRS = {"a": ZEROS(2), "b": ZEROS(3), "c": ZEROS(1), "old": ZEROS(1), "m._extra_state": ZEROS(9)}

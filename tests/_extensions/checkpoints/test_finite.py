@@ -225,7 +225,7 @@ def test_each_place_of_a_file_is_looked_at(tmp_path, monkeypatch, dtype, bad):
         counts = bad is not None and (math.isnan(bad) or name == "1.learning")
         assert found.get("nonfinite") == (name if counts else None)
         assert found["bytes"] == path.stat().st_size
-        assert found["sha256"] == files.checksum_of_file(path)
+        assert found["sha256"] == files.disk.checksum_of_file(path)
 
 
 def test_nothing_is_copied_from_a_device_to_look_at_it(tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 import fnloop as fl
 from fnloop._core.optimizers import optimizers_in
-from fnloop._core.serialize import has_pending
+from fnloop._core.saved import has_pending
 from fnloop.testing import assert_same
 
 NUMBERS = torch.Generator().manual_seed(0)

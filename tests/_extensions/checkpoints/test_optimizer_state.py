@@ -26,8 +26,8 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import fnloop as fl
-from fnloop._core.serialize import find_difference
 from fnloop._extensions.checkpoints import files, format, named
+from fnloop._extensions.checkpoints.compare import find_difference
 from fnloop._extensions.checkpoints.named import NamedOptimizer
 from fnloop._extensions.checkpoints.optimizer import encode_optimizer
 from fnloop._extensions.checkpoints.save import check_resumable
@@ -124,7 +124,7 @@ def craft_tensor(path, name, change):
     tensors = load_file(file := path / "optimizer.safetensors")
     tensors[name] = change(tensors[name])
     save_file({k: v.contiguous() for k, v in tensors.items()}, file)
-    sizes = {"bytes": file.stat().st_size, "sha256": files.checksum_of_file(file)}
+    sizes = {"bytes": file.stat().st_size, "sha256": files.disk.checksum_of_file(file)}
     return craft(path, lambda made: made["files"].update({file.name: sizes}))
 
 

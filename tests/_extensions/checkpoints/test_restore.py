@@ -12,9 +12,10 @@ from saved import ONE, check_continues, check_refused, sgd, step, train
 from torch import nn
 
 import fnloop as fl
-from fnloop._core.serialize import encode, find_difference
 from fnloop._extensions.checkpoints import files
+from fnloop._extensions.checkpoints.compare import find_difference
 from fnloop._extensions.checkpoints.parts import weights_kept_on_error
+from fnloop._extensions.checkpoints.serialize import encode
 from fnloop.testing import Toy, small, toy, toy_loss
 
 
@@ -98,7 +99,7 @@ def test_weights_to_train_with_that_do_not_fit_are_damage(tmp_path, fault):
         name = min(found)
         found |= {"b": found.pop(name)} if fault == "another name" else {name: torch.zeros(9)}
         save_file(found, file)
-        sizes = {"bytes": file.stat().st_size, "sha256": files.checksum_of_file(file)}
+        sizes = {"bytes": file.stat().st_size, "sha256": files.disk.checksum_of_file(file)}
         craft(path, manifest=lambda made: made["files"].update({file.name: sizes}))
     new = problem.state() if fault == "not there" else schedule_free(problem)
     before = [p.clone() for p in new.model.parameters()]

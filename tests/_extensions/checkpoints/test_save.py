@@ -17,8 +17,8 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import fnloop as fl
-from fnloop._core.serialize import find_difference
 from fnloop._extensions.checkpoints import format
+from fnloop._extensions.checkpoints.compare import find_difference
 from fnloop._extensions.checkpoints.format import Contents
 from fnloop.testing import Toy, stochastic, toy, toy_loss
 
@@ -248,7 +248,7 @@ def room(request, monkeypatch):
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    monkeypatch.setattr(format, "has_room", lambda device, size: request.param)
+    monkeypatch.setattr(format, "_has_room", lambda device, size: request.param)
     return request.param
 
 

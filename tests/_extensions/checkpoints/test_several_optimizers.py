@@ -14,8 +14,8 @@ from several import problem
 from torch import nn
 
 import fnloop as fl
-from fnloop._core.serialize import find_difference
 from fnloop._core.state import ownership_of
+from fnloop._extensions.checkpoints.compare import find_difference
 from fnloop._extensions.checkpoints.optimizer import _merge, _Offer, _own_facts
 from fnloop._extensions.checkpoints.save import check_resumable
 from fnloop.testing import Toy, toy, toy_loss

@@ -10,7 +10,7 @@ from saved import check_refused, sgd
 from torch import nn
 
 import fnloop as fl
-from fnloop._extensions.checkpoints import files, format, parts
+from fnloop._extensions.checkpoints import files, format, model
 from fnloop._extensions.checkpoints.format import CheckpointError, Slices, decode_index
 from fnloop._extensions.checkpoints.parts import weights_kept_on_error
 
@@ -40,7 +40,7 @@ def split_by_hand(folder, first, second, entries):
         save_file(tensors, path / f"model-0000{number}-of-00002.safetensors")
     (path / "index.json").write_text(json.dumps({"model": entries}))
     sizes = {
-        file.name: {"bytes": file.stat().st_size, "sha256": files.checksum_of_file(file)}
+        file.name: {"bytes": file.stat().st_size, "sha256": files.disk.checksum_of_file(file)}
         for file in path.iterdir() if file.name != "manifest.json"
     }  # fmt: skip
     return craft(path, lambda made: made.update(format_version=3, files=sizes))
@@ -187,7 +187,7 @@ def load(module, values):
 @pytest.fixture
 def large(monkeypatch):
     """No model is small enough to be copied."""
-    monkeypatch.setattr(parts, "COPIED", 0)
+    monkeypatch.setattr(model, "COPIED", 0)
 
 
 def test_of_a_small_model_a_copy_is_kept_and_put_back():
@@ -201,7 +201,7 @@ def test_of_a_small_model_a_copy_is_kept_and_put_back():
 
 @pytest.mark.parametrize("room", [0, 4, 8, 12])
 def test_parts_of_one_memory_are_put_back_whether_they_are_copied_or_exchanged(monkeypatch, room):
-    monkeypatch.setattr(parts, "COPIED", room)
+    monkeypatch.setattr(model, "COPIED", room)
     module = nn.Module()
     memory = torch.tensor([1.0, 2.0])
     for name, part in {"whole": memory, "first": memory[:1], "last": memory[1:]}.items():

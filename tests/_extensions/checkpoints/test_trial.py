@@ -12,8 +12,8 @@ from sample_optimizers import ONE, Both, Counting, Modules, Objects, Slow, toy_s
 from torch import nn
 
 import fnloop as fl
-from fnloop._core.serialize import find_difference
 from fnloop._extensions.checkpoints import save
+from fnloop._extensions.checkpoints.compare import find_difference
 from fnloop._extensions.checkpoints.named import copy_optimizer
 from fnloop._extensions.checkpoints.save import check_resumable
 

@@ -12,7 +12,9 @@ import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
 import fnloop as fl
-from fnloop._core.serialize import decode, encode, find_difference, has_pending, materialize
+from fnloop._core.saved import has_pending, materialize
+from fnloop._extensions.checkpoints.compare import find_difference
+from fnloop._extensions.checkpoints.serialize import decode, encode
 from fnloop.testing import toy
 
 

@@ -1,4 +1,4 @@
-"""Plain data and tensors: to JSON and a mapping of tensors and back, and compared bit for bit."""
+"""Plain data and tensors: to JSON and a mapping of tensors, and back."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ import enum
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
-import attrs
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fnloop._backend.containers import SEQUENCES, is_named_tuple, pairs_of, parts_of, with_parts
 from fnloop._backend.fsdp import WHOLE, local_part
-from fnloop._display.checks import describe, fields_of, join_names
+from fnloop._core.saved import Pending
+from fnloop.extend import checks, containers
 
 # --------------------------------------------------------------------------------------------------
 # Plain data and tensors to JSON and a flat mapping of tensors, and back.
@@ -37,41 +36,10 @@ _AS_IT_IS = (int, bool, type(None))  # in JSON
 _NOT_A_FILE = "which safetensors cannot hold"
 
 
-@attrs.frozen(eq=False)
-class Pending:
-    """What was read from a checkpoint, until an instance of its class is available.
-
-    Args:
-        kind: the name of the class that was saved.
-        parts: its fields, or its ``state_dict``.
-    """
-
-    kind: str
-    parts: Mapping[str, object]
-
-
 AsParts = Callable[[object, str], Pending]
 
 
-@runtime_checkable
-class HasParts(Protocol):
-    """An object of fnloop that says what a checkpoint holds of it."""
-
-    def to_parts(self) -> Mapping[str, object]: ...
-
-    def from_parts(self, parts: object, /) -> object: ...
-
-
-@runtime_checkable
-class HasStateDict(Protocol):
-    """An object that says what a checkpoint holds of it, as torch's do."""
-
-    def state_dict(self) -> Mapping[str, object]: ...
-
-    def load_state_dict(self, state: object, /) -> object: ...
-
-
-def as_parts(value: Any, path: str) -> Pending:
+def as_parts(value: object, path: str) -> Pending:
     """Return an object as its parts: those of an attrs record, or those of a ``state_dict``.
 
     Raises:
@@ -79,12 +47,8 @@ def as_parts(value: Any, path: str) -> Pending:
     """
     if isinstance(value, Tensor):
         raise TypeError(f"{path} is a tensor ({type(value).__name__}), {_NOT_A_FILE}")
-    if isinstance(value, HasParts):
-        return Pending(kind_name(type(value)), value.to_parts())
-    if isinstance(value, HasStateDict):
-        return Pending(kind_name(type(value)), value.state_dict())
-    if attrs.has(type(value)):
-        return Pending(kind_name(type(value)), attrs.asdict(value, recurse=False))
+    if (found := Pending.of(value)) is not None:
+        return found
     raise TypeError(
         f"{path} is a {type(value).__name__}, which a checkpoint cannot hold. Keep plain data, "
         "tensors, attrs records or objects with a state_dict there"
@@ -93,11 +57,12 @@ def as_parts(value: Any, path: str) -> Pending:
 
 def plain_only(value: object, path: str) -> Pending:
     """Raise TypeError: for what is read without an instance of its class that takes its parts."""
-    if isinstance(value, Tensor | HasParts | HasStateDict) or attrs.has(type(value)):
-        kind = as_parts(value, path).kind
+    if isinstance(value, Tensor):
+        return as_parts(value, path)
+    if (found := Pending.of(value)) is not None:
         raise TypeError(
-            f"{path} is a {kind}, an object, which could not be reconstructed: keep plain data and "
-            "tensors there"
+            f"{path} is a {found.kind}, an object, which could not be reconstructed: keep plain "
+            "data and tensors there"
         )
     raise TypeError(
         f"{path} is a {type(value).__name__}, which a checkpoint cannot hold. Keep plain data and "
@@ -168,7 +133,7 @@ def _encode_sequence(
     path: str,
     other: AsParts,
 ) -> Json:
-    if is_named_tuple(value):
+    if containers.is_named_tuple(value):
         raise TypeError(
             f"{path} is a {type(value).__name__}, a named tuple, which would be restored as a "
             "plain tuple: keep a dict"
@@ -263,9 +228,11 @@ def flattened_kind(value: object) -> str | None:
     It begins like that of no other :class:`Pending`.
     """
     cls = type(value)
-    if hasattr(cls, "__tensor_flatten__") and cls.__name__ != "DTensor":
-        return f"{_FLATTENED}{cls.__module__}.{cls.__qualname__}"
-    return None
+    return (
+        f"{_FLATTENED}{cls.__module__}.{cls.__qualname__}"
+        if containers.is_subclass(value)
+        else None
+    )
 
 
 def is_flattened(kind: str) -> bool:
@@ -273,7 +240,7 @@ def is_flattened(kind: str) -> bool:
     return kind.startswith(_FLATTENED)
 
 
-def as_flattened(value: Any) -> object:
+def as_flattened(value: object) -> object:
     """Return a tensor of a subclass as its parts, as torch's protocol names them.
 
     Another value is returned as it is.
@@ -281,18 +248,13 @@ def as_flattened(value: Any) -> object:
     kind = flattened_kind(value)
     if kind is None:
         return value
-    names, context = value.__tensor_flatten__()
-    parts = {
-        "inner": {name: as_flattened(part) for name, part in fields_of(value, names).items()},
-        "context": context,
-        "size": [*value.shape],
-        "stride": [*value.stride()],
-    }
-    return Pending(kind, parts)
+    parts: Json = containers.flattened(value)
+    inner = {name: as_flattened(part) for name, part in parts["inner"].items()}
+    return Pending(kind, {**parts, "inner": inner})
 
 
 def from_flattened(
-    saved: Pending, template: Any, move: Callable[[Tensor], Tensor] = lambda t: t
+    saved: Pending, template: object, move: Callable[[Tensor], Tensor] = lambda t: t
 ) -> Tensor:
     """Return the tensor that :func:`as_flattened` was given.
 
@@ -304,30 +266,21 @@ def from_flattened(
     Raises:
         ValueError: the parts are not those of such a tensor.
     """
-    names, _ = template.__tensor_flatten__()
     parts: Json = saved.parts
+    mine: Json = containers.flattened(template)
     inner, made = parts["inner"], {}
-    for name, mine in fields_of(template, names).items():
+    for name, like in mine["inner"].items():
         part = inner.get(name)
-        if isinstance(part, Pending) and flattened_kind(mine) == part.kind:
-            made[name] = from_flattened(part, mine, move)
-        elif isinstance(part, Tensor) and part.dtype == mine.dtype and part.ndim == mine.ndim:
+        if isinstance(part, Pending) and flattened_kind(like) == part.kind:
+            made[name] = from_flattened(part, like, move)
+        elif isinstance(part, Tensor) and part.dtype == like.dtype and part.ndim == like.ndim:
             made[name] = move(part)
         else:
-            raise ValueError(f"{name} of a {type(template).__name__} is {describe(part)}")
-    size, stride = torch.Size(parts["size"]), tuple(parts["stride"])
-    rebuilt = type(template).__tensor_unflatten__(made, parts["context"], size, stride)
-    if rebuilt.shape != size or len(inner) != len(names):
-        raise ValueError(f"a {type(template).__name__} of shape {tuple(size)} has other parts")
+            raise ValueError(f"{name} of a {type(template).__name__} is {checks.describe(part)}")
+    rebuilt, size = containers.unflattened(template, parts, made), tuple(parts["size"])
+    if rebuilt.shape != size or len(inner) != len(made):
+        raise ValueError(f"a {type(template).__name__} of shape {size} has other parts")
     return rebuilt
-
-
-def copy_flattened(value: object) -> Tensor | None:
-    """Return a copy of a tensor of a subclass, whose own ``clone`` may lack; None for others."""
-    saved = as_flattened(value)
-    if not isinstance(saved, Pending) or saved is value:
-        return None
-    return from_flattened(saved, value, lambda part: part.detach().clone())
 
 
 # --- tensors
@@ -424,11 +377,6 @@ def _with_strides(tensor: Tensor, strides: Sequence[int] | None) -> Tensor:
     return made.copy_(tensor)
 
 
-def kind_name(cls: type) -> str:
-    """Return the name of a class in checkpoints, with the package only if it is fnloop's own."""
-    return f"fnloop.{cls.__name__}" if cls.__module__.split(".")[0] == "fnloop" else cls.__name__
-
-
 def _check_text(text: str, path: str) -> str:
     if not text.isascii():
         try:
@@ -475,7 +423,9 @@ def decode(value: Json, tensors: Mapping[str, Tensor]) -> Any:
     if "$saved" in value:
         kind, parts = value["$saved"], decode(value["parts"], tensors)
         if not isinstance(kind, str) or not isinstance(parts, Mapping):
-            raise TypeError(f"an object was saved as {describe(kind)} with {describe(parts)}")
+            raise TypeError(
+                f"an object was saved as {checks.describe(kind)} with {checks.describe(parts)}"
+            )
         return Pending(kind, parts)
     return {k: decode(v, tensors) for k, v in value.items()}
 
@@ -508,215 +458,3 @@ def _dtype_of(name: str) -> torch.dtype:
     if dtype is None:
         raise ValueError(f"this version of torch has no dtype torch.{name}")
     return dtype
-
-
-def as_number(value: object) -> object:
-    """Return a floating scalar tensor as a number, and any other value as it is.
-
-    Optimizers keep such numbers in tensors, so that they can be changed on the device. A float32
-    becomes the shortest number that converts back to it.
-
-    Example:
-        >>> torch.tensor(0.1).item(), as_number(torch.tensor(0.1))
-        (0.10000000149011612, 0.1)
-    """
-    if not isinstance(value, Tensor) or value.ndim or not value.is_floating_point():
-        return value
-    if value.dtype is not torch.float32:
-        return value.item()
-    return float(str(value.detach().cpu().numpy()))
-
-
-def has_pending(value: object) -> bool:
-    """Return whether a value contains a :class:`Pending`."""
-    inside = parts_of(value) or ()
-    return isinstance(value, Pending) or any(has_pending(part) for _, part in inside)
-
-
-def materialize(template: Any, value: Any) -> Any:
-    """Return what was saved as an object like the template. Plain data is returned as it is.
-
-    Args:
-        template: a new object of the kind that was saved. One with ``load_state_dict`` is loaded in
-            place.
-        value: what :func:`decode` returned.
-
-    Raises:
-        ValueError: another kind of object was saved.
-    """
-    if isinstance(value, Tensor) and isinstance(template, Tensor):
-        if value.dtype != template.dtype or value.ndim != template.ndim:
-            both = [f"{t.dtype} with {t.ndim} dimensions" for t in (value, template)]
-            raise ValueError(
-                f"the checkpoint has a tensor of {both[0]} where there is one of {both[1]} now"
-            )
-        return value.to(template.device)
-    pairs = pairs_of(value, template)
-    if pairs is not None and (
-        isinstance(value, dict) or (type(value) is type(template) and len(value) == len(template))
-    ):
-        changed = {key: materialize(there, part) for key, part, there in pairs}
-        return with_parts(value, [changed.get(key, part) for key, part in parts_of(value) or ()])
-    return _materialize_object(template, value) if isinstance(value, Pending) else value
-
-
-def _materialize_object(template: Any, value: Pending) -> object:
-    if value.kind != kind_name(type(template)):
-        saved, now = value.kind.removeprefix("fnloop."), type(template).__name__
-        raise ValueError(
-            f"the checkpoint has a {saved} where there is a {now} now: it was saved with other "
-            "settings. Use those, or restore without it: "
-            "restore(path, state, only=('model', 'optimizer', 'counters'))"
-        )
-    if isinstance(template, HasParts):
-        return template.from_parts(value.parts)
-    if isinstance(template, HasStateDict):
-        template.load_state_dict(dict(value.parts))
-        return template
-    fields = {f.name: f.alias for f in attrs.fields(type(template)) if f.init}
-    mine, parts = attrs.asdict(template, recurse=False), {}
-    for name, part in value.parts.items():
-        if name in fields:
-            new = mine[name]
-            parts[fields[name]] = materialize(new, part)
-            if not _may_stand_for(part, new):
-                raise ValueError(
-                    f"the checkpoint has {describe(part)} as {name} of a "
-                    f"{type(template).__name__}, and a new one has {describe(new)}"
-                )
-    return attrs.evolve(template, **parts)
-
-
-def _may_stand_for(saved: object, new: object) -> bool:
-    """Return whether what was saved can be of the same field as a new value."""
-    kinds = ((int, float), Tensor, str, (list, tuple), Mapping)
-    mine, theirs = ([isinstance(value, kind) for kind in kinds] for value in (saved, new))
-    return not any(mine) or not any(theirs) or mine == theirs
-
-
-# --------------------------------------------------------------------------------------------------
-# Compare plain data and tensors bit for bit.
-
-PLAIN = (
-    *(bool, int, float, complex, str, bytes),
-    *(torch.dtype, np.ndarray, np.generic, Tensor),
-    *(Mapping, *SEQUENCES, set),
-)
-INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def find_difference(a: Any, b: Any, path: str) -> str | None:
-    """Return where two values differ in a bit, or None. Values that are not plain data are ignored.
-
-    Example:
-        >>> find_difference({"a": [1.0, torch.zeros(1)]}, {"a": [1.0, torch.ones(1)]}, "state")
-        'state.a.1 differs'
-    """
-    a, b = (dict(t.parts) if isinstance(t := as_flattened(v), Pending) else v for v in (a, b))
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        same = _equal_tensors(a, b)
-    elif isinstance(a, Mapping) and isinstance(b, Mapping) and a.keys() != b.keys():
-        odd = [str(key) for key in (*a, *b) if key not in a or key not in b]
-        return f"{path} has {join_names(odd)} in one, and not in the other"
-    elif (pairs := pairs_of(a, b)) is not None and len(a) == len(b):
-        found = (find_difference(x, y, f"{path}.{key}") for key, x, y in pairs)
-        return next(filter(None, found), None)
-    else:
-        same = not (_is_plain(a) and _is_plain(b)) or _equal_plain(a, b)
-    if same:
-        return None
-    one, other = describe_value(a), describe_value(b)
-    if one == other:
-        return f"{path} differs"
-    return f"{path} is {one} in one, and {other} in the other"
-
-
-def _is_plain(value: object) -> bool:
-    return value is None or isinstance(value, PLAIN)
-
-
-def _equal_plain(a: Any, b: Any) -> bool:
-    if type(a) is not type(b):
-        return False
-    return a is b or bool(np.all(a == b)) or (a != a and b != b)  # the last for NaN
-
-
-def _equal_tensors(a: Tensor, b: Tensor) -> bool:
-    if a.dtype != b.dtype or a.shape != b.shape:
-        return False
-    return torch.equal(_view_as_integers(a), _view_as_integers(b).to(a.device))
-
-
-def _view_as_integers(tensor: Tensor) -> Tensor:
-    real = _as_real(tensor.detach()).resolve_neg()
-    return real.view(INTEGER_OF_SIZE[real.dtype.itemsize])
-
-
-@attrs.frozen
-class Measured:
-    """How much two tensors of one shape and dtype differ.
-
-    Args:
-        elements: how many elements do.
-        total: how many there are.
-        index: that of the first one that does.
-        values: the two values there.
-        largest: the largest difference; NaN if one of the two is NaN or infinite somewhere.
-        steps: how many other floating-point numbers are between the two values at that index, plus
-            one ("ulps"); None if they have not one sign, or are not such numbers.
-    """
-
-    elements: int
-    total: int
-    index: tuple[int, ...]
-    values: tuple[float, float]
-    largest: float
-    steps: int | None
-
-    def __str__(self) -> str:
-        one, other = (f"{value:.9g}" for value in self.values)
-        at = "" if not self.index else f" at {[*self.index]}"
-        apart = "" if self.steps is None else f", {self.steps:,} ulp{'s' * (self.steps != 1)} apart"
-        return (
-            f"{self.elements:,} of {self.total:,} elements differ, by up to {self.largest:.3g}; "
-            f"first{at}: {one} and {other}{apart}"
-        )
-
-
-def measure(a: Tensor, b: Tensor) -> Measured | None:
-    """Return how much two tensors of one shape and dtype differ; None if they do not.
-
-    NaN is equal to NaN, whatever its bits. Otherwise 0 and -0 differ.
-
-    Example:
-        >>> measure(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0])).largest
-        1.0
-    """
-    if _equal_tensors(a, b):
-        return None
-    a, b = (_as_real(tensor.detach().cpu()) for tensor in (a, b))
-    bits = _view_as_integers(a), _view_as_integers(b)
-    differ = (bits[0] != bits[1]) & ~((a != a) & (b != b))
-    places = differ.nonzero()
-    if not len(places):
-        return None
-    place = tuple(places[0].tolist())
-    wide = torch.float64 if a.is_floating_point() else torch.int64
-    apart = (a[differ].to(wide) - b[differ].to(wide)).abs().double()
-    values = float(a[place]), float(b[place])
-    steps = None
-    if a.is_floating_point() and np.copysign(1, values[0]) == np.copysign(1, values[1]):
-        steps = abs(int(bits[0][place]) - int(bits[1][place]))
-    largest = float(apart.max())
-    return Measured(len(places), a.numel(), place, values, largest, steps)
-
-
-def _as_real(tensor: Tensor) -> Tensor:
-    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-
-
-def describe_value(value: object) -> str:
-    """Return a short text for a value; for a tensor, its dtype and shape."""
-    if isinstance(value, Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)}"
-    return describe(value)
