@@ -32,7 +32,7 @@ of the book.
 - **Processes**: `Engine`, `engine_of`, `refuse`, `on_main_process`, `collectives`
 - **Random numbers**: `isolated`, `fold_in`
 - **Records, moments and the end of a run**: `Fold`, `better`, `mode_of`, `Moment`, `Stop`
-- **Arguments and messages**: `check_not_stale`, `checks`, `tables`, `name_of`
+- **Arguments and messages**: `check_not_stale`, `checks`, `tables`, `name_of`, `Call`
 - **Nested batches, and files**: `containers`, `disk`
 - **Types**: `Batch`, `Metric`, `Wrap`
 """
@@ -55,7 +55,7 @@ from fnloop._core.records import better
 from fnloop._core.rng import fold_in, isolated
 from fnloop._core.runs import Stop
 from fnloop._core.state import TrainState, all_parameters, check_not_stale, parameters, with_slot
-from fnloop._core.types import Batch, Metric, View, Wrap, name_of
+from fnloop._core.types import Batch, Call, Metric, View, Wrap, name_of
 from fnloop._display import checks, tables
 from fnloop._hooks.hook import Moment
 from fnloop._step.engine import Engine, engine_of, refuse
@@ -66,6 +66,7 @@ from fnloop._step.update import report
 __docformat__ = "google"
 __all__ = [
     "Batch",
+    "Call",
     "Chosen",
     "Engine",
     "Fold",

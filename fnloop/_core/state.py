@@ -40,7 +40,7 @@ from fnloop._backend.processes import Backend
 from fnloop._backend.torch_compat import buffers_of, foreach_copy_, version_of
 from fnloop._core.history import History, Phase
 from fnloop._core.items import NONE_YET, UNREAD, Counted, as_count
-from fnloop._core.metrics import ITEMS, TorchMetric, add_output_, items_so_far
+from fnloop._core.metrics import ITEMS, add_output_, items_so_far
 from fnloop._core.optimizers import (
     Group,
     Handle,
@@ -1657,14 +1657,6 @@ _BY_LOSS = (
     "It is in no optimizer, so the loss function changed it: make it a buffer "
     "(self.register_buffer), of which every process gets that of the main one"
 )
-
-
-def moved(metrics: Mapping[str, Metric], device: torch.device) -> dict[str, Metric]:
-    """Return metrics, those of torchmetrics with their inputs on a device."""
-    return {
-        name: metric.moved(device) if isinstance(metric, TorchMetric) else metric
-        for name, metric in metrics.items()
-    }
 
 
 def check_alike(state: TrainState, what: str) -> None:

@@ -34,9 +34,8 @@ OPEN = {
         "records_since SINCE unfinished"
     ),
     "_core.metrics": (
-        "COLLECTION_HINT combine Elapsed ITEMS Mark mark names_in NoLoss Peak read RECENT "
-        "Reduced restored sent Shares to_accumulator_dtype to_host update_ update_evaluated_ "
-        "valid_or_nan weighted"
+        "combine ITEMS moved NoLoss read RECENT Reduced restored Running sent Shares "
+        "to_accumulator_dtype to_host update_ update_evaluated_ valid_or_nan weighted"
     ),
     "_core.optimizers": (
         "BEFORE begin_again copy_number drop_schedule EXECUTION first_shared Group groups_in "
@@ -66,12 +65,12 @@ OPEN = {
     "_core.shapes": "forget_states resized Shapes take_shapes",
     "_core.state": (
         "advance check_alike clear_parameter_cache count_parameters current_parameters "
-        "detached_from_run generation_of give_up_ownership LEFT_OUT moved note_buffers "
-        "note_call note_restored Ownership ownership_of owns_handles ParameterCache PLACE "
-        "rested shapes_of_buffers take_ownership tracing_copy used_in with_note with_used "
+        "detached_from_run generation_of give_up_ownership LEFT_OUT note_buffers note_call "
+        "note_restored Ownership ownership_of owns_handles ParameterCache PLACE rested "
+        "shapes_of_buffers take_ownership tracing_copy used_in with_note with_used "
         "without_metrics"
     ),
-    "_core.types": "Aux BY_ANOTHER Call collection_key hide_fields is_ours Searching Skip",
+    "_core.types": "Aux BY_ANOTHER collection_key hide_fields is_ours Searching Skip",
     "_core.view": "as_evaluated begin_again changed_for is_apart take_back view",
     "_data.composed": "unmarked",
     "_data.held": "own_copy",

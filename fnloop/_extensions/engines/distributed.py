@@ -23,9 +23,8 @@ from fnloop._backend.fsdp import around_sharded, roots
 from fnloop._core.metrics import (
     ITEMS,
     RECENT,
-    Elapsed,
     Last,
-    Peak,
+    Running,
     Shares,
     Sum,
     sent,
@@ -1235,4 +1234,5 @@ def weight_on_device(out: Output, weight: Weight | None = None) -> Tensor:
 
 def is_per_process(metric: Metric) -> bool:
     """Return whether a metric is of this process alone, and not of its share of the data."""
-    return isinstance(metric, Elapsed | Peak)  # also if a step is outside of backward
+    # Also if a step is outside of backward.
+    return isinstance(metric, Running) and metric.per_process

@@ -31,7 +31,6 @@ from fnloop._core.state import (
     take_ownership,
     unwrap,
 )
-from fnloop._core.types import Call
 from fnloop._core.view import begin_again, view
 from fnloop._extensions.checkpoints.files import SharedWrite
 from fnloop._extensions.checkpoints.format import (
@@ -47,6 +46,7 @@ from fnloop._extensions.checkpoints.retention import RunFolder
 from fnloop._extensions.checkpoints.save import check_saveable, collect_contents, position_of
 from fnloop._hooks.hook import BuiltIn, Hook
 from fnloop.extend import (
+    Call,
     better,
     checks,
     local_part,

@@ -24,11 +24,10 @@ from fnloop._core.metrics import Last, read
 from fnloop._core.records import Record
 from fnloop._core.runs import RunInfo
 from fnloop._core.state import TrainState, count_parameters
-from fnloop._core.types import Call
 from fnloop._extensions.histories.table import Row, starred, update_best
 from fnloop._extensions.hooks.terminal import Screen, columns_of, has_colors, paint
 from fnloop._hooks.hook import BuiltIn, Hook, every_layer
-from fnloop.extend import Stop, better, checks, groups, optimizers, tables
+from fnloop.extend import Call, Stop, better, checks, groups, optimizers, tables
 
 
 class progress(BuiltIn):

@@ -22,10 +22,10 @@ from fnloop._core.records import Record, counts
 from fnloop._core.runs import now
 from fnloop._core.several import models_of
 from fnloop._core.state import TrainState
-from fnloop._core.types import Call
 from fnloop._extensions.checkpoints.format import NUMBER, check_shape
 from fnloop._hooks.hook import BuiltIn, Hook
 from fnloop.extend import (
+    Call,
     Fold,
     Stop,
     better,
