@@ -52,7 +52,7 @@ from fnloop._core.history import History, Phase
 from fnloop._core.metrics import Last, Max, Mean, Min, Sum
 from fnloop._core.records import Record
 from fnloop._core.runs import RunInfo
-from fnloop._core.state import StaleStateError, TrainState, fork, snapshot, unwrap
+from fnloop._core.state import StaleStateError, TrainState, snapshot, unwrap
 from fnloop._core.types import LossFn, Middleware, Output, Step, middleware, skip
 from fnloop._core.view import evaluating
 from fnloop._data.loaders import sharded
@@ -100,6 +100,7 @@ if _typing.TYPE_CHECKING:
     from fnloop._extensions.middleware.using import using
     from fnloop._extensions.tools.dry_run import dry_run
     from fnloop._extensions.tools.find import find_batch_size, find_lr
+    from fnloop._extensions.tools.fork import fork
     from fnloop._extensions.tools.search import search
     from fnloop._extensions.tools.summary import summary
     from fnloop._extensions.torchmetrics import from_torchmetrics
@@ -132,6 +133,7 @@ _LATER = {
     "._extensions.middleware.schedule": "plateau schedule scheduled torch_scheduler",
     "._extensions.tools.dry_run": "dry_run",
     "._extensions.tools.find": "find_batch_size find_lr",
+    "._extensions.tools.fork": "fork",
     "._extensions.tools.search": "search",
     "._extensions.tools.summary": "summary",
     "._extensions.torchmetrics": "from_torchmetrics",
