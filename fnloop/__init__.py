@@ -47,7 +47,6 @@ from importlib import import_module as _import_module
 
 from fnloop._backend.collectives import broadcast, gather, reduce
 from fnloop._core.averages import averaged
-from fnloop._core.freeze import freeze, layers, unfreeze
 from fnloop._core.history import History, Phase
 from fnloop._core.metrics import Last, Max, Mean, Min, Sum
 from fnloop._core.records import Record
@@ -72,6 +71,7 @@ if _typing.TYPE_CHECKING:
     from fnloop._extensions.checkpoints.format import CheckpointError
     from fnloop._extensions.checkpoints.restore import best, latest, restore, resume
     from fnloop._extensions.checkpoints.save import save
+    from fnloop._extensions.freeze import freeze, layers, unfreeze
     from fnloop._extensions.graphs.guards import CaptureError
     from fnloop._extensions.histories.curves import compare
     from fnloop._extensions.hooks.keep import checkpoint, restore_best
@@ -112,6 +112,7 @@ _LATER = {
     "._extensions.checkpoints.format": "CheckpointError",
     "._extensions.checkpoints.restore": "best latest restore resume",
     "._extensions.checkpoints.save": "save",
+    "._extensions.freeze": "freeze layers unfreeze",
     "._extensions.graphs.guards": "CaptureError",
     "._extensions.histories.curves": "compare",
     "._extensions.hooks.keep": "checkpoint restore_best",

@@ -47,13 +47,13 @@ from torch.optim import Optimizer
 from fnloop._backend import collectives, containers, disk
 from fnloop._backend.collectives import on_main_process
 from fnloop._backend.fsdp import is_sharded, local_part
-from fnloop._core.freeze import Chosen
 from fnloop._core.history import Fold, mode_of
 from fnloop._core.optimizers import Group, labelled_groups, number_in, optimizers_in, set_number
 from fnloop._core.parts import Part
 from fnloop._core.records import better
 from fnloop._core.rng import fold_in, isolated
 from fnloop._core.runs import Stop
+from fnloop._core.selectors import Chosen
 from fnloop._core.state import TrainState, all_parameters, check_not_stale, parameters, with_slot
 from fnloop._core.types import Batch, Call, Metric, View, Wrap, name_of
 from fnloop._display import checks, tables

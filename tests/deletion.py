@@ -65,6 +65,7 @@ EXTENSIONS = {
     "find": {"modules": "tools.find", "tests": "tools/test_find_lr tools/test_find_batch_size"},
     "follow": {"modules": "checkpoints.follow", "tests": "checkpoints/test_follow"},
     "fork": {"modules": "tools.fork", "tests": "tools/test_fork"},
+    "freeze": {"modules": "freeze", "tests": "freeze"},
     "graphs": {
         "modules": "graphs.capture graphs.guards graphs.operators middleware.compiled",
         "tests": "graphs middleware/test_compiled test_gpu test_gpu_laws",

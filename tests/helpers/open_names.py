@@ -25,10 +25,9 @@ OPEN = {
         "buffers_of has_state_dict_hooks is_extra_state loads_by_itself loads_other_names "
         "local_optimizer strip_compile_prefix"
     ),
-    "_core.averages": "Average AVERAGED named_tensors",
+    "_core.averages": "Average AVERAGED check_not_averaged named_tensors",
     "_core.code": "codes_of INSTALLED is_users PACKAGE",
     "_core.cursor": "check_counts COUNTERS CURSOR Cursor",
-    "_core.freeze": "add_group Groups remember_restored Selectors split_group",
     "_core.history": (
         "check_monitored decode_phases encode_phases first_record metrics_here new_records "
         "records_since SINCE unfinished"
@@ -55,6 +54,7 @@ OPEN = {
         "decode_stop decode_todo encode_stop encode_todo has_updates Live now pending "
         "todo_of_before"
     ),
+    "_core.selectors": "Selectors",
     "_core.serialize": (
         "as_number as_parts as_safetensor AsParts copy_flattened decode describe_value "
         "dtype_named encode find_difference flattened_kind from_flattened from_safetensor "
@@ -70,6 +70,7 @@ OPEN = {
         "shapes_of_buffers take_ownership tracing_copy used_in with_note with_used "
         "without_metrics"
     ),
+    "_core.trained": "add_group Groups Layout split_group",
     "_core.types": "Aux BY_ANOTHER collection_key hide_fields is_ours Searching Skip",
     "_core.view": "as_evaluated begin_again changed_for is_apart take_back view",
     "_data.composed": "unmarked",

@@ -31,7 +31,6 @@ from fnloop._backend.containers import (
     with_parts,
 )
 from fnloop._backend.fsdp import like_sharded
-from fnloop._core.freeze import Groups, add_group, split_group
 from fnloop._core.optimizers import (
     BEFORE,
     SCHEDULED,
@@ -66,6 +65,7 @@ from fnloop._core.serialize import (
 )
 from fnloop._core.shapes import resized
 from fnloop._core.state import TrainState, ownership_of
+from fnloop._core.trained import Groups, add_group, split_group
 from fnloop._display.checks import join_names
 from fnloop._display.screen import log
 from fnloop._extensions.checkpoints.format import CheckpointError

@@ -17,7 +17,6 @@ from fnloop._backend.containers import is_out_of_memory
 from fnloop._backend.disk import exists, is_folder
 from fnloop._backend.fsdp import extent_in, from_local_part, split_dim
 from fnloop._backend.torch_compat import strip_compile_prefix
-from fnloop._core.freeze import remember_restored
 from fnloop._core.history import SINCE
 from fnloop._core.optimizers import groups_in, settings_of
 from fnloop._core.parts import OWN, TENSORS
@@ -31,6 +30,7 @@ from fnloop._core.state import (
     take_ownership,
     unwrap,
 )
+from fnloop._core.trained import Layout
 from fnloop._display.checks import choice, describe, flag, join_names, metric_name
 from fnloop._display.screen import log
 from fnloop._extensions.checkpoints.files import (
@@ -202,7 +202,7 @@ def restore_contents(
     if "counters" in parts:
         note_restored(restored)
     if parts == PARTS:  # then a phase that continues can have its layout back
-        remember_restored(restored)
+        Layout.of(restored).remember(restored)
     return restored
 
 
