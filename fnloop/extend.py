@@ -31,7 +31,8 @@ of the book.
 - **What is saved, and what readers see**: `Part`, `View`
 - **Processes**: `Engine`, `engine_of`, `refuse`, `on_main_process`, `collectives`
 - **Random numbers**: `isolated`, `fold_in`
-- **Records, moments and the end of a run**: `Fold`, `better`, `mode_of`, `Moment`, `Stop`
+- **Records, moments and the end of a run**: `Fold`, `Monitored`, `better`, `mode_of`,
+  `Moment`, `Stop`
 - **Arguments and messages**: `check_not_stale`, `checks`, `tables`, `name_of`, `Call`
 - **Nested batches, and files**: `containers`, `disk`
 - **Types**: `Batch`, `Metric`, `Wrap`
@@ -47,7 +48,7 @@ from torch.optim import Optimizer
 from fnloop._backend import collectives, containers, disk
 from fnloop._backend.collectives import on_main_process
 from fnloop._backend.fsdp import is_sharded, local_part
-from fnloop._core.history import Fold, mode_of
+from fnloop._core.history import Fold, Monitored, mode_of
 from fnloop._core.optimizers import Group, labelled_groups, number_in, optimizers_in, set_number
 from fnloop._core.parts import Part
 from fnloop._core.records import better
@@ -72,6 +73,7 @@ __all__ = [
     "Fold",
     "Metric",
     "Moment",
+    "Monitored",
     "Part",
     "Stop",
     "View",

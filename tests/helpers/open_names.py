@@ -29,8 +29,8 @@ OPEN = {
     "_core.code": "codes_of INSTALLED is_users PACKAGE",
     "_core.cursor": "check_counts COUNTERS CURSOR Cursor",
     "_core.history": (
-        "check_monitored decode_phases encode_phases first_record metrics_here new_records "
-        "records_since SINCE unfinished"
+        "decode_phases encode_phases first_record metrics_here new_records records_since "
+        "SINCE unfinished"
     ),
     "_core.metrics": (
         "combine ITEMS moved NoLoss read RECENT Reduced restored Running sent Shares "
@@ -46,7 +46,7 @@ OPEN = {
         "COLLECTED Held held Load load_nothing NEWER_FORMAT NEWEST_FORMAT OWN parts_of "
         "Restoring Saving set_fields SHARDED_FORMAT TAKEN TENSORS TRAINING_FORMAT"
     ),
-    "_core.records": "COSTS counts MODES number_of_epoch TRAINED",
+    "_core.records": "COSTS MODES number_of_epoch TRAINED",
     "_core.rng": (
         "COMPUTE HostGenerators mark_generators reserved_generators seed_host torch_seeder"
     ),
