@@ -47,12 +47,11 @@ from importlib import import_module as _import_module
 
 from fnloop._backend.collectives import broadcast, gather, reduce
 from fnloop._core.averages import averaged
-from fnloop._core.freeze import freeze, layers, unfreeze
 from fnloop._core.history import History, Phase
-from fnloop._core.metrics import Last, Max, Mean, Min, Sum, from_torchmetrics
+from fnloop._core.metrics import Last, Max, Mean, Min, Sum
 from fnloop._core.records import Record
 from fnloop._core.runs import RunInfo
-from fnloop._core.state import StaleStateError, TrainState, fork, snapshot, unwrap
+from fnloop._core.state import StaleStateError, TrainState, snapshot, unwrap
 from fnloop._core.types import LossFn, Middleware, Output, Step, middleware, skip
 from fnloop._core.view import evaluating
 from fnloop._data.loaders import sharded
@@ -72,6 +71,7 @@ if _typing.TYPE_CHECKING:
     from fnloop._extensions.checkpoints.format import CheckpointError
     from fnloop._extensions.checkpoints.restore import best, latest, restore, resume
     from fnloop._extensions.checkpoints.save import save
+    from fnloop._extensions.freeze import freeze, layers, unfreeze
     from fnloop._extensions.graphs.guards import CaptureError
     from fnloop._extensions.histories.curves import compare
     from fnloop._extensions.hooks.keep import checkpoint, restore_best
@@ -93,20 +93,17 @@ if _typing.TYPE_CHECKING:
     from fnloop._extensions.middleware.ema import ema, swa
     from fnloop._extensions.middleware.guards import skip_nonfinite, spike_guard
     from fnloop._extensions.middleware.local_sgd import local_sgd
-    from fnloop._extensions.middleware.metric import (
-        derive,
-        device_memory,
-        metric,
-        throughput,
-        timings,
-    )
+    from fnloop._extensions.middleware.metric import derive, metric
     from fnloop._extensions.middleware.precision import amp, channels_last
     from fnloop._extensions.middleware.schedule import plateau, schedule, scheduled, torch_scheduler
+    from fnloop._extensions.middleware.times import device_memory, throughput, timings
     from fnloop._extensions.middleware.using import using
     from fnloop._extensions.tools.dry_run import dry_run
     from fnloop._extensions.tools.find import find_batch_size, find_lr
+    from fnloop._extensions.tools.fork import fork
     from fnloop._extensions.tools.search import search
     from fnloop._extensions.tools.summary import summary
+    from fnloop._extensions.torchmetrics import from_torchmetrics
 
 # What not every run uses is imported when it is first used: names by their modules.
 _LATER = {
@@ -115,6 +112,7 @@ _LATER = {
     "._extensions.checkpoints.format": "CheckpointError",
     "._extensions.checkpoints.restore": "best latest restore resume",
     "._extensions.checkpoints.save": "save",
+    "._extensions.freeze": "freeze layers unfreeze",
     "._extensions.graphs.guards": "CaptureError",
     "._extensions.histories.curves": "compare",
     "._extensions.hooks.keep": "checkpoint restore_best",
@@ -130,13 +128,16 @@ _LATER = {
     "._extensions.middleware.using": "using",
     "._extensions.middleware.guards": "skip_nonfinite spike_guard",
     "._extensions.middleware.local_sgd": "local_sgd",
-    "._extensions.middleware.metric": "derive device_memory metric throughput timings",
+    "._extensions.middleware.metric": "derive metric",
+    "._extensions.middleware.times": "device_memory throughput timings",
     "._extensions.middleware.precision": "amp channels_last",
     "._extensions.middleware.schedule": "plateau schedule scheduled torch_scheduler",
     "._extensions.tools.dry_run": "dry_run",
     "._extensions.tools.find": "find_batch_size find_lr",
+    "._extensions.tools.fork": "fork",
     "._extensions.tools.search": "search",
     "._extensions.tools.summary": "summary",
+    "._extensions.torchmetrics": "from_torchmetrics",
 }
 _MODULES = {name: module for module, names in _LATER.items() for name in names.split()}
 

@@ -31,8 +31,9 @@ of the book.
 - **What is saved, and what readers see**: `Part`, `Saving`, `Restoring`, `View`
 - **Processes**: `Engine`, `engine_of`, `refuse`, `on_main_process`, `collectives`
 - **Random numbers**: `isolated`, `fold_in`
-- **Records, moments and the end of a run**: `Fold`, `better`, `mode_of`, `Moment`, `Stop`
-- **Arguments and messages**: `check_not_stale`, `checks`, `tables`, `name_of`
+- **Records, moments and the end of a run**: `Fold`, `Monitored`, `better`, `mode_of`,
+  `Moment`, `Stop`
+- **Arguments and messages**: `check_not_stale`, `checks`, `tables`, `name_of`, `Call`
 - **Nested batches, and files**: `containers`, `disk`
 - **Types**: `Batch`, `Metric`, `Wrap`
 """
@@ -47,15 +48,15 @@ from torch.optim import Optimizer
 from fnloop._backend import collectives, containers, disk
 from fnloop._backend.collectives import on_main_process
 from fnloop._backend.fsdp import is_sharded, local_part
-from fnloop._core.freeze import Chosen
-from fnloop._core.history import Fold, mode_of
+from fnloop._core.history import Fold, Monitored, mode_of
 from fnloop._core.optimizers import Group, labelled_groups, number_in, optimizers_in, set_number
 from fnloop._core.parts import Part, Restoring, Saving
 from fnloop._core.records import better
 from fnloop._core.rng import fold_in, isolated
 from fnloop._core.runs import Stop
+from fnloop._core.selectors import Chosen
 from fnloop._core.state import TrainState, all_parameters, check_not_stale, parameters, with_slot
-from fnloop._core.types import Batch, Metric, View, Wrap, name_of
+from fnloop._core.types import Batch, Call, Metric, View, Wrap, name_of
 from fnloop._display import checks, tables
 from fnloop._hooks.hook import Moment
 from fnloop._step.engine import Engine, engine_of, refuse
@@ -66,11 +67,13 @@ from fnloop._step.update import report
 __docformat__ = "google"
 __all__ = [
     "Batch",
+    "Call",
     "Chosen",
     "Engine",
     "Fold",
     "Metric",
     "Moment",
+    "Monitored",
     "Part",
     "Restoring",
     "Saving",

@@ -69,6 +69,8 @@ EXTENSIONS = {
     },
     "find": {"modules": "tools.find", "tests": "tools/test_find_lr tools/test_find_batch_size"},
     "follow": {"modules": "checkpoints.follow", "tests": "checkpoints/test_follow"},
+    "fork": {"modules": "tools.fork", "tests": "tools/test_fork"},
+    "freeze": {"modules": "freeze", "tests": "freeze"},
     "graphs": {
         "modules": "graphs.capture graphs.guards graphs.operators middleware.compiled",
         "tests": "graphs middleware/test_compiled test_gpu test_gpu_laws",
@@ -101,8 +103,7 @@ EXTENSIONS = {
     },
     "metric": {
         "modules": "middleware.metric",
-        "tests": "middleware/test_metric middleware/test_derive middleware/test_device_memory "
-        "middleware/test_times",
+        "tests": "middleware/test_metric middleware/test_derive",
     },
     "precision": {
         "modules": "middleware.precision",
@@ -134,6 +135,11 @@ EXTENSIONS = {
         "hooks/test_time_limit",
     },
     "summary": {"modules": "tools.summary", "tests": "tools/test_summary"},
+    "times": {
+        "modules": "middleware.times",
+        "tests": "middleware/test_device_memory middleware/test_times",
+    },
+    "torchmetrics": {"modules": "torchmetrics", "tests": "torchmetrics"},
     "trackers": {"modules": "hooks.send", "tests": "hooks/test_table hooks/test_track"},
     "try": {"modules": "tools.dry_run", "tests": "tools/test_dry_run"},
     "tune": {"modules": "tools.tune", "tests": "tools/test_tune"},
@@ -152,6 +158,8 @@ BUILT_ON = {
     "schedule": ["try", "search"],
     "schedules": ["averages", "schedule"],
     "stack": ["find", "search", "tune"],
+    "times": ["try"],
+    "torchmetrics": ["metric"],
     "try": ["find", "debug"],
 }
 # All at once, which leaves the kernel alone.

@@ -15,6 +15,7 @@ from fnloop._core.records import (
     TRAINED,
     Record,
     best_record,
+    better,
     number_of_epoch,
 )
 from fnloop._core.types import RECORD
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 # that appending costs the same after ten records and after a million.
 
 T = TypeVar("T")
+State = Any  # a TrainState
 
 
 class _Log:
@@ -602,7 +604,7 @@ def check_loaders(owner: str, wanted: Iterable[str], loaders: Sequence[str]) -> 
             )
 
 
-def metrics_here(state: Any) -> Mapping[str, float]:
+def metrics_here(state: State) -> Mapping[str, float]:
     """Return the metrics that were recorded at the newest boundary of a state; none, if none was.
 
     There are two records if the boundary had one, and the run ended there and evaluated the rest.
@@ -616,7 +618,129 @@ def metrics_here(state: Any) -> Mapping[str, float]:
     return {**before.metrics, **newest.metrics}
 
 
-def check_monitored(owner: str, key: str, state: Any) -> bool:
+class Monitored:
+    """A metric that a hook or a middleware watches, and which of its values are better.
+
+    Args:
+        owner: what watches it, for messages.
+        key: the metric, such as "valid/loss".
+        mode: "min" if lower is better, "max" if higher; None: as the name of the metric says.
+        since: which values count: those of the "phase", if there is one, or of the whole "run".
+
+    Attributes:
+        owner, key, mode, since: as above, with the mode that the name says.
+
+    Raises:
+        TypeError: the key is not a str.
+        ValueError: there is no such mode or ``since``, or the name implies no mode.
+
+    Example:
+        >>> watched = Monitored("mine", "valid/loss")
+        >>> watched.mode, watched.better(1.0, 2.0)
+        ('min', True)
+    """
+
+    def __init__(self, owner: str, key: str, mode: str | None = None, since: str = "phase") -> None:
+        self.owner, self.key = owner, checks.metric_name(owner, "key", key)
+        self.mode, self.since = (
+            mode_of(owner, key, mode),
+            checks.choice(owner, "since", since, SINCE),
+        )
+
+    def first(self, state: State) -> int:
+        """Return the index of the first record whose value counts.
+
+        Args:
+            state: the state, with its history.
+
+        Returns:
+            The index: 0, or how many records there were when the phase began.
+
+        Example:
+            >>> from fnloop.testing import toy
+            >>> Monitored("mine", "valid/loss").first(toy())
+            0
+        """
+        return first_record(state.phases, self.since)
+
+    def counts(self, record: Record) -> bool:
+        """Return whether a record has a value that counts where one folds over the values.
+
+        That of a closing record does not, because the run that continues makes its reports as if
+        it did not exist. Only records of epochs and of evaluations have ``train/...``: those that
+        ``measure`` or ``record_every`` add do not.
+
+        Args:
+            record: the record.
+
+        Returns:
+            Whether it does.
+
+        Example:
+            >>> watched, metrics = Monitored("mine", "valid/loss"), {"valid/loss": 2.0}
+            >>> watched.counts(Record(1, 10, metrics))
+            True
+            >>> watched.counts(Record(1, 15, metrics, closing=True))
+            False
+        """
+        return not record.closing and self.key in record.metrics
+
+    def better(self, value: float, than: float) -> bool:
+        """Return whether a value is strictly better than another. NaN is worse than anything.
+
+        Args:
+            value, than: the two.
+
+        Returns:
+            Whether the first is better.
+
+        Example:
+            >>> Monitored("mine", "valid/accuracy").better(1.0, 2.0)
+            False
+        """
+        return better(value, than, self.mode)
+
+    def measured(self, state: State) -> float | None:
+        """Return the value that was recorded at the newest boundary; None if none was.
+
+        Args:
+            state: the state that a hook is given.
+
+        Returns:
+            The value, or None.
+
+        Raises:
+            KeyError: the record has other metrics of the same loader, and no record has this one.
+
+        Example:
+            >>> from fnloop.testing import toy
+            >>> Monitored("mine", "valid/loss").measured(toy()) is None
+            True
+        """
+        if RECORD not in state.events:
+            return None
+        self.check(state)
+        return state.history[-1].metrics.get(self.key)
+
+    def check(self, state: State) -> None:
+        """Raise unless the newest record has it, or one that has may come.
+
+        Args:
+            state: a state with at least one record.
+
+        Raises:
+            KeyError: the record has other metrics of the same loader, and no record has this one.
+
+        Example:
+            >>> import fnloop as fl, torch
+            >>> from fnloop.testing import toy, toy_loss
+            >>> state = fl.fit(fl.pipeline()(toy_loss), toy(), [torch.ones(1)], hooks=())
+            >>> Monitored("mine", "train/loss").check(state)
+        """
+        check_monitored(self.owner, self.key, state)
+
+
+def check_monitored(owner: str, key: str, state: State) -> bool:
     """Return whether the newest record has a metric.
 
     Args:

@@ -180,21 +180,6 @@ def keep_initial(group: Group, key: str) -> None:
         group[SCHEDULED + key] = number_in(group, key)
 
 
-def set_initial_value(group: Group, key: str, value: object) -> None:
-    """Set a number of a group; for one that a schedule has set, what the schedule multiplies."""
-    scheduled, marks = was_scheduled(group, key), (f"initial_{key}", key + BEFORE)
-    for name in (key, *(mark for mark in (*marks, f"{SCHEDULED}initial_{key}") if mark in group)):
-        held = group.get(name)
-        if isinstance(held, Tensor) and isinstance(value, int | float | Tensor):
-            held.fill_(value)
-        else:
-            group[name] = value.clone() if isinstance(value, Tensor) else value
-    if scheduled:
-        for mark in (SCHEDULED + key, key + SET):
-            if mark in group:
-                group[mark] = group[key]
-
-
 def settings_of(group: Group) -> list[str]:
     """Return the keys of the settings of a group that decide what its updates are.
 

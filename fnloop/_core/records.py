@@ -143,21 +143,6 @@ def best_record(records: Iterable[Record], key: str, mode: str) -> Record:
     return winner
 
 
-def counts(record: Record, key: str) -> bool:
-    """Return whether a record counts where one folds over the values of a metric.
-
-    A closing record does not, because the run that continues makes its reports as if it did not
-    exist. Only records of epochs and of evaluations have ``train/...``: those that ``measure`` or
-    ``record_every`` add do not.
-
-    Example:
-        >>> end = Record(1, 15, {"a": 2.0}, closing=True)
-        >>> counts(Record(1, 10, {"a": 2.0}), "a"), counts(end, "a")
-        (True, False)
-    """
-    return not record.closing and key in record.metrics
-
-
 def loaders_in(names: Iterable[str]) -> set[str]:
     """Return the first parts of the names of metrics, such as their loaders.
 

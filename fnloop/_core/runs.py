@@ -12,7 +12,6 @@ from typing import ClassVar, NamedTuple, TypedDict, TypeVar, get_args
 import attrs
 from torch import Tensor
 
-from fnloop._core.metrics import Mark
 from fnloop._core.records import TRAINED
 from fnloop._display import tables
 
@@ -151,7 +150,7 @@ class Stopwatch:
     def __init__(self) -> None:
         self.waited = self.trained = 0.0
         self.evaluated: float | None = None
-        self.newest: Mark | None = None
+        self.newest: object = None
         self.recorded = True
         self.resumed = time.perf_counter()
         self.begin(0.0)

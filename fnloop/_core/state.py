@@ -36,7 +36,7 @@ from fnloop._backend.processes import Backend, join
 from fnloop._backend.torch_compat import buffers_of, foreach_copy_, version_of
 from fnloop._core.history import History, Phase
 from fnloop._core.items import NONE_YET, UNREAD, Counted, as_count, decode_counted, encode_counted
-from fnloop._core.metrics import ITEMS, TorchMetric, add_output_, items_so_far
+from fnloop._core.metrics import ITEMS, add_output_, items_so_far
 from fnloop._core.optimizers import (
     Group,
     Handle,
@@ -697,14 +697,6 @@ def _begun(state: TrainState) -> dict[str, Metric]:
 def _only_items(state: TrainState) -> dict[str, Metric]:
     ownership_of(state).own_metrics.add(ITEMS)  # those of each process add up
     return {ITEMS: items_so_far(state.metrics, _in_first_epoch(state))}
-
-
-def moved(metrics: Mapping[str, Metric], device: torch.device) -> dict[str, Metric]:
-    """Return metrics, those of torchmetrics with their inputs on a device."""
-    return {
-        name: metric.moved(device) if isinstance(metric, TorchMetric) else metric
-        for name, metric in metrics.items()
-    }
 
 
 def without_metrics(state: TrainState) -> TrainState:
@@ -1516,102 +1508,6 @@ def _mark_of(tensor: Tensor) -> object:
     if tensor.layout is not torch.strided or type(tensor) is not Tensor:
         return tensor.shape
     return tensor.shape, tensor.stride(), tensor.data_ptr()
-
-
-# --------------------------------------------------------------------------------------------------
-# Several runs from one state, with different settings of the optimizer.
-
-EXAMPLE = '{"lr": [1e-3, 3e-4]}'
-
-
-def fork(state: TrainState, settings: Mapping[str, Sequence[float]]) -> dict[str, TrainState]:
-    """Return copies of a state, one for each combination of settings of its optimizer.
-
-    Each is a separate run with its own ``run_id``, so its checkpoints need their own folder. The
-    given state stays as it is.
-
-    ``schedule`` multiplies the setting as the initial value. A scheduler of torch keeps the rate
-    that it was made for: begin a phase, ``fit(..., phase="decay")``, which makes a new scheduler.
-
-    Args:
-        state: the newest state, or one from a checkpoint.
-        settings: a key of the parameter groups to the numbers to try, which every group gets.
-
-    Returns:
-        Name to state. The names are those of the settings, such as "lr=0.001, momentum=0.9".
-
-    Raises:
-        StaleStateError: the state has been advanced.
-        TypeError: the settings are not a mapping of lists.
-        ValueError: there is no number to try, one is given twice, a learning rate is below 0, or a
-            group has no such number.
-        NotImplementedError: the model is sharded over processes.
-
-    Example:
-        >>> import fnloop as fl, torch
-        >>> from fnloop.testing import toy, toy_loss
-        >>> runs = fork(toy(), {"lr": [1.0, 0.5]})
-        >>> step, ones = fl.pipeline()(toy_loss), [torch.ones(1)] * 2
-        >>> for name, state in runs.items():
-        ...     print(name, fl.fit(step, state, ones, hooks=()).model.w.item())
-        lr=1 -2.0
-        lr=0.5 -1.0
-    """
-    check_not_stale(state, "fork")
-    checks.mapping("fork", "settings", settings, f"such as {EXAMPLE}")
-    if not settings:
-        raise ValueError(f"fork expects at least one setting, such as {EXAMPLE}; got none")
-    for key, values in settings.items():
-        _check(key, values, groups_in(state.optimizer))
-    made: dict[str, TrainState] = {}
-    for values in itertools.product(*map(checks.plain, settings.values())):
-        chosen = dict(zip(settings, values, strict=True))
-        copied = attrs.evolve(snapshot(state), run_id=secrets.token_hex(8))
-        for group in groups_in(copied.optimizer):
-            for key, value in chosen.items():
-                _set(group, key, value)
-        made[", ".join(f"{key}={value:g}" for key, value in chosen.items())] = copied
-    return made
-
-
-def _check(key: object, values: object, groups: Sequence[Group]) -> None:
-    name = f"settings[{key!r}]"
-    if not checks.is_list(values):
-        raise TypeError(
-            f"fork expects {name} as a list of numbers, such as {EXAMPLE}; got "
-            f"{checks.describe(values)}"
-        )
-    for value in values:
-        checks.number("fork", name, value, least=0 if key == "lr" else -math.inf)
-    shown = [f"{value:g}" for value in values]
-    if not shown or len({*shown}) < len(shown):
-        raise ValueError(
-            f"fork expects {name} as numbers that differ in their first six digits, which the "
-            f"names of the states have; got {values!r}"
-        )
-    for group in groups:
-        known = [k for k, v in group.items() if _is_number(v) and not k.startswith(_KEPT)]
-        if key not in known:
-            raise ValueError(
-                f"fork: the groups of the optimizer have no number {key!r}; they have "
-                f"{checks.join_names(known)}"
-            )
-
-
-_KEPT = ("initial_", "set_by_schedule_")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float | Tensor) and not isinstance(value, bool)
-
-
-def _set(group: Group, key: str, value: float) -> None:
-    for name in (key, f"initial_{key}"):
-        current = group.get(name)
-        if isinstance(current, Tensor):
-            current.fill_(value)
-        elif name in group:
-            group[name] = value
 
 
 # --------------------------------------------------------------------------------------------------

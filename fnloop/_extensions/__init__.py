@@ -53,6 +53,7 @@ _ROWS: dict[str, dict[str, str]] = {
     },
     "metrics known before any batch": {
         "._extensions.middleware.metric": "unseen_metrics",
+        "._extensions.middleware.times": "unseen_times",
     },
     "part averages": {
         "._core.averages": "AVERAGES",

@@ -30,7 +30,7 @@ from fnloop._core.state import (
     ownership_of,
     owns_handles,
 )
-from fnloop._core.types import Call, Middleware, Output, Step, is_ours
+from fnloop._core.types import Middleware, Output, Step, is_ours
 from fnloop._data.source import LateWindow
 from fnloop._step.gradients import NO_GRADIENT, NoGradientError
 from fnloop._step.pipeline import (
@@ -41,6 +41,7 @@ from fnloop._step.pipeline import (
 from fnloop._step.update import Numbers, prefixed
 from fnloop.extend import (
     Batch,
+    Call,
     Metric,
     all_parameters,
     check_not_stale,

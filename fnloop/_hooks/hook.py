@@ -20,17 +20,15 @@ import attrs
 from fnloop._backend.collectives import collective_count
 from fnloop._core.code import code_of
 from fnloop._core.history import (
-    SINCE,
     Fold,
     History,
+    Monitored,
     check_monitored,
-    first_record,
     keys_of,
-    mode_of,
     new_records,
 )
 from fnloop._core.parts import Part
-from fnloop._core.records import Record, better, counts
+from fnloop._core.records import Record
 from fnloop._core.runs import RAN, WAITS, RunInfo, now
 from fnloop._core.state import (
     TrainState,
@@ -54,7 +52,6 @@ from fnloop._core.types import (
     name_of,
 )
 from fnloop._display import checks
-from fnloop._display.checks import choice, metric_name
 from fnloop._display.screen import warn_once
 
 # --------------------------------------------------------------------------------------------------
@@ -229,14 +226,14 @@ class BuiltIn(Hook):
     Attributes:
         saves: the parts of a state that it saves, which are tried beforehand.
         ends_run_on_usr1: whether SIGUSR1 stops the run, and does not only save it.
-        ranks: the metric whose best it keeps, its mode, and since when; None: it keeps no best.
+        ranks: the metric whose best it keeps; None: it keeps no best.
         is_of_one_run: whether it writes what belongs to one run, at a place that others cannot use.
     """
 
     saves: tuple[str, ...] = ()
     is_of_one_run: bool = False
     ends_run_on_usr1: bool = False
-    ranks: tuple[str, str, str] | None = None
+    ranks: Monitored | None = None
 
     def __new__(cls, *given: object, **settings: object) -> Self:
         """Return a hook. Raise for arguments that it does not take."""
@@ -272,6 +269,12 @@ class BuiltIn(Hook):
             place: the path of a file or a folder that may be written instead of its own.
         """
         return self, ""
+
+    def check_metrics(self, state: TrainState) -> None:
+        """Raise KeyError if the newest record lacks what it watches, or a hook inside it does."""
+        for layer in layers(self):
+            for key in () if is_of_user(layer) else keys_of(layer):
+                check_monitored(checks.known_as(layer), key, state)
 
     def take_back(self, state: TrainState) -> TrainState:
         """Return the state without a stop of this hook that does not hold any more.
@@ -768,7 +771,7 @@ class ConditionalHook(Wrapper):
         return self.trigger.monitors
 
     @property
-    def ranks(self) -> tuple[str, str, str] | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def ranks(self) -> Monitored | None:  # pyright: ignore[reportIncompatibleVariableOverride]
         """What the trigger ranks by, if it is ``when_improved``."""
         return self.trigger.ranks if isinstance(self.trigger, when_improved) else None
 
@@ -782,7 +785,7 @@ class ConditionalHook(Wrapper):
             state = clock.noted(state)
         if not due:
             if RECORD in state.events:
-                self._check_metrics(state)
+                self.check_metrics(state)  # although the hook is not called
             return self.poll(state)
         if END in self.trigger.outside and self._mark:
             if END in state.events and self._mark[0] in state.noted:
@@ -797,12 +800,6 @@ class ConditionalHook(Wrapper):
     def check_beside(self, hooks: Sequence[Hook]) -> None:
         """Find its place among the hooks of a run."""
         self._mark[:] = self.notes_in(hooks)[:1]
-
-    def _check_metrics(self, state: TrainState) -> None:
-        """Check the names that the trigger and the hook watch, although the hook is not called."""
-        for layer in layers(self):
-            for key in () if is_of_user(layer) else keys_of(layer):
-                check_monitored(checks.known_as(layer), key, state)
 
 
 @attrs.frozen(repr=False)
@@ -1371,12 +1368,11 @@ class when_improved(Moment):
     key: str
     mode: str | None = None
     since: str = attrs.field(default="phase", kw_only=True)
+    ranks: Monitored = attrs.field(init=False, eq=False)
     _best: Fold = attrs.field(init=False, eq=False)
 
     def __attrs_post_init__(self) -> None:
-        metric_name(OWNER, "key", self.key)
-        mode_of(OWNER, self.key, self.mode)  # checks it
-        choice(OWNER, "since", self.since, SINCE)
+        object.__setattr__(self, "ranks", Monitored(OWNER, self.key, self.mode, self.since))
         object.__setattr__(self, "_best", Fold(self._better_of, None))
 
     def __repr__(self) -> str:
@@ -1387,22 +1383,15 @@ class when_improved(Moment):
         """The metrics that this depends on."""
         return (self.key,)
 
-    @property
-    def ranks(self) -> tuple[str, str, str]:
-        """The metric, its mode, and since when its values count."""
-        return self.key, mode_of(OWNER, self.key, self.mode), self.since
-
     def due(self, state: TrainState) -> bool:
         """Return whether this boundary added a record with a new best value."""
         if RECORD not in state.events or not check_monitored(repr(self), self.key, state):
             return False
-        first = first_record(state.phases, self.since)
-        return self._best(state.history, first) is state.history[-1]
+        return self._best(state.history, self.ranks.first(state)) is state.history[-1]
 
     def _better_of(self, best: Record | None, record: Record) -> Record | None:
         """Return the record with the better value; None if neither has one."""
-        if not counts(record, self.key):
+        if not self.ranks.counts(record):
             return best
         before = float("nan") if best is None else best.metrics[self.key]
-        mode = mode_of(OWNER, self.key, self.mode)
-        return record if better(record.metrics[self.key], before, mode) else best
+        return record if self.ranks.better(record.metrics[self.key], before) else best

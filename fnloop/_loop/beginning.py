@@ -11,12 +11,12 @@ from torch.optim import Adam, AdamW, Optimizer
 from torch.utils.data import DataLoader
 
 from fnloop._backend.torch_compat import cpu_capabilities
-from fnloop._core.freeze import keep_statistics
 from fnloop._core.metrics import RECENT, without_recent
 from fnloop._core.optimizers import explain_untrained, optimizers_in
 from fnloop._core.runs import pending
 from fnloop._core.saved import Pending, materialize
 from fnloop._core.state import TrainState, bring, changed, note_buffers, trains_all
+from fnloop._core.trained import keep_statistics
 from fnloop._core.types import Metric, Middleware, name_of
 from fnloop._data.loaders import Loaders, even, sharded
 from fnloop._data.source import Source

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from fnloop._backend.collectives import gather_objects, reduce
 from fnloop._backend.containers import copy_to_cpu, reusing_pages
 from fnloop._backend.torch_compat import batch_norms
-from fnloop._core.freeze import keep_statistics
 from fnloop._core.metrics import read
 from fnloop._core.rng import COMPUTE, fold_in, isolated, mix, seed_all, seed_host, torch_seeder
 from fnloop._core.state import TrainState, check_not_stale, take_ownership
+from fnloop._core.trained import keep_statistics
 from fnloop._core.types import Batch, Metric, Output, Step, name_of
 from fnloop._core.view import Visits, in_evaluation_mode, view
 from fnloop._data.loaders import NONE_LEFT, Padding, check_loader

@@ -12,7 +12,6 @@ import attrs
 import torch
 
 from fnloop._core.averages import check_not_averaged
-from fnloop._core.freeze import put_back_restored
 from fnloop._core.history import (
     History,
     Phase,
@@ -36,6 +35,7 @@ from fnloop._core.state import (
     updates_of_call,
     without_metrics,
 )
+from fnloop._core.trained import put_back_restored
 from fnloop._core.types import START, Middleware, Step, name_of
 from fnloop._data.loaders import Loaders, read_loaders, sharded
 from fnloop._data.source import Source

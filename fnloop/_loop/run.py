@@ -17,6 +17,7 @@ from collections.abc import (
 from types import TracebackType
 
 import attrs
+import torch
 
 from fnloop._backend.containers import reusing_pages
 from fnloop._core.metrics import (
@@ -25,7 +26,6 @@ from fnloop._core.metrics import (
     Max,
     items_so_far,
     read,
-    wait_and_read_clock,
     without_recent,
 )
 from fnloop._core.optimizers import labelled_groups, numbers_used, optimizers_in
@@ -810,7 +810,7 @@ def evaluation_metrics(
     tell = lambda done: watch(state, loader, done, share)
     outputs: list[list[Output]] | None = [] if receivers else None
     device = state.backend.device
-    began = wait_and_read_clock(device) if step.is_timed else 0.0
+    began = _wait_and_read_clock(device) if step.is_timed else 0.0
     with isolated(device):
         found = measure(step, changed(state, run=run), source, True, tell, outputs)
     if step.is_timed:
@@ -819,11 +819,18 @@ def evaluation_metrics(
                 "timings reports the metric 'time/evaluate', which another middleware reports "
                 "already: rename that metric"
             )
-        found["time/evaluate"] = Max(wait_and_read_clock(device) - began)
+        found["time/evaluate"] = Max(_wait_and_read_clock(device) - began)
     gathered = [] if outputs is None else gather_outputs(outputs)
     for hook in receivers:
         hook.receive(state, gathered)
     return {f"{loader}/{name}": metric for name, metric in found.items()}
+
+
+def _wait_and_read_clock(device: torch.device) -> float:
+    """Return the time of the host when a device has done all its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def asking(collectors: Sequence[Hook], state: TrainState, loader: str) -> list[Hook]:

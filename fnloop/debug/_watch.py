@@ -34,10 +34,10 @@ from torch.utils.hooks import RemovableHandle
 from fnloop._backend import torch_compat
 from fnloop._core.averages import Average
 from fnloop._core.code import INSTALLED, PACKAGE, codes_of, is_users
-from fnloop._core.freeze import Selectors
 from fnloop._core.metrics import Mean
 from fnloop._core.optimizers import Group
 from fnloop._core.rng import mark_generators
+from fnloop._core.selectors import Selectors
 from fnloop._core.state import TrainState, generation_of, ownership_of, unwrap
 from fnloop._core.types import Middleware, Output, Step, middleware
 from fnloop._extensions.checkpoints.compare import INTEGER_OF_SIZE

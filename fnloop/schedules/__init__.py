@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, ParamSpec, cast
 import attrs
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, StepLR
 
-from fnloop._core.types import Call, hide_fields
+from fnloop._core.types import hide_fields
 from fnloop._display.screen import warn_once
 from fnloop._extensions import extensions
-from fnloop.extend import checks, containers, name_of, tables
+from fnloop.extend import Call, checks, containers, name_of, tables
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

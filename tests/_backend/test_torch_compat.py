@@ -35,7 +35,7 @@ OTHERS = {  # private names of other libraries, each in one file
     "_extensions/middleware/schedule.py": {"_repr_html_"},
     "_extensions/engines/launch.py": {"_shared_state", "_models", "_optimizers"},  # accelerate's
     "_extensions/hooks/send.py": {"_shared_state"},
-    "_core/metrics.py": {"_to_sync", "_update_count", "_defaults", "_reductions"},
+    "_extensions/torchmetrics.py": {"_to_sync", "_update_count", "_defaults", "_reductions"},
     "_extensions/engines/exchanges.py": {"_exit", "_current_frames"},  # documented, of os and sys
     "_extensions/tools/dry_run.py": {"_getframe"},  # documented, of sys
     "debug/_watch.py": {"_getframe"},

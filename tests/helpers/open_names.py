@@ -13,16 +13,12 @@ OPEN = {
         "buffers_of drop_accumulator forget_sizes has_state_dict_hooks is_extra_state "
         "loads_by_itself loads_other_names local_optimizer strip_compile_prefix"
     ),
-    "_core.averages": "Average AVERAGED named_tensors",
+    "_core.averages": "Average AVERAGED check_not_averaged named_tensors",
     "_core.code": "codes_of INSTALLED is_users PACKAGE",
-    "_core.freeze": "add_group Groups remember_restored Selectors split_group",
-    "_core.history": (
-        "check_monitored first_record metrics_here new_records records_since SINCE unfinished"
-    ),
+    "_core.history": "first_record metrics_here new_records records_since SINCE unfinished",
     "_core.metrics": (
-        "COLLECTION_HINT combine Elapsed ITEMS Mark mark names_in NoLoss Peak read RECENT "
-        "Reduced restored sent Shares to_accumulator_dtype to_host update_ update_evaluated_ "
-        "valid_or_nan weighted"
+        "combine ITEMS moved NoLoss read RECENT Reduced restored Running sent Shares "
+        "to_accumulator_dtype to_host update_ update_evaluated_ valid_or_nan weighted"
     ),
     "_core.optimizers": (
         "as_number BEFORE begin_again copy_number drop_schedule EXECUTION first_shared Group "
@@ -31,29 +27,32 @@ OPEN = {
         "SET set_by_torch settings_of to_training UNFROZEN wants_closure"
     ),
     "_core.parts": "check_name Held Load parts_of TAKEN",
-    "_core.records": "COSTS counts MODES number_of_epoch TRAINED",
+    "_core.records": "COSTS MODES number_of_epoch TRAINED",
     "_core.rng": (
         "COMPUTE HostGenerators mark_generators new_seed reserved_generators seed_all "
         "seed_host seeded_generator torch_seeder"
     ),
     "_core.runs": "ACTIONS has_updates Live now pending",
     "_core.saved": "has_pending materialize Pending",
+    "_core.selectors": "Selectors",
     "_core.several": "models_of Several",
     "_core.state": (
         "advance clear_parameter_cache count_items count_parameters COUNTED COUNTERS "
         "current_parameters detached_from_run generation_of give_up_ownership items_to_send "
-        "LEFT_OUT moved note_buffers note_call note_restored Ownership ownership_of "
-        "owns_handles ParameterCache PLACE rested shapes_of_buffers take_ownership "
-        "tracing_copy used_in with_note with_used without_metrics"
+        "LEFT_OUT note_buffers note_call note_restored Ownership ownership_of owns_handles "
+        "ParameterCache PLACE rested shapes_of_buffers take_ownership tracing_copy used_in "
+        "with_note with_used without_metrics"
     ),
+    "_core.trained": "add_group Groups Layout split_group",
     "_core.types": (
-        "Aux BY_ANOTHER Call collection_key EVALUATION hide_fields is_ours Searching Skip wraps_of"
+        "Aux BY_ANOTHER collection_key EVALUATION hide_fields is_ours Searching Skip wraps_of"
     ),
     "_core.view": "as_evaluated begin_again changed_for is_apart take_back view",
     "_data.held": "own_copy",
     "_data.iterable": "as_torch_reads_it is_keeper length_of steady_workers",
     "_data.loaders": (
-        "alike batch_size_of check_loader glimpse is_iterable Padding read_loaders unmarked Window"
+        "alike batch_size_of check_loader glimpse is_iterable Padding read_loaders unmarked "
+        "Window"
     ),
     "_data.position": "checksum Pass Positions",
     "_data.reader": "Iterated Reader reader_of",
@@ -71,7 +70,8 @@ OPEN = {
     "_loop.plan": "Plan read_hooks",
     "_step.engine_local": "LocalEngine",
     "_step.forward": (
-        "check_reply check_weight EvaluationPass items_in NO_ITEMS Result Subject SumOfBatches"
+        "check_reply check_weight EvaluationPass items_in NO_ITEMS Result Subject "
+        "SumOfBatches"
     ),
     "_step.gradients": (
         "clip_to_norm_ divide fail_to_train GradientSum LocalWindow LossRoot NO_GRADIENT "

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import fnloop as fl
-from fnloop._extensions.middleware import metric
+from fnloop._extensions.middleware import times
 
 pytestmark = pytest.mark.slow
 
@@ -106,7 +106,7 @@ def slow(model, batch):
 
 
 def measured_times(folder):
-    metric._peak_gib = lambda device: 1.0 + rank()
+    times._peak_gib = lambda device: 1.0 + rank()
     members = (fl.timings(), fl.throughput(flops=3.0, peak=4.0), fl.device_memory())
     some = [(torch.randn(6 // world(), 6), torch.zeros(6 // world()).long())] * (4 * world())
     loaders = {"train": Slow(some), "valid": some}

@@ -23,7 +23,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fnloop._backend.fsdp import like_sharded
-from fnloop._core.freeze import Groups, add_group, split_group
 from fnloop._core.optimizers import (
     BEFORE,
     SCHEDULED,
@@ -40,6 +39,7 @@ from fnloop._core.optimizers import (
 )
 from fnloop._core.saved import Pending
 from fnloop._core.state import TrainState, ownership_of
+from fnloop._core.trained import Groups, add_group, split_group
 from fnloop._display.screen import log
 from fnloop._extensions.checkpoints.compare import describe_value, find_difference
 from fnloop._extensions.checkpoints.format import COLLECTED, CheckpointError, gather_encoded

@@ -13,7 +13,6 @@ import attrs
 from torch import Tensor
 
 from fnloop._backend.torch_compat import strip_compile_prefix
-from fnloop._core.freeze import remember_restored
 from fnloop._core.history import SINCE
 from fnloop._core.optimizers import groups_in, settings_of
 from fnloop._core.records import MODES
@@ -25,6 +24,7 @@ from fnloop._core.state import (
     take_ownership,
     unwrap,
 )
+from fnloop._core.trained import Layout
 from fnloop._display.screen import log
 from fnloop._extensions.checkpoints.files import (
     explain_nonfinite,
@@ -199,7 +199,7 @@ def restore_contents(
     if "counters" in parts:
         note_restored(restored)
     if parts == PARTS:  # then a phase that continues can have its layout back
-        remember_restored(restored)
+        Layout.of(restored).remember(restored)
     return restored
 
 

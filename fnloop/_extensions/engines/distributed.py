@@ -22,9 +22,8 @@ from fnloop._backend import torch_compat
 from fnloop._core.metrics import (
     ITEMS,
     RECENT,
-    Elapsed,
     Last,
-    Peak,
+    Running,
     Shares,
     Sum,
     sent,
@@ -1227,4 +1226,5 @@ def weight_on_device(out: Output, weight: Weight | None = None) -> Tensor:
 
 def is_per_process(metric: Metric) -> bool:
     """Return whether a metric is of this process alone, and not of its share of the data."""
-    return isinstance(metric, Elapsed | Peak)  # also if a step is outside of backward
+    # Also if a step is outside of backward.
+    return isinstance(metric, Running) and metric.per_process

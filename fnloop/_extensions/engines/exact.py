@@ -22,6 +22,7 @@ from fnloop._core.metrics import (
     Min,
     Reduced,
     combine,
+    moved,
     to_host,
     update_,
     update_evaluated_,
@@ -29,7 +30,7 @@ from fnloop._core.metrics import (
 from fnloop._core.parts import Part as CheckpointPart
 from fnloop._core.parts import Restoring
 from fnloop._core.rng import COMPUTE, seed_host, torch_seeder
-from fnloop._core.state import TrainState, generation_of, moved
+from fnloop._core.state import TrainState, generation_of
 from fnloop._core.types import BY_ANOTHER, Output, Step
 from fnloop._data.source import Source
 from fnloop._extensions.engines import exchanges

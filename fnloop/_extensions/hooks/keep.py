@@ -21,7 +21,7 @@ from torch import Tensor
 from fnloop._backend import torch_compat
 from fnloop._backend.fsdp import like_sharded
 from fnloop._core.averages import Average
-from fnloop._core.history import SINCE, History, check_monitored, first_record, metrics_here
+from fnloop._core.history import SINCE, History, metrics_here
 from fnloop._core.runs import Live, pending
 from fnloop._core.state import (
     TrainState,
@@ -29,7 +29,6 @@ from fnloop._core.state import (
     take_ownership,
     unwrap,
 )
-from fnloop._core.types import Call
 from fnloop._core.view import begin_again, view
 from fnloop._extensions.checkpoints.files import SharedWrite
 from fnloop._extensions.checkpoints.format import (
@@ -47,7 +46,8 @@ from fnloop._extensions.checkpoints.serialize import Json
 from fnloop._extensions.checkpoints.shapes import forget_states, take_shapes
 from fnloop._hooks.hook import BuiltIn, Hook
 from fnloop.extend import (
-    better,
+    Call,
+    Monitored,
     checks,
     local_part,
     mode_of,
@@ -210,9 +210,11 @@ class checkpoint(BuiltIn):
         return self.named if self.best is None else (self.best, *self.named)
 
     @property
-    def ranks(self) -> tuple[str, str, str] | None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The metric that ranks the checkpoints, its mode, and since when its values count."""
-        return None if self.best is None else (self.best, self.mode, self.since)
+    def ranks(self) -> Monitored | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The metric that ranks the checkpoints."""
+        if self.best is None:
+            return None
+        return Monitored("checkpoint", self.best, self.mode, self.since)
 
     def __repr__(self) -> str:
         best = f", best={self.best!r}, mode={self.mode!r}" if self.best else ""
@@ -265,8 +267,8 @@ class checkpoint(BuiltIn):
     def __call__(self, state: TrainState) -> TrainState:
         self._complete_shared()
         self._wait()
-        for metric in self.monitors if "record" in state.events else ():
-            check_monitored("checkpoint", metric, state)
+        if "record" in state.events:
+            self.check_metrics(state)
         saved = self._saved if self._holds(state) else None
         if saved is None:
             self._awaits_metric = not self._has_metric(state)
@@ -575,11 +577,10 @@ class restore_best(BuiltIn):
     key: str
     mode: str | None = None
     since: str = attrs.field(default="phase", kw_only=True)
+    ranks: Monitored = attrs.field(init=False, eq=False)  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __attrs_post_init__(self) -> None:
-        checks.metric_name(OWNER, "key", self.key)
-        mode_of(OWNER, self.key, self.mode)  # checks it
-        checks.choice(OWNER, "since", self.since, SINCE)
+        object.__setattr__(self, "ranks", Monitored(OWNER, self.key, self.mode, self.since))
 
     def __repr__(self) -> str:
         return repr(Call.of(restore_best, self))
@@ -588,11 +589,6 @@ class restore_best(BuiltIn):
     def monitors(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The metric that decides."""
         return self.key
-
-    @property
-    def ranks(self) -> tuple[str, str, str]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The metric that decides, its mode, and since when its values count."""
-        return self.key, mode_of(OWNER, self.key, self.mode), self.since
 
     @property
     def slot(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -620,7 +616,7 @@ class restore_best(BuiltIn):
             ValueError: they are of another model.
             CheckpointError: what a checkpoint had in their place is something else.
         """
-        best, first = self._best(state), first_record(state.phases, self.since)
+        best, first = self._best(state), self.ranks.first(state)
         if best is not None:  # it may be from a checkpoint
             check_shape(best, _BEST, f'state.slots["{self.slot}"]')
         if best is not None and best.get("first", 0) < first:
@@ -636,10 +632,10 @@ class restore_best(BuiltIn):
         return with_slot(state, self.slot, {**kept, "ended": None})
 
     def __call__(self, state: TrainState) -> TrainState:
-        value = self._measured(state)
+        value = self.ranks.measured(state)
         if value is None or not self._improves(state, value):
             return state
-        first = first_record(state.phases, self.since)
+        first = self.ranks.first(state)
         best = {"value": value, "step": state.step, "first": first, **_copy_weights(state)}
         best["ended"] = None
         return with_slot(state, self.slot, best)
@@ -657,16 +653,10 @@ class restore_best(BuiltIn):
     def _best(self, state: TrainState) -> _Weights | None:
         return state.slots.get(self.slot)
 
-    def _measured(self, state: TrainState) -> float | None:
-        """Return the value that was recorded at this boundary, if any."""
-        if "record" not in state.events or not check_monitored(OWNER, self.key, state):
-            return None
-        return state.history[-1].metrics[self.key]
-
     def _improves(self, state: TrainState, value: float) -> bool:
         best = self._best(state)
         before = math.nan if best is None else best["value"]
-        return better(value, before, mode_of(OWNER, self.key, self.mode))
+        return self.ranks.better(value, before)
 
     def _restore(self, state: TrainState) -> TrainState:
         """Put the best weights into the module, unless those in it are better, and release them."""

@@ -18,13 +18,14 @@ from fnloop._backend.collectives import broadcast
 from fnloop._core.history import History
 from fnloop._core.records import TRAINED
 from fnloop._core.state import TrainState, with_note
-from fnloop._core.types import Call, Output
+from fnloop._core.types import Output
 from fnloop._core.view import as_evaluated
 from fnloop._extensions.histories import figures
 from fnloop._extensions.histories.curves import check_plot
 from fnloop._hooks.hook import BuiltIn, Hook
 from fnloop._hooks.hook import every as periodically
 from fnloop.extend import (
+    Call,
     Moment,
     Stop,
     checks,

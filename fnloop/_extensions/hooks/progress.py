@@ -24,11 +24,10 @@ from fnloop._core.metrics import Last, read
 from fnloop._core.records import Record
 from fnloop._core.runs import RunInfo
 from fnloop._core.state import TrainState, count_parameters
-from fnloop._core.types import Call
 from fnloop._extensions.histories.table import Row, starred, update_best, without_intervals
 from fnloop._extensions.hooks.terminal import Screen, columns_of, has_colors, paint
 from fnloop._hooks.hook import BuiltIn, Hook, every_layer
-from fnloop.extend import Stop, better, checks, groups, optimizers, tables
+from fnloop.extend import Call, Monitored, Stop, better, checks, groups, optimizers, tables
 
 
 class progress(BuiltIn):
@@ -106,7 +105,7 @@ class progress(BuiltIn):
         self._view: _View | None = None  # a run, on its main process
         self._next = -math.inf  # when to show something, unless there is a record
         self._newest: TrainState | None = None  # the state at the newest boundary
-        self._ranked: _Ranked | None = None  # by what the hooks of this run rank
+        self._ranked: Monitored | None = None  # by what the hooks of this run rank
 
     def __repr__(self) -> str:
         given = {"refresh": self.refresh, "since": self.since}
@@ -234,30 +233,28 @@ def describe_end(reason: str, position: Position, seconds: float) -> str:
     return f"{reason}{';' if ':' in reason else ':'} {where}"
 
 
-_Ranked = tuple[str, str, str]  # a metric, its mode, and since when its values count
-
-
-def _find_ranked(hooks: Sequence[Hook]) -> _Ranked | None:
+def _find_ranked(hooks: Sequence[Hook]) -> Monitored | None:
     """Return by what hooks keep the best, or else what they watch; None if nothing is known."""
     layers = every_layer(hooks)
     kept = (layer.ranks for layer in layers if isinstance(layer, BuiltIn))
     watched = (
-        (key, mode, getattr(layer, "since", "phase"))
+        Monitored("progress", key, mode, "phase" if since == "phase" else "run")
         for layer in layers
         if not isinstance(layer, BuiltIn)
         for key in ((layer.monitors,) if isinstance(layer.monitors, str) else layer.monitors or ())
         if (mode := getattr(layer, "mode", None) or tables.mode_by_name(key)) in ("min", "max")
+        for since in [getattr(layer, "since", "phase")]
     )
     return next(filter(None, (*kept, *watched)), None)
 
 
-def _best_ranked(ranked: _Ranked, state: TrainState) -> tuple[str, Record] | None:
+def _best_ranked(ranked: Monitored, state: TrainState) -> tuple[str, Record] | None:
     """Return a metric and its best record; None if no record has it."""
-    key, mode, since = ranked
+    key = ranked.key
     best: Record | None = None
-    for record in records_since(state.history, first_record(state.phases, since)):
+    for record in records_since(state.history, ranked.first(state)):
         if math.isfinite(value := record.metrics.get(key, math.nan)):
-            best = record if best is None or better(value, best.metrics[key], mode) else best
+            best = record if best is None or ranked.better(value, best.metrics[key]) else best
     return None if best is None else (key, best)
 
 
@@ -665,7 +662,7 @@ class _View(ABC):
         self.looked = self.evaluation_began = time.monotonic()
         self.quiet = 0.0  # until when nothing is shown of an evaluation
         self.finished = False
-        self.ranked: _Ranked | None = None
+        self.ranked: Monitored | None = None
 
     @abstractmethod
     def start(self, parts: list[str]) -> None:

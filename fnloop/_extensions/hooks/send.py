@@ -28,11 +28,11 @@ import attrs
 from fnloop._core.history import History
 from fnloop._core.records import Record
 from fnloop._core.state import TrainState
-from fnloop._core.types import Call, Output
+from fnloop._core.types import Output
 from fnloop._extensions.checkpoints.retention import read_run_id
 from fnloop._extensions.hooks.keep import checkpoint, differ_only, restore_best
 from fnloop._hooks.hook import BuiltIn, Hook, Wrapper, layers
-from fnloop.extend import Stop, checks, collectives, disk, name_of, on_main_process
+from fnloop.extend import Call, Stop, checks, collectives, disk, name_of, on_main_process
 
 log = logging.getLogger("fnloop")
 

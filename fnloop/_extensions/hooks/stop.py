@@ -16,25 +16,24 @@ import torch
 from torch import Tensor
 
 from fnloop._backend.collectives import broadcast
-from fnloop._core.history import SINCE, check_monitored, first_record, records_since
+from fnloop._core.history import records_since
 from fnloop._core.metrics import Mean, read
-from fnloop._core.records import Record, counts
+from fnloop._core.records import Record
 from fnloop._core.runs import now
 from fnloop._core.several import models_of
 from fnloop._core.state import TrainState
-from fnloop._core.types import Call
 from fnloop._extensions.checkpoints.format import NUMBER, check_shape
 from fnloop._hooks.hook import BuiltIn, Hook
 from fnloop.extend import (
+    Call,
     Fold,
+    Monitored,
     Stop,
-    better,
     checks,
     collectives,
     containers,
     engine_of,
     isolated,
-    mode_of,
     tables,
     with_slot,
 )
@@ -249,12 +248,14 @@ class early_stop(Hook):
     min_steps: int = attrs.field(default=0, kw_only=True)
     check_finite: bool = attrs.field(default=True, kw_only=True)
     since: str = attrs.field(default="phase", kw_only=True)
+    _watched: Monitored = attrs.field(init=False, eq=False)
     _waited: Fold = attrs.field(init=False, eq=False)  # caches the last result, so copies are safe
 
     def __attrs_post_init__(self) -> None:
         checks.make_plain(self)
         owner = "early_stop"
-        checks.metric_name(owner, "key", self.key)
+        watched = Monitored(owner, self.key, self.mode, self.since)
+        object.__setattr__(self, "_watched", watched)
         meaning = "a number of evaluations"
         if type(self.patience) is int and self.patience == 0:
             meaning += " (1 stops at the first one without improvement; some libraries call that 0)"
@@ -276,8 +277,6 @@ class early_stop(Hook):
         checks.integer(owner, "min_epochs", self.min_epochs, "a number of epochs", least=0)
         checks.integer(owner, "min_steps", self.min_steps, "a number of updates", least=0)
         checks.flag(owner, "check_finite", self.check_finite)
-        checks.choice(owner, "since", self.since, SINCE)
-        mode_of(owner, self.key, self.mode)  # checks it
         object.__setattr__(self, "_waited", Fold(self._wait, None))
 
     @property
@@ -289,9 +288,7 @@ class early_stop(Hook):
         return repr(Call.of(early_stop, self))
 
     def __call__(self, state: TrainState) -> TrainState:
-        if "record" not in state.events or not check_monitored("early_stop", self.key, state):
-            return state
-        if state.history[-1].closing:
+        if self._watched.measured(state) is None or state.history[-1].closing:
             return state
         reason = self._find_reason(state)
         if reason is None or state.epoch < self.min_epochs or state.step < self.min_steps:
@@ -299,39 +296,39 @@ class early_stop(Hook):
         return attrs.evolve(state, stop=f"early_stop: {self.key} {reason}")
 
     def _wait(self, before: _Wait | None, record: Record) -> _Wait | None:
-        if not counts(record, self.key):
+        if not self._watched.counts(record):
             return before
         if self.start_from_epoch and record.epoch <= self.start_from_epoch:
             return before
-        value, mode = record.metrics[self.key], mode_of("early_stop", self.key, self.mode)
+        value = record.metrics[self.key]
         evaluations = 1 if before is None else before.evaluations + 1
         if before is None or self._improves(value, before.reference):
             beaten = self.baseline is None or self._improves(value, self.baseline)
             return _Wait(value, record, 0 if beaten else evaluations)
-        if self.reference == "best" and better(value, before.reference, mode):
+        if self.reference == "best" and self._watched.better(value, before.reference):
             return _Wait(value, record, evaluations)
         return attrs.evolve(before, evaluations=evaluations)
 
     def _improves(self, value: float, reference: float) -> bool:
         """Return whether a value is better than another by more than ``min_delta``."""
-        mode = mode_of("early_stop", self.key, self.mode)
         margin = self.min_delta * (abs(reference) if self.relative else 1.0)
-        return better(value, reference - margin if mode == "min" else reference + margin, mode)
+        least = reference - margin if self._watched.mode == "min" else reference + margin
+        return self._watched.better(value, least)
 
     def _find_reason(self, state: TrainState) -> str | None:
         """Return why to stop, or None."""
         newest = state.history[-1].metrics[self.key]
-        mode = mode_of("early_stop", self.key, self.mode)
-        direction = "(lower is better)" if mode == "min" else "(higher is better)"
+        better = self._watched.better
+        direction = f"({'lower' if self._watched.mode == 'min' else 'higher'} is better)"
         good, bad = self.stopping_threshold, self.divergence_threshold
         if self.check_finite and not math.isfinite(newest):
             return f"is not finite: {newest}"
         written = tables.format_metric(self.key, newest)
-        if good is not None and better(newest, good, mode):
+        if good is not None and better(newest, good):
             return f"reached {written}, better than {good:g} {direction}"
-        if bad is not None and better(bad, newest, mode):
+        if bad is not None and better(bad, newest):
             return f"diverged to {written}, worse than {bad:g} {direction}"
-        wait = self._waited(state.history, first_record(state.phases, self.since))
+        wait = self._waited(state.history, self._watched.first(state))
         if wait is None or wait.evaluations < self.patience:
             return None
         # With min_delta, later values may be better than an accepted one, but not by enough.

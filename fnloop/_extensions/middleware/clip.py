@@ -12,8 +12,8 @@ from torch import Tensor
 
 from fnloop._backend import torch_compat
 from fnloop._backend.fsdp import combined
-from fnloop._core.freeze import Selectors
 from fnloop._core.metrics import Mean
+from fnloop._core.selectors import Selectors
 from fnloop._core.several import Several
 from fnloop._core.state import TrainState, unwrap, with_used
 from fnloop._core.types import Middleware, Output, Step, middleware

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from fnloop._backend import torch_compat
 from fnloop._core.averages import AVERAGED, Average, named_tensors
-from fnloop._core.freeze import Selectors
 from fnloop._core.parts import TAKEN
+from fnloop._core.selectors import Selectors
 from fnloop._core.state import TrainState, unwrap
 from fnloop._core.types import Middleware, Output, Step, middleware
 from fnloop._display.screen import warn_once

@@ -1,44 +1,27 @@
-"""Numbers in reports: metrics, numbers that follow from others, times and memory."""
+"""Numbers in reports: metrics, and numbers that follow from others."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import itertools
 import math
 import re
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
-import attrs
 import numpy as np
 import torch
 from torch import Tensor
 
-from fnloop._core.metrics import (
-    COLLECTION_HINT,
-    RECENT,
-    Elapsed,
-    Mark,
-    Mean,
-    Peak,
-    Reduced,
-    from_torchmetrics,
-    mark,
-    names_in,
-    to_accumulator_dtype,
-    weighted,
-)
-from fnloop._core.saved import Pending
+from fnloop._core.metrics import Mean, Reduced, to_accumulator_dtype, weighted
 from fnloop._core.several import Several
 from fnloop._core.state import TrainState
-from fnloop._core.types import Aux, Middleware, Output, Step, collection_key, middleware
+from fnloop._core.types import Aux, Middleware, Output, collection_key, middleware
 from fnloop._display.screen import warn_once
-from fnloop._step.forward import items_in
+from fnloop._extensions.torchmetrics import COLLECTION_HINT, from_torchmetrics, names_in
 from fnloop._step.update import MissingNumberError, Numbers
-from fnloop.extend import Batch, Metric, Wrap, checks, containers, name_of, report, then, with_slot
+from fnloop.extend import Batch, Metric, Wrap, checks, containers, name_of, report, then
 
 # --------------------------------------------------------------------------------------------------
 # Add metrics to the loss, in training, in evaluation, or both.
@@ -125,25 +108,18 @@ def _known_names(shared: object, functions: Mapping[str, object]) -> tuple[str, 
 
 
 def unseen_metrics(members: Iterable[Middleware], read: Mapping[str, object]) -> dict[str, Metric]:
-    """Return metrics by name, before any batch: those of torchmetrics that training reports.
-
-    And the times of a checkpoint, whatever measured them.
+    """Return those of torchmetrics that training reports, before any batch, by name.
 
     Args:
         members: the middleware of a step.
         read: the metrics of a checkpoint, as far as they are known, by name.
     """
-    times: dict[str, Metric] = {
-        name.removeprefix(RECENT): Elapsed(0.0, is_rate="throughput/" in name)
-        for name, metric in read.items()
-        if isinstance(metric, Pending) and metric.kind == "fnloop.Elapsed"
-    }
     trained = [m for m in members if m.forward is not None or m.loss is not None]
     calls = [m.call for m in trained if m.call is not None and m.call.factory is metric]
     given = [(collection_key(each) or "", each) for call in calls for each in call.args]
     given += [named for call in calls for named in call.kwargs.items()]
     functions = {name: each for name, each in given if isinstance(each, from_torchmetrics)}
-    return times | {name: function.unseen for name, function in functions.items()}
+    return {name: function.unseen for name, function in functions.items()}
 
 
 def _check_functions(shared: object, functions: Mapping[str, object]) -> None:
@@ -540,290 +516,3 @@ def _apply(function: Callable[[Mapping[str, float]], object], numbers: Numbers) 
         if _NO_VALUE.match(str(error)):
             return math.nan
         raise
-
-
-# --------------------------------------------------------------------------------------------------
-# How long updates, data and evaluations take, and how much is trained in a second.
-
-
-@middleware("step")
-def timings() -> Middleware:
-    """Measure times, in seconds: "time/data", "time/step" and "time/evaluate".
-
-    "time/data" is the mean time that an update waited for its batches, "time/step" the mean time of
-    an update without this: on a GPU by CUDA events, which are read when a record is made.
-    "time/evaluate" is the time of an evaluation, in the record that it made
-    (``history["valid/time/evaluate"]``). List it last, so that it measures all other middleware.
-
-    With several processes the means are over all of them, and "time/evaluate" is the longest. A
-    bare step has no "time/data". Skipped updates do not count. Where one fetch is for several
-    updates (``tbptt``, ``alternate``), the time that it took is that of the first of them.
-
-    Returns:
-        A middleware of the step ring.
-
-    Example:
-        >>> import fnloop as fl, torch
-        >>> from fnloop.testing import toy, toy_loss
-        >>> step = fl.pipeline(timings())(toy_loss)
-        >>> state = fl.fit(step, toy(), ([torch.ones(1)] * 3, [torch.ones(1)]), hooks=())
-        >>> [name for name in state.history.keys() if "time" in name]
-        ['train/time/step', 'train/time/data', 'valid/time/evaluate']
-
-    Replaces: fastnlp.TimerCallback
-    """
-
-    def wrap(step: Step) -> Step:
-        def timed(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
-            __tracebackhide__ = True
-            start = mark(state.backend.device)
-            new, out = step(state, batch)
-            times: dict[str, Metric] = {"time/step": _elapsed(1, start, mark(state.backend.device))}
-            if state.run is not None:
-                times["time/data"] = Elapsed(1, state.run.live.stopwatch.waited)
-            return new, report(out, times, "timings")
-
-        return timed
-
-    return Middleware("timings", step=wrap, adds=("time",), traits=("timed", "stacks"))
-
-
-@middleware("step")
-def throughput(
-    of: str = "samples", *, flops: float | str | None = None, peak: float | None = None
-) -> Middleware:
-    """Measure the samples per second of all processes together: "throughput/samples".
-
-    A second of training is one in which an update runs or waits for its batches; evaluations do not
-    count. On a GPU it is measured by CUDA events, which are read when a record is made, and a hook
-    that holds the device up counts. Skipped updates do not count. List it last.
-
-    Args:
-        of: "samples", the leading dimension of the batches, with ``tbptt`` that of each window; or
-            "weight", the items that the loss is the mean of, such as tokens ("throughput/weight").
-        flops: floating point operations that one sample (or one item of weight) takes in forward
-            and backward. Given with ``peak``, "throughput/mfu" is the model FLOPs utilization. Or
-            "count": torch's ``FlopCounterMode`` counts those of matrix products, convolutions and
-            attention in the first update, and they are divided by its samples, or items. Where it
-            has none of them, a warning says so, and the utilization is NaN.
-        peak: floating point operations per second of one device.
-
-    Returns:
-        A middleware of the loss and the step ring. With ``flops="count"`` it keeps the number in a
-        slot, ``state.slots["throughput/samples"]``, 0 before it is known.
-
-    Raises:
-        ValueError: ``of`` is something else, ``flops`` or ``peak`` is not a number above 0, or one
-            of the two is missing.
-
-    Example:
-        >>> import fnloop as fl, torch
-        >>> from fnloop.testing import toy, toy_loss
-        >>> step = fl.pipeline(throughput())(toy_loss)
-        >>> state = fl.fit(step, toy(), [torch.ones(32)] * 3, hooks=())
-        >>> state.history.latest("train/throughput/samples") > 0
-        True
-
-    Source: Chowdhery et al., 2022, https://arxiv.org/abs/2204.02311, for the utilization.
-
-    Replaces: lightning.ThroughputMonitor
-    """
-    checks.choice("throughput", "of", of, ("samples", "weight"))
-    if (flops is None) != (peak is None):
-        raise ValueError(
-            "throughput expects flops, of one sample or item, and peak, of one device in a second, "
-            f"together; got flops={flops}, peak={peak}"
-        )
-    name, counts = f"throughput/{of}", flops == "count"
-    if peak is not None:
-        if not counts:
-            meaning = 'operations per sample or item, or "count"'
-            checks.number("throughput", "flops", flops, meaning, above=0)
-        checks.number("throughput", "peak", peak, "operations of a device in a second", above=0)
-
-    def wrap(step: Step) -> Step:
-        def timed(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
-            __tracebackhide__ = True
-            start, processes = mark(state.backend.device), state.backend.contributors
-            each = cast(float, state.slots[name] if counts else flops)
-            if each == 0:
-                new, out = _counting_flops(step, state, batch, name)
-                each = cast(float, new.slots[name])
-            else:
-                new, out = step(state, batch)
-            trained = out.metrics.get(name, Elapsed(0, is_rate=True))
-            assert isinstance(trained, Elapsed)
-            spent = _training_time(state, start)
-            # The seconds of all processes are added up.
-            found: dict[str, Metric] = {name: _scaled(trained, processes).combine(spent)}
-            if peak is not None:  # the share of a device that one sample in a second takes
-                found["throughput/mfu"] = _scaled(trained, each / peak).combine(spent)
-            rest = {other: metric for other, metric in out.metrics.items() if other != name}
-            return new, report(attrs.evolve(out, metrics=rest), found, "throughput")
-
-        return timed
-
-    init = (lambda state: 0.0) if counts else None
-    return Middleware(
-        name,
-        loss=_counting(of, name),
-        step=wrap,
-        init=init,
-        adds=("throughput",),
-        traits=("stacks",),
-    )
-
-
-def _counting_flops(
-    step: Step, state: TrainState, batch: Batch, name: str
-) -> tuple[TrainState, Output]:
-    """Make an update, and keep in a slot how many operations each of its items took."""
-    __tracebackhide__ = True
-    from torch.utils.flop_counter import FlopCounterMode
-
-    with FlopCounterMode(display=False) as counter:
-        new, out = step(state, batch)
-    trained = out.metrics.get(name)
-    if not isinstance(trained, Elapsed):  # the update was left out
-        return new, out
-    # A host read, once: of how many items the update had.
-    operations, items = counter.get_total_flops(), float(trained.amount)
-    if not operations:
-        warn_once(
-            'throughput(flops="count"): torch counts matrix products, convolutions and attention, '
-            "and the first update had none of them. Give the operations of one sample: flops=..."
-        )
-    each = operations / items if operations and items else math.nan
-    return (with_slot(new, name, each) if items else new), out
-
-
-def _counting(of: str, name: str) -> Wrap:
-    """Return the wrap that counts what a batch has, in training."""
-
-    def wrap(step: Step) -> Step:
-        def counted(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
-            __tracebackhide__ = True
-            state, out = step(state, batch)
-            amount = state.backend.own_part(_samples_in(batch)) if of == "samples" else out.weight
-            if isinstance(amount, Tensor):
-                amount = to_accumulator_dtype(amount)
-            return state, report(out, {name: Elapsed(amount, is_rate=True)}, "throughput")
-
-        return counted
-
-    return wrap
-
-
-def _scaled(trained: Elapsed, factor: float) -> Elapsed:
-    return trained if factor == 1 else attrs.evolve(trained, amount=trained.amount * factor)
-
-
-def _training_time(state: TrainState, start: Mark) -> Elapsed:
-    """Return the time of the update that began at a mark, with the time that its data took.
-
-    On a GPU it is the time since the end of the update before, during which the device may have
-    been idle; unless there was an evaluation in between.
-    """
-    end = mark(state.backend.device)
-    if state.run is None:
-        return _elapsed(0, start, end, is_rate=True)
-    watch = state.run.live.stopwatch
-    before, watch.newest = watch.newest, end
-    if before is None or isinstance(end, float):
-        return _elapsed(0, start, end, more=watch.waited, is_rate=True)
-    return _elapsed(0, before, end, is_rate=True)
-
-
-def _samples_in(batch: Batch) -> int:
-    try:
-        return items_in(batch, "throughput")
-    except ValueError as error:
-        raise ValueError(
-            'throughput(of="samples") counts the leading dimension of the tensors of a batch, and '
-            'there is not one: write throughput(of="weight"), which counts aux["weight"]'
-        ) from error
-
-
-# --------------------------------------------------------------------------------------------------
-# How much memory a run takes.
-
-NAME, GIB = "memory/peak_gib", 1 << 30
-
-
-@middleware("step")
-def device_memory() -> Middleware:
-    """Report the peak memory use, in GiB: "memory/peak_gib".
-
-    On a GPU it is the peak of torch's allocations since the previous record, including the
-    evaluation of that record. Every record resets the peak that torch keeps
-    (``torch.cuda.max_memory_allocated``). On the CPU it is the peak of the resident memory of the
-    process, which cannot be reset. Nothing waits for the device. With several processes it is the
-    largest of all.
-
-    Returns:
-        A middleware of the step ring.
-
-    Raises:
-        RuntimeError: at the first update: the model is on the CPU of a system that does not tell.
-
-    Example:
-        >>> import fnloop as fl, torch
-        >>> from fnloop.testing import toy, toy_loss
-        >>> step = fl.pipeline(device_memory())(toy_loss)
-        >>> state = fl.fit(step, toy(), [torch.ones(1)] * 3, hooks=())
-        >>> 0 < state.history.latest("train/memory/peak_gib") < 100
-        True
-
-    Replaces: lightning.DeviceStatsMonitor
-    """
-
-    def wrap(step: Step) -> Step:
-        def measured(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
-            __tracebackhide__ = True
-            device = state.backend.device
-            if state.run is not None and state.run.live.stopwatch.recorded:
-                state.run.live.stopwatch.recorded = False
-                running: object = state.metrics.get(NAME)
-                if isinstance(running, Peak):
-                    running.compute()  # keeps the peak until now
-                _reset(device)
-            new, out = step(state, batch)
-            return new, report(out, {NAME: Peak(_gauge(device))}, "device_memory")
-
-        return measured
-
-    return Middleware("device_memory", step=wrap, adds=(NAME,))
-
-
-def _reset(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-
-
-@functools.cache
-def _gauge(device: torch.device) -> functools.partial[float]:
-    return functools.partial(_peak_gib, device)
-
-
-def _peak_gib(device: torch.device) -> float:
-    """Return the peak in GiB; neither of them waits for the device."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / GIB
-    try:
-        import resource
-    except ImportError as error:
-        raise RuntimeError(
-            "device_memory: this system does not tell the memory of a process: leave it out"
-        ) from error
-    unit = 1 if sys.platform == "darwin" else 1024  # bytes or KiB
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB
-
-
-def _elapsed(
-    amount: float | Tensor, start: Mark, end: Mark, *, more: float = 0.0, is_rate: bool = False
-) -> Elapsed:
-    """Return the seconds between two marks of one kind, and ``more``, by an amount."""
-    if isinstance(start, int | float) and isinstance(end, int | float):
-        return Elapsed(amount, end - start + more, (), is_rate)
-    assert not isinstance(start, int | float) and not isinstance(end, int | float)
-    return Elapsed(amount, more, ((start, end),), is_rate)

@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from fnloop._core.history import SINCE, check_monitored, first_record, unfinished
+from fnloop._core.history import unfinished
 from fnloop._core.metrics import Last
 from fnloop._core.optimizers import RATIO, begin_again, keep_initial, note_set, numbers_used
-from fnloop._core.records import Record, counts
+from fnloop._core.records import Record
 from fnloop._core.runs import RunInfo
 from fnloop._core.state import TrainState, rested, used_in
 from fnloop._core.types import LossFn, Middleware, Output, Step, middleware
@@ -30,10 +30,9 @@ from fnloop._step.transaction import settle
 from fnloop.extend import (
     Batch,
     Fold,
-    better,
+    Monitored,
     checks,
     groups,
-    mode_of,
     name_of,
     number_in,
     optimizers,
@@ -1094,8 +1093,7 @@ def plateau(
 
     Replaces: keras.ReduceLROnPlateau, by_hand.ReduceLROnPlateau
     """
-    checks.metric_name("plateau", "key", key)
-    mode_of("plateau", key, mode)  # checks it
+    watched = Monitored("plateau", key, mode, since)
     meaning = "what the rate is multiplied by"
     if checks.number("plateau", "factor", factor, meaning, above=0, most=1) == 1:
         raise ValueError(f"plateau expects factor below 1, {meaning}; got {factor!r}")
@@ -1103,19 +1101,18 @@ def plateau(
     checks.number("plateau", "min_delta", min_delta, "the least improvement", least=0)
     checks.number("plateau", "min_ratio", min_ratio, "a fraction of the rate", least=0, most=1)
     checks.integer("plateau", "cooldown", cooldown, "a number of evaluations", least=0)
-    checks.choice("plateau", "since", since, SINCE)
     checks.flag("plateau", "relative", relative, "whether min_delta is a share of the best value")
     if min_value is not None:
         checks.number("plateau", "min_value", min_value, "the lowest rate", least=0)
     names = _names("plateau", only)
 
     def look(before: _Wait, record: Record) -> _Wait:
-        if not counts(record, key):
+        if not watched.counts(record):
             return before
-        value, direction = record.metrics[key], mode_of("plateau", key, mode)
+        value = record.metrics[key]
         resting = max(before.resting - 1, 0)
         reference = before.reference
-        if reference is None or better(value, target(reference, direction), direction):
+        if reference is None or watched.better(value, target(reference)):
             return _Wait(before.ratio, value, 0, resting)
         if resting:
             return _Wait(before.ratio, reference, 0, resting)
@@ -1124,19 +1121,18 @@ def plateau(
             return _Wait(before.ratio, reference, waited, 0)
         return _Wait(max(before.ratio * factor, min_ratio), reference, 0, cooldown)
 
-    def target(reference: float, direction: str) -> float:
+    def target(reference: float) -> float:
         margin = min_delta * abs(reference) if relative else min_delta
-        return reference - margin if direction == "min" else reference + margin
+        return reference - margin if watched.mode == "min" else reference + margin
 
     looked = Fold(look, _Wait())
 
     def wrap(step: Step) -> Step:
         def lowered(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
             __tracebackhide__ = True
-            history = state.history
-            if len(history) and key not in history[-1].metrics:
-                check_monitored("plateau", key, state)
-            ratio = looked(history, first_record(state.phases, since)).ratio
+            if len(state.history):
+                watched.check(state)
+            ratio = looked(state.history, watched.first(state)).ratio
             groups = _used_groups(state, names, "plateau").values()
             kept = _keep_settings(groups)
             for group in groups:

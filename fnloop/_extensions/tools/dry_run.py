@@ -28,8 +28,9 @@ from fnloop._extensions.checkpoints.compare import find_difference
 from fnloop._extensions.checkpoints.format import CheckpointError
 from fnloop._extensions.checkpoints.restore import restore
 from fnloop._extensions.checkpoints.save import check_resumable, save
-from fnloop._extensions.middleware.metric import derive, metric, throughput, timings
+from fnloop._extensions.middleware.metric import derive, metric
 from fnloop._extensions.middleware.schedule import plateau, schedule, torch_scheduler
+from fnloop._extensions.middleware.times import throughput, timings
 from fnloop._hooks.hook import BuiltIn, Hook, HookFn, Wrapper, every
 from fnloop._loop.errors import check_returned, why_empty
 from fnloop._loop.evaluate import open_loader

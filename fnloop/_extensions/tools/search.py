@@ -17,7 +17,7 @@ import attrs
 
 from fnloop._backend.collectives import broadcast
 from fnloop._core.history import History
-from fnloop._core.records import Record, counts
+from fnloop._core.records import Record
 from fnloop._core.state import TrainState
 from fnloop._core.types import Middleware, Step
 from fnloop._display.frames import short_traceback
@@ -97,7 +97,7 @@ class Search(tables.Shown):
         colors = dict(zip(last, figures.palette("Search.plot", len(last)), strict=True))
         curves = []
         for name in sorted(self.histories, key=last.__contains__):  # the others are below
-            having = [r for r in self.histories[name] if counts(r, self.key)]
+            having = [r for r in self.histories[name].having(self.key) if not r.closing]
             points = [(record.step, record.metrics[self.key]) for record in having]
             label = name if name in last else ""
             curves.append(figures.Curve(points, label, colors.get(name, FAINT)))

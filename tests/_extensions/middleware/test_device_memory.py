@@ -8,7 +8,7 @@ import torch
 from toy_runs import ONE, fitted, noting, xs
 
 import fnloop as fl
-from fnloop._extensions.middleware import metric
+from fnloop._extensions.middleware import times
 from fnloop.testing import toy, toy_loss
 
 NAME = "memory/peak_gib"
@@ -28,11 +28,11 @@ def gauge(monkeypatch):
             self.peak, self.resets = 0.0, self.resets + 1
 
     found = Gauge()
-    monkeypatch.setattr(metric, "_peak_gib", lambda device: found.peak)
-    monkeypatch.setattr(metric, "_reset", found.reset)
-    metric._gauge.cache_clear()
+    monkeypatch.setattr(times, "_peak_gib", lambda device: found.peak)
+    monkeypatch.setattr(times, "_reset", found.reset)
+    times._gauge.cache_clear()
     yield found
-    metric._gauge.cache_clear()
+    times._gauge.cache_clear()
 
 
 def taking(gauge):

@@ -14,10 +14,8 @@ from sample_middleware import output_mean
 from toy_runs import noting
 
 import fnloop as fl
-from fnloop._core import metrics
-from fnloop._core.metrics import Elapsed
-from fnloop._extensions.middleware import metric
-from fnloop._extensions.middleware.metric import _elapsed
+from fnloop._extensions.middleware import times
+from fnloop._extensions.middleware.times import Elapsed, _elapsed
 from fnloop.testing import (
     law_fold,
     law_neutral,
@@ -247,10 +245,10 @@ MEMBERS = (fl.timings(), fl.throughput(flops=1.0, peak=2.0), fl.grad_norm(), fl.
 @pytest.fixture
 def steady_memory(monkeypatch):
     """A device whose peak does not change; a gauge of another test is not used."""
-    monkeypatch.setattr(metric, "_peak_gib", lambda device: 1.0)
-    metric._gauge.cache_clear()
+    monkeypatch.setattr(times, "_peak_gib", lambda device: 1.0)
+    times._gauge.cache_clear()
     yield
-    metric._gauge.cache_clear()
+    times._gauge.cache_clear()
 
 
 @pytest.mark.parametrize("member", MEMBERS, ids=repr)
@@ -294,7 +292,7 @@ class FakeEvent:
 def events(clock, monkeypatch):
     """Marks are events; the list gets an entry for each wait."""
     log = []
-    monkeypatch.setattr(metric, "mark", lambda device: FakeEvent(clock, log))
+    monkeypatch.setattr(times, "mark", lambda device: FakeEvent(clock, log))
     return log
 
 
@@ -321,7 +319,7 @@ def test_events_that_have_passed_are_not_kept(clock, events):
         end = FakeEvent(clock, events)
         end.done = True
         total = total.combine(_elapsed(1, start, end))
-        assert len(total.pending) <= metrics.SETTLE
+        assert len(total.pending) <= times.SETTLE
     assert total.compute() == 1.0
     begun, ended, later = (FakeEvent(clock, events) for _ in range(3))
     ended.at, later.at, ended.done = begun.at + 2.0, begun.at + 5.0, True
