@@ -65,11 +65,11 @@ OPEN = {
     "_core.several": "models_of Several",
     "_core.shapes": "forget_states resized Shapes take_shapes",
     "_core.state": (
-        "advance check_alike clear_parameter_cache count_parameters current_parameters "
-        "detached_from_run generation_of give_up_ownership LEFT_OUT moved note_buffers "
-        "note_call note_restored Ownership ownership_of owns_handles ParameterCache PLACE "
-        "rested shapes_of_buffers take_ownership tracing_copy used_in with_note with_used "
-        "without_metrics"
+        "advance check_alike clear_parameter_cache count_parameters counted_of "
+        "current_parameters detached_from_run generation_of give_up_ownership LEFT_OUT moved "
+        "note_buffers note_call note_restored Ownership ownership_of owns_handles "
+        "ParameterCache PLACE rested shapes_of_buffers take_ownership tracing_copy used_in "
+        "with_note with_used without_metrics"
     ),
     "_core.types": "Aux BY_ANOTHER Call collection_key hide_fields is_ours Searching Skip",
     "_core.view": "as_evaluated begin_again changed_for is_apart take_back view",
