@@ -203,6 +203,9 @@ def clip_to_norm_(params: Sequence[Tensor], max_norm: float, norm_type: float) -
 
 
 def _norm(grads: Sequence[Tensor], norm_type: float, alike: bool) -> Tensor:
+    if math.isinf(norm_type):  # torch raises where a tensor has no elements
+        grads = [g for g in grads if g.numel()]
+        alike = alike and bool(grads)
     if alike:  # what get_total_norm does after it has sorted them by kind
         norms = torch_compat.foreach_norm(grads, norm_type)
         return torch.linalg.vector_norm(torch.stack([*norms]), norm_type)
