@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
 
 from fnloop._backend.torch_compat import local_tensor
 
@@ -88,6 +91,28 @@ def full(tensor: Tensor) -> Tensor:
     """Return a full tensor. This is a collective if the tensor is sharded."""
     kind = None if tensor.__class__ in WHOLE else dtensor()
     return tensor.full_tensor() if kind is not None and isinstance(tensor, kind) else tensor
+
+
+def largest(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the largest magnitude in tensors of one mesh, NaN if one is there.
+
+    This is a collective if they are sharded. torch raises for a part without elements, and what
+    reduces over processes may drop NaN.
+    """
+    parts = [part for tensor in tensors if (part := local_part(tensor)).numel()]
+    own = get_total_norm(parts, math.inf)
+    kind = dtensor()
+    if kind is None or not tensors or not isinstance(tensors[0], kind):
+        return own
+    from torch.distributed.tensor import Partial
+
+    both = torch.stack([own.nan_to_num(0.0, math.inf), own.isnan().to(own.dtype)])
+    mesh = tensors[0].device_mesh
+    shared = kind.from_local(
+        both.to(local_part(tensors[0]).device), mesh, [Partial("max")] * mesh.ndim
+    )
+    found, has_nan = shared.full_tensor()
+    return torch.where(has_nan > 0, math.nan, found)
 
 
 def combined(result: Tensor) -> Tensor:

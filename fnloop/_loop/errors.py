@@ -59,6 +59,11 @@ def explain(
             "fnloop calls backward: if the loss function does, leave it out there. If it keeps a "
             "tensor of an earlier batch, detach that"
         )
+    if isinstance(error, NotImplementedError) and "'Sparse" in str(error):
+        error.add_note(
+            "a gradient is sparse, as that of an embedding with sparse=True, and torch has no such "
+            'function for it: leave out sparse=True, or name others, such as clip(1.0, only="head")'
+        )
     if is_half_updated(state):
         error.add_note(
             "the optimizer was changing the weights: they are between two updates, so this "

@@ -16,7 +16,7 @@ from torch.nn import utils
 
 from fnloop._backend import torch_compat
 from fnloop._backend.containers import IN_BATCHES, parts_of, tensors_in, with_parts
-from fnloop._backend.fsdp import by_mesh, full, local_part
+from fnloop._backend.fsdp import by_mesh, full, largest, local_part
 from fnloop._core.metrics import combine
 from fnloop._core.optimizers import explain_untrained, optimizers_in
 from fnloop._core.state import TrainState, current_parameters, parameters
@@ -203,6 +203,8 @@ def clip_to_norm_(params: Sequence[Tensor], max_norm: float, norm_type: float) -
 
 
 def _norm(grads: Sequence[Tensor], norm_type: float, alike: bool) -> Tensor:
+    if math.isinf(norm_type):
+        return torch.stack([largest(group) for group in by_mesh(grads) or [[]]]).amax()
     if alike:  # what get_total_norm does after it has sorted them by kind
         norms = torch_compat.foreach_norm(grads, norm_type)
         return torch.linalg.vector_norm(torch.stack([*norms]), norm_type)

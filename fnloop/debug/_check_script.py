@@ -259,7 +259,7 @@ def _named(changed: tuple[Source, ...]) -> str:
     if not changed:
         return (
             ": a loader whose batches differ each time, a kernel that is not deterministic, or "
-            "something that no checkpoint holds"
+            "something that no checkpoint holds, such as a buffer with persistent=False"
         )
     names = "; ".join(str(source) for source in changed[:MOST_SOURCES])
     more = len(changed) - MOST_SOURCES

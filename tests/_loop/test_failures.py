@@ -48,6 +48,17 @@ def test_an_exception_keeps_its_type_and_carries_a_note_and_the_state(error):
     del error.__notes__
 
 
+@pytest.mark.parametrize(
+    "member", [fl.clip(1.0), fl.clip_value(1.0), fl.clip_adaptive(1.0), fl.sam()], ids=repr
+)
+def test_what_torch_cannot_do_with_a_sparse_gradient_is_explained(member):
+    state = of(nn.Embedding(4, 2, sparse=True))
+    step = fl.pipeline(member)(lambda model, i: model(i).square().mean())
+    with pytest.raises(NotImplementedError) as caught:
+        fl.fit(step, state, [torch.tensor([1])], hooks=())
+    assert "sparse=True" in caught.value.__notes__[-1]
+
+
 def broken():
     yield ONE
     raise Boom

@@ -37,11 +37,11 @@ OPEN = {
     "_core.selectors": "Selectors",
     "_core.several": "models_of Several",
     "_core.state": (
-        "advance clear_parameter_cache count_items count_parameters COUNTED COUNTERS "
-        "current_parameters detached_from_run generation_of give_up_ownership items_to_send "
-        "LEFT_OUT note_buffers note_call note_restored Ownership ownership_of owns_handles "
-        "ParameterCache PLACE rested shapes_of_buffers take_ownership tracing_copy used_in "
-        "with_note with_used without_metrics"
+        "advance clear_parameter_cache count_items count_parameters COUNTED counted_of "
+        "COUNTERS current_parameters detached_from_run generation_of give_up_ownership "
+        "items_to_send LEFT_OUT note_buffers note_call note_restored Ownership ownership_of "
+        "owns_handles ParameterCache PLACE rested shapes_of_buffers take_ownership "
+        "tracing_copy used_in with_note with_used without_metrics"
     ),
     "_core.trained": "add_group Groups Layout split_group",
     "_core.types": (

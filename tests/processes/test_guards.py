@@ -1,5 +1,6 @@
 """Batches and updates that are left out on one process, on some, or on all."""
 
+import math
 from itertools import pairwise
 
 import attrs
@@ -14,6 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import fnloop as fl
+from fnloop.extend import then
 
 pytestmark = pytest.mark.slow
 
@@ -127,9 +129,25 @@ def all_left_out(folder):
         return [str(error).partition(" (")[0], state.epoch, state.step, state.skipped]
 
 
+def largest(folder):
+    """The last process has no element, and the one before it may have NaN."""
+    state, found = created(fully_shard, make=lambda: nn.Linear(1, world() - 1, bias=False)), []
+    for value in (3.0, math.nan):
+
+        def fill(state, batch, out, value=value):
+            state.model.weight.grad.to_local().fill_(value if rank() == world() - 2 else 1.0)
+            return state, out
+
+        filled = fl.middleware("gradient")(lambda fill=fill: then(fill))
+        step = fl.pipeline(filled(), fl.clip(1.0, math.inf))(lambda model, x: model(x).sum())
+        state, out = step(state, torch.ones(1, 1))
+        found.append(str(out.metrics["grad_norm"].compute()))
+    return found
+
+
 def guards(folder):
     join()
-    jobs = (decided, refused, not_repeated, put_back, all_left_out)
+    jobs = (decided, refused, not_repeated, put_back, all_left_out, largest)
     return {job.__name__: job(folder) for job in jobs}
 
 
@@ -162,6 +180,10 @@ def test_buffers_are_put_back_in_every_process(found):
     skipped, same, calls, predicted = found["put_back"]
     assert (skipped, calls, predicted) == (1, 4.0, True)
     assert sum(same[:-1]) == 1 and same[-1]  # the update that was left out, and the prediction
+
+
+def test_the_largest_gradient_is_that_of_all_shards(found):
+    assert found["largest"] == ["3.0", "nan"]
 
 
 def test_what_a_middleware_keeps_is_put_back_on_both_processes(launched):

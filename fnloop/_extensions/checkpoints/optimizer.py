@@ -1330,7 +1330,8 @@ def regroup(
         return
     parameters = {**named.own, **named.parameters()}
     wanted = {name for group in theirs for name in group}
-    if not wanted <= parameters.keys() or not wanted.isdisjoint(others):
+    added = wanted.difference(*mine)
+    if not wanted <= parameters.keys() or not added.isdisjoint(others):
         return
     here = [bool(group.get(UNFROZEN)) for group in optimizer.param_groups]
     there = [bool(group.get(UNFROZEN)) for group in saved]

@@ -84,8 +84,8 @@ def save(
     your own plain data. A slot may be plain data, tensors, an attrs record, an object with a
     ``state_dict``, or what a middleware or a hook saves with a part that it brings. A buffer that
     the run has made, or whose shape it has changed, is restored into a model that has it as it was
-    when the run began. The records of a long history are written once, in the folder ``.records``
-    beside the checkpoints.
+    when the run began; one with ``persistent=False`` is not saved. The records of a long history
+    are written once, in the folder ``.records`` beside the checkpoints.
 
     Args:
         state: the newest state; it may be in the middle of an epoch.

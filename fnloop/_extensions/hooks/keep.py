@@ -699,6 +699,9 @@ class restore_best(BuiltIn):
             return
         mode = mode_of(OWNER, self.key, self.mode)
         record = known.best_record(self.key, mode)
+        is_next = record.step == state.step and pending(state.todo)  # the hook is called of it yet
+        if is_next or math.isnan(record.metrics[self.key]):
+            return
         log.warning(
             "%r: the best value so far, %g, is of step %d, but its weights were not kept: the run "
             "will end with the best weights from here on",

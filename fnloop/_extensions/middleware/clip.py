@@ -210,7 +210,11 @@ def _by_module(state: TrainState) -> dict[str, list[Tensor]]:
 
 def _stacked_norms(grads: Sequence[Tensor], norm_type: float) -> Tensor:
     """Return the norm of each model's gradients, given the stacked gradients."""
-    norms = [torch.linalg.vector_norm(g.reshape(len(g), -1), norm_type, dim=1) for g in grads]
+    norms = [
+        torch.linalg.vector_norm(g.reshape(len(g), -1), norm_type, dim=1)
+        for g in grads
+        if g.numel()
+    ]
     if len(norms) == 1:
         return norms[0]
     alike = [each.to(norms[0].dtype) for each in norms]

@@ -164,7 +164,8 @@ def _examine_gradients(state: TrainState, out: Output) -> tuple[Tensor, Judge]:
     if isinstance(state.model, Several):
         bad = ~out.loss.isfinite()
         for g in gradients(state):  # stacked: a number of each model in the first dimension
-            bad |= ~torch.linalg.vector_norm(g.reshape(len(g), -1), math.inf, dim=1).isfinite()
+            if g.numel():
+                bad |= ~torch.linalg.vector_norm(g.reshape(len(g), -1), math.inf, dim=1).isfinite()
         return bad.any(), functools.partial(_judge_models, out.loss, bad)
     found = out.loss.isfinite()
     own = [local_part(p.grad) for p in parameters(state) if p.grad is not None]

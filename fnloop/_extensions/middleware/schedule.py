@@ -31,6 +31,7 @@ from fnloop.extend import (
     Batch,
     Fold,
     Monitored,
+    all_parameters,
     checks,
     groups,
     name_of,
@@ -575,7 +576,7 @@ def scheduled(**functions: _Fn) -> Middleware:
     Notes:
         The loss function gets a float. Where ``compiled`` or ``cuda_graph`` is listed, it gets a
         tensor without dimensions, on the device, which is filled before each update: so nothing is
-        compiled or captured again.
+        compiled or captured again. It is in double precision if a parameter is.
 
         A run with another total than before logs one warning for each number that this changes.
     """
@@ -597,7 +598,7 @@ def scheduled(**functions: _Fn) -> Middleware:
             name: _compute_factor(fn, of_state[name], state, step, total, "scheduled")
             for name, fn in functions.items()
         }
-        passed.put(found, state.backend.device)
+        passed.put(found, state)
         return found
 
     def wrap(step: Step) -> Step:
@@ -660,20 +661,23 @@ class _Passed:
 
     def __init__(self) -> None:
         self.as_tensors = False  # compiled and captured code would keep a float
-        self.numbers: dict[str, Rate] = {}
-        self._tensors: dict[tuple[str, torch.device], Tensor] = {}
+        self.numbers: Mapping[str, Rate] = {}
+        self._tensors: dict[tuple[str, torch.device, torch.dtype], Tensor] = {}
 
-    def put(self, found: Mapping[str, Rate], device: torch.device) -> None:
+    def put(self, found: Mapping[str, Rate], state: TrainState) -> None:
         """Set the numbers for what comes next."""
-        self.numbers = {
-            name: self._tensor(name, value, device) if self.as_tensors else value
-            for name, value in found.items()
-        }
+        self.numbers = found if not self.as_tensors else self._filled(found, state)
 
-    def _tensor(self, name: str, value: Rate, device: torch.device) -> Tensor:
-        if (name, device) not in self._tensors:
-            self._tensors[name, device] = torch.zeros((), device=device)
-        return self._tensors[name, device].fill_(value)
+    def _filled(self, found: Mapping[str, Rate], state: TrainState) -> dict[str, Rate]:
+        doubles = any(p.dtype in (torch.float64, torch.complex128) for p in all_parameters(state))
+        dtype, device = torch.float64 if doubles else torch.float32, state.backend.device
+        filled: dict[str, Rate] = {}
+        for name, value in found.items():
+            key = name, device, dtype
+            if key not in self._tensors:
+                self._tensors[key] = torch.zeros((), device=device, dtype=dtype)
+            filled[name] = self._tensors[key].fill_(value)
+        return filled
 
 
 # --------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ looks at them, such as a checkpoint or a hook, sees as many models.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NoReturn, Self
 
@@ -57,11 +58,13 @@ class PerModel(Mean):
 
     def of(self, model: int) -> Mean:
         """Return the mean of one model, which shares no tensor."""
-        return Mean(self.total[model].clone(), self.weight)
+        return Mean(self.total[model].clone(), copy.deepcopy(self.weight))
 
     def _reduced(self, other: Self, in_place: bool) -> Self:  # pyright: ignore[reportIncompatibleMethodOverride]
-        made = super()._reduced(other, in_place)
-        return attrs.evolve(made, label=other.label, models=other.models)
+        # What counts items keeps the weights of before, so that they do not change in place.
+        weight = self.weight + other.weight
+        total = self.total.add_(other.total) if in_place else self.total + other.total
+        return attrs.evolve(other, total=total, weight=weight)
 
     def to_accumulator(self) -> Self:
         """Return a metric whose sums share no tensor, in a dtype wide enough to sum in."""

@@ -20,6 +20,7 @@ from fnloop._core.state import (
     PLACE,
     Ownership,
     TrainState,
+    counted_of,
     snapshot,
 )
 from fnloop._extensions.histories.table import records_of_model
@@ -112,6 +113,7 @@ def stack(states: Mapping[str, TrainState]) -> TrainState:
     return attrs.evolve(
         made,
         **checks.fields_of(first, kept),
+        counted=counted_of(first),
         slots=_shared_slots(copies),
         metrics=_stack_metrics({name: state.metrics for name, state in copies.items()}),
         history=_stack_histories({name: state.history for name, state in copies.items()}),
@@ -175,6 +177,7 @@ def _taken_out(state: TrainState, place: int, name: str) -> TrainState:
     return attrs.evolve(
         made,
         **{field: copy.deepcopy(value) for field, value in checks.fields_of(state, kept).items()},
+        counted=counted_of(state),
         slots=copy.deepcopy(dict(state.slots)),
         metrics=_metrics_of(state.metrics, place, name),
         history=History(records_of_model(state.history, name, state.model.names)),
@@ -263,8 +266,10 @@ def _check_alike(states: Mapping[str, TrainState]) -> None:
     """Raise ValueError unless states are at the same place of the same run."""
     (first_name, first), *others = states.items()
     for name, state in others:
-        known, found = (checks.fields_of(each, (*PLACE, *_ALIKE)) for each in (first, state))
-        for field in PLACE:
+        known, found = (
+            checks.fields_of(each, (*PLACE, "items", *_ALIKE)) for each in (first, state)
+        )
+        for field in (*PLACE, "items"):
             mine, its = known[field], found[field]
             if mine != its:
                 what = "step" if field == "step" else f"step {first.step}, but {field}"
@@ -370,7 +375,7 @@ def _joined(label: str, every: Sequence[Metric | None], names: tuple[str, ...]) 
     if len(means) < len(every) or not all(isinstance(m.total, torch.Tensor) for m in means):
         return None
     weight = means[0].weight
-    if not all(type(mean.weight) is int and mean.weight == weight for mean in means):
+    if not all(mean.weight == weight for mean in means):
         return None
     totals = torch.stack([mean.total for mean in means])
     return PerModel(totals, weight, label.removeprefix("recent/"), names)

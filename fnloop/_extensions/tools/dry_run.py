@@ -531,7 +531,8 @@ def _resume(
         return [times, Finding("resume", "checkpoint", text)], watch.places
     text = (
         f"one update after a restore, {where}: a loader whose batches differ each time, a kernel "
-        "that is not deterministic, or something that no checkpoint holds"
+        "that is not deterministic, or something that no checkpoint holds, such as a buffer with "
+        "persistent=False"
     )
     return [times, Finding("resume", "checkpoint", text, problem=True)], watch.places
 

@@ -215,6 +215,22 @@ def test_groups_that_were_added_are_restored_by_names(tmp_path):
     assert [g["lr"] for g in groups] == [0.05, 0.01, 0.1, 0.05]
 
 
+@pytest.mark.parametrize("trained", [("0", "2"), ("2",)])
+def test_optimizers_of_the_same_parameters_have_the_groups_of_both(trained, tmp_path):
+    def shared(model):
+        for name, block in model.named_children():
+            block.requires_grad_(name in trained)
+        given = [p for p in model.parameters() if p.requires_grad]
+        return {"adam": AdamW(given, lr=0.1), "sgd": SGD(given, lr=0.1)}
+
+    more = {} if "0" in trained else {"optimizer": "adam"}
+    state = fl.unfreeze(new_state(shared), "0", "2.bias", lr=0.01, **more)
+    fl.save(state, tmp_path / "saved")
+    restored = fl.restore(tmp_path / "saved", new_state(shared))
+    assert layout(restored) == layout(state)
+    assert len(restored.optimizer["sgd"].param_groups) == 2
+
+
 def test_groups_that_the_checkpoint_does_not_have_are_removed(tmp_path):
     path = fl.save(freeze_body(new_state(of_all)), tmp_path / "a")
     restored = fl.restore(path, last_block(new_state(of_all)))

@@ -130,6 +130,18 @@ def test_best_weights_that_were_not_kept_or_have_changed_do_not_count(caplog, be
     assert weight(state) == w
 
 
+def test_a_run_that_is_cut_before_the_hook_was_called_has_lost_nothing(tmp_path, caplog):
+    def cut(state):
+        raise KeyError
+
+    saves = fl.checkpoint(tmp_path)
+    with pytest.raises(KeyError):
+        trained(hooks=(saves, cut, BEST))
+    state = trained(fl.resume(tmp_path, toy()), (saves, BEST))
+    assert weight(state) == weight(trained())
+    assert "were not kept" not in caplog.text
+
+
 def test_a_run_that_skipped_updates_continues_from_its_best_weights(caplog):
     step, loaders = fl.pipeline(skip_negative())(toy_loss), ([-ONE, ONE], [ONE])
     first = trained(step=step, loaders=loaders, epochs=3)

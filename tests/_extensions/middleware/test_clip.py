@@ -49,6 +49,22 @@ def test_the_norm_in_a_record_is_the_unweighted_mean_over_updates(member):
     assert state.history["train/grad_norm"] == (2.0,) and state.model.w.item() == -2.0
 
 
+@pytest.mark.parametrize(("norm_type", "norm"), [(1.0, 8.0), (2.0, 4.0), (math.inf, 2.0)])
+def test_a_parameter_without_elements_adds_nothing_to_the_norm(norm_type, norm):
+    def make():
+        return of(nn.ParameterList([torch.zeros(0, 2), torch.zeros(4)]))
+
+    members = [fl.grad_norm(norm_type), fl.grad_norm(norm_type, by="module")]
+    for member in (*members, fl.clip(math.inf, norm_type), fl.clip(1.0, norm_type)):
+        assert [*norms(clipped(member, make())).values()] == [norm]
+    for member in (fl.grad_norm(norm_type), fl.clip(1.0, norm_type)):
+        step = fl.pipeline(member, fl.skip_nonfinite())(
+            lambda model, x: 2 * x.mean() * sum(p.sum() for p in model)
+        )
+        _, out = step(fl.stack({"a": make(), "b": make()}), torch.ones(1))
+        assert out.metrics["grad_norm"].compute() == {"a/grad_norm": norm, "b/grad_norm": norm}
+
+
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 def test_a_gradient_without_a_finite_norm_becomes_nan_as_a_whole(bad, norm_type):

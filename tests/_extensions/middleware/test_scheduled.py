@@ -111,6 +111,14 @@ def test_a_captured_update_reads_a_tensor_that_is_filled_before_each_replay(reco
     assert sum(recorder.log.count("record 0") for recorder in recorders) <= 1
 
 
+def test_a_number_is_in_double_precision_where_the_model_is(recorders):
+    step = fl.pipeline(fl.scheduled(beta=lambda i, total: 1 / 3), fl.cuda_graph(warmup=1))(loss_fn)
+    assert fit(step, toy(), [ONE]).model.w.item() == torch.tensor(-1 / 3).item()
+    state = toy()
+    state.model.double()
+    assert fit(step, state, [ONE.double()]).model.w.item() == -1 / 3
+
+
 @pytest.mark.slow  # compiles
 @pytest.mark.parametrize("before", [True, False])
 def test_nothing_is_compiled_again_for_another_number(before):

@@ -339,6 +339,31 @@ def test_tokens_weigh_batches_as_they_do_alone():
         check_close(alone[name], state)
 
 
+@pytest.mark.parametrize("weight", [int, torch.tensor])
+@pytest.mark.parametrize("steps", [(2, 4, 7), (3, 6, 9)])
+def test_items_are_counted_as_of_a_run_alone(weight, steps):
+    def loss_fn(model, batch):
+        return model.w * batch.mean(), {"weight": weight(2)}
+
+    step, seen = fl.pipeline()(loss_fn), {"alone": [], "stacked": []}
+    for how, found in seen.items():
+        state = toy()
+        for n in steps:
+            state = fl.fit(step, state, [torch.ones(1)] * 3, steps=n, hooks=())
+            found.append(state.items)
+            if how == "stacked" and n == steps[0]:
+                state = fl.stack(fl.fork(state, {"lr": [1.0, 0.5]}))
+                found.append(state.items)
+            elif how == "stacked" and n == steps[1]:
+                states = [*fl.unstack(state).values()]
+                found += [each.items for each in states]
+                fl.fit(step, states[1], [torch.ones(1)] * 3, steps=100, hooks=())
+                state = states[0]
+        found.append([record.items for record in state.history])
+    first, second, *rest = seen["alone"]
+    assert seen["stacked"] == [first, first, second, second, second, *rest]
+
+
 def test_parameters_that_are_frozen_later_stay_as_they_are():
     step, state = fl.pipeline()(LOSS), fl.stack(states())
     state, _ = step(state, BATCHES[0])
@@ -720,6 +745,9 @@ def test_states_at_other_places_are_refused():
     later = fl.fit(step, toy(), ONES, hooks=())
     with pytest.raises(ValueError, match=r"one state\.step: 'a' is at step 0 and 'b' at 2"):
         fl.stack({"a": toy(), "b": later})
+    longer = fl.fit(step, toy(), [torch.ones(2)] * 2, hooks=(), epochs=1)
+    with pytest.raises(ValueError, match=r"'a' is at step 2, but items 2 and 'b' at 4"):
+        fl.stack({"a": fl.fit(step, toy(), [torch.ones(1)] * 2, hooks=()), "b": longer})
     with pytest.raises(ValueError, match=r"the same stop.*attrs\.evolve"):
         fl.stack({"a": toy(), "b": attrs.evolve(toy(), stop="enough")})
     with pytest.raises(NotImplementedError, match=r"'ema'.*not the same"):
