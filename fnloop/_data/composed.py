@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import copy
 import itertools
 from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -16,7 +17,7 @@ from fnloop._core.rng import isolated, new_seed
 from fnloop._core.types import Batch
 from fnloop._data import map_style
 from fnloop._data.held import Held
-from fnloop._data.iterable import as_torch_reads_it, is_keeper, iterate
+from fnloop._data.iterable import as_torch_reads_it, is_keeper, iterate, keeper_of, owners_of
 from fnloop._data.loaders import (
     NONE_LEFT,
     Loader,
@@ -27,11 +28,13 @@ from fnloop._data.loaders import (
     even,
     glimpse,
     in_whole_rounds,
+    is_iterable,
+    read_loaders,
     sharded,
     sharing_among,
 )
 from fnloop._data.map_style import index_in, makes_new, only_seen, requests
-from fnloop._data.position import Positions
+from fnloop._data.position import Positions, kept_generators
 
 # --------------------------------------------------------------------------------------------------
 # Loaders made of loaders: the base of what `fnloop.data` returns, and how they are read.
@@ -126,6 +129,33 @@ def unmarked(loader: Loader) -> tuple[Loader, bool]:
         inner, is_even = unmarked(loader.loader)
         return (sharded(inner), True) if is_even else (loader, False)
     return loader, isinstance(loader, Composed) and loader.even
+
+
+def leaves_of(loader: Loader) -> Iterator[Loader]:
+    """Yield the loaders that a loader is made of in the end; itself, if it is not composed."""
+    loader, _ = unmarked(loader)
+    loader = loader.loader if isinstance(loader, sharded) else loader
+    yield from loader.leaves() if isinstance(loader, Composed) else (loader,)
+
+
+@contextlib.contextmanager
+def unmoved(loaders: object) -> Iterator[None]:
+    """Put back what decides which batches loaders give next: positions, generators of their own.
+
+    Args:
+        loaders: what ``fit`` takes.
+    """
+    train, evaluated = read_loaders(loaders)
+    every = itertools.chain.from_iterable(map(leaves_of, (train, *evaluated.values())))
+    leaves = [*filter(is_iterable, every)]
+    keepers = [keeper for keeper in map(keeper_of, leaves) if keeper is not None]
+    positions = [copy.deepcopy(keeper.state_dict()) for keeper in keepers]
+    with kept_generators([owner for leaf in leaves for owner in owners_of(leaf)]):
+        try:
+            yield
+        finally:
+            for keeper, position in zip(keepers, positions, strict=True):
+                keeper.load_state_dict(position)
 
 
 def fetch(items: Iterator[PartItem | Padding], held: Held) -> Iterator[Batch]:

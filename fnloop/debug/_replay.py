@@ -26,6 +26,7 @@ from fnloop._core.rng import reserved_generators
 from fnloop._core.state import TrainState, snapshot, unwrap
 from fnloop._core.types import Middleware, Output, Step, middleware
 from fnloop._core.view import take_back
+from fnloop._data.composed import unmoved
 from fnloop._data.loaders import read_loaders
 from fnloop._data.position import checksum
 from fnloop._display.frames import short_traceback
@@ -338,7 +339,7 @@ def continue_from(
         plan = follow.with_records(plan, records)
     if not plan.resumed(state).todo:
         return state
-    with reserved_generators():
+    with reserved_generators(), unmoved(loaders):
         reached = train(plan, state)
     take_back(reached)  # the end of a run has put the average into the model
     return follow.restore(reached)
