@@ -144,11 +144,12 @@ def dry_run(
         ['bit for bit, in the middle of an epoch']
 
     Notes:
-        Nothing is left behind: the state and all generators stay as they are, and checkpoints are
-        written to a temporary folder. ``checkpoint``, ``to_csv`` and ``to_jsonl`` write there as
-        well, and not to their own paths. ``track``, ``progress``, ``live_plot`` and ``time_limit``
-        are not called. Your own hooks and loaders are called as they are: what they write by
-        themselves, they write. Up to three copies of the model and the optimizer exist at once.
+        Nothing is left behind: the state and all generators stay as they are, and so do the
+        positions of loaders that continue where they were. Checkpoints are written to a temporary
+        folder. ``checkpoint``, ``to_csv``, ``to_jsonl`` and ``profiled`` write there as well, and
+        not to their own paths. ``track``, ``progress``, ``live_plot`` and ``time_limit`` are not
+        called. Your own hooks and loaders are called as they are: what they write by themselves,
+        they write. Up to three copies of the model and the optimizer exist at once.
 
         With several processes, every process has to call it. Each tries its share of the data, and
         all return the same report: times are those of the main process, and a problem of some
