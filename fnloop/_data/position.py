@@ -198,6 +198,15 @@ class Positions:
             self.compare(epoch, start, NONE_LEFT)
         self.end(n)
 
+    def unmoved(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Yield the batches of an evaluation, and put generators of the loader's own back then.
+
+        So each evaluation has the same batches, and training on the loader does not notice it.
+        """
+        __tracebackhide__ = True
+        with kept_generators(self._owners):
+            yield from batches
+
     def skipped(self, indices: list[Index]) -> None:
         """Note the indices that a sampler gives before the position. Compare them with those then.
 

@@ -511,6 +511,8 @@ def windows(
     holds = not copies and ((sizes is not None and not late) or prefetch > 1)
     held.begin_pass(holds or source.sharing.reads_ahead)
     batches = iter(source.read(epoch, batch, samples))
+    if epoch is None:
+        batches = source.positions.unmoved(batches)
     if copies or late:  # what the loader gave is used at once
         batches = held.taken(batches, grouped=False)
     if may_need_transfer(device):
