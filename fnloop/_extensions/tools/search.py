@@ -447,7 +447,8 @@ def _kept_in(folder: str | Path | None, states: Mapping[str, Source]) -> Iterato
 
 
 def _name_of_folder(name: str) -> str:
-    return quote(name, safe="=,.+- ")
+    quoted = quote(name, safe="=,.+- ")
+    return quoted.replace(".", "%2E") if quoted in (".", "..") else quoted  # no folder of its own
 
 
 def _check(states: object, rungs: object, keep: float) -> tuple[Sequence[int], float]:

@@ -365,3 +365,10 @@ def test_every_run_reads_loaders_that_draw_by_themselves_as_it_would_alone(folde
     for name, history in found.histories.items():
         alone = fl.fit(step, toy(lr=float(name)), loaders(), epochs=3, hooks=()).history
         assert history == alone[: len(history)]
+
+
+def test_no_name_leads_out_of_the_folder(tmp_path):
+    states = {name: toy(lr=lr) for name, lr in ((".", 0.1), ("..", 0.2), ("a/b", 0.3))}
+    fl.search(TOY_STEP, states, TOYS, rungs=(1,), folder=tmp_path / "runs")
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
+    assert {path.name for path in (tmp_path / "runs").iterdir()} == {"%2E", "%2E%2E", "a%2Fb"}
