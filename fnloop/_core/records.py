@@ -16,6 +16,8 @@ _FLOAT = {float}
 TRAINED = ("train", "recent")
 MODES = ("min", "max")  # lower is better, or higher
 COSTS = ("time", "throughput", "memory")
+# What a record has besides metrics, under the same names in files, tables and checkpoints.
+_OWN = {"epoch", "step", "seconds", "closing", "items"}
 
 
 class _FrozenDict(dict[str, float]):
@@ -34,6 +36,14 @@ class _FrozenDict(dict[str, float]):
 def _floats(metrics: Mapping[str, object]) -> Mapping[str, float]:
     if metrics.__class__ is not dict:
         checks.mapping("Record", "metrics", metrics, 'such as {"valid/loss": 0.5}')
+    for name in metrics:
+        if type(name) is not str or not name:
+            checks.text("Record", "metrics", name, "names of metrics")
+        if name in _OWN:
+            raise ValueError(
+                f"a record has {name!r} besides its metrics: choose another name for the metric, "
+                f'such as "valid/{name}"'
+            )
     if {*map(type, metrics.values())} <= _FLOAT:
         return _FrozenDict(metrics)  # type: ignore[arg-type]
     return _FrozenDict({name: _float(name, value) for name, value in metrics.items()})

@@ -197,6 +197,15 @@ class Positions:
             self.compare(epoch, start, NONE_LEFT)
         self.end(n)
 
+    def unmoved(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Yield the batches of an evaluation, and put generators of the loader's own back then.
+
+        So each evaluation has the same batches, and training on the loader does not notice it.
+        """
+        __tracebackhide__ = True
+        with kept_generators(self._owners):
+            yield from batches
+
     # --- what is asked
 
     def at(self, epoch: int, batch: int) -> Position | None:
@@ -395,10 +404,10 @@ def _in_words(size: Sequence[int | str]) -> str:
 OwnGenerator = np.random.Generator | np.random.RandomState | random.Random | torch.Generator
 
 
-def own_generators(owners: Sequence[object]) -> dict[str, OwnGenerator]:
+def own_generators(owners: Sequence[object], every: bool = False) -> dict[str, OwnGenerator]:
     """Return the generators that are attributes of loaders, samplers and streams, by their paths.
 
-    ``generator``, if torch's, is not among them: fnloop replaces it.
+    Without ``every``, torch's ``generator`` is not among them: fnloop replaces it.
     """
     found: dict[str, OwnGenerator] = {}
     if not owners:
@@ -411,7 +420,7 @@ def own_generators(owners: Sequence[object]) -> dict[str, OwnGenerator]:
         seen.add(id(owner))
         for name, value in attributes_of(owner):
             if isinstance(value, OwnGenerator):
-                if name != "generator" or not isinstance(value, torch.Generator):
+                if every or name != "generator" or not isinstance(value, torch.Generator):
                     found[f"{path}.{name}"] = value
             elif isinstance(value, Sampler | IterableDataset):
                 look(value, f"{path}.{name}")
@@ -419,6 +428,17 @@ def own_generators(owners: Sequence[object]) -> dict[str, OwnGenerator]:
     for i, owner in enumerate(owners):
         look(owner, str(i))
     return found
+
+
+@contextlib.contextmanager
+def kept_generators(owners: Sequence[object]) -> Iterator[None]:
+    """Put the generators of loaders, samplers and streams back to where they are now."""
+    own = own_generators(owners, every=True)
+    states = _states_of(own)
+    try:
+        yield
+    finally:
+        _put_all_back(own, states)
 
 
 def _states_of(generators: Mapping[str, OwnGenerator]) -> dict[str, object]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import functools
 import itertools
 import math
@@ -18,21 +20,24 @@ from fnloop._backend.containers import copy_on_side_stream, may_need_transfer, t
 from fnloop._core.rng import Generators, fold_in, isolated, saved_before_seeding, seed_all_count
 from fnloop._core.runs import Position
 from fnloop._core.types import Batch
-from fnloop._data.iterable import sampler_in, samplers_of
+from fnloop._data.iterable import keeper_of, owners_of, sampler_in, samplers_of
 from fnloop._data.loaders import (
     NONE_LEFT,
     First,
     Glimpse,
+    Loader,
     OwnStreams,
     Padding,
     RoundRobin,
     SingleProcess,
     Window,
+    is_iterable,
+    read_loaders,
     sharded,
     sharing_among,
     unmarked,
 )
-from fnloop._data.position import Pass, Positions
+from fnloop._data.position import Pass, Positions, kept_generators
 from fnloop._data.reader import Reader, reader_of
 
 # --------------------------------------------------------------------------------------------------
@@ -454,6 +459,8 @@ def windows(
     holds = not copies and ((sizes is not None and not late) or prefetch > 1)
     held.begin_pass(holds or source.sharing.reads_ahead)
     batches = iter(source.read(epoch, batch, samples))
+    if epoch is None:
+        batches = source.positions.unmoved(batches)
     if copies or late:  # what the loader gave is used at once
         batches = held.taken(batches, grouped=False)
     if may_need_transfer(device):
@@ -465,6 +472,32 @@ def windows(
         batches = _grouped(batches, numbers)
     fed = batches if prefetch == 1 else _prefetched(batches, prefetch)
     return fed if copies else held.taken(fed, grouped=sizes is not None)
+
+
+def _leaves_of(loader: Loader) -> list[Loader]:
+    """Return the loaders that a loader is made of in the end; itself, if it is not composed."""
+    loader, _ = unmarked(loader)
+    return reader_of(_unprepared(loader.loader if isinstance(loader, sharded) else loader)).leaves()
+
+
+@contextlib.contextmanager
+def unmoved(loaders: object) -> Iterator[None]:
+    """Put back what decides which batches loaders give next: positions, generators of their own.
+
+    Args:
+        loaders: what ``fit`` takes.
+    """
+    train, evaluated = read_loaders(loaders)
+    every = itertools.chain.from_iterable(map(_leaves_of, (train, *evaluated.values())))
+    leaves = [*filter(is_iterable, every)]
+    keepers = [keeper for keeper in map(keeper_of, leaves) if keeper is not None]
+    positions = [copy.deepcopy(keeper.state_dict()) for keeper in keepers]
+    with kept_generators([owner for leaf in leaves for owner in owners_of(leaf)]):
+        try:
+            yield
+        finally:
+            for keeper, position in zip(keepers, positions, strict=True):
+                keeper.load_state_dict(position)
 
 
 def first_batches(source: Source, device: torch.device, n: int) -> Iterator[Batch]:

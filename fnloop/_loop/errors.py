@@ -19,6 +19,7 @@ from fnloop._core.state import (
 )
 from fnloop._core.types import EPOCH, Searching, name_of
 from fnloop._data.source import Source
+from fnloop._display.checks import describe
 from fnloop._display.screen import log, tell
 from fnloop._hooks.hook import Hook, unwrap_hook
 from fnloop._step.pipeline import STEP, PipelineStep
@@ -134,6 +135,25 @@ def check_returned(hook: Hook, before: TrainState, new: object, method: str = ""
     elif not method:
         _check_counters(hook, before, new)
     return new
+
+
+def check_numbers(hook: Hook, numbers: object, record: Record) -> None:
+    """Raise unless a record can take what the method ``numbers`` of a hook returned.
+
+    Raises:
+        TypeError: it is not a mapping.
+        ValueError: the record has one of the names already.
+    """
+    if not isinstance(numbers, Mapping):
+        raise TypeError(
+            f"the method numbers of {name_of(hook)} must return a mapping from names to numbers, "
+            f'such as {{"valid/ap": 0.5}}; it returned {describe(numbers)}'
+        )
+    if taken := [name for name in numbers if name in record.metrics]:
+        raise ValueError(
+            f"{name_of(hook)} adds the number {taken[0]!r}, which the record has already: "
+            "choose another name"
+        )
 
 
 def _check_run(name: str, before: TrainState, new: TrainState) -> None:

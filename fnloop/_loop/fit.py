@@ -246,7 +246,9 @@ def fit(
         number of workers, on evaluation, or on where a run was resumed. What the loss function
         draws from the generators of Python and NumPy is the same after a resume too, unless the
         run switches between no workers and some. The global random state, which threads share, is
-        restored after a run.
+        restored after a run. A loader, sampler or stream with a generator of its own continues to
+        draw from it in training, also after a resume. An evaluation puts it back, and so has the
+        same batches each time.
 
         On the CPU, glibc keeps up to 1 GiB of freed memory for the next update, in tensors of up
         to 32 MiB. Set ``MALLOC_TRIM_THRESHOLD_`` in the environment to prevent it.

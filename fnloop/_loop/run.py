@@ -88,6 +88,7 @@ from fnloop._loop.beginning import check_length, complete, first_state, suggest_
 from fnloop._loop.boundary import Answers, ask, due, ends_apart, onward
 from fnloop._loop.errors import (
     check_not_empty,
+    check_numbers,
     check_returned,
     explain,
     explain_no_batches,
@@ -716,11 +717,7 @@ class World:
             self.peers.hurry()  # it may take longer than an update
             # In a history of its own: that of the run does not have the record yet.
             numbers = hook.numbers(with_record(state, state.history[:].append(record), metrics))
-            if taken := [name for name in numbers if name in record.metrics]:
-                raise ValueError(
-                    f"{name_of(hook)} adds the number {taken[0]!r}, which the record has already: "
-                    "choose another name"
-                )
+            check_numbers(hook, numbers, record)
             if numbers:
                 record = attrs.evolve(record, metrics={**record.metrics, **numbers})
         return record

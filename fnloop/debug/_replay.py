@@ -28,6 +28,7 @@ from fnloop._core.types import Middleware, Output, Step, is_ours, middleware
 from fnloop._core.view import take_back
 from fnloop._data.loaders import read_loaders
 from fnloop._data.position import checksum
+from fnloop._data.source import unmoved
 from fnloop._display.frames import short_traceback
 from fnloop._extensions.checkpoints.counters import Targets
 from fnloop._extensions.checkpoints.format import CheckpointError, Contents
@@ -340,7 +341,7 @@ def continue_from(
     plan = follow.with_records(_plan(origin, step, state, loaders, targets, follow))
     if not plan.resumed(state).todo:
         return state
-    with reserved_generators():
+    with reserved_generators(), unmoved(loaders):
         reached = train(plan, state)
     take_back(reached)  # the end of a run has put the average into the model
     return follow.restore(reached)

@@ -6,7 +6,18 @@ import attrs
 import numpy as np
 import pytest
 import torch
-from resumed import DRAWN, InTurn, Own, X, on_disk, permuted, trained, warning_of_a_resume
+from resumed import (
+    DRAWN,
+    SEEN,
+    InTurn,
+    Own,
+    X,
+    loss,
+    on_disk,
+    permuted,
+    trained,
+    warning_of_a_resume,
+)
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -100,6 +111,30 @@ def test_generators_of_its_own_are_put_back(make, tmp_path, caplog):
             rest, _ = trained(loader, state, epochs=3)  # which the run in between has moved
             assert first + rest == whole
     assert not caplog.messages
+
+
+@pytest.mark.parametrize("make", PUT_BACK.values(), ids=PUT_BACK)
+def test_an_evaluation_puts_them_back(make):
+    def noted(model, batch):
+        (read if torch.is_grad_enabled() else evaluated).append(len(SEEN))
+        return loss(model, batch)
+
+    def run(loader, **others):
+        SEEN.clear()
+        for each in (read, evaluated):
+            each.clear()
+        loaders = {"train": loader, **others}
+        fl.fit(fl.pipeline()(noted), toy(lr=0.0), loaders, epochs=3, hooks=())
+        size = len(SEEN) // len([*read, *evaluated])
+        return [[SEEN[at : at + size] for at in each] for each in (read, evaluated)]
+
+    read, evaluated = [], []
+    alone, _ = run(make())
+    same = make()
+    assert run(same, same=same)[0] == alone
+    _, found = run([X[:2]], other=make())
+    a, b, c = np.array_split(found, 3)
+    assert (a == b).all() and (b == c).all()
 
 
 class Four(Own):

@@ -391,3 +391,32 @@ def test_a_hook_of_ones_own_adds_numbers_by_the_same_rule():
 
     state = run(Norm(), fl.early_stop("norm/w", mode="min"), epochs=1)
     assert state.history["norm/w"] == (2.0,) and [r.step for r in state.history] == [2, 3]
+
+
+def given(numbers):
+    class Gives(fl.Hook):
+        def __call__(self, state):
+            return state
+
+        def numbers(self, state):
+            return numbers
+
+    return Gives()
+
+
+@pytest.mark.parametrize(
+    ("numbers", "error", "message"),
+    [
+        *(({name: 1.0}, ValueError, f"a record has {name!r} besides its metrics")
+          for name in ("epoch", "step", "seconds", "items", "closing")),
+        ({1: 1.0}, TypeError, "expects metrics as names of metrics"),
+        ({"": 1.0}, ValueError, "expects metrics as names of metrics"),
+        (None, TypeError, 'must return a mapping from names to numbers, such as {"valid/ap": 0.5}'),
+        ({"train/loss": 1.0}, ValueError, "adds the number 'train/loss', which the record has"),
+    ],
+)  # fmt: skip
+def test_numbers_that_no_checkpoint_could_tell_from_the_rest_are_refused(numbers, error, message):
+    with pytest.raises(error) as raised:
+        fl.fit(fl.pipeline()(toy_loss), toy(), [ONE] * 2, hooks=(given(numbers),))
+    assert message in str(raised.value)
+    assert "Gives" in " ".join([str(raised.value), *raised.value.__notes__])

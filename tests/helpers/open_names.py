@@ -51,12 +51,11 @@ OPEN = {
     "_data.held": "own_copy",
     "_data.iterable": "as_torch_reads_it is_keeper length_of steady_workers",
     "_data.loaders": (
-        "alike batch_size_of check_loader glimpse is_iterable Padding read_loaders unmarked "
-        "Window"
+        "alike batch_size_of check_loader glimpse is_iterable Padding read_loaders unmarked Window"
     ),
     "_data.position": "checksum Pass Positions",
     "_data.reader": "Iterated Reader reader_of",
-    "_data.source": "first_batches LateWindow open_source Source",
+    "_data.source": "first_batches LateWindow open_source Source unmoved",
     "_display.checks": "fields_of join_names",
     "_display.frames": "short_traceback",
     "_display.screen": "log warn_once",
@@ -70,8 +69,7 @@ OPEN = {
     "_loop.plan": "Plan read_hooks",
     "_step.engine_local": "LocalEngine",
     "_step.forward": (
-        "check_reply check_weight EvaluationPass items_in NO_ITEMS Result Subject "
-        "SumOfBatches"
+        "check_reply check_weight EvaluationPass items_in NO_ITEMS Result Subject SumOfBatches"
     ),
     "_step.gradients": (
         "clip_to_norm_ divide fail_to_train GradientSum LocalWindow LossRoot NO_GRADIENT "

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from fnloop._core.runs import has_updates
 from fnloop._core.state import TrainState
@@ -87,18 +89,19 @@ def _follow(
     timeout: float | None,
     shapes: str,
 ) -> Iterator[TrainState]:
-    newest, began = -1, time.monotonic()
+    seen, began = set[str](), time.monotonic()
     while True:
         # The main process looks, because the others may see other checkpoints.
-        found, late = on_main_process(
-            lambda after=newest, began=began: (
-                _newer(place, after),
+        listed, late = on_main_process(
+            lambda began=began: (
+                _listed(place),
                 timeout is not None and time.monotonic() - began >= timeout,
             ),
             "fnloop.follow",
         )
-        for path, serial, parts in found if every else found[-1:]:
-            newest = serial
+        found = [each for each in (listed if every else listed[-1:]) if each.digest not in seen]
+        seen.update(each.digest for each in listed)
+        for path, parts, _ in found:
             check_not_stale(state, "follow")
             if (restored := _read(place, path, state, parts, shapes)) is not None:
                 state = restored
@@ -112,10 +115,23 @@ def _follow(
             time.sleep(poll)
 
 
-def _newer(place: Place, after: int) -> list[tuple[Path, int, tuple[str, ...]]]:
-    """Return the checkpoints that were written after one, the oldest first, with their parts."""
-    found = with_manifests(place.look(), links=True)
-    return [(path, m["serial"], held_parts(m)) for path, m in found if m["serial"] > after]
+class _Listed(NamedTuple):
+    """A checkpoint, the parts that it holds, and a digest of what its manifest says.
+
+    A serial number does not tell it from others: it begins again where a folder was emptied.
+    """
+
+    path: Path
+    parts: tuple[str, ...]
+    digest: str
+
+
+def _listed(place: Place) -> list[_Listed]:
+    """Return the checkpoints in a place, the oldest first."""
+    return [
+        _Listed(path, held_parts(manifest), hashlib.sha256(repr(manifest).encode()).hexdigest())
+        for path, manifest in with_manifests(place.look(), links=True)
+    ]
 
 
 def _read(

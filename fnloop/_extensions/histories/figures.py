@@ -34,6 +34,7 @@ STYLES = ("-", "--", ":", "-.")  # of curves of one colour in one axis
 MOST_POINTS = 2000  # of a curve as it is drawn
 HANDLE, LETTER = 0.6, 0.075  # inches that an entry of a small legend takes: its line, and a letter
 LONG_STEPS = 10_000  # from here on, ticks are written as 20k
+LARGEST = 1e300  # on an axis with a value of 1e308, matplotlib fails: such a value is a gap
 
 
 @attrs.frozen
@@ -184,7 +185,7 @@ def draw(
     axis.xaxis.get_major_locator().set_params(integer=True)  # type: ignore[call-arg]
     if places and max(places) >= LONG_STEPS:
         axis.xaxis.set_major_formatter(lambda value, _: format_short(value))
-    if not any(math.isfinite(y) for curve in curves for _, y in curve.points):
+    if not any(abs(y) < LARGEST for curve in curves for _, y in curve.points):
         axis.text(0.5, 0.5, "no finite value", transform=axis.transAxes, ha="center", color=GREY)
         axis.set(xticks=[], yticks=[])
     if known is not None:
@@ -195,6 +196,7 @@ def draw(
 def _draw_curve(axis: Axes, curve: Curve, style: str, order: float) -> None:
     points, color = thin_out(curve.points), curve.color
     xs, ys = zip(*points, strict=True)
+    ys = [y if abs(y) < LARGEST else math.nan for y in ys]
     (line,) = axis.plot(
         *(xs, ys, style), label=curve.label or HIDDEN, color=color, linewidth=1.5, zorder=order
     )
@@ -202,7 +204,7 @@ def _draw_curve(axis: Axes, curve: Curve, style: str, order: float) -> None:
         line.set(linewidth=0.9, alpha=0.65)
     elif len(points) <= 40:
         line.set(marker=".", markersize=5)
-    if curve.best is not None:
+    if curve.best is not None and abs(curve.best[1]) < LARGEST:
         x, y, label = curve.best
         (ring,) = axis.plot([x], [y], label=label or HIDDEN, color=color, zorder=order)
         ring.set(marker="o", markersize=9, fillstyle="none", linestyle="none")

@@ -672,6 +672,10 @@ class profiled(BuiltIn):
         given = {name: value for name, value in given.items() if value != 10}
         return repr(Call(profiled, (), {**given, "folder": os.fspath(self.folder)}))
 
+    def tried(self, place: Path) -> tuple[Hook, str]:
+        """Return a hook that writes to another folder."""
+        return attrs.evolve(self, folder=place), "folder"
+
     def begin(self, state: TrainState) -> TrainState:
         """Begin a run: count its updates from here."""
         backend = state.backend

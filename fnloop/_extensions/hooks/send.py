@@ -54,7 +54,8 @@ def to_csv(path: _Path) -> TableWriter:
     that is resumed from an earlier checkpoint cuts off the rows after it, and one that is started
     again after a power failure writes the rows that the disk has lost. A file belongs to one
     run, whose identity is in a hidden file beside it (``.a.csv.run`` for ``a.csv``). Another run is
-    refused before its first update, and the file is not touched. A closing record has 1 in the
+    refused before its first update, and the file is not touched. Of two that begin before there is
+    a row, the first is refused at its next record. A closing record has 1 in the
     column ``closing``, which exists only if there is such a record. If a record lacks a metric, its
     cell is empty. NaN and the infinities are ``nan``, ``inf`` and ``-inf``, which pandas can read.
     When there are several processes, the first one writes.
@@ -68,7 +69,8 @@ def to_csv(path: _Path) -> TableWriter:
 
     Raises:
         ValueError: the path is an address or a folder, or a file that this hook has not written.
-            When a run begins: the file has the rows of another run.
+            When a run begins: the file has the rows of another run. Later: another run has begun to
+            write it.
         TypeError: path is not a path.
 
     Example:
@@ -293,11 +295,20 @@ class TableWriter(BuiltIn):
         return rows[0] if rows and rows[0].strip() else None
 
     def _update(self, state: TrainState) -> None:
-        """Make the file equal to the history, in the first process."""
+        """Make the file equal to the history, in the first process.
+
+        Raises:
+            ValueError: another run has begun to write the file.
+        """
         if state.backend.rank != 0:
             return
         new = self.new_records(state)
         if not self._can_append(len(state.history) - len(new), new):
+            if read_run_id(_run_id_file(self.path)) not in (None, state.run_id):
+                raise ValueError(
+                    f"{self!r}: another run has begun to write {self.path}: give each run a path "
+                    "of its own"
+                )
             self._rewrite(state.history)
         elif new:
             self._append(new)

@@ -23,7 +23,7 @@ from fnloop._core.runs import now
 from fnloop._core.several import models_of
 from fnloop._core.state import TrainState
 from fnloop._extensions.checkpoints.format import NUMBER, check_shape
-from fnloop._hooks.hook import BuiltIn, Hook
+from fnloop._hooks.hook import BuiltIn, Hook, every
 from fnloop.extend import (
     Call,
     Fold,
@@ -412,10 +412,12 @@ class halt_on_nonfinite(BuiltIn):
     keep: bool = attrs.field(default=False, kw_only=True)
     raises: bool = attrs.field(default=False, kw_only=True)
     _trail: Trail = attrs.field(init=False, eq=False, factory=Trail)
+    _when: every = attrs.field(init=False, eq=False)
 
     def __attrs_post_init__(self) -> None:
         checks.make_plain(self)
         checks.integer("halt_on_nonfinite", "steps", self.steps, "the updates between two reads")
+        object.__setattr__(self, "_when", every(steps=self.steps))
         checks.flag("halt_on_nonfinite", "keep", self.keep)
         checks.flag("halt_on_nonfinite", "raises", self.raises)
 
@@ -473,7 +475,7 @@ class halt_on_nonfinite(BuiltIn):
                 for key in [f"{group}/{name}/loss" for group in groups][::-1]
                 if key in metrics
             }
-        if "update" in state.events and state.step % self.steps == 0 and "loss" in state.metrics:
+        if self._when.due(state) and "loss" in state.metrics:
             found = read({"loss": state.metrics["loss"]})  # a host read
             return {name: found[f"{name}/loss"] for name in models}
         return {}
@@ -486,7 +488,7 @@ class halt_on_nonfinite(BuiltIn):
                 return metrics["train/loss"]
             if not math.isfinite(recent := metrics.get("recent/loss", 0.0)):
                 return recent
-        if "update" in state.events and state.step % self.steps == 0 and "loss" in state.metrics:
+        if self._when.due(state) and "loss" in state.metrics:
             running = {"loss": state.metrics["loss"]}
             return engine_of(state).reduce(running)["loss"].compute()  # a host read
         return None

@@ -22,7 +22,7 @@ from fnloop._core.state import TrainState, snapshot, without_metrics
 from fnloop._core.types import Middleware, Output, Step
 from fnloop._data.held import own_copy
 from fnloop._data.loaders import Padding, batch_size_of, check_loader, sharded, unmarked
-from fnloop._data.source import first_batches, open_source
+from fnloop._data.source import first_batches, open_source, unmoved
 from fnloop._extensions import extensions
 from fnloop._extensions.checkpoints.compare import find_difference
 from fnloop._extensions.checkpoints.format import CheckpointError
@@ -144,11 +144,12 @@ def dry_run(
         ['bit for bit, in the middle of an epoch']
 
     Notes:
-        Nothing is left behind: the state and all generators stay as they are, and checkpoints are
-        written to a temporary folder. ``checkpoint``, ``to_csv`` and ``to_jsonl`` write there as
-        well, and not to their own paths. ``track``, ``progress``, ``live_plot`` and ``time_limit``
-        are not called. Your own hooks and loaders are called as they are: what they write by
-        themselves, they write. Up to three copies of the model and the optimizer exist at once.
+        Nothing is left behind: the state and all generators stay as they are, and so do the
+        positions of loaders that continue where they were. Checkpoints are written to a temporary
+        folder. ``checkpoint``, ``to_csv``, ``to_jsonl`` and ``profiled`` write there as well, and
+        not to their own paths. ``track``, ``progress``, ``live_plot`` and ``time_limit`` are not
+        called. Your own hooks and loaders are called as they are: what they write by themselves,
+        they write. Up to three copies of the model and the optimizer exist at once.
 
         With several processes, every process has to call it. Each tries its share of the data, and
         all return the same report: times are those of the main process, and a problem of some
@@ -275,7 +276,7 @@ def _read_one(state: TrainState, name: str, loader: object) -> tuple[str, Batch,
     source = open_loader(loader, state) if own is None else open_source(own, state.seed)
     seconds: list[float] = []
     batches: list[Batch] = []
-    with isolated(state.backend.device):
+    with isolated(state.backend.device), unmoved(loader):
         began = time.perf_counter()
         for batch in first_batches(source, state.backend.device, 2):
             seconds.append(time.perf_counter() - began)
@@ -462,7 +463,8 @@ def _train(
     innermost = [hook.innermost if isinstance(hook, Wrapper) else hook for hook in hooks]
     tried = [_safe(hook, folder / f"hook-{i}") for i, hook in enumerate(innermost)]
     called = [safe for safe, _ in tried if safe is not None]
-    reached = train_trial(step, copied, loaders, epochs=copied.epoch + 1, hooks=(end, *called))
+    with unmoved(loaders):
+        reached = train_trial(step, copied, loaders, epochs=copied.epoch + 1, hooks=(end, *called))
     updates = [
         Finding("update", str(i), f"{tables.format_milliseconds(after - before)}, with its batches")
         for i, (before, after) in enumerate(itertools.pairwise(times), 1)
@@ -509,11 +511,17 @@ def _resume(
     target = state.epoch + 2  # the same for all, as a schedule may depend on it
     compiles = any(m.name == "compiled" for m in step.pipeline.middleware)
     watch = HostReads()
+
+    def advance(copied: TrainState, updates: int) -> TrainState:
+        __tracebackhide__ = True
+        with unmoved(loaders):  # as in a new process
+            return advance_copy(step, copied, loaders, updates, target)
+
     with contextlib.nullcontext() if compiles else watch:
-        straight = advance_copy(step, at_start_of_epoch(state), loaders, UPDATES, target)
+        straight = advance(at_start_of_epoch(state), UPDATES)
     try:
         check_resumable(state)
-        half = advance_copy(step, at_start_of_epoch(state), loaders, 1, target)
+        half = advance(at_start_of_epoch(state), 1)
         began = time.perf_counter()
         save(half, folder / "checkpoint")
         saved = time.perf_counter()
@@ -522,7 +530,7 @@ def _resume(
             tables.format_milliseconds(saved - began),
             tables.format_milliseconds(time.perf_counter() - saved),
         ]
-        resumed = advance_copy(step, resumed, loaders, UPDATES - 1, target)
+        resumed = advance(resumed, UPDATES - 1)
     except CheckpointError as error:
         return [Finding("resume", "checkpoint", str(error), problem=True)], watch.places
     times = Finding("save", "checkpoint", f"saved in {took[0]}, restored in {took[1]}")
@@ -677,7 +685,8 @@ def train_copy(
     copied = at_start_of_epoch(state)
     last = None if epochs is None else copied.epoch + epochs
     steps = copied.step + updates
-    return train_trial(step, copied, {"train": loader}, epochs=last, steps=steps, hooks=hooks)
+    with unmoved(loader):
+        return train_trial(step, copied, {"train": loader}, epochs=last, steps=steps, hooks=hooks)
 
 
 def advance_copy(
@@ -787,7 +796,8 @@ class Trial:
     def batches(self, n: int) -> list[Batch]:
         """Return copies of the first batches of training, on the device of the state."""
         source, device = open_loader(self.plan.loaders.train, self.state), self.state.backend.device
-        return [own_copy(batch) for batch in first_batches(source, device, n)]
+        with unmoved(self.plan.loaders.train):
+            return [own_copy(batch) for batch in first_batches(source, device, n)]
 
     def advance(
         self,

@@ -20,6 +20,7 @@ from fnloop._core.history import History
 from fnloop._core.records import Record
 from fnloop._core.state import TrainState
 from fnloop._core.types import Middleware, Step
+from fnloop._data.source import unmoved
 from fnloop._display.frames import short_traceback
 from fnloop._extensions.checkpoints.restore import resume_at
 from fnloop._extensions.hooks.keep import checkpoint
@@ -325,7 +326,7 @@ def _trained(
         KeyboardInterrupt: ``what`` was interrupted.
     """
     reached = run(step, state, loaders, epochs=epochs, hooks=hooks)
-    with contextlib.closing(cast("Generator[TrainState]", reached)):
+    with unmoved(loaders), contextlib.closing(cast("Generator[TrainState]", reached)):
         for state in reached:
             if state.epoch >= epoch:
                 break
@@ -446,7 +447,8 @@ def _kept_in(folder: str | Path | None, states: Mapping[str, Source]) -> Iterato
 
 
 def _name_of_folder(name: str) -> str:
-    return quote(name, safe="=,.+- ")
+    quoted = quote(name, safe="=,.+- ")
+    return quoted.replace(".", "%2E") if quoted in (".", "..") else quoted  # no folder of its own
 
 
 def _check(states: object, rungs: object, keep: float) -> tuple[Sequence[int], float]:

@@ -21,8 +21,8 @@ from fnloop._core.history import History
 from fnloop._core.state import TrainState, snapshot, without_metrics
 from fnloop._core.types import Middleware, Step
 from fnloop._data.held import own_copy
-from fnloop._data.iterable import is_keeper
 from fnloop._data.loaders import check_loader
+from fnloop._data.source import unmoved
 from fnloop._display.frames import short_traceback
 from fnloop._extensions.middleware.compiled import compiled
 from fnloop._extensions.middleware.precision import amp, channels_last
@@ -153,8 +153,8 @@ def tune(step: Step, state: TrainState, loader: object, *, seconds: float = 10.0
         ('as it is', 1.0)
 
     Notes:
-        Every trial trains a snapshot: the state, the global generators and the position of the
-        loader stay as they are. What a loss function keeps by itself is not copied.
+        Every trial trains a snapshot: the state, all generators and the position of the loader stay
+        as they are. What a loss function keeps by itself is not copied.
 
         A batch is read at once where samples are rows, and ``collate_fn`` is torch's: of a
         ``TensorDataset``, a tensor, a NumPy array or memmap, a Hugging Face ``Dataset`` without a
@@ -176,7 +176,7 @@ def tune(step: Step, state: TrainState, loader: object, *, seconds: float = 10.0
         raise NotImplementedError(
             "tune measures one process: call it in a script that is started without torchrun"
         )
-    with _untouched(loader):
+    with _silent(), unmoved(loader):
         return _Bench(state, Setting(step, loader), seconds).measure()
 
 
@@ -186,17 +186,13 @@ def iter_is_itself(loader: object) -> bool:
 
 
 @contextlib.contextmanager
-def _untouched(loader: object) -> Iterator[None]:
-    """Put a loader that has a position back to it, and keep the logger silent meanwhile."""
-    keeper = loader if is_keeper(loader) else None
-    position = copy.deepcopy(keeper.state_dict()) if keeper else None
+def _silent() -> Iterator[None]:
+    """Keep the logger silent."""
     silent, log.disabled = log.disabled, True
     try:
         yield
     finally:
         log.disabled = silent
-        if keeper:
-            keeper.load_state_dict(position)
 
 
 # --- measuring
@@ -328,15 +324,16 @@ class _Bench:
             return state
 
         target = state.step + left_out + self.updates
-        fit(
-            setting.step,
-            state,
-            setting.loader,
-            steps=target,
-            hooks=(stamp,),
-            evaluate_every=None,
-            prefetch=setting.prefetch,
-        )
+        with unmoved(setting.loader):  # so that every trial has the same batches
+            fit(
+                setting.step,
+                state,
+                setting.loader,
+                steps=target,
+                hooks=(stamp,),
+                evaluate_every=None,
+                prefetch=setting.prefetch,
+            )
         return (stamps[-1] - stamps[left_out - 1]) / (len(stamps) - left_out), losses
 
     def _copy(self, setting: Setting) -> TrainState:

@@ -131,3 +131,33 @@ def test_a_state_that_was_trained_further_is_refused(tmp_path):
     STEP(next(found), ONE)
     with pytest.raises(fl.StaleStateError):
         next(found)
+
+
+def epochs(folder, n):
+    """Return a run that saves after each update, of which n epochs of one update are made."""
+    saves = fl.every(steps=1)(fl.checkpoint(folder, keep=2))
+    made = fl.run(STEP, fl.resume(folder, toy()), [ONE], epochs=9, hooks=(saves,))
+    return [next(made) for _ in range(n)]
+
+
+def test_a_run_that_begins_again_in_the_folder_is_followed(tmp_path):
+    epochs(tmp_path, 5)
+    seen = fl.follow(tmp_path, toy(), timeout=0)
+    assert next(seen).step == 5
+    shutil.rmtree(tmp_path)
+    epochs(tmp_path, 3)
+    assert next(seen).step == 3
+    shutil.rmtree(fl.latest(tmp_path))  # so the next one has its number
+    epochs(tmp_path, 7)
+    assert [state.step for state in seen] == [9]
+
+
+def test_what_appears_late_or_again_is_not_newer(tmp_path, monkeypatch):
+    a, b, c, d = trained(tmp_path / "run")
+    shutil.rmtree(d)
+    arriving(monkeypatch, tmp_path / "seen", [b], [a], [c])
+    seen = fl.follow(tmp_path / "seen", toy())
+    assert [next(seen).step for _ in range(2)] == [2, 3]
+    shutil.rmtree(tmp_path / "seen" / c.name)
+    with pytest.raises(RuntimeError, match="StopIteration"):  # it sleeps, and nothing is left
+        next(seen)

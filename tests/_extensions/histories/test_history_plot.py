@@ -165,6 +165,11 @@ def test_nan_and_infinity_are_never_marked_as_best(values, best):
     assert legend(axis) == ["bad", "other" + "".join(best).replace("valid", ":")]
 
 
+@pytest.mark.parametrize("values", [(1e308,), (-1e308, 1e308), (1.0, 1e10, 1e307, INF)])
+def test_a_run_that_diverges_to_the_largest_number_is_drawn(values):
+    plot(*history(*values)).savefig(io.BytesIO(), format="png")
+
+
 @pytest.mark.parametrize(("losses", "name", "scale"), [
     ((1e6, 10.0, 0.01), "loss", "log"), ((1000.0, 1.0), "loss", "log"),
     ((999.0, 1.0), "loss", "linear"), ((1e6, 0.0), "loss", "linear"),

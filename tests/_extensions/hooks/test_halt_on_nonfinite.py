@@ -162,3 +162,13 @@ def test_it_may_raise_and_the_error_has_the_state():
     with pytest.raises(FloatingPointError, match="became nan between steps 1 and 3") as caught:
         fit(halt_on_nonfinite(1, raises=True), loaders=[ONE, ONE, BAD, ONE], state=toy(w=1.0))
     assert (caught.value.state.step, caught.value.state.stop) == (3, None)
+
+
+@pytest.mark.parametrize(("steps", "halted"), [(1, 9), (4, 9), (5, 12), (10, 12)])
+def test_of_several_updates_in_a_call_it_reads_after_each_that_passes_a_multiple(steps, halted):
+    loss_fn = lambda model, batch, carry: ((model.w * batch).mean(), {}, torch.zeros(()))
+    three = [torch.ones(1, 3)] * 8
+    three[2] = three[2] * math.nan  # updates 7 to 9
+    hooks = (halt_on_nonfinite(steps=steps),)
+    state = fl.fit(fl.pipeline(fl.tbptt(1))(loss_fn), toy(), three, hooks=hooks)
+    assert state.step == halted and "the training loss became nan" in str(state.stop)

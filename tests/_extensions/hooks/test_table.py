@@ -246,7 +246,7 @@ def test_a_file_changed_during_the_run_is_repaired(writer):
 
 
 def test_a_kill_while_the_file_is_replaced_keeps_the_old_one(writer, monkeypatch):
-    train(writer)
+    state = train(writer)
     before = writer.path.read_bytes()
 
     def killed(*_):
@@ -254,7 +254,7 @@ def test_a_kill_while_the_file_is_replaced_keeps_the_old_one(writer, monkeypatch
 
     monkeypatch.setattr("pathlib.Path.replace", killed)
     with pytest.raises(KeyboardInterrupt):
-        writer.flush(toy())
+        writer.flush(attrs.evolve(state, history=fl.History()))
     assert writer.path.read_bytes() == before
 
 
@@ -358,3 +358,19 @@ def test_any_name_of_a_metric_can_be_read_back(writer, name):
     check(writer, state, 1, 2, 3)
     state = train(again(writer), step=step, state=state, epochs=4)
     check(writer, state, 1, 2, 3, 4)
+
+
+def test_of_two_runs_that_begin_before_there_is_a_row_one_has_the_file(writer):
+    class Begins(fl.Hook):
+        """Begins another run, up to its first record, when the writer of this one has begun."""
+
+        def begin(self, state):
+            next(fl.run(fl.pipeline()(toy_loss), toy(), [torch.ones(1)], hooks=(again(writer),)))
+            return state
+
+        def __call__(self, state):
+            return state
+
+    with pytest.raises(ValueError, match="another run has begun to write"):
+        train(writer, Begins())
+    assert steps(writer.path) == [1]

@@ -59,7 +59,7 @@ def test_it_leaves_nothing_behind(tmp_path, monkeypatch):
         fl.when_improved("valid/loss")(fl.every(epochs=7)(mine)): "called",
         fl.early_stop("valid/loss"): "called", fl.restore_best("valid/loss"): "called",
         fl.time_limit(hours=1): "not called: its time begins with the run", fl.progress(): shown,
-        fl.live_plot(file="picture.png"): shown,
+        fl.live_plot(file="picture.png"): shown, fl.profiled(folder="traces"): folder,
     }  # fmt: skip
     dropped = fl.pipeline(fl.ema(0.9), fl.schedule(lambda i, total: 1 - i / total))(
         lambda model, batch: toy_loss(model, torch.nn.functional.dropout(batch))

@@ -4,6 +4,7 @@ import gc
 import itertools
 import math
 import os
+import random
 import signal
 import tempfile
 import weakref
@@ -11,6 +12,7 @@ import weakref
 import attrs
 import pytest
 import torch
+from torch.utils.data import DataLoader, Sampler
 from toy_runs import ONE
 
 import fnloop as fl
@@ -333,3 +335,40 @@ def test_a_metric_that_no_run_of_a_stack_has_is_refused_before_the_first_update(
             STACKED_STEP, classifiers(), STACKED_LOADERS, stacked=True, key="valid/accuracy",
             **SEARCHED,
         )  # fmt: skip
+
+
+class Drawn(Sampler):
+    """Gives samples in an order that a generator of its own draws."""
+
+    def __init__(self):
+        self.draws = random.Random(4)
+
+    def __iter__(self):
+        return iter(self.draws.sample(range(6), 6))
+
+    def __len__(self):
+        return 6
+
+
+@pytest.mark.parametrize("folder", [None, "runs"])
+def test_every_run_reads_loaders_that_draw_by_themselves_as_it_would_alone(folder, tmp_path):
+    def loss_fn(model, batch):
+        return (model.w * batch.mean() - 1).square()
+
+    def loaders():
+        each = lambda: DataLoader(torch.arange(6.0)[:, None], sampler=Drawn())
+        return each(), each()
+
+    step, folder = fl.pipeline()(loss_fn), folder and tmp_path / folder
+    states = {f"{lr}": toy(lr=lr) for lr in (0.01, 0.02, 0.03)}
+    found = fl.search(step, states, loaders(), rungs=(1, 3), keep=0.5, folder=folder)
+    for name, history in found.histories.items():
+        alone = fl.fit(step, toy(lr=float(name)), loaders(), epochs=3, hooks=()).history
+        assert history == alone[: len(history)]
+
+
+def test_no_name_leads_out_of_the_folder(tmp_path):
+    states = {name: toy(lr=lr) for name, lr in ((".", 0.1), ("..", 0.2), ("a/b", 0.3))}
+    fl.search(TOY_STEP, states, TOYS, rungs=(1,), folder=tmp_path / "runs")
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
+    assert {path.name for path in (tmp_path / "runs").iterdir()} == {"%2E", "%2E%2E", "a%2Fb"}

@@ -1,15 +1,20 @@
 """What tries or looks at a run changes no state, no draws, and nothing that it does after that."""
 
+import copy
+import random
+
 import pytest
 import torch
 from loop_cases import generators
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Sampler, TensorDataset
 from toy_runs import of
 
 import fnloop as fl
+import fnloop.data
+from fnloop._extensions.tools import tune
 from fnloop.debug import check_script
-from fnloop.testing import assert_same, small
+from fnloop.testing import assert_same, small, toy, toy_loss
 
 SAMPLES = TensorDataset(*map(torch.cat, zip(*small().batches, strict=True)))
 
@@ -62,3 +67,79 @@ def test_nothing_changes(tool):
     assert all(p.grad is None for p in state.model.parameters())
     assert TOOLS[tool](step, state, loader) == found
     assert_same(*(fl.fit(step, s, loader, epochs=2, hooks=()) for s in (state, before)))
+
+
+class Stream:
+    """Continues where it was left, and draws its batches from a generator of its own."""
+
+    def __init__(self):
+        self.at, self.draws = 2, random.Random(3)
+
+    def __iter__(self):
+        self.at %= 6
+        while self.at < 6:
+            self.at += 1
+            yield torch.tensor([self.at + self.draws.random()])
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+LOADERS = {
+    "a stream": Stream,
+    "an even stream": lambda: fl.data.even(Stream()),
+    "streams in turn": lambda: fl.data.interleave({"a": Stream(), "b": Stream()}, {"a": 1, "b": 2}),
+    "a sampler": lambda: DataLoader(torch.rand(6, 1), sampler=Drawn()),
+    "a generator of torch": lambda: DataLoader(
+        torch.rand(6, 1), shuffle=True, generator=torch.Generator().manual_seed(5)
+    ),
+}
+
+
+class Drawn(Sampler):
+    """Gives samples in an order that a generator of its own draws."""
+
+    def __init__(self):
+        self.draws = random.Random(4)
+
+    def __iter__(self):
+        return iter(self.draws.sample(range(6), 6))
+
+    def __len__(self):
+        return 6
+
+
+READERS = {
+    "dry_run": lambda step, state, loader: fl.dry_run(step, state, (loader, loader)),
+    "find_lr": lambda *given: fl.find_lr(*given, updates=11),
+    "find_batch_size": lambda step, state, loader: fl.find_batch_size(
+        step, state, lambda size: loader, most=2
+    ),
+    "check_script": check_script,
+    "tune": lambda *given: fl.data.tune(*given, seconds=0.001),
+}
+
+
+@pytest.mark.parametrize("tool", READERS)
+@pytest.mark.parametrize("kind", LOADERS)
+def test_a_loader_stays_where_it_is(kind, tool, monkeypatch):
+    monkeypatch.setattr(tune, "_changes_of_loading", lambda loader, state: {})  # no processes
+    torch.manual_seed(0)
+    loader, step, seen = LOADERS[kind](), fl.pipeline()(toy_loss), []
+
+    untouched = copy.deepcopy(loader)
+    READERS[tool](step, toy(), loader)
+    for each in (untouched, loader):
+        torch.manual_seed(1)
+        loss_fn = lambda model, batch: seen.append(batch.item()) or toy_loss(model, batch)
+        fl.fit(fl.pipeline()(loss_fn), toy(), each, epochs=2, hooks=())
+        seen.extend(torch.cat([*each]).tolist())
+    half = len(seen) // 2
+    assert seen[:half] == seen[half:]
+
+
+def test_what_a_dry_run_restores_reads_the_same_batches():
+    assert not fl.dry_run(fl.pipeline()(toy_loss), toy(), Stream()).problems
