@@ -62,7 +62,7 @@ OPEN = {
         "has_pending INTEGER_OF_SIZE is_flattened Json kinds_in materialize Measured PAIRS "
         "Pending plain_only plain_or_flattened tensors_in"
     ),
-    "_core.several": "models_of Several",
+    "_core.several": "models_of Reply Several",
     "_core.shapes": "forget_states resized Shapes take_shapes",
     "_core.state": (
         "advance check_alike clear_parameter_cache count_parameters current_parameters "
@@ -71,7 +71,7 @@ OPEN = {
         "rested shapes_of_buffers take_ownership tracing_copy used_in with_note with_used "
         "without_metrics"
     ),
-    "_core.types": "Aux BY_ANOTHER Call collection_key hide_fields is_ours Searching Skip",
+    "_core.types": "Aux Call collection_key hide_fields is_ours Searching Skip",
     "_core.view": "as_evaluated begin_again changed_for is_apart take_back view",
     "_data.composed": "unmarked",
     "_data.held": "own_copy",
@@ -90,21 +90,9 @@ OPEN = {
     "_loop.made_with": "describe_making members_of",
     "_loop.peers": "forget_interruption is_alone",
     "_loop.plan": "Plan read_hooks",
-    "_step.engine_local": "LocalEngine",
-    "_step.forward": (
-        "check_reply check_weight EvaluationPass items_in NO_ITEMS Result Subject SumOfBatches"
-    ),
-    "_step.gradients": (
-        "clip_to_norm_ divide fail_to_train GradientSum LocalWindow LossRoot NO_GRADIENT "
-        "NoGradientError Pass pieces_of restore_gradients rows_of samples_in skipped_with "
-        "stash_gradients SumInOrder valid_weight Weight WeightedSum"
-    ),
-    "_step.pipeline": "Pipeline PipelineStep STEP",
-    "_step.transaction": (
-        "current_attempt decide_any in_parts is_recorded Judge leaves_graphs_out PutBack "
-        "repeating replace_host settle skip_together undo without_graphs"
-    ),
-    "_step.update": (
-        "Backward Commuting Insertable MissingNumberError Numbers prefixed replace_apply"
-    ),
+    "_step.engine": "GradientSum",
+    "_step.forward": "items_in",
+    "_step.gradients": "NoGradientError WeightedSum",
+    "_step.pipeline": "Pipeline PipelineStep",
+    "_step.update": "MissingNumberError Numbers prefixed",
 }
