@@ -61,7 +61,8 @@ from fnloop._hooks.hook import Hook, at_end, at_start, every, once, when, when_i
 from fnloop._loop.evaluate import evaluate, predict, update_batchnorm
 from fnloop._loop.fit import fit, run
 from fnloop._step.forward import supervised
-from fnloop._step.pipeline import pipeline, raw
+from fnloop._step.pipeline import pipeline
+from fnloop._step.raw import raw
 from fnloop._step.transaction import decide
 from fnloop._version import __version__ as __version__
 

@@ -27,9 +27,9 @@ of the book.
 - **Weights and gradients**: `parameters`, `all_parameters`, `Chosen`, `gradients`, `norm`,
   `local_part`, `is_sharded`
 - **Optimizers**: `optimizers`, `groups`, `number_in`, `set_number`
-- **Steps**: `report`, `then`, `with_slot`
+- **Steps**: `report`, `then`, `with_slot`, `set_aside`, `Backward`, `host`
 - **What is saved, and what readers see**: `Part`, `Saving`, `Restoring`, `View`
-- **Processes**: `Engine`, `engine_of`, `refuse`, `on_main_process`, `collectives`
+- **Processes**: `Engine`, `LocalEngine`, `engine_of`, `refuse`, `on_main_process`, `collectives`
 - **Random numbers**: `isolated`, `fold_in`
 - **Records, moments and the end of a run**: `Fold`, `Monitored`, `better`, `mode_of`,
   `Moment`, `Stop`
@@ -59,18 +59,20 @@ from fnloop._core.state import TrainState, all_parameters, check_not_stale, para
 from fnloop._core.types import Batch, Call, Metric, View, Wrap, name_of
 from fnloop._display import checks, tables
 from fnloop._hooks.hook import Moment
-from fnloop._step.engine import Engine, engine_of, refuse
-from fnloop._step.gradients import norm
-from fnloop._step.transaction import then
+from fnloop._step.engine import Backward, Engine, LocalEngine, engine_of, refuse
+from fnloop._step.gradients import norm, set_aside
+from fnloop._step.transaction import host, then
 from fnloop._step.update import report
 
 __docformat__ = "google"
 __all__ = [
+    "Backward",
     "Batch",
     "Call",
     "Chosen",
     "Engine",
     "Fold",
+    "LocalEngine",
     "Metric",
     "Moment",
     "Monitored",
@@ -91,6 +93,7 @@ __all__ = [
     "fold_in",
     "gradients",
     "groups",
+    "host",
     "is_sharded",
     "isolated",
     "local_part",
@@ -103,6 +106,7 @@ __all__ = [
     "parameters",
     "refuse",
     "report",
+    "set_aside",
     "set_number",
     "tables",
     "then",

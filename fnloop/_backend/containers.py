@@ -10,7 +10,7 @@ import operator
 import os
 import sys
 from collections import UserDict, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from types import FunctionType, ModuleType
 from typing import Any, TypedDict, TypeVar
 
@@ -32,6 +32,9 @@ __all__ = [
     "map_leaves",
     "pairs_of",
     "parts_of",
+    "pieces_of",
+    "rows_of",
+    "samples_in",
     "tensors_in",
     "to_device",
     "unflattened",
@@ -227,6 +230,88 @@ def tensors_in(batch: object) -> Iterator[Tensor]:
         else:
             yield from tensors_in(part)
 
+
+# --------------------------------------------------------------------------------------------------
+# Batches cut into pieces along the first dimension of their tensors.
+
+_VALUES = (str, bytes, bool, int, float, type(None))
+
+
+def samples_in(batch: object) -> int:
+    """Return the number of samples in a batch: the leading dimension of its tensors.
+
+    Raises:
+        ValueError: there is not one.
+    """
+    sizes = {t.size(0) for t in tensors_in(batch) if t.ndim}
+    if len(sizes) == 1:
+        return sizes.pop()
+    if sizes:
+        raise ValueError(
+            "a batch is cut into pieces along the first dimension of its tensors, but there they "
+            f"have the lengths {sorted(sizes)}. To give a tensor x to each piece whole, put "
+            "x.expand(n, *x.shape) into the batch, where n is the number of samples, and take x[0]"
+        )
+    raise ValueError(
+        "a batch is cut into pieces along the first dimension of its tensors, but there is no "
+        f"tensor with a dimension in a {type(batch).__name__}. Put its tensors into a tuple, a "
+        "list or a mapping"
+    )
+
+
+def pieces_of(batch: object, size: int) -> list[Any]:
+    """Return the pieces of a batch, which share its memory; the last one may be smaller.
+
+    Raises:
+        ValueError: its tensors do not have one length.
+
+    Example:
+        >>> import torch
+        >>> pieces_of((torch.tensor([1, 2, 3]), ["a", "b", "c"], "train"), 2)
+        [(tensor([1, 2]), ['a', 'b'], 'train'), (tensor([3]), ['c'], 'train')]
+    """
+    samples = samples_in(batch)
+    if samples <= size:
+        return [batch]
+    return [_cut(batch, samples, slice(start, start + size)) for start in range(0, samples, size)]
+
+
+def rows_of(batch: object, rows: Sequence[int]) -> Any:
+    """Return a batch of some of the samples of a batch.
+
+    Raises:
+        ValueError: its tensors do not have one length.
+
+    Example:
+        >>> import torch
+        >>> rows_of((torch.tensor([1, 2, 3]), ["a", "b", "c"], "train"), [0, 2])
+        (tensor([1, 3]), ['a', 'c'], 'train')
+    """
+    return _cut(batch, samples_in(batch), [*rows])
+
+
+def _cut(value: object, samples: int, rows: slice | list[int]) -> object:
+    if isinstance(value, Tensor):
+        return value[rows] if value.ndim else value
+    if isinstance(value, np.ndarray) and value.shape[:1] == (samples,):
+        return value[rows]
+    parts = parts_of(value, IN_BATCHES)
+    if parts is None:
+        return value
+    if isinstance(value, IN_BATCHES) and len(value) == samples and _are_values(value):
+        if isinstance(rows, slice):
+            return value[rows]
+        return type(value)(value[row] for row in rows)
+    return with_parts(value, [_cut(part, samples, rows) for _, part in parts])
+
+
+def _are_values(values: Sequence[object]) -> bool:
+    """Return whether these are plain values of one kind, as collated for each sample."""
+    return isinstance(values[0], _VALUES) and len({type(value) for value in values}) == 1
+
+
+# --------------------------------------------------------------------------------------------------
+# What a batch holds on to.
 
 # What has no memory that a loader fills again, and no parts.
 _PLAIN = (

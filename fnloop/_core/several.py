@@ -10,7 +10,9 @@ from collections.abc import Callable, Sequence
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fnloop._core.types import Batch, LossFn, Metric, Middleware, Output, Skip
+from fnloop._core.types import Aux, Batch, Metric, Middleware, Skip
+
+Reply = tuple[Tensor, Aux, float | Tensor]  # the loss of a batch, its aux, and what it weighs
 
 
 class Several(nn.Module):
@@ -25,8 +27,13 @@ class Several(nn.Module):
         """
         raise NotImplementedError
 
-    def call(self, loss_fn: LossFn, batch: Batch, name: str) -> Output | Skip:
-        """Call the loss function, of this name, for all models: the loss has an element of each."""
+    def call(self, evaluate: Callable[[nn.Module], Reply | Skip], name: str) -> Reply | Skip:
+        """Evaluate a batch with all models: the loss has an element of each.
+
+        Args:
+            evaluate: ``model -> (loss, aux, weight)``, calls the loss function.
+            name: the name of the loss function.
+        """
         raise NotImplementedError
 
     def call_each(self, fn: Callable[[Batch], Batch], given: Batch, name: str) -> Batch:

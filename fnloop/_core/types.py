@@ -326,8 +326,8 @@ _NAMES = {
     "traits": "traits",
 }
 TRAITS = (
-    *("by_closure", "carries", "create_graph", "compiles", "counts_items"),
-    *("per_phase", "repeats", "skips", "stacks", "timed"),
+    *("by_closure", "carries", "commutes", "create_graph", "compiles", "counts_items"),
+    *("per_phase", "repeats", "skips", "stacks", "sums", "timed"),
 )
 
 
@@ -396,12 +396,16 @@ class Middleware:
               batch is as many updates as it has windows
             - "by_closure": the optimizer is given a closure; "create_graph": whose gradients have a
               graph too
+            - "commutes": in the gradient ring, it multiplies gradients by one number at most, or
+              looks at them, so it may act once on the sum of several batches
             - "compiles": the step of the optimizer is compiled
             - "counts_items": it uses ``state.items``, which a run then reads after each update
             - "per_phase": its slot is made again when a phase of a run begins
             - "repeats": it may call the loss function again for one batch
             - "skips": it may skip an update. One that is not of fnloop may in any case
             - "stacks": it works with a stack of models
+            - "sums": it adds up the gradients of several batches, and comes next to backward, an
+              ``extend.Backward``, if all that are listed before it commute
             - "timed": the times of evaluations are measured: "time/evaluate"
         call: the call that made it, set by :func:`middleware`; decides equality, repr and pickling.
 
@@ -745,8 +749,6 @@ hide_fields(Middleware)
 
 # --------------------------------------------------------------------------------------------------
 # What a loss function returns to leave a batch out.
-
-BY_ANOTHER = "left out by another process"  # why an update is skipped that another process skips
 
 
 @attrs.frozen

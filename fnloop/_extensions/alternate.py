@@ -13,7 +13,6 @@ from typing import NamedTuple, cast
 from weakref import WeakKeyDictionary
 
 import attrs
-import toolz
 import torch
 from torch import Tensor
 
@@ -32,12 +31,8 @@ from fnloop._core.state import (
 )
 from fnloop._core.types import Middleware, Output, Step, is_ours
 from fnloop._data.source import LateWindow
-from fnloop._step.gradients import NO_GRADIENT, NoGradientError
-from fnloop._step.pipeline import (
-    STEP,
-    Pipeline,
-    PipelineStep,
-)
+from fnloop._step.gradients import NoGradientError
+from fnloop._step.pipeline import Pipeline, PipelineStep
 from fnloop._step.update import Numbers, prefixed
 from fnloop.extend import (
     Batch,
@@ -208,8 +203,7 @@ class AlternateStep(PipelineStep):
         return self._evaluate_each
 
     def _compose_training(self) -> Step:
-        rings = functools.partial(self._ring, "update"), functools.partial(self._ring, "step")
-        return toolz.pipe(self._round, *rings)
+        return self._chain(self._round, "update", "step")
 
     # --- a round
 
@@ -354,18 +348,18 @@ class AlternateStep(PipelineStep):
 
     # --- what an exception is told
 
-    def layer_of(self, error: BaseException) -> str:
+    def layer_of(self, error: BaseException, otherwise: str = "the step") -> str:
         name = turn_of(error)
         if name is None:
-            return super().layer_of(error)
-        layer = self.settings.steps[name].layer_of(error)
-        return name if layer == STEP else f"{name}, {layer}"
+            return super().layer_of(error, otherwise)
+        layer = self.settings.steps[name].layer_of(error, "")
+        return f"{name}, {layer}" if layer else name
 
     def explain(self, error: BaseException) -> None:
         super().explain(error)
         if (name := turn_of(error)) is not None:
             self.settings.steps[name].explain(error)
-            if str(error).startswith(NO_GRADIENT) and not isinstance(error, NoGradientError):
+            if isinstance(error, NoGradientError) and not error.switched_off:
                 error.add_note(
                     f"in the turn of {name} only the parameters of its optimizer need gradients"
                 )

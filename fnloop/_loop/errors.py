@@ -22,7 +22,7 @@ from fnloop._data.source import Source
 from fnloop._display.checks import describe
 from fnloop._display.screen import log, tell
 from fnloop._hooks.hook import Hook, unwrap_hook
-from fnloop._step.pipeline import STEP, PipelineStep
+from fnloop._step.pipeline import PipelineStep
 
 NO_LENGTH = " Its length is 0: was it filled, and were the files found that it is made of?"
 TRAIN_LOSS = "train/loss"  # is in each record of an epoch in which an update was applied
@@ -45,12 +45,12 @@ def explain(
     Returns:
         The state that was attached; None if no state owns the model.
     """
-    layer = step.layer_of(error)
     if phase is None:
         step.explain(error)
-        where = f"{layer}, train"
+        where = f"{step.layer_of(error)}, train"
     elif state.run is not None and phase in state.run.evaluated:
-        where = f"{layer}, {phase}" if layer != STEP else f"the {phase} loader"
+        layer = step.layer_of(error, "")
+        where = f"{layer}, {phase}" if layer else f"the {phase} loader"
     else:
         where = f"{name_of(phase) if callable(phase) else phase}, train"
     epoch = state.epoch + (EPOCH not in state.events)  # the running one, or the one just completed

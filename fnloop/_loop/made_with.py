@@ -14,7 +14,7 @@ from fnloop._core.code import hash_of, is_of_library, is_users, walk
 from fnloop._core.state import without_wrappers
 from fnloop._core.types import EVALUATION, Middleware, name_of, wraps_of
 from fnloop._hooks.hook import Hook, LiftedHook, every_layer, slots_of, unwrap_hook
-from fnloop._step.pipeline import LossStep, PipelineStep, RawStep
+from fnloop._step.pipeline import PipelineStep
 
 
 def describe_making(
@@ -92,10 +92,7 @@ def members_of(step: PipelineStep) -> list[Middleware]:
 def _given(step: PipelineStep) -> Iterator[object]:
     """Yield what a step was given: its functions, and the settings of its middleware."""
     for one in (step, *step.turns.values()):
-        if isinstance(one, RawStep):
-            yield from (one.fn, one.evaluated_by)
-        elif isinstance(one, LossStep):
-            yield one.loss_fn
+        yield from one.functions
     for member in members_of(step):
         call = member.call
         if call is None:  # not made by a factory

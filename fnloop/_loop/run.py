@@ -108,7 +108,7 @@ from fnloop._loop.peers import (
 )
 from fnloop._loop.plan import Plan, check_knows_items, end_phase, is_newest, names_made
 from fnloop._step.engine import engine_of
-from fnloop._step.pipeline import STEP, PipelineStep
+from fnloop._step.pipeline import PipelineStep
 
 # --------------------------------------------------------------------------------------------------
 # A run: do what is next, until nothing is.
@@ -911,4 +911,4 @@ def _has_lost_its_workers(world: World, error: BaseException) -> bool:
     loading = isinstance(world.doing, str) and world.doing in (LOADER, *world.evaluated)
     if not (loading and isinstance(error, Exception) and world.interrupts.stop is not None):
         return False
-    return world.plan.step.layer_of(error) == STEP
+    return not world.plan.step.layer_of(error, "")

@@ -1,25 +1,42 @@
-"""The gradient engine: what a step asks of it, and which one a state has."""
+"""From the loss to the gradients: backward, the engine that it asks, and that of one process."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol, cast
+from contextlib import AbstractContextManager, nullcontext
+from typing import NoReturn, Protocol, cast
 from weakref import WeakKeyDictionary
 
+import attrs
 import torch
 from torch import Tensor, nn
 
+from fnloop._backend.containers import pieces_of
 from fnloop._backend.fsdp import is_sharded
 from fnloop._core.metrics import Shares
 from fnloop._core.parts import Part
-from fnloop._core.state import Ownership, TrainState, ownership_of
+from fnloop._core.several import Several
+from fnloop._core.state import (
+    Ownership,
+    TrainState,
+    current_parameters,
+    ownership_of,
+    parameters,
+)
 from fnloop._core.types import Batch, Metric, Output, Step
 from fnloop._core.view import trained_model
 from fnloop._data.source import Source
 from fnloop._extensions import extensions
-from fnloop._step.engine_local import LOCAL
-from fnloop._step.forward import EvaluationPass
-from fnloop._step.gradients import GradientSum, LossRoot, Pass
+from fnloop._step.forward import EvaluationPass, LocalEvaluation
+from fnloop._step.gradients import (
+    SumInOrder,
+    WeightedSum,
+    fail_to_train,
+    fail_without_gradient,
+    in_wide_dtype,
+    set_aside,
+)
 
 # --------------------------------------------------------------------------------------------------
 # The gradient engine: what depends on the number of processes in training and evaluation.
@@ -27,6 +44,38 @@ from fnloop._step.gradients import GradientSum, LossRoot, Pass
 # There are three: `LocalEngine` for one process, `DistributedEngine` for several, and `ExactEngine`
 # for any number, with the same bits. `engine_of` chooses. Nothing else in the steps and the
 # middleware branches on the number of processes.
+
+
+class Pass(Protocol):
+    """Forward and backward of a window, whose batches may come in pieces.
+
+    In one process ``forward`` is the step inside itself.
+    """
+
+    @property
+    def forward(self) -> Step:
+        """``(state, batch) -> (state, out)``."""
+        ...
+
+    def add(self, state: TrainState, out: Output, /) -> None:
+        """Add the gradient of a piece, by its weight, given the output of ``forward``."""
+        ...
+
+    def finish(self, state: TrainState, /) -> Output:
+        """Turn the sum of the gradients into the mean. Return what to report of the window."""
+        ...
+
+
+class GradientSum(Protocol):
+    """The weighted sum of gradients that a step leaves in ``.grad``, batch by batch."""
+
+    def add(self, state: TrainState, out: Output, /) -> None:
+        """Take the gradient of a batch out of ``.grad``, unless it is skipped."""
+        ...
+
+    def finish(self, state: TrainState, /) -> Output:
+        """Leave the mean in ``.grad``. Return what to report of the window."""
+        ...
 
 
 class Engine(Protocol):
@@ -98,7 +147,7 @@ class Engine(Protocol):
 
     def start(
         self,
-        loss: LossRoot,
+        backward: Backward,
         state: TrainState,
         window: Sequence[Batch],
         size: int | None = None,
@@ -109,8 +158,10 @@ class Engine(Protocol):
     ) -> tuple[Pass, Iterable[Batch]]:
         """Start forward and backward of a window: ``.grad`` gets the gradient of its mean.
 
+        There is none in ``.grad`` before.
+
         Args:
-            loss: the loss, and what backward starts from.
+            backward: what starts from the loss.
             state: the state that is trained.
             window: the batches.
             size: the most samples in one forward and backward; None: those of a batch.
@@ -125,8 +176,10 @@ class Engine(Protocol):
 
     def start_sum(
         self, state: TrainState, batches: int, dtype: torch.dtype | None, /
-    ) -> GradientSum:
-        """Start the sum of a window, whose batches a step takes one by one.
+    ) -> AbstractContextManager[GradientSum]:
+        """Sum the gradients of a window within a ``with`` block. A step takes batch by batch.
+
+        There is none in ``.grad`` before.
 
         Args:
             state: the state that is trained.
@@ -139,8 +192,11 @@ class Engine(Protocol):
         """Return what makes the next passes of an update draw again what those from here on do."""
         ...
 
-    def agree(self, flag: Tensor, out: Output, /) -> tuple[Tensor, Output]:
-        """Return a flag as it is in any process, and an output that is skipped if it is in any."""
+    def agree(self, out: Output, flag: Tensor | None = None, /) -> tuple[Output, Tensor | None]:
+        """Return an output that is skipped if it is in any process.
+
+        And with it a flag as it is in any process, if there is one.
+        """
         ...
 
     def largest(self, number: int, /) -> int:
@@ -298,3 +354,263 @@ def refuse(
         raise NotImplementedError(f"{what} works in one process only: {several}")
     if sharded is not None and is_sharded(state.model):
         raise NotImplementedError(f"{what} {sharded}")
+
+
+# --------------------------------------------------------------------------------------------------
+# The step in the middle of a pipeline: backward, from the loss to the gradients.
+#
+# Backward takes a window of batches where `accumulate` asks for one. Each batch counts by its
+# weight, the number of items that its loss is the mean of. So the gradient is that of the mean over
+# all items of the window, with a ragged last window, unequal token counts and any number of
+# processes. Gradients add up in `.grad` as autograd does: backward starts from loss × weight / (a
+# reference weight), and one division at the end makes the mean.
+
+
+@attrs.define(eq=False, slots=False)
+class Backward:
+    """The step that fills ``.grad``, starting from the loss. It is innermost in the gradient ring.
+
+    What repeats it, cuts its batches or adds their gradients up is a middleware of that ring, which
+    is given it if the middleware has the trait "commutes" or "sums", and so have those before it.
+
+    Args:
+        forward: the step inside, which computes the loss.
+        name: the name of the loss function.
+        may_skip: whether the step inside may skip a batch on some processes only.
+        create_graph: whether gradients have a graph of their own.
+        drops: whether to drop the gradients of what the state's optimizers do not update.
+        size: the most samples in one forward and backward; None: those of a batch.
+
+    Example:
+        >>> import fnloop as fl, torch
+        >>> from fnloop.testing import toy, toy_loss
+        >>> def in_pieces(backward):
+        ...     def step(state, batch):
+        ...         return backward.over(state, [batch], 1, alone=True)
+        ...     return step
+        >>> singly = fl.Middleware("singly", gradient=in_pieces)
+        >>> state, out = fl.pipeline(singly)(toy_loss)(toy(), torch.tensor([1.0, 3.0]))
+        >>> state.model.w.item()
+        -2.0
+    """
+
+    forward: Step
+    name: str = "the loss function"
+    may_skip: bool = False
+    create_graph: bool = False
+    drops: bool = False
+    size: int | None = None
+
+    def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
+        """Run forward and backward of one batch."""
+        __tracebackhide__ = True
+        if self.size is None and not self.drops and engine_of(state) is LOCAL:  # it needs no pass
+            state, out = self.forward(state, batch)
+            return state, self.from_loss(state, out)
+        return self.over(state, (batch,), self.size, alone=True)
+
+    def window(self, state: TrainState, batches: Sequence[Batch]) -> tuple[TrainState, Output]:
+        """Run forward and backward of a window. The gradient is that of the mean over its items."""
+        __tracebackhide__ = True
+        return self.over(state, batches, self.size)
+
+    def over(
+        self,
+        state: TrainState,
+        batches: Sequence[Batch],
+        size: int | None,
+        *,
+        alone: bool = False,
+        guarded: bool = False,
+    ) -> tuple[TrainState, Output]:
+        """Run forward and backward of batches in pieces of a size, as ``Engine.start`` does."""
+        __tracebackhide__ = True
+        put_back, engine = set_aside(state), engine_of(state)
+        making, pieces = engine.start(self, state, batches, size, alone=alone, guarded=guarded)
+        for piece in pieces:
+            state, out = making.forward(state, piece)
+            making.add(state, out)
+        out = making.finish(state)
+        put_back()
+        if self.drops:
+            for p in current_parameters(state).others:
+                p.grad = None
+        return state, out
+
+    def fail_to_train(self, state: TrainState, uses_others: bool) -> NoReturn:
+        """Raise ValueError: no parameter that is trained has a gradient.
+
+        Args:
+            state: the state.
+            uses_others: whether other parameters of the model have one.
+        """
+        fail_to_train(state, self.name, uses_others)
+
+    def root(self, state: TrainState, out: Output, relative: float | Tensor | None) -> Tensor:
+        """Return the number that backward starts from: loss × relative weight."""
+        root = out.loss
+        if not root.requires_grad:
+            fail_without_gradient(state)
+        if root.ndim:  # one loss for each model of a stack, whose gradients are its own
+            root = root.sum()
+        return root if relative is None else root * relative
+
+    def from_loss(self, state: TrainState, out: Output) -> Output:
+        """Leave the gradient of one batch in ``.grad``, and return its output."""
+        __tracebackhide__ = True
+        if out.skip is not None:
+            return attrs.evolve(out, loss=out.loss.detach())
+        relative = None
+        if isinstance(out.weight, Tensor):  # on the device: 1, or 0 for a batch without items
+            relative = in_wide_dtype(WeightedSum.valid(out.weight) > 0, out.loss)
+        root = self.root(state, out, relative)
+        if self.create_graph:
+            _backward_with_graph(root)
+        else:
+            root.backward()
+        return Output(out.loss.detach(), out.weight, out.aux, out.metrics)
+
+
+def _backward_with_graph(root: Tensor) -> None:
+    with warnings.catch_warnings():
+        # The warning is of a leak of memory. The gradients are removed after the update.
+        warnings.filterwarnings("ignore", "Using backward\\(\\) with create_graph=True")
+        root.backward(create_graph=True)
+
+
+# --------------------------------------------------------------------------------------------------
+# The gradient engine of a single process: gradients add up in `.grad`, as autograd does.
+
+
+class LocalEngine:
+    """The engine of a single process: most methods return their argument unchanged.
+
+    An engine of your own may be one that replaces some of the methods. They are those of
+    :class:`Engine`.
+
+    Example:
+        >>> import attrs, fnloop as fl, torch
+        >>> from fnloop.testing import toy, toy_loss
+        >>> class Halving(LocalEngine):
+        ...     def start(self, backward, state, window, size=None, **settings):
+        ...         return super().start(backward, state, [x / 2 for x in window], size, **settings)
+        >>> backend = attrs.evolve(toy().backend, engine=lambda state: Halving())
+        >>> state = attrs.evolve(toy(), backend=backend)
+        >>> fl.pipeline()(toy_loss)(state, torch.ones(1))[0].model.w.item()
+        -0.5
+    """
+
+    calls_every_batch = True
+    brings: tuple[Part, ...] = ()
+
+    def begin(self, state: TrainState) -> None:
+        """Begin a run."""
+
+    def read_from(self, source: Source, step: Step, window: int) -> Step:
+        """Return the step itself."""
+        return step
+
+    def start_turn(
+        self, name: str, engine: object, turn: TrainState, state: TrainState, batches: slice
+    ) -> None:
+        """Start a turn of an alternating step."""
+
+    def start(
+        self,
+        backward: Backward,
+        state: TrainState,
+        window: Sequence[Batch],
+        size: int | None = None,
+        *,
+        alone: bool = False,
+        guarded: bool = False,
+    ) -> tuple[Pass, Iterable[Batch]]:
+        """Start forward and backward of a window."""
+        if size is not None:
+            window = [piece for batch in window for piece in pieces_of(batch, size)]
+        return (_Batch if alone and len(window) == 1 else _Window)(backward), window
+
+    def start_sum(
+        self, state: TrainState, batches: int, dtype: torch.dtype | None
+    ) -> AbstractContextManager[GradientSum]:
+        """Sum the gradients of a window, whose batches a step takes one by one."""
+        return nullcontext(SumInOrder(state, dtype))
+
+    def mark_draws(self) -> Callable[[], None]:
+        """Return what does nothing: passes draw from where the generators are."""
+        return lambda: None
+
+    def agree(self, out: Output, flag: Tensor | None = None) -> tuple[Output, Tensor | None]:
+        """Return both."""
+        return out, flag
+
+    def largest(self, number: int) -> int:
+        """Return the number."""
+        return number
+
+    def mean_loss(self, out: Output) -> Tensor:
+        """Return the loss."""
+        return out.loss
+
+    def start_evaluation(self, state: TrainState, name: str) -> EvaluationPass:
+        """Start an evaluation or a prediction."""
+        return LocalEvaluation(state.model.metric if isinstance(state.model, Several) else None)
+
+    def share_buffers(self, model: nn.Module) -> None:
+        """Do nothing: there is one model."""
+
+    def check_alike(self, state: TrainState, what: str) -> None:
+        """Do nothing: there is one state."""
+
+    def reduce(
+        self, metrics: Mapping[str, Metric], training: str | None = None
+    ) -> dict[str, Metric]:
+        """Return the metrics."""
+        return dict(metrics)
+
+    def gather(self, state: TrainState, what: str) -> tuple[dict[str, Metric], Shares]:
+        """Return the running metrics of the state."""
+        return dict(state.metrics), ()
+
+    def continued(
+        self,
+        state: TrainState,
+        merged: Mapping[str, object],
+        shares: Sequence[Mapping[str, object]],
+    ) -> Mapping[str, object]:
+        """Return the metrics over all processes that saved the state."""
+        return merged
+
+
+class _Batch:
+    """Forward and backward of one batch in one piece, which need not be weighed."""
+
+    def __init__(self, backward: Backward) -> None:
+        self._backward, self.forward = backward, backward.forward
+
+    def add(self, state: TrainState, out: Output) -> None:
+        __tracebackhide__ = True
+        self._out = self._backward.from_loss(state, out)
+
+    def finish(self, state: TrainState) -> Output:
+        return self._out
+
+
+class _Window:
+    """Forward and backward of a window, weighted by the items of its batches."""
+
+    def __init__(self, backward: Backward) -> None:
+        self._backward, self.forward, self._total = backward, backward.forward, WeightedSum()
+
+    def add(self, state: TrainState, out: Output) -> None:
+        __tracebackhide__ = True
+        if out.skip is None:
+            self._backward.root(state, out, self._total.relative_weight(out)).backward()
+        self._total.add(out)
+
+    def finish(self, state: TrainState) -> Output:
+        self._total.divide([p.grad for p in parameters(state)])
+        return self._total.output()
+
+
+LOCAL = LocalEngine()  # it keeps nothing, so all states share it

@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from numbers import Real
 from typing import Any, Protocol, TypeVar, cast
 
 import attrs
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fnloop._backend.containers import tensors_in
 from fnloop._backend.fsdp import is_sharded
-from fnloop._backend.torch_compat import version_of
 from fnloop._core.metrics import Mean, NoLoss, OfModels, mean_of, update_, update_evaluated_
-from fnloop._core.optimizers import optimizers_in
 from fnloop._core.several import Several
 from fnloop._core.state import (
     TrainState,
-    all_parameters,
-    give_up_ownership,
 )
-from fnloop._core.types import Batch, LossFn, Metric, Output, Skip, Step, name_of
+from fnloop._core.types import Aux, Batch, LossFn, Metric, Output, Skip, Step, name_of
 from fnloop._data.source import Source
-from fnloop._display.checks import describe, function, has_methods
+from fnloop._display.checks import describe, function
 from fnloop._display.screen import log
 from fnloop._display.tables import shorten
 
@@ -56,38 +48,55 @@ def forward(loss_fn: LossFn, name: str, own_precision: bool = True) -> Step:
         __tracebackhide__ = True
         try:
             if isinstance(state.model, Several):
-                reply = state.model.call(loss_fn, batch, name)
+                read = lambda model: _read(loss_fn(model, batch), batch, name)
+                reply = state.model.call(read, name)
                 if not isinstance(reply, Skip):
-                    return state, reply
+                    return state, _output(*reply)
             elif own_precision or state.backend.precision is None:
                 reply = loss_fn(state.model, batch)
             else:
-                with _configured_autocast(state):
+                with configured_autocast(state):
                     reply = loss_fn(state.model, batch)
         except _OF_A_BATCH as error:
             error.add_note(f"the batch: {_shapes(batch)}")
             raise
         if isinstance(reply, Skip):
-            return state, _left_out(state, reply, name, said)
+            return state, left_out(state, reply, name, said)
         loss: Any
         aux: Any
         loss, aux = reply if reply.__class__ is tuple and len(reply) == 2 else (reply, {})
         if not checked or loss.__class__ is not Tensor or loss.ndim or aux.__class__ is not dict:
-            check_reply(reply, loss, aux, name)
+            _check_reply(reply, loss, aux, name)
             checked = True
         weight = aux["weight"] if "weight" in aux else items_in(batch, name, loss is None)
         if weight.__class__ is int and weight > 0:
             if state.backend.parts > 1 and "weight" not in aux:
                 weight = state.backend.own_part(weight)
             return state, Output(loss, weight, aux)
-        check_weight(weight, name)
-        skip = None if isinstance(weight, Tensor) else NO_ITEMS
-        return state, Output(loss, weight, aux, {}, skip)
+        _check_weight(weight, name)
+        return state, _output(loss, aux, weight)
 
     return forward
 
 
-def _configured_autocast(state: TrainState) -> AbstractContextManager[object]:
+def _read(reply: Any, batch: Batch, name: str) -> tuple[Tensor, Aux, float | Tensor] | Skip:
+    """Return the loss, the aux and the weight that a loss function has returned for a batch."""
+    if isinstance(reply, Skip):
+        return reply
+    loss, aux = reply if reply.__class__ is tuple and len(reply) == 2 else (reply, {})
+    _check_reply(reply, loss, aux, name)
+    weight = aux["weight"] if "weight" in aux else items_in(batch, name, loss is None)
+    _check_weight(weight, name)
+    return loss, aux, weight
+
+
+def _output(loss: Tensor, aux: Aux, weight: float | Tensor) -> Output:
+    """Return the output for a batch, which is left out if it is known to have no item."""
+    skip = NO_ITEMS if weight.__class__ is int and not weight else None
+    return Output(loss, weight, aux, {}, skip)
+
+
+def configured_autocast(state: TrainState) -> AbstractContextManager[object]:
     if state.backend.precision == "fp16":
         raise ValueError(
             "accelerate is configured for fp16, which needs a loss scale: list it, "
@@ -96,7 +105,7 @@ def _configured_autocast(state: TrainState) -> AbstractContextManager[object]:
     return torch.autocast(state.backend.device.type, torch.bfloat16)
 
 
-def _left_out(state: TrainState, reply: Skip, name: str, said: set[str]) -> Output:
+def left_out(state: TrainState, reply: Skip, name: str, said: set[str]) -> Output:
     """Return the output for a batch that the loss function leaves out."""
     if is_sharded(state.model):
         raise NotImplementedError(
@@ -135,7 +144,7 @@ def _nested(part: object) -> str:
 # --- the reply of a loss function
 
 
-def check_reply(reply: object, loss: object, aux: object, name: str) -> None:
+def _check_reply(reply: object, loss: object, aux: object, name: str) -> None:
     """Check what a loss function returns: the first time, and whenever it looks unusual."""
     if isinstance(reply, tuple) and len(reply) != 2:
         raise TypeError(
@@ -186,7 +195,7 @@ def _check_loss(loss: object, in_pair: bool, name: str) -> None:
         )
 
 
-def check_weight(weight: object, name: str) -> None:
+def _check_weight(weight: object, name: str) -> None:
     """Raise unless this can be a number of items.
 
     The value of a tensor is on the device. The next report checks it.
@@ -264,137 +273,6 @@ def _common_items(parts: Iterable[object]) -> int | None:
                 return None
             items = size
     return items
-
-
-# --------------------------------------------------------------------------------------------------
-# Functions that make gradients by themselves, in the place of a loss function.
-#
-# Their gradients are taken out of `.grad`, and the loss that they report is attached to them: a
-# backward from it leaves them there again. So what weighs, adds up and averages gradients over
-# batches and processes does not know of them.
-
-RawFn = Callable[[TrainState, Batch], Output]
-_EXPECTED = "Output(loss, weight=items), with the loss as a scalar tensor"
-
-
-def own_gradients(fn: RawFn, name: str, own_precision: bool) -> Step:
-    """Return the forward step of a function ``(state, batch) -> Output`` that fills ``.grad``.
-
-    Args:
-        fn: the function.
-        name: its name in messages.
-        own_precision: as in :func:`forward`.
-    """
-    said: set[str] = set()
-
-    def making(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
-        __tracebackhide__ = True
-        params = all_parameters(state)
-        before = [p.grad for p in params]  # of the batches before it in a window
-        versions = [*map(version_of, params)]
-        for p in params:
-            p.grad = None
-        configured = not own_precision and state.backend.precision is not None
-        try:
-            with (
-                _no_update(state, name),
-                _configured_autocast(state) if configured else contextlib.nullcontext(),
-            ):
-                out = fn(state, batch)
-            made = [(p, p.grad) for p in params if p.grad is not None]
-        except BaseException:
-            if versions != [*map(version_of, params)]:
-                give_up_ownership(state)  # it raised between a change of the weights and the next
-            raise
-        finally:
-            for p, gradient in zip(params, before, strict=True):
-                p.grad = gradient
-        check_output(out, name, whole=True)
-        if out.skip is not None or (out.weight.__class__ is int and not out.weight):
-            return state, _left_out(state, Skip(out.skip or NO_ITEMS), name, said)
-        if not made:
-            raise ValueError(
-                f"{name} made no gradient. With updates=False it leaves gradients in .grad: it "
-                "calls loss.backward(), or sets p.grad of the parameters"
-            )
-        leaves, gradients = zip(*made, strict=True)
-        loss = _WithGradients.apply(out.loss.detach(), gradients, *leaves)
-        return state, attrs.evolve(out, loss=loss)
-
-    return making
-
-
-_Context = Any  # what backward needs of forward
-
-
-class _WithGradients(torch.autograd.Function):
-    """Identity on a loss whose gradients have been made already."""
-
-    @staticmethod
-    def forward(
-        ctx: _Context, loss: Tensor, gradients: Sequence[Tensor], *leaves: Tensor
-    ) -> Tensor:
-        ctx.gradients = gradients
-        return loss.view_as(loss)
-
-    @staticmethod
-    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return (None, None, *(gradient * grad for gradient in ctx.gradients))
-
-
-@contextlib.contextmanager
-def _no_update(state: TrainState, name: str) -> Iterator[None]:
-    """Raise if an optimizer of a state is stepped, within a ``with`` block."""
-    own = {id(optimizer) for optimizer in optimizers_in(state.optimizer).values()}
-
-    def refuse(optimizer: Optimizer, args: object, kwargs: object) -> None:
-        if id(optimizer) in own:
-            raise ValueError(
-                f"{name} called the step of {type(optimizer).__name__}, which with updates=False "
-                f"the step itself does: leave it out of {name}, or write raw({name})"
-            )
-
-    handle = register_optimizer_step_pre_hook(refuse)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-# --- the reply of a function that does its own backward
-
-
-def check_output(out: object, name: str, whole: bool = False) -> None:
-    """Raise TypeError unless a function has returned an Output.
-
-    Args:
-        out: what it returned.
-        name: its name in messages.
-        whole: whether its weight has to be a whole number, by which gradients are weighed.
-    """
-    if not isinstance(out, Output):
-        hint = ". Return the Output alone" if isinstance(out, tuple) else ""
-        raise TypeError(f"{name} must return {_EXPECTED}; got {describe(out)}{hint}")
-    if not isinstance(out.loss, Tensor) or out.loss.ndim:
-        raise TypeError(f"{name} must return {_EXPECTED}; got loss={describe(out.loss)}")
-    if out.skip is not None and not isinstance(out.skip, str):
-        raise TypeError(
-            f'{name} must return an Output with skip="why", or None for an update that was made; '
-            f"got {describe(out.skip)}"
-        )
-    weight: object = out.weight
-    scalar = isinstance(weight, Tensor) and not weight.ndim
-    kind = int if whole else Real
-    counts = isinstance(weight, kind) and not isinstance(weight, bool) and weight >= 0
-    if not scalar and not counts:
-        of = ", an int or a scalar tensor" if whole else ""
-        raise TypeError(f"{name} must return {_EXPECTED}{of}; got weight={describe(weight)}")
-    for key, metric in out.metrics.items():
-        if not has_methods(metric, "compute"):
-            raise TypeError(
-                f"{name} must return metrics such as {{{key!r}: Mean(value, items)}}; got "
-                f"{describe(metric)}"
-            )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -493,8 +371,8 @@ class EvaluationPass(Protocol):
         ...
 
 
-class SumOfBatches:
-    """The loss and the metrics of the batches of an evaluation, in their order.
+class LocalEvaluation:
+    """An evaluation or a prediction in one process: an :class:`EvaluationPass`.
 
     Args:
         per_model: makes the metric of several models, each of which has a loss.
@@ -506,6 +384,14 @@ class SumOfBatches:
         self._loss: Mean | NoLoss | None = None  # without what was added since
         self._total: Tensor | None = None  # its sum, where batches are added to that alone
         self._added = 0  # the items of these
+
+    def call(
+        self, fn: Callable[[Subject, Batch], Result], subject: Subject, batch: Batch
+    ) -> list[Result]:
+        __tracebackhide__ = True
+        return [fn(subject, batch)]
+
+    def finish(self, source: Source) -> None: ...
 
     def add(self, out: Output) -> None:
         """Combine those of one more batch, unless it has no item."""
@@ -529,8 +415,11 @@ class SumOfBatches:
             self._loss, self._added = mean_of(loss.total, loss.weight + self._added), 0
         return self._loss
 
-    def metrics(self) -> dict[str, Metric]:
+    def own_metrics(self) -> dict[str, Metric]:
         """Return all metrics, the loss first."""
         loss = self._so_far()
         found = {**self._metrics} if loss is None else {"loss": loss, **self._metrics}
         return {"loss": found.pop("loss", Mean(0.0, 0)), **found}
+
+    def gather(self, results: list[Result]) -> list[Result]:
+        return results

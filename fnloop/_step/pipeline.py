@@ -6,13 +6,10 @@ import abc
 import contextlib
 import functools
 import inspect
-import itertools
 import re
 import zlib
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from types import CodeType, MappingProxyType
-from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import attrs
@@ -22,7 +19,6 @@ from torch import Tensor, nn
 
 from fnloop._backend.containers import to_device, vars_of
 from fnloop._core.averages import check_not_averaged
-from fnloop._core.code import code_of
 from fnloop._core.history import check_loaders
 from fnloop._core.metrics import update_evaluated_
 from fnloop._core.optimizers import check_used, groups_in, to_training
@@ -31,7 +27,6 @@ from fnloop._core.runs import Windows
 from fnloop._core.saved import has_pending, materialize
 from fnloop._core.several import Several, models_of
 from fnloop._core.state import (
-    StaleStateError,
     TrainState,
     advance,
     advance_used,
@@ -40,8 +35,6 @@ from fnloop._core.state import (
     check_not_stale,
     clear_parameter_cache,
     consume,
-    current_parameters,
-    give_up_ownership,
     using_only,
     with_slot,
     with_slots,
@@ -57,6 +50,7 @@ from fnloop._core.types import (
     Output,
     Step,
     View,
+    Wrap,
     is_ours,
     may_skip,
     name_of,
@@ -66,18 +60,12 @@ from fnloop._core.view import shown, view
 from fnloop._display import checks, tables
 from fnloop._display.checks import describe, join_names
 from fnloop._display.frames import leave_out_frames
-from fnloop._step.engine import engine_of, refuse
-from fnloop._step.forward import (
-    RawFn,
-    check_output,
-    forward,
-    own_gradients,
-)
-from fnloop._step.gradients import LossRoot, NoGradientError, run
+from fnloop._step.engine import Backward, engine_of
+from fnloop._step.forward import forward
+from fnloop._step.layers import Layers, Replaceable, calls_noted, checked_once
 from fnloop._step.transaction import around, may_skip_in, transaction
 from fnloop._step.update import (
     OPTIMIZER,
-    Backward,
     add_reported,
     report,
     update,
@@ -194,9 +182,9 @@ class PipelineStep(abc.ABC):
         self._innermost: Replaceable | None = (
             None if all(map(is_ours, pipeline.middleware)) else functools.partial(innermost)
         )
-        self.forward = self._ring("forward", self._innermost or innermost)
+        self.forward = self._chain(self._innermost or innermost, "forward")
         # Of a loader that is evaluated, without the checks of a bare call.
-        self.evaluation = self._ring(EVALUATION, self.forward)
+        self.evaluation = self._chain(self.forward, EVALUATION)
         if beside := [m for m in pipeline.middleware if m.view is not None and m.view.beside]:
             carrying = self._names_with("carries")
             self.evaluation = evaluate_beside(self.evaluation, *carrying)
@@ -234,6 +222,11 @@ class PipelineStep(abc.ABC):
             f"{caller} expects a step, as pipeline(...)(loss_fn) returns it; got {name:.60} "
             f"({type(step).__name__}). {hint}"
         )
+
+    @property
+    def functions(self) -> tuple[object, ...]:
+        """The functions that it was made with, besides its middleware."""
+        return ()
 
     @property
     @abc.abstractmethod
@@ -302,10 +295,14 @@ class PipelineStep(abc.ABC):
     def check_evaluation(self, loaders: Sequence[str]) -> None:  # noqa: B027
         """Raise ValueError if it cannot evaluate these loaders."""
 
-    def _ring(self, ring: str, step: Step) -> Step:
-        """Return a step with a ring of middleware around it."""
-        for member in acting_in(self.pipeline.middleware, ring):
-            step = self._layer(member, ring, step)
+    def _chain(self, step: Step, *around: str | Wrap) -> Step:
+        """Return a step with others around it, the innermost first: wraps, or rings by name."""
+        for part in around:
+            if isinstance(part, str):
+                for member in acting_in(self.pipeline.middleware, part):
+                    step = self._layer(member, part, step)
+            else:
+                step = part(step)
         return step
 
     def _layer(self, member: Middleware, ring: str, inside: Step) -> Step:
@@ -327,7 +324,7 @@ class PipelineStep(abc.ABC):
 
     @staticmethod
     def _noting(innermost: Replaceable) -> AbstractContextManager[list[int]]:
-        return _calls_noted(innermost)
+        return calls_noted(innermost)
 
     def _check_around(self, listed: Sequence[Middleware], ignored: Sequence[str]) -> None:
         """Raise if a step that makes its updates by itself would ignore a middleware around it.
@@ -365,9 +362,9 @@ class PipelineStep(abc.ABC):
         if isinstance(state.model, Several):
             state.model.refuse(repr(self))
 
-    def layer_of(self, error: BaseException) -> str:
-        """Return the name of the layer in which an exception was raised."""
-        return self._layers.layer_of(error)
+    def layer_of(self, error: BaseException, otherwise: str = "the step") -> str:
+        """Return the name of the layer in which an exception was raised, if it was in one."""
+        return self._layers.layer_of(error, otherwise)
 
     def explain(self, error: BaseException) -> None:
         """Add to an exception what the layers know about it: which middleware is to blame."""
@@ -575,6 +572,10 @@ class LossStep(PipelineStep):
         return Pipeline(tuple(listed))(self.loss_fn)
 
     @property
+    def functions(self) -> tuple[object, ...]:
+        return (self.loss_fn,)
+
+    @property
     def evaluates(self) -> str:
         return name_of(self.loss_fn)
 
@@ -589,7 +590,7 @@ class LossStep(PipelineStep):
         return innermost
 
     @property
-    def _trains_by(self) -> LossFn | RawFn:
+    def _trains_by(self) -> Callable[..., object]:
         """The function that an update calls."""
         return self.loss_fn
 
@@ -603,17 +604,8 @@ class LossStep(PipelineStep):
         return self.forward
 
     def _compose_training(self) -> Step:
-        return toolz.pipe(
-            self._training_forward(),
-            functools.partial(self._ring, "loss"),
-            self._backward,
-            functools.partial(self._ring, "gradient"),
-            self._update,
-            functools.partial(self._ring, "update"),
-            functools.partial(self._ring, "device"),
-            functools.partial(self._ring, "step"),
-            self._using,
-        )
+        inner = self._training_forward(), "loss", self._backward, "gradient"
+        return self._chain(*inner, self._update, "update", "device", "step", self._using)
 
     def _using(self, step: Step) -> Step:
         """Return a step within which every middleware knows which optimizers update."""
@@ -639,8 +631,8 @@ class LossStep(PipelineStep):
     def _backward(self, step: Step) -> Step:
         again = bool(self._names_with("create_graph"))
         skips = may_skip_in(self.pipeline.middleware, "forward", "loss")
-        root = LossRoot(step, None, skips, again, name_of(self._trains_by))
-        backward = Backward(root, drops=self._used is not None)
+        drops = self._used is not None
+        backward = Backward(step, name_of(self._trains_by), skips, again, drops)
         self._layers.add(backward, "backward")
         return backward
 
@@ -672,278 +664,6 @@ class LossStep(PipelineStep):
 
     def __reduce__(self) -> tuple[Pipeline, tuple[LossFn]]:
         return self.pipeline, (self.loss_fn,)
-
-
-# --------------------------------------------------------------------------------------------------
-# A step of one's own: a function that does its own backward and updates, within fnloop's runs.
-
-# What a function does by itself: the parts of a middleware that it would ignore.
-_IGNORED = ("loss_fn", "forward", "loss", "gradient", "update", "device")
-_MADE_BY_IT = ("gradient", "update")  # the rings of every other step
-
-
-def raw(
-    fn: Callable[[TrainState, Batch], Output],
-    evaluate: LossFn | None = None,
-    updates: bool = True,
-) -> RawStep:
-    """Make a step from a function that does its own backward and updates, as some GANs need.
-
-    A run counts, records, saves and resumes it like any other step: one call is one update, however
-    many optimizers ``fn`` calls. Gradients are cleared before and after each call, because they are
-    not saved. An optimizer that ``fn`` only closes over is not saved either: a resumed run begins
-    with a new one. If ``fn`` raises, the weights may be between two updates, so the state can no
-    longer be used.
-
-    With ``updates=False``, ``fn`` makes only the gradients: it leaves them in ``.grad``, by calling
-    ``loss.backward()`` or by setting them. They are gradients of the mean over the items of its
-    batch. Everything else is as for a loss function: middleware of all rings but "device", and
-    several processes, whose gradients are averaged by weight.
-
-    Args:
-        fn: ``(state, batch) -> Output``. It trains ``state.model`` with ``state.optimizer``, in
-            place, and returns the loss to report, its number of items, and any metrics. It makes no
-            update if the output says ``skip="why"``.
-        evaluate: the loss function for the loaders that are evaluated; None: there are none.
-        updates: whether ``fn`` updates the weights too. False is for gradients that one backward
-            from one loss does not make: GradCache, evolution strategies, forward-mode gradients.
-
-    Returns:
-        A step.
-
-    Raises:
-        TypeError: ``fn`` or ``evaluate`` is not such a function. In a run: ``fn`` did not return an
-            Output.
-        ValueError: when composing: a middleware would be ignored. When a run starts: a loader is
-            to be evaluated, and there is no ``evaluate``. With ``updates=False``, in a run: ``fn``
-            made no gradient, or called the optimizer.
-        NotImplementedError: when a run starts: there are several processes, whose gradients would
-            not be averaged. With ``updates=False``: the model is under ``fully_shard``.
-
-    Example:
-        >>> import fnloop as fl, torch
-        >>> from fnloop.testing import toy, toy_loss
-        >>> def twice(state, batch):
-        ...     for _ in range(2):
-        ...         state.optimizer.zero_grad()
-        ...         loss, aux = toy_loss(state.model, batch)
-        ...         loss.backward()
-        ...         state.optimizer.step()
-        ...     return fl.Output(loss, weight=len(batch), aux=aux)
-        >>> state = fl.fit(raw(twice), toy(), [torch.tensor([1.0]), torch.tensor([2.0])], hooks=())
-        >>> state.step, state.model.w.item()
-        (2, -6.0)
-        >>> def difference(state, batch):                    # a gradient without a backward
-        ...     loss, nearby = ((w * batch).mean() for w in (state.model.w, state.model.w + 0.5))
-        ...     state.model.w.grad = (nearby - loss).detach() / 0.5
-        ...     return fl.Output(loss, weight=len(batch))
-        >>> step = fl.pipeline(fl.clip(2.0))(raw(difference, updates=False))
-        >>> state, out = step(toy(), torch.tensor([1.0, 5.0]))
-        >>> round(state.model.w.item(), 4), out.metrics["grad_norm"].compute()
-        (-2.0, 3.0)
-
-    Notes:
-        Middleware of the step ring and the ring "evaluation", and ``derive``, can be put around it:
-        ``pipeline(schedule(cosine()))(raw(fn))``. All others act on what ``fn`` does by itself, and
-        are refused.
-
-        With ``updates=False``, all but these can: what replaces the loss function (``compiled``,
-        ``scheduled``, ``tbptt``), ``cuda_graph``, ``retry_on_oom``, ``amp("fp16")``, whose loss
-        scale does not reach a backward inside ``fn``, and ``closure(create_graph=True)``. Under
-        ``amp("bf16")`` all of ``fn`` runs under autocast. With ``accumulate(n)`` it is called for
-        each batch of a window, and with ``microbatch(size)`` for each piece of a batch. A skipped
-        batch is out of the window, as with :func:`skip`.
-    """
-    if isinstance(fn, type | nn.Module | TrainState | Pipeline | PipelineStep):
-        raise TypeError(f"raw expects a function (state, batch) -> Output; got {name_of(fn)}")
-    checks.function("raw", "fn", fn, "a function (state, batch) -> Output", 2)
-    if evaluate is not None:
-        checks.function("raw", "evaluate", evaluate, "a loss function (model, batch), or None", 2)
-    checks.flag("raw", "updates", updates, "whether fn updates the weights")
-    return (RawStep if updates else GradientStep)(Pipeline(()), fn, evaluate)
-
-
-class RawStep(LossStep):
-    """The step of a function that does its own backward and updates. See :func:`raw`.
-
-    Args:
-        pipeline: the middleware around it.
-        fn: the function.
-        evaluate: the loss function of an evaluation, or None.
-    """
-
-    has_all_rings = False
-    _settings: Mapping[str, object] = MappingProxyType(
-        {}
-    )  # of the call of raw, besides its functions
-
-    def __init__(self, pipeline: Pipeline, fn: RawFn, evaluate: LossFn | None) -> None:
-        self.fn, self.evaluated_by = fn, evaluate
-        super().__init__(pipeline, self._refuse_to_evaluate if evaluate is None else evaluate)
-
-    def inside(self, pipeline: Pipeline) -> RawStep:
-        """Return the same step with middleware around it.
-
-        Raises:
-            ValueError: it would ignore one of them.
-        """
-        self._check_listed(pipeline.middleware)
-        return self.listing((*self.pipeline.middleware, *pipeline.middleware))
-
-    def listing(self, listed: Sequence[Middleware]) -> RawStep:
-        """Return the same step with other middleware around it."""
-        return type(self)(Pipeline(tuple(listed)), *self._given())
-
-    def _check_listed(self, listed: Sequence[Middleware]) -> None:
-        self._check_around(listed, _IGNORED)
-
-    def _explain(self, member: Middleware, acts: str, ignored: Sequence[str]) -> str:
-        name, hint = name_of(self.fn), ""
-        if [*ignored] == ["forward"] and member.call and _takes(member.call, "on"):
-            hint = f', or write {name_of(member.call.factory)}(..., on="evaluation")'
-        return (
-            f"{member!r} {acts}, but {name} does its own forward, backward and updates, and would "
-            f"ignore it: leave it out, and do its work in {name}{hint}"
-        )
-
-    def _given(self) -> tuple[RawFn, LossFn | None]:
-        return self.fn, self.evaluated_by
-
-    def _compose_training(self) -> Step:
-        own = _counted(self.fn)
-        self._layers.add(self.fn, name_of(self.fn))
-        return toolz.pipe(own, functools.partial(self._ring, "step"))
-
-    def _check_optimizers(self, state: TrainState) -> None:
-        """Do nothing: the function says which optimizers update."""
-
-    @contextlib.contextmanager
-    def _calls_noted(self) -> Iterator[list[int]]:
-        yield [1]  # what calls the function need not call the loss function
-
-    def check_evaluation(self, loaders: Sequence[str]) -> None:
-        if loaders and self.evaluated_by is None:
-            raise ValueError(f"{self!r} {self._no_evaluation()}: {checks.join_names(loaders)}")
-
-    def _refuse_to_evaluate(self, model: nn.Module, batch: Batch) -> Tensor:
-        raise ValueError(f"{self!r} {self._no_evaluation()}")
-
-    def _no_evaluation(self) -> str:
-        name = name_of(self.fn)
-        return f"cannot evaluate a loader: write raw({name}, evaluate=loss_fn)"
-
-    def init_slots(self, state: TrainState, *, evaluation: bool = False) -> TrainState:
-        __tracebackhide__ = True
-        self._refuse_stack(state)
-        if not evaluation:
-            its = "it runs its own backward, so no other step can sum its gradients in a tree"
-            refuse(
-                state,
-                repr(self),
-                exact=f"{its}. Leave exact=True out",
-                several=f"{name_of(self.fn)} runs its own backward, so the gradients of several "
-                "would not be averaged",
-            )
-        return super().init_slots(state, evaluation=evaluation)
-
-    def _shown(self) -> tuple[str, list[tuple[str, list[str]]]]:
-        core, rings = f"{name_of(self.fn)}(state, batch)", super()._shown()[1]
-        if self.evaluated_by is not None:
-            core += f"; in evaluation: {name_of(self.evaluated_by)}(model, batch)"
-        return core, [(ring, acting) for ring, acting in rings if ring not in _MADE_BY_IT]
-
-    def __repr__(self) -> str:
-        fn, loss_fn = self._given()
-        given = {**({} if loss_fn is None else {"evaluate": loss_fn}), **self._settings}
-        shown = repr(Call(raw, (fn,), given))
-        return f"{self.pipeline!r}({shown})" if self.pipeline.middleware else shown
-
-    def __reduce__(self) -> tuple[type[RawStep], tuple[Pipeline, RawFn, LossFn | None]]:  # type: ignore[override]
-        return type(self), (self.pipeline, *self._given())
-
-
-class GradientStep(RawStep):
-    """The step of a function that makes gradients, and no update. See :func:`raw`.
-
-    It is that of a loss function, whose backward leaves the gradients that the function has made.
-    """
-
-    _settings = MappingProxyType({"updates": False})
-
-    def _check_listed(self, listed: Sequence[Middleware]) -> None:
-        for member in listed:
-            if member.loss_fn is not None:
-                why = f"replaces the loss function, and {name_of(self.fn)} takes its place"
-            elif member.device is not None:
-                why = f"would capture what {name_of(self.fn)} does, and not call it again"
-            elif member.precision == "fp16":
-                why = "scales the loss, which does not reach a backward inside "
-                why += f'{name_of(self.fn)}: write amp("bf16")'
-            elif "repeats" in member.traits:
-                why = f"would repeat {name_of(self.fn)}: list microbatch(size) instead"
-            elif "create_graph" in member.traits:
-                why = f"differentiates gradients, and those of {name_of(self.fn)} have no graph"
-            else:
-                continue
-            raise ValueError(f"raw({name_of(self.fn)}, updates=False): {member!r} {why}")
-
-    @property
-    def _trains_by(self) -> RawFn:
-        return self.fn
-
-    @property
-    def _leaves_out(self) -> bool:
-        return True  # by its output
-
-    def _training_forward(self) -> Step:
-        making = own_gradients(self.fn, name_of(self.fn), self._own_precision is not None)
-        self._layers.add(self.fn, name_of(self.fn))
-        return self._ring("forward", making)
-
-    def _compose_training(self) -> Step:
-        return LossStep._compose_training(self)
-
-    def _check_optimizers(self, state: TrainState) -> None:
-        LossStep._check_optimizers(self, state)
-
-    def init_slots(self, state: TrainState, *, evaluation: bool = False) -> TrainState:
-        __tracebackhide__ = True
-        self._refuse_stack(state)
-        if not evaluation:
-            averages = "averages gradients in a backward, before they can be weighed"
-            why = f"does not work with fully_shard, which {averages}: leave fully_shard out"
-            refuse(state, repr(self), sharded=why)
-        return LossStep.init_slots(self, state, evaluation=evaluation)
-
-    def _shown(self) -> tuple[str, list[tuple[str, list[str]]]]:
-        return super()._shown()[0], rings_of(self.pipeline.middleware)
-
-
-def _counted(fn: RawFn) -> Step:
-    """Return the step that calls a function, and counts its update."""
-
-    def counted(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
-        __tracebackhide__ = True
-        params = current_parameters(state, beginning=True).found
-        for p in params:
-            p.grad = None
-        give_up_ownership(state)  # the function may change the parameters at any time
-        try:
-            out = fn(state, batch)
-        except StaleStateError as error:
-            error.add_note(
-                f"{name_of(fn)} makes the update itself: it calls the loss function, backward and "
-                "the optimizer, and no step"
-            )
-            raise
-        finally:
-            for p in params:
-                p.grad = None
-        check_output(out, name_of(fn))
-        out = attrs.evolve(out, loss=out.loss.detach())
-        return advance(state, out.skip is None), out
-
-    return counted
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1030,11 +750,11 @@ def check_middleware(listed: Sequence[Middleware]) -> None:
 
 def _other_name(member: Middleware) -> str:
     """Return what else to do about a name, if the factory of the middleware takes one."""
-    named = member.call is not None and _takes(member.call, "name")
+    named = member.call is not None and takes(member.call, "name")
     return ', or give one another name: name="..."' if named else ""
 
 
-def _takes(call: Call, argument: str) -> bool:
+def takes(call: Call, argument: str) -> bool:
     """Return whether the function of a call has an argument of this name."""
     return argument in inspect.signature(call.factory).parameters
 
@@ -1124,202 +844,25 @@ def check_wrapped(step: object, member: Middleware, ring: str) -> None:
         )
 
 
-def check_step_reply(reply: object, name: str) -> None:
-    """Raise TypeError unless a step has returned ``(state, out)``."""
-    match reply:
-        case (TrainState(), Output()) if type(reply) is tuple:
-            return
-        case tuple() | list():
-            parts = ", ".join(type(part).__name__ for part in reply)
-            given = f"a {type(reply).__name__} of ({parts})"
-        case TrainState() | Output():
-            given = f"the {type(reply).__name__} alone"
-        case _:
-            given = describe(reply)
-    raise TypeError(
-        f"{name} must return (state, out); it returned {given}. Write: return state, out"
-    )
-
-
 def in_order(members: Sequence[Middleware], ring: str) -> list[Middleware]:
     """Return middleware in their order in a ring: as listed, but some come first or last."""
-    return sorted(members, key=lambda member: member.order.get(ring, 0))
+    ordered = sorted(members, key=lambda member: member.order.get(ring, 0))
+    if ring == "gradient":
+        for at, member in enumerate(ordered):
+            if "sums" in member.traits and all(map(commutes, ordered[:at])):
+                inside = sum(other.order.get(ring, 0) < -1 for other in ordered[:at])
+                ordered.insert(inside, ordered.pop(at))
+    return ordered
+
+
+def commutes(member: Middleware) -> bool:
+    """Return whether gradients may be added up inside of a middleware as well as around it."""
+    return member.gradient is None or "commutes" in member.traits
 
 
 def acting_in(members: Sequence[Middleware], ring: str) -> list[Middleware]:
     """Return the middleware that act in a ring, in their order, the innermost first."""
     return [m for m in in_order(members, ring) if ring in wraps_of(m)]
-
-
-# --------------------------------------------------------------------------------------------------
-# The layers of a step, by the code that runs in them: which one an exception came from.
-
-STEP = "the step"  # the name of the place, if an exception was raised in none of the layers
-# The file from which torch calls a function decorated with no_grad.
-_NO_GRAD = torch.no_grad()(lambda: None).__code__.co_filename
-
-
-class _Layer(NamedTuple):
-    """A layer.
-
-    Args:
-        code: what runs in it.
-        name: its name in messages.
-        is_users: whether the user wrote it.
-    """
-
-    code: CodeType
-    name: str
-    is_users: bool
-
-
-class Layers:
-    """The layers of a step, innermost first."""
-
-    def __init__(self) -> None:
-        self._layers: list[_Layer] = []
-        self._names: dict[CodeType, str] = {}
-
-    def add(
-        self,
-        step: Callable[..., object],
-        name: str,
-        is_users: bool = False,
-        in_training: bool = True,
-    ) -> None:
-        """Add a layer around those that are there; or give it a name, if it is not in training.
-
-        A function decorated with ``torch.no_grad()`` is looked into, because all decorated
-        functions have the same code.
-        """
-        function = inspect.unwrap(step)
-        code = code_of(function) or code_of(type(function).__call__)
-        if code is None:
-            return
-        known = self._names.get(code)  # two middleware of one factory share their code
-        self._names[code] = name if known in (None, name) else f"{known} or {name}"
-        if in_training:
-            self._layers.append(_Layer(code, name, is_users))
-
-    def layer_of(self, error: BaseException) -> str:
-        """Return the name of the innermost layer in which an exception was raised."""
-        name = STEP
-        for code in _codes(error):
-            name = self._names.get(code, name)
-        return name
-
-    def explain(self, error: BaseException) -> None:
-        """Add to an exception what the layers know about it: which middleware is to blame."""
-        codes = [*_codes(error)]
-        inside, passed = [*self._layers], []
-        for code in codes:  # from the outermost to the innermost
-            if any(code is layer.code for layer in inside):
-                while inside[-1].code is not code:
-                    inside.pop()
-                passed.append(inside.pop())
-        users = [layer for layer in passed if layer.is_users]
-        if isinstance(error, NoGradientError) and users:
-            names = _decorated_with_no_grad(codes, users) or [layer.name for layer in users]
-            error.args = (
-                f"{error}. Is {' or '.join(names)} under torch.no_grad()? Only its own work may be",
-            )
-        # Backward unpacks what the layer inside it returns.
-        loops = {Backward.accumulate.__code__, run.__code__}
-        unpacking = {*loops, passed[-1].code if passed else None}
-        if (
-            isinstance(error, TypeError | ValueError)
-            and "unpack" in str(error)
-            and inside
-            and inside[-1].is_users
-            and codes
-            and (not passed or codes[-1] in unpacking)
-        ):
-            error.add_note(
-                f"{inside[-1].name} must return (state, out), and has returned something else: "
-                "write return state, out"
-            )
-
-
-def _codes(error: BaseException) -> Iterator[CodeType]:
-    """Yield the code of each frame of a traceback, from the outermost to the innermost."""
-    trace = error.__traceback__
-    while trace is not None:
-        yield trace.tb_frame.f_code
-        trace = trace.tb_next
-
-
-def _decorated_with_no_grad(codes: list[CodeType], layers: list[_Layer]) -> list[str]:
-    """Return the names of the layers that ``torch.no_grad()`` decorates."""
-    return [
-        layer.name
-        for outside, inside in itertools.pairwise(codes)
-        if outside.co_filename == _NO_GRAD
-        for layer in layers
-        if layer.code is inside
-    ]
-
-
-# --------------------------------------------------------------------------------------------------
-# The first reply of a user's middleware is checked; from then on, its step is called directly.
-
-Replaceable = (
-    Any  # a functools.partial, whose function can be replaced; its __setstate__ is untyped
-)
-
-
-def checked_once(
-    step: Step,
-    member: Middleware,
-    ring: str,
-    noted: Callable[[], AbstractContextManager[list[int]]],
-) -> Step:
-    """Return a user's step whose first reply is checked.
-
-    From then on it is called without a frame in between.
-
-    Args:
-        step: the step that the middleware has made.
-        member: the middleware.
-        ring: the ring in which it acts.
-        noted: notes the calls of the loss function, within a ``with`` block.
-    """
-
-    def first(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
-        __tracebackhide__ = True
-        with noted() as calls:
-            reply = step(state, batch)
-        check_step_reply(reply, f"{member!r}, in its {ring} ring,")
-        if not calls and reply[1].skip is None and engine_of(state).calls_every_batch:
-            done = "evaluated" if ring == EVALUATION else "trained"
-            raise ValueError(
-                f"{member!r} did not call the step that it wraps, so nothing was {done}: "
-                "write state, out = step(state, batch); or, to skip an update, return an "
-                'Output with skip="why"'
-            )
-        checked.__setstate__((step, (), {}, vars(checked)))
-        return reply
-
-    checked: Replaceable = functools.partial(first)
-    vars(checked).update(vars_of(step))
-    return checked
-
-
-@contextlib.contextmanager
-def _calls_noted(innermost: Replaceable) -> Iterator[list[int]]:
-    """Note the calls of a step, which is a ``functools.partial``, within a ``with`` block."""
-    calls: list[int] = []
-    called = innermost.func
-
-    def noting(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
-        __tracebackhide__ = True
-        calls.append(1)
-        return called(state, batch)
-
-    innermost.__setstate__((noting, (), {}, None))
-    try:
-        yield calls
-    finally:
-        innermost.__setstate__((called, (), {}, None))
 
 
 # --------------------------------------------------------------------------------------------------

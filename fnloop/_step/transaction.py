@@ -6,12 +6,14 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import attrs
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from fnloop._backend.torch_compat import apply_optimizer
 from fnloop._core.rng import mark_generators
 from fnloop._core.state import (
     Buffers,
@@ -24,7 +26,6 @@ from fnloop._core.state import (
 from fnloop._core.types import Batch, Middleware, Output, Step, Wrap, is_ours, wraps_of
 from fnloop._display import checks
 from fnloop._step.engine import engine_of
-from fnloop._step.gradients import skipped_with
 
 # --------------------------------------------------------------------------------------------------
 # An update is a transaction. It is attempted: the gradients are made. Then it is applied by
@@ -66,19 +67,19 @@ def transaction(step: Step, members: Sequence[Middleware], leaves_out: bool) -> 
     if not (leaves_out or keep or any("skips" in m.traits for m in members)):
         return step
     judged = agreeing(step) if may_skip_in(members, "gradient") else step
-    every = (keeping_buffers(), *keep)
+    every = (keep_buffers, *keep)
 
     def transacted(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
         __tracebackhide__ = True
         put_back = [each(state) for each in every]
-        outer, _current.attempt = _current.attempt, Attempt(state.slots, put_back, keep)
+        outer, HOST.attempt = HOST.attempt, Attempt(state.slots, put_back, keep)
         made = None
         try:
             new, out = judged(state, batch)
             made = out
         finally:
-            _current.attempt = outer  # a middleware may call a step of another state
-            settle(state, made, put_back)
+            HOST.attempt = outer  # a middleware may call a step of another state
+            HOST.settle(state, made, put_back)
         return new, out
 
     return transacted
@@ -96,59 +97,9 @@ def agreeing(step: Step) -> Step:
     def agreed(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
         __tracebackhide__ = True
         state, out = step(state, batch)
-        return state, skip_together(state, out)
+        return state, engine_of(state).agree(out)[0]
 
     return agreed
-
-
-def settle(state: TrainState, out: Output | None, put_back: Sequence[PutBack]) -> None:
-    """Put back what a step has changed, unless it has made an update of the weights.
-
-    It has made none if it skips the update, or if it raised before a weight had changed. It
-    is called after the step, in ``finally``, so that it adds no frame to a traceback.
-
-    Args:
-        state: the state that the step was given.
-        out: the output of the step; None if it raised.
-        put_back: functions that undo what the step changes besides the weights.
-    """
-    if out is not None:
-        if out.skip is not None:
-            undo(put_back)
-    elif owns_handles(state):
-        with contextlib.suppress(RuntimeError):  # the device may be lost
-            undo(put_back)
-
-
-def undo(put_back: Sequence[PutBack]) -> None:
-    """Put back what an update has changed that was left out."""
-    if is_recorded():  # nothing was computed: a replay does
-        return
-    for each in put_back:
-        each()
-
-
-def repeating() -> Keep:
-    """Return what marks a state, for forward and backward that may have to begin again.
-
-    What it returns puts back what they have changed: buffers, what middleware keep, random draws,
-    and gradients, which must not be there when the state is marked.
-    """
-    keep_buffers = keeping_buffers()
-
-    def mark(state: TrainState) -> PutBack:
-        kept = [each(state) for each in _current.attempt.keep] if _current.attempt else []
-        generators = mark_generators(state.backend.device)
-        put_back = [keep_buffers(state), *kept, generators, engine_of(state).mark_draws()]
-
-        def begin_again() -> None:
-            for p in all_parameters(state):
-                p.grad = None
-            undo(put_back)
-
-        return begin_again
-
-    return mark
 
 
 def around(step: Step, keep: Keep) -> Step:
@@ -161,7 +112,7 @@ def around(step: Step, keep: Keep) -> Step:
             new, out = step(state, batch)
             made = out
         finally:
-            settle(state, made, [put_back])
+            HOST.settle(state, made, [put_back])
         return new, out
 
     return kept
@@ -205,56 +156,167 @@ def then(act: Callable[[TrainState, Batch, Output], tuple[TrainState, Output]]) 
     return wrap
 
 
-def keeping_buffers() -> Keep:
-    """Return what keeps the buffers of a model, such as running statistics, for a transaction."""
-    known: WeakKeyDictionary[nn.Module, tuple[list[Tensor], Buffers]] = WeakKeyDictionary()
-
-    def keep(state: TrainState) -> PutBack:
-        params = current_parameters(state).found
-        found, buffers = known.get(state.model, (None, None))
-        if buffers is None or found is not params:  # its parameters were looked up again
-            buffers = Buffers(state.model)
-            known[state.model] = params, buffers
-        return functools.partial(buffers.keep().put_back, unseen=True)
-
-    return keep
+# By model: its parameters when its buffers were looked up, and these.
+_buffers: WeakKeyDictionary[nn.Module, tuple[list[Tensor], Buffers]] = WeakKeyDictionary()
 
 
-def skip_together(state: TrainState, out: Output) -> Output:
-    """Return an output that is skipped if it is skipped on any process. A collective."""
-    return skipped_with(engine_of(state).largest(out.skip is not None), out)
+def keep_buffers(state: TrainState) -> PutBack:
+    """Keep the buffers of a model, such as running statistics, for a transaction."""
+    params = current_parameters(state).found
+    found, buffers = _buffers.get(state.model, (None, None))
+    if buffers is None or found is not params:  # its parameters were looked up again
+        buffers = Buffers(state.model)
+        _buffers[state.model] = params, buffers
+    return functools.partial(buffers.keep().put_back, unseen=True)
 
 
 # --------------------------------------------------------------------------------------------------
-# Decisions of the host about an update, and who makes them.
+# The host of updates: what an update leaves to it, and what stands in for it.
 
 Judge = Callable[[TrainState, bool], str | None]
+Ask = Callable[[TrainState, Output, Tensor, Judge], str | None]
 
 
-class Host(Protocol):
-    """What decides whether to apply an update."""
-
-    def decide(self, state: TrainState, out: Output, flag: Tensor, judge: Judge, /) -> str | None:
-        """Return why to skip the update, or None. See :func:`decide`."""
-        ...
+def _read(state: TrainState, out: Output, flag: Tensor, judge: Judge) -> str | None:
+    # A host read: whether this update counts decides the step counter, and schedules with it.
+    return judge(state, bool(flag))
 
 
-class EagerHost:
-    """Reads the flag and decides at once."""
+class Host(threading.local):
+    """What the updates of this thread leave to the host. See :func:`host`.
 
-    def decide(self, state: TrainState, out: Output, flag: Tensor, judge: Judge) -> str | None:
-        # A host read: whether this update counts decides the step counter, and schedules with it.
-        return judge(state, bool(flag))
+    Attributes:
+        apply: calls the step of an optimizer.
+        ask: decides whether an update is skipped.
+        records: whether updates may be recorded.
+        in_part: whether a batch of a window is being taken for itself, and not its update.
+        attempt: what the update that is being made goes back to, if it can be skipped.
+    """
+
+    apply: Callable[[Optimizer], None] = staticmethod(apply_optimizer)
+    ask: Ask = staticmethod(_read)
+    records: bool = True
+    in_part: bool = False
+    attempt: Attempt | None = None
+
+    @contextlib.contextmanager
+    def replaced(self, **others: object) -> Iterator[None]:
+        """Replace attributes, in this thread and within a ``with`` block."""
+        before = {name: getattr(self, name) for name in others}
+        vars(self).update(others)
+        try:
+            yield
+        finally:
+            vars(self).update(before)
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether the update is being recorded: then numbers of the host become constants."""
+        return self.ask is not _read
+
+    def decide(
+        self, state: TrainState, out: Output, flag: Tensor, judge: Judge
+    ) -> tuple[TrainState, Output]:
+        """Decide as :func:`fnloop.decide` does, also about a batch of a window."""
+        out, agreed = engine_of(state).agree(out, flag)
+        if out.skip is not None:
+            return state, out
+        assert agreed is not None
+        skip = self.ask(state, out, agreed, judge)
+        if skip is None:
+            return state, out
+        if self.attempt is not None and not self.in_part:
+            state = with_slots(state, self.attempt.slots)
+        return state, attrs.evolve(out, skip=skip)
+
+    def settle(self, state: TrainState, out: Output | None, put_back: Sequence[PutBack]) -> None:
+        """Put back what a step has changed, unless it has made an update of the weights.
+
+        It has made none if it skips the update, or if it raised before a weight had changed. Call
+        it after the step, in ``finally``.
+
+        Args:
+            state: the state that the step was given.
+            out: the output of the step; None if it raised.
+            put_back: functions that undo what the step changes besides the weights.
+        """
+        if out is not None:
+            if out.skip is not None:
+                self._undo(put_back)
+        elif owns_handles(state):
+            with contextlib.suppress(RuntimeError):  # the device may be lost
+                self._undo(put_back)
+
+    def _undo(self, put_back: Sequence[PutBack]) -> None:
+        if not self.is_recorded:  # in a record nothing is computed: a replay does
+            for each in put_back:
+                each()
+
+    def mark(self, state: TrainState) -> PutBack:
+        """Mark a state, for forward and backward that may have to begin again.
+
+        Args:
+            state: the state. There is no gradient in ``.grad``.
+
+        Returns:
+            What puts back what they have changed: buffers, what middleware keep, random draws, and
+            gradients.
+        """
+        keep = (keep_buffers, *(self.attempt.keep if self.attempt else ()))
+        put_back = [each(state) for each in keep]
+        put_back += [mark_generators(state.backend.device), engine_of(state).mark_draws()]
+
+        def begin_again() -> None:
+            for p in all_parameters(state):
+                p.grad = None
+            self._undo(put_back)
+
+        return begin_again
 
 
-class _Current(threading.local):
-    host: Host = EagerHost()
-    eager: bool = False
-    attempt: Attempt | None = None  # of the update that is being made, if it may be left out
-    in_part: bool = False  # whether a batch of a window is being taken for itself
+HOST = Host()
 
 
-_current = _Current()
+def host() -> Host:
+    """Return what the updates of this thread leave to the host: calls of optimizers, and decisions.
+
+    A middleware may take its place within a ``with`` block, ``host().replaced(...)``, around the
+    step that it wraps. In the update ring it gives ``apply``. In the device ring, to record updates
+    and replay them without Python, it gives ``ask`` too: an update is split where that is called.
+
+    Returns:
+        An object with
+
+        - ``apply``: ``optimizer -> None``, calls the step of an optimizer
+        - ``ask``: ``(state, out, flag, judge) -> why the update is skipped, or None``, decides what
+          :func:`fnloop.decide` asks, alike in all processes; by default it reads the flag
+        - ``records``: whether updates may be recorded; if not, leave them as they are
+        - ``in_part``: whether a batch of a window is being taken for itself, and not its update
+        - ``replaced(**others)``: replaces these in this thread, within a ``with`` block
+        - ``is_recorded``: whether the update is being recorded. Numbers of the host become
+          constants then
+        - ``attempt``: what the update goes back to if it is skipped, with a list of functions in
+          ``attempt.put_back``; None if it cannot be skipped
+        - ``decide(state, out, flag, judge)``: as :func:`fnloop.decide`, and of a batch in a window
+        - ``settle(state, out, put_back)``: called in ``finally`` after a step, calls the functions
+          in the list ``put_back`` if it has made no update; ``out`` is None if it raised
+        - ``mark(state)``: before forward and backward that may have to begin again, returns what
+          puts back what they have changed: buffers, gradients, and the generators
+
+    Example:
+        >>> import fnloop as fl, torch
+        >>> from fnloop.testing import toy, toy_loss
+        >>> def twice(step):
+        ...     def updated(state, batch):
+        ...         apply = host().apply
+        ...         with host().replaced(apply=lambda one: (apply(one), apply(one))):
+        ...             return step(state, batch)
+        ...     return updated
+        >>> step = fl.pipeline(fl.Middleware("twice", update=twice))(toy_loss)
+        >>> step(toy(), torch.tensor([3.0]))[0].model.w.item()
+        -6.0
+    """
+    return HOST
 
 
 def decide(state: TrainState, out: Output, flag: Tensor, judge: Judge) -> tuple[TrainState, Output]:
@@ -308,70 +370,10 @@ def decide(state: TrainState, out: Output, flag: Tensor, judge: Judge) -> tuple[
     if not callable(judge):
         meaning = "judge as a function (state, flag) -> reason, or None"
         raise TypeError(f"decide expects {meaning}; got {checks.describe(judge)}")
-    if _current.in_part:
+    if HOST.in_part:
         raise ValueError(
             "decide is about whole updates, but here it is called for each batch of a window: list "
             "the middleware that calls it after accumulate. To leave a batch out of its window, "
             "return skip(reason) from the loss function"
         )
-    return decide_any(state, out, flag, judge)
-
-
-def decide_any(
-    state: TrainState, out: Output, flag: Tensor, judge: Judge
-) -> tuple[TrainState, Output]:
-    """Decide as :func:`decide` does, also about a batch of a window."""
-    flag, out = engine_of(state).agree(flag, out)
-    if out.skip is not None:
-        return state, out
-    skip = _current.host.decide(state, out, flag, judge)
-    if skip is None:
-        return state, out
-    if _current.attempt is not None and not _current.in_part:
-        state = with_slots(state, _current.attempt.slots)
-    return state, attrs.evolve(out, skip=skip)
-
-
-@contextlib.contextmanager
-def in_parts() -> Iterator[None]:
-    """Take each batch of a window for itself, within a ``with`` block."""
-    outer, _current.in_part = _current.in_part, True
-    try:
-        yield
-    finally:
-        _current.in_part = outer
-
-
-def current_attempt() -> Attempt | None:
-    """Return the attempt of the update that is being made; None if it cannot be left out."""
-    return _current.attempt
-
-
-def is_recorded() -> bool:
-    """Return whether the update is being recorded: then numbers of the host become constants."""
-    return not isinstance(_current.host, EagerHost)
-
-
-@contextlib.contextmanager
-def replace_host(host: Host) -> Iterator[None]:
-    """Let another host decide in this thread, within a ``with`` block."""
-    before, _current.host = _current.host, host
-    try:
-        yield
-    finally:
-        _current.host = before
-
-
-def leaves_graphs_out() -> bool:
-    """Return whether updates are made without CUDA graphs."""
-    return _current.eager
-
-
-@contextlib.contextmanager
-def without_graphs() -> Iterator[None]:
-    """Make updates without CUDA graphs in this thread, within a ``with`` block."""
-    before, _current.eager = _current.eager, True
-    try:
-        yield
-    finally:
-        _current.eager = before
+    return HOST.decide(state, out, flag, judge)

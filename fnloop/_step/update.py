@@ -1,14 +1,10 @@
-"""One update from the loss to the weights: backward, the optimizers, and the report."""
+"""From the gradients to the weights: the optimizers, and what is reported of an update."""
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import functools
 import inspect
-import threading
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -37,35 +33,13 @@ from fnloop._core.types import Batch, Metric, Middleware, Output, Step
 from fnloop._display import checks
 from fnloop._display.screen import log
 from fnloop._step.engine import engine_of
-from fnloop._step.engine_local import LOCAL
-from fnloop._step.gradients import LossRoot, fail_to_train, run
+from fnloop._step.gradients import fail_to_train
+from fnloop._step.transaction import HOST
 
 # --------------------------------------------------------------------------------------------------
 # The outermost of the three steps, that of the optimizers, and what becomes of its output.
 
 OPTIMIZER = "the optimizer's step"  # the name of that layer in messages
-
-
-class _Applying(threading.local):
-    apply: Callable[[Optimizer], None] = staticmethod(apply_optimizer)
-
-
-_applying = _Applying()
-
-
-@contextlib.contextmanager
-def replace_apply(
-    apply: Callable[[Optimizer], None],
-) -> Iterator[Callable[[Optimizer], None]]:
-    """Apply optimizers by another function in this thread, within a ``with`` block.
-
-    It gives the function that is replaced.
-    """
-    before, _applying.apply = _applying.apply, apply
-    try:
-        yield before
-    finally:
-        _applying.apply = before
 
 
 def update(
@@ -100,7 +74,7 @@ def update(
                     if not cache.checked:
                         _check_gradients(new, out, name, state.optimizer)
                     give_up_ownership(new)  # until all of the parameters have changed
-                    apply, given = _applying.apply, new.optimizer
+                    apply, given = HOST.apply, new.optimizer
                     ones = [*given.values()] if type(given) is Optimizers else [given]
                     if isinstance(new.model, Several):
                         new.model.update(ones, apply, apply is not apply_optimizer)
@@ -187,118 +161,6 @@ def _by_closure(step: Step, state: TrainState, batch: Batch) -> tuple[TrainState
     give_up_ownership(state)
     optimizer.step(closure)
     return replies[0]
-
-
-# --------------------------------------------------------------------------------------------------
-# The step in the middle of a pipeline: backward, from the loss to the gradients.
-#
-# Backward takes a window of batches where `accumulate` asks for one. Each batch counts by its
-# weight, the number of items that its loss is the mean of. So the gradient is that of the mean over
-# all items of the window, with a ragged last window, unequal token counts and any number of
-# processes. Gradients add up in `.grad` as autograd does: backward starts from loss × weight / (a
-# reference weight), and one division at the end makes the mean.
-
-
-@runtime_checkable
-class Insertable(Protocol):
-    """A gradient step around backward that lets another one in between."""
-
-    def insert_inside(self, wrap: Callable[[Backward], Step], /) -> Step:
-        """Return this step with another one inserted directly around backward."""
-        ...
-
-
-class Backward:
-    """The step that fills ``.grad``, starting from the loss. It reports the unscaled loss.
-
-    Args:
-        loss: the loss, and what backward starts from.
-        size: the most samples in one forward and backward; None: those of a batch.
-        drops: whether to drop the gradients of what the state's optimizers do not update.
-    """
-
-    def __init__(self, loss: LossRoot, size: int | None = None, drops: bool = False) -> None:
-        self.loss, self.size, self.drops = loss, size, drops
-
-    # Both have the loop of `run`, which would be one more frame of each traceback.
-
-    def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
-        """Run forward and backward of one batch."""
-        __tracebackhide__ = True
-        engine = engine_of(state)
-        if engine is LOCAL and self.size is None and not self.drops:  # it needs no pass
-            state, out = self.loss.forward(state, batch)
-            return state, self.loss.backward(state, out)
-        making, pieces = engine.start(self.loss, state, (batch,), self.size, alone=True)
-        for piece in pieces:
-            state, out = making.forward(state, piece)
-            making.add(state, out)
-        return self.kept(state, making.finish(state))
-
-    def accumulate(self, state: TrainState, window: Sequence[Batch]) -> tuple[TrainState, Output]:
-        """Run forward and backward of a window. The gradient is that of the mean over its items."""
-        __tracebackhide__ = True
-        making, pieces = engine_of(state).start(self.loss, state, window, self.size)
-        for piece in pieces:
-            state, out = making.forward(state, piece)
-            making.add(state, out)
-        return self.kept(state, making.finish(state))
-
-    def take(
-        self,
-        state: TrainState,
-        window: Sequence[Batch],
-        size: int | None,
-        *,
-        alone: bool,
-        guarded: bool = False,
-    ) -> tuple[TrainState, Output]:
-        """Run forward and backward of a window in pieces of a size, as ``Engine.start`` does."""
-        __tracebackhide__ = True
-        given = self.loss, state, window, size
-        making, pieces = engine_of(state).start(*given, alone=alone, guarded=guarded)
-        return run(making, state, pieces)
-
-    def kept(self, state: TrainState, out: Output) -> tuple[TrainState, Output]:
-        """Return what it has made; without the gradients of what rests, if it drops them."""
-        if self.drops:
-            for p in current_parameters(state).others:
-                p.grad = None
-        return state, out
-
-    def scaled_by(self, scale: Callable[[TrainState], Tensor]) -> Backward:
-        """Return the same step with gradients multiplied by ``scale(state)``."""
-        scaled, loss = copy.copy(self), self.loss
-        scaled.loss = LossRoot(loss.forward, scale, loss.may_skip, loss.create_graph, loss.name)
-        return scaled
-
-    def insert_inside(self, wrap: Callable[[Backward], Step]) -> Step:
-        """Insert a gradient step directly around this one."""
-        return wrap(self)
-
-
-class Commuting:
-    """The wrap of a gradient step that at most multiplies a window's gradients by one number.
-
-    Such steps commute, so a later one may still be inserted directly around backward:
-    ``step.insert_inside(wrap)``. That is how ``accumulate`` adds gradients up in place, and how
-    fp16 gradients are unscaled once per window, whichever of the two is listed first.
-
-    Args:
-        wrap: the wrap.
-    """
-
-    def __init__(self, wrap: Callable[[Any], Step]) -> None:
-        self._wrap = wrap
-
-    def __call__(self, step: Step) -> Step:
-        made: Any = self._wrap(step)
-        if isinstance(step, Insertable):
-            made.insert_inside = lambda inner: self(step.insert_inside(inner))
-        return made
-
-
-# --------------------------------------------------------------------------------------------------
 
 
 # --------------------------------------------------------------------------------------------------

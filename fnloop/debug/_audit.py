@@ -16,7 +16,6 @@ from fnloop._backend import torch_compat
 from fnloop._core.rng import mark_generators
 from fnloop._core.state import TrainState, unwrap
 from fnloop._core.types import Middleware, Output, Step, middleware
-from fnloop._step.transaction import without_graphs
 from fnloop.debug._watch import (
     BUFFER,
     GRADIENT,
@@ -39,7 +38,7 @@ from fnloop.debug._watch import (
     result_of,
     without_gradients,
 )
-from fnloop.extend import Batch, checks, containers, engine_of, is_sharded, isolated, tables
+from fnloop.extend import Batch, checks, containers, engine_of, host, is_sharded, isolated, tables
 
 # --------------------------------------------------------------------------------------------------
 # Updates that are made twice, to compare their bits.
@@ -430,7 +429,7 @@ def compare_with_eager(
     facts, before = members.of(state), Before(state)
     started = {name: t.detach().clone() for name, t in named_tensors(state)}
     generators = torch.default_generator.get_state()
-    with torch.compiler.set_stance("force_eager"), without_graphs():
+    with torch.compiler.set_stance("force_eager"), host().replaced(records=False):
         eager = _make(step, state, batch, facts, copied=True)[2]
     drew = not torch.equal(generators, torch.default_generator.get_state())
     before.put_back()

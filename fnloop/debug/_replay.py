@@ -40,7 +40,6 @@ from fnloop._loop.evaluate import open_loader
 from fnloop._loop.fit import train
 from fnloop._loop.made_with import members_of
 from fnloop._loop.plan import Plan
-from fnloop._step.gradients import pieces_of
 from fnloop._step.pipeline import PipelineStep, pipeline
 from fnloop.debug._diff import (
     BITS,
@@ -956,7 +955,7 @@ def find_bad_samples(
     found: list[object] = []
     try:
         for n, (batch, index) in enumerate(zip(batches, indices, strict=True)):
-            pieces = pieces_of(batch, 1)
+            pieces = containers.pieces_of(batch, 1)
             names: list[object] = [(n, row) for row in range(len(pieces))]
             if isinstance(index, list) and len(index) == len(pieces):
                 names = index

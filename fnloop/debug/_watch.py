@@ -42,7 +42,6 @@ from fnloop._core.state import TrainState, generation_of, ownership_of, unwrap
 from fnloop._core.types import Middleware, Output, Step, middleware
 from fnloop._extensions.checkpoints.compare import INTEGER_OF_SIZE
 from fnloop._extensions.checkpoints.named import walk_optimizers
-from fnloop._step.update import Commuting
 from fnloop.extend import (
     Batch,
     Chosen,
@@ -148,10 +147,11 @@ def watch(every: int = 50, only: Selectors | None = None) -> Middleware:
     return Middleware(
         WATCH,
         loss=loss,
-        gradient=Commuting(then(gradient)),
+        gradient=then(gradient),
         update=update,
         check_state=lambda state, listed: _check_state(state, chosen),
         adds=(WATCH,),
+        traits=("commutes",),
     )
 
 

@@ -24,7 +24,6 @@ from fnloop._extensions.checkpoints.format import CheckpointError, shares_in
 from fnloop._extensions.checkpoints.saved import Saved
 from fnloop._loop.evaluate import open_loader
 from fnloop._loop.peers import is_alone
-from fnloop._step.gradients import rows_of, samples_in
 from fnloop._step.pipeline import PipelineStep
 from fnloop.debug._diff import (
     BITS,
@@ -45,7 +44,7 @@ from fnloop.debug._replay import (
     recording,
     restored_from,
 )
-from fnloop.extend import Batch, check_not_stale, checks, tables
+from fnloop.extend import Batch, check_not_stale, checks, containers, tables
 
 
 @short_traceback
@@ -366,14 +365,14 @@ class _Gap:
         """Return what is left of the batch: a smaller one, or none."""
         if self.rows is None:
             return []
-        samples = samples_in(batch)
+        samples = containers.samples_in(batch)
         if (most := max(self.rows)) >= samples:
             raise ValueError(
                 f"without: the batch has {tables.format_count(samples, 'sample')}, counted from "
                 f"0, so there is no row {most}"
             )
         kept = [row for row in range(samples) if row not in self.rows]
-        return [rows_of(batch, kept)] if kept else []
+        return [containers.rows_of(batch, kept)] if kept else []
 
 
 @middleware("step")

@@ -8,7 +8,7 @@ from sample_middleware import own_guard
 from toy_runs import fitted
 
 import fnloop as fl
-from fnloop._step.transaction import decide, replace_host
+from fnloop._step.transaction import decide, host
 from fnloop.testing import toy
 
 OUT = fl.Output(torch.tensor(1.0), 1)
@@ -18,11 +18,9 @@ def judge(state, flag):
     return "bad" if flag else None
 
 
-class Recorder:
-    """A host that never reads the flag."""
-
-    def decide(self, state, out, flag, judge):
-        return "recorded"
+def recorded():
+    """Let a host decide that never reads the flag."""
+    return host().replaced(ask=lambda state, out, flag, judge: "recorded")
 
 
 def skip(flag):
@@ -31,7 +29,7 @@ def skip(flag):
 
 def test_the_judge_decides_by_the_flag_and_another_host_within_its_block_even_if_that_raises():
     assert (skip(0.0), skip(1.0)) == (None, "bad")
-    with pytest.raises(ZeroDivisionError), replace_host(Recorder()):
+    with pytest.raises(ZeroDivisionError), recorded():
         assert skip(0.0) == "recorded"
         raise ZeroDivisionError
     assert skip(0.0) is None
@@ -39,11 +37,25 @@ def test_the_judge_decides_by_the_flag_and_another_host_within_its_block_even_if
 
 def test_a_host_is_replaced_in_its_own_thread_only():
     found = []
-    with replace_host(Recorder()):
+    with recorded():
         other = threading.Thread(target=lambda: found.append(skip(1.0)))
         other.start()
         other.join()
     assert found == ["bad"]
+
+
+def test_what_takes_the_place_of_the_host_calls_optimizers_and_may_call_the_one_before():
+    calls = []
+
+    def noted(name):
+        before = host().apply
+        return host().replaced(apply=lambda optimizer: (calls.append(name), before(optimizer)))
+
+    with noted("outer"), noted("inner"):
+        assert fitted([2]).model.w.item() == -2.0
+    assert calls == ["inner", "outer"]
+    assert fitted([2]).model.w.item() == -2.0
+    assert len(calls) == 2
 
 
 def test_the_judge_is_not_asked_about_an_update_that_is_left_out_already():

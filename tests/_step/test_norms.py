@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
-from fnloop._step.gradients import clip_to_norm_, norm
+from fnloop._extensions.middleware.clip import clip_to_norm_
+from fnloop._step.gradients import norm
 
 
 def parameters(*kinds):

@@ -35,7 +35,7 @@ OPEN = {
     "_core.runs": "ACTIONS has_updates Live now pending",
     "_core.saved": "has_pending materialize Pending",
     "_core.selectors": "Selectors",
-    "_core.several": "models_of Several",
+    "_core.several": "models_of Reply Several",
     "_core.state": (
         "advance clear_parameter_cache count_items count_parameters COUNTED counted_of "
         "COUNTERS current_parameters detached_from_run generation_of give_up_ownership "
@@ -44,14 +44,13 @@ OPEN = {
         "tracing_copy used_in with_note with_used without_metrics"
     ),
     "_core.trained": "add_group Groups Layout split_group",
-    "_core.types": (
-        "Aux BY_ANOTHER collection_key EVALUATION hide_fields is_ours Searching Skip wraps_of"
-    ),
+    "_core.types": "Aux collection_key EVALUATION hide_fields is_ours Searching Skip wraps_of",
     "_core.view": "as_evaluated begin_again changed_for is_apart take_back view",
     "_data.held": "own_copy",
     "_data.iterable": "as_torch_reads_it is_keeper length_of steady_workers",
     "_data.loaders": (
-        "alike batch_size_of check_loader glimpse is_iterable Padding read_loaders unmarked Window"
+        "alike batch_size_of check_loader glimpse is_iterable Padding read_loaders unmarked "
+        "Window"
     ),
     "_data.position": "checksum Pass Positions",
     "_data.reader": "Iterated Reader reader_of",
@@ -67,21 +66,9 @@ OPEN = {
     "_loop.made_with": "describe_making members_of",
     "_loop.peers": "forget_interruption Interrupts is_alone",
     "_loop.plan": "Plan read_hooks",
-    "_step.engine_local": "LocalEngine",
-    "_step.forward": (
-        "check_reply check_weight EvaluationPass items_in NO_ITEMS Result Subject SumOfBatches"
-    ),
-    "_step.gradients": (
-        "clip_to_norm_ divide fail_to_train GradientSum LocalWindow LossRoot NO_GRADIENT "
-        "NoGradientError Pass pieces_of restore_gradients rows_of samples_in skipped_with "
-        "stash_gradients SumInOrder valid_weight Weight WeightedSum"
-    ),
-    "_step.pipeline": "Pipeline PipelineStep STEP",
-    "_step.transaction": (
-        "current_attempt decide_any in_parts is_recorded Judge leaves_graphs_out PutBack "
-        "repeating replace_host settle skip_together undo without_graphs"
-    ),
-    "_step.update": (
-        "Backward Commuting Insertable MissingNumberError Numbers prefixed replace_apply"
-    ),
+    "_step.engine": "GradientSum",
+    "_step.forward": "items_in",
+    "_step.gradients": "NoGradientError WeightedSum",
+    "_step.pipeline": "Pipeline PipelineStep",
+    "_step.update": "MissingNumberError Numbers prefixed",
 }

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import itertools
 import logging
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ParamSpec, Protocol
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import attrs
 import torch
@@ -48,25 +49,12 @@ from fnloop._extensions.engines.apart import apart_of, trains_apart
 from fnloop._extensions.engines.join import parameters_beside
 from fnloop._extensions.engines.meshes import around_sharded, roots
 from fnloop._extensions.engines.one_message import OneMessage, fits
-from fnloop._step.forward import Result, Subject, SumOfBatches
-from fnloop._step.gradients import (
-    GradientSum,
-    LocalWindow,
-    LossRoot,
-    Pass,
-    SumInOrder,
-    Weight,
-    WeightedSum,
-    divide,
-    fail_to_train,
-    pieces_of,
-    restore_gradients,
-    skipped_with,
-    stash_gradients,
-    valid_weight,
-)
+from fnloop._step.engine import GradientSum
+from fnloop._step.gradients import WeightedSum
 from fnloop.extend import (
+    Backward,
     Batch,
+    LocalEngine,
     Metric,
     all_parameters,
     collectives,
@@ -89,6 +77,10 @@ log = logging.getLogger("fnloop")
 # over them is Σ w g / (n × reference), and divided by Σ w / (n × reference) it is Σ w g / Σ w.
 
 _UNKNOWN = Window()
+OTHERS = "left out by another process"  # why an update is skipped that another process skips
+LOCAL = LocalEngine()
+Subject = TypeVar("Subject")
+Result = TypeVar("Result")
 
 
 class DistributedEngine:
@@ -118,7 +110,7 @@ class DistributedEngine:
         self.reducer = kind(state.model, self.processes)
         self.weights = WeightAgreement()
         self.probe = CollectiveProbe(state)
-        self.items: Weight = 0
+        self.items: float | Tensor = 0
         self.own_parts = ownership_of(state).own_metrics
         self.own_parts.add("loss")
         self.ended_on_padding = False
@@ -221,24 +213,25 @@ class DistributedEngine:
 
     def start(
         self,
-        loss: LossRoot,
+        backward: Backward,
         state: TrainState,
         window: Sequence[Batch],
         size: int | None = None,
         *,
         alone: bool = False,
         guarded: bool = False,
-    ) -> tuple[Pass, Iterable[Batch]]:
+    ) -> tuple[OwnWindow | DistributedWindow, Iterable[Batch]]:
         own = trains_apart(state)
-        pieces = [[batch] if size is None else pieces_of(batch, size) for batch in window]
+        cut = containers.pieces_of
+        pieces = [[batch] if size is None else cut(batch, size) for batch in window]
         # With batches of one size, all processes have as many pieces.
         if not (own or size is None or self.window_of(state).batch_size > 0):
             pieces = self._equalized(pieces)
         numbers = [*map(len, pieces)]
         making = (
-            OwnWindow(self, loss, state, numbers)
+            OwnWindow(self, backward, state, numbers)
             if own
-            else DistributedWindow(self, loss, state, numbers, guarded)
+            else DistributedWindow(self, backward, state, numbers, guarded)
         )
         return making, itertools.chain.from_iterable(pieces)
 
@@ -252,13 +245,15 @@ class DistributedEngine:
             for part, n in zip(pieces, most, strict=True)
         ]
 
-    def start_sum(self, state: TrainState, batches: int, dtype: torch.dtype | None) -> GradientSum:
-        if trains_apart(state):
-            return SumInOrder(state, WeightedSum(), dtype)
-        return _SumTogether(state, _SumOfMeans(self), dtype)
+    @contextlib.contextmanager
+    def start_sum(
+        self, state: TrainState, batches: int, dtype: torch.dtype | None
+    ) -> Iterator[_SumTogether | GradientSum]:
+        with LOCAL.start_sum(state, batches, dtype) as total:
+            yield total if trains_apart(state) else _SumTogether(self, total)
 
-    def agree(self, flag: Tensor, out: Output) -> tuple[Tensor, Output]:
-        return agree_on_skip(flag, out)
+    def agree(self, out: Output, flag: Tensor | None = None) -> tuple[Output, Tensor | None]:
+        return agree(out, flag)
 
     def largest(self, number: int) -> int:
         return largest(number)
@@ -330,51 +325,46 @@ def largest(number: int) -> int:
     return int(collectives.all_reduce_max([number], "a decision of a middleware")[0])
 
 
-def agree_on_skip(flag: Tensor, out: Output) -> tuple[Tensor, Output]:
-    """Return a flag as it is in any process, and an output that is skipped if it is in any."""
+def agree(out: Output, flag: Tensor | None = None) -> tuple[Output, Tensor | None]:
+    """Return an output that is skipped if it is in any process, and a flag as it is in any."""
+    if flag is None:
+        return _skipped_with(largest(out.skip is not None), out), None
     both = torch.stack([flag.reshape(()).float(), flag.new_tensor(out.skip is not None).float()])
     agreed = exchanges.all_reduce_max_tensor(both, "a decision of a middleware")
     flagged, any_skipped = agreed.tolist()  # the host read of ``decide``
-    return torch.tensor(flagged), skipped_with(any_skipped, out)
+    return _skipped_with(any_skipped, out), torch.tensor(flagged)
 
 
-class _SumTogether(SumInOrder):
-    """A sum of gradients that are means over all processes, each of a batch that all count."""
+def _skipped_with(others: object, out: Output) -> Output:
+    """Return an output, which is left out if other processes leave it out."""
+    return attrs.evolve(out, skip=OTHERS) if others and out.skip is None else out
+
+
+class _SumTogether:
+    """A sum of gradients that are means over all processes, each of a batch that all count.
+
+    The gradients count by the items of all processes; losses and metrics are of this one.
+
+    Args:
+        engine: the engine.
+        total: the sum of the gradients.
+    """
+
+    def __init__(self, engine: DistributedEngine, total: GradientSum) -> None:
+        self._engine, self._total, self._own = engine, total, WeightedSum()
 
     def add(self, state: TrainState, out: Output) -> None:
         __tracebackhide__ = True
-        out = skipped_with(largest(out.skip is not None), out)
-        for p in self._params:  # copies, because the gradients are views of DDP's buckets
-            p.grad = None if p.grad is None else p.grad.clone()
-        super().add(state, out)
+        out, _ = agree(out)
+        if out.skip is None:
+            for p in parameters(state):  # copies, because gradients are views of DDP's buckets
+                p.grad = None if p.grad is None else p.grad.clone()
+        self._own.add(out)
+        self._total.add(state, Output(out.loss, self._engine.items, skip=out.skip))
 
-
-class _SumOfMeans(WeightedSum):
-    """The sum of a window whose gradients are means over all processes already.
-
-    Its losses and metrics are of this process. Its gradients count by the items of all processes.
-    """
-
-    def __init__(self, engine: DistributedEngine) -> None:
-        super().__init__()
-        self._engine, self._whole = engine, WeightedSum()
-
-    @property
-    def is_empty(self) -> bool:
-        return self._whole.is_empty
-
-    def relative_weight(self, out: Output) -> Weight | None:
-        return self._whole.relative_weight(self._over_processes(out))
-
-    def add(self, out: Output) -> None:
-        super().add(out)
-        self._whole.add(self._over_processes(out))
-
-    def divide(self, gradients: Sequence[Tensor | None]) -> None:
-        self._whole.divide(gradients)
-
-    def _over_processes(self, out: Output) -> Output:
-        return attrs.evolve(out, weight=self._engine.items)
+    def finish(self, state: TrainState) -> Output:
+        self._total.finish(state)
+        return self._own.output()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -393,8 +383,8 @@ class Reducer(Protocol):
     def start_window(self) -> None: ...
     def start_microbatch(self, last: bool, /) -> None: ...
     def zero_loss(self, state: TrainState, loss: Tensor, averages: bool, /) -> Tensor | None: ...
-    def attach(self, state: TrainState, root: Tensor, kept: int, name: str) -> Tensor: ...
-    def counted(self) -> Weight: ...
+    def attach(self, state: TrainState, root: Tensor, kept: int, backward: Backward) -> Tensor: ...
+    def counted(self) -> float | Tensor: ...
     def finish_window(self, state: TrainState) -> None: ...
 
 
@@ -403,7 +393,7 @@ class DistributedWindow:
 
     Args:
         engine: the engine.
-        loss: the loss, and the root of backward.
+        backward: what starts from the loss.
         state: the state that is trained.
         pieces: for each batch of the window, in how many pieces it comes.
         guarded: whether all processes raise if one runs out of memory, so that all can begin the
@@ -413,12 +403,12 @@ class DistributedWindow:
     def __init__(
         self,
         engine: DistributedEngine,
-        loss: LossRoot,
+        backward: Backward,
         state: TrainState,
         pieces: Sequence[int],
         guarded: bool,
     ) -> None:
-        self._engine, self._loss, self._guarded = engine, loss, guarded
+        self._engine, self._backward, self._guarded = engine, backward, guarded
         self._batch_of = [batch for batch, n in enumerate(pieces) for _ in range(n)]
         self._pieces, self._batches = len(self._batch_of), len(pieces)
         self._taken = engine.window_of(state)
@@ -431,7 +421,6 @@ class DistributedWindow:
         self._kept = 0  # of them, those that are neither padding nor skipped
         self._has_no_batch = self._is_padding = False
         self._is_uniform = False  # whether all batches are known to weigh the same
-        self._stashed: list[Tensor | None] | None = None
         self._items: Callable[[], Tensor] | None = None
         engine.seed_own(state)
         engine.reducer.start_window()
@@ -446,13 +435,14 @@ class DistributedWindow:
         if engine.empty_output is not None and engine.probe.can_skip(self._is_padding):
             return state, engine.empty_output
         known = engine.probe.uses_collectives
-        own, loss = batch.batch if type(batch) is Padding else batch, self._loss
+        own, backward = batch.batch if type(batch) is Padding else batch, self._backward
         try:
             if self._has_no_batch:
                 where = f"update {state.step + 1}"
-                state, out = engine.probe.call_again(loss.name, where, loss.forward, state, own)
+                given = backward.name, where, backward.forward, state, own
+                state, out = engine.probe.call_again(*given)
             else:
-                state, out = engine.probe.call(loss.forward, state, own)
+                state, out = engine.probe.call(backward.forward, state, own)
         except Exception as error:
             self._tell_others(error)
             raise
@@ -502,8 +492,7 @@ class DistributedWindow:
 
     def _agree_on_weights(self, state: TrainState, out: Output) -> None:
         weights = self._engine.weights
-        self._is_uniform = not self._loss.may_skip and weights.is_uniform(out, self._size)
-        self._stashed = stash_gradients(state)
+        self._is_uniform = not self._backward.may_skip and weights.is_uniform(out, self._size)
         if not self._is_uniform:
             self._total.reference = weights.reference(weight_on_device(out))
 
@@ -515,7 +504,7 @@ class DistributedWindow:
         if self._is_padding or out.skip is not None:
             return engine.reducer.zero_loss(state, out.loss, averages)
         relative = None if self._is_uniform else self._total.relative_weight(out)
-        root = self._loss.root(state, out, relative)
+        root = self._backward.root(state, out, relative)
         engine.own_parts.update(out.metrics)
         self._kept += 1
         if self._pieces > 1 or not self._is_uniform:
@@ -530,7 +519,7 @@ class DistributedWindow:
             self._items = exchanges.start_all_reduce_sum(
                 weight, "the sum of the items of an update"
             )
-        return self._engine.reducer.attach(state, root, self._kept, self._loss.name)
+        return self._engine.reducer.attach(state, root, self._kept, self._backward)
 
     def finish(self, state: TrainState) -> Output:
         engine, total, out = self._engine, self._total, self._out
@@ -544,14 +533,11 @@ class DistributedWindow:
         counted = engine.reducer.counted()
         # A host read, only where this process has no batch that counts: whether others have.
         if not self._kept and not counted:
-            restore_gradients(state, self._stashed)
             skip = out.skip or "left out by every process"
             return Output(out.loss.detach(), 0, out.aux, {}, skip)
         self._divide(state, counted)
         if self._is_uniform and self._pieces == 1 and self._kept:
-            restore_gradients(state, self._stashed)
             return Output(out.loss.detach(), out.weight, out.aux, out.metrics)
-        restore_gradients(state, self._stashed)
         if total.is_empty:
             return Output(torch.zeros_like(out.loss), 0, out.aux)
         return total.output()
@@ -567,21 +553,21 @@ class DistributedWindow:
                 raise RuntimeError(_TOO_LATE) from error
             raise
 
-    def _divide(self, state: TrainState, counted: Weight) -> None:
+    def _divide(self, state: TrainState, counted: float | Tensor) -> None:
         """Turn the mean over processes of the sum over batches into the mean over items.
 
         With P processes, N items in all, and batches that counted relative to the reference R, a
         gradient is the sum of weight × gradient / (P·R). It is divided by N / (P·R).
         """
-        engine = self._engine
+        engine, grads = self._engine, [p.grad for p in parameters(state)]
         if self._is_uniform:
             engine.items = counted * self._size
-            divide((p.grad for p in parameters(state)), counted, engine.processes)
+            self._total.divide(grads, counted, engine.processes)
             return
         assert self._items is not None and self._total.reference is not None
         engine.items = self._items()
         reference = self._total.reference * engine.processes
-        divide((p.grad for p in parameters(state)), engine.items, reference)
+        self._total.divide(grads, engine.items, reference)
 
 
 class OwnWindow:
@@ -591,21 +577,25 @@ class OwnWindow:
 
     Args:
         engine: the engine.
-        loss: the loss, and the root of backward.
+        backward: what starts from the loss.
         state: the state that is trained.
         pieces: for each batch of the window, in how many pieces it comes.
     """
 
     def __init__(
-        self, engine: DistributedEngine, loss: LossRoot, state: TrainState, pieces: Sequence[int]
+        self,
+        engine: DistributedEngine,
+        backward: Backward,
+        state: TrainState,
+        pieces: Sequence[int],
     ) -> None:
         slot = apart_of(state)
         assert slot is not None
-        self._engine, self._loss, self._slot = engine, loss, slot
+        self._engine, self._backward, self._slot = engine, backward, slot
         self._batch_of = [batch for batch, n in enumerate(pieces) for _ in range(n)]
         self._batches, self._taken, self._n = len(pieces), engine.window_of(state), 0
-        self._window = LocalWindow(loss, state)
-        self.add = self._window.add
+        self._making, _ = LOCAL.start(backward, state, ())
+        self._counts = False
         engine.seed_own(state)
 
     def forward(self, state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
@@ -617,23 +607,27 @@ class OwnWindow:
         if padding:
             return state, Output(torch.zeros((), device=state.backend.device), 0, skip="padding")
         known = engine.probe.uses_collectives
-        state, out = engine.probe.call(self._loss.forward, state, batch)
+        state, out = engine.probe.call(self._backward.forward, state, batch)
         if is_left_out(out):
             engine.probe.uses_collectives = known  # it does not show
         if engine.probe.uses_collectives and exchanges.counted_collectives() is not None:
             raise NotImplementedError(
-                f"local_sgd: {self._loss.name} exchanges something with the other processes in "
+                f"local_sgd: {self._backward.name} exchanges something with the other processes in "
                 "each update, as SyncBatchNorm does. Leave that out, or leave local_sgd out"
             )
         return state, out
 
+    def add(self, state: TrainState, out: Output) -> None:
+        __tracebackhide__ = True
+        self._making.add(state, out)
+        self._counts |= out.skip is None
+
     def finish(self, state: TrainState) -> Output:
-        counted = not self._window.total.is_empty
-        self._slot.counted |= counted
+        self._slot.counted |= self._counts
         self._engine.seed_shared(state)
-        out = self._window.finish(state)
+        out = self._making.finish(state)
         # The other processes count this update, whatever this one had.
-        return out if counted else Output(out.loss, 0, out.aux)
+        return out if self._counts else Output(out.loss, 0, out.aux)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -703,7 +697,7 @@ class BucketReducer:
         self._zero = torch.stack([p.flatten()[:1].sum() * 0 for p in used if p.requires_grad]).sum()
         return self._zero
 
-    def attach(self, state: TrainState, root: Tensor, kept: int, name: str) -> Tensor:
+    def attach(self, state: TrainState, root: Tensor, kept: int, backward: Backward) -> Tensor:
         """Return the root for the last backward of a window, which averages the gradients.
 
         What the window has used before is reachable from it. :meth:`finish_window` gives DDP the
@@ -713,7 +707,7 @@ class BucketReducer:
             state: the state.
             root: what backward would start from without DDP.
             kept: how many of this process's batches count.
-            name: the name of the loss function.
+            backward: what starts from the loss.
 
         Raises:
             ValueError: the loss uses no parameter that is trained, in any process.
@@ -726,7 +720,7 @@ class BucketReducer:
             trainable = [p for p in params if p.requires_grad]
             kinds = [(p.shape, p.dtype) for p in trainable]  # there are buckets for them
             if [*map(id, trainable)] != [*map(id, self._trainable)] or kinds != self._kinds:
-                self._prepare(state, root, trainable, name)
+                self._prepare(state, root, trainable, backward)
             self._params, self._flags, self._trainable = params, flags, trainable
             self._kinds = kinds
         ddp, zero, self._zero = self._ddp, self._zero, None
@@ -745,7 +739,7 @@ class BucketReducer:
             root = _TouchParameters.apply(root, *used)
         return ddp.forward(root)
 
-    def counted(self) -> Weight:
+    def counted(self) -> float | Tensor:
         """Return how many batches of the window count, in all processes: on a GPU, as a tensor."""
         if self._small is not None:
             return round(self._mean * self._processes)
@@ -757,7 +751,9 @@ class BucketReducer:
             return round(mean.item() * self._processes)
         return (to_accumulator_dtype(mean) * self._processes).round()
 
-    def _prepare(self, state: TrainState, root: Tensor, trainable: list[Tensor], name: str) -> None:
+    def _prepare(
+        self, state: TrainState, root: Tensor, trainable: list[Tensor], backward: Backward
+    ) -> None:
         nodes = list(_graph_nodes(root))
         reached = {id(torch_compat.leaf_of(node)) for node in nodes}
         self._hides_parameters = any(CheckpointFunction.__name__ in node.name() for node in nodes)
@@ -775,7 +771,7 @@ class BucketReducer:
                 f"{exchanges.ADVICE}"
             )
         if not any_used:
-            fail_to_train(state, name, bool(self._used))
+            backward.fail_to_train(state, bool(self._used))
         backend = state.backend
         plain = backend.prepare is None and not {*backend.settings} - {"broadcast_buffers"}
         if plain and fits(state.model, trainable):
@@ -958,7 +954,7 @@ class ShardReducer:
     def zero_loss(self, state: TrainState, loss: Tensor, averages: bool) -> Tensor:
         return loss * 0
 
-    def attach(self, state: TrainState, root: Tensor, kept: int, name: str) -> Tensor:
+    def attach(self, state: TrainState, root: Tensor, kept: int, backward: Backward) -> Tensor:
         self._counted = _start_count(root, kept)
         return root
 
@@ -1123,7 +1119,7 @@ class CollectiveProbe:
         return is_padding and self.uses_collectives is False
 
 
-class DistributedEvaluation(SumOfBatches):
+class DistributedEvaluation:
     """An evaluation or a prediction of which each process computes its share.
 
     The methods are those of :class:`fnloop._step.engine.EvaluationPass`.
@@ -1134,7 +1130,7 @@ class DistributedEvaluation(SumOfBatches):
     """
 
     def __init__(self, state: TrainState, name: str) -> None:
-        super().__init__()
+        self._sum = LOCAL.start_evaluation(state, name)
         self._probe, self._name, self._round = CollectiveProbe(state), name, 0
         self._on_padding = False  # whether the last batch was padding
         self._had_batch = False  # whether any batch was this process's own
@@ -1161,10 +1157,13 @@ class DistributedEvaluation(SumOfBatches):
     def finish(self, source: Source) -> None:
         source.check_order()
 
+    def add(self, out: Output) -> None:
+        self._sum.add(out)
+
     def own_metrics(self) -> dict[str, Metric]:
         if not self._had_batch:
             return {}
-        found = self.metrics()
+        found = self._sum.own_metrics()
         return drop_last_metrics(found) if self._on_padding else found
 
     def gather(self, results: list[Result]) -> list[Result]:
@@ -1217,11 +1216,11 @@ def merge_metrics(
     return merged
 
 
-def weight_on_device(out: Output, weight: Weight | None = None) -> Tensor:
+def weight_on_device(out: Output, weight: float | Tensor | None = None) -> Tensor:
     """Return a weight, by default that of the output, as a float64 tensor on the loss's device."""
     given = torch.as_tensor(out.weight if weight is None else weight, device=out.loss.device)
     wide = torch.float32 if given.device.type == "mps" else torch.float64
-    return valid_weight(given.detach().to(wide))
+    return WeightedSum.valid(given.detach().to(wide))
 
 
 def is_per_process(metric: Metric) -> bool:

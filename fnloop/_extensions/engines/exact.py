@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import logging
@@ -31,31 +32,35 @@ from fnloop._core.parts import Part as CheckpointPart
 from fnloop._core.parts import Restoring
 from fnloop._core.rng import COMPUTE, seed_host, torch_seeder
 from fnloop._core.state import TrainState, generation_of
-from fnloop._core.types import BY_ANOTHER, Output, Step
+from fnloop._core.types import Output, Step
 from fnloop._data.source import Source
 from fnloop._extensions.engines import exchanges
 from fnloop._extensions.engines.alike import check_alike
 from fnloop._extensions.engines.distributed import (
+    LOCAL,
+    OTHERS,
     CollectiveProbe,
     DistributedEvaluation,
-    agree_on_skip,
+    Result,
+    Subject,
+    agree,
     is_per_process,
     largest,
     merge_metrics,
+    weight_on_device,
 )
-from fnloop._step.engine_local import LocalEngine
-from fnloop._step.forward import EvaluationPass, Result, Subject
-from fnloop._step.gradients import (
-    GradientSum,
-    LocalWindow,
-    LossRoot,
-    Pass,
-    pieces_of,
-    restore_gradients,
-    stash_gradients,
-    valid_weight,
+from fnloop._step.gradients import WeightedSum
+from fnloop.extend import (
+    Backward,
+    Batch,
+    LocalEngine,
+    Metric,
+    checks,
+    collectives,
+    containers,
+    fold_in,
+    parameters,
 )
-from fnloop.extend import Batch, Metric, checks, collectives, fold_in, parameters
 
 log = logging.getLogger("fnloop")
 
@@ -105,7 +110,7 @@ class Leaf:
 
     Args:
         engine: the engine.
-        loss: the loss, and the root of backward.
+        backward: what starts from the loss.
         state: the state that is trained.
         offset: the position of the batch in its window, over all processes.
         is_padding: whether it stands for a batch that is not there.
@@ -115,14 +120,15 @@ class Leaf:
     def __init__(
         self,
         engine: ExactEngine,
-        loss: LossRoot,
+        backward: Backward,
         state: TrainState,
         offset: int,
         is_padding: bool,
         pieces: int,
     ) -> None:
-        self._engine, self._loss, self._is_padding = engine, loss, is_padding
-        self._pieces = LocalWindow(loss, state) if pieces > 1 and not is_padding else None
+        self._engine, self._backward, self._is_padding = engine, backward, is_padding
+        cut = pieces > 1 and not is_padding
+        self._pieces = LOCAL.start(backward, state, ())[0] if cut else None
         self._out: Output | None = None
         if not is_padding:
             engine.seed_batch(state, offset)
@@ -132,12 +138,12 @@ class Leaf:
         if self._is_padding:
             loss = torch.zeros((), device=state.backend.device)
             return state, Output(loss, 0, {}, {}, PADDING)
-        return self._engine.call(self._loss, state, batch)
+        return self._engine.call(self._backward, state, batch)
 
     def add(self, state: TrainState, out: Output) -> None:
         __tracebackhide__ = True
         if self._pieces is None:
-            self._out = self._loss.backward(state, out)
+            self._out = self._backward.from_loss(state, out)
         else:
             self._pieces.add(state, out)
 
@@ -165,7 +171,6 @@ class ExactSum:
         self._n = 0  # batches so far
         self._skipped: Output | None = None
         self._used = [False] * len(self._params)
-        self._stashed = stash_gradients(state)
         self._buffers = _versions(state)
 
     @property
@@ -195,12 +200,7 @@ class ExactSum:
                 if gradient.layout is not torch.strided:
                     raise NotImplementedError(_SPARSE)
         gradients = [g if g is None else g.to(wide_dtype(g)) for g in grads]
-        wide = torch.float32 if out.loss.device.type == "mps" else torch.float64
-        if isinstance(out.weight, Tensor):
-            weight = valid_weight(out.weight.detach().to(out.loss.device, wide))
-        else:
-            weight = torch.full((), out.weight, dtype=wide, device=out.loss.device)
-        return Part(gradients, weight)
+        return Part(gradients, weight_on_device(out))
 
     def finish(self, state: TrainState) -> Output:
         """Leave the mean in ``.grad``. Return what to report of the window."""
@@ -211,10 +211,9 @@ class ExactSum:
         layout, used = engine.agree_on_layout(own, len(layouts) > 1, self._used)
         engine.seed_shared(state)
         if layout is None:  # no process has a batch that counts
-            restore_gradients(state, self._stashed)
             assert self._skipped is not None
             reason = self._skipped.skip
-            reason = BY_ANOTHER if reason == PADDING else reason
+            reason = OTHERS if reason == PADDING else reason
             return attrs.evolve(self._skipped, loss=self._skipped.loss.detach(), skip=reason)
         rows = engine.gather_rows(rows_of(self._outs, layout, device))
         total, weight, reported, metrics = sum_rows(rows, layout)
@@ -223,7 +222,6 @@ class ExactSum:
         flat = Flat(self._params, used, engine.processes)
         for p, gradient in zip(self._params, engine.join(self._tree, flat, weight), strict=True):
             p.grad = None if gradient is None else gradient.to(p.dtype)
-        restore_gradients(state, self._stashed)
         aux = next((out.aux for out in reversed(self._outs) if out is not None), {})
         return Output(total / torch.where(weight == 0, 1, weight), reported, aux, metrics)
 
@@ -233,7 +231,7 @@ class ExactWindow:
 
     Args:
         engine: the engine.
-        loss: the loss, and the root of backward.
+        backward: what starts from the loss.
         state: the state that is trained.
         pieces: for each batch of the window, in how many pieces it comes.
         order: for each batch, which of this process's batches it is.
@@ -243,14 +241,14 @@ class ExactWindow:
     def __init__(
         self,
         engine: ExactEngine,
-        loss: LossRoot,
+        backward: Backward,
         state: TrainState,
         pieces: Sequence[int],
         order: Sequence[int],
         padding: Sequence[bool],
     ) -> None:
         engine.begin_pass(state, 0)
-        self._engine, self._loss, self._sum = engine, loss, ExactSum(engine, state, order)
+        self._engine, self._backward, self._sum = engine, backward, ExactSum(engine, state, order)
         self._pieces, self._padding = list(zip(pieces, padding, strict=True))[::-1], padding
         self._leaf: Leaf | None = None
         self._left = 0  # pieces of the batch that are still to come
@@ -259,7 +257,7 @@ class ExactWindow:
         __tracebackhide__ = True
         if self._leaf is None:
             self._left, is_padding = self._pieces.pop()
-            given = (self._loss, state, self._sum.offset, is_padding, self._left)
+            given = (self._backward, state, self._sum.offset, is_padding, self._left)
             self._leaf = Leaf(self._engine, *given)
         return self._leaf.forward(state, batch)
 
@@ -411,49 +409,54 @@ class ExactEngine(LocalEngine):
 
     def start(
         self,
-        loss: LossRoot,
+        backward: Backward,
         state: TrainState,
         window: Sequence[Batch],
         size: int | None = None,
         *,
         alone: bool = False,
         guarded: bool = False,
-    ) -> tuple[Pass, Iterable[Batch]]:
-        pieces = [[batch] if size is None else pieces_of(batch, size) for batch in window]
+    ) -> tuple[ExactWindow | Leaf, Iterable[Batch]]:
+        cut = containers.pieces_of
+        pieces = [[batch] if size is None else cut(batch, size) for batch in window]
         numbers = [*map(len, pieces)]
         making = (
-            ExactWindow(self, loss, state, numbers, *self._taken(state, len(window)))
+            ExactWindow(self, backward, state, numbers, *self._taken(state, len(window)))
             if self._sum is None
-            else self._start_leaf(self._sum, loss, state, numbers[0])
+            else self._start_leaf(self._sum, backward, state, numbers[0])
         )
         return making, itertools.chain.from_iterable(pieces)
 
-    def _start_leaf(self, total: _Sum, loss: LossRoot, state: TrainState, pieces: int) -> Leaf:
+    def _start_leaf(self, total: _Sum, backward: Backward, state: TrainState, pieces: int) -> Leaf:
         self.begin_pass(state, total.offset)
-        return Leaf(self, loss, state, total.offset, total.is_padding, pieces)
+        return Leaf(self, backward, state, total.offset, total.is_padding, pieces)
 
-    def start_sum(self, state: TrainState, batches: int, dtype: torch.dtype | None) -> GradientSum:
+    @contextlib.contextmanager
+    def start_sum(
+        self, state: TrainState, batches: int, dtype: torch.dtype | None
+    ) -> Iterator[_Sum]:
         if dtype is not None:
             raise NotImplementedError(_DTYPE.format(dtype))
         self._sum = _Sum(self, state, *self._taken(state, batches))
-        return self._sum
-
-    def end_sum(self) -> None:
-        """End the sum that was started last."""
-        self._sum = None
+        try:
+            yield self._sum
+        finally:
+            self._sum = None
 
     # --- evaluation and reports
 
-    def start_evaluation(self, state: TrainState, name: str) -> EvaluationPass:
+    def start_evaluation(self, state: TrainState, name: str) -> ExactEvaluation:
         self.share_buffers(state.model)
         return ExactEvaluation(state, name, fold_in(state.seed, COMPUTE))
 
     # --- what windows exchange
 
-    def call(self, loss: LossRoot, state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
+    def call(
+        self, backward: Backward, state: TrainState, batch: Batch
+    ) -> tuple[TrainState, Output]:
         """Call the loss function."""
         __tracebackhide__ = True
-        return loss.forward(state, batch)
+        return backward.forward(state, batch)
 
     def agree_on_layout(
         self, layout: Layout | None, differ: bool, used: list[bool]
@@ -506,8 +509,8 @@ class ExactDistributedEngine(ExactEngine):
     def largest(self, number: int) -> int:
         return number if self._sum is not None else largest(number)
 
-    def agree(self, flag: Tensor, out: Output) -> tuple[Tensor, Output]:
-        return (flag, out) if self._sum is not None else agree_on_skip(flag, out)
+    def agree(self, out: Output, flag: Tensor | None = None) -> tuple[Output, Tensor | None]:
+        return (out, flag) if self._sum is not None else agree(out, flag)
 
     def share_buffers(self, model: nn.Module) -> None:
         exchanges.sync_buffers(model)
@@ -528,9 +531,11 @@ class ExactDistributedEngine(ExactEngine):
         }
         return merge_metrics(metrics, own)
 
-    def call(self, loss: LossRoot, state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
+    def call(
+        self, backward: Backward, state: TrainState, batch: Batch
+    ) -> tuple[TrainState, Output]:
         __tracebackhide__ = True
-        reply = self._probe.call(loss.forward, state, batch)
+        reply = self._probe.call(backward.forward, state, batch)
         if self._probe.uses_collectives:
             raise NotImplementedError(_EXCHANGES)
         return reply
@@ -575,7 +580,7 @@ class ExactDistributedEngine(ExactEngine):
         return sum_over_processes(own, classes, leaves, flat, like)
 
 
-class _Sum(ExactSum, GradientSum):
+class _Sum(ExactSum):
     """The sum of a window whose batches a step takes one by one."""
 
     def __init__(
@@ -586,15 +591,12 @@ class _Sum(ExactSum, GradientSum):
         padding: Sequence[bool],
     ) -> None:
         super().__init__(engine, state, order)
-        self._ending, self._padding = engine, padding
+        self._padding = padding
 
     @property
     def is_padding(self) -> bool:
         """Whether the next batch is padding."""
         return self._padding[self._n]
-
-    def close(self) -> None:
-        self._ending.end_sum()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -825,7 +827,7 @@ def _cell(value: object, device: torch.device) -> Tensor:
 def _row(out: Output, layout: Layout) -> Tensor:
     device = out.loss.device
     weight, loss = _cell(out.weight, device), _cell(out.loss, device)
-    valid = valid_weight(weight)
+    valid = WeightedSum.valid(weight)
     reported = torch.where(weight == valid, valid, math.nan)
     cells = [_cell(1, device), loss * valid, valid, reported]
     for name, kind, _ in layout.columns:

@@ -6,9 +6,11 @@ import contextlib
 import copy
 import functools
 import gc
+import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import attrs
@@ -40,10 +42,10 @@ from fnloop._extensions.graphs.guards import (
     identity_of,
     make_rollback,
 )
-from fnloop._step.transaction import Judge, PutBack, current_attempt, replace_host, undo
-from fnloop.extend import Batch, checks, containers, optimizers
+from fnloop.extend import Batch, checks, containers, host, optimizers
 
 Group = dict[str, Any]  # a parameter group of an optimizer
+Judge = Callable[[TrainState, bool], str | None]  # as decide takes it
 log = logging.getLogger("fnloop")
 
 # A graph is the device's work of one update, recorded once and started as a whole from then on. No
@@ -141,56 +143,52 @@ class GraphBreak(NamedTuple):
     """Where the host decides whether a captured update continues.
 
     Args:
-        captured: what has been computed at this point.
+        out: what has been computed at this point.
         flag: what the host decides by, on the device.
         judge: ``(state, flag) -> why the update is to be skipped, or None``.
         put_back: functions that undo what the graph has changed, if it is.
     """
 
-    captured: CapturedOutput
+    out: Output
     flag: Tensor
     judge: Judge
-    put_back: Sequence[PutBack]
+    put_back: Sequence[Callable[[], object]]
 
 
-class _RecordingHost:
-    """Splits the record where the host decides, and lets the update be applied.
+def _splitting(cuts: list[GraphBreak], split: Callable[[], None]) -> AbstractContextManager[None]:
+    """Split the record wherever the host is asked, and let the update be applied.
 
     Args:
-        decisions: a list to which ``(out, flag, judge, put_back)`` is added, one for each.
+        cuts: a list to which each split is added.
         split: what splits the record.
     """
 
-    def __init__(
-        self,
-        decisions: list[tuple[Output, Tensor, Judge, Sequence[PutBack]]],
-        split: Callable[[], None],
-    ) -> None:
-        self._decisions, self._split = decisions, split
+    def ask(state: TrainState, out: Output, flag: Tensor, judge: Judge) -> None:
+        attempt = host().attempt
+        cuts.append(GraphBreak(out, flag, judge, attempt.put_back if attempt else ()))
+        split()
 
-    def decide(self, state: TrainState, out: Output, flag: Tensor, judge: Judge) -> None:
-        attempt = current_attempt()
-        self._decisions.append((out, flag, judge, attempt.put_back if attempt else ()))
-        self._split()
+    return host().replaced(ask=ask)
 
 
-class _SkippingHost:
-    """Skips the update at one of its decisions, and forbids device work from there on.
+@contextlib.contextmanager
+def _skipping(before: int) -> Iterator[None]:
+    """Skip the update where the host is asked, and forbid device work from there on.
 
     Args:
-        rest: the context of the rest of the update.
-        before: how many decisions come before that one.
+        before: how often it is asked before that.
     """
+    asked = itertools.count()
+    with contextlib.ExitStack() as rest:
 
-    def __init__(self, rest: contextlib.ExitStack, before: int) -> None:
-        self._rest, self._before = rest, before
+        def ask(state: TrainState, out: Output, flag: Tensor, judge: Judge) -> str | None:
+            if next(asked) < before:
+                return None
+            rest.enter_context(NoKernels())
+            return "left out"
 
-    def decide(self, state: TrainState, out: Output, flag: Tensor, judge: Judge) -> str | None:
-        self._before -= 1
-        if self._before >= 0:
-            return None
-        self._rest.enter_context(NoKernels())
-        return "left out"
+        with host().replaced(ask=ask):
+            yield
 
 
 class Graph(NamedTuple):
@@ -198,14 +196,14 @@ class Graph(NamedTuple):
 
     Args:
         parts: functions that replay it, in order.
-        breaks: what the host decides after each part but the last.
+        breaks: what the host decides after each part but the last, with what is computed there.
         inputs: the tensors of the batch that it reads.
         captured: what has been computed at its end.
         slots: the slots that it uses: name to value, with the identities of what the slot holds.
     """
 
     parts: list[Callable[[], None]]
-    breaks: list[GraphBreak]
+    breaks: list[tuple[CapturedOutput, GraphBreak]]
     inputs: list[Tensor]
     captured: CapturedOutput
     slots: Mapping[str, tuple[object, list[int]]]
@@ -216,12 +214,13 @@ class Graph(NamedTuple):
             tensors = [t.detach() for t in tensors]
         copy_all(self.inputs, tensors)
         *first, last = self.parts
-        for replay, (captured, flag, judge, put_back) in zip(first, self.breaks, strict=True):
+        for replay, (captured, at) in zip(first, self.breaks, strict=True):
             replay()
             # The host read of an eager update: see decide.
-            skip = judge(state, bool(flag))
+            skip = at.judge(state, bool(at.flag))
             if skip is not None:
-                undo(put_back)
+                for each in at.put_back:
+                    each()
                 return attrs.evolve(captured.clone_results(), skip=skip)
         give_up_ownership(state)  # the last part changes the parameters
         last()
@@ -344,15 +343,15 @@ class GraphedStep:
         static, device = rebuild(batch, iter(inputs)), state.backend.device
         inside = tracing_copy(state, slots, TracerProxy)
         before, draws, roll_back = host_state(state), host_generators(device), make_rollback(state)
-        cuts: list[Any] = []
+        cuts: list[GraphBreak] = []
 
         def update(begin: Callable[[], None]) -> tuple[TrainState, Output]:
-            with replace_host(_RecordingHost(cuts, begin)):
+            with _splitting(cuts, begin):
                 return self.step(inside, static)
 
         def skipped(at: int, begin: Callable[[], None]) -> None:
             again = tracing_copy(state, TrackedSlots(state.slots), TracerProxy)
-            with contextlib.ExitStack() as rest, replace_host(_SkippingHost(rest, at)):
+            with _skipping(at):
                 self.step(again, static)
 
         try:
@@ -374,7 +373,7 @@ class GraphedStep:
             if isinstance(error, CaptureError) or not isinstance(error, Exception):
                 raise
             raise explain(error) from error
-        breaks = [GraphBreak(CapturedOutput.of(out), *decided) for out, *decided in cuts]
+        breaks = [(CapturedOutput.of(cut.out), cut) for cut in cuts]
         inputs = [t.detach() for t in inputs]  # the loss function may have asked for a gradient
         used = {name: state.slots[name] for name in slots.used if name in state.slots}
         held = {name: (value, identity_of(value)) for name, value in used.items()}

@@ -28,8 +28,7 @@ from fnloop._extensions.graphs.capture import (
     signature,
 )
 from fnloop._extensions.graphs.guards import CaptureError, CreatedError, explain
-from fnloop._step.update import replace_apply
-from fnloop.extend import Batch, optimizers
+from fnloop.extend import Batch, host, optimizers
 
 # A recorder runs an update once, and notes each operator below autograd: those of the forward, the
 # backward, the middleware and the optimizers. What they read from outside, such as parameters and
@@ -290,7 +289,7 @@ class OperatorRecorder:
 
             try:
                 begin()
-                with replace_apply(apply):
+                with host().replaced(apply=apply):
                     result = update(begin)
                 recording.close()
                 draws.check()

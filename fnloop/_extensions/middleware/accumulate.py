@@ -16,19 +16,20 @@ from fnloop._core.metrics import NoLoss, combine, to_accumulator_dtype, update_e
 from fnloop._core.state import Ownership, TrainState, note_call, ownership_of, owns_handles
 from fnloop._core.types import Aux, LossFn, Middleware, Output, Skip, Step, middleware
 from fnloop._step.forward import items_in
-from fnloop._step.gradients import WeightedSum, restore_gradients, samples_in, stash_gradients
-from fnloop._step.transaction import in_parts, repeating
-from fnloop._step.update import Backward, Commuting, Insertable
+from fnloop._step.gradients import WeightedSum
 from fnloop.extend import (
+    Backward,
     Batch,
     Metric,
     Wrap,
     checks,
     containers,
     engine_of,
+    host,
     is_sharded,
     name_of,
     refuse,
+    set_aside,
     with_slot,
 )
 
@@ -41,7 +42,7 @@ log = logging.getLogger("fnloop")
 # gradient is that of the mean over all items of the window, also with a ragged last window and
 # unequal token counts. There are two paths:
 #
-# * If only steps that commute with scaling stand between it and backward, gradients add up in
+# * If all that is listed before it commutes, it comes next to backward, and gradients add up in
 #   `.grad`, as autograd does.
 # * If another gradient middleware is inside (`pipeline(clip(1.0), accumulate(4))`), each micro-
 #   batch's gradient is taken out after that middleware, and the weighted mean is put back.
@@ -182,28 +183,25 @@ def _accumulate(n: int, dtype: torch.dtype | None, typed: str | None = None) -> 
     if n == 1:
         return Middleware("accumulate")
     call = f"accumulate({typed or n})"
-    in_place = Commuting(_in_place(n, call))
 
     def gradient(step: Step) -> Step:
-        if isinstance(step, Insertable) and dtype is None:
-            return step.insert_inside(in_place)
+        if isinstance(step, Backward) and dtype is None:
+            return _in_place(step, n, call)
         return _averaged(step, n, call, dtype)
 
-    return Middleware("accumulate", gradient=gradient, window=n, adds=(), traits=("stacks",))
+    traits = ("stacks", *["sums"] * (dtype is None))
+    return Middleware("accumulate", gradient=gradient, window=n, adds=(), traits=traits)
 
 
-def _in_place(n: int, call: str) -> Callable[[Backward], Step]:
-    """Return the wrap that lets backward add the gradients up."""
+def _in_place(backward: Backward, n: int, call: str) -> Step:
+    """Return the step that lets backward add the gradients up."""
 
-    def wrap(backward: Backward) -> Step:
-        def accumulated(state: TrainState, window: Sequence[Batch]) -> tuple[TrainState, Output]:
-            __tracebackhide__ = True
-            _check_window(window, n, call)
-            return backward.accumulate(state, window)
+    def accumulated(state: TrainState, window: Sequence[Batch]) -> tuple[TrainState, Output]:
+        __tracebackhide__ = True
+        _check_window(window, n, call)
+        return backward.window(state, window)
 
-        return accumulated
-
-    return wrap
+    return accumulated
 
 
 def _averaged(step: Step, n: int, call: str, dtype: torch.dtype | None) -> Step:
@@ -212,11 +210,14 @@ def _averaged(step: Step, n: int, call: str, dtype: torch.dtype | None) -> Step:
     def averaged(state: TrainState, window: Sequence[Batch]) -> tuple[TrainState, Output]:
         __tracebackhide__ = True
         _check_window(window, n, call)
-        with engine_of(state).start_sum(state, len(window), dtype) as total, in_parts():
+        put_back, total = set_aside(state), engine_of(state).start_sum(state, len(window), dtype)
+        with total as sums, host().replaced(in_part=True):
             for batch in window:
                 state, out = step(state, batch)
-                total.add(state, out)
-            return state, total.finish(state)
+                sums.add(state, out)
+            out = sums.finish(state)
+        put_back()
+        return state, out
 
     return averaged
 
@@ -280,10 +281,17 @@ def microbatch(size: int) -> Middleware:
     checks.integer("microbatch", "size", size, "the most samples in a piece", wrong_type=TypeError)
 
     def gradient(step: Step) -> Step:
-        return _instead_of(step, lambda backward: InPieces(backward.loss, size, backward.drops))
+        assert isinstance(step, Backward)  # it comes first in the gradient ring
+        return InPieces(**{**vars(step), "size": size})
 
-    order = {"gradient": -2}  # it is about backward alone: first
-    return Middleware("microbatch", gradient=gradient, check=_check_pieces, adds=(), order=order)
+    return Middleware(
+        "microbatch",
+        gradient=gradient,
+        check=_check_pieces,
+        adds=(),
+        order={"gradient": -3},  # it is about backward alone: first
+        traits=("commutes",),
+    )
 
 
 @middleware("gradient")
@@ -331,7 +339,8 @@ def retry_on_oom() -> Middleware:
     """
 
     def gradient(step: Step) -> Step:
-        return _instead_of(step, Retrying)
+        assert isinstance(step, Backward)  # they come first in the gradient ring
+        return Retrying(**vars(step))
 
     return Middleware(
         "retry_on_oom",
@@ -339,8 +348,8 @@ def retry_on_oom() -> Middleware:
         init=_whole_batches,
         check=_check_pieces,
         adds=(),
-        order={"gradient": -1},  # after the pieces that it repeats
-        traits=("repeats",),
+        order={"gradient": -2},  # after the pieces that it repeats
+        traits=("commutes", "repeats"),
     )
 
 
@@ -353,39 +362,33 @@ class InPieces(Backward):
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
         __tracebackhide__ = True
-        return self.kept(*self.take(state, (batch,), self.size, alone=True))
+        return self.over(state, (batch,), self.size, alone=True)
 
 
 class Retrying(Backward):
     """Backward that begins a window again, with pieces half as large, if it runs out of memory.
 
-    The size of the pieces is in a slot; 0 means whole batches. It is the same in all processes.
-
-    Args:
-        backward: what it is instead of. It may take batches in pieces already.
+    The size of the pieces is in a slot; 0 means whole batches. It is the same in all processes. The
+    largest one is the size that it is made with.
     """
-
-    def __init__(self, backward: Backward) -> None:
-        super().__init__(backward.loss, backward.size, backward.drops)
-        self._mark = repeating()
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
         __tracebackhide__ = True
         return self._try(state, (batch,), alone=True)
 
-    def accumulate(self, state: TrainState, window: Sequence[Batch]) -> tuple[TrainState, Output]:
+    def window(self, state: TrainState, batches: Sequence[Batch]) -> tuple[TrainState, Output]:
         __tracebackhide__ = True
-        return self._try(state, window, alone=False)
+        return self._try(state, batches, alone=False)
 
     def _try(
         self, state: TrainState, window: Sequence[Batch], *, alone: bool
     ) -> tuple[TrainState, Output]:
         __tracebackhide__ = True
         size: int | None = state.slots[RETRY] or self.size
-        stashed, begin_again = stash_gradients(state), self._mark(state)
+        put_back, begin_again = set_aside(state), host().mark(state)
         while True:
             try:
-                new, out = self.take(state, window, size, alone=alone, guarded=True)
+                new, out = self.over(state, window, size, alone=alone, guarded=True)
                 break
             except Exception as error:
                 if not containers.is_out_of_memory(error):
@@ -394,8 +397,8 @@ class Retrying(Backward):
             _free(state.backend.device)  # what the error held is free now
             begin_again()
             state = with_slot(state, RETRY, size)
-        restore_gradients(new, stashed)
-        return self.kept(new, out)
+        put_back()
+        return new, out
 
 
 def _smaller(state: TrainState, window: Sequence[Batch], size: int | None, error: Exception) -> int:
@@ -407,7 +410,7 @@ def _smaller(state: TrainState, window: Sequence[Batch], size: int | None, error
     __tracebackhide__ = True
     note = _ONE_SAMPLE
     try:
-        samples = max(map(samples_in, window))
+        samples = max(map(containers.samples_in, window))
     except ValueError as cannot:
         samples, note = 0, f"retry_on_oom cannot repeat this with smaller pieces: {cannot}"
     engine = engine_of(state)
@@ -432,12 +435,6 @@ def _free(device: torch.device) -> None:
     if device.type != "cpu":
         with contextlib.suppress(AttributeError, NotImplementedError):
             torch.get_device_module(device).empty_cache()
-
-
-def _instead_of(step: Step, replace: Callable[[Backward], Backward]) -> Step:
-    # Both are first in the gradient ring: see composition.in_order.
-    assert isinstance(step, Insertable)
-    return step.insert_inside(replace)
 
 
 def _whole_batches(state: TrainState) -> int:

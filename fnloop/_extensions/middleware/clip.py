@@ -17,13 +17,6 @@ from fnloop._core.selectors import Selectors
 from fnloop._core.several import Several
 from fnloop._core.state import TrainState, unwrap, with_used
 from fnloop._core.types import Middleware, Output, Step, middleware
-from fnloop._step.gradients import (
-    clip_to_norm_,
-    restore_gradients,
-    stash_gradients,
-)
-from fnloop._step.transaction import skip_together
-from fnloop._step.update import Commuting
 from fnloop.extend import (
     Batch,
     Chosen,
@@ -36,6 +29,7 @@ from fnloop.extend import (
     parameters,
     refuse,
     report,
+    set_aside,
     then,
 )
 
@@ -112,14 +106,13 @@ def clip(
         before = clip_to_norm_(of(state), max_norm, norm_type)
         return state, report(out, {label: Mean(before, 1)}, "clip")
 
-    wrap = Commuting(then(scale)) if math.isinf(max_norm) else then(scale)
     return Middleware(
         name,
-        gradient=wrap,
+        gradient=then(scale),
         check=_check_clips,
         check_state=None if only is None else _check_overlap,
         adds=(_NORM,),
-        traits=("stacks",),
+        traits=("stacks", *["commutes"] * math.isinf(max_norm)),
     )
 
 
@@ -176,19 +169,19 @@ def grad_norm(norm_type: float = 2.0, by: str | None = None) -> Middleware:
         }
         return state, report(out, of_groups, "grad_norm")
 
-    wrap = Commuting(then(measure))
+    traits = ("commutes", "stacks")
     if by is None:
-        return Middleware(_NORM, gradient=wrap, check=check, adds=(_NORM,), traits=("stacks",))
+        return Middleware(_NORM, gradient=then(measure), check=check, adds=(_NORM,), traits=traits)
 
     def check_single(state: TrainState, listed: object) -> None:
         _refuse_stack(state, f"grad_norm(by={by!r})", "write grad_norm()")
 
     return Middleware(
         f"{_NORM}/{by}",
-        gradient=wrap,
+        gradient=then(measure),
         check_state=check_single,
         adds=(_NORM,),
-        traits=("stacks",),
+        traits=traits,
     )
 
 
@@ -203,6 +196,31 @@ def _by_module(state: TrainState) -> dict[str, list[Tensor]]:
     for p in parameters(state):
         found.setdefault(f"{_NORM}/{owners.get(id(p), 'others')}", []).append(p)
     return found
+
+
+def clip_to_norm_(params: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
+    """Scale gradients so that their norm is at most ``max_norm``.
+
+    Their bits are those of ``clip_grad_norm_``, but gradients whose norm is not finite become NaN.
+    An infinite ``max_norm`` changes nothing.
+
+    Returns:
+        The norm before.
+    """
+    grads = [p.grad for p in params if p.grad is not None]
+    before = norm(grads, norm_type)
+    if math.isinf(max_norm):
+        return before
+    finite = torch.fmod(before, math.inf)  # NaN if it is not, by which no gradient can be scaled
+    factor = finite.add_(1e-6).reciprocal_().mul_(max_norm).clamp_(max=1.0)
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for grad in grads:
+        local = grad if grad.__class__ is Tensor else local_part(grad)
+        by_device.setdefault(local.device, []).append(local)
+    with torch.no_grad():  # with create_graph the gradients have a graph
+        for device, there in by_device.items():
+            torch_compat.foreach_mul_(there, factor.to(device))
+    return before
 
 
 # --- of a stack of models
@@ -466,15 +484,15 @@ def sam(rho: float = 0.05) -> Middleware:
     def gradient(step: Step) -> Step:
         def sharpened(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
             __tracebackhide__ = True
-            stashed, repeat = stash_gradients(state), engine_of(state).mark_draws()
+            put_back, repeat = set_aside(state), engine_of(state).mark_draws()
             with isolated(state.backend.device):
                 new, out = step(state, batch)
-            out = skip_together(new, out)
+            out, _ = engine_of(new).agree(out)
             if out.skip is None:
                 repeat()
                 again = _pass_nearby(step, state, batch, rho)
                 out = attrs.evolve(out, skip=again.skip)
-            restore_gradients(state, stashed)
+            put_back()
             return new, out
 
         return sharpened
@@ -494,7 +512,7 @@ def _pass_nearby(step: Step, state: TrainState, batch: Batch, rho: float) -> Out
             p.add_(p.grad * (rho / (length + SMALLEST)).to(p))
             p.grad = None
     try:
-        return skip_together(state, step(state, batch)[1])
+        return engine_of(state).agree(step(state, batch)[1])[0]
     finally:
         with torch.no_grad():
             for tensor, value in zip((*moved, *buffers), kept, strict=True):

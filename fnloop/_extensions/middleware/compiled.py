@@ -22,10 +22,7 @@ from fnloop._core.types import Middleware, Output, Step, middleware
 from fnloop._extensions.graphs.capture import GraphedStep, read_from_tensors, recorder_on
 from fnloop._extensions.graphs.guards import CaptureError
 from fnloop._extensions.graphs.operators import WholeStep
-from fnloop._step.engine_local import LocalEngine
-from fnloop._step.transaction import leaves_graphs_out
-from fnloop._step.update import replace_apply
-from fnloop.extend import Batch, checks, engine_of, optimizers
+from fnloop.extend import Batch, checks, engine_of, host, optimizers
 
 # --------------------------------------------------------------------------------------------------
 # Compile the loss function, and the optimizer, with `torch.compile`.
@@ -139,7 +136,7 @@ def compiled(*, update: bool = False, **options: Any) -> Middleware:
 
         def apart(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
             __tracebackhide__ = True
-            with replace_apply(apply):
+            with host().replaced(apply=apply):
                 return step(state, batch)
 
         def uncompiled(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
@@ -155,10 +152,10 @@ def compiled(*, update: bool = False, **options: Any) -> Middleware:
 
         def compiled_update(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
             __tracebackhide__ = True
-            if leaves_graphs_out():
+            if not host().records:
                 return step(state, batch)
-            local = isinstance(engine_of(state), LocalEngine)
-            return (whole if local and not never_whole else apart)(state, batch)
+            alone = engine_of(state).calls_every_batch
+            return (whole if alone and not never_whole else apart)(state, batch)
 
         return compiled_update
 
@@ -339,7 +336,7 @@ def cuda_graph(warmup: int = 3, *, fallback: bool = False, limit: int = 8) -> Mi
         def graph(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
             nonlocal refused
             __tracebackhide__ = True
-            if refused or leaves_graphs_out():
+            if refused or not host().records:
                 return step(state, batch)
             try:
                 return captured(state, batch)

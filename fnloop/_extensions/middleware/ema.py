@@ -24,7 +24,6 @@ from fnloop._core.selectors import Selectors
 from fnloop._core.state import TrainState, unwrap
 from fnloop._core.types import Middleware, Output, Step, middleware
 from fnloop._display.screen import warn_once
-from fnloop._step.transaction import is_recorded
 from fnloop.extend import (
     Batch,
     Chosen,
@@ -33,6 +32,7 @@ from fnloop.extend import (
     all_parameters,
     checks,
     containers,
+    host,
     is_sharded,
     local_part,
     name_of,
@@ -465,7 +465,7 @@ class _Blended:
                 group.weight.fill_(full)
 
     def blend(self) -> None:
-        recorded, weight = is_recorded(), self.weight
+        recorded, weight = host().is_recorded, self.weight
         if weight == 0 and not recorded:
             return
         with torch.no_grad():

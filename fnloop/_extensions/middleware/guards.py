@@ -20,8 +20,6 @@ from fnloop._core.saved import has_pending, materialize
 from fnloop._core.several import Several, models_of
 from fnloop._core.state import LEFT_OUT, TrainState
 from fnloop._core.types import Middleware, Output, Step, middleware
-from fnloop._step.transaction import Judge
-from fnloop._step.update import Commuting
 from fnloop.extend import (
     Batch,
     Stop,
@@ -38,11 +36,9 @@ from fnloop.extend import (
 )
 
 # --------------------------------------------------------------------------------------------------
-# Leave out updates whose loss or gradients are not finite.
-
-
-# --------------------------------------------------------------------------------------------------
 # Guards: they look at an update before it is applied, and may leave it out.
+
+Judge = Callable[[TrainState, bool], str | None]  # as decide takes it
 
 
 def guarding(examine: Callable[[TrainState, Output], tuple[Tensor, Judge]]) -> Wrap:
@@ -62,7 +58,7 @@ def guarding(examine: Callable[[TrainState, Output], tuple[Tensor, Judge]]) -> W
 
         return guarded
 
-    return Commuting(wrap)
+    return wrap
 
 
 def sees_whole_updates(name: str) -> Callable[[Sequence[Middleware]], None]:
@@ -79,7 +75,7 @@ def sees_whole_updates(name: str) -> Callable[[Sequence[Middleware]], None]:
         at = next(i for i, member in enumerate(listed) if member.name == name)
         for i, member in enumerate(listed[at + 1 :], at + 1):
             scales = member.name in ("amp", "sam") and member.gradient is not None
-            is_inside = _adds_in_place(member) and all(map(_lets_through, listed[:i]))
+            is_inside = "sums" in member.traits and all(map(_commutes, listed[:i]))
             if scales or (member.window > 1 and not is_inside):
                 raise ValueError(
                     f"{listed[at]!r} judges whole updates: list it after {member!r}, which acts "
@@ -89,18 +85,8 @@ def sees_whole_updates(name: str) -> Callable[[Sequence[Middleware]], None]:
     return check
 
 
-def _adds_in_place(member: Middleware) -> bool:
-    """Return whether ``accumulate`` adds gradients up in ``.grad``, if it is inserted there."""
-    return member.call is None or member.call.kwargs.get("dtype") is None
-
-
-def _lets_through(member: Middleware) -> bool:
-    """Return whether a later gradient step may be inserted between a middleware and backward."""
-    return (
-        member.gradient is None
-        or isinstance(member.gradient, Commuting)
-        or member.name in ("amp", "microbatch", "retry_on_oom")  # they are about backward alone
-    )
+def _commutes(member: Middleware) -> bool:
+    return member.gradient is None or "commutes" in member.traits
 
 
 @attrs.define
@@ -155,7 +141,7 @@ def skip_nonfinite(limit: int = 10) -> Middleware:
         init=lambda state: Streak(),
         check=sees_whole_updates("skip_nonfinite"),
         adds=(),
-        traits=("skips", "stacks"),
+        traits=("commutes", "skips", "stacks"),
     )
 
 
@@ -331,7 +317,7 @@ def spike_guard(window: int = 100, ratio: float = 2.0, then: str = "skip") -> Mi
         check=sees_whole_updates("spike_guard"),
         check_state=_check_whole if then == "back" else None,
         adds=(),
-        traits=("skips",),
+        traits=("commutes", "skips"),
     )
 
 

@@ -13,11 +13,11 @@ from fnloop._core.state import TrainState, ownership_of, with_used
 from fnloop._core.types import Middleware, Output, Step, middleware
 from fnloop._extensions.engines import exchanges
 from fnloop._extensions.engines.apart import Apart, apart_of
-from fnloop._step.update import replace_apply
 from fnloop.extend import (
     Batch,
     checks,
     engine_of,
+    host,
     is_sharded,
     name_of,
     optimizers,
@@ -136,6 +136,7 @@ def _update_apart(
 ) -> tuple[TrainState, Output]:
     """Make an update of this process alone: of none of its weights, if it has no batch."""
     __tracebackhide__ = True
+    usual = host().apply
 
     def apply(optimizer: Optimizer) -> None:
         began = None if slot.used else exchanges.counted_collectives()
@@ -150,7 +151,7 @@ def _update_apart(
 
     slot.training, slot.counted = True, False
     try:
-        with replace_apply(apply) as usual:
+        with host().replaced(apply=apply):
             state, out = step(state, batch)
     finally:
         slot.training = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 import attrs
@@ -11,13 +12,12 @@ from torch import Tensor
 from fnloop._backend import torch_compat
 from fnloop._core.state import TrainState
 from fnloop._core.types import Middleware, Output, Searching, Step, middleware
-from fnloop._step.transaction import decide_any
-from fnloop._step.update import Commuting, Insertable
 from fnloop.extend import (
     Batch,
     Wrap,
     checks,
     containers,
+    host,
     local_part,
     optimizers,
     parameters,
@@ -106,12 +106,16 @@ def amp(
     return Middleware(
         "amp",
         forward=forward,
-        gradient=_scale_around,
+        loss=_scale,
+        gradient=_unscale_after,
         step=_grow_after(growth_interval),
         init=init,
+        check=_check_order,
         adds=(),
+        # The whole loss is scaled, whatever others add to it, and unscaled before it is seen.
+        order={"loss": sys.maxsize, "gradient": -1},
         precision=precision,
-        traits=("skips",),
+        traits=("commutes", "skips"),
     )
 
 
@@ -130,22 +134,38 @@ def _autocast(dtype: torch.dtype) -> Wrap:
 # --- the loss scale
 
 
-def _scale_around(step: Step) -> Step:
-    """Scale the loss before backward, and unscale the gradients around it."""
-    if not isinstance(step, Insertable):
-        raise ValueError(
-            'amp("fp16") is listed after a middleware that would see scaled gradients. List it '
-            'first: pipeline(amp("fp16"), ...)'
-        )
-    scaled = step.insert_inside(lambda backward: backward.scaled_by(_scale_of))
-    return Commuting(_unscale_after)(scaled)
+def _check_order(listed: Sequence[Middleware]) -> None:
+    """Raise ValueError if a middleware before it would see each gradient of a window, scaled."""
+    for member in listed:
+        if member.name == "amp":
+            return
+        if member.gradient is not None and not {"commutes", "sums"} & {*member.traits}:
+            raise ValueError(
+                'amp("fp16") is listed after a middleware that would see scaled gradients. List it '
+                'first: pipeline(amp("fp16"), ...)'
+            )
+
+
+def _scale(step: Step) -> Step:
+    """Scale the gradient of the loss where backward starts. The loss stays as it is."""
+
+    def scaled(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
+        __tracebackhide__ = True
+        state, out = step(state, batch)
+        if not out.loss.requires_grad:  # it is left out, or backward says what is wrong
+            return state, out
+        scale, loss = _scale_of(state), out.loss.view_as(out.loss)
+        loss.register_hook(lambda grad: (grad * scale).to(grad.dtype))
+        return state, attrs.evolve(out, loss=loss)
+
+    return scaled
 
 
 @then
 def _unscale_after(state: TrainState, batch: Batch, out: Output) -> tuple[TrainState, Output]:
     __tracebackhide__ = True
     gradients = [p.grad for p in parameters(state) if p.grad is not None]
-    return decide_any(state, out, _unscale(gradients, _scale_of(state)), _judge)
+    return host().decide(state, out, _unscale(gradients, _scale_of(state)), _judge)
 
 
 def _judge(state: TrainState, overflowed: bool) -> str | None:

@@ -26,7 +26,6 @@ from fnloop._core.runs import RunInfo
 from fnloop._core.state import TrainState, rested, used_in
 from fnloop._core.types import LossFn, Middleware, Output, Step, middleware
 from fnloop._display.screen import warn_once
-from fnloop._step.transaction import settle
 from fnloop.extend import (
     Batch,
     Fold,
@@ -34,6 +33,7 @@ from fnloop.extend import (
     all_parameters,
     checks,
     groups,
+    host,
     name_of,
     number_in,
     optimizers,
@@ -181,7 +181,7 @@ def schedule(
                 new, out = step(state, batch)
                 made = out
             finally:
-                settle(state, made, [put_back])
+                host().settle(state, made, [put_back])
             return new, report(out, used, "schedule")
 
         return scheduled
@@ -1149,7 +1149,7 @@ def plateau(
                 new, out = step(state, batch)
                 made = out
             finally:
-                settle(state, made, [put_back])
+                host().settle(state, made, [put_back])
                 for group in groups:
                     group.pop(RATIO, None)
             return new, out

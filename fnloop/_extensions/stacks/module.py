@@ -15,11 +15,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fnloop._core.metrics import Mean, valid_or_nan, weighted
-from fnloop._core.several import Several
-from fnloop._core.types import LossFn, Middleware, Output, Skip
+from fnloop._core.several import Reply, Several
+from fnloop._core.types import Aux, Middleware, Skip
 from fnloop._extensions.stacks.leaves import INSTEAD, Shared, call_each, call_models, leaves_of
 from fnloop._extensions.stacks.updates import update_models
-from fnloop._step.forward import NO_ITEMS, check_reply, check_weight, items_in
 from fnloop.extend import Batch, checks
 
 # --------------------------------------------------------------------------------------------------
@@ -139,20 +138,15 @@ class Stack(Several):
         leaves = leaves_of(self, again=True)
         return leaves.params, [each[0] for each in leaves.owners]
 
-    def call(self, loss_fn: LossFn, batch: Batch, name: str) -> Output | Skip:
+    def call(self, evaluate: Callable[[nn.Module], Reply | Skip], name: str) -> Reply | Skip:
         __tracebackhide__ = True
 
-        def of_one(model: nn.Module) -> object:
+        def of_one(model: nn.Module) -> tuple[Tensor, Aux, Shared] | Skip:
             __tracebackhide__ = True
-            reply = loss_fn(model, batch)
+            reply = evaluate(model)
             if isinstance(reply, Skip):
                 return reply
-            loss: Batch  # which may be anything, until it is checked
-            aux: Batch
-            loss, aux = reply if reply.__class__ is tuple and len(reply) == 2 else (reply, {})
-            check_reply(reply, loss, aux, name)
-            weight = aux["weight"] if "weight" in aux else items_in(batch, name, loss is None)
-            check_weight(weight, name)
+            loss, aux, weight = reply
             shared = Shared(weight)
             if shared.differs:
                 raise ValueError(
@@ -164,9 +158,8 @@ class Stack(Several):
         reply = call_models(self, name, of_one)
         if isinstance(reply, Skip):
             return reply
-        loss, aux, weight = reply[0], reply[1], reply[2].value
-        skip = NO_ITEMS if weight.__class__ is int and not weight else None
-        return Output(loss, weight, aux, {}, skip)
+        loss, aux, shared = reply
+        return loss, aux, shared.value
 
     def call_each(self, fn: Callable[[Batch], Batch], given: Batch, name: str) -> Batch:
         __tracebackhide__ = True

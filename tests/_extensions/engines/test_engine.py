@@ -17,8 +17,7 @@ from fnloop._backend.processes import Backend
 from fnloop._extensions.engines import exchanges
 from fnloop._extensions.engines.distributed import DistributedEngine
 from fnloop._extensions.engines.exact import ExactDistributedEngine, ExactEngine
-from fnloop._step.engine import Engine, engine_of
-from fnloop._step.engine_local import LocalEngine
+from fnloop._step.engine import Engine, LocalEngine, engine_of
 from fnloop._step.gradients import WeightedSum
 from fnloop.testing import toy, toy_loss
 

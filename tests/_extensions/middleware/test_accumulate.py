@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from toy_runs import ONE, fitted, noting, of, stop_when, xs
 
 import fnloop as fl
-from fnloop import schedules
+from fnloop import extend, schedules
 from fnloop.data import bucketed, interleave, take
 from fnloop.testing import toy, toy_loss
 
@@ -40,6 +40,19 @@ def test_windows_are_averaged_and_the_last_one_too(n, epochs, w, steps):
 ])  # fmt: skip
 def test_the_listed_order_decides_what_is_clipped(members, values, moved):
     assert fitted([*values], *members).model.w.item() == -moved
+
+
+@pytest.mark.parametrize(("traits", "seen"), [((), [1.0, 3.0]), (("commutes",), [2.0])])
+def test_what_commutes_acts_once_in_a_window_and_what_does_not_for_each_batch(traits, seen):
+    found = []
+
+    def look(state, batch, out):
+        found.append(state.model.w.grad.item())
+        return state, out
+
+    own = fl.Middleware("own", gradient=extend.then(look), traits=traits)
+    assert fitted([1, 3], own, fl.accumulate(2)).model.w.item() == -2.0
+    assert found == seen
 
 
 def by_tokens(model, batch):

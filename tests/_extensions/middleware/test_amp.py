@@ -1,5 +1,6 @@
 """amp: precision in a loss function, and the scale of fp16."""
 
+import attrs
 import pytest
 import torch
 from after_steps import after
@@ -37,6 +38,27 @@ def test_gradients_are_unscaled_before_others_see_them_and_the_loss_is_never_sca
     state, out = step(toy(w=1.0), torch.tensor([3.0]))
     assert (state.model.w.item(), out.loss.item()) == (-2.0, 3.0)
     assert out.metrics["grad_norm"].compute() == 3.0
+
+
+def test_what_only_looks_at_gradients_sees_them_unscaled_even_if_it_is_listed_before():
+    step = fl.pipeline(fl.grad_norm(), fl.amp("fp16"))(toy_loss)
+    _, out = step(toy(w=1.0), torch.tensor([3.0]))
+    assert out.metrics["grad_norm"].compute() == 3.0
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_what_a_middleware_adds_to_the_loss_is_scaled_with_it(order):
+    """The gradient is that of w * 3 + 2 * w."""
+
+    def penalized(step):
+        def adding(state, batch):
+            state, out = step(state, batch)
+            return state, attrs.evolve(out, loss=out.loss + 2 * state.model.w)
+
+        return adding
+
+    members = (fl.amp("fp16"), fl.Middleware("penalized", loss=penalized))[::order]
+    assert fitted([3], *members).model.w.item() == -5.0
 
 
 @pytest.mark.parametrize("order", [1, -1])

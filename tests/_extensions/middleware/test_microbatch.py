@@ -13,8 +13,7 @@ from torch import nn
 from toy_runs import fitted
 
 import fnloop as fl
-from fnloop._backend.containers import is_out_of_memory
-from fnloop._step.gradients import pieces_of
+from fnloop._backend.containers import is_out_of_memory, pieces_of
 from fnloop.testing import assert_same, law_fold, law_purity, small, stochastic, toy, toy_loss
 
 Pair = namedtuple("Pair", "x names")
