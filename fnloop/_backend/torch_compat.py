@@ -50,7 +50,7 @@ def _required(owner: object, name: str, known_as: str, why: str) -> Any:
         raise _missing(known_as, why) from None
 
 
-def _found(owner: object, name: str, fallback: Any) -> Any:
+def _found(owner: object, name: str, fallback: Item) -> Item:
     """Return what this version of torch may lack, such as a function, or the fallback."""
     return getattr(owner, name, fallback)
 
@@ -67,7 +67,7 @@ _WRAPPER_USES = {
 
 
 def _find_wrapper() -> object:
-    wrap = _found(Optimizer, "profile_hook_step", None)
+    wrap = getattr(Optimizer, "profile_hook_step", None)
     code = getattr(wrap(lambda: None), "__code__", None) if wrap is not None else None
     return code if code is not None and _WRAPPER_USES.issuperset(code.co_names) else object()
 
@@ -316,7 +316,7 @@ def leaf_of(node: object) -> Tensor | None:
 
 def seeder_of(index: int) -> Callable[[int], object]:
     """Return what seeds the generator of a CUDA device. Fallback: it seeds those of all devices."""
-    generators = _found(torch.cuda, "default_generators", None)
+    generators = getattr(torch.cuda, "default_generators", None)
     return generators[index].manual_seed if generators else torch.cuda.manual_seed_all
 
 
@@ -570,12 +570,12 @@ def forget_workers(loader: DataLoader[object]) -> None:
 
 # --- several processes
 
-_c10d = _found(dist, "distributed_c10d", None)
+_c10d = getattr(dist, "distributed_c10d", None)
 
 
 def process_groups() -> list[Any]:
     """Return all process groups. Fallback: the default one."""
-    world = _found(_c10d, "_world", None)
+    world = getattr(_c10d, "_world", None)
     return [dist.group.WORLD] if world is None else [*world.pg_map]
 
 
@@ -609,7 +609,7 @@ def collectives_begun(group: object) -> int | None:
 
 def broadcast_coalesced(group: dist.ProcessGroup | None, tensors: list[Tensor]) -> None:
     """Broadcast tensors of the main process in place. Fallback: one tensor after the other."""
-    at_once = _found(dist, "_broadcast_coalesced", None)
+    at_once = getattr(dist, "_broadcast_coalesced", None)
     if at_once is not None:
         at_once(group, tensors, 250 << 20, 0)  # as torch's DDP does
         return

@@ -10,7 +10,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import attrs
 import torch
@@ -336,7 +336,7 @@ def continue_from(
     records = None if origin.later is None else origin.newest.history(verified=True)
     watched = tuple(key for _, key in step.watched)
     given = until, records, each, state.history, watched
-    follow = _Follow(*given, made) if ends is None else _Another(*given, ends=ends)
+    follow = _Follow(*given, made) if ends is None else _Another(*given, ends)
     plan = follow.with_records(_plan(origin, step, state, loaders, targets, follow))
     if not plan.resumed(state).todo:
         return state
@@ -483,12 +483,20 @@ class _Another(_Follow):
     """The same for a run that is to be another one, and keeps the records that it makes.
 
     Args:
-        *given: as above.
+        until, records, each, history, watched: as above.
         ends: whether the run ends at a boundary.
     """
 
-    def __init__(self, *given: Any, ends: Callable[[TrainState], bool]) -> None:
-        super().__init__(*given)
+    def __init__(
+        self,
+        until: float,
+        records: History | None,
+        each: Callable[[TrainState], bool],
+        history: History,
+        watched: tuple[str, ...],
+        ends: Callable[[TrainState], bool],
+    ) -> None:
+        super().__init__(until, records, each, history, watched)
         self.ends = ends
         self._every = self.history if self.records is None else self.records
         self._moments = {(r.step, r.epoch): r for r in records_since(self._every, closing=False)}
