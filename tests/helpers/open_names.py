@@ -67,12 +67,11 @@ OPEN = {
         "advance check_alike clear_parameter_cache count_parameters current_parameters "
         "detached_from_run generation_of give_up_ownership LEFT_OUT note_buffers note_call "
         "note_restored Ownership ownership_of owns_handles ParameterCache PLACE rested "
-        "shapes_of_buffers take_ownership tracing_copy used_in with_note with_used "
-        "without_metrics"
+        "shapes_of_buffers take_ownership used_in with_note with_used without_metrics"
     ),
     "_core.trained": "add_group Groups Layout split_group",
-    "_core.types": "Aux BY_ANOTHER collection_key hide_fields is_ours Searching Skip",
-    "_core.view": "as_evaluated begin_again changed_for is_apart take_back view",
+    "_core.types": "Aux BY_ANOTHER is_ours Searching Skip",
+    "_core.view": "as_evaluated begin_again changed_for is_apart take_back",
     "_data.composed": "unmarked",
     "_data.held": "own_copy",
     "_data.iterable": "is_keeper",
@@ -81,7 +80,7 @@ OPEN = {
     "_data.source": "first_batches LateWindow open_source Source",
     "_display.checks": "choice describe flag folder_path is_address join_names metric_name",
     "_display.frames": "short_traceback",
-    "_display.screen": "log warn_once",
+    "_display.screen": "log",
     "_hooks.hook": "BuiltIn Clock every_layer HookFn Wrapper",
     "_loop.beginning": "fused_hint",
     "_loop.errors": "check_returned why_empty",
