@@ -28,12 +28,12 @@ of the book.
   `local_part`, `is_sharded`
 - **Optimizers**: `optimizers`, `groups`, `number_in`, `set_number`
 - **Steps**: `report`, `then`, `with_slot`, `set_aside`, `Backward`, `host`
-- **What is saved, and what readers see**: `Part`, `Saving`, `Restoring`, `View`
+- **What is saved, and what readers see**: `Part`, `Saving`, `Restoring`, `View`, `view`
 - **Processes**: `Engine`, `LocalEngine`, `engine_of`, `refuse`, `on_main_process`, `collectives`
 - **Random numbers**: `isolated`, `fold_in`
 - **Records, moments and the end of a run**: `Fold`, `Monitored`, `better`, `mode_of`,
   `Moment`, `Stop`
-- **Arguments and messages**: `check_not_stale`, `checks`, `tables`, `name_of`, `Call`
+- **Arguments and messages**: `check_not_stale`, `checks`, `tables`, `name_of`, `Call`, `warn_once`
 - **Nested batches, and files**: `containers`, `disk`
 - **Types**: `Batch`, `Metric`, `Wrap`
 """
@@ -57,7 +57,9 @@ from fnloop._core.runs import Stop
 from fnloop._core.selectors import Chosen
 from fnloop._core.state import TrainState, all_parameters, check_not_stale, parameters, with_slot
 from fnloop._core.types import Batch, Call, Metric, View, Wrap, name_of
+from fnloop._core.view import view
 from fnloop._display import checks, tables
+from fnloop._display.screen import warn_once
 from fnloop._hooks.hook import Moment
 from fnloop._step.engine import Backward, Engine, LocalEngine, engine_of, refuse
 from fnloop._step.gradients import norm, set_aside
@@ -110,6 +112,8 @@ __all__ = [
     "set_number",
     "tables",
     "then",
+    "view",
+    "warn_once",
     "with_slot",
 ]
 

@@ -138,7 +138,7 @@ def a_fast_test_starts_no_process_and_compiles_nothing(request, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def nothing_was_said_before():
-    screen.warn_once.cache_clear()
+    screen._warn.cache_clear()
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ import operator
 import secrets
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, TypeVar
 from weakref import WeakKeyDictionary
@@ -1178,23 +1178,6 @@ def without_wrappers(model: nn.Module) -> nn.Module:
             model = model.module
         else:
             return model
-
-
-def tracing_copy(
-    state: TrainState, slots: Mapping[str, Any], stand_in: Callable[[str], Any]
-) -> TrainState:
-    """Return a state of the same handles with an ownership of its own, to record an update with.
-
-    Args:
-        state: the state.
-        slots: its slots.
-        stand_in: makes the placeholder of each field that changes from update to update.
-    """
-    others = "metrics", "history", "run", "stop", "events", "todo", "noted", "generators", "extra"
-    names = (*PLACE, *others)
-    changing = {name: stand_in(name) for name in names} | {"counted": stand_in("items")}
-    changing["updates"] = {name: stand_in(f"updates[{name!r}]") for name in state.updates}
-    return attrs.evolve(state, slots=slots, ownership=Ownership(), generation=0, **changing)
 
 
 def detached_from_run(state: TrainState) -> TrainState:

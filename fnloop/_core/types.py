@@ -143,11 +143,6 @@ class Metric(Protocol):
         ...
 
 
-def collection_key(value: object) -> str | None:
-    """Return what a metric of several values, or what makes one, says is its name; or None."""
-    return getattr(value, "key", None)
-
-
 def values_of(name: str, metric: Metric) -> Mapping[str, Any]:
     """Compute a metric. Return its values by the names under which they are reported.
 
@@ -158,7 +153,7 @@ def values_of(name: str, metric: Metric) -> Mapping[str, Any]:
     value: object = metric.compute()
     if isinstance(value, float) or not isinstance(value, Mapping):
         return {name: value}
-    key = collection_key(metric)
+    key = getattr(metric, "key", None)
     prefix = f"{name}/"
     if key is not None and f"/{name}".endswith(f"/{key}"):
         prefix = name.removesuffix(key)
@@ -723,28 +718,7 @@ class Call:
         return self.factory(*self.args, **self.kwargs)
 
 
-class _OfTheClass:
-    """The fields of an attrs class, which its instances do not have."""
-
-    def __init__(self, fields: object) -> None:
-        self.fields = fields
-
-    def __get__(self, instance: object, owner: type) -> object:
-        if instance is None:
-            return self.fields
-        raise AttributeError("__attrs_attrs__")
-
-
-def hide_fields(cls: type[attrs.AttrsInstance]) -> None:
-    """Let the instances of an attrs class look like those of any other class.
-
-    Hydra would make a DictConfig of each one in a list or a mapping, because OmegaConf takes what
-    shows fields for a configuration.
-    """
-    cls.__attrs_attrs__ = _OfTheClass(cls.__attrs_attrs__)  # type: ignore[assignment]
-
-
-hide_fields(Middleware)
+checks.hide_fields(Middleware)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -85,9 +85,21 @@ def view(
 
     Args:
         state: the state.
-        reader: what the weights are read for.
+        reader: what the weights are read for: "train", "evaluation" or "save".
         together: whether every process is here. Otherwise each sees its own weights, where these
             are others in each process.
+
+    Returns:
+        The context manager. For an "evaluation" the model is in evaluation mode, without gradients.
+
+    Raises:
+        ValueError: a slot was restored that its step has to make a view first.
+
+    Example:
+        >>> from fnloop.testing import toy
+        >>> with view(toy(w=2.0), "save") as model:
+        ...     print(model.w.item())
+        2.0
     """
     if reader == "evaluation":
         return Visits(state, together).visit()

@@ -99,6 +99,27 @@ def is_list(value: object) -> TypeGuard[Sequence[Any]]:
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
+class _OfTheClass:
+    """The fields of an attrs class, which its instances do not have."""
+
+    def __init__(self, fields: object) -> None:
+        self.fields = fields
+
+    def __get__(self, instance: object, owner: type) -> object:
+        if instance is None:
+            return self.fields
+        raise AttributeError("__attrs_attrs__")
+
+
+def hide_fields(cls: type[attrs.AttrsInstance]) -> None:
+    """Let the instances of an attrs class look like those of any other class.
+
+    Hydra would make a DictConfig of each one in a list or a mapping, because OmegaConf takes what
+    shows fields for a configuration.
+    """
+    cls.__attrs_attrs__ = _OfTheClass(cls.__attrs_attrs__)  # type: ignore[assignment]
+
+
 def make_plain(record: attrs.AttrsInstance) -> None:
     """Make the settings of an attrs record plain, which may be frozen."""
     names = [field.name for field in attrs.fields(type(record)) if field.init]

@@ -40,7 +40,18 @@ def tell(text: str) -> None:
         log.warning(text)
 
 
-@functools.cache
 def warn_once(text: str) -> None:
-    """Log a warning, unless this process has logged the same text before."""
+    """Log a warning, unless this process has logged the same text before.
+
+    Args:
+        text: the warning, to the logger "fnloop".
+
+    Example:
+        >>> warn_once("the batches of this loader are small")
+    """
+    _warn(text)
+
+
+@functools.cache
+def _warn(text: str) -> None:
     log.warning(text)

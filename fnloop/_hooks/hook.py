@@ -48,7 +48,6 @@ from fnloop._core.types import (
     UPDATE,
     Call,
     Output,
-    hide_fields,
     name_of,
 )
 from fnloop._display import checks
@@ -132,7 +131,7 @@ class Hook:
 
     @classmethod
     def __attrs_init_subclass__(cls) -> None:
-        hide_fields(cls)
+        checks.hide_fields(cls)
 
     def begin(self, state: TrainState) -> TrainState:
         """Return the state to train with, before the first update of every run.
@@ -591,7 +590,7 @@ class Moment(ABC):
     @classmethod
     def __attrs_init_subclass__(cls) -> None:
         if _is_elsewhere(cls):
-            hide_fields(cls)
+            checks.hide_fields(cls)
         else:
             # jsonargparse would take apart what is a default of a function: every(epochs=1).
             del cls.__attrs_attrs__  # type: ignore[attr-defined]

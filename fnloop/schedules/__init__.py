@@ -23,10 +23,8 @@ from typing import TYPE_CHECKING, ParamSpec, cast
 import attrs
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, StepLR
 
-from fnloop._core.types import hide_fields
-from fnloop._display.screen import warn_once
 from fnloop._extensions import extensions
-from fnloop.extend import Call, checks, containers, name_of, tables
+from fnloop.extend import Call, checks, containers, name_of, tables, warn_once
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -109,7 +107,7 @@ class Schedule:
         return (_remake, (self.call, self.text))
 
 
-hide_fields(Schedule)
+checks.hide_fields(Schedule)
 
 
 def _remake(call: Call, text: str | None) -> Schedule:

@@ -52,13 +52,8 @@ def test_a_member_that_is_gone_is_refused_when_composing(name, base, wrap):
 
 
 def test_hooks_of_the_library_have_them():
-    asked = {
-        "among",
-        "check_metrics",
-        "notes_in",
-        "parts_saved",
-        "place_in",
-    }  # what they do not define
+    # What they do not define.
+    asked = {"among", "check_metrics", "notes_in", "parts_saved", "place_in"}
     found = {name for name in vars(BuiltIn) if name[0] != "_"} - {
         *("saves", "tried", "ranks", "is_of_one_run"),
         *asked,

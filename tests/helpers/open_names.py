@@ -40,12 +40,12 @@ OPEN = {
         "advance clear_parameter_cache count_items count_parameters COUNTED counted_of "
         "COUNTERS current_parameters detached_from_run generation_of give_up_ownership "
         "items_to_send LEFT_OUT note_buffers note_call note_restored Ownership ownership_of "
-        "owns_handles ParameterCache PLACE rested shapes_of_buffers take_ownership "
-        "tracing_copy used_in with_note with_used without_metrics"
+        "owns_handles ParameterCache PLACE rested shapes_of_buffers take_ownership used_in "
+        "with_note with_used without_metrics"
     ),
     "_core.trained": "add_group Groups Layout split_group",
-    "_core.types": "Aux collection_key EVALUATION hide_fields is_ours Searching Skip wraps_of",
-    "_core.view": "as_evaluated begin_again changed_for is_apart take_back view",
+    "_core.types": "Aux EVALUATION is_ours Searching Skip wraps_of",
+    "_core.view": "as_evaluated begin_again changed_for is_apart take_back",
     "_data.held": "own_copy",
     "_data.iterable": "as_torch_reads_it is_keeper length_of steady_workers",
     "_data.loaders": (
@@ -57,7 +57,7 @@ OPEN = {
     "_data.source": "first_batches LateWindow open_source Source unmoved",
     "_display.checks": "fields_of join_names",
     "_display.frames": "short_traceback",
-    "_display.screen": "log warn_once",
+    "_display.screen": "log",
     "_hooks.hook": "BuiltIn Clock every_layer HookFn Wrapper",
     "_loop.beginning": "fused_hint",
     "_loop.errors": "check_returned why_empty",

@@ -25,7 +25,7 @@ from fnloop._core.optimizers import (
     is_torch_optimizer,
     wants_closure,
 )
-from fnloop._core.state import TrainState, advance, give_up_ownership, tracing_copy
+from fnloop._core.state import PLACE, Ownership, TrainState, advance, give_up_ownership
 from fnloop._core.types import Output, Step
 from fnloop._extensions.graphs.guards import (
     CaptureError,
@@ -341,7 +341,7 @@ class GraphedStep:
         __tracebackhide__ = True
         inputs, slots = static_inputs(tensors), TrackedSlots(state.slots)
         static, device = rebuild(batch, iter(inputs)), state.backend.device
-        inside = tracing_copy(state, slots, TracerProxy)
+        inside = _tracing_copy(state, slots)
         before, draws, roll_back = host_state(state), host_generators(device), make_rollback(state)
         cuts: list[GraphBreak] = []
 
@@ -350,7 +350,7 @@ class GraphedStep:
                 return self.step(inside, static)
 
         def skipped(at: int, begin: Callable[[], None]) -> None:
-            again = tracing_copy(state, TrackedSlots(state.slots), TracerProxy)
+            again = _tracing_copy(state, TrackedSlots(state.slots))
             with _skipping(at):
                 self.step(again, static)
 
@@ -384,6 +384,21 @@ class GraphedStep:
         undo_capturable(self.original)
         self.graphs.clear()
         self.guards, self.original = None, []
+
+
+def _tracing_copy(state: TrainState, slots: TrackedSlots) -> TrainState:
+    """Return a state of the same handles with an ownership of its own, to record an update with.
+
+    Args:
+        state: the state.
+        slots: its slots. What else changes from update to update has a placeholder.
+    """
+    others = "metrics", "history", "run", "stop", "events", "todo", "noted", "generators", "extra"
+    names = (*PLACE, *others)
+    changing: dict[str, Any] = {name: TracerProxy(name) for name in names}
+    changing["counted"] = TracerProxy("items")
+    changing["updates"] = {name: TracerProxy(f"updates[{name!r}]") for name in state.updates}
+    return attrs.evolve(state, slots=slots, ownership=Ownership(), generation=0, **changing)
 
 
 def _check_capturable(state: TrainState, name: str) -> None:

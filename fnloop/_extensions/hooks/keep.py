@@ -29,7 +29,7 @@ from fnloop._core.state import (
     take_ownership,
     unwrap,
 )
-from fnloop._core.view import begin_again, view
+from fnloop._core.view import begin_again
 from fnloop._extensions.checkpoints.files import SharedWrite
 from fnloop._extensions.checkpoints.format import (
     COUNT,
@@ -53,6 +53,7 @@ from fnloop.extend import (
     mode_of,
     on_main_process,
     tables,
+    view,
     with_slot,
 )
 

@@ -23,7 +23,6 @@ from fnloop._core.parts import TAKEN
 from fnloop._core.selectors import Selectors
 from fnloop._core.state import TrainState, unwrap
 from fnloop._core.types import Middleware, Output, Step, middleware
-from fnloop._display.screen import warn_once
 from fnloop.extend import (
     Batch,
     Chosen,
@@ -38,6 +37,7 @@ from fnloop.extend import (
     name_of,
     tables,
     then,
+    warn_once,
 )
 from fnloop.schedules import check_length, explain_unknown_length, updates_in
 

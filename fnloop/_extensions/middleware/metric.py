@@ -17,11 +17,10 @@ from torch import Tensor
 from fnloop._core.metrics import Mean, Reduced, to_accumulator_dtype, weighted
 from fnloop._core.several import Several
 from fnloop._core.state import TrainState
-from fnloop._core.types import Aux, Middleware, Output, collection_key, middleware
-from fnloop._display.screen import warn_once
+from fnloop._core.types import Aux, Middleware, Output, middleware
 from fnloop._extensions.torchmetrics import COLLECTION_HINT, from_torchmetrics, names_in
 from fnloop._step.update import MissingNumberError, Numbers
-from fnloop.extend import Batch, Metric, Wrap, checks, containers, name_of, report, then
+from fnloop.extend import Batch, Metric, Wrap, checks, containers, name_of, report, then, warn_once
 
 # --------------------------------------------------------------------------------------------------
 # Add metrics to the loss, in training, in evaluation, or both.
@@ -103,7 +102,8 @@ def metric(
 
 def _known_names(shared: object, functions: Mapping[str, object]) -> tuple[str, ...] | None:
     """Return the names of the metrics, unless a collection brings names of its own."""
-    several = any(collection_key(each) is not None for each in functions.values())
+    made = [each for each in functions.values() if isinstance(each, from_torchmetrics)]
+    several = any(each.key is not None for each in made)
     return tuple(functions) if shared is None and not several else None
 
 
@@ -116,10 +116,10 @@ def unseen_metrics(members: Iterable[Middleware], read: Mapping[str, object]) ->
     """
     trained = [m for m in members if m.forward is not None or m.loss is not None]
     calls = [m.call for m in trained if m.call is not None and m.call.factory is metric]
-    given = [(collection_key(each) or "", each) for call in calls for each in call.args]
+    given = [("", each) for call in calls for each in call.args]
     given += [named for call in calls for named in call.kwargs.items()]
-    functions = {name: each for name, each in given if isinstance(each, from_torchmetrics)}
-    return {name: function.unseen for name, function in functions.items()}
+    functions = [(name, each) for name, each in given if isinstance(each, from_torchmetrics)]
+    return {name or each.key or "": each.unseen for name, each in functions}
 
 
 def _check_functions(shared: object, functions: Mapping[str, object]) -> None:
@@ -326,7 +326,7 @@ def _by_name(label: str, value: object, weight: float | Tensor) -> dict[str, Met
     """Return the metrics that a function for several has returned, by name."""
     if isinstance(value, Mapping):
         return {name: _to_metric(name, part, weight) for name, part in value.items()}
-    if (key := collection_key(value)) is not None:
+    if (key := getattr(value, "key", None)) is not None:
         return {key: _to_metric(key, value, weight)}
     raise TypeError(
         f"{label} must return a mapping of names to metrics; got {checks.describe(value)}. A "

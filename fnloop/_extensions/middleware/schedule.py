@@ -25,7 +25,6 @@ from fnloop._core.records import Record
 from fnloop._core.runs import RunInfo
 from fnloop._core.state import TrainState, rested, used_in
 from fnloop._core.types import LossFn, Middleware, Output, Step, middleware
-from fnloop._display.screen import warn_once
 from fnloop.extend import (
     Batch,
     Fold,
@@ -39,6 +38,7 @@ from fnloop.extend import (
     optimizers,
     report,
     set_number,
+    warn_once,
     with_slot,
 )
 from fnloop.schedules import (

@@ -17,9 +17,8 @@ from fnloop._core.metrics import RECENT, Running, to_accumulator_dtype
 from fnloop._core.saved import Pending
 from fnloop._core.state import TrainState
 from fnloop._core.types import Middleware, Output, Step, middleware
-from fnloop._display.screen import warn_once
 from fnloop._step.forward import items_in
-from fnloop.extend import Batch, Metric, Wrap, checks, report, with_slot
+from fnloop.extend import Batch, Metric, Wrap, checks, report, warn_once, with_slot
 
 # --------------------------------------------------------------------------------------------------
 # Times as metrics: marks on a device's timeline, the seconds between them, and peaks.

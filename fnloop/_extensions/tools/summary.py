@@ -9,8 +9,7 @@ import attrs
 from torch import Tensor, nn
 
 from fnloop._core.state import TrainState, unwrap
-from fnloop._core.view import view
-from fnloop.extend import Batch, check_not_stale, checks, containers, isolated, tables
+from fnloop.extend import Batch, check_not_stale, checks, containers, isolated, tables, view
 
 SHAPES = 2  # outputs of a module that are shown
 _HINT = (

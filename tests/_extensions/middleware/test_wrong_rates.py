@@ -6,7 +6,7 @@ import torch
 from torch.optim import lr_scheduler
 
 import fnloop as fl
-from fnloop._display.screen import warn_once
+from fnloop._display import screen
 
 PAIR = torch.ones(1, 1)
 NAN, INF = float("nan"), float("inf")
@@ -85,7 +85,7 @@ BELOW = {
 
 @pytest.mark.parametrize("name", BELOW)
 def test_a_number_below_0_is_told_once(name, caplog):
-    warn_once.cache_clear()
+    screen._warn.cache_clear()
     state = fl.fit(fl.pipeline(BELOW[name]())(loss_with), two_groups(), [PAIR] * 4, hooks=())
     told = [text for text in caplog.messages if "gives a number below 0 for" in text]
     assert state.step == 4 and len(told) == 1
