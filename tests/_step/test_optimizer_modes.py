@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 import fnloop as fl
-from fnloop._extensions.checkpoints import parts
+from fnloop._extensions.checkpoints import model
 from fnloop.testing import Toy, assert_same, small, toy_loss
 
 
@@ -156,8 +156,8 @@ def test_saved_weights_are_those_to_evaluate_and_training_continues_with_its_own
 
 def test_a_checkpoint_from_before_has_the_weights_of_training_alone(tmp_path, monkeypatch):
     _, state = trained(2)
-    monkeypatch.setattr(parts, "changed_for", lambda *_: ())
-    monkeypatch.setattr(parts, "view", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(model, "changed_for", lambda *_: ())
+    monkeypatch.setattr(model, "view", lambda *_: contextlib.nullcontext())
     path = fl.save(state, tmp_path / "a")
     assert json.loads((path / "manifest.json").read_text())["format_version"] == 1
     assert_same(fl.restore(path, new_state(small())), state)

@@ -914,6 +914,15 @@ FOLLOWED = [
       "fit(pipeline(«metric(f1=from_torchmetrics(f1, inputs, names=('a', "
       "'b')))»)(loss_fn),state, batches)",
       "metric(", {"...=": "f1=", "(...,": "(f1, inputs,", "(...)": "('a', 'b', 'c')"}),
+    F("a gradient is sparse,",
+      "class Words(nn.Module):\n"
+      "    def __init__(self):\n"
+      "        super().__init__()\n"
+      "        self.table, self.head = nn.Embedding(4, 2, sparse=True), nn.Linear(2, 1)\n"
+      "    def forward(self, batch):\n"
+      "        return self.head(self.table(batch.long()))\n"
+      "fit(pipeline(«clip(1.0)»)(loss_fn), state_of(Words()), batches)",
+      "clip("),
 ]  # fmt: skip
 
 # Why a message is not followed, and how such messages begin, with {} for a value.
@@ -949,7 +958,7 @@ NOT_FOLLOWED = {
         "a model that is sharded",
         "What a hook or a middleware",
         "{} distributes the batches of its",
-        "{} distributes the batches of each",
+        "accumulate(total={}) distributes the batches of each",
         "each has the data in another order,",
         "processes {} and {} have",
         "process 0 and process {}",
@@ -1069,6 +1078,8 @@ NOT_FOLLOWED = {
         "a tensor was read to the",
     ],
     "says what to leave out, and shows nothing to paste": [
+        "one update after a restore, {}: a loader",
+        ": a loader whose batches",
         '{}: group["{}"] is {}, but the',
         'state.slots["{0}"] is from',
         'alternate(batch="late")',
@@ -1094,7 +1105,7 @@ NOT_FOLLOWED = {
         "list the hook without every(...)",
         "give fit the state without",
         "list requeue(), which ends",
-        "{} cannot capture retry_on_oom,",
+        "{graph!r} cannot capture retry_on_oom,",
         "{} must return {}; got loss={}",
         "{} must return {}{}; got weight={}",
         "{} must return metrics such",
