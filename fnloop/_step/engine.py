@@ -407,26 +407,28 @@ class Backward:
         if self.size is None and not self.drops and engine_of(state) is LOCAL:  # it needs no pass
             state, out = self.forward(state, batch)
             return state, self.from_loss(state, out)
-        return self.over(state, (batch,), self.size, alone=True)
-
-    def window(self, state: TrainState, batches: Sequence[Batch]) -> tuple[TrainState, Output]:
-        """Run forward and backward of a window. The gradient is that of the mean over its items."""
-        __tracebackhide__ = True
-        return self.over(state, batches, self.size)
+        return self.over(state, (batch,), alone=True)
 
     def over(
         self,
         state: TrainState,
         batches: Sequence[Batch],
-        size: int | None,
+        size: int | None = None,
         *,
         alone: bool = False,
         guarded: bool = False,
     ) -> tuple[TrainState, Output]:
-        """Run forward and backward of batches in pieces of a size, as ``Engine.start`` does."""
+        """Run forward and backward of a window. The gradient is that of the mean over its items.
+
+        Args:
+            state: the state that is trained.
+            batches: the window.
+            size: the most samples in one forward and backward, in the place of that of this step.
+            alone: as of ``Engine.start``; so is ``guarded``.
+        """
         __tracebackhide__ = True
-        put_back, engine = set_aside(state), engine_of(state)
-        making, pieces = engine.start(self, state, batches, size, alone=alone, guarded=guarded)
+        put_back, given = set_aside(state), (self, state, batches, size or self.size)
+        making, pieces = engine_of(state).start(*given, alone=alone, guarded=guarded)
         for piece in pieces:
             state, out = making.forward(state, piece)
             making.add(state, out)

@@ -199,7 +199,7 @@ def _in_place(backward: Backward, n: int, call: str) -> Step:
     def accumulated(state: TrainState, window: Sequence[Batch]) -> tuple[TrainState, Output]:
         __tracebackhide__ = True
         _check_window(window, n, call)
-        return backward.window(state, window)
+        return backward.over(state, window)
 
     return accumulated
 
@@ -362,7 +362,7 @@ class InPieces(Backward):
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
         __tracebackhide__ = True
-        return self.over(state, (batch,), self.size, alone=True)
+        return self.over(state, (batch,), alone=True)
 
 
 class Retrying(Backward):
@@ -374,26 +374,28 @@ class Retrying(Backward):
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
         __tracebackhide__ = True
-        return self._try(state, (batch,), alone=True)
+        return self.over(state, (batch,), alone=True)
 
-    def window(self, state: TrainState, batches: Sequence[Batch]) -> tuple[TrainState, Output]:
-        __tracebackhide__ = True
-        return self._try(state, batches, alone=False)
-
-    def _try(
-        self, state: TrainState, window: Sequence[Batch], *, alone: bool
+    def over(
+        self,
+        state: TrainState,
+        batches: Sequence[Batch],
+        size: int | None = None,
+        *,
+        alone: bool = False,
+        guarded: bool = True,
     ) -> tuple[TrainState, Output]:
         __tracebackhide__ = True
-        size: int | None = state.slots[RETRY] or self.size
+        size = state.slots[RETRY] or size or self.size
         put_back, begin_again = set_aside(state), host().mark(state)
         while True:
             try:
-                new, out = self.over(state, window, size, alone=alone, guarded=True)
+                new, out = super().over(state, batches, size, alone=alone, guarded=guarded)
                 break
             except Exception as error:
                 if not containers.is_out_of_memory(error):
                     raise
-                size = _smaller(state, window, size, error)
+                size = _smaller(state, batches, size, error)
             _free(state.backend.device)  # what the error held is free now
             begin_again()
             state = with_slot(state, RETRY, size)
