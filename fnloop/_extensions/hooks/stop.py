@@ -319,7 +319,8 @@ class early_stop(Hook):
     def _improves(self, value: float, reference: float) -> bool:
         """Return whether a value is better than another by more than ``min_delta``."""
         mode = mode_of("early_stop", self.key, self.mode)
-        margin = self.min_delta * (abs(reference) if self.relative else 1.0)
+        share = self.relative and math.isfinite(reference)  # of inf, it would be NaN
+        margin = self.min_delta * (abs(reference) if share else 1.0)
         return better(value, reference - margin if mode == "min" else reference + margin, mode)
 
     def _find_reason(self, state: TrainState) -> str | None:
