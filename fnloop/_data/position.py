@@ -197,6 +197,11 @@ class Positions:
             self.compare(epoch, start, NONE_LEFT)
         self.end(n)
 
+    @property
+    def draws(self) -> bool:
+        """Whether the loader has generators of its own."""
+        return bool(own_generators(self._owners))
+
     def unmoved(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Yield the batches of an evaluation, and put generators of the loader's own back then.
 

@@ -201,8 +201,11 @@ class Source:
         """Return a glimpse of the first batch of a pass that is read once more."""
         if self.reopen is None:
             return None
-        again, device = self.reopen(), torch.device("cpu")
-        with isolated(device):
+        again = self.reopen()
+        with isolated(torch.device("cpu")):
+            if first.at[0] is None and self.positions.draws:
+                # An evaluation has put the generators back, and would draw the same once more.
+                next(self.reopen().batches(*first.at), None)
             next(again.batches(*first.at), None)
             found = again.sharing.first
         return None if found is None else found.glimpse

@@ -99,8 +99,12 @@ def tell_hooks(hooks: Sequence[Hook], state: TrainState, error: Exception) -> No
         try:
             unwrap_hook(hook).failed(state, error)
         except Exception as another:
-            kind = type(another).__name__
-            error.add_note(f"then {name_of(hook)} failed too: {kind}: {another}")
+            note_failed_too(error, hook, another)
+
+
+def note_failed_too(error: BaseException, hook: Hook, another: Exception) -> None:
+    """Note in the error that ends a run that a hook has failed after it."""
+    error.add_note(f"then {name_of(hook)} failed too: {type(another).__name__}: {another}")
 
 
 def check_returned(hook: Hook, before: TrainState, new: object, method: str = "") -> TrainState:

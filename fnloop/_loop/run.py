@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import time
 from collections.abc import (
@@ -46,7 +47,6 @@ from fnloop._core.runs import (
     Meet,
     Start,
     Stop,
-    Stopwatch,
     Todo,
     Update,
     can_wait,
@@ -94,6 +94,7 @@ from fnloop._loop.errors import (
     explain_no_batches,
     explain_no_updates,
     inform_on_main,
+    note_failed_too,
     note_pair,
     tell_hooks,
     tell_on_main,
@@ -143,7 +144,7 @@ def fold(
         tell(state, plan.why_nothing_to_do(state))  # only its end is left, such as a last flush
     world = World(plan, begun)
     device, over = state.backend.device, False
-    with _closing_hooks(plan.hooks, world.stopwatch):
+    with _closing_hooks(world):
         while not over:
             with isolated(device), _listening(state, interrupts) as world.interrupts:
                 with reusing_pages(device), Survival(world):
@@ -178,13 +179,41 @@ def _settle_hooks(plan: Plan, state: TrainState) -> TrainState:
     return state
 
 
-def _closing_hooks(hooks: Sequence[Hook], stopwatch: Stopwatch) -> contextlib.ExitStack:
+def _closing_hooks(world: World) -> contextlib.ExitStack:
     """Return what closes all hooks at the end of a ``with`` block, even if one of them raises."""
     stack = contextlib.ExitStack()
-    stack.callback(stopwatch.end)
-    for hook in reversed(hooks):  # the stack calls them back in the order listed
-        stack.callback(unwrap_hook(hook).close)
+    stack.callback(world.stopwatch.end)
+    for hook in reversed(world.plan.hooks):  # the stack calls them back in the order listed
+        stack.push(functools.partial(_close, world, hook))
     return stack
+
+
+def _close(
+    world: World, hook: Hook, kind: object, error: BaseException | None, traceback: object
+) -> None:
+    """Close a hook. An error of it does not take the place of one that ends the run already."""
+    try:
+        unwrap_hook(hook).close()
+    except Exception as another:
+        if error is not None and not isinstance(error, GeneratorExit):
+            note_failed_too(error, hook, another)
+            return
+        another.add_note(f"while in the method close of {name_of(hook)}, after the run")
+        if owns_handles(world.state):
+            with contextlib.suppress(AttributeError):
+                another.state = detached_from_run(world.state)  # type: ignore[attr-defined]
+        raise
+
+
+@contextlib.contextmanager
+def _naming(hook: Hook) -> Iterator[None]:
+    """Name a hook in an exception that it raises."""
+    __tracebackhide__ = True
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"while in {name_of(hook)}")
+        raise
 
 
 def _listening(
@@ -338,7 +367,8 @@ class World:
         __tracebackhide__ = True
         self.doing = "the end of the run"
         for hook in self.plan.hooks:
-            self.state = check_returned(hook, self.state, hook.flush(self.state), "flush")
+            with _naming(hook):
+                self.state = check_returned(hook, self.state, hook.flush(self.state), "flush")
         self.interrupts.save = False
         self.interrupts.done &= Stop.interrupts(self.state.stop)  # a hook may have changed it
 
@@ -819,7 +849,8 @@ def evaluation_metrics(
         found["time/evaluate"] = Max(_wait_and_read_clock(device) - began)
     gathered = [] if outputs is None else gather_outputs(outputs)
     for hook in receivers:
-        hook.receive(state, gathered)
+        with _naming(hook):
+            hook.receive(state, gathered)
     return {f"{loader}/{name}": metric for name, metric in found.items()}
 
 
@@ -834,12 +865,9 @@ def asking(collectors: Sequence[Hook], state: TrainState, loader: str) -> list[H
     """Return the hooks that ask for the outputs of a loader."""
     found = []
     for hook in collectors:
-        try:
+        with _naming(hook):
             if hook.collects(state, loader):
                 found.append(hook)
-        except Exception as error:
-            error.add_note(f"while in {name_of(hook)}")
-            raise
     return found
 
 

@@ -8,6 +8,8 @@ from sample_hooks import Notes
 import fnloop as fl
 from fnloop.testing import Toy, assert_same, stochastic, toy, toy_loss
 
+STEP = fl.pipeline()(toy_loss)
+
 
 def test_frozen_submodules_stay_in_evaluation_mode_and_a_whole_model_does_not(caplog):
     problem = stochastic()
@@ -46,6 +48,37 @@ def test_all_hooks_are_closed_even_if_one_raises():
             raise OSError("stuck")
 
     hooks = Closes(), Notes()
-    with pytest.raises(OSError, match="stuck"):
+    with pytest.raises(OSError, match="stuck") as raised:
         fit(hooks=hooks)
     assert [hook.closed for hook in hooks] == [1, 1]
+    assert raised.value.__notes__[-1].startswith("while in the method close of notes")
+    assert raised.value.state.model.w.item() == -3.0  # the run is not lost
+    assert fl.fit(STEP, raised.value.state, [ONE] * 3, epochs=2, hooks=()).step == 6
+
+    def fails(state):
+        raise ValueError("first")
+
+    with pytest.raises(ValueError, match="first") as raised:
+        fit(hooks=(fails, Closes(), Closes()))
+    assert raised.value.state.step == 1
+    assert [n.split(" failed too: ")[1] for n in raised.value.__notes__[1:]] == [
+        "OSError: stuck", "OSError: stuck",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("method", ["begin", "collects", "receive", "numbers", "flush", "close"])
+def test_an_error_of_any_method_of_a_hook_names_the_hook(method):
+    class Culprit(fl.Hook):
+        def __call__(self, state):
+            return state
+
+        def receive(self, state, outputs):
+            pass
+
+    def fails(*given):
+        raise ValueError("first")
+
+    setattr(Culprit, method, fails)
+    with pytest.raises(ValueError, match="first") as raised:
+        fl.fit(STEP, toy(), ([ONE], [ONE]), hooks=(Notes(), Culprit(), Notes()))
+    assert "Culprit" in " ".join(raised.value.__notes__)

@@ -311,7 +311,8 @@ class early_stop(Hook):
 
     def _improves(self, value: float, reference: float) -> bool:
         """Return whether a value is better than another by more than ``min_delta``."""
-        margin = self.min_delta * (abs(reference) if self.relative else 1.0)
+        share = self.relative and math.isfinite(reference)  # of inf, it would be NaN
+        margin = self.min_delta * (abs(reference) if share else 1.0)
         least = reference - margin if self._watched.mode == "min" else reference + margin
         return self._watched.better(value, least)
 

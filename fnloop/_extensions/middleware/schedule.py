@@ -1126,7 +1126,8 @@ def plateau(
         return _Wait(max(before.ratio * factor, min_ratio), reference, 0, cooldown)
 
     def target(reference: float) -> float:
-        margin = min_delta * abs(reference) if relative else min_delta
+        share = relative and math.isfinite(reference)  # of inf, it would be NaN
+        margin = min_delta * abs(reference) if share else min_delta
         return reference - margin if watched.mode == "min" else reference + margin
 
     looked = Fold(look, _Wait())

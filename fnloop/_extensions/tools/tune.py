@@ -39,6 +39,7 @@ log = logging.getLogger("fnloop")
 # Time what could be changed about a run, on snapshots of its state.
 
 FASTER = 0.97  # a change that is not faster than this is noise
+MOST_OF_CALL = 1000  # updates that a call may make, with ``tbptt``
 AS_IT_IS, TOGETHER, AT_HAND = "as it is", "together", "batches at hand"
 _HOW_READ = {True: "a batch at once", False: "one by one"}
 
@@ -321,15 +322,16 @@ class _Bench:
             stamps.append(time.perf_counter())
             if len(stamps) == 1 + self.updates:  # of the same updates in every trial
                 losses.update(_losses(state))
-            return state
+            ends = len(stamps) == left_out + self.updates
+            return attrs.evolve(state, stop="enough") if ends else state
 
-        target = state.step + left_out + self.updates
+        most = MOST_OF_CALL * (left_out + self.updates)
         with unmoved(setting.loader):  # so that every trial has the same batches
             fit(
-                setting.step,
+                _without_others(setting.step),
                 state,
                 setting.loader,
-                steps=target,
+                steps=state.step + most,
                 hooks=(stamp,),
                 evaluate_every=None,
                 prefetch=setting.prefetch,
@@ -356,6 +358,15 @@ class _Bench:
             batches = source.batches(self.state.epoch, 0, 0)
             each = source.rounds_of(source.batches_in_update(step.window))
             return [*map(own_copy, itertools.islice(batches, 4 * each))]
+
+
+def _without_others(step: PipelineStep) -> PipelineStep:
+    """Return a step without what watches other metrics than those of training, as ``plateau``."""
+    if not step.has_all_rings:
+        return step
+    members = step.pipeline.middleware
+    kept = [m for m in members if m.monitors is None or m.monitors.startswith("train/")]
+    return step if len(kept) == len(members) else step.listing(kept)
 
 
 def _seconds_per_batch(batches: Iterable[object]) -> float | None:

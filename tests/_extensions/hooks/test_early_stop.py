@@ -65,6 +65,8 @@ SMALL = {"patience": 3, "min_delta": 0.01}
     ((100, 99.5, 99.1, 98), {"patience": 2, "min_delta": 0.01, "relative": True}, 2),
     ((100, 98.9, 97.8, 96.7), {"patience": 1, "min_delta": 0.01, "relative": True}, None),
     ((-100, -98.9), {"patience": 1, "min_delta": 0.01, "relative": True, "mode": "max"}, None),
+    *(((-math.inf, 1.0), {"patience": 1, "min_delta": d, "relative": True, "check_finite": False},
+       1) for d in (0.0, 0.01)),  # a share of infinity would be NaN
     # a baseline has to be beaten too, as in Keras
     (FALLING, {"patience": 2, "baseline": 0.5}, 1),
     ((5, 4, 3, 3), {"patience": 2, "baseline": 3.5}, 1),

@@ -55,6 +55,8 @@ def test_the_rate_of_each_epoch(values, settings, expected):
     ([100, 95, 89, 81], {"min_delta": 0.1, "relative": True}, [1, 1, 0.5, 0.5]),
     # A share of the magnitude: -0.95 is not above -1 + 0.1.
     ([-1, -0.95, -0.85], {"min_delta": 0.1, "relative": True, "mode": "max"}, [1, 1, 0.5]),
+    ([math.inf, math.inf, math.inf, 1], {"relative": True}, [1, 1, 0.5, 0.25]),
+    ([-math.inf, 1, 1], {"relative": True}, [1, 1, 0.5]),
     ([1] * 5, {"min_value": 0.3}, [1, 1, 0.5, 0.3, 0.3]),
     ([1] * 4, {"min_value": 0.3, "min_ratio": 0.4}, [1, 1, 0.5, 0.4]),  # whichever is higher
 ])  # fmt: skip

@@ -42,9 +42,11 @@ def costs(monkeypatch):
         for n in range(state.step, steps):
             now[0] += torch.tensor([costs.get(name, 1.0) for name in names]).prod().item()
             state = attrs.evolve(state, step=n + 1, metrics={"loss": fl.Mean(1.0, 1)})
-            hooks[0](state)
+            ended = hooks[0](state).stop
             if "amp" in names and costs.get("amp") == 0.0:
                 raise ValueError("no such kernel\nfor this")
+            if ended:
+                return
 
     clock = types.SimpleNamespace(perf_counter=lambda: now[0])
     monkeypatch.setattr(module, "fit", fit)
@@ -175,3 +177,17 @@ def test_wrong_arguments_are_refused():
     two = attrs.evolve(state, backend=attrs.evolve(state.backend, world_size=2))
     with pytest.raises(NotImplementedError, match="without torchrun"):
         tune(STEP, two, IMAGES)
+
+
+def carried(model, batch, carry):
+    return (model.w * batch).mean(), {}, carry
+
+
+@pytest.mark.parametrize(("members", "loss_fn"), [
+    ((fl.tbptt(1),), carried),  # three updates of each batch
+    ((fl.plateau("valid/loss"),), toy_loss),  # of which there is no evaluation here
+])  # fmt: skip
+def test_steps_of_several_updates_and_with_evaluations_are_timed(members, loss_fn):
+    step, state = fl.pipeline(*members)(loss_fn), toy()
+    advice = tune(step, state, [torch.ones(1, 3)] * 4, seconds=0.01)
+    assert advice.trials[0].seconds > 0 and state.step == 0
