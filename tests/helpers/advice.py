@@ -1094,7 +1094,7 @@ NOT_FOLLOWED = {
         "list the hook without every(...)",
         "give fit the state without",
         "list requeue(), which ends",
-        "{} cannot capture retry_on_oom,",
+        "{graph!r} cannot capture retry_on_oom,",
         "{} must return {}; got loss={}",
         "{} must return {}{}; got weight={}",
         "{} must return metrics such",
