@@ -187,7 +187,7 @@ class Plan:
 
     def passes_over(self, state: TrainState) -> bool:
         """Return whether a script that was started again passes over a phase on its way."""
-        phase = None if self.phase is None else phase_of(state, self.phase)
+        phase = phase_of(state, self.phase)
         return phase is not None and phase.done and not phase.named and phase != state.phases[-1]
 
     def is_reached(self, state: TrainState) -> bool:
@@ -212,7 +212,7 @@ class Plan:
         )
 
     def _is_done(self, state: TrainState) -> bool:
-        phase = None if self.phase is None else phase_of(state, self.phase)
+        phase = phase_of(state, self.phase)
         return phase is not None and phase.done
 
     @functools.cached_property
@@ -246,7 +246,7 @@ class Plan:
     def _counted(self, state: TrainState, later: int, updates: int) -> tuple[int, int]:
         """Return an epoch, and the updates tried before it, as the phase counts them."""
         epoch, update = state.epoch + later, state.step + state.skipped + updates
-        phase = None if self.phase is None else phase_of(state, self.phase)
+        phase = phase_of(state, self.phase)
         return (
             (epoch, update)
             if phase is None
@@ -292,12 +292,11 @@ class Plan:
             clock: the time that all processes agree on, if there are several.
         """
         windows = self.windows(state, source)
-        phase = None if self.phase is None else phase_of(state, self.phase)
+        phase = phase_of(state, self.phase)
         batches = source.length_in(state.epoch)
         per_epoch = self.updates_in(batches, windows)
-        total = (
-            self.steps if self.items is None else None
-        )  # a step that carries makes as many updates as a batch has windows
+        # A step that carries makes as many updates as a batch has windows.
+        total = self.steps if self.items is None else None
         if self.epochs is not None and per_epoch is not None and self.items is None:
             batches_left = source.left(state.epoch, state.batch, state.samples) or 0
             left = windows.updates_of(batches_left, state.batch)
@@ -412,7 +411,7 @@ class Plan:
             if Stop.kind_of(state.stop) == "limit":
                 advice = "To continue, raise the limit: time_limit(...)"
             return f"fit: nothing to do: the run was stopped ({state.stop}). {advice}"
-        phase = None if self.phase is None else phase_of(state, self.phase)
+        phase = phase_of(state, self.phase)
         epoch, step = (0, 0) if phase is None else (phase.epoch, phase.step)
         items = (None if phase is None else phase.items) or 0
         given = (("epochs", self.epochs, epoch), ("steps", self.steps, step))
