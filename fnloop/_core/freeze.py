@@ -32,6 +32,7 @@ from fnloop._core.state import (
     all_parameters,
     check_not_stale,
     clear_parameter_cache,
+    generation_of,
     ownership_of,
     parameters,
     take_ownership,
@@ -479,9 +480,15 @@ def _value(value: object) -> object:
 _restored: WeakKeyDictionary[Ownership[TrainState], Layout] = WeakKeyDictionary()
 
 
-def remember_restored(state: TrainState) -> None:
-    """Remember the layout of a state that was restored from a checkpoint, if it has phases."""
-    if state.phases:
+def note_restored(state: TrainState, whole: bool) -> None:
+    """Note that the counters of a state were restored, in place.
+
+    Args:
+        state: the state.
+        whole: whether all of it was. Then a phase that continues can have its layout back.
+    """
+    ownership_of(state).restored = generation_of(state)
+    if whole and state.phases:
         _restored[ownership_of(state)] = Layout.of(state)
 
 

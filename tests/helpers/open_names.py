@@ -9,16 +9,12 @@ OPEN = {
     "_backend.containers": "SEQUENCES",
     "_backend.fsdp": (
         "around_sharded combined extent_in from_local_part full has_sharded like_sharded "
-        "roots spans_all split_dim WHOLE"
+        "roots spans_all split_dim"
     ),
-    "_backend.processes": "Backend trackers",
-    "_backend.torch_compat": (
-        "buffers_of drop_accumulator forget_sizes has_state_dict_hooks is_extra_state "
-        "loads_by_itself loads_other_names local_optimizer strip_compile_prefix"
-    ),
+    "_backend.processes": "trackers",
     "_core.averages": "Average AVERAGED named_tensors",
     "_core.code": "codes_of INSTALLED is_users PACKAGE",
-    "_core.freeze": "add_group Groups remember_restored Selectors split_group",
+    "_core.freeze": "add_group Groups note_restored Selectors split_group",
     "_core.history": (
         "check_monitored first_record metrics_here new_records records_since SINCE unfinished"
     ),
@@ -28,12 +24,12 @@ OPEN = {
         "valid_or_nan weighted"
     ),
     "_core.optimizers": (
-        "as_number BEFORE begin_again copy_number drop_schedule EXECUTION first_shared Group "
-        "groups_in Handle initial_setting initial_value is_torch_optimizer keep_initial "
-        "modes_of note_set numbers_used Optimizers optimizers_in put_number RATIO SCHEDULED "
-        "SET set_by_torch settings_of to_training UNFROZEN wants_closure"
+        "as_number BEFORE begin_again copy_number first_shared Group groups_in initial_value "
+        "is_torch_optimizer keep_initial modes_of note_set numbers_used Optimizers "
+        "optimizers_in put_number RATIO SCHEDULED SET set_by_torch to_training UNFROZEN "
+        "wants_closure"
     ),
-    "_core.parts": "check_name Held Load parts_of TAKEN",
+    "_core.parts": "check_name Held Load TAKEN",
     "_core.records": "COSTS counts MODES number_of_epoch TRAINED",
     "_core.rng": (
         "COMPUTE HostGenerators mark_generators reserved_generators seed_host torch_seeder"
@@ -44,9 +40,9 @@ OPEN = {
     "_core.state": (
         "advance check_alike clear_parameter_cache count_parameters COUNTED COUNTERS "
         "current_parameters detached_from_run generation_of give_up_ownership LEFT_OUT moved "
-        "note_buffers note_call note_restored Ownership ownership_of owns_handles "
-        "ParameterCache PLACE rested shapes_of_buffers take_ownership tracing_copy used_in "
-        "with_note with_used without_metrics"
+        "note_buffers note_call Ownership ownership_of owns_handles ParameterCache PLACE "
+        "rested shapes_of_buffers take_ownership tracing_copy used_in with_note with_used "
+        "without_metrics"
     ),
     "_core.types": "Aux BY_ANOTHER Call collection_key hide_fields is_ours Searching Skip",
     "_core.view": "as_evaluated begin_again changed_for is_apart take_back view",
@@ -56,9 +52,8 @@ OPEN = {
     "_data.loaders": "batch_size_of check_loader Padding read_loaders Window",
     "_data.position": "checksum",
     "_data.source": "first_batches LateWindow open_source Source",
-    "_display.checks": "fields_of join_names",
     "_display.frames": "short_traceback",
-    "_display.screen": "log warn_once",
+    "_display.screen": "warn_once",
     "_hooks.hook": "BuiltIn Clock every_layer HookFn Wrapper",
     "_loop.beginning": "fused_hint",
     "_loop.errors": "check_returned why_empty",
