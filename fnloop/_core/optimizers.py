@@ -144,7 +144,6 @@ def wants_closure(optimizer: type) -> bool:
 
 UNFROZEN = "unfrozen"  # group["unfrozen"]: True in the groups that unfreeze has made
 SCHEDULED = "set_by_schedule_"  # group["set_by_schedule_lr"]: what a schedule set group["lr"] to
-EXECUTION = ("foreach", "fused", "capturable")  # how to compute, which does not change the result
 _CYCLED = ("lr", "momentum", "betas")  # what schedulers of torch change
 BEFORE, SET = "_before_scheduler", "_set_by_scheduler"  # group["lr_before_scheduler"]
 
@@ -178,42 +177,6 @@ def keep_initial(group: Group, key: str) -> None:
     if was_scheduled(group, key):
         group[f"initial_{key}"] = initial_value(group, key)
         group[SCHEDULED + key] = number_in(group, key)
-
-
-def settings_of(group: Group) -> list[str]:
-    """Return the keys of the settings of a group that decide what its updates are.
-
-    Example:
-        >>> settings_of({"params": [], "lr": 0.05, "initial_lr": 0.1, "fused": True})
-        ['lr']
-    """
-    others = ("params", "param_names", "name", UNFROZEN, *EXECUTION)
-    return [key for key in group if key not in others and not _is_mark(group, key)]
-
-
-def _is_mark(group: Group, key: str) -> bool:
-    """Return whether a key of a group is what a schedule remembers of a number of it."""
-    if key.startswith(SCHEDULED) or key.endswith((BEFORE, SET)):
-        return True
-    return key.startswith("initial_") and number_in(group, key.removeprefix("initial_")) is not None
-
-
-def initial_setting(group: Group, key: str) -> object:
-    """Return a setting of a group as it was before a schedule, of its whole or of its parts."""
-    value = group[key]
-    initial = initial_value(group, key)
-    if initial is not value or not isinstance(value, tuple | list):
-        by_hand = f"initial_{key}" in group and not was_scheduled(group, key)
-        return group[f"initial_{key}"] if by_hand else initial
-    return type(value)(initial_value(group, f"{key}.{i}") for i in range(len(value)))
-
-
-def drop_schedule(group: Group, key: str) -> None:
-    """Remove what schedules remember of a setting of a group, and of its parts."""
-    for mark in [name for name in group if _is_mark(group, name)]:
-        of = mark.removeprefix(SCHEDULED).removeprefix("initial_")
-        if of.removesuffix(BEFORE).removesuffix(SET).partition(".")[0] == key:
-            del group[mark]
 
 
 def begin_again(groups: Iterable[Group]) -> None:

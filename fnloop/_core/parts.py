@@ -230,11 +230,6 @@ def check_name(owner: str, name: str) -> None:
         )
 
 
-def parts_of(slot: object) -> tuple[Part, ...]:
-    """Return the parts that the class of what is in a slot brings."""
-    return getattr(type(slot), "brings", ())
-
-
 @attrs.frozen(eq=False)
 class Held(Pending):
     """What a checkpoint has of a part, in the slot of its name, until something brings the part."""

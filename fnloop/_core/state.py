@@ -631,11 +631,6 @@ def take_ownership(state: TrainState) -> TrainState:
     return attrs.evolve(state, generation=generation)
 
 
-def note_restored(state: TrainState) -> None:
-    """Note that the counters of a state were restored, in place."""
-    state._ownership.restored = state._generation
-
-
 def went_back(before: TrainState, new: TrainState) -> bool:
     """Return whether a state is a copy of another time of a run, or was restored since."""
     return new.model is not before.model or new._ownership.restored > before._generation

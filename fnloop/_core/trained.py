@@ -16,6 +16,7 @@ from fnloop._core.state import (
     Ownership,
     TrainState,
     clear_parameter_cache,
+    generation_of,
     ownership_of,
     unwrap,
 )
@@ -91,11 +92,6 @@ class Layout:
         clear_parameter_cache(state)
         return with_kept_norms(state, self.kept)
 
-    def remember(self, state: TrainState) -> None:
-        """Let it be put back when a run continues or passes a phase of a restored state."""
-        if state.phases:
-            _restored[ownership_of(state)] = self
-
 
 @attrs.frozen(eq=False)
 class Groups:
@@ -138,6 +134,18 @@ def _value(value: object) -> object:
 
 
 _restored: WeakKeyDictionary[Ownership[TrainState], Layout] = WeakKeyDictionary()
+
+
+def note_restored(state: TrainState, whole: bool) -> None:
+    """Note that the counters of a state were restored, in place.
+
+    Args:
+        state: the state.
+        whole: whether all of it was. Then a phase that continues can have its layout back.
+    """
+    ownership_of(state).restored = generation_of(state)
+    if whole and state.phases:
+        _restored[ownership_of(state)] = Layout.of(state)
 
 
 def put_back_restored(state: TrainState, name: str | None) -> TrainState:

@@ -9,16 +9,14 @@ import attrs
 from torch import Tensor
 
 from fnloop._core.history import Phase
-from fnloop._core.parts import Load
 from fnloop._core.rng import HostGenerators
 from fnloop._core.runs import ACTIONS
 from fnloop._core.saved import has_pending
 from fnloop._core.state import COUNTED, PLACE, TrainState, ownership_of
-from fnloop._display.screen import log
 from fnloop._extensions.checkpoints.files import run_of
-from fnloop._extensions.checkpoints.format import COLLECTED, NEWER_FORMAT, shares_in
+from fnloop._extensions.checkpoints.format import COLLECTED, NEWER_FORMAT, log, shares_in
 from fnloop._extensions.checkpoints.serialize import Json, decode, encode
-from fnloop._extensions.checkpoints.transfer import POSITIONS, Collecting, Reading, set_fields
+from fnloop._extensions.checkpoints.transfer import POSITIONS, Collecting, Load, Reading, set_fields
 from fnloop.extend import Part, Stop, checks, collectives
 
 COUNTS = (*PLACE, "seed")  # those that are one number

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import logging
 import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -19,8 +20,8 @@ from safetensors.torch import load
 from torch import Tensor
 
 from fnloop._backend.fsdp import full, has_sharded, local_part
-from fnloop._backend.processes import Backend
 from fnloop._core.history import SINCE
+from fnloop._core.state import TrainState
 from fnloop._extensions.checkpoints.serialize import Json, dtype_named
 from fnloop._extensions.checkpoints.split import extent_in, spans_all, split_dim
 from fnloop.extend import checks, collectives, containers
@@ -57,6 +58,8 @@ from fnloop.extend import checks, collectives, containers
 # out.
 #
 # Nothing is pickled, so reading a checkpoint cannot run code.
+
+log = logging.getLogger("fnloop")
 
 FORMAT = 1  # of a checkpoint of all parts with one optimizer, without averages and phases
 NEWER_FORMAT = 2  # of others, so that an older fnloop does not take them for damaged checkpoints
@@ -417,7 +420,7 @@ def is_file_name(name: str) -> bool:
 
 
 def keep_own_share(
-    contents: Contents, backend: Backend, local: Mapping[str, bool] | None = None
+    contents: Contents, state: TrainState, local: Mapping[str, bool] | None = None
 ) -> Contents:
     """Return what this process writes of contents, with an index if several processes write.
 
@@ -425,12 +428,12 @@ def keep_own_share(
 
     Args:
         contents: what this process has.
-        backend: where it runs.
+        state: the state that is saved.
         local: name to whether this process writes it, for tensors of optimizers that not all
             processes have. The main process writes the others that are whole.
     """
+    backend, index = state.backend, dict[str, Json]()
     groups: dict[str, dict[str, Tensor]] = {}
-    index: dict[str, Json] = {}
     for group, tensors in contents.groups.items():
         own = local if group == "optimizer" and local else {}
         own = dict.fromkeys(tensors, True) if group == OWN else own

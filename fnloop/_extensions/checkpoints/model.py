@@ -14,14 +14,8 @@ import attrs
 import torch
 from torch import Tensor, nn
 
+from fnloop._backend import torch_compat
 from fnloop._backend.fsdp import is_sharded, like_sharded, local_part
-from fnloop._backend.torch_compat import (
-    buffers_of,
-    is_extra_state,
-    loads_by_itself,
-    loads_other_names,
-    strip_compile_prefix,
-)
 from fnloop._core.optimizers import groups_in, optimizers_in
 from fnloop._core.parts import Load, Part
 from fnloop._core.state import (
@@ -32,12 +26,12 @@ from fnloop._core.state import (
     unwrap,
 )
 from fnloop._core.view import changed_for, is_apart, view
-from fnloop._display.screen import log
 from fnloop._extensions.checkpoints.format import (
     TRAINED,
     TRAINING,
     TRAINING_FORMAT,
     CheckpointError,
+    log,
 )
 from fnloop._extensions.checkpoints.partial import held_parts
 from fnloop._extensions.checkpoints.serialize import (
@@ -68,7 +62,9 @@ def _save_model(saving: Collecting) -> dict[str, Json]:
     With the optimizers, those of training get a file of their own if they may be others.
     """
     module, model, trained = unwrap(saving.state), saving.groups["model"], TRAINED in saving.parts
-    saving.learning = {strip_compile_prefix(k) for k, p in _parameters(module) if p.requires_grad}
+    saving.learning = {
+        torch_compat.strip_compile_prefix(k) for k, p in _parameters(module) if p.requires_grad
+    }
     others = changed_for(saving.state, "save")
     with view(saving.state, "save"):
         facts = _encode_module(saving)
@@ -78,7 +74,7 @@ def _save_model(saving: Collecting) -> dict[str, Json]:
         names = [  # also of what the module computes from its weights
             name
             for spelled, value in module.state_dict(keep_vars=True).items()
-            if (name := strip_compile_prefix(spelled)) in model
+            if (name := torch_compat.strip_compile_prefix(spelled)) in model
             and (id(value) in others or id(value) not in own)
         ]
         model |= {name: model[name].clone() for name in names}
@@ -109,7 +105,7 @@ def _encode_module(saving: Collecting) -> dict[str, Json]:
 def _check_complete(state: TrainState, saved: Mapping[str, Tensor]) -> None:
     """Raise ValueError if a parameter that is trained is not among the tensors of its model."""
     module = unwrap(state)
-    names = [(strip_compile_prefix(name), p) for name, p in module.named_parameters()]
+    names = [(torch_compat.strip_compile_prefix(name), p) for name, p in module.named_parameters()]
     missing = [(name, p) for name, p in names if name not in saved and p.requires_grad]
     if not missing:
         return
@@ -119,7 +115,7 @@ def _check_complete(state: TrainState, saved: Mapping[str, Tensor]) -> None:
         name
         for name, p in missing
         if id(p) in trained and local_part(p).untyped_storage().data_ptr() not in storages
-        if not loads_other_names(module, name)
+        if not torch_compat.loads_other_names(module, name)
     ]
     if left:
         raise ValueError(
@@ -143,7 +139,7 @@ def _encode_model(
     for spelled, value in module.state_dict().items():
         if trained and spelled not in learning:
             continue
-        name = strip_compile_prefix(spelled)
+        name = torch_compat.strip_compile_prefix(spelled)
         if isinstance(value, Tensor):
             tensors[name] = as_safetensor(value, f"model.{name}")
             pairs += [name] if value.dtype in PAIRS else []
@@ -160,8 +156,8 @@ def _encode_model(
     evaluating = [name for name, m in module.named_modules() if not m.training]
     return {
         **facts,
-        "frozen": list(map(strip_compile_prefix, frozen)),
-        "evaluating": list(map(strip_compile_prefix, evaluating)),
+        "frozen": list(map(torch_compat.strip_compile_prefix, frozen)),
+        "evaluating": list(map(torch_compat.strip_compile_prefix, evaluating)),
     }
 
 
@@ -228,7 +224,7 @@ def diff(
         for name, here in mine.items()
         # Extra state may be of any shape: only its module knows what it takes.
         if isinstance(here, Tensor) and isinstance(theirs.get(name), Tensor)
-        if name not in made and not is_extra_state(name)
+        if name not in made and not torch_compat.is_extra_state(name)
     ]
     others = [name for name in compared if theirs[name].shape != mine[name].shape]
     resized = {name for name in others if resizes(name)}
@@ -277,7 +273,7 @@ def _prepare_model(saved: Reading) -> Load:
         own = module.state_dict()
         found = _compare(saved, module, theirs, own)
     judge(found, saved)
-    spelled = {strip_compile_prefix(key): key for key in own}
+    spelled = {torch_compat.strip_compile_prefix(key): key for key in own}
     values = {
         spelled.get(k, k): _shard_like(v, found.mine.get(k)) for k, v in found.fitting.items()
     }
@@ -289,7 +285,7 @@ def _compare(
     saved: Reading, module: nn.Module, theirs: Named, own: Mapping[str, object]
 ) -> Difference:
     """Return how what was saved of a model differs from it, and from its state_dict, ``own``."""
-    spelled = {strip_compile_prefix(key): key for key in own}
+    spelled = {torch_compat.strip_compile_prefix(key): key for key in own}
     return diff(
         theirs,
         {name: own[key] for name, key in spelled.items()},
@@ -306,7 +302,10 @@ def _take_shapes(saved: Reading, module: nn.Module, shapes: Shapes) -> None:
             would not fit.
     """
     note_buffers(saved.state)
-    own = {strip_compile_prefix(name): value for name, value in module.state_dict().items()}
+    own = {
+        torch_compat.strip_compile_prefix(name): value
+        for name, value in module.state_dict().items()
+    }
     both = [f"{k}: {tuple(v)} saved, {tuple(own[k].shape)} here" for k, v in shapes.items()]
     try:
         saved.resized.extend(saved.undone.enter_context(take_shapes(module, shapes)))
@@ -341,11 +340,11 @@ def _load_model(
         )
     if "counters" in saved.parts and not trained:
         for name, p in module.named_parameters():
-            trains = strip_compile_prefix(name) not in facts["frozen"]
+            trains = torch_compat.strip_compile_prefix(name) not in facts["frozen"]
             if trains != p.requires_grad:
                 p.requires_grad_(trains)
         for name, submodule in module.named_modules():
-            trains = strip_compile_prefix(name) not in facts["evaluating"]
+            trains = torch_compat.strip_compile_prefix(name) not in facts["evaluating"]
             if trains != submodule.training:
                 submodule.training = trains
     return state
@@ -386,7 +385,7 @@ def _grown_alike(saved: Reading, theirs: Mapping[str, object]) -> dict[str, Tens
         for name, shape in was.items()
         if isinstance(value := theirs.get(name), Tensor)
         and before.get(name) == (None if shape is None else torch.Size(shape))
-        and not loads_other_names(module, name)
+        and not torch_compat.loads_other_names(module, name)
     }
 
 
@@ -399,12 +398,12 @@ def _buffers_made(
 ) -> Iterator[None]:
     """Give a module buffers of the shapes of values. Take them back if there is an exception."""
     named = module.named_modules() if values else ()
-    owners = {strip_compile_prefix(name): owner for name, owner in named}
+    owners = {torch_compat.strip_compile_prefix(name): owner for name, owner in named}
     before: list[tuple[nn.Module, str, Tensor | None]] = []
     try:
         for name, value in values.items():
             prefix, _, own = name.rpartition(".")
-            owner, was = owners[prefix], buffers_of(owners[prefix]).get(own, _ABSENT)
+            owner, was = owners[prefix], torch_compat.buffers_of(owners[prefix]).get(own, _ABSENT)
             place = device if was is None or was is _ABSENT else was.device
             made = torch.empty(value.shape, dtype=value.dtype, device=place)
             owner.register_buffer(own, made)
@@ -438,7 +437,7 @@ def _check_ties(
     if is_sharded(module):  # each process compares what it holds
         torn = sorted({names for each in collectives.gather_from_all(torn) for names in each})
     if torn:
-        names = [*map(strip_compile_prefix, torn[0])]
+        names = [*map(torch_compat.strip_compile_prefix, torn[0])]
         copied = f"model.{names[-1]}.detach().clone()"
         if isinstance(operator.attrgetter(names[-1])(module), nn.Parameter):
             copied = f"nn.Parameter({copied})"
@@ -532,7 +531,9 @@ def _resizes(module: nn.Module, name: str, there: Tensor) -> bool:
     """
     prefix, _, own = name.rpartition(".")
     owner = dict(module.named_modules()).get(prefix)
-    if owner is None or not loads_by_itself(owner):  # None: state_dict has names of its own
+    if owner is None or not torch_compat.loads_by_itself(
+        owner
+    ):  # None: state_dict has names of its own
         return False
     if own not in dict(owner.named_buffers(recurse=False)):
         return False
@@ -550,14 +551,20 @@ def _trained_parts(found: Named, saved: Reading) -> Named:
     """Return what a checkpoint holds of the parameters that required gradients."""
     if "model" not in held_parts(saved.facts):
         return found
-    names = {strip_compile_prefix(name) for name, _ in _parameters(unwrap(saved.state))}
+    names = {
+        torch_compat.strip_compile_prefix(name) for name, _ in _parameters(unwrap(saved.state))
+    }
     names -= {*saved.facts["model"]["frozen"]}
     return {name: value for name, value in found.items() if name in names}
 
 
 def _warn_of_untrained(module: nn.Module, missing: Sequence[str]) -> None:
     """Warn if there are parameters to train that the checkpoint does not hold."""
-    learning = {strip_compile_prefix(name) for name, p in _parameters(module) if p.requires_grad}
+    learning = {
+        torch_compat.strip_compile_prefix(name)
+        for name, p in _parameters(module)
+        if p.requires_grad
+    }
     if untrained := [name for name in missing if name in learning]:
         log.warning(
             "restore: not in the checkpoint, left unchanged: %s", checks.join_names(untrained)

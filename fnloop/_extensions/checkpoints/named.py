@@ -20,14 +20,7 @@ from torch.optim import Optimizer
 
 from fnloop._backend import torch_compat
 from fnloop._backend.fsdp import is_sharded
-from fnloop._backend.torch_compat import has_state_dict_hooks, local_optimizer, strip_compile_prefix
-from fnloop._core.optimizers import (
-    EXECUTION,
-    Group,
-    optimizers_in,
-    to_training,
-    wants_closure,
-)
+from fnloop._core.optimizers import Group, optimizers_in, to_training, wants_closure
 from fnloop._core.rng import isolated, seed_host, torch_seeder
 from fnloop._core.state import TrainState, unwrap
 from fnloop._extensions.checkpoints.serialize import flattened_kind
@@ -46,6 +39,7 @@ from fnloop.extend import containers
 #
 # Neither shows whether its updates depend on anything else: see `check_resumable`.
 
+EXECUTION = ("foreach", "fused", "capturable")  # how to compute, which does not change the result
 UNSAVED = ("params", "param_names", *EXECUTION)
 
 
@@ -71,7 +65,9 @@ class NamedOptimizer:
     own: Mapping[str, Tensor] = attrs.field(factory=dict)
     holder: Optimizer = attrs.field(
         init=False,
-        default=attrs.Factory(lambda self: local_optimizer(self.optimizer), takes_self=True),
+        default=attrs.Factory(
+            lambda self: torch_compat.local_optimizer(self.optimizer), takes_self=True
+        ),
     )
     has_own_state_dict: bool = attrs.field(
         init=False,
@@ -85,7 +81,7 @@ class NamedOptimizer:
         They are by name; one that is alone has the name "".
         """
         model, sharded = unwrap(state), is_sharded(state.model)
-        own = {strip_compile_prefix(name): p for name, p in model.named_parameters()}
+        own = {torch_compat.strip_compile_prefix(name): p for name, p in model.named_parameters()}
         return {
             name: cls._of(one, own, sharded) for name, one in optimizers_in(state.optimizer).items()
         }
@@ -127,7 +123,7 @@ def has_own_state_dict(optimizer: Optimizer) -> bool:
         cls.state_dict is not Optimizer.state_dict
         or cls.load_state_dict is not Optimizer.load_state_dict
         or "state" not in vars(optimizer)  # a property: state_dict may know more than it shows
-        or has_state_dict_hooks(optimizer)
+        or torch_compat.has_state_dict_hooks(optimizer)
     )
 
 

@@ -30,20 +30,18 @@ from fnloop._core.optimizers import (
     UNFROZEN,
     Group,
     as_number,
-    drop_schedule,
-    initial_setting,
+    initial_value,
     is_torch_optimizer,
     number_in,
     set_by_torch,
-    settings_of,
 )
 from fnloop._core.saved import Pending
 from fnloop._core.state import TrainState, ownership_of
 from fnloop._core.trained import Groups, add_group, split_group
-from fnloop._display.screen import log
 from fnloop._extensions.checkpoints.compare import describe_value, find_difference
-from fnloop._extensions.checkpoints.format import COLLECTED, CheckpointError, gather_encoded
+from fnloop._extensions.checkpoints.format import COLLECTED, CheckpointError, gather_encoded, log
 from fnloop._extensions.checkpoints.named import (
+    EXECUTION,
     UNSAVED,
     NamedOptimizer,
     is_list_of_groups,
@@ -809,6 +807,43 @@ def share_scheduled_values(group: Group) -> None:
         used = number_in(group, key.removeprefix(SCHEDULED))
         if used is not None and bool(group[key] == used):
             group[key] = used
+
+
+def settings_of(group: Group) -> list[str]:
+    """Return the keys of the settings of a group that decide what its updates are.
+
+    Example:
+        >>> settings_of({"params": [], "lr": 0.05, "initial_lr": 0.1, "fused": True})
+        ['lr']
+    """
+    others = ("params", "param_names", "name", UNFROZEN, *EXECUTION)
+    return [key for key in group if key not in others and not _is_mark(group, key)]
+
+
+def _is_mark(group: Group, key: str) -> bool:
+    """Return whether a key of a group is what a schedule remembers of a number of it."""
+    if key.startswith(SCHEDULED) or key.endswith((BEFORE, SET)):
+        return True
+    return key.startswith("initial_") and number_in(group, key.removeprefix("initial_")) is not None
+
+
+def initial_setting(group: Group, key: str) -> object:
+    """Return a setting of a group as it was before a schedule, of its whole or of its parts."""
+    value = group[key]
+    initial = initial_value(group, key)
+    if initial is not value or not isinstance(value, tuple | list):
+        scheduled = SCHEDULED + key in group or key + SET in group
+        by_hand = f"initial_{key}" in group and not scheduled
+        return group[f"initial_{key}"] if by_hand else initial
+    return type(value)(initial_value(group, f"{key}.{i}") for i in range(len(value)))
+
+
+def drop_schedule(group: Group, key: str) -> None:
+    """Remove what schedules remember of a setting of a group, and of its parts."""
+    for mark in [name for name in group if _is_mark(group, name)]:
+        of = mark.removeprefix(SCHEDULED).removeprefix("initial_")
+        if of.removesuffix(BEFORE).removesuffix(SET).partition(".")[0] == key:
+            del group[mark]
 
 
 # --- settings of the state that a run continues with, instead of those that were saved

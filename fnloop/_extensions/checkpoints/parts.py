@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fnloop._core.metrics import restored
-from fnloop._core.parts import Held, Load, Part, parts_of
+from fnloop._core.parts import Held
 from fnloop._core.state import (
     TrainState,
     ownership_of,
@@ -59,9 +59,9 @@ from fnloop._extensions.checkpoints.serialize import (
     plain_only,
 )
 from fnloop._extensions.checkpoints.shapes import forget_states
-from fnloop._extensions.checkpoints.transfer import Collecting, Reading, held, set_fields
+from fnloop._extensions.checkpoints.transfer import Collecting, Load, Reading, held, set_fields
 from fnloop._step.engine import engine_of
-from fnloop.extend import checks
+from fnloop.extend import Part, checks
 
 # --------------------------------------------------------------------------------------------------
 # The optimizers (see the module ``optimizer``).
@@ -92,7 +92,7 @@ def _prepare_optimizers(saved: Reading) -> Load:
     # Before the check, which makes groups as they were.
     named = NamedOptimizer.of_state(saved.state)
     saved.undone.enter_context(optimizers_kept_on_error(named.values()))
-    forget_states(saved.state.optimizer, saved.resized)
+    forget_states(saved.state, saved.resized)
     loads = prepare_loads(saved.state, named, optimizers, saved.strict)
 
     def load(state: TrainState) -> TrainState:
@@ -249,6 +249,11 @@ _LAST = (
     SECONDS,
     _part("metrics", _save_metrics, _prepare_metrics, _encode_metrics),
 )
+
+
+def parts_of(slot: object) -> tuple[Part, ...]:
+    """Return the parts that the class of what is in a slot brings."""
+    return getattr(type(slot), "brings", ())
 
 
 def every_part(parts: Sequence[str], brought: Iterable[Part]) -> list[Part]:

@@ -12,20 +12,18 @@ from typing import TypeVar
 import attrs
 from torch import Tensor
 
-from fnloop._backend.torch_compat import strip_compile_prefix
+from fnloop._backend import torch_compat
 from fnloop._core.history import SINCE
-from fnloop._core.optimizers import groups_in, settings_of
+from fnloop._core.optimizers import groups_in
 from fnloop._core.records import MODES
 from fnloop._core.state import (
     TrainState,
     check_not_stale,
     clear_parameter_cache,
-    note_restored,
     take_ownership,
     unwrap,
 )
-from fnloop._core.trained import Layout
-from fnloop._display.screen import log
+from fnloop._core.trained import note_restored
 from fnloop._extensions.checkpoints.files import (
     explain_nonfinite,
     locate,
@@ -52,9 +50,10 @@ from fnloop._extensions.checkpoints.format import (
     Slices,
     decode_index,
     is_share,
+    log,
     tensors_in,
 )
-from fnloop._extensions.checkpoints.optimizer import Settings, templates_of_optimizers
+from fnloop._extensions.checkpoints.optimizer import Settings, settings_of, templates_of_optimizers
 from fnloop._extensions.checkpoints.partial import (
     check_held,
     explain_partial,
@@ -197,9 +196,7 @@ def restore_contents(
     restored = take_ownership(state)
     clear_parameter_cache(restored)
     if "counters" in parts:
-        note_restored(restored)
-    if parts == PARTS:  # then a phase that continues can have its layout back
-        Layout.of(restored).remember(restored)
+        note_restored(restored, whole=parts == PARTS)
     return restored
 
 
@@ -366,7 +363,7 @@ def templates_of(state: TrainState, facts: Mapping[str, Json]) -> dict[str, Mapp
     """
     module = unwrap(state)
     model = {
-        strip_compile_prefix(name): value
+        torch_compat.strip_compile_prefix(name): value
         for name, value in module.state_dict().items()
         if isinstance(value, Tensor)
     }

@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 from fnloop._core.history import History
 from fnloop._core.records import better
-from fnloop._display.screen import log
 from fnloop._extensions.checkpoints.files import (
     CHECKPOINT_NAME,
     Writing,
@@ -35,7 +34,14 @@ from fnloop._extensions.checkpoints.files import (
     write_blocks,
     write_checkpoint,
 )
-from fnloop._extensions.checkpoints.format import FILES, MANIFEST, STATE, CheckpointError, Contents
+from fnloop._extensions.checkpoints.format import (
+    FILES,
+    MANIFEST,
+    STATE,
+    CheckpointError,
+    Contents,
+    log,
+)
 from fnloop._extensions.checkpoints.serialize import Json
 from fnloop.extend import collectives, disk
 

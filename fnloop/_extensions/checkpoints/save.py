@@ -18,11 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fnloop._backend.processes import Backend
 from fnloop._core.history import History, metrics_here
 from fnloop._core.optimizers import is_torch_optimizer, optimizers_in, to_training
 from fnloop._core.state import TrainState, check_not_stale, detached_from_run, unwrap
-from fnloop._display.screen import log, warn_once
+from fnloop._display.screen import warn_once
 from fnloop._extensions.checkpoints.compare import find_difference
 from fnloop._extensions.checkpoints.counters import Cursor
 from fnloop._extensions.checkpoints.files import EncodedHistory
@@ -34,6 +33,7 @@ from fnloop._extensions.checkpoints.format import (
     CheckpointError,
     Contents,
     keep_own_share,
+    log,
 )
 from fnloop._extensions.checkpoints.named import (
     NamedOptimizer,
@@ -184,7 +184,7 @@ def collect_contents(
         facts |= {"brought": saving.brought} if saving.brought else {}
         facts |= {"format_version": saving.version, "blocks": list(saving.history.blocks)}
         contents = Contents(saving.groups, facts, saving.history.rest, learning=saving.learning)
-        return keep_own_share(contents, state.backend, saving.local)
+        return keep_own_share(contents, state, saving.local)
 
 
 def check_saveable(state: TrainState, parts: Sequence[str] = PARTS) -> None:
@@ -315,10 +315,11 @@ def check_resumable(state: TrainState) -> None:
     if state.backend.world_size > 1:
         check_groups(state)
     for name, named in NamedOptimizer.of_state(state).items():
-        _check_resumable(named, f" ({name!r})" if name else "", state.backend)
+        _check_resumable(named, f" ({name!r})" if name else "", state)
 
 
-def _check_resumable(named: NamedOptimizer, label: str, backend: Backend) -> None:
+def _check_resumable(named: NamedOptimizer, label: str, state: TrainState) -> None:
+    backend = state.backend
     optimizer, processes = named.holder, backend.world_size
     named = attrs.evolve(named, optimizer=optimizer)
     own = named.has_own_state_dict

@@ -11,7 +11,6 @@ import attrs
 
 from fnloop._core.history import History, Phase
 from fnloop._core.state import TrainState
-from fnloop._display.screen import log
 from fnloop._extensions.checkpoints.counters import (
     Cursor,
     Targets,
@@ -36,6 +35,7 @@ from fnloop._extensions.checkpoints.format import (
     Contents,
     Slices,
     is_share,
+    log,
     shares_in,
 )
 from fnloop._extensions.checkpoints.partial import explain_partial, held_parts, is_partial

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fnloop._backend.fsdp import WHOLE, local_part
+from fnloop._backend.fsdp import local_part
 from fnloop._core.saved import Pending
 from fnloop.extend import checks, containers
 
@@ -26,6 +26,7 @@ from fnloop.extend import checks, containers
 # instance of its class is available: the slot that a middleware's `init` creates, or the metric
 # that the next batch brings.
 
+_WHOLE = {Tensor, nn.Parameter}  # classes of tensors that are never sharded
 _NUMERIC = "biufc"  # kinds of dtypes: bool, integers, floating point, complex
 
 
@@ -115,7 +116,7 @@ def encode(value: object, tensors: dict[str, Tensor], path: str, other: AsParts 
     if isinstance(value, np.ndarray):
         return _encode_array(value, tensors, path)
     if isinstance(value, Tensor):
-        if value.__class__ in WHOLE or flattened_kind(value) is None:
+        if value.__class__ in _WHOLE or flattened_kind(value) is None:
             return _encode_tensor(value, tensors, path)
     elif isinstance(value, torch.dtype):
         return {"$dtype": str(value).removeprefix("torch.")}
@@ -327,7 +328,7 @@ def as_safetensor(tensor: Tensor, path: str = "it") -> Tensor:
 
 def _find_obstacle(tensor: Tensor) -> str | None:
     """Return what of a tensor safetensors cannot hold; None if nothing."""
-    plain = tensor.__class__ in WHOLE
+    plain = tensor.__class__ in _WHOLE
     if not plain and nn.parameter.is_lazy(tensor):
         return "whose size is not known yet"
     if tensor.is_meta:

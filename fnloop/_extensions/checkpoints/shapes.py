@@ -12,10 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from fnloop._backend import torch_compat
 from fnloop._backend.fsdp import is_sharded
-from fnloop._backend.torch_compat import drop_accumulator, forget_sizes, strip_compile_prefix
-from fnloop._core.optimizers import Handle, optimizers_in
-from fnloop._display.checks import fields_of, join_names
+from fnloop._core.state import TrainState
+from fnloop.extend import checks, optimizers
 
 Shapes = Mapping[str, torch.Size]
 
@@ -48,7 +48,7 @@ def take_shapes(module: nn.Module, shapes: Shapes) -> Iterator[list[Tensor]]:
     if is_sharded(module):
         raise ValueError(
             "a model that is sharded over processes cannot take other shapes: "
-            f"{join_names(texts)}. Make it in these shapes before it is sharded"
+            f"{checks.join_names(texts)}. Make it in these shapes before it is sharded"
         )
     _check_alone(module, dict(found), shapes)
     with contextlib.ExitStack() as undone:
@@ -73,7 +73,7 @@ def _named(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         *module.named_buffers(remove_duplicate=False),
     )
     for spelled, tensor in every:
-        yield strip_compile_prefix(spelled), tensor
+        yield torch_compat.strip_compile_prefix(spelled), tensor
 
 
 def _check_alone(module: nn.Module, chosen: Mapping[str, Tensor], shapes: Shapes) -> None:
@@ -120,7 +120,7 @@ def resized(tensor: Tensor, shape: Sequence[int]) -> Iterator[Tensor]:
 
 
 def _put(tensor: Tensor, data: Tensor) -> None:
-    drop_accumulator(tensor)
+    torch_compat.drop_accumulator(tensor)
     tensor.data = data
 
 
@@ -140,11 +140,13 @@ def _memory_like(tensor: Tensor, shape: Sequence[int]) -> Tensor:
 def _sizes_noted(module: nn.Module, name: str, shape: torch.Size) -> Iterator[None]:
     """Write the sizes of a tensor where its module keeps them."""
     prefix, _, own = name.rpartition(".")
-    owners = {strip_compile_prefix(each): owner for each, owner in module.named_modules()}
+    owners = {
+        torch_compat.strip_compile_prefix(each): owner for each, owner in module.named_modules()
+    }
     owner = owners[prefix]
     kinds = [names for kind, names in _SIZES.items() if isinstance(owner, kind)]
     names = kinds[0].get(own, ()) if kinds else ()
-    before = fields_of(owner, names)
+    before = checks.fields_of(owner, names)
     for key, size in zip(names, shape, strict=False):
         setattr(owner, key, size)
     try:
@@ -155,18 +157,20 @@ def _sizes_noted(module: nn.Module, name: str, shape: torch.Size) -> Iterator[No
         raise
 
 
-def forget_states(handle: Handle, changed: Sequence[Tensor]) -> list[str]:
+def forget_states(state: TrainState, changed: Sequence[Tensor]) -> list[str]:
     """Drop what optimizers keep of tensors that have another shape now.
 
     Returns:
         The classes of the optimizers that kept something.
     """
     ids, found = {id(tensor) for tensor in changed}, []
-    for optimizer in optimizers_in(handle).values():
+    for optimizer in optimizers(state).values():
         every = [p for group in optimizer.param_groups for p in group["params"]]
         if ids.isdisjoint(map(id, every)):
             continue
-        held = every if forget_sizes(optimizer) else changed  # LBFGS has one state for all
+        held = (
+            every if torch_compat.forget_sizes(optimizer) else changed
+        )  # LBFGS has one state for all
         kept = [optimizer.state.pop(p, None) for p in held]
         found += [type(optimizer).__name__] if any(kept) else []
     return found

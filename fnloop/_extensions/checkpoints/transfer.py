@@ -11,7 +11,7 @@ import attrs
 from torch import Tensor
 
 from fnloop._core.history import History
-from fnloop._core.parts import Held, Load, check_name
+from fnloop._core.parts import Held, check_name
 from fnloop._core.runs import RunInfo
 from fnloop._core.state import TrainState
 from fnloop._extensions.checkpoints.files import EncodedHistory
@@ -28,6 +28,7 @@ from fnloop._extensions.checkpoints.optimizer import Settings
 from fnloop._extensions.checkpoints.serialize import Json, decode, encode, plain_only
 from fnloop.extend import Part
 
+Load = Callable[[TrainState], TrainState]
 POSITIONS = "positions"  # a key of the facts, and what the names of their tensors begin with
 
 

@@ -729,7 +729,7 @@ def _load_weights(state: TrainState, weights: _Weights) -> list[str]:
     with take_shapes(
         module, {torch_compat.strip_compile_prefix(k): shape for k, shape in others.items()}
     ) as new:
-        forget_states(state.optimizer, new)
+        forget_states(state, new)
         module.load_state_dict(weights, strict=False)
     if new:
         clear_parameter_cache(state)
