@@ -153,6 +153,7 @@ BUILT_ON = {
     "graphs": ["tune"],
     "histories": ["find", "look", "progress", "search", "stack"],
     "keep": ["trackers", "search"],
+    "loaders": ["debug", "tune"],
     "metric": ["try"],
     "precision": ["tune"],
     "schedule": ["try", "search"],

@@ -314,7 +314,7 @@ def used_by_extensions():
     return {
         (node.module, alias.name)
         for path, tree in modules()
-        if path.parent != ROOT and room_of(name_of(path)) in {*EXTENSIONS, "debug"}
+        if path.parent != ROOT and room_of(name_of(path)) in {*EXTENSIONS, "data", "debug"}
         for node in ast.walk(tree)
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fnloop._")
         if room_of(node.module) in KERNEL

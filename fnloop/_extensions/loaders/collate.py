@@ -97,8 +97,7 @@ class _PadCollate:
                 self._collate(i, list(column))
                 for i, column in enumerate(self._columns(samples, len(first)))
             ]
-            made = type(first)
-            return made(*collated) if containers.is_named_tuple(first) else tuple(collated)
+            return containers.with_parts(first, collated)
         if isinstance(self.padding, dict) or self.leave:
             by = "padding" if isinstance(self.padding, dict) else "fields"
             raise TypeError(

@@ -102,10 +102,11 @@ class MapStyle(Iterated):
             return super().size()
         return len(self.loader.batch_sampler.sampler), "samples"
 
-    def positions(self) -> SampledPositions:
-        named = self.samplers_of_user[0] if self.samplers_of_user else self.loader
-        owners = self.samplers
-        return SampledPositions(type(named).__name__, self.size, contents=None, owners=owners)
+    def positions(self) -> Positions:
+        known = {"measure": self.size, "contents": None, "owners": self.samplers}
+        if self.samplers_of_user:
+            return SampledPositions(type(self.samplers_of_user[0]).__name__, **known)
+        return Positions(type(self.loader).__name__, **known)
 
     def read(self, at: Pass) -> Iterator[Batch]:
         share = at.sharing.split(self.items(at, at.sharing.complete), lambda item: item.size)
@@ -138,11 +139,11 @@ class MapStyle(Iterated):
         __tracebackhide__ = True
         seeds, stride = at.fetch, self.batch_size or 1
         start = (self.batch_size and at.samples) or at.start * stride
-        noted = at.positions if at.positions.wanted and self.samplers_of_user else None
-        noted = noted if isinstance(noted, SampledPositions) else None  # a part has none
+        positions = at.positions
+        noted = positions if isinstance(positions, SampledPositions) and positions.wanted else None
         if indices is None:
             at.set_epoch(self.loader.dataset, *self.samplers)
-        at.positions.open(at.epoch, at.start)
+        positions.open(at.epoch, at.start)
         if indices is None:
             skipped = None if noted is None else noted.skipped
             left = self.indices_from(at.order, start, complete, skipped)
