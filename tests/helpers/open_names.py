@@ -7,12 +7,9 @@ it. One that no extension uses any more goes out. The table may only shrink.
 OPEN = {
     "_backend": "torch_compat",
     "_backend.containers": "SEQUENCES",
-    "_backend.fsdp": "combined dtensor full has_sharded like_sharded WHOLE",
+    "_backend.fsdp": "combined dtensor full has_sharded like_sharded",
     "_backend.processes": "Backend device_of",
-    "_backend.torch_compat": (
-        "buffers_of drop_accumulator forget_sizes has_state_dict_hooks is_extra_state "
-        "loads_by_itself loads_other_names local_optimizer strip_compile_prefix"
-    ),
+    "_backend.torch_compat": "buffers_of strip_compile_prefix",
     "_core.averages": "Average AVERAGED check_not_averaged named_tensors",
     "_core.code": "codes_of INSTALLED is_users PACKAGE",
     "_core.history": "first_record metrics_here new_records records_since SINCE unfinished",
@@ -21,12 +18,12 @@ OPEN = {
         "to_accumulator_dtype to_host update_ update_evaluated_ valid_or_nan weighted"
     ),
     "_core.optimizers": (
-        "as_number BEFORE begin_again copy_number drop_schedule EXECUTION first_shared Group "
-        "groups_in Handle initial_setting initial_value is_torch_optimizer keep_initial "
-        "modes_of note_set numbers_used Optimizers optimizers_in put_number RATIO SCHEDULED "
-        "SET set_by_torch settings_of to_training UNFROZEN wants_closure"
+        "as_number BEFORE begin_again copy_number first_shared Group groups_in initial_value "
+        "is_torch_optimizer keep_initial modes_of note_set numbers_used Optimizers "
+        "optimizers_in put_number RATIO SCHEDULED SET set_by_torch to_training UNFROZEN "
+        "wants_closure"
     ),
-    "_core.parts": "check_name Held Load parts_of TAKEN",
+    "_core.parts": "check_name Held Load TAKEN",
     "_core.records": "COSTS MODES number_of_epoch TRAINED",
     "_core.rng": (
         "COMPUTE HostGenerators mark_generators new_seed reserved_generators seed_all "
@@ -39,22 +36,22 @@ OPEN = {
     "_core.state": (
         "advance clear_parameter_cache count_items count_parameters COUNTED counted_of "
         "COUNTERS current_parameters detached_from_run generation_of give_up_ownership "
-        "items_to_send LEFT_OUT note_buffers note_call note_restored Ownership ownership_of "
-        "owns_handles ParameterCache PLACE rested shapes_of_buffers take_ownership used_in "
-        "with_note with_used without_metrics"
+        "items_to_send LEFT_OUT note_buffers note_call Ownership ownership_of owns_handles "
+        "ParameterCache PLACE rested shapes_of_buffers take_ownership used_in with_note "
+        "with_used without_metrics"
     ),
-    "_core.trained": "add_group Groups Layout split_group",
+    "_core.trained": "add_group Groups Layout note_restored split_group",
     "_core.types": "Aux EVALUATION is_ours Searching Skip wraps_of",
     "_core.view": "as_evaluated begin_again changed_for is_apart take_back",
     "_data.held": "own_copy",
     "_data.iterable": "as_torch_reads_it is_keeper length_of steady_workers",
     "_data.loaders": (
-        "alike batch_size_of check_loader glimpse is_iterable Padding read_loaders unmarked Window"
+        "alike batch_size_of check_loader glimpse is_iterable Padding read_loaders unmarked "
+        "Window"
     ),
     "_data.position": "checksum Pass Positions",
     "_data.reader": "Iterated Reader reader_of",
     "_data.source": "first_batches LateWindow open_source Source unmoved",
-    "_display.checks": "fields_of join_names",
     "_display.frames": "short_traceback",
     "_display.screen": "log",
     "_hooks.hook": "BuiltIn Clock every_layer HookFn Wrapper",
