@@ -162,10 +162,6 @@ class Engine(Protocol):
         """
         ...
 
-    def share_buffers(self, model: nn.Module, /) -> None:
-        """Copy the buffers of the main process's model to that of every process."""
-        ...
-
     def check_alike(self, state: TrainState, what: str, /) -> None:
         """Raise in every process if the weights or the counters of the processes differ.
 

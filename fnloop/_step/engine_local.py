@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fnloop._core.metrics import Shares
 from fnloop._core.parts import Part
@@ -76,8 +76,6 @@ class LocalEngine:
 
     def start_evaluation(self, state: TrainState, name: str) -> EvaluationPass:
         return LocalEvaluation(state.model.metric if isinstance(state.model, Several) else None)
-
-    def share_buffers(self, model: nn.Module) -> None: ...
 
     def check_alike(self, state: TrainState, what: str) -> None: ...
 

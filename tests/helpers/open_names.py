@@ -69,7 +69,8 @@ OPEN = {
         "with_note with_used without_metrics"
     ),
     "_core.types": (
-        "Aux BY_ANOTHER Call collection_key EVALUATION hide_fields is_ours Searching Skip wraps_of"
+        "Aux BY_ANOTHER Call collection_key EVALUATION hide_fields is_ours Searching Skip "
+        "wraps_of"
     ),
     "_core.view": "as_evaluated begin_again changed_for is_apart take_back view",
     "_data.composed": "unmarked",
@@ -91,7 +92,8 @@ OPEN = {
     "_loop.plan": "Plan read_hooks",
     "_step.engine_local": "LocalEngine",
     "_step.forward": (
-        "check_reply check_weight EvaluationPass items_in NO_ITEMS Result Subject SumOfBatches"
+        "check_reply check_weight EvaluationPass items_in NO_ITEMS Result Subject "
+        "SumOfBatches"
     ),
     "_step.gradients": (
         "clip_to_norm_ divide fail_to_train GradientSum LocalWindow LossRoot NO_GRADIENT "

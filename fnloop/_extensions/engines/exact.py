@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 import attrs
 import toolz
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fnloop._backend import torch_compat
 from fnloop._core.metrics import (
@@ -444,7 +444,7 @@ class ExactEngine(LocalEngine):
     # --- evaluation and reports
 
     def start_evaluation(self, state: TrainState, name: str) -> EvaluationPass:
-        self.share_buffers(state.model)
+        collectives.sync_buffers(state.model)
         return ExactEvaluation(state, name, fold_in(state.seed, COMPUTE))
 
     # --- what windows exchange
@@ -507,9 +507,6 @@ class ExactDistributedEngine(ExactEngine):
 
     def agree(self, flag: Tensor, out: Output) -> tuple[Tensor, Output]:
         return (flag, out) if self._sum is not None else agree_on_skip(flag, out)
-
-    def share_buffers(self, model: nn.Module) -> None:
-        exchanges.sync_buffers(model)
 
     def check_alike(self, state: TrainState, what: str) -> None:
         check_alike(state, what)
