@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fnloop._backend.containers import (
     IN_BATCHES,
@@ -156,6 +156,11 @@ def any_rank(flag: bool, what: str = "an agreement") -> bool:
 def all_reduce_sum(number: float, what: str) -> float:
     """Return the sum of a number over all processes that count."""
     return number
+
+
+@of_all
+def sync_buffers(model: nn.Module) -> None:
+    """Copy the buffers of the main process, such as running statistics, to every process."""
 
 
 @of_all

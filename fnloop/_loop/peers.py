@@ -1,4 +1,4 @@
-"""The other processes of a run, what they agree on, and the signals that each gets."""
+"""The other processes of a run, or their absence, and the signals that stop it or save it."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ class Apart(View):
     def average(self, state: TrainState) -> None:
         """Put the average over all processes into the model of a state. A collective."""
         exchanges.mean_over_processes_([p.detach() for p in self.tensors.values()], _WHAT)
-        exchanges.sync_buffers(state.model)
+        collectives.sync_buffers(state.model)
 
     # --- at rest
 

@@ -270,11 +270,8 @@ class DistributedEngine:
 
     def start_evaluation(self, state: TrainState, name: str) -> DistributedEvaluation:
         if not is_apart(state):  # otherwise they come with the average
-            exchanges.sync_buffers(state.model)
+            collectives.sync_buffers(state.model)
         return DistributedEvaluation(state, name)
-
-    def share_buffers(self, model: nn.Module) -> None:
-        exchanges.sync_buffers(model)
 
     def check_alike(self, state: TrainState, what: str) -> None:
         check_alike(state, what)
@@ -673,7 +670,7 @@ class BucketReducer:
     def start_window(self) -> None:
         """Start a window: every process gets the main one's buffers."""
         if self._has_buffers:
-            exchanges.sync_buffers(self._model)
+            collectives.sync_buffers(self._model)
 
     def start_microbatch(self, last: bool) -> None:
         """Only the last micro-batch goes through DDP, so there is nothing to switch."""

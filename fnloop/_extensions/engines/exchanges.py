@@ -163,7 +163,6 @@ def broadcast_tensors(tensors: list[Tensor], what: str) -> None:
 
 
 def sync_buffers(model: nn.Module) -> None:
-    """Copy the buffers of the main process, such as running statistics, to every process."""
     buffers = [local_part(b).detach() for b in model.buffers()]
     broadcast_tensors(buffers, "an exchange of the model's buffers")
 

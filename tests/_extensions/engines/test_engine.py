@@ -127,11 +127,20 @@ def test_a_run_asks_the_engine_that_its_state_was_given(tmp_path):
 
 def test_each_method_of_an_engine_is_documented_and_all_engines_have_it():
     asked = [name for name in vars(Engine) if not name.startswith("_")]
-    assert len(asked) == 17
+    assert len(asked) == 16
     for name in asked:
         assert inspect.getdoc(getattr(Engine, name)), name
         for kind in (LocalEngine, DistributedEngine, ExactEngine, ExactDistributedEngine):
             assert hasattr(kind, name), (kind, name)
+
+
+@pytest.mark.parametrize("step", [
+    fl.pipeline(fl.tbptt(2))(lambda model, batch, carry: model.w),
+    fl.raw(lambda state, batch: fl.Output(torch.tensor(1.0), 1)),
+], ids=["tbptt", "raw"])  # fmt: skip
+def test_what_works_in_one_process_only_is_refused_in_several(step):
+    with pytest.raises(NotImplementedError, match="one process only"):
+        step.init_slots(in_two_processes())
 
 
 def test_several_processes_answer_each_question_of_the_kernel():

@@ -3,15 +3,13 @@
 import copy
 import pickle
 
-import attrs
 import pytest
 import torch
 from sample_middleware import double_loss, own_guard
-from toy_runs import ONE
 
 import fnloop as fl
 from fnloop import schedules
-from fnloop.testing import toy, toy_loss
+from fnloop.testing import toy_loss
 
 NESTED = {"triton.cudagraphs": True}
 
@@ -126,17 +124,6 @@ def test_middleware_that_do_not_work_together_are_refused_when_composing(row):
 def test_a_loss_function_without_a_carry_is_refused_when_composing():
     with pytest.raises(TypeError, match=r"takes \(model, batch, carry\)"):
         fl.pipeline(fl.tbptt(2))(toy_loss)
-
-
-@pytest.mark.parametrize("step", [
-    fl.pipeline(fl.tbptt(2))(lambda model, batch, carry: model.w),
-    fl.raw(lambda state, batch: fl.Output(ONE[0], 1)),
-], ids=["tbptt", "raw"])  # fmt: skip
-def test_several_processes_are_refused(step):
-    state = toy()
-    several = attrs.evolve(state, backend=attrs.evolve(state.backend, world_size=2))
-    with pytest.raises(NotImplementedError, match="one process only"):
-        step.init_slots(several)
 
 
 @pytest.mark.parametrize("typed", [
