@@ -58,9 +58,9 @@ EXTENSIONS = {
     "distributed": {
         "modules": "engines.alike engines.apart engines.consensus engines.distributed "
         "engines.exchanges engines.join engines.launch engines.meshes engines.one_message "
-        "engines.slurm engines.wrappers",
-        "tests": "processes engines/test_engine engines/test_rendezvous engines/test_slurm "
-        "engines/test_watchdog",
+        "engines.shares engines.slurm engines.wrappers",
+        "tests": "processes engines/test_engine engines/test_rendezvous engines/test_round_robin "
+        "engines/test_slurm engines/test_watchdog",
     },
     "exact": {
         "modules": "engines.exact",

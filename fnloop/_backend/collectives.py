@@ -21,11 +21,6 @@ from fnloop._backend.containers import (
 from fnloop._display import checks
 from fnloop._extensions import extensions
 
-ORDER_MISMATCH = (
-    "each has the data in another order. If a sampler draws from a generator of its own, seed it "
-    "with the same number in every process; or leave the order to fnloop: DataLoader(dataset, "
-    "batch_size, shuffle=True)"
-)
 EXCHANGE = "an exchange of metrics or results"
 DIVERGED = "the processes have diverged"
 

@@ -1,13 +1,9 @@
-"""Loaders: read and checked, and dealt to processes batch by batch."""
+"""Loaders: read and checked; and how a process gets its share of the batches."""
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import itertools
-import zlib
-from array import array
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -16,19 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from fnloop._backend.collectives import (
-    DIVERGED,
-    ORDER_MISMATCH,
-    all_reduce_max,
-    data_shares,
-    gather_from_all,
-    rank_and_size,
-)
+from fnloop._backend.collectives import data_shares
 from fnloop._backend.containers import parts_of, tensors_in
 from fnloop._core.types import Batch
 from fnloop._data.held import Held
 from fnloop._display.checks import describe, function, has_methods
-from fnloop._display.screen import log, warn_once
+from fnloop._display.screen import warn_once
+from fnloop._extensions import extensions
 
 # --------------------------------------------------------------------------------------------------
 # Read and check the loaders argument.
@@ -330,35 +320,8 @@ def unmarked(loader: Loader) -> tuple[Loader, bool]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Which process works on which batch: batches are distributed round-robin.
-#
-# In an incomplete round, processes without a batch get the first one as padding. That is the last
-# round of an epoch. Where an update takes a number of batches of all processes together, it is the
-# last round of each update: then the updates are the same on any number of processes. With `even`,
-# an incomplete round is left out, and ends the epoch.
-#
-# Every process has to know the same batches at the same positions. So the order of indices is
-# compared, where batches are taken by index, and a glimpse of the first batch of a pass.
+# Which process works on which batch: here, the only one on all of them.
 
-_OTHER_DATA = (
-    "each has the data in another order, or other data: process 0 and process {} have read "
-    "different batches at the same position. Every process takes its turn of the same batches. So "
-    "sort the names of files, and seed what shuffles, splits or generates data with the same "
-    "number in every process; or mark a loader that gives each process its own share, "
-    "sharded(loader)"
-)
-_OTHER_STREAM = (
-    "processes {} and {} have the same share of the data, and have read different batches from "
-    "sharded(loader). Choose the share by state.backend.data_rank, here {}, and "
-    "state.backend.data_size, and seed what shuffles it with the same number in both"
-)
-_RANDOM_DATA = (
-    "process 0 and process %d have read different batches at the same position, and different ones "
-    "when they read them again: the loader draws from generators that fnloop does not seed. Every "
-    "process takes its turn, so that samples may be repeated and others left out. Draw from the "
-    "generators of torch, NumPy or Python, which are seeded for each batch; or mark a loader that "
-    "gives each process its own share, sharded(loader) (logged once)"
-)
 _TOLERANCE = 1e-3  # by which numbers may differ that different kinds of processors have computed
 _LEAVES, _NUMBERS = 16, 1024  # of a batch that are compared, and of each of its leaves
 
@@ -481,186 +444,28 @@ class First(NamedTuple):
     at: Place
 
 
-class RoundRobin(SingleProcess):
-    """Gives each process one item in turn.
-
-    Args:
-        rank: the number of this process.
-        processes: how many there are.
-        window: as for a single process.
-        even: whether an incomplete round is left out.
-
-    Raises:
-        ValueError: an incomplete round is left out, and each update would have one.
-    """
-
-    reads_ahead = True
-
-    def __init__(
-        self, rank: int, processes: int, window: int | None = None, even: bool = False
-    ) -> None:
-        if even and window is not None and window % processes:
-            raise ValueError(
-                f"even(loader) leaves out rounds in which a process has no batch, and an update of "
-                f"{window} batches in all has such a round on {processes} processes: write "
-                "accumulate(n), n batches on each process, or make batches of another size"
-            )
-        super().__init__(window)
-        self.rank, self.processes, self.even = rank, processes, even
-        self.head: Any = None  # the first item of the pass, if all processes read it
-        self.samples = True  # whether to read a sample to compare; once is enough
-        self._compares = True
-        self.complete = processes if window is None else 1
-        self._sizes: deque[int] = deque()  # of rounds ahead: their batch size, or 0 if it differs
-
-    def split(
-        self, items: Iterable[Item], size_of: Callable[[Item], int], counts: bool = False
-    ) -> Iterator[Item | Padding]:
-        rounds = self._rounds(items, size_of)
-        return self.held.counted(rounds) if counts else rounds
-
-    def _rounds(
-        self, items: Iterable[Item], size_of: Callable[[Item], int]
-    ) -> Iterator[Item | Padding]:
-        __tracebackhide__ = True
-        self._sizes.clear()
-        self.order, self.head, self.first = 0, None, None
-        items, sizes = iter(items), itertools.cycle(self._round_sizes())
-        while batches := [*itertools.islice(items, next(sizes))]:
-            if self.even and len(batches) < self.processes:
-                return
-            if self.head is None:
-                self.head = batches[0]
-            self._sizes.append(_common([*map(size_of, batches)], self.processes))
-            yield batches[self.rank] if self.rank < len(batches) else Padding(batches[0])
-
-    def again(self) -> SingleProcess:
-        return type(self)(self.rank, self.processes, self.window, self.even)
-
-    def noting_first(self, batches: Iterator[Batch], at: Place) -> Iterator[Batch]:
-        __tracebackhide__ = True
-        for batch in batches:
-            self.first = First(glimpse(batch if self.head is None else self.head), at)
-            yield batch
-            break
-        yield from batches
-
-    def sampling_first(
-        self,
-        items: Iterator[Item],
-        at: Place,
-        see: Callable[[Item], Item],
-        make: Callable[[Iterator[Item]], Iterator[Batch]],
-    ) -> Iterator[Batch]:
-        __tracebackhide__ = True
-        if not self.samples:
-            yield from make(items)
-            return
-        batches = make(self._after_first(items, see))
-        if (found := next(batches, NONE_LEFT)) is not NONE_LEFT:
-            self.first = First(_joined(found), at)
-        yield from batches
-
-    def _after_first(self, items: Iterator[Item], see: Callable[[Item], Item]) -> Iterator[Item]:
-        __tracebackhide__ = True
-        for item in items:
-            yield see(self.head)
-            yield item
-            break
-        yield from items
-
-    def kept(self, batches: int) -> int:
-        return batches // self.processes * self.processes if self.even else batches
-
-    def _round_sizes(self) -> list[int]:
-        """Return how many batches each round of an update has."""
-        whole, rest = divmod(self.window or self.processes, self.processes)
-        return [self.processes] * whole + [rest] * (rest > 0)
-
-    def note_order(self, indices: Iterator[Index], batched: bool) -> Iterator[Index]:
-        return map(self._note, map(list, indices) if batched else indices)
-
-    def _note(self, index: Index) -> Index:
-        with contextlib.suppress(TypeError, OverflowError):  # the indices are not numbers
-            numbers = array("q", index if isinstance(index, list) else [index])
-            self.order = zlib.crc32(numbers, self.order)
-        return index
-
-    def uniform_batch_size(self, rounds: int) -> int:
-        return _common([self._sizes.popleft() if self._sizes else 0 for _ in range(rounds)], rounds)
-
-    def check_order(
-        self, read_again: Callable[[First], Glimpse | None], indices: bool, what: str
-    ) -> None:
-        __tracebackhide__ = True
-        first = self.first if self._compares else None
-        self.first, self.samples = None, self.samples and first is None
-        order = self.order if indices else 0
-        mark = -1 if first is None or first.glimpse is None else _checksum(first.glimpse)
-        order_max, order_min, mark_max, mark_min = all_reduce_max(
-            [order, -order, mark, -mark], what
-        )
-        if order_max != -order_min:
-            raise RuntimeError(f"{DIVERGED}: {ORDER_MISMATCH}")
-        if mark_max != -mark_min:
-            self._compare(first, read_again, what)
-
-    def _compare(
-        self, first: First | None, read_again: Callable[[First], Glimpse | None], what: str
-    ) -> None:
-        """Raise if the first batches differ, and each process reads its own one again."""
-        __tracebackhide__ = True
-        seen = again = None
-        if first is not None:
-            seen = first.glimpse
-            with contextlib.suppress(Exception):  # no other process may wait for this one
-                again = read_again(first)
-        everywhere = gather_from_all((seen, again), what)
-        if any(glimpse is None for glimpse, _ in everywhere):
-            return
-        own = everywhere[0][0]
-        other = next((r for r, (found, _) in enumerate(everywhere) if not alike(own, found)), None)
-        if other is None:
-            return
-        if all(alike(glimpse, once_more) for glimpse, once_more in everywhere):
-            raise RuntimeError(f"{DIVERGED}: {_OTHER_DATA.format(other)}")
-        self._compares = self.samples = False
-        if rank_and_size()[0] == 0:
-            log.warning(_RANDOM_DATA, other)
-
-
-class OwnStreams(RoundRobin):
-    """Each share of the data is a stream of its own; processes that have one share read it alike.
-
-    The arguments are those of :class:`RoundRobin`.
-    """
-
-    def check_order(
-        self, read_again: Callable[[First], Glimpse | None], indices: bool, what: str
-    ) -> None:
-        __tracebackhide__ = True
-        first, self.first = self.first, None
-        seen = None if first is None else first.glimpse
-        everywhere = gather_from_all((self.rank, seen), what)
-        heads: dict[int, tuple[int, Glimpse]] = {}  # by share, of the first process that has it
-        for process, (share, found) in enumerate(everywhere):
-            if found is None:
-                continue
-            before, head = heads.setdefault(share, (process, found))
-            if not alike(head, found):
-                raise RuntimeError(f"{DIVERGED}: {_OTHER_STREAM.format(before, process, share)}")
-
-
 def sharing_among(
-    processes: int, rank: int, window: int | None = None, even: bool = False, alike: bool = False
+    processes: int,
+    rank: int,
+    window: int | None = None,
+    even: bool = False,
+    alike: bool = False,
+    streams: bool = False,
 ) -> SingleProcess:
     """Return how a process gets its share of the batches.
 
-    With ``alike``, others have the same share, also where there is only one.
+    Args:
+        processes: how many shares there are.
+        rank: the number of the share of this process.
+        window: as for a single process.
+        even: whether an incomplete round is left out.
+        alike: whether others have the same share, also where there is only one.
+        streams: whether each share is a stream of its own.
     """
-    if processes == 1 and not alike:
-        return SingleProcess(window)
-    return RoundRobin(rank, processes, window, even)
+    if processes > 1 or alike:
+        for shared in extensions("shares of several processes"):
+            return shared(processes, rank, window, even, alike and streams)
+    return SingleProcess(window)
 
 
 def batch_size_of(batch: Batch) -> int:
@@ -670,21 +475,7 @@ def batch_size_of(batch: Batch) -> int:
     return next((t.size(0) for t in tensors_in(batch) if t.ndim), 1)
 
 
-def _common(sizes: list[int], expected: int) -> int:
-    """Return the size that all have, or 0 if they differ or are fewer than expected."""
-    return sizes[0] if len(sizes) == expected and len({*sizes}) == 1 else 0
-
-
 # --- glimpses of the first batch of a pass
-
-
-def _joined(found: Any) -> Glimpse | None:
-    """Return one glimpse, given one or a mapping of several."""
-    if not isinstance(found, Mapping):
-        return found
-    parts = [_joined(part) for part in found.values()]
-    known = [part for part in parts if part is not None]
-    return [*itertools.chain.from_iterable(known)] if len(known) == len(parts) else None
 
 
 def glimpse(batch: object) -> Glimpse:
@@ -714,14 +505,6 @@ def _numbers_in(value: object) -> Iterator[tuple[tuple[int, ...], Tensor]]:
         return
     for _, part in parts_of(value) or ():
         yield from _numbers_in(part)
-
-
-def _checksum(seen: Glimpse) -> int:
-    crc = 0
-    for shape, numbers in seen:
-        crc = zlib.crc32(repr(shape).encode(), crc)
-        crc = zlib.crc32(numbers.view(torch.uint8).numpy().data, crc)
-    return crc
 
 
 def alike(a: Glimpse | None, b: Glimpse | None) -> bool:

@@ -26,9 +26,7 @@ from fnloop._data.loaders import (
     First,
     Glimpse,
     Loader,
-    OwnStreams,
     Padding,
-    RoundRobin,
     SingleProcess,
     Window,
     is_iterable,
@@ -339,7 +337,7 @@ def _open_sharded(
     reopen = functools.partial(open_source, loader, fold_in(seed, rank) if processes > 1 else seed)
     source = reopen()
     reader = _Share(source, reopen, even or source.reader.even, alike)
-    sharing = (OwnStreams if alike else RoundRobin)(rank, processes, even=reader.even)
+    sharing = sharing_among(processes, rank, None, reader.even, alike, streams=True)
     sharing.held, sharing.reads_ahead = source.sharing.held, source.sharing.reads_ahead
     source.positions.shards = processes
     length = reader.length_among(processes)

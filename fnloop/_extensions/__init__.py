@@ -42,6 +42,9 @@ _ROWS: dict[str, dict[str, str]] = {
     "several processes are joined": {
         "._extensions.engines.join": "join",
     },
+    "shares of several processes": {
+        "._extensions.engines.shares": "share",
+    },
     "peers of a run": {
         "._extensions.engines.consensus": "Consensus",
     },

@@ -46,7 +46,8 @@ OPEN = {
     "_data.held": "own_copy",
     "_data.iterable": "as_torch_reads_it is_keeper length_of steady_workers",
     "_data.loaders": (
-        "alike batch_size_of check_loader glimpse is_iterable Padding read_loaders unmarked Window"
+        "alike batch_size_of check_loader First Glimpse glimpse is_iterable NONE_LEFT Padding "
+        "Place read_loaders SingleProcess unmarked Window"
     ),
     "_data.position": "checksum Pass Positions",
     "_data.reader": "Iterated Reader reader_of",

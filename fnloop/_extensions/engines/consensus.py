@@ -27,6 +27,7 @@ from fnloop._core.state import (
 from fnloop._core.types import EVALUATION, Call, Middleware, wraps_of
 from fnloop._extensions.engines.alike import check_alike_in, check_counters_alike, compared_of
 from fnloop._extensions.engines.exchanges import DIVERGED, explain_lost, here
+from fnloop._extensions.engines.shares import ORDER_MISMATCH
 from fnloop._hooks.hook import BuiltIn, Hook
 from fnloop._loop.made_with import members_of
 from fnloop._loop.peers import Interrupts
@@ -126,7 +127,7 @@ class Consensus:
         requests, orders, compared, items = zip(*every, strict=True)
         check_counters_alike([each.counters for each in compared])
         if {*orders} != {order}:
-            raise RuntimeError(f"{DIVERGED}: {collectives.ORDER_MISMATCH}")
+            raise RuntimeError(f"{DIVERGED}: {ORDER_MISMATCH}")
         check_alike_in(state, compared)
         self._obey(interrupts, *map(max, zip(*requests, strict=True)))
         self.hurry()

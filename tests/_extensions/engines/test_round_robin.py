@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from fnloop._data.loaders import Padding, RoundRobin, Window, sharing_among
+from fnloop._data.loaders import Padding, Window, sharing_among
 from fnloop._data.source import open_source
+from fnloop._extensions.engines.shares import RoundRobin
 from fnloop.data import even, take
 
 
