@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 from collections.abc import Iterable, Sequence
@@ -104,6 +105,8 @@ def largest(tensors: Sequence[Tensor]) -> Tensor:
     kind = dtensor()
     if kind is None or not tensors or not isinstance(tensors[0], kind):
         return own
+    # Without a part that has elements, its dtype would be another one than in other processes.
+    own = own.to(functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors)))
     from torch.distributed.tensor import Partial
 
     both = torch.stack([own.nan_to_num(0.0, math.inf), own.isnan().to(own.dtype)])

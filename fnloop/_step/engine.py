@@ -218,6 +218,10 @@ class Engine(Protocol):
         """
         ...
 
+    def share_buffers(self, model: nn.Module, /) -> None:
+        """Copy the buffers of the main process's model to that of every process."""
+        ...
+
     def check_alike(self, state: TrainState, what: str, /) -> None:
         """Raise in every process if the weights or the counters of the processes differ.
 
@@ -553,6 +557,9 @@ class LocalEngine:
     def start_evaluation(self, state: TrainState, name: str) -> EvaluationPass:
         """Start an evaluation or a prediction."""
         return LocalEvaluation(state.model.metric if isinstance(state.model, Several) else None)
+
+    def share_buffers(self, model: nn.Module) -> None:
+        """Do nothing: there is one model."""
 
     def check_alike(self, state: TrainState, what: str) -> None:
         """Do nothing: there is one state."""

@@ -104,11 +104,13 @@ def norm(tensors: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
         >>> norm([torch.tensor([3.0]), torch.tensor([4.0])])
         tensor(5.)
     """
-    if math.isinf(norm_type):
-        return torch.stack([largest(group) for group in by_mesh(tensors) or [[]]]).amax()
-    if _are_alike(tensors):  # what get_total_norm does after it has sorted them by kind
+    largest_of = math.isinf(norm_type)  # which torch refuses to find in a tensor without elements
+    if _are_alike(tensors) and not (largest_of and 0 in map(Tensor.numel, tensors)):
+        # What get_total_norm does after it has sorted them by kind.
         norms = torch_compat.foreach_norm(tensors, norm_type)
         return torch.linalg.vector_norm(torch.stack([*norms]), norm_type)
+    if largest_of:
+        return torch.stack([largest(group) for group in by_mesh(tensors) or [[]]]).amax()
     if all(local_part(tensor) is tensor for tensor in tensors):
         return utils.get_total_norm(tensors, norm_type)
     norms = [full(utils.get_total_norm(group, norm_type)) for group in by_mesh(tensors)]

@@ -17,7 +17,6 @@ import toolz
 import torch
 from torch import Tensor, nn
 
-from fnloop._backend.collectives import sync_buffers
 from fnloop._backend.containers import to_device, vars_of
 from fnloop._core.averages import check_not_averaged
 from fnloop._core.history import check_loaders
@@ -468,7 +467,7 @@ class PipelineStep(abc.ABC):
                     continue
                 model = stack.enter_context(shown(member.view, state))
                 if together and model is not state.model:
-                    sync_buffers(model)
+                    engine_of(state).share_buffers(model)
                 if not member.view.beside:
                     seen = model
                 elif model is not state.model:

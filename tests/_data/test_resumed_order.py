@@ -28,8 +28,6 @@ from torch.utils.data import (
 )
 
 import fnloop as fl
-from fnloop._data.source import open_source
-from fnloop._loop.beginning import check_length
 from fnloop.testing import toy
 
 # --- generators of a loader's own
@@ -320,17 +318,6 @@ def test_a_stream_that_is_shorter_now_is_told(tmp_path, caplog):
         caplog.clear()
         trained(make(n), on_disk(state, tmp_path), epochs=1)
         assert ["It has no batch there." in line for line in caplog.messages] == [True] * told
-
-
-def test_another_number_of_processes_has_no_warning(caplog):
-    """Of 12 batches 4 are consumed; on 5 processes, 8 are left, and 2 are padding."""
-    source = open_source(DataLoader(torch.zeros(24), 2), 0, rank=0, processes=5)
-    check_length(source, 0, first=4, samples=8, batches=4 + 10)
-    check_length(source, 0, first=0, samples=0, batches=15)
-    assert not caplog.messages
-    check_length(source, 0, first=4, samples=8, batches=4 + 5)
-    (line,) = caplog.messages
-    assert "is 12, but an epoch of it had 5 batches from batch 4 on, where 8 were left" in line
 
 
 class Slow(Dataset):

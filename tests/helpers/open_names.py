@@ -29,7 +29,7 @@ OPEN = {
         "COMPUTE HostGenerators mark_generators new_seed reserved_generators seed_all "
         "seed_host seeded_generator torch_seeder"
     ),
-    "_core.runs": "ACTIONS has_updates Live now pending",
+    "_core.runs": "ACTIONS has_updates Live now pending RECORDS",
     "_core.saved": "has_pending materialize Pending",
     "_core.selectors": "Selectors",
     "_core.several": "models_of Reply Several",

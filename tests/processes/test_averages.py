@@ -3,7 +3,7 @@
 import attrs
 import pytest
 import torch
-from joined import flat, in_double, said, world
+from joined import flat, in_double, rank, said, world
 from process_data import loader
 from process_problems import adamw, created, entropy
 from safetensors.torch import load_file
@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import fnloop as fl
+from fnloop._backend.processes import Backend
 from fnloop._core.view import shown
 from fnloop._step.engine import engine_of
 
@@ -18,6 +19,15 @@ pytestmark = pytest.mark.slow
 EMA = fl.ema(0.9)
 state_of = lambda shard=False: created(shard, adamw, normed, seed=3)
 normed = lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def one_process():
+    """Return a state that each process trains for itself."""
+    torch.manual_seed(rank())
+    model = normed()
+    state = fl.TrainState.create(model, adamw(model.parameters()), backend=Backend("cpu"))
+    batches = [(x * (1 + rank()), *rest) for x, *rest in loader()]
+    return fl.fit(fl.pipeline(EMA)(entropy), state, batches, epochs=2, hooks=())
 
 
 @in_double
@@ -49,6 +59,11 @@ def averages(folder):
         found["sharded var"] = [flat([s.model[1].running_var]) for s in both]
         with shown(EMA.view, state) as view:
             found["one engine"] = engine_of(attrs.evolve(state, model=view)) is engine_of(state)
+        alone = one_process()
+        found["of one process"] = [
+            fl.evaluate(fl.pipeline(EMA)(entropy), alone, loader())["ema/loss"],
+            fl.evaluate(fl.pipeline()(entropy), fl.averaged(alone), loader())["loss"],
+        ]
         sharded = fl.fit(unseen, created(True), loader(), steps=1, hooks=())
         found["refused"] = [
             said(lambda: fl.fit(fl.pipeline(EMA)(entropy), created(True), loader(), hooks=())),
@@ -71,6 +86,8 @@ def test_the_main_process_s_statistics_count_and_can_be_those_of_all_batches(lau
 def test_an_average_of_a_sharded_model_is_not_evaluated(launched):
     for found in launched(averages, 2):
         assert found["one engine"]  # a view has that of its model
+        ema, averaged = found["of one process"]
+        assert ema == averaged
         fit, averaged = found["refused"]
         assert "ema: the average of a model under fully_shard cannot be evaluated" in fit
         assert "write ema(..., evaluate=False), restore a checkpoint into a model that is" in fit

@@ -1,5 +1,6 @@
 """Batches and updates that are left out on one process, on some, or on all."""
 
+import itertools
 import math
 from itertools import pairwise
 
@@ -131,8 +132,10 @@ def all_left_out(folder):
 
 def largest(folder):
     """The last process has no element, and the one before it may have NaN."""
-    state, found = created(fully_shard, make=lambda: nn.Linear(1, world() - 1, bias=False)), []
-    for value in (3.0, math.nan):
+    found = []
+    for dtype, value in itertools.product((torch.float32, torch.float64), (3.0, math.nan)):
+        linear = nn.Linear(1, world() - 1, bias=False, dtype=dtype)
+        state = created(fully_shard, make=lambda linear=linear: linear)
 
         def fill(state, batch, out, value=value):
             state.model.weight.grad.to_local().fill_(value if rank() == world() - 2 else 1.0)
@@ -140,7 +143,7 @@ def largest(folder):
 
         filled = fl.middleware("gradient")(lambda fill=fill: then(fill))
         step = fl.pipeline(filled(), fl.clip(1.0, math.inf))(lambda model, x: model(x).sum())
-        state, out = step(state, torch.ones(1, 1))
+        state, out = step(state, torch.ones(1, 1, dtype=dtype))
         found.append(str(out.metrics["grad_norm"].compute()))
     return found
 
@@ -183,7 +186,7 @@ def test_buffers_are_put_back_in_every_process(found):
 
 
 def test_the_largest_gradient_is_that_of_all_shards(found):
-    assert found["largest"] == ["3.0", "nan"]
+    assert found["largest"] == ["3.0", "nan"] * 2
 
 
 def test_what_a_middleware_keeps_is_put_back_on_both_processes(launched):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fnloop._core.history import Phase
 from fnloop._core.rng import HostGenerators
-from fnloop._core.runs import ACTIONS
+from fnloop._core.runs import ACTIONS, RECORDS
 from fnloop._core.saved import has_pending
 from fnloop._core.state import COUNTED, PLACE, TrainState, ownership_of
 from fnloop._extensions.checkpoints.files import run_of
@@ -172,7 +172,6 @@ def _check_position(value: Json) -> Json:
 # What a run does next, why it has ended, and its phases.
 
 Todo = tuple[attrs.AttrsInstance, ...]  # actions
-_RECORDS = ("epoch", "evaluation", "recent", "numbers", "closing")  # the kinds of Append
 _STAGES = ("start", "boundary", "end")  # of Call
 # What the reasons of a time limit began with, in checkpoints without kinds.
 _LIMITS = {"time_limit: this job": "job", "time_limit: the run": "limit"}
@@ -274,7 +273,7 @@ def _are_names(value: Json) -> bool:
 # What each field of an action can be.
 _FITS = {
     "ended": lambda value: isinstance(value, bool),
-    "kind": _RECORDS.__contains__,
+    "kind": RECORDS.__contains__,
     "names": _are_names,
     "loaders": _are_names,
     "stage": _STAGES.__contains__,

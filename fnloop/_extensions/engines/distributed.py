@@ -273,6 +273,9 @@ class DistributedEngine:
             collectives.sync_buffers(state.model)
         return DistributedEvaluation(state, name)
 
+    def share_buffers(self, model: nn.Module) -> None:
+        collectives.sync_buffers(model)
+
     def check_alike(self, state: TrainState, what: str) -> None:
         check_alike(state, what)
 

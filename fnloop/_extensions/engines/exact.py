@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 import attrs
 import toolz
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fnloop._backend import torch_compat
 from fnloop._core.metrics import (
@@ -446,7 +446,7 @@ class ExactEngine(LocalEngine):
     # --- evaluation and reports
 
     def start_evaluation(self, state: TrainState, name: str) -> ExactEvaluation:
-        collectives.sync_buffers(state.model)
+        self.share_buffers(state.model)
         return ExactEvaluation(state, name, fold_in(state.seed, COMPUTE))
 
     # --- what windows exchange
@@ -511,6 +511,9 @@ class ExactDistributedEngine(ExactEngine):
 
     def agree(self, out: Output, flag: Tensor | None = None) -> tuple[Output, Tensor | None]:
         return (out, flag) if self._sum is not None else agree(out, flag)
+
+    def share_buffers(self, model: nn.Module) -> None:
+        collectives.sync_buffers(model)
 
     def check_alike(self, state: TrainState, what: str) -> None:
         check_alike(state, what)

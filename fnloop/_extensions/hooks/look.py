@@ -29,7 +29,7 @@ from fnloop.extend import (
     Moment,
     Stop,
     checks,
-    collectives,
+    engine_of,
     is_sharded,
     name_of,
     on_main_process,
@@ -452,7 +452,7 @@ class measure(BuiltIn):
         with as_evaluated(state, together=True):  # in every process: they may exchange weights
             if not self.everywhere:
                 return on_main_process(functools.partial(self._measured, state), repr(self))
-            collectives.sync_buffers(state.model)
+            engine_of(state).share_buffers(state.model)
             return broadcast(self._measured(state))
 
     def _measured(self, state: TrainState) -> dict[str, float]:

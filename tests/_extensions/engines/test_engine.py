@@ -127,7 +127,7 @@ def test_a_run_asks_the_engine_that_its_state_was_given(tmp_path):
 
 def test_each_method_of_an_engine_is_documented_and_all_engines_have_it():
     asked = [name for name in vars(Engine) if not name.startswith("_")]
-    assert len(asked) == 16
+    assert len(asked) == 17
     for name in asked:
         assert inspect.getdoc(getattr(Engine, name)), name
         for kind in (LocalEngine, DistributedEngine, ExactEngine, ExactDistributedEngine):

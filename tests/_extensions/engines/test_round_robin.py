@@ -7,6 +7,7 @@ from torch.utils.data import DataLoader
 from fnloop._data.loaders import Padding, Window, sharing_among
 from fnloop._data.source import open_source
 from fnloop._extensions.engines.shares import RoundRobin
+from fnloop._loop.beginning import check_length
 from fnloop.data import even, take
 
 
@@ -113,3 +114,14 @@ def test_padding_beyond_the_batches_of_an_update_is_not_counted():
     """Nine batches, five to an update, on three processes: the last update has four and padding."""
     source = open_source([torch.ones(1)] * 9, 0, 0, 3, total=5)
     assert [source.padded(n) for n in (3, 4, 5, 9)] == [3, 5, 5, 10]
+
+
+def test_another_number_of_processes_has_no_warning(caplog):
+    """Of 12 batches 4 are consumed; on 5 processes, 8 are left, and 2 are padding."""
+    source = open_source(DataLoader(torch.zeros(24), 2), 0, rank=0, processes=5)
+    check_length(source, 0, first=4, samples=8, batches=4 + 10)
+    check_length(source, 0, first=0, samples=0, batches=15)
+    assert not caplog.messages
+    check_length(source, 0, first=4, samples=8, batches=4 + 5)
+    (line,) = caplog.messages
+    assert "is 12, but an epoch of it had 5 batches from batch 4 on, where 8 were left" in line

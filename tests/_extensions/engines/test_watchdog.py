@@ -15,8 +15,7 @@ from process_problems import by_tokens, created, entropy, network
 from torch import nn
 
 import fnloop as fl
-from fnloop._core import state as merge
-from fnloop._extensions.engines import exchanges
+from fnloop._extensions.engines import alike, exchanges
 
 pytestmark = pytest.mark.slow
 
@@ -229,4 +228,4 @@ def test_weights_without_a_norm_are_not_compared():
     for name, dtype in {"c": torch.int64, "d": torch.float8_e4m3fn}.items():
         setattr(model, name, nn.Parameter(torch.ones(2).to(dtype), requires_grad=False))
     state = fl.TrainState.create(model, torch.optim.SGD([model.a], lr=0.1), seed=0)
-    assert merge._norms(state) == {"a": 5.0, "b": 0.0, "empty": 0.0}
+    assert alike._norms(state) == {"a": 5.0, "b": 0.0, "empty": 0.0}
