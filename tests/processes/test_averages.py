@@ -26,7 +26,7 @@ def one_process():
     torch.manual_seed(rank())
     model = normed()
     state = fl.TrainState.create(model, adamw(model.parameters()), backend=Backend("cpu"))
-    batches = [(x * (1 + rank()), *rest) for x, *rest in loader()]
+    batches = [(x * (1 + rank()), *rest) for x, *rest in loader(drop_last=True)]
     return fl.fit(fl.pipeline(EMA)(entropy), state, batches, epochs=2, hooks=())
 
 
