@@ -213,11 +213,13 @@ def clip_to_norm_(params: Sequence[Tensor], max_norm: float, norm_type: float) -
         return before
     finite = torch.fmod(before, math.inf)  # NaN if it is not, by which no gradient can be scaled
     factor = finite.add_(1e-6).reciprocal_().mul_(max_norm).clamp_(max=1.0)
-    parts = [grad if grad.__class__ is Tensor else local_part(grad) for grad in grads]
-    with torch.no_grad():  # with create_graph the gradients have a graph
-        for device in {part.device for part in parts}:
-            there = [part for part in parts if part.device == device]
-            torch_compat.foreach_mul_(there, factor.to(device))
+    parts: dict[torch.device, list[Tensor]] = {}
+    for grad in grads:
+        if grad.__class__ is not Tensor or grad.requires_grad:  # with create_graph it has a graph
+            grad = local_part(grad.detach())
+        parts.setdefault(grad.device, []).append(grad)
+    for device, there in parts.items():
+        torch_compat.foreach_mul_(there, factor if device == before.device else factor.to(device))
     return before
 
 
