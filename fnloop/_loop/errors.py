@@ -60,7 +60,8 @@ def explain(
             "fnloop calls backward: if the loss function does, leave it out there. If it keeps a "
             "tensor of an earlier batch, detach that"
         )
-    if isinstance(error, NotImplementedError) and "'Sparse" in str(error):
+    of_sparse = any(words in str(error) for words in ("'Sparse", "norm_sparse"))
+    if isinstance(error, RuntimeError) and of_sparse:  # which NotImplementedError is
         error.add_note(
             "a gradient is sparse, as that of an embedding with sparse=True, and torch has no such "
             'function for it: leave out sparse=True, or name others, such as clip(1.0, only="head")'

@@ -921,7 +921,7 @@ FOLLOWED = [
       "        self.table, self.head = nn.Embedding(4, 2, sparse=True), nn.Linear(2, 1)\n"
       "    def forward(self, batch):\n"
       "        return self.head(self.table(batch.long()))\n"
-      "fit(pipeline(«clip(1.0)»)(loss_fn), state_of(Words()), batches)",
+      "fit(pipeline(«clip_value(1.0)»)(loss_fn), state_of(Words()), batches)",
       "clip("),
 ]  # fmt: skip
 
