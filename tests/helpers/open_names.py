@@ -5,7 +5,7 @@ it. One that no extension uses any more goes out. The table may only shrink.
 """
 
 OPEN = {
-    "_backend": "torch_compat",
+    "_backend": "accelerated torch_compat",
     "_backend.containers": "SEQUENCES",
     "_backend.fsdp": "combined dtensor full has_sharded like_sharded",
     "_backend.processes": "Backend device_of",

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fnloop._backend import accelerated
 from fnloop._backend.processes import Backend, device_of
 from fnloop._extensions.engines.exchanges import (
     DIVERGED,
@@ -25,7 +26,6 @@ from fnloop._extensions.engines.launch import (
     accelerator,
     backend_of,
     check_joined,
-    fully_sharded,
     launched,
 )
 from fnloop._extensions.engines.meshes import check_sharded, is_split_alone
@@ -39,7 +39,6 @@ from fnloop._extensions.engines.wrappers import (
 from fnloop.extend import checks, collectives, is_sharded, local_part
 
 if TYPE_CHECKING:
-    from accelerate import Accelerator
     from torch.distributed.device_mesh import DeviceMesh
 
 _WEIGHTS = "the sharing of the first weights"
@@ -48,7 +47,7 @@ _WEIGHTS = "the sharing of the first weights"
 def join(
     model: nn.Module,
     optimizers: Sequence[Optimizer],
-    given: Backend | Accelerator | None = None,
+    given: Backend | accelerated.Accelerator | None = None,
     data: DeviceMesh | None = None,
     exact: bool = False,
 ) -> tuple[nn.Module, Sequence[Optimizer], Backend]:
@@ -62,7 +61,7 @@ def join(
 def _join(
     model: nn.Module,
     optimizers: Sequence[Optimizer],
-    given: Backend | Accelerator | None,
+    given: Backend | accelerated.Accelerator | None,
     data: DeviceMesh | None,
 ) -> tuple[nn.Module, Sequence[Optimizer], Backend]:
     wrapped = model if isinstance(model, nn.parallel.DistributedDataParallel) else None
@@ -81,7 +80,9 @@ def _join(
     return model, optimizers, backend
 
 
-def _where(model: nn.Module, given: Accelerator | None) -> tuple[Backend, Accelerator | None]:
+def _where(
+    model: nn.Module, given: accelerated.Accelerator | None
+) -> tuple[Backend, accelerated.Accelerator | None]:
     """Return where this process is, and accelerate's object if it says so."""
     if given is None:
         # The one setting that matters to a single process.
@@ -149,12 +150,15 @@ def _deal(model: nn.Module, backend: Backend, data: DeviceMesh | None) -> Backen
 
 
 def _share(
-    model: nn.Module, optimizers: Sequence[Optimizer], backend: Backend, found: Accelerator | None
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    backend: Backend,
+    found: accelerated.Accelerator | None,
 ) -> tuple[nn.Module, Sequence[Optimizer]]:
     """Give every process the main one's weights, as far as each has all of them. A collective."""
     if not is_sharded(model):
         if found is not None and found.distributed_type == "FSDP":
-            return fully_sharded(found, model, optimizers)
+            return accelerated.fully_sharded(found, model, optimizers)
         _move(model, optimizers, backend.device)
     # Under `fully_shard`, each process has a part of its own of every tensor.
     alike = not is_sharded(model) or is_split_alone(model)

@@ -1,4 +1,4 @@
-"""How processes were launched, and how they find each other. It alone sets accelerate up.
+"""How processes were launched, and how they find each other.
 
 Accelerate finds out how this process was launched (`torchrun`, `accelerate launch`, a notebook's
 launcher) and what `accelerate config` says, and moves nested batches.
@@ -13,22 +13,16 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.constants import default_pg_timeout
-from torch.optim import Optimizer
 
+from fnloop._backend import accelerated
 from fnloop._backend.processes import Backend
 from fnloop._display.screen import log
 from fnloop._extensions.engines.slurm import join_tasks
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
 
 _PRECISIONS = {"no": None, "bf16": "bf16", "fp16": "fp16"}
 
@@ -45,24 +39,20 @@ def launched() -> bool:
 
 
 @functools.cache
-def accelerator() -> Accelerator:
+def accelerator() -> accelerated.Accelerator:
     """Return accelerate's object for this process, which has joined the others."""
-    from accelerate import Accelerator
-    from accelerate.state import PartialState
-
-    made = bool(PartialState._shared_state)  # by the user, whose settings are kept
+    made = accelerated.is_set_up()  # by the user, whose settings are kept
     cpu = not (made or torch.accelerator.is_available())
     choose_interface()
     engine = _is_set("ACCELERATE_USE_DEEPSPEED")  # joins the processes itself; refused later
     if not (made or engine) and (settings := join_settings()):
-        # The state is shared: Accelerator uses it.
-        PartialState(cpu or _is_set("ACCELERATE_USE_CPU"), **settings)
-    found = Accelerator(cpu=cpu)
+        accelerated.set_up(cpu or _is_set("ACCELERATE_USE_CPU"), **settings)
+    found = accelerated.new_accelerator(cpu)
     check_joined(found)
     return found
 
 
-def check_joined(found: Accelerator) -> None:
+def check_joined(found: accelerated.Accelerator) -> None:
     """Raise RuntimeError if accelerate is set up for one process, and this is one of several."""
     if found.num_processes > 1 or int(os.environ.get("WORLD_SIZE", "1")) < 2:
         return
@@ -82,7 +72,7 @@ def _is_set(variable: str) -> bool:
     return os.environ.get(variable, "false").lower() in ("true", "1", "yes", "y", "on", "t")
 
 
-def backend_of(accelerator: Accelerator) -> Backend:
+def backend_of(accelerator: accelerated.Accelerator) -> Backend:
     """Return the backend that an accelerator describes.
 
     Raises:
@@ -121,17 +111,6 @@ def backend_of(accelerator: Accelerator) -> Backend:
         settings=settings,
         prepare=prepare,
     )
-
-
-def fully_sharded(
-    accelerator: Accelerator, model: nn.Module, optimizers: Sequence[Optimizer]
-) -> tuple[nn.Module, list[Optimizer]]:
-    """Shard a model over the processes as accelerate is configured to."""
-    model, *wrapped = accelerator.prepare(model, *optimizers)
-    accelerator._models.remove(model)  # it would keep both alive
-    for one in wrapped:
-        accelerator._optimizers.remove(one)
-    return model, [one.optimizer for one in wrapped]
 
 
 # --------------------------------------------------------------------------------------------------

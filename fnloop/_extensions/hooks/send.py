@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import importlib
 import importlib.util
@@ -16,8 +15,7 @@ import os
 import re
 import sys
 import time
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from pathlib import Path
 from types import ModuleType
@@ -25,6 +23,7 @@ from typing import Any, TypedDict
 
 import attrs
 
+from fnloop._backend import accelerated
 from fnloop._core.history import History
 from fnloop._core.records import Record
 from fnloop._core.state import TrainState
@@ -708,29 +707,6 @@ def _to_plain(name: str, value: object) -> _Plain:
 # Experiment trackers: those of accelerate, and the arguments that they need.
 
 
-@contextlib.contextmanager
-def trackers() -> Iterator[ModuleType]:
-    """Provide accelerate's trackers without its process-wide state, which their logger requires."""
-    with warnings.catch_warnings():
-        # Of tqdm in a notebook, though no bar was requested.
-        warnings.filterwarnings("ignore", "IProgress not found")
-        from accelerate import PartialState, tracking
-        from accelerate.logging import MultiProcessAdapter
-
-    class Plain(MultiProcessAdapter):
-        def log(self, level: int, msg: object, *args: object, **kwargs: object) -> None:
-            del kwargs  # accelerate's options of where to log
-            self.logger.log(level, msg, *args)
-
-    usual = tracking.logger
-    if not PartialState._shared_state:
-        tracking.logger = Plain(logging.getLogger("accelerate.tracking"), {})
-    try:
-        yield tracking
-    finally:
-        tracking.logger = usual
-
-
 _EXTRAS = ("tensorboard", "wandb", "mlflow")
 # By tracker, the argument that takes a folder.
 _FOLDERS = {"wandb": "dir", "mlflow": "logging_dir", "dvclive": "dir", "swanlab": "logdir"}
@@ -754,7 +730,7 @@ class Tracker:
 
     def start(self, step: int) -> None:
         """Start the tracker. Values from this step on, left by a run that died, are overwritten."""
-        with trackers() as known:
+        with accelerated.trackers() as known:
             self._running = self.kind
             if isinstance(self.kind, type):
                 purge = {"purge_step": step} if self.kind is known.TensorBoardTracker else {}
@@ -770,7 +746,7 @@ class Tracker:
 
     def configure(self, values: Mapping[str, object]) -> None:
         """Log hyperparameters."""
-        with trackers() as known:
+        with accelerated.trackers() as known:
             if type(self._running) is known.TensorBoardTracker:
                 _write_hparams(self._running, known.yaml, values)
             else:
@@ -778,7 +754,7 @@ class Tracker:
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Log numbers at a step."""
-        with trackers():
+        with accelerated.trackers():
             self._running.log(dict(values), step=step)
 
     def finish(self) -> None:
@@ -786,7 +762,7 @@ class Tracker:
 
         If the service has given the run an identity, the next start continues that run.
         """
-        with trackers() as known:
+        with accelerated.trackers() as known:
             if self.kind is known.WandBTracker:
                 self.settings = {"resume": "allow", **self.settings, "id": self._running.tracker.id}
             elif self.kind is known.MLflowTracker:
@@ -827,7 +803,7 @@ def read_tracker(
         ImportError: its package is not installed.
         TypeError: it is none of these, or an argument is wrong.
     """
-    with trackers() as known:
+    with accelerated.trackers() as known:
         classes, base = known.LOGGER_TYPE_TO_CLASS, known.GeneralTracker
     if isinstance(tracker, base):
         if project is not None or folder is not None or settings:
