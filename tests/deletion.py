@@ -10,7 +10,8 @@ builds on it. In a copy of the tree, these are taken away:
 
 - its modules, and their names in ``fnloop/__init__.py``, in public modules and in ``_extensions``;
 - the rows of tables of tests that name something of it, such as those of laws and of wrong calls;
-- its tests: files that the table below lists, and each test and each helper that names it.
+- its tests: files that the table below lists, and each test and each helper that names it. A test
+  that needs it without a name of it is marked, as ``@pytest.mark.needs("distributed")``.
 
 Pages, notebooks and examples are about everything, so their tests are left out.
 """
@@ -197,11 +198,13 @@ class Names:
     Args:
         modules: the modules, such as "fnloop._extensions.alternate".
         public: the names at the top level and in public modules.
+        extensions: the names of what is taken away, in the table above.
         arguments, methods: the names of arguments, and of methods and functions, that ask for it.
         examples: the names of functions and classes whose examples show it.
     """
 
-    def __init__(self, modules, public, arguments=(), methods=(), examples=()):
+    def __init__(self, modules, public, extensions=(), arguments=(), methods=(), examples=()):
+        self.extensions = set(extensions)
         self.modules, self.public = set(modules), {*public, *methods}
         self.arguments, self.methods = set(arguments), set(methods)
         self.examples = set(examples)
@@ -234,6 +237,8 @@ class Names:
                 return name in local
             case ast.keyword(arg=name):
                 return name in self.arguments
+            case ast.Call(func=ast.Attribute(attr="needs"), args=[ast.Constant(value=extension)]):
+                return extension in self.extensions  # @pytest.mark.needs("distributed")
             case ast.Constant(value=str(text)) if text.startswith("fl."):
                 called = re.findall(r"\bfl\.(\w+)\(", text)  # as text, such as of a random program
                 return not self.public.isdisjoint(called)
@@ -467,7 +472,7 @@ def names_taken(taken, tree):
         kind: [a for each in taken for a in EXTENSIONS[each].get(kind, "").split()]
         for kind in ("arguments", "methods", "examples")
     }
-    return paths, Names(modules, public, **asked)
+    return paths, Names(modules, public, taken, **asked)
 
 
 def files_about(taken, tree):

@@ -65,7 +65,8 @@ def test_what_is_left_imports_nothing_of_an_extension(name):
 def pruned(source, tmp_path, **gone):
     path = tmp_path / "test_it.py"
     path.write_text(source)
-    file = Pruned(path, Names(gone.get("modules", ()), gone.get("public", ())))
+    names = Names(gone.get("modules", ()), gone.get("public", ()), gone.get("extensions", ()))
+    file = Pruned(path, names)
     while file.prune():
         pass
     return ast.unparse(file.tree)
@@ -95,3 +96,11 @@ def test_two(): fl.clip(2.0)
 def test_rows_helpers_and_tests_that_name_an_extension_are_taken_away(tmp_path):
     left = pruned(SOURCE, tmp_path, modules={"fnloop._extensions.middleware.ema"}, public={"ema"})
     assert ast.dump(ast.parse(left)) == ast.dump(ast.parse(LEFT))
+
+
+def test_so_is_what_is_marked(tmp_path):
+    marked = "@pytest.mark.needs('averages')\ndef test_it(): pass"
+    row = "pytest.param(1, marks=pytest.mark.needs('averages'))"
+    rows = f"@pytest.mark.parametrize('n', [{row}, 2])\ndef test_rows(n): pass"
+    left = pruned(f"{marked}\n{rows}", tmp_path, extensions=["averages"])
+    assert left == "@pytest.mark.parametrize('n', [2])\ndef test_rows(n):\n    pass"
