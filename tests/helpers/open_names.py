@@ -52,7 +52,6 @@ OPEN = {
     "_data.position": "checksum Pass Positions",
     "_data.reader": "Iterated Reader reader_of",
     "_data.source": "first_batches LateWindow open_source Source unmoved",
-    "_display.frames": "short_traceback",
     "_display.screen": "log",
     "_hooks.hook": "BuiltIn Clock every_layer HookFn Wrapper",
     "_loop.beginning": "fused_hint",
@@ -65,6 +64,6 @@ OPEN = {
     "_step.engine": "GradientSum",
     "_step.forward": "items_in",
     "_step.gradients": "NoGradientError WeightedSum",
-    "_step.pipeline": "Pipeline PipelineStep",
+    "_step.pipeline": "Pipeline",
     "_step.update": "MissingNumberError Numbers prefixed",
 }

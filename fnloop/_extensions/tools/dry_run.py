@@ -38,11 +38,12 @@ from fnloop._loop.fit import train
 from fnloop._loop.plan import (
     Plan,
 )
-from fnloop._step.pipeline import PipelineStep, pipeline
+from fnloop._step.pipeline import pipeline
 from fnloop._step.update import MissingNumberError
 from fnloop.extend import (
     Batch,
     Moment,
+    PipelineStep,
     Stop,
     Wrap,
     check_not_stale,
