@@ -34,7 +34,7 @@ of the book.
 - **Records, moments and the end of a run**: `Fold`, `Monitored`, `better`, `mode_of`,
   `Moment`, `Stop`
 - **Arguments and messages**: `check_not_stale`, `checks`, `tables`, `name_of`, `Call`, `warn_once`
-- **Nested batches, and files**: `containers`, `disk`
+- **Nested batches, files, and torch**: `containers`, `disk`, `torch_compat`
 - **Types**: `Batch`, `Metric`, `Wrap`
 """
 
@@ -45,7 +45,7 @@ from collections.abc import Mapping
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fnloop._backend import collectives, containers, disk
+from fnloop._backend import collectives, containers, disk, torch_compat
 from fnloop._backend.collectives import on_main_process
 from fnloop._backend.fsdp import is_sharded, local_part
 from fnloop._core.history import Fold, Monitored, mode_of
@@ -112,6 +112,7 @@ __all__ = [
     "set_number",
     "tables",
     "then",
+    "torch_compat",
     "view",
     "warn_once",
     "with_slot",

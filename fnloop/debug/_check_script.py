@@ -12,7 +12,6 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from fnloop._backend import torch_compat
 from fnloop._core.state import TrainState
 from fnloop._core.types import Step
 from fnloop._display.frames import short_traceback
@@ -35,7 +34,7 @@ from fnloop.debug._watch import (
     first_other_operator,
     watch,
 )
-from fnloop.extend import Batch, containers, isolated, name_of, tables
+from fnloop.extend import Batch, containers, isolated, name_of, tables, torch_compat
 
 UPDATES = 3
 MOST_SOURCES = 3
