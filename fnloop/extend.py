@@ -35,7 +35,7 @@ of the book.
   `Moment`, `Stop`
 - **Arguments and messages**: `check_not_stale`, `checks`, `tables`, `name_of`, `Call`, `warn_once`,
   `short_traceback`
-- **Nested batches, and files**: `containers`, `disk`
+- **Nested batches, files, and torch**: `containers`, `disk`, `torch_compat`
 - **Types**: `Batch`, `Metric`, `Wrap`
 """
 
@@ -46,7 +46,7 @@ from collections.abc import Mapping
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fnloop._backend import collectives, containers, disk
+from fnloop._backend import collectives, containers, disk, torch_compat
 from fnloop._backend.collectives import on_main_process
 from fnloop._backend.fsdp import is_sharded, local_part
 from fnloop._core.history import Fold, Monitored, mode_of
@@ -117,6 +117,7 @@ __all__ = [
     "short_traceback",
     "tables",
     "then",
+    "torch_compat",
     "view",
     "warn_once",
     "with_slot",

@@ -48,7 +48,7 @@ EXTENSIONS = {
         "checkpoints.format checkpoints.model checkpoints.named checkpoints.optimizer "
         "checkpoints.partial checkpoints.parts checkpoints.place checkpoints.restore "
         "checkpoints.retention checkpoints.save checkpoints.saved checkpoints.serialize "
-        "checkpoints.shapes checkpoints.split checkpoints.transfer",
+        "checkpoints.shapes checkpoints.split checkpoints.torch_compat checkpoints.transfer",
         "tests": "checkpoints",
     },
     "clip": {
@@ -59,9 +59,9 @@ EXTENSIONS = {
     "distributed": {
         "modules": "engines.alike engines.apart engines.consensus engines.distributed "
         "engines.exchanges engines.join engines.launch engines.meshes engines.one_message "
-        "engines.shares engines.slurm engines.wrappers",
+        "engines.shares engines.slurm engines.torch_compat engines.wrappers",
         "tests": "processes engines/test_engine engines/test_rendezvous engines/test_round_robin "
-        "engines/test_slurm engines/test_watchdog",
+        "engines/test_slurm engines/test_undocumented engines/test_watchdog",
     },
     "exact": {
         "modules": "engines.exact",
@@ -73,7 +73,8 @@ EXTENSIONS = {
     "fork": {"modules": "tools.fork", "tests": "tools/test_fork"},
     "freeze": {"modules": "freeze", "tests": "freeze"},
     "graphs": {
-        "modules": "graphs.capture graphs.guards graphs.operators middleware.compiled",
+        "modules": "graphs.capture graphs.guards graphs.operators graphs.torch_compat "
+        "middleware.compiled",
         "tests": "graphs middleware/test_compiled test_gpu test_gpu_laws",
     },
     "guards": {

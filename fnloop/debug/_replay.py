@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
-from fnloop._backend import torch_compat
 from fnloop._core.history import History, Phase, records_since, unfinished
 from fnloop._core.metrics import RECENT
 from fnloop._core.records import Record
@@ -63,6 +62,7 @@ from fnloop.extend import (
     optimizers,
     short_traceback,
     tables,
+    torch_compat,
 )
 
 # --------------------------------------------------------------------------------------------------

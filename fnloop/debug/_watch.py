@@ -31,7 +31,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from fnloop._backend import torch_compat
 from fnloop._core.averages import Average
 from fnloop._core.code import INSTALLED, PACKAGE, codes_of, is_users
 from fnloop._core.metrics import Mean
@@ -55,6 +54,7 @@ from fnloop.extend import (
     parameters,
     report,
     then,
+    torch_compat,
 )
 
 # --------------------------------------------------------------------------------------------------

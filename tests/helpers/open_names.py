@@ -5,11 +5,10 @@ it. One that no extension uses any more goes out. The table may only shrink.
 """
 
 OPEN = {
-    "_backend": "accelerated torch_compat",
+    "_backend": "accelerated",
     "_backend.containers": "SEQUENCES",
     "_backend.fsdp": "combined dtensor full has_sharded like_sharded",
     "_backend.processes": "Backend device_of",
-    "_backend.torch_compat": "buffers_of strip_compile_prefix",
     "_core.averages": "Average AVERAGED check_not_averaged named_tensors",
     "_core.code": "codes_of INSTALLED is_users PACKAGE",
     "_core.history": "first_record metrics_here new_records records_since SINCE unfinished",

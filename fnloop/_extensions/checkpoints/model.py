@@ -14,7 +14,6 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from fnloop._backend import torch_compat
 from fnloop._backend.fsdp import is_sharded, like_sharded, local_part
 from fnloop._core.optimizers import groups_in, optimizers_in
 from fnloop._core.parts import Load, Part
@@ -44,8 +43,13 @@ from fnloop._extensions.checkpoints.serialize import (
     from_safetensor,
 )
 from fnloop._extensions.checkpoints.shapes import Shapes, take_shapes
+from fnloop._extensions.checkpoints.torch_compat import (
+    is_extra_state,
+    loads_by_itself,
+    loads_other_names,
+)
 from fnloop._extensions.checkpoints.transfer import Collecting, Reading
-from fnloop.extend import checks, collectives, containers
+from fnloop.extend import checks, collectives, containers, torch_compat
 
 Named = dict[str, Json]  # name to tensor, or to other values
 
@@ -115,7 +119,7 @@ def _check_complete(state: TrainState, saved: Mapping[str, Tensor]) -> None:
         name
         for name, p in missing
         if id(p) in trained and local_part(p).untyped_storage().data_ptr() not in storages
-        if not torch_compat.loads_other_names(module, name)
+        if not loads_other_names(module, name)
     ]
     if left:
         raise ValueError(
@@ -224,7 +228,7 @@ def diff(
         for name, here in mine.items()
         # Extra state may be of any shape: only its module knows what it takes.
         if isinstance(here, Tensor) and isinstance(theirs.get(name), Tensor)
-        if name not in made and not torch_compat.is_extra_state(name)
+        if name not in made and not is_extra_state(name)
     ]
     others = [name for name in compared if theirs[name].shape != mine[name].shape]
     resized = {name for name in others if resizes(name)}
@@ -385,7 +389,7 @@ def _grown_alike(saved: Reading, theirs: Mapping[str, object]) -> dict[str, Tens
         for name, shape in was.items()
         if isinstance(value := theirs.get(name), Tensor)
         and before.get(name) == (None if shape is None else torch.Size(shape))
-        and not torch_compat.loads_other_names(module, name)
+        and not loads_other_names(module, name)
     }
 
 
@@ -531,9 +535,7 @@ def _resizes(module: nn.Module, name: str, there: Tensor) -> bool:
     """
     prefix, _, own = name.rpartition(".")
     owner = dict(module.named_modules()).get(prefix)
-    if owner is None or not torch_compat.loads_by_itself(
-        owner
-    ):  # None: state_dict has names of its own
+    if owner is None or not loads_by_itself(owner):  # None: state_dict has names of its own
         return False
     if own not in dict(owner.named_buffers(recurse=False)):
         return False

@@ -12,7 +12,6 @@ from typing import TypeVar
 import attrs
 from torch import Tensor
 
-from fnloop._backend import torch_compat
 from fnloop._core.history import SINCE
 from fnloop._core.optimizers import groups_in
 from fnloop._core.records import MODES
@@ -76,7 +75,7 @@ from fnloop._extensions.checkpoints.retention import (
 from fnloop._extensions.checkpoints.serialize import Json
 from fnloop._extensions.checkpoints.split import extent_in, from_local_part, split_dim
 from fnloop._extensions.checkpoints.transfer import Reading
-from fnloop.extend import checks, collectives, containers, disk, on_main_process
+from fnloop.extend import checks, collectives, containers, disk, on_main_process, torch_compat
 
 
 def restore(

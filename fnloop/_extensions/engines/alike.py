@@ -14,11 +14,10 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from fnloop._backend import torch_compat
 from fnloop._core.optimizers import groups_in
 from fnloop._core.state import TrainState, generation_of, ownership_of
 from fnloop._extensions.engines.exchanges import ADVICE, DIVERGED
-from fnloop.extend import View, collectives, is_sharded, local_part
+from fnloop.extend import View, collectives, is_sharded, local_part, torch_compat
 
 TOLERANCE = 1e-3  # by which norms may differ between different kinds of processors
 # By which that may grow from one comparison to the next, and more in each update between them.

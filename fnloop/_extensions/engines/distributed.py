@@ -19,7 +19,6 @@ from torch.autograd.graph import Node
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointFunction
 
-from fnloop._backend import torch_compat
 from fnloop._core.metrics import (
     ITEMS,
     RECENT,
@@ -49,6 +48,7 @@ from fnloop._extensions.engines.apart import apart_of, trains_apart
 from fnloop._extensions.engines.join import parameters_beside
 from fnloop._extensions.engines.meshes import around_sharded, roots
 from fnloop._extensions.engines.one_message import OneMessage, fits
+from fnloop._extensions.engines.torch_compat import leaf_of, reduce_in_backward
 from fnloop._step.engine import GradientSum
 from fnloop._step.gradients import WeightedSum
 from fnloop.extend import (
@@ -63,6 +63,7 @@ from fnloop.extend import (
     is_sharded,
     optimizers,
     parameters,
+    torch_compat,
 )
 
 log = logging.getLogger("fnloop")
@@ -755,7 +756,7 @@ class BucketReducer:
         self, state: TrainState, root: Tensor, trainable: list[Tensor], backward: Backward
     ) -> None:
         nodes = list(_graph_nodes(root))
-        reached = {id(torch_compat.leaf_of(node)) for node in nodes}
+        reached = {id(leaf_of(node)) for node in nodes}
         self._hides_parameters = any(CheckpointFunction.__name__ in node.name() for node in nodes)
         self._used = [p for p in trainable if self._hides_parameters or id(p) in reached]
         trained = {id(p) for p in current_parameters(state).trained}
@@ -840,7 +841,7 @@ class _FixedBucketDDP(DistributedDataParallel):
     """
 
     def forward(self, loss: Tensor) -> Tensor:
-        return torch_compat.reduce_in_backward(self, loss)
+        return reduce_in_backward(self, loss)
 
 
 class _Trainable(nn.Module):

@@ -16,7 +16,6 @@ import toolz
 import torch
 from torch import Tensor, nn
 
-from fnloop._backend import torch_compat
 from fnloop._core.metrics import (
     Max,
     Mean,
@@ -60,6 +59,7 @@ from fnloop.extend import (
     containers,
     fold_in,
     parameters,
+    torch_compat,
 )
 
 log = logging.getLogger("fnloop")

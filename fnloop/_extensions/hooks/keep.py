@@ -18,7 +18,6 @@ import attrs
 import torch
 from torch import Tensor
 
-from fnloop._backend import torch_compat
 from fnloop._backend.fsdp import like_sharded
 from fnloop._core.averages import Average
 from fnloop._core.history import SINCE, History, metrics_here
@@ -53,6 +52,7 @@ from fnloop.extend import (
     mode_of,
     on_main_process,
     tables,
+    torch_compat,
     view,
     with_slot,
 )
