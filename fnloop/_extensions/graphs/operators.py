@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from fnloop._backend import torch_compat
-from fnloop._core.state import TrainState, advance
+from fnloop._core.state import TrainState
 from fnloop._core.types import Output, Step
 from fnloop._extensions.graphs.capture import (
     Graph,
@@ -28,7 +28,7 @@ from fnloop._extensions.graphs.capture import (
     signature,
 )
 from fnloop._extensions.graphs.guards import CaptureError, CreatedError, explain
-from fnloop.extend import Batch, host, optimizers
+from fnloop.extend import Batch, Ownership, host, optimizers
 
 # A recorder runs an update once, and notes each operator below autograd: those of the forward, the
 # backward, the middleware and the optimizers. What they read from outside, such as parameters and
@@ -351,7 +351,7 @@ class WholeStep(GraphedStep):
             return self._apart(state, batch)
         self.graphs[key] = graph
         out = graph(state, tensors)
-        return advance(state, applied=out.skip is None), out
+        return Ownership.advance(state, applied=out.skip is None), out
 
     def _prepare(self, state: TrainState) -> list[OriginalSettings]:
         for optimizer in optimizers(state).values():
