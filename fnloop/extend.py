@@ -26,6 +26,7 @@ of the book.
 
 - **Weights and gradients**: `parameters`, `all_parameters`, `Chosen`, `gradients`, `norm`,
   `local_part`, `is_sharded`
+- **Which state owns the model**: `Ownership`
 - **Optimizers**: `optimizers`, `groups`, `number_in`, `set_number`
 - **Steps**: `PipelineStep`, `report`, `then`, `with_slot`, `set_aside`, `Backward`, `host`
 - **What is saved, and what readers see**: `Part`, `Saving`, `Restoring`, `View`, `view`
@@ -56,7 +57,14 @@ from fnloop._core.records import better
 from fnloop._core.rng import fold_in, isolated
 from fnloop._core.runs import Stop
 from fnloop._core.selectors import Chosen
-from fnloop._core.state import TrainState, all_parameters, check_not_stale, parameters, with_slot
+from fnloop._core.state import (
+    Ownership,
+    TrainState,
+    all_parameters,
+    check_not_stale,
+    parameters,
+    with_slot,
+)
 from fnloop._core.types import Batch, Call, Metric, View, Wrap, name_of
 from fnloop._core.view import view
 from fnloop._display import checks, tables
@@ -81,6 +89,7 @@ __all__ = [
     "Metric",
     "Moment",
     "Monitored",
+    "Ownership",
     "Part",
     "PipelineStep",
     "Restoring",

@@ -12,9 +12,9 @@ from torch.optim import LBFGS, Optimizer
 
 from fnloop._core.averages import check_not_averaged
 from fnloop._core.optimizers import BEFORE, SCHEDULED, SET, UNFROZEN, Group
-from fnloop._core.state import TrainState, take_ownership, unwrap
+from fnloop._core.state import TrainState, unwrap
 from fnloop._core.trained import Layout, add_group, split_group
-from fnloop.extend import Chosen, check_not_stale, checks, torch_compat
+from fnloop.extend import Chosen, Ownership, check_not_stale, checks, torch_compat
 from fnloop.extend import groups as groups_of
 from fnloop.extend import optimizers as optimizers_of
 
@@ -75,7 +75,7 @@ def freeze(state: TrainState, *selectors: Selector, statistics: str = "kept") ->
     for p in found[0].values():
         p.requires_grad_(False)
         p.grad = None
-    return take_ownership(_with_modes(state, found, keep=statistics == "kept"))
+    return Ownership.take(_with_modes(state, found, keep=statistics == "kept"))
 
 
 def unfreeze(
@@ -150,7 +150,7 @@ def unfreeze(
     except BaseException:
         before.put_back(state)
         raise
-    return take_ownership(_with_modes(state, found, keep=None))
+    return Ownership.take(_with_modes(state, found, keep=None))
 
 
 # --- selectors

@@ -27,8 +27,8 @@ from fnloop._core.runs import Windows
 from fnloop._core.saved import has_pending, materialize
 from fnloop._core.several import Several, models_of
 from fnloop._core.state import (
+    Ownership,
     TrainState,
-    advance,
     advance_used,
     all_parameters,
     bring,
@@ -404,7 +404,7 @@ class PipelineStep(abc.ABC):
     def _passed(self, state: TrainState, counts: bool) -> TrainState:
         """Return the state after an update that changes counters only."""
         if self._used is None:
-            return advance(state, counts)
+            return Ownership.advance(state, counts)
         return advance_used(state, with_used(state, self._used), counts)
 
     def begin_run(self, state: TrainState) -> None:

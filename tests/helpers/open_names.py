@@ -33,11 +33,9 @@ OPEN = {
     "_core.selectors": "Selectors",
     "_core.several": "models_of Reply Several",
     "_core.state": (
-        "advance clear_parameter_cache count_items count_parameters COUNTED counted_of "
-        "COUNTERS current_parameters detached_from_run generation_of give_up_ownership "
-        "items_to_send LEFT_OUT note_buffers note_call Ownership ownership_of owns_handles "
-        "ParameterCache PLACE rested shapes_of_buffers take_ownership used_in with_note "
-        "with_used without_metrics"
+        "clear_parameter_cache count_items count_parameters COUNTED counted_of COUNTERS "
+        "current_parameters detached_from_run items_to_send LEFT_OUT note_call ParameterCache "
+        "PLACE rested used_in with_note with_used without_metrics"
     ),
     "_core.trained": "add_group Groups Layout note_restored split_group",
     "_core.types": "Aux EVALUATION is_ours Searching Skip wraps_of",

@@ -24,7 +24,7 @@ from fnloop._core.optimizers import (
     is_torch_optimizer,
     wants_closure,
 )
-from fnloop._core.state import PLACE, Ownership, TrainState, advance, give_up_ownership
+from fnloop._core.state import PLACE, TrainState
 from fnloop._core.types import Output, Step
 from fnloop._extensions.graphs.guards import (
     CaptureError,
@@ -45,7 +45,7 @@ from fnloop._extensions.graphs.torch_compat import (
     clear_cublas_workspaces,
     silence_capturable_warning,
 )
-from fnloop.extend import Batch, checks, containers, host, optimizers, torch_compat
+from fnloop.extend import Batch, Ownership, checks, containers, host, optimizers, torch_compat
 
 Group = dict[str, Any]  # a parameter group of an optimizer
 Judge = Callable[[TrainState, bool], str | None]  # as decide takes it
@@ -225,7 +225,7 @@ class Graph(NamedTuple):
                 for each in at.put_back:
                     each()
                 return attrs.evolve(captured.clone_results(), skip=skip)
-        give_up_ownership(state)  # the last part changes the parameters
+        Ownership.give_up(state)  # the last part changes the parameters
         last()
         return self.captured.clone_results()
 
@@ -281,7 +281,7 @@ class GraphedStep:
             oldest = next(iter(self.graphs))
             del self.graphs[oldest], self.eager_updates[oldest]
         out = graph(state, tensors)
-        return advance(state, applied=out.skip is None), out
+        return Ownership.advance(state, applied=out.skip is None), out
 
     def _find(self, key: Hashable, state: TrainState) -> Graph | None:
         """Take out the graph of a kind of batch. If it is for another state, drop all."""

@@ -16,7 +16,8 @@ from torch.fx.node import Argument, map_aggregate
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from fnloop._core.state import TrainState, advance
+from fnloop._backend import torch_compat
+from fnloop._core.state import TrainState
 from fnloop._core.types import Output, Step
 from fnloop._extensions.graphs.capture import (
     Graph,
@@ -36,7 +37,7 @@ from fnloop._extensions.graphs.torch_compat import (
     shapes_by_values,
     writes,
 )
-from fnloop.extend import Batch, host, optimizers, torch_compat
+from fnloop.extend import Batch, Ownership, host, optimizers, torch_compat
 
 # A recorder runs an update once, and notes each operator below autograd: those of the forward, the
 # backward, the middleware and the optimizers. What they read from outside, such as parameters and
@@ -359,7 +360,7 @@ class WholeStep(GraphedStep):
             return self._apart(state, batch)
         self.graphs[key] = graph
         out = graph(state, tensors)
-        return advance(state, applied=out.skip is None), out
+        return Ownership.advance(state, applied=out.skip is None), out
 
     def _prepare(self, state: TrainState) -> list[OriginalSettings]:
         for optimizer in optimizers(state).values():
