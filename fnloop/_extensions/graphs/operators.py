@@ -16,7 +16,6 @@ from torch.fx.node import Argument, map_aggregate
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from fnloop._backend import torch_compat
 from fnloop._core.state import TrainState
 from fnloop._core.types import Output, Step
 from fnloop._extensions.graphs.capture import (
