@@ -27,12 +27,12 @@ KERNEL = [
 ]
 EXTENSIONS = [
     "_extensions.histories", "schedules", "_extensions.graphs", "_extensions.engines",
-    "_extensions.alternate", "_extensions.freeze", "_extensions.torchmetrics", "_extensions.stacks",
-    "_extensions.loaders", "_extensions.checkpoints", "_extensions.middleware",
-    "_extensions.hooks", "_extensions.tools",
+    "_extensions.alternate", "_extensions.raw", "_extensions.freeze", "_extensions.torchmetrics",
+    "_extensions.stacks", "_extensions.loaders", "_extensions.checkpoints",
+    "_extensions.middleware", "_extensions.hooks", "_extensions.tools",
 ]
 BESIDE = ["testing", "data", "debug"]
-MOST_OPEN = 197  # it may only fall
+MOST_OPEN = 196  # it may only fall
 # fmt: on
 # The file `_extensions/__init__.py` is below all: it says what the kernel takes from where.
 ROOMS = ["_extensions", *KERNEL, *EXTENSIONS, *BESIDE]

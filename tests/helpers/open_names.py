@@ -65,6 +65,6 @@ OPEN = {
     "_step.engine": "GradientSum",
     "_step.forward": "items_in",
     "_step.gradients": "NoGradientError WeightedSum",
-    "_step.pipeline": "Pipeline PipelineStep",
+    "_step.pipeline": "PipelineStep",
     "_step.update": "MissingNumberError Numbers prefixed",
 }
