@@ -117,6 +117,7 @@ EXTENSIONS = {
         "tests": "hooks/test_progress hooks/test_progress_log hooks/test_progress_notebook "
         "hooks/test_progress_terminal hooks/test_terminal",
     },
+    "raw": {"modules": "raw", "tests": "raw"},
     "remote": {
         "modules": "checkpoints.remote",
         "tests": "checkpoints/test_remote checkpoints/test_s3",

@@ -27,9 +27,9 @@ KERNEL = [
 ]
 EXTENSIONS = [
     "_extensions.histories", "schedules", "_extensions.graphs", "_extensions.engines",
-    "_extensions.alternate", "_extensions.freeze", "_extensions.torchmetrics", "_extensions.stacks",
-    "_extensions.loaders", "_extensions.checkpoints", "_extensions.middleware",
-    "_extensions.hooks", "_extensions.tools",
+    "_extensions.alternate", "_extensions.raw", "_extensions.freeze", "_extensions.torchmetrics",
+    "_extensions.stacks", "_extensions.loaders", "_extensions.checkpoints",
+    "_extensions.middleware", "_extensions.hooks", "_extensions.tools",
 ]
 BESIDE = ["testing", "data", "debug"]
 MOST_OPEN = 183  # it may only fall

@@ -86,6 +86,19 @@ class Backend:
         """Return for how many of the samples of a batch this process counts, if it has a part."""
         return samples if self.parts == 1 else samples / self.parts
 
+    def autocast(self) -> torch.autocast:
+        """Return the autocast of the mixed precision that the run is configured for.
+
+        Raises:
+            ValueError: that is fp16, for which a middleware has to scale the loss.
+        """
+        if self.precision == "fp16":
+            raise ValueError(
+                "accelerate is configured for fp16, which needs a loss scale: list it, "
+                'pipeline(amp("fp16"), ...)'
+            )
+        return torch.autocast(self.device.type, torch.bfloat16)
+
     def __deepcopy__(self, memo: dict) -> Backend:
         return self  # it is immutable
 
