@@ -31,8 +31,8 @@ of the book.
 - **What is saved, and what readers see**: `Part`, `Saving`, `Restoring`, `View`, `view`
 - **Processes**: `Engine`, `LocalEngine`, `engine_of`, `refuse`, `on_main_process`, `collectives`
 - **Random numbers**: `isolated`, `fold_in`
-- **Records, moments and the end of a run**: `Fold`, `Monitored`, `better`, `mode_of`,
-  `Moment`, `Stop`
+- **Hooks, moments and the end of a run**: `BuiltIn`, `Wrapper`, `Moment`, `Clock`, `Stop`
+- **Records**: `Fold`, `Monitored`, `better`, `mode_of`
 - **Arguments and messages**: `check_not_stale`, `checks`, `tables`, `name_of`, `Call`, `warn_once`
 - **Nested batches, and files**: `containers`, `disk`
 - **Types**: `Batch`, `Metric`, `Wrap`
@@ -59,10 +59,12 @@ from fnloop._core.state import TrainState, all_parameters, check_not_stale, para
 from fnloop._core.types import Batch, Call, Metric, View, Wrap, name_of
 from fnloop._core.view import view
 from fnloop._display import checks, tables
+from fnloop._display.frames import short_traceback
 from fnloop._display.screen import warn_once
-from fnloop._hooks.hook import Moment
+from fnloop._hooks.hook import BuiltIn, Clock, Moment, Wrapper
 from fnloop._step.engine import Backward, Engine, LocalEngine, engine_of, refuse
 from fnloop._step.gradients import norm, set_aside
+from fnloop._step.pipeline import PipelineStep
 from fnloop._step.transaction import host, then
 from fnloop._step.update import report
 
@@ -70,8 +72,10 @@ __docformat__ = "google"
 __all__ = [
     "Backward",
     "Batch",
+    "BuiltIn",
     "Call",
     "Chosen",
+    "Clock",
     "Engine",
     "Fold",
     "LocalEngine",
@@ -79,11 +83,13 @@ __all__ = [
     "Moment",
     "Monitored",
     "Part",
+    "PipelineStep",
     "Restoring",
     "Saving",
     "Stop",
     "View",
     "Wrap",
+    "Wrapper",
     "all_parameters",
     "better",
     "check_not_stale",
@@ -110,6 +116,7 @@ __all__ = [
     "report",
     "set_aside",
     "set_number",
+    "short_traceback",
     "tables",
     "then",
     "view",
