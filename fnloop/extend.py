@@ -26,15 +26,17 @@ of the book.
 
 - **Weights and gradients**: `parameters`, `all_parameters`, `Chosen`, `gradients`, `norm`,
   `local_part`, `is_sharded`
+- **Which state owns the model**: `Ownership`
 - **Optimizers**: `optimizers`, `groups`, `number_in`, `set_number`
-- **Steps**: `report`, `then`, `with_slot`, `set_aside`, `Backward`, `host`
+- **Steps**: `PipelineStep`, `report`, `then`, `with_slot`, `set_aside`, `Backward`, `host`
 - **What is saved, and what readers see**: `Part`, `Saving`, `Restoring`, `View`, `view`
 - **Processes**: `Engine`, `LocalEngine`, `engine_of`, `refuse`, `on_main_process`, `collectives`
 - **Random numbers**: `isolated`, `fold_in`
 - **Hooks, moments and the end of a run**: `BuiltIn`, `Wrapper`, `Moment`, `Clock`, `Stop`
 - **Records**: `Fold`, `Monitored`, `better`, `mode_of`
-- **Arguments and messages**: `check_not_stale`, `checks`, `tables`, `name_of`, `Call`, `warn_once`
-- **Nested batches, and files**: `containers`, `disk`
+- **Arguments and messages**: `check_not_stale`, `checks`, `tables`, `name_of`, `Call`, `warn_once`,
+  `short_traceback`
+- **Nested batches, files, and torch**: `containers`, `disk`, `torch_compat`
 - **Types**: `Batch`, `Metric`, `Wrap`
 """
 
@@ -45,7 +47,7 @@ from collections.abc import Mapping
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fnloop._backend import collectives, containers, disk
+from fnloop._backend import collectives, containers, disk, torch_compat
 from fnloop._backend.collectives import on_main_process
 from fnloop._backend.fsdp import is_sharded, local_part
 from fnloop._core.history import Fold, Monitored, mode_of
@@ -55,7 +57,14 @@ from fnloop._core.records import better
 from fnloop._core.rng import fold_in, isolated
 from fnloop._core.runs import Stop
 from fnloop._core.selectors import Chosen
-from fnloop._core.state import TrainState, all_parameters, check_not_stale, parameters, with_slot
+from fnloop._core.state import (
+    Ownership,
+    TrainState,
+    all_parameters,
+    check_not_stale,
+    parameters,
+    with_slot,
+)
 from fnloop._core.types import Batch, Call, Metric, View, Wrap, name_of
 from fnloop._core.view import view
 from fnloop._display import checks, tables
@@ -82,6 +91,7 @@ __all__ = [
     "Metric",
     "Moment",
     "Monitored",
+    "Ownership",
     "Part",
     "PipelineStep",
     "Restoring",
@@ -119,6 +129,7 @@ __all__ = [
     "short_traceback",
     "tables",
     "then",
+    "torch_compat",
     "view",
     "warn_once",
     "with_slot",

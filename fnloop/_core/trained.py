@@ -12,14 +12,7 @@ from torch.optim import Optimizer
 
 from fnloop._backend.torch_compat import strip_compile_prefix
 from fnloop._core.optimizers import UNFROZEN, Group, initial_value, optimizers_in
-from fnloop._core.state import (
-    Ownership,
-    TrainState,
-    clear_parameter_cache,
-    generation_of,
-    ownership_of,
-    unwrap,
-)
+from fnloop._core.state import Ownership, TrainState, clear_parameter_cache, unwrap
 
 # A checkpoint has all of it. A script that is started again calls `freeze` and `unfreeze` again on
 # its way to the phase that it continues. That phase then continues with what the checkpoint says.
@@ -133,7 +126,7 @@ def _value(value: object) -> object:
     return [*value] if isinstance(value, list) else None
 
 
-_restored: WeakKeyDictionary[Ownership[TrainState], Layout] = WeakKeyDictionary()
+_restored: WeakKeyDictionary[Ownership, Layout] = WeakKeyDictionary()
 
 
 def note_restored(state: TrainState, whole: bool) -> None:
@@ -143,9 +136,9 @@ def note_restored(state: TrainState, whole: bool) -> None:
         state: the state.
         whole: whether all of it was. Then a phase that continues can have its layout back.
     """
-    ownership_of(state).restored = generation_of(state)
+    Ownership.of(state).restored = Ownership.generation_of(state)
     if whole and state.phases:
-        _restored[ownership_of(state)] = Layout.of(state)
+        _restored[Ownership.of(state)] = Layout.of(state)
 
 
 def put_back_restored(state: TrainState, name: str | None) -> TrainState:
@@ -155,7 +148,7 @@ def put_back_restored(state: TrainState, name: str | None) -> TrainState:
         state: the state that a run begins with.
         name: the name of its phase, or None.
     """
-    layout = _restored.get(owner := ownership_of(state))
+    layout = _restored.get(owner := Ownership.of(state))
     if layout is None:
         return state
     names = [phase.name for phase in state.phases]

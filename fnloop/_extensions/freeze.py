@@ -10,12 +10,11 @@ import attrs
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-from fnloop._backend.torch_compat import buffers_of, strip_compile_prefix
 from fnloop._core.averages import check_not_averaged
 from fnloop._core.optimizers import BEFORE, SCHEDULED, SET, UNFROZEN, Group
-from fnloop._core.state import TrainState, take_ownership, unwrap
+from fnloop._core.state import TrainState, unwrap
 from fnloop._core.trained import Layout, add_group, split_group
-from fnloop.extend import Chosen, check_not_stale, checks
+from fnloop.extend import Chosen, Ownership, check_not_stale, checks, torch_compat
 from fnloop.extend import groups as groups_of
 from fnloop.extend import optimizers as optimizers_of
 
@@ -76,7 +75,7 @@ def freeze(state: TrainState, *selectors: Selector, statistics: str = "kept") ->
     for p in found[0].values():
         p.requires_grad_(False)
         p.grad = None
-    return take_ownership(_with_modes(state, found, keep=statistics == "kept"))
+    return Ownership.take(_with_modes(state, found, keep=statistics == "kept"))
 
 
 def unfreeze(
@@ -151,7 +150,7 @@ def unfreeze(
     except BaseException:
         before.put_back(state)
         raise
-    return take_ownership(_with_modes(state, found, keep=None))
+    return Ownership.take(_with_modes(state, found, keep=None))
 
 
 # --- selectors
@@ -242,7 +241,9 @@ def _with_modes(state: TrainState, found: Found, keep: bool | None) -> TrainStat
         keep: whether frozen norm layers keep their statistics; None leaves them as they are.
     """
     model = unwrap(state)
-    modules = {strip_compile_prefix(name): module for name, module in model.named_modules()}
+    modules = {
+        torch_compat.strip_compile_prefix(name): module for name, module in model.named_modules()
+    }
     parameters, whole = found
     touched = {id(p) for p in parameters.values()}
     kept = dict.fromkeys(Layout.of(state).kept)
@@ -268,7 +269,7 @@ def _with_modes(state: TrainState, found: Found, keep: bool | None) -> TrainStat
 
 def _has_statistics(module: nn.Module) -> bool:
     """Return whether a module has running statistics, as BatchNorm does."""
-    own = buffers_of(module)
+    own = torch_compat.buffers_of(module)
     return own.get("running_mean") is not None or own.get("running_var") is not None
 
 

@@ -31,9 +31,9 @@ from fnloop._core.parts import Part
 from fnloop._core.records import Record
 from fnloop._core.runs import RAN, RunInfo, pending
 from fnloop._core.state import (
+    Ownership,
     TrainState,
     changed,
-    generation_of,
     items_of_call,
     updates_of_call,
     watch_of,
@@ -534,7 +534,7 @@ def _is_same(state: TrainState, new: object) -> bool:
     """Return whether a state has the weights of another one, and nothing else was restored."""
     if not isinstance(new, TrainState) or new.model is not state.model:
         return False
-    return generation_of(new) == generation_of(state)
+    return Ownership.generation_of(new) == Ownership.generation_of(state)
 
 
 def every_layer(hooks: Iterable[Hook]) -> list[Hook]:

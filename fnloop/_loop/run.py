@@ -56,6 +56,7 @@ from fnloop._core.runs import (
     with_reason,
 )
 from fnloop._core.state import (
+    Ownership,
     TrainState,
     changed,
     check_not_stale,
@@ -65,8 +66,6 @@ from fnloop._core.state import (
     counted_of,
     detached_from_run,
     newest,
-    ownership_of,
-    owns_handles,
     went_back,
     with_record,
 )
@@ -198,7 +197,7 @@ def _close(
             note_failed_too(error, hook, another)
             return
         another.add_note(f"while in the method close of {name_of(hook)}, after the run")
-        if owns_handles(world.state):
+        if Ownership.belongs_to(world.state):
             with contextlib.suppress(AttributeError):
                 another.state = detached_from_run(world.state)  # type: ignore[attr-defined]
         raise
@@ -285,7 +284,7 @@ class World:
         self.read_whole = False  # whether the loader had no further batch then
         self.first_update = state.step + state.skipped
         known = state.history[-1].seconds if len(state.history) else 0.0
-        self.seconds = max(known, ownership_of(state).seconds)  # of all runs, at the newest record
+        self.seconds = max(known, Ownership.of(state).seconds)  # of all runs, at the newest record
         self.stopwatch = self.info.live.stopwatch
         self.stopwatch.begin(self.seconds)
         begun = first_state(plan, changed(state, run=self.info))
@@ -904,7 +903,7 @@ def _survive(world: World, error: BaseException) -> bool:
             world.state = changed(made, todo=(Boundary(),))
     state = world.state
     # With several processes, fail: the others cannot know of it, and the launcher ends them.
-    interrupted = _is_interruption(world, error) and owns_handles(state)
+    interrupted = _is_interruption(world, error) and Ownership.belongs_to(state)
     lost = alone and (interrupted or _has_lost_its_workers(world, error))
     if lost or isinstance(error, Abandoned):
         world.interrupts.stop = world.interrupts.stop or INTERRUPTED

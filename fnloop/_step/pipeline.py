@@ -27,8 +27,8 @@ from fnloop._core.runs import Windows
 from fnloop._core.saved import has_pending, materialize
 from fnloop._core.several import Several, models_of
 from fnloop._core.state import (
+    Ownership,
     TrainState,
-    advance,
     advance_used,
     all_parameters,
     bring,
@@ -163,8 +163,24 @@ class PipelineStep(abc.ABC):
     With ``accumulate(n)`` it takes a sequence of up to n batches instead of one. A bare call draws
     from the global generators as any PyTorch code does; ``fit`` positions them.
 
+    A function that is given a step checks it with ``PipelineStep.checked(step, "its name")``, which
+    says what to write for something else.
+
     Args:
         pipeline: the middleware around what a kind of step does by itself.
+
+    Attributes:
+        window: the most batches of an update.
+        turns: the steps that it calls in turn, by the names of their optimizers.
+        evaluation: evaluates a batch.
+        train: makes an update, without the checks of a bare call.
+
+    Example:
+        >>> import fnloop as fl
+        >>> from fnloop.testing import toy_loss
+        >>> step = PipelineStep.checked(fl.pipeline(fl.accumulate(2))(toy_loss), "my_tool")
+        >>> step.window, step.listing([fl.clip(1.0)])
+        (2, pipeline(clip(1.0))(toy_loss))
     """
 
     loss_fn: LossFn | None = None  # of a step that has one
@@ -246,7 +262,11 @@ class PipelineStep(abc.ABC):
         """Return the same step with more middleware around it, if it can have any."""
 
     def listing(self, listed: Sequence[Middleware]) -> PipelineStep:
-        """Return the same step with other middleware around it, if it is one of a function."""
+        """Return the same step with other middleware around it, if it is one of a function.
+
+        Raises:
+            NotImplementedError: it is made of steps in turn.
+        """
         raise NotImplementedError
 
     @abc.abstractmethod
@@ -384,7 +404,7 @@ class PipelineStep(abc.ABC):
     def _passed(self, state: TrainState, counts: bool) -> TrainState:
         """Return the state after an update that changes counters only."""
         if self._used is None:
-            return advance(state, counts)
+            return Ownership.advance(state, counts)
         return advance_used(state, with_used(state, self._used), counts)
 
     def begin_run(self, state: TrainState) -> None:

@@ -17,12 +17,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from fnloop._backend.torch_compat import version_of
 from fnloop._core.optimizers import optimizers_in
 from fnloop._core.state import (
+    Ownership,
     StaleStateError,
     TrainState,
-    advance,
     all_parameters,
     current_parameters,
-    give_up_ownership,
 )
 from fnloop._core.types import Batch, Call, LossFn, Middleware, Output, Skip, Step, name_of
 from fnloop._display import checks
@@ -287,7 +286,7 @@ def _counted(fn: RawFn) -> Step:
         params = current_parameters(state, beginning=True).found
         for p in params:
             p.grad = None
-        give_up_ownership(state)  # the function may change the parameters at any time
+        Ownership.give_up(state)  # the function may change the parameters at any time
         try:
             out = fn(state, batch)
         except StaleStateError as error:
@@ -301,7 +300,7 @@ def _counted(fn: RawFn) -> Step:
                 p.grad = None
         check_output(out, name_of(fn))
         out = attrs.evolve(out, loss=out.loss.detach())
-        return advance(state, out.skip is None), out
+        return Ownership.advance(state, out.skip is None), out
 
     return counted
 
@@ -343,7 +342,7 @@ def own_gradients(fn: RawFn, name: str, own_precision: bool) -> Step:
             made = [(p, p.grad) for p in params if p.grad is not None]
         except BaseException:
             if versions != [*map(version_of, params)]:
-                give_up_ownership(state)  # it raised between a change of the weights and the next
+                Ownership.give_up(state)  # it raised between a change of the weights and the next
             raise
         finally:
             for p, gradient in zip(params, before, strict=True):

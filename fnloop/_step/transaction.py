@@ -17,10 +17,10 @@ from fnloop._backend.torch_compat import apply_optimizer
 from fnloop._core.rng import mark_generators
 from fnloop._core.state import (
     Buffers,
+    Ownership,
     TrainState,
     all_parameters,
     current_parameters,
-    owns_handles,
     with_slots,
 )
 from fnloop._core.types import Batch, Middleware, Output, Step, Wrap, is_ours, wraps_of
@@ -243,7 +243,7 @@ class Host(threading.local):
         if out is not None:
             if out.skip is not None:
                 self._undo(put_back)
-        elif owns_handles(state):
+        elif Ownership.belongs_to(state):
             with contextlib.suppress(RuntimeError):  # the device may be lost
                 self._undo(put_back)
 

@@ -31,14 +31,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from fnloop._backend import torch_compat
 from fnloop._core.averages import Average
 from fnloop._core.code import INSTALLED, PACKAGE, codes_of, is_users
 from fnloop._core.metrics import Mean
 from fnloop._core.optimizers import Group
 from fnloop._core.rng import mark_generators
 from fnloop._core.selectors import Selectors
-from fnloop._core.state import TrainState, generation_of, ownership_of, unwrap
+from fnloop._core.state import TrainState, unwrap
 from fnloop._core.types import Middleware, Output, Step, middleware
 from fnloop._extensions.checkpoints.compare import INTEGER_OF_SIZE
 from fnloop._extensions.checkpoints.named import walk_optimizers
@@ -46,6 +45,7 @@ from fnloop.extend import (
     Batch,
     Chosen,
     Metric,
+    Ownership,
     checks,
     containers,
     engine_of,
@@ -55,6 +55,7 @@ from fnloop.extend import (
     parameters,
     report,
     then,
+    torch_compat,
 )
 
 # --------------------------------------------------------------------------------------------------
@@ -576,8 +577,7 @@ class Before:
             for name, saved in self._slots.items():
                 putting.put(state.slots[name], saved)
             putting.finish()
-        owner = ownership_of(state)
-        owner.generation, owner.newest = generation_of(state), None
+        Ownership.give_back(state)
         self.repeat_draws()
 
     def repeat_draws(self) -> None:

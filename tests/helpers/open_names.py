@@ -5,11 +5,10 @@ it. One that no extension uses any more goes out. The table may only shrink.
 """
 
 OPEN = {
-    "_backend": "accelerated torch_compat",
+    "_backend": "accelerated",
     "_backend.containers": "SEQUENCES",
     "_backend.fsdp": "combined dtensor full has_sharded like_sharded",
     "_backend.processes": "Backend device_of",
-    "_backend.torch_compat": "buffers_of strip_compile_prefix",
     "_core.averages": "Average AVERAGED check_not_averaged named_tensors",
     "_core.code": "codes_of INSTALLED is_users PACKAGE",
     "_core.history": "first_record metrics_here new_records records_since SINCE unfinished",
@@ -34,11 +33,9 @@ OPEN = {
     "_core.selectors": "Selectors",
     "_core.several": "models_of Reply Several",
     "_core.state": (
-        "advance clear_parameter_cache count_items count_parameters COUNTED counted_of "
-        "COUNTERS current_parameters detached_from_run generation_of give_up_ownership "
-        "items_to_send LEFT_OUT note_buffers note_call Ownership ownership_of owns_handles "
-        "ParameterCache PLACE rested shapes_of_buffers take_ownership used_in with_used "
-        "without_metrics"
+        "clear_parameter_cache count_items count_parameters COUNTED counted_of COUNTERS "
+        "current_parameters detached_from_run items_to_send LEFT_OUT note_call ParameterCache "
+        "PLACE rested used_in with_used without_metrics"
     ),
     "_core.trained": "add_group Groups Layout note_restored split_group",
     "_core.types": "Aux EVALUATION is_ours Searching Skip wraps_of",

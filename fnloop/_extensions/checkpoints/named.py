@@ -18,13 +18,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fnloop._backend import torch_compat
 from fnloop._backend.fsdp import is_sharded
 from fnloop._core.optimizers import Group, optimizers_in, to_training, wants_closure
 from fnloop._core.rng import isolated, seed_host, torch_seeder
 from fnloop._core.state import TrainState, unwrap
 from fnloop._extensions.checkpoints.serialize import flattened_kind
-from fnloop.extend import containers
+from fnloop._extensions.checkpoints.torch_compat import (
+    compiler_is_loaded,
+    has_state_dict_hooks,
+    is_hook_table,
+    local_optimizer,
+)
+from fnloop.extend import containers, torch_compat
 
 # --------------------------------------------------------------------------------------------------
 # Optimizers as checkpoints see them: the names of their parameters, and how their state is kept.
@@ -65,9 +70,7 @@ class NamedOptimizer:
     own: Mapping[str, Tensor] = attrs.field(factory=dict)
     holder: Optimizer = attrs.field(
         init=False,
-        default=attrs.Factory(
-            lambda self: torch_compat.local_optimizer(self.optimizer), takes_self=True
-        ),
+        default=attrs.Factory(lambda self: local_optimizer(self.optimizer), takes_self=True),
     )
     has_own_state_dict: bool = attrs.field(
         init=False,
@@ -123,7 +126,7 @@ def has_own_state_dict(optimizer: Optimizer) -> bool:
         cls.state_dict is not Optimizer.state_dict
         or cls.load_state_dict is not Optimizer.load_state_dict
         or "state" not in vars(optimizer)  # a property: state_dict may know more than it shows
-        or torch_compat.has_state_dict_hooks(optimizer)
+        or has_state_dict_hooks(optimizer)
     )
 
 
@@ -165,7 +168,7 @@ def walk_optimizers(value: object, seen: set[int] | None = None) -> Iterator[Opt
 def without_side_effects(device: torch.device) -> Iterator[None]:
     """Restore the global generators afterwards, hide warnings, and compile nothing."""
     eager = contextlib.nullcontext()
-    if torch_compat.compiler_is_loaded():
+    if compiler_is_loaded():
         eager = torch.compiler.set_stance("force_eager")
     with isolated(device), warnings.catch_warnings(), eager, torch.enable_grad():
         warnings.simplefilter("ignore")
@@ -250,7 +253,7 @@ def copy_optimizer(
                 containers.map_leaves(held, functools.partial(_copy_tensor, edge=edge, memo=memo))
                 memo[id(inner.state)][memo.get(id(p), p)] = copy.deepcopy(held, memo)
         for name, value in vars(inner).items():
-            if torch_compat.is_hook_table(name):
+            if is_hook_table(name):
                 vars(memo[id(inner)])[name] = OrderedDict()
             elif name != "step":  # the method, as a schedule patches it
                 _reject_functions(value, seen)

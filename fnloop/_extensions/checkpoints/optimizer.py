@@ -36,7 +36,7 @@ from fnloop._core.optimizers import (
     set_by_torch,
 )
 from fnloop._core.saved import Pending
-from fnloop._core.state import TrainState, ownership_of
+from fnloop._core.state import TrainState
 from fnloop._core.trained import Groups, add_group, split_group
 from fnloop._extensions.checkpoints.compare import describe_value, find_difference
 from fnloop._extensions.checkpoints.format import COLLECTED, CheckpointError, gather_encoded, log
@@ -63,7 +63,7 @@ from fnloop._extensions.checkpoints.serialize import (
     tensors_in,
 )
 from fnloop._extensions.checkpoints.shapes import resized
-from fnloop.extend import checks, collectives, containers
+from fnloop.extend import Ownership, checks, collectives, containers
 
 # --------------------------------------------------------------------------------------------------
 # The optimizers of a state in a checkpoint: one, or several by name; in one process, or several.
@@ -246,7 +246,7 @@ def merge_processes(
     """
     if state.backend.world_size == 1:
         return encode_optimizers(state, tensors), {}
-    facts, error, copies = {}, None, ownership_of(state).copies
+    facts, error, copies = {}, None, Ownership.of(state).notes.get("copies", {})
     try:
         facts = encode_optimizers(state, tensors)
     except Exception as failure:  # the other processes wait for an answer
@@ -380,7 +380,8 @@ def _merge(
         offered = {rank: own[entry] for rank, own in enumerate(offers) if entry in own}
         current = {rank: offer for rank, offer in offered.items() if not offer.is_copy}
         if len(current) == len(offers) and len({o.checksum for o in current.values()}) == 1:
-            ownership_of(state).copies.pop(entry, None)  # every process continues it
+            if entry in (copies := Ownership.of(state).notes.get("copies", {})):
+                del copies[entry]  # every process continues it
             continue
         current = current or offered
         (owner, chosen), *others = current.items()

@@ -12,17 +12,10 @@ from typing import TypeVar
 import attrs
 from torch import Tensor
 
-from fnloop._backend import torch_compat
 from fnloop._core.history import SINCE
 from fnloop._core.optimizers import groups_in
 from fnloop._core.records import MODES
-from fnloop._core.state import (
-    TrainState,
-    check_not_stale,
-    clear_parameter_cache,
-    take_ownership,
-    unwrap,
-)
+from fnloop._core.state import TrainState, check_not_stale, clear_parameter_cache, unwrap
 from fnloop._core.trained import note_restored
 from fnloop._extensions.checkpoints.files import (
     explain_nonfinite,
@@ -76,7 +69,15 @@ from fnloop._extensions.checkpoints.retention import (
 from fnloop._extensions.checkpoints.serialize import Json
 from fnloop._extensions.checkpoints.split import extent_in, from_local_part, split_dim
 from fnloop._extensions.checkpoints.transfer import Reading
-from fnloop.extend import checks, collectives, containers, disk, on_main_process
+from fnloop.extend import (
+    Ownership,
+    checks,
+    collectives,
+    containers,
+    disk,
+    on_main_process,
+    torch_compat,
+)
 
 
 def restore(
@@ -193,7 +194,7 @@ def restore_contents(
         raise CheckpointError(
             f"{path} cannot be restored: {type(error).__name__}: {error}"
         ) from error
-    restored = take_ownership(state)
+    restored = Ownership.take(state)
     clear_parameter_cache(restored)
     if "counters" in parts:
         note_restored(restored, whole=parts == PARTS)

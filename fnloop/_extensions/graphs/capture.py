@@ -18,14 +18,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fnloop._backend import torch_compat
 from fnloop._core.optimizers import (
     SCHEDULED,
     as_number,
     is_torch_optimizer,
     wants_closure,
 )
-from fnloop._core.state import PLACE, Ownership, TrainState, advance, give_up_ownership
+from fnloop._core.state import PLACE, TrainState
 from fnloop._core.types import Output, Step
 from fnloop._extensions.graphs.guards import (
     CaptureError,
@@ -42,7 +41,11 @@ from fnloop._extensions.graphs.guards import (
     identity_of,
     make_rollback,
 )
-from fnloop.extend import Batch, checks, containers, host, optimizers
+from fnloop._extensions.graphs.torch_compat import (
+    clear_cublas_workspaces,
+    silence_capturable_warning,
+)
+from fnloop.extend import Batch, Ownership, checks, containers, host, optimizers, torch_compat
 
 Group = dict[str, Any]  # a parameter group of an optimizer
 Judge = Callable[[TrainState, bool], str | None]  # as decide takes it
@@ -222,7 +225,7 @@ class Graph(NamedTuple):
                 for each in at.put_back:
                     each()
                 return attrs.evolve(captured.clone_results(), skip=skip)
-        give_up_ownership(state)  # the last part changes the parameters
+        Ownership.give_up(state)  # the last part changes the parameters
         last()
         return self.captured.clone_results()
 
@@ -278,7 +281,7 @@ class GraphedStep:
             oldest = next(iter(self.graphs))
             del self.graphs[oldest], self.eager_updates[oldest]
         out = graph(state, tensors)
-        return advance(state, applied=out.skip is None), out
+        return Ownership.advance(state, applied=out.skip is None), out
 
     def _find(self, key: Hashable, state: TrainState) -> Graph | None:
         """Take out the graph of a kind of batch. If it is for another state, drop all."""
@@ -497,7 +500,7 @@ class CudaRecorder:
 
                 def begin_part() -> None:
                     capture.close()
-                    torch_compat.clear_cublas_workspaces()
+                    clear_cublas_workspaces()
                     graphs.append(torch.cuda.CUDAGraph())
                     into: dict[str, Any] = {
                         "pool": self.pool,
@@ -519,7 +522,7 @@ class CudaRecorder:
             self._end_drawing()
             raise failed or error from None  # the cause, not that the capture was cut short
         finally:
-            torch_compat.clear_cublas_workspaces()
+            clear_cublas_workspaces()
 
     def _end_drawing(self) -> None:
         """Let the device's generator draw again after a capture that failed.
@@ -664,7 +667,7 @@ def make_capturable(
             group["fused"] = True
     for optimizer in optimizers:
         _move_counts(optimizer, optimizer.state, device)
-        torch_compat.silence_capturable_warning(optimizer)  # it runs eagerly during the warm-up
+        silence_capturable_warning(optimizer)  # it runs eagerly during the warm-up
     return original
 
 
@@ -683,7 +686,7 @@ def read_from_tensors(optimizer: Optimizer) -> None:
             if "capturable" in group:
                 group["capturable"] = True
             _move_counts(optimizer, group["params"], device)
-            torch_compat.silence_capturable_warning(optimizer)  # it also runs eagerly
+            silence_capturable_warning(optimizer)  # it also runs eagerly
 
 
 def _move_rate(group: Group, others: Collection[Group], device: torch.device) -> None:

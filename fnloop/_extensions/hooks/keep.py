@@ -18,16 +18,10 @@ import attrs
 import torch
 from torch import Tensor
 
-from fnloop._backend import torch_compat
 from fnloop._backend.fsdp import like_sharded
 from fnloop._core.averages import Average
 from fnloop._core.history import SINCE, History, metrics_here
-from fnloop._core.state import (
-    TrainState,
-    clear_parameter_cache,
-    take_ownership,
-    unwrap,
-)
+from fnloop._core.state import TrainState, clear_parameter_cache, unwrap
 from fnloop._core.view import begin_again
 from fnloop._extensions.checkpoints.files import SharedWrite
 from fnloop._extensions.checkpoints.format import (
@@ -48,11 +42,13 @@ from fnloop.extend import (
     BuiltIn,
     Call,
     Monitored,
+    Ownership,
     checks,
     local_part,
     mode_of,
     on_main_process,
     tables,
+    torch_compat,
     view,
     with_slot,
 )
@@ -678,7 +674,7 @@ class restore_best(BuiltIn):
             state = begin_again(state)
             resized = _load_weights(state, weights)
             _load_averages(state, best.get("averages", {}))
-            state = take_ownership(state)
+            state = Ownership.take(state)
             if state.backend.main:
                 shown = tables.format_metric(self.key, value)
                 log.info("%r: the weights are those of step %d (%s)", self, step, shown)

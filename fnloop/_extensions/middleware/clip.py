@@ -10,7 +10,6 @@ import attrs
 import torch
 from torch import Tensor
 
-from fnloop._backend import torch_compat
 from fnloop._backend.fsdp import combined
 from fnloop._core.metrics import Mean
 from fnloop._core.selectors import Selectors
@@ -31,6 +30,7 @@ from fnloop.extend import (
     report,
     set_aside,
     then,
+    torch_compat,
 )
 
 # --------------------------------------------------------------------------------------------------

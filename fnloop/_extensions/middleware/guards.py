@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from fnloop import decide
-from fnloop._backend import torch_compat
 from fnloop._core.averages import Average
 from fnloop._core.optimizers import RATIO
 from fnloop._core.saved import has_pending, materialize
@@ -33,6 +32,7 @@ from fnloop.extend import (
     parameters,
     refuse,
     tables,
+    torch_compat,
 )
 
 # --------------------------------------------------------------------------------------------------

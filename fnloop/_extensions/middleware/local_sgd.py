@@ -9,12 +9,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fnloop._core.optimizers import modes_of, wants_closure
-from fnloop._core.state import TrainState, ownership_of, with_used
+from fnloop._core.state import TrainState, with_used
 from fnloop._core.types import Middleware, Output, Step, middleware
 from fnloop._extensions.engines import exchanges
 from fnloop._extensions.engines.apart import Apart, apart_of
 from fnloop.extend import (
     Batch,
+    Ownership,
     checks,
     engine_of,
     host,
@@ -158,7 +159,7 @@ def _update_apart(
     slot.used |= out.skip is None
     if not slot.counted:  # what is reported of its gradient is of none
         return state, Output(out.loss, out.weight, out.aux, {}, out.skip)
-    ownership_of(state).own_metrics.update(out.metrics)
+    Ownership.of(state).own_metrics.update(out.metrics)
     return state, out
 
 
