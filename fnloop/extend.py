@@ -32,8 +32,8 @@ of the book.
 - **What is saved, and what readers see**: `Part`, `Saving`, `Restoring`, `View`, `view`
 - **Processes**: `Engine`, `LocalEngine`, `engine_of`, `refuse`, `on_main_process`, `collectives`
 - **Random numbers**: `isolated`, `fold_in`
-- **Records, moments and the end of a run**: `Fold`, `Monitored`, `better`, `mode_of`,
-  `Moment`, `Stop`
+- **Hooks, moments and the end of a run**: `BuiltIn`, `Wrapper`, `Moment`, `Clock`, `Stop`
+- **Records**: `Fold`, `Monitored`, `better`, `mode_of`
 - **Arguments and messages**: `check_not_stale`, `checks`, `tables`, `name_of`, `Call`, `warn_once`,
   `short_traceback`
 - **Nested batches, files, and torch**: `containers`, `disk`, `torch_compat`
@@ -70,7 +70,7 @@ from fnloop._core.view import view
 from fnloop._display import checks, tables
 from fnloop._display.frames import short_traceback
 from fnloop._display.screen import warn_once
-from fnloop._hooks.hook import Moment
+from fnloop._hooks.hook import BuiltIn, Clock, Moment, Wrapper
 from fnloop._step.engine import Backward, Engine, LocalEngine, engine_of, refuse
 from fnloop._step.gradients import norm, set_aside
 from fnloop._step.pipeline import PipelineStep
@@ -81,8 +81,10 @@ __docformat__ = "google"
 __all__ = [
     "Backward",
     "Batch",
+    "BuiltIn",
     "Call",
     "Chosen",
+    "Clock",
     "Engine",
     "Fold",
     "LocalEngine",
@@ -97,6 +99,7 @@ __all__ = [
     "Stop",
     "View",
     "Wrap",
+    "Wrapper",
     "all_parameters",
     "better",
     "check_not_stale",

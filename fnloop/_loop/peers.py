@@ -6,13 +6,13 @@ import contextlib
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from types import FrameType, ModuleType
 from typing import Any, Protocol
 
 import attrs
 
-from fnloop._core.runs import INTERRUPTED, REQUEUED, TERMINATED, Stop
+from fnloop._core.runs import INTERRUPTED, REQUEUED, TERMINATED, Stop, local_clock
 from fnloop._core.state import TrainState
 from fnloop._display.screen import log
 from fnloop._display.tables import is_interactive
@@ -34,9 +34,8 @@ class Peers(Protocol):
         """Whether there are none."""
         ...
 
-    @property
-    def clock(self) -> Callable[[], float] | None:
-        """Seconds since the run began, the same in every process; None in a single process."""
+    def clock(self) -> float:
+        """Return the seconds since a moment of the run, the same in every process."""
         ...
 
     def compare(self, step: PipelineStep, hooks: Iterable[Hook]) -> None:
@@ -74,7 +73,10 @@ class Peers(Protocol):
 class Alone:
     """A single process: there is nothing to exchange."""
 
-    alone, clock = True, None
+    alone = True
+
+    def clock(self) -> float:
+        return local_clock()
 
     def compare(self, step: PipelineStep, hooks: Iterable[Hook]) -> None: ...
 

@@ -52,7 +52,6 @@ from fnloop._core.runs import (
     can_wait,
     first_stop,
     has_updates,
-    now,
     pending,
     with_reason,
 )
@@ -292,7 +291,7 @@ class World:
         begun = self._count_items(begun)
         self._usr1_stops = any(hook.ends_run_on_usr1 for hook in BuiltIn.among(plan.hooks))
         for n, clock in enumerate(clock for moment in plan.moments for clock in moment.clocks):
-            clock.begin(begun, f"{CLOCK} {n}", now(self.info) - self.seconds)
+            clock.begin(begun, f"{CLOCK} {n}", self.info.live.clock() - self.seconds)
         self._clocks = tuple(clock for moment in plan.triggers for clock in moment.clocks)
         todo = state.todo  # also if a hook has gone to another state
         if Stop.ends_run(begun.stop) and state.stop is None:

@@ -28,14 +28,14 @@ OPEN = {
         "COMPUTE HostGenerators mark_generators new_seed reserved_generators seed_all "
         "seed_host seeded_generator torch_seeder"
     ),
-    "_core.runs": "ACTIONS has_updates Live now pending RECORDS",
+    "_core.runs": "ACTIONS has_updates RECORDS",
     "_core.saved": "has_pending materialize Pending",
     "_core.selectors": "Selectors",
     "_core.several": "models_of Reply Several",
     "_core.state": (
         "clear_parameter_cache count_items count_parameters COUNTED counted_of COUNTERS "
         "current_parameters detached_from_run items_to_send LEFT_OUT note_call ParameterCache "
-        "PLACE rested used_in with_note with_used without_metrics"
+        "PLACE rested used_in with_used without_metrics"
     ),
     "_core.trained": "add_group Groups Layout note_restored split_group",
     "_core.types": "Aux EVALUATION is_ours Searching Skip wraps_of",
@@ -50,14 +50,14 @@ OPEN = {
     "_data.reader": "Iterated Reader reader_of",
     "_data.source": "first_batches LateWindow open_source Source unmoved",
     "_display.screen": "log",
-    "_hooks.hook": "BuiltIn Clock every_layer HookFn Wrapper",
+    "_hooks.hook": "HookFn",
     "_loop.beginning": "fused_hint",
     "_loop.errors": "check_returned why_empty",
     "_loop.evaluate": "open_loader",
     "_loop.fit": "train",
     "_loop.made_with": "describe_making members_of",
-    "_loop.peers": "forget_interruption Interrupts is_alone",
-    "_loop.plan": "Plan read_hooks",
+    "_loop.peers": "Interrupts is_alone",
+    "_loop.plan": "Plan",
     "_step.engine": "GradientSum",
     "_step.forward": "items_in",
     "_step.gradients": "NoGradientError WeightedSum",

@@ -28,11 +28,11 @@ from fnloop._core.types import EVALUATION, Call, Middleware, wraps_of
 from fnloop._extensions.engines.alike import check_alike_in, check_counters_alike, compared_of
 from fnloop._extensions.engines.exchanges import DIVERGED, explain_lost, here
 from fnloop._extensions.engines.shares import ORDER_MISMATCH
-from fnloop._hooks.hook import BuiltIn, Hook
+from fnloop._hooks.hook import Hook
 from fnloop._loop.made_with import members_of
 from fnloop._loop.peers import Interrupts
 from fnloop._step.pipeline import PipelineStep
-from fnloop.extend import collectives
+from fnloop.extend import BuiltIn, collectives
 
 PERIOD = 0.1  # seconds between two exchanges, in the long run
 LONGEST_GAP = 1024  # boundaries between two exchanges

@@ -30,8 +30,18 @@ from fnloop._core.state import TrainState
 from fnloop._core.types import Output
 from fnloop._extensions.checkpoints.retention import read_run_id
 from fnloop._extensions.hooks.keep import checkpoint, differ_only, restore_best
-from fnloop._hooks.hook import BuiltIn, Hook, Wrapper, layers
-from fnloop.extend import Call, Stop, checks, collectives, disk, name_of, on_main_process
+from fnloop._hooks.hook import Hook
+from fnloop.extend import (
+    BuiltIn,
+    Call,
+    Stop,
+    Wrapper,
+    checks,
+    collectives,
+    disk,
+    name_of,
+    on_main_process,
+)
 
 log = logging.getLogger("fnloop")
 
@@ -915,7 +925,7 @@ class on_main(Wrapper):
 
     def __attrs_post_init__(self) -> None:
         self.take(self.hook, "on_main")
-        moments = [moment for layer in layers(self.hook) for moment in layer.moments]
+        moments = [moment for layer in self.inside for moment in layer.moments]
         if any(clock.learns for moment in moments for clock in moment.clocks):
             raise TypeError(
                 f"{self.hook!r} tells all processes what its hook takes: list on_main inside it"
