@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fnloop._backend.torch_compat import strip_compile_prefix
-from fnloop._core.optimizers import UNFROZEN, Group, initial_value, optimizers_in
+from fnloop._core.optimizers import optimizers_in
+from fnloop._core.settings import UNFROZEN, Group, Setting
 from fnloop._core.state import (
     Ownership,
     TrainState,
@@ -205,5 +206,5 @@ def add_group(optimizer: Optimizer, params: Mapping[str, Tensor]) -> None:
     for key, value in optimizer.defaults.items():
         if isinstance(value, Tensor):  # a schedule may have changed it, in the first group
             shared = [one for one in groups if one.get(key) is value]
-            group[key] = (initial_value(shared[0], key) if shared else value).clone()
+            group[key] = (Setting(shared[0], key).initial if shared else value).clone()
     optimizer.add_param_group({UNFROZEN: True, **group})

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from fnloop._backend import torch_compat
-from fnloop._core.optimizers import groups_in
 from fnloop._core.state import TrainState, generation_of, ownership_of
 from fnloop._extensions.engines.exchanges import ADVICE, DIVERGED
-from fnloop.extend import View, collectives, is_sharded, local_part
+from fnloop.extend import View, collectives, groups, is_sharded, local_part
 
 TOLERANCE = 1e-3  # by which norms may differ between different kinds of processors
 # By which that may grow from one comparison to the next, and more in each update between them.
@@ -103,7 +102,7 @@ def check_counters_alike(every: Sequence[Sequence[float]]) -> None:
 
 def _raise_apart(state: TrainState, name: str, every: Sequence[float]) -> NoReturn:
     low, high = min(every), max(every)
-    trained = {id(p) for group in groups_in(state.optimizer) for p in group["params"]}
+    trained = {id(p) for group in groups(state).values() for p in group["params"]}
     is_trained = id(state.model.get_parameter(name)) in trained
     step = ownership_of(state).equal_at
     equal = "" if step is None else f"All norms were last equal at step {step}. "

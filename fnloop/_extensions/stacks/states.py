@@ -13,7 +13,7 @@ from torch import nn
 from fnloop._backend import torch_compat
 from fnloop._core.history import History
 from fnloop._core.metrics import Mean
-from fnloop._core.optimizers import Optimizers, wants_closure
+from fnloop._core.optimizers import Optimizers
 from fnloop._core.records import COSTS, Record
 from fnloop._core.several import models_of
 from fnloop._core.state import (
@@ -26,7 +26,14 @@ from fnloop._core.state import (
 from fnloop._extensions.histories.table import records_of_model
 from fnloop._extensions.stacks.leaves import INSTEAD, check_architectures
 from fnloop._extensions.stacks.module import PerModel, Stack
-from fnloop.extend import Metric, check_not_stale, checks, containers, optimizers
+from fnloop.extend import (
+    Metric,
+    check_not_stale,
+    checks,
+    containers,
+    optimizers,
+    wants_closure,
+)
 
 EXAMPLE = "such as fork(state, {'lr': [0.1, 0.01]})"
 _RESERVED = ("lr", "recent", *COSTS)  # what the names of numbers begin with after "train/"
