@@ -27,7 +27,8 @@ of the book.
 - **Weights and gradients**: `parameters`, `all_parameters`, `Chosen`, `gradients`, `norm`,
   `local_part`, `is_sharded`
 - **Which state owns the model**: `Ownership`
-- **Optimizers**: `optimizers`, `groups`, `number_in`, `set_number`
+- **Optimizers**: `optimizers`, `groups`, `number_in`, `set_number`, `Setting`,
+  `wants_closure`
 - **Steps**: `PipelineStep`, `report`, `then`, `with_slot`, `set_aside`, `Backward`, `host`
 - **What is saved, and what readers see**: `Part`, `Saving`, `Restoring`, `View`, `view`
 - **Processes**: `Engine`, `LocalEngine`, `engine_of`, `refuse`, `on_main_process`, `collectives`
@@ -51,12 +52,13 @@ from fnloop._backend import collectives, containers, disk, torch_compat
 from fnloop._backend.collectives import on_main_process
 from fnloop._backend.fsdp import is_sharded, local_part
 from fnloop._core.history import Fold, Monitored, mode_of
-from fnloop._core.optimizers import Group, labelled_groups, number_in, optimizers_in, set_number
+from fnloop._core.optimizers import labelled_groups, optimizers_in, wants_closure
 from fnloop._core.parts import Part, Restoring, Saving
 from fnloop._core.records import better
 from fnloop._core.rng import fold_in, isolated
 from fnloop._core.runs import Stop
 from fnloop._core.selectors import Chosen
+from fnloop._core.settings import Group, Setting, number_in, set_number
 from fnloop._core.state import (
     Ownership,
     TrainState,
@@ -96,6 +98,7 @@ __all__ = [
     "PipelineStep",
     "Restoring",
     "Saving",
+    "Setting",
     "Stop",
     "View",
     "Wrap",
@@ -131,6 +134,7 @@ __all__ = [
     "then",
     "torch_compat",
     "view",
+    "wants_closure",
     "warn_once",
     "with_slot",
 ]

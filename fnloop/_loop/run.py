@@ -29,7 +29,7 @@ from fnloop._core.metrics import (
     read,
     without_recent,
 )
-from fnloop._core.optimizers import labelled_groups, numbers_used, optimizers_in
+from fnloop._core.optimizers import labelled_groups, optimizers_in
 from fnloop._core.records import Record, loaders_in
 from fnloop._core.rng import COMPUTE, fold_in, isolated, mix, seed_host, torch_seeder
 from fnloop._core.runs import (
@@ -55,6 +55,7 @@ from fnloop._core.runs import (
     pending,
     with_reason,
 )
+from fnloop._core.settings import Setting
 from fnloop._core.state import (
     Ownership,
     TrainState,
@@ -809,7 +810,7 @@ def _with_rates(prefix: str, state: TrainState, named: dict[str, Metric]) -> dic
         return {}
     if (loss := f"{prefix}loss") in named:
         named = {loss: named[loss], **named}
-    rates = numbers_used(labelled_groups(optimizers_in(state.optimizer)), "lr")
+    rates = Setting.used(labelled_groups(optimizers_in(state.optimizer)), "lr")
     missing = {f"{prefix}{k}": rate for k, rate in rates.items() if f"{prefix}{k}" not in named}
     return {**named, **missing}
 

@@ -16,12 +16,7 @@ OPEN = {
         "combine ITEMS moved NoLoss read RECENT Reduced restored Running sent Shares "
         "to_accumulator_dtype to_host update_ update_evaluated_ valid_or_nan weighted"
     ),
-    "_core.optimizers": (
-        "as_number BEFORE begin_again copy_number first_shared Group groups_in initial_value "
-        "is_torch_optimizer keep_initial modes_of note_set numbers_used Optimizers "
-        "optimizers_in put_number RATIO SCHEDULED SET set_by_torch to_training UNFROZEN "
-        "wants_closure"
-    ),
+    "_core.optimizers": "first_shared Optimizers",
     "_core.parts": "check_name Held Load TAKEN",
     "_core.records": "COSTS MODES number_of_epoch TRAINED",
     "_core.rng": (
@@ -31,6 +26,7 @@ OPEN = {
     "_core.runs": "ACTIONS has_updates RECORDS",
     "_core.saved": "has_pending materialize Pending",
     "_core.selectors": "Selectors",
+    "_core.settings": "UNFROZEN",
     "_core.several": "models_of Reply Several",
     "_core.state": (
         "clear_parameter_cache count_items count_parameters COUNTED counted_of COUNTERS "

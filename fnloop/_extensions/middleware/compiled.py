@@ -22,7 +22,7 @@ from fnloop._extensions.graphs.capture import GraphedStep, read_from_tensors, re
 from fnloop._extensions.graphs.guards import CaptureError
 from fnloop._extensions.graphs.operators import WholeStep
 from fnloop._extensions.graphs.torch_compat import compile_operators
-from fnloop.extend import Batch, checks, engine_of, host, optimizers
+from fnloop.extend import Batch, checks, engine_of, host, optimizers, wants_closure
 
 # --------------------------------------------------------------------------------------------------
 # Compile the loss function, and the optimizer, with `torch.compile`.
