@@ -14,7 +14,6 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from fnloop._backend.fsdp import is_sharded, like_sharded, local_part
 from fnloop._core.optimizers import groups_in, optimizers_in
 from fnloop._core.parts import Load, Part
 from fnloop._core.state import (
@@ -49,7 +48,15 @@ from fnloop._extensions.checkpoints.torch_compat import (
     loads_other_names,
 )
 from fnloop._extensions.checkpoints.transfer import Collecting, Reading
-from fnloop.extend import checks, collectives, containers, torch_compat
+from fnloop.extend import (
+    checks,
+    collectives,
+    containers,
+    fsdp,
+    is_sharded,
+    local_part,
+    torch_compat,
+)
 
 Named = dict[str, Json]  # name to tensor, or to other values
 
@@ -598,7 +605,7 @@ def model_tensors(saved: Reading, training: bool = False) -> dict[str, Tensor]:
 
 def _shard_like(value: object, template: object) -> object:
     if isinstance(value, Tensor) and isinstance(template, Tensor):
-        return like_sharded(value, template)
+        return fsdp.like_sharded(value, template)
     return value
 
 

@@ -16,11 +16,11 @@ from fnloop._core.metrics import NoLoss, combine, to_accumulator_dtype, update_e
 from fnloop._core.state import Ownership, TrainState, note_call, ownership_of, owns_handles
 from fnloop._core.types import Aux, LossFn, Middleware, Output, Skip, Step, middleware
 from fnloop._step.forward import items_in
-from fnloop._step.gradients import WeightedSum
 from fnloop.extend import (
     Backward,
     Batch,
     Metric,
+    WeightedSum,
     Wrap,
     checks,
     containers,
