@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fnloop._backend.torch_compat import strip_compile_prefix
-from fnloop._core.optimizers import UNFROZEN, Group, optimizers_in
-from fnloop._core.settings import UNFROZEN, Group, Setting
+from fnloop._core.optimizers import Group, optimizers_in
+from fnloop._core.settings import UNFROZEN, Setting
 from fnloop._core.state import (
     Ownership,
     TrainState,

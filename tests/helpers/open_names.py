@@ -5,10 +5,7 @@ it. One that no extension uses any more goes out. The table may only shrink.
 """
 
 OPEN = {
-    "_backend": "accelerated",
     "_backend.containers": "SEQUENCES",
-    "_backend.fsdp": "combined dtensor full has_sharded like_sharded",
-    "_backend.processes": "Backend device_of",
     "_core.averages": "Average AVERAGED check_not_averaged named_tensors",
     "_core.code": "codes_of INSTALLED is_users PACKAGE",
     "_core.history": "first_record metrics_here new_records records_since SINCE unfinished",
@@ -34,7 +31,7 @@ OPEN = {
         "PLACE rested used_in with_used without_metrics"
     ),
     "_core.trained": "add_group Groups Layout note_restored split_group",
-    "_core.types": "Aux EVALUATION is_ours Searching Skip wraps_of",
+    "_core.types": "Aux is_ours Searching Skip",
     "_core.view": "as_evaluated begin_again changed_for is_apart take_back",
     "_data.held": "own_copy",
     "_data.iterable": "as_torch_reads_it is_keeper length_of steady_workers",

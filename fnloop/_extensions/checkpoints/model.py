@@ -14,7 +14,6 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from fnloop._backend.fsdp import is_sharded, like_sharded, local_part
 from fnloop._core.parts import Load, Part
 from fnloop._core.state import TrainState, unwrap
 from fnloop._core.view import changed_for, is_apart, view
@@ -47,7 +46,10 @@ from fnloop.extend import (
     checks,
     collectives,
     containers,
+    fsdp,
     groups,
+    is_sharded,
+    local_part,
     optimizers,
     torch_compat,
 )
@@ -615,7 +617,7 @@ def model_tensors(saved: Reading, training: bool = False) -> dict[str, Tensor]:
 
 def _shard_like(value: object, template: object) -> object:
     if isinstance(value, Tensor) and isinstance(template, Tensor):
-        return like_sharded(value, template)
+        return fsdp.like_sharded(value, template)
     return value
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fnloop._backend.fsdp import like_sharded
+from fnloop._core.optimizers import Group
 from fnloop._core.saved import Pending
 from fnloop._core.settings import UNFROZEN
 from fnloop._core.state import TrainState
@@ -31,7 +31,6 @@ from fnloop._extensions.checkpoints.format import COLLECTED, CheckpointError, ga
 from fnloop._extensions.checkpoints.named import (
     EXECUTION,
     UNSAVED,
-    Group,
     NamedOptimizer,
     is_list_of_groups,
     tensors_of_copy,
@@ -52,7 +51,7 @@ from fnloop._extensions.checkpoints.serialize import (
     tensors_in,
 )
 from fnloop._extensions.checkpoints.shapes import resized
-from fnloop.extend import Ownership, Setting, checks, collectives, containers, number_in
+from fnloop.extend import Ownership, Setting, checks, collectives, containers, fsdp, number_in
 
 # --------------------------------------------------------------------------------------------------
 # The optimizers of a state in a checkpoint: one, or several by name; in one process, or several.
@@ -1046,7 +1045,7 @@ def _move_state(
     value = move(value)
     if value.shape != parameter.shape:
         return value
-    value = like_sharded(value, parameter)
+    value = fsdp.like_sharded(value, parameter)
     if group.get("fused") and value.stride() != parameter.stride():
         # It reads both as they are in memory. The parameter may be in channels_last, or not.
         return torch.empty_like(parameter, dtype=value.dtype).copy_(value)
@@ -1256,7 +1255,7 @@ def _prepare_beside(named: NamedOptimizer, saved: SavedOptimizer) -> Load:
             value = saved.tensors.get(f"parameter.{name}")
             if value is not None and name not in saved.mismatched:
                 value = from_safetensor(value) if p.dtype in PAIRS else value
-                p.data.copy_(like_sharded(value, p))
+                p.data.copy_(fsdp.like_sharded(value, p))
 
     return load
 

@@ -14,7 +14,6 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from fnloop._backend import torch_compat
 from fnloop._core.state import TrainState
 from fnloop._extensions.engines.exchanges import ADVICE, DIVERGED
 from fnloop.extend import Ownership, View, collectives, groups, is_sharded, local_part, torch_compat

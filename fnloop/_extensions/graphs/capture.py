@@ -18,9 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fnloop._backend import torch_compat
-from fnloop._core.optimizers import wants_closure
-from fnloop._core.state import PLACE, Ownership, TrainState
+from fnloop._core.state import PLACE, TrainState
 from fnloop._core.types import Output, Step
 from fnloop._extensions.graphs.guards import (
     CaptureError,

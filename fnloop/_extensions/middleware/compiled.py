@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 import torch
 from torch.optim import Optimizer
 
-from fnloop._core.optimizers import wants_closure
 from fnloop._core.state import TrainState, with_used
 from fnloop._core.types import Middleware, Output, Step, middleware
 from fnloop._extensions.graphs.capture import GraphedStep, read_from_tensors, recorder_on
