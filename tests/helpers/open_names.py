@@ -13,7 +13,7 @@ OPEN = {
         "combine ITEMS moved NoLoss read RECENT Reduced restored Running sent Shares "
         "to_accumulator_dtype to_host update_ update_evaluated_ valid_or_nan weighted"
     ),
-    "_core.optimizers": "first_shared Optimizers",
+    "_core.optimizers": "first_shared Group Optimizers",
     "_core.parts": "check_name Held Load TAKEN",
     "_core.records": "COSTS MODES number_of_epoch TRAINED",
     "_core.rng": (
@@ -26,9 +26,9 @@ OPEN = {
     "_core.settings": "UNFROZEN",
     "_core.several": "models_of Reply Several",
     "_core.state": (
-        "clear_parameter_cache count_items count_parameters COUNTED counted_of COUNTERS "
-        "current_parameters detached_from_run items_to_send LEFT_OUT note_call ParameterCache "
-        "PLACE rested used_in with_used without_metrics"
+        "clear_parameter_cache count_parameters COUNTED counted_of COUNTERS "
+        "current_parameters detached_from_run LEFT_OUT note_call ParameterCache PLACE rested "
+        "used_in with_used without_metrics"
     ),
     "_core.trained": "add_group Groups Layout note_restored split_group",
     "_core.types": "Aux is_ours Searching Skip",
@@ -42,18 +42,16 @@ OPEN = {
     "_data.position": "checksum Pass Positions",
     "_data.reader": "Iterated Reader reader_of",
     "_data.source": "first_batches LateWindow open_source Source unmoved",
-    "_display.screen": "log",
     "_hooks.hook": "HookFn",
     "_loop.beginning": "fused_hint",
     "_loop.errors": "check_returned why_empty",
     "_loop.evaluate": "open_loader",
     "_loop.fit": "train",
     "_loop.made_with": "describe_making members_of",
-    "_loop.peers": "Interrupts is_alone",
+    "_loop.peers": "is_alone",
     "_loop.plan": "Plan",
     "_step.engine": "GradientSum",
     "_step.forward": "items_in",
-    "_step.gradients": "NoGradientError WeightedSum",
-    "_step.pipeline": "Pipeline",
+    "_step.gradients": "NoGradientError",
     "_step.update": "MissingNumberError Numbers prefixed",
 }
