@@ -27,13 +27,16 @@ of the book.
 - **Weights and gradients**: `parameters`, `all_parameters`, `Chosen`, `gradients`, `norm`,
   `local_part`, `is_sharded`
 - **Optimizers**: `optimizers`, `groups`, `number_in`, `set_number`
-- **Steps**: `report`, `then`, `with_slot`, `set_aside`, `Backward`, `host`
+- **Steps**: `PipelineStep`, `report`, `MissingNumberError`, `then`, `with_slot`, `set_aside`,
+  `Backward`, `WeightedSum`, `host`
 - **What is saved, and what readers see**: `Part`, `Saving`, `Restoring`, `View`, `view`
-- **Processes**: `Engine`, `LocalEngine`, `engine_of`, `refuse`, `on_main_process`, `collectives`
+- **Processes**: `Engine`, `LocalEngine`, `GradientSum`, `engine_of`, `refuse`,
+  `on_main_process`, `collectives`
 - **Random numbers**: `isolated`, `fold_in`
 - **Records, moments and the end of a run**: `Fold`, `Monitored`, `better`, `mode_of`,
   `Moment`, `Stop`
-- **Arguments and messages**: `check_not_stale`, `checks`, `tables`, `name_of`, `Call`, `warn_once`
+- **Arguments and messages**: `check_not_stale`, `checks`, `tables`, `name_of`, `Call`,
+  `warn_once`, `short_traceback`
 - **Nested batches, and files**: `containers`, `disk`
 - **Types**: `Batch`, `Metric`, `Wrap`
 """
@@ -59,12 +62,14 @@ from fnloop._core.state import TrainState, all_parameters, check_not_stale, para
 from fnloop._core.types import Batch, Call, Metric, View, Wrap, name_of
 from fnloop._core.view import view
 from fnloop._display import checks, tables
+from fnloop._display.frames import short_traceback
 from fnloop._display.screen import warn_once
 from fnloop._hooks.hook import Moment
-from fnloop._step.engine import Backward, Engine, LocalEngine, engine_of, refuse
-from fnloop._step.gradients import norm, set_aside
+from fnloop._step.engine import Backward, Engine, GradientSum, LocalEngine, engine_of, refuse
+from fnloop._step.gradients import WeightedSum, norm, set_aside
+from fnloop._step.pipeline import PipelineStep
 from fnloop._step.transaction import host, then
-from fnloop._step.update import report
+from fnloop._step.update import MissingNumberError, report
 
 __docformat__ = "google"
 __all__ = [
@@ -74,15 +79,19 @@ __all__ = [
     "Chosen",
     "Engine",
     "Fold",
+    "GradientSum",
     "LocalEngine",
     "Metric",
+    "MissingNumberError",
     "Moment",
     "Monitored",
     "Part",
+    "PipelineStep",
     "Restoring",
     "Saving",
     "Stop",
     "View",
+    "WeightedSum",
     "Wrap",
     "all_parameters",
     "better",
@@ -110,6 +119,7 @@ __all__ = [
     "report",
     "set_aside",
     "set_number",
+    "short_traceback",
     "tables",
     "then",
     "view",

@@ -177,9 +177,20 @@ def _nothing() -> None: ...
 class WeightedSum:
     """The running sum of a window: the weights of its batches, their losses and metrics.
 
+    Gradients are added up by the caller, each times its :meth:`relative_weight`, and
+    :meth:`divide` makes the mean of their sums.
+
     Attributes:
         weight: the sum of the weights of the batches that were added; None before the first.
         reference: the first weight. Batches count relative to it, which keeps fp16 in its range.
+
+    Example:
+        >>> import fnloop as fl, torch
+        >>> total = WeightedSum()
+        >>> total.add(fl.Output(torch.tensor(1.0), weight=3))
+        >>> total.add(fl.Output(torch.tensor(5.0), weight=1))
+        >>> total.output()
+        Output(loss=2, weight=4, aux=[], metrics=[])
     """
 
     def __init__(self) -> None:

@@ -18,6 +18,7 @@ from fnloop._core.rng import mark_generators
 from fnloop._core.state import (
     Buffers,
     TrainState,
+    advance,
     all_parameters,
     current_parameters,
     owns_handles,
@@ -252,6 +253,11 @@ class Host(threading.local):
             for each in put_back:
                 each()
 
+    @staticmethod
+    def count(state: TrainState, out: Output) -> TrainState:
+        """Return the state after an update that was made without the steps inside."""
+        return advance(state, out.skip is None)
+
     def mark(self, state: TrainState) -> PutBack:
         """Mark a state, for forward and backward that may have to begin again.
 
@@ -300,6 +306,7 @@ def host() -> Host:
         - ``decide(state, out, flag, judge)``: as :func:`fnloop.decide`, and of a batch in a window
         - ``settle(state, out, put_back)``: called in ``finally`` after a step, calls the functions
           in the list ``put_back`` if it has made no update; ``out`` is None if it raised
+        - ``count(state, out)``: the state after an update that was made without the steps inside
         - ``mark(state)``: before forward and backward that may have to begin again, returns what
           puts back what they have changed: buffers, gradients, and the generators
 

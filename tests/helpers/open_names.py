@@ -34,11 +34,11 @@ OPEN = {
     "_core.selectors": "Selectors",
     "_core.several": "models_of Reply Several",
     "_core.state": (
-        "advance clear_parameter_cache count_items count_parameters COUNTED counted_of "
-        "COUNTERS current_parameters detached_from_run generation_of give_up_ownership "
-        "items_to_send LEFT_OUT note_buffers note_call Ownership ownership_of owns_handles "
-        "ParameterCache PLACE rested shapes_of_buffers take_ownership used_in with_note "
-        "with_used without_metrics"
+        "clear_parameter_cache count_items count_parameters COUNTED counted_of COUNTERS "
+        "current_parameters detached_from_run generation_of give_up_ownership items_to_send "
+        "LEFT_OUT note_buffers note_call Ownership ownership_of owns_handles ParameterCache "
+        "PLACE rested shapes_of_buffers take_ownership used_in with_note with_used "
+        "without_metrics"
     ),
     "_core.trained": "add_group Groups Layout note_restored split_group",
     "_core.types": "Aux EVALUATION is_ours Searching Skip wraps_of",
@@ -52,7 +52,6 @@ OPEN = {
     "_data.position": "checksum Pass Positions",
     "_data.reader": "Iterated Reader reader_of",
     "_data.source": "first_batches LateWindow open_source Source unmoved",
-    "_display.frames": "short_traceback",
     "_display.screen": "log",
     "_hooks.hook": "BuiltIn Clock every_layer HookFn Wrapper",
     "_loop.beginning": "fused_hint",
@@ -62,9 +61,4 @@ OPEN = {
     "_loop.made_with": "describe_making members_of",
     "_loop.peers": "forget_interruption Interrupts is_alone",
     "_loop.plan": "Plan read_hooks",
-    "_step.engine": "GradientSum",
-    "_step.forward": "items_in",
-    "_step.gradients": "NoGradientError WeightedSum",
-    "_step.pipeline": "PipelineStep",
-    "_step.update": "MissingNumberError Numbers prefixed",
 }

@@ -49,13 +49,13 @@ from fnloop._extensions.engines.apart import apart_of, trains_apart
 from fnloop._extensions.engines.join import parameters_beside
 from fnloop._extensions.engines.meshes import around_sharded, roots
 from fnloop._extensions.engines.one_message import OneMessage, fits
-from fnloop._step.engine import GradientSum
-from fnloop._step.gradients import WeightedSum
 from fnloop.extend import (
     Backward,
     Batch,
+    GradientSum,
     LocalEngine,
     Metric,
+    WeightedSum,
     all_parameters,
     collectives,
     containers,

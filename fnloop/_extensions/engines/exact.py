@@ -49,12 +49,12 @@ from fnloop._extensions.engines.distributed import (
     merge_metrics,
     weight_on_device,
 )
-from fnloop._step.gradients import WeightedSum
 from fnloop.extend import (
     Backward,
     Batch,
     LocalEngine,
     Metric,
+    WeightedSum,
     checks,
     collectives,
     containers,

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from fnloop._backend import torch_compat
-from fnloop._core.state import TrainState, advance
+from fnloop._core.state import TrainState
 from fnloop._core.types import Output, Step
 from fnloop._extensions.graphs.capture import (
     Graph,
@@ -351,7 +351,7 @@ class WholeStep(GraphedStep):
             return self._apart(state, batch)
         self.graphs[key] = graph
         out = graph(state, tensors)
-        return advance(state, applied=out.skip is None), out
+        return host().count(state, out), out
 
     def _prepare(self, state: TrainState) -> list[OriginalSettings]:
         for optimizer in optimizers(state).values():

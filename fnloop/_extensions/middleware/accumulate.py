@@ -15,12 +15,11 @@ from torch import Tensor, nn
 from fnloop._core.metrics import NoLoss, combine, to_accumulator_dtype, update_evaluated_
 from fnloop._core.state import Ownership, TrainState, note_call, ownership_of, owns_handles
 from fnloop._core.types import Aux, LossFn, Middleware, Output, Skip, Step, middleware
-from fnloop._step.forward import items_in
-from fnloop._step.gradients import WeightedSum
 from fnloop.extend import (
     Backward,
     Batch,
     Metric,
+    WeightedSum,
     Wrap,
     checks,
     containers,
@@ -731,7 +730,7 @@ def _takes_carry(
             )
         weight = aux.get("weight")
         if weight is None:
-            weight = items_in(fed.batch, name) * positions(fed.batch)
+            weight = containers.items_in(fed.batch, name) * positions(fed.batch)
         return loss, {"weight": weight, _AUX: aux, _CARRY: carry}
 
     return with_carried
