@@ -43,7 +43,7 @@ def names_in(text):
 
 
 def parameters(value):
-    derived = inspect.isclass(value) and value.__name__ in ("Moment", "View")
+    derived = inspect.isclass(value) and value.__name__ in ("Moment", "View", "BuiltIn", "Wrapper")
     if derived or getattr(value, "_is_protocol", False):  # no caller makes one
         return set()
     taken = set(inspect.signature(value).parameters) - {"self", "cls"}

@@ -184,13 +184,17 @@ def _no_indices(epoch: int, batch: int, samples: int) -> Iterator[object]:
     return iter(())
 
 
+def local_clock() -> float:
+    """Return a time in seconds, of this process."""
+    return time.monotonic()
+
+
 @attrs.frozen(eq=False)
 class Live:
     """What moves while a run lasts: its clocks, and where its parts ask and tell each other.
 
     Args:
-        clock: seconds since a moment of the run, the same in every process; None where there is one
-            process, which has a clock of its own.
+        clock: seconds since a moment of the run, the same in every process.
         position_at: ``(epoch, batch) -> where the training loader was after this batch``, or None.
         indices_at: ``(epoch, batch, samples) -> which samples of its dataset each batch of this
             process has``, from that position on; nothing where that is unknown. It may draw from
@@ -200,7 +204,7 @@ class Live:
         notices: where parts of the run tell what happens in it.
     """
 
-    clock: Callable[[], float] | None = None
+    clock: Callable[[], float] = local_clock
     position_at: Callable[[int, int], Position | None] = _unknown
     indices_at: Callable[[int, int, int], Iterator[object]] = _no_indices
     made_with: Callable[[], Mapping[str, object]] = dict
@@ -272,12 +276,6 @@ class RunInfo:
         rare = ("precision", "first_step", "turns", "models", "total_items", "first_items")
         facts = attrs.asdict(self, filter=lambda field, value: bool(field.repr))
         return {name: fact for name, fact in facts.items() if fact or name not in rare}
-
-
-def now(run: RunInfo | None) -> float:
-    """Return a time in seconds, the same in every process of a run."""
-    clock = None if run is None else run.live.clock
-    return time.monotonic() if clock is None else clock()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -478,7 +476,7 @@ RECORDS = {
 OF_BOUNDARY = (Start, Boundary, Append, Collect, Call)  # what follows them depends on what they do
 
 
-RAN, WAITS, CLOCK = "ran", "waits", "clock"  # the notes in `TrainState.noted`, before a number
+RAN, CLOCK = "ran", "clock"  # the notes in `TrainState.noted`, before a number
 
 
 def pending(todo: Todo) -> Todo:

@@ -21,7 +21,28 @@ _RAISE = dis.opmap["RAISE_VARARGS"]
 
 
 def short_traceback(function: Callable[P, T]) -> Callable[P, T]:
-    """Return a public function that shows no other frame of fnloop where an exception leaves it."""
+    """Return a public function that shows no other frame of fnloop where an exception leaves it.
+
+    The traceback has the caller's frames and this function, and the frames of the code that it
+    calls for its caller, such as a loss function. Use it as a decorator.
+
+    Args:
+        function: the function. Arguments that it does not take are named, with what to write.
+
+    Returns:
+        The same function, with short tracebacks.
+
+    Example:
+        >>> import traceback
+        >>> @short_traceback
+        ... def apply(fn):
+        ...     return fn()
+        >>> try:
+        ...     apply(lambda: 1 / 0)
+        ... except ZeroDivisionError as error:
+        ...     [frame.name for frame in traceback.extract_tb(error.__traceback__)][1:]
+        ['called', 'apply', '<lambda>']
+    """
 
     @functools.wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> T:

@@ -27,6 +27,9 @@ _ROWS: dict[str, dict[str, str]] = {
         "._extensions.hooks.progress": "progress",
         "._extensions.hooks.stop": "halt_on_nonfinite",
     },
+    "what is noted before a run": {
+        "._extensions.checkpoints.model": "note_buffers",
+    },
     "what a checkpoint can hold": {
         "._extensions.checkpoints.save": "check_encodable",
     },

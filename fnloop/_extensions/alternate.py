@@ -20,14 +20,7 @@ from fnloop._core.history import unfinished
 from fnloop._core.metrics import RECENT, Mean, NoLoss, combine, update_evaluated_
 from fnloop._core.optimizers import first_shared
 from fnloop._core.runs import RunInfo
-from fnloop._core.state import (
-    Ownership,
-    ParameterCache,
-    TrainState,
-    give_up_ownership,
-    ownership_of,
-    owns_handles,
-)
+from fnloop._core.state import ParameterCache, TrainState
 from fnloop._core.types import Middleware, Output, Step, is_ours
 from fnloop._data.source import LateWindow
 from fnloop._step.pipeline import PipelineStep
@@ -35,6 +28,7 @@ from fnloop.extend import (
     Batch,
     Call,
     Metric,
+    Ownership,
     all_parameters,
     check_not_stale,
     checks,
@@ -220,21 +214,18 @@ class AlternateStep(PipelineStep):
                 part = window[turn.batches]
             except BaseException:  # of a batch that is fetched now
                 if done.applied:
-                    give_up_ownership(state)  # the weights are between two rounds
+                    Ownership.give_up(state)  # the weights are between two rounds
                 raise
             if part:
                 step = steps[turn.name]
                 given = part[0] if step.window == 1 else part
                 state = self._turns.take(turn, step.train, state, given, done)
-        return super()._passed(state, done.applied, state.updates), done.output()
+        return Ownership.advance(state, done.applied, state.updates), done.output()
 
-    def _passed(
-        self, state: TrainState, counts: bool, updates: Mapping[str, int] | None = None
-    ) -> TrainState:
+    def _passed(self, state: TrainState, counts: bool) -> TrainState:
         made = Counter(turn.name for turn in self.settings.turns if counts)
-        return super()._passed(
-            state, counts, {name: n + made[name] for name, n in state.updates.items()}
-        )
+        updates = {name: n + made[name] for name, n in state.updates.items()}
+        return Ownership.advance(state, counts, updates)
 
     def _window(self, batch: Batch) -> Sequence[Batch] | LateWindow:
         """Return the batches of a round."""
@@ -672,7 +663,7 @@ class _Handles:
     """What the states of one optimizer's turns share, for as long as the run's states live."""
 
     def __init__(self) -> None:
-        self.ownership: Ownership[TrainState] = Ownership()
+        self.ownership: Ownership = Ownership()
         self.parameters = ParameterCache()
         self.run: tuple[RunInfo | None, RunInfo | None] = (None, None)  # the run's, and their own
 
@@ -687,9 +678,7 @@ class Turns:
 
     def __init__(self, run_of: Callable[[RunInfo, str, int], RunInfo]) -> None:
         self._run_of = run_of
-        self._handles: WeakKeyDictionary[Ownership[TrainState], dict[str, _Handles]] = (
-            WeakKeyDictionary()
-        )
+        self._handles: WeakKeyDictionary[Ownership, dict[str, _Handles]] = WeakKeyDictionary()
 
     def state_of(self, state: TrainState, name: str, position: int = 0) -> TrainState:
         """Return a state of the same model whose only optimizer is that of a name.
@@ -697,7 +686,7 @@ class Turns:
         It has the slots of that name, and its step is the number of updates of that optimizer. With
         several processes each turn draws other numbers, because of its seed.
         """
-        found = self._handles.setdefault(ownership_of(state), {})
+        found = self._handles.setdefault(Ownership.of(state), {})
         handles = found.get(name) or found.setdefault(name, _Handles())
         if state.run is not handles.run[0]:
             first = unfinished(state.phases).updates.get(name, 0)
@@ -743,13 +732,13 @@ class Turns:
         try:
             new, out = call(name, step, own, batch)
         except BaseException:
-            if done.applied or not owns_handles(own):
-                give_up_ownership(state)  # the weights are between two rounds
+            if done.applied or not Ownership.belongs_to(own):
+                Ownership.give_up(state)  # the weights are between two rounds
             raise
         finally:
             for p in resting:
                 p.requires_grad_(True)
-        ownership_of(own).newest = None
+        Ownership.of(own).newest = None
         done.add(name, out)
         updates = {**state.updates, name: state.updates[name] + (out.skip is None)}
         slots = _merged(state, name, new)

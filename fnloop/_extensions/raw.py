@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fnloop._backend import torch_compat
-from fnloop._core.state import StaleStateError, TrainState, current_parameters, give_up_ownership
+from fnloop._core.state import Ownership, StaleStateError, TrainState, current_parameters
 from fnloop._core.types import LossFn, Middleware, Output, Step, skip
 from fnloop._step.pipeline import PipelineStep, pipeline
 from fnloop.extend import Batch, Call, all_parameters, checks, name_of, optimizers, refuse
@@ -197,7 +197,7 @@ class RawStep(_StepOfFunction):
         params = current_parameters(state, beginning=True).found
         for p in params:
             p.grad = None
-        give_up_ownership(state)  # the function may change the parameters at any time
+        Ownership.give_up(state)  # the function may change the parameters at any time
         try:
             out = self.fn(state, batch)
         except StaleStateError as error:
@@ -290,7 +290,7 @@ class GradientStep(_StepOfFunction):
             made = [(p, p.grad) for p in params if p.grad is not None]
         except BaseException:
             if versions != torch_compat.versions_of(params):
-                give_up_ownership(state)  # it raised between a change of the weights and the next
+                Ownership.give_up(state)  # it raised between a change of the weights and the next
             raise
         finally:
             for p, gradient in zip(params, before, strict=True):

@@ -15,7 +15,7 @@ from fnloop._core.metrics import RECENT, without_recent
 from fnloop._core.optimizers import explain_untrained, optimizers_in
 from fnloop._core.runs import pending
 from fnloop._core.saved import Pending, materialize
-from fnloop._core.state import TrainState, bring, changed, note_buffers, trains_all
+from fnloop._core.state import TrainState, bring, changed, trains_all
 from fnloop._core.trained import keep_statistics
 from fnloop._core.types import Metric, Middleware, name_of
 from fnloop._data.loaders import Loaders, even, sharded
@@ -51,7 +51,8 @@ def first_state(plan: Plan, state: TrainState) -> TrainState:
         raise
     if pending(state.todo) or state.ends is not None:
         _warn_of_unknown(state)
-    note_buffers(state)
+    for note in extensions("what is noted before a run"):
+        note(state)
     # Hooks have tried the other parts.
     if parts := BuiltIn.parts_saved(plan.hooks) & {"slots", "metrics"}:
         _try_to_save(plan.step, state, parts)

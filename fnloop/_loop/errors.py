@@ -10,11 +10,10 @@ from fnloop._core.history import records_since
 from fnloop._core.records import Record
 from fnloop._core.state import (
     COUNTERS,
+    Ownership,
     TrainState,
     check_not_stale,
     detached_from_run,
-    is_half_updated,
-    owns_handles,
     went_back,
 )
 from fnloop._core.types import EPOCH, Searching, name_of
@@ -66,12 +65,12 @@ def explain(
             "a gradient is sparse, as that of an embedding with sparse=True, and torch has no such "
             'function for it: leave out sparse=True, or name others, such as clip(1.0, only="head")'
         )
-    if is_half_updated(state):
+    if Ownership.of(state).generation is None:
         error.add_note(
             "the optimizer was changing the weights: they are between two updates, so this "
             "exception has no attribute state. Go back to a checkpoint or to a snapshot"
         )
-    if not owns_handles(state):
+    if not Ownership.belongs_to(state):
         return None
     state = detached_from_run(state)
     with contextlib.suppress(AttributeError):

@@ -20,9 +20,10 @@ from fnloop._core.history import (
     keys_of,
     unfinished,
 )
-from fnloop._core.optimizers import forget_schedules, groups_in
+from fnloop._core.optimizers import groups_in
 from fnloop._core.records import COSTS, TRAINED
-from fnloop._core.runs import Live, RunInfo, Stop, Windows, reason_of
+from fnloop._core.runs import Live, RunInfo, Stop, Windows, local_clock, reason_of
+from fnloop._core.settings import forget_schedules
 from fnloop._core.several import models_of
 from fnloop._core.state import (
     TrainState,
@@ -49,6 +50,7 @@ from fnloop._hooks.hook import (
     Moment,
     Trigger,
     as_hook,
+    check_beside,
     every_layer,
     is_moment,
     is_of_user,
@@ -281,7 +283,7 @@ class Plan:
         state: TrainState,
         source: Source,
         evaluated: tuple[str, ...],
-        clock: Callable[[], float] | None,
+        clock: Callable[[], float] | None = None,
     ) -> RunInfo:
         """Return the facts about a run.
 
@@ -289,7 +291,7 @@ class Plan:
             state: the state that it begins with.
             source: the training loader.
             evaluated: the names of the loaders that it evaluates.
-            clock: the time that all processes agree on, if there are several.
+            clock: the time that all processes agree on; by default that of this process.
         """
         windows = self.windows(state, source)
         phase = phase_of(state, self.phase)
@@ -315,7 +317,7 @@ class Plan:
             first_items=(None if phase is None else phase.items) or 0,
             models=models_of(state.model),
             hook_slots=slots_of(self.hooks), reported=names_reported(self.hooks), windows=windows,
-            live=Live(clock, source.positions.at, source.indices, made_with),
+            live=Live(clock or local_clock, source.positions.at, source.indices, made_with),
         )  # fmt: skip
 
     def check(self, info: RunInfo, history: History) -> None:
@@ -327,8 +329,7 @@ class Plan:
             KeyError: a hook monitors a metric that this run does not have, or a middleware is for
                 a loader that it does not have.
         """
-        for hook in BuiltIn.among(self.hooks):
-            hook.check_beside(self.hooks)
+        check_beside(self.hooks)
         check_makers(self.hooks, ("train", "recent", *self.loaders.evaluated))
         self.check_metrics(info.evaluated, history, info.models)
         self.step.check_loaders(("train", *self.loaders.evaluated))

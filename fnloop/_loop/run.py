@@ -29,7 +29,7 @@ from fnloop._core.metrics import (
     read,
     without_recent,
 )
-from fnloop._core.optimizers import labelled_groups, numbers_used, optimizers_in
+from fnloop._core.optimizers import labelled_groups, optimizers_in
 from fnloop._core.records import Record, loaders_in
 from fnloop._core.rng import COMPUTE, fold_in, isolated, mix, seed_host, torch_seeder
 from fnloop._core.runs import (
@@ -52,11 +52,12 @@ from fnloop._core.runs import (
     can_wait,
     first_stop,
     has_updates,
-    now,
     pending,
     with_reason,
 )
+from fnloop._core.settings import Setting
 from fnloop._core.state import (
+    Ownership,
     TrainState,
     changed,
     check_not_stale,
@@ -65,9 +66,8 @@ from fnloop._core.state import (
     count_left_out,
     counted_of,
     detached_from_run,
+    items_to_send,
     newest,
-    ownership_of,
-    owns_handles,
     went_back,
     with_record,
 )
@@ -100,6 +100,7 @@ from fnloop._loop.errors import (
     tell_on_main,
 )
 from fnloop._loop.evaluate import gather_outputs, measure, open_loader
+from fnloop._loop.made_with import members_of
 from fnloop._loop.peers import (
     Abandoned,
     Interrupts,
@@ -199,7 +200,7 @@ def _close(
             note_failed_too(error, hook, another)
             return
         another.add_note(f"while in the method close of {name_of(hook)}, after the run")
-        if owns_handles(world.state):
+        if Ownership.belongs_to(world.state):
             with contextlib.suppress(AttributeError):
                 another.state = detached_from_run(world.state)  # type: ignore[attr-defined]
         raise
@@ -247,7 +248,8 @@ class World:
         __tracebackhide__ = True
         plan.check_position(state)
         self.peers = peers_of(state)
-        self.peers.compare(plan.step, plan.hooks)
+        saving = [hook for hook in plan.hooks if BuiltIn.parts_saved([hook])]
+        self.peers.compare(type(plan.step).__name__, members_of(plan.step), saving)
         self.plan = plan
         self.source = open_loader(plan.loaders.train, state, plan.total)
         due = [name for _, names in plan.evaluations for name in names]
@@ -286,14 +288,14 @@ class World:
         self.read_whole = False  # whether the loader had no further batch then
         self.first_update = state.step + state.skipped
         known = state.history[-1].seconds if len(state.history) else 0.0
-        self.seconds = max(known, ownership_of(state).seconds)  # of all runs, at the newest record
+        self.seconds = max(known, Ownership.of(state).seconds)  # of all runs, at the newest record
         self.stopwatch = self.info.live.stopwatch
         self.stopwatch.begin(self.seconds)
         begun = first_state(plan, changed(state, run=self.info))
         begun = self._count_items(begun)
         self._usr1_stops = any(hook.ends_run_on_usr1 for hook in BuiltIn.among(plan.hooks))
         for n, clock in enumerate(clock for moment in plan.moments for clock in moment.clocks):
-            clock.begin(begun, f"{CLOCK} {n}", now(self.info) - self.seconds)
+            clock.begin(begun, f"{CLOCK} {n}", self.info.live.clock() - self.seconds)
         self._clocks = tuple(clock for moment in plan.triggers for clock in moment.clocks)
         todo = state.todo  # also if a hook has gone to another state
         if Stop.ends_run(begun.stop) and state.stop is None:
@@ -352,7 +354,7 @@ class World:
             return
         self.doing = "the exchange between processes"
         if together:
-            self.state = self.peers.barrier(self.state, self.interrupts, 0)
+            self.state = self._barrier(self.state, 0)
         self.interrupts.done = True
         state = self.state
         if isinstance(state.todo[0], Flush):  # the run has ended, but for that
@@ -583,7 +585,8 @@ class World:
     def _before_hooks(self, state: TrainState, todo: Todo) -> TrainState:
         """Exchange signals before the hooks of an update are called: they see a stop."""
         self.doing = "the exchange between processes"
-        self.peers.poll(state, self.interrupts)
+        if asked := self.peers.poll(state, self.interrupts.requested):
+            self.interrupts.obey(*asked)
         if self.interrupts.stop is not None:
             state = self.interrupts.apply(state)
         if End() in todo:  # they are called again then
@@ -626,13 +629,23 @@ class World:
         made = state.step + state.skipped - self.first_update
         suggest_fused(plan.step.pipeline.middleware, state, self.stopwatch.trained, made)
         order = self.source.order if self.read_whole else 0
-        state = self.peers.barrier(state, self.interrupts, order)
+        state = self._barrier(state, order)
         state = self.obey(changed(state, todo=todo))
         if action.ended and state.stop is None and not (plan.epochs or plan.may_stall):
             self.state, self.doing = state, "the end of the epoch"
             if (why := explain_no_updates(state, self.left_out)) is not None:
                 raise ValueError(why)
         return state
+
+    def _barrier(self, state: TrainState, order: int) -> TrainState:
+        """Wait for the other processes. Return the state, which then knows the items of all."""
+        if self.peers.alone:
+            return state
+        given = state, self.interrupts.requested, order, items_to_send(state)
+        asked, items = self.peers.barrier(*given)
+        if asked:
+            self.interrupts.obey(*asked)
+        return count_items(state, sent=items)
 
     def end(self, state: TrainState, action: End, todo: Todo) -> TrainState:
         """Decide what is due because the run ends."""
@@ -768,7 +781,8 @@ class World:
     def _watch(self, state: TrainState, loader: str, done: int, total: int | None) -> None:
         """Abandon an evaluation that has no time left. Tell the hooks how far it is."""
         __tracebackhide__ = True
-        self.peers.poll(state, self.interrupts)
+        if asked := self.peers.poll(state, self.interrupts.requested):
+            self.interrupts.obey(*asked)
         self.interrupts.check_time_left(over=state.stop is not None)
         for hook in self.plan.hooks:
             self.doing = hook
@@ -811,7 +825,7 @@ def _with_rates(prefix: str, state: TrainState, named: dict[str, Metric]) -> dic
         return {}
     if (loss := f"{prefix}loss") in named:
         named = {loss: named[loss], **named}
-    rates = numbers_used(labelled_groups(optimizers_in(state.optimizer)), "lr")
+    rates = Setting.used(labelled_groups(optimizers_in(state.optimizer)), "lr")
     missing = {f"{prefix}{k}": rate for k, rate in rates.items() if f"{prefix}{k}" not in named}
     return {**named, **missing}
 
@@ -905,7 +919,7 @@ def _survive(world: World, error: BaseException) -> bool:
             world.state = changed(made, todo=(Boundary(),))
     state = world.state
     # With several processes, fail: the others cannot know of it, and the launcher ends them.
-    interrupted = _is_interruption(world, error) and owns_handles(state)
+    interrupted = _is_interruption(world, error) and Ownership.belongs_to(state)
     lost = alone and (interrupted or _has_lost_its_workers(world, error))
     if lost or isinstance(error, Abandoned):
         world.interrupts.stop = world.interrupts.stop or INTERRUPTED

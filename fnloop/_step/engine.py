@@ -17,13 +17,7 @@ from fnloop._backend.fsdp import is_sharded
 from fnloop._core.metrics import Shares
 from fnloop._core.parts import Part
 from fnloop._core.several import Several
-from fnloop._core.state import (
-    Ownership,
-    TrainState,
-    current_parameters,
-    ownership_of,
-    parameters,
-)
+from fnloop._core.state import Ownership, TrainState, current_parameters, parameters
 from fnloop._core.types import Batch, Metric, Output, Step
 from fnloop._core.view import trained_model
 from fnloop._data.source import Source
@@ -316,7 +310,7 @@ def engine_of(state: TrainState) -> Engine:
     backend = state.backend
     if backend.world_size == 1 and not backend.exact and backend.engine is None:
         return LOCAL
-    owner, model = ownership_of(state), trained_model(state.model) or state.model
+    owner, model = Ownership.of(state), trained_model(state.model) or state.model
     made_for, engine = _made.get(owner, (None, None))
     if engine is None or made_for is not model:
         engine = make_engine(state)

@@ -177,8 +177,8 @@ def _nothing() -> None: ...
 class WeightedSum:
     """The running sum of a window: the weights of its batches, their losses and metrics.
 
-    Gradients are added up by the caller, each times its :meth:`relative_weight`, and
-    :meth:`divide` makes the mean of their sums.
+    A backward of each batch starts from loss × relative weight. At the end :meth:`divide` turns the
+    sum of the gradients into the mean over the items.
 
     Attributes:
         weight: the sum of the weights of the batches that were added; None before the first.
@@ -186,11 +186,14 @@ class WeightedSum:
 
     Example:
         >>> import fnloop as fl, torch
-        >>> total = WeightedSum()
-        >>> total.add(fl.Output(torch.tensor(1.0), weight=3))
-        >>> total.add(fl.Output(torch.tensor(5.0), weight=1))
-        >>> total.output()
-        Output(loss=2, weight=4, aux=[], metrics=[])
+        >>> total, gradient = WeightedSum(), torch.zeros(())
+        >>> for loss, weight in ((3.0, 2), (6.0, 4)):  # the gradient of each is its loss
+        ...     out = fl.Output(torch.tensor(loss), weight)
+        ...     gradient += out.loss * (total.relative_weight(out) or 1)
+        ...     total.add(out)
+        >>> total.divide([gradient])
+        >>> gradient.item(), total.output().loss.item()
+        (5.0, 5.0)
     """
 
     def __init__(self) -> None:

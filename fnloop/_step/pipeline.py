@@ -26,8 +26,8 @@ from fnloop._core.runs import Windows
 from fnloop._core.saved import has_pending, materialize
 from fnloop._core.several import Several, models_of
 from fnloop._core.state import (
+    Ownership,
     TrainState,
-    advance,
     advance_used,
     all_parameters,
     bring,
@@ -161,12 +161,28 @@ class PipelineStep:
     With ``accumulate(n)`` it takes a sequence of up to n batches instead of one. A bare call draws
     from the global generators as any PyTorch code does; ``fit`` positions them.
 
+    A function that is given a step checks it with ``PipelineStep.checked(step, "its name")``, which
+    says what to write for something else.
+
     It is the step of a loss function. A kind of step that does more by itself replaces how it is
     composed, ``_compose_innermost`` and ``_compose_training``, and what may be around it.
 
     Args:
         listed: the middleware around what it does by itself.
         loss_fn: the loss function; None: a kind of step that has several, or none.
+
+    Attributes:
+        window: the most batches of an update.
+        turns: the steps that it calls in turn, by the names of their optimizers.
+        evaluation: evaluates a batch.
+        train: makes an update, without the checks of a bare call.
+
+    Example:
+        >>> import fnloop as fl
+        >>> from fnloop.testing import toy_loss
+        >>> step = PipelineStep.checked(fl.pipeline(fl.accumulate(2))(toy_loss), "my_tool")
+        >>> step.window, step.listing([fl.clip(1.0)])
+        (2, pipeline(clip(1.0))(toy_loss))
     """
 
     has_all_rings = True  # whether it is a loss function with all rings of middleware around it
@@ -242,7 +258,11 @@ class PipelineStep:
         return may_skip(self.loss_fn)
 
     def inside(self, listed: tuple[Middleware, ...]) -> PipelineStep:
-        """Return the same step with more middleware around it, if it can have any."""
+        """Return the same step with more middleware around it, if it can have any.
+
+        Raises:
+            TypeError: it has its middleware already.
+        """
         raise TypeError(
             f"a pipeline takes a loss function, but {self!r} is a step already: list all "
             f"middleware in one pipeline(...)({name_of(self.loss_fn)})"
@@ -453,18 +473,10 @@ class PipelineStep:
         loss = torch.zeros(len(several) if several else (), device=state.backend.device)
         return self._passed(state, counts), Output(loss, 0, skip=None if counts else "no batch")
 
-    def _passed(
-        self, state: TrainState, counts: bool, updates: Mapping[str, int] | None = None
-    ) -> TrainState:
-        """Return the state after an update of which only the counters are left to change.
-
-        Args:
-            state: the state.
-            counts: whether it was applied.
-            updates: those of each of several optimizers, if not all of them have updated.
-        """
+    def _passed(self, state: TrainState, counts: bool) -> TrainState:
+        """Return the state after an update of which only the counters are left to change."""
         if self._used is None:
-            return advance(state, counts, updates)
+            return Ownership.advance(state, counts)
         return advance_used(state, with_used(state, self._used), counts)
 
     def begin_run(self, state: TrainState) -> None:

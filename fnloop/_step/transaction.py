@@ -17,11 +17,10 @@ from fnloop._backend.torch_compat import apply_optimizer
 from fnloop._core.rng import mark_generators
 from fnloop._core.state import (
     Buffers,
+    Ownership,
     TrainState,
-    advance,
     all_parameters,
     current_parameters,
-    owns_handles,
     with_slots,
 )
 from fnloop._core.types import Batch, Middleware, Output, Step, Wrap, is_ours, wraps_of
@@ -244,7 +243,7 @@ class Host(threading.local):
         if out is not None:
             if out.skip is not None:
                 self._undo(put_back)
-        elif owns_handles(state):
+        elif Ownership.belongs_to(state):
             with contextlib.suppress(RuntimeError):  # the device may be lost
                 self._undo(put_back)
 
@@ -252,11 +251,6 @@ class Host(threading.local):
         if not self.is_recorded:  # in a record nothing is computed: a replay does
             for each in put_back:
                 each()
-
-    @staticmethod
-    def count(state: TrainState, out: Output) -> TrainState:
-        """Return the state after an update that was made without the steps inside."""
-        return advance(state, out.skip is None)
 
     def mark(self, state: TrainState) -> PutBack:
         """Mark a state, for forward and backward that may have to begin again.
@@ -306,7 +300,6 @@ def host() -> Host:
         - ``decide(state, out, flag, judge)``: as :func:`fnloop.decide`, and of a batch in a window
         - ``settle(state, out, put_back)``: called in ``finally`` after a step, calls the functions
           in the list ``put_back`` if it has made no update; ``out`` is None if it raised
-        - ``count(state, out)``: the state after an update that was made without the steps inside
         - ``mark(state)``: before forward and backward that may have to begin again, returns what
           puts back what they have changed: buffers, gradients, and the generators
 

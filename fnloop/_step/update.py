@@ -21,11 +21,10 @@ from fnloop._core.optimizers import (
 from fnloop._core.records import TRAINED
 from fnloop._core.several import Several
 from fnloop._core.state import (
+    Ownership,
     TrainState,
-    advance,
     advance_used,
     current_parameters,
-    give_up_ownership,
     parameters,
     with_used,
 )
@@ -73,7 +72,7 @@ def update(
                 if out.skip is None:
                     if not cache.checked:
                         _check_gradients(new, out, name, state.optimizer)
-                    give_up_ownership(new)  # until all of the parameters have changed
+                    Ownership.give_up(new)  # until all of the parameters have changed
                     apply, given = HOST.apply, new.optimizer
                     ones = [*given.values()] if type(given) is Optimizers else [given]
                     if isinstance(new.model, Several):
@@ -85,7 +84,9 @@ def update(
             for p in params:
                 p.grad = None
         applied = out.skip is None
-        return advance(new, applied) if used is None else advance_used(state, new, applied), out
+        if used is not None:
+            return advance_used(state, new, applied), out
+        return Ownership.advance(new, applied), out
 
     return update
 
@@ -158,7 +159,7 @@ def _by_closure(step: Step, state: TrainState, batch: Batch) -> tuple[TrainState
         return engine_of(state).mean_loss(replies[-1][1])
 
     # The optimizer may change the parameters before, between and after its evaluations.
-    give_up_ownership(state)
+    Ownership.give_up(state)
     optimizer.step(closure)
     return replies[0]
 

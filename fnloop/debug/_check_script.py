@@ -12,10 +12,8 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from fnloop._backend import torch_compat
 from fnloop._core.state import TrainState
 from fnloop._core.types import Step
-from fnloop._display.frames import short_traceback
 from fnloop._extensions.checkpoints.compare import find_difference
 from fnloop._extensions.checkpoints.format import CheckpointError
 from fnloop._extensions.checkpoints.restore import restore
@@ -23,7 +21,6 @@ from fnloop._extensions.checkpoints.save import check_resumable, save
 from fnloop._extensions.middleware.accumulate import accumulate, microbatch
 from fnloop._extensions.tools.dry_run import Finding, HostReads, Report, Trial, with_members
 from fnloop._hooks.hook import every
-from fnloop._step.pipeline import PipelineStep
 from fnloop.data import take
 from fnloop.debug._audit import DROPOUTS, SMALL, audit, tolerance_of
 from fnloop.debug._watch import (
@@ -35,7 +32,16 @@ from fnloop.debug._watch import (
     first_other_operator,
     watch,
 )
-from fnloop.extend import Batch, containers, isolated, name_of, tables
+from fnloop.extend import (
+    Batch,
+    PipelineStep,
+    containers,
+    isolated,
+    name_of,
+    short_traceback,
+    tables,
+    torch_compat,
+)
 
 UPDATES = 3
 MOST_SOURCES = 3

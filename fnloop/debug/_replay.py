@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
-from fnloop._backend import torch_compat
 from fnloop._core.history import History, Phase, records_since, unfinished
 from fnloop._core.metrics import RECENT
 from fnloop._core.records import Record
@@ -29,7 +28,6 @@ from fnloop._core.view import take_back
 from fnloop._data.loaders import read_loaders
 from fnloop._data.position import checksum
 from fnloop._data.source import unmoved
-from fnloop._display.frames import short_traceback
 from fnloop._extensions.checkpoints.counters import Targets
 from fnloop._extensions.checkpoints.format import CheckpointError, Contents
 from fnloop._extensions.checkpoints.restore import restore
@@ -40,7 +38,7 @@ from fnloop._loop.evaluate import open_loader
 from fnloop._loop.fit import train
 from fnloop._loop.made_with import members_of
 from fnloop._loop.plan import Plan
-from fnloop._step.pipeline import PipelineStep, pipeline
+from fnloop._step.pipeline import pipeline
 from fnloop.debug._diff import (
     BITS,
     Difference,
@@ -54,6 +52,7 @@ from fnloop.debug._diff import (
 from fnloop.extend import (
     Batch,
     Moment,
+    PipelineStep,
     Stop,
     check_not_stale,
     checks,
@@ -61,7 +60,9 @@ from fnloop.extend import (
     isolated,
     on_main_process,
     optimizers,
+    short_traceback,
     tables,
+    torch_compat,
 )
 
 # --------------------------------------------------------------------------------------------------

@@ -17,17 +17,24 @@ from fnloop._core.history import records_since
 from fnloop._core.state import TrainState, snapshot, unwrap
 from fnloop._core.types import Step
 from fnloop._data.loaders import read_loaders
-from fnloop._display.frames import short_traceback
 from fnloop._extensions.checkpoints.format import CheckpointError, Contents
 from fnloop._extensions.checkpoints.place import Place, place_at
 from fnloop._extensions.checkpoints.save import collect_contents, versions
 from fnloop._extensions.checkpoints.saved import Saved
 from fnloop._extensions.checkpoints.serialize import Json
 from fnloop._loop.made_with import describe_making
-from fnloop._step.pipeline import PipelineStep
 from fnloop.debug._diff import Difference, Finding, compare_contents, compare_histories, is_measured
 from fnloop.debug._replay import Origin, Pair, begun_before, continue_from, restored_from
-from fnloop.extend import check_not_stale, checks, collectives, is_sharded, on_main_process, tables
+from fnloop.extend import (
+    PipelineStep,
+    check_not_stale,
+    checks,
+    collectives,
+    is_sharded,
+    on_main_process,
+    short_traceback,
+    tables,
+)
 
 WHAT = "fnloop.debug.verify"  # as messages about processes that wait name it
 

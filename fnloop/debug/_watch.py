@@ -22,7 +22,7 @@ from collections.abc import (
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import attrs
 import numpy as np
@@ -31,14 +31,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from fnloop._backend import torch_compat
 from fnloop._core.averages import Average
 from fnloop._core.code import INSTALLED, PACKAGE, codes_of, is_users
 from fnloop._core.metrics import Mean
-from fnloop._core.optimizers import Group
 from fnloop._core.rng import mark_generators
 from fnloop._core.selectors import Selectors
-from fnloop._core.state import TrainState, generation_of, ownership_of, unwrap
+from fnloop._core.state import TrainState, unwrap
 from fnloop._core.types import Middleware, Output, Step, middleware
 from fnloop._extensions.checkpoints.compare import INTEGER_OF_SIZE
 from fnloop._extensions.checkpoints.named import walk_optimizers
@@ -46,6 +44,7 @@ from fnloop.extend import (
     Batch,
     Chosen,
     Metric,
+    Ownership,
     checks,
     containers,
     engine_of,
@@ -55,6 +54,7 @@ from fnloop.extend import (
     parameters,
     report,
     then,
+    torch_compat,
 )
 
 # --------------------------------------------------------------------------------------------------
@@ -576,8 +576,7 @@ class Before:
             for name, saved in self._slots.items():
                 putting.put(state.slots[name], saved)
             putting.finish()
-        owner = ownership_of(state)
-        owner.generation, owner.newest = generation_of(state), None
+        Ownership.give_back(state)
         self.repeat_draws()
 
     def repeat_draws(self) -> None:
@@ -654,7 +653,7 @@ def named_tensors(state: TrainState) -> Iterator[tuple[str, Tensor]]:
                     yield f"(group {i}, parameter {j}, not in the model)", p
 
 
-def _settings(group: Group) -> Group:
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name != "params"}
 
 

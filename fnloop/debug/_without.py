@@ -18,13 +18,11 @@ from fnloop._core.types import Middleware, Output, Step, middleware
 from fnloop._data.loaders import read_loaders
 from fnloop._data.position import checksum
 from fnloop._data.source import Source
-from fnloop._display.frames import short_traceback
 from fnloop._extensions.checkpoints.counters import Targets, decode_targets
 from fnloop._extensions.checkpoints.format import CheckpointError, shares_in
 from fnloop._extensions.checkpoints.saved import Saved
 from fnloop._loop.evaluate import open_loader
 from fnloop._loop.peers import is_alone
-from fnloop._step.pipeline import PipelineStep
 from fnloop.debug._diff import (
     BITS,
     Difference,
@@ -44,7 +42,15 @@ from fnloop.debug._replay import (
     recording,
     restored_from,
 )
-from fnloop.extend import Batch, check_not_stale, checks, containers, tables
+from fnloop.extend import (
+    Batch,
+    PipelineStep,
+    check_not_stale,
+    checks,
+    containers,
+    short_traceback,
+    tables,
+)
 
 
 @short_traceback

@@ -12,12 +12,12 @@ from fnloop._core.history import Phase
 from fnloop._core.rng import HostGenerators
 from fnloop._core.runs import ACTIONS, RECORDS
 from fnloop._core.saved import has_pending
-from fnloop._core.state import COUNTED, PLACE, TrainState, ownership_of
+from fnloop._core.state import COUNTED, PLACE, TrainState
 from fnloop._extensions.checkpoints.files import run_of
 from fnloop._extensions.checkpoints.format import COLLECTED, NEWER_FORMAT, log, shares_in
 from fnloop._extensions.checkpoints.serialize import Json, decode, encode
 from fnloop._extensions.checkpoints.transfer import POSITIONS, Collecting, Load, Reading, set_fields
-from fnloop.extend import Part, Stop, checks, collectives
+from fnloop.extend import Ownership, Part, Stop, checks, collectives
 
 COUNTS = (*PLACE, "seed")  # those that are one number
 
@@ -359,14 +359,14 @@ def _decode_phase(saved: Json) -> Phase:
 
 
 def _save_seconds(saving: Collecting) -> dict[str, Json]:
-    return {"seconds": ownership_of(saving.state).seconds}
+    return {"seconds": Ownership.of(saving.state).seconds}
 
 
 def _prepare_seconds(saved: Reading) -> Load:
     seconds = _check_seconds(saved.facts)
 
     def load(state: TrainState) -> TrainState:
-        ownership_of(state).seconds = seconds
+        Ownership.of(state).seconds = seconds
         return state
 
     return load

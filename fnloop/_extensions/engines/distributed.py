@@ -19,7 +19,6 @@ from torch.autograd.graph import Node
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointFunction
 
-from fnloop._backend import torch_compat
 from fnloop._core.metrics import (
     ITEMS,
     RECENT,
@@ -33,12 +32,7 @@ from fnloop._core.metrics import (
 )
 from fnloop._core.rng import COMPUTE, torch_seeder
 from fnloop._core.saved import Pending
-from fnloop._core.state import (
-    TrainState,
-    current_parameters,
-    generation_of,
-    ownership_of,
-)
+from fnloop._core.state import TrainState, current_parameters
 from fnloop._core.types import Output, Step
 from fnloop._core.view import is_apart
 from fnloop._data.loaders import Padding, Window
@@ -49,12 +43,14 @@ from fnloop._extensions.engines.apart import apart_of, trains_apart
 from fnloop._extensions.engines.join import parameters_beside
 from fnloop._extensions.engines.meshes import around_sharded, roots
 from fnloop._extensions.engines.one_message import OneMessage, fits
+from fnloop._extensions.engines.torch_compat import leaf_of, reduce_in_backward
 from fnloop.extend import (
     Backward,
     Batch,
     GradientSum,
     LocalEngine,
     Metric,
+    Ownership,
     WeightedSum,
     all_parameters,
     collectives,
@@ -63,6 +59,7 @@ from fnloop.extend import (
     is_sharded,
     optimizers,
     parameters,
+    torch_compat,
 )
 
 log = logging.getLogger("fnloop")
@@ -111,7 +108,7 @@ class DistributedEngine:
         self.weights = WeightAgreement()
         self.probe = CollectiveProbe(state)
         self.items: float | Tensor = 0
-        self.own_parts = ownership_of(state).own_metrics
+        self.own_parts = Ownership.of(state).own_metrics
         self.own_parts.add("loss")
         self.ended_on_padding = False
         self.empty_output: Output | None = None
@@ -135,7 +132,7 @@ class DistributedEngine:
         def step_on_share(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
             __tracebackhide__ = True
             batch, taken = source.take(batch, window)
-            self._window = generation_of(state), taken
+            self._window = Ownership.generation_of(state), taken
             return step(state, batch)
 
         return step_on_share
@@ -143,7 +140,7 @@ class DistributedEngine:
     def window_of(self, state: TrainState) -> Window:
         """Return what is known of the window that a step was given."""
         version, window = self._window
-        return window if version == generation_of(state) else _UNKNOWN
+        return window if version == Ownership.generation_of(state) else _UNKNOWN
 
     def start_turn(
         self,
@@ -157,7 +154,7 @@ class DistributedEngine:
         self._turns[name] = engine
         whole = self.window_of(state)
         part = Window(whole.batch_size, whole.padding[batches])
-        engine._window = generation_of(turn), part
+        engine._window = Ownership.generation_of(turn), part
 
     def _is_own(self, name: str) -> bool:
         """Return whether a metric of training is of this process's own share of the data."""
@@ -190,9 +187,9 @@ class DistributedEngine:
         if state.run is None:
             return  # a bare step draws from where the generators are
         # A middleware may call the step inside it more than once.
-        again = self._generation == generation_of(state)
+        again = self._generation == Ownership.generation_of(state)
         self._calls = self._calls + 1 if again else 0
-        self._generation = generation_of(state)
+        self._generation = Ownership.generation_of(state)
         self._seed = fold_in(state.seed, COMPUTE, state.epoch, state.batch, self._calls)
         self._position(fold_in(self._seed, 1 + state.backend.data_rank))
 
@@ -755,7 +752,7 @@ class BucketReducer:
         self, state: TrainState, root: Tensor, trainable: list[Tensor], backward: Backward
     ) -> None:
         nodes = list(_graph_nodes(root))
-        reached = {id(torch_compat.leaf_of(node)) for node in nodes}
+        reached = {id(leaf_of(node)) for node in nodes}
         self._hides_parameters = any(CheckpointFunction.__name__ in node.name() for node in nodes)
         self._used = [p for p in trainable if self._hides_parameters or id(p) in reached]
         trained = {id(p) for p in current_parameters(state).trained}
@@ -840,7 +837,7 @@ class _FixedBucketDDP(DistributedDataParallel):
     """
 
     def forward(self, loss: Tensor) -> Tensor:
-        return torch_compat.reduce_in_backward(self, loss)
+        return reduce_in_backward(self, loss)
 
 
 class _Trainable(nn.Module):

@@ -16,7 +16,6 @@ import toolz
 import torch
 from torch import Tensor, nn
 
-from fnloop._backend import torch_compat
 from fnloop._core.metrics import (
     Max,
     Mean,
@@ -31,7 +30,7 @@ from fnloop._core.metrics import (
 from fnloop._core.parts import Part as CheckpointPart
 from fnloop._core.parts import Restoring
 from fnloop._core.rng import COMPUTE, seed_host, torch_seeder
-from fnloop._core.state import TrainState, generation_of
+from fnloop._core.state import TrainState
 from fnloop._core.types import Output, Step
 from fnloop._data.source import Source
 from fnloop._extensions.engines import exchanges
@@ -54,12 +53,14 @@ from fnloop.extend import (
     Batch,
     LocalEngine,
     Metric,
+    Ownership,
     WeightedSum,
     checks,
     collectives,
     containers,
     fold_in,
     parameters,
+    torch_compat,
 )
 
 log = logging.getLogger("fnloop")
@@ -362,7 +363,7 @@ class ExactEngine(LocalEngine):
             order = depth_first(n, self.rank, self.processes)
             if window > 1:
                 batch, padding = tuple(batch[i] for i in order), tuple(padding[i] for i in order)
-            self._window = generation_of(state), order, padding
+            self._window = Ownership.generation_of(state), order, padding
             return step(state, batch)
 
         return step_on_share
@@ -370,7 +371,7 @@ class ExactEngine(LocalEngine):
     def _taken(self, state: TrainState, n: int) -> tuple[Sequence[int], Sequence[bool]]:
         """Return the order and the padding of the n batches that a step was given."""
         generation, order, padding = self._window
-        if generation == generation_of(state) and len(order) == n:
+        if generation == Ownership.generation_of(state) and len(order) == n:
             return order, padding
         return range(n), (False,) * n  # a bare step: in the order given
 
@@ -378,7 +379,7 @@ class ExactEngine(LocalEngine):
 
     def begin_pass(self, state: TrainState, offset: int) -> None:
         """Note that a window, or a batch of one, begins. It may not be the first in its update."""
-        now = generation_of(state), offset
+        now = Ownership.generation_of(state), offset
         self._calls, self._pass = self._calls + 1 if self._pass == now else 0, now
 
     def seed_batch(self, state: TrainState, offset: int) -> None:

@@ -17,14 +17,15 @@ from torch import Tensor, profiler
 from fnloop._backend.collectives import broadcast
 from fnloop._core.history import History
 from fnloop._core.records import TRAINED
-from fnloop._core.state import TrainState, with_note
+from fnloop._core.state import TrainState
 from fnloop._core.types import Output
 from fnloop._core.view import as_evaluated
 from fnloop._extensions.histories import figures
 from fnloop._extensions.histories.curves import check_plot
-from fnloop._hooks.hook import BuiltIn, Hook
+from fnloop._hooks.hook import Hook
 from fnloop._hooks.hook import every as periodically
 from fnloop.extend import (
+    BuiltIn,
     Call,
     Moment,
     Stop,
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Number = float | Tensor  # of a function of the user's own
+# What a hook notes: that it waits for an evaluation, and that its function was called here.
+WAITS, RAN = "waits", "ran"
 
 # --------------------------------------------------------------------------------------------------
 # Look at what a step returns in an evaluation, for what a number cannot say.
@@ -54,16 +57,12 @@ class _Inspection:
         outputs: those of an evaluation, until the function is called; or None.
         received_at: the place of the last evaluation that was kept.
         alone: whether the hook is within no other one.
-        waits: what the state notes while the hook waits for an evaluation.
-        ran: what it notes while the newest boundary is one at which the function was called.
     """
 
     late: bool = False
     outputs: list[Output] | None = None
     received_at: tuple[int, ...] | None = None
     alone: bool = True
-    waits: str = ""
-    ran: str = ""
 
 
 @attrs.frozen(repr=False)
@@ -211,7 +210,6 @@ class inspect(BuiltIn):
         """
         listed = hooks[self.place_in(hooks)]
         self._now.alone = listed is self
-        self._now.ran, self._now.waits = self.notes_in(hooks)
         if not {*self.reports} <= {*listed.reports}:
             raise TypeError(f"{self!r} {self._no_numbers()}")
 
@@ -227,14 +225,14 @@ class inspect(BuiltIn):
             return False
         if "end" in state.events and self._has_seen_end(state):
             return False
-        waits = self._now.waits in state.noted
+        waits = self.has_noted(state, WAITS)
         due, only_at_end = self.every.due_here(state)
         self._now.late = only_at_end and not (waits or due)
         return waits or due or self._now.late
 
     def _has_seen_end(self, state: TrainState) -> bool:
         """Return whether it has the outputs of the model with which the run ends."""
-        if self._is_given(state) or self._now.ran in state.noted:
+        if self._is_given(state) or self.has_noted(state, RAN):
             return True
         # The function was called for the closing record, maybe elsewhere.
         return self._now.alone and self._was_evaluated(state) and state.history[-1].closing
@@ -280,13 +278,13 @@ class inspect(BuiltIn):
         for_end = "end" in self.every.outside
         if given or self._was_evaluated(state):
             if for_end and not (ends or now.late):
-                ran = given or now.waits in state.noted  # the second in another process
+                ran = given or self.has_noted(state, WAITS)  # the second in another process
                 if not ran and not self.every.clocks:  # a clock is asked once
                     ran = self.every.due(state)
-                state = with_note(state, now.ran, 1.0 if ran else None)
-            state = with_note(state, now.waits, None)
+                state = self.note(state, RAN, 1.0 if ran else None)
+            state = self.note(state, WAITS, None)
         elif not (ends and for_end) and self.every.due(state):
-            state = with_note(state, now.waits)
+            state = self.note(state, WAITS)
         if now.late and not ends:
             return state  # the end of the run comes after this boundary
         return self._show(state)
@@ -298,8 +296,7 @@ class inspect(BuiltIn):
     def poll(self, state: TrainState) -> TrainState:
         """Drop what was kept: a wrapper has decided that the hook is not called."""
         self._now.outputs, self._now.received_at = None, None
-        evaluated = self._was_evaluated(state)
-        return with_note(state, self._now.waits, None) if evaluated else state
+        return self.note(state, WAITS, None) if self._was_evaluated(state) else state
 
     def flush(self, state: TrainState) -> TrainState:
         """Call the function, if there are outputs. Drop those of an evaluation that was cut."""

@@ -26,8 +26,19 @@ from fnloop._core.runs import RunInfo
 from fnloop._core.state import TrainState, count_parameters
 from fnloop._extensions.histories.table import Row, starred, update_best, without_intervals
 from fnloop._extensions.hooks.terminal import Screen, columns_of, has_colors, paint
-from fnloop._hooks.hook import BuiltIn, Hook, every_layer
-from fnloop.extend import Call, Monitored, Stop, better, checks, groups, optimizers, tables
+from fnloop._hooks.hook import Hook
+from fnloop.extend import (
+    BuiltIn,
+    Call,
+    Monitored,
+    Stop,
+    Wrapper,
+    better,
+    checks,
+    groups,
+    optimizers,
+    tables,
+)
 
 
 class progress(BuiltIn):
@@ -235,15 +246,14 @@ def describe_end(reason: str, position: Position, seconds: float) -> str:
 
 def _find_ranked(hooks: Sequence[Hook]) -> Monitored | None:
     """Return by what hooks keep the best, or else what they watch; None if nothing is known."""
-    layers = every_layer(hooks)
-    kept = (layer.ranks for layer in layers if isinstance(layer, BuiltIn))
+    kept = (layer.ranks for layer in BuiltIn.among(hooks))
     watched = (
         Monitored("progress", key, mode, "phase" if since == "phase" else "run")
-        for layer in layers
-        if not isinstance(layer, BuiltIn)
-        for key in ((layer.monitors,) if isinstance(layer.monitors, str) else layer.monitors or ())
-        if (mode := getattr(layer, "mode", None) or tables.mode_by_name(key)) in ("min", "max")
-        for since in [getattr(layer, "since", "phase")]
+        for hook in [hook.innermost if isinstance(hook, Wrapper) else hook for hook in hooks]
+        if not isinstance(hook, BuiltIn)
+        for key in ((hook.monitors,) if isinstance(hook.monitors, str) else hook.monitors or ())
+        if (mode := getattr(hook, "mode", None) or tables.mode_by_name(key)) in ("min", "max")
+        for since in [getattr(hook, "since", "phase")]
     )
     return next(filter(None, (*kept, *watched)), None)
 

@@ -19,12 +19,13 @@ from fnloop._backend.collectives import broadcast
 from fnloop._core.history import records_since
 from fnloop._core.metrics import Mean, read
 from fnloop._core.records import Record
-from fnloop._core.runs import now
+from fnloop._core.runs import RunInfo
 from fnloop._core.several import models_of
 from fnloop._core.state import TrainState
 from fnloop._extensions.checkpoints.format import NUMBER, check_shape
-from fnloop._hooks.hook import BuiltIn, Hook, every
+from fnloop._hooks.hook import Hook, every
 from fnloop.extend import (
+    BuiltIn,
     Call,
     Fold,
     Monitored,
@@ -626,10 +627,10 @@ class time_limit(BuiltIn):
         """Begin a run: the clock continues from the time that was taken so far."""
         if self.per == "run":
             self._taken[:] = _taken_in(state)
-        self._began[:] = [now(state.run) - self._taken[0]]
+        self._began[:] = [_now(state) - self._taken[0]]
         if not self.limit:
             left = broadcast(_time_left())  # of the main process: all stop after the same update
-            self._end[:] = [now(state.run) + left]
+            self._end[:] = [_now(state) + left]
             if left == math.inf and state.backend.main:
                 log.warning(_UNKNOWN)
         return state
@@ -637,7 +638,7 @@ class time_limit(BuiltIn):
     def __call__(self, state: TrainState) -> TrainState:
         if not self._began:  # it is called outside of a run
             self.begin(state)
-        before, self._taken[0] = self._taken[0], now(state.run) - self._began[0]
+        before, self._taken[0] = self._taken[0], _now(state) - self._began[0]
         if not self.limit:
             if before:  # the first update may compile
                 self._longest[0] = max(self._longest[0], self._taken[0] - before)
@@ -654,7 +655,7 @@ class time_limit(BuiltIn):
         """Note the time that was taken since, such as that of an evaluation which a signal cut."""
         if self.per != "run" or not self._began:
             return state
-        self._taken[0] = now(state.run) - self._began[0]
+        self._taken[0] = _now(state) - self._began[0]
         return self._note(state)
 
     def _note(self, state: TrainState) -> TrainState:
@@ -666,11 +667,16 @@ class time_limit(BuiltIn):
 
     def _stop_before_end(self, state: TrainState) -> TrainState:
         """Return the state, stopped if the time until the job ends may be too short for more."""
-        left = self._end[0] - now(state.run)
+        left = self._end[0] - _now(state)
         if left > SPARE + 2 * self._longest[0] or state.stop is not None:
             return state
         reason = f"time_limit: this job ends in {tables.format_duration(max(left, 0.0))}"
         return attrs.evolve(state, stop=Stop(reason, "job"))
+
+
+def _now(state: TrainState) -> float:
+    """Return a time in seconds, the same in every process of a run."""
+    return (state.run or RunInfo()).live.clock()
 
 
 def _taken_in(state: TrainState) -> list[float]:

@@ -23,7 +23,6 @@ from torch.utils.data import (
     default_collate,
 )
 
-from fnloop._backend import torch_compat
 from fnloop._core.rng import seed_all, seed_host, seeded_generator
 from fnloop._data.iterable import (
     as_torch_reads_it,
@@ -37,7 +36,7 @@ from fnloop._data.reader import Iterated
 from fnloop._extensions.loaders.bucketed import Bucketed
 from fnloop._extensions.loaders.rows import fetch_batch, kind_of
 from fnloop._extensions.loaders.sampled import Index, SampledPositions
-from fnloop.extend import Batch, checks, fold_in, isolated
+from fnloop.extend import Batch, checks, fold_in, isolated, torch_compat
 
 # The sampler says which samples. Each batch of indices travels to the worker (or to this process)
 # with the seed that its randomness starts from. So shuffling and random augmentation are a function

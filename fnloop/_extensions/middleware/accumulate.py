@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from fnloop._core.metrics import NoLoss, combine, to_accumulator_dtype, update_evaluated_
-from fnloop._core.state import Ownership, TrainState, note_call, ownership_of, owns_handles
+from fnloop._core.state import TrainState, note_call
 from fnloop._core.types import Aux, LossFn, Middleware, Output, Skip, Step, middleware
 from fnloop.extend import (
     Backward,
     Batch,
     Metric,
+    Ownership,
     WeightedSum,
     Wrap,
     checks,
@@ -567,18 +568,6 @@ def _check_tbptt(listed: Sequence[Middleware]) -> None:
             )
 
 
-def _mark_half_done(given: TrainState) -> None:
-    """Leave the model without an owner if a call has failed after the first of its updates.
-
-    Args:
-        given: the state that the call was given.
-    """
-    if owns_handles(given):
-        return
-    ownership: Ownership[TrainState] = ownership_of(given)
-    ownership.generation = ownership.newest = None
-
-
 def _each_window(length: int, dim: int) -> Wrap:
     def wrap(step: Step) -> Step:
         def each_window(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
@@ -592,7 +581,8 @@ def _each_window(length: int, dim: int) -> Wrap:
             try:
                 state, out = _fold(step, state, windows)
             except BaseException:
-                _mark_half_done(given)
+                if not Ownership.belongs_to(given):  # the first of its updates was made
+                    Ownership.give_up(given)
                 raise
             return note_call(state, given.step), out
 

@@ -10,10 +10,9 @@ import attrs
 import torch
 from torch import nn
 
-from fnloop._backend import torch_compat
 from fnloop._core.history import History
 from fnloop._core.metrics import Mean
-from fnloop._core.optimizers import Optimizers, wants_closure
+from fnloop._core.optimizers import Optimizers
 from fnloop._core.records import COSTS, Record
 from fnloop._core.several import models_of
 from fnloop._core.state import (
@@ -26,7 +25,16 @@ from fnloop._core.state import (
 from fnloop._extensions.histories.table import records_of_model
 from fnloop._extensions.stacks.leaves import INSTEAD, check_architectures
 from fnloop._extensions.stacks.module import PerModel, Stack
-from fnloop.extend import Metric, check_not_stale, checks, containers, optimizers
+from fnloop._extensions.stacks.torch_compat import has_forward_hooks
+from fnloop.extend import (
+    Metric,
+    check_not_stale,
+    checks,
+    containers,
+    optimizers,
+    torch_compat,
+    wants_closure,
+)
 
 EXAMPLE = "such as fork(state, {'lr': [0.1, 0.01]})"
 _RESERVED = ("lr", "recent", *COSTS)  # what the names of numbers begin with after "train/"
@@ -453,7 +461,7 @@ def _check_modules(models: Mapping[str, nn.Module]) -> None:
                 "each model with one before"
             )
         for path, module in model.named_modules():
-            if torch_compat.has_forward_hooks(module):
+            if has_forward_hooks(module):
                 raise NotImplementedError(
                     f"stack: the module {path or type(module).__name__!r} of {name!r} has a hook "
                     f"around its forward or backward, which would be called for one model only: "

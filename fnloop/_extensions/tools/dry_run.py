@@ -15,7 +15,6 @@ from typing import TypeVar
 
 import attrs
 
-from fnloop._backend import torch_compat
 from fnloop._core.history import History
 from fnloop._core.several import models_of
 from fnloop._core.state import TrainState, snapshot, without_metrics
@@ -38,11 +37,12 @@ from fnloop._loop.fit import train
 from fnloop._loop.plan import (
     Plan,
 )
-from fnloop._step.pipeline import PipelineStep, pipeline
+from fnloop._step.pipeline import pipeline
 from fnloop.extend import (
     Batch,
     MissingNumberError,
     Moment,
+    PipelineStep,
     Stop,
     Wrap,
     check_not_stale,
@@ -52,6 +52,7 @@ from fnloop.extend import (
     name_of,
     optimizers,
     tables,
+    torch_compat,
 )
 
 Value = TypeVar("Value")
