@@ -29,11 +29,11 @@ of the book.
 - **Which state owns the model**: `Ownership`
 - **Optimizers**: `optimizers`, `groups`, `number_in`, `set_number`, `Setting`,
   `wants_closure`
-- **Steps**: `PipelineStep`, `report`, `then`, `with_slot`, `set_aside`, `Backward`, `WeightedSum`,
-  `host`
+- **Steps**: `PipelineStep`, `report`, `MissingNumberError`, `then`, `with_slot`, `set_aside`,
+  `Backward`, `WeightedSum`, `host`
 - **What is saved, and what readers see**: `Part`, `Saving`, `Restoring`, `View`, `view`
-- **Processes**: `Backend`, `Engine`, `LocalEngine`, `engine_of`, `refuse`, `on_main_process`,
-  `collectives`
+- **Processes**: `Backend`, `Engine`, `LocalEngine`, `GradientSum`, `engine_of`, `refuse`,
+  `on_main_process`, `collectives`
 - **Random numbers**: `isolated`, `fold_in`
 - **Hooks, moments and the end of a run**: `BuiltIn`, `Wrapper`, `Moment`, `Clock`, `Stop`
 - **Records**: `Fold`, `Monitored`, `better`, `mode_of`
@@ -76,11 +76,11 @@ from fnloop._display import checks, tables
 from fnloop._display.frames import short_traceback
 from fnloop._display.screen import warn_once
 from fnloop._hooks.hook import BuiltIn, Clock, Moment, Wrapper
-from fnloop._step.engine import Backward, Engine, LocalEngine, engine_of, refuse
+from fnloop._step.engine import Backward, Engine, GradientSum, LocalEngine, engine_of, refuse
 from fnloop._step.gradients import WeightedSum, norm, set_aside
 from fnloop._step.pipeline import PipelineStep
 from fnloop._step.transaction import host, then
-from fnloop._step.update import report
+from fnloop._step.update import MissingNumberError, report
 
 __docformat__ = "google"
 __all__ = [
@@ -93,8 +93,10 @@ __all__ = [
     "Clock",
     "Engine",
     "Fold",
+    "GradientSum",
     "LocalEngine",
     "Metric",
+    "MissingNumberError",
     "Moment",
     "Monitored",
     "Ownership",

@@ -23,9 +23,7 @@ from fnloop._core.runs import RunInfo
 from fnloop._core.state import ParameterCache, TrainState
 from fnloop._core.types import Middleware, Output, Step, is_ours
 from fnloop._data.source import LateWindow
-from fnloop._step.gradients import NoGradientError
 from fnloop._step.pipeline import PipelineStep
-from fnloop._step.update import Numbers, prefixed
 from fnloop.extend import (
     Batch,
     Call,
@@ -354,14 +352,11 @@ class AlternateStep(PipelineStep):
         layer = self.settings.steps[name].layer_of(error, "")
         return f"{name}, {layer}" if layer else name
 
-    def explain(self, error: BaseException) -> None:
-        super().explain(error)
+    def explain(self, error: BaseException, of_gradient: str = "") -> None:
+        super().explain(error, of_gradient)
         if (name := turn_of(error)) is not None:
-            self.settings.steps[name].explain(error)
-            if isinstance(error, NoGradientError) and not error.switched_off:
-                error.add_note(
-                    f"in the turn of {name} only the parameters of its optimizer need gradients"
-                )
+            note = f"in the turn of {name} only the parameters of its optimizer need gradients"
+            self.settings.steps[name].explain(error, note)
 
     # --- how it shows
 
@@ -763,33 +758,33 @@ def _of_turn(member: Middleware, name: str) -> Middleware:
     given = member.report
     assert given is not None
 
-    def report(loader: str | None, numbers: Mapping[str, float]) -> Mapping[str, float]:
+    def report(loader: str | None, numbers: dict[str, float]) -> Mapping[str, float]:
         __tracebackhide__ = True
-        more: object = given(loader, _OfTurn(loader, numbers, name))
+        more: object = given(loader, _OfTurn(numbers, name))
         if isinstance(more, Mapping):
-            return {prefixed(name, key): value for key, value in more.items()}
+            return {PipelineStep.prefixed(name, key): value for key, value in more.items()}
         return more  # type: ignore[return-value]  # which is checked
 
     return attrs.evolve(member, report=report)
 
 
-class _OfTurn(Numbers):
+class _OfTurn(dict[str, float]):
     """The numbers of a turn, without its name. Those that it lacks are looked up among all.
 
     Args:
-        loader: the name of the loader, or None.
-        numbers: all numbers of the loader.
+        numbers: all numbers of a loader.
         name: the name of the turn.
     """
 
-    def __init__(self, loader: str | None, numbers: Mapping[str, float], name: str) -> None:
+    def __init__(self, numbers: Mapping[str, float], name: str) -> None:
         prefix = f"{name}/"
-        own = {k.removeprefix(prefix): v for k, v in numbers.items() if k.startswith(prefix)}
-        super().__init__(loader, own)
+        super().__init__(
+            {k.removeprefix(prefix): v for k, v in numbers.items() if k.startswith(prefix)}
+        )
         self._all, self._name = numbers, name
 
     def __missing__(self, key: str) -> float:
-        return self._all[prefixed(self._name, key)]
+        return self._all[PipelineStep.prefixed(self._name, key)]
 
 
 # --- the outputs of turns
@@ -820,7 +815,9 @@ class Round:
         self._weight = out.weight
         self._aux[name] = out.aux
         if out.metrics:
-            named = {prefixed(name, key): metric for key, metric in out.metrics.items()}
+            named = {
+                PipelineStep.prefixed(name, key): metric for key, metric in out.metrics.items()
+            }
             self._metrics = combine(self._metrics, named)
 
     def output(self) -> Output:

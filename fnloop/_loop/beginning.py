@@ -28,7 +28,6 @@ from fnloop._hooks.hook import BuiltIn, Hook, begin_records, every_layer
 from fnloop._loop.errors import check_returned, explain, first_change, warn_on_main
 from fnloop._loop.plan import Plan
 from fnloop._step.pipeline import PipelineStep
-from fnloop._step.update import prefixed
 
 # --------------------------------------------------------------------------------------------------
 # What happens before the first update of a run: hooks, modes of modules, slots, and metrics.
@@ -99,7 +98,7 @@ def _unseen_metrics(step: PipelineStep, read: Mapping[str, Metric]) -> dict[str,
         found |= unseen_metrics(step.pipeline.middleware, read)
     for turn, inner in step.turns.items():
         found |= {
-            prefixed(turn, name): metric for name, metric in _unseen_metrics(inner, {}).items()
+            step.prefixed(turn, name): metric for name, metric in _unseen_metrics(inner, {}).items()
         }
     return found
 

@@ -61,7 +61,22 @@ class Pass(Protocol):
 
 
 class GradientSum(Protocol):
-    """The weighted sum of gradients that a step leaves in ``.grad``, batch by batch."""
+    """The weighted sum of gradients that a step leaves in ``.grad``, batch by batch.
+
+    ``engine_of(state).start_sum(...)`` gives one within a ``with`` block.
+
+    Example:
+        >>> import fnloop as fl, torch
+        >>> from fnloop.testing import toy
+        >>> state = toy()
+        >>> with engine_of(state).start_sum(state, 2, None) as total:
+        ...     for gradient in (1.0, 3.0):
+        ...         state.model.w.grad = torch.tensor(gradient)
+        ...         total.add(state, fl.Output(torch.tensor(0.5), weight=1))
+        ...     out = total.finish(state)
+        >>> state.model.w.grad, out.weight
+        (tensor(2.), 2)
+    """
 
     def add(self, state: TrainState, out: Output, /) -> None:
         """Take the gradient of a batch out of ``.grad``, unless it is skipped."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar, cast
 
 import attrs
 import torch
 from torch import Tensor, nn
 
-from fnloop._backend.containers import tensors_in
+from fnloop._backend.containers import items_in
 from fnloop._core.metrics import Mean, NoLoss, OfModels, mean_of, update_, update_evaluated_
 from fnloop._core.several import Several
 from fnloop._core.state import TrainState
@@ -180,68 +180,6 @@ def _check_weight(weight: object, name: str) -> None:
         raise TypeError(f"{expected}, an int or a scalar tensor; got {describe(weight)}")
     elif weight < 0:
         raise ValueError(f"{expected}, at least 0; got {weight}")
-
-
-def items_in(batch: Batch, name: str, without_loss: bool = False) -> int:
-    """Return the number of items in a batch: the leading dimension of its tensors.
-
-    Args:
-        batch: the batch.
-        name: the name of the loss function, for messages.
-        without_loss: whether it returned None in the place of a loss.
-
-    Raises:
-        ValueError: its tensors have different ones, or it has no tensor.
-    """
-    if isinstance(batch, Tensor):
-        return batch.size(0) if batch.ndim else 1
-    if (
-        batch.__class__ in (tuple, list)
-        and len(batch) == 2
-        and batch[0].__class__ is batch[1].__class__ is Tensor
-    ):
-        x, y = batch  # the usual case
-        if x.ndim and y.ndim and (size := x.size(0)) == y.size(0):
-            return size
-    if batch.__class__ is dict:
-        items = _common_items(batch.values())
-    elif batch.__class__ in (list, tuple):
-        items = _common_items(batch)
-    else:
-        items = None
-    if items is not None:
-        return items
-    sizes = {t.size(0) for t in tensors_in(batch) if t.ndim} or {1 for t in tensors_in(batch)}
-    if len(sizes) == 1:
-        return sizes.pop()
-    found = (
-        f"its tensors have leading dimensions {sorted(sizes)}"
-        if sizes
-        else f"a {type(batch).__name__} is not a tensor, or a tuple, a list or a mapping of tensors"
-    )
-    if without_loss:
-        raise ValueError(
-            f"how many items has the batch, for which {name} returned no loss? {found}. Return the "
-            'number: return None, {"weight": number_of_items}'
-        )
-    raise ValueError(
-        f"how many items is the loss of {name} the mean of? {found}. Return the number with the "
-        'loss: return loss, {"weight": number_of_items}'
-    )
-
-
-def _common_items(parts: Iterable[object]) -> int | None:
-    """Return the leading dimension of the tensors of a flat batch; None if there is not one."""
-    items: int | None = None
-    for part in parts:
-        if not isinstance(part, Tensor):
-            return None  # such as a list in a tuple
-        if part.ndim:
-            size = part.size(0)
-            if items is not None and size != items:
-                return None
-            items = size
-    return items
 
 
 # --------------------------------------------------------------------------------------------------

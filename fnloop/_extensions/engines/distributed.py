@@ -44,10 +44,10 @@ from fnloop._extensions.engines.join import parameters_beside
 from fnloop._extensions.engines.meshes import around_sharded, roots
 from fnloop._extensions.engines.one_message import OneMessage, fits
 from fnloop._extensions.engines.torch_compat import leaf_of, reduce_in_backward
-from fnloop._step.engine import GradientSum
 from fnloop.extend import (
     Backward,
     Batch,
+    GradientSum,
     LocalEngine,
     Metric,
     Ownership,

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from fnloop._core.metrics import NoLoss, combine, to_accumulator_dtype, update_evaluated_
 from fnloop._core.state import TrainState, note_call
 from fnloop._core.types import Aux, LossFn, Middleware, Output, Skip, Step, middleware
-from fnloop._step.forward import items_in
 from fnloop.extend import (
     Backward,
     Batch,
@@ -721,7 +720,7 @@ def _takes_carry(
             )
         weight = aux.get("weight")
         if weight is None:
-            weight = items_in(fed.batch, name) * positions(fed.batch)
+            weight = containers.items_in(fed.batch, name) * positions(fed.batch)
         return loss, {"weight": weight, _AUX: aux, _CARRY: carry}
 
     return with_carried

@@ -19,8 +19,18 @@ from fnloop._core.several import Several
 from fnloop._core.state import TrainState
 from fnloop._core.types import Aux, Middleware, Output, middleware
 from fnloop._extensions.torchmetrics import COLLECTION_HINT, from_torchmetrics, names_in
-from fnloop._step.update import MissingNumberError, Numbers
-from fnloop.extend import Batch, Metric, Wrap, checks, containers, name_of, report, then, warn_once
+from fnloop.extend import (
+    Batch,
+    Metric,
+    MissingNumberError,
+    Wrap,
+    checks,
+    containers,
+    name_of,
+    report,
+    then,
+    warn_once,
+)
 
 # --------------------------------------------------------------------------------------------------
 # Add metrics to the loss, in training, in evaluation, or both.
@@ -467,9 +477,8 @@ def derive(**functions: Callable[[Mapping[str, float]], float]) -> Middleware:
         checks.own_metric_name("derive", name)
         checks.function("derive", name, function, "a function of numbers by name -> number", 1)
 
-    def report(loader: str | None, numbers: Mapping[str, float]) -> Mapping[str, float]:
+    def report(loader: str | None, numbers: dict[str, float]) -> Mapping[str, float]:
         __tracebackhide__ = True
-        known = numbers if isinstance(numbers, Numbers) else Numbers(loader, numbers)
         found: dict[str, float] = {}
         waiting: dict[str, str] = {}  # a name that was looked up in vain, and by which function
         for name, function in functions.items():
@@ -479,7 +488,7 @@ def derive(**functions: Callable[[Mapping[str, float]], float]) -> Middleware:
                     f"derive({name}=..., {waiting[name]}=...)"
                 )
             try:
-                value = _apply(function, known)
+                value = _apply(function, numbers)
                 found[name] = checks.as_number(f"derive: the value of {name!r}", value)
             except MissingNumberError as error:
                 waiting.setdefault(error.name, name)
@@ -488,7 +497,7 @@ def derive(**functions: Callable[[Mapping[str, float]], float]) -> Middleware:
                 of = f", for {loader}" if loader else ""
                 error.add_note(f"while in the derived metric {name!r}{of}")
                 raise
-            known.setdefault(name, found[name])
+            numbers.setdefault(name, found[name])
         return found
 
     return Middleware(
@@ -505,7 +514,9 @@ _NO_VALUE = re.compile(
 )
 
 
-def _apply(function: Callable[[Mapping[str, float]], object], numbers: Numbers) -> object:
+def _apply(
+    function: Callable[[Mapping[str, float]], object], numbers: Mapping[str, float]
+) -> object:
     """Call a function; NaN if there is no value, so that a long run does not end for it."""
     __tracebackhide__ = True
     try:

@@ -17,8 +17,7 @@ from fnloop._core.metrics import RECENT, Running, to_accumulator_dtype
 from fnloop._core.saved import Pending
 from fnloop._core.state import TrainState
 from fnloop._core.types import Middleware, Output, Step, middleware
-from fnloop._step.forward import items_in
-from fnloop.extend import Batch, Metric, Wrap, checks, report, warn_once, with_slot
+from fnloop.extend import Batch, Metric, Wrap, checks, containers, report, warn_once, with_slot
 
 # --------------------------------------------------------------------------------------------------
 # Times as metrics: marks on a device's timeline, the seconds between them, and peaks.
@@ -360,7 +359,7 @@ def _training_time(state: TrainState, start: Mark) -> Elapsed:
 
 def _samples_in(batch: Batch) -> int:
     try:
-        return items_in(batch, "throughput")
+        return containers.items_in(batch, "throughput")
     except ValueError as error:
         raise ValueError(
             'throughput(of="samples") counts the leading dimension of the tensors of a batch, and '
