@@ -25,12 +25,15 @@ The middleware and hooks of fnloop are written with these names too. *Write an e
 of the book.
 
 - **Weights and gradients**: `parameters`, `all_parameters`, `Chosen`, `gradients`, `norm`,
-  `local_part`, `is_sharded`
+  `local_part`, `is_sharded`, `fsdp`
 - **Which state owns the model**: `Ownership`
-- **Optimizers**: `optimizers`, `groups`, `number_in`, `set_number`
-- **Steps**: `PipelineStep`, `report`, `then`, `with_slot`, `set_aside`, `Backward`, `host`
+- **Optimizers**: `optimizers`, `groups`, `number_in`, `set_number`, `Setting`,
+  `wants_closure`
+- **Steps**: `PipelineStep`, `report`, `then`, `with_slot`, `set_aside`, `Backward`, `WeightedSum`,
+  `host`
 - **What is saved, and what readers see**: `Part`, `Saving`, `Restoring`, `View`, `view`
-- **Processes**: `Engine`, `LocalEngine`, `engine_of`, `refuse`, `on_main_process`, `collectives`
+- **Processes**: `Backend`, `Engine`, `LocalEngine`, `engine_of`, `refuse`, `on_main_process`,
+  `collectives`
 - **Random numbers**: `isolated`, `fold_in`
 - **Hooks, moments and the end of a run**: `BuiltIn`, `Wrapper`, `Moment`, `Clock`, `Stop`
 - **Records**: `Fold`, `Monitored`, `better`, `mode_of`
@@ -47,16 +50,18 @@ from collections.abc import Mapping
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fnloop._backend import collectives, containers, disk, torch_compat
+from fnloop._backend import collectives, containers, disk, fsdp, torch_compat
 from fnloop._backend.collectives import on_main_process
 from fnloop._backend.fsdp import is_sharded, local_part
+from fnloop._backend.processes import Backend
 from fnloop._core.history import Fold, Monitored, mode_of
-from fnloop._core.optimizers import Group, labelled_groups, number_in, optimizers_in, set_number
+from fnloop._core.optimizers import labelled_groups, optimizers_in, wants_closure
 from fnloop._core.parts import Part, Restoring, Saving
 from fnloop._core.records import better
 from fnloop._core.rng import fold_in, isolated
 from fnloop._core.runs import Stop
 from fnloop._core.selectors import Chosen
+from fnloop._core.settings import Group, Setting, number_in, set_number
 from fnloop._core.state import (
     Ownership,
     TrainState,
@@ -72,13 +77,14 @@ from fnloop._display.frames import short_traceback
 from fnloop._display.screen import warn_once
 from fnloop._hooks.hook import BuiltIn, Clock, Moment, Wrapper
 from fnloop._step.engine import Backward, Engine, LocalEngine, engine_of, refuse
-from fnloop._step.gradients import norm, set_aside
+from fnloop._step.gradients import WeightedSum, norm, set_aside
 from fnloop._step.pipeline import PipelineStep
 from fnloop._step.transaction import host, then
 from fnloop._step.update import report
 
 __docformat__ = "google"
 __all__ = [
+    "Backend",
     "Backward",
     "Batch",
     "BuiltIn",
@@ -96,8 +102,10 @@ __all__ = [
     "PipelineStep",
     "Restoring",
     "Saving",
+    "Setting",
     "Stop",
     "View",
+    "WeightedSum",
     "Wrap",
     "Wrapper",
     "all_parameters",
@@ -109,6 +117,7 @@ __all__ = [
     "disk",
     "engine_of",
     "fold_in",
+    "fsdp",
     "gradients",
     "groups",
     "host",
@@ -131,6 +140,7 @@ __all__ = [
     "then",
     "torch_compat",
     "view",
+    "wants_closure",
     "warn_once",
     "with_slot",
 ]

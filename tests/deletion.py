@@ -57,9 +57,9 @@ EXTENSIONS = {
     },
     "debug": {"modules": "debug.*", "tests": "debug"},
     "distributed": {
-        "modules": "engines.alike engines.apart engines.consensus engines.distributed "
-        "engines.exchanges engines.join engines.launch engines.meshes engines.one_message "
-        "engines.shares engines.slurm engines.torch_compat engines.wrappers",
+        "modules": "engines.accelerated engines.alike engines.apart engines.consensus "
+        "engines.distributed engines.exchanges engines.join engines.launch engines.meshes "
+        "engines.one_message engines.shares engines.slurm engines.torch_compat engines.wrappers",
         "tests": "processes engines/test_engine engines/test_rendezvous engines/test_round_robin "
         "engines/test_slurm engines/test_undocumented engines/test_watchdog",
     },
@@ -117,6 +117,7 @@ EXTENSIONS = {
         "tests": "hooks/test_progress hooks/test_progress_log hooks/test_progress_notebook "
         "hooks/test_progress_terminal hooks/test_terminal",
     },
+    "raw": {"modules": "raw", "tests": "raw"},
     "remote": {
         "modules": "checkpoints.remote",
         "tests": "checkpoints/test_remote checkpoints/test_s3",
@@ -142,7 +143,10 @@ EXTENSIONS = {
         "tests": "middleware/test_device_memory middleware/test_times",
     },
     "torchmetrics": {"modules": "torchmetrics", "tests": "torchmetrics"},
-    "trackers": {"modules": "hooks.send", "tests": "hooks/test_table hooks/test_track"},
+    "trackers": {
+        "modules": "hooks.accelerated hooks.send",
+        "tests": "hooks/test_table hooks/test_track",
+    },
     "try": {"modules": "tools.dry_run", "tests": "tools/test_dry_run"},
     "tune": {"modules": "tools.tune", "tests": "tools/test_tune"},
     "using": {"modules": "middleware.using", "tests": "middleware/test_using"},

@@ -38,7 +38,6 @@ from fnloop._core.history import History, Phase
 from fnloop._core.items import NONE_YET, UNREAD, Counted, as_count, decode_counted, encode_counted
 from fnloop._core.metrics import ITEMS, add_output_, items_so_far
 from fnloop._core.optimizers import (
-    Group,
     Handle,
     Optimizers,
     check_optimizers,
@@ -50,6 +49,7 @@ from fnloop._core.optimizers import (
 from fnloop._core.parts import Held, Load, Part, Restoring, Saving
 from fnloop._core.rng import SEED_BITS, HostGenerators, new_seed
 from fnloop._core.runs import Position, RunInfo, Todo, pending
+from fnloop._core.settings import Group
 from fnloop._core.several import Several
 from fnloop._core.types import RECORD, UPDATE, Metric, Output
 from fnloop._display import checks, tables

@@ -11,8 +11,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fnloop._backend.torch_compat import strip_compile_prefix
-from fnloop._core.optimizers import UNFROZEN, Group, initial_value, optimizers_in
-from fnloop._core.state import Ownership, TrainState, clear_parameter_cache, unwrap
+from fnloop._core.optimizers import Group, optimizers_in
+from fnloop._core.settings import UNFROZEN, Setting
+from fnloop._core.state import (
+    Ownership,
+    TrainState,
+    clear_parameter_cache,
+    unwrap,
+)
 
 # A checkpoint has all of it. A script that is started again calls `freeze` and `unfreeze` again on
 # its way to the phase that it continues. That phase then continues with what the checkpoint says.
@@ -198,5 +204,5 @@ def add_group(optimizer: Optimizer, params: Mapping[str, Tensor]) -> None:
     for key, value in optimizer.defaults.items():
         if isinstance(value, Tensor):  # a schedule may have changed it, in the first group
             shared = [one for one in groups if one.get(key) is value]
-            group[key] = (initial_value(shared[0], key) if shared else value).clone()
+            group[key] = (Setting(shared[0], key).initial if shared else value).clone()
     optimizer.add_param_group({UNFROZEN: True, **group})

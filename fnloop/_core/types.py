@@ -5,18 +5,23 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import logging
 import types
 from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType
 from typing import Any, ClassVar, Literal, ParamSpec, Protocol, Self
 
 import attrs
+import torch
 from torch import Tensor, nn
 
+from fnloop._backend.fsdp import is_sharded
 from fnloop._core.code import is_of_library, names_in, walk
 from fnloop._core.parts import Part, State
 from fnloop._core.saved import Pending, kind_name
 from fnloop._display import checks, tables
+
+log = logging.getLogger("fnloop")
 
 # --------------------------------------------------------------------------------------------------
 # The vocabulary: what a loss function, a step, an output and a metric are.
@@ -713,6 +718,10 @@ class Call:
         keywords = (f"{name}={name_of(value)}" for name, value in self.kwargs.items())
         return f"{name_of(self.factory)}({', '.join([*map(name_of, self.args), *keywords])})"
 
+    def takes(self, argument: str) -> bool:
+        """Return whether the function has an argument of this name."""
+        return argument in inspect.signature(self.factory).parameters
+
     def __call__(self) -> object:
         """Make the call again, and return what it returns."""
         return self.factory(*self.args, **self.kwargs)
@@ -724,6 +733,8 @@ checks.hide_fields(Middleware)
 # --------------------------------------------------------------------------------------------------
 # What a loss function returns to leave a batch out.
 
+MOST_REASONS = 20  # that are logged
+
 
 @attrs.frozen
 class Skip:
@@ -734,6 +745,27 @@ class Skip:
     """
 
     reason: str
+
+    def output(self, state: State, name: str, said: set[str]) -> Output:
+        """Return the output for the batch.
+
+        Args:
+            state: the state.
+            name: the name of the function that leaves it out.
+            said: the reasons that were logged before.
+        """
+        if is_sharded(state.model):
+            raise NotImplementedError(
+                f"{name} returned {self!r}, but under fully_shard every process takes part in "
+                'every forward and backward: compute the loss, and return loss, {"weight": 0}'
+            )
+        if self.reason not in said and len(said) < MOST_REASONS:
+            said.add(self.reason)
+            log.warning("%s leaves a batch out: %s (logged once)", name, self.reason)
+        first = next((p for p in state.model.parameters() if p.is_floating_point()), None)
+        dtype = torch.float32 if first is None else torch.promote_types(first.dtype, torch.float32)
+        loss = torch.zeros((), dtype=dtype, device=state.backend.device)
+        return Output(loss, 0, {}, {}, self.reason)
 
 
 def skip(reason: str) -> Skip:

@@ -24,7 +24,7 @@ from fnloop._core.state import ParameterCache, TrainState
 from fnloop._core.types import Middleware, Output, Step, is_ours
 from fnloop._data.source import LateWindow
 from fnloop._step.gradients import NoGradientError
-from fnloop._step.pipeline import Pipeline, PipelineStep
+from fnloop._step.pipeline import PipelineStep
 from fnloop._step.update import Numbers, prefixed
 from fnloop.extend import (
     Batch,
@@ -141,21 +141,23 @@ def alternate(
     }
     typed = {name: value for name, value in given.items() if value is not None}
     made = Call(alternate, (dict(steps),), typed)
-    return AlternateStep(Pipeline(()), Settings.of(checked, turns, rules, evaluated, made))
+    return AlternateStep((), Settings.of(checked, turns, rules, evaluated, made))
 
 
 class AlternateStep(PipelineStep):
     """Steps in turn. See :func:`alternate`.
 
     Args:
-        pipeline: the middleware around all turns of a round.
+        listed: the middleware around all turns of a round.
         settings: the steps, and their order.
     """
 
-    def __init__(self, pipeline: Pipeline, settings: Settings) -> None:
+    has_all_rings = False
+
+    def __init__(self, listed: Sequence[Middleware], settings: Settings) -> None:
         self.settings, self._turns = settings, Turns(settings.run_of)
         self._round = functools.partial(self._take_turns)
-        super().__init__(pipeline)
+        super().__init__(listed)
         self.window, self.fetches_late = settings.window, settings.late
         inner = [
             _of_turn(member, name)
@@ -165,16 +167,15 @@ class AlternateStep(PipelineStep):
         ]
         self._reporting = (*inner, *self._reporting)
 
-    def inside(self, pipeline: Pipeline) -> AlternateStep:
+    def inside(self, listed: tuple[Middleware, ...]) -> AlternateStep:
         """Return the same step with middleware around its rounds.
 
         Raises:
             ValueError: it would ignore one of them.
         """
-        self._check_around(pipeline.middleware, _OF_STEPS)
-        check_with_turns(pipeline.middleware, self.settings.steps)
-        listed = (*self.pipeline.middleware, *pipeline.middleware)
-        return AlternateStep(Pipeline(listed), self.settings)
+        self._check_around(listed, _OF_STEPS)
+        check_with_turns(listed, self.settings.steps)
+        return AlternateStep((*self.pipeline.middleware, *listed), self.settings)
 
     def _explain(self, member: Middleware, acts: str, ignored: Sequence[str]) -> str:
         names, hint = checks.join_names([*self.settings.steps]), ""
@@ -185,6 +186,10 @@ class AlternateStep(PipelineStep):
             f"update: list it in their pipelines, {{{next(iter(self.settings.steps))!r}: "
             f"pipeline({member!r})(...), ...}}{hint}"
         )
+
+    @property
+    def functions(self) -> tuple[object, ...]:
+        return ()
 
     @property
     def evaluates(self) -> str:
@@ -380,7 +385,7 @@ class AlternateStep(PipelineStep):
 
     def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
         if self.pipeline.middleware:
-            return self.pipeline, (AlternateStep(Pipeline(()), self.settings),)
+            return self.pipeline, (AlternateStep((), self.settings),)
         return self.settings.call, ()
 
 

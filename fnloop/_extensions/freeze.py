@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from fnloop._core.averages import check_not_averaged
-from fnloop._core.optimizers import BEFORE, SCHEDULED, SET, UNFROZEN, Group
 from fnloop._core.state import TrainState, unwrap
 from fnloop._core.trained import Layout, add_group, split_group
-from fnloop.extend import Chosen, Ownership, check_not_stale, checks, torch_compat
+from fnloop.extend import Chosen, Ownership, Setting, check_not_stale, checks, torch_compat
 from fnloop.extend import groups as groups_of
 from fnloop.extend import optimizers as optimizers_of
 
@@ -307,13 +306,8 @@ def _has_any(optimizer: Optimizer, chosen: set[int]) -> bool:
 
 def _check_settings(optimizer: Optimizer, given: Mapping[str, object]) -> None:
     """Raise if these are no settings of a group of an optimizer."""
-    held = {key for group in optimizer.param_groups for key in group}
-    known = [
-        key
-        for key in {**optimizer.defaults, **dict.fromkeys(sorted(held)), "name": None}
-        if key not in ("params", "param_names", UNFROZEN)
-        and not key.startswith(("initial_", SCHEDULED))
-    ]
+    held = sorted({key for group in optimizer.param_groups for key in Setting.names(group)})
+    known = [*dict.fromkeys([*optimizer.defaults, *held, "name"])]
     for key, value in given.items():
         if key not in known:
             raise TypeError(
@@ -365,7 +359,7 @@ def _set_apart(optimizer: Optimizer, chosen: set[int], given: Mapping[str, objec
         if len(ours) < len(params):
             group = split_group(optimizer, group, ours)
         for key, value in given.items():
-            _set_initial_value(group, key, value)
+            Setting(group, key).begin_at(value)
 
 
 def _add(
@@ -374,20 +368,4 @@ def _add(
     """Add parameters to an optimizer as a new group."""
     add_group(optimizer, params)
     for key, value in given.items():
-        _set_initial_value(optimizer.param_groups[-1], key, value)
-
-
-def _set_initial_value(group: Group, key: str, value: object) -> None:
-    """Set a number of a group; for one that a schedule has set, what the schedule multiplies."""
-    scheduled = SCHEDULED + key in group or key + SET in group
-    marks = (f"initial_{key}", key + BEFORE)
-    for name in (key, *(mark for mark in (*marks, f"{SCHEDULED}initial_{key}") if mark in group)):
-        held = group.get(name)
-        if isinstance(held, Tensor) and isinstance(value, int | float | Tensor):
-            held.fill_(value)
-        else:
-            group[name] = value.clone() if isinstance(value, Tensor) else value
-    if scheduled:
-        for mark in (SCHEDULED + key, key + SET):
-            if mark in group:
-                group[mark] = group[key]
+        Setting(optimizer.param_groups[-1], key).begin_at(value)

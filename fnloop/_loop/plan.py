@@ -20,9 +20,10 @@ from fnloop._core.history import (
     keys_of,
     unfinished,
 )
-from fnloop._core.optimizers import forget_schedules, groups_in
+from fnloop._core.optimizers import groups_in
 from fnloop._core.records import COSTS, TRAINED
 from fnloop._core.runs import Live, RunInfo, Stop, Windows, local_clock, reason_of
+from fnloop._core.settings import forget_schedules
 from fnloop._core.several import models_of
 from fnloop._core.state import (
     TrainState,

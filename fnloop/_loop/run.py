@@ -29,7 +29,7 @@ from fnloop._core.metrics import (
     read,
     without_recent,
 )
-from fnloop._core.optimizers import labelled_groups, numbers_used, optimizers_in
+from fnloop._core.optimizers import labelled_groups, optimizers_in
 from fnloop._core.records import Record, loaders_in
 from fnloop._core.rng import COMPUTE, fold_in, isolated, mix, seed_host, torch_seeder
 from fnloop._core.runs import (
@@ -55,6 +55,7 @@ from fnloop._core.runs import (
     pending,
     with_reason,
 )
+from fnloop._core.settings import Setting
 from fnloop._core.state import (
     Ownership,
     TrainState,
@@ -65,6 +66,7 @@ from fnloop._core.state import (
     count_left_out,
     counted_of,
     detached_from_run,
+    items_to_send,
     newest,
     went_back,
     with_record,
@@ -98,6 +100,7 @@ from fnloop._loop.errors import (
     tell_on_main,
 )
 from fnloop._loop.evaluate import gather_outputs, measure, open_loader
+from fnloop._loop.made_with import members_of
 from fnloop._loop.peers import (
     Abandoned,
     Interrupts,
@@ -245,7 +248,8 @@ class World:
         __tracebackhide__ = True
         plan.check_position(state)
         self.peers = peers_of(state)
-        self.peers.compare(plan.step, plan.hooks)
+        saving = [hook for hook in plan.hooks if BuiltIn.parts_saved([hook])]
+        self.peers.compare(type(plan.step).__name__, members_of(plan.step), saving)
         self.plan = plan
         self.source = open_loader(plan.loaders.train, state, plan.total)
         due = [name for _, names in plan.evaluations for name in names]
@@ -350,7 +354,7 @@ class World:
             return
         self.doing = "the exchange between processes"
         if together:
-            self.state = self.peers.barrier(self.state, self.interrupts, 0)
+            self.state = self._barrier(self.state, 0)
         self.interrupts.done = True
         state = self.state
         if isinstance(state.todo[0], Flush):  # the run has ended, but for that
@@ -581,7 +585,8 @@ class World:
     def _before_hooks(self, state: TrainState, todo: Todo) -> TrainState:
         """Exchange signals before the hooks of an update are called: they see a stop."""
         self.doing = "the exchange between processes"
-        self.peers.poll(state, self.interrupts)
+        if asked := self.peers.poll(state, self.interrupts.requested):
+            self.interrupts.obey(*asked)
         if self.interrupts.stop is not None:
             state = self.interrupts.apply(state)
         if End() in todo:  # they are called again then
@@ -624,13 +629,23 @@ class World:
         made = state.step + state.skipped - self.first_update
         suggest_fused(plan.step.pipeline.middleware, state, self.stopwatch.trained, made)
         order = self.source.order if self.read_whole else 0
-        state = self.peers.barrier(state, self.interrupts, order)
+        state = self._barrier(state, order)
         state = self.obey(changed(state, todo=todo))
         if action.ended and state.stop is None and not (plan.epochs or plan.may_stall):
             self.state, self.doing = state, "the end of the epoch"
             if (why := explain_no_updates(state, self.left_out)) is not None:
                 raise ValueError(why)
         return state
+
+    def _barrier(self, state: TrainState, order: int) -> TrainState:
+        """Wait for the other processes. Return the state, which then knows the items of all."""
+        if self.peers.alone:
+            return state
+        given = state, self.interrupts.requested, order, items_to_send(state)
+        asked, items = self.peers.barrier(*given)
+        if asked:
+            self.interrupts.obey(*asked)
+        return count_items(state, sent=items)
 
     def end(self, state: TrainState, action: End, todo: Todo) -> TrainState:
         """Decide what is due because the run ends."""
@@ -766,7 +781,8 @@ class World:
     def _watch(self, state: TrainState, loader: str, done: int, total: int | None) -> None:
         """Abandon an evaluation that has no time left. Tell the hooks how far it is."""
         __tracebackhide__ = True
-        self.peers.poll(state, self.interrupts)
+        if asked := self.peers.poll(state, self.interrupts.requested):
+            self.interrupts.obey(*asked)
         self.interrupts.check_time_left(over=state.stop is not None)
         for hook in self.plan.hooks:
             self.doing = hook
@@ -809,7 +825,7 @@ def _with_rates(prefix: str, state: TrainState, named: dict[str, Metric]) -> dic
         return {}
     if (loss := f"{prefix}loss") in named:
         named = {loss: named[loss], **named}
-    rates = numbers_used(labelled_groups(optimizers_in(state.optimizer)), "lr")
+    rates = Setting.used(labelled_groups(optimizers_in(state.optimizer)), "lr")
     missing = {f"{prefix}{k}": rate for k, rate in rates.items() if f"{prefix}{k}" not in named}
     return {**named, **missing}
 

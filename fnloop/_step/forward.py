@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar, cast
 
 import attrs
@@ -11,19 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from fnloop._backend.containers import tensors_in
-from fnloop._backend.fsdp import is_sharded
 from fnloop._core.metrics import Mean, NoLoss, OfModels, mean_of, update_, update_evaluated_
 from fnloop._core.several import Several
-from fnloop._core.state import (
-    TrainState,
-)
+from fnloop._core.state import TrainState
 from fnloop._core.types import Aux, Batch, LossFn, Metric, Output, Skip, Step, name_of
 from fnloop._data.source import Source
 from fnloop._display.checks import describe, function
-from fnloop._display.screen import log
 from fnloop._display.tables import shorten
 
-MOST_REASONS = 20  # that are logged
 # What a batch of other shapes, dtypes or keys than expected raises; torch's are RuntimeErrors.
 _OF_A_BATCH = (RuntimeError, ValueError, TypeError, LookupError, AttributeError)
 _MOST_PARTS = 8
@@ -55,13 +49,13 @@ def forward(loss_fn: LossFn, name: str, own_precision: bool = True) -> Step:
             elif own_precision or state.backend.precision is None:
                 reply = loss_fn(state.model, batch)
             else:
-                with configured_autocast(state):
+                with state.backend.autocast():
                     reply = loss_fn(state.model, batch)
         except _OF_A_BATCH as error:
             error.add_note(f"the batch: {_shapes(batch)}")
             raise
         if isinstance(reply, Skip):
-            return state, left_out(state, reply, name, said)
+            return state, reply.output(state, name, said)
         loss: Any
         aux: Any
         loss, aux = reply if reply.__class__ is tuple and len(reply) == 2 else (reply, {})
@@ -94,31 +88,6 @@ def _output(loss: Tensor, aux: Aux, weight: float | Tensor) -> Output:
     """Return the output for a batch, which is left out if it is known to have no item."""
     skip = NO_ITEMS if weight.__class__ is int and not weight else None
     return Output(loss, weight, aux, {}, skip)
-
-
-def configured_autocast(state: TrainState) -> AbstractContextManager[object]:
-    if state.backend.precision == "fp16":
-        raise ValueError(
-            "accelerate is configured for fp16, which needs a loss scale: list it, "
-            'pipeline(amp("fp16"), ...)'
-        )
-    return torch.autocast(state.backend.device.type, torch.bfloat16)
-
-
-def left_out(state: TrainState, reply: Skip, name: str, said: set[str]) -> Output:
-    """Return the output for a batch that the loss function leaves out."""
-    if is_sharded(state.model):
-        raise NotImplementedError(
-            f"{name} returned {reply!r}, but under fully_shard every process takes part in every "
-            'forward and backward: compute the loss, and return loss, {"weight": 0}'
-        )
-    if reply.reason not in said and len(said) < MOST_REASONS:
-        said.add(reply.reason)
-        log.warning("%s leaves a batch out: %s (logged once)", name, reply.reason)
-    first = next((p for p in state.model.parameters() if p.is_floating_point()), None)
-    dtype = torch.float32 if first is None else torch.promote_types(first.dtype, torch.float32)
-    loss = torch.zeros((), dtype=dtype, device=state.backend.device)
-    return Output(loss, 0, {}, {}, reply.reason)
 
 
 def _shapes(batch: object) -> str:

@@ -177,9 +177,23 @@ def _nothing() -> None: ...
 class WeightedSum:
     """The running sum of a window: the weights of its batches, their losses and metrics.
 
+    A backward of each batch starts from loss × relative weight. At the end :meth:`divide` turns the
+    sum of the gradients into the mean over the items.
+
     Attributes:
         weight: the sum of the weights of the batches that were added; None before the first.
         reference: the first weight. Batches count relative to it, which keeps fp16 in its range.
+
+    Example:
+        >>> import fnloop as fl, torch
+        >>> total, gradient = WeightedSum(), torch.zeros(())
+        >>> for loss, weight in ((3.0, 2), (6.0, 4)):  # the gradient of each is its loss
+        ...     out = fl.Output(torch.tensor(loss), weight)
+        ...     gradient += out.loss * (total.relative_weight(out) or 1)
+        ...     total.add(out)
+        >>> total.divide([gradient])
+        >>> gradient.item(), total.output().loss.item()
+        (5.0, 5.0)
     """
 
     def __init__(self) -> None:

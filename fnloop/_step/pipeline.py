@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import functools
 import inspect
@@ -44,7 +43,6 @@ from fnloop._core.types import (
     EVALUATION,
     RINGS,
     Batch,
-    Call,
     LossFn,
     Middleware,
     Output,
@@ -111,9 +109,9 @@ class Pipeline:
                 f"a pipeline takes a loss function first: write {self!r}(loss_fn)(state, batch)"
             )
         if isinstance(loss_fn, PipelineStep):
-            return loss_fn.inside(self)
+            return loss_fn.inside(self.middleware)
         check_loss_fn(loss_fn, self.middleware)
-        return LossStep(self, loss_fn)
+        return PipelineStep(self.middleware, loss_fn)
 
 
 def pipeline(*middleware: Middleware) -> Pipeline:
@@ -157,7 +155,7 @@ def pipeline(*middleware: Middleware) -> Pipeline:
     return Pipeline(middleware)
 
 
-class PipelineStep(abc.ABC):
+class PipelineStep:
     """A step: ``step(state, batch) -> (state, Output)``. One call is one update.
 
     With ``accumulate(n)`` it takes a sequence of up to n batches instead of one. A bare call draws
@@ -166,8 +164,12 @@ class PipelineStep(abc.ABC):
     A function that is given a step checks it with ``PipelineStep.checked(step, "its name")``, which
     says what to write for something else.
 
+    It is the step of a loss function. A kind of step that does more by itself replaces how it is
+    composed, ``_compose_innermost`` and ``_compose_training``, and what may be around it.
+
     Args:
-        pipeline: the middleware around what a kind of step does by itself.
+        listed: the middleware around what it does by itself.
+        loss_fn: the loss function; None: a kind of step that has several, or none.
 
     Attributes:
         window: the most batches of an update.
@@ -183,29 +185,28 @@ class PipelineStep(abc.ABC):
         (2, pipeline(clip(1.0))(toy_loss))
     """
 
-    loss_fn: LossFn | None = None  # of a step that has one
-    has_all_rings = False  # whether it is a loss function with all rings of middleware around it
+    has_all_rings = True  # whether it is a loss function with all rings of middleware around it
 
-    def __init__(self, pipeline: Pipeline) -> None:
-        self.pipeline = pipeline
-        self.window = max((m.window for m in pipeline.middleware), default=1)
+    def __init__(self, listed: Sequence[Middleware], loss_fn: LossFn | None = None) -> None:
+        self.pipeline, self.loss_fn = Pipeline(tuple(listed)), loss_fn
+        self.window = max((m.window for m in listed), default=1)
         self._layers = Layers()
         self.fetches_late = False
         self.is_timed = bool(self._names_with("timed"))
         self.carries = bool(self._names_with("carries"))
-        self._used = next((m.uses for m in pipeline.middleware if m.uses), None)
+        self._used = next((m.uses for m in listed if m.uses), None)
         innermost = self._compose_innermost()
         self._innermost: Replaceable | None = (
-            None if all(map(is_ours, pipeline.middleware)) else functools.partial(innermost)
+            None if all(map(is_ours, listed)) else functools.partial(innermost)
         )
         self.forward = self._chain(self._innermost or innermost, "forward")
         # Of a loader that is evaluated, without the checks of a bare call.
         self.evaluation = self._chain(self.forward, EVALUATION)
-        if beside := [m for m in pipeline.middleware if m.view is not None and m.view.beside]:
+        if beside := [m for m in listed if m.view is not None and m.view.beside]:
             carrying = self._names_with("carries")
             self.evaluation = evaluate_beside(self.evaluation, *carrying)
             self._layers.add(self.evaluation, join_names([*map(repr, beside)]), in_training=False)
-        self._reporting = tuple(m for m in pipeline.middleware if m.report is not None)
+        self._reporting = tuple(m for m in listed if m.report is not None)
         # Without the checks of a bare call: what the loop calls.
         self.train = self._compose_training()
 
@@ -239,38 +240,117 @@ class PipelineStep(abc.ABC):
             f"({type(step).__name__}). {hint}"
         )
 
+    # --- how it is composed
+
     @property
     def functions(self) -> tuple[object, ...]:
-        """The functions that it was made with, besides its middleware."""
-        return ()
+        """The functions that it was made with, besides its middleware; that of an update first."""
+        return (self.loss_fn,)
 
     @property
-    @abc.abstractmethod
     def evaluates(self) -> str:
         """The name of the loss function of an evaluation."""
+        return name_of(self.loss_fn)
 
-    @abc.abstractmethod
-    def _compose_innermost(self) -> Step:
-        """Return what the forward ring is around: what evaluates a batch."""
+    @property
+    def _leaves_out(self) -> bool:
+        """Whether that function may skip a batch."""
+        return may_skip(self.loss_fn)
 
-    @abc.abstractmethod
-    def _compose_training(self) -> Step:
-        """Return what makes an update, with all rings around it."""
-
-    @abc.abstractmethod
-    def inside(self, pipeline: Pipeline) -> PipelineStep:
+    def inside(self, listed: tuple[Middleware, ...]) -> PipelineStep:
         """Return the same step with more middleware around it, if it can have any."""
+        raise TypeError(
+            f"a pipeline takes a loss function, but {self!r} is a step already: list all "
+            f"middleware in one pipeline(...)({name_of(self.loss_fn)})"
+        )
 
     def listing(self, listed: Sequence[Middleware]) -> PipelineStep:
-        """Return the same step with other middleware around it, if it is one of a function.
+        """Return the same step with other middleware around it, if it is one of a function."""
+        assert self.loss_fn is not None
+        return Pipeline(tuple(listed))(self.loss_fn)
 
-        Raises:
-            NotImplementedError: it is made of steps in turn.
-        """
-        raise NotImplementedError
+    def _compose_innermost(self) -> Step:
+        """Return what the forward ring is around: what evaluates a batch."""
+        assert self.loss_fn is not None
+        members = in_order(self.pipeline.middleware, "step")
+        # What passes values to the loss function is next to it: the others know none.
+        members.sort(key=lambda member: not member.passes)
+        wraps = [m.loss_fn for m in members if m.loss_fn is not None]
+        name, own_precision = name_of(self.loss_fn), self._own_precision is not None
+        innermost = forward(toolz.pipe(self.loss_fn, *wraps), name, own_precision)
+        self._layers.add(innermost, f"the loss function {name}")
+        return innermost
 
-    @abc.abstractmethod
-    def _repr_html_(self) -> str: ...
+    def _compose_training(self) -> Step:
+        """Return what makes an update, with all rings around it."""
+        return self._compose_update(self.forward)
+
+    def _compose_update(self, forward: Step) -> Step:
+        """Return what makes an update of what a forward ring returns."""
+        inner = forward, "loss", self._backward, "gradient"
+        return self._chain(*inner, self._update, "update", "device", "step", self._using)
+
+    def _backward(self, step: Step) -> Step:
+        again = bool(self._names_with("create_graph"))
+        skips = may_skip_in(self.pipeline.middleware, "forward", "loss")
+        drops = self._used is not None
+        backward = Backward(step, name_of(self.functions[0]), skips, again, drops)
+        self._layers.add(backward, "backward")
+        return backward
+
+    def _update(self, step: Step) -> Step:
+        members = self.pipeline.middleware
+        by_closure = bool(self._names_with("by_closure"))
+        transacted = transaction(step, members, self._leaves_out)
+        updating = update(transacted, name_of(self.functions[0]), by_closure, self._used)
+        self._layers.add(updating, OPTIMIZER)
+        return updating
+
+    def _using(self, step: Step) -> Step:
+        """Return a step within which every middleware knows which optimizers update."""
+        names = self._used
+        if names is None:
+            return step
+
+        def using(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
+            __tracebackhide__ = True
+            with using_only(state, names):
+                return step(state, batch)
+
+        return using
+
+    def _chain(self, step: Step, *around: str | Wrap) -> Step:
+        """Return a step with others around it, the innermost first: wraps, or rings by name."""
+        for part in around:
+            if isinstance(part, str):
+                for member in acting_in(self.pipeline.middleware, part):
+                    step = self._layer(member, part, step)
+            else:
+                step = part(step)
+        return step
+
+    def _layer(self, member: Middleware, ring: str, inside: Step) -> Step:
+        """Return a step with one middleware around it, which errors know as a layer."""
+        step = wraps_of(member)[ring](inside)
+        check_wrapped(step, member, ring)
+        if step is inside:
+            return step
+        is_users = not is_ours(member)
+        self._layers.add(step, repr(member), is_users, ring != EVALUATION)
+        if is_users:
+            step = checked_once(step, member, ring, self._calls_noted)
+        return around(step, member.keep) if ring == "step" and member.keep else step
+
+    def _calls_noted(self) -> AbstractContextManager[list[int]]:
+        """Note the calls of the loss function, within a ``with`` block."""
+        assert self._innermost is not None
+        return self._noting(self._innermost)
+
+    @staticmethod
+    def _noting(innermost: Replaceable) -> AbstractContextManager[list[int]]:
+        return calls_noted(innermost)
+
+    # --- what a run asks
 
     @property
     def total(self) -> int | None:
@@ -312,39 +392,8 @@ class PipelineStep(abc.ABC):
         for member in self.pipeline.middleware:
             check_loaders(repr(member), member.loaders, loaders)
 
-    def check_evaluation(self, loaders: Sequence[str]) -> None:  # noqa: B027
+    def check_evaluation(self, loaders: Sequence[str]) -> None:
         """Raise ValueError if it cannot evaluate these loaders."""
-
-    def _chain(self, step: Step, *around: str | Wrap) -> Step:
-        """Return a step with others around it, the innermost first: wraps, or rings by name."""
-        for part in around:
-            if isinstance(part, str):
-                for member in acting_in(self.pipeline.middleware, part):
-                    step = self._layer(member, part, step)
-            else:
-                step = part(step)
-        return step
-
-    def _layer(self, member: Middleware, ring: str, inside: Step) -> Step:
-        """Return a step with one middleware around it, which errors know as a layer."""
-        step = wraps_of(member)[ring](inside)
-        check_wrapped(step, member, ring)
-        if step is inside:
-            return step
-        is_users = not is_ours(member)
-        self._layers.add(step, repr(member), is_users, ring != EVALUATION)
-        if is_users:
-            step = checked_once(step, member, ring, self._calls_noted)
-        return around(step, member.keep) if ring == "step" and member.keep else step
-
-    def _calls_noted(self) -> AbstractContextManager[list[int]]:
-        """Note the calls of the loss function, within a ``with`` block."""
-        assert self._innermost is not None
-        return self._noting(self._innermost)
-
-    @staticmethod
-    def _noting(innermost: Replaceable) -> AbstractContextManager[list[int]]:
-        return calls_noted(innermost)
 
     def _check_around(self, listed: Sequence[Middleware], ignored: Sequence[str]) -> None:
         """Raise if a step that makes its updates by itself would ignore a middleware around it.
@@ -412,6 +461,11 @@ class PipelineStep(abc.ABC):
         clear_parameter_cache(state)
         engine_of(state).begin(state)
         to_training(state.optimizer)
+        self._check_optimizers(state)
+
+    def _check_optimizers(self, state: TrainState) -> None:
+        """Raise ValueError unless one update can be made with the optimizers together."""
+        check_used(state.model, state.optimizer, self._used)
 
     def init_slots(self, state: TrainState, *, evaluation: bool = False) -> TrainState:
         """Return the state with the slots that the middleware need, for an evaluation or at all."""
@@ -572,103 +626,7 @@ class PipelineStep(abc.ABC):
             raise
         return out if out.loss is None else attrs.evolve(out, loss=out.loss.detach())
 
-
-class LossStep(PipelineStep):
-    """The step of a loss function.
-
-    Args:
-        pipeline: the middleware.
-        loss_fn: the loss function.
-    """
-
-    has_all_rings = True
-
-    def __init__(self, pipeline: Pipeline, loss_fn: LossFn) -> None:
-        self.loss_fn: LossFn = loss_fn  # pyright: ignore[reportIncompatibleVariableOverride]
-        super().__init__(pipeline)
-
-    def listing(self, listed: Sequence[Middleware]) -> PipelineStep:
-        """Return the same step with other middleware around it."""
-        return Pipeline(tuple(listed))(self.loss_fn)
-
-    @property
-    def functions(self) -> tuple[object, ...]:
-        return (self.loss_fn,)
-
-    @property
-    def evaluates(self) -> str:
-        return name_of(self.loss_fn)
-
-    def _compose_innermost(self) -> Step:
-        members = in_order(self.pipeline.middleware, "step")
-        # What passes values to the loss function is next to it: the others know none.
-        members.sort(key=lambda member: not member.passes)
-        wraps = [m.loss_fn for m in members if m.loss_fn is not None]
-        name, own_precision = name_of(self.loss_fn), self._own_precision is not None
-        innermost = forward(toolz.pipe(self.loss_fn, *wraps), name, own_precision)
-        self._layers.add(innermost, f"the loss function {name}")
-        return innermost
-
-    @property
-    def _trains_by(self) -> Callable[..., object]:
-        """The function that an update calls."""
-        return self.loss_fn
-
-    @property
-    def _leaves_out(self) -> bool:
-        """Whether that function may skip a batch."""
-        return may_skip(self.loss_fn)
-
-    def _training_forward(self) -> Step:
-        """Return the forward ring of an update."""
-        return self.forward
-
-    def _compose_training(self) -> Step:
-        inner = self._training_forward(), "loss", self._backward, "gradient"
-        return self._chain(*inner, self._update, "update", "device", "step", self._using)
-
-    def _using(self, step: Step) -> Step:
-        """Return a step within which every middleware knows which optimizers update."""
-        names = self._used
-        if names is None:
-            return step
-
-        def using(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
-            __tracebackhide__ = True
-            with using_only(state, names):
-                return step(state, batch)
-
-        return using
-
-    def begin_run(self, state: TrainState) -> None:
-        super().begin_run(state)
-        self._check_optimizers(state)
-
-    def _check_optimizers(self, state: TrainState) -> None:
-        """Raise ValueError unless one update can be made with the optimizers together."""
-        check_used(state.model, state.optimizer, self._used)
-
-    def _backward(self, step: Step) -> Step:
-        again = bool(self._names_with("create_graph"))
-        skips = may_skip_in(self.pipeline.middleware, "forward", "loss")
-        drops = self._used is not None
-        backward = Backward(step, name_of(self._trains_by), skips, again, drops)
-        self._layers.add(backward, "backward")
-        return backward
-
-    def _update(self, step: Step) -> Step:
-        members = self.pipeline.middleware
-        by_closure = bool(self._names_with("by_closure"))
-        transacted = transaction(step, members, self._leaves_out)
-        updating = update(transacted, name_of(self._trains_by), by_closure, self._used)
-        self._layers.add(updating, OPTIMIZER)
-        return updating
-
-    def inside(self, pipeline: Pipeline) -> PipelineStep:
-        raise TypeError(
-            f"a pipeline takes a loss function, but {self!r} is a step already: list all "
-            f"middleware in one pipeline(...)({name_of(self.loss_fn)})"
-        )
+    # --- how it shows
 
     def __repr__(self) -> str:
         return f"{self.pipeline!r}({name_of(self.loss_fn)})"
@@ -682,8 +640,8 @@ class LossStep(PipelineStep):
     def _repr_html_(self) -> str:
         return tables.diagram(*self._shown())
 
-    def __reduce__(self) -> tuple[Pipeline, tuple[LossFn]]:
-        return self.pipeline, (self.loss_fn,)
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return type(self), (self.pipeline.middleware, *self.functions)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -770,13 +728,8 @@ def check_middleware(listed: Sequence[Middleware]) -> None:
 
 def _other_name(member: Middleware) -> str:
     """Return what else to do about a name, if the factory of the middleware takes one."""
-    named = member.call is not None and takes(member.call, "name")
+    named = member.call is not None and member.call.takes("name")
     return ', or give one another name: name="..."' if named else ""
-
-
-def takes(call: Call, argument: str) -> bool:
-    """Return whether the function of a call has an argument of this name."""
-    return argument in inspect.signature(call.factory).parameters
 
 
 def _fail_as_member(member: object) -> None:

@@ -22,7 +22,7 @@ from collections.abc import (
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import attrs
 import numpy as np
@@ -34,7 +34,6 @@ from torch.utils.hooks import RemovableHandle
 from fnloop._core.averages import Average
 from fnloop._core.code import INSTALLED, PACKAGE, codes_of, is_users
 from fnloop._core.metrics import Mean
-from fnloop._core.optimizers import Group
 from fnloop._core.rng import mark_generators
 from fnloop._core.selectors import Selectors
 from fnloop._core.state import TrainState, unwrap
@@ -654,7 +653,7 @@ def named_tensors(state: TrainState) -> Iterator[tuple[str, Tensor]]:
                     yield f"(group {i}, parameter {j}, not in the model)", p
 
 
-def _settings(group: Group) -> Group:
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name != "params"}
 
 

@@ -30,7 +30,8 @@ UNDOCUMENTED = {  # names of torch without an underscore that its reference does
 OTHERS = {  # private names of other libraries, each in one file
     "_extensions/histories/figures.py": {"_repr_png_"},  # IPython's protocol
     "_extensions/middleware/schedule.py": {"_repr_html_"},
-    "_backend/accelerated.py": {"_shared_state", "_models", "_optimizers"},  # accelerate's
+    "_extensions/engines/accelerated.py": {"_shared_state", "_models", "_optimizers"},
+    "_extensions/hooks/accelerated.py": {"_shared_state"},  # accelerate's
     "_extensions/torchmetrics.py": {"_to_sync", "_update_count", "_defaults", "_reductions"},
     "_extensions/engines/exchanges.py": {"_exit", "_current_frames"},  # documented, of os and sys
     "_extensions/tools/dry_run.py": {"_getframe"},  # documented, of sys

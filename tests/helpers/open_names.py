@@ -5,10 +5,7 @@ it. One that no extension uses any more goes out. The table may only shrink.
 """
 
 OPEN = {
-    "_backend": "accelerated",
     "_backend.containers": "SEQUENCES",
-    "_backend.fsdp": "combined dtensor full has_sharded like_sharded",
-    "_backend.processes": "Backend device_of",
     "_core.averages": "Average AVERAGED check_not_averaged named_tensors",
     "_core.code": "codes_of INSTALLED is_users PACKAGE",
     "_core.history": "first_record metrics_here new_records records_since SINCE unfinished",
@@ -16,12 +13,7 @@ OPEN = {
         "combine ITEMS moved NoLoss read RECENT Reduced restored Running sent Shares "
         "to_accumulator_dtype to_host update_ update_evaluated_ valid_or_nan weighted"
     ),
-    "_core.optimizers": (
-        "as_number BEFORE begin_again copy_number first_shared Group groups_in initial_value "
-        "is_torch_optimizer keep_initial modes_of note_set numbers_used Optimizers "
-        "optimizers_in put_number RATIO SCHEDULED SET set_by_torch to_training UNFROZEN "
-        "wants_closure"
-    ),
+    "_core.optimizers": "first_shared Group Optimizers",
     "_core.parts": "check_name Held Load TAKEN",
     "_core.records": "COSTS MODES number_of_epoch TRAINED",
     "_core.rng": (
@@ -31,14 +23,15 @@ OPEN = {
     "_core.runs": "ACTIONS has_updates RECORDS",
     "_core.saved": "has_pending materialize Pending",
     "_core.selectors": "Selectors",
+    "_core.settings": "UNFROZEN",
     "_core.several": "models_of Reply Several",
     "_core.state": (
-        "clear_parameter_cache count_items count_parameters COUNTED counted_of COUNTERS "
-        "current_parameters detached_from_run items_to_send LEFT_OUT note_call ParameterCache "
-        "PLACE rested used_in with_used without_metrics"
+        "clear_parameter_cache count_parameters COUNTED counted_of COUNTERS "
+        "current_parameters detached_from_run LEFT_OUT note_call ParameterCache PLACE rested "
+        "used_in with_used without_metrics"
     ),
     "_core.trained": "add_group Groups Layout note_restored split_group",
-    "_core.types": "Aux EVALUATION is_ours Searching Skip wraps_of",
+    "_core.types": "Aux is_ours Searching Skip",
     "_core.view": "as_evaluated begin_again changed_for is_apart take_back",
     "_data.held": "own_copy",
     "_data.iterable": "as_torch_reads_it is_keeper length_of steady_workers",
@@ -49,18 +42,16 @@ OPEN = {
     "_data.position": "checksum Pass Positions",
     "_data.reader": "Iterated Reader reader_of",
     "_data.source": "first_batches LateWindow open_source Source unmoved",
-    "_display.screen": "log",
     "_hooks.hook": "HookFn",
     "_loop.beginning": "fused_hint",
     "_loop.errors": "check_returned why_empty",
     "_loop.evaluate": "open_loader",
     "_loop.fit": "train",
     "_loop.made_with": "describe_making members_of",
-    "_loop.peers": "Interrupts is_alone",
+    "_loop.peers": "is_alone",
     "_loop.plan": "Plan",
     "_step.engine": "GradientSum",
     "_step.forward": "items_in",
-    "_step.gradients": "NoGradientError WeightedSum",
-    "_step.pipeline": "Pipeline",
+    "_step.gradients": "NoGradientError",
     "_step.update": "MissingNumberError Numbers prefixed",
 }

@@ -14,8 +14,6 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from fnloop._backend.fsdp import is_sharded, like_sharded, local_part
-from fnloop._core.optimizers import groups_in, optimizers_in
 from fnloop._core.parts import Load, Part
 from fnloop._core.state import TrainState, unwrap
 from fnloop._core.view import changed_for, is_apart, view
@@ -43,7 +41,18 @@ from fnloop._extensions.checkpoints.torch_compat import (
     loads_other_names,
 )
 from fnloop._extensions.checkpoints.transfer import Collecting, Reading
-from fnloop.extend import Ownership, checks, collectives, containers, torch_compat
+from fnloop.extend import (
+    Ownership,
+    checks,
+    collectives,
+    containers,
+    fsdp,
+    groups,
+    is_sharded,
+    local_part,
+    optimizers,
+    torch_compat,
+)
 
 Named = dict[str, Json]  # name to tensor, or to other values
 
@@ -107,7 +116,7 @@ def _check_complete(state: TrainState, saved: Mapping[str, Tensor]) -> None:
     missing = [(name, p) for name, p in names if name not in saved and p.requires_grad]
     if not missing:
         return
-    trained = {id(p) for group in groups_in(state.optimizer) for p in group["params"]}
+    trained = {id(p) for group in groups(state).values() for p in group["params"]}
     storages = {local_part(t).untyped_storage().data_ptr() for t in saved.values()}
     left = [
         name
@@ -311,7 +320,7 @@ def _take_shapes(saved: Reading, module: nn.Module, shapes: Shapes) -> None:
         raise CheckpointError(f"{saved.path}: {error}") from error
     if "optimizer" not in saved.parts:
         ids = {id(tensor) for tensor in saved.resized}
-        for one in optimizers_in(saved.state.optimizer).values():
+        for one in optimizers(saved.state).values():
             trained = {id(p) for group in one.param_groups for p in group["params"]}
             if one.state and not ids.isdisjoint(trained):
                 raise CheckpointError(
@@ -487,17 +496,17 @@ def _shared_memory(
         memory = here.untyped_storage().data_ptr(), here.device
         found = int(first) * size, (int(last) + 1) * size, name, (here, there)
         storages.setdefault(memory, []).append(found)
-    groups: list[tuple[tuple[str, ...], list[_Pair]]] = []
+    sharing: list[tuple[tuple[str, ...], list[_Pair]]] = []
     for tensors in storages.values():
         end = 0
         for start, stop, name, pair in sorted(tensors, key=lambda found: found[0]):
             if start < end:
-                names, pairs = groups.pop()
-                groups.append(((*names, name), [*pairs, pair]))
+                names, pairs = sharing.pop()
+                sharing.append(((*names, name), [*pairs, pair]))
             else:
-                groups.append(((name,), [pair]))
+                sharing.append(((name,), [pair]))
             end = max(end, stop)
-    return [group for group in groups if len(group[1]) > 1]
+    return [group for group in sharing if len(group[1]) > 1]
 
 
 def _have_own_memory(tensors: Iterable[object]) -> bool:
@@ -608,7 +617,7 @@ def model_tensors(saved: Reading, training: bool = False) -> dict[str, Tensor]:
 
 def _shard_like(value: object, template: object) -> object:
     if isinstance(value, Tensor) and isinstance(template, Tensor):
-        return like_sharded(value, template)
+        return fsdp.like_sharded(value, template)
     return value
 
 

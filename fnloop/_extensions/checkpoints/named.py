@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fnloop._backend.fsdp import is_sharded
-from fnloop._core.optimizers import Group, optimizers_in, to_training, wants_closure
 from fnloop._core.rng import isolated, seed_host, torch_seeder
 from fnloop._core.state import TrainState, unwrap
 from fnloop._extensions.checkpoints.serialize import flattened_kind
@@ -29,7 +28,7 @@ from fnloop._extensions.checkpoints.torch_compat import (
     is_hook_table,
     local_optimizer,
 )
-from fnloop.extend import containers, torch_compat
+from fnloop.extend import checks, containers, optimizers, torch_compat, wants_closure
 
 # --------------------------------------------------------------------------------------------------
 # Optimizers as checkpoints see them: the names of their parameters, and how their state is kept.
@@ -44,6 +43,7 @@ from fnloop.extend import containers, torch_compat
 #
 # Neither shows whether its updates depend on anything else: see `check_resumable`.
 
+Group = dict[str, Any]  # a parameter group of an optimizer
 EXECUTION = ("foreach", "fused", "capturable")  # how to compute, which does not change the result
 UNSAVED = ("params", "param_names", *EXECUTION)
 
@@ -85,9 +85,7 @@ class NamedOptimizer:
         """
         model, sharded = unwrap(state), is_sharded(state.model)
         own = {torch_compat.strip_compile_prefix(name): p for name, p in model.named_parameters()}
-        return {
-            name: cls._of(one, own, sharded) for name, one in optimizers_in(state.optimizer).items()
-        }
+        return {name: cls._of(one, own, sharded) for name, one in optimizers(state).items()}
 
     @classmethod
     def _of(cls, optimizer: Optimizer, own: Mapping[str, Tensor], sharded: bool) -> NamedOptimizer:
@@ -103,6 +101,16 @@ class NamedOptimizer:
     def class_name(self) -> str:
         """The name of the class of the optimizer that keeps the state."""
         return type(self.holder).__name__
+
+    @property
+    def is_torch(self) -> bool:
+        """Whether the optimizer that keeps the state is one of torch's own."""
+        return type(self.holder).__module__.startswith("torch.optim")
+
+    def train(self) -> None:
+        """Switch to the mode of training, if the optimizer has modes."""
+        if checks.has_methods(type(self.optimizer), "train", "eval"):
+            self.optimizer.train()  # type: ignore[attr-defined]
 
     def group_names(self) -> list[list[str]]:
         """Return the names of the parameters of each group."""
@@ -203,7 +211,7 @@ def tensors_of_copy(named: NamedOptimizer, names: Collection[str]) -> dict[str, 
     device = next(p.device for p in named.parameters().values())
     with without_side_effects(device):
         twin = copy_optimizer(named, names)
-        to_training(twin.optimizer)
+        twin.train()
         update(twin, 0, device)
     leaves: list[Any] = []
     containers.map_leaves(list(twin.optimizer.state.values()), leaves.append)

@@ -13,7 +13,6 @@ import attrs
 from torch import Tensor
 
 from fnloop._core.history import SINCE
-from fnloop._core.optimizers import groups_in
 from fnloop._core.records import MODES
 from fnloop._core.state import TrainState, check_not_stale, clear_parameter_cache, unwrap
 from fnloop._core.trained import note_restored
@@ -75,6 +74,7 @@ from fnloop.extend import (
     collectives,
     containers,
     disk,
+    groups,
     on_main_process,
     torch_compat,
 )
@@ -463,9 +463,9 @@ def best(
             f'the checkpoints in {folder} name no metric: write best(folder, "valid/loss")'
         )
     since = since or next((str(m["since"]) for m in newest_first if m.get("since")), "phase")
-    groups = reversed(by_phase(found, since))
+    phases = reversed(by_phase(found, since))
     manifests = dict(found)
-    ranked = [path for group in groups for path, _ in rank(group, key, mode)]
+    ranked = [path for each in phases for path, _ in rank(each, key, mode)]
     ranked = [(path, explain_nonfinite(path, manifests[path])) for path in ranked]
     valid = _skip_unfit(ranked, place.verify)
     return next((path for path, _ in valid), None)
@@ -563,8 +563,7 @@ def _read_given(given: Sequence[str], state: TrainState) -> tuple[str, ...]:
     expected = 'resume expects given as a tuple of settings of parameter groups, such as ("lr",)'
     if isinstance(given, str) or not isinstance(given, Sequence):
         raise TypeError(f"{expected}; got {checks.describe(given)}")
-    groups = groups_in(state.optimizer)
-    known = dict.fromkeys(key for group in groups for key in settings_of(group))
+    known = dict.fromkeys(key for group in groups(state).values() for key in settings_of(group))
     for key in given:
         if key not in known:
             raise ValueError(

@@ -14,10 +14,9 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from fnloop._core.optimizers import groups_in
 from fnloop._core.state import TrainState
 from fnloop._extensions.engines.exchanges import ADVICE, DIVERGED
-from fnloop.extend import Ownership, View, collectives, is_sharded, local_part, torch_compat
+from fnloop.extend import Ownership, View, collectives, groups, is_sharded, local_part, torch_compat
 
 TOLERANCE = 1e-3  # by which norms may differ between different kinds of processors
 # By which that may grow from one comparison to the next, and more in each update between them.
@@ -102,7 +101,7 @@ def check_counters_alike(every: Sequence[Sequence[float]]) -> None:
 
 def _raise_apart(state: TrainState, name: str, every: Sequence[float]) -> NoReturn:
     low, high = min(every), max(every)
-    trained = {id(p) for group in groups_in(state.optimizer) for p in group["params"]}
+    trained = {id(p) for group in groups(state).values() for p in group["params"]}
     is_trained = id(state.model.get_parameter(name)) in trained
     step = Ownership.of(state).equal_at
     equal = "" if step is None else f"All norms were last equal at step {step}. "

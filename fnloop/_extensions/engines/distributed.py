@@ -45,13 +45,13 @@ from fnloop._extensions.engines.meshes import around_sharded, roots
 from fnloop._extensions.engines.one_message import OneMessage, fits
 from fnloop._extensions.engines.torch_compat import leaf_of, reduce_in_backward
 from fnloop._step.engine import GradientSum
-from fnloop._step.gradients import WeightedSum
 from fnloop.extend import (
     Backward,
     Batch,
     LocalEngine,
     Metric,
     Ownership,
+    WeightedSum,
     all_parameters,
     collectives,
     containers,

@@ -48,13 +48,13 @@ from fnloop._extensions.engines.distributed import (
     merge_metrics,
     weight_on_device,
 )
-from fnloop._step.gradients import WeightedSum
 from fnloop.extend import (
     Backward,
     Batch,
     LocalEngine,
     Metric,
     Ownership,
+    WeightedSum,
     checks,
     collectives,
     containers,

@@ -12,6 +12,7 @@ import faulthandler
 import functools
 import itertools
 import json
+import logging
 import math
 import os
 import pickle
@@ -30,7 +31,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fnloop._display.screen import log
 from fnloop._extensions.engines.launch import accelerator, choose_interface, launched, own_store
 from fnloop._extensions.engines.torch_compat import (
     broadcast_coalesced,
@@ -40,6 +40,8 @@ from fnloop._extensions.engines.torch_compat import (
     process_groups,
 )
 from fnloop.extend import checks, collectives, containers, local_part
+
+log = logging.getLogger("fnloop")
 
 Tree = TypeVar("Tree")
 DIVERGED, EXCHANGE = collectives.DIVERGED, collectives.EXCHANGE

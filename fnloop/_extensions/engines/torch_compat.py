@@ -26,7 +26,7 @@ _c10d = getattr(dist, "distributed_c10d", None)
 def process_groups() -> list[dist.ProcessGroup]:
     """Return all process groups. Fallback: the default one."""
     world = getattr(_c10d, "_world", None)
-    return [dist.group.WORLD] if world is None else [*world.pg_map]
+    return cast(list[dist.ProcessGroup], [dist.group.WORLD] if world is None else [*world.pg_map])
 
 
 def default_store() -> dist.Store:

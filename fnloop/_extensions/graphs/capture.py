@@ -18,12 +18,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fnloop._core.optimizers import (
-    SCHEDULED,
-    as_number,
-    is_torch_optimizer,
-    wants_closure,
-)
 from fnloop._core.state import PLACE, TrainState
 from fnloop._core.types import Output, Step
 from fnloop._extensions.graphs.guards import (
@@ -45,7 +39,17 @@ from fnloop._extensions.graphs.torch_compat import (
     clear_cublas_workspaces,
     silence_capturable_warning,
 )
-from fnloop.extend import Batch, Ownership, checks, containers, host, optimizers, torch_compat
+from fnloop.extend import (
+    Batch,
+    Ownership,
+    Setting,
+    checks,
+    containers,
+    host,
+    optimizers,
+    torch_compat,
+    wants_closure,
+)
 
 Group = dict[str, Any]  # a parameter group of an optimizer
 Judge = Callable[[TrainState, bool], str | None]  # as decide takes it
@@ -701,10 +705,7 @@ def _move_rate(group: Group, others: Collection[Group], device: torch.device) ->
     dtype = None if isinstance(given, Tensor) else single
     rate = torch.as_tensor(given, dtype=dtype, device=device)
     shared = any(rate is other.get("lr") for other in others)
-    mark = group.get(f"{SCHEDULED}lr")
-    group["lr"] = rate.clone() if shared else rate
-    if mark is given or mark == given:  # else the user has changed it, as the schedule will say
-        _keep_scheduled(group)
+    Setting(group, "lr").exchange(rate.clone() if shared else rate)
 
 
 def _move_counts(optimizer: Optimizer, keys: Iterable[Tensor], device: torch.device) -> None:
@@ -718,7 +719,8 @@ def _move_counts(optimizer: Optimizer, keys: Iterable[Tensor], device: torch.dev
 def _check_fused(optimizer: Optimizer) -> None:
     name = type(optimizer).__name__
     for group in optimizer.param_groups:
-        if is_torch_optimizer(optimizer) and "capturable" not in group and "fused" not in group:
+        ours = type(optimizer).__module__.startswith("torch.optim")
+        if ours and "capturable" not in group and "fused" not in group:
             raise CaptureError(f"{name} reads numbers to the host in every update")
         fused = group.get("fused", True)
         if fused is None:
@@ -733,17 +735,12 @@ def undo_capturable(original: list[OriginalSettings]) -> None:
     """Restore the settings of optimizers, except that they keep the value of a learning rate."""
     for optimizer, group, settings in original:
         rate = group.get("lr")
-        group.update(settings)
         if isinstance(rate, Tensor):
-            group["lr"] = rate if isinstance(settings["lr"], Tensor) else as_number(rate)
-            _keep_scheduled(group)
+            if not isinstance(settings["lr"], Tensor):
+                Setting(group, "lr").exchange(Setting.as_number(rate))
+            settings = {**settings, "lr": group["lr"]}
+        group.update(settings)
         if not (settings.get("capturable", True) or settings.get("fused")):
             for p in group["params"]:
                 values = optimizer.state.get(p, {})
                 values.update({k: v.cpu() for k, v in values.items() if k == "step"})
-
-
-def _keep_scheduled(group: Group) -> None:
-    """Let a schedule recognize a learning rate as its own after a change of type."""
-    if f"{SCHEDULED}lr" in group:
-        group[f"{SCHEDULED}lr"] = group["lr"]

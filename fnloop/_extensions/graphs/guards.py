@@ -15,11 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fnloop._core.optimizers import SCHEDULED
 from fnloop._core.rng import HostGenerators
 from fnloop._core.state import TrainState
 from fnloop._core.types import Output
-from fnloop.extend import all_parameters, containers, groups, optimizers, torch_compat
+from fnloop.extend import Setting, all_parameters, containers, groups, optimizers, torch_compat
 
 # --------------------------------------------------------------------------------------------------
 # Guard a capture: find what must not happen while an update is recorded.
@@ -311,7 +310,7 @@ class GuardSet:
             (group, key)
             for group in every
             for key in group
-            if key != "params" and not key.startswith(SCHEDULED)
+            if key != "params" and key not in Setting.marks(group)
         ]
         self.snapshot()
 

@@ -18,7 +18,6 @@ import attrs
 import torch
 from torch import Tensor
 
-from fnloop._backend.fsdp import like_sharded
 from fnloop._core.averages import Average
 from fnloop._core.history import SINCE, History, metrics_here
 from fnloop._core.state import TrainState, clear_parameter_cache, unwrap
@@ -44,6 +43,7 @@ from fnloop.extend import (
     Monitored,
     Ownership,
     checks,
+    fsdp,
     local_part,
     mode_of,
     on_main_process,
@@ -746,7 +746,7 @@ def _load_averages(state: TrainState, kept: _Weights) -> None:
             for key, tensor in average.items():
                 kept_one = best["tensors"].get(key, tensor)
                 if kept_one.shape == tensor.shape:
-                    tensor.copy_(like_sharded(kept_one, tensor))
+                    tensor.copy_(fsdp.like_sharded(kept_one, tensor))
                 else:
                     average[key] = kept_one
             average.count = best["count"]
@@ -790,7 +790,7 @@ def _fit_to(state: TrainState, weights: _Weights, slot: str) -> _Weights:
                 'restore(path, state, only=("model", ...)) without "slots"'
             )
         if isinstance(kept, Tensor) and kept.shape == here.shape:
-            kept = like_sharded(kept, here)
+            kept = fsdp.like_sharded(kept, here)
         found[spelled] = kept
     return found
 

@@ -16,12 +16,12 @@ from fnloop._core.metrics import NoLoss, combine, to_accumulator_dtype, update_e
 from fnloop._core.state import TrainState, note_call
 from fnloop._core.types import Aux, LossFn, Middleware, Output, Skip, Step, middleware
 from fnloop._step.forward import items_in
-from fnloop._step.gradients import WeightedSum
 from fnloop.extend import (
     Backward,
     Batch,
     Metric,
     Ownership,
+    WeightedSum,
     Wrap,
     checks,
     containers,

@@ -10,7 +10,6 @@ import attrs
 import torch
 from torch import Tensor
 
-from fnloop._backend.fsdp import combined
 from fnloop._core.metrics import Mean
 from fnloop._core.selectors import Selectors
 from fnloop._core.several import Several
@@ -21,6 +20,7 @@ from fnloop.extend import (
     Chosen,
     checks,
     engine_of,
+    fsdp,
     gradients,
     isolated,
     local_part,
@@ -433,9 +433,9 @@ def _clip_(gradient: Tensor, weights: Tensor, ratio: float) -> None:
 def _norms(values: Tensor) -> Tensor:
     """Return the norm of each unit that this process has; of a vector, one norm of all."""
     if values.ndim <= 1:
-        return combined(torch.linalg.vector_norm(values))
+        return fsdp.combined(torch.linalg.vector_norm(values))
     dims = tuple(range(1, values.ndim))
-    return combined(torch.linalg.vector_norm(values, dim=dims, keepdim=True))
+    return fsdp.combined(torch.linalg.vector_norm(values, dim=dims, keepdim=True))
 
 
 # --------------------------------------------------------------------------------------------------

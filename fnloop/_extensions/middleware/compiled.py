@@ -15,14 +15,13 @@ from typing import Any, TypeVar
 import torch
 from torch.optim import Optimizer
 
-from fnloop._core.optimizers import wants_closure
 from fnloop._core.state import TrainState, with_used
 from fnloop._core.types import Middleware, Output, Step, middleware
 from fnloop._extensions.graphs.capture import GraphedStep, read_from_tensors, recorder_on
 from fnloop._extensions.graphs.guards import CaptureError
 from fnloop._extensions.graphs.operators import WholeStep
 from fnloop._extensions.graphs.torch_compat import compile_operators
-from fnloop.extend import Batch, checks, engine_of, host, optimizers
+from fnloop.extend import Batch, checks, engine_of, host, optimizers, wants_closure
 
 # --------------------------------------------------------------------------------------------------
 # Compile the loss function, and the optimizer, with `torch.compile`.

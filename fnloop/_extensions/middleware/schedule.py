@@ -20,7 +20,6 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from fnloop._core.history import unfinished
 from fnloop._core.metrics import Last
-from fnloop._core.optimizers import RATIO, begin_again, keep_initial, note_set, numbers_used
 from fnloop._core.records import Record
 from fnloop._core.runs import RunInfo
 from fnloop._core.state import TrainState, rested, used_in
@@ -29,6 +28,7 @@ from fnloop.extend import (
     Batch,
     Fold,
     Monitored,
+    Setting,
     all_parameters,
     checks,
     groups,
@@ -165,7 +165,7 @@ def schedule(
                     _check_setting(f"schedule({name_of(fn)})", field, factor, f"{by} {i} of {of}")
                 for group in share.groups:
                     set_number(group, field, factor, name, absolute)
-            used = numbers_used(groups, field)
+            used = Setting.used(groups, field)
             numbers = [number_in(group, field) for group in groups.values()]
             if total is not None and total != state.slots.get(name, total):
                 group, factor = shares[0].groups[0], shares[0].factor
@@ -188,7 +188,7 @@ def schedule(
 
     def init(state: TrainState) -> float | None:
         for group in _chosen_groups(state, names, "schedule").values():
-            keep_initial(group, field)
+            Setting(group, field).keep_initial()
         return _total(state, by)
 
     return Middleware(
@@ -762,7 +762,8 @@ def torch_scheduler(
     def init(state: TrainState) -> LRScheduler | UpdateScheduler:
         __tracebackhide__ = True
         optimizer = _optimizer_of(state, only)
-        begin_again(optimizer.param_groups)
+        for setting in _cycled(optimizer):
+            setting.begin_again()
         stretch = _stretch_of(state, _rested(state, only))
         run = _RecordingRunInfo(**attrs.asdict(stretch or RunInfo(), recurse=False))
         try:
@@ -793,11 +794,12 @@ def torch_scheduler(
             _check_groups(scheduler, optimizer, name)
             for group in chosen.values():
                 _check_setting(name, "lr", group["lr"], f"step {_updates(state, only)}")
-            used = numbers_used(chosen, "lr")
+            used = Setting.used(chosen, "lr")
             state, out = step(state, batch)
             if "update" in state.events:
                 _advance(scheduler, _updates(state, only), name)
-                note_set(optimizer.param_groups)
+                for setting in _cycled(optimizer):
+                    setting.note_set()
             return state, report(out, used, "torch_scheduler")
 
         return scheduled
@@ -811,6 +813,12 @@ def torch_scheduler(
         check=_check_names,
         check_state=_check_groups_apart,
     )
+
+
+def _cycled(optimizer: Optimizer) -> list[Setting]:
+    """Return the settings that schedulers of torch change."""
+    keys = ("lr", "momentum", "betas")
+    return [Setting(group, k) for group in optimizer.param_groups for k in keys if k in group]
 
 
 def _optimizer_of(state: TrainState, only: str | None) -> Optimizer:
@@ -1141,7 +1149,7 @@ def plateau(
             groups = _used_groups(state, names, "plateau").values()
             kept = _keep_settings(groups)
             for group in groups:
-                group[RATIO] = ratio, min_value
+                Setting(group, "lr").lower((ratio, min_value))
                 set_number(group, "lr", 1.0, "plateau")
             numbers = [group["lr"] for group in groups]
             put_back = functools.partial(_put_settings_back, kept, "lr", numbers)
@@ -1152,7 +1160,7 @@ def plateau(
             finally:
                 host().settle(state, made, [put_back])
                 for group in groups:
-                    group.pop(RATIO, None)
+                    Setting(group, "lr").lower(None)
             return new, out
 
         return lowered

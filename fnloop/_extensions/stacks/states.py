@@ -12,7 +12,7 @@ from torch import nn
 
 from fnloop._core.history import History
 from fnloop._core.metrics import Mean
-from fnloop._core.optimizers import Optimizers, wants_closure
+from fnloop._core.optimizers import Optimizers
 from fnloop._core.records import COSTS, Record
 from fnloop._core.several import models_of
 from fnloop._core.state import (
@@ -26,7 +26,15 @@ from fnloop._extensions.histories.table import records_of_model
 from fnloop._extensions.stacks.leaves import INSTEAD, check_architectures
 from fnloop._extensions.stacks.module import PerModel, Stack
 from fnloop._extensions.stacks.torch_compat import has_forward_hooks
-from fnloop.extend import Metric, check_not_stale, checks, containers, optimizers, torch_compat
+from fnloop.extend import (
+    Metric,
+    check_not_stale,
+    checks,
+    containers,
+    optimizers,
+    torch_compat,
+    wants_closure,
+)
 
 EXAMPLE = "such as fork(state, {'lr': [0.1, 0.01]})"
 _RESERVED = ("lr", "recent", *COSTS)  # what the names of numbers begin with after "train/"
