@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import math
 import operator
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import attrs
@@ -61,20 +61,7 @@ def plot_records(records: Sequence[Record], mode: Mode, x: str) -> Figure:
         x = "step"  # no epoch has ended, and its length is unknown
     if models := stacked_in(metric_names(records)):
         return plot_runs({m: records_of_model(records, m, models) for m in models}, None, x)
-    panels = _panels_of(records, mode, x)
-    sizes = [panel_size(panel.title, i) for i, panel in enumerate(panels)]
-    figure, axes = figures.panels("History.plot", sizes)
-    below = panels[0].entries > MOST_LABELS
-    known: set[str] = set()  # labels in a legend
-    for axis, panel in zip(axes, panels, strict=True):
-        own_legend = not (below and axis is axes[0])
-        figures.draw(axis, panel.title, x, panel.curves, known if own_legend else None)
-        if panel.is_logarithmic:
-            axis.set_yscale("log")
-        known |= {curve.label for curve in panel.curves}
-    if below:
-        figures.add_legend_below(figure, axes[0])
-    return figure
+    return _draw("History.plot", _panels_of(records, mode, x), x)
 
 
 @attrs.frozen
@@ -83,15 +70,30 @@ class _Panel:
 
     Args:
         title: its title.
+        size: its size.
         curves: what is drawn in it.
-        entries: the lines that its legend may have.
+        known: the labels that the legends of other axes explain. None: the legend of this one, the
+            first, is below the figure.
         is_logarithmic: whether its scale is.
     """
 
     title: str
+    size: str
     curves: Sequence[figures.Curve]
-    entries: int
-    is_logarithmic: bool
+    known: Collection[str] | None = ()
+    is_logarithmic: bool = False
+
+
+def _draw(owner: str, panels: Sequence[_Panel], x: str) -> Figure:
+    """Draw axes into a figure, in their order."""
+    figure, axes = figures.panels(owner, [panel.size for panel in panels])
+    for axis, panel in zip(axes, panels, strict=True):
+        figures.draw(axis, panel.title, x, panel.curves, panel.known)
+        if panel.is_logarithmic:
+            axis.set_yscale("log")
+    if panels[0].known is None:
+        figures.add_legend_below(figure, axes[0])
+    return figure
 
 
 def _panels_of(records: Sequence[Record], mode: Mode, x: str) -> list[_Panel]:
@@ -103,6 +105,7 @@ def _panels_of(records: Sequence[Record], mode: Mode, x: str) -> list[_Panel]:
     place = _place_on(x, records)
 
     panels: list[_Panel] = []
+    known: set[str] = set()  # labels in a legend
     for title in sorted(groups, key=lambda title: panel_rank(title, groups[title])):
         keys = sorted(groups[title], key=lambda key: _order(of[key][0]))
         evaluated = [key for key in keys if of[key][0] not in TRAINED]
@@ -116,12 +119,14 @@ def _panels_of(records: Sequence[Record], mode: Mode, x: str) -> list[_Panel]:
                 if panels and len(evaluated) > MOST_NAMED:  # told by its colour
                     label = f"{value:.4g}" if len(evaluated) <= MOST_SHOWN else ""
                 best = place(record), value, label
-            points = [(place(record), record.metrics[key]) for record in series[key]]
-            thin = owner == "recent"
+            thin, points = owner == "recent", _points(series, key, place)
             curves.append(figures.Curve(points, _label(owner, metric), colors[owner], thin, best))
         falls = _mode_of(title, groups[title], mode) == "min"
-        entries = len(keys) + len(evaluated)
-        panels.append(_Panel(title, curves, entries, falls and _spans_decades(curves)))
+        below = not panels and len(keys) + len(evaluated) > MOST_LABELS
+        size = panel_size(title, len(panels))
+        legend = None if below else known.copy()
+        panels.append(_Panel(title, size, curves, legend, falls and _spans_decades(curves)))
+        known |= {curve.label for curve in curves}
     return panels
 
 
@@ -315,15 +320,14 @@ def plot_runs(
     histories = dict(zip(_short_names([*histories]), histories.values(), strict=True))
     series = {name: curves_of(history) for name, history in histories.items()}
     keys = _shared_keys(series) if keys is None else _given_keys(series, keys)
-    sizes = [panel_size(split_name(key)[1], i) for i, key in enumerate(keys)]
-    figure, axes = figures.panels("compare", sizes)
     colors = figures.palette("compare", len(series))
     crowded = len(series) > MOST_INSIDE or max(map(len, series)) > LONGEST_INSIDE
     explained: set[str] = set()  # the names of the runs in the legend of the first axis
-    for place, (axis, key) in enumerate(zip(axes, keys, strict=True)):
+    panels: list[_Panel] = []
+    for key in keys:
         best = _best_records(series, key)
-        named, short = best, place > 0
-        if place > 0 and len(best) > MOST_VALUES:
+        named, short = best, bool(panels)
+        if panels and len(best) > MOST_VALUES:
             named, short = _best_of_all(best, key), False
         curves = []
         for color, (name, history) in zip(colors, histories.items(), strict=True):
@@ -332,12 +336,11 @@ def plot_runs(
                 label = _run_label(name, best[name], key, history, short and not new, not new)
             of_run = best.get(name), _place_on(x, history)
             curves += _curves(series[name], key, keys, label, color, *of_run)
-        known = explained if place else None if crowded else ()
+        known = explained if panels else None if crowded else ()
         explained = explained or {name for name, found in series.items() if key in found}
-        figures.draw(axis, key, x, curves, known)
-    if crowded:
-        figures.add_legend_below(figure, axes[0])
-    return figure
+        size = panel_size(split_name(key)[1], len(panels))
+        panels.append(_Panel(key, size, curves, known))
+    return _draw("compare", panels, x)
 
 
 def _place_on(x: str, records: Iterable[Record]) -> Callable[[Record], float]:
