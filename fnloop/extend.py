@@ -30,6 +30,7 @@ of the book.
 - **Steps**: `report`, `then`, `with_slot`, `set_aside`, `Backward`, `host`
 - **What is saved, and what readers see**: `Part`, `Saving`, `Restoring`, `View`, `view`
 - **Processes**: `Engine`, `LocalEngine`, `engine_of`, `refuse`, `on_main_process`, `collectives`
+- **Metrics**: `Metrics`, `Running`
 - **Random numbers**: `isolated`, `fold_in`
 - **Records, moments and the end of a run**: `Fold`, `Monitored`, `better`, `mode_of`,
   `Moment`, `Stop`
@@ -49,6 +50,7 @@ from fnloop._backend import collectives, containers, disk
 from fnloop._backend.collectives import on_main_process
 from fnloop._backend.fsdp import is_sharded, local_part
 from fnloop._core.history import Fold, Monitored, mode_of
+from fnloop._core.metrics import Metrics, Running
 from fnloop._core.optimizers import Group, labelled_groups, number_in, optimizers_in, set_number
 from fnloop._core.parts import Part, Restoring, Saving
 from fnloop._core.records import better
@@ -76,10 +78,12 @@ __all__ = [
     "Fold",
     "LocalEngine",
     "Metric",
+    "Metrics",
     "Moment",
     "Monitored",
     "Part",
     "Restoring",
+    "Running",
     "Saving",
     "Stop",
     "View",

@@ -13,10 +13,6 @@ OPEN = {
     "_core.averages": "Average AVERAGED check_not_averaged named_tensors",
     "_core.code": "codes_of INSTALLED is_users PACKAGE",
     "_core.history": "first_record metrics_here new_records records_since SINCE unfinished",
-    "_core.metrics": (
-        "combine ITEMS moved NoLoss read RECENT Reduced restored Running sent Shares "
-        "to_accumulator_dtype to_host update_ update_evaluated_ valid_or_nan weighted"
-    ),
     "_core.optimizers": (
         "as_number BEFORE begin_again copy_number first_shared Group groups_in initial_value "
         "is_torch_optimizer keep_initial modes_of note_set numbers_used Optimizers "

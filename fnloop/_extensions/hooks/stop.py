@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fnloop._backend.collectives import broadcast
 from fnloop._core.history import records_since
-from fnloop._core.metrics import Mean, read
+from fnloop._core.metrics import Mean
 from fnloop._core.records import Record
 from fnloop._core.runs import now
 from fnloop._core.several import models_of
@@ -27,6 +27,7 @@ from fnloop._hooks.hook import BuiltIn, Hook, every
 from fnloop.extend import (
     Call,
     Fold,
+    Metrics,
     Monitored,
     Stop,
     checks,
@@ -477,7 +478,7 @@ class halt_on_nonfinite(BuiltIn):
                 if key in metrics
             }
         if self._when.due(state) and "loss" in state.metrics:
-            found = read({"loss": state.metrics["loss"]})  # a host read
+            found = Metrics(loss=state.metrics["loss"]).read()  # a host read
             return {name: found[f"{name}/loss"] for name in models}
         return {}
 
