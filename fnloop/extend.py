@@ -34,6 +34,7 @@ of the book.
 - **What is saved, and what readers see**: `Part`, `Saving`, `Restoring`, `View`, `view`
 - **Processes**: `Backend`, `Engine`, `LocalEngine`, `GradientSum`, `engine_of`, `refuse`,
   `on_main_process`, `collectives`
+- **Metrics**: `Metrics`, `Running`
 - **Random numbers**: `isolated`, `fold_in`
 - **Hooks, moments and the end of a run**: `BuiltIn`, `Wrapper`, `Moment`, `Clock`, `Stop`
 - **Records**: `Fold`, `Monitored`, `better`, `mode_of`
@@ -55,13 +56,14 @@ from fnloop._backend.collectives import on_main_process
 from fnloop._backend.fsdp import is_sharded, local_part
 from fnloop._backend.processes import Backend
 from fnloop._core.history import Fold, Monitored, mode_of
-from fnloop._core.optimizers import labelled_groups, optimizers_in, wants_closure
+from fnloop._core.metrics import Metrics, Running
+from fnloop._core.optimizers import Group, labelled_groups, optimizers_in, wants_closure
 from fnloop._core.parts import Part, Restoring, Saving
 from fnloop._core.records import better
 from fnloop._core.rng import fold_in, isolated
 from fnloop._core.runs import Stop
 from fnloop._core.selectors import Chosen
-from fnloop._core.settings import Group, Setting, number_in, set_number
+from fnloop._core.settings import Setting, number_in, set_number
 from fnloop._core.state import (
     Ownership,
     TrainState,
@@ -96,6 +98,7 @@ __all__ = [
     "GradientSum",
     "LocalEngine",
     "Metric",
+    "Metrics",
     "MissingNumberError",
     "Moment",
     "Monitored",
@@ -103,6 +106,7 @@ __all__ = [
     "Part",
     "PipelineStep",
     "Restoring",
+    "Running",
     "Saving",
     "Setting",
     "Stop",

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fnloop._core.history import unfinished
-from fnloop._core.metrics import RECENT, Mean, NoLoss, combine, update_evaluated_
+from fnloop._core.metrics import Mean
 from fnloop._core.optimizers import first_shared
 from fnloop._core.runs import RunInfo
 from fnloop._core.state import ParameterCache, TrainState
@@ -27,7 +27,7 @@ from fnloop._step.pipeline import PipelineStep
 from fnloop.extend import (
     Batch,
     Call,
-    Metric,
+    Metrics,
     Ownership,
     all_parameters,
     check_not_stale,
@@ -395,7 +395,7 @@ def _check_steps(steps: object) -> Mapping[str, PipelineStep]:
         )
     for name, step in steps.items():
         checks.text("alternate", "steps", name, "names of optimizers")
-        if "/" in name or f"{name}/" == RECENT:
+        if "/" in name or f"{name}/" == Metrics.RECENT:
             raise ValueError(
                 f'alternate expects names without "/", and none of them "recent"; got {name!r}'
             )
@@ -794,9 +794,9 @@ class Round:
     """The turns that were taken of one round, and their outputs."""
 
     def __init__(self) -> None:
-        self._losses: dict[str, Mean | NoLoss] = {}
+        self._losses: dict[str, Metrics] = {}
+        self._metrics = Metrics()
         self._weight: float | Tensor = 0  # of the newest turn
-        self._metrics: dict[str, Metric] = {}
         self._aux: dict[str, Mapping[str, object]] = {}
         self._skipped: Output | None = None
 
@@ -811,23 +811,21 @@ class Round:
         if out.skip is not None:
             self._skipped = out
             return
-        self._losses[name] = update_evaluated_(self._losses.get(name), out.loss, out.weight)
+        self._losses.setdefault(name, Metrics()).add_(Output(out.loss, out.weight))
         self._weight = out.weight
         self._aux[name] = out.aux
-        if out.metrics:
-            named = {
-                PipelineStep.prefixed(name, key): metric for key, metric in out.metrics.items()
-            }
-            self._metrics = combine(self._metrics, named)
+        named = {PipelineStep.prefixed(name, key): metric for key, metric in out.metrics.items()}
+        self._metrics = self._metrics.combined(named)
 
     def output(self) -> Output:
         """Return the mean loss over the items of all turns, and the metrics of each name."""
         if not self._losses:
             assert self._skipped is not None, "no turn was taken"
             return attrs.evolve(self._skipped, loss=self._skipped.loss.detach())
-        metrics = {f"{name}/loss": loss for name, loss in self._losses.items()} | self._metrics
-        losses = [loss for loss in self._losses.values() if isinstance(loss, Mean)]
-        if len(losses) < len(self._losses):  # in an evaluation
+        found = {f"{name}/loss": of["loss"] for name, of in self._losses.items()}
+        metrics = {**found, **self._metrics}
+        losses = [loss for loss in found.values() if isinstance(loss, Mean)]
+        if len(losses) < len(found):  # in an evaluation
             return Output(cast(Tensor, None), self._weight, self._aux, metrics)
         first, *others = losses
         total, weight = first.total, first.weight

@@ -11,7 +11,7 @@ from torch.optim import Adam, AdamW, Optimizer
 from torch.utils.data import DataLoader
 
 from fnloop._backend.torch_compat import cpu_capabilities
-from fnloop._core.metrics import RECENT, without_recent
+from fnloop._core.metrics import RECENT, Metrics
 from fnloop._core.optimizers import explain_untrained, optimizers_in
 from fnloop._core.runs import pending
 from fnloop._core.saved import Pending, materialize
@@ -41,7 +41,7 @@ def first_state(plan: Plan, state: TrainState) -> TrainState:
     state = _begin_hooks(plan.hooks, state)
     _to_training_mode(state)
     if plan.record_every is None:
-        state = changed(state, metrics=without_recent(state.metrics))
+        state = changed(state, metrics=Metrics(state.metrics).without_recent())
     plan.step.begin_run(state)
     suggest(plan.loaders, state)
     try:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fnloop._backend.containers import to_device, vars_of
 from fnloop._core.averages import check_not_averaged
 from fnloop._core.history import check_loaders
-from fnloop._core.metrics import update_evaluated_
+from fnloop._core.metrics import Metrics
 from fnloop._core.optimizers import check_used, groups_in, to_training
 from fnloop._core.rng import fold_in, isolated, seed_all, torch_seeder
 from fnloop._core.runs import Windows
@@ -692,8 +692,8 @@ def evaluate_beside(step: Step, carried: str | None = None) -> Step:
             kept |= {carry: made.slots.get(carried)} if carried else {}
         state, out = step(state, batch)
         for name, of in found.items():
-            metrics = {"loss": update_evaluated_(None, of.loss, of.weight), **of.metrics}
-            out = report(out, {f"{name}/{key}": value for key, value in metrics.items()}, name)
+            seen = {f"{name}/{key}": metric for key, metric in Metrics.of(of).items()}
+            out = report(out, seen, name)
         return with_slots(state, {**state.slots, **kept}) if kept else state, out
 
     return evaluated
