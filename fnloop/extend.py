@@ -35,7 +35,7 @@ of the book.
 - **Records, moments and the end of a run**: `Fold`, `Monitored`, `better`, `mode_of`,
   `Moment`, `Stop`
 - **Arguments and messages**: `check_not_stale`, `checks`, `tables`, `name_of`, `Call`, `warn_once`
-- **Nested batches, files, and torch**: `containers`, `disk`, `torch_compat`
+- **Nested batches, and torch**: `containers`, `torch_compat`
 - **Types**: `Batch`, `Metric`, `Wrap`
 """
 
@@ -46,7 +46,7 @@ from collections.abc import Mapping
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fnloop._backend import collectives, containers, disk, fsdp, torch_compat
+from fnloop._backend import collectives, containers, fsdp, torch_compat
 from fnloop._backend.collectives import on_main_process
 from fnloop._backend.fsdp import is_sharded, local_part
 from fnloop._backend.processes import Backend
@@ -94,7 +94,6 @@ __all__ = [
     "checks",
     "collectives",
     "containers",
-    "disk",
     "engine_of",
     "fold_in",
     "fsdp",

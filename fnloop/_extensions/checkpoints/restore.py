@@ -23,6 +23,7 @@ from fnloop._core.state import (
     unwrap,
 )
 from fnloop._core.trained import note_restored
+from fnloop._extensions.checkpoints import disk
 from fnloop._extensions.checkpoints.files import (
     explain_nonfinite,
     locate,
@@ -75,7 +76,7 @@ from fnloop._extensions.checkpoints.retention import (
 from fnloop._extensions.checkpoints.serialize import Json
 from fnloop._extensions.checkpoints.split import extent_in, from_local_part, split_dim
 from fnloop._extensions.checkpoints.transfer import Reading
-from fnloop.extend import checks, collectives, containers, disk, on_main_process, torch_compat
+from fnloop.extend import checks, collectives, containers, on_main_process, torch_compat
 
 
 def restore(
