@@ -51,7 +51,7 @@ from collections.abc import Mapping
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fnloop._backend import collectives, containers, disk, fsdp, torch_compat
+from fnloop._backend import collectives, containers, fsdp, torch_compat
 from fnloop._backend.collectives import on_main_process
 from fnloop._backend.fsdp import is_sharded, local_part
 from fnloop._backend.processes import Backend
@@ -120,7 +120,6 @@ __all__ = [
     "checks",
     "collectives",
     "containers",
-    "disk",
     "engine_of",
     "fold_in",
     "fsdp",

@@ -44,11 +44,12 @@ EXTENSIONS = {
         "checkpoints/test_saved_averages processes/test_averages",
     },
     "checkpoints": {
-        "modules": "checkpoints.compare checkpoints.counters checkpoints.files checkpoints.foreign "
-        "checkpoints.format checkpoints.model checkpoints.named checkpoints.optimizer "
-        "checkpoints.partial checkpoints.parts checkpoints.place checkpoints.restore "
-        "checkpoints.retention checkpoints.save checkpoints.saved checkpoints.serialize "
-        "checkpoints.shapes checkpoints.split checkpoints.torch_compat checkpoints.transfer",
+        "modules": "checkpoints.compare checkpoints.counters checkpoints.disk checkpoints.files "
+        "checkpoints.foreign checkpoints.format checkpoints.model checkpoints.named "
+        "checkpoints.optimizer checkpoints.partial checkpoints.parts checkpoints.place "
+        "checkpoints.restore checkpoints.retention checkpoints.save checkpoints.saved "
+        "checkpoints.serialize checkpoints.shapes checkpoints.split checkpoints.torch_compat "
+        "checkpoints.transfer",
         "tests": "checkpoints",
     },
     "clip": {

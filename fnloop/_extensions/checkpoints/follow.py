@@ -12,13 +12,14 @@ from typing import NamedTuple
 
 from fnloop._core.runs import has_updates
 from fnloop._core.state import TrainState
+from fnloop._extensions.checkpoints import disk
 from fnloop._extensions.checkpoints.files import locate
 from fnloop._extensions.checkpoints.format import CheckpointError, NewerFormatError
 from fnloop._extensions.checkpoints.partial import held_parts
 from fnloop._extensions.checkpoints.place import Place, place_at
 from fnloop._extensions.checkpoints.restore import SHAPES, read_checkpoint, restore_contents
 from fnloop._extensions.checkpoints.retention import with_manifests
-from fnloop.extend import check_not_stale, checks, disk, on_main_process
+from fnloop.extend import check_not_stale, checks, on_main_process
 
 
 def follow(

@@ -16,6 +16,7 @@ from fnloop._core.history import SINCE
 from fnloop._core.records import MODES
 from fnloop._core.state import TrainState, check_not_stale, clear_parameter_cache, unwrap
 from fnloop._core.trained import note_restored
+from fnloop._extensions.checkpoints import disk
 from fnloop._extensions.checkpoints.files import (
     explain_nonfinite,
     locate,
@@ -73,7 +74,6 @@ from fnloop.extend import (
     checks,
     collectives,
     containers,
-    disk,
     groups,
     on_main_process,
     torch_compat,
