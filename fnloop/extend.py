@@ -28,10 +28,10 @@ of the book.
   `local_part`, `is_sharded`
 - **Which state owns the model**: `Ownership`
 - **Optimizers**: `optimizers`, `groups`, `number_in`, `set_number`
-- **Steps**: `report`, `then`, `with_slot`, `set_aside`, `Backward`, `host`
+- **Steps**: `report`, `then`, `with_slot`, `with_note`, `set_aside`, `Backward`, `host`
 - **What is saved, and what readers see**: `Part`, `Saving`, `Restoring`, `View`, `view`
 - **Processes**: `Engine`, `LocalEngine`, `engine_of`, `refuse`, `on_main_process`, `collectives`
-- **Random numbers**: `isolated`, `fold_in`
+- **Random numbers**: `isolated`, `fold_in`, `rng`
 - **Records, moments and the end of a run**: `Fold`, `Monitored`, `better`, `mode_of`,
   `Moment`, `Stop`
 - **Arguments and messages**: `check_not_stale`, `checks`, `tables`, `name_of`, `Call`, `warn_once`
@@ -49,6 +49,7 @@ from torch.optim import Optimizer
 from fnloop._backend import collectives, containers, disk
 from fnloop._backend.collectives import on_main_process
 from fnloop._backend.fsdp import is_sharded, local_part
+from fnloop._core import rng
 from fnloop._core.history import Fold, Monitored, mode_of
 from fnloop._core.optimizers import Group, labelled_groups, number_in, optimizers_in, set_number
 from fnloop._core.parts import Part, Restoring, Saving
@@ -62,7 +63,9 @@ from fnloop._core.state import (
     all_parameters,
     check_not_stale,
     parameters,
+    with_note,
     with_slot,
+    with_used,
 )
 from fnloop._core.types import Batch, Call, Metric, View, Wrap, name_of
 from fnloop._core.view import view
@@ -117,12 +120,14 @@ __all__ = [
     "parameters",
     "refuse",
     "report",
+    "rng",
     "set_aside",
     "set_number",
     "tables",
     "then",
     "view",
     "warn_once",
+    "with_note",
     "with_slot",
 ]
 
@@ -149,11 +154,12 @@ def gradients(state: TrainState) -> list[Tensor]:
     return [p.grad for p in parameters(state) if p.grad is not None]
 
 
-def optimizers(state: TrainState) -> Mapping[str, Optimizer]:
+def optimizers(state: TrainState, used: bool = False) -> Mapping[str, Optimizer]:
     """Return the optimizers of a state by name. One alone has the name "".
 
     Args:
         state: the state.
+        used: whether to leave out those with which the running step does not update.
 
     Returns:
         Name to optimizer, in the order in which they update.
@@ -163,7 +169,7 @@ def optimizers(state: TrainState) -> Mapping[str, Optimizer]:
         >>> [*optimizers(toy())]
         ['']
     """
-    return optimizers_in(state.optimizer)
+    return optimizers_in((with_used(state) if used else state).optimizer)
 
 
 def groups(state: TrainState) -> Mapping[str, Group]:

@@ -25,11 +25,10 @@ from fnloop._core.history import (
     Monitored,
     check_monitored,
     keys_of,
-    new_records,
 )
 from fnloop._core.parts import Part
 from fnloop._core.records import Record
-from fnloop._core.runs import RAN, WAITS, RunInfo, now
+from fnloop._core.runs import RAN, WAITS, RunInfo
 from fnloop._core.state import (
     Ownership,
     TrainState,
@@ -214,7 +213,7 @@ class Hook:
             1 0.0
             2 -1.0
         """
-        found = new_records(state.history, self._seen)
+        found = state.history.since(self._seen)
         object.__setattr__(self, "_seen", state.history)  # a hook may be a frozen record
         return tuple(found)
 
@@ -1141,7 +1140,7 @@ class every(Moment):
             before, items = items_of_call(state)
             return items // self.items > before // self.items
         if self.seconds is not None:
-            return self._clock.has_passed(self.seconds, now(state.run))
+            return self._clock.has_passed(self.seconds, RunInfo.now(state.run))
         if EPOCH in state.events:
             return self.epochs < 1 or state.epoch % int(self.epochs) == 0  # type: ignore[operator]
         if self.epochs >= 1 or state.run is None:  # type: ignore[operator]

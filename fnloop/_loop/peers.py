@@ -59,10 +59,12 @@ class Peers(Protocol):
         """Exchange requests soon: what follows may take longer than what came before."""
         ...
 
-    def barrier(self, state: TrainState, interrupts: Interrupts, order: int) -> TrainState:
+    def barrier(
+        self, state: TrainState, interrupts: Interrupts, order: int, items: float
+    ) -> list[float] | None:
         """Wait for all processes at the end of an epoch, and check that they have not diverged.
 
-        Returns the state; that of several processes knows its items.
+        Return the items that each process counts; None if there is one.
         """
         ...
 
@@ -84,8 +86,9 @@ class Alone:
 
     def hurry(self) -> None: ...
 
-    def barrier(self, state: TrainState, interrupts: Interrupts, order: int) -> TrainState:
-        return state
+    def barrier(
+        self, state: TrainState, interrupts: Interrupts, order: int, items: float
+    ) -> None: ...
 
     def explain(self, error: BaseException) -> None: ...
 

@@ -36,7 +36,6 @@ from fnloop._core.runs import (
     CLOCK,
     INTERRUPTED,
     RAN,
-    RECORDS,
     Action,
     Append,
     Boundary,
@@ -45,14 +44,12 @@ from fnloop._core.runs import (
     End,
     Flush,
     Meet,
+    RunInfo,
     Start,
     Stop,
     Todo,
     Update,
-    can_wait,
     first_stop,
-    has_updates,
-    now,
     pending,
     with_reason,
 )
@@ -65,7 +62,7 @@ from fnloop._core.state import (
     count_items,
     count_left_out,
     counted_of,
-    detached_from_run,
+    items_to_send,
     newest,
     went_back,
     with_record,
@@ -74,6 +71,7 @@ from fnloop._core.types import END, EPOCH, RECORD, START, Batch, Metric, Output,
 from fnloop._core.view import hand_over
 from fnloop._data.loaders import NONE_LEFT
 from fnloop._data.source import Source, windows
+from fnloop._extensions import extensions
 from fnloop._hooks.hook import (
     BuiltIn,
     Hook,
@@ -83,7 +81,7 @@ from fnloop._hooks.hook import (
     may_be_due,
     unwrap_hook,
 )
-from fnloop._loop.beginning import check_length, complete, first_state, suggest_fused
+from fnloop._loop.beginning import check_length, complete, first_state
 from fnloop._loop.boundary import Answers, ask, due, ends_apart, onward
 from fnloop._loop.errors import (
     check_not_empty,
@@ -139,7 +137,7 @@ def fold(
         hand_over(state)
         yield state if plan.is_past(state) else _settle_hooks(plan, state)
         return
-    if not pending(begun.todo) and not has_updates(begun.todo):
+    if not any(action.of_boundary or action.updates for action in begun.todo):
         tell(state, plan.why_nothing_to_do(state))  # only its end is left, such as a last flush
     world = World(plan, begun)
     device, over = state.backend.device, False
@@ -156,7 +154,7 @@ def fold(
                             todo = world.state.todo[1:]
                             world.state = DO[type(action)](world, world.state, action, todo)
                     world.leave_if_interrupted()
-                state = detached_from_run(world.state)
+                state = Ownership.leave_run(world.state)
             over = not state.todo or Stop.interrupts(state.stop)
             if interrupts is None or over:  # fit shows its caller the last one alone
                 hand_over(state)
@@ -200,7 +198,7 @@ def _close(
         another.add_note(f"while in the method close of {name_of(hook)}, after the run")
         if Ownership.belongs_to(world.state):
             with contextlib.suppress(AttributeError):
-                another.state = detached_from_run(world.state)  # type: ignore[attr-defined]
+                another.state = Ownership.leave_run(world.state)  # type: ignore[attr-defined]
         raise
 
 
@@ -292,7 +290,7 @@ class World:
         begun = self._count_items(begun)
         self._usr1_stops = any(hook.ends_run_on_usr1 for hook in BuiltIn.among(plan.hooks))
         for n, clock in enumerate(clock for moment in plan.moments for clock in moment.clocks):
-            clock.begin(begun, f"{CLOCK} {n}", now(self.info) - self.seconds)
+            clock.begin(begun, f"{CLOCK} {n}", RunInfo.now(self.info) - self.seconds)
         self._clocks = tuple(clock for moment in plan.triggers for clock in moment.clocks)
         todo = state.todo  # also if a hook has gone to another state
         if Stop.ends_run(begun.stop) and state.stop is None:
@@ -336,7 +334,7 @@ class World:
     def is_left(self) -> bool:
         """Return whether the run ends here for now: what is next is left to one that continues."""
         interrupted = self.interrupts.stop is not None or Stop.interrupts(self.state.stop)
-        return interrupted and can_wait(self.state.todo)
+        return interrupted and all(action.can_wait for action in self.state.todo[:1])
 
     def leave_if_interrupted(self) -> None:
         """Leave the run, if a signal or the time of the job ends it for now."""
@@ -351,7 +349,7 @@ class World:
             return
         self.doing = "the exchange between processes"
         if together:
-            self.state = self.peers.barrier(self.state, self.interrupts, 0)
+            self.state = self._barrier(self.state)
         self.interrupts.done = True
         state = self.state
         if isinstance(state.todo[0], Flush):  # the run has ended, but for that
@@ -360,6 +358,11 @@ class World:
             stop, todo = self.interrupts.stop or state.stop, with_reason(state.todo, state.stop)
             self.state = changed(state, stop=stop, todo=todo, events=state.events - {END})
         self.flush_hooks()
+
+    def _barrier(self, state: TrainState, order: int = 0) -> TrainState:
+        """Wait for all processes. Return the state; that of several knows its items."""
+        sent = self.peers.barrier(state, self.interrupts, order, items_to_send(state))
+        return state if sent is None else count_items(state, sent=sent)
 
     def flush_hooks(self) -> None:
         """Let the hooks complete what they keep: at the end of a run, and on SIGUSR1."""
@@ -623,9 +626,10 @@ class World:
         if self.read_whole and self.batches_in_epoch and state.backend.main:
             check_length(self.source, *self.opened_at, self.batches_in_epoch)
         made = state.step + state.skipped - self.first_update
-        suggest_fused(plan.step.pipeline.middleware, state, self.stopwatch.trained, made)
+        for suggest in extensions("hints after an epoch"):
+            suggest(plan.step.pipeline.middleware, state, self.stopwatch.trained, made)
         order = self.source.order if self.read_whole else 0
-        state = self.peers.barrier(state, self.interrupts, order)
+        state = self._barrier(state, order)
         state = self.obey(changed(state, todo=todo))
         if action.ended and state.stop is None and not (plan.epochs or plan.may_stall):
             self.state, self.doing = state, "the end of the epoch"
@@ -684,7 +688,7 @@ class World:
     def append(self, state: TrainState, action: Append, todo: Todo) -> TrainState:
         """Append a record, unless there is nothing to record."""
         __tracebackhide__ = True
-        kind, closing = RECORDS[action.kind], action.kind == "closing"
+        kind, closing = Append.KINDS[action.kind], action.kind == "closing"
         if closing:  # it has the numbers of what was evaluated before, maybe in another process
             lost = [each for each in self._late if each in self._adders and each not in self._given]
             self._collect_for(lost, state, self._evaluated_here(state))

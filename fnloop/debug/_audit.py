@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from fnloop._backend import torch_compat
-from fnloop._core.rng import mark_generators
 from fnloop._core.state import TrainState, unwrap
 from fnloop._core.types import Middleware, Output, Step, middleware
 from fnloop.debug._watch import (
@@ -38,7 +37,17 @@ from fnloop.debug._watch import (
     result_of,
     without_gradients,
 )
-from fnloop.extend import Batch, checks, containers, engine_of, host, is_sharded, isolated, tables
+from fnloop.extend import (
+    Batch,
+    checks,
+    containers,
+    engine_of,
+    host,
+    is_sharded,
+    isolated,
+    rng,
+    tables,
+)
 
 # --------------------------------------------------------------------------------------------------
 # Updates that are made twice, to compare their bits.
@@ -534,7 +543,7 @@ def compare_with_float64(inner: Step, state: TrainState, batch: Batch, members: 
         )
     facts, device = members.of(state), state.backend.device
     first = batch[0] if facts.window > 1 else batch
-    repeat, restore = engine_of(state).mark_draws(), mark_generators(device)
+    repeat, restore = engine_of(state).mark_draws(), rng.mark_generators(device)
     with isolated(device), torch.compiler.set_stance("force_eager"):
         exact = _Copy(state, first, exact=True)
         exact.run(inner)

@@ -269,7 +269,7 @@ def test_a_signal_is_obeyed_at_once_however_fast_the_updates_before_were(
     if then == "an evaluation":
         others.hurry()
     else:
-        others.barrier(state, interrupts, 0)
+        others.barrier(state, interrupts, 0, 0)
     for batch in range(60):
         others.poll(state, interrupts)
         if interrupts.stop is not None:

@@ -21,10 +21,9 @@ from torch.optim import Optimizer
 from fnloop._backend import torch_compat
 from fnloop._backend.fsdp import is_sharded
 from fnloop._core.optimizers import Group, optimizers_in, to_training, wants_closure
-from fnloop._core.rng import isolated, seed_host, torch_seeder
 from fnloop._core.state import TrainState, unwrap
 from fnloop._extensions.checkpoints.serialize import flattened_kind
-from fnloop.extend import containers
+from fnloop.extend import containers, isolated, rng
 
 # --------------------------------------------------------------------------------------------------
 # Optimizers as checkpoints see them: the names of their parameters, and how their state is kept.
@@ -177,8 +176,8 @@ def update(named: NamedOptimizer, number: int, device: torch.device) -> None:
     numbers = torch.Generator().manual_seed(number)
     for p in named.parameters().values():
         p.grad = _draw(p, list(p.shape), numbers) if p.requires_grad else None
-    torch_seeder(device)(number)
-    seed_host(number)
+    rng.torch_seeder(device)(number)
+    rng.seed_host(number)
     step: Any = named.optimizer.step
     step(lambda: torch.ones(())) if wants_closure(type(named.optimizer)) else step()
 

@@ -21,15 +21,12 @@ import torch
 
 from fnloop._core.state import (
     TrainState,
-    count_items,
-    items_to_send,
 )
-from fnloop._core.types import EVALUATION, Call, Middleware, wraps_of
+from fnloop._core.types import EVALUATION, Call, Middleware
 from fnloop._extensions.engines.alike import check_alike_in, check_counters_alike, compared_of
 from fnloop._extensions.engines.exchanges import DIVERGED, explain_lost, here
 from fnloop._extensions.engines.shares import ORDER_MISMATCH
 from fnloop._hooks.hook import BuiltIn, Hook
-from fnloop._loop.made_with import members_of
 from fnloop._loop.peers import Interrupts
 from fnloop._step.pipeline import PipelineStep
 from fnloop.extend import collectives
@@ -64,7 +61,7 @@ class Consensus:
                 hook.
         """
         made = [("step", type(step).__name__, f"a {type(step).__name__}")]
-        for member in members_of(step):
+        for member in step.members:
             if (settings := _settings_of(member)) is not None:
                 made.append((member.name, repr(settings), f"{member!r:.200}"))
         # Their folders may differ, on machines of their own.
@@ -105,16 +102,19 @@ class Consensus:
         self._next, self._gap = self._boundaries + 1, 1
         self._last, self._since = self._next, 0  # what was measured before says nothing about them
 
-    def barrier(self, state: TrainState, interrupts: Interrupts, order: int) -> TrainState:
+    def barrier(
+        self, state: TrainState, interrupts: Interrupts, order: int, items: float
+    ) -> list[float]:
         """Wait for all processes at the end of an epoch, and compare them, in one message.
 
         Args:
             state: the state.
             interrupts: what was requested of this process.
             order: a checksum of the order of the data.
+            items: what this process counts.
 
         Returns:
-            The state, which knows its items.
+            What each process counts.
 
         Raises:
             RuntimeError: this process has stopped while the others continued; or the processes have
@@ -122,16 +122,16 @@ class Consensus:
         """
         self._receive(interrupts)
         end = "the end of an epoch" if state.stop is None else f"the end of its run ({state.stop})"
-        mine = self._requests(interrupts), order, compared_of(state), items_to_send(state)
+        mine = self._requests(interrupts), order, compared_of(state), items
         every = collectives.gather_from_all(mine, end)
-        requests, orders, compared, items = zip(*every, strict=True)
+        requests, orders, compared, counted = zip(*every, strict=True)
         check_counters_alike([each.counters for each in compared])
         if {*orders} != {order}:
             raise RuntimeError(f"{DIVERGED}: {ORDER_MISMATCH}")
         check_alike_in(state, compared)
         self._obey(interrupts, *map(max, zip(*requests, strict=True)))
         self.hurry()
-        return count_items(state, sent=items)
+        return [*counted]
 
     def explain(self, error: BaseException) -> None:
         """Note in an error what is known about the other processes."""
@@ -198,7 +198,7 @@ def _settings_of(member: Middleware) -> object | None:
     """
     if member.call is not None and member.call.factory.__module__.startswith("fnloop."):
         return comparable(member.call)
-    inside = {*wraps_of(member)} - {"step", EVALUATION}
+    inside = {*member.wraps} - {"step", EVALUATION}
     return member.name if inside else None
 
 

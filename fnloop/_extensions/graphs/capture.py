@@ -25,7 +25,7 @@ from fnloop._core.optimizers import (
     is_torch_optimizer,
     wants_closure,
 )
-from fnloop._core.state import PLACE, TrainState
+from fnloop._core.state import TrainState
 from fnloop._core.types import Output, Step
 from fnloop._extensions.graphs.guards import (
     CaptureError,
@@ -394,7 +394,7 @@ def _tracing_copy(state: TrainState, slots: TrackedSlots) -> TrainState:
         slots: its slots. What else changes from update to update has a placeholder.
     """
     others = "metrics", "history", "run", "stop", "events", "todo", "noted", "generators", "extra"
-    names = (*PLACE, *others)
+    names = (*TrainState.PLACE, *others)
     changing: dict[str, Any] = {name: TracerProxy(name) for name in names}
     changing["counted"] = TracerProxy("items")
     changing["updates"] = {name: TracerProxy(f"updates[{name!r}]") for name in state.updates}

@@ -21,9 +21,9 @@ from torch import Tensor
 from fnloop._backend import torch_compat
 from fnloop._backend.fsdp import like_sharded
 from fnloop._core.averages import Average
-from fnloop._core.history import SINCE, History, metrics_here
-from fnloop._core.runs import Live, pending
-from fnloop._core.state import TrainState, clear_parameter_cache, unwrap
+from fnloop._core.history import History
+from fnloop._core.runs import RunInfo
+from fnloop._core.state import TrainState, unwrap
 from fnloop._core.view import begin_again
 from fnloop._extensions.checkpoints.files import SharedWrite
 from fnloop._extensions.checkpoints.format import (
@@ -36,7 +36,12 @@ from fnloop._extensions.checkpoints.format import (
 from fnloop._extensions.checkpoints.partial import read_parts
 from fnloop._extensions.checkpoints.place import place_at
 from fnloop._extensions.checkpoints.retention import RunFolder
-from fnloop._extensions.checkpoints.save import check_saveable, collect_contents, position_of
+from fnloop._extensions.checkpoints.save import (
+    check_saveable,
+    collect_contents,
+    metrics_here,
+    position_of,
+)
 from fnloop._extensions.checkpoints.serialize import Json
 from fnloop._extensions.checkpoints.shapes import forget_states, take_shapes
 from fnloop._hooks.hook import BuiltIn, Hook
@@ -179,7 +184,7 @@ class checkpoint(BuiltIn):
         self.keep_best = checks.integer(
             "checkpoint", "keep_best", keep_best, "a number of checkpoints"
         )
-        self.since = checks.choice("checkpoint", "since", since, SINCE)
+        self.since = checks.choice("checkpoint", "since", since, Monitored.SINCE)
         self.background = checks.flag("checkpoint", "background", background)
         self.on_exception = checks.flag("checkpoint", "on_exception", on_exception)
         self.best = None if best is None else checks.metric_name("checkpoint", "best", best)
@@ -271,21 +276,22 @@ class checkpoint(BuiltIn):
             self._awaits_metric = not self._has_metric(state)
             self._position = position_of(state)
             if state.run is not None:  # before it is saved: then a run that is killed has told it
-                self._tell(state, state.run.live)
+                self._tell(state, state.run)
         # A run that is resumed would call the hooks again that were still to be called.
-        if saved is None or (pending(saved.todo) and not pending(state.todo)):
+        if saved is None or (_has_begun(saved) and not _has_begun(state)):
             self._saved = state
             began = time.perf_counter()
             self._save(state)
             self._took += time.perf_counter() - began
         return state
 
-    def _tell(self, state: TrainState, live: Live) -> None:
+    def _tell(self, state: TrainState, run: RunInfo) -> None:
         """Tell of a save: what a lost machine would have cost just before, and what saves cost."""
-        spent = live.stopwatch.spent()
+        spent = run.live.stopwatch.spent()
         unsaved, took = round(spent - self._saved_at, 3), round(self._took, 3)
         self._saved_at = spent
-        live.notices.tell(state, "save", folder=str(self.folder), unsaved=unsaved, saves_took=took)
+        facts = {"folder": str(self.folder), "unsaved": unsaved, "saves_took": took}
+        run.live.notices.tell(state, "save", **facts)
 
     def _holds(self, state: TrainState) -> bool:
         """Return whether a state was saved at this boundary, whatever is next."""
@@ -696,7 +702,7 @@ class restore_best(BuiltIn):
             return
         mode = mode_of(OWNER, self.key, self.mode)
         record = known.best_record(self.key, mode)
-        is_next = record.step == state.step and pending(state.todo)  # the hook is called of it yet
+        is_next = record.step == state.step and _has_begun(state)  # the hook is called of it yet
         if is_next or math.isnan(record.metrics[self.key]):
             return
         log.warning(
@@ -704,6 +710,11 @@ class restore_best(BuiltIn):
             "will end with the best weights from here on",
             *(self, record.metrics[self.key], record.step),
         )
+
+
+def _has_begun(state: TrainState) -> bool:
+    """Return whether hooks are still to be called, or records to be made, at a boundary."""
+    return any(action.of_boundary for action in state.todo[:1])
 
 
 def _copy_weights(state: TrainState) -> dict[str, _Weights]:
@@ -728,7 +739,7 @@ def _load_weights(state: TrainState, weights: _Weights) -> list[str]:
         forget_states(state, new)
         module.load_state_dict(weights, strict=False)
     if new:
-        clear_parameter_cache(state)
+        Ownership.of(state).parameters.clear()
     return [
         f"{torch_compat.strip_compile_prefix(k)}: {tuple(shape)}, was {tuple(own[k])}"
         for k, shape in others.items()

@@ -7,10 +7,10 @@ import math
 import attrs
 
 from fnloop._backend.collectives import broadcast
-from fnloop._core.runs import RunInfo, now
-from fnloop._core.state import TrainState, with_note
+from fnloop._core.runs import RunInfo
+from fnloop._core.state import TrainState
 from fnloop._hooks.hook import Clock
-from fnloop.extend import Moment, checks
+from fnloop.extend import Moment, checks, with_note
 
 DAY = 24 * 60 * 60  # seconds
 
@@ -129,4 +129,4 @@ class paced(Moment):
 
     def due(self, state: TrainState) -> bool:
         """Return whether the hook is due at this boundary."""
-        return self._pace.has_passed(self._pace.interval(), now(state.run))
+        return self._pace.has_passed(self._pace.interval(), RunInfo.now(state.run))

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from fnloop._backend.collectives import broadcast
-from fnloop._core.history import records_since
 from fnloop._core.metrics import Mean, read
 from fnloop._core.records import Record
-from fnloop._core.runs import now
+from fnloop._core.runs import RunInfo
 from fnloop._core.several import models_of
 from fnloop._core.state import TrainState
 from fnloop._extensions.checkpoints.format import NUMBER, check_shape
@@ -498,7 +497,7 @@ class halt_on_nonfinite(BuiltIn):
         """Return between which steps it was, as the records say."""
         # Only the records are certain: this hook may not have run at each of them.
         before, finite = 0, True
-        for record in records_since(state.history, closing=False):
+        for record in state.history.since(closing=False):
             if record.step >= state.step:
                 continue
             losses = {name: record.metrics.get(name, 0.0) for name in ("train/loss", "recent/loss")}
@@ -626,10 +625,10 @@ class time_limit(BuiltIn):
         """Begin a run: the clock continues from the time that was taken so far."""
         if self.per == "run":
             self._taken[:] = _taken_in(state)
-        self._began[:] = [now(state.run) - self._taken[0]]
+        self._began[:] = [RunInfo.now(state.run) - self._taken[0]]
         if not self.limit:
             left = broadcast(_time_left())  # of the main process: all stop after the same update
-            self._end[:] = [now(state.run) + left]
+            self._end[:] = [RunInfo.now(state.run) + left]
             if left == math.inf and state.backend.main:
                 log.warning(_UNKNOWN)
         return state
@@ -637,7 +636,7 @@ class time_limit(BuiltIn):
     def __call__(self, state: TrainState) -> TrainState:
         if not self._began:  # it is called outside of a run
             self.begin(state)
-        before, self._taken[0] = self._taken[0], now(state.run) - self._began[0]
+        before, self._taken[0] = self._taken[0], RunInfo.now(state.run) - self._began[0]
         if not self.limit:
             if before:  # the first update may compile
                 self._longest[0] = max(self._longest[0], self._taken[0] - before)
@@ -654,7 +653,7 @@ class time_limit(BuiltIn):
         """Note the time that was taken since, such as that of an evaluation which a signal cut."""
         if self.per != "run" or not self._began:
             return state
-        self._taken[0] = now(state.run) - self._began[0]
+        self._taken[0] = RunInfo.now(state.run) - self._began[0]
         return self._note(state)
 
     def _note(self, state: TrainState) -> TrainState:
@@ -666,7 +665,7 @@ class time_limit(BuiltIn):
 
     def _stop_before_end(self, state: TrainState) -> TrainState:
         """Return the state, stopped if the time until the job ends may be too short for more."""
-        left = self._end[0] - now(state.run)
+        left = self._end[0] - RunInfo.now(state.run)
         if left > SPARE + 2 * self._longest[0] or state.stop is not None:
             return state
         reason = f"time_limit: this job ends in {tables.format_duration(max(left, 0.0))}"
