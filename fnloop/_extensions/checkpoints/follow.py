@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from fnloop._core.runs import has_updates
 from fnloop._core.state import TrainState
 from fnloop._extensions.checkpoints import disk
 from fnloop._extensions.checkpoints.files import locate
@@ -159,4 +158,4 @@ def has_ended(state: TrainState) -> bool:
 
     One that was interrupted has it on its list.
     """
-    return state.step > 0 and not has_updates(state.todo)
+    return state.step > 0 and not any(action.updates for action in state.todo)

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from fnloop._backend.collectives import broadcast
-from fnloop._core.history import records_since
 from fnloop._core.metrics import Mean
 from fnloop._core.records import Record
 from fnloop._core.runs import RunInfo
@@ -470,7 +469,7 @@ class halt_on_nonfinite(BuiltIn):
         """Return between which steps it was, as the records say."""
         # Only the records are certain: this hook may not have run at each of them.
         before, finite = 0, True
-        for record in records_since(state.history, closing=False):
+        for record in state.history.since(closing=False):
             if record.step >= state.step:
                 continue
             losses = {name: record.metrics.get(name, 0.0) for name in ("train/loss", "recent/loss")}
