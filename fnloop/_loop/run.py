@@ -96,7 +96,6 @@ from fnloop._loop.errors import (
     tell_on_main,
 )
 from fnloop._loop.evaluate import gather_outputs, measure, open_loader
-from fnloop._loop.made_with import members_of
 from fnloop._loop.peers import (
     Abandoned,
     Interrupts,
@@ -245,7 +244,7 @@ class World:
         plan.check_position(state)
         self.peers = peers_of(state)
         saving = [hook for hook in plan.hooks if BuiltIn.parts_saved([hook])]
-        self.peers.compare(type(plan.step).__name__, members_of(plan.step), saving)
+        self.peers.compare(type(plan.step).__name__, plan.step.members, saving)
         self.plan = plan
         self.source = open_loader(plan.loaders.train, state, plan.total)
         due = [name for _, names in plan.evaluations for name in names]

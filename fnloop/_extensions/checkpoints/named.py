@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fnloop._backend.fsdp import is_sharded
-from fnloop._core.optimizers import Group
 from fnloop._core.state import TrainState, unwrap
 from fnloop._extensions.checkpoints.serialize import flattened_kind
 from fnloop._extensions.checkpoints.torch_compat import (
