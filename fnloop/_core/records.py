@@ -8,8 +8,8 @@ from typing import NoReturn
 
 import attrs
 
-from fnloop._display import checks, tables
-from fnloop._display.tables import format_metric
+from fnloop._display import checks, reprs
+from fnloop._display.reprs import format_metric
 
 _FLOAT = {float}
 # First parts of names that are not those of evaluated loaders.
@@ -120,7 +120,7 @@ class Record:
             shown["closing"] = True
         if self.items is not None:
             shown["items"] = f"{self.items:,}"
-        return tables.facts("Record", shown)
+        return reprs.facts("Record", shown)
 
 
 def number_of_epoch(record: Record, ended: int, at: int) -> int:

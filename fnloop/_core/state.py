@@ -52,7 +52,7 @@ from fnloop._core.runs import Position, RunInfo, Todo, pending
 from fnloop._core.settings import Group
 from fnloop._core.several import Several
 from fnloop._core.types import RECORD, UPDATE, Metric, Output
-from fnloop._display import checks, tables
+from fnloop._display import checks, reprs
 from fnloop._display.checks import describe, flag, join_names
 from fnloop._display.screen import log
 
@@ -572,7 +572,7 @@ class TrainState:
         if self.slots:
             facts["slots"] = f"[{', '.join(self.slots)}]"
         if len(self.history):
-            facts["history"] = tables.format_count(len(self.history), "record")
+            facts["history"] = reprs.format_count(len(self.history), "record")
         if self.stop is not None:
             facts["stop"] = repr(self.stop)
         return facts
@@ -581,13 +581,13 @@ class TrainState:
         return "TrainState" if Ownership.belongs_to(self) else "stale TrainState"
 
     def __repr__(self) -> str:
-        return tables.record_text(self._title(), self._facts())
+        return reprs.record_text(self._title(), self._facts())
 
     def _repr_html_(self) -> str:
         latest = self.history[-1].metrics if len(self.history) else {}
-        texts = (f"{name} {tables.format_metric(name, value)}" for name, value in latest.items())
+        texts = (f"{name} {reprs.format_metric(name, value)}" for name, value in latest.items())
         facts = self._facts() | ({"latest": ", ".join(texts)} if latest else {})
-        return tables.facts(self._title(), facts | {"device": self.backend.device})
+        return reprs.facts(self._title(), facts | {"device": self.backend.device})
 
 
 def _refuse_change(state: TrainState, name: str, value: object) -> NoReturn:
@@ -1052,7 +1052,7 @@ def count_parameters(model: nn.Module) -> str:
         sum(p.numel() for p in params),
         sum(p.numel() for p in params if p.requires_grad),
     )
-    return tables.format_count(size, "parameter") + (
+    return reprs.format_count(size, "parameter") + (
         f", {trained:,} trained" if trained < size else ""
     )
 

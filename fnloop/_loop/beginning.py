@@ -21,8 +21,8 @@ from fnloop._core.types import Metric, Middleware, name_of
 from fnloop._data.loaders import Loaders, even, sharded
 from fnloop._data.source import Source
 from fnloop._display.checks import join_names
+from fnloop._display.reprs import format_count
 from fnloop._display.screen import warn_once
-from fnloop._display.tables import format_count
 from fnloop._extensions import extensions
 from fnloop._hooks.hook import BuiltIn, Hook, begin_records, every_layer
 from fnloop._loop.errors import check_returned, explain, first_change, warn_on_main

@@ -14,7 +14,7 @@ from fnloop._core.records import (
     Record,
     number_of_epoch,
 )
-from fnloop.extend import better, tables
+from fnloop.extend import better, reprs, tables
 
 # --------------------------------------------------------------------------------------------------
 # Records as rows: which are shown, what is marked in them, and whose they are.
@@ -75,7 +75,7 @@ def update_best(best: Mapping[str, Record], record: Record) -> dict[str, Record]
     """
     updated = dict(best)
     for name, value in record.metrics.items():
-        mode = tables.mode_by_name(name) if is_evaluated(name) else None
+        mode = reprs.mode_by_name(name) if is_evaluated(name) else None
         if mode is None or not math.isfinite(value):
             continue
         if name not in best or better(value, best[name].metrics[name], mode):
@@ -323,7 +323,7 @@ def table(records: Sequence[Record], width: float = math.inf, most: int = 40) ->
         rows += row.by_model(models)
     if models:
         names = chosen(metric_names(row.record for row in rows))
-    count = tables.format_count(hidden, "record")
+    count = reprs.format_count(hidden, "record")
     remark = f"not shown: {count} with recent/... only" if hidden else ""
     return attrs.evolve(Row.table(rows, names, width, most, items=True), remark=remark)
 
@@ -354,8 +354,8 @@ def _counters(rows: Sequence[Row], last_step: int) -> list[tables.Column[Row]]:
 
 def _models(rows: Sequence[Row]) -> list[tables.Column[Row]]:
     """Return the column of the models, if the rows are those of a stack."""
-    width = max((len(tables.shorten(row.model, LONGEST_MODEL)) for row in rows), default=0)
-    text = lambda row: tables.shorten(row.model, LONGEST_MODEL)
+    width = max((len(reprs.shorten(row.model, LONGEST_MODEL)) for row in rows), default=0)
+    text = lambda row: reprs.shorten(row.model, LONGEST_MODEL)
     return [tables.Column("model", text, left=True, width=width, rank=(1, 0))] if width else []
 
 
@@ -380,11 +380,11 @@ def _time(rows: Sequence[Row]) -> tables.Column[Row]:
 
 
 def _metric(records: Sequence[Record], name: str, least: int, place: int) -> tables.Column[Row]:
-    mode, (group, title) = tables.mode_by_name(name), split_name(name)
+    mode, (group, title) = reprs.mode_by_name(name), split_name(name)
 
     def text(row: Row) -> str:
         value = row.record.metrics.get(name)
-        return "" if value is None else tables.format_metric(name, value)
+        return "" if value is None else reprs.format_metric(name, value)
 
     width = max([least, *(len(text(Row(record))) for record in records)])
     best = (lambda row: name in row.best) if is_evaluated(name) and mode is not None else None
@@ -406,15 +406,15 @@ def _importance(name: str) -> int:
         return 13
     if group == "recent":
         return 12
-    if tables.is_learning_rate(name):
+    if reprs.is_learning_rate(name):
         return 9 if title == "lr" else 11
     if "grad_norm" in title:
         return 10
     if title.partition("/")[0] in COSTS:
         return 8
     if is_evaluated(name):
-        return 1 if title == "loss" else 3 if tables.mode_by_name(name) else 4
+        return 1 if title == "loss" else 3 if reprs.mode_by_name(name) else 4
     if group == "train":
-        nested = 4 if title.endswith("/loss") else 6 if tables.mode_by_name(name) else 7
+        nested = 4 if title.endswith("/loss") else 6 if reprs.mode_by_name(name) else 7
         return 2 if title == "loss" else nested
     return 8 if group else 3

@@ -37,6 +37,7 @@ from fnloop.extend import (
     checks,
     groups,
     optimizers,
+    reprs,
     tables,
 )
 
@@ -201,8 +202,8 @@ def _describe_targets(state: TrainState) -> list[str]:
         parts.append(f"phase {phase.name}")
     left = (run.epochs or 0) - phase.epoch
     epochs, each = (
-        tables.format_count(left, "epoch"),
-        tables.format_count(run.steps_per_epoch or 0, "update"),
+        reprs.format_count(left, "epoch"),
+        reprs.format_count(run.steps_per_epoch or 0, "update"),
     )
     updates = (run.total_steps or 0) - run.first_step
     if not left:
@@ -211,7 +212,7 @@ def _describe_targets(state: TrainState) -> list[str]:
         parts.append(f"{epochs} of {each}")
     else:  # of different lengths, or of an unknown one
         known = run.steps_per_epoch and updates > 0
-        parts += [epochs, *([f"{tables.format_count(updates, 'update')} in all"] if known else [])]
+        parts += [epochs, *([f"{reprs.format_count(updates, 'update')} in all"] if known else [])]
     if run.total_steps is not None and not run.epochs:
         parts.append(f"to step {run.total_steps:,}")
     if run.total_items is not None:
@@ -233,7 +234,7 @@ def describe_failure(error: BaseException | None) -> str:
     if not isinstance(error, Exception):
         return "interrupted at once" if isinstance(error, KeyboardInterrupt) else "ended early"
     first, *_ = [*str(error).splitlines(), ""]
-    first = tables.shorten(first, LONGEST_REASON)
+    first = reprs.shorten(first, LONGEST_REASON)
     return f"failed: {type(error).__name__}" + (f": {first}" if first else "")
 
 
@@ -252,7 +253,7 @@ def _find_ranked(hooks: Sequence[Hook]) -> Monitored | None:
         for hook in [hook.innermost if isinstance(hook, Wrapper) else hook for hook in hooks]
         if not isinstance(hook, BuiltIn)
         for key in ((hook.monitors,) if isinstance(hook.monitors, str) else hook.monitors or ())
-        if (mode := getattr(hook, "mode", None) or tables.mode_by_name(key)) in ("min", "max")
+        if (mode := getattr(hook, "mode", None) or reprs.mode_by_name(key)) in ("min", "max")
         for since in [getattr(hook, "since", "phase")]
     )
     return next(filter(None, (*kept, *watched)), None)
@@ -313,7 +314,7 @@ def describe_values(state: TrainState) -> list[str]:
         running = state.metrics
         of = {name: running.get(f"recent/{name}", running.get(name)) for name in losses}
         values = read({name: metric for name, metric in of.items() if metric is not None} | rates)
-    return [f"{name} {tables.format_metric(name, value)}" for name, value in values.items()]
+    return [f"{name} {reprs.format_metric(name, value)}" for name, value in values.items()]
 
 
 def _describe_losses(state: TrainState) -> list[str]:
@@ -322,7 +323,7 @@ def _describe_losses(state: TrainState) -> list[str]:
     losses = [] if running is None else [*read({"loss": running}).values()]
     if not losses:
         return []
-    low, high = (tables.format_metric("loss", value) for value in (min(losses), max(losses)))
+    low, high = (reprs.format_metric("loss", value) for value in (min(losses), max(losses)))
     return [f"losses {low} to {high}"]
 
 
@@ -332,7 +333,7 @@ def _best_models(best: Mapping[str, Record]) -> dict[str, Record]:
     for name, record in best.items():
         kind = name.split("/")[0], name.split("/")[-1]
         other = found.get(kind)
-        mode = tables.mode_by_name(name) or "min"
+        mode = reprs.mode_by_name(name) or "min"
         if other is None or better(record.metrics[name], best[other].metrics[other], mode):
             found[kind] = name
     return {name: best[name] for name in found.values()}
@@ -644,7 +645,7 @@ RECENT = 10.0  # seconds between two lines, if there are records of ``record_eve
 
 
 def _make_view(file: TextIO | None, refresh: float, state: TrainState, since: str) -> _View:
-    if file is None and tables.in_notebook():
+    if file is None and reprs.in_notebook():
         return _Notebook(state, since, refresh)
     out: TextIO = file or sys.stderr
     if out is None or getattr(out, "closed", False):  # as in a daemon
@@ -761,7 +762,7 @@ class _View(ABC):
         if found is None:
             return ""
         name, record = found
-        value = tables.format_metric(name, record.metrics[name])
+        value = reprs.format_metric(name, record.metrics[name])
         return f"; best {name} {value} at step {record.step:,}"
 
     def parts_of_epoch(self, state: TrainState) -> list[str]:
@@ -969,9 +970,9 @@ class _Notebook(_View):
         parts, text = [tables.faint(self.facts)], [self.facts]
         if self.rows:
             names = self.with_column(Row.names(self.rows))
-            table = Row.table(self.rows, names, tables.HTML_WIDTH, ROWS)
+            table = Row.table(self.rows, names, reprs.HTML_WIDTH, ROWS)
             parts.append(table.html())
-            text.append(table.text(tables.terminal_width()))
+            text.append(table.text(reprs.terminal_width()))
         shown = tables.stack(*parts, last)
         self.output.show(tables.Rendered(shown, "\n".join([*text, last_text])))
 
@@ -1005,7 +1006,7 @@ class _Log(_View):
         names = [name for name in without_intervals(metrics) if "/watch/" not in name]
         ordered = [column.name for column in Row.lay_out([row], names).columns if column.name]
         values = (
-            f"{name} {tables.format_metric(name, metrics[name])}{'*' if name in row.best else ''}"
+            f"{name} {reprs.format_metric(name, metrics[name])}{'*' if name in row.best else ''}"
             for name in ordered
         )
         at = attrs.evolve(self.at(self.state), epoch=row.number, step=row.record.step)
@@ -1040,11 +1041,11 @@ class _Log(_View):
         self.written = time.monotonic()
         lines = [""]
         for part in filter(None, parts):
-            if len(part) > tables.WIDEST:  # a sentence: broken between two words
-                lines[-1:] = [*filter(str.strip, lines), *tables.wrap(part, tables.WIDEST, "    ")]
+            if len(part) > reprs.WIDEST:  # a sentence: broken between two words
+                lines[-1:] = [*filter(str.strip, lines), *reprs.wrap(part, reprs.WIDEST, "    ")]
                 continue
-            if lines[-1].strip() and len(lines[-1]) + 2 + len(part) > tables.WIDEST:
+            if lines[-1].strip() and len(lines[-1]) + 2 + len(part) > reprs.WIDEST:
                 lines.append("  ")
             lines[-1] += f"  {part}" if lines[-1] else part
         with contextlib.suppress(OSError, ValueError):  # a full disk or a closed file ends no run
-            print(tables.printable("\n".join(lines), self.file), file=self.file, flush=True)
+            print(reprs.printable("\n".join(lines), self.file), file=self.file, flush=True)
