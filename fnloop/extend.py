@@ -38,8 +38,8 @@ of the book.
 - **Random numbers**: `isolated`, `fold_in`
 - **Hooks, moments and the end of a run**: `BuiltIn`, `Wrapper`, `Moment`, `Clock`, `Stop`
 - **Records**: `Fold`, `Monitored`, `better`, `mode_of`
-- **Arguments and messages**: `check_not_stale`, `checks`, `tables`, `name_of`, `Call`, `warn_once`,
-  `short_traceback`
+- **Arguments and messages**: `check_not_stale`, `checks`, `reprs`, `tables`, `name_of`, `Call`,
+  `warn_once`, `short_traceback`
 - **Nested batches, files, and torch**: `containers`, `disk`, `torch_compat`
 - **Types**: `Batch`, `Metric`, `Wrap`
 """
@@ -77,15 +77,16 @@ from fnloop._core.state import (
 )
 from fnloop._core.types import Batch, Call, Metric, View, Wrap, name_of
 from fnloop._core.view import view
-from fnloop._display import checks, tables
+from fnloop._display import checks, reprs
 from fnloop._display.frames import short_traceback
 from fnloop._display.screen import warn_once
+from fnloop._extensions import tables
 from fnloop._hooks.hook import BuiltIn, Clock, Moment, Wrapper
 from fnloop._step.engine import Backward, Engine, GradientSum, LocalEngine, engine_of, refuse
 from fnloop._step.gradients import WeightedSum, norm, set_aside
 from fnloop._step.pipeline import PipelineStep
+from fnloop._step.reported import MissingNumberError, report
 from fnloop._step.transaction import host, then
-from fnloop._step.update import MissingNumberError, report
 
 __docformat__ = "google"
 __all__ = [
@@ -141,6 +142,7 @@ __all__ = [
     "parameters",
     "refuse",
     "report",
+    "reprs",
     "rng",
     "set_aside",
     "set_number",

@@ -26,8 +26,10 @@ KERNEL = [
     "_display", "_backend", "_core", "_data", "_step", "_hooks", "_loop"
 ]
 EXTENSIONS = [
-    "_extensions.histories", "schedules", "_extensions.graphs", "_extensions.engines",
-    "_extensions.alternate", "_extensions.raw", "_extensions.freeze", "_extensions.torchmetrics",
+    "_extensions.tables", "_extensions.histories", "schedules", "_extensions.graphs",
+    "_extensions.engines",
+    "_extensions.alternate", "_extensions.raw", "_extensions.supervised", "_extensions.freeze",
+    "_extensions.torchmetrics",
     "_extensions.stacks", "_extensions.loaders", "_extensions.checkpoints",
     "_extensions.middleware", "_extensions.hooks", "_extensions.tools",
 ]

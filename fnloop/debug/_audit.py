@@ -44,8 +44,8 @@ from fnloop.extend import (
     host,
     is_sharded,
     isolated,
+    reprs,
     rng,
-    tables,
     torch_compat,
 )
 
@@ -357,7 +357,7 @@ def _amount(one: Difference) -> str:
     bits = f"{one.bits} bit{'s' * (one.bits != 1)}"
     return (
         f"{what} differs in {one.elements} of {one.size} elements ({bits}), by at most "
-        f"{tables.format_number(one.most)}"
+        f"{reprs.format_number(one.most)}"
     )
 
 
@@ -640,8 +640,8 @@ def _find_imprecise(real: _Copy, exact: _Copy, eps: float) -> tuple[str | None, 
         if units > MOST_UNITS * before:
             what = name if name == "the loss" else f"the output of the module {name}"
             return name, (
-                f"{what} is off by {tables.format_number(units)} units of rounding, and nothing "
-                f"before it by more than {tables.format_number(before)}"
+                f"{what} is off by {reprs.format_number(units)} units of rounding, and nothing "
+                f"before it by more than {reprs.format_number(before)}"
             )
         before = max(before, units)
     total = SMALL * math.hypot(*map(_norm, exact.gradients.values()))
@@ -652,9 +652,9 @@ def _find_imprecise(real: _Copy, exact: _Copy, eps: float) -> tuple[str | None, 
         units = _distance(real.gradients[name], grad) / eps / max(_norm(grad), total, 1e-30)
         if units > MOST_UNITS * usual:
             return name, (
-                f"the gradient of {name} is off by {tables.format_number(units)} units of "
+                f"the gradient of {name} is off by {reprs.format_number(units)} units of "
                 "rounding, and those of the parameters after it by at most "
-                f"{tables.format_number(usual)}"
+                f"{reprs.format_number(usual)}"
             )
         usual = max(usual, units)
     return None

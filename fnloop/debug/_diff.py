@@ -26,7 +26,7 @@ from fnloop._extensions.checkpoints.format import Contents
 from fnloop._extensions.checkpoints.restore import read_alone
 from fnloop._extensions.checkpoints.save import collect_contents
 from fnloop._extensions.checkpoints.saved import Saved
-from fnloop.extend import check_not_stale, checks, containers, on_main_process, tables
+from fnloop.extend import check_not_stale, checks, containers, on_main_process, reprs, tables
 
 
 def diff(
@@ -211,7 +211,7 @@ class Difference(tables.Shown):
             tables.Column("name", lambda f: f.name, left=True),
             tables.Column("difference", lambda f: f.text, left=True),
         ]
-        others = f"and {tables.format_count(self.others, 'more tensor')}" if self.others else ""
+        others = f"and {reprs.format_count(self.others, 'more tensor')}" if self.others else ""
         return [title, tables.Table(columns, self.findings, others)] if self.findings else [title]
 
 
@@ -241,7 +241,7 @@ def compare_histories(a: Iterable[Record], b: Iterable[Record]) -> Finding | Non
                 text = f"{name} is {x!r} in one, and {y!r} in the other, {abs(x - y):.3g} apart"
                 return Finding("record", place, text)
     if len(one) != len(other):
-        text = f"{tables.format_count(len(one), 'record')} in one, and {len(other):,} in the other"
+        text = f"{reprs.format_count(len(one), 'record')} in one, and {len(other):,} in the other"
         return Finding("record", "history", text)
     return None
 

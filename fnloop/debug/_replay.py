@@ -58,6 +58,7 @@ from fnloop.extend import (
     isolated,
     on_main_process,
     optimizers,
+    reprs,
     rng,
     short_traceback,
     tables,
@@ -592,10 +593,10 @@ class Bisection:
         return {name: value for name, value in facts.items() if value not in (None, "")}
 
     def __repr__(self) -> str:
-        return tables.record_text("Bisection", self._facts())
+        return reprs.record_text("Bisection", self._facts())
 
     def _repr_html_(self) -> str:
-        shown = tables.facts("Bisection", self._facts())
+        shown = reprs.facts("Bisection", self._facts())
         return tables.stack(shown, self.difference._repr_html_()) if self.difference else shown
 
 
@@ -910,8 +911,8 @@ class Update:
             "update": self.after.step,
             "epoch": self.before.epoch,
             "batch": self.before.batch,
-            "loss": tables.format_number(float(self.output.loss)),
-            "gradient norm": tables.format_number(float(norm)),
+            "loss": reprs.format_number(float(self.output.loss)),
+            "gradient norm": reprs.format_number(float(norm)),
         }
         if samples := self._samples():
             facts["samples"] = samples
@@ -924,10 +925,10 @@ class Update:
         return facts
 
     def __repr__(self) -> str:
-        return tables.record_text("Update", self._facts())
+        return reprs.record_text("Update", self._facts())
 
     def _repr_html_(self) -> str:
-        return tables.facts("Update", self._facts())
+        return reprs.facts("Update", self._facts())
 
 
 def _flat(index: object) -> list[object]:

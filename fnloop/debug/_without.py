@@ -47,6 +47,7 @@ from fnloop.extend import (
     check_not_stale,
     checks,
     containers,
+    reprs,
     short_traceback,
     tables,
 )
@@ -373,7 +374,7 @@ class _Gap:
         samples = containers.samples_in(batch)
         if (most := max(self.rows)) >= samples:
             raise ValueError(
-                f"without: the batch has {tables.format_count(samples, 'sample')}, counted from "
+                f"without: the batch has {reprs.format_count(samples, 'sample')}, counted from "
                 f"0, so there is no row {most}"
             )
         kept = [row for row in range(samples) if row not in self.rows]
@@ -787,7 +788,7 @@ class Report(tables.Shown):
 
 _WEIGHTS: list[tables.Column[Distance]] = [
     tables.Column("after update", lambda d: str(d.update)),
-    tables.Column("weights apart by", lambda d: tables.format_number(d.distance)),
+    tables.Column("weights apart by", lambda d: reprs.format_number(d.distance)),
     tables.Column("of their norm", lambda d: f"{d.share:.3%}"),
 ]
 
@@ -798,7 +799,7 @@ def _columns(changes: bool) -> list[tables.Column[Apart]]:
         tables.Column("metric", lambda m: m.name, left=True),
         tables.Column("differs from step", lambda m: str(m.since)),
         tables.Column("at step", lambda m: str(m.at)),
-        tables.Column(a, lambda m: tables.format_metric(m.name, m.a)),
-        tables.Column(b, lambda m: tables.format_metric(m.name, m.b)),
+        tables.Column(a, lambda m: reprs.format_metric(m.name, m.a)),
+        tables.Column(b, lambda m: reprs.format_metric(m.name, m.b)),
         tables.Column("difference", lambda m: f"{m.difference:+.3g}"),
     ]

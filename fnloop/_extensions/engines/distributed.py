@@ -347,10 +347,9 @@ class _SumTogether:
     def add(self, state: TrainState, out: Output) -> None:
         __tracebackhide__ = True
         out, _ = agree(out)
-        if out.skip is None:
+        if self._own.add(out):
             for p in parameters(state):  # copies, because gradients are views of DDP's buckets
                 p.grad = None if p.grad is None else p.grad.clone()
-        self._own.add(out)
         self._total.add(state, Output(out.loss, self._engine.items, skip=out.skip))
 
     def finish(self, state: TrainState) -> Output:

@@ -51,6 +51,7 @@ from fnloop.extend import (
     isolated,
     name_of,
     optimizers,
+    reprs,
     tables,
     torch_compat,
 )
@@ -104,7 +105,7 @@ class Report(tables.Shown):
             tables.Column("seen", lambda f: f"{'! ' * f.problem}{f.text}", left=True),
         ]
         count = len(self.problems)
-        found = tables.format_count(count, "problem") if count else "no problem"
+        found = reprs.format_count(count, "problem") if count else "no problem"
         return [f"{self.title}: {found}", tables.Table(columns, self.findings)]
 
 
@@ -304,7 +305,7 @@ def _shapes(batch: Batch) -> str:
         return ", ".join(f"{key}: {_shapes(part)}" for key, part in batch.items())
     if isinstance(batch, tuple | list):
         return ", ".join(_shapes(part) for part in batch)
-    return tables.summarize(batch)
+    return reprs.summarize(batch)
 
 
 def _items(step: PipelineStep, state: TrainState, batch: Batch) -> str:
@@ -320,7 +321,7 @@ def _items(step: PipelineStep, state: TrainState, batch: Batch) -> str:
         by = ', by aux["weight"]'
     elif weight == batch_size_of(batch):
         by = ", its leading dimension"
-    return f"{tables.format_number(weight)} items{by}"
+    return f"{reprs.format_number(weight)} items{by}"
 
 
 # --- metrics and hooks that may raise
@@ -332,7 +333,7 @@ def _tried_metrics(step: PipelineStep) -> tuple[PipelineStep, dict[str, Finding]
 
     def note(member: Middleware, error: Exception) -> None:
         name = repr(member)
-        finding = Finding("metric", tables.shorten(name), _in_words(error), problem=True)
+        finding = Finding("metric", reprs.shorten(name), _in_words(error), problem=True)
         failed.setdefault(name, finding)
 
     def tried(member: Middleware, wrap: Wrap | None) -> Wrap | None:
@@ -476,14 +477,14 @@ def _train(
     record = reached.history[-1].metrics
     for name in first:
         of = {k.partition("/")[2]: v for k, v in record.items() if k.split("/")[0] == name}
-        shown = ", ".join(f"{key} {tables.format_metric(key, value)}" for key, value in of.items())
+        shown = ", ".join(f"{key} {reprs.format_metric(key, value)}" for key, value in of.items())
         updates.append(Finding("record", name, shown))
     findings = []
     for hook, (safe, text) in zip(hooks, tried, strict=True):
         error = None if safe is None else safe.error
         seen = text if error is None else _in_words(error)
         findings.append(
-            Finding("hook", tables.shorten(name_of(hook)), seen, problem=error is not None)
+            Finding("hook", reprs.shorten(name_of(hook)), seen, problem=error is not None)
         )
     if reached.stop is not None:
         findings.append(Finding("hook", "stop", f"a hook stopped the run: {reached.stop}"))

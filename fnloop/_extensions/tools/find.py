@@ -29,6 +29,7 @@ from fnloop.extend import (
     containers,
     engine_of,
     groups,
+    reprs,
     tables,
 )
 
@@ -108,8 +109,8 @@ class LrRange(tables.Shown):
         found = -1 if self.suggestion is None else self.rates.index(self.suggestion)
         columns: list[tables.Column[int]] = [
             tables.Column("lr", lambda i: f"{self.rates[i]:.2e}"),
-            tables.Column("loss", lambda i: tables.format_metric("loss", self.losses[i])),
-            tables.Column("smoothed", lambda i: tables.format_metric("loss", self.smoothed[i])),
+            tables.Column("loss", lambda i: reprs.format_metric("loss", self.losses[i])),
+            tables.Column("smoothed", lambda i: reprs.format_metric("loss", self.smoothed[i])),
             tables.Column("", lambda i: "suggested" if i == found else "", left=True),
         ]
         rows = [i for i in range(len(self.rates)) if i % every == 0 or i == found]

@@ -35,6 +35,7 @@ from fnloop.extend import (
     check_not_stale,
     checks,
     mode_of,
+    reprs,
     short_traceback,
     tables,
 )
@@ -525,7 +526,7 @@ def _table(rows: Sequence[Rung], key: str, names: Sequence[str] = ()) -> tables.
         tables.Column[Rung]("run", lambda row: row.name, left=True, width=width),
         tables.Column[Rung](
             key,
-            lambda row: tables.format_metric(key, row.value),
+            lambda row: reprs.format_metric(key, row.value),
             best=lambda row: row.best,
             width=9,
         ),
@@ -546,7 +547,7 @@ class _Growing:
 
     def __init__(self, names: Sequence[str], key: str) -> None:
         self._names, self._key = names, key
-        self._output = tables.Display() if tables.in_notebook() else None
+        self._output = tables.Display() if reprs.in_notebook() else None
         self._fitted: tables.Table[Rung] | None = None
 
     def show(self, rows: Sequence[Rung], is_main: bool) -> None:
@@ -559,5 +560,5 @@ class _Growing:
             return
         if self._fitted is None:
             self._fitted = _table(rows, self._key, self._names).fit()
-            print(*map(tables.printable, self._fitted.head()), sep="\n")
-        print(tables.printable(self._fitted.line(rows[-1])), flush=True)
+            print(*map(reprs.printable, self._fitted.head()), sep="\n")
+        print(reprs.printable(self._fitted.line(rows[-1])), flush=True)
