@@ -29,8 +29,8 @@ of the book.
 - **Optimizers**: `optimizers`, `groups`, `number_in`, `set_number`
 - **Steps**: `report`, `then`, `with_slot`, `set_aside`, `Backward`, `WeightedSum`, `host`
 - **What is saved, and what readers see**: `Part`, `Saving`, `Restoring`, `View`, `view`
-- **Processes**: `Backend`, `Engine`, `LocalEngine`, `engine_of`, `refuse`, `on_main_process`,
-  `collectives`
+- **Processes**: `Backend`, `Engine`, `Pass`, `LocalEngine`, `engine_of`, `refuse`,
+  `on_main_process`, `collectives`
 - **Random numbers**: `isolated`, `fold_in`
 - **Records, moments and the end of a run**: `Fold`, `Monitored`, `better`, `mode_of`,
   `Moment`, `Stop`
@@ -63,7 +63,7 @@ from fnloop._core.view import view
 from fnloop._display import checks, tables
 from fnloop._display.screen import warn_once
 from fnloop._hooks.hook import Moment
-from fnloop._step.engine import Backward, Engine, LocalEngine, engine_of, refuse
+from fnloop._step.engine import Backward, Engine, LocalEngine, Pass, engine_of, refuse
 from fnloop._step.gradients import WeightedSum, norm, set_aside
 from fnloop._step.transaction import host, then
 from fnloop._step.update import report
@@ -82,6 +82,7 @@ __all__ = [
     "Moment",
     "Monitored",
     "Part",
+    "Pass",
     "Restoring",
     "Saving",
     "Stop",
