@@ -82,7 +82,7 @@ from fnloop._display.frames import short_traceback
 from fnloop._display.screen import warn_once
 from fnloop._extensions import tables
 from fnloop._hooks.hook import BuiltIn, Clock, Moment, Wrapper
-from fnloop._step.engine import Backward, Engine, GradientSum, LocalEngine, engine_of, refuse
+from fnloop._step.engine import Backward, Engine, GradientSum, LocalEngine, Pass, engine_of, refuse
 from fnloop._step.gradients import WeightedSum, norm, set_aside
 from fnloop._step.pipeline import PipelineStep
 from fnloop._step.reported import MissingNumberError, report
@@ -108,6 +108,7 @@ __all__ = [
     "Monitored",
     "Ownership",
     "Part",
+    "Pass",
     "PipelineStep",
     "Restoring",
     "Running",

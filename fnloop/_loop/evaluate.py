@@ -101,7 +101,7 @@ def measure(
     if not n:
         name = f"{state.run.loader} loader" if in_run and state.run else "loader to evaluate"
         raise ValueError(f"the {name} gave no batch.{why_empty(source) or READ_ONCE}")
-    evaluation.finish(source)
+    source.check_order()
     return evaluation.own_metrics()
 
 
@@ -234,7 +234,7 @@ def _predict(
                     batch = next(batches, NONE_LEFT)
                     if batch is NONE_LEFT:
                         if gather:
-                            prediction.finish(source)
+                            source.check_order()
                         return
                     where = name
                     draws = mix(seed, backend.position_of(n))
@@ -355,7 +355,7 @@ def _forward(step: PipelineStep, state: TrainState, loader: object, norms: Norms
             raise
     if not n:
         raise ValueError("update_batchnorm: the loader gave no batch." + READ_ONCE)
-    evaluation.finish(source)
+    source.check_order()
 
 
 def _merge(norms: Norms) -> None:
