@@ -34,6 +34,7 @@ of the book.
 - **Records, moments and the end of a run**: `Fold`, `Monitored`, `better`, `mode_of`,
   `Moment`, `Stop`
 - **Arguments and messages**: `check_not_stale`, `checks`, `tables`, `name_of`, `Call`, `warn_once`
+- **Loaders**: `Reader`, `Pass`, `Source`
 - **Nested batches, and files**: `containers`, `disk`
 - **Types**: `Batch`, `Metric`, `Wrap`
 """
@@ -58,6 +59,9 @@ from fnloop._core.selectors import Chosen
 from fnloop._core.state import TrainState, all_parameters, check_not_stale, parameters, with_slot
 from fnloop._core.types import Batch, Call, Metric, View, Wrap, name_of
 from fnloop._core.view import view
+from fnloop._data.position import Pass
+from fnloop._data.reader import Reader
+from fnloop._data.source import Source
 from fnloop._display import checks, tables
 from fnloop._display.screen import warn_once
 from fnloop._hooks.hook import Moment
@@ -79,8 +83,11 @@ __all__ = [
     "Moment",
     "Monitored",
     "Part",
+    "Pass",
+    "Reader",
     "Restoring",
     "Saving",
+    "Source",
     "Stop",
     "View",
     "Wrap",

@@ -30,7 +30,6 @@ from fnloop._core.state import (
     owns_handles,
 )
 from fnloop._core.types import Middleware, Output, Step, is_ours
-from fnloop._data.source import LateWindow
 from fnloop._step.gradients import NoGradientError
 from fnloop._step.pipeline import Pipeline, PipelineStep
 from fnloop._step.update import Numbers, prefixed
@@ -230,13 +229,11 @@ class AlternateStep(PipelineStep):
         made = Counter(turn.name for turn in self.settings.turns if counts)
         return advance(state, counts, {name: n + made[name] for name, n in state.updates.items()})
 
-    def _window(self, batch: Batch) -> Sequence[Batch] | LateWindow:
+    def _window(self, batch: Batch) -> Sequence[Batch]:
         """Return the batches of a round."""
         if self.window == 1:
             return (batch,)
-        if type(batch) is LateWindow:
-            return batch
-        if not isinstance(batch, list | tuple) or not 0 < len(batch) <= self.window:
+        if not isinstance(batch, Sequence) or not 0 < len(batch) <= self.window:
             given = f"{len(batch)}" if isinstance(batch, list | tuple) else checks.describe(batch)
             raise ValueError(
                 f"a round of {self!r} takes a list or a tuple of 1 to {self.window} batches; got "

@@ -18,7 +18,7 @@ from fnloop._core.saved import Pending, materialize
 from fnloop._core.state import TrainState, bring, changed, note_buffers, trains_all
 from fnloop._core.trained import keep_statistics
 from fnloop._core.types import Metric, Middleware, name_of
-from fnloop._data.loaders import Loaders, even, sharded
+from fnloop._data.loaders import Loaders, Mark
 from fnloop._data.source import Source
 from fnloop._display.checks import join_names
 from fnloop._display.screen import warn_once
@@ -265,7 +265,7 @@ def loader_hints(name: str, loader: object, device: torch.device) -> Iterator[st
         loader: any.
         device: that of the model.
     """
-    while isinstance(loader, sharded | even):
+    while isinstance(loader, Mark):
         loader = loader.loader
     if not isinstance(loader, DataLoader):
         return

@@ -16,7 +16,6 @@ import attrs
 from fnloop._core.history import records_since
 from fnloop._core.state import TrainState, snapshot, unwrap
 from fnloop._core.types import Step
-from fnloop._data.loaders import read_loaders
 from fnloop._display.frames import short_traceback
 from fnloop._extensions.checkpoints.format import CheckpointError, Contents
 from fnloop._extensions.checkpoints.place import Place, place_at
@@ -27,7 +26,15 @@ from fnloop._loop.made_with import describe_making
 from fnloop._step.pipeline import PipelineStep
 from fnloop.debug._diff import Difference, Finding, compare_contents, compare_histories, is_measured
 from fnloop.debug._replay import Origin, Pair, begun_before, continue_from, restored_from
-from fnloop.extend import check_not_stale, checks, collectives, is_sharded, on_main_process, tables
+from fnloop.extend import (
+    Reader,
+    check_not_stale,
+    checks,
+    collectives,
+    is_sharded,
+    on_main_process,
+    tables,
+)
 
 WHAT = "fnloop.debug.verify"  # as messages about processes that wait name it
 
@@ -123,7 +130,7 @@ def verify(
     if spans is not None and spans != "changed":
         meaning = 'pairs of checkpoints, or None for all, or "changed"'
         spans = checks.integer("verify", "spans", spans, meaning, least=0)
-    read_loaders(loaders)  # checks them
+    Reader.each(loaders)  # checks them
     with place.reading():
         looked = on_main_process(lambda: _look(place, step, state, spans), WHAT)
         again = _Again(step, state, loaders)

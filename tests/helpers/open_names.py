@@ -32,7 +32,7 @@ OPEN = {
     "_core.runs": "ACTIONS has_updates Live now pending RECORDS",
     "_core.saved": "has_pending materialize Pending",
     "_core.selectors": "Selectors",
-    "_core.several": "models_of Reply Several",
+    "_core.several": "models_of Several",
     "_core.state": (
         "advance clear_parameter_cache count_items count_parameters COUNTED counted_of "
         "COUNTERS current_parameters detached_from_run generation_of give_up_ownership "
@@ -43,15 +43,6 @@ OPEN = {
     "_core.trained": "add_group Groups Layout note_restored split_group",
     "_core.types": "Aux EVALUATION is_ours Searching Skip wraps_of",
     "_core.view": "as_evaluated begin_again changed_for is_apart take_back",
-    "_data.held": "own_copy",
-    "_data.iterable": "as_torch_reads_it is_keeper length_of steady_workers",
-    "_data.loaders": (
-        "alike batch_size_of check_loader First Glimpse glimpse is_iterable NONE_LEFT Padding "
-        "Place read_loaders SingleProcess unmarked Window"
-    ),
-    "_data.position": "checksum Pass Positions",
-    "_data.reader": "Iterated Reader reader_of",
-    "_data.source": "first_batches LateWindow open_source Source unmoved",
     "_display.frames": "short_traceback",
     "_display.screen": "log",
     "_hooks.hook": "BuiltIn Clock every_layer HookFn Wrapper",

@@ -41,14 +41,13 @@ from fnloop._core.state import (
 )
 from fnloop._core.types import Output, Step
 from fnloop._core.view import is_apart
-from fnloop._data.loaders import Padding, Window
-from fnloop._data.source import Source
 from fnloop._extensions.engines import exchanges
 from fnloop._extensions.engines.alike import check_alike
 from fnloop._extensions.engines.apart import apart_of, trains_apart
 from fnloop._extensions.engines.join import parameters_beside
 from fnloop._extensions.engines.meshes import around_sharded, roots
 from fnloop._extensions.engines.one_message import OneMessage, fits
+from fnloop._extensions.engines.shares import Padding, Window, take
 from fnloop._step.engine import GradientSum
 from fnloop._step.gradients import WeightedSum
 from fnloop.extend import (
@@ -56,6 +55,7 @@ from fnloop.extend import (
     Batch,
     LocalEngine,
     Metric,
+    Source,
     all_parameters,
     collectives,
     containers,
@@ -134,7 +134,7 @@ class DistributedEngine:
     def read_from(self, source: Source, step: Step, window: int) -> Step:
         def step_on_share(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
             __tracebackhide__ = True
-            batch, taken = source.take(batch, window)
+            batch, taken = take(source, batch, window)
             self._window = generation_of(state), taken
             return step(state, batch)
 

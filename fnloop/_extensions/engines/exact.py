@@ -33,7 +33,6 @@ from fnloop._core.parts import Restoring
 from fnloop._core.rng import COMPUTE, seed_host, torch_seeder
 from fnloop._core.state import TrainState, generation_of
 from fnloop._core.types import Output, Step
-from fnloop._data.source import Source
 from fnloop._extensions.engines import exchanges
 from fnloop._extensions.engines.alike import check_alike
 from fnloop._extensions.engines.distributed import (
@@ -49,12 +48,14 @@ from fnloop._extensions.engines.distributed import (
     merge_metrics,
     weight_on_device,
 )
+from fnloop._extensions.engines.shares import take
 from fnloop._step.gradients import WeightedSum
 from fnloop.extend import (
     Backward,
     Batch,
     LocalEngine,
     Metric,
+    Source,
     checks,
     collectives,
     containers,
@@ -356,7 +357,7 @@ class ExactEngine(LocalEngine):
 
         def step_on_share(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
             __tracebackhide__ = True
-            batch, taken = source.take(batch, window)
+            batch, taken = take(source, batch, window)
             n = 1 if window == 1 else len(batch)
             padding = taken.padding or (False,) * n
             order = depth_first(n, self.rank, self.processes)

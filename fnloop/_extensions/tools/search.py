@@ -20,7 +20,6 @@ from fnloop._core.history import History
 from fnloop._core.records import Record
 from fnloop._core.state import TrainState
 from fnloop._core.types import Middleware, Step
-from fnloop._data.source import unmoved
 from fnloop._display.frames import short_traceback
 from fnloop._extensions.checkpoints.restore import resume_at
 from fnloop._extensions.hooks.keep import checkpoint
@@ -31,7 +30,7 @@ from fnloop._loop.fit import run
 from fnloop._loop.peers import forget_interruption
 from fnloop._loop.plan import read_hooks
 from fnloop._step.pipeline import PipelineStep, pipeline
-from fnloop.extend import Stop, better, check_not_stale, checks, mode_of, tables
+from fnloop.extend import Reader, Stop, better, check_not_stale, checks, mode_of, tables
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -326,7 +325,7 @@ def _trained(
         KeyboardInterrupt: ``what`` was interrupted.
     """
     reached = run(step, state, loaders, epochs=epochs, hooks=hooks)
-    with unmoved(loaders), contextlib.closing(cast("Generator[TrainState]", reached)):
+    with Reader.unmoved(loaders), contextlib.closing(cast("Generator[TrainState]", reached)):
         for state in reached:
             if state.epoch >= epoch:
                 break
