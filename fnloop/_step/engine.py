@@ -43,7 +43,7 @@ from fnloop._step.gradients import (
 Shares = Sequence[tuple[Sequence[str], Mapping[str, Metric]]]
 
 
-class Pass(Protocol):
+class WindowPass(Protocol):
     """Forward and backward of a window, whose batches may come in pieces.
 
     The method ``start`` of an engine returns one. In one process ``forward`` is the step inside
@@ -184,7 +184,7 @@ class Engine:
         *,
         alone: bool = False,
         guarded: bool = False,
-    ) -> tuple[Pass, Iterable[Batch]]:
+    ) -> tuple[WindowPass, Iterable[Batch]]:
         """Start forward and backward of a window: ``.grad`` gets the gradient of its mean.
 
         There is none in ``.grad`` before.

@@ -25,14 +25,13 @@ from fnloop._core.saved import Pending
 from fnloop._core.state import TrainState
 from fnloop._core.types import Output, Step
 from fnloop._core.view import is_apart
-from fnloop._data.loaders import Padding, Window
-from fnloop._data.source import Source
 from fnloop._extensions.engines import exchanges
 from fnloop._extensions.engines.alike import check_alike
 from fnloop._extensions.engines.apart import apart_of, trains_apart
 from fnloop._extensions.engines.join import parameters_beside
 from fnloop._extensions.engines.meshes import around_sharded, roots
 from fnloop._extensions.engines.one_message import OneMessage, fits
+from fnloop._extensions.engines.shares import Padding, Window, take
 from fnloop._extensions.engines.torch_compat import leaf_of, reduce_in_backward
 from fnloop.extend import (
     Backward,
@@ -42,9 +41,10 @@ from fnloop.extend import (
     Metric,
     Metrics,
     Ownership,
-    Pass,
     Running,
+    Source,
     WeightedSum,
+    WindowPass,
     all_parameters,
     collectives,
     containers,
@@ -52,6 +52,7 @@ from fnloop.extend import (
     is_sharded,
     optimizers,
     parameters,
+    rng,
     torch_compat,
 )
 
@@ -95,7 +96,7 @@ class SeededEngine(LocalEngine):
         *,
         alone: bool = False,
         guarded: bool = False,
-    ) -> tuple[Pass, Iterable[Batch]]:
+    ) -> tuple[WindowPass, Iterable[Batch]]:
         cut = containers.pieces_of
         pieces = [[batch] if size is None else cut(batch, size) for batch in window]
         pieces = pieces if size is None else self.equalized(state, pieces)
@@ -108,7 +109,7 @@ class SeededEngine(LocalEngine):
 
     def start_pieces(
         self, backward: Backward, state: TrainState, pieces: list[list[Batch]], guarded: bool
-    ) -> Pass:
+    ) -> WindowPass:
         """Start forward and backward of a window, given the pieces of each of its batches."""
         raise NotImplementedError
 
@@ -198,7 +199,7 @@ class DistributedEngine(Together, SeededEngine):
     def read_from(self, source: Source, step: Step, window: int) -> Step:
         def step_on_share(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
             __tracebackhide__ = True
-            batch, taken = source.take(batch, window)
+            batch, taken = take(source, batch, window)
             self._window = Ownership.generation_of(state), taken
             return step(state, batch)
 

@@ -25,7 +25,6 @@ from fnloop._core.parts import Part as CheckpointPart
 from fnloop._core.parts import Restoring
 from fnloop._core.state import TrainState
 from fnloop._core.types import Output, Step
-from fnloop._data.source import Source
 from fnloop._extensions.engines import exchanges
 from fnloop._extensions.engines.distributed import (
     LOCAL,
@@ -40,6 +39,7 @@ from fnloop._extensions.engines.distributed import (
     merge_metrics,
     weight_on_device,
 )
+from fnloop._extensions.engines.shares import take
 from fnloop.extend import (
     Backward,
     Batch,
@@ -47,6 +47,7 @@ from fnloop.extend import (
     Metrics,
     Ownership,
     Running,
+    Source,
     WeightedSum,
     checks,
     collectives,
@@ -327,7 +328,7 @@ class ExactEngine(SeededEngine):
 
         def step_on_share(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
             __tracebackhide__ = True
-            batch, taken = source.take(batch, window)
+            batch, taken = take(source, batch, window)
             n = 1 if window == 1 else len(batch)
             padding = taken.padding or (False,) * n
             order = depth_first(n, self.rank, self.processes)
