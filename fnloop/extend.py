@@ -28,6 +28,7 @@ of the book.
   `local_part`, `is_sharded`
 - **Optimizers**: `optimizers`, `groups`, `number_in`, `set_number`
 - **Steps**: `PipelineStep`, `report`, `then`, `with_slot`, `set_aside`, `Backward`, `host`
+- **Tools that try a run, or repeat one**: `Rehearsal`
 - **What is saved, and what readers see**: `Part`, `Saving`, `Restoring`, `View`, `view`
 - **Processes**: `Engine`, `LocalEngine`, `engine_of`, `refuse`, `on_main_process`, `collectives`
 - **Random numbers**: `isolated`, `fold_in`
@@ -63,6 +64,7 @@ from fnloop._display import checks, tables
 from fnloop._display.frames import short_traceback
 from fnloop._display.screen import warn_once
 from fnloop._hooks.hook import Moment
+from fnloop._loop.rehearsal import Rehearsal
 from fnloop._step.engine import Backward, Engine, LocalEngine, engine_of, refuse
 from fnloop._step.gradients import norm, set_aside
 from fnloop._step.pipeline import PipelineStep
@@ -83,6 +85,7 @@ __all__ = [
     "Monitored",
     "Part",
     "PipelineStep",
+    "Rehearsal",
     "Restoring",
     "Saving",
     "Stop",

@@ -12,7 +12,7 @@ from torch import nn
 
 from fnloop._core.code import hash_of, is_of_library, is_users, walk
 from fnloop._core.state import without_wrappers
-from fnloop._core.types import EVALUATION, Middleware, name_of, wraps_of
+from fnloop._core.types import EVALUATION, name_of, wraps_of
 from fnloop._hooks.hook import Hook, LiftedHook, every_layer, slots_of, unwrap_hook
 from fnloop._step.pipeline import PipelineStep
 
@@ -29,33 +29,10 @@ def describe_making(
     return {
         "step": _without_addresses(repr(step)),
         "device": device_name(device),
-        "functions": _hashes(step, model),
+        "functions": _hashes(step, without_wrappers(model)),
         "hooks": [_without_addresses(name_of(unwrap_hook(hook))) for hook in changing],
         "hook_slots": sorted(slots_of(hooks)),
     }
-
-
-class Making:
-    """Returns what a run is made with, which is found out at the first call.
-
-    Args:
-        step: the step.
-        model: the model, maybe in wrappers.
-        device: where it is.
-        hooks: the hooks.
-    """
-
-    def __init__(
-        self, step: PipelineStep, model: nn.Module, device: torch.device, hooks: Sequence[Hook]
-    ) -> None:
-        self._given = step, model, device, hooks
-        self._found: dict[str, object] | None = None
-
-    def __call__(self) -> dict[str, object]:
-        if self._found is None:
-            step, model, device, hooks = self._given
-            self._found = describe_making(step, without_wrappers(model), device, hooks)
-        return self._found
 
 
 def _without_addresses(text: str) -> str:
@@ -84,16 +61,11 @@ def device_name(device: torch.device | str) -> str:
 # --- the functions
 
 
-def members_of(step: PipelineStep) -> list[Middleware]:
-    """Return all middleware of a step, those of its turns too."""
-    return [member for one in (step, *step.turns.values()) for member in one.pipeline.middleware]
-
-
 def _given(step: PipelineStep) -> Iterator[object]:
     """Yield what a step was given: its functions, and the settings of its middleware."""
     for one in (step, *step.turns.values()):
         yield from one.functions
-    for member in members_of(step):
+    for member in step.members:
         call = member.call
         if call is None:  # not made by a factory
             yield from (wrap for ring, wrap in wraps_of(member).items() if ring != EVALUATION)

@@ -60,7 +60,7 @@ from fnloop._hooks.hook import (
 )
 from fnloop._loop.boundary import Moments, check_moment, own_clock, read_moments, resumed
 from fnloop._loop.errors import warn_on_main
-from fnloop._loop.made_with import Making, members_of
+from fnloop._loop.made_with import describe_making
 from fnloop._step.pipeline import PipelineStep
 
 
@@ -78,7 +78,6 @@ class Plan:
         record_every: when to make a record in any case; None means never.
         prefetch: how many windows are fetched ahead.
         phase: the name of the phase, or None.
-        may_stall: whether all updates of two epochs may be left out before a target in steps.
         assumed_items: what schedules see as the target for ``state.items`` where there is none, in
             a trial of a run; or None.
     """
@@ -92,7 +91,6 @@ class Plan:
     record_every: Moment | None
     prefetch: int
     phase: str | None
-    may_stall: bool = False
     items: int | None = None
     assumed_items: int | None = None
 
@@ -221,7 +219,7 @@ class Plan:
         return (
             self.items is not None
             or any(moment.counts_items for moment in self.moments)
-            or any("counts_items" in member.traits for member in members_of(self.step))
+            or any("counts_items" in member.traits for member in self.step.members)
         )
 
     @property
@@ -306,7 +304,8 @@ class Plan:
             lost = state.skipped + left_out(state) - (0 if phase is None else phase.skipped)
             total = state.step + lost + left
             total = total if self.steps is None else min(total, self.steps)
-        made_with = Making(self.step, state.model, state.backend.device, self.hooks)
+        given = self.step, state.model, state.backend.device, self.hooks
+        made_with = functools.cache(lambda: describe_making(*given))  # found out at the first call
         return RunInfo(
             self.epochs, total, per_epoch, batches, windows.largest, evaluated,
             precision=self.step.precision_in(state), first_step=0 if phase is None else phase.step,
@@ -341,7 +340,6 @@ class Plan:
         evaluated: Collection[str],
         history: History,
         models: Sequence[str],
-        tried: bool = False,
     ) -> None:
         """Raise KeyError for a metric that is watched, and that this run does not have.
 
@@ -349,14 +347,10 @@ class Plan:
             evaluated: the names of the loaders that are evaluated.
             history: the records so far. What is in one of them may come from an earlier run.
             models: the names of the models of a stack.
-            tried: whether the run is only tried. Whether it has records of intervals, it is ``fit``
-                that is told.
         """
         watched = watched_in(self.step, self.hooks)
         if not watched:
             return
-        if tried:
-            watched = [one for one in watched if not one[1].startswith("recent/")]
         known = (*self.trained, *evaluated, *names_made(self.hooks))
         check_names(watched, known, self.loaders.evaluated)
         check_metrics(self.step, self.hooks, evaluated, history, models)

@@ -294,6 +294,11 @@ class PipelineStep(abc.ABC):
         """The steps that it calls in turn, by the names of their optimizers."""
         return {}
 
+    @property
+    def members(self) -> list[Middleware]:
+        """All middleware, also that of the steps that it calls in turn."""
+        return [m for one in (self, *self.turns.values()) for m in one.pipeline.middleware]
+
     def with_turns(self, steps: Mapping[str, PipelineStep]) -> PipelineStep:
         """Return the same step with other steps in turn, without middleware around them."""
         return self

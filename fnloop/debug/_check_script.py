@@ -20,7 +20,17 @@ from fnloop._extensions.checkpoints.format import CheckpointError
 from fnloop._extensions.checkpoints.restore import restore
 from fnloop._extensions.checkpoints.save import check_resumable, save
 from fnloop._extensions.middleware.accumulate import accumulate, microbatch
-from fnloop._extensions.tools.dry_run import Finding, HostReads, Report, Trial, with_members
+from fnloop._extensions.tools.dry_run import (
+    EVALUATED,
+    Finding,
+    HostReads,
+    Report,
+    advance,
+    compiles,
+    contents_of,
+    trial_of,
+    with_members,
+)
 from fnloop._hooks.hook import every
 from fnloop.data import take
 from fnloop.debug._audit import DROPOUTS, SMALL, audit, tolerance_of
@@ -36,6 +46,7 @@ from fnloop.debug._watch import (
 from fnloop.extend import (
     Batch,
     PipelineStep,
+    Rehearsal,
     containers,
     isolated,
     name_of,
@@ -93,7 +104,8 @@ def check_script(step: Step, state: TrainState, loaders: object) -> Report:
         own objects, generators. What a worker of a DataLoader keeps cannot be seen.
     """
     __tracebackhide__ = True
-    trial = Trial.of("check_script", step, state, loaders)
+    # Loaders move: what they keep by themselves is what it looks for.
+    trial = attrs.evolve(trial_of("check_script", step, state, loaders), moves=True)
     script = _Script(trial)
     try:
         straight = script.run().contents
@@ -131,19 +143,18 @@ class _Reached:
     @property
     def contents(self) -> dict[str, object]:
         """What two runs are compared by."""
-        return Trial.contents(self.state)
+        return contents_of(self.state)
 
 
 class _Script:
     """What is tried, to make short runs with."""
 
-    def __init__(self, trial: Trial) -> None:
+    def __init__(self, trial: Rehearsal) -> None:
         self.trial, self.state, self.loaders = trial, trial.state, trial.loaders
-        step, loaders = trial.step, trial.loaders
-        self.compiles = any(m.name == "compiled" for m in step.pipeline.middleware)
+        self.compiles = compiles(trial.step)
         self._roots = {
-            "the loss function": step,
-            **{f"the {name} loader": loader for name, loader in loaders.items()},
+            "the loss function": trial.step,
+            **{f"the {name} loader": loader for name, loader in trial.loaders.items()},
         }
         self._at_first = find_sources(self._roots)
 
@@ -167,9 +178,10 @@ class _Script:
         loaders = {"train": train, **{name: take(loader, 1) for name, loader in others.items()}}
         roots = {"the model": copied.model, **self._roots}
         before = find_sources(roots)
-        moment = every(steps=1) if evaluates else every(epochs=1)
+        moment = every(steps=1) if evaluates else EVALUATED
         target = self.state.epoch + UPDATES + 1  # the same for all, as schedules depend on it
-        reached = self.trial.advance(copied, loaders, updates, target, moment)
+        trial = attrs.evolve(self.trial, loaders=loaders)
+        reached = advance(trial, copied, updates, target, moment)
         after = find_sources(roots)
         changed = [
             source
@@ -282,7 +294,7 @@ _LEFT_OUT = (accumulate, microbatch, audit, watch)
 _Made = dict[str, Tensor]
 
 
-def check_accumulation(trial: Trial) -> Finding:
+def check_accumulation(trial: Rehearsal) -> Finding:
     """Compare the gradient of two batches, accumulated, with that of both joined."""
     __tracebackhide__ = True
     step, state = trial.step, trial.state
@@ -290,7 +302,7 @@ def check_accumulation(trial: Trial) -> Finding:
         return Finding(KIND, NAME, f"not checked: {type(step).__name__} takes no accumulate(2)")
     with isolated(state.backend.device):
         copied = trial.begun
-        batches = trial.batches(2)
+        batches, _ = trial.read(trial.source(trial.state), 2)
         if len(batches) < 2:
             return Finding(KIND, NAME, "not checked: the loader has only one batch")
         try:

@@ -14,20 +14,17 @@ from typing import Literal, NamedTuple
 import attrs
 
 from fnloop._core.history import records_since
-from fnloop._core.state import TrainState, snapshot, unwrap
+from fnloop._core.state import TrainState, snapshot
 from fnloop._core.types import Step
-from fnloop._data.loaders import read_loaders
 from fnloop._extensions.checkpoints.format import CheckpointError, Contents
 from fnloop._extensions.checkpoints.place import Place, place_at
 from fnloop._extensions.checkpoints.save import collect_contents, versions
 from fnloop._extensions.checkpoints.saved import Saved
 from fnloop._extensions.checkpoints.serialize import Json
-from fnloop._loop.made_with import describe_making
 from fnloop.debug._diff import Difference, Finding, compare_contents, compare_histories, is_measured
 from fnloop.debug._replay import Origin, Pair, begun_before, continue_from, restored_from
 from fnloop.extend import (
-    PipelineStep,
-    check_not_stale,
+    Rehearsal,
     checks,
     collectives,
     is_sharded,
@@ -124,16 +121,14 @@ def verify(
         afterwards.
     """
     __tracebackhide__ = True
-    step = PipelineStep.checked(step, "verify", "folder, ")
-    check_not_stale(state, "verify")
+    run = Rehearsal.of("verify", step, state, loaders, before="folder, ")
     place = place_at("verify", "folder", folder)
     if spans is not None and spans != "changed":
         meaning = 'pairs of checkpoints, or None for all, or "changed"'
         spans = checks.integer("verify", "spans", spans, meaning, least=0)
-    read_loaders(loaders)  # checks them
     with place.reading():
-        looked = on_main_process(lambda: _look(place, step, state, spans), WHAT)
-        again = _Again(step, state, loaders)
+        looked = on_main_process(lambda: _look(place, run, spans), WHAT)
+        again = _Again(run)
         made: list[tuple[Span, Sequence[Saved]]] = []
         for start, stop, fault in looked.drawn:
             if fault is not None:
@@ -174,21 +169,16 @@ class _Looked(NamedTuple):
     touched: Sequence[Touched]
 
 
-def _look(
-    place: Place,
-    step: PipelineStep,
-    state: TrainState,
-    spans: int | Literal["changed"] | None,
-) -> _Looked:
+def _look(place: Place, run: Rehearsal, spans: int | Literal["changed"] | None) -> _Looked:
     damaged: list[str] = []
     saved = Saved.all_in(place, damaged)
-    here = {**versions(), **describe_making(step, unwrap(state), state.backend.device, ())}
+    here = {**versions(), **run.made_with()}
     changes = [_compare_making(one.facts, here) for one in saved]
     touched = [*_find_touched(saved, changes)]
     pairs = [(a, b) for a, b in itertools.pairwise(saved) if a.position < b.position]
     if spans == "changed":
         pairs = [(a, b) for a, b in pairs if any(t.holds(a.step, b.step) for t in touched)]
-    reasons = {} if spans == 0 else {b.position: _why_not(a, b, state) for a, b in pairs}
+    reasons = {} if spans == 0 else {b.position: _why_not(a, b, run.state) for a, b in pairs}
     possible = [(a, b) for a, b in pairs if reasons.get(b.position) is None]
     if spans not in (0, "changed") and not possible:
         raise ValueError(f"verify: no span of {place.name} can be made again: {_explain(reasons)}")
@@ -389,12 +379,12 @@ class _Again:
     """Makes spans of a run again.
 
     Args:
-        step, state, loaders: as in :func:`verify`.
+        run: the run.
     """
 
-    def __init__(self, step: PipelineStep, state: TrainState, loaders: object) -> None:
-        self._step, self._state, self._loaders = step, state, loaders
-        self._in_place = is_sharded(state.model)
+    def __init__(self, run: Rehearsal) -> None:
+        self._run, self._state = run, run.state
+        self._in_place = is_sharded(run.state.model)
         self.not_made: dict[str, None] = {}  # the metrics of records that are not made again
 
     def make(self, start: Saved, stops: Sequence[Saved]) -> list[Span]:
@@ -419,8 +409,7 @@ class _Again:
                 found.append(_span(start, stop, difference, made))
             return not waiting
 
-        run = self._step, restored, self._loaders
-        reached = continue_from(origin, *run, until=float("inf"), each=compare, made=made)
+        reached = continue_from(origin, self._run, restored, each=compare, made=made)
         if self._in_place:
             self._state = reached
         for one, its in made:

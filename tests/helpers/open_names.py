@@ -26,8 +26,8 @@ OPEN = {
     "_core.parts": "check_name Held Load TAKEN",
     "_core.records": "COSTS MODES number_of_epoch TRAINED",
     "_core.rng": (
-        "COMPUTE HostGenerators mark_generators new_seed reserved_generators seed_all "
-        "seed_host seeded_generator torch_seeder"
+        "COMPUTE HostGenerators mark_generators new_seed seed_all seed_host seeded_generator "
+        "torch_seeder"
     ),
     "_core.runs": "ACTIONS has_updates Live now pending RECORDS",
     "_core.saved": "has_pending materialize Pending",
@@ -42,25 +42,23 @@ OPEN = {
     ),
     "_core.trained": "add_group Groups Layout note_restored split_group",
     "_core.types": "Aux EVALUATION is_ours Searching Skip wraps_of",
-    "_core.view": "as_evaluated begin_again changed_for is_apart take_back",
+    "_core.view": "as_evaluated begin_again changed_for is_apart",
     "_data.held": "own_copy",
     "_data.iterable": "as_torch_reads_it is_keeper length_of steady_workers",
     "_data.loaders": (
         "alike batch_size_of check_loader First Glimpse glimpse is_iterable NONE_LEFT Padding "
-        "Place read_loaders SingleProcess unmarked Window"
+        "Place SingleProcess unmarked Window"
     ),
     "_data.position": "checksum Pass Positions",
     "_data.reader": "Iterated Reader reader_of",
-    "_data.source": "first_batches LateWindow open_source Source unmoved",
+    "_data.source": "LateWindow open_source Source unmoved",
     "_display.screen": "log",
     "_hooks.hook": "BuiltIn Clock every_layer HookFn Wrapper",
     "_loop.beginning": "fused_hint",
-    "_loop.errors": "check_returned why_empty",
+    "_loop.errors": "check_returned",
     "_loop.evaluate": "open_loader",
-    "_loop.fit": "train",
-    "_loop.made_with": "describe_making members_of",
-    "_loop.peers": "forget_interruption Interrupts is_alone",
-    "_loop.plan": "Plan read_hooks",
+    "_loop.peers": "forget_interruption Interrupts",
+    "_loop.plan": "read_hooks",
     "_step.engine": "GradientSum",
     "_step.forward": "items_in",
     "_step.gradients": "NoGradientError WeightedSum",

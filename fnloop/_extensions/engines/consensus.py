@@ -29,7 +29,6 @@ from fnloop._extensions.engines.alike import check_alike_in, check_counters_alik
 from fnloop._extensions.engines.exchanges import DIVERGED, explain_lost, here
 from fnloop._extensions.engines.shares import ORDER_MISMATCH
 from fnloop._hooks.hook import BuiltIn, Hook
-from fnloop._loop.made_with import members_of
 from fnloop._loop.peers import Interrupts
 from fnloop._step.pipeline import PipelineStep
 from fnloop.extend import collectives
@@ -64,7 +63,7 @@ class Consensus:
                 hook.
         """
         made = [("step", type(step).__name__, f"a {type(step).__name__}")]
-        for member in members_of(step):
+        for member in step.members:
             if (settings := _settings_of(member)) is not None:
                 made.append((member.name, repr(settings), f"{member!r:.200}"))
         # Their folders may differ, on machines of their own.
