@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from fnloop._backend import torch_compat
-from fnloop._core.rng import mark_generators
 from fnloop._core.state import TrainState, unwrap
 from fnloop._core.types import Middleware, Output, Step, middleware
 from fnloop.debug._watch import (
@@ -532,17 +531,14 @@ def compare_with_float64(inner: Step, state: TrainState, batch: Batch, members: 
             'audit(against="float64") copies the model, and one that is sharded over processes '
             'cannot be copied: write against="eager", or None'
         )
-    facts, device = members.of(state), state.backend.device
+    facts = members.of(state)
     first = batch[0] if facts.window > 1 else batch
-    repeat, restore = engine_of(state).mark_draws(), mark_generators(device)
-    with isolated(device), torch.compiler.set_stance("force_eager"):
-        exact = _Copy(state, first, exact=True)
-        exact.run(inner)
-        restore()
+    repeat = engine_of(state).mark_draws()
+    exact, real = (_Copy(state, first, exact) for exact in (True, False))
+    for each in (exact, real):
+        with isolated(state.backend.device), torch.compiler.set_stance("force_eager"):
+            each.run(inner)
         repeat()
-        real = _Copy(state, first, exact=False)
-        real.run(inner)
-    repeat()
     found = _find_imprecise(real, exact, torch.finfo(torch.bfloat16).eps if facts.rough else 0.0)
     if engine_of(state).largest(found is not None):
         name, why = found or (None, "in another process, whose message says where")

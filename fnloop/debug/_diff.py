@@ -6,21 +6,24 @@ import functools
 import json
 import math
 import os
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import attrs
+import torch
 from torch import Tensor
 
 from fnloop._core.history import History, records_since
 from fnloop._core.records import COSTS, Record
-from fnloop._core.state import COUNTERS, TrainState
+from fnloop._core.state import TrainState
 from fnloop._extensions.checkpoints.compare import (
     Measured,
     describe_value,
     find_difference,
     measure,
 )
+from fnloop._extensions.checkpoints.counters import Cursor
 from fnloop._extensions.checkpoints.files import decode_history
 from fnloop._extensions.checkpoints.format import Contents
 from fnloop._extensions.checkpoints.restore import read_alone
@@ -138,6 +141,7 @@ def find_differing(a: Saved, b: Saved) -> Difference:
 
 BITS = ("model", "optimizer")  # what a replay has to make again
 _PARTS = ("history", "counters", "model", "optimizer", "slots", "extra")
+_COUNTERS = [f.name for f in attrs.fields(Cursor) if f.name not in ("generators", "position")]
 
 
 @attrs.frozen
@@ -273,8 +277,7 @@ def compare_contents(a: Contents, b: Contents, parts: Sequence[str] = _PARTS) ->
     if "history" in parts:
         found.append(compare_histories(_records(a), _records(b)))
     if "counters" in parts:
-        names = (*COUNTERS, "stop", "phases", "ends")
-        found.append(_first_setting("counter", a, b, names))
+        found.append(_first_setting("counter", a, b, (*_COUNTERS, "stop", "phases", "ends")))
     held = [part for part in parts if part not in ("history", "counters")]
     held += ["brought"] if "slots" in parts else []
     found.append(_first_setting("setting", a, b, held))
@@ -311,6 +314,18 @@ def _tensors(contents: Contents, parts: Sequence[str]) -> dict[str, Tensor]:
         kept = ("slots", "generators", "extra", *(p for p in ("metrics", "shares") if p in parts))
         found |= {n: t for n, t in groups["slots"].items() if n.split(".")[0] in kept}
     return found
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Return the bytes of a strided tensor, on the host."""
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return plain.view(torch.uint8).numpy().data
+
+
+def checksum(tensors: Iterable[Tensor], crc: int = 0) -> int:
+    """Return a checksum of the strided tensors among some, continued from another one."""
+    plain = (t for t in tensors if type(t) is Tensor and t.layout is torch.strided)
+    return functools.reduce(lambda crc, tensor: zlib.crc32(bytes_of(tensor), crc), plain, crc)
 
 
 def compare_tensors(a: Mapping[str, object], b: Mapping[str, object]) -> Iterator[Finding]:

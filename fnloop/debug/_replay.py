@@ -23,7 +23,6 @@ from fnloop._core.history import History, Phase, records_since
 from fnloop._core.records import Record
 from fnloop._core.state import TrainState, snapshot, unwrap
 from fnloop._core.types import Middleware, Output, Step, middleware
-from fnloop._data.position import checksum
 from fnloop._extensions.checkpoints.counters import Targets
 from fnloop._extensions.checkpoints.format import CheckpointError, Contents
 from fnloop._extensions.checkpoints.restore import restore
@@ -34,6 +33,7 @@ from fnloop._step.pipeline import pipeline
 from fnloop.debug._diff import (
     BITS,
     Difference,
+    checksum,
     common,
     compare_contents,
     compare_tensors,
@@ -700,7 +700,7 @@ def _find_divergence(
 ) -> Bisection:
     """Continue both runs until they differ, and compare the update with which they do."""
     until, marks = ends[0].step, []
-    found: list[tuple[_Mark, _Mark]] = []
+    found: list[tuple[int, int]] = []  # the update of both
 
     def note(state: TrainState) -> bool:
         marks.append(_mark(state))
@@ -709,7 +709,7 @@ def _find_divergence(
     def compare(state: TrainState) -> bool:
         mine, its = marks[compared[0]], _mark(state)
         compared[0] += 1
-        found.extend([(mine, its)] if mine != its else [])
+        found.extend([(mine[0], its[0])] if mine != its else [])
         return bool(found) or compared[0] == len(marks)
 
     compared, reached = [0], []
@@ -719,26 +719,21 @@ def _find_divergence(
     if not found:
         return _explain_not_made(reached, ends)
     mine, its = found[0]
-    if mine.step != its.step:
-        text = f"update {max(mine.step, its.step)} was applied in one run, and skipped in the other"
-        return Bisection(max(mine.step, its.step), "skipped", "", text, restores=2)
-    recorders = [Recorder(mine.step, modules=True) for _ in runs]
+    if mine != its:
+        text = f"update {max(mine, its)} was applied in one run, and skipped in the other"
+        return Bisection(max(mine, its), "skipped", "", text, restores=2)
+    recorders = [Recorder(mine, modules=True) for _ in runs]
     updates = [make_again(*run, recorder) for run, recorder in zip(runs, recorders, strict=True)]
     what = first_difference(updates, recorders)
-    return Bisection(mine.step, *what, restores=4)
+    return Bisection(mine, *what, restores=4)
 
 
-class _Mark(NamedTuple):
-    """What is noted of a run after each update: the update, and a checksum of the state."""
-
-    step: int
-    state: int | None
-
-
-def _mark(state: TrainState) -> _Mark:
+def _mark(state: TrainState) -> tuple[int, int]:
+    """Return what is noted of a run after each update: the update, and a checksum of the state."""
     contents = collect_contents(state, parts=_PARTS)
     facts = [contents.facts.get(part) for part in ("model", "optimizer", "slots", "batch", "epoch")]
-    return _Mark(state.step, checksum([facts, *map(dict, contents.groups.values())]))
+    tensors = itertools.chain(*(group.values() for group in contents.groups.values()))
+    return state.step, checksum(tensors, zlib.crc32(repr(facts).encode()))
 
 
 def _explain_not_made(reached: Sequence[TrainState], ends: tuple[Saved, Saved]) -> Bisection:
@@ -1064,7 +1059,7 @@ def draws_now(model: nn.Module) -> int:
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     if device.type != "cpu":
         states.append(torch.get_device_module(device).get_rng_state(device))
-    return functools.reduce(lambda crc, state: zlib.crc32(state.numpy().tobytes(), crc), states, 0)
+    return checksum(states)
 
 
 def _copied(leaf: object) -> object:

@@ -8,6 +8,7 @@ import itertools
 import math
 import random
 import sys
+import sysconfig
 import types
 from collections import deque
 from collections.abc import (
@@ -33,22 +34,20 @@ from torch.utils.hooks import RemovableHandle
 
 from fnloop._backend import torch_compat
 from fnloop._core.averages import Average
-from fnloop._core.code import INSTALLED, PACKAGE, codes_of, is_users
 from fnloop._core.metrics import Mean
-from fnloop._core.optimizers import Group
-from fnloop._core.rng import mark_generators
 from fnloop._core.selectors import Selectors
 from fnloop._core.state import TrainState, generation_of, ownership_of, unwrap
 from fnloop._core.types import Middleware, Output, Step, middleware
 from fnloop._extensions.checkpoints.compare import INTEGER_OF_SIZE
 from fnloop._extensions.checkpoints.named import walk_optimizers
+from fnloop.debug._diff import bytes_of
 from fnloop.extend import (
     Batch,
     Chosen,
     Metric,
     checks,
     containers,
-    engine_of,
+    host,
     is_sharded,
     local_part,
     optimizers,
@@ -560,8 +559,7 @@ class Before:
         memo = self._live | dict(zip(map(id, inside), clone_all(inside), strict=True))
         self._optimizers = [_OptimizerBefore(one, memo) for one in wrapped]
         self._slots = {name: copy.deepcopy(slot, memo) for name, slot in state.slots.items()}
-        self._restore_generators = mark_generators(state.backend.device)
-        self._repeat_draws = engine_of(state).mark_draws()
+        self._begin_again = host().mark(state)
 
     def put_back(self) -> None:
         """Put everything back. The state owns the model again, and draws what it drew before."""
@@ -578,12 +576,7 @@ class Before:
             putting.finish()
         owner = ownership_of(state)
         owner.generation, owner.newest = generation_of(state), None
-        self.repeat_draws()
-
-    def repeat_draws(self) -> None:
-        """Let all generators draw again what they drew since."""
-        self._restore_generators()
-        self._repeat_draws()
+        self._begin_again()
 
 
 class _OptimizerBefore:
@@ -592,7 +585,8 @@ class _OptimizerBefore:
     def __init__(self, optimizer: Optimizer, memo: dict[int, object]) -> None:
         self.optimizer = optimizer
         self.state = {key: copy.deepcopy(held, memo) for key, held in optimizer.state.items()}
-        self.groups = [copy.deepcopy(_settings(g), memo) for g in optimizer.param_groups]
+        settings = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+        self.groups = copy.deepcopy(settings, memo)
         self.numbers = {k: v for k, v in vars(optimizer).items() if isinstance(v, _PLAIN)}
 
     def put_back(self, put: Callable[[object, object], object]) -> None:
@@ -652,10 +646,6 @@ def named_tensors(state: TrainState) -> Iterator[tuple[str, Tensor]]:
                 if id(p) not in known:
                     known.add(id(p))
                     yield f"(group {i}, parameter {j}, not in the model)", p
-
-
-def _settings(group: Group) -> Group:
-    return {name: value for name, value in group.items() if name != "params"}
 
 
 class _Putting:
@@ -743,6 +733,8 @@ def _names_of(value: object) -> list[str]:
 # --------------------------------------------------------------------------------------------------
 # Lines of the user's code: which one changes a name, and which one is running.
 
+_PACKAGE = str(Path(__file__).parents[1])
+_INSTALLED = tuple({sysconfig.get_path(key) for key in ("stdlib", "purelib", "platlib")})
 _STORES = ("STORE_GLOBAL", "STORE_ATTR", "STORE_DEREF")
 _LOADS = ("LOAD_GLOBAL", "LOAD_ATTR", "LOAD_METHOD", "LOAD_DEREF")
 
@@ -774,9 +766,9 @@ def running_line(frame: types.FrameType | None) -> str:
     """Return the line of the user that is running; "" if that is fnloop alone, as in backward."""
     while frame is not None:
         code = frame.f_code
-        if code.co_filename.startswith(PACKAGE) and "/debug/" not in code.co_filename:
+        if code.co_filename.startswith(_PACKAGE) and "/debug/" not in code.co_filename:
             return ""
-        inside = "/torch/" in code.co_filename or code.co_filename.startswith((PACKAGE, "<"))
+        inside = "/torch/" in code.co_filename or code.co_filename.startswith((_PACKAGE, "<"))
         if not inside:
             return describe_line(code, frame.f_lineno)
         frame = frame.f_back
@@ -884,11 +876,11 @@ class _Walk:
 
     def _function(self, function: types.FunctionType) -> None:
         written_in = function.__code__.co_filename
-        ours = written_in.startswith(PACKAGE)
-        if not written_in.startswith((*INSTALLED, PACKAGE, *_GENERATED)):
-            self._codes += codes_of(function.__code__)
+        ours = written_in.startswith(_PACKAGE)
+        if not written_in.startswith((*_INSTALLED, _PACKAGE, *_GENERATED)):
+            self._codes += _codes_in(function.__code__)
             file = Path(function.__code__.co_filename).name
-            names = {name for code in codes_of(function.__code__) for name in code.co_names}
+            names = {name for code in _codes_in(function.__code__) for name in code.co_names}
             scope = function.__globals__
             for key in sorted(names & scope.keys()):
                 self._global(f"the global {key} of {file}", key, scope, names)
@@ -908,7 +900,7 @@ class _Walk:
     def _global(self, name: str, key: str, scope: dict[str, object], used: Iterable[str]) -> None:
         value = scope[key]
         if isinstance(value, types.ModuleType):
-            if is_users(value.__name__):
+            if _is_users(value.__name__):
                 for inner in sorted({*used} & vars(value).keys()):
                     put = partial(vars(value).__setitem__, inner)
                     where = f"the global {inner} of {value.__name__}"
@@ -934,11 +926,11 @@ class _Walk:
             self.visit(f"{name}[{i}]", part, put, quiet)
 
     def _class(self, kind: type) -> None:
-        if not is_users(kind.__module__):
+        if not _is_users(kind.__module__):
             return
         for key, value in list(vars(kind).items()):
             if isinstance(value, types.FunctionType):
-                self._codes += codes_of(value.__code__)
+                self._codes += _codes_in(value.__code__)
                 self.visit(f"{kind.__name__}.{key}", value, None, quiet=False)
             elif not key.startswith("__"):
                 self.visit(f"{kind.__name__}.{key}", value, partial(setattr, kind, key), False)
@@ -946,7 +938,7 @@ class _Walk:
     def _object(self, name: str, value: object) -> None:
         kind = type(value)
         module = kind.__module__ or ""
-        if not (is_users(module) or module.startswith(_WALKED)):
+        if not (_is_users(module) or module.startswith(_WALKED)):
             return
         for base in kind.__mro__:
             self.visit(base.__name__, base, None, quiet=False)
@@ -956,15 +948,23 @@ class _Walk:
             left_out = vars(nn.Module()).keys() - {"training"}  # parameters, buffers, hooks
             for part, child in value.named_children():
                 self.visit(f"{name}.{part}", child, None, quiet=ours)
-        for key, held in _attributes(value).items():
+        for key, held in containers.attributes_of(value):
             if key not in left_out and not (key.startswith("_") and module.startswith("torch")):
                 put = partial(object.__setattr__, value, key)
                 self.visit(f"{name}.{key}", held, put, quiet=ours)
 
 
-def _attributes(value: object) -> dict[str, object]:
-    """Return what an object holds, in its ``__dict__`` and in slots."""
-    return dict(containers.attributes_of(value))
+def _is_users(module: str) -> bool:
+    """Return whether a module is neither installed nor a part of Python or of fnloop."""
+    file = getattr(sys.modules.get(module), "__file__", None)
+    own = not (file or "").startswith((*_INSTALLED, _PACKAGE))
+    return module == "__main__" if file is None else own
+
+
+def _codes_in(code: types.CodeType) -> list[types.CodeType]:
+    """Return a code object, and those of the functions that it defines."""
+    inside = (one for one in code.co_consts if isinstance(one, types.CodeType))
+    return [code, *itertools.chain(*map(_codes_in, inside))]
 
 
 def _state_of(
@@ -989,15 +989,11 @@ def _state_of(
         if value.numel() * value.element_size() > MOST_BYTES:
             return None
         kept = value.detach().clone()
-        return "tensor", _bytes_of(kept), lambda: value.detach().copy_(kept)
+        return "tensor", bytes(bytes_of(kept)), lambda: value.detach().copy_(kept)
     if isinstance(value, itertools.count) and put is not None:
         again = copy.copy(value)
         return "itertools.count", repr(value), lambda: put(again)
     return None
-
-
-def _bytes_of(tensor: Tensor) -> bytes:
-    return tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _refill(value: object, kept: object) -> None:

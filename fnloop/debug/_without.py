@@ -15,13 +15,13 @@ from fnloop._core.history import History, records_since
 from fnloop._core.records import Record
 from fnloop._core.state import TrainState, snapshot, unwrap
 from fnloop._core.types import Middleware, Output, Step, middleware
-from fnloop._data.position import checksum
 from fnloop._extensions.checkpoints.counters import Targets, decode_targets
 from fnloop._extensions.checkpoints.format import CheckpointError, shares_in
 from fnloop._extensions.checkpoints.saved import Saved
 from fnloop.debug._diff import (
     BITS,
     Difference,
+    checksum,
     compare_contents,
     contents_of,
     is_measured,
@@ -553,7 +553,7 @@ class _Notes:
 
     def __init__(self, confirms: Saved | None, other: _Notes | None = None) -> None:
         self._confirms, self._other = confirms, other
-        self._marks: list[int | None] = []
+        self._marks: list[int] = []
         self._copies: dict[int, dict[str, Tensor]] = {}
         self.steps: list[int] = []
         self.differs: int | None = None
@@ -606,8 +606,8 @@ class _Notes:
             )
 
 
-def _mark(state: TrainState) -> int | None:
-    return checksum([_weights(state), dict(unwrap(state).named_buffers())])
+def _mark(state: TrainState) -> int:
+    return checksum([*_weights(state).values(), *unwrap(state).buffers()])
 
 
 def _weights(state: TrainState) -> dict[str, Tensor]:

@@ -11,7 +11,6 @@ OPEN = {
     "_backend.processes": "Backend device_of",
     "_backend.torch_compat": "buffers_of strip_compile_prefix",
     "_core.averages": "Average AVERAGED check_not_averaged named_tensors",
-    "_core.code": "codes_of INSTALLED is_users PACKAGE",
     "_core.history": "first_record metrics_here new_records records_since SINCE unfinished",
     "_core.metrics": (
         "combine ITEMS moved NoLoss read RECENT Reduced restored Running sent Shares "
@@ -25,20 +24,17 @@ OPEN = {
     ),
     "_core.parts": "check_name Held Load TAKEN",
     "_core.records": "COSTS MODES number_of_epoch TRAINED",
-    "_core.rng": (
-        "COMPUTE HostGenerators mark_generators new_seed seed_all seed_host seeded_generator "
-        "torch_seeder"
-    ),
+    "_core.rng": "COMPUTE HostGenerators new_seed seed_all seed_host seeded_generator torch_seeder",
     "_core.runs": "ACTIONS has_updates Live now pending RECORDS",
     "_core.saved": "has_pending materialize Pending",
     "_core.selectors": "Selectors",
     "_core.several": "models_of Reply Several",
     "_core.state": (
         "advance clear_parameter_cache count_items count_parameters COUNTED counted_of "
-        "COUNTERS current_parameters detached_from_run generation_of give_up_ownership "
-        "items_to_send LEFT_OUT note_buffers note_call Ownership ownership_of owns_handles "
-        "ParameterCache PLACE rested shapes_of_buffers take_ownership used_in with_note "
-        "with_used without_metrics"
+        "current_parameters detached_from_run generation_of give_up_ownership items_to_send "
+        "LEFT_OUT note_buffers note_call Ownership ownership_of owns_handles ParameterCache "
+        "PLACE rested shapes_of_buffers take_ownership used_in with_note with_used "
+        "without_metrics"
     ),
     "_core.trained": "add_group Groups Layout note_restored split_group",
     "_core.types": "Aux EVALUATION is_ours Searching Skip wraps_of",
@@ -49,7 +45,7 @@ OPEN = {
         "alike batch_size_of check_loader First Glimpse glimpse is_iterable NONE_LEFT Padding "
         "Place SingleProcess unmarked Window"
     ),
-    "_data.position": "checksum Pass Positions",
+    "_data.position": "Pass Positions",
     "_data.reader": "Iterated Reader reader_of",
     "_data.source": "LateWindow open_source Source unmoved",
     "_display.screen": "log",

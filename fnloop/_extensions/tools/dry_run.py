@@ -27,7 +27,7 @@ from fnloop._extensions.checkpoints.save import check_resumable, save
 from fnloop._extensions.middleware.metric import derive, metric
 from fnloop._extensions.middleware.schedule import plateau, schedule, torch_scheduler
 from fnloop._extensions.middleware.times import throughput, timings
-from fnloop._hooks.hook import BuiltIn, Hook, HookFn, Wrapper, every
+from fnloop._hooks.hook import BuiltIn, Hook, Wrapper, every
 from fnloop._loop.errors import check_returned
 from fnloop._step.pipeline import pipeline
 from fnloop.extend import (
@@ -47,6 +47,7 @@ from fnloop.extend import (
 
 Value = TypeVar("Value")
 Result = TypeVar("Result")
+HookFn = Callable[[TrainState], TrainState]
 UPDATES = 2
 
 
@@ -99,7 +100,10 @@ class Report(tables.Shown):
 
 
 def dry_run(
-    step: Step, state: TrainState, loaders: object, hooks: Sequence[HookFn] | None = ()
+    step: Step,
+    state: TrainState,
+    loaders: object,
+    hooks: Sequence[HookFn] | None = (),
 ) -> Report:
     """Try a run before it starts: everything once, on copies of the state.
 
