@@ -33,12 +33,12 @@ from fnloop._extensions.tools.dry_run import (
 )
 from fnloop._hooks.hook import every
 from fnloop.data import take
-from fnloop.debug._audit import DROPOUTS, SMALL, audit, tolerance_of
+from fnloop.debug._audit import DROPOUTS, SMALL, audit, norm_of, tolerance_of
 from fnloop.debug._watch import (
-    OUTSIDE,
     Gradients,
     Source,
     Trace,
+    find_changed,
     find_sources,
     first_other_operator,
     watch,
@@ -182,13 +182,7 @@ class _Script:
         target = self.state.epoch + UPDATES + 1  # the same for all, as schedules depend on it
         trial = attrs.evolve(self.trial, loaders=loaders)
         reached = advance(trial, copied, updates, target, moment)
-        after = find_sources(roots)
-        changed = [
-            source
-            for name, source in before.items()
-            if name in after and after[name].fingerprint != source.fingerprint
-        ]
-        return _Reached(reached, tuple(changed))
+        return _Reached(reached, tuple(find_changed(before, roots)))
 
     # --- the laws
 
@@ -211,10 +205,7 @@ class _Script:
             with trace:
                 self.run(1)
         called = first_other_operator(*traces)
-        if called is None:
-            return ""
-        where = f"at {called.line}" if called.line else OUTSIDE
-        return f". The first operator whose result differs is {called.operator}, {where}"
+        return "" if called is None else f". {called}"
 
     def check_resume(self, straight: dict[str, object]) -> Iterator[Finding]:
         """Compare runs that were saved and restored with one that was not."""
@@ -310,8 +301,14 @@ def check_accumulation(trial: Rehearsal) -> Finding:
         except ValueError as error:
             return Finding(KIND, NAME, f"not checked: {error}")
         rough = step.precision_in(state) is not None
-        compare = _comparing(step, copied, batches, joined, rough)
-        whole = with_members(step, _LEFT_OUT)
+        whole, parts = (with_members(step, _LEFT_OUT, m) for m in ((), (accumulate(2),)))
+
+        def compare(change: Callable[[nn.Module], None]) -> str | None:
+            """Compare the gradients, after a change of the model's modes."""
+            a = _gradients(parts, copied(), batches, change)
+            b = _gradients(whole, copied(), joined, change)
+            return _NO_GRADIENTS if not a or not b else _difference(a, b, rough)
+
         try:
             one, other = (_gradients(whole, copied(), joined, _without_dropout) for _ in range(2))
         except Exception as error:
@@ -364,30 +361,11 @@ def join(batches: Sequence[Batch]) -> Batch:
     raise ValueError(f"batches with a {type(first).__name__} cannot be joined")
 
 
-def _comparing(
-    step: PipelineStep,
-    copied: Callable[[], TrainState],
-    batches: Sequence[Batch],
-    joined: Batch,
-    rough: bool,
-) -> Callable[[Callable[[nn.Module], None]], str | None]:
-    """Return a function that compares the gradients, after a change of the model's modes."""
-    parts = with_members(step, _LEFT_OUT, [accumulate(2)])
-    whole = with_members(step, _LEFT_OUT)
-
-    def compare(change: Callable[[nn.Module], None]) -> str | None:
-        a = _gradients(parts, copied(), batches, change)
-        b = _gradients(whole, copied(), joined, change)
-        return _NO_GRADIENTS if not a or not b else _difference(a, b, rough)
-
-    return compare
-
-
 def _difference(a: _Made, b: _Made, rough: bool) -> str | None:
     """Return which gradient of a differs from that of b by more than rounding, or None."""
-    least = SMALL * math.hypot(*map(_norm, b.values()))
+    least = SMALL * math.hypot(*map(norm_of, b.values()))
     for name, grad in b.items():
-        off = _norm(a[name] - grad) / max(_norm(grad), least, 1e-300)
+        off = norm_of(a[name] - grad) / max(norm_of(grad), least, 1e-300)
         if not off <= tolerance_of(grad.dtype, rough):
             return f"the gradient of {name} differs by {off:.3g} of its norm"
     return None
@@ -403,11 +381,7 @@ def _gradients(
     with Gradients(copied) as seen:
         step(copied, batch)
     named = copied.model.named_parameters()
-    return {name: seen.found[id(p)] for name, p in named if id(p) in seen.found}
-
-
-def _norm(tensor: Tensor) -> float:
-    return float(torch.linalg.vector_norm(tensor.double()))
+    return {name: seen.found[id(p)].to_dense() for name, p in named if id(p) in seen.found}
 
 
 def _without_dropout(model: nn.Module) -> None:

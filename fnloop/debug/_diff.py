@@ -25,7 +25,7 @@ from fnloop._extensions.checkpoints.compare import (
 )
 from fnloop._extensions.checkpoints.counters import Cursor
 from fnloop._extensions.checkpoints.files import decode_history
-from fnloop._extensions.checkpoints.format import Contents
+from fnloop._extensions.checkpoints.format import CheckpointError, Contents
 from fnloop._extensions.checkpoints.restore import read_alone
 from fnloop._extensions.checkpoints.save import collect_contents
 from fnloop._extensions.checkpoints.saved import Saved
@@ -286,6 +286,26 @@ def compare_contents(a: Contents, b: Contents, parts: Sequence[str] = _PARTS) ->
     largest = max((f.measured.largest for f in tensors if f.measured), default=0.0)
     others = max(len(tensors) - 1, 0)
     return Difference(tuple(filter(None, found)), others, largest=largest)
+
+
+def compare_saved(path: Path, made: Contents) -> Difference | None:
+    """Return what differs in bits between a checkpoint and what was made again.
+
+    None means that the checkpoint is damaged.
+    """
+    try:
+        return compare_contents(contents_of(path, history=False), made, BITS)
+    except CheckpointError:
+        return None
+
+
+def explain_not_made(run: str, script: str, step: int, found: Difference) -> str:
+    """Return how a checkpoint of a run differs from what its script makes again, in words."""
+    first = found.tensor or found.findings[0]
+    return (
+        f"{run} is not made again by {script}: at step {step}, {first.name} of its checkpoint is "
+        f"not what it becomes again: {first.text}"
+    )
 
 
 def _records(contents: Contents) -> History:

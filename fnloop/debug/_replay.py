@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import math
 import os
@@ -16,7 +15,6 @@ import attrs
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
-from torch.optim import Optimizer
 
 from fnloop._backend import torch_compat
 from fnloop._core.history import History, Phase, records_since
@@ -24,23 +22,24 @@ from fnloop._core.records import Record
 from fnloop._core.state import TrainState, snapshot, unwrap
 from fnloop._core.types import Middleware, Output, Step, middleware
 from fnloop._extensions.checkpoints.counters import Targets
-from fnloop._extensions.checkpoints.format import CheckpointError, Contents
 from fnloop._extensions.checkpoints.restore import restore
 from fnloop._extensions.checkpoints.save import collect_contents
 from fnloop._extensions.checkpoints.saved import Saved
 from fnloop._hooks.hook import when
 from fnloop._step.pipeline import pipeline
 from fnloop.debug._diff import (
-    BITS,
     Difference,
     checksum,
     common,
     compare_contents,
+    compare_saved,
     compare_tensors,
     compare_values,
     contents_of,
+    explain_not_made,
     find_differing,
 )
+from fnloop.debug._watch import Gradients, noting
 from fnloop.extend import (
     Batch,
     Moment,
@@ -53,7 +52,6 @@ from fnloop.extend import (
     host,
     isolated,
     on_main_process,
-    optimizers,
     short_traceback,
     tables,
 )
@@ -170,17 +168,12 @@ class Origin:
         return Origin(saved[at], next(iter(later), None), saved[-1], same)
 
     @property
-    def phases(self) -> tuple[Phase, ...]:
-        """The phases that had begun at the checkpoint."""
-        return self.start.phases
-
-    @property
     def targets(self) -> Targets | None:
         """The targets of the run that made the update, if a checkpoint has them."""
         own = self.start.targets
         if self.later is None:
             return own
-        in_one_phase = [p.name for p in self.later.phases] == [p.name for p in self.phases]
+        in_one_phase = [p.name for p in self.later.phases] == [p.name for p in self.start.phases]
         return (self.later.targets if in_one_phase else None) or own
 
 
@@ -202,7 +195,7 @@ def find_origin(folder: Path, update: int) -> Origin:
         )
     origin = Origin.among(saved, earlier[-1], update)
     later = () if origin.later is None else origin.later.phases
-    begun = begun_before(update, later, origin.phases)
+    begun = begun_before(update, later, origin.start.phases)
     if begun is not None:
         raise ValueError(
             f"replay: update {update} is of the phase {begun.name!r}, which began at step "
@@ -511,14 +504,8 @@ def _confirm(origin: Origin, state: TrainState) -> bool | None:
         mine = contents_of(state)
     except NotImplementedError:
         return None
-    return on_main_process(lambda: _same_bits(mine, saved), "fnloop.debug.replay")
-
-
-def _same_bits(mine: Contents, path: Path) -> bool | None:
-    try:
-        return not compare_contents(mine, contents_of(path, history=False), BITS)
-    except CheckpointError:  # it is damaged
-        return None
+    found = on_main_process(lambda: compare_saved(saved, mine), "fnloop.debug.replay")
+    return None if found is None else not found
 
 
 # --------------------------------------------------------------------------------------------------
@@ -739,14 +726,8 @@ def _mark(state: TrainState) -> tuple[int, int]:
 def _explain_not_made(reached: Sequence[TrainState], ends: tuple[Saved, Saved]) -> Bisection:
     """Return which of the runs is not what its script makes again."""
     for name, state, end in zip("ab", reached, ends, strict=True):
-        its = contents_of(end.path, history=False)
-        found = compare_contents(contents_of(state), its, ("model", "optimizer"))
-        if found:
-            first = found.tensor or found.findings[0]
-            text = (
-                f"run {name} is not made again by its script: at step {end.step}, {first.name} of "
-                f"its checkpoint is not what it becomes again: {first.text}"
-            )
+        if found := compare_saved(end.path, contents_of(state)):
+            text = explain_not_made(f"run {name}", "its script", end.step, found)
             return Bisection(None, "not made again", name, text, restores=4)
     text = "both runs are made again alike, as far as weights and optimizers are concerned"
     return Bisection(None, "not made again", "", text, restores=4)
@@ -965,7 +946,6 @@ class Recorder:
     calls: list[Called] = attrs.field(factory=list)
     output: Output | None = None
     _active: bool = False
-    _kept: bool = False
 
     def __repr__(self) -> str:
         return f"update={self.update}"
@@ -1012,31 +992,16 @@ class Recorder:
     @contextlib.contextmanager
     def _recording(self, state: TrainState) -> Iterator[None]:
         __tracebackhide__ = True
-        names = {
-            id(p): torch_compat.strip_compile_prefix(n) for n, p in unwrap(state).named_parameters()
-        }
         self._active = True
         with contextlib.ExitStack() as stack:
             stack.callback(setattr, self, "_active", False)
-            for optimizer in optimizers(state).values():
-                before = functools.partial(self._keep_gradients, names, True)
-                after = functools.partial(self._keep_gradients, names, False)
-                stack.callback(optimizer.register_step_pre_hook(before).remove)
-                stack.callback(optimizer.register_step_post_hook(after).remove)
+            seen = stack.enter_context(Gradients(state))
             if self.modules:
                 self._watch_modules(unwrap(state), stack)
             yield
-
-    def _keep_gradients(
-        self, names: dict[int, str], before: bool, optimizer: Optimizer, *_: object
-    ) -> None:
-        """Keep the gradients before a step; after it, those that its closure has computed."""
-        params = [p for group in optimizer.param_groups for p in group["params"]]
-        held = {names[id(p)]: p.grad for p in params if p.grad is not None and id(p) in names}
-        if before:
-            self._kept = bool(held)
-        if before or not self._kept:
-            self.grads |= {name: grad.detach().clone() for name, grad in held.items()}
+        for name, p in unwrap(state).named_parameters():
+            if id(p) in seen.found:
+                self.grads[torch_compat.strip_compile_prefix(name)] = seen.found[id(p)]
 
     def _watch_modules(self, model: nn.Module, stack: contextlib.ExitStack) -> None:
         draws: dict[str, int] = {}
@@ -1045,12 +1010,13 @@ class Recorder:
             def begin(module: nn.Module, given: object, name: str = name) -> None:
                 draws[name] = draws_now(model)
 
-            def end(module: nn.Module, given: object, output: object, name: str = name) -> None:
-                kept = containers.map_leaves(output, _copied)
-                self.calls.append(Called(name, type(module).__name__, kept, draws[name]))
-
             stack.callback(module.register_forward_pre_hook(begin).remove)
-            stack.callback(module.register_forward_hook(end).remove)
+
+        def end(name: str, module: nn.Module, output: object) -> None:
+            kept = containers.map_leaves(output, _copied)
+            self.calls.append(Called(name, type(module).__name__, kept, draws[name]))
+
+        stack.enter_context(noting(model.named_modules(), end))
 
 
 def draws_now(model: nn.Module) -> int:

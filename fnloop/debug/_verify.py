@@ -9,7 +9,7 @@ import random
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import attrs
 
@@ -127,54 +127,40 @@ def verify(
         meaning = 'pairs of checkpoints, or None for all, or "changed"'
         spans = checks.integer("verify", "spans", spans, meaning, least=0)
     with place.reading():
-        looked = on_main_process(lambda: _look(place, run, spans), WHAT)
+        drawn, report = on_main_process(lambda: _look(place, run, spans), WHAT)
         again = _Again(run)
         made: list[tuple[Span, Sequence[Saved]]] = []
-        for start, stop, fault in looked.drawn:
+        for start, stop, fault in drawn:
             if fault is not None:
                 made.append((Span(start.step, stop.step, None, text=fault), ()))
                 continue
             for saved in (start, stop):
                 place.fetch_on_all(saved.path)
             made.append((again.make(start, [stop])[0], (start, stop)))
-        faults = [*looked.faults, *([] if looked.elsewhere else _find_changed(again, made))]
-    notes, found = [*looked.notes], tuple(span for span, _ in made)
+        faults = (*report.faults, *(() if report.elsewhere else _find_changed(again, made)))
+    notes = report.notes
     if again.not_made:
-        notes.append(f"not compared in records: {checks.join_names([*again.not_made])}")
-    changed, touched = looked.changed, tuple(looked.touched)
-    return Report(found, tuple(faults), changed, tuple(notes), looked.elsewhere, touched)
+        notes += (f"not compared in records: {checks.join_names([*again.not_made])}",)
+    spans_made = tuple(span for span, _ in made)
+    return attrs.evolve(report, spans=spans_made, faults=faults, notes=notes)
 
 
 # --------------------------------------------------------------------------------------------------
 # What is known without training: which spans there are, and whether files and digests are right.
 
 
-class _Looked(NamedTuple):
-    """What the main process has found, and which spans it has drawn.
+def _look(
+    place: Place, run: Rehearsal, spans: int | Literal["changed"] | None
+) -> tuple[list[tuple[Saved, Saved, str | None]], Report]:
+    """Return the two checkpoints of each span that was drawn, and what is known without training.
 
-    Args:
-        drawn: the two checkpoints of each span, and why it cannot be made again, if it cannot.
-        faults: what is damaged or edited.
-        changed: what is not as it was when the run was made, and how.
-        elsewhere: where the run was made, if bits may differ here; or "".
-        notes: what is not compared.
-        touched: the updates that other code has made.
+    With each pair comes why it cannot be made again, if it cannot.
     """
-
-    drawn: Sequence[tuple[Saved, Saved, str | None]]
-    faults: Sequence[str]
-    changed: Mapping[str, str]
-    elsewhere: str
-    notes: Sequence[str]
-    touched: Sequence[Touched]
-
-
-def _look(place: Place, run: Rehearsal, spans: int | Literal["changed"] | None) -> _Looked:
     damaged: list[str] = []
     saved = Saved.all_in(place, damaged)
     here = {**versions(), **run.made_with()}
     changes = [_compare_making(one.facts, here) for one in saved]
-    touched = [*_find_touched(saved, changes)]
+    touched = tuple(_find_touched(saved, changes))
     pairs = [(a, b) for a, b in itertools.pairwise(saved) if a.position < b.position]
     if spans == "changed":
         pairs = [(a, b) for a, b in pairs if any(t.holds(a.step, b.step) for t in touched)]
@@ -191,7 +177,7 @@ def _look(place: Place, run: Rehearsal, spans: int | Literal["changed"] | None) 
             place.verify(path)
         except CheckpointError as error:
             bad[path] = str(error)
-    faults = [*damaged, *bad.values(), *_check_records([s for s in saved if s.path not in bad])]
+    faults = (*damaged, *bad.values(), *_check_records([s for s in saved if s.path not in bad]))
     changed = {name: text for found in changes for name, text in found.items()}
     moved = [changed[name] for name in ("device", "torch") if name in changed]
     whole = lambda a, b: next((bad[one.path] for one in (a, b) if one.path in bad), None)
@@ -199,7 +185,7 @@ def _look(place: Place, run: Rehearsal, spans: int | Literal["changed"] | None) 
     notes = _notes(saved, reasons, drawn)
     if spans == "changed" and not touched:
         notes.append("no update was made by code that has changed since")
-    return _Looked(spans_drawn, faults, changed, "; ".join(moved), notes, touched)
+    return spans_drawn, Report((), faults, changed, tuple(notes), "; ".join(moved), touched)
 
 
 def _explain(reasons: Mapping[tuple[int, int, int], str | None]) -> str:

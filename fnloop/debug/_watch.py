@@ -20,7 +20,7 @@ from collections.abc import (
     MutableMapping,
     Sequence,
 )
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -48,10 +48,10 @@ from fnloop.extend import (
     checks,
     containers,
     host,
-    is_sharded,
     local_part,
     optimizers,
     parameters,
+    refuse,
     report,
     then,
 )
@@ -118,7 +118,8 @@ def watch(every: int = 50, only: Selectors | None = None) -> Middleware:
             __tracebackhide__ = True
             if not is_watched(state):
                 return step(state, batch)
-            with _noting(_modules(state, chosen)) as found:
+            found: dict[str, list[Tensor]] = {}
+            with noting(_modules(state, chosen).items(), partial(_note_size, found)):
                 state, out = step(state, batch)
             means = {name: torch.stack(values).mean() for name, values in found.items()}
             metrics = {name: Mean(value * out.weight, out.weight) for name, value in means.items()}
@@ -173,11 +174,8 @@ def _updates(before: dict[str, list[Tensor]], chosen: dict[str, list[Tensor]]) -
 
 def _check_state(state: TrainState, chosen: Chosen | None) -> None:
     """Raise if the model cannot be watched, or the chosen are for nothing in it."""
-    if is_sharded(state.model):
-        raise NotImplementedError(
-            "watch computes norms of whole parameters, but this model is sharded over processes: "
-            'write grad_norm(by="module") for its gradients'
-        )
+    why = "computes norms of whole parameters, but this model is sharded over processes"
+    refuse(state, WATCH, sharded=f'{why}: write grad_norm(by="module") for its gradients')
     _modules(state, chosen)
 
 
@@ -221,41 +219,34 @@ def _wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 @contextmanager
-def _noting(modules: dict[str, nn.Module]) -> Iterator[dict[str, list[Tensor]]]:
-    """Note the root mean squares of the outputs of modules, by the names of their metrics."""
-    found: dict[str, list[Tensor]] = {}
-    handles: list[RemovableHandle] = []
-    try:
-        for name, module in modules.items():
-            noted = _noter(found, f"{WATCH}/{name}/activation")
-            handles.append(module.register_forward_hook(noted))
-        yield found
-    finally:
-        for handle in handles:
-            handle.remove()
+def noting(
+    modules: Iterable[tuple[str, nn.Module]], note: Callable[[str, nn.Module, object], None]
+) -> Iterator[None]:
+    """Call a function with each call of modules in a ``with`` block: name, module and output."""
+    with ExitStack() as stack:
+        for name, module in modules:
+            noted = lambda module, given, output, name=name: note(name, module, output)
+            stack.callback(module.register_forward_hook(noted).remove)
+        yield
 
 
-def _noter(
-    found: dict[str, list[Tensor]], name: str
-) -> Callable[[nn.Module, object, object], None]:
-    def note(module: nn.Module, given: object, output: object) -> None:
-        if torch.compiler.is_compiling():
-            return  # what it adds here would become a part of the compiled code
-        first = output[0] if isinstance(output, tuple) and output else output
-        if isinstance(first, Tensor) and first.is_floating_point() and first.numel():
-            value = first.detach()
-            norm = torch.linalg.vector_norm(value, dtype=_wide_dtype(value.dtype))
-            found.setdefault(name, []).append(norm / math.sqrt(value.numel()))
-
-    return note
+def _note_size(
+    found: dict[str, list[Tensor]], name: str, module: nn.Module, output: object
+) -> None:
+    """Note the root mean square of an output, by the name of its metric."""
+    if torch.compiler.is_compiling():
+        return  # what it adds here would become a part of the compiled code
+    first = output[0] if isinstance(output, tuple) and output else output
+    if isinstance(first, Tensor) and first.is_floating_point() and first.numel():
+        norm = torch.linalg.vector_norm(first.detach(), dtype=_wide_dtype(first.dtype))
+        sizes = found.setdefault(f"{WATCH}/{name}/activation", [])
+        sizes.append(norm / math.sqrt(first.numel()))
 
 
 # --------------------------------------------------------------------------------------------------
 # The operators of an update, each with a checksum of its results.
 
-OUTSIDE = (
-    "in none of your lines: in backward, in the optimizer or in a library"  # where it was called
-)
+_OUTSIDE = "in none of your lines: in backward, in the optimizer or in a library"
 # Memory that nothing was written to yet has any content.
 _UNWRITTEN = ("empty", "resize", "set_")
 
@@ -274,25 +265,23 @@ class Called:
     line: str
     checksum: object
 
+    def __str__(self) -> str:
+        where = f"at {self.line}" if self.line else _OUTSIDE
+        return f"The first operator whose result differs is {self.operator}, {where}"
 
-class Trace(torch_compat.DispatchMode):
+
+class Trace(torch_compat.Operators):
     """Notes every operator that runs in a ``with`` block."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[Called] = []
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., object],
-        types: Sequence[type],
-        args: Sequence[object] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
-        results = func(*args, **(kwargs or {}))
+    def see(self, func: Callable[..., object], *args: object, **kwargs: object) -> object:
+        results = func(*args, **kwargs)
         name = str(func)
         if torch_compat.computes(func) and not any(part in name for part in _UNWRITTEN):
-            self.calls.append(Called(name, running_line(sys._getframe(1)), _checksum(results)))
+            self.calls.append(Called(name, running_line(sys._getframe(2)), _checksum(results)))
         return results
 
 
@@ -394,29 +383,37 @@ class Differences:
 
 
 class Gradients:
-    """Copies of the gradients, as each optimizer sees them before its step.
+    """Copies of the gradients, as each optimizer sees them before its step, by ids of parameters.
+
+    Of an optimizer that computes them itself, with a closure, they are those after its step.
 
     Args:
         state: the state.
     """
 
     def __init__(self, state: TrainState) -> None:
-        self.optimizers = [*optimizers(state).values()]
+        self._optimizers = [*optimizers(state).values()]
+        self._seen = False
         self.found: dict[int, Tensor] = {}
         self._handles: list[RemovableHandle] = []
 
     def __enter__(self) -> Gradients:
-        self._handles = [one.register_step_pre_hook(self._note) for one in self.optimizers]
+        for one in self._optimizers:
+            self._handles.append(one.register_step_pre_hook(partial(self._note, True)))
+            self._handles.append(one.register_step_post_hook(partial(self._note, False)))
         return self
 
     def __exit__(self, *_: object) -> None:
         for handle in self._handles:
             handle.remove()
 
-    def _note(self, optimizer: Optimizer, *_: object) -> None:
+    def _note(self, before: bool, optimizer: Optimizer, *_: object) -> None:
         params = [p for group in optimizer.param_groups for p in group["params"]]
-        grads = {id(p): _dense(p.grad) for p in params if p.grad is not None}
-        self.found |= zip(grads, clone_all([*grads.values()]), strict=True)
+        grads = {id(p): local_part(p.grad.detach()) for p in params if p.grad is not None}
+        if before:
+            self._seen = bool(grads)
+        if before or not self._seen:
+            self.found |= zip(grads, clone_all([*grads.values()]), strict=True)
 
 
 def result_of(state: TrainState, out: Output, gradients: Gradients | None, copied: bool) -> Result:
@@ -434,7 +431,7 @@ def result_of(state: TrainState, out: Output, gradients: Gradients | None, copie
     buffers = {id(b) for b in state.model.buffers()}
     parts = [Part(LOSS, "loss", "", out.loss)]
     parts += [Part(BUFFER, name, "", t) for name, t in named.items() if id(t) in buffers]
-    grads = [Part(GRADIENT, names[i], "", grad) for i, grad in found.items() if i in names]
+    grads = [Part(GRADIENT, names[i], "", _dense(g)) for i, g in found.items() if i in names]
     weights = [Part(WEIGHT, name, "", t) for name, t in named.items() if id(t) not in buffers]
     parts += weights
     for optimizer in optimizers(state).values():
@@ -821,6 +818,13 @@ def find_sources(roots: Mapping[str, object]) -> dict[str, Source]:
     for name, root in roots.items():
         walk.visit(name, root, None, quiet=False)
     return walk.found
+
+
+def find_changed(before: Mapping[str, Source], roots: Mapping[str, object]) -> list[Source]:
+    """Return which values that were found before are others now."""
+    now = find_sources(roots)
+    both = (source for name, source in before.items() if name in now)
+    return [source for source in both if now[source.name].fingerprint != source.fingerprint]
 
 
 class _Walk:

@@ -16,14 +16,16 @@ from fnloop._core.records import Record
 from fnloop._core.state import TrainState, snapshot, unwrap
 from fnloop._core.types import Middleware, Output, Step, middleware
 from fnloop._extensions.checkpoints.counters import Targets, decode_targets
-from fnloop._extensions.checkpoints.format import CheckpointError, shares_in
+from fnloop._extensions.checkpoints.format import shares_in
 from fnloop._extensions.checkpoints.saved import Saved
 from fnloop.debug._diff import (
     BITS,
     Difference,
     checksum,
     compare_contents,
+    compare_saved,
     contents_of,
+    explain_not_made,
     is_measured,
 )
 from fnloop.debug._replay import (
@@ -592,18 +594,11 @@ class _Notes:
         if self._confirms is None or tuple(Saved.position_of(state)) != self._confirms.position:
             return
         path, self._confirms = self._confirms.path, None
-        try:
-            its = contents_of(path, history=False)
-        except CheckpointError:  # it is damaged
+        if (found := compare_saved(path, contents_of(state))) is None:
             return
-        found = compare_contents(its, contents_of(state), BITS)
         self.confirmed = not found
         if found:
-            first = found.tensor or found.findings[0]
-            self.texts.append(
-                f"the run is not made again by this script: at step {state.step}, {first.name} of "
-                f"its checkpoint is not what it becomes again: {first.text}"
-            )
+            self.texts.append(explain_not_made("the run", "this script", state.step, found))
 
 
 def _mark(state: TrainState) -> int:

@@ -10,7 +10,6 @@ import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import TypeVar
 
 import attrs
@@ -235,9 +234,6 @@ def _read(trial: Rehearsal) -> tuple[list[Finding], dict[str, Batch]]:
         raised = set().union(*every)
         return {name: result for name, result in done.items() if name not in raised}
 
-    def evaluate(name: str, seen: tuple[str, Batch, str]) -> Batch:
-        return note(name, seen, _items(trial.step, begun, seen[1]))
-
     def update(name: str, seen: tuple[str, Batch, str]) -> Batch:
         alone = attrs.evolve(trial, loaders={name: sharded([seen[1]])})
         advance(alone, trial.copy(), 1, trial.state.epoch + 2)
@@ -250,6 +246,7 @@ def _read(trial: Rehearsal) -> tuple[list[Finding], dict[str, Batch]]:
 
     read = without_those_that_raise(trial.loaders, lambda name, _: _read_one(trial, name))
     begun = trial.begun() if "train" in read else trial.state
+    evaluate = lambda name, seen: note(name, seen, _items(trial.step, begun, seen[1]))
     first = without_those_that_raise(read, evaluate)
     if "train" in read and "train" in raised_everywhere:
         # A run evaluates no batch of it, and a loss function may be for training only. An update
@@ -392,13 +389,11 @@ class Tried(Wrapper):
     def __call__(self, state: TrainState) -> TrainState:
         if "epoch" not in state.events:
             return state
+        return self._try(lambda: check_returned(self.hook, state, self.hook(state)), state)
 
-        called = lambda: check_returned(self.hook, state, self.hook(state))
-        return self._try(called, state)
-
-    def begin(self, state: TrainState) -> TrainState:
-        begin = lambda: check_returned(self.hook, state, self.hook.begin(state), "begin")
-        return self._try(begin, state)
+    def around(self, call: Callable[[TrainState], TrainState], state: TrainState) -> TrainState:
+        checked = lambda: check_returned(self.hook, state, call(state), call.__name__)
+        return self._try(checked, state)
 
     def evaluating(self, state: TrainState, loader: str, done: int, total: int | None) -> None:
         self._try(lambda: self.hook.evaluating(state, loader, done, total), None)
@@ -419,10 +414,6 @@ class Tried(Wrapper):
 
     def numbers(self, state: TrainState) -> Mapping[str, float]:
         return self._try(lambda: self.hook.numbers(state), {})
-
-    def flush(self, state: TrainState) -> TrainState:
-        flush = lambda: check_returned(self.hook, state, self.hook.flush(state), "flush")
-        return self._try(flush, state)
 
 
 # --- updates, records and hooks
@@ -529,26 +520,19 @@ def _must_be_captured(step: PipelineStep) -> bool:
 _PACKAGE = str(Path(__file__).parents[2])
 
 
-class HostReads(torch_compat.DispatchMode):
+class HostReads(torch_compat.Operators):
     """Notes where code of the user reads a tensor to the host during an update."""
 
     def __init__(self) -> None:
         super().__init__()
         self.places: list[str] = []
 
-    def __torch_dispatch__(
-        self,
-        func: object,
-        types: Sequence[type],
-        args: Sequence[object] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
-        assert callable(func)
+    def see(self, func: Callable[..., object], *args: object, **kwargs: object) -> object:
         if torch_compat.reads_to_host(func):
             place = _reader()
             if place is not None and place not in self.places:
                 self.places.append(place)
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 _UPDATES = ("/_step/", "/middleware/", "/engines/", "/alternate.py")  # where updates are made
@@ -556,29 +540,18 @@ _UPDATES = ("/_step/", "/middleware/", "/engines/", "/alternate.py")  # where up
 
 def _reader() -> str | None:
     """Return the line of the user that reads to the host in an update, and in nothing else."""
-    frame, place = sys._getframe(2), None
+    frame, place, in_update = sys._getframe(3), None, False
     while frame is not None:
-        code = frame.f_code
-        inside = code.co_filename.startswith(_PACKAGE)
-        if inside and place is None:
-            return None  # fnloop itself reads, where it may
-        if inside:
-            in_update = any(room in code.co_filename for room in _UPDATES)
-            return place if in_update and not _in_evaluation(frame) else None
-        if place is None and "/torch/" not in code.co_filename:
-            where = f"{Path(code.co_filename).name}, line {frame.f_lineno}, in {code.co_name}"
+        code, file = frame.f_code, frame.f_code.co_filename
+        if file.startswith(_PACKAGE):
+            in_update = in_update or any(room in file for room in _UPDATES)
+            if place is None or not in_update or file.endswith("_loop/evaluate.py"):
+                return None  # fnloop itself reads, where it may; or it is no update
+        elif place is None and "/torch/" not in file:
+            where = f"{Path(file).name}, line {frame.f_lineno}, in {code.co_name}"
             place = f"reads a tensor to the host ({where}): cuda_graph cannot capture that"
         frame = frame.f_back
-    return None
-
-
-def _in_evaluation(frame: FrameType | None) -> bool:
-    """Return whether a frame is within an evaluation of a run."""
-    while frame is not None:
-        if frame.f_code.co_filename.endswith("_loop/evaluate.py"):
-            return True
-        frame = frame.f_back
-    return False
+    return place if in_update else None
 
 
 # --------------------------------------------------------------------------------------------------
