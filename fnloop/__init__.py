@@ -56,13 +56,13 @@ from fnloop._core.types import LossFn, Middleware, Output, Step, middleware, ski
 from fnloop._core.view import evaluating
 from fnloop._data.loaders import sharded
 from fnloop._extensions.alternate import alternate
+from fnloop._extensions.raw import raw
 from fnloop._extensions.stacks.states import stack, unstack
 from fnloop._hooks.hook import Hook, at_end, at_start, every, once, when, when_improved
 from fnloop._loop.evaluate import evaluate, predict, update_batchnorm
 from fnloop._loop.fit import fit, run
 from fnloop._step.forward import supervised
 from fnloop._step.pipeline import pipeline
-from fnloop._step.raw import raw
 from fnloop._step.transaction import decide
 from fnloop._version import __version__ as __version__
 

@@ -25,18 +25,23 @@ The middleware and hooks of fnloop are written with these names too. *Write an e
 of the book.
 
 - **Weights and gradients**: `parameters`, `all_parameters`, `Chosen`, `gradients`, `norm`,
-  `local_part`, `is_sharded`
-- **Optimizers**: `optimizers`, `groups`, `number_in`, `set_number`
-- **Steps**: `PipelineStep`, `report`, `then`, `with_slot`, `set_aside`, `Backward`, `host`
+  `local_part`, `is_sharded`, `fsdp`
+- **Which state owns the model**: `Ownership`
+- **Optimizers**: `optimizers`, `groups`, `number_in`, `set_number`, `Setting`,
+  `wants_closure`
+- **Steps**: `PipelineStep`, `report`, `MissingNumberError`, `then`, `with_slot`, `set_aside`,
+  `Backward`, `WeightedSum`, `host`
 - **Tools that try a run, or repeat one**: `Rehearsal`
 - **What is saved, and what readers see**: `Part`, `Saving`, `Restoring`, `View`, `view`
-- **Processes**: `Engine`, `LocalEngine`, `engine_of`, `refuse`, `on_main_process`, `collectives`
+- **Processes**: `Backend`, `Engine`, `LocalEngine`, `GradientSum`, `engine_of`, `refuse`,
+  `on_main_process`, `collectives`
+- **Metrics**: `Metrics`, `Running`
 - **Random numbers**: `isolated`, `fold_in`
-- **Records, moments and the end of a run**: `Fold`, `Monitored`, `better`, `mode_of`,
-  `Moment`, `Stop`
+- **Hooks, moments and the end of a run**: `BuiltIn`, `Wrapper`, `Moment`, `Clock`, `Stop`
+- **Records**: `Fold`, `Monitored`, `better`, `mode_of`
 - **Arguments and messages**: `check_not_stale`, `checks`, `tables`, `name_of`, `Call`, `warn_once`,
   `short_traceback`
-- **Nested batches, and files**: `containers`, `disk`
+- **Nested batches, files, and torch**: `containers`, `disk`, `torch_compat`
 - **Types**: `Batch`, `Metric`, `Wrap`
 """
 
@@ -47,59 +52,83 @@ from collections.abc import Mapping
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fnloop._backend import collectives, containers, disk
+from fnloop._backend import collectives, containers, fsdp, torch_compat
 from fnloop._backend.collectives import on_main_process
 from fnloop._backend.fsdp import is_sharded, local_part
+from fnloop._backend.processes import Backend
+from fnloop._core import rng
 from fnloop._core.history import Fold, Monitored, mode_of
-from fnloop._core.optimizers import Group, labelled_groups, number_in, optimizers_in, set_number
+from fnloop._core.metrics import Metrics, Running
+from fnloop._core.optimizers import Group, labelled_groups, optimizers_in, wants_closure
 from fnloop._core.parts import Part, Restoring, Saving
 from fnloop._core.records import better
 from fnloop._core.rng import fold_in, isolated
 from fnloop._core.runs import Stop
 from fnloop._core.selectors import Chosen
-from fnloop._core.state import TrainState, all_parameters, check_not_stale, parameters, with_slot
+from fnloop._core.settings import Setting, number_in, set_number
+from fnloop._core.state import (
+    Ownership,
+    TrainState,
+    all_parameters,
+    check_not_stale,
+    parameters,
+    with_note,
+    with_slot,
+    with_used,
+)
 from fnloop._core.types import Batch, Call, Metric, View, Wrap, name_of
 from fnloop._core.view import view
 from fnloop._display import checks, tables
 from fnloop._display.frames import short_traceback
 from fnloop._display.screen import warn_once
-from fnloop._hooks.hook import Moment
+from fnloop._hooks.hook import BuiltIn, Clock, Moment, Wrapper
 from fnloop._loop.rehearsal import Rehearsal
-from fnloop._step.engine import Backward, Engine, LocalEngine, engine_of, refuse
-from fnloop._step.gradients import norm, set_aside
+from fnloop._step.engine import Backward, Engine, GradientSum, LocalEngine, engine_of, refuse
+from fnloop._step.gradients import WeightedSum, norm, set_aside
 from fnloop._step.pipeline import PipelineStep
 from fnloop._step.transaction import host, then
-from fnloop._step.update import report
+from fnloop._step.update import MissingNumberError, report
 
 __docformat__ = "google"
 __all__ = [
+    "Backend",
     "Backward",
     "Batch",
+    "BuiltIn",
     "Call",
     "Chosen",
+    "Clock",
     "Engine",
     "Fold",
+    "GradientSum",
     "LocalEngine",
     "Metric",
+    "Metrics",
+    "MissingNumberError",
     "Moment",
     "Monitored",
+    "Ownership",
     "Part",
     "PipelineStep",
     "Rehearsal",
     "Restoring",
+    "Running",
     "Saving",
+    "Setting",
     "Stop",
     "View",
+    "WeightedSum",
     "Wrap",
+    "Wrapper",
     "all_parameters",
     "better",
     "check_not_stale",
     "checks",
     "collectives",
     "containers",
-    "disk",
     "engine_of",
     "fold_in",
+    "fsdp",
     "gradients",
     "groups",
     "host",
@@ -115,13 +144,17 @@ __all__ = [
     "parameters",
     "refuse",
     "report",
+    "rng",
     "set_aside",
     "set_number",
     "short_traceback",
     "tables",
     "then",
+    "torch_compat",
     "view",
+    "wants_closure",
     "warn_once",
+    "with_note",
     "with_slot",
 ]
 
@@ -148,11 +181,12 @@ def gradients(state: TrainState) -> list[Tensor]:
     return [p.grad for p in parameters(state) if p.grad is not None]
 
 
-def optimizers(state: TrainState) -> Mapping[str, Optimizer]:
+def optimizers(state: TrainState, used: bool = False) -> Mapping[str, Optimizer]:
     """Return the optimizers of a state by name. One alone has the name "".
 
     Args:
         state: the state.
+        used: whether to leave out those with which the running step does not update.
 
     Returns:
         Name to optimizer, in the order in which they update.
@@ -162,7 +196,7 @@ def optimizers(state: TrainState) -> Mapping[str, Optimizer]:
         >>> [*optimizers(toy())]
         ['']
     """
-    return optimizers_in(state.optimizer)
+    return optimizers_in((with_used(state) if used else state).optimizer)
 
 
 def groups(state: TrainState) -> Mapping[str, Group]:

@@ -10,7 +10,8 @@ builds on it. In a copy of the tree, these are taken away:
 
 - its modules, and their names in ``fnloop/__init__.py``, in public modules and in ``_extensions``;
 - the rows of tables of tests that name something of it, such as those of laws and of wrong calls;
-- its tests: files that the table below lists, and each test and each helper that names it.
+- its tests: files that the table below lists, and each test and each helper that names it. A test
+  that needs it without a name of it is marked, as ``@pytest.mark.needs("distributed")``.
 
 Pages, notebooks and examples are about everything, so their tests are left out.
 """
@@ -43,11 +44,13 @@ EXTENSIONS = {
         "checkpoints/test_saved_averages processes/test_averages",
     },
     "checkpoints": {
-        "modules": "checkpoints.compare checkpoints.counters checkpoints.files checkpoints.foreign "
-        "checkpoints.format checkpoints.model checkpoints.named checkpoints.optimizer "
+        "modules": "checkpoints.compare checkpoints.counters checkpoints.disk checkpoints.files "
+        "checkpoints.foreign checkpoints.format checkpoints.made_with "
+        "checkpoints.model checkpoints.named checkpoints.optimizer "
         "checkpoints.partial checkpoints.parts checkpoints.place checkpoints.restore "
-        "checkpoints.retention checkpoints.save checkpoints.saved checkpoints.serialize "
-        "checkpoints.shapes checkpoints.split checkpoints.transfer",
+        "checkpoints.retention checkpoints.save checkpoints.saved "
+        "checkpoints.serialize checkpoints.shapes checkpoints.split "
+        "checkpoints.torch_compat checkpoints.transfer",
         "tests": "checkpoints",
     },
     "clip": {
@@ -56,11 +59,11 @@ EXTENSIONS = {
     },
     "debug": {"modules": "debug.*", "tests": "debug"},
     "distributed": {
-        "modules": "engines.alike engines.apart engines.consensus engines.distributed "
-        "engines.exchanges engines.join engines.launch engines.meshes engines.one_message "
-        "engines.shares engines.slurm engines.wrappers",
+        "modules": "engines.accelerated engines.alike engines.apart engines.consensus "
+        "engines.distributed engines.exchanges engines.join engines.launch engines.meshes "
+        "engines.one_message engines.shares engines.slurm engines.torch_compat engines.wrappers",
         "tests": "processes engines/test_engine engines/test_rendezvous engines/test_round_robin "
-        "engines/test_slurm engines/test_watchdog",
+        "engines/test_slurm engines/test_undocumented engines/test_watchdog",
     },
     "exact": {
         "modules": "engines.exact",
@@ -72,13 +75,15 @@ EXTENSIONS = {
     "fork": {"modules": "tools.fork", "tests": "tools/test_fork"},
     "freeze": {"modules": "freeze", "tests": "freeze"},
     "graphs": {
-        "modules": "graphs.capture graphs.guards graphs.operators middleware.compiled",
+        "modules": "graphs.capture graphs.guards graphs.operators graphs.torch_compat "
+        "middleware.compiled",
         "tests": "graphs middleware/test_compiled test_gpu test_gpu_laws",
     },
     "guards": {
         "modules": "middleware.guards",
         "tests": "middleware/test_skip_nonfinite middleware/test_spike_guard processes/test_guards",
     },
+    "hints": {"modules": "tools.hints", "tests": "tools/test_hints"},
     "histories": {
         "modules": "histories.*",
         "tests": "histories",
@@ -115,6 +120,7 @@ EXTENSIONS = {
         "tests": "hooks/test_progress hooks/test_progress_log hooks/test_progress_notebook "
         "hooks/test_progress_terminal hooks/test_terminal",
     },
+    "raw": {"modules": "raw", "tests": "raw"},
     "remote": {
         "modules": "checkpoints.remote",
         "tests": "checkpoints/test_remote checkpoints/test_s3",
@@ -140,7 +146,10 @@ EXTENSIONS = {
         "tests": "middleware/test_device_memory middleware/test_times",
     },
     "torchmetrics": {"modules": "torchmetrics", "tests": "torchmetrics"},
-    "trackers": {"modules": "hooks.send", "tests": "hooks/test_table hooks/test_track"},
+    "trackers": {
+        "modules": "hooks.accelerated hooks.send",
+        "tests": "hooks/test_table hooks/test_track",
+    },
     "try": {"modules": "tools.dry_run", "tests": "tools/test_dry_run"},
     "tune": {"modules": "tools.tune", "tests": "tools/test_tune"},
     "using": {"modules": "middleware.using", "tests": "middleware/test_using"},
@@ -197,11 +206,13 @@ class Names:
     Args:
         modules: the modules, such as "fnloop._extensions.alternate".
         public: the names at the top level and in public modules.
+        extensions: the names of what is taken away, in the table above.
         arguments, methods: the names of arguments, and of methods and functions, that ask for it.
         examples: the names of functions and classes whose examples show it.
     """
 
-    def __init__(self, modules, public, arguments=(), methods=(), examples=()):
+    def __init__(self, modules, public, extensions=(), arguments=(), methods=(), examples=()):
+        self.extensions = set(extensions)
         self.modules, self.public = set(modules), {*public, *methods}
         self.arguments, self.methods = set(arguments), set(methods)
         self.examples = set(examples)
@@ -234,6 +245,8 @@ class Names:
                 return name in local
             case ast.keyword(arg=name):
                 return name in self.arguments
+            case ast.Call(func=ast.Attribute(attr="needs"), args=[ast.Constant(value=extension)]):
+                return extension in self.extensions  # @pytest.mark.needs("distributed")
             case ast.Constant(value=str(text)) if text.startswith("fl."):
                 called = re.findall(r"\bfl\.(\w+)\(", text)  # as text, such as of a random program
                 return not self.public.isdisjoint(called)
@@ -422,16 +435,40 @@ def without_names(path, names):
     path.write_text(text + "\n")
 
 
-def going_with(name):
-    """Return an extension, and those that are made of it."""
-    built_on = (each for other in BUILT_ON.get(name, ()) for each in going_with(other))
-    return tuple(dict.fromkeys([name, *built_on]))
+def going_with(*names):
+    """Return extensions, and those that are made of them."""
+    built_on = (
+        each for name in names for other in BUILT_ON.get(name, ()) for each in going_with(other)
+    )
+    return tuple(dict.fromkeys([*names, *built_on]))
 
 
-def names_taken(name, tree):
-    """Return what goes with an extension, from a copy of the tree."""
+def halves():
+    """Return sets of extensions, each with what is made of it, to be taken away together.
+
+    For each extension X, and each other one that is not made of it, X is away in one of the sets
+    and the other is not. So together they try what taking away one at a time tries, in an eighth
+    of the time. Each set in turn takes the most of what no set before it tries.
+    """
+    names = {name for name in EXTENSIONS if name != EVERY}
+    together = {name: {*going_with(name)} for name in names}
+    untried = {name: names - together[name] for name in names}  # what is to be there without it
+    tries = lambda away: sum(len(untried[name] - away) for name in away)
+    while any(untried.values()):
+        away = set()
+        while more := [away | together[name] for name in sorted(names - away)]:
+            widest = max(more, key=tries)
+            if tries(widest) <= tries(away):
+                break
+            away = widest
+        for name in away:
+            untried[name] &= away
+        yield sorted(away)
+
+
+def names_taken(taken, tree):
+    """Return what goes with extensions, from a copy of the tree."""
     package = tree / "fnloop"
-    taken = going_with(name)
     paths = [path for each in taken for path in modules_of(each, package)]
     modules = {"fnloop." + module_of(path) for path in paths}
     public = {m.rpartition(".")[2] for m in modules if m.count(".") == 1}
@@ -443,22 +480,22 @@ def names_taken(name, tree):
         kind: [a for each in taken for a in EXTENSIONS[each].get(kind, "").split()]
         for kind in ("arguments", "methods", "examples")
     }
-    return paths, Names(modules, public, **asked)
+    return paths, Names(modules, public, taken, **asked)
 
 
-def files_about(name, tree):
-    """Return the files of tests that are about an extension alone, or about all of fnloop."""
-    listed = " ".join(EXTENSIONS[each]["tests"] for each in going_with(name))
+def files_about(taken, tree):
+    """Return the files of tests that are about extensions alone, or about all of fnloop."""
+    listed = " ".join(EXTENSIONS[each]["tests"] for each in taken)
     for one in [*listed.split(), *ABOUT_ALL.split()]:
         places = (tree / "tests" / at / one for at in ("_extensions", "."))
         place = next(path for path in places if path.is_dir() or path.with_suffix(".py").exists())
         yield from place.rglob("*.py") if place.is_dir() else [place.with_suffix(".py")]
 
 
-def take_away(name, tree):
-    """Take an extension out of a copy of the tree. Return what was taken, in words."""
+def take_away(taken, tree):
+    """Take extensions out of a copy of the tree. Return what was taken, in words."""
     package, tests = tree / "fnloop", tree / "tests"
-    paths, names = names_taken(name, tree)
+    paths, names = names_taken(taken, tree)
     lines = sum(len((package / path).read_text().splitlines()) for path in paths)
     for path in paths:
         (package / path).unlink()
@@ -468,7 +505,7 @@ def take_away(name, tree):
     text = (tree / "CONTRIBUTING.md").read_text()
     rooms = re.compile(rf"^\| `({of_room})(\.py)?` \|.*\n", re.M)
     (tree / "CONTRIBUTING.md").write_text(rooms.sub("", text))
-    about = {*files_about(name, tree)}
+    about = {*files_about(taken, tree)}
     files = [
         Pruned(path, names) for path in sorted(tests.rglob("*.py")) if path != tests / "deletion.py"
     ]
@@ -532,28 +569,29 @@ def copied_tree(folder):
     return folder
 
 
-def check(name, tree, only=(), options=()):
-    """Take an extension away, and run the fast tests of the rest. Return what pytest returns."""
-    taken, names = take_away(name, copied_tree(tree))
-    print(f"{name}: {taken}", flush=True)
+def check(away, tree, only=(), options=()):
+    """Take extensions away, and run the fast tests of the rest. Return what pytest returns."""
+    taken, title = going_with(*away), " ".join(away)
+    words, names = take_away(taken, copied_tree(tree))
+    print(f"{title}: {words}", flush=True)
     command = [sys.executable, "-m", "pytest", "-m", "fast", "-q", "-p", "no:cacheprovider"]
     # A name of the kernel that is public elsewhere too is told apart in the whole tree only.
     open_names = "test_extensions_import_public_names_those_of_extend_and_what_is_open_to_them"
     for test in ("test_what_is_open_is_used", open_names):
         command += [f"--deselect=tests/test_public_api.py::{test}"]
     command += [*options, *examples_of(names, tree), *only]
-    command += [f"--ignore={path.relative_to(tree)}" for path in files_about(name, tree)]
+    command += [f"--ignore={path.relative_to(tree)}" for path in files_about(taken, tree)]
     env = {**os.environ, "PYTHONPATH": str(tree)}
     done = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True)
     lines = done.stdout.splitlines()
     failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
-    print(*failed, f"{name}: {lines[-1] if lines else done.stderr}", sep="\n", flush=True)
+    print(*failed, f"{title}: {lines[-1] if lines else done.stderr}", sep="\n", flush=True)
     return done.returncode
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("names", nargs="*", choices=[[], *EXTENSIONS], help="default: all")
+    parser.add_argument("names", nargs="*", help="default: each; a,b takes two away together")
     parser.add_argument("--keep", type=Path, help="make the copy here, and keep it")
     parser.add_argument("--only", nargs="+", default=[], help="files, or tests, to run")
     parser.add_argument("-n", default="auto", help="processes of pytest, default: %(default)s")
@@ -562,7 +600,7 @@ def main():
     for name in args.names or EXTENSIONS:
         with tempfile.TemporaryDirectory() as folder:
             tree = args.keep / name if args.keep else Path(folder)
-            if check(name, tree, args.only, ["-n", args.n]):
+            if check(name.split(","), tree, args.only, ["-n", args.n]):
                 failed.append(name)
     sys.exit(f"not without {', '.join(failed)}" if failed else 0)
 

@@ -20,7 +20,7 @@ def test_each_module_beside_the_kernel_is_of_one_extension():
 
 def test_the_tests_of_each_extension_are_there():
     for name in EXTENSIONS:
-        assert all(path.exists() for path in deletion.files_about(name, ROOT)), name
+        assert all(path.exists() for path in deletion.files_about([name], ROOT)), name
 
 
 def imports_at_top(path):
@@ -33,12 +33,29 @@ def imports_at_top(path):
 
 @pytest.mark.long
 def test_the_kernel_alone_passes_its_fast_tests(tmp_path, capfd):
-    assert deletion.check(deletion.EVERY, tmp_path, options=["-n", "2"]) == 0, capfd.readouterr()
+    done = deletion.check([deletion.EVERY], tmp_path, options=["-n", "2"])
+    assert done == 0, capfd.readouterr()
+
+
+HALVES = [*deletion.halves()]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("away", HALVES, ids=range(len(HALVES)))
+def test_what_is_left_passes_its_fast_tests(away, tmp_path, capfd):
+    done = deletion.check(away, tmp_path, options=["-n", "2"])
+    assert done == 0, capfd.readouterr()
+
+
+def test_each_extension_is_once_away_while_another_is_there():
+    tried = {(x, y) for away in HALVES for x in away for y in {*EXTENSIONS} - {*away}}
+    names = {*EXTENSIONS} - {deletion.EVERY}
+    assert tried >= {(x, y) for x in names for y in names - {*deletion.going_with(x)}}
 
 
 @pytest.mark.parametrize("name", EXTENSIONS)
 def test_what_is_left_imports_nothing_of_an_extension(name):
-    paths, names = deletion.names_taken(name, ROOT)
+    paths, names = deletion.names_taken(deletion.going_with(name), ROOT)
     left = [p for p in PACKAGE.rglob("*.py") if p.name != "__init__.py"]
     left = [path for path in left if path.relative_to(PACKAGE) not in paths]
     found = [(str(path), m) for path in left for m in imports_at_top(path) if m in names.modules]
@@ -48,7 +65,8 @@ def test_what_is_left_imports_nothing_of_an_extension(name):
 def pruned(source, tmp_path, **gone):
     path = tmp_path / "test_it.py"
     path.write_text(source)
-    file = Pruned(path, Names(gone.get("modules", ()), gone.get("public", ())))
+    names = Names(gone.get("modules", ()), gone.get("public", ()), gone.get("extensions", ()))
+    file = Pruned(path, names)
     while file.prune():
         pass
     return ast.unparse(file.tree)
@@ -78,3 +96,11 @@ def test_two(): fl.clip(2.0)
 def test_rows_helpers_and_tests_that_name_an_extension_are_taken_away(tmp_path):
     left = pruned(SOURCE, tmp_path, modules={"fnloop._extensions.middleware.ema"}, public={"ema"})
     assert ast.dump(ast.parse(left)) == ast.dump(ast.parse(LEFT))
+
+
+def test_so_is_what_is_marked(tmp_path):
+    marked = "@pytest.mark.needs('averages')\ndef test_it(): pass"
+    row = "pytest.param(1, marks=pytest.mark.needs('averages'))"
+    rows = f"@pytest.mark.parametrize('n', [{row}, 2])\ndef test_rows(n): pass"
+    left = pruned(f"{marked}\n{rows}", tmp_path, extensions=["averages"])
+    assert left == "@pytest.mark.parametrize('n', [2])\ndef test_rows(n):\n    pass"

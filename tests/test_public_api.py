@@ -27,12 +27,12 @@ KERNEL = [
 ]
 EXTENSIONS = [
     "_extensions.histories", "schedules", "_extensions.graphs", "_extensions.engines",
-    "_extensions.alternate", "_extensions.freeze", "_extensions.torchmetrics", "_extensions.stacks",
-    "_extensions.loaders", "_extensions.checkpoints", "_extensions.middleware",
-    "_extensions.hooks", "_extensions.tools",
+    "_extensions.alternate", "_extensions.raw", "_extensions.freeze", "_extensions.torchmetrics",
+    "_extensions.stacks", "_extensions.loaders", "_extensions.checkpoints",
+    "_extensions.middleware", "_extensions.hooks", "_extensions.tools",
 ]
 BESIDE = ["testing", "data", "debug"]
-MOST_OPEN = 178  # it may only fall
+MOST_OPEN = 74  # it may only fall
 # fmt: on
 # The file `_extensions/__init__.py` is below all: it says what the kernel takes from where.
 ROOMS = ["_extensions", *KERNEL, *EXTENSIONS, *BESIDE]
@@ -215,10 +215,10 @@ def test_middleware_and_hooks_import_neither_each_other_nor_the_loop(room, other
 
 # --- private names
 
-# Files that may use private names of others, and which; None is any.
+# Files that may use private names of others, and which. A torch_compat.py may use any.
 PRIVATE_OF_OTHERS = {
-    "_backend/torch_compat.py": None,
-    "_backend/accelerated.py": {"_shared_state", "_models", "_optimizers"},  # of accelerate
+    "_extensions/engines/accelerated.py": {"_shared_state", "_models", "_optimizers"},
+    "_extensions/hooks/accelerated.py": {"_shared_state"},
     "_extensions/torchmetrics.py": {"_update_count", "_to_sync", "_defaults", "_reductions"},
     "_loop/peers.py": {"_signal"},  # of Python, which need not have it
 }
@@ -281,7 +281,7 @@ def test_no_module_uses_a_private_name_of_another():
     for path, tree in modules():
         file = str(path.relative_to(ROOT))
         allowed = PRIVATE_OF_OTHERS.get(file, set())
-        reads = private_reads(tree) if allowed is not None else ()
+        reads = private_reads(tree) if path.name != "torch_compat.py" else ()
         found += [f"{file}:{line}: {name}" for name, line in reads if name not in allowed]
     assert not found, "\n".join(found)
 
@@ -422,7 +422,8 @@ def test_each_import_is_declared_and_nothing_optional_is_imported_at_the_top():
             top = name.split(".")[0]
             assert top in known, f"{path.name} imports {top}"
             assert top not in OPTIONAL or node.col_offset > 0, f"{path.name} imports {top} at top"
-            assert top != "accelerate" or path.parent.name == "_backend", path
+            allowed = path.stem == "accelerated" or path.parent.name == "_backend"
+            assert top != "accelerate" or allowed, path
 
 
 def test_every_module_has_a_docstring_and_can_be_imported():

@@ -68,6 +68,12 @@ class Backend:
     exact: bool = attrs.field(default=False, repr=False)
     engine: Callable[..., object] | None = attrs.field(default=None, repr=False)
 
+    @classmethod
+    def of(cls, model: nn.Module) -> Backend:
+        """Return the backend of a single process: on the device of a model's first tensor."""
+        first = next(iter((*model.parameters(), *model.buffers())), torch.empty(0))
+        return cls(first.device)
+
     @property
     def main(self) -> bool:
         """Whether this is the process that prints and writes."""
@@ -85,6 +91,19 @@ class Backend:
     def own_part(self, samples: int) -> float:
         """Return for how many of the samples of a batch this process counts, if it has a part."""
         return samples if self.parts == 1 else samples / self.parts
+
+    def autocast(self) -> torch.autocast:
+        """Return the autocast of the mixed precision that the run is configured for.
+
+        Raises:
+            ValueError: that is fp16, for which a middleware has to scale the loss.
+        """
+        if self.precision == "fp16":
+            raise ValueError(
+                "accelerate is configured for fp16, which needs a loss scale: list it, "
+                'pipeline(amp("fp16"), ...)'
+            )
+        return torch.autocast(self.device.type, torch.bfloat16)
 
     def __deepcopy__(self, memo: dict) -> Backend:
         return self  # it is immutable
@@ -123,14 +142,7 @@ def join(
     """
     for join_all in extensions("several processes are joined"):
         return join_all(model, optimizers, given, data, exact)
-    backend = given if isinstance(given, Backend) else Backend(device_of(model))
-    return model, optimizers, backend
-
-
-def device_of(model: nn.Module) -> torch.device:
-    """Return the device of the first tensor of a model."""
-    home = next(iter(model.parameters()), None)
-    return home.device if home is not None else next(iter(model.buffers()), torch.empty(0)).device
+    return model, optimizers, given if isinstance(given, Backend) else Backend.of(model)
 
 
 # --------------------------------------------------------------------------------------------------

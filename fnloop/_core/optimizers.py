@@ -1,4 +1,4 @@
-"""The optimizers of a state, one or several by name, and the numbers of their groups.
+"""The optimizers of a state, one or several by name.
 
 One optimizer has no name; here its name is "". So callers loop, and need not know how many there
 are.
@@ -10,21 +10,18 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from numbers import Real
 from typing import Any, NamedTuple, NoReturn
 
 import attrs
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fnloop._backend.torch_compat import strip_compile_prefix
-from fnloop._core.metrics import Last
 from fnloop._core.parts import State
-from fnloop._core.types import Metric, View
+from fnloop._core.settings import Group
+from fnloop._core.types import View
 from fnloop._display.checks import describe, has_methods, join_names
 
-Group = dict[str, Any]  # a parameter group of an optimizer
 Handle = Any  # what state.optimizer is: an Optimizer, or Optimizers
 EXAMPLE = '{"matrices": muon, "rest": adamw}'
 
@@ -133,99 +130,23 @@ def labelled_groups(named: Mapping[str, Optimizer]) -> dict[str, Group]:
 
 @functools.cache
 def wants_closure(optimizer: type) -> bool:
-    """Return whether optimizers of a class evaluate the loss by themselves."""
+    """Return whether optimizers of a class evaluate the loss by themselves.
+
+    Args:
+        optimizer: the class.
+
+    Returns:
+        Whether their ``step`` cannot be called without a closure, as that of LBFGS.
+
+    Example:
+        >>> import torch
+        >>> wants_closure(torch.optim.LBFGS), wants_closure(torch.optim.SGD)
+        (True, False)
+    """
     if issubclass(optimizer, Optimizers):
         return False
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
-
-
-# --- what schedules change
-
-UNFROZEN = "unfrozen"  # group["unfrozen"]: True in the groups that unfreeze has made
-SCHEDULED = "set_by_schedule_"  # group["set_by_schedule_lr"]: what a schedule set group["lr"] to
-_CYCLED = ("lr", "momentum", "betas")  # what schedulers of torch change
-BEFORE, SET = "_before_scheduler", "_set_by_scheduler"  # group["lr_before_scheduler"]
-
-
-def was_scheduled(group: Group, key: str) -> bool:
-    """Return whether a schedule, ours or torch's, has set a number of a group."""
-    return SCHEDULED + key in group or key + SET in group
-
-
-def set_by_torch(group: Group, key: str) -> bool:
-    """Return whether a number of a group is as a scheduler of torch has left it."""
-    value, last = number_in(group, key), group.get(key + SET)
-    if last is None or isinstance(value, Tensor):
-        return last is not None and last is value
-    return bool(last == value)
-
-
-def initial_value(group: Group, key: str) -> Any:
-    """Return what a number of a group was before its first schedule, or was set to since."""
-    value = number_in(group, key)
-    as_set = {key + BEFORE: group.get(key + SET), f"initial_{key}": group.get(SCHEDULED + key)}
-    for initial, last in as_set.items():
-        # No tensor is read: one that is there is as its schedule has left it.
-        if last is not None and (last is value or isinstance(value, Tensor) or last == value):
-            return group[initial]
-    return value
-
-
-def keep_initial(group: Group, key: str) -> None:
-    """Note what a number of a group was before an earlier schedule, for one that begins now."""
-    if was_scheduled(group, key):
-        group[f"initial_{key}"] = initial_value(group, key)
-        group[SCHEDULED + key] = number_in(group, key)
-
-
-def begin_again(groups: Iterable[Group]) -> None:
-    """Set what schedulers of torch change to its initial values, before one is made."""
-    for group in groups:
-        for key in _CYCLED:
-            if key not in group:
-                continue
-            group[key + BEFORE] = _set_initial(group, key)
-
-
-def _set_initial(group: Group, key: str) -> object:
-    """Set a setting to its initial value, and return that."""
-    initial = initial_value(group, key)
-    if isinstance(initial, Tensor):
-        initial = initial.clone()
-        number_in(group, key).copy_(initial)  # it may have a dimension, which fill_ refuses
-    else:
-        put_number(group, key, initial)
-    if f"initial_{key}" in group:  # torch's schedulers take it for the rate to begin with
-        group[f"initial_{key}"] = initial
-    return initial
-
-
-def forget_schedules(groups: Iterable[Group]) -> None:
-    """Set what schedules have set to its initial values, as if there had been no schedule."""
-    for group in groups:
-        ours = {key.removeprefix(SCHEDULED) for key in group if key.startswith(SCHEDULED)}
-        theirs = {key.removesuffix(SET) for key in group if key.endswith(SET)}
-        for key in ours | theirs:
-            # The first is a mark of its own, group["set_by_schedule_initial_lr"].
-            if key.startswith("initial_") or number_in(group, key) is None:
-                continue
-            _set_initial(group, key)
-            for mark in (SCHEDULED + key, f"{SCHEDULED}initial_{key}", key + BEFORE, key + SET):
-                group.pop(mark, None)
-
-
-def note_set(groups: Iterable[Group]) -> None:
-    """Note what a scheduler of torch has set, so that a change by someone else is noticed."""
-    for group in groups:
-        for key in _CYCLED:
-            if key in group:
-                group[key + SET] = group[key]
-
-
-def is_torch_optimizer(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer is one of torch's own, not of a class derived from it."""
-    return getattr(torch.optim, type(optimizer).__name__, None) is type(optimizer)
 
 
 # --- what may be given
@@ -370,180 +291,6 @@ def explain_untrained(model: nn.Module, optimizers: Iterable[Optimizer]) -> str 
         f"{'them' if many else 'it'}: requires_grad_(False). Make the optimizers after the "
         "model, and after any change of its parameters"
     )
-
-
-# --------------------------------------------------------------------------------------------------
-# Numbers of parameter groups that middleware set before each update, such as learning rates.
-
-Rate = float | Tensor
-_TUPLES = ("betas",)  # settings whose parts are numbers
-RATIO = f"{SCHEDULED}ratio"  # what plateau multiplies a learning rate by, and its lowest rate
-
-
-def number_in(group: Mapping[str, Any], field: str) -> Any:
-    """Return a number of a parameter group, or None if it has none.
-
-    Args:
-        group: the group.
-        field: the key of the number; "betas.0" is the first of the tuple ``group["betas"]``.
-
-    Returns:
-        The number: a float, or a tensor where the optimizer is capturable.
-
-    Example:
-        >>> number_in({"betas": (0.9, 0.99)}, "betas.1")
-        0.99
-    """
-    key, _, part = field.partition(".")
-    value = group.get(key)
-    if not part:
-        return value
-    if not isinstance(value, tuple | list) or not part.isdecimal() or int(part) >= len(value):
-        return None
-    return value[int(part)]
-
-
-def set_number(group: Group, field: str, factor: Rate, owner: str, absolute: bool = False) -> None:
-    """Set a number of a group to its initial value times a factor, or to a value.
-
-    Args:
-        group: the group. It keeps the initial value, as ``initial_lr``, and what was set.
-        field: the key of the number, or of a part of a tuple.
-        factor: the factor, or the value.
-        owner: the middleware, for messages.
-        absolute: whether it is the value.
-
-    Raises:
-        ValueError: there is no such number, or it was changed although its initial value was not.
-
-    Example:
-        >>> group = {"lr": 0.5}
-        >>> for factor in (0.1, 2.0):
-        ...     set_number(group, "lr", factor, "halved")
-        ...     print(group["lr"], group["initial_lr"])
-        0.05 0.5
-        1.0 0.5
-    """
-    __tracebackhide__ = True
-    initial, last = f"initial_{field}", SCHEDULED + field
-    found = number_in(group, field)
-    if initial not in group:
-        group[initial] = _read_number(group, field)
-    elif found is not group.get(last) and not _is_same(found, group.get(last)):
-        if set_by_torch(group, field):  # in an earlier phase
-            group[initial] = copy_number(initial_value(group, field))
-        else:
-            _check_unchanged(group, field, owner)
-    number = factor if absolute else group[initial] * factor
-    if field == "lr" and RATIO in group:
-        ratio, lowest = group[RATIO]
-        lowered = factor * ratio if absolute else group[initial] * (factor * ratio)
-        number = lowered if lowest is None else _at_least(lowered, number, lowest)
-    put_number(group, field, number)
-    group[last], group[SCHEDULED + initial] = number_in(group, field), group[initial]
-
-
-def _at_least(lowered: Rate, rate: Rate, lowest: float) -> Rate:
-    """Return a lowered rate that is at least ``lowest``, unless the rate was lower already."""
-    if isinstance(lowered, Tensor):  # which no comparison may read
-        return lowered.maximum(torch.as_tensor(rate).clamp(max=lowest))
-    return max(lowered, min(rate, lowest))
-
-
-def numbers_used(groups: Mapping[str, Group], field: str) -> dict[str, Metric]:
-    """Return a number of parameter groups as metrics: "lr", "lr/head", "lr/rest/1", ...
-
-    Args:
-        groups: the groups, as ``labelled_groups`` returns them.
-        field: the key of the number. A group without one is left out.
-    """
-    return {
-        f"{field}{label}": Last(copy_number(number_in(group, field)))
-        for label, group in groups.items()
-        if _is_number(number_in(group, field))
-    }
-
-
-def _check_unchanged(group: Group, field: str, name: str) -> None:
-    """Raise if a group has a new value since the last update, but not a new initial value."""
-    __tracebackhide__ = True
-    found, last = number_in(group, field), group.get(SCHEDULED + field)
-    initial = f"initial_{field}"
-    if last is None or not _is_same(group[initial], group.get(SCHEDULED + initial)):
-        return
-    raise ValueError(
-        f'{name}: group["{field}"] is {_format(found)}, but the schedule had set it to '
-        f"{_format(last)}, and would overwrite it now. The schedule multiplies the initial value: "
-        f'write group["{initial}"] = ..., and leave group["{field}"] as it was '
-        f'(group["{field}"] = group["{SCHEDULED}{field}"]); or leave {name} out of the pipeline'
-    )
-
-
-def _is_same(value: Rate | None, other: Rate | None) -> bool:
-    """Return whether two numbers are equal, or two tensors identical; no tensor is read."""
-    tensors = isinstance(value, Tensor) or isinstance(other, Tensor)
-    return value is other or (not tensors and bool(value == other))
-
-
-def _format(value: Rate) -> str:
-    if isinstance(value, Tensor):  # a host read, for the error that ends the run
-        return f"the tensor {value.item():g}" if value.numel() == 1 else "a tensor"
-    return f"{value:g}"
-
-
-def _read_number(group: Group, field: str) -> Rate:
-    """Return a copy of a number of a group, or raise if the group has no such number."""
-    value = number_in(group, field)
-    if not _is_number(value):
-        keys = [k for k, v in group.items() if _is_number(v)]
-        keys += [f"{k}.{i}" for k, v in group.items() if k in _TUPLES for i in range(len(v))]
-        known = [k for k in keys if not k.startswith(("initial_", SCHEDULED))]
-        raise ValueError(
-            f"schedule(..., field={field!r}): the optimizer's groups have no such number; they "
-            f"have {', '.join(known)}"
-        )
-    return copy_number(value)
-
-
-def _is_number(value: object) -> bool:
-    if value.__class__ is float:  # nearly always; the check of an abstract class takes longer
-        return True
-    return isinstance(value, Real | Tensor) and not isinstance(value, bool)
-
-
-def copy_number(value: Any) -> Rate:
-    return value.clone() if isinstance(value, Tensor) else value
-
-
-def as_number(value: object) -> object:
-    """Return a floating scalar tensor as a number, and any other value as it is.
-
-    Optimizers keep such numbers in tensors, so that they can be changed on the device. A float32
-    becomes the shortest number that converts back to it.
-
-    Example:
-        >>> torch.tensor(0.1).item(), as_number(torch.tensor(0.1))
-        (0.10000000149011612, 0.1)
-    """
-    if not isinstance(value, Tensor) or value.ndim or not value.is_floating_point():
-        return value
-    if value.dtype is not torch.float32:
-        return value.item()
-    return float(str(value.detach().cpu().numpy()))
-
-
-def put_number(group: Group, field: str, value: Rate) -> None:
-    """Set a number of a group to a value; a tensor stays the same tensor."""
-    current = number_in(group, field)
-    key, _, part = field.partition(".")
-    if isinstance(current, Tensor):
-        # The tensor of a capturable optimizer. Unlike copy_, fill_ does not wait for the device.
-        current.fill_(value)
-    elif part:
-        kept = group[key]
-        group[key] = type(kept)(value if i == int(part) else v for i, v in enumerate(kept))
-    else:
-        group[field] = value
 
 
 # --------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn
 from weakref import WeakKeyDictionary
 
 import attrs
@@ -36,9 +36,8 @@ from fnloop._backend.processes import Backend, join
 from fnloop._backend.torch_compat import buffers_of, foreach_copy_, version_of
 from fnloop._core.history import History, Phase
 from fnloop._core.items import NONE_YET, UNREAD, Counted, as_count, decode_counted, encode_counted
-from fnloop._core.metrics import ITEMS, add_output_, items_so_far
+from fnloop._core.metrics import ITEMS, Metrics, items_so_far
 from fnloop._core.optimizers import (
-    Group,
     Handle,
     Optimizers,
     check_optimizers,
@@ -49,7 +48,8 @@ from fnloop._core.optimizers import (
 )
 from fnloop._core.parts import Held, Load, Part, Restoring, Saving
 from fnloop._core.rng import SEED_BITS, HostGenerators, new_seed
-from fnloop._core.runs import Position, RunInfo, Todo, pending
+from fnloop._core.runs import LEFT_OUT, Position, RunInfo, Todo, pending
+from fnloop._core.settings import Group
 from fnloop._core.several import Several
 from fnloop._core.types import RECORD, UPDATE, Metric, Output
 from fnloop._display import checks, tables
@@ -62,8 +62,6 @@ if TYPE_CHECKING:
 # --------------------------------------------------------------------------------------------------
 # Which state owns a model and an optimizer, which every step updates in place.
 
-State = TypeVar("State")
-
 
 class StaleStateError(RuntimeError):
     """A state was used after it had been advanced: a newer state owns its model and optimizer."""
@@ -71,33 +69,41 @@ class StaleStateError(RuntimeError):
     __module__ = "fnloop"  # the name by which a traceback shows it
 
 
-class Ownership(Generic[State]):
+class Ownership:
     """Tracks which state owns the model and the optimizer: the state whose generation this is.
 
-    All states that a run makes of one model share it.
+    All states that a run makes of one model share it. A state of your own for the same tensors,
+    such as one that has a part of the optimizers, gets another: ``attrs.evolve(state,
+    ownership=Ownership(), generation=0)``.
 
     Args:
         own_metrics: the names of the running metrics that are of each process's share of the data,
             as far as they are known. They are known before a run has shown them if the state is a
             copy, or from a checkpoint.
         seconds: the seconds that runs of this state have taken, until it last left one.
-        copies: checksums of what was restored of the state of optimizers, where another process may
-            be the one that continues it: the module ``optimizers`` of checkpoints uses them.
-        buffers: name to shape of the buffers of the model before its first run or restore; None
-            before that.
+        notes: what extensions note of the model, by name. A copy of the state has it too.
         brought: the parts of checkpoints that a run has brought, by name.
+
+    Example:
+        >>> from fnloop.testing import toy
+        >>> before = toy()
+        >>> after = Ownership.advance(before, applied=True)
+        >>> after.step, Ownership.belongs_to(after), Ownership.belongs_to(before)
+        (1, True, False)
+        >>> Ownership.of(after) is Ownership.of(before)
+        True
     """
 
     __slots__ = (
         "__weakref__",
         "brought",
-        "buffers",
         "compared",
-        "copies",
         "equal_at",
         "generation",
         "newest",
+        "notes",
         "own_metrics",
+        "parameters",
         "restored",
         "seconds",
     )
@@ -106,24 +112,89 @@ class Ownership(Generic[State]):
         self,
         own_metrics: Iterable[str] = (),
         seconds: float = 0.0,
-        copies: Mapping[tuple[str, ...], str] = MappingProxyType({}),
-        buffers: Mapping[str, torch.Size] | None = None,
+        notes: Mapping[str, Any] = MappingProxyType({}),
         brought: Mapping[str, Part] = MappingProxyType({}),
     ) -> None:
         self.own_metrics, self.seconds = set(own_metrics), seconds
-        self.copies, self.buffers, self.brought = dict(copies), buffers, dict(brought)
+        self.notes, self.brought = {k: copy.copy(v) for k, v in notes.items()}, dict(brought)
         self.generation: int | None = 0  # None while an optimizer changes the parameters
-        self.newest: State | None = None  # what the last update made, until it is counted
+        self.newest: TrainState | None = None  # what the last update made, until it is counted
         # Where the weights of all processes were last compared, and how far norms were apart.
         self.compared: tuple[int, float] = (0, 0.0)
         self.equal_at: int | None = None  # the last step at which they were not
+        self.parameters = ParameterCache()  # those that the states train
         self.restored = 0  # the generation of the newest state whose counters were restored
 
-    def for_copy(self, generation: int) -> Ownership[State]:
-        """Return the ownership of a copy of the state of a generation, whose own begins at 0."""
-        made: Ownership[State] = Ownership(
-            self.own_metrics, self.seconds, self.copies, self.buffers, self.brought
+    @staticmethod
+    def of(state: TrainState) -> Ownership:
+        """Return what the states of one model and one optimizer share."""
+        return state._ownership
+
+    @staticmethod
+    def generation_of(state: TrainState) -> int:
+        """Return a number that every step changes, and every call of :meth:`take`."""
+        return state._generation
+
+    @staticmethod
+    def belongs_to(state: TrainState) -> bool:
+        """Return whether a state owns its model and optimizer."""
+        return state._ownership.generation == state._generation
+
+    @staticmethod
+    def advance(
+        state: TrainState, applied: bool, updates: Mapping[str, int] | None = None
+    ) -> TrainState:
+        """Return the state after an update, which owns the model from now on.
+
+        ``updates`` are those of each of several optimizers, if not all of them have updated.
+        """
+        if updates is None:
+            updates = state.updates and {name: n + applied for name, n in state.updates.items()}
+        generation = state._ownership.generation = state._generation + 1
+        new = state._ownership.newest = changed(
+            state,
+            step=state.step + applied,
+            skipped=state.skipped + (not applied),
+            updates=updates,
+            events=_UPDATED if applied else _NOTHING,
+            generators=None,
+            _generation=generation,
         )
+        return new
+
+    @staticmethod
+    def take(state: TrainState) -> TrainState:
+        """Return a copy of a state, which owns the model from now on."""
+        state._ownership.generation = generation = state._generation + 1
+        return attrs.evolve(state, generation=generation)
+
+    @staticmethod
+    def give_up(state: TrainState) -> None:
+        """Leave the model without an owner, from before an update changes it to :meth:`advance`."""
+        state._ownership.generation = state._ownership.newest = None
+
+    @staticmethod
+    def give_back(state: TrainState) -> None:
+        """Let a state own the model again, whose tensors are again what they were then."""
+        state._ownership.generation, state._ownership.newest = state._generation, None
+
+    @staticmethod
+    def leave_run(state: TrainState) -> TrainState:
+        """Return the state as it is outside of its run, with the generators that it would use."""
+        if state.run is None:
+            return state
+        state._ownership.seconds = state.run.live.stopwatch.spent()
+        generators = None
+        if state.batch or pending(state.todo):
+            # Those of the state are not installed yet, if the first fetch of a run has failed.
+            generators = state.generators or HostGenerators.capture()
+        # A state that a hook went back to has its own.
+        position = state.position or state.run.live.position_at(state.epoch, state.batch)
+        return changed(state, run=None, generators=generators, position=position)
+
+    def for_copy(self, generation: int) -> Ownership:
+        """Return the ownership of a copy of the state of a generation, whose own begins at 0."""
+        made = Ownership(self.own_metrics, self.seconds, self.notes, self.brought)
         made.compared = self.compared[0] - generation, self.compared[1]
         made.equal_at = self.equal_at
         return made
@@ -270,7 +341,7 @@ def _check_names(state: TrainState, _: object, optimizer: Handle) -> None:
         )
 
 
-def _refuse() -> Ownership[TrainState]:
+def _refuse() -> Ownership:
     """Raise TypeError: a state was not made by ``create``. Copies get the ownership of theirs."""
     raise TypeError(
         "TrainState(...) is for fnloop itself: write TrainState.create(model, optimizer), which "
@@ -278,8 +349,7 @@ def _refuse() -> Ownership[TrainState]:
     )
 
 
-PLACE = ("step", "epoch", "batch", "samples", "skipped")  # the counters of a run, each a number
-COUNTERS = (*PLACE, "seed", "updates")
+_OWN_PARAMETERS = attrs.Factory(lambda state: state._ownership.parameters, takes_self=True)
 
 
 @attrs.frozen(eq=False, repr=False, slots=False)  # without slots, a copy takes half the time
@@ -334,6 +404,10 @@ class TrainState:
             the seed and the counters.
         position: where the training loader is, and how to tell whether it is there again; or None.
 
+    Attributes:
+        PLACE: the names of the counters of a run, each a number.
+        COUNTERS: those, and the names of what else only a run changes.
+
     Example:
         >>> import attrs, torch
         >>> model = torch.nn.Linear(2, 1)
@@ -342,6 +416,9 @@ class TrainState:
         >>> attrs.evolve(state, stop="enough").stop, state.stop
         ('enough', None)
     """
+
+    PLACE: ClassVar[tuple[str, ...]] = ("step", "epoch", "batch", "samples", "skipped")
+    COUNTERS: ClassVar[tuple[str, ...]] = (*PLACE, "seed", "updates")
 
     model: nn.Module
     optimizer: Handle = attrs.field(converter=_handle, validator=_check_names)
@@ -362,7 +439,7 @@ class TrainState:
     noted: Mapping[str, float] = attrs.field(factory=dict)
     generators: HostGenerators | None = None
     extra: Mapping[str, Any] = attrs.field(factory=dict)
-    _ownership: Ownership[TrainState] = attrs.field(factory=_refuse, alias="ownership")
+    _ownership: Ownership = attrs.field(factory=_refuse, alias="ownership")
     _generation: int = 0
     run_id: str = attrs.field(factory=lambda: secrets.token_hex(8))
     saved_on: int | None = None
@@ -370,7 +447,7 @@ class TrainState:
     phases: tuple[Phase, ...] = ()
     ends: str | None = None
     position: Position | None = None
-    _parameters: ParameterCache = attrs.field(factory=ParameterCache)
+    _parameters: ParameterCache = attrs.field(default=_OWN_PARAMETERS)
     _counted: Counted = NONE_YET
 
     @classmethod
@@ -510,7 +587,7 @@ class TrainState:
         optimizers = optimizers_in(self.optimizer).values()
         facts: dict[str, object] = {
             "step": self.step, "epoch": self.epoch, "batch": self.batch,
-            "model": f"{type(self.model).__name__} ({count_parameters(self.model)})",
+            "model": f"{type(self.model).__name__} ({tables.count_parameters(self.model)})",
             "optimizer": ", ".join(_counted(type(each).__name__ for each in optimizers)),
             "seed": self.seed,
         }  # fmt: skip
@@ -523,7 +600,7 @@ class TrainState:
         return facts
 
     def _title(self) -> str:
-        return "TrainState" if owns_handles(self) else "stale TrainState"
+        return "TrainState" if Ownership.belongs_to(self) else "stale TrainState"
 
     def __repr__(self) -> str:
         return tables.record_text(self._title(), self._facts())
@@ -575,7 +652,7 @@ def check_not_stale(state: object, owner: str = "fnloop") -> None:
         )
     if state._ownership.generation == state._generation:
         return
-    if is_half_updated(state):
+    if state._ownership.generation is None:
         raise StaleStateError(
             f"the update of this state (step {state.step}, epoch {state.epoch}) failed half-way: "
             "its weights are between two updates. Go back to a checkpoint, "
@@ -586,49 +663,6 @@ def check_not_stale(state: object, owner: str = "fnloop") -> None:
         "optimizer now belong to a newer state. Use what the last call returned "
         "(state = fit(step, state, ...)), or keep a copy beforehand: before = snapshot(state)."
     )
-
-
-def owns_handles(state: TrainState) -> bool:
-    """Return whether a state owns its model and optimizer."""
-    return state._ownership.generation == state._generation
-
-
-def is_half_updated(state: TrainState) -> bool:
-    """Return whether an update of this model was begun and has not ended: no state owns it."""
-    return state._ownership.generation is None
-
-
-def give_up_ownership(state: TrainState) -> None:
-    """Leave the model without an owner, from before an update changes it until :func:`advance`."""
-    state._ownership.generation = None
-
-
-def advance(
-    state: TrainState, applied: bool, updates: Mapping[str, int] | None = None
-) -> TrainState:
-    """Return the state after an update, which owns the model from now on.
-
-    ``updates`` are those of each of several optimizers, if not all of them have updated.
-    """
-    if updates is None:
-        updates = state.updates and {name: n + applied for name, n in state.updates.items()}
-    generation = state._ownership.generation = state._generation + 1
-    new = state._ownership.newest = changed(
-        state,
-        step=state.step + applied,
-        skipped=state.skipped + (not applied),
-        updates=updates,
-        events=_UPDATED if applied else _NOTHING,
-        generators=None,
-        _generation=generation,
-    )
-    return new
-
-
-def take_ownership(state: TrainState) -> TrainState:
-    """Return a copy of a state, which owns the model from now on."""
-    state._ownership.generation = generation = state._generation + 1
-    return attrs.evolve(state, generation=generation)
 
 
 def went_back(before: TrainState, new: TrainState) -> bool:
@@ -644,7 +678,22 @@ def changed(state: TrainState, **values: Any) -> TrainState:
 
 
 def with_note(state: TrainState, mark: str, value: float | None = 1.0) -> TrainState:
-    """Return the state with a note of this value; with None, without it."""
+    """Return the state with a note of what a hook remembers from boundary to boundary.
+
+    Args:
+        state: the state, which stays as it is.
+        mark: the name of the note in ``state.noted``, which a checkpoint saves.
+        value: its value; None takes the note out.
+
+    Returns:
+        The new state.
+
+    Example:
+        >>> from fnloop.testing import toy
+        >>> state = with_note(toy(), "waits")
+        >>> dict(state.noted), dict(with_note(state, "waits", None).noted)
+        ({'waits': 1.0}, {})
+    """
     if state.noted.get(mark) == value:
         return state
     others = {name: kept for name, kept in state.noted.items() if name != mark}
@@ -672,7 +721,7 @@ def consume(
         if counted is not UNREAD or out.weight.__class__ is not int:
             counted = counted.after(out.weight, metrics, not state.epoch)
         per_model = state.model.metric if isinstance(state.model, Several) else None
-        metrics = add_output_(metrics, out, recent, per_model)
+        metrics = Metrics(metrics).add_(out, recent, per_model)
     state._ownership.newest = None  # only now: a metric may raise
     return changed(
         state,
@@ -690,7 +739,7 @@ def _begun(state: TrainState) -> dict[str, Metric]:
 
 
 def _only_items(state: TrainState) -> dict[str, Metric]:
-    ownership_of(state).own_metrics.add(ITEMS)  # those of each process add up
+    state._ownership.own_metrics.add(ITEMS)  # those of each process add up
     return {ITEMS: items_so_far(state.metrics, _in_first_epoch(state))}
 
 
@@ -779,7 +828,7 @@ def items_of_call(state: TrainState) -> tuple[float, float]:
 def newest(state: TrainState, batches: int, samples: int) -> TrainState:
     """Return the state that an update made of this one, with its batches counted; else this one."""
     made = state._ownership.newest
-    if owns_handles(state) or made is None:
+    if Ownership.belongs_to(state) or made is None:
         return state
     return consume(made, None, batches, samples)
 
@@ -868,17 +917,14 @@ def trains_all(state: TrainState) -> bool:
     return len(found.found) == len(found.trained)
 
 
-def clear_parameter_cache(state: TrainState) -> None:
-    """Make what is made of the parameters again: which of them are trained may have changed."""
-    state._parameters.clear()
-
-
 # --- which optimizers a step updates with, if not with all
 #
 # The step of `using` passes a state inwards that has only those. Around the update it is the whole
-# state, and what acts there asks `used_in`.
+# state, and what acts there asks `with_used`.
 
-RESTED = "rests"  # the slot of the updates in which an optimizer rested, by name: see `rested`
+# The slot of the updates in which an optimizer rested, since the run began or its newest phase, by
+# its name, if it has rested in any.
+RESTED = "rests"
 
 
 @contextlib.contextmanager
@@ -890,19 +936,6 @@ def using_only(state: TrainState, names: tuple[str, ...]) -> Iterator[None]:
         yield
     finally:
         cache.used = before
-
-
-def used_in(state: TrainState) -> tuple[str, ...] | None:
-    """Return the names of the optimizers that the running step updates with; None: all."""
-    return state._parameters.used
-
-
-def rested(state: TrainState) -> Mapping[str, int]:
-    """Return in how many updates optimizers rested since the run began, or its newest phase.
-
-    One that is not there has rested in none.
-    """
-    return state.slots.get(RESTED, {})
 
 
 def with_used(state: TrainState, names: tuple[str, ...] | None = None) -> TrainState:
@@ -938,36 +971,11 @@ def advance_used(whole: TrainState, new: TrainState, applied: bool) -> TrainStat
         optimizer = Optimizers({**optimizer, **new.optimizer})
     counts = {name: n + (applied and name in new.updates) for name, n in whole.updates.items()}
     if applied and (resting := [name for name in counts if name not in new.updates]):
-        before = rested(new)
+        before = new.slots.get(RESTED, {})
         more = {name: before.get(name, 0) + 1 for name in resting}
         new = with_slot(new, RESTED, {**before, **more})
     new = changed(new, optimizer=optimizer, updates=whole.updates, _parameters=whole._parameters)
-    return advance(new, applied, counts)
-
-
-def ownership_of(state: TrainState) -> Ownership[TrainState]:
-    """Return what the states of one model and one optimizer share."""
-    return state._ownership
-
-
-def shapes_of_buffers(module: nn.Module) -> dict[str, torch.Size]:
-    """Return the shapes of the buffers of a module by name."""
-    return {
-        torch_compat.strip_compile_prefix(name): buffer.shape
-        for name, buffer in module.named_buffers(remove_duplicate=False)
-        if not nn.parameter.is_lazy(buffer)
-    }
-
-
-def note_buffers(state: TrainState) -> None:
-    """Note the shapes of buffers before the first run or restore of a state."""
-    if state._ownership.buffers is None:
-        state._ownership.buffers = shapes_of_buffers(unwrap(state))
-
-
-def generation_of(state: TrainState) -> int:
-    """Return a number that every step changes, and every call of :func:`take_ownership`."""
-    return state._generation
+    return Ownership.advance(new, applied, counts)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1056,20 +1064,6 @@ def check_settings(seed: object, backend: object, exact: object) -> None:
         )
 
 
-def count_parameters(model: nn.Module) -> str:
-    """Return how many parameters a model has, and how many are trained unless all are."""
-    params = list(model.parameters())
-    if any(map(nn.parameter.is_lazy, params)):
-        return "parameters of sizes that its first batch decides"
-    size, trained = (
-        sum(p.numel() for p in params),
-        sum(p.numel() for p in params if p.requires_grad),
-    )
-    return tables.format_count(size, "parameter") + (
-        f", {trained:,} trained" if trained < size else ""
-    )
-
-
 # --------------------------------------------------------------------------------------------------
 # Independent copies of a state, and the module inside one.
 
@@ -1105,7 +1099,7 @@ def snapshot(state: TrainState) -> TrainState:
             "a model that is sharded over processes cannot be copied: keep a checkpoint instead, "
             "save(state, path)"
         )
-    return copy_handles(detached_from_run(state), {})
+    return copy_handles(Ownership.leave_run(state), {})
 
 
 def copy_handles(state: TrainState, memo: dict[int, object]) -> TrainState:
@@ -1126,10 +1120,10 @@ def copy_handles(state: TrainState, memo: dict[int, object]) -> TrainState:
         for name, value in vars(one).items():
             if name not in vars(copied) and name != "step":  # torch omits LBFGS's parameters
                 setattr(copied, name, copy.deepcopy(value, memo))
+    ownership = state._ownership.for_copy(state._generation)
     return attrs.evolve(
         state, model=model, optimizer=optimizer, slots=slots, metrics=metrics,
-        ownership=ownership_of(state).for_copy(generation_of(state)), generation=0,
-        parameters=ParameterCache(),
+        ownership=ownership, generation=0, parameters=ownership.parameters,
     )  # fmt: skip
 
 
@@ -1175,20 +1169,6 @@ def without_wrappers(model: nn.Module) -> nn.Module:
             return model
 
 
-def detached_from_run(state: TrainState) -> TrainState:
-    """Return the state as it is outside of its run, with the generators that the run would use."""
-    if state.run is None:
-        return state
-    ownership_of(state).seconds = state.run.live.stopwatch.spent()
-    generators = None
-    if state.batch or pending(state.todo):
-        # Those of the state are not installed yet, if the first fetch of a run has failed.
-        generators = state.generators or HostGenerators.capture()
-    # A state that a hook went back to has its own.
-    position = state.position or state.run.live.position_at(state.epoch, state.batch)
-    return changed(state, run=None, generators=generators, position=position)
-
-
 # --------------------------------------------------------------------------------------------------
 # Copies of a state with other values, and of a model's buffers as they are, to put them back.
 
@@ -1225,7 +1205,7 @@ def with_slots(state: TrainState, slots: Mapping[str, object]) -> TrainState:
 def bring(state: TrainState, parts: Iterable[Part]) -> TrainState:
     """Return the state with what a checkpoint has of these parts. They are saved from here on."""
     for part in parts:
-        ownership_of(state).brought[part.name] = part
+        state._ownership.brought[part.name] = part
         if isinstance(kept := state.slots.get(part.name), Held):
             state = kept.restored_by(part, state)
     return state
@@ -1491,19 +1471,9 @@ def _mark_of(tensor: Tensor) -> object:
 # --------------------------------------------------------------------------------------------------
 # The updates of one call: most steps make one, and others one for each window of a batch.
 
-_CALL = "step/call"  # the slot of state.step after the newest call, and the updates that it made
-
-
-def note_call(state: TrainState, before: int) -> TrainState:
-    """Return the state after a call of the step that may have made several updates.
-
-    Args:
-        state: the state after the last of them.
-        before: ``state.step`` before the first.
-    """
-    made = state.step - before
-    events = state.events | {UPDATE} if made else state.events
-    return attrs.evolve(with_slot(state, _CALL, (state.step, made)), events=events)
+# The slot of ``state.step`` after the newest call, and of how many updates it has made, of a
+# middleware that makes several of a batch.
+_CALL = "step/call"
 
 
 def updates_of_call(state: TrainState) -> int:
@@ -1516,8 +1486,6 @@ def updates_of_call(state: TrainState) -> int:
 # The updates that a run was planned to make and does not, because hooks ended epochs early.
 #
 # They count in its length, as skipped ones do: so a run that is resumed has the same one.
-
-LEFT_OUT = "ends"  # the slot with their number
 
 
 def left_out(state: TrainState) -> int:

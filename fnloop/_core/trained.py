@@ -11,15 +11,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fnloop._backend.torch_compat import strip_compile_prefix
-from fnloop._core.optimizers import UNFROZEN, Group, initial_value, optimizers_in
-from fnloop._core.state import (
-    Ownership,
-    TrainState,
-    clear_parameter_cache,
-    generation_of,
-    ownership_of,
-    unwrap,
-)
+from fnloop._core.optimizers import Group, optimizers_in
+from fnloop._core.settings import UNFROZEN, Setting
+from fnloop._core.state import Ownership, TrainState, unwrap
 
 # A checkpoint has all of it. A script that is started again calls `freeze` and `unfreeze` again on
 # its way to the phase that it continues. That phase then continues with what the checkpoint says.
@@ -89,7 +83,7 @@ class Layout:
             module.training = training
         for one, groups in self.optimizers:
             groups.put_back(one)
-        clear_parameter_cache(state)
+        Ownership.of(state).parameters.clear()
         return with_kept_norms(state, self.kept)
 
 
@@ -133,7 +127,7 @@ def _value(value: object) -> object:
     return [*value] if isinstance(value, list) else None
 
 
-_restored: WeakKeyDictionary[Ownership[TrainState], Layout] = WeakKeyDictionary()
+_restored: WeakKeyDictionary[Ownership, Layout] = WeakKeyDictionary()
 
 
 def note_restored(state: TrainState, whole: bool) -> None:
@@ -143,9 +137,9 @@ def note_restored(state: TrainState, whole: bool) -> None:
         state: the state.
         whole: whether all of it was. Then a phase that continues can have its layout back.
     """
-    ownership_of(state).restored = generation_of(state)
+    Ownership.of(state).restored = Ownership.generation_of(state)
     if whole and state.phases:
-        _restored[ownership_of(state)] = Layout.of(state)
+        _restored[Ownership.of(state)] = Layout.of(state)
 
 
 def put_back_restored(state: TrainState, name: str | None) -> TrainState:
@@ -155,7 +149,7 @@ def put_back_restored(state: TrainState, name: str | None) -> TrainState:
         state: the state that a run begins with.
         name: the name of its phase, or None.
     """
-    layout = _restored.get(owner := ownership_of(state))
+    layout = _restored.get(owner := Ownership.of(state))
     if layout is None:
         return state
     names = [phase.name for phase in state.phases]
@@ -205,5 +199,5 @@ def add_group(optimizer: Optimizer, params: Mapping[str, Tensor]) -> None:
     for key, value in optimizer.defaults.items():
         if isinstance(value, Tensor):  # a schedule may have changed it, in the first group
             shared = [one for one in groups if one.get(key) is value]
-            group[key] = (initial_value(shared[0], key) if shared else value).clone()
+            group[key] = (Setting(shared[0], key).initial if shared else value).clone()
     optimizer.add_param_group({UNFROZEN: True, **group})

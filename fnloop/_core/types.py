@@ -5,18 +5,23 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import logging
 import types
 from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType
 from typing import Any, ClassVar, Literal, ParamSpec, Protocol, Self
 
 import attrs
+import torch
 from torch import Tensor, nn
 
+from fnloop._backend.fsdp import is_sharded
 from fnloop._core.code import is_of_library, names_in, walk
 from fnloop._core.parts import Part, State
 from fnloop._core.saved import Pending, kind_name
 from fnloop._display import checks, tables
+
+log = logging.getLogger("fnloop")
 
 # --------------------------------------------------------------------------------------------------
 # The vocabulary: what a loss function, a step, an output and a metric are.
@@ -301,7 +306,8 @@ class View:
 # --------------------------------------------------------------------------------------------------
 # Middleware: a transform of steps as a record, and the decorator that makes one.
 
-Report = Callable[[str | None, Mapping[str, float]], Mapping[str, float]]
+# Its numbers are a copy: it may add those that it computes.
+Report = Callable[[str | None, dict[str, float]], Mapping[str, float]]
 
 # The functions of a middleware that are not a ring: what each is, and how many arguments it takes.
 _PARTS = {
@@ -455,7 +461,7 @@ class Middleware:
     def __attrs_post_init__(self) -> None:
         checks.text("Middleware", "name", self.name, "the name of its slot, used in errors too")
         owner = f"Middleware({self.name!r})"
-        for ring, wrap in wraps_of(self).items():
+        for ring, wrap in self.wraps.items():
             checks.function(owner, ring, wrap, "a function step -> step, or None", 1, also=type)
         parts = attrs.asdict(self, recurse=False)
         for part, (meaning, arguments) in _PARTS.items():
@@ -483,6 +489,18 @@ class Middleware:
         if self.total is not None:
             checks.integer(owner, "total", self.total, "the samples of one update, or None")
 
+    @property
+    def is_ours(self) -> bool:
+        """Whether it comes with fnloop."""
+        return self.call is not None and (self.call.factory.__module__ or "").startswith("fnloop.")
+
+    @property
+    def wraps(self) -> dict[str, Wrap]:
+        """What it does in each ring that it acts in, by the name of the ring."""
+        rings = attrs.filters.include(*RINGS, EVALUATION)
+        found = attrs.asdict(self, recurse=False, filter=rings)
+        return {ring: wrap for ring, wrap in found.items() if wrap is not None}
+
     def _fields(self) -> dict[str, Any]:
         return attrs.asdict(self, recurse=False, filter=attrs.filters.exclude("call"))
 
@@ -509,18 +527,6 @@ class Middleware:
 
 def _remake(fields: Mapping[str, Any]) -> Middleware:
     return Middleware(**fields)
-
-
-def is_ours(member: Middleware) -> bool:
-    """Return whether a middleware comes with fnloop."""
-    return member.call is not None and (member.call.factory.__module__ or "").startswith("fnloop.")
-
-
-def wraps_of(member: Middleware) -> dict[str, Wrap]:
-    """Return what a middleware does in each ring that it acts in, by the name of the ring."""
-    rings = attrs.filters.include(*RINGS, EVALUATION)
-    found = attrs.asdict(member, recurse=False, filter=rings)
-    return {ring: wrap for ring, wrap in found.items() if wrap is not None}
 
 
 class Searching:
@@ -713,6 +719,10 @@ class Call:
         keywords = (f"{name}={name_of(value)}" for name, value in self.kwargs.items())
         return f"{name_of(self.factory)}({', '.join([*map(name_of, self.args), *keywords])})"
 
+    def takes(self, argument: str) -> bool:
+        """Return whether the function has an argument of this name."""
+        return argument in inspect.signature(self.factory).parameters
+
     def __call__(self) -> object:
         """Make the call again, and return what it returns."""
         return self.factory(*self.args, **self.kwargs)
@@ -724,6 +734,8 @@ checks.hide_fields(Middleware)
 # --------------------------------------------------------------------------------------------------
 # What a loss function returns to leave a batch out.
 
+MOST_REASONS = 20  # that are logged
+
 
 @attrs.frozen
 class Skip:
@@ -734,6 +746,27 @@ class Skip:
     """
 
     reason: str
+
+    def output(self, state: State, name: str, said: set[str]) -> Output:
+        """Return the output for the batch.
+
+        Args:
+            state: the state.
+            name: the name of the function that leaves it out.
+            said: the reasons that were logged before.
+        """
+        if is_sharded(state.model):
+            raise NotImplementedError(
+                f"{name} returned {self!r}, but under fully_shard every process takes part in "
+                'every forward and backward: compute the loss, and return loss, {"weight": 0}'
+            )
+        if self.reason not in said and len(said) < MOST_REASONS:
+            said.add(self.reason)
+            log.warning("%s leaves a batch out: %s (logged once)", name, self.reason)
+        first = next((p for p in state.model.parameters() if p.is_floating_point()), None)
+        dtype = torch.float32 if first is None else torch.promote_types(first.dtype, torch.float32)
+        loss = torch.zeros((), dtype=dtype, device=state.backend.device)
+        return Output(loss, 0, {}, {}, self.reason)
 
 
 def skip(reason: str) -> Skip:

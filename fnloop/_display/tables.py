@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Generic, TextIO, TypeVar
 
 import attrs
+import torch
 from tqdm.utils import disp_len
 
 from fnloop._display.checks import join_names
@@ -49,6 +50,18 @@ def format_number(value: float) -> str:
 def format_count(n: int, noun: str) -> str:
     """Format a count: ``1 record``, ``2 records``."""
     return f"{n:,} {noun}{'s' * (n != 1)}"
+
+
+def count_parameters(model: torch.nn.Module) -> str:
+    """Return how many parameters a model has, and how many are trained unless all are."""
+    params = list(model.parameters())
+    if any(map(torch.nn.parameter.is_lazy, params)):
+        return "parameters of sizes that its first batch decides"
+    size, trained = (
+        sum(p.numel() for p in params),
+        sum(p.numel() for p in params if p.requires_grad),
+    )
+    return format_count(size, "parameter") + (f", {trained:,} trained" if trained < size else "")
 
 
 def format_bytes(n: int) -> str:
@@ -255,7 +268,7 @@ class Table(Generic[R]):
         columns, gone, fitted = [], [], []
         for column in self.columns:
             texts = (column.title, *map(column.cell, self.rows))
-            columns.append(attrs.evolve(column, width=max(column.width, *map(disp_len, texts))))
+            columns.append(attrs.evolve(column, width=max(column.width, *map(_length, texts))))
         while len(columns) > 2 and attrs.evolve(self, columns=columns).width > width:
             worst = max(columns, key=lambda column: column.rank)
             if worst.rank[0] == 0:
@@ -334,6 +347,11 @@ class Table(Generic[R]):
         if disp_len(line) <= width or not last.left or indent > width // 2:
             return [line]
         return wrap(line, width, " " * indent)
+
+
+def _length(text: str) -> int:
+    """Return how many characters wide a text is. Most need no table of Unicode for that."""
+    return len(text) if text.isascii() and text.isprintable() else disp_len(text)
 
 
 def _groups(columns: Sequence[Column[R]]) -> list[list[Column[R]]]:

@@ -16,28 +16,19 @@ import attrs
 import torch
 from torch import Tensor
 
-from fnloop._core.history import unfinished
-from fnloop._core.metrics import RECENT, Mean, NoLoss, combine, update_evaluated_
+from fnloop._core.history import Phase
+from fnloop._core.metrics import Mean
 from fnloop._core.optimizers import first_shared
 from fnloop._core.runs import RunInfo
-from fnloop._core.state import (
-    Ownership,
-    ParameterCache,
-    TrainState,
-    advance,
-    give_up_ownership,
-    ownership_of,
-    owns_handles,
-)
-from fnloop._core.types import Middleware, Output, Step, is_ours
+from fnloop._core.state import TrainState
+from fnloop._core.types import Middleware, Output, Step
 from fnloop._data.source import LateWindow
-from fnloop._step.gradients import NoGradientError
-from fnloop._step.pipeline import Pipeline, PipelineStep
-from fnloop._step.update import Numbers, prefixed
+from fnloop._step.pipeline import PipelineStep
 from fnloop.extend import (
     Batch,
     Call,
-    Metric,
+    Metrics,
+    Ownership,
     all_parameters,
     check_not_stale,
     checks,
@@ -148,21 +139,23 @@ def alternate(
     }
     typed = {name: value for name, value in given.items() if value is not None}
     made = Call(alternate, (dict(steps),), typed)
-    return AlternateStep(Pipeline(()), Settings.of(checked, turns, rules, evaluated, made))
+    return AlternateStep((), Settings.of(checked, turns, rules, evaluated, made))
 
 
 class AlternateStep(PipelineStep):
     """Steps in turn. See :func:`alternate`.
 
     Args:
-        pipeline: the middleware around all turns of a round.
+        listed: the middleware around all turns of a round.
         settings: the steps, and their order.
     """
 
-    def __init__(self, pipeline: Pipeline, settings: Settings) -> None:
+    has_all_rings = False
+
+    def __init__(self, listed: Sequence[Middleware], settings: Settings) -> None:
         self.settings, self._turns = settings, Turns(settings.run_of)
         self._round = functools.partial(self._take_turns)
-        super().__init__(pipeline)
+        super().__init__(listed)
         self.window, self.fetches_late = settings.window, settings.late
         inner = [
             _of_turn(member, name)
@@ -172,16 +165,15 @@ class AlternateStep(PipelineStep):
         ]
         self._reporting = (*inner, *self._reporting)
 
-    def inside(self, pipeline: Pipeline) -> AlternateStep:
+    def inside(self, listed: tuple[Middleware, ...]) -> AlternateStep:
         """Return the same step with middleware around its rounds.
 
         Raises:
             ValueError: it would ignore one of them.
         """
-        self._check_around(pipeline.middleware, _OF_STEPS)
-        check_with_turns(pipeline.middleware, self.settings.steps)
-        listed = (*self.pipeline.middleware, *pipeline.middleware)
-        return AlternateStep(Pipeline(listed), self.settings)
+        self._check_around(listed, _OF_STEPS)
+        check_with_turns(listed, self.settings.steps)
+        return AlternateStep((*self.pipeline.middleware, *listed), self.settings)
 
     def _explain(self, member: Middleware, acts: str, ignored: Sequence[str]) -> str:
         names, hint = checks.join_names([*self.settings.steps]), ""
@@ -192,6 +184,10 @@ class AlternateStep(PipelineStep):
             f"update: list it in their pipelines, {{{next(iter(self.settings.steps))!r}: "
             f"pipeline({member!r})(...), ...}}{hint}"
         )
+
+    @property
+    def functions(self) -> tuple[object, ...]:
+        return ()
 
     @property
     def evaluates(self) -> str:
@@ -218,17 +214,18 @@ class AlternateStep(PipelineStep):
                 part = window[turn.batches]
             except BaseException:  # of a batch that is fetched now
                 if done.applied:
-                    give_up_ownership(state)  # the weights are between two rounds
+                    Ownership.give_up(state)  # the weights are between two rounds
                 raise
             if part:
                 step = steps[turn.name]
                 given = part[0] if step.window == 1 else part
                 state = self._turns.take(turn, step.train, state, given, done)
-        return advance(state, done.applied, state.updates), done.output()
+        return Ownership.advance(state, done.applied, state.updates), done.output()
 
     def _passed(self, state: TrainState, counts: bool) -> TrainState:
         made = Counter(turn.name for turn in self.settings.turns if counts)
-        return advance(state, counts, {name: n + made[name] for name, n in state.updates.items()})
+        updates = {name: n + made[name] for name, n in state.updates.items()}
+        return Ownership.advance(state, counts, updates)
 
     def _window(self, batch: Batch) -> Sequence[Batch] | LateWindow:
         """Return the batches of a round."""
@@ -355,14 +352,11 @@ class AlternateStep(PipelineStep):
         layer = self.settings.steps[name].layer_of(error, "")
         return f"{name}, {layer}" if layer else name
 
-    def explain(self, error: BaseException) -> None:
-        super().explain(error)
+    def explain(self, error: BaseException, of_gradient: str = "") -> None:
+        super().explain(error, of_gradient)
         if (name := turn_of(error)) is not None:
-            self.settings.steps[name].explain(error)
-            if isinstance(error, NoGradientError) and not error.switched_off:
-                error.add_note(
-                    f"in the turn of {name} only the parameters of its optimizer need gradients"
-                )
+            note = f"in the turn of {name} only the parameters of its optimizer need gradients"
+            self.settings.steps[name].explain(error, note)
 
     # --- how it shows
 
@@ -386,7 +380,7 @@ class AlternateStep(PipelineStep):
 
     def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
         if self.pipeline.middleware:
-            return self.pipeline, (AlternateStep(Pipeline(()), self.settings),)
+            return self.pipeline, (AlternateStep((), self.settings),)
         return self.settings.call, ()
 
 
@@ -401,7 +395,7 @@ def _check_steps(steps: object) -> Mapping[str, PipelineStep]:
         )
     for name, step in steps.items():
         checks.text("alternate", "steps", name, "names of optimizers")
-        if "/" in name or f"{name}/" == RECENT:
+        if "/" in name or f"{name}/" == Metrics.RECENT:
             raise ValueError(
                 f'alternate expects names without "/", and none of them "recent"; got {name!r}'
             )
@@ -441,7 +435,7 @@ def _check_in_turn(name: str, step: PipelineStep) -> None:
             why = 'goes back with the whole model: write then="skip" or then="stop"'
         elif member.uses:
             why = "names optimizers, and a turn has only its own: leave it out"
-        elif member.view or (member.update and is_ours(member)):
+        elif member.view or (member.update and member.is_ours):
             why = "averages the whole model: list it around all turns, "
             why += f"pipeline({member!r})(alternate(...))"
         else:
@@ -669,8 +663,7 @@ class _Handles:
     """What the states of one optimizer's turns share, for as long as the run's states live."""
 
     def __init__(self) -> None:
-        self.ownership: Ownership[TrainState] = Ownership()
-        self.parameters = ParameterCache()
+        self.ownership: Ownership = Ownership()
         self.run: tuple[RunInfo | None, RunInfo | None] = (None, None)  # the run's, and their own
 
 
@@ -684,9 +677,7 @@ class Turns:
 
     def __init__(self, run_of: Callable[[RunInfo, str, int], RunInfo]) -> None:
         self._run_of = run_of
-        self._handles: WeakKeyDictionary[Ownership[TrainState], dict[str, _Handles]] = (
-            WeakKeyDictionary()
-        )
+        self._handles: WeakKeyDictionary[Ownership, dict[str, _Handles]] = WeakKeyDictionary()
 
     def state_of(self, state: TrainState, name: str, position: int = 0) -> TrainState:
         """Return a state of the same model whose only optimizer is that of a name.
@@ -694,10 +685,10 @@ class Turns:
         It has the slots of that name, and its step is the number of updates of that optimizer. With
         several processes each turn draws other numbers, because of its seed.
         """
-        found = self._handles.setdefault(ownership_of(state), {})
+        found = self._handles.setdefault(Ownership.of(state), {})
         handles = found.get(name) or found.setdefault(name, _Handles())
         if state.run is not handles.run[0]:
-            first = unfinished(state.phases).updates.get(name, 0)
+            first = Phase.running(state.phases).updates.get(name, 0)
             own = None if state.run is None else self._run_of(state.run, name, first)
             handles.run = state.run, own
         prefix = f"{name}/"
@@ -711,7 +702,7 @@ class Turns:
             slots=slots, run=handles.run[1],
             seed=fold_in(state.seed, position) if position else state.seed,
             ownership=handles.ownership, generation=handles.ownership.generation,
-            parameters=handles.parameters,
+            parameters=handles.ownership.parameters,
         )  # fmt: skip
 
     def with_slots(self, state: TrainState, name: str, own: TrainState) -> TrainState:
@@ -740,13 +731,13 @@ class Turns:
         try:
             new, out = call(name, step, own, batch)
         except BaseException:
-            if done.applied or not owns_handles(own):
-                give_up_ownership(state)  # the weights are between two rounds
+            if done.applied or not Ownership.belongs_to(own):
+                Ownership.give_up(state)  # the weights are between two rounds
             raise
         finally:
             for p in resting:
                 p.requires_grad_(True)
-        ownership_of(own).newest = None
+        Ownership.of(own).newest = None
         done.add(name, out)
         updates = {**state.updates, name: state.updates[name] + (out.skip is None)}
         slots = _merged(state, name, new)
@@ -766,33 +757,33 @@ def _of_turn(member: Middleware, name: str) -> Middleware:
     given = member.report
     assert given is not None
 
-    def report(loader: str | None, numbers: Mapping[str, float]) -> Mapping[str, float]:
+    def report(loader: str | None, numbers: dict[str, float]) -> Mapping[str, float]:
         __tracebackhide__ = True
-        more: object = given(loader, _OfTurn(loader, numbers, name))
+        more: object = given(loader, _OfTurn(numbers, name))
         if isinstance(more, Mapping):
-            return {prefixed(name, key): value for key, value in more.items()}
+            return {PipelineStep.prefixed(name, key): value for key, value in more.items()}
         return more  # type: ignore[return-value]  # which is checked
 
     return attrs.evolve(member, report=report)
 
 
-class _OfTurn(Numbers):
+class _OfTurn(dict[str, float]):
     """The numbers of a turn, without its name. Those that it lacks are looked up among all.
 
     Args:
-        loader: the name of the loader, or None.
-        numbers: all numbers of the loader.
+        numbers: all numbers of a loader.
         name: the name of the turn.
     """
 
-    def __init__(self, loader: str | None, numbers: Mapping[str, float], name: str) -> None:
+    def __init__(self, numbers: Mapping[str, float], name: str) -> None:
         prefix = f"{name}/"
-        own = {k.removeprefix(prefix): v for k, v in numbers.items() if k.startswith(prefix)}
-        super().__init__(loader, own)
+        super().__init__(
+            {k.removeprefix(prefix): v for k, v in numbers.items() if k.startswith(prefix)}
+        )
         self._all, self._name = numbers, name
 
     def __missing__(self, key: str) -> float:
-        return self._all[prefixed(self._name, key)]
+        return self._all[PipelineStep.prefixed(self._name, key)]
 
 
 # --- the outputs of turns
@@ -802,9 +793,9 @@ class Round:
     """The turns that were taken of one round, and their outputs."""
 
     def __init__(self) -> None:
-        self._losses: dict[str, Mean | NoLoss] = {}
+        self._losses: dict[str, Metrics] = {}
+        self._metrics = Metrics()
         self._weight: float | Tensor = 0  # of the newest turn
-        self._metrics: dict[str, Metric] = {}
         self._aux: dict[str, Mapping[str, object]] = {}
         self._skipped: Output | None = None
 
@@ -819,21 +810,21 @@ class Round:
         if out.skip is not None:
             self._skipped = out
             return
-        self._losses[name] = update_evaluated_(self._losses.get(name), out.loss, out.weight)
+        self._losses.setdefault(name, Metrics()).add_(Output(out.loss, out.weight))
         self._weight = out.weight
         self._aux[name] = out.aux
-        if out.metrics:
-            named = {prefixed(name, key): metric for key, metric in out.metrics.items()}
-            self._metrics = combine(self._metrics, named)
+        named = {PipelineStep.prefixed(name, key): metric for key, metric in out.metrics.items()}
+        self._metrics = self._metrics.combined(named)
 
     def output(self) -> Output:
         """Return the mean loss over the items of all turns, and the metrics of each name."""
         if not self._losses:
             assert self._skipped is not None, "no turn was taken"
             return attrs.evolve(self._skipped, loss=self._skipped.loss.detach())
-        metrics = {f"{name}/loss": loss for name, loss in self._losses.items()} | self._metrics
-        losses = [loss for loss in self._losses.values() if isinstance(loss, Mean)]
-        if len(losses) < len(self._losses):  # in an evaluation
+        found = {f"{name}/loss": of["loss"] for name, of in self._losses.items()}
+        metrics = {**found, **self._metrics}
+        losses = [loss for loss in found.values() if isinstance(loss, Mean)]
+        if len(losses) < len(found):  # in an evaluation
             return Output(cast(Tensor, None), self._weight, self._aux, metrics)
         first, *others = losses
         total, weight = first.total, first.weight

@@ -10,12 +10,10 @@ import attrs
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-from fnloop._backend.torch_compat import buffers_of, strip_compile_prefix
 from fnloop._core.averages import check_not_averaged
-from fnloop._core.optimizers import BEFORE, SCHEDULED, SET, UNFROZEN, Group
-from fnloop._core.state import TrainState, take_ownership, unwrap
+from fnloop._core.state import TrainState, unwrap
 from fnloop._core.trained import Layout, add_group, split_group
-from fnloop.extend import Chosen, check_not_stale, checks
+from fnloop.extend import Chosen, Ownership, Setting, check_not_stale, checks, torch_compat
 from fnloop.extend import groups as groups_of
 from fnloop.extend import optimizers as optimizers_of
 
@@ -76,7 +74,7 @@ def freeze(state: TrainState, *selectors: Selector, statistics: str = "kept") ->
     for p in found[0].values():
         p.requires_grad_(False)
         p.grad = None
-    return take_ownership(_with_modes(state, found, keep=statistics == "kept"))
+    return Ownership.take(_with_modes(state, found, keep=statistics == "kept"))
 
 
 def unfreeze(
@@ -151,7 +149,7 @@ def unfreeze(
     except BaseException:
         before.put_back(state)
         raise
-    return take_ownership(_with_modes(state, found, keep=None))
+    return Ownership.take(_with_modes(state, found, keep=None))
 
 
 # --- selectors
@@ -242,7 +240,9 @@ def _with_modes(state: TrainState, found: Found, keep: bool | None) -> TrainStat
         keep: whether frozen norm layers keep their statistics; None leaves them as they are.
     """
     model = unwrap(state)
-    modules = {strip_compile_prefix(name): module for name, module in model.named_modules()}
+    modules = {
+        torch_compat.strip_compile_prefix(name): module for name, module in model.named_modules()
+    }
     parameters, whole = found
     touched = {id(p) for p in parameters.values()}
     kept = dict.fromkeys(Layout.of(state).kept)
@@ -268,7 +268,7 @@ def _with_modes(state: TrainState, found: Found, keep: bool | None) -> TrainStat
 
 def _has_statistics(module: nn.Module) -> bool:
     """Return whether a module has running statistics, as BatchNorm does."""
-    own = buffers_of(module)
+    own = torch_compat.buffers_of(module)
     return own.get("running_mean") is not None or own.get("running_var") is not None
 
 
@@ -306,13 +306,8 @@ def _has_any(optimizer: Optimizer, chosen: set[int]) -> bool:
 
 def _check_settings(optimizer: Optimizer, given: Mapping[str, object]) -> None:
     """Raise if these are no settings of a group of an optimizer."""
-    held = {key for group in optimizer.param_groups for key in group}
-    known = [
-        key
-        for key in {**optimizer.defaults, **dict.fromkeys(sorted(held)), "name": None}
-        if key not in ("params", "param_names", UNFROZEN)
-        and not key.startswith(("initial_", SCHEDULED))
-    ]
+    held = sorted({key for group in optimizer.param_groups for key in Setting.names(group)})
+    known = [*dict.fromkeys([*optimizer.defaults, *held, "name"])]
     for key, value in given.items():
         if key not in known:
             raise TypeError(
@@ -364,7 +359,7 @@ def _set_apart(optimizer: Optimizer, chosen: set[int], given: Mapping[str, objec
         if len(ours) < len(params):
             group = split_group(optimizer, group, ours)
         for key, value in given.items():
-            _set_initial_value(group, key, value)
+            Setting(group, key).begin_at(value)
 
 
 def _add(
@@ -373,20 +368,4 @@ def _add(
     """Add parameters to an optimizer as a new group."""
     add_group(optimizer, params)
     for key, value in given.items():
-        _set_initial_value(optimizer.param_groups[-1], key, value)
-
-
-def _set_initial_value(group: Group, key: str, value: object) -> None:
-    """Set a number of a group; for one that a schedule has set, what the schedule multiplies."""
-    scheduled = SCHEDULED + key in group or key + SET in group
-    marks = (f"initial_{key}", key + BEFORE)
-    for name in (key, *(mark for mark in (*marks, f"{SCHEDULED}initial_{key}") if mark in group)):
-        held = group.get(name)
-        if isinstance(held, Tensor) and isinstance(value, int | float | Tensor):
-            held.fill_(value)
-        else:
-            group[name] = value.clone() if isinstance(value, Tensor) else value
-    if scheduled:
-        for mark in (SCHEDULED + key, key + SET):
-            if mark in group:
-                group[mark] = group[key]
+        Setting(optimizer.param_groups[-1], key).begin_at(value)

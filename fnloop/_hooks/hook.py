@@ -25,15 +25,14 @@ from fnloop._core.history import (
     Monitored,
     check_monitored,
     keys_of,
-    new_records,
 )
 from fnloop._core.parts import Part
 from fnloop._core.records import Record
-from fnloop._core.runs import RAN, WAITS, RunInfo, now
+from fnloop._core.runs import RAN, RunInfo, pending
 from fnloop._core.state import (
+    Ownership,
     TrainState,
     changed,
-    generation_of,
     items_of_call,
     updates_of_call,
     watch_of,
@@ -214,25 +213,49 @@ class Hook:
             1 0.0
             2 -1.0
         """
-        found = new_records(state.history, self._seen)
+        found = state.history.since(self._seen)
         object.__setattr__(self, "_seen", state.history)  # a hook may be a frozen record
         return tuple(found)
 
 
 class BuiltIn(Hook):
-    """What a hook of the library may do besides: those that save, stop, or wrap another hook.
+    """A hook with what those of the library have besides: it saves, stops, or knows the others.
+
+    Its arguments are checked. Each method does nothing by default. What it notes, by :meth:`note`,
+    a run that is cut at this boundary has again, where the hook would decide anew.
 
     Attributes:
         saves: the parts of a state that it saves, which are tried beforehand.
         ends_run_on_usr1: whether SIGUSR1 stops the run, and does not only save it.
         ranks: the metric whose best it keeps; None: it keeps no best.
         is_of_one_run: whether it writes what belongs to one run, at a place that others cannot use.
+
+    Raises:
+        TypeError: it is given an argument that it does not take.
+
+    Example:
+        >>> import fnloop as fl, torch
+        >>> from fnloop.testing import toy, toy_loss
+        >>> class Counts(BuiltIn):
+        ...     calls = others = 0
+        ...     def __call__(self, state):
+        ...         self.calls += 1
+        ...         return state
+        ...     def poll(self, state):
+        ...         self.others += 1
+        ...         return state
+        >>> counts = Counts()
+        >>> hooks, batches = (fl.every(steps=3)(counts),), [torch.ones(1)] * 7
+        >>> state = fl.fit(fl.pipeline()(toy_loss), toy(), batches, hooks=hooks)
+        >>> counts.calls, counts.others
+        (2, 5)
     """
 
     saves: tuple[str, ...] = ()
     is_of_one_run: bool = False
     ends_run_on_usr1: bool = False
     ranks: Monitored | None = None
+    _number: int | None = None  # among the hooks of its run, and those inside them
 
     def __new__(cls, *given: object, **settings: object) -> Self:
         """Return a hook. Raise for arguments that it does not take."""
@@ -253,10 +276,22 @@ class BuiltIn(Hook):
         """Return the number of the hook of a run that is this one, or has it inside."""
         return next(n for n, each in enumerate(hooks) if any(la is self for la in layers(each)))
 
-    def notes_in(self, hooks: Iterable[Hook]) -> tuple[str, str]:
-        """Return the names of its notes in ``state.noted``: that it ran, and that it waits."""
-        number = next(n for n, layer in enumerate(every_layer(hooks)) if layer is self)
-        return f"{RAN} {number}", f"{WAITS} {number}"
+    def note(self, state: TrainState, mark: str, value: float | None = 1.0) -> TrainState:
+        """Return the state with a note of this hook; with None, without it.
+
+        In a run only. One whose mark begins with "ran" is taken back after the boundary.
+        """
+        known = self._number is not None
+        return with_note(state, f"{mark} {self._number}", value) if known else state
+
+    @staticmethod
+    def is_amid(state: TrainState) -> bool:
+        """Return whether a boundary is not over: records are to be made, or hooks to be called."""
+        return bool(pending(state.todo))
+
+    def has_noted(self, state: TrainState, mark: str) -> bool:
+        """Return whether the state has a note of this hook."""
+        return f"{mark} {self._number}" in state.noted
 
     def check_beside(self, hooks: Sequence[Hook]) -> None:
         """Raise if it cannot work beside the hooks of a run, of which it is one, in their order."""
@@ -294,7 +329,6 @@ class BuiltIn(Hook):
         return state
 
 
-_PLAIN = BuiltIn()
 # What hooks of users could define, and what to write instead.
 _GONE = {
     "wants_outputs": "leave it out, because a hook that defines receive is asked by collects",
@@ -357,18 +391,53 @@ def as_hook(given: HookFn) -> Hook:
 
 
 class Wrapper(BuiltIn):
-    """A hook around another one, ``hook``: it decides whether, and where, that is called."""
+    """A hook around another one, ``hook``: it decides whether, and where, that is called.
+
+    The members of the hook inside are those of this one, if it does not define its own.
+
+    Attributes:
+        hook: the hook inside.
+
+    Example:
+        >>> import fnloop as fl, torch
+        >>> from fnloop.testing import toy, toy_loss
+        >>> class Twice(Wrapper):
+        ...     def __init__(self, hook):
+        ...         self.take(hook, "Twice")
+        ...     def __call__(self, state):
+        ...         return self.call(self.call(state))
+        >>> def show(state):
+        ...     print(state.step)
+        ...     return state
+        >>> hooks = (fl.every(steps=2)(Twice(show)),)
+        >>> state = fl.fit(fl.pipeline()(toy_loss), toy(), [torch.ones(1)] * 3, hooks=hooks)
+        2
+        2
+    """
 
     hook: Hook
 
-    def take(self, given: HookFn, owner: str) -> None:
-        """Check what was given as the hook, and keep it."""
+    def take(self, given: Hook | Callable[[TrainState], TrainState], owner: str) -> None:
+        """Check what was given as the hook, and keep it.
+
+        Args:
+            given: the hook.
+            owner: what it was given to, for messages.
+
+        Raises:
+            TypeError: it is not a hook.
+        """
         object.__setattr__(self, "hook", check_hook(given, owner))
+
+    @property
+    def inside(self) -> list[Hook]:
+        """The hooks inside, the outermost first."""
+        return [*layers(self.hook)]
 
     @property
     def innermost(self) -> Hook:
         """The hook inside all wrappers."""
-        return unwrap_hook(self)
+        return self.inside[-1]
 
     def call(self, state: TrainState) -> TrainState:
         """Call the hook. Warn once if it is the user's, and moves buffers that training moves."""
@@ -397,7 +466,7 @@ class Wrapper(BuiltIn):
 
     def poll(self, state: TrainState) -> TrainState:
         """Pass a boundary at which the hook itself is not called."""
-        return self.around(_as_built_in(self.hook).poll, state)
+        return self.around(self.hook.poll, state) if isinstance(self.hook, BuiltIn) else state
 
     def flush(self, state: TrainState) -> TrainState:
         """Finish pending work."""
@@ -405,11 +474,15 @@ class Wrapper(BuiltIn):
 
     def settle(self, state: TrainState) -> TrainState:
         """Tidy up after a run that has already reached its end."""
-        return self.around(_as_built_in(self.hook).settle, state)
+        return self.around(self.hook.settle, state) if isinstance(self.hook, BuiltIn) else state
 
 
-def _as_built_in(hook: Hook) -> BuiltIn:
-    return hook if isinstance(hook, BuiltIn) else _PLAIN
+def check_beside(hooks: Sequence[Hook]) -> None:
+    """Raise if a hook of a run cannot work beside the others. Each learns its number."""
+    for number, layer in enumerate(every_layer(hooks)):
+        if isinstance(layer, BuiltIn):
+            object.__setattr__(layer, "_number", number)
+            layer.check_beside(hooks)
 
 
 def defines(hook: Hook, name: str) -> bool:
@@ -460,7 +533,7 @@ def _is_same(state: TrainState, new: object) -> bool:
     """Return whether a state has the weights of another one, and nothing else was restored."""
     if not isinstance(new, TrainState) or new.model is not state.model:
         return False
-    return generation_of(new) == generation_of(state)
+    return Ownership.generation_of(new) == Ownership.generation_of(state)
 
 
 def every_layer(hooks: Iterable[Hook]) -> list[Hook]:
@@ -525,6 +598,15 @@ class Clock:
         last: by the clock of the run; None before the first boundary.
         mark: the name of its note.
         zero: what the clock of the run shows at second 0 of all of the run.
+
+    Example:
+        >>> from fnloop.testing import toy
+        >>> class hourly(Moment):
+        ...     clocks = (Clock(),)
+        ...     def due(self, state):
+        ...         return self.clocks[0].has_passed(3600, state)
+        >>> hourly().due(toy())
+        False
     """
 
     last: float | None = None
@@ -540,8 +622,9 @@ class Clock:
         """Learn how long the hook has taken. Return the state with what it knows."""
         return state
 
-    def has_passed(self, seconds: float, now: float) -> bool:
+    def has_passed(self, seconds: float, state: TrainState) -> bool:
         """Return whether a number of seconds has passed since it was last due. If so, it is now."""
+        now = (state.run or RunInfo()).live.clock()
         if self.last is None:
             self.last = now
         if now - self.last < seconds:
@@ -550,16 +633,20 @@ class Clock:
         return True
 
     def begin(self, state: TrainState, mark: str, zero: float) -> None:
-        """Continue from the note in a state."""
+        """Continue from the notes in a state."""
         self.mark, self.zero = mark, zero
         if mark in state.noted:
             self.last = state.noted[mark] + zero
 
+    def notes(self) -> dict[str, float]:
+        """Return what to note, by the ends of names."""
+        return {} if self.last is None else {"": self.last - self.zero}
+
     def noted(self, state: TrainState) -> TrainState:
-        """Return the state with the note."""
-        if self.last is None or not self.mark:
-            return state
-        return with_note(state, self.mark, self.last - self.zero)
+        """Return the state with the notes."""
+        for end, value in self.notes().items() if self.mark else ():
+            state = with_note(state, self.mark + end, value)
+        return state
 
 
 class Moment(ABC):
@@ -753,7 +840,6 @@ class ConditionalHook(Wrapper):
 
     trigger: Moment
     hook: Hook
-    _mark: list[str] = attrs.field(factory=list, init=False, eq=False)  # its note, in a run
 
     @property
     def moments(self) -> tuple[Moment, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -786,23 +872,37 @@ class ConditionalHook(Wrapper):
             if RECORD in state.events:
                 self.check_metrics(state)  # although the hook is not called
             return self.poll(state)
-        if END in self.trigger.outside and self._mark:
-            if END in state.events and self._mark[0] in state.noted:
+        if END in self.trigger.outside:
+            if END in state.events and self.has_noted(state, RAN):
                 return state  # it ran at this boundary already, before a hook stopped the run
-            state = with_note(state, self._mark[0])
+            state = self.note(state, RAN)
         began = time.monotonic()
         state = self.call(state)
         for clock in self.trigger.clocks:
             state = clock.took(state, time.monotonic() - began)
         return state
 
-    def check_beside(self, hooks: Sequence[Hook]) -> None:
-        """Find its place among the hooks of a run."""
-        self._mark[:] = self.notes_in(hooks)[:1]
+
+class _Outside(Moment):
+    """The moment of an event at which there is no update."""
+
+    _event = ""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+    @property
+    def outside(self) -> frozenset[str]:
+        """The events at which this may be due besides those of an update."""
+        return frozenset({self._event})
+
+    def due(self, state: TrainState) -> bool:
+        """Return whether this boundary is one of the event."""
+        return self._event in state.events
 
 
 @attrs.frozen(repr=False)
-class at_start(Moment):
+class at_start(_Outside):
     """The moment before the first update of a state at step 0: ``at_start()(hook)``.
 
     With ``evaluate_every=at_start() | every(epochs=1)`` the untrained model is evaluated too, in a
@@ -822,21 +922,11 @@ class at_start(Moment):
         (0.0, -2.0)
     """
 
-    def __repr__(self) -> str:
-        return "at_start()"
-
-    @property
-    def outside(self) -> frozenset[str]:
-        """The events at which this may be due besides those of an update."""
-        return frozenset({START})
-
-    def due(self, state: TrainState) -> bool:
-        """Return whether no update was applied yet."""
-        return START in state.events
+    _event = START
 
 
 @attrs.frozen(repr=False)
-class at_end(Moment):
+class at_end(_Outside):
     """The moment at which a run ends: ``at_end()(hook)``.
 
     That is at its target, or after a hook has stopped it. An interruption, a signal or an exception
@@ -857,17 +947,7 @@ class at_end(Moment):
         3
     """
 
-    def __repr__(self) -> str:
-        return "at_end()"
-
-    @property
-    def outside(self) -> frozenset[str]:
-        """The events at which this may be due besides those of an update."""
-        return frozenset({END})
-
-    def due(self, state: TrainState) -> bool:
-        """Return whether the run ends at this boundary."""
-        return END in state.events
+    _event = END
 
 
 @attrs.frozen(repr=False)
@@ -1072,13 +1152,9 @@ class every(Moment):
         ((name, value),) = given.items()
         value = checks.number("every", name, value, above=0)
         object.__setattr__(self, name, value)
-        if name == "steps" and not isinstance(value, int):
-            raise ValueError(
-                f"every expects steps as an int; got {value!r}. For a part of an epoch, write "
-                "every(epochs=0.25)"
-            )
-        if name == "items" and not isinstance(value, int):
-            raise ValueError(f"every expects items as an int; got {value!r}")
+        if name in ("steps", "items") and not isinstance(value, int):
+            part = ". For a part of an epoch, write every(epochs=0.25)" if name == "steps" else ""
+            raise ValueError(f"every expects {name} as an int; got {value!r}{part}")
         if name == "epochs" and value > 1 and value != int(value):
             raise ValueError(
                 f"every expects epochs as a whole number, or as a fraction below 1; got {value!r}"
@@ -1141,7 +1217,7 @@ class every(Moment):
             before, items = items_of_call(state)
             return items // self.items > before // self.items
         if self.seconds is not None:
-            return self._clock.has_passed(self.seconds, now(state.run))
+            return self._clock.has_passed(self.seconds, state)
         if EPOCH in state.events:
             return self.epochs < 1 or state.epoch % int(self.epochs) == 0  # type: ignore[operator]
         if self.epochs >= 1 or state.run is None:  # type: ignore[operator]

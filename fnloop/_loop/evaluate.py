@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from fnloop._backend.collectives import gather_objects, reduce
 from fnloop._backend.containers import copy_to_cpu, reusing_pages
 from fnloop._backend.torch_compat import batch_norms
-from fnloop._core.metrics import read
+from fnloop._core.metrics import Metrics
 from fnloop._core.rng import COMPUTE, fold_in, isolated, mix, seed_all, seed_host, torch_seeder
-from fnloop._core.state import TrainState, check_not_stale, take_ownership
+from fnloop._core.state import Ownership, TrainState, check_not_stale
 from fnloop._core.trained import keep_statistics
 from fnloop._core.types import Batch, Metric, Output, Step, name_of
 from fnloop._core.view import Visits, in_evaluation_mode, view
@@ -160,7 +160,7 @@ def evaluate(step: Step, state: TrainState, loader: object) -> dict[str, float]:
     with isolated(state.backend.device), reusing_pages(state.backend.device):
         state = step.init_slots(state, evaluation=True)
         metrics = measure(step, state, open_loader(loader, state, reader="evaluate"), False)
-        return step.derive(read(engine_of(state).reduce(metrics), vectors=True))
+        return step.derive(Metrics(engine_of(state).reduce(metrics)).read(vectors=True))
 
 
 def predict(
@@ -302,7 +302,7 @@ def update_batchnorm(step: Step, state: TrainState, loader: object) -> TrainStat
     kept = keep_statistics(state)
     norms = [norm for norm in batch_norms(state.model) if norm not in kept]
     if not norms:
-        return take_ownership(state)
+        return Ownership.take(state)
     before = _copied(norms)
     momenta = [norm.momentum for norm in norms]
     try:
@@ -325,7 +325,7 @@ def update_batchnorm(step: Step, state: TrainState, loader: object) -> TrainStat
     finally:
         for norm, momentum in zip(norms, momenta, strict=True):
             norm.momentum = momentum
-    return take_ownership(state)
+    return Ownership.take(state)
 
 
 def _forward(step: PipelineStep, state: TrainState, loader: object, norms: Norms) -> None:

@@ -15,7 +15,13 @@ from fnloop._display.checks import describe, join_names, no_argument, notes_of
 from fnloop._display.frames import leave_out_frames, short_traceback
 from fnloop._hooks.hook import HookFn, Trigger, every
 from fnloop._loop.boundary import Moments
-from fnloop._loop.peers import check_may_begin, handling, is_alone, note_interruption
+from fnloop._loop.peers import (
+    check_may_begin,
+    forget_interruption,
+    handling,
+    is_alone,
+    note_interruption,
+)
 from fnloop._loop.plan import Plan
 from fnloop._loop.run import fold
 
@@ -322,7 +328,11 @@ def _noting(states: Generator[TrainState]) -> Iterator[TrainState]:
         with contextlib.closing(states):
             for state in states:  # all frames: FNLOOP_TRACEBACK=full
                 note_interruption(state)
-                yield state
+                try:
+                    yield state
+                except KeyboardInterrupt:  # thrown by a caller that says so itself
+                    forget_interruption()
+                    raise
     except BaseException as error:
         leave_out_frames(error)
         # Python makes this of a StopIteration that leaves a generator, as this is one.

@@ -6,19 +6,19 @@ import contextlib
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from types import FrameType, ModuleType
 from typing import Any, Protocol
 
 import attrs
 
-from fnloop._core.runs import INTERRUPTED, REQUEUED, TERMINATED, Stop
+from fnloop._core.runs import INTERRUPTED, REQUEUED, TERMINATED, Stop, local_clock
 from fnloop._core.state import TrainState
+from fnloop._core.types import Middleware
 from fnloop._display.screen import log
 from fnloop._display.tables import is_interactive
 from fnloop._extensions import extensions
 from fnloop._hooks.hook import Hook
-from fnloop._step.pipeline import PipelineStep
 
 # --------------------------------------------------------------------------------------------------
 # The other processes of a run, or their absence. Chosen once, when the run begins.
@@ -34,16 +34,20 @@ class Peers(Protocol):
         """Whether there are none."""
         ...
 
-    @property
-    def clock(self) -> Callable[[], float] | None:
-        """Seconds since the run began, the same in every process; None in a single process."""
+    def clock(self) -> float:
+        """Return the seconds since a moment of the run, the same in every process."""
         ...
 
-    def compare(self, step: PipelineStep, hooks: Iterable[Hook]) -> None:
+    def compare(self, kind: str, members: Sequence[Middleware], saving: Sequence[Hook]) -> None:
         """Raise in every process if they have different steps, or hooks that save.
 
         It is the first exchange of a run: what follows depends on the settings of middleware, and
         all processes take part in a save.
+
+        Args:
+            kind: the name of the class of the step.
+            members: its middleware.
+            saving: the hooks that save.
         """
         ...
 
@@ -51,18 +55,35 @@ class Peers(Protocol):
         """Start the clock: loaders are open, and the run begins with this state."""
         ...
 
-    def poll(self, state: TrainState, interrupts: Interrupts) -> None:
-        """Exchange requests to stop or to save, if it is time to."""
+    def poll(self, state: TrainState, requested: list[bool]) -> Sequence[bool] | None:
+        """Exchange requests to stop and to save, if it is time to.
+
+        Args:
+            state: the newest state.
+            requested: those of this process. Those that were sent are taken out.
+
+        Returns:
+            Those of any process; None if there is nothing new.
+        """
         ...
 
     def hurry(self) -> None:
         """Exchange requests soon: what follows may take longer than what came before."""
         ...
 
-    def barrier(self, state: TrainState, interrupts: Interrupts, order: int) -> TrainState:
+    def barrier(
+        self, state: TrainState, requested: list[bool], order: int, items: float
+    ) -> tuple[Sequence[bool] | None, Iterable[float]]:
         """Wait for all processes at the end of an epoch, and check that they have not diverged.
 
-        Returns the state; that of several processes knows its items.
+        Args:
+            state: the state.
+            requested: as of :meth:`poll`.
+            order: a checksum of the order of the data.
+            items: the items that this process has counted.
+
+        Returns:
+            What :meth:`poll` returns, and the items of each process.
         """
         ...
 
@@ -74,18 +95,23 @@ class Peers(Protocol):
 class Alone:
     """A single process: there is nothing to exchange."""
 
-    alone, clock = True, None
+    alone = True
 
-    def compare(self, step: PipelineStep, hooks: Iterable[Hook]) -> None: ...
+    def clock(self) -> float:
+        return local_clock()
+
+    def compare(self, kind: str, members: Sequence[Middleware], saving: Sequence[Hook]) -> None: ...
 
     def begin(self, state: TrainState) -> None: ...
 
-    def poll(self, state: TrainState, interrupts: Interrupts) -> None: ...
+    def poll(self, state: TrainState, requested: list[bool]) -> None: ...
 
     def hurry(self) -> None: ...
 
-    def barrier(self, state: TrainState, interrupts: Interrupts, order: int) -> TrainState:
-        return state
+    def barrier(
+        self, state: TrainState, requested: list[bool], order: int, items: float
+    ) -> tuple[None, Iterable[float]]:
+        return None, [items]
 
     def explain(self, error: BaseException) -> None: ...
 
@@ -146,6 +172,13 @@ class Interrupts:
         self.usr1_stops = True
         if self.save:
             self.ask_to_save()
+
+    def obey(self, stop: bool, save: bool) -> None:
+        """Do what a process has asked all of them for."""
+        if save:
+            self.ask_to_save()
+        if stop:
+            self.terminate()
 
     def ask_to_save(self) -> None:
         """Obey SIGUSR1. A run that ends is saved."""

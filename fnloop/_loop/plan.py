@@ -18,11 +18,11 @@ from fnloop._core.history import (
     check_made,
     check_names,
     keys_of,
-    unfinished,
 )
-from fnloop._core.optimizers import forget_schedules, groups_in
-from fnloop._core.records import COSTS, TRAINED
-from fnloop._core.runs import Live, RunInfo, Stop, Windows, reason_of
+from fnloop._core.optimizers import groups_in
+from fnloop._core.records import Record
+from fnloop._core.runs import LEFT_OUT, Live, RunInfo, Stop, Windows, local_clock, reason_of
+from fnloop._core.settings import forget_schedules
 from fnloop._core.several import models_of
 from fnloop._core.state import (
     TrainState,
@@ -32,6 +32,7 @@ from fnloop._core.state import (
     count_items,
     items_of_call,
     left_out,
+    unwrap,
     updates_of_call,
     without_metrics,
 )
@@ -49,6 +50,7 @@ from fnloop._hooks.hook import (
     Moment,
     Trigger,
     as_hook,
+    check_beside,
     every_layer,
     is_moment,
     is_of_user,
@@ -60,7 +62,6 @@ from fnloop._hooks.hook import (
 )
 from fnloop._loop.boundary import Moments, check_moment, own_clock, read_moments, resumed
 from fnloop._loop.errors import warn_on_main
-from fnloop._loop.made_with import describe_making
 from fnloop._step.pipeline import PipelineStep
 
 
@@ -279,7 +280,7 @@ class Plan:
         state: TrainState,
         source: Source,
         evaluated: tuple[str, ...],
-        clock: Callable[[], float] | None,
+        clock: Callable[[], float] | None = None,
     ) -> RunInfo:
         """Return the facts about a run.
 
@@ -287,7 +288,7 @@ class Plan:
             state: the state that it begins with.
             source: the training loader.
             evaluated: the names of the loaders that it evaluates.
-            clock: the time that all processes agree on, if there are several.
+            clock: the time that all processes agree on; by default that of this process.
         """
         windows = self.windows(state, source)
         phase = phase_of(state, self.phase)
@@ -304,8 +305,9 @@ class Plan:
             lost = state.skipped + left_out(state) - (0 if phase is None else phase.skipped)
             total = state.step + lost + left
             total = total if self.steps is None else min(total, self.steps)
-        given = self.step, state.model, state.backend.device, self.hooks
-        made_with = functools.cache(lambda: describe_making(*given))  # found out at the first call
+        given = self.step, unwrap(state), state.backend.device, self.hooks
+        tells = [functools.partial(tell, *given) for tell in extensions("what a run is made with")]
+        made_with = functools.cache(next(iter(tells), dict))
         return RunInfo(
             self.epochs, total, per_epoch, batches, windows.largest, evaluated,
             precision=self.step.precision_in(state), first_step=0 if phase is None else phase.step,
@@ -313,8 +315,9 @@ class Plan:
             total_items=self.assumed_items if self.items is None else self.items,
             first_items=(None if phase is None else phase.items) or 0,
             models=models_of(state.model),
-            hook_slots=slots_of(self.hooks), reported=names_reported(self.hooks), windows=windows,
-            live=Live(clock, source.positions.at, source.indices, made_with),
+            hook_slots=slots_of(self.hooks) | {LEFT_OUT},
+            reported=names_reported(self.hooks), windows=windows,
+            live=Live(clock or local_clock, source.positions.at, source.indices, made_with),
         )  # fmt: skip
 
     def check(self, info: RunInfo, history: History) -> None:
@@ -326,8 +329,7 @@ class Plan:
             KeyError: a hook monitors a metric that this run does not have, or a middleware is for
                 a loader that it does not have.
         """
-        for hook in BuiltIn.among(self.hooks):
-            hook.check_beside(self.hooks)
+        check_beside(self.hooks)
         check_makers(self.hooks, ("train", "recent", *self.loaders.evaluated))
         self.check_metrics(info.evaluated, history, info.models)
         self.step.check_loaders(("train", *self.loaders.evaluated))
@@ -358,7 +360,7 @@ class Plan:
     @functools.cached_property
     def trained(self) -> tuple[str, ...]:
         """What the names of metrics of training begin with in records."""
-        return TRAINED if self.record_every is not None else TRAINED[:1]
+        return Record.TRAINED if self.record_every is not None else Record.TRAINED[:1]
 
     @functools.cached_property
     def triggers(self) -> tuple[Moment, ...]:
@@ -450,7 +452,7 @@ def check_phase(name: str | None, state: TrainState) -> None:
     if name is not None:
         checks.text("fit", "phase", name, "the name of a phase, or None")
         _check_order(state.phases, name)
-    running = unfinished(state.phases)
+    running = Phase.running(state.phases)
     ended = state.stop is not None and Stop.ends_phase(state.stop)
     if not running.name or phase_of(state, name) is not None or (ended and name is not None):
         return
@@ -557,7 +559,7 @@ def begin_phase(state: TrainState, name: str) -> TrainState:
 
     A phase that was stopped is over, and so is an epoch that was left in the middle: it counts.
     """
-    if (running := unfinished(state.phases)).name:
+    if (running := Phase.running(state.phases)).name:
         state = end_phase(state, running.name)
     left = state.batch > 0
     epoch = state.epoch + left
@@ -583,7 +585,7 @@ def is_newest(state: TrainState, name: str | None) -> bool:
 
 def end_phase(state: TrainState, name: str | None) -> TrainState:
     """Return the state with a phase ended, unless the run was only interrupted."""
-    running = unfinished(state.phases)
+    running = Phase.running(state.phases)
     if running.name != name or not Stop.ends_phase(state.stop):
         return state
     ended = attrs.evolve(running, done=True, stop=state.stop)
@@ -692,7 +694,7 @@ def check_metrics(
         watched += step.watched
     for owner, key in watched:
         loader, _, name = key.partition("/")
-        trained = loader in TRAINED
+        trained = loader in Record.TRAINED
         if not name or not (trained or loader in loaders) or key in reported or key in history:
             continue
         names = _trained_names(step) if trained else _evaluated_names(step, loader)
@@ -714,7 +716,10 @@ def _names_of_models(
         By name, those of all models: "a/loss", and "lr/a" for a setting. What all models have in
         common, such as times, is not there.
     """
-    of_all = {*COSTS, *(name for member in step.pipeline.middleware for name in member.passes)}
+    of_all = {
+        *Record.COSTS,
+        *(name for member in step.pipeline.middleware for name in member.passes),
+    }
     settings = {"lr"}
     for member in step.pipeline.middleware:
         if member.step is not None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import attrs
 
-from fnloop._core.history import History, unfinished
+from fnloop._core.history import History, Phase
 from fnloop._core.rng import isolated, reserved_generators
 from fnloop._core.runs import INTERRUPTED
 from fnloop._core.several import models_of
@@ -20,7 +20,6 @@ from fnloop._data.source import Source, first_batches, open_source, unmoved
 from fnloop._hooks.hook import Hook, HookFn, Moment, at_end, every
 from fnloop._loop.boundary import Moments
 from fnloop._loop.evaluate import open_loader
-from fnloop._loop.made_with import describe_making
 from fnloop._loop.peers import Interrupts, is_alone
 from fnloop._loop.plan import Plan
 from fnloop._loop.run import fold
@@ -181,7 +180,7 @@ class Rehearsal:
         prefetch: int = 1,
     ) -> Plan:
         """Return the plan of a run in the phase that a state is in, up to any target."""
-        phase = unfinished(state.phases).name or None
+        phase = Phase.running(state.phases).name or None
         plan = Plan.of(
             self.step, state, self.loaders, 1, None, hooks, evaluate_every, record_every, prefetch,
             phase,
@@ -197,10 +196,6 @@ class Rehearsal:
         plan = self._plan(changed(self.state, phases=()), self.hooks, record_every=at_end())
         models = models_of(self.state.model)
         plan.check_metrics(plan.loaders.evaluated, self.state.history, models)
-
-    def made_with(self) -> Mapping[str, object]:
-        """Return what its runs are made with, as checkpoints keep it: step, device and code."""
-        return describe_making(self.step, self.state.model, self.state.backend.device, ())
 
     # --- batches
 

@@ -25,18 +25,16 @@ from fnloop._core.metrics import (
     ITEMS,
     RECENT,
     Max,
+    Metrics,
     items_so_far,
-    read,
-    without_recent,
 )
-from fnloop._core.optimizers import labelled_groups, numbers_used, optimizers_in
+from fnloop._core.optimizers import labelled_groups, optimizers_in
 from fnloop._core.records import Record, loaders_in
 from fnloop._core.rng import COMPUTE, fold_in, isolated, mix, seed_host, torch_seeder
 from fnloop._core.runs import (
     CLOCK,
     INTERRUPTED,
     RAN,
-    RECORDS,
     Action,
     Append,
     Boundary,
@@ -49,14 +47,13 @@ from fnloop._core.runs import (
     Stop,
     Todo,
     Update,
-    can_wait,
     first_stop,
-    has_updates,
-    now,
     pending,
     with_reason,
 )
+from fnloop._core.settings import Setting
 from fnloop._core.state import (
+    Ownership,
     TrainState,
     changed,
     check_not_stale,
@@ -64,10 +61,8 @@ from fnloop._core.state import (
     count_items,
     count_left_out,
     counted_of,
-    detached_from_run,
+    items_to_send,
     newest,
-    ownership_of,
-    owns_handles,
     went_back,
     with_record,
 )
@@ -75,6 +70,7 @@ from fnloop._core.types import END, EPOCH, RECORD, START, Batch, Metric, Output,
 from fnloop._core.view import hand_over
 from fnloop._data.loaders import NONE_LEFT
 from fnloop._data.source import Source, windows
+from fnloop._extensions import extensions
 from fnloop._hooks.hook import (
     BuiltIn,
     Hook,
@@ -84,7 +80,7 @@ from fnloop._hooks.hook import (
     may_be_due,
     unwrap_hook,
 )
-from fnloop._loop.beginning import check_length, complete, first_state, suggest_fused
+from fnloop._loop.beginning import check_length, complete, first_state
 from fnloop._loop.boundary import Answers, ask, due, ends_apart, onward
 from fnloop._loop.errors import (
     check_not_empty,
@@ -140,7 +136,7 @@ def fold(
         hand_over(state)
         yield state if plan.is_past(state) else _settle_hooks(plan, state)
         return
-    if not pending(begun.todo) and not has_updates(begun.todo):
+    if not any(action.of_boundary or action.updates for action in begun.todo):
         tell(state, plan.why_nothing_to_do(state))  # only its end is left, such as a last flush
     world = World(plan, begun)
     device, over = state.backend.device, False
@@ -157,7 +153,7 @@ def fold(
                             todo = world.state.todo[1:]
                             world.state = DO[type(action)](world, world.state, action, todo)
                     world.leave_if_interrupted()
-                state = detached_from_run(world.state)
+                state = Ownership.leave_run(world.state)
             over = not state.todo or Stop.interrupts(state.stop)
             if interrupts is None or over:  # fit shows its caller the last one alone
                 hand_over(state)
@@ -199,9 +195,9 @@ def _close(
             note_failed_too(error, hook, another)
             return
         another.add_note(f"while in the method close of {name_of(hook)}, after the run")
-        if owns_handles(world.state):
+        if Ownership.belongs_to(world.state):
             with contextlib.suppress(AttributeError):
-                another.state = detached_from_run(world.state)  # type: ignore[attr-defined]
+                another.state = Ownership.leave_run(world.state)  # type: ignore[attr-defined]
         raise
 
 
@@ -247,7 +243,8 @@ class World:
         __tracebackhide__ = True
         plan.check_position(state)
         self.peers = peers_of(state)
-        self.peers.compare(plan.step, plan.hooks)
+        saving = [hook for hook in plan.hooks if BuiltIn.parts_saved([hook])]
+        self.peers.compare(type(plan.step).__name__, plan.step.members, saving)
         self.plan = plan
         self.source = open_loader(plan.loaders.train, state, plan.total)
         due = [name for _, names in plan.evaluations for name in names]
@@ -286,14 +283,14 @@ class World:
         self.read_whole = False  # whether the loader had no further batch then
         self.first_update = state.step + state.skipped
         known = state.history[-1].seconds if len(state.history) else 0.0
-        self.seconds = max(known, ownership_of(state).seconds)  # of all runs, at the newest record
+        self.seconds = max(known, Ownership.of(state).seconds)  # of all runs, at the newest record
         self.stopwatch = self.info.live.stopwatch
         self.stopwatch.begin(self.seconds)
         begun = first_state(plan, changed(state, run=self.info))
         begun = self._count_items(begun)
         self._usr1_stops = any(hook.ends_run_on_usr1 for hook in BuiltIn.among(plan.hooks))
         for n, clock in enumerate(clock for moment in plan.moments for clock in moment.clocks):
-            clock.begin(begun, f"{CLOCK} {n}", now(self.info) - self.seconds)
+            clock.begin(begun, f"{CLOCK} {n}", self.info.live.clock() - self.seconds)
         self._clocks = tuple(clock for moment in plan.triggers for clock in moment.clocks)
         todo = state.todo  # also if a hook has gone to another state
         if Stop.ends_run(begun.stop) and state.stop is None:
@@ -337,7 +334,7 @@ class World:
     def is_left(self) -> bool:
         """Return whether the run ends here for now: what is next is left to one that continues."""
         interrupted = self.interrupts.stop is not None or Stop.interrupts(self.state.stop)
-        return interrupted and can_wait(self.state.todo)
+        return interrupted and all(action.can_wait for action in self.state.todo[:1])
 
     def leave_if_interrupted(self) -> None:
         """Leave the run, if a signal or the time of the job ends it for now."""
@@ -352,7 +349,7 @@ class World:
             return
         self.doing = "the exchange between processes"
         if together:
-            self.state = self.peers.barrier(self.state, self.interrupts, 0)
+            self.state = self._barrier(self.state, 0)
         self.interrupts.done = True
         state = self.state
         if isinstance(state.todo[0], Flush):  # the run has ended, but for that
@@ -583,7 +580,8 @@ class World:
     def _before_hooks(self, state: TrainState, todo: Todo) -> TrainState:
         """Exchange signals before the hooks of an update are called: they see a stop."""
         self.doing = "the exchange between processes"
-        self.peers.poll(state, self.interrupts)
+        if asked := self.peers.poll(state, self.interrupts.requested):
+            self.interrupts.obey(*asked)
         if self.interrupts.stop is not None:
             state = self.interrupts.apply(state)
         if End() in todo:  # they are called again then
@@ -624,15 +622,26 @@ class World:
         if self.read_whole and self.batches_in_epoch and state.backend.main:
             check_length(self.source, *self.opened_at, self.batches_in_epoch)
         made = state.step + state.skipped - self.first_update
-        suggest_fused(plan.step.pipeline.middleware, state, self.stopwatch.trained, made)
+        for suggest in extensions("hints after an epoch"):
+            suggest(plan.step.pipeline.middleware, state, self.stopwatch.trained, made)
         order = self.source.order if self.read_whole else 0
-        state = self.peers.barrier(state, self.interrupts, order)
+        state = self._barrier(state, order)
         state = self.obey(changed(state, todo=todo))
         if action.ended and state.stop is None and not plan.epochs:
             self.state, self.doing = state, "the end of the epoch"
             if (why := explain_no_updates(state, self.left_out)) is not None:
                 raise ValueError(why)
         return state
+
+    def _barrier(self, state: TrainState, order: int) -> TrainState:
+        """Wait for the other processes. Return the state, which then knows the items of all."""
+        if self.peers.alone:
+            return state
+        given = state, self.interrupts.requested, order, items_to_send(state)
+        asked, items = self.peers.barrier(*given)
+        if asked:
+            self.interrupts.obey(*asked)
+        return count_items(state, sent=items)
 
     def end(self, state: TrainState, action: End, todo: Todo) -> TrainState:
         """Decide what is due because the run ends."""
@@ -685,7 +694,7 @@ class World:
     def append(self, state: TrainState, action: Append, todo: Todo) -> TrainState:
         """Append a record, unless there is nothing to record."""
         __tracebackhide__ = True
-        kind, closing = RECORDS[action.kind], action.kind == "closing"
+        kind, closing = Append.KINDS[action.kind], action.kind == "closing"
         if closing:  # it has the numbers of what was evaluated before, maybe in another process
             lost = [each for each in self._late if each in self._adders and each not in self._given]
             self._collect_for(lost, state, self._evaluated_here(state))
@@ -703,7 +712,7 @@ class World:
         report["items"] = items_so_far(state.metrics, in_first_epoch)
         if loaders:
             report["evaluated"] = Max(time.perf_counter() - began)
-        values = read(engine_of(state).reduce(report, "train/"))
+        values = Metrics(engine_of(state).reduce(report, "train/")).read()
         self.seconds = seconds = values.pop("seconds")
         items = values.pop("items")
         state = changed(state, todo=todo)
@@ -716,7 +725,9 @@ class World:
         values = self.plan.step.derive(values, self.plan.loaders.evaluated, state.history)
         known = None if math.isnan(items) else items
         record = Record(state.epoch, state.step, values, seconds, closing, known)
-        metrics = without_recent(state.metrics) if kind.begins_interval else state.metrics
+        metrics = state.metrics
+        if kind.begins_interval:
+            metrics = Metrics(metrics).without_recent()
         record = self._with_numbers(state, record, metrics, action.names, self._adders)
         return with_record(state, state.history.append(record), metrics)
 
@@ -768,7 +779,8 @@ class World:
     def _watch(self, state: TrainState, loader: str, done: int, total: int | None) -> None:
         """Abandon an evaluation that has no time left. Tell the hooks how far it is."""
         __tracebackhide__ = True
-        self.peers.poll(state, self.interrupts)
+        if asked := self.peers.poll(state, self.interrupts.requested):
+            self.interrupts.obey(*asked)
         self.interrupts.check_time_left(over=state.stop is not None)
         for hook in self.plan.hooks:
             self.doing = hook
@@ -789,7 +801,8 @@ _CALL = Call("boundary")
 
 def train_metrics(state: TrainState) -> dict[str, Metric]:
     """Return the metrics since the epoch began, by their names in a record."""
-    named = {f"train/{k}": m for k, m in without_recent(state.metrics).items() if k != ITEMS}
+    whole = Metrics(state.metrics).without_recent()
+    named = {f"train/{name}": metric for name, metric in whole.items() if name != ITEMS}
     return _with_rates("train/", state, named)
 
 
@@ -811,7 +824,7 @@ def _with_rates(prefix: str, state: TrainState, named: dict[str, Metric]) -> dic
         return {}
     if (loss := f"{prefix}loss") in named:
         named = {loss: named[loss], **named}
-    rates = numbers_used(labelled_groups(optimizers_in(state.optimizer)), "lr")
+    rates = Setting.used(labelled_groups(optimizers_in(state.optimizer)), "lr")
     missing = {f"{prefix}{k}": rate for k, rate in rates.items() if f"{prefix}{k}" not in named}
     return {**named, **missing}
 
@@ -905,7 +918,7 @@ def _survive(world: World, error: BaseException) -> bool:
             world.state = changed(made, todo=(Boundary(),))
     state = world.state
     # With several processes, fail: the others cannot know of it, and the launcher ends them.
-    interrupted = _is_interruption(world, error) and owns_handles(state)
+    interrupted = _is_interruption(world, error) and Ownership.belongs_to(state)
     lost = alone and (interrupted or _has_lost_its_workers(world, error))
     if lost or isinstance(error, Abandoned):
         world.interrupts.stop = world.interrupts.stop or INTERRUPTED

@@ -14,16 +14,9 @@ from torch import Tensor, nn
 
 from fnloop._backend.containers import pieces_of
 from fnloop._backend.fsdp import is_sharded
-from fnloop._core.metrics import Shares
 from fnloop._core.parts import Part
 from fnloop._core.several import Several
-from fnloop._core.state import (
-    Ownership,
-    TrainState,
-    current_parameters,
-    ownership_of,
-    parameters,
-)
+from fnloop._core.state import Ownership, TrainState, current_parameters, parameters
 from fnloop._core.types import Batch, Metric, Output, Step
 from fnloop._core.view import trained_model
 from fnloop._data.source import Source
@@ -44,6 +37,10 @@ from fnloop._step.gradients import (
 # There are three: `LocalEngine` for one process, `DistributedEngine` for several, and `ExactEngine`
 # for any number, with the same bits. `engine_of` chooses. Nothing else in the steps and the
 # middleware branches on the number of processes.
+
+
+# For each process: the names of the metrics of its own share of the data, and what it has of all.
+Shares = Sequence[tuple[Sequence[str], Mapping[str, Metric]]]
 
 
 class Pass(Protocol):
@@ -67,7 +64,22 @@ class Pass(Protocol):
 
 
 class GradientSum(Protocol):
-    """The weighted sum of gradients that a step leaves in ``.grad``, batch by batch."""
+    """The weighted sum of gradients that a step leaves in ``.grad``, batch by batch.
+
+    ``engine_of(state).start_sum(...)`` gives one within a ``with`` block.
+
+    Example:
+        >>> import fnloop as fl, torch
+        >>> from fnloop.testing import toy
+        >>> state = toy()
+        >>> with engine_of(state).start_sum(state, 2, None) as total:
+        ...     for gradient in (1.0, 3.0):
+        ...         state.model.w.grad = torch.tensor(gradient)
+        ...         total.add(state, fl.Output(torch.tensor(0.5), weight=1))
+        ...     out = total.finish(state)
+        >>> state.model.w.grad, out.weight
+        (tensor(2.), 2)
+    """
 
     def add(self, state: TrainState, out: Output, /) -> None:
         """Take the gradient of a batch out of ``.grad``, unless it is skipped."""
@@ -301,7 +313,7 @@ def engine_of(state: TrainState) -> Engine:
     backend = state.backend
     if backend.world_size == 1 and not backend.exact and backend.engine is None:
         return LOCAL
-    owner, model = ownership_of(state), trained_model(state.model) or state.model
+    owner, model = Ownership.of(state), trained_model(state.model) or state.model
     made_for, engine = _made.get(owner, (None, None))
     if engine is None or made_for is not model:
         engine = make_engine(state)

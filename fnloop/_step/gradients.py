@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import attrs
@@ -13,10 +13,10 @@ from torch.nn import utils
 
 from fnloop._backend import torch_compat
 from fnloop._backend.fsdp import by_mesh, full, largest, local_part
-from fnloop._core.metrics import combine
+from fnloop._core.metrics import Metrics
 from fnloop._core.optimizers import explain_untrained, optimizers_in
 from fnloop._core.state import TrainState, current_parameters, parameters
-from fnloop._core.types import Metric, Output
+from fnloop._core.types import Output
 from fnloop._display.checks import join_names
 
 # --------------------------------------------------------------------------------------------------
@@ -177,9 +177,23 @@ def _nothing() -> None: ...
 class WeightedSum:
     """The running sum of a window: the weights of its batches, their losses and metrics.
 
+    A backward of each batch starts from loss × relative weight. At the end :meth:`divide` turns the
+    sum of the gradients into the mean over the items.
+
     Attributes:
         weight: the sum of the weights of the batches that were added; None before the first.
         reference: the first weight. Batches count relative to it, which keeps fp16 in its range.
+
+    Example:
+        >>> import fnloop as fl, torch
+        >>> total, gradient = WeightedSum(), torch.zeros(())
+        >>> for loss, weight in ((3.0, 2), (6.0, 4)):  # the gradient of each is its loss
+        ...     out = fl.Output(torch.tensor(loss), weight)
+        ...     gradient += out.loss * (total.relative_weight(out) or 1)
+        ...     total.add(out)
+        >>> total.divide([gradient])
+        >>> gradient.item(), total.output().loss.item()
+        (5.0, 5.0)
     """
 
     def __init__(self) -> None:
@@ -188,7 +202,7 @@ class WeightedSum:
         self._loss: Tensor | None = None
         self._last: Output | None = None
         self._skipped: Output | None = None
-        self._metrics: Mapping[str, Metric] = {}
+        self._metrics = Metrics()
         # The sums of the weights on the device, as given and as counted: equal if all are valid.
         self._checked: tuple[Tensor, Tensor] | None = None
         self._latest: tuple[Output | None, float | Tensor] = (None, 0)
@@ -247,7 +261,7 @@ class WeightedSum:
         else:
             self._loss, self.weight = self._loss.add_(loss, alpha=weight), self.weight + weight
         if out.metrics:
-            self._metrics = combine(self._metrics, out.metrics)
+            self._metrics = self._metrics.combined(out.metrics)
         self._last = out
 
     def divide(

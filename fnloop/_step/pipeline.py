@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import functools
 import inspect
@@ -20,20 +19,19 @@ from torch import Tensor, nn
 from fnloop._backend.containers import to_device, vars_of
 from fnloop._core.averages import check_not_averaged
 from fnloop._core.history import check_loaders
-from fnloop._core.metrics import update_evaluated_
+from fnloop._core.metrics import Metrics
 from fnloop._core.optimizers import check_used, groups_in, to_training
 from fnloop._core.rng import fold_in, isolated, seed_all, torch_seeder
 from fnloop._core.runs import Windows
 from fnloop._core.saved import has_pending, materialize
 from fnloop._core.several import Several, models_of
 from fnloop._core.state import (
+    Ownership,
     TrainState,
-    advance,
     advance_used,
     all_parameters,
     bring,
     check_not_stale,
-    clear_parameter_cache,
     consume,
     using_only,
     with_slot,
@@ -44,17 +42,14 @@ from fnloop._core.types import (
     EVALUATION,
     RINGS,
     Batch,
-    Call,
     LossFn,
     Middleware,
     Output,
     Step,
     View,
     Wrap,
-    is_ours,
     may_skip,
     name_of,
-    wraps_of,
 )
 from fnloop._core.view import shown, view
 from fnloop._display import checks, tables
@@ -111,9 +106,9 @@ class Pipeline:
                 f"a pipeline takes a loss function first: write {self!r}(loss_fn)(state, batch)"
             )
         if isinstance(loss_fn, PipelineStep):
-            return loss_fn.inside(self)
+            return loss_fn.inside(self.middleware)
         check_loss_fn(loss_fn, self.middleware)
-        return LossStep(self, loss_fn)
+        return PipelineStep(self.middleware, loss_fn)
 
 
 def pipeline(*middleware: Middleware) -> Pipeline:
@@ -157,7 +152,7 @@ def pipeline(*middleware: Middleware) -> Pipeline:
     return Pipeline(middleware)
 
 
-class PipelineStep(abc.ABC):
+class PipelineStep:
     """A step: ``step(state, batch) -> (state, Output)``. One call is one update.
 
     With ``accumulate(n)`` it takes a sequence of up to n batches instead of one. A bare call draws
@@ -166,8 +161,12 @@ class PipelineStep(abc.ABC):
     A function that is given a step checks it with ``PipelineStep.checked(step, "its name")``, which
     says what to write for something else.
 
+    It is the step of a loss function. A kind of step that does more by itself replaces how it is
+    composed, ``_compose_innermost`` and ``_compose_training``, and what may be around it.
+
     Args:
-        pipeline: the middleware around what a kind of step does by itself.
+        listed: the middleware around what it does by itself.
+        loss_fn: the loss function; None: a kind of step that has several, or none.
 
     Attributes:
         window: the most batches of an update.
@@ -183,29 +182,28 @@ class PipelineStep(abc.ABC):
         (2, pipeline(clip(1.0))(toy_loss))
     """
 
-    loss_fn: LossFn | None = None  # of a step that has one
-    has_all_rings = False  # whether it is a loss function with all rings of middleware around it
+    has_all_rings = True  # whether it is a loss function with all rings of middleware around it
 
-    def __init__(self, pipeline: Pipeline) -> None:
-        self.pipeline = pipeline
-        self.window = max((m.window for m in pipeline.middleware), default=1)
+    def __init__(self, listed: Sequence[Middleware], loss_fn: LossFn | None = None) -> None:
+        self.pipeline, self.loss_fn = Pipeline(tuple(listed)), loss_fn
+        self.window = max((m.window for m in listed), default=1)
         self._layers = Layers()
         self.fetches_late = False
         self.is_timed = bool(self._names_with("timed"))
         self.carries = bool(self._names_with("carries"))
-        self._used = next((m.uses for m in pipeline.middleware if m.uses), None)
+        self._used = next((m.uses for m in listed if m.uses), None)
         innermost = self._compose_innermost()
         self._innermost: Replaceable | None = (
-            None if all(map(is_ours, pipeline.middleware)) else functools.partial(innermost)
+            None if all(m.is_ours for m in listed) else functools.partial(innermost)
         )
         self.forward = self._chain(self._innermost or innermost, "forward")
         # Of a loader that is evaluated, without the checks of a bare call.
         self.evaluation = self._chain(self.forward, EVALUATION)
-        if beside := [m for m in pipeline.middleware if m.view is not None and m.view.beside]:
+        if beside := [m for m in listed if m.view is not None and m.view.beside]:
             carrying = self._names_with("carries")
             self.evaluation = evaluate_beside(self.evaluation, *carrying)
             self._layers.add(self.evaluation, join_names([*map(repr, beside)]), in_training=False)
-        self._reporting = tuple(m for m in pipeline.middleware if m.report is not None)
+        self._reporting = tuple(m for m in listed if m.report is not None)
         # Without the checks of a bare call: what the loop calls.
         self.train = self._compose_training()
 
@@ -239,38 +237,121 @@ class PipelineStep(abc.ABC):
             f"({type(step).__name__}). {hint}"
         )
 
+    # --- how it is composed
+
     @property
     def functions(self) -> tuple[object, ...]:
-        """The functions that it was made with, besides its middleware."""
-        return ()
+        """The functions that it was made with, besides its middleware; that of an update first."""
+        return (self.loss_fn,)
 
     @property
-    @abc.abstractmethod
     def evaluates(self) -> str:
         """The name of the loss function of an evaluation."""
+        return name_of(self.loss_fn)
 
-    @abc.abstractmethod
-    def _compose_innermost(self) -> Step:
-        """Return what the forward ring is around: what evaluates a batch."""
+    @property
+    def _leaves_out(self) -> bool:
+        """Whether that function may skip a batch."""
+        return may_skip(self.loss_fn)
 
-    @abc.abstractmethod
-    def _compose_training(self) -> Step:
-        """Return what makes an update, with all rings around it."""
-
-    @abc.abstractmethod
-    def inside(self, pipeline: Pipeline) -> PipelineStep:
-        """Return the same step with more middleware around it, if it can have any."""
-
-    def listing(self, listed: Sequence[Middleware]) -> PipelineStep:
-        """Return the same step with other middleware around it, if it is one of a function.
+    def inside(self, listed: tuple[Middleware, ...]) -> PipelineStep:
+        """Return the same step with more middleware around it, if it can have any.
 
         Raises:
-            NotImplementedError: it is made of steps in turn.
+            TypeError: it has its middleware already.
         """
-        raise NotImplementedError
+        raise TypeError(
+            f"a pipeline takes a loss function, but {self!r} is a step already: list all "
+            f"middleware in one pipeline(...)({name_of(self.loss_fn)})"
+        )
 
-    @abc.abstractmethod
-    def _repr_html_(self) -> str: ...
+    def listing(self, listed: Sequence[Middleware]) -> PipelineStep:
+        """Return the same step with other middleware around it, if it is one of a function."""
+        assert self.loss_fn is not None
+        return Pipeline(tuple(listed))(self.loss_fn)
+
+    def _compose_innermost(self) -> Step:
+        """Return what the forward ring is around: what evaluates a batch."""
+        assert self.loss_fn is not None
+        members = in_order(self.pipeline.middleware, "step")
+        # What passes values to the loss function is next to it: the others know none.
+        members.sort(key=lambda member: not member.passes)
+        wraps = [m.loss_fn for m in members if m.loss_fn is not None]
+        name, own_precision = name_of(self.loss_fn), self._own_precision is not None
+        innermost = forward(toolz.pipe(self.loss_fn, *wraps), name, own_precision)
+        self._layers.add(innermost, f"the loss function {name}")
+        return innermost
+
+    def _compose_training(self) -> Step:
+        """Return what makes an update, with all rings around it."""
+        return self._compose_update(self.forward)
+
+    def _compose_update(self, forward: Step) -> Step:
+        """Return what makes an update of what a forward ring returns."""
+        inner = forward, "loss", self._backward, "gradient"
+        return self._chain(*inner, self._update, "update", "device", "step", self._using)
+
+    def _backward(self, step: Step) -> Step:
+        again = bool(self._names_with("create_graph"))
+        skips = may_skip_in(self.pipeline.middleware, "forward", "loss")
+        drops = self._used is not None
+        backward = Backward(step, name_of(self.functions[0]), skips, again, drops)
+        self._layers.add(backward, "backward")
+        return backward
+
+    def _update(self, step: Step) -> Step:
+        members = self.pipeline.middleware
+        by_closure = bool(self._names_with("by_closure"))
+        transacted = transaction(step, members, self._leaves_out)
+        updating = update(transacted, name_of(self.functions[0]), by_closure, self._used)
+        self._layers.add(updating, OPTIMIZER)
+        return updating
+
+    def _using(self, step: Step) -> Step:
+        """Return a step within which every middleware knows which optimizers update."""
+        names = self._used
+        if names is None:
+            return step
+
+        def using(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
+            __tracebackhide__ = True
+            with using_only(state, names):
+                return step(state, batch)
+
+        return using
+
+    def _chain(self, step: Step, *around: str | Wrap) -> Step:
+        """Return a step with others around it, the innermost first: wraps, or rings by name."""
+        for part in around:
+            if isinstance(part, str):
+                for member in acting_in(self.pipeline.middleware, part):
+                    step = self._layer(member, part, step)
+            else:
+                step = part(step)
+        return step
+
+    def _layer(self, member: Middleware, ring: str, inside: Step) -> Step:
+        """Return a step with one middleware around it, which errors know as a layer."""
+        step = member.wraps[ring](inside)
+        check_wrapped(step, member, ring)
+        if step is inside:
+            return step
+        is_users = not member.is_ours
+        self._layers.add(step, repr(member), is_users, ring != EVALUATION)
+        if is_users:
+            step = checked_once(step, member, ring, self._calls_noted)
+        return around(step, member.keep) if ring == "step" and member.keep else step
+
+    def _calls_noted(self) -> AbstractContextManager[list[int]]:
+        """Note the calls of the loss function, within a ``with`` block."""
+        assert self._innermost is not None
+        return self._noting(self._innermost)
+
+    @staticmethod
+    def _noting(innermost: Replaceable) -> AbstractContextManager[list[int]]:
+        return calls_noted(innermost)
+
+    # --- what a run asks
 
     @property
     def total(self) -> int | None:
@@ -296,12 +377,26 @@ class PipelineStep(abc.ABC):
 
     @property
     def members(self) -> list[Middleware]:
-        """All middleware, also that of the steps that it calls in turn."""
+        """All middleware that it is made of, those of its turns too."""
         return [m for one in (self, *self.turns.values()) for m in one.pipeline.middleware]
 
     def with_turns(self, steps: Mapping[str, PipelineStep]) -> PipelineStep:
         """Return the same step with other steps in turn, without middleware around them."""
         return self
+
+    @staticmethod
+    def prefixed(turn: str, metric: str) -> str:
+        """Return the name under which a round reports a metric of a turn.
+
+        A learning rate has the name that it has in every run with several optimizers.
+
+        Example:
+            >>> [PipelineStep.prefixed("d", name) for name in ("grad_norm", "lr", "lr/1")]
+            ['d/grad_norm', 'lr/d', 'lr/d/1']
+        """
+        if metric == "lr" or metric.startswith("lr/"):
+            return f"lr/{turn}{metric.removeprefix('lr')}"
+        return f"{turn}/{metric}"
 
     @property
     def watched(self) -> list[tuple[str, str]]:
@@ -317,39 +412,8 @@ class PipelineStep(abc.ABC):
         for member in self.pipeline.middleware:
             check_loaders(repr(member), member.loaders, loaders)
 
-    def check_evaluation(self, loaders: Sequence[str]) -> None:  # noqa: B027
+    def check_evaluation(self, loaders: Sequence[str]) -> None:
         """Raise ValueError if it cannot evaluate these loaders."""
-
-    def _chain(self, step: Step, *around: str | Wrap) -> Step:
-        """Return a step with others around it, the innermost first: wraps, or rings by name."""
-        for part in around:
-            if isinstance(part, str):
-                for member in acting_in(self.pipeline.middleware, part):
-                    step = self._layer(member, part, step)
-            else:
-                step = part(step)
-        return step
-
-    def _layer(self, member: Middleware, ring: str, inside: Step) -> Step:
-        """Return a step with one middleware around it, which errors know as a layer."""
-        step = wraps_of(member)[ring](inside)
-        check_wrapped(step, member, ring)
-        if step is inside:
-            return step
-        is_users = not is_ours(member)
-        self._layers.add(step, repr(member), is_users, ring != EVALUATION)
-        if is_users:
-            step = checked_once(step, member, ring, self._calls_noted)
-        return around(step, member.keep) if ring == "step" and member.keep else step
-
-    def _calls_noted(self) -> AbstractContextManager[list[int]]:
-        """Note the calls of the loss function, within a ``with`` block."""
-        assert self._innermost is not None
-        return self._noting(self._innermost)
-
-    @staticmethod
-    def _noting(innermost: Replaceable) -> AbstractContextManager[list[int]]:
-        return calls_noted(innermost)
 
     def _check_around(self, listed: Sequence[Middleware], ignored: Sequence[str]) -> None:
         """Raise if a step that makes its updates by itself would ignore a middleware around it.
@@ -391,9 +455,14 @@ class PipelineStep(abc.ABC):
         """Return the name of the layer in which an exception was raised, if it was in one."""
         return self._layers.layer_of(error, otherwise)
 
-    def explain(self, error: BaseException) -> None:
-        """Add to an exception what the layers know about it: which middleware is to blame."""
-        self._layers.explain(error)
+    def explain(self, error: BaseException, of_gradient: str = "") -> None:
+        """Add to an exception what the layers know about it: which middleware is to blame.
+
+        Args:
+            error: the exception.
+            of_gradient: a note to add if the loss has no gradient for the parameters.
+        """
+        self._layers.explain(error, of_gradient)
 
     def without_batch(self, state: TrainState, counts: bool) -> tuple[TrainState, Output]:
         """Return what an update of no batch gives: nothing is changed but the counters.
@@ -407,16 +476,21 @@ class PipelineStep(abc.ABC):
         return self._passed(state, counts), Output(loss, 0, skip=None if counts else "no batch")
 
     def _passed(self, state: TrainState, counts: bool) -> TrainState:
-        """Return the state after an update that changes counters only."""
+        """Return the state after an update of which only the counters are left to change."""
         if self._used is None:
-            return advance(state, counts)
+            return Ownership.advance(state, counts)
         return advance_used(state, with_used(state, self._used), counts)
 
     def begin_run(self, state: TrainState) -> None:
         """Forget what was found out in an earlier run, and prepare the optimizers for training."""
-        clear_parameter_cache(state)
+        Ownership.of(state).parameters.clear()
         engine_of(state).begin(state)
         to_training(state.optimizer)
+        self._check_optimizers(state)
+
+    def _check_optimizers(self, state: TrainState) -> None:
+        """Raise ValueError unless one update can be made with the optimizers together."""
+        check_used(state.model, state.optimizer, self._used)
 
     def init_slots(self, state: TrainState, *, evaluation: bool = False) -> TrainState:
         """Return the state with the slots that the middleware need, for an evaluation or at all."""
@@ -577,103 +651,7 @@ class PipelineStep(abc.ABC):
             raise
         return out if out.loss is None else attrs.evolve(out, loss=out.loss.detach())
 
-
-class LossStep(PipelineStep):
-    """The step of a loss function.
-
-    Args:
-        pipeline: the middleware.
-        loss_fn: the loss function.
-    """
-
-    has_all_rings = True
-
-    def __init__(self, pipeline: Pipeline, loss_fn: LossFn) -> None:
-        self.loss_fn: LossFn = loss_fn  # pyright: ignore[reportIncompatibleVariableOverride]
-        super().__init__(pipeline)
-
-    def listing(self, listed: Sequence[Middleware]) -> PipelineStep:
-        """Return the same step with other middleware around it."""
-        return Pipeline(tuple(listed))(self.loss_fn)
-
-    @property
-    def functions(self) -> tuple[object, ...]:
-        return (self.loss_fn,)
-
-    @property
-    def evaluates(self) -> str:
-        return name_of(self.loss_fn)
-
-    def _compose_innermost(self) -> Step:
-        members = in_order(self.pipeline.middleware, "step")
-        # What passes values to the loss function is next to it: the others know none.
-        members.sort(key=lambda member: not member.passes)
-        wraps = [m.loss_fn for m in members if m.loss_fn is not None]
-        name, own_precision = name_of(self.loss_fn), self._own_precision is not None
-        innermost = forward(toolz.pipe(self.loss_fn, *wraps), name, own_precision)
-        self._layers.add(innermost, f"the loss function {name}")
-        return innermost
-
-    @property
-    def _trains_by(self) -> Callable[..., object]:
-        """The function that an update calls."""
-        return self.loss_fn
-
-    @property
-    def _leaves_out(self) -> bool:
-        """Whether that function may skip a batch."""
-        return may_skip(self.loss_fn)
-
-    def _training_forward(self) -> Step:
-        """Return the forward ring of an update."""
-        return self.forward
-
-    def _compose_training(self) -> Step:
-        inner = self._training_forward(), "loss", self._backward, "gradient"
-        return self._chain(*inner, self._update, "update", "device", "step", self._using)
-
-    def _using(self, step: Step) -> Step:
-        """Return a step within which every middleware knows which optimizers update."""
-        names = self._used
-        if names is None:
-            return step
-
-        def using(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
-            __tracebackhide__ = True
-            with using_only(state, names):
-                return step(state, batch)
-
-        return using
-
-    def begin_run(self, state: TrainState) -> None:
-        super().begin_run(state)
-        self._check_optimizers(state)
-
-    def _check_optimizers(self, state: TrainState) -> None:
-        """Raise ValueError unless one update can be made with the optimizers together."""
-        check_used(state.model, state.optimizer, self._used)
-
-    def _backward(self, step: Step) -> Step:
-        again = bool(self._names_with("create_graph"))
-        skips = may_skip_in(self.pipeline.middleware, "forward", "loss")
-        drops = self._used is not None
-        backward = Backward(step, name_of(self._trains_by), skips, again, drops)
-        self._layers.add(backward, "backward")
-        return backward
-
-    def _update(self, step: Step) -> Step:
-        members = self.pipeline.middleware
-        by_closure = bool(self._names_with("by_closure"))
-        transacted = transaction(step, members, self._leaves_out)
-        updating = update(transacted, name_of(self._trains_by), by_closure, self._used)
-        self._layers.add(updating, OPTIMIZER)
-        return updating
-
-    def inside(self, pipeline: Pipeline) -> PipelineStep:
-        raise TypeError(
-            f"a pipeline takes a loss function, but {self!r} is a step already: list all "
-            f"middleware in one pipeline(...)({name_of(self.loss_fn)})"
-        )
+    # --- how it shows
 
     def __repr__(self) -> str:
         return f"{self.pipeline!r}({name_of(self.loss_fn)})"
@@ -687,8 +665,8 @@ class LossStep(PipelineStep):
     def _repr_html_(self) -> str:
         return tables.diagram(*self._shown())
 
-    def __reduce__(self) -> tuple[Pipeline, tuple[LossFn]]:
-        return self.pipeline, (self.loss_fn,)
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return type(self), (self.pipeline.middleware, *self.functions)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -716,8 +694,8 @@ def evaluate_beside(step: Step, carried: str | None = None) -> Step:
             kept |= {carry: made.slots.get(carried)} if carried else {}
         state, out = step(state, batch)
         for name, of in found.items():
-            metrics = {"loss": update_evaluated_(None, of.loss, of.weight), **of.metrics}
-            out = report(out, {f"{name}/{key}": value for key, value in metrics.items()}, name)
+            seen = {f"{name}/{key}": metric for key, metric in Metrics.of(of).items()}
+            out = report(out, seen, name)
         return with_slots(state, {**state.slots, **kept}) if kept else state, out
 
     return evaluated
@@ -775,13 +753,8 @@ def check_middleware(listed: Sequence[Middleware]) -> None:
 
 def _other_name(member: Middleware) -> str:
     """Return what else to do about a name, if the factory of the middleware takes one."""
-    named = member.call is not None and takes(member.call, "name")
+    named = member.call is not None and member.call.takes("name")
     return ', or give one another name: name="..."' if named else ""
-
-
-def takes(call: Call, argument: str) -> bool:
-    """Return whether the function of a call has an argument of this name."""
-    return argument in inspect.signature(call.factory).parameters
 
 
 def _fail_as_member(member: object) -> None:
@@ -887,7 +860,7 @@ def commutes(member: Middleware) -> bool:
 
 def acting_in(members: Sequence[Middleware], ring: str) -> list[Middleware]:
     """Return the middleware that act in a ring, in their order, the innermost first."""
-    return [m for m in in_order(members, ring) if ring in wraps_of(m)]
+    return [m for m in in_order(members, ring) if ring in m.wraps]
 
 
 # --------------------------------------------------------------------------------------------------

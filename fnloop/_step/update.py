@@ -18,14 +18,13 @@ from fnloop._core.optimizers import (
     optimizers_in,
     wants_closure,
 )
-from fnloop._core.records import TRAINED
+from fnloop._core.records import Record
 from fnloop._core.several import Several
 from fnloop._core.state import (
+    Ownership,
     TrainState,
-    advance,
     advance_used,
     current_parameters,
-    give_up_ownership,
     parameters,
     with_used,
 )
@@ -73,7 +72,7 @@ def update(
                 if out.skip is None:
                     if not cache.checked:
                         _check_gradients(new, out, name, state.optimizer)
-                    give_up_ownership(new)  # until all of the parameters have changed
+                    Ownership.give_up(new)  # until all of the parameters have changed
                     apply, given = HOST.apply, new.optimizer
                     ones = [*given.values()] if type(given) is Optimizers else [given]
                     if isinstance(new.model, Several):
@@ -85,7 +84,9 @@ def update(
             for p in params:
                 p.grad = None
         applied = out.skip is None
-        return advance(new, applied) if used is None else advance_used(state, new, applied), out
+        if used is not None:
+            return advance_used(state, new, applied), out
+        return Ownership.advance(new, applied), out
 
     return update
 
@@ -158,7 +159,7 @@ def _by_closure(step: Step, state: TrainState, batch: Batch) -> tuple[TrainState
         return engine_of(state).mean_loss(replies[-1][1])
 
     # The optimizer may change the parameters before, between and after its evaluations.
-    give_up_ownership(state)
+    Ownership.give_up(state)
     optimizer.step(closure)
     return replies[0]
 
@@ -202,9 +203,22 @@ def report(out: Output, metrics: Mapping[str, Metric], by: str) -> Output:
 class MissingNumberError(KeyError):
     """Raised for a number that a loader does not have. Another loader may have it.
 
+    The numbers that a ``report`` is given raise it. Let it pass: then nothing is added to the
+    numbers of this loader.
+
     Args:
         message: what is missing.
         name: the name that was looked up.
+
+    Example:
+        >>> import fnloop as fl
+        >>> from fnloop.testing import toy_loss
+        >>> def per_token(loader, numbers):
+        ...     return {"per_token": numbers["loss"] / numbers["tokens"]}
+        >>> step = fl.pipeline(fl.Middleware("per_token", report=per_token))(toy_loss)
+        >>> values = {"train/loss": 6.0, "valid/loss": 8.0, "valid/tokens": 4.0}
+        >>> step.derive(values, ["valid"])["valid/per_token"]      # that of train lacks a number
+        2.0
     """
 
     def __init__(self, message: str, name: str) -> None:
@@ -267,7 +281,7 @@ def add_reported(
     __tracebackhide__ = True
     if loaders is None:
         return {**values, **_added(members, Numbers(None, values))}
-    parts: dict[str, dict[str, float]] = {name: {} for name in (*TRAINED, *loaders)}
+    parts: dict[str, dict[str, float]] = {name: {} for name in (*Record.TRAINED, *loaders)}
     last: dict[str, str] = {}  # the last name of each loader
     for name, value in values.items():
         loader, _, rest = name.partition("/")
@@ -326,20 +340,3 @@ def _check_missed(numbers: Sequence[Numbers], known: Container[str]) -> None:
             f"{numbers[0].missed[name]!r}: no loader of this run has the metric {name!r}; there "
             f"are, of {there}{checks.suggestion(name, names)}"
         )
-
-
-# --- the numbers of a turn
-
-
-def prefixed(name: str, metric: str) -> str:
-    """Return the name under which a round reports a metric of a turn.
-
-    A learning rate has the name that it has in every run with several optimizers.
-
-    Example:
-        >>> prefixed("d", "grad_norm"), prefixed("d", "lr"), prefixed("d", "lr/1")
-        ('d/grad_norm', 'lr/d', 'lr/d/1')
-    """
-    if metric == "lr" or metric.startswith("lr/"):
-        return f"lr/{name}{metric.removeprefix('lr')}"
-    return f"{name}/{metric}"

@@ -12,7 +12,6 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from fnloop._backend import torch_compat
 from fnloop._core.state import TrainState, unwrap
 from fnloop._core.types import Middleware, Output, Step, middleware
 from fnloop.debug._watch import (
@@ -38,7 +37,17 @@ from fnloop.debug._watch import (
     result_of,
     without_gradients,
 )
-from fnloop.extend import Batch, checks, containers, engine_of, host, isolated, refuse, tables
+from fnloop.extend import (
+    Batch,
+    checks,
+    containers,
+    engine_of,
+    host,
+    isolated,
+    refuse,
+    tables,
+    torch_compat,
+)
 
 # --------------------------------------------------------------------------------------------------
 # Updates that are made twice, to compare their bits.

@@ -12,7 +12,6 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from fnloop._backend import torch_compat
 from fnloop._core.state import TrainState
 from fnloop._core.types import Step
 from fnloop._extensions.checkpoints.compare import find_difference
@@ -52,6 +51,7 @@ from fnloop.extend import (
     name_of,
     short_traceback,
     tables,
+    torch_compat,
 )
 
 UPDATES = 3

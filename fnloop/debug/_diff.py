@@ -14,8 +14,8 @@ import attrs
 import torch
 from torch import Tensor
 
-from fnloop._core.history import History, records_since
-from fnloop._core.records import COSTS, Record
+from fnloop._core.history import History
+from fnloop._core.records import Record
 from fnloop._core.state import TrainState
 from fnloop._extensions.checkpoints.compare import (
     Measured,
@@ -23,7 +23,6 @@ from fnloop._extensions.checkpoints.compare import (
     find_difference,
     measure,
 )
-from fnloop._extensions.checkpoints.counters import Cursor
 from fnloop._extensions.checkpoints.files import decode_history
 from fnloop._extensions.checkpoints.format import CheckpointError, Contents
 from fnloop._extensions.checkpoints.restore import read_alone
@@ -141,7 +140,6 @@ def find_differing(a: Saved, b: Saved) -> Difference:
 
 BITS = ("model", "optimizer")  # what a replay has to make again
 _PARTS = ("history", "counters", "model", "optimizer", "slots", "extra")
-_COUNTERS = [f.name for f in attrs.fields(Cursor) if f.name not in ("generators", "position")]
 
 
 @attrs.frozen
@@ -224,12 +222,12 @@ class Difference(tables.Shown):
 
 def is_measured(name: str) -> bool:
     """Return whether a metric is a time or the like, which no two runs have equal."""
-    return not {*COSTS}.isdisjoint(name.split("/")[:2])
+    return not {*Record.COSTS}.isdisjoint(name.split("/")[:2])
 
 
 def compare_histories(a: Iterable[Record], b: Iterable[Record]) -> Finding | None:
     """Return the first record that differs. Times and closing records are not compared."""
-    one, other = (records_since(History(each), closing=False) for each in (a, b))
+    one, other = (History(each).since(closing=False) for each in (a, b))
     for i, (mine, its) in enumerate(zip(one, other, strict=False)):
         place = f"record {i}, step {mine.step}"
         if (mine.epoch, mine.step) != (its.epoch, its.step):
@@ -277,7 +275,8 @@ def compare_contents(a: Contents, b: Contents, parts: Sequence[str] = _PARTS) ->
     if "history" in parts:
         found.append(compare_histories(_records(a), _records(b)))
     if "counters" in parts:
-        found.append(_first_setting("counter", a, b, (*_COUNTERS, "stop", "phases", "ends")))
+        names = (*TrainState.COUNTERS, "stop", "phases", "ends")
+        found.append(_first_setting("counter", a, b, names))
     held = [part for part in parts if part not in ("history", "counters")]
     held += ["brought"] if "slots" in parts else []
     found.append(_first_setting("setting", a, b, held))

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
-from fnloop._backend import torch_compat
-from fnloop._core.history import History, Phase, records_since
+from fnloop._core.history import History, Phase
 from fnloop._core.records import Record
 from fnloop._core.state import TrainState, snapshot, unwrap
 from fnloop._core.types import Middleware, Output, Step, middleware
@@ -42,6 +41,7 @@ from fnloop.debug._diff import (
 from fnloop.debug._watch import Gradients, noting
 from fnloop.extend import (
     Batch,
+    Metrics,
     Moment,
     PipelineStep,
     Rehearsal,
@@ -54,6 +54,7 @@ from fnloop.extend import (
     on_main_process,
     short_traceback,
     tables,
+    torch_compat,
 )
 
 # --------------------------------------------------------------------------------------------------
@@ -252,7 +253,6 @@ def _take_back(state: TrainState) -> None:
 
 # --- the run
 
-RECENT = "recent/"  # what the names of means since the last record begin with
 Pair = tuple[Record | None, Record | None]  # a record that is made again, and that of the run
 # When which loaders are evaluated, and when a record of an interval is made.
 Moments = tuple[Sequence[tuple[Moment, Sequence[str]]], Moment | None]
@@ -385,9 +385,10 @@ class _Follow:
             return when(lambda state: self._has_made(state, prefix))
 
         evaluations = [(at("train/"), ()), *((at(f"{name}/"), (name,)) for name in loaders)]
-        recent = at(RECENT) if any(name.startswith(RECENT) for name in known) else None
-        self._again = ("train/", RECENT, *(f"{name}/" for name in loaders))
-        return evaluations, recent
+        recent = Metrics.RECENT
+        every = at(recent) if any(name.startswith(recent) for name in known) else None
+        self._again = ("train/", recent, *(f"{name}/" for name in loaders))
+        return evaluations, every
 
     def _is_made(self, record: Record) -> bool:
         """Return whether a record of the run has metrics that are made again."""
@@ -396,7 +397,7 @@ class _Follow:
     def _has_made(self, state: TrainState, prefix: str) -> bool:
         """Return whether the run has made a record at a boundary, with some metrics."""
         assert self.records is not None
-        record = next(iter(records_since(self.records, len(self.history), closing=False)), None)
+        record = next(iter(self.records.since(len(self.history), closing=False)), None)
         if record is None or (record.step, record.epoch) != (state.step, state.epoch):
             return False
         return any(name.startswith(prefix) for name in record.metrics)
@@ -419,8 +420,7 @@ class _Follow:
         before, self.history = self.history, self._records_at(state)
         if self.made is not None:
             made, its = (
-                records_since(each, len(before), closing=False)
-                for each in (state.history, self.history)
+                each.since(len(before), closing=False) for each in (state.history, self.history)
             )
             if not made:  # it may have had the numbers of hooks alone
                 made = [attrs.evolve(x, metrics={}) for x in its if not self._is_made(x)]
@@ -469,11 +469,11 @@ class _Another(_Follow):
     def moments_of(self, loaders: Sequence[str]) -> Moments:
         """Return when to evaluate these and to make records: also at the end."""
         every = self.history if self.records is None else self.records
-        self._moments = {(r.step, r.epoch): r for r in records_since(every, closing=False)}
+        self._moments = {(r.step, r.epoch): r for r in every.since(closing=False)}
         return self._at_records(loaders, every.keys())
 
     def _has_made(self, state: TrainState, prefix: str) -> bool:
-        if prefix != RECENT and self.ends(state):
+        if prefix != Metrics.RECENT and self.ends(state):
             return True
         record = self._moments.get((state.step, state.epoch))
         return record is not None and any(name.startswith(prefix) for name in record.metrics)

@@ -13,10 +13,10 @@ from typing import Literal
 
 import attrs
 
-from fnloop._core.history import records_since
-from fnloop._core.state import TrainState, snapshot
+from fnloop._core.state import TrainState, snapshot, unwrap
 from fnloop._core.types import Step
 from fnloop._extensions.checkpoints.format import CheckpointError, Contents
+from fnloop._extensions.checkpoints.made_with import describe_making
 from fnloop._extensions.checkpoints.place import Place, place_at
 from fnloop._extensions.checkpoints.save import collect_contents, versions
 from fnloop._extensions.checkpoints.saved import Saved
@@ -158,7 +158,8 @@ def _look(
     """
     damaged: list[str] = []
     saved = Saved.all_in(place, damaged)
-    here = {**versions(), **run.made_with()}
+    model, device = unwrap(run.state), run.state.backend.device
+    here = {**versions(), **describe_making(run.step, model, device, ())}
     changes = [_compare_making(one.facts, here) for one in saved]
     touched = tuple(_find_touched(saved, changes))
     pairs = [(a, b) for a, b in itertools.pairwise(saved) if a.position < b.position]
@@ -402,7 +403,7 @@ class _Again:
             known = () if one is None else one.metrics
             lost = () if its is None else (name for name in its.metrics if name not in known)
             self.not_made |= dict.fromkeys(name for name in lost if not is_measured(name))
-        left = records_since(stops[-1].history(), len(reached.history), closing=False)
+        left = stops[-1].history().since(len(reached.history), closing=False)
         if left and not waiting:
             record = f"record of step {left[0].step}"
             text = "is not at a boundary of the run"

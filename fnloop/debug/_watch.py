@@ -8,7 +8,6 @@ import itertools
 import math
 import random
 import sys
-import sysconfig
 import types
 from collections import deque
 from collections.abc import (
@@ -32,19 +31,21 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from fnloop._backend import torch_compat
 from fnloop._core.averages import Average
+from fnloop._core.code import codes_of
 from fnloop._core.metrics import Mean
 from fnloop._core.selectors import Selectors
-from fnloop._core.state import TrainState, generation_of, ownership_of, unwrap
+from fnloop._core.state import TrainState, unwrap
 from fnloop._core.types import Middleware, Output, Step, middleware
 from fnloop._extensions.checkpoints.compare import INTEGER_OF_SIZE
+from fnloop._extensions.checkpoints.made_with import INSTALLED, PACKAGE, is_users
 from fnloop._extensions.checkpoints.named import walk_optimizers
 from fnloop.debug._diff import bytes_of
 from fnloop.extend import (
     Batch,
     Chosen,
     Metric,
+    Ownership,
     checks,
     containers,
     host,
@@ -54,6 +55,7 @@ from fnloop.extend import (
     refuse,
     report,
     then,
+    torch_compat,
 )
 
 # --------------------------------------------------------------------------------------------------
@@ -571,8 +573,7 @@ class Before:
             for name, saved in self._slots.items():
                 putting.put(state.slots[name], saved)
             putting.finish()
-        owner = ownership_of(state)
-        owner.generation, owner.newest = generation_of(state), None
+        Ownership.give_back(state)
         self._begin_again()
 
 
@@ -730,8 +731,6 @@ def _names_of(value: object) -> list[str]:
 # --------------------------------------------------------------------------------------------------
 # Lines of the user's code: which one changes a name, and which one is running.
 
-_PACKAGE = str(Path(__file__).parents[1])
-_INSTALLED = tuple({sysconfig.get_path(key) for key in ("stdlib", "purelib", "platlib")})
 _STORES = ("STORE_GLOBAL", "STORE_ATTR", "STORE_DEREF")
 _LOADS = ("LOAD_GLOBAL", "LOAD_ATTR", "LOAD_METHOD", "LOAD_DEREF")
 
@@ -763,9 +762,9 @@ def running_line(frame: types.FrameType | None) -> str:
     """Return the line of the user that is running; "" if that is fnloop alone, as in backward."""
     while frame is not None:
         code = frame.f_code
-        if code.co_filename.startswith(_PACKAGE) and "/debug/" not in code.co_filename:
+        if code.co_filename.startswith(PACKAGE) and "/debug/" not in code.co_filename:
             return ""
-        inside = "/torch/" in code.co_filename or code.co_filename.startswith((_PACKAGE, "<"))
+        inside = "/torch/" in code.co_filename or code.co_filename.startswith((PACKAGE, "<"))
         if not inside:
             return describe_line(code, frame.f_lineno)
         frame = frame.f_back
@@ -880,11 +879,11 @@ class _Walk:
 
     def _function(self, function: types.FunctionType) -> None:
         written_in = function.__code__.co_filename
-        ours = written_in.startswith(_PACKAGE)
-        if not written_in.startswith((*_INSTALLED, _PACKAGE, *_GENERATED)):
-            self._codes += _codes_in(function.__code__)
+        ours = written_in.startswith(PACKAGE)
+        if not written_in.startswith((*INSTALLED, PACKAGE, *_GENERATED)):
+            self._codes += codes_of(function.__code__)
             file = Path(function.__code__.co_filename).name
-            names = {name for code in _codes_in(function.__code__) for name in code.co_names}
+            names = {name for code in codes_of(function.__code__) for name in code.co_names}
             scope = function.__globals__
             for key in sorted(names & scope.keys()):
                 self._global(f"the global {key} of {file}", key, scope, names)
@@ -904,7 +903,7 @@ class _Walk:
     def _global(self, name: str, key: str, scope: dict[str, object], used: Iterable[str]) -> None:
         value = scope[key]
         if isinstance(value, types.ModuleType):
-            if _is_users(value.__name__):
+            if is_users(value.__name__):
                 for inner in sorted({*used} & vars(value).keys()):
                     put = partial(vars(value).__setitem__, inner)
                     where = f"the global {inner} of {value.__name__}"
@@ -930,11 +929,11 @@ class _Walk:
             self.visit(f"{name}[{i}]", part, put, quiet)
 
     def _class(self, kind: type) -> None:
-        if not _is_users(kind.__module__):
+        if not is_users(kind.__module__):
             return
         for key, value in list(vars(kind).items()):
             if isinstance(value, types.FunctionType):
-                self._codes += _codes_in(value.__code__)
+                self._codes += codes_of(value.__code__)
                 self.visit(f"{kind.__name__}.{key}", value, None, quiet=False)
             elif not key.startswith("__"):
                 self.visit(f"{kind.__name__}.{key}", value, partial(setattr, kind, key), False)
@@ -942,7 +941,7 @@ class _Walk:
     def _object(self, name: str, value: object) -> None:
         kind = type(value)
         module = kind.__module__ or ""
-        if not (_is_users(module) or module.startswith(_WALKED)):
+        if not (is_users(module) or module.startswith(_WALKED)):
             return
         for base in kind.__mro__:
             self.visit(base.__name__, base, None, quiet=False)
@@ -956,19 +955,6 @@ class _Walk:
             if key not in left_out and not (key.startswith("_") and module.startswith("torch")):
                 put = partial(object.__setattr__, value, key)
                 self.visit(f"{name}.{key}", held, put, quiet=ours)
-
-
-def _is_users(module: str) -> bool:
-    """Return whether a module is neither installed nor a part of Python or of fnloop."""
-    file = getattr(sys.modules.get(module), "__file__", None)
-    own = not (file or "").startswith((*_INSTALLED, _PACKAGE))
-    return module == "__main__" if file is None else own
-
-
-def _codes_in(code: types.CodeType) -> list[types.CodeType]:
-    """Return a code object, and those of the functions that it defines."""
-    inside = (one for one in code.co_consts if isinstance(one, types.CodeType))
-    return [code, *itertools.chain(*map(_codes_in, inside))]
 
 
 def _state_of(

@@ -11,7 +11,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from fnloop._core.history import History, records_since
+from fnloop._core.history import History
 from fnloop._core.records import Record
 from fnloop._core.state import TrainState, snapshot, unwrap
 from fnloop._core.types import Middleware, Output, Step, middleware
@@ -632,7 +632,7 @@ def _norm(tensors: Iterator[Tensor]) -> float:
 
 def _metrics(a: History, b: History) -> Iterator[Apart]:
     """Yield the metrics that differ: from which record on, and by how much in the last of both."""
-    both = [*zip(*(records_since(each, closing=False) for each in (a, b)), strict=False)]
+    both = [*zip(*(each.since(closing=False) for each in (a, b)), strict=False)]
     names = dict.fromkeys(name for mine, its in both for name in (*mine.metrics, *its.metrics))
     for name in names:
         pairs = [(mine, its) for mine, its in both if name in mine.metrics and name in its.metrics]

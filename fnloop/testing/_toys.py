@@ -10,10 +10,10 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from fnloop._backend import torch_compat
 from fnloop._core.state import TrainState, parameters
 from fnloop._core.types import Aux, Batch, Output
 from fnloop._display import checks
+from fnloop.extend import torch_compat
 
 # --------------------------------------------------------------------------------------------------
 # A model of one parameter whose updates can be computed in the head.

@@ -1,7 +1,6 @@
-"""Private names of torch are used in one file, and each may be missing."""
+"""Private names of torch are used in files of one name, and each may be missing."""
 
 import ast
-import importlib.util
 import signal
 import subprocess
 import sys
@@ -12,20 +11,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.utils._python_dispatch
+from reimported import reimported
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim import optimizer as optim
 from torch.utils.data import DataLoader
 
 import fnloop
 from fnloop._backend import torch_compat
-from fnloop._extensions.engines import distributed, exchanges
 
 ROOT = Path(fnloop.__file__).parent
-COMPAT = Path(torch_compat.__file__)
+COMPATS = [*ROOT.rglob("torch_compat.py")]  # the kernel's, and those of extensions
 UNDOCUMENTED = {  # names of torch without an underscore that its reference does not have
     *("default_generators", "distributed_c10d", "prepare_for_forward", "profile_hook_step"),
     *("__wrapped__", "_popen"),
@@ -33,7 +30,8 @@ UNDOCUMENTED = {  # names of torch without an underscore that its reference does
 OTHERS = {  # private names of other libraries, each in one file
     "_extensions/histories/figures.py": {"_repr_png_"},  # IPython's protocol
     "_extensions/middleware/schedule.py": {"_repr_html_"},
-    "_backend/accelerated.py": {"_shared_state", "_models", "_optimizers"},  # accelerate's
+    "_extensions/engines/accelerated.py": {"_shared_state", "_models", "_optimizers"},
+    "_extensions/hooks/accelerated.py": {"_shared_state"},  # accelerate's
     "_extensions/torchmetrics.py": {"_to_sync", "_update_count", "_defaults", "_reductions"},
     "_extensions/engines/exchanges.py": {"_exit", "_current_frames"},  # documented, of os and sys
     "_extensions/tools/dry_run.py": {"_getframe"},  # documented, of sys
@@ -86,7 +84,7 @@ def own_names(trees):
 
 @pytest.fixture(scope="module")
 def trees():
-    paths = [path for path in ROOT.rglob("*.py") if path != COMPAT]
+    paths = [path for path in ROOT.rglob("*.py") if path not in COMPATS]
     return {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in paths}
 
 
@@ -101,11 +99,12 @@ def test_no_other_file_uses_a_private_name_of_torch(trees):
 
 
 def test_no_other_file_spells_a_name_that_torch_compat_guards(trees):
-    compat = ast.parse(COMPAT.read_text())
-    names = {name for _, name in private_uses(compat)} - {"__wrapped__"}
-    names |= {node.value for node in ast.walk(compat) if isinstance(node, ast.Constant)}
+    compats = [ast.parse(path.read_text()) for path in COMPATS]
+    names = {name for tree in compats for _, name in private_uses(tree)} - {"__wrapped__"}
+    nodes = [node for tree in compats for node in ast.walk(tree)]
+    names |= {node.value for node in nodes if isinstance(node, ast.Constant)}
     guarded = {n for n in names if isinstance(n, str) and is_private(n) and n.isidentifier()}
-    assert {"_orig_mod", "_foreach_norm", "_local_tensor", "_post_forward"} <= guarded
+    assert {"_orig_mod", "_foreach_norm", "_local_tensor"} <= guarded
     for path, tree in trees.items():
         assert not {n.value for n in ast.walk(tree) if isinstance(n, ast.Constant)} & guarded, path
 
@@ -129,10 +128,7 @@ def without(monkeypatch):
     def without(owner, *names):
         for name in names:
             monkeypatch.delattr(owner, name)
-        spec = importlib.util.spec_from_file_location("compat_without", COMPAT)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module
+        return reimported(torch_compat)
 
     return without
 
@@ -220,7 +216,7 @@ def test_a_wrapper_that_does_more_is_not_skipped(monkeypatch, without):
 
     monkeypatch.setattr(Optimizer, "profile_hook_step", staticmethod(profile_hook_step))
     compat = without(torch)
-    assert getattr(compat._wrapper, "co_names", None) is None
+    assert getattr(compat.STEP_WRAPPER, "co_names", None) is None
 
 
 @pytest.mark.parametrize(("name", "arguments", "expected"), [
@@ -271,7 +267,6 @@ def test_what_is_read_from_a_tensor():
     assert torch_compat.sparse_values(Nameless(sparse)).tolist() == [5.0]
     part = SimpleNamespace(to_local=lambda: tensor)
     assert torch_compat.local_tensor(part) is tensor
-    assert torch_compat.leaf_of(object()) is None
 
 
 def test_without_its_generators_cuda_is_seeded_as_a_whole(without, monkeypatch):
@@ -339,86 +334,3 @@ def test_without_their_names_loaders_are_left_alone_or_refused(caplog):
         torch_compat.forget_workers(loader)
     torch_compat.set_worker_dataset(None, [])
     assert "get_worker_info().dataset is a wrapper" in caplog.text
-
-
-def test_hooks_of_a_state_dict_are_noticed():
-    optimizer, found = torch.optim.SGD([nn.Parameter(torch.zeros(()))]), []
-    for register in ("register_step_pre_hook", "register_state_dict_post_hook"):
-        found.append(torch_compat.has_state_dict_hooks(optimizer))
-        getattr(optimizer, register)(lambda *_: None)
-    assert [*found, torch_compat.has_state_dict_hooks(optimizer)] == [False, False, True]
-
-
-# --- several processes
-
-
-@pytest.fixture
-def group(tmp_path):
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
-
-
-def test_collectives_are_counted(group):
-    before = torch_compat.collectives_begun(group)
-    dist.all_reduce(torch.zeros(1))
-    assert torch_compat.collectives_begun(group) == before + 1
-    assert torch_compat.collectives_begun(object()) is None
-    assert torch_compat.process_groups() == [group]
-
-
-def test_uncounted_collectives_are_suspected_everywhere(group, monkeypatch, caplog):
-    assert exchanges.collective_count() == exchanges.collective_count()
-    monkeypatch.setattr(exchanges, "_counts", True)
-    monkeypatch.setattr(torch_compat, "collectives_begun", lambda group: 0)
-    exchanges.check_collective_count(torch.device("cpu"))
-    assert "does not count the collectives of gloo" in caplog.text
-    assert exchanges.collective_count() != exchanges.collective_count()
-
-
-def test_without_names_of_groups_the_default_one_is_used_or_it_raises(group, without, monkeypatch):
-    without = without(dist, "distributed_c10d", "_broadcast_coalesced")
-    assert without.process_groups() == [group]
-    with pytest.raises(RuntimeError, match="_get_default_store, which fnloop needs"):
-        without.default_store()
-    with pytest.raises(RuntimeError, match="_world, which fnloop needs"), without.meeting_in(None):
-        pass
-    column = torch.arange(4.0).view(2, 2)[:, 1]  # not contiguous
-    without.broadcast_coalesced(group, [column])
-    assert column.tolist() == [1.0, 3.0]
-
-
-class Passing(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.w = nn.Parameter(torch.zeros(()))
-
-    def forward(self, loss):
-        return loss
-
-
-def test_without_its_names_ddp_averages_by_its_own_forward(group, monkeypatch):
-    def forward(self, loss):
-        (loss,), _ = self._pre_forward(loss)
-        return self._renamed(self.module(loss))
-
-    def gradient():
-        ddp = DistributedDataParallel(Passing())
-        torch_compat.reduce_in_backward(ddp, ddp.module.w * 3).backward()
-        return ddp.module.w.grad.item()
-
-    assert gradient() == 3.0
-    renamed = DistributedDataParallel._post_forward
-    monkeypatch.setattr(DistributedDataParallel, "_renamed", renamed, raising=False)
-    monkeypatch.setattr(DistributedDataParallel, "forward", forward)
-    monkeypatch.delattr(DistributedDataParallel, "_post_forward")
-    assert gradient() == 3.0
-
-
-def test_a_ddp_that_does_not_average_is_an_error(group, monkeypatch):
-    monkeypatch.setattr(dist, "get_rank", lambda: 1)
-    monkeypatch.setattr(dist, "get_world_size", lambda: 3)  # the mean of the ranks is 1
-    distributed._check_ddp.__wrapped__(torch.device("cpu"))
-    monkeypatch.setattr(torch_compat, "reduce_in_backward", lambda ddp, loss: loss * 2)
-    with pytest.raises(RuntimeError, match="does not average gradients"):
-        distributed._check_ddp.__wrapped__(torch.device("cpu"))

@@ -15,7 +15,7 @@ from toy_runs import xs
 
 import fnloop as fl
 from fnloop import schedules
-from fnloop._core.optimizers import SCHEDULED, forget_schedules
+from fnloop._core.settings import forget_schedules
 from fnloop.testing import Toy, toy, toy_loss
 
 SGD, AdamW = torch.optim.SGD, torch.optim.AdamW
@@ -321,6 +321,6 @@ def test_two_groups_of_one_name_are_refused(names):
 
 def test_a_rate_in_a_tensor_of_one_dimension_is_put_back():
     rate = torch.tensor([0.5])
-    group = {"lr": rate, "initial_lr": torch.tensor([2.0]), f"{SCHEDULED}lr": rate}
+    group = {"lr": rate, "initial_lr": torch.tensor([2.0]), "set_by_schedule_lr": rate}
     forget_schedules([group])
     assert group["lr"] is rate and rate.item() == 2.0

@@ -8,7 +8,7 @@ from toy_runs import ONE, fit
 
 import fnloop as fl
 from fnloop._extensions.tools import dry_run
-from fnloop._hooks.hook import BuiltIn, Wrapper
+from fnloop.extend import BuiltIn, Wrapper
 from fnloop.testing import toy
 
 VALUES = ["monitors", "reports", "makes_records", "moments", "brings", "slot", "untried"]
@@ -53,7 +53,7 @@ def test_a_member_that_is_gone_is_refused_when_composing(name, base, wrap):
 
 def test_hooks_of_the_library_have_them():
     # What they do not define.
-    asked = {"among", "check_metrics", "notes_in", "parts_saved", "place_in"}
+    asked = {"among", "check_metrics", "note", "has_noted", "is_amid", "parts_saved", "place_in"}
     found = {name for name in vars(BuiltIn) if name[0] != "_"} - {
         *("saves", "tried", "ranks", "is_of_one_run"),
         *asked,

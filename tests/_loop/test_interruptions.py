@@ -265,13 +265,14 @@ def test_a_signal_is_obeyed_at_once_however_fast_the_updates_before_were(
     others = consensus.Consensus()
     for _ in range(updates):
         now[0] += 1e-4
-        others.poll(state, interrupts)
+        others.poll(state, interrupts.requested)
     if then == "an evaluation":
         others.hurry()
     else:
-        others.barrier(state, interrupts, 0)
+        others.barrier(state, interrupts.requested, 0, 0.0)
     for batch in range(60):
-        others.poll(state, interrupts)
+        if asked := others.poll(state, interrupts.requested):
+            interrupts.obey(*asked)
         if interrupts.stop is not None:
             break
         now[0] += 10.0

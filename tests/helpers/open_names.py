@@ -5,39 +5,19 @@ it. One that no extension uses any more goes out. The table may only shrink.
 """
 
 OPEN = {
-    "_backend": "accelerated torch_compat",
     "_backend.containers": "SEQUENCES",
-    "_backend.fsdp": "combined dtensor full has_sharded like_sharded",
-    "_backend.processes": "Backend device_of",
-    "_backend.torch_compat": "buffers_of strip_compile_prefix",
     "_core.averages": "Average AVERAGED check_not_averaged named_tensors",
-    "_core.history": "first_record metrics_here new_records records_since SINCE unfinished",
-    "_core.metrics": (
-        "combine ITEMS moved NoLoss read RECENT Reduced restored Running sent Shares "
-        "to_accumulator_dtype to_host update_ update_evaluated_ valid_or_nan weighted"
-    ),
-    "_core.optimizers": (
-        "as_number BEFORE begin_again copy_number first_shared Group groups_in initial_value "
-        "is_torch_optimizer keep_initial modes_of note_set numbers_used Optimizers "
-        "optimizers_in put_number RATIO SCHEDULED SET set_by_torch to_training UNFROZEN "
-        "wants_closure"
-    ),
+    "_core.code": "codes_of is_of_library walk",
+    "_core.optimizers": "first_shared Group Optimizers",
     "_core.parts": "check_name Held Load TAKEN",
-    "_core.records": "COSTS MODES number_of_epoch TRAINED",
-    "_core.rng": "COMPUTE HostGenerators new_seed seed_all seed_host seeded_generator torch_seeder",
-    "_core.runs": "ACTIONS has_updates Live now pending RECORDS",
+    "_core.runs": "Action Append",
     "_core.saved": "has_pending materialize Pending",
     "_core.selectors": "Selectors",
+    "_core.settings": "UNFROZEN",
     "_core.several": "models_of Reply Several",
-    "_core.state": (
-        "advance clear_parameter_cache count_items count_parameters COUNTED counted_of "
-        "current_parameters detached_from_run generation_of give_up_ownership items_to_send "
-        "LEFT_OUT note_buffers note_call Ownership ownership_of owns_handles ParameterCache "
-        "PLACE rested shapes_of_buffers take_ownership used_in with_note with_used "
-        "without_metrics"
-    ),
+    "_core.state": "counted_of current_parameters without_metrics",
     "_core.trained": "add_group Groups Layout note_restored split_group",
-    "_core.types": "Aux EVALUATION is_ours Searching Skip wraps_of",
+    "_core.types": "Aux EVALUATION Searching Skip",
     "_core.view": "as_evaluated begin_again changed_for is_apart",
     "_data.held": "own_copy",
     "_data.iterable": "as_torch_reads_it is_keeper length_of steady_workers",
@@ -48,16 +28,7 @@ OPEN = {
     "_data.position": "Pass Positions",
     "_data.reader": "Iterated Reader reader_of",
     "_data.source": "LateWindow open_source Source unmoved",
-    "_display.screen": "log",
-    "_hooks.hook": "BuiltIn Clock every_layer HookFn Wrapper",
-    "_loop.beginning": "fused_hint",
+    "_hooks.hook": "every_layer LiftedHook slots_of unwrap_hook",
     "_loop.errors": "check_returned",
     "_loop.evaluate": "open_loader",
-    "_loop.peers": "forget_interruption Interrupts",
-    "_loop.plan": "read_hooks",
-    "_step.engine": "GradientSum",
-    "_step.forward": "items_in",
-    "_step.gradients": "NoGradientError WeightedSum",
-    "_step.pipeline": "Pipeline",
-    "_step.update": "MissingNumberError Numbers prefixed",
 }

@@ -19,12 +19,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load
 from torch import Tensor
 
-from fnloop._backend.fsdp import full, has_sharded, local_part
-from fnloop._core.history import SINCE
 from fnloop._core.state import TrainState
 from fnloop._extensions.checkpoints.serialize import Json, dtype_named
 from fnloop._extensions.checkpoints.split import extent_in, spans_all, split_dim
-from fnloop.extend import checks, collectives, containers
+from fnloop.extend import Monitored, checks, collectives, containers, fsdp, local_part
 
 # --------------------------------------------------------------------------------------------------
 # The format of a checkpoint: its files, what they hold, and the errors that reading them raises.
@@ -114,7 +112,7 @@ MANIFEST_SHAPE: Shape = {
     "phase?": (None, str),
     "best?": (None, str),
     "mode?": lambda value: value in (None, "min", "max"),
-    "since?": lambda value: value in (None, *SINCE),
+    "since?": lambda value: value in (None, *Monitored.SINCE),
     "parts?": [_is_part],
     "blocks?": NAMES,
     "finite?": bool,
@@ -437,14 +435,14 @@ def keep_own_share(
     for group, tensors in contents.groups.items():
         own = local if group == "optimizer" and local else {}
         own = dict.fromkeys(tensors, True) if group == OWN else own
-        sharded = has_sharded(tensors.values())
+        sharded = fsdp.has_sharded(tensors.values())
         split = sharded and any(split_dim(t) is not None for t in tensors.values())
         if own or group == OWN or split:
             file = name_of_share(group, backend.rank, backend.world_size)
             groups[group], index[group] = _share_of(tensors, file, backend.main, own)
         else:
             # In every process, as a gather is a collective.
-            whole = {name: full(t) for name, t in tensors.items()} if sharded else tensors
+            whole = {name: fsdp.full(t) for name, t in tensors.items()} if sharded else tensors
             groups[group] = whole if backend.main else {}
     kept = attrs.evolve(contents, groups=groups)
     if not index:
@@ -485,7 +483,7 @@ def _share_of(
             "dtype": str(tensor.dtype).removeprefix("torch."),
         }
         if dim is None:
-            own, writes = full(tensor), local.get(name, main)
+            own, writes = fsdp.full(tensor), local.get(name, main)
         else:
             own, entry["dim"] = local_part(tensor).detach(), dim
             offsets[dim], stop, first = extent_in(tensor, tensor.shape[dim])

@@ -14,17 +14,8 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from fnloop._backend import torch_compat
-from fnloop._backend.fsdp import is_sharded, like_sharded, local_part
-from fnloop._core.optimizers import groups_in, optimizers_in
 from fnloop._core.parts import Load, Part
-from fnloop._core.state import (
-    TrainState,
-    note_buffers,
-    ownership_of,
-    shapes_of_buffers,
-    unwrap,
-)
+from fnloop._core.state import TrainState, unwrap
 from fnloop._core.view import changed_for, is_apart, view
 from fnloop._extensions.checkpoints.format import (
     TRAINED,
@@ -44,8 +35,24 @@ from fnloop._extensions.checkpoints.serialize import (
     from_safetensor,
 )
 from fnloop._extensions.checkpoints.shapes import Shapes, take_shapes
+from fnloop._extensions.checkpoints.torch_compat import (
+    is_extra_state,
+    loads_by_itself,
+    loads_other_names,
+)
 from fnloop._extensions.checkpoints.transfer import Collecting, Reading
-from fnloop.extend import checks, collectives, containers
+from fnloop.extend import (
+    Ownership,
+    checks,
+    collectives,
+    containers,
+    fsdp,
+    groups,
+    is_sharded,
+    local_part,
+    optimizers,
+    torch_compat,
+)
 
 Named = dict[str, Json]  # name to tensor, or to other values
 
@@ -109,13 +116,13 @@ def _check_complete(state: TrainState, saved: Mapping[str, Tensor]) -> None:
     missing = [(name, p) for name, p in names if name not in saved and p.requires_grad]
     if not missing:
         return
-    trained = {id(p) for group in groups_in(state.optimizer) for p in group["params"]}
+    trained = {id(p) for group in groups(state).values() for p in group["params"]}
     storages = {local_part(t).untyped_storage().data_ptr() for t in saved.values()}
     left = [
         name
         for name, p in missing
         if id(p) in trained and local_part(p).untyped_storage().data_ptr() not in storages
-        if not torch_compat.loads_other_names(module, name)
+        if not loads_other_names(module, name)
     ]
     if left:
         raise ValueError(
@@ -224,7 +231,7 @@ def diff(
         for name, here in mine.items()
         # Extra state may be of any shape: only its module knows what it takes.
         if isinstance(here, Tensor) and isinstance(theirs.get(name), Tensor)
-        if name not in made and not torch_compat.is_extra_state(name)
+        if name not in made and not is_extra_state(name)
     ]
     others = [name for name in compared if theirs[name].shape != mine[name].shape]
     resized = {name for name in others if resizes(name)}
@@ -313,7 +320,7 @@ def _take_shapes(saved: Reading, module: nn.Module, shapes: Shapes) -> None:
         raise CheckpointError(f"{saved.path}: {error}") from error
     if "optimizer" not in saved.parts:
         ids = {id(tensor) for tensor in saved.resized}
-        for one in optimizers_in(saved.state.optimizer).values():
+        for one in optimizers(saved.state).values():
             trained = {id(p) for group in one.param_groups for p in group["params"]}
             if one.state and not ids.isdisjoint(trained):
                 raise CheckpointError(
@@ -366,11 +373,27 @@ def _saved_model(saved: Reading) -> Named:
 # model that has them so takes them from the file.
 
 
+_BUFFERS = "buffers"  # the note of their shapes, by name, before the first run or restore
+
+
+def note_buffers(state: TrainState) -> None:
+    """Note the shapes of buffers before the first run or restore of a state."""
+    Ownership.of(state).notes.setdefault(_BUFFERS, _shapes_of_buffers(unwrap(state)))
+
+
+def _shapes_of_buffers(module: nn.Module) -> dict[str, torch.Size]:
+    return {
+        torch_compat.strip_compile_prefix(name): buffer.shape
+        for name, buffer in module.named_buffers(remove_duplicate=False)
+        if not nn.parameter.is_lazy(buffer)
+    }
+
+
 def _grown_buffers(state: TrainState, saved: Mapping[str, Tensor]) -> dict[str, Json]:
     """Return the saved buffers that had another shape, and which; None for those not there."""
-    if (before := ownership_of(state).buffers) is None:
+    if (before := Ownership.of(state).notes.get(_BUFFERS)) is None:
         return {}
-    now = shapes_of_buffers(unwrap(state))
+    now = _shapes_of_buffers(unwrap(state))
     grown = [name for name, shape in now.items() if name in saved and before.get(name) != shape]
     return {name: [*before[name]] if name in before else None for name in grown}
 
@@ -378,14 +401,14 @@ def _grown_buffers(state: TrainState, saved: Mapping[str, Tensor]) -> dict[str, 
 def _grown_alike(saved: Reading, theirs: Mapping[str, object]) -> dict[str, Tensor]:
     """Return the buffers that have grown in the saved run, if those here were as they were."""
     was: Mapping[str, Json] = saved.facts["model"].get("grown", {})
-    module, before = unwrap(saved.state), ownership_of(saved.state).buffers
-    before = shapes_of_buffers(module) if before is None else before
+    module = unwrap(saved.state)
+    before = Ownership.of(saved.state).notes.get(_BUFFERS, _shapes_of_buffers(module))
     return {
         name: value
         for name, shape in was.items()
         if isinstance(value := theirs.get(name), Tensor)
         and before.get(name) == (None if shape is None else torch.Size(shape))
-        and not torch_compat.loads_other_names(module, name)
+        and not loads_other_names(module, name)
     }
 
 
@@ -473,17 +496,17 @@ def _shared_memory(
         memory = here.untyped_storage().data_ptr(), here.device
         found = int(first) * size, (int(last) + 1) * size, name, (here, there)
         storages.setdefault(memory, []).append(found)
-    groups: list[tuple[tuple[str, ...], list[_Pair]]] = []
+    sharing: list[tuple[tuple[str, ...], list[_Pair]]] = []
     for tensors in storages.values():
         end = 0
         for start, stop, name, pair in sorted(tensors, key=lambda found: found[0]):
             if start < end:
-                names, pairs = groups.pop()
-                groups.append(((*names, name), [*pairs, pair]))
+                names, pairs = sharing.pop()
+                sharing.append(((*names, name), [*pairs, pair]))
             else:
-                groups.append(((name,), [pair]))
+                sharing.append(((name,), [pair]))
             end = max(end, stop)
-    return [group for group in groups if len(group[1]) > 1]
+    return [group for group in sharing if len(group[1]) > 1]
 
 
 def _have_own_memory(tensors: Iterable[object]) -> bool:
@@ -531,9 +554,7 @@ def _resizes(module: nn.Module, name: str, there: Tensor) -> bool:
     """
     prefix, _, own = name.rpartition(".")
     owner = dict(module.named_modules()).get(prefix)
-    if owner is None or not torch_compat.loads_by_itself(
-        owner
-    ):  # None: state_dict has names of its own
+    if owner is None or not loads_by_itself(owner):  # None: state_dict has names of its own
         return False
     if own not in dict(owner.named_buffers(recurse=False)):
         return False
@@ -596,7 +617,7 @@ def model_tensors(saved: Reading, training: bool = False) -> dict[str, Tensor]:
 
 def _shard_like(value: object, template: object) -> object:
     if isinstance(value, Tensor) and isinstance(template, Tensor):
-        return like_sharded(value, template)
+        return fsdp.like_sharded(value, template)
     return value
 
 

@@ -18,13 +18,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fnloop._backend import torch_compat
 from fnloop._backend.fsdp import is_sharded
-from fnloop._core.optimizers import Group, optimizers_in, to_training, wants_closure
-from fnloop._core.rng import isolated, seed_host, torch_seeder
 from fnloop._core.state import TrainState, unwrap
 from fnloop._extensions.checkpoints.serialize import flattened_kind
-from fnloop.extend import containers
+from fnloop._extensions.checkpoints.torch_compat import (
+    compiler_is_loaded,
+    has_state_dict_hooks,
+    is_hook_table,
+    local_optimizer,
+)
+from fnloop.extend import checks, containers, isolated, optimizers, rng, torch_compat, wants_closure
 
 # --------------------------------------------------------------------------------------------------
 # Optimizers as checkpoints see them: the names of their parameters, and how their state is kept.
@@ -39,6 +42,7 @@ from fnloop.extend import containers
 #
 # Neither shows whether its updates depend on anything else: see `check_resumable`.
 
+Group = dict[str, Any]  # a parameter group of an optimizer
 EXECUTION = ("foreach", "fused", "capturable")  # how to compute, which does not change the result
 UNSAVED = ("params", "param_names", *EXECUTION)
 
@@ -65,9 +69,7 @@ class NamedOptimizer:
     own: Mapping[str, Tensor] = attrs.field(factory=dict)
     holder: Optimizer = attrs.field(
         init=False,
-        default=attrs.Factory(
-            lambda self: torch_compat.local_optimizer(self.optimizer), takes_self=True
-        ),
+        default=attrs.Factory(lambda self: local_optimizer(self.optimizer), takes_self=True),
     )
     has_own_state_dict: bool = attrs.field(
         init=False,
@@ -82,9 +84,7 @@ class NamedOptimizer:
         """
         model, sharded = unwrap(state), is_sharded(state.model)
         own = {torch_compat.strip_compile_prefix(name): p for name, p in model.named_parameters()}
-        return {
-            name: cls._of(one, own, sharded) for name, one in optimizers_in(state.optimizer).items()
-        }
+        return {name: cls._of(one, own, sharded) for name, one in optimizers(state).items()}
 
     @classmethod
     def _of(cls, optimizer: Optimizer, own: Mapping[str, Tensor], sharded: bool) -> NamedOptimizer:
@@ -100,6 +100,16 @@ class NamedOptimizer:
     def class_name(self) -> str:
         """The name of the class of the optimizer that keeps the state."""
         return type(self.holder).__name__
+
+    @property
+    def is_torch(self) -> bool:
+        """Whether the optimizer that keeps the state is one of torch's own."""
+        return type(self.holder).__module__.startswith("torch.optim")
+
+    def train(self) -> None:
+        """Switch to the mode of training, if the optimizer has modes."""
+        if checks.has_methods(type(self.optimizer), "train", "eval"):
+            self.optimizer.train()  # type: ignore[attr-defined]
 
     def group_names(self) -> list[list[str]]:
         """Return the names of the parameters of each group."""
@@ -123,7 +133,7 @@ def has_own_state_dict(optimizer: Optimizer) -> bool:
         cls.state_dict is not Optimizer.state_dict
         or cls.load_state_dict is not Optimizer.load_state_dict
         or "state" not in vars(optimizer)  # a property: state_dict may know more than it shows
-        or torch_compat.has_state_dict_hooks(optimizer)
+        or has_state_dict_hooks(optimizer)
     )
 
 
@@ -165,7 +175,7 @@ def walk_optimizers(value: object, seen: set[int] | None = None) -> Iterator[Opt
 def without_side_effects(device: torch.device) -> Iterator[None]:
     """Restore the global generators afterwards, hide warnings, and compile nothing."""
     eager = contextlib.nullcontext()
-    if torch_compat.compiler_is_loaded():
+    if compiler_is_loaded():
         eager = torch.compiler.set_stance("force_eager")
     with isolated(device), warnings.catch_warnings(), eager, torch.enable_grad():
         warnings.simplefilter("ignore")
@@ -177,8 +187,8 @@ def update(named: NamedOptimizer, number: int, device: torch.device) -> None:
     numbers = torch.Generator().manual_seed(number)
     for p in named.parameters().values():
         p.grad = _draw(p, list(p.shape), numbers) if p.requires_grad else None
-    torch_seeder(device)(number)
-    seed_host(number)
+    rng.torch_seeder(device)(number)
+    rng.seed_host(number)
     step: Any = named.optimizer.step
     step(lambda: torch.ones(())) if wants_closure(type(named.optimizer)) else step()
 
@@ -200,9 +210,9 @@ def tensors_of_copy(named: NamedOptimizer, names: Collection[str]) -> dict[str, 
     device = next(p.device for p in named.parameters().values())
     with without_side_effects(device):
         twin = copy_optimizer(named, names)
-        to_training(twin.optimizer)
+        twin.train()
         update(twin, 0, device)
-    leaves: list[Any] = []
+    leaves: list[Tensor] = []
     containers.map_leaves(list(twin.optimizer.state.values()), leaves.append)
     return {kind: leaf for leaf in leaves if (kind := flattened_kind(leaf)) is not None}
 
@@ -250,7 +260,7 @@ def copy_optimizer(
                 containers.map_leaves(held, functools.partial(_copy_tensor, edge=edge, memo=memo))
                 memo[id(inner.state)][memo.get(id(p), p)] = copy.deepcopy(held, memo)
         for name, value in vars(inner).items():
-            if torch_compat.is_hook_table(name):
+            if is_hook_table(name):
                 vars(memo[id(inner)])[name] = OrderedDict()
             elif name != "step":  # the method, as a schedule patches it
                 _reject_functions(value, seen)

@@ -9,7 +9,6 @@ import functools
 import hashlib
 import itertools
 import json
-import re
 import types
 import zlib
 from collections import Counter
@@ -22,21 +21,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fnloop._backend.fsdp import like_sharded
-from fnloop._core.optimizers import (
-    BEFORE,
-    SCHEDULED,
-    SET,
-    UNFROZEN,
-    Group,
-    as_number,
-    initial_value,
-    is_torch_optimizer,
-    number_in,
-    set_by_torch,
-)
+from fnloop._core.optimizers import Group
 from fnloop._core.saved import Pending
-from fnloop._core.state import TrainState, ownership_of
+from fnloop._core.settings import UNFROZEN
+from fnloop._core.state import TrainState
 from fnloop._core.trained import Groups, add_group, split_group
 from fnloop._extensions.checkpoints.compare import describe_value, find_difference
 from fnloop._extensions.checkpoints.format import COLLECTED, CheckpointError, gather_encoded, log
@@ -63,7 +51,7 @@ from fnloop._extensions.checkpoints.serialize import (
     tensors_in,
 )
 from fnloop._extensions.checkpoints.shapes import resized
-from fnloop.extend import checks, collectives, containers
+from fnloop.extend import Ownership, Setting, checks, collectives, containers, fsdp, number_in
 
 # --------------------------------------------------------------------------------------------------
 # The optimizers of a state in a checkpoint: one, or several by name; in one process, or several.
@@ -246,7 +234,7 @@ def merge_processes(
     """
     if state.backend.world_size == 1:
         return encode_optimizers(state, tensors), {}
-    facts, error, copies = {}, None, ownership_of(state).copies
+    facts, error, copies = {}, None, Ownership.of(state).notes.get("copies", {})
     try:
         facts = encode_optimizers(state, tensors)
     except Exception as failure:  # the other processes wait for an answer
@@ -380,7 +368,8 @@ def _merge(
         offered = {rank: own[entry] for rank, own in enumerate(offers) if entry in own}
         current = {rank: offer for rank, offer in offered.items() if not offer.is_copy}
         if len(current) == len(offers) and len({o.checksum for o in current.values()}) == 1:
-            ownership_of(state).copies.pop(entry, None)  # every process continues it
+            if entry in (copies := Ownership.of(state).notes.get("copies", {})):
+                del copies[entry]  # every process continues it
             continue
         current = current or offered
         (owner, chosen), *others = current.items()
@@ -450,7 +439,7 @@ def copies_in(state: TrainState, facts: Mapping[str, Json]) -> dict[Entry, str]:
     for name, one in NamedOptimizer.of_state(state).items():
         own = _by_name(facts["optimizer"])[name]
         local = {(name, *path): ranks for path, ranks in own.get(LOCAL, ())}
-        ours = is_torch_optimizer(one.holder) or one.has_own_state_dict or one.sharded
+        ours = one.is_torch or one.has_own_state_dict or one.sharded
         if local or (processes == 1 and not ours):
             mine = mine or dict(_entries(encode_optimizers(state, tensors)))
         if processes == 1 and not ours:
@@ -634,7 +623,7 @@ def _prepare_groups(named: NamedOptimizer, saved: SavedOptimizer) -> Load:
 
     def load() -> None:
         for group, values in zip(groups, settings, strict=False):
-            for key in [key for key in group if key.startswith(SCHEDULED) and key not in values]:
+            for key in Setting.marks(group).keys() - values.keys():
                 del group[key]
             assign_settings(group, values)
 
@@ -661,9 +650,8 @@ def _encode_group(
 def _encode_scalar(
     value: Tensor, group: Mapping[str, Json], tensors: dict[str, Tensor], path: str
 ) -> dict[str, Json]:
-    number = as_number(value) if value.is_floating_point() else value.item()
     encoded = {
-        "$scalar": encode(number, tensors, path),
+        "$scalar": encode(_to_number(value), tensors, path),
         "dtype": str(value.dtype).removeprefix("torch."),
     }
     parameters = [p for p in group["params"] if isinstance(p, Tensor)]
@@ -738,7 +726,7 @@ def _fit_setting(key: str, value: Any, held: Mapping[str, object], path: object)
     here = held.get(key)
     one = isinstance(value, int | float) or (isinstance(value, Tensor) and not value.ndim)
     if here is None:  # a schedule derives this setting from the one that its name contains
-        here = number_in(held, re.sub(_DERIVED, "", key))
+        here = number_in(held, Setting.of_note(key))
     if isinstance(here, Tensor):
         if not _fits_tensor(value, here):
             raise CheckpointError(
@@ -760,9 +748,6 @@ def _fit_setting(key: str, value: Any, held: Mapping[str, object], path: object)
     return value
 
 
-_DERIVED = rf"^({SCHEDULED})?(initial_)?|({BEFORE}|{SET})$"
-
-
 def _fits_tensor(value: object, here: Tensor) -> bool:
     if isinstance(value, Tensor):
         return value.shape == here.shape or (value.ndim == here.ndim and value.numel() == 1)
@@ -772,7 +757,7 @@ def _fits_tensor(value: object, here: Tensor) -> bool:
 def _to_number(value: float | Tensor) -> object:
     if not isinstance(value, Tensor):
         return value
-    return as_number(value) if value.is_floating_point() else value.item()
+    return Setting.as_number(value) if value.is_floating_point() else value.item()
 
 
 def _device_of(groups: list[Group]) -> torch.device:
@@ -784,9 +769,10 @@ def assign_settings(group: Group, values: Mapping[str, object]) -> None:
 
     They are copied into the tensors of the group where they fit, because others may refer to those.
     """
+    # A scheduled value may be the same tensor as the learning rate, so it is never copied into.
+    inside = group.keys() - Setting.marks(group).keys()
     for key, value in values.items():
-        # A scheduled value may be the same tensor as the learning rate, so it is never copied into.
-        here = None if key.startswith(SCHEDULED) else group.get(key)
+        here = group[key] if key in inside else None
         if (
             isinstance(here, Tensor)
             and isinstance(value, Tensor)
@@ -803,10 +789,10 @@ def share_scheduled_values(group: Group) -> None:
 
     A schedule compares the two objects to detect that something else has changed the value.
     """
-    for key in [key for key in group if key.startswith(SCHEDULED)]:
-        used = number_in(group, key.removeprefix(SCHEDULED))
-        if used is not None and bool(group[key] == used):
-            group[key] = used
+    for mark, key in Setting.marks(group).items():
+        used = number_in(group, key)
+        if used is not None and bool(group[mark] == used):
+            group[mark] = used
 
 
 def settings_of(group: Group) -> list[str]:
@@ -816,34 +802,17 @@ def settings_of(group: Group) -> list[str]:
         >>> settings_of({"params": [], "lr": 0.05, "initial_lr": 0.1, "fused": True})
         ['lr']
     """
-    others = ("params", "param_names", "name", UNFROZEN, *EXECUTION)
-    return [key for key in group if key not in others and not _is_mark(group, key)]
-
-
-def _is_mark(group: Group, key: str) -> bool:
-    """Return whether a key of a group is what a schedule remembers of a number of it."""
-    if key.startswith(SCHEDULED) or key.endswith((BEFORE, SET)):
-        return True
-    return key.startswith("initial_") and number_in(group, key.removeprefix("initial_")) is not None
+    return [key for key in Setting.names(group) if key not in ("name", *EXECUTION)]
 
 
 def initial_setting(group: Group, key: str) -> object:
     """Return a setting of a group as it was before a schedule, of its whole or of its parts."""
-    value = group[key]
-    initial = initial_value(group, key)
+    setting = Setting(group, key)
+    value, initial = setting.value, setting.initial
     if initial is not value or not isinstance(value, tuple | list):
-        scheduled = SCHEDULED + key in group or key + SET in group
-        by_hand = f"initial_{key}" in group and not scheduled
+        by_hand = f"initial_{key}" in group and not setting.is_scheduled
         return group[f"initial_{key}"] if by_hand else initial
-    return type(value)(initial_value(group, f"{key}.{i}") for i in range(len(value)))
-
-
-def drop_schedule(group: Group, key: str) -> None:
-    """Remove what schedules remember of a setting of a group, and of its parts."""
-    for mark in [name for name in group if _is_mark(group, name)]:
-        of = mark.removeprefix(SCHEDULED).removeprefix("initial_")
-        if of.removesuffix(BEFORE).removesuffix(SET).partition(".")[0] == key:
-            del group[mark]
+    return type(value)(Setting(group, f"{key}.{i}").initial for i in range(len(value)))
 
 
 # --- settings of the state that a run continues with, instead of those that were saved
@@ -866,7 +835,7 @@ class _Change(NamedTuple):
     by_torch: bool
 
     def __str__(self) -> str:
-        one, other = (describe_value(as_number(value)) for value in (self.saved, self.here))
+        one, other = (describe_value(Setting.as_number(value)) for value in (self.saved, self.here))
         return f"{self.key}{self.group} is {one} there, and {other} here"
 
 
@@ -902,7 +871,7 @@ class Settings:
             was, here = initial_setting(saved, key), initial_setting(group, key)
             if _are_same(was, here):
                 continue
-            by_torch = set_by_torch(saved, key)
+            by_torch = Setting(saved, key).is_set_by_torch
             if key not in self.given:
                 self.left.append(_Change(key, self._label(i, group), was, here, by_torch))
             elif by_torch:
@@ -910,7 +879,7 @@ class Settings:
                     f'{path}: given=("{key}",) would not last. {_OF_TORCH.format(key=key)}'
                 )
             else:
-                drop_schedule(chosen, key)
+                Setting.forget(chosen, key)
                 chosen[key] = here.clone() if isinstance(here, Tensor) else here
         return chosen
 
@@ -937,7 +906,7 @@ class Settings:
 
 
 def _are_same(one: object, other: object) -> bool:
-    one, other = as_number(one), as_number(other)
+    one, other = Setting.as_number(one), Setting.as_number(other)
     numbers = isinstance(one, Real) and isinstance(other, Real)
     return (numbers and one == other) or find_difference(one, other, "") is None
 
@@ -1005,7 +974,7 @@ def _decode_state(named: NamedOptimizer, saved: SavedOptimizer) -> dict[str, obj
             value, (p, group) = decode(encoded, saved.tensors), parameters[name]
             if not isinstance(value, dict):
                 raise CheckpointError(f"{saved.path}: the optimizer's state is not a mapping")
-            if is_torch_optimizer(named.holder):
+            if named.is_torch:
                 _check_state(named.class_name, name, p, value, total, saved.path)
             found[name] = _move_state(value, p, group, stays, templates)
             for key in tensors_in(encoded):
@@ -1076,7 +1045,7 @@ def _move_state(
     value = move(value)
     if value.shape != parameter.shape:
         return value
-    value = like_sharded(value, parameter)
+    value = fsdp.like_sharded(value, parameter)
     if group.get("fused") and value.stride() != parameter.stride():
         # It reads both as they are in memory. The parameter may be in channels_last, or not.
         return torch.empty_like(parameter, dtype=value.dtype).copy_(value)
@@ -1286,7 +1255,7 @@ def _prepare_beside(named: NamedOptimizer, saved: SavedOptimizer) -> Load:
             value = saved.tensors.get(f"parameter.{name}")
             if value is not None and name not in saved.mismatched:
                 value = from_safetensor(value) if p.dtype in PAIRS else value
-                p.data.copy_(like_sharded(value, p))
+                p.data.copy_(fsdp.like_sharded(value, p))
 
     return load
 
@@ -1324,7 +1293,7 @@ class _Held(NamedTuple):
 
     optimizer: Optimizer
     attributes: dict[str, object]
-    state: dict[Tensor, Any]
+    state: dict[Tensor, object]
     groups: Groups
 
     @classmethod
@@ -1352,7 +1321,7 @@ def regroup(
     """Give an optimizer the groups of a checkpoint, if ``unfreeze`` explains the difference.
 
     ``unfreeze`` moves parameters out of a group into a new one, and adds new ones. So the groups on
-    one side must follow from those on the other. Any other difference is left for an error.
+    one side must follow from those on the other. Another difference is left for an error.
 
     Args:
         named: the new optimizer.

@@ -14,13 +14,8 @@ import attrs
 import torch
 from torch import Tensor
 
-from fnloop._core.metrics import restored
 from fnloop._core.parts import Held
-from fnloop._core.state import (
-    TrainState,
-    ownership_of,
-    unwrap,
-)
+from fnloop._core.state import TrainState, unwrap
 from fnloop._extensions import extensions
 from fnloop._extensions.checkpoints.counters import (
     COUNTER_PARTS,
@@ -61,7 +56,7 @@ from fnloop._extensions.checkpoints.serialize import (
 from fnloop._extensions.checkpoints.shapes import forget_states
 from fnloop._extensions.checkpoints.transfer import Collecting, Load, Reading, held, set_fields
 from fnloop._step.engine import engine_of
-from fnloop.extend import Part, checks
+from fnloop.extend import Ownership, Part, Running, checks
 
 # --------------------------------------------------------------------------------------------------
 # The optimizers (see the module ``optimizer``).
@@ -111,7 +106,7 @@ def _save_nothing(saving: Collecting) -> dict[str, Json]:
 
 def _prepare_copies(saved: Reading) -> Load:
     def load(state: TrainState) -> TrainState:
-        ownership_of(state).copies = copies_in(state, saved.facts)
+        Ownership.of(state).notes["copies"] = copies_in(state, saved.facts)
         return state
 
     return load
@@ -201,14 +196,14 @@ def _prepare_metrics(saved: Reading) -> Load:
     metrics = engine_of(saved.state).continued(saved.state, merged, shares)
 
     def load(state: TrainState) -> TrainState:
-        ownership_of(state).own_metrics.update(map(str, facts.get("own", ())))
+        Ownership.of(state).own_metrics.update(map(str, facts.get("own", ())))
         return attrs.evolve(state, metrics=metrics)
 
     return load
 
 
 def _decode_metrics(metrics: Mapping[str, object], device: torch.device) -> dict[str, object]:
-    return {name: restored(value, device) for name, value in metrics.items()}
+    return {name: Running.restored(value, device) for name, value in metrics.items()}
 
 
 def _save_history(saving: Collecting) -> dict[str, Json]:
@@ -263,7 +258,7 @@ def every_part(parts: Sequence[str], brought: Iterable[Part]) -> list[Part]:
 
 def open_parts(state: TrainState) -> dict[str, Part]:
     """Return the parts that were brought to a state by name, and those that nothing has brought."""
-    slots, brought = state.slots, ownership_of(state).brought
+    slots, brought = state.slots, Ownership.of(state).brought
     found = {name: part for name, part in brought.items() if name in slots}
     for name, slot in slots.items():
         if isinstance(slot, Held):
@@ -274,7 +269,7 @@ def open_parts(state: TrainState) -> dict[str, Part]:
 
 def parts_in(facts: Mapping[str, Json], state: TrainState) -> list[Part]:
     """Return the parts beside those of every state that a checkpoint has, or a state brings."""
-    known = {**ownership_of(state).brought, **open_parts(state)}
+    known = {**Ownership.of(state).brought, **open_parts(state)}
     found = {name: known.get(name) or held(name) for name in facts.get("brought", ())}
     found |= {name: part for name in facts for part in extensions(f"part {name}")}
     found |= {part.name: part for part in engine_of(state).brings}

@@ -12,18 +12,9 @@ from typing import TypeVar
 import attrs
 from torch import Tensor
 
-from fnloop._backend import torch_compat
-from fnloop._core.history import SINCE
-from fnloop._core.optimizers import groups_in
-from fnloop._core.records import MODES
-from fnloop._core.state import (
-    TrainState,
-    check_not_stale,
-    clear_parameter_cache,
-    take_ownership,
-    unwrap,
-)
+from fnloop._core.state import TrainState, check_not_stale, unwrap
 from fnloop._core.trained import note_restored
+from fnloop._extensions.checkpoints import disk
 from fnloop._extensions.checkpoints.files import (
     explain_nonfinite,
     locate,
@@ -76,7 +67,16 @@ from fnloop._extensions.checkpoints.retention import (
 from fnloop._extensions.checkpoints.serialize import Json
 from fnloop._extensions.checkpoints.split import extent_in, from_local_part, split_dim
 from fnloop._extensions.checkpoints.transfer import Reading
-from fnloop.extend import checks, collectives, containers, disk, on_main_process
+from fnloop.extend import (
+    Monitored,
+    Ownership,
+    checks,
+    collectives,
+    containers,
+    groups,
+    on_main_process,
+    torch_compat,
+)
 
 
 def restore(
@@ -193,8 +193,8 @@ def restore_contents(
         raise CheckpointError(
             f"{path} cannot be restored: {type(error).__name__}: {error}"
         ) from error
-    restored = take_ownership(state)
-    clear_parameter_cache(restored)
+    restored = Ownership.take(state)
+    Ownership.of(restored).parameters.clear()
     if "counters" in parts:
         note_restored(restored, whole=parts == PARTS)
     return restored
@@ -446,9 +446,9 @@ def best(
     if key is not None:
         checks.metric_name("best", "key", key)
     if mode is not None:
-        checks.choice("best", "mode", mode, MODES)
+        checks.choice("best", "mode", mode, Monitored.MODES)
     if since is not None:
-        checks.choice("best", "since", since, SINCE, ", or None for the hook's")
+        checks.choice("best", "since", since, Monitored.SINCE, ", or None for the hook's")
     found = with_manifests(place.look(), links=True)
     if not found:
         return None
@@ -462,9 +462,9 @@ def best(
             f'the checkpoints in {folder} name no metric: write best(folder, "valid/loss")'
         )
     since = since or next((str(m["since"]) for m in newest_first if m.get("since")), "phase")
-    groups = reversed(by_phase(found, since))
+    phases = reversed(by_phase(found, since))
     manifests = dict(found)
-    ranked = [path for group in groups for path, _ in rank(group, key, mode)]
+    ranked = [path for each in phases for path, _ in rank(each, key, mode)]
     ranked = [(path, explain_nonfinite(path, manifests[path])) for path in ranked]
     valid = _skip_unfit(ranked, place.verify)
     return next((path for path, _ in valid), None)
@@ -562,8 +562,7 @@ def _read_given(given: Sequence[str], state: TrainState) -> tuple[str, ...]:
     expected = 'resume expects given as a tuple of settings of parameter groups, such as ("lr",)'
     if isinstance(given, str) or not isinstance(given, Sequence):
         raise TypeError(f"{expected}; got {checks.describe(given)}")
-    groups = groups_in(state.optimizer)
-    known = dict.fromkeys(key for group in groups for key in settings_of(group))
+    known = dict.fromkeys(key for group in groups(state).values() for key in settings_of(group))
     for key in given:
         if key not in known:
             raise ValueError(

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fnloop._core.history import History, metrics_here
-from fnloop._core.optimizers import is_torch_optimizer, optimizers_in, to_training
-from fnloop._core.state import TrainState, check_not_stale, detached_from_run, unwrap
+from fnloop._core.history import History
+from fnloop._core.state import TrainState, check_not_stale, unwrap
 from fnloop._display.screen import warn_once
 from fnloop._extensions.checkpoints.compare import find_difference
 from fnloop._extensions.checkpoints.counters import Cursor
@@ -59,7 +58,7 @@ from fnloop._extensions.checkpoints.serialize import Json
 from fnloop._extensions.checkpoints.transfer import Collecting
 from fnloop._step.engine import engine_of
 from fnloop._version import __version__
-from fnloop.extend import collectives, containers
+from fnloop.extend import Ownership, collectives, containers, optimizers
 
 # --------------------------------------------------------------------------------------------------
 # Save a state: collect everything that a run depends on, and write it as a checkpoint.
@@ -142,9 +141,9 @@ def save(
 
 def _warn_unless_resumable(state: TrainState) -> None:
     """Warn once if a run with the optimizers would not resume bit for bit. Weights can be saved."""
-    optimizers = optimizers_in(state.optimizer).values()
-    if not all(optimizer in _tried for optimizer in optimizers):
-        _tried.update(optimizers)
+    every = optimizers(state).values()
+    if not all(optimizer in _tried for optimizer in every):
+        _tried.update(every)
         try:
             check_resumable(state)
         except CheckpointError as error:
@@ -174,7 +173,7 @@ def collect_contents(
     check_not_stale(state)
     engine_of(state).check_alike(state, COLLECTED)
     saving = Collecting(
-        state=detached_from_run(state), run=state.run, parts=parts, encode_history=encode_history
+        state=Ownership.leave_run(state), run=state.run, parts=parts, encode_history=encode_history
     )
     with _refusing():
         check_mapping("slots", state.slots)  # which the other parts look into
@@ -275,6 +274,20 @@ def position_of(state: TrainState) -> list[int]:
     return Cursor.of(state).place
 
 
+def metrics_here(state: TrainState) -> Mapping[str, float]:
+    """Return the metrics that were recorded at the newest boundary of a state; none, if none was.
+
+    There are two records if the boundary had one, and the run ended there and evaluated the rest.
+    """
+    if "record" not in state.events:
+        return {}
+    newest = state.history[-1]
+    before = state.history[-2] if newest.closing and len(state.history) > 1 else newest
+    if before.step != newest.step or before.closing:
+        return newest.metrics
+    return {**before.metrics, **newest.metrics}
+
+
 def _measured(state: TrainState) -> dict[str, str]:
     """Return the metrics that were recorded at this boundary. They rank checkpoints."""
     return {name: repr(value) for name, value in metrics_here(state).items()}
@@ -323,7 +336,7 @@ def _check_resumable(named: NamedOptimizer, label: str, state: TrainState) -> No
     optimizer, processes = named.holder, backend.world_size
     named = attrs.evolve(named, optimizer=optimizer)
     own = named.has_own_state_dict
-    if is_torch_optimizer(optimizer) and not own:
+    if named.is_torch and not own:
         return
     if named.sharded and own:
         encode_optimizer(named, {})  # raises
@@ -346,7 +359,7 @@ def _check_resumable(named: NamedOptimizer, label: str, state: TrainState) -> No
             f"a run with {named.class_name}{label}{where} cannot be resumed bit for bit: {fault}, "
             "or leave out the hook checkpoint"
         )
-    if obstacle and backend.main and not is_torch_optimizer(optimizer):
+    if obstacle and backend.main and not named.is_torch:
         warn_once(
             f"could not try whether a run with {named.class_name}{label} resumes bit for bit "
             f"({obstacle}): compare a resumed run with an uninterrupted one"
@@ -380,7 +393,7 @@ def _try(named: NamedOptimizer, device: torch.device, kept: dict[str, _Kept]) ->
         kept: receives what the updates have changed of what the copy keeps.
 
     Raises:
-        _Fault: they differ. Any other exception: that cannot be tried.
+        _Fault: they differ. Another exception: that cannot be tried.
     """
     one, two = _two_copies(named)
     saved = _begin(one, device, kept)
@@ -404,7 +417,7 @@ def _two_copies(named: NamedOptimizer) -> tuple[NamedOptimizer, NamedOptimizer]:
 
 def _begin(named: NamedOptimizer, device: torch.device, kept: dict[str, _Kept]) -> SavedOptimizer:
     """Make the updates before the save, and return what is saved after them."""
-    to_training(named.optimizer)
+    named.train()
     saved = _save(named)
     before = _norms(saved)
     for number in range(BEFORE):

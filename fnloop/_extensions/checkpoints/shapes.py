@@ -12,10 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from fnloop._backend import torch_compat
 from fnloop._backend.fsdp import is_sharded
 from fnloop._core.state import TrainState
-from fnloop.extend import checks, optimizers
+from fnloop._extensions.checkpoints.torch_compat import drop_accumulator, forget_sizes
+from fnloop.extend import checks, optimizers, torch_compat
 
 Shapes = Mapping[str, torch.Size]
 
@@ -120,7 +120,7 @@ def resized(tensor: Tensor, shape: Sequence[int]) -> Iterator[Tensor]:
 
 
 def _put(tensor: Tensor, data: Tensor) -> None:
-    torch_compat.drop_accumulator(tensor)
+    drop_accumulator(tensor)
     tensor.data = data
 
 
@@ -168,9 +168,7 @@ def forget_states(state: TrainState, changed: Sequence[Tensor]) -> list[str]:
         every = [p for group in optimizer.param_groups for p in group["params"]]
         if ids.isdisjoint(map(id, every)):
             continue
-        held = (
-            every if torch_compat.forget_sizes(optimizer) else changed
-        )  # LBFGS has one state for all
+        held = every if forget_sizes(optimizer) else changed  # LBFGS has one state for all
         kept = [optimizer.state.pop(p, None) for p in held]
         found += [type(optimizer).__name__] if any(kept) else []
     return found

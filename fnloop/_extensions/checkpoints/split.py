@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fnloop._backend.fsdp import dtensor
+from fnloop.extend import fsdp
 
 
 def split_dim(tensor: Tensor) -> int | None:
@@ -17,7 +17,7 @@ def split_dim(tensor: Tensor) -> int | None:
     It is None for a tensor that is whole in this process, or placed in a way that ``fully_shard``
     does not use. :func:`full` returns either.
     """
-    kind = dtensor()
+    kind = fsdp.dtensor()
     if kind is None or not isinstance(tensor, kind):
         return None
     from torch.distributed.tensor import Shard

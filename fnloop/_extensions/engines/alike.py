@@ -14,11 +14,9 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from fnloop._backend import torch_compat
-from fnloop._core.optimizers import groups_in
-from fnloop._core.state import TrainState, generation_of, ownership_of
+from fnloop._core.state import TrainState
 from fnloop._extensions.engines.exchanges import ADVICE, DIVERGED
-from fnloop.extend import View, collectives, is_sharded, local_part
+from fnloop.extend import Ownership, View, collectives, groups, is_sharded, local_part, torch_compat
 
 TOLERANCE = 1e-3  # by which norms may differ between different kinds of processors
 # By which that may grow from one comparison to the next, and more in each update between them.
@@ -77,7 +75,7 @@ def check_alike_in(state: TrainState, every: Sequence[Compared]) -> None:
         raise RuntimeError(f"{DIVERGED}: they train different parameters. {ADVICE}")
     found = [*zip(*(each.norms.values() for each in every), strict=True)]
     most, least = [*map(max, found)], [*map(min, found)]
-    owner, now = ownership_of(state), generation_of(state)
+    owner, now = Ownership.of(state), Ownership.generation_of(state)
     then, known = owner.compared
     limit = min(TOLERANCE, known + GROWTH + GROWTH_PER_UPDATE * max(now - then, 0))
     apart = [
@@ -103,9 +101,9 @@ def check_counters_alike(every: Sequence[Sequence[float]]) -> None:
 
 def _raise_apart(state: TrainState, name: str, every: Sequence[float]) -> NoReturn:
     low, high = min(every), max(every)
-    trained = {id(p) for group in groups_in(state.optimizer) for p in group["params"]}
+    trained = {id(p) for group in groups(state).values() for p in group["params"]}
     is_trained = id(state.model.get_parameter(name)) in trained
-    step = ownership_of(state).equal_at
+    step = Ownership.of(state).equal_at
     equal = "" if step is None else f"All norms were last equal at step {step}. "
     raise RuntimeError(
         f"{DIVERGED}: the norm of the weight {name} is from {low:.9g} in process "

@@ -12,10 +12,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fnloop._backend import torch_compat
 from fnloop._core.state import TrainState, unwrap
 from fnloop._extensions.engines import exchanges
-from fnloop.extend import Part, Restoring, Saving, View, all_parameters, collectives, with_slot
+from fnloop.extend import (
+    Part,
+    Restoring,
+    Saving,
+    View,
+    all_parameters,
+    collectives,
+    torch_compat,
+    with_slot,
+)
 
 log = logging.getLogger("fnloop")
 

@@ -14,24 +14,18 @@ import itertools
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import NoReturn
 
 import torch
 
-from fnloop._core.state import (
-    TrainState,
-    count_items,
-    items_to_send,
-)
-from fnloop._core.types import EVALUATION, Call, Middleware, wraps_of
+from fnloop._core.state import TrainState
+from fnloop._core.types import Middleware
 from fnloop._extensions.engines.alike import check_alike_in, check_counters_alike, compared_of
 from fnloop._extensions.engines.exchanges import DIVERGED, explain_lost, here
 from fnloop._extensions.engines.shares import ORDER_MISMATCH
-from fnloop._hooks.hook import BuiltIn, Hook
-from fnloop._loop.peers import Interrupts
-from fnloop._step.pipeline import PipelineStep
-from fnloop.extend import collectives
+from fnloop._hooks.hook import Hook
+from fnloop.extend import Call, collectives
 
 PERIOD = 0.1  # seconds between two exchanges, in the long run
 LONGEST_GAP = 1024  # boundaries between two exchanges
@@ -55,23 +49,19 @@ class Consensus:
         self._result: Callable[[], list[float]] | None = None
         self._sent = [False, False]  # the requests in the exchange that is under way
 
-    def compare(self, step: PipelineStep, hooks: Iterable[Hook]) -> None:
+    def compare(self, kind: str, members: Sequence[Middleware], saving: Sequence[Hook]) -> None:
         """Raise in every process if they have different steps, or hooks that save.
 
         Raises:
             RuntimeError: the settings of a middleware differ, or a process lacks one, or such a
                 hook.
         """
-        made = [("step", type(step).__name__, f"a {type(step).__name__}")]
-        for member in step.members:
+        made = [("step", kind, f"a {kind}")]
+        for member in members:
             if (settings := _settings_of(member)) is not None:
                 made.append((member.name, repr(settings), f"{member!r:.200}"))
         # Their folders may differ, on machines of their own.
-        made += [
-            ("hook", type(hook).__name__, f"{hook!r:.200}")
-            for hook in hooks
-            if BuiltIn.parts_saved([hook])
-        ]
+        made += [("hook", type(hook).__name__, f"{hook!r:.200}") for hook in saving]
         mark = zlib.crc32(repr([each[:2] for each in made]).encode())
         most, least = collectives.all_reduce_max([mark, -mark], _SAME)
         if most == -least:
@@ -91,90 +81,79 @@ class Consensus:
         """Return the seconds since the run began, as of the last exchange."""
         return self._agreed_time
 
-    def poll(self, state: TrainState, interrupts: Interrupts) -> None:
-        """Read the last exchange and begin another, if it is time to."""
+    def poll(self, state: TrainState, requested: list[bool]) -> Sequence[bool] | None:
+        """Read the last exchange and begin another, if it is time to. Return what any has asked."""
         self._boundaries += 1
         here.step = state.step
-        if self._boundaries >= self._next:
-            self._receive(interrupts)
-            self._send(state, interrupts)
+        if self._boundaries < self._next:
+            return None
+        asked = self._receive(requested)
+        self._send(state, requested)
+        return asked
 
     def hurry(self) -> None:
         """Exchange at the next boundaries: those that follow may be further apart in time."""
         self._next, self._gap = self._boundaries + 1, 1
         self._last, self._since = self._next, 0  # what was measured before says nothing about them
 
-    def barrier(self, state: TrainState, interrupts: Interrupts, order: int) -> TrainState:
+    def barrier(
+        self, state: TrainState, requested: list[bool], order: int, items: float
+    ) -> tuple[Sequence[bool], Iterable[float]]:
         """Wait for all processes at the end of an epoch, and compare them, in one message.
-
-        Args:
-            state: the state.
-            interrupts: what was requested of this process.
-            order: a checksum of the order of the data.
-
-        Returns:
-            The state, which knows its items.
 
         Raises:
             RuntimeError: this process has stopped while the others continued; or the processes have
                 different weights or different data.
         """
-        self._receive(interrupts)
+        before = self._receive(requested)
         end = "the end of an epoch" if state.stop is None else f"the end of its run ({state.stop})"
-        mine = self._requests(interrupts), order, compared_of(state), items_to_send(state)
+        mine = self._requests(requested), order, compared_of(state), items
         every = collectives.gather_from_all(mine, end)
-        requests, orders, compared, items = zip(*every, strict=True)
+        requests, orders, compared, all_items = zip(*every, strict=True)
         check_counters_alike([each.counters for each in compared])
         if {*orders} != {order}:
             raise RuntimeError(f"{DIVERGED}: {ORDER_MISMATCH}")
         check_alike_in(state, compared)
-        self._obey(interrupts, *map(max, zip(*requests, strict=True)))
+        asked = self._read(requested, *map(max, zip(*requests, strict=True)))
         self.hurry()
-        return count_items(state, sent=items)
+        return [*map(max, asked, before or asked)], all_items
 
     def explain(self, error: BaseException) -> None:
         """Note in an error what is known about the other processes."""
         explain_lost(error)
 
-    def _requests(self, interrupts: Interrupts) -> list[float]:
+    def _requests(self, requested: list[bool]) -> list[float]:
         """Return the requests to pass on, and the time; note that they are sent."""
-        self._sent = [*interrupts.requested]
+        self._sent = [*requested]
         return [*self._sent, time.monotonic() - self._began]
 
-    def _send(self, state: TrainState, interrupts: Interrupts) -> None:
-        """Begin an exchange.
-
-        Args:
-            state: its counters must be the same everywhere.
-            interrupts: the requests to pass on.
-        """
+    def _send(self, state: TrainState, requested: list[bool]) -> None:
+        """Begin an exchange of requests. The counters must be the same everywhere."""
         same = (state.step, state.skipped, state.epoch)
         # The largest of -x is the smallest of x: one reduction finds both.
-        facts = [*self._requests(interrupts), *same, *(-value for value in same)]
+        facts = [*self._requests(requested), *same, *(-value for value in same)]
         self._result = collectives.start_all_reduce_max(facts, "the exchange between two updates")
         self._last, self._since = self._boundaries, self._boundaries - self._last
         self._next = self._boundaries + self._gap
 
-    def _receive(self, interrupts: Interrupts) -> None:
+    def _receive(self, requested: list[bool]) -> Sequence[bool] | None:
         """Read the result of the exchange that is under way."""
         if self._result is None:
-            return
+            return None
         (stop, save, now, *same), self._result = self._result(), None
         most, least = same[: len(same) // 2], [-value for value in same[len(same) // 2 :]]
         check_counters_alike([least, most])
         self._adapt_gap(now - self._agreed_time)
-        self._obey(interrupts, stop, save, now)
+        return self._read(requested, stop, save, now)
 
-    def _obey(self, interrupts: Interrupts, stop: float, save: float, now: float) -> None:
-        """Do what was requested of any process, and set the clock."""
+    def _read(self, requested: list[bool], stop: float, save: float, now: float) -> Sequence[bool]:
+        """Set the clock. Return what was requested of any process, which is done with here."""
         self._agreed_time = now
         # A request that came during the exchange is not in it.
-        pairs = zip(interrupts.requested, self._sent, strict=True)
-        interrupts.requested = [requested and not sent for requested, sent in pairs]
-        if save:
-            interrupts.ask_to_save()
-        if stop:
-            interrupts.terminate()
+        requested[:] = [
+            asked and not sent for asked, sent in zip(requested, self._sent, strict=True)
+        ]
+        return bool(stop), bool(save)
 
     def _adapt_gap(self, took: float) -> None:
         """Choose the number of boundaries to the next exchange, by the time of the last ones."""
@@ -197,8 +176,8 @@ def _settings_of(member: Middleware) -> object | None:
     """
     if member.call is not None and member.call.factory.__module__.startswith("fnloop."):
         return comparable(member.call)
-    inside = {*wraps_of(member)} - {"step", EVALUATION}
-    return member.name if inside else None
+    inside = (member.forward, member.loss, member.gradient, member.update, member.device)
+    return member.name if any(inside) else None
 
 
 def comparable(value: object) -> object:

@@ -12,6 +12,7 @@ import faulthandler
 import functools
 import itertools
 import json
+import logging
 import math
 import os
 import pickle
@@ -30,10 +31,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fnloop._backend import torch_compat
-from fnloop._display.screen import log
 from fnloop._extensions.engines.launch import accelerator, choose_interface, launched, own_store
+from fnloop._extensions.engines.torch_compat import (
+    broadcast_coalesced,
+    collectives_begun,
+    default_store,
+    meeting_in,
+    process_groups,
+)
 from fnloop.extend import checks, collectives, containers, local_part
+
+log = logging.getLogger("fnloop")
 
 Tree = TypeVar("Tree")
 DIVERGED, EXCHANGE = collectives.DIVERGED, collectives.EXCHANGE
@@ -72,8 +80,8 @@ def control_group() -> dist.ProcessGroup:
     if sys.version_info < (3, 12):
         os.register_at_fork(before=_drain)
     choose_interface()  # the default group may be of NCCL, or made by others
-    store = own_store(torch_compat.default_store(), dist.get_rank(), dist.get_world_size())
-    with torch_compat.meeting_in(store):
+    store = own_store(default_store(), dist.get_rank(), dist.get_world_size())
+    with meeting_in(store):
         group: Any = dist.new_group(backend="gloo")
     start_watchdog(store, group)
     return group
@@ -159,7 +167,7 @@ def broadcast_tensors(tensors: list[Tensor], what: str) -> None:
         group = _group(tensors[0].device) or dist.group.WORLD
         begin_exchange(what)
         with waiting_for_all(what):
-            torch_compat.broadcast_coalesced(group, tensors)
+            broadcast_coalesced(group, tensors)
 
 
 def sync_buffers(model: nn.Module) -> None:
@@ -217,21 +225,21 @@ def counted_collectives(between_shares: bool = False) -> int | None:
     """
     if not _counts:
         return None
-    groups = (group for group in torch_compat.process_groups() if group is not control_group())
+    groups = (group for group in process_groups() if group is not control_group())
     if between_shares and _row:
         members = dist.get_process_group_ranks
         groups = (group for group in groups if not {*_row}.issuperset(members(group)))
-    return sum(torch_compat.collectives_begun(group) or 0 for group in groups)
+    return sum(collectives_begun(group) or 0 for group in groups)
 
 
 def check_collective_count(device: torch.device) -> None:
     """Find out whether torch counts collectives. Every process must call this."""
     global _counts
-    before = torch_compat.collectives_begun(dist.group.WORLD)
+    before = collectives_begun(dist.group.WORLD)
     begin_exchange("the joining of the processes")
     with waiting_for_all("the joining of the processes"):
         dist.all_reduce(torch.zeros(1, device=device))
-    _counts = torch_compat.collectives_begun(dist.group.WORLD) != before
+    _counts = collectives_begun(dist.group.WORLD) != before
     if not _counts:
         log.warning(
             "torch %s does not count the collectives of %s, so fnloop assumes that every loss "
@@ -641,7 +649,7 @@ def stop_watchdog() -> bool:
     if judged:
         # A thread of gloo waits for a process that never comes, and cannot be interrupted. The
         # destructor of a group would wait for that thread, so it must not run as Python ends.
-        for group in torch_compat.process_groups():
+        for group in process_groups():
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
     return judged
 
@@ -760,17 +768,13 @@ class _Place(TypedDict):
 
 def _place(control: dist.ProcessGroup) -> _Place:
     """Return what this process waits for, its last step, and what it has begun."""
-    others = (
-        group for group in torch_compat.process_groups() if group.group_name != control.group_name
-    )
+    others = (group for group in process_groups() if group.group_name != control.group_name)
     waits = next(iter(_waiting[:]), None)
     return {
         "waits": None if waits is None else waits[0],
         "begun": [*_begun],
         "step": here.step,
-        "counts": {
-            group.group_name: torch_compat.collectives_begun(group) or 0 for group in others
-        },
+        "counts": {group.group_name: collectives_begun(group) or 0 for group in others},
         # gloo also counts messages to a single process.
         "inside": dist.get_backend() != "gloo" or _in_torch(),
     }

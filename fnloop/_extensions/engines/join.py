@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fnloop._backend import accelerated
-from fnloop._backend.processes import Backend, device_of
+from fnloop._extensions.engines import accelerated
 from fnloop._extensions.engines.exchanges import (
     DIVERGED,
     broadcast_tensors,
@@ -36,7 +35,7 @@ from fnloop._extensions.engines.wrappers import (
     check_whole,
     settings_of,
 )
-from fnloop.extend import checks, collectives, is_sharded, local_part
+from fnloop.extend import Backend, checks, collectives, is_sharded, local_part
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -72,7 +71,7 @@ def _join(
         return model, optimizers, given
     backend, found = _where(model, given)
     if backend.world_size == 1:
-        return model, optimizers, attrs.evolve(backend, device=device_of(model))
+        return model, optimizers, attrs.evolve(backend, device=Backend.of(model).device)
     backend = _seal(model, backend, wrapped)
     _compare(model, optimizers, backend)
     backend = _deal(model, backend, data)
@@ -88,16 +87,16 @@ def _where(
         # The one setting that matters to a single process.
         configured = os.environ.get("ACCELERATE_MIXED_PRECISION", "no") != "no"
         if not (launched() or configured):
-            return Backend(device_of(model)), None
+            return Backend.of(model), None
         # Without a launcher: the script has called init_process_group itself.
         if dist.is_initialized() and "LOCAL_RANK" not in os.environ:
-            return Backend(device_of(model), dist.get_rank(), dist.get_world_size()), None
-    if given is None:
-        found = accelerator()
+            here = Backend.of(model).device
+            return Backend(here, dist.get_rank(), dist.get_world_size()), None
+        given = accelerator()
     else:
         launched()
-        check_joined(found := given)
-    return backend_of(found), found
+        check_joined(given)
+    return backend_of(given), given
 
 
 def _seal(

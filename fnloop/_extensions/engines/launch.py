@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import ipaddress
+import logging
 import os
 import secrets
 import socket
@@ -19,10 +20,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
-from fnloop._backend import accelerated
-from fnloop._backend.processes import Backend
-from fnloop._display.screen import log
+from fnloop._extensions.engines import accelerated
 from fnloop._extensions.engines.slurm import join_tasks
+from fnloop.extend import Backend
+
+log = logging.getLogger("fnloop")
 
 _PRECISIONS = {"no": None, "bf16": "bf16", "fp16": "fp16"}
 

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch import nn
 
-from fnloop._backend.fsdp import dtensor
-from fnloop.extend import is_sharded
+from fnloop.extend import fsdp, is_sharded
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -29,7 +28,7 @@ def check_sharded(model: nn.Module) -> tuple[int, list[int]]:
             after ``parallelize_module`` on the second dimension of a mesh; or than by
             ``parallelize_module`` alone, over all processes.
     """
-    kind = dtensor()
+    kind = fsdp.dtensor()
     assert kind is not None
     if is_split_alone(model):
         _check_split_alone(model, kind)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fnloop._backend import torch_compat
+from fnloop.extend import torch_compat
 
 # DDP's first bucket is as large. What fits into it is sent after backward there too.
 LARGEST = 1 << 20  # bytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import zlib
 from array import array
 from collections import deque
@@ -22,9 +23,10 @@ from fnloop._data.loaders import (
     alike,
     glimpse,
 )
-from fnloop._display.screen import log
 from fnloop._extensions.engines.exchanges import DIVERGED
 from fnloop.extend import Batch, collectives
+
+log = logging.getLogger("fnloop")
 
 Item = TypeVar("Item")
 

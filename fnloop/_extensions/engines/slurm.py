@@ -6,6 +6,7 @@ accelerate read other variables, which torchrun sets. They are derived from thos
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 
-from fnloop._display.screen import log
+log = logging.getLogger("fnloop")
 
 # Names of jobs that are a shell. Where srun has not said how many tasks it has started, what runs
 # there was typed, or is a line of the script of the job.

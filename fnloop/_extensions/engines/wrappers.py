@@ -8,7 +8,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fnloop._backend import torch_compat
+from fnloop._extensions.engines.torch_compat import hooks_of_ddp, ignored_by_ddp, settings_of_ddp
+from fnloop.extend import torch_compat
 
 # Wrappers that keep parts of the parameters in each process, or make backward or the update by
 # themselves, by the package that has them. Others that keep parts are told by `check_whole`.
@@ -64,7 +65,7 @@ def check_averages_once(model: nn.Module) -> None:
                 "what TrainState.create was given, so its gradients would be averaged twice. Give "
                 "the model without it: fnloop averages gradients by itself"
             )
-        if ignored := torch_compat.ignored_by_ddp(module):
+        if ignored := ignored_by_ddp(module):
             raise NotImplementedError(
                 f"{_part(name)} tells DistributedDataParallel to ignore {ignored[0]}, and "
                 "fnloop averages the gradients of all parameters that are trained: freeze it, "
@@ -122,10 +123,10 @@ def settings_of(
     Raises:
         NotImplementedError: one of them would not be kept; the message names it.
     """
-    given = torch_compat.settings_of_ddp(wrapped)
+    given = settings_of_ddp(wrapped)
     check_settings_kept(given, wrapped.module)
     settings = {name: given[name] for name in _PASSED if given.get(name)}
-    hooks = torch_compat.hooks_of_ddp(wrapped)
+    hooks = hooks_of_ddp(wrapped)
 
     def register(ddp: DistributedDataParallel) -> None:
         for hook, state in hooks:

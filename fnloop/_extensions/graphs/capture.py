@@ -18,14 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fnloop._backend import torch_compat
-from fnloop._core.optimizers import (
-    SCHEDULED,
-    as_number,
-    is_torch_optimizer,
-    wants_closure,
-)
-from fnloop._core.state import PLACE, Ownership, TrainState, advance, give_up_ownership
+from fnloop._core.state import TrainState
 from fnloop._core.types import Output, Step
 from fnloop._extensions.graphs.guards import (
     CaptureError,
@@ -42,7 +35,21 @@ from fnloop._extensions.graphs.guards import (
     identity_of,
     make_rollback,
 )
-from fnloop.extend import Batch, checks, containers, host, optimizers
+from fnloop._extensions.graphs.torch_compat import (
+    clear_cublas_workspaces,
+    silence_capturable_warning,
+)
+from fnloop.extend import (
+    Batch,
+    Ownership,
+    Setting,
+    checks,
+    containers,
+    host,
+    optimizers,
+    torch_compat,
+    wants_closure,
+)
 
 Group = dict[str, Any]  # a parameter group of an optimizer
 Judge = Callable[[TrainState, bool], str | None]  # as decide takes it
@@ -222,7 +229,7 @@ class Graph(NamedTuple):
                 for each in at.put_back:
                     each()
                 return attrs.evolve(captured.clone_results(), skip=skip)
-        give_up_ownership(state)  # the last part changes the parameters
+        Ownership.give_up(state)  # the last part changes the parameters
         last()
         return self.captured.clone_results()
 
@@ -278,7 +285,7 @@ class GraphedStep:
             oldest = next(iter(self.graphs))
             del self.graphs[oldest], self.eager_updates[oldest]
         out = graph(state, tensors)
-        return advance(state, applied=out.skip is None), out
+        return Ownership.advance(state, applied=out.skip is None), out
 
     def _find(self, key: Hashable, state: TrainState) -> Graph | None:
         """Take out the graph of a kind of batch. If it is for another state, drop all."""
@@ -386,19 +393,27 @@ class GraphedStep:
         self.guards, self.original = None, []
 
 
+_SAME = {  # fields of a state that are the same in every update of a graph
+    *("model", "optimizer", "seed", "backend", "run_id", "saved_on", "phases")
+}
+
+
 def _tracing_copy(state: TrainState, slots: TrackedSlots) -> TrainState:
     """Return a state of the same handles with an ownership of its own, to record an update with.
 
     Args:
         state: the state.
-        slots: its slots. What else changes from update to update has a placeholder.
+        slots: its slots. What else may change from update to update has a placeholder.
     """
-    others = "metrics", "history", "run", "stop", "events", "todo", "noted", "generators", "extra"
-    names = (*PLACE, *others)
-    changing: dict[str, Any] = {name: TracerProxy(name) for name in names}
+    changing: dict[str, Any] = {
+        field.alias: TracerProxy(field.name.lstrip("_"))
+        for field in attrs.fields(TrainState)
+        if field.name not in _SAME
+    }
     changing["counted"] = TracerProxy("items")
     changing["updates"] = {name: TracerProxy(f"updates[{name!r}]") for name in state.updates}
-    return attrs.evolve(state, slots=slots, ownership=Ownership(), generation=0, **changing)
+    given = {**changing, "slots": slots, "ownership": Ownership(), "generation": 0}
+    return attrs.evolve(state, **given)
 
 
 def _check_capturable(state: TrainState, name: str) -> None:
@@ -497,7 +512,7 @@ class CudaRecorder:
 
                 def begin_part() -> None:
                     capture.close()
-                    torch_compat.clear_cublas_workspaces()
+                    clear_cublas_workspaces()
                     graphs.append(torch.cuda.CUDAGraph())
                     into: dict[str, Any] = {
                         "pool": self.pool,
@@ -519,7 +534,7 @@ class CudaRecorder:
             self._end_drawing()
             raise failed or error from None  # the cause, not that the capture was cut short
         finally:
-            torch_compat.clear_cublas_workspaces()
+            clear_cublas_workspaces()
 
     def _end_drawing(self) -> None:
         """Let the device's generator draw again after a capture that failed.
@@ -664,7 +679,7 @@ def make_capturable(
             group["fused"] = True
     for optimizer in optimizers:
         _move_counts(optimizer, optimizer.state, device)
-        torch_compat.silence_capturable_warning(optimizer)  # it runs eagerly during the warm-up
+        silence_capturable_warning(optimizer)  # it runs eagerly during the warm-up
     return original
 
 
@@ -683,7 +698,7 @@ def read_from_tensors(optimizer: Optimizer) -> None:
             if "capturable" in group:
                 group["capturable"] = True
             _move_counts(optimizer, group["params"], device)
-            torch_compat.silence_capturable_warning(optimizer)  # it also runs eagerly
+            silence_capturable_warning(optimizer)  # it also runs eagerly
 
 
 def _move_rate(group: Group, others: Collection[Group], device: torch.device) -> None:
@@ -698,10 +713,7 @@ def _move_rate(group: Group, others: Collection[Group], device: torch.device) ->
     dtype = None if isinstance(given, Tensor) else single
     rate = torch.as_tensor(given, dtype=dtype, device=device)
     shared = any(rate is other.get("lr") for other in others)
-    mark = group.get(f"{SCHEDULED}lr")
-    group["lr"] = rate.clone() if shared else rate
-    if mark is given or mark == given:  # else the user has changed it, as the schedule will say
-        _keep_scheduled(group)
+    Setting(group, "lr").exchange(rate.clone() if shared else rate)
 
 
 def _move_counts(optimizer: Optimizer, keys: Iterable[Tensor], device: torch.device) -> None:
@@ -715,7 +727,8 @@ def _move_counts(optimizer: Optimizer, keys: Iterable[Tensor], device: torch.dev
 def _check_fused(optimizer: Optimizer) -> None:
     name = type(optimizer).__name__
     for group in optimizer.param_groups:
-        if is_torch_optimizer(optimizer) and "capturable" not in group and "fused" not in group:
+        ours = type(optimizer).__module__.startswith("torch.optim")
+        if ours and "capturable" not in group and "fused" not in group:
             raise CaptureError(f"{name} reads numbers to the host in every update")
         fused = group.get("fused", True)
         if fused is None:
@@ -730,17 +743,12 @@ def undo_capturable(original: list[OriginalSettings]) -> None:
     """Restore the settings of optimizers, except that they keep the value of a learning rate."""
     for optimizer, group, settings in original:
         rate = group.get("lr")
-        group.update(settings)
         if isinstance(rate, Tensor):
-            group["lr"] = rate if isinstance(settings["lr"], Tensor) else as_number(rate)
-            _keep_scheduled(group)
+            if not isinstance(settings["lr"], Tensor):
+                Setting(group, "lr").exchange(Setting.as_number(rate))
+            settings = {**settings, "lr": group["lr"]}
+        group.update(settings)
         if not (settings.get("capturable", True) or settings.get("fused")):
             for p in group["params"]:
                 values = optimizer.state.get(p, {})
                 values.update({k: v.cpu() for k, v in values.items() if k == "step"})
-
-
-def _keep_scheduled(group: Group) -> None:
-    """Let a schedule recognize a learning rate as its own after a change of type."""
-    if f"{SCHEDULED}lr" in group:
-        group[f"{SCHEDULED}lr"] = group["lr"]

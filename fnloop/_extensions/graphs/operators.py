@@ -16,8 +16,7 @@ from torch.fx.node import Argument, map_aggregate
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from fnloop._backend import torch_compat
-from fnloop._core.state import TrainState, advance
+from fnloop._core.state import TrainState
 from fnloop._core.types import Output, Step
 from fnloop._extensions.graphs.capture import (
     Graph,
@@ -28,7 +27,16 @@ from fnloop._extensions.graphs.capture import (
     signature,
 )
 from fnloop._extensions.graphs.guards import CaptureError, CreatedError, explain
-from fnloop.extend import Batch, host, optimizers
+from fnloop._extensions.graphs.torch_compat import (
+    bare_step,
+    begins_constant,
+    draws,
+    is_foreach_norm,
+    returns_values,
+    shapes_by_values,
+    writes,
+)
+from fnloop.extend import Batch, Ownership, host, optimizers, torch_compat
 
 # A recorder runs an update once, and notes each operator below autograd: those of the forward, the
 # backward, the middleware and the optimizers. What they read from outside, such as parameters and
@@ -125,20 +133,20 @@ class _Part(torch_compat.DispatchMode):
         kwargs = dict(kwargs or {})
         if torch_compat.is_of_profiler(func):
             return func(*args, **kwargs)
-        if torch_compat.is_foreach_norm(func):  # Inductor fuses norms that are taken one by one
+        if is_foreach_norm(func):  # Inductor fuses norms that are taken one by one
             with self:
                 norm = functools.partial(torch.linalg.vector_norm, **kwargs)  # type: ignore[arg-type]
                 return [norm(t, *args[1:]) for t in cast(list[Tensor], args[0])]
         _check_operator(func, args, kwargs)
         given = map_aggregate((args, kwargs), self._node_or_value)  # type: ignore[type-var]
-        if torch_compat.writes(func):
+        if writes(func):
             self._keep_written(args, kwargs)
-        if torch_compat.draws(func):
+        if draws(func):
             made = self._draws.made_by(lambda: func(*args, **kwargs))
         else:
             made = func(*args, **kwargs)
         # A constant, such as torch.tensor(0.0), may be changed in place.
-        target = torch.clone if torch_compat.begins_constant(func) else func
+        target = torch.clone if begins_constant(func) else func
         node = self._graph.call_function(target, *given)
         self._note_made(made, node)
         return made
@@ -228,9 +236,9 @@ def _tensors_in(values: object) -> Iterator[Tensor]:
 
 def _check_operator(func: object, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
     """Raise if an operator cannot be a part of a graph."""
-    if torch_compat.returns_values(func):
+    if returns_values(func):
         raise RuntimeError(_READ)
-    if torch_compat.shapes_by_values(func, args):
+    if shapes_by_values(func, args):
         raise RuntimeError(f"the shape of what {func} returns depends on values")
     if isinstance(kwargs.get("generator"), torch.Generator):
         raise RuntimeError("random numbers are drawn from a generator of their own")
@@ -281,7 +289,7 @@ class OperatorRecorder:
 
             def apply(optimizer: Optimizer) -> None:
                 __tracebackhide__ = True
-                step = torch_compat.bare_step(optimizer)
+                step = bare_step(optimizer)
                 recording.close()  # torch.compile leaves code alone whose operators are watched
                 with torch.no_grad():
                     torch.compile(step, backend=note, fullgraph=True, dynamic=False)(optimizer)
@@ -351,7 +359,7 @@ class WholeStep(GraphedStep):
             return self._apart(state, batch)
         self.graphs[key] = graph
         out = graph(state, tensors)
-        return advance(state, applied=out.skip is None), out
+        return Ownership.advance(state, applied=out.skip is None), out
 
     def _prepare(self, state: TrainState) -> list[OriginalSettings]:
         for optimizer in optimizers(state).values():

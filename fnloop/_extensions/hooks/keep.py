@@ -18,17 +18,9 @@ import attrs
 import torch
 from torch import Tensor
 
-from fnloop._backend import torch_compat
-from fnloop._backend.fsdp import like_sharded
 from fnloop._core.averages import Average
-from fnloop._core.history import SINCE, History, metrics_here
-from fnloop._core.runs import Live, pending
-from fnloop._core.state import (
-    TrainState,
-    clear_parameter_cache,
-    take_ownership,
-    unwrap,
-)
+from fnloop._core.history import History
+from fnloop._core.state import TrainState, unwrap
 from fnloop._core.view import begin_again
 from fnloop._extensions.checkpoints.files import SharedWrite
 from fnloop._extensions.checkpoints.format import (
@@ -41,18 +33,27 @@ from fnloop._extensions.checkpoints.format import (
 from fnloop._extensions.checkpoints.partial import read_parts
 from fnloop._extensions.checkpoints.place import place_at
 from fnloop._extensions.checkpoints.retention import RunFolder
-from fnloop._extensions.checkpoints.save import check_saveable, collect_contents, position_of
+from fnloop._extensions.checkpoints.save import (
+    check_saveable,
+    collect_contents,
+    metrics_here,
+    position_of,
+)
 from fnloop._extensions.checkpoints.serialize import Json
 from fnloop._extensions.checkpoints.shapes import forget_states, take_shapes
-from fnloop._hooks.hook import BuiltIn, Hook
+from fnloop._hooks.hook import Hook
 from fnloop.extend import (
+    BuiltIn,
     Call,
     Monitored,
+    Ownership,
     checks,
+    fsdp,
     local_part,
     mode_of,
     on_main_process,
     tables,
+    torch_compat,
     view,
     with_slot,
 )
@@ -183,7 +184,7 @@ class checkpoint(BuiltIn):
         self.keep_best = checks.integer(
             "checkpoint", "keep_best", keep_best, "a number of checkpoints"
         )
-        self.since = checks.choice("checkpoint", "since", since, SINCE)
+        self.since = checks.choice("checkpoint", "since", since, Monitored.SINCE)
         self.background = checks.flag("checkpoint", "background", background)
         self.on_exception = checks.flag("checkpoint", "on_exception", on_exception)
         self.best = None if best is None else checks.metric_name("checkpoint", "best", best)
@@ -274,22 +275,25 @@ class checkpoint(BuiltIn):
         if saved is None:
             self._awaits_metric = not self._has_metric(state)
             self._position = position_of(state)
-            if state.run is not None:  # before it is saved: then a run that is killed has told it
-                self._tell(state, state.run.live)
+            self._tell(state)  # before it is saved: then a run that is killed has told it
         # A run that is resumed would call the hooks again that were still to be called.
-        if saved is None or (pending(saved.todo) and not pending(state.todo)):
+        if saved is None or (self.is_amid(saved) and not self.is_amid(state)):
             self._saved = state
             began = time.perf_counter()
             self._save(state)
             self._took += time.perf_counter() - began
         return state
 
-    def _tell(self, state: TrainState, live: Live) -> None:
+    def _tell(self, state: TrainState) -> None:
         """Tell of a save: what a lost machine would have cost just before, and what saves cost."""
+        if state.run is None:
+            return
+        live = state.run.live
         spent = live.stopwatch.spent()
         unsaved, took = round(spent - self._saved_at, 3), round(self._took, 3)
         self._saved_at = spent
-        live.notices.tell(state, "save", folder=str(self.folder), unsaved=unsaved, saves_took=took)
+        facts = {"folder": str(self.folder), "unsaved": unsaved, "saves_took": took}
+        live.notices.tell(state, "save", **facts)
 
     def _holds(self, state: TrainState) -> bool:
         """Return whether a state was saved at this boundary, whatever is next."""
@@ -676,7 +680,7 @@ class restore_best(BuiltIn):
             state = begin_again(state)
             resized = _load_weights(state, weights)
             _load_averages(state, best.get("averages", {}))
-            state = take_ownership(state)
+            state = Ownership.take(state)
             if state.backend.main:
                 shown = tables.format_metric(self.key, value)
                 log.info("%r: the weights are those of step %d (%s)", self, step, shown)
@@ -700,7 +704,7 @@ class restore_best(BuiltIn):
             return
         mode = mode_of(OWNER, self.key, self.mode)
         record = known.best_record(self.key, mode)
-        is_next = record.step == state.step and pending(state.todo)  # the hook is called of it yet
+        is_next = record.step == state.step and self.is_amid(state)  # the hook is called of it yet
         if is_next or math.isnan(record.metrics[self.key]):
             return
         log.warning(
@@ -732,7 +736,7 @@ def _load_weights(state: TrainState, weights: _Weights) -> list[str]:
         forget_states(state, new)
         module.load_state_dict(weights, strict=False)
     if new:
-        clear_parameter_cache(state)
+        Ownership.of(state).parameters.clear()
     return [
         f"{torch_compat.strip_compile_prefix(k)}: {tuple(shape)}, was {tuple(own[k])}"
         for k, shape in others.items()
@@ -748,7 +752,7 @@ def _load_averages(state: TrainState, kept: _Weights) -> None:
             for key, tensor in average.items():
                 kept_one = best["tensors"].get(key, tensor)
                 if kept_one.shape == tensor.shape:
-                    tensor.copy_(like_sharded(kept_one, tensor))
+                    tensor.copy_(fsdp.like_sharded(kept_one, tensor))
                 else:
                     average[key] = kept_one
             average.count = best["count"]
@@ -792,7 +796,7 @@ def _fit_to(state: TrainState, weights: _Weights, slot: str) -> _Weights:
                 'restore(path, state, only=("model", ...)) without "slots"'
             )
         if isinstance(kept, Tensor) and kept.shape == here.shape:
-            kept = like_sharded(kept, here)
+            kept = fsdp.like_sharded(kept, here)
         found[spelled] = kept
     return found
 

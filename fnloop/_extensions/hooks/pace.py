@@ -7,10 +7,9 @@ import math
 import attrs
 
 from fnloop._backend.collectives import broadcast
-from fnloop._core.runs import RunInfo, now
-from fnloop._core.state import TrainState, with_note
-from fnloop._hooks.hook import Clock
-from fnloop.extend import Moment, checks
+from fnloop._core.runs import RunInfo
+from fnloop._core.state import TrainState
+from fnloop.extend import Clock, Moment, checks
 
 DAY = 24 * 60 * 60  # seconds
 
@@ -51,11 +50,8 @@ class Pace(Clock):
         super().begin(state, mark, zero)
         self.cost = state.noted.get(f"{mark} cost", self.cost)
 
-    def noted(self, state: TrainState) -> TrainState:
-        state = super().noted(state)
-        if self.cost is None or not self.mark:
-            return state
-        return with_note(state, f"{self.mark} cost", self.cost)
+    def notes(self) -> dict[str, float]:
+        return super().notes() | ({} if self.cost is None else {" cost": self.cost})
 
 
 @attrs.frozen(repr=False)
@@ -129,4 +125,4 @@ class paced(Moment):
 
     def due(self, state: TrainState) -> bool:
         """Return whether the hook is due at this boundary."""
-        return self._pace.has_passed(self._pace.interval(), now(state.run))
+        return self._pace.has_passed(self._pace.interval(), state)

@@ -23,15 +23,25 @@ from typing import Any, TypedDict
 
 import attrs
 
-from fnloop._backend import accelerated
 from fnloop._core.history import History
 from fnloop._core.records import Record
 from fnloop._core.state import TrainState
 from fnloop._core.types import Output
+from fnloop._extensions.checkpoints import disk
 from fnloop._extensions.checkpoints.retention import read_run_id
+from fnloop._extensions.hooks.accelerated import trackers
 from fnloop._extensions.hooks.keep import checkpoint, differ_only, restore_best
-from fnloop._hooks.hook import BuiltIn, Hook, Wrapper, layers
-from fnloop.extend import Call, Stop, checks, collectives, disk, name_of, on_main_process
+from fnloop._hooks.hook import Hook
+from fnloop.extend import (
+    BuiltIn,
+    Call,
+    Stop,
+    Wrapper,
+    checks,
+    collectives,
+    name_of,
+    on_main_process,
+)
 
 log = logging.getLogger("fnloop")
 
@@ -730,7 +740,7 @@ class Tracker:
 
     def start(self, step: int) -> None:
         """Start the tracker. Values from this step on, left by a run that died, are overwritten."""
-        with accelerated.trackers() as known:
+        with trackers() as known:
             self._running = self.kind
             if isinstance(self.kind, type):
                 purge = {"purge_step": step} if self.kind is known.TensorBoardTracker else {}
@@ -746,7 +756,7 @@ class Tracker:
 
     def configure(self, values: Mapping[str, object]) -> None:
         """Log hyperparameters."""
-        with accelerated.trackers() as known:
+        with trackers() as known:
             if type(self._running) is known.TensorBoardTracker:
                 _write_hparams(self._running, known.yaml, values)
             else:
@@ -754,7 +764,7 @@ class Tracker:
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Log numbers at a step."""
-        with accelerated.trackers():
+        with trackers():
             self._running.log(dict(values), step=step)
 
     def finish(self) -> None:
@@ -762,7 +772,7 @@ class Tracker:
 
         If the service has given the run an identity, the next start continues that run.
         """
-        with accelerated.trackers() as known:
+        with trackers() as known:
             if self.kind is known.WandBTracker:
                 self.settings = {"resume": "allow", **self.settings, "id": self._running.tracker.id}
             elif self.kind is known.MLflowTracker:
@@ -803,7 +813,7 @@ def read_tracker(
         ImportError: its package is not installed.
         TypeError: it is none of these, or an argument is wrong.
     """
-    with accelerated.trackers() as known:
+    with trackers() as known:
         classes, base = known.LOGGER_TYPE_TO_CLASS, known.GeneralTracker
     if isinstance(tracker, base):
         if project is not None or folder is not None or settings:
@@ -915,7 +925,7 @@ class on_main(Wrapper):
 
     def __attrs_post_init__(self) -> None:
         self.take(self.hook, "on_main")
-        moments = [moment for layer in layers(self.hook) for moment in layer.moments]
+        moments = [moment for layer in self.inside for moment in layer.moments]
         if any(clock.learns for moment in moments for clock in moment.clocks):
             raise TypeError(
                 f"{self.hook!r} tells all processes what its hook takes: list on_main inside it"

@@ -12,15 +12,15 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from fnloop._core.metrics import NoLoss, combine, to_accumulator_dtype, update_evaluated_
-from fnloop._core.state import Ownership, TrainState, note_call, ownership_of, owns_handles
+from fnloop._core.metrics import Sum
+from fnloop._core.state import TrainState
 from fnloop._core.types import Aux, LossFn, Middleware, Output, Skip, Step, middleware
-from fnloop._step.forward import items_in
-from fnloop._step.gradients import WeightedSum
 from fnloop.extend import (
     Backward,
     Batch,
-    Metric,
+    Metrics,
+    Ownership,
+    WeightedSum,
     Wrap,
     checks,
     containers,
@@ -568,16 +568,16 @@ def _check_tbptt(listed: Sequence[Middleware]) -> None:
             )
 
 
-def _mark_half_done(given: TrainState) -> None:
-    """Leave the model without an owner if a call has failed after the first of its updates.
+def _note_call(state: TrainState, before: int) -> TrainState:
+    """Return the state after a call, with the number of updates that it has made.
 
     Args:
-        given: the state that the call was given.
+        state: the state after the last of them.
+        before: ``state.step`` before the first.
     """
-    if owns_handles(given):
-        return
-    ownership: Ownership[TrainState] = ownership_of(given)
-    ownership.generation = ownership.newest = None
+    made = state.step - before
+    events = state.events | {"update"} if made else state.events
+    return attrs.evolve(with_slot(state, "step/call", (state.step, made)), events=events)
 
 
 def _each_window(length: int, dim: int) -> Wrap:
@@ -589,13 +589,14 @@ def _each_window(length: int, dim: int) -> Wrap:
                 state = with_slot(state, "tbptt", None)
             if len(windows) == 1:
                 state, out = step(state, batch)
-                return note_call(state, given.step), out
+                return _note_call(state, given.step), out
             try:
                 state, out = _fold(step, state, windows)
             except BaseException:
-                _mark_half_done(given)
+                if not Ownership.belongs_to(given):  # the first of its updates was made
+                    Ownership.give_up(given)
                 raise
-            return note_call(state, given.step), out
+            return _note_call(state, given.step), out
 
         return each_window
 
@@ -634,18 +635,17 @@ def _joined(outputs: Sequence[Output], others: WeightedSum) -> Output:
     Raises:
         ValueError: other windows have one.
     """
-    if not others.is_empty:
-        update_evaluated_(NoLoss(), others.output().loss, 1)
-    metrics: Mapping[str, Metric] = {}
+    metrics = Metrics() if others.is_empty else Metrics.of(others.output())
     for out in outputs:
-        metrics = combine(metrics, out.metrics)
+        metrics = metrics.combined(Metrics.of(out))
+    del metrics["loss"]  # there is none
     weight = sum(out.weight for out in outputs)
     return attrs.evolve(outputs[-1], weight=weight, metrics=metrics, skip=None)
 
 
 def _widened(out: Output) -> Output:
     """Return an output whose loss can be added up without rounding."""
-    return attrs.evolve(out, loss=to_accumulator_dtype(out.loss))
+    return attrs.evolve(out, loss=Sum(out.loss).owned().value)
 
 
 # --- windows
@@ -731,7 +731,7 @@ def _takes_carry(
             )
         weight = aux.get("weight")
         if weight is None:
-            weight = items_in(fed.batch, name) * positions(fed.batch)
+            weight = containers.items_in(fed.batch, name) * positions(fed.batch)
         return loss, {"weight": weight, _AUX: aux, _CARRY: carry}
 
     return with_carried

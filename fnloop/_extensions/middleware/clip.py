@@ -10,18 +10,17 @@ import attrs
 import torch
 from torch import Tensor
 
-from fnloop._backend import torch_compat
-from fnloop._backend.fsdp import combined
 from fnloop._core.metrics import Mean
 from fnloop._core.selectors import Selectors
 from fnloop._core.several import Several
-from fnloop._core.state import TrainState, unwrap, with_used
+from fnloop._core.state import TrainState, unwrap
 from fnloop._core.types import Middleware, Output, Step, middleware
 from fnloop.extend import (
     Batch,
     Chosen,
     checks,
     engine_of,
+    fsdp,
     gradients,
     isolated,
     local_part,
@@ -31,6 +30,7 @@ from fnloop.extend import (
     report,
     set_aside,
     then,
+    torch_compat,
 )
 
 # --------------------------------------------------------------------------------------------------
@@ -304,7 +304,7 @@ def _check_overlap(state: TrainState, listed: Sequence[Middleware]) -> None:
         if (only := _only_of(member)) is not None:
             _refuse_stack(state, repr(member), "leave out only=, so that it is for all parameters")
         chosen = Chosen(repr(member), only)
-        chosen.check(with_used(state))
+        chosen.check(state)
         for name in chosen.select(unwrap(state)).parameters:
             if (other := owners.setdefault(name, member)) is not member:
                 raise ValueError(
@@ -412,7 +412,7 @@ def clip_adaptive(ratio: float = 0.01, only: Selectors | None = None) -> Middlew
         return state, out
 
     def check(state: TrainState, listed: object) -> None:
-        chosen.check(with_used(state))
+        chosen.check(state)
 
     return Middleware(
         "clip_adaptive",
@@ -433,9 +433,9 @@ def _clip_(gradient: Tensor, weights: Tensor, ratio: float) -> None:
 def _norms(values: Tensor) -> Tensor:
     """Return the norm of each unit that this process has; of a vector, one norm of all."""
     if values.ndim <= 1:
-        return combined(torch.linalg.vector_norm(values))
+        return fsdp.combined(torch.linalg.vector_norm(values))
     dims = tuple(range(1, values.ndim))
-    return combined(torch.linalg.vector_norm(values, dim=dims, keepdim=True))
+    return fsdp.combined(torch.linalg.vector_norm(values, dim=dims, keepdim=True))
 
 
 # --------------------------------------------------------------------------------------------------

@@ -15,14 +15,13 @@ from typing import Any, TypeVar
 import torch
 from torch.optim import Optimizer
 
-from fnloop._backend import torch_compat
-from fnloop._core.optimizers import wants_closure
-from fnloop._core.state import TrainState, with_used
+from fnloop._core.state import TrainState
 from fnloop._core.types import Middleware, Output, Step, middleware
 from fnloop._extensions.graphs.capture import GraphedStep, read_from_tensors, recorder_on
 from fnloop._extensions.graphs.guards import CaptureError
 from fnloop._extensions.graphs.operators import WholeStep
-from fnloop.extend import Batch, checks, engine_of, host, optimizers
+from fnloop._extensions.graphs.torch_compat import compile_operators
+from fnloop.extend import Batch, checks, engine_of, host, optimizers, wants_closure
 
 # --------------------------------------------------------------------------------------------------
 # Compile the loss function, and the optimizer, with `torch.compile`.
@@ -147,7 +146,7 @@ def compiled(*, update: bool = False, **options: Any) -> Middleware:
             finally:
                 plain.now = before
 
-        backend = functools.partial(torch_compat.compile_operators, **given)
+        backend = functools.partial(compile_operators, **given)
         whole = WholeStep(uncompiled, apart, backend, options.get("fullgraph", False))
 
         def compiled_update(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
@@ -222,7 +221,7 @@ def _check_members(members: Sequence[Middleware]) -> None:
 
 def _check_optimizers(state: TrainState, members: Sequence[Middleware]) -> None:
     """Raise if torch cannot compile the step of an optimizer."""
-    for optimizer in optimizers(with_used(state)).values():
+    for optimizer in optimizers(state, used=True).values():
         name = type(optimizer).__name__
         if wants_closure(type(optimizer)):
             raise ValueError(

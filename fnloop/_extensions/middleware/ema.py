@@ -17,7 +17,6 @@ import toolz
 import torch
 from torch import Tensor, nn
 
-from fnloop._backend import torch_compat
 from fnloop._core.averages import AVERAGED, Average, named_tensors
 from fnloop._core.parts import TAKEN
 from fnloop._core.selectors import Selectors
@@ -37,6 +36,7 @@ from fnloop.extend import (
     name_of,
     tables,
     then,
+    torch_compat,
     warn_once,
 )
 from fnloop.schedules import check_length, explain_unknown_length, updates_in

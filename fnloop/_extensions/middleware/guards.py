@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import attrs
 import torch
@@ -13,15 +13,14 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from fnloop import decide
-from fnloop._backend import torch_compat
 from fnloop._core.averages import Average
-from fnloop._core.optimizers import RATIO
 from fnloop._core.saved import has_pending, materialize
 from fnloop._core.several import Several, models_of
-from fnloop._core.state import LEFT_OUT, TrainState
+from fnloop._core.state import TrainState
 from fnloop._core.types import Middleware, Output, Step, middleware
 from fnloop.extend import (
     Batch,
+    Setting,
     Stop,
     Wrap,
     checks,
@@ -33,6 +32,7 @@ from fnloop.extend import (
     parameters,
     refuse,
     tables,
+    torch_compat,
 )
 
 # --------------------------------------------------------------------------------------------------
@@ -441,7 +441,7 @@ def keep(state: TrainState, without: str) -> Kept:
     """
     memo = _shared(state)
     averages = {name: slot for name, slot in state.slots.items() if isinstance(slot, Average)}
-    left = {without, LEFT_OUT, *averages, *(state.run.hook_slots if state.run else ())}
+    left = {without, *averages, *(state.run.hook_slots if state.run else ())}
     slots = {name: state.slots[name] for name in state.slots.keys() - left}
     return {
         "counters": {"step": state.step, "updates": dict(state.updates)},
@@ -450,7 +450,7 @@ def keep(state: TrainState, without: str) -> Kept:
             [copy.deepcopy(optimizer.state.get(p), memo) for p in _updated(optimizer)]
             for optimizer in optimizers(state).values()
         ],
-        "groups": [copy.deepcopy(_settings(group), memo) for group in groups(state).values()],
+        "groups": [copy.deepcopy(Setting.lasting(group), memo) for group in groups(state).values()],
         "averages": {
             name: {"tensors": {k: t.clone() for k, t in slot.items()}, "count": slot.count}
             for name, slot in averages.items()
@@ -486,7 +486,7 @@ def go_back(state: TrainState, kept: Kept) -> TrainState:
             else:
                 optimizer.state[p] = _changed(optimizer.state.get(p), values, memo)
     for group, settings in zip(found, kept["groups"], strict=True):
-        for name in _settings(group).keys() - settings.keys():
+        for name in Setting.lasting(group).keys() - settings.keys():
             del group[name]  # such as what a schedule had set, which it compares with what is there
         for name, value in settings.items():
             group[name] = _changed(group.get(name), value, memo)
@@ -520,11 +520,6 @@ def _tensors(state: TrainState) -> Iterator[tuple[str, Tensor]]:
 
 def _updated(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-def _settings(group: Mapping[str, object]) -> dict[str, object]:
-    """Return the settings of a group; its ratio is there during an update only."""
-    return {name: value for name, value in group.items() if name not in ("params", RATIO)}
 
 
 def _changed(now: object, value: object, memo: dict[int, object]) -> object:

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fnloop._core.optimizers import modes_of, wants_closure
-from fnloop._core.state import TrainState, ownership_of, with_used
+from fnloop._core.state import TrainState
 from fnloop._core.types import Middleware, Output, Step, middleware
 from fnloop._extensions.engines import exchanges
 from fnloop._extensions.engines.apart import Apart, apart_of
 from fnloop.extend import (
     Batch,
+    Ownership,
     checks,
     engine_of,
     host,
@@ -22,6 +22,7 @@ from fnloop.extend import (
     name_of,
     optimizers,
     refuse,
+    wants_closure,
 )
 
 Outer = Callable[[list[nn.Parameter]], Optimizer]
@@ -158,7 +159,7 @@ def _update_apart(
     slot.used |= out.skip is None
     if not slot.counted:  # what is reported of its gradient is of none
         return state, Output(out.loss, out.weight, out.aux, {}, out.skip)
-    ownership_of(state).own_metrics.update(out.metrics)
+    Ownership.of(state).own_metrics.update(out.metrics)
     return state, out
 
 
@@ -265,7 +266,8 @@ def _check_members(members: Sequence[Middleware]) -> None:
 def _check_state(state: TrainState, members: Sequence[Middleware]) -> None:
     """Raise NotImplementedError if the processes of a state cannot update by themselves."""
     refuse(state, "local_sgd", exact="its sums depend on the number of processes. Leave one out")
-    used, why = optimizers(with_used(state)).values(), None
+    used, why = optimizers(state, used=True).values(), None
+    kinds = [type(each) for each in optimizers(state).values()]
     if is_sharded(state.model):
         why = (
             "needs the whole model in every process, and here each has a part of it: leave "
@@ -273,7 +275,7 @@ def _check_state(state: TrainState, members: Sequence[Middleware]) -> None:
         )
     elif any(wants_closure(type(each)) for each in used):
         why = "calls an optimizer once in an update, and this one evaluates the loss: take AdamW"
-    elif modes_of(state.optimizer):
+    elif any(checks.has_methods(kind, "train", "eval") for kind in kinds):
         why = (
             "evaluates the average of the weights to train with, and this optimizer has others for "
             "an evaluation: take AdamW with a schedule"

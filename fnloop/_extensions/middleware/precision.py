@@ -9,7 +9,6 @@ import attrs
 import torch
 from torch import Tensor
 
-from fnloop._backend import torch_compat
 from fnloop._core.state import TrainState
 from fnloop._core.types import Middleware, Output, Searching, Step, middleware
 from fnloop.extend import (
@@ -23,6 +22,7 @@ from fnloop.extend import (
     parameters,
     refuse,
     then,
+    torch_compat,
 )
 
 # --------------------------------------------------------------------------------------------------

@@ -18,17 +18,17 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from fnloop._core.history import unfinished
+from fnloop._core.history import Phase
 from fnloop._core.metrics import Last
-from fnloop._core.optimizers import RATIO, begin_again, keep_initial, note_set, numbers_used
 from fnloop._core.records import Record
 from fnloop._core.runs import RunInfo
-from fnloop._core.state import TrainState, rested, used_in
+from fnloop._core.state import TrainState
 from fnloop._core.types import LossFn, Middleware, Output, Step, middleware
 from fnloop.extend import (
     Batch,
     Fold,
     Monitored,
+    Setting,
     all_parameters,
     checks,
     groups,
@@ -165,7 +165,7 @@ def schedule(
                     _check_setting(f"schedule({name_of(fn)})", field, factor, f"{by} {i} of {of}")
                 for group in share.groups:
                     set_number(group, field, factor, name, absolute)
-            used = numbers_used(groups, field)
+            used = Setting.used(groups, field)
             numbers = [number_in(group, field) for group in groups.values()]
             if total is not None and total != state.slots.get(name, total):
                 group, factor = shares[0].groups[0], shares[0].factor
@@ -188,7 +188,7 @@ def schedule(
 
     def init(state: TrainState) -> float | None:
         for group in _chosen_groups(state, names, "schedule").values():
-            keep_initial(group, field)
+            Setting(group, field).keep_initial()
         return _total(state, by)
 
     return Middleware(
@@ -225,10 +225,10 @@ def _names(owner: str, only: str | Sequence[str] | None) -> tuple[str, ...] | No
 def _used_groups(state: TrainState, only: Sequence[str] | None, owner: str) -> Mapping[str, Group]:
     """Return the chosen groups of the optimizers that the step updates with, as ``using`` says."""
     found = groups(state) if only is None else _chosen_groups(state, only, owner)
-    names = used_in(state)
-    if names is None:
+    used = optimizers(state, used=True)
+    if len(used) == len(optimizers(state)):
         return found
-    own = {id(group) for name in names for group in state.optimizer[name].param_groups}
+    own = {id(group) for one in used.values() for group in one.param_groups}
     return {label: group for label, group in found.items() if id(group) in own}
 
 
@@ -286,6 +286,10 @@ def _explain_unknown(
     )
 
 
+# The slot of how many updates of the run, or of its newest phase, an optimizer rested in, by name.
+_RESTS = "rests"
+
+
 class _Share:
     """Groups whose optimizers have made equally many updates.
 
@@ -303,7 +307,7 @@ class _Share:
 
 def _by_updates(state: TrainState, groups: Mapping[str, Group]) -> list[_Share]:
     """Return groups by the updates of their optimizers."""
-    if not (lost := rested(state)):
+    if not (lost := state.slots.get(_RESTS)):
         return [_Share(0, [*groups.values()])]
     found: dict[int, list[Group]] = {}
     for name, one in optimizers(state).items():
@@ -762,7 +766,8 @@ def torch_scheduler(
     def init(state: TrainState) -> LRScheduler | UpdateScheduler:
         __tracebackhide__ = True
         optimizer = _optimizer_of(state, only)
-        begin_again(optimizer.param_groups)
+        for setting in _cycled(optimizer):
+            setting.begin_again()
         stretch = _stretch_of(state, _rested(state, only))
         run = _RecordingRunInfo(**attrs.asdict(stretch or RunInfo(), recurse=False))
         try:
@@ -793,11 +798,12 @@ def torch_scheduler(
             _check_groups(scheduler, optimizer, name)
             for group in chosen.values():
                 _check_setting(name, "lr", group["lr"], f"step {_updates(state, only)}")
-            used = numbers_used(chosen, "lr")
+            used = Setting.used(chosen, "lr")
             state, out = step(state, batch)
             if "update" in state.events:
                 _advance(scheduler, _updates(state, only), name)
-                note_set(optimizer.param_groups)
+                for setting in _cycled(optimizer):
+                    setting.note_set()
             return state, report(out, used, "torch_scheduler")
 
         return scheduled
@@ -811,6 +817,12 @@ def torch_scheduler(
         check=_check_names,
         check_state=_check_groups_apart,
     )
+
+
+def _cycled(optimizer: Optimizer) -> list[Setting]:
+    """Return the settings that schedulers of torch change."""
+    keys = ("lr", "momentum", "betas")
+    return [Setting(group, k) for group in optimizer.param_groups for k in keys if k in group]
 
 
 def _optimizer_of(state: TrainState, only: str | None) -> Optimizer:
@@ -858,7 +870,7 @@ def _updates(state: TrainState, only: str | None) -> int:
 
 def _rested(state: TrainState, only: str | None) -> int:
     """Return the updates of them in which the optimizer rested, or that of the group."""
-    if only is None or not (lost := rested(state)):
+    if only is None or not (lost := state.slots.get(_RESTS)):
         return 0
     found = optimizers(state)
     if only in found:
@@ -872,7 +884,7 @@ def _stretch_of(state: TrainState, rested: int) -> RunInfo | None:
 
     Updates in which the optimizer rested are not in its length.
     """
-    run, phase = state.run, unfinished(state.phases)
+    run, phase = state.run, Phase.running(state.phases)
     if run is not None and rested and run.total_steps is not None:
         run = attrs.evolve(run, total_steps=run.total_steps - rested)
     if run is None or not phase.name:
@@ -1141,7 +1153,7 @@ def plateau(
             groups = _used_groups(state, names, "plateau").values()
             kept = _keep_settings(groups)
             for group in groups:
-                group[RATIO] = ratio, min_value
+                Setting(group, "lr").lower((ratio, min_value))
                 set_number(group, "lr", 1.0, "plateau")
             numbers = [group["lr"] for group in groups]
             put_back = functools.partial(_put_settings_back, kept, "lr", numbers)
@@ -1152,7 +1164,7 @@ def plateau(
             finally:
                 host().settle(state, made, [put_back])
                 for group in groups:
-                    group.pop(RATIO, None)
+                    Setting(group, "lr").lower(None)
             return new, out
 
         return lowered

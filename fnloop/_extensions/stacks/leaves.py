@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import vmap
 
-from fnloop._backend import torch_compat
-from fnloop.extend import Batch, checks, containers
+from fnloop._extensions.stacks.torch_compat import is_batched, parameters_of
+from fnloop.extend import Batch, checks, containers, torch_compat
 
 Value = Batch  # a nested value with tensors in it, of any kind
 INSTEAD = "Otherwise train these states one by one"
@@ -94,7 +94,7 @@ class Leaves:
             shared.setdefault(id(table[key]), []).append(n)
         self._held = [[[own[n] for n in same] for own in tables] for same in shared.values()]
         self.places = {id(owners[0]): i for i, owners in enumerate(self.owners)}
-        firsts = _tables(models[0], torch_compat.parameters_of)
+        firsts = _tables(models[0], parameters_of)
         self.slots = [Slot(table, key, self.places[id(table[key])]) for table, key in firsts]
         for leaf, (first, *_) in enumerate(self._held, len(self.owners)):
             self.slots += [Slot(table, key, leaf) for table, key in first]
@@ -267,7 +267,7 @@ class Shared:
     @property
     def differs(self) -> bool:
         """Whether it depends on the model; only within the call."""
-        return torch_compat.is_batched(self.value)
+        return is_batched(self.value)
 
 
 class _Place:
@@ -392,7 +392,7 @@ def _difference(a: nn.Module, b: nn.Module) -> str | None:
     """Return in what two modules differ, without those in them; None: in nothing."""
     if type(a) is not type(b):
         return f"their classes, {type(a).__name__} and {type(b).__name__}"
-    for tables in (torch_compat.parameters_of, torch_compat.buffers_of):
+    for tables in (parameters_of, torch_compat.buffers_of):
         mine, its = tables(a), tables(b)
         for key in {**mine, **its}:
             one, other = _facts(mine.get(key)), _facts(its.get(key))

@@ -10,14 +10,12 @@ import attrs
 import torch
 from torch import nn
 
-from fnloop._backend import torch_compat
 from fnloop._core.history import History
 from fnloop._core.metrics import Mean
-from fnloop._core.optimizers import Optimizers, wants_closure
-from fnloop._core.records import COSTS, Record
+from fnloop._core.optimizers import Optimizers
+from fnloop._core.records import Record
 from fnloop._core.several import models_of
 from fnloop._core.state import (
-    PLACE,
     Ownership,
     TrainState,
     counted_of,
@@ -26,10 +24,19 @@ from fnloop._core.state import (
 from fnloop._extensions.histories.table import records_of_model
 from fnloop._extensions.stacks.leaves import INSTEAD, check_architectures
 from fnloop._extensions.stacks.module import PerModel, Stack
-from fnloop.extend import Metric, check_not_stale, checks, containers, optimizers
+from fnloop._extensions.stacks.torch_compat import has_forward_hooks
+from fnloop.extend import (
+    Metric,
+    check_not_stale,
+    checks,
+    containers,
+    optimizers,
+    torch_compat,
+    wants_closure,
+)
 
 EXAMPLE = "such as fork(state, {'lr': [0.1, 0.01]})"
-_RESERVED = ("lr", "recent", *COSTS)  # what the names of numbers begin with after "train/"
+_RESERVED = ("lr", "recent", *Record.COSTS)  # what the names of numbers begin with after "train/"
 
 # Where states are has to be the same, because a stack has it once.
 _ALIKE = ("stop", "ends", "phases", "extra", "todo")
@@ -109,7 +116,7 @@ def stack(states: Mapping[str, TrainState]) -> TrainState:
         seed=first.seed, run_id=secrets.token_hex(8), backend=first.backend,
         updates=dict.fromkeys(copies, first.step), ownership=Ownership(),
     )  # fmt: skip
-    kept = (*PLACE, *_ALIKE, "events", "noted", "generators", "position", "saved_on")
+    kept = (*TrainState.PLACE, *_ALIKE, "events", "noted", "generators", "position", "saved_on")
     return attrs.evolve(
         made,
         **checks.fields_of(first, kept),
@@ -173,7 +180,7 @@ def _taken_out(state: TrainState, place: int, name: str) -> TrainState:
         state.model[name], state.optimizer[name], seed=state.seed, run_id=secrets.token_hex(8),
         backend=state.backend, ownership=Ownership(),
     )  # fmt: skip
-    kept = (*PLACE, *_ALIKE, "events", "noted", "generators", "position", "saved_on")
+    kept = (*TrainState.PLACE, *_ALIKE, "events", "noted", "generators", "position", "saved_on")
     return attrs.evolve(
         made,
         **{field: copy.deepcopy(value) for field, value in checks.fields_of(state, kept).items()},
@@ -267,9 +274,9 @@ def _check_alike(states: Mapping[str, TrainState]) -> None:
     (first_name, first), *others = states.items()
     for name, state in others:
         known, found = (
-            checks.fields_of(each, (*PLACE, "items", *_ALIKE)) for each in (first, state)
+            checks.fields_of(each, (*TrainState.PLACE, "items", *_ALIKE)) for each in (first, state)
         )
-        for field in (*PLACE, "items"):
+        for field in (*TrainState.PLACE, "items"):
             mine, its = known[field], found[field]
             if mine != its:
                 what = "step" if field == "step" else f"step {first.step}, but {field}"
@@ -453,7 +460,7 @@ def _check_modules(models: Mapping[str, nn.Module]) -> None:
                 "each model with one before"
             )
         for path, module in model.named_modules():
-            if torch_compat.has_forward_hooks(module):
+            if has_forward_hooks(module):
                 raise NotImplementedError(
                     f"stack: the module {path or type(module).__name__!r} of {name!r} has a hook "
                     f"around its forward or backward, which would be called for one model only: "

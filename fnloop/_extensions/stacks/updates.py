@@ -9,21 +9,21 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from fnloop._backend import torch_compat
-from fnloop._core.optimizers import Group
 from fnloop._extensions.stacks.leaves import Leaves, Models, leaves_of
-from fnloop.extend import Batch
+from fnloop.extend import Batch, torch_compat
 
 # --------------------------------------------------------------------------------------------------
 # The optimizers' steps.
 
 Kept = dict[str, Batch]  # what an optimizer keeps of a parameter
+Group = dict[str, Any]  # a parameter group
 Apply = Callable[[Optimizer], None]
 
 

@@ -14,7 +14,6 @@ from typing import TypeVar
 
 import attrs
 
-from fnloop._backend import torch_compat
 from fnloop._core.state import TrainState
 from fnloop._core.types import Middleware, Output, Step
 from fnloop._data.loaders import sharded
@@ -42,6 +41,7 @@ from fnloop.extend import (
     name_of,
     optimizers,
     tables,
+    torch_compat,
 )
 
 Value = TypeVar("Value")
@@ -344,7 +344,7 @@ def _tried_metrics(step: PipelineStep) -> tuple[PipelineStep, dict[str, Finding]
         return None if wrap is None else wrapped
 
     def derived(member: Middleware) -> Middleware:
-        def report(loader: str | None, numbers: Mapping[str, float]) -> Mapping[str, float]:
+        def report(loader: str | None, numbers: dict[str, float]) -> Mapping[str, float]:
             try:
                 return member.report(loader, numbers)  # type: ignore[misc]
             except Exception as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import math
 from collections.abc import Callable, Sequence
@@ -11,7 +12,6 @@ import attrs
 import torch
 from torch import Tensor
 
-from fnloop._core.optimizers import Group, copy_number, groups_in, initial_value, put_number
 from fnloop._core.state import TrainState
 from fnloop._core.types import Middleware, Output, Step, middleware
 from fnloop._data.loaders import batch_size_of
@@ -21,7 +21,16 @@ from fnloop._extensions.stacks.states import check_one_model
 from fnloop._extensions.tools.dry_run import train_copy, with_members
 from fnloop._loop.evaluate import open_loader
 from fnloop._step.pipeline import PipelineStep
-from fnloop.extend import Batch, check_not_stale, checks, containers, engine_of, tables
+from fnloop.extend import (
+    Batch,
+    Setting,
+    check_not_stale,
+    checks,
+    containers,
+    engine_of,
+    groups,
+    tables,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -179,7 +188,7 @@ def find_lr(
     low = checks.number("find_lr", "low", low, "the first learning rate", above=0)
     high = checks.number("find_lr", "high", high, "the end of the range", above=low)
     updates = checks.integer("find_lr", "updates", updates, "those of the whole range", least=10)
-    initial = _initial_rates(groups_in(state.optimizer))
+    initial = _initial_rates(state)
     sweep = _Sweep([low * (high / low) ** (i / updates) for i in range(updates)], initial)
     left_out = extensions("averages of the weights")
     swept = with_members(step, left_out, [_swept(sweep)])
@@ -188,15 +197,15 @@ def find_lr(
     return sweep.result()
 
 
-def _initial_rates(groups: Sequence[Group]) -> list[float | Tensor]:
+def _initial_rates(state: TrainState) -> list[float | Tensor]:
     """Return the initial rate of each group."""
-    for i, group in enumerate(groups):
+    for i, group in enumerate(groups(state).values()):
         if "lr" not in group:
             raise ValueError(
                 f"find_lr: group {i} of the optimizer has no learning rate; it has "
                 f"{checks.join_names([key for key in group if key != 'params'], 5)}"
             )
-    rates = [copy_number(initial_value(group, "lr")) for group in groups]
+    rates = [copy.deepcopy(Setting(group, "lr").initial) for group in groups(state).values()]
     if not float(rates[0]) > 0:
         raise ValueError(
             "find_lr varies all learning rates in proportion to their initial values, but that of "
@@ -288,15 +297,16 @@ def _swept(sweep: _Sweep) -> Middleware:
     def wrap(step: Step) -> Step:
         def swept(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
             __tracebackhide__ = True
-            factor, groups = sweep.rate() / first, groups_in(state.optimizer)
-            before = [copy_number(group["lr"]) for group in groups]
-            for group, initial in zip(groups, sweep.initial, strict=True):
-                put_number(group, "lr", initial * factor)
+            factor = sweep.rate() / first
+            rates = [Setting(group, "lr") for group in groups(state).values()]
+            before = [copy.deepcopy(rate.value) for rate in rates]
+            for rate, initial in zip(rates, sweep.initial, strict=True):
+                rate.put(initial * factor)
             try:
                 new, out = step(state, batch)
             finally:
-                for group, rate in zip(groups, before, strict=True):
-                    put_number(group, "lr", rate)
+                for rate, value in zip(rates, before, strict=True):
+                    rate.put(value)
             loss = None if out.skip is not None else engine_of(new).mean_loss(out)
             sweep.pending.append(loss)
             return new, out

@@ -10,9 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import attrs
 from torch import Tensor
 
-from fnloop._core.optimizers import Group
 from fnloop._core.state import TrainState, snapshot
-from fnloop.extend import check_not_stale, checks, groups
+from fnloop.extend import Setting, check_not_stale, checks, groups
 
 EXAMPLE = '{"lr": [1e-3, 3e-4]}'
 
@@ -62,12 +61,12 @@ def fork(state: TrainState, settings: Mapping[str, Sequence[float]]) -> dict[str
         copied = attrs.evolve(snapshot(state), run_id=secrets.token_hex(8))
         for group in groups(copied).values():
             for key, value in chosen.items():
-                _set(group, key, value)
+                Setting(group, key).begin_at(value)
         made[", ".join(f"{key}={value:g}" for key, value in chosen.items())] = copied
     return made
 
 
-def _check(key: object, values: object, every: Iterable[Group]) -> None:
+def _check(key: object, values: object, every: Iterable[Mapping[str, object]]) -> None:
     name = f"settings[{key!r}]"
     if not checks.is_list(values):
         raise TypeError(
@@ -83,7 +82,7 @@ def _check(key: object, values: object, every: Iterable[Group]) -> None:
             f"names of the states have; got {values!r}"
         )
     for group in every:
-        known = [k for k, v in group.items() if _is_number(v) and not k.startswith(_KEPT)]
+        known = [name for name in Setting.names(group) if _is_number(group[name])]
         if key not in known:
             raise ValueError(
                 f"fork: the groups of the optimizer have no number {key!r}; they have "
@@ -91,17 +90,5 @@ def _check(key: object, values: object, every: Iterable[Group]) -> None:
             )
 
 
-_KEPT = ("initial_", "set_by_schedule_")
-
-
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float | Tensor) and not isinstance(value, bool)
-
-
-def _set(group: Group, key: str, value: float) -> None:
-    for name in (key, f"initial_{key}"):
-        current = group.get(name)
-        if isinstance(current, Tensor):
-            current.fill_(value)
-        elif name in group:
-            group[name] = value

@@ -17,21 +17,27 @@ import attrs
 
 from fnloop._backend.collectives import broadcast
 from fnloop._core.history import History
-from fnloop._core.records import Record
 from fnloop._core.state import TrainState
 from fnloop._core.types import Middleware, Step
 from fnloop._data.source import unmoved
-from fnloop._display.frames import short_traceback
 from fnloop._extensions.checkpoints.restore import resume_at
 from fnloop._extensions.hooks.keep import checkpoint
 from fnloop._extensions.middleware.schedule import schedule
 from fnloop._extensions.stacks.states import stack, unstack
-from fnloop._hooks.hook import BuiltIn, Hook, HookFn, every
+from fnloop._hooks.hook import Hook, every
 from fnloop._loop.fit import run
-from fnloop._loop.peers import forget_interruption
-from fnloop._loop.plan import read_hooks
-from fnloop._step.pipeline import PipelineStep, pipeline
-from fnloop.extend import Stop, better, check_not_stale, checks, mode_of, tables
+from fnloop._step.pipeline import pipeline
+from fnloop.extend import (
+    BuiltIn,
+    PipelineStep,
+    Stop,
+    better,
+    check_not_stale,
+    checks,
+    mode_of,
+    short_traceback,
+    tables,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -40,6 +46,7 @@ FAINT = "0.8"  # the colour of runs that were left out early
 OWNER, EXAMPLE = "search", "such as fork(state, {'lr': [0.1, 0.01]})"
 Maker = Callable[[], TrainState]
 Source = TrainState | Maker
+HookFn = Hook | Callable[[TrainState], TrainState]
 
 
 @attrs.frozen
@@ -183,27 +190,26 @@ def search(
     rungs, keep = _check(states, rungs, keep)
     checks.flag(OWNER, "stacked", stacked, "whether all runs that are left train at once")
     chosen = mode_of(OWNER, checks.text(OWNER, "key", key, "a metric"), mode)
-    made, checked = _steps(steps, states), _hooks(hooks)
+    made = _steps(steps, states)
+    _check_hooks(hooks)
     with _kept_in(folder, states) as kept:
-        trials = {
-            name: Trial(name, source, made[name], loaders, rungs, (*checked, Watched(key)), kept)
-            for name, source in states.items()
-        }
-        found, growing, left = list[Rung](), Growing([*states], key), [*trials.values()]
+        training = _Training(loaders, rungs[-1], hooks, key, kept)
+        trials = {name: _Trial(name, made[name], states[name], training) for name in states}
+        found, growing, left = list[Rung](), _Growing([*states], key), [*trials.values()]
         for epoch in rungs:
             began = time.monotonic()
             if stacked:
-                train_together(left, epoch, loaders, rungs, checked, key, kept)
+                _train_together(left, epoch, training)
             share = (time.monotonic() - began) / len(left)
+            values: dict[str, float] = {}  # of this rung
             for trial in left:
                 began = time.monotonic()
                 value = _value(trial.train_to(epoch), trial.name, key, epoch)
-                values = [rung.value for rung in found if rung.epoch == epoch]
-                is_best = all(better(value, other, chosen) for other in values)
+                is_best = all(better(value, other, chosen) for other in values.values())
+                values[trial.name] = value
                 seconds = time.monotonic() - began + share
                 found.append(Rung(trial.name, epoch, value, seconds, is_best))
                 growing.show(found, trial.is_main)
-            values = {rung.name: rung.value for rung in found if rung.epoch == epoch}
             left = _best_of(left, values, chosen, keep, last=epoch == rungs[-1])
         (best,) = left
         histories = {name: trial.history for name, trial in trials.items()}
@@ -214,23 +220,77 @@ def search(
 # A run of the search.
 
 
-class Watched(Hook):
-    """A hook that does nothing but name the metric, which is then refused before the first update.
+class _Watched(Hook):
+    """A hook that does nothing but name metrics, which are then refused before the first update."""
 
-    Args:
-        key: the metric.
-    """
+    __name__ = OWNER  # in messages about its metrics
 
-    __name__ = OWNER  # in messages about its metric
-
-    def __init__(self, key: str | tuple[str, ...]) -> None:
-        self.monitors = key
+    def __init__(self, *keys: str) -> None:
+        self.monitors = keys
 
     def __call__(self, state: TrainState) -> TrainState:
         return state
 
 
-class Trial:
+@attrs.frozen
+class _Training:
+    """How all runs are trained.
+
+    Args:
+        loaders: the loaders.
+        epochs: the epochs of a whole run.
+        hooks: the hooks of the user.
+        key: the metric that ranks the runs.
+        folder: the folder of all runs; None: states stay in memory.
+    """
+
+    loaders: object
+    epochs: int
+    hooks: Sequence[HookFn]
+    key: str
+    folder: Path | None
+
+    def restored(self, name: str, state: TrainState) -> TrainState:
+        """Return what was saved under a name, or the state itself if nothing was."""
+        if self.folder is None:
+            return state
+        return resume_at(self.folder / name, state, nonfinite=True)  # one that diverged has lost
+
+    def train(
+        self, step: PipelineStep, state: TrainState, epoch: int, name: str, keys: Sequence[str],
+        what: str,
+    ) -> TrainState:  # fmt: skip
+        """Return a state that was trained to an epoch, if it is not there yet.
+
+        Args:
+            step: the step.
+            state: the state.
+            epoch: the epoch.
+            name: that of its folder in the folder of all runs.
+            keys: the metrics that the run has to have.
+            what: which run it is, for messages.
+
+        Raises:
+            KeyboardInterrupt: it was interrupted.
+        """
+        if not _is_left(state, epoch):
+            return state
+        hooks = _with(self.hooks, _Watched(*keys))
+        if self.folder is not None:
+            hooks = _with(hooks, every(epochs=1)(checkpoint(self.folder / name, keep=1)))
+        reached = run(step, state, self.loaders, epochs=self.epochs, hooks=hooks)
+        states = cast("Generator[TrainState]", reached)
+        with unmoved(self.loaders), contextlib.closing(states):
+            for state in states:
+                if Stop.interrupts(state.stop):
+                    why = f"was interrupted at step {state.step} ({state.stop})"
+                    states.throw(KeyboardInterrupt(f"search: {what} {why}"))
+                if state.epoch >= epoch:
+                    break
+        return state
+
+
+class _Trial:
     """A run of the search, which trains from rung to rung.
 
     A state that was given stays in memory. One that a function makes waits in a checkpoint, and is
@@ -238,145 +298,73 @@ class Trial:
 
     Args:
         name: its name.
-        source: its first state, or what makes it.
         step: its step.
-        loaders: the loaders.
-        rungs: the rungs.
-        hooks: the hooks of the user.
-        folder: the folder of all runs; None: states stay in memory.
+        source: its first state, or what makes it.
+        training: how it is trained.
     """
 
-    def __init__(
-        self,
-        name: str,
-        source: Source,
-        step: PipelineStep,
-        loaders: object,
-        rungs: Sequence[int],
-        hooks: tuple[HookFn, ...],
-        folder: Path | None,
-    ) -> None:
-        self.name, self._source, self._step, self._loaders = name, source, step, loaders
-        self._rungs, self._hooks, self.step = rungs, hooks, step
-        self._folder = None if folder is None else folder / _name_of_folder(name)
+    def __init__(self, name: str, step: PipelineStep, source: Source, training: _Training) -> None:
+        self.name, self.step, self._source, self._training = name, step, source, training
         self._state: TrainState | None = None  # where it is held in memory
-        self.history = History()
-        self.is_main = True
+        self.history, self.is_main = History(), True
 
     def state(self) -> TrainState:
         """Return the state as it is now."""
         if self._state is not None:
             return self._state
-        if isinstance(self._source, TrainState):
-            made = self._source
-        else:
-            made = self._source()
-            if not isinstance(made, TrainState):
-                raise TypeError(
-                    f"search expects the function of {self.name!r} to return a TrainState; "
-                    f"got {checks.describe(made)}"
-                )
-        if self._folder is None:
-            return made
-        return resume_at(self._folder, made, nonfinite=True)  # a run that diverged has lost
+        made = self._source if isinstance(self._source, TrainState) else self._source()
+        if not isinstance(made, TrainState):
+            raise TypeError(
+                f"search expects the function of {self.name!r} to return a TrainState; "
+                f"got {checks.describe(made)}"
+            )
+        return self._training.restored(_name_of_folder(self.name), made)
 
     def train_to(self, epoch: int) -> History:
         """Train to a rung, if it is not there yet, and return the history."""
-        state = self.state()
+        state, training = self.state(), self._training
         self.is_main = state.backend.main
-        if is_left(state, epoch):
-            saves = () if self._folder is None else (self._saves(self._folder),)
-            hooks, whole = (*self._hooks, *saves), self._rungs[-1]
-            what = f"the run {self.name!r}"
-            state = _trained(self._step, state, self._loaders, epoch, whole, hooks, what)
-        is_given = isinstance(self._source, TrainState)
-        self._state = state if is_given or self._folder is None else None
-        self.history = state.history
+        folder, what = _name_of_folder(self.name), f"the run {self.name!r}"
+        state = training.train(self.step, state, epoch, folder, [training.key], what)
+        self.take(state)
+        if training.folder is not None and not isinstance(self._source, TrainState):
+            self.release()
         return self.history
 
     def take(self, state: TrainState) -> None:
-        """Take the state that the run has come to with others."""
+        """Take the state that the run has come to."""
         self._state, self.history = state, state.history
 
     def release(self) -> None:
-        """Forget the state of a run that does not continue."""
+        """Forget the state: it is saved, or the run does not continue."""
         self._state = None
 
-    def _saves(self, folder: Path) -> HookFn:
-        return every(epochs=1)(checkpoint(folder, keep=1))
 
-
-def is_left(state: TrainState, epoch: int) -> bool:
+def _is_left(state: TrainState, epoch: int) -> bool:
     """Return whether a run is still to be trained to a rung."""
     return state.epoch < epoch and not Stop.ends_run(state.stop)
 
 
-def _trained(
-    step: PipelineStep,
-    state: TrainState,
-    loaders: object,
-    epoch: int,
-    epochs: int,
-    hooks: Sequence[HookFn],
-    what: str,
-) -> TrainState:
-    """Return a state that was trained to an epoch of a run, which has ``epochs`` in all.
-
-    Raises:
-        KeyboardInterrupt: ``what`` was interrupted.
-    """
-    reached = run(step, state, loaders, epochs=epochs, hooks=hooks)
-    with unmoved(loaders), contextlib.closing(cast("Generator[TrainState]", reached)):
-        for state in reached:
-            if state.epoch >= epoch:
-                break
-    if Stop.interrupts(state.stop):
-        forget_interruption()  # this says it
-        raise KeyboardInterrupt(
-            f"search: {what} was interrupted at step {state.step} ({state.stop})"
-        )
-    return state
+def _with(hooks: Sequence[HookFn], hook: Hook) -> Sequence[HookFn]:
+    """Return hooks and another one. What is not a tuple of hooks is refused by ``run``."""
+    return (*hooks, hook) if checks.is_list(hooks) else hooks
 
 
 # --- all that are left at once
 
 
-def train_together(
-    trials: Sequence[Trial],
-    epoch: int,
-    loaders: object,
-    rungs: Sequence[int],
-    hooks: Sequence[HookFn],
-    key: str,
-    folder: Path | None,
-) -> None:
-    """Train runs to a rung, stacked into one.
-
-    Args:
-        trials: the runs.
-        epoch: the epochs of the rung.
-        loaders: the loaders.
-        rungs: the rungs.
-        hooks: the hooks of the user.
-        key: the metric that ranks the runs.
-        folder: the folder of all runs, or None.
-    """
+def _train_together(trials: Sequence[_Trial], epoch: int, training: _Training) -> None:
+    """Train the runs that have not come to a rung, stacked into one."""
     states = {trial.name: trial.state() for trial in trials}
-    left = {trial.name: trial for trial in trials if is_left(states[trial.name], epoch)}
+    left = {trial.name: trial for trial in trials if _is_left(states[trial.name], epoch)}
     if not left:
         return
-    state = stack({name: states[name] for name in left})
+    folder, what = f"stacked to epoch {epoch}", f"a stack of {len(left)} runs"
+    state = training.restored(folder, stack({name: states[name] for name in left}))
     step = joined_step({name: trial.step for name, trial in left.items()})
-    loader, _, rest = key.partition("/")
-    watched = tuple(f"{loader}/{name}/{rest}" for name in left)
-    hooks = (*hooks, Watched(watched))
-    if folder is not None:
-        own = folder / f"stacked to epoch {epoch}"
-        state = resume_at(own, state, nonfinite=True)
-        hooks = (*hooks, every(epochs=1)(checkpoint(own, keep=1)))
-    if is_left(state, epoch):
-        what = f"a stack of {len(left)} runs"
-        state = _trained(step, state, loaders, epoch, rungs[-1], hooks, what)
+    loader, _, rest = training.key.partition("/")
+    keys = [f"{loader}/{name}/{rest}" for name in left]
+    state = training.train(step, state, epoch, folder, keys, what)
     for name, own_state in unstack(state).items():
         left[name].take(own_state)
 
@@ -405,21 +393,19 @@ def joined_step(steps: Mapping[str, PipelineStep]) -> PipelineStep:
                 f"search(stacked=True): the steps of {first_name!r} and {name!r} {what}. Runs that "
                 "train at once may differ in their schedule only: leave stacked out"
             )
-    columns = [*zip(*(step.pipeline.middleware for step in steps.values()), strict=True)]
     listed: list[Middleware] = []
-    for members in columns:
+    for members in zip(*(step.pipeline.middleware for step in steps.values()), strict=True):
         distinct = [m for i, m in enumerate(members) if m not in members[:i]]
         if len(distinct) == 1:
-            listed.append(distinct[0])
+            listed += distinct
             continue
         for member in distinct:
             call = member.call
             assert call is not None
             names = tuple(n for n, m in zip(steps, members, strict=True) if m == member)
             listed.append(schedule(*call.args, **{**call.kwargs, "only": names}))
-    if len(others) == 0 or len(listed) == len(columns):
-        return first
-    return first.listing(pipeline(*listed).middleware)
+    same = len(listed) == len(first.pipeline.middleware)
+    return first if same else first.listing(pipeline(*listed).middleware)
 
 
 def _is_schedule(member: Middleware | None) -> bool:
@@ -489,52 +475,43 @@ def _steps(steps: object, states: Mapping[str, object]) -> Mapping[str, Pipeline
     return {name: PipelineStep.checked(step, OWNER) for name, step in steps.items()}
 
 
-def _hooks(hooks: Sequence[HookFn]) -> tuple[Hook, ...]:
-    """Return the hooks of each run.
-
-    Raises:
-        ValueError: one of them writes what belongs to one run.
-    """
-    checked = read_hooks(hooks)
-    for hook in BuiltIn.among(checked):
+def _check_hooks(hooks: Sequence[HookFn]) -> None:
+    """Raise ValueError if a hook writes what belongs to one run."""
+    for hook in BuiltIn.among(hooks if checks.is_list(hooks) else ()):
         if hook.is_of_one_run:
             raise ValueError(
                 f"search: {hook!r} writes what belongs to one run, and all runs would share it: "
                 'leave it out. search(..., folder="runs") keeps the checkpoints of each run in a '
                 "folder of its own, and found.histories has all records"
             )
-    return checked
 
 
 def _value(history: History, name: str, key: str, epoch: int) -> float:
     """Return the metric of a run at a rung; of a run that was stopped before it, the newest."""
     having = [record for record in history if key in record.metrics]
-    reached = [record for record in having if record.epoch == epoch]
-    record: Record | None = reached[0] if reached else having[-1] if having else None
-    if record is None:
+    if not having:
         raise KeyError(
             f"search: the run {name!r} has no metric {key!r} at epoch {epoch}; it has "
             f"{checks.join_names([*history.keys()]) or 'none'}"
         )
-    return record.metrics[key]
+    reached = (record for record in having if record.epoch == epoch)
+    return next(reached, having[-1]).metrics[key]
 
 
 def _best_of(
-    left: Sequence[Trial], values: Mapping[str, float], mode: str, keep: float, last: bool
-) -> list[Trial]:
+    left: Sequence[_Trial], values: Mapping[str, float], mode: str, keep: float, last: bool
+) -> list[_Trial]:
     """Return the runs that continue, in their order; after the last rung, the best one."""
     number = 1 if last else max(1, math.floor(len(left) * keep + 1e-9))
 
-    def rank(trial: Trial) -> tuple[bool, float]:
+    def rank(trial: _Trial) -> tuple[bool, float]:
         value = values[trial.name]
         return (True, 0.0) if math.isnan(value) else (False, value if mode == "min" else -value)
 
     ranked = sorted(left, key=rank)
-    stay = {trial.name for trial in ranked[:number]}
-    for trial in left:
-        if trial.name not in stay:
-            trial.release()
-    return [trial for trial in left if trial.name in stay]
+    for trial in ranked[number:]:
+        trial.release()
+    return [trial for trial in left if trial in ranked[:number]]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -559,7 +536,7 @@ def _table(rows: Sequence[Rung], key: str, names: Sequence[str] = ()) -> tables.
     return tables.Table(columns, rows)
 
 
-class Growing:
+class _Growing:
     """The table while it grows: in a notebook one output, elsewhere a line for each row.
 
     Args:

@@ -9,6 +9,7 @@ from saved import ONE, sgd, step, stop_at
 from torch import nn
 
 import fnloop as fl
+from fnloop._extensions.checkpoints import torch_compat
 from fnloop._extensions.checkpoints.save import check_saveable
 from fnloop.testing import Toy, assert_same, toy, toy_loss
 
@@ -423,3 +424,11 @@ class Renaming(Hiding):
 @pytest.mark.parametrize("copies", [False, True])
 def test_weights_under_another_name_are_there(tmp_path, copies):
     assert fl.save(sgd(Renaming(copies)), tmp_path / "a").exists()
+
+
+def test_hooks_of_a_state_dict_are_noticed():
+    optimizer, found = torch.optim.SGD([nn.Parameter(torch.zeros(()))]), []
+    for register in ("register_step_pre_hook", "register_state_dict_post_hook"):
+        found.append(torch_compat.has_state_dict_hooks(optimizer))
+        getattr(optimizer, register)(lambda *_: None)
+    assert [*found, torch_compat.has_state_dict_hooks(optimizer)] == [False, False, True]

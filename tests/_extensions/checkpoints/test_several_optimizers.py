@@ -14,10 +14,10 @@ from several import problem
 from torch import nn
 
 import fnloop as fl
-from fnloop._core.state import ownership_of
 from fnloop._extensions.checkpoints.compare import find_difference
 from fnloop._extensions.checkpoints.optimizer import _merge, _Offer, _own_facts
 from fnloop._extensions.checkpoints.save import check_resumable
+from fnloop.extend import Ownership
 from fnloop.testing import Toy, toy, toy_loss
 
 
@@ -224,5 +224,5 @@ def test_each_process_gets_what_it_kept_and_another_number_gets_all():
 
 def test_a_snapshot_knows_what_of_the_optimizer_is_a_copy():
     state = toy()
-    ownership_of(state).copies[ENTRY] = "a"
-    assert ownership_of(fl.snapshot(state)).copies == {ENTRY: "a"}
+    Ownership.of(state).notes["copies"] = {ENTRY: "a"}
+    assert Ownership.of(fl.snapshot(state)).notes["copies"] == {ENTRY: "a"}

@@ -344,7 +344,7 @@ def test_a_run_that_begins_again_or_is_resumed_overwrites_its_steps_in_tensorboa
 
 ACCELERATE = """
 import sys, torch, fnloop as fl
-from fnloop._backend.accelerated import trackers
+from fnloop._extensions.hooks.accelerated import trackers
 from fnloop.testing import toy, toy_loss
 
 def run(folder):

@@ -14,22 +14,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fnloop._backend.torch_compat import version_of
-from fnloop._core.optimizers import optimizers_in
-from fnloop._core.state import (
-    StaleStateError,
-    TrainState,
-    advance,
-    all_parameters,
-    current_parameters,
-    give_up_ownership,
-)
-from fnloop._core.types import Batch, Call, LossFn, Middleware, Output, Skip, Step, name_of
-from fnloop._display import checks
-from fnloop._display.checks import describe, has_methods
-from fnloop._step.engine import refuse
-from fnloop._step.forward import NO_ITEMS, configured_autocast, left_out
-from fnloop._step.pipeline import LossStep, Pipeline, PipelineStep, rings_of, takes
+from fnloop._backend import torch_compat
+from fnloop._core.state import Ownership, StaleStateError, TrainState, current_parameters
+from fnloop._core.types import LossFn, Middleware, Output, Step, skip
+from fnloop._step.pipeline import PipelineStep, pipeline
+from fnloop.extend import Batch, Call, all_parameters, checks, name_of, optimizers, refuse
 
 RawFn = Callable[[TrainState, Batch], Output]
 
@@ -38,14 +27,14 @@ RawFn = Callable[[TrainState, Batch], Output]
 
 # What a function does by itself: the parts of a middleware that it would ignore.
 _IGNORED = ("loss_fn", "forward", "loss", "gradient", "update", "device")
-_MADE_BY_IT = ("gradient", "update")  # the rings of every other step
+_OF_OTHERS = ("gradient", "update")  # the rings of every other step
 
 
 def raw(
     fn: Callable[[TrainState, Batch], Output],
     evaluate: LossFn | None = None,
     updates: bool = True,
-) -> RawStep:
+) -> PipelineStep:
     """Make a step from a function that does its own backward and updates, as some GANs need.
 
     A run counts, records, saves and resumes it like any other step: one call is one update, however
@@ -113,69 +102,49 @@ def raw(
         each batch of a window, and with ``microbatch(size)`` for each piece of a batch. A skipped
         batch is out of the window, as with :func:`skip`.
     """
-    if isinstance(fn, type | nn.Module | TrainState | Pipeline | PipelineStep):
+    if isinstance(fn, type | nn.Module | TrainState | type(pipeline()) | PipelineStep):
         raise TypeError(f"raw expects a function (state, batch) -> Output; got {name_of(fn)}")
     checks.function("raw", "fn", fn, "a function (state, batch) -> Output", 2)
     if evaluate is not None:
         checks.function("raw", "evaluate", evaluate, "a loss function (model, batch), or None", 2)
     checks.flag("raw", "updates", updates, "whether fn updates the weights")
-    return (RawStep if updates else GradientStep)(Pipeline(()), fn, evaluate)
+    return (RawStep if updates else GradientStep)((), fn, evaluate)
 
 
-class RawStep(LossStep):
-    """The step of a function that does its own backward and updates. See :func:`raw`.
+class _StepOfFunction(PipelineStep):
+    """The step of a function that does its own backward.
 
     Args:
-        pipeline: the middleware around it.
+        listed: the middleware around it.
         fn: the function.
         evaluate: the loss function of an evaluation, or None.
     """
 
     has_all_rings = False
-    _settings: Mapping[str, object] = MappingProxyType(
-        {}
-    )  # of the call of raw, besides its functions
+    settings: Mapping[str, object] = MappingProxyType({})  # of the call of raw
 
-    def __init__(self, pipeline: Pipeline, fn: RawFn, evaluate: LossFn | None) -> None:
-        self.fn, self.evaluated_by = fn, evaluate
-        super().__init__(pipeline, self._refuse_to_evaluate if evaluate is None else evaluate)
+    def __init__(self, listed: Sequence[Middleware], fn: RawFn, evaluate: LossFn | None) -> None:
+        self.fn, self.name, self.evaluated_by = fn, name_of(fn), evaluate
+        super().__init__(listed, self._refuse_to_evaluate if evaluate is None else evaluate)
 
-    def inside(self, pipeline: Pipeline) -> RawStep:
+    def inside(self, listed: tuple[Middleware, ...]) -> PipelineStep:
         """Return the same step with middleware around it.
 
         Raises:
             ValueError: it would ignore one of them.
         """
-        self._check_listed(pipeline.middleware)
-        return self.listing((*self.pipeline.middleware, *pipeline.middleware))
-
-    def listing(self, listed: Sequence[Middleware]) -> RawStep:
-        """Return the same step with other middleware around it."""
-        return type(self)(Pipeline(tuple(listed)), *self.functions)
+        self._check_listed(listed)
+        return self.listing((*self.pipeline.middleware, *listed))
 
     def _check_listed(self, listed: Sequence[Middleware]) -> None:
-        self._check_around(listed, _IGNORED)
+        raise NotImplementedError
 
-    def _explain(self, member: Middleware, acts: str, ignored: Sequence[str]) -> str:
-        name, hint = name_of(self.fn), ""
-        if [*ignored] == ["forward"] and member.call and takes(member.call, "on"):
-            hint = f', or write {name_of(member.call.factory)}(..., on="evaluation")'
-        return (
-            f"{member!r} {acts}, but {name} does its own forward, backward and updates, and would "
-            f"ignore it: leave it out, and do its work in {name}{hint}"
-        )
+    def listing(self, listed: Sequence[Middleware]) -> PipelineStep:
+        return type(self)(listed, *self.functions)
 
     @property
     def functions(self) -> tuple[RawFn, LossFn | None]:
         return self.fn, self.evaluated_by
-
-    def _compose_training(self) -> Step:
-        own = _counted(self.fn)
-        self._layers.add(self.fn, name_of(self.fn))
-        return self._chain(own, "step")
-
-    def _check_optimizers(self, state: TrainState) -> None:
-        """Do nothing: the function says which optimizers update."""
 
     @contextlib.contextmanager
     def _calls_noted(self) -> Iterator[list[int]]:
@@ -189,8 +158,63 @@ class RawStep(LossStep):
         raise ValueError(f"{self!r} {self._no_evaluation()}")
 
     def _no_evaluation(self) -> str:
-        name = name_of(self.fn)
-        return f"cannot evaluate a loader: write raw({name}, evaluate=loss_fn)"
+        return f"cannot evaluate a loader: write raw({self.name}, evaluate=loss_fn)"
+
+    def _shown(self) -> tuple[str, list[tuple[str, list[str]]]]:
+        core = f"{self.name}(state, batch)"
+        if self.evaluated_by is not None:
+            core += f"; in evaluation: {name_of(self.evaluated_by)}(model, batch)"
+        return core, super()._shown()[1]
+
+    def __repr__(self) -> str:
+        evaluate = {} if self.evaluated_by is None else {"evaluate": self.evaluated_by}
+        shown = repr(Call(raw, (self.fn,), {**evaluate, **self.settings}))
+        return f"{self.pipeline!r}({shown})" if self.pipeline.middleware else shown
+
+
+class RawStep(_StepOfFunction):
+    """The step of a function that makes updates itself. See :func:`raw`."""
+
+    def _check_listed(self, listed: Sequence[Middleware]) -> None:
+        self._check_around(listed, _IGNORED)
+
+    def _explain(self, member: Middleware, acts: str, ignored: Sequence[str]) -> str:
+        hint = ""
+        if [*ignored] == ["forward"] and member.call and member.call.takes("on"):
+            hint = f', or write {name_of(member.call.factory)}(..., on="evaluation")'
+        return (
+            f"{member!r} {acts}, but {self.name} does its own forward, backward and updates, and "
+            f"would ignore it: leave it out, and do its work in {self.name}{hint}"
+        )
+
+    def _compose_training(self) -> Step:
+        self._layers.add(self.fn, self.name)
+        return self._chain(self._call, "step")
+
+    def _call(self, state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
+        """Call the function, and count its update."""
+        __tracebackhide__ = True
+        params = current_parameters(state, beginning=True).found
+        for p in params:
+            p.grad = None
+        Ownership.give_up(state)  # the function may change the parameters at any time
+        try:
+            out = self.fn(state, batch)
+        except StaleStateError as error:
+            error.add_note(
+                f"{self.name} makes the update itself: it calls the loss function, backward and "
+                "the optimizer, and no step"
+            )
+            raise
+        finally:
+            for p in params:
+                p.grad = None
+        check_output(out, self.name)
+        out = attrs.evolve(out, loss=out.loss.detach())
+        return self._passed(state, out.skip is None), out
+
+    def _check_optimizers(self, state: TrainState) -> None:
+        """Do nothing: the function says which optimizers update."""
 
     def init_slots(self, state: TrainState, *, evaluation: bool = False) -> TrainState:
         __tracebackhide__ = True
@@ -201,70 +225,87 @@ class RawStep(LossStep):
                 state,
                 repr(self),
                 exact=f"{its}. Leave exact=True out",
-                several=f"{name_of(self.fn)} runs its own backward, so the gradients of several "
+                several=f"{self.name} runs its own backward, so the gradients of several "
                 "would not be averaged",
             )
         return super().init_slots(state, evaluation=evaluation)
 
     def _shown(self) -> tuple[str, list[tuple[str, list[str]]]]:
-        core, rings = f"{name_of(self.fn)}(state, batch)", super()._shown()[1]
-        if self.evaluated_by is not None:
-            core += f"; in evaluation: {name_of(self.evaluated_by)}(model, batch)"
-        return core, [(ring, acting) for ring, acting in rings if ring not in _MADE_BY_IT]
-
-    def __repr__(self) -> str:
-        fn, loss_fn = self.functions
-        given = {**({} if loss_fn is None else {"evaluate": loss_fn}), **self._settings}
-        shown = repr(Call(raw, (fn,), given))
-        return f"{self.pipeline!r}({shown})" if self.pipeline.middleware else shown
-
-    def __reduce__(self) -> tuple[type[RawStep], tuple[Pipeline, RawFn, LossFn | None]]:  # type: ignore[override]
-        return type(self), (self.pipeline, *self.functions)
+        core, rings = super()._shown()
+        return core, [(ring, acting) for ring, acting in rings if ring not in _OF_OTHERS]
 
 
-class GradientStep(RawStep):
+class GradientStep(_StepOfFunction):
     """The step of a function that makes gradients, and no update. See :func:`raw`.
 
     It is that of a loss function, whose backward leaves the gradients that the function has made.
     """
 
-    _settings = MappingProxyType({"updates": False})
+    settings = MappingProxyType({"updates": False})
+
+    def __init__(self, listed: Sequence[Middleware], fn: RawFn, evaluate: LossFn | None) -> None:
+        self._said: set[str] = set()  # reasons to leave a batch out that were logged
+        super().__init__(listed, fn, evaluate)
 
     def _check_listed(self, listed: Sequence[Middleware]) -> None:
         for member in listed:
             if member.loss_fn is not None:
-                why = f"replaces the loss function, and {name_of(self.fn)} takes its place"
+                why = f"replaces the loss function, and {self.name} takes its place"
             elif member.device is not None:
-                why = f"would capture what {name_of(self.fn)} does, and not call it again"
+                why = f"would capture what {self.name} does, and not call it again"
             elif member.precision == "fp16":
                 why = "scales the loss, which does not reach a backward inside "
-                why += f'{name_of(self.fn)}: write amp("bf16")'
+                why += f'{self.name}: write amp("bf16")'
             elif "repeats" in member.traits:
-                why = f"would repeat {name_of(self.fn)}: list microbatch(size) instead"
+                why = f"would repeat {self.name}: list microbatch(size) instead"
             elif "create_graph" in member.traits:
-                why = f"differentiates gradients, and those of {name_of(self.fn)} have no graph"
+                why = f"differentiates gradients, and those of {self.name} have no graph"
             else:
                 continue
-            raise ValueError(f"raw({name_of(self.fn)}, updates=False): {member!r} {why}")
-
-    @property
-    def _trains_by(self) -> RawFn:
-        return self.fn
+            raise ValueError(f"raw({self.name}, updates=False): {member!r} {why}")
 
     @property
     def _leaves_out(self) -> bool:
         return True  # by its output
 
-    def _training_forward(self) -> Step:
-        making = own_gradients(self.fn, name_of(self.fn), self._own_precision is not None)
-        self._layers.add(self.fn, name_of(self.fn))
-        return self._chain(making, "forward")
-
     def _compose_training(self) -> Step:
-        return LossStep._compose_training(self)
+        self._layers.add(self.fn, self.name)
+        return self._compose_update(self._chain(self._call, "forward"))
 
-    def _check_optimizers(self, state: TrainState) -> None:
-        LossStep._check_optimizers(self, state)
+    def _call(self, state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
+        """Call the function, and attach the gradients that it leaves in ``.grad`` to its loss."""
+        __tracebackhide__ = True
+        params = all_parameters(state)
+        before = [p.grad for p in params]  # of the batches before it in a window
+        versions = torch_compat.versions_of(params)
+        for p in params:
+            p.grad = None
+        configured = self._own_precision is None and state.backend.precision is not None
+        try:
+            with (
+                _no_update(state, self.name),
+                state.backend.autocast() if configured else contextlib.nullcontext(),
+            ):
+                out = self.fn(state, batch)
+            made = [(p, p.grad) for p in params if p.grad is not None]
+        except BaseException:
+            if versions != torch_compat.versions_of(params):
+                Ownership.give_up(state)  # it raised between a change of the weights and the next
+            raise
+        finally:
+            for p, gradient in zip(params, before, strict=True):
+                p.grad = gradient
+        check_output(out, self.name, whole=True)
+        if out.skip is not None or (out.weight.__class__ is int and not out.weight):
+            return state, skip(out.skip or _NO_ITEMS).output(state, self.name, self._said)
+        if not made:
+            raise ValueError(
+                f"{self.name} made no gradient. With updates=False it leaves gradients in .grad: "
+                "it calls loss.backward(), or sets p.grad of the parameters"
+            )
+        leaves, gradients = zip(*made, strict=True)
+        loss = _WithGradients.apply(out.loss.detach(), gradients, *leaves)
+        return state, attrs.evolve(out, loss=loss)
 
     def init_slots(self, state: TrainState, *, evaluation: bool = False) -> TrainState:
         __tracebackhide__ = True
@@ -273,96 +314,18 @@ class GradientStep(RawStep):
             averages = "averages gradients in a backward, before they can be weighed"
             why = f"does not work with fully_shard, which {averages}: leave fully_shard out"
             refuse(state, repr(self), sharded=why)
-        return LossStep.init_slots(self, state, evaluation=evaluation)
-
-    def _shown(self) -> tuple[str, list[tuple[str, list[str]]]]:
-        return super()._shown()[0], rings_of(self.pipeline.middleware)
-
-
-def _counted(fn: RawFn) -> Step:
-    """Return the step that calls a function, and counts its update."""
-
-    def counted(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
-        __tracebackhide__ = True
-        params = current_parameters(state, beginning=True).found
-        for p in params:
-            p.grad = None
-        give_up_ownership(state)  # the function may change the parameters at any time
-        try:
-            out = fn(state, batch)
-        except StaleStateError as error:
-            error.add_note(
-                f"{name_of(fn)} makes the update itself: it calls the loss function, backward and "
-                "the optimizer, and no step"
-            )
-            raise
-        finally:
-            for p in params:
-                p.grad = None
-        check_output(out, name_of(fn))
-        out = attrs.evolve(out, loss=out.loss.detach())
-        return advance(state, out.skip is None), out
-
-    return counted
+        return super().init_slots(state, evaluation=evaluation)
 
 
 # --------------------------------------------------------------------------------------------------
-# Functions that make gradients by themselves, in the place of a loss function.
+# Gradients that a function has made by itself.
 #
-# Their gradients are taken out of `.grad`, and the loss that they report is attached to them: a
+# They are taken out of `.grad`, and the loss that they report is attached to them: a
 # backward from it leaves them there again. So what weighs, adds up and averages gradients over
 # batches and processes does not know of them.
 
+_NO_ITEMS = "the batch has no item: its weight is 0"
 _EXPECTED = "Output(loss, weight=items), with the loss as a scalar tensor"
-
-
-def own_gradients(fn: RawFn, name: str, own_precision: bool) -> Step:
-    """Return the forward step of a function ``(state, batch) -> Output`` that fills ``.grad``.
-
-    Args:
-        fn: the function.
-        name: its name in messages.
-        own_precision: as in :func:`forward`.
-    """
-    said: set[str] = set()
-
-    def making(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
-        __tracebackhide__ = True
-        params = all_parameters(state)
-        before = [p.grad for p in params]  # of the batches before it in a window
-        versions = [*map(version_of, params)]
-        for p in params:
-            p.grad = None
-        configured = not own_precision and state.backend.precision is not None
-        try:
-            with (
-                _no_update(state, name),
-                configured_autocast(state) if configured else contextlib.nullcontext(),
-            ):
-                out = fn(state, batch)
-            made = [(p, p.grad) for p in params if p.grad is not None]
-        except BaseException:
-            if versions != [*map(version_of, params)]:
-                give_up_ownership(state)  # it raised between a change of the weights and the next
-            raise
-        finally:
-            for p, gradient in zip(params, before, strict=True):
-                p.grad = gradient
-        check_output(out, name, whole=True)
-        if out.skip is not None or (out.weight.__class__ is int and not out.weight):
-            return state, left_out(state, Skip(out.skip or NO_ITEMS), name, said)
-        if not made:
-            raise ValueError(
-                f"{name} made no gradient. With updates=False it leaves gradients in .grad: it "
-                "calls loss.backward(), or sets p.grad of the parameters"
-            )
-        leaves, gradients = zip(*made, strict=True)
-        loss = _WithGradients.apply(out.loss.detach(), gradients, *leaves)
-        return state, attrs.evolve(out, loss=loss)
-
-    return making
-
-
 _Context = Any  # what backward needs of forward
 
 
@@ -384,7 +347,7 @@ class _WithGradients(torch.autograd.Function):
 @contextlib.contextmanager
 def _no_update(state: TrainState, name: str) -> Iterator[None]:
     """Raise if an optimizer of a state is stepped, within a ``with`` block."""
-    own = {id(optimizer) for optimizer in optimizers_in(state.optimizer).values()}
+    own = {id(optimizer) for optimizer in optimizers(state).values()}
 
     def refuse(optimizer: Optimizer, args: object, kwargs: object) -> None:
         if id(optimizer) in own:
@@ -413,13 +376,13 @@ def check_output(out: object, name: str, whole: bool = False) -> None:
     """
     if not isinstance(out, Output):
         hint = ". Return the Output alone" if isinstance(out, tuple) else ""
-        raise TypeError(f"{name} must return {_EXPECTED}; got {describe(out)}{hint}")
+        raise TypeError(f"{name} must return {_EXPECTED}; got {checks.describe(out)}{hint}")
     if not isinstance(out.loss, Tensor) or out.loss.ndim:
-        raise TypeError(f"{name} must return {_EXPECTED}; got loss={describe(out.loss)}")
+        raise TypeError(f"{name} must return {_EXPECTED}; got loss={checks.describe(out.loss)}")
     if out.skip is not None and not isinstance(out.skip, str):
         raise TypeError(
             f'{name} must return an Output with skip="why", or None for an update that was made; '
-            f"got {describe(out.skip)}"
+            f"got {checks.describe(out.skip)}"
         )
     weight: object = out.weight
     scalar = isinstance(weight, Tensor) and not weight.ndim
@@ -427,10 +390,10 @@ def check_output(out: object, name: str, whole: bool = False) -> None:
     counts = isinstance(weight, kind) and not isinstance(weight, bool) and weight >= 0
     if not scalar and not counts:
         of = ", an int or a scalar tensor" if whole else ""
-        raise TypeError(f"{name} must return {_EXPECTED}{of}; got weight={describe(weight)}")
+        raise TypeError(f"{name} must return {_EXPECTED}{of}; got weight={checks.describe(weight)}")
     for key, metric in out.metrics.items():
-        if not has_methods(metric, "compute"):
+        if not checks.has_methods(metric, "compute"):
             raise TypeError(
                 f"{name} must return metrics such as {{{key!r}: Mean(value, items)}}; got "
-                f"{describe(metric)}"
+                f"{checks.describe(metric)}"
             )
