@@ -31,6 +31,7 @@ of the book.
   `wants_closure`
 - **Steps**: `PipelineStep`, `report`, `MissingNumberError`, `then`, `with_slot`, `set_aside`,
   `Backward`, `WeightedSum`, `host`
+- **Tools that try a run, or repeat one**: `Rehearsal`
 - **What is saved, and what readers see**: `Part`, `Saving`, `Restoring`, `View`, `view`
 - **Processes**: `Backend`, `Engine`, `LocalEngine`, `WindowPass`, `GradientSum`, `engine_of`,
   `refuse`, `on_main_process`, `collectives`
@@ -86,6 +87,7 @@ from fnloop._display.frames import short_traceback
 from fnloop._display.screen import warn_once
 from fnloop._extensions import tables
 from fnloop._hooks.hook import BuiltIn, Clock, Moment, Wrapper
+from fnloop._loop.rehearsal import Rehearsal
 from fnloop._step.engine import (
     Backward,
     Engine,
@@ -123,6 +125,7 @@ __all__ = [
     "Pass",
     "PipelineStep",
     "Reader",
+    "Rehearsal",
     "Restoring",
     "Running",
     "Saving",

@@ -19,6 +19,8 @@ from fnloop._data.sharing import Sharing
 from fnloop._data.windows import grouped, grouped_late, prefetched, transfer_to
 from fnloop._extensions import extensions
 
+_NO_LENGTH = " Its length is 0: was it filled, and were the files found that it is made of?"
+
 
 class Source(Sharing):
     """A loader opened for a run: its batches are a function of (seed, epoch, position).
@@ -148,14 +150,14 @@ class Source(Sharing):
         return batches
 
     def why_empty(self) -> str:
-        """Return why an epoch has no batch, although the loader may have one; else nothing."""
+        """Return why an epoch has no batch, as the end of a message; "" if that is not known."""
         size, complete = self.reader.batch_size, self.complete
         if not self.reader.drop_last or not size:
-            return ""
+            return _NO_LENGTH if self.length == 0 else ""
         together = f"{size} on each of {complete} processes" if complete > 1 else f"{size}"
         return (
-            f"It has {self.reader.samples} samples, and with drop_last an update takes {together}: "
-            "make batches smaller."
+            f" It has {self.reader.samples} samples, and with drop_last an update takes "
+            f"{together}: make batches smaller."
         )
 
     # --- reading it

@@ -152,7 +152,7 @@ class RoundRobin(Source):
     def why_empty(self) -> str:
         if self.kept(1) == 0:
             return (
-                "With even(loader), an epoch has no batch unless each of "
+                " With even(loader), an epoch has no batch unless each of "
                 f"{self.processes} processes has one: make batches smaller."
             )
         return super().why_empty()
