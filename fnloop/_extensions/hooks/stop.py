@@ -165,7 +165,7 @@ class _Wait:
     evaluations: int = 0
 
 
-@attrs.frozen(repr=False)
+@attrs.define(repr=False, slots=False, unsafe_hash=True)
 class early_stop(Hook):
     """Stop when a metric has not improved for ``patience`` evaluations.
 
@@ -239,14 +239,12 @@ class early_stop(Hook):
     min_steps: int = attrs.field(default=0, kw_only=True)
     check_finite: bool = attrs.field(default=True, kw_only=True)
     since: str = attrs.field(default="phase", kw_only=True)
-    _watched: Monitored = attrs.field(init=False, eq=False)
-    _waited: Fold = attrs.field(init=False, eq=False)  # caches the last result, so copies are safe
 
     def __attrs_post_init__(self) -> None:
         checks.make_plain(self)
         owner = "early_stop"
-        watched = Monitored(owner, self.key, self.mode, self.since)
-        object.__setattr__(self, "_watched", watched)
+        self._watched = Monitored(owner, self.key, self.mode, self.since)
+        self.monitors = self.key
         meaning = "a number of evaluations"
         if type(self.patience) is int and self.patience == 0:
             meaning += " (1 stops at the first one without improvement; some libraries call that 0)"
@@ -263,12 +261,7 @@ class early_stop(Hook):
             unit = "updates" if name == "min_steps" else "epochs"
             checks.integer(owner, name, value, f"a number of {unit}", least=0)
         checks.flag(owner, "check_finite", self.check_finite)
-        object.__setattr__(self, "_waited", Fold(self._wait, None))
-
-    @property
-    def monitors(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The metric that is watched."""
-        return self.key
+        self._waited = Fold(self._wait, None)  # caches the last result, so copies are safe
 
     def __repr__(self) -> str:
         return repr(Call.of(early_stop, self))
@@ -340,7 +333,7 @@ def _place(record: Record, state: TrainState) -> str:
     return f"epoch {record.epoch}" if ended else f"step {record.step}"
 
 
-@attrs.frozen(repr=False)
+@attrs.define(repr=False, slots=False, unsafe_hash=True)
 class halt_on_nonfinite(BuiltIn):
     """Stop when the training loss has become NaN or infinite.
 
@@ -398,15 +391,13 @@ class halt_on_nonfinite(BuiltIn):
     steps: int = 100
     keep: bool = attrs.field(default=False, kw_only=True)
     raises: bool = attrs.field(default=False, kw_only=True)
-    _trail: Trail = attrs.field(init=False, eq=False, factory=Trail)
-    _when: every = attrs.field(init=False, eq=False)
 
     def __attrs_post_init__(self) -> None:
         checks.make_plain(self)
         checks.integer("halt_on_nonfinite", "steps", self.steps, "the updates between two reads")
-        object.__setattr__(self, "_when", every(steps=self.steps))
         checks.flag("halt_on_nonfinite", "keep", self.keep)
         checks.flag("halt_on_nonfinite", "raises", self.raises)
+        self._trail, self._when = Trail(), every(steps=self.steps)
 
     def __repr__(self) -> str:
         flags = {"keep": self.keep, "raises": self.raises}
