@@ -29,11 +29,12 @@ of the book.
 - **Which state owns the model**: `Ownership`
 - **Optimizers**: `optimizers`, `groups`, `number_in`, `set_number`, `Setting`,
   `wants_closure`
-- **Steps**: `PipelineStep`, `report`, `then`, `with_slot`, `set_aside`, `Backward`, `WeightedSum`,
-  `host`
+- **Steps**: `PipelineStep`, `report`, `MissingNumberError`, `then`, `with_slot`, `set_aside`,
+  `Backward`, `WeightedSum`, `host`
 - **What is saved, and what readers see**: `Part`, `Saving`, `Restoring`, `View`, `view`
-- **Processes**: `Backend`, `Engine`, `LocalEngine`, `engine_of`, `refuse`, `on_main_process`,
-  `collectives`
+- **Processes**: `Backend`, `Engine`, `LocalEngine`, `GradientSum`, `engine_of`, `refuse`,
+  `on_main_process`, `collectives`
+- **Metrics**: `Metrics`, `Running`
 - **Random numbers**: `isolated`, `fold_in`
 - **Hooks, moments and the end of a run**: `BuiltIn`, `Wrapper`, `Moment`, `Clock`, `Stop`
 - **Records**: `Fold`, `Monitored`, `better`, `mode_of`
@@ -55,13 +56,14 @@ from fnloop._backend.collectives import on_main_process
 from fnloop._backend.fsdp import is_sharded, local_part
 from fnloop._backend.processes import Backend
 from fnloop._core.history import Fold, Monitored, mode_of
-from fnloop._core.optimizers import labelled_groups, optimizers_in, wants_closure
+from fnloop._core.metrics import Metrics, Running
+from fnloop._core.optimizers import Group, labelled_groups, optimizers_in, wants_closure
 from fnloop._core.parts import Part, Restoring, Saving
 from fnloop._core.records import better
 from fnloop._core.rng import fold_in, isolated
 from fnloop._core.runs import Stop
 from fnloop._core.selectors import Chosen
-from fnloop._core.settings import Group, Setting, number_in, set_number
+from fnloop._core.settings import Setting, number_in, set_number
 from fnloop._core.state import (
     Ownership,
     TrainState,
@@ -76,11 +78,11 @@ from fnloop._display import checks, tables
 from fnloop._display.frames import short_traceback
 from fnloop._display.screen import warn_once
 from fnloop._hooks.hook import BuiltIn, Clock, Moment, Wrapper
-from fnloop._step.engine import Backward, Engine, LocalEngine, engine_of, refuse
+from fnloop._step.engine import Backward, Engine, GradientSum, LocalEngine, engine_of, refuse
 from fnloop._step.gradients import WeightedSum, norm, set_aside
 from fnloop._step.pipeline import PipelineStep
 from fnloop._step.transaction import host, then
-from fnloop._step.update import report
+from fnloop._step.update import MissingNumberError, report
 
 __docformat__ = "google"
 __all__ = [
@@ -93,14 +95,18 @@ __all__ = [
     "Clock",
     "Engine",
     "Fold",
+    "GradientSum",
     "LocalEngine",
     "Metric",
+    "Metrics",
+    "MissingNumberError",
     "Moment",
     "Monitored",
     "Ownership",
     "Part",
     "PipelineStep",
     "Restoring",
+    "Running",
     "Saving",
     "Setting",
     "Stop",

@@ -29,6 +29,7 @@ __all__ = [
     "is_named_tuple",
     "is_out_of_memory",
     "is_subclass",
+    "items_in",
     "map_leaves",
     "pairs_of",
     "parts_of",
@@ -257,6 +258,68 @@ def samples_in(batch: object) -> int:
         f"tensor with a dimension in a {type(batch).__name__}. Put its tensors into a tuple, a "
         "list or a mapping"
     )
+
+
+def items_in(batch: Any, name: str, without_loss: bool = False) -> int:
+    """Return the number of items in a batch: the leading dimension of its tensors.
+
+    Args:
+        batch: the batch.
+        name: the name of the loss function, for messages.
+        without_loss: whether it returned None in the place of a loss.
+
+    Raises:
+        ValueError: its tensors have different ones, or it has no tensor.
+    """
+    if isinstance(batch, Tensor):
+        return batch.size(0) if batch.ndim else 1
+    if (
+        batch.__class__ in (tuple, list)
+        and len(batch) == 2
+        and batch[0].__class__ is batch[1].__class__ is Tensor
+    ):
+        x, y = batch  # the usual case
+        if x.ndim and y.ndim and (size := x.size(0)) == y.size(0):
+            return size
+    if batch.__class__ is dict:
+        items = _common_items(batch.values())
+    elif batch.__class__ in (list, tuple):
+        items = _common_items(batch)
+    else:
+        items = None
+    if items is not None:
+        return items
+    sizes = {t.size(0) for t in tensors_in(batch) if t.ndim} or {1 for t in tensors_in(batch)}
+    if len(sizes) == 1:
+        return sizes.pop()
+    found = (
+        f"its tensors have leading dimensions {sorted(sizes)}"
+        if sizes
+        else f"a {type(batch).__name__} is not a tensor, or a tuple, a list or a mapping of tensors"
+    )
+    if without_loss:
+        raise ValueError(
+            f"how many items has the batch, for which {name} returned no loss? {found}. Return the "
+            'number: return None, {"weight": number_of_items}'
+        )
+    raise ValueError(
+        f"how many items is the loss of {name} the mean of? {found}. Return the number with the "
+        'loss: return loss, {"weight": number_of_items}'
+    )
+
+
+def _common_items(parts: Iterable[object]) -> int | None:
+    """Return the leading dimension of the tensors of a flat batch; None if there is not one."""
+    items: int | None = None
+    for part in parts:
+        if not isinstance(part, Tensor):
+            return None  # such as a list in a tuple
+        if part.ndim:
+            size = part.size(0)
+            if items is not None and size != items:
+                return None
+            items = size
+    return items
 
 
 def pieces_of(batch: object, size: int) -> list[Any]:

@@ -36,7 +36,7 @@ from fnloop._backend.processes import Backend, join
 from fnloop._backend.torch_compat import buffers_of, foreach_copy_, version_of
 from fnloop._core.history import History, Phase
 from fnloop._core.items import NONE_YET, UNREAD, Counted, as_count, decode_counted, encode_counted
-from fnloop._core.metrics import ITEMS, add_output_, items_so_far
+from fnloop._core.metrics import ITEMS, Metrics, items_so_far
 from fnloop._core.optimizers import (
     Handle,
     Optimizers,
@@ -684,7 +684,7 @@ def consume(
         if counted is not UNREAD or out.weight.__class__ is not int:
             counted = counted.after(out.weight, metrics, not state.epoch)
         per_model = state.model.metric if isinstance(state.model, Several) else None
-        metrics = add_output_(metrics, out, recent, per_model)
+        metrics = Metrics(metrics).add_(out, recent, per_model)
     state._ownership.newest = None  # only now: a metric may raise
     return changed(
         state,

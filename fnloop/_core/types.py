@@ -306,7 +306,8 @@ class View:
 # --------------------------------------------------------------------------------------------------
 # Middleware: a transform of steps as a record, and the decorator that makes one.
 
-Report = Callable[[str | None, Mapping[str, float]], Mapping[str, float]]
+# Its numbers are a copy: it may add those that it computes.
+Report = Callable[[str | None, dict[str, float]], Mapping[str, float]]
 
 # The functions of a middleware that are not a ring: what each is, and how many arguments it takes.
 _PARTS = {

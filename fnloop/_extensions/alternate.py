@@ -17,19 +17,17 @@ import torch
 from torch import Tensor
 
 from fnloop._core.history import unfinished
-from fnloop._core.metrics import RECENT, Mean, NoLoss, combine, update_evaluated_
+from fnloop._core.metrics import Mean
 from fnloop._core.optimizers import first_shared
 from fnloop._core.runs import RunInfo
 from fnloop._core.state import ParameterCache, TrainState
 from fnloop._core.types import Middleware, Output, Step, is_ours
 from fnloop._data.source import LateWindow
-from fnloop._step.gradients import NoGradientError
 from fnloop._step.pipeline import PipelineStep
-from fnloop._step.update import Numbers, prefixed
 from fnloop.extend import (
     Batch,
     Call,
-    Metric,
+    Metrics,
     Ownership,
     all_parameters,
     check_not_stale,
@@ -354,14 +352,11 @@ class AlternateStep(PipelineStep):
         layer = self.settings.steps[name].layer_of(error, "")
         return f"{name}, {layer}" if layer else name
 
-    def explain(self, error: BaseException) -> None:
-        super().explain(error)
+    def explain(self, error: BaseException, of_gradient: str = "") -> None:
+        super().explain(error, of_gradient)
         if (name := turn_of(error)) is not None:
-            self.settings.steps[name].explain(error)
-            if isinstance(error, NoGradientError) and not error.switched_off:
-                error.add_note(
-                    f"in the turn of {name} only the parameters of its optimizer need gradients"
-                )
+            note = f"in the turn of {name} only the parameters of its optimizer need gradients"
+            self.settings.steps[name].explain(error, note)
 
     # --- how it shows
 
@@ -400,7 +395,7 @@ def _check_steps(steps: object) -> Mapping[str, PipelineStep]:
         )
     for name, step in steps.items():
         checks.text("alternate", "steps", name, "names of optimizers")
-        if "/" in name or f"{name}/" == RECENT:
+        if "/" in name or f"{name}/" == Metrics.RECENT:
             raise ValueError(
                 f'alternate expects names without "/", and none of them "recent"; got {name!r}'
             )
@@ -763,33 +758,33 @@ def _of_turn(member: Middleware, name: str) -> Middleware:
     given = member.report
     assert given is not None
 
-    def report(loader: str | None, numbers: Mapping[str, float]) -> Mapping[str, float]:
+    def report(loader: str | None, numbers: dict[str, float]) -> Mapping[str, float]:
         __tracebackhide__ = True
-        more: object = given(loader, _OfTurn(loader, numbers, name))
+        more: object = given(loader, _OfTurn(numbers, name))
         if isinstance(more, Mapping):
-            return {prefixed(name, key): value for key, value in more.items()}
+            return {PipelineStep.prefixed(name, key): value for key, value in more.items()}
         return more  # type: ignore[return-value]  # which is checked
 
     return attrs.evolve(member, report=report)
 
 
-class _OfTurn(Numbers):
+class _OfTurn(dict[str, float]):
     """The numbers of a turn, without its name. Those that it lacks are looked up among all.
 
     Args:
-        loader: the name of the loader, or None.
-        numbers: all numbers of the loader.
+        numbers: all numbers of a loader.
         name: the name of the turn.
     """
 
-    def __init__(self, loader: str | None, numbers: Mapping[str, float], name: str) -> None:
+    def __init__(self, numbers: Mapping[str, float], name: str) -> None:
         prefix = f"{name}/"
-        own = {k.removeprefix(prefix): v for k, v in numbers.items() if k.startswith(prefix)}
-        super().__init__(loader, own)
+        super().__init__(
+            {k.removeprefix(prefix): v for k, v in numbers.items() if k.startswith(prefix)}
+        )
         self._all, self._name = numbers, name
 
     def __missing__(self, key: str) -> float:
-        return self._all[prefixed(self._name, key)]
+        return self._all[PipelineStep.prefixed(self._name, key)]
 
 
 # --- the outputs of turns
@@ -799,9 +794,9 @@ class Round:
     """The turns that were taken of one round, and their outputs."""
 
     def __init__(self) -> None:
-        self._losses: dict[str, Mean | NoLoss] = {}
+        self._losses: dict[str, Metrics] = {}
+        self._metrics = Metrics()
         self._weight: float | Tensor = 0  # of the newest turn
-        self._metrics: dict[str, Metric] = {}
         self._aux: dict[str, Mapping[str, object]] = {}
         self._skipped: Output | None = None
 
@@ -816,21 +811,21 @@ class Round:
         if out.skip is not None:
             self._skipped = out
             return
-        self._losses[name] = update_evaluated_(self._losses.get(name), out.loss, out.weight)
+        self._losses.setdefault(name, Metrics()).add_(Output(out.loss, out.weight))
         self._weight = out.weight
         self._aux[name] = out.aux
-        if out.metrics:
-            named = {prefixed(name, key): metric for key, metric in out.metrics.items()}
-            self._metrics = combine(self._metrics, named)
+        named = {PipelineStep.prefixed(name, key): metric for key, metric in out.metrics.items()}
+        self._metrics = self._metrics.combined(named)
 
     def output(self) -> Output:
         """Return the mean loss over the items of all turns, and the metrics of each name."""
         if not self._losses:
             assert self._skipped is not None, "no turn was taken"
             return attrs.evolve(self._skipped, loss=self._skipped.loss.detach())
-        metrics = {f"{name}/loss": loss for name, loss in self._losses.items()} | self._metrics
-        losses = [loss for loss in self._losses.values() if isinstance(loss, Mean)]
-        if len(losses) < len(self._losses):  # in an evaluation
+        found = {f"{name}/loss": of["loss"] for name, of in self._losses.items()}
+        metrics = {**found, **self._metrics}
+        losses = [loss for loss in found.values() if isinstance(loss, Mean)]
+        if len(losses) < len(found):  # in an evaluation
             return Output(cast(Tensor, None), self._weight, self._aux, metrics)
         first, *others = losses
         total, weight = first.total, first.weight

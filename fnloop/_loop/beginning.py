@@ -11,7 +11,7 @@ from torch.optim import Adam, AdamW, Optimizer
 from torch.utils.data import DataLoader
 
 from fnloop._backend.torch_compat import cpu_capabilities
-from fnloop._core.metrics import RECENT, without_recent
+from fnloop._core.metrics import RECENT, Metrics
 from fnloop._core.optimizers import explain_untrained, optimizers_in
 from fnloop._core.runs import pending
 from fnloop._core.saved import Pending, materialize
@@ -28,7 +28,6 @@ from fnloop._hooks.hook import BuiltIn, Hook, begin_records, every_layer
 from fnloop._loop.errors import check_returned, explain, first_change, warn_on_main
 from fnloop._loop.plan import Plan
 from fnloop._step.pipeline import PipelineStep
-from fnloop._step.update import prefixed
 
 # --------------------------------------------------------------------------------------------------
 # What happens before the first update of a run: hooks, modes of modules, slots, and metrics.
@@ -42,7 +41,7 @@ def first_state(plan: Plan, state: TrainState) -> TrainState:
     state = _begin_hooks(plan.hooks, state)
     _to_training_mode(state)
     if plan.record_every is None:
-        state = changed(state, metrics=without_recent(state.metrics))
+        state = changed(state, metrics=Metrics(state.metrics).without_recent())
     plan.step.begin_run(state)
     suggest(plan.loaders, state)
     try:
@@ -99,7 +98,7 @@ def _unseen_metrics(step: PipelineStep, read: Mapping[str, Metric]) -> dict[str,
         found |= unseen_metrics(step.pipeline.middleware, read)
     for turn, inner in step.turns.items():
         found |= {
-            prefixed(turn, name): metric for name, metric in _unseen_metrics(inner, {}).items()
+            step.prefixed(turn, name): metric for name, metric in _unseen_metrics(inner, {}).items()
         }
     return found
 

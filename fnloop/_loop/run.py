@@ -25,9 +25,8 @@ from fnloop._core.metrics import (
     ITEMS,
     RECENT,
     Max,
+    Metrics,
     items_so_far,
-    read,
-    without_recent,
 )
 from fnloop._core.optimizers import labelled_groups, optimizers_in
 from fnloop._core.records import Record, loaders_in
@@ -716,7 +715,7 @@ class World:
         report["items"] = items_so_far(state.metrics, in_first_epoch)
         if loaders:
             report["evaluated"] = Max(time.perf_counter() - began)
-        values = read(engine_of(state).reduce(report, "train/"))
+        values = Metrics(engine_of(state).reduce(report, "train/")).read()
         self.seconds = seconds = values.pop("seconds")
         items = values.pop("items")
         state = changed(state, todo=todo)
@@ -729,7 +728,9 @@ class World:
         values = self.plan.step.derive(values, self.plan.loaders.evaluated, state.history)
         known = None if math.isnan(items) else items
         record = Record(state.epoch, state.step, values, seconds, closing, known)
-        metrics = without_recent(state.metrics) if kind.begins_interval else state.metrics
+        metrics = state.metrics
+        if kind.begins_interval:
+            metrics = Metrics(metrics).without_recent()
         record = self._with_numbers(state, record, metrics, action.names, self._adders)
         return with_record(state, state.history.append(record), metrics)
 
@@ -803,7 +804,8 @@ _CALL = Call("boundary")
 
 def train_metrics(state: TrainState) -> dict[str, Metric]:
     """Return the metrics since the epoch began, by their names in a record."""
-    named = {f"train/{k}": m for k, m in without_recent(state.metrics).items() if k != ITEMS}
+    whole = Metrics(state.metrics).without_recent()
+    named = {f"train/{name}": metric for name, metric in whole.items() if name != ITEMS}
     return _with_rates("train/", state, named)
 
 

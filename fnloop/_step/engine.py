@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from fnloop._backend.containers import pieces_of
 from fnloop._backend.fsdp import is_sharded
-from fnloop._core.metrics import Shares
 from fnloop._core.parts import Part
 from fnloop._core.several import Several
 from fnloop._core.state import Ownership, TrainState, current_parameters, parameters
@@ -40,6 +39,10 @@ from fnloop._step.gradients import (
 # middleware branches on the number of processes.
 
 
+# For each process: the names of the metrics of its own share of the data, and what it has of all.
+Shares = Sequence[tuple[Sequence[str], Mapping[str, Metric]]]
+
+
 class Pass(Protocol):
     """Forward and backward of a window, whose batches may come in pieces.
 
@@ -61,7 +64,22 @@ class Pass(Protocol):
 
 
 class GradientSum(Protocol):
-    """The weighted sum of gradients that a step leaves in ``.grad``, batch by batch."""
+    """The weighted sum of gradients that a step leaves in ``.grad``, batch by batch.
+
+    ``engine_of(state).start_sum(...)`` gives one within a ``with`` block.
+
+    Example:
+        >>> import fnloop as fl, torch
+        >>> from fnloop.testing import toy
+        >>> state = toy()
+        >>> with engine_of(state).start_sum(state, 2, None) as total:
+        ...     for gradient in (1.0, 3.0):
+        ...         state.model.w.grad = torch.tensor(gradient)
+        ...         total.add(state, fl.Output(torch.tensor(0.5), weight=1))
+        ...     out = total.finish(state)
+        >>> state.model.w.grad, out.weight
+        (tensor(2.), 2)
+    """
 
     def add(self, state: TrainState, out: Output, /) -> None:
         """Take the gradient of a batch out of ``.grad``, unless it is skipped."""

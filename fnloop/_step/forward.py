@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar, cast
 
 import attrs
 import torch
 from torch import Tensor, nn
 
-from fnloop._backend.containers import tensors_in
-from fnloop._core.metrics import Mean, NoLoss, OfModels, mean_of, update_, update_evaluated_
+from fnloop._backend.containers import items_in
+from fnloop._core.metrics import (
+    Mean,
+    Metrics,
+    OfModels,
+    mean_of,
+)
 from fnloop._core.several import Several
 from fnloop._core.state import TrainState
 from fnloop._core.types import Aux, Batch, LossFn, Metric, Output, Skip, Step, name_of
@@ -182,68 +187,6 @@ def _check_weight(weight: object, name: str) -> None:
         raise ValueError(f"{expected}, at least 0; got {weight}")
 
 
-def items_in(batch: Batch, name: str, without_loss: bool = False) -> int:
-    """Return the number of items in a batch: the leading dimension of its tensors.
-
-    Args:
-        batch: the batch.
-        name: the name of the loss function, for messages.
-        without_loss: whether it returned None in the place of a loss.
-
-    Raises:
-        ValueError: its tensors have different ones, or it has no tensor.
-    """
-    if isinstance(batch, Tensor):
-        return batch.size(0) if batch.ndim else 1
-    if (
-        batch.__class__ in (tuple, list)
-        and len(batch) == 2
-        and batch[0].__class__ is batch[1].__class__ is Tensor
-    ):
-        x, y = batch  # the usual case
-        if x.ndim and y.ndim and (size := x.size(0)) == y.size(0):
-            return size
-    if batch.__class__ is dict:
-        items = _common_items(batch.values())
-    elif batch.__class__ in (list, tuple):
-        items = _common_items(batch)
-    else:
-        items = None
-    if items is not None:
-        return items
-    sizes = {t.size(0) for t in tensors_in(batch) if t.ndim} or {1 for t in tensors_in(batch)}
-    if len(sizes) == 1:
-        return sizes.pop()
-    found = (
-        f"its tensors have leading dimensions {sorted(sizes)}"
-        if sizes
-        else f"a {type(batch).__name__} is not a tensor, or a tuple, a list or a mapping of tensors"
-    )
-    if without_loss:
-        raise ValueError(
-            f"how many items has the batch, for which {name} returned no loss? {found}. Return the "
-            'number: return None, {"weight": number_of_items}'
-        )
-    raise ValueError(
-        f"how many items is the loss of {name} the mean of? {found}. Return the number with the "
-        'loss: return loss, {"weight": number_of_items}'
-    )
-
-
-def _common_items(parts: Iterable[object]) -> int | None:
-    """Return the leading dimension of the tensors of a flat batch; None if there is not one."""
-    items: int | None = None
-    for part in parts:
-        if not isinstance(part, Tensor):
-            return None  # such as a list in a tuple
-        if part.ndim:
-            size = part.size(0)
-            if items is not None and size != items:
-                return None
-            items = size
-    return items
-
-
 # --------------------------------------------------------------------------------------------------
 # Loss functions for supervised learning.
 
@@ -349,9 +292,8 @@ class LocalEvaluation:
 
     def __init__(self, per_model: OfModels | None = None) -> None:
         self._per_model = per_model
-        self._metrics: dict[str, Metric] = {}
-        self._loss: Mean | NoLoss | None = None  # without what was added since
-        self._total: Tensor | None = None  # its sum, where batches are added to that alone
+        self._metrics = Metrics()  # the loss without what was added to its sum since
+        self._total: Tensor | None = None  # that sum, where batches are added to that alone
         self._added = 0  # the items of these
 
     def call(
@@ -371,23 +313,23 @@ class LocalEvaluation:
         if self._total is not None and type(weight) is int and loss.__class__ is Tensor:
             self._total.add_(loss, alpha=weight)
             self._added += weight
+            if out.metrics:
+                self._metrics.update_(out.metrics)
         else:
-            self._loss = found = update_evaluated_(self._so_far(), loss, weight, self._per_model)
+            found = self._so_far().add_(out, per_model=self._per_model)["loss"]
             total = found.total if type(found) is Mean else None
             self._total = total if isinstance(total, Tensor) else None
-        if out.metrics:
-            self._metrics = update_(self._metrics, out.metrics)
 
-    def _so_far(self) -> Mean | NoLoss | None:
+    def _so_far(self) -> Metrics:
         if self._added:
-            loss = cast(Mean, self._loss)
-            self._loss, self._added = mean_of(loss.total, loss.weight + self._added), 0
-        return self._loss
+            loss = cast(Mean, self._metrics["loss"])
+            self._metrics["loss"] = mean_of(loss.total, loss.weight + self._added)
+            self._added = 0
+        return self._metrics
 
     def own_metrics(self) -> dict[str, Metric]:
         """Return all metrics, the loss first."""
-        loss = self._so_far()
-        found = {**self._metrics} if loss is None else {"loss": loss, **self._metrics}
+        found = {**self._so_far()}
         return {"loss": found.pop("loss", Mean(0.0, 0)), **found}
 
     def gather(self, results: list[Result]) -> list[Result]:

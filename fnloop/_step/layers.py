@@ -77,7 +77,7 @@ class Layers:
             name = self._names.get(code, name)
         return name
 
-    def explain(self, error: BaseException) -> None:
+    def explain(self, error: BaseException, of_gradient: str) -> None:
         """Add to an exception what the layers know about it: which middleware is to blame."""
         codes = [*_codes(error)]
         inside, passed = [*self._layers], []
@@ -92,6 +92,8 @@ class Layers:
             error.args = (
                 f"{error}. Is {' or '.join(names)} under torch.no_grad()? Only its own work may be",
             )
+        if isinstance(error, NoGradientError) and not error.switched_off and of_gradient:
+            error.add_note(of_gradient)
         # Backward unpacks what the layer inside it returns.
         unpacking = {Backward.over.__code__, passed[-1].code if passed else None}
         if (

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fnloop._backend.containers import to_device, vars_of
 from fnloop._core.averages import check_not_averaged
 from fnloop._core.history import check_loaders
-from fnloop._core.metrics import update_evaluated_
+from fnloop._core.metrics import Metrics
 from fnloop._core.optimizers import check_used, groups_in, to_training
 from fnloop._core.rng import fold_in, isolated, seed_all, torch_seeder
 from fnloop._core.runs import Windows
@@ -258,7 +258,11 @@ class PipelineStep:
         return may_skip(self.loss_fn)
 
     def inside(self, listed: tuple[Middleware, ...]) -> PipelineStep:
-        """Return the same step with more middleware around it, if it can have any."""
+        """Return the same step with more middleware around it, if it can have any.
+
+        Raises:
+            TypeError: it has its middleware already.
+        """
         raise TypeError(
             f"a pipeline takes a loss function, but {self!r} is a step already: list all "
             f"middleware in one pipeline(...)({name_of(self.loss_fn)})"
@@ -378,6 +382,20 @@ class PipelineStep:
         """Return the same step with other steps in turn, without middleware around them."""
         return self
 
+    @staticmethod
+    def prefixed(turn: str, metric: str) -> str:
+        """Return the name under which a round reports a metric of a turn.
+
+        A learning rate has the name that it has in every run with several optimizers.
+
+        Example:
+            >>> [PipelineStep.prefixed("d", name) for name in ("grad_norm", "lr", "lr/1")]
+            ['d/grad_norm', 'lr/d', 'lr/d/1']
+        """
+        if metric == "lr" or metric.startswith("lr/"):
+            return f"lr/{turn}{metric.removeprefix('lr')}"
+        return f"{turn}/{metric}"
+
     @property
     def watched(self) -> list[tuple[str, str]]:
         """Which metrics its middleware look at: (the middleware, the metric)."""
@@ -435,9 +453,14 @@ class PipelineStep:
         """Return the name of the layer in which an exception was raised, if it was in one."""
         return self._layers.layer_of(error, otherwise)
 
-    def explain(self, error: BaseException) -> None:
-        """Add to an exception what the layers know about it: which middleware is to blame."""
-        self._layers.explain(error)
+    def explain(self, error: BaseException, of_gradient: str = "") -> None:
+        """Add to an exception what the layers know about it: which middleware is to blame.
+
+        Args:
+            error: the exception.
+            of_gradient: a note to add if the loss has no gradient for the parameters.
+        """
+        self._layers.explain(error, of_gradient)
 
     def without_batch(self, state: TrainState, counts: bool) -> tuple[TrainState, Output]:
         """Return what an update of no batch gives: nothing is changed but the counters.
@@ -451,7 +474,7 @@ class PipelineStep:
         return self._passed(state, counts), Output(loss, 0, skip=None if counts else "no batch")
 
     def _passed(self, state: TrainState, counts: bool) -> TrainState:
-        """Return the state after an update that changes counters only."""
+        """Return the state after an update of which only the counters are left to change."""
         if self._used is None:
             return Ownership.advance(state, counts)
         return advance_used(state, with_used(state, self._used), counts)
@@ -669,8 +692,8 @@ def evaluate_beside(step: Step, carried: str | None = None) -> Step:
             kept |= {carry: made.slots.get(carried)} if carried else {}
         state, out = step(state, batch)
         for name, of in found.items():
-            metrics = {"loss": update_evaluated_(None, of.loss, of.weight), **of.metrics}
-            out = report(out, {f"{name}/{key}": value for key, value in metrics.items()}, name)
+            seen = {f"{name}/{key}": metric for key, metric in Metrics.of(of).items()}
+            out = report(out, seen, name)
         return with_slots(state, {**state.slots, **kept}) if kept else state, out
 
     return evaluated

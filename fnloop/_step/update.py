@@ -203,9 +203,22 @@ def report(out: Output, metrics: Mapping[str, Metric], by: str) -> Output:
 class MissingNumberError(KeyError):
     """Raised for a number that a loader does not have. Another loader may have it.
 
+    The numbers that a ``report`` is given raise it. Let it pass: then nothing is added to the
+    numbers of this loader.
+
     Args:
         message: what is missing.
         name: the name that was looked up.
+
+    Example:
+        >>> import fnloop as fl
+        >>> from fnloop.testing import toy_loss
+        >>> def per_token(loader, numbers):
+        ...     return {"per_token": numbers["loss"] / numbers["tokens"]}
+        >>> step = fl.pipeline(fl.Middleware("per_token", report=per_token))(toy_loss)
+        >>> values = {"train/loss": 6.0, "valid/loss": 8.0, "valid/tokens": 4.0}
+        >>> step.derive(values, ["valid"])["valid/per_token"]      # that of train lacks a number
+        2.0
     """
 
     def __init__(self, message: str, name: str) -> None:
@@ -327,20 +340,3 @@ def _check_missed(numbers: Sequence[Numbers], known: Container[str]) -> None:
             f"{numbers[0].missed[name]!r}: no loader of this run has the metric {name!r}; there "
             f"are, of {there}{checks.suggestion(name, names)}"
         )
-
-
-# --- the numbers of a turn
-
-
-def prefixed(name: str, metric: str) -> str:
-    """Return the name under which a round reports a metric of a turn.
-
-    A learning rate has the name that it has in every run with several optimizers.
-
-    Example:
-        >>> prefixed("d", "grad_norm"), prefixed("d", "lr"), prefixed("d", "lr/1")
-        ('d/grad_norm', 'lr/d', 'lr/d/1')
-    """
-    if metric == "lr" or metric.startswith("lr/"):
-        return f"lr/{name}{metric.removeprefix('lr')}"
-    return f"{name}/{metric}"

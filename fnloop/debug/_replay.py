@@ -19,7 +19,6 @@ from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from fnloop._core.history import History, Phase, records_since, unfinished
-from fnloop._core.metrics import RECENT
 from fnloop._core.records import Record
 from fnloop._core.rng import reserved_generators
 from fnloop._core.state import TrainState, snapshot, unwrap
@@ -51,6 +50,7 @@ from fnloop.debug._diff import (
 )
 from fnloop.extend import (
     Batch,
+    Metrics,
     Moment,
     PipelineStep,
     Stop,
@@ -409,9 +409,10 @@ class _Follow:
             return when(lambda state: self._has_made(state, prefix))
 
         evaluations = ((at("train/"), ()), *((at(f"{name}/"), (name,)) for name in loaders))
-        recent = at(RECENT) if any(name.startswith(RECENT) for name in known) else None
-        self._again = ("train/", RECENT, *(f"{name}/" for name in loaders))
-        return attrs.evolve(plan, evaluations=evaluations, record_every=recent)
+        recent = Metrics.RECENT
+        every = at(recent) if any(name.startswith(recent) for name in known) else None
+        self._again = ("train/", recent, *(f"{name}/" for name in loaders))
+        return attrs.evolve(plan, evaluations=evaluations, record_every=every)
 
     def _is_made(self, record: Record) -> bool:
         """Return whether a record of the run has metrics that are made again."""
@@ -507,7 +508,7 @@ class _Another(_Follow):
         return self._at_records(plan, [*plan.loaders.evaluated], self._every.keys())
 
     def _has_made(self, state: TrainState, prefix: str) -> bool:
-        if prefix != RECENT and self.ends(state):
+        if prefix != Metrics.RECENT and self.ends(state):
             return True
         record = self._moments.get((state.step, state.epoch))
         return record is not None and any(name.startswith(prefix) for name in record.metrics)

@@ -22,7 +22,7 @@ from collections.abc import (
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import attrs
 import numpy as np
@@ -653,7 +653,7 @@ def named_tensors(state: TrainState) -> Iterator[tuple[str, Tensor]]:
                     yield f"(group {i}, parameter {j}, not in the model)", p
 
 
-def _settings(group: dict[str, Any]) -> dict[str, Any]:
+def _settings(group: dict[str, object]) -> dict[str, object]:
     return {name: value for name, value in group.items() if name != "params"}
 
 

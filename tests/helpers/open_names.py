@@ -9,10 +9,6 @@ OPEN = {
     "_core.averages": "Average AVERAGED check_not_averaged named_tensors",
     "_core.code": "codes_of INSTALLED is_users PACKAGE",
     "_core.history": "first_record metrics_here new_records records_since SINCE unfinished",
-    "_core.metrics": (
-        "combine ITEMS moved NoLoss read RECENT Reduced restored Running sent Shares "
-        "to_accumulator_dtype to_host update_ update_evaluated_ valid_or_nan weighted"
-    ),
     "_core.optimizers": "first_shared Group Optimizers",
     "_core.parts": "check_name Held Load TAKEN",
     "_core.records": "COSTS MODES number_of_epoch TRAINED",
@@ -50,8 +46,4 @@ OPEN = {
     "_loop.made_with": "describe_making members_of",
     "_loop.peers": "is_alone",
     "_loop.plan": "Plan",
-    "_step.engine": "GradientSum",
-    "_step.forward": "items_in",
-    "_step.gradients": "NoGradientError",
-    "_step.update": "MissingNumberError Numbers prefixed",
 }

@@ -213,7 +213,7 @@ def tensors_of_copy(named: NamedOptimizer, names: Collection[str]) -> dict[str, 
         twin = copy_optimizer(named, names)
         twin.train()
         update(twin, 0, device)
-    leaves: list[Any] = []
+    leaves: list[Tensor] = []
     containers.map_leaves(list(twin.optimizer.state.values()), leaves.append)
     return {kind: leaf for leaf in leaves if (kind := flattened_kind(leaf)) is not None}
 

@@ -379,7 +379,7 @@ def _try(named: NamedOptimizer, device: torch.device, kept: dict[str, _Kept]) ->
         kept: receives what the updates have changed of what the copy keeps.
 
     Raises:
-        _Fault: they differ. Any other exception: that cannot be tried.
+        _Fault: they differ. Another exception: that cannot be tried.
     """
     one, two = _two_copies(named)
     saved = _begin(one, device, kept)

@@ -19,17 +19,7 @@ from torch.autograd.graph import Node
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointFunction
 
-from fnloop._core.metrics import (
-    ITEMS,
-    RECENT,
-    Last,
-    Running,
-    Shares,
-    Sum,
-    sent,
-    to_accumulator_dtype,
-    to_host,
-)
+from fnloop._core.metrics import Last, Sum
 from fnloop._core.rng import COMPUTE, torch_seeder
 from fnloop._core.saved import Pending
 from fnloop._core.state import TrainState, current_parameters
@@ -44,13 +34,15 @@ from fnloop._extensions.engines.join import parameters_beside
 from fnloop._extensions.engines.meshes import around_sharded, roots
 from fnloop._extensions.engines.one_message import OneMessage, fits
 from fnloop._extensions.engines.torch_compat import leaf_of, reduce_in_backward
-from fnloop._step.engine import GradientSum
 from fnloop.extend import (
     Backward,
     Batch,
+    GradientSum,
     LocalEngine,
     Metric,
+    Metrics,
     Ownership,
+    Running,
     WeightedSum,
     all_parameters,
     collectives,
@@ -282,9 +274,9 @@ class DistributedEngine:
         if training is None:
             return merge_metrics(metrics)
         trained = {
-            name: name.removeprefix(training).removeprefix(RECENT)
+            name: name.removeprefix(training).removeprefix(Metrics.RECENT)
             for name in metrics
-            if name.startswith((training, RECENT))
+            if name.startswith((training, Metrics.RECENT))
         }
         own = {
             name
@@ -295,11 +287,13 @@ class DistributedEngine:
         metrics = drop_last_metrics(metrics, padded.__contains__)
         return merge_metrics(metrics, own)
 
-    def gather(self, state: TrainState, what: str) -> tuple[dict[str, Metric], Shares]:
+    def gather(
+        self, state: TrainState, what: str
+    ) -> tuple[dict[str, Metric], Sequence[tuple[list[str], dict[str, Metric]]]]:
         merged = {**state.metrics, **self.reduce(state.metrics, "")}
-        bases = {name.removeprefix(RECENT) for name in state.metrics}
+        bases = {name.removeprefix(Metrics.RECENT) for name in state.metrics}
         own = [name for name in bases if self._is_own(name)]
-        every = collectives.gather_objects((own, sent(state.metrics)), what)
+        every = collectives.gather_objects((own, Metrics(state.metrics).sent()), what)
         return merged, every if len(every) > 1 else ()
 
     def continued(
@@ -314,7 +308,7 @@ class DistributedEngine:
         if len(shares) == self.processes:
             return shares[rank]
         # Of another number of processes, one continues with all.
-        return merged if rank == 0 else {ITEMS: Sum(0)} if ITEMS in merged else {}
+        return merged if rank == 0 else {k: Sum(0) for k in merged if k == Metrics.ITEMS}
 
 
 def largest(number: int) -> int:
@@ -741,12 +735,12 @@ class BucketReducer:
         if self._small is not None:
             return round(self._mean * self._processes)
         if self._counted is not None:
-            return to_accumulator_dtype(self._counted())
+            return _wide(self._counted())
         assert self._count is not None and self._count.grad is not None
         mean = self._count.grad
         if mean.device.type == "cpu":  # reading it waits for nothing
             return round(mean.item() * self._processes)
-        return (to_accumulator_dtype(mean) * self._processes).round()
+        return (_wide(mean) * self._processes).round()
 
     def _prepare(
         self, state: TrainState, root: Tensor, trainable: list[Tensor], backward: Backward
@@ -957,7 +951,7 @@ class ShardReducer:
 
     def counted(self) -> Tensor:
         assert self._counted is not None
-        return to_accumulator_dtype(self._counted())
+        return _wide(self._counted())
 
     def finish_window(self, state: TrainState) -> None:
         for p in parameters_beside(state.model, optimizers(state).values()):
@@ -1198,9 +1192,9 @@ def merge_metrics(
     Returns:
         Name to metric, on the host; the same in every process.
     """
-    mine = to_host({k: m for k, m in metrics.items() if not isinstance(m, Pending)})
+    mine = Metrics({k: m for k, m in metrics.items() if not isinstance(m, Pending)}).on_host()
     parts = collectives.gather_objects(
-        (set(mine if own is None else own), sent(mine)), "an exchange of metrics"
+        (set(mine if own is None else own), mine.sent()), "an exchange of metrics"
     )
     shared = set().union(*(names for names, _ in parts))  # some may have had no batch
     merged = dict(parts[0][1])
@@ -1216,8 +1210,12 @@ def merge_metrics(
 def weight_on_device(out: Output, weight: float | Tensor | None = None) -> Tensor:
     """Return a weight, by default that of the output, as a float64 tensor on the loss's device."""
     given = torch.as_tensor(out.weight if weight is None else weight, device=out.loss.device)
-    wide = torch.float32 if given.device.type == "mps" else torch.float64
-    return WeightedSum.valid(given.detach().to(wide))
+    return WeightedSum.valid(_wide(given))
+
+
+def _wide(number: Tensor) -> Tensor:
+    """Return a number in a dtype wide enough to sum in."""
+    return number.detach().to(torch.float32 if number.device.type == "mps" else torch.float64)
 
 
 def is_per_process(metric: Metric) -> bool:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fnloop._core.state import PLACE, TrainState
+from fnloop._core.state import TrainState
 from fnloop._core.types import Output, Step
 from fnloop._extensions.graphs.guards import (
     CaptureError,
@@ -393,19 +393,27 @@ class GraphedStep:
         self.guards, self.original = None, []
 
 
+_SAME = {  # fields of a state that are the same in every update of a graph
+    *("model", "optimizer", "seed", "backend", "run_id", "saved_on", "phases", "_parameters")
+}
+
+
 def _tracing_copy(state: TrainState, slots: TrackedSlots) -> TrainState:
     """Return a state of the same handles with an ownership of its own, to record an update with.
 
     Args:
         state: the state.
-        slots: its slots. What else changes from update to update has a placeholder.
+        slots: its slots. What else may change from update to update has a placeholder.
     """
-    others = "metrics", "history", "run", "stop", "events", "todo", "noted", "generators", "extra"
-    names = (*PLACE, *others)
-    changing: dict[str, Any] = {name: TracerProxy(name) for name in names}
+    changing: dict[str, Any] = {
+        field.alias: TracerProxy(field.name.lstrip("_"))
+        for field in attrs.fields(TrainState)
+        if field.name not in _SAME
+    }
     changing["counted"] = TracerProxy("items")
     changing["updates"] = {name: TracerProxy(f"updates[{name!r}]") for name in state.updates}
-    return attrs.evolve(state, slots=slots, ownership=Ownership(), generation=0, **changing)
+    given = {**changing, "slots": slots, "ownership": Ownership(), "generation": 0}
+    return attrs.evolve(state, **given)
 
 
 def _check_capturable(state: TrainState, name: str) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from tqdm.utils import disp_len
 
 from fnloop._core.history import SINCE, first_record, new_records, records_since, unfinished
-from fnloop._core.metrics import Last, read
+from fnloop._core.metrics import Last
 from fnloop._core.records import Record
 from fnloop._core.runs import RunInfo
 from fnloop._core.state import TrainState, count_parameters
@@ -30,6 +30,7 @@ from fnloop._hooks.hook import Hook
 from fnloop.extend import (
     BuiltIn,
     Call,
+    Metrics,
     Monitored,
     Stop,
     Wrapper,
@@ -309,14 +310,14 @@ def describe_values(state: TrainState) -> list[str]:
     else:
         running = state.metrics
         of = {name: running.get(f"recent/{name}", running.get(name)) for name in losses}
-        values = read({name: metric for name, metric in of.items() if metric is not None} | rates)
+        values = Metrics({k: m for k, m in of.items() if m is not None} | rates).read()
     return [f"{name} {tables.format_metric(name, value)}" for name, value in values.items()]
 
 
 def _describe_losses(state: TrainState) -> list[str]:
     """Return the lowest and the highest of the losses of a stack. One read from the device."""
     running = state.metrics.get("recent/loss", state.metrics.get("loss"))
-    losses = [] if running is None else [*read({"loss": running}).values()]
+    losses = [] if running is None else [*Metrics(loss=running).read().values()]
     if not losses:
         return []
     low, high = (tables.format_metric("loss", value) for value in (min(losses), max(losses)))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fnloop._backend.collectives import broadcast
 from fnloop._core.history import records_since
-from fnloop._core.metrics import Mean, read
+from fnloop._core.metrics import Mean
 from fnloop._core.records import Record
 from fnloop._core.runs import RunInfo
 from fnloop._core.several import models_of
@@ -28,6 +28,7 @@ from fnloop.extend import (
     BuiltIn,
     Call,
     Fold,
+    Metrics,
     Monitored,
     Stop,
     checks,
@@ -453,7 +454,7 @@ class halt_on_nonfinite(BuiltIn):
                 return recent
         if self._when.due(state) and "loss" in state.metrics:
             running = engine_of(state).reduce({"loss": state.metrics["loss"]})
-            return [*read(running).values()]  # a host read
+            return [*Metrics(running).read().values()]  # a host read
         return ()
 
     def _interval(self, state: TrainState) -> str:

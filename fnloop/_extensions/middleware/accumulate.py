@@ -12,14 +12,13 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from fnloop._core.metrics import NoLoss, combine, to_accumulator_dtype, update_evaluated_
+from fnloop._core.metrics import Sum
 from fnloop._core.state import TrainState, note_call
 from fnloop._core.types import Aux, LossFn, Middleware, Output, Skip, Step, middleware
-from fnloop._step.forward import items_in
 from fnloop.extend import (
     Backward,
     Batch,
-    Metric,
+    Metrics,
     Ownership,
     WeightedSum,
     Wrap,
@@ -624,18 +623,17 @@ def _joined(outputs: Sequence[Output], others: WeightedSum) -> Output:
     Raises:
         ValueError: other windows have one.
     """
-    if not others.is_empty:
-        update_evaluated_(NoLoss(), others.output().loss, 1)
-    metrics: Mapping[str, Metric] = {}
+    metrics = Metrics() if others.is_empty else Metrics.of(others.output())
     for out in outputs:
-        metrics = combine(metrics, out.metrics)
+        metrics = metrics.combined(Metrics.of(out))
+    del metrics["loss"]  # there is none
     weight = sum(out.weight for out in outputs)
     return attrs.evolve(outputs[-1], weight=weight, metrics=metrics, skip=None)
 
 
 def _widened(out: Output) -> Output:
     """Return an output whose loss can be added up without rounding."""
-    return attrs.evolve(out, loss=to_accumulator_dtype(out.loss))
+    return attrs.evolve(out, loss=Sum(out.loss).owned().value)
 
 
 # --- windows
@@ -721,7 +719,7 @@ def _takes_carry(
             )
         weight = aux.get("weight")
         if weight is None:
-            weight = items_in(fed.batch, name) * positions(fed.batch)
+            weight = containers.items_in(fed.batch, name) * positions(fed.batch)
         return loss, {"weight": weight, _AUX: aux, _CARRY: carry}
 
     return with_carried

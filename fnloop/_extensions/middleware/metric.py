@@ -8,19 +8,30 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fnloop._core.metrics import Mean, Reduced, to_accumulator_dtype, weighted
+from fnloop._core.metrics import Mean
 from fnloop._core.several import Several
 from fnloop._core.state import TrainState
 from fnloop._core.types import Aux, Middleware, Output, middleware
 from fnloop._extensions.torchmetrics import COLLECTION_HINT, from_torchmetrics, names_in
-from fnloop._step.update import MissingNumberError, Numbers
-from fnloop.extend import Batch, Metric, Wrap, checks, containers, name_of, report, then, warn_once
+from fnloop.extend import (
+    Batch,
+    Metric,
+    MissingNumberError,
+    Running,
+    Wrap,
+    checks,
+    containers,
+    name_of,
+    report,
+    then,
+    warn_once,
+)
 
 # --------------------------------------------------------------------------------------------------
 # Add metrics to the loss, in training, in evaluation, or both.
@@ -341,15 +352,6 @@ def _check_names(found: Mapping[str, Metric], others: Mapping[str, object]) -> N
             raise ValueError(f"metric reports {name!r} twice: choose another name")
 
 
-def _detach(metric: Any) -> Metric:
-    """Return a built-in metric that owns its tensors, without a graph, in an accumulator dtype."""
-    if not isinstance(metric, Reduced):
-        return metric
-    values = checks.fields_of(metric, metric.reductions).values()
-    own = [v.detach().clone() if isinstance(v, Tensor) else v for v in values]
-    return type(metric)(*own).to_accumulator()
-
-
 def _to_metric(name: str, value: object, weight: float | Tensor) -> Metric:
     if isinstance(value, Tensor):
         if value.ndim:
@@ -364,9 +366,11 @@ def _to_metric(name: str, value: object, weight: float | Tensor) -> Metric:
                 f"metric {name!r} must be a real number; got {value.dtype}: return its .abs() or "
                 ".real"
             )
-        return Mean(weighted(value, weight), to_accumulator_dtype(weight))
-    if isinstance(value, Reduced) or checks.has_methods(value, "combine", "compute"):
-        return _detach(value)
+        return Mean.of_batch(value, weight)
+    if isinstance(value, Running):
+        return value.owned()
+    if checks.has_methods(value, "combine", "compute"):
+        return cast(Metric, value)
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, int | float):
@@ -467,9 +471,8 @@ def derive(**functions: Callable[[Mapping[str, float]], float]) -> Middleware:
         checks.own_metric_name("derive", name)
         checks.function("derive", name, function, "a function of numbers by name -> number", 1)
 
-    def report(loader: str | None, numbers: Mapping[str, float]) -> Mapping[str, float]:
+    def report(loader: str | None, numbers: dict[str, float]) -> Mapping[str, float]:
         __tracebackhide__ = True
-        known = numbers if isinstance(numbers, Numbers) else Numbers(loader, numbers)
         found: dict[str, float] = {}
         waiting: dict[str, str] = {}  # a name that was looked up in vain, and by which function
         for name, function in functions.items():
@@ -479,7 +482,7 @@ def derive(**functions: Callable[[Mapping[str, float]], float]) -> Middleware:
                     f"derive({name}=..., {waiting[name]}=...)"
                 )
             try:
-                value = _apply(function, known)
+                value = _apply(function, numbers)
                 found[name] = checks.as_number(f"derive: the value of {name!r}", value)
             except MissingNumberError as error:
                 waiting.setdefault(error.name, name)
@@ -488,7 +491,7 @@ def derive(**functions: Callable[[Mapping[str, float]], float]) -> Middleware:
                 of = f", for {loader}" if loader else ""
                 error.add_note(f"while in the derived metric {name!r}{of}")
                 raise
-            known.setdefault(name, found[name])
+            numbers.setdefault(name, found[name])
         return found
 
     return Middleware(
@@ -505,7 +508,9 @@ _NO_VALUE = re.compile(
 )
 
 
-def _apply(function: Callable[[Mapping[str, float]], object], numbers: Numbers) -> object:
+def _apply(
+    function: Callable[[Mapping[str, float]], object], numbers: Mapping[str, float]
+) -> object:
     """Call a function; NaN if there is no value, so that a long run does not end for it."""
     __tracebackhide__ = True
     try:

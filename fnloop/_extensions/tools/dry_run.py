@@ -38,9 +38,9 @@ from fnloop._loop.plan import (
     Plan,
 )
 from fnloop._step.pipeline import pipeline
-from fnloop._step.update import MissingNumberError
 from fnloop.extend import (
     Batch,
+    MissingNumberError,
     Moment,
     PipelineStep,
     Stop,
@@ -360,7 +360,7 @@ def _tried_metrics(step: PipelineStep) -> tuple[PipelineStep, dict[str, Finding]
         return None if wrap is None else wrapped
 
     def derived(member: Middleware) -> Middleware:
-        def report(loader: str | None, numbers: Mapping[str, float]) -> Mapping[str, float]:
+        def report(loader: str | None, numbers: dict[str, float]) -> Mapping[str, float]:
             try:
                 return member.report(loader, numbers)  # type: ignore[misc]
             except MissingNumberError:
