@@ -343,7 +343,9 @@ class checkpoint(BuiltIn):
         self._place.claim(self.folder, state.run_id)
         newest = self._files.newest()
         self._position = None if newest is None else newest["position"]
-        return None not in (newest, self.best) and self.best not in newest["measured"]
+        if newest is None or self.best is None:
+            return False
+        return self.best not in newest["measured"]
 
     def _save(self, state: TrainState) -> None:
         contents, history = self._collect(state), state.history
@@ -565,9 +567,11 @@ class restore_best(BuiltIn):
     key: str
     mode: str | None = None
     since: str = attrs.field(default="phase", kw_only=True)
+    ranks: Monitored = attrs.field(init=False, eq=False)  # pyright: ignore[reportIncompatibleVariableOverride]
+    slot: str = attrs.field(init=False, eq=False)  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __attrs_post_init__(self) -> None:
-        self.ranks: Monitored = Monitored(OWNER, self.key, self.mode, self.since)
+        self.ranks = Monitored(OWNER, self.key, self.mode, self.since)
         self.monitors, self.slot = self.key, f"{OWNER}({self.key})"
 
     def __repr__(self) -> str:
