@@ -1261,7 +1261,6 @@ class once(Wrapper):
 
     hook: Hook
     name: str | None = None
-    slot: str = attrs.field(init=False, eq=False)  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __attrs_post_init__(self) -> None:
         self.take(self.hook, "once")
@@ -1278,7 +1277,7 @@ class once(Wrapper):
                 f"{self!r} cannot be identified in another process: give it a name, once(hook, "
                 "name=...)"
             )
-        self.slot = f"once:{name}"
+        self.slot: str = f"once:{name}"  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __repr__(self) -> str:
         return f"once({name_of(self.hook)})"
@@ -1378,10 +1377,9 @@ class when_improved(Moment):
     key: str
     mode: str | None = None
     since: str = attrs.field(default="phase", kw_only=True)
-    ranks: Monitored = attrs.field(init=False, eq=False)  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __attrs_post_init__(self) -> None:
-        self.ranks = Monitored("when_improved", self.key, self.mode, self.since)
+        self.ranks: Monitored = Monitored("when_improved", self.key, self.mode, self.since)  # pyright: ignore[reportIncompatibleVariableOverride]
         self.monitors, self._best = (self.key,), Fold(self._better_of, None)
 
     def __repr__(self) -> str:

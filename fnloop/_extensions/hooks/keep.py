@@ -567,12 +567,11 @@ class restore_best(BuiltIn):
     key: str
     mode: str | None = None
     since: str = attrs.field(default="phase", kw_only=True)
-    ranks: Monitored = attrs.field(init=False, eq=False)  # pyright: ignore[reportIncompatibleVariableOverride]
-    slot: str = attrs.field(init=False, eq=False)  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __attrs_post_init__(self) -> None:
-        self.ranks = Monitored(OWNER, self.key, self.mode, self.since)
-        self.monitors, self.slot = self.key, f"{OWNER}({self.key})"
+        self.ranks: Monitored = Monitored(OWNER, self.key, self.mode, self.since)  # pyright: ignore[reportIncompatibleVariableOverride]
+        self.slot: str = f"{OWNER}({self.key})"  # pyright: ignore[reportIncompatibleVariableOverride]
+        self.monitors = self.key
 
     def __repr__(self) -> str:
         return repr(Call.of(restore_best, self))
