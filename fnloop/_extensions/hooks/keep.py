@@ -213,11 +213,11 @@ class checkpoint(BuiltIn):
         return Monitored("checkpoint", self.best, self.mode, self.since)
 
     def __repr__(self) -> str:
-        best = f", best={self.best!r}, mode={self.mode!r}" if self.best else ""
-        since = f", since={self.since!r}" if self.since != "phase" else ""
-        only = f", only={self.parts!r}" if self.parts != PARTS else ""
-        named = f", named={self.named!r}" if self.named else ""
-        return f"checkpoint({self._typed!r}, keep={self.keep}{best}{since}{only}{named})"
+        given = {"best": self.best, "mode": self.best and self.mode, "since": self.since}
+        given |= {"only": self.parts, "named": self.named}
+        usual = {"best": None, "mode": None, "since": "phase", "only": PARTS, "named": ()}
+        changed = {name: value for name, value in given.items() if value != usual[name]}
+        return repr(Call(checkpoint, (self._typed,), {"keep": self.keep, **changed}))
 
     # --- called by the run
 

@@ -619,15 +619,11 @@ class track(BuiltIn):
             checks.text("track", "project", project, "the name of a project")
         self.config = _flatten({} if config is None else config)
         self._tracker = read_tracker(tracker, project, folder, settings)
-        given = {
-            "folder": folder,
-            "also": also,
-            "project": project,
-        }  # not the settings: they may contain API keys
+        self._tracker.config = self.config
+        given = {"folder": folder, "also": also, "project": project}  # settings may have API keys
         shown = {name: value for name, value in given.items() if value is not None}
         self._call = Call(track, (self._tracker.name,), shown)
-        self.also = also
-        self._open = self._configured = False
+        self.also, self._open = also, False
         self._first_step = 0  # of the run
 
     def __repr__(self) -> str:
@@ -645,7 +641,8 @@ class track(BuiltIn):
             steps = (state.step, self._first_step)
             records = [record for record in self.new_records(state) if record.step in steps]
             if not self._open:
-                self._start(min([state.step, *(record.step for record in records)]))
+                self._tracker.start(min([state.step, *(record.step for record in records)]))
+                self._open = True
             self._send(state, records)
         return state
 
@@ -673,13 +670,6 @@ class track(BuiltIn):
             except Exception as error:
                 error.add_note(f"while in {name_of(self.also)}(client, state) of {self!r}")
                 raise
-
-    def _start(self, step: int) -> None:
-        self._tracker.start(step)
-        self._open = True
-        if self.config and not self._configured:
-            self._tracker.configure(self.config)
-        self._configured = True
 
 
 def _flatten(config: Mapping[str, object], prefix: str = "") -> dict[str, _Plain]:
@@ -735,10 +725,14 @@ class Tracker:
     kind: Any  # a class is called with arguments that only it knows
     args: tuple[str, ...] = ()
     settings: Mapping[str, object] = attrs.field(factory=dict)
+    config: Mapping[str, _Plain] = attrs.field(factory=dict, init=False)  # until it is sent
     _running: Any = None  # what accelerate makes; ``tracker`` differs from class to class
 
     def start(self, step: int) -> None:
-        """Start the tracker. Values from this step on, left by a run that died, are overwritten."""
+        """Start the tracker. Values from this step on, left by a run that died, are overwritten.
+
+        The first time, send the hyperparameters.
+        """
         with trackers() as known:
             self._running = self.kind
             if isinstance(self.kind, type):
@@ -747,19 +741,16 @@ class Tracker:
             # Otherwise each call would create accelerate's process-wide state.
             self._running.main_process_only = False
             self._running.start()
+            if self.config and type(self._running) is known.TensorBoardTracker:
+                _write_hparams(self._running, known.yaml, self.config)
+            elif self.config:
+                self._running.store_init_configuration(dict(self.config))
+        self.config = {}
 
     @property
     def client(self) -> Any:
         """The tracker's own object: a SummaryWriter of tensorboard, a run of wandb, ..."""
         return self._running.tracker
-
-    def configure(self, values: Mapping[str, object]) -> None:
-        """Log hyperparameters."""
-        with trackers() as known:
-            if type(self._running) is known.TensorBoardTracker:
-                _write_hparams(self._running, known.yaml, values)
-            else:
-                self._running.store_init_configuration(dict(values))
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Log numbers at a step."""
@@ -837,8 +828,8 @@ def read_tracker(
         )
     if kind.__module__ == base.__module__:
         _check_installed(kind.name)
-    name, needs_folder = _name_of(kind), getattr(kind, "requires_logging_directory", False)
-    args, settings = _collect_arguments(name, needs_folder, project, folder, settings)
+    name = _name_of(kind)
+    args, settings = _collect_arguments(name, kind, project, folder, settings)
     try:
         inspect.signature(kind).bind(*args, **settings)
     except TypeError as error:
@@ -849,25 +840,20 @@ def read_tracker(
 
 
 def _collect_arguments(
-    name: str,
-    needs_folder: bool,
-    project: str | None,
-    folder: str | None,
-    settings: Mapping[str, object],
+    name: str, kind: type, project: str | None, folder: str | None, settings: Mapping[str, object]
 ) -> tuple[tuple[str, ...], Mapping[str, object]]:
     """Return the arguments of a class of trackers."""
-    if needs_folder:
+    if getattr(kind, "requires_logging_directory", False):
         if folder is None:
             raise ValueError(f'track({name!r}) needs a folder: track({name!r}, folder="runs/a")')
         return (project or "", folder), settings
-    if folder is None:
-        return (project or "fnloop",), settings
-    if name not in _FOLDERS:
+    if folder is not None and name not in _FOLDERS:
         raise ValueError(
             f"track({name!r}) takes no folder: leave it out, or use the argument of its class by "
             "name"
         )
-    return (project or "fnloop",), {_FOLDERS[name]: folder, **settings}
+    given = {} if folder is None else {_FOLDERS[name]: folder}
+    return (project or "fnloop",), {**given, **settings}
 
 
 def _name_of(tracker: object) -> str:
