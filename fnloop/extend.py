@@ -51,10 +51,11 @@ from collections.abc import Mapping
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fnloop._backend import collectives, containers, disk, fsdp, torch_compat
+from fnloop._backend import collectives, containers, fsdp, torch_compat
 from fnloop._backend.collectives import on_main_process
 from fnloop._backend.fsdp import is_sharded, local_part
 from fnloop._backend.processes import Backend
+from fnloop._core import rng
 from fnloop._core.history import Fold, Monitored, mode_of
 from fnloop._core.metrics import Metrics, Running
 from fnloop._core.optimizers import Group, labelled_groups, optimizers_in, wants_closure
@@ -70,7 +71,9 @@ from fnloop._core.state import (
     all_parameters,
     check_not_stale,
     parameters,
+    with_note,
     with_slot,
+    with_used,
 )
 from fnloop._core.types import Batch, Call, Metric, View, Wrap, name_of
 from fnloop._core.view import view
@@ -120,7 +123,6 @@ __all__ = [
     "checks",
     "collectives",
     "containers",
-    "disk",
     "engine_of",
     "fold_in",
     "fsdp",
@@ -139,6 +141,7 @@ __all__ = [
     "parameters",
     "refuse",
     "report",
+    "rng",
     "set_aside",
     "set_number",
     "short_traceback",
@@ -148,6 +151,7 @@ __all__ = [
     "view",
     "wants_closure",
     "warn_once",
+    "with_note",
     "with_slot",
 ]
 
@@ -174,11 +178,12 @@ def gradients(state: TrainState) -> list[Tensor]:
     return [p.grad for p in parameters(state) if p.grad is not None]
 
 
-def optimizers(state: TrainState) -> Mapping[str, Optimizer]:
+def optimizers(state: TrainState, used: bool = False) -> Mapping[str, Optimizer]:
     """Return the optimizers of a state by name. One alone has the name "".
 
     Args:
         state: the state.
+        used: whether to leave out those with which the running step does not update.
 
     Returns:
         Name to optimizer, in the order in which they update.
@@ -188,7 +193,7 @@ def optimizers(state: TrainState) -> Mapping[str, Optimizer]:
         >>> [*optimizers(toy())]
         ['']
     """
-    return optimizers_in(state.optimizer)
+    return optimizers_in((with_used(state) if used else state).optimizer)
 
 
 def groups(state: TrainState) -> Mapping[str, Group]:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Generic, TextIO, TypeVar
 
 import attrs
+import torch
 from tqdm.utils import disp_len
 
 from fnloop._display.checks import join_names
@@ -49,6 +50,18 @@ def format_number(value: float) -> str:
 def format_count(n: int, noun: str) -> str:
     """Format a count: ``1 record``, ``2 records``."""
     return f"{n:,} {noun}{'s' * (n != 1)}"
+
+
+def count_parameters(model: torch.nn.Module) -> str:
+    """Return how many parameters a model has, and how many are trained unless all are."""
+    params = list(model.parameters())
+    if any(map(torch.nn.parameter.is_lazy, params)):
+        return "parameters of sizes that its first batch decides"
+    size, trained = (
+        sum(p.numel() for p in params),
+        sum(p.numel() for p in params if p.requires_grad),
+    )
+    return format_count(size, "parameter") + (f", {trained:,} trained" if trained < size else "")
 
 
 def format_bytes(n: int) -> str:

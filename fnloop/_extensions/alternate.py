@@ -16,12 +16,12 @@ import attrs
 import torch
 from torch import Tensor
 
-from fnloop._core.history import unfinished
+from fnloop._core.history import Phase
 from fnloop._core.metrics import Mean
 from fnloop._core.optimizers import first_shared
 from fnloop._core.runs import RunInfo
-from fnloop._core.state import ParameterCache, TrainState
-from fnloop._core.types import Middleware, Output, Step, is_ours
+from fnloop._core.state import TrainState
+from fnloop._core.types import Middleware, Output, Step
 from fnloop._data.source import LateWindow
 from fnloop._step.pipeline import PipelineStep
 from fnloop.extend import (
@@ -435,7 +435,7 @@ def _check_in_turn(name: str, step: PipelineStep) -> None:
             why = 'goes back with the whole model: write then="skip" or then="stop"'
         elif member.uses:
             why = "names optimizers, and a turn has only its own: leave it out"
-        elif member.view or (member.update and is_ours(member)):
+        elif member.view or (member.update and member.is_ours):
             why = "averages the whole model: list it around all turns, "
             why += f"pipeline({member!r})(alternate(...))"
         else:
@@ -664,7 +664,6 @@ class _Handles:
 
     def __init__(self) -> None:
         self.ownership: Ownership = Ownership()
-        self.parameters = ParameterCache()
         self.run: tuple[RunInfo | None, RunInfo | None] = (None, None)  # the run's, and their own
 
 
@@ -689,7 +688,7 @@ class Turns:
         found = self._handles.setdefault(Ownership.of(state), {})
         handles = found.get(name) or found.setdefault(name, _Handles())
         if state.run is not handles.run[0]:
-            first = unfinished(state.phases).updates.get(name, 0)
+            first = Phase.running(state.phases).updates.get(name, 0)
             own = None if state.run is None else self._run_of(state.run, name, first)
             handles.run = state.run, own
         prefix = f"{name}/"
@@ -703,7 +702,7 @@ class Turns:
             slots=slots, run=handles.run[1],
             seed=fold_in(state.seed, position) if position else state.seed,
             ownership=handles.ownership, generation=handles.ownership.generation,
-            parameters=handles.parameters,
+            parameters=handles.ownership.parameters,
         )  # fmt: skip
 
     def with_slots(self, state: TrainState, name: str, own: TrainState) -> TrainState:

@@ -32,7 +32,6 @@ from fnloop._core.state import (
     all_parameters,
     bring,
     check_not_stale,
-    clear_parameter_cache,
     consume,
     using_only,
     with_slot,
@@ -49,10 +48,8 @@ from fnloop._core.types import (
     Step,
     View,
     Wrap,
-    is_ours,
     may_skip,
     name_of,
-    wraps_of,
 )
 from fnloop._core.view import shown, view
 from fnloop._display import checks, tables
@@ -197,7 +194,7 @@ class PipelineStep:
         self._used = next((m.uses for m in listed if m.uses), None)
         innermost = self._compose_innermost()
         self._innermost: Replaceable | None = (
-            None if all(map(is_ours, listed)) else functools.partial(innermost)
+            None if all(m.is_ours for m in listed) else functools.partial(innermost)
         )
         self.forward = self._chain(self._innermost or innermost, "forward")
         # Of a loader that is evaluated, without the checks of a bare call.
@@ -335,11 +332,11 @@ class PipelineStep:
 
     def _layer(self, member: Middleware, ring: str, inside: Step) -> Step:
         """Return a step with one middleware around it, which errors know as a layer."""
-        step = wraps_of(member)[ring](inside)
+        step = member.wraps[ring](inside)
         check_wrapped(step, member, ring)
         if step is inside:
             return step
-        is_users = not is_ours(member)
+        is_users = not member.is_ours
         self._layers.add(step, repr(member), is_users, ring != EVALUATION)
         if is_users:
             step = checked_once(step, member, ring, self._calls_noted)
@@ -377,6 +374,11 @@ class PipelineStep:
     def turns(self) -> Mapping[str, PipelineStep]:
         """The steps that it calls in turn, by the names of their optimizers."""
         return {}
+
+    @property
+    def members(self) -> list[Middleware]:
+        """All middleware that it is made of, those of its turns too."""
+        return [m for one in (self, *self.turns.values()) for m in one.pipeline.middleware]
 
     def with_turns(self, steps: Mapping[str, PipelineStep]) -> PipelineStep:
         """Return the same step with other steps in turn, without middleware around them."""
@@ -481,7 +483,7 @@ class PipelineStep:
 
     def begin_run(self, state: TrainState) -> None:
         """Forget what was found out in an earlier run, and prepare the optimizers for training."""
-        clear_parameter_cache(state)
+        Ownership.of(state).parameters.clear()
         engine_of(state).begin(state)
         to_training(state.optimizer)
         self._check_optimizers(state)
@@ -858,7 +860,7 @@ def commutes(member: Middleware) -> bool:
 
 def acting_in(members: Sequence[Middleware], ring: str) -> list[Middleware]:
     """Return the middleware that act in a ring, in their order, the innermost first."""
-    return [m for m in in_order(members, ring) if ring in wraps_of(m)]
+    return [m for m in in_order(members, ring) if ring in m.wraps]
 
 
 # --------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from fnloop._core.state import (
     current_parameters,
     with_slots,
 )
-from fnloop._core.types import Batch, Middleware, Output, Step, Wrap, is_ours, wraps_of
+from fnloop._core.types import Batch, Middleware, Output, Step, Wrap
 from fnloop._display import checks
 from fnloop._step.engine import engine_of
 
@@ -87,8 +87,8 @@ def transaction(step: Step, members: Sequence[Middleware], leaves_out: bool) -> 
 
 def may_skip_in(members: Iterable[Middleware], *rings: str) -> bool:
     """Return whether third-party middleware in these rings may skip a batch or an update."""
-    users = [m for m in members if not is_ours(m)]
-    return any(not wraps_of(m).keys().isdisjoint(rings) for m in users)
+    users = [m for m in members if not m.is_ours]
+    return any(not m.wraps.keys().isdisjoint(rings) for m in users)
 
 
 def agreeing(step: Step) -> Step:

@@ -18,7 +18,7 @@ from fnloop._core.optimizers import (
     optimizers_in,
     wants_closure,
 )
-from fnloop._core.records import TRAINED
+from fnloop._core.records import Record
 from fnloop._core.several import Several
 from fnloop._core.state import (
     Ownership,
@@ -281,7 +281,7 @@ def add_reported(
     __tracebackhide__ = True
     if loaders is None:
         return {**values, **_added(members, Numbers(None, values))}
-    parts: dict[str, dict[str, float]] = {name: {} for name in (*TRAINED, *loaders)}
+    parts: dict[str, dict[str, float]] = {name: {} for name in (*Record.TRAINED, *loaders)}
     last: dict[str, str] = {}  # the last name of each loader
     for name, value in values.items():
         loader, _, rest = name.partition("/")

@@ -18,11 +18,10 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
-from fnloop._core.history import History, Phase, records_since, unfinished
+from fnloop._core.history import History, Phase
 from fnloop._core.records import Record
-from fnloop._core.rng import reserved_generators
 from fnloop._core.state import TrainState, snapshot, unwrap
-from fnloop._core.types import Middleware, Output, Step, is_ours, middleware
+from fnloop._core.types import Middleware, Output, Step, middleware
 from fnloop._core.view import take_back
 from fnloop._data.loaders import read_loaders
 from fnloop._data.position import checksum
@@ -35,7 +34,6 @@ from fnloop._extensions.checkpoints.saved import Saved
 from fnloop._hooks.hook import when
 from fnloop._loop.evaluate import open_loader
 from fnloop._loop.fit import train
-from fnloop._loop.made_with import members_of
 from fnloop._loop.plan import Plan
 from fnloop._step.pipeline import pipeline
 from fnloop.debug._diff import (
@@ -60,6 +58,7 @@ from fnloop.extend import (
     isolated,
     on_main_process,
     optimizers,
+    rng,
     short_traceback,
     tables,
     torch_compat,
@@ -295,7 +294,7 @@ def make_again(
 
 def check_records(caller: str, origin: Origin, step: PipelineStep, update: int) -> None:
     """Raise if an update depends on records that no checkpoint has."""
-    folding = [member for member in members_of(step) if member.name.partition("(")[0] == "plateau"]
+    folding = [member for member in step.members if member.name.partition("(")[0] == "plateau"]
     if folding and origin.later is None:
         raise ValueError(
             f"{caller}: {folding[0]!r} depends on the records of the run, and no checkpoint has "
@@ -341,7 +340,7 @@ def continue_from(
     plan = follow.with_records(_plan(origin, step, state, loaders, targets, follow))
     if not plan.resumed(state).todo:
         return state
-    with reserved_generators(), unmoved(loaders):
+    with rng.reserved_generators(), unmoved(loaders):
         reached = train(plan, state)
     take_back(reached)  # the end of a run has put the average into the model
     return follow.restore(reached)
@@ -363,7 +362,7 @@ def _plan(
             "the targets that fit had: replay(..., epochs=..., steps=...)"
         )
     # Targets of its own, which are replaced: those of a phase count from where it began.
-    phase = unfinished(state.phases).name or None
+    phase = Phase.running(state.phases).name or None
     plan = Plan.of(step, state, loaders, epochs=1, hooks=(follow,), phase=phase)
     return attrs.evolve(plan, **attrs.asdict(targets))
 
@@ -421,7 +420,7 @@ class _Follow:
     def _has_made(self, state: TrainState, prefix: str) -> bool:
         """Return whether the run has made a record at a boundary, with some metrics."""
         assert self.records is not None
-        record = next(iter(records_since(self.records, len(self.history), closing=False)), None)
+        record = next(iter(self.records.since(len(self.history), closing=False)), None)
         if record is None or (record.step, record.epoch) != (state.step, state.epoch):
             return False
         return any(name.startswith(prefix) for name in record.metrics)
@@ -444,8 +443,7 @@ class _Follow:
         before, self.history = self.history, self._records_at(state)
         if self.made is not None:
             made, its = (
-                records_since(each, len(before), closing=False)
-                for each in (state.history, self.history)
+                each.since(len(before), closing=False) for each in (state.history, self.history)
             )
             if not made:  # it may have had the numbers of hooks alone
                 made = [attrs.evolve(x, metrics={}) for x in its if not self._is_made(x)]
@@ -501,7 +499,7 @@ class _Another(_Follow):
         super().__init__(until, records, each, history, watched)
         self.ends = ends
         self._every = self.history if self.records is None else self.records
-        self._moments = {(r.step, r.epoch): r for r in records_since(self._every, closing=False)}
+        self._moments = {(r.step, r.epoch): r for r in self._every.since(closing=False)}
 
     def with_records(self, plan: Plan) -> Plan:
         """Return the plan with records where the run has made some, and at its end."""
@@ -1152,7 +1150,7 @@ def listing(
         steps = {name: listing(one, inside) for name, one in step.turns.items()}
         return pipeline(*step.pipeline.middleware, *around)(step.with_turns(steps))
     listed = step.pipeline.middleware
-    kept = [attrs.evolve(m, device=None) if is_ours(m) else m for m in listed]
+    kept = [attrs.evolve(m, device=None) if m.is_ours else m for m in listed]
     return step.listing((*kept, *(inside if step.has_all_rings else ()), *around))
 
 

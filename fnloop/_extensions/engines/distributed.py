@@ -20,9 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointFunction
 
 from fnloop._core.metrics import Last, Sum
-from fnloop._core.rng import COMPUTE, torch_seeder
 from fnloop._core.saved import Pending
-from fnloop._core.state import TrainState, current_parameters
+from fnloop._core.state import TrainState
 from fnloop._core.types import Output, Step
 from fnloop._core.view import is_apart
 from fnloop._data.loaders import Padding, Window
@@ -51,6 +50,7 @@ from fnloop.extend import (
     is_sharded,
     optimizers,
     parameters,
+    rng,
     torch_compat,
 )
 
@@ -108,7 +108,7 @@ class DistributedEngine:
         self._turns: dict[str, DistributedEngine] = {}  # of an alternating step
         self._calls, self._generation = 0, -1  # of backward, in one update
         self._seed = 0  # of the latest backward
-        self._position = torch_seeder(state.backend.device)
+        self._position = rng.torch_seeder(state.backend.device)
         exchanges.shutdown_callbacks.add(self)
 
     def close(self) -> None:
@@ -182,7 +182,7 @@ class DistributedEngine:
         again = self._generation == Ownership.generation_of(state)
         self._calls = self._calls + 1 if again else 0
         self._generation = Ownership.generation_of(state)
-        self._seed = fold_in(state.seed, COMPUTE, state.epoch, state.batch, self._calls)
+        self._seed = fold_in(state.seed, rng.COMPUTE, state.epoch, state.batch, self._calls)
         self._position(fold_in(self._seed, 1 + state.backend.data_rank))
 
     def seed_shared(self, state: TrainState) -> None:
@@ -749,7 +749,7 @@ class BucketReducer:
         reached = {id(leaf_of(node)) for node in nodes}
         self._hides_parameters = any(CheckpointFunction.__name__ in node.name() for node in nodes)
         self._used = [p for p in trainable if self._hides_parameters or id(p) in reached]
-        trained = {id(p) for p in current_parameters(state).trained}
+        trained = {id(p) for p in parameters(state)}
         used = any(id(p) in trained for p in self._used)
         used = used or any(p.grad is not None for p in trainable)  # by a batch before this one
         mark = zlib.crc32(repr([tuple(p.shape) for p in trainable]).encode())

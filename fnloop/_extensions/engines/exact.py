@@ -23,7 +23,6 @@ from fnloop._core.metrics import (
 )
 from fnloop._core.parts import Part as CheckpointPart
 from fnloop._core.parts import Restoring
-from fnloop._core.rng import COMPUTE, seed_host, torch_seeder
 from fnloop._core.state import TrainState
 from fnloop._core.types import Output, Step
 from fnloop._data.source import Source
@@ -56,6 +55,7 @@ from fnloop.extend import (
     containers,
     fold_in,
     parameters,
+    rng,
     torch_compat,
 )
 
@@ -331,7 +331,7 @@ class ExactEngine(LocalEngine):
 
     def __init__(self, state: TrainState) -> None:
         self.rank, self.processes = state.backend.rank, state.backend.world_size
-        self._position = torch_seeder(state.backend.device)
+        self._position = rng.torch_seeder(state.backend.device)
         # What is known of the window: the generation of its state, and for each batch which of this
         # process's it is, and whether it is padding.
         self._window: tuple[int, Sequence[int], Sequence[bool]] = (-1, (), ())
@@ -382,17 +382,17 @@ class ExactEngine(LocalEngine):
         """Position all generators before the forward of a batch."""
         if state.run is None:
             return  # a bare step draws from where the generators are
-        seed = fold_in(state.seed, COMPUTE, state.epoch, state.batch + offset, self._calls)
+        seed = fold_in(state.seed, rng.COMPUTE, state.epoch, state.batch + offset, self._calls)
         self._position(fold_in(seed, _BATCH))
-        seed_host(fold_in(seed, _BATCH))
+        rng.seed_host(fold_in(seed, _BATCH))
 
     def seed_shared(self, state: TrainState) -> None:
         """Position all generators after a window: all processes draw the same."""
         if state.run is None:
             return
-        seed = fold_in(state.seed, COMPUTE, state.epoch, state.batch, self._calls)
+        seed = fold_in(state.seed, rng.COMPUTE, state.epoch, state.batch, self._calls)
         self._position(fold_in(seed, _SHARED))
-        seed_host(fold_in(seed, _SHARED))
+        rng.seed_host(fold_in(seed, _SHARED))
 
     def mark_draws(self) -> Callable[[], None]:
         before = self._calls, self._pass
@@ -444,7 +444,7 @@ class ExactEngine(LocalEngine):
 
     def start_evaluation(self, state: TrainState, name: str) -> ExactEvaluation:
         self.share_buffers(state.model)
-        return ExactEvaluation(state, name, fold_in(state.seed, COMPUTE))
+        return ExactEvaluation(state, name, fold_in(state.seed, rng.COMPUTE))
 
     # --- what windows exchange
 
@@ -633,7 +633,7 @@ class ExactEvaluation(DistributedEvaluation):
             self._exchange()
         self._rounds.append([])
         position = self._n * self._backend.world_size + self._backend.rank
-        seed_host(fold_in(self._seed, position))
+        rng.seed_host(fold_in(self._seed, position))
         self._n += 1
         return super().call(fn, subject, batch)
 

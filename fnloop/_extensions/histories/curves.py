@@ -12,7 +12,7 @@ import attrs
 from toolz import groupby
 
 from fnloop._core.history import History
-from fnloop._core.records import MODES, TRAINED, Record
+from fnloop._core.records import Record
 from fnloop._extensions.histories import figures
 from fnloop._extensions.histories.table import (
     is_evaluated,
@@ -22,7 +22,7 @@ from fnloop._extensions.histories.table import (
     stacked_in,
     without_intervals,
 )
-from fnloop.extend import checks, tables
+from fnloop.extend import Monitored, checks, tables
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -45,7 +45,7 @@ def check_plot(mode: Mode, x: str) -> None:
         raise ValueError(f'x expects "step", "epoch" or "items"; got {checks.describe(x)}')
     modes = mode.values() if isinstance(mode, Mapping) else () if mode is None else (mode,)
     for given in modes:
-        checks.choice("plot", "mode", given, MODES)
+        checks.choice("plot", "mode", given, Monitored.MODES)
 
 
 def plot_records(records: Sequence[Record], mode: Mode, x: str) -> Figure:
@@ -108,7 +108,7 @@ def _panels_of(records: Sequence[Record], mode: Mode, x: str) -> list[_Panel]:
     known: set[str] = set()  # labels in a legend
     for title in sorted(groups, key=lambda title: panel_rank(title, groups[title])):
         keys = sorted(groups[title], key=lambda key: _order(of[key][0]))
-        evaluated = [key for key in keys if of[key][0] not in TRAINED]
+        evaluated = [key for key in keys if of[key][0] not in Record.TRAINED]
         curves = []
         for key in keys:
             (owner, metric), best = of[key], None
@@ -190,14 +190,14 @@ def _split(key: str, keys: Container[str]) -> tuple[str, str]:
     loader, metric = key.split("/", 1)[0], key.split("/", 1)[-1]
     name, _, beside = metric.partition("/")
     averaged = f"{loader}/{beside}" in keys and f"train/{metric}" not in keys
-    if beside and averaged and loader not in TRAINED:
+    if beside and averaged and loader not in Record.TRAINED:
         return f"{loader} {name}", beside
     return loader, metric
 
 
 def _colors(owners: Iterable[str]) -> dict[str, str]:
     """Return the colour of each loader and of each average, the same in all axes."""
-    others = [owner for owner in dict.fromkeys(owners) if owner not in TRAINED]
+    others = [owner for owner in dict.fromkeys(owners) if owner not in Record.TRAINED]
     others.sort(key=lambda owner: " " in owner)  # an average changes no colour of a loader
     trained, *colors = figures.palette("History.plot", 1 + len(others))
     return {"train": trained, "recent": trained, **dict(zip(others, colors, strict=True))}

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import attrs
 
-from fnloop._core.records import COSTS, TRAINED, Record, number_of_epoch
+from fnloop._core.records import Record
 from fnloop.extend import better, tables
 
 # --------------------------------------------------------------------------------------------------
@@ -23,7 +23,7 @@ def metric_names(records: Iterable[Record]) -> tuple[str, ...]:
 def is_evaluated(name: str) -> bool:
     """Return whether the name of a metric is that of a loader that is evaluated."""
     group, _ = split_name(name)
-    return group not in ("", *TRAINED, *COSTS)
+    return group not in ("", *Record.TRAINED, *Record.COSTS)
 
 
 def split_name(name: str) -> tuple[str, str]:
@@ -186,8 +186,8 @@ class Row:
 
     @classmethod
     def of(cls, record: Record, seconds: float, ended: int, at: int) -> Row:
-        """Return the row of a record, with the number of its epoch: see ``number_of_epoch``."""
-        return cls(record, seconds, epoch=number_of_epoch(record, ended, at))
+        """Return the row of a record: see :meth:`Record.number_of_epoch`."""
+        return cls(record, seconds, epoch=record.number_of_epoch(ended, at))
 
     @property
     def is_whole(self) -> bool:
@@ -397,7 +397,7 @@ def _importance(name: str) -> int:
         return 9 if title == "lr" else 11
     if "grad_norm" in title:
         return 10
-    if title.partition("/")[0] in COSTS:
+    if title.partition("/")[0] in Record.COSTS:
         return 8
     if is_evaluated(name):
         return 1 if title == "loss" else 3 if tables.mode_by_name(name) else 4

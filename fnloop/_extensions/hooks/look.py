@@ -16,7 +16,7 @@ from torch import Tensor, profiler
 
 from fnloop._backend.collectives import broadcast
 from fnloop._core.history import History
-from fnloop._core.records import TRAINED
+from fnloop._core.records import Record
 from fnloop._core.state import TrainState
 from fnloop._core.types import Output
 from fnloop._core.view import as_evaluated
@@ -388,7 +388,7 @@ class measure(BuiltIn):
     def __attrs_post_init__(self) -> None:
         checks.function("measure", "fn", self.fn, "a function state -> a mapping of numbers", 1)
         checks.text("measure", "name", self.name, "what the names of its numbers begin with")
-        if "/" in self.name or self.name in TRAINED:
+        if "/" in self.name or self.name in Record.TRAINED:
             why = "without a slash" if "/" in self.name else "that is free"
             raise ValueError(f"measure expects name as a name {why}; got {self.name!r}")
         shown = repr(Call(measure, (self.fn,), {"name": self.name}))

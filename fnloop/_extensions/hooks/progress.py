@@ -19,11 +19,11 @@ import attrs
 from torch import Tensor
 from tqdm.utils import disp_len
 
-from fnloop._core.history import SINCE, first_record, new_records, records_since, unfinished
+from fnloop._core.history import Phase
 from fnloop._core.metrics import Last
 from fnloop._core.records import Record
 from fnloop._core.runs import RunInfo
-from fnloop._core.state import TrainState, count_parameters
+from fnloop._core.state import TrainState
 from fnloop._extensions.histories.table import Row, starred, update_best, without_intervals
 from fnloop._extensions.hooks.terminal import Screen, columns_of, has_colors, paint
 from fnloop._hooks.hook import Hook
@@ -113,7 +113,7 @@ class progress(BuiltIn):
                 f"got {checks.describe(file)}"
             )
         self.refresh, self.file = refresh, file
-        self.since = checks.choice("progress", "since", since, SINCE)
+        self.since = checks.choice("progress", "since", since, Monitored.SINCE)
         self._view: _View | None = None  # a run, on its main process
         self._next = -math.inf  # when to show something, unless there is a record
         self._newest: TrainState | None = None  # the state at the newest boundary
@@ -184,7 +184,7 @@ LONGEST_REASON = 100  # characters of an error in the last line
 def describe_start(state: TrainState) -> list[str]:
     """Return what a run works with, and what it is going to do, in parts of a sentence."""
     backend = state.backend
-    parameters = count_parameters(state.model)
+    parameters = tables.count_parameters(state.model)
     parts = [f"{type(state.model).__name__} on {backend.device}", *parameters.split(", ")]
     if precision := backend.precision if state.run is None else state.run.precision:
         parts.append(f"amp {precision}")
@@ -196,7 +196,7 @@ def describe_start(state: TrainState) -> list[str]:
 
 
 def _describe_targets(state: TrainState) -> list[str]:
-    run, phase, parts = _run(state), unfinished(state.phases), []
+    run, phase, parts = _run(state), Phase.running(state.phases), []
     if phase.name:
         parts.append(f"phase {phase.name}")
     left, updates = (run.epochs or 0) - phase.epoch, (run.total_steps or 0) - run.first_step
@@ -260,7 +260,7 @@ def _best_ranked(ranked: Monitored, state: TrainState) -> tuple[str, Record] | N
     """Return a metric and its best record; None if no record has it."""
     key = ranked.key
     best: Record | None = None
-    for record in records_since(state.history, ranked.first(state)):
+    for record in state.history.since(ranked.first(state)):
         if math.isfinite(value := record.metrics.get(key, math.nan)):
             best = record if best is None or ranked.better(value, best.metrics[key]) else best
     return None if best is None else (key, best)
@@ -560,7 +560,7 @@ class Pace:
     def read_records(self, state: TrainState) -> list[Row]:
         """Return the new records, with the numbers of their epochs, from 1. Call it before look."""
         new = []
-        for record in new_records(state.history, self._seen):
+        for record in state.history.since(self._seen):
             seconds = max(record.seconds - self._row_at, 0.0)
             row = Row.of(record, seconds, self._ended, self._ended_at)
             new.append(row)
@@ -682,7 +682,8 @@ class _View(ABC):
         # A state that continues a run may have the events of its last boundary, such as the end of
         # an epoch, which is not one of this run.
         self.pace.look(attrs.evolve(state, events=frozenset()))
-        before = records_since(state.history, first_record(state.phases, hook.since))
+        first = state.phases[-1].records if state.phases and hook.since == "phase" else 0
+        before = state.history.since(first)
         self.best: dict[str, Record] = functools.reduce(update_best, before, {})  # of each metric
         self.quiet = 0.0  # until when nothing is shown of an evaluation
         self.next = 0.0  # when to draw the bar of an epoch again

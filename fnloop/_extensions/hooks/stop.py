@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from fnloop._backend.collectives import broadcast
-from fnloop._core.history import records_since
 from fnloop._core.metrics import Mean
 from fnloop._core.records import Record
 from fnloop._core.runs import RunInfo
@@ -461,7 +460,7 @@ class halt_on_nonfinite(BuiltIn):
         """Return between which steps it was, as the records say."""
         # Only the records are certain: this hook may not have run at each of them.
         before, finite = 0, True
-        for record in records_since(state.history, closing=False):
+        for record in state.history.since(closing=False):
             if record.step >= state.step:
                 continue
             losses = {name: record.metrics.get(name, 0.0) for name in ("train/loss", "recent/loss")}
@@ -571,10 +570,10 @@ class time_limit(BuiltIn):
         """Begin a run: the clock continues from the time that was taken so far."""
         if self.per == "run":
             self._taken = _taken_in(state)[0]
-        self._began = _now(state) - self._taken
+        self._began = RunInfo.now(state.run) - self._taken
         if not self.limit:
             left = broadcast(_time_left())  # of the main process: all stop after the same update
-            self._end = _now(state) + left
+            self._end = RunInfo.now(state.run) + left
             if left == math.inf and state.backend.main:
                 log.warning(_UNKNOWN)
         return state
@@ -600,7 +599,7 @@ class time_limit(BuiltIn):
 
     def _note(self, state: TrainState) -> TrainState:
         """Note the time that was taken so far. Return the state, which knows that of a run."""
-        self._taken = _now(state) - (self._began or 0.0)
+        self._taken = RunInfo.now(state.run) - (self._began or 0.0)
         if self.per == "job":
             return state
         if SLOT not in state.slots:
@@ -610,16 +609,11 @@ class time_limit(BuiltIn):
 
     def _stop_before_end(self, state: TrainState) -> TrainState:
         """Return the state, stopped if the time until the job ends may be too short for more."""
-        left = self._end - _now(state)
+        left = self._end - RunInfo.now(state.run)
         if left > SPARE + 2 * self._longest or state.stop is not None:
             return state
         reason = f"time_limit: this job ends in {tables.format_duration(max(left, 0.0))}"
         return attrs.evolve(state, stop=Stop(reason, "job"))
-
-
-def _now(state: TrainState) -> float:
-    """Return a time in seconds, the same in every process of a run."""
-    return (state.run or RunInfo()).live.clock()
 
 
 def _taken_in(state: TrainState) -> list[float]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fnloop._core.metrics import Sum
-from fnloop._core.state import TrainState, note_call
+from fnloop._core.state import TrainState
 from fnloop._core.types import Aux, LossFn, Middleware, Output, Skip, Step, middleware
 from fnloop.extend import (
     Backward,
@@ -568,6 +568,18 @@ def _check_tbptt(listed: Sequence[Middleware]) -> None:
             )
 
 
+def _note_call(state: TrainState, before: int) -> TrainState:
+    """Return the state after a call, with the number of updates that it has made.
+
+    Args:
+        state: the state after the last of them.
+        before: ``state.step`` before the first.
+    """
+    made = state.step - before
+    events = state.events | {"update"} if made else state.events
+    return attrs.evolve(with_slot(state, "step/call", (state.step, made)), events=events)
+
+
 def _each_window(length: int, dim: int) -> Wrap:
     def wrap(step: Step) -> Step:
         def each_window(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
@@ -577,14 +589,14 @@ def _each_window(length: int, dim: int) -> Wrap:
                 state = with_slot(state, "tbptt", None)
             if len(windows) == 1:
                 state, out = step(state, batch)
-                return note_call(state, given.step), out
+                return _note_call(state, given.step), out
             try:
                 state, out = _fold(step, state, windows)
             except BaseException:
                 if not Ownership.belongs_to(given):  # the first of its updates was made
                     Ownership.give_up(given)
                 raise
-            return note_call(state, given.step), out
+            return _note_call(state, given.step), out
 
         return each_window
 
