@@ -19,7 +19,6 @@ from fnloop._core.history import History
 from fnloop._core.records import Record
 from fnloop._core.state import TrainState
 from fnloop._core.types import Output
-from fnloop._core.view import as_evaluated
 from fnloop._extensions.histories import figures
 from fnloop._extensions.histories.curves import check_plot
 from fnloop._hooks.hook import Hook
@@ -31,10 +30,14 @@ from fnloop.extend import (
     Stop,
     checks,
     engine_of,
+    fold_in,
     is_sharded,
+    isolated,
     name_of,
     on_main_process,
+    rng,
     tables,
+    view,
 )
 
 if TYPE_CHECKING:
@@ -418,7 +421,9 @@ class measure(BuiltIn):
     def numbers(self, state: TrainState) -> Mapping[str, float]:
         """Call the function. Return its numbers, with the name of the hook."""
         __tracebackhide__ = True
-        with as_evaluated(state, together=True):  # in every process: they may exchange weights
+        # In every process: they may exchange weights.
+        with isolated(state.backend.device), view(state, "evaluation"):
+            rng.seed_all(fold_in(state.seed, rng.COMPUTE))
             if not self.everywhere:
                 return on_main_process(functools.partial(self._measured, state), repr(self))
             engine_of(state).share_buffers(state.model)
