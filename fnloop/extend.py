@@ -31,6 +31,7 @@ of the book.
   `wants_closure`
 - **Steps**: `PipelineStep`, `report`, `MissingNumberError`, `then`, `with_slot`, `set_aside`,
   `Backward`, `WeightedSum`, `host`
+- **Tools that try a run, or repeat one**: `Rehearsal`
 - **What is saved, and what readers see**: `Part`, `Saving`, `Restoring`, `View`, `view`
 - **Processes**: `Backend`, `Engine`, `LocalEngine`, `GradientSum`, `engine_of`, `refuse`,
   `on_main_process`, `collectives`
@@ -81,6 +82,7 @@ from fnloop._display import checks, tables
 from fnloop._display.frames import short_traceback
 from fnloop._display.screen import warn_once
 from fnloop._hooks.hook import BuiltIn, Clock, Moment, Wrapper
+from fnloop._loop.rehearsal import Rehearsal
 from fnloop._step.engine import Backward, Engine, GradientSum, LocalEngine, engine_of, refuse
 from fnloop._step.gradients import WeightedSum, norm, set_aside
 from fnloop._step.pipeline import PipelineStep
@@ -108,6 +110,7 @@ __all__ = [
     "Ownership",
     "Part",
     "PipelineStep",
+    "Rehearsal",
     "Restoring",
     "Running",
     "Saving",

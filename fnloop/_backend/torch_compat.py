@@ -222,6 +222,23 @@ with contextlib.suppress(ImportError):
     DispatchMode = TorchDispatchMode
 
 
+class Operators(DispatchMode):
+    """Sees every operator that runs in a ``with`` block."""
+
+    def see(self, func: Callable[..., object], *args: object, **kwargs: object) -> object:
+        """Run an operator, and return its results."""
+        return func(*args, **kwargs)
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: Sequence = (),
+        kwargs: Mapping | None = None,
+    ) -> object:
+        return self.see(func, *args, **(kwargs or {}))
+
+
 def computes(func: object) -> bool:
     """Return whether an operator is neither a view nor the profiler's. Fallback: it is not."""
     schema = getattr(func, "_schema", None)

@@ -44,6 +44,8 @@ from fnloop._data.reader import Reader, reader_of
 # How a loader is read, its reader says. When there are several processes, the batches are
 # distributed round-robin.
 
+_NO_LENGTH = " Its length is 0: was it filled, and were the files found that it is made of?"
+
 
 @attrs.frozen
 class Source:
@@ -171,19 +173,19 @@ class Source:
         return (batches[0] if window == 1 else batches), Window(size, padding)
 
     def why_empty(self) -> str:
-        """Return why an epoch has no batch, although the loader may have one; else nothing."""
+        """Return why an epoch has no batch, as the end of a message; "" if that is not known."""
         if self.sharing.kept(1) == 0:
             return (
-                "With even(loader), an epoch has no batch unless each of "
+                " With even(loader), an epoch has no batch unless each of "
                 f"{self.processes} processes has one: make batches smaller."
             )
         size, complete = self.reader.batch_size, self.sharing.complete
         if not self.reader.drop_last or not size:
-            return ""
+            return _NO_LENGTH if self.length == 0 else ""
         together = f"{size} on each of {complete} processes" if complete > 1 else f"{size}"
         return (
-            f"It has {self.reader.samples} samples, and with drop_last an update takes {together}: "
-            "make batches smaller."
+            f" It has {self.reader.samples} samples, and with drop_last an update takes "
+            f"{together}: make batches smaller."
         )
 
     def check_order(self, whole: bool = True) -> None:

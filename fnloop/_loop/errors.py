@@ -20,7 +20,6 @@ from fnloop._display.screen import log, tell
 from fnloop._hooks.hook import Hook, unwrap_hook
 from fnloop._step.pipeline import PipelineStep
 
-NO_LENGTH = " Its length is 0: was it filled, and were the files found that it is made of?"
 TRAIN_LOSS = "train/loss"  # is in each record of an epoch in which an update was applied
 READ_ONCE = " An iterator can be read once: pass a list, or a function that makes one."
 
@@ -201,22 +200,15 @@ def first_change(before: TrainState, new: TrainState, fields: Iterable[str]) -> 
 
 def explain_no_batches(state: TrainState, source: Source) -> str:
     """Return why the training loader may have given no batch."""
-    why = why_empty(source) or (READ_ONCE if state.epoch else "")
+    why = source.why_empty() or (READ_ONCE if state.epoch else "")
     return f"the training loader gave no batch in epoch {state.epoch + 1}.{why}"
-
-
-def why_empty(source: Source) -> str:
-    """Return why a loader has no batch, if that is known; else nothing."""
-    if why := source.why_empty():
-        return f" {why}"
-    return NO_LENGTH if source.length == 0 else ""
 
 
 def check_not_empty(sources: Mapping[str, Source]) -> None:
     """Raise ValueError if one of the loaders to evaluate has no batch, as far as that is known."""
     for name, source in sources.items():
         if source.length_in(0) == 0:
-            raise ValueError(f"the {name} loader gave no batch.{why_empty(source)}")
+            raise ValueError(f"the {name} loader gave no batch.{source.why_empty()}")
 
 
 def explain_no_updates(state: TrainState, reason: str | None) -> str | None:

@@ -24,7 +24,7 @@ from fnloop._data.loaders import NONE_LEFT, Padding, check_loader
 from fnloop._data.source import Source, open_source, windows
 from fnloop._display import checks
 from fnloop._display.frames import leave_out_frames, short_traceback
-from fnloop._loop.errors import READ_ONCE, why_empty
+from fnloop._loop.errors import READ_ONCE
 from fnloop._step.engine import engine_of
 from fnloop._step.pipeline import PipelineStep
 
@@ -100,7 +100,7 @@ def measure(
                 raise
     if not n:
         name = f"{state.run.loader} loader" if in_run and state.run else "loader to evaluate"
-        raise ValueError(f"the {name} gave no batch.{why_empty(source) or READ_ONCE}")
+        raise ValueError(f"the {name} gave no batch.{source.why_empty() or READ_ONCE}")
     evaluation.finish(source)
     return evaluation.own_metrics()
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 from fnloop._core.rng import reserved_generators
-from fnloop._core.runs import INTERRUPTED
 from fnloop._core.state import TrainState
 from fnloop._core.types import Step
 from fnloop._display.checks import describe, join_names, no_argument, notes_of
@@ -17,7 +16,6 @@ from fnloop._display.frames import leave_out_frames, short_traceback
 from fnloop._hooks.hook import HookFn, Trigger, every
 from fnloop._loop.boundary import Moments
 from fnloop._loop.peers import (
-    Interrupts,
     check_may_begin,
     forget_interruption,
     handling,
@@ -341,14 +339,3 @@ def _noting(states: Generator[TrainState]) -> Iterator[TrainState]:
         if type(error) is RuntimeError and isinstance(cause := error.__cause__, StopIteration):
             vars(error).update(vars(cause))  # the state, and the notes
         raise
-
-
-def train(plan: Plan, state: TrainState) -> TrainState:
-    """Carry out a plan, but let Ctrl-C and signals end the program as they usually do."""
-    __tracebackhide__ = True
-    reached = state
-    for reached in fold(plan, state, Interrupts(is_alone(state))):  # noqa: B007
-        pass
-    if reached.stop == INTERRUPTED:
-        raise KeyboardInterrupt
-    return reached

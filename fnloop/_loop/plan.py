@@ -79,7 +79,6 @@ class Plan:
         record_every: when to make a record in any case; None means never.
         prefetch: how many windows are fetched ahead.
         phase: the name of the phase, or None.
-        may_stall: whether all updates of two epochs may be left out before a target in steps.
         assumed_items: what schedules see as the target for ``state.items`` where there is none, in
             a trial of a run; or None.
     """
@@ -93,7 +92,6 @@ class Plan:
     record_every: Moment | None
     prefetch: int
     phase: str | None
-    may_stall: bool = False
     items: int | None = None
     assumed_items: int | None = None
 
@@ -344,7 +342,6 @@ class Plan:
         evaluated: Collection[str],
         history: History,
         models: Sequence[str],
-        tried: bool = False,
     ) -> None:
         """Raise KeyError for a metric that is watched, and that this run does not have.
 
@@ -352,14 +349,10 @@ class Plan:
             evaluated: the names of the loaders that are evaluated.
             history: the records so far. What is in one of them may come from an earlier run.
             models: the names of the models of a stack.
-            tried: whether the run is only tried. Whether it has records of intervals, it is ``fit``
-                that is told.
         """
         watched = watched_in(self.step, self.hooks)
         if not watched:
             return
-        if tried:
-            watched = [one for one in watched if not one[1].startswith("recent/")]
         known = (*self.trained, *evaluated, *names_made(self.hooks))
         check_names(watched, known, self.loaders.evaluated)
         check_metrics(self.step, self.hooks, evaluated, history, models)

@@ -627,7 +627,7 @@ class World:
         order = self.source.order if self.read_whole else 0
         state = self._barrier(state, order)
         state = self.obey(changed(state, todo=todo))
-        if action.ended and state.stop is None and not (plan.epochs or plan.may_stall):
+        if action.ended and state.stop is None and not plan.epochs:
             self.state, self.doing = state, "the end of the epoch"
             if (why := explain_no_updates(state, self.left_out)) is not None:
                 raise ValueError(why)

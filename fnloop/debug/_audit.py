@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from weakref import WeakKeyDictionary
 
 import attrs
@@ -19,7 +19,6 @@ from fnloop.debug._watch import (
     GRADIENT,
     LOSS,
     OPTIMIZER,
-    OUTSIDE,
     SLOT,
     WEIGHT,
     Before,
@@ -29,10 +28,12 @@ from fnloop.debug._watch import (
     Gradients,
     Result,
     Trace,
+    find_changed,
     find_differences,
     find_sources,
     first_other_operator,
     named_tensors,
+    noting,
     result_of,
     without_gradients,
 )
@@ -42,9 +43,8 @@ from fnloop.extend import (
     containers,
     engine_of,
     host,
-    is_sharded,
     isolated,
-    rng,
+    refuse,
     tables,
     torch_compat,
 )
@@ -124,29 +124,35 @@ def audit(every: int = 1000, against: str | None = None) -> Middleware:
     )
     if against is not None:
         checks.choice("audit", "against", against, (EAGER, FLOAT64), ", or None")
-    members = Members()
+    known: WeakKeyDictionary[nn.Module, Facts] = WeakKeyDictionary()
+    forward: list[Step] = []  # that of the pipeline that was composed last
+
+    def note_forward(step: Step) -> Step:
+        forward[:] = [step]
+        return step
 
     def wrap(step: Step) -> Step:
-        inner = members.forward  # that of the same pipeline, which was composed just before
+        inner = next(iter(forward), None)  # that of the same pipeline, composed just before
 
         def audited(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
             __tracebackhide__ = True
             if (state.step + state.skipped) % every or _is_unfinished(state):
                 return step(state, batch)
+            facts = known.get(state.model, Facts())
             if against == EAGER:
-                return compare_with_eager(step, state, batch, members)
+                return compare_with_eager(step, state, batch, facts)
             if inner is not None:
-                compare_with_float64(inner, state, batch, members)
+                compare_with_float64(inner, state, batch, facts)
                 return step(state, batch)
-            return _make_twice(step, state, batch, members)
+            return _make_twice(step, state, batch, facts)
 
         return audited
 
     return Middleware(
         "audit",
-        forward=members.note_forward if against == FLOAT64 else None,
+        forward=note_forward if against == FLOAT64 else None,
         step=wrap,
-        check_state=members.note,
+        check_state=lambda state, listed: known.update({state.model: Facts.of(state, listed)}),
         adds=(),
     )
 
@@ -157,7 +163,7 @@ def _is_unfinished(state: TrainState) -> bool:
 
 
 def _make_twice(
-    step: Step, state: TrainState, batch: Batch, members: Members
+    step: Step, state: TrainState, batch: Batch, facts: Facts
 ) -> tuple[TrainState, Output]:
     """Make an update twice. Return the second one, if it has the bits of the first."""
     __tracebackhide__ = True
@@ -173,7 +179,7 @@ def _make_twice(
     before.put_back()
     makings = Makings(step, state, batch, before, first, second)
     try:
-        message, parameter = explain(makings, found, members.of(state))
+        message, parameter = explain(makings, found, facts)
     finally:
         before.put_back()
     raise AuditError(message, parameter)
@@ -262,24 +268,18 @@ def explain(makings: Makings, found: Differences | None, facts: Facts) -> tuple[
     roots = {"model": state.model, "loss function": makings.step}
     before = find_sources(roots)
     third, fourth, called = _trace(makings, facts)
-    after = find_sources(roots)
+    changed = find_changed(before, roots)
     title = f"audit: two makings of update {state.step + 1} from the same state differ"
     if found is None:
         return f"{title} in another process, whose message says where", None
     again = find_differences(third, fourth)  # with the gradients
     seen = again or found
     parts = [f"{title}. {describe(seen)}"]
-    changed = [
-        source
-        for name, source in before.items()
-        if name in after and after[name].fingerprint != source.fingerprint
-    ]
     if changed:
         names = "; ".join(str(source) for source in changed[:MOST_SOURCES])
         parts.append(f"Between the makings this changes, which a checkpoint does not hold: {names}")
     if called is not None:
-        where = f"at {called.line}" if called.line else OUTSIDE
-        parts.append(f"The first operator whose result differs is {called.operator}, {where}")
+        parts.append(str(called))
     if not changed and called is None:
         parts.append(_vote(makings, without_gradients(third), found))
     return ". ".join(parts), seen.parameter.name if seen.parameter else None
@@ -391,43 +391,24 @@ class Facts:
     rough: bool = False
     window: int = 1
 
-
-class Members:
-    """The other middleware of the pipeline that an audit is in.
-
-    Attributes:
-        forward: the forward step inside the audit, of the pipeline that was composed last.
-    """
-
-    def __init__(self) -> None:
-        self.forward: Step | None = None
-        self._facts: WeakKeyDictionary[nn.Module, Facts] = WeakKeyDictionary()
-
-    def note_forward(self, step: Step) -> Step:
-        """Note the forward step, and leave it as it is."""
-        self.forward = step
-        return step
-
-    def note(self, state: TrainState, listed: Sequence[Middleware]) -> None:
-        """Note what is listed. It is called when a step first meets a state's model."""
-        names = {m.name for m in listed}
+    @staticmethod
+    def of(state: TrainState, listed: Sequence[Middleware]) -> Facts:
+        """Return what is known of a state, and of what is listed."""
         rough = any(m.precision for m in listed) or state.backend.precision is not None
-        window = max(m.window for m in listed)
         loaded = any(torch_compat.uncompiled(m) is not None for m in state.model.modules())
-        compiles = "compiled" in names or loaded
-        captures = any(m.device is not None for m in listed)
-        self._facts[state.model] = Facts(compiles, captures, rough, window)
-
-    def of(self, state: TrainState) -> Facts:
-        """Return what is known about the pipeline."""
-        return self._facts.get(state.model, Facts())
+        return Facts(
+            compiles=loaded or any(m.name == "compiled" for m in listed),
+            captures=any(m.device is not None for m in listed),
+            rough=rough,
+            window=max(m.window for m in listed),
+        )
 
 
 # --- eager
 
 
 def compare_with_eager(
-    step: Step, state: TrainState, batch: Batch, members: Members
+    step: Step, state: TrainState, batch: Batch, facts: Facts
 ) -> tuple[TrainState, Output]:
     """Make an update without compilation and graphs, then as it is. Return the latter.
 
@@ -435,7 +416,7 @@ def compare_with_eager(
         AuditError: they differ by more than rounding.
     """
     __tracebackhide__ = True
-    facts, before = members.of(state), Before(state)
+    before = Before(state)
     started = {name: t.detach().clone() for name, t in named_tensors(state)}
     generators = torch.default_generator.get_state()
     with torch.compiler.set_stance("force_eager"), host().replaced(records=False):
@@ -487,12 +468,12 @@ def _largest_difference(
         (p, a - started[p.name], b - started[p.name]) if p.kind == WEIGHT else (p, a, b)
         for p, a, b in pairs
     ]
-    norms = [_norm(b) for p, _, b in pairs if p.kind == wanted]
+    norms = [norm_of(b) for p, _, b in pairs if p.kind == wanted]
     floor = SMALL * math.hypot(*norms)
     most, worst, text, parameter = 1.0, 1.0, "", None
     for p, a, b in pairs:
         least = SMALL if p.kind == LOSS else floor
-        off = _distance(a, b) / max(_norm(b), least, torch.finfo(torch.float64).tiny)
+        off = _distance(a, b) / max(norm_of(b), least, torch.finfo(torch.float64).tiny)
         allowed = tolerance_of(p.value.dtype, facts.rough)
         if p.kind == WEIGHT:
             allowed = max(allowed, OF_CHANGES)
@@ -509,49 +490,42 @@ def _largest_difference(
     return parameter, f"{text}. The loss is {losses[0]!r}, eagerly {losses[1]!r}"
 
 
-def _norm(tensor: Tensor) -> float:
+def norm_of(tensor: Tensor) -> float:
     return float(torch.linalg.vector_norm(tensor.double()))
 
 
 def _distance(a: Tensor, b: Tensor) -> float:
     """Return the norm of a difference; infinite if only one of them is finite somewhere."""
     same = (a == b) | (a.isnan() & b.isnan())
-    off = _norm(torch.where(same, 0.0, a.double() - b.double()))
+    off = norm_of(torch.where(same, 0.0, a.double() - b.double()))
     return off if math.isfinite(off) else math.inf
 
 
 # --- float64
 
 
-def compare_with_float64(inner: Step, state: TrainState, batch: Batch, members: Members) -> None:
+def compare_with_float64(inner: Step, state: TrainState, batch: Batch, facts: Facts) -> None:
     """Run forward and backward on two copies of the model, one of them in float64.
 
     Args:
         inner: the forward step.
         state: the state, which stays as it is.
         batch: the batch, or a window of which the first batch is taken.
-        members: the middleware.
+        facts: what is known about the pipeline.
 
     Raises:
         AuditError: a module or a gradient is off by far more than the others.
     """
     __tracebackhide__ = True
-    if is_sharded(state.model):
-        raise NotImplementedError(
-            'audit(against="float64") copies the model, and one that is sharded over processes '
-            'cannot be copied: write against="eager", or None'
-        )
-    facts, device = members.of(state), state.backend.device
+    why = "copies the model, and one that is sharded over processes cannot be copied"
+    refuse(state, 'audit(against="float64")', sharded=f'{why}: write against="eager", or None')
     first = batch[0] if facts.window > 1 else batch
-    repeat, restore = engine_of(state).mark_draws(), rng.mark_generators(device)
-    with isolated(device), torch.compiler.set_stance("force_eager"):
-        exact = _Copy(state, first, exact=True)
-        exact.run(inner)
-        restore()
+    repeat = engine_of(state).mark_draws()
+    exact, real = (_Copy(state, first, exact) for exact in (True, False))
+    for each in (exact, real):
+        with isolated(state.backend.device), torch.compiler.set_stance("force_eager"):
+            each.run(inner)
         repeat()
-        real = _Copy(state, first, exact=False)
-        real.run(inner)
-    repeat()
     found = _find_imprecise(real, exact, torch.finfo(torch.bfloat16).eps if facts.rough else 0.0)
     if engine_of(state).largest(found is not None):
         name, why = found or (None, "in another process, whose message says where")
@@ -585,7 +559,8 @@ class _Copy:
         """Run forward and backward, and note the outputs of modules and the gradients."""
         __tracebackhide__ = True
         try:
-            with self._noting():
+            named = self.model.named_modules()
+            with noting(((name or type(self.model).__name__, m) for name, m in named), self._note):
                 out = inner(self._state, self._batch)[1]
         except Exception as error:
             if self._exact:
@@ -600,24 +575,9 @@ class _Copy:
         named = self.model.named_parameters()
         self.gradients = {name: p.grad for name, p in named if p.grad is not None}
 
-    @contextlib.contextmanager
-    def _noting(self) -> Iterator[None]:
-        handles = [
-            module.register_forward_hook(self._noter(name or type(self.model).__name__))
-            for name, module in self.model.named_modules()
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _noter(self, name: str) -> Callable[[nn.Module, object, object], None]:
-        def note(module: nn.Module, given: object, output: object) -> None:
-            if isinstance(output, Tensor) and output.is_floating_point():
-                self.outputs.append((name, output.detach().clone()))
-
-        return note
+    def _note(self, name: str, module: nn.Module, output: object) -> None:
+        if isinstance(output, Tensor) and output.is_floating_point():
+            self.outputs.append((name, output.detach().clone()))
 
 
 def _widen(leaf: object) -> object:
@@ -631,30 +591,40 @@ def _find_imprecise(real: _Copy, exact: _Copy, eps: float) -> tuple[str | None, 
         real, exact: the two copies, which have run.
         eps: the least rounding to expect.
     """
-    before = 1.0
+    outputs = list[tuple[str, float]]()
     for (name, a), (other, b) in zip(real.outputs, exact.outputs, strict=False):
         if name != other or a.shape != b.shape:
             break
         eps = max(eps, torch.finfo(a.dtype).eps)
-        units = _distance(a, b) / eps / max(_norm(b), SMALL if a.ndim == 0 else 1e-30)
-        if units > MOST_UNITS * before:
-            what = name if name == "the loss" else f"the output of the module {name}"
-            return name, (
-                f"{what} is off by {tables.format_number(units)} units of rounding, and nothing "
-                f"before it by more than {tables.format_number(before)}"
-            )
-        before = max(before, units)
-    total = SMALL * math.hypot(*map(_norm, exact.gradients.values()))
-    usual = 1.0
-    for name, grad in reversed(exact.gradients.items()):  # in the order of backward, nearly
-        if name not in real.gradients:
-            continue
-        units = _distance(real.gradients[name], grad) / eps / max(_norm(grad), total, 1e-30)
-        if units > MOST_UNITS * usual:
-            return name, (
-                f"the gradient of {name} is off by {tables.format_number(units)} units of "
-                "rounding, and those of the parameters after it by at most "
-                f"{tables.format_number(usual)}"
-            )
-        usual = max(usual, units)
+        least = SMALL if a.ndim == 0 else 1e-30
+        outputs.append((name, _distance(a, b) / eps / max(norm_of(b), least)))
+    if (jump := _first_jump(outputs)) is not None:
+        name, units, before = jump
+        what = name if name == "the loss" else f"the output of the module {name}"
+        return name, (
+            f"{what} is off by {units} units of rounding, and nothing before it by more than "
+            f"{before}"
+        )
+    total = SMALL * math.hypot(*map(norm_of, exact.gradients.values()))
+    jump = _first_jump(
+        (name, _distance(real.gradients[name], g) / eps / max(norm_of(g), total, 1e-30))
+        for name, g in reversed(exact.gradients.items())  # in the order of backward, nearly
+        if name in real.gradients
+    )
+    if jump is None:
+        return None
+    name, units, usual = jump
+    return name, (
+        f"the gradient of {name} is off by {units} units of rounding, and those of the parameters "
+        f"after it by at most {usual}"
+    )
+
+
+def _first_jump(units: Iterable[tuple[str, float]]) -> tuple[str, str, str] | None:
+    """Return the first name whose number is far above those before it, it, and the largest."""
+    most = 1.0
+    for name, number in units:
+        if number > MOST_UNITS * most:
+            return name, tables.format_number(number), tables.format_number(most)
+        most = max(most, number)
     return None

@@ -19,15 +19,25 @@ from fnloop._extensions.checkpoints.format import CheckpointError
 from fnloop._extensions.checkpoints.restore import restore
 from fnloop._extensions.checkpoints.save import check_resumable, save
 from fnloop._extensions.middleware.accumulate import accumulate, microbatch
-from fnloop._extensions.tools.dry_run import Finding, HostReads, Report, Trial, with_members
+from fnloop._extensions.tools.dry_run import (
+    EVALUATED,
+    Finding,
+    HostReads,
+    Report,
+    advance,
+    compiles,
+    contents_of,
+    trial_of,
+    with_members,
+)
 from fnloop._hooks.hook import every
 from fnloop.data import take
-from fnloop.debug._audit import DROPOUTS, SMALL, audit, tolerance_of
+from fnloop.debug._audit import DROPOUTS, SMALL, audit, norm_of, tolerance_of
 from fnloop.debug._watch import (
-    OUTSIDE,
     Gradients,
     Source,
     Trace,
+    find_changed,
     find_sources,
     first_other_operator,
     watch,
@@ -35,6 +45,7 @@ from fnloop.debug._watch import (
 from fnloop.extend import (
     Batch,
     PipelineStep,
+    Rehearsal,
     containers,
     isolated,
     name_of,
@@ -93,7 +104,8 @@ def check_script(step: Step, state: TrainState, loaders: object) -> Report:
         own objects, generators. What a worker of a DataLoader keeps cannot be seen.
     """
     __tracebackhide__ = True
-    trial = Trial.of("check_script", step, state, loaders)
+    # Loaders move: what they keep by themselves is what it looks for.
+    trial = attrs.evolve(trial_of("check_script", step, state, loaders), moves=True)
     script = _Script(trial)
     try:
         straight = script.run().contents
@@ -131,19 +143,18 @@ class _Reached:
     @property
     def contents(self) -> dict[str, object]:
         """What two runs are compared by."""
-        return Trial.contents(self.state)
+        return contents_of(self.state)
 
 
 class _Script:
     """What is tried, to make short runs with."""
 
-    def __init__(self, trial: Trial) -> None:
+    def __init__(self, trial: Rehearsal) -> None:
         self.trial, self.state, self.loaders = trial, trial.state, trial.loaders
-        step, loaders = trial.step, trial.loaders
-        self.compiles = any(m.name == "compiled" for m in step.pipeline.middleware)
+        self.compiles = compiles(trial.step)
         self._roots = {
-            "the loss function": step,
-            **{f"the {name} loader": loader for name, loader in loaders.items()},
+            "the loss function": trial.step,
+            **{f"the {name} loader": loader for name, loader in trial.loaders.items()},
         }
         self._at_first = find_sources(self._roots)
 
@@ -167,16 +178,11 @@ class _Script:
         loaders = {"train": train, **{name: take(loader, 1) for name, loader in others.items()}}
         roots = {"the model": copied.model, **self._roots}
         before = find_sources(roots)
-        moment = every(steps=1) if evaluates else every(epochs=1)
+        moment = every(steps=1) if evaluates else EVALUATED
         target = self.state.epoch + UPDATES + 1  # the same for all, as schedules depend on it
-        reached = self.trial.advance(copied, loaders, updates, target, moment)
-        after = find_sources(roots)
-        changed = [
-            source
-            for name, source in before.items()
-            if name in after and after[name].fingerprint != source.fingerprint
-        ]
-        return _Reached(reached, tuple(changed))
+        trial = attrs.evolve(self.trial, loaders=loaders)
+        reached = advance(trial, copied, updates, target, moment)
+        return _Reached(reached, tuple(find_changed(before, roots)))
 
     # --- the laws
 
@@ -199,10 +205,7 @@ class _Script:
             with trace:
                 self.run(1)
         called = first_other_operator(*traces)
-        if called is None:
-            return ""
-        where = f"at {called.line}" if called.line else OUTSIDE
-        return f". The first operator whose result differs is {called.operator}, {where}"
+        return "" if called is None else f". {called}"
 
     def check_resume(self, straight: dict[str, object]) -> Iterator[Finding]:
         """Compare runs that were saved and restored with one that was not."""
@@ -282,7 +285,7 @@ _LEFT_OUT = (accumulate, microbatch, audit, watch)
 _Made = dict[str, Tensor]
 
 
-def check_accumulation(trial: Trial) -> Finding:
+def check_accumulation(trial: Rehearsal) -> Finding:
     """Compare the gradient of two batches, accumulated, with that of both joined."""
     __tracebackhide__ = True
     step, state = trial.step, trial.state
@@ -290,7 +293,7 @@ def check_accumulation(trial: Trial) -> Finding:
         return Finding(KIND, NAME, f"not checked: {type(step).__name__} takes no accumulate(2)")
     with isolated(state.backend.device):
         copied = trial.begun
-        batches = trial.batches(2)
+        batches, _ = trial.read(trial.source(trial.state), 2)
         if len(batches) < 2:
             return Finding(KIND, NAME, "not checked: the loader has only one batch")
         try:
@@ -298,8 +301,14 @@ def check_accumulation(trial: Trial) -> Finding:
         except ValueError as error:
             return Finding(KIND, NAME, f"not checked: {error}")
         rough = step.precision_in(state) is not None
-        compare = _comparing(step, copied, batches, joined, rough)
-        whole = with_members(step, _LEFT_OUT)
+        whole, parts = (with_members(step, _LEFT_OUT, m) for m in ((), (accumulate(2),)))
+
+        def compare(change: Callable[[nn.Module], None]) -> str | None:
+            """Compare the gradients, after a change of the model's modes."""
+            a = _gradients(parts, copied(), batches, change)
+            b = _gradients(whole, copied(), joined, change)
+            return _NO_GRADIENTS if not a or not b else _difference(a, b, rough)
+
         try:
             one, other = (_gradients(whole, copied(), joined, _without_dropout) for _ in range(2))
         except Exception as error:
@@ -352,30 +361,11 @@ def join(batches: Sequence[Batch]) -> Batch:
     raise ValueError(f"batches with a {type(first).__name__} cannot be joined")
 
 
-def _comparing(
-    step: PipelineStep,
-    copied: Callable[[], TrainState],
-    batches: Sequence[Batch],
-    joined: Batch,
-    rough: bool,
-) -> Callable[[Callable[[nn.Module], None]], str | None]:
-    """Return a function that compares the gradients, after a change of the model's modes."""
-    parts = with_members(step, _LEFT_OUT, [accumulate(2)])
-    whole = with_members(step, _LEFT_OUT)
-
-    def compare(change: Callable[[nn.Module], None]) -> str | None:
-        a = _gradients(parts, copied(), batches, change)
-        b = _gradients(whole, copied(), joined, change)
-        return _NO_GRADIENTS if not a or not b else _difference(a, b, rough)
-
-    return compare
-
-
 def _difference(a: _Made, b: _Made, rough: bool) -> str | None:
     """Return which gradient of a differs from that of b by more than rounding, or None."""
-    least = SMALL * math.hypot(*map(_norm, b.values()))
+    least = SMALL * math.hypot(*map(norm_of, b.values()))
     for name, grad in b.items():
-        off = _norm(a[name] - grad) / max(_norm(grad), least, 1e-300)
+        off = norm_of(a[name] - grad) / max(norm_of(grad), least, 1e-300)
         if not off <= tolerance_of(grad.dtype, rough):
             return f"the gradient of {name} differs by {off:.3g} of its norm"
     return None
@@ -391,11 +381,7 @@ def _gradients(
     with Gradients(copied) as seen:
         step(copied, batch)
     named = copied.model.named_parameters()
-    return {name: seen.found[id(p)] for name, p in named if id(p) in seen.found}
-
-
-def _norm(tensor: Tensor) -> float:
-    return float(torch.linalg.vector_norm(tensor.double()))
+    return {name: seen.found[id(p)].to_dense() for name, p in named if id(p) in seen.found}
 
 
 def _without_dropout(model: nn.Module) -> None:

@@ -6,10 +6,12 @@ import functools
 import json
 import math
 import os
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import attrs
+import torch
 from torch import Tensor
 
 from fnloop._core.history import History
@@ -22,7 +24,7 @@ from fnloop._extensions.checkpoints.compare import (
     measure,
 )
 from fnloop._extensions.checkpoints.files import decode_history
-from fnloop._extensions.checkpoints.format import Contents
+from fnloop._extensions.checkpoints.format import CheckpointError, Contents
 from fnloop._extensions.checkpoints.restore import read_alone
 from fnloop._extensions.checkpoints.save import collect_contents
 from fnloop._extensions.checkpoints.saved import Saved
@@ -285,6 +287,26 @@ def compare_contents(a: Contents, b: Contents, parts: Sequence[str] = _PARTS) ->
     return Difference(tuple(filter(None, found)), others, largest=largest)
 
 
+def compare_saved(path: Path, made: Contents) -> Difference | None:
+    """Return what differs in bits between a checkpoint and what was made again.
+
+    None means that the checkpoint is damaged.
+    """
+    try:
+        return compare_contents(contents_of(path, history=False), made, BITS)
+    except CheckpointError:
+        return None
+
+
+def explain_not_made(run: str, script: str, step: int, found: Difference) -> str:
+    """Return how a checkpoint of a run differs from what its script makes again, in words."""
+    first = found.tensor or found.findings[0]
+    return (
+        f"{run} is not made again by {script}: at step {step}, {first.name} of its checkpoint is "
+        f"not what it becomes again: {first.text}"
+    )
+
+
 def _records(contents: Contents) -> History:
     return decode_history(contents.facts.get("history", ()))
 
@@ -311,6 +333,18 @@ def _tensors(contents: Contents, parts: Sequence[str]) -> dict[str, Tensor]:
         kept = ("slots", "generators", "extra", *(p for p in ("metrics", "shares") if p in parts))
         found |= {n: t for n, t in groups["slots"].items() if n.split(".")[0] in kept}
     return found
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Return the bytes of a strided tensor, on the host."""
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return plain.view(torch.uint8).numpy().data
+
+
+def checksum(tensors: Iterable[Tensor], crc: int = 0) -> int:
+    """Return a checksum of the strided tensors among some, continued from another one."""
+    plain = (t for t in tensors if type(t) is Tensor and t.layout is torch.strided)
+    return functools.reduce(lambda crc, tensor: zlib.crc32(bytes_of(tensor), crc), plain, crc)
 
 
 def compare_tensors(a: Mapping[str, object], b: Mapping[str, object]) -> Iterator[Finding]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import math
 import os
@@ -16,49 +15,43 @@ import attrs
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
-from torch.optim import Optimizer
 
 from fnloop._core.history import History, Phase
 from fnloop._core.records import Record
 from fnloop._core.state import TrainState, snapshot, unwrap
 from fnloop._core.types import Middleware, Output, Step, middleware
-from fnloop._core.view import take_back
-from fnloop._data.loaders import read_loaders
-from fnloop._data.position import checksum
-from fnloop._data.source import unmoved
 from fnloop._extensions.checkpoints.counters import Targets
-from fnloop._extensions.checkpoints.format import CheckpointError, Contents
 from fnloop._extensions.checkpoints.restore import restore
 from fnloop._extensions.checkpoints.save import collect_contents
 from fnloop._extensions.checkpoints.saved import Saved
 from fnloop._hooks.hook import when
-from fnloop._loop.evaluate import open_loader
-from fnloop._loop.fit import train
-from fnloop._loop.plan import Plan
 from fnloop._step.pipeline import pipeline
 from fnloop.debug._diff import (
-    BITS,
     Difference,
+    checksum,
     common,
     compare_contents,
+    compare_saved,
     compare_tensors,
     compare_values,
     contents_of,
+    explain_not_made,
     find_differing,
 )
+from fnloop.debug._watch import Gradients, noting
 from fnloop.extend import (
     Batch,
     Metrics,
     Moment,
     PipelineStep,
+    Rehearsal,
     Stop,
-    check_not_stale,
+    View,
     checks,
     containers,
+    host,
     isolated,
     on_main_process,
-    optimizers,
-    rng,
     short_traceback,
     tables,
     torch_compat,
@@ -135,8 +128,7 @@ def replay(
         the run, which are taken from a checkpoint after the update.
     """
     __tracebackhide__ = True
-    step = PipelineStep.checked(step, "replay", "folder, ")
-    check_not_stale(state, "replay")
+    run = Rehearsal.of("replay", step, state, loaders, before="folder, ")
     where = checks.folder_path("replay", "folder", folder)
     update = checks.integer("replay", "update", update, "state.step after the update")
     meaning = "a target of the run, or None"
@@ -144,11 +136,10 @@ def replay(
         epochs = checks.integer("replay", "epochs", epochs, meaning, least=0)
     if steps is not None:
         steps = checks.integer("replay", "steps", steps, meaning, least=0)
-    read_loaders(loaders)  # checks them
     # The main process decides, because the others may see other checkpoints.
     origin = on_main_process(lambda: find_origin(where, update), "fnloop.debug.replay")
     given = None if epochs is None and steps is None else Targets(epochs, steps)
-    return make_again(origin, step, state, loaders, Recorder(update), given)
+    return make_again(origin, run, Recorder(update), given)
 
 
 # --- where to begin
@@ -170,10 +161,12 @@ class Origin:
     newest: Saved
     same: tuple[Saved, ...] = ()
 
-    @property
-    def phases(self) -> tuple[Phase, ...]:
-        """The phases that had begun at the checkpoint."""
-        return self.start.phases
+    @staticmethod
+    def among(saved: Sequence[Saved], at: int, update: int = -1) -> Origin:
+        """Return the origin at one of the checkpoints of a run, for an update."""
+        later = saved[at + 1 :]
+        same = tuple(one for one in later if one.step == update)
+        return Origin(saved[at], next(iter(later), None), saved[-1], same)
 
     @property
     def targets(self) -> Targets | None:
@@ -181,7 +174,7 @@ class Origin:
         own = self.start.targets
         if self.later is None:
             return own
-        in_one_phase = [p.name for p in self.later.phases] == [p.name for p in self.phases]
+        in_one_phase = [p.name for p in self.later.phases] == [p.name for p in self.start.phases]
         return (self.later.targets if in_one_phase else None) or own
 
 
@@ -201,11 +194,9 @@ def find_origin(folder: Path, update: int) -> Origin:
             "them, checkpoint(folder, keep=None), and one of the beginning, (at_start() | "
             "every(epochs=1))(checkpoint(folder, keep=None))"
         )
-    at = earlier[-1]
-    later = saved[at + 1] if at + 1 < len(saved) else None
-    same = tuple(one for one in saved[at + 1 :] if one.step == update)
-    origin = Origin(saved[at], later, saved[-1], same)
-    begun = begun_before(update, () if later is None else later.phases, origin.phases)
+    origin = Origin.among(saved, earlier[-1], update)
+    later = () if origin.later is None else origin.later.phases
+    begun = begun_before(update, later, origin.start.phases)
     if begun is not None:
         raise ValueError(
             f"replay: update {update} is of the phase {begun.name!r}, which began at step "
@@ -242,7 +233,7 @@ def restored_from(origin: Origin, state: TrainState, caller: str = "replay") -> 
             f"are {state.backend.data_size}, which would take other batches for it: start as many"
         )
     restored = restore(origin.start.path, state, shapes="file")
-    take_back(restored)  # in a run the model holds what is this process's own
+    _take_back(restored)
     if restored.stop is None or Stop.interrupts(restored.stop):
         return restored
     if origin.later is None:
@@ -253,34 +244,38 @@ def restored_from(origin: Origin, state: TrainState, caller: str = "replay") -> 
     return attrs.evolve(restored, stop=None)
 
 
+def _take_back(state: TrainState) -> None:
+    """Let the model of a state outside of a run hold what it holds in one: this process's own."""
+    for slot in state.slots.values():
+        if isinstance(slot, View):
+            slot.take_back(state)
+
+
 # --- the run
 
 Pair = tuple[Record | None, Record | None]  # a record that is made again, and that of the run
+# When which loaders are evaluated, and when a record of an interval is made.
+Moments = tuple[Sequence[tuple[Moment, Sequence[str]]], Moment | None]
 
 
 def make_again(
-    origin: Origin,
-    step: PipelineStep,
-    state: TrainState,
-    loaders: object,
-    recorder: Recorder,
-    targets: Targets | None = None,
+    origin: Origin, run: Rehearsal, recorder: Recorder, targets: Targets | None = None
 ) -> Update:
     """Make an update again.
 
     Args:
         origin: the checkpoint from which it is made.
-        step, state, loaders: as in :func:`replay`.
+        run: the run.
         recorder: keeps what there is to know about the update.
         targets: those of the run; None for those that its checkpoints have.
     """
     __tracebackhide__ = True
-    update = recorder.update
+    step, update = run.step, recorder.update
     check_records("replay", origin, step, update)
-    restored = restored_from(origin, snapshot(state))
-    watched = recording(step, recorder)
-    reached = continue_from(origin, watched, restored, loaders, targets, until=update)
-    made = recorder.made(watched, loaders, reached)
+    restored = restored_from(origin, snapshot(run.state))
+    watched = attrs.evolve(run, step=recording(step, recorder))
+    reached = continue_from(origin, watched, restored, targets, until=update)
+    made = recorder.made(watched, reached)
     if made is None:
         raise ValueError(
             f"replay: there is no update {update}: the run ended at step {reached.step}, epoch "
@@ -304,12 +299,11 @@ def check_records(caller: str, origin: Origin, step: PipelineStep, update: int) 
 
 def continue_from(
     origin: Origin,
-    step: PipelineStep,
+    run: Rehearsal,
     state: TrainState,
-    loaders: object,
     targets: Targets | None = None,
     *,
-    until: float,
+    until: float = math.inf,
     each: Callable[[TrainState], bool] = lambda state: False,
     made: list[Pair] | None = None,
     ends: Callable[[TrainState], bool] | None = None,
@@ -318,7 +312,7 @@ def continue_from(
 
     Args:
         origin: where it continues.
-        step, loaders: those of the run.
+        run: the run.
         state: the restored state.
         targets: those of the run; None for those that its checkpoints have.
         until: the update to end after.
@@ -333,40 +327,29 @@ def continue_from(
         ValueError: the targets are not known.
     """
     __tracebackhide__ = True
-    records = None if origin.later is None else origin.newest.history(verified=True)
-    watched = tuple(key for _, key in step.watched)
-    given = until, records, each, state.history, watched
-    follow = _Follow(*given, made) if ends is None else _Another(*given, ends)
-    plan = follow.with_records(_plan(origin, step, state, loaders, targets, follow))
-    if not plan.resumed(state).todo:
-        return state
-    with rng.reserved_generators(), unmoved(loaders):
-        reached = train(plan, state)
-    take_back(reached)  # the end of a run has put the average into the model
-    return follow.restore(reached)
-
-
-def _plan(
-    origin: Origin,
-    step: PipelineStep,
-    state: TrainState,
-    loaders: object,
-    targets: Targets | None,
-    follow: _Follow,
-) -> Plan:
-    """Return the plan of the run, as it was made at first."""
     if (targets := targets or origin.targets) is None:
         raise ValueError(
             f"replay: {origin.start.path.name} does not say how long the run was to be, which "
             "schedules may depend on: it was saved outside of a run, or by an older fnloop. Give "
             "the targets that fit had: replay(..., epochs=..., steps=...)"
         )
-    # Targets of its own, which are replaced: those of a phase count from where it began.
-    phase = Phase.running(state.phases).name or None
-    plan = Plan.of(step, state, loaders, epochs=1, hooks=(follow,), phase=phase)
-    return attrs.evolve(plan, **attrs.asdict(targets))
+    records = None if origin.later is None else origin.newest.history(verified=True)
+    watched = tuple(key for _, key in run.step.watched)
+    given = until, records, each, state.history, watched
+    follow = _Follow(*given, made) if ends is None else _Another(*given, ends=ends)
+    evaluations, recent = follow.moments_of([name for name in run.loaders if name != "train"])
+    with host().replaced(records=False):  # a graph makes the same numbers, but calls no Python
+        reached = run.train(
+            state, **attrs.asdict(targets), hooks=(follow,), evaluations=evaluations,
+            record_every=recent,
+        )  # fmt: skip
+    if reached is state:  # there is nothing to do
+        return state
+    _take_back(reached)
+    return follow.restore(reached)
 
 
+@attrs.define(eq=False, repr=False, slots=False)
 class _Follow:
     """A hook that gives the run the records that it had, and ends it after an update.
 
@@ -374,44 +357,38 @@ class _Follow:
         until: the update.
         records: the history of the run; None if it is not known further than the checkpoint.
         each: called at every boundary; whether to end there.
-        history: that of the checkpoint.
-        watched: the metrics that the step watches.
+        history: that of the checkpoint, and then as it was after the boundary before.
+        reports: the metrics that the step watches, which may come in a later record of the run.
         made: receives the records that are made, each with that of the run; None: none is made.
+        reached: the state where the run was ended.
     """
 
-    def __init__(
-        self,
-        until: float,
-        records: History | None,
-        each: Callable[[TrainState], bool],
-        history: History,
-        watched: tuple[str, ...],
-        made: list[Pair] | None = None,
-    ) -> None:
-        self.until, self.records, self.each, self.made = until, records, each, made
-        self.history = history  # as it was after the boundary before
-        self.reached: TrainState | None = None
-        self.reports = watched  # these may come in a later record of the run
-        self._again: tuple[str, ...] = ()  # what names of metrics begin with that are made again
+    until: float
+    records: History | None
+    each: Callable[[TrainState], bool]
+    history: History
+    reports: tuple[str, ...]
+    made: list[Pair] | None = None
+    reached: TrainState | None = None
+    _again: tuple[str, ...] = ()  # what names of metrics begin with that are made again
 
-    def with_records(self, plan: Plan) -> Plan:
-        """Return the plan with records, and evaluations, where the run has made some."""
+    def moments_of(self, loaders: Sequence[str]) -> Moments:
+        """Return when to evaluate these and to make records: where the run has made some."""
         if self.made is None or self.records is None:
-            return plan
+            return (), None
         known = self.records.keys()
-        evaluated = plan.loaders.evaluated
-        loaders = [name for name in evaluated if any(k.startswith(f"{name}/") for k in known)]
-        return self._at_records(plan, loaders, known)
+        found = [name for name in loaders if any(k.startswith(f"{name}/") for k in known)]
+        return self._at_records(found, known)
 
-    def _at_records(self, plan: Plan, loaders: Sequence[str], known: Sequence[str]) -> Plan:
+    def _at_records(self, loaders: Sequence[str], known: Sequence[str]) -> Moments:
         def at(prefix: str) -> Moment:
             return when(lambda state: self._has_made(state, prefix))
 
-        evaluations = ((at("train/"), ()), *((at(f"{name}/"), (name,)) for name in loaders))
+        evaluations = [(at("train/"), ()), *((at(f"{name}/"), (name,)) for name in loaders)]
         recent = Metrics.RECENT
         every = at(recent) if any(name.startswith(recent) for name in known) else None
         self._again = ("train/", recent, *(f"{name}/" for name in loaders))
-        return attrs.evolve(plan, evaluations=evaluations, record_every=every)
+        return evaluations, every
 
     def _is_made(self, record: Record) -> bool:
         """Return whether a record of the run has metrics that are made again."""
@@ -479,31 +456,21 @@ class _Follow:
         )  # fmt: skip
 
 
+@attrs.define(eq=False, repr=False, slots=False)
 class _Another(_Follow):
     """The same for a run that is to be another one, and keeps the records that it makes.
 
     Args:
-        until, records, each, history, watched: as above.
         ends: whether the run ends at a boundary.
     """
 
-    def __init__(
-        self,
-        until: float,
-        records: History | None,
-        each: Callable[[TrainState], bool],
-        history: History,
-        watched: tuple[str, ...],
-        ends: Callable[[TrainState], bool],
-    ) -> None:
-        super().__init__(until, records, each, history, watched)
-        self.ends = ends
-        self._every = self.history if self.records is None else self.records
-        self._moments = {(r.step, r.epoch): r for r in self._every.since(closing=False)}
+    ends: Callable[[TrainState], bool] = attrs.field(kw_only=True)
 
-    def with_records(self, plan: Plan) -> Plan:
-        """Return the plan with records where the run has made some, and at its end."""
-        return self._at_records(plan, [*plan.loaders.evaluated], self._every.keys())
+    def moments_of(self, loaders: Sequence[str]) -> Moments:
+        """Return when to evaluate these and to make records: also at the end."""
+        every = self.history if self.records is None else self.records
+        self._moments = {(r.step, r.epoch): r for r in every.since(closing=False)}
+        return self._at_records(loaders, every.keys())
 
     def _has_made(self, state: TrainState, prefix: str) -> bool:
         if prefix != Metrics.RECENT and self.ends(state):
@@ -518,9 +485,9 @@ class _Another(_Follow):
 # --- what is known of the update
 
 
-def _indices(loaders: object, state: TrainState, batches: int) -> tuple[object, ...]:
+def _indices(run: Rehearsal, state: TrainState, batches: int) -> tuple[object, ...]:
     """Return the indices of the samples of the batches that follow a state."""
-    source = open_loader(read_loaders(loaders).train, state)
+    source = run.source(state)
     with isolated(state.backend.device):
         found = source.indices(state.epoch, state.batch, state.samples)
         known: Sequence[object] = [*itertools.islice(found, batches)]
@@ -537,14 +504,8 @@ def _confirm(origin: Origin, state: TrainState) -> bool | None:
         mine = contents_of(state)
     except NotImplementedError:
         return None
-    return on_main_process(lambda: _same_bits(mine, saved), "fnloop.debug.replay")
-
-
-def _same_bits(mine: Contents, path: Path) -> bool | None:
-    try:
-        return not compare_contents(mine, contents_of(path, history=False), BITS)
-    except CheckpointError:  # it is damaged
-        return None
+    found = on_main_process(lambda: compare_saved(saved, mine), "fnloop.debug.replay")
+    return None if found is None else not found
 
 
 # --------------------------------------------------------------------------------------------------
@@ -653,11 +614,8 @@ def bisect(
         not deterministic makes such a run, and so does a hook that changes weights.
     """
     __tracebackhide__ = True
-    steps, each_loaders = pair_of(step, PipelineStep), pair_of(loaders, Mapping)
-    for one, given in zip(steps, each_loaders, strict=True):
-        PipelineStep.checked(one, "bisect", "a, b, ")
-        read_loaders(given)  # checks them
-    check_not_stale(state, "bisect")
+    each = zip(pair_of(step, PipelineStep), pair_of(loaders, Mapping), strict=True)
+    runs = [Rehearsal.of("bisect", one, state, given, before="a, b, ") for one, given in each]
     if state.backend.world_size > 1:
         raise NotImplementedError(
             "bisect works in one process: call it in a script that is started without torchrun"
@@ -679,11 +637,9 @@ def bisect(
             None, "beginning", "", "the first checkpoints that both runs have differ already",
             (None, hit), found, reads,
         )  # fmt: skip
-    runs = [
-        _Run(one, given, state, _origin(run, start))
-        for one, given, run, start in zip(steps, each_loaders, saved, both[place - 1], strict=True)
-    ]
-    made = _find_divergence(runs, both[place], found)
+    starts = zip(saved, both[place - 1], strict=True)
+    origins = [Origin.among(run, run.index(start)) for run, start in starts]
+    made = _find_divergence([*zip(origins, runs, strict=True)], both[place])
     between = (both[place - 1][0].step, hit)
     return attrs.evolve(made, between=between, difference=found, restores=reads + made.restores)
 
@@ -726,26 +682,12 @@ def _find_first(both: Sequence[tuple[Saved, Saved]]) -> tuple[int, Difference, i
 # --- both runs again
 
 
-class _Run(NamedTuple):
-    """One of the two runs."""
-
-    step: PipelineStep
-    loaders: object
-    state: TrainState
-    origin: Origin
-
-
-def _origin(run: Sequence[Saved], start: Saved) -> Origin:
-    later = run[run.index(start) + 1 :]
-    return Origin(start, later[0] if later else None, run[-1])
-
-
 def _find_divergence(
-    runs: Sequence[_Run], ends: tuple[Saved, Saved], difference: Difference
+    runs: Sequence[tuple[Origin, Rehearsal]], ends: tuple[Saved, Saved]
 ) -> Bisection:
     """Continue both runs until they differ, and compare the update with which they do."""
     until, marks = ends[0].step, []
-    found: list[tuple[_Mark, _Mark]] = []
+    found: list[tuple[int, int]] = []  # the update of both
 
     def note(state: TrainState) -> bool:
         marks.append(_mark(state))
@@ -754,53 +696,38 @@ def _find_divergence(
     def compare(state: TrainState) -> bool:
         mine, its = marks[compared[0]], _mark(state)
         compared[0] += 1
-        found.extend([(mine, its)] if mine != its else [])
+        found.extend([(mine[0], its[0])] if mine != its else [])
         return bool(found) or compared[0] == len(marks)
 
     compared, reached = [0], []
-    for run, each in zip(runs, (note, compare), strict=True):
-        restored = restored_from(run.origin, snapshot(run.state))
-        given = run.origin, run.step, restored, run.loaders
-        reached.append(continue_from(*given, until=until, each=each))
+    for (origin, run), each in zip(runs, (note, compare), strict=True):
+        restored = restored_from(origin, snapshot(run.state))
+        reached.append(continue_from(origin, run, restored, until=until, each=each))
     if not found:
         return _explain_not_made(reached, ends)
     mine, its = found[0]
-    if mine.step != its.step:
-        text = f"update {max(mine.step, its.step)} was applied in one run, and skipped in the other"
-        return Bisection(max(mine.step, its.step), "skipped", "", text, restores=2)
-    recorders = [Recorder(mine.step, modules=True) for _ in runs]
-    updates = [
-        make_again(run.origin, run.step, run.state, run.loaders, recorder)
-        for run, recorder in zip(runs, recorders, strict=True)
-    ]
+    if mine != its:
+        text = f"update {max(mine, its)} was applied in one run, and skipped in the other"
+        return Bisection(max(mine, its), "skipped", "", text, restores=2)
+    recorders = [Recorder(mine, modules=True) for _ in runs]
+    updates = [make_again(*run, recorder) for run, recorder in zip(runs, recorders, strict=True)]
     what = first_difference(updates, recorders)
-    return Bisection(mine.step, *what, restores=4)
+    return Bisection(mine, *what, restores=4)
 
 
-class _Mark(NamedTuple):
-    """What is noted of a run after each update: the update, and a checksum of the state."""
-
-    step: int
-    state: int | None
-
-
-def _mark(state: TrainState) -> _Mark:
+def _mark(state: TrainState) -> tuple[int, int]:
+    """Return what is noted of a run after each update: the update, and a checksum of the state."""
     contents = collect_contents(state, parts=_PARTS)
     facts = [contents.facts.get(part) for part in ("model", "optimizer", "slots", "batch", "epoch")]
-    return _Mark(state.step, checksum([facts, *map(dict, contents.groups.values())]))
+    tensors = itertools.chain(*(group.values() for group in contents.groups.values()))
+    return state.step, checksum(tensors, zlib.crc32(repr(facts).encode()))
 
 
 def _explain_not_made(reached: Sequence[TrainState], ends: tuple[Saved, Saved]) -> Bisection:
     """Return which of the runs is not what its script makes again."""
     for name, state, end in zip("ab", reached, ends, strict=True):
-        its = contents_of(end.path, history=False)
-        found = compare_contents(contents_of(state), its, ("model", "optimizer"))
-        if found:
-            first = found.tensor or found.findings[0]
-            text = (
-                f"run {name} is not made again by its script: at step {end.step}, {first.name} of "
-                f"its checkpoint is not what it becomes again: {first.text}"
-            )
+        if found := compare_saved(end.path, contents_of(state)):
+            text = explain_not_made(f"run {name}", "its script", end.step, found)
             return Bisection(None, "not made again", name, text, restores=4)
     text = "both runs are made again alike, as far as weights and optimizers are concerned"
     return Bisection(None, "not made again", "", text, restores=4)
@@ -1019,7 +946,6 @@ class Recorder:
     calls: list[Called] = attrs.field(factory=list)
     output: Output | None = None
     _active: bool = False
-    _kept: bool = False
 
     def __repr__(self) -> str:
         return f"update={self.update}"
@@ -1053,12 +979,12 @@ class Recorder:
 
         return noted
 
-    def made(self, step: PipelineStep, loaders: object, reached: TrainState) -> Update | None:
+    def made(self, run: Rehearsal, reached: TrainState) -> Update | None:
         """Return the update that was recorded, and the state after it; None: it was not applied."""
         if self.output is None or self.before is None:
             return None
-        batches: tuple[Batch, ...] = tuple(self.window) if step.window > 1 else (self.window,)
-        indices = _indices(loaders, self.before, len(batches))
+        batches: tuple[Batch, ...] = tuple(self.window) if run.step.window > 1 else (self.window,)
+        indices = _indices(run, self.before, len(batches))
         outputs = tuple(self.outputs) or (self.output,)
         grads = dict(self.grads)
         return Update(batches, indices, self.before, grads, reached, outputs, self.output)
@@ -1066,31 +992,16 @@ class Recorder:
     @contextlib.contextmanager
     def _recording(self, state: TrainState) -> Iterator[None]:
         __tracebackhide__ = True
-        names = {
-            id(p): torch_compat.strip_compile_prefix(n) for n, p in unwrap(state).named_parameters()
-        }
         self._active = True
         with contextlib.ExitStack() as stack:
             stack.callback(setattr, self, "_active", False)
-            for optimizer in optimizers(state).values():
-                before = functools.partial(self._keep_gradients, names, True)
-                after = functools.partial(self._keep_gradients, names, False)
-                stack.callback(optimizer.register_step_pre_hook(before).remove)
-                stack.callback(optimizer.register_step_post_hook(after).remove)
+            seen = stack.enter_context(Gradients(state))
             if self.modules:
                 self._watch_modules(unwrap(state), stack)
             yield
-
-    def _keep_gradients(
-        self, names: dict[int, str], before: bool, optimizer: Optimizer, *_: object
-    ) -> None:
-        """Keep the gradients before a step; after it, those that its closure has computed."""
-        params = [p for group in optimizer.param_groups for p in group["params"]]
-        held = {names[id(p)]: p.grad for p in params if p.grad is not None and id(p) in names}
-        if before:
-            self._kept = bool(held)
-        if before or not self._kept:
-            self.grads |= {name: grad.detach().clone() for name, grad in held.items()}
+        for name, p in unwrap(state).named_parameters():
+            if id(p) in seen.found:
+                self.grads[torch_compat.strip_compile_prefix(name)] = seen.found[id(p)]
 
     def _watch_modules(self, model: nn.Module, stack: contextlib.ExitStack) -> None:
         draws: dict[str, int] = {}
@@ -1099,12 +1010,13 @@ class Recorder:
             def begin(module: nn.Module, given: object, name: str = name) -> None:
                 draws[name] = draws_now(model)
 
-            def end(module: nn.Module, given: object, output: object, name: str = name) -> None:
-                kept = containers.map_leaves(output, _copied)
-                self.calls.append(Called(name, type(module).__name__, kept, draws[name]))
-
             stack.callback(module.register_forward_pre_hook(begin).remove)
-            stack.callback(module.register_forward_hook(end).remove)
+
+        def end(name: str, module: nn.Module, output: object) -> None:
+            kept = containers.map_leaves(output, _copied)
+            self.calls.append(Called(name, type(module).__name__, kept, draws[name]))
+
+        stack.enter_context(noting(model.named_modules(), end))
 
 
 def draws_now(model: nn.Module) -> int:
@@ -1113,7 +1025,7 @@ def draws_now(model: nn.Module) -> int:
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     if device.type != "cpu":
         states.append(torch.get_device_module(device).get_rng_state(device))
-    return functools.reduce(lambda crc, state: zlib.crc32(state.numpy().tobytes(), crc), states, 0)
+    return checksum(states)
 
 
 def _copied(leaf: object) -> object:
@@ -1129,17 +1041,14 @@ def _detached(out: Output) -> Output:
 
 
 def recording(step: PipelineStep, recorder: Recorder) -> PipelineStep:
-    """Return the same step with a recorder around and inside of it, and without CUDA graphs.
-
-    A graph makes the same numbers, but what is replayed calls no Python.
-    """
+    """Return the same step with a recorder around and inside of it."""
     return listing(step, (_updates(recorder),), (_losses(recorder),))
 
 
 def listing(
     step: PipelineStep, around: Sequence[Middleware], inside: Sequence[Middleware] = ()
 ) -> PipelineStep:
-    """Return the same step with more middleware, listed last, and without CUDA graphs.
+    """Return the same step with more middleware, listed last.
 
     Args:
         step: the step.
@@ -1149,9 +1058,8 @@ def listing(
     if step.turns:
         steps = {name: listing(one, inside) for name, one in step.turns.items()}
         return pipeline(*step.pipeline.middleware, *around)(step.with_turns(steps))
-    listed = step.pipeline.middleware
-    kept = [attrs.evolve(m, device=None) if m.is_ours else m for m in listed]
-    return step.listing((*kept, *(inside if step.has_all_rings else ()), *around))
+    innermost = inside if step.has_all_rings else ()
+    return step.listing((*step.pipeline.middleware, *innermost, *around))
 
 
 @middleware("loss")

@@ -9,13 +9,12 @@ import random
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import attrs
 
 from fnloop._core.state import TrainState, snapshot, unwrap
 from fnloop._core.types import Step
-from fnloop._data.loaders import read_loaders
 from fnloop._extensions.checkpoints.format import CheckpointError, Contents
 from fnloop._extensions.checkpoints.made_with import describe_making
 from fnloop._extensions.checkpoints.place import Place, place_at
@@ -25,8 +24,7 @@ from fnloop._extensions.checkpoints.serialize import Json
 from fnloop.debug._diff import Difference, Finding, compare_contents, compare_histories, is_measured
 from fnloop.debug._replay import Origin, Pair, begun_before, continue_from, restored_from
 from fnloop.extend import (
-    PipelineStep,
-    check_not_stale,
+    Rehearsal,
     checks,
     collectives,
     is_sharded,
@@ -123,71 +121,51 @@ def verify(
         afterwards.
     """
     __tracebackhide__ = True
-    step = PipelineStep.checked(step, "verify", "folder, ")
-    check_not_stale(state, "verify")
+    run = Rehearsal.of("verify", step, state, loaders, before="folder, ")
     place = place_at("verify", "folder", folder)
     if spans is not None and spans != "changed":
         meaning = 'pairs of checkpoints, or None for all, or "changed"'
         spans = checks.integer("verify", "spans", spans, meaning, least=0)
-    read_loaders(loaders)  # checks them
     with place.reading():
-        looked = on_main_process(lambda: _look(place, step, state, spans), WHAT)
-        again = _Again(step, state, loaders)
+        drawn, report = on_main_process(lambda: _look(place, run, spans), WHAT)
+        again = _Again(run)
         made: list[tuple[Span, Sequence[Saved]]] = []
-        for start, stop, fault in looked.drawn:
+        for start, stop, fault in drawn:
             if fault is not None:
                 made.append((Span(start.step, stop.step, None, text=fault), ()))
                 continue
             for saved in (start, stop):
                 place.fetch_on_all(saved.path)
             made.append((again.make(start, [stop])[0], (start, stop)))
-        faults = [*looked.faults, *([] if looked.elsewhere else _find_changed(again, made))]
-    notes, found = [*looked.notes], tuple(span for span, _ in made)
+        faults = (*report.faults, *(() if report.elsewhere else _find_changed(again, made)))
+    notes = report.notes
     if again.not_made:
-        notes.append(f"not compared in records: {checks.join_names([*again.not_made])}")
-    changed, touched = looked.changed, tuple(looked.touched)
-    return Report(found, tuple(faults), changed, tuple(notes), looked.elsewhere, touched)
+        notes += (f"not compared in records: {checks.join_names([*again.not_made])}",)
+    spans_made = tuple(span for span, _ in made)
+    return attrs.evolve(report, spans=spans_made, faults=faults, notes=notes)
 
 
 # --------------------------------------------------------------------------------------------------
 # What is known without training: which spans there are, and whether files and digests are right.
 
 
-class _Looked(NamedTuple):
-    """What the main process has found, and which spans it has drawn.
-
-    Args:
-        drawn: the two checkpoints of each span, and why it cannot be made again, if it cannot.
-        faults: what is damaged or edited.
-        changed: what is not as it was when the run was made, and how.
-        elsewhere: where the run was made, if bits may differ here; or "".
-        notes: what is not compared.
-        touched: the updates that other code has made.
-    """
-
-    drawn: Sequence[tuple[Saved, Saved, str | None]]
-    faults: Sequence[str]
-    changed: Mapping[str, str]
-    elsewhere: str
-    notes: Sequence[str]
-    touched: Sequence[Touched]
-
-
 def _look(
-    place: Place,
-    step: PipelineStep,
-    state: TrainState,
-    spans: int | Literal["changed"] | None,
-) -> _Looked:
+    place: Place, run: Rehearsal, spans: int | Literal["changed"] | None
+) -> tuple[list[tuple[Saved, Saved, str | None]], Report]:
+    """Return the two checkpoints of each span that was drawn, and what is known without training.
+
+    With each pair comes why it cannot be made again, if it cannot.
+    """
     damaged: list[str] = []
     saved = Saved.all_in(place, damaged)
-    here = {**versions(), **describe_making(step, unwrap(state), state.backend.device, ())}
+    model, device = unwrap(run.state), run.state.backend.device
+    here = {**versions(), **describe_making(run.step, model, device, ())}
     changes = [_compare_making(one.facts, here) for one in saved]
-    touched = [*_find_touched(saved, changes)]
+    touched = tuple(_find_touched(saved, changes))
     pairs = [(a, b) for a, b in itertools.pairwise(saved) if a.position < b.position]
     if spans == "changed":
         pairs = [(a, b) for a, b in pairs if any(t.holds(a.step, b.step) for t in touched)]
-    reasons = {} if spans == 0 else {b.position: _why_not(a, b, state) for a, b in pairs}
+    reasons = {} if spans == 0 else {b.position: _why_not(a, b, run.state) for a, b in pairs}
     possible = [(a, b) for a, b in pairs if reasons.get(b.position) is None]
     if spans not in (0, "changed") and not possible:
         raise ValueError(f"verify: no span of {place.name} can be made again: {_explain(reasons)}")
@@ -200,7 +178,7 @@ def _look(
             place.verify(path)
         except CheckpointError as error:
             bad[path] = str(error)
-    faults = [*damaged, *bad.values(), *_check_records([s for s in saved if s.path not in bad])]
+    faults = (*damaged, *bad.values(), *_check_records([s for s in saved if s.path not in bad]))
     changed = {name: text for found in changes for name, text in found.items()}
     moved = [changed[name] for name in ("device", "torch") if name in changed]
     whole = lambda a, b: next((bad[one.path] for one in (a, b) if one.path in bad), None)
@@ -208,7 +186,7 @@ def _look(
     notes = _notes(saved, reasons, drawn)
     if spans == "changed" and not touched:
         notes.append("no update was made by code that has changed since")
-    return _Looked(spans_drawn, faults, changed, "; ".join(moved), notes, touched)
+    return spans_drawn, Report((), faults, changed, tuple(notes), "; ".join(moved), touched)
 
 
 def _explain(reasons: Mapping[tuple[int, int, int], str | None]) -> str:
@@ -388,12 +366,12 @@ class _Again:
     """Makes spans of a run again.
 
     Args:
-        step, state, loaders: as in :func:`verify`.
+        run: the run.
     """
 
-    def __init__(self, step: PipelineStep, state: TrainState, loaders: object) -> None:
-        self._step, self._state, self._loaders = step, state, loaders
-        self._in_place = is_sharded(state.model)
+    def __init__(self, run: Rehearsal) -> None:
+        self._run, self._state = run, run.state
+        self._in_place = is_sharded(run.state.model)
         self.not_made: dict[str, None] = {}  # the metrics of records that are not made again
 
     def make(self, start: Saved, stops: Sequence[Saved]) -> list[Span]:
@@ -418,8 +396,7 @@ class _Again:
                 found.append(_span(start, stop, difference, made))
             return not waiting
 
-        run = self._step, restored, self._loaders
-        reached = continue_from(origin, *run, until=float("inf"), each=compare, made=made)
+        reached = continue_from(origin, self._run, restored, each=compare, made=made)
         if self._in_place:
             self._state = reached
         for one, its in made:

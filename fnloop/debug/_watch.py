@@ -19,7 +19,7 @@ from collections.abc import (
     MutableMapping,
     Sequence,
 )
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -40,6 +40,7 @@ from fnloop._core.types import Middleware, Output, Step, middleware
 from fnloop._extensions.checkpoints.compare import INTEGER_OF_SIZE
 from fnloop._extensions.checkpoints.made_with import INSTALLED, PACKAGE, is_users
 from fnloop._extensions.checkpoints.named import walk_optimizers
+from fnloop.debug._diff import bytes_of
 from fnloop.extend import (
     Batch,
     Chosen,
@@ -47,13 +48,12 @@ from fnloop.extend import (
     Ownership,
     checks,
     containers,
-    engine_of,
-    is_sharded,
+    host,
     local_part,
     optimizers,
     parameters,
+    refuse,
     report,
-    rng,
     then,
     torch_compat,
 )
@@ -120,7 +120,8 @@ def watch(every: int = 50, only: Selectors | None = None) -> Middleware:
             __tracebackhide__ = True
             if not is_watched(state):
                 return step(state, batch)
-            with _noting(_modules(state, chosen)) as found:
+            found: dict[str, list[Tensor]] = {}
+            with noting(_modules(state, chosen).items(), partial(_note_size, found)):
                 state, out = step(state, batch)
             means = {name: torch.stack(values).mean() for name, values in found.items()}
             metrics = {name: Mean(value * out.weight, out.weight) for name, value in means.items()}
@@ -175,11 +176,8 @@ def _updates(before: dict[str, list[Tensor]], chosen: dict[str, list[Tensor]]) -
 
 def _check_state(state: TrainState, chosen: Chosen | None) -> None:
     """Raise if the model cannot be watched, or the chosen are for nothing in it."""
-    if is_sharded(state.model):
-        raise NotImplementedError(
-            "watch computes norms of whole parameters, but this model is sharded over processes: "
-            'write grad_norm(by="module") for its gradients'
-        )
+    why = "computes norms of whole parameters, but this model is sharded over processes"
+    refuse(state, WATCH, sharded=f'{why}: write grad_norm(by="module") for its gradients')
     _modules(state, chosen)
 
 
@@ -223,41 +221,34 @@ def _wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 @contextmanager
-def _noting(modules: dict[str, nn.Module]) -> Iterator[dict[str, list[Tensor]]]:
-    """Note the root mean squares of the outputs of modules, by the names of their metrics."""
-    found: dict[str, list[Tensor]] = {}
-    handles: list[RemovableHandle] = []
-    try:
-        for name, module in modules.items():
-            noted = _noter(found, f"{WATCH}/{name}/activation")
-            handles.append(module.register_forward_hook(noted))
-        yield found
-    finally:
-        for handle in handles:
-            handle.remove()
+def noting(
+    modules: Iterable[tuple[str, nn.Module]], note: Callable[[str, nn.Module, object], None]
+) -> Iterator[None]:
+    """Call a function with each call of modules in a ``with`` block: name, module and output."""
+    with ExitStack() as stack:
+        for name, module in modules:
+            noted = lambda module, given, output, name=name: note(name, module, output)
+            stack.callback(module.register_forward_hook(noted).remove)
+        yield
 
 
-def _noter(
-    found: dict[str, list[Tensor]], name: str
-) -> Callable[[nn.Module, object, object], None]:
-    def note(module: nn.Module, given: object, output: object) -> None:
-        if torch.compiler.is_compiling():
-            return  # what it adds here would become a part of the compiled code
-        first = output[0] if isinstance(output, tuple) and output else output
-        if isinstance(first, Tensor) and first.is_floating_point() and first.numel():
-            value = first.detach()
-            norm = torch.linalg.vector_norm(value, dtype=_wide_dtype(value.dtype))
-            found.setdefault(name, []).append(norm / math.sqrt(value.numel()))
-
-    return note
+def _note_size(
+    found: dict[str, list[Tensor]], name: str, module: nn.Module, output: object
+) -> None:
+    """Note the root mean square of an output, by the name of its metric."""
+    if torch.compiler.is_compiling():
+        return  # what it adds here would become a part of the compiled code
+    first = output[0] if isinstance(output, tuple) and output else output
+    if isinstance(first, Tensor) and first.is_floating_point() and first.numel():
+        norm = torch.linalg.vector_norm(first.detach(), dtype=_wide_dtype(first.dtype))
+        sizes = found.setdefault(f"{WATCH}/{name}/activation", [])
+        sizes.append(norm / math.sqrt(first.numel()))
 
 
 # --------------------------------------------------------------------------------------------------
 # The operators of an update, each with a checksum of its results.
 
-OUTSIDE = (
-    "in none of your lines: in backward, in the optimizer or in a library"  # where it was called
-)
+_OUTSIDE = "in none of your lines: in backward, in the optimizer or in a library"
 # Memory that nothing was written to yet has any content.
 _UNWRITTEN = ("empty", "resize", "set_")
 
@@ -276,25 +267,23 @@ class Called:
     line: str
     checksum: object
 
+    def __str__(self) -> str:
+        where = f"at {self.line}" if self.line else _OUTSIDE
+        return f"The first operator whose result differs is {self.operator}, {where}"
 
-class Trace(torch_compat.DispatchMode):
+
+class Trace(torch_compat.Operators):
     """Notes every operator that runs in a ``with`` block."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[Called] = []
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., object],
-        types: Sequence[type],
-        args: Sequence[object] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
-        results = func(*args, **(kwargs or {}))
+    def see(self, func: Callable[..., object], *args: object, **kwargs: object) -> object:
+        results = func(*args, **kwargs)
         name = str(func)
         if torch_compat.computes(func) and not any(part in name for part in _UNWRITTEN):
-            self.calls.append(Called(name, running_line(sys._getframe(1)), _checksum(results)))
+            self.calls.append(Called(name, running_line(sys._getframe(2)), _checksum(results)))
         return results
 
 
@@ -396,29 +385,37 @@ class Differences:
 
 
 class Gradients:
-    """Copies of the gradients, as each optimizer sees them before its step.
+    """Copies of the gradients, as each optimizer sees them before its step, by ids of parameters.
+
+    Of an optimizer that computes them itself, with a closure, they are those after its step.
 
     Args:
         state: the state.
     """
 
     def __init__(self, state: TrainState) -> None:
-        self.optimizers = [*optimizers(state).values()]
+        self._optimizers = [*optimizers(state).values()]
+        self._seen = False
         self.found: dict[int, Tensor] = {}
         self._handles: list[RemovableHandle] = []
 
     def __enter__(self) -> Gradients:
-        self._handles = [one.register_step_pre_hook(self._note) for one in self.optimizers]
+        for one in self._optimizers:
+            self._handles.append(one.register_step_pre_hook(partial(self._note, True)))
+            self._handles.append(one.register_step_post_hook(partial(self._note, False)))
         return self
 
     def __exit__(self, *_: object) -> None:
         for handle in self._handles:
             handle.remove()
 
-    def _note(self, optimizer: Optimizer, *_: object) -> None:
+    def _note(self, before: bool, optimizer: Optimizer, *_: object) -> None:
         params = [p for group in optimizer.param_groups for p in group["params"]]
-        grads = {id(p): _dense(p.grad) for p in params if p.grad is not None}
-        self.found |= zip(grads, clone_all([*grads.values()]), strict=True)
+        grads = {id(p): local_part(p.grad.detach()) for p in params if p.grad is not None}
+        if before:
+            self._seen = bool(grads)
+        if before or not self._seen:
+            self.found |= zip(grads, clone_all([*grads.values()]), strict=True)
 
 
 def result_of(state: TrainState, out: Output, gradients: Gradients | None, copied: bool) -> Result:
@@ -436,7 +433,7 @@ def result_of(state: TrainState, out: Output, gradients: Gradients | None, copie
     buffers = {id(b) for b in state.model.buffers()}
     parts = [Part(LOSS, "loss", "", out.loss)]
     parts += [Part(BUFFER, name, "", t) for name, t in named.items() if id(t) in buffers]
-    grads = [Part(GRADIENT, names[i], "", grad) for i, grad in found.items() if i in names]
+    grads = [Part(GRADIENT, names[i], "", _dense(g)) for i, g in found.items() if i in names]
     weights = [Part(WEIGHT, name, "", t) for name, t in named.items() if id(t) not in buffers]
     parts += weights
     for optimizer in optimizers(state).values():
@@ -561,8 +558,7 @@ class Before:
         memo = self._live | dict(zip(map(id, inside), clone_all(inside), strict=True))
         self._optimizers = [_OptimizerBefore(one, memo) for one in wrapped]
         self._slots = {name: copy.deepcopy(slot, memo) for name, slot in state.slots.items()}
-        self._restore_generators = rng.mark_generators(state.backend.device)
-        self._repeat_draws = engine_of(state).mark_draws()
+        self._begin_again = host().mark(state)
 
     def put_back(self) -> None:
         """Put everything back. The state owns the model again, and draws what it drew before."""
@@ -578,12 +574,7 @@ class Before:
                 putting.put(state.slots[name], saved)
             putting.finish()
         Ownership.give_back(state)
-        self.repeat_draws()
-
-    def repeat_draws(self) -> None:
-        """Let all generators draw again what they drew since."""
-        self._restore_generators()
-        self._repeat_draws()
+        self._begin_again()
 
 
 class _OptimizerBefore:
@@ -592,7 +583,8 @@ class _OptimizerBefore:
     def __init__(self, optimizer: Optimizer, memo: dict[int, object]) -> None:
         self.optimizer = optimizer
         self.state = {key: copy.deepcopy(held, memo) for key, held in optimizer.state.items()}
-        self.groups = [copy.deepcopy(_settings(g), memo) for g in optimizer.param_groups]
+        settings = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+        self.groups = copy.deepcopy(settings, memo)
         self.numbers = {k: v for k, v in vars(optimizer).items() if isinstance(v, _PLAIN)}
 
     def put_back(self, put: Callable[[object, object], object]) -> None:
@@ -652,10 +644,6 @@ def named_tensors(state: TrainState) -> Iterator[tuple[str, Tensor]]:
                 if id(p) not in known:
                     known.add(id(p))
                     yield f"(group {i}, parameter {j}, not in the model)", p
-
-
-def _settings(group: dict[str, object]) -> dict[str, object]:
-    return {name: value for name, value in group.items() if name != "params"}
 
 
 class _Putting:
@@ -831,6 +819,13 @@ def find_sources(roots: Mapping[str, object]) -> dict[str, Source]:
     return walk.found
 
 
+def find_changed(before: Mapping[str, Source], roots: Mapping[str, object]) -> list[Source]:
+    """Return which values that were found before are others now."""
+    now = find_sources(roots)
+    both = (source for name, source in before.items() if name in now)
+    return [source for source in both if now[source.name].fingerprint != source.fingerprint]
+
+
 class _Walk:
     """A walk over objects. ``found`` are the values that it has come to."""
 
@@ -956,15 +951,10 @@ class _Walk:
             left_out = vars(nn.Module()).keys() - {"training"}  # parameters, buffers, hooks
             for part, child in value.named_children():
                 self.visit(f"{name}.{part}", child, None, quiet=ours)
-        for key, held in _attributes(value).items():
+        for key, held in containers.attributes_of(value):
             if key not in left_out and not (key.startswith("_") and module.startswith("torch")):
                 put = partial(object.__setattr__, value, key)
                 self.visit(f"{name}.{key}", held, put, quiet=ours)
-
-
-def _attributes(value: object) -> dict[str, object]:
-    """Return what an object holds, in its ``__dict__`` and in slots."""
-    return dict(containers.attributes_of(value))
 
 
 def _state_of(
@@ -989,15 +979,11 @@ def _state_of(
         if value.numel() * value.element_size() > MOST_BYTES:
             return None
         kept = value.detach().clone()
-        return "tensor", _bytes_of(kept), lambda: value.detach().copy_(kept)
+        return "tensor", bytes(bytes_of(kept)), lambda: value.detach().copy_(kept)
     if isinstance(value, itertools.count) and put is not None:
         again = copy.copy(value)
         return "itertools.count", repr(value), lambda: put(again)
     return None
-
-
-def _bytes_of(tensor: Tensor) -> bytes:
-    return tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _refill(value: object, kept: object) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import attrs
@@ -15,18 +15,17 @@ from fnloop._core.history import History
 from fnloop._core.records import Record
 from fnloop._core.state import TrainState, snapshot, unwrap
 from fnloop._core.types import Middleware, Output, Step, middleware
-from fnloop._data.loaders import read_loaders
-from fnloop._data.position import checksum
-from fnloop._data.source import Source
 from fnloop._extensions.checkpoints.counters import Targets, decode_targets
-from fnloop._extensions.checkpoints.format import CheckpointError, shares_in
+from fnloop._extensions.checkpoints.format import shares_in
 from fnloop._extensions.checkpoints.saved import Saved
-from fnloop._loop.evaluate import open_loader
 from fnloop.debug._diff import (
     BITS,
     Difference,
+    checksum,
     compare_contents,
+    compare_saved,
     contents_of,
+    explain_not_made,
     is_measured,
 )
 from fnloop.debug._replay import (
@@ -44,7 +43,7 @@ from fnloop.debug._replay import (
 from fnloop.extend import (
     Batch,
     PipelineStep,
-    check_not_stale,
+    Rehearsal,
     checks,
     containers,
     short_traceback,
@@ -135,9 +134,7 @@ def without(
     """
     __tracebackhide__ = True
     steps = pair_of(step, PipelineStep)
-    for one in steps:
-        PipelineStep.checked(one, "without", "folder, ")
-    check_not_stale(state, "without")
+    tried = [Rehearsal.of("without", one, state, loaders, before="folder, ") for one in steps]
     where = checks.folder_path("without", "folder", folder)
     if until is not None:
         until = checks.integer("without", "until", until, "state.step where both end, or None")
@@ -148,17 +145,16 @@ def without(
         raise NotImplementedError(
             "without works in one process: call it in a script that is started without torchrun"
         )
-    train = read_loaders(loaders).train
+    train = tried[0].loaders["train"]
     if isinstance(train, Iterator):
         raise ValueError(
             f"without reads the training loader twice, and {checks.describe(train)} can be read "
             "once: give what makes it, such as a list, a DataLoader, or a function that returns it"
         )
     _check_steps(steps, changes)
-    source = open_loader(train, state)
-    place = _place(batch, source)
-    runs = _Runs(_find_way(where, place, until, steps, source), place, loaders, until)
-    return runs.compare(steps, changes, chosen, state)
+    place = _place(batch, tried[0])
+    way = _find_way(where, place, until, tried)
+    return _Runs(way, place, tried, until).compare(changes, chosen)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -213,12 +209,13 @@ def _check_steps(steps: tuple[PipelineStep, PipelineStep], changes: bool) -> Non
         )
 
 
-def _place(batch: int | Place, source: Source) -> Place:
+def _place(batch: int | Place, run: Rehearsal) -> Place:
     """Return the epoch of a batch, and its position there.
 
     Raises:
         ValueError: the epoch has no such batch.
     """
+    source = run.source(run.state)
     if isinstance(batch, tuple):
         length = source.length_in(batch[0])
         if length is not None and batch[1] >= length:
@@ -234,9 +231,9 @@ def _place(batch: int | Place, source: Source) -> Place:
     return epoch, left
 
 
-def _spell_batches(end: Place, source: Source) -> str:
+def _spell_batches(end: Place, run: Rehearsal) -> str:
     """Return how many batches are before a place, or, of a stream, where it is."""
-    lengths = [source.length_in(epoch) for epoch in range(end[0])]
+    lengths = [run.source(run.state).length_in(epoch) for epoch in range(end[0])]
     if None in lengths:
         return f"{end[0]} epochs and {end[1]} batches"
     return f"{sum(map(int, filter(None, lengths))) + end[1]:,} batches, counted from 0"
@@ -267,7 +264,10 @@ def _place_of(saved: Saved) -> Place:
 
 
 def _find_way(
-    folder: Path, place: Place, until: int | None, steps: Iterable[PipelineStep], source: Source
+    folder: Path,
+    place: Place,
+    until: int | None,
+    runs: Sequence[Rehearsal],
 ) -> _Way:
     """Return how a run is made again.
 
@@ -286,7 +286,8 @@ def _find_way(
             "checkpoint(folder, keep=None), and one of the beginning, (at_start() | "
             "every(epochs=1))(checkpoint(folder, keep=None))"
         )
-    start, later = saved[earlier[-1]], saved[earlier[-1] + 1 :]
+    origin = Origin.among(saved, earlier[-1])
+    start, later = origin.start, saved[earlier[-1] + 1 :]
     if (made_on := shares_in(start.facts) or 1) > 1:
         raise ValueError(
             f"without works in one process, and this run was made on {made_on}, with other batches "
@@ -296,7 +297,7 @@ def _find_way(
         raise ValueError(
             f"without: there is no batch {batch} of epoch {epoch} before the newest checkpoint, of "
             f"step {saved[-1].step}, where both runs end: up to there the run has "
-            f"{_spell_batches(_place_of(saved[-1]), source)}. If it went further, give until="
+            f"{_spell_batches(_place_of(saved[-1]), runs[0])}. If it went further, give until="
         )
     end = saved[-1].step if until is None else until
     phases = (phase for one in later for phase in one.phases)
@@ -307,14 +308,13 @@ def _find_way(
             f"to begin with, of step {start.step}, and what the script changed there is not known. "
             f"End before it, until={begun.step}, or leave out a batch after a later checkpoint"
         )
-    origin = Origin(start, later[0] if later else None, saved[-1])
     if origin.targets is None:
         raise ValueError(
             f"without: {start.path.name} does not say how long the run was to be, which schedules "
             "may depend on: it was saved outside of a run, or by an older fnloop"
         )
-    for step in steps:
-        check_records("without", origin, step, end)
+    for run in runs:
+        check_records("without", origin, run.step, end)
     legs: list[tuple[Place, Targets]] = [(_END, origin.targets)]
     for before, one in zip((start, *later), later, strict=False):
         targets = decode_targets(one.facts)
@@ -380,6 +380,11 @@ class _Gap:
         return [containers.rows_of(batch, kept)] if kept else []
 
 
+def _with(run: Rehearsal, gap: _Gap) -> Rehearsal:
+    """Return a run that leaves something out."""
+    return attrs.evolve(run, step=listing(run.step, (_leaving_out(gap),)))
+
+
 @middleware("step")
 def _leaving_out(gap: _Gap) -> Middleware:
     # Innermost: schedulers and what else counts updates see one that was applied.
@@ -396,24 +401,20 @@ class _Runs:
     Args:
         way: how the run is made again.
         place: the position of the batch.
-        loaders, until: as in :func:`without`.
+        runs: both of them.
+        until: as in :func:`without`.
     """
 
-    def __init__(self, way: _Way, place: Place, loaders: object, until: int | None) -> None:
-        self._way, self._place, self._loaders, self._until = way, place, loaders, until
+    def __init__(
+        self, way: _Way, place: Place, runs: Sequence[Rehearsal], until: int | None
+    ) -> None:
+        self._way, self._place, self._runs, self._until = way, place, runs, until
 
-    def compare(
-        self,
-        steps: tuple[PipelineStep, PipelineStep],
-        changes: bool,
-        rows: frozenset[int] | None,
-        state: TrainState,
-    ) -> Report:
+    def compare(self, changes: bool, rows: frozenset[int] | None) -> Report:
         """Make both runs, and compare them."""
         __tracebackhide__ = True
-        checking = _leaving_out(_Gap(self._place, rows, steps[0]))
-        base, counts = self._find_base(listing(steps[0], (checking,)), state)
-        one = listing(steps[0], ())
+        one, two = self._runs
+        base, counts = self._find_base(_with(one, _Gap(self._place, rows, one.step)))
         way, first = self._way, _Notes(self._way.confirms)
         a = self._run(one, snapshot(base), lambda s: s.step >= way.until, first.note)
         if a.step < way.until and self._until is not None:
@@ -423,8 +424,7 @@ class _Runs:
             )
         first.close()
         end = a.epoch, a.batch
-        gap = _leaving_out(_Gap(self._place, rows, steps[1], counts))
-        two = listing(steps[1], () if changes else (gap,))
+        two = two if changes else _with(two, _Gap(self._place, rows, two.step, counts))
         second = _Notes(None, first)
         b = self._run(two, snapshot(base), lambda s: (s.epoch, s.batch) >= end, second.note)
         parts = ("counters", *BITS, "slots")
@@ -446,7 +446,7 @@ class _Runs:
 
     def _run(
         self,
-        step: PipelineStep,
+        run: Rehearsal,
         state: TrainState,
         ends: Callable[[TrainState], bool],
         note: Callable[[TrainState], object] = lambda state: None,
@@ -466,13 +466,11 @@ class _Runs:
                 done = ends(state)
                 return done or (state.epoch, state.batch) >= stop
 
-            state = continue_from(
-                self._way.origin, step, state, self._loaders, targets, until=math.inf, each=each,
-                ends=ends if own else None,
-            )  # fmt: skip
+            given = self._way.origin, run, state, targets
+            state = continue_from(*given, each=each, ends=ends if own else None)
         return state
 
-    def _find_base(self, step: PipelineStep, state: TrainState) -> tuple[TrainState, bool]:
+    def _find_base(self, run: Rehearsal) -> tuple[TrainState, bool]:
         """Return the state before the update of the batch, and whether the run applied that.
 
         How many batches an update takes is known where it has taken them. So the states of all
@@ -483,14 +481,13 @@ class _Runs:
         found: list[TrainState] = []
 
         def keep(state: TrainState) -> None:
-            if state.epoch == epoch and 0 <= batch - state.batch < step.window:
+            if state.epoch == epoch and 0 <= batch - state.batch < run.step.window:
                 found[:] = [snapshot(state)]
 
-        restored = restored_from(self._way.origin, snapshot(state), "without")
+        restored = restored_from(self._way.origin, snapshot(run.state), "without")
         keep(restored)
-        reached = self._run(
-            step, restored, lambda s: (s.epoch, s.batch) > self._place, keep, own=False
-        )
+        is_past = lambda s: (s.epoch, s.batch) > self._place
+        reached = self._run(run, restored, is_past, keep, own=False)
         if not found:
             raise ValueError(
                 f"without: the run has no batch {batch} in epoch {epoch}: it was read up to "
@@ -510,23 +507,18 @@ class _Runs:
         return found[0], reached.step > found[0].step
 
     def _explain(
-        self,
-        steps: tuple[PipelineStep, PipelineStep],
-        base: TrainState,
-        a: _Notes,
-        b: _Notes,
-        at: int,
+        self, runs: Sequence[Rehearsal], base: TrainState, a: _Notes, b: _Notes, at: int
     ) -> str:
         """Return what differs first, in words: of the first update after which the weights do."""
         __tracebackhide__ = True
         if a.steps[at] != b.steps[at]:
             return f"update {max(a.steps[at], b.steps[at])} was applied by one, and skipped by one"
-        recorders = [Recorder(a.steps[at], modules=True) for _ in steps]
+        recorders = [Recorder(a.steps[at], modules=True) for _ in runs]
         updates = []
-        for step, recorder in zip(steps, recorders, strict=True):
-            watched = recording(step, recorder)
+        for run, recorder in zip(runs, recorders, strict=True):
+            watched = attrs.evolve(run, step=recording(run.step, recorder))
             reached = self._run(watched, snapshot(base), lambda s, r=recorder: s.step >= r.update)
-            updates.append(recorder.made(watched, self._loaders, reached))
+            updates.append(recorder.made(watched, reached))
         if None in updates:
             return "what is left out differs"
         what, name, text = first_difference(updates, recorders)
@@ -563,7 +555,7 @@ class _Notes:
 
     def __init__(self, confirms: Saved | None, other: _Notes | None = None) -> None:
         self._confirms, self._other = confirms, other
-        self._marks: list[int | None] = []
+        self._marks: list[int] = []
         self._copies: dict[int, dict[str, Tensor]] = {}
         self.steps: list[int] = []
         self.differs: int | None = None
@@ -602,22 +594,15 @@ class _Notes:
         if self._confirms is None or tuple(Saved.position_of(state)) != self._confirms.position:
             return
         path, self._confirms = self._confirms.path, None
-        try:
-            its = contents_of(path, history=False)
-        except CheckpointError:  # it is damaged
+        if (found := compare_saved(path, contents_of(state))) is None:
             return
-        found = compare_contents(its, contents_of(state), BITS)
         self.confirmed = not found
         if found:
-            first = found.tensor or found.findings[0]
-            self.texts.append(
-                f"the run is not made again by this script: at step {state.step}, {first.name} of "
-                f"its checkpoint is not what it becomes again: {first.text}"
-            )
+            self.texts.append(explain_not_made("the run", "this script", state.step, found))
 
 
-def _mark(state: TrainState) -> int | None:
-    return checksum([_weights(state), dict(unwrap(state).named_buffers())])
+def _mark(state: TrainState) -> int:
+    return checksum([*_weights(state).values(), *unwrap(state).buffers()])
 
 
 def _weights(state: TrainState) -> dict[str, Tensor]:

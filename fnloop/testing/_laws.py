@@ -22,13 +22,12 @@ from fnloop._backend.containers import SEQUENCES, flattened
 from fnloop._core.history import History
 from fnloop._core.state import TrainState, snapshot
 from fnloop._core.types import Batch, LossFn, Middleware, Output, Step
-from fnloop._data.source import open_source, windows
 from fnloop._display import checks
 from fnloop._display.frames import short_traceback
 from fnloop._hooks.hook import every, when
 from fnloop._loop.evaluate import evaluate, predict
 from fnloop._loop.fit import fit
-from fnloop._step.pipeline import Pipeline, PipelineStep, pipeline
+from fnloop._step.pipeline import Pipeline, pipeline
 from fnloop.testing._toys import no_host_reads
 
 
@@ -43,10 +42,6 @@ def _check_arguments(law: str, pipe: object, problem: object) -> None:
 def _fit(pipe: Pipeline, problem: Problem, state: TrainState, **kwargs: Any) -> TrainState:
     loaders = {"train": problem.batches, "valid": problem.batches[:2]}
     return fit(pipe(problem.loss_fn), state, loaders, **{"epochs": 2, "hooks": (), **kwargs})
-
-
-def _window(step: PipelineStep, problem: Problem) -> int:
-    return open_source(list(problem.batches), 0, total=step.total).batches_in_update(step.window)
 
 
 @short_traceback
@@ -68,7 +63,7 @@ def law_fold(pipe: Pipeline, problem: Problem) -> None:
         >>> law_fold(pipeline(), small())
     """
     _check_arguments("law_fold", pipe, problem)
-    window = _window(pipe(problem.loss_fn), problem)
+    window = pipe(problem.loss_fn).window
     calls_in_epoch = math.ceil(len(problem.batches) / window)
 
     def calls(state: TrainState) -> int:  # each makes one update, or fewer
@@ -264,8 +259,8 @@ def law_skipped_updates(pipe: Pipeline, problem: Problem) -> None:
     """
     _check_arguments("law_skipped_updates", pipe, problem)
     step = pipe(problem.loss_fn)
-    kept = [w for i, w in enumerate(_windows(step, problem)) if i % 2 == 0]
-    batches = [batch for w in kept for batch in (w if step.window > 1 else (w,))]
+    kept = [*partition_all(step.window, problem.batches)][::2]
+    batches = [*itertools.chain(*kept)]
 
     skipping = pipeline(
         *pipe.middleware, Middleware("skip every second", gradient=_skip_every_second)
@@ -288,12 +283,6 @@ def law_skipped_updates(pipe: Pipeline, problem: Problem) -> None:
         assert_equal(dict(one.slots), dict(two.slots), "slots", 0.0)
         assert one.step == two.step, f"step: {one.step} != {two.step}"
         assert one.updates == two.updates, f"updates: {one.updates} != {two.updates}"
-
-
-def _windows(step: PipelineStep, problem: Problem) -> list[Batch]:
-    window = None if step.window == 1 else _window(step, problem)
-    sizes = None if window is None else itertools.repeat(window)
-    return list(windows(open_source(list(problem.batches), 0), sizes, torch.device("cpu")))
 
 
 def _skip_every_second(step: Step) -> Step:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 
 import attrs
 import torch
@@ -164,19 +164,13 @@ class HostReadError(AssertionError):
     __module__ = "fnloop.testing"  # the name by which a traceback shows it
 
 
-class _NoHostReads(torch_compat.DispatchMode):
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., object],
-        types: Sequence[type],
-        args: Sequence[object] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
+class _NoHostReads(torch_compat.Operators):
+    def see(self, func: Callable[..., object], *args: object, **kwargs: object) -> object:
         if torch_compat.reads_to_host(func):
             raise HostReadError(
                 "a tensor was read to the host (.item(), float(), bool(), if tensor: ...)"
             )
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 def no_host_reads() -> contextlib.AbstractContextManager[object]:

@@ -10,18 +10,13 @@ import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import TypeVar
 
 import attrs
 
-from fnloop._core.history import History
-from fnloop._core.several import models_of
-from fnloop._core.state import TrainState, snapshot, without_metrics
+from fnloop._core.state import TrainState
 from fnloop._core.types import Middleware, Output, Step
-from fnloop._data.held import own_copy
-from fnloop._data.loaders import Padding, batch_size_of, check_loader, sharded, unmarked
-from fnloop._data.source import first_batches, open_source, unmoved
+from fnloop._data.loaders import sharded
 from fnloop._extensions import extensions
 from fnloop._extensions.checkpoints.compare import find_difference
 from fnloop._extensions.checkpoints.format import CheckpointError
@@ -30,25 +25,19 @@ from fnloop._extensions.checkpoints.save import check_resumable, save
 from fnloop._extensions.middleware.metric import derive, metric
 from fnloop._extensions.middleware.schedule import plateau, schedule, torch_scheduler
 from fnloop._extensions.middleware.times import throughput, timings
-from fnloop._hooks.hook import BuiltIn, Hook, HookFn, Wrapper, every
-from fnloop._loop.errors import check_returned, why_empty
-from fnloop._loop.evaluate import open_loader
-from fnloop._loop.fit import train
-from fnloop._loop.plan import (
-    Plan,
-)
+from fnloop._hooks.hook import BuiltIn, Hook, Wrapper, every
+from fnloop._loop.errors import check_returned
 from fnloop._step.pipeline import pipeline
 from fnloop.extend import (
     Batch,
-    MissingNumberError,
     Moment,
     PipelineStep,
+    Rehearsal,
     Stop,
     Wrap,
-    check_not_stale,
     checks,
     collectives,
-    isolated,
+    containers,
     name_of,
     optimizers,
     tables,
@@ -57,6 +46,7 @@ from fnloop.extend import (
 
 Value = TypeVar("Value")
 Result = TypeVar("Result")
+HookFn = Callable[[TrainState], TrainState]
 UPDATES = 2
 
 
@@ -109,7 +99,10 @@ class Report(tables.Shown):
 
 
 def dry_run(
-    step: Step, state: TrainState, loaders: object, hooks: Sequence[HookFn] | None = ()
+    step: Step,
+    state: TrainState,
+    loaders: object,
+    hooks: Sequence[HookFn] | None = (),
 ) -> Report:
     """Try a run before it starts: everything once, on copies of the state.
 
@@ -160,23 +153,22 @@ def dry_run(
     Replaces: lightning.fast_dev_run
     """
     __tracebackhide__ = True
-    trial = Trial.of("dry_run", step, state, loaders, hooks, several=True)
-    step, plan = trial.step, trial.plan
-    found, checked = plan.loaders, plan.hooks
-    plan.check_metrics(found.evaluated, state.history, models_of(state.model), tried=True)
-    step, failed = _tried_metrics(step)
-    findings, first = _read(trial, step)
+    trial = trial_of("dry_run", step, state, loaders, hooks, several=True)
+    trial.check_metrics()
+    step, failed = _tried_metrics(trial.step)
+    trial = attrs.evolve(trial, step=step)
+    findings, first = _read(trial)
     if "train" not in first:
         return Report(_of_all([*findings, *failed.values()]))
     # Hooks may need the numbers of a loader that raises: a training batch stands in for its batch.
-    evaluated = {name: sharded([first.get(name, first["train"])]) for name in found.evaluated}
-    loaders = {"train": found.train, **evaluated}
+    one_batch = {name: sharded([first.get(name, first["train"])]) for name in trial.loaders}
+    trial = attrs.evolve(trial, loaders={**one_batch, "train": trial.loaders["train"]})
     with _temporary_folder(state) as folder:
-        findings += _train(step, state, loaders, first, checked, folder)
-        resumed, obstacles = _resume(step, state, loaders, folder)
+        findings += _train(trial, first, folder)
+        resumed, obstacles = _resume(trial, folder)
     findings += [*resumed, *failed.values()]
     for explain_uncapturable in extensions("graphs of an update"):
-        obstacles += explain_uncapturable(at_start_of_epoch(state), first["train"])
+        obstacles += explain_uncapturable(trial.copy(), first["train"])
         problem = bool(obstacles) and _must_be_captured(step)
         texts = obstacles or ["nothing was seen that cuda_graph could not capture"]
         findings += [Finding("graph", "update", text, problem) for text in texts]
@@ -218,12 +210,11 @@ def _naming_processes(problem: Finding, seen: Sequence[Sequence[Finding]]) -> Fi
 # --- loaders
 
 
-def _read(trial: Trial, step: PipelineStep) -> tuple[list[Finding], dict[str, Batch]]:
+def _read(trial: Rehearsal) -> tuple[list[Finding], dict[str, Batch]]:
     """Read two batches of each loader, and evaluate the first one.
 
     Return what was seen, and the first batches, but those of loaders that raise.
     """
-    state, loaders = trial.state, trial.loaders
     found: dict[str, Finding] = {}
     raised_everywhere: set[str] = set()
 
@@ -243,54 +234,41 @@ def _read(trial: Trial, step: PipelineStep) -> tuple[list[Finding], dict[str, Ba
         raised = set().union(*every)
         return {name: result for name, result in done.items() if name not in raised}
 
-    def evaluate(name: str, seen: tuple[str, Batch, str]) -> Batch:
-        return note(name, seen, _items(step, begun, seen[1]))
-
     def update(name: str, seen: tuple[str, Batch, str]) -> Batch:
-        _, batch, _ = seen
-        loader = sharded([batch])
-        advance_copy(step, at_start_of_epoch(state), {name: loader}, 1, state.epoch + 2)
-        return note(name, seen, f"{batch_size_of(batch)} items, its leading dimension")
+        alone = attrs.evolve(trial, loaders={name: sharded([seen[1]])})
+        advance(alone, trial.copy(), 1, trial.state.epoch + 2)
+        return note(name, seen, _rows(seen[1]))
 
     def note(name: str, seen: tuple[str, Batch, str], items: str) -> Batch:
         before, batch, after = seen
         found[name] = Finding("loader", name, f"{before}; {items}; {after}")
         return batch
 
-    read = without_those_that_raise(loaders, lambda name, one: _read_one(state, name, one))
-    begun = trial.begun(step) if "train" in read else state
+    read = without_those_that_raise(trial.loaders, lambda name, _: _read_one(trial, name))
+    begun = trial.begun() if "train" in read else trial.state
+    evaluate = lambda name, seen: note(name, seen, _items(trial.step, begun, seen[1]))
     first = without_those_that_raise(read, evaluate)
     if "train" in read and "train" in raised_everywhere:
         # A run evaluates no batch of it, and a loss function may be for training only. An update
         # exchanges gradients, so all processes try one, or none.
         first = without_those_that_raise({"train": read["train"]}, update) | first
-    return [found[name] for name in loaders if name in found], first
+    return [found[name] for name in trial.loaders if name in found], first
 
 
-def _read_one(state: TrainState, name: str, loader: object) -> tuple[str, Batch, str]:
+def _read_one(trial: Rehearsal, name: str) -> tuple[str, Batch, str]:
     """Return what was seen of a loader before its first batch was evaluated, and that batch.
 
     Nothing is exchanged with other processes: in one of them it may raise.
     """
-    own, _ = unmarked(loader)
-    own = own.loader if isinstance(own, sharded) else None
-    source = open_loader(loader, state) if own is None else open_source(own, state.seed)
-    seconds: list[float] = []
-    batches: list[Batch] = []
-    with isolated(state.backend.device), unmoved(loader):
-        began = time.perf_counter()
-        for batch in first_batches(source, state.backend.device, 2):
-            seconds.append(time.perf_counter() - began)
-            batches.append(own_copy(batch))
-            began = time.perf_counter()
+    source = trial.source(trial.state, name, exchanges=False)
+    batches, seconds = trial.read(source, 2)
     if not batches:
-        raise ValueError(f"the {name} loader gave no batch.{why_empty(source)}")
+        raise ValueError(f"the {name} loader gave no batch.{source.why_empty()}")
     took = "first in " + ", next in ".join(map(tables.format_milliseconds, seconds))
     length = "unknown length"
     if source.length is not None:
         length = f"{source.length:,} batch{'es' * (source.length != 1)}"
-    first = batches[0].batch if isinstance(batches[0], Padding) else batches[0]
-    return f"{length}; {_shapes(first)}", first, took
+    return f"{length}; {_shapes(batches[0])}", batches[0], took
 
 
 def _in_words(error: Exception) -> str:
@@ -313,14 +291,20 @@ def _items(step: PipelineStep, state: TrainState, batch: Batch) -> str:
         out = step.evaluate(state, batch)
     except ValueError as error:
         if "cannot evaluate a loader" in str(error):  # of raw
-            return f"{batch_size_of(batch)} items, its leading dimension"
+            return _rows(batch)
         raise
-    weight, by = float(out.weight), ""
+    items = f"{tables.format_number(float(out.weight))} items"
     if isinstance(out.aux, Mapping) and "weight" in out.aux:
-        by = ', by aux["weight"]'
-    elif weight == batch_size_of(batch):
-        by = ", its leading dimension"
-    return f"{tables.format_number(weight)} items{by}"
+        return f'{items}, by aux["weight"]'
+    return _rows(batch) if float(out.weight) == _size(batch) else items
+
+
+def _size(batch: Batch) -> int:
+    return next((t.size(0) for t in containers.tensors_in(batch) if t.ndim), 1)
+
+
+def _rows(batch: Batch) -> str:
+    return f"{tables.format_number(_size(batch))} items, its leading dimension"
 
 
 # --- metrics and hooks that may raise
@@ -363,8 +347,6 @@ def _tried_metrics(step: PipelineStep) -> tuple[PipelineStep, dict[str, Finding]
         def report(loader: str | None, numbers: dict[str, float]) -> Mapping[str, float]:
             try:
                 return member.report(loader, numbers)  # type: ignore[misc]
-            except MissingNumberError:
-                raise
             except Exception as error:
                 note(member, error)
                 return {}
@@ -407,13 +389,11 @@ class Tried(Wrapper):
     def __call__(self, state: TrainState) -> TrainState:
         if "epoch" not in state.events:
             return state
+        return self._try(lambda: check_returned(self.hook, state, self.hook(state)), state)
 
-        called = lambda: check_returned(self.hook, state, self.hook(state))
-        return self._try(called, state)
-
-    def begin(self, state: TrainState) -> TrainState:
-        begin = lambda: check_returned(self.hook, state, self.hook.begin(state), "begin")
-        return self._try(begin, state)
+    def around(self, call: Callable[[TrainState], TrainState], state: TrainState) -> TrainState:
+        checked = lambda: check_returned(self.hook, state, call(state), call.__name__)
+        return self._try(checked, state)
 
     def evaluating(self, state: TrainState, loader: str, done: int, total: int | None) -> None:
         self._try(lambda: self.hook.evaluating(state, loader, done, total), None)
@@ -435,25 +415,14 @@ class Tried(Wrapper):
     def numbers(self, state: TrainState) -> Mapping[str, float]:
         return self._try(lambda: self.hook.numbers(state), {})
 
-    def flush(self, state: TrainState) -> TrainState:
-        flush = lambda: check_returned(self.hook, state, self.hook.flush(state), "flush")
-        return self._try(flush, state)
-
 
 # --- updates, records and hooks
 
 
-def _train(
-    step: PipelineStep,
-    state: TrainState,
-    loaders: Mapping[str, object],
-    first: Mapping[str, Batch],
-    hooks: Sequence[Hook],
-    folder: Path,
-) -> list[Finding]:
+def _train(trial: Rehearsal, first: Mapping[str, Batch], folder: Path) -> list[Finding]:
     """Make the updates, the evaluations and the record, and call the hooks."""
     __tracebackhide__ = True
-    copied, times = at_start_of_epoch(state), [time.perf_counter()]
+    state, hooks, times = trial.state, trial.hooks, [time.perf_counter()]
 
     def end(state: TrainState) -> TrainState:
         if len(times) <= UPDATES:
@@ -464,8 +433,7 @@ def _train(
     innermost = [hook.innermost if isinstance(hook, Wrapper) else hook for hook in hooks]
     tried = [_safe(hook, folder / f"hook-{i}") for i, hook in enumerate(innermost)]
     called = [safe for safe, _ in tried if safe is not None]
-    with unmoved(loaders):
-        reached = train_trial(step, copied, loaders, epochs=copied.epoch + 1, hooks=(end, *called))
+    reached = trial.train(trial.copy(), epochs=state.epoch + 1, hooks=(end, *called))
     updates = [
         Finding("update", str(i), f"{tables.format_milliseconds(after - before)}, with its batches")
         for i, (before, after) in enumerate(itertools.pairwise(times), 1)
@@ -501,37 +469,28 @@ def _safe(hook: Hook, place: Path) -> tuple[Tried | None, str]:
 # --- resuming
 
 
-def _resume(
-    step: PipelineStep, state: TrainState, loaders: Mapping[str, object], folder: Path
-) -> tuple[list[Finding], list[str]]:
+def _resume(trial: Rehearsal, folder: Path) -> tuple[list[Finding], list[str]]:
     """Compare a run that was saved and restored after its first update with one that was not.
 
     Return what was seen, and what its updates read to the host.
     """
     __tracebackhide__ = True
-    target = state.epoch + 2  # the same for all, as a schedule may depend on it
-    compiles = any(m.name == "compiled" for m in step.pipeline.middleware)
+    target = trial.state.epoch + 2  # the same for all, as a schedule may depend on it
     watch = HostReads()
-
-    def advance(copied: TrainState, updates: int) -> TrainState:
-        __tracebackhide__ = True
-        with unmoved(loaders):  # as in a new process
-            return advance_copy(step, copied, loaders, updates, target)
-
-    with contextlib.nullcontext() if compiles else watch:
-        straight = advance(at_start_of_epoch(state), UPDATES)
+    with contextlib.nullcontext() if compiles(trial.step) else watch:
+        straight = advance(trial, trial.copy(), UPDATES, target)
     try:
-        check_resumable(state)
-        half = advance(at_start_of_epoch(state), 1)
+        check_resumable(trial.state)
+        half = advance(trial, trial.copy(), 1, target)
         began = time.perf_counter()
         save(half, folder / "checkpoint")
         saved = time.perf_counter()
-        resumed = restore(folder / "checkpoint", at_start_of_epoch(state))
+        resumed = restore(folder / "checkpoint", trial.copy())
         took = [
             tables.format_milliseconds(saved - began),
             tables.format_milliseconds(time.perf_counter() - saved),
         ]
-        resumed = advance(resumed, UPDATES - 1)
+        resumed = advance(trial, resumed, UPDATES - 1, target)
     except CheckpointError as error:
         return [Finding("resume", "checkpoint", str(error), problem=True)], watch.places
     times = Finding("save", "checkpoint", f"saved in {took[0]}, restored in {took[1]}")
@@ -561,26 +520,19 @@ def _must_be_captured(step: PipelineStep) -> bool:
 _PACKAGE = str(Path(__file__).parents[2])
 
 
-class HostReads(torch_compat.DispatchMode):
+class HostReads(torch_compat.Operators):
     """Notes where code of the user reads a tensor to the host during an update."""
 
     def __init__(self) -> None:
         super().__init__()
         self.places: list[str] = []
 
-    def __torch_dispatch__(
-        self,
-        func: object,
-        types: Sequence[type],
-        args: Sequence[object] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
-        assert callable(func)
+    def see(self, func: Callable[..., object], *args: object, **kwargs: object) -> object:
         if torch_compat.reads_to_host(func):
             place = _reader()
             if place is not None and place not in self.places:
                 self.places.append(place)
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 _UPDATES = ("/_step/", "/middleware/", "/engines/", "/alternate.py")  # where updates are made
@@ -588,29 +540,18 @@ _UPDATES = ("/_step/", "/middleware/", "/engines/", "/alternate.py")  # where up
 
 def _reader() -> str | None:
     """Return the line of the user that reads to the host in an update, and in nothing else."""
-    frame, place = sys._getframe(2), None
+    frame, place, in_update = sys._getframe(3), None, False
     while frame is not None:
-        code = frame.f_code
-        inside = code.co_filename.startswith(_PACKAGE)
-        if inside and place is None:
-            return None  # fnloop itself reads, where it may
-        if inside:
-            in_update = any(room in code.co_filename for room in _UPDATES)
-            return place if in_update and not _in_evaluation(frame) else None
-        if place is None and "/torch/" not in code.co_filename:
-            where = f"{Path(code.co_filename).name}, line {frame.f_lineno}, in {code.co_name}"
+        code, file = frame.f_code, frame.f_code.co_filename
+        if file.startswith(_PACKAGE):
+            in_update = in_update or any(room in file for room in _UPDATES)
+            if place is None or not in_update or file.endswith("_loop/evaluate.py"):
+                return None  # fnloop itself reads, where it may; or it is no update
+        elif place is None and "/torch/" not in file:
+            where = f"{Path(file).name}, line {frame.f_lineno}, in {code.co_name}"
             place = f"reads a tensor to the host ({where}): cuda_graph cannot capture that"
         frame = frame.f_back
-    return None
-
-
-def _in_evaluation(frame: FrameType | None) -> bool:
-    """Return whether a frame is within an evaluation of a run."""
-    while frame is not None:
-        if frame.f_code.co_filename.endswith("_loop/evaluate.py"):
-            return True
-        frame = frame.f_back
-    return False
+    return place if in_update else None
 
 
 # --------------------------------------------------------------------------------------------------
@@ -622,13 +563,38 @@ ASSUMED = 1 << 30  # items of the run that is tried, which only its fit knows
 EVALUATED = every(epochs=1)  # when a run evaluates by default
 
 
-def at_start_of_epoch(state: TrainState) -> TrainState:
-    """Return a copy of a state, at the start of its epoch, without what it has measured."""
-    return attrs.evolve(
-        without_metrics(snapshot(state)), batch=0, samples=0, history=History(), stop=None,
-        ends=None, phases=(), generators=None, saved_on=None, events=frozenset(),
-        todo=(),
-    )  # fmt: skip
+def trial_of(
+    owner: str,
+    step: Step,
+    state: TrainState,
+    loaders: object,
+    hooks: Sequence[HookFn] | None = (),
+    several: bool = False,
+) -> Rehearsal:
+    """Check what a run is tried with, and return a rehearsal of it.
+
+    Args:
+        owner: who tries it.
+        step, state, loaders, hooks: as in ``fit``.
+        several: whether several processes may.
+
+    Raises:
+        StaleStateError, TypeError, ValueError, KeyError: as ``fit``; or a loader is an iterator.
+        NotImplementedError: there are several processes, and only one may try it; or the model is
+            sharded.
+    """
+    trial = Rehearsal.of(owner, step, state, loaders, hooks)
+    for name, loader in trial.loaders.items():
+        if isinstance(loader, Iterator):
+            raise ValueError(
+                f"{owner} would use up the {name} loader, which is an iterator: give a "
+                "function that returns one, or a list"
+            )
+    if state.backend.world_size > 1 and not several:
+        raise NotImplementedError(
+            f"{owner} works in one process: call it in a script that is started without torchrun"
+        )
+    return attrs.evolve(trial, assumed_items=ASSUMED)
 
 
 def with_members(
@@ -649,51 +615,29 @@ def with_members(
     return step.listing(pipeline(*inner, *kept).middleware)
 
 
-def train_trial(
-    step: PipelineStep,
-    copied: TrainState,
-    loaders: Mapping[str, object],
-    *,
-    epochs: int | None = None,
-    steps: int | None = None,
-    hooks: Sequence[HookFn] = (),
-    evaluate_every: Moment = EVALUATED,
-) -> TrainState:
-    """Train a copy, as ``fit`` does, but let Ctrl-C and signals end the program as they usually do.
-
-    There is nothing to keep.
-    """
-    __tracebackhide__ = True
-    plan = Plan.of(step, copied, loaders, epochs, steps, hooks, evaluate_every)
-    plan = attrs.evolve(plan, may_stall=True, assumed_items=ASSUMED)  # its hooks end it
-    return train(plan, copied)
-
-
 def train_copy(
     step: PipelineStep,
     state: TrainState,
     loader: object,
     updates: int,
-    hooks: Sequence[HookFn] = (),
-    epochs: int | None = None,
+    hooks: Sequence[HookFn],
+    epochs: int,
 ) -> TrainState:
     """Train a copy of a state for a few updates. A loader that is too short is repeated.
 
-    With a target in ``epochs`` too, a run that leaves out all updates is not an error.
+    With a target in epochs too, a run that leaves out all updates is not an error.
     """
     __tracebackhide__ = True
-    check_loader(loader, "training", alone=True)
-    copied = at_start_of_epoch(state)
-    last = None if epochs is None else copied.epoch + epochs
-    steps = copied.step + updates
-    with unmoved(loader):
-        return train_trial(step, copied, {"train": loader}, epochs=last, steps=steps, hooks=hooks)
+    trial = attrs.evolve(
+        Rehearsal.of("fit", step, state, loader, alone="training"), assumed_items=ASSUMED
+    )
+    last = state.epoch + epochs
+    return trial.train(trial.copy(), epochs=last, steps=state.step + updates, hooks=hooks)
 
 
-def advance_copy(
-    step: PipelineStep,
+def advance(
+    trial: Rehearsal,
     copied: TrainState,
-    loaders: Mapping[str, object],
     updates: int,
     epochs: int,
     evaluate_every: Moment = EVALUATED,
@@ -709,10 +653,13 @@ def advance_copy(
         over = next(counted) >= updates
         return attrs.evolve(state, stop=Stop("tried", "interrupted")) if over else state
 
-    reached = train_trial(
-        step, copied, loaders, epochs=epochs, hooks=(stop,), evaluate_every=evaluate_every
-    )
+    reached = trial.train(copied, epochs=epochs, hooks=(stop,), evaluate_every=evaluate_every)
     return attrs.evolve(reached, stop=None)
+
+
+def compiles(step: PipelineStep) -> bool:
+    """Return whether a step is compiled, so that its operators cannot be watched."""
+    return any(m.name == "compiled" for m in step.pipeline.middleware)
 
 
 def contents_of(state: TrainState) -> dict[str, object]:
@@ -723,95 +670,3 @@ def contents_of(state: TrainState) -> dict[str, object]:
         "optimizer": saved if state.updates else saved[""],
         "slots": dict(state.slots), "counters": (state.step, state.epoch, state.batch),
     }  # fmt: skip
-
-
-@attrs.frozen(eq=False)
-class Trial:
-    """A step, a state and loaders, of which runs are tried without harm.
-
-    Args:
-        step, state: what is tried.
-        plan: what a run of it would do.
-        loaders: its loaders by name.
-    """
-
-    step: PipelineStep
-    state: TrainState
-    plan: Plan
-    loaders: Mapping[str, object]
-
-    @staticmethod
-    def of(
-        owner: str,
-        step: Step,
-        state: TrainState,
-        loaders: object,
-        hooks: Sequence[HookFn] | None = (),
-        several: bool = False,
-    ) -> Trial:
-        """Check what was given, and return it.
-
-        Args:
-            owner: who tries it.
-            step, state, loaders, hooks: as in ``fit``.
-            several: whether several processes may.
-
-        Raises:
-            StaleStateError, TypeError, ValueError, KeyError: as ``fit``; or a loader is an
-                iterator.
-            NotImplementedError: there are several processes, and only one may try it.
-        """
-        checked = PipelineStep.checked(step, owner)
-        check_not_stale(state, owner)
-        plan = Plan.of(checked, at_start_of_epoch(state), loaders, hooks=hooks)
-        plan = attrs.evolve(plan, assumed_items=ASSUMED)
-        named: dict[str, object] = {"train": plan.loaders.train, **plan.loaders.evaluated}
-        for name, loader in named.items():
-            if isinstance(loader, Iterator):
-                raise ValueError(
-                    f"{owner} would use up the {name} loader, which is an iterator: give a "
-                    "function that returns one, or a list"
-                )
-        if state.backend.world_size > 1 and not several:
-            raise NotImplementedError(
-                f"{owner} works in one process: call it in a script that is started without "
-                "torchrun"
-            )
-        return Trial(checked, state, plan, named)
-
-    def copy(self) -> TrainState:
-        """Return a copy of the state, at the start of its epoch."""
-        return at_start_of_epoch(self.state)
-
-    def begun(self, step: PipelineStep | None = None) -> TrainState:
-        """Return a copy of the state as a run begins: with the facts about it, and all slots.
-
-        Args:
-            step: the step that makes the slots; that of the run by default.
-        """
-        copied, plan = self.copy(), self.plan
-        source = open_loader(plan.loaders.train, copied, plan.total)
-        run = plan.describe(copied, source, (*plan.loaders.evaluated,), None)
-        return (step or plan.step).init_slots(attrs.evolve(copied, run=run))
-
-    def batches(self, n: int) -> list[Batch]:
-        """Return copies of the first batches of training, on the device of the state."""
-        source, device = open_loader(self.plan.loaders.train, self.state), self.state.backend.device
-        with unmoved(self.plan.loaders.train):
-            return [own_copy(batch) for batch in first_batches(source, device, n)]
-
-    def advance(
-        self,
-        copied: TrainState,
-        loaders: Mapping[str, object],
-        updates: int,
-        epochs: int,
-        evaluate_every: Moment,
-    ) -> TrainState:
-        """Make a number of updates of a longer run: see :func:`advance_copy`."""
-        return advance_copy(self.step, copied, loaders, updates, epochs, evaluate_every)
-
-    @staticmethod
-    def contents(state: TrainState) -> dict[str, object]:
-        """Return what two states that came to the same are compared by."""
-        return contents_of(state)

@@ -473,7 +473,7 @@ class _Trial:
             over = state.step + state.skipped >= first + UPDATES
             return attrs.evolve(state, stop="enough") if over else state
 
-        train_copy(step, self.state, loader, UPDATES, hooks=(stop,))
+        train_copy(step, self.state, loader, UPDATES, (stop,), epochs=UPDATES)
         self.is_whole = length == 1 and 0 < self.samples < size
         if self.samples and self.samples == before and not self.is_whole:
             raise ValueError(
