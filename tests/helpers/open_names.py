@@ -15,11 +15,10 @@ OPEN = {
     "_core.selectors": "Selectors",
     "_core.settings": "UNFROZEN",
     "_core.several": "models_of Reply Several",
-    "_core.state": "counted_of current_parameters without_metrics",
+    "_core.state": "counted_of current_parameters",
     "_core.trained": "add_group Groups Layout note_restored split_group",
     "_core.types": "Aux EVALUATION Searching Skip",
-    "_core.view": "as_evaluated begin_again changed_for is_apart",
-    "_data.held": "own_copy",
+    "_core.view": "begin_again changed_for is_apart",
     "_data.iterable": "as_torch_reads_it is_keeper length_of steady_workers",
     "_data.loaders": (
         "alike batch_size_of check_loader First Glimpse glimpse is_iterable NONE_LEFT Padding "
