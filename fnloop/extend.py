@@ -34,6 +34,7 @@ of the book.
 - **What is saved, and what readers see**: `Part`, `Saving`, `Restoring`, `View`, `view`
 - **Processes**: `Backend`, `Engine`, `LocalEngine`, `GradientSum`, `engine_of`, `refuse`,
   `on_main_process`, `collectives`
+- **Metrics**: `Metrics`, `Running`
 - **Random numbers**: `isolated`, `fold_in`
 - **Hooks, moments and the end of a run**: `BuiltIn`, `Wrapper`, `Moment`, `Clock`, `Stop`
 - **Records**: `Fold`, `Monitored`, `better`, `mode_of`
@@ -50,25 +51,29 @@ from collections.abc import Mapping
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fnloop._backend import collectives, containers, disk, fsdp, torch_compat
+from fnloop._backend import collectives, containers, fsdp, torch_compat
 from fnloop._backend.collectives import on_main_process
 from fnloop._backend.fsdp import is_sharded, local_part
 from fnloop._backend.processes import Backend
+from fnloop._core import rng
 from fnloop._core.history import Fold, Monitored, mode_of
-from fnloop._core.optimizers import labelled_groups, optimizers_in, wants_closure
+from fnloop._core.metrics import Metrics, Running
+from fnloop._core.optimizers import Group, labelled_groups, optimizers_in, wants_closure
 from fnloop._core.parts import Part, Restoring, Saving
 from fnloop._core.records import better
 from fnloop._core.rng import fold_in, isolated
 from fnloop._core.runs import Stop
 from fnloop._core.selectors import Chosen
-from fnloop._core.settings import Group, Setting, number_in, set_number
+from fnloop._core.settings import Setting, number_in, set_number
 from fnloop._core.state import (
     Ownership,
     TrainState,
     all_parameters,
     check_not_stale,
     parameters,
+    with_note,
     with_slot,
+    with_used,
 )
 from fnloop._core.types import Batch, Call, Metric, View, Wrap, name_of
 from fnloop._core.view import view
@@ -97,6 +102,7 @@ __all__ = [
     "GradientSum",
     "LocalEngine",
     "Metric",
+    "Metrics",
     "MissingNumberError",
     "Moment",
     "Monitored",
@@ -104,6 +110,7 @@ __all__ = [
     "Part",
     "PipelineStep",
     "Restoring",
+    "Running",
     "Saving",
     "Setting",
     "Stop",
@@ -117,7 +124,6 @@ __all__ = [
     "checks",
     "collectives",
     "containers",
-    "disk",
     "engine_of",
     "fold_in",
     "fsdp",
@@ -137,6 +143,7 @@ __all__ = [
     "refuse",
     "report",
     "reprs",
+    "rng",
     "set_aside",
     "set_number",
     "short_traceback",
@@ -146,6 +153,7 @@ __all__ = [
     "view",
     "wants_closure",
     "warn_once",
+    "with_note",
     "with_slot",
 ]
 
@@ -172,11 +180,12 @@ def gradients(state: TrainState) -> list[Tensor]:
     return [p.grad for p in parameters(state) if p.grad is not None]
 
 
-def optimizers(state: TrainState) -> Mapping[str, Optimizer]:
+def optimizers(state: TrainState, used: bool = False) -> Mapping[str, Optimizer]:
     """Return the optimizers of a state by name. One alone has the name "".
 
     Args:
         state: the state.
+        used: whether to leave out those with which the running step does not update.
 
     Returns:
         Name to optimizer, in the order in which they update.
@@ -186,7 +195,7 @@ def optimizers(state: TrainState) -> Mapping[str, Optimizer]:
         >>> [*optimizers(toy())]
         ['']
     """
-    return optimizers_in(state.optimizer)
+    return optimizers_in((with_used(state) if used else state).optimizer)
 
 
 def groups(state: TrainState) -> Mapping[str, Group]:

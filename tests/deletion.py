@@ -44,11 +44,13 @@ EXTENSIONS = {
         "checkpoints/test_saved_averages processes/test_averages",
     },
     "checkpoints": {
-        "modules": "checkpoints.compare checkpoints.counters checkpoints.files checkpoints.foreign "
-        "checkpoints.format checkpoints.model checkpoints.named checkpoints.optimizer "
+        "modules": "checkpoints.compare checkpoints.counters checkpoints.disk checkpoints.files "
+        "checkpoints.foreign checkpoints.format checkpoints.made_with "
+        "checkpoints.model checkpoints.named checkpoints.optimizer "
         "checkpoints.partial checkpoints.parts checkpoints.place checkpoints.restore "
-        "checkpoints.retention checkpoints.save checkpoints.saved checkpoints.serialize "
-        "checkpoints.shapes checkpoints.split checkpoints.torch_compat checkpoints.transfer",
+        "checkpoints.retention checkpoints.save checkpoints.saved "
+        "checkpoints.serialize checkpoints.shapes checkpoints.split "
+        "checkpoints.torch_compat checkpoints.transfer",
         "tests": "checkpoints",
     },
     "clip": {
@@ -81,6 +83,7 @@ EXTENSIONS = {
         "modules": "middleware.guards",
         "tests": "middleware/test_skip_nonfinite middleware/test_spike_guard processes/test_guards",
     },
+    "hints": {"modules": "tools.hints", "tests": "tools/test_hints"},
     "histories": {
         "modules": "histories.*",
         "tests": "histories",

@@ -111,8 +111,9 @@ def test_the_return_value_is_described(value):
 @each(DESCRIBED | METHODS)
 def test_exceptions_are_described(value):
     made = [vars(value).get(method) for method in MADE_BY] if inspect.isclass(value) else [value]
-    file = inspect.getsourcefile(value)
-    if any(raises(one) for one in made if one and inspect.getsourcefile(one) == file):
+    file = inspect.getsourcefile(inspect.unwrap(value))
+    own = [one for one in made if one and inspect.getsourcefile(inspect.unwrap(one)) == file]
+    if any(map(raises, own)):
         assert re.search(r"^    \w+(, \w+)*: \S", section(value, "Raises"), re.M), (
             "it raises, but has no section Raises"
         )

@@ -15,7 +15,7 @@ from fnloop._backend.fsdp import is_sharded, like_sharded
 from fnloop._backend.torch_compat import strip_compile_prefix
 from fnloop._core.optimizers import optimizers_in
 from fnloop._core.parts import Json, Load, Part, Restoring, Saving
-from fnloop._core.state import TrainState, check_not_stale, copy_handles, detached_from_run, unwrap
+from fnloop._core.state import Ownership, TrainState, check_not_stale, copy_handles, unwrap
 from fnloop._display import checks
 from fnloop._display.screen import log
 
@@ -163,7 +163,7 @@ def averaged(state: TrainState, name: str = "ema") -> TrainState:
             "save(state, path), and restore that into a model that is not sharded: "
             f'averaged(restore(path, state), "{name}")'
         )
-    state = attrs.evolve(detached_from_run(state), slots={AVERAGED: name}, metrics={})
+    state = attrs.evolve(Ownership.leave_run(state), slots={AVERAGED: name}, metrics={})
     # The copies of all optimizers begin without state.
     memo: dict[int, object] = {
         id(optimizer.state): defaultdict(dict)

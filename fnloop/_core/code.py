@@ -1,31 +1,14 @@
-"""The code of functions: what it refers to, whether a user wrote it, and a hash of it."""
+"""The code of functions: what it refers to, and whether a library has it."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import inspect
-import sys
-import sysconfig
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from types import CodeType, FunctionType, MethodType
 
 from torch import nn
-
-PACKAGE = str(Path(__file__).parents[1])
-INSTALLED = tuple({sysconfig.get_paths()[key] for key in ("stdlib", "purelib", "platlib")})
-
-
-def is_users(module: str | None) -> bool:
-    """Return whether a module is neither installed nor a part of Python or of fnloop."""
-    if module in (None, "builtins"):
-        return False
-    file = getattr(sys.modules.get(module), "__file__", None)
-    if file is None:
-        return module == "__main__"
-    return not file.startswith((*INSTALLED, PACKAGE))
 
 
 def code_of(function: object) -> CodeType | None:
@@ -86,30 +69,3 @@ def walk(
             waiting += [value.__globals__[name] for name in names]
         elif callable(value) and not isinstance(value, nn.Module):
             waiting.append(type(value))
-
-
-def hash_of(function: FunctionType) -> str:
-    """Return a hash of the source of a function; where there is none, of its code.
-
-    Example:
-        >>> one, other, same = eval("lambda x: x"), eval("lambda x: -x"), eval("lambda x: x")
-        >>> hash_of(one) == hash_of(same), hash_of(one) == hash_of(other)
-        (True, False)
-    """
-    text = ""
-    # Under the name of what eval makes, Python 3.13 finds the text of `python -c` instead.
-    if function.__code__.co_filename != "<string>":
-        # Not if it was typed into a console, or the file was edited and cannot be parsed there
-        with contextlib.suppress(Exception):
-            text = inspect.getsource(function)
-    text = text or "".join(map(_code_text, codes_of(function.__code__)))
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _code_text(code: CodeType) -> str:
-    constants = [  # a set has another order in each process
-        sorted(map(repr, constant)) if isinstance(constant, frozenset) else constant
-        for constant in code.co_consts
-        if not isinstance(constant, CodeType)
-    ]
-    return repr((code.co_code, constants, code.co_names))

@@ -6,17 +6,16 @@ import itertools
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, overload
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar, overload
 
 import attrs
 
+from fnloop._core.parts import State
 from fnloop._core.records import (
     MODES,
-    TRAINED,
     Record,
     best_record,
     better,
-    number_of_epoch,
 )
 from fnloop._core.types import RECORD
 from fnloop._display import checks, reprs
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
 # that appending costs the same after ten records and after a million.
 
 T = TypeVar("T")
-State = Any  # a TrainState
 
 
 class _Log:
@@ -66,7 +64,7 @@ class _Log:
             )
         for name in record.metrics:
             self.names.setdefault(name, len(self.records))
-        self.epochs.append(number_of_epoch(record, *self.end))
+        self.epochs.append(record.number_of_epoch(*self.end))
         if record.epoch > self.end[0]:
             self.end = record.epoch, record.step
         self.records.append(record)
@@ -141,8 +139,28 @@ class History:
         names = self._log.names.copy()  # atomic: a history in another thread may add to them
         return tuple(itertools.takewhile(lambda name: names[name] < self._length, names))
 
-    def _since(self, start: int) -> list[Record]:
-        return self._log.records[start : self._length]
+    def since(self, start: int | History = 0, closing: bool = True) -> list[Record]:
+        """Return the records from an index on, or those that follow another history.
+
+        The cost does not depend on how many come before them.
+
+        Args:
+            start: the index of the first; or a history, after what it has in common with this one.
+            closing: whether to return closing records too, which a run makes only where it ends.
+
+        Example:
+            >>> a = History([Record(1, 10, {}), Record(2, 20, {})])
+            >>> b = a.append(Record(2, 25, {}, closing=True))
+            >>> [[record.step for record in b.since(*given)] for given in ((1,), (1, False), (a,))]
+            [[20, 25], [20], [25]]
+        """
+        if isinstance(start, History):
+            seen, start = start, min(self._length, len(start))
+            # Not by ==: after a rollback, an update that is made again may make an equal record.
+            while start and self[start - 1] is not seen[start - 1]:
+                start -= 1
+        found = self._log.records[start : self._length]
+        return found if closing else [record for record in found if not record.closing]
 
     @overload
     def __getitem__(self, key: str) -> tuple[float, ...]: ...
@@ -328,40 +346,6 @@ class History:
         return plot_records(self.records, mode, x)
 
 
-def records_since(history: History, start: int = 0, closing: bool = True) -> list[Record]:
-    """Return the records from an index on. The cost does not depend on how many come before it.
-
-    Args:
-        history: the history.
-        start: the index of the first.
-        closing: whether to return closing records too, which a run makes only where it ends.
-
-    Example:
-        >>> history = History([Record(1, 10, {}), Record(2, 20, {}), Record(2, 25, {}, 0.0, True)])
-        >>> for given in ((history, 1), (history, 1, False)):
-        ...     print([record.step for record in records_since(*given)])
-        [20, 25]
-        [20]
-    """
-    return [record for record in history._since(start) if closing or not record.closing]
-
-
-def new_records(history: History, seen: History) -> list[Record]:
-    """Return the records of a history that follow those it has in common with another one.
-
-    Example:
-        >>> a = History([Record(1, 10, {}), Record(2, 20, {})])
-        >>> b = a.append(Record(3, 30, {}))
-        >>> [record.step for record in new_records(b, a)], new_records(a, b)
-        ([30], [])
-    """
-    start = min(len(history), len(seen))
-    # Not by ==: after a rollback, an update that is made again may make an equal record.
-    while start and history[start - 1] is not seen[start - 1]:
-        start -= 1
-    return history._since(start)
-
-
 class Fold(Generic[T]):
     """A function of a history that folds over its records, and later only over the new ones.
 
@@ -389,7 +373,7 @@ class Fold(Generic[T]):
         log, begun, length, value = self._cache
         if log is not history._log or begun != first or length > len(history):
             length, value = first, self.initial
-        for record in history._since(length):
+        for record in history.since(length):
             value = self.step(value, record)
         self._cache = history._log, first, len(history), value
         return value
@@ -440,21 +424,13 @@ class Phase:
     items: float | None = attrs.field(default=None, repr=False, eq=False)
     named: bool = attrs.field(default=False, repr=False, eq=False)
 
+    @staticmethod
+    def running(phases: Sequence[Phase]) -> Phase:
+        """Return the phase that has begun and not ended; the whole run, without a name, if none."""
+        return phases[-1] if phases and not phases[-1].done else _NO_PHASE
+
 
 _NO_PHASE = Phase("", 0, 0, 0)
-
-
-def unfinished(phases: Sequence[Phase]) -> Phase:
-    """Return the phase that has begun and has not ended; the whole run, without a name, if none."""
-    return phases[-1] if phases and not phases[-1].done else _NO_PHASE
-
-
-SINCE = ("phase", "run")
-
-
-def first_record(phases: Sequence[Phase], since: str) -> int:
-    """Return the index of the first record of the newest phase, or of the run."""
-    return phases[-1].records if phases and since == "phase" else 0
 
 
 # --------------------------------------------------------------------------------------------------
@@ -573,7 +549,7 @@ def check_made(
             f"model has its own: {join_names([f'{loader}/{name}' for name in own])}"
         )
     made = [f"{loader}/{name}" for name in named]
-    makes = "reports" if loader in TRAINED else "evaluates"
+    makes = "reports" if loader in Record.TRAINED else "evaluates"
     alone = metric.partition("/")[2] if of_models else metric
     advice = ""
     if alone.isidentifier() and alone not in names:
@@ -604,20 +580,6 @@ def check_loaders(owner: str, wanted: Iterable[str], loaders: Sequence[str]) -> 
             )
 
 
-def metrics_here(state: State) -> Mapping[str, float]:
-    """Return the metrics that were recorded at the newest boundary of a state; none, if none was.
-
-    There are two records if the boundary had one, and the run ended there and evaluated the rest.
-    """
-    if RECORD not in state.events:
-        return {}
-    newest = state.history[-1]
-    before = state.history[-2] if newest.closing and len(state.history) > 1 else newest
-    if before.step != newest.step or before.closing:
-        return newest.metrics
-    return {**before.metrics, **newest.metrics}
-
-
 class Monitored:
     """A metric that a hook or a middleware watches, and which of its values are better.
 
@@ -629,6 +591,7 @@ class Monitored:
 
     Attributes:
         owner, key, mode, since: as above, with the mode that the name says.
+        MODES, SINCE: the values that ``mode`` and ``since`` can have.
 
     Raises:
         TypeError: the key is not a str.
@@ -640,12 +603,12 @@ class Monitored:
         ('min', True)
     """
 
+    MODES, SINCE = MODES, ("phase", "run")
+
     def __init__(self, owner: str, key: str, mode: str | None = None, since: str = "phase") -> None:
         self.owner, self.key = owner, checks.metric_name(owner, "key", key)
-        self.mode, self.since = (
-            mode_of(owner, key, mode),
-            checks.choice(owner, "since", since, SINCE),
-        )
+        self.mode = mode_of(owner, key, mode)
+        self.since = checks.choice(owner, "since", since, self.SINCE)
 
     def first(self, state: State) -> int:
         """Return the index of the first record whose value counts.
@@ -661,7 +624,7 @@ class Monitored:
             >>> Monitored("mine", "valid/loss").first(toy())
             0
         """
-        return first_record(state.phases, self.since)
+        return state.phases[-1].records if state.phases and self.since == "phase" else 0
 
     def counts(self, record: Record) -> bool:
         """Return whether a record has a value that counts where one folds over the values.
@@ -760,7 +723,11 @@ def check_monitored(owner: str, key: str, state: State) -> bool:
     loader = key.partition("/")[0]
     if any(name.startswith(f"{loader}/") for name in metrics) and key not in state.history:
         hint = _suggestion(key, metrics)
-        if loader not in TRAINED and f"{loader}/loss" not in metrics and key.endswith("/loss"):
+        if (
+            loader not in Record.TRAINED
+            and f"{loader}/loss" not in metrics
+            and key.endswith("/loss")
+        ):
             hint = (
                 ". The loss function returned (None, aux) in this evaluation: watch another "
                 "metric, or return a loss"

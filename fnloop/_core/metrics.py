@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from inspect import Parameter, Signature
 from typing import Any, ClassVar, Self, cast
 
 import attrs
@@ -35,15 +36,12 @@ def to_accumulator_dtype(value: Number) -> Number:
 _MINUS_ZERO = torch.tensor(-0.0, dtype=torch.float64, device="cpu")  # x + -0.0 is x, for every x
 
 
-def weighted(value: Tensor, weight: float | Tensor) -> Tensor:
+def _weighted(value: Tensor, weight: float | Tensor) -> Tensor:
     """Return a mean × the number of its items, without a graph, in a dtype to sum in."""
     if value.is_cpu and value.dtype is torch.float32 and type(weight) is int:
         value = value.detach() if value.requires_grad else value
         return torch.add(_MINUS_ZERO, value, alpha=weight)  # the same in one call in place of two
     return to_accumulator_dtype(value) * weight
-
-
-KINDS: dict[str, type[Reduced]] = {}  # by the names that checkpoints have for them
 
 
 def _choose(
@@ -70,25 +68,51 @@ _REDUCE: dict[str, Callable[[Number, Number], Number]] = {
 class Running:
     """The base of the metrics of fnloop: what a run asks of them, and not of those of users.
 
-    A metric of which ``combine`` is the whole rule leaves all of it as it is here.
+    A metric of which ``combine`` is the whole rule leaves the rest as it is here.
 
     Attributes:
-        reductions: the fields that may be tensors, which are read in one transfer; see ``Reduced``.
+        reductions: the fields that may be tensors, which are read in one transfer, and how each is
+            reduced: "sum", "min", "max" or "last".
+        is_reduced: whether ``reductions`` is the whole rule: what it computes follows from these
+            fields, each of which is combined by itself.
         per_process: whether it is of each process, and not of its share of the data.
         if_twice: what an error adds where another metric reports the same name.
+
+    Example:
+        >>> import fnloop as fl
+        >>> class Longest(Running):
+        ...     def __init__(self, word):
+        ...         self.word = word
+        ...     def combine(self, other):
+        ...         return max(self, other, key=Longest.compute)
+        ...     def compute(self):
+        ...         return float(len(self.word))
+        ...     def to_cpu(self):
+        ...         return self  # it has no tensor
+        >>> fl.extend.Metrics(a=Longest("an")).update_({"a": Longest("ant")}).read()
+        {'a': 3.0}
     """
 
     __slots__ = ()
     reductions: ClassVar[Mapping[str, str]] = {}
+    is_reduced: ClassVar[bool] = False
     per_process: ClassVar[bool] = False
     if_twice: ClassVar[str] = ""
 
     def compute(self) -> Any:
-        """Return the value: a number, or a mapping from names to numbers."""
+        """Return the value: a number, or a mapping from names to numbers.
+
+        Raises:
+            NotImplementedError: the class has none.
+        """
         raise NotImplementedError
 
     def combine(self, other: Any) -> Self:
-        """Return the metric of both parts. Neither is changed."""
+        """Return the metric of both parts. Neither is changed.
+
+        Raises:
+            NotImplementedError: the class has none.
+        """
         raise NotImplementedError
 
     def update_(self, other: Any) -> Self:
@@ -99,6 +123,10 @@ class Running:
     def add_to_both_(self, epoch: object, recent: object) -> tuple[Self, Self] | None:
         """Combine in place with the metrics of an epoch and of an interval, or return None."""
         return None
+
+    def owned(self) -> Self:
+        """Return it without a tensor or a graph of the function that has made it."""
+        return self
 
     def to_accumulator(self) -> Self:
         """Return what further parts are combined into."""
@@ -112,6 +140,32 @@ class Running:
         """Return it with what it has not computed with yet on a device."""
         return self
 
+    @classmethod
+    def of_fields(cls, values: Iterable[object], **constants: object) -> Self:
+        """Return a metric of these fields, in the order of ``reductions``, and its other ones."""
+        return cast(Any, cls)(*values, **constants)
+
+    @staticmethod
+    def restored(saved: object, device: torch.device) -> object:
+        """Return the metric that a checkpoint has, if its class is known by its name.
+
+        Others stay as they are in the checkpoint until a batch brings one of their kind.
+
+        Raises:
+            TypeError: the checkpoint is damaged.
+        """
+        if not isinstance(saved, Pending):
+            raise TypeError(f"a metric is {saved!r}")
+        kind = Reduced.kinds.get(saved.kind)
+        if kind is None:
+            return saved
+        parts = dict(saved.parts)
+        try:
+            values = [_on_device(parts.pop(k), how, device) for k, how in kind.reductions.items()]
+            return kind.of_fields(values, **{name: parts[name] for name in kind.constants})
+        except (KeyError, TypeError):
+            raise TypeError(f"a {saved.kind} holds {describe(dict(saved.parts))}") from None
+
 
 class Reduced(Running):
     """The base of the metrics whose fields are numbers, each reduced in one way.
@@ -121,15 +175,17 @@ class Reduced(Running):
     its own may hold tensors of any shape, such as a confusion matrix in a ``Sum``.
 
     Attributes:
-        reductions: name of a field to how it is reduced: "sum", "min", "max" or "last".
         constants: names of other fields, which all parts have in common.
+        kinds: all of them, by the names that checkpoints have for them.
     """
 
     __slots__ = ()
     constants: ClassVar[tuple[str, ...]] = ()
+    kinds: ClassVar[dict[str, type[Reduced]]] = {}
+    is_reduced = True
 
     def __init_subclass__(cls) -> None:
-        KINDS[kind_name(cls)] = cls
+        Reduced.kinds[kind_name(cls)] = cls
 
     def combine(self, other: Self) -> Self:
         """Return the metric of both parts. Neither is changed.
@@ -158,11 +214,21 @@ class Reduced(Running):
                 values.append(_REDUCE[how](mine, its))
         return type(self)(*values)
 
+    def owned(self) -> Self:
+        """Return a metric that shares no tensor, with sums in a dtype wide enough to sum in."""
+        values: list[object] = []
+        for name, how in self.reductions.items():
+            value = getattr(self, name)
+            if how == "sum":
+                value = to_accumulator_dtype(value)
+            elif isinstance(value, Tensor):
+                value = value.detach().clone()
+            values.append(value)
+        return self.of_fields(values, **fields_of(self, self.constants))
+
     def to_accumulator(self) -> Self:
-        """Return a metric whose sums share no tensor, in a dtype wide enough to sum in."""
-        values = fields_of(self, self.reductions).values()
-        pairs = zip(values, self.reductions.values(), strict=True)
-        return type(self)(*[to_accumulator_dtype(v) if how == "sum" else v for v, how in pairs])
+        """Return what further parts are combined into: a metric that shares no tensor."""
+        return self.owned()
 
 
 @attrs.frozen(eq=False)
@@ -194,6 +260,24 @@ class Mean(Reduced):
             scalar("Mean", "weight", self.weight)
         if not isinstance(self.total, Tensor) or self.total.ndim:
             _check_value(self, "total", Mean)
+
+    @classmethod
+    def of_batch(cls, value: Tensor, weight: float | Tensor, **constants: object) -> Self:
+        """Return the mean of a batch, without a graph, in a dtype wide enough to sum in.
+
+        Args:
+            value: the mean over the batch.
+            weight: the number of its items.
+            constants: the other fields of a subclass.
+
+        Returns:
+            The metric, which shares no tensor with what it is made of.
+
+        Example:
+            >>> Mean.of_batch(torch.tensor(1.5), 4).total
+            tensor(6., dtype=torch.float64)
+        """
+        return cls.of_fields((_weighted(value, weight), to_accumulator_dtype(weight)), **constants)
 
     def compute(self) -> float:
         """Return the mean; NaN if the weights sum to 0.
@@ -366,46 +450,6 @@ def _is_zero(weight: Number) -> bool:
     return weight.__class__ is int and not weight
 
 
-# --- what a metric of the user's may lack, which is not one of these
-
-
-def accumulator_of(metric: Metric) -> Metric:
-    """Return what further parts are combined into, in place where the metric can."""
-    __tracebackhide__ = True
-    return metric.to_accumulator() if isinstance(metric, Running) else metric
-
-
-def sent(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
-    """Return metrics as another process, or a file, gets them: on the host."""
-    return {name: m.to_cpu() if isinstance(m, Running) else m for name, m in metrics.items()}
-
-
-def moved(metrics: Mapping[str, Metric], device: torch.device) -> dict[str, Metric]:
-    """Return metrics with what they have not computed with yet on a device."""
-    return {name: m.moved(device) if isinstance(m, Running) else m for name, m in metrics.items()}
-
-
-def restored(saved: object, device: torch.device) -> object:
-    """Return the metric that a checkpoint holds, if its class is known by its name.
-
-    Others stay :class:`Pending` until a batch brings one of their kind.
-
-    Raises:
-        TypeError: the checkpoint is damaged.
-    """
-    if not isinstance(saved, Pending):
-        raise TypeError(f"a metric is {saved!r}")
-    kind = KINDS.get(saved.kind)
-    if kind is None:
-        return saved
-    parts = dict(saved.parts)
-    try:
-        values = [_on_device(parts.pop(k), how, device) for k, how in kind.reductions.items()]
-        return kind(*values, **{name: parts[name] for name in kind.constants})
-    except (KeyError, TypeError):
-        raise TypeError(f"a {saved.kind} holds {describe(dict(saved.parts))}") from None
-
-
 def _on_device(value: object, how: str, device: torch.device) -> object:
     """Return a field of a metric. Several processes merge it on the host; sums belong elsewhere."""
     if isinstance(value, bool) or not isinstance(value, int | float | Tensor):
@@ -417,55 +461,288 @@ def _on_device(value: object, how: str, device: torch.device) -> object:
     return to_accumulator_dtype(torch.tensor(value, dtype=torch.float64, device=device))
 
 
-def combine(a: Mapping[str, Metric], b: Mapping[str, Metric]) -> dict[str, Metric]:
-    """Combine the metrics of two parts, by name. Neither is changed."""
-    __tracebackhide__ = True
-    merged = dict(a)
-    for name, metric in b.items():
-        merged[name] = a[name].combine(metric) if name in a else metric
-    return merged
+# --------------------------------------------------------------------------------------------------
+# Metrics by name: those of a batch, of an evaluation, and the running ones of an epoch.
+#
+# Running metrics are added to in place, because only the newest state owns their tensors. From the
+# second update of an interval on, a mean of the epoch and that of the interval have one tensor of
+# two elements, their totals: one kernel adds to both.
+#
+# The items of all updates so far are kept among the running metrics, so that they are added up,
+# saved and exchanged as those are, under a name that no metric can have.
+
+# What makes a metric of several models of its name, their values in one vector, and the weight.
+OfModels = Callable[[str, Tensor, "float | Tensor"], Metric]
+Cell = tuple[str, str, Tensor]  # the name of a metric, one of its fields, and the value
 
 
-def read(metrics: Mapping[str, Metric], vectors: bool = False) -> dict[str, float]:
-    """Compute every metric, with one transfer from the device.
+class Metrics(dict[str, Metric]):
+    """Metrics by name, and what is done with all of them at once.
 
-    A metric that is still :class:`Pending` is skipped: no batch of this run has shown its class.
+    What ends in "_" changes them in place: the dict, and the tensors of sums, which nothing else
+    may use then.
 
     Args:
-        metrics: name to metric.
-        vectors: whether a metric may compute something else than a number, which a history could
-            not hold.
+        metrics: what a dict can be made of: another mapping, or pairs of a name and a metric.
 
-    Returns:
-        Name to float.
-
-    Raises:
-        TypeError: a metric does not compute a number.
-        ValueError: two metrics report the same name.
+    Attributes:
+        RECENT: what the names of the metrics since the last record begin with, "recent/".
+        ITEMS: the name of the items of the epochs before the running one.
 
     Example:
-        >>> read({"loss": Mean(torch.tensor(6.0), 2), "n": Sum(torch.tensor(2))})
-        {'loss': 3.0, 'n': 2.0}
+        >>> parts = Metrics(loss=Mean(6.0, 2)), {"loss": Mean(2.0, 2), "n": Sum(2)}
+        >>> parts[0].combined(parts[1]).read()
+        {'loss': 2.0, 'n': 2.0}
     """
+
+    RECENT: ClassVar[str] = "recent/"
+    ITEMS: ClassVar[str] = "/items"
+    # A constructor of its own would be called in every update. That of dict has no signature.
+    __signature__: ClassVar[Signature] = Signature(
+        [Parameter("metrics", Parameter.POSITIONAL_ONLY)]
+    )
+
+    @classmethod
+    def of(cls, out: Output) -> Self:
+        """Return the loss and the metrics of an output.
+
+        Args:
+            out: the output of a batch, in an evaluation maybe without a loss.
+
+        Returns:
+            The metrics, those of the output as they are.
+
+        Example:
+            >>> Metrics.of(Output(torch.tensor(1.5), weight=2)).read()
+            {'loss': 1.5}
+        """
+        return cls({"loss": update_loss_(None, out.loss, out.weight), **out.metrics})
+
+    def combined(self, other: Mapping[str, Metric]) -> Self:
+        """Return the metrics of two parts. Neither is changed.
+
+        Args:
+            other: those of the other part.
+
+        Returns:
+            The metrics of both, by name.
+
+        Example:
+            >>> Metrics(n=Sum(2)).combined({"n": Sum(3)})["n"].compute()
+            5.0
+        """
+        __tracebackhide__ = True
+        merged = type(self)(self)
+        for name, metric in other.items():
+            merged[name] = merged[name].combine(metric) if name in merged else metric
+        return merged
+
+    # --- in place
+
+    def update_(self, new: Mapping[str, Metric], recent: bool = False) -> Self:
+        """Combine new metrics into these.
+
+        A metric that a checkpoint has, and whose class is not known, takes it from the first new
+        one of its name.
+
+        Args:
+            new: the metrics of a batch or a window.
+            recent: whether to combine them into those since the last record too.
+
+        Returns:
+            These.
+
+        Example:
+            >>> running = Metrics()
+            >>> for value in (torch.tensor(1.0), torch.tensor(2.0)):
+            ...     running = running.update_({"n": Sum(value)})
+            >>> running["n"].compute()
+            3.0
+        """
+        __tracebackhide__ = True
+        for name, metric in new.items():
+            if not recent:
+                self[name] = _updated(self.get(name), metric)
+                continue
+            recent_name = RECENT + name
+            epoch, interval = self.get(name), self.get(recent_name)
+            pair = None
+            if type(metric) is Mean and interval is not None:
+                pair = _add_(epoch, interval, metric.total, 1, metric.weight)
+            elif isinstance(metric, Running):
+                pair = metric.add_to_both_(epoch, interval)
+            if pair is None:
+                pair = _updated(epoch, metric), _updated(interval, metric)
+                pair = pair if interval is None else _join(*pair)
+            self[name], self[recent_name] = pair
+        return self
+
+    def add_(self, out: Output, recent: bool = False, per_model: OfModels | None = None) -> Self:
+        """Combine the loss and the metrics of an output into these.
+
+        Args:
+            out: the output of a batch or a window that was not skipped.
+            recent: whether to combine them into those since the last record too.
+            per_model: makes the metric of several models, each of which has a loss in ``out.loss``.
+
+        Returns:
+            These.
+
+        Raises:
+            ValueError: some outputs have a loss, and others have none.
+
+        Example:
+            >>> running = Metrics().add_(Output(torch.tensor(1.0), weight=1))
+            >>> running.add_(Output(torch.tensor(4.0), weight=2)).read()
+            {'loss': 3.0}
+        """
+        __tracebackhide__ = True
+        loss, weight, running = out.loss, out.weight, self.get("loss")
+        if per_model is not None:
+            losses = {"loss": per_model("loss", loss, _valid_or_nan(weight))}
+            return self.update_(losses | {**out.metrics}, recent)
+        if out.metrics:
+            self.update_(out.metrics, recent)
+        if recent:
+            pair = update_losses_(running, self.get(_RECENT_LOSS), loss, weight)
+            self["loss"], self[_RECENT_LOSS] = pair
+        else:
+            self["loss"] = update_loss_(running, loss, weight)
+        return self
+
+    def without_recent(self) -> Self:
+        """Return them without those since the last record."""
+        return type(self)({k: metric for k, metric in self.items() if not k.startswith(RECENT)})
+
+    # --- elsewhere
+
+    def on_host(self) -> Self:
+        """Return them with the tensors of built-in ones as numbers, fetched in one transfer.
+
+        Returns:
+            The metrics; those of other kinds as they are.
+
+        Example:
+            >>> Metrics(n=Sum(torch.tensor(2))).on_host()
+            {'n': Sum(value=2.0)}
+        """
+        return self._with_numbers(self._cells())
+
+    def sent(self) -> dict[str, Metric]:
+        """Return them as another process, or a file, gets them: copies on the host.
+
+        Returns:
+            The metrics; those that are not a :class:`Running` as they are.
+
+        Example:
+            >>> Metrics(n=Sum(2)).sent()
+            {'n': Sum(value=2)}
+        """
+        return {name: m.to_cpu() if isinstance(m, Running) else m for name, m in self.items()}
+
+    def moved(self, device: torch.device) -> Self:
+        """Return them with what they have not computed with yet on a device.
+
+        Args:
+            device: the device.
+
+        Returns:
+            The metrics; those that are not a :class:`Running` as they are.
+
+        Example:
+            >>> Metrics(n=Sum(2)).moved(torch.device("cpu"))
+            {'n': Sum(value=2)}
+        """
+        moved = {k: m.moved(device) if isinstance(m, Running) else m for k, m in self.items()}
+        return type(self)(moved)
+
+    def read(self, vectors: bool = False) -> dict[str, float]:
+        """Compute every metric, with one transfer from the device.
+
+        One that a checkpoint has is left out until a batch of this run has shown its class.
+
+        Args:
+            vectors: whether a metric may compute something else than a number, which a history
+                could not hold.
+
+        Returns:
+            Name to float.
+
+        Raises:
+            TypeError: a metric does not compute a number.
+            ValueError: two metrics report the same name.
+
+        Example:
+            >>> Metrics(loss=Mean(torch.tensor(6.0), 2), n=Sum(torch.tensor(2))).read()
+            {'loss': 3.0, 'n': 2.0}
+        """
+        __tracebackhide__ = True
+        values: dict[str, float] = {}
+        cells = self._cells()
+        # One alone is read by its metric.
+        for name, metric in (self if len(cells) < 2 else self._with_numbers(cells)).items():
+            try:
+                found = {} if isinstance(metric, Pending) else values_of(name, metric)
+                for part, value in found.items():
+                    if part in values:
+                        hints = [m.if_twice for m in self.values() if isinstance(m, Running)]
+                        raise ValueError(f"two metrics report {part!r}: rename one{max(hints)}")
+                    if not vectors and value.__class__ is not float:
+                        _check_number(part, value)
+                    values[part] = value
+            except Exception as error:
+                error.add_note(f"while in the metric {name!r}")
+                raise
+        return values
+
+    def _cells(self) -> list[Cell]:
+        """Return the tensors of the metrics whose fields are known."""
+        cells: list[Cell] = []
+        for name, metric in self.items():
+            known = metric.reductions if isinstance(metric, Running) else ()
+            values = fields_of(metric, known).items()
+            cells += [(name, field, value) for field, value in values if isinstance(value, Tensor)]
+        return cells
+
+    def _with_numbers(self, cells: list[Cell]) -> Self:
+        """Return metrics with numbers in place of tensors, fetched in one transfer."""
+        found = type(self)(self)
+        if cells:
+            for (name, field, _), value in zip(cells, _read([v for *_, v in cells]), strict=True):
+                found[name] = attrs.evolve(cast(Any, found[name]), **{field: value})
+        return found
+
+
+RECENT, ITEMS = Metrics.RECENT, Metrics.ITEMS
+_RECENT_LOSS = RECENT + "loss"
+
+
+def items_so_far(running: Mapping[str, Metric], in_first_epoch: bool) -> Sum:
+    """Return the items of all applied updates of this process: NaN if they are unknown.
+
+    Args:
+        running: the running metrics.
+        in_first_epoch: whether there was no epoch before theirs.
+    """
+    loss, before = running.get("loss"), running.get(ITEMS)
+    here = loss.weight if isinstance(loss, Mean) else 0
+    if before is None:
+        return Sum(here if in_first_epoch else math.nan)
+    return Sum(cast(Sum, before).value + here)
+
+
+def _updated(so_far: Any, metric: Metric) -> Metric:
+    """Return what a metric is after one more batch."""
     __tracebackhide__ = True
-    values: dict[str, float] = {}
-    cells = _cells_of(metrics)
-    if len(cells) > 1:  # otherwise its metric reads it
-        metrics = _with_numbers(metrics, cells)
-    for name, metric in metrics.items():
-        try:
-            found = {} if isinstance(metric, Pending) else values_of(name, metric)
-            for part, value in found.items():
-                if part in values:
-                    hints = [m.if_twice for m in metrics.values() if isinstance(m, Running)]
-                    raise ValueError(f"two metrics report {part!r}: rename one{max(hints)}")
-                if not vectors and value.__class__ is not float:
-                    _check_number(part, value)
-                values[part] = value
-        except Exception as error:
-            error.add_note(f"while in the metric {name!r}")
-            raise
-    return values
+    if isinstance(so_far, Pending):
+        so_far = materialize(metric, so_far)
+    if so_far is None:
+        return metric.to_accumulator() if isinstance(metric, Running) else metric
+    in_place = isinstance(so_far, Running)
+    return so_far.update_(metric) if in_place else so_far.combine(metric)
+
+
+# --- numbers from the device
 
 
 def _check_number(name: str, value: object) -> None:
@@ -484,33 +761,6 @@ def _check_number(name: str, value: object) -> None:
         ) from error
 
 
-def to_host(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
-    """Return metrics with the tensors of the built-in ones as numbers, fetched in one transfer."""
-    return _with_numbers(metrics, _cells_of(metrics))
-
-
-Cell = tuple[str, str, Tensor]  # the name of a metric, one of its fields, and the value
-
-
-def _cells_of(metrics: Mapping[str, Metric]) -> list[Cell]:
-    """Return the tensors of the metrics whose fields are known."""
-    cells: list[Cell] = []
-    for name, metric in metrics.items():
-        known = metric.reductions if isinstance(metric, Running) else ()
-        values = fields_of(metric, known).items()
-        cells += [(name, field, value) for field, value in values if isinstance(value, Tensor)]
-    return cells
-
-
-def _with_numbers(metrics: Mapping[str, Metric], cells: list[Cell]) -> dict[str, Metric]:
-    """Return metrics with numbers in place of tensors, fetched in one transfer."""
-    found = dict(metrics)
-    if cells:
-        for (name, field, _), value in zip(cells, _read([v for _, _, v in cells]), strict=True):
-            found[name] = attrs.evolve(cast(Any, found[name]), **{field: value})
-    return found
-
-
 def _read(values: list[Tensor]) -> list[float | Tensor]:
     """Return scalars as numbers, and others on the host: the one host read of a report."""
     device = values[0].device
@@ -523,170 +773,41 @@ def _read(values: list[Tensor]) -> list[float | Tensor]:
     return found
 
 
-# --------------------------------------------------------------------------------------------------
-# The running metrics of an epoch, and of the interval since the last record.
-#
-# They are added to in place, because only the newest state owns their tensors. From the second
-# update of an interval on, a mean of the epoch and that of the interval have one tensor of two
-# elements, their totals: one kernel adds to both.
-
-RECENT = "recent/"  # begins the names of the metrics of the interval
-_RECENT_LOSS = RECENT + "loss"
-
-
-# What makes a metric of several models of its name, their values in one vector, and the weight.
-OfModels = Callable[[str, Tensor, "float | Tensor"], "Metric"]
-
-
-def add_output_(
-    running: Any, out: Output, recent: bool, per_model: OfModels | None = None
-) -> dict[str, Metric]:
-    """Combine the loss and the metrics of an update into ``running``.
-
-    Args:
-        running: the running metrics, which must not be used afterwards.
-        out: the output of a step that was not skipped.
-        recent: whether to combine them into those of the interval too.
-        per_model: makes the metric of several models, each of which has a loss in ``out.loss``.
-    """
-    __tracebackhide__ = True
-    loss, update = running.get("loss"), update_both_ if recent else update_
-    if per_model is not None:
-        losses = {"loss": per_model("loss", out.loss, out.weight)}
-        return update(running, losses | {**out.metrics})
-    metrics = update(running, out.metrics) if out.metrics else {**running}
-    if recent:
-        losses = update_losses_(loss, running.get(_RECENT_LOSS), out.loss, out.weight)
-        metrics["loss"], metrics[_RECENT_LOSS] = losses
-    else:
-        metrics["loss"] = update_loss_(loss, out.loss, out.weight)
-    return metrics
-
-
-def without_recent(running: Mapping[str, Metric]) -> dict[str, Metric]:
-    """Return running metrics without those of the interval."""
-    return {name: metric for name, metric in running.items() if not name.startswith(RECENT)}
-
-
-# --------------------------------------------------------------------------------------------------
-# The items of all updates so far. They are kept among the running metrics, so that they are added
-# up, saved and exchanged as those are, under a name that no metric can have.
-
-ITEMS = "/items"  # of the epochs before the running one
-# For each process: the names of the metrics of its own share of the data, and what it has of all.
-Shares = Sequence[tuple[Sequence[str], Mapping[str, "Metric"]]]
-
-
-def items_so_far(running: Mapping[str, Metric], in_first_epoch: bool) -> Sum:
-    """Return the items of all applied updates of this process: NaN if they are unknown.
-
-    Args:
-        running: the running metrics.
-        in_first_epoch: whether there was no epoch before theirs.
-    """
-    loss, before = running.get("loss"), running.get(ITEMS)
-    here = loss.weight if isinstance(loss, Mean) else 0
-    if before is None:
-        return Sum(here if in_first_epoch else math.nan)
-    return Sum(cast(Sum, before).value + here)
-
-
-def without_seen(running: Mapping[str, object]) -> dict[str, object]:
-    """Return the running metrics of a process that begins where another continues with all."""
-    return {ITEMS: Sum(0)} if ITEMS in running else {}
-
-
-def update_(running: Mapping[str, Metric], new: Mapping[str, Metric]) -> dict[str, Metric]:
-    """Combine ``new`` into ``running``, in place where a metric can.
-
-    ``running`` must not be used afterwards. A metric that a checkpoint holds as :class:`Pending`
-    takes its class from the first new one of its name.
-    """
-    __tracebackhide__ = True
-    merged = dict(running)
-    for name, metric in new.items():
-        merged[name] = _updated(merged.get(name), metric)
-    return merged
-
-
-def update_both_(running: Mapping[str, Metric], new: Mapping[str, Metric]) -> dict[str, Metric]:
-    """Combine ``new`` into ``running`` twice: for the epoch, and for the interval."""
-    __tracebackhide__ = True
-    merged = dict(running)
-    for name, metric in new.items():
-        recent_name = RECENT + name
-        epoch, recent = merged.get(name), merged.get(recent_name)
-        pair = None
-        if type(metric) is Mean and recent is not None:
-            pair = _add_(epoch, recent, metric.total, 1, metric.weight)
-        elif isinstance(metric, Running):
-            pair = metric.add_to_both_(epoch, recent)
-        if pair is None:
-            pair = _updated(epoch, metric), _updated(recent, metric)
-            pair = pair if recent is None else _join(*pair)
-        merged[name], merged[recent_name] = pair
-    return merged
-
-
-def _updated(so_far: Any, metric: Metric) -> Metric:
-    """Return what a metric is after one more batch."""
-    __tracebackhide__ = True
-    if isinstance(so_far, Pending):
-        so_far = materialize(metric, so_far)
-    if so_far is None:
-        return accumulator_of(metric)
-    in_place = isinstance(so_far, Running)
-    return so_far.update_(metric) if in_place else so_far.combine(metric)
-
-
 # --- the loss
 
 
-def update_loss_(running: Mean | None, loss: Tensor, weight: float | Tensor) -> Mean:
-    """Add a batch's mean loss to a running mean, with one kernel if the weight is a number."""
-    if isinstance(weight, Tensor):
-        weight = valid_or_nan(weight)
-    if running is None:
-        return Mean(weighted(loss, weight), weight)
-    if isinstance(weight, Tensor):
-        total = running.total.add_(weighted(loss, weight))
-    else:
-        total = running.total.add_(loss, alpha=weight)
-    return mean_of(total, running.weight + weight)
+def update_loss_(running: Any, loss: Tensor | None, weight: float | Tensor) -> Mean | NoLoss:
+    """Add a batch's mean loss to a running mean, with one kernel if the weight is a number.
 
-
-def update_evaluated_(
-    running: Mean | NoLoss | None,
-    loss: Tensor | None,
-    weight: float | Tensor,
-    per_model: OfModels | None = None,
-) -> Mean | NoLoss:
-    """Add the mean loss of a batch of an evaluation, which may be None, to a running mean.
-
-    ``per_model`` makes the metric of several models, each of which has a loss.
+    In an evaluation the loss may be None.
 
     Raises:
         ValueError: some batches have a loss, and others have none.
     """
     if loss is None:
         return NoLoss() if running is None else NoLoss().combine(running)
-    if per_model is not None:
-        of_batch = cast(Mean, per_model("loss", loss, weight))
-        return of_batch.to_accumulator() if running is None else running.update_(of_batch)
-    if isinstance(running, NoLoss):
-        return running.combine(Mean(weighted(loss, weight), weight))
-    return update_loss_(running, loss, weight)
+    if isinstance(weight, Tensor):
+        weight = _valid_or_nan(weight)
+    if running is None:
+        return Mean(_weighted(loss, weight), weight)
+    if type(running) is NoLoss:
+        return running.combine(Mean(loss, weight))
+    if isinstance(weight, Tensor):
+        total = running.total.add_(_weighted(loss, weight))
+    else:
+        total = running.total.add_(loss, alpha=weight)
+    return mean_of(total, running.weight + weight)
 
 
 def update_losses_(
-    epoch: Mean | None, recent: Mean | None, loss: Tensor, weight: float | Tensor
+    epoch: Metric | None, recent: Metric | None, loss: Tensor, weight: float | Tensor
 ) -> tuple[Metric, Metric]:
     """Add a batch's mean loss to the mean of the epoch and to that of the interval."""
     if recent is None:  # the interval begins
         return update_loss_(epoch, loss, weight), update_loss_(None, loss, weight)
     if isinstance(weight, Tensor):
-        items = valid_or_nan(weight)
-        value, factor = weighted(loss, items), 1
+        items = _valid_or_nan(weight)
+        value, factor = _weighted(loss, items), 1
     else:
         items, value, factor = weight, loss, weight
     pair = _add_(epoch, recent, value, factor, items)
@@ -695,8 +816,10 @@ def update_losses_(
     return pair
 
 
-def valid_or_nan(weight: Tensor) -> Tensor:
+def _valid_or_nan(weight: Number) -> Number:
     """Return a weight to sum: NaN in place of a negative one, which a sum would hide."""
+    if not isinstance(weight, Tensor):
+        return weight
     given = to_accumulator_dtype(weight)
     return torch.where(given >= 0, given, math.nan)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import NoReturn
+from typing import ClassVar, NoReturn
 
 import attrs
 
@@ -12,10 +12,7 @@ from fnloop._display import checks, reprs
 from fnloop._display.reprs import format_metric
 
 _FLOAT = {float}
-# First parts of names that are not those of evaluated loaders.
-TRAINED = ("train", "recent")
 MODES = ("min", "max")  # lower is better, or higher
-COSTS = ("time", "throughput", "memory")
 # What a record has besides metrics, under the same names in files, tables and checkpoints.
 _OWN = {"epoch", "step", "seconds", "closing", "items"}
 
@@ -98,10 +95,17 @@ class Record:
             the loss function counts in ``aux["weight"]``, such as tokens. Each turn of
             ``alternate`` counts. None: unknown, as in a history that an older version began.
 
+    Attributes:
+        TRAINED, COSTS: what the names of metrics begin with that are not of an evaluated loader:
+            those of training, and times and the like.
+
     Example:
         >>> Record(1, 10, {"train/loss": 0.5}).metrics["train/loss"]
         0.5
     """
+
+    TRAINED: ClassVar[tuple[str, ...]] = ("train", "recent")
+    COSTS: ClassVar[tuple[str, ...]] = ("time", "throughput", "memory")
 
     epoch: int = attrs.field(converter=_count("epoch"))
     step: int = attrs.field(converter=_count("step"))
@@ -112,6 +116,21 @@ class Record:
 
     __hash__ = None  # type: ignore[assignment]
 
+    def number_of_epoch(self, ended: int, at: int) -> int:
+        """Return the number, from 1, of the epoch that it is of; 0 before the first update.
+
+        Args:
+            ended: the epochs completed at the newest record before it that was made at an epoch's
+                end.
+            at: the updates applied there. Each end of an epoch has one record, the first that
+                counts it.
+
+        Example:
+            >>> Record(3, 30, {}).number_of_epoch(2, 20), Record(3, 35, {}).number_of_epoch(3, 30)
+            (3, 4)
+        """
+        return self.epoch + (self.epoch <= ended and self.step > at)
+
     def _repr_html_(self) -> str:
         shown: dict[str, object] = {"epoch": self.epoch, "step": self.step}
         shown |= {name: format_metric(name, value) for name, value in self.metrics.items()}
@@ -121,22 +140,6 @@ class Record:
         if self.items is not None:
             shown["items"] = f"{self.items:,}"
         return reprs.facts("Record", shown)
-
-
-def number_of_epoch(record: Record, ended: int, at: int) -> int:
-    """Return the number, from 1, of the epoch that a record is of; 0 before the first update.
-
-    Args:
-        record: the record.
-        ended: the epochs completed at the newest record before it that was made at an epoch's end.
-        at: the updates applied there. Each end of an epoch has one record, the first that counts
-            it.
-
-    Example:
-        >>> number_of_epoch(Record(3, 30, {}), 2, 20), number_of_epoch(Record(3, 35, {}), 3, 30)
-        (3, 4)
-    """
-    return record.epoch + (record.epoch <= ended and record.step > at)
 
 
 def best_record(records: Iterable[Record], key: str, mode: str) -> Record:

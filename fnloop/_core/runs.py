@@ -7,12 +7,12 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import ClassVar, NamedTuple, TypedDict, TypeVar, get_args
+from typing import ClassVar, NamedTuple, TypedDict, TypeVar
 
 import attrs
 from torch import Tensor
 
-from fnloop._core.records import TRAINED
+from fnloop._core.records import Record
 from fnloop._display import reprs
 
 # --------------------------------------------------------------------------------------------------
@@ -212,6 +212,9 @@ class Live:
     notices: Notices = attrs.field(factory=Notices)
 
 
+LEFT_OUT = "ends"  # the slot with the number of updates left out because hooks ended epochs early
+
+
 @attrs.frozen(repr=False)
 class RunInfo:
     """Facts about the current run and epoch, such as ``total_steps``.
@@ -231,7 +234,7 @@ class RunInfo:
         turns: the names of the turns of ``alternate``; none for another step.
         models: the names of the models of a stack; none for another state.
         loader: the name of the loader that is being evaluated; None in training.
-        hook_slots: the names of the slots that hooks keep, and not the step.
+        hook_slots: the names of the slots that the run and its hooks keep, and not the step.
         reported: the names of the numbers that hooks say they add to records.
         windows: how the batches of the epoch are grouped into updates.
         live: what moves while the run lasts, such as its stopwatch.
@@ -260,10 +263,15 @@ class RunInfo:
     first_items: float = 0
     models: tuple[str, ...] = ()
     loader: str | None = attrs.field(default=None, repr=False)
-    hook_slots: frozenset[str] = attrs.field(default=frozenset(), repr=False)
+    hook_slots: frozenset[str] = attrs.field(default=frozenset({LEFT_OUT}), repr=False)
     reported: frozenset[str] = attrs.field(default=frozenset(), repr=False)
     windows: Windows = attrs.field(default=_OF_ONE_BATCH, repr=False)
     live: Live = attrs.field(factory=Live, eq=False, repr=False)
+
+    @staticmethod
+    def now(run: RunInfo | None) -> float:
+        """Return a time in seconds, the same in every process of a run; None: there is no run."""
+        return local_clock() if run is None else run.live.clock()
 
     def __repr__(self) -> str:
         return reprs.record_text("RunInfo", self._facts())
@@ -359,18 +367,36 @@ def first_stop(before: str | None, after: str | None) -> str | None:
 # and gets a state with a new list. They are plain data, and a checkpoint has them.
 
 
+class Action:
+    """What a run does next.
+
+    Attributes:
+        of_boundary: whether it is of a boundary: what follows depends on what it does.
+        updates: whether an update follows it.
+        can_wait: whether an interrupted run leaves it to the one that continues it. The records of
+            a boundary that has begun are made, and its hooks are called, first.
+        of_end: whether it is at a boundary because the run ends.
+    """
+
+    of_boundary = updates = can_wait = of_end = False
+
+
 @attrs.frozen
-class Start:
+class Start(Action):
     """Before the first update: evaluate, and call the hooks of that moment."""
 
+    of_boundary = updates = can_wait = True
+
 
 @attrs.frozen
-class Update:
+class Update(Action):
     """Update until something is due after an update, or the epoch ends."""
 
+    updates = can_wait = True
+
 
 @attrs.frozen
-class Boundary:
+class Boundary(Action):
     """Decide what is due after an update, and put it on the list.
 
     Args:
@@ -378,79 +404,7 @@ class Boundary:
     """
 
     ended: bool = False
-
-
-@attrs.frozen
-class Append:
-    """Append a record.
-
-    Args:
-        kind: "epoch": of an epoch that has ended. "evaluation": within one. "recent": of
-            ``record_every``, with no "train/..." metrics. "numbers": of those of hooks alone, so
-            that no other metric has a value more. "closing": because the run ends here.
-        names: the loaders to evaluate for it, and the numbers of hooks that are due.
-    """
-
-    kind: str
-    names: tuple[str, ...] = ()
-
-
-@attrs.frozen
-class Collect:
-    """Evaluate loaders for the hooks that ask for outputs at the end.
-
-    What these evaluations come to is in no record. The numbers that hooks make of the outputs are
-    in a closing record. Outputs that are kept until then are not saved: the run that continues
-    evaluates again.
-    """
-
-    loaders: tuple[str, ...]
-
-
-@attrs.frozen
-class Call:
-    """Call a hook, and then those after it.
-
-    Args:
-        stage: "start", "boundary" or "end". All hooks are called at a boundary, and at the start if
-            there is a record; else those that may be due there.
-        nth: which of the hooks of the stage, from 0.
-    """
-
-    stage: str
-    nth: int = 0
-
-
-@attrs.frozen
-class Meet:
-    """Leave an epoch: all processes wait for each other, and compare what they have come to.
-
-    Args:
-        ended: whether the epoch has ended; else the run ends within it, or a hook has gone back.
-    """
-
-    ended: bool
-
-
-@attrs.frozen
-class End:
-    """The end of the run: the closing record, and the hooks of that moment."""
-
-
-@attrs.frozen
-class Flush:
-    """Let the hooks complete what they keep, such as the last save.
-
-    Args:
-        stop: why the run has ended; None: it is at its target, or SIGUSR1 asked for a save.
-    """
-
-    stop: str | None = None
-
-
-Action = Start | Update | Boundary | Append | Collect | Call | Meet | End | Flush
-ACTIONS = {action.__name__: action for action in get_args(Action)}  # by their names
-Todo = tuple[Action, ...]
+    of_boundary = updates = True
 
 
 class Kind(NamedTuple):
@@ -466,37 +420,107 @@ class Kind(NamedTuple):
     begins_interval: bool
 
 
-RECORDS = {
-    "epoch": Kind(TRAINED, True),
-    "evaluation": Kind(TRAINED, True),
-    "recent": Kind(TRAINED[1:], True),
-    "numbers": Kind((), False),
-    "closing": Kind(TRAINED, False),
-}
-OF_BOUNDARY = (Start, Boundary, Append, Collect, Call)  # what follows them depends on what they do
+@attrs.frozen
+class Append(Action):
+    """Append a record.
 
+    Args:
+        kind: "epoch": of an epoch that has ended. "evaluation": within one. "recent": of
+            ``record_every``, with no "train/..." metrics. "numbers": of those of hooks alone, so
+            that no other metric has a value more. "closing": because the run ends here.
+        names: the loaders to evaluate for it, and the numbers of hooks that are due.
+    """
+
+    KINDS: ClassVar[Mapping[str, Kind]] = {
+        "epoch": Kind(Record.TRAINED, True),
+        "evaluation": Kind(Record.TRAINED, True),
+        "recent": Kind(Record.TRAINED[1:], True),
+        "numbers": Kind((), False),
+        "closing": Kind(Record.TRAINED, False),
+    }
+
+    kind: str
+    names: tuple[str, ...] = ()
+    of_boundary = True
+
+    @property
+    def of_end(self) -> bool:
+        """Whether it is a closing record."""
+        return self.kind == "closing"
+
+    can_wait = of_end
+
+
+@attrs.frozen
+class Collect(Action):
+    """Evaluate loaders for the hooks that ask for outputs at the end.
+
+    What these evaluations come to is in no record. The numbers that hooks make of the outputs are
+    in a closing record. Outputs that are kept until then are not saved: the run that continues
+    evaluates again.
+    """
+
+    loaders: tuple[str, ...]
+    of_boundary = can_wait = of_end = True
+
+
+@attrs.frozen
+class Call(Action):
+    """Call a hook, and then those after it.
+
+    Args:
+        stage: "start", "boundary" or "end". All hooks are called at a boundary, and at the start if
+            there is a record; else those that may be due there.
+        nth: which of the hooks of the stage, from 0.
+    """
+
+    stage: str
+    nth: int = 0
+    of_boundary = True
+
+    @property
+    def of_end(self) -> bool:
+        """Whether it is a call at the end."""
+        return self.stage == "end"
+
+
+@attrs.frozen
+class Meet(Action):
+    """Leave an epoch: all processes wait for each other, and compare what they have come to.
+
+    Args:
+        ended: whether the epoch has ended; else the run ends within it, or a hook has gone back.
+    """
+
+    ended: bool
+
+
+@attrs.frozen
+class End(Action):
+    """The end of the run: the closing record, and the hooks of that moment."""
+
+    can_wait = True
+
+
+@attrs.frozen
+class Flush(Action):
+    """Let the hooks complete what they keep, such as the last save.
+
+    Args:
+        stop: why the run has ended; None: it is at its target, or SIGUSR1 asked for a save.
+    """
+
+    stop: str | None = None
+
+
+Todo = tuple[Action, ...]
 
 RAN, CLOCK = "ran", "clock"  # the notes in `TrainState.noted`, before a number
 
 
 def pending(todo: Todo) -> Todo:
     """Return what is left to do of a boundary that has begun."""
-    return tuple(itertools.takewhile(lambda action: isinstance(action, OF_BOUNDARY), todo))
-
-
-def has_updates(todo: Todo) -> bool:
-    """Return whether a further update is to be made."""
-    return any(isinstance(action, Start | Update | Boundary) for action in todo)
-
-
-def can_wait(todo: Todo) -> bool:
-    """Return whether an interrupted run leaves what is next to the one that continues it.
-
-    The records of a boundary that has begun are made, and its hooks are called, first.
-    """
-    first = todo[0] if todo else None
-    closing = isinstance(first, Append) and first.kind == "closing"
-    return closing or isinstance(first, Start | Update | Collect | End)
+    return tuple(itertools.takewhile(lambda action: action.of_boundary, todo))
 
 
 def reason_of(todo: Todo) -> str | None:

@@ -180,13 +180,13 @@ class Setting:
         }
 
     @staticmethod
-    def names(group: Mapping[str, Any]) -> list[str]:
+    def names(group: Mapping[str, object]) -> list[str]:
         """Return the keys of the settings of a group, without parameters and notes."""
         others = ("params", "param_names", UNFROZEN)
         return [key for key in group if key not in others and not Setting._is_note(group, key)]
 
     @staticmethod
-    def marks(group: Mapping[str, Any]) -> dict[str, str]:
+    def marks(group: Mapping[str, object]) -> dict[str, str]:
         """Return the keys under which schedules note what they have set, with the keys of that."""
         return {k: k.removeprefix(_SCHEDULED) for k in group if k.startswith(_SCHEDULED)}
 
@@ -203,12 +203,12 @@ class Setting:
                 del group[note]
 
     @staticmethod
-    def lasting(group: Mapping[str, Any]) -> dict[str, Any]:
+    def lasting(group: Mapping[str, object]) -> dict[str, object]:
         """Return settings and notes of a group, without what is there during an update only."""
         return {name: value for name, value in group.items() if name not in ("params", _RATIO)}
 
     @staticmethod
-    def _is_note(group: Mapping[str, Any], key: str) -> bool:
+    def _is_note(group: Mapping[str, object], key: str) -> bool:
         of = Setting.of_note(key)
         is_mark = key.startswith(_SCHEDULED) or key.endswith((_BEFORE, _SET))
         return of != key and (is_mark or number_in(group, of) is not None)
@@ -243,7 +243,7 @@ def forget_schedules(groups: Iterable[Group]) -> None:
 # Read a number of a group, and set it before an update.
 
 
-def number_in(group: Mapping[str, Any], field: str) -> Any:
+def number_in(group: Mapping[str, object], field: str) -> Any:
     """Return a number of a parameter group, or None if it has none.
 
     Args:
@@ -365,5 +365,5 @@ def _initial(key: str) -> str:
     return f"initial_{key}"
 
 
-def _copy(value: Any) -> Rate:
+def _copy(value: Rate) -> Rate:
     return value.clone() if isinstance(value, Tensor) else value

@@ -12,7 +12,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn
 from weakref import WeakKeyDictionary
 
 import attrs
@@ -36,7 +36,7 @@ from fnloop._backend.processes import Backend, join
 from fnloop._backend.torch_compat import buffers_of, foreach_copy_, version_of
 from fnloop._core.history import History, Phase
 from fnloop._core.items import NONE_YET, UNREAD, Counted, as_count, decode_counted, encode_counted
-from fnloop._core.metrics import ITEMS, add_output_, items_so_far
+from fnloop._core.metrics import ITEMS, Metrics, items_so_far
 from fnloop._core.optimizers import (
     Handle,
     Optimizers,
@@ -48,7 +48,7 @@ from fnloop._core.optimizers import (
 )
 from fnloop._core.parts import Held, Load, Part, Restoring, Saving
 from fnloop._core.rng import SEED_BITS, HostGenerators, new_seed
-from fnloop._core.runs import Position, RunInfo, Todo, pending
+from fnloop._core.runs import LEFT_OUT, Position, RunInfo, Todo, pending
 from fnloop._core.settings import Group
 from fnloop._core.several import Several
 from fnloop._core.types import RECORD, UPDATE, Metric, Output
@@ -103,6 +103,7 @@ class Ownership:
         "newest",
         "notes",
         "own_metrics",
+        "parameters",
         "restored",
         "seconds",
     )
@@ -121,6 +122,7 @@ class Ownership:
         # Where the weights of all processes were last compared, and how far norms were apart.
         self.compared: tuple[int, float] = (0, 0.0)
         self.equal_at: int | None = None  # the last step at which they were not
+        self.parameters = ParameterCache()  # those that the states train
         self.restored = 0  # the generation of the newest state whose counters were restored
 
     @staticmethod
@@ -175,6 +177,20 @@ class Ownership:
     def give_back(state: TrainState) -> None:
         """Let a state own the model again, whose tensors are again what they were then."""
         state._ownership.generation, state._ownership.newest = state._generation, None
+
+    @staticmethod
+    def leave_run(state: TrainState) -> TrainState:
+        """Return the state as it is outside of its run, with the generators that it would use."""
+        if state.run is None:
+            return state
+        state._ownership.seconds = state.run.live.stopwatch.spent()
+        generators = None
+        if state.batch or pending(state.todo):
+            # Those of the state are not installed yet, if the first fetch of a run has failed.
+            generators = state.generators or HostGenerators.capture()
+        # A state that a hook went back to has its own.
+        position = state.position or state.run.live.position_at(state.epoch, state.batch)
+        return changed(state, run=None, generators=generators, position=position)
 
     def for_copy(self, generation: int) -> Ownership:
         """Return the ownership of a copy of the state of a generation, whose own begins at 0."""
@@ -333,8 +349,7 @@ def _refuse() -> Ownership:
     )
 
 
-PLACE = ("step", "epoch", "batch", "samples", "skipped")  # the counters of a run, each a number
-COUNTERS = (*PLACE, "seed", "updates")
+_OWN_PARAMETERS = attrs.Factory(lambda state: state._ownership.parameters, takes_self=True)
 
 
 @attrs.frozen(eq=False, repr=False, slots=False)  # without slots, a copy takes half the time
@@ -389,6 +404,10 @@ class TrainState:
             the seed and the counters.
         position: where the training loader is, and how to tell whether it is there again; or None.
 
+    Attributes:
+        PLACE: the names of the counters of a run, each a number.
+        COUNTERS: those, and the names of what else only a run changes.
+
     Example:
         >>> import attrs, torch
         >>> model = torch.nn.Linear(2, 1)
@@ -397,6 +416,9 @@ class TrainState:
         >>> attrs.evolve(state, stop="enough").stop, state.stop
         ('enough', None)
     """
+
+    PLACE: ClassVar[tuple[str, ...]] = ("step", "epoch", "batch", "samples", "skipped")
+    COUNTERS: ClassVar[tuple[str, ...]] = (*PLACE, "seed", "updates")
 
     model: nn.Module
     optimizer: Handle = attrs.field(converter=_handle, validator=_check_names)
@@ -425,7 +447,7 @@ class TrainState:
     phases: tuple[Phase, ...] = ()
     ends: str | None = None
     position: Position | None = None
-    _parameters: ParameterCache = attrs.field(factory=ParameterCache)
+    _parameters: ParameterCache = attrs.field(default=_OWN_PARAMETERS)
     _counted: Counted = NONE_YET
 
     @classmethod
@@ -565,7 +587,7 @@ class TrainState:
         optimizers = optimizers_in(self.optimizer).values()
         facts: dict[str, object] = {
             "step": self.step, "epoch": self.epoch, "batch": self.batch,
-            "model": f"{type(self.model).__name__} ({count_parameters(self.model)})",
+            "model": f"{type(self.model).__name__} ({reprs.count_parameters(self.model)})",
             "optimizer": ", ".join(_counted(type(each).__name__ for each in optimizers)),
             "seed": self.seed,
         }  # fmt: skip
@@ -656,7 +678,22 @@ def changed(state: TrainState, **values: Any) -> TrainState:
 
 
 def with_note(state: TrainState, mark: str, value: float | None = 1.0) -> TrainState:
-    """Return the state with a note of this value; with None, without it."""
+    """Return the state with a note of what a hook remembers from boundary to boundary.
+
+    Args:
+        state: the state, which stays as it is.
+        mark: the name of the note in ``state.noted``, which a checkpoint saves.
+        value: its value; None takes the note out.
+
+    Returns:
+        The new state.
+
+    Example:
+        >>> from fnloop.testing import toy
+        >>> state = with_note(toy(), "waits")
+        >>> dict(state.noted), dict(with_note(state, "waits", None).noted)
+        ({'waits': 1.0}, {})
+    """
     if state.noted.get(mark) == value:
         return state
     others = {name: kept for name, kept in state.noted.items() if name != mark}
@@ -684,7 +721,7 @@ def consume(
         if counted is not UNREAD or out.weight.__class__ is not int:
             counted = counted.after(out.weight, metrics, not state.epoch)
         per_model = state.model.metric if isinstance(state.model, Several) else None
-        metrics = add_output_(metrics, out, recent, per_model)
+        metrics = Metrics(metrics).add_(out, recent, per_model)
     state._ownership.newest = None  # only now: a metric may raise
     return changed(
         state,
@@ -880,17 +917,14 @@ def trains_all(state: TrainState) -> bool:
     return len(found.found) == len(found.trained)
 
 
-def clear_parameter_cache(state: TrainState) -> None:
-    """Make what is made of the parameters again: which of them are trained may have changed."""
-    state._parameters.clear()
-
-
 # --- which optimizers a step updates with, if not with all
 #
 # The step of `using` passes a state inwards that has only those. Around the update it is the whole
-# state, and what acts there asks `used_in`.
+# state, and what acts there asks `with_used`.
 
-RESTED = "rests"  # the slot of the updates in which an optimizer rested, by name: see `rested`
+# The slot of the updates in which an optimizer rested, since the run began or its newest phase, by
+# its name, if it has rested in any.
+RESTED = "rests"
 
 
 @contextlib.contextmanager
@@ -902,19 +936,6 @@ def using_only(state: TrainState, names: tuple[str, ...]) -> Iterator[None]:
         yield
     finally:
         cache.used = before
-
-
-def used_in(state: TrainState) -> tuple[str, ...] | None:
-    """Return the names of the optimizers that the running step updates with; None: all."""
-    return state._parameters.used
-
-
-def rested(state: TrainState) -> Mapping[str, int]:
-    """Return in how many updates optimizers rested since the run began, or its newest phase.
-
-    One that is not there has rested in none.
-    """
-    return state.slots.get(RESTED, {})
 
 
 def with_used(state: TrainState, names: tuple[str, ...] | None = None) -> TrainState:
@@ -950,7 +971,7 @@ def advance_used(whole: TrainState, new: TrainState, applied: bool) -> TrainStat
         optimizer = Optimizers({**optimizer, **new.optimizer})
     counts = {name: n + (applied and name in new.updates) for name, n in whole.updates.items()}
     if applied and (resting := [name for name in counts if name not in new.updates]):
-        before = rested(new)
+        before = new.slots.get(RESTED, {})
         more = {name: before.get(name, 0) + 1 for name in resting}
         new = with_slot(new, RESTED, {**before, **more})
     new = changed(new, optimizer=optimizer, updates=whole.updates, _parameters=whole._parameters)
@@ -1043,20 +1064,6 @@ def check_settings(seed: object, backend: object, exact: object) -> None:
         )
 
 
-def count_parameters(model: nn.Module) -> str:
-    """Return how many parameters a model has, and how many are trained unless all are."""
-    params = list(model.parameters())
-    if any(map(nn.parameter.is_lazy, params)):
-        return "parameters of sizes that its first batch decides"
-    size, trained = (
-        sum(p.numel() for p in params),
-        sum(p.numel() for p in params if p.requires_grad),
-    )
-    return reprs.format_count(size, "parameter") + (
-        f", {trained:,} trained" if trained < size else ""
-    )
-
-
 # --------------------------------------------------------------------------------------------------
 # Independent copies of a state, and the module inside one.
 
@@ -1092,7 +1099,7 @@ def snapshot(state: TrainState) -> TrainState:
             "a model that is sharded over processes cannot be copied: keep a checkpoint instead, "
             "save(state, path)"
         )
-    return copy_handles(detached_from_run(state), {})
+    return copy_handles(Ownership.leave_run(state), {})
 
 
 def copy_handles(state: TrainState, memo: dict[int, object]) -> TrainState:
@@ -1113,10 +1120,10 @@ def copy_handles(state: TrainState, memo: dict[int, object]) -> TrainState:
         for name, value in vars(one).items():
             if name not in vars(copied) and name != "step":  # torch omits LBFGS's parameters
                 setattr(copied, name, copy.deepcopy(value, memo))
+    ownership = state._ownership.for_copy(state._generation)
     return attrs.evolve(
         state, model=model, optimizer=optimizer, slots=slots, metrics=metrics,
-        ownership=state._ownership.for_copy(state._generation), generation=0,
-        parameters=ParameterCache(),
+        ownership=ownership, generation=0, parameters=ownership.parameters,
     )  # fmt: skip
 
 
@@ -1160,20 +1167,6 @@ def without_wrappers(model: nn.Module) -> nn.Module:
             model = model.module
         else:
             return model
-
-
-def detached_from_run(state: TrainState) -> TrainState:
-    """Return the state as it is outside of its run, with the generators that the run would use."""
-    if state.run is None:
-        return state
-    state._ownership.seconds = state.run.live.stopwatch.spent()
-    generators = None
-    if state.batch or pending(state.todo):
-        # Those of the state are not installed yet, if the first fetch of a run has failed.
-        generators = state.generators or HostGenerators.capture()
-    # A state that a hook went back to has its own.
-    position = state.position or state.run.live.position_at(state.epoch, state.batch)
-    return changed(state, run=None, generators=generators, position=position)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1478,19 +1471,9 @@ def _mark_of(tensor: Tensor) -> object:
 # --------------------------------------------------------------------------------------------------
 # The updates of one call: most steps make one, and others one for each window of a batch.
 
-_CALL = "step/call"  # the slot of state.step after the newest call, and the updates that it made
-
-
-def note_call(state: TrainState, before: int) -> TrainState:
-    """Return the state after a call of the step that may have made several updates.
-
-    Args:
-        state: the state after the last of them.
-        before: ``state.step`` before the first.
-    """
-    made = state.step - before
-    events = state.events | {UPDATE} if made else state.events
-    return attrs.evolve(with_slot(state, _CALL, (state.step, made)), events=events)
+# The slot of ``state.step`` after the newest call, and of how many updates it has made, of a
+# middleware that makes several of a batch.
+_CALL = "step/call"
 
 
 def updates_of_call(state: TrainState) -> int:
@@ -1503,8 +1486,6 @@ def updates_of_call(state: TrainState) -> int:
 # The updates that a run was planned to make and does not, because hooks ended epochs early.
 #
 # They count in its length, as skipped ones do: so a run that is resumed has the same one.
-
-LEFT_OUT = "ends"  # the slot with their number
 
 
 def left_out(state: TrainState) -> int:

@@ -13,12 +13,7 @@ from torch.optim import Optimizer
 from fnloop._backend.torch_compat import strip_compile_prefix
 from fnloop._core.optimizers import Group, optimizers_in
 from fnloop._core.settings import UNFROZEN, Setting
-from fnloop._core.state import (
-    Ownership,
-    TrainState,
-    clear_parameter_cache,
-    unwrap,
-)
+from fnloop._core.state import Ownership, TrainState, unwrap
 
 # A checkpoint has all of it. A script that is started again calls `freeze` and `unfreeze` again on
 # its way to the phase that it continues. That phase then continues with what the checkpoint says.
@@ -88,7 +83,7 @@ class Layout:
             module.training = training
         for one, groups in self.optimizers:
             groups.put_back(one)
-        clear_parameter_cache(state)
+        Ownership.of(state).parameters.clear()
         return with_kept_norms(state, self.kept)
 
 

@@ -459,7 +459,7 @@ class Middleware:
     def __attrs_post_init__(self) -> None:
         checks.text("Middleware", "name", self.name, "the name of its slot, used in errors too")
         owner = f"Middleware({self.name!r})"
-        for ring, wrap in wraps_of(self).items():
+        for ring, wrap in self.wraps.items():
             checks.function(owner, ring, wrap, "a function step -> step, or None", 1, also=type)
         parts = attrs.asdict(self, recurse=False)
         for part, (meaning, arguments) in _PARTS.items():
@@ -487,6 +487,18 @@ class Middleware:
         if self.total is not None:
             checks.integer(owner, "total", self.total, "the samples of one update, or None")
 
+    @property
+    def is_ours(self) -> bool:
+        """Whether it comes with fnloop."""
+        return self.call is not None and (self.call.factory.__module__ or "").startswith("fnloop.")
+
+    @property
+    def wraps(self) -> dict[str, Wrap]:
+        """What it does in each ring that it acts in, by the name of the ring."""
+        rings = attrs.filters.include(*RINGS, EVALUATION)
+        found = attrs.asdict(self, recurse=False, filter=rings)
+        return {ring: wrap for ring, wrap in found.items() if wrap is not None}
+
     def _fields(self) -> dict[str, Any]:
         return attrs.asdict(self, recurse=False, filter=attrs.filters.exclude("call"))
 
@@ -513,18 +525,6 @@ class Middleware:
 
 def _remake(fields: Mapping[str, Any]) -> Middleware:
     return Middleware(**fields)
-
-
-def is_ours(member: Middleware) -> bool:
-    """Return whether a middleware comes with fnloop."""
-    return member.call is not None and (member.call.factory.__module__ or "").startswith("fnloop.")
-
-
-def wraps_of(member: Middleware) -> dict[str, Wrap]:
-    """Return what a middleware does in each ring that it acts in, by the name of the ring."""
-    rings = attrs.filters.include(*RINGS, EVALUATION)
-    found = attrs.asdict(member, recurse=False, filter=rings)
-    return {ring: wrap for ring, wrap in found.items() if wrap is not None}
 
 
 class Searching:

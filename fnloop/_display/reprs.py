@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TextIO
 
+import torch
 from tqdm.utils import disp_len
 
 # What extensions use, as `extend.reprs`; the rest is for the reprs of the library.
@@ -18,6 +19,7 @@ __all__ = [
     "LINE",
     "SOFT",
     "WIDEST",
+    "count_parameters",
     "escape",
     "facts",
     "format_count",
@@ -46,6 +48,18 @@ def format_number(value: float) -> str:
 def format_count(n: int, noun: str) -> str:
     """Format a count: ``1 record``, ``2 records``."""
     return f"{n:,} {noun}{'s' * (n != 1)}"
+
+
+def count_parameters(model: torch.nn.Module) -> str:
+    """Return how many parameters a model has, and how many are trained unless all are."""
+    params = list(model.parameters())
+    if any(map(torch.nn.parameter.is_lazy, params)):
+        return "parameters of sizes that its first batch decides"
+    size, trained = (
+        sum(p.numel() for p in params),
+        sum(p.numel() for p in params if p.requires_grad),
+    )
+    return format_count(size, "parameter") + (f", {trained:,} trained" if trained < size else "")
 
 
 def is_learning_rate(name: str) -> bool:

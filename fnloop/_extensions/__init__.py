@@ -27,6 +27,9 @@ _ROWS: dict[str, dict[str, str]] = {
         "._extensions.hooks.progress": "progress",
         "._extensions.hooks.stop": "halt_on_nonfinite",
     },
+    "what a run is made with": {
+        "._extensions.checkpoints.made_with": "describe_making",
+    },
     "what is noted before a run": {
         "._extensions.checkpoints.model": "note_buffers",
     },
@@ -61,6 +64,9 @@ _ROWS: dict[str, dict[str, str]] = {
         "._extensions.middleware.metric": "unseen_metrics",
         "._extensions.middleware.times": "unseen_times",
     },
+    "part counters": {
+        "._core.state": "COUNTED",
+    },
     "part averages": {
         "._core.averages": "AVERAGES",
     },
@@ -69,6 +75,12 @@ _ROWS: dict[str, dict[str, str]] = {
     },
     "part exact": {
         "._extensions.engines.exact": "EXACT",
+    },
+    "hints as a run begins": {
+        "._extensions.tools.hints": "suggest",
+    },
+    "hints after an epoch": {
+        "._extensions.tools.hints": "suggest_fused",
     },
     "graphs of an update": {
         "._extensions.graphs.capture": "explain_uncapturable",

@@ -16,18 +16,18 @@ import attrs
 import torch
 from torch import Tensor
 
-from fnloop._core.history import unfinished
-from fnloop._core.metrics import RECENT, Mean, NoLoss, combine, update_evaluated_
+from fnloop._core.history import Phase
+from fnloop._core.metrics import Mean
 from fnloop._core.optimizers import first_shared
 from fnloop._core.runs import RunInfo
-from fnloop._core.state import ParameterCache, TrainState
-from fnloop._core.types import Middleware, Output, Step, is_ours
+from fnloop._core.state import TrainState
+from fnloop._core.types import Middleware, Output, Step
 from fnloop._data.source import LateWindow
 from fnloop._step.pipeline import PipelineStep
 from fnloop.extend import (
     Batch,
     Call,
-    Metric,
+    Metrics,
     Ownership,
     all_parameters,
     check_not_stale,
@@ -395,7 +395,7 @@ def _check_steps(steps: object) -> Mapping[str, PipelineStep]:
         )
     for name, step in steps.items():
         checks.text("alternate", "steps", name, "names of optimizers")
-        if "/" in name or f"{name}/" == RECENT:
+        if "/" in name or f"{name}/" == Metrics.RECENT:
             raise ValueError(
                 f'alternate expects names without "/", and none of them "recent"; got {name!r}'
             )
@@ -435,7 +435,7 @@ def _check_in_turn(name: str, step: PipelineStep) -> None:
             why = 'goes back with the whole model: write then="skip" or then="stop"'
         elif member.uses:
             why = "names optimizers, and a turn has only its own: leave it out"
-        elif member.view or (member.update and is_ours(member)):
+        elif member.view or (member.update and member.is_ours):
             why = "averages the whole model: list it around all turns, "
             why += f"pipeline({member!r})(alternate(...))"
         else:
@@ -664,7 +664,6 @@ class _Handles:
 
     def __init__(self) -> None:
         self.ownership: Ownership = Ownership()
-        self.parameters = ParameterCache()
         self.run: tuple[RunInfo | None, RunInfo | None] = (None, None)  # the run's, and their own
 
 
@@ -689,7 +688,7 @@ class Turns:
         found = self._handles.setdefault(Ownership.of(state), {})
         handles = found.get(name) or found.setdefault(name, _Handles())
         if state.run is not handles.run[0]:
-            first = unfinished(state.phases).updates.get(name, 0)
+            first = Phase.running(state.phases).updates.get(name, 0)
             own = None if state.run is None else self._run_of(state.run, name, first)
             handles.run = state.run, own
         prefix = f"{name}/"
@@ -703,7 +702,7 @@ class Turns:
             slots=slots, run=handles.run[1],
             seed=fold_in(state.seed, position) if position else state.seed,
             ownership=handles.ownership, generation=handles.ownership.generation,
-            parameters=handles.parameters,
+            parameters=handles.ownership.parameters,
         )  # fmt: skip
 
     def with_slots(self, state: TrainState, name: str, own: TrainState) -> TrainState:
@@ -794,9 +793,9 @@ class Round:
     """The turns that were taken of one round, and their outputs."""
 
     def __init__(self) -> None:
-        self._losses: dict[str, Mean | NoLoss] = {}
+        self._losses: dict[str, Metrics] = {}
+        self._metrics = Metrics()
         self._weight: float | Tensor = 0  # of the newest turn
-        self._metrics: dict[str, Metric] = {}
         self._aux: dict[str, Mapping[str, object]] = {}
         self._skipped: Output | None = None
 
@@ -811,23 +810,21 @@ class Round:
         if out.skip is not None:
             self._skipped = out
             return
-        self._losses[name] = update_evaluated_(self._losses.get(name), out.loss, out.weight)
+        self._losses.setdefault(name, Metrics()).add_(Output(out.loss, out.weight))
         self._weight = out.weight
         self._aux[name] = out.aux
-        if out.metrics:
-            named = {
-                PipelineStep.prefixed(name, key): metric for key, metric in out.metrics.items()
-            }
-            self._metrics = combine(self._metrics, named)
+        named = {PipelineStep.prefixed(name, key): metric for key, metric in out.metrics.items()}
+        self._metrics = self._metrics.combined(named)
 
     def output(self) -> Output:
         """Return the mean loss over the items of all turns, and the metrics of each name."""
         if not self._losses:
             assert self._skipped is not None, "no turn was taken"
             return attrs.evolve(self._skipped, loss=self._skipped.loss.detach())
-        metrics = {f"{name}/loss": loss for name, loss in self._losses.items()} | self._metrics
-        losses = [loss for loss in self._losses.values() if isinstance(loss, Mean)]
-        if len(losses) < len(self._losses):  # in an evaluation
+        found = {f"{name}/loss": of["loss"] for name, of in self._losses.items()}
+        metrics = {**found, **self._metrics}
+        losses = [loss for loss in found.values() if isinstance(loss, Mean)]
+        if len(losses) < len(found):  # in an evaluation
             return Output(cast(Tensor, None), self._weight, self._aux, metrics)
         first, *others = losses
         total, weight = first.total, first.weight

@@ -180,7 +180,7 @@ class Table(Generic[R]):
         columns, gone, fitted = [], [], []
         for column in self.columns:
             texts = (column.title, *map(column.cell, self.rows))
-            columns.append(attrs.evolve(column, width=max(column.width, *map(disp_len, texts))))
+            columns.append(attrs.evolve(column, width=max(column.width, *map(_length, texts))))
         while len(columns) > 2 and attrs.evolve(self, columns=columns).width > width:
             worst = max(columns, key=lambda column: column.rank)
             if worst.rank[0] == 0:
@@ -260,6 +260,11 @@ class Table(Generic[R]):
         if disp_len(line) <= width or not last.left or indent > width // 2:
             return [line]
         return reprs.wrap(line, width, " " * indent)
+
+
+def _length(text: str) -> int:
+    """Return how many characters wide a text is. Most need no table of Unicode for that."""
+    return len(text) if text.isascii() and text.isprintable() else disp_len(text)
 
 
 def _groups(columns: Sequence[Column[R]]) -> list[list[Column[R]]]:

@@ -13,9 +13,8 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from fnloop._core.metrics import Running
 from fnloop._core.types import Aux
-from fnloop.extend import Batch, checks, containers, name_of
+from fnloop.extend import Batch, Running, checks, containers, name_of
 
 if TYPE_CHECKING:
     from torchmetrics import Metric as ForeignMetric

@@ -25,7 +25,6 @@ from fnloop._core.history import (
     Monitored,
     check_monitored,
     keys_of,
-    new_records,
 )
 from fnloop._core.parts import Part
 from fnloop._core.records import Record
@@ -214,7 +213,7 @@ class Hook:
             1 0.0
             2 -1.0
         """
-        found = new_records(state.history, self._seen)
+        found = state.history.since(self._seen)
         object.__setattr__(self, "_seen", state.history)  # a hook may be a frozen record
         return tuple(found)
 

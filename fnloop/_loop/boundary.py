@@ -29,7 +29,6 @@ import attrs
 from fnloop._core.records import Record, loaders_in
 from fnloop._core.runs import (
     CLOCK,
-    Action,
     Append,
     Boundary,
     Call,
@@ -188,7 +187,7 @@ def resumed(state: TrainState, reached: bool, starts: bool) -> TrainState:
         starts: whether something is due before the first update.
     """
     over = reached or Stop.ends_run(state.stop)
-    left = tuple(action for action in pending(state.todo) if over or not _is_of_end(action))
+    left = tuple(action for action in pending(state.todo) if over or not action.of_end)
     apart, ends = End() in state.todo, any(isinstance(each, Flush) for each in state.todo)
     if over and ends and left and (not apart or (reached and isinstance(left[0], Append))):
         state = changed(state, events=state.events | {END})
@@ -209,13 +208,6 @@ def resumed(state: TrainState, reached: bool, starts: bool) -> TrainState:
     first = (Start(), Update()) if starts else onward(state, False, False)
     noted = {mark: value for mark, value in state.noted.items() if not mark.startswith(CLOCK)}
     return changed(state, todo=first, events=frozenset(), noted=noted)
-
-
-def _is_of_end(action: Action) -> bool:
-    """Return whether an action of a boundary is there because the run ends."""
-    if isinstance(action, Append):
-        return action.kind == "closing"
-    return isinstance(action, Collect) or (isinstance(action, Call) and action.stage == "end")
 
 
 def _closing(

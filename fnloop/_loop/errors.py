@@ -6,14 +6,11 @@ import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 
 from fnloop._core.averages import check_not_averaged
-from fnloop._core.history import records_since
 from fnloop._core.records import Record
 from fnloop._core.state import (
-    COUNTERS,
     Ownership,
     TrainState,
     check_not_stale,
-    detached_from_run,
     went_back,
 )
 from fnloop._core.types import EPOCH, Searching, name_of
@@ -72,7 +69,7 @@ def explain(
         )
     if not Ownership.belongs_to(state):
         return None
-    state = detached_from_run(state)
+    state = Ownership.leave_run(state)
     with contextlib.suppress(AttributeError):
         error.state = state  # type: ignore[attr-defined]
     return state
@@ -187,7 +184,7 @@ def _check_counters(hook: Hook, before: TrainState, new: TrainState) -> None:
         _check_run(name, before, new)
         return
     _check_run(name, before, new)
-    if changed := first_change(before, new, (*COUNTERS, "phases")):
+    if changed := first_change(before, new, (*TrainState.COUNTERS, "phases")):
         raise ValueError(
             f"{name} changed {changed}, but a run counts by itself. To end the epoch, return "
             f"{advice}; to go back, return a snapshot"
@@ -237,7 +234,7 @@ def explain_no_updates(state: TrainState, reason: str | None) -> str | None:
     if epoch < 2 or not len(history) or TRAIN_LOSS in history[-1].metrics:
         return None
     ends: dict[int, Record] = {}  # of each of the last epochs its first record, that of its end
-    for record in reversed(records_since(history, closing=False)):
+    for record in reversed(history.since(closing=False)):
         if record.epoch < epoch - 2:
             break
         ends[record.epoch] = record

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fnloop._backend.collectives import gather_objects, reduce
 from fnloop._backend.containers import copy_to_cpu, reusing_pages
 from fnloop._backend.torch_compat import batch_norms
-from fnloop._core.metrics import read
+from fnloop._core.metrics import Metrics
 from fnloop._core.rng import COMPUTE, fold_in, isolated, mix, seed_all, seed_host, torch_seeder
 from fnloop._core.state import Ownership, TrainState, check_not_stale
 from fnloop._core.trained import keep_statistics
@@ -160,7 +160,7 @@ def evaluate(step: Step, state: TrainState, loader: object) -> dict[str, float]:
     with isolated(state.backend.device), reusing_pages(state.backend.device):
         state = step.init_slots(state, evaluation=True)
         metrics = measure(step, state, open_loader(loader, state, reader="evaluate"), False)
-        return step.derive(read(engine_of(state).reduce(metrics), vectors=True))
+        return step.derive(Metrics(engine_of(state).reduce(metrics)).read(vectors=True))
 
 
 def predict(

@@ -18,11 +18,10 @@ from fnloop._core.history import (
     check_made,
     check_names,
     keys_of,
-    unfinished,
 )
 from fnloop._core.optimizers import groups_in
-from fnloop._core.records import COSTS, TRAINED
-from fnloop._core.runs import Live, RunInfo, Stop, Windows, local_clock, reason_of
+from fnloop._core.records import Record
+from fnloop._core.runs import LEFT_OUT, Live, RunInfo, Stop, Windows, local_clock, reason_of
 from fnloop._core.settings import forget_schedules
 from fnloop._core.several import models_of
 from fnloop._core.state import (
@@ -33,6 +32,7 @@ from fnloop._core.state import (
     count_items,
     items_of_call,
     left_out,
+    unwrap,
     updates_of_call,
     without_metrics,
 )
@@ -62,7 +62,6 @@ from fnloop._hooks.hook import (
 )
 from fnloop._loop.boundary import Moments, check_moment, own_clock, read_moments, resumed
 from fnloop._loop.errors import warn_on_main
-from fnloop._loop.made_with import Making, members_of
 from fnloop._step.pipeline import PipelineStep
 
 
@@ -223,7 +222,7 @@ class Plan:
         return (
             self.items is not None
             or any(moment.counts_items for moment in self.moments)
-            or any("counts_items" in member.traits for member in members_of(self.step))
+            or any("counts_items" in member.traits for member in self.step.members)
         )
 
     @property
@@ -308,7 +307,9 @@ class Plan:
             lost = state.skipped + left_out(state) - (0 if phase is None else phase.skipped)
             total = state.step + lost + left
             total = total if self.steps is None else min(total, self.steps)
-        made_with = Making(self.step, state.model, state.backend.device, self.hooks)
+        given = self.step, unwrap(state), state.backend.device, self.hooks
+        tells = [functools.partial(tell, *given) for tell in extensions("what a run is made with")]
+        made_with = functools.cache(next(iter(tells), dict))
         return RunInfo(
             self.epochs, total, per_epoch, batches, windows.largest, evaluated,
             precision=self.step.precision_in(state), first_step=0 if phase is None else phase.step,
@@ -316,7 +317,8 @@ class Plan:
             total_items=self.assumed_items if self.items is None else self.items,
             first_items=(None if phase is None else phase.items) or 0,
             models=models_of(state.model),
-            hook_slots=slots_of(self.hooks), reported=names_reported(self.hooks), windows=windows,
+            hook_slots=slots_of(self.hooks) | {LEFT_OUT},
+            reported=names_reported(self.hooks), windows=windows,
             live=Live(clock or local_clock, source.positions.at, source.indices, made_with),
         )  # fmt: skip
 
@@ -365,7 +367,7 @@ class Plan:
     @functools.cached_property
     def trained(self) -> tuple[str, ...]:
         """What the names of metrics of training begin with in records."""
-        return TRAINED if self.record_every is not None else TRAINED[:1]
+        return Record.TRAINED if self.record_every is not None else Record.TRAINED[:1]
 
     @functools.cached_property
     def triggers(self) -> tuple[Moment, ...]:
@@ -457,7 +459,7 @@ def check_phase(name: str | None, state: TrainState) -> None:
     if name is not None:
         checks.text("fit", "phase", name, "the name of a phase, or None")
         _check_order(state.phases, name)
-    running = unfinished(state.phases)
+    running = Phase.running(state.phases)
     ended = state.stop is not None and Stop.ends_phase(state.stop)
     if not running.name or phase_of(state, name) is not None or (ended and name is not None):
         return
@@ -564,7 +566,7 @@ def begin_phase(state: TrainState, name: str) -> TrainState:
 
     A phase that was stopped is over, and so is an epoch that was left in the middle: it counts.
     """
-    if (running := unfinished(state.phases)).name:
+    if (running := Phase.running(state.phases)).name:
         state = end_phase(state, running.name)
     left = state.batch > 0
     epoch = state.epoch + left
@@ -590,7 +592,7 @@ def is_newest(state: TrainState, name: str | None) -> bool:
 
 def end_phase(state: TrainState, name: str | None) -> TrainState:
     """Return the state with a phase ended, unless the run was only interrupted."""
-    running = unfinished(state.phases)
+    running = Phase.running(state.phases)
     if running.name != name or not Stop.ends_phase(state.stop):
         return state
     ended = attrs.evolve(running, done=True, stop=state.stop)
@@ -699,7 +701,7 @@ def check_metrics(
         watched += step.watched
     for owner, key in watched:
         loader, _, name = key.partition("/")
-        trained = loader in TRAINED
+        trained = loader in Record.TRAINED
         if not name or not (trained or loader in loaders) or key in reported or key in history:
             continue
         names = _trained_names(step) if trained else _evaluated_names(step, loader)
@@ -721,7 +723,10 @@ def _names_of_models(
         By name, those of all models: "a/loss", and "lr/a" for a setting. What all models have in
         common, such as times, is not there.
     """
-    of_all = {*COSTS, *(name for member in step.pipeline.middleware for name in member.passes)}
+    of_all = {
+        *Record.COSTS,
+        *(name for member in step.pipeline.middleware for name in member.passes),
+    }
     settings = {"lr"}
     for member in step.pipeline.middleware:
         if member.step is not None:

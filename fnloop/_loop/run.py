@@ -25,9 +25,8 @@ from fnloop._core.metrics import (
     ITEMS,
     RECENT,
     Max,
+    Metrics,
     items_so_far,
-    read,
-    without_recent,
 )
 from fnloop._core.optimizers import labelled_groups, optimizers_in
 from fnloop._core.records import Record, loaders_in
@@ -36,7 +35,6 @@ from fnloop._core.runs import (
     CLOCK,
     INTERRUPTED,
     RAN,
-    RECORDS,
     Action,
     Append,
     Boundary,
@@ -49,9 +47,7 @@ from fnloop._core.runs import (
     Stop,
     Todo,
     Update,
-    can_wait,
     first_stop,
-    has_updates,
     pending,
     with_reason,
 )
@@ -65,7 +61,6 @@ from fnloop._core.state import (
     count_items,
     count_left_out,
     counted_of,
-    detached_from_run,
     items_to_send,
     newest,
     went_back,
@@ -75,6 +70,7 @@ from fnloop._core.types import END, EPOCH, RECORD, START, Batch, Metric, Output,
 from fnloop._core.view import hand_over
 from fnloop._data.loaders import NONE_LEFT
 from fnloop._data.source import Source, windows
+from fnloop._extensions import extensions
 from fnloop._hooks.hook import (
     BuiltIn,
     Hook,
@@ -84,7 +80,7 @@ from fnloop._hooks.hook import (
     may_be_due,
     unwrap_hook,
 )
-from fnloop._loop.beginning import check_length, complete, first_state, suggest_fused
+from fnloop._loop.beginning import check_length, complete, first_state
 from fnloop._loop.boundary import Answers, ask, due, ends_apart, onward
 from fnloop._loop.errors import (
     check_not_empty,
@@ -100,7 +96,6 @@ from fnloop._loop.errors import (
     tell_on_main,
 )
 from fnloop._loop.evaluate import gather_outputs, measure, open_loader
-from fnloop._loop.made_with import members_of
 from fnloop._loop.peers import (
     Abandoned,
     Interrupts,
@@ -141,7 +136,7 @@ def fold(
         hand_over(state)
         yield state if plan.is_past(state) else _settle_hooks(plan, state)
         return
-    if not pending(begun.todo) and not has_updates(begun.todo):
+    if not any(action.of_boundary or action.updates for action in begun.todo):
         tell(state, plan.why_nothing_to_do(state))  # only its end is left, such as a last flush
     world = World(plan, begun)
     device, over = state.backend.device, False
@@ -158,7 +153,7 @@ def fold(
                             todo = world.state.todo[1:]
                             world.state = DO[type(action)](world, world.state, action, todo)
                     world.leave_if_interrupted()
-                state = detached_from_run(world.state)
+                state = Ownership.leave_run(world.state)
             over = not state.todo or Stop.interrupts(state.stop)
             if interrupts is None or over:  # fit shows its caller the last one alone
                 hand_over(state)
@@ -202,7 +197,7 @@ def _close(
         another.add_note(f"while in the method close of {name_of(hook)}, after the run")
         if Ownership.belongs_to(world.state):
             with contextlib.suppress(AttributeError):
-                another.state = detached_from_run(world.state)  # type: ignore[attr-defined]
+                another.state = Ownership.leave_run(world.state)  # type: ignore[attr-defined]
         raise
 
 
@@ -249,7 +244,7 @@ class World:
         plan.check_position(state)
         self.peers = peers_of(state)
         saving = [hook for hook in plan.hooks if BuiltIn.parts_saved([hook])]
-        self.peers.compare(type(plan.step).__name__, members_of(plan.step), saving)
+        self.peers.compare(type(plan.step).__name__, plan.step.members, saving)
         self.plan = plan
         self.source = open_loader(plan.loaders.train, state, plan.total)
         due = [name for _, names in plan.evaluations for name in names]
@@ -339,7 +334,7 @@ class World:
     def is_left(self) -> bool:
         """Return whether the run ends here for now: what is next is left to one that continues."""
         interrupted = self.interrupts.stop is not None or Stop.interrupts(self.state.stop)
-        return interrupted and can_wait(self.state.todo)
+        return interrupted and all(action.can_wait for action in self.state.todo[:1])
 
     def leave_if_interrupted(self) -> None:
         """Leave the run, if a signal or the time of the job ends it for now."""
@@ -627,7 +622,8 @@ class World:
         if self.read_whole and self.batches_in_epoch and state.backend.main:
             check_length(self.source, *self.opened_at, self.batches_in_epoch)
         made = state.step + state.skipped - self.first_update
-        suggest_fused(plan.step.pipeline.middleware, state, self.stopwatch.trained, made)
+        for suggest in extensions("hints after an epoch"):
+            suggest(plan.step.pipeline.middleware, state, self.stopwatch.trained, made)
         order = self.source.order if self.read_whole else 0
         state = self._barrier(state, order)
         state = self.obey(changed(state, todo=todo))
@@ -698,7 +694,7 @@ class World:
     def append(self, state: TrainState, action: Append, todo: Todo) -> TrainState:
         """Append a record, unless there is nothing to record."""
         __tracebackhide__ = True
-        kind, closing = RECORDS[action.kind], action.kind == "closing"
+        kind, closing = Append.KINDS[action.kind], action.kind == "closing"
         if closing:  # it has the numbers of what was evaluated before, maybe in another process
             lost = [each for each in self._late if each in self._adders and each not in self._given]
             self._collect_for(lost, state, self._evaluated_here(state))
@@ -716,7 +712,7 @@ class World:
         report["items"] = items_so_far(state.metrics, in_first_epoch)
         if loaders:
             report["evaluated"] = Max(time.perf_counter() - began)
-        values = read(engine_of(state).reduce(report, "train/"))
+        values = Metrics(engine_of(state).reduce(report, "train/")).read()
         self.seconds = seconds = values.pop("seconds")
         items = values.pop("items")
         state = changed(state, todo=todo)
@@ -729,7 +725,9 @@ class World:
         values = self.plan.step.derive(values, self.plan.loaders.evaluated, state.history)
         known = None if math.isnan(items) else items
         record = Record(state.epoch, state.step, values, seconds, closing, known)
-        metrics = without_recent(state.metrics) if kind.begins_interval else state.metrics
+        metrics = state.metrics
+        if kind.begins_interval:
+            metrics = Metrics(metrics).without_recent()
         record = self._with_numbers(state, record, metrics, action.names, self._adders)
         return with_record(state, state.history.append(record), metrics)
 
@@ -803,7 +801,8 @@ _CALL = Call("boundary")
 
 def train_metrics(state: TrainState) -> dict[str, Metric]:
     """Return the metrics since the epoch began, by their names in a record."""
-    named = {f"train/{k}": m for k, m in without_recent(state.metrics).items() if k != ITEMS}
+    whole = Metrics(state.metrics).without_recent()
+    named = {f"train/{name}": metric for name, metric in whole.items() if name != ITEMS}
     return _with_rates("train/", state, named)
 
 

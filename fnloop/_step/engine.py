@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from fnloop._backend.containers import pieces_of
 from fnloop._backend.fsdp import is_sharded
-from fnloop._core.metrics import Shares
 from fnloop._core.parts import Part
 from fnloop._core.several import Several
 from fnloop._core.state import Ownership, TrainState, current_parameters, parameters
@@ -38,6 +37,10 @@ from fnloop._step.gradients import (
 # There are three: `LocalEngine` for one process, `DistributedEngine` for several, and `ExactEngine`
 # for any number, with the same bits. `engine_of` chooses. Nothing else in the steps and the
 # middleware branches on the number of processes.
+
+
+# For each process: the names of the metrics of its own share of the data, and what it has of all.
+Shares = Sequence[tuple[Sequence[str], Mapping[str, Metric]]]
 
 
 class Pass(Protocol):

@@ -9,7 +9,12 @@ import torch
 from torch import Tensor
 
 from fnloop._backend.containers import items_in
-from fnloop._core.metrics import Mean, NoLoss, OfModels, mean_of, update_, update_evaluated_
+from fnloop._core.metrics import (
+    Mean,
+    Metrics,
+    OfModels,
+    mean_of,
+)
 from fnloop._core.several import Several
 from fnloop._core.state import TrainState
 from fnloop._core.types import Aux, Batch, LossFn, Metric, Output, Skip, Step
@@ -223,9 +228,8 @@ class LocalEvaluation:
 
     def __init__(self, per_model: OfModels | None = None) -> None:
         self._per_model = per_model
-        self._metrics: dict[str, Metric] = {}
-        self._loss: Mean | NoLoss | None = None  # without what was added since
-        self._total: Tensor | None = None  # its sum, where batches are added to that alone
+        self._metrics = Metrics()  # the loss without what was added to its sum since
+        self._total: Tensor | None = None  # that sum, where batches are added to that alone
         self._added = 0  # the items of these
 
     def call(
@@ -245,23 +249,23 @@ class LocalEvaluation:
         if self._total is not None and type(weight) is int and loss.__class__ is Tensor:
             self._total.add_(loss, alpha=weight)
             self._added += weight
+            if out.metrics:
+                self._metrics.update_(out.metrics)
         else:
-            self._loss = found = update_evaluated_(self._so_far(), loss, weight, self._per_model)
+            found = self._so_far().add_(out, per_model=self._per_model)["loss"]
             total = found.total if type(found) is Mean else None
             self._total = total if isinstance(total, Tensor) else None
-        if out.metrics:
-            self._metrics = update_(self._metrics, out.metrics)
 
-    def _so_far(self) -> Mean | NoLoss | None:
+    def _so_far(self) -> Metrics:
         if self._added:
-            loss = cast(Mean, self._loss)
-            self._loss, self._added = mean_of(loss.total, loss.weight + self._added), 0
-        return self._loss
+            loss = cast(Mean, self._metrics["loss"])
+            self._metrics["loss"] = mean_of(loss.total, loss.weight + self._added)
+            self._added = 0
+        return self._metrics
 
     def own_metrics(self) -> dict[str, Metric]:
         """Return all metrics, the loss first."""
-        loss = self._so_far()
-        found = {**self._metrics} if loss is None else {"loss": loss, **self._metrics}
+        found = {**self._so_far()}
         return {"loss": found.pop("loss", Mean(0.0, 0)), **found}
 
     def gather(self, results: list[Result]) -> list[Result]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import attrs
@@ -13,10 +13,10 @@ from torch.nn import utils
 
 from fnloop._backend import torch_compat
 from fnloop._backend.fsdp import by_mesh, full, largest, local_part
-from fnloop._core.metrics import combine
+from fnloop._core.metrics import Metrics
 from fnloop._core.optimizers import explain_untrained, optimizers_in
 from fnloop._core.state import TrainState, current_parameters, parameters
-from fnloop._core.types import Metric, Output
+from fnloop._core.types import Output
 from fnloop._display.checks import join_names
 
 # --------------------------------------------------------------------------------------------------
@@ -202,7 +202,7 @@ class WeightedSum:
         self._loss: Tensor | None = None
         self._last: Output | None = None
         self._skipped: Output | None = None
-        self._metrics: Mapping[str, Metric] = {}
+        self._metrics = Metrics()
         # The sums of the weights on the device, as given and as counted: equal if all are valid.
         self._checked: tuple[Tensor, Tensor] | None = None
         self._latest: tuple[Output | None, float | Tensor] = (None, 0)
@@ -261,7 +261,7 @@ class WeightedSum:
         else:
             self._loss, self.weight = self._loss.add_(loss, alpha=weight), self.weight + weight
         if out.metrics:
-            self._metrics = combine(self._metrics, out.metrics)
+            self._metrics = self._metrics.combined(out.metrics)
         self._last = out
         return True
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fnloop._backend.containers import to_device, vars_of
 from fnloop._core.averages import check_not_averaged
 from fnloop._core.history import check_loaders
-from fnloop._core.metrics import update_evaluated_
+from fnloop._core.metrics import Metrics
 from fnloop._core.optimizers import check_used, groups_in, to_training
 from fnloop._core.rng import fold_in, isolated, seed_all, torch_seeder
 from fnloop._core.runs import Windows
@@ -32,7 +32,6 @@ from fnloop._core.state import (
     all_parameters,
     bring,
     check_not_stale,
-    clear_parameter_cache,
     consume,
     using_only,
     with_slot,
@@ -49,9 +48,7 @@ from fnloop._core.types import (
     Step,
     View,
     Wrap,
-    is_ours,
     name_of,
-    wraps_of,
 )
 from fnloop._core.view import shown, view
 from fnloop._display import checks, reprs
@@ -191,7 +188,7 @@ class PipelineStep:
         self._used = next((m.uses for m in listed if m.uses), None)
         innermost = self._compose_innermost()
         self._innermost: Replaceable | None = (
-            None if all(map(is_ours, listed)) else functools.partial(innermost)
+            None if all(m.is_ours for m in listed) else functools.partial(innermost)
         )
         self.forward = self._chain(self._innermost or innermost, "forward")
         # Of a loader that is evaluated, without the checks of a bare call.
@@ -329,11 +326,11 @@ class PipelineStep:
 
     def _layer(self, member: Middleware, ring: str, inside: Step) -> Step:
         """Return a step with one middleware around it, which errors know as a layer."""
-        step = wraps_of(member)[ring](inside)
+        step = member.wraps[ring](inside)
         check_wrapped(step, member, ring)
         if step is inside:
             return step
-        is_users = not is_ours(member)
+        is_users = not member.is_ours
         self._layers.add(step, repr(member), is_users, ring != EVALUATION)
         if is_users:
             step = checked_once(step, member, ring, self._calls_noted)
@@ -371,6 +368,11 @@ class PipelineStep:
     def turns(self) -> Mapping[str, PipelineStep]:
         """The steps that it calls in turn, by the names of their optimizers."""
         return {}
+
+    @property
+    def members(self) -> list[Middleware]:
+        """All middleware that it is made of, those of its turns too."""
+        return [m for one in (self, *self.turns.values()) for m in one.pipeline.middleware]
 
     def with_turns(self, steps: Mapping[str, PipelineStep]) -> PipelineStep:
         """Return the same step with other steps in turn, without middleware around them."""
@@ -475,7 +477,7 @@ class PipelineStep:
 
     def begin_run(self, state: TrainState) -> None:
         """Forget what was found out in an earlier run, and prepare the optimizers for training."""
-        clear_parameter_cache(state)
+        Ownership.of(state).parameters.clear()
         engine_of(state).begin(state)
         to_training(state.optimizer)
         self._check_optimizers(state)
@@ -686,8 +688,8 @@ def evaluate_beside(step: Step, carried: str | None = None) -> Step:
             kept |= {carry: made.slots.get(carried)} if carried else {}
         state, out = step(state, batch)
         for name, of in found.items():
-            metrics = {"loss": update_evaluated_(None, of.loss, of.weight), **of.metrics}
-            out = report(out, {f"{name}/{key}": value for key, value in metrics.items()}, name)
+            seen = {f"{name}/{key}": metric for key, metric in Metrics.of(of).items()}
+            out = report(out, seen, name)
         return with_slots(state, {**state.slots, **kept}) if kept else state, out
 
     return evaluated
@@ -852,7 +854,7 @@ def commutes(member: Middleware) -> bool:
 
 def acting_in(members: Sequence[Middleware], ring: str) -> list[Middleware]:
     """Return the middleware that act in a ring, in their order, the innermost first."""
-    return [m for m in in_order(members, ring) if ring in wraps_of(m)]
+    return [m for m in in_order(members, ring) if ring in m.wraps]
 
 
 # --------------------------------------------------------------------------------------------------

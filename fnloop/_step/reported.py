@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 
-from fnloop._core.records import TRAINED
+from fnloop._core.records import Record
 from fnloop._core.types import Metric, Middleware, Output
 from fnloop._display import checks
 
@@ -125,7 +125,7 @@ def add_reported(
     __tracebackhide__ = True
     if loaders is None:
         return {**values, **_added(members, Numbers(None, values))}
-    parts: dict[str, dict[str, float]] = {name: {} for name in (*TRAINED, *loaders)}
+    parts: dict[str, dict[str, float]] = {name: {} for name in (*Record.TRAINED, *loaders)}
     last: dict[str, str] = {}  # the last name of each loader
     for name, value in values.items():
         loader, _, rest = name.partition("/")

@@ -39,7 +39,7 @@ from fnloop._core.state import (
     with_slots,
     with_used,
 )
-from fnloop._core.types import Batch, Middleware, Output, Skip, Step, Wrap, is_ours, skip, wraps_of
+from fnloop._core.types import Batch, Middleware, Output, Skip, Step, Wrap, skip
 from fnloop._display import checks
 from fnloop._step.engine import engine_of
 from fnloop._step.gradients import fail_to_train
@@ -125,8 +125,8 @@ def may_skip(loss_fn: object) -> bool:
 
 def may_skip_in(members: Iterable[Middleware], *rings: str) -> bool:
     """Return whether third-party middleware in these rings may skip a batch or an update."""
-    users = [m for m in members if not is_ours(m)]
-    return any(not wraps_of(m).keys().isdisjoint(rings) for m in users)
+    users = [m for m in members if not m.is_ours]
+    return any(not m.wraps.keys().isdisjoint(rings) for m in users)
 
 
 def agreeing(step: Step) -> Step:

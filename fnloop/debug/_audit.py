@@ -12,7 +12,6 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from fnloop._core.rng import mark_generators
 from fnloop._core.state import TrainState, unwrap
 from fnloop._core.types import Middleware, Output, Step, middleware
 from fnloop.debug._watch import (
@@ -46,6 +45,7 @@ from fnloop.extend import (
     is_sharded,
     isolated,
     reprs,
+    rng,
     torch_compat,
 )
 
@@ -543,7 +543,7 @@ def compare_with_float64(inner: Step, state: TrainState, batch: Batch, members: 
         )
     facts, device = members.of(state), state.backend.device
     first = batch[0] if facts.window > 1 else batch
-    repeat, restore = engine_of(state).mark_draws(), mark_generators(device)
+    repeat, restore = engine_of(state).mark_draws(), rng.mark_generators(device)
     with isolated(device), torch.compiler.set_stance("force_eager"):
         exact = _Copy(state, first, exact=True)
         exact.run(inner)

@@ -12,9 +12,9 @@ from pathlib import Path
 import attrs
 from torch import Tensor
 
-from fnloop._core.history import History, records_since
-from fnloop._core.records import COSTS, Record
-from fnloop._core.state import COUNTERS, TrainState
+from fnloop._core.history import History
+from fnloop._core.records import Record
+from fnloop._core.state import TrainState
 from fnloop._extensions.checkpoints.compare import (
     Measured,
     describe_value,
@@ -220,12 +220,12 @@ class Difference(tables.Shown):
 
 def is_measured(name: str) -> bool:
     """Return whether a metric is a time or the like, which no two runs have equal."""
-    return not {*COSTS}.isdisjoint(name.split("/")[:2])
+    return not {*Record.COSTS}.isdisjoint(name.split("/")[:2])
 
 
 def compare_histories(a: Iterable[Record], b: Iterable[Record]) -> Finding | None:
     """Return the first record that differs. Times and closing records are not compared."""
-    one, other = (records_since(History(each), closing=False) for each in (a, b))
+    one, other = (History(each).since(closing=False) for each in (a, b))
     for i, (mine, its) in enumerate(zip(one, other, strict=False)):
         place = f"record {i}, step {mine.step}"
         if (mine.epoch, mine.step) != (its.epoch, its.step):
@@ -273,7 +273,7 @@ def compare_contents(a: Contents, b: Contents, parts: Sequence[str] = _PARTS) ->
     if "history" in parts:
         found.append(compare_histories(_records(a), _records(b)))
     if "counters" in parts:
-        names = (*COUNTERS, "stop", "phases", "ends")
+        names = (*TrainState.COUNTERS, "stop", "phases", "ends")
         found.append(_first_setting("counter", a, b, names))
     held = [part for part in parts if part not in ("history", "counters")]
     held += ["brought"] if "slots" in parts else []

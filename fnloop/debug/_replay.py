@@ -18,12 +18,10 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
-from fnloop._core.history import History, Phase, records_since, unfinished
-from fnloop._core.metrics import RECENT
+from fnloop._core.history import History, Phase
 from fnloop._core.records import Record
-from fnloop._core.rng import reserved_generators
 from fnloop._core.state import TrainState, snapshot, unwrap
-from fnloop._core.types import Middleware, Output, Step, is_ours, middleware
+from fnloop._core.types import Middleware, Output, Step, middleware
 from fnloop._core.view import take_back
 from fnloop._data.loaders import read_loaders
 from fnloop._data.position import checksum
@@ -36,7 +34,6 @@ from fnloop._extensions.checkpoints.saved import Saved
 from fnloop._hooks.hook import when
 from fnloop._loop.evaluate import open_loader
 from fnloop._loop.fit import train
-from fnloop._loop.made_with import members_of
 from fnloop._loop.plan import Plan
 from fnloop._step.pipeline import pipeline
 from fnloop.debug._diff import (
@@ -51,6 +48,7 @@ from fnloop.debug._diff import (
 )
 from fnloop.extend import (
     Batch,
+    Metrics,
     Moment,
     PipelineStep,
     Stop,
@@ -61,6 +59,7 @@ from fnloop.extend import (
     on_main_process,
     optimizers,
     reprs,
+    rng,
     short_traceback,
     tables,
     torch_compat,
@@ -296,7 +295,7 @@ def make_again(
 
 def check_records(caller: str, origin: Origin, step: PipelineStep, update: int) -> None:
     """Raise if an update depends on records that no checkpoint has."""
-    folding = [member for member in members_of(step) if member.name.partition("(")[0] == "plateau"]
+    folding = [member for member in step.members if member.name.partition("(")[0] == "plateau"]
     if folding and origin.later is None:
         raise ValueError(
             f"{caller}: {folding[0]!r} depends on the records of the run, and no checkpoint has "
@@ -342,7 +341,7 @@ def continue_from(
     plan = follow.with_records(_plan(origin, step, state, loaders, targets, follow))
     if not plan.resumed(state).todo:
         return state
-    with reserved_generators(), unmoved(loaders):
+    with rng.reserved_generators(), unmoved(loaders):
         reached = train(plan, state)
     take_back(reached)  # the end of a run has put the average into the model
     return follow.restore(reached)
@@ -364,7 +363,7 @@ def _plan(
             "the targets that fit had: replay(..., epochs=..., steps=...)"
         )
     # Targets of its own, which are replaced: those of a phase count from where it began.
-    phase = unfinished(state.phases).name or None
+    phase = Phase.running(state.phases).name or None
     plan = Plan.of(step, state, loaders, epochs=1, hooks=(follow,), phase=phase)
     return attrs.evolve(plan, **attrs.asdict(targets))
 
@@ -410,9 +409,10 @@ class _Follow:
             return when(lambda state: self._has_made(state, prefix))
 
         evaluations = ((at("train/"), ()), *((at(f"{name}/"), (name,)) for name in loaders))
-        recent = at(RECENT) if any(name.startswith(RECENT) for name in known) else None
-        self._again = ("train/", RECENT, *(f"{name}/" for name in loaders))
-        return attrs.evolve(plan, evaluations=evaluations, record_every=recent)
+        recent = Metrics.RECENT
+        every = at(recent) if any(name.startswith(recent) for name in known) else None
+        self._again = ("train/", recent, *(f"{name}/" for name in loaders))
+        return attrs.evolve(plan, evaluations=evaluations, record_every=every)
 
     def _is_made(self, record: Record) -> bool:
         """Return whether a record of the run has metrics that are made again."""
@@ -421,7 +421,7 @@ class _Follow:
     def _has_made(self, state: TrainState, prefix: str) -> bool:
         """Return whether the run has made a record at a boundary, with some metrics."""
         assert self.records is not None
-        record = next(iter(records_since(self.records, len(self.history), closing=False)), None)
+        record = next(iter(self.records.since(len(self.history), closing=False)), None)
         if record is None or (record.step, record.epoch) != (state.step, state.epoch):
             return False
         return any(name.startswith(prefix) for name in record.metrics)
@@ -444,8 +444,7 @@ class _Follow:
         before, self.history = self.history, self._records_at(state)
         if self.made is not None:
             made, its = (
-                records_since(each, len(before), closing=False)
-                for each in (state.history, self.history)
+                each.since(len(before), closing=False) for each in (state.history, self.history)
             )
             if not made:  # it may have had the numbers of hooks alone
                 made = [attrs.evolve(x, metrics={}) for x in its if not self._is_made(x)]
@@ -501,14 +500,14 @@ class _Another(_Follow):
         super().__init__(until, records, each, history, watched)
         self.ends = ends
         self._every = self.history if self.records is None else self.records
-        self._moments = {(r.step, r.epoch): r for r in records_since(self._every, closing=False)}
+        self._moments = {(r.step, r.epoch): r for r in self._every.since(closing=False)}
 
     def with_records(self, plan: Plan) -> Plan:
         """Return the plan with records where the run has made some, and at its end."""
         return self._at_records(plan, [*plan.loaders.evaluated], self._every.keys())
 
     def _has_made(self, state: TrainState, prefix: str) -> bool:
-        if prefix != RECENT and self.ends(state):
+        if prefix != Metrics.RECENT and self.ends(state):
             return True
         record = self._moments.get((state.step, state.epoch))
         return record is not None and any(name.startswith(prefix) for name in record.metrics)
@@ -1152,7 +1151,7 @@ def listing(
         steps = {name: listing(one, inside) for name, one in step.turns.items()}
         return pipeline(*step.pipeline.middleware, *around)(step.with_turns(steps))
     listed = step.pipeline.middleware
-    kept = [attrs.evolve(m, device=None) if is_ours(m) else m for m in listed]
+    kept = [attrs.evolve(m, device=None) if m.is_ours else m for m in listed]
     return step.listing((*kept, *(inside if step.has_all_rings else ()), *around))
 
 

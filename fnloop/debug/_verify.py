@@ -13,16 +13,15 @@ from typing import Literal, NamedTuple
 
 import attrs
 
-from fnloop._core.history import records_since
 from fnloop._core.state import TrainState, snapshot, unwrap
 from fnloop._core.types import Step
 from fnloop._data.loaders import read_loaders
 from fnloop._extensions.checkpoints.format import CheckpointError, Contents
+from fnloop._extensions.checkpoints.made_with import describe_making
 from fnloop._extensions.checkpoints.place import Place, place_at
 from fnloop._extensions.checkpoints.save import collect_contents, versions
 from fnloop._extensions.checkpoints.saved import Saved
 from fnloop._extensions.checkpoints.serialize import Json
-from fnloop._loop.made_with import describe_making
 from fnloop.debug._diff import Difference, Finding, compare_contents, compare_histories, is_measured
 from fnloop.debug._replay import Origin, Pair, begun_before, continue_from, restored_from
 from fnloop.extend import (
@@ -428,7 +427,7 @@ class _Again:
             known = () if one is None else one.metrics
             lost = () if its is None else (name for name in its.metrics if name not in known)
             self.not_made |= dict.fromkeys(name for name in lost if not is_measured(name))
-        left = records_since(stops[-1].history(), len(reached.history), closing=False)
+        left = stops[-1].history().since(len(reached.history), closing=False)
         if left and not waiting:
             record = f"record of step {left[0].step}"
             text = "is not at a boundary of the run"

@@ -22,7 +22,7 @@ from collections.abc import (
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import attrs
 import numpy as np
@@ -32,13 +32,13 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from fnloop._core.averages import Average
-from fnloop._core.code import INSTALLED, PACKAGE, codes_of, is_users
+from fnloop._core.code import codes_of
 from fnloop._core.metrics import Mean
-from fnloop._core.rng import mark_generators
 from fnloop._core.selectors import Selectors
 from fnloop._core.state import TrainState, unwrap
 from fnloop._core.types import Middleware, Output, Step, middleware
 from fnloop._extensions.checkpoints.compare import INTEGER_OF_SIZE
+from fnloop._extensions.checkpoints.made_with import INSTALLED, PACKAGE, is_users
 from fnloop._extensions.checkpoints.named import walk_optimizers
 from fnloop.extend import (
     Batch,
@@ -53,6 +53,7 @@ from fnloop.extend import (
     optimizers,
     parameters,
     report,
+    rng,
     then,
     torch_compat,
 )
@@ -560,7 +561,7 @@ class Before:
         memo = self._live | dict(zip(map(id, inside), clone_all(inside), strict=True))
         self._optimizers = [_OptimizerBefore(one, memo) for one in wrapped]
         self._slots = {name: copy.deepcopy(slot, memo) for name, slot in state.slots.items()}
-        self._restore_generators = mark_generators(state.backend.device)
+        self._restore_generators = rng.mark_generators(state.backend.device)
         self._repeat_draws = engine_of(state).mark_draws()
 
     def put_back(self) -> None:
@@ -653,7 +654,7 @@ def named_tensors(state: TrainState) -> Iterator[tuple[str, Tensor]]:
                     yield f"(group {i}, parameter {j}, not in the model)", p
 
 
-def _settings(group: dict[str, Any]) -> dict[str, Any]:
+def _settings(group: dict[str, object]) -> dict[str, object]:
     return {name: value for name, value in group.items() if name != "params"}
 
 

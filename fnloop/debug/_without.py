@@ -11,7 +11,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from fnloop._core.history import History, records_since
+from fnloop._core.history import History
 from fnloop._core.records import Record
 from fnloop._core.state import TrainState, snapshot, unwrap
 from fnloop._core.types import Middleware, Output, Step, middleware
@@ -22,7 +22,6 @@ from fnloop._extensions.checkpoints.counters import Targets, decode_targets
 from fnloop._extensions.checkpoints.format import CheckpointError, shares_in
 from fnloop._extensions.checkpoints.saved import Saved
 from fnloop._loop.evaluate import open_loader
-from fnloop._loop.peers import is_alone
 from fnloop.debug._diff import (
     BITS,
     Difference,
@@ -146,7 +145,7 @@ def without(
     changes = isinstance(step, tuple | list)
     batch = _check_batch(batch)
     chosen = None if rows is None else _check_rows(rows, changes)
-    if not is_alone(state):
+    if state.backend.world_size > 1:
         raise NotImplementedError(
             "without works in one process: call it in a script that is started without torchrun"
         )
@@ -649,7 +648,7 @@ def _norm(tensors: Iterator[Tensor]) -> float:
 
 def _metrics(a: History, b: History) -> Iterator[Apart]:
     """Yield the metrics that differ: from which record on, and by how much in the last of both."""
-    both = [*zip(*(records_since(each, closing=False) for each in (a, b)), strict=False)]
+    both = [*zip(*(each.since(closing=False) for each in (a, b)), strict=False)]
     names = dict.fromkeys(name for mine, its in both for name in (*mine.metrics, *its.metrics))
     for name in names:
         pairs = [(mine, its) for mine, its in both if name in mine.metrics and name in its.metrics]

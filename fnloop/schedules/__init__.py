@@ -238,11 +238,16 @@ def known_total(total: int | None) -> int:
 # The shapes of schedules: constant, decays from 1 to a minimum, cycles and stairs.
 
 
-def _check_sum(owner: str, first: Length, last: Length) -> None:
+def _check_parts(owner: str, min_ratio: object, **lengths: Length) -> None:
+    """Raise unless these are the lengths of two parts of a run, and a minimum."""
+    for name, length in lengths.items():
+        check_length(owner, name, length)
+    first, last = lengths.values()
     if isinstance(first, float) and isinstance(last, float) and first + last > 1:
         raise ValueError(
             f"{owner}: its first part, {first}, and its last, {last}, make more than the whole run"
         )
+    _check_ratio(owner, "min_ratio", min_ratio)
 
 
 def _check_ratio(owner: str, name: str, value: object) -> None:
@@ -264,14 +269,25 @@ def _warmup_in(owner: str, warmup: Length, total: int | None) -> int:
     return up
 
 
-def _phases(
-    owner: str, decay: Callable[[float], float], warmup: Length, cooldown: Length, min_ratio: float
-) -> Factor:
+Decay = Callable[[float], float]  # from 1 at 0 to 0 at 1
+
+
+def _fall(step: int, begin: int, length: int, decay: Decay, min_ratio: float) -> float:
+    """Return the factor of an update: 1 before a fall of some length, ``min_ratio`` after it."""
+    if step < begin:
+        return 1.0
+    if step >= begin + length:
+        return min_ratio
+    return min_ratio + (1 - min_ratio) * decay((step - begin) / length)
+
+
+def _cosine(t: float) -> float:
+    return (1 + math.cos(math.pi * t)) / 2
+
+
+def _phases(owner: str, decay: Decay, warmup: Length, cooldown: Length, min_ratio: float) -> Factor:
     """Warm up, decay from 1 to ``min_ratio`` along ``decay``, and stay there for the cooldown."""
-    check_length(owner, "warmup", warmup)
-    check_length(owner, "cooldown", cooldown)
-    _check_sum(owner, warmup, cooldown)
-    _check_ratio(owner, "min_ratio", min_ratio)
+    _check_parts(owner, min_ratio, warmup=warmup, cooldown=cooldown)
 
     def factor(step: int, total: int | None) -> float:
         total = known_total(total)
@@ -280,9 +296,7 @@ def _phases(
             return (step + 1) / up
         # Without a warmup the first update is not at the minimum, however long the cooldown.
         length = max(total - up - down, 0 if up else 1)
-        if step >= up + length:
-            return min_ratio
-        return min_ratio + (1 - min_ratio) * decay((step - up) / length)
+        return _fall(step, up, length, decay, min_ratio)
 
     return factor
 
@@ -353,9 +367,7 @@ def cosine(
     https://arxiv.org/abs/2004.05909
     """
     checks.number("cosine", "k", k, "the exponent of k-decay", above=0)
-    return _phases(
-        "cosine", lambda t: (1 + math.cos(math.pi * t**k)) / 2, warmup, cooldown, min_ratio
-    )
+    return _phases("cosine", lambda t: _cosine(t**k), warmup, cooldown, min_ratio)
 
 
 @schedule_factory
@@ -414,24 +426,19 @@ def one_cycle(peak: Length = 0.3, start_ratio: float = 0.04, min_ratio: float = 
     if start_ratio == 0:
         raise ValueError("one_cycle expects start_ratio > 0: the first update would change nothing")
 
-    def between(a: float, b: float, t: float) -> float:
-        return b + (a - b) * (1 + math.cos(math.pi * t)) / 2
-
     def factor(step: int, total: int | None) -> float:
         total, up = known_total(total), updates_in(peak, total)
         if step < up:
-            return between(start_ratio, 1.0, step / up)
-        if step >= total:
-            return min_ratio
-        return between(1.0, min_ratio, (step - up) / (total - up))
+            return 1.0 + (start_ratio - 1.0) * _cosine(step / up)
+        return _fall(step, up, total - up, _cosine, min_ratio)
 
     return factor
 
 
-_DECAYS: dict[str, Callable[[float], float]] = {
+_DECAYS: dict[str, Decay] = {
     "linear": lambda t: 1 - t,
     "sqrt": lambda t: 1 - math.sqrt(t),
-    "cosine": lambda t: (1 + math.cos(math.pi * t)) / 2,
+    "cosine": _cosine,
 }
 
 
@@ -461,10 +468,7 @@ def wsd(
 
     Source: Hägele et al., 2024, https://arxiv.org/abs/2405.18392
     """
-    check_length("wsd", "warmup", warmup)
-    check_length("wsd", "decay", decay)
-    _check_sum("wsd", warmup, decay)
-    _check_ratio("wsd", "min_ratio", min_ratio)
+    _check_parts("wsd", min_ratio, warmup=warmup, decay=decay)
     checks.choice("wsd", "kind", kind, _DECAYS)
 
     def factor(step: int, total: int | None) -> float:
@@ -472,11 +476,7 @@ def wsd(
         down = updates_in(decay, total)
         if step < up:
             return (step + 1) / up
-        if step < total - down:
-            return 1.0
-        if step >= total:
-            return min_ratio
-        return min_ratio + (1 - min_ratio) * _DECAYS[kind]((step - total + down) / down)
+        return _fall(step, total - down, down, _DECAYS[kind], min_ratio)
 
     return factor
 
@@ -711,9 +711,7 @@ def plot(schedules: Schedules, total_steps: int) -> Figure:
     return plot_factors(named, total_steps)
 
 
-def _with_labels(
-    schedules: Schedules,
-) -> Mapping[str, Factor]:
+def _with_labels(schedules: Schedules) -> Mapping[str, Factor]:
     if isinstance(schedules, Mapping):
         return schedules
     several = cast("Sequence[Factor]", schedules if checks.is_list(schedules) else [schedules])

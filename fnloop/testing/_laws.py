@@ -19,8 +19,8 @@ from torch.nn import functional
 from torch.optim import Optimizer
 
 from fnloop._backend.containers import SEQUENCES, flattened
-from fnloop._core.history import History, records_since
-from fnloop._core.state import COUNTERS, TrainState, snapshot
+from fnloop._core.history import History
+from fnloop._core.state import TrainState, snapshot
 from fnloop._core.types import Batch, LossFn, Middleware, Output, Step
 from fnloop._data.source import open_source, windows
 from fnloop._display import checks
@@ -381,7 +381,7 @@ def assert_same(a: TrainState, b: TrainState, *, rtol: float = 0.0) -> None:
     for name, state in (("a", a), ("b", b)):
         checks.instance("assert_same", name, state, TrainState, "a TrainState")
     rtol = checks.number("assert_same", "rtol", rtol, "the relative tolerance", least=0)
-    compared = (*COUNTERS, "stop")
+    compared = (*TrainState.COUNTERS, "stop")
     its = _facts(b, compared)
     for field, mine in _facts(a, compared).items():
         assert mine == its[field], f"{field}: {mine!r} != {its[field]!r}"
@@ -390,7 +390,7 @@ def assert_same(a: TrainState, b: TrainState, *, rtol: float = 0.0) -> None:
     assert_equal(a.model.state_dict(), b.model.state_dict(), "model", rtol)
     assert_equal(a.optimizer, b.optimizer, "optimizer", rtol)
     assert_equal(dict(a.slots), dict(b.slots), "slots", rtol)
-    one, two = (records_since(History(state.history), closing=False) for state in (a, b))
+    one, two = (History(state.history).since(closing=False) for state in (a, b))
     assert len(one) == len(two), f"history: {len(one)} records != {len(two)}"
     for i, (mine, other) in enumerate(zip(one, two, strict=True)):
         place = f"history[{i}]"

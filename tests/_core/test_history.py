@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fnloop import History, Record, compare, early_stop, halt_on_nonfinite
-from fnloop._core.history import Fold, records_since
+from fnloop._core.history import Fold
 from fnloop._core.records import better
 from fnloop.testing import toy
 
@@ -88,7 +88,7 @@ def test_appending_shares_the_log_and_a_second_continuation_copies_it():
         assert [made[i].step for i in (-1, -len(steps), 0, 1)] == [steps[-1], 10, 10, 20]
         assert [name in made for name in "ab"] == [name in keys for name in "ab"]
     assert (start == history(1, 2), start == left, left == longer[:3]) == (True, False, True)
-    assert [r.step for r in records_since(left, 1)] == [20, 30]
+    assert [r.step for r in left.since(1)] == [20, 30]
     for index in (2, -3):  # out of its range, but not out of that of the log
         with pytest.raises(IndexError, match=rf"no record {index} in a history of 2 records"):
             start[index]

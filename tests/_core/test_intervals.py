@@ -9,14 +9,7 @@ from intervals import COPIES, OWN, VALUES, alone, batches, bits, both, own
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fnloop import Mean
-from fnloop._core.metrics import (
-    RECENT,
-    update_,
-    update_both_,
-    update_loss_,
-    update_losses_,
-    without_recent,
-)
+from fnloop._core.metrics import RECENT, Metrics, update_loss_, update_losses_
 
 kinds = pytest.mark.parametrize("kind", OWN)
 
@@ -69,9 +62,9 @@ def test_within_an_interval_the_second_mean_takes_no_operation_of_its_own():
     once, twice, new = {}, {}, mean(1.0)
     for _ in range(3):
         with Calls() as alone:
-            once = update_(once, new)
+            once = Metrics(once).update_(new)
         with Calls() as together:
-            twice = update_both_(twice, new)
+            twice = Metrics(twice).update_(new, recent=True)
     assert (alone.count, together.count) == (1, 1)
 
 
@@ -85,15 +78,17 @@ class Root(Mean):
 def test_a_mean_that_computes_something_else_stays_one():
     found = {}
     for _ in range(3):
-        found = update_both_(found, {"root": Root(torch.tensor(32.0), 2)})
+        found = Metrics(found).update_({"root": Root(torch.tensor(32.0), 2)}, recent=True)
     assert (found["root"].compute(), found[RECENT + "root"].compute()) == (4.0, 4.0)
 
 
 def test_an_interval_after_nan_or_of_other_tensors_is_continued():
-    nan = update_both_({}, mean(float("nan")))
-    assert update_both_(without_recent(nan), mean(6.0))[RECENT + "m"].compute() == 2.0
-    a, b = (update_both_({}, mean(x)) for x in (1.0, 5.0))
-    found = update_both_({**without_recent(a), RECENT + "m": b[RECENT + "m"]}, mean(3.0))
+    nan = Metrics().update_(mean(float("nan")), recent=True)
+    nan = nan.without_recent().update_(mean(6.0), recent=True)
+    assert nan[RECENT + "m"].compute() == 2.0
+    a, b = (Metrics().update_(mean(x), recent=True) for x in (1.0, 5.0))
+    found = Metrics({**a.without_recent(), RECENT + "m": b[RECENT + "m"]})
+    found = found.update_(mean(3.0), recent=True)
     assert (found["m"].compute(), found[RECENT + "m"].compute()) == (2 / 3, 4 / 3)
     epoch, recent = (Mean(torch.tensor([x, 9.0]).double()[0], n) for x, n in ((6.0, 2), (4.0, 1)))
     added = update_losses_(epoch, recent, torch.tensor(3.0), 2)
@@ -104,14 +99,14 @@ def test_a_copy_continues_by_itself():
     metric, data = own("mean"), batches(6)
     *_, running = both(metric, data[:4], 3)
     kept, before = copy.deepcopy(running), bits(running)
-    running = update_both_(without_recent(running), {"m": metric({}, data[4])})
+    running = Metrics(running).without_recent().update_({"m": metric({}, data[4])}, recent=True)
     assert bits(kept) == before
-    kept = update_both_(without_recent(kept), {"m": metric({}, data[4])})
+    kept = Metrics(kept).without_recent().update_({"m": metric({}, data[4])}, recent=True)
     assert bits(kept) == bits(running)
 
 
 def test_the_epoch_continues_without_records():
     metric, data = own("mean"), batches(5)
     *_, running = both(metric, data[:4], 3)
-    running = update_(without_recent(running), {"m": metric({}, data[4])})
-    assert bits(running) == bits(update_({}, {"m": alone(metric, data, 5)["m"]}))
+    running = Metrics(running).without_recent().update_({"m": metric({}, data[4])})
+    assert bits(running) == bits(Metrics().update_({"m": alone(metric, data, 5)["m"]}))

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fnloop as fl
 from fnloop import Last, Max, Mean, Min, Sum
 from fnloop._core import metrics
-from fnloop._core.metrics import read, update_, update_loss_, weighted
+from fnloop._core.metrics import Metrics, _weighted, update_loss_
 from fnloop._core.saved import Pending
 from fnloop.testing import toy, toy_loss
 
@@ -79,7 +79,7 @@ def test_nan_propagates_except_in_last(metric, a, b, value, first, second):
 def accumulated(metrics):
     running = {}
     for metric in metrics:
-        running = update_(running, {"m": metric})
+        running = Metrics(running).update_({"m": metric})
     return running["m"]
 
 
@@ -87,8 +87,8 @@ def accumulated(metrics):
     ("metric", "field"), [(Mean(torch.tensor(1.0), 1), "total"), (Sum(torch.tensor(1.0)), "value")]
 )
 def test_update_in_place_adds_into_the_running_tensor(metric, field):
-    first = update_({}, {"m": metric})
-    second = update_(first, {"m": metric})
+    first = Metrics().update_({"m": metric})
+    second = Metrics(first).update_({"m": metric})
     assert getattr(second["m"], field) is getattr(first["m"], field)
     assert getattr(second["m"], field).item() == 2.0
 
@@ -98,8 +98,8 @@ def test_update_in_place_sums_in_double_precision_and_metrics_may_come_later_or_
     assert accumulated([large, one, one]).compute() == 16777218.0
     running = {}
     for new in ({"a": Sum(1.0)}, {"b": Sum(10.0)}, {"a": Sum(2.0)}):
-        running = update_(running, new)
-    assert read(running) == {"a": 3.0, "b": 10.0}
+        running = Metrics(running).update_(new)
+    assert Metrics(running).read() == {"a": 3.0, "b": 10.0}
 
 
 @pytest.mark.parametrize("number", [int, torch.tensor])
@@ -146,7 +146,7 @@ def test_a_metric_made_in_a_metric_function_holds_no_graph(by_hand, value):
         state, out = step(state, ONE)
         tensors = attrs.astuple(out.metrics["m"]) + attrs.astuple(state.metrics["m"])
         assert not any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors)
-    assert read(fl.snapshot(state).metrics) == {"m": value, "loss": -0.5}
+    assert Metrics(fl.snapshot(state).metrics).read() == {"m": value, "loss": -0.5}
 
 
 @pytest.mark.parametrize(("vector", "message"), [
@@ -205,7 +205,7 @@ MIXED = {  # a metric, and its value
 
 
 def test_read_computes_metrics_of_all_kinds_in_their_order():
-    values = read({name: metric for name, (metric, _) in MIXED.items()})
+    values = Metrics({name: metric for name, (metric, _) in MIXED.items()}).read()
     assert list(values) == list(MIXED) and {*map(type, values.values())} == {float}
     assert values == {name: value for name, (_, value) in MIXED.items()}
 
@@ -221,7 +221,8 @@ class NoItem(TorchDispatchMode):
 def test_read_fetches_everything_at_once():
     mean, total = Mean(torch.tensor(6.0), torch.tensor(2)), Sum(torch.tensor(4))
     with NoItem():
-        assert (read({"a": mean, "b": total}), read({})) == ({"a": 3.0, "b": 4.0}, {})
+        assert Metrics(a=mean, b=total).read() == {"a": 3.0, "b": 4.0}
+        assert Metrics().read() == {}
         with pytest.raises(AssertionError, match="read by itself"):
             total.compute()
 
@@ -231,7 +232,7 @@ def test_read_fetches_everything_at_once():
 def test_a_weighted_value_is_a_copy_with_the_bits_of_a_product_in_float64(dtype, weight):
     for number in (0.0, -0.0, 0.1, -7.3, 1e-45, 3e38, math.inf, math.nan):
         value = torch.tensor(number, dtype=dtype, requires_grad=True)
-        found, expected = weighted(value, weight), value.detach().double() * weight
+        found, expected = _weighted(value, weight), value.detach().double() * weight
         value.detach().fill_(5.0)
         assert found.dtype is torch.float64 and not found.requires_grad
         assert found.numpy().tobytes() == expected.numpy().tobytes() or (
@@ -307,11 +308,11 @@ def test_a_kind_of_the_users_own_is_restored_as_itself(tmp_path):
     ended = fl.fit(own_kinds, restored, NUMBERS, epochs=1, hooks=())
     assert {k: ended.history.latest(f"train/{k}") for k in EXPECTED} == pytest.approx(EXPECTED)
     with pytest.raises(TypeError, match="a Recall holds"):  # a checkpoint with other fields
-        metrics.restored(Pending("Recall", {"count": 3.0}), torch.device("cpu"))
+        metrics.Running.restored(Pending("Recall", {"count": 3.0}), torch.device("cpu"))
 
 
 def test_a_number_that_is_added_up_is_restored_in_double_precision_on_the_device():
-    found = metrics.restored(
+    found = metrics.Running.restored(
         Pending("fnloop.Mean", {"total": 1.5, "weight": 2}), torch.device("cpu")
     )
     assert (found.total.dtype, found.weight, found.compute()) == (torch.float64, 2, 0.75)

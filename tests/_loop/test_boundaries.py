@@ -7,7 +7,7 @@ from loop_cases import ONE, Boom, failing_middleware, raising, step
 from torch.optim.lr_scheduler import LinearLR
 
 import fnloop as fl
-from fnloop._core.metrics import ITEMS, read
+from fnloop._core.metrics import ITEMS, Metrics
 from fnloop.testing import assert_same, toy, toy_loss
 
 
@@ -49,7 +49,7 @@ def test_the_metrics_of_an_epoch_are_there_until_the_next_update():
 
 def test_an_epoch_whose_first_update_is_skipped_has_no_metrics_of_the_one_before():
     guarded, seen = fl.pipeline(fl.skip_nonfinite())(toy_loss), []
-    note = lambda state: seen.append(read(state.metrics)) or state
+    note = lambda state: seen.append(Metrics(state.metrics).read()) or state
     state = fl.fit(guarded, toy(), [ONE] * 2, epochs=1, hooks=())
     state = fl.fit(guarded, state, [ONE * torch.nan, ONE], epochs=2, hooks=(note,))
     assert seen == [{ITEMS: 2.0}, {ITEMS: 2.0, "loss": -2.0}]

@@ -6,7 +6,7 @@ import torch
 
 import fnloop as fl
 from fnloop import Last, Max, Mean, Min
-from fnloop._core.metrics import RECENT, update_, update_both_, without_recent
+from fnloop._core.metrics import RECENT, Metrics
 
 CLASSES = 3
 VALUES = torch.tensor([0.1, 0.7, -1e-9, 3e7, 0.3, -0.0])
@@ -47,8 +47,8 @@ def alone(metric, data, interval):
     """Return the metric of the epoch, and that of the interval, each updated by itself."""
     epoch, recent = {}, {}
     for i, batch in enumerate(data):
-        epoch = update_(epoch, {"m": metric({}, batch)})
-        recent = update_({} if i % interval == 0 else recent, {"m": metric({}, batch)})
+        epoch = Metrics(epoch).update_({"m": metric({}, batch)})
+        recent = Metrics({} if i % interval == 0 else recent).update_({"m": metric({}, batch)})
     return {**epoch, RECENT + "m": recent["m"]}
 
 
@@ -56,9 +56,9 @@ def both(metric, data, interval, at=None, change=lambda running: running):
     """Return both, updated together, and changed before one of the batches."""
     running = {}
     for i, batch in enumerate(data):
-        running = without_recent(running) if i % interval == 0 else running
+        running = Metrics(running).without_recent() if i % interval == 0 else running
         running = change(running) if i == at else running
-        running = update_both_(running, {"m": metric({}, batch)})
+        running = Metrics(running).update_({"m": metric({}, batch)}, recent=True)
         yield running
 
 

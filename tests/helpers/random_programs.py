@@ -36,7 +36,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 import fnloop as fl
 from fnloop._core.saved import Pending
-from fnloop._core.state import COUNTERS
+from fnloop._core.state import TrainState
 from fnloop._loop.beginning import complete
 
 # --- what a program is
@@ -603,7 +603,7 @@ def facts(value, path, found):
 
 def describe(state):
     """Return what has to be equal, but for closing records."""
-    found = {name: repr(getattr(state, name)) for name in (*COUNTERS, "stop", "ends")}
+    found = {name: repr(getattr(state, name)) for name in (*TrainState.COUNTERS, "stop", "ends")}
     phases = [(p.name, p.step, p.epoch, p.stop, p.done, p.skipped) for p in state.phases]
     parts = {
         "model": state.model.state_dict(),

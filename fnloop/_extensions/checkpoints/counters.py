@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import attrs
 from torch import Tensor
 
 from fnloop._core.history import Phase
-from fnloop._core.rng import HostGenerators
-from fnloop._core.runs import ACTIONS, RECORDS
+from fnloop._core.runs import Action, Append
 from fnloop._core.saved import has_pending
-from fnloop._core.state import COUNTED, PLACE, TrainState
+from fnloop._core.state import TrainState
+from fnloop._extensions import extensions
 from fnloop._extensions.checkpoints.files import run_of
 from fnloop._extensions.checkpoints.format import COLLECTED, NEWER_FORMAT, log, shares_in
 from fnloop._extensions.checkpoints.serialize import Json, decode, encode
 from fnloop._extensions.checkpoints.transfer import POSITIONS, Collecting, Load, Reading, set_fields
-from fnloop.extend import Ownership, Part, Stop, checks, collectives
+from fnloop.extend import Ownership, Part, Stop, checks, collectives, rng
 
-COUNTS = (*PLACE, "seed")  # those that are one number
+COUNTS = (*TrainState.PLACE, "seed")  # those that are one number
 
 
 @attrs.frozen(kw_only=True)
@@ -37,7 +38,7 @@ class Cursor:
     skipped: int
     seed: int
     updates: Mapping[str, int]
-    generators: HostGenerators | None
+    generators: rng.HostGenerators | None
     position: Json
 
     @classmethod
@@ -127,9 +128,9 @@ def _encode_positions(own: Json, tensors: dict[str, Tensor]) -> dict[str, Json]:
     return {POSITIONS: encoded}
 
 
-def _decode_generators(saved: Reading) -> HostGenerators | None:
+def _decode_generators(saved: Reading) -> rng.HostGenerators | None:
     every = decode(saved.facts["generators"], saved.tensors) or ()
-    every = [own and HostGenerators.from_parts(own).checked() for own in every]
+    every = [own and rng.HostGenerators.from_parts(own).checked() for own in every]
     rank, processes = saved.state.backend.data_rank, saved.state.backend.data_size
     # Of another number of processes, the main one continues its stream, and the others begin new.
     return every[rank] if every and (rank == 0 or len(every) == processes) else None
@@ -234,6 +235,11 @@ def _decode_stop(reason: Json, kind: Json, name: str = "stop") -> Stop | None:
     return Stop(reason, str(kind))
 
 
+_ACTIONS: Mapping[str, Callable[..., Action]] = {
+    action.__name__: action for action in Action.__subclasses__()
+}
+
+
 def encode_todo(todo: Todo) -> list[dict[str, Json]]:
     """Return actions as JSON."""
     return [_encode_action(action) for action in todo]
@@ -253,16 +259,16 @@ def _encode_action(action: attrs.AttrsInstance) -> dict[str, Json]:
     return {"do": type(action).__name__, **facts, **_kind_of(facts.get("stop"))}
 
 
-def _decode_action(saved: Json) -> attrs.AttrsInstance:
+def _decode_action(saved: Json) -> Action:
     match saved:
         case {"do": "Flush", "stop": reason, **more}:
             stop = _decode_stop(reason, more.get("stop_kind"), "the stop of Flush")
-            return ACTIONS["Flush"](stop)
-        case {"do": str(name), **given} if name in ACTIONS:
-            names = [field.name for field in attrs.fields(ACTIONS[name])]
+            return _ACTIONS["Flush"](stop)
+        case {"do": str(name), **given} if name in _ACTIONS:
+            names = [*inspect.signature(_ACTIONS[name]).parameters]
             if all(key in given and _FITS[key](given[key]) for key in names):
                 values = [given[key] for key in names]
-                return ACTIONS[name](*(tuple(v) if isinstance(v, list) else v for v in values))
+                return _ACTIONS[name](*(tuple(v) if isinstance(v, list) else v for v in values))
     raise TypeError(f"todo has {saved!r:.60}")
 
 
@@ -273,7 +279,7 @@ def _are_names(value: Json) -> bool:
 # What each field of an action can be.
 _FITS = {
     "ended": lambda value: isinstance(value, bool),
-    "kind": RECORDS.__contains__,
+    "kind": Append.KINDS.__contains__,
     "names": _are_names,
     "loaders": _are_names,
     "stage": _STAGES.__contains__,
@@ -427,7 +433,7 @@ def decode_targets(facts: Mapping[str, Json]) -> Targets | None:
 
 COUNTER_PARTS = (
     Part("counters", _save, _prepare, of="counters"),
-    COUNTED,
+    *extensions("part counters"),
     Part("counters", _save_next, _prepare_next, of="counters"),
     Part("counters", _save_targets, of="counters"),  # not loaded: see `decode_targets`
 )

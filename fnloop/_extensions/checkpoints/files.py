@@ -29,6 +29,7 @@ from torch import Tensor
 from fnloop._core.history import Fold, History
 from fnloop._core.records import Record
 from fnloop._display.screen import warn_once
+from fnloop._extensions.checkpoints import disk
 from fnloop._extensions.checkpoints.foreign import explain_foreign
 from fnloop._extensions.checkpoints.format import (
     COUNT,
@@ -47,7 +48,7 @@ from fnloop._extensions.checkpoints.format import (
     is_file_name,
 )
 from fnloop._extensions.checkpoints.serialize import Json, decode, encode
-from fnloop.extend import checks, collectives, disk
+from fnloop.extend import checks, collectives
 
 # --------------------------------------------------------------------------------------------------
 # Find the files of checkpoints, and verify that they are complete.

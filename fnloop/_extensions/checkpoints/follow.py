@@ -10,15 +10,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from fnloop._core.runs import has_updates
 from fnloop._core.state import TrainState
+from fnloop._extensions.checkpoints import disk
 from fnloop._extensions.checkpoints.files import locate
 from fnloop._extensions.checkpoints.format import CheckpointError, NewerFormatError
 from fnloop._extensions.checkpoints.partial import held_parts
 from fnloop._extensions.checkpoints.place import Place, place_at
 from fnloop._extensions.checkpoints.restore import SHAPES, read_checkpoint, restore_contents
 from fnloop._extensions.checkpoints.retention import with_manifests
-from fnloop.extend import check_not_stale, checks, disk, on_main_process
+from fnloop.extend import check_not_stale, checks, on_main_process
 
 
 def follow(
@@ -158,4 +158,4 @@ def has_ended(state: TrainState) -> bool:
 
     One that was interrupted has it on its list.
     """
-    return state.step > 0 and not has_updates(state.todo)
+    return state.step > 0 and not any(action.updates for action in state.todo)

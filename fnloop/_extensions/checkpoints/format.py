@@ -19,11 +19,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load
 from torch import Tensor
 
-from fnloop._core.history import SINCE
 from fnloop._core.state import TrainState
 from fnloop._extensions.checkpoints.serialize import Json, dtype_named
 from fnloop._extensions.checkpoints.split import extent_in, spans_all, split_dim
-from fnloop.extend import checks, collectives, containers, fsdp, local_part
+from fnloop.extend import Monitored, checks, collectives, containers, fsdp, local_part
 
 # --------------------------------------------------------------------------------------------------
 # The format of a checkpoint: its files, what they hold, and the errors that reading them raises.
@@ -113,7 +112,7 @@ MANIFEST_SHAPE: Shape = {
     "phase?": (None, str),
     "best?": (None, str),
     "mode?": lambda value: value in (None, "min", "max"),
-    "since?": lambda value: value in (None, *SINCE),
+    "since?": lambda value: value in (None, *Monitored.SINCE),
     "parts?": [_is_part],
     "blocks?": NAMES,
     "finite?": bool,

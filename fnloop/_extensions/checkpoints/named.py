@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fnloop._backend.fsdp import is_sharded
-from fnloop._core.rng import isolated, seed_host, torch_seeder
 from fnloop._core.state import TrainState, unwrap
 from fnloop._extensions.checkpoints.serialize import flattened_kind
 from fnloop._extensions.checkpoints.torch_compat import (
@@ -28,7 +27,7 @@ from fnloop._extensions.checkpoints.torch_compat import (
     is_hook_table,
     local_optimizer,
 )
-from fnloop.extend import checks, containers, optimizers, torch_compat, wants_closure
+from fnloop.extend import checks, containers, isolated, optimizers, rng, torch_compat, wants_closure
 
 # --------------------------------------------------------------------------------------------------
 # Optimizers as checkpoints see them: the names of their parameters, and how their state is kept.
@@ -188,8 +187,8 @@ def update(named: NamedOptimizer, number: int, device: torch.device) -> None:
     numbers = torch.Generator().manual_seed(number)
     for p in named.parameters().values():
         p.grad = _draw(p, list(p.shape), numbers) if p.requires_grad else None
-    torch_seeder(device)(number)
-    seed_host(number)
+    rng.torch_seeder(device)(number)
+    rng.seed_host(number)
     step: Any = named.optimizer.step
     step(lambda: torch.ones(())) if wants_closure(type(named.optimizer)) else step()
 
@@ -213,7 +212,7 @@ def tensors_of_copy(named: NamedOptimizer, names: Collection[str]) -> dict[str, 
         twin = copy_optimizer(named, names)
         twin.train()
         update(twin, 0, device)
-    leaves: list[Any] = []
+    leaves: list[Tensor] = []
     containers.map_leaves(list(twin.optimizer.state.values()), leaves.append)
     return {kind: leaf for leaf in leaves if (kind := flattened_kind(leaf)) is not None}
 

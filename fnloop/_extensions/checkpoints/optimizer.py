@@ -1293,7 +1293,7 @@ class _Held(NamedTuple):
 
     optimizer: Optimizer
     attributes: dict[str, object]
-    state: dict[Tensor, Any]
+    state: dict[Tensor, object]
     groups: Groups
 
     @classmethod
@@ -1321,7 +1321,7 @@ def regroup(
     """Give an optimizer the groups of a checkpoint, if ``unfreeze`` explains the difference.
 
     ``unfreeze`` moves parameters out of a group into a new one, and adds new ones. So the groups on
-    one side must follow from those on the other. Any other difference is left for an error.
+    one side must follow from those on the other. Another difference is left for an error.
 
     Args:
         named: the new optimizer.

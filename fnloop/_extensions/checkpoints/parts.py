@@ -14,7 +14,6 @@ import attrs
 import torch
 from torch import Tensor
 
-from fnloop._core.metrics import restored
 from fnloop._core.parts import Held
 from fnloop._core.state import TrainState, unwrap
 from fnloop._extensions import extensions
@@ -57,7 +56,7 @@ from fnloop._extensions.checkpoints.serialize import (
 from fnloop._extensions.checkpoints.shapes import forget_states
 from fnloop._extensions.checkpoints.transfer import Collecting, Load, Reading, held, set_fields
 from fnloop._step.engine import engine_of
-from fnloop.extend import Ownership, Part, checks
+from fnloop.extend import Ownership, Part, Running, checks
 
 # --------------------------------------------------------------------------------------------------
 # The optimizers (see the module ``optimizer``).
@@ -204,7 +203,7 @@ def _prepare_metrics(saved: Reading) -> Load:
 
 
 def _decode_metrics(metrics: Mapping[str, object], device: torch.device) -> dict[str, object]:
-    return {name: restored(value, device) for name, value in metrics.items()}
+    return {name: Running.restored(value, device) for name, value in metrics.items()}
 
 
 def _save_history(saving: Collecting) -> dict[str, Json]:

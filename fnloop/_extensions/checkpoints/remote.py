@@ -19,7 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Protocol, TypeVar, cast
 
-from fnloop._extensions.checkpoints import retention
+from fnloop._extensions.checkpoints import disk, retention
 from fnloop._extensions.checkpoints.files import (
     CHECKPOINT_NAME,
     FOLDER,
@@ -41,7 +41,7 @@ from fnloop._extensions.checkpoints.format import (
 from fnloop._extensions.checkpoints.place import READING, Place, Tidy
 from fnloop._extensions.checkpoints.retention import CLAIM
 from fnloop._extensions.checkpoints.serialize import Json
-from fnloop.extend import collectives, disk, on_main_process
+from fnloop.extend import collectives, on_main_process
 
 log = logging.getLogger("fnloop")
 

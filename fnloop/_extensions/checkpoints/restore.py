@@ -12,10 +12,9 @@ from typing import TypeVar
 import attrs
 from torch import Tensor
 
-from fnloop._core.history import SINCE
-from fnloop._core.records import MODES
-from fnloop._core.state import TrainState, check_not_stale, clear_parameter_cache, unwrap
+from fnloop._core.state import TrainState, check_not_stale, unwrap
 from fnloop._core.trained import note_restored
+from fnloop._extensions.checkpoints import disk
 from fnloop._extensions.checkpoints.files import (
     explain_nonfinite,
     locate,
@@ -69,11 +68,11 @@ from fnloop._extensions.checkpoints.serialize import Json
 from fnloop._extensions.checkpoints.split import extent_in, from_local_part, split_dim
 from fnloop._extensions.checkpoints.transfer import Reading
 from fnloop.extend import (
+    Monitored,
     Ownership,
     checks,
     collectives,
     containers,
-    disk,
     groups,
     on_main_process,
     torch_compat,
@@ -195,7 +194,7 @@ def restore_contents(
             f"{path} cannot be restored: {type(error).__name__}: {error}"
         ) from error
     restored = Ownership.take(state)
-    clear_parameter_cache(restored)
+    Ownership.of(restored).parameters.clear()
     if "counters" in parts:
         note_restored(restored, whole=parts == PARTS)
     return restored
@@ -447,9 +446,9 @@ def best(
     if key is not None:
         checks.metric_name("best", "key", key)
     if mode is not None:
-        checks.choice("best", "mode", mode, MODES)
+        checks.choice("best", "mode", mode, Monitored.MODES)
     if since is not None:
-        checks.choice("best", "since", since, SINCE, ", or None for the hook's")
+        checks.choice("best", "since", since, Monitored.SINCE, ", or None for the hook's")
     found = with_manifests(place.look(), links=True)
     if not found:
         return None

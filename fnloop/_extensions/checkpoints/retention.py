@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from fnloop._core.history import History
 from fnloop._core.records import better
+from fnloop._extensions.checkpoints import disk
 from fnloop._extensions.checkpoints.files import (
     CHECKPOINT_NAME,
     Writing,
@@ -43,7 +44,7 @@ from fnloop._extensions.checkpoints.format import (
     log,
 )
 from fnloop._extensions.checkpoints.serialize import Json
-from fnloop.extend import collectives, disk
+from fnloop.extend import collectives
 
 # --------------------------------------------------------------------------------------------------
 # Folders of checkpoints: which are the newest and the best, which are removed, and their run.

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fnloop._core.history import History, metrics_here
-from fnloop._core.state import TrainState, check_not_stale, detached_from_run, unwrap
+from fnloop._core.history import History
+from fnloop._core.state import TrainState, check_not_stale, unwrap
 from fnloop._display.screen import warn_once
 from fnloop._extensions.checkpoints.compare import find_difference
 from fnloop._extensions.checkpoints.counters import Cursor
@@ -58,7 +58,7 @@ from fnloop._extensions.checkpoints.serialize import Json
 from fnloop._extensions.checkpoints.transfer import Collecting
 from fnloop._step.engine import engine_of
 from fnloop._version import __version__
-from fnloop.extend import collectives, containers, optimizers
+from fnloop.extend import Ownership, collectives, containers, optimizers
 
 # --------------------------------------------------------------------------------------------------
 # Save a state: collect everything that a run depends on, and write it as a checkpoint.
@@ -173,7 +173,7 @@ def collect_contents(
     check_not_stale(state)
     engine_of(state).check_alike(state, COLLECTED)
     saving = Collecting(
-        state=detached_from_run(state), run=state.run, parts=parts, encode_history=encode_history
+        state=Ownership.leave_run(state), run=state.run, parts=parts, encode_history=encode_history
     )
     with _refusing():
         check_mapping("slots", state.slots)  # which the other parts look into
@@ -272,6 +272,20 @@ def versions() -> dict[str, str]:
 def position_of(state: TrainState) -> list[int]:
     """Return what orders the checkpoints of a run: updates tried, epochs, batches."""
     return Cursor.of(state).place
+
+
+def metrics_here(state: TrainState) -> Mapping[str, float]:
+    """Return the metrics that were recorded at the newest boundary of a state; none, if none was.
+
+    There are two records if the boundary had one, and the run ended there and evaluated the rest.
+    """
+    if "record" not in state.events:
+        return {}
+    newest = state.history[-1]
+    before = state.history[-2] if newest.closing and len(state.history) > 1 else newest
+    if before.step != newest.step or before.closing:
+        return newest.metrics
+    return {**before.metrics, **newest.metrics}
 
 
 def _measured(state: TrainState) -> dict[str, str]:
@@ -379,7 +393,7 @@ def _try(named: NamedOptimizer, device: torch.device, kept: dict[str, _Kept]) ->
         kept: receives what the updates have changed of what the copy keeps.
 
     Raises:
-        _Fault: they differ. Any other exception: that cannot be tried.
+        _Fault: they differ. Another exception: that cannot be tried.
     """
     one, two = _two_copies(named)
     saved = _begin(one, device, kept)

@@ -11,6 +11,7 @@ import attrs
 
 from fnloop._core.history import History, Phase
 from fnloop._core.state import TrainState
+from fnloop._extensions.checkpoints import disk
 from fnloop._extensions.checkpoints.counters import (
     Cursor,
     Targets,
@@ -43,7 +44,6 @@ from fnloop._extensions.checkpoints.place import Place
 from fnloop._extensions.checkpoints.restore import SUFFIX
 from fnloop._extensions.checkpoints.retention import candidates, is_one_checkpoint
 from fnloop._extensions.checkpoints.serialize import Json
-from fnloop.extend import disk
 
 
 @attrs.frozen

@@ -19,20 +19,9 @@ from torch.autograd.graph import Node
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointFunction
 
-from fnloop._core.metrics import (
-    ITEMS,
-    RECENT,
-    Last,
-    Running,
-    Shares,
-    Sum,
-    sent,
-    to_accumulator_dtype,
-    to_host,
-)
-from fnloop._core.rng import COMPUTE, torch_seeder
+from fnloop._core.metrics import Last, Sum
 from fnloop._core.saved import Pending
-from fnloop._core.state import TrainState, current_parameters
+from fnloop._core.state import TrainState
 from fnloop._core.types import Output, Step
 from fnloop._core.view import is_apart
 from fnloop._data.loaders import Padding, Window
@@ -50,7 +39,9 @@ from fnloop.extend import (
     GradientSum,
     LocalEngine,
     Metric,
+    Metrics,
     Ownership,
+    Running,
     WeightedSum,
     all_parameters,
     collectives,
@@ -59,6 +50,7 @@ from fnloop.extend import (
     is_sharded,
     optimizers,
     parameters,
+    rng,
     torch_compat,
 )
 
@@ -116,7 +108,7 @@ class DistributedEngine:
         self._turns: dict[str, DistributedEngine] = {}  # of an alternating step
         self._calls, self._generation = 0, -1  # of backward, in one update
         self._seed = 0  # of the latest backward
-        self._position = torch_seeder(state.backend.device)
+        self._position = rng.torch_seeder(state.backend.device)
         exchanges.shutdown_callbacks.add(self)
 
     def close(self) -> None:
@@ -190,7 +182,7 @@ class DistributedEngine:
         again = self._generation == Ownership.generation_of(state)
         self._calls = self._calls + 1 if again else 0
         self._generation = Ownership.generation_of(state)
-        self._seed = fold_in(state.seed, COMPUTE, state.epoch, state.batch, self._calls)
+        self._seed = fold_in(state.seed, rng.COMPUTE, state.epoch, state.batch, self._calls)
         self._position(fold_in(self._seed, 1 + state.backend.data_rank))
 
     def seed_shared(self, state: TrainState) -> None:
@@ -282,9 +274,9 @@ class DistributedEngine:
         if training is None:
             return merge_metrics(metrics)
         trained = {
-            name: name.removeprefix(training).removeprefix(RECENT)
+            name: name.removeprefix(training).removeprefix(Metrics.RECENT)
             for name in metrics
-            if name.startswith((training, RECENT))
+            if name.startswith((training, Metrics.RECENT))
         }
         own = {
             name
@@ -295,11 +287,13 @@ class DistributedEngine:
         metrics = drop_last_metrics(metrics, padded.__contains__)
         return merge_metrics(metrics, own)
 
-    def gather(self, state: TrainState, what: str) -> tuple[dict[str, Metric], Shares]:
+    def gather(
+        self, state: TrainState, what: str
+    ) -> tuple[dict[str, Metric], Sequence[tuple[list[str], dict[str, Metric]]]]:
         merged = {**state.metrics, **self.reduce(state.metrics, "")}
-        bases = {name.removeprefix(RECENT) for name in state.metrics}
+        bases = {name.removeprefix(Metrics.RECENT) for name in state.metrics}
         own = [name for name in bases if self._is_own(name)]
-        every = collectives.gather_objects((own, sent(state.metrics)), what)
+        every = collectives.gather_objects((own, Metrics(state.metrics).sent()), what)
         return merged, every if len(every) > 1 else ()
 
     def continued(
@@ -314,7 +308,7 @@ class DistributedEngine:
         if len(shares) == self.processes:
             return shares[rank]
         # Of another number of processes, one continues with all.
-        return merged if rank == 0 else {ITEMS: Sum(0)} if ITEMS in merged else {}
+        return merged if rank == 0 else {k: Sum(0) for k in merged if k == Metrics.ITEMS}
 
 
 def largest(number: int) -> int:
@@ -740,12 +734,12 @@ class BucketReducer:
         if self._small is not None:
             return round(self._mean * self._processes)
         if self._counted is not None:
-            return to_accumulator_dtype(self._counted())
+            return _wide(self._counted())
         assert self._count is not None and self._count.grad is not None
         mean = self._count.grad
         if mean.device.type == "cpu":  # reading it waits for nothing
             return round(mean.item() * self._processes)
-        return (to_accumulator_dtype(mean) * self._processes).round()
+        return (_wide(mean) * self._processes).round()
 
     def _prepare(
         self, state: TrainState, root: Tensor, trainable: list[Tensor], backward: Backward
@@ -754,7 +748,7 @@ class BucketReducer:
         reached = {id(leaf_of(node)) for node in nodes}
         self._hides_parameters = any(CheckpointFunction.__name__ in node.name() for node in nodes)
         self._used = [p for p in trainable if self._hides_parameters or id(p) in reached]
-        trained = {id(p) for p in current_parameters(state).trained}
+        trained = {id(p) for p in parameters(state)}
         used = any(id(p) in trained for p in self._used)
         used = used or any(p.grad is not None for p in trainable)  # by a batch before this one
         mark = zlib.crc32(repr([tuple(p.shape) for p in trainable]).encode())
@@ -956,7 +950,7 @@ class ShardReducer:
 
     def counted(self) -> Tensor:
         assert self._counted is not None
-        return to_accumulator_dtype(self._counted())
+        return _wide(self._counted())
 
     def finish_window(self, state: TrainState) -> None:
         for p in parameters_beside(state.model, optimizers(state).values()):
@@ -1197,9 +1191,9 @@ def merge_metrics(
     Returns:
         Name to metric, on the host; the same in every process.
     """
-    mine = to_host({k: m for k, m in metrics.items() if not isinstance(m, Pending)})
+    mine = Metrics({k: m for k, m in metrics.items() if not isinstance(m, Pending)}).on_host()
     parts = collectives.gather_objects(
-        (set(mine if own is None else own), sent(mine)), "an exchange of metrics"
+        (set(mine if own is None else own), mine.sent()), "an exchange of metrics"
     )
     shared = set().union(*(names for names, _ in parts))  # some may have had no batch
     merged = dict(parts[0][1])
@@ -1215,8 +1209,12 @@ def merge_metrics(
 def weight_on_device(out: Output, weight: float | Tensor | None = None) -> Tensor:
     """Return a weight, by default that of the output, as a float64 tensor on the loss's device."""
     given = torch.as_tensor(out.weight if weight is None else weight, device=out.loss.device)
-    wide = torch.float32 if given.device.type == "mps" else torch.float64
-    return WeightedSum.valid(given.detach().to(wide))
+    return WeightedSum.valid(_wide(given))
+
+
+def _wide(number: Tensor) -> Tensor:
+    """Return a number in a dtype wide enough to sum in."""
+    return number.detach().to(torch.float32 if number.device.type == "mps" else torch.float64)
 
 
 def is_per_process(metric: Metric) -> bool:

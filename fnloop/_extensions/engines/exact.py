@@ -20,16 +20,9 @@ from fnloop._core.metrics import (
     Max,
     Mean,
     Min,
-    Reduced,
-    combine,
-    moved,
-    to_host,
-    update_,
-    update_evaluated_,
 )
 from fnloop._core.parts import Part as CheckpointPart
 from fnloop._core.parts import Restoring
-from fnloop._core.rng import COMPUTE, seed_host, torch_seeder
 from fnloop._core.state import TrainState
 from fnloop._core.types import Output, Step
 from fnloop._data.source import Source
@@ -53,13 +46,16 @@ from fnloop.extend import (
     Batch,
     LocalEngine,
     Metric,
+    Metrics,
     Ownership,
+    Running,
     WeightedSum,
     checks,
     collectives,
     containers,
     fold_in,
     parameters,
+    rng,
     torch_compat,
 )
 
@@ -335,7 +331,7 @@ class ExactEngine(LocalEngine):
 
     def __init__(self, state: TrainState) -> None:
         self.rank, self.processes = state.backend.rank, state.backend.world_size
-        self._position = torch_seeder(state.backend.device)
+        self._position = rng.torch_seeder(state.backend.device)
         # What is known of the window: the generation of its state, and for each batch which of this
         # process's it is, and whether it is padding.
         self._window: tuple[int, Sequence[int], Sequence[bool]] = (-1, (), ())
@@ -386,17 +382,17 @@ class ExactEngine(LocalEngine):
         """Position all generators before the forward of a batch."""
         if state.run is None:
             return  # a bare step draws from where the generators are
-        seed = fold_in(state.seed, COMPUTE, state.epoch, state.batch + offset, self._calls)
+        seed = fold_in(state.seed, rng.COMPUTE, state.epoch, state.batch + offset, self._calls)
         self._position(fold_in(seed, _BATCH))
-        seed_host(fold_in(seed, _BATCH))
+        rng.seed_host(fold_in(seed, _BATCH))
 
     def seed_shared(self, state: TrainState) -> None:
         """Position all generators after a window: all processes draw the same."""
         if state.run is None:
             return
-        seed = fold_in(state.seed, COMPUTE, state.epoch, state.batch, self._calls)
+        seed = fold_in(state.seed, rng.COMPUTE, state.epoch, state.batch, self._calls)
         self._position(fold_in(seed, _SHARED))
-        seed_host(fold_in(seed, _SHARED))
+        rng.seed_host(fold_in(seed, _SHARED))
 
     def mark_draws(self) -> Callable[[], None]:
         before = self._calls, self._pass
@@ -448,7 +444,7 @@ class ExactEngine(LocalEngine):
 
     def start_evaluation(self, state: TrainState, name: str) -> ExactEvaluation:
         self.share_buffers(state.model)
-        return ExactEvaluation(state, name, fold_in(state.seed, COMPUTE))
+        return ExactEvaluation(state, name, fold_in(state.seed, rng.COMPUTE))
 
     # --- what windows exchange
 
@@ -570,9 +566,9 @@ class ExactDistributedEngine(ExactEngine):
 
     def gather_others(self, own: Others, state: TrainState) -> Others:
         host, device = torch.device("cpu"), state.backend.device
-        sent = [part and moved(part, host) for part in own]
+        sent = [part and Metrics(part).moved(host) for part in own]
         rounds = zip(*collectives.gather_objects(sent, "an exchange of metrics"), strict=True)
-        return [part and moved(part, device) for round_ in rounds for part in round_]
+        return [part and part.moved(device) for round_ in rounds for part in round_]
 
     def join(self, tree: TreeSum[Part], flat: Flat, like: Tensor) -> Gradients:
         ranks, leaves = range(self.processes), tree.leaves
@@ -627,7 +623,7 @@ class ExactEvaluation(DistributedEvaluation):
         super().__init__(state, name)
         self._backend, self._seed, self._n = state.backend, seed, 0
         self._rounds: list[list[Output]] = []  # of this process: for each round, none or one
-        self._in_order: dict[str, Metric] = {}
+        self._in_order = Metrics()
 
     def call(
         self, fn: Callable[[Subject, Batch], Result], subject: Subject, batch: Batch
@@ -637,7 +633,7 @@ class ExactEvaluation(DistributedEvaluation):
             self._exchange()
         self._rounds.append([])
         position = self._n * self._backend.world_size + self._backend.rank
-        seed_host(fold_in(self._seed, position))
+        rng.seed_host(fold_in(self._seed, position))
         self._n += 1
         return super().call(fn, subject, batch)
 
@@ -654,7 +650,7 @@ class ExactEvaluation(DistributedEvaluation):
             *collectives.gather_objects(own, "the results of an evaluation"), strict=True
         ):
             for metrics in itertools.chain.from_iterable(round_):
-                self._in_order = update_(self._in_order, moved(metrics, self._backend.device))
+                self._in_order.update_(metrics.moved(self._backend.device))
 
     def own_metrics(self) -> dict[str, Metric]:
         __tracebackhide__ = True
@@ -662,10 +658,9 @@ class ExactEvaluation(DistributedEvaluation):
         return {"loss": self._in_order.pop("loss", Mean(0.0, 0)), **self._in_order}
 
 
-def _on_host(out: Output) -> dict[str, Metric]:
+def _on_host(out: Output) -> Metrics:
     """Return the loss and the metrics of a batch, which can be sent."""
-    found = {"loss": update_evaluated_(None, out.loss, out.weight), **out.metrics}
-    return moved(to_host(found), torch.device("cpu"))
+    return Metrics.of(out).on_host().moved(torch.device("cpu"))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -791,7 +786,7 @@ class Layout:
         width: how many columns a row has.
     """
 
-    columns: tuple[tuple[str, type[Reduced], tuple[torch.Size, ...]], ...] = ()
+    columns: tuple[tuple[str, type[Running], tuple[torch.Size, ...]], ...] = ()
     others: tuple[str, ...] = ()
     width: int = _OWN_COLUMNS
 
@@ -804,7 +799,7 @@ def layout_of(metrics: Mapping[str, Metric]) -> Layout:
     """Return what the metrics of a batch are."""
     columns, others, width = [], [], _OWN_COLUMNS
     for name, metric in metrics.items():
-        if isinstance(metric, Reduced):
+        if isinstance(metric, Running) and metric.is_reduced:
             values = checks.fields_of(metric, metric.reductions).values()
             shapes = [v.shape if isinstance(v, Tensor) else torch.Size() for v in values]
             columns.append((name, type(metric), tuple(shapes)))
@@ -876,7 +871,7 @@ def sum_rows(rows: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor, dict
                 found = torch.where(present, rows[:, columns] * sign, math.inf).amin(0) * sign
             values.append(found.reshape(shape))
             first = columns.stop
-        metrics[name] = kind(*values)
+        metrics[name] = kind.of_fields(values)
     return total[1], total[2], total[3], metrics
 
 
@@ -887,10 +882,9 @@ def others_of(own: Sequence[Output | None], layout: Layout) -> list[dict[str, Me
 
 def combine_others(parts: Sequence[Mapping[str, Metric] | None]) -> dict[str, Metric]:
     """Combine metrics in the order of the positions."""
-    found: dict[str, Metric] = {}
+    found = Metrics()
     for part in parts:
-        if part is not None:
-            found = combine(found, part)
+        found = found.combined(part or {})
     return found
 
 

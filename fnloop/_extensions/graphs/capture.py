@@ -380,7 +380,7 @@ class GraphedStep:
 
 
 _SAME = {  # fields of a state that are the same in every update of a graph
-    *("model", "optimizer", "seed", "backend", "run_id", "saved_on", "phases", "_parameters")
+    *("model", "optimizer", "seed", "backend", "run_id", "saved_on", "phases")
 }
 
 

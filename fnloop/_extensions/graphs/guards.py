@@ -15,10 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fnloop._core.rng import HostGenerators
 from fnloop._core.state import TrainState
 from fnloop._core.types import Output
-from fnloop.extend import Setting, all_parameters, containers, groups, optimizers, torch_compat
+from fnloop.extend import Setting, all_parameters, containers, groups, optimizers, rng, torch_compat
 
 # --------------------------------------------------------------------------------------------------
 # Guard a capture: find what must not happen while an update is recorded.
@@ -247,7 +246,7 @@ def make_rollback(state: TrainState) -> Callable[[], None]:
     ]
     dicts = [*map(torch_compat.buffers_of, modules), *_dicts_in(dict(state.slots))]
     contents = [(content, dict(content)) for content in dicts]
-    generators, torch_generator = HostGenerators.capture(), torch.get_rng_state()
+    generators, torch_generator = rng.HostGenerators.capture(), torch.get_rng_state()
 
     def roll_back() -> None:
         for current, before in states:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import bisect
 import math
 import operator
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import attrs
 from toolz import groupby
 
 from fnloop._core.history import History
-from fnloop._core.records import MODES, TRAINED, Record
+from fnloop._core.records import Record
 from fnloop._extensions.histories import figures
 from fnloop._extensions.histories.table import (
     is_evaluated,
@@ -22,7 +22,11 @@ from fnloop._extensions.histories.table import (
     stacked_in,
     without_intervals,
 )
-from fnloop.extend import checks, reprs
+from fnloop.extend import (
+    Monitored,
+    checks,
+    reprs,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -45,7 +49,7 @@ def check_plot(mode: Mode, x: str) -> None:
         raise ValueError(f'x expects "step", "epoch" or "items"; got {checks.describe(x)}')
     modes = mode.values() if isinstance(mode, Mapping) else () if mode is None else (mode,)
     for given in modes:
-        checks.choice("plot", "mode", given, MODES)
+        checks.choice("plot", "mode", given, Monitored.MODES)
 
 
 def plot_records(records: Sequence[Record], mode: Mode, x: str) -> Figure:
@@ -61,20 +65,7 @@ def plot_records(records: Sequence[Record], mode: Mode, x: str) -> Figure:
         x = "step"  # no epoch has ended, and its length is unknown
     if models := stacked_in(metric_names(records)):
         return plot_runs({m: records_of_model(records, m, models) for m in models}, None, x)
-    panels = _panels_of(records, mode, x)
-    sizes = [panel_size(panel.title, i) for i, panel in enumerate(panels)]
-    figure, axes = figures.panels("History.plot", sizes)
-    below = panels[0].entries > MOST_LABELS
-    known: set[str] = set()  # labels in a legend
-    for axis, panel in zip(axes, panels, strict=True):
-        own_legend = not (below and axis is axes[0])
-        figures.draw(axis, panel.title, x, panel.curves, known if own_legend else None)
-        if panel.is_logarithmic:
-            axis.set_yscale("log")
-        known |= {curve.label for curve in panel.curves}
-    if below:
-        figures.add_legend_below(figure, axes[0])
-    return figure
+    return _draw("History.plot", _panels_of(records, mode, x), x)
 
 
 @attrs.frozen
@@ -83,15 +74,30 @@ class _Panel:
 
     Args:
         title: its title.
+        size: its size.
         curves: what is drawn in it.
-        entries: the lines that its legend may have.
+        known: the labels that the legends of other axes explain. None: the legend of this one, the
+            first, is below the figure.
         is_logarithmic: whether its scale is.
     """
 
     title: str
+    size: str
     curves: Sequence[figures.Curve]
-    entries: int
-    is_logarithmic: bool
+    known: Collection[str] | None = ()
+    is_logarithmic: bool = False
+
+
+def _draw(owner: str, panels: Sequence[_Panel], x: str) -> Figure:
+    """Draw axes into a figure, in their order."""
+    figure, axes = figures.panels(owner, [panel.size for panel in panels])
+    for axis, panel in zip(axes, panels, strict=True):
+        figures.draw(axis, panel.title, x, panel.curves, panel.known)
+        if panel.is_logarithmic:
+            axis.set_yscale("log")
+    if panels[0].known is None:
+        figures.add_legend_below(figure, axes[0])
+    return figure
 
 
 def _panels_of(records: Sequence[Record], mode: Mode, x: str) -> list[_Panel]:
@@ -103,9 +109,10 @@ def _panels_of(records: Sequence[Record], mode: Mode, x: str) -> list[_Panel]:
     place = _place_on(x, records)
 
     panels: list[_Panel] = []
+    known: set[str] = set()  # labels in a legend
     for title in sorted(groups, key=lambda title: panel_rank(title, groups[title])):
         keys = sorted(groups[title], key=lambda key: _order(of[key][0]))
-        evaluated = [key for key in keys if of[key][0] not in TRAINED]
+        evaluated = [key for key in keys if of[key][0] not in Record.TRAINED]
         curves = []
         for key in keys:
             (owner, metric), best = of[key], None
@@ -116,12 +123,14 @@ def _panels_of(records: Sequence[Record], mode: Mode, x: str) -> list[_Panel]:
                 if panels and len(evaluated) > MOST_NAMED:  # told by its colour
                     label = f"{value:.4g}" if len(evaluated) <= MOST_SHOWN else ""
                 best = place(record), value, label
-            points = [(place(record), record.metrics[key]) for record in series[key]]
-            thin = owner == "recent"
+            thin, points = owner == "recent", _points(series, key, place)
             curves.append(figures.Curve(points, _label(owner, metric), colors[owner], thin, best))
         falls = _mode_of(title, groups[title], mode) == "min"
-        entries = len(keys) + len(evaluated)
-        panels.append(_Panel(title, curves, entries, falls and _spans_decades(curves)))
+        below = not panels and len(keys) + len(evaluated) > MOST_LABELS
+        size = panel_size(title, len(panels))
+        legend = None if below else known.copy()
+        panels.append(_Panel(title, size, curves, legend, falls and _spans_decades(curves)))
+        known |= {curve.label for curve in curves}
     return panels
 
 
@@ -185,14 +194,14 @@ def _split(key: str, keys: Container[str]) -> tuple[str, str]:
     loader, metric = key.split("/", 1)[0], key.split("/", 1)[-1]
     name, _, beside = metric.partition("/")
     averaged = f"{loader}/{beside}" in keys and f"train/{metric}" not in keys
-    if beside and averaged and loader not in TRAINED:
+    if beside and averaged and loader not in Record.TRAINED:
         return f"{loader} {name}", beside
     return loader, metric
 
 
 def _colors(owners: Iterable[str]) -> dict[str, str]:
     """Return the colour of each loader and of each average, the same in all axes."""
-    others = [owner for owner in dict.fromkeys(owners) if owner not in TRAINED]
+    others = [owner for owner in dict.fromkeys(owners) if owner not in Record.TRAINED]
     others.sort(key=lambda owner: " " in owner)  # an average changes no colour of a loader
     trained, *colors = figures.palette("History.plot", 1 + len(others))
     return {"train": trained, "recent": trained, **dict(zip(others, colors, strict=True))}
@@ -315,15 +324,14 @@ def plot_runs(
     histories = dict(zip(_short_names([*histories]), histories.values(), strict=True))
     series = {name: curves_of(history) for name, history in histories.items()}
     keys = _shared_keys(series) if keys is None else _given_keys(series, keys)
-    sizes = [panel_size(split_name(key)[1], i) for i, key in enumerate(keys)]
-    figure, axes = figures.panels("compare", sizes)
     colors = figures.palette("compare", len(series))
     crowded = len(series) > MOST_INSIDE or max(map(len, series)) > LONGEST_INSIDE
     explained: set[str] = set()  # the names of the runs in the legend of the first axis
-    for place, (axis, key) in enumerate(zip(axes, keys, strict=True)):
+    panels: list[_Panel] = []
+    for key in keys:
         best = _best_records(series, key)
-        named, short = best, place > 0
-        if place > 0 and len(best) > MOST_VALUES:
+        named, short = best, bool(panels)
+        if panels and len(best) > MOST_VALUES:
             named, short = _best_of_all(best, key), False
         curves = []
         for color, (name, history) in zip(colors, histories.items(), strict=True):
@@ -332,12 +340,11 @@ def plot_runs(
                 label = _run_label(name, best[name], key, history, short and not new, not new)
             of_run = best.get(name), _place_on(x, history)
             curves += _curves(series[name], key, keys, label, color, *of_run)
-        known = explained if place else None if crowded else ()
+        known = explained if panels else None if crowded else ()
         explained = explained or {name for name, found in series.items() if key in found}
-        figures.draw(axis, key, x, curves, known)
-    if crowded:
-        figures.add_legend_below(figure, axes[0])
-    return figure
+        size = panel_size(split_name(key)[1], len(panels))
+        panels.append(_Panel(key, size, curves, known))
+    return _draw("compare", panels, x)
 
 
 def _place_on(x: str, records: Iterable[Record]) -> Callable[[Record], float]:

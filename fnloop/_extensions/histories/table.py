@@ -8,13 +8,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import attrs
 
-from fnloop._core.records import (
-    COSTS,
-    TRAINED,
-    Record,
-    number_of_epoch,
+from fnloop._core.records import Record
+from fnloop.extend import (
+    better,
+    reprs,
+    tables,
 )
-from fnloop.extend import better, reprs, tables
 
 # --------------------------------------------------------------------------------------------------
 # Records as rows: which are shown, what is marked in them, and whose they are.
@@ -28,7 +27,7 @@ def metric_names(records: Iterable[Record]) -> tuple[str, ...]:
 def is_evaluated(name: str) -> bool:
     """Return whether the name of a metric is that of a loader that is evaluated."""
     group, _ = split_name(name)
-    return group not in ("", *TRAINED, *COSTS)
+    return group not in ("", *Record.TRAINED, *Record.COSTS)
 
 
 def split_name(name: str) -> tuple[str, str]:
@@ -191,8 +190,8 @@ class Row:
 
     @classmethod
     def of(cls, record: Record, seconds: float, ended: int, at: int) -> Row:
-        """Return the row of a record, with the number of its epoch: see ``number_of_epoch``."""
-        return cls(record, seconds, epoch=number_of_epoch(record, ended, at))
+        """Return the row of a record: see :meth:`Record.number_of_epoch`."""
+        return cls(record, seconds, epoch=record.number_of_epoch(ended, at))
 
     @property
     def is_whole(self) -> bool:
@@ -261,14 +260,14 @@ class Row:
             epoch  step │   loss  │   loss │  time
                 1    10 │ 3.0000* │ 2.0000 │ 12.5s
         """
-        records = [row.record for row in rows]
-        names = [*(metric_names(records) if names is None else names)]
+        names = [*(Row.names(rows) if names is None else names)]
         groups = list(dict.fromkeys(split_name(name)[0] for name in names))
         ordered = sorted(names, key=lambda name: (_place(name), groups.index(split_name(name)[0])))
         least = 7 if last_step else 1  # characters: 2.0e-05
-        metrics = [_metric(records, name, least, names.index(name)) for name in ordered]
+        metrics = [_metric(name, least, names.index(name)) for name in ordered]
         counters = _counters(rows, last_step) + (_items(rows) if items else [])
-        return tables.Table([*counters, *metrics, _time(rows)]).fit(width)
+        table = tables.Table([*counters, *metrics, _time(rows)], rows)
+        return attrs.evolve(table.fit(width), rows=())
 
     @staticmethod
     def table(
@@ -339,24 +338,18 @@ def _passed(record: Record, before: Record | None) -> float | None:
 
 
 def _counters(rows: Sequence[Row], last_step: int) -> list[tables.Column[Row]]:
-    epoch = max((row.number for row in rows), default=0)
-    step = max((last_step, *(row.record.step for row in rows)))
     # Within an epoch, only the step tells one record from the next.
     within = any(a.number == b.number for a, b in itertools.pairwise(rows))
     within |= any(row.number != row.record.epoch for row in rows)
-    rank = (2 if within else 8, 0)
-    return [
-        tables.Column("epoch", lambda row: str(row.number), width=len(str(epoch))),
-        tables.Column("step", lambda row: str(row.record.step), width=len(str(step)), rank=rank),
-        *_models(rows),
+    step, rank = len(str(last_step)), (2 if within else 8, 0)
+    columns = [
+        tables.Column[Row]("epoch", lambda row: str(row.number)),
+        tables.Column[Row]("step", lambda row: str(row.record.step), width=step, rank=rank),
     ]
-
-
-def _models(rows: Sequence[Row]) -> list[tables.Column[Row]]:
-    """Return the column of the models, if the rows are those of a stack."""
-    width = max((len(reprs.shorten(row.model, LONGEST_MODEL)) for row in rows), default=0)
-    text = lambda row: reprs.shorten(row.model, LONGEST_MODEL)
-    return [tables.Column("model", text, left=True, width=width, rank=(1, 0))] if width else []
+    if any(row.model for row in rows):  # of a stack
+        model = lambda row: reprs.shorten(row.model, LONGEST_MODEL)
+        columns.append(tables.Column("model", model, left=True, rank=(1, 0)))
+    return columns
 
 
 def _items(rows: Sequence[Row]) -> list[tables.Column[Row]]:
@@ -365,8 +358,7 @@ def _items(rows: Sequence[Row]) -> list[tables.Column[Row]]:
     def text(row: Row) -> str:
         return "" if row.record.items is None else f"{row.record.items:,}"
 
-    width = max((len(text(row)) for row in rows), default=0)
-    return [tables.Column("items", text, width=max(5, width), rank=(14, 0))] if width else []
+    return [tables.Column("items", text, rank=(14, 0))] if any(map(text, rows)) else []
 
 
 def _time(rows: Sequence[Row]) -> tables.Column[Row]:
@@ -375,21 +367,20 @@ def _time(rows: Sequence[Row]) -> tables.Column[Row]:
     def text(row: Row) -> str:
         return "" if row.seconds is None else tables.format_clock(row.seconds, tenths)
 
-    width = max([4, *(len(text(row)) for row in rows)])
-    return tables.Column("time", text, width=width, rank=(5, 0))
+    return tables.Column("time", text, rank=(5, 0))
 
 
-def _metric(records: Sequence[Record], name: str, least: int, place: int) -> tables.Column[Row]:
-    mode, (group, title) = reprs.mode_by_name(name), split_name(name)
+def _metric(name: str, least: int, place: int) -> tables.Column[Row]:
+    group, title = split_name(name)
 
     def text(row: Row) -> str:
         value = row.record.metrics.get(name)
         return "" if value is None else reprs.format_metric(name, value)
 
-    width = max([least, *(len(text(Row(record))) for record in records)])
-    best = (lambda row: name in row.best) if is_evaluated(name) and mode is not None else None
+    marked = is_evaluated(name) and reprs.mode_by_name(name) is not None
+    best = (lambda row: name in row.best) if marked else None
     rank = (_importance(name), place)
-    return tables.Column(title, text, group, best=best, width=width, rank=rank, name=name)
+    return tables.Column(title, text, group, best=best, width=least, rank=rank, name=name)
 
 
 def _place(name: str) -> int:
@@ -410,7 +401,7 @@ def _importance(name: str) -> int:
         return 9 if title == "lr" else 11
     if "grad_norm" in title:
         return 10
-    if title.partition("/")[0] in COSTS:
+    if title.partition("/")[0] in Record.COSTS:
         return 8
     if is_evaluated(name):
         return 1 if title == "loss" else 3 if reprs.mode_by_name(name) else 4

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from fnloop._core.averages import Average
-from fnloop._core.history import SINCE, History, metrics_here
-from fnloop._core.state import TrainState, clear_parameter_cache, unwrap
+from fnloop._core.history import History
+from fnloop._core.state import TrainState, unwrap
 from fnloop._core.view import begin_again
 from fnloop._extensions.checkpoints.files import SharedWrite
 from fnloop._extensions.checkpoints.format import (
@@ -33,7 +33,12 @@ from fnloop._extensions.checkpoints.format import (
 from fnloop._extensions.checkpoints.partial import read_parts
 from fnloop._extensions.checkpoints.place import place_at
 from fnloop._extensions.checkpoints.retention import RunFolder
-from fnloop._extensions.checkpoints.save import check_saveable, collect_contents, position_of
+from fnloop._extensions.checkpoints.save import (
+    check_saveable,
+    collect_contents,
+    metrics_here,
+    position_of,
+)
 from fnloop._extensions.checkpoints.serialize import Json
 from fnloop._extensions.checkpoints.shapes import forget_states, take_shapes
 from fnloop._hooks.hook import Hook
@@ -179,7 +184,7 @@ class checkpoint(BuiltIn):
         self.keep_best = checks.integer(
             "checkpoint", "keep_best", keep_best, "a number of checkpoints"
         )
-        self.since = checks.choice("checkpoint", "since", since, SINCE)
+        self.since = checks.choice("checkpoint", "since", since, Monitored.SINCE)
         self.background = checks.flag("checkpoint", "background", background)
         self.on_exception = checks.flag("checkpoint", "on_exception", on_exception)
         self.best = None if best is None else checks.metric_name("checkpoint", "best", best)
@@ -287,7 +292,8 @@ class checkpoint(BuiltIn):
         spent = live.stopwatch.spent()
         unsaved, took = round(spent - self._saved_at, 3), round(self._took, 3)
         self._saved_at = spent
-        live.notices.tell(state, "save", folder=str(self.folder), unsaved=unsaved, saves_took=took)
+        facts = {"folder": str(self.folder), "unsaved": unsaved, "saves_took": took}
+        live.notices.tell(state, "save", **facts)
 
     def _holds(self, state: TrainState) -> bool:
         """Return whether a state was saved at this boundary, whatever is next."""
@@ -730,7 +736,7 @@ def _load_weights(state: TrainState, weights: _Weights) -> list[str]:
         forget_states(state, new)
         module.load_state_dict(weights, strict=False)
     if new:
-        clear_parameter_cache(state)
+        Ownership.of(state).parameters.clear()
     return [
         f"{torch_compat.strip_compile_prefix(k)}: {tuple(shape)}, was {tuple(own[k])}"
         for k, shape in others.items()

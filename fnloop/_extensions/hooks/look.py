@@ -16,7 +16,7 @@ from torch import Tensor, profiler
 
 from fnloop._backend.collectives import broadcast
 from fnloop._core.history import History
-from fnloop._core.records import TRAINED
+from fnloop._core.records import Record
 from fnloop._core.state import TrainState
 from fnloop._core.types import Output
 from fnloop._core.view import as_evaluated
@@ -413,7 +413,7 @@ class measure(BuiltIn):
     def __attrs_post_init__(self) -> None:
         checks.function("measure", "fn", self.fn, "a function state -> a mapping of numbers", 1)
         checks.text("measure", "name", self.name, "what the names of its numbers begin with")
-        if "/" in self.name or self.name in TRAINED:
+        if "/" in self.name or self.name in Record.TRAINED:
             why = "without a slash" if "/" in self.name else "that is free"
             raise ValueError(f"measure expects name as a name {why}; got {self.name!r}")
         shown = repr(Call(measure, (self.fn,), {"name": self.name}))
@@ -593,24 +593,6 @@ def _save(figure: Figure, file: Path) -> None:
 ROWS = 15  # of the table
 
 
-@attrs.define
-class _Position:
-    """How far a run is.
-
-    Args:
-        tried: the updates that were tried before the last boundary, in the run.
-        done: those of this process.
-        rank: the number of this process.
-        device: what the table is sorted by.
-    """
-
-    tried: int
-    rank: int
-    device: str
-    done: int = 0
-
-
-@attrs.frozen(repr=False, eq=False)
 class profiled(BuiltIn):
     """Profile some updates with ``torch.profiler``: a trace, and a table of what takes longest.
 
@@ -651,19 +633,18 @@ class profiled(BuiltIn):
     Replaces: accelerate.profile
     """
 
-    start: int = 10
-    updates: int = 10
-    folder: str | os.PathLike[str] = attrs.field(kw_only=True)
-    _path: Path = attrs.field(init=False)
-    _position: list[_Position] = attrs.field(factory=list, init=False)  # empty, or that of a run
-    _running: list[profiler.profile] = attrs.field(factory=list, init=False)  # empty, or one
-
-    def __attrs_post_init__(self) -> None:
-        checks.make_plain(self)
+    def __init__(
+        self, start: int = 10, updates: int = 10, *, folder: str | os.PathLike[str]
+    ) -> None:
         meaning = "the updates before those that are measured"
-        checks.integer("profiled", "start", self.start, meaning)
-        checks.integer("profiled", "updates", self.updates, "the updates that are measured")
-        object.__setattr__(self, "_path", checks.folder_path("profiled", "folder", self.folder))
+        self.start = checks.integer("profiled", "start", start, meaning)
+        self.updates = checks.integer(
+            "profiled", "updates", updates, "the updates that are measured"
+        )
+        self._path, self.folder = checks.folder_path("profiled", "folder", folder), folder
+        self._done: int | None = None  # the updates of this process; None outside of a run
+        self._tried = 0  # the updates that were tried before the last boundary, in the run
+        self._measured: profiler.profile | None = None
 
     def __repr__(self) -> str:
         given = {"start": self.start, "updates": self.updates}
@@ -672,52 +653,48 @@ class profiled(BuiltIn):
 
     def tried(self, place: Path) -> tuple[Hook, str]:
         """Return a hook that writes to another folder."""
-        return attrs.evolve(self, folder=place), "folder"
+        return profiled(self.start, self.updates, folder=place), "folder"
 
     def begin(self, state: TrainState) -> TrainState:
         """Begin a run: count its updates from here."""
-        backend = state.backend
-        tried = state.step + state.skipped
-        self._position[:] = [_Position(tried, backend.rank, backend.device.type)]
+        self._backend, self._tried, self._done = state.backend, state.step + state.skipped, 0
         self._path.mkdir(parents=True, exist_ok=True)
-        self._start_or_stop()
+        self._start_or_stop(0)
         return state
 
     def __call__(self, state: TrainState) -> TrainState:
-        if self._position and state.step + state.skipped > self._position[0].tried:
-            position = self._position[0]
-            position.tried, position.done = state.step + state.skipped, position.done + 1
-            if self._running:
-                self._running[0].step()
-            self._start_or_stop()
+        tried = state.step + state.skipped
+        if self._done is not None and tried > self._tried:
+            self._tried, self._done = tried, self._done + 1
+            if self._measured is not None:
+                self._measured.step()
+            self._start_or_stop(self._done)
         return state
 
     def close(self) -> None:
         """Write what was measured, if the run ends before all was."""
-        if self._running:
-            self._stop()
-        self._position.clear()
+        if self._done is not None and self._measured is not None:
+            self._stop(self._measured, self._done)
+        self._done = None
 
-    def _start_or_stop(self) -> None:
-        done = self._position[0].done
+    def _start_or_stop(self, done: int) -> None:
         if done == self.start - 1:
             plan = profiler.schedule(wait=0, warmup=1, active=self.updates + 1, repeat=1)
-            measure = profiler.profile(schedule=plan, acc_events=True)  # older ones warn without
-            measure.start()
-            self._running[:] = [measure]
-        elif done == self.start + self.updates:
-            self._stop()
+            self._measured = profiler.profile(schedule=plan, acc_events=True)  # or older ones warn
+            self._measured.start()
+        elif done == self.start + self.updates and self._measured is not None:
+            self._stop(self._measured, done)
 
-    def _stop(self) -> None:
+    def _stop(self, measured: profiler.profile, done: int) -> None:
         """Write the trace, and print the table on the main process."""
-        measure, position = self._running.pop(), self._position[0]
-        measure.stop()
-        if position.done <= self.start:
+        self._measured, backend = None, self._backend
+        measured.stop()
+        if done <= self.start:
             return  # it was still warming up
-        name = f"updates-{self.start + 1}-to-{position.done}-rank-{position.rank}.pt.trace.json"
-        measure.export_chrome_trace(str(self._path / name))
-        if position.rank == 0:
-            by = "cpu" if position.device == "cpu" else "device"
-            found = measure.key_averages()
+        path = self._path / f"updates-{self.start + 1}-to-{done}-rank-{backend.rank}.pt.trace.json"
+        measured.export_chrome_trace(str(path))
+        if backend.rank == 0:
+            by = "cpu" if backend.device.type == "cpu" else "device"
+            found = measured.key_averages()
             print(found.table(sort_by=f"self_{by}_time_total", row_limit=ROWS), flush=True)
-            print(f"trace: {self._path / name}", flush=True)
+            print(f"trace: {path}", flush=True)

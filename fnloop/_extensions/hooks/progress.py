@@ -19,17 +19,18 @@ import attrs
 from torch import Tensor
 from tqdm.utils import disp_len
 
-from fnloop._core.history import SINCE, first_record, new_records, records_since, unfinished
-from fnloop._core.metrics import Last, read
+from fnloop._core.history import Phase
+from fnloop._core.metrics import Last
 from fnloop._core.records import Record
 from fnloop._core.runs import RunInfo
-from fnloop._core.state import TrainState, count_parameters
+from fnloop._core.state import TrainState
 from fnloop._extensions.histories.table import Row, starred, update_best, without_intervals
 from fnloop._extensions.hooks.terminal import Screen, columns_of, has_colors, paint
 from fnloop._hooks.hook import Hook
 from fnloop.extend import (
     BuiltIn,
     Call,
+    Metrics,
     Monitored,
     Stop,
     Wrapper,
@@ -113,11 +114,11 @@ class progress(BuiltIn):
                 f"got {checks.describe(file)}"
             )
         self.refresh, self.file = refresh, file
-        self.since = checks.choice("progress", "since", since, SINCE)
+        self.since = checks.choice("progress", "since", since, Monitored.SINCE)
         self._view: _View | None = None  # a run, on its main process
         self._next = -math.inf  # when to show something, unless there is a record
         self._newest: TrainState | None = None  # the state at the newest boundary
-        self._ranked: Monitored | None = None  # by what the hooks of this run rank
+        self.ranked: Monitored | None = None  # by what the hooks of this run rank
 
     def __repr__(self) -> str:
         given = {"refresh": self.refresh, "since": self.since}
@@ -127,7 +128,7 @@ class progress(BuiltIn):
 
     def check_beside(self, hooks: Sequence[Hook]) -> None:
         """Find the metric whose best value the last line names."""
-        self._ranked = _find_ranked(hooks)
+        self.ranked = _find_ranked(hooks)
 
     def begin(self, state: TrainState) -> TrainState:
         """Say what the run works with."""
@@ -136,8 +137,7 @@ class progress(BuiltIn):
         return state
 
     def _follow(self, state: TrainState) -> _View:
-        self._view = _make_view(self.file, self.refresh, state, self.since)
-        self._view.ranked = self._ranked
+        self._view = _make_view(self, state)
         self._view.start(describe_start(state))
         return self._view
 
@@ -185,7 +185,7 @@ LONGEST_REASON = 100  # characters of an error in the last line
 def describe_start(state: TrainState) -> list[str]:
     """Return what a run works with, and what it is going to do, in parts of a sentence."""
     backend = state.backend
-    parameters = count_parameters(state.model)
+    parameters = reprs.count_parameters(state.model)
     parts = [f"{type(state.model).__name__} on {backend.device}", *parameters.split(", ")]
     if precision := backend.precision if state.run is None else state.run.precision:
         parts.append(f"amp {precision}")
@@ -197,22 +197,20 @@ def describe_start(state: TrainState) -> list[str]:
 
 
 def _describe_targets(state: TrainState) -> list[str]:
-    run, phase, parts = _run(state), unfinished(state.phases), []
+    run, phase, parts = _run(state), Phase.running(state.phases), []
     if phase.name:
         parts.append(f"phase {phase.name}")
-    left = (run.epochs or 0) - phase.epoch
-    epochs, each = (
-        reprs.format_count(left, "epoch"),
-        reprs.format_count(run.steps_per_epoch or 0, "update"),
-    )
-    updates = (run.total_steps or 0) - run.first_step
+    left, updates = (run.epochs or 0) - phase.epoch, (run.total_steps or 0) - run.first_step
+    length, epochs = run.steps_per_epoch or 0, reprs.format_count(left, "epoch")
+    each = reprs.format_count(length, "update")
     if not left:
-        parts += [f"{each} per epoch"] if run.steps_per_epoch else []
-    elif run.steps_per_epoch and updates == left * run.steps_per_epoch:
+        parts += [f"{each} per epoch"] if length else []
+    elif length and updates == left * length:
         parts.append(f"{epochs} of {each}")
     else:  # of different lengths, or of an unknown one
-        known = run.steps_per_epoch and updates > 0
-        parts += [epochs, *([f"{reprs.format_count(updates, 'update')} in all"] if known else [])]
+        parts.append(epochs)
+        if length and updates > 0:
+            parts.append(f"{reprs.format_count(updates, 'update')} in all")
     if run.total_steps is not None and not run.epochs:
         parts.append(f"to step {run.total_steps:,}")
     if run.total_items is not None:
@@ -263,7 +261,7 @@ def _best_ranked(ranked: Monitored, state: TrainState) -> tuple[str, Record] | N
     """Return a metric and its best record; None if no record has it."""
     key = ranked.key
     best: Record | None = None
-    for record in records_since(state.history, ranked.first(state)):
+    for record in state.history.since(ranked.first(state)):
         if math.isfinite(value := record.metrics.get(key, math.nan)):
             best = record if best is None or ranked.better(value, best.metrics[key]) else best
     return None if best is None else (key, best)
@@ -313,14 +311,14 @@ def describe_values(state: TrainState) -> list[str]:
     else:
         running = state.metrics
         of = {name: running.get(f"recent/{name}", running.get(name)) for name in losses}
-        values = read({name: metric for name, metric in of.items() if metric is not None} | rates)
+        values = Metrics({k: m for k, m in of.items() if m is not None} | rates).read()
     return [f"{name} {reprs.format_metric(name, value)}" for name, value in values.items()]
 
 
 def _describe_losses(state: TrainState) -> list[str]:
     """Return the lowest and the highest of the losses of a stack. One read from the device."""
     running = state.metrics.get("recent/loss", state.metrics.get("loss"))
-    losses = [] if running is None else [*read({"loss": running}).values()]
+    losses = [] if running is None else [*Metrics(loss=running).read().values()]
     if not losses:
         return []
     low, high = (reprs.format_metric("loss", value) for value in (min(losses), max(losses)))
@@ -462,8 +460,17 @@ class Pace:
 
     def look(self, state: TrainState) -> Position:
         """Return the position at a boundary. After the end of an epoch, measure the next one."""
-        if "epoch" in state.events:
-            return self._at_end_of_epoch(state)
+        ended = "epoch" in state.events
+        self.position = self._at_end_of_epoch(state) if ended else self._amid_epoch(state)
+        self._looked = time.monotonic()
+        return self.position
+
+    def at(self, state: TrainState) -> Position:
+        """Return the position that was looked at last, with the counters of a state."""
+        number = state.epoch + ("epoch" not in state.events)
+        return attrs.evolve(self.position, epoch=number, step=state.step, skipped=state.skipped)
+
+    def _amid_epoch(self, state: TrainState) -> Position:
         done = _done(state)
         if state.epoch != self._epoch or done < self._initial:
             self._begin_epoch(state, done)  # of a snapshot, or not seen
@@ -517,28 +524,32 @@ class Pace:
         """Note that the evaluation of a loader begins."""
         self._began[loader] = time.monotonic()
 
-    def left_in_evaluation(
-        self,
-        state: TrainState,
-        loader: str,
-        before: Position,
-        trained: float,
-        passed: float,
-        rest: float | None,
+    def look_at_evaluation(
+        self, state: TrainState, loader: str, done: int, total: int | None
+    ) -> Position:
+        """Return how far the evaluation of a loader is, with the time left of the whole run."""
+        now = time.monotonic()
+        passed = now - self._began.setdefault(loader, now)
+        rate = done / passed if passed > 0 and done else None
+        rest = None if rate is None or total is None else (total - done) / rate
+        left = self._left_in_evaluation(state, loader, passed, rest)
+        return attrs.evolve(self.at(state), done=done, total=total, rate=rate, left=left)
+
+    def _left_in_evaluation(
+        self, state: TrainState, loader: str, passed: float, rest: float | None
     ) -> float | None:
         """Return how many seconds the rest of a run takes that is evaluating, if that is known.
 
         Args:
             state: the state that is evaluated.
             loader: the name of the loader.
-            before: the position at the last boundary that was looked at.
-            trained: the seconds from then to the beginning of the evaluation.
-            passed: the seconds since it began.
+            passed: the seconds since the evaluation began.
             rest: the seconds that the rest of it takes, or None.
         """
-        if before.left is None:
+        if self.position.left is None:
             return None
-        left = max(before.left - trained, 0.0)
+        trained = self._began[loader] - self._looked
+        left = max(self.position.left - trained, 0.0)
         if loader in self._evaluated:  # this one is a part of the estimate
             return max(left - passed, rest or 0.0)
         if rest is None:
@@ -550,7 +561,7 @@ class Pace:
     def read_records(self, state: TrainState) -> list[Row]:
         """Return the new records, with the numbers of their epochs, from 1. Call it before look."""
         new = []
-        for record in new_records(state.history, self._seen):
+        for record in state.history.since(self._seen):
             seconds = max(record.seconds - self._row_at, 0.0)
             row = Row.of(record, seconds, self._ended, self._ended_at)
             new.append(row)
@@ -644,36 +655,41 @@ BRIEFEST = 0.1  # seconds between two drawings of an evaluation, which reads not
 RECENT = 10.0  # seconds between two lines, if there are records of ``record_every`` only
 
 
-def _make_view(file: TextIO | None, refresh: float, state: TrainState, since: str) -> _View:
-    if file is None and reprs.in_notebook():
-        return _Notebook(state, since, refresh)
-    out: TextIO = file or sys.stderr
-    if out is None or getattr(out, "closed", False):  # as in a daemon
-        out = io.StringIO()
-    if out.isatty() and os.environ.get("TERM") != "dumb":  # which cannot redraw a line
-        return _Terminal(state, since, refresh, out)
-    return _Log(state, since, out)
+def _make_view(hook: progress, state: TrainState) -> _View:
+    file = hook.file or sys.stderr
+    if file is None or getattr(file, "closed", False):  # as in a daemon
+        file = io.StringIO()
+    if hook.file is None and reprs.in_notebook():
+        kind = _Notebook
+    elif file.isatty() and os.environ.get("TERM") != "dumb":  # which cannot redraw a line
+        kind = _Terminal
+    else:
+        kind = _Log
+    return kind(hook, state, file)
 
 
 class _View(ABC):
     """A run that is shown, by its main process.
 
     Args:
+        hook: the hook, with its settings.
         state: a state of the run, of before its first update.
-        since: whether the records of the "phase" may be the best, or all of the "run".
+        file: the terminal or the log.
     """
 
-    def __init__(self, state: TrainState, since: str) -> None:
+    def __init__(self, hook: progress, state: TrainState, file: TextIO) -> None:
+        self.refresh, self.ranked, self.file = hook.refresh, hook.ranked, file
         self.pace, self.state, self.is_stream = Pace(state), state, is_stream(state)
-        before = records_since(state.history, first_record(state.phases, since))
-        self.best: dict[str, Record] = functools.reduce(update_best, before, {})  # of each metric
         # A state that continues a run may have the events of its last boundary, such as the end of
         # an epoch, which is not one of this run.
-        self.position = self.pace.look(attrs.evolve(state, events=frozenset()))
-        self.looked = self.evaluation_began = time.monotonic()
+        self.pace.look(attrs.evolve(state, events=frozenset()))
+        first = state.phases[-1].records if state.phases and hook.since == "phase" else 0
+        before = state.history.since(first)
+        self.best: dict[str, Record] = functools.reduce(update_best, before, {})  # of each metric
         self.quiet = 0.0  # until when nothing is shown of an evaluation
+        self.next = 0.0  # when to draw the bar of an epoch again
+        self.written = time.monotonic()  # when the last line was
         self.finished = False
-        self.ranked: Monitored | None = None
 
     @abstractmethod
     def start(self, parts: list[str]) -> None:
@@ -699,7 +715,7 @@ class _View(ABC):
         """Show a boundary, and return when to show the next one."""
         self.finished = False
         self.read(state)
-        self.position, self.looked = self.pace.look(state), time.monotonic()
+        self.pace.look(state)
         return self.show(state)
 
     def read(self, state: TrainState) -> None:
@@ -717,25 +733,12 @@ class _View(ABC):
 
     def pass_batch(self, state: TrainState, loader: str, done: int, total: int | None) -> None:
         """Show how far an evaluation is."""
-        now = time.monotonic()
         if not done:
-            self.evaluation_began = now
             self.pace.begin_evaluation(loader)
-        if now < self.quiet:
-            return
-        self.quiet = now + BRIEFEST
-        passed = now - self.evaluation_began
-        rate = done / passed if passed > 0 and done else None
-        rest = None if rate is None or total is None else (total - done) / rate
-        trained = self.evaluation_began - self.looked
-        left = self.pace.left_in_evaluation(state, loader, self.position, trained, passed, rest)
-        position = attrs.evolve(self.at(state), done=done, total=total, rate=rate, left=left)
-        self.show_evaluation(loader, position)
-
-    def at(self, state: TrainState) -> Position:
-        """Return the position that was looked at last, with the counters of a state."""
-        number = state.epoch + ("epoch" not in state.events)
-        return attrs.evolve(self.position, epoch=number, step=state.step, skipped=state.skipped)
+        if (now := time.monotonic()) >= self.quiet:
+            self.quiet = now + BRIEFEST
+            position = self.pace.look_at_evaluation(state, loader, done, total)
+            self.show_evaluation(loader, position)
 
     def finish(self, state: TrainState) -> None:
         """Show why the run ended, if it has."""
@@ -752,7 +755,7 @@ class _View(ABC):
     def tell(self, state: TrainState, reason: str) -> None:
         """Show the last line."""
         seconds = time.monotonic() - self.pace.began
-        line = describe_end(reason, self.at(state), seconds) + self.describe_best()
+        line = describe_end(reason, self.pace.at(state), seconds) + self.describe_best()
         self.end(line, *[HOW_TO_CONTINUE] * Stop.interrupts(state.stop))
 
     def describe_best(self) -> str:
@@ -768,8 +771,8 @@ class _View(ABC):
     def parts_of_epoch(self, state: TrainState) -> list[str]:
         """Return what stands beside the bar of an epoch, the most important first."""
         values, turns = describe_values(state), len(_run(state).turns)
-        rate, skipped = self.position.rate_text(), self.position.skipped_text
-        return [self.position.count_text, *values[:turns], rate, skipped, *values[turns:]]
+        rate, skipped = self.pace.position.rate_text(), self.pace.position.skipped_text
+        return [self.pace.position.count_text, *values[:turns], rate, skipped, *values[turns:]]
 
     def with_column(self, names: Iterable[str]) -> list[str]:
         """Return the metrics that have a column: the means of intervals only of a stream."""
@@ -789,25 +792,18 @@ class _Terminal(_View):
 
     A record of ``record_every`` has its means in the columns of ``train``, and is faint. It has a
     line only some time after the line above it, unless there may be no other records.
-
-    Args:
-        state, since: as above.
-        refresh: the least time between two drawings that read from the device, in seconds.
-        file: the terminal.
     """
 
     # Which run wrote the last line of a table on each terminal: a run in a hook has a table of its
     # own, and below it this one needs its head again. Weak, or it would keep the state of a run.
     newest: ClassVar[WeakValueDictionary[int, _Terminal]] = WeakValueDictionary()
 
-    def __init__(self, state: TrainState, since: str, refresh: float, file: TextIO) -> None:
-        super().__init__(state, since)
-        self.screen, self.refresh, self.colors = Screen(file), refresh, has_colors(file)
+    def __init__(self, hook: progress, state: TrainState, file: TextIO) -> None:
+        super().__init__(hook, state, file)
+        self.screen, self.colors = Screen(file), has_colors(file)
         self.table: tables.Table[Row] = tables.Table(())  # the columns of the lines so far
         self.made_for: tuple[int, list[str]] = 0, []  # the width of the terminal, and metrics
         self.names: dict[str, None] = {}  # of all metrics so far, in order
-        self.next = 0.0  # when to draw the bar of an epoch again
-        self.written = time.monotonic()  # when the last line was
 
     def start(self, parts: list[str]) -> None:
         lines, width = [parts[0]], max(columns_of(self.screen.file) - 1, 1)
@@ -817,7 +813,7 @@ class _Terminal(_View):
         lines = [short for line in lines for short in textwrap.wrap(line, width)]
         self.screen.print(*(self.paint(line, "dim") for line in lines))
         # From here on there is a bar, also before a loader forks workers that may print.
-        self.draw(self.position, [self.position.count_text])
+        self.draw(self.pace.position, [self.pace.position.count_text])
 
     def add(self, row: Row) -> None:
         if faint := not row.is_whole and not self.is_stream:
@@ -855,9 +851,10 @@ class _Terminal(_View):
             return self.next
         self.next = now + self.refresh
         if "epoch" not in state.events:
-            self.draw(self.position, self.parts_of_epoch(state))
+            self.draw(self.pace.position, self.parts_of_epoch(state))
         elif not is_over(state):  # nothing is known of the next epoch yet
-            self.draw(attrs.evolve(self.position, epoch=self.position.epoch + 1, done=0), [])
+            following = self.pace.position.epoch + 1
+            self.draw(attrs.evolve(self.pace.position, epoch=following, done=0), [])
         return self.next
 
     def show_evaluation(self, loader: str, position: Position) -> None:
@@ -920,18 +917,13 @@ ROWS = 20  # of the table; the middle of a longer run is left out
 
 
 class _Notebook(_View):
-    """A table of this run's records, above the bar of what is running, redrawn in place.
+    """A table of this run's records, above the bar of what is running, redrawn in place."""
 
-    Args:
-        state, since: as above.
-        refresh: the least time between two drawings, in seconds.
-    """
-
-    def __init__(self, state: TrainState, since: str, refresh: float) -> None:
-        super().__init__(state, since)
-        self.refresh, self.output, self.facts = refresh, tables.Display(), ""
+    def __init__(self, hook: progress, state: TrainState, file: TextIO) -> None:
+        super().__init__(hook, state, file)
+        self.output, self.facts = tables.Display(), ""
         self.rows: list[Row] = []
-        self.drawn = self.next = 0.0  # when it was drawn, and when to draw an epoch again
+        self.drawn = 0.0  # when it was drawn
 
     def start(self, parts: list[str]) -> None:
         self.facts = ", ".join(parts)
@@ -947,7 +939,7 @@ class _Notebook(_View):
         now = time.monotonic()
         if now >= self.next:
             self.next = now + self.refresh
-            self.draw(self.position, self.parts_of_epoch(state))
+            self.draw(self.pace.position, self.parts_of_epoch(state))
         return self.next
 
     def show_evaluation(self, loader: str, position: Position) -> None:
@@ -984,17 +976,7 @@ HEARTBEAT = 30.0  # seconds between two lines, if there is no record
 
 
 class _Log(_View):
-    """Lines of plain text, each flushed.
-
-    Args:
-        state, since: as above.
-        file: the log.
-    """
-
-    def __init__(self, state: TrainState, since: str, file: TextIO) -> None:
-        super().__init__(state, since)
-        self.file = file
-        self.written = time.monotonic()  # when the last line was
+    """Lines of plain text, each flushed."""
 
     def start(self, parts: list[str]) -> None:
         self.write(", ".join(parts))
@@ -1009,13 +991,13 @@ class _Log(_View):
             f"{name} {reprs.format_metric(name, metrics[name])}{'*' if name in row.best else ''}"
             for name in ordered
         )
-        at = attrs.evolve(self.at(self.state), epoch=row.number, step=row.record.step)
+        at = attrs.evolve(self.pace.at(self.state), epoch=row.number, step=row.record.step)
         passed = tables.format_duration(row.seconds or 0.0)
         self.write(at.epoch_text, at.step_text, row.model, *values, at.skipped_text, passed)
 
     def show(self, state: TrainState) -> float:
         """Write how far the run is, if it is time to."""
-        position, pause = self.position, RECENT if "record" in state.events else HEARTBEAT
+        position, pause = self.pace.position, RECENT if "record" in state.events else HEARTBEAT
         if time.monotonic() >= self.written + pause:
             part = f"{position.done * 100 // position.total}%" if position.total else ""
             values = [position.skipped_text, *describe_values(state), position.rate_text()]

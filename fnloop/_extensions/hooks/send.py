@@ -27,6 +27,7 @@ from fnloop._core.history import History
 from fnloop._core.records import Record
 from fnloop._core.state import TrainState
 from fnloop._core.types import Output
+from fnloop._extensions.checkpoints import disk
 from fnloop._extensions.checkpoints.retention import read_run_id
 from fnloop._extensions.hooks.accelerated import trackers
 from fnloop._extensions.hooks.keep import checkpoint, differ_only, restore_best
@@ -38,7 +39,6 @@ from fnloop.extend import (
     Wrapper,
     checks,
     collectives,
-    disk,
     name_of,
     on_main_process,
 )

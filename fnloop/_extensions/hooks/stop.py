@@ -16,18 +16,18 @@ import torch
 from torch import Tensor
 
 from fnloop._backend.collectives import broadcast
-from fnloop._core.history import records_since
-from fnloop._core.metrics import Mean, read
+from fnloop._core.metrics import Mean
 from fnloop._core.records import Record
 from fnloop._core.runs import RunInfo
 from fnloop._core.several import models_of
 from fnloop._core.state import TrainState
-from fnloop._extensions.checkpoints.format import NUMBER, check_shape
+from fnloop._extensions.checkpoints.format import NUMBER, PARTS, check_shape
 from fnloop._hooks.hook import Hook, every
 from fnloop.extend import (
     BuiltIn,
     Call,
     Fold,
+    Metrics,
     Monitored,
     Stop,
     checks,
@@ -53,18 +53,16 @@ KEY = "nonfinite"  # state.extra["nonfinite"]
 
 @attrs.frozen
 class _Mark:
-    """A boundary.
+    """A boundary: the counters of the state, and whether the running loss was finite there.
 
-    Args:
-        step, epoch, batch, samples: the counters of the state.
-        finite: whether the running loss was finite; a tensor if it is not read.
+    That is a tensor if it is not read.
     """
 
     step: int
     epoch: int
     batch: int
     samples: int
-    finite: bool | Tensor = True
+    finite: bool | Tensor
 
 
 class Trail:
@@ -85,7 +83,8 @@ class Trail:
         if isinstance(loss, Mean):
             total = loss.total
             finite = total.isfinite().all() if isinstance(total, Tensor) else math.isfinite(total)
-        self._marks.append(_mark(state, finite))
+        mark = _Mark(state.step, state.epoch, state.batch, state.samples, finite)
+        self._marks.append(mark)
 
     def forget(self) -> None:
         """Forget the boundaries before the newest one: the loss is finite."""
@@ -104,21 +103,13 @@ class Trail:
         device = state.backend.device
         every = [torch.as_tensor(mark.finite, device=device) for mark in self._marks]
         flags = torch.stack(every).tolist() if every else []
-        known = [i for i, finite in enumerate(flags) if not finite]
-        place = min(
-            collectives.gather_objects(
-                known[0] if known else len(flags), "the hook halt_on_nonfinite"
-            )
-        )
+        known = flags.index(False) if False in flags else len(flags)
+        place = min(collectives.gather_objects(known, "the hook halt_on_nonfinite"))
         if not 0 < place < len(flags):
             return None
         before, after = self._marks[place - 1 : place + 1]
         found = {"epoch": before.epoch, "batch": before.batch, "step": after.step}
         return {**found, "indices": _indices(state, before, after)}
-
-
-def _mark(state: TrainState, finite: bool | Tensor) -> _Mark:
-    return _Mark(state.step, state.epoch, state.batch, state.samples, finite)
 
 
 def _indices(state: TrainState, before: _Mark, after: _Mark) -> list[object] | None:
@@ -151,8 +142,7 @@ def describe_place(place: Mapping[str, object]) -> str:
     if place["indices"] is None:
         return f"{text})"
     names = [str(name) for name in _flat(place["indices"])]
-    shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-    return f"{text}, sample{'s' * (len(names) > 1)} {shown})"
+    return f"{text}, sample{'s' * (len(names) > 1)} {checks.join_names(names, 8)})"
 
 
 def _flat(index: object) -> list[object]:
@@ -265,19 +255,14 @@ class early_stop(Hook):
         checks.number(owner, "min_delta", self.min_delta, "the least improvement", least=0)
         checks.choice(owner, "reference", self.reference, ("accepted", "best"))
         checks.flag(owner, "relative", self.relative)
-        checks.integer(
-            owner, "start_from_epoch", self.start_from_epoch, "a number of epochs", least=0
-        )
-        values = {
-            "baseline": self.baseline,
-            "stopping_threshold": self.stopping_threshold,
-            "divergence_threshold": self.divergence_threshold,
-        }
-        for name, value in values.items():
+        values = ("baseline", "stopping_threshold", "divergence_threshold")
+        for name, value in checks.fields_of(self, values).items():
             if value is not None:
                 checks.number(owner, name, value, "a value of the metric, or None", finite=False)
-        checks.integer(owner, "min_epochs", self.min_epochs, "a number of epochs", least=0)
-        checks.integer(owner, "min_steps", self.min_steps, "a number of updates", least=0)
+        numbers = ("start_from_epoch", "min_epochs", "min_steps")
+        for name, value in checks.fields_of(self, numbers).items():
+            unit = "updates" if name == "min_steps" else "epochs"
+            checks.integer(owner, name, value, f"a number of {unit}", least=0)
         checks.flag(owner, "check_finite", self.check_finite)
         object.__setattr__(self, "_waited", Fold(self._wait, None))
 
@@ -442,12 +427,12 @@ class halt_on_nonfinite(BuiltIn):
         return state
 
     def __call__(self, state: TrainState) -> TrainState:
-        if self.keep:
-            self._trail.note(state)
+        self.poll(state)
         loss, which = self._read(state)
-        if loss is None or math.isfinite(loss):
-            if loss is not None:
-                self._trail.forget()
+        if loss is None:
+            return state
+        if math.isfinite(loss):
+            self._trail.forget()
             return state
         place = self._trail.find(state) if self.keep else None
         where = self._interval(state) if place is None else describe_place(place)
@@ -460,47 +445,32 @@ class halt_on_nonfinite(BuiltIn):
     def _read(self, state: TrainState) -> tuple[float | None, str]:
         """Return the mean loss, and of which models it is. Of a stack it is a bad one, if any."""
         models = models_of(state.model)
-        if not models:
-            return self._read_one(state), ""
-        losses = self._read_each(state, models)
-        bad = [name for name, loss in losses.items() if not math.isfinite(loss)]
+        losses = self._losses(state, [f"{name}/loss" for name in models] or ["loss"])
+        bad = [i for i, loss in enumerate(losses) if not math.isfinite(loss)]
         if not bad:
-            return (0.0 if losses else None), ""
-        return losses[bad[0]], f" of {checks.join_names(bad)}"
+            return next(iter(losses), None), ""
+        which = f" of {checks.join_names([models[i] for i in bad])}" if models else ""
+        return losses[bad[0]], which
 
-    def _read_each(self, state: TrainState, models: Sequence[str]) -> dict[str, float]:
-        """Return the mean loss of each model of a stack; nothing if it is not read."""
-        if "record" in state.events:
-            metrics, groups = state.history[-1].metrics, ("train", "recent")
-            return {
-                name: metrics[key]
-                for name in models
-                for key in [f"{group}/{name}/loss" for group in groups][::-1]
-                if key in metrics
-            }
-        if self._when.due(state) and "loss" in state.metrics:
-            found = read({"loss": state.metrics["loss"]})  # a host read
-            return {name: found[f"{name}/loss"] for name in models}
-        return {}
-
-    def _read_one(self, state: TrainState) -> float | None:
-        """Return the mean loss of the epoch, or a bad one since the last record; None if unread."""
+    def _losses(self, state: TrainState, names: Sequence[str]) -> Sequence[float]:
+        """Return means of the epoch, or bad ones since the last record; nothing if unread."""
         if "record" in state.events:
             metrics = state.history[-1].metrics
-            if "train/loss" in metrics:
-                return metrics["train/loss"]
-            if not math.isfinite(recent := metrics.get("recent/loss", 0.0)):
+            if f"train/{names[0]}" in metrics:
+                return [metrics[f"train/{name}"] for name in names]
+            recent = [metrics.get(f"recent/{name}", 0.0) for name in names]
+            if not all(map(math.isfinite, recent)):
                 return recent
         if self._when.due(state) and "loss" in state.metrics:
-            running = {"loss": state.metrics["loss"]}
-            return engine_of(state).reduce(running)["loss"].compute()  # a host read
-        return None
+            running = engine_of(state).reduce({"loss": state.metrics["loss"]})
+            return [*Metrics(running).read().values()]  # a host read
+        return ()
 
     def _interval(self, state: TrainState) -> str:
         """Return between which steps it was, as the records say."""
         # Only the records are certain: this hook may not have run at each of them.
         before, finite = 0, True
-        for record in records_since(state.history, closing=False):
+        for record in state.history.since(closing=False):
             if record.step >= state.step:
                 continue
             losses = {name: record.metrics.get(name, 0.0) for name in ("train/loss", "recent/loss")}
@@ -518,6 +488,7 @@ class halt_on_nonfinite(BuiltIn):
 # Stop a run when its time is up.
 
 SLOT = "time_limit"  # holds the seconds that the run has taken, in a list
+_SECONDS_IN = {"hours": 3600, "minutes": 60, "seconds": 1}
 SPARE = 60.0  # seconds that are left to SLURM, besides what was measured
 _UNKNOWN = (
     'time_limit(per="job"): the end of this job is not known (SLURM_JOB_END_TIME is not set), so '
@@ -525,7 +496,6 @@ _UNKNOWN = (
 )
 
 
-@attrs.frozen(repr=False, eq=False)
 class time_limit(BuiltIn):
     """Stop when the run, or this job, has used its time: ``time_limit(hours=8)``.
 
@@ -565,14 +535,7 @@ class time_limit(BuiltIn):
 
     untried = "its time begins with the run"
 
-    hours: float = attrs.field(default=0.0, kw_only=True)
-    minutes: float = attrs.field(default=0.0, kw_only=True)
-    seconds: float = attrs.field(default=0.0, kw_only=True)
-    per: str = attrs.field(default="run", kw_only=True)
-    _began: list[float] = attrs.field(factory=list, init=False)  # what the clock said at time 0
-    _taken: list[float] = attrs.field(factory=lambda: [0.0], init=False)  # so far
-    _end: list[float] = attrs.field(factory=list, init=False)  # what the clock will say at the end
-    _longest: list[float] = attrs.field(factory=lambda: [0.0], init=False)  # between two calls
+    slot = SLOT
 
     def __init__(
         self,
@@ -587,36 +550,25 @@ class time_limit(BuiltIn):
                 f"time_limit({given[0]!r}) does not say in which unit: write "
                 f"time_limit(hours={given[0]!r}), minutes= or seconds="
             )
-        settings = {"hours": hours, "minutes": minutes, "seconds": seconds, "per": per}
-        self.__attrs_init__(**settings)  # type: ignore[attr-defined]
-
-    def __attrs_post_init__(self) -> None:
-        checks.make_plain(self)
-        given = {"hours": self.hours, "minutes": self.minutes, "seconds": self.seconds}
-        for name, value in given.items():
-            checks.number("time_limit", name, value, "a time", least=0)
-        checks.choice("time_limit", "per", self.per, ("run", "job"))
-        if not self.limit and self.per == "run":
+        given_times = {"hours": hours, "minutes": minutes, "seconds": seconds}
+        self._times = {
+            name: checks.number("time_limit", name, value, "a time", least=0)
+            for name, value in given_times.items()
+        }
+        self.per = checks.choice("time_limit", "per", per, ("run", "job"))
+        self.limit = sum(self._times[unit] * length for unit, length in _SECONDS_IN.items())
+        if not self.limit and per == "run":
             raise TypeError(
                 "time_limit expects a time above 0, such as time_limit(hours=8); or per='job' "
                 "alone, for the end of the SLURM job"
             )
-
-    @property
-    def slot(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The name of the slot with the time that was taken so far."""
-        return SLOT
-
-    @property
-    def limit(self) -> float:
-        """The limit, in seconds."""
-        return 3600 * self.hours + 60 * self.minutes + self.seconds
+        self._began: float | None = None  # what the clock said at time 0
+        self._end = math.inf  # what the clock will say at the end of the job
+        self._taken = self._longest = 0.0  # so far, and between two calls
 
     def __repr__(self) -> str:
-        given = attrs.asdict(
-            self, filter=lambda field, value: field.init and value not in (0.0, "run")
-        )
-        return repr(Call(time_limit, (), given))
+        given = {name: time for name, time in self._times.items() if time}
+        return repr(Call(time_limit, (), given | ({"per": "job"} if self.per == "job" else {})))
 
     def take_back(self, state: TrainState) -> TrainState:
         """Return the state without a stop of this hook, if the limit was raised since."""
@@ -627,26 +579,25 @@ class time_limit(BuiltIn):
     def begin(self, state: TrainState) -> TrainState:
         """Begin a run: the clock continues from the time that was taken so far."""
         if self.per == "run":
-            self._taken[:] = _taken_in(state)
-        self._began[:] = [_now(state) - self._taken[0]]
+            self._taken = _taken_in(state)[0]
+        self._began = _now(state) - self._taken
         if not self.limit:
             left = broadcast(_time_left())  # of the main process: all stop after the same update
-            self._end[:] = [_now(state) + left]
+            self._end = _now(state) + left
             if left == math.inf and state.backend.main:
                 log.warning(_UNKNOWN)
         return state
 
     def __call__(self, state: TrainState) -> TrainState:
-        if not self._began:  # it is called outside of a run
+        if self._began is None:  # it is called outside of a run
             self.begin(state)
-        before, self._taken[0] = self._taken[0], _now(state) - self._began[0]
+        before = self._taken
+        state = self._note(state)
         if not self.limit:
             if before:  # the first update may compile
-                self._longest[0] = max(self._longest[0], self._taken[0] - before)
+                self._longest = max(self._longest, self._taken - before)
             return self._stop_before_end(state)
-        if self.per == "run":
-            state = self._note(state)
-        if self._taken[0] < self.limit or state.stop is not None:
+        if self._taken < self.limit or state.stop is not None:
             return state
         what, kind = ("the run", "limit") if self.per == "run" else ("this job", "job")
         reason = f"time_limit: {what} has taken its {tables.format_duration(self.limit)}"
@@ -654,22 +605,22 @@ class time_limit(BuiltIn):
 
     def flush(self, state: TrainState) -> TrainState:
         """Note the time that was taken since, such as that of an evaluation which a signal cut."""
-        if self.per != "run" or not self._began:
-            return state
-        self._taken[0] = _now(state) - self._began[0]
-        return self._note(state)
+        return state if self._began is None else self._note(state)
 
     def _note(self, state: TrainState) -> TrainState:
-        """Return the state with the time that was taken so far."""
+        """Note the time that was taken so far. Return the state, which knows that of a run."""
+        self._taken = _now(state) - (self._began or 0.0)
+        if self.per == "job":
+            return state
         if SLOT not in state.slots:
             state = with_slot(state, SLOT, [0.0])
-        state.slots[SLOT][0] = self._taken[0]
+        state.slots[SLOT][0] = self._taken
         return state
 
     def _stop_before_end(self, state: TrainState) -> TrainState:
         """Return the state, stopped if the time until the job ends may be too short for more."""
-        left = self._end[0] - _now(state)
-        if left > SPARE + 2 * self._longest[0] or state.stop is not None:
+        left = self._end - _now(state)
+        if left > SPARE + 2 * self._longest or state.stop is not None:
             return state
         reason = f"time_limit: this job ends in {tables.format_duration(max(left, 0.0))}"
         return attrs.evolve(state, stop=Stop(reason, "job"))
@@ -704,7 +655,6 @@ SCONTROL_SECONDS = 60  # how long ``scontrol`` may take
 _OUTSIDE = "requeue: this is not a SLURM job (SLURM_JOB_ID is not set): SIGUSR1 only saves"
 
 
-@attrs.frozen(repr=False, eq=False)
 class requeue(BuiltIn):
     """Requeue a SLURM job when its time is nearly over: ``#SBATCH --requeue --signal=USR1@120``.
 
@@ -737,15 +687,16 @@ class requeue(BuiltIn):
         an error is logged, and the run ends anyway: its checkpoint is kept.
     """
 
-    _job: list[str] = attrs.field(factory=list, init=False)  # the id, until it is requeued
+    def __init__(self) -> None:
+        self._job: str | None = None  # the id, until it is requeued
 
     def __repr__(self) -> str:
-        return repr(Call(requeue, (), {}))
+        return "requeue()"
 
     @property
     def ends_run_on_usr1(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Whether SIGUSR1 ends the run, and does not only save it: in a SLURM job."""
-        return bool(self._job)
+        return self._job is not None
 
     def check_beside(self, hooks: Sequence[Hook]) -> None:
         """Raise if no hook before it saves the state completely.
@@ -753,8 +704,6 @@ class requeue(BuiltIn):
         Raises:
             ValueError: there is none.
         """
-        from fnloop._extensions.checkpoints.format import PARTS
-
         before = hooks[: self.place_in(hooks)]
         if not any(self.parts_saved([hook]) >= {*PARTS} for hook in before):
             raise ValueError(
@@ -764,9 +713,8 @@ class requeue(BuiltIn):
 
     def begin(self, state: TrainState) -> TrainState:
         """Find out which job this is."""
-        job = broadcast(_job_of(os.environ))  # the same in every process
-        self._job[:] = [] if job is None else [job]
-        if job is None and state.backend.main:
+        self._job = broadcast(_job_of(os.environ))  # the same in every process
+        if self._job is None and state.backend.main:
             log.info(_OUTSIDE)
         return state
 
@@ -776,8 +724,8 @@ class requeue(BuiltIn):
     def flush(self, state: TrainState) -> TrainState:
         """Requeue the job, if it ends before its run does."""
         over = "end" in state.events and not state.phases  # another phase may follow
-        if self._job and Stop.ends_job(state.stop) and not over:
-            job = self._job.pop()
+        if self._job is not None and Stop.ends_job(state.stop) and not over:
+            job, self._job = self._job, None
             if state.backend.main:
                 _requeue(job)
         return state

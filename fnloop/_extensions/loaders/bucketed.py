@@ -8,8 +8,7 @@ import numpy as np
 import torch
 from torch.utils.data import Sampler
 
-from fnloop._core.rng import new_seed
-from fnloop.extend import checks
+from fnloop.extend import checks, rng
 
 _MIXED = 10  # batches of similar length whose samples are mixed
 
@@ -91,7 +90,7 @@ class Bucketed(Sampler[list[int]]):
             order = np.argsort(-self.lengths, kind="stable").tolist()
             yield from (order[a:b] for a, b in zip(starts, self._ends, strict=True))
             return
-        generator = self.generator or torch.Generator().manual_seed(new_seed())
+        generator = self.generator or torch.Generator().manual_seed(rng.new_seed())
         draws = torch.rand(2, len(self.lengths), dtype=torch.float64, generator=generator).numpy()
         sorted_ = np.lexsort((draws[0], -self.lengths))
         order = sorted_[np.lexsort((draws[1], self._groups))].tolist()

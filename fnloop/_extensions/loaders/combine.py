@@ -14,12 +14,11 @@ import torch
 from toolz import partition_all
 from torch.utils.data import BatchSampler
 
-from fnloop._core.rng import new_seed
 from fnloop._data.position import Pass
 from fnloop._extensions.loaders.composed import Composed, Item, Together, items_of
 from fnloop._extensions.loaders.map_style import MapStyle
 from fnloop._extensions.loaders.sampled import Index
-from fnloop.extend import Batch, checks, name_of
+from fnloop.extend import Batch, checks, name_of, rng
 
 # --------------------------------------------------------------------------------------------------
 # One batch of each of several loaders at a time.
@@ -602,7 +601,7 @@ class _Fixed(_OfOne):
     def __iter__(self) -> Iterator[Batch]:
         """Yield the batches of a pass of its own. All passes have the samples of the first."""
         if self._own is None:
-            self._own = new_seed(), itertools.count()
+            self._own = rng.new_seed(), itertools.count()
         seed, epochs = self._own
         return self._one_pass(seed, next(epochs))
 

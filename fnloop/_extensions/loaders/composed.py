@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import torch
 
-from fnloop._core.rng import new_seed
 from fnloop._data.loaders import (
     Padding,
     batch_size_of,
@@ -25,7 +24,7 @@ from fnloop._data.reader import Reader, reader_of
 from fnloop._data.source import open_source
 from fnloop._extensions.loaders.map_style import MapStyle, Request, is_map_style, only_seen
 from fnloop._extensions.loaders.sampled import Index
-from fnloop.extend import Batch, collectives, isolated
+from fnloop.extend import Batch, collectives, isolated, rng
 
 # --------------------------------------------------------------------------------------------------
 # Loaders made of loaders: the base of what `fnloop.data` returns.
@@ -124,7 +123,7 @@ class Composed(Reader):
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield the batches of a pass of its own, whose order torch's generator decides."""
-        return self._one_pass(new_seed(), None)
+        return self._one_pass(rng.new_seed(), None)
 
     def _one_pass(self, seed: int, epoch: int | None) -> Iterator[Batch]:
         batches = open_source(self, seed).batches(epoch, 0, 0)

@@ -23,7 +23,6 @@ from torch.utils.data import (
     default_collate,
 )
 
-from fnloop._core.rng import seed_all, seed_host, seeded_generator
 from fnloop._data.iterable import (
     as_torch_reads_it,
     is_keeper,
@@ -36,7 +35,7 @@ from fnloop._data.reader import Iterated
 from fnloop._extensions.loaders.bucketed import Bucketed
 from fnloop._extensions.loaders.rows import fetch_batch, kind_of
 from fnloop._extensions.loaders.sampled import Index, SampledPositions
-from fnloop.extend import Batch, checks, fold_in, isolated, torch_compat
+from fnloop.extend import Batch, checks, fold_in, isolated, rng, torch_compat
 
 # The sampler says which samples. Each batch of indices travels to the worker (or to this process)
 # with the seed that its randomness starts from. So shuffling and random augmentation are a function
@@ -252,10 +251,10 @@ def _parts_of(sampler: Iterable[Index], seed: int) -> Iterator[Iterable[Index]]:
     """Yield what a sampler yields in parts, so that no Python runs for each sample."""
     inner = getattr(sampler, "sampler", sampler)
     draws_alone = type(sampler) in _TORCH_SAMPLERS  # from its own generator
-    with seeded_generator(inner, seed), seeded_generator(sampler, seed):
+    with rng.seeded_generator(inner, seed), rng.seeded_generator(sampler, seed):
         # Others see that they were set: a part of a loader may be opened in mid-epoch.
         if not draws_alone:
-            seed_all(seed)
+            rng.seed_all(seed)
         indices = iter(sampler)
         # Within the block: torch's samplers take their generator when the first index is requested.
         one = [*itertools.islice(indices, 1)]
@@ -267,7 +266,7 @@ def _parts_of(sampler: Iterable[Index], seed: int) -> Iterator[Iterable[Index]]:
         if not one:
             return
         yield one
-        seed_all(fold_in(seed, n))
+        rng.seed_all(fold_in(seed, n))
         one = [*itertools.islice(indices, 1)]
 
 
@@ -318,7 +317,7 @@ class _BatchDataset(Dataset[Batch]):
         if self.is_read_at_once:
             batch = fetch_batch(self.dataset, request.index)
         if batch is None:
-            seed_all(fold_in(request.seeds, request.position))
+            rng.seed_all(fold_in(request.seeds, request.position))
             batch = self._make(request.index)
         return batch
 
@@ -332,7 +331,7 @@ class _BatchDataset(Dataset[Batch]):
             for _ in range(2):
                 with isolated(torch.device("cpu")):
                     torch.default_generator.manual_seed(fold_in(request.seeds, request.position))
-                    seed_host(fold_in(request.seeds, request.position))
+                    rng.seed_host(fold_in(request.seeds, request.position))
                     if self.fetches_batches:
                         found.append(glimpse(self.dataset.__getitems__(index[:1])))
                     else:

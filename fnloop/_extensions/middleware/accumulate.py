@@ -12,13 +12,13 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from fnloop._core.metrics import NoLoss, combine, to_accumulator_dtype, update_evaluated_
-from fnloop._core.state import TrainState, note_call
+from fnloop._core.metrics import Sum
+from fnloop._core.state import TrainState
 from fnloop._core.types import Aux, LossFn, Middleware, Output, Skip, Step, middleware
 from fnloop.extend import (
     Backward,
     Batch,
-    Metric,
+    Metrics,
     Ownership,
     WeightedSum,
     Wrap,
@@ -568,6 +568,18 @@ def _check_tbptt(listed: Sequence[Middleware]) -> None:
             )
 
 
+def _note_call(state: TrainState, before: int) -> TrainState:
+    """Return the state after a call, with the number of updates that it has made.
+
+    Args:
+        state: the state after the last of them.
+        before: ``state.step`` before the first.
+    """
+    made = state.step - before
+    events = state.events | {"update"} if made else state.events
+    return attrs.evolve(with_slot(state, "step/call", (state.step, made)), events=events)
+
+
 def _each_window(length: int, dim: int) -> Wrap:
     def wrap(step: Step) -> Step:
         def each_window(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
@@ -577,14 +589,14 @@ def _each_window(length: int, dim: int) -> Wrap:
                 state = with_slot(state, "tbptt", None)
             if len(windows) == 1:
                 state, out = step(state, batch)
-                return note_call(state, given.step), out
+                return _note_call(state, given.step), out
             try:
                 state, out = _fold(step, state, windows)
             except BaseException:
                 if not Ownership.belongs_to(given):  # the first of its updates was made
                     Ownership.give_up(given)
                 raise
-            return note_call(state, given.step), out
+            return _note_call(state, given.step), out
 
         return each_window
 
@@ -623,18 +635,17 @@ def _joined(outputs: Sequence[Output], others: WeightedSum) -> Output:
     Raises:
         ValueError: other windows have one.
     """
-    if not others.is_empty:
-        update_evaluated_(NoLoss(), others.output().loss, 1)
-    metrics: Mapping[str, Metric] = {}
+    metrics = Metrics() if others.is_empty else Metrics.of(others.output())
     for out in outputs:
-        metrics = combine(metrics, out.metrics)
+        metrics = metrics.combined(Metrics.of(out))
+    del metrics["loss"]  # there is none
     weight = sum(out.weight for out in outputs)
     return attrs.evolve(outputs[-1], weight=weight, metrics=metrics, skip=None)
 
 
 def _widened(out: Output) -> Output:
     """Return an output whose loss can be added up without rounding."""
-    return attrs.evolve(out, loss=to_accumulator_dtype(out.loss))
+    return attrs.evolve(out, loss=Sum(out.loss).owned().value)
 
 
 # --- windows

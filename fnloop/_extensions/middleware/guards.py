@@ -16,7 +16,7 @@ from fnloop import decide
 from fnloop._core.averages import Average
 from fnloop._core.saved import has_pending, materialize
 from fnloop._core.several import Several, models_of
-from fnloop._core.state import LEFT_OUT, TrainState
+from fnloop._core.state import TrainState
 from fnloop._core.types import Middleware, Output, Step, middleware
 from fnloop.extend import (
     Batch,
@@ -441,7 +441,7 @@ def keep(state: TrainState, without: str) -> Kept:
     """
     memo = _shared(state)
     averages = {name: slot for name, slot in state.slots.items() if isinstance(slot, Average)}
-    left = {without, LEFT_OUT, *averages, *(state.run.hook_slots if state.run else ())}
+    left = {without, *averages, *(state.run.hook_slots if state.run else ())}
     slots = {name: state.slots[name] for name in state.slots.keys() - left}
     return {
         "counters": {"step": state.step, "updates": dict(state.updates)},

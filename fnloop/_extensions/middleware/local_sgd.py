@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fnloop._core.state import TrainState, with_used
+from fnloop._core.state import TrainState
 from fnloop._core.types import Middleware, Output, Step, middleware
 from fnloop._extensions.engines import exchanges
 from fnloop._extensions.engines.apart import Apart, apart_of
@@ -266,7 +266,7 @@ def _check_members(members: Sequence[Middleware]) -> None:
 def _check_state(state: TrainState, members: Sequence[Middleware]) -> None:
     """Raise NotImplementedError if the processes of a state cannot update by themselves."""
     refuse(state, "local_sgd", exact="its sums depend on the number of processes. Leave one out")
-    used, why = optimizers(with_used(state)).values(), None
+    used, why = optimizers(state, used=True).values(), None
     kinds = [type(each) for each in optimizers(state).values()]
     if is_sharded(state.model):
         why = (

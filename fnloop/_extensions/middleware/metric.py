@@ -8,13 +8,13 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fnloop._core.metrics import Mean, Reduced, to_accumulator_dtype, weighted
+from fnloop._core.metrics import Mean
 from fnloop._core.several import Several
 from fnloop._core.state import TrainState
 from fnloop._core.types import Aux, Middleware, Output, middleware
@@ -23,6 +23,7 @@ from fnloop.extend import (
     Batch,
     Metric,
     MissingNumberError,
+    Running,
     Wrap,
     checks,
     containers,
@@ -351,15 +352,6 @@ def _check_names(found: Mapping[str, Metric], others: Mapping[str, object]) -> N
             raise ValueError(f"metric reports {name!r} twice: choose another name")
 
 
-def _detach(metric: Any) -> Metric:
-    """Return a built-in metric that owns its tensors, without a graph, in an accumulator dtype."""
-    if not isinstance(metric, Reduced):
-        return metric
-    values = checks.fields_of(metric, metric.reductions).values()
-    own = [v.detach().clone() if isinstance(v, Tensor) else v for v in values]
-    return type(metric)(*own).to_accumulator()
-
-
 def _to_metric(name: str, value: object, weight: float | Tensor) -> Metric:
     if isinstance(value, Tensor):
         if value.ndim:
@@ -374,9 +366,11 @@ def _to_metric(name: str, value: object, weight: float | Tensor) -> Metric:
                 f"metric {name!r} must be a real number; got {value.dtype}: return its .abs() or "
                 ".real"
             )
-        return Mean(weighted(value, weight), to_accumulator_dtype(weight))
-    if isinstance(value, Reduced) or checks.has_methods(value, "combine", "compute"):
-        return _detach(value)
+        return Mean.of_batch(value, weight)
+    if isinstance(value, Running):
+        return value.owned()
+    if checks.has_methods(value, "combine", "compute"):
+        return cast(Metric, value)
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, int | float):

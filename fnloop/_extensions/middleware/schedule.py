@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from fnloop._core.history import unfinished
+from fnloop._core.history import Phase
 from fnloop._core.metrics import Last
 from fnloop._core.records import Record
 from fnloop._core.runs import RunInfo
-from fnloop._core.state import TrainState, rested, used_in
+from fnloop._core.state import TrainState
 from fnloop._core.types import LossFn, Middleware, Output, Step, middleware
 from fnloop.extend import (
     Batch,
@@ -225,10 +225,10 @@ def _names(owner: str, only: str | Sequence[str] | None) -> tuple[str, ...] | No
 def _used_groups(state: TrainState, only: Sequence[str] | None, owner: str) -> Mapping[str, Group]:
     """Return the chosen groups of the optimizers that the step updates with, as ``using`` says."""
     found = groups(state) if only is None else _chosen_groups(state, only, owner)
-    names = used_in(state)
-    if names is None:
+    used = optimizers(state, used=True)
+    if len(used) == len(optimizers(state)):
         return found
-    own = {id(group) for name in names for group in state.optimizer[name].param_groups}
+    own = {id(group) for one in used.values() for group in one.param_groups}
     return {label: group for label, group in found.items() if id(group) in own}
 
 
@@ -286,6 +286,10 @@ def _explain_unknown(
     )
 
 
+# The slot of how many updates of the run, or of its newest phase, an optimizer rested in, by name.
+_RESTS = "rests"
+
+
 class _Share:
     """Groups whose optimizers have made equally many updates.
 
@@ -303,7 +307,7 @@ class _Share:
 
 def _by_updates(state: TrainState, groups: Mapping[str, Group]) -> list[_Share]:
     """Return groups by the updates of their optimizers."""
-    if not (lost := rested(state)):
+    if not (lost := state.slots.get(_RESTS)):
         return [_Share(0, [*groups.values()])]
     found: dict[int, list[Group]] = {}
     for name, one in optimizers(state).items():
@@ -866,7 +870,7 @@ def _updates(state: TrainState, only: str | None) -> int:
 
 def _rested(state: TrainState, only: str | None) -> int:
     """Return the updates of them in which the optimizer rested, or that of the group."""
-    if only is None or not (lost := rested(state)):
+    if only is None or not (lost := state.slots.get(_RESTS)):
         return 0
     found = optimizers(state)
     if only in found:
@@ -880,7 +884,7 @@ def _stretch_of(state: TrainState, rested: int) -> RunInfo | None:
 
     Updates in which the optimizer rested are not in its length.
     """
-    run, phase = state.run, unfinished(state.phases)
+    run, phase = state.run, Phase.running(state.phases)
     if run is not None and rested and run.total_steps is not None:
         run = attrs.evolve(run, total_steps=run.total_steps - rested)
     if run is None or not phase.name:

@@ -13,11 +13,22 @@ import attrs
 import torch
 from torch import Tensor
 
-from fnloop._core.metrics import RECENT, Running, to_accumulator_dtype
+from fnloop._core.metrics import Sum
 from fnloop._core.saved import Pending
 from fnloop._core.state import TrainState
 from fnloop._core.types import Middleware, Output, Step, middleware
-from fnloop.extend import Batch, Metric, Wrap, checks, containers, report, warn_once, with_slot
+from fnloop.extend import (
+    Batch,
+    Metric,
+    Metrics,
+    Running,
+    Wrap,
+    checks,
+    containers,
+    report,
+    warn_once,
+    with_slot,
+)
 
 # --------------------------------------------------------------------------------------------------
 # Times as metrics: marks on a device's timeline, the seconds between them, and peaks.
@@ -163,7 +174,7 @@ def unseen_times(members: Iterable[Middleware], read: Mapping[str, object]) -> d
         read: the metrics of a checkpoint, as far as they are known, by name.
     """
     return {
-        name.removeprefix(RECENT): Elapsed(0.0, is_rate="throughput/" in name)
+        name.removeprefix(Metrics.RECENT): Elapsed(0.0, is_rate="throughput/" in name)
         for name, metric in read.items()
         if isinstance(metric, Pending) and metric.kind == "fnloop.Elapsed"
     }
@@ -329,7 +340,7 @@ def _counting(of: str, name: str) -> Wrap:
             state, out = step(state, batch)
             amount = state.backend.own_part(_samples_in(batch)) if of == "samples" else out.weight
             if isinstance(amount, Tensor):
-                amount = to_accumulator_dtype(amount)
+                amount = Sum(amount).owned().value
             return state, report(out, {name: Elapsed(amount, is_rate=True)}, "throughput")
 
         return counted

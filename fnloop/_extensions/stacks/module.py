@@ -14,7 +14,7 @@ import attrs
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fnloop._core.metrics import Mean, valid_or_nan, weighted
+from fnloop._core.metrics import Mean
 from fnloop._core.several import Reply, Several
 from fnloop._core.types import Aux, Middleware, Skip
 from fnloop._extensions.stacks.leaves import INSTEAD, Shared, call_each, call_models, leaves_of
@@ -64,10 +64,6 @@ class PerModel(Mean):
         weight = self.weight + other.weight
         total = self.total.add_(other.total) if in_place else self.total + other.total
         return attrs.evolve(other, total=total, weight=weight)
-
-    def to_accumulator(self) -> Self:
-        """Return a metric whose sums share no tensor, in a dtype wide enough to sum in."""
-        return attrs.evolve(super().to_accumulator(), label=self.label, models=self.models)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -166,9 +162,7 @@ class Stack(Several):
         return call_each(fn, given, name)
 
     def metric(self, label: str, values: Tensor, weight: float | Tensor) -> PerModel:
-        if isinstance(weight, Tensor):
-            weight = valid_or_nan(weight)
-        return PerModel(weighted(values, weight), weight, label, self.names)
+        return PerModel.of_batch(values, weight, label=label, models=self.names)
 
     def update(
         self,

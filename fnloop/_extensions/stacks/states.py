@@ -13,10 +13,9 @@ from torch import nn
 from fnloop._core.history import History
 from fnloop._core.metrics import Mean
 from fnloop._core.optimizers import Optimizers
-from fnloop._core.records import COSTS, Record
+from fnloop._core.records import Record
 from fnloop._core.several import models_of
 from fnloop._core.state import (
-    PLACE,
     Ownership,
     TrainState,
     counted_of,
@@ -37,7 +36,7 @@ from fnloop.extend import (
 )
 
 EXAMPLE = "such as fork(state, {'lr': [0.1, 0.01]})"
-_RESERVED = ("lr", "recent", *COSTS)  # what the names of numbers begin with after "train/"
+_RESERVED = ("lr", "recent", *Record.COSTS)  # what the names of numbers begin with after "train/"
 
 # Where states are has to be the same, because a stack has it once.
 _ALIKE = ("stop", "ends", "phases", "extra", "todo")
@@ -117,7 +116,7 @@ def stack(states: Mapping[str, TrainState]) -> TrainState:
         seed=first.seed, run_id=secrets.token_hex(8), backend=first.backend,
         updates=dict.fromkeys(copies, first.step), ownership=Ownership(),
     )  # fmt: skip
-    kept = (*PLACE, *_ALIKE, "events", "noted", "generators", "position", "saved_on")
+    kept = (*TrainState.PLACE, *_ALIKE, "events", "noted", "generators", "position", "saved_on")
     return attrs.evolve(
         made,
         **checks.fields_of(first, kept),
@@ -181,7 +180,7 @@ def _taken_out(state: TrainState, place: int, name: str) -> TrainState:
         state.model[name], state.optimizer[name], seed=state.seed, run_id=secrets.token_hex(8),
         backend=state.backend, ownership=Ownership(),
     )  # fmt: skip
-    kept = (*PLACE, *_ALIKE, "events", "noted", "generators", "position", "saved_on")
+    kept = (*TrainState.PLACE, *_ALIKE, "events", "noted", "generators", "position", "saved_on")
     return attrs.evolve(
         made,
         **{field: copy.deepcopy(value) for field, value in checks.fields_of(state, kept).items()},
@@ -275,9 +274,9 @@ def _check_alike(states: Mapping[str, TrainState]) -> None:
     (first_name, first), *others = states.items()
     for name, state in others:
         known, found = (
-            checks.fields_of(each, (*PLACE, "items", *_ALIKE)) for each in (first, state)
+            checks.fields_of(each, (*TrainState.PLACE, "items", *_ALIKE)) for each in (first, state)
         )
-        for field in (*PLACE, "items"):
+        for field in (*TrainState.PLACE, "items"):
             mine, its = known[field], found[field]
             if mine != its:
                 what = "step" if field == "step" else f"step {first.step}, but {field}"

@@ -6,7 +6,7 @@ import copy
 import gc
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import attrs
 import torch
@@ -189,7 +189,7 @@ def find_lr(
     low = checks.number("find_lr", "low", low, "the first learning rate", above=0)
     high = checks.number("find_lr", "high", high, "the end of the range", above=low)
     updates = checks.integer("find_lr", "updates", updates, "those of the whole range", least=10)
-    initial = _initial_rates([*groups(state).values()])
+    initial = _initial_rates(state)
     sweep = _Sweep([low * (high / low) ** (i / updates) for i in range(updates)], initial)
     left_out = extensions("averages of the weights")
     swept = with_members(step, left_out, [_swept(sweep)])
@@ -198,15 +198,15 @@ def find_lr(
     return sweep.result()
 
 
-def _initial_rates(groups: Sequence[dict[str, Any]]) -> list[float | Tensor]:
+def _initial_rates(state: TrainState) -> list[float | Tensor]:
     """Return the initial rate of each group."""
-    for i, group in enumerate(groups):
+    for i, group in enumerate(groups(state).values()):
         if "lr" not in group:
             raise ValueError(
                 f"find_lr: group {i} of the optimizer has no learning rate; it has "
                 f"{checks.join_names([key for key in group if key != 'params'], 5)}"
             )
-    rates = [copy.deepcopy(Setting(group, "lr").initial) for group in groups]
+    rates = [copy.deepcopy(Setting(group, "lr").initial) for group in groups(state).values()]
     if not float(rates[0]) > 0:
         raise ValueError(
             "find_lr varies all learning rates in proportion to their initial values, but that of "

@@ -6,7 +6,6 @@ import itertools
 import math
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import attrs
 from torch import Tensor
@@ -67,7 +66,7 @@ def fork(state: TrainState, settings: Mapping[str, Sequence[float]]) -> dict[str
     return made
 
 
-def _check(key: object, values: object, every: Iterable[dict[str, Any]]) -> None:
+def _check(key: object, values: object, every: Iterable[Mapping[str, object]]) -> None:
     name = f"settings[{key!r}]"
     if not checks.is_list(values):
         raise TypeError(

@@ -27,7 +27,7 @@ from fnloop._display.frames import short_traceback
 from fnloop._extensions.middleware.compiled import compiled
 from fnloop._extensions.middleware.precision import amp, channels_last
 from fnloop._extensions.stacks.states import check_one_model
-from fnloop._loop.beginning import fused_hint
+from fnloop._extensions.tools.hints import fused_hint
 from fnloop._loop.evaluate import open_loader
 from fnloop._loop.fit import fit
 from fnloop._step.pipeline import PipelineStep, pipeline

@@ -8,7 +8,7 @@ import torch
 
 import fnloop as fl
 from fnloop._core.runs import Append, Boundary, Call, Collect, End, Flush, Meet, Start, Update
-from fnloop._core.state import COUNTERS
+from fnloop._core.state import TrainState
 from fnloop._extensions.checkpoints.counters import Cursor, decode_todo, encode_todo, todo_of_before
 from fnloop.extend import Stop
 from fnloop.testing import assert_same, toy, toy_loss
@@ -32,12 +32,12 @@ def test_it_says_where_a_run_is():
 def test_it_comes_back_from_a_checkpoint_as_it_was(tmp_path):
     state = go(4)
     found = Cursor.of(fl.restore(fl.save(state, tmp_path / "a"), toy()))
-    for name in (*COUNTERS, "position"):
+    for name in (*TrainState.COUNTERS, "position"):
         assert getattr(found, name) == getattr(Cursor.of(state), name), name
     assert repr(found.generators.to_parts()) == repr(state.generators.to_parts())
 
 
-@pytest.mark.parametrize("name", COUNTERS)
+@pytest.mark.parametrize("name", TrainState.COUNTERS)
 def test_states_that_differ_in_a_counter_are_not_the_same(name):
     other = {"": 1} if name == "updates" else 7
     with pytest.raises(AssertionError, match=f"^{name}: "):

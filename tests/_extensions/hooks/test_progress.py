@@ -187,13 +187,14 @@ def test_each_loader_is_expected_at_its_own_pace(clock):
 
 def test_the_first_evaluation_is_expected_again_while_it_runs(clock):
     run = Timed(clock).update(100, 100.0)
-    position = run.look()
-    assert position.left == 900.0
+    assert run.look().left == 900.0
     run.end_epoch().pace.begin_evaluation("valid")
+    clock.now += 5.0
     # 5 seconds have passed and 15 are left, and then there are nine more of 20 seconds.
-    left = run.pace.left_in_evaluation(run.state, "valid", position, 0.0, 5.0, 15.0)
+    left = run.pace.look_at_evaluation(run.state, "valid", 1, 4).left
     assert left == 900.0 + 15.0 + 9 * 20.0
-    assert run.pace.left_in_evaluation(run.state, "valid", position, 0.0, 5.0, None) is None
+    assert run.pace.look_at_evaluation(run.state, "valid", 1, None).left is None
+    clock.now -= 5.0
     assert run.evaluate(20.0).look().left == 900.0 + 9 * 20.0
 
 

@@ -16,7 +16,7 @@ from toy_runs import fit
 
 import fnloop as fl
 from fnloop._backend.processes import Backend
-from fnloop.extend import disk
+from fnloop._extensions.checkpoints import disk
 from fnloop.testing import toy, toy_loss
 
 WRITERS = {"csv": fl.to_csv, "jsonl": fl.to_jsonl}

@@ -12,7 +12,7 @@ from toy_runs import ONE, fitted, of, xs
 
 import fnloop as fl
 from fnloop._extensions.graphs.capture import read_from_tensors
-from fnloop._loop import beginning
+from fnloop._extensions.tools import hints
 from fnloop.testing import assert_same, small, stochastic, toy, toy_loss
 
 
@@ -194,10 +194,10 @@ def test_a_learning_rate_set_by_hand_is_not_taken_for_that_of_the_schedule():
 def test_a_run_that_compiles_its_updates_is_not_told_of_fused_optimizers(caplog, monkeypatch):
     problem = attrs.evolve(small(), optimizer=lambda p: torch.optim.AdamW(p, lr=0.123))
     step = fl.pipeline(fl.compiled(update=True, backend="eager"))(problem.loss_fn)
-    monkeypatch.setattr(beginning, "LEAST_SAVED", 0.0)
-    beginning.suggest_fused(step.pipeline.middleware, problem.state(), 1e-6, 1)
+    monkeypatch.setattr(hints, "LEAST_SAVED", 0.0)
+    hints.suggest_fused(step.pipeline.middleware, problem.state(), 1e-6, 1)
     assert not caplog.messages
-    beginning.suggest_fused((), problem.state(), 1e-6, 1)
+    hints.suggest_fused((), problem.state(), 1e-6, 1)
     assert "fused=True" in caplog.text
 
 

@@ -7,7 +7,7 @@ import torch
 
 import fnloop as fl
 from fnloop import from_torchmetrics
-from fnloop._core.metrics import update_
+from fnloop._core.metrics import Metrics
 from fnloop.testing import toy, toy_loss
 
 ONE, TWO, FOUR = (torch.tensor([value]) for value in (1.0, 2.0, 4.0))
@@ -44,9 +44,9 @@ def test_f1_over_uneven_batches_is_f1_over_everything_at_once(seen):
     ):
         assert whole.compute() == 0.75
     assert [part.compute() for part in parts] == alone  # none was changed
-    running = update_(update_({}, {"m": a}), {"m": b})
+    running = Metrics().update_({"m": a}).update_({"m": b})
     assert running["m"].compute() == 0.5  # 1 true positive, 1 false positive, 1 false negative
-    assert update_(running, {"m": c})["m"].compute() == 0.75
+    assert Metrics(running).update_({"m": c})["m"].compute() == 0.75
 
 
 def test_the_template_is_never_updated_and_its_earlier_updates_do_not_count():
@@ -55,7 +55,7 @@ def test_the_template_is_never_updated_and_its_earlier_updates_do_not_count():
     a, b, c = f1_parts(template)
     running = {}
     for part in (a, b, c):
-        running = update_(running, {"f1": part})
+        running = Metrics(running).update_({"f1": part})
     assert running["f1"].compute() == 0.75
     a.to_accumulator().combine(b.to_accumulator()).compute()
     assert (template.update_count, template.tp.sum(), template.fp.sum()) == (1, 0, 3)

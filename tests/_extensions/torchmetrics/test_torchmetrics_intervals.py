@@ -16,7 +16,7 @@ from test_torchmetrics_collections import (
 )
 
 import fnloop as fl
-from fnloop._core.metrics import RECENT, update_, update_both_, without_recent
+from fnloop._core.metrics import RECENT, Metrics
 from fnloop._core.saved import Pending
 
 # of AUROC, in batches without one of the classes
@@ -123,14 +123,14 @@ def test_a_copy_continues_by_itself():
     metric, data = function("a collection"), batches(6)
     *_, running = both(metric, data[:4], 3)
     kept, before = copy.deepcopy(running), bits(running)
-    running = update_both_(without_recent(running), {"m": metric({}, data[4])})
+    running = Metrics(running).without_recent().update_({"m": metric({}, data[4])}, recent=True)
     assert bits(kept) == before
-    kept = update_both_(without_recent(kept), {"m": metric({}, data[4])})
+    kept = Metrics(kept).without_recent().update_({"m": metric({}, data[4])}, recent=True)
     assert bits(kept) == bits(running)
 
 
 def test_the_epoch_continues_without_records():
     metric, data = function("a collection"), batches(5)
     *_, running = both(metric, data[:4], 3)
-    running = update_(without_recent(running), {"m": metric({}, data[4])})
-    assert bits(running) == bits(update_({}, {"m": alone(metric, data, 5)["m"]}))
+    running = Metrics(running).without_recent().update_({"m": metric({}, data[4])})
+    assert bits(running) == bits(Metrics().update_({"m": alone(metric, data, 5)["m"]}))

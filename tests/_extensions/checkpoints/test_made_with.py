@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import fnloop as fl
-from fnloop._core import code
 from fnloop._core.types import Call
+from fnloop._extensions.checkpoints.made_with import hash_of
 from fnloop._extensions.engines.consensus import comparable
 from fnloop.testing import toy, toy_loss
 
@@ -61,14 +61,14 @@ def test_the_step_the_functions_the_device_and_the_hooks_are_kept(tmp_path):
     assert (found["hooks"], found["hook_slots"]) == (["nothing"], [])
     names = ["Net.__init__", "Net.forward", "half", "helper", "loss_fn", "own"]
     assert [*found["functions"]] == names
-    assert found["functions"]["helper"] == code.hash_of(helper)
+    assert found["functions"]["helper"] == hash_of(helper)
 
 
 def test_nothing_is_looked_at_where_no_checkpoint_is_saved(monkeypatch):
     def refuse(function):
         raise AssertionError
 
-    monkeypatch.setattr("fnloop._loop.made_with.hash_of", refuse)
+    monkeypatch.setattr("fnloop._extensions.checkpoints.made_with.hash_of", refuse)
     fl.fit(fl.pipeline()(lambda model, batch: toy_loss(model, batch)), toy(), [ONE], hooks=())
 
 
@@ -80,7 +80,7 @@ def test_nothing_is_looked_at_where_no_checkpoint_is_saved(monkeypatch):
     ("lambda x: x in {0, 'a', 'b'}", "lambda x: x in {0, 'b', 'a'}", True),
 ])  # fmt: skip
 def test_a_function_without_a_source_is_known_by_its_code(a, b, same):
-    assert (code.hash_of(eval(a)) == code.hash_of(eval(b))) is same
+    assert (hash_of(eval(a)) == hash_of(eval(b))) is same
 
 
 def test_a_setting_is_compared_by_what_is_the_same_in_every_process():

@@ -20,22 +20,6 @@ try:
 except ImportError:  # Windows has none: what a killed process leaves behind stays there
     fcntl = None
 
-__all__ = [
-    "checksum_of_file",
-    "exists",
-    "flush",
-    "flushed_file",
-    "is_folder",
-    "lock_file",
-    "make_folder",
-    "map_with_help",
-    "remove_parts",
-    "replace_file",
-    "size_of_file",
-    "status",
-    "try_lock",
-]
-
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 

@@ -2,19 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import inspect
 import platform
 import re
+import sys
+import sysconfig
 from collections.abc import Iterator, Sequence
-from types import FunctionType
+from pathlib import Path
+from types import CodeType, FunctionType
 
 import torch
 from torch import nn
 
-from fnloop._core.code import hash_of, is_of_library, is_users, walk
-from fnloop._core.state import without_wrappers
-from fnloop._core.types import EVALUATION, Middleware, name_of, wraps_of
+from fnloop._core.code import codes_of, is_of_library, walk
+from fnloop._core.types import EVALUATION
 from fnloop._hooks.hook import Hook, LiftedHook, every_layer, slots_of, unwrap_hook
 from fnloop._step.pipeline import PipelineStep
+from fnloop.extend import name_of
+
+PACKAGE = str(Path(__file__).parents[2])
+INSTALLED = tuple({sysconfig.get_paths()[key] for key in ("stdlib", "purelib", "platlib")})
+
+
+def is_users(module: str | None) -> bool:
+    """Return whether a module is neither installed nor a part of Python or of fnloop."""
+    if module in (None, "builtins"):
+        return False
+    file = getattr(sys.modules.get(module), "__file__", None)
+    if file is None:
+        return module == "__main__"
+    return not file.startswith((*INSTALLED, PACKAGE))
 
 
 def describe_making(
@@ -33,29 +52,6 @@ def describe_making(
         "hooks": [_without_addresses(name_of(unwrap_hook(hook))) for hook in changing],
         "hook_slots": sorted(slots_of(hooks)),
     }
-
-
-class Making:
-    """Returns what a run is made with, which is found out at the first call.
-
-    Args:
-        step: the step.
-        model: the model, maybe in wrappers.
-        device: where it is.
-        hooks: the hooks.
-    """
-
-    def __init__(
-        self, step: PipelineStep, model: nn.Module, device: torch.device, hooks: Sequence[Hook]
-    ) -> None:
-        self._given = step, model, device, hooks
-        self._found: dict[str, object] | None = None
-
-    def __call__(self) -> dict[str, object]:
-        if self._found is None:
-            step, model, device, hooks = self._given
-            self._found = describe_making(step, without_wrappers(model), device, hooks)
-        return self._found
 
 
 def _without_addresses(text: str) -> str:
@@ -84,19 +80,14 @@ def device_name(device: torch.device | str) -> str:
 # --- the functions
 
 
-def members_of(step: PipelineStep) -> list[Middleware]:
-    """Return all middleware of a step, those of its turns too."""
-    return [member for one in (step, *step.turns.values()) for member in one.pipeline.middleware]
-
-
 def _given(step: PipelineStep) -> Iterator[object]:
     """Yield what a step was given: its functions, and the settings of its middleware."""
     for one in (step, *step.turns.values()):
         yield from one.functions
-    for member in members_of(step):
+    for member in step.members:
         call = member.call
         if call is None:  # not made by a factory
-            yield from (wrap for ring, wrap in wraps_of(member).items() if ring != EVALUATION)
+            yield from (wrap for ring, wrap in member.wraps.items() if ring != EVALUATION)
         else:
             yield from (call.factory, *call.args, *call.kwargs.values())
 
@@ -113,3 +104,30 @@ def _hashes(step: PipelineStep, model: nn.Module) -> dict[str, str]:
         if isinstance(value, FunctionType) and enters(value) and not is_of_library(value):
             found.setdefault(value.__qualname__, []).append(hash_of(value))
     return {name: "+".join(sorted(hashes)) for name, hashes in sorted(found.items())}
+
+
+def hash_of(function: FunctionType) -> str:
+    """Return a hash of the source of a function; where there is none, of its code.
+
+    Example:
+        >>> one, other, same = eval("lambda x: x"), eval("lambda x: -x"), eval("lambda x: x")
+        >>> hash_of(one) == hash_of(same), hash_of(one) == hash_of(other)
+        (True, False)
+    """
+    text = ""
+    # Under the name of what eval makes, Python 3.13 finds the text of `python -c` instead.
+    if function.__code__.co_filename != "<string>":
+        # Not if it was typed into a console, or the file was edited and cannot be parsed there
+        with contextlib.suppress(Exception):
+            text = inspect.getsource(function)
+    text = text or "".join(map(_code_text, codes_of(function.__code__)))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _code_text(code: CodeType) -> str:
+    constants = [  # a set has another order in each process
+        sorted(map(repr, constant)) if isinstance(constant, frozenset) else constant
+        for constant in code.co_consts
+        if not isinstance(constant, CodeType)
+    ]
+    return repr((code.co_code, constants, code.co_names))

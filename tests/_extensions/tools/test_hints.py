@@ -9,9 +9,15 @@ from sample_steps import in_turns
 from torch.utils.data import DataLoader
 
 import fnloop as fl
-from fnloop._data.loaders import Loaders
-from fnloop._loop import beginning
-from fnloop._loop.beginning import fused_hint, loader_hints, precision_hint, suggest_fused
+from fnloop._backend import torch_compat
+from fnloop._extensions.tools import hints
+from fnloop._extensions.tools.hints import (
+    fused_hint,
+    loader_hints,
+    precision_hint,
+    suggest_fused,
+)
+from fnloop._loop.beginning import tell_untrained
 from fnloop.data import leave_out
 from fnloop.testing import toy, toy_loss
 
@@ -87,31 +93,31 @@ def test_a_length_that_is_right_needs_no_hint(target, caplog):
     assert "(Lying) had 8 batches when epoch 1 began, and has 4 batches now" in line
 
 
-def hints(device=CPU, **settings):
+def hints_of(device=CPU, **settings):
     return [*loader_hints("train", DataLoader([1.0], **settings), device)]
 
 
 def test_workers_of_several_processes_are_counted_together(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {*range(8)})
-    assert not hints(num_workers=2)
+    assert not hints_of(num_workers=2)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert not hints(num_workers=2)
-    (line,) = hints(num_workers=3)
+    assert not hints_of(num_workers=2)
+    (line,) = hints_of(num_workers=3)
     assert "3 workers in each of 4 processes" in line and "8 CPUs: num_workers=2" in line
 
 
 @pytest.mark.parametrize("available", [False, True])
 def test_pinned_memory_without_a_use_is_named_unless_torch_does(available, monkeypatch):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: available)
-    assert "pin_memory=True of the train loader is of no use" in hints(pin_memory=True)[0]
-    assert len(hints(pin_memory=True, num_workers=1)) == available
-    assert not hints(CUDA, pin_memory=True) and not hints()
+    assert "pin_memory=True of the train loader is of no use" in hints_of(pin_memory=True)[0]
+    assert len(hints_of(pin_memory=True, num_workers=1)) == available
+    assert not hints_of(CUDA, pin_memory=True) and not hints_of()
 
 
 def test_hints_about_loaders_come_once(caplog):
-    loaders = Loaders([1], {"held out": fl.sharded(DataLoader([1.0], pin_memory=True))})
+    loaders = {"train": [1], "held out": fl.sharded(DataLoader([1.0], pin_memory=True))}
     for _ in range(2):
-        beginning.suggest_loaders(loaders, CPU)
+        hints.suggest_loaders(loaders, CPU)
     (line,) = caplog.messages
     assert "the held out loader" in line
 
@@ -137,7 +143,7 @@ def test_only_the_main_process_is_told(caplog, main):
     backend = types.SimpleNamespace(main=main, device=CPU, precision=None)
     state, _ = layer(of=lambda model: [model[0].weight])
     caplog.clear()
-    beginning.suggest(Loaders([torch.ones(1)], {}), attrs.evolve(state, backend=backend))
+    tell_untrained(attrs.evolve(state, backend=backend))
     assert ("in no optimizer: 0.bias" in caplog.text) is main
 
 
@@ -171,7 +177,7 @@ def test_a_run_tells_its_time_and_its_updates_and_a_toy_is_told_nothing(monkeypa
     state, step = layer(optimizer=optim.AdamW)
     given = []
     told = lambda *args: given.append(args[2:]) or suggest_fused(*args)
-    monkeypatch.setattr("fnloop._loop.run.suggest_fused", told)
+    monkeypatch.setattr(hints, "suggest_fused", told)
     fl.fit(step, state, [torch.ones(1, 1)] * 3, epochs=2, hooks=())
     assert [updates for _, updates in given] == [3, 6]
     assert 0 < given[0][0] < given[1][0]
@@ -199,14 +205,14 @@ def test_a_precision_that_a_cpu_emulates_is_named(precision, has, told):
 
 @pytest.mark.parametrize(("precision", "lines"), [("bf16", 1), (None, 0)])
 def test_a_run_on_a_cpu_that_emulates_bf16_says_so_once(precision, lines, monkeypatch, caplog):
-    monkeypatch.setattr("fnloop._loop.beginning.cpu_capabilities", lambda: {"avx2": True})
+    monkeypatch.setattr(torch_compat, "cpu_capabilities", lambda: {"avx2": True})
     for _ in range(2):
         fl.fit(fl.pipeline(fl.amp(precision))(toy_loss), toy(), [torch.ones(1)], hooks=())
     assert len(caplog.messages) == lines and all("bf16" in line for line in caplog.messages)
 
 
 def test_turns_with_different_precisions_are_named_together(monkeypatch, caplog):
-    monkeypatch.setattr("fnloop._loop.beginning.cpu_capabilities", lambda: {"avx2": True})
+    monkeypatch.setattr(torch_compat, "cpu_capabilities", lambda: {"avx2": True})
     _, state = in_turns()
     turns = {
         n: fl.pipeline(fl.amp(p))(lambda model, batch, n=n: toy_loss(model[n], batch))
