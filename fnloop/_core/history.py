@@ -427,10 +427,10 @@ class Phase:
     @staticmethod
     def running(phases: Sequence[Phase]) -> Phase:
         """Return the phase that has begun and not ended; the whole run, without a name, if none."""
-        return phases[-1] if phases and not phases[-1].done else _NO_PHASE
+        return phases[-1] if phases and not phases[-1].done else WHOLE_RUN
 
 
-_NO_PHASE = Phase("", 0, 0, 0)
+WHOLE_RUN = Phase("", 0, 0, 0)
 
 
 # --------------------------------------------------------------------------------------------------

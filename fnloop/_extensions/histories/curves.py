@@ -22,11 +22,7 @@ from fnloop._extensions.histories.table import (
     stacked_in,
     without_intervals,
 )
-from fnloop.extend import (
-    Monitored,
-    checks,
-    reprs,
-)
+from fnloop.extend import Monitored, checks, reprs
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

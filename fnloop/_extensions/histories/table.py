@@ -9,11 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import attrs
 
 from fnloop._core.records import Record
-from fnloop.extend import (
-    better,
-    reprs,
-    tables,
-)
+from fnloop.extend import better, reprs, tables
 
 # --------------------------------------------------------------------------------------------------
 # Records as rows: which are shown, what is marked in them, and whose they are.

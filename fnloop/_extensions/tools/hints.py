@@ -13,11 +13,7 @@ from fnloop._backend import torch_compat
 from fnloop._core.state import TrainState
 from fnloop._core.types import Middleware
 from fnloop._data.loaders import even, sharded
-from fnloop.extend import (
-    optimizers,
-    reprs,
-    warn_once,
-)
+from fnloop.extend import optimizers, reprs, warn_once
 
 
 def suggest(loaders: Mapping[str, object], state: TrainState) -> None:
