@@ -32,14 +32,15 @@ of the book.
 - **Steps**: `PipelineStep`, `report`, `MissingNumberError`, `then`, `with_slot`, `set_aside`,
   `Backward`, `WeightedSum`, `host`
 - **What is saved, and what readers see**: `Part`, `Saving`, `Restoring`, `View`, `view`
-- **Processes**: `Backend`, `Engine`, `LocalEngine`, `GradientSum`, `engine_of`, `refuse`,
-  `on_main_process`, `collectives`
+- **Processes**: `Backend`, `Engine`, `LocalEngine`, `WindowPass`, `GradientSum`, `engine_of`,
+  `refuse`, `on_main_process`, `collectives`
 - **Metrics**: `Metrics`, `Running`
 - **Random numbers**: `isolated`, `fold_in`
 - **Hooks, moments and the end of a run**: `BuiltIn`, `Wrapper`, `Moment`, `Clock`, `Stop`
 - **Records**: `Fold`, `Monitored`, `better`, `mode_of`
 - **Arguments and messages**: `check_not_stale`, `checks`, `reprs`, `tables`, `name_of`, `Call`,
   `warn_once`, `short_traceback`
+- **Loaders**: `Reader`, `Pass`, `Source`
 - **Nested batches, files, and torch**: `containers`, `disk`, `torch_compat`
 - **Types**: `Batch`, `Metric`, `Wrap`
 """
@@ -77,12 +78,23 @@ from fnloop._core.state import (
 )
 from fnloop._core.types import Batch, Call, Metric, View, Wrap, name_of
 from fnloop._core.view import view
+from fnloop._data.position import Pass
+from fnloop._data.reader import Reader
+from fnloop._data.source import Source
 from fnloop._display import checks, reprs
 from fnloop._display.frames import short_traceback
 from fnloop._display.screen import warn_once
 from fnloop._extensions import tables
 from fnloop._hooks.hook import BuiltIn, Clock, Moment, Wrapper
-from fnloop._step.engine import Backward, Engine, GradientSum, LocalEngine, engine_of, refuse
+from fnloop._step.engine import (
+    Backward,
+    Engine,
+    GradientSum,
+    LocalEngine,
+    WindowPass,
+    engine_of,
+    refuse,
+)
 from fnloop._step.gradients import WeightedSum, norm, set_aside
 from fnloop._step.pipeline import PipelineStep
 from fnloop._step.reported import MissingNumberError, report
@@ -108,14 +120,18 @@ __all__ = [
     "Monitored",
     "Ownership",
     "Part",
+    "Pass",
     "PipelineStep",
+    "Reader",
     "Restoring",
     "Running",
     "Saving",
     "Setting",
+    "Source",
     "Stop",
     "View",
     "WeightedSum",
+    "WindowPass",
     "Wrap",
     "Wrapper",
     "all_parameters",

@@ -60,8 +60,9 @@ EXTENSIONS = {
     "debug": {"modules": "debug.*", "tests": "debug"},
     "distributed": {
         "modules": "engines.accelerated engines.alike engines.apart engines.consensus "
-        "engines.distributed engines.exchanges engines.join engines.launch engines.meshes "
-        "engines.one_message engines.shares engines.slurm engines.torch_compat engines.wrappers",
+        "engines.distributed engines.exchanges engines.glimpses engines.join engines.launch "
+        "engines.meshes engines.one_message engines.shares engines.slurm engines.torch_compat "
+        "engines.wrappers",
         "tests": "processes engines/test_engine engines/test_rendezvous engines/test_round_robin "
         "engines/test_slurm engines/test_undocumented engines/test_watchdog",
     },

@@ -69,7 +69,7 @@ from fnloop._core.state import (
 from fnloop._core.types import END, EPOCH, RECORD, START, Batch, Metric, Output, name_of
 from fnloop._core.view import hand_over
 from fnloop._data.loaders import NONE_LEFT
-from fnloop._data.source import Source, windows
+from fnloop._data.source import Source
 from fnloop._extensions import extensions
 from fnloop._hooks.hook import (
     BuiltIn,
@@ -416,7 +416,7 @@ class World:
         source.begin(state.position, plan.prefetch * self.info.window, at)
         sizes = None if plan.step.window == 1 else self.info.windows.sizes(state.batch)
         late = plan.step.fetches_late
-        self.feed = windows(source, sizes, state.backend.device, *at, plan.prefetch, late)
+        self.feed = source.windows(sizes, state.backend.device, *at, plan.prefetch, late)
         self.fetch()
         if self.batch is NONE_LEFT and not state.batch:
             raise ValueError(explain_no_batches(state, source))

@@ -43,10 +43,31 @@ from fnloop._step.gradients import (
 Shares = Sequence[tuple[Sequence[str], Mapping[str, Metric]]]
 
 
-class Pass(Protocol):
+class WindowPass(Protocol):
     """Forward and backward of a window, whose batches may come in pieces.
 
-    In one process ``forward`` is the step inside itself.
+    The method ``start`` of an engine returns one. In one process ``forward`` is the step inside
+    itself.
+
+    Example:
+        >>> import fnloop as fl, torch
+        >>> from fnloop.testing import toy, toy_loss
+        >>> def watched(backward):
+        ...     def step(state, batch):
+        ...         making, pieces = engine_of(state).start(backward, state, [batch], 1)
+        ...         for piece in pieces:
+        ...             state, out = making.forward(state, piece)
+        ...             print(out.loss.item())
+        ...             making.add(state, out)
+        ...         return state, making.finish(state)
+        ...     return step
+        >>> state = toy(w=1.0)
+        >>> step = fl.pipeline(fl.Middleware("watched", gradient=watched))(toy_loss)
+        >>> state, out = step(state, torch.tensor([1.0, 3.0]))
+        1.0
+        3.0
+        >>> out.loss.item()
+        2.0
     """
 
     @property
@@ -163,7 +184,7 @@ class Engine:
         *,
         alone: bool = False,
         guarded: bool = False,
-    ) -> tuple[Pass, Iterable[Batch]]:
+    ) -> tuple[WindowPass, Iterable[Batch]]:
         """Start forward and backward of a window: ``.grad`` gets the gradient of its mean.
 
         There is none in ``.grad`` before.

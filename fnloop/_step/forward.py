@@ -18,7 +18,6 @@ from fnloop._core.metrics import (
 from fnloop._core.several import Several
 from fnloop._core.state import TrainState
 from fnloop._core.types import Aux, Batch, LossFn, Metric, Output, Skip, Step
-from fnloop._data.source import Source
 from fnloop._display.checks import describe
 from fnloop._display.reprs import shorten
 
@@ -202,10 +201,6 @@ class EvaluationPass(Protocol):
         """Call ``fn(subject, batch)``. Return its result in a list, which is empty for padding."""
         ...
 
-    def finish(self, source: Source, /) -> None:
-        """Raise if the processes have read the data in different orders."""
-        ...
-
     def add(self, out: Output, /) -> None:
         """Combine the loss and the metrics of a batch with those before it."""
         ...
@@ -237,8 +232,6 @@ class LocalEvaluation:
     ) -> list[Result]:
         __tracebackhide__ = True
         return [fn(subject, batch)]
-
-    def finish(self, source: Source) -> None: ...
 
     def add(self, out: Output) -> None:
         """Combine those of one more batch, unless it has no item."""

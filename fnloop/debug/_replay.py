@@ -23,9 +23,6 @@ from fnloop._core.records import Record
 from fnloop._core.state import TrainState, snapshot, unwrap
 from fnloop._core.types import Middleware, Output, Step, middleware
 from fnloop._core.view import take_back
-from fnloop._data.loaders import read_loaders
-from fnloop._data.position import checksum
-from fnloop._data.source import unmoved
 from fnloop._extensions.checkpoints.counters import Targets
 from fnloop._extensions.checkpoints.format import CheckpointError, Contents
 from fnloop._extensions.checkpoints.restore import restore
@@ -51,6 +48,7 @@ from fnloop.extend import (
     Metrics,
     Moment,
     PipelineStep,
+    Reader,
     Stop,
     check_not_stale,
     checks,
@@ -145,7 +143,7 @@ def replay(
         epochs = checks.integer("replay", "epochs", epochs, meaning, least=0)
     if steps is not None:
         steps = checks.integer("replay", "steps", steps, meaning, least=0)
-    read_loaders(loaders)  # checks them
+    Reader.each(loaders)  # checks them
     # The main process decides, because the others may see other checkpoints.
     origin = on_main_process(lambda: find_origin(where, update), "fnloop.debug.replay")
     given = None if epochs is None and steps is None else Targets(epochs, steps)
@@ -341,7 +339,7 @@ def continue_from(
     plan = follow.with_records(_plan(origin, step, state, loaders, targets, follow))
     if not plan.resumed(state).todo:
         return state
-    with rng.reserved_generators(), unmoved(loaders):
+    with rng.reserved_generators(), Reader.unmoved(loaders):
         reached = train(plan, state)
     take_back(reached)  # the end of a run has put the average into the model
     return follow.restore(reached)
@@ -521,7 +519,7 @@ class _Another(_Follow):
 
 def _indices(loaders: object, state: TrainState, batches: int) -> tuple[object, ...]:
     """Return the indices of the samples of the batches that follow a state."""
-    source = open_loader(read_loaders(loaders).train, state)
+    source = open_loader(Reader.each(loaders)["train"], state)
     with isolated(state.backend.device):
         found = source.indices(state.epoch, state.batch, state.samples)
         known: Sequence[object] = [*itertools.islice(found, batches)]
@@ -657,7 +655,7 @@ def bisect(
     steps, each_loaders = pair_of(step, PipelineStep), pair_of(loaders, Mapping)
     for one, given in zip(steps, each_loaders, strict=True):
         PipelineStep.checked(one, "bisect", "a, b, ")
-        read_loaders(given)  # checks them
+        Reader.each(given)  # checks them
     check_not_stale(state, "bisect")
     if state.backend.world_size > 1:
         raise NotImplementedError(
@@ -788,7 +786,7 @@ class _Mark(NamedTuple):
 def _mark(state: TrainState) -> _Mark:
     contents = collect_contents(state, parts=_PARTS)
     facts = [contents.facts.get(part) for part in ("model", "optimizer", "slots", "batch", "epoch")]
-    return _Mark(state.step, checksum([facts, *map(dict, contents.groups.values())]))
+    return _Mark(state.step, containers.checksum([facts, *map(dict, contents.groups.values())]))
 
 
 def _explain_not_made(reached: Sequence[TrainState], ends: tuple[Saved, Saved]) -> Bisection:

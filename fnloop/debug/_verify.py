@@ -15,7 +15,6 @@ import attrs
 
 from fnloop._core.state import TrainState, snapshot, unwrap
 from fnloop._core.types import Step
-from fnloop._data.loaders import read_loaders
 from fnloop._extensions.checkpoints.format import CheckpointError, Contents
 from fnloop._extensions.checkpoints.made_with import describe_making
 from fnloop._extensions.checkpoints.place import Place, place_at
@@ -26,6 +25,7 @@ from fnloop.debug._diff import Difference, Finding, compare_contents, compare_hi
 from fnloop.debug._replay import Origin, Pair, begun_before, continue_from, restored_from
 from fnloop.extend import (
     PipelineStep,
+    Reader,
     check_not_stale,
     checks,
     collectives,
@@ -130,7 +130,7 @@ def verify(
     if spans is not None and spans != "changed":
         meaning = 'pairs of checkpoints, or None for all, or "changed"'
         spans = checks.integer("verify", "spans", spans, meaning, least=0)
-    read_loaders(loaders)  # checks them
+    Reader.each(loaders)  # checks them
     with place.reading():
         looked = on_main_process(lambda: _look(place, step, state, spans), WHAT)
         again = _Again(step, state, loaders)

@@ -15,9 +15,6 @@ from fnloop._core.history import History
 from fnloop._core.records import Record
 from fnloop._core.state import TrainState, snapshot, unwrap
 from fnloop._core.types import Middleware, Output, Step, middleware
-from fnloop._data.loaders import read_loaders
-from fnloop._data.position import checksum
-from fnloop._data.source import Source
 from fnloop._extensions.checkpoints.counters import Targets, decode_targets
 from fnloop._extensions.checkpoints.format import CheckpointError, shares_in
 from fnloop._extensions.checkpoints.saved import Saved
@@ -44,6 +41,8 @@ from fnloop.debug._replay import (
 from fnloop.extend import (
     Batch,
     PipelineStep,
+    Reader,
+    Source,
     check_not_stale,
     checks,
     containers,
@@ -149,10 +148,10 @@ def without(
         raise NotImplementedError(
             "without works in one process: call it in a script that is started without torchrun"
         )
-    train = read_loaders(loaders).train
-    if isinstance(train, Iterator):
+    train = Reader.each(loaders)["train"]
+    for once in (leaf for leaf in train.leaves() if isinstance(leaf, Iterator)):
         raise ValueError(
-            f"without reads the training loader twice, and {checks.describe(train)} can be read "
+            f"without reads the training loader twice, and {checks.describe(once)} can be read "
             "once: give what makes it, such as a list, a DataLoader, or a function that returns it"
         )
     _check_steps(steps, changes)
@@ -618,7 +617,7 @@ class _Notes:
 
 
 def _mark(state: TrainState) -> int | None:
-    return checksum([_weights(state), dict(unwrap(state).named_buffers())])
+    return containers.checksum([_weights(state), dict(unwrap(state).named_buffers())])
 
 
 def _weights(state: TrainState) -> dict[str, Tensor]:

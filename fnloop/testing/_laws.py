@@ -22,7 +22,7 @@ from fnloop._backend.containers import SEQUENCES, flattened
 from fnloop._core.history import History
 from fnloop._core.state import TrainState, snapshot
 from fnloop._core.types import Batch, LossFn, Middleware, Output, Step
-from fnloop._data.source import open_source, windows
+from fnloop._data.source import Source
 from fnloop._display import checks
 from fnloop._display.frames import short_traceback
 from fnloop._hooks.hook import every, when
@@ -46,7 +46,7 @@ def _fit(pipe: Pipeline, problem: Problem, state: TrainState, **kwargs: Any) -> 
 
 
 def _window(step: PipelineStep, problem: Problem) -> int:
-    return open_source(list(problem.batches), 0, total=step.total).batches_in_update(step.window)
+    return Source.open(list(problem.batches), 0, total=step.total).batches_in_update(step.window)
 
 
 @short_traceback
@@ -293,7 +293,7 @@ def law_skipped_updates(pipe: Pipeline, problem: Problem) -> None:
 def _windows(step: PipelineStep, problem: Problem) -> list[Batch]:
     window = None if step.window == 1 else _window(step, problem)
     sizes = None if window is None else itertools.repeat(window)
-    return list(windows(open_source(list(problem.batches), 0), sizes, torch.device("cpu")))
+    return list(Source.open(list(problem.batches), 0).windows(sizes, torch.device("cpu")))
 
 
 def _skip_every_second(step: Step) -> Step:

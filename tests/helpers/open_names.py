@@ -25,7 +25,7 @@ OPEN = {
         "alike batch_size_of check_loader First Glimpse glimpse is_iterable NONE_LEFT Padding "
         "Place read_loaders SingleProcess unmarked Window"
     ),
-    "_data.position": "checksum Pass Positions",
+    "_data.position": "checksum Positions",
     "_data.reader": "Iterated Reader reader_of",
     "_data.source": "first_batches LateWindow open_source Source unmoved",
     "_hooks.hook": "every_layer HookFn LiftedHook slots_of unwrap_hook",

@@ -19,9 +19,7 @@ from fnloop._core.history import History
 from fnloop._core.several import models_of
 from fnloop._core.state import TrainState, snapshot, without_metrics
 from fnloop._core.types import Middleware, Output, Step
-from fnloop._data.held import own_copy
-from fnloop._data.loaders import Padding, batch_size_of, check_loader, sharded, unmarked
-from fnloop._data.source import first_batches, open_source, unmoved
+from fnloop._data.loaders import sharded
 from fnloop._extensions import extensions
 from fnloop._extensions.checkpoints.compare import find_difference
 from fnloop._extensions.checkpoints.format import CheckpointError
@@ -43,11 +41,14 @@ from fnloop.extend import (
     MissingNumberError,
     Moment,
     PipelineStep,
+    Reader,
+    Source,
     Stop,
     Wrap,
     check_not_stale,
     checks,
     collectives,
+    containers,
     isolated,
     name_of,
     optimizers,
@@ -251,7 +252,7 @@ def _read(trial: Trial, step: PipelineStep) -> tuple[list[Finding], dict[str, Ba
         _, batch, _ = seen
         loader = sharded([batch])
         advance_copy(step, at_start_of_epoch(state), {name: loader}, 1, state.epoch + 2)
-        return note(name, seen, f"{batch_size_of(batch)} items, its leading dimension")
+        return note(name, seen, f"{containers.batch_size_of(batch)} items, its leading dimension")
 
     def note(name: str, seen: tuple[str, Batch, str], items: str) -> Batch:
         before, batch, after = seen
@@ -273,16 +274,15 @@ def _read_one(state: TrainState, name: str, loader: object) -> tuple[str, Batch,
 
     Nothing is exchanged with other processes: in one of them it may raise.
     """
-    own, _ = unmarked(loader)
-    own = own.loader if isinstance(own, sharded) else None
-    source = open_loader(loader, state) if own is None else open_source(own, state.seed)
+    reader = Reader.of(loader)
+    source = Source.open(reader, state.seed) if reader.shared else open_loader(loader, state)
     seconds: list[float] = []
     batches: list[Batch] = []
-    with isolated(state.backend.device), unmoved(loader):
+    with isolated(state.backend.device), Reader.unmoved(loader):
         began = time.perf_counter()
-        for batch in first_batches(source, state.backend.device, 2):
+        for batch in source.first_batches(state.backend.device, 2):
             seconds.append(time.perf_counter() - began)
-            batches.append(own_copy(batch))
+            batches.append(containers.own_copy(batch))
             began = time.perf_counter()
     if not batches:
         raise ValueError(f"the {name} loader gave no batch.{why_empty(source)}")
@@ -290,8 +290,7 @@ def _read_one(state: TrainState, name: str, loader: object) -> tuple[str, Batch,
     length = "unknown length"
     if source.length is not None:
         length = f"{source.length:,} batch{'es' * (source.length != 1)}"
-    first = batches[0].batch if isinstance(batches[0], Padding) else batches[0]
-    return f"{length}; {_shapes(first)}", first, took
+    return f"{length}; {_shapes(batches[0])}", batches[0], took
 
 
 def _in_words(error: Exception) -> str:
@@ -314,12 +313,12 @@ def _items(step: PipelineStep, state: TrainState, batch: Batch) -> str:
         out = step.evaluate(state, batch)
     except ValueError as error:
         if "cannot evaluate a loader" in str(error):  # of raw
-            return f"{batch_size_of(batch)} items, its leading dimension"
+            return f"{containers.batch_size_of(batch)} items, its leading dimension"
         raise
     weight, by = float(out.weight), ""
     if isinstance(out.aux, Mapping) and "weight" in out.aux:
         by = ', by aux["weight"]'
-    elif weight == batch_size_of(batch):
+    elif weight == containers.batch_size_of(batch):
         by = ", its leading dimension"
     return f"{reprs.format_number(weight)} items{by}"
 
@@ -465,7 +464,7 @@ def _train(
     innermost = [hook.innermost if isinstance(hook, Wrapper) else hook for hook in hooks]
     tried = [_safe(hook, folder / f"hook-{i}") for i, hook in enumerate(innermost)]
     called = [safe for safe, _ in tried if safe is not None]
-    with unmoved(loaders):
+    with Reader.unmoved(loaders):
         reached = train_trial(step, copied, loaders, epochs=copied.epoch + 1, hooks=(end, *called))
     updates = [
         Finding("update", str(i), f"{tables.format_milliseconds(after - before)}, with its batches")
@@ -516,7 +515,7 @@ def _resume(
 
     def advance(copied: TrainState, updates: int) -> TrainState:
         __tracebackhide__ = True
-        with unmoved(loaders):  # as in a new process
+        with Reader.unmoved(loaders):  # as in a new process
             return advance_copy(step, copied, loaders, updates, target)
 
     with contextlib.nullcontext() if compiles else watch:
@@ -683,11 +682,11 @@ def train_copy(
     With a target in ``epochs`` too, a run that leaves out all updates is not an error.
     """
     __tracebackhide__ = True
-    check_loader(loader, "training", alone=True)
+    Reader.of(loader, "training")
     copied = at_start_of_epoch(state)
     last = None if epochs is None else copied.epoch + epochs
     steps = copied.step + updates
-    with unmoved(loader):
+    with Reader.unmoved(loader):
         return train_trial(step, copied, {"train": loader}, epochs=last, steps=steps, hooks=hooks)
 
 
@@ -798,8 +797,8 @@ class Trial:
     def batches(self, n: int) -> list[Batch]:
         """Return copies of the first batches of training, on the device of the state."""
         source, device = open_loader(self.plan.loaders.train, self.state), self.state.backend.device
-        with unmoved(self.plan.loaders.train):
-            return [own_copy(batch) for batch in first_batches(source, device, n)]
+        with Reader.unmoved(self.plan.loaders.train):
+            return [containers.own_copy(batch) for batch in source.first_batches(device, n)]
 
     def advance(
         self,

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from fnloop._core.state import TrainState
 from fnloop._core.types import Middleware, Output, Step, middleware
-from fnloop._data.loaders import batch_size_of
 from fnloop._display.frames import short_traceback
 from fnloop._extensions import extensions
 from fnloop._extensions.stacks.states import check_one_model
@@ -486,7 +485,7 @@ class _Trial:
 
     def note(self, batches: Sequence[Batch]) -> None:
         """Note the sizes of the batches of an update."""
-        self.samples = max(self.samples, *map(batch_size_of, batches))
+        self.samples = max(self.samples, *map(containers.batch_size_of, batches))
 
 
 @middleware("step")

@@ -19,7 +19,6 @@ from fnloop._backend.collectives import broadcast
 from fnloop._core.history import History
 from fnloop._core.state import TrainState
 from fnloop._core.types import Middleware, Step
-from fnloop._data.source import unmoved
 from fnloop._extensions.checkpoints.restore import resume_at
 from fnloop._extensions.hooks.keep import checkpoint
 from fnloop._extensions.middleware.schedule import schedule
@@ -30,6 +29,7 @@ from fnloop._step.pipeline import pipeline
 from fnloop.extend import (
     BuiltIn,
     PipelineStep,
+    Reader,
     Stop,
     better,
     check_not_stale,
@@ -281,7 +281,7 @@ class _Training:
             hooks = _with(hooks, every(epochs=1)(checkpoint(self.folder / name, keep=1)))
         reached = run(step, state, self.loaders, epochs=self.epochs, hooks=hooks)
         states = cast("Generator[TrainState]", reached)
-        with unmoved(self.loaders), contextlib.closing(states):
+        with Reader.unmoved(self.loaders), contextlib.closing(states):
             for state in states:
                 if Stop.interrupts(state.stop):
                     why = f"was interrupted at step {state.step} ({state.stop})"
