@@ -15,7 +15,6 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch.utils.data import DistributedSampler
 
-from fnloop._data.loaders import 
 from fnloop._extensions.engines.exchanges import DIVERGED
 from fnloop._extensions.engines.glimpses import Glimpse, alike, checksum, glimpse, joined
 from fnloop.extend import Batch, Reader, Source, collectives, isolated

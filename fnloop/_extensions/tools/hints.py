@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from fnloop._backend import torch_compat
 from fnloop._core.state import TrainState
 from fnloop._core.types import Middleware
+from fnloop._data.loaders import even, sharded
 from fnloop.extend import optimizers, reprs, warn_once
 
 
