@@ -29,7 +29,7 @@ OPEN = {
     "_core.several": "models_of Reply Several",
     "_core.state": "counted_of without_metrics",
     "_core.trained": "add_group Groups Layout note_restored split_group",
-    "_core.types": "Aux EVALUATION Searching Skip",
+    "_core.types": "Aux Searching Skip",
     "_core.view": "as_evaluated begin_again changed_for is_apart take_back",
     "_data.held": "own_copy",
     "_data.iterable": "as_torch_reads_it is_keeper length_of steady_workers",

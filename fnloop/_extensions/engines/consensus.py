@@ -22,7 +22,7 @@ import torch
 from fnloop._core.state import (
     TrainState,
 )
-from fnloop._core.types import EVALUATION, Call, Middleware
+from fnloop._core.types import Call, Middleware
 from fnloop._extensions.engines.alike import check_alike_in, check_counters_alike, compared_of
 from fnloop._extensions.engines.exchanges import DIVERGED, explain_lost, here
 from fnloop._extensions.engines.shares import ORDER_MISMATCH
@@ -198,7 +198,7 @@ def _settings_of(member: Middleware) -> object | None:
     """
     if member.call is not None and member.call.factory.__module__.startswith("fnloop."):
         return comparable(member.call)
-    inside = {*member.wraps} - {"step", EVALUATION}
+    inside = {*member.wraps} - {"step", "evaluation"}
     return member.name if inside else None
 
 
