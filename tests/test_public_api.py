@@ -344,7 +344,6 @@ def test_few_values_have_the_type_any():
 # What equals the name of an extension and is something else.
 OTHER_MEANINGS = {
     "checkpoint": "the name of a thread",
-    "clip metric": "arguments of other trainers, for which fit says what to write",
     "closure": "the argument of an optimizer's step",
     "ema": "the name of an average, unless averaged is given another",
     "freeze": "the slot with the norm layers that stay in evaluation mode",

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar, overload
 
 import attrs
@@ -19,7 +18,7 @@ from fnloop._core.records import (
 )
 from fnloop._core.types import RECORD
 from fnloop._display import checks, reprs
-from fnloop._display.checks import describe, join_names, suggestion
+from fnloop._display.checks import describe, suggestion
 from fnloop._display.reprs import mode_by_name
 from fnloop._display.screen import warn_once
 from fnloop._extensions import extensions
@@ -478,87 +477,10 @@ class Watcher(Protocol):
     monitors: str | tuple[str, ...] | None
 
 
-def check_names(
-    watched: Iterable[tuple[str, str]], known: Sequence[str], given: Collection[str] = ()
-) -> None:
-    """Raise if a metric is watched of a loader that is never read.
-
-    Args:
-        watched: who watches which metric, without those that a hook reports.
-        known: what names of metrics may begin with: "train", the loaders that are evaluated, and
-            "recent" in a run with ``record_every``.
-        given: the loaders that the run was given, evaluated or not.
-
-    Raises:
-        KeyError: there is no such loader; the message lists the known ones and suggests the nearest
-            name.
-    """
-    for owner, key in watched:
-        loader, _, metric = key.partition("/")
-        if metric and loader in known:
-            continue
-        if metric and loader == "recent":
-            raise KeyError(
-                f"{owner}: this run does not make metrics such as {key!r}: pass "
-                "record_every=every(steps=...) to fit"
-            )
-        if metric and loader in given:
-            raise KeyError(
-                f"{owner}: this run never makes {key!r}, because evaluate_every says "
-                f"None for the loader {loader!r}: give it a moment, such as every(epochs=1)"
-            )
-        candidates = [f"{name}/{rest}" for name in known for rest in (metric or key, "loss")]
-        raise KeyError(
-            f"{owner}: there is no metric {key!r}: its first part is not the name of "
-            f"a loader that this run trains on or evaluates; those are: {', '.join(known)}"
-            f"{suggestion(key, candidates, 0.5)}"
-        )
-
-
 def keys_of(hook: Watcher) -> tuple[str, ...]:
     """Return the metrics that a hook watches."""
     found = hook.monitors
     return () if found is None else (found,) if isinstance(found, str) else tuple(found)
-
-
-def check_made(
-    owner: str,
-    key: str,
-    names: Collection[str],
-    of_models: Mapping[str, Sequence[str]] = MappingProxyType({}),
-) -> None:
-    """Raise unless training, or an evaluation, makes a metric, before there is any.
-
-    Args:
-        owner: what watches the metric, for messages.
-        key: the metric, "valid/accuracy".
-        names: the names of all metrics of training, or of its loader, or what they begin with: a
-            metric of several values has their names after its own.
-        of_models: of those that each model of a stack has, what they are called there.
-
-    Raises:
-        KeyError: it does not; the message says what does.
-    """
-    loader, _, metric = key.partition("/")
-    named = [name for each in dict.fromkeys(names) for name in of_models.get(each, (each,))]
-    if any(metric == name or metric.startswith(f"{name}/") for name in named):
-        return
-    if own := of_models.get(metric):
-        raise KeyError(
-            f"{owner}: there is no metric {key!r}, because this state is a stack, in which each "
-            f"model has its own: {join_names([f'{loader}/{name}' for name in own])}"
-        )
-    made = [f"{loader}/{name}" for name in named]
-    makes = "reports" if loader in Record.TRAINED else "evaluates"
-    alone = metric.partition("/")[2] if of_models else metric
-    advice = ""
-    if alone.isidentifier() and alone not in names:
-        advice = f". To add it, list metric({alone}=fn) in the pipeline, fn(aux, batch) -> scalar"
-    raise KeyError(
-        f"{owner}: there is no metric {key!r}: this pipeline {makes} "
-        f"{join_names(made, 6 if of_models else len(made))}{advice}"
-        f"{_suggestion(key, made)}"
-    )
 
 
 def check_loaders(owner: str, wanted: Iterable[str], loaders: Sequence[str]) -> None:
@@ -722,7 +644,7 @@ def check_monitored(owner: str, key: str, state: State) -> bool:
         return False
     loader = key.partition("/")[0]
     if any(name.startswith(f"{loader}/") for name in metrics) and key not in state.history:
-        hint = _suggestion(key, metrics)
+        hint = "".join(hint(key, metrics) for hint in extensions("hint at a metric"))
         if (
             loader not in Record.TRAINED
             and f"{loader}/loss" not in metrics
@@ -736,21 +658,6 @@ def check_monitored(owner: str, key: str, state: State) -> bool:
             f"{owner}: there is no metric {key!r}; there are: {', '.join(metrics)}{hint}"
         )
     return False
-
-
-def _suggestion(key: str, metrics: Collection[str]) -> str:
-    """Return the question for the nearest metric, or how to get this one if it is of an average."""
-    loader, name, rest = (*key.split("/", 2), "", "")[:3]
-    own = f"{loader}/"
-    alike = [each.removeprefix(own) for each in metrics if each.startswith(own)]
-    near = suggestion(key.removeprefix(own), alike, of=own)
-    beside = f"{loader}/{rest}"
-    if beside not in metrics or near not in ("", suggestion(key, [beside], 0)):
-        return near  # there is an average, and its name is misspelled
-    return (
-        f'. An average reports it beside "{beside}" if the pipeline has ema(name="{name}"), '
-        "evaluated beside the model"
-    )
 
 
 def _suggest_loader(key: str, names: Iterable[str]) -> str:

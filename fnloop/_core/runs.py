@@ -104,24 +104,6 @@ class Windows:
 _OF_ONE_BATCH = Windows.always(1)
 
 
-class Notices:
-    """Where parts of a run tell what happens in it, for hooks that write it down.
-
-    Attributes:
-        listeners: each is called with ``(state, event, facts)``.
-    """
-
-    __slots__ = ("listeners",)
-
-    def __init__(self) -> None:
-        self.listeners: list[Callable[[object, str, Mapping[str, object]], None]] = []
-
-    def tell(self, state: object, event: str, **facts: object) -> None:
-        """Tell of an event, with the state after it."""
-        for listener in self.listeners:
-            listener(state, event, facts)
-
-
 # --------------------------------------------------------------------------------------------------
 # What moves while a run lasts, and the facts about it.
 
@@ -176,14 +158,6 @@ class Stopwatch:
         self._ended = time.monotonic()
 
 
-def _unknown(epoch: int, batch: int) -> Position | None:
-    return None
-
-
-def _no_indices(epoch: int, batch: int, samples: int) -> Iterator[object]:
-    return iter(())
-
-
 def local_clock() -> float:
     """Return a time in seconds, of this process."""
     return time.monotonic()
@@ -201,15 +175,20 @@ class Live:
             the global generators.
         made_with: returns what the run is made with, as its checkpoints keep it.
         stopwatch: what the run has waited for.
-        notices: where parts of the run tell what happens in it.
+        listeners: each is called with ``(state, event, facts)`` when something happens in the run.
     """
 
     clock: Callable[[], float] = local_clock
-    position_at: Callable[[int, int], Position | None] = _unknown
-    indices_at: Callable[[int, int, int], Iterator[object]] = _no_indices
+    position_at: Callable[[int, int], Position | None] = lambda epoch, batch: None
+    indices_at: Callable[[int, int, int], Iterator[object]] = lambda *at: iter(())
     made_with: Callable[[], Mapping[str, object]] = dict
     stopwatch: Stopwatch = attrs.field(factory=Stopwatch)
-    notices: Notices = attrs.field(factory=Notices)
+    listeners: list[Callable[[object, str, Mapping[str, object]], None]] = attrs.field(factory=list)
+
+    def tell(self, state: object, event: str, **facts: object) -> None:
+        """Tell of an event, with the state after it."""
+        for listener in self.listeners:
+            listener(state, event, facts)
 
 
 LEFT_OUT = "ends"  # the slot with the number of updates left out because hooks ended epochs early

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import logging
 import math
 import operator
 import secrets
@@ -54,10 +55,11 @@ from fnloop._core.several import Several
 from fnloop._core.types import RECORD, UPDATE, Metric, Output
 from fnloop._display import checks, reprs
 from fnloop._display.checks import describe, flag, join_names
-from fnloop._display.screen import log
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+log = logging.getLogger("fnloop")
 
 # --------------------------------------------------------------------------------------------------
 # Which state owns a model and an optimizer, which every step updates in place.

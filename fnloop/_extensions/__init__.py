@@ -16,6 +16,12 @@ _ROWS: dict[str, dict[str, str]] = {
     "table of a history": {
         "._extensions.histories.table": "table",
     },
+    "metrics that are watched": {
+        "._extensions.histories.watched": "check_watched",
+    },
+    "hint at a metric": {
+        "._extensions.histories.watched": "hint",
+    },
     "figure of a history": {
         "._extensions.histories.curves": "plot_records",
     },

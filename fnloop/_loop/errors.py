@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 
 from fnloop._core.averages import check_not_averaged
@@ -16,10 +17,10 @@ from fnloop._core.state import (
 from fnloop._core.types import EPOCH, Searching, name_of
 from fnloop._data.source import Source
 from fnloop._display.checks import describe
-from fnloop._display.screen import log, tell
 from fnloop._hooks.hook import Hook, unwrap_hook
 from fnloop._step.pipeline import PipelineStep
 
+log = logging.getLogger("fnloop")
 TRAIN_LOSS = "train/loss"  # is in each record of an epoch in which an update was applied
 READ_ONCE = " An iterator can be read once: pass a list, or a function that makes one."
 
@@ -243,18 +244,6 @@ def explain_no_updates(state: TrainState, reason: str | None) -> str | None:
         f"step {state.step} and would never reach its target: look at the loss function and the "
         "guards that leave updates out, or give a target in epochs, fit(..., epochs=...)"
     )
-
-
-def inform_on_main(state: TrainState, message: str) -> None:
-    """Log an information, on the main process."""
-    if state.backend.main:
-        log.info(message)
-
-
-def tell_on_main(state: TrainState, message: str) -> None:
-    """Show what is not a warning and must be seen, on the main process."""
-    if state.backend.main:
-        tell(message)
 
 
 def warn_on_main(state: TrainState, message: str) -> None:

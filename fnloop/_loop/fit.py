@@ -31,34 +31,30 @@ T = TypeVar("T")
 
 # What others call it, and what to write here.
 _ELSEWHERE = {
-    **dict.fromkeys(("max_epochs", "num_epochs", "n_epochs", "nb_epoch"), "epochs=..."),
-    **dict.fromkeys(("max_steps", "num_steps", "total_steps", "iterations"), "steps=..."),
-    **dict.fromkeys(
-        ("loader", "train_loader", "train_dataloader", "train_dataloaders", "dataloader", "data"),
-        "fit(step, state, loaders)",
-    ),
-    **dict.fromkeys(
-        ("val_loader", "valid_loader", "val_dataloaders", "validation_data", "valid"),
-        "fit(step, state, (train, valid))",
-    ),
-    "callbacks": "hooks=(progress(), ...)",
-    "patience": 'hooks=(early_stop("valid/loss", patience=3), progress())',
-    **dict.fromkeys(("lr_scheduler", "scheduler"), "schedule(cosine()) in the pipeline"),
-    **dict.fromkeys(("clip", "gradient_clip_val", "max_grad_norm"), "clip(1.0) in the pipeline"),
-    **dict.fromkeys(
-        ("accumulate_grad_batches", "gradient_accumulation_steps"), "accumulate(4) in the pipeline"
-    ),
-    **dict.fromkeys(
-        ("precision", "mixed_precision", "fp16", "bf16"), 'amp("bf16") in the pipeline'
-    ),
-    **dict.fromkeys(("metrics", "metric"), "metric(accuracy=fn) in the pipeline"),
-    **dict.fromkeys(
-        ("model", "optimizer", "seed"), "state = TrainState.create(model, optimizer, seed=0)"
-    ),
-    **dict.fromkeys(("loss_fn", "criterion"), "step = pipeline()(loss_fn)"),
-    **dict.fromkeys(("ckpt_path", "resume_from_checkpoint"), "state = resume(folder, state)"),
-    **dict.fromkeys(("check_val_every_n_epoch", "eval_every"), "evaluate_every=every(epochs=2)"),
-    **dict.fromkeys(("log_every_n_steps", "logging_steps"), "record_every=every(steps=50)"),
+    name: write
+    for names, write in {
+        "max_epochs num_epochs n_epochs nb_epoch": "epochs=...",
+        "max_steps num_steps total_steps iterations": "steps=...",
+        "loader train_loader train_dataloader train_dataloaders dataloader data": (
+            "fit(step, state, loaders)"
+        ),
+        "val_loader valid_loader val_dataloaders validation_data valid": (
+            "fit(step, state, (train, valid))"
+        ),
+        "callbacks": "hooks=(progress(), ...)",
+        "patience": 'hooks=(early_stop("valid/loss", patience=3), progress())',
+        "lr_scheduler scheduler": "schedule(cosine()) in the pipeline",
+        "clip gradient_clip_val max_grad_norm": "clip(1.0) in the pipeline",
+        "accumulate_grad_batches gradient_accumulation_steps": "accumulate(4) in the pipeline",
+        "precision mixed_precision fp16 bf16": 'amp("bf16") in the pipeline',
+        "metrics metric": "metric(accuracy=fn) in the pipeline",
+        "model optimizer seed": "state = TrainState.create(model, optimizer, seed=0)",
+        "loss_fn criterion": "step = pipeline()(loss_fn)",
+        "ckpt_path resume_from_checkpoint": "state = resume(folder, state)",
+        "check_val_every_n_epoch eval_every": "evaluate_every=every(epochs=2)",
+        "log_every_n_steps logging_steps": "record_every=every(steps=50)",
+    }.items()
+    for name in names.split()
 }
 
 

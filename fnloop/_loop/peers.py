@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import signal
 import sys
 import threading
@@ -16,9 +17,10 @@ from fnloop._core.runs import INTERRUPTED, REQUEUED, TERMINATED, Stop, local_clo
 from fnloop._core.state import TrainState
 from fnloop._core.types import Middleware
 from fnloop._display.reprs import is_interactive
-from fnloop._display.screen import log
 from fnloop._extensions import extensions
 from fnloop._hooks.hook import Hook
+
+log = logging.getLogger("fnloop")
 
 # --------------------------------------------------------------------------------------------------
 # The other processes of a run, or their absence. Chosen once, when the run begins.
@@ -290,22 +292,9 @@ def handling(single_process: bool = True) -> Iterator[Interrupts]:
 # if it were complete. So it ends here. Started again, it continues the run that was interrupted.
 
 
-@attrs.frozen
-class _Interrupted:
-    """The run of this process that was interrupted last.
-
-    Args:
-        run: its ``run_id``, which its snapshots have, and what is restored of it.
-        step: the update after which it was interrupted.
-        stop: by what.
-    """
-
-    run: str
-    step: int
-    stop: str
-
-
-_interrupted: list[_Interrupted] = []  # at most one
+# The run of this process that was interrupted last, if any: its ``run_id``, which its snapshots and
+# what is restored of it have; the update after which it was interrupted; and by what.
+_interrupted: list[tuple[str, int, str]] = []
 
 
 def note_interruption(state: TrainState) -> None:
@@ -314,7 +303,7 @@ def note_interruption(state: TrainState) -> None:
     A hook that returns a reason of its own has ended a run for good.
     """
     if isinstance(state.stop, Stop) and Stop.interrupts(state.stop):
-        _interrupted[:] = [_Interrupted(state.run_id, state.step, state.stop)]
+        _interrupted[:] = [(state.run_id, state.step, state.stop)]
 
 
 def forget_interruption() -> None:
@@ -331,16 +320,17 @@ def check_may_begin(state: TrainState) -> None:
         KeyboardInterrupt: it was interrupted by Ctrl-C.
         SystemExit: by something else; with the status of a process that the signal ends.
     """
-    found = next(iter(_interrupted), None)
-    if found is None or found.run == state.run_id or is_interactive():
+    others = [found for found in _interrupted if found[0] != state.run_id]
+    if not others or is_interactive():
         forget_interruption()
         return
+    _, step, stop = others[0]
     text = (
-        f"no other run begins after one was interrupted ({found.stop}, at step {found.step}), "
+        f"no other run begins after one was interrupted ({stop}, at step {step}), "
         "because it may need what that one has not finished. Start the script again: it continues"
     )
-    if found.stop == INTERRUPTED:
+    if stop == INTERRUPTED:
         raise KeyboardInterrupt(text)
     if state.backend.main:
         log.warning("fit: %s", text)
-    raise SystemExit(128 + (signal.SIGUSR1 if found.stop == REQUEUED else signal.SIGTERM))
+    raise SystemExit(128 + (signal.SIGUSR1 if stop == REQUEUED else signal.SIGTERM))

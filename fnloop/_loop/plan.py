@@ -17,8 +17,6 @@ from fnloop._core.history import (
     WHOLE_RUN,
     History,
     Phase,
-    check_made,
-    check_names,
     keys_of,
 )
 from fnloop._core.optimizers import groups_in
@@ -39,7 +37,7 @@ from fnloop._core.state import (
     without_metrics,
 )
 from fnloop._core.trained import put_back_restored
-from fnloop._core.types import EVALUATION, RINGS, START, Middleware, Step, name_of
+from fnloop._core.types import START, Middleware, Step, name_of
 from fnloop._data.loaders import Loaders, read_loaders, sharded
 from fnloop._data.source import Source
 from fnloop._display import checks
@@ -348,14 +346,9 @@ class Plan:
         """
         watched = [*_watched(self.step, self.hooks)]
         known = (*self.trained, *evaluated, *names_made(self.hooks))
-        check_names([one[:2] for one in watched], known, self.loaders.evaluated)
-        for owner, key, _ in (one for one in watched if one.is_certain):
-            loader, _, name = key.partition("/")
-            read = loader in Record.TRAINED or loader in evaluated
-            if not name or not read or key in history:
-                continue
-            if (names := _names_of(self.step, loader)) is not None:
-                check_made(owner, key, names, _names_of_models(self.step, names, models))
+        loaders = known, self.loaders.evaluated, evaluated
+        for check in extensions("metrics that are watched"):
+            check(watched, self.step, *loaders, history, models)
 
     @functools.cached_property
     def trained(self) -> tuple[str, ...]:
@@ -657,7 +650,7 @@ def names_made(hooks: Iterable[Hook]) -> list[str]:
     return [name for hook in hooks for name in hook.makes_records]
 
 
-class _Watched(NamedTuple):
+class Watched(NamedTuple):
     """A metric that something looks at.
 
     Args:
@@ -672,7 +665,7 @@ class _Watched(NamedTuple):
     is_certain: bool
 
 
-def _watched(step: PipelineStep, hooks: Sequence[Hook]) -> Iterator[_Watched]:
+def _watched(step: PipelineStep, hooks: Sequence[Hook]) -> Iterator[Watched]:
     """Yield which metrics are watched, without those that a hook says it adds to records."""
     reported, is_certain = names_reported(hooks), True
     for hook in hooks:
@@ -680,62 +673,11 @@ def _watched(step: PipelineStep, hooks: Sequence[Hook]) -> Iterator[_Watched]:
             certain = is_certain and not is_of_user(layer)
             for key in keys_of(layer):
                 if key not in reported:
-                    yield _Watched(checks.known_as(layer), key, certain)
+                    yield Watched(checks.known_as(layer), key, certain)
         is_certain = is_certain and not is_of_user(unwrap_hook(hook))
     for owner, key in step.watched:
         if key not in reported:
-            yield _Watched(owner, key, is_certain)
-
-
-def _names_of_models(
-    step: PipelineStep, names: Sequence[str], models: Sequence[str]
-) -> dict[str, list[str]]:
-    """Return what the metrics of one model are called in a stack of several.
-
-    Args:
-        step: the step.
-        names: the names of the metrics of one model.
-        models: the names of the models; none: there is no stack.
-
-    Returns:
-        By name, those of all models: "a/loss", and "lr/a" for a setting. What all models have in
-        common, such as times, is not there.
-    """
-    of_all = {
-        *Record.COSTS,
-        *(name for member in step.pipeline.middleware for name in member.passes),
-    }
-    settings = {"lr"}
-    for member in step.pipeline.middleware:
-        if member.step is not None:
-            settings.update(member.adds or ())
-    return {
-        name: [f"{name}/{each}" if name in settings else f"{each}/{name}" for each in models]
-        for name in names
-        if models and name.partition("/")[0] not in of_all
-    }
-
-
-def _names_of(step: PipelineStep, loader: str) -> list[str] | None:
-    """Return the names of the metrics of training, or of a loader; None if they are not known."""
-    if not step.has_all_rings:
-        return None
-    trained = loader in Record.TRAINED
-    rings = {*RINGS} if trained else {"forward", EVALUATION}
-    names, views = ["loss", *(["lr"] if trained else [])], [""]
-    for member in step.pipeline.middleware:
-        if member.view is not None and member.view.beside and not trained:
-            views.append(f"{member.name}/")
-        if rings.isdisjoint(member.wraps) and member.report is None:
-            continue
-        if member.adds is None:
-            return None
-        if trained:
-            names += (*member.adds, *member.passes)
-        elif not member.loaders or loader in member.loaders:
-            names += member.adds
-    names = [f"{view}{name}" for view in views for name in names]
-    return [*names, "time/evaluate"] if step.is_timed and not trained else names
+            yield Watched(owner, key, is_certain)
 
 
 _OF_HOOKS = ("begin", "evaluating", "receive", "numbers", "failed", "flush")

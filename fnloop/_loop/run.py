@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import math
 import time
 from collections.abc import (
@@ -16,6 +17,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import nullcontext
+from types import TracebackType
 
 import attrs
 import torch
@@ -70,6 +72,7 @@ from fnloop._core.types import END, EPOCH, RECORD, START, Batch, Metric, Output,
 from fnloop._core.view import hand_over
 from fnloop._data.loaders import NONE_LEFT
 from fnloop._data.source import Source
+from fnloop._display.screen import tell
 from fnloop._extensions import extensions
 from fnloop._hooks.hook import (
     BuiltIn,
@@ -77,7 +80,6 @@ from fnloop._hooks.hook import (
     call_hook,
     collects_outputs,
     defines,
-    may_be_due,
     unwrap_hook,
 )
 from fnloop._loop.beginning import check_length, complete, first_state
@@ -89,11 +91,9 @@ from fnloop._loop.errors import (
     explain,
     explain_no_batches,
     explain_no_updates,
-    inform_on_main,
     note_failed_too,
     note_pair,
     tell_hooks,
-    tell_on_main,
 )
 from fnloop._loop.evaluate import gather_outputs, measure, open_loader
 from fnloop._loop.peers import (
@@ -106,6 +106,8 @@ from fnloop._loop.peers import (
 from fnloop._loop.plan import Plan, check_knows_items, end_phase, is_newest, names_made
 from fnloop._step.engine import engine_of
 from fnloop._step.pipeline import PipelineStep
+
+log = logging.getLogger("fnloop")
 
 # --------------------------------------------------------------------------------------------------
 # A run: do what is next, until nothing is.
@@ -129,23 +131,32 @@ def fold(
         interrupts: where signals are recorded; None handles them during each epoch only.
     """
     __tracebackhide__ = True
-    tell = inform_on_main if plan.passes_over(state) else tell_on_main
+    say = log.info if plan.passes_over(state) else tell
     state = plan.begin(state)
     if not (begun := plan.resumed(state)).todo:
-        tell(state, plan.why_nothing_to_do(state))
+        _tell_why(say, plan, state)
         hand_over(state)
         yield state if plan.is_past(state) else _settle_hooks(plan, state)
         return
     if not any(action.of_boundary or action.updates for action in begun.todo):
-        tell(state, plan.why_nothing_to_do(state))  # only its end is left, such as a last flush
+        _tell_why(say, plan, state)  # only its end is left, such as a last flush
     world = World(plan, begun)
     device, over = state.backend.device, False
     with _closing_hooks(world):
         while not over:
             listening = handling(is_alone(state)) if interrupts is None else nullcontext(interrupts)
             with isolated(device), listening as world.interrupts:
-                with reusing_pages(device):
-                    world.run()
+                with reusing_pages(device), Survival(world):
+                    world.reopen()
+                    while (action := world.next()) is not None:
+                        if type(action) is Update:
+                            new, out = world.step(world.state, world.batch)
+                            world.state = world.count(new, out)
+                        else:
+                            todo = world.state.todo[1:]
+                            world.state = DO[type(action)](world, world.state, action, todo)
+                    if world.is_left():
+                        world.leave()
                 state = Ownership.leave_run(world.state)
             over = not state.todo or Stop.interrupts(state.stop)
             if interrupts is None or over:  # fit shows its caller the last one alone
@@ -154,6 +165,12 @@ def fold(
             check_not_stale(state)  # the caller may have advanced it
             if not over:
                 world.state = changed(state, run=world.info)
+
+
+def _tell_why(say: Callable[[str], object], plan: Plan, state: TrainState) -> None:
+    """Say, on the main process, why there is nothing to do."""
+    if state.backend.main:
+        say(plan.why_nothing_to_do(state))
 
 
 def _settle_hooks(plan: Plan, state: TrainState) -> TrainState:
@@ -243,7 +260,7 @@ class World:
         self._collectors = [hook for hook in plan.hooks if collects_outputs(hook)]
         self._adders = [hook for hook in plan.hooks if defines(hook, "numbers")]
         self._given: list[Hook] = []  # those that have received outputs at this boundary
-        self._late = [hook for hook in self._collectors if may_be_due(hook, END)]
+        self._late = [hook for hook in plan.hooks_at(END) if hook in self._collectors]
         self._makers = names_made(plan.hooks)
         self._adds_at_end = any(hook in self._adders for hook in self._late)
         self._last_step = math.inf if plan.steps is None else plan.steps
@@ -284,24 +301,6 @@ class World:
         self.state = changed(begun, todo=todo)
         # Whether hooks that are still to be called have lost outputs with an earlier process.
         self._lost = bool(self._collectors) and type(todo[0]) is Call
-
-    def run(self) -> None:
-        """Do what is next, until the run is left, or another epoch is to begin."""
-        __tracebackhide__ = True
-        try:
-            self.reopen()
-            while (action := self.next()) is not None:
-                if type(action) is Update:
-                    new, out = self.step(self.state, self.batch)
-                    self.state = self.count(new, out)
-                else:
-                    todo = self.state.todo[1:]
-                    self.state = DO[type(action)](self, self.state, action, todo)
-            if self.is_left():
-                self.leave()
-        except BaseException as error:
-            if not _survive(self, error):
-                raise
 
     def next(self) -> Action | None:
         """Return what is next; None where the run is left, or another epoch is to begin.
@@ -468,7 +467,7 @@ class World:
         state = self.state = consume(new, out, self.taken, self.taken * self._size, self._recent)
         self.doing, self.left_out = LOADER, out.skip
         if out.skip is not None:
-            self.info.live.notices.tell(state, "skip", reason=out.skip)
+            self.info.live.tell(state, "skip", reason=out.skip)
         try:
             if self._counts_items:
                 state = self.state = self._count_items(state)
@@ -878,6 +877,24 @@ def asking(collectors: Sequence[Hook], state: TrainState, loader: str) -> list[H
 
 # --------------------------------------------------------------------------------------------------
 # What becomes of a run in which an exception is raised: no update that was made is lost.
+
+
+class Survival:
+    """Ends a run for now on an interruption; adds a note to any other exception.
+
+    The note says where it happened; the exception also gets the state that was reached.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(
+        self, kind: object, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        __tracebackhide__ = True
+        return error is not None and _survive(self._world, error)
 
 
 def _survive(world: World, error: BaseException) -> bool:

@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from fnloop._core.code import codes_of, is_of_library, walk
-from fnloop._core.types import EVALUATION
 from fnloop._hooks.hook import Hook, LiftedHook, every_layer, slots_of, unwrap_hook
 from fnloop._step.pipeline import PipelineStep
 from fnloop.extend import name_of
@@ -87,7 +86,7 @@ def _given(step: PipelineStep) -> Iterator[object]:
     for member in step.members:
         call = member.call
         if call is None:  # not made by a factory
-            yield from (wrap for ring, wrap in member.wraps.items() if ring != EVALUATION)
+            yield from (wrap for ring, wrap in member.wraps.items() if ring != "evaluation")
         else:
             yield from (call.factory, *call.args, *call.kwargs.values())
 

@@ -176,8 +176,8 @@ def _settings_of(member: Middleware) -> object | None:
     """
     if member.call is not None and member.call.factory.__module__.startswith("fnloop."):
         return comparable(member.call)
-    inside = (member.forward, member.loss, member.gradient, member.update, member.device)
-    return member.name if any(inside) else None
+    inside = {*member.wraps} - {"step", "evaluation"}
+    return member.name if inside else None
 
 
 def comparable(value: object) -> object:

@@ -292,7 +292,7 @@ class checkpoint(BuiltIn):
         unsaved, took = round(spent - self._saved_at, 3), round(self._took, 3)
         self._saved_at = spent
         facts = {"folder": str(self.folder), "unsaved": unsaved, "saves_took": took}
-        live.notices.tell(state, "save", **facts)
+        live.tell(state, "save", **facts)
 
     def _holds(self, state: TrainState) -> bool:
         """Return whether a state was saved at this boundary, whatever is next."""

@@ -399,7 +399,7 @@ class EventWriter(JsonWriter):
             self._cut_off(state, self._now + 1)
             fresh = not (state.step or state.skipped or len(state.history))
             self._tell(state, "begin" if fresh else "resume", {})
-            state.run.live.notices.listeners.append(self._tell)
+            state.run.live.listeners.append(self._tell)
         return state
 
     def __call__(self, state: TrainState) -> TrainState:
