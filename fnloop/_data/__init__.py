@@ -1,1 +1,1 @@
-"""Batches as a function of seed and position: read, dealt to processes, and fetched ahead."""
+"""Batches as a function of seed and position: how a loader is read, and fetched ahead."""

@@ -64,9 +64,9 @@ class _Batch:
 
     def has_changed(self) -> bool:
         """Return whether it is not what was noted."""
-        if self.marks is None:
-            return self.versions != torch_compat.versions_of(self.memory)
         now = torch_compat.versions_of(self.memory)
+        if self.marks is None:
+            return self.versions != now
         known = zip(self.memory, self.marks, self.versions, now, strict=True)
         return any(
             version != later if mark is None else mark != _checksum(one)
@@ -100,29 +100,21 @@ class Held:
 
     def watched(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Return the batches of a loader, noting each."""
-        return self._watched(batches) if self._active else batches
-
-    def _watched(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        __tracebackhide__ = True
-        for batch in batches:
-            self.note(batch)
-            yield batch
+        return map(self.note, batches) if self._active else batches
 
     def counted(self, rounds: Iterator[Item]) -> Iterator[Item]:
         """Return what is given in each round, counting them."""
-        return self._counted(rounds) if self._active else rounds
+        return map(self._count, rounds) if self._active else rounds
 
-    def _counted(self, rounds: Iterator[Item]) -> Iterator[Item]:
-        __tracebackhide__ = True
-        for given in rounds:
-            self._rounds += 1
-            yield given
+    def _count(self, given: Item) -> Item:
+        self._rounds += 1
+        return given
 
-    def note(self, batch: Batch, round: int | None = None) -> None:
+    def note(self, batch: Batch, round: int | None = None) -> Batch:
         """Note a batch that the loader has just given, in a round; by default in the next one."""
         memory = [*memory_in(batch)] if self._active else []
         if not memory:
-            return
+            return batch
         kind = tuple([one.shape for one in memory])
         self._given[kind] = given = self._given.get(kind, 0) + 1
         noted = _Batch(self._rounds if round is None else round, memory)
@@ -132,6 +124,7 @@ class Held:
         self._addresses.update(noted.addresses)
         if self._shares or given <= self._most:
             noted.note(contents=True)
+        return batch
 
     # --- what the step takes
 

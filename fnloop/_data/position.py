@@ -240,12 +240,12 @@ class Positions:
         ended = self._ended is not None and n >= self._ended
         if self._listed is not None:
             following = self._listed[n] if n < len(self._listed) else NONE_LEFT
-        position: Position = {
-            "epoch": epoch, "batch": n, "shards": self.shards, "keeper": self._kind,
-            "state": state,
-            "next": UNKNOWN if following is NONE_LEFT and not ended else self._mark(following),
-            "size": None if self._size is None else [*self._size],
-        }  # fmt: skip
+        position: Position = self._position(epoch, n)
+        position["keeper"], position["state"] = self._kind, state
+        if following is not NONE_LEFT or ended:
+            position["next"] = self._mark(following)
+        if self._size is not None:
+            position["size"] = [*self._size]
         if self._own:
             position["own"] = self._own
             position["later"] = self._later()
@@ -287,9 +287,15 @@ class Positions:
         own = self._own if epoch == self._epoch else self._later()
         if not own:
             return None
+        position = self._position(epoch, 0)
+        position["own"] = own
+        return position
+
+    def _position(self, epoch: int, n: int) -> Position:
+        """Return a position of which nothing else is known."""
         return {
-            "epoch": epoch, "batch": 0, "shards": self.shards, "keeper": "", "state": None,
-            "next": UNKNOWN, "size": None, "own": own,
+            "epoch": epoch, "batch": n, "shards": self.shards, "keeper": "", "state": None,
+            "next": UNKNOWN, "size": None,
         }  # fmt: skip
 
     def _mark(self, batch: object) -> int | None:

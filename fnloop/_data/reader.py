@@ -131,8 +131,8 @@ class Reader:
         Args:
             loaders: what ``fit`` takes.
         """
-        leaves = [leaf for one in Reader.each(loaders).values() for leaf in one.leaves()]
-        leaves = [*filter(is_iterable, leaves)]
+        readers = [one.unprepared() for one in Reader.each(loaders).values()]
+        leaves = [leaf for one in readers for leaf in one.leaves() if is_iterable(leaf)]
         keepers = [keeper for keeper in map(keeper_of, leaves) if keeper is not None]
         positions = [copy.deepcopy(keeper.state_dict()) for keeper in keepers]
         with kept_generators([owner for leaf in leaves for owner in owners_of(leaf)]):
@@ -141,6 +141,16 @@ class Reader:
             finally:
                 for keeper, position in zip(keepers, positions, strict=True):
                     keeper.load_state_dict(position)
+
+    def unprepared(self) -> Reader:
+        """Return how the DataLoader is read inside one that accelerate prepared for one process.
+
+        Accelerate's own reads a batch ahead, and moves batches to a device, as happens here anyway.
+        """
+        is_prepared = type(self.loader).__module__.startswith("accelerate.")
+        if not is_prepared or getattr(self.loader, "skip_batches", 0):
+            return self
+        return Reader.of(getattr(self.loader, "base_dataloader", self.loader))
 
     # --- what it has
 

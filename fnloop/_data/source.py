@@ -100,7 +100,7 @@ class Source(Sharing):
             own_seed = fold_in(seed, rank) if reader.shared and processes > 1 else seed
             for share in extensions("shares of several processes"):
                 return share(reader, own_seed, total, what, rank, processes, alike)
-        return Source(_unprepared(reader), seed, total, what)
+        return Source(reader.unprepared(), seed, total, what)
 
     def again(self) -> Source:
         """Return the source once more. What is read there is not noted here."""
@@ -258,15 +258,3 @@ class Source(Sharing):
             batches = grouped(batches, numbers)
         fed = batches if prefetch == 1 else prefetched(batches, prefetch)
         return fed if copies else held.taken(fed, grouped=sizes is not None)
-
-
-def _unprepared(reader: Reader) -> Reader:
-    """Return how the DataLoader is read inside one that accelerate prepared for a single process.
-
-    Accelerate's own reads a batch ahead, and moves batches to a device, which happens here anyway.
-    """
-    loader = reader.loader
-    is_prepared = type(loader).__module__.startswith("accelerate.")
-    if not is_prepared or getattr(loader, "skip_batches", 0):
-        return reader
-    return Reader.of(getattr(loader, "base_dataloader", loader))

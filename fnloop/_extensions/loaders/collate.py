@@ -87,19 +87,16 @@ class _PadCollate:
     def __call__(self, samples: list[object]) -> Batch:
         first = samples[0]
         if isinstance(first, Mapping):
-            keys = list(first)
-            self._check_keys(keys)
-            columns = [self._column(key, samples) for key in keys]
-            return {key: self._collate(key, c) for key, c in zip(keys, columns, strict=True)}
+            self._check_keys([*first])
+            columns = {key: self._column(key, samples) for key in first}
+            return {key: self._collate(key, column) for key, column in columns.items()}
         if isinstance(first, tuple):
             self._check_keys(range(len(first)))
-            collated = [
-                self._collate(i, list(column))
-                for i, column in enumerate(self._columns(samples, len(first)))
-            ]
-            return containers.with_parts(first, collated)
-        if isinstance(self.padding, dict) or self.leave:
-            by = "padding" if isinstance(self.padding, dict) else "fields"
+            columns = self._columns(samples, len(first))
+            parts = [self._collate(i, list(column)) for i, column in enumerate(columns)]
+            return containers.with_parts(first, parts)
+        by = "padding" if isinstance(self.padding, dict) else "fields" if self.leave else None
+        if by is not None:
             raise TypeError(
                 f"{self!r} has {by} by key, but a sample is a {type(first).__name__}, and not a "
                 "mapping or a tuple: give one number"
@@ -108,9 +105,8 @@ class _PadCollate:
 
     def _check_keys(self, keys: Sequence[object]) -> None:
         """Raise if a key of ``padding`` or ``leave`` is not one of the samples'."""
-        padded = set(self.padding) if isinstance(self.padding, dict) else set()
-        unknown = (padded | set(self.leave)) - set(keys)
-        if unknown:
+        padded = self.padding if isinstance(self.padding, dict) else ()
+        if unknown := {*padded, *self.leave} - {*keys}:
             raise ValueError(
                 f"{self!r}: a sample has {checks.describe(list(keys))}, and not "
                 f"{', '.join(map(repr, sorted(unknown, key=repr)))}"
@@ -136,11 +132,10 @@ class _PadCollate:
         tensors = _tensors(self, key, values)
         if len({tensor.shape for tensor in tensors}) == 1:
             return torch.stack(tensors)
-        if len({tensor.ndim for tensor in tensors}) > 1:
-            dimensions = sorted({tensor.ndim for tensor in tensors})
+        if len(dimensions := {tensor.ndim for tensor in tensors}) > 1:
             raise ValueError(
                 f"{self!r} expects {_name(key)} with the same number of dimensions in each sample; "
-                f"got {dimensions}"
+                f"got {sorted(dimensions)}"
             )
         shape = [max(sizes) for sizes in zip(*(tensor.shape for tensor in tensors), strict=True)]
         value = self._value(key, tensors[0].dtype)
@@ -151,12 +146,12 @@ class _PadCollate:
 
     def _value(self, key: object, dtype: torch.dtype) -> float:
         """Return the padding of a field, if a tensor of its dtype can hold it."""
-        if isinstance(self.padding, dict) and key not in self.padding:
+        value = self.padding.get(key) if isinstance(self.padding, dict) else self.padding
+        if value is None:
             raise ValueError(
                 f"{self!r}: the lengths of {_name(key)} differ, and its padding is not given: add "
                 f"{key!r}: 0"
             )
-        value: float = self.padding[key] if isinstance(self.padding, dict) else self.padding
         if not (dtype.is_floating_point or dtype.is_complex or _holds(dtype, value)):
             raise ValueError(f"{self!r}: {_name(key)} is {dtype}, which cannot hold {value}")
         return value

@@ -72,7 +72,7 @@ def zip_shortest(**loaders: object) -> Composed:
         >>> len(zip_shortest(a=[torch.ones(1)] * 3, b=[torch.ones(1)] * 2))
         2
     """
-    return _ZipShortest("zip_shortest", loaders, min)
+    return _ZipShortest("zip_shortest", loaders)
 
 
 def zip_longest(**loaders: object) -> Composed:
@@ -104,13 +104,10 @@ def zip_longest(**loaders: object) -> Composed:
 
 
 class _Zip(Composed):
-    def __init__(
-        self, call: str, loaders: Mapping[str, object], choose: Callable[[list[int]], int] = max
-    ) -> None:
+    def __init__(self, call: str, loaders: Mapping[str, object]) -> None:
         if not loaders:
             raise ValueError(f"{call} expects loaders by name, {call}(a=..., b=...); got none")
         super().__init__(call, loaders)
-        self.choose = choose  # the length, of those of its parts
 
     def length_in(self, epoch: int) -> int | None:
         __tracebackhide__ = True
@@ -118,9 +115,14 @@ class _Zip(Composed):
         known = [length for length in lengths if length is not None]
         return self.choose(known) if len(known) == len(lengths) else None
 
-    def passes(self, at: Pass) -> dict[str, Pass]:
-        """Return a pass for each part, with a seed of its own."""
-        return {name: at.part(i) for i, name in enumerate(self.parts)}
+    def choose(self, lengths: list[int]) -> int:
+        """Return the length, of those of its parts."""
+        return max(lengths)
+
+    def items_of_each(self, at: Pass) -> dict[str, Iterator[Item]]:
+        """Return the items of each part, with a seed of its own."""
+        parts = enumerate(self.parts.items())
+        return {name: items_of(part, at.part(i)) for i, (name, part) in parts}
 
     def __repr__(self) -> str:
         given = ", ".join(f"{name}={loader!r}" for name, loader in self.loaders.items())
@@ -141,14 +143,17 @@ def _together(parts: Mapping[str, Iterator[Item]]) -> Iterator[Item]:
 
 
 class _ZipShortest(_Zip):
+    def choose(self, lengths: list[int]) -> int:
+        return min(lengths)
+
     def items(self, at: Pass) -> Iterator[Item]:
-        return _together({n: items_of(self.parts[n], own) for n, own in self.passes(at).items()})
+        return _together(self.items_of_each(at))
 
 
 class _ZipLongest(_Zip):
     def items(self, at: Pass) -> Iterator[Item]:
         __tracebackhide__ = True
-        left = {n: items_of(self.parts[n], own) for n, own in self.passes(at).items()}
+        left = self.items_of_each(at)
         while left:
             found = {name: next(items, None) for name, items in left.items()}
             left = {name: items for name, items in left.items() if found[name] is not None}
@@ -161,7 +166,8 @@ class _ZipCycle(_Zip):
         lengths = self.lengths_in(at.epoch or 0)
         # The names of the parts whose first pass has ended.
         ended = {name for name, length in lengths.items() if length and at.start >= length}
-        cycles = {name: self._cycle(name, own, ended) for name, own in self.passes(at).items()}
+        names = enumerate(self.parts)
+        cycles = {name: self._cycle(name, at.part(i), ended) for i, name in names}
         length = self.length_in(at.epoch or 0)
         return islice(_together(cycles), None if length is None else max(length - at.start, 0))
 

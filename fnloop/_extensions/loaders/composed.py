@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import contextlib
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
@@ -50,9 +49,6 @@ class Composed(Reader):
                     f"sharded({call}(...))"
                 )
             self.even |= part.even
-
-    @abc.abstractmethod
-    def items(self, at: Pass) -> Iterator[Item]: ...
 
     def lengths_in(self, epoch: int) -> dict[str, int | None]:
         """Return the lengths of the parts, by name."""

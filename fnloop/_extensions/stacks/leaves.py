@@ -11,29 +11,20 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from types import BuiltinFunctionType, FunctionType
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.func import vmap
 
+from fnloop._backend import torch_compat
+from fnloop._core.several import Several
 from fnloop._extensions.stacks.torch_compat import is_batched, parameters_of
 from fnloop.extend import Batch, checks, containers, torch_compat
 
 Value = Batch  # a nested value with tensors in it, of any kind
 INSTEAD = "Otherwise train these states one by one"
-
-
-class Models(Protocol):
-    """What is asked of the module of a stack here."""
-
-    names: tuple[str, ...]
-
-    @property
-    def models(self) -> list[nn.Module]:
-        """The models, in their order."""
-        ...
 
 
 # --------------------------------------------------------------------------------------------------
@@ -67,7 +58,7 @@ class Leaves:
         buffers: the stacked buffers.
     """
 
-    def __init__(self, stack: Models) -> None:
+    def __init__(self, stack: Several) -> None:
         self.stack = stack
         self.params: list[Tensor] = []
         self.owners: list[list[nn.Parameter]] = []
@@ -85,7 +76,7 @@ class Leaves:
         Raises:
             ValueError: the models have parameters or buffers of other names or shapes by now.
         """
-        models = self.stack.models
+        models = [*self.stack.children()]
         check_architectures(dict(zip(self.stack.names, models, strict=True)))
         self.owners = [[*each] for each in zip(*(m.parameters() for m in models), strict=True)]
         tables = [_tables(model, torch_compat.buffers_of) for model in models]
@@ -155,10 +146,10 @@ def _tables(
     return [(table, key) for table, _ in found for key, held in table.items() if held is not None]
 
 
-_leaves: WeakKeyDictionary[Models, Leaves] = WeakKeyDictionary()
+_leaves: WeakKeyDictionary[Several, Leaves] = WeakKeyDictionary()
 
 
-def leaves_of(stack: Models, again: bool = False) -> Leaves:
+def leaves_of(stack: Several, again: bool = False) -> Leaves:
     """Return the stacked tensors of a stack, made at the first call.
 
     Args:
@@ -178,7 +169,7 @@ def leaves_of(stack: Models, again: bool = False) -> Leaves:
 # A function of one model, called once for all.
 
 
-def call_models(stack: Models, name: str, fn: Callable[[nn.Module], Value]) -> Value:
+def call_models(stack: Several, name: str, fn: Callable[[nn.Module], Value]) -> Value:
     """Call a function of a model for all models of a stack at once.
 
     Args:
@@ -196,7 +187,7 @@ def call_models(stack: Models, name: str, fn: Callable[[nn.Module], Value]) -> V
     """
     __tracebackhide__ = True
     leaves = leaves_of(stack)
-    first, slots = stack.models[0], leaves.slots
+    first, slots = next(stack.children()), leaves.slots
     before = [table[key] for table, key, _ in slots]
     count = len(leaves.params)
 

@@ -16,7 +16,10 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from fnloop._extensions.stacks.leaves import Leaves, Models, leaves_of
+from fnloop._backend import torch_compat
+from fnloop._core.optimizers import Group
+from fnloop._core.several import Several
+from fnloop._extensions.stacks.leaves import Leaves, leaves_of
 from fnloop.extend import Batch, torch_compat
 
 # --------------------------------------------------------------------------------------------------
@@ -28,7 +31,7 @@ Apply = Callable[[Optimizer], None]
 
 
 def update_models(
-    stack: Models, optimizers: Sequence[Optimizer], apply: Apply, replaced: bool
+    stack: Several, optimizers: Sequence[Optimizer], apply: Apply, replaced: bool
 ) -> None:
     """Update all models with their optimizers, by the stacked gradients.
 
@@ -56,6 +59,10 @@ def update_models(
             p.grad = None
 
 
+class _OneByOne(Exception):
+    """Raised if an update cannot be made for all models at once."""
+
+
 class Bank:
     """What the optimizers of a stack keep, stacked as the parameters are.
 
@@ -77,21 +84,25 @@ class Bank:
         rule = _RULES.get(type(optimizers[0]))
         if rule is None or any(map(torch_compat.has_step_hooks, optimizers)):
             return False
-        places, params = self.leaves.places, self.leaves.params
-        made: list[Callable[[], None]] = []
-        for n, first in enumerate(optimizers[0].param_groups):
-            chosen = [places.get(id(p), -1) for p in first["params"]]
-            if -1 in chosen:
-                return False
-            groups = [one.param_groups[n] for one in optimizers]
-            chosen = [i for i in chosen if params[i].grad is not None]
-            self._look(optimizers, chosen)
-            if (make := rule(self, n, groups, chosen)) is None:
-                return False
-            made.append(make)
+        groups = zip(*(one.param_groups for one in optimizers), strict=True)
+        try:
+            made = [self._of_group(rule, n, each, optimizers) for n, each in enumerate(groups)]
+        except _OneByOne:
+            return False
         for make in made:  # all of the groups, or none
             make()
         return True
+
+    def _of_group(
+        self, rule: Rule, n: int, groups: Sequence[Group], optimizers: Sequence[Optimizer]
+    ) -> Callable[[], None]:
+        """Return what makes the update of a group, of all optimizers."""
+        chosen = [self.leaves.places.get(id(p), -1) for p in groups[0]["params"]]
+        if -1 in chosen:
+            raise _OneByOne
+        chosen = [i for i in chosen if self.leaves.params[i].grad is not None]
+        self._look(optimizers, chosen)
+        return rule(self, n, groups, chosen)
 
     def _look(self, optimizers: Sequence[Optimizer], chosen: Sequence[int]) -> None:
         """Look up what optimizers keep, if they have others than before."""
@@ -113,21 +124,14 @@ class Bank:
         self._own = {i: own for i, own in self._own.items() if known.issuperset(map(id, own))}
         self._seen = [[*one.state.values()] for one in optimizers]
 
-    def numbers(self, n: int, groups: Sequence[Group], *keys: str) -> list[float | Tensor] | None:
-        """Return numbers of the groups: one float if it is the same for all, else a vector.
-
-        None: one is not a number in all of them.
-        """
-        found = [self._number(n, key, groups) for key in keys]
-        return None if any(each is None for each in found) else found  # type: ignore[return-value]
-
-    def _number(self, n: int, key: str, groups: Sequence[Group]) -> float | Tensor | None:
+    def number(self, n: int, key: str, groups: Sequence[Group]) -> float | Tensor:
+        """Return a number of the groups: one float if it is the same for all, else a vector."""
         field, _, part = key.partition(".")
         values = tuple(
             [g[field][int(part)] for g in groups] if part else [g[field] for g in groups]
         )
         if not _NUMBERS.issuperset(map(type, values)):
-            return None
+            raise _OneByOne
         if values.count(values[0]) == len(values):
             return values[0]
         known = self._numbers.get((n, key))
@@ -135,10 +139,12 @@ class Bank:
             known = self._numbers[n, key] = values, torch.tensor(values, dtype=torch.float64)
         return known[1]
 
-    def has(self, leaf: int, key: str) -> bool | None:
-        """Return whether the optimizers keep something of a parameter; None: only some of them."""
-        found = [own.get(key) is None for own in self._own[leaf]]
-        return None if True in found and False in found else not found[0]
+    def has(self, leaf: int, key: str) -> bool:
+        """Return whether the optimizers keep something of a parameter: all of them, or none."""
+        found = {own.get(key) is not None for own in self._own[leaf]}
+        if len(found) > 1:
+            raise _OneByOne
+        return found.pop()
 
     def kept(self, leaf: int, key: str, make: Callable[[Tensor], Tensor]) -> Tensor:
         """Return what the optimizers keep of a parameter as one tensor, of which theirs are views.
@@ -190,13 +196,21 @@ def _column(values: Tensor, like: Tensor) -> Tensor:
 
 
 _NUMBERS = {int, float}
-_banks: WeakKeyDictionary[Models, Bank] = WeakKeyDictionary()
-Rule = Callable[[Bank, int, Sequence[Group], Sequence[int]], "Callable[[], None] | None"]
+_banks: WeakKeyDictionary[Several, Bank] = WeakKeyDictionary()
+Rule = Callable[[Bank, int, Sequence[Group], Sequence[int]], Callable[[], None]]
 
 
-def _flags(groups: Sequence[Group], *keys: str) -> bool:
-    """Return whether settings are switched off in all groups."""
-    return not any(group.get(key) for group in groups for key in keys)
+def _check_off(groups: Sequence[Group], *keys: str) -> None:
+    if any(group.get(key) for group in groups for key in keys):
+        raise _OneByOne
+
+
+def _flag(groups: Sequence[Group], key: str) -> bool:
+    """Return whether a setting is switched on: in all groups, or in none."""
+    found = {bool(group.get(key)) for group in groups}
+    if len(found) > 1:
+        raise _OneByOne
+    return found.pop()
 
 
 def _like(value: float | Tensor, leaf: Tensor) -> Batch:
@@ -208,34 +222,26 @@ def _is_zero(value: float | Tensor) -> bool:
     return not isinstance(value, Tensor) and value == 0
 
 
-def _sgd(
-    bank: Bank, n: int, groups: Sequence[Group], chosen: Sequence[int]
-) -> Callable[[], None] | None:
-    if not _flags(groups, "differentiable"):
-        return None
-    read = bank.numbers(n, groups, "lr", "momentum", "dampening", "weight_decay")
-    nesterov, maximize = ({bool(g[k]) for g in groups} for k in ("nesterov", "maximize"))
-    momenta = {bool(group["momentum"]) for group in groups}
-    if read is None or max(map(len, (nesterov, maximize, momenta))) > 1:
-        return None
-    lr, momentum, dampening, decay = read
-    starts = {i: bank.has(i, "momentum_buffer") for i in chosen}
-    if True in momenta and None in starts.values():
-        return None
+def _sgd(bank: Bank, n: int, groups: Sequence[Group], chosen: Sequence[int]) -> Callable[[], None]:
+    _check_off(groups, "differentiable")
+    keys = ("lr", "momentum", "dampening", "weight_decay")
+    lr, momentum, dampening, decay = (bank.number(n, key, groups) for key in keys)
+    keys = ("nesterov", "maximize", "momentum")
+    nesterov, maximize, has_momentum = (_flag(groups, key) for key in keys)
+    begun = {i: bank.has(i, "momentum_buffer") for i in chosen} if has_momentum else {}
 
     def make() -> None:
         for i in chosen:
             leaf = bank.leaves.params[i]
             assert leaf.grad is not None
-            grad = -leaf.grad if True in maximize else leaf.grad
+            grad = -leaf.grad if maximize else leaf.grad
             if not _is_zero(decay):
                 grad = torch.addcmul(grad, leaf, _tensor(decay, leaf))
-            if True in momenta:
-                first = not starts[i]
+            if has_momentum:
                 buffer = bank.kept(i, "momentum_buffer", lambda _, g=grad: g.clone())
-                if not first:
+                if begun[i]:
                     buffer.mul_(_like(momentum, leaf)).add_(grad * (1 - _like(dampening, leaf)))
-                grad = grad + buffer * _like(momentum, leaf) if True in nesterov else buffer
+                grad = grad + buffer * _like(momentum, leaf) if nesterov else buffer
             if isinstance(lr, Tensor):
                 leaf.addcmul_(grad, _column(lr, leaf), value=-1)
             else:
@@ -248,25 +254,17 @@ def _tensor(value: float | Tensor, leaf: Tensor) -> Tensor:
     return _column(value, leaf) if isinstance(value, Tensor) else leaf.new_tensor(value)
 
 
-def _adam(
-    bank: Bank, n: int, groups: Sequence[Group], chosen: Sequence[int]
-) -> Callable[[], None] | None:
-    if not _flags(groups, "differentiable", "amsgrad", "capturable"):
-        return None
-    read = bank.numbers(n, groups, "lr", "betas.0", "betas.1", "eps", "weight_decay")
-    flags = [
-        {bool(group.get(key)) for group in groups}
-        for key in ("maximize", "decoupled_weight_decay", "fused")
-    ]
+def _adam(bank: Bank, n: int, groups: Sequence[Group], chosen: Sequence[int]) -> Callable[[], None]:
+    _check_off(groups, "differentiable", "amsgrad", "capturable")
+    keys = ("lr", "betas.0", "betas.1", "eps", "weight_decay")
+    lr, beta1, beta2, eps, decay = (bank.number(n, key, groups) for key in keys)
+    keys = ("maximize", "decoupled_weight_decay", "fused")
+    maximize, decoupled, fused = (_flag(groups, key) for key in keys)
     params = [bank.leaves.params[i] for i in chosen]
-    real = all(p.is_floating_point() for p in params)
-    if read is None or not real or max(map(len, flags)) > 1:
-        return None
-    lr, beta1, beta2, eps, decay = read
-    (maximize,), (decoupled,), (fused,) = flags
-    kept = ("step", "exp_avg", "exp_avg_sq")
-    if any(bank.has(i, key) is None for i in chosen for key in kept):
-        return None
+    if not all(p.is_floating_point() for p in params):
+        raise _OneByOne
+    for i, key in itertools.product(chosen, ("step", "exp_avg", "exp_avg_sq")):
+        bank.has(i, key)  # raises if only some of the models have it
 
     count = lambda leaf: torch.zeros(len(groups), device=leaf.device if fused else "cpu")
 

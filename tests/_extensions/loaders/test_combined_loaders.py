@@ -7,6 +7,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from toy_runs import STEP, fit
 
 import fnloop as fl
+from fnloop._extensions.engines.shares import take as taken
 from fnloop.data import interleave, take, zip_cycle, zip_shortest
 from fnloop.extend import Source
 from fnloop.testing import toy, toy_loss
@@ -109,7 +110,7 @@ def test_a_mapping_weighs_what_its_batches_have_in_common():
 def test_the_size_of_a_round_is_known_if_all_have_one():
     def sizes(loader):
         source = Source.open(loader, 0, rank=0, processes=2)
-        return [source.take(batch, 1)[1].batch_size for batch in source.batches(0, 0, 0)]
+        return [taken(source, batch, 1)[1].batch_size for batch in source.batches(0, 0, 0)]
 
     assert sizes(take(tensors(8, 2), 4)) == [2, 2]
     assert sizes(zip_cycle(a=tensors(8, 2), b=tensors(8, 2))) == [2, 2]
