@@ -30,7 +30,7 @@ of the book.
 - **Steps**: `report`, `then`, `with_slot`, `set_aside`, `Backward`, `host`
 - **What is saved, and what readers see**: `Part`, `Saving`, `Restoring`, `View`, `view`
 - **Processes**: `Engine`, `LocalEngine`, `engine_of`, `refuse`, `on_main_process`, `collectives`
-- **Metrics**: `Metrics`, `Running`
+- **Metrics, and stacks of models**: `Metrics`, `Running`, `Several`
 - **Random numbers**: `isolated`, `fold_in`
 - **Records, moments and the end of a run**: `Fold`, `Monitored`, `better`, `mode_of`,
   `Moment`, `Stop`
@@ -57,7 +57,15 @@ from fnloop._core.records import better
 from fnloop._core.rng import fold_in, isolated
 from fnloop._core.runs import Stop
 from fnloop._core.selectors import Chosen
-from fnloop._core.state import TrainState, all_parameters, check_not_stale, parameters, with_slot
+from fnloop._core.several import Several
+from fnloop._core.state import (
+    TrainState,
+    all_parameters,
+    check_not_stale,
+    parameters,
+    with_slot,
+    with_used,
+)
 from fnloop._core.types import Batch, Call, Metric, View, Wrap, name_of
 from fnloop._core.view import view
 from fnloop._display import checks, tables
@@ -85,6 +93,7 @@ __all__ = [
     "Restoring",
     "Running",
     "Saving",
+    "Several",
     "Stop",
     "View",
     "Wrap",
@@ -144,11 +153,13 @@ def gradients(state: TrainState) -> list[Tensor]:
     return [p.grad for p in parameters(state) if p.grad is not None]
 
 
-def optimizers(state: TrainState) -> Mapping[str, Optimizer]:
+def optimizers(state: TrainState, *, used: bool = False) -> Mapping[str, Optimizer]:
     """Return the optimizers of a state by name. One alone has the name "".
 
     Args:
         state: the state.
+        used: whether to leave out those that rest in the step that is running; see
+            :func:`fnloop.using`.
 
     Returns:
         Name to optimizer, in the order in which they update.
@@ -158,7 +169,7 @@ def optimizers(state: TrainState) -> Mapping[str, Optimizer]:
         >>> [*optimizers(toy())]
         ['']
     """
-    return optimizers_in(state.optimizer)
+    return optimizers_in((with_used(state) if used else state).optimizer)
 
 
 def groups(state: TrainState) -> Mapping[str, Group]:

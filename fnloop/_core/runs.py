@@ -208,6 +208,10 @@ class Live:
     notices: Notices = attrs.field(factory=Notices)
 
 
+# The slot with how many updates are not made because hooks ended epochs early.
+LEFT_OUT = "ends"
+
+
 @attrs.frozen(repr=False)
 class RunInfo:
     """Facts about the current run and epoch, such as ``total_steps``.
@@ -256,7 +260,7 @@ class RunInfo:
     first_items: float = 0
     models: tuple[str, ...] = ()
     loader: str | None = attrs.field(default=None, repr=False)
-    hook_slots: frozenset[str] = attrs.field(default=frozenset(), repr=False)
+    hook_slots: frozenset[str] = attrs.field(default=frozenset({LEFT_OUT}), repr=False)
     reported: frozenset[str] = attrs.field(default=frozenset(), repr=False)
     windows: Windows = attrs.field(default=_OF_ONE_BATCH, repr=False)
     live: Live = attrs.field(factory=Live, eq=False, repr=False)

@@ -12,7 +12,7 @@ import attrs
 from torch import Tensor, nn
 
 from fnloop._backend.torch_compat import strip_compile_prefix
-from fnloop._core.state import TrainState, all_parameters, parameters, unwrap
+from fnloop._core.state import TrainState, all_parameters, parameters, unwrap, with_used
 from fnloop._display.checks import describe, is_list, join_names
 from fnloop._display.checks import function as check_function
 
@@ -122,7 +122,7 @@ class Chosen:
         return found
 
     def check(self, state: TrainState) -> None:
-        """Raise unless the state's optimizers update one of them, or all of them are frozen.
+        """Raise unless the optimizers of the running step update one of them, or all are frozen.
 
         Args:
             state: the state.
@@ -135,7 +135,8 @@ class Chosen:
             >>> Chosen("mine", "w").check(toy())
         """
         named = self.select(unwrap(state)).parameters
-        if not self.of(state) and (trained := [n for n, p in named.items() if p.requires_grad]):
+        trained = [name for name, p in named.items() if p.requires_grad]
+        if trained and not self.of(with_used(state)):
             raise ValueError(
                 f"{self._name} is for parameters that no optimizer of this step updates: "
                 f"{join_names(trained)}. List it in the step of their optimizer"

@@ -49,12 +49,13 @@ from fnloop._core.optimizers import (
 )
 from fnloop._core.parts import Held, Load, Part, Restoring, Saving
 from fnloop._core.rng import SEED_BITS, HostGenerators, new_seed
-from fnloop._core.runs import Position, RunInfo, Todo, pending
+from fnloop._core.runs import LEFT_OUT, Position, RunInfo, Todo, pending
 from fnloop._core.several import Several
 from fnloop._core.types import RECORD, UPDATE, Metric, Output
 from fnloop._display import checks, tables
 from fnloop._display.checks import describe, flag, join_names
 from fnloop._display.screen import log
+from fnloop._extensions import extensions
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -553,16 +554,19 @@ TrainState.__setattr__ = _refuse_change  # attrs would say no more than that it 
 # --- ownership
 
 
-def check_not_stale(state: object, owner: str = "fnloop") -> None:
+def check_not_stale(state: object, owner: str = "fnloop", *, trains: bool = False) -> None:
     """Raise if a state has been advanced, for a function that takes the newest one.
 
     Args:
         state: what was given.
         owner: what was called with it, for messages.
+        trains: whether it would be trained. Then a state that is there to be read, as that of
+            ``averaged``, is refused too.
 
     Raises:
         StaleStateError: it has been advanced; the message says how to keep a copy.
         TypeError: it is not a state.
+        ValueError: it is not there to be trained.
 
     Example:
         >>> from fnloop.testing import toy
@@ -574,6 +578,8 @@ def check_not_stale(state: object, owner: str = "fnloop") -> None:
             f"got {describe(state)}"
         )
     if state._ownership.generation == state._generation:
+        for check in extensions("what is not to be trained") if trains else ():
+            check(state, owner)
         return
     if is_half_updated(state):
         raise StaleStateError(
@@ -1516,8 +1522,6 @@ def updates_of_call(state: TrainState) -> int:
 # The updates that a run was planned to make and does not, because hooks ended epochs early.
 #
 # They count in its length, as skipped ones do: so a run that is resumed has the same one.
-
-LEFT_OUT = "ends"  # the slot with their number
 
 
 def left_out(state: TrainState) -> int:

@@ -8,7 +8,7 @@ import functools
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import NamedTuple
 
 import attrs
@@ -520,7 +520,7 @@ def _grouped(batches: Iterator[Batch], sizes: Iterator[int]) -> Iterator[Batch]:
     return itertools.takewhile(len, map(tuple, map(itertools.islice, rest, sizes)))
 
 
-class LateWindow:
+class LateWindow(Sequence[Batch]):
     """The batches of a window, each fetched when it is asked for; the first one is there already.
 
     Its length is the number of batches that were fetched, and iterating gives these. A slice has

@@ -36,6 +36,9 @@ _ROWS: dict[str, dict[str, str]] = {
     "averages of the weights": {
         "._extensions.middleware.ema": "ema swa",
     },
+    "what is not to be trained": {
+        "._extensions.middleware.ema": "check_not_averaged",
+    },
     "several processes": {
         "._extensions.engines.exchanges": "several",
     },
@@ -59,7 +62,7 @@ _ROWS: dict[str, dict[str, str]] = {
         "._extensions.middleware.times": "unseen_times",
     },
     "part averages": {
-        "._core.averages": "AVERAGES",
+        "._extensions.middleware.ema": "AVERAGES",
     },
     "part apart": {
         "._extensions.engines.apart": "APART",

@@ -9,7 +9,7 @@ import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple, cast
+from typing import NamedTuple, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import attrs
@@ -29,11 +29,10 @@ from fnloop._core.state import (
     ownership_of,
     owns_handles,
 )
-from fnloop._core.types import Middleware, Output, Step, is_ours
-from fnloop._data.source import LateWindow
+from fnloop._core.types import Middleware, Output, Step
 from fnloop._step.gradients import NoGradientError
 from fnloop._step.pipeline import Pipeline, PipelineStep
-from fnloop._step.update import Numbers, prefixed
+from fnloop._step.update import prefixed
 from fnloop.extend import (
     Batch,
     Call,
@@ -50,6 +49,7 @@ from fnloop.extend import (
 )
 
 log = logging.getLogger("fnloop")
+Item = TypeVar("Item")
 
 SAME, NEXT, LATE = "same", "next", "late"
 # What acts on one backward or one forward: the steps list it themselves.
@@ -230,13 +230,12 @@ class AlternateStep(PipelineStep):
         made = Counter(turn.name for turn in self.settings.turns if counts)
         return advance(state, counts, {name: n + made[name] for name, n in state.updates.items()})
 
-    def _window(self, batch: Batch) -> Sequence[Batch] | LateWindow:
+    def _window(self, batch: Batch) -> Sequence[Batch]:
         """Return the batches of a round."""
         if self.window == 1:
             return (batch,)
-        if type(batch) is LateWindow:
-            return batch
-        if not isinstance(batch, list | tuple) or not 0 < len(batch) <= self.window:
+        several = Sequence if self.fetches_late else (list, tuple)
+        if not isinstance(batch, several) or not 0 < len(batch) <= self.window:
             given = f"{len(batch)}" if isinstance(batch, list | tuple) else checks.describe(batch)
             raise ValueError(
                 f"a round of {self!r} takes a list or a tuple of 1 to {self.window} batches; got "
@@ -441,12 +440,16 @@ def _check_in_turn(name: str, step: PipelineStep) -> None:
             why = 'goes back with the whole model: write then="skip" or then="stop"'
         elif member.uses:
             why = "names optimizers, and a turn has only its own: leave it out"
-        elif member.view or (member.update and is_ours(member)):
+        elif member.view or (member.update and _is_ours(member)):
             why = "averages the whole model: list it around all turns, "
             why += f"pipeline({member!r})(alternate(...))"
         else:
             continue
         raise ValueError(f"alternate: {member!r}, in the step {name!r}, {why}")
+
+
+def _is_ours(member: Middleware) -> bool:
+    return member.call is not None and checks.module_of(member.call.factory).startswith("fnloop.")
 
 
 def _rules(batch: str | Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
@@ -700,12 +703,7 @@ class Turns:
             first = unfinished(state.phases).updates.get(name, 0)
             own = None if state.run is None else self._run_of(state.run, name, first)
             handles.run = state.run, own
-        prefix = f"{name}/"
-        slots = {
-            key.removeprefix(prefix): value
-            for key, value in state.slots.items()
-            if key.startswith(prefix)
-        }
+        slots = _without_prefix(state.slots, f"{name}/")
         return attrs.evolve(
             state, optimizer=state.optimizer[name], step=state.updates[name], updates={},
             slots=slots, run=handles.run[1],
@@ -753,6 +751,11 @@ class Turns:
         return attrs.evolve(state, updates=updates, slots=slots, extra=new.extra, stop=new.stop)
 
 
+def _without_prefix(named: Mapping[str, Item], prefix: str) -> dict[str, Item]:
+    """Return what has a name with a prefix, by the rest of the name."""
+    return {k.removeprefix(prefix): value for k, value in named.items() if k.startswith(prefix)}
+
+
 def _merged(state: TrainState, name: str, own: TrainState) -> dict[str, object]:
     """Return the slots of a state with those of a state of a turn."""
     return {**state.slots, **{f"{name}/{key}": value for key, value in own.slots.items()}}
@@ -768,7 +771,7 @@ def _of_turn(member: Middleware, name: str) -> Middleware:
 
     def report(loader: str | None, numbers: Mapping[str, float]) -> Mapping[str, float]:
         __tracebackhide__ = True
-        more: object = given(loader, _OfTurn(loader, numbers, name))
+        more: object = given(loader, _OfTurn(numbers, name))
         if isinstance(more, Mapping):
             return {prefixed(name, key): value for key, value in more.items()}
         return more  # type: ignore[return-value]  # which is checked
@@ -776,19 +779,16 @@ def _of_turn(member: Middleware, name: str) -> Middleware:
     return attrs.evolve(member, report=report)
 
 
-class _OfTurn(Numbers):
+class _OfTurn(dict[str, float]):
     """The numbers of a turn, without its name. Those that it lacks are looked up among all.
 
     Args:
-        loader: the name of the loader, or None.
         numbers: all numbers of the loader.
         name: the name of the turn.
     """
 
-    def __init__(self, loader: str | None, numbers: Mapping[str, float], name: str) -> None:
-        prefix = f"{name}/"
-        own = {k.removeprefix(prefix): v for k, v in numbers.items() if k.startswith(prefix)}
-        super().__init__(loader, own)
+    def __init__(self, numbers: Mapping[str, float], name: str) -> None:
+        super().__init__(_without_prefix(numbers, f"{name}/"))
         self._all, self._name = numbers, name
 
     def __missing__(self, key: str) -> float:

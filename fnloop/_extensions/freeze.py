@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from fnloop._backend.torch_compat import buffers_of, strip_compile_prefix
-from fnloop._core.averages import check_not_averaged
 from fnloop._core.optimizers import BEFORE, SCHEDULED, SET, UNFROZEN, Group
 from fnloop._core.state import TrainState, take_ownership, unwrap
 from fnloop._core.trained import Layout, add_group, split_group
@@ -69,8 +68,7 @@ def freeze(state: TrainState, *selectors: Selector, statistics: str = "kept") ->
 
     Replaces: lightning.BackboneFinetuning, pytorch_accelerated.ModelFreezer, keras.trainable
     """
-    check_not_stale(state, "freeze")
-    check_not_averaged("freeze", state)
+    check_not_stale(state, "freeze", trains=True)
     checks.choice("freeze", "statistics", statistics, ("kept", "running"))
     found = _select("freeze", state, selectors)
     for p in found[0].values():
@@ -126,8 +124,7 @@ def unfreeze(
 
     Replaces: lightning.BackboneFinetuning, pytorch_accelerated.ModelFreezer
     """
-    check_not_stale(state, "unfreeze")
-    check_not_averaged("unfreeze", state)
+    check_not_stale(state, "unfreeze", trains=True)
     group = checks.plain(group)
     found = _select("unfreeze", state, selectors)
     trained = {name: p for name, p in found[0].items() if p.is_floating_point() or p.is_complex()}

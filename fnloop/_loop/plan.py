@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 import attrs
 import torch
 
-from fnloop._core.averages import check_not_averaged
 from fnloop._core.history import (
     History,
     Phase,
@@ -22,8 +21,8 @@ from fnloop._core.history import (
 )
 from fnloop._core.optimizers import forget_schedules, groups_in
 from fnloop._core.records import COSTS, TRAINED
-from fnloop._core.runs import Live, RunInfo, Stop, Windows, reason_of
-from fnloop._core.several import models_of
+from fnloop._core.runs import LEFT_OUT, Live, RunInfo, Stop, Windows, reason_of
+from fnloop._core.several import Several
 from fnloop._core.state import (
     TrainState,
     begin_count,
@@ -117,8 +116,7 @@ class Plan:
             TypeError, ValueError: an argument has the wrong type or value.
         """
         step = PipelineStep.checked(step, "fit")
-        check_not_stale(state, "fit")
-        check_not_averaged("fit", state)
+        check_not_stale(state, "fit", trains=True)
         check_phase(phase, state)
         found = read_loaders(loaders)
         epochs = _target("epochs", "epoch", epochs)
@@ -313,8 +311,9 @@ class Plan:
             turns=tuple(self.step.turns),
             total_items=self.assumed_items if self.items is None else self.items,
             first_items=(None if phase is None else phase.items) or 0,
-            models=models_of(state.model),
-            hook_slots=slots_of(self.hooks), reported=names_reported(self.hooks), windows=windows,
+            models=Several.names_of(state.model),
+            hook_slots=slots_of(self.hooks) | {LEFT_OUT},
+            reported=names_reported(self.hooks), windows=windows,
             live=Live(clock, source.positions.at, source.indices, made_with),
         )  # fmt: skip
 

@@ -18,14 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from fnloop._backend.containers import to_device, vars_of
-from fnloop._core.averages import check_not_averaged
 from fnloop._core.history import check_loaders
 from fnloop._core.metrics import Metrics
 from fnloop._core.optimizers import check_used, groups_in, to_training
 from fnloop._core.rng import fold_in, isolated, seed_all, torch_seeder
 from fnloop._core.runs import Windows
 from fnloop._core.saved import has_pending, materialize
-from fnloop._core.several import Several, models_of
+from fnloop._core.several import Several
 from fnloop._core.state import (
     TrainState,
     advance,
@@ -35,6 +34,7 @@ from fnloop._core.state import (
     check_not_stale,
     clear_parameter_cache,
     consume,
+    note_call,
     using_only,
     with_slot,
     with_slots,
@@ -377,7 +377,7 @@ class PipelineStep(abc.ABC):
             state: the newest state.
             counts: whether it counts as applied, or as skipped.
         """
-        several = models_of(state.model)
+        several = Several.names_of(state.model)
         loss = torch.zeros(len(several) if several else (), device=state.backend.device)
         return self._passed(state, counts), Output(loss, 0, skip=None if counts else "no batch")
 
@@ -516,9 +516,8 @@ class PipelineStep(abc.ABC):
             StaleStateError: the state has been advanced already.
         """
         __tracebackhide__ = True
-        check_not_stale(state, "step")
+        check_not_stale(state, "step", trains=True)
         to_training(state.optimizer)
-        check_not_averaged("step", state)
         try:
             state, out = self.train(self.init_slots(state), to_device(batch, state.backend.device))
         except Exception as error:
@@ -551,6 +550,17 @@ class PipelineStep(abc.ABC):
             leave_out_frames(error)
             raise
         return out if out.loss is None else attrs.evolve(out, loss=out.loss.detach())
+
+
+def _noting_call(step: Step) -> Step:
+    """Return a step that notes how many updates it has made, of which there may be several."""
+
+    def noted(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
+        __tracebackhide__ = True
+        new, out = step(state, batch)
+        return note_call(new, state.step), out
+
+    return noted
 
 
 class LossStep(PipelineStep):
@@ -605,7 +615,8 @@ class LossStep(PipelineStep):
 
     def _compose_training(self) -> Step:
         inner = self._training_forward(), "loss", self._backward, "gradient"
-        return self._chain(*inner, self._update, "update", "device", "step", self._using)
+        outer = "update", "device", "step", *([_noting_call] if self.carries else []), self._using
+        return self._chain(*inner, self._update, *outer)
 
     def _using(self, step: Step) -> Step:
         """Return a step within which every middleware knows which optimizers update."""

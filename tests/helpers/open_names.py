@@ -10,7 +10,6 @@ OPEN = {
     "_backend.fsdp": "combined dtensor full has_sharded like_sharded",
     "_backend.processes": "Backend device_of",
     "_backend.torch_compat": "buffers_of strip_compile_prefix",
-    "_core.averages": "Average AVERAGED check_not_averaged named_tensors",
     "_core.code": "codes_of INSTALLED is_users PACKAGE",
     "_core.history": "first_record metrics_here new_records records_since SINCE unfinished",
     "_core.optimizers": (
@@ -28,13 +27,13 @@ OPEN = {
     "_core.runs": "ACTIONS has_updates Live now pending RECORDS",
     "_core.saved": "has_pending materialize Pending",
     "_core.selectors": "Selectors",
-    "_core.several": "models_of Reply Several",
+    "_core.several": "Reply",
     "_core.state": (
-        "advance clear_parameter_cache count_items count_parameters COUNTED counted_of "
-        "COUNTERS current_parameters detached_from_run generation_of give_up_ownership "
-        "items_to_send LEFT_OUT note_buffers note_call Ownership ownership_of owns_handles "
+        "advance clear_parameter_cache copy_handles count_items count_parameters COUNTED "
+        "counted_of COUNTERS current_parameters detached_from_run generation_of "
+        "give_up_ownership items_to_send note_buffers Ownership ownership_of owns_handles "
         "ParameterCache PLACE rested shapes_of_buffers take_ownership used_in with_note "
-        "with_used without_metrics"
+        "without_metrics"
     ),
     "_core.trained": "add_group Groups Layout note_restored split_group",
     "_core.types": "Aux EVALUATION is_ours Searching Skip wraps_of",
@@ -47,7 +46,7 @@ OPEN = {
     ),
     "_data.position": "checksum Pass Positions",
     "_data.reader": "Iterated Reader reader_of",
-    "_data.source": "first_batches LateWindow open_source Source unmoved",
+    "_data.source": "first_batches open_source Source unmoved",
     "_display.frames": "short_traceback",
     "_display.screen": "log",
     "_hooks.hook": "BuiltIn Clock every_layer HookFn Wrapper",
@@ -62,5 +61,5 @@ OPEN = {
     "_step.forward": "items_in",
     "_step.gradients": "NoGradientError WeightedSum",
     "_step.pipeline": "Pipeline PipelineStep",
-    "_step.update": "MissingNumberError Numbers prefixed",
+    "_step.update": "MissingNumberError prefixed",
 }

@@ -15,12 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import attrs
-import torch
 from torch import Tensor
 
 from fnloop._backend import torch_compat
 from fnloop._backend.fsdp import like_sharded
-from fnloop._core.averages import Average
 from fnloop._core.history import SINCE, History, metrics_here
 from fnloop._core.runs import Live, pending
 from fnloop._core.state import (
@@ -48,6 +46,7 @@ from fnloop._hooks.hook import BuiltIn, Hook
 from fnloop.extend import (
     Call,
     Monitored,
+    View,
     checks,
     local_part,
     mode_of,
@@ -675,7 +674,9 @@ class restore_best(BuiltIn):
             weights = _fit_to(state, best["weights"], self.slot)
             state = begin_again(state)
             resized = _load_weights(state, weights)
-            _load_averages(state, best.get("averages", {}))
+            for name, kept in best.get("averages", {}).items():
+                if isinstance(average := state.slots.get(name), View):
+                    average.put_back(kept)
             state = take_ownership(state)
             if state.backend.main:
                 shown = tables.format_metric(self.key, value)
@@ -712,11 +713,8 @@ class restore_best(BuiltIn):
 
 def _copy_weights(state: TrainState) -> dict[str, _Weights]:
     """Return copies of what an evaluation uses and of the averages, as they are in the slot."""
-    averages = {
-        name: {"count": slot.count, "tensors": {k: v.detach().clone() for k, v in slot.items()}}
-        for name, slot in state.slots.items()
-        if isinstance(slot, Average)
-    }
+    views = {name: slot.kept() for name, slot in state.slots.items() if isinstance(slot, View)}
+    averages = {name: kept for name, kept in views.items() if kept is not None}
     with view(state, "save"):
         return {"weights": _copy_module(state), "averages": averages}
 
@@ -737,21 +735,6 @@ def _load_weights(state: TrainState, weights: _Weights) -> list[str]:
         f"{torch_compat.strip_compile_prefix(k)}: {tuple(shape)}, was {tuple(own[k])}"
         for k, shape in others.items()
     ]
-
-
-def _load_averages(state: TrainState, kept: _Weights) -> None:
-    """Put copies of averages back into those that the state still has."""
-    with torch.no_grad():
-        for name, best in kept.items():
-            if not isinstance(average := state.slots.get(name), Average):
-                continue
-            for key, tensor in average.items():
-                kept_one = best["tensors"].get(key, tensor)
-                if kept_one.shape == tensor.shape:
-                    tensor.copy_(like_sharded(kept_one, tensor))
-                else:
-                    average[key] = kept_one
-            average.count = best["count"]
 
 
 def _copy_module(state: TrainState) -> _Weights:

@@ -20,7 +20,7 @@ from fnloop._core.history import records_since
 from fnloop._core.metrics import Mean
 from fnloop._core.records import Record
 from fnloop._core.runs import now
-from fnloop._core.several import models_of
+from fnloop._core.several import Several
 from fnloop._core.state import TrainState
 from fnloop._extensions.checkpoints.format import NUMBER, check_shape
 from fnloop._hooks.hook import BuiltIn, Hook, every
@@ -458,7 +458,7 @@ class halt_on_nonfinite(BuiltIn):
 
     def _read(self, state: TrainState) -> tuple[float | None, str]:
         """Return the mean loss, and of which models it is. Of a stack it is a bad one, if any."""
-        models = models_of(state.model)
+        models = Several.names_of(state.model)
         if not models:
             return self._read_one(state), ""
         losses = self._read_each(state, models)

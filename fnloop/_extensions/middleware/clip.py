@@ -15,7 +15,7 @@ from fnloop._backend.fsdp import combined
 from fnloop._core.metrics import Mean
 from fnloop._core.selectors import Selectors
 from fnloop._core.several import Several
-from fnloop._core.state import TrainState, unwrap, with_used
+from fnloop._core.state import TrainState, unwrap
 from fnloop._core.types import Middleware, Output, Step, middleware
 from fnloop.extend import (
     Batch,
@@ -304,7 +304,7 @@ def _check_overlap(state: TrainState, listed: Sequence[Middleware]) -> None:
         if (only := _only_of(member)) is not None:
             _refuse_stack(state, repr(member), "leave out only=, so that it is for all parameters")
         chosen = Chosen(repr(member), only)
-        chosen.check(with_used(state))
+        chosen.check(state)
         for name in chosen.select(unwrap(state)).parameters:
             if (other := owners.setdefault(name, member)) is not member:
                 raise ValueError(
@@ -412,7 +412,7 @@ def clip_adaptive(ratio: float = 0.01, only: Selectors | None = None) -> Middlew
         return state, out
 
     def check(state: TrainState, listed: object) -> None:
-        chosen.check(with_used(state))
+        chosen.check(state)
 
     return Middleware(
         "clip_adaptive",

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from fnloop._backend import torch_compat
 from fnloop._core.optimizers import wants_closure
-from fnloop._core.state import TrainState, with_used
+from fnloop._core.state import TrainState
 from fnloop._core.types import Middleware, Output, Step, middleware
 from fnloop._extensions.graphs.capture import GraphedStep, read_from_tensors, recorder_on
 from fnloop._extensions.graphs.guards import CaptureError
@@ -222,7 +222,7 @@ def _check_members(members: Sequence[Middleware]) -> None:
 
 def _check_optimizers(state: TrainState, members: Sequence[Middleware]) -> None:
     """Raise if torch cannot compile the step of an optimizer."""
-    for optimizer in optimizers(with_used(state)).values():
+    for optimizer in optimizers(state, used=True).values():
         name = type(optimizer).__name__
         if wants_closure(type(optimizer)):
             raise ValueError(

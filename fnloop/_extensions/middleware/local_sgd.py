@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fnloop._core.optimizers import modes_of, wants_closure
-from fnloop._core.state import TrainState, ownership_of, with_used
+from fnloop._core.state import TrainState, ownership_of
 from fnloop._core.types import Middleware, Output, Step, middleware
 from fnloop._extensions.engines import exchanges
 from fnloop._extensions.engines.apart import Apart, apart_of
@@ -265,7 +265,7 @@ def _check_members(members: Sequence[Middleware]) -> None:
 def _check_state(state: TrainState, members: Sequence[Middleware]) -> None:
     """Raise NotImplementedError if the processes of a state cannot update by themselves."""
     refuse(state, "local_sgd", exact="its sums depend on the number of processes. Leave one out")
-    used, why = optimizers(with_used(state)).values(), None
+    used, why = optimizers(state, used=True).values(), None
     if is_sharded(state.model):
         why = (
             "needs the whole model in every process, and here each has a part of it: leave "

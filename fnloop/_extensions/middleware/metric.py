@@ -19,7 +19,6 @@ from fnloop._core.several import Several
 from fnloop._core.state import TrainState
 from fnloop._core.types import Aux, Middleware, Output, middleware
 from fnloop._extensions.torchmetrics import COLLECTION_HINT, from_torchmetrics, names_in
-from fnloop._step.update import MissingNumberError, Numbers
 from fnloop.extend import (
     Batch,
     Metric,
@@ -118,12 +117,12 @@ def _known_names(shared: object, functions: Mapping[str, object]) -> tuple[str, 
     return tuple(functions) if shared is None and not several else None
 
 
-def unseen_metrics(members: Iterable[Middleware], read: Mapping[str, object]) -> dict[str, Metric]:
+def unseen_metrics(members: Iterable[Middleware], read: object) -> dict[str, Metric]:
     """Return those of torchmetrics that training reports, before any batch, by name.
 
     Args:
         members: the middleware of a step.
-        read: the metrics of a checkpoint, as far as they are known, by name.
+        read: the classes of those that a checkpoint has, which says nothing here.
     """
     trained = [m for m in members if m.forward is not None or m.loss is not None]
     calls = [m.call for m in trained if m.call is not None and m.call.factory is metric]
@@ -473,7 +472,7 @@ def derive(**functions: Callable[[Mapping[str, float]], float]) -> Middleware:
 
     def report(loader: str | None, numbers: Mapping[str, float]) -> Mapping[str, float]:
         __tracebackhide__ = True
-        known = numbers if isinstance(numbers, Numbers) else Numbers(loader, numbers)
+        known = _Known(numbers)
         found: dict[str, float] = {}
         waiting: dict[str, str] = {}  # a name that was looked up in vain, and by which function
         for name, function in functions.items():
@@ -485,10 +484,10 @@ def derive(**functions: Callable[[Mapping[str, float]], float]) -> Middleware:
             try:
                 value = _apply(function, known)
                 found[name] = checks.as_number(f"derive: the value of {name!r}", value)
-            except MissingNumberError as error:
-                waiting.setdefault(error.name, name)
-                continue
             except Exception as error:
+                if error is known.error:
+                    waiting.setdefault(known.missing, name)
+                    continue
                 of = f", for {loader}" if loader else ""
                 error.add_note(f"while in the derived metric {name!r}{of}")
                 raise
@@ -503,13 +502,36 @@ def derive(**functions: Callable[[Mapping[str, float]], float]) -> Middleware:
     )
 
 
+class _Known(dict[str, float]):
+    """The numbers of a report, and what was derived of them.
+
+    Attributes:
+        missing: the name that was last looked up in vain.
+        error: what was raised then.
+    """
+
+    missing = ""
+    error: KeyError | None = None
+
+    def __init__(self, numbers: Mapping[str, float]) -> None:
+        super().__init__(numbers)
+        self._numbers = numbers
+
+    def __missing__(self, name: str) -> float:
+        try:
+            return self._numbers[name]  # which notes that it was looked up
+        except KeyError as error:
+            self.missing, self.error = name, error
+            raise
+
+
 # What the functions of math say where they have no value, since Python 3.14 in many words.
 _NO_VALUE = re.compile(
     "math domain error|expected (a (positive|nonnegative|finite|number|noninteger)|argument value) "
 )
 
 
-def _apply(function: Callable[[Mapping[str, float]], object], numbers: Numbers) -> object:
+def _apply(function: Callable[[Mapping[str, float]], object], numbers: _Known) -> object:
     """Call a function; NaN if there is no value, so that a long run does not end for it."""
     __tracebackhide__ = True
     try:

@@ -17,7 +17,7 @@ import attrs
 
 from fnloop._backend import torch_compat
 from fnloop._core.history import History
-from fnloop._core.several import models_of
+from fnloop._core.several import Several
 from fnloop._core.state import TrainState, snapshot, without_metrics
 from fnloop._core.types import Middleware, Output, Step
 from fnloop._data.held import own_copy
@@ -162,7 +162,7 @@ def dry_run(
     trial = Trial.of("dry_run", step, state, loaders, hooks, several=True)
     step, plan = trial.step, trial.plan
     found, checked = plan.loaders, plan.hooks
-    plan.check_metrics(found.evaluated, state.history, models_of(state.model), tried=True)
+    plan.check_metrics(found.evaluated, state.history, Several.names_of(state.model), tried=True)
     step, failed = _tried_metrics(step)
     findings, first = _read(trial, step)
     if "train" not in first:
