@@ -46,7 +46,6 @@ import typing as _typing
 from importlib import import_module as _import_module
 
 from fnloop._backend.collectives import broadcast, gather, reduce
-from fnloop._core.averages import averaged
 from fnloop._core.history import History, Phase
 from fnloop._core.metrics import Last, Max, Mean, Min, Sum
 from fnloop._core.records import Record
@@ -89,7 +88,7 @@ if _typing.TYPE_CHECKING:
         sam,
     )
     from fnloop._extensions.middleware.compiled import compiled, cuda_graph
-    from fnloop._extensions.middleware.ema import ema, swa
+    from fnloop._extensions.middleware.ema import averaged, ema, swa
     from fnloop._extensions.middleware.guards import skip_nonfinite, spike_guard
     from fnloop._extensions.middleware.local_sgd import local_sgd
     from fnloop._extensions.middleware.metric import derive, metric
@@ -125,7 +124,7 @@ _LATER = {
     "._extensions.middleware.accumulate": "accumulate microbatch retry_on_oom tbptt",
     "._extensions.middleware.clip": "clip clip_adaptive clip_value closure grad_norm sam",
     "._extensions.middleware.compiled": "compiled cuda_graph",
-    "._extensions.middleware.ema": "ema swa",
+    "._extensions.middleware.ema": "averaged ema swa",
     "._extensions.middleware.using": "using",
     "._extensions.middleware.guards": "skip_nonfinite spike_guard",
     "._extensions.middleware.local_sgd": "local_sgd",

@@ -35,7 +35,7 @@ of the book.
 - **What is saved, and what readers see**: `Part`, `Saving`, `Restoring`, `View`, `view`
 - **Processes**: `Backend`, `Engine`, `LocalEngine`, `WindowPass`, `GradientSum`, `engine_of`,
   `refuse`, `on_main_process`, `collectives`
-- **Metrics**: `Metrics`, `Running`
+- **Metrics, and stacks of models**: `Metrics`, `Running`, `Several`
 - **Random numbers**: `isolated`, `fold_in`
 - **Hooks, moments and the end of a run**: `BuiltIn`, `Wrapper`, `Moment`, `Clock`, `Stop`
 - **Records**: `Fold`, `Monitored`, `better`, `mode_of`
@@ -67,6 +67,7 @@ from fnloop._core.rng import fold_in, isolated
 from fnloop._core.runs import Stop
 from fnloop._core.selectors import Chosen
 from fnloop._core.settings import Setting, number_in, set_number
+from fnloop._core.several import Several
 from fnloop._core.state import (
     Ownership,
     TrainState,
@@ -130,6 +131,7 @@ __all__ = [
     "Running",
     "Saving",
     "Setting",
+    "Several",
     "Source",
     "Stop",
     "View",
@@ -199,12 +201,13 @@ def gradients(state: TrainState) -> list[Tensor]:
     return [p.grad for p in parameters(state) if p.grad is not None]
 
 
-def optimizers(state: TrainState, used: bool = False) -> Mapping[str, Optimizer]:
+def optimizers(state: TrainState, *, used: bool = False) -> Mapping[str, Optimizer]:
     """Return the optimizers of a state by name. One alone has the name "".
 
     Args:
         state: the state.
-        used: whether to leave out those with which the running step does not update.
+        used: whether to leave out those that rest in the step that is running; see
+            :func:`fnloop.using`.
 
     Returns:
         Name to optimizer, in the order in which they update.

@@ -345,7 +345,6 @@ def test_few_values_have_the_type_any():
 OTHER_MEANINGS = {
     "checkpoint": "the name of a thread",
     "closure": "the argument of an optimizer's step",
-    "ema": "the name of an average, unless averaged is given another",
     "freeze": "the slot with the norm layers that stay in evaluation mode",
     "latest": "a row of the table of a state",
     "save": "a reader of a view, and the functions of a part: what is saved, wherever that is",

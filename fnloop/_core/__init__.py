@@ -1,1 +1,1 @@
-"""The values: states, metrics, histories, averages, generators, and what is frozen."""
+"""The values: states, metrics, histories, generators, and what is frozen."""

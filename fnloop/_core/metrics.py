@@ -731,15 +731,16 @@ def items_so_far(running: Mapping[str, Metric], in_first_epoch: bool) -> Sum:
     return Sum(cast(Sum, before).value + here)
 
 
-def _updated(so_far: Any, metric: Metric) -> Metric:
+def _updated(so_far: Metric | None, metric: Metric) -> Metric:
     """Return what a metric is after one more batch."""
     __tracebackhide__ = True
     if isinstance(so_far, Pending):
         so_far = materialize(metric, so_far)
     if so_far is None:
         return metric.to_accumulator() if isinstance(metric, Running) else metric
-    in_place = isinstance(so_far, Running)
-    return so_far.update_(metric) if in_place else so_far.combine(metric)
+    if isinstance(so_far, Running):
+        return so_far.update_(metric)
+    return so_far.combine(metric)
 
 
 # --- numbers from the device
@@ -776,7 +777,7 @@ def _read(values: list[Tensor]) -> list[float | Tensor]:
 # --- the loss
 
 
-def update_loss_(running: Any, loss: Tensor | None, weight: float | Tensor) -> Mean | NoLoss:
+def update_loss_(running: Metric | None, loss: Tensor | None, weight: float | Tensor) -> Metric:
     """Add a batch's mean loss to a running mean, with one kernel if the weight is a number.
 
     In an evaluation the loss may be None.
@@ -785,12 +786,12 @@ def update_loss_(running: Any, loss: Tensor | None, weight: float | Tensor) -> M
         ValueError: some batches have a loss, and others have none.
     """
     if loss is None:
-        return NoLoss() if running is None else NoLoss().combine(running)
+        return NoLoss() if running is None else NoLoss().combine(cast(Mean, running))
     if isinstance(weight, Tensor):
         weight = _valid_or_nan(weight)
     if running is None:
         return Mean(_weighted(loss, weight), weight)
-    if type(running) is NoLoss:
+    if not isinstance(running, Mean):
         return running.combine(Mean(loss, weight))
     if isinstance(weight, Tensor):
         total = running.total.add_(_weighted(loss, weight))

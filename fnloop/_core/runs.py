@@ -194,6 +194,10 @@ class Live:
 LEFT_OUT = "ends"  # the slot with the number of updates left out because hooks ended epochs early
 
 
+# The slot with how many updates are not made because hooks ended epochs early.
+LEFT_OUT = "ends"
+
+
 @attrs.frozen(repr=False)
 class RunInfo:
     """Facts about the current run and epoch, such as ``total_steps``.

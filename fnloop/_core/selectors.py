@@ -122,7 +122,7 @@ class Chosen:
         return found
 
     def check(self, state: TrainState) -> None:
-        """Raise unless the state's optimizers update one of them, or all of them are frozen.
+        """Raise unless the optimizers of the running step update one of them, or all are frozen.
 
         Args:
             state: the state, of which the optimizers count with which the running step updates.
@@ -135,9 +135,8 @@ class Chosen:
             >>> Chosen("mine", "w").check(toy())
         """
         named = self.select(unwrap(state)).parameters
-        if not self.of(with_used(state)) and (
-            trained := [n for n, p in named.items() if p.requires_grad]
-        ):
+        trained = [name for name, p in named.items() if p.requires_grad]
+        if trained and not self.of(with_used(state)):
             raise ValueError(
                 f"{self._name} is for parameters that no optimizer of this step updates: "
                 f"{join_names(trained)}. List it in the step of their optimizer"

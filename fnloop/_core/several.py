@@ -16,7 +16,22 @@ Reply = tuple[Tensor, Aux, float | Tensor]  # the loss of a batch, its aux, and 
 
 
 class Several(nn.Module):
-    """The base of modules that are several models, each with a loss and an optimizer of its own."""
+    """The base of modules that are several models, each with a loss and an optimizer of its own.
+
+    A step asks such a module for what it would otherwise do with a single model. In the gradient
+    ring the first dimension of a gradient is that of the models, and a loss has an element of each.
+
+    Args:
+        args: none, for a module.
+        kwargs: none, for a module.
+
+    Example:
+        >>> import fnloop as fl
+        >>> from fnloop.testing import toy
+        >>> state = fl.stack({"a": toy(), "b": toy()})
+        >>> isinstance(state.model, Several), Several.names_of(state.model)
+        (True, ('a', 'b'))
+    """
 
     names: tuple[str, ...] = ()
 
@@ -24,6 +39,9 @@ class Several(nn.Module):
         """Return what backward leaves gradients in, and for each a parameter of an optimizer.
 
         The first list is the same one each time.
+
+        Raises:
+            NotImplementedError: the class does not say.
         """
         raise NotImplementedError
 
@@ -33,6 +51,9 @@ class Several(nn.Module):
         Args:
             evaluate: ``model -> (loss, aux, weight)``, calls the loss function.
             name: the name of the loss function.
+
+        Raises:
+            NotImplementedError: the class does not say.
         """
         raise NotImplementedError
 
@@ -43,11 +64,18 @@ class Several(nn.Module):
             fn: a function of such a value as is given, but of one model.
             given: the value: each tensor in it has a first dimension for the models.
             name: the name of the function, for messages.
+
+        Raises:
+            NotImplementedError: the class does not say.
         """
         raise NotImplementedError
 
     def metric(self, label: str, values: Tensor, weight: float | Tensor) -> Metric:
-        """Return the mean of each model over a batch, given their values in one vector."""
+        """Return the mean of each model over a batch, given their values in one vector.
+
+        Raises:
+            NotImplementedError: the class does not say.
+        """
         raise NotImplementedError
 
     def update(
@@ -62,18 +90,29 @@ class Several(nn.Module):
             optimizers: the optimizers, one for each model.
             apply: makes the step of one optimizer.
             replaced: whether someone looks at each optimizer's step.
+
+        Raises:
+            NotImplementedError: the class does not say.
         """
         raise NotImplementedError
 
     def check(self, listed: Sequence[Middleware]) -> None:
-        """Raise NotImplementedError if a middleware does not work with several models."""
+        """Raise if a middleware does not work with several models.
+
+        Raises:
+            NotImplementedError: one does not.
+        """
         raise NotImplementedError
 
     def refuse(self, step: str) -> None:
-        """Raise NotImplementedError for a step that is not of one loss function."""
+        """Raise for a step that is not of one loss function.
+
+        Raises:
+            NotImplementedError: always.
+        """
         raise NotImplementedError
 
-
-def models_of(model: nn.Module) -> tuple[str, ...]:
-    """Return the names of the models that a module stands for; none for a single model."""
-    return model.names if isinstance(model, Several) else ()
+    @staticmethod
+    def names_of(model: nn.Module) -> tuple[str, ...]:
+        """Return the names of the models that a module stands for; none for a single model."""
+        return model.names if isinstance(model, Several) else ()

@@ -55,6 +55,7 @@ from fnloop._core.several import Several
 from fnloop._core.types import RECORD, UPDATE, Metric, Output
 from fnloop._display import checks, reprs
 from fnloop._display.checks import describe, flag, join_names
+from fnloop._extensions import extensions
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -632,16 +633,19 @@ TrainState.__setattr__ = _refuse_change  # attrs would say no more than that it 
 # --- ownership
 
 
-def check_not_stale(state: object, owner: str = "fnloop") -> None:
+def check_not_stale(state: object, owner: str = "fnloop", *, trains: bool = False) -> None:
     """Raise if a state has been advanced, for a function that takes the newest one.
 
     Args:
         state: what was given.
         owner: what was called with it, for messages.
+        trains: whether it would be trained. Then a state that is there to be read, as that of
+            ``averaged``, is refused too.
 
     Raises:
         StaleStateError: it has been advanced; the message says how to keep a copy.
         TypeError: it is not a state.
+        ValueError: it is not there to be trained.
 
     Example:
         >>> from fnloop.testing import toy
@@ -653,6 +657,8 @@ def check_not_stale(state: object, owner: str = "fnloop") -> None:
             f"got {describe(state)}"
         )
     if state._ownership.generation == state._generation:
+        for check in extensions("what is not to be trained") if trains else ():
+            check(state, owner)
         return
     if state._ownership.generation is None:
         raise StaleStateError(

@@ -293,6 +293,16 @@ class View:
     def take_back(self, state: State) -> None:
         """Undo :meth:`hand_over`, because training continues. Every process is here."""
 
+    def kept(self) -> Mapping[str, Batch] | None:
+        """Return copies of weights that a slot holds beside those of the model; None: it has none.
+
+        They are plain data, and go back with the model's, such as to the best ones.
+        """
+        return None
+
+    def put_back(self, kept: Mapping[str, Batch]) -> None:
+        """Put back what :meth:`kept` has returned, in place where it fits."""
+
     def begin_again(self, state: State) -> View | None:
         """Return what a slot holds when the model is given weights that readers have seen.
 

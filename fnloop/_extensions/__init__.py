@@ -47,6 +47,9 @@ _ROWS: dict[str, dict[str, str]] = {
     "averages of the weights": {
         "._extensions.middleware.ema": "ema swa",
     },
+    "what is not to be trained": {
+        "._extensions.middleware.ema": "check_not_averaged",
+    },
     "several processes": {
         "._extensions.engines.exchanges": "several",
     },
@@ -73,7 +76,7 @@ _ROWS: dict[str, dict[str, str]] = {
         "._core.state": "COUNTED",
     },
     "part averages": {
-        "._core.averages": "AVERAGES",
+        "._extensions.middleware.ema": "AVERAGES",
     },
     "part apart": {
         "._extensions.engines.apart": "APART",

@@ -9,7 +9,7 @@ import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple, cast
+from typing import NamedTuple, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import attrs
@@ -40,6 +40,7 @@ from fnloop.extend import (
 )
 
 log = logging.getLogger("fnloop")
+Item = TypeVar("Item")
 
 SAME, NEXT, LATE = "same", "next", "late"
 # What acts on one backward or one forward: the steps list it themselves.
@@ -230,7 +231,8 @@ class AlternateStep(PipelineStep):
         """Return the batches of a round."""
         if self.window == 1:
             return (batch,)
-        if not isinstance(batch, Sequence) or not 0 < len(batch) <= self.window:
+        several = Sequence if self.fetches_late else (list, tuple)
+        if not isinstance(batch, several) or not 0 < len(batch) <= self.window:
             given = f"{len(batch)}" if isinstance(batch, list | tuple) else checks.describe(batch)
             raise ValueError(
                 f"a round of {self!r} takes a list or a tuple of 1 to {self.window} batches; got "
@@ -688,12 +690,7 @@ class Turns:
             first = Phase.running(state.phases).updates.get(name, 0)
             own = None if state.run is None else self._run_of(state.run, name, first)
             handles.run = state.run, own
-        prefix = f"{name}/"
-        slots = {
-            key.removeprefix(prefix): value
-            for key, value in state.slots.items()
-            if key.startswith(prefix)
-        }
+        slots = _without_prefix(state.slots, f"{name}/")
         return attrs.evolve(
             state, optimizer=state.optimizer[name], step=state.updates[name], updates={},
             slots=slots, run=handles.run[1],
@@ -741,6 +738,11 @@ class Turns:
         return attrs.evolve(state, updates=updates, slots=slots, extra=new.extra, stop=new.stop)
 
 
+def _without_prefix(named: Mapping[str, Item], prefix: str) -> dict[str, Item]:
+    """Return what has a name with a prefix, by the rest of the name."""
+    return {k.removeprefix(prefix): value for k, value in named.items() if k.startswith(prefix)}
+
+
 def _merged(state: TrainState, name: str, own: TrainState) -> dict[str, object]:
     """Return the slots of a state with those of a state of a turn."""
     return {**state.slots, **{f"{name}/{key}": value for key, value in own.slots.items()}}
@@ -773,10 +775,7 @@ class _OfTurn(dict[str, float]):
     """
 
     def __init__(self, numbers: Mapping[str, float], name: str) -> None:
-        prefix = f"{name}/"
-        super().__init__(
-            {k.removeprefix(prefix): v for k, v in numbers.items() if k.startswith(prefix)}
-        )
+        super().__init__(_without_prefix(numbers, f"{name}/"))
         self._all, self._name = numbers, name
 
     def __missing__(self, key: str) -> float:

@@ -10,7 +10,6 @@ import attrs
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-from fnloop._core.averages import check_not_averaged
 from fnloop._core.state import TrainState, unwrap
 from fnloop._core.trained import Layout, add_group, split_group
 from fnloop.extend import Chosen, Ownership, Setting, check_not_stale, checks, torch_compat
@@ -67,8 +66,7 @@ def freeze(state: TrainState, *selectors: Selector, statistics: str = "kept") ->
 
     Replaces: lightning.BackboneFinetuning, pytorch_accelerated.ModelFreezer, keras.trainable
     """
-    check_not_stale(state, "freeze")
-    check_not_averaged("freeze", state)
+    check_not_stale(state, "freeze", trains=True)
     checks.choice("freeze", "statistics", statistics, ("kept", "running"))
     found = _select("freeze", state, selectors)
     for p in found[0].values():
@@ -124,8 +122,7 @@ def unfreeze(
 
     Replaces: lightning.BackboneFinetuning, pytorch_accelerated.ModelFreezer
     """
-    check_not_stale(state, "unfreeze")
-    check_not_averaged("unfreeze", state)
+    check_not_stale(state, "unfreeze", trains=True)
     group = checks.plain(group)
     found = _select("unfreeze", state, selectors)
     trained = {name: p for name, p in found[0].items() if p.is_floating_point() or p.is_complex()}

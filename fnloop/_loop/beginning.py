@@ -67,8 +67,8 @@ def complete(step: PipelineStep, state: TrainState) -> TrainState:
     state = step.init_slots(state)
     if not any(map(_is_pending, state.metrics.values())):
         return state
-    read = {name: metric for name, metric in state.metrics.items() if _is_pending(metric)}
-    unseen = _unseen_metrics(step, read)
+    read = {name: m for name, m in state.metrics.items() if isinstance(m, Pending)}
+    unseen = _unseen_metrics(step, {k.removeprefix(RECENT): m.kind for k, m in read.items()})
     made = {
         name: materialize(like, metric)
         for name, metric in read.items()
@@ -81,12 +81,12 @@ def _is_pending(metric: object) -> bool:
     return isinstance(metric, Pending)
 
 
-def _unseen_metrics(step: PipelineStep, read: Mapping[str, Metric]) -> dict[str, Metric]:
+def _unseen_metrics(step: PipelineStep, read: Mapping[str, str]) -> dict[str, Metric]:
     """Return the metrics of a step that are known before any batch, by the names of a report.
 
     Args:
         step: the step.
-        read: those of a checkpoint, as far as they are known, by name.
+        read: by name the classes of those that a checkpoint has.
     """
     found: dict[str, Metric] = {}
     for unseen_metrics in extensions("metrics known before any batch"):

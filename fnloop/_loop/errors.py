@@ -6,7 +6,6 @@ import contextlib
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 
-from fnloop._core.averages import check_not_averaged
 from fnloop._core.records import Record
 from fnloop._core.state import (
     Ownership,
@@ -129,8 +128,7 @@ def check_returned(hook: Hook, before: TrainState, new: object, method: str = ""
             f"a hook takes a state and returns one, but {name} returned {new!r:.60}. Did "
             "you forget 'return state'?"
         )
-    check_not_stale(new)
-    check_not_averaged(name, new)
+    check_not_stale(new, name, trains=True)
     if method in ("flush", "settle"):
         _check_run(name, before, new)
     elif not method:

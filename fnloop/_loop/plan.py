@@ -12,7 +12,6 @@ from typing import NamedTuple
 import attrs
 import torch
 
-from fnloop._core.averages import check_not_averaged
 from fnloop._core.history import (
     WHOLE_RUN,
     History,
@@ -23,7 +22,7 @@ from fnloop._core.optimizers import groups_in
 from fnloop._core.records import Record
 from fnloop._core.runs import LEFT_OUT, Live, RunInfo, Stop, Windows, local_clock, reason_of
 from fnloop._core.settings import forget_schedules
-from fnloop._core.several import models_of
+from fnloop._core.several import Several
 from fnloop._core.state import (
     TrainState,
     begin_count,
@@ -116,8 +115,7 @@ class Plan:
             TypeError, ValueError: an argument has the wrong type or value.
         """
         step = PipelineStep.checked(step, "fit")
-        check_not_stale(state, "fit")
-        check_not_averaged("fit", state)
+        check_not_stale(state, "fit", trains=True)
         check_phase(phase, state)
         found = read_loaders(loaders)
         epochs = _target("epochs", "epoch", epochs)
@@ -308,7 +306,7 @@ class Plan:
             turns=tuple(self.step.turns),
             total_items=self.assumed_items if self.items is None else self.items,
             first_items=begun.items or 0,
-            models=models_of(state.model),
+            models=Several.names_of(state.model),
             hook_slots=slots_of(self.hooks) | {LEFT_OUT},
             reported=names_reported(self.hooks), windows=windows,
             live=Live(clock or local_clock, source.positions.at, source.indices, made_with),

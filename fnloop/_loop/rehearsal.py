@@ -12,7 +12,7 @@ from fnloop._backend import containers
 from fnloop._core.history import History, Phase
 from fnloop._core.rng import isolated, reserved_generators
 from fnloop._core.runs import INTERRUPTED
-from fnloop._core.several import models_of
+from fnloop._core.several import Several
 from fnloop._core.state import TrainState, changed, check_not_stale, snapshot, without_metrics
 from fnloop._core.types import Batch, Step
 from fnloop._data.loaders import check_loader
@@ -195,7 +195,7 @@ class Rehearsal:
             KeyError: it does; the message says which.
         """
         plan = self._plan(changed(self.state, phases=()), self.hooks, record_every=at_end())
-        models = models_of(self.state.model)
+        models = Several.names_of(self.state.model)
         plan.check_metrics(plan.loaders.evaluated, self.state.history, models)
 
     # --- batches

@@ -17,14 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from fnloop._backend.containers import to_device, vars_of
-from fnloop._core.averages import check_not_averaged
 from fnloop._core.history import check_loaders
 from fnloop._core.metrics import Metrics
 from fnloop._core.optimizers import check_used, groups_in, to_training
 from fnloop._core.rng import fold_in, isolated, seed_all, torch_seeder
 from fnloop._core.runs import Windows
 from fnloop._core.saved import has_pending, materialize
-from fnloop._core.several import Several, models_of
+from fnloop._core.several import Several
 from fnloop._core.state import (
     Ownership,
     TrainState,
@@ -465,7 +464,7 @@ class PipelineStep:
             state: the newest state.
             counts: whether it counts as applied, or as skipped.
         """
-        several = models_of(state.model)
+        several = Several.names_of(state.model)
         loss = torch.zeros(len(several) if several else (), device=state.backend.device)
         return self._passed(state, counts), Output(loss, 0, skip=None if counts else "no batch")
 
@@ -609,9 +608,8 @@ class PipelineStep:
             StaleStateError: the state has been advanced already.
         """
         __tracebackhide__ = True
-        check_not_stale(state, "step")
+        check_not_stale(state, "step", trains=True)
         to_training(state.optimizer)
-        check_not_averaged("step", state)
         try:
             state, out = self.train(self.init_slots(state), to_device(batch, state.backend.device))
         except Exception as error:

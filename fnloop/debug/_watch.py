@@ -22,7 +22,6 @@ from collections.abc import (
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import cast
 
 import attrs
 import numpy as np
@@ -31,7 +30,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from fnloop._core.averages import Average
 from fnloop._core.code import codes_of
 from fnloop._core.metrics import Mean
 from fnloop._core.selectors import Selectors
@@ -686,14 +684,6 @@ class _Putting:
         return self._put_inside(now, saved)
 
     def _put_inside(self, now: object, saved: object) -> object:
-        if isinstance(now, Average) and isinstance(saved, Average):
-            now.count = saved.count
-            tensors = {key: self.put(now.get(key), tensor) for key, tensor in saved.items()}
-            if any(now.get(key) is not tensor for key, tensor in tensors.items()):
-                now.blended = None  # the update had begun the average of some again
-            now.clear()
-            now.update(cast("dict[str, Tensor]", tensors))
-            return now
         if isinstance(now, MutableMapping) and isinstance(saved, MutableMapping):
             values = {key: self.put(now.get(key), part) for key, part in saved.items()}
             now.clear()

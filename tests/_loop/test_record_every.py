@@ -9,6 +9,7 @@ import torch
 
 import fnloop as fl
 from fnloop import at_end, every, when
+from fnloop.extend import Metrics
 from fnloop.testing import toy, toy_loss
 
 BATCHES = [torch.tensor(x) for x in ([1.0], [4.0, 4.0], [10.0], [2.0, 6.0], [7.0])]
@@ -114,10 +115,8 @@ def test_hooks_can_follow_it():
 
 
 def test_each_record_is_one_read(monkeypatch):
-    from fnloop._loop import run
-
-    reads, read = [], run.read
-    monkeypatch.setattr(run, "read", lambda *args: reads.append(1) or read(*args))
+    reads, read = [], Metrics.read
+    monkeypatch.setattr(Metrics, "read", lambda *args: reads.append(1) or read(*args))
     train(record_every=every(steps=2))
     assert len(reads) == 3
 

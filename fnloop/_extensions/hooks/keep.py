@@ -14,10 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import attrs
-import torch
 from torch import Tensor
 
-from fnloop._core.averages import Average
 from fnloop._core.history import History
 from fnloop._core.state import TrainState, unwrap
 from fnloop._core.view import begin_again
@@ -46,6 +44,7 @@ from fnloop.extend import (
     Call,
     Monitored,
     Ownership,
+    View,
     checks,
     fsdp,
     local_part,
@@ -656,7 +655,9 @@ class restore_best(BuiltIn):
         weights = _fit_to(state, best["weights"], self.slot)
         state = begin_again(state)
         resized = _load_weights(state, weights)
-        _load_averages(state, best.get("averages", {}))
+        for name, kept in best.get("averages", {}).items():
+            if isinstance(average := state.slots.get(name), View):
+                average.put_back(kept)
         state = Ownership.take(state)
         if state.backend.main:
             shown = reprs.format_metric(self.key, best["value"])
@@ -690,11 +691,8 @@ class restore_best(BuiltIn):
 
 def _copy_weights(state: TrainState) -> dict[str, _Weights]:
     """Return copies of what an evaluation uses and of the averages, as they are in the slot."""
-    averages = {
-        name: {"count": slot.count, "tensors": {k: v.detach().clone() for k, v in slot.items()}}
-        for name, slot in state.slots.items()
-        if isinstance(slot, Average)
-    }
+    views = {name: slot.kept() for name, slot in state.slots.items() if isinstance(slot, View)}
+    averages = {name: kept for name, kept in views.items() if kept is not None}
     with view(state, "save"):
         return {"weights": _copy_module(state), "averages": averages}
 
@@ -714,21 +712,6 @@ def _load_weights(state: TrainState, weights: _Weights) -> list[str]:
     if new:
         Ownership.of(state).parameters.clear()
     return [f"{k}: {tuple(shape)}, was {tuple(own)}" for k, (shape, own) in others.items()]
-
-
-def _load_averages(state: TrainState, kept: _Weights) -> None:
-    """Put copies of averages back into those that the state still has."""
-    with torch.no_grad():
-        for name, best in kept.items():
-            if not isinstance(average := state.slots.get(name), Average):
-                continue
-            for key, tensor in average.items():
-                kept_one = best["tensors"].get(key, tensor)
-                if kept_one.shape == tensor.shape:
-                    tensor.copy_(fsdp.like_sharded(kept_one, tensor))
-                else:
-                    average[key] = kept_one
-            average.count = best["count"]
 
 
 def _copy_module(state: TrainState) -> _Weights:

@@ -19,7 +19,7 @@ from fnloop._backend.collectives import broadcast
 from fnloop._core.metrics import Mean
 from fnloop._core.records import Record
 from fnloop._core.runs import RunInfo
-from fnloop._core.several import models_of
+from fnloop._core.several import Several
 from fnloop._core.state import TrainState
 from fnloop._extensions.checkpoints.format import NUMBER, PARTS, check_shape
 from fnloop._hooks.hook import Hook, every
@@ -435,7 +435,7 @@ class halt_on_nonfinite(BuiltIn):
 
     def _read(self, state: TrainState) -> tuple[float | None, str]:
         """Return the mean loss, and of which models it is. Of a stack it is a bad one, if any."""
-        models = models_of(state.model)
+        models = Several.names_of(state.model)
         losses = self._losses(state, [f"{name}/loss" for name in models] or ["loss"])
         bad = [i for i, loss in enumerate(losses) if not math.isfinite(loss)]
         if not bad:

@@ -365,16 +365,12 @@ class InPieces(Backward):
         return self.over(state, (batch,), alone=True)
 
 
-class Retrying(Backward):
+class Retrying(InPieces):
     """Backward that begins a window again, with pieces half as large, if it runs out of memory.
 
     The size of the pieces is in a slot; 0 means whole batches. It is the same in all processes. The
     largest one is the size that it is made with.
     """
-
-    def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
-        __tracebackhide__ = True
-        return self.over(state, (batch,), alone=True)
 
     def over(
         self,
@@ -607,8 +603,7 @@ def _evaluate_each_window(length: int, dim: int) -> Wrap:
     def wrap(step: Step) -> Step:
         def each_window(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
             __tracebackhide__ = True
-            windows = _windows(batch, length, dim)
-            return step(state, batch) if len(windows) == 1 else _fold(step, state, windows)
+            return _fold(step, state, _windows(batch, length, dim))
 
         return each_window
 
@@ -618,6 +613,8 @@ def _evaluate_each_window(length: int, dim: int) -> Wrap:
 def _fold(step: Step, state: TrainState, windows: Sequence[Batch]) -> tuple[TrainState, Output]:
     """Call a step with each window. Return the last state, and the output of all windows."""
     __tracebackhide__ = True
+    if len(windows) == 1:
+        return step(state, windows[0])
     total = WeightedSum()
     without_loss: list[Output] = []  # in an evaluation
     for window in state.run.live.stopwatch.waiting_once(windows) if state.run else windows:

@@ -13,15 +13,15 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from fnloop import decide
-from fnloop._core.averages import Average
-from fnloop._core.saved import has_pending, materialize
-from fnloop._core.several import Several, models_of
+from fnloop._core.saved import materialize
+from fnloop._core.several import Several
 from fnloop._core.state import TrainState
 from fnloop._core.types import Middleware, Output, Step, middleware
 from fnloop.extend import (
     Batch,
     Setting,
     Stop,
+    View,
     Wrap,
     checks,
     engine_of,
@@ -174,7 +174,7 @@ def _judge_models(losses: Tensor, bad: Tensor, state: TrainState, any_bad: bool)
     if all(flags):
         state.slots["skip_nonfinite"].skipped += 1
         return "skip_nonfinite: the loss or a gradient of every model is not finite"
-    names = [name for name, flag in zip(models_of(state.model), flags, strict=True) if flag]
+    names = [name for name, flag in zip(Several.names_of(state.model), flags, strict=True) if flag]
     values = [loss for loss, flag in zip(losses.tolist(), flags, strict=True) if flag]
     raise FloatingPointError(
         "skip_nonfinite: of the models of a stack, a loss or a gradient of "
@@ -440,7 +440,8 @@ def keep(state: TrainState, without: str) -> Kept:
         without: the name of the slot that the copy will be part of.
     """
     memo = _shared(state)
-    averages = {name: slot for name, slot in state.slots.items() if isinstance(slot, Average)}
+    views = {name: slot.kept() for name, slot in state.slots.items() if isinstance(slot, View)}
+    averages = {name: kept for name, kept in views.items() if kept is not None}
     left = {without, *averages, *(state.run.hook_slots if state.run else ())}
     slots = {name: state.slots[name] for name in state.slots.keys() - left}
     return {
@@ -451,10 +452,7 @@ def keep(state: TrainState, without: str) -> Kept:
             for optimizer in optimizers(state).values()
         ],
         "groups": [copy.deepcopy(Setting.lasting(group), memo) for group in groups(state).values()],
-        "averages": {
-            name: {"tensors": {k: t.clone() for k, t in slot.items()}, "count": slot.count}
-            for name, slot in averages.items()
-        },
+        "averages": averages,
         "slots": copy.deepcopy(slots, memo),
     }
 
@@ -492,15 +490,12 @@ def go_back(state: TrainState, kept: Kept) -> TrainState:
             group[name] = _changed(group.get(name), value, memo)
     slots = dict(state.slots)
     for name, saved in kept["averages"].items():
-        average = slots.get(name)
-        if isinstance(average, Average):
-            average.count = saved["count"]
-            for k, tensor in average.items():
-                tensor.copy_(saved["tensors"][k])
+        if isinstance(average := slots.get(name), View):
+            average.put_back(saved)
     for name, saved in kept["slots"].items():
         if name in slots:
             like, saved = copy.deepcopy((slots[name], saved), memo)
-            slots[name] = materialize(like, saved) if has_pending(saved) else saved
+            slots[name] = materialize(like, saved)
     counters = {name: copy.copy(value) for name, value in kept["counters"].items()}
     skipped = state.step + state.skipped - counters["step"]
     return attrs.evolve(state, slots=slots, skipped=skipped, **counters)

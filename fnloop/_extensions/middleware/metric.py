@@ -118,12 +118,12 @@ def _known_names(shared: object, functions: Mapping[str, object]) -> tuple[str, 
     return tuple(functions) if shared is None and not several else None
 
 
-def unseen_metrics(members: Iterable[Middleware], read: Mapping[str, object]) -> dict[str, Metric]:
+def unseen_metrics(members: Iterable[Middleware], read: object) -> dict[str, Metric]:
     """Return those of torchmetrics that training reports, before any batch, by name.
 
     Args:
         members: the middleware of a step.
-        read: the metrics of a checkpoint, as far as they are known, by name.
+        read: the classes of those that a checkpoint has, which says nothing here.
     """
     trained = [m for m in members if m.forward is not None or m.loss is not None]
     calls = [m.call for m in trained if m.call is not None and m.call.factory is metric]

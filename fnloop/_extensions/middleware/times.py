@@ -6,7 +6,7 @@ import functools
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol, Self, cast
 
 import attrs
@@ -14,13 +14,11 @@ import torch
 from torch import Tensor
 
 from fnloop._core.metrics import Sum
-from fnloop._core.saved import Pending
 from fnloop._core.state import TrainState
 from fnloop._core.types import Middleware, Output, Step, middleware
 from fnloop.extend import (
     Batch,
     Metric,
-    Metrics,
     Running,
     Wrap,
     checks,
@@ -166,17 +164,17 @@ class Peak(Running):
 # How long updates, data and evaluations take, and how much is trained in a second.
 
 
-def unseen_times(members: Iterable[Middleware], read: Mapping[str, object]) -> dict[str, Metric]:
+def unseen_times(members: object, read: Mapping[str, str]) -> dict[str, Metric]:
     """Return the times of a checkpoint, whatever measured them, as they are before any batch.
 
     Args:
-        members: the middleware of a step.
-        read: the metrics of a checkpoint, as far as they are known, by name.
+        members: the middleware of a step, whichever they are.
+        read: by name the classes of those that the checkpoint has.
     """
     return {
-        name.removeprefix(Metrics.RECENT): Elapsed(0.0, is_rate="throughput/" in name)
-        for name, metric in read.items()
-        if isinstance(metric, Pending) and metric.kind == "fnloop.Elapsed"
+        name: Elapsed(0.0, is_rate="throughput/" in name)
+        for name, kind in read.items()
+        if kind == "fnloop.Elapsed"
     }
 
 

@@ -15,7 +15,7 @@ from fnloop._core.history import History
 from fnloop._core.metrics import Mean
 from fnloop._core.optimizers import Optimizers
 from fnloop._core.records import Record
-from fnloop._core.several import models_of
+from fnloop._core.several import Several
 from fnloop._core.state import (
     Ownership,
     TrainState,
@@ -147,7 +147,7 @@ def unstack(state: TrainState) -> dict[str, TrainState]:
         1.0
     """
     check_not_stale(state, "unstack")
-    names = models_of(state.model)
+    names = Several.names_of(state.model)
     if not names:
         raise ValueError(
             "unstack expects the state of a stack, as stack(states) makes it; the model of this "
@@ -159,7 +159,7 @@ def unstack(state: TrainState) -> dict[str, TrainState]:
 
 def check_one_model(state: TrainState, owner: str) -> None:
     """Raise NotImplementedError if a state is that of a stack, which ``owner`` cannot work with."""
-    if names := models_of(state.model):
+    if names := Several.names_of(state.model):
         raise NotImplementedError(
             f"{owner} works with one model, and this state has {len(names)}: take one of them, "
             f"unstack(state)[{names[0]!r}]"

@@ -12,8 +12,8 @@ from toy_runs import ONE, assert_same_weights, fitted, noting, of, of_timm
 
 import fnloop as fl
 from fnloop._backend import torch_compat
-from fnloop._core.averages import Average
 from fnloop._extensions.middleware import ema as averaging
+from fnloop._extensions.middleware.ema import Average
 from fnloop.testing import small, toy, toy_loss
 
 
