@@ -64,7 +64,8 @@ EXTENSIONS = {
         "engines.meshes engines.one_message engines.shares engines.slurm engines.torch_compat "
         "engines.wrappers",
         "tests": "processes engines/test_engine engines/test_rendezvous engines/test_round_robin "
-        "engines/test_slurm engines/test_undocumented engines/test_watchdog",
+        "engines/test_shares_of_loaders engines/test_slurm engines/test_undocumented "
+        "engines/test_watchdog",
     },
     "exact": {
         "modules": "engines.exact",

@@ -235,8 +235,9 @@ class Source(Sharing):
             batch: the batches of the epoch that were consumed already.
             samples: their samples, if known.
             prefetch: how many windows are fetched ahead. It changes no number.
-            late: whether a call gets a :class:`LateWindow` in the place of a tuple, and uses up
-                each batch before it asks for the next one. Then ``prefetch`` is 1.
+            late: whether a call gets a sequence that fetches each batch when it is asked for, in
+                the place of a tuple, and uses it up before it asks for the next one. Then
+                ``prefetch`` is 1.
 
         Raises:
             ValueError: while they are taken: the loader reuses the memory of one that is held.

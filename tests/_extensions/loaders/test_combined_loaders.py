@@ -3,7 +3,7 @@
 import pytest
 import torch
 from composed_cases import listed, plain, read, samples, shuffled, stream
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 from toy_runs import STEP, fit
 
 import fnloop as fl
@@ -154,13 +154,6 @@ def test_workers_end_with_the_run_and_persistent_ones_are_kept():
     workers = children() - before
     fit(**run, state=state, steps=25)
     assert len(workers) == 1 and children() - before == workers
-
-
-def test_a_loader_that_splits_its_data_itself_is_refused_inside_too():
-    sampler = DistributedSampler(range(8), num_replicas=2, rank=0)
-    loader = take(zip_cycle(a=DataLoader(range(8), 2, sampler=sampler), b=listed(2)), 2)
-    with pytest.raises(ValueError, match="has a DistributedSampler, which repeats samples"):
-        Source.open(loader, 0, rank=0, processes=2)
 
 
 @pytest.mark.parametrize("make", [list, tuple])
