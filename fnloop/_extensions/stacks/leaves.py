@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.func import vmap
 
-from fnloop._backend import torch_compat
 from fnloop._core.several import Several
 from fnloop._extensions.stacks.torch_compat import is_batched, parameters_of
 from fnloop.extend import Batch, checks, containers, torch_compat

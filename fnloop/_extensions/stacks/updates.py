@@ -16,8 +16,6 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from fnloop._backend import torch_compat
-from fnloop._core.optimizers import Group
 from fnloop._core.several import Several
 from fnloop._extensions.stacks.leaves import Leaves, leaves_of
 from fnloop.extend import Batch, torch_compat
