@@ -296,6 +296,9 @@ class AlternateStep(PipelineStep):
                 f"{checks.join_names(idle)}"
             )
 
+    def _check_optimizers(self, state: TrainState) -> None:
+        """Do nothing: each step checks its own."""
+
     def init_slots(self, state: TrainState, *, evaluation: bool = False) -> TrainState:
         __tracebackhide__ = True
         self._refuse_stack(state)

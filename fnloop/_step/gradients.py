@@ -190,7 +190,7 @@ class WeightedSum:
         >>> for loss, weight in ((3.0, 2), (6.0, 4)):  # the gradient of each is its loss
         ...     out = fl.Output(torch.tensor(loss), weight)
         ...     gradient += out.loss * (total.relative_weight(out) or 1)
-        ...     total.add(out)
+        ...     counts = total.add(out)
         >>> total.divide([gradient])
         >>> gradient.item(), total.output().loss.item()
         (5.0, 5.0)
