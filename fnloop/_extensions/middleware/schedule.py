@@ -177,7 +177,12 @@ def schedule(
                 call, before = f"schedule({name_of(fn)})", state.slots[name]
                 _warn_of_total(state, call, field, fn, before, factors[0], show, lost, by)
                 state = with_slot(state, name, total)
-            new, out = _attempt(step, state, batch, kept, field)
+            put_back, made = _putting_back(kept, field), None
+            try:
+                new, out = step(state, batch)
+                made = out
+            finally:
+                host().settle(state, made, [put_back])
             return new, report(out, used, "schedule")
 
         return scheduled
@@ -294,22 +299,16 @@ def _by_updates(state: TrainState, groups: Mapping[str, Group]) -> dict[int, lis
     return found
 
 
-def _attempt(
-    step: Step, state: TrainState, batch: Batch, kept: Sequence[tuple[Group, Group]], field: str
-) -> tuple[TrainState, Output]:
-    """Make an update with numbers that were set. If it is left out, put the settings back.
+def _putting_back(kept: Sequence[tuple[Group, Group]], field: str) -> Callable[[], None]:
+    """Return what gives groups the settings from before an update that is left out.
 
     A group that has gone back to other settings meanwhile has those. A tensor stays as it was set:
     it is filled in place, and a copy of it would cost every update.
 
     Args:
-        step: what makes the update.
-        state: the state.
-        batch: what the step takes.
         kept: the groups, each with its settings before the number was set.
-        field: the key of the number.
+        field: the key of the number that was set.
     """
-    __tracebackhide__ = True
     numbers = [number_in(group, field) for group, _ in kept]
 
     def put_back() -> None:
@@ -319,13 +318,7 @@ def _attempt(
                     del group[name]
                 group.update(before)
 
-    made = None
-    try:
-        new, out = step(state, batch)
-        made = out
-    finally:
-        host().settle(state, made, [put_back])
-    return new, out
+    return put_back
 
 
 def _slot_name(owner: str, given: Sequence[str]) -> str:
@@ -1126,11 +1119,15 @@ def plateau(
             for group in groups:
                 group[RATIO] = ratio, min_value
                 set_number(group, "lr", 1.0, "plateau")
+            put_back, made = _putting_back(kept, "lr"), None
             try:
-                return _attempt(step, state, batch, kept, "lr")
+                new, out = step(state, batch)
+                made = out
             finally:
+                host().settle(state, made, [put_back])
                 for group in groups:
                     group.pop(RATIO, None)
+            return new, out
 
         return lowered
 
