@@ -312,7 +312,7 @@ class AlternateStep(PipelineStep):
             own = self._turns.state_of(state, name)
             made = self.settings.steps[name].init_slots(own, evaluation=evaluation)
             if made is not own:
-                state = self._turns.with_slots(state, name, made)
+                state = attrs.evolve(state, slots=_merged(state, name, made))
         return state
 
     def renew_slots(self, state: TrainState, prefix: str = "") -> TrainState:
@@ -701,10 +701,6 @@ class Turns:
             ownership=handles.ownership, generation=handles.ownership.generation,
             parameters=handles.ownership.parameters,
         )  # fmt: skip
-
-    def with_slots(self, state: TrainState, name: str, own: TrainState) -> TrainState:
-        """Return the state with the slots that a state of a turn has."""
-        return attrs.evolve(state, slots=_merged(state, name, own))
 
     def take(
         self, turn: Turn, step: Step, state: TrainState, batch: Batch, done: Round

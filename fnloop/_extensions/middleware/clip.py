@@ -169,19 +169,17 @@ def grad_norm(norm_type: float = 2.0, by: str | None = None) -> Middleware:
         }
         return state, report(out, of_groups, "grad_norm")
 
-    traits = ("commutes", "stacks")
-    if by is None:
-        return Middleware(_NORM, gradient=then(measure), check=check, adds=(_NORM,), traits=traits)
-
     def check_single(state: TrainState, listed: object) -> None:
         _refuse_stack(state, f"grad_norm(by={by!r})", "write grad_norm()")
 
+    whole = by is None
     return Middleware(
-        f"{_NORM}/{by}",
+        _NORM if whole else f"{_NORM}/{by}",
         gradient=then(measure),
-        check_state=check_single,
+        check=check if whole else None,
+        check_state=None if whole else check_single,
         adds=(_NORM,),
-        traits=traits,
+        traits=("commutes", "stacks"),
     )
 
 

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from fnloop._backend.fsdp import like_sharded
-from fnloop._backend.torch_compat import strip_compile_prefix
 from fnloop._core.parts import TAKEN
 from fnloop._core.selectors import Selectors
 from fnloop._core.state import TrainState, copy_handles, unwrap
@@ -123,10 +122,10 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     saved = {id(value) for value in module.state_dict(keep_vars=True).values()}
     for name, parameter in module.named_parameters():
         if _is_inexact(parameter):
-            yield strip_compile_prefix(name), parameter
+            yield torch_compat.strip_compile_prefix(name), parameter
     for name, buffer in module.named_buffers():
         if id(buffer) in saved and _is_inexact(buffer):
-            yield strip_compile_prefix(name), buffer
+            yield torch_compat.strip_compile_prefix(name), buffer
 
 
 def _is_inexact(tensor: Tensor) -> bool:
@@ -235,7 +234,7 @@ def _encode(
     encoded: dict[str, Json] = {}
     for spelled, value in module.state_dict(keep_vars=True).items():
         if isinstance(value, Tensor):
-            key = strip_compile_prefix(spelled)
+            key = torch_compat.strip_compile_prefix(spelled)
             name = names.get(id(value), key)
             encoded[key] = saving.encode(kept.get(name, value), tensors, key)
             places[name] = key
@@ -278,7 +277,7 @@ def _templates(state: TrainState, facts: Mapping[str, Json]) -> dict[str, dict[s
     """Return the tensors of the model by the names of those in the file of each average."""
     module = unwrap(state)
     model = {
-        strip_compile_prefix(name): value
+        torch_compat.strip_compile_prefix(name): value
         for name, value in module.state_dict().items()
         if isinstance(value, Tensor)
     }
@@ -604,7 +603,7 @@ def _buffers(module: nn.Module, among: Container[nn.Module] | None = None) -> di
     for prefix, part in module.named_modules():
         if among is None or part in among:
             for key in torch_compat.buffers_of(part):
-                path = strip_compile_prefix(f"{prefix}.{key}" if prefix else key)
+                path = torch_compat.strip_compile_prefix(f"{prefix}.{key}" if prefix else key)
                 found[path] = (torch_compat.buffers_of(part), key)
     return found
 
@@ -748,7 +747,7 @@ def _pair(module: nn.Module, average: Average, name: str, only: Chosen | None) -
     """
     _follow(module, average, name, only)
     parameters: dict[str, nn.Parameter] = {
-        strip_compile_prefix(key): p for key, p in module.named_parameters()
+        torch_compat.strip_compile_prefix(key): p for key, p in module.named_parameters()
     }
     buffers = _buffers(module)
     groups = toolz.groupby(lambda key: (average[key].device, average[key].dtype), average)

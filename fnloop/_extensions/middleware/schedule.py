@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 import logging
 import math
 import warnings
@@ -156,27 +157,27 @@ def schedule(
             groups = _used_groups(state, names, "schedule")
             if not groups:
                 return step(state, batch)
-            kept, shares = _keep_settings(groups.values()), _by_updates(state, groups)
-            for share in shares:
-                rested = share.rested if by == "step" else 0
-                i, of = done - rested, total and total - rested
-                share.factor = factor = _compute_factor(fn, of_state, state, i, of, by=by)
+            kept, shares = [(g, dict(g)) for g in groups.values()], _by_updates(state, groups)
+            factors: list[Rate] = []
+            for lost, own in shares.items():
+                lost = lost if by == "step" else 0
+                i, of = done - lost, total and total - lost
+                factor = _compute_factor(fn, of_state, state, i, of, by=by)
+                factors.append(factor)
                 if type(factor) is not float or not 0.0 <= factor < math.inf:
                     _check_setting(f"schedule({name_of(fn)})", field, factor, f"{by} {i} of {of}")
-                for group in share.groups:
+                for group in own:
                     set_number(group, field, factor, name, absolute)
             used = Setting.used(groups, field)
-            numbers = [number_in(group, field) for group in groups.values()]
             if total is not None and total != state.slots.get(name, total):
-                group, factor = shares[0].groups[0], shares[0].factor
-                base = 1.0 if absolute else group[initial]
+                (lost, own), *_ = shares.items()
+                base = 1.0 if absolute else own[0][initial]
                 unit = f" × {initial}" if isinstance(base, Tensor) else ""
                 show = lambda rate: f"{rate * (1 if unit else base):.3g}{unit}"
                 call, before = f"schedule({name_of(fn)})", state.slots[name]
-                _warn_of_total(state, call, field, fn, before, factor, show, shares[0].rested, by)
+                _warn_of_total(state, call, field, fn, before, factors[0], show, lost, by)
                 state = with_slot(state, name, total)
-            put_back = functools.partial(_put_settings_back, kept, field, numbers)
-            made = None
+            put_back, made = _putting_back(kept, field), None
             try:
                 new, out = step(state, batch)
                 made = out
@@ -290,57 +291,38 @@ def _explain_unknown(
 _RESTS = "rests"
 
 
-class _Share:
-    """Groups whose optimizers have made equally many updates.
-
-    Args:
-        rested: the updates of the run, or of its phase, in which they rested.
-        groups: the groups.
-    """
-
-    __slots__ = ("factor", "groups", "rested")
-
-    def __init__(self, rested: int, groups: list[Group]) -> None:
-        self.rested, self.groups = rested, groups
-        self.factor: Rate = 1.0
-
-
-def _by_updates(state: TrainState, groups: Mapping[str, Group]) -> list[_Share]:
-    """Return groups by the updates of their optimizers."""
+def _by_updates(state: TrainState, groups: Mapping[str, Group]) -> dict[int, list[Group]]:
+    """Return groups by in how many updates of the run, or its phase, their optimizers rested."""
     if not (lost := state.slots.get(_RESTS)):
-        return [_Share(0, [*groups.values()])]
+        return {0: [*groups.values()]}
     found: dict[int, list[Group]] = {}
     for name, one in optimizers(state).items():
         own = {*map(id, one.param_groups)}
         if ours := [group for group in groups.values() if id(group) in own]:
             found.setdefault(lost.get(name, 0), []).extend(ours)
-    return [_Share(count, ours) for count, ours in found.items()]
+    return found
 
 
-_Kept = tuple[Group, Group]
-
-
-def _keep_settings(groups: Iterable[Group]) -> list[_Kept]:
-    """Return groups with their settings as they are now, for :func:`_put_settings_back`."""
-    return [(group, dict(group)) for group in groups]
-
-
-def _put_settings_back(kept: Iterable[_Kept], field: str, used: Iterable[Rate]) -> None:
-    """Give groups the settings from before an update that was left out.
+def _putting_back(kept: Sequence[tuple[Group, Group]], field: str) -> Callable[[], None]:
+    """Return what gives groups the settings from before an update that is left out.
 
     A group that has gone back to other settings meanwhile has those. A tensor stays as it was set:
     it is filled in place, and a copy of it would cost every update.
 
     Args:
-        kept: what :func:`_keep_settings` returned.
+        kept: the groups, each with its settings before the number was set.
         field: the key of the number that was set.
-        used: the number of each group in the update.
     """
-    for (group, before), number in zip(kept, used, strict=True):
-        if number_in(group, field) is number and not isinstance(number, Tensor):
-            for name in group.keys() - before.keys():
-                del group[name]
-            group.update(before)
+    numbers = [number_in(group, field) for group, _ in kept]
+
+    def put_back() -> None:
+        for (group, before), number in zip(kept, numbers, strict=True):
+            if number_in(group, field) is number and not isinstance(number, Tensor):
+                for name in group.keys() - before.keys():
+                    del group[name]
+                group.update(before)
+
+    return put_back
 
 
 def _slot_name(owner: str, given: Sequence[str]) -> str:
@@ -394,28 +376,22 @@ def _setters(listed: Sequence[Middleware]) -> Iterator[_Setter]:
 
 def _check_names(listed: Sequence[Middleware]) -> None:
     """Raise if two set one field of all groups, or of one name."""
-    found: list[_Setter] = []
-    for setter in _setters(listed):
-        for other in found:
-            if setter.conflicts(other) and _overlap(setter.names, other.names):
-                setter.refuse(other, "optimizer")
-        found.append(setter)
-
-
-def _overlap(names: tuple[str, ...] | None, others: tuple[str, ...] | None) -> bool:
-    return names is None or others is None or not {*names}.isdisjoint(others)
+    for one, other in itertools.combinations(_setters(listed), 2):
+        names, others = one.names, other.names
+        meet = names is None or others is None or not {*names}.isdisjoint(others)
+        if meet and other.conflicts(one):
+            other.refuse(one, "optimizer")
 
 
 def _check_groups_apart(state: TrainState, listed: Sequence[Middleware]) -> None:
     """Raise if two set one field of one group, which one names, and its optimizer the other."""
-    found: list[tuple[_Setter, set[int]]] = []
-    for setter in _setters(listed):
-        chosen = _chosen_groups(state, setter.names, setter.factory.__name__)
-        own = {*map(id, chosen.values())}
-        for other, taken in found:
-            if setter.conflicts(other) and own & taken:
-                setter.refuse(other, "parameter group")
-        found.append((setter, own))
+    chosen = [
+        (setter, {*map(id, _chosen_groups(state, setter.names, setter.factory.__name__).values())})
+        for setter in _setters(listed)
+    ]
+    for (one, own), (other, its) in itertools.combinations(chosen, 2):
+        if other.conflicts(one) and own & its:
+            other.refuse(one, "parameter group")
 
 
 def _stretch(state: TrainState) -> tuple[int, int | None]:
@@ -1151,13 +1127,11 @@ def plateau(
                 watched.check(state)
             ratio = looked(state.history, watched.first(state)).ratio
             groups = _used_groups(state, names, "plateau").values()
-            kept = _keep_settings(groups)
+            kept = [(group, dict(group)) for group in groups]
             for group in groups:
                 Setting(group, "lr").lower((ratio, min_value))
                 set_number(group, "lr", 1.0, "plateau")
-            numbers = [group["lr"] for group in groups]
-            put_back = functools.partial(_put_settings_back, kept, "lr", numbers)
-            made = None
+            put_back, made = _putting_back(kept, "lr"), None
             try:
                 new, out = step(state, batch)
                 made = out
