@@ -56,12 +56,10 @@ from fnloop._core.types import LossFn, Middleware, Output, Step, middleware, ski
 from fnloop._core.view import evaluating
 from fnloop._data.loaders import sharded
 from fnloop._extensions.alternate import alternate
-from fnloop._extensions.raw import raw
 from fnloop._extensions.stacks.states import stack, unstack
 from fnloop._hooks.hook import Hook, at_end, at_start, every, once, when, when_improved
 from fnloop._loop.evaluate import evaluate, predict, update_batchnorm
 from fnloop._loop.fit import fit, run
-from fnloop._step.forward import supervised
 from fnloop._step.pipeline import pipeline
 from fnloop._step.transaction import decide
 from fnloop._version import __version__ as __version__
@@ -99,6 +97,8 @@ if _typing.TYPE_CHECKING:
     from fnloop._extensions.middleware.schedule import plateau, schedule, scheduled, torch_scheduler
     from fnloop._extensions.middleware.times import device_memory, throughput, timings
     from fnloop._extensions.middleware.using import using
+    from fnloop._extensions.raw import raw
+    from fnloop._extensions.supervised import supervised
     from fnloop._extensions.tools.dry_run import dry_run
     from fnloop._extensions.tools.find import find_batch_size, find_lr
     from fnloop._extensions.tools.fork import fork
@@ -133,6 +133,8 @@ _LATER = {
     "._extensions.middleware.times": "device_memory throughput timings",
     "._extensions.middleware.precision": "amp channels_last",
     "._extensions.middleware.schedule": "plateau schedule scheduled torch_scheduler",
+    "._extensions.raw": "raw",
+    "._extensions.supervised": "supervised",
     "._extensions.tools.dry_run": "dry_run",
     "._extensions.tools.find": "find_batch_size find_lr",
     "._extensions.tools.fork": "fork",

@@ -33,14 +33,15 @@ of the book.
   `Backward`, `WeightedSum`, `host`
 - **Tools that try a run, or repeat one**: `Rehearsal`
 - **What is saved, and what readers see**: `Part`, `Saving`, `Restoring`, `View`, `view`
-- **Processes**: `Backend`, `Engine`, `LocalEngine`, `GradientSum`, `engine_of`, `refuse`,
-  `on_main_process`, `collectives`
+- **Processes**: `Backend`, `Engine`, `LocalEngine`, `WindowPass`, `GradientSum`, `engine_of`,
+  `refuse`, `on_main_process`, `collectives`
 - **Metrics**: `Metrics`, `Running`
 - **Random numbers**: `isolated`, `fold_in`
 - **Hooks, moments and the end of a run**: `BuiltIn`, `Wrapper`, `Moment`, `Clock`, `Stop`
 - **Records**: `Fold`, `Monitored`, `better`, `mode_of`
-- **Arguments and messages**: `check_not_stale`, `checks`, `tables`, `name_of`, `Call`, `warn_once`,
-  `short_traceback`
+- **Arguments and messages**: `check_not_stale`, `checks`, `reprs`, `tables`, `name_of`, `Call`,
+  `warn_once`, `short_traceback`
+- **Loaders**: `Reader`, `Pass`, `Source`
 - **Nested batches, files, and torch**: `containers`, `disk`, `torch_compat`
 - **Types**: `Batch`, `Metric`, `Wrap`
 """
@@ -78,16 +79,28 @@ from fnloop._core.state import (
 )
 from fnloop._core.types import Batch, Call, Metric, View, Wrap, name_of
 from fnloop._core.view import view
-from fnloop._display import checks, tables
+from fnloop._data.position import Pass
+from fnloop._data.reader import Reader
+from fnloop._data.source import Source
+from fnloop._display import checks, reprs
 from fnloop._display.frames import short_traceback
 from fnloop._display.screen import warn_once
+from fnloop._extensions import tables
 from fnloop._hooks.hook import BuiltIn, Clock, Moment, Wrapper
 from fnloop._loop.rehearsal import Rehearsal
-from fnloop._step.engine import Backward, Engine, GradientSum, LocalEngine, engine_of, refuse
+from fnloop._step.engine import (
+    Backward,
+    Engine,
+    GradientSum,
+    LocalEngine,
+    WindowPass,
+    engine_of,
+    refuse,
+)
 from fnloop._step.gradients import WeightedSum, norm, set_aside
 from fnloop._step.pipeline import PipelineStep
+from fnloop._step.reported import MissingNumberError, report
 from fnloop._step.transaction import host, then
-from fnloop._step.update import MissingNumberError, report
 
 __docformat__ = "google"
 __all__ = [
@@ -109,15 +122,19 @@ __all__ = [
     "Monitored",
     "Ownership",
     "Part",
+    "Pass",
     "PipelineStep",
+    "Reader",
     "Rehearsal",
     "Restoring",
     "Running",
     "Saving",
     "Setting",
+    "Source",
     "Stop",
     "View",
     "WeightedSum",
+    "WindowPass",
     "Wrap",
     "Wrapper",
     "all_parameters",
@@ -144,6 +161,7 @@ __all__ = [
     "parameters",
     "refuse",
     "report",
+    "reprs",
     "rng",
     "set_aside",
     "set_number",

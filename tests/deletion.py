@@ -60,8 +60,9 @@ EXTENSIONS = {
     "debug": {"modules": "debug.*", "tests": "debug"},
     "distributed": {
         "modules": "engines.accelerated engines.alike engines.apart engines.consensus "
-        "engines.distributed engines.exchanges engines.join engines.launch engines.meshes "
-        "engines.one_message engines.shares engines.slurm engines.torch_compat engines.wrappers",
+        "engines.distributed engines.exchanges engines.glimpses engines.join engines.launch "
+        "engines.meshes engines.one_message engines.shares engines.slurm engines.torch_compat "
+        "engines.wrappers",
         "tests": "processes engines/test_engine engines/test_rendezvous engines/test_round_robin "
         "engines/test_slurm engines/test_undocumented engines/test_watchdog",
     },
@@ -141,6 +142,8 @@ EXTENSIONS = {
         "hooks/test_time_limit",
     },
     "summary": {"modules": "tools.summary", "tests": "tools/test_summary"},
+    "supervised": {"modules": "supervised", "tests": ""},
+    "tables": {"modules": "tables", "tests": "tables"},
     "times": {
         "modules": "middleware.times",
         "tests": "middleware/test_device_memory middleware/test_times",
@@ -168,6 +171,10 @@ BUILT_ON = {
     "schedule": ["try", "search"],
     "schedules": ["averages", "schedule"],
     "stack": ["find", "search", "tune"],
+    "tables": [
+        *("alternate", "debug", "find", "histories", "look", "progress", "schedules", "search"),
+        *("stop", "summary", "try", "tune"),
+    ],
     "times": ["try"],
     "torchmetrics": ["metric"],
     "try": ["find", "debug"],
@@ -396,13 +403,14 @@ def is_stored(node):
 
 
 class OfPackage(ast.NodeTransformer):
-    """Takes names out of ``__init__`` and ``_extensions``: imports, rows, and words of texts."""
+    """Takes names out of ``__init__``, ``extend`` and ``_extensions``: imports, rows, and words."""
 
     def __init__(self, names):
         self.names = names
 
     def visit_ImportFrom(self, node):
-        return None if node.module in self.names.modules else node
+        node.names = [a for a in node.names if not self.names.is_import(node.module or "", a.name)]
+        return node if node.names else None
 
     def visit_If(self, node):
         self.generic_visit(node)
@@ -466,16 +474,23 @@ def halves():
         yield sorted(away)
 
 
+def with_public_names(package):
+    """Return the files of the package that have the names of others."""
+    return [*package.rglob("__init__.py"), package / "extend.py"]
+
+
 def names_taken(taken, tree):
     """Return what goes with extensions, from a copy of the tree."""
     package = tree / "fnloop"
     paths = [path for each in taken for path in modules_of(each, package)]
     modules = {"fnloop." + module_of(path) for path in paths}
     public = {m.rpartition(".")[2] for m in modules if m.count(".") == 1}
-    for init in package.rglob("__init__.py"):
-        for node in ast.walk(ast.parse(init.read_text())):
-            if isinstance(node, ast.ImportFrom) and node.module in modules:
-                public |= {alias.asname or alias.name for alias in node.names}
+    for path in with_public_names(package):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                for alias in node.names:
+                    if modules & {node.module, f"{node.module}.{alias.name}"}:
+                        public.add(alias.asname or alias.name)
     asked = {
         kind: [a for each in taken for a in EXTENSIONS[each].get(kind, "").split()]
         for kind in ("arguments", "methods", "examples")
@@ -499,8 +514,8 @@ def take_away(taken, tree):
     lines = sum(len((package / path).read_text().splitlines()) for path in paths)
     for path in paths:
         (package / path).unlink()
-    for init in package.rglob("__init__.py"):
-        without_names(init, names)
+    for path in with_public_names(package):
+        without_names(path, names)
     of_room = "|".join(module.removeprefix("fnloop.").replace(".", "/") for module in names.modules)
     text = (tree / "CONTRIBUTING.md").read_text()
     rooms = re.compile(rf"^\| `({of_room})(\.py)?` \|.*\n", re.M)

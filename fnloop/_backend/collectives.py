@@ -254,8 +254,14 @@ def reduce(tree: object, how: str = "mean") -> Any:
         >>> reduce({"loss": torch.tensor([1.0, 3.0]), "n": 2})
         {'loss': tensor([1., 3.]), 'n': 2.0}
     """
-    ways = {"mean": torch.mean, "sum": torch.sum, "min": torch.amin, "max": torch.amax}
+    ways = {
+        "mean": (torch.mean, lambda numbers: sum(numbers) / len(numbers)),
+        "sum": (torch.sum, sum),
+        "min": (torch.amin, min),
+        "max": (torch.amax, max),
+    }
     checks.choice("reduce", "how", how, ways)
+    of_tensors, of_numbers = ways[how]
 
     def reduce_leaf(parts: Parts) -> object:
         first = parts[0]
@@ -263,16 +269,10 @@ def reduce(tree: object, how: str = "mean") -> Any:
             return functools.reduce(lambda a, b: a.combine(b), parts)
         if isinstance(first, Tensor):
             stacked = torch.stack(parts)
-            return ways[how](
-                stacked if how != "mean" or stacked.is_floating_point() else stacked.double(), dim=0
-            )
+            whole = how == "mean" and not stacked.is_floating_point()
+            return of_tensors(stacked.double() if whole else stacked, dim=0)
         if isinstance(first, int | float):
-            return {
-                "mean": sum(parts) / len(parts),
-                "sum": sum(parts),
-                "min": min(parts),
-                "max": max(parts),
-            }[how]
+            return of_numbers(parts)
         raise TypeError(
             f"reduce expects tensors, numbers and metrics; got {first!r:.60} "
             f"({type(first).__name__})"

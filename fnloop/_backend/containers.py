@@ -9,8 +9,9 @@ import functools
 import operator
 import os
 import sys
+import zlib
 from collections import UserDict, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Sized
 from types import FunctionType, ModuleType
 from typing import Any, TypedDict, TypeVar
 
@@ -24,13 +25,17 @@ __all__ = [
     "IN_BATCHES",
     "SEQUENCES",
     "attributes_of",
+    "batch_size_of",
+    "checksum",
     "copy_flattened",
     "flattened",
     "is_named_tuple",
     "is_out_of_memory",
     "is_subclass",
     "items_in",
+    "length_of",
     "map_leaves",
+    "own_copy",
     "pairs_of",
     "parts_of",
     "pieces_of",
@@ -230,6 +235,29 @@ def tensors_in(batch: object) -> Iterator[Tensor]:
             yield part
         else:
             yield from tensors_in(part)
+
+
+def batch_size_of(batch: object) -> int:
+    """Return the leading dimension of a batch: that of its first tensor that has one."""
+    if isinstance(batch, list | tuple) and batch and isinstance(batch[0], Tensor) and batch[0].ndim:
+        return batch[0].size(0)  # (x, y): the usual case
+    return next((t.size(0) for t in tensors_in(batch) if t.ndim), 1)
+
+
+def length_of(value: object) -> int | None:
+    """Return the length of a value; None if it does not say."""
+    try:
+        return len(value) if isinstance(value, Sized) else None
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def own_copy(batch: Tree) -> Tree:
+    """Return a copy of a batch, which stays as it is; the same batch if it cannot be copied."""
+    try:
+        return copy.deepcopy(batch)
+    except Exception:
+        return batch
 
 
 # --------------------------------------------------------------------------------------------------
@@ -433,6 +461,42 @@ def attributes_of(value: object) -> Iterator[tuple[str, object]]:
 def vars_of(value: object) -> dict[str, object]:
     """Return the attributes of an object that are in its ``__dict__``; none if it has slots."""
     return getattr(value, "__dict__", {})
+
+
+def checksum(batch: object, objects: bool = False) -> int:
+    """Return a checksum of the tensors, arrays, texts and numbers in a batch.
+
+    Args:
+        batch: the batch.
+        objects: whether the attributes of other objects count.
+
+    Example:
+        >>> a, b = torch.zeros(2), torch.ones(2)
+        >>> checksum((a, b)) == checksum((a.clone(), b)) != checksum((b, a))
+        True
+    """
+    return _add(batch, 0, set() if objects else None)
+
+
+def _add(value: Any, crc: int, seen: set[int] | None) -> int:
+    if isinstance(value, Tensor):
+        if type(value) is not Tensor or value.layout is not torch.strided:
+            return crc
+        value = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+        return zlib.crc32(value.view(torch.uint8).numpy().data, crc)
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufcSU":
+        return zlib.crc32(value.tobytes(), crc)
+    if isinstance(value, bytes):
+        return zlib.crc32(value, crc)
+    if isinstance(value, int | float | str):
+        return zlib.crc32(repr(value).encode(errors="replace"), crc)
+    parts = parts_of(value)
+    if parts is None and seen is not None and has_parts(value) and id(value) not in seen:
+        seen.add(id(value))
+        parts = attributes_of(value)
+    for key, part in parts or ():
+        crc = _add(part, _add(key, crc, seen), seen)
+    return crc
 
 
 def _is_there(batch: object, device: torch.device) -> bool:

@@ -18,17 +18,17 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
-def dtensor() -> type[DTensor] | None:
+def _dtensor() -> type[DTensor] | None:
     """Return torch's class of sharded tensors; None before its import, when nothing is sharded."""
     return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
 
 
-WHOLE = {Tensor, nn.Parameter}  # classes of tensors that are never sharded
+_WHOLE = {Tensor, nn.Parameter}  # classes of tensors that are never sharded
 
 
 def has_sharded(tensors: Iterable[Tensor]) -> bool:
     """Return whether some tensors are sharded over processes."""
-    kind, others = dtensor(), {*map(type, tensors)} - WHOLE
+    kind, others = _dtensor(), {*map(type, tensors)} - _WHOLE
     return bool(others) and kind is not None and any(issubclass(cls, kind) for cls in others)
 
 
@@ -60,7 +60,7 @@ def reshard(model: nn.Module) -> None:
 
 def by_mesh(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     """Return tensors by the mesh that they are on, since torch takes one mesh at a time."""
-    kind = dtensor()
+    kind = _dtensor()
     if kind is None:
         return [[*tensors]]
     groups: dict[object, list[Tensor]] = {}
@@ -84,14 +84,20 @@ def local_part(tensor: Tensor) -> Tensor:
         >>> local_part(torch.ones(2))
         tensor([1., 1.])
     """
-    kind = None if tensor.__class__ in WHOLE else dtensor()
+    kind = None if tensor.__class__ in _WHOLE else _dtensor()
     return local_tensor(tensor) if kind is not None and isinstance(tensor, kind) else tensor
+
+
+def as_sharded(tensor: Tensor) -> DTensor | None:
+    """Return a tensor if it is sharded, else None."""
+    kind = None if tensor.__class__ in _WHOLE else _dtensor()
+    return tensor if kind is not None and isinstance(tensor, kind) else None
 
 
 def full(tensor: Tensor) -> Tensor:
     """Return a full tensor. This is a collective if the tensor is sharded."""
-    kind = None if tensor.__class__ in WHOLE else dtensor()
-    return tensor.full_tensor() if kind is not None and isinstance(tensor, kind) else tensor
+    sharded = as_sharded(tensor)
+    return tensor if sharded is None else sharded.full_tensor()
 
 
 def largest(tensors: Sequence[Tensor]) -> Tensor:
@@ -102,18 +108,15 @@ def largest(tensors: Sequence[Tensor]) -> Tensor:
     """
     parts = [part for tensor in tensors if (part := local_part(tensor)).numel()]
     own = get_total_norm(parts, math.inf)
-    kind = dtensor()
-    if kind is None or not tensors or not isinstance(tensors[0], kind):
+    if not tensors or (like := as_sharded(tensors[0])) is None:
         return own
     # Without a part that has elements, its dtype would be another one than in other processes.
     own = own.to(functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors)))
-    from torch.distributed.tensor import Partial
+    from torch.distributed.tensor import DTensor, Partial
 
     both = torch.stack([own.nan_to_num(0.0, math.inf), own.isnan().to(own.dtype)])
-    mesh = tensors[0].device_mesh
-    shared = kind.from_local(
-        both.to(local_part(tensors[0]).device), mesh, [Partial("max")] * mesh.ndim
-    )
+    mesh, here = like.device_mesh, local_part(like).device
+    shared = DTensor.from_local(both.to(here), mesh, [Partial("max")] * mesh.ndim)
     found, has_nan = shared.full_tensor()
     return torch.where(has_nan > 0, math.nan, found)
 
@@ -123,13 +126,12 @@ def combined(result: Tensor) -> Tensor:
 
     What has a partial result in each process, such as a norm, is combined first: a collective.
     """
-    kind = dtensor()
-    if kind is None or not isinstance(result, kind):
+    if (sharded := as_sharded(result)) is None:
         return result
     from torch.distributed.tensor import Replicate
 
-    whole = [Replicate() if p.is_partial() else p for p in result.placements]
-    return local_part(result.redistribute(placements=whole))
+    whole = [Replicate() if p.is_partial() else p for p in sharded.placements]
+    return local_part(sharded.redistribute(placements=whole))
 
 
 def like_sharded(value: Tensor, template: Tensor) -> Tensor:
@@ -137,15 +139,12 @@ def like_sharded(value: Tensor, template: Tensor) -> Tensor:
 
     That is without communication, unless the value is sharded in another way.
     """
-    kind = dtensor()
-    if kind is None or not isinstance(template, kind):
+    if (like := as_sharded(template)) is None:
         return value
-    if isinstance(value, kind):
-        if (value.device_mesh, value.placements) == (template.device_mesh, template.placements):
-            return value
-        return value.redistribute(template.device_mesh, template.placements)
+    place = like.device_mesh, like.placements
+    if (sharded := as_sharded(value)) is not None:
+        same = (sharded.device_mesh, sharded.placements) == place
+        return value if same else sharded.redistribute(*place)
     from torch.distributed.tensor import distribute_tensor
 
-    return distribute_tensor(
-        value.to(template.device), template.device_mesh, template.placements, src_data_rank=None
-    )
+    return distribute_tensor(value.to(like.device), *place, src_data_rank=None)

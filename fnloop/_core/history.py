@@ -18,10 +18,10 @@ from fnloop._core.records import (
     better,
 )
 from fnloop._core.types import RECORD
-from fnloop._display import checks, tables
+from fnloop._display import checks, reprs
 from fnloop._display.checks import describe, join_names, suggestion
+from fnloop._display.reprs import mode_by_name
 from fnloop._display.screen import warn_once
-from fnloop._display.tables import mode_by_name
 from fnloop._extensions import extensions
 
 if TYPE_CHECKING:
@@ -182,7 +182,7 @@ class History:
         key = checks.plain(key)
         if isinstance(key, int):
             if not -self._length <= key < self._length:
-                records = tables.format_count(self._length, "record")
+                records = reprs.format_count(self._length, "record")
                 raise IndexError(f"there is no record {key} in a history of {records}")
             return self._log.records[key % self._length]
         return tuple(record.metrics[key] for record in self.having(key))
@@ -301,14 +301,14 @@ class History:
         ]
 
     def __repr__(self) -> str:
-        width = tables.terminal_width()
+        width = reprs.terminal_width()
         for table in extensions("table of a history") if len(self) else ():
             return table(self._rows(), width).text(width)
-        return f"History({tables.format_count(len(self), 'record') if len(self) else ''})"
+        return f"History({reprs.format_count(len(self), 'record') if len(self) else ''})"
 
     def _repr_html_(self) -> str:
         for table in extensions("table of a history") if len(self) else ():
-            return table(self._rows(), tables.HTML_WIDTH).html()
+            return table(self._rows(), reprs.HTML_WIDTH).html()
         return f"<code>{self!r}</code>"
 
     def plot(self, *, mode: Mapping[str, str] | str | None = None, x: str = "step") -> Figure:
@@ -427,10 +427,10 @@ class Phase:
     @staticmethod
     def running(phases: Sequence[Phase]) -> Phase:
         """Return the phase that has begun and not ended; the whole run, without a name, if none."""
-        return phases[-1] if phases and not phases[-1].done else _NO_PHASE
+        return phases[-1] if phases and not phases[-1].done else WHOLE_RUN
 
 
-_NO_PHASE = Phase("", 0, 0, 0)
+WHOLE_RUN = Phase("", 0, 0, 0)
 
 
 # --------------------------------------------------------------------------------------------------

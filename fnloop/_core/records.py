@@ -8,8 +8,8 @@ from typing import ClassVar, NoReturn
 
 import attrs
 
-from fnloop._display import checks, tables
-from fnloop._display.tables import format_metric
+from fnloop._display import checks, reprs
+from fnloop._display.reprs import format_metric
 
 _FLOAT = {float}
 MODES = ("min", "max")  # lower is better, or higher
@@ -139,7 +139,7 @@ class Record:
             shown["closing"] = True
         if self.items is not None:
             shown["items"] = f"{self.items:,}"
-        return tables.facts("Record", shown)
+        return reprs.facts("Record", shown)
 
 
 def best_record(records: Iterable[Record], key: str, mode: str) -> Record:

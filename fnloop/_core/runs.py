@@ -13,7 +13,7 @@ import attrs
 from torch import Tensor
 
 from fnloop._core.records import Record
-from fnloop._display import tables
+from fnloop._display import reprs
 
 # --------------------------------------------------------------------------------------------------
 # How the batches of an epoch are grouped into updates.
@@ -274,11 +274,11 @@ class RunInfo:
         return local_clock() if run is None else run.live.clock()
 
     def __repr__(self) -> str:
-        return tables.record_text("RunInfo", self._facts())
+        return reprs.record_text("RunInfo", self._facts())
 
     def _repr_html_(self) -> str:
         facts = self._facts() | {"evaluated": ", ".join(self.evaluated)}
-        return tables.facts("RunInfo", {k: v for k, v in facts.items() if v not in (None, "")})
+        return reprs.facts("RunInfo", {k: v for k, v in facts.items() if v not in (None, "")})
 
     def _facts(self) -> dict[str, object]:
         rare = ("precision", "first_step", "turns", "models", "total_items", "first_items")

@@ -52,7 +52,7 @@ from fnloop._core.runs import LEFT_OUT, Position, RunInfo, Todo, pending
 from fnloop._core.settings import Group
 from fnloop._core.several import Several
 from fnloop._core.types import RECORD, UPDATE, Metric, Output
-from fnloop._display import checks, tables
+from fnloop._display import checks, reprs
 from fnloop._display.checks import describe, flag, join_names
 from fnloop._display.screen import log
 
@@ -587,14 +587,14 @@ class TrainState:
         optimizers = optimizers_in(self.optimizer).values()
         facts: dict[str, object] = {
             "step": self.step, "epoch": self.epoch, "batch": self.batch,
-            "model": f"{type(self.model).__name__} ({tables.count_parameters(self.model)})",
+            "model": f"{type(self.model).__name__} ({reprs.count_parameters(self.model)})",
             "optimizer": ", ".join(_counted(type(each).__name__ for each in optimizers)),
             "seed": self.seed,
         }  # fmt: skip
         if self.slots:
             facts["slots"] = f"[{', '.join(self.slots)}]"
         if len(self.history):
-            facts["history"] = tables.format_count(len(self.history), "record")
+            facts["history"] = reprs.format_count(len(self.history), "record")
         if self.stop is not None:
             facts["stop"] = repr(self.stop)
         return facts
@@ -603,13 +603,13 @@ class TrainState:
         return "TrainState" if Ownership.belongs_to(self) else "stale TrainState"
 
     def __repr__(self) -> str:
-        return tables.record_text(self._title(), self._facts())
+        return reprs.record_text(self._title(), self._facts())
 
     def _repr_html_(self) -> str:
         latest = self.history[-1].metrics if len(self.history) else {}
-        texts = (f"{name} {tables.format_metric(name, value)}" for name, value in latest.items())
+        texts = (f"{name} {reprs.format_metric(name, value)}" for name, value in latest.items())
         facts = self._facts() | ({"latest": ", ".join(texts)} if latest else {})
-        return tables.facts(self._title(), facts | {"device": self.backend.device})
+        return reprs.facts(self._title(), facts | {"device": self.backend.device})
 
 
 def _refuse_change(state: TrainState, name: str, value: object) -> NoReturn:

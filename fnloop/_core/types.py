@@ -8,7 +8,6 @@ import inspect
 import logging
 import types
 from collections.abc import Callable, Mapping, Sequence
-from types import FunctionType
 from typing import Any, ClassVar, Literal, ParamSpec, Protocol, Self
 
 import attrs
@@ -16,10 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from fnloop._backend.fsdp import is_sharded
-from fnloop._core.code import is_of_library, names_in, walk
 from fnloop._core.parts import Part, State
 from fnloop._core.saved import Pending, kind_name
-from fnloop._display import checks, tables
+from fnloop._display import checks, reprs
 
 log = logging.getLogger("fnloop")
 
@@ -210,16 +208,16 @@ class Output:
         return [*map(show, values[:8].tolist()), *["..."] * (len(values) > 8)]
 
     def _repr_html_(self) -> str:
-        losses = self._losses(lambda value: tables.format_metric("loss", value))
+        losses = self._losses(lambda value: reprs.format_metric("loss", value))
         shown = {
             "loss": ", ".join(losses),
-            "weight": tables.format_number(_as_number(self.weight)),
+            "weight": reprs.format_number(_as_number(self.weight)),
         }
         for name, metric in self.metrics.items():
             values = values_of(name, metric)
-            shown |= {part: tables.format_metric(part, value) for part, value in values.items()}
-        shown |= {f"aux[{name!r}]": tables.summarize(value) for name, value in self.aux.items()}
-        return tables.facts("Output", shown | ({"skip": self.skip} if self.skip else {}))
+            shown |= {part: reprs.format_metric(part, value) for part, value in values.items()}
+        shown |= {f"aux[{name!r}]": reprs.summarize(value) for name, value in self.aux.items()}
+        return reprs.facts("Output", shown | ({"skip": self.skip} if self.skip else {}))
 
 
 def _as_number(weight: float | Tensor) -> float:
@@ -809,25 +807,6 @@ def skip(reason: str) -> Skip:
     Replaces: lightning.training_step
     """
     return Skip(checks.text("skip", "reason", reason, "why the batch is left out"))
-
-
-def may_skip(loss_fn: object) -> bool:
-    """Return whether a loss function may call :func:`skip`, by the names in its code.
-
-    The code of functions that it refers to is looked at too. What is known by this is whether
-    buffers have to be copied before each update, so that they can be restored: other loss functions
-    do not pay for that.
-    """
-    return any(
-        value is skip
-        or isinstance(value, Skip)
-        or (
-            isinstance(value, FunctionType)
-            and not is_of_library(value)
-            and "skip" in names_in(value)
-        )
-        for value in walk((loss_fn,), lambda value: not is_of_library(value))
-    )
 
 
 # --------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -169,14 +168,6 @@ class Held:
         while self._batches and self._batches[0].round < self._used:
             self._batches.popleft()
         self._addresses = {each for batch in self._batches for each in batch.addresses}
-
-
-def own_copy(batch: Batch) -> Batch:
-    """Return a copy of a batch, which stays as it is; the same batch if it cannot be copied."""
-    try:
-        return copy.deepcopy(batch)
-    except Exception:
-        return batch
 
 
 def _addresses_of(memory: list[Memory]) -> list[int]:

@@ -5,20 +5,22 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import logging
 import signal
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple, TypeGuard, TypeVar, cast
 
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from fnloop._backend import torch_compat
+from fnloop._backend.containers import length_of
 from fnloop._core.rng import fold_in, seed_all, seeded_generator
 from fnloop._core.runs import Position
 from fnloop._core.types import Batch, name_of
 from fnloop._data.loaders import NONE_LEFT, Loader, is_iterable, takes_position
 from fnloop._data.position import Keeper, Pass, is_next
 from fnloop._display.checks import describe
-from fnloop._display.screen import log, warn_once
+from fnloop._display.screen import warn_once
 
 # --------------------------------------------------------------------------------------------------
 # Iterate a loader that is not map-style, from a position.
@@ -41,7 +43,7 @@ def iterate(loader: Loader, at: Pass) -> Iterator[Batch]:
         )
         if opened is ELSEWHERE:
             stack.close()
-            log.warning(
+            logging.getLogger("fnloop").warning(
                 "fit: %s.state_dict() does not lead back to the batch that followed: a shuffle "
                 "buffer, or what workers draw, is not in it, or the data have changed. The loader "
                 "is read again from the beginning of the epoch, which takes longer",
@@ -57,6 +59,11 @@ def iterate(loader: Loader, at: Pass) -> Iterator[Batch]:
             seed_all(fold_in(fetch, n))
             batch = next(batches, NONE_LEFT)
         at.positions.end(n)
+        if takes_indices(loader) and n < (length_of(loader) or 0):  # for torch, it is the end
+            raise RuntimeError(
+                f"{type(loader.dataset).__name__} raised StopIteration in batch {n}: an iterator "
+                "that it reads is at its end"
+            )
 
 
 class Opened(NamedTuple):
@@ -107,7 +114,9 @@ def _open_at(
             made = stack.enter_context(reading(made, position is not None))
             owners = owners_of(made)
         keeper = keeper_of(made) if positions.wanted else None
-        found = position if n < start and fits(position, keeper) else None
+        found = position if n < start else None
+        if found is not None and found["keeper"] != type(keeper).__name__:  # another kind gave it
+            found = None
         positions.open(epoch, start, owners, keeper, found is not None)
         with _explained(found):
             if keeper is not None and found is not None:
@@ -132,18 +141,15 @@ def _open_at(
         positions.compare(epoch, start, batch)
     elif n == start and not is_next(batch, found):
         if made is given:
-            raise _cannot_restart(found)
+            raise RuntimeError(
+                f"{found['keeper']}.state_dict() does not lead back to the batch that followed "
+                "when the state was saved, and the loader cannot be copied, to be read from its "
+                "beginning instead: pass a function that makes it "
+                "(fit(step, state, lambda: make_loader())), or "
+                "attrs.evolve(state, position=None) with a new loader"
+            )
         return ELSEWHERE
     return Opened(batches, n, batch, keeper)
-
-
-def _cannot_restart(position: Position) -> RuntimeError:
-    return RuntimeError(
-        f"{position['keeper']}.state_dict() does not lead back to the batch that followed when the "
-        "state was saved, and the loader cannot be copied, to be read from its beginning instead: "
-        "pass a function that makes it (fit(step, state, lambda: make_loader())), or "
-        "attrs.evolve(state, position=None) with a new loader"
-    )
 
 
 @contextlib.contextmanager
@@ -223,6 +229,13 @@ def as_torch_reads_it(loader: object) -> TypeGuard[DataLoader[object]]:
     )
 
 
+def takes_indices(loader: object) -> TypeGuard[DataLoader[object]]:
+    """Return whether a loader takes samples by index, in torch's own way, or torchdata's."""
+    if not as_torch_reads_it(loader) or isinstance(loader.dataset, IterableDataset):
+        return False
+    return type(loader).__iter__ is DataLoader.__iter__ or not is_keeper(loader.dataset)
+
+
 def keeper_of(loader: object) -> Keeper | None:
     """Return what knows where a loader is.
 
@@ -232,11 +245,6 @@ def keeper_of(loader: object) -> Keeper | None:
     if as_torch_reads_it(loader) and not loader.num_workers and is_keeper(loader.dataset):
         return loader.dataset
     return loader if is_keeper(loader) else None
-
-
-def fits(position: Position | None, keeper: Keeper | None) -> TypeGuard[Position]:
-    """Return whether something of this kind gave a position."""
-    return position is not None and position["keeper"] == type(keeper).__name__
 
 
 def hint_at_stateful_loader(loader: object) -> None:
@@ -299,14 +307,6 @@ def _copy(loader: Value, keeper: Keeper) -> Value:
 # What a loader is asked, which may be a DataLoader.
 
 
-def length_of(loader: object) -> int | None:
-    """Return the number of batches, or None if it is not known before the end."""
-    try:
-        return len(loader) if isinstance(loader, Sized) else None
-    except (TypeError, NotImplementedError):
-        return None
-
-
 def makes_new(loader: object) -> bool:
     """Return whether a loader surely gives new memory with each batch.
 
@@ -323,31 +323,16 @@ def makes_new(loader: object) -> bool:
     )
 
 
-def dataset_of(loader: object) -> object:
-    """Return the dataset of a loader; None if it has none."""
-    return getattr(loader, "dataset", None)
-
-
-def sampler_in(owner: object) -> object:
-    """Return the sampler of a loader, or the one inside another sampler; None if it has none."""
-    return getattr(owner, "sampler", None)
-
-
-def batch_sampler_of(loader: object) -> object:
-    """Return what samples the batches of a loader; None if it has none."""
-    return getattr(loader, "batch_sampler", None)
-
-
 def samplers_of(loader: object) -> list[object]:
     """Return the samplers of a loader: its own, that of batches, and the one inside that."""
-    batched = batch_sampler_of(loader)
-    found = (sampler_in(loader), batched, sampler_in(batched))
+    batched = getattr(loader, "batch_sampler", None)
+    found = (getattr(loader, "sampler", None), batched, getattr(batched, "sampler", None))
     return [sampler for sampler in found if sampler is not None]
 
 
 def owners_of(loader: object) -> list[object]:
     """Return the objects whose generators may decide the order of a loader."""
-    return [loader, dataset_of(loader), *samplers_of(loader)]
+    return [loader, getattr(loader, "dataset", None), *samplers_of(loader)]
 
 
 # --- workers

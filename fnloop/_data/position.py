@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 import random
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol, cast, runtime_checkable
@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, Sampler
 
 from fnloop._backend.collectives import rank_and_size
-from fnloop._backend.containers import attributes_of, has_parts, parts_of
+from fnloop._backend.containers import attributes_of, checksum
 from fnloop._core.rng import FETCH, ORDER, PART, fold_in
 from fnloop._core.runs import UNKNOWN, Position
 from fnloop._core.types import Batch
-from fnloop._data.loaders import NONE_LEFT, SingleProcess
+from fnloop._data.loaders import NONE_LEFT
+from fnloop._data.sharing import Sharing
 from fnloop._display.checks import has_methods
-from fnloop._display.screen import log
 
 # --------------------------------------------------------------------------------------------------
 # The position of a training loader: what a state has of it in mid-epoch.
@@ -56,6 +56,14 @@ class Keeper(Protocol):
     def load_state_dict(self, state: object, /) -> object: ...
 
 
+class Noted(Protocol):
+    """What a kind of loader notes of an epoch besides."""
+
+    def up_to(self, n: int, /) -> Mapping[str, object]:
+        """Return what a position has of it that is n batches after where the loader was opened."""
+        ...
+
+
 class Positions:
     """Where a loader was after each of its newest batches, and what is known of its epoch.
 
@@ -63,13 +71,14 @@ class Positions:
         name: the loader, as messages name it.
         measure: returns how many samples or batches it has in the epoch that it was set to, and of
             which of the two; None if that is not known.
-        contents: what is compared of a batch, or of what one is made from; None: nothing.
-        listed: all batches, if they are at hand: then they need not be noted.
+        contents: returns what is compared of a batch, or of what one is made from.
         owners: whose generators decide the order of each epoch.
+        listed: all batches, if they are at hand: then they need not be noted.
 
     Attributes:
         shards: how many processes read a part of their own; 1 if each reads the whole.
         ahead: how many batches are read ahead of those that a window takes.
+        noted: what else is noted of the epoch, or None.
     """
 
     shards, ahead = 1, 0
@@ -78,9 +87,9 @@ class Positions:
         self,
         name: str = "",
         measure: Callable[[], tuple[int, str] | None] = lambda: None,
-        contents: Callable[[Batch], object] | None = lambda batch: batch,
-        listed: Sequence[Batch] | None = None,
+        contents: Callable[[Batch], object] = lambda batch: batch,
         owners: Sequence[object] = (),
+        listed: Sequence[Batch] | None = None,
     ) -> None:
         self._owners = owners
         self.name, self._measure, self._listed = name, measure, listed
@@ -96,6 +105,7 @@ class Positions:
         self._noted.clear()
         self._epoch, self._first, self._kind = epoch, start, ""
         self._ended: int | None = None
+        self.noted: Noted | None = None
         self._size: tuple[int, str] | None = None
         self._own: dict[str, object] = {}  # their states when the epoch began
 
@@ -163,7 +173,7 @@ class Positions:
         try:
             state = None if keeper is None else keeper.state_dict()
         except Exception as error:
-            log.warning(
+            logging.getLogger("fnloop").warning(
                 "fit: %s.state_dict() raised %s: %s. A run that continues in the middle of an "
                 "epoch reads the loader again up to there",
                 *(type(keeper).__name__, type(error).__name__, error),
@@ -239,13 +249,10 @@ class Positions:
         if self._own:
             position["own"] = self._own
             position["later"] = self._later()
-        position |= (more := self.more(n - self._first))  # type: ignore[typeddict-item]
+        more = {} if self.noted is None else self.noted.up_to(n - self._first)
+        position |= more  # type: ignore[typeddict-item]
         says = self._kind or self._size or self._own or more or following is not NONE_LEFT
         return position if says else None
-
-    def more(self, n: int) -> Mapping[str, object]:
-        """Return what else a position has that is n batches after where the loader was opened."""
-        return {}
 
     def _later(self) -> dict[str, object]:
         """Return the states of generators of the loader's own at the newest batch.
@@ -288,7 +295,7 @@ class Positions:
     def _mark(self, batch: object) -> int | None:
         if batch is NONE_LEFT:
             return None
-        return UNKNOWN if self._contents is None else checksum(self._contents(batch), objects=True)
+        return checksum(self._contents(batch), objects=True)
 
     # --- what has changed
 
@@ -339,7 +346,7 @@ class Positions:
 
     def _warn(self, text: str) -> None:
         if self.shards > 1 or rank_and_size()[0] == 0:
-            log.warning("fit: %s", text)
+            logging.getLogger("fnloop").warning("fit: %s", text)
 
 
 class Pass(NamedTuple):
@@ -352,13 +359,22 @@ class Pass(NamedTuple):
         samples: their samples, if the loader's batches have one known size; else 0.
         sharing: how the batches are distributed to the processes.
         positions: know where the loader was then, and are told where it is.
+
+    Example:
+        >>> from fnloop.extend import Source
+        >>> source = Source.open([0, 1, 2, 3], seed=0)
+        >>> at = Pass(0, 2, 3, 0, source, source.positions)
+        >>> at.epoch, at.start, [*source.reader.items(at)]
+        (2, 3, [3])
+        >>> at.order == at.part(1).order    # a loader in another one has an order of its own
+        False
     """
 
     seed: int
     epoch: int | None
     start: int
     samples: int
-    sharing: SingleProcess
+    sharing: Sharing
     positions: Positions
 
     @property
@@ -480,7 +496,7 @@ def _put_back(generator: OwnGenerator, state: Batch) -> None:
 
 def is_next(batch: object, position: Position) -> bool:
     """Return whether a batch is the one that followed a position, as far as that is known."""
-    found = checksum(batch, objects="size" in position)
+    found = None if batch is NONE_LEFT else checksum(batch, objects="size" in position)
     return position["next"] in (UNKNOWN, found)
 
 
@@ -493,39 +509,3 @@ def _copied(state: object) -> object:
     if isinstance(state, Tensor):
         return state.detach().clone()
     return state if isinstance(state, int | float | str | None) else copy.deepcopy(state)
-
-
-def checksum(batch: object, objects: bool = False) -> int | None:
-    """Return a checksum of the tensors, arrays, texts and numbers in a batch; None for no batch.
-
-    Args:
-        batch: the batch, or ``NONE_LEFT``.
-        objects: whether the attributes of other objects count.
-
-    Example:
-        >>> a, b = torch.zeros(2), torch.ones(2)
-        >>> checksum((a, b)) == checksum((a.clone(), b)) != checksum((b, a))
-        True
-    """
-    return None if batch is NONE_LEFT else _add(batch, 0, set() if objects else None)
-
-
-def _add(value: object, crc: int, seen: set[int] | None) -> int:
-    if isinstance(value, Tensor):
-        if type(value) is not Tensor or value.layout is not torch.strided:
-            return crc
-        value = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-        return zlib.crc32(value.view(torch.uint8).numpy().data, crc)
-    if isinstance(value, np.ndarray) and value.dtype.kind in "biufcSU":
-        return zlib.crc32(value.tobytes(), crc)
-    if isinstance(value, bytes):
-        return zlib.crc32(value, crc)
-    if isinstance(value, int | float | str):
-        return zlib.crc32(repr(value).encode(errors="replace"), crc)
-    parts = parts_of(value)
-    if parts is None and seen is not None and has_parts(value) and id(value) not in seen:
-        seen.add(id(value))
-        parts = attributes_of(value)
-    for key, part in parts or ():
-        crc = _add(part, _add(key, crc, seen), seen)
-    return crc

@@ -1,1 +1,1 @@
-"""What people read: tables, figures, HTML, the terminal, and errors about arguments."""
+"""What people read: numbers, text, HTML, and errors about arguments; and the log."""

@@ -7,7 +7,7 @@ import itertools
 import logging
 import sys
 
-from fnloop._display.tables import WIDEST, in_notebook, terminal_width, wrap
+from fnloop._display.reprs import WIDEST, in_notebook, terminal_width, wrap
 
 # --------------------------------------------------------------------------------------------------
 # The logger of the library: `logging.getLogger("fnloop")`.

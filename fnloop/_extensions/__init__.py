@@ -11,7 +11,6 @@ from importlib import import_module
 # For each task, the names by their modules.
 _ROWS: dict[str, dict[str, str]] = {
     "readers of loaders": {
-        "._extensions.loaders.composed": "reader_of_composed",
         "._extensions.loaders.map_style": "reader_of_map_style",
     },
     "table of a history": {

@@ -22,7 +22,6 @@ from fnloop._core.optimizers import first_shared
 from fnloop._core.runs import RunInfo
 from fnloop._core.state import TrainState
 from fnloop._core.types import Middleware, Output, Step
-from fnloop._data.source import LateWindow
 from fnloop._step.pipeline import PipelineStep
 from fnloop.extend import (
     Batch,
@@ -227,13 +226,11 @@ class AlternateStep(PipelineStep):
         updates = {name: n + made[name] for name, n in state.updates.items()}
         return Ownership.advance(state, counts, updates)
 
-    def _window(self, batch: Batch) -> Sequence[Batch] | LateWindow:
+    def _window(self, batch: Batch) -> Sequence[Batch]:
         """Return the batches of a round."""
         if self.window == 1:
             return (batch,)
-        if type(batch) is LateWindow:
-            return batch
-        if not isinstance(batch, list | tuple) or not 0 < len(batch) <= self.window:
+        if not isinstance(batch, Sequence) or not 0 < len(batch) <= self.window:
             given = f"{len(batch)}" if isinstance(batch, list | tuple) else checks.describe(batch)
             raise ValueError(
                 f"a round of {self!r} takes a list or a tuple of 1 to {self.window} batches; got "

@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
-import attrs
 import toolz
 import torch
 from torch import Tensor, nn
@@ -20,8 +19,8 @@ from fnloop._core.state import Ownership, TrainState, check_not_stale
 from fnloop._core.trained import keep_statistics
 from fnloop._core.types import Batch, Metric, Output, Step, name_of
 from fnloop._core.view import Visits, in_evaluation_mode, view
-from fnloop._data.loaders import NONE_LEFT, Padding, check_loader
-from fnloop._data.source import Source, open_source, windows
+from fnloop._data.loaders import NONE_LEFT, check_loader
+from fnloop._data.source import Source
 from fnloop._display import checks
 from fnloop._display.frames import leave_out_frames, short_traceback
 from fnloop._loop.errors import READ_ONCE
@@ -47,8 +46,9 @@ def open_loader(
     __tracebackhide__ = True
     backend = state.backend
     alike = backend.data_size < backend.world_size  # others have the same share as this process
-    source = open_source(loader, state.seed, backend.data_rank, backend.data_size, total, alike)
-    return attrs.evolve(source, what=f"the data that {reader} reads") if reader else source
+    what = f"the data that {reader} reads" if reader else "the data"
+    place = backend.data_rank, backend.data_size
+    return Source.open(loader, state.seed, *place, total, alike, what)
 
 
 def measure(
@@ -71,7 +71,7 @@ def measure(
     position = torch_seeder(backend.device)
     seed_all(seed)
     evaluation = engine_of(state).start_evaluation(state, step.evaluates)
-    batches = windows(source, None, backend.device, None)
+    batches = source.windows(None, backend.device, None)
     call, add, position_of = evaluation.call, evaluation.add, backend.position_of
     with step.evaluating(state, together=True) as state:
         evaluate_batch, carries = step.evaluation, step.carries
@@ -101,7 +101,7 @@ def measure(
     if not n:
         name = f"{state.run.loader} loader" if in_run and state.run else "loader to evaluate"
         raise ValueError(f"the {name} gave no batch.{source.why_empty() or READ_ONCE}")
-    evaluation.finish(source)
+    source.check_order()
     return evaluation.own_metrics()
 
 
@@ -220,7 +220,7 @@ def _predict(
     __tracebackhide__ = True
     backend = state.backend
     source = open_loader(loader, state, reader="predict")
-    batches = windows(source, None, backend.device, None)
+    batches = source.windows(None, backend.device, None)
     position, seed = torch_seeder(backend.device), fold_in(state.seed, COMPUTE)
     name = name_of(fn)
     prediction = engine_of(state).start_evaluation(state, name)
@@ -234,7 +234,7 @@ def _predict(
                     batch = next(batches, NONE_LEFT)
                     if batch is NONE_LEFT:
                         if gather:
-                            prediction.finish(source)
+                            source.check_order()
                         return
                     where = name
                     draws = mix(seed, backend.position_of(n))
@@ -336,7 +336,7 @@ def _forward(step: PipelineStep, state: TrainState, loader: object, norms: Norms
     seed_all(seed)
     evaluation = engine_of(state).start_evaluation(state, step.evaluates)
     source = open_loader(loader, state, reader="update_batchnorm")
-    batches = windows(source, None, backend.device, None)
+    batches = source.windows(None, backend.device, None)
     while True:
         where: str | None = "the loader"
         try:
@@ -344,7 +344,7 @@ def _forward(step: PipelineStep, state: TrainState, loader: object, norms: Norms
                 break
             where = None
             position(mix(seed, backend.position_of(n)))
-            before = _copied(norms) if type(batch) is Padding else None
+            before = _copied(norms) if source.unpadded(batch)[1] else None
             evaluation.call(step.forward, state, batch)
             if before is not None:
                 _restore(norms, before)
@@ -355,7 +355,7 @@ def _forward(step: PipelineStep, state: TrainState, loader: object, norms: Norms
             raise
     if not n:
         raise ValueError("update_batchnorm: the loader gave no batch." + READ_ONCE)
-    evaluation.finish(source)
+    source.check_order()
 
 
 def _merge(norms: Norms) -> None:

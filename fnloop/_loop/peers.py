@@ -15,8 +15,8 @@ import attrs
 from fnloop._core.runs import INTERRUPTED, REQUEUED, TERMINATED, Stop, local_clock
 from fnloop._core.state import TrainState
 from fnloop._core.types import Middleware
+from fnloop._display.reprs import is_interactive
 from fnloop._display.screen import log
-from fnloop._display.tables import is_interactive
 from fnloop._extensions import extensions
 from fnloop._hooks.hook import Hook
 

@@ -6,13 +6,15 @@ import contextlib
 import functools
 import inspect
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import attrs
 import torch
 
 from fnloop._core.averages import check_not_averaged
 from fnloop._core.history import (
+    WHOLE_RUN,
     History,
     Phase,
     check_made,
@@ -37,7 +39,7 @@ from fnloop._core.state import (
     without_metrics,
 )
 from fnloop._core.trained import put_back_restored
-from fnloop._core.types import START, Middleware, Step, name_of
+from fnloop._core.types import EVALUATION, RINGS, START, Middleware, Step, name_of
 from fnloop._data.loaders import Loaders, read_loaders, sharded
 from fnloop._data.source import Source
 from fnloop._display import checks
@@ -186,8 +188,8 @@ class Plan:
 
     def passes_over(self, state: TrainState) -> bool:
         """Return whether a script that was started again passes over a phase on its way."""
-        phase = phase_of(state, self.phase)
-        return phase is not None and phase.done and not phase.named and phase != state.phases[-1]
+        phase = self.begun(state)
+        return phase.done and not phase.named and phase != state.phases[-1]
 
     def is_reached(self, state: TrainState) -> bool:
         """Return whether a state is at the target of the run."""
@@ -195,7 +197,7 @@ class Plan:
             (self.steps is not None and state.step >= self.steps)
             or (self.epochs is not None and state.epoch >= self.epochs)
             or (self.items is not None and (state.items or 0) >= self.items)
-            or self._is_done(state)
+            or self.begun(state).done
         )
 
     def is_past(self, state: TrainState) -> bool:
@@ -210,9 +212,9 @@ class Plan:
             or (self.items is not None and items_of_call(state)[0] >= self.items)
         )
 
-    def _is_done(self, state: TrainState) -> bool:
-        phase = phase_of(state, self.phase)
-        return phase is not None and phase.done
+    def begun(self, state: TrainState) -> Phase:
+        """Return the phase of this run; the whole run, without a name, if it has none or is new."""
+        return phase_of(state, self.phase) or WHOLE_RUN
 
     @functools.cached_property
     def counts_items(self) -> bool:
@@ -244,13 +246,8 @@ class Plan:
 
     def _counted(self, state: TrainState, later: int, updates: int) -> tuple[int, int]:
         """Return an epoch, and the updates tried before it, as the phase counts them."""
-        epoch, update = state.epoch + later, state.step + state.skipped + updates
-        phase = phase_of(state, self.phase)
-        return (
-            (epoch, update)
-            if phase is None
-            else (epoch - phase.epoch, update - phase.step - phase.skipped)
-        )
+        begun, tried = self.begun(state), state.step + state.skipped + updates
+        return state.epoch + later - begun.epoch, tried - begun.step - begun.skipped
 
     def updates_in(self, batches: int | None, windows: Windows) -> int | None:
         """Return how many updates an epoch has, if that is known: one that carries makes more."""
@@ -291,7 +288,7 @@ class Plan:
             clock: the time that all processes agree on; by default that of this process.
         """
         windows = self.windows(state, source)
-        phase = phase_of(state, self.phase)
+        begun = self.begun(state)
         batches = source.length_in(state.epoch)
         per_epoch = self.updates_in(batches, windows)
         # A step that carries makes as many updates as a batch has windows.
@@ -302,18 +299,17 @@ class Plan:
             left += self.updates_later(state, source, left, self.epochs - state.epoch)
             # Skipped updates count, and those left out: so a run that is resumed after some has the
             # same total. Those of earlier phases do not.
-            lost = state.skipped + left_out(state) - (0 if phase is None else phase.skipped)
-            total = state.step + lost + left
+            total = state.step + state.skipped - begun.skipped + left_out(state) + left
             total = total if self.steps is None else min(total, self.steps)
         given = self.step, unwrap(state), state.backend.device, self.hooks
         tells = [functools.partial(tell, *given) for tell in extensions("what a run is made with")]
         made_with = functools.cache(next(iter(tells), dict))
         return RunInfo(
             self.epochs, total, per_epoch, batches, windows.largest, evaluated,
-            precision=self.step.precision_in(state), first_step=0 if phase is None else phase.step,
+            precision=self.step.precision_in(state), first_step=begun.step,
             turns=tuple(self.step.turns),
             total_items=self.assumed_items if self.items is None else self.items,
-            first_items=(None if phase is None else phase.items) or 0,
+            first_items=begun.items or 0,
             models=models_of(state.model),
             hook_slots=slots_of(self.hooks) | {LEFT_OUT},
             reported=names_reported(self.hooks), windows=windows,
@@ -350,12 +346,16 @@ class Plan:
             history: the records so far. What is in one of them may come from an earlier run.
             models: the names of the models of a stack.
         """
-        watched = watched_in(self.step, self.hooks)
-        if not watched:
-            return
+        watched = [*_watched(self.step, self.hooks)]
         known = (*self.trained, *evaluated, *names_made(self.hooks))
-        check_names(watched, known, self.loaders.evaluated)
-        check_metrics(self.step, self.hooks, evaluated, history, models)
+        check_names([one[:2] for one in watched], known, self.loaders.evaluated)
+        for owner, key, _ in (one for one in watched if one.is_certain):
+            loader, _, name = key.partition("/")
+            read = loader in Record.TRAINED or loader in evaluated
+            if not name or not read or key in history:
+                continue
+            if (names := _names_of(self.step, loader)) is not None:
+                check_made(owner, key, names, _names_of_models(self.step, names, models))
 
     @functools.cached_property
     def trained(self) -> tuple[str, ...]:
@@ -400,28 +400,31 @@ class Plan:
 
     def why_nothing_to_do(self, state: TrainState) -> str:
         """Return the message for a state that is at its end already."""
-        if self._is_done(state):
+        begun = self.begun(state)
+        if begun.done:
             return f"fit: nothing to do: the phase {self.phase!r} has ended"
         if state.stop is not None:
             advice = "To continue anyway, pass attrs.evolve(state, stop=None)"
             if Stop.kind_of(state.stop) == "limit":
                 advice = "To continue, raise the limit: time_limit(...)"
             return f"fit: nothing to do: the run was stopped ({state.stop}). {advice}"
-        phase = phase_of(state, self.phase)
-        epoch, step = (0, 0) if phase is None else (phase.epoch, phase.step)
-        items = (None if phase is None else phase.items) or 0
-        given = (("epochs", self.epochs, epoch), ("steps", self.steps, step))
-        given = (*given, ("items", self.items, items))
-        targets = [f"{k}={target - first}" for k, target, first in given if target is not None]
-        if phase is not None:
+        given = [
+            (f"{name}=", target, first, now)
+            for name, target, first, now in (
+                ("epochs", self.epochs, begun.epoch, state.epoch),
+                ("steps", self.steps, begun.step, state.step),
+                ("items", self.items, begun.items or 0, (state.items or 0) if self.items else 0),
+            )
+            if target is not None
+        ]
+        targets = [f"{name}{target - first}" for name, target, first, _ in given]
+        if begun.name:
             return (
-                f"fit: nothing to do: the phase {phase.name!r} began at epoch {epoch}, step "
-                f"{step}, and is at its target, {', '.join(targets)}. It ends here"
+                f"fit: nothing to do: the phase {begun.name!r} began at epoch {begun.epoch}, step "
+                f"{begun.step}, and is at its target, {', '.join(targets)}. It ends here"
             )
         at = "" if self.items is None else f", {state.items} items"
-        now = {"epochs": state.epoch, "steps": state.step, "items": state.items or 0}
-        more = {k: now[k] + max(n, 1) for k, n, _ in given if n is not None and n <= now[k]}
-        longer = [f"{name}={target}" for name, target in more.items()]
+        longer = [f"{name}{now + max(n, 1)}" for name, n, _, now in given if n <= now]
         return (
             f"fit: nothing to do: the state is at epoch {state.epoch}, step {state.step}{at}, and "
             f"the target is {', '.join(targets)}. To train longer, raise it: {', '.join(longer)}"
@@ -654,52 +657,34 @@ def names_made(hooks: Iterable[Hook]) -> list[str]:
     return [name for hook in hooks for name in hook.makes_records]
 
 
-def watched_in(step: PipelineStep, hooks: Sequence[Hook]) -> list[tuple[str, str]]:
-    """Return who watches which metric, without those that a hook says it adds to records."""
-    reported = names_reported(hooks)
-    found = [(checks.known_as(one), key) for one in every_layer(hooks) for key in keys_of(one)]
-    return [(owner, key) for owner, key in (*found, *step.watched) if key not in reported]
-
-
-def check_metrics(
-    step: PipelineStep,
-    hooks: Sequence[Hook],
-    loaders: Collection[str],
-    history: History,
-    models: Sequence[str],
-) -> None:
-    """Raise for a metric that is watched and that the pipeline cannot make.
-
-    Only where all names are known. A middleware or a step of the user's own may add others, and a
-    hook may add to the records that the hooks after it see.
+class _Watched(NamedTuple):
+    """A metric that something looks at.
 
     Args:
-        step: the step.
-        hooks: the hooks.
-        loaders: the names of the loaders that are evaluated.
-        history: the records so far. What is in one of them may come from an earlier run.
-        models: the names of the models of a stack.
-
-    Raises:
-        KeyError: there will be no such metric; the message says what to list.
+        owner: what looks at it.
+        key: its name.
+        is_certain: whether nothing may add it that says no names: a middleware or a step of the
+            user's own may, and so may a hook of the user's, for the hooks after it.
     """
-    watched: list[tuple[str, str]] = []
-    reported = names_reported(hooks)
+
+    owner: str
+    key: str
+    is_certain: bool
+
+
+def _watched(step: PipelineStep, hooks: Sequence[Hook]) -> Iterator[_Watched]:
+    """Yield which metrics are watched, without those that a hook says it adds to records."""
+    reported, is_certain = names_reported(hooks), True
     for hook in hooks:
-        of_library = (layer for layer in layers(hook) if not is_of_user(layer))
-        watched += [(checks.known_as(layer), key) for layer in of_library for key in keys_of(layer)]
-        if is_of_user(unwrap_hook(hook)):
-            break
-    else:
-        watched += step.watched
-    for owner, key in watched:
-        loader, _, name = key.partition("/")
-        trained = loader in Record.TRAINED
-        if not name or not (trained or loader in loaders) or key in reported or key in history:
-            continue
-        names = _trained_names(step) if trained else _evaluated_names(step, loader)
-        if names is not None:
-            check_made(owner, key, names, _names_of_models(step, names, models))
+        for layer in layers(hook):
+            certain = is_certain and not is_of_user(layer)
+            for key in keys_of(layer):
+                if key not in reported:
+                    yield _Watched(checks.known_as(layer), key, certain)
+        is_certain = is_certain and not is_of_user(unwrap_hook(hook))
+    for owner, key in step.watched:
+        if key not in reported:
+            yield _Watched(owner, key, is_certain)
 
 
 def _names_of_models(
@@ -731,37 +716,26 @@ def _names_of_models(
     }
 
 
-def _evaluated_names(step: PipelineStep, loader: str) -> list[str] | None:
-    """Return the names of the metrics of a loader's evaluation; None if they are not known."""
+def _names_of(step: PipelineStep, loader: str) -> list[str] | None:
+    """Return the names of the metrics of training, or of a loader; None if they are not known."""
     if not step.has_all_rings:
         return None
-    names, views = ["loss"], [""]
+    trained = loader in Record.TRAINED
+    rings = {*RINGS} if trained else {"forward", EVALUATION}
+    names, views = ["loss", *(["lr"] if trained else [])], [""]
     for member in step.pipeline.middleware:
-        if member.view is not None and member.view.beside:
+        if member.view is not None and member.view.beside and not trained:
             views.append(f"{member.name}/")
-        if member.forward is None and member.evaluation is None and member.report is None:
+        if rings.isdisjoint(member.wraps) and member.report is None:
             continue
         if member.adds is None:
             return None
-        if not member.loaders or loader in member.loaders:
+        if trained:
+            names += (*member.adds, *member.passes)
+        elif not member.loaders or loader in member.loaders:
             names += member.adds
     names = [f"{view}{name}" for view in views for name in names]
-    return [*names, "time/evaluate"] if step.is_timed else names
-
-
-def _trained_names(step: PipelineStep) -> list[str] | None:
-    """Return the names of the metrics of training; None if they are not known."""
-    if not step.has_all_rings:
-        return None
-    names = ["loss", "lr"]
-    for member in step.pipeline.middleware:
-        rings = (member.forward, member.loss, member.gradient, member.update, member.step)
-        if all(part is None for part in (*rings, member.device, member.report)):
-            continue
-        if member.adds is None:
-            return None
-        names += (*member.adds, *member.passes)
-    return names
+    return [*names, "time/evaluate"] if step.is_timed and not trained else names
 
 
 _OF_HOOKS = ("begin", "evaluating", "receive", "numbers", "failed", "flush")

@@ -8,15 +8,16 @@ from collections.abc import Mapping, Sequence
 
 import attrs
 
+from fnloop._backend.containers import own_copy
 from fnloop._core.history import History, Phase
 from fnloop._core.rng import isolated, reserved_generators
 from fnloop._core.runs import INTERRUPTED
 from fnloop._core.several import models_of
 from fnloop._core.state import TrainState, changed, check_not_stale, snapshot, without_metrics
 from fnloop._core.types import Batch, Step
-from fnloop._data.held import own_copy
-from fnloop._data.loaders import check_loader, sharded, unmarked
-from fnloop._data.source import Source, first_batches, open_source, unmoved
+from fnloop._data.loaders import check_loader
+from fnloop._data.reader import Reader
+from fnloop._data.source import Source
 from fnloop._hooks.hook import Hook, HookFn, Moment, at_end, every
 from fnloop._loop.boundary import Moments
 from fnloop._loop.evaluate import open_loader
@@ -164,7 +165,7 @@ class Rehearsal:
         with contextlib.ExitStack() as stack:
             stack.enter_context(reserved_generators())
             if not self.moves:
-                stack.enter_context(unmoved(self.loaders))
+                stack.enter_context(Reader.unmoved(self.loaders))
             for reached in fold(plan, state, Interrupts(is_alone(state))):  # noqa: B007
                 pass
         if reached.stop == INTERRUPTED:
@@ -216,9 +217,8 @@ class Rehearsal:
         loader, total = self.loaders[name], self.step.total if name == "train" else None
         if exchanges:
             return open_loader(loader, state, total)
-        own, _ = unmarked(loader)
-        own = own.loader if isinstance(own, sharded) else None
-        return open_loader(loader, state) if own is None else open_source(own, state.seed)
+        reader = Reader.of(loader)
+        return Source.open(reader, state.seed) if reader.shared else open_loader(loader, state)
 
     def read(self, source: Source, n: int) -> tuple[list[Batch], list[float]]:
         """Return copies of the first batches of a loader, on the device, and how long each took.
@@ -232,10 +232,10 @@ class Rehearsal:
         """
         __tracebackhide__ = True
         batches, seconds, device = list[Batch](), list[float](), self.state.backend.device
-        with isolated(device), unmoved(self.loaders):
+        with isolated(device), Reader.unmoved(self.loaders):
             began = time.perf_counter()
-            for batch in first_batches(source, device, n):
+            for batch in source.first_batches(device, n):
                 seconds.append(time.perf_counter() - began)
-                batches.append(own_copy(source.take(batch, 1)[0]))
+                batches.append(own_copy(batch))
                 began = time.perf_counter()
         return batches, seconds

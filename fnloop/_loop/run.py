@@ -15,7 +15,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from types import TracebackType
+from contextlib import nullcontext
 
 import attrs
 import torch
@@ -69,7 +69,7 @@ from fnloop._core.state import (
 from fnloop._core.types import END, EPOCH, RECORD, START, Batch, Metric, Output, name_of
 from fnloop._core.view import hand_over
 from fnloop._data.loaders import NONE_LEFT
-from fnloop._data.source import Source, windows
+from fnloop._data.source import Source
 from fnloop._extensions import extensions
 from fnloop._hooks.hook import (
     BuiltIn,
@@ -142,17 +142,10 @@ def fold(
     device, over = state.backend.device, False
     with _closing_hooks(world):
         while not over:
-            with isolated(device), _listening(state, interrupts) as world.interrupts:
-                with reusing_pages(device), Survival(world):
-                    world.reopen()
-                    while (action := world.next()) is not None:
-                        if type(action) is Update:
-                            new, out = world.step(world.state, world.batch)
-                            world.state = world.count(new, out)
-                        else:
-                            todo = world.state.todo[1:]
-                            world.state = DO[type(action)](world, world.state, action, todo)
-                    world.leave_if_interrupted()
+            listening = handling(is_alone(state)) if interrupts is None else nullcontext(interrupts)
+            with isolated(device), listening as world.interrupts:
+                with reusing_pages(device):
+                    world.run()
                 state = Ownership.leave_run(world.state)
             over = not state.todo or Stop.interrupts(state.stop)
             if interrupts is None or over:  # fit shows its caller the last one alone
@@ -210,13 +203,6 @@ def _naming(hook: Hook) -> Iterator[None]:
     except Exception as error:
         error.add_note(f"while in {name_of(hook)}")
         raise
-
-
-def _listening(
-    state: TrainState, interrupts: Interrupts | None
-) -> contextlib.AbstractContextManager[Interrupts]:
-    """Return where signals are recorded during an epoch."""
-    return handling(is_alone(state)) if interrupts is None else contextlib.nullcontext(interrupts)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -299,6 +285,24 @@ class World:
         # Whether hooks that are still to be called have lost outputs with an earlier process.
         self._lost = bool(self._collectors) and type(todo[0]) is Call
 
+    def run(self) -> None:
+        """Do what is next, until the run is left, or another epoch is to begin."""
+        __tracebackhide__ = True
+        try:
+            self.reopen()
+            while (action := self.next()) is not None:
+                if type(action) is Update:
+                    new, out = self.step(self.state, self.batch)
+                    self.state = self.count(new, out)
+                else:
+                    todo = self.state.todo[1:]
+                    self.state = DO[type(action)](self, self.state, action, todo)
+            if self.is_left():
+                self.leave()
+        except BaseException as error:
+            if not _survive(self, error):
+                raise
+
     def next(self) -> Action | None:
         """Return what is next; None where the run is left, or another epoch is to begin.
 
@@ -335,12 +339,6 @@ class World:
         """Return whether the run ends here for now: what is next is left to one that continues."""
         interrupted = self.interrupts.stop is not None or Stop.interrupts(self.state.stop)
         return interrupted and all(action.can_wait for action in self.state.todo[:1])
-
-    def leave_if_interrupted(self) -> None:
-        """Leave the run, if a signal or the time of the job ends it for now."""
-        __tracebackhide__ = True
-        if self.is_left():
-            self.leave()
 
     def leave(self, together: bool = True) -> None:
         """End the run for now, and save it. ``together``: all processes do."""
@@ -418,7 +416,7 @@ class World:
         source.begin(state.position, plan.prefetch * self.info.window, at)
         sizes = None if plan.step.window == 1 else self.info.windows.sizes(state.batch)
         late = plan.step.fetches_late
-        self.feed = windows(source, sizes, state.backend.device, *at, plan.prefetch, late)
+        self.feed = source.windows(sizes, state.backend.device, *at, plan.prefetch, late)
         self.fetch()
         if self.batch is NONE_LEFT and not state.batch:
             raise ValueError(explain_no_batches(state, source))
@@ -700,7 +698,7 @@ class World:
             self._collect_for(lost, state, self._evaluated_here(state))
         report: dict[str, Metric] = {}
         for name in self.plan.trained:
-            report |= _METRICS_OF[name](state) if name in kind.trained else {}
+            report |= training_metrics(name, state) if name in kind.trained else {}
         began = time.perf_counter()
         loaders = [name for name in action.names if name in self.evaluated]
         for loader in loaders:
@@ -799,34 +797,28 @@ _CALL = Call("boundary")
 # The metrics of a record.
 
 
-def train_metrics(state: TrainState) -> dict[str, Metric]:
-    """Return the metrics since the epoch began, by their names in a record."""
-    whole = Metrics(state.metrics).without_recent()
-    named = {f"train/{name}": metric for name, metric in whole.items() if name != ITEMS}
-    return _with_rates("train/", state, named)
+def training_metrics(of: str, state: TrainState) -> dict[str, Metric]:
+    """Return the metrics of training by their names in a record, the loss first.
 
+    Learning rates are those of the optimizers, unless a middleware that sets them has reported what
+    an update used.
 
-def recent_metrics(state: TrainState) -> dict[str, Metric]:
-    """Return the metrics since the last record, by their names in a record."""
-    named = {name: m for name, m in state.metrics.items() if name.startswith(RECENT)}
-    return _with_rates(RECENT, state, named)
-
-
-_METRICS_OF = {"train": train_metrics, "recent": recent_metrics}
-
-
-def _with_rates(prefix: str, state: TrainState, named: dict[str, Metric]) -> dict[str, Metric]:
-    """Return metrics, the loss first; and the learning rates, where none is known.
-
-    A middleware that sets the rates reports what an update used.
+    Args:
+        of: "train": those since the epoch began. "recent": those since the last record.
+        state: the state.
     """
+    prefix, found = f"{of}/", state.metrics
+    if prefix != RECENT:
+        found = {
+            f"{prefix}{k}": m for k, m in Metrics(found).without_recent().items() if k != ITEMS
+        }
+    named = {name: metric for name, metric in found.items() if name.startswith(prefix)}
     if not named:
         return {}
     if (loss := f"{prefix}loss") in named:
         named = {loss: named[loss], **named}
     rates = Setting.used(labelled_groups(optimizers_in(state.optimizer)), "lr")
-    missing = {f"{prefix}{k}": rate for k, rate in rates.items() if f"{prefix}{k}" not in named}
-    return {**named, **missing}
+    return {**named, **{f"{prefix}{k}": r for k, r in rates.items() if f"{prefix}{k}" not in named}}
 
 
 def evaluation_metrics(
@@ -886,24 +878,6 @@ def asking(collectors: Sequence[Hook], state: TrainState, loader: str) -> list[H
 
 # --------------------------------------------------------------------------------------------------
 # What becomes of a run in which an exception is raised: no update that was made is lost.
-
-
-class Survival:
-    """Ends a run for now on an interruption; adds a note to any other exception.
-
-    The note says where it happened; the exception also gets the state that was reached.
-    """
-
-    def __init__(self, world: World) -> None:
-        self._world = world
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(
-        self, kind: object, error: BaseException | None, traceback: TracebackType | None
-    ) -> bool:
-        __tracebackhide__ = True
-        return error is not None and _survive(self._world, error)
 
 
 def _survive(world: World, error: BaseException) -> bool:

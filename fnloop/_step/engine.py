@@ -43,10 +43,31 @@ from fnloop._step.gradients import (
 Shares = Sequence[tuple[Sequence[str], Mapping[str, Metric]]]
 
 
-class Pass(Protocol):
+class WindowPass(Protocol):
     """Forward and backward of a window, whose batches may come in pieces.
 
-    In one process ``forward`` is the step inside itself.
+    The method ``start`` of an engine returns one. In one process ``forward`` is the step inside
+    itself.
+
+    Example:
+        >>> import fnloop as fl, torch
+        >>> from fnloop.testing import toy, toy_loss
+        >>> def watched(backward):
+        ...     def step(state, batch):
+        ...         making, pieces = engine_of(state).start(backward, state, [batch], 1)
+        ...         for piece in pieces:
+        ...             state, out = making.forward(state, piece)
+        ...             print(out.loss.item())
+        ...             making.add(state, out)
+        ...         return state, making.finish(state)
+        ...     return step
+        >>> state = toy(w=1.0)
+        >>> step = fl.pipeline(fl.Middleware("watched", gradient=watched))(toy_loss)
+        >>> state, out = step(state, torch.tensor([1.0, 3.0]))
+        1.0
+        3.0
+        >>> out.loss.item()
+        2.0
     """
 
     @property
@@ -90,13 +111,18 @@ class GradientSum(Protocol):
         ...
 
 
-class Engine(Protocol):
+class Engine:
     """What depends on the number of processes: gradients, decisions, and what is reported.
 
-    Unless a method says otherwise, it may be a collective: every process calls it.
+    Unless a method says otherwise, it may be a collective: every process calls it. What is here is
+    of one process, where most methods return their argument unchanged.
 
-    Another engine is made of one of those here, whose methods it replaces or calls. ``state ->
-    engine`` is in the backend of its states: ``attrs.evolve(state.backend, engine=...)``.
+    Another engine is anything with these methods. It may take some of them from one of those here.
+    The backend of its states has ``state -> engine``: ``attrs.evolve(state.backend, engine=...)``.
+
+    Attributes:
+        calls_every_batch: whether every batch passes through the loss function; padding may not.
+        brings: the parts of checkpoints that are this engine's.
 
     Example:
         >>> import attrs, fnloop as fl, torch
@@ -117,21 +143,13 @@ class Engine(Protocol):
         3
     """
 
-    @property
-    def calls_every_batch(self) -> bool:
-        """Whether every batch passes through the loss function; padding may not."""
-        ...
-
-    @property
-    def brings(self) -> tuple[Part, ...]:
-        """The parts of checkpoints that are this engine's."""
-        ...
+    calls_every_batch: bool = True
+    brings: tuple[Part, ...] = ()
 
     # --- a step
 
     def begin(self, state: TrainState, /) -> None:
         """Begin a run: forget what was found out about the data of an earlier one."""
-        ...
 
     def read_from(self, source: Source, step: Step, window: int, /) -> Step:
         """Return the step for what a source gives; it notes which of the batches are padding.
@@ -141,7 +159,7 @@ class Engine(Protocol):
             step: the step. It is called once for each window that the source gives, in order.
             window: the window of the step: it takes a tuple of batches unless this is 1.
         """
-        ...
+        return step
 
     def start_turn(
         self, name: str, engine: object, turn: TrainState, state: TrainState, batches: slice, /
@@ -155,7 +173,6 @@ class Engine(Protocol):
             state: the state of the whole step.
             batches: which batches of the window the turn takes.
         """
-        ...
 
     def start(
         self,
@@ -167,7 +184,7 @@ class Engine(Protocol):
         *,
         alone: bool = False,
         guarded: bool = False,
-    ) -> tuple[Pass, Iterable[Batch]]:
+    ) -> tuple[WindowPass, Iterable[Batch]]:
         """Start forward and backward of a window: ``.grad`` gets the gradient of its mean.
 
         There is none in ``.grad`` before.
@@ -184,7 +201,9 @@ class Engine(Protocol):
         Returns:
             What makes the gradient, and the pieces to call it with.
         """
-        ...
+        if size is not None:
+            window = [piece for batch in window for piece in pieces_of(batch, size)]
+        return (_Batch if alone and len(window) == 1 else _Window)(backward), window
 
     def start_sum(
         self, state: TrainState, batches: int, dtype: torch.dtype | None, /
@@ -198,26 +217,26 @@ class Engine(Protocol):
             batches: how many batches the window has.
             dtype: in which gradients are added up; None: in their own.
         """
-        ...
+        return nullcontext(SumInOrder(state, dtype))
 
     def mark_draws(self) -> Callable[[], None]:
         """Return what makes the next passes of an update draw again what those from here on do."""
-        ...
+        return lambda: None
 
     def agree(self, out: Output, flag: Tensor | None = None, /) -> tuple[Output, Tensor | None]:
         """Return an output that is skipped if it is in any process.
 
         And with it a flag as it is in any process, if there is one.
         """
-        ...
+        return out, flag
 
     def largest(self, number: int, /) -> int:
         """Return the largest of a number over all processes; of a flag, whether any has set it."""
-        ...
+        return number
 
     def mean_loss(self, out: Output, /) -> Tensor:
         """Return the mean loss over the items of all processes."""
-        ...
+        return out.loss
 
     # --- evaluations, records and checkpoints
 
@@ -228,11 +247,10 @@ class Engine(Protocol):
             state: the state.
             name: the name of the function that is called with each batch.
         """
-        ...
+        return LocalEvaluation(state.model.metric if isinstance(state.model, Several) else None)
 
     def share_buffers(self, model: nn.Module, /) -> None:
         """Copy the buffers of the main process's model to that of every process."""
-        ...
 
     def check_alike(self, state: TrainState, what: str, /) -> None:
         """Raise in every process if the weights or the counters of the processes differ.
@@ -241,7 +259,6 @@ class Engine(Protocol):
             state: the newest state.
             what: what it is for, as errors name it.
         """
-        ...
 
     def reduce(
         self, metrics: Mapping[str, Metric], training: str | None = None, /
@@ -254,7 +271,7 @@ class Engine(Protocol):
                 are. Those that are made after the gradients were averaged are the same in every
                 process, and count once.
         """
-        ...
+        return dict(metrics)
 
     def gather(self, state: TrainState, what: str, /) -> tuple[dict[str, Metric], Shares]:
         """Return the running metrics of a state, as a checkpoint has them.
@@ -268,7 +285,7 @@ class Engine(Protocol):
             share of the data, and what it has of all. The latter is empty where the former say
             everything.
         """
-        ...
+        return dict(state.metrics), ()
 
     def continued(
         self,
@@ -284,7 +301,7 @@ class Engine(Protocol):
             merged: the metrics over all processes that saved it.
             shares: those of each of these processes, or none.
         """
-        ...
+        return merged
 
 
 # --------------------------------------------------------------------------------------------------
@@ -496,11 +513,10 @@ def _backward_with_graph(root: Tensor) -> None:
 # The gradient engine of a single process: gradients add up in `.grad`, as autograd does.
 
 
-class LocalEngine:
-    """The engine of a single process: most methods return their argument unchanged.
+class LocalEngine(Engine):
+    """The engine of a single process: an :class:`Engine` as it is.
 
-    An engine of your own may be one that replaces some of the methods. They are those of
-    :class:`Engine`.
+    An engine of your own may be one that replaces some of the methods.
 
     Example:
         >>> import attrs, fnloop as fl, torch
@@ -513,87 +529,6 @@ class LocalEngine:
         >>> fl.pipeline()(toy_loss)(state, torch.ones(1))[0].model.w.item()
         -0.5
     """
-
-    calls_every_batch = True
-    brings: tuple[Part, ...] = ()
-
-    def begin(self, state: TrainState) -> None:
-        """Begin a run."""
-
-    def read_from(self, source: Source, step: Step, window: int) -> Step:
-        """Return the step itself."""
-        return step
-
-    def start_turn(
-        self, name: str, engine: object, turn: TrainState, state: TrainState, batches: slice
-    ) -> None:
-        """Start a turn of an alternating step."""
-
-    def start(
-        self,
-        backward: Backward,
-        state: TrainState,
-        window: Sequence[Batch],
-        size: int | None = None,
-        *,
-        alone: bool = False,
-        guarded: bool = False,
-    ) -> tuple[Pass, Iterable[Batch]]:
-        """Start forward and backward of a window."""
-        if size is not None:
-            window = [piece for batch in window for piece in pieces_of(batch, size)]
-        return (_Batch if alone and len(window) == 1 else _Window)(backward), window
-
-    def start_sum(
-        self, state: TrainState, batches: int, dtype: torch.dtype | None
-    ) -> AbstractContextManager[GradientSum]:
-        """Sum the gradients of a window, whose batches a step takes one by one."""
-        return nullcontext(SumInOrder(state, dtype))
-
-    def mark_draws(self) -> Callable[[], None]:
-        """Return what does nothing: passes draw from where the generators are."""
-        return lambda: None
-
-    def agree(self, out: Output, flag: Tensor | None = None) -> tuple[Output, Tensor | None]:
-        """Return both."""
-        return out, flag
-
-    def largest(self, number: int) -> int:
-        """Return the number."""
-        return number
-
-    def mean_loss(self, out: Output) -> Tensor:
-        """Return the loss."""
-        return out.loss
-
-    def start_evaluation(self, state: TrainState, name: str) -> EvaluationPass:
-        """Start an evaluation or a prediction."""
-        return LocalEvaluation(state.model.metric if isinstance(state.model, Several) else None)
-
-    def share_buffers(self, model: nn.Module) -> None:
-        """Do nothing: there is one model."""
-
-    def check_alike(self, state: TrainState, what: str) -> None:
-        """Do nothing: there is one state."""
-
-    def reduce(
-        self, metrics: Mapping[str, Metric], training: str | None = None
-    ) -> dict[str, Metric]:
-        """Return the metrics."""
-        return dict(metrics)
-
-    def gather(self, state: TrainState, what: str) -> tuple[dict[str, Metric], Shares]:
-        """Return the running metrics of the state."""
-        return dict(state.metrics), ()
-
-    def continued(
-        self,
-        state: TrainState,
-        merged: Mapping[str, object],
-        shares: Sequence[Mapping[str, object]],
-    ) -> Mapping[str, object]:
-        """Return the metrics over all processes that saved the state."""
-        return merged
 
 
 class _Batch:
@@ -618,9 +553,8 @@ class _Window:
 
     def add(self, state: TrainState, out: Output) -> None:
         __tracebackhide__ = True
-        if out.skip is None:
+        if self._total.add(out):
             self._backward.root(state, out, self._total.relative_weight(out)).backward()
-        self._total.add(out)
 
     def finish(self, state: TrainState) -> Output:
         self._total.divide([p.grad for p in parameters(state)])

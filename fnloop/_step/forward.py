@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar, cast
 
-import attrs
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fnloop._backend.containers import items_in
 from fnloop._core.metrics import (
@@ -18,10 +17,9 @@ from fnloop._core.metrics import (
 )
 from fnloop._core.several import Several
 from fnloop._core.state import TrainState
-from fnloop._core.types import Aux, Batch, LossFn, Metric, Output, Skip, Step, name_of
-from fnloop._data.source import Source
-from fnloop._display.checks import describe, function
-from fnloop._display.tables import shorten
+from fnloop._core.types import Aux, Batch, LossFn, Metric, Output, Skip, Step
+from fnloop._display.checks import describe
+from fnloop._display.reprs import shorten
 
 # What a batch of other shapes, dtypes or keys than expected raises; torch's are RuntimeErrors.
 _OF_A_BATCH = (RuntimeError, ValueError, TypeError, LookupError, AttributeError)
@@ -188,69 +186,6 @@ def _check_weight(weight: object, name: str) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Loss functions for supervised learning.
-
-
-def supervised(criterion: Callable[[Tensor, Tensor], Tensor]) -> LossFn:
-    """Make a loss function for batches ``(x, y)``.
-
-    Args:
-        criterion: ``(model(x), y) -> mean loss``, such as ``nn.CrossEntropyLoss()``.
-
-    Returns:
-        A loss function with ``aux = {"output": model(x)}``.
-
-    Raises:
-        TypeError: the criterion cannot be called, or is a class.
-
-    Example:
-        >>> import fnloop as fl, torch
-        >>> from torch import nn
-        >>> model = nn.Linear(2, 1)
-        >>> loss, aux = supervised(nn.MSELoss())(model, (torch.ones(3, 2), torch.ones(3, 1)))
-        >>> aux["output"].shape
-        torch.Size([3, 1])
-    """
-    if isinstance(criterion, type) or not callable(criterion):
-        name = criterion.__name__ if isinstance(criterion, type) else "nn.CrossEntropyLoss"
-        raise TypeError(
-            "supervised expects a criterion (output, target) -> loss; got "
-            f"{describe(criterion)}. Write supervised({name}())"
-        )
-    meaning = "a function (output, target) -> loss"
-    function("supervised", "criterion", criterion, meaning, 2, also=nn.Module)
-    return _Supervised(criterion)
-
-
-@attrs.frozen(repr=False)
-class _Supervised:
-    criterion: Callable[[Tensor, Tensor], Tensor]
-
-    def __repr__(self) -> str:
-        return f"supervised({name_of(self.criterion)})"
-
-    def __call__(self, model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        __tracebackhide__ = True
-        if batch.__class__ is not tuple and batch.__class__ is not list:
-            self._check(batch)
-        x, y = batch
-        output = model(x)
-        return self.criterion(output, y), {"output": output}
-
-    def _check(self, batch: object) -> None:
-        """Raise TypeError if a batch is a mapping, whose keys would be taken for x and y."""
-        if not isinstance(batch, Mapping):
-            return
-        x, y = [*map(repr, batch), "...", "..."][:2]
-        names = ", ".join(map(repr, batch))
-        raise TypeError(
-            f"supervised expects batches (x, y); got a {type(batch).__name__} with {names}. Write "
-            "a loss function: def loss_fn(model, batch): return criterion(model(batch"
-            f"[{x}]), batch[{y}])"
-        )
-
-
-# --------------------------------------------------------------------------------------------------
 # Evaluations: the loss and the metrics of their batches.
 
 Subject = TypeVar("Subject")
@@ -264,10 +199,6 @@ class EvaluationPass(Protocol):
         self, fn: Callable[[Subject, Batch], Result], subject: Subject, batch: Batch, /
     ) -> list[Result]:
         """Call ``fn(subject, batch)``. Return its result in a list, which is empty for padding."""
-        ...
-
-    def finish(self, source: Source, /) -> None:
-        """Raise if the processes have read the data in different orders."""
         ...
 
     def add(self, out: Output, /) -> None:
@@ -301,8 +232,6 @@ class LocalEvaluation:
     ) -> list[Result]:
         __tracebackhide__ = True
         return [fn(subject, batch)]
-
-    def finish(self, source: Source) -> None: ...
 
     def add(self, out: Output) -> None:
         """Combine those of one more batch, unless it has no item."""

@@ -245,12 +245,12 @@ class WeightedSum:
         """Return a weight, or 0 where it is NaN, infinite or negative."""
         return torch.nan_to_num(weight, 0.0, 0.0, 0.0).clamp_(min=0)
 
-    def add(self, out: Output) -> None:
-        """Count a micro-batch, unless it is skipped."""
+    def add(self, out: Output) -> bool:
+        """Count a micro-batch. Return whether it counts: it is not skipped."""
         __tracebackhide__ = True
         if out.skip is not None:
             self._skipped = out
-            return
+            return False
         weight = out.weight if out.weight.__class__ is int else self._weight_of(out)
         loss = out.loss.detach()
         if self._loss is None or self.weight is None:
@@ -263,6 +263,7 @@ class WeightedSum:
         if out.metrics:
             self._metrics = self._metrics.combined(out.metrics)
         self._last = out
+        return True
 
     def divide(
         self,
@@ -337,7 +338,7 @@ class SumInOrder:
 
     def add(self, state: TrainState, out: Output) -> None:
         __tracebackhide__ = True
-        if out.skip is None:
+        if self._total.add(out):
             relative = self._total.relative_weight(out)
             self._sums = [
                 _plus(so_far, _in_dtype(p.grad, self._dtype), relative)
@@ -345,7 +346,6 @@ class SumInOrder:
             ]
         for p in self._params:
             p.grad = None
-        self._total.add(out)
 
     def finish(self, state: TrainState) -> Output:
         self._total.divide(self._sums)

@@ -48,23 +48,17 @@ from fnloop._core.types import (
     Step,
     View,
     Wrap,
-    may_skip,
     name_of,
 )
 from fnloop._core.view import shown, view
-from fnloop._display import checks, tables
+from fnloop._display import checks, reprs
 from fnloop._display.checks import describe, join_names
 from fnloop._display.frames import leave_out_frames
 from fnloop._step.engine import Backward, engine_of
 from fnloop._step.forward import forward
 from fnloop._step.layers import Layers, Replaceable, calls_noted, checked_once
-from fnloop._step.transaction import around, may_skip_in, transaction
-from fnloop._step.update import (
-    OPTIMIZER,
-    add_reported,
-    report,
-    update,
-)
+from fnloop._step.reported import add_reported, report
+from fnloop._step.transaction import OPTIMIZER, around, may_skip, may_skip_in, transaction, update
 
 #     pipeline(a, b)(loss_fn) == pipe(
 #         loss_fn, forward, ...forward ring..., ...loss ring..., backward, ...gradient ring...,
@@ -88,7 +82,7 @@ class Pipeline:
         return f"pipeline({', '.join(map(repr, self.middleware))})"
 
     def _repr_html_(self) -> str:
-        return tables.diagram("loss_fn(model, batch)", rings_of(self.middleware))
+        return reprs.diagram("loss_fn(model, batch)", rings_of(self.middleware))
 
     def __call__(self, loss_fn: LossFn | PipelineStep, *batch: Batch) -> PipelineStep:
         """Return the step of a loss function, or that of ``raw`` with middleware around it.
@@ -660,10 +654,10 @@ class PipelineStep:
         return f"{name_of(self.loss_fn)}(model, batch)", rings_of(self.pipeline.middleware)
 
     def __str__(self) -> str:
-        return tables.diagram_text(*self._shown())
+        return reprs.diagram_text(*self._shown())
 
     def _repr_html_(self) -> str:
-        return tables.diagram(*self._shown())
+        return reprs.diagram(*self._shown())
 
     def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
         return type(self), (self.pipeline.middleware, *self.functions)

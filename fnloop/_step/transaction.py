@@ -1,11 +1,14 @@
-"""An update is a transaction: whether it is left out is decided here, and what is restored."""
+"""An update is a transaction: attempted, then committed to the weights, or put back."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
+import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import FunctionType
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -14,21 +17,37 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fnloop._backend.torch_compat import apply_optimizer
+from fnloop._core.code import is_of_library, names_in, walk
+from fnloop._core.optimizers import (
+    Handle,
+    Optimizers,
+    check_used,
+    explain_untrained,
+    optimizers_in,
+    wants_closure,
+)
 from fnloop._core.rng import mark_generators
+from fnloop._core.several import Several
 from fnloop._core.state import (
     Buffers,
     Ownership,
     TrainState,
+    advance_used,
     all_parameters,
     current_parameters,
+    parameters,
     with_slots,
+    with_used,
 )
-from fnloop._core.types import Batch, Middleware, Output, Step, Wrap
+from fnloop._core.types import Batch, Middleware, Output, Skip, Step, Wrap, skip
 from fnloop._display import checks
 from fnloop._step.engine import engine_of
+from fnloop._step.gradients import fail_to_train
+
+log = logging.getLogger("fnloop")
 
 # --------------------------------------------------------------------------------------------------
-# An update is a transaction. It is attempted: the gradients are made. Then it is applied by
+# An update is a transaction. It is attempted: the gradients are made. Then it is committed by
 # `update`, or what the attempt has changed is put back. What leaves an update out sets `out.skip`,
 # and undoes nothing by itself. The list of what is put back has the buffers, what schedules have
 # set, and what middleware keep. Weights and optimizers need no place in it: an attempt does not
@@ -83,6 +102,25 @@ def transaction(step: Step, members: Sequence[Middleware], leaves_out: bool) -> 
         return new, out
 
     return transacted
+
+
+def may_skip(loss_fn: object) -> bool:
+    """Return whether a loss function may call :func:`skip`, by the names in its code.
+
+    The code of functions that it refers to is looked at too. What is known by this is whether
+    buffers have to be copied before each update, so that they can be restored: other loss functions
+    do not pay for that.
+    """
+    return any(
+        value is skip
+        or isinstance(value, Skip)
+        or (
+            isinstance(value, FunctionType)
+            and not is_of_library(value)
+            and "skip" in names_in(value)
+        )
+        for value in walk((loss_fn,), lambda value: not is_of_library(value))
+    )
 
 
 def may_skip_in(members: Iterable[Middleware], *rings: str) -> bool:
@@ -168,6 +206,135 @@ def keep_buffers(state: TrainState) -> PutBack:
         buffers = Buffers(state.model)
         _buffers[state.model] = params, buffers
     return functools.partial(buffers.keep().put_back, unseen=True)
+
+
+# --------------------------------------------------------------------------------------------------
+# The outermost of the three steps, that of the optimizers, which commits an update.
+
+OPTIMIZER = "the optimizer's step"  # the name of that layer in messages
+
+
+def update(
+    step: Step, name: str, by_closure: bool = False, used: tuple[str, ...] | None = None
+) -> Step:
+    """Return the step that applies the gradients, unless they are left out, and then clears them.
+
+    Args:
+        step: the gradient step: a :func:`transaction`, if it may skip an update.
+        name: the name of the loss function.
+        by_closure: whether to give the optimizer a closure that it could do without.
+        used: the names of the optimizers to update with; None: all.
+    """
+
+    def update(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
+        __tracebackhide__ = True
+        cache = current_parameters(state, beginning=True)
+        params = cache.found
+        for p in params:
+            p.grad = None  # of an earlier batch, if any
+        try:
+            own = state if used is None else with_used(state, used)
+            cache = cache if used is None else current_parameters(own)
+            if not cache.apart:
+                check_used(state.model, state.optimizer, used)
+                cache.apart = True
+            if by_closure or _evaluates(own.optimizer):  # then there is only one
+                new, out = _by_closure(step, own, batch)
+            else:
+                new, out = step(own, batch)
+                if out.skip is None:
+                    if not cache.checked:
+                        _check_gradients(new, out, name, state.optimizer)
+                    Ownership.give_up(new)  # until all of the parameters have changed
+                    apply, given = HOST.apply, new.optimizer
+                    ones = [*given.values()] if type(given) is Optimizers else [given]
+                    if isinstance(new.model, Several):
+                        new.model.update(ones, apply, apply is not apply_optimizer)
+                    else:
+                        for one in ones:
+                            apply(one)
+        finally:
+            for p in params:
+                p.grad = None
+        applied = out.skip is None
+        if used is not None:
+            return advance_used(state, new, applied), out
+        return Ownership.advance(new, applied), out
+
+    return update
+
+
+def _evaluates(optimizer: Handle) -> bool:
+    """Return whether the only optimizer evaluates the loss by itself."""
+    if type(optimizer) is Optimizers:
+        return len(optimizer) == 1 and wants_closure(type(next(iter(optimizer.values()))))
+    return wants_closure(type(optimizer))
+
+
+def _check_gradients(state: TrainState, out: Output, name: str, whole: Handle) -> None:
+    """Check which parameters have a gradient, in the first update and after each change of them.
+
+    Raises:
+        ValueError: none of those that the optimizers update has one.
+    """
+    __tracebackhide__ = True
+    if out.weight.__class__ is int and not out.weight:  # this process had no batch
+        return
+    cache, optimizers = current_parameters(state), optimizers_in(whole).values()
+    if all(p.grad is None for p in cache.trained):
+        fail_to_train(state, name, any(p.grad is not None for p in cache.found))
+    cache.checked = True
+    if not cache.has_changed or not state.backend.main:  # a run says it when it begins
+        return
+    if (untrained := explain_untrained(state.model, optimizers)) is not None:
+        log.warning("update %d: %s", state.step + 1, untrained)
+
+
+def _only(optimizer: Handle) -> Handle:
+    """Return the only optimizer of an update that calls it with a closure."""
+    if type(optimizer) is not Optimizers:
+        return optimizer
+    if len(optimizer) > 1:
+        raise TypeError(
+            "closure() calls the step of one optimizer, but this state has several: say which one, "
+            f'using("{next(iter(optimizer))}"), or leave closure() out of the pipeline'
+        )
+    return next(iter(optimizer.values()))
+
+
+@functools.cache
+def _check_takes_closure(optimizer: type[Optimizer]) -> None:
+    if "closure" not in inspect.signature(optimizer.step).parameters:
+        raise TypeError(
+            f"{optimizer.__name__}.step takes no closure: leave closure() out of the pipeline"
+        )
+
+
+def _by_closure(step: Step, state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
+    """Update with an optimizer that evaluates the loss as often as it needs (LBFGS).
+
+    The first evaluation is reported.
+    """
+    __tracebackhide__ = True
+    optimizer = _only(state.optimizer)
+    _check_takes_closure(type(optimizer))
+    replies: list[tuple[TrainState, Output]] = []
+
+    def closure() -> Tensor:
+        __tracebackhide__ = True
+        for p in parameters(state):
+            p.grad = None
+        replies.append(step(state, batch))
+        if replies[-1][1].skip is not None:
+            raise ValueError(
+                f"{type(optimizer).__name__} cannot skip an update ({replies[-1][1].skip})"
+            )
+        return engine_of(state).mean_loss(replies[-1][1])
+
+    # The optimizer may change the parameters before, between and after its evaluations.
+    Ownership.give_up(state)
+    optimizer.step(closure)
+    return replies[0]
 
 
 # --------------------------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ from fnloop.extend import (
     host,
     isolated,
     refuse,
-    tables,
+    reprs,
     torch_compat,
 )
 
@@ -357,7 +357,7 @@ def _amount(one: Difference) -> str:
     bits = f"{one.bits} bit{'s' * (one.bits != 1)}"
     return (
         f"{what} differs in {one.elements} of {one.size} elements ({bits}), by at most "
-        f"{tables.format_number(one.most)}"
+        f"{reprs.format_number(one.most)}"
     )
 
 
@@ -625,6 +625,6 @@ def _first_jump(units: Iterable[tuple[str, float]]) -> tuple[str, str, str] | No
     most = 1.0
     for name, number in units:
         if number > MOST_UNITS * most:
-            return name, tables.format_number(number), tables.format_number(most)
+            return name, reprs.format_number(number), reprs.format_number(most)
         most = max(most, number)
     return None

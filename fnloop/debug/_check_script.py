@@ -49,8 +49,8 @@ from fnloop.extend import (
     containers,
     isolated,
     name_of,
+    reprs,
     short_traceback,
-    tables,
     torch_compat,
 )
 
@@ -419,7 +419,7 @@ def _explain_loss(
     mean = (a * v + b * w) / (v + w)
     if math.isclose(both, a + b, rel_tol=1e-4) and not math.isclose(both, mean, rel_tol=1e-4):
         return f"{name}{line} returns a sum over the items of a batch: return their mean"
-    found, expected = map(tables.format_number, (both, mean))
+    found, expected = map(reprs.format_number, (both, mean))
     return (
         f"the loss that {name}{line} returns is {found} for both batches together, and the mean of "
         f"theirs by weight is {expected}: return a mean over items, and "

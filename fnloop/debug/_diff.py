@@ -6,7 +6,6 @@ import functools
 import json
 import math
 import os
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -28,7 +27,7 @@ from fnloop._extensions.checkpoints.format import CheckpointError, Contents
 from fnloop._extensions.checkpoints.restore import read_alone
 from fnloop._extensions.checkpoints.save import collect_contents
 from fnloop._extensions.checkpoints.saved import Saved
-from fnloop.extend import check_not_stale, checks, containers, on_main_process, tables
+from fnloop.extend import check_not_stale, checks, containers, on_main_process, reprs, tables
 
 
 def diff(
@@ -213,7 +212,7 @@ class Difference(tables.Shown):
             tables.Column("name", lambda f: f.name, left=True),
             tables.Column("difference", lambda f: f.text, left=True),
         ]
-        others = f"and {tables.format_count(self.others, 'more tensor')}" if self.others else ""
+        others = f"and {reprs.format_count(self.others, 'more tensor')}" if self.others else ""
         return [title, tables.Table(columns, self.findings, others)] if self.findings else [title]
 
 
@@ -243,7 +242,7 @@ def compare_histories(a: Iterable[Record], b: Iterable[Record]) -> Finding | Non
                 text = f"{name} is {x!r} in one, and {y!r} in the other, {abs(x - y):.3g} apart"
                 return Finding("record", place, text)
     if len(one) != len(other):
-        text = f"{tables.format_count(len(one), 'record')} in one, and {len(other):,} in the other"
+        text = f"{reprs.format_count(len(one), 'record')} in one, and {len(other):,} in the other"
         return Finding("record", "history", text)
     return None
 
@@ -339,12 +338,6 @@ def bytes_of(tensor: Tensor) -> memoryview:
     """Return the bytes of a strided tensor, on the host."""
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
     return plain.view(torch.uint8).numpy().data
-
-
-def checksum(tensors: Iterable[Tensor], crc: int = 0) -> int:
-    """Return a checksum of the strided tensors among some, continued from another one."""
-    plain = (t for t in tensors if type(t) is Tensor and t.layout is torch.strided)
-    return functools.reduce(lambda crc, tensor: zlib.crc32(bytes_of(tensor), crc), plain, crc)
 
 
 def compare_tensors(a: Mapping[str, object], b: Mapping[str, object]) -> Iterator[Finding]:

@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import math
 import os
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -28,7 +27,6 @@ from fnloop._hooks.hook import when
 from fnloop._step.pipeline import pipeline
 from fnloop.debug._diff import (
     Difference,
-    checksum,
     common,
     compare_contents,
     compare_saved,
@@ -52,6 +50,7 @@ from fnloop.extend import (
     host,
     isolated,
     on_main_process,
+    reprs,
     short_traceback,
     tables,
     torch_compat,
@@ -553,10 +552,10 @@ class Bisection:
         return {name: value for name, value in facts.items() if value not in (None, "")}
 
     def __repr__(self) -> str:
-        return tables.record_text("Bisection", self._facts())
+        return reprs.record_text("Bisection", self._facts())
 
     def _repr_html_(self) -> str:
-        shown = tables.facts("Bisection", self._facts())
+        shown = reprs.facts("Bisection", self._facts())
         return tables.stack(shown, self.difference._repr_html_()) if self.difference else shown
 
 
@@ -719,8 +718,7 @@ def _mark(state: TrainState) -> tuple[int, int]:
     """Return what is noted of a run after each update: the update, and a checksum of the state."""
     contents = collect_contents(state, parts=_PARTS)
     facts = [contents.facts.get(part) for part in ("model", "optimizer", "slots", "batch", "epoch")]
-    tensors = itertools.chain(*(group.values() for group in contents.groups.values()))
-    return state.step, checksum(tensors, zlib.crc32(repr(facts).encode()))
+    return state.step, containers.checksum([facts, *map(dict, contents.groups.values())])
 
 
 def _explain_not_made(reached: Sequence[TrainState], ends: tuple[Saved, Saved]) -> Bisection:
@@ -837,8 +835,8 @@ class Update:
             "update": self.after.step,
             "epoch": self.before.epoch,
             "batch": self.before.batch,
-            "loss": tables.format_number(float(self.output.loss)),
-            "gradient norm": tables.format_number(float(norm)),
+            "loss": reprs.format_number(float(self.output.loss)),
+            "gradient norm": reprs.format_number(float(norm)),
         }
         if samples := self._samples():
             facts["samples"] = samples
@@ -851,10 +849,10 @@ class Update:
         return facts
 
     def __repr__(self) -> str:
-        return tables.record_text("Update", self._facts())
+        return reprs.record_text("Update", self._facts())
 
     def _repr_html_(self) -> str:
-        return tables.facts("Update", self._facts())
+        return reprs.facts("Update", self._facts())
 
 
 def _flat(index: object) -> list[object]:
@@ -1025,7 +1023,7 @@ def draws_now(model: nn.Module) -> int:
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     if device.type != "cpu":
         states.append(torch.get_device_module(device).get_rng_state(device))
-    return checksum(states)
+    return containers.checksum(states)
 
 
 def _copied(leaf: object) -> object:

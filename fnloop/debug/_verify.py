@@ -29,6 +29,7 @@ from fnloop.extend import (
     collectives,
     is_sharded,
     on_main_process,
+    reprs,
     short_traceback,
     tables,
 )
@@ -648,7 +649,7 @@ class Report(tables.Shown):
         if not made:
             return f"{text}, and none of them was made again"
         same = sum(bool(span.holds) for span in made)
-        spans = tables.format_count(len(made), "span")
+        spans = reprs.format_count(len(made), "span")
         return f"{text}: {same} of {spans} made again would have the same bits today"
 
     def _title(self) -> str:
@@ -656,7 +657,7 @@ class Report(tables.Shown):
             right = "are not as the run wrote them" if self.faults else "are as the run wrote them"
             return f"nothing was made again; files and records {right}"
         held = sum(span.holds is True for span in self.spans)
-        text = f"{held} of {tables.format_count(len(self.spans), 'span')} hold, bit for bit"
+        text = f"{held} of {reprs.format_count(len(self.spans), 'span')} hold, bit for bit"
         if held == len(self.spans) or not self.elsewhere:
             return text
         return (

@@ -21,7 +21,6 @@ from fnloop._extensions.checkpoints.saved import Saved
 from fnloop.debug._diff import (
     BITS,
     Difference,
-    checksum,
     compare_contents,
     compare_saved,
     contents_of,
@@ -46,6 +45,7 @@ from fnloop.extend import (
     Rehearsal,
     checks,
     containers,
+    reprs,
     short_traceback,
     tables,
 )
@@ -145,10 +145,11 @@ def without(
         raise NotImplementedError(
             "without works in one process: call it in a script that is started without torchrun"
         )
-    train = tried[0].loaders["train"]
-    if isinstance(train, Iterator):
+    leaves = tried[0].source(state).reader.leaves()
+    once = next((one for one in leaves if isinstance(one, Iterator)), None)
+    if once is not None:
         raise ValueError(
-            f"without reads the training loader twice, and {checks.describe(train)} can be read "
+            f"without reads the training loader twice, and {checks.describe(once)} can be read "
             "once: give what makes it, such as a list, a DataLoader, or a function that returns it"
         )
     _check_steps(steps, changes)
@@ -373,7 +374,7 @@ class _Gap:
         samples = containers.samples_in(batch)
         if (most := max(self.rows)) >= samples:
             raise ValueError(
-                f"without: the batch has {tables.format_count(samples, 'sample')}, counted from "
+                f"without: the batch has {reprs.format_count(samples, 'sample')}, counted from "
                 f"0, so there is no row {most}"
             )
         kept = [row for row in range(samples) if row not in self.rows]
@@ -602,7 +603,7 @@ class _Notes:
 
 
 def _mark(state: TrainState) -> int:
-    return checksum([*_weights(state).values(), *unwrap(state).buffers()])
+    return containers.checksum([_weights(state), dict(unwrap(state).named_buffers())])
 
 
 def _weights(state: TrainState) -> dict[str, Tensor]:
@@ -772,7 +773,7 @@ class Report(tables.Shown):
 
 _WEIGHTS: list[tables.Column[Distance]] = [
     tables.Column("after update", lambda d: str(d.update)),
-    tables.Column("weights apart by", lambda d: tables.format_number(d.distance)),
+    tables.Column("weights apart by", lambda d: reprs.format_number(d.distance)),
     tables.Column("of their norm", lambda d: f"{d.share:.3%}"),
 ]
 
@@ -783,7 +784,7 @@ def _columns(changes: bool) -> list[tables.Column[Apart]]:
         tables.Column("metric", lambda m: m.name, left=True),
         tables.Column("differs from step", lambda m: str(m.since)),
         tables.Column("at step", lambda m: str(m.at)),
-        tables.Column(a, lambda m: tables.format_metric(m.name, m.a)),
-        tables.Column(b, lambda m: tables.format_metric(m.name, m.b)),
+        tables.Column(a, lambda m: reprs.format_metric(m.name, m.a)),
+        tables.Column(b, lambda m: reprs.format_metric(m.name, m.b)),
         tables.Column("difference", lambda m: f"{m.difference:+.3g}"),
     ]

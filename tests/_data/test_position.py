@@ -11,11 +11,12 @@ from streams import READ, Batches, Forgetful, Stream, restored, train
 from torch.utils.data import DataLoader
 
 import fnloop as fl
+from fnloop._backend.containers import checksum
 from fnloop._core.runs import UNKNOWN
 from fnloop._data.iterable import hint_at_stateful_loader, keeper_of, reading
 from fnloop._data.loaders import takes_position
-from fnloop._data.position import Positions, checksum
-from fnloop._data.source import open_source
+from fnloop._data.position import Positions
+from fnloop.extend import Source
 from fnloop.testing import assert_same, toy, toy_loss
 
 LOADERS = {  # each gives 6 batches of 2 samples
@@ -342,7 +343,7 @@ def test_a_function_that_takes_epoch_and_batch_begins_there(pipe, tmp_path):
     fl.evaluate(STEP, toy(), begin)
     assert asked == [(0, 0)]
     asked.clear()  # each of several processes begins at the same batch
-    assert len(list(open_source(begin, 0, rank=1, processes=2).batches(3, 4, 0))) == 1
+    assert len(list(Source.open(begin, 0, rank=1, processes=2).batches(3, 4, 0))) == 1
     assert asked == [(3, 4)]
 
 

@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import fnloop as fl
 from fnloop._data import held
-from fnloop._data.source import open_source, windows
 from fnloop.data import interleave, leave_out, take, zip_shortest
+from fnloop.extend import Source
 from fnloop.testing import toy
 
 CPU = torch.device("cpu")
@@ -84,8 +84,8 @@ def told(loader, rank=0, processes=1, **given):
 
 
 def read(loader, rank=0, processes=1, sizes=None, prefetch=1):
-    source = open_source(loader, 0, rank, processes)
-    return windows(source, sizes and itertools.repeat(sizes), CPU, prefetch=prefetch)
+    source = Source.open(loader, 0, rank, processes)
+    return source.windows(sizes and itertools.repeat(sizes), CPU, prefetch=prefetch)
 
 
 FILLED = {"numpy": by_numpy, "torch": by_torch, "beside torch's count": beside_the_count}

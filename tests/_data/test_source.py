@@ -14,7 +14,7 @@ from torch.utils.data.sampler import BatchSampler, RandomSampler, SequentialSamp
 from toy_runs import fit
 
 import fnloop as fl
-from fnloop._data.source import open_source, windows
+from fnloop.extend import Source
 from fnloop.testing import assert_same, toy
 
 
@@ -28,7 +28,7 @@ def test_order_is_a_function_of_seed_and_epoch():
 
 
 def test_an_evaluation_begins_with_the_first_sample():
-    found = windows(open_source(loader(shuffle=False), 0), None, torch.device("cpu"), None)
+    found = Source.open(loader(shuffle=False), 0).windows(None, torch.device("cpu"), None)
     assert torch.cat([batch.flatten() for batch in found]).tolist() == [*range(10)]
 
 
@@ -44,7 +44,7 @@ class Noise(Dataset):
 
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_each_batch_of_an_epoch_draws_numbers_of_its_own(workers):
-    source = open_source(DataLoader(Noise(), 2, num_workers=workers), 0)
+    source = Source.open(DataLoader(Noise(), 2, num_workers=workers), 0)
     drawn = [batch.tolist() for batch in source.batches(0, 0, 0)]
     assert len({number for batch in drawn for number in batch}) == 6
     assert [batch.tolist() for batch in source.batches(0, 2, 0)] == drawn[2:]
@@ -56,7 +56,7 @@ def test_each_batch_of_an_epoch_draws_numbers_of_its_own(workers):
 def test_workers_change_nothing_random_augmentation_included(workers, persistent):
     many = loader(noisy=True, num_workers=workers, persistent_workers=persistent)
     for epoch in (0, 1, 5):
-        next(open_source(many, 0).batches(epoch, 0, 0))  # abandoned: the next one starts afresh
+        next(Source.open(many, 0).batches(epoch, 0, 0))  # abandoned: the next one starts afresh
         assert batches(many, epoch=epoch) == batches(loader(noisy=True), epoch=epoch)
 
 
@@ -211,4 +211,4 @@ def test_a_stuck_worker_does_not_keep_python_from_exiting():
 def test_a_loader_without_samples_gives_no_batch(shuffle):
     sampler = [] if shuffle else None  # torch shuffles no empty dataset
     loader = DataLoader(TensorDataset(torch.empty(0, 2)), 4, sampler=sampler)
-    assert list(open_source(loader, 0).batches(0, 0, 0)) == []
+    assert list(Source.open(loader, 0).batches(0, 0, 0)) == []

@@ -7,7 +7,7 @@ from streams import READ, Stream, restored, train
 from torch.utils.data import DataLoader
 
 import fnloop as fl
-from fnloop._data.source import open_source
+from fnloop.extend import Source
 from fnloop.testing import assert_same
 
 # By torchdata, of torch; and by Hugging Face's formatting.
@@ -61,7 +61,7 @@ def test_a_stream_that_accelerate_prepared_continues_where_it_was(tmp_path):
 def test_batches_that_accelerate_skips_are_skipped():
     loader = prepare_data_loader(DataLoader(Stream(noisy=False), 2), num_processes=1)
     skipping = skip_first_batches(loader, 2)
-    read = [b.flatten().tolist() for b in open_source(skipping, 0).batches(0, 0, 0)]
+    read = [b.flatten().tolist() for b in Source.open(skipping, 0).batches(0, 0, 0)]
     assert read == [[4, 5], [6, 7], [8, 9], [10, 11]]
 
 

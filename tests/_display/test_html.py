@@ -5,12 +5,12 @@ import re
 import attrs
 import pytest
 import torch
-from pages import NASTY, Page, check_html, texts
+from pages import NASTY, check_html, texts
 from torch import nn
 
 import fnloop as fl
 from fnloop import History, Output, Record, RunInfo, TrainState, pipeline, schedules
-from fnloop._display import tables
+from fnloop._display import reprs
 from fnloop.testing import toy, toy_loss
 
 
@@ -134,11 +134,9 @@ def test_a_step_prints_as_rings_that_fit_a_terminal():
     (2.0, "2"),
 ])  # fmt: skip
 def test_numbers_have_five_digits(value, shown):
-    assert tables.format_number(value) == shown
+    assert reprs.format_number(value) == shown
 
 
-def test_a_bar_shows_the_completed_part():
-    assert "width:25%" in tables.bar(1, 4, "x")
-    assert "width:100%" in tables.bar(5, 4, "x")  # an epoch longer than the length of its loader
-    unknown = Page(tables.bar(3, None, "3 steps"))
-    assert (unknown.texts, len(unknown.tags)) == (["3 steps"], 1)
+@pytest.mark.parametrize("name", ["lr", "train/lr", "lr/head", "train/d/lr"])
+def test_a_learning_rate_has_an_exponent(name):
+    assert reprs.format_metric(name, 3e-4) == "3.0e-04"

@@ -288,9 +288,7 @@ def test_a_signal_is_obeyed_soon_where_batches_become_slow(slow, monkeypatch):
     monkeypatch.setattr(collectives, "start_all_reduce_max", lambda facts, what: lambda: facts)
     monkeypatch.setattr("fnloop._loop.run.peers_of", lambda state: consensus.Consensus())
     ones, interrupts = [torch.ones(1)], Interrupts(single_process=False)
-    monkeypatch.setattr(
-        "fnloop._loop.run._listening", lambda *_: contextlib.nullcontext(interrupts)
-    )
+    monkeypatch.setattr("fnloop._loop.fit.handling", lambda *_: contextlib.nullcontext(interrupts))
 
     def loss_fn(model, batch):
         kind = "training" if model.training else "evaluation"

@@ -9,7 +9,7 @@ from sample_middleware import own_guard
 from torch import nn
 
 import fnloop as fl
-from fnloop._core.types import may_skip
+from fnloop._step.transaction import may_skip
 from fnloop.testing import toy, toy_loss
 
 ONE, EMPTY = torch.ones(1), torch.ones(0)

@@ -264,7 +264,7 @@ def test_an_error_in_the_library_itself_keeps_every_frame(monkeypatch):
     monkeypatch.setattr(run.World, "count", lambda self, new: None)  # takes another argument
     with pytest.raises(TypeError, match="positional arguments") as caught:
         fit()
-    assert names_of_ours(caught.value)[-1] == "fold" and len(names_of_ours(caught.value)) > 2
+    assert names_of_ours(caught.value)[-1] == "run" and len(names_of_ours(caught.value)) > 2
 
 
 def test_the_error_is_the_one_that_was_raised_with_its_notes_and_its_state():

@@ -165,9 +165,9 @@ def pass_by_torch(kind: str) -> apart.Once:
 
 
 def pass_by_fnloop(kind: str) -> apart.Once:
-    from fnloop._data.source import open_source
+    from fnloop.extend import Source
 
-    source = open_source(loader(kind), 0)
+    source = Source.open(loader(kind), 0)
     return lambda: sum(1 for _ in source.batches(0, 0, 0)) and None
 
 

@@ -7,8 +7,7 @@ import numbered
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from fnloop._data.loaders import Padding
-from fnloop._data.source import open_source
+from fnloop._extensions.engines.shares import Padding
 from fnloop.data import (
     bucketed,
     even,
@@ -21,6 +20,7 @@ from fnloop.data import (
     zip_longest,
     zip_shortest,
 )
+from fnloop.extend import Source
 
 LENGTHS = [7, 1, 4, 4, 9, 2, 4, 30, 4, 1, 3, 8, 4]
 
@@ -146,7 +146,7 @@ def contents(batch):
 
 
 def read(loader, epoch=0, start=0, rank=0, processes=1, seed=0):
-    source = open_source(loader, seed, rank, processes)
+    source = Source.open(loader, seed, rank, processes)
     return [contents(batch) for batch in source.batches(epoch, start, 0)]
 
 

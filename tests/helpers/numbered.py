@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from fnloop._data.source import open_source
+from fnloop.extend import Source
 
 
 class Numbers(Dataset):
@@ -25,7 +25,7 @@ class Numbers(Dataset):
 
 
 def batches(loader, seed=0, epoch=0, start=0):
-    return [b.flatten().tolist() for b in open_source(loader, seed).batches(epoch, start, 0)]
+    return [b.flatten().tolist() for b in Source.open(loader, seed).batches(epoch, start, 0)]
 
 
 def loader(noisy=False, **kwargs):

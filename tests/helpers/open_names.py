@@ -14,20 +14,11 @@ OPEN = {
     "_core.saved": "has_pending materialize Pending",
     "_core.selectors": "Selectors",
     "_core.settings": "UNFROZEN",
-    "_core.several": "models_of Reply Several",
+    "_core.several": "models_of Several",
     "_core.state": "counted_of current_parameters without_metrics",
     "_core.trained": "add_group Groups Layout note_restored split_group",
     "_core.types": "Aux EVALUATION Searching Skip",
     "_core.view": "as_evaluated begin_again changed_for is_apart",
-    "_data.held": "own_copy",
-    "_data.iterable": "as_torch_reads_it is_keeper length_of steady_workers",
-    "_data.loaders": (
-        "alike batch_size_of check_loader First Glimpse glimpse is_iterable NONE_LEFT Padding "
-        "Place SingleProcess unmarked Window"
-    ),
-    "_data.position": "Pass Positions",
-    "_data.reader": "Iterated Reader reader_of",
-    "_data.source": "LateWindow open_source Source unmoved",
     "_hooks.hook": "every_layer LiftedHook slots_of unwrap_hook",
     "_loop.errors": "check_returned",
     "_loop.evaluate": "open_loader",

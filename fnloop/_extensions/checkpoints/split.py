@@ -17,16 +17,15 @@ def split_dim(tensor: Tensor) -> int | None:
     It is None for a tensor that is whole in this process, or placed in a way that ``fully_shard``
     does not use. :func:`full` returns either.
     """
-    kind = fsdp.dtensor()
-    if kind is None or not isinstance(tensor, kind):
+    if (sharded := fsdp.as_sharded(tensor)) is None:
         return None
     from torch.distributed.tensor import Shard
 
     dims = []
-    for i, placement in enumerate(tensor.placements):
-        if type(placement) is Shard and tensor.device_mesh.size(i) > 1:
+    for i, placement in enumerate(sharded.placements):
+        if type(placement) is Shard and sharded.device_mesh.size(i) > 1:
             dims.append(placement.dim)
-        elif not placement.is_replicate() and tensor.device_mesh.size(i) > 1:
+        elif not placement.is_replicate() and sharded.device_mesh.size(i) > 1:
             return None
     return dims[0] if len(dims) == 1 else None
 

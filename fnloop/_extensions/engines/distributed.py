@@ -7,9 +7,10 @@ import functools
 import inspect
 import itertools
 import logging
+import operator
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ParamSpec, Protocol, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from typing import Any, TypeVar
 
 import attrs
 import torch
@@ -24,14 +25,13 @@ from fnloop._core.saved import Pending
 from fnloop._core.state import TrainState
 from fnloop._core.types import Output, Step
 from fnloop._core.view import is_apart
-from fnloop._data.loaders import Padding, Window
-from fnloop._data.source import Source
 from fnloop._extensions.engines import exchanges
 from fnloop._extensions.engines.alike import check_alike
 from fnloop._extensions.engines.apart import apart_of, trains_apart
 from fnloop._extensions.engines.join import parameters_beside
 from fnloop._extensions.engines.meshes import around_sharded, roots
 from fnloop._extensions.engines.one_message import OneMessage, fits
+from fnloop._extensions.engines.shares import Padding, Window, take
 from fnloop._extensions.engines.torch_compat import leaf_of, reduce_in_backward
 from fnloop.extend import (
     Backward,
@@ -42,7 +42,9 @@ from fnloop.extend import (
     Metrics,
     Ownership,
     Running,
+    Source,
     WeightedSum,
+    WindowPass,
     all_parameters,
     collectives,
     containers,
@@ -67,15 +69,94 @@ log = logging.getLogger("fnloop")
 
 _UNKNOWN = Window()
 OTHERS = "left out by another process"  # why an update is skipped that another process skips
+_DECISION = "a decision of a middleware"
 LOCAL = LocalEngine()
 Subject = TypeVar("Subject")
 Result = TypeVar("Result")
 
 
-class DistributedEngine:
-    """Makes the gradients of one model in several processes.
+class SeededEngine(LocalEngine):
+    """An engine whose passes draw what follows from the seed and the position of their batches.
 
-    The methods are those of :class:`fnloop._step.engine.Engine`.
+    Args:
+        state: a state of the model.
+    """
+
+    def __init__(self, state: TrainState) -> None:
+        self.position = rng.torch_seeder(state.backend.device)
+        self.calls = 0  # of backward, for the same batches in one update
+        self._pass: object = None  # what is called
+
+    def start(
+        self,
+        backward: Backward,
+        state: TrainState,
+        window: Sequence[Batch],
+        size: int | None = None,
+        *,
+        alone: bool = False,
+        guarded: bool = False,
+    ) -> tuple[WindowPass, Iterable[Batch]]:
+        cut = containers.pieces_of
+        pieces = [[batch] if size is None else cut(batch, size) for batch in window]
+        pieces = pieces if size is None else self.equalized(state, pieces)
+        making = self.start_pieces(backward, state, pieces, guarded)
+        return making, itertools.chain.from_iterable(pieces)
+
+    def equalized(self, state: TrainState, pieces: list[list[Batch]]) -> list[list[Batch]]:
+        """Return as many pieces in all processes, where that has to be so."""
+        return pieces
+
+    def start_pieces(
+        self, backward: Backward, state: TrainState, pieces: list[list[Batch]], guarded: bool
+    ) -> WindowPass:
+        """Start forward and backward of a window, given the pieces of each of its batches."""
+        raise NotImplementedError
+
+    def begin_pass(self, what: object) -> None:
+        """Note that a pass over some batches begins. It may not be the first in its update."""
+        self.calls, self._pass = self.calls + 1 if self._pass == what else 0, what
+
+    def seed_of(self, state: TrainState, offset: int = 0) -> int:
+        """Return the seed of this pass over a batch."""
+        return fold_in(state.seed, rng.COMPUTE, state.epoch, state.batch + offset, self.calls)
+
+    def mark_draws(self) -> Callable[[], None]:
+        before = self.calls, self._pass
+
+        def repeat() -> None:
+            self.calls, self._pass = before
+
+        return repeat
+
+
+class Together(LocalEngine):
+    """What an engine of several processes asks all of them."""
+
+    calls_every_batch = False
+
+    def agree(self, out: Output, flag: Tensor | None = None) -> tuple[Output, Tensor | None]:
+        if flag is None:
+            skipped = self.largest(out.skip is not None)
+        else:
+            given = flag.reshape(()).float(), flag.new_tensor(out.skip is not None).float()
+            agreed = exchanges.all_reduce_max_tensor(torch.stack(given), _DECISION)
+            flagged, skipped = agreed.tolist()  # the host read of ``decide``
+            flag = torch.tensor(flagged)
+        return attrs.evolve(out, skip=OTHERS) if skipped and out.skip is None else out, flag
+
+    def largest(self, number: int) -> int:
+        return int(collectives.all_reduce_max([number], _DECISION)[0])
+
+    def share_buffers(self, model: nn.Module) -> None:
+        collectives.sync_buffers(model)
+
+    def check_alike(self, state: TrainState, what: str) -> None:
+        check_alike(state, what)
+
+
+class DistributedEngine(Together, SeededEngine):
+    """Makes the gradients of one model in several processes.
 
     Args:
         state: a state of the model.
@@ -90,11 +171,9 @@ class DistributedEngine:
         empty_output: the output for padding that is not run; None before the first batch.
     """
 
-    calls_every_batch = False
-    brings = ()
-
     def __init__(self, state: TrainState) -> None:
-        self.model, self.processes = state.model, state.backend.contributors
+        super().__init__(state)
+        self.processes = state.backend.contributors
         kind = ShardReducer if is_sharded(state.model) else BucketReducer
         self.reducer = kind(state.model, self.processes)
         self.weights = WeightAgreement()
@@ -106,9 +185,6 @@ class DistributedEngine:
         self.empty_output: Output | None = None
         self._window: tuple[int, Window] = (-1, _UNKNOWN)  # by the version of its state
         self._turns: dict[str, DistributedEngine] = {}  # of an alternating step
-        self._calls, self._generation = 0, -1  # of backward, in one update
-        self._seed = 0  # of the latest backward
-        self._position = rng.torch_seeder(state.backend.device)
         exchanges.shutdown_callbacks.add(self)
 
     def close(self) -> None:
@@ -123,7 +199,7 @@ class DistributedEngine:
     def read_from(self, source: Source, step: Step, window: int) -> Step:
         def step_on_share(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
             __tracebackhide__ = True
-            batch, taken = source.take(batch, window)
+            batch, taken = take(source, batch, window)
             self._window = Ownership.generation_of(state), taken
             return step(state, batch)
 
@@ -172,67 +248,38 @@ class DistributedEngine:
         if not window.padding:
             return False
         one_by_one = len(window.padding) != batches
-        return window.padding[min(self._calls, len(window.padding) - 1) if one_by_one else n]
+        return window.padding[min(self.calls, len(window.padding) - 1) if one_by_one else n]
 
     def seed_own(self, state: TrainState) -> None:
         """Position torch's generators before a forward and backward: each process draws its own."""
-        if state.run is None:
-            return  # a bare step draws from where the generators are
-        # A middleware may call the step inside it more than once.
-        again = self._generation == Ownership.generation_of(state)
-        self._calls = self._calls + 1 if again else 0
-        self._generation = Ownership.generation_of(state)
-        self._seed = fold_in(state.seed, rng.COMPUTE, state.epoch, state.batch, self._calls)
-        self._position(fold_in(self._seed, 1 + state.backend.data_rank))
+        if state.run is not None:  # a bare step draws from where the generators are
+            self.begin_pass(Ownership.generation_of(state))
+            self.position(fold_in(self.seed_of(state), 1 + state.backend.data_rank))
 
     def seed_shared(self, state: TrainState) -> None:
         """Position torch's generators after a backward: all processes draw the same."""
         if state.run is not None:
-            self._position(fold_in(self._seed, 0))
-
-    def mark_draws(self) -> Callable[[], None]:
-        before = self._calls, self._generation
-
-        def repeat() -> None:
-            self._calls, self._generation = before
-
-        return repeat
+            self.position(fold_in(self.seed_of(state), 0))
 
     # --- gradients
 
-    def start(
-        self,
-        backward: Backward,
-        state: TrainState,
-        window: Sequence[Batch],
-        size: int | None = None,
-        *,
-        alone: bool = False,
-        guarded: bool = False,
-    ) -> tuple[OwnWindow | DistributedWindow, Iterable[Batch]]:
-        own = trains_apart(state)
-        cut = containers.pieces_of
-        pieces = [[batch] if size is None else cut(batch, size) for batch in window]
-        # With batches of one size, all processes have as many pieces.
-        if not (own or size is None or self.window_of(state).batch_size > 0):
-            pieces = self._equalized(pieces)
-        numbers = [*map(len, pieces)]
-        making = (
-            OwnWindow(self, backward, state, numbers)
-            if own
-            else DistributedWindow(self, backward, state, numbers, guarded)
-        )
-        return making, itertools.chain.from_iterable(pieces)
-
-    def _equalized(self, pieces: list[list[Batch]]) -> list[list[Batch]]:
-        """Return as many pieces in all processes, where the forward step performs collectives."""
-        if self.probe.uses_collectives is False:
+    def equalized(self, state: TrainState, pieces: list[list[Batch]]) -> list[list[Batch]]:
+        if (
+            trains_apart(state)
+            or self.window_of(state).batch_size > 0  # of one size, all have as many pieces
+            or self.probe.uses_collectives is False
+        ):
             return pieces
-        most = collectives.all_reduce_max((len(part) for part in pieces), "the number of pieces")
-        return [
-            part + [Padding(part[-1])] * (int(n) - len(part))
-            for part, n in zip(pieces, most, strict=True)
-        ]
+        most = collectives.all_reduce_max(map(len, pieces), "the number of pieces")
+        pairs = zip(pieces, most, strict=True)
+        return [part + [Padding(part[-1])] * (int(n) - len(part)) for part, n in pairs]
+
+    def start_pieces(
+        self, backward: Backward, state: TrainState, pieces: list[list[Batch]], guarded: bool
+    ) -> OwnWindow | DistributedWindow:
+        if trains_apart(state):
+            return OwnWindow(self, backward, state, pieces)
+        return DistributedWindow(self, backward, state, pieces, guarded)
 
     @contextlib.contextmanager
     def start_sum(
@@ -240,12 +287,6 @@ class DistributedEngine:
     ) -> Iterator[_SumTogether | GradientSum]:
         with LOCAL.start_sum(state, batches, dtype) as total:
             yield total if trains_apart(state) else _SumTogether(self, total)
-
-    def agree(self, out: Output, flag: Tensor | None = None) -> tuple[Output, Tensor | None]:
-        return agree(out, flag)
-
-    def largest(self, number: int) -> int:
-        return largest(number)
 
     def mean_loss(self, out: Output) -> Tensor:
         loss = out.loss.double()
@@ -261,12 +302,6 @@ class DistributedEngine:
         if not is_apart(state):  # otherwise they come with the average
             collectives.sync_buffers(state.model)
         return DistributedEvaluation(state, name)
-
-    def share_buffers(self, model: nn.Module) -> None:
-        collectives.sync_buffers(model)
-
-    def check_alike(self, state: TrainState, what: str) -> None:
-        check_alike(state, what)
 
     def reduce(
         self, metrics: Mapping[str, Metric], training: str | None = None
@@ -284,8 +319,7 @@ class DistributedEngine:
             if name not in trained or self._is_own(trained[name]) or is_per_process(metric)
         }
         padded = {name for name in own if name in trained and self._had_padding(trained[name])}
-        metrics = drop_last_metrics(metrics, padded.__contains__)
-        return merge_metrics(metrics, own)
+        return merge_metrics(without_last(metrics, padded), own)
 
     def gather(
         self, state: TrainState, what: str
@@ -311,26 +345,6 @@ class DistributedEngine:
         return merged if rank == 0 else {k: Sum(0) for k in merged if k == Metrics.ITEMS}
 
 
-def largest(number: int) -> int:
-    """Return the largest of a number over all processes."""
-    return int(collectives.all_reduce_max([number], "a decision of a middleware")[0])
-
-
-def agree(out: Output, flag: Tensor | None = None) -> tuple[Output, Tensor | None]:
-    """Return an output that is skipped if it is in any process, and a flag as it is in any."""
-    if flag is None:
-        return _skipped_with(largest(out.skip is not None), out), None
-    both = torch.stack([flag.reshape(()).float(), flag.new_tensor(out.skip is not None).float()])
-    agreed = exchanges.all_reduce_max_tensor(both, "a decision of a middleware")
-    flagged, any_skipped = agreed.tolist()  # the host read of ``decide``
-    return _skipped_with(any_skipped, out), torch.tensor(flagged)
-
-
-def _skipped_with(others: object, out: Output) -> Output:
-    """Return an output, which is left out if other processes leave it out."""
-    return attrs.evolve(out, skip=OTHERS) if others and out.skip is None else out
-
-
 class _SumTogether:
     """A sum of gradients that are means over all processes, each of a batch that all count.
 
@@ -346,11 +360,10 @@ class _SumTogether:
 
     def add(self, state: TrainState, out: Output) -> None:
         __tracebackhide__ = True
-        out, _ = agree(out)
-        if out.skip is None:
+        out, _ = self._engine.agree(out)
+        if self._own.add(out):
             for p in parameters(state):  # copies, because gradients are views of DDP's buckets
                 p.grad = None if p.grad is None else p.grad.clone()
-        self._own.add(out)
         self._total.add(state, Output(out.loss, self._engine.items, skip=out.skip))
 
     def finish(self, state: TrainState) -> Output:
@@ -368,25 +381,41 @@ _TOO_LATE = (
 )
 
 
-class Reducer(Protocol):
-    """What averages the gradients of a window over processes."""
-
-    def start_window(self) -> None: ...
-    def start_microbatch(self, last: bool, /) -> None: ...
-    def zero_loss(self, state: TrainState, loss: Tensor, averages: bool, /) -> Tensor | None: ...
-    def attach(self, state: TrainState, root: Tensor, kept: int, backward: Backward) -> Tensor: ...
-    def counted(self) -> float | Tensor: ...
-    def finish_window(self, state: TrainState) -> None: ...
-
-
-class DistributedWindow:
-    """Forward and backward of a window, averaged over processes in its last backward.
+class Share:
+    """Forward and backward of this process's batches of a window.
 
     Args:
         engine: the engine.
         backward: what starts from the loss.
         state: the state that is trained.
-        pieces: for each batch of the window, in how many pieces it comes.
+        pieces: the pieces of each batch of the window.
+    """
+
+    def __init__(
+        self,
+        engine: DistributedEngine,
+        backward: Backward,
+        state: TrainState,
+        pieces: Sequence[Sequence[Batch]],
+    ) -> None:
+        self.engine, self.backward = engine, backward
+        self._batch_of = [n for n, part in enumerate(pieces) for _ in part]
+        self.pieces, self._batches = len(self._batch_of), len(pieces)
+        self.taken = engine.window_of(state)
+        self.n = 0  # pieces so far
+        engine.seed_own(state)
+
+    def next_is_padding(self) -> bool:
+        """Return whether the next piece is of a batch that is padding."""
+        self.n += 1
+        return self.engine.is_padding(self.taken, self._batch_of[self.n - 1], self._batches)
+
+
+class DistributedWindow(Share):
+    """Forward and backward of a window, averaged over processes in its last backward.
+
+    Args:
+        engine, backward, state, pieces: as for :class:`Share`.
         guarded: whether all processes raise if one runs out of memory, so that all can begin the
             window again. Then no collective is in a backward that computes gradients.
     """
@@ -396,37 +425,32 @@ class DistributedWindow:
         engine: DistributedEngine,
         backward: Backward,
         state: TrainState,
-        pieces: Sequence[int],
+        pieces: Sequence[Sequence[Batch]],
         guarded: bool,
     ) -> None:
-        self._engine, self._backward, self._guarded = engine, backward, guarded
-        self._batch_of = [batch for batch, n in enumerate(pieces) for _ in range(n)]
-        self._pieces, self._batches = len(self._batch_of), len(pieces)
-        self._taken = engine.window_of(state)
+        super().__init__(engine, backward, state, pieces)
+        self._guarded = guarded
         # What every piece weighs by its samples, in every process; 0 if that may differ.
-        size = self._taken.batch_size if self._pieces == self._batches else 0
+        size = self.taken.batch_size if self.pieces == len(pieces) else 0
         self._size = state.backend.own_part(size)
         self._total = WeightedSum()
         self._out: Output | None = None  # the latest
-        self._n = 0  # pieces so far
         self._kept = 0  # of them, those that are neither padding nor skipped
         self._has_no_batch = self._is_padding = False
         self._is_uniform = False  # whether all batches are known to weigh the same
         self._items: Callable[[], Tensor] | None = None
-        engine.seed_own(state)
         engine.reducer.start_window()
 
     def forward(self, state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
         __tracebackhide__ = True
-        engine = self._engine
-        self._has_no_batch = engine.is_padding(self._taken, self._batch_of[self._n], self._batches)
+        engine = self.engine
+        self._has_no_batch = self.next_is_padding()
         self._is_padding = self._has_no_batch or type(batch) is Padding
-        self._n += 1
-        engine.reducer.start_microbatch(self._n == self._pieces)
+        engine.reducer.start_microbatch(self.n == self.pieces)
         if engine.empty_output is not None and engine.probe.can_skip(self._is_padding):
             return state, engine.empty_output
         known = engine.probe.uses_collectives
-        own, backward = batch.batch if type(batch) is Padding else batch, self._backward
+        own, backward = batch.batch if type(batch) is Padding else batch, self.backward
         try:
             if self._has_no_batch:
                 where = f"update {state.step + 1}"
@@ -449,17 +473,17 @@ class DistributedWindow:
 
     def add(self, state: TrainState, out: Output) -> None:
         __tracebackhide__ = True
-        engine = self._engine
+        engine = self.engine
         self._out = out
         if engine.empty_output is None:
             engine.empty_output = Output(torch.zeros_like(out.loss), weight_on_device(out) * 0)
-        if self._n == 1:
+        if self.n == 1:
             if self._guarded and not engine.weights.is_settled(self._size):
                 self._check_memory()
             self._agree_on_weights(state, out)
         if self._is_uniform:
             engine.weights.check(out, self._size)
-        averages = self._n == self._pieces and not self._guarded
+        averages = self.n == self.pieces and not self._guarded
         root = self._root(state, out, averages)
         if root is None:
             return
@@ -482,23 +506,23 @@ class DistributedWindow:
             raise torch.OutOfMemoryError("another process has run out of memory")
 
     def _agree_on_weights(self, state: TrainState, out: Output) -> None:
-        weights = self._engine.weights
-        self._is_uniform = not self._backward.may_skip and weights.is_uniform(out, self._size)
+        weights = self.engine.weights
+        self._is_uniform = not self.backward.may_skip and weights.is_uniform(out, self._size)
         if not self._is_uniform:
             self._total.reference = weights.reference(weight_on_device(out))
 
     def _root(self, state: TrainState, out: Output, averages: bool) -> Tensor | None:
         """Return the root of this process's backward. Padding and skipped batches add zero."""
-        engine = self._engine
+        engine = self.engine
         if self._is_padding and out is not engine.empty_output:
             return out.loss * 0  # it was run, for its collectives: backward may have some too
         if self._is_padding or out.skip is not None:
             return engine.reducer.zero_loss(state, out.loss, averages)
         relative = None if self._is_uniform else self._total.relative_weight(out)
-        root = self._backward.root(state, out, relative)
+        root = self.backward.root(state, out, relative)
         engine.own_parts.update(out.metrics)
         self._kept += 1
-        if self._pieces > 1 or not self._is_uniform:
+        if self.pieces > 1 or not self._is_uniform:
             self._total.add(out)
         return root
 
@@ -510,10 +534,10 @@ class DistributedWindow:
             self._items = exchanges.start_all_reduce_sum(
                 weight, "the sum of the items of an update"
             )
-        return self._engine.reducer.attach(state, root, self._kept, self._backward)
+        return self.engine.reducer.attach(state, root, self._kept, self.backward)
 
     def finish(self, state: TrainState) -> Output:
-        engine, total, out = self._engine, self._total, self._out
+        engine, total, out = self.engine, self._total, self._out
         assert out is not None
         if self._guarded:
             self._check_memory()
@@ -527,7 +551,7 @@ class DistributedWindow:
             skip = out.skip or "left out by every process"
             return Output(out.loss.detach(), 0, out.aux, {}, skip)
         self._divide(state, counted)
-        if self._is_uniform and self._pieces == 1 and self._kept:
+        if self._is_uniform and self.pieces == 1 and self._kept:
             return Output(out.loss.detach(), out.weight, out.aux, out.metrics)
         if total.is_empty:
             return Output(torch.zeros_like(out.loss), 0, out.aux)
@@ -536,7 +560,7 @@ class DistributedWindow:
     def _average_all(self, state: TrainState, out: Output) -> None:
         """Average gradients that are complete in every process, by a backward that adds zero."""
         try:
-            zero = self._engine.reducer.zero_loss(state, out.loss, True)
+            zero = self.engine.reducer.zero_loss(state, out.loss, True)
             assert zero is not None
             self._start_averaging(state, out, zero).backward()
         except Exception as error:
@@ -550,7 +574,7 @@ class DistributedWindow:
         With P processes, N items in all, and batches that counted relative to the reference R, a
         gradient is the sum of weight × gradient / (P·R). It is divided by N / (P·R).
         """
-        engine, grads = self._engine, [p.grad for p in parameters(state)]
+        engine, grads = self.engine, [p.grad for p in parameters(state)]
         if self._is_uniform:
             engine.items = counted * self._size
             self._total.divide(grads, counted, engine.processes)
@@ -561,16 +585,10 @@ class DistributedWindow:
         self._total.divide(grads, engine.items, reference)
 
 
-class OwnWindow:
+class OwnWindow(Share):
     """Forward and backward of a window where processes update by themselves: no exchange.
 
     A process without a batch that counts has no gradient, and reports nothing.
-
-    Args:
-        engine: the engine.
-        backward: what starts from the loss.
-        state: the state that is trained.
-        pieces: for each batch of the window, in how many pieces it comes.
     """
 
     def __init__(
@@ -578,32 +596,25 @@ class OwnWindow:
         engine: DistributedEngine,
         backward: Backward,
         state: TrainState,
-        pieces: Sequence[int],
+        pieces: Sequence[Sequence[Batch]],
     ) -> None:
-        slot = apart_of(state)
-        assert slot is not None
-        self._engine, self._backward, self._slot = engine, backward, slot
-        self._batch_of = [batch for batch, n in enumerate(pieces) for _ in range(n)]
-        self._batches, self._taken, self._n = len(pieces), engine.window_of(state), 0
+        super().__init__(engine, backward, state, pieces)
         self._making, _ = LOCAL.start(backward, state, ())
         self._counts = False
-        engine.seed_own(state)
 
     def forward(self, state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
         __tracebackhide__ = True
-        engine = self._engine
-        padding = engine.is_padding(self._taken, self._batch_of[self._n], self._batches)
-        self._n += 1
-        engine.ended_on_padding = padding
-        if padding:
+        engine = self.engine
+        engine.ended_on_padding = self.next_is_padding()
+        if engine.ended_on_padding:
             return state, Output(torch.zeros((), device=state.backend.device), 0, skip="padding")
         known = engine.probe.uses_collectives
-        state, out = engine.probe.call(self._backward.forward, state, batch)
+        state, out = engine.probe.call(self.backward.forward, state, batch)
         if is_left_out(out):
             engine.probe.uses_collectives = known  # it does not show
         if engine.probe.uses_collectives and exchanges.counted_collectives() is not None:
             raise NotImplementedError(
-                f"local_sgd: {self._backward.name} exchanges something with the other processes in "
+                f"local_sgd: {self.backward.name} exchanges something with the other processes in "
                 "each update, as SyncBatchNorm does. Leave that out, or leave local_sgd out"
             )
         return state, out
@@ -614,8 +625,10 @@ class OwnWindow:
         self._counts |= out.skip is None
 
     def finish(self, state: TrainState) -> Output:
-        self._slot.counted |= self._counts
-        self._engine.seed_shared(state)
+        slot = apart_of(state)
+        assert slot is not None
+        slot.counted |= self._counts
+        self.engine.seed_shared(state)
         out = self._making.finish(state)
         # The other processes count this update, whatever this one had.
         return out if self._counts else Output(out.loss, 0, out.aux)
@@ -626,10 +639,8 @@ class OwnWindow:
 # host does without: one message has all of its gradients.
 
 
-class BucketReducer:
-    """Averages gradients in DDP's buckets, while backward computes the next ones.
-
-    Those that fit into one bucket are sent after backward anyway: :class:`OneMessage` does it.
+class Reducer:
+    """What averages the gradients of a window over processes.
 
     Args:
         model: the model that is trained.
@@ -638,11 +649,40 @@ class BucketReducer:
 
     def __init__(self, model: nn.Module, processes: int) -> None:
         self._model, self._processes = model, processes
+        # What waits for the number of batches that count, where that is summed by itself.
+        self._counted: Callable[[], Tensor] | None = None
+
+    def close(self) -> None:
+        """Release the process group, at the end of the script."""
+
+    def start_window(self) -> None:
+        """Start a window: every process gets the main one's buffers."""
+
+    def start_microbatch(self, last: bool) -> None:
+        """Start a forward and backward; ``last``: it is the last one of the window."""
+
+    def _start_count(self, root: Tensor, kept: int) -> None:
+        """Start to sum how many batches of an update count."""
+        here = torch.tensor(float(kept), device=root.device)
+        self._counted = exchanges.start_all_reduce_sum(here, "the sum of the batches of an update")
+
+    def counted(self) -> float | Tensor:
+        """Return how many batches of the window count, in all processes: on a GPU, as a tensor."""
+        assert self._counted is not None
+        return _wide(self._counted())
+
+
+class BucketReducer(Reducer):
+    """Averages gradients in DDP's buckets, while backward computes the next ones.
+
+    Those that fit into one bucket are sent after backward anyway: :class:`OneMessage` does it.
+    """
+
+    def __init__(self, model: nn.Module, processes: int) -> None:
+        super().__init__(model, processes)
         # Its gradient is the mean, over the processes, of how many of their batches count. DDP
         # averages it with those of the parameters.
         self._count: Tensor | None = None
-        # With a communication hook, which may do anything to a gradient, they are counted apart.
-        self._counted: Callable[[], Tensor] | None = None
         self._has_buffers = any(True for _ in model.buffers())
         self._ddp: _FixedBucketDDP | None = None
         self._small: OneMessage | None = None  # instead of it
@@ -651,23 +691,18 @@ class BucketReducer:
         self._params: list[Tensor] = []
         self._flags: list[object] = []
         self._trainable: list[Tensor] = []
-        self._kinds: list[tuple[torch.Size, torch.dtype]] = []
+        self._kinds: list[tuple[int, torch.Size, torch.dtype]] = []
         self._used: list[Tensor] = []  # the parameters that the loss used when DDP was made
         self._hides_parameters = False  # whether the graph of the loss has graphs inside its nodes
         self._waits_for_all = False  # whether DDP waits for every parameter, used or not
         self._warned = False
 
     def close(self) -> None:
-        """Release the process group, at the end of the script."""
         self._ddp = None
 
     def start_window(self) -> None:
-        """Start a window: every process gets the main one's buffers."""
         if self._has_buffers:
             collectives.sync_buffers(self._model)
-
-    def start_microbatch(self, last: bool) -> None:
-        """Only the last micro-batch goes through DDP, so there is nothing to switch."""
 
     def zero_loss(self, state: TrainState, loss: Tensor, averages: bool) -> Tensor | None:
         """Return a root for backward that adds zero to the gradients.
@@ -709,8 +744,8 @@ class BucketReducer:
         flags = _flags_of(params)
         if params is not self._params or flags != self._flags:
             trainable = [p for p in params if p.requires_grad]
-            kinds = [(p.shape, p.dtype) for p in trainable]  # there are buckets for them
-            if [*map(id, trainable)] != [*map(id, self._trainable)] or kinds != self._kinds:
+            kinds = [(id(p), p.shape, p.dtype) for p in trainable]  # there are buckets for them
+            if kinds != self._kinds:
                 self._prepare(state, root, trainable, backward)
             self._params, self._flags, self._trainable = params, flags, trainable
             self._kinds = kinds
@@ -720,8 +755,8 @@ class BucketReducer:
             root = torch.zeros_like(root, requires_grad=True)  # what it reaches is not used by it
         if ddp is None:
             return root
-        if self._count is None:
-            self._counted = _start_count(root, kept)
+        if self._count is None:  # a communication hook may do anything to a gradient
+            self._start_count(root, kept)
         else:
             self._count.grad = None
             root = torch.add(root, self._count.to(root.dtype), alpha=kept)  # adds 0
@@ -731,11 +766,10 @@ class BucketReducer:
         return ddp.forward(root)
 
     def counted(self) -> float | Tensor:
-        """Return how many batches of the window count, in all processes: on a GPU, as a tensor."""
         if self._small is not None:
             return round(self._mean * self._processes)
         if self._counted is not None:
-            return _wide(self._counted())
+            return super().counted()
         assert self._count is not None and self._count.grad is not None
         mean = self._count.grad
         if mean.device.type == "cpu":  # reading it waits for nothing
@@ -914,29 +948,12 @@ def _graph_nodes(loss: Tensor) -> Iterator[Node]:
 # The average of gradients of a model under `fully_shard`, which does most of it by itself.
 
 
-def _start_count(root: Tensor, kept: int) -> Callable[[], Tensor]:
-    """Start to sum how many batches of an update count. Return what waits for the sum."""
-    kept_here = torch.tensor(float(kept), device=root.device)
-    return exchanges.start_all_reduce_sum(kept_here, "the sum of the batches of an update")
-
-
-class ShardReducer:
-    """Lets ``fully_shard`` average its gradients, and averages those of all other parameters.
-
-    The methods are those of :class:`fnloop._extensions.engines.distributed.BucketReducer`.
-
-    Args:
-        model: the model that is trained.
-        processes: the number of processes.
-    """
+class ShardReducer(Reducer):
+    """Lets ``fully_shard`` average its gradients, and averages those of all other parameters."""
 
     def __init__(self, model: nn.Module, processes: int) -> None:
-        self._roots, self._processes = roots(model), processes
-        self._counted: Callable[[], Tensor] | None = None
-
-    def close(self) -> None: ...
-
-    def start_window(self) -> None: ...
+        super().__init__(model, processes)
+        self._roots = roots(model)
 
     def start_microbatch(self, last: bool) -> None:
         for root in self._roots:
@@ -946,12 +963,8 @@ class ShardReducer:
         return loss * 0
 
     def attach(self, state: TrainState, root: Tensor, kept: int, backward: Backward) -> Tensor:
-        self._counted = _start_count(root, kept)
+        self._start_count(root, kept)
         return root
-
-    def counted(self) -> Tensor:
-        assert self._counted is not None
-        return _wide(self._counted())
 
     def finish_window(self, state: TrainState) -> None:
         for p in parameters_beside(state.model, optimizers(state).values()):
@@ -1029,7 +1042,6 @@ class WeightAgreement:
 # --------------------------------------------------------------------------------------------------
 # Evaluation and prediction when there are several processes.
 
-Arguments = ParamSpec("Arguments")
 _GIVEN_AGAIN = (
     "%s exchanges data with the other processes, and process %d has no batch left in %s. It was "
     "given a batch again, so that the others need not wait for it, and what it exchanged counts "
@@ -1058,17 +1070,14 @@ class CollectiveProbe:
         self.uses_collectives: bool | None = True if is_sharded(state.model) else None
 
     def call(
-        self,
-        fn: Callable[Arguments, Result],
-        *arguments: Arguments.args,
-        **settings: Arguments.kwargs,
+        self, fn: Callable[[Subject, Batch], Result], subject: Subject, batch: Batch
     ) -> Result:
         """Call the function."""
         __tracebackhide__ = True
         if self.uses_collectives is not None:
-            return fn(*arguments, **settings)
+            return fn(subject, batch)
         before = collectives.collective_count()
-        result = fn(*arguments, **settings)
+        result = fn(subject, batch)
         self.uses_collectives = collectives.collective_count() != before
         return result
 
@@ -1076,9 +1085,9 @@ class CollectiveProbe:
         self,
         name: str,
         where: str,
-        fn: Callable[Arguments, Result],
-        *arguments: Arguments.args,
-        **settings: Arguments.kwargs,
+        fn: Callable[[Subject, Batch], Result],
+        subject: Subject,
+        batch: Batch,
     ) -> Result:
         """Call the function for a process that has no batch, with one that was taken already.
 
@@ -1086,8 +1095,8 @@ class CollectiveProbe:
             name: the name of the loss function.
             where: which update it is, or which round of an evaluation.
             fn: the function.
-            arguments: its arguments.
-            settings: its arguments by name.
+            subject: its first argument.
+            batch: its second one.
         """
         __tracebackhide__ = True
         # Processes of one row have no batch all together: what they exchange counts nothing twice.
@@ -1095,12 +1104,9 @@ class CollectiveProbe:
         note = lambda: spans.append(exchanges.counted_collectives(between_shares=True))
         note()
         with around_sharded(self._model, note, note):
-            result = self.call(fn, *arguments, **settings)
+            result = self.call(fn, subject, batch)
         note()
-        has_sent = any(
-            before != after for before, after in zip(spans[::2], spans[1::2], strict=False)
-        )
-        if has_sent and name not in _said:
+        if any(map(operator.ne, spans[::2], spans[1::2])) and name not in _said:
             _said.add(name)
             log.warning(_GIVEN_AGAIN, name, self._rank, where)
         return result
@@ -1145,9 +1151,6 @@ class DistributedEvaluation:
         self._had_batch = True
         return [result]
 
-    def finish(self, source: Source) -> None:
-        source.check_order()
-
     def add(self, out: Output) -> None:
         self._sum.add(out)
 
@@ -1155,7 +1158,7 @@ class DistributedEvaluation:
         if not self._had_batch:
             return {}
         found = self._sum.own_metrics()
-        return drop_last_metrics(found) if self._on_padding else found
+        return without_last(found, {*found}) if self._on_padding else found
 
     def gather(self, results: list[Result]) -> list[Result]:
         return [
@@ -1165,18 +1168,12 @@ class DistributedEvaluation:
         ]
 
 
-def drop_last_metrics(
-    metrics: Mapping[str, Metric], which: Callable[[str], bool] = lambda name: True
-) -> dict[str, Metric]:
-    """Return the metrics without those that keep the last value, by name.
+def without_last(metrics: Mapping[str, Metric], names: Set[str]) -> dict[str, Metric]:
+    """Return metrics without those of some names that keep the last value.
 
     A process that had padding in the last round has not seen the last batch; other processes have.
     """
-    return {
-        name: metric
-        for name, metric in metrics.items()
-        if not (isinstance(metric, Last) and which(name))
-    }
+    return {k: m for k, m in metrics.items() if not (k in names and isinstance(m, Last))}
 
 
 def merge_metrics(

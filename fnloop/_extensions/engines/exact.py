@@ -8,13 +8,13 @@ import itertools
 import logging
 import math
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Generic, TypeVar
 
 import attrs
 import toolz
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fnloop._core.metrics import (
     Max,
@@ -25,34 +25,32 @@ from fnloop._core.parts import Part as CheckpointPart
 from fnloop._core.parts import Restoring
 from fnloop._core.state import TrainState
 from fnloop._core.types import Output, Step
-from fnloop._data.source import Source
 from fnloop._extensions.engines import exchanges
-from fnloop._extensions.engines.alike import check_alike
 from fnloop._extensions.engines.distributed import (
     LOCAL,
     OTHERS,
     CollectiveProbe,
     DistributedEvaluation,
     Result,
+    SeededEngine,
     Subject,
-    agree,
+    Together,
     is_per_process,
-    largest,
     merge_metrics,
     weight_on_device,
 )
+from fnloop._extensions.engines.shares import take
 from fnloop.extend import (
     Backward,
     Batch,
-    LocalEngine,
     Metric,
     Metrics,
     Ownership,
     Running,
+    Source,
     WeightedSum,
     checks,
     collectives,
-    containers,
     fold_in,
     parameters,
     rng,
@@ -106,29 +104,20 @@ class Leaf:
     """Forward and backward of one batch in this process, maybe in pieces. Nothing is exchanged.
 
     Args:
-        engine: the engine.
+        total: the sum that it is the next batch of.
         backward: what starts from the loss.
         state: the state that is trained.
-        offset: the position of the batch in its window, over all processes.
-        is_padding: whether it stands for a batch that is not there.
-        pieces: in how many pieces it comes.
+        pieces: its pieces.
     """
 
     def __init__(
-        self,
-        engine: ExactEngine,
-        backward: Backward,
-        state: TrainState,
-        offset: int,
-        is_padding: bool,
-        pieces: int,
+        self, total: ExactSum, backward: Backward, state: TrainState, pieces: Sequence[Batch]
     ) -> None:
-        self._engine, self._backward, self._is_padding = engine, backward, is_padding
-        cut = pieces > 1 and not is_padding
-        self._pieces = LOCAL.start(backward, state, ())[0] if cut else None
-        self._out: Output | None = None
-        if not is_padding:
-            engine.seed_batch(state, offset)
+        self._engine, self._backward, self._is_padding = total.engine, backward, total.is_padding
+        making, _ = LOCAL.start(backward, state, pieces, alone=True)
+        self.add, self.finish = making.add, making.finish
+        if not self._is_padding:
+            self._engine.seed_batch(state, total.offset)
 
     def forward(self, state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
         __tracebackhide__ = True
@@ -136,19 +125,6 @@ class Leaf:
             loss = torch.zeros((), device=state.backend.device)
             return state, Output(loss, 0, {}, {}, PADDING)
         return self._engine.call(self._backward, state, batch)
-
-    def add(self, state: TrainState, out: Output) -> None:
-        __tracebackhide__ = True
-        if self._pieces is None:
-            self._out = self._backward.from_loss(state, out)
-        else:
-            self._pieces.add(state, out)
-
-    def finish(self, state: TrainState) -> Output:
-        if self._pieces is not None:
-            return self._pieces.finish(state)
-        assert self._out is not None
-        return self._out
 
 
 class ExactSum:
@@ -158,10 +134,18 @@ class ExactSum:
         engine: the engine.
         state: the state that is trained.
         order: for each call of :meth:`add`, which of this process's batches it is.
+        padding: for each, whether it stands for a batch that is not there.
     """
 
-    def __init__(self, engine: ExactEngine, state: TrainState, order: Sequence[int]) -> None:
-        self._engine, self._order, self._params = engine, order, parameters(state)
+    def __init__(
+        self,
+        engine: ExactEngine,
+        state: TrainState,
+        order: Sequence[int],
+        padding: Sequence[bool],
+    ) -> None:
+        self.engine, self._order, self._padding = engine, order, padding
+        self._params = parameters(state)
         leaves = len(order) * engine.processes
         self._tree: TreeSum[Part] = TreeSum(combine_parts, leaves, engine.processes)
         self._outs: list[Output | None] = [None] * len(order)
@@ -173,7 +157,12 @@ class ExactSum:
     @property
     def offset(self) -> int:
         """The position of the next batch in the window, over all processes."""
-        return self._order[self._n] * self._engine.processes + self._engine.rank
+        return self._order[self._n] * self.engine.processes + self.engine.rank
+
+    @property
+    def is_padding(self) -> bool:
+        """Whether the next batch is padding."""
+        return self._padding[self._n]
 
     def add(self, state: TrainState, out: Output) -> None:
         """Take the gradients of a batch out of ``.grad``, unless it is skipped."""
@@ -202,7 +191,7 @@ class ExactSum:
     def finish(self, state: TrainState) -> Output:
         """Leave the mean in ``.grad``. Return what to report of the window."""
         _check_buffers(state, self._buffers)
-        engine, device = self._engine, state.backend.device
+        engine, device = self.engine, state.backend.device
         layouts = {layout_of(out.metrics) for out in self._outs if out is not None}
         own = next(iter(layouts), None)
         layout, used = engine.agree_on_layout(own, len(layouts) > 1, self._used)
@@ -227,35 +216,24 @@ class ExactWindow:
     """Forward and backward of a window, over all processes.
 
     Args:
-        engine: the engine.
+        total: the sum of its batches.
         backward: what starts from the loss.
-        state: the state that is trained.
-        pieces: for each batch of the window, in how many pieces it comes.
-        order: for each batch, which of this process's batches it is.
-        padding: for each batch, whether it is padding.
+        pieces: the pieces of each of them.
     """
 
     def __init__(
-        self,
-        engine: ExactEngine,
-        backward: Backward,
-        state: TrainState,
-        pieces: Sequence[int],
-        order: Sequence[int],
-        padding: Sequence[bool],
+        self, total: ExactSum, backward: Backward, pieces: Sequence[Sequence[Batch]]
     ) -> None:
-        engine.begin_pass(state, 0)
-        self._engine, self._backward, self._sum = engine, backward, ExactSum(engine, state, order)
-        self._pieces, self._padding = list(zip(pieces, padding, strict=True))[::-1], padding
+        self._sum, self._backward, self._pieces = total, backward, iter(pieces)
         self._leaf: Leaf | None = None
         self._left = 0  # pieces of the batch that are still to come
 
     def forward(self, state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
         __tracebackhide__ = True
         if self._leaf is None:
-            self._left, is_padding = self._pieces.pop()
-            given = (self._backward, state, self._sum.offset, is_padding, self._left)
-            self._leaf = Leaf(self._engine, *given)
+            pieces = next(self._pieces)
+            self._left = len(pieces)
+            self._leaf = Leaf(self._sum, self._backward, state, pieces)
         return self._leaf.forward(state, batch)
 
     def add(self, state: TrainState, out: Output) -> None:
@@ -318,10 +296,8 @@ _SHARDED = (
 )
 
 
-class ExactEngine(LocalEngine):
+class ExactEngine(SeededEngine):
     """Makes the gradients of one model in one process, with the bits that several would get.
-
-    The methods are those of :class:`fnloop._step.engine.Engine`.
 
     Args:
         state: a state of the model.
@@ -330,13 +306,12 @@ class ExactEngine(LocalEngine):
     brings = (EXACT,)
 
     def __init__(self, state: TrainState) -> None:
+        super().__init__(state)
         self.rank, self.processes = state.backend.rank, state.backend.world_size
-        self._position = rng.torch_seeder(state.backend.device)
         # What is known of the window: the generation of its state, and for each batch which of this
         # process's it is, and whether it is padding.
         self._window: tuple[int, Sequence[int], Sequence[bool]] = (-1, (), ())
-        self._sum: _Sum | None = None  # the one in which a step takes its batches one by one
-        self._calls, self._pass = 0, (-1, 0)  # of backward, for one batch or window in one update
+        self._sum: ExactSum | None = None  # the one in which a step takes its batches one by one
 
     # --- a run
 
@@ -353,7 +328,7 @@ class ExactEngine(LocalEngine):
 
         def step_on_share(state: TrainState, batch: Batch) -> tuple[TrainState, Output]:
             __tracebackhide__ = True
-            batch, taken = source.take(batch, window)
+            batch, taken = take(source, batch, window)
             n = 1 if window == 1 else len(batch)
             padding = taken.padding or (False,) * n
             order = depth_first(n, self.rank, self.processes)
@@ -373,68 +348,41 @@ class ExactEngine(LocalEngine):
 
     # --- random draws
 
-    def begin_pass(self, state: TrainState, offset: int) -> None:
-        """Note that a window, or a batch of one, begins. It may not be the first in its update."""
-        now = Ownership.generation_of(state), offset
-        self._calls, self._pass = self._calls + 1 if self._pass == now else 0, now
-
     def seed_batch(self, state: TrainState, offset: int) -> None:
         """Position all generators before the forward of a batch."""
-        if state.run is None:
-            return  # a bare step draws from where the generators are
-        seed = fold_in(state.seed, rng.COMPUTE, state.epoch, state.batch + offset, self._calls)
-        self._position(fold_in(seed, _BATCH))
-        rng.seed_host(fold_in(seed, _BATCH))
+        self._seed(state, offset, _BATCH)
 
     def seed_shared(self, state: TrainState) -> None:
         """Position all generators after a window: all processes draw the same."""
-        if state.run is None:
-            return
-        seed = fold_in(state.seed, rng.COMPUTE, state.epoch, state.batch, self._calls)
-        self._position(fold_in(seed, _SHARED))
-        rng.seed_host(fold_in(seed, _SHARED))
+        self._seed(state, 0, _SHARED)
 
-    def mark_draws(self) -> Callable[[], None]:
-        before = self._calls, self._pass
-
-        def repeat() -> None:
-            self._calls, self._pass = before
-
-        return repeat
+    def _seed(self, state: TrainState, offset: int, stream: int) -> None:
+        if state.run is not None:  # a bare step draws from where the generators are
+            seed = fold_in(self.seed_of(state, offset), stream)
+            self.position(seed)
+            rng.seed_host(seed)
 
     # --- gradients
 
-    def start(
-        self,
-        backward: Backward,
-        state: TrainState,
-        window: Sequence[Batch],
-        size: int | None = None,
-        *,
-        alone: bool = False,
-        guarded: bool = False,
-    ) -> tuple[ExactWindow | Leaf, Iterable[Batch]]:
-        cut = containers.pieces_of
-        pieces = [[batch] if size is None else cut(batch, size) for batch in window]
-        numbers = [*map(len, pieces)]
-        making = (
-            ExactWindow(self, backward, state, numbers, *self._taken(state, len(window)))
-            if self._sum is None
-            else self._start_leaf(self._sum, backward, state, numbers[0])
-        )
-        return making, itertools.chain.from_iterable(pieces)
+    def start_pieces(
+        self, backward: Backward, state: TrainState, pieces: list[list[Batch]], guarded: bool
+    ) -> ExactWindow | Leaf:
+        total = self._sum
+        self.begin_pass((Ownership.generation_of(state), 0 if total is None else total.offset))
+        if total is not None:
+            return Leaf(total, backward, state, pieces[0])
+        return ExactWindow(self._sum_of(state, len(pieces)), backward, pieces)
 
-    def _start_leaf(self, total: _Sum, backward: Backward, state: TrainState, pieces: int) -> Leaf:
-        self.begin_pass(state, total.offset)
-        return Leaf(self, backward, state, total.offset, total.is_padding, pieces)
+    def _sum_of(self, state: TrainState, batches: int) -> ExactSum:
+        return ExactSum(self, state, *self._taken(state, batches))
 
     @contextlib.contextmanager
     def start_sum(
         self, state: TrainState, batches: int, dtype: torch.dtype | None
-    ) -> Iterator[_Sum]:
+    ) -> Iterator[ExactSum]:
         if dtype is not None:
             raise NotImplementedError(_DTYPE.format(dtype))
-        self._sum = _Sum(self, state, *self._taken(state, batches))
+        self._sum = self._sum_of(state, batches)
         try:
             yield self._sum
         finally:
@@ -490,30 +438,22 @@ class ExactEngine(LocalEngine):
         return part.gradients
 
 
-class ExactDistributedEngine(ExactEngine):
+class ExactDistributedEngine(Together, ExactEngine):
     """Makes the gradients of one model in several processes, with the bits of a single one.
 
     Args:
         state: a state of the model.
     """
 
-    calls_every_batch = False
-
     def __init__(self, state: TrainState) -> None:
         super().__init__(state)
         self._probe = CollectiveProbe(state)
 
     def largest(self, number: int) -> int:
-        return number if self._sum is not None else largest(number)
+        return number if self._sum is not None else super().largest(number)
 
     def agree(self, out: Output, flag: Tensor | None = None) -> tuple[Output, Tensor | None]:
-        return (out, flag) if self._sum is not None else agree(out, flag)
-
-    def share_buffers(self, model: nn.Module) -> None:
-        collectives.sync_buffers(model)
-
-    def check_alike(self, state: TrainState, what: str) -> None:
-        check_alike(state, what)
+        return (out, flag) if self._sum is not None else super().agree(out, flag)
 
     def reduce(
         self, metrics: Mapping[str, Metric], training: str | None = None
@@ -575,25 +515,6 @@ class ExactDistributedEngine(ExactEngine):
         classes = [classes_of(rank, leaves, self.processes) for rank in ranks]
         own = [tree.parts.pop(members) for members in classes[self.rank]]
         return sum_over_processes(own, classes, leaves, flat, like)
-
-
-class _Sum(ExactSum):
-    """The sum of a window whose batches a step takes one by one."""
-
-    def __init__(
-        self,
-        engine: ExactEngine,
-        state: TrainState,
-        order: Sequence[int],
-        padding: Sequence[bool],
-    ) -> None:
-        super().__init__(engine, state, order)
-        self._padding = padding
-
-    @property
-    def is_padding(self) -> bool:
-        """Whether the next batch is padding."""
-        return self._padding[self._n]
 
 
 # --------------------------------------------------------------------------------------------------

@@ -794,18 +794,16 @@ def never_meet(places: Mapping[int, _Place]) -> tuple[int, int] | None:
     Args:
         places: rank to place, of the processes that have not moved for long.
     """
-    for a, mine in places.items():
-        for b, theirs in places.items():
-            if a < b and _parting(mine, theirs):
-                return a, b
-    for a, mine in places.items():
-        for b, theirs in places.items():
-            further = any(
-                count > mine["counts"].get(name, count) for name, count in theirs["counts"].items()
-            )
-            is_earlier = theirs["begun"][-1][0] < mine["begun"][-1][0]
-            if mine["waits"] is not None and is_earlier and further and theirs["inside"]:
-                return a, b
+    for a, b in itertools.combinations(places, 2):
+        if _parting(places[a], places[b]):
+            return a, b
+    for a, b in itertools.permutations(places, 2):
+        mine, theirs = places[a], places[b]
+        counts = theirs["counts"].items()
+        further = any(count > mine["counts"].get(name, count) for name, count in counts)
+        is_earlier = theirs["begun"][-1][0] < mine["begun"][-1][0]
+        if mine["waits"] is not None and is_earlier and further and theirs["inside"]:
+            return a, b
     return None
 
 
@@ -838,15 +836,18 @@ def _describe_one(rank: int, place: _Place) -> str:
 # What one process does, or each of them, while the others wait.
 
 
+def _tried(do: Callable[[], Tree]) -> tuple[Tree | None, BaseException | None]:
+    """Return what a function returns, and what it raises."""
+    __tracebackhide__ = True
+    try:
+        return do(), None
+    except BaseException as error:
+        return None, error
+
+
 def on_main_process(do: Callable[[], Tree], what: str) -> Tree:
     __tracebackhide__ = True
-    result: Tree | None = None
-    error: BaseException | None = None
-    if dist.get_rank() == 0:
-        try:
-            result = do()
-        except BaseException as raised:
-            error = raised
+    result, error = _tried(do) if dist.get_rank() == 0 else (None, None)
     said = "" if error is None else f"{type(error).__name__}: {error}"
     failed, made = broadcast_object((said, result), 0, what)
     if error is not None:
@@ -858,12 +859,7 @@ def on_main_process(do: Callable[[], Tree], what: str) -> Tree:
 
 def on_every_process(do: Callable[[], Tree], what: str) -> Tree:
     rank = dist.get_rank()
-    result: Tree | None = None
-    error: BaseException | None = None
-    try:
-        result = do()
-    except BaseException as raised:
-        error = raised
+    result, error = _tried(do)
     errors = gather_from_all(None if error is None else _portable(error, what, rank), what)
     if error is not None:
         raise error

@@ -224,11 +224,8 @@ def _move(model: nn.Module, optimizers: Sequence[Optimizer], device: torch.devic
     for p in parameters_beside(model, optimizers):
         p.data = p.data.to(device)
     for p, state in (item for optimizer in optimizers for item in optimizer.state.items()):
-        on_host = {"step"} - {
-            name for name, v in state.items() if isinstance(v, Tensor) and v.device.type != "cpu"
-        }
         for name, value in state.items():
-            if isinstance(value, Tensor) and name not in on_host:
+            if isinstance(value, Tensor) and (name != "step" or value.device.type != "cpu"):
                 state[name] = value.to(p.device)
 
 

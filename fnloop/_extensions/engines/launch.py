@@ -105,14 +105,8 @@ def backend_of(accelerator: accelerated.Accelerator) -> Backend:
     settings, prepare, handler = {}, None, accelerator.ddp_handler
     if handler is not None:
         settings, prepare = handler.to_kwargs(), handler.register_comm_hook
-    return Backend(
-        device,
-        accelerator.process_index,
-        accelerator.num_processes,
-        precision,
-        settings=settings,
-        prepare=prepare,
-    )
+    rank, size = accelerator.process_index, accelerator.num_processes
+    return Backend(device, rank, size, precision, settings=settings, prepare=prepare)
 
 
 # --------------------------------------------------------------------------------------------------

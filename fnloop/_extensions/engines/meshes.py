@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -28,21 +28,18 @@ def check_sharded(model: nn.Module) -> tuple[int, list[int]]:
             after ``parallelize_module`` on the second dimension of a mesh; or than by
             ``parallelize_module`` alone, over all processes.
     """
-    kind = fsdp.dtensor()
-    assert kind is not None
+    sharded = _sharded_parameters(model)
     if is_split_alone(model):
-        _check_split_alone(model, kind)
+        _check_split_alone(sharded)
         return 0, [0]
-    whole = [
-        name for name, p in model.named_parameters() if p.requires_grad and not isinstance(p, kind)
-    ]
+    named = model.named_parameters()
+    whole = [name for name, p in named if p.requires_grad and name not in sharded]
     if whole:
         raise ValueError(
             "some parameters of this model are sharded, but others are not "
             f"({', '.join(whole[:3])}, ...), and their gradients would not be averaged. Call "
             "fully_shard(model) on the whole model last"
         )
-    sharded = {name: p for name, p in model.named_parameters() if isinstance(p, kind)}
     split = [p.device_mesh for p in sharded.values() if _is_split_twice(p)]
     share, firsts = _check_meshes({p.device_mesh for p in sharded.values()}, split)
     managed = {id(p) for root in roots(model) for p in root.parameters()}
@@ -67,10 +64,15 @@ def is_split_alone(model: nn.Module) -> bool:
     return is_sharded(model) and not roots(model)
 
 
-def _check_split_alone(model: nn.Module, kind: type[DTensor]) -> None:
+def _sharded_parameters(model: nn.Module) -> dict[str, DTensor]:
+    named = ((name, fsdp.as_sharded(p)) for name, p in model.named_parameters())
+    return {name: sharded for name, sharded in named if sharded is not None}
+
+
+def _check_split_alone(parameters: Mapping[str, DTensor]) -> None:
     size = dist.get_world_size()
-    for name, p in model.named_parameters():
-        if isinstance(p, kind) and not p.device_mesh.size() == size:
+    for name, p in parameters.items():
+        if p.device_mesh.size() != size:
             raise NotImplementedError(
                 f"parallelize_module has split the parameter {name} over {p.device_mesh.size()} of "
                 f"{size} processes, and nothing averages its gradient over the others. On a mesh "

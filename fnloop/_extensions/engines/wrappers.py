@@ -107,6 +107,12 @@ _PASSED = (
     *("find_unused_parameters", "static_graph", "gradient_as_bucket_view", "batched_grad_copy"),
     "bucket_cap_mb",
 )
+_NOT_KEPT = {
+    "mixed_precision": 'leave it out, and list amp("bf16") in the pipeline',
+    "delay_all_reduce_named_params": "leave it out",
+    "skip_all_reduce_unused_params": "write find_unused_parameters=True",
+    "bucket_cap_mb_list": "write bucket_cap_mb",
+}
 
 
 def settings_of(
@@ -153,14 +159,7 @@ def check_settings_kept(given: Mapping[str, object], model: nn.Module) -> None:
 
 def _refused(given: Mapping[str, object], model: nn.Module) -> Iterator[tuple[str, str]]:
     """Yield the settings that cannot be kept, each with what to write instead."""
-    if given.get("mixed_precision") is not None:
-        yield "mixed_precision", 'leave it out, and list amp("bf16") in the pipeline'
-    if given.get("delay_all_reduce_named_params"):
-        yield "delay_all_reduce_named_params", "leave it out"
-    if given.get("skip_all_reduce_unused_params"):
-        yield "skip_all_reduce_unused_params", "write find_unused_parameters=True"
-    if given.get("bucket_cap_mb_list"):
-        yield "bucket_cap_mb_list", "write bucket_cap_mb"
+    yield from ((name, advice) for name, advice in _NOT_KEPT.items() if given.get(name))
     group = given.get("process_group")
     is_group = isinstance(group, dist.ProcessGroup)
     if is_group and dist.get_world_size(group) < dist.get_world_size():

@@ -11,7 +11,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import attrs
 import torch
@@ -107,40 +107,26 @@ def _maker(value: Any, results: list[Tensor]) -> Maker:
     return lambda others: containers.map_leaves(makers, lambda make: make(others))
 
 
-class CapturedOutput(NamedTuple):
-    """What a captured update has computed at some point of it.
+def _copier(out: Output) -> Callable[[], Output]:
+    """Return what copies an output of a graph: the tensors in it, which each replay overwrites.
 
-    Args:
-        output: its tensors are overwritten by every replay.
-        results: the tensors of it that are copied: all but those in ``aux``.
-        loss, weight: make those of a copy.
-        metrics: name to what makes the metric of a copy.
+    Those in ``aux`` are not copied.
     """
+    results: list[Tensor] = []
+    loss, weight = _maker(out.loss, results), _maker(out.weight, results)
+    metrics = {name: _maker(metric, results) for name, metric in out.metrics.items()}
 
-    output: Output
-    results: list[Tensor]
-    loss: Maker
-    weight: Maker
-    metrics: dict[str, Maker]
-
-    @classmethod
-    def of(cls, out: Output) -> CapturedOutput:
-        results: list[Tensor] = []
-        loss, weight = _maker(out.loss, results), _maker(out.weight, results)
-        metrics = {name: _maker(metric, results) for name, metric in out.metrics.items()}
-        return cls(out, results, loss, weight, metrics)
-
-    def clone_results(self) -> Output:
-        """Return the output with copies of its tensors, which no replay overwrites."""
-        if len(self.results) == 1:  # the loss: nearly always
-            copied = [self.results[0].clone()]
+    def copied() -> Output:
+        if len(results) == 1:  # the loss: nearly always
+            copies = [results[0].clone()]
         else:
-            copied = [torch.empty_like(t) for t in self.results]
-            copy_all(copied, self.results)
-        copies = iter(copied)
-        loss, weight = self.loss(copies), self.weight(copies)
-        metrics = {name: make(copies) for name, make in self.metrics.items()}
-        return Output(loss, weight, self.output.aux, metrics)
+            copies = [torch.empty_like(t) for t in results]
+            copy_all(copies, results)
+        others = iter(copies)
+        made = loss(others), weight(others)
+        return Output(*made, out.aux, {name: make(others) for name, make in metrics.items()})
+
+    return copied
 
 
 # --- graphs
@@ -203,16 +189,16 @@ class Graph(NamedTuple):
 
     Args:
         parts: functions that replay it, in order.
-        breaks: what the host decides after each part but the last, with what is computed there.
+        breaks: what the host decides after each part but the last, and what copies that output.
         inputs: the tensors of the batch that it reads.
-        captured: what has been computed at its end.
+        output: copies the output at its end.
         slots: the slots that it uses: name to value, with the identities of what the slot holds.
     """
 
     parts: list[Callable[[], None]]
-    breaks: list[tuple[CapturedOutput, GraphBreak]]
+    breaks: list[tuple[GraphBreak, Callable[[], Output]]]
     inputs: list[Tensor]
-    captured: CapturedOutput
+    output: Callable[[], Output]
     slots: Mapping[str, tuple[object, list[int]]]
 
     def __call__(self, state: TrainState, tensors: list[Tensor]) -> Output:
@@ -221,17 +207,17 @@ class Graph(NamedTuple):
             tensors = [t.detach() for t in tensors]
         copy_all(self.inputs, tensors)
         *first, last = self.parts
-        for replay, (captured, at) in zip(first, self.breaks, strict=True):
+        for replay, (at, output) in zip(first, self.breaks, strict=True):
             replay()
             # The host read of an eager update: see decide.
             skip = at.judge(state, bool(at.flag))
             if skip is not None:
                 for each in at.put_back:
                     each()
-                return attrs.evolve(captured.clone_results(), skip=skip)
+                return attrs.evolve(output(), skip=skip)
         Ownership.give_up(state)  # the last part changes the parameters
         last()
-        return self.captured.clone_results()
+        return self.output()
 
     def fits(self, state: TrainState) -> bool:
         """Return whether the slots that it uses hold the same objects as during the capture."""
@@ -380,11 +366,11 @@ class GraphedStep:
             if isinstance(error, CaptureError) or not isinstance(error, Exception):
                 raise
             raise explain(error) from error
-        breaks = [(CapturedOutput.of(cut.out), cut) for cut in cuts]
+        breaks = [(cut, _copier(cut.out)) for cut in cuts]
         inputs = [t.detach() for t in inputs]  # the loss function may have asked for a gradient
         used = {name: state.slots[name] for name in slots.used if name in state.slots}
         held = {name: (value, identity_of(value)) for name, value in used.items()}
-        return Graph(parts, breaks, inputs, CapturedOutput.of(out), held)
+        return Graph(parts, breaks, inputs, _copier(out), held)
 
     def release(self) -> None:
         """Drop the graphs, and restore the optimizers' settings."""
@@ -459,15 +445,15 @@ T = TypeVar("T")
 _failed: list[torch.cuda.CUDAGraph] = []
 
 
-class Recorder(Protocol):
-    """What runs an update where it can be captured, and captures it."""
+class Recorder:
+    """Runs an update where it can be captured, and captures it."""
 
-    def run(self, update: Callable[[], T], /) -> T:
+    def run(self, update: Callable[[], T]) -> T:
         """Run an update eagerly, and return its result."""
-        ...
+        return update()
 
     def record(
-        self, update: Callable[[Callable[[], None]], T], /
+        self, update: Callable[[Callable[[], None]], T]
     ) -> tuple[list[Callable[[], None]], T]:
         """Record an update without any effect on the device.
 
@@ -478,10 +464,10 @@ class Recorder(Protocol):
         Returns:
             Functions that replay the parts in order, and the result of the update.
         """
-        ...
+        raise NotImplementedError
 
 
-class CudaRecorder:
+class CudaRecorder(Recorder):
     """Records CUDA graphs, which share memory: what is used between two replays is copied.
 
     A graph also uses a workspace of cuBLAS. torch keeps one for each stream, and others free it

@@ -22,6 +22,7 @@ from fnloop._extensions.graphs.capture import (
     Graph,
     GraphedStep,
     OriginalSettings,
+    Recorder,
     copy_all,
     read_from_tensors,
     signature,
@@ -244,7 +245,7 @@ def _check_operator(func: object, args: tuple[object, ...], kwargs: Mapping[str,
         raise RuntimeError("random numbers are drawn from a generator of their own")
 
 
-class OperatorRecorder:
+class OperatorRecorder(Recorder):
     """Records the operators of updates, on any device.
 
     Args:
@@ -254,14 +255,9 @@ class OperatorRecorder:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def run(self, update: Callable[[], T]) -> T:
-        """Run an update without a record."""
-        return update()
-
     def record(
         self, update: Callable[[Callable[[], None]], T]
     ) -> tuple[list[Callable[[], None]], T]:
-        """Record an update. See :class:`Recorder`."""
         parts: list[_Part] = []
         draws = _Draws(self._device)
         others = [] if self._device.type == "cpu" else [self._device]

@@ -22,7 +22,7 @@ from fnloop._extensions.histories.table import (
     stacked_in,
     without_intervals,
 )
-from fnloop.extend import Monitored, checks, tables
+from fnloop.extend import Monitored, checks, reprs
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -249,7 +249,7 @@ def _mode_of(metric: str, keys: Iterable[str], mode: Mode) -> str | None:
     """Return the given mode of a metric, or the one that its name suggests, or None."""
     if isinstance(mode, Mapping):
         mode = next((mode[name] for name in (*keys, metric) if name in mode), None)
-    return tables.mode_by_name(f"/{metric}") if mode is None else mode
+    return reprs.mode_by_name(f"/{metric}") if mode is None else mode
 
 
 # --------------------------------------------------------------------------------------------------
@@ -350,13 +350,13 @@ def _place_on(x: str, records: Iterable[Record]) -> Callable[[Record], float]:
 
 def _short_names(names: Sequence[str]) -> Sequence[str]:
     """Return names of runs that fit a legend, unless some would be the same."""
-    short = [tables.shorten(name, LONGEST_NAME) for name in names]
+    short = [reprs.shorten(name, LONGEST_NAME) for name in names]
     return short if len({*short}) == len(names) else names
 
 
 def _best_records(series: Mapping[str, Series], key: str) -> dict[str, Record]:
     """Return the best record of each run that has an evaluated metric, unless none is finite."""
-    mode = tables.mode_by_name(key) if is_evaluated(key) else None
+    mode = reprs.mode_by_name(key) if is_evaluated(key) else None
     best = {name: _best_finite(found.get(key, ()), key, mode) for name, found in series.items()}
     return {name: record for name, record in best.items() if record}
 
@@ -376,7 +376,7 @@ def _run_label(
 
 def _best_of_all(best: Mapping[str, Record], key: str) -> dict[str, Record]:
     """Return the best of the best records of some runs."""
-    winner = History(best.values()).best_record(key, tables.mode_by_name(key) or "min")
+    winner = History(best.values()).best_record(key, reprs.mode_by_name(key) or "min")
     name = next(name for name, record in best.items() if record is winner)
     return {name: winner}
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from fnloop.extend import tables
+from fnloop.extend import reprs
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -180,7 +180,7 @@ def draw(
     places = {x for curve in curves for x, _ in curve.points}
     if len(places) == 1:  # otherwise the ticks would be hundredths of a step
         axis.set_xlim(min(places) - 1, min(places) + 1)
-    axis.set_title(tables.shorten(title, LONGEST_TITLE), loc="left")
+    axis.set_title(reprs.shorten(title, LONGEST_TITLE), loc="left")
     axis.set_xlabel(x)
     axis.xaxis.get_major_locator().set_params(integer=True)  # type: ignore[call-arg]
     if places and max(places) >= LONG_STEPS:

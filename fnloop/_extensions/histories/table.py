@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import attrs
 
 from fnloop._core.records import Record
-from fnloop.extend import better, tables
+from fnloop.extend import better, reprs, tables
 
 # --------------------------------------------------------------------------------------------------
 # Records as rows: which are shown, what is marked in them, and whose they are.
@@ -70,7 +70,7 @@ def update_best(best: Mapping[str, Record], record: Record) -> dict[str, Record]
     """
     updated = dict(best)
     for name, value in record.metrics.items():
-        mode = tables.mode_by_name(name) if is_evaluated(name) else None
+        mode = reprs.mode_by_name(name) if is_evaluated(name) else None
         if mode is None or not math.isfinite(value):
             continue
         if name not in best or better(value, best[name].metrics[name], mode):
@@ -318,7 +318,7 @@ def table(records: Sequence[Record], width: float = math.inf, most: int = 40) ->
         rows += row.by_model(models)
     if models:
         names = chosen(metric_names(row.record for row in rows))
-    count = tables.format_count(hidden, "record")
+    count = reprs.format_count(hidden, "record")
     remark = f"not shown: {count} with recent/... only" if hidden else ""
     return attrs.evolve(Row.table(rows, names, width, most, items=True), remark=remark)
 
@@ -343,7 +343,7 @@ def _counters(rows: Sequence[Row], last_step: int) -> list[tables.Column[Row]]:
         tables.Column[Row]("step", lambda row: str(row.record.step), width=step, rank=rank),
     ]
     if any(row.model for row in rows):  # of a stack
-        model = lambda row: tables.shorten(row.model, LONGEST_MODEL)
+        model = lambda row: reprs.shorten(row.model, LONGEST_MODEL)
         columns.append(tables.Column("model", model, left=True, rank=(1, 0)))
     return columns
 
@@ -371,9 +371,9 @@ def _metric(name: str, least: int, place: int) -> tables.Column[Row]:
 
     def text(row: Row) -> str:
         value = row.record.metrics.get(name)
-        return "" if value is None else tables.format_metric(name, value)
+        return "" if value is None else reprs.format_metric(name, value)
 
-    marked = is_evaluated(name) and tables.mode_by_name(name) is not None
+    marked = is_evaluated(name) and reprs.mode_by_name(name) is not None
     best = (lambda row: name in row.best) if marked else None
     rank = (_importance(name), place)
     return tables.Column(title, text, group, best=best, width=least, rank=rank, name=name)
@@ -393,15 +393,15 @@ def _importance(name: str) -> int:
         return 13
     if group == "recent":
         return 12
-    if tables.is_learning_rate(name):
+    if reprs.is_learning_rate(name):
         return 9 if title == "lr" else 11
     if "grad_norm" in title:
         return 10
     if title.partition("/")[0] in Record.COSTS:
         return 8
     if is_evaluated(name):
-        return 1 if title == "loss" else 3 if tables.mode_by_name(name) else 4
+        return 1 if title == "loss" else 3 if reprs.mode_by_name(name) else 4
     if group == "train":
-        nested = 4 if title.endswith("/loss") else 6 if tables.mode_by_name(name) else 7
+        nested = 4 if title.endswith("/loss") else 6 if reprs.mode_by_name(name) else 7
         return 2 if title == "loss" else nested
     return 8 if group else 3

@@ -52,7 +52,7 @@ from fnloop.extend import (
     local_part,
     mode_of,
     on_main_process,
-    tables,
+    reprs,
     torch_compat,
     view,
     with_slot,
@@ -682,7 +682,7 @@ class restore_best(BuiltIn):
             _load_averages(state, best.get("averages", {}))
             state = Ownership.take(state)
             if state.backend.main:
-                shown = tables.format_metric(self.key, value)
+                shown = reprs.format_metric(self.key, value)
                 log.info("%r: the weights are those of step %d (%s)", self, step, shown)
                 if resized:
                     log.warning(

@@ -34,6 +34,7 @@ from fnloop.extend import (
     is_sharded,
     name_of,
     on_main_process,
+    reprs,
     tables,
 )
 
@@ -520,7 +521,7 @@ class live_plot(BuiltIn):
         if file is not None:
             file = checks.folder_path("live_plot", "file", file, example="run.png")
             figures.check_file("live_plot", file)
-        elif not tables.in_notebook():
+        elif not reprs.in_notebook():
             raise ValueError(
                 "live_plot() draws in a notebook, and this is not one. To draw into a file, write "
                 "live_plot('run.png')"

@@ -38,6 +38,7 @@ from fnloop.extend import (
     checks,
     groups,
     optimizers,
+    reprs,
     tables,
 )
 
@@ -184,7 +185,7 @@ LONGEST_REASON = 100  # characters of an error in the last line
 def describe_start(state: TrainState) -> list[str]:
     """Return what a run works with, and what it is going to do, in parts of a sentence."""
     backend = state.backend
-    parameters = tables.count_parameters(state.model)
+    parameters = reprs.count_parameters(state.model)
     parts = [f"{type(state.model).__name__} on {backend.device}", *parameters.split(", ")]
     if precision := backend.precision if state.run is None else state.run.precision:
         parts.append(f"amp {precision}")
@@ -200,8 +201,8 @@ def _describe_targets(state: TrainState) -> list[str]:
     if phase.name:
         parts.append(f"phase {phase.name}")
     left, updates = (run.epochs or 0) - phase.epoch, (run.total_steps or 0) - run.first_step
-    length, epochs = run.steps_per_epoch or 0, tables.format_count(left, "epoch")
-    each = tables.format_count(length, "update")
+    length, epochs = run.steps_per_epoch or 0, reprs.format_count(left, "epoch")
+    each = reprs.format_count(length, "update")
     if not left:
         parts += [f"{each} per epoch"] if length else []
     elif length and updates == left * length:
@@ -209,7 +210,7 @@ def _describe_targets(state: TrainState) -> list[str]:
     else:  # of different lengths, or of an unknown one
         parts.append(epochs)
         if length and updates > 0:
-            parts.append(f"{tables.format_count(updates, 'update')} in all")
+            parts.append(f"{reprs.format_count(updates, 'update')} in all")
     if run.total_steps is not None and not run.epochs:
         parts.append(f"to step {run.total_steps:,}")
     if run.total_items is not None:
@@ -231,7 +232,7 @@ def describe_failure(error: BaseException | None) -> str:
     if not isinstance(error, Exception):
         return "interrupted at once" if isinstance(error, KeyboardInterrupt) else "ended early"
     first, *_ = [*str(error).splitlines(), ""]
-    first = tables.shorten(first, LONGEST_REASON)
+    first = reprs.shorten(first, LONGEST_REASON)
     return f"failed: {type(error).__name__}" + (f": {first}" if first else "")
 
 
@@ -250,7 +251,7 @@ def _find_ranked(hooks: Sequence[Hook]) -> Monitored | None:
         for hook in [hook.innermost if isinstance(hook, Wrapper) else hook for hook in hooks]
         if not isinstance(hook, BuiltIn)
         for key in ((hook.monitors,) if isinstance(hook.monitors, str) else hook.monitors or ())
-        if (mode := getattr(hook, "mode", None) or tables.mode_by_name(key)) in ("min", "max")
+        if (mode := getattr(hook, "mode", None) or reprs.mode_by_name(key)) in ("min", "max")
         for since in [getattr(hook, "since", "phase")]
     )
     return next(filter(None, (*kept, *watched)), None)
@@ -311,7 +312,7 @@ def describe_values(state: TrainState) -> list[str]:
         running = state.metrics
         of = {name: running.get(f"recent/{name}", running.get(name)) for name in losses}
         values = Metrics({k: m for k, m in of.items() if m is not None} | rates).read()
-    return [f"{name} {tables.format_metric(name, value)}" for name, value in values.items()]
+    return [f"{name} {reprs.format_metric(name, value)}" for name, value in values.items()]
 
 
 def _describe_losses(state: TrainState) -> list[str]:
@@ -320,7 +321,7 @@ def _describe_losses(state: TrainState) -> list[str]:
     losses = [] if running is None else [*Metrics(loss=running).read().values()]
     if not losses:
         return []
-    low, high = (tables.format_metric("loss", value) for value in (min(losses), max(losses)))
+    low, high = (reprs.format_metric("loss", value) for value in (min(losses), max(losses)))
     return [f"losses {low} to {high}"]
 
 
@@ -330,7 +331,7 @@ def _best_models(best: Mapping[str, Record]) -> dict[str, Record]:
     for name, record in best.items():
         kind = name.split("/")[0], name.split("/")[-1]
         other = found.get(kind)
-        mode = tables.mode_by_name(name) or "min"
+        mode = reprs.mode_by_name(name) or "min"
         if other is None or better(record.metrics[name], best[other].metrics[other], mode):
             found[kind] = name
     return {name: best[name] for name in found.values()}
@@ -658,7 +659,7 @@ def _make_view(hook: progress, state: TrainState) -> _View:
     file = hook.file or sys.stderr
     if file is None or getattr(file, "closed", False):  # as in a daemon
         file = io.StringIO()
-    if hook.file is None and tables.in_notebook():
+    if hook.file is None and reprs.in_notebook():
         kind = _Notebook
     elif file.isatty() and os.environ.get("TERM") != "dumb":  # which cannot redraw a line
         kind = _Terminal
@@ -764,7 +765,7 @@ class _View(ABC):
         if found is None:
             return ""
         name, record = found
-        value = tables.format_metric(name, record.metrics[name])
+        value = reprs.format_metric(name, record.metrics[name])
         return f"; best {name} {value} at step {record.step:,}"
 
     def parts_of_epoch(self, state: TrainState) -> list[str]:
@@ -961,9 +962,9 @@ class _Notebook(_View):
         parts, text = [tables.faint(self.facts)], [self.facts]
         if self.rows:
             names = self.with_column(Row.names(self.rows))
-            table = Row.table(self.rows, names, tables.HTML_WIDTH, ROWS)
+            table = Row.table(self.rows, names, reprs.HTML_WIDTH, ROWS)
             parts.append(table.html())
-            text.append(table.text(tables.terminal_width()))
+            text.append(table.text(reprs.terminal_width()))
         shown = tables.stack(*parts, last)
         self.output.show(tables.Rendered(shown, "\n".join([*text, last_text])))
 
@@ -987,7 +988,7 @@ class _Log(_View):
         names = [name for name in without_intervals(metrics) if "/watch/" not in name]
         ordered = [column.name for column in Row.lay_out([row], names).columns if column.name]
         values = (
-            f"{name} {tables.format_metric(name, metrics[name])}{'*' if name in row.best else ''}"
+            f"{name} {reprs.format_metric(name, metrics[name])}{'*' if name in row.best else ''}"
             for name in ordered
         )
         at = attrs.evolve(self.pace.at(self.state), epoch=row.number, step=row.record.step)
@@ -1022,11 +1023,11 @@ class _Log(_View):
         self.written = time.monotonic()
         lines = [""]
         for part in filter(None, parts):
-            if len(part) > tables.WIDEST:  # a sentence: broken between two words
-                lines[-1:] = [*filter(str.strip, lines), *tables.wrap(part, tables.WIDEST, "    ")]
+            if len(part) > reprs.WIDEST:  # a sentence: broken between two words
+                lines[-1:] = [*filter(str.strip, lines), *reprs.wrap(part, reprs.WIDEST, "    ")]
                 continue
-            if lines[-1].strip() and len(lines[-1]) + 2 + len(part) > tables.WIDEST:
+            if lines[-1].strip() and len(lines[-1]) + 2 + len(part) > reprs.WIDEST:
                 lines.append("  ")
             lines[-1] += f"  {part}" if lines[-1] else part
         with contextlib.suppress(OSError, ValueError):  # a full disk or a closed file ends no run
-            print(tables.printable("\n".join(lines), self.file), file=self.file, flush=True)
+            print(reprs.printable("\n".join(lines), self.file), file=self.file, flush=True)

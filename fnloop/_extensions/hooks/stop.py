@@ -35,6 +35,7 @@ from fnloop.extend import (
     containers,
     engine_of,
     isolated,
+    reprs,
     tables,
     with_slot,
 )
@@ -310,7 +311,7 @@ class early_stop(Hook):
         good, bad = self.stopping_threshold, self.divergence_threshold
         if self.check_finite and not math.isfinite(newest):
             return f"is not finite: {newest}"
-        written = tables.format_metric(self.key, newest)
+        written = reprs.format_metric(self.key, newest)
         if good is not None and better(newest, good):
             return f"reached {written}, better than {good:g} {direction}"
         if bad is not None and better(bad, newest):
@@ -326,8 +327,8 @@ class early_stop(Hook):
             least = f" on the baseline {self.baseline:g}{least}"
         where = _place(wait.record, state)
         return (
-            f"has not improved{least} for {tables.format_count(wait.evaluations, 'evaluation')} "
-            f"({best} {tables.format_metric(self.key, wait.reference)}, {where})"
+            f"has not improved{least} for {reprs.format_count(wait.evaluations, 'evaluation')} "
+            f"({best} {reprs.format_metric(self.key, wait.reference)}, {where})"
         )
 
 

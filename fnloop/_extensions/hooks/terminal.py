@@ -13,7 +13,7 @@ from typing import TextIO
 
 from tqdm.utils import disp_len
 
-from fnloop.extend import tables
+from fnloop.extend import reprs
 
 _STYLES = {"bold": "1", "dim": "2", "green": "32", "yellow": "33", "cyan": "36"}
 
@@ -72,14 +72,14 @@ class Screen:
                 self._redirected = contextlib.ExitStack()
                 for name in ("stdout", "stderr"):
                     self._redirect(self._redirected, name)
-            self._line = tables.printable(line, self.file)
+            self._line = reprs.printable(line, self.file)
             self._show(self._line)
 
     def print(self, *lines: str) -> None:
         """Write lines above the bottom line."""
         with self._lock, contextlib.suppress(OSError):
             self._show("")
-            self.write(tables.printable("\n".join([*lines, ""]), self.file), self._out)
+            self.write(reprs.printable("\n".join([*lines, ""]), self.file), self._out)
 
     def close(self) -> None:
         """Remove the bottom line, and give the streams back."""

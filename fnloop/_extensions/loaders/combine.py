@@ -14,11 +14,10 @@ import torch
 from toolz import partition_all
 from torch.utils.data import BatchSampler
 
-from fnloop._data.position import Pass
 from fnloop._extensions.loaders.composed import Composed, Item, Together, items_of
 from fnloop._extensions.loaders.map_style import MapStyle
 from fnloop._extensions.loaders.sampled import Index
-from fnloop.extend import Batch, checks, name_of, rng
+from fnloop.extend import Batch, Pass, checks, name_of, rng
 
 # --------------------------------------------------------------------------------------------------
 # One batch of each of several loaders at a time.
@@ -377,7 +376,7 @@ def take(loader: object, n: int) -> Composed:
 class _OfOne(Composed):
     """The base of loaders that are made of one, with one setting."""
 
-    def __init__(self, call: str, loader: object, setting: object) -> None:
+    def __init__(self, call: str, loader: object, setting: Batch) -> None:
         super().__init__(call, {call: loader})
         self.setting = setting
         (self.part,) = self.parts.values()
@@ -390,15 +389,14 @@ class _Take(_OfOne):
     def __init__(self, loader: object, n: int) -> None:
         n = checks.integer("take", "n", n, "the batches of an epoch")
         super().__init__("take", loader, n)
-        self.n = n
 
     def length_in(self, epoch: int) -> int:
         __tracebackhide__ = True
         length = self.part.length_in(epoch)
-        return self.n if length is None else min(self.n, length)
+        return self.setting if length is None else min(self.setting, length)
 
     def items(self, at: Pass) -> Iterator[Item]:
-        return itertools.islice(items_of(self.part, at), max(self.n - at.start, 0))
+        return itertools.islice(items_of(self.part, at), max(self.setting - at.start, 0))
 
 
 def fraction(loader: object, f: float) -> Composed:
@@ -428,7 +426,6 @@ class _Fraction(_OfOne):
     def __init__(self, loader: object, f: float) -> None:
         f = checks.number("fraction", "f", f, "the part of an epoch", above=0, most=1)
         super().__init__("fraction", loader, f)
-        self.f = f
         length = self.part.length_in(0)
         if length is None:
             raise ValueError(
@@ -443,7 +440,7 @@ class _Fraction(_OfOne):
     def length_in(self, epoch: int) -> int:
         __tracebackhide__ = True
         length = self.part.length_in(epoch) or 0
-        return math.floor(Fraction(str(self.f)) * length)
+        return math.floor(Fraction(str(self.setting)) * length)
 
     def items(self, at: Pass) -> Iterator[Item]:
         left = self.length_in(at.epoch or 0) - at.start
@@ -563,13 +560,12 @@ class _Fixed(_OfOne):
     def __init__(self, loader: object, n: int) -> None:
         n = checks.integer("fixed", "n", n, "the batches of an epoch")
         super().__init__("fixed", loader, n)
-        self.n = n
         self._own: tuple[int, Iterator[int]] | None = None
 
     def length_in(self, epoch: int) -> int:
         __tracebackhide__ = True
         length = self.part.length_in(0)
-        return self.n if length is None else min(self.n, length)
+        return self.setting if length is None else min(self.setting, length)
 
     def items(self, at: Pass) -> Iterator[Item]:
         __tracebackhide__ = True
@@ -579,7 +575,7 @@ class _Fixed(_OfOne):
             yield from items_of(self.part, at, indices)
         else:
             items = items_of(self.part, at._replace(epoch=None if at.epoch is None else 0))
-            yield from itertools.islice(items, max(self.n - at.start, 0))
+            yield from itertools.islice(items, max(self.setting - at.start, 0))
 
     def _indices(self, part: MapStyle, at: Pass) -> list[Index]:
         """Return the indices of each batch of an epoch."""
@@ -596,7 +592,7 @@ class _Fixed(_OfOne):
     def _ordered(self, part: MapStyle, at: Pass) -> list[Index]:
         """Return the indices of the first batches that the loader has in an epoch."""
         at.set_epoch(*part.samplers)
-        return list(itertools.islice(part.indices_from(at.order, 0), self.n))
+        return list(itertools.islice(part.indices_from(at.order, 0), self.setting))
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield the batches of a pass of its own. All passes have the samples of the first."""

@@ -10,21 +10,9 @@ from typing import NamedTuple
 
 import torch
 
-from fnloop._data.loaders import (
-    Padding,
-    batch_size_of,
-    check_loader,
-    glimpse,
-    is_iterable,
-    sharded,
-    unmarked,
-)
-from fnloop._data.position import Pass, Positions
-from fnloop._data.reader import Reader, reader_of
-from fnloop._data.source import open_source
-from fnloop._extensions.loaders.map_style import MapStyle, Request, is_map_style, only_seen
+from fnloop._extensions.loaders.map_style import Look, MapStyle, Request
 from fnloop._extensions.loaders.sampled import Index
-from fnloop.extend import Batch, collectives, isolated, rng
+from fnloop.extend import Batch, Pass, Reader, Source, collectives, containers, isolated, rng
 
 # --------------------------------------------------------------------------------------------------
 # Loaders made of loaders: the base of what `fnloop.data` returns.
@@ -32,11 +20,6 @@ from fnloop.extend import Batch, collectives, isolated, rng
 # A composed loader says in which order the items of its parts follow each other, as a function of
 # (seed, epoch). It is read as a part of another in the same way, so it can be composed again. The
 # items are distributed to the processes once, at the outermost loader.
-
-
-def reader_of_composed(loader: object) -> Composed | None:
-    """Return how a loader that is made of others is read: it says so itself."""
-    return loader if isinstance(loader, Composed) else None
 
 
 class Composed(Reader):
@@ -54,20 +37,19 @@ class Composed(Reader):
     varies = True
 
     def __init__(self, call: str, loaders: Mapping[str, object]) -> None:
+        super().__init__()
         self.call = call
         self.loaders = dict(loaders)
         self.parts: dict[str, Reader] = {}
-        for name, given in self.loaders.items():
-            check_loader(given, name, alone=True)
-            loader, is_even = unmarked(given)
-            if isinstance(loader, sharded):
+        for name, loader in self.loaders.items():
+            self.parts[name] = part = Reader.of(loader, name)
+            if part.shared:
                 raise ValueError(
                     f"{call} distributes the batches of its loaders to the processes, and "
                     f"{loader!r} gives this process its own already: mark the whole, "
                     f"sharded({call}(...))"
                 )
-            self.parts[name] = part = reader_of(loader)
-            self.even |= is_even or part.even
+            self.even |= part.even
 
     @abc.abstractmethod
     def items(self, at: Pass) -> Iterator[Item]: ...
@@ -89,13 +71,21 @@ class Composed(Reader):
     @property
     def ahead(self) -> int:  # type: ignore[override]
         """How many batches are read ahead: one, and those that workers make."""
-        asked = [each for each in self.leaves() if is_map_style(each) and each.num_workers]
-        return 1 + sum((each.prefetch_factor or 0) * each.num_workers + 1 for each in asked)
+        asked = [part.loader for part in self._innermost() if isinstance(part, MapStyle)]
+        return 1 + sum(
+            (each.prefetch_factor or 0) * each.num_workers + 1 for each in asked if each.num_workers
+        )
 
-    def positions(self) -> Positions:
-        contents = lambda item: known_of(item, lambda batch: batch)
-        owners = [*filter(is_iterable, self.leaves())]
-        return Positions(f"{self.call}(...)", contents=contents, owners=owners)
+    def _innermost(self) -> Iterator[Reader]:
+        """Yield the parts that are not made of others, and those of the others."""
+        for part in self.parts.values():
+            yield from part._innermost() if isinstance(part, Composed) else (part,)
+
+    def name(self) -> str:
+        return f"{self.call}(...)"
+
+    def contents(self, item: Item) -> object:
+        return known_of(item, lambda batch: batch)
 
     def read(self, at: Pass) -> Iterator[Batch]:
         items = lambda: self.items(at.apart())
@@ -104,11 +94,11 @@ class Composed(Reader):
         make = lambda items: _Fetching(items, at.sharing.held.note).batches()
         return at.sharing.sampling_first(share, at.place, seen, make)
 
-    def indices_of_all(self, at: Pass) -> Iterator[object]:
-        leaves = self.leaves()
-        others = [leaf for leaf in leaves if not is_map_style(leaf)]
+    def indices(self, at: Pass) -> Iterator[object]:
+        by_index = [isinstance(part, MapStyle) for part in self._innermost()]
+        others = [part for part in self._innermost() if not isinstance(part, MapStyle)]
         # To know what comes next, a stream would have to be read.
-        if len(others) == len(leaves) or any(type(each) not in (list, tuple) for each in others):
+        if not any(by_index) or any(type(each.loader) not in (list, tuple) for each in others):
             return iter(())
         return (known_of(item, lambda batch: None) for item in self.items(at.apart()))
 
@@ -126,7 +116,7 @@ class Composed(Reader):
         return self._one_pass(rng.new_seed(), None)
 
     def _one_pass(self, seed: int, epoch: int | None) -> Iterator[Batch]:
-        batches = open_source(self, seed).batches(epoch, 0, 0)
+        batches = Source.open(self, seed).batches(epoch, 0, 0)
         while True:
             with isolated(torch.device("cpu")):
                 batch = next(batches, self)
@@ -192,17 +182,16 @@ def size_of(item: Item) -> int:
     if isinstance(item, Together):
         sizes = {size_of(one) for one in item.items.values()}
         return sizes.pop() if len(sizes) == 1 else 0
-    return batch_size_of(item.batch)
+    return containers.batch_size_of(item.batch)
 
 
-def seen(item: Item | Padding) -> Item:
-    """Return the item that is a glimpse of the batch of another item."""
+def seen(item: Item, look: Look) -> Item:
+    """Return the item in the place of whose batch comes a look at that of another item."""
     if isinstance(item, Requested):
-        return item._replace(request=only_seen(item.request))
+        return item._replace(request=item.request.seen(look))
     if isinstance(item, Together):
-        return Together({name: seen(one) for name, one in item.items.items()})
-    assert isinstance(item, Given)
-    return Given(glimpse(item.batch))
+        return Together({name: seen(one, look) for name, one in item.items.items()})
+    return Given([look(item.batch)] * 2)
 
 
 def known_of(item: Item, of_given: Callable[[Batch], object]) -> object:
@@ -224,12 +213,10 @@ class _Fetching:
         note: is told of each batch whose memory may be that of another, with its round.
     """
 
-    def __init__(
-        self, items: Iterator[Item | Padding], note: Callable[[Batch, int], object]
-    ) -> None:
+    def __init__(self, items: Iterator[Item], note: Callable[[Batch, int], object]) -> None:
         self._items, self._note_batch = items, note
         self._made = 0  # rounds
-        self._ahead: deque[Item | Padding] = deque()
+        self._ahead: deque[Item] = deque()
         self._requests: defaultdict[MapStyle, deque[Request]] = defaultdict(deque)
         self._fetched: dict[MapStyle, Iterator[Batch]] = {}
 
@@ -251,11 +238,9 @@ class _Fetching:
         self._note(item)
         return True
 
-    def _note(self, item: Item | Padding) -> None:
-        if type(item) is Requested:
+    def _note(self, item: Item) -> None:
+        if isinstance(item, Requested):
             self._requests[item.part].append(item.request)
-        elif isinstance(item, Padding):
-            self._note(item.batch)
         elif isinstance(item, Together):
             for one in item.items.values():
                 self._note(one)
@@ -268,9 +253,9 @@ class _Fetching:
             if waiting:
                 yield waiting.popleft()
 
-    def _make(self, item: Item | Padding) -> Batch:
+    def _make(self, item: Item) -> Batch:
         __tracebackhide__ = True
-        if type(item) is Requested:
+        if isinstance(item, Requested):
             if item.part not in self._fetched:
                 fetched = item.part.make(self._asked_of(item.part))
                 self._fetched[item.part] = self._pools.enter_context(contextlib.closing(fetched))
@@ -278,12 +263,9 @@ class _Fetching:
             if item.part.reuses:
                 self._note_batch(batch, self._made)
             return batch
-        if isinstance(item, Padding):
-            return Padding(self._make(item.batch))
         if isinstance(item, Together):
             batches: dict[str, Batch] = {}
             for name, one in item.items.items():  # a comprehension is a frame in the traceback
                 batches[name] = self._make(one)
             return batches
-        assert isinstance(item, Given)
         return item.batch

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import signal
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator
-from typing import Any, NamedTuple, TypeGuard, cast
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 from toolz import partition, partition_all
@@ -14,7 +15,6 @@ from torch.utils.data import (
     ConcatDataset,
     DataLoader,
     Dataset,
-    IterableDataset,
     RandomSampler,
     SequentialSampler,
     Subset,
@@ -23,19 +23,20 @@ from torch.utils.data import (
     default_collate,
 )
 
-from fnloop._data.iterable import (
-    as_torch_reads_it,
-    is_keeper,
-    length_of,
-    steady_workers,
-)
-from fnloop._data.loaders import Padding, alike, glimpse
-from fnloop._data.position import Pass, Positions
-from fnloop._data.reader import Iterated
 from fnloop._extensions.loaders.bucketed import Bucketed
 from fnloop._extensions.loaders.rows import fetch_batch, kind_of
-from fnloop._extensions.loaders.sampled import Index, SampledPositions
-from fnloop.extend import Batch, checks, fold_in, isolated, rng, torch_compat
+from fnloop._extensions.loaders.sampled import Index, Sampled
+from fnloop.extend import (
+    Batch,
+    Pass,
+    Reader,
+    checks,
+    containers,
+    fold_in,
+    isolated,
+    rng,
+    torch_compat,
+)
 
 # The sampler says which samples. Each batch of indices travels to the worker (or to this process)
 # with the seed that its randomness starts from. So shuffling and random augmentation are a function
@@ -52,22 +53,18 @@ _TORCH_SAMPLERS = (
 )
 
 
-def reader_of_map_style(loader: object) -> MapStyle | None:
+Look = Callable[[object], object]
+
+
+def reader_of_map_style(plain: Reader) -> MapStyle | None:
     """Return how a DataLoader is read that takes samples by index; None of any other loader.
 
     Raises:
         ValueError: it makes batches of batches.
     """
-    if isinstance(loader, DataLoader):
-        _check_not_nested(loader)
-    return MapStyle(loader) if is_map_style(loader) else None
-
-
-def is_map_style(loader: object) -> TypeGuard[DataLoader[object]]:
-    """Return whether a loader takes samples by index, in torch's own way, or torchdata's."""
-    if not as_torch_reads_it(loader) or isinstance(loader.dataset, IterableDataset):
-        return False
-    return type(loader).__iter__ is DataLoader.__iter__ or not is_keeper(loader.dataset)
+    if isinstance(plain.loader, DataLoader):
+        _check_not_nested(plain.loader)
+    return MapStyle(plain.loader) if plain.takes_indices else None
 
 
 def _check_not_nested(loader: DataLoader[object]) -> None:
@@ -81,7 +78,7 @@ def _check_not_nested(loader: DataLoader[object]) -> None:
         )
 
 
-class MapStyle(Iterated):
+class MapStyle(Reader):
     """How a DataLoader is read that takes samples by index."""
 
     def __init__(self, loader: DataLoader[object]) -> None:
@@ -90,7 +87,7 @@ class MapStyle(Iterated):
         # Their order may be another one when they are read again.
         self.samplers_of_user = [each for each in self.samplers if type(each) not in known]
         batched = cast(BatchSampler, loader.batch_sampler)
-        samples = length_of(batched.sampler) if type(batched) is BatchSampler else None
+        samples = containers.length_of(batched.sampler) if type(batched) is BatchSampler else None
         if samples is not None:
             self.batch_size, self.samples = batched.batch_size, samples
             self.drop_last = batched.drop_last
@@ -100,19 +97,19 @@ class MapStyle(Iterated):
             return super().size()
         return len(self.loader.batch_sampler.sampler), "samples"
 
-    def positions(self) -> Positions:
-        known = {"measure": self.size, "contents": None, "owners": self.samplers}
-        if self.samplers_of_user:
-            return SampledPositions(type(self.samplers_of_user[0]).__name__, **known)
-        return Positions(type(self.loader).__name__, **known)
+    def name(self) -> str:
+        return type([*self.samplers_of_user, self.loader][0]).__name__
+
+    def owners(self) -> Sequence[object]:
+        return self.samplers
 
     def read(self, at: Pass) -> Iterator[Batch]:
         share = at.sharing.split(self.items(at, at.sharing.complete), lambda item: item.size)
-        batches = at.sharing.sampling_first(share, at.place, only_seen, self.make)
+        batches = at.sharing.sampling_first(share, at.place, Request.seen, self.make)
         held = at.sharing.held
         return held.counted(held.watched(batches)) if self.reuses else batches
 
-    def make(self, requests: Iterator[Request | Padding]) -> Generator[Batch, None, None]:
+    def make(self, requests: Iterator[Request]) -> Generator[Batch, None, None]:
         """Yield the batches that are requested."""
         __tracebackhide__ = True
         if self.loader.num_workers:
@@ -137,18 +134,16 @@ class MapStyle(Iterated):
         __tracebackhide__ = True
         seeds, stride = at.fetch, self.batch_size or 1
         start = (self.batch_size and at.samples) or at.start * stride
-        positions = at.positions
-        noted = positions if isinstance(positions, SampledPositions) and positions.wanted else None
         if indices is None:
             at.set_epoch(self.loader.dataset, *self.samplers)
-        positions.open(at.epoch, at.start)
-        if indices is None:
-            skipped = None if noted is None else noted.skipped
-            left = self.indices_from(at.order, start, complete, skipped)
+            at.positions.open(at.epoch, at.start)
+            if self.samplers_of_user and at.positions.wanted:
+                noted = Sampled(at)
+                left = noted.noting(self.indices_from(at.order, start, complete, noted.skipped))
+            else:
+                left = self.indices_from(at.order, start, complete)
         else:
             left = itertools.islice(indices, at.start, None)
-        if noted is not None:
-            left = noted.noted_indices(left)
         batched = self.loader.batch_sampler is not None
         is_known = batched and _keeps_all(self.loader)
         for n, index in enumerate(at.sharing.note_order(left, batched)):
@@ -178,13 +173,11 @@ class MapStyle(Iterated):
             return _batched(_after(indices, start, skipped), batched, complete)
         return _after(_batched(indices, batched, complete), start, skipped)
 
-    def indices_of_all(self, at: Pass) -> Iterator[Index]:
-        positions = at.positions
-        if isinstance(positions, SampledPositions) and (
-            (noted := positions.indices_from(at.epoch, at.start)) is not None
-        ):
-            return noted
-        at = at._replace(positions=Positions())
+    def indices(self, at: Pass) -> Iterator[Index]:
+        noted = at.positions.noted
+        if isinstance(noted, Sampled) and (known := noted.from_batch(at)) is not None:
+            return known
+        at = at._replace(positions=self.positions())  # the pass's own stay as they are
         return (request.index for request in self.items(at, at.sharing.complete))
 
     def how_read(self) -> tuple[str, bool] | None:
@@ -281,20 +274,18 @@ class Request(NamedTuple):
         position: that of the batch in the epoch.
         index: that of one sample, or a list of them.
         size: how many samples it has, or 0 if that is not known.
-        only_seen: whether only a glimpse of its first sample is wanted.
+        look: what is wanted of its first sample, in the place of the batch, if anything.
     """
 
     seeds: int
     position: int
     index: Index
     size: int
-    only_seen: bool = False
+    look: Look | None = None
 
-
-def only_seen(request: Request | Padding) -> Request:
-    """Return a request for a glimpse of the first sample that a request asks for."""
-    assert isinstance(request, Request)
-    return request._replace(only_seen=True)
+    def seen(self, look: Look) -> Request:
+        """Return a request for a look at the first sample that this one asks for."""
+        return self._replace(look=look)
 
 
 class _BatchDataset(Dataset[Batch]):
@@ -307,13 +298,11 @@ class _BatchDataset(Dataset[Batch]):
         collates_by_default = self.batched and self.collate is default_collate
         self.is_read_at_once = collates_by_default and kind_of(self.dataset) is not None
 
-    def __getitem__(self, request: Request | Padding) -> Batch:
+    def __getitem__(self, request: Request) -> Batch:
         __tracebackhide__ = True
         batch = None
-        if isinstance(request, Padding):
-            return Padding(self[request.batch])
-        if request.only_seen:
-            return self._see(request)
+        if request.look is not None:
+            return self._see(request, request.look)
         if self.is_read_at_once:
             batch = fetch_batch(self.dataset, request.index)
         if batch is None:
@@ -321,8 +310,8 @@ class _BatchDataset(Dataset[Batch]):
             batch = self._make(request.index)
         return batch
 
-    def _see(self, request: Request) -> object:
-        """Return a glimpse of a batch's first sample; None if it is not the same when read twice.
+    def _see(self, request: Request, look: Look) -> object:
+        """Return a look at a batch's first sample, and at the same read again; None if it raises.
 
         Nothing else notices: neither the generators nor what is made of the other requests.
         """
@@ -333,12 +322,12 @@ class _BatchDataset(Dataset[Batch]):
                     torch.default_generator.manual_seed(fold_in(request.seeds, request.position))
                     rng.seed_host(fold_in(request.seeds, request.position))
                     if self.fetches_batches:
-                        found.append(glimpse(self.dataset.__getitems__(index[:1])))
+                        found.append(look(self.dataset.__getitems__(index[:1])))
                     else:
-                        found.append(glimpse(self.dataset[index[0] if self.batched else index]))
+                        found.append(look(self.dataset[index[0] if self.batched else index]))
         except Exception:  # the process that reads the batch raises it
             return None
-        return found[0] if alike(*found) else None
+        return found
 
     def _make(self, index: Index) -> Batch:
         __tracebackhide__ = True
@@ -392,9 +381,7 @@ def _with_workers(loader: DataLoader[object], requests: Iterator[object]) -> Ite
     pool, sampler = _worker_loaders.pop(loader, None) or _worker_loader(loader)
     try:
         sampler.next = requests
-        with steady_workers(pool):
-            batches = torch_compat.make_killable(iter(pool))
-        yield from batches
+        yield from torch_compat.make_killable(iter(pool))
     finally:
         if loader.persistent_workers:
             _worker_loaders[loader] = pool, sampler
@@ -421,12 +408,17 @@ def _worker_loader(loader: DataLoader[object]) -> tuple[DataLoader[object], _Req
 
 
 class _WorkerInit(NamedTuple):
-    """The user's worker_init_fn, with the user's dataset in ``get_worker_info()``."""
+    """The user's worker_init_fn, with the user's dataset in ``get_worker_info()``.
+
+    The worker ignores its first SIGTERM. Schedulers often signal every process of a job, but a run
+    that stops after the current update still needs its workers.
+    """
 
     init: Callable[[int], None] | None
 
     def __call__(self, worker: int) -> None:
         info: Any = torch.utils.data.get_worker_info()
+        signal.signal(signal.SIGTERM, lambda number, frame: signal.signal(number, signal.SIG_DFL))
         torch_compat.set_worker_dataset(info, info.dataset.dataset)
         if self.init is not None:
             self.init(worker)

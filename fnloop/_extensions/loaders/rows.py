@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from array import array
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, cast
+from collections.abc import Callable, Sequence
+from typing import cast
 
 import numpy as np
 import torch
@@ -32,20 +33,8 @@ _DTYPES = frozenset(map(np.dtype, "?bBhHiIlqefdFD"))
 _FORMATS = ("torch", "numpy", None)
 
 
-class _ArrowDataset(Protocol):
-    """A ``datasets.Dataset`` of Hugging Face."""
-
-    format: Mapping[str, object]
-
-    def __getitem__(self, index: list[int]) -> dict[str, Sequence[object]]: ...
-
-
-class _ArrowColumn(Protocol):
-    """One of its columns, ``dataset["x"]``."""
-
-    source: _ArrowDataset
-
-    def __getitem__(self, index: list[int]) -> object: ...
+class _Plainly(Exception):
+    """Raised where the plain way might give something else."""
 
 
 def kind_of(dataset: object, by_sample: bool = False) -> object:
@@ -89,55 +78,58 @@ def fetch_batch(dataset: object, index: object) -> Batch | None:
         index: which samples; anything but a list of ints is left to the plain way.
     """
     __tracebackhide__ = True
-    if type(index) is not list or not index or not {*map(type, index)} <= _INDICES:
+    try:
+        return _read(dataset, index)
+    except _Plainly:
         return None
+
+
+def _read(dataset: object, index: object) -> Batch:
+    __tracebackhide__ = True
     kind = type(dataset)
     read = _ROWS.get(kind) or _COMPOSED.get(kind)
     if read is None and kind.__module__ == "datasets.arrow_dataset":
         read = _ARROW.get(kind.__qualname__)
-    return None if read is None else read(dataset, index)
+    if type(index) is not list or not index or not {*map(type, index)} <= _INDICES or read is None:
+        raise _Plainly
+    return read(dataset, index)
 
 
 # --- rows of tensors
 
 
-def _tensors(dataset: TensorDataset, index: list[int]) -> list[Tensor] | None:
-    return _select(dataset.tensors, index)
-
-
-def _tensor(dataset: Tensor, index: list[int]) -> Tensor | None:
-    found = _select((dataset,), index)
-    return None if found is None else found[0]
-
-
-def _array(dataset: np.ndarray, index: list[int]) -> Tensor | None:
+def _array(dataset: np.ndarray, index: list[int]) -> Tensor:
     # from_numpy takes no negative strides, and rows without a dimension are Python's business.
     if dataset.dtype not in _DTYPES or min(dataset.strides, default=-1) < 0:
-        return None
+        raise _Plainly
     if dataset.flags.writeable:
-        return _tensor(torch.from_numpy(dataset), index)
+        return _rows(torch.from_numpy(dataset), index)
     if min(index) < 0 or max(index) >= len(dataset):
-        return None
+        raise _Plainly
     return torch.from_numpy(dataset.take(index, axis=0))  # of the array itself, torch would warn
 
 
-_ROWS: dict[type, Callable[..., Batch | None]] = {
-    TensorDataset: _tensors,
-    Tensor: _tensor,
-    np.ndarray: _array,
-    np.memmap: _array,
-}
+def _rows(tensor: Tensor, index: list[int]) -> Tensor:
+    return _select((tensor,), index)[0]
 
 
-def _select(tensors: Sequence[Tensor], index: list[int]) -> list[Tensor] | None:
-    """Return these rows of each tensor, or None if stacking them might give something else."""
+def _select(tensors: Sequence[Tensor], index: list[int]) -> list[Tensor]:
+    """Return these rows of each tensor."""
     if not all(map(_is_plain, tensors)):
-        return None
+        raise _Plainly
     try:
         rows = torch.frombuffer(array("q", index), dtype=torch.int64)
         return [t.index_select(0, _rows_for(t, rows, index)) for t in tensors]
     except (IndexError, OverflowError, RuntimeError):  # an index is negative or too large
-        return None
+        raise _Plainly from None
+
+
+_ROWS: dict[type, Callable[..., Batch]] = {
+    TensorDataset: lambda dataset, index: _select(dataset.tensors, index),
+    Tensor: _rows,
+    np.ndarray: _array,
+    np.memmap: _array,
+}
 
 
 def _rows_for(tensor: Tensor, rows: Tensor, index: list[int]) -> Tensor:
@@ -166,7 +158,7 @@ def _is_plain(tensor: Tensor) -> bool:
 # --- datasets of datasets
 
 
-def _subset(dataset: Subset[object], index: list[int]) -> Batch | None:
+def _subset(dataset: Subset[object], index: list[int]) -> Batch:
     __tracebackhide__ = True
     indices = dataset.indices
     try:
@@ -175,60 +167,51 @@ def _subset(dataset: Subset[object], index: list[int]) -> Batch | None:
         else:
             chosen = [indices[i] for i in index]
     except IndexError:
-        return None
-    return fetch_batch(dataset.dataset, chosen)
+        raise _Plainly from None
+    return _read(dataset.dataset, chosen)
 
 
-def _stack(dataset: StackDataset[tuple[object, ...]], index: list[int]) -> Batch | None:
+def _stack(dataset: StackDataset[tuple[object, ...]], index: list[int]) -> Batch:
     __tracebackhide__ = True
     if kind_of(dataset) is None:
-        return None
-    named = dataset.datasets
-    found = []
+        raise _Plainly
+    named, found = dataset.datasets, []
     for part in named.values() if isinstance(named, dict) else named:
-        found.append(fetch_batch(part, index))
-        if found[-1] is None:
-            return None
+        found.append(_read(part, index))
     return dict(zip(named, found, strict=True)) if isinstance(named, dict) else found
 
 
-def _concat(dataset: ConcatDataset[object], index: list[int]) -> Batch | None:
+def _concat(dataset: ConcatDataset[object], index: list[int]) -> Batch:
     __tracebackhide__ = True
     ends, rows = dataset.cumulative_sizes, np.array(index)
-    if kind_of(dataset) is None or rows.dtype != np.int64 or rows.min() < 0:
-        return None
-    if rows.max() >= ends[-1]:
-        return None
+    is_known = kind_of(dataset) is not None and rows.dtype == np.int64
+    if not is_known or rows.min() < 0 or rows.max() >= ends[-1]:
+        raise _Plainly
     which = np.searchsorted(ends, rows, side="right")
     found: list[Batch] = []
     for n in np.flatnonzero(np.bincount(which)):
         own = rows[which == n] - (ends[n - 1] if n else 0)
-        found.append(fetch_batch(dataset.datasets[n], own.tolist()))
-        if found[-1] is None:
-            return None
+        found.append(_read(dataset.datasets[n], own.tolist()))
     if len(found) == 1:
         return found[0]
     return _mixed(found, torch.from_numpy(which.argsort(kind="stable").argsort()))
 
 
-def _mixed(batches: list[Batch], rows: Tensor) -> Batch | None:
-    """Return these rows of batches in a row; None if stacking samples might give something else."""
+def _mixed(batches: list[Batch], rows: Tensor) -> Batch:
+    """Return these rows of batches in a row."""
     first = batches[0]
     if isinstance(first, Tensor):
-        alike = {(b.dtype, b.device, b.shape[1:]) for b in batches}
-        if len(alike) > 1:
-            return None
+        if len({(b.dtype, b.device, b.shape[1:]) for b in batches}) > 1:
+            raise _Plainly
         return torch.cat(batches).index_select(0, rows.to(first.device))
     names = list(first) if isinstance(first, dict) else range(len(first))
     if any(len(batch) != len(first) for batch in batches):
-        return None
+        raise _Plainly
     parts = [_mixed([batch[name] for batch in batches], rows) for name in names]
-    if any(part is None for part in parts):
-        return None
     return dict(zip(names, parts, strict=True)) if isinstance(first, dict) else parts
 
 
-_COMPOSED: dict[type, Callable[..., Batch | None]] = {
+_COMPOSED: dict[type, Callable[..., Batch]] = {
     Subset: _subset,
     StackDataset: _stack,
     ConcatDataset: _concat,
@@ -237,16 +220,15 @@ _COMPOSED: dict[type, Callable[..., Batch | None]] = {
 # --- Hugging Face
 
 
-def _arrow_rows(dataset: _ArrowDataset, index: list[int]) -> Batch | None:
+def _arrow_rows(dataset: Batch, index: list[int]) -> Batch:
     """Return rows of a ``datasets.Dataset``, of which torch makes samples, to stack them again."""
     __tracebackhide__ = True
     if dataset.format["type"] not in _FORMATS:
-        return None
+        raise _Plainly
     columns = dataset[index]
-    if not columns or any(
-        type(rows) not in (Tensor, np.ndarray, list) for rows in columns.values()
-    ):
-        return None
+    kinds = {type(rows) for rows in columns.values()}
+    if not columns or not kinds <= {Tensor, np.ndarray, list}:
+        raise _Plainly
     return {name: _stacked(rows) for name, rows in columns.items()}
 
 
@@ -254,22 +236,25 @@ def _stacked(rows: Sequence[object]) -> Batch:
     __tracebackhide__ = True
     if type(rows) is Tensor and rows.is_contiguous() and not rows.requires_grad:
         return rows
-    # A copy: its memory may be that of a file.
-    found = _array(rows, [*range(len(rows))]) if type(rows) is np.ndarray else None
-    return default_collate(list(rows)) if found is None else found
+    if type(rows) is np.ndarray:
+        with contextlib.suppress(_Plainly):
+            return _array(rows, [*range(len(rows))])  # a copy: its memory may be that of a file
+    return default_collate(list(rows))
 
 
-def _arrow_column(column: _ArrowColumn, index: list[int]) -> Tensor | None:
+def _arrow_column(column: Batch, index: list[int]) -> Tensor:
     """Return rows of a column, which torch would read sample by sample."""
     __tracebackhide__ = True
     source = column.source
     if type(source).__qualname__ != "Dataset" or source.format["type"] != "torch":
-        return None
+        raise _Plainly
     rows = column[index]
     if type(rows) is not Tensor or not rows.is_contiguous() or rows.requires_grad:
-        return None
+        raise _Plainly
     # A sample that is missing is NaN among others, and has another type by itself.
-    return None if rows.is_floating_point() and bool(rows.isnan().any()) else rows
+    if rows.is_floating_point() and bool(rows.isnan().any()):
+        raise _Plainly
+    return rows
 
 
-_ARROW: dict[str, Callable[..., Batch | None]] = {"Dataset": _arrow_rows, "Column": _arrow_column}
+_ARROW: dict[str, Callable[..., Batch]] = {"Dataset": _arrow_rows, "Column": _arrow_column}

@@ -7,70 +7,57 @@ import itertools
 import zlib
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 import torch
 
-from fnloop._data.position import Positions
+from fnloop.extend import Batch, Pass
 
-Index = Any  # what a sampler yields: the index of a sample, or a list of them
+Index = Batch  # what a sampler yields: the index of a sample, or a list of them
 _KEPT = 10_000  # indices, to name the samples that are affected
 _NAMED = 8  # samples in a message
 
 
-class SampledPositions(Positions):
-    """Where a loader is, and which samples its sampler has given, if it is one of the user's."""
-
-    def forget(self, epoch: int | None, start: int) -> None:
-        super().forget(epoch, start)
-        self._indices: _Indices | None = None
-        self._opened = epoch, start
-
-    def skipped(self, indices: list[Index]) -> None:
-        """Note the indices that a sampler gives before the position. Compare them with those then.
-
-        A sampler of the user's is meant, so that those which follow are noted too.
-        """
-        given = self.given(*self._opened)
-        known = None if given is None else given.get("indices")
-        self._indices = _Indices(indices if known is None else known.tolist())
-        if given is None or "order" not in given:
-            return
-        now = _Indices(indices)
-        if given["order"] != now.up_to(0)["order"]:
-            known = given.get("indices")
-            self.tell(given, "samples", "" if known is None else _affected(known.tolist(), now))
-
-    def indices_from(self, epoch: int | None, batch: int) -> Iterator[Index] | None:
-        """Return what a sampler of the user's has given from a position on, if it was noted."""
-        if self._indices is None or epoch != self._opened[0] or batch < self._opened[1]:
-            return None
-        return itertools.islice(self._indices.batches, batch - self._opened[1], None)
-
-    def noted_indices(self, batches: Iterator[Index]) -> Iterator[Index]:
-        """Return the indices of batches, noting them."""
-        __tracebackhide__ = True
-        assert self._indices is not None
-        for index in batches:
-            self._indices.batches.append(index)
-            yield index
-
-    def more(self, n: int) -> Mapping[str, object]:
-        return {} if self._indices is None else self._indices.up_to(n)
-
-
-class _Indices:
-    """The indices that a sampler has given in an epoch.
+class Sampled:
+    """The indices that a sampler of the user's has given in an epoch, noted in its positions.
 
     Args:
-        before: those before the position where it is read: of samples, or lists of them.
+        at: where it is read from. Its positions are open.
     """
 
-    def __init__(self, before: list[Index]) -> None:
-        self.before = [*_flat(before)]
-        self.batches: list[Index] = []  # those after it
-        self._summed, self._order = 0, _sum_of(self.before, 0)
+    def __init__(self, at: Pass) -> None:
+        self._at = at
+        self.before: list[Index] = []  # those before the position, of samples
+        self.batches: list[Index] = []  # those after it: of samples, or lists of them
+        self._summed = self._order = 0
+        at.positions.noted = self
+
+    def skipped(self, indices: list[Index]) -> None:
+        """Note the indices before the position, and compare them with those that were given then.
+
+        It may be another order than before. Those which were used are kept.
+        """
+        given = self._at.positions.given(self._at.epoch, self._at.start)
+        known = None if given is None else given.get("indices")
+        now = [*_flat(indices)]
+        self.before = now if known is None else known.tolist()
+        self._order = _sum_of(self.before, 0)
+        if given is not None and given.get("order", now_order := _sum_of(now, 0)) != now_order:
+            affected = "" if known is None else _affected(self.before, now)
+            self._at.positions.tell(given, "samples", affected)
+
+    def from_batch(self, at: Pass) -> Iterator[Index] | None:
+        """Return what the sampler has given from a position on, if it was noted."""
+        if at.epoch != self._at.epoch or at.start < self._at.start:
+            return None
+        return itertools.islice(self.batches, at.start - self._at.start, None)
+
+    def noting(self, batches: Iterator[Index]) -> Iterator[Index]:
+        """Return the indices of batches, noting them."""
+        __tracebackhide__ = True
+        for index in batches:
+            self.batches.append(index)
+            yield index
 
     def up_to(self, n: int) -> dict[str, object]:
         """Return what a position has of the indices up to a batch, from where they are read on."""
@@ -107,9 +94,9 @@ def _sum_of(index: Index, crc: int) -> int:
         return crc
 
 
-def _affected(before: list[int], now: _Indices) -> str:
+def _affected(before: list[int], now: list[int]) -> str:
     """Return which samples are trained twice and not at all, in words."""
-    then, here = Counter(before), Counter(now.before)
+    then, here = Counter(before), Counter(now)
     parts = (then - here, "trained twice"), (here - then, "not trained")
     said = [f"{_numbers(sorted(found))} {what}" for found, what in parts if found]
     return f"In this epoch, {', and '.join(said)}." if said else ""

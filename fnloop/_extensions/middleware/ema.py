@@ -34,7 +34,7 @@ from fnloop.extend import (
     is_sharded,
     local_part,
     name_of,
-    tables,
+    reprs,
     then,
     torch_compat,
     warn_once,
@@ -272,7 +272,7 @@ def _warn_of_total(owner: str, start: float, begin: int, more: int, begun: bool)
         more: how many updates too many it is of; too few if below 0.
         begun: whether that many were made.
     """
-    has = f"is of {tables.format_count(abs(more), 'update')} too {'many' if more > 0 else 'few'}"
+    has = f"is of {reprs.format_count(abs(more), 'update')} too {'many' if more > 0 else 'few'}"
     has = has if begun else f"is the weights again through update {begin}"
     warn_once(
         f"{owner}: start={start} is update {begin} of this run, and the average {has}: the run had "

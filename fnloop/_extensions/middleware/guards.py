@@ -31,7 +31,7 @@ from fnloop.extend import (
     optimizers,
     parameters,
     refuse,
-    tables,
+    reprs,
     torch_compat,
 )
 
@@ -204,7 +204,7 @@ def _stop_after(limit: int) -> Wrap:
                 streak.skipped = 0
             elif streak.skipped >= limit:
                 streak.skipped = 0  # a run that is continued has as many again
-                count = tables.format_count(limit, "update")
+                count = reprs.format_count(limit, "update")
                 what = "had a loss or gradients that are not finite"
                 stop = Stop(f"skip_nonfinite: {count} in a row {what}", "guard")
                 state = attrs.evolve(state, stop=stop)
@@ -374,7 +374,7 @@ def _note(window: int, ratio: float, then: str) -> Wrap:
                     state = _go_back(state, losses)
                 elif losses.skipped >= window:
                     losses.skipped = 0  # a run that is continued has as many again
-                    count = tables.format_count(window, "update")
+                    count = reprs.format_count(window, "update")
                     reason = (
                         f"spike_guard: {count} in a row had a loss above {ratio:g} times the median"
                     )

@@ -270,11 +270,7 @@ class Shared:
         return is_batched(self.value)
 
 
-class _Place:
-    __slots__ = ()
-
-
-_PLACE = _Place()
+_PLACE = object()  # of a tensor in a nested value
 
 
 def _vmapped(
@@ -352,32 +348,24 @@ def check_architectures(models: Mapping[str, nn.Module]) -> None:
     The message names the first difference.
     """
     (first_name, first), *others = models.items()
-    known = _described(first)
     for name, model in others:
-        both = f"{first_name!r} and {name!r}"
-        found = _described(model)
-        if [*known] != [*found]:
-            path = next((p for p in (*known, *found) if p not in known or p not in found), "")
-            raise ValueError(
-                f"stack expects models of one architecture, but of {both} only one has the "
-                f"module {path!r}. {INSTEAD}"
-            )
-        for path, module in known.items():
-            if (what := _difference(module, found[path])) is not None:
-                of = f"the module {path!r} ({type(module).__name__})" if path else "the models"
-                raise ValueError(
-                    f"stack expects models of one architecture, but {of} of {both} differ in "
-                    f"{what}. {INSTEAD}"
-                )
-        if _ties(first) != _ties(model):
-            raise ValueError(
-                f"stack expects models of one architecture, but {both} share parameters between "
-                f"their modules in different ways. {INSTEAD}"
-            )
+        if how := _how_they_differ(first, model, f"{first_name!r} and {name!r}"):
+            raise ValueError(f"stack expects models of one architecture, but {how}. {INSTEAD}")
 
 
-def _described(model: nn.Module) -> dict[str, nn.Module]:
-    return dict(model.named_modules(remove_duplicate=False))
+def _how_they_differ(first: nn.Module, model: nn.Module, both: str) -> str | None:
+    """Return the first difference between two models, whose names are ``both``; None if none."""
+    known, found = (dict(one.named_modules(remove_duplicate=False)) for one in (first, model))
+    if [*known] != [*found]:
+        path = next((p for p in (*known, *found) if p not in known or p not in found), "")
+        return f"of {both} only one has the module {path!r}"
+    for path, module in known.items():
+        if (what := _difference(module, found[path])) is not None:
+            of = f"the module {path!r} ({type(module).__name__})" if path else "the models"
+            return f"{of} of {both} differ in {what}"
+    if _ties(first) != _ties(model):
+        return f"{both} share parameters between their modules in different ways"
+    return None
 
 
 def _ties(model: nn.Module) -> list[int]:

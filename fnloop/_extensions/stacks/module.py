@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fnloop._core.metrics import Mean
-from fnloop._core.several import Reply, Several
-from fnloop._core.types import Aux, Middleware, Skip
+from fnloop._core.several import Several
+from fnloop._core.types import Middleware
 from fnloop._extensions.stacks.leaves import INSTEAD, Shared, call_each, call_models, leaves_of
 from fnloop._extensions.stacks.updates import update_models
 from fnloop.extend import Batch, checks
@@ -64,19 +64,6 @@ class PerModel(Mean):
         weight = self.weight + other.weight
         total = self.total.add_(other.total) if in_place else self.total + other.total
         return attrs.evolve(other, total=total, weight=weight)
-
-
-# --------------------------------------------------------------------------------------------------
-# Which steps train a stack.
-
-
-def check_stackable(listed: Sequence[Middleware]) -> None:
-    """Raise NotImplementedError if a middleware does not work with a stack."""
-    for member in listed:
-        if "stacks" not in member.traits:
-            raise NotImplementedError(
-                f"{member!r} does not work with a stack of models: leave it out. {INSTEAD}"
-            )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -134,13 +121,13 @@ class Stack(Several):
         leaves = leaves_of(self, again=True)
         return leaves.params, [each[0] for each in leaves.owners]
 
-    def call(self, evaluate: Callable[[nn.Module], Reply | Skip], name: str) -> Reply | Skip:
+    def call(self, evaluate: Callable[[nn.Module], Batch], name: str) -> Batch:
         __tracebackhide__ = True
 
-        def of_one(model: nn.Module) -> tuple[Tensor, Aux, Shared] | Skip:
+        def of_one(model: nn.Module) -> Batch:
             __tracebackhide__ = True
             reply = evaluate(model)
-            if isinstance(reply, Skip):
+            if not isinstance(reply, tuple):  # the loss function skips the batch
                 return reply
             loss, aux, weight = reply
             shared = Shared(weight)
@@ -152,7 +139,7 @@ class Stack(Several):
             return loss, dict(aux), shared
 
         reply = call_models(self, name, of_one)
-        if isinstance(reply, Skip):
+        if not isinstance(reply, tuple):
             return reply
         loss, aux, shared = reply
         return loss, aux, shared.value
@@ -174,7 +161,11 @@ class Stack(Several):
         update_models(self, optimizers, apply, replaced)
 
     def check(self, listed: Sequence[Middleware]) -> None:
-        check_stackable(listed)
+        for member in listed:
+            if "stacks" not in member.traits:
+                raise NotImplementedError(
+                    f"{member!r} does not work with a stack of models: leave it out. {INSTEAD}"
+                )
 
     def refuse(self, step: str) -> None:
         raise NotImplementedError(

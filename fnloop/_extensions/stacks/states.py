@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 import attrs
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from fnloop._core.history import History
 from fnloop._core.metrics import Mean
@@ -108,22 +109,14 @@ def stack(states: Mapping[str, TrainState]) -> TrainState:
     check_architectures(models)
     _check_optimizers(states)
     _check_alike(states)
+    _check_slots(states)
     copies = {name: snapshot(state) for name, state in states.items()}
-    first = next(iter(copies.values()))
-    made = TrainState(
+    return _made(
+        next(iter(copies.values())),
         Stack({name: state.model for name, state in copies.items()}),
         Optimizers({name: state.optimizer for name, state in copies.items()}),
-        seed=first.seed, run_id=secrets.token_hex(8), backend=first.backend,
-        updates=dict.fromkeys(copies, first.step), ownership=Ownership(),
-    )  # fmt: skip
-    kept = (*TrainState.PLACE, *_ALIKE, "events", "noted", "generators", "position", "saved_on")
-    return attrs.evolve(
-        made,
-        **checks.fields_of(first, kept),
-        counted=counted_of(first),
-        slots=_shared_slots(copies),
-        metrics=_stack_metrics({name: state.metrics for name, state in copies.items()}),
-        history=_stack_histories({name: state.history for name, state in copies.items()}),
+        _stack_metrics({name: state.metrics for name, state in copies.items()}),
+        _stack_histories({name: state.history for name, state in copies.items()}),
     )
 
 
@@ -176,18 +169,44 @@ def check_one_model(state: TrainState, owner: str) -> None:
 def _taken_out(state: TrainState, place: int, name: str) -> TrainState:
     """Return the state of one model of a stack, whose copy is not used otherwise."""
     assert isinstance(state.model, Stack)
+    return _made(
+        state,
+        state.model[name],
+        state.optimizer[name],
+        _metrics_of(state.metrics, place, name),
+        History(records_of_model(state.history, name, state.model.names)),
+    )
+
+
+def _made(
+    like: TrainState,
+    model: nn.Module,
+    optimizer: Optimizer | Optimizers,
+    metrics: Mapping[str, Metric],
+    history: History,
+) -> TrainState:
+    """Return a state of a run of its own, at the place of another one."""
+    updates = dict.fromkeys(optimizer, like.step) if isinstance(optimizer, Optimizers) else {}
     made = TrainState(
-        state.model[name], state.optimizer[name], seed=state.seed, run_id=secrets.token_hex(8),
-        backend=state.backend, ownership=Ownership(),
+        model, optimizer, seed=like.seed, run_id=secrets.token_hex(8), backend=like.backend,
+        updates=updates, ownership=Ownership(),
     )  # fmt: skip
-    kept = (*TrainState.PLACE, *_ALIKE, "events", "noted", "generators", "position", "saved_on")
+    kept = (
+        *TrainState.PLACE,
+        *_ALIKE,
+        "events",
+        "noted",
+        "generators",
+        "position",
+        "saved_on",
+        "slots",
+    )
     return attrs.evolve(
         made,
-        **{field: copy.deepcopy(value) for field, value in checks.fields_of(state, kept).items()},
-        counted=counted_of(state),
-        slots=copy.deepcopy(dict(state.slots)),
-        metrics=_metrics_of(state.metrics, place, name),
-        history=History(records_of_model(state.history, name, state.model.names)),
+        **{field: copy.deepcopy(value) for field, value in checks.fields_of(like, kept).items()},
+        counted=counted_of(like),
+        metrics=metrics,
+        history=history,
     )
 
 
@@ -290,7 +309,7 @@ def _check_alike(states: Mapping[str, TrainState]) -> None:
                 raise ValueError(
                     f"stack expects states with the same {field}: that of {first_name!r} is "
                     f"{checks.describe(known[field])}, and that of {name!r} "
-                    f"{checks.describe(found[field])}{_hint(field)}"
+                    f"{checks.describe(found[field])}{_HINTS.get(field, '')}"
                 )
         if state.batch and state.seed != first.seed:
             raise ValueError(
@@ -305,20 +324,14 @@ def _check_alike(states: Mapping[str, TrainState]) -> None:
             )
 
 
-def _hint(field: str) -> str:
-    if field == "stop":
-        return ". To continue a run that was stopped: attrs.evolve(state, stop=None)"
-    if field == "extra":
-        return ". Make it the same: attrs.evolve(state, extra={})"
-    return ""
+_HINTS = {
+    "stop": ". To continue a run that was stopped: attrs.evolve(state, stop=None)",
+    "extra": ". Make it the same: attrs.evolve(state, extra={})",
+}
 
 
-def _shared_slots(states: Mapping[str, TrainState]) -> dict[str, object]:
-    """Return the slots, which all states have in common.
-
-    Raises:
-        NotImplementedError: a slot differs, or holds tensors, which are of one model.
-    """
+def _check_slots(states: Mapping[str, TrainState]) -> None:
+    """Raise NotImplementedError if a slot differs, or holds tensors, which are of one model."""
     (first_name, first), *others = states.items()
     for name, state in others:
         for slot in {**first.slots, **state.slots}:
@@ -328,7 +341,6 @@ def _shared_slots(states: Mapping[str, TrainState]) -> dict[str, object]:
                     f"stack: what the middleware {slot!r} has kept is not the same for "
                     f"{first_name!r} and {name!r}, and a stack has it once. {INSTEAD}"
                 )
-    return dict(first.slots)
 
 
 _MISSING = object()

@@ -40,6 +40,7 @@ from fnloop.extend import (
     containers,
     name_of,
     optimizers,
+    reprs,
     tables,
     torch_compat,
 )
@@ -94,7 +95,7 @@ class Report(tables.Shown):
             tables.Column("seen", lambda f: f"{'! ' * f.problem}{f.text}", left=True),
         ]
         count = len(self.problems)
-        found = tables.format_count(count, "problem") if count else "no problem"
+        found = reprs.format_count(count, "problem") if count else "no problem"
         return [f"{self.title}: {found}", tables.Table(columns, self.findings)]
 
 
@@ -282,7 +283,7 @@ def _shapes(batch: Batch) -> str:
         return ", ".join(f"{key}: {_shapes(part)}" for key, part in batch.items())
     if isinstance(batch, tuple | list):
         return ", ".join(_shapes(part) for part in batch)
-    return tables.summarize(batch)
+    return reprs.summarize(batch)
 
 
 def _items(step: PipelineStep, state: TrainState, batch: Batch) -> str:
@@ -293,18 +294,14 @@ def _items(step: PipelineStep, state: TrainState, batch: Batch) -> str:
         if "cannot evaluate a loader" in str(error):  # of raw
             return _rows(batch)
         raise
-    items = f"{tables.format_number(float(out.weight))} items"
+    items = f"{reprs.format_number(float(out.weight))} items"
     if isinstance(out.aux, Mapping) and "weight" in out.aux:
         return f'{items}, by aux["weight"]'
-    return _rows(batch) if float(out.weight) == _size(batch) else items
-
-
-def _size(batch: Batch) -> int:
-    return next((t.size(0) for t in containers.tensors_in(batch) if t.ndim), 1)
+    return _rows(batch) if float(out.weight) == containers.batch_size_of(batch) else items
 
 
 def _rows(batch: Batch) -> str:
-    return f"{tables.format_number(_size(batch))} items, its leading dimension"
+    return f"{containers.batch_size_of(batch)} items, its leading dimension"
 
 
 # --- metrics and hooks that may raise
@@ -316,7 +313,7 @@ def _tried_metrics(step: PipelineStep) -> tuple[PipelineStep, dict[str, Finding]
 
     def note(member: Middleware, error: Exception) -> None:
         name = repr(member)
-        finding = Finding("metric", tables.shorten(name), _in_words(error), problem=True)
+        finding = Finding("metric", reprs.shorten(name), _in_words(error), problem=True)
         failed.setdefault(name, finding)
 
     def tried(member: Middleware, wrap: Wrap | None) -> Wrap | None:
@@ -444,14 +441,14 @@ def _train(trial: Rehearsal, first: Mapping[str, Batch], folder: Path) -> list[F
     record = reached.history[-1].metrics
     for name in first:
         of = {k.partition("/")[2]: v for k, v in record.items() if k.split("/")[0] == name}
-        shown = ", ".join(f"{key} {tables.format_metric(key, value)}" for key, value in of.items())
+        shown = ", ".join(f"{key} {reprs.format_metric(key, value)}" for key, value in of.items())
         updates.append(Finding("record", name, shown))
     findings = []
     for hook, (safe, text) in zip(hooks, tried, strict=True):
         error = None if safe is None else safe.error
         seen = text if error is None else _in_words(error)
         findings.append(
-            Finding("hook", tables.shorten(name_of(hook)), seen, problem=error is not None)
+            Finding("hook", reprs.shorten(name_of(hook)), seen, problem=error is not None)
         )
     if reached.stop is not None:
         findings.append(Finding("hook", "stop", f"a hook stopped the run: {reached.stop}"))
@@ -628,9 +625,8 @@ def train_copy(
     With a target in epochs too, a run that leaves out all updates is not an error.
     """
     __tracebackhide__ = True
-    trial = attrs.evolve(
-        Rehearsal.of("fit", step, state, loader, alone="training"), assumed_items=ASSUMED
-    )
+    trial = Rehearsal.of("fit", step, state, loader, alone="training")
+    trial = attrs.evolve(trial, assumed_items=ASSUMED)
     last = state.epoch + epochs
     return trial.train(trial.copy(), epochs=last, steps=state.step + updates, hooks=hooks)
 

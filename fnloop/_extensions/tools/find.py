@@ -14,7 +14,6 @@ from torch import Tensor
 
 from fnloop._core.state import TrainState
 from fnloop._core.types import Middleware, Output, Step, middleware
-from fnloop._data.loaders import batch_size_of
 from fnloop._display.frames import short_traceback
 from fnloop._extensions import extensions
 from fnloop._extensions.stacks.states import check_one_model
@@ -29,6 +28,7 @@ from fnloop.extend import (
     containers,
     engine_of,
     groups,
+    reprs,
     tables,
 )
 
@@ -108,8 +108,8 @@ class LrRange(tables.Shown):
         found = -1 if self.suggestion is None else self.rates.index(self.suggestion)
         columns: list[tables.Column[int]] = [
             tables.Column("lr", lambda i: f"{self.rates[i]:.2e}"),
-            tables.Column("loss", lambda i: tables.format_metric("loss", self.losses[i])),
-            tables.Column("smoothed", lambda i: tables.format_metric("loss", self.smoothed[i])),
+            tables.Column("loss", lambda i: reprs.format_metric("loss", self.losses[i])),
+            tables.Column("smoothed", lambda i: reprs.format_metric("loss", self.smoothed[i])),
             tables.Column("", lambda i: "suggested" if i == found else "", left=True),
         ]
         rows = [i for i in range(len(self.rates)) if i % every == 0 or i == found]
@@ -485,7 +485,7 @@ class _Trial:
 
     def note(self, batches: Sequence[Batch]) -> None:
         """Note the sizes of the batches of an update."""
-        self.samples = max(self.samples, *map(batch_size_of, batches))
+        self.samples = max(self.samples, *map(containers.batch_size_of, batches))
 
 
 @middleware("step")

@@ -13,7 +13,7 @@ from fnloop._backend import torch_compat
 from fnloop._core.state import TrainState
 from fnloop._core.types import Middleware
 from fnloop._data.loaders import even, sharded
-from fnloop.extend import optimizers, tables, warn_once
+from fnloop.extend import optimizers, reprs, warn_once
 
 
 def suggest(loaders: Mapping[str, object], state: TrainState) -> None:
@@ -122,10 +122,10 @@ def loader_hints(name: str, loader: object, device: torch.device) -> Iterator[st
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if loader.num_workers <= cpus < loader.num_workers * processes:
-        workers = tables.format_count(loader.num_workers, "worker")
+        workers = reprs.format_count(loader.num_workers, "worker")
         yield (
             f"fit: the {name} loader has {workers} in each of {processes} processes of this "
-            f"machine, which together have {tables.format_count(cpus, 'CPU')}: "
+            f"machine, which together have {reprs.format_count(cpus, 'CPU')}: "
             f"num_workers={cpus // processes} is the most that helps"
         )
     is_told = loader.num_workers and not torch.accelerator.is_available()

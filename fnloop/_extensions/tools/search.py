@@ -19,7 +19,6 @@ from fnloop._backend.collectives import broadcast
 from fnloop._core.history import History
 from fnloop._core.state import TrainState
 from fnloop._core.types import Middleware, Step
-from fnloop._data.source import unmoved
 from fnloop._extensions.checkpoints.restore import resume_at
 from fnloop._extensions.hooks.keep import checkpoint
 from fnloop._extensions.middleware.schedule import schedule
@@ -30,11 +29,13 @@ from fnloop._step.pipeline import pipeline
 from fnloop.extend import (
     BuiltIn,
     PipelineStep,
+    Reader,
     Stop,
     better,
     check_not_stale,
     checks,
     mode_of,
+    reprs,
     short_traceback,
     tables,
 )
@@ -280,7 +281,7 @@ class _Training:
             hooks = _with(hooks, every(epochs=1)(checkpoint(self.folder / name, keep=1)))
         reached = run(step, state, self.loaders, epochs=self.epochs, hooks=hooks)
         states = cast("Generator[TrainState]", reached)
-        with unmoved(self.loaders), contextlib.closing(states):
+        with Reader.unmoved(self.loaders), contextlib.closing(states):
             for state in states:
                 if Stop.interrupts(state.stop):
                     why = f"was interrupted at step {state.step} ({state.stop})"
@@ -525,7 +526,7 @@ def _table(rows: Sequence[Rung], key: str, names: Sequence[str] = ()) -> tables.
         tables.Column[Rung]("run", lambda row: row.name, left=True, width=width),
         tables.Column[Rung](
             key,
-            lambda row: tables.format_metric(key, row.value),
+            lambda row: reprs.format_metric(key, row.value),
             best=lambda row: row.best,
             width=9,
         ),
@@ -546,7 +547,7 @@ class _Growing:
 
     def __init__(self, names: Sequence[str], key: str) -> None:
         self._names, self._key = names, key
-        self._output = tables.Display() if tables.in_notebook() else None
+        self._output = tables.Display() if reprs.in_notebook() else None
         self._fitted: tables.Table[Rung] | None = None
 
     def show(self, rows: Sequence[Rung], is_main: bool) -> None:
@@ -559,5 +560,5 @@ class _Growing:
             return
         if self._fitted is None:
             self._fitted = _table(rows, self._key, self._names).fit()
-            print(*map(tables.printable, self._fitted.head()), sep="\n")
-        print(tables.printable(self._fitted.line(rows[-1])), flush=True)
+            print(*map(reprs.printable, self._fitted.head()), sep="\n")
+        print(reprs.printable(self._fitted.line(rows[-1])), flush=True)

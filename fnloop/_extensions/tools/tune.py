@@ -20,9 +20,6 @@ from torch.utils.data import DataLoader, IterableDataset
 from fnloop._core.history import History
 from fnloop._core.state import TrainState, snapshot, without_metrics
 from fnloop._core.types import Middleware, Step
-from fnloop._data.held import own_copy
-from fnloop._data.loaders import check_loader
-from fnloop._data.source import unmoved
 from fnloop._display.frames import short_traceback
 from fnloop._extensions.middleware.compiled import compiled
 from fnloop._extensions.middleware.precision import amp, channels_last
@@ -31,7 +28,7 @@ from fnloop._extensions.tools.hints import fused_hint
 from fnloop._loop.evaluate import open_loader
 from fnloop._loop.fit import fit
 from fnloop._step.pipeline import PipelineStep, pipeline
-from fnloop.extend import check_not_stale, checks, isolated, optimizers, tables
+from fnloop.extend import Reader, check_not_stale, checks, containers, isolated, optimizers, tables
 
 log = logging.getLogger("fnloop")
 
@@ -166,7 +163,7 @@ def tune(step: Step, state: TrainState, loader: object, *, seconds: float = 10.0
     step = PipelineStep.checked(step, "tune")
     check_not_stale(state, "tune")
     check_one_model(state, "tune")
-    check_loader(loader, "tune", alone=True)
+    Reader.of(loader, "tune")
     seconds = checks.number("tune", "seconds", seconds, "how long to measure", above=0)
     if iter_is_itself(loader):
         raise TypeError(
@@ -177,7 +174,7 @@ def tune(step: Step, state: TrainState, loader: object, *, seconds: float = 10.0
         raise NotImplementedError(
             "tune measures one process: call it in a script that is started without torchrun"
         )
-    with _silent(), unmoved(loader):
+    with _silent(), Reader.unmoved(loader):
         return _Bench(state, Setting(step, loader), seconds).measure()
 
 
@@ -326,7 +323,7 @@ class _Bench:
             return attrs.evolve(state, stop="enough") if ends else state
 
         most = MOST_OF_CALL * (left_out + self.updates)
-        with unmoved(setting.loader):  # so that every trial has the same batches
+        with Reader.unmoved(setting.loader):  # so that every trial has the same batches
             fit(
                 _without_others(setting.step),
                 state,
@@ -357,7 +354,7 @@ class _Bench:
             source = open_loader(self.now.loader, self.state, step.total)
             batches = source.batches(self.state.epoch, 0, 0)
             each = source.rounds_of(source.batches_in_update(step.window))
-            return [*map(own_copy, itertools.islice(batches, 4 * each))]
+            return [*map(containers.own_copy, itertools.islice(batches, 4 * each))]
 
 
 def _without_others(step: PipelineStep) -> PipelineStep:

@@ -7,7 +7,7 @@ import attrs
 import numpy as np
 import pytest
 import torch
-from saved import ONE, sgd, step, stop_at
+from saved import ONE, step, stop_at
 from torch import nn
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -130,46 +130,6 @@ def test_a_run_resumed_at_any_split_equals_an_uninterrupted_one(tmp_path, member
         if later.stop and split + 2 < updates:
             later = fl.restore(fl.save(later, tmp_path / "state"), new(98))
         assert_same(train(attrs.evolve(later, stop=None)), whole)
-
-
-@pytest.mark.parametrize(
-    ("size", "workers"), [(2, 0), (20, 0), pytest.param(5, 2, marks=pytest.mark.slow)]
-)
-def test_another_batch_size_or_number_of_workers_trains_the_rest(tmp_path, size, workers):
-    seen = []
-
-    def watch(model, batch):
-        x, y = batch
-        seen.extend(y.flatten().tolist())
-        return model(x).mean()
-
-    def new():
-        torch.manual_seed(0)
-        return sgd(net(), lr=0.01)
-
-    make = fl.pipeline()(watch)
-    fl.fit(make, new(), loader(), epochs=2, hooks=())
-    order, seen = seen, []
-    state = fl.fit(make, new(), loader(), steps=2, hooks=())
-    assert (state.batch, state.samples) == (2, 6)
-    state = fl.restore(fl.save(state, tmp_path / "a"), new())
-    other = loader(batch_size=size, num_workers=workers)
-    state = fl.fit(make, state, other, steps=3, hooks=())
-    state = fl.restore(fl.save(state, tmp_path / "a"), new())
-    fl.fit(make, state, loader(), epochs=2, hooks=())
-    assert seen == order
-    assert sorted(seen[:20]) == sorted(y.item() for _, y in Augmented())
-
-
-def test_an_epoch_ends_if_a_larger_batch_size_leaves_no_batch(tmp_path):
-    make = fl.pipeline()(lambda model, batch: model.w * batch[1].mean())
-    state = fl.fit(make, toy(), loader(), steps=6, hooks=())
-    assert (state.batch, state.samples) == (6, 18)
-    state = fl.restore(fl.save(state, tmp_path / "a"), toy())
-    # 2 of 20 samples are left
-    state = fl.fit(make, state, loader(batch_size=4, drop_last=True), epochs=2, hooks=())
-    assert (state.step, state.epoch, state.batch) == (6 + 5, 2, 0)
-    assert [r.closing for r in state.history] == [True, False, False]
 
 
 def test_a_checkpoint_at_the_end_of_an_epoch_starts_the_next_one_or_ends_the_run(tmp_path):

@@ -12,7 +12,7 @@ from pages import NASTY, check_html
 from tqdm.utils import disp_len
 
 from fnloop import History, Record
-from fnloop._display.tables import format_metric
+from fnloop._display.reprs import format_metric
 from fnloop._extensions.histories.table import Row, is_evaluated, is_row, table
 
 NAN, INF = math.nan, math.inf

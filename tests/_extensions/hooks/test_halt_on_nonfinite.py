@@ -6,7 +6,6 @@ import math
 import pytest
 import torch
 from host_reads import CountReads
-from torch.utils.data import DataLoader
 from toy_runs import ONE, STEP, fit
 
 import fnloop as fl
@@ -143,19 +142,6 @@ def test_an_update_that_was_skipped_is_not_the_one():
     step = fl.pipeline(fl.skip_nonfinite())(toy_loss)
     state = fit(halt_on_nonfinite(keep=True), loaders=batches, step=step, state=toy(w=1.0))
     assert state.skipped == 2 and "nonfinite" not in state.extra
-
-
-@pytest.mark.parametrize("batches", [1, 2])
-def test_it_names_the_samples_of_the_update(batches):
-    x = torch.arange(1.0, 13.0)
-    x[7] = NAN
-    loader = DataLoader(x, batch_size=3, shuffle=True)
-    step = fl.pipeline(fl.accumulate(batches))(toy_loss)
-    state = fit(halt_on_nonfinite(keep=True), loaders=loader, step=step, epochs=3)
-    indices = state.extra["nonfinite"]["indices"]
-    samples = [i for index in indices for i in index]
-    assert len(indices) == batches and 7 in samples and len(samples) == 3 * batches
-    assert f"samples {', '.join(map(str, samples))})" in state.stop
 
 
 def test_it_may_raise_and_the_error_has_the_state():

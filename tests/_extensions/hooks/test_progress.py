@@ -17,7 +17,8 @@ from toy_runs import ONE, STEP, fit, timed
 import fnloop as fl
 from fnloop import Mean, Record, RunInfo, progress
 from fnloop._backend.processes import Backend
-from fnloop._display import tables
+from fnloop._display import reprs
+from fnloop._extensions import tables
 from fnloop._extensions.hooks.progress import Pace
 from fnloop.testing import toy
 
@@ -72,7 +73,7 @@ def test_many_short_epochs_and_their_evaluations_cause_no_more_reads(clock, monk
     evaluations = {"valid": 1, "evaluate_every": fl.every(steps=1)}
     assert count_reads(**evaluations) == 100
     assert count_reads(progress(file=Terminal()), **evaluations) == 100
-    monkeypatch.setattr(tables, "in_notebook", lambda: True)
+    monkeypatch.setattr(reprs, "in_notebook", lambda: True)
     monkeypatch.setattr(tables.Display, "show", lambda self, value: None)
     assert count_reads(progress()) == 51
 

@@ -9,7 +9,7 @@ from toy_runs import ONE, fit, timed
 
 import fnloop as fl
 from fnloop import progress
-from fnloop._display import tables
+from fnloop.extend import reprs, tables
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def cell(monkeypatch):
             self.drawings.append(repr(value).splitlines())
 
     monkeypatch.setattr(tables, "Display", Display)
-    monkeypatch.setattr(tables, "in_notebook", lambda: True)
+    monkeypatch.setattr(reprs, "in_notebook", lambda: True)
     return outputs
 
 

@@ -7,8 +7,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from toy_runs import STEP, fit
 
 import fnloop as fl
-from fnloop._data.source import open_source
 from fnloop.data import interleave, take, zip_cycle, zip_shortest
+from fnloop.extend import Source
 from fnloop.testing import toy, toy_loss
 
 
@@ -108,7 +108,7 @@ def test_a_mapping_weighs_what_its_batches_have_in_common():
 
 def test_the_size_of_a_round_is_known_if_all_have_one():
     def sizes(loader):
-        source = open_source(loader, 0, rank=0, processes=2)
+        source = Source.open(loader, 0, rank=0, processes=2)
         return [source.take(batch, 1)[1].batch_size for batch in source.batches(0, 0, 0)]
 
     assert sizes(take(tensors(8, 2), 4)) == [2, 2]
@@ -159,7 +159,7 @@ def test_a_loader_that_splits_its_data_itself_is_refused_inside_too():
     sampler = DistributedSampler(range(8), num_replicas=2, rank=0)
     loader = take(zip_cycle(a=DataLoader(range(8), 2, sampler=sampler), b=listed(2)), 2)
     with pytest.raises(ValueError, match="has a DistributedSampler, which repeats samples"):
-        open_source(loader, 0, rank=0, processes=2)
+        Source.open(loader, 0, rank=0, processes=2)
 
 
 @pytest.mark.parametrize("make", [list, tuple])

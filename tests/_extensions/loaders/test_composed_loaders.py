@@ -13,7 +13,7 @@ from toy_runs import fit
 
 import fnloop as fl
 from fnloop import schedules
-from fnloop._data.source import open_source
+from fnloop.extend import Source
 from fnloop.testing import assert_same, toy_loss
 
 EPOCHS = (0, 1, 2)
@@ -47,7 +47,7 @@ def test_an_epoch_can_be_resumed_at_every_batch(make):
 
 @table
 def test_its_length_is_the_number_of_its_batches(make):
-    source = open_source(make(0), 0)
+    source = Source.open(make(0), 0)
     for epoch in EPOCHS:
         if (length := source.length_in(epoch)) is not None:
             assert len(read(make(0), epoch)) == length
@@ -58,7 +58,7 @@ def test_its_length_is_the_number_of_its_batches(make):
 def test_batches_are_distributed_to_processes_once(make, processes):
     for start in (0, 1):
         whole = read(make(0), 1, start)
-        sharing = open_source(make(0), 0, 0, processes).sharing
+        sharing = Source.open(make(0), 0, 0, processes)
         whole = whole[: sharing.kept(len(whole))]  # without an incomplete round, if it is even
         shares = [read(make(0), 1, start, rank, processes) for rank in range(processes)]
         for rank, share in enumerate(shares):
@@ -77,7 +77,7 @@ def loss(model, batch):
 @table
 def test_a_run_can_be_paused_and_continued(make):
     """With accumulation, an evaluation, and a schedule where the length of the run is known."""
-    known = open_source(make(0), 0).length is not None
+    known = Source.open(make(0), 0).length is not None
     step = fl.pipeline(fl.accumulate(2), *[fl.schedule(schedules.linear())] * known)(loss)
     both = {"step": step, "epochs": 2}
     run = lambda *hooks, **more: fit(*hooks, loaders=(make(0), make(0)), **both, **more)

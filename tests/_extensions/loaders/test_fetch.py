@@ -18,8 +18,8 @@ from torch.utils.data import (
 )
 
 import fnloop as fl
-from fnloop._data.source import open_source
 from fnloop._extensions.loaders.rows import fetch_batch
+from fnloop.extend import Source
 from fnloop.testing import toy
 
 X = torch.arange(10 * 3 * 4 * 5).float().view(10, 3, 4, 5)
@@ -164,14 +164,14 @@ def test_indices_that_are_not_surely_rows_are_left_to_the_dataset(index):
 def test_an_index_out_of_range_raises_the_error_of_the_dataset(workers):
     data = DataLoader(TensorDataset(X), 2, sampler=[0, 1, 2, 10], num_workers=workers)
     with pytest.raises(IndexError, match="index 10 is out of bounds for dimension 0 with size 10"):
-        list(open_source(data, 0).batches(0, 0, 0))
+        list(Source.open(data, 0).batches(0, 0, 0))
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["tensors", "subsets of subsets", "names in a row"])
 def test_a_loader_yields_what_DataLoader_yields(name, workers):
     dataset = AT_ONCE[name]()
-    mine = open_source(DataLoader(dataset, 3, num_workers=workers), 0).batches(0, 0, 0)
+    mine = Source.open(DataLoader(dataset, 3, num_workers=workers), 0).batches(0, 0, 0)
     theirs = DataLoader(dataset, 3)
     pairs = list(zip(mine, theirs, strict=True))
     assert pairs and all(equal(a, b) for a, b in pairs)
@@ -179,14 +179,14 @@ def test_a_loader_yields_what_DataLoader_yields(name, workers):
 
 def test_another_collate_is_given_the_samples():
     data = DataLoader(TensorDataset(X, Y), 5, collate_fn=lambda samples: samples)
-    first = next(open_source(data, 0).batches(0, 0, 0))
+    first = next(Source.open(data, 0).batches(0, 0, 0))
     assert len(first) == 5 and type(first[0]) is tuple
 
 
 def test_a_batch_does_not_share_memory_with_the_dataset():
     values = torch.ones(4)
     for array in (values, values.numpy()):
-        for batch in open_source(DataLoader(array, 2), 0).batches(0, 0, 0):
+        for batch in Source.open(DataLoader(array, 2), 0).batches(0, 0, 0):
             batch.zero_()
     assert values.sum() == 4
 
@@ -221,7 +221,7 @@ class Recording(list):
 def test_what_cannot_be_read_at_once_is_asked_for_each_sample_once():
     samples = Recording(torch.arange(4))
     loader = DataLoader(ConcatDataset([torch.arange(4), samples]), 4, sampler=[0, 4, 5, 1])
-    (batch,) = open_source(loader, 0).batches(0, 0, 0)
+    (batch,) = Source.open(loader, 0).batches(0, 0, 0)
     assert batch.tolist() == [0, 0, 1, 1] and samples.asked == [0, 1]
 
 
@@ -255,8 +255,8 @@ def test_a_run_and_every_generator_afterwards_are_those_of_samples_read_one_by_o
 @pytest.mark.parametrize("name", AT_ONCE)
 def test_an_epoch_continues_in_the_middle_with_the_batches_that_are_left(name):
     loader = DataLoader(AT_ONCE[name](), 2, shuffle=True)
-    whole = [*open_source(loader, 3).batches(1, 0, 0)]
-    rest = [*open_source(loader, 3).batches(1, 2, 4)]
+    whole = [*Source.open(loader, 3).batches(1, 0, 0)]
+    rest = [*Source.open(loader, 3).batches(1, 2, 4)]
     assert rest and all(equal(a, b) for a, b in zip(whole[2:], rest, strict=True))
 
 
@@ -317,6 +317,6 @@ def test_rows_that_might_be_others_by_themselves_are_read_one_by_one(name):
 def test_a_batch_does_not_share_memory_with_an_arrow_table():
     for form in ("torch", "numpy"):
         rows = table(form).remove_columns("name")
-        for batch in open_source(DataLoader(rows, 5), 0).batches(0, 0, 0):
+        for batch in Source.open(DataLoader(rows, 5), 0).batches(0, 0, 0):
             batch["x"].zero_(), batch["y"].zero_()
         assert rows[:]["y"].sum() == 45

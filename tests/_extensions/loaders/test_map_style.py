@@ -7,8 +7,8 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, TensorDataset
 from toy_runs import fit
 
 import fnloop as fl
-from fnloop._data.source import open_source
 from fnloop.data import bucketed, take, zip_cycle
+from fnloop.extend import Source
 
 
 def test_consumed_samples_are_skipped_by_index_without_loading_them():
@@ -31,7 +31,7 @@ class Collate:
 
 def test_processes_that_fetch_their_own_samples_hold_none_of_the_others():
     samples = torch.arange(1.0, 7.0).repeat_interleave(2)[:, None]
-    sources = [open_source(DataLoader(samples, 2, collate_fn=Collate()), 0, i, 2) for i in (0, 1)]
+    sources = [Source.open(DataLoader(samples, 2, collate_fn=Collate()), 0, i, 2) for i in (0, 1)]
     told = [[b[0].item() for b in source.batches(0, 0, 0)] for source in sources]
     assert told == [[1.0, 3.0, 5.0], [2.0, 4.0, 6.0]]
 

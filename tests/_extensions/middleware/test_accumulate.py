@@ -235,12 +235,6 @@ def test_a_schedule_and_a_run_count_updates_of_the_total():
     assert (run.window, run.batches_per_epoch, run.steps_per_epoch, run.total_steps) == (2, 5, 3, 9)
 
 
-def test_a_position_continues_with_batches_of_another_size():
-    half = of_total(PAIRS, 4, steps=1)
-    state = of_total(DataLoader(SAMPLES, 1), 4, state=half)
-    assert state.step == 3 and state.model.w.item() == -(1.5 + 5.5 + 8.5)
-
-
 class Stream(IterableDataset):
     def __iter__(self):
         return iter(SAMPLES)

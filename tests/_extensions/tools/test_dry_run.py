@@ -10,7 +10,7 @@ from sample_steps import by_hand, carried, in_turns
 from torch.utils.data import DataLoader, Dataset
 
 import fnloop as fl
-from fnloop._display.tables import shorten
+from fnloop._display.reprs import shorten
 from fnloop._hooks.hook import BuiltIn, Hook
 from fnloop.debug import check_script
 from fnloop.testing import Toy, assert_same, toy, toy_loss

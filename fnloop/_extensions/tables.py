@@ -1,67 +1,37 @@
-"""What reprs are made of: numbers, tables, and text as HTML; and the signs that a console has."""
+"""Tables, bars and curves, as text and as HTML, and outputs of a cell that are redrawn."""
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
-import shutil
-import sys
-import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Generic, TextIO, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
 
 import attrs
-import torch
 from tqdm.utils import disp_len
 
-from fnloop._display.checks import join_names
+from fnloop._display import checks, reprs
 
-# What extensions use, as `extend.tables`; the rest is for the reprs of the library.
+# What other extensions use, as `extend.tables`.
 __all__ = [
     "Column",
     "Display",
     "Rendered",
     "Shown",
     "Table",
+    "bar",
+    "curve",
+    "faint",
     "format_bytes",
     "format_clock",
-    "format_count",
     "format_duration",
-    "format_metric",
     "format_milliseconds",
-    "format_number",
-    "in_notebook",
-    "printable",
-    "shorten",
-    "terminal_width",
-    "wrap",
+    "line",
+    "stack",
 ]
 
 # --------------------------------------------------------------------------------------------------
-# Numbers.
-
-
-def format_number(value: float) -> str:
-    """Format a number: five significant digits, or an int with thousands separators."""
-    return f"{value:,}" if isinstance(value, int) else f"{value:.5g}"
-
-
-def format_count(n: int, noun: str) -> str:
-    """Format a count: ``1 record``, ``2 records``."""
-    return f"{n:,} {noun}{'s' * (n != 1)}"
-
-
-def count_parameters(model: torch.nn.Module) -> str:
-    """Return how many parameters a model has, and how many are trained unless all are."""
-    params = list(model.parameters())
-    if any(map(torch.nn.parameter.is_lazy, params)):
-        return "parameters of sizes that its first batch decides"
-    size, trained = (
-        sum(p.numel() for p in params),
-        sum(p.numel() for p in params if p.requires_grad),
-    )
-    return format_count(size, "parameter") + (f", {trained:,} trained" if trained < size else "")
+# Sizes and times.
 
 
 def format_bytes(n: int) -> str:
@@ -113,74 +83,16 @@ def format_clock(seconds: float, tenths: bool) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def is_learning_rate(name: str) -> bool:
-    """Return whether a metric is a learning rate, which is written like ``3.0e-04``."""
-    return "lr" in name.split("/")
-
-
-FALLING, RISING = ("loss", "error"), ("acc", "f1", "auc", "auroc", "precision", "recall")
-
-
-@functools.cache
-def mode_by_name(key: str) -> str | None:
-    """Return the mode that the name of a metric suggests, "min" or "max"; None if neither or both.
-
-    Example:
-        >>> mode_by_name("valid/loss"), mode_by_name("loss/Accuracy"), mode_by_name("valid/bleu")
-        ('min', 'max', None)
-    """
-    name = key.split("/", 1)[-1].lower()
-    falls, rises = (any(word in name for word in words) for words in (FALLING, RISING))
-    return None if falls == rises else "min" if falls else "max"
-
-
-def format_metric(name: str, value: float) -> str:
-    """Format a metric. A number looks the same in a bar, a table, a log and a message.
-
-    It has at least three significant digits, and four decimals where that is not much. A count has
-    no decimals.
-
-    Example:
-        >>> [format_metric("loss", value) for value in (0.5, 0.00125, 1234.5, 2e-5)]
-        ['0.5000', '0.00125', '1,234.50', '2.00e-05']
-        >>> format_metric("train/lr", 3e-4), format_metric("train/tokens", 4096.0)
-        ('3.0e-04', '4,096')
-    """
-    value += 0.0  # -0.0 is 0.0
-    size = abs(value)
-    if is_learning_rate(name):
-        return f"{value:.1e}"
-    if size and math.isfinite(size) and not 1e-3 <= size < 1e9:
-        return f"{value:.2e}"
-    if mode_by_name(name) is None and value.is_integer():
-        return f"{value:,.0f}"
-    decimals = 5 if 0 < size < 1e-2 else 4 if size < 100 else 2 if size < 10_000 else 0
-    return f"{value:,.{decimals}f}"
-
-
 # --------------------------------------------------------------------------------------------------
 # Tables: columns, which stand in groups, and rows, which are any values. A column says what its
 # cell of a row is. A table writes itself as text or as HTML; a terminal, where rows are added one
 # at a time, asks for its head and for a line for each row.
 
 UNLIMITED = 10_000  # the width of what is not a terminal, for a table that may be long
-WIDEST = 120  # columns of a line in a log
-HTML_WIDTH = 100  # characters of a row that fits a cell of a notebook
-LONGEST_TITLE = 32
 NAMED = 8  # columns that are left out, in the note below a table; of more, their number is given
 _RULE = " │ "  # between two groups
 
 R = TypeVar("R")
-
-
-def shorten(title: str, most: int = LONGEST_TITLE) -> str:
-    """Leave out the middle of a title, or of the name of a group, that is too long."""
-    if disp_len(title) <= most:
-        return title
-    half = (most - 1) // 2
-    while disp_len(short := f"{title[:half]}…{title[-half:]}") > most:
-        half -= 1
-    return short
 
 
 @attrs.frozen(eq=False)
@@ -201,9 +113,9 @@ class Column(Generic[R]):
         name: what notes call it; by default its title, and its group if it has one.
     """
 
-    title: str = attrs.field(converter=shorten)
+    title: str = attrs.field(converter=reprs.shorten)
     text: Callable[[R], str]
-    group: str = attrs.field(default="", converter=shorten)
+    group: str = attrs.field(default="", converter=reprs.shorten)
     left: bool = False
     best: Callable[[R], bool] | None = None
     width: int = 1
@@ -256,7 +168,7 @@ class Table(Generic[R]):
     @property
     def note(self) -> str:
         """What is left out, and the remark."""
-        left_out = f"left out: {join_names(self.left_out, NAMED)}" if self.left_out else ""
+        left_out = f"left out: {checks.join_names(self.left_out, NAMED)}" if self.left_out else ""
         return "; ".join(filter(None, (left_out, self.remark)))
 
     def fit(self, width: float = math.inf) -> Table[R]:
@@ -307,10 +219,10 @@ class Table(Generic[R]):
 
         By default it fits the terminal; where there is none, it may be wide.
         """
-        width = terminal_width(UNLIMITED) if width is None else width
+        width = reprs.terminal_width(UNLIMITED) if width is None else width
         table = self.fit(width)
         lines = [line for row in table.rows for line in table._wrapped_line(row, width)]
-        return printable("\n".join([*table.head(), *lines, *wrap(table.note, width)]))
+        return reprs.printable("\n".join([*table.head(), *lines, *reprs.wrap(table.note, width)]))
 
     def html(self) -> str:
         """Return the table for a notebook, with all columns. What has a star in text is bold."""
@@ -320,19 +232,20 @@ class Table(Generic[R]):
         def style(column: Column[R], left: bool = False) -> str:
             align = "left" if column.left or left else "right"
             space = "pre" if column.left else "nowrap"
-            rule = f";border-left:{_LINE}" if column in begins else ""
+            rule = f";border-left:{reprs.LINE}" if column in begins else ""
             return f'style="text-align:{align};white-space:{space}{rule}"'
 
         def cell(column: Column[R], row: R | None) -> str:
-            text = _escape(column.cell(row))
+            text = reprs.escape(column.cell(row))
             return f"<b>{text}</b>" if column.is_best(row) else text
 
         names = [
-            f'<th colspan="{len(group)}" {style(group[0], True)}>{_escape(group[0].group)}</th>'
+            f'<th colspan="{len(group)}" {style(first, True)}>{reprs.escape(first.group)}</th>'
             for group in groups
+            for first in group[:1]
         ]
         lines = [names] if any(column.group for column in self.columns) else []
-        lines.append([f"<th {style(c)}>{_escape(c.title)}</th>" for c in self.columns])
+        lines.append([f"<th {style(c)}>{reprs.escape(c.title)}</th>" for c in self.columns])
         for row in self.rows:
             lines.append([f"<td {style(c)}>{cell(c, row)}</td>" for c in self.columns])
         body = "".join(f"<tr>{''.join(cells)}</tr>" for cells in lines)
@@ -346,7 +259,7 @@ class Table(Generic[R]):
         indent = self.width - last.room
         if disp_len(line) <= width or not last.left or indent > width // 2:
             return [line]
-        return wrap(line, width, " " * indent)
+        return reprs.wrap(line, width, " " * indent)
 
 
 def _length(text: str) -> int:
@@ -369,109 +282,13 @@ def _pad(text: str, room: int, left: bool) -> str:
     return f"{text}{spaces}" if left else f"{spaces}{text}"
 
 
-def wrap(text: str, width: int, indent: str = "") -> list[str]:
-    """Break a text between words into lines of a width; all but the first one may be indented."""
-    return textwrap.wrap(
-        text, width, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False
-    )
-
-
-def terminal_width(unknown: int = 80) -> int:
-    """Return how many characters a line of the terminal has now, or a width if that is unknown."""
-    return shutil.get_terminal_size((unknown, 24)).columns
-
-
 # --------------------------------------------------------------------------------------------------
-# Other reprs: text for terminals and HTML for notebooks.
-#
-# All HTML is built in this file, and all values from outside are escaped here. It has no scripts,
-# no assets and no colours of its own: lines are a lighter shade of the text's colour, which suits
-# dark themes too.
-
-WIDTH = 100  # characters per line of text
-_LINE = "1px solid color-mix(in srgb, currentColor 30%, transparent)"
-_SOFT = "opacity:.6"
-
-
-def summarize(value: object) -> str:
-    """Describe a value in a few words: a tensor by its dtype and shape."""
-    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
-    if shape is not None and dtype is not None:
-        return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
-    return textwrap.shorten(repr(value), 60, placeholder="…")
-
-
-def record_text(name: str, values: Mapping[str, object]) -> str:
-    """Show a record as a call, broken into lines if it is too long for one, or for the terminal.
-
-    Example:
-        >>> record_text("Point", {"x": 1, "y": 2})
-        'Point(x=1, y=2)'
-    """
-    lines, indent, width = [f"{name}("], " " * (len(name) + 1), min(WIDTH, terminal_width(WIDTH))
-    for i, (key, value) in enumerate(values.items()):
-        part = f"{key}={value}" + (", " if i + 1 < len(values) else ")")
-        if len(lines[-1]) + len(part.rstrip()) > width and i:
-            lines.append(indent)
-        lines[-1] += part
-    return "\n".join(line.rstrip() for line in lines)
-
-
-def diagram_text(core: str, rings: Iterable[tuple[str, Sequence[str]]]) -> str:
-    """Draw rings as text, the outermost first.
-
-    Args:
-        core: the text in the middle.
-        rings: name and members, the innermost ring first.
-
-    Example:
-        >>> rings = [("gradient", ["backward", "clip(1.0)"]), ("step", ["schedule(f)"])]
-        >>> print(diagram_text("loss_fn(model, batch)", rings))
-        ┌ step      schedule(f)
-        │ ┌ gradient  backward → clip(1.0)
-        │ │ loss_fn(model, batch)
-    """
-    lines, rails = [], ""
-    for name, members in [*rings][::-1]:
-        first, *more = textwrap.wrap(
-            " → ".join(members), WIDTH - len(rails) - 12, break_on_hyphens=False
-        )
-        lines.append(f"{rails}┌ {name:8}  {first}")
-        rails += "│ "
-        lines += [f"{rails}{'':10}{line}" for line in more]
-    return printable("\n".join([*lines, f"{rails}{core}"]))
-
-
-def _escape(value: object) -> str:
-    import html  # it has a table of all entities
-
-    return html.escape(str(value))
-
-
-def facts(title: str, values: Mapping[str, object]) -> str:
-    """Return a table of names and values below a title."""
-    name, cell = f"text-align:left;{_SOFT}", "text-align:left"
-    rows = (
-        f'<tr><td style="{name}">{_escape(k)}</td><td style="{cell}">{_escape(v)}</td></tr>'
-        for k, v in values.items()
-    )  # fmt: skip
-    return f"<div><b>{_escape(title)}</b><table>{''.join(rows)}</table></div>"
-
-
-def diagram(core: str, rings: Iterable[tuple[str, Sequence[str]]]) -> str:
-    """Draw rings as nested boxes, with the arguments of :func:`diagram_text`."""
-    inside = f'<div style="padding-top:.3em"><code>{_escape(core)}</code></div>'
-    for name, members in rings:
-        listed = " → ".join(f"<code>{_escape(member)}</code>" for member in members)
-        label = f'<span style="{_SOFT};display:inline-block;min-width:5em">{_escape(name)}</span>'
-        style = f"border:{_LINE};border-radius:4px;padding:.3em .6em;margin-top:.3em"
-        inside = f'<div style="{style}"><div>{label}{listed}</div>{inside}</div>'
-    return f'<div style="display:inline-block;max-width:100%">{inside}</div>'
+# Pieces of HTML, and outputs of a cell.
 
 
 def curve(title: str, values: Sequence[float], note: str) -> str:
     """Draw a small curve of values, with 0 on its scale; without finite values, the title alone."""
-    name = f"<code>{_escape(title)}</code>"
+    name = f"<code>{reprs.escape(title)}</code>"
     if not values or not all(map(math.isfinite, values)):
         return f"<div>{name}</div>"
     width, height, low, high = 220, 60, min(0.0, *values), max(1e-12, *values)
@@ -483,29 +300,29 @@ def curve(title: str, values: Sequence[float], note: str) -> str:
     view = f'width="{width + 8}" height="{height + 8}" viewBox="-4 -4 {width + 8} {height + 8}"'
     frame = f'xmlns="http://www.w3.org/2000/svg" {view} role="img" style="display:block"'
     svg = f"<svg {frame}>{axes}{line}</svg>"
-    return f'<div>{name}{svg}<small style="{_SOFT}">{_escape(note)}</small></div>'
+    return f'<div>{name}{svg}<small style="{reprs.SOFT}">{reprs.escape(note)}</small></div>'
 
 
 def bar(done: int, total: int | None, text: str) -> str:
     """Return a bar and a text to its right; without a total, the text alone."""
     drawn = ""
     if total:
-        frame = f"display:inline-block;width:16em;height:.7em;border:{_LINE};border-radius:.35em"
-        frame += ";overflow:hidden"
+        frame = "display:inline-block;width:16em;height:.7em;overflow:hidden;border-radius:.35em"
+        frame += f";border:{reprs.LINE}"
         percent = f"{100 * min(done / total, 1):.0f}%"
         filled = f"display:block;height:100%;width:{percent};background:currentColor;opacity:.6"
         drawn = f'<span style="{frame}"><span style="{filled}"></span></span> '
-    return f'<div style="font-variant-numeric:tabular-nums">{drawn}{_escape(text)}</div>'
+    return f'<div style="font-variant-numeric:tabular-nums">{drawn}{reprs.escape(text)}</div>'
 
 
 def line(text: str) -> str:
     """Return a line of text."""
-    return f"<div>{_escape(text)}</div>"
+    return f"<div>{reprs.escape(text)}</div>"
 
 
 def faint(text: str) -> str:
     """Return a line of text that is less important."""
-    return f'<div style="{_SOFT}"><small>{_escape(text)}</small></div>'
+    return f'<div style="{reprs.SOFT}"><small>{reprs.escape(text)}</small></div>'
 
 
 def stack(*parts: str) -> str:
@@ -523,7 +340,7 @@ class Shown:
 
     def __repr__(self) -> str:
         parts = (each if isinstance(each, str) else each.text() for each in self._parts())
-        return printable("\n".join(parts))
+        return reprs.printable("\n".join(parts))
 
     def _repr_html_(self) -> str:
         return stack(*(line(e) if isinstance(e, str) else e.html() for e in self._parts()))
@@ -557,48 +374,3 @@ class Display:
             self._update = handle and handle.update
         else:
             self._update(value)
-
-
-def in_notebook() -> bool:
-    """Return whether this process is the kernel of a notebook."""
-    return hasattr(_shell(), "kernel")
-
-
-def is_interactive() -> bool:
-    """Return whether a user types what comes next: in a notebook, in IPython or in Python."""
-    return _shell() is not None or hasattr(sys, "ps1") or bool(sys.flags.interactive)
-
-
-def _shell() -> object:
-    """Return the shell of IPython; None outside of one."""
-    ipython = sys.modules.get("IPython")
-    return ipython.get_ipython() if ipython else None
-
-
-# --------------------------------------------------------------------------------------------------
-# Text for a file that may not have every sign, such as a console of Windows.
-
-_PLAIN = str.maketrans("━─│┌…→×", "#-||.>x")
-
-
-def printable(text: str, file: TextIO | None = None) -> str:
-    """Return a text that a file can encode: if need be with lines of ASCII, and with "?".
-
-    Args:
-        text: the text.
-        file: where it will be written; by default sys.stdout.
-
-    Example:
-        >>> import io
-        >>> printable("a │ b…", io.TextIOWrapper(io.BytesIO(), "ascii"))
-        'a | b.'
-    """
-    file = sys.stdout if file is None else file
-    encoding = getattr(file, "encoding", None) or "utf-8"
-    try:
-        text.encode(encoding)
-    except UnicodeEncodeError:
-        return text.translate(_PLAIN).encode(encoding, "replace").decode(encoding)
-    except LookupError:  # there is no such encoding
-        return text.translate(_PLAIN)
-    return text

@@ -4,10 +4,11 @@ import contextlib
 import io
 
 import pytest
+from pages import Page
 from toy_runs import ONE, fit
 
 import fnloop as fl
-from fnloop._display.tables import Column, Shown, Table, format_metric
+from fnloop._extensions.tables import Column, Shown, Table, bar
 from fnloop.testing import toy_loss
 
 WORDS = Column("word", lambda row: row[0], left=True)
@@ -62,9 +63,11 @@ def test_a_value_shows_its_lines_and_tables():
     assert Pair()._repr_html_().startswith("<div><div>a &lt;title&gt;</div><div ")
 
 
-@pytest.mark.parametrize("name", ["lr", "train/lr", "lr/head", "train/d/lr"])
-def test_a_learning_rate_has_an_exponent(name):
-    assert format_metric(name, 3e-4) == "3.0e-04"
+def test_a_bar_shows_the_completed_part():
+    assert "width:25%" in bar(1, 4, "x")
+    assert "width:100%" in bar(5, 4, "x")  # an epoch longer than the length of its loader
+    unknown = Page(bar(3, None, "3 steps"))
+    assert (unknown.texts, len(unknown.tags)) == (["3 steps"], 1)
 
 
 # --- where stdout lacks a sign
